@@ -1,0 +1,71 @@
+# Needs python3 (with venv), make and a C++ compiler; everything else goes into .venv.
+# `make` lists the targets.
+
+PYTHON ?= python3
+# A version whose CPU build installs without naming an index. Elsewhere, or for CUDA, give pip's words:
+#   make venv TORCH='torch==2.13.0 --index-url <the PyTorch index for your CUDA>'
+# It is read when .venv is made; to change it later, remove .venv.
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
+PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format bench wheel clean torch-spec
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: build/.installed  ## set up .venv: torch, the tools, this package (editable, with its C++)
+
+# Two stamps: a change of the C++ rebuilds it, but does not make the environment anew. The second
+# lies in build/, so that `make clean`, which removes the binary, makes the next call build again.
+.venv/.made:
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install 'setuptools>=77' wheel
+	$(BIN)/python -m pip install $(TORCH)
+	@touch $@
+
+build/.installed: .venv/.made setup.py pyproject.toml $(CXX_FILES)
+	$(BIN)/python -m pip install --no-build-isolation -e '.[demo,test,lint]'
+	@for log in build/_C_*.log; do if [ -f "$$log" ]; then cat "$$log" >&2; fi; done
+	@mkdir -p build && touch $@
+
+demo: venv  ## train a date translator with this attention and plot what it looks at
+	$(BIN)/python -m bahdanau_fast demo
+
+test: venv  ## run the whole test suite
+	$(BIN)/python -m pytest
+
+# mypy knows no package_dir: it is given the layout as installed, kernels/ in its place.
+lint: venv  ## check style and types
+	$(BIN)/ruff check $(PY_FILES)
+	$(BIN)/ruff format --check $(PY_FILES)
+	rm -rf build/typed && mkdir -p build/typed
+	cp -Rp bahdanau_fast build/typed/ && cp -Rp kernels build/typed/bahdanau_fast/kernels
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml bahdanau_fast
+	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
+
+format: venv  ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix $(PY_FILES)
+	$(BIN)/ruff format $(PY_FILES)
+	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+
+bench: venv  ## measure against d2l eager and torch.compile, after a parity check
+	$(BIN)/python -m benchmarks
+
+# build/lib* holds the modules of earlier wheels, also those deleted since.
+wheel: venv  ## build the wheel into dist/
+	rm -rf dist build/lib* build/bdist*
+	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+clean:  ## remove build output and caches, keep .venv
+	rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -f bahdanau_fast/*.so
+	find bahdanau_fast kernels tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# For .ci/run: the wheel is checked against the same torch.
+torch-spec:
+	@echo $(TORCH)

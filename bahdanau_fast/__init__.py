@@ -1,0 +1,28 @@
+"""Fast additive (Bahdanau) attention, drop-in for the d2l course's.
+
+>>> import torch, bahdanau_fast as bf
+>>> attention = bf.AdditiveAttention(16, dropout=0.1).eval()
+>>> context = attention(torch.zeros(2, 1, 4), torch.ones(2, 10, 4), torch.ones(2, 10, 3))
+>>> tuple(context.shape), tuple(attention.attention_weights.shape)
+((2, 1, 3), (2, 1, 10))
+"""
+
+from bahdanau_fast import ops as _ops  # defines the operators before a backend implements them
+from bahdanau_fast import backends, reference
+from bahdanau_fast.functional import additive_attention, masked_softmax
+from bahdanau_fast.memory import Memory
+from bahdanau_fast.modules import AdditiveAttention, DotProductAttention, MLPAttention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdditiveAttention",
+    "DotProductAttention",
+    "MLPAttention",
+    "Memory",
+    "__version__",
+    "additive_attention",
+    "backends",
+    "masked_softmax",
+    "reference",
+]

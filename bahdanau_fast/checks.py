@@ -1,0 +1,127 @@
+"""Input checks shared by the functions and the modules.
+
+Each message reads "<argument> must <requirement>, got <actual>".
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def reject(error: type[Exception], name: str, requirement: str, actual: object) -> NoReturn:
+    """Raise ``error`` in the words every message of this package uses."""
+    raise error(f"{name} must {requirement}, got {actual}")
+
+
+def probability(name: str, value: float) -> None:
+    """A number in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        reject(TypeError, name, "be a number", type(value).__name__)
+    if not 0.0 <= value <= 1.0:
+        reject(ValueError, name, "be between 0 and 1", value)
+
+
+def positive_int(name: str, value: int) -> None:
+    """An integer of at least one."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        reject(TypeError, name, "be an integer", type(value).__name__)
+    if value < 1:
+        reject(ValueError, name, "be at least 1", value)
+
+
+def _tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        reject(TypeError, name, "be a tensor", type(value).__name__)
+
+
+def _floating(name: str, tensor: Tensor) -> None:
+    _tensor(name, tensor)
+    if tensor.dtype not in FLOATING:
+        reject(TypeError, name, "be float32, bfloat16, float16 or float64", tensor.dtype)
+    if tensor.layout != torch.strided:
+        reject(TypeError, name, "be a dense (strided) tensor", tensor.layout)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
+    """Ranks, batch and length sizes, dtypes and devices of what attention is called with.
+
+    Raises:
+        TypeError: not a tensor, not a supported floating dtype, or dtypes that differ.
+        ValueError: ranks, sizes or devices that do not fit together.
+    """
+    for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
+        _floating(name, tensor)
+        if tensor.dim() != 3:
+            reject(ValueError, name, "have 3 dimensions (batch, length, features)", _shape(tensor))
+    batch, queries_len, _ = queries.shape
+    _, keys_len, _ = keys.shape
+    if keys.shape[0] != batch:
+        reject(ValueError, "keys", f"have the batch size of queries, {batch}", _shape(keys))
+    if values.shape[0] != batch or values.shape[1] != keys_len:
+        need = f"have the batch size and length of keys, ({batch}, {keys_len})"
+        reject(ValueError, "values", need, _shape(values))
+    if not torch.is_autocast_enabled(queries.device.type):
+        same_kind("keys", keys, "queries", queries)
+        same_kind("values", values, "queries", queries)
+    lens(valid_lens, batch, queries_len, queries.device)
+
+
+def source(keys: Tensor, values: Tensor) -> None:
+    """Keys and values of a memory, before any query is known."""
+    inputs(keys, keys, values, None)
+
+
+def same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Dtype and device of one argument against another."""
+    if tensor.dtype != other.dtype:
+        reject(TypeError, name, f"have the dtype of {other_name}, {other.dtype}", tensor.dtype)
+    if tensor.device != other.device:
+        need = f"be on the device of {other_name}, {other.device}"
+        reject(ValueError, name, need, tensor.device)
+
+
+def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.device) -> None:
+    """Lengths: None, (B,) or (B,Tq), real numbers, on the device of the data."""
+    if valid_lens is None:
+        return
+    _tensor("valid_lens", valid_lens)
+    if valid_lens.dtype.is_complex or valid_lens.dtype == torch.bool:
+        reject(TypeError, "valid_lens", "have an integer or floating dtype", valid_lens.dtype)
+    shape = _shape(valid_lens)
+    if shape not in ((batch,), (batch, queries_len)):
+        need = f"have shape ({batch},) or ({batch}, {queries_len})"
+        reject(ValueError, "valid_lens", need, shape)
+    if valid_lens.device != device:
+        reject(ValueError, "valid_lens", f"be on the device of the data, {device}",
+               valid_lens.device)
+
+
+def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """A weight matrix: shape, dtype and device."""
+    _floating(name, tensor)
+    if _shape(tensor) != shape:
+        reject(ValueError, name, f"have shape {shape}", _shape(tensor))
+    if not torch.is_autocast_enabled(like.device.type):
+        same_kind(name, tensor, "queries", like)
+
+
+def scores(tensor: Tensor) -> None:
+    """Scores of every query against every key."""
+    _floating("scores", tensor)
+    if tensor.dim() != 3:
+        reject(ValueError, "scores", "have 3 dimensions (B, Tq, Tk)", _shape(tensor))
+
+
+def features(name: str, tensor: Tensor, size: int) -> None:
+    """The feature size of queries or keys against the weight that will multiply them."""
+    if tensor.shape[-1] != size:
+        reject(ValueError, name, f"have feature size {size} (that of its weight)", _shape(tensor))

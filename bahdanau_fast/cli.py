@@ -1,0 +1,238 @@
+"""The command line: ``python -m bahdanau_fast info | check | demo``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+import bahdanau_fast
+from bahdanau_fast import backends, reference
+from bahdanau_fast.functional import additive_attention
+
+__all__ = ["check", "info", "main"]
+
+Number = TypeVar("Number", int, float)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; ``--help`` is there for more."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the command line without the program; ``sys.argv`` unless given.
+
+    Returns:
+        0 done, 1 a check or a goal failed, 2 wrong use or something missing.
+    """
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        line = " ".join(str(error).split()) or type(error).__name__
+        print(f"bahdanau_fast: error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("bahdanau_fast: interrupted", file=sys.stderr)
+        return 130
+
+
+def _at_least(low: Number, kind: Callable[[str], Number]) -> Callable[[str], Number]:
+    def convert(text: str) -> Number:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+        if not value >= low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
+        return value
+
+    return convert
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="bahdanau_fast", description=bahdanau_fast.__doc__.split("\n")[0])
+    parser.add_argument("--version", action="version", version=bahdanau_fast.__version__)
+    commands = parser.add_subparsers(required=True, metavar="{info,check,demo}", title="commands")
+
+    what = "versions, backends, which one is taken and why the others are not there"
+    command = commands.add_parser("info", help=what, description=what)
+    command.set_defaults(command=lambda _: info())
+
+    what = "compare every backend here with the reference, forward and backward"
+    command = commands.add_parser("check", help=what, description=what)
+    command.set_defaults(command=lambda _: 0 if check() else 1)
+
+    what = "train a date reader with this attention, on made-up data, and compare the backends"
+    command = commands.add_parser("demo", help=what, description=what)
+    command.add_argument(
+        "--out", type=Path, default=Path("demo-output"), metavar="DIR",
+        help="where attention.png, loss.png and demo.json go (default: %(default)s)",
+    )
+    command.add_argument("--epochs", type=_at_least(1, int), help="passes over the data")
+    command.add_argument("--seed", type=_at_least(0, int), default=0, help="default: 0")
+    command.add_argument("--quick", action="store_true", help="a tenth of the data, no goals")
+    command.set_defaults(command=_demo)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from bahdanau_fast.seq2seq import demo  # pulls in the training code: only where it is needed
+    from bahdanau_fast.seq2seq.training import Settings
+
+    settings = Settings(seed=options.seed)
+    if options.epochs is not None:
+        settings = replace(settings, epochs=options.epochs)
+    sizes = demo.QUICK if options.quick else demo.Sizes()
+    return 0 if demo.run(options.out, settings, sizes) else 1
+
+
+def info() -> int:
+    """Print versions and backends; works with a missing or broken extension too."""
+    rows = {
+        "bahdanau_fast": f"{bahdanau_fast.__version__} ({Path(bahdanau_fast.__file__).parent})",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "torch": torch.__version__,
+        "machine": platform.platform(),
+        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores",
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.version.cuda or "not in this torch",
+    }
+    for name, value in rows.items():
+        print(f"{name:<14} {value}")
+    print(backends.explain())
+    return 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one call, in the package's alphabet."""
+
+    name: str
+    batch: int
+    queries: int
+    keys: int
+    hidden: int
+    features: tuple[int, int, int]
+    lens: str = "none"
+
+    def draw(self) -> tuple[list[Tensor], Tensor | None]:
+        """Inputs in fp64: queries, keys, values, W_q, W_k, w_v; and the valid lengths."""
+        generator = torch.Generator().manual_seed(self.batch * 7919 + self.keys)
+        query_size, key_size, value_size = self.features
+        shapes = [
+            (self.batch, self.queries, query_size),
+            (self.batch, self.keys, key_size),
+            (self.batch, self.keys, value_size),
+            (self.hidden, query_size),
+            (self.hidden, key_size),
+            (1, self.hidden),
+        ]
+        scales = [1.0, 1.0, 1.0, query_size**-0.5, key_size**-0.5, 1.0]
+        tensors = [
+            torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+            for shape, scale in zip(shapes, scales, strict=True)
+        ]
+        if self.lens == "none":
+            return tensors, None
+        size = (self.batch,) if self.lens == "per row" else (self.batch, self.queries)
+        return tensors, torch.randint(0, self.keys + 1, size, generator=generator)
+
+
+CASES = (
+    Case("decoder step", 16, 1, 50, 64, (64, 64, 64), "per row"),
+    Case("long source", 1, 1, 1000, 128, (96, 128, 80)),
+    Case("many queries", 4, 33, 34, 96, (64, 48, 40), "per query"),
+    Case("small primes", 3, 5, 7, 11, (2, 13, 3), "per query"),
+    Case("one of each", 1, 1, 1, 1, (1, 1, 1)),
+)
+
+_RESULTS = ("context", "weights", "d queries", "d keys", "d values", "d W_q", "d W_k", "d w_v")
+
+
+def _results(
+    function: Callable[..., tuple[Tensor, Tensor | None]],
+    case: Case,
+    dtype: torch.dtype,
+    rounded: torch.dtype,
+) -> list[Tensor]:
+    """Outputs and gradients in fp64, computed in ``dtype`` from inputs rounded to ``rounded``."""
+    tensors, valid_lens = case.draw()
+    inputs = [tensor.to(rounded).to(dtype).requires_grad_() for tensor in tensors]
+    context, weights = function(*inputs, valid_lens)
+    assert weights is not None
+    generator = torch.Generator().manual_seed(1)
+    upstream = [
+        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(rounded).to(dtype)
+        for out in (context, weights)
+    ]
+    grads = torch.autograd.grad([context, weights], inputs, upstream)
+    return [result.detach().double() for result in (context, weights, *grads)]
+
+
+def _allowed(case: Case, dtype: torch.dtype, exact: Tensor, eager: Tensor) -> float:
+    """The parity rule: twice eager's own error and two roundings of the result."""
+    magnitude = float(exact.abs().max())
+    rounding = torch.finfo(dtype).eps / 2 * magnitude
+    if dtype == torch.float64:
+        # The oracle is itself a rounded fp64 sum. Two sums of n terms in different orders may be
+        # n roundings apart each; the longest chain here is that of a weight's gradient.
+        terms = case.batch * case.queries * case.keys + case.hidden + max(case.features)
+        return 2 * terms * rounding
+    return 2 * float((eager - exact).abs().max()) + 2 * rounding
+
+
+def _check_one(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float, str]:
+    """Largest error as a share of what is allowed, eager's likewise, and of which result."""
+
+    def ours(*inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return additive_attention(*inputs, backend=name)  # type: ignore[arg-type]
+
+    worst = (-1.0, 0.0, "")
+    exact = _results(reference.additive_attention, case, torch.float64, dtype)
+    eager = _results(reference.additive_attention, case, dtype, dtype)
+    result = _results(ours, case, dtype, dtype)
+    for label, true, plain, got in zip(_RESULTS, exact, eager, result, strict=True):
+        allowed = _allowed(case, dtype, true, plain) or sys.float_info.min
+        error = float((got - true).abs().nan_to_num(nan=float("inf")).max())
+        share = error / allowed
+        if share > worst[0]:
+            worst = (share, float((plain - true).abs().max()) / allowed, label)
+    return worst
+
+
+def check() -> bool:
+    """Print the parity of every backend here; True when all are within the rule."""
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    print("largest error of outputs and gradients, as a share of what the parity rule allows")
+    print(f"{'backend':<11}{'dtype':<10}{'case':<14}{'ours':>8}{'eager':>8}   worst in")
+    passed = True
+    for name in backends.available():
+        for dtype in dtypes:
+            for case in CASES:
+                share, eager, label = _check_one(name, case, dtype)
+                good = share <= 1.0
+                passed &= good
+                kind = str(dtype).removeprefix("torch.")
+                row = f"{name:<11}{kind:<10}{case.name:<14}{share:>8.3f}{eager:>8.3f}   {label}"
+                print(row if good else f"{row}  FAIL")
+    missing = [name for name in backends.NAMES if name not in backends.available()]
+    for name in missing:
+        print(f"{name:<11}not checked: {backends.why_not(name)}")
+    print("PASS" if passed else "FAIL")
+    return passed

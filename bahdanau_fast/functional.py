@@ -1,0 +1,154 @@
+"""Additive attention as functions, served by the fastest backend that is there."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bahdanau_fast import backends, checks, reference
+from bahdanau_fast.memory import ProjectedKeys, project
+
+__all__ = ["additive_attention", "attend_projected", "masked_softmax"]
+
+
+def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
+    """Softmax over the keys, positions past the length left out: d2l's ``masked_softmax``.
+
+    A row with a length of zero or less is uniform over all positions.
+
+    Args:
+        scores: (B,Tq,Tk), float32, bfloat16, float16 or float64.
+        valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
+
+    Returns:
+        Weights (B,Tq,Tk) in the dtype of ``scores``.
+
+    Raises:
+        TypeError: ``scores`` is not floating, or ``valid_lens`` is not real numbers.
+        ValueError: ``scores`` has not 3 dimensions, or the shape of ``valid_lens`` does not fit.
+
+    >>> weights = masked_softmax(torch.zeros(2, 1, 4), torch.tensor([2, 4]))
+    >>> weights[:, 0].tolist()
+    [[0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]]
+    """
+    checks.scores(scores)
+    checks.lens(valid_lens, scores.shape[0], scores.shape[1], scores.device)
+    return reference.masked_softmax(scores, valid_lens)
+
+
+def additive_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    need_weights: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``softmax_j(w_v . tanh(W_q q_i + W_k k_j + bias)) @ values``, fused.
+
+    Bahdanau, Cho and Bengio 2014, https://arxiv.org/abs/1409.0473, equation 6 and section A.1.2.
+
+    Args:
+        queries: (B,Tq,Dq), float32, bfloat16, float16 or float64.
+        keys: (B,Tk,Dk), dtype of queries.
+        values: (B,Tk,Dv), dtype of queries.
+        w_q: (H,Dq).
+        w_k: (H,Dk).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq), any integer or float dtype: key j is kept when j < len.
+        bias: (H,), optional.
+        dropout_p: probability of dropping a weight on the way to the context.
+        need_weights: return the weights too.
+        backend: "cpu" or "reference"; None takes the fastest that is there.
+
+    Returns:
+        Context (B,Tq,Dv) and weights (B,Tq,Tk) before dropout; None for weights not asked for.
+
+    Raises:
+        TypeError: something is not a floating tensor, or dtypes differ.
+        ValueError: ranks, sizes, devices, ``dropout_p`` or ``backend`` do not fit.
+
+    >>> q, k = torch.zeros(1, 1, 2), torch.ones(1, 4, 2)
+    >>> w = torch.ones(3, 2)
+    >>> context, weights = additive_attention(q, k, k, w, w, w[:, 0], torch.tensor([2]))
+    >>> weights.tolist()
+    [[[0.5, 0.5, 0.0, 0.0]]]
+    """
+    checks.inputs(queries, keys, values, valid_lens)
+    hidden = w_v.numel() if isinstance(w_v, Tensor) else 0
+    w_v_shape = (hidden,) if isinstance(w_v, Tensor) and w_v.dim() == 1 else (1, hidden)
+    checks.weight("w_v", w_v, w_v_shape, queries)
+    checks.weight("w_q", w_q, (hidden, queries.shape[-1]), queries)
+    checks.weight("w_k", w_k, (hidden, keys.shape[-1]), queries)
+    if bias is not None:
+        checks.weight("bias", bias, (hidden,), queries)
+    checks.probability("dropout_p", dropout_p)
+    chosen = backends.resolve(queries.device, backend)
+    projected = project(F.linear(keys, w_k, bias), chosen)
+    context, weights = attend_projected(
+        F.linear(queries, w_q), projected, values, w_v, valid_lens, dropout_p, need_weights, chosen
+    )
+    return context, weights if need_weights else None
+
+
+def attend_projected(
+    queries: Tensor,
+    projected: ProjectedKeys,
+    values: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None,
+    dropout_p: float,
+    need_weights: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Everything after the projections, on one backend; inputs are checked by the caller.
+
+    Args:
+        queries: (B,Tq,H), already ``W_q q``.
+        projected: the keys after ``W_k``, made for the same backend.
+        values: (B,Tk,Dv).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+        dropout_p: probability of dropping a weight.
+        need_weights: whether the second result is wanted; without, it may be empty.
+        backend: a name from :data:`backends.NAMES`.
+
+    Returns:
+        Context (B,Tq,Dv), weights (B,Tq,Tk).
+    """
+    if values.dtype != queries.dtype:  # autocast: the projections came out in its dtype
+        values = values.to(queries.dtype)
+    if w_v.dtype != queries.dtype:
+        w_v = w_v.to(queries.dtype)
+    if backend == "reference":
+        return reference.attend(queries, projected.keys, values, w_v, valid_lens, dropout_p)
+    seed = None
+    if dropout_p > 0.0:
+        seed = torch.randint(2**62, (1,), device=queries.device)
+    needs_graph = torch.is_grad_enabled() and (
+        queries.requires_grad
+        or projected.keys.requires_grad
+        or values.requires_grad
+        or w_v.requires_grad
+    )
+    # need_weights stays True where autograd will ask for them again.
+    context, weights = torch.ops.bahdanau_fast.attend(
+        queries,
+        projected.keys,
+        projected.table,
+        projected.keys_max,
+        values,
+        w_v,
+        valid_lens,
+        seed,
+        dropout_p,
+        need_weights or needs_graph,
+    )
+    return context, weights

@@ -1,0 +1,110 @@
+"""Reuse of the key projection by an unchanged decoder loop.
+
+A course decoder passes the same ``keys`` tensor at every step. The cache remembers the last
+projection and hands it out again while nothing it depends on has changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bahdanau_fast import backends
+from bahdanau_fast.memory import ProjectedKeys
+
+__all__ = ["KeyCache"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    token: object
+    keys: weakref.ref[Tensor]
+    weight: weakref.ref[Tensor]
+    state: tuple[object, ...]
+    projected: ProjectedKeys
+
+
+def _state(keys: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
+    """Everything but identity that a projection depends on."""
+    device_type = keys.device.type
+    return (
+        keys._version,
+        keys.data_ptr(),
+        keys.requires_grad,
+        weight._version,
+        weight.data_ptr(),
+        weight.requires_grad,
+        None if bias is None else (id(bias), bias._version, bias.data_ptr(), bias.requires_grad),
+        torch.is_grad_enabled(),
+        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
+        backends.resolve(keys.device),
+    )
+
+
+def _plain(layer: nn.Module | None) -> Tensor | None:
+    """The weight, when it alone decides what the layer computes; None for anything else.
+
+    A replaced layer (LoRA, parametrized, quantized) or one with hooks depends on more than one
+    tensor: its result is not reused.
+    """
+    if type(layer) is not nn.Linear or layer.bias is not None:
+        return None
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+        return None
+    return layer._parameters.get("weight")
+
+
+class KeyCache:
+    """One slot: the projection of the keys of the last call."""
+
+    __slots__ = ("__weakref__", "_entry")
+
+    def __init__(self) -> None:
+        self._entry: _Entry | None = None
+
+    def find(self, keys: Tensor, layer: nn.Module | None, bias: Tensor | None
+             ) -> ProjectedKeys | None:
+        """The projection of ``keys`` when it is still the right one, else None."""
+        entry = self._entry  # read once: another thread may replace it
+        if entry is None or entry.keys() is not keys:
+            return None
+        weight = _plain(layer)
+        if weight is None or entry.weight() is not weight or keys.is_inference():
+            return None
+        return entry.projected if entry.state == _state(keys, weight, bias) else None
+
+    def store(
+        self,
+        keys: Tensor,
+        layer: nn.Module | None,
+        bias: Tensor | None,
+        projected: ProjectedKeys,
+    ) -> None:
+        """Remember a projection until ``keys`` dies or a backward runs through it."""
+        self._entry = None
+        weight = _plain(layer)
+        # Inference tensors count no versions: a change in place would go unseen.
+        if weight is None or keys.is_inference() or weight.is_inference():
+            return
+        # The callback outlives this call inside the autograd graph: it must hold neither the cache
+        # nor the entry, which would keep that same graph alive.
+        this, token = weakref.ref(self), object()
+
+        def drop(_: object) -> None:
+            cache = this()
+            if cache is not None and cache._entry is not None and cache._entry.token is token:
+                cache._entry = None
+
+        entry = _Entry(
+            token,
+            weakref.ref(keys, drop),
+            weakref.ref(weight),
+            _state(keys, weight, bias),
+            projected,
+        )
+        if projected.keys.requires_grad:
+            projected.keys.register_hook(drop)
+        self._entry = entry

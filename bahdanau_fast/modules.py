@@ -1,0 +1,436 @@
+"""Attention modules with the names, arguments and state_dict keys of the d2l course code."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bahdanau_fast import backends, checks, reference
+from bahdanau_fast.functional import attend_projected
+from bahdanau_fast.key_cache import KeyCache
+from bahdanau_fast.memory import Memory, ProjectedKeys, project
+
+__all__ = ["AdditiveAttention", "DotProductAttention", "MLPAttention"]
+
+
+class _Additive(nn.Module):
+    """What the additive modules share; a subclass names its three layers.
+
+    Subclasses hold the layers as ordinary submodules (hooks, LoRA and parametrizations work) and
+    say here which one multiplies the query, which the key, and which scores.
+    """
+
+    _query_layer: str
+    _key_layer: str
+    _score_layer: str
+
+    attention_weights: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, dropout: float, cache_keys: bool) -> None:
+        super().__init__()
+        checks.probability("dropout", dropout)
+        self.dropout = nn.Dropout(dropout)
+        self.cache_keys = cache_keys
+        self.attention_weights = None
+        self._cache = KeyCache()
+
+    def memory(
+        self, keys: Tensor, values: Tensor | None = None, valid_lens: Tensor | None = None
+    ) -> Memory:
+        """Project the keys once, for any number of :meth:`attend` calls.
+
+        Args:
+            keys: (B,Tk,Dk).
+            values: (B,Tk,Dv); the keys themselves unless given.
+            valid_lens: None, (B,) or (B,Tq).
+
+        Returns:
+            A memory; gradients flow through it to ``keys``, ``values`` and the key layer.
+
+        Raises:
+            TypeError, ValueError: as for calling the module.
+        """
+        values = keys if values is None else values
+        checks.source(keys, values)
+        self._check_key_size(keys)
+        return Memory(self._project(keys), values, valid_lens)
+
+    def attend(self, queries: Tensor, memory: Memory) -> Tensor:
+        """Look at a memory with some queries (one decoder step, or the beams of one step).
+
+        Args:
+            queries: (B,Tq,Dq).
+            memory: from :meth:`memory`.
+
+        Returns:
+            Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.
+
+        Raises:
+            TypeError, ValueError: as for calling the module.
+        """
+        if not isinstance(memory, Memory):
+            checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
+        checks.inputs(queries, memory.projected.keys, memory.values, memory.valid_lens)
+        return self._attend(queries, memory.projected, memory.values, memory.valid_lens)
+
+    def _additive(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
+    ) -> Tensor:
+        checks.inputs(queries, keys, values, valid_lens)
+        if self.cache_keys and not torch.compiler.is_compiling():
+            layer = self._modules[self._key_layer]
+            projected = self._cache.find(keys, layer, self.bias)
+            if projected is None:
+                self._check_key_size(keys)
+                projected = self._project(keys)
+                self._cache.store(keys, layer, self.bias, projected)
+        else:
+            self._check_key_size(keys)
+            projected = self._project(keys)
+        return self._attend(queries, projected, values, valid_lens)
+
+    def _check_key_size(self, keys: Tensor) -> None:
+        _check_features("keys", keys, self._modules[self._key_layer])
+
+    def _project(self, keys: Tensor) -> ProjectedKeys:
+        projected: Tensor = getattr(self, self._key_layer)(keys)
+        if self.bias is not None:
+            projected = projected + self.bias
+        return project(projected, backends.resolve(keys.device))
+
+    def _attend(
+        self, queries: Tensor, projected: ProjectedKeys, values: Tensor, valid_lens: Tensor | None
+    ) -> Tensor:
+        query_layer = self._modules[self._query_layer]
+        assert query_layer is not None
+        _check_features("queries", queries, query_layer)
+        context, self.attention_weights = attend_projected(
+            query_layer(queries),
+            projected,
+            values,
+            getattr(self, self._score_layer).weight,
+            valid_lens,
+            self.dropout.p if self.training else 0.0,
+            True,
+            backends.resolve(queries.device),
+        )
+        return context
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles carry parameters, not the results of the last call: those belong to
+        # an autograd graph, which can be neither copied nor pickled.
+        state = self.__dict__.copy()
+        state["_cache"] = KeyCache()
+        if self.attention_weights is not None:
+            state["attention_weights"] = self.attention_weights.detach()
+        return state
+
+
+def _check_features(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
+    # A lazy layer has no size yet, a replaced one (LoRA, quantized) checks for itself.
+    if type(layer) is nn.Linear:
+        checks.features(name, tensor, layer.in_features)
+
+
+class AdditiveAttention(_Additive):
+    """Additive attention, drop-in for ``d2l.AdditiveAttention`` of either signature.
+
+    ``context_i = sum_j softmax_j(w_v . tanh(W_q q_i + W_k k_j)) v_j`` (Bahdanau, Cho and Bengio
+    2014, https://arxiv.org/abs/1409.0473). Both call forms of the course are taken::
+
+        AdditiveAttention(num_hiddens, dropout)                         # sizes seen at first call
+        AdditiveAttention(key_size, query_size, num_hiddens, dropout)
+
+    An unchanged decoder loop that passes the same ``keys`` tensor at each step projects it once:
+    the projection is reused while the tensor, its version and address, those of ``W_k.weight``,
+    grad mode and autocast dtype are the same, and dropped when a backward has run through it or
+    the tensor dies. A change made through ``keys.data`` leaves no trace in the version: turn the
+    reuse off with ``cache_keys=False`` where code does that.
+
+    Args:
+        num_hiddens: H.
+        dropout: probability of dropping an attention weight in training.
+        key_size: Dk; with ``query_size``, Dq. Both or neither.
+        bias: add a learnt (H,) bias inside the tanh.
+        cache_keys: reuse the projection of an unchanged ``keys`` tensor.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        attention_weights: (B,Tq,Tk) of the last call, after softmax, before dropout, in the
+            autograd graph.
+
+    Raises:
+        TypeError: arguments that fit neither signature.
+        ValueError: a size below 1, a dropout outside [0, 1].
+
+    >>> attention = AdditiveAttention(8, dropout=0.1).eval()
+    >>> queries, keys = torch.zeros(2, 1, 20), torch.ones(2, 10, 2)
+    >>> values = torch.arange(40.0).reshape(1, 10, 4).repeat(2, 1, 1)
+    >>> attention(queries, keys, values, torch.tensor([2, 6])).round(decimals=4).tolist()
+    [[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]]
+    """
+
+    _query_layer, _key_layer, _score_layer = "W_q", "W_k", "w_v"
+
+    @overload
+    def __init__(
+        self,
+        num_hiddens: int,
+        dropout: float = 0.0,
+        *,
+        bias: bool = ...,
+        cache_keys: bool = ...,
+        device: torch.device | str | None = ...,
+        dtype: torch.dtype | None = ...,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        key_size: int,
+        query_size: int,
+        num_hiddens: int,
+        dropout: float = 0.0,
+        *,
+        bias: bool = ...,
+        cache_keys: bool = ...,
+        device: torch.device | str | None = ...,
+        dtype: torch.dtype | None = ...,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        *sizes: Any,
+        bias: bool = False,
+        cache_keys: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **named: Any,
+    ) -> None:
+        key_size, query_size, num_hiddens, dropout = _signature(sizes, named)
+        super().__init__(dropout, cache_keys)
+        factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        if key_size is None or query_size is None:
+            self.W_k: nn.Linear = nn.LazyLinear(num_hiddens, **factory)
+            self.W_q: nn.Linear = nn.LazyLinear(num_hiddens, **factory)
+        else:
+            self.W_k = nn.Linear(key_size, num_hiddens, **factory)
+            self.W_q = nn.Linear(query_size, num_hiddens, **factory)
+        self.w_v = nn.Linear(num_hiddens, 1, **factory)
+        self.bias = (
+            nn.Parameter(torch.zeros(num_hiddens, device=device, dtype=dtype)) if bias else None
+        )
+
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None = None
+    ) -> Tensor:
+        """Attend to ``keys`` and ``values``.
+
+        Args:
+            queries: (B,Tq,Dq), float32, bfloat16, float16 or float64.
+            keys: (B,Tk,Dk), dtype of queries.
+            values: (B,Tk,Dv), dtype of queries.
+            valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
+
+        Returns:
+            Context (B,Tq,Dv), dtype of queries.
+
+        Raises:
+            TypeError: something is not a floating tensor, or dtypes differ.
+            ValueError: ranks, sizes or devices do not fit together.
+        """
+        return self._additive(queries, keys, values, valid_lens)
+
+    @classmethod
+    def from_concat(cls, linear: nn.Linear, v: nn.Linear, query_size: int | None = None,
+                    dropout: float = 0.0) -> AdditiveAttention:
+        """Take the concat form, ``v(tanh(linear(concat(query, key))))``: the same thing.
+
+        Args:
+            linear: ``Linear(Dq + Dk, H)``, with or without bias, the query's columns first.
+            v: ``Linear(H, 1)``; its bias shifts every score alike and so changes no weight.
+            query_size: Dq; half of the input size unless given.
+            dropout: probability of dropping an attention weight in training.
+
+        Returns:
+            A module with copies of those weights.
+
+        Raises:
+            ValueError: sizes that do not fit.
+        """
+        hidden, total = linear.weight.shape
+        if query_size is None:
+            if total % 2:
+                checks.reject(ValueError, "query_size", "be given when sizes differ", query_size)
+            query_size = total // 2
+        if not 0 < query_size < total:
+            checks.reject(ValueError, "query_size", f"be between 1 and {total - 1}", query_size)
+        if tuple(v.weight.shape) != (1, hidden):
+            checks.reject(ValueError, "v", f"be Linear({hidden}, 1)", tuple(v.weight.shape))
+        weight = linear.weight.detach()
+        module = cls(total - query_size, query_size, hidden, dropout,
+                     bias=linear.bias is not None, device=weight.device, dtype=weight.dtype)
+        with torch.no_grad():
+            module.W_q.weight.copy_(weight[:, :query_size])
+            module.W_k.weight.copy_(weight[:, query_size:])
+            module.w_v.weight.copy_(v.weight)
+            if module.bias is not None:
+                module.bias.copy_(linear.bias)
+        return module
+
+
+def _signature(
+    sizes: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[int | None, int | None, int, float]:
+    """Read either course signature into (key_size, query_size, num_hiddens, dropout)."""
+    old = ("key_size", "query_size", "num_hiddens", "dropout")
+    new = ("num_hiddens", "dropout")
+    names = old if len(sizes) > len(new) or "key_size" in named or "query_size" in named else new
+    taken = "AdditiveAttention takes (num_hiddens, dropout) or "
+    taken += "(key_size, query_size, num_hiddens, dropout)"
+    if len(sizes) > len(names):
+        raise TypeError(f"{taken}, got {len(sizes)} positional arguments")
+    given = dict(zip(names, sizes, strict=False))
+    for name, value in named.items():
+        if name in given or name not in names:
+            raise TypeError(f"{taken}, got {name!r} " + ("twice" if name in given else "too"))
+        given[name] = value
+    dropout = given.pop("dropout", 0.0)
+    missing = [name for name in names if name != "dropout" and name not in given]
+    if missing:
+        raise TypeError(f"{taken}, {missing[0]!r} is missing")
+    for name, value in given.items():
+        checks.positive_int(name, value)
+    return given.get("key_size"), given.get("query_size"), given["num_hiddens"], dropout
+
+
+class MLPAttention(_Additive):
+    """Additive attention under the oldest name the course gave it.
+
+    The same formula; in this naming ``W_k`` multiplies the query, ``W_q`` the key, and ``v``
+    scores. The published code left out the tanh of its own formula, which makes the weights
+    independent of the query; here it is applied.
+
+    Args:
+        units: H.
+        ipt_dim: feature size of query and key.
+        dropout: probability of dropping an attention weight in training.
+        cache_keys: reuse the projection of an unchanged ``key`` tensor.
+
+    Raises:
+        TypeError, ValueError: a size below 1, a dropout outside [0, 1].
+
+    >>> attention = MLPAttention(8, 2, 0.1).eval()
+    >>> values = torch.arange(40.0).reshape(1, 10, 4).repeat(2, 1, 1)
+    >>> context = attention(torch.ones(2, 1, 2), torch.ones(2, 10, 2), values, torch.tensor([2, 6]))
+    >>> context.round(decimals=4).tolist()
+    [[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]]
+    """
+
+    _query_layer, _key_layer, _score_layer = "W_k", "W_q", "v"
+
+    def __init__(
+        self, units: int, ipt_dim: int, dropout: float = 0.0, *, cache_keys: bool = True
+    ) -> None:
+        super().__init__(dropout, cache_keys)
+        checks.positive_int("units", units)
+        checks.positive_int("ipt_dim", ipt_dim)
+        self.W_k = nn.Linear(ipt_dim, units, bias=False)
+        self.W_q = nn.Linear(ipt_dim, units, bias=False)
+        self.v = nn.Linear(units, 1, bias=False)
+        self.bias = None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None = None
+    ) -> Tensor:
+        """Attend: query (B,Tq,ipt_dim), key (B,Tk,ipt_dim), value (B,Tk,Dv) to (B,Tq,Dv).
+
+        Args:
+            query: (B,Tq,ipt_dim).
+            key: (B,Tk,ipt_dim).
+            value: (B,Tk,Dv).
+            valid_length: None, (B,) or (B,Tq).
+
+        Returns:
+            Context (B,Tq,Dv).
+
+        Raises:
+            TypeError, ValueError: as for :class:`AdditiveAttention`.
+        """
+        return self._additive(query, key, value, valid_length)
+
+
+class DotProductAttention(nn.Module):
+    """Scaled dot-product attention of the course: ``softmax(q.k / sqrt(d)) v``.
+
+    PyTorch's own ``scaled_dot_product_attention`` cannot give the weights, so it serves only
+    where they are not asked for (``need_weights=False``).
+
+    Args:
+        dropout: probability of dropping an attention weight in training.
+        need_weights: keep ``attention_weights`` after each call.
+
+    Raises:
+        TypeError, ValueError: a dropout outside [0, 1].
+
+    >>> attention = DotProductAttention(0.5).eval()
+    >>> values = torch.arange(40.0).reshape(1, 10, 4).repeat(2, 1, 1)
+    >>> context = attention(torch.ones(2, 1, 2), torch.ones(2, 10, 2), values, torch.tensor([2, 6]))
+    >>> context.round(decimals=4).tolist()
+    [[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]]
+    """
+
+    attention_weights: Tensor | None
+
+    def __init__(self, dropout: float = 0.0, *, need_weights: bool = True) -> None:
+        super().__init__()
+        checks.probability("dropout", dropout)
+        self.dropout = nn.Dropout(dropout)
+        self.need_weights = need_weights
+        self.attention_weights = None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None = None
+    ) -> Tensor:
+        """Attend to ``key`` and ``value``.
+
+        Args:
+            query: (B,Tq,D).
+            key: (B,Tk,D).
+            value: (B,Tk,Dv).
+            valid_length: None, (B,) or (B,Tq).
+
+        Returns:
+            Context (B,Tq,Dv).
+
+        Raises:
+            TypeError: something is not a floating tensor, or dtypes differ.
+            ValueError: ranks, sizes or devices do not fit together.
+        """
+        checks.inputs(query, key, value, valid_length)
+        checks.features("key", key, query.shape[-1])
+        if not self.need_weights:
+            self.attention_weights = None
+            return self._without_weights(query, key, value, valid_length)
+        scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
+        self.attention_weights = reference.masked_softmax(scores, valid_length)
+        return torch.bmm(self.dropout(self.attention_weights), value)
+
+    def _without_weights(
+        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None
+    ) -> Tensor:
+        mask = None
+        if valid_length is not None:
+            mask = reference.valid_mask(valid_length, key.shape[1])
+            # Nothing to look at means uniform weights: let such a row see zero scores everywhere.
+            empty = ~mask.any(-1, keepdim=True)
+            mask = mask | empty
+            query = query.masked_fill(empty.expand(-1, query.shape[1], -1), 0.0)
+        dropout_p = self.dropout.p if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p)

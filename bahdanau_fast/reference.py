@@ -1,0 +1,121 @@
+"""Additive attention in plain PyTorch: the definition every backend is tested against.
+
+This is the only place where the formula is written in Python::
+
+    score[b,i,j]  = w_v . tanh(W_q q[b,i] + W_k k[b,j])
+    weight[b,i,:] = softmax_j(score, positions j >= valid_len masked)
+    context[b,i]  = sum_j dropout(weight)[b,i,j] v[b,j]
+
+It runs on any device, in any floating dtype, and autograd differentiates it to any order.
+Sizes: B batch, Tq queries, Tk keys, Dq/Dk/Dv feature sizes, H hidden units.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["additive_attention", "attend", "masked_softmax", "valid_mask"]
+
+
+def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
+    """Which positions a query may look at: ``mask[b,i,j] = j < valid_lens[b(,i)]``.
+
+    Args:
+        valid_lens: (B,) or (B,Tq), any integer or float dtype; 2.5 keeps three positions.
+        keys_len: Tk.
+
+    Returns:
+        Boolean (B,1,Tk) for one length per row, (B,Tq,Tk) for one length per query.
+    """
+    lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
+    positions = torch.arange(keys_len, device=valid_lens.device)
+    return positions < lens.unsqueeze(-1)
+
+
+def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
+    """Softmax over the last axis of (B,Tq,Tk) scores, positions past the length left out.
+
+    A row with nothing to look at is uniform over all Tk positions: what the course's fill with
+    -1e6 gives, and what it would give in fp16 too if -1e6 were not -inf there.
+
+    Args:
+        scores: (B,Tq,Tk), floating.
+        valid_lens: None, (B,) or (B,Tq).
+
+    Returns:
+        Weights (B,Tq,Tk) in the dtype of ``scores``.
+    """
+    if valid_lens is None:
+        return F.softmax(scores, dim=-1)
+    keep = valid_mask(valid_lens, scores.shape[-1])
+    lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
+    nothing_to_keep = ~(lens.unsqueeze(-1) > 0)
+    scores = scores.masked_fill(~keep, float("-inf")).masked_fill(nothing_to_keep, 0.0)
+    return F.softmax(scores, dim=-1)
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The part after the projections: scores, masked softmax, weighted sum.
+
+    Args:
+        queries: (B,Tq,H), already ``W_q q``.
+        keys: (B,Tk,H), already ``W_k k``.
+        values: (B,Tk,Dv).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+        dropout_p: probability of dropping a weight on the way to the context.
+
+    Returns:
+        Context (B,Tq,Dv) and the weights (B,Tq,Tk) before dropout.
+    """
+    features = torch.tanh(queries.unsqueeze(2) + keys.unsqueeze(1))
+    scores = F.linear(features, w_v.reshape(1, -1)).squeeze(-1)
+    weights = masked_softmax(scores, valid_lens)
+    context = torch.bmm(F.dropout(weights, dropout_p), values)
+    return context, weights
+
+
+def additive_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    need_weights: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Additive attention (Bahdanau et al. 2014, https://arxiv.org/abs/1409.0473), unfused.
+
+    Args:
+        queries: (B,Tq,Dq).
+        keys: (B,Tk,Dk).
+        values: (B,Tk,Dv).
+        w_q: (H,Dq).
+        w_k: (H,Dk).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
+        bias: (H,), added inside the tanh.
+        dropout_p: probability of dropping a weight on the way to the context.
+        need_weights: also return the weights.
+
+    Returns:
+        Context (B,Tq,Dv), and the weights (B,Tq,Tk) before dropout or None.
+    """
+    projected_keys = F.linear(keys, w_k, bias)
+    context, weights = attend(
+        F.linear(queries, w_q), projected_keys, values, w_v, valid_lens, dropout_p
+    )
+    return context, weights if need_weights else None

@@ -1,0 +1,217 @@
+// Forward: scores, masked softmax and weighted sum of one task.
+//
+//   score[b,i,j] = w . tanh(query[b,i] + key[b,j]),  weights = softmax over j < kept[b,i]
+//   context[b,i] = sum_j dropout(weights)[b,i,j] value[b,j]
+//
+// A task is (batch row, block of queries, chunk of keys). It reads the table and the values of its
+// keys once, width + Dv numbers a key, and keeps everything else in its workspace: constants of
+// its queries, their scores, their contexts. With several chunks to a row, each leaves exps
+// against its own maximum, and combine() brings them together.
+#pragma once
+
+#include <limits>
+
+#include "dropout.h"
+#include "linear.h"
+#include "score.h"
+
+namespace bahdanau_fast {
+namespace {
+
+template <class T, class A>
+struct Rows {
+  const T* base;
+  int64_t stride;
+  Rows(const View& view, int64_t b)
+      : base(static_cast<const T*>(view.data) + b * view.batch_stride), stride(view.row_stride) {}
+  const T* operator[](int64_t row) const { return base + row * stride; }
+};
+
+template <class T, class A>
+struct ForwardTask {
+  const Problem& p;
+  const ForwardPlan& plan;
+  int64_t b, i0, queries, chunk, j0, j1;
+  A *constants, *scores, *contexts;
+
+  static int64_t workspace(const Problem& p, const ForwardPlan& plan) {
+    return plan.query_block * (Query<A>::size(p.width) + plan.chunk + p.Dv);
+  }
+
+  ForwardTask(const Problem& problem, const ForwardPlan& cut, int64_t task, void* work)
+      : p(problem), plan(cut) {
+    chunk = task % plan.chunks;
+    const int64_t block = task / plan.chunks;
+    b = block / plan.query_blocks;
+    i0 = block % plan.query_blocks * plan.query_block;
+    queries = i0 + plan.query_block <= p.Tq ? plan.query_block : p.Tq - i0;
+    j0 = chunk * plan.chunk;
+    j1 = j0 + plan.chunk <= p.Tk ? j0 + plan.chunk : p.Tk;
+    constants = static_cast<A*>(work);
+    scores = constants + plan.query_block * Query<A>::size(p.width);
+    contexts = scores + plan.query_block * plan.chunk;
+  }
+
+  // How many keys of this chunk a query looks at; all of them when it has none to look at.
+  int64_t count(int64_t i) const {
+    const int64_t kept = p.kept[b * p.Tq + i0 + i];
+    const int64_t end = kept == 0 || kept > j1 ? j1 : kept;
+    return end > j0 ? end - j0 : 0;
+  }
+  bool uniform(int64_t i) const { return p.kept[b * p.Tq + i0 + i] == 0; }
+  A* score_row(int64_t i) { return scores + i * plan.chunk; }
+
+  void score() {
+    const Rows<T, A> query_rows(p.queries, b), key_rows(p.keys, b);
+    const A keys_max = static_cast<const A*>(p.keys_max)[b];
+    const A shift = table_shift(keys_max);
+    const A* w = static_cast<const A*>(p.w);
+    const A* table = static_cast<const A*>(p.table) + (b * p.Tk + j0) * p.width;
+    // Few keys at a time, so that they stay in the first-level cache for all the queries.
+    const int64_t tile = queries > 1 ? 8 : j1 - j0;
+    for (int64_t first = 0; first < j1 - j0; first += tile) {
+      for (int64_t i = 0; i < queries; ++i) {
+        Query<A> q(constants + i * Query<A>::size(p.width), p.width);
+        const T* row = query_rows[i0 + i];
+        if (first == 0 && !uniform(i)) q.prepare(row, w, p.H, p.width, shift);
+        const int64_t left = count(i) - first, keys = left < tile ? left : tile;
+        if (keys <= 0) continue;
+        A* out = score_row(i) + first;
+        const A* entries = table + first * p.width;
+        const Path path = choose_path(max_abs<A>(row, p.H), keys_max);
+        if (uniform(i)) {
+          for (int64_t j = 0; j < keys; ++j) out[j] = A(0);
+        } else if (path == Path::shared) {
+          score_table<A, false>(q, w, entries, p.width, keys, shift, out);
+        } else if (path == Path::clamped) {
+          score_table<A, true>(q, w, entries, p.width, keys, shift, out);
+        } else {
+          score_direct<A>(row, key_rows[j0 + first], key_rows.stride, w, p.H, keys, out);
+        }
+      }
+    }
+  }
+
+  // scores of query i become exp(score - max); returns the maximum and the sum.
+  void exponentiate(int64_t i, A* max_out, A* sum_out) {
+    A* row = score_row(i);
+    const int64_t n = count(i);
+    const A scale = A(p.w_scale);
+    A best = -std::numeric_limits<A>::infinity();
+    for (int64_t j = 0; j < n; ++j) {
+      row[j] *= scale;
+      best = row[j] > best ? row[j] : best;
+    }
+    Vec<A> total{};
+    int64_t j = 0;
+    for (; j + kLanes<A> <= n; j += kLanes<A>) {
+      const Vec<A> e = exp<A>(load(row + j) - best);
+      store(row + j, e);
+      total += e;
+    }
+    A rest = 0;
+    if (j < n) {
+      const Vec<A> e = exp<A>(load_as<A>(row + j, n - j) - best);
+      for (int64_t k = j; k < n; ++k) rest += row[k] = e[k - j];
+    }
+    *max_out = best;
+    *sum_out = sum<A>(total) + rest;
+  }
+
+  void weigh_values() {
+    const Rows<T, A> values(p.values, b);
+    const int64_t tile = queries > 1 ? 8 : j1 - j0;
+    for (int64_t first = 0; first < j1 - j0; first += tile) {
+      for (int64_t i = 0; i < queries; ++i) {
+        const int64_t left = count(i) - first, keys = left < tile ? left : tile;
+        if (keys > 0)
+          weighted_sum<A>(score_row(i) + first, 1, values[j0 + first], values.stride, keys, p.Dv,
+                          first > 0, contexts + i * p.Dv);
+      }
+    }
+  }
+
+  void drop(int64_t i) {
+    if (p.dropout)
+      drop_weights<A>(p.seed, p.dropout_p, b * p.Tq + i0 + i, j0, j0 + count(i), score_row(i));
+  }
+};
+
+template <class T, class A>
+void store_row(const A* row, int64_t n, T* out) {
+  for (int64_t k = 0; k < n; k += kLanes<A>) {
+    if (k + kLanes<A> <= n)
+      store_as<A>(out + k, load(row + k), kLanes<A>);
+    else
+      store_as<A>(out + k, load_as<A>(row + k, n - k), n - k);
+  }
+}
+
+template <class T, class A>
+void forward(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, int64_t index,
+             void* work) {
+  ForwardTask<T, A> task(p, plan, index, work);
+  task.score();
+  for (int64_t i = 0; i < task.queries; ++i) {
+    const int64_t row = task.b * p.Tq + task.i0 + i, n = task.count(i);
+    A* weights = task.score_row(i);
+    A best, total;
+    task.exponentiate(i, &best, &total);
+    if (plan.chunks == 1) {
+      for (int64_t j = 0; j < n; ++j) weights[j] /= total;
+      if (out.weights != nullptr) {
+        T* to = static_cast<T*>(out.weights) + row * p.Tk;
+        store_row(weights, n, to);
+        for (int64_t j = n; j < p.Tk; ++j) narrow(A(0), to + j);
+      }
+    } else {
+      static_cast<A*>(out.maxima)[row * plan.chunks + task.chunk] = best;
+      static_cast<A*>(out.sums)[row * plan.chunks + task.chunk] = total;
+      store_row(weights, n, static_cast<A*>(out.exps) + row * p.Tk + task.j0);
+    }
+    task.drop(i);
+  }
+  task.weigh_values();
+  for (int64_t i = 0; i < task.queries; ++i) {
+    const int64_t row = task.b * p.Tq + task.i0 + i, n = task.count(i);
+    const A* context = task.contexts + i * p.Dv;
+    if (plan.chunks == 1)
+      store_row(context, p.Dv, static_cast<T*>(out.context) + row * p.Dv);
+    else
+      store_row(context, n > 0 ? p.Dv : 0,
+                static_cast<A*>(out.contexts) + (row * plan.chunks + task.chunk) * p.Dv);
+  }
+}
+
+// Brings the chunks of one (b, i) row together, in their order.
+template <class T, class A>
+void combine(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, int64_t row) {
+  const A* maxima = static_cast<const A*>(out.maxima) + row * plan.chunks;
+  const A* sums = static_cast<const A*>(out.sums) + row * plan.chunks;
+  A* contexts = static_cast<A*>(out.contexts) + row * plan.chunks * p.Dv;
+  A* exps = static_cast<A*>(out.exps) + row * p.Tk;
+  const int64_t kept = p.kept[row] == 0 ? p.Tk : p.kept[row];
+  const int64_t used = (kept + plan.chunk - 1) / plan.chunk;
+  A best = maxima[0];
+  for (int64_t c = 1; c < used; ++c) best = maxima[c] > best ? maxima[c] : best;
+  A total = 0;
+  const auto share = [&](int64_t c) { return exp<A>(splat<A>(maxima[c] - best))[0]; };
+  for (int64_t c = 0; c < used; ++c) total += sums[c] * share(c);
+  for (int64_t c = 0; c < used; ++c) {
+    const A scale = share(c) / total;
+    const A* part = contexts + c * p.Dv;
+    for (int64_t k = 0; k < p.Dv; ++k)
+      contexts[k] = c == 0 ? part[k] * scale : contexts[k] + part[k] * scale;
+    const int64_t end = (c + 1) * plan.chunk < kept ? (c + 1) * plan.chunk : kept;
+    for (int64_t j = c * plan.chunk; j < end; ++j) exps[j] *= scale;
+  }
+  store_row(contexts, p.Dv, static_cast<T*>(out.context) + row * p.Dv);
+  if (out.weights != nullptr) {
+    T* to = static_cast<T*>(out.weights) + row * p.Tk;
+    store_row(exps, kept, to);
+    for (int64_t j = kept; j < p.Tk; ++j) narrow(A(0), to + j);
+  }
+}
+
+}  // namespace
+}  // namespace bahdanau_fast

@@ -1,0 +1,248 @@
+#include "inputs.h"
+
+#include <cmath>
+
+#include "simd.h"
+
+namespace bahdanau_fast {
+
+int64_t size_of(Kind kind) {
+  return kind == Kind::f64 || kind == Kind::f32_in_f64 ? sizeof(double) : sizeof(float);
+}
+
+int64_t table_width(int64_t H, Kind kind) {
+  const int64_t line = 64 / size_of(kind);
+  return (H + line - 1) / line * line;
+}
+
+Kind storage_kind(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the cpu");
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return Kind::f32;
+    case ScalarType::Double:
+      return Kind::f64;
+    case ScalarType::BFloat16:
+      return Kind::bf16;
+    case ScalarType::Half:
+      return Kind::f16;
+    default:
+      STD_TORCH_CHECK(false, name, " must be float32, bfloat16, float16 or float64");
+  }
+  return Kind::f32;
+}
+
+Kind computing_kind(Kind storage, int64_t elements) {
+  return storage == Kind::f32 && elements <= kSmall ? Kind::f32_in_f64 : storage;
+}
+
+View view_of(const Tensor& tensor, std::vector<Tensor>& owned) {
+  owned.push_back(tensor.size(2) > 1 && tensor.stride(2) != 1 ? torch::stable::contiguous(tensor)
+                                                              : tensor);
+  const Tensor& t = owned.back();
+  return {t.const_data_ptr(), t.stride(0), t.stride(1)};
+}
+
+void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, void* keys_max,
+                 void* table) {
+  const Kernels& k = kernels(kind);
+  const int64_t width = table_width(H, kind), bytes = size_of(kind);
+  const int64_t chunk = 64, chunks = (Tk + chunk - 1) / chunk;
+  const auto end = [&](int64_t c) { return (c + 1) * chunk < Tk ? (c + 1) * chunk : Tk; };
+  const auto nothing = [] { return 0; };
+  char* maxima = static_cast<char*>(keys_max);
+  Buffer parts(B * chunks * bytes);
+  parallel(B * chunks, chunk * H / 8, nothing, [&](int64_t task, int) {
+    const int64_t b = task / chunks, c = task % chunks;
+    k.keys_max(keys, H, b, c * chunk, end(c), static_cast<char*>(parts.get()) + task * bytes);
+  });
+  const auto reduce = [&](auto zero) {
+    using A = decltype(zero);
+    for (int64_t b = 0; b < B; ++b) {
+      A best = 0;
+      for (int64_t c = 0; c < chunks && best == best; ++c) {
+        const A m = static_cast<const A*>(parts.get())[b * chunks + c];
+        best = m <= best ? best : m;
+      }
+      reinterpret_cast<A*>(maxima)[b] = best;
+    }
+  };
+  bytes == 8 ? reduce(double{}) : reduce(float{});
+  parallel(B * chunks, chunk * H, nothing, [&](int64_t task, int) {
+    const int64_t b = task / chunks, c = task % chunks;
+    k.exp_keys(keys, H, width, b, Tk, c * chunk, end(c), keys_max, table);
+  });
+}
+
+namespace {
+
+double length(const std::vector<double>& w) {
+  double squares = 0.0;
+  for (const double x : w) squares += x * x;
+  return std::sqrt(squares);
+}
+
+}  // namespace
+
+Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& table,
+               const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
+               const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p) {
+  kind = storage_kind(queries, "queries");
+  STD_TORCH_CHECK(queries.dim() == 3 && keys.dim() == 3 && values.dim() == 3,
+                  "queries, keys and values must have 3 dimensions");
+  STD_TORCH_CHECK(storage_kind(keys, "keys") == kind, "keys must have the dtype of queries");
+  STD_TORCH_CHECK(storage_kind(values, "values") == kind, "values must have the dtype of queries");
+  STD_TORCH_CHECK(storage_kind(w_v, "w_v") == kind, "w_v must have the dtype of queries");
+  Problem& p = problem;
+  p.B = queries.size(0);
+  p.Tq = queries.size(1);
+  p.H = queries.size(2);
+  p.Tk = keys.size(1);
+  p.Dv = values.size(2);
+  STD_TORCH_CHECK(keys.size(0) == p.B && keys.size(2) == p.H,
+                  "keys must have the batch and hidden size of queries");
+  STD_TORCH_CHECK(values.size(0) == p.B && values.size(1) == p.Tk,
+                  "values must have the batch size and length of keys");
+  STD_TORCH_CHECK(w_v.numel() == p.H && w_v.dim() >= 1 && w_v.size(-1) == p.H,
+                  "w_v must have shape (1, H) or (H,)");
+  STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p must be between 0 and 1");
+  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H);
+  const std::vector<double> w = to_doubles(w_v, "w_v");
+  if (kind == Kind::f32 && length(w) > kLongW) kind = Kind::f32_in_f64;
+  p.width = table_width(p.H, kind);
+  p.queries = view_of(queries, owned_);
+  p.keys = view_of(keys, owned_);
+  p.values = view_of(values, owned_);
+  p.dropout = dropout_p > 0.0;
+  p.dropout_p = dropout_p;
+  if (p.dropout) {
+    STD_TORCH_CHECK(seed.has_value() && seed->is_cpu() && seed->numel() == 1 &&
+                        seed->scalar_type() == ScalarType::Long,
+                    "seed must be one int64 number on the cpu");
+    p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
+  }
+  if (p.B == 0 || p.Tq == 0 || p.Tk == 0) return;
+  set_w(w);
+  set_kept(valid_lens);
+  set_table(table, keys_max);
+}
+
+namespace {
+
+// out[i] of `count` elements `stride` apart, of any real dtype.
+void read(const Tensor& t, const char* name, int64_t offset, int64_t stride, int64_t count,
+          double* out) {
+  const auto as = [&](auto type) {
+    const auto* from = static_cast<const decltype(type)*>(t.const_data_ptr()) + offset;
+    for (int64_t i = 0; i < count; ++i) {
+      if constexpr (std::is_class<decltype(type)>::value)
+        out[i] = widen(from[i * stride]);
+      else
+        out[i] = static_cast<double>(from[i * stride]);
+    }
+  };
+  switch (t.scalar_type()) {
+    case ScalarType::Long:
+      return as(int64_t{});
+    case ScalarType::Int:
+      return as(int32_t{});
+    case ScalarType::Short:
+      return as(int16_t{});
+    case ScalarType::Char:
+      return as(int8_t{});
+    case ScalarType::Byte:
+      return as(uint8_t{});
+    case ScalarType::UInt16:
+      return as(uint16_t{});
+    case ScalarType::UInt32:
+      return as(uint32_t{});
+    case ScalarType::UInt64:
+      return as(uint64_t{});
+    case ScalarType::Float:
+      return as(float{});
+    case ScalarType::Double:
+      return as(double{});
+    case ScalarType::BFloat16:
+      return as(bf16{});
+    case ScalarType::Half:
+      return as(f16{});
+    default:
+      STD_TORCH_CHECK(false, name, " must have an integer or floating dtype");
+  }
+}
+
+}  // namespace
+
+std::vector<double> to_doubles(const Tensor& tensor, const char* name) {
+  std::vector<double> out(tensor.numel());
+  read(tensor, name, 0, tensor.numel() > 1 ? tensor.stride(-1) : 1, tensor.numel(), out.data());
+  return out;
+}
+
+void Inputs::set_w(const std::vector<double>& w) {
+  const Problem& p = problem;
+  buffers_.emplace_back(p.width * size_of(kind));
+  double largest = 0.0;
+  for (const double x : w) largest = std::fabs(x) > largest ? std::fabs(x) : largest;
+  // A power of two scales without rounding; subnormal or infinite weights stay as they are.
+  int exponent = 0;
+  if (largest > 1e-30 && std::isfinite(largest)) std::frexp(largest, &exponent);
+  problem.w_scale = std::ldexp(1.0, exponent);
+  const double inverse = std::ldexp(1.0, -exponent);
+  const auto fill = [&](auto zero) {
+    using A = decltype(zero);
+    A* out = static_cast<A*>(buffers_.back().get());
+    for (int64_t h = 0; h < p.width; ++h) out[h] = h < p.H ? static_cast<A>(w[h] * inverse) : zero;
+  };
+  size_of(kind) == 8 ? fill(double{}) : fill(float{});
+  problem.w = buffers_.back().get();
+}
+
+void Inputs::set_kept(const MaybeTensor& valid_lens) {
+  const Problem& p = problem;
+  kept_.assign(p.B * p.Tq, p.Tk);
+  problem.kept = kept_.data();
+  if (!valid_lens.has_value()) return;
+  const Tensor& lens = *valid_lens;
+  STD_TORCH_CHECK(lens.is_cpu(), "valid_lens must be on the cpu");
+  const bool by_query = lens.dim() == 2;
+  STD_TORCH_CHECK(
+      (lens.dim() == 1 || by_query) && lens.size(0) == p.B && (!by_query || lens.size(1) == p.Tq),
+      "valid_lens must have shape (B,) or (B, Tq)");
+  std::vector<double> row(by_query ? p.Tq : p.B);
+  if (!by_query) read(lens, "valid_lens", 0, lens.stride(0), p.B, row.data());
+  for (int64_t b = 0; b < p.B; ++b) {
+    if (by_query) read(lens, "valid_lens", b * lens.stride(0), lens.stride(1), p.Tq, row.data());
+    for (int64_t i = 0; i < p.Tq; ++i) {
+      const double len = row[by_query ? i : b];
+      // Position j is kept when j < len; NaN keeps none.
+      kept_[b * p.Tq + i] = !(len > 0.0) ? 0 : len >= double(p.Tk) ? p.Tk : int64_t(std::ceil(len));
+    }
+  }
+}
+
+void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max) {
+  Problem& p = problem;
+  const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
+  // A table of the other precision was made for another number of queries: not for this call.
+  if (table.has_value() && keys_max.has_value() && table->scalar_type() == type) {
+    STD_TORCH_CHECK(table->is_cpu() && table->is_contiguous() && table->dim() == 3 &&
+                        table->size(0) == p.B && table->size(1) == p.Tk &&
+                        table->size(2) == p.width && keys_max->is_cpu() &&
+                        keys_max->scalar_type() == type && keys_max->is_contiguous() &&
+                        keys_max->numel() == p.B,
+                    "table and keys_max must come from exp_keys of the same keys");
+    p.table = table->const_data_ptr();
+    p.keys_max = keys_max->const_data_ptr();
+    return;
+  }
+  buffers_.emplace_back(p.B * p.Tk * p.width * size_of(kind));
+  buffers_.emplace_back(p.B * size_of(kind));
+  void* entries = buffers_[buffers_.size() - 2].get();
+  void* maxima = buffers_.back().get();
+  fill_tables(kind, p.keys, p.B, p.Tk, p.H, maxima, entries);
+  p.table = entries;
+  p.keys_max = maxima;
+}
+
+}  // namespace bahdanau_fast

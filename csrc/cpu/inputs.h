@@ -1,0 +1,101 @@
+// From tensors to the plain sizes and pointers the kernels take.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <memory>
+#include <new>
+#include <optional>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace bahdanau_fast {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+// fp32 problems of at most this many (query, key, hidden) elements are computed in fp64: that costs
+// a few microseconds, and only the rounding of the result is left as an error. So do keys of at
+// most this many elements get a table in fp64.
+constexpr int64_t kSmall = 65536;
+// So are those whose w_v is longer than this: scores in the hundreds, where fp32 would round to
+// parts of a softmax exponent that show.
+constexpr double kLongW = 64.0;
+
+// Uninitialised memory on a cache line, for sums and workspaces.
+class Buffer {
+ public:
+  explicit Buffer(int64_t bytes)
+      : data_(::operator new(static_cast<size_t>(bytes > 0 ? bytes : 1), kAlignment)) {}
+  void* get() const { return data_.get(); }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Free {
+    void operator()(void* p) const { ::operator delete(p, kAlignment); }
+  };
+  std::unique_ptr<void, Free> data_;
+};
+
+// Runs f(i) for i in [0, n), on all threads when a task is worth it. `make` gives each thread
+// what it works in. Tasks write disjoint results, so the cut over threads changes nothing.
+template <class Make, class F>
+void parallel(int64_t n, int64_t cost, const Make& make, const F& f) {
+  if (n <= 0) return;
+  constexpr int64_t kWorthAThread = 16384;  // elements: some microseconds
+  const int64_t grain = cost >= kWorthAThread ? 1 : kWorthAThread / (cost > 0 ? cost : 1) + 1;
+  if (n <= grain) {
+    auto own = make();
+    for (int64_t i = 0; i < n; ++i) f(i, own);
+    return;
+  }
+  torch::stable::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
+    auto own = make();
+    for (int64_t i = begin; i < end; ++i) f(i, own);
+  });
+}
+
+int64_t size_of(Kind kind);  // bytes of the sum type
+int64_t table_width(int64_t H, Kind kind);
+
+// Everything a Problem points to, kept alive for the time of a call.
+struct Inputs {
+  Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& table,
+         const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
+         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p);
+
+  Problem problem;
+  Kind kind;
+
+ private:
+  void set_w(const std::vector<double>& w);
+  void set_kept(const MaybeTensor& valid_lens);
+  void set_table(const MaybeTensor& table, const MaybeTensor& keys_max);
+
+  std::vector<Tensor> owned_;
+  std::vector<Buffer> buffers_;
+  std::vector<int64_t> kept_;
+};
+
+// The storage kind of a floating tensor on the CPU; an error that names the argument otherwise.
+Kind storage_kind(const Tensor& tensor, const char* name);
+
+// The kind that computes: fp64 for small fp32 problems.
+Kind computing_kind(Kind storage, int64_t elements);
+
+// All elements of a one-dimensional (or (1, n)) tensor of any real dtype.
+std::vector<double> to_doubles(const Tensor& tensor, const char* name);
+
+// Rows of a (B, rows, columns) tensor; copied first where columns do not lie together.
+View view_of(const Tensor& tensor, std::vector<Tensor>& owned);
+
+// Table and max |c| of keys (B,Tk,H), into memory of the right size.
+void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, void* keys_max,
+                 void* table);
+
+}  // namespace bahdanau_fast

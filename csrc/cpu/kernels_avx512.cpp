@@ -1,0 +1,3 @@
+#include "kernels.h"
+
+BF_DEFINE_KERNELS(kernels_avx512)

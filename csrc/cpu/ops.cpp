@@ -1,0 +1,184 @@
+// The operators of bahdanau_fast/ops.py for CPU tensors. Knows torch, knows no math.
+#include "inputs.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+namespace bahdanau_fast {
+namespace {
+
+// Problems are cut by their sizes alone, never by the number of threads: same result everywhere.
+constexpr int64_t kEnoughTasks = 16;
+
+int64_t parts_per_row(int64_t rows) { return rows >= kEnoughTasks ? 1 : 2 * kEnoughTasks / rows; }
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+ForwardPlan plan_forward(const Problem& p) {
+  ForwardPlan plan;
+  plan.query_block = p.Tq < 16 ? p.Tq : 16;
+  plan.query_blocks = ceil_div(p.Tq, plan.query_block);
+  plan.chunk = p.Tk;
+  const int64_t smallest = 64;  // keys; below this a chunk is not worth its part of the sums
+  if (p.Tk >= 2 * smallest && p.B * p.Tq * p.Tk * p.H > kSmall) {
+    const int64_t even = ceil_div(p.Tk, parts_per_row(p.B * plan.query_blocks));
+    plan.chunk = even > smallest ? even : smallest;
+  }
+  plan.chunks = ceil_div(p.Tk, plan.chunk);
+  return plan;
+}
+
+std::tuple<Tensor, Tensor> exp_keys(const Tensor& keys) {
+  STD_TORCH_CHECK(keys.dim() == 3, "keys must have 3 dimensions");
+  const Kind kind = computing_kind(storage_kind(keys, "keys"), keys.numel());
+  const int64_t B = keys.size(0), Tk = keys.size(1), H = keys.size(2);
+  const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
+  Tensor table = torch::stable::new_empty(keys, {B, Tk, table_width(H, kind)}, type);
+  Tensor keys_max = torch::stable::new_empty(keys, {B}, type);
+  std::vector<Tensor> owned;
+  fill_tables(kind, view_of(keys, owned), B, Tk, H, keys_max.mutable_data_ptr(),
+              table.mutable_data_ptr());
+  return {table, keys_max};
+}
+
+std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, MaybeTensor table,
+                                  MaybeTensor keys_max, const Tensor& values, const Tensor& w_v,
+                                  MaybeTensor valid_lens, MaybeTensor seed, double dropout_p,
+                                  bool need_weights) {
+  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p);
+  const Problem& p = in.problem;
+  Tensor context = torch::stable::new_empty(queries, {p.B, p.Tq, p.Dv});
+  Tensor weights = need_weights ? torch::stable::new_empty(queries, {p.B, p.Tq, p.Tk})
+                                : torch::stable::new_empty(queries, {0});
+  if (p.B == 0 || p.Tq == 0) return {context, weights};
+  if (p.Tk == 0) return {torch::stable::zero_(context), weights};
+
+  const Kernels& k = kernels(in.kind);
+  const ForwardPlan plan = plan_forward(p);
+  const int64_t bytes = size_of(in.kind), rows = p.B * p.Tq;
+  ForwardOut out;
+  out.context = context.mutable_data_ptr();
+  out.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
+  const bool split = plan.chunks > 1;
+  Buffer exps(split ? rows * p.Tk * bytes : 0);
+  Buffer parts(split ? rows * plan.chunks * (2 + p.Dv) * bytes : 0);
+  if (split) {
+    out.exps = exps.get();
+    out.maxima = parts.get();
+    out.sums = static_cast<char*>(parts.get()) + rows * plan.chunks * bytes;
+    out.contexts = static_cast<char*>(parts.get()) + 2 * rows * plan.chunks * bytes;
+  }
+  const int64_t work_bytes = k.forward_workspace(p, plan) * bytes;
+  const int64_t tasks = p.B * plan.query_blocks * plan.chunks;
+  parallel(
+      tasks, plan.query_block * plan.chunk * (p.H + p.Dv / 4), [&] { return Buffer(work_bytes); },
+      [&](int64_t task, const Buffer& work) { k.forward(p, plan, out, task, work.get()); });
+  if (split)
+    parallel(
+        rows, p.Tk + plan.chunks * p.Dv, [] { return 0; },
+        [&](int64_t row, int) { k.combine(p, plan, out, row); });
+  return {context, weights};
+}
+
+enum Needs : int64_t { need_queries = 1, need_keys = 2, need_values = 4, need_w = 8 };
+
+// A gradient that came in, as the kernels read it.
+View grad_view(const MaybeTensor& grad, const Tensor& like, const char* name, int64_t B,
+               int64_t rows, int64_t columns, std::vector<Tensor>& owned) {
+  if (!grad.has_value()) return {};
+  STD_TORCH_CHECK(grad->is_cpu() && grad->scalar_type() == like.scalar_type() && grad->dim() == 3 &&
+                      grad->size(0) == B && grad->size(1) == rows && grad->size(2) == columns,
+                  name, " must have the shape and dtype of the result it belongs to");
+  return view_of(*grad, owned);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
+    const Tensor& queries, const Tensor& keys, MaybeTensor table, MaybeTensor keys_max,
+    const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, MaybeTensor seed,
+    double dropout_p, const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights,
+    int64_t needs) {
+  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p);
+  const Problem& p = in.problem;
+  const auto gradient = [&](const Tensor& of, int64_t bit) {
+    return torch::stable::new_empty(
+        of, needs & bit ? of.sizes() : torch::headeronly::IntHeaderOnlyArrayRef{0});
+  };
+  Tensor grad_queries = gradient(queries, need_queries), grad_keys = gradient(keys, need_keys);
+  Tensor grad_values = gradient(values, need_values), grad_w = gradient(w_v, need_w);
+  if (p.B == 0 || p.Tq == 0 || p.Tk == 0) {
+    for (Tensor* t : {&grad_queries, &grad_keys, &grad_values, &grad_w}) torch::stable::zero_(*t);
+    return {grad_queries, grad_keys, grad_values, grad_w};
+  }
+  STD_TORCH_CHECK(weights.is_cpu() && weights.scalar_type() == queries.scalar_type() &&
+                      weights.dim() == 3 && weights.size(0) == p.B && weights.size(1) == p.Tq &&
+                      weights.size(2) == p.Tk,
+                  "weights must be those attend returned");
+
+  std::vector<Tensor> owned{torch::stable::contiguous(weights)};
+  const int64_t bytes = size_of(in.kind);
+  const Kernels& k = kernels(in.kind);
+  Backward g;
+  g.weights = owned[0].const_data_ptr();
+  g.grad_context = grad_view(grad_context, queries, "grad_context", p.B, p.Tq, p.Dv, owned);
+  g.grad_weights = grad_view(grad_weights, queries, "grad_weights", p.B, p.Tq, p.Tk, owned);
+  Buffer w_parts(needs & need_w ? p.B * p.width * bytes : 0);
+  if (needs & need_queries) g.grad_queries = grad_queries.mutable_data_ptr();
+  if (needs & need_keys) g.grad_keys = grad_keys.mutable_data_ptr();
+  if (needs & need_values) g.grad_values = grad_values.mutable_data_ptr();
+  if (needs & need_w) g.grad_w = w_parts.get();
+  const bool through_tanh = needs & (need_queries | need_keys | need_w);
+
+  const int64_t parts = parts_per_row(p.B);
+  const int64_t line = 64;
+  const int64_t hidden =
+      parts == 1 ? p.width : std::min(p.width, ceil_div(ceil_div(p.width, parts), line) * line);
+  const int64_t slices = ceil_div(p.width, hidden);
+  const int64_t chunk = parts == 1 ? p.Tk : std::max(line, ceil_div(p.Tk, parts));
+  const int64_t chunks = ceil_div(p.Tk, chunk);
+  const int64_t area = p.Tq * p.Tk, work_bytes = k.grad_tanh_workspace(p, hidden) * bytes;
+  const auto scores_chunk = [&](int64_t b, int64_t c, void* scores) {
+    k.grad_scores(p, g, b, c * chunk, std::min(p.Tk, (c + 1) * chunk), scores);
+  };
+  const auto tanh_slice = [&](int64_t b, int64_t s, const void* scores, void* work) {
+    if (through_tanh)
+      k.grad_tanh(p, g, b, s * hidden, std::min(p.width, (s + 1) * hidden), scores, work);
+  };
+  if (parts == 1) {
+    parallel(
+        p.B, 4 * area * p.H, [&] { return Buffer(area * bytes + work_bytes); },
+        [&](int64_t b, const Buffer& own) {
+          void* work = static_cast<char*>(own.get()) + area * bytes;
+          scores_chunk(b, 0, own.get());
+          k.grad_softmax(p, g, b, own.get());
+          tanh_slice(b, 0, own.get(), work);
+        });
+  } else {
+    Buffer scores(p.B * area * bytes);
+    const auto nothing = [] { return 0; };
+    const auto of_row = [&](int64_t b) {
+      return static_cast<void*>(static_cast<char*>(scores.get()) + b * area * bytes);
+    };
+    parallel(p.B * chunks, p.Tq * chunk * p.Dv, nothing, [&](int64_t task, int) {
+      scores_chunk(task / chunks, task % chunks, of_row(task / chunks));
+    });
+    parallel(p.B, 2 * area, nothing, [&](int64_t b, int) { k.grad_softmax(p, g, b, of_row(b)); });
+    parallel(
+        p.B * slices, 4 * area * hidden, [&] { return Buffer(work_bytes); },
+        [&](int64_t task, const Buffer& work) {
+          tanh_slice(task / slices, task % slices, of_row(task / slices), work.get());
+        });
+  }
+  if (needs & need_w) k.sum_rows(w_parts.get(), p.B, p.width, p.H, grad_w.mutable_data_ptr());
+  return {grad_queries, grad_keys, grad_values, grad_w};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
+  m.impl("exp_keys", TORCH_BOX(&exp_keys));
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("attend_backward", TORCH_BOX(&attend_backward));
+}
+
+}  // namespace
+}  // namespace bahdanau_fast

@@ -1,0 +1,225 @@
+// Vectors of the compiler's own (GCC and Clang): one source for every instruction set. All of it
+// has internal linkage, so that the linker can never mix two instruction sets.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "types.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace bahdanau_fast {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+template <class A>
+struct VecOf {
+  static constexpr int lanes = kVectorBytes / sizeof(A);
+  using Int = typename std::conditional<sizeof(A) == 4, int32_t, int64_t>::type;
+  typedef A type __attribute__((vector_size(kVectorBytes)));
+  typedef Int ints __attribute__((vector_size(kVectorBytes)));
+};
+template <class A>
+using Vec = typename VecOf<A>::type;
+template <class A>
+using IntVec = typename VecOf<A>::ints;
+template <class A>
+constexpr int kLanes = VecOf<A>::lanes;
+
+#define BF_INLINE inline __attribute__((always_inline))
+
+template <class A>
+BF_INLINE Vec<A> splat(A x) {
+  return x - Vec<A>{};  // x - 0 keeps the sign of zero; the compiler makes it one broadcast
+}
+
+template <class To, class From>
+BF_INLINE To bitcast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "bitcast keeps the size");
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <class A>
+BF_INLINE Vec<A> abs(Vec<A> x) {
+  const IntVec<A> mask = ~(IntVec<A>{} + (typename VecOf<A>::Int(1) << (sizeof(A) * 8 - 1)));
+  return bitcast<Vec<A>>(bitcast<IntVec<A>>(x) & mask);
+}
+
+template <class A>
+BF_INLINE Vec<A> min(Vec<A> x, Vec<A> y) {
+  return x < y ? x : y;
+}
+
+template <class A>
+BF_INLINE Vec<A> max(Vec<A> x, Vec<A> y) {
+  return x > y ? x : y;
+}
+
+template <class A>
+BF_INLINE A sum(Vec<A> x) {
+  A lanes[kLanes<A>];
+  std::memcpy(lanes, &x, sizeof(x));
+  for (int n = kLanes<A> / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) lanes[i] += lanes[i + n];
+  return lanes[0];
+}
+
+template <class A>
+BF_INLINE A largest(Vec<A> x) {
+  A best = x[0];
+  for (int i = 1; i < kLanes<A>; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+// ---- scalar conversions -----------------------------------------------------------------------
+
+BF_INLINE float widen(float x) { return x; }
+BF_INLINE double widen(double x) { return x; }
+BF_INLINE float widen(bf16 x) { return bitcast<float>(uint32_t(x.bits) << 16); }
+BF_INLINE float widen(f16 x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16;
+  const uint32_t magnitude = x.bits & 0x7fff;
+  // Moved to fp32's place the exponent is off by 112: a product sets it right, subnormals too.
+  float value = bitcast<float>(magnitude << 13) * bitcast<float>(uint32_t(239) << 23);
+  if (magnitude >= 0x7c00) value = bitcast<float>((magnitude << 13) | 0x7f800000);
+  return bitcast<float>(bitcast<uint32_t>(value) | sign);
+#endif
+}
+
+BF_INLINE void narrow(float x, float* out) { *out = x; }
+BF_INLINE void narrow(double x, double* out) { *out = x; }
+BF_INLINE void narrow(double x, float* out) { *out = float(x); }
+BF_INLINE void narrow(float x, bf16* out) {
+  uint32_t bits = bitcast<uint32_t>(x);
+  bits += 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
+  out->bits = x == x ? uint16_t(bits >> 16) : uint16_t(0x7fc0);
+}
+BF_INLINE void narrow(float x, f16* out) {
+#if defined(__F16C__)
+  out->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const uint32_t bits = bitcast<uint32_t>(x);
+  const uint32_t sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+  uint32_t half;
+  if (magnitude > 0x7f800000) {
+    half = 0x7e00;
+  } else if (magnitude >= 0x477ff000) {
+    half = 0x7c00;  // rounds past the largest fp16
+  } else if (magnitude < 0x38800000) {
+    // Subnormal: adding 0.5 puts the rounding where the last bit of fp16 is.
+    half = bitcast<uint32_t>(bitcast<float>(magnitude) + 0.5f) - 0x3f000000;
+  } else {
+    half = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  }
+  out->bits = uint16_t(half | sign);
+#endif
+}
+
+// ---- vector loads and stores, any alignment ---------------------------------------------------
+
+template <class A>
+BF_INLINE Vec<A> load(const A* p) {
+  Vec<A> v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+template <class A>
+BF_INLINE void store(A* p, Vec<A> v) {
+  std::memcpy(p, &v, sizeof(v));
+}
+
+// The first n lanes from memory, zeros behind; n may be anything from 1 up.
+template <class A, class T>
+BF_INLINE Vec<A> load_as(const T* p, int64_t n) {
+  A lanes[kLanes<A>] = {};
+  for (int64_t i = 0; i < (n < kLanes<A> ? n : kLanes<A>); ++i) lanes[i] = A(widen(p[i]));
+  return load(lanes);
+}
+
+// A whole vector, converted to the sum type.
+template <class A, class T>
+BF_INLINE Vec<A> load_as(const T* p) {
+  if constexpr (sizeof(A) == sizeof(T)) {
+    return load(p);
+  } else if constexpr (sizeof(A) == 8) {
+    typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
+    Half half;
+    std::memcpy(&half, p, sizeof(half));
+    return __builtin_convertvector(half, Vec<A>);
+  } else {
+    typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
+    Half half;
+    std::memcpy(&half, p, sizeof(half));
+    if constexpr (std::is_same<T, bf16>::value) {
+      typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
+      return bitcast<Vec<A>>(__builtin_convertvector(half, Bits) << 16);
+    } else {
+#if defined(__AVX512F__)
+      return (Vec<A>)_mm512_cvtph_ps((__m256i)half);
+#elif defined(__F16C__)
+      return (Vec<A>)_mm256_cvtph_ps((__m128i)half);
+#else
+      return load_as<A, T>(p, kLanes<A>);
+#endif
+    }
+  }
+}
+
+template <class A, class T>
+BF_INLINE void store_as(T* p, Vec<A> v, int64_t n) {
+  if constexpr (sizeof(A) == sizeof(T)) {
+    if (n >= kLanes<A>) return store(p, v);
+  } else if constexpr (std::is_same<T, bf16>::value) {
+    if (n >= kLanes<A>) {
+      typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
+      typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
+      Bits bits = bitcast<Bits>(v);
+      bits += 0x7fff + ((bits >> 16) & 1);
+      bits = bitcast<Bits>(v == v) & (bits >> 16);
+      bits |= bitcast<Bits>(v != v) & 0x7fc0;
+      const Half half = __builtin_convertvector(bits, Half);
+      std::memcpy(p, &half, sizeof(half));
+      return;
+    }
+  }
+  for (int64_t i = 0; i < (n < kLanes<A> ? n : kLanes<A>); ++i) narrow(v[i], p + i);
+}
+
+// x / y. Where division is slow against fma, an estimate and one Newton step (2^-23 relative).
+template <class A>
+BF_INLINE Vec<A> reciprocal(Vec<A> y) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4) {
+    const Vec<A> r = (Vec<A>)_mm512_rcp14_ps((__m512)y);
+    return r + r * (1 - y * r);
+  }
+#endif
+  return 1 / y;
+}
+
+template <class A>
+BF_INLINE Vec<A> quotient(Vec<A> x, Vec<A> y) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4) return x * reciprocal<A>(y);
+#endif
+  return x / y;
+}
+
+}  // namespace
+}  // namespace bahdanau_fast

@@ -1,0 +1,117 @@
+// What the operator files and the kernels agree on. No torch, no instruction set in here.
+//
+// Sizes: B batch, Tq queries, Tk keys, H hidden units, Dv value features.
+#pragma once
+
+#include <cstdint>
+
+namespace bahdanau_fast {
+
+// Storage type of the tensors, and the type sums are taken in.
+enum class Kind : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3, f32_in_f64 = 4 };
+constexpr int kKinds = 5;
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+// Largest |a| and |c| for which exp(2a) and exp(2c) stay normal fp32 (fp64) numbers.
+template <class A>
+struct Range;
+template <>
+struct Range<float> {
+  static constexpr float exponent = 43.0f;       // exp(+-86) is normal
+  static constexpr float shared = 10.7f;         // (1 + exp(2 * 10.7))^4 < 2^124
+  static constexpr float clamp = 1073741824.0f;  // 2^30: tanh is 1 to half an ulp from there on
+};
+template <>
+struct Range<double> {
+  static constexpr double exponent = 354.0;
+  static constexpr double shared = 88.0;                  // (1 + exp(2 * 88))^4 < 2^1020
+  static constexpr double clamp = 1.4474011154664524e76;  // 2^253
+};
+// A batch row whose every |c| is below this keeps expm1(2c) in its table, else exp(2c).
+constexpr double kShiftLimit = 0.5;
+
+// A (B, rows, columns) tensor whose columns lie next to each other.
+struct View {
+  const void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t row_stride = 0;
+};
+
+struct Problem {
+  int64_t B = 0, Tq = 0, Tk = 0, H = 0, Dv = 0;
+  int64_t width = 0;  // table row length: H rounded up to whole 64-byte lines
+  View queries, keys, values;
+  const void* table = nullptr;     // (B,Tk,width) in the sum type
+  const void* keys_max = nullptr;  // (B) in the sum type, max |c|
+  const void* w = nullptr;         // (width) in the sum type: w_v / w_scale, zero past H
+  double w_scale = 1.0;            // power of two that brings every |w| to at most 1
+  const int64_t* kept = nullptr;   // (B,Tq) positions to look at; 0: none, so all alike
+  bool dropout = false;
+  double dropout_p = 0.0;
+  uint64_t seed = 0;
+};
+
+// How the forward is cut into tasks; depends on the sizes only, so that results do not depend
+// on the number of threads.
+struct ForwardPlan {
+  int64_t query_block = 1;  // queries per task
+  int64_t query_blocks = 1;
+  int64_t chunk = 1;  // keys per task
+  int64_t chunks = 1;
+};
+
+struct ForwardOut {
+  void* context = nullptr;  // (B,Tq,Dv), contiguous, storage type
+  void* weights = nullptr;  // (B,Tq,Tk), contiguous, storage type; may be null
+  // Per chunk, only when a row is cut into several: exp(score - max), its maximum and sum, and
+  // the unnormalised context, all in the sum type.
+  void* exps = nullptr;      // (B,Tq,Tk)
+  void* maxima = nullptr;    // (B,Tq,chunks)
+  void* sums = nullptr;      // (B,Tq,chunks)
+  void* contexts = nullptr;  // (B,Tq,chunks,Dv)
+};
+
+struct Backward {
+  const void* weights = nullptr;  // (B,Tq,Tk), contiguous, storage type
+  View grad_context;              // (B,Tq,Dv); data may be null
+  View grad_weights;              // (B,Tq,Tk); data may be null
+  void* grad_queries = nullptr;   // (B,Tq,H), contiguous; null: not asked for
+  void* grad_keys = nullptr;      // (B,Tk,H), likewise
+  void* grad_values = nullptr;    // (B,Tk,Dv), likewise
+  void* grad_w = nullptr;         // (B,width) in the sum type, one part per batch row; likewise
+};
+
+// The kernels of one instruction set. Sizes of workspaces are in elements of the sum type.
+struct Kernels {
+  // Table and max |c| of batch row b, keys [j0, j1): two steps, since the form of the table
+  // depends on the maximum over the whole row.
+  void (*keys_max)(const View& keys, int64_t H, int64_t b, int64_t j0, int64_t j1, void* out);
+  void (*exp_keys)(const View& keys, int64_t H, int64_t width, int64_t b, int64_t Tk, int64_t j0,
+                   int64_t j1, const void* keys_max, void* table);
+  int64_t (*forward_workspace)(const Problem&, const ForwardPlan&);
+  void (*forward)(const Problem&, const ForwardPlan&, const ForwardOut&, int64_t task, void* work);
+  void (*combine)(const Problem&, const ForwardPlan&, const ForwardOut&, int64_t row);
+  void (*grad_scores)(const Problem&, const Backward&, int64_t b, int64_t j0, int64_t j1,
+                      void* scores);
+  void (*grad_softmax)(const Problem&, const Backward&, int64_t b, void* scores);
+  int64_t (*grad_tanh_workspace)(const Problem&, int64_t hidden);
+  void (*grad_tanh)(const Problem&, const Backward&, int64_t b, int64_t h0, int64_t h1,
+                    const void* scores, void* work);
+  // out[h] = sum over `rows` rows of (rows, width) sums, in their order, in the storage type.
+  void (*sum_rows)(const void* parts, int64_t rows, int64_t width, int64_t H, void* out);
+};
+
+// Tables by instruction set, one entry per Kind.
+extern const Kernels kernels_baseline[kKinds];
+#ifdef __x86_64__
+extern const Kernels kernels_avx2[kKinds];
+extern const Kernels kernels_avx512[kKinds];
+#endif
+
+}  // namespace bahdanau_fast

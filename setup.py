@@ -1,0 +1,232 @@
+"""Builds the compiled backends. Everything else about the package is in pyproject.toml.
+
+A backend that cannot be built is left out and the package works without it, unless its variable
+demands it: BAHDANAU_FAST_CPU=1 makes a failed build an error, =0 skips it, unset tries.
+CXX, CXXFLAGS and LDFLAGS are honoured, e.g. for a sanitizer build.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+# An editable install builds in a temporary folder: objects kept there would never be found again.
+OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}"
+
+# The oldest torch and Python the binaries load in; both headers then hide whatever came later.
+ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030A0000"]
+
+# errno and floating-point traps are never looked at here, and minding them stops vectorisation.
+CPU_FLAGS = [
+    *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wall"),
+]
+
+# The instruction set is picked at run time, so only the files named for one are compiled for it.
+# In this order the objects are linked: of an inline function that several files emit the linker
+# keeps the first copy, and that must be the one every machine can run.
+ISA_FLAGS = {
+    "": [],
+    "_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "_avx512": [
+        *("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c"),
+        "-mprefer-vector-width=512",
+        "-Wno-maybe-uninitialized",  # GCC 12 raises it inside its own intrinsics (its bug 105593)
+    ],
+}
+
+
+class BuildError(Exception):
+    """Why a backend cannot be built: one line, and what the tools printed."""
+
+    def __init__(self, reason: str, output: str = "") -> None:
+        super().__init__(reason)
+        self.output = output
+
+
+def isa_of(source: Path) -> str:
+    """The key of ISA_FLAGS that a file's name asks for."""
+    return next((isa for isa in ISA_FLAGS if isa and source.stem.endswith(isa)), "")
+
+
+def run(command: list[str], doing: str) -> None:
+    """Run a compiler or linker; its warnings are shown, its failure is a BuildError."""
+    print(shlex.join(command), flush=True)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{doing}: cannot run {command[0]} ({error.strerror})") from error
+    output = result.stdout + result.stderr
+    if result.returncode:
+        first = next((line for line in output.splitlines() if "error" in line), "no error text")
+        raise BuildError(f"{doing}: {command[0]} failed ({first.strip()})", output)
+    print(output, end="", flush=True)
+
+
+def cxx() -> list[str]:
+    """The C++ compiler: $CXX, else the first found of the usual names."""
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    found = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    if found is None:
+        raise BuildError("no C++ compiler found (looked for c++, g++, clang++ and $CXX)")
+    return [found]
+
+
+def python_include() -> Path:
+    """The folder of Python.h."""
+    folder = Path(sysconfig.get_path("include"))
+    if not (folder / "Python.h").is_file():
+        raise BuildError(f"Python.h is not in {folder} (on Debian and Ubuntu: python3-dev)")
+    return folder
+
+
+def torch_paths() -> tuple[str, list[str], list[str]]:
+    """Torch's version, include folders and library folders."""
+    try:
+        import torch
+        from torch.utils.cpp_extension import include_paths, library_paths
+    except Exception as error:  # a broken torch raises OSError, AttributeError and others
+        raise BuildError(
+            f"torch cannot be imported at build time ({error}); install torch first, "
+            "then this package with --no-build-isolation"
+        ) from error
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
+        raise BuildError(f"torch must be >= 2.10 to build against, got {torch.__version__}")
+    return torch.__version__, include_paths(), library_paths()
+
+
+def compile_object(source: Path, target: Path, command: list[str], stamp: str) -> None:
+    """Compile one file unless its object is newer than it, than every header, and made alike."""
+    stamp_file = target.with_suffix(".stamp")
+    stamp += shlex.join(command)
+    inputs = [source, *CSRC.rglob("*.h"), *CSRC.rglob("*.hpp"), *CSRC.rglob("*.inc")]
+    if target.exists() and stamp_file.exists() and stamp_file.read_text() == stamp:
+        made = target.stat().st_mtime
+        if all(path.stat().st_mtime < made for path in inputs):
+            return
+    stamp_file.unlink(missing_ok=True)
+    start = time.time()
+    run([*command, "-c", str(source), "-o", str(target)], f"compiling {source.name}")
+    os.utime(target, (start, start))  # a file edited while the compiler ran is newer than this
+    stamp_file.write_text(stamp)
+
+
+def build_cpu(sources: list[Path], target: Path) -> None:
+    """Compile csrc/cpu and link the extension `_C_cpu`."""
+    if os.name == "nt":
+        raise BuildError("building on Windows is not supported")
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        sources = [source for source in sources if not isa_of(source)]
+    if not sources:
+        raise BuildError("no C++ sources in csrc/cpu")
+    compiler = cxx()
+    version, includes, libraries = torch_paths()
+    system = [f"-isystem{path}" for path in (*includes, python_include())]
+    extra = shlex.split(os.environ.get("CXXFLAGS", ""))
+    base = [*compiler, *CPU_FLAGS, *ABI_FLAGS, f"-I{CSRC}", *system, *extra]
+
+    folder = OBJECTS / "cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = sorted(sources, key=lambda path: (list(ISA_FLAGS).index(isa_of(path)), path.name))
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        jobs = [
+            pool.submit(compile_object, source, made, [*base, *ISA_FLAGS[isa_of(source)]], version)
+            for source, made in zip(sources, objects, strict=True)
+        ]
+    for job in jobs:
+        job.result()
+
+    # No rpath: torch is imported first, so its libraries are already loaded under these names.
+    # The C shim lives in libtorch_cpu; nothing else of torch is needed.
+    link = [*compiler, "-shared", *map(str, objects), "-o", str(target), *extra]
+    if sys.platform == "darwin":
+        link += ["-undefined", "dynamic_lookup"]
+    else:
+        link += [*(f"-L{path}" for path in libraries), "-Wl,--as-needed", "-ltorch_cpu"]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    run([*link, *shlex.split(os.environ.get("LDFLAGS", ""))], f"linking {target.name}")
+
+
+# Extension module -> how to build it, from what, and the variable that demands (1) or skips (0) it.
+BACKENDS = {"bahdanau_fast._C_cpu": (build_cpu, "csrc/cpu/*.cpp", "BAHDANAU_FAST_CPU")}
+
+
+def wanted(variable: str) -> str:
+    """The setting of a backend's variable: "0", "1" or "" (try)."""
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise SystemExit(f"{variable} must be 0, 1 or unset, got {value!r}")
+    return value
+
+
+class BuildExt(build_ext):
+    """Builds what can be built, with flags per file, where setuptools' own has them per module."""
+
+    def build_extensions(self) -> None:
+        for ext in list(self.extensions):
+            build, _, variable = BACKENDS[ext.name]
+            target = Path(self.get_ext_fullpath(ext.name)).resolve()
+            log = ROOT / "build" / f"{ext.name.rpartition('.')[2]}.log"
+            log.unlink(missing_ok=True)
+            try:
+                if wanted(variable) == "0":
+                    raise BuildError(f"{variable}=0")
+                build([ROOT / source for source in ext.sources], target)
+            except BuildError as error:
+                if wanted(variable) == "1":
+                    raise CompileError(f"{ext.name}: {error}\n{error.output}") from error
+                line = f"{ext.name} not built, the reference backend will be used: {error}"
+                print(line, file=sys.stderr, flush=True)
+                # pip hides the output of a build that succeeds; the Makefile shows this file.
+                log.parent.mkdir(exist_ok=True)
+                log.write_text(f"{line}\n{error.output}")
+                # A binary of older sources must not pass for this one.
+                target.unlink(missing_ok=True)
+                if self.editable_mode:
+                    (ROOT / "bahdanau_fast" / target.name).unlink(missing_ok=True)
+                self.extensions.remove(ext)
+
+
+class BdistWheel(bdist_wheel):
+    """Tags the wheel by what was built: cp310-abi3 with a binary, py3-none-any without."""
+
+    def run(self) -> None:
+        self.run_command("build")
+        if not self.get_finalized_command("build_ext").extensions:
+            self.root_is_pure = True
+        super().run()
+
+
+setup(
+    packages=["bahdanau_fast", "bahdanau_fast.seq2seq", "bahdanau_fast.kernels"],
+    package_dir={"bahdanau_fast.kernels": "kernels"},
+    package_data={"bahdanau_fast": ["py.typed"]},
+    include_package_data=False,  # else an in-place binary listed by the VCS could enter the wheel
+    ext_modules=[
+        Extension(
+            name,
+            sources=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)),
+            py_limited_api=True,
+        )
+        for name, (_, pattern, _) in BACKENDS.items()
+    ],
+    cmdclass={"build_ext": BuildExt, "bdist_wheel": BdistWheel},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
