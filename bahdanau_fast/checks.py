@@ -101,8 +101,9 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
         need = f"have shape ({batch},) or ({batch}, {queries_len})"
         reject(ValueError, "valid_lens", need, shape)
     if valid_lens.device != device:
-        reject(ValueError, "valid_lens", f"be on the device of the data, {device}",
-               valid_lens.device)
+        reject(
+            ValueError, "valid_lens", f"be on the device of the data, {device}", valid_lens.device
+        )
 
 
 def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

@@ -81,10 +81,15 @@ def _parser() -> argparse.ArgumentParser:
     what = "train a date reader with this attention, on made-up data, and compare the backends"
     command = commands.add_parser("demo", help=what, description=what)
     command.add_argument(
-        "--out", type=Path, default=Path("demo-output"), metavar="DIR",
+        "--out",
+        type=Path,
+        default=Path("demo-output"),
+        metavar="DIR",
         help="where attention.png, loss.png and demo.json go (default: %(default)s)",
     )
-    command.add_argument("--epochs", type=_at_least(1, int), help="passes over the data")
+    command.add_argument(
+        "--epochs", type=_at_least(1, int), help="passes over the data (default: 3)"
+    )
     command.add_argument("--seed", type=_at_least(0, int), default=0, help="default: 0")
     command.add_argument("--quick", action="store_true", help="a tenth of the data, no goals")
     command.set_defaults(command=_demo)

@@ -151,4 +151,4 @@ def attend_projected(
         dropout_p,
         need_weights or needs_graph,
     )
-    return context, weights
+    return context, weights if weights.dtype == queries.dtype else weights.to(queries.dtype)

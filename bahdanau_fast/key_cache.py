@@ -65,8 +65,9 @@ class KeyCache:
     def __init__(self) -> None:
         self._entry: _Entry | None = None
 
-    def find(self, keys: Tensor, layer: nn.Module | None, bias: Tensor | None
-             ) -> ProjectedKeys | None:
+    def find(
+        self, keys: Tensor, layer: nn.Module | None, bias: Tensor | None
+    ) -> ProjectedKeys | None:
         """The projection of ``keys`` when it is still the right one, else None."""
         entry = self._entry  # read once: another thread may replace it
         if entry is None or entry.keys() is not keys:

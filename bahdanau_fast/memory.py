@@ -10,6 +10,7 @@ from torch import Tensor
 
 __all__ = ["Memory", "ProjectedKeys", "project"]
 
+
 class ProjectedKeys(NamedTuple):
     """What one projection of the keys leaves behind.
 

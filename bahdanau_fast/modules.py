@@ -248,8 +248,9 @@ class AdditiveAttention(_Additive):
         return self._additive(queries, keys, values, valid_lens)
 
     @classmethod
-    def from_concat(cls, linear: nn.Linear, v: nn.Linear, query_size: int | None = None,
-                    dropout: float = 0.0) -> AdditiveAttention:
+    def from_concat(
+        cls, linear: nn.Linear, v: nn.Linear, query_size: int | None = None, dropout: float = 0.0
+    ) -> AdditiveAttention:
         """Take the concat form, ``v(tanh(linear(concat(query, key))))``: the same thing.
 
         Args:
@@ -274,8 +275,15 @@ class AdditiveAttention(_Additive):
         if tuple(v.weight.shape) != (1, hidden):
             checks.reject(ValueError, "v", f"be Linear({hidden}, 1)", tuple(v.weight.shape))
         weight = linear.weight.detach()
-        module = cls(total - query_size, query_size, hidden, dropout,
-                     bias=linear.bias is not None, device=weight.device, dtype=weight.dtype)
+        module = cls(
+            total - query_size,
+            query_size,
+            hidden,
+            dropout,
+            bias=linear.bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
         with torch.no_grad():
             module.W_q.weight.copy_(weight[:, :query_size])
             module.W_k.weight.copy_(weight[:, query_size:])

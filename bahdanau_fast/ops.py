@@ -6,7 +6,8 @@ are ordinary ``Linear`` calls.
 
 ==================  ============================================================================
 ``exp_keys``        table of exp(2 c) (or expm1(2 c) where every c is small) and max|c| per row
-``attend``          context and weights from projected queries and keys
+``attend``          context and weights from projected queries and keys; the weights come in no
+                    less than fp32, since backward takes differences of them
 ``attend_backward`` the four gradients of ``attend``
 ==================  ============================================================================
 """
@@ -42,7 +43,7 @@ _library.define(
 )
 
 
-SMALL = 65536  # fp32 keys of at most this many elements get a table in fp64 (csrc/cpu/inputs.h)
+SMALL = 131072  # fp32 keys of at most this many elements get a table in fp64 (csrc/cpu/inputs.h)
 
 
 @torch.library.register_fake("bahdanau_fast::exp_keys", lib=_library)
@@ -73,7 +74,10 @@ def _attend_fake(
     batch, queries_len, _ = queries.shape
     _, keys_len, features = values.shape
     weights = (batch, queries_len, keys_len) if need_weights else (0,)
-    return queries.new_empty((batch, queries_len, features)), queries.new_empty(weights)
+    dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    return queries.new_empty((batch, queries_len, features)), queries.new_empty(
+        weights, dtype=dtype
+    )
 
 
 @torch.library.register_fake("bahdanau_fast::attend_backward", lib=_library)
@@ -122,7 +126,10 @@ def _backward(
         return (None,) * 10
     if torch.is_grad_enabled():
         grads = _differentiable_backward(
-            (queries, keys, values, w_v), needed, valid_lens, ctx.dropout_p,
+            (queries, keys, values, w_v),
+            needed,
+            valid_lens,
+            ctx.dropout_p,
             (grad_context, grad_weights),
         )
     else:
@@ -148,8 +155,13 @@ def _differentiable_backward(
             "a second derivative through dropped-out attention weights is not implemented: "
             "use backend='reference', or dropout 0"
         )
-    outputs = reference.attend(*inputs, valid_lens)
-    used = [(out, grad) for out, grad in zip(outputs, output_grads, strict=True) if grad is not None]
+    context, weights = reference.attend(*inputs, valid_lens)
+    if output_grads[1] is not None:
+        weights = weights.to(output_grads[1].dtype)
+    outputs = (context, weights)
+    used = [
+        (out, grad) for out, grad in zip(outputs, output_grads, strict=True) if grad is not None
+    ]
     grads = iter(
         torch.autograd.grad(
             [out for out, _ in used],

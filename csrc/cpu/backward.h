@@ -16,11 +16,16 @@
 namespace bahdanau_fast {
 namespace {
 
+template <class T>
+const typename WeightOf<T>::type* weights_row(const Backward& g, int64_t offset) {
+  return static_cast<const typename WeightOf<T>::type*>(g.weights) + offset;
+}
+
 // The weights as the context saw them: row i of the saved ones, dropped out again.
 template <class T, class A>
 void load_weights(const Problem& p, const Backward& g, int64_t row, int64_t j0, int64_t j1,
                   A* out) {
-  const T* from = static_cast<const T*>(g.weights) + row * p.Tk;
+  const auto* from = weights_row<T>(g, row * p.Tk);
   for (int64_t j = j0; j < j1; ++j) out[j - j0] = A(widen(from[j]));
   if (p.dropout) drop_weights<A>(p.seed, p.dropout_p, row, j0, j1, out);
 }
@@ -42,7 +47,7 @@ void grad_weights_tile(const Problem& p, const Backward& g, int64_t b, int64_t f
     else if (p.dropout)
       drop_weights<A>(p.seed, p.dropout_p, b * p.Tq + i, first, first + keys, row);
     if (g.grad_weights.data != nullptr) {
-      const T* extra = Rows<T, A>(g.grad_weights, b)[i] + first;
+      const auto* extra = Rows<typename WeightOf<T>::type, A>(g.grad_weights, b)[i] + first;
       for (int64_t j = 0; j < keys; ++j) row[j] += A(widen(extra[j]));
     }
   }
@@ -93,14 +98,14 @@ void grad_scores(const Problem& p, const Backward& g, int64_t b, int64_t j0, int
   }
 }
 
-// The saved weights were rounded to the storage type: divided by their sum they add up to one
-// again, so that a row of score gradients adds up to zero, on which grad_query and grad_w rely.
+// The saved weights were rounded: divided by their sum they add up to one again, so that a row of
+// score gradients adds up to zero, on which grad_query and grad_w rely.
 template <class T, class A>
 void grad_softmax(const Problem& p, const Backward& g, int64_t b, void* scores_inout) {
   for (int64_t i = 0; i < p.Tq; ++i) {
     const int64_t row = b * p.Tq + i, kept = p.kept[row];
     A* scores = static_cast<A*>(scores_inout) + i * p.Tk;
-    const T* weights = static_cast<const T*>(g.weights) + row * p.Tk;
+    const auto* weights = weights_row<T>(g, row * p.Tk);
     double total = 0, dot = 0;
     for (int64_t j = 0; j < kept; ++j) {
       total += double(widen(weights[j]));

@@ -5,7 +5,7 @@
 //
 // A task is (batch row, block of queries, chunk of keys). It reads the table and the values of its
 // keys once, width + Dv numbers a key, and keeps everything else in its workspace: constants of
-// its queries, their scores, their contexts. With several chunks to a row, each leaves exps
+// its queries, their scores, their contexts. With several chunks to a row, each leaves sums
 // against its own maximum, and combine() brings them together.
 #pragma once
 
@@ -92,30 +92,16 @@ struct ForwardTask {
     }
   }
 
-  // scores of query i become exp(score - max); returns the maximum and the sum.
-  void exponentiate(int64_t i, A* max_out, A* sum_out) {
+  // Brings the scores of query i to their full size; returns the largest.
+  A finish_scores(int64_t i) {
     A* row = score_row(i);
-    const int64_t n = count(i);
     const A scale = A(p.w_scale);
     A best = -std::numeric_limits<A>::infinity();
-    for (int64_t j = 0; j < n; ++j) {
+    for (int64_t j = 0, n = count(i); j < n; ++j) {
       row[j] *= scale;
       best = row[j] > best ? row[j] : best;
     }
-    Vec<A> total{};
-    int64_t j = 0;
-    for (; j + kLanes<A> <= n; j += kLanes<A>) {
-      const Vec<A> e = exp<A>(load(row + j) - best);
-      store(row + j, e);
-      total += e;
-    }
-    A rest = 0;
-    if (j < n) {
-      const Vec<A> e = exp<A>(load_as<A>(row + j, n - j) - best);
-      for (int64_t k = j; k < n; ++k) rest += row[k] = e[k - j];
-    }
-    *max_out = best;
-    *sum_out = sum<A>(total) + rest;
+    return best;
   }
 
   void weigh_values() {
@@ -147,6 +133,33 @@ void store_row(const A* row, int64_t n, T* out) {
   }
 }
 
+// row[j] = exp(row[j] - best); returns the sum.
+template <class A>
+A exponentiate(A* row, int64_t n, A best) {
+  Vec<A> total{};
+  int64_t j = 0;
+  for (; j + kLanes<A> <= n; j += kLanes<A>) {
+    const Vec<A> e = exp<A>(load(row + j) - best);
+    store(row + j, e);
+    total += e;
+  }
+  A rest = 0;
+  if (j < n) {
+    const Vec<A> e = exp<A>(load_as<A>(row + j, n - j) - best);
+    for (int64_t k = j; k < n; ++k) rest += row[k] = e[k - j];
+  }
+  return sum<A>(total) + rest;
+}
+
+// One row of normalised weights, the masked positions behind them zero.
+template <class T, class A>
+void store_weights(const A* weights, int64_t kept, int64_t Tk, void* all, int64_t row) {
+  using W = typename WeightOf<T>::type;
+  W* out = static_cast<W*>(all) + row * Tk;
+  store_row(weights, kept, out);
+  for (int64_t j = kept; j < Tk; ++j) narrow(A(0), out + j);
+}
+
 template <class T, class A>
 void forward(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, int64_t index,
              void* work) {
@@ -155,19 +168,15 @@ void forward(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, i
   for (int64_t i = 0; i < task.queries; ++i) {
     const int64_t row = task.b * p.Tq + task.i0 + i, n = task.count(i);
     A* weights = task.score_row(i);
-    A best, total;
-    task.exponentiate(i, &best, &total);
-    if (plan.chunks == 1) {
-      for (int64_t j = 0; j < n; ++j) weights[j] /= total;
-      if (out.weights != nullptr) {
-        T* to = static_cast<T*>(out.weights) + row * p.Tk;
-        store_row(weights, n, to);
-        for (int64_t j = n; j < p.Tk; ++j) narrow(A(0), to + j);
-      }
-    } else {
+    const A best = task.finish_scores(i);
+    if (plan.chunks > 1) store_row(weights, n, static_cast<A*>(out.scores) + row * p.Tk + task.j0);
+    const A total = exponentiate(weights, n, best);
+    if (plan.chunks > 1) {
       static_cast<A*>(out.maxima)[row * plan.chunks + task.chunk] = best;
       static_cast<A*>(out.sums)[row * plan.chunks + task.chunk] = total;
-      store_row(weights, n, static_cast<A*>(out.exps) + row * p.Tk + task.j0);
+    } else {
+      for (int64_t j = 0; j < n; ++j) weights[j] /= total;
+      if (out.weights != nullptr) store_weights<T>(weights, n, p.Tk, out.weights, row);
     }
     task.drop(i);
   }
@@ -189,28 +198,25 @@ void combine(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, i
   const A* maxima = static_cast<const A*>(out.maxima) + row * plan.chunks;
   const A* sums = static_cast<const A*>(out.sums) + row * plan.chunks;
   A* contexts = static_cast<A*>(out.contexts) + row * plan.chunks * p.Dv;
-  A* exps = static_cast<A*>(out.exps) + row * p.Tk;
   const int64_t kept = p.kept[row] == 0 ? p.Tk : p.kept[row];
   const int64_t used = (kept + plan.chunk - 1) / plan.chunk;
   A best = maxima[0];
   for (int64_t c = 1; c < used; ++c) best = maxima[c] > best ? maxima[c] : best;
-  A total = 0;
   const auto share = [&](int64_t c) { return exp<A>(splat<A>(maxima[c] - best))[0]; };
+  A total = 0;
   for (int64_t c = 0; c < used; ++c) total += sums[c] * share(c);
   for (int64_t c = 0; c < used; ++c) {
     const A scale = share(c) / total;
     const A* part = contexts + c * p.Dv;
     for (int64_t k = 0; k < p.Dv; ++k)
       contexts[k] = c == 0 ? part[k] * scale : contexts[k] + part[k] * scale;
-    const int64_t end = (c + 1) * plan.chunk < kept ? (c + 1) * plan.chunk : kept;
-    for (int64_t j = c * plan.chunk; j < end; ++j) exps[j] *= scale;
   }
   store_row(contexts, p.Dv, static_cast<T*>(out.context) + row * p.Dv);
-  if (out.weights != nullptr) {
-    T* to = static_cast<T*>(out.weights) + row * p.Tk;
-    store_row(exps, kept, to);
-    for (int64_t j = kept; j < p.Tk; ++j) narrow(A(0), to + j);
-  }
+  if (out.weights == nullptr) return;
+  A* weights = static_cast<A*>(out.scores) + row * p.Tk;
+  exponentiate(weights, kept, best);
+  for (int64_t j = 0; j < kept; ++j) weights[j] /= total;
+  store_weights<T>(weights, kept, p.Tk, out.weights, row);
 }
 
 }  // namespace

@@ -32,6 +32,10 @@ Kind storage_kind(const Tensor& tensor, const char* name) {
   return Kind::f32;
 }
 
+ScalarType weights_dtype(Kind storage) {
+  return storage == Kind::f64 ? ScalarType::Double : ScalarType::Float;
+}
+
 Kind computing_kind(Kind storage, int64_t elements) {
   return storage == Kind::f32 && elements <= kSmall ? Kind::f32_in_f64 : storage;
 }

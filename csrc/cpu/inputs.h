@@ -20,9 +20,9 @@ using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
 // fp32 problems of at most this many (query, key, hidden) elements are computed in fp64: that costs
-// a few microseconds, and only the rounding of the result is left as an error. So do keys of at
-// most this many elements get a table in fp64.
-constexpr int64_t kSmall = 65536;
+// some ten microseconds at most, and only the rounding of the result is left as an error. So do
+// keys of at most this many elements get a table in fp64.
+constexpr int64_t kSmall = 131072;
 // So are those whose w_v is longer than this: scores in the hundreds, where fp32 would round to
 // parts of a softmax exponent that show.
 constexpr double kLongW = 64.0;
@@ -84,6 +84,9 @@ struct Inputs {
 
 // The storage kind of a floating tensor on the CPU; an error that names the argument otherwise.
 Kind storage_kind(const Tensor& tensor, const char* name);
+
+// The dtype attention weights are kept in.
+ScalarType weights_dtype(Kind storage);
 
 // The kind that computes: fp64 for small fp32 problems.
 Kind computing_kind(Kind storage, int64_t elements);

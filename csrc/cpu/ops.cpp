@@ -50,8 +50,9 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
   const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p);
   const Problem& p = in.problem;
   Tensor context = torch::stable::new_empty(queries, {p.B, p.Tq, p.Dv});
-  Tensor weights = need_weights ? torch::stable::new_empty(queries, {p.B, p.Tq, p.Tk})
-                                : torch::stable::new_empty(queries, {0});
+  const std::vector<int64_t> weights_shape =
+      need_weights ? std::vector<int64_t>{p.B, p.Tq, p.Tk} : std::vector<int64_t>{0};
+  Tensor weights = torch::stable::new_empty(queries, weights_shape, weights_dtype(in.kind));
   if (p.B == 0 || p.Tq == 0) return {context, weights};
   if (p.Tk == 0) return {torch::stable::zero_(context), weights};
 
@@ -62,10 +63,10 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
   out.context = context.mutable_data_ptr();
   out.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
   const bool split = plan.chunks > 1;
-  Buffer exps(split ? rows * p.Tk * bytes : 0);
+  Buffer scores(split ? rows * p.Tk * bytes : 0);
   Buffer parts(split ? rows * plan.chunks * (2 + p.Dv) * bytes : 0);
   if (split) {
-    out.exps = exps.get();
+    out.scores = scores.get();
     out.maxima = parts.get();
     out.sums = static_cast<char*>(parts.get()) + rows * plan.chunks * bytes;
     out.contexts = static_cast<char*>(parts.get()) + 2 * rows * plan.chunks * bytes;
@@ -85,10 +86,10 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
 enum Needs : int64_t { need_queries = 1, need_keys = 2, need_values = 4, need_w = 8 };
 
 // A gradient that came in, as the kernels read it.
-View grad_view(const MaybeTensor& grad, const Tensor& like, const char* name, int64_t B,
-               int64_t rows, int64_t columns, std::vector<Tensor>& owned) {
+View grad_view(const MaybeTensor& grad, ScalarType type, const char* name, int64_t B, int64_t rows,
+               int64_t columns, std::vector<Tensor>& owned) {
   if (!grad.has_value()) return {};
-  STD_TORCH_CHECK(grad->is_cpu() && grad->scalar_type() == like.scalar_type() && grad->dim() == 3 &&
+  STD_TORCH_CHECK(grad->is_cpu() && grad->scalar_type() == type && grad->dim() == 3 &&
                       grad->size(0) == B && grad->size(1) == rows && grad->size(2) == columns,
                   name, " must have the shape and dtype of the result it belongs to");
   return view_of(*grad, owned);
@@ -111,7 +112,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
     for (Tensor* t : {&grad_queries, &grad_keys, &grad_values, &grad_w}) torch::stable::zero_(*t);
     return {grad_queries, grad_keys, grad_values, grad_w};
   }
-  STD_TORCH_CHECK(weights.is_cpu() && weights.scalar_type() == queries.scalar_type() &&
+  STD_TORCH_CHECK(weights.is_cpu() && weights.scalar_type() == weights_dtype(in.kind) &&
                       weights.dim() == 3 && weights.size(0) == p.B && weights.size(1) == p.Tq &&
                       weights.size(2) == p.Tk,
                   "weights must be those attend returned");
@@ -121,8 +122,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
   const Kernels& k = kernels(in.kind);
   Backward g;
   g.weights = owned[0].const_data_ptr();
-  g.grad_context = grad_view(grad_context, queries, "grad_context", p.B, p.Tq, p.Dv, owned);
-  g.grad_weights = grad_view(grad_weights, queries, "grad_weights", p.B, p.Tq, p.Tk, owned);
+  g.grad_context =
+      grad_view(grad_context, queries.scalar_type(), "grad_context", p.B, p.Tq, p.Dv, owned);
+  g.grad_weights =
+      grad_view(grad_weights, weights.scalar_type(), "grad_weights", p.B, p.Tq, p.Tk, owned);
   Buffer w_parts(needs & need_w ? p.B * p.width * bytes : 0);
   if (needs & need_queries) g.grad_queries = grad_queries.mutable_data_ptr();
   if (needs & need_keys) g.grad_keys = grad_keys.mutable_data_ptr();

@@ -104,44 +104,65 @@ BF_INLINE Vec<A> clamped_product(Vec<A> factor, Vec<A> m, A shift, A limit) {
   return min<A>(factor * (m + shift), splat<A>(limit));
 }
 
-// sum_h w tanh(a + c) for `keys` neighbouring table rows, not yet times w_scale.
+template <class A>
+struct Fraction {
+  Vec<A> n, d;
+};
+
+template <class A>
+BF_INLINE Fraction<A> add(const Fraction<A>& x, const Fraction<A>& y) {
+  return {x.n * y.d + y.n * x.d, x.d * y.d};
+}
+
+// w tanh(a + c) of one vector of hidden units, as a fraction, for `keys` neighbouring table rows.
+template <class A, int keys, bool clamped>
+BF_INLINE void fractions(const Query<A>& q, const A* w, const A* table, int64_t width, A shift,
+                         int64_t h, Fraction<A>* out) {
+  const Vec<A> factor = load(q.factor + h);
+  if constexpr (clamped) {
+    const Vec<A> wh = load(w + h);
+    for (int k = 0; k < keys; ++k) {
+      const Vec<A> m = load(table + k * width + h);
+      const Vec<A> e = clamped_product<A>(factor, m, shift, Range<A>::clamp);
+      out[k] = {wh * (e - 1), e + 1};
+    }
+  } else {
+    const Vec<A> weighted = load(q.weighted + h), weighted_offset = load(q.weighted_offset + h);
+    const Vec<A> factor_offset = load(q.factor_offset + h);
+    for (int k = 0; k < keys; ++k) {
+      const Vec<A> m = load(table + k * width + h);
+      out[k] = {weighted * m + weighted_offset, factor * m + factor_offset};
+    }
+  }
+}
+
+// sum_h w tanh(a + c) for `keys` neighbouring table rows, not yet times w_scale. The constants of
+// the query are loaded once for all of them.
 template <class A, int keys, bool clamped>
 BF_INLINE void score_rows(const Query<A>& q, const A* w, const A* table, int64_t width, A shift,
                           A* out) {
   constexpr int L = kLanes<A>;
   Vec<A> total[keys] = {};
-  const auto fraction = [&](int64_t h, const A* row, Vec<A>& n,
-                            Vec<A>& d) __attribute__((always_inline)) {
-    const Vec<A> m = load(row + h);
-    if constexpr (clamped) {
-      const Vec<A> e = clamped_product<A>(load(q.factor + h), m, shift, Range<A>::clamp);
-      n = load(w + h) * (e - 1);
-      d = e + 1;
-    } else {
-      n = load(q.weighted + h) * m + load(q.weighted_offset + h);
-      d = load(q.factor + h) * m + load(q.factor_offset + h);
-    }
+  const auto at = [&](int64_t h, Fraction<A>* to) __attribute__((always_inline)) {
+    fractions<A, keys, clamped>(q, w, table, width, shift, h, to);
   };
   int64_t h = 0;
   for (; h + 4 * L <= width; h += 4 * L) {
+    Fraction<A> first[keys], second[keys], next[keys];
+    at(h, first);
+    at(h + L, next);
+    for (int k = 0; k < keys; ++k) first[k] = add(first[k], next[k]);
+    at(h + 2 * L, second);
+    at(h + 3 * L, next);
     for (int k = 0; k < keys; ++k) {
-      const A* row = table + k * width;
-      Vec<A> n0, n1, n2, n3, d0, d1, d2, d3;
-      fraction(h, row, n0, d0);
-      fraction(h + L, row, n1, d1);
-      fraction(h + 2 * L, row, n2, d2);
-      fraction(h + 3 * L, row, n3, d3);
-      const Vec<A> n01 = n0 * d1 + n1 * d0, d01 = d0 * d1;
-      const Vec<A> n23 = n2 * d3 + n3 * d2, d23 = d2 * d3;
-      total[k] += quotient<A>(n01 * d23 + n23 * d01, d01 * d23);
+      const Fraction<A> all = add(first[k], add(second[k], next[k]));
+      total[k] += quotient<A>(all.n, all.d);
     }
   }
   for (; h < width; h += L) {
-    for (int k = 0; k < keys; ++k) {
-      Vec<A> n, d;
-      fraction(h, table + k * width, n, d);
-      total[k] += quotient<A>(n, d);
-    }
+    Fraction<A> one[keys];
+    at(h, one);
+    for (int k = 0; k < keys; ++k) total[k] += quotient<A>(one[k].n, one[k].d);
   }
   for (int k = 0; k < keys; ++k) out[k] = sum<A>(total[k]);
 }

@@ -18,6 +18,17 @@ struct f16 {
   uint16_t bits;
 };
 
+// The weights are returned, and kept for backward, in no less than fp32: a softmax gradient
+// subtracts neighbouring numbers.
+template <class T>
+struct WeightOf {
+  using type = float;
+};
+template <>
+struct WeightOf<double> {
+  using type = double;
+};
+
 // Largest |a| and |c| for which exp(2a) and exp(2c) stay normal fp32 (fp64) numbers.
 template <class A>
 struct Range;
@@ -68,19 +79,19 @@ struct ForwardPlan {
 
 struct ForwardOut {
   void* context = nullptr;  // (B,Tq,Dv), contiguous, storage type
-  void* weights = nullptr;  // (B,Tq,Tk), contiguous, storage type; may be null
-  // Per chunk, only when a row is cut into several: exp(score - max), its maximum and sum, and
-  // the unnormalised context, all in the sum type.
-  void* exps = nullptr;      // (B,Tq,Tk)
+  void* weights = nullptr;  // (B,Tq,Tk), contiguous, WeightOf; may be null
+  // Only when a row is cut into several chunks: the scores, and per chunk their maximum, the sum of
+  // exp(score - maximum) and the context weighted by that, all in the sum type.
+  void* scores = nullptr;    // (B,Tq,Tk)
   void* maxima = nullptr;    // (B,Tq,chunks)
   void* sums = nullptr;      // (B,Tq,chunks)
   void* contexts = nullptr;  // (B,Tq,chunks,Dv)
 };
 
 struct Backward {
-  const void* weights = nullptr;  // (B,Tq,Tk), contiguous, storage type
+  const void* weights = nullptr;  // (B,Tq,Tk), contiguous, WeightOf
   View grad_context;              // (B,Tq,Dv); data may be null
-  View grad_weights;              // (B,Tq,Tk); data may be null
+  View grad_weights;              // (B,Tq,Tk), WeightOf; data may be null
   void* grad_queries = nullptr;   // (B,Tq,H), contiguous; null: not asked for
   void* grad_keys = nullptr;      // (B,Tk,H), likewise
   void* grad_values = nullptr;    // (B,Tk,Dv), likewise

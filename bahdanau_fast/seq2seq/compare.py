@@ -1,0 +1,121 @@
+"""One backend against another on the same training: losses and times, measured side by side."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from bahdanau_fast import backends
+from bahdanau_fast.modules import AdditiveAttention
+from bahdanau_fast.seq2seq.data import Pairs
+from bahdanau_fast.seq2seq.training import (
+    Settings,
+    Trainer,
+    all_batches,
+    build_model,
+    total_steps,
+)
+
+__all__ = ["Comparison", "attention_seconds", "compare_training", "relative_difference"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same first steps on several backends.
+
+    Attributes:
+        losses: per backend, one per step.
+        seconds: per backend, the median step.
+    """
+
+    losses: dict[str, list[float]]
+    seconds: dict[str, float]
+
+
+def compare_training(
+    pairs: Pairs, settings: Settings, names: Sequence[str], steps: int
+) -> Comparison:
+    """Train one model per backend from the same seed on the same batches, taking turns.
+
+    Each step is taken on every backend before the next, the order turned round each time, so that
+    whatever else the machine does hits all alike.
+
+    Args:
+        pairs: the training data.
+        settings: of the training whose first steps these are.
+        names: backends; the same one twice is run once.
+        steps: how many, or as many as the training has.
+
+    Returns:
+        Losses and the median time of a step, for every backend.
+    """
+    schedule = total_steps(pairs, settings)
+    trainers = {name: Trainer(build_model(pairs, settings), settings, schedule) for name in names}
+    order = list(trainers.items())
+    for _, batch in islice(all_batches(pairs, settings), steps):
+        for name, trainer in order:
+            # Dropout, if any, draws the same for every backend that draws the same way.
+            with backends.use(name), torch.random.fork_rng(devices=[]):
+                trainer.step(batch)
+        order.reverse()
+    return Comparison(
+        {name: trainer.history.losses for name, trainer in trainers.items()},
+        {name: statistics.median(t.history.seconds) for name, t in trainers.items()},
+    )
+
+
+def relative_difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """The largest ``|a - b| / |b|`` of two loss curves.
+
+    >>> relative_difference([1.0, 2.0], [1.0, 2.5])
+    0.2
+    """
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
+
+
+def attention_seconds(
+    names: Sequence[str], batch: int, keys_len: int, hidden: int, steps: int, rounds: int = 15
+) -> dict[str, float]:
+    """Time of a decoder's attention alone, forward and backward, without its recurrent net.
+
+    One round projects the keys once, attends ``steps`` times with one query, and goes back.
+
+    Args:
+        names: backends, taking turns.
+        batch: B.
+        keys_len: Tk.
+        hidden: H, and the feature size of queries, keys and values.
+        steps: decoder steps per round.
+        rounds: the median of this many is taken, after two to warm up.
+
+    Returns:
+        Seconds per round, for every backend.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        attention = AdditiveAttention(hidden, hidden, hidden)
+        keys = torch.randn(batch, keys_len, hidden, requires_grad=True)
+        queries = torch.randn(steps, batch, 1, hidden, requires_grad=True)
+
+    def once() -> None:
+        memory = attention.memory(keys)
+        contexts = [attention.attend(query, memory) for query in queries]
+        torch.stack(contexts).sum().backward()  # type: ignore[no-untyped-call]
+
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds + 2):
+        for name, times in taken.items():
+            with backends.use(name):
+                times.append(_timed(once))
+    return {name: statistics.median(times[2:]) for name, times in taken.items()}
+
+
+def _timed(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,149 @@
+"""From text to batches: vocabulary, encoding, padding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import checks
+
+__all__ = ["BOS", "EOS", "PAD", "UNK", "Batch", "Pairs", "Vocab", "batches", "encode"]
+
+PAD, BOS, EOS, UNK = 0, 1, 2, 3
+_SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+
+
+class Vocab:
+    """Tokens and their numbers, the most frequent first after <pad>, <bos>, <eos>, <unk>.
+
+    Args:
+        sequences: tokenised texts; a plain string counts as its characters.
+        min_freq: a token seen less often becomes <unk>.
+
+    >>> vocab = Vocab(["may", "march"])
+    >>> vocab.tokens[:6], vocab["m"], vocab["?"]
+    (('<pad>', '<bos>', '<eos>', '<unk>', 'a', 'm'), 5, 3)
+    """
+
+    def __init__(self, sequences: Iterable[Sequence[str]], min_freq: int = 1) -> None:
+        counts = Counter(token for sequence in sequences for token in sequence)
+        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        kept = [token for token, n in ordered if n >= min_freq and token not in _SPECIAL]
+        self.tokens: tuple[str, ...] = (*_SPECIAL, *kept)
+        self._index = {token: i for i, token in enumerate(self.tokens)}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, token: str) -> int:
+        return self._index.get(token, UNK)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._index
+
+    def to_tokens(self, indices: Iterable[int]) -> list[str]:
+        """The tokens of some numbers."""
+        return [self.tokens[index] for index in indices]
+
+
+def encode(
+    sequences: Sequence[Sequence[str]], vocab: Vocab, num_steps: int
+) -> tuple[Tensor, Tensor]:
+    """Numbers of every text with <eos> behind it, cut or padded to one length.
+
+    Args:
+        sequences: N tokenised texts.
+        vocab: knows the tokens.
+        num_steps: T.
+
+    Returns:
+        Tokens (N,T) and valid lengths (N,), both int64.
+
+    Raises:
+        ValueError: ``num_steps`` is below 1.
+
+    >>> encode(["ab", "abcd"], Vocab(["abcd"]), 4)[0].tolist()
+    [[4, 5, 2, 0], [4, 5, 6, 7]]
+    """
+    checks.positive_int("num_steps", num_steps)
+    rows = [[*(vocab[token] for token in text), EOS][:num_steps] for text in sequences]
+    lens = torch.tensor([len(row) for row in rows], dtype=torch.long)
+    padded = [row + [PAD] * (num_steps - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.long).reshape(-1, num_steps), lens
+
+
+class Batch(NamedTuple):
+    """One training step.
+
+    Attributes:
+        source: (B,Tk) tokens.
+        source_lens: (B,).
+        target: (B,T) tokens.
+        target_lens: (B,).
+    """
+
+    source: Tensor
+    source_lens: Tensor
+    target: Tensor
+    target_lens: Tensor
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Encoded source and target texts.
+
+    Attributes:
+        tensors: the whole set as one :class:`Batch`.
+        source_vocab: of the source side.
+        target_vocab: of the target side.
+    """
+
+    tensors: Batch
+    source_vocab: Vocab
+    target_vocab: Vocab
+
+    @classmethod
+    def of(cls, texts: Sequence[tuple[Sequence[str], Sequence[str]]], min_freq: int = 1) -> Pairs:
+        """Build vocabularies from (source, target) pairs and encode them, nothing cut off.
+
+        Args:
+            texts: tokenised pairs; plain strings count as their characters.
+            min_freq: a token seen less often becomes <unk>.
+
+        Raises:
+            ValueError: no pair at all.
+        """
+        if not texts:
+            checks.reject(ValueError, "texts", "hold at least one pair", 0)
+        sources, targets = [pair[0] for pair in texts], [pair[1] for pair in texts]
+        source_vocab, target_vocab = Vocab(sources, min_freq), Vocab(targets, min_freq)
+        source = encode(sources, source_vocab, max(map(len, sources)) + 1)
+        target = encode(targets, target_vocab, max(map(len, targets)) + 1)
+        return cls(Batch(*source, *target), source_vocab, target_vocab)
+
+    def __len__(self) -> int:
+        return len(self.tensors.source)
+
+
+def batches(pairs: Pairs, batch_size: int, seed: int, epoch: int = 0) -> Iterator[Batch]:
+    """Every pair once, in an order that seed and epoch alone decide.
+
+    Args:
+        pairs: what to draw from.
+        batch_size: B; the last batch may be smaller.
+        seed: of the whole training.
+        epoch: each has its own order.
+
+    Yields:
+        Batches of at most ``batch_size`` pairs.
+    """
+    checks.positive_int("batch_size", batch_size)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(pairs), generator=generator)
+    for chosen in torch.split(order, batch_size):
+        yield Batch(*(tensor[chosen] for tensor in pairs.tensors))

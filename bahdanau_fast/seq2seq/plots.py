@@ -1,0 +1,221 @@
+"""Pictures: where the decoder looked, and how the loss fell. Needs matplotlib (extra ``demo``)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bahdanau_fast import checks
+from bahdanau_fast.seq2seq.translating import Translation
+
+__all__ = ["alignments", "drawable", "loss_curves", "require_matplotlib", "save", "show_heatmaps"]
+
+# Families that carry Chinese and Japanese, where they are installed; DejaVu comes with matplotlib.
+_CJK = (
+    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Source Han Sans SC"),
+    *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "IPAGothic", "Noto Serif"),
+    *("PingFang SC", "Hiragino Sans", "Heiti TC", "Microsoft YaHei", "SimHei", "Arial Unicode MS"),
+)
+_INK, _ACCENT, _SECOND = "#222222", "#c2410c", "#1d4ed8"
+
+
+def require_matplotlib() -> None:
+    """Say what is missing before any work is done.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "matplotlib must be installed for plots, got no such module: "
+            'pip install "bahdanau_fast[demo]"'
+        ) from error
+
+
+def _figure(width: float, height: float) -> Any:
+    require_matplotlib()
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=150)
+
+
+@functools.cache
+def _fonts() -> tuple[tuple[str, ...], frozenset[int]]:
+    """Families to draw with, and every code point one of them has."""
+    from matplotlib import font_manager
+    from matplotlib.ft2font import FT2Font
+
+    there = {font.name: font.fname for font in reversed(font_manager.fontManager.ttflist)}
+    families = ["DejaVu Sans", *[name for name in _CJK if name in there][:2]]
+    points: set[int] = set()
+    for name in families:
+        points.update(FT2Font(font_manager.findfont(name)).get_charmap())
+    return tuple(families), frozenset(points)
+
+
+def drawable(text: str) -> bool:
+    """Whether the fonts installed here have every character."""
+    require_matplotlib()
+    return all(ord(character) in _fonts()[1] for character in text)
+
+
+def _label(token: str) -> str:
+    if token == " ":
+        return "·"
+    return token if drawable(token) else "□"
+
+
+def save(figure: Any, path: str | Path) -> None:
+    """Write a PNG (or what the suffix says).
+
+    Args:
+        figure: from a function of this module.
+        path: its folder exists.
+    """
+    figure.savefig(path, facecolor="white")
+
+
+def show_heatmaps(
+    matrices: Tensor,
+    xlabel: str,
+    ylabel: str,
+    titles: Sequence[str] | None = None,
+    figsize: tuple[float, float] | None = None,
+    cmap: str = "Reds",
+) -> Any:
+    """A grid of heatmaps with one colour bar.
+
+    Args:
+        matrices: (rows, columns, queries, keys).
+        xlabel: under the lowest row.
+        ylabel: beside the first column.
+        titles: one per column.
+        figsize: inches; 2.5 per panel unless given.
+        cmap: a matplotlib colour map.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        ValueError: ``matrices`` has not 4 dimensions.
+    """
+    if matrices.dim() != 4:
+        need = "have 4 dimensions (rows, columns, queries, keys)"
+        checks.reject(ValueError, "matrices", need, tuple(matrices.shape))
+    rows, columns = matrices.shape[:2]
+    figure = _figure(*(figsize or (2.5 * columns + 0.8, 2.5 * rows)))
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    values = matrices.detach().float().cpu()
+    limits = {"vmin": float(values.min()), "vmax": float(values.max())}
+    for i in range(rows):
+        for j in range(columns):
+            image = axes[i, j].imshow(values[i, j].tolist(), cmap=cmap, **limits)
+            if i == rows - 1:
+                axes[i, j].set_xlabel(xlabel)
+            if j == 0:
+                axes[i, j].set_ylabel(ylabel)
+            if titles is not None and i == 0:
+                axes[i, j].set_title(titles[j])
+    figure.colorbar(image, ax=axes, shrink=0.7)
+    return figure
+
+
+def _alignment(axes: Any, translation: Translation, title: str, families: Sequence[str]) -> Any:
+    image = axes.imshow(
+        translation.weights.tolist(), cmap="magma_r", vmin=0.0, vmax=1.0, aspect="auto"
+    )
+    font = {"fontfamily": list(families), "fontsize": 9, "color": _INK}
+    axes.set_xticks(range(len(translation.source)), map(_label, translation.source), **font)
+    axes.set_yticks(range(len(translation.tokens)), map(_label, translation.tokens), **font)
+    axes.set_xticks([x - 0.5 for x in range(1, len(translation.source))], minor=True)
+    axes.set_yticks([y - 0.5 for y in range(1, len(translation.tokens))], minor=True)
+    axes.grid(which="minor", color="#e5e5e5", linewidth=0.4)
+    axes.tick_params(which="both", length=0)
+    axes.set_title(title, fontsize=10, color=_INK, loc="left", fontweight="bold")
+    for side in axes.spines.values():
+        side.set_color("#bbbbbb")
+    return image
+
+
+def alignments(translations: Sequence[Translation], titles: Sequence[str], note: str = "") -> Any:
+    """Attention of whole translations: source tokens across, target tokens down.
+
+    Args:
+        translations: two to a row.
+        titles: one each.
+        note: put under the picture, e.g. what could not be drawn.
+
+    Returns:
+        A matplotlib figure. A character no font here has is drawn as a box.
+
+    Raises:
+        ValueError: nothing to draw.
+    """
+    if not translations:
+        checks.reject(ValueError, "translations", "hold at least one", 0)
+    columns = min(2, len(translations))
+    rows = math.ceil(len(translations) / columns)
+    figure = _figure(6.6 * columns + 0.7, 2.45 * rows + 0.7)
+    families, _ = _fonts()
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for i, spare in enumerate(axes.flat):
+        if i >= len(translations):
+            spare.set_visible(False)
+            continue
+        image = _alignment(spare, translations[i], titles[i], families)
+    bar = figure.colorbar(image, ax=axes, shrink=0.4, pad=0.01)
+    bar.outline.set_visible(False)
+    bar.set_label("attention weight", color=_INK)
+    figure.suptitle(
+        "Where each character of the ISO date looked in the source", fontsize=13, color=_INK
+    )
+    figure.supxlabel(note or "source characters (· is a space)", fontsize=9, color="#666666")
+    return figure
+
+
+def loss_curves(
+    losses: Sequence[float], compared: Mapping[str, Sequence[float]], note: str = ""
+) -> Any:
+    """The whole training on the left, the compared backends on the right.
+
+    Args:
+        losses: of every step of the training.
+        compared: the first steps again, by backend.
+        note: the title on the right.
+
+    Returns:
+        A matplotlib figure.
+    """
+    figure = _figure(11, 4)
+    whole, first = figure.subplots(1, 2)
+    whole.plot(losses, color=_ACCENT, linewidth=0.5, alpha=0.35)
+    window = max(1, len(losses) // 50)
+    means = [
+        sum(losses[i : i + window]) / len(losses[i : i + window])
+        for i in range(0, len(losses), window)
+    ]
+    centres = [i + window / 2 for i in range(0, len(losses), window)]
+    whole.plot(centres, means, color=_ACCENT, linewidth=1.8, label=f"mean of {window} steps")
+    whole.set_yscale("log")
+    whole.set_title("training", fontsize=11, color=_INK)
+    styles: list[dict[str, Any]] = [
+        {"color": _ACCENT, "linewidth": 4, "alpha": 0.45},
+        {"color": _SECOND},
+    ]
+    for (name, values), style in zip(compared.items(), styles, strict=False):
+        first.plot(range(1, len(values) + 1), values, label=name, **style)
+    first.set_title(note or "the same first steps, by backend", fontsize=11, color=_INK)
+    for axes in (whole, first):
+        axes.set_xlabel("step")
+        axes.set_ylabel("cross-entropy per character")
+        axes.grid(color="#e5e5e5", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    return figure

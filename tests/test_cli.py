@@ -1,0 +1,131 @@
+"""The command line as a user meets it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bahdanau_fast
+from bahdanau_fast import backends, cli
+
+ROOT = str(Path(bahdanau_fast.__file__).parents[1])
+
+
+def run(*arguments, code=None):
+    """A fresh process: ``-m bahdanau_fast ...``, or ``-c code``."""
+    what = ["-c", code] if code else ["-m", "bahdanau_fast", *arguments]
+    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *what],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_info_in_a_fresh_process():
+    result = run("info")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    for text in (bahdanau_fast.__version__, torch.__version__, "auto takes", "reference"):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("ModuleNotFoundError('gone')", "the C++ extension is not built"),
+        ("ImportError('undefined symbol: _Zwrong')", "undefined symbol: _Zwrong"),
+    ],
+)
+def test_info_explains_a_missing_or_broken_extension(error, said):
+    code = f"""
+import importlib, sys
+real = importlib.import_module
+def broken(name, *args):
+    if name == "bahdanau_fast._C_cpu":
+        raise {error}
+    return real(name, *args)
+importlib.import_module = broken
+from bahdanau_fast.cli import main
+sys.exit(main(["info"]))
+"""
+    result = run(code=code)
+    assert result.returncode == 0, result.stderr
+    assert said in result.stdout
+    assert "auto takes 'reference'" in result.stdout
+
+
+def test_check_covers_every_backend(capsys):
+    passed = cli.check()
+    printed = capsys.readouterr().out
+    assert printed.count("\n") >= len(backends.available()) * len(cli.CASES) * 4
+    assert passed == ("FAIL" not in printed)
+    assert passed, printed
+
+
+def test_check_fails_on_a_wrong_answer(monkeypatch, capsys):
+    right = cli.additive_attention
+
+    def wrong(*args, **kwargs):
+        context, weights = right(*args, **kwargs)
+        return context * (1 + 1e-4), weights
+
+    monkeypatch.setattr(cli, "additive_attention", wrong)
+    assert cli.main(["check"]) == 1
+    assert capsys.readouterr().out.endswith("FAIL\n")
+
+
+def test_check_fails_on_nan(monkeypatch, capsys):
+    right = cli.additive_attention
+
+    def wrong(*args, **kwargs):
+        context, weights = right(*args, **kwargs)
+        return context * float("nan"), weights
+
+    monkeypatch.setattr(cli, "additive_attention", wrong)
+    assert cli.main(["check"]) == 1
+    assert "inf" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("dance",),
+        ("info", "--loud"),
+        ("demo", "--epochs", "0"),
+        ("demo", "--epochs", "many"),
+        ("demo", "--seed", "-1"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "error: " in captured.err
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_2(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["demo", "--out", str(tmp_path / "file")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert "--out must be a folder" in captured.err
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_missing_matplotlib_is_said_before_any_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert 'pip install "bahdanau_fast[demo]"' in captured.err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,205 @@
+"""The course's encoder and decoder: shapes, numbers and state_dict keys."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from bahdanau_fast.seq2seq import (
+    AttentionDecoder,
+    Decoder,
+    Encoder,
+    EncoderDecoder,
+    Seq2SeqAttentionDecoder,
+    Seq2SeqEncoder,
+    init_xavier,
+)
+
+CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
+
+
+class PlainAttention(nn.Module):
+    """The formula, one query at a time, without any of the package."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.W_k = nn.Linear(hidden, hidden, bias=False)
+        self.W_q = nn.Linear(hidden, hidden, bias=False)
+        self.w_v = nn.Linear(hidden, 1, bias=False)
+
+    def forward(self, query, keys, lens):
+        scores = self.w_v(torch.tanh(self.W_q(query) + self.W_k(keys))).squeeze(-1)
+        positions = torch.arange(keys.shape[1])
+        weights = scores.masked_fill(positions >= lens[:, None], -1e6).softmax(-1)
+        return (weights.unsqueeze(-1) * keys).sum(1), weights
+
+
+class PlainDecoder(nn.Module):
+    """What the course's decoder computes, written a second time."""
+
+    def __init__(self, vocab, embed, hidden, layers, cell):
+        super().__init__()
+        self.attention = PlainAttention(hidden)
+        self.embedding = nn.Embedding(vocab, embed)
+        self.rnn = CELLS[cell](hidden + embed, hidden, layers)
+        self.dense = nn.Linear(hidden, vocab)
+
+    def forward(self, tokens, outputs, state, lens):
+        keys, logits, seen = outputs.permute(1, 0, 2), [], []
+        for t in range(tokens.shape[1]):
+            top = (state[0] if isinstance(state, tuple) else state)[-1]
+            context, weights = self.attention(top.unsqueeze(1), keys, lens)
+            x = torch.cat([context, self.embedding(tokens[:, t])], dim=1)
+            out, state = self.rnn(x[None], state)
+            logits.append(self.dense(out[0]))
+            seen.append(weights)
+        return torch.stack(logits, 1), state, seen
+
+
+class PlainEncoder(nn.Module):
+    def __init__(self, vocab, embed, hidden, layers, cell):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, embed)
+        self.rnn = CELLS[cell](embed, hidden, layers)
+
+
+def hidden_parts(state):
+    return list(state) if isinstance(state, tuple) else [state]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_course_shapes(cell):
+    encoder = Seq2SeqEncoder(10, 8, 16, 2, cell=cell).eval()
+    decoder = Seq2SeqAttentionDecoder(10, 8, 16, 2, cell=cell).eval()
+    X = torch.zeros((4, 7), dtype=torch.long)
+    outputs, hidden = encoder(X)
+    assert outputs.shape == (7, 4, 16)
+    state = decoder.init_state((outputs, hidden), None)
+    output, state = decoder(X, state)
+    assert output.shape == (4, 7, 10)
+    assert len(state) == 3
+    assert state[0].shape == (4, 7, 16)
+    assert len(state[1]) == 2
+    assert state[1][0].shape == ((2, 4, 16) if cell == "lstm" else (4, 16))
+    # The same token everywhere, seven times: the four rows are one and the same.
+    assert torch.equal(output, output[:1].expand_as(output))
+    assert [tuple(w.shape) for w in decoder.attention_weights] == [(4, 1, 7)] * 7
+    torch.testing.assert_close(torch.stack(decoder.attention_weights).sum(-1), torch.ones(7, 4, 1))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_course_checkpoint_gives_the_same_numbers_both_ways(cell, layers):
+    torch.manual_seed(3)
+    sizes = (13, 6, 12, layers)
+    plain_encoder = PlainEncoder(*sizes, cell).double()
+    plain = PlainDecoder(*sizes, cell).double()
+    encoder = Seq2SeqEncoder(*sizes, cell=cell).double()
+    decoder = Seq2SeqAttentionDecoder(*sizes, cell=cell).double()
+    encoder.load_state_dict(plain_encoder.state_dict(), strict=True)
+    decoder.load_state_dict(plain.state_dict(), strict=True)
+    source, target = torch.randint(0, 13, (5, 9)), torch.randint(0, 13, (5, 4))
+    lens = torch.tensor([9, 1, 4, 7, 2])
+
+    outputs, hidden = plain_encoder.rnn(plain_encoder.embedding(source.T))
+    want, want_state, want_weights = plain(target, outputs, hidden, lens)
+    got, state = EncoderDecoder(encoder, decoder)(source, target, lens)
+
+    close = {"rtol": 1e-12, "atol": 1e-13}
+    torch.testing.assert_close(got, want, **close)
+    for a, b in zip(hidden_parts(state[1]), hidden_parts(want_state), strict=True):
+        torch.testing.assert_close(a, b, **close)
+    for a, b in zip(decoder.attention_weights, want_weights, strict=True):
+        torch.testing.assert_close(a.squeeze(1), b, **close)
+    assert (decoder.attention_weights[0][1, 0, 1:] == 0).all()
+
+    got.square().sum().backward()
+    want.square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        ours = decoder.get_parameter(name).grad
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-10, atol=1e-11)
+
+    plain.load_state_dict(decoder.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_step_by_step_is_the_same_as_all_at_once(cell):
+    torch.manual_seed(0)
+    encoder = Seq2SeqEncoder(10, 8, 16, 2, cell=cell).eval()
+    decoder = Seq2SeqAttentionDecoder(10, 8, 16, 2, cell=cell).eval()
+    source, target = torch.randint(0, 10, (3, 6)), torch.randint(0, 10, (3, 5))
+    lens = torch.tensor([6, 2, 4])
+    with torch.no_grad():
+        state = decoder.init_state(encoder(source, lens), lens)
+        at_once, _ = decoder(target, state)
+        pieces = []
+        for t in range(5):
+            piece, state = decoder(target[:, t : t + 1], state)
+            pieces.append(piece)
+    torch.testing.assert_close(torch.cat(pieces, 1), at_once)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_sequences_that_share_a_source_share_its_memory(cell):
+    torch.manual_seed(0)
+    encoder = Seq2SeqEncoder(10, 8, 16, 1, cell=cell).eval()
+    decoder = Seq2SeqAttentionDecoder(10, 8, 16, 1, cell=cell).eval()
+    source, lens = torch.randint(0, 10, (3, 6)), torch.tensor([6, 2, 4])
+    embedded = torch.randn(6, 8)  # two sequences per source
+    with torch.no_grad():
+        state = decoder.init_state(encoder(source, lens), lens)
+        twice = [part.repeat_interleave(2, 1) for part in hidden_parts(state[1])]
+        hidden = tuple(twice) if cell == "lstm" else twice[0]
+        shared, looked, _ = decoder.step(embedded, hidden, decoder.memory(state))
+        assert looked.shape == (3, 2, 6)
+        copied = [state[0].repeat_interleave(2, 0), None, lens.repeat_interleave(2)]
+        separate, _, _ = decoder.step(embedded, hidden, decoder.memory(copied))
+    torch.testing.assert_close(shared, separate)
+
+
+def test_the_keys_are_projected_once_per_call():
+    encoder, decoder = Seq2SeqEncoder(10, 8, 16, 1), Seq2SeqAttentionDecoder(10, 8, 16, 1)
+    calls = []
+    decoder.attention.W_k.register_forward_hook(lambda *_: calls.append(1))
+    X = torch.zeros((2, 9), dtype=torch.long)
+    decoder(X, decoder.init_state(encoder(X), None))
+    assert len(calls) == 1
+
+
+def test_a_used_decoder_can_be_copied_and_pickled():
+    torch.manual_seed(0)
+    model = EncoderDecoder(Seq2SeqEncoder(10, 8, 16, 1), Seq2SeqAttentionDecoder(10, 8, 16, 1))
+    X = torch.randint(0, 10, (2, 5))
+    want, _ = model(X, X, torch.tensor([5, 3]))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        got, _ = twin(X, X, torch.tensor([5, 3]))
+        assert torch.equal(got, want)
+
+
+def test_xavier_reaches_linear_and_recurrent_weights_only():
+    torch.manual_seed(0)
+    decoder = Seq2SeqAttentionDecoder(50, 40, 64, 2, cell="lstm")
+    before = {name: value.clone() for name, value in decoder.state_dict().items()}
+    decoder.apply(init_xavier)
+    for name, value in decoder.state_dict().items():
+        kept = torch.equal(value, before[name])
+        assert kept == ("bias" in name or "embedding" in name), name
+        if not kept:
+            bound = (6 / sum(value.shape)) ** 0.5
+            assert 0.95 * bound < value.abs().max() <= bound or value.numel() < 100, name
+
+
+def test_interfaces_and_bad_arguments():
+    assert issubclass(AttentionDecoder, Decoder)
+    with pytest.raises(NotImplementedError, match="Encoder must define forward"):
+        Encoder()(torch.zeros(1))
+    with pytest.raises(NotImplementedError, match="Decoder must define init_state"):
+        Decoder().init_state(None)
+    with pytest.raises(NotImplementedError, match="must define attention_weights"):
+        _ = AttentionDecoder().attention_weights
+    with pytest.raises(ValueError, match="cell must be 'gru' or 'lstm', got 'rnn'"):
+        Seq2SeqEncoder(10, 8, 16, 1, cell="rnn")
+    with pytest.raises(ValueError, match=r"dropout must be between 0 and 1, got 1\.5"):
+        Seq2SeqEncoder(10, 8, 16, 1, dropout=1.5)

@@ -1,0 +1,186 @@
+"""Training, decoding, pictures and the demo, at sizes that take seconds."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from bahdanau_fast import backends
+from bahdanau_fast.seq2seq import (
+    Pairs,
+    Settings,
+    Trainer,
+    dates,
+    demo,
+    greedy,
+    masked_cross_entropy,
+    plots,
+    train,
+    translate,
+)
+from bahdanau_fast.seq2seq.compare import compare_training, relative_difference
+from bahdanau_fast.seq2seq.data import EOS, PAD
+from bahdanau_fast.seq2seq.training import build_model, shift_right
+
+TINY = Settings(embed_size=16, num_hiddens=32, epochs=40, batch_size=32, lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """Months by name and number: a task a tiny model learns by heart."""
+    months = dates.LANGUAGES["American English"].months
+    texts = [
+        (f"{name} {day}", f"{i:02}-{day}")
+        for i, name in enumerate(months, 1)
+        for day in range(1, 10)
+    ]
+    return Pairs.of(texts)
+
+
+@pytest.fixture(scope="module")
+def trained(pairs):
+    model = build_model(pairs, TINY)
+    return model, train(model, pairs, TINY, progress=False)
+
+
+def test_loss_is_that_of_the_valid_positions():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 5, 7, requires_grad=True), torch.randint(0, 7, (3, 5))
+    lens = torch.tensor([5, 2, 0])
+    loss = masked_cross_entropy(logits, labels, lens)
+    picked = logits.detach().log_softmax(-1).gather(2, labels.unsqueeze(-1)).squeeze(-1)
+    want = [-sum(picked[b, t] for t in range(n)) / 5 if n else 0.0 for b, n in enumerate([5, 2, 0])]
+    torch.testing.assert_close(loss.tolist(), [float(torch.as_tensor(w)) for w in want])
+    loss.sum().backward()
+    assert (logits.grad[1, 2:] == 0).all()
+    assert (logits.grad[2] == 0).all()
+
+
+def test_shift_right_puts_bos_in_front():
+    assert shift_right(torch.tensor([[5, 6, 2], [7, 2, 0]])).tolist() == [[1, 5, 6], [1, 7, 2]]
+
+
+def test_a_tiny_run_learns_and_repeats(pairs, trained):
+    _, history = trained
+    assert len(history.losses) == len(history.seconds) == 40 * math.ceil(len(pairs) / 32)
+    assert history.losses[0] == pytest.approx(math.log(len(pairs.target_vocab)), rel=0.3)
+    assert sum(history.losses[-10:]) / 10 < 0.05
+    assert history.tokens_per_second > 0
+    short = Settings(**{**vars(TINY), "epochs": 1})
+    first, second = (
+        train(build_model(pairs, short), pairs, short, progress=False).losses for _ in range(2)
+    )
+    assert first == second
+    seeds = [Settings(**{**vars(TINY), "seed": seed}) for seed in (0, 1)]
+    one, other = (build_model(pairs, settings).decoder.dense.weight for settings in seeds)
+    assert not torch.equal(one, other)
+
+
+def test_training_leaves_the_global_random_state_alone(pairs):
+    settings = Settings(**{**vars(TINY), "epochs": 1, "dropout": 0.1})
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    train(build_model(pairs, settings), pairs, settings, progress=False)
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_the_gradient_is_clipped_and_the_rate_falls(pairs):
+    trainer = Trainer(build_model(pairs, TINY), TINY, total_steps=10)
+    batch = pairs.tensors
+    rates = []
+    for _ in range(11):
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        trainer.step(batch)
+        grads = [p.grad for p in trainer.model.parameters()]
+        assert torch.stack([g.norm() for g in grads]).norm() <= TINY.clip * 1.001
+    assert rates[0] == pytest.approx(TINY.lr)
+    assert rates[-1] == pytest.approx(TINY.lr / 20)
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_backends_give_the_same_losses(pairs, cell):
+    settings = Settings(**{**vars(TINY), "cell": cell, "epochs": 10})
+    names = backends.available()
+    compared = compare_training(pairs, settings, names, steps=25)
+    for name in names:
+        assert len(compared.losses[name]) == 25
+        assert relative_difference(compared.losses[name], compared.losses["reference"]) <= 1e-3
+        assert compared.seconds[name] > 0
+    # and they are the first losses of the training itself
+    with backends.use("reference"):
+        whole = train(build_model(pairs, settings), pairs, settings, progress=False).losses
+    assert whole[:25] == compared.losses["reference"]
+
+
+def test_greedy_is_deterministic_and_independent_of_the_batch(pairs, trained):
+    model, _ = trained
+    source, lens = pairs.tensors.source, pairs.tensors.source_lens
+    model.train()
+    tokens, weights = greedy(model, source, lens, 6)
+    assert model.training
+    assert tokens.shape[:1] + weights.shape[2:] == source.shape
+    again, weights_again = greedy(model, source, lens, 6)
+    assert torch.equal(tokens, again)
+    assert torch.equal(weights, weights_again)
+    alone, weights_alone = greedy(model, source[7:8], lens[7:8], 6)
+    assert torch.equal(alone[0], tokens[7, : alone.shape[1]])
+    torch.testing.assert_close(weights_alone[0], weights[7, : alone.shape[1]])
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
+    beyond = torch.arange(source.shape[1]) >= lens[:, None]
+    assert (weights.masked_select(beyond[:, None].expand_as(weights)) == 0).all()
+    for row in tokens.tolist():
+        if EOS in row:
+            assert set(row[row.index(EOS) + 1 :]) <= {PAD}
+    with pytest.raises(ValueError, match="max_steps must be at least 1"):
+        greedy(model, source, lens, 0)
+
+
+def test_translate_gives_tokens_and_where_they_looked(pairs, trained):
+    model, _ = trained
+    texts = ["March 3", "October 7", "May 1"]
+    args = (pairs.source_vocab, pairs.target_vocab, pairs.tensors.source.shape[1], 8)
+    results = translate(model, texts, *args, batch_size=2)
+    assert ["".join(r.tokens) for r in results] == ["03-3", "10-7", "05-1"]
+    for text, result in zip(texts, results, strict=True):
+        assert "".join(result.source) == text
+        assert result.weights.shape == (4, len(text))
+        assert result.weights.sum(-1).max() <= 1.0 + 1e-6
+        assert result.weights[:2].argmax(-1).max() < text.index(" ") + 1  # the month is read there
+    assert translate(model, [], *args) == []
+
+
+def test_heatmaps(trained, pairs, tmp_path):
+    figure = plots.show_heatmaps(torch.eye(4).reshape(1, 1, 4, 4), "keys", "queries", ["one"])
+    image = figure.axes[0].images[0]
+    assert torch.equal(torch.tensor(image.get_array().tolist()), torch.eye(4, dtype=torch.float))
+    assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("keys", "queries")
+    with pytest.raises(ValueError, match="matrices must have 4 dimensions"):
+        plots.show_heatmaps(torch.eye(4), "keys", "queries")
+
+    model, _ = trained
+    args = (pairs.source_vocab, pairs.target_vocab, pairs.tensors.source.shape[1], 8)
+    figure = plots.alignments(translate(model, ["March 3"], *args), ["a title"])
+    axes = figure.axes[0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == list("March·3")
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == list("03-3")
+    plots.save(figure, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_small_demo(tmp_path, capsys):
+    settings = Settings(embed_size=8, num_hiddens=16, epochs=1, batch_size=32)
+    sizes = demo.Sizes(train=200, held_out=20, compared_steps=5)
+    assert demo.run(tmp_path / "deep" / "out", settings, sizes)
+    printed = capsys.readouterr().out
+    assert printed.count(" -> ") == 10
+    assert "\r" not in printed
+    assert "PASS  largest relative difference of the losses over 5 steps" in printed
+    figures = json.loads((tmp_path / "deep" / "out" / "demo.json").read_text())
+    assert figures["loss_max_relative_difference"] <= 1e-3
+    assert 0 <= figures["exact_match"] <= 1
+    assert figures["versions"]["torch"] == torch.__version__
+    for name in ("attention.png", "loss.png"):
+        assert (tmp_path / "deep" / "out" / name).stat().st_size > 10_000
