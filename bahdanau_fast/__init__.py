@@ -7,7 +7,6 @@
 ((2, 1, 3), (2, 1, 10))
 """
 
-from bahdanau_fast import ops as _ops  # defines the operators before a backend implements them
 from bahdanau_fast import backends, reference
 from bahdanau_fast.functional import additive_attention, masked_softmax
 from bahdanau_fast.memory import Memory

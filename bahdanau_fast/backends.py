@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+import bahdanau_fast.ops  # noqa: F401  defines the operators that the extension implements
 from bahdanau_fast import checks
 
 __all__ = ["NAMES", "available", "explain", "resolve", "use"]

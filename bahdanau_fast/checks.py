@@ -63,16 +63,33 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
         if tensor.dim() != 3:
             reject(ValueError, name, "have 3 dimensions (batch, length, features)", _shape(tensor))
     batch, queries_len, _ = queries.shape
-    _, keys_len, _ = keys.shape
-    if keys.shape[0] != batch:
+    keys_batch, keys_len, _ = keys.shape
+    values_batch, values_len, _ = values.shape
+    if keys_batch != batch:
         reject(ValueError, "keys", f"have the batch size of queries, {batch}", _shape(keys))
-    if values.shape[0] != batch or values.shape[1] != keys_len:
+    if values_batch != batch or values_len != keys_len:
         need = f"have the batch size and length of keys, ({batch}, {keys_len})"
         reject(ValueError, "values", need, _shape(values))
-    if not torch.is_autocast_enabled(queries.device.type):
-        same_kind("keys", keys, "queries", queries)
-        same_kind("values", values, "queries", queries)
-    lens(valid_lens, batch, queries_len, queries.device)
+    same_kind("keys", keys, "queries", queries)
+    same_kind("values", values, "queries", queries)
+    if valid_lens is not None:
+        lens(valid_lens, batch, queries_len, queries.device)
+
+
+def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> None:
+    """Queries against a memory that was checked when it was made; keys (B,Tk,H) are projected."""
+    _floating("queries", queries)
+    if queries.dim() != 3:
+        reject(
+            ValueError, "queries", "have 3 dimensions (batch, length, features)", _shape(queries)
+        )
+    batch, queries_len, _ = queries.shape
+    if keys.shape[0] != batch:
+        need = f"have the batch size of the memory, {keys.shape[0]}"
+        reject(ValueError, "queries", need, _shape(queries))
+    same_kind("queries", queries, "the memory", keys)
+    if valid_lens is not None:
+        lens(valid_lens, batch, queries_len, queries.device)
 
 
 def source(keys: Tensor, values: Tensor) -> None:
@@ -82,7 +99,7 @@ def source(keys: Tensor, values: Tensor) -> None:
 
 def same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """Dtype and device of one argument against another."""
-    if tensor.dtype != other.dtype:
+    if tensor.dtype != other.dtype and not torch.is_autocast_enabled(other.device.type):
         reject(TypeError, name, f"have the dtype of {other_name}, {other.dtype}", tensor.dtype)
     if tensor.device != other.device:
         need = f"be on the device of {other_name}, {other.device}"
@@ -111,8 +128,7 @@ def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> N
     _floating(name, tensor)
     if _shape(tensor) != shape:
         reject(ValueError, name, f"have shape {shape}", _shape(tensor))
-    if not torch.is_autocast_enabled(like.device.type):
-        same_kind(name, tensor, "queries", like)
+    same_kind(name, tensor, "queries", like)
 
 
 def scores(tensor: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bahdanau_fast import backends, checks, reference
+from bahdanau_fast import backends, checks, ops, reference
 from bahdanau_fast.memory import ProjectedKeys, project
 
 __all__ = ["additive_attention", "attend_projected", "masked_softmax"]
@@ -132,23 +132,7 @@ def attend_projected(
     seed = None
     if dropout_p > 0.0:
         seed = torch.randint(2**62, (1,), device=queries.device)
-    needs_graph = torch.is_grad_enabled() and (
-        queries.requires_grad
-        or projected.keys.requires_grad
-        or values.requires_grad
-        or w_v.requires_grad
-    )
-    # need_weights stays True where autograd will ask for them again.
-    context, weights = torch.ops.bahdanau_fast.attend(
-        queries,
-        projected.keys,
-        projected.table,
-        projected.keys_max,
-        values,
-        w_v,
-        valid_lens,
-        seed,
-        dropout_p,
-        need_weights or needs_graph,
+    context, weights = ops.attend(
+        queries, *projected, values, w_v, valid_lens, seed, dropout_p, need_weights
     )
     return context, weights if weights.dtype == queries.dtype else weights.to(queries.dtype)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from bahdanau_fast import ops
+
 __all__ = ["Memory", "ProjectedKeys", "project"]
+
+
+# Keys of at most this many elements are faster worked on anew than kept: a call costs more.
+TINY = 2048
 
 
 class ProjectedKeys(NamedTuple):
@@ -27,10 +32,9 @@ class ProjectedKeys(NamedTuple):
 
 def project(projected_keys: Tensor, backend: str) -> ProjectedKeys:
     """Prepare ``W_k k`` of shape (B,Tk,H) for a backend."""
-    if backend == "reference":
+    if backend == "reference" or projected_keys.numel() <= TINY:
         return ProjectedKeys(projected_keys, None, None)
-    table, keys_max = torch.ops.bahdanau_fast.exp_keys(projected_keys.detach())
-    return ProjectedKeys(projected_keys, table, keys_max)
+    return ProjectedKeys(projected_keys, *ops.exp_keys(projected_keys))
 
 
 @dataclass(frozen=True)

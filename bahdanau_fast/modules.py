@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.functional import attend_projected
 from bahdanau_fast.key_cache import KeyCache
-from bahdanau_fast.memory import Memory, ProjectedKeys, project
+from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
 
 __all__ = ["AdditiveAttention", "DotProductAttention", "MLPAttention"]
 
@@ -57,7 +57,7 @@ class _Additive(nn.Module):
         """
         values = keys if values is None else values
         checks.source(keys, values)
-        self._check_key_size(keys)
+        _check_features("keys", keys, self._modules[self._key_layer])
         return Memory(self._project(keys), values, valid_lens)
 
     def attend(self, queries: Tensor, memory: Memory) -> Tensor:
@@ -75,27 +75,24 @@ class _Additive(nn.Module):
         """
         if not isinstance(memory, Memory):
             checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
-        checks.inputs(queries, memory.projected.keys, memory.values, memory.valid_lens)
+        checks.queries_for(queries, memory.projected.keys, memory.valid_lens)
         return self._attend(queries, memory.projected, memory.values, memory.valid_lens)
 
     def _additive(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
     ) -> Tensor:
         checks.inputs(queries, keys, values, valid_lens)
-        if self.cache_keys and not torch.compiler.is_compiling():
-            layer = self._modules[self._key_layer]
+        projected = None
+        layer = self._modules[self._key_layer]
+        reuse = self.cache_keys and keys.numel() > TINY and not torch.compiler.is_compiling()
+        if reuse:
             projected = self._cache.find(keys, layer, self.bias)
-            if projected is None:
-                self._check_key_size(keys)
-                projected = self._project(keys)
-                self._cache.store(keys, layer, self.bias, projected)
-        else:
-            self._check_key_size(keys)
+        if projected is None:
+            _check_features("keys", keys, layer)
             projected = self._project(keys)
+            if reuse:
+                self._cache.store(keys, layer, self.bias, projected)
         return self._attend(queries, projected, values, valid_lens)
-
-    def _check_key_size(self, keys: Tensor) -> None:
-        _check_features("keys", keys, self._modules[self._key_layer])
 
     def _project(self, keys: Tensor) -> ProjectedKeys:
         projected: Tensor = getattr(self, self._key_layer)(keys)
@@ -109,7 +106,7 @@ class _Additive(nn.Module):
         query_layer = self._modules[self._query_layer]
         assert query_layer is not None
         _check_features("queries", queries, query_layer)
-        context, self.attention_weights = attend_projected(
+        context, weights = attend_projected(
             query_layer(queries),
             projected,
             values,
@@ -119,6 +116,8 @@ class _Additive(nn.Module):
             True,
             backends.resolve(queries.device),
         )
+        # Past nn.Module's own __setattr__, which takes as long as a small kernel.
+        object.__setattr__(self, "attention_weights", weights)
         return context
 
     def __getstate__(self) -> dict[str, Any]:

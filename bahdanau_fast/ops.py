@@ -21,8 +21,9 @@ from torch import Tensor
 
 from bahdanau_fast import reference
 
-__all__ = ["NEED_KEYS", "NEED_QUERIES", "NEED_VALUES", "NEED_W_V"]
+__all__ = ["attend", "exp_keys"]
 
+# Bits of attend_backward's `needs`: which gradients to compute.
 NEED_QUERIES, NEED_KEYS, NEED_VALUES, NEED_W_V = 1, 2, 4, 8
 
 _library = torch.library.Library("bahdanau_fast", "DEF")
@@ -46,7 +47,6 @@ _library.define(
 SMALL = 131072  # fp32 keys of at most this many elements get a table in fp64 (csrc/cpu/inputs.h)
 
 
-@torch.library.register_fake("bahdanau_fast::exp_keys", lib=_library)
 def _exp_keys_fake(keys: Tensor) -> tuple[Tensor, Tensor]:
     batch, keys_len, hidden = keys.shape
     in_double = keys.dtype == torch.float64 or (
@@ -58,7 +58,6 @@ def _exp_keys_fake(keys: Tensor) -> tuple[Tensor, Tensor]:
     return table, keys.new_empty((batch,), dtype=dtype)
 
 
-@torch.library.register_fake("bahdanau_fast::attend", lib=_library)
 def _attend_fake(
     queries: Tensor,
     keys: Tensor,
@@ -80,7 +79,6 @@ def _attend_fake(
     )
 
 
-@torch.library.register_fake("bahdanau_fast::attend_backward", lib=_library)
 def _attend_backward_fake(
     queries: Tensor,
     keys: Tensor,
@@ -116,29 +114,27 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
-def _backward(
+def _gradients(
     ctx: Any, grad_context: Tensor | None, grad_weights: Tensor | None
-) -> tuple[Tensor | None, ...]:
+) -> list[Tensor | None]:
+    """Of queries, keys, values and w_v, as far as they are needed."""
     *inputs, weights = ctx.saved_tensors
     queries, keys, _, _, values, w_v, valid_lens, _ = inputs
-    needed = [ctx.needs_input_grad[i] for i in (0, 1, 4, 5)]
+    differentiated = (queries, keys, values, w_v)
+    needed = [tensor.requires_grad for tensor in differentiated]
     if grad_context is None and grad_weights is None:
-        return (None,) * 10
+        return [None] * 4
     if torch.is_grad_enabled():
-        grads = _differentiable_backward(
-            (queries, keys, values, w_v),
-            needed,
-            valid_lens,
-            ctx.dropout_p,
-            (grad_context, grad_weights),
+        return _differentiable_backward(
+            differentiated, needed, valid_lens, ctx.dropout_p, (grad_context, grad_weights)
         )
-    else:
-        needs = sum(1 << i for i, need in enumerate(needed) if need)
-        fused = torch.ops.bahdanau_fast.attend_backward(
-            *inputs, ctx.dropout_p, weights, grad_context, grad_weights, needs
-        )
-        grads = [grad if need else None for grad, need in zip(fused, needed, strict=True)]
-    grad_q, grad_k, grad_v, grad_w = grads
+    needs = sum(1 << i for i, need in enumerate(needed) if need)
+    grads = _backward_op(*inputs, ctx.dropout_p, weights, grad_context, grad_weights, needs)
+    return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_q, grad_k, grad_v, grad_w = _gradients(ctx, *grads)
     return grad_q, grad_k, None, None, grad_v, grad_w, None, None, None, None
 
 
@@ -155,7 +151,8 @@ def _differentiable_backward(
             "a second derivative through dropped-out attention weights is not implemented: "
             "use backend='reference', or dropout 0"
         )
-    context, weights = reference.attend(*inputs, valid_lens)
+    queries, keys, values, w_v = inputs
+    context, weights = reference.attend(queries, keys, values, w_v, valid_lens)
     if output_grads[1] is not None:
         weights = weights.to(output_grads[1].dtype)
     outputs = (context, weights)
@@ -174,6 +171,87 @@ def _differentiable_backward(
     return [next(grads) if need else None for need in needed]
 
 
+torch.library.register_fake("bahdanau_fast::exp_keys", _exp_keys_fake, lib=_library)
+torch.library.register_fake("bahdanau_fast::attend", _attend_fake, lib=_library)
+torch.library.register_fake("bahdanau_fast::attend_backward", _attend_backward_fake, lib=_library)
 torch.library.register_autograd(
     "bahdanau_fast::attend", _backward, setup_context=_setup_context, lib=_library
 )
+
+
+class _Attend(torch.autograd.Function):
+    """The same formulas for eager calls: the registered path takes several times as long.
+
+    Only what is differentiated is an argument of its own; each argument costs time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, w_v: Tensor, rest: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
+        table, keys_max, *others = rest
+        inputs = (queries, keys, table, keys_max, values, w_v, *others)
+        with torch._C._AutoDispatchBelowAutograd():
+            output: tuple[Tensor, Tensor] = _attend_op(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (*_gradients(ctx, *grads), None)
+
+
+_attend_op = torch.ops.bahdanau_fast.attend.default
+_exp_keys_op = torch.ops.bahdanau_fast.exp_keys.default
+_backward_op = torch.ops.bahdanau_fast.attend_backward.default
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    table: Tensor | None,
+    keys_max: Tensor | None,
+    values: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor]:
+    """Call the operator by the shortest way that is right where the call comes from.
+
+    Args:
+        queries: (B,Tq,H), projected.
+        keys: (B,Tk,H), projected.
+        table: from :func:`exp_keys`, or None.
+        keys_max: from :func:`exp_keys`, or None.
+        values: (B,Tk,Dv).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+        seed: (1,) int64, with dropout.
+        dropout_p: probability of dropping a weight.
+        need_weights: whether the weights are wanted; where a gradient is due they are made.
+
+    Returns:
+        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
+    """
+    graph = torch.is_grad_enabled() and (
+        queries.requires_grad or keys.requires_grad or values.requires_grad or w_v.requires_grad
+    )
+    inputs = (
+        queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
+        need_weights or graph,
+    )  # fmt: skip
+    # What traces or transforms the call has to meet the operator itself.
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return _attend_op(*inputs)
+    if graph:
+        rest = (table, keys_max, valid_lens, seed, dropout_p, True)
+        return _Attend.apply(queries, keys, values, w_v, rest)  # type: ignore[no-any-return]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _attend_op(*inputs)
+
+
+def exp_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Table of exponentials of projected keys (B,Tk,H), and max|keys| of each batch row."""
+    return _exp_keys_op(keys.detach())

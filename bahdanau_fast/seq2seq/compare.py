@@ -105,7 +105,7 @@ def attention_seconds(
     def once() -> None:
         memory = attention.memory(keys)
         contexts = [attention.attend(query, memory) for query in queries]
-        torch.stack(contexts).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack(contexts).sum().backward()
 
     taken: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds + 2):

@@ -144,7 +144,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         logits, _ = self.model(source, shift_right(target), source_lens)
         total = masked_cross_entropy(logits, target, target_lens).sum()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.schedule.step()

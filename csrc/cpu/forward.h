@@ -33,6 +33,7 @@ struct ForwardTask {
   const ForwardPlan& plan;
   int64_t b, i0, queries, chunk, j0, j1;
   A *constants, *scores, *contexts;
+  Path paths[kQueryBlock];
 
   static int64_t workspace(const Problem& p, const ForwardPlan& plan) {
     return plan.query_block * (Query<A>::size(p.width) + plan.chunk + p.Dv);
@@ -73,17 +74,19 @@ struct ForwardTask {
       for (int64_t i = 0; i < queries; ++i) {
         Query<A> q(constants + i * Query<A>::size(p.width), p.width);
         const T* row = query_rows[i0 + i];
-        if (first == 0 && !uniform(i)) q.prepare(row, w, p.H, p.width, shift);
+        if (first == 0 && !uniform(i)) {
+          q.prepare(row, w, p.H, p.width, shift);
+          paths[i] = choose_path(max_abs<A>(row, p.H), keys_max);
+        }
         const int64_t left = count(i) - first, keys = left < tile ? left : tile;
         if (keys <= 0) continue;
         A* out = score_row(i) + first;
         const A* entries = table + first * p.width;
-        const Path path = choose_path(max_abs<A>(row, p.H), keys_max);
         if (uniform(i)) {
           for (int64_t j = 0; j < keys; ++j) out[j] = A(0);
-        } else if (path == Path::shared) {
+        } else if (paths[i] == Path::shared) {
           score_table<A, false>(q, w, entries, p.width, keys, shift, out);
-        } else if (path == Path::clamped) {
+        } else if (paths[i] == Path::clamped) {
           score_table<A, true>(q, w, entries, p.width, keys, shift, out);
         } else {
           score_direct<A>(row, key_rows[j0 + first], key_rows.stride, w, p.H, keys, out);

@@ -40,6 +40,18 @@ Kind computing_kind(Kind storage, int64_t elements) {
   return storage == Kind::f32 && elements <= kSmall ? Kind::f32_in_f64 : storage;
 }
 
+Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size() - 1; i > 0; --i)
+    strides[i - 1] = strides[i] * (shape[i] > 1 ? shape[i] : 1);
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      shape.size(), shape.data(), strides.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+      aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
 View view_of(const Tensor& tensor, std::vector<Tensor>& owned) {
   owned.push_back(tensor.size(2) > 1 && tensor.stride(2) != 1 ? torch::stable::contiguous(tensor)
                                                               : tensor);

@@ -47,7 +47,7 @@ class Buffer {
 template <class Make, class F>
 void parallel(int64_t n, int64_t cost, const Make& make, const F& f) {
   if (n <= 0) return;
-  constexpr int64_t kWorthAThread = 16384;  // elements: some microseconds
+  constexpr int64_t kWorthAThread = 8192;  // elements: some microseconds
   const int64_t grain = cost >= kWorthAThread ? 1 : kWorthAThread / (cost > 0 ? cost : 1) + 1;
   if (n <= grain) {
     auto own = make();
@@ -62,6 +62,10 @@ void parallel(int64_t n, int64_t cost, const Make& make, const F& f) {
 
 int64_t size_of(Kind kind);  // bytes of the sum type
 int64_t table_width(int64_t H, Kind kind);
+
+// A new contiguous tensor on the CPU, by the shortest way: the boxed aten::empty takes longer than
+// a small problem.
+Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type);
 
 // Everything a Problem points to, kept alive for the time of a call.
 struct Inputs {

@@ -12,13 +12,13 @@ namespace {
 // Problems are cut by their sizes alone, never by the number of threads: same result everywhere.
 constexpr int64_t kEnoughTasks = 16;
 
-int64_t parts_per_row(int64_t rows) { return rows >= kEnoughTasks ? 1 : 2 * kEnoughTasks / rows; }
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t parts_per_row(int64_t rows) { return ceil_div(kEnoughTasks, rows); }
 
 ForwardPlan plan_forward(const Problem& p) {
   ForwardPlan plan;
-  plan.query_block = p.Tq < 16 ? p.Tq : 16;
+  plan.query_block = std::min(p.Tq, kQueryBlock);
   plan.query_blocks = ceil_div(p.Tq, plan.query_block);
   plan.chunk = p.Tk;
   const int64_t smallest = 64;  // keys; below this a chunk is not worth its part of the sums
@@ -35,8 +35,8 @@ std::tuple<Tensor, Tensor> exp_keys(const Tensor& keys) {
   const Kind kind = computing_kind(storage_kind(keys, "keys"), keys.numel());
   const int64_t B = keys.size(0), Tk = keys.size(1), H = keys.size(2);
   const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
-  Tensor table = torch::stable::new_empty(keys, {B, Tk, table_width(H, kind)}, type);
-  Tensor keys_max = torch::stable::new_empty(keys, {B}, type);
+  Tensor table = new_tensor({B, Tk, table_width(H, kind)}, type);
+  Tensor keys_max = new_tensor({B}, type);
   std::vector<Tensor> owned;
   fill_tables(kind, view_of(keys, owned), B, Tk, H, keys_max.mutable_data_ptr(),
               table.mutable_data_ptr());
@@ -49,10 +49,9 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
                                   bool need_weights) {
   const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p);
   const Problem& p = in.problem;
-  Tensor context = torch::stable::new_empty(queries, {p.B, p.Tq, p.Dv});
-  const std::vector<int64_t> weights_shape =
-      need_weights ? std::vector<int64_t>{p.B, p.Tq, p.Tk} : std::vector<int64_t>{0};
-  Tensor weights = torch::stable::new_empty(queries, weights_shape, weights_dtype(in.kind));
+  Tensor context = new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
+  const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
+  Tensor weights = new_tensor(need_weights ? shape : none, weights_dtype(in.kind));
   if (p.B == 0 || p.Tq == 0) return {context, weights};
   if (p.Tk == 0) return {torch::stable::zero_(context), weights};
 
@@ -103,8 +102,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
   const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p);
   const Problem& p = in.problem;
   const auto gradient = [&](const Tensor& of, int64_t bit) {
-    return torch::stable::new_empty(
-        of, needs & bit ? of.sizes() : torch::headeronly::IntHeaderOnlyArrayRef{0});
+    std::vector<int64_t> shape{0};
+    if (needs & bit) shape.assign(of.sizes().begin(), of.sizes().end());
+    return new_tensor(shape, of.scalar_type());
   };
   Tensor grad_queries = gradient(queries, need_queries), grad_keys = gradient(keys, need_keys);
   Tensor grad_values = gradient(values, need_values), grad_w = gradient(w_v, need_w);

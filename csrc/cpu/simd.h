@@ -67,20 +67,33 @@ BF_INLINE Vec<A> max(Vec<A> x, Vec<A> y) {
   return x > y ? x : y;
 }
 
+// x with its lanes turned round by half of `n`, then by a quarter ...: after combining all of them
+// every lane holds the result.
+template <class A, int n = kLanes<A>, class Combine>
+BF_INLINE A reduce(Vec<A> x, const Combine& combine) {
+  if constexpr (n == 1) {
+    return x[0];
+  } else {
+    IntVec<A> turned;
+    for (int i = 0; i < kLanes<A>; ++i) turned[i] = (i + n / 2) % kLanes<A>;
+#if defined(__clang__)
+    Vec<A> other;
+    for (int i = 0; i < kLanes<A>; ++i) other[i] = x[turned[i]];
+#else
+    const Vec<A> other = __builtin_shuffle(x, turned);
+#endif
+    return reduce<A, n / 2>(combine(x, other), combine);
+  }
+}
+
 template <class A>
 BF_INLINE A sum(Vec<A> x) {
-  A lanes[kLanes<A>];
-  std::memcpy(lanes, &x, sizeof(x));
-  for (int n = kLanes<A> / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; ++i) lanes[i] += lanes[i + n];
-  return lanes[0];
+  return reduce<A>(x, [](Vec<A> a, Vec<A> b) { return a + b; });
 }
 
 template <class A>
 BF_INLINE A largest(Vec<A> x) {
-  A best = x[0];
-  for (int i = 1; i < kLanes<A>; ++i) best = x[i] > best ? x[i] : best;
-  return best;
+  return reduce<A>(x, [](Vec<A> a, Vec<A> b) { return max<A>(a, b); });
 }
 
 // ---- scalar conversions -----------------------------------------------------------------------

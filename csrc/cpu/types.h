@@ -70,6 +70,8 @@ struct Problem {
 
 // How the forward is cut into tasks; depends on the sizes only, so that results do not depend
 // on the number of threads.
+constexpr int64_t kQueryBlock = 16;  // at most so many queries to a task
+
 struct ForwardPlan {
   int64_t query_block = 1;  // queries per task
   int64_t query_blocks = 1;

@@ -1,0 +1,1 @@
+"""Benchmarks: one list of shapes, one provider table, parity before time."""

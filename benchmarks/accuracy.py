@@ -1,0 +1,58 @@
+"""Error against fp64 by magnitude of the inputs: the table of docs/how-it-works.md.
+
+Run ``python -m benchmarks.accuracy``. Queries and keys are drawn normal, times the magnitude;
+w_v is that of a fresh ``Linear(H, 1)``. Errors are of the scores' softmax, relative to each weight,
+largest over all of them: the reference computed in fp64 from the same rounded inputs is the truth.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import backends, reference
+from bahdanau_fast.functional import attend_projected
+from bahdanau_fast.memory import project
+
+MAGNITUDES = (1e-6, 1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1e4)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+BATCH, QUERIES, KEYS, HIDDEN = 4, 32, 64, 256  # above the size that is computed in fp64 anyway
+
+
+def _worst(weights: Tensor, exact: Tensor) -> float:
+    return float(((weights.double() - exact) / exact).abs().max())
+
+
+def errors(dtype: torch.dtype, magnitude: float, backend: str) -> tuple[float, float]:
+    """Largest relative error of a weight: ours, and eager PyTorch's in the same dtype."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    queries = (draw(BATCH, QUERIES, HIDDEN) * magnitude).to(dtype)
+    keys = (draw(BATCH, KEYS, HIDDEN) * magnitude).to(dtype)
+    values = draw(BATCH, KEYS, 8).to(dtype)
+    w_v = ((torch.rand(HIDDEN, generator=generator) * 2 - 1) * HIDDEN**-0.5).to(dtype)
+    _, exact = reference.attend(queries.double(), keys.double(), values.double(), w_v.double())
+    _, eager = reference.attend(queries, keys, values, w_v)
+    memory = project(keys, backend)
+    _, ours = attend_projected(queries, memory, values, w_v, None, 0.0, True, backend)
+    return _worst(ours, exact), _worst(eager, exact)
+
+
+def main() -> None:
+    """Print the table in Markdown."""
+    backend = backends.resolve(torch.device("cpu"))
+    print(f"backend {backend}; ours / eager\n")
+    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    print("| magnitude | " + " | ".join(names) + " |")
+    print("|---" * (len(DTYPES) + 1) + "|")
+    for magnitude in MAGNITUDES:
+        cells = ("{:.1e} / {:.1e}".format(*errors(d, magnitude, backend)) for d in DTYPES)
+        print(f"| {magnitude:g} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

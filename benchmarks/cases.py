@@ -1,0 +1,133 @@
+"""What is measured: the tables, their rows, and the bounds they have to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from benchmarks.shapes import LIST, LOOP, MANY_QUERIES, QUICK, SCAN, STEPS_ON_MEMORY, TOY, Shape
+
+__all__ = ["MEMORY_BOUND", "SUBJECT", "TITLES", "Bound", "Case", "cases"]
+
+Mode = Literal["forward", "graph", "train"]
+
+MEMORY_BOUND = 1.2
+BANDWIDTH_BOUND = 0.8
+
+# Above this the projections, the same BLAS calls for everybody, are nearly all of a full call:
+# such shapes are compared on projected queries and keys, where a difference can be seen.
+PROJECTION_FLOPS = 10**10
+AUTOTUNE = ("compiled max-autotune",)
+
+# Which of ours answers for a task when a row is compared with the baselines.
+SUBJECT = {
+    "full": "ours module",
+    "again": "ours module",
+    "step": "ours memory",
+    "projected": "ours op",
+    "scan": "ours op",
+    "loop": "ours module",
+}
+
+TITLES = {
+    "step": "One decoder step on a memory, keys projected beforehand",
+    "loop": "Unchanged d2l loop of 50 dependent steps on the same keys, their projection included",
+    "many-queries": "Many queries at once",
+    "bandwidth": "One step on a projected query, against the DRAM read bandwidth",
+    "shapes": "Every shape of the list",
+    "overhead": "What one call costs at the toy shape: nearly all of it is Python",
+}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """At least this many times faster than the fastest of the named providers.
+
+    ``against`` is a provider, a group of them, ``baseline`` for all that are not ours, or
+    ``DRAM`` for the share of the bandwidth.
+    """
+
+    against: str
+    at_least: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a task on a shape, forward under no_grad, forward with a graph, or trained."""
+
+    table: str
+    shape: Shape
+    task: str
+    mode: Mode = "forward"
+    bounds: tuple[Bound, ...] = ()
+    extra: tuple[str, ...] = ()  # providers that only rows which name them run
+
+    @property
+    def key(self) -> tuple[Shape, str, Mode]:
+        """Rows of one key are measured once."""
+        return self.shape, self.task, self.mode
+
+
+def _named(*needed: float) -> tuple[Bound, ...]:
+    return tuple(map(Bound, ("compiled", "eager"), needed))
+
+
+def _step_cases() -> Iterator[Case]:
+    for shape, needed in zip(STEPS_ON_MEMORY, (5, 8, 6, 2), strict=True):
+        yield Case("step", shape, "step", bounds=_named(needed), extra=AUTOTUNE)
+
+
+def _loop_cases() -> Iterator[Case]:
+    yield Case("loop", LOOP, "loop", "forward", (Bound("d2l eager", 25),), ("d2l compiled",))
+    yield Case("loop", LOOP, "loop", "train", (Bound("d2l eager", 15),))
+
+
+def _many_queries_cases() -> Iterator[Case]:
+    bounded, other = MANY_QUERIES
+    yield Case("many-queries", bounded, "projected", "forward", _named(15, 100), AUTOTUNE)
+    yield Case("many-queries", bounded, "projected", "train", _named(20, 50), AUTOTUNE)
+    yield Case("many-queries", bounded, "full", "forward", _named(5, 28), AUTOTUNE)
+    yield Case("many-queries", bounded, "full", "train", _named(7, 16))
+    for task in ("projected", "full"):
+        yield Case("many-queries", other, task, "forward")
+        yield Case("many-queries", other, task, "train")
+
+
+def _shape_cases(quick: bool) -> Iterator[Case]:
+    for shape in LIST:
+        if quick and shape.name not in QUICK:
+            continue
+        not_slower = (Bound("baseline", 1.0),)
+        task = "full" if shape.projection_flops <= PROJECTION_FLOPS else "projected"
+        yield Case("shapes", shape, task, "forward", not_slower)
+        if not shape.forward_only:
+            yield Case("shapes", shape, task, "train", not_slower)
+        yield Case("shapes", shape, "step", "forward", not_slower)
+
+
+def _overhead_cases() -> Iterator[Case]:
+    modes: tuple[Mode, ...] = ("forward", "graph", "train")
+    for mode in modes:
+        yield Case("overhead", TOY, "full", mode)
+    yield Case("overhead", TOY, "again")
+    yield Case("overhead", TOY, "step")
+    yield Case("overhead", replace(TOY, lens="none"), "full")
+
+
+def cases(quick: bool = False, only: str | None = None) -> list[Case]:
+    """The rows in the order of the tables.
+
+    Args:
+        quick: leave out the large shapes, and the compilations that take long.
+        only: keep the rows whose table or shape contains this.
+    """
+    scan = Case("bandwidth", SCAN, "scan", bounds=(Bound("DRAM", BANDWIDTH_BOUND),))
+    found = [*_step_cases(), *_loop_cases(), *_many_queries_cases(), scan]
+    found += [*_shape_cases(quick), *_overhead_cases()]
+    if quick:
+        found = [replace(case, extra=()) for case in found]
+        found = [case for case in found if case.shape != MANY_QUERIES[1]]
+    if only:
+        found = [case for case in found if only in case.table or only in case.shape.name]
+    return found

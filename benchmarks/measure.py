@@ -1,0 +1,126 @@
+"""Interleaved timing: every provider of a row in each round, ratios within the round."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.providers import Runnable
+
+__all__ = ["Spread", "Timings", "interleave", "prepare"]
+
+SAMPLE_SECONDS = 2e-3
+SLOW_SECONDS = 0.05
+MAX_ROUNDS = 60
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median with the 20th and the 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Spread:
+        ordered = sorted(samples)
+
+        def at(share: float) -> float:
+            place = share * (len(ordered) - 1)
+            low, rest = math.floor(place), place % 1
+            high = min(low + 1, len(ordered) - 1)
+            return ordered[low] * (1 - rest) + ordered[high] * rest
+
+        return cls(at(0.5), at(0.2), at(0.8))
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds per call, one sample per provider and round."""
+
+    samples: dict[str, list[float]]
+
+    def time(self, name: str) -> Spread:
+        return Spread.of(self.samples[name])
+
+    def ratio(self, slow: str, fast: str) -> Spread:
+        """``slow / fast`` round by round: what disturbs a round disturbs both."""
+        pairs = zip(self.samples[slow], self.samples[fast], strict=True)
+        return Spread.of([above / below for above, below in pairs])
+
+    def fastest(self, names: list[str]) -> str:
+        return min(names, key=lambda name: self.time(name).median)
+
+    @property
+    def rounds(self) -> int:
+        return len(next(iter(self.samples.values())))
+
+
+def prepare(runnable: Runnable, train: bool, grad_context: Tensor) -> Callable[[], Any]:
+    """What is timed: the forward, or with ``train`` the forward and all gradients."""
+    if not train:
+        return runnable.forward
+
+    def step() -> tuple[Tensor, ...]:
+        context, _ = runnable.forward()
+        return torch.autograd.grad(context, runnable.leaves, grad_context)
+
+    return step
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _seconds(call: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: int = 5) -> Timings:
+    """Time calls in turn for about ``seconds``, at least ``min_rounds`` rounds.
+
+    A sample repeats a short call until about 2 ms are filled. The first provider moves on by one
+    each round, so that nobody always runs after the same neighbour.
+
+    Args:
+        calls: what to time, already warm.
+        seconds: for all of them together; the rounds follow from it.
+        min_rounds: taken even where they need longer, three of them when one round alone does.
+    """
+    names = list(calls)
+    with _no_collection():
+        repeats, round_seconds = {}, 0.0
+        for name, call in calls.items():
+            once = _seconds(call, 1)
+            if once < SLOW_SECONDS:  # the first may still have been the warm-up
+                once = min(once, _seconds(call, 1))
+            repeats[name] = max(1, min(500, math.ceil(SAMPLE_SECONDS / max(once, 1e-9))))
+            round_seconds += once * repeats[name]
+        at_least = min_rounds if round_seconds < seconds else min(min_rounds, 3)
+        rounds = max(at_least, min(MAX_ROUNDS, int(seconds / round_seconds)))
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(rounds):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                samples[name].append(_seconds(calls[name], repeats[name]))
+    return Timings(samples)

@@ -1,0 +1,143 @@
+"""Peak memory of forward and backward, each provider in a fresh process.
+
+The process's resident high-water mark is reset (``/proc/self/clear_refs``) just before the call:
+it sees tensors, workspaces of any allocator and stacks alike. glibc is told to give each larger
+block its own mapping, so that freed memory leaves at once and the mark is the live bytes. What
+has to be there anyway (libraries, thread pools, compiled code) is made to be there before.
+
+The same call is then made under the profiler, which sees what torch's allocator hands out: a
+second witness, exact to the byte, blind to anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.inputs import draw, nbytes
+from benchmarks.providers import by_name
+from benchmarks.shapes import Shape
+
+__all__ = ["Peak", "measure"]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes at the peak of one forward and backward.
+
+    Attributes:
+        tensors: inputs, outputs and gradients, which have to be there: the unit of the bound.
+        resident: inputs and what the process grew by.
+        allocated: inputs and what torch's allocator had handed out.
+    """
+
+    provider: str
+    task: str
+    tensors: int
+    resident: int
+    allocated: int
+
+    @property
+    def factor(self) -> float:
+        """The larger of the two witnesses over what has to be there."""
+        return max(self.resident, self.allocated) / self.tensors
+
+
+def measure(provider: str, task: str, shape: Shape) -> Peak | str:
+    """Measure in a fresh process; or why that failed."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        return "needs a Linux /proc with a resettable high-water mark"
+    arguments = json.dumps({"provider": provider, "task": task, "shape": asdict(shape)})
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.peak_memory", arguments],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return lines[-1]
+    return Peak(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def _resident_growth(call: Callable[[], Any]) -> tuple[int, Any]:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as marks:
+        marks.write("5")
+    before = _status("VmRSS")
+    result = call()
+    return max(0, _status("VmHWM") - before), result
+
+
+def _allocated_growth(call: Callable[[], Any]) -> int:
+    with torch.profiler.profile(profile_memory=True) as profile:
+        result = call()
+    del result
+    live, peak = 0, 0
+    kineto = profile.profiler.kineto_results
+    events = [event for event in kineto.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def _training_step(
+    provider: str, task: str, shape: Shape
+) -> tuple[Callable[[], tuple[Tensor, ...]], int, int]:
+    """A call that keeps outputs and gradients; bytes of its inputs; bytes of what it keeps."""
+    inputs = draw(shape)
+    inputs.require_grad(True)
+    runnable = by_name(provider).build(task, inputs)
+    leaves, grad = runnable.leaves, inputs.grad_context
+
+    def call() -> tuple[Tensor, ...]:
+        context, weights = runnable.forward()
+        gradients = torch.autograd.grad(context, leaves, grad)
+        return context.detach(), weights.detach(), *gradients
+
+    outputs = 4 * shape.batch * shape.queries * (shape.value_size + shape.keys)
+    return call, nbytes(*leaves, grad), outputs + nbytes(*leaves)
+
+
+def _in_this_process(provider: str, task: str, shape: Shape) -> Peak:
+    torch.ones(1 << 22).sum()  # starts the threads
+    # A warm call of the same shape would hide a workspace that is kept for the next one, so ours
+    # and eager see something small first; a compiled provider has to be compiled before.
+    small = replace(shape, queries=max(1, shape.queries // 8), keys=max(1, shape.keys // 8))
+    compiled = by_name(provider).group == "compiled"
+    call, inputs, outputs = _training_step(provider, task, shape if compiled else small)
+    call()
+    if not compiled:
+        call, inputs, outputs = _training_step(provider, task, shape)
+    resident, result = _resident_growth(call)
+    del result
+    allocated = _allocated_growth(call)
+    return Peak(provider, task, inputs + outputs, inputs + resident, inputs + allocated)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Print the peak of one provider as JSON.")
+    parser.add_argument("arguments")
+    request = json.loads(parser.parse_args().arguments)
+    found = _in_this_process(request["provider"], request["task"], Shape(**request["shape"]))
+    print(json.dumps(asdict(found)))

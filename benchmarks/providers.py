@@ -1,0 +1,343 @@
+"""The provider table: who computes a task, and how it is called.
+
+=========== ==========================================================================
+task        what one call does
+=========== ==========================================================================
+full        queries and keys projected, scored, summed: the unchanged module call
+again       the same on keys that the previous call saw: the unchanged call in a loop
+step        one decoder step: W_q and the rest, the keys projected beforehand
+projected   queries and keys both projected beforehand
+scan        the same, and whatever ours prepares from the projected keys is ready
+loop        DECODE_STEPS dependent steps on the same keys, their projection included
+=========== ==========================================================================
+
+Every call gives the context (the loop: the sum of its contexts) and the weights (the last ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bahdanau_fast as bf
+from bahdanau_fast import backends
+from bahdanau_fast.functional import attend_projected
+from bahdanau_fast.memory import project
+from benchmarks import baselines
+from benchmarks.baselines import CourseAttention, Unavailable, compiled
+from benchmarks.inputs import Inputs
+from benchmarks.shapes import DECODE_STEPS, Shape
+
+__all__ = ["PROVIDERS", "TASKS", "Group", "Provider", "Runnable", "by_name", "decode"]
+__all__ += ["Unavailable", "eager_too_large"]
+
+TASKS = ("full", "again", "step", "projected", "scan", "loop")
+Group = Literal["eager", "compiled", "ours"]
+Outputs = tuple[Tensor, Tensor]
+Step = Callable[[Tensor], Outputs]
+
+EAGER_LIMIT = 4e9
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A call ready to be timed, and the tensors whose gradients a training step takes."""
+
+    forward: Callable[[], Outputs]
+    leaves: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A name in the tables, and how it builds a call for each task it serves."""
+
+    name: str
+    group: Group
+    builders: dict[str, Callable[[Inputs], Runnable]]
+    on_demand: bool = False  # slow to build and seldom the best: only in rows that name it
+
+    def build(self, task: str, inputs: Inputs) -> Runnable:
+        return self.builders[task](inputs)
+
+
+def by_name(name: str) -> Provider:
+    """The provider of that name."""
+    return next(provider for provider in PROVIDERS if provider.name == name)
+
+
+def eager_too_large(shape: Shape) -> str | None:
+    """Why eager code is not run on a shape, or None."""
+    size = 4 * shape.features
+    return None if size <= EAGER_LIMIT else f"(B,Tq,Tk,H) is {size / 1e9:.1f} GB"
+
+
+def decode(step: Step, queries: Tensor) -> Outputs:
+    """A decoder loop: each query depends on the context before it."""
+    context, weights = step(queries)
+    total = context
+    for _ in range(DECODE_STEPS - 1):
+        context, weights = step(queries + context)
+        total = total + context
+    return total, weights
+
+
+def _fresh(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    # A new tensor object over the same memory: our module must not reuse the projection that the
+    # previous timed call made. Only ours pays for the view.
+    keys = inputs.keys.view_as(inputs.keys)
+    return keys, keys if inputs.values is inputs.keys else inputs.values
+
+
+def _weights(module: CourseAttention | bf.AdditiveAttention) -> Tensor:
+    if module.attention_weights is None:
+        raise RuntimeError("the module left no attention_weights")
+    return module.attention_weights
+
+
+# --- the course module --------------------------------------------------------------------------
+
+
+def _course(inputs: Inputs) -> tuple[CourseAttention, tuple[Tensor, ...]]:
+    module = CourseAttention(inputs.w_q, inputs.w_k, inputs.w_v).eval()
+    return module, _with_parameters(inputs, module)
+
+
+def _with_parameters(inputs: Inputs, module: nn.Module) -> tuple[Tensor, ...]:
+    """The leaves of the full task, the weights being those of a module."""
+    own = {"w_q": "W_q.weight", "w_k": "W_k.weight", "w_v": "w_v.weight"}
+    weights = tuple(module.get_parameter(name) for name in own.values())
+    return inputs.leaves("full")[: -len(weights)] + weights
+
+
+def _course_full(inputs: Inputs) -> Runnable:
+    module, leaves = _course(inputs)
+
+    def forward() -> Outputs:
+        context = module(inputs.queries, inputs.keys, inputs.values, inputs.valid_lens)
+        return context, _weights(module)
+
+    return Runnable(forward, leaves)
+
+
+def _course_projected(inputs: Inputs) -> Runnable:
+    module, _ = _course(inputs)
+    leaves = inputs.leaves("projected")
+    query, key = inputs.projected_queries, inputs.projected_keys
+    return Runnable(
+        lambda: baselines.course_attend(query, key, inputs.values, module.w_v, inputs.valid_lens),
+        (*leaves[:-1], module.w_v.weight),
+    )
+
+
+def _course_loop(inputs: Inputs, compile_it: bool = False) -> Runnable:
+    module, leaves = _course(inputs)
+    call = compiled(module) if compile_it else module
+
+    def step(query: Tensor) -> Outputs:
+        context = call(query, inputs.keys, inputs.values, inputs.valid_lens)
+        return context, _weights(module)
+
+    return Runnable(lambda: decode(step, inputs.queries), leaves)
+
+
+# --- the rewrite, eager and compiled ------------------------------------------------------------
+
+Wrap = Callable[[Callable[..., Outputs]], Callable[..., Outputs]]
+
+
+def _rewrite_full(wrap: Wrap, inputs: Inputs) -> Runnable:
+    call, weights = wrap(baselines.rewrite_full), (inputs.w_q, inputs.w_k, inputs.w_v)
+    return Runnable(
+        lambda: call(inputs.queries, inputs.keys, inputs.values, weights, inputs.valid_lens),
+        inputs.leaves("full"),
+    )
+
+
+def _rewrite_step(wrap: Wrap, inputs: Inputs) -> Runnable:
+    call, weights = wrap(baselines.rewrite_step), (inputs.w_q, inputs.w_v)
+    keys = inputs.projected_keys
+    return Runnable(
+        lambda: call(inputs.queries, keys, inputs.values, weights, inputs.valid_lens),
+        (),
+    )
+
+
+def _rewrite_projected(wrap: Wrap, inputs: Inputs) -> Runnable:
+    call = wrap(baselines.rewrite)
+    query, key = inputs.projected_queries, inputs.projected_keys
+    return Runnable(
+        lambda: call(query, key, inputs.values, inputs.w_v, inputs.valid_lens),
+        inputs.leaves("projected"),
+    )
+
+
+def _rewrite_loop(wrap: Wrap, inputs: Inputs) -> Runnable:
+    call, weights = wrap(baselines.rewrite_step), (inputs.w_q, inputs.w_v)
+
+    def forward() -> Outputs:
+        keys = F.linear(inputs.keys, inputs.w_k)
+
+        def step(query: Tensor) -> Outputs:
+            return call(query, keys, inputs.values, weights, inputs.valid_lens)
+
+        return decode(step, inputs.queries)
+
+    return Runnable(forward, inputs.leaves("loop"))
+
+
+def _rewrites(wrap: Wrap) -> dict[str, Callable[[Inputs], Runnable]]:
+    return {
+        "full": partial(_rewrite_full, wrap),
+        "step": partial(_rewrite_step, wrap),
+        "again": partial(_rewrite_step, wrap),
+        "projected": partial(_rewrite_projected, wrap),
+        "scan": partial(_rewrite_projected, wrap),
+        "loop": partial(_rewrite_loop, wrap),
+    }
+
+
+# --- ours ---------------------------------------------------------------------------------------
+
+
+def _ours(inputs: Inputs) -> tuple[bf.AdditiveAttention, tuple[Tensor, ...]]:
+    (hidden, query_size), key_size = inputs.w_q.shape, inputs.w_k.shape[1]
+    module = bf.AdditiveAttention(key_size, query_size, hidden).eval()
+    module.W_q.weight = nn.Parameter(inputs.w_q.detach())
+    module.W_k.weight = nn.Parameter(inputs.w_k.detach())
+    module.w_v.weight = nn.Parameter(inputs.w_v.detach())
+    return module, _with_parameters(inputs, module)
+
+
+def _module_full(inputs: Inputs) -> Runnable:
+    module, leaves = _ours(inputs)
+
+    def forward() -> Outputs:
+        keys, values = _fresh(inputs)
+        return module(inputs.queries, keys, values, inputs.valid_lens), _weights(module)
+
+    return Runnable(forward, leaves)
+
+
+def _module_again(inputs: Inputs) -> Runnable:
+    module, leaves = _ours(inputs)
+
+    def forward() -> Outputs:
+        context = module(inputs.queries, inputs.keys, inputs.values, inputs.valid_lens)
+        return context, _weights(module)
+
+    return Runnable(forward, leaves)
+
+
+def _module_loop(inputs: Inputs) -> Runnable:
+    module, leaves = _ours(inputs)
+
+    def forward() -> Outputs:
+        keys, values = _fresh(inputs)
+
+        def step(query: Tensor) -> Outputs:
+            return module(query, keys, values, inputs.valid_lens), _weights(module)
+
+        return decode(step, inputs.queries)
+
+    return Runnable(forward, leaves)
+
+
+def _memory_step(inputs: Inputs) -> Runnable:
+    module, _ = _ours(inputs)
+    with torch.no_grad():
+        memory = module.memory(inputs.keys, inputs.values, inputs.valid_lens)
+    return Runnable(lambda: (module.attend(inputs.queries, memory), _weights(module)), ())
+
+
+def _memory_loop(inputs: Inputs) -> Runnable:
+    module, leaves = _ours(inputs)
+
+    def forward() -> Outputs:
+        memory = module.memory(inputs.keys, inputs.values, inputs.valid_lens)
+
+        def step(query: Tensor) -> Outputs:
+            return module.attend(query, memory), _weights(module)
+
+        return decode(step, inputs.queries)
+
+    return Runnable(forward, leaves)
+
+
+def _op_full(inputs: Inputs) -> Runnable:
+    def forward() -> Outputs:
+        context, weights = bf.additive_attention(
+            inputs.queries,
+            inputs.keys,
+            inputs.values,
+            inputs.w_q,
+            inputs.w_k,
+            inputs.w_v,
+            inputs.valid_lens,
+        )
+        if weights is None:
+            raise RuntimeError("additive_attention gave no weights")
+        return context, weights
+
+    return Runnable(forward, inputs.leaves("full"))
+
+
+def _op_projected(inputs: Inputs, ready: bool = False) -> Runnable:
+    backend = backends.resolve(inputs.keys.device)
+    query, values, w_v = inputs.projected_queries, inputs.values, inputs.w_v
+    prepared = project(inputs.projected_keys, backend) if ready else None
+
+    def forward() -> Outputs:
+        keys = prepared or project(inputs.projected_keys, backend)
+        return attend_projected(query, keys, values, w_v, inputs.valid_lens, 0.0, True, backend)
+
+    return Runnable(forward, inputs.leaves("projected"))
+
+
+PROVIDERS: tuple[Provider, ...] = (
+    Provider(
+        "d2l eager",
+        "eager",
+        {
+            "full": _course_full,
+            "again": _course_full,
+            "step": _course_full,
+            "projected": _course_projected,
+            "loop": _course_loop,
+        },
+    ),
+    Provider("rewrite eager", "eager", _rewrites(lambda function: function)),
+    Provider(
+        "d2l compiled",
+        "compiled",
+        {"loop": partial(_course_loop, compile_it=True)},
+        on_demand=True,
+    ),
+    Provider("compiled", "compiled", _rewrites(compiled)),
+    Provider(
+        "compiled max-autotune",
+        "compiled",
+        _rewrites(partial(compiled, mode="max-autotune")),
+        on_demand=True,
+    ),
+    Provider(
+        "ours module",
+        "ours",
+        {"full": _module_full, "again": _module_again, "loop": _module_loop},
+    ),
+    Provider("ours memory", "ours", {"step": _memory_step, "loop": _memory_loop}),
+    Provider(
+        "ours op",
+        "ours",
+        {
+            "full": _op_full,
+            "projected": _op_projected,
+            "scan": partial(_op_projected, ready=True),
+        },
+    ),
+)

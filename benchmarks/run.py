@@ -1,0 +1,190 @@
+"""Measures rows: parity first, then every provider of the row in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from benchmarks.cases import SUBJECT, Bound, Case
+from benchmarks.gate import Oracle, Verdict, family
+from benchmarks.inputs import Inputs, draw
+from benchmarks.measure import Spread, Timings, interleave, prepare
+from benchmarks.providers import PROVIDERS, Provider, Unavailable, eager_too_large
+from benchmarks.roofs import Bandwidth, Reader
+from benchmarks.shapes import Shape
+
+__all__ = ["Check", "Row", "Runner", "check"]
+
+SECONDS_PER_PROVIDER = 0.3
+READ = "DRAM read"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came out of one case.
+
+    Attributes:
+        timings: None when a provider failed parity, or nothing of ours is there to be timed.
+        groups: of the providers that were timed.
+        skipped: why a provider was not run.
+        verdicts: of the parity gate.
+        roof: the read bandwidth, where the row is held against it.
+        spent: seconds it took to compile, check and time all that.
+    """
+
+    case: Case
+    timings: Timings | None
+    groups: dict[str, str]
+    skipped: dict[str, str]
+    verdicts: dict[str, Verdict]
+    roof: Bandwidth | None = None
+    spent: float = 0.0
+
+    @property
+    def failed(self) -> dict[str, Verdict]:
+        return {name: verdict for name, verdict in self.verdicts.items() if not verdict.passed}
+
+    def rivals(self, against: str) -> list[str]:
+        """The timed providers that a bound speaks of."""
+        timed = self.timings.samples if self.timings else {}
+        return [
+            name
+            for name in timed
+            if (against == "baseline" and self.groups[name] in ("eager", "compiled"))
+            or against in (name, self.groups[name])
+        ]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A bound, the figure found, and whether it holds; no figure when it could not be measured."""
+
+    bound: Bound
+    rival: str
+    found: Spread | None
+
+    @property
+    def holds(self) -> bool:
+        return self.found is not None and self.found.median >= self.bound.at_least
+
+
+def check(row: Row, bound: Bound) -> Check:
+    """Hold a row against a bound."""
+    subject = SUBJECT[row.case.task]
+    if row.timings is None or subject not in row.timings.samples:
+        return Check(bound, "not measured", None)
+    if bound.against == "DRAM":
+        return Check(bound, "DRAM read", _share(row, subject))
+    rivals = row.rivals(bound.against)
+    if not rivals:
+        return Check(bound, f"{bound.against}: not measured", None)
+    rival = row.timings.fastest(rivals)
+    return Check(bound, rival, row.timings.ratio(rival, subject))
+
+
+def _share(row: Row, subject: str) -> Spread | None:
+    if row.timings is None or row.roof is None:
+        return None
+    rate, time = row.roof.bytes_per_second, row.timings.time(subject)
+    moved = row.case.shape.memory_bytes
+    return Spread(*(moved / seconds / rate for seconds in (time.median, time.p80, time.p20)))
+
+
+@dataclass
+class Runner:
+    """Measures cases one after the other; inputs and oracles of the current shape are shared."""
+
+    providers: Sequence[Provider] = PROVIDERS
+    seconds: float = SECONDS_PER_PROVIDER
+    min_rounds: int = 5
+    _rows: dict[tuple[Any, ...], Row] = field(default_factory=dict)
+    _shape: Shape | None = None
+    _inputs: Inputs | None = None
+    _oracles: dict[tuple[str, bool], Oracle] = field(default_factory=dict)
+    _reader: Reader | None = None
+
+    def row(self, case: Case) -> Row:
+        """Measure a case, or hand out what was measured for an equal one."""
+        found = self._rows.get(case.key)
+        if found is None:
+            start = time.perf_counter()
+            found = self._measure(case)
+            found = replace(found, spent=time.perf_counter() - start)
+            self._rows[case.key] = found
+        return replace(found, case=case)
+
+    def _measure(self, case: Case) -> Row:
+        train = case.mode == "train"
+        inputs = self._draw(case.shape)
+        oracle = self._oracle(case.task, train)
+        calls: dict[str, Callable[[], Any]] = {}
+        groups: dict[str, str] = {}
+        skipped: dict[str, str] = {}
+        verdicts: dict[str, Verdict] = {}
+        with torch.set_grad_enabled(case.mode != "forward"):
+            for provider in self.providers:
+                reason = _why_not(provider, case)
+                if reason is None:
+                    try:
+                        runnable = provider.build(case.task, inputs)
+                    except Unavailable as error:
+                        reason = str(error)
+                if reason is not None:
+                    if reason:
+                        skipped[provider.name] = reason
+                    continue
+                if case.task == "again":
+                    runnable.forward()  # the gated call is one that has seen its keys before
+                verdict = oracle.check(runnable, provider.group, train)
+                verdicts[provider.name] = verdict
+                groups[provider.name] = provider.group
+                calls[provider.name] = prepare(runnable, train, inputs.grad_context)
+            if not calls or not all(verdict.passed for verdict in verdicts.values()):
+                return Row(case, None, groups, skipped, verdicts)
+            roof = None
+            if case.task == "scan":
+                self._reader = self._reader or Reader()
+                roof = self._reader.measure()
+                calls[READ], groups[READ] = self._reader.readers[roof.reader], "roof"
+            timings = interleave(calls, self.seconds * len(calls), self.min_rounds)
+        if self._reader is not None and roof is not None:
+            # The roof is the best that was seen before, between or after the timed rounds.
+            between = 4 * self._reader.buffer.numel() / min(timings.samples[READ])
+            rates = (roof, Bandwidth(between, roof.reader), self._reader.measure())
+            roof = max(rates, key=lambda rate: rate.bytes_per_second)
+        return Row(case, timings, groups, skipped, verdicts, roof)
+
+    def _draw(self, shape: Shape) -> Inputs:
+        if shape != self._shape or self._inputs is None:
+            self._oracles, self._inputs = {}, None  # the old ones first: they can be large
+            self._shape, self._inputs = shape, draw(shape)
+            self._inputs.require_grad(True)
+        return self._inputs
+
+    def _oracle(self, task: str, train: bool) -> Oracle:
+        for gradients in (True, False):
+            oracle = self._oracles.get((family(task), gradients))
+            if oracle is not None and gradients >= train:
+                return oracle
+        if self._inputs is None or self._shape is None:
+            raise RuntimeError("no inputs have been drawn")
+        oracle = Oracle(self._inputs, self._shape, task, train)
+        self._oracles[family(task), train] = oracle
+        return oracle
+
+
+def _why_not(provider: Provider, case: Case) -> str | None:
+    """Why a provider is not run on a row: "" when it is not meant to, None when it is."""
+    if case.task not in provider.builders or (
+        provider.on_demand and provider.name not in case.extra
+    ):
+        return ""
+    if provider.group == "eager":
+        return eager_too_large(case.shape)
+    if provider.group == "compiled" and case.mode == "train" and eager_too_large(case.shape):
+        return eager_too_large(case.shape)
+    return None

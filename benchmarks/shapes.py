@@ -1,0 +1,107 @@
+"""The one list of shapes, from real uses (DESIGN section 6), and those of the acceptance bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "DECODE_STEPS",
+    "LIST",
+    "LOOP",
+    "MANY_QUERIES",
+    "QUICK",
+    "SCAN",
+    "STEPS_ON_MEMORY",
+    "TOY",
+    "Shape",
+]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call, named after where it comes from.
+
+    Attributes:
+        lens: ``none`` passes no valid_lens, ``full`` passes Tk everywhere (a mask that leaves
+            nothing out, so that nothing is won by skipping), ``drawn`` draws them from 1 to Tk.
+        forward_only: used so, or the baselines' backward would not fit in memory or in patience.
+    """
+
+    name: str
+    batch: int
+    queries: int
+    keys: int
+    hidden: int
+    query_size: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    lens: Literal["none", "full", "drawn"] = "none"
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        for size in ("query_size", "key_size", "value_size"):
+            if getattr(self, size) == 0:  # D = H where a use does not say otherwise
+                object.__setattr__(self, size, self.hidden)
+
+    @property
+    def features(self) -> int:
+        """Elements of the (B,Tq,Tk,H) tensor that unfused code allocates."""
+        return self.batch * self.queries * self.keys * self.hidden
+
+    @property
+    def projection_flops(self) -> int:
+        """Operations of both projections, one forward."""
+        query = self.queries * self.query_size
+        return 2 * self.batch * self.hidden * (query + self.keys * self.key_size)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that one fp32 step on a memory has to read: the table and the values, once."""
+        return 4 * self.batch * self.keys * (self.hidden + self.value_size)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.batch},{self.queries},{self.keys},{self.hidden})"
+
+
+TOY = Shape("d2l-toy", 2, 1, 10, 8, query_size=20, key_size=2, value_size=4, lens="drawn")
+
+SCAN = Shape("gnmt-train", 256, 1, 75, 1024)
+
+MANY_QUERIES = (
+    Shape("parallel-4", 4, 128, 128, 512),
+    Shape("parallel-32", 32, 33, 34, 1024),
+)
+
+LIST = (
+    TOY,
+    Shape("d2l-nmt", 128, 1, 9, 256, lens="drawn"),
+    SCAN,
+    Shape("gnmt-infer", 1280, 1, 66, 1024, forward_only=True),
+    Shape("tacotron2", 64, 1, 160, 128, query_size=1024, key_size=512, value_size=512),
+    Shape("speech", 30, 1, 600, 1024),
+    Shape("ocr", 192, 1, 26, 256),
+    Shape("captioning", 32, 1, 196, 512, key_size=2048, value_size=2048),
+    Shape("pointer-generator", 8, 1, 400, 512),
+    Shape("tsp", 512, 1, 100, 128),
+    *MANY_QUERIES,
+    Shape("parallel-128", 128, 10, 128, 1024, forward_only=True),
+    Shape("parallel-16", 16, 512, 512, 512, forward_only=True),
+    Shape("pooling", 1, 1, 40000, 512),
+)
+
+# Steps of a decoder loop: a sentence.
+DECODE_STEPS = 50
+
+# One decoder step on a memory: what the speed bounds of the acceptance are stated for.
+STEPS_ON_MEMORY = (
+    Shape("step-64", 64, 1, 50, 512),
+    Shape("step-16", 16, 1, 400, 512),
+    Shape("step-1", 1, 1, 1000, 512),
+    Shape("step-small", 64, 1, 10, 32),
+)
+
+# The course decoder always passes lengths; full ones, so that there is no padding to skip.
+LOOP = Shape("loop-64", 64, 1, 50, 512, lens="full")
+
+QUICK = ("d2l-toy", "d2l-nmt", "ocr", "pointer-generator")

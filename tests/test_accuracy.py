@@ -1,0 +1,169 @@
+"""The tanh without tanh: its error by magnitude of the inputs, and around every switch of path.
+
+A query ``a`` and a key ``c`` of one hidden unit, next to a key whose tanh is known, weigh
+exp(tanh(a + c) - known) against one another, and the weights go out through values that read them
+back. So one call measures as many pairs (a, c) as it has batch rows.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from bahdanau_fast.ops import SMALL
+
+# Pairs measured at a time; fp32 problems above SMALL run in the fp32 kernels.
+N = {torch.float32: SMALL // 2 + 999, torch.float64: 2_000}
+MAGNITUDES = (1e-6, 1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 50.0, 1e3, 1e4)
+
+
+def attend(a, c, w=1.0, hidden=1):
+    """Weights (n,1,Tk) for n queries (n,) and keys (n,Tk), each alike in all hidden units."""
+    n, keys_len = c.shape
+    assert a.dtype == torch.float64 or n * keys_len * hidden > SMALL
+    queries = a[:, None, None].expand(n, 1, hidden).contiguous().requires_grad_()
+    keys = c[:, :, None].expand(n, keys_len, hidden).contiguous().requires_grad_()
+    weight = torch.full((hidden,), w / hidden, dtype=a.dtype, requires_grad=True)
+    values = torch.eye(keys_len, dtype=a.dtype).expand(n, -1, -1)
+    context, weights = torch.ops.bahdanau_fast.attend(
+        queries, keys, None, None, values, weight, None, None, 0.0, True)
+    return context, weights, (queries, keys, weight)
+
+
+def pairs(size_a, size_c, dtype, n):
+    """n queries and keys (n,2) of given magnitudes; the second key is the mirror of the first."""
+    generator = torch.Generator().manual_seed(int(1e6 * (size_a + 7 * size_c)) % 2**31)
+    a = (torch.rand(n, generator=generator, dtype=torch.float64) * 2 - 1) * size_a
+    c = (torch.rand(n, 2, generator=generator, dtype=torch.float64) * 2 - 1) * size_c
+    return a.to(dtype), c.to(dtype)
+
+
+def exact_weights(a, c, w=1.0):
+    """Softmax of tanh(a + c) in long double."""
+    a, c = (x.double().numpy().astype(np.longdouble) for x in (a, c))
+    scores = w * np.tanh(a[:, None] + c)
+    e = np.exp(scores - scores.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+# Error of a weight in roundings. Weights w and 1 - w of scores s0, s1 err by w (1 - w) times the
+# error of s0 - s1, at most a quarter of it: exp(2a) and exp(2c) of 1.5 ulp make 3 roundings each
+# of E, halved by d tanh / d log E <= 1/2; the quotient adds four roundings of tanh; twice over for
+# two scores; then exp, sum and division of the softmax: four.
+BOUND = 0.25 * 2 * (6 / 2 + 1 + 4) + 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size_a", MAGNITUDES)
+def test_error_of_the_forward(size_a, dtype):
+    n = N[dtype]
+    rounding = torch.finfo(dtype).eps / 2
+    for size_c in MAGNITUDES:
+        a, c = pairs(size_a, size_c, dtype, n)
+        context, weights, _ = attend(a, c)
+        exact = exact_weights(a, c)
+        for got in (weights, context):
+            error = np.abs(got[:, 0].detach().double().numpy() - exact).max()
+            assert error <= BOUND * rounding, (size_a, size_c, float(error / rounding))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", MAGNITUDES)
+def test_cancellation(size, dtype):
+    # a = -c up to something small: tanh must see the small, not the rounding of exp(2a) exp(2c)
+    # beyond the bound above.
+    n = N[dtype]
+    generator = torch.Generator().manual_seed(3)
+    a = ((torch.rand(n, generator=generator, dtype=torch.float64) * 2 - 1) * size).to(dtype)
+    c = torch.stack([-a, -a * (1 + 1e-3)], 1)
+    _, weights, _ = attend(a, c)
+    error = np.abs(weights[:, 0].detach().double().numpy() - exact_weights(a, c)).max()
+    assert error <= BOUND * torch.finfo(dtype).eps / 2
+
+
+def test_small_arguments_keep_their_relative_precision():
+    # Scores of 1e-6: with a table of exp(2c) instead of expm1(2c) a whole 6 % would be lost.
+    # Read back through w = 1e6, shared out over hidden units.
+    # tanh(a + c) w itself is some units large, so the weights err by its relative error.
+    n = N[torch.float32] // 32
+    a, c = pairs(1e-6, 1e-6, torch.float32, n)
+    _, weights, _ = attend(a, c, w=60.0, hidden=32)
+    exact = exact_weights(a, c, w=60.0)
+    difference = weights[:, 0, 0].detach().double().numpy() - 0.5
+    wanted = exact[:, 0] - 0.5
+    # 0.5 itself is rounded to 2^-24 by the dtype; the rest is relative.
+    assert np.abs(difference - wanted).max() <= 2 ** -24 * 2
+    a, c = pairs(1e-3, 1e-3, torch.float32, n)
+    _, weights, _ = attend(a, c, w=60.0, hidden=32)
+    exact = exact_weights(a, c, w=60.0)
+    error = np.abs(weights[:, 0].detach().double().numpy() - exact)
+    assert error.max() <= 4 * 2 ** -24
+
+
+BORDERS = (0.5, 10.7, 43.0, 44.0, 88.0, 354.0, 355.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("border", BORDERS)
+def test_around_the_switches(border, dtype):
+    n = N[dtype]
+    ramp = torch.linspace(0.98, 1.02, n, dtype=torch.float64)
+    rounding = torch.finfo(dtype).eps / 2
+    for share in (0.0, 0.25, 0.5, 0.999, 1.0):
+        for sign in (1, -1):
+            a = (border * share * ramp).to(dtype)
+            c = torch.stack([sign * border * (1 - share) * ramp, -border * share * ramp + 0.3], 1)
+            c = c.to(dtype)
+            _, weights, _ = attend(a, c)
+            error = np.abs(weights[:, 0].detach().double().numpy() - exact_weights(a, c)).max()
+            assert error <= BOUND * rounding, (border, share, sign, float(error / rounding))
+
+
+def exact_gradients(a, c):
+    """d weights[:, 0] / d a and / d c, summed as attend gets them, in long double."""
+    p = exact_weights(a, c)
+    a, c = (x.double().numpy().astype(np.longdouble) for x in (a, c))
+    decay = np.exp(-2 * np.abs(a[:, None] + c))
+    slope = 4 * decay / (1 + decay) ** 2
+    ds = p * (np.array([1.0, 0.0]) - p[:, :1])
+    return (ds * slope).sum(-1), ds * slope
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size_a", [*MAGNITUDES, *BORDERS])
+def test_error_of_the_backward(size_a, dtype):
+    # ds <= 1/4; slope = 1 - t^2 doubles the error of t (eight roundings); weights err by BOUND,
+    # and are met three times.
+    bound = 0.25 * (2 * 8 + 2) + 3 * BOUND
+    n = N[dtype]
+    for size_c in (*MAGNITUDES, *BORDERS):
+        a, c = pairs(size_a, size_c, dtype, n)
+        _, weights, (queries, keys, _) = attend(a, c)
+        chosen = torch.zeros_like(weights)
+        chosen[:, :, 0] = 1
+        da, dc = torch.autograd.grad(weights, (queries, keys), chosen)
+        want_a, want_c = exact_gradients(a, c)
+        error_a = np.abs(da[:, 0, 0].double().numpy() - want_a).max()
+        error_c = np.abs(dc[:, :, 0].double().numpy() - want_c).max()
+        allowed = bound * torch.finfo(dtype).eps / 2
+        assert error_c <= allowed, (size_a, size_c, float(error_c / allowed))
+        assert error_a <= 2 * allowed, (size_a, size_c, float(error_a / allowed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_infinite_and_nan_inputs(dtype):
+    n, inf, nan = N[dtype], math.inf, math.nan
+    a = torch.zeros(n, dtype=dtype)
+    c = torch.zeros(n, 2, dtype=dtype)
+    a[0], a[1] = inf, -inf
+    c[2, 0], c[3, 1] = inf, -inf
+    a[4], c[5, 0] = nan, nan
+    a[6], c[6] = inf, torch.tensor([-inf, 0.0])
+    _, weights, _ = attend(a, c)
+    w = weights[:, 0].detach()
+    high = math.e / (math.e + 1)  # tanh of 1 against 0
+    want = torch.tensor([[0.5, 0.5], [0.5, 0.5], [high, 1 - high], [high, 1 - high]], dtype=dtype)
+    torch.testing.assert_close(w[:4], want, rtol=1e-6, atol=1e-7)
+    assert torch.isnan(w[4:7]).all()
+    assert torch.equal(w[7:], torch.full_like(w[7:], 0.5))

@@ -1,0 +1,230 @@
+"""The benchmarks measure what they say: a wrong result is not timed, a slowdown is seen."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import peak_memory, report
+from benchmarks.cases import SUBJECT, Bound, Case, cases
+from benchmarks.gate import Oracle
+from benchmarks.inputs import draw
+from benchmarks.measure import Spread, Timings, interleave, prepare
+from benchmarks.providers import PROVIDERS, TASKS, Provider, Runnable, by_name, eager_too_large
+from benchmarks.roofs import Reader
+from benchmarks.run import Runner, check
+from benchmarks.shapes import LIST, LOOP, Shape
+
+SMALL = Shape("small", 3, 2, 7, 16, value_size=5, lens="drawn")
+SAME = Shape("values-are-keys", 3, 1, 7, 16, lens="full")
+EAGER_AND_OURS = [p for p in PROVIDERS if p.group != "compiled"]
+
+
+def wrong(change, group="ours", base="ours op"):
+    """A provider whose results are changed on the way out."""
+
+    def build(task):
+        def builder(inputs):
+            right = by_name(base).build(task, inputs)
+            return Runnable(lambda: change(*right.forward()), right.leaves)
+
+        return builder
+
+    builders = {task: build(task) for task in by_name(base).builders}
+    return Provider("planted", group, builders)
+
+
+def gradient_scaled(context, weights, factor):
+    # The value stays, the gradient is scaled.
+    return context.detach() + factor * (context - context.detach()), weights
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda context, weights: (context * (1 + 1e-4), weights),
+        lambda context, weights: (context, weights * (1 + 1e-4)),
+        lambda context, weights: (context * float("nan"), weights),
+        lambda context, weights: (context[:, :1].expand_as(context), weights),
+        lambda context, weights: (context.sum(1, keepdim=True), weights),
+        lambda context, weights: gradient_scaled(context, weights, 1 + 1e-4),
+    ],
+    ids=["context", "weights", "nan", "same-query", "shape", "gradient"],
+)
+def test_the_gate_rejects_a_wrong_provider(change):
+    runner = Runner(providers=[*EAGER_AND_OURS, wrong(change)], seconds=0.001)
+    row = runner.row(Case("shapes", SMALL, "full", "train", (Bound("baseline", 1.0),)))
+    assert list(row.failed) == ["planted"]
+    assert row.timings is None
+    assert not check(row, row.case.bounds[0]).holds
+    assert any(line.startswith("FAIL  parity") for line in report.table_lines([row]))
+
+
+def test_the_gate_rejects_a_baseline_that_computes_something_else():
+    planted = wrong(lambda context, weights: (context * 1.01, weights), "eager", "rewrite eager")
+    row = Runner(providers=[planted], seconds=0.001).row(Case("shapes", SMALL, "full"))
+    assert list(row.failed) == ["planted"]
+
+
+def test_a_wrong_row_among_unchecked_rows_is_all_that_can_pass(monkeypatch):
+    monkeypatch.setattr("benchmarks.gate.CHECKED_ELEMENTS", 2 * SMALL.features // SMALL.batch)
+    inputs = draw(SMALL)
+    inputs.require_grad(True)
+    oracle = Oracle(inputs, SMALL, "full", True)
+    assert oracle.rows.tolist() == [0, 2]
+    right = by_name("ours module").build("full", inputs)
+    assert oracle.check(right, "ours", True).passed
+
+    def spoil(row):
+        def change(context, weights):
+            return context * (1 + (torch.arange(3) == row).float()[:, None, None]), weights
+
+        return wrong(change).build("full", inputs)
+
+    assert not oracle.check(spoil(2), "ours", True).passed
+    assert oracle.check(spoil(1), "ours", True).passed
+
+
+@pytest.mark.parametrize(
+    ("shape", "task"),
+    # A decoder feeds the context back, so a loop needs Dv = Dq.
+    [(SMALL, task) for task in TASKS if task != "loop"] + [(SAME, task) for task in TASKS],
+)
+def test_every_provider_passes_the_gate(monkeypatch, shape, task):
+    monkeypatch.setattr("benchmarks.providers.DECODE_STEPS", 3)
+    train = task not in ("step", "again")
+    inputs = draw(shape)
+    inputs.require_grad(True)
+    oracle = Oracle(inputs, shape, task, train)
+    with torch.set_grad_enabled(train):
+        for provider in EAGER_AND_OURS:
+            if task in provider.builders:
+                verdict = oracle.check(provider.build(task, inputs), provider.group, train)
+                assert verdict.passed, (provider.name, verdict)
+
+
+def test_a_module_call_is_timed_with_its_projection_of_the_keys():
+    inputs = draw(SMALL)
+    calls = {task: by_name("ours module").build(task, inputs) for task in ("full", "again")}
+    projections = []
+    with torch.no_grad():
+        for runnable in calls.values():
+            module = runnable.forward.__closure__
+            cell = next(c.cell_contents for c in module if hasattr(c.cell_contents, "W_k"))
+            count = []
+            plain = cell._project
+            cell._project = lambda keys, plain=plain, count=count: count.append(1) or plain(keys)
+            for _ in range(3):
+                runnable.forward()
+            projections.append(len(count))
+    assert projections == [3, 1]
+
+
+def test_a_planted_slowdown_is_reported():
+    # CPU time is what a busy machine steals: sleep shows that the arithmetic is right.
+    calls = {"once": lambda: time.sleep(0.004), "twice": lambda: time.sleep(0.008)}
+    timings = interleave(calls, seconds=0.3)
+    assert timings.ratio("twice", "once").median == pytest.approx(2, rel=0.1)
+    assert timings.ratio("once", "twice").median == pytest.approx(0.5, rel=0.1)
+    assert timings.fastest(["once", "twice"]) == "once"
+
+
+def test_ratios_are_taken_within_a_round():
+    # The machine is ten times slower in every other round: no ratio of these shows it.
+    samples = {"ours": [1.0, 10.0, 1.0, 10.0], "theirs": [2.0, 20.0, 2.0, 20.0]}
+    assert Timings(samples).ratio("theirs", "ours") == Spread(2.0, 2.0, 2.0)
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == pytest.approx(Spread(3.0, 1.8, 4.2))
+
+
+def test_rounds_alternate_who_goes_first():
+    order = []
+    calls = {name: lambda name=name: order.append(name) or time.sleep(0.003) for name in "ab"}
+    interleave(calls, seconds=0.0, min_rounds=3)
+    assert order[4:] == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_a_training_step_gives_every_gradient():
+    inputs = draw(SMALL)
+    inputs.require_grad(True)
+    for provider in EAGER_AND_OURS:
+        if "full" not in provider.builders:
+            continue
+        runnable = provider.build("full", inputs)
+        gradients = prepare(runnable, True, inputs.grad_context)()
+        for gradient, leaf in zip(gradients, inputs.leaves("full"), strict=True):
+            assert gradient.shape == leaf.shape
+            assert gradient.abs().max() > 0
+
+
+def test_shapes_are_well_formed():
+    wanted = cases()
+    shapes = {case.shape for case in wanted}
+    assert set(LIST) < shapes
+    assert len({shape.name for shape in LIST}) == len(LIST)
+    for shape in shapes:
+        sizes = (shape.batch, shape.queries, shape.keys, shape.hidden)
+        assert min(*sizes, shape.query_size, shape.key_size, shape.value_size) > 0
+    assert LOOP.value_size == LOOP.query_size
+    assert [shape.name for shape in LIST if eager_too_large(shape)] == ["parallel-16"]
+    assert all(shape.forward_only for shape in LIST if eager_too_large(shape))
+    for shape in LIST:
+        rows = {(case.task, case.mode) for case in wanted if case.shape == shape}
+        assert ("step", "forward") in rows
+        assert {("full", "forward"), ("projected", "forward")} & rows
+        assert shape.forward_only or {("full", "train"), ("projected", "train")} & rows
+
+
+def test_every_row_has_somebody_to_compare_and_quick_is_a_part_of_all():
+    for case in cases():
+        names = [provider.name for provider in PROVIDERS if case.task in provider.builders]
+        assert SUBJECT[case.task] in names
+        assert set(case.extra) <= set(names)
+        assert len(names) > 1
+    everything = {case.key for case in cases()}
+    assert {case.key for case in cases(quick=True)} < everything
+    assert {case.table for case in cases(only="loop")} == {"loop"}
+
+
+@pytest.mark.parametrize("lens", ["none", "full", "drawn"])
+def test_inputs_are_the_same_each_time(lens):
+    shape = replace(SAME, lens=lens)
+    first, second = draw(shape), draw(shape)
+    assert first.values is first.keys
+    assert torch.equal(first.projected_keys, second.projected_keys)
+    assert (first.valid_lens is None) == (lens == "none")
+    if first.valid_lens is not None:
+        assert 1 <= first.valid_lens.min() <= first.valid_lens.max() <= shape.keys
+
+
+def test_the_readers_read_all_of_the_buffer():
+    reader = Reader(1 << 20)
+    for name, read in reader.readers.items():
+        assert float(read()) == reader.buffer.numel(), name
+    assert reader.measure(repeats=1).bytes_per_second > 0
+
+
+def test_results_are_printed_and_packed():
+    runner = Runner(providers=EAGER_AND_OURS, seconds=0.001, min_rounds=3)
+    bounds = (Bound("baseline", 1e-9), Bound("baseline", 1e9), Bound("compiled", 1.0))
+    row = runner.row(Case("shapes", SMALL, "full", "forward", bounds))
+    assert runner.row(row.case).timings is row.timings  # measured once
+    text = "\n".join(report.table_lines([row]))
+    assert "small (3,2,7,16)" in text
+    assert text.count("PASS") == 1
+    assert text.count("FAIL") == 2
+    packed = json.loads(json.dumps(report.as_json(row)))
+    assert packed["seconds"].keys() == packed["ratio_to_ours"].keys()
+    assert packed["ratio_to_ours"]["ours module"]["median"] == 1
+    assert [bound["holds"] for bound in packed["bounds"]] == [True, False, False]
+
+
+def test_peak_memory_sees_what_eager_allocates():
+    shape = Shape("memory", 2, 32, 32, 256)
+    peak = peak_memory.measure("d2l eager", "projected", shape)
+    if isinstance(peak, str):
+        pytest.skip(peak)
+    features = 4 * shape.features
+    assert 2 * features < peak.allocated - peak.tensors < 4 * features
+    assert peak.resident == pytest.approx(peak.allocated, rel=0.15)

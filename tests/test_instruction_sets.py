@@ -1,0 +1,95 @@
+"""Every instruction set the processor has keeps the parity rule, and they agree."""
+
+import numpy as np
+import pytest
+import torch
+from parity import DTYPES, Case, attended, check, fused, run
+
+extension = pytest.importorskip("bahdanau_fast._C_cpu")
+
+SIZES = {"B": 3, "Tq": 17, "Tk": 53, "H": 61, "Dq": 19, "Dk": 23, "Dv": 29}
+LENS = torch.tensor([0, 26, 53])
+CASES = {
+    "plain": Case(**SIZES, lens=LENS),
+    "no lens": Case(**SIZES),
+    "small keys": Case(**SIZES, scale={"w_k": 1e-3}),  # the shifted table
+    "clamped": Case(**SIZES, scale={"w_q": 4.0, "w_k": 4.0}, lens=LENS),
+    "direct": Case(**SIZES, scale={"w_q": 40.0}, lens=LENS),
+    "split keys": Case(**{**SIZES, "B": 1, "Tq": 2, "Tk": 1033, "H": 131}),
+    "whole vectors": Case(**{**SIZES, "H": 64, "Dv": 64}),
+    "small": Case(lens=torch.tensor([3, 7])),
+}
+
+
+def sets():
+    """The names this processor takes."""
+    before, found = extension.instruction_set(), []
+    for name in ("baseline", "avx2", "avx512"):
+        try:
+            extension.set_instruction_set(name)
+            found.append(name)
+        except ValueError:
+            continue
+    extension.set_instruction_set(before)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    before = extension.instruction_set()
+    yield
+    extension.set_instruction_set(before)
+
+
+def test_the_best_one_is_taken():
+    assert sets()[0] == "baseline"
+    assert extension.instruction_set() == sets()[-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", sets())
+@pytest.mark.parametrize("case", CASES)
+def test_parity(case, name, dtype):
+    extension.set_instruction_set(name)
+    assert extension.instruction_set() == name
+    check(CASES[case], dtype)
+    check(CASES[case], dtype, attended)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_they_agree(case, dtype):
+    drawn, results = CASES[case].draw(dtype), {}
+    for name in sets():
+        extension.set_instruction_set(name)
+        results[name] = run(fused, CASES[case], drawn, dtype)
+    first = results.pop("baseline")
+    # Sums of hundreds of terms in other orders and with fused multiply-adds: tens of roundings of
+    # the terms, which cancel to a few hundredths where the keys are all small.
+    rounding = torch.finfo(dtype).eps * 2048
+    for name, other in results.items():
+        for result, values in first.items():
+            apart = float(np.abs(values - other[result]).max())
+            assert apart <= rounding * float(np.abs(values).max()), (name, result)
+
+
+@pytest.mark.parametrize("name", ["", "sse9", "AVX2"])
+def test_unknown_names_are_refused(name):
+    with pytest.raises(ValueError, match="name must be an instruction set this processor has"):
+        extension.set_instruction_set(name)
+
+
+def test_a_table_of_one_serves_another():
+    # The layout of the table is the same everywhere.
+    torch.manual_seed(0)
+    keys, queries = torch.randn(2, 40, 50), torch.randn(2, 30, 50)
+    values, w = torch.randn(2, 40, 9), torch.randn(50)
+    extension.set_instruction_set("baseline")
+    table, keys_max = torch.ops.bahdanau_fast.exp_keys(keys)
+    want, _ = torch.ops.bahdanau_fast.attend(
+        queries, keys, table, keys_max, values, w, None, None, 0.0, True)
+    for name in sets():
+        extension.set_instruction_set(name)
+        got, _ = torch.ops.bahdanau_fast.attend(
+            queries, keys, table, keys_max, values, w, None, None, 0.0, True)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

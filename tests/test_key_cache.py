@@ -1,0 +1,442 @@
+"""An unchanged decoder loop projects its keys once, and never sees a stale projection."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
+
+import bahdanau_fast as bf
+from bahdanau_fast.memory import TINY
+
+B, TQ, TK, DK, DQ, H = 3, 1, 53, 17, 5, 19
+# Keys that are faster projected than remembered are not in question here.
+assert min(B * TK * DK, B * TK * H) > TINY
+
+
+@pytest.fixture
+def module():
+    torch.manual_seed(0)
+    return bf.AdditiveAttention(DK, DQ, H)
+
+
+@pytest.fixture
+def keys():
+    return torch.randn(B, TK, DK, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def query():
+    return torch.randn(B, TQ, DQ, generator=torch.Generator().manual_seed(2))
+
+
+def held(module):
+    """The projection that is remembered, or None."""
+    entry = module._cache._entry
+    return None if entry is None else entry.projected
+
+
+def truth(module, query, keys, lens=None):
+    bias = module.bias
+    with bf.backends.use("reference"):
+        return bf.additive_attention(
+            query, keys, keys, module.W_q.weight, module.W_k.weight, module.w_v.weight, lens,
+            bias=bias)[0]
+
+
+def agrees(module, query, keys):
+    got = module(query, keys, keys)
+    torch.testing.assert_close(got, truth(module, query, keys), rtol=1e-5, atol=1e-6)
+    return got
+
+
+def projections(run):
+    """How many products of the key weight a run makes."""
+    with profile(record_shapes=True) as record:
+        run()
+    return sum(event.name == "aten::linear" and [B, TK, DK] in event.input_shapes
+               for event in record.events())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_keys_are_projected_once(module, keys, query, grad):
+    def loop():
+        with torch.set_grad_enabled(grad):
+            for step in range(10):
+                module(query + step, keys, keys)
+
+    assert projections(loop) == 1
+    first = held(module)
+    with torch.set_grad_enabled(grad):
+        agrees(module, query, keys)
+    assert held(module) is first
+    module.cache_keys = False
+    assert projections(loop) == 10
+
+
+def test_without_cache_keys_nothing_is_held(keys, query):
+    module = bf.AdditiveAttention(DK, DQ, H, cache_keys=False)
+    agrees(module, query, keys)
+    assert held(module) is None
+
+
+def test_other_keys(module, keys, query):
+    agrees(module, query, keys)
+    agrees(module, query, keys + 1)
+    agrees(module, query, keys.clone())
+    agrees(module, query, keys)
+
+
+def test_keys_changed_in_place(module, keys, query):
+    agrees(module, query, keys)
+    keys.mul_(-1.5)
+    agrees(module, query, keys)
+    keys[1, 3] = 7.0
+    agrees(module, query, keys)
+    view = keys[:, 2:4]
+    view.zero_()
+    agrees(module, query, keys)
+
+
+def test_keys_given_other_memory(module, keys, query):
+    agrees(module, query, keys)
+    keys.data = torch.randn(B, TK, DK)
+    agrees(module, query, keys)
+    keys.set_(torch.randn(B, TK, DK))
+    agrees(module, query, keys)
+
+
+def test_weights_changed_in_place(module, keys, query):
+    for name in ("W_k", "W_q", "w_v"):
+        agrees(module, query, keys)
+        with torch.no_grad():
+            getattr(module, name).weight.mul_(-2)
+        agrees(module, query, keys)
+
+
+def test_weights_loaded(module, keys, query):
+    agrees(module, query, keys)
+    module.load_state_dict(bf.AdditiveAttention(DK, DQ, H).state_dict())
+    agrees(module, query, keys)
+    module.load_state_dict(bf.AdditiveAttention(DK, DQ, H).state_dict(), assign=True)
+    agrees(module, query, keys)
+
+
+def test_weights_replaced(module, keys, query):
+    agrees(module, query, keys)
+    module.W_k.weight = nn.Parameter(torch.randn(H, DK))
+    agrees(module, query, keys)
+    module.W_k.weight.data = torch.randn(H, DK)
+    agrees(module, query, keys)
+    module.W_k = nn.Linear(DK, H, bias=False)
+    agrees(module, query, keys)
+
+
+def test_bias_changed(keys, query):
+    module = bf.AdditiveAttention(DK, DQ, H, bias=True)
+    agrees(module, query, keys)
+    with torch.no_grad():
+        module.bias.add_(torch.linspace(-2, 2, H))
+    agrees(module, query, keys)
+    module.bias = nn.Parameter(torch.randn(H))
+    agrees(module, query, keys)
+    module.bias = None
+    agrees(module, query, keys)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_optimizer_steps(module, keys, query, make, foreach):
+    optimizer = make(module.parameters(), lr=0.5, foreach=foreach)
+    for _ in range(3):
+        optimizer.zero_grad()
+        agrees(module, query, keys).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            agrees(module, query, keys)
+
+
+def test_grad_mode_changed(module, keys, query):
+    with torch.no_grad():
+        assert not agrees(module, query, keys).requires_grad
+    (got,) = torch.autograd.grad(agrees(module, query, keys).sum(), [module.W_k.weight])
+    (want,) = torch.autograd.grad(truth(module, query, keys).sum(), [module.W_k.weight])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    agrees(module, query, keys)
+    with torch.no_grad():
+        assert not agrees(module, query, keys).requires_grad
+
+
+def test_requires_grad_changed(module, keys, query):
+    agrees(module, query, keys)
+    keys.requires_grad_()
+    agrees(module, query, keys).sum().backward()
+    assert keys.grad.abs().max() > 1e-4
+    module.W_k.weight.requires_grad_(False)
+    agrees(module, query, keys)
+    module.W_k.weight.requires_grad_(True)
+    agrees(module, query, keys).sum().backward()
+    assert module.W_k.weight.grad is not None
+
+
+def test_autocast_changed(module, keys, query):
+    want = agrees(module, query, keys)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(query, keys, keys).dtype == torch.bfloat16
+        assert held(module).keys.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        assert module(query, keys, keys).dtype == torch.float16
+        assert held(module).keys.dtype == torch.float16
+    assert torch.equal(module(query, keys, keys), want)
+
+
+def test_backend_changed(module, keys, query):
+    agrees(module, query, keys)
+    with bf.backends.use("reference"):
+        agrees(module, query, keys)
+    agrees(module, query, keys)
+
+
+def grads_of(run, module):
+    module.zero_grad()
+    run()
+    return [p.grad.clone() for p in module.parameters()]
+
+
+def same_gradients(module, ours, plain):
+    for a, b in zip(grads_of(ours, module), grads_of(plain, module), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_two_backwards_over_the_same_keys(module, keys, query):
+    def steps(function):
+        for i in range(2):  # no optimizer step in between: gradients add up
+            function(module, query + i, keys).square().sum().backward()
+
+    def ours(module, query, keys):
+        return module(query, keys, keys)
+
+    same_gradients(module, lambda: steps(ours), lambda: steps(truth))
+    module(query, keys, keys).sum().backward()
+    assert held(module) is None
+
+
+def test_retain_graph(module, keys, query):
+    def run(function):
+        loss = function(module, query, keys).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        function(module, query, keys).sum().backward()
+
+    same_gradients(module, lambda: run(lambda m, q, k: m(q, k, k)), lambda: run(truth))
+
+
+def test_truncated_backpropagation(module, keys, query):
+    # Encoder outputs used for several windows, each with a backward of its own.
+    encoder = nn.Linear(4, DK)
+    source = torch.randn(B, TK, 4)
+
+    def windows(function):
+        encoder.zero_grad()
+        keys = encoder(source)
+        for i in range(3):
+            steps = [function(module, query + i + 0.1 * s, keys) for s in range(4)]
+            torch.cat(steps, 1).square().sum().backward(retain_graph=True)
+        return encoder.weight.grad.clone()
+
+    got = windows(lambda m, q, k: m(q, k, k))
+    torch.testing.assert_close(got, windows(truth), rtol=1e-4, atol=1e-5)
+    same_gradients(module, lambda: windows(lambda m, q, k: m(q, k, k)), lambda: windows(truth))
+
+
+def test_a_backward_that_stops_before_the_keys(module, keys, query):
+    values = keys.clone().requires_grad_()
+    torch.autograd.grad(module(query, keys, values).sum(), values)
+    same_gradients(module, lambda: module(query, keys, keys).sum().backward(),
+                   lambda: truth(module, query, keys).sum().backward())
+
+
+def test_an_unchanged_loop_of_fifty_steps(module, keys):
+    keys.requires_grad_()
+    lens = torch.tensor([3, 53, 0])
+    queries = torch.randn(50, B, TQ, DQ)
+
+    def loop(function):
+        keys.grad = None
+        steps = [function(q) for q in queries]
+        torch.cat(steps, 1).square().sum().backward()
+        return torch.cat(steps, 1).detach(), keys.grad.clone()
+
+    ours = loop(lambda q: module(q, keys, keys, lens))
+    plain = loop(lambda q: truth(module, q, keys, lens))
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    same_gradients(module, lambda: loop(lambda q: module(q, keys, keys, lens)),
+                   lambda: loop(lambda q: truth(module, q, keys, lens)))
+    assert held(module) is None
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_keys_can_die(module, query, grad):
+    keys = torch.randn(B, TK, DK, requires_grad=grad)
+    agrees(module, query, keys)
+    module.attention_weights = None
+    projected, watched = weakref.ref(held(module).table), weakref.ref(keys)
+    assert projected() is not None
+    del keys
+    gc.collect()
+    assert watched() is None
+    assert held(module) is None
+    assert projected() is None
+
+
+def test_no_cycle_keeps_the_graph(module, query):
+    # Without the garbage collector: reference counts alone must free a step.
+    gc.disable()
+    try:
+        keys = torch.randn(B, TK, DK, requires_grad=True)
+        module(query, keys, keys).sum().backward()
+        module.attention_weights = None
+        watched = weakref.ref(keys)
+        del keys
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_the_module_can_die(module, keys, query):
+    context = module(query, keys, keys)
+    watched = weakref.ref(module._cache)
+    del module
+    gc.collect()
+    assert watched() is None
+    context.sum().backward()  # the hook finds nobody to tell
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_do_not_share(module, keys, query, how):
+    agrees(module, query, keys)
+    other = how(module)
+    assert held(other) is None
+    assert held(module) is not None
+    with torch.no_grad():
+        other.W_k.weight.neg_()
+    agrees(other, query, keys)
+    agrees(module, query, keys)
+
+
+def test_inference_tensors_are_not_remembered(module, keys, query):
+    with torch.inference_mode():
+        inner = keys.clone()
+        agrees(module, query, inner)
+        assert held(module) is None
+        inner.mul_(3)
+        agrees(module, query, inner)
+        agrees(module, query, keys)  # an ordinary tensor, in inference mode
+        agrees(module, query, keys)
+    agrees(module, query, keys).sum().backward()
+    assert module.W_k.weight.grad is not None
+
+
+class Low(nn.Module):
+    """A low-rank addition around a layer, as LoRA libraries put in its place."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.down, self.up = nn.Linear(DK, 2, bias=False), nn.Linear(2, H, bias=False)
+
+    @property
+    def weight(self):
+        return self.layer.weight + self.up.weight @ self.down.weight
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def test_a_replaced_layer(module, keys, query):
+    agrees(module, query, keys)
+    module.W_k = Low(module.W_k)
+    agrees(module, query, keys)
+    with torch.no_grad():
+        module.W_k.up.weight.add_(1.0)
+    agrees(module, query, keys)
+
+
+def test_a_parametrized_layer(module, keys, query):
+    agrees(module, query, keys)
+    nn.utils.parametrizations.weight_norm(module.W_k)
+    agrees(module, query, keys)
+    with torch.no_grad():
+        module.W_k.parametrizations.weight.original0.mul_(3.0)
+    agrees(module, query, keys)
+
+
+def test_a_hook_runs_at_each_call(module, keys, query):
+    agrees(module, query, keys)
+    handle = module.W_k.register_forward_hook(lambda _, __, out: out * 0)
+    changed = module(query, keys, keys)
+    torch.testing.assert_close(changed, keys.mean(1, keepdim=True), rtol=1e-5, atol=1e-6)
+    handle.remove()
+    agrees(module, query, keys)
+
+
+def test_threads_share_a_module(module):
+    # Each thread its own keys: whoever's projection is in the slot, the result is one's own.
+    failures = []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        keys = torch.randn(B, TK, DK, generator=generator)
+        query = torch.randn(B, TQ, DQ, generator=generator)
+        want = bf.additive_attention(query, keys, keys, module.W_q.weight, module.W_k.weight,
+                                     module.w_v.weight)[0]
+        for _ in range(150):
+            if not torch.allclose(module(query, keys, keys), want, rtol=1e-5, atol=1e-6):
+                failures.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(module, keys, query, reentrant):
+    keys.requires_grad_()
+    want = torch.autograd.grad(truth(module, query, keys).square().sum(),
+                               (keys, module.W_k.weight))
+    out = checkpoint(lambda q, k: module(q, k, k), query, keys, use_reentrant=reentrant)
+    out.square().sum().backward()
+    for a, b in zip((keys.grad, module.W_k.weight.grad), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_functional_call(module, keys, query):
+    agrees(module, query, keys)
+    other = {n: torch.randn_like(p) for n, p in module.named_parameters()}
+    weights = (other["W_q.weight"], other["W_k.weight"], other["w_v.weight"])
+    want = bf.reference.additive_attention(query, keys, keys, *weights)[0]
+    got = torch.func.functional_call(module, other, (query, keys, keys))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    agrees(module, query, keys)
+
+
+def test_tiny_keys(query):
+    # Not remembered, hence right under the same changes.
+    module = bf.AdditiveAttention(DK, DQ, H)
+    keys = torch.randn(B, 2, DK)
+    agrees(module, query, keys)
+    keys.neg_()
+    agrees(module, query, keys)
+    with torch.no_grad():
+        module.W_k.weight.neg_()
+    agrees(module, query, keys)

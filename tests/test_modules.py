@@ -1,0 +1,434 @@
+"""The modules are drop-ins for the course's: signatures, parameters, numbers, dropout, copies."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import bahdanau_fast as bf
+
+
+def course_softmax(scores, lens):
+    """The course's masked_softmax, written again."""
+    if lens is None:
+        return scores.softmax(-1)
+    if lens.dim() == 1:
+        lens = lens[:, None].expand(scores.shape[:2])
+    keep = torch.arange(scores.shape[-1]) < lens[..., None]
+    return torch.where(keep, scores, torch.tensor(-1e6, dtype=scores.dtype)).softmax(-1)
+
+
+class CourseAttention(nn.Module):
+    """The course's AdditiveAttention: (num_hiddens, dropout), or with key and query size first."""
+
+    def __init__(self, *sizes, dropout=0.0):
+        super().__init__()
+        hidden = sizes[-1]
+        if len(sizes) == 1:
+            self.W_k, self.W_q = (nn.LazyLinear(hidden, bias=False) for _ in range(2))
+            self.w_v = nn.LazyLinear(1, bias=False)
+        else:
+            self.W_k = nn.Linear(sizes[0], hidden, bias=False)
+            self.W_q = nn.Linear(sizes[1], hidden, bias=False)
+            self.w_v = nn.Linear(hidden, 1, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, queries, keys, values, valid_lens):
+        features = self.W_q(queries)[:, :, None] + self.W_k(keys)[:, None]
+        scores = self.w_v(torch.tanh(features)).squeeze(-1)
+        self.attention_weights = course_softmax(scores, valid_lens)
+        return self.dropout(self.attention_weights) @ values
+
+
+class CourseMLPAttention(nn.Module):
+    """The oldest form: W_k on the query, W_q on the key; with the tanh of its formula."""
+
+    def __init__(self, units, ipt_dim, dropout=0.0):
+        super().__init__()
+        self.W_k = nn.Linear(ipt_dim, units, bias=False)
+        self.W_q = nn.Linear(ipt_dim, units, bias=False)
+        self.v = nn.Linear(units, 1, bias=False)
+
+    def forward(self, query, key, value, valid_length):
+        features = self.W_k(query)[:, :, None] + self.W_q(key)[:, None]
+        self.attention_weights = course_softmax(self.v(torch.tanh(features)).squeeze(-1),
+                                                valid_length)
+        return self.attention_weights @ value
+
+
+def inputs(query=20, key=2, value=4, B=2, Tq=3, Tk=10):
+    generator = torch.Generator().manual_seed(1)
+    shapes = (B, Tq, query), (B, Tk, key), (B, Tk, value)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+LENS = [None, torch.tensor([2, 6]), torch.tensor([0.5, 11.0]), torch.tensor([[1, 2, 3], [4, 0, 9]])]
+
+
+def same(module, course, lens, data=None):
+    data = inputs() if data is None else data
+    got, want = module(*data, lens), course(*data, lens)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(module.attention_weights, course.attention_weights,
+                               rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("lens", LENS, ids=str)
+@pytest.mark.parametrize("sizes", [(8,), (2, 20, 8)], ids=["new", "old"])
+def test_state_dict_goes_both_ways(sizes, lens):
+    course, ours = CourseAttention(*sizes), bf.AdditiveAttention(*sizes)
+    course(*inputs(), lens)
+    assert ours.load_state_dict(course.state_dict(), strict=True).missing_keys == []
+    same(ours, course, lens)
+    fresh, trained = CourseAttention(*sizes), bf.AdditiveAttention(*sizes)
+    trained(*inputs(), lens)
+    fresh.load_state_dict(trained.state_dict(), strict=True)
+    assert list(fresh.state_dict()) == list(trained.state_dict())
+    same(trained, fresh, lens)
+
+
+def test_a_lazy_state_dict_loads_into_a_sized_module_and_back():
+    lazy, sized = bf.AdditiveAttention(8), bf.AdditiveAttention(2, 20, 8)
+    lazy.load_state_dict(sized.state_dict(), strict=True)
+    same(lazy, sized, None)
+    assert lazy.W_k.weight.shape == (8, 2)
+    assert type(lazy(*inputs())) is torch.Tensor
+    assert type(lazy.W_k) is nn.Linear
+
+
+@pytest.mark.parametrize("lens", LENS, ids=str)
+def test_the_oldest_state_dict(lens):
+    course, ours = CourseMLPAttention(8, 6), bf.MLPAttention(8, 6)
+    data = inputs(6, 6)
+    ours.load_state_dict(course.state_dict(), strict=True)
+    same(ours, course, lens, data)
+    course.load_state_dict(bf.MLPAttention(8, 6).state_dict(), strict=True)
+
+
+def test_mlp_attention_depends_on_the_query():
+    module, (q, k, v) = bf.MLPAttention(8, 6), inputs(6, 6)
+    assert not torch.allclose(module(q, k, v), module(q + 3, k, v), atol=1e-3)
+
+
+def test_the_same_initial_weights_as_the_course():
+    # Same layers in the same order: a seeded script gives the same numbers.
+    torch.manual_seed(5)
+    course = CourseAttention(2, 20, 8)
+    torch.manual_seed(5)
+    ours = bf.AdditiveAttention(2, 20, 8)
+    assert all(torch.equal(a, b) for a, b in
+               zip(course.state_dict().values(), ours.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(("arguments", "named"), [
+    ((2, 20, 8, 0.1), {}),
+    ((2, 20, 8), {"dropout": 0.1}),
+    ((), {"key_size": 2, "query_size": 20, "num_hiddens": 8, "dropout": 0.1}),
+    ((8, 0.1), {}),
+    ((8,), {"dropout": 0.1}),
+    ((), {"num_hiddens": 8, "dropout": 0.1}),
+])
+def test_signatures(arguments, named):
+    module = bf.AdditiveAttention(*arguments, **named)
+    assert module.dropout.p == 0.1
+    module.eval()(*inputs())
+    assert [tuple(p.shape) for p in module.state_dict().values()] == [(8, 2), (8, 20), (1, 8)]
+    assert list(module.state_dict()) == ["W_k.weight", "W_q.weight", "w_v.weight"]
+
+
+def test_bias():
+    module = bf.AdditiveAttention(2, 20, 8, bias=True)
+    assert module.state_dict()["bias"].tolist() == [0.0] * 8
+    data = inputs()
+    course = CourseAttention(2, 20, 8)
+    course.load_state_dict({n: p for n, p in module.state_dict().items() if n != "bias"})
+    same(module, course, None)
+    with torch.no_grad():
+        module.bias.copy_(torch.linspace(-1, 2, 8))
+    features = module.W_q(data[0])[:, :, None] + module.W_k(data[1])[:, None] + module.bias
+    weights = module.w_v(torch.tanh(features)).squeeze(-1).softmax(-1)
+    torch.testing.assert_close(module(*data), weights @ data[2], rtol=1e-5, atol=1e-6)
+    module(*data).sum().backward()
+    assert module.bias.grad.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("query", "key", "given"), [(5, 5, None), (5, 5, 5), (7, 3, 7), (1, 9, 1)])
+def test_from_concat(query, key, given, with_bias):
+    linear, v = nn.Linear(query + key, 8, bias=with_bias), nn.Linear(8, 1)
+    module = bf.AdditiveAttention.from_concat(linear, v, given)
+    q, k, values = inputs(query, key)
+    pairs = torch.cat([q[:, :, None].expand(-1, -1, 10, -1), k[:, None].expand(-1, 3, -1, -1)], -1)
+    weights = v(torch.tanh(linear(pairs))).squeeze(-1).softmax(-1)
+    torch.testing.assert_close(module(q, k, values), weights @ values, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        linear.weight.zero_()
+    assert module.W_k.weight.abs().max() > 0  # copies
+    kept = bf.AdditiveAttention.from_concat(linear.double(), v.double(), given, 0.25)
+    assert kept.W_q.weight.dtype == torch.float64
+    assert kept.dropout.p == 0.25
+
+
+# ---- the course's printed examples -------------------------------------------------------------
+
+
+def test_printed_masked_softmax():
+    torch.manual_seed(0)
+    weights = bf.masked_softmax(torch.rand(2, 2, 4), torch.tensor([2, 3]))
+    zero = torch.tensor([[[0, 0, 1, 1]] * 2, [[0, 0, 0, 1]] * 2], dtype=torch.bool)
+    assert torch.equal(weights == 0, zero)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2))
+    weights = bf.masked_softmax(torch.rand(2, 2, 4), torch.tensor([[1, 3], [2, 4]]))
+    assert (weights == 0).sum(-1).tolist() == [[3, 1], [2, 0]]
+
+
+def printed_data():
+    values = torch.arange(40, dtype=torch.float32).reshape(1, 10, 4).repeat(2, 1, 1)
+    return torch.ones(2, 10, 2), values, torch.tensor([2, 6])
+
+
+@pytest.mark.parametrize(("module", "query"), [
+    (bf.AdditiveAttention(8, 0.1), 20),
+    (bf.AdditiveAttention(2, 20, 8, 0.1), 20),
+    (bf.MLPAttention(8, 2, 0.1), 2),
+    (bf.DotProductAttention(0.5), 2),
+    (bf.DotProductAttention(0.5, need_weights=False), 2),
+], ids=["new", "old", "mlp", "dot", "dot without weights"])
+def test_printed_attention(module, query):
+    torch.manual_seed(0)
+    keys, values, lens = printed_data()
+    context = module.eval()(torch.normal(0, 1, (2, 1, query)), keys, values, lens)
+    want = torch.tensor([[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]])
+    torch.testing.assert_close(context, want, rtol=1e-6, atol=1e-6)
+
+
+# ---- dot-product attention -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lens", LENS, ids=str)
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_dot_product(need_weights, lens):
+    q, k, v = (x.requires_grad_() for x in inputs(6, 6))
+    module = bf.DotProductAttention(0.3, need_weights=need_weights).eval()
+    weights = course_softmax(q @ k.transpose(1, 2) / math.sqrt(6), lens)
+    got = module(q, k, v, lens)
+    torch.testing.assert_close(got, weights @ v, rtol=1e-5, atol=1e-6)
+    if need_weights:
+        torch.testing.assert_close(module.attention_weights, weights, rtol=1e-5, atol=1e-6)
+    else:
+        assert module.attention_weights is None
+    grad = torch.randn(got.shape)
+    for a, b in zip(torch.autograd.grad(got, (q, k, v), grad),
+                    torch.autograd.grad(weights @ v, (q, k, v), grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# ---- dropout ---------------------------------------------------------------------------------------
+
+
+def dropped(p, seed=0, B=4, Tq=16, Tk=257, H=8, train=True):
+    """Weights before dropout and as the context saw them (values are the identity)."""
+    torch.manual_seed(7)
+    module = bf.AdditiveAttention(5, 5, H, p).train(train)
+    values = torch.eye(Tk).expand(B, -1, -1).clone().requires_grad_()
+    q, k = torch.randn(B, Tq, 5), torch.randn(B, Tk, 5)
+    torch.manual_seed(seed)
+    context = module(q, k, values)
+    return module.attention_weights, context, values
+
+
+def test_dropout_in_training_only():
+    weights, seen, _ = dropped(0.5, train=False)
+    torch.testing.assert_close(weights, seen)
+    weights, seen, _ = dropped(0.0)
+    torch.testing.assert_close(weights, seen)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("Tk", [257, 3])
+def test_dropout_drops_the_right_share(p, Tk):
+    weights, seen, _ = dropped(p, Tk=Tk, B=8, Tq=16 if Tk > 3 else 1000)
+    kept = seen != 0
+    scaled = torch.where(kept, weights / (1 - p), 0.0)
+    torch.testing.assert_close(seen, scaled, rtol=1e-5, atol=1e-7)
+    n = kept.numel()
+    assert abs(kept.double().mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n)
+    # every place alike, and neighbours independent
+    for axis in ((1, 2), (0, 2)):
+        share = kept.double().mean(axis)
+        count = n // share.numel()
+        assert (share - (1 - p)).abs().max() < 6 * math.sqrt(p * (1 - p) / count)
+    both = (kept[..., 1:] & kept[..., :-1]).double().mean()
+    assert abs(both - (1 - p) ** 2) < 8 * math.sqrt(p * (1 - p) / n)
+
+
+def test_dropout_is_reproducible():
+    first, again, other = dropped(0.5, 3)[1], dropped(0.5, 3)[1], dropped(0.5, 4)[1]
+    assert torch.equal(first, again)
+    assert 0.4 < ((first != 0) != (other != 0)).double().mean() < 0.6
+    torch.manual_seed(0)
+    module, data = bf.AdditiveAttention(2, 20, 8, 0.5), inputs()
+    assert not torch.equal(module(*data), module(*data))  # each step of a loop draws anew
+
+
+def test_dropout_keeps_the_mean():
+    torch.manual_seed(0)
+    module, data = bf.AdditiveAttention(2, 20, 8, 0.4), inputs()
+    mean = torch.stack([module(*data) for _ in range(4000)]).mean(0)
+    torch.testing.assert_close(mean, module.eval()(*data), rtol=0, atol=0.06)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"B": 1, "Tq": 1, "Tk": 1033, "H": 80},
+                                   {"B": 20, "Tq": 3, "Tk": 40}], ids=["", "split", "rows"])
+def test_backward_uses_the_mask_of_the_forward(sizes):
+    _, seen, values = dropped(0.5, **sizes)
+    grad = torch.randn(seen.shape)
+    (got,) = torch.autograd.grad(seen, values, grad)
+    want = seen.detach().transpose(1, 2) @ grad
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_through_dropout():
+    # The mask of one call, read off, then the formula with that mask.
+    torch.manual_seed(0)
+    B, Tq, Tk = 2, 5, 70
+    module = bf.AdditiveAttention(4, 3, 40, 0.4)
+    q, k = torch.randn(B, Tq, 3, requires_grad=True), torch.randn(B, Tk, 4, requires_grad=True)
+    values = torch.eye(Tk).expand(B, -1, -1).clone()
+    context = module(q, k, values)
+    mask = (context != 0).float() / 0.6
+    course = CourseAttention(4, 3, 40)
+    course.load_state_dict(module.state_dict())
+    course(q, k, values, None)
+    plain = (course.attention_weights * mask) @ values
+    grad, more = torch.randn(context.shape), torch.randn(context.shape)
+    got = torch.autograd.grad((context, module.attention_weights),
+                              (q, k, *module.parameters()), (grad, more))
+    want = torch.autograd.grad((plain, course.attention_weights),
+                               (q, k, *course.parameters()), (grad, more))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_of_everything():
+    weights, seen, values = dropped(1.0)
+    assert not seen.any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
+    (grad,) = torch.autograd.grad(seen.sum(), values)
+    assert not grad.any()
+
+
+# ---- attention_weights, copies, memory -------------------------------------------------------------
+
+
+def test_attention_weights_are_in_the_graph():
+    module, data = bf.AdditiveAttention(2, 20, 8), inputs()
+    assert module.attention_weights is None
+    module(*data)
+    entropy = -(module.attention_weights * module.attention_weights.log()).sum()
+    got = torch.autograd.grad(entropy, list(module.parameters()))
+    course = CourseAttention(2, 20, 8)
+    course.load_state_dict(module.state_dict())
+    course(*data, None)
+    entropy = -(course.attention_weights * course.attention_weights.log()).sum()
+    want = torch.autograd.grad(entropy, list(course.parameters()))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert a.abs().max() > 1e-5
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": lambda m: torch.load(_saved(m), weights_only=False),
+}
+
+
+def _saved(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("sizes", [(8,), (2, 20, 8)], ids=["lazy", "sized"])
+def test_copies(sizes, how):
+    before = COPIES[how](bf.AdditiveAttention(*sizes, 0.25))
+    assert before.dropout.p == 0.25
+    assert before.attention_weights is None
+    before(*inputs())
+    module = bf.AdditiveAttention(*sizes, bias=True)
+    module(*inputs())  # in the graph, and the projection cached
+    other = COPIES[how](module)
+    assert torch.equal(other.attention_weights, module.attention_weights)
+    assert torch.equal(other(*inputs()), module(*inputs()))
+    with torch.no_grad():
+        other.W_k.weight.add_(1)
+        other.W_q.weight.mul_(-2)
+    assert not torch.allclose(other(*inputs()), module(*inputs()), atol=1e-4)
+
+
+@pytest.mark.parametrize("lens", LENS, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_memory_equals_the_call(bias, lens):
+    module, (q, k, v) = bf.AdditiveAttention(2, 20, 8, bias=bias), inputs()
+    if bias:
+        nn.init.normal_(module.bias)
+    memory = module.memory(k, v, lens)
+    want = module(q, k, v, lens)
+    weights = module.attention_weights
+    assert torch.equal(module.attend(q, memory), want)
+    assert torch.equal(module.attention_weights, weights)
+    tied = module.memory(k)
+    assert tied.values is k
+    assert torch.equal(module.attend(q, tied), module(q, k, k))
+
+
+def test_beams_as_queries():
+    module, (_, k, v) = bf.AdditiveAttention(2, 20, 40), inputs(Tk=70)
+    beams = torch.randn(2, 12, 20)
+    memory = module.memory(k, v, torch.tensor([30, 70]))
+    together = module.attend(beams, memory)
+    for i in range(12):
+        one = module.attend(beams[:, i : i + 1], memory)
+        torch.testing.assert_close(together[:, i : i + 1], one, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_through_a_memory_used_many_times():
+    module, (q, k, v) = bf.AdditiveAttention(2, 20, 8), inputs(Tq=6)
+    k.requires_grad_()
+    memory = module.memory(k, v)
+    steps = torch.cat([module.attend(q[:, i : i + 1], memory) for i in range(6)], 1)
+    once = module(q, k, v)
+    grad = torch.randn(once.shape)
+    wanted = (k, *module.parameters())
+    for a, b in zip(torch.autograd.grad(steps, wanted, grad),
+                    torch.autograd.grad(once, wanted, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_modules_in_other_dtypes(dtype):
+    module, data = bf.AdditiveAttention(2, 20, 8), inputs()
+    want = module(*data, LENS[1])
+    got = module.to(dtype)(*(x.to(dtype) for x in data), LENS[1])
+    assert got.dtype == module.attention_weights.dtype == dtype
+    torch.testing.assert_close(got.float(), want, rtol=4e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize("made_in", [False, True])
+def test_autocast(made_in):
+    module, (q, k, v) = bf.AdditiveAttention(2, 20, 8), inputs()
+    want = module(q, k, v, LENS[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        memory = module.memory(k, v, LENS[1])
+        got = module.attend(q, memory) if made_in else module(q, k, v, LENS[1])
+        got.sum().backward()
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want, rtol=4e-2, atol=4e-2)
+    assert module.W_k.weight.grad.dtype == torch.float32

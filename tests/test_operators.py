@@ -1,0 +1,257 @@
+"""The operators as PyTorch sees them: schemas, fakes, autograd, compilation, determinism."""
+
+import pytest
+import torch
+
+import bahdanau_fast as bf
+from bahdanau_fast.ops import SMALL
+
+ops = torch.ops.bahdanau_fast
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def given(dtype=torch.float32, B=2, Tq=3, Tk=5, H=7, Dv=4, seed=0, grad=True):
+    """Projected queries and keys, values and w_v."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (B, Tq, H), (B, Tk, H), (B, Tk, Dv), (1, H)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+            for s in shapes]
+
+
+SEED = torch.tensor([12345])
+VARIED = {
+    "plain": {},
+    "a table": {"table": True},
+    "lens": {"lens": torch.tensor([0, 3])},
+    "lens per query": {"lens": torch.tensor([[1.5, 0, 9]] * 2)},
+    "dropout": {"p": 0.5},
+    "all of it": {"table": True, "lens": torch.tensor([2, 5]), "p": 0.25},
+    "large": {"Tq": 33, "Tk": 64, "H": 70, "table": True},
+    "split": {"B": 1, "Tq": 1, "Tk": 1500, "H": 130, "table": True},
+    "no batch": {"B": 0},
+    "no queries": {"Tq": 0},
+    "no keys": {"Tk": 0},
+}
+
+
+def arguments(dtype, case, grad=True):
+    case = dict(case)
+    table, lens, p = case.pop("table", False), case.pop("lens", None), case.pop("p", 0.0)
+    q, k, v, w = given(dtype, grad=grad, **case)
+    tables = ops.exp_keys(k.detach()) if table else (None, None)
+    return (q, k, *tables, v, w, lens, SEED if p else None, p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck_exp_keys(dtype):
+    for size in ({}, {"H": 64}, {"Tk": 0}, {"B": 0}, {"Tk": 999, "H": 133}):
+        keys = given(dtype, grad=False, **size)[1]
+        torch.library.opcheck(ops.exp_keys.default, (keys,))
+        torch.library.opcheck(ops.exp_keys.default, (keys.transpose(0, 1),))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", VARIED)
+def test_opcheck_attend(case, dtype):
+    torch.library.opcheck(ops.attend.default, (*arguments(dtype, VARIED[case]), True))
+    torch.library.opcheck(ops.attend.default, (*arguments(dtype, VARIED[case], grad=False), False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", VARIED)
+def test_opcheck_attend_backward(case, dtype):
+    args = arguments(dtype, VARIED[case], grad=False)
+    context, weights = ops.attend(*args, True)
+    grads = torch.randn_like(context), torch.randn_like(weights)
+    for grad_context, grad_weights, needs in [
+        (*grads, 15), (grads[0], None, 15), (None, grads[1], 15), (*grads, 1), (*grads, 10),
+        (*grads, 4), (*grads, 0),
+    ]:
+        torch.library.opcheck(ops.attend_backward.default,
+                              (*args, weights, grad_context, grad_weights, needs))
+
+
+def test_only_the_gradients_asked_for_are_made():
+    args = arguments(torch.float32, VARIED["lens"], grad=False)
+    context, weights = ops.attend(*args, True)
+    grads = torch.randn_like(context), torch.randn_like(weights)
+    everything = ops.attend_backward(*args, weights, *grads, 15)
+    for needs in range(16):
+        some = ops.attend_backward(*args, weights, *grads, needs)
+        for bit, (one, all_) in enumerate(zip(some, everything, strict=True)):
+            if needs >> bit & 1:
+                assert torch.equal(one, all_)
+            else:
+                assert one.numel() == 0
+
+
+def test_the_fakes_know_the_sizes_of_the_tables():
+    # Right at the size where the table changes its precision.
+    for elements in (SMALL, SMALL + 1):
+        keys = torch.randn(1, elements, 1)
+        real = ops.exp_keys(keys)
+        fake = ops.exp_keys(keys.to("meta"))
+        assert [(x.shape, x.dtype) for x in real] == [(x.shape, x.dtype) for x in fake]
+
+
+def leaves(**sizes):
+    generator = torch.Generator().manual_seed(2)
+    shapes = (2, 3, 4), (2, 5, 3), (2, 5, 2), (6, 4), (6, 3), (1, 6), (6,)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_()
+            for s in shapes]
+
+
+def attention(lens=None, weights=True, **options):
+    def call(q, k, v, w_q, w_k, w_v, bias):
+        out = bf.additive_attention(q, k, v, w_q, w_k, w_v, lens, bias=bias, need_weights=weights,
+                                    backend="cpu", **options)
+        return out if weights else out[0]
+    return call
+
+
+@pytest.mark.parametrize("lens", [None, torch.tensor([0, 3]), torch.tensor([[1, 5, 0], [2, 3, 4]])],
+                         ids=str)
+@pytest.mark.parametrize("weights", [True, False])
+def test_gradcheck(lens, weights):
+    assert torch.autograd.gradcheck(attention(lens, weights), leaves())
+
+
+def test_gradcheck_through_dropout():
+    def same_mask(*inputs):
+        torch.manual_seed(0)
+        return attention(dropout_p=0.4)(*inputs)
+
+    assert torch.autograd.gradcheck(same_mask, leaves())
+
+
+@pytest.mark.parametrize("lens", [None, torch.tensor([0, 3])], ids=str)
+def test_gradgradcheck(lens):
+    inputs = leaves()
+    assert torch.autograd.gradgradcheck(attention(lens), inputs)
+
+
+def test_a_gradient_penalty():
+    inputs = leaves()
+    penalties = []
+    for backend in ("cpu", "reference"):
+        context, _ = bf.additive_attention(*inputs[:6], bias=inputs[6], backend=backend)
+        (grad,) = torch.autograd.grad(context.square().sum(), inputs[1], create_graph=True)
+        penalties.append(torch.autograd.grad(grad.square().sum(), inputs))
+    for ours, plain in zip(*penalties, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_second_derivative_through_dropout_says_it_is_not_there():
+    inputs = leaves()
+    context, _ = attention(dropout_p=0.5)(*inputs)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        torch.autograd.grad(context.sum(), inputs[0], create_graph=True)
+
+
+def test_gradients_of_some_inputs_only():
+    for kept in range(7):
+        inputs = leaves()
+        for i, x in enumerate(inputs):
+            x.requires_grad_(i == kept)
+        (got,) = torch.autograd.grad(attention()(*inputs)[0].square().sum(), inputs[kept])
+        want = torch.autograd.grad(
+            bf.reference.additive_attention(*inputs[:6], bias=inputs[6])[0].square().sum(),
+            inputs[kept])[0]
+        torch.testing.assert_close(got, want)
+
+
+# ---- compilation -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled_equals_eager(function, inputs, grads, backend):
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
+        outs = call(*inputs)
+        results.append([*outs, *torch.autograd.grad(outs, grads, [x.detach().cos() for x in outs])])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("lens", [None, torch.tensor([2, 4])], ids=["no lens", "lens"])
+def test_compiled_function(backend, lens):
+    inputs = [x.detach().float().requires_grad_() for x in leaves()]
+    compiled_equals_eager(attention(lens), inputs, inputs, backend)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_compiled_module(bias):
+    module = bf.AdditiveAttention(3, 4, 6, 0.0, bias=bias)
+    q, k, v = (x.detach().float().requires_grad_() for x in leaves()[:3])
+
+    def call(q, k, v):
+        context = module(q, k, v, torch.tensor([2, 5]))
+        return context, module.attention_weights
+
+    compiled_equals_eager(call, (q, k, v), (q, k, v, *module.parameters()), "aot_eager")
+
+
+def test_compiled_decoder_loop():
+    module = bf.AdditiveAttention(3, 4, 6)
+    q, k, v = (x.detach().float().requires_grad_() for x in leaves()[:3])
+
+    def call(q, k, v):
+        memory = module.memory(k, v)
+        steps = [module.attend(q[:, i : i + 1], memory) for i in range(3)]
+        again = [module(q[:, i : i + 1], k, v) for i in range(3)]
+        return torch.cat(steps, 1), torch.cat(again, 1)
+
+    compiled_equals_eager(call, (q, k, v), (q, k, v, *module.parameters()), "aot_eager")
+
+
+def test_compiled_once_for_many_sizes():
+    function = torch.compile(attention(), fullgraph=True, backend="aot_eager", dynamic=True)
+    for Tq, Tk in ((3, 5), (4, 9), (7, 130)):
+        q, k, v, *rest = (x.detach() for x in leaves())
+        q, k, v = torch.randn(2, Tq, 4).double(), torch.randn(2, Tk, 3).double(), \
+            torch.randn(2, Tk, 2).double()
+        for got, want in zip(function(q, k, v, *rest), attention()(q, k, v, *rest), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+# ---- determinism -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+SHAPES = {
+    "split": {"B": 1, "Tq": 1, "Tk": 5000, "H": 64, "Dv": 33},
+    "split, few queries": {"B": 2, "Tq": 5, "Tk": 700, "H": 65, "Dv": 17},
+    "many queries": {"B": 3, "Tq": 70, "Tk": 90, "H": 67, "Dv": 40},
+    "decoder step": {"B": 32, "Tq": 1, "Tk": 50, "H": 128, "Dv": 128},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bitwise_the_same_on_any_number_of_threads(shape, dtype, threads):
+    first = None
+    inputs = given(dtype, **SHAPES[shape])
+    q, k, v, w = inputs
+    lens = torch.arange(1, q.shape[0] + 1) * k.shape[1] // q.shape[0]
+    for count in (1, 2, 4, 1, 3):
+        threads(count)
+        table, keys_max = ops.exp_keys(k.detach())
+        outs = ops.attend(q, k, table, keys_max, v, w, lens, SEED, 0.3, True)
+        grads = torch.autograd.grad(outs, inputs, [x.detach().cos() for x in outs])
+        results = [table[..., : q.shape[2]], keys_max, *outs, *grads]
+        first = first or results
+        for one, other in zip(results, first, strict=True):
+            assert torch.equal(one, other), count
