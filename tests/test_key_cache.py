@@ -282,10 +282,11 @@ def test_an_unchanged_loop_of_fifty_steps(module, keys):
     assert held(module) is None
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_keys_can_die(module, query, grad):
+@pytest.mark.parametrize(("grad", "mode"), [(True, True), (False, True), (False, False)])
+def test_keys_can_die(module, query, grad, mode):
     keys = torch.randn(B, TK, DK, requires_grad=grad)
-    agrees(module, query, keys)
+    with torch.set_grad_enabled(mode):
+        agrees(module, query, keys)
     module.attention_weights = None
     projected, watched = weakref.ref(held(module).table), weakref.ref(keys)
     assert projected() is not None
@@ -310,7 +311,8 @@ def test_no_cycle_keeps_the_graph(module, query):
         gc.enable()
 
 
-def test_the_module_can_die(module, keys, query):
+def test_the_module_can_die(keys, query):
+    module = bf.AdditiveAttention(DK, DQ, H)
     context = module(query, keys, keys)
     watched = weakref.ref(module._cache)
     del module

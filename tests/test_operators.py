@@ -50,23 +50,25 @@ def test_opcheck_exp_keys(dtype):
         torch.library.opcheck(ops.exp_keys.default, (keys.transpose(0, 1),))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", VARIED)
+OPCHECKED = [(case, torch.float32) for case in VARIED]
+OPCHECKED += [("all of it", dtype) for dtype in DTYPES[1:]]
+
+
+@pytest.mark.parametrize(("case", "dtype"), OPCHECKED, ids=str)
 def test_opcheck_attend(case, dtype):
     torch.library.opcheck(ops.attend.default, (*arguments(dtype, VARIED[case]), True))
     torch.library.opcheck(ops.attend.default, (*arguments(dtype, VARIED[case], grad=False), False))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", VARIED)
+@pytest.mark.parametrize(("case", "dtype"), OPCHECKED, ids=str)
 def test_opcheck_attend_backward(case, dtype):
     args = arguments(dtype, VARIED[case], grad=False)
     context, weights = ops.attend(*args, True)
     grads = torch.randn_like(context), torch.randn_like(weights)
-    for grad_context, grad_weights, needs in [
-        (*grads, 15), (grads[0], None, 15), (None, grads[1], 15), (*grads, 1), (*grads, 10),
-        (*grads, 4), (*grads, 0),
-    ]:
+    variants = [(*grads, 15), (None, grads[1], 10)]
+    if case == "plain":
+        variants += [(grads[0], None, 15), (*grads, 1), (*grads, 4), (*grads, 0)]
+    for grad_context, grad_weights, needs in variants:
         torch.library.opcheck(ops.attend_backward.default,
                               (*args, weights, grad_context, grad_weights, needs))
 

@@ -1,0 +1,212 @@
+"""Without the extension, or with a broken one, the package works on the reference and says why."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bahdanau_fast as bf
+from bahdanau_fast import backends
+
+PACKAGE = Path(bf.__file__).parent
+WORKS = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import bahdanau_fast as bf
+import torch
+ours = [w for w in caught if "bahdanau_fast" in str(w.message)]
+assert len(ours) == 1, [str(w.message) for w in caught]
+assert ours[0].category is RuntimeWarning
+assert "using the slower reference backend" in str(ours[0].message)
+assert bf.backends.available() == ("reference",)
+torch.manual_seed(0)
+q, k = torch.randn(2, 3, 4), torch.randn(2, 5, 6)
+attention = bf.AdditiveAttention(8, 0.1)
+with warnings.catch_warnings():
+    warnings.simplefilter("error", RuntimeWarning)  # said once
+    context = attention(q, k, k, torch.tensor([2, 5]))
+    context.sum().backward()
+    memory = attention.memory(k)
+    attention.attend(q, memory)
+weights = attention.W_q.weight, attention.W_k.weight, attention.w_v.weight
+want, _ = bf.reference.additive_attention(q, k, k, *weights)
+got, _ = bf.additive_attention(q, k, k, *weights)
+assert torch.equal(got, want)
+for ask in (lambda: bf.additive_attention(q, k, k, *weights, backend="cpu"),
+            lambda: bf.backends.use("cpu").__enter__()):
+    try:
+        ask()
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        raise SystemExit("asking for cpu was not refused")
+print(ours[0].message)
+print(refusal)
+"""
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of the package without its binary, in front on the path."""
+    shutil.copytree(PACKAGE, tmp_path / "bahdanau_fast",
+                    ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path
+
+
+def python(where, *arguments):
+    return subprocess.run([sys.executable, *arguments], cwd=where, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(where)}, check=False)
+
+
+def missing(folder):
+    del folder
+    return "the C++ extension is not built"
+
+
+def garbage(folder):
+    (folder / "bahdanau_fast/_C_cpu.abi3.so").write_bytes(b"not a library" * 100)
+    return "the C++ extension is there but does not load: .*invalid ELF header"
+
+
+def truncated(folder):
+    real = Path(sys.modules["bahdanau_fast._C_cpu"].__file__).read_bytes()
+    (folder / "bahdanau_fast/_C_cpu.abi3.so").write_bytes(real[:5000])
+    return "the C++ extension is there but does not load: .*file too short"
+
+
+def empty(folder):
+    (folder / "bahdanau_fast/_C_cpu.abi3.so").touch()
+    return "the C++ extension is there but does not load: .*file too short"
+
+
+def another(folder):
+    # A module of that name that is none of ours: no PyInit__C_cpu in it.
+    import _ctypes
+
+    shutil.copy(_ctypes.__file__, folder / "bahdanau_fast/_C_cpu.abi3.so")
+    return "the C++ extension is there but does not load: .*PyInit__C_cpu"
+
+
+BREAKAGES = [missing, garbage, truncated, empty, another]
+WAYS = pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda f: f.__name__)
+
+
+@WAYS
+def test_the_package_works(copied, breakage):
+    import re
+
+    reason = breakage(copied)
+    done = python(copied, "-c", WORKS)
+    assert done.returncode == 0, done.stderr[-1500:]
+    warning, refusal = done.stdout.strip().splitlines()
+    assert re.search(reason, warning)
+    assert "python -m bahdanau_fast info" in warning
+    assert re.search(f"backend must be available here, got 'cpu': {reason}", refusal)
+
+
+@WAYS
+def test_info_says_why(copied, breakage):
+    import re
+
+    reason = breakage(copied)
+    done = python(copied, "-m", "bahdanau_fast", "info")
+    assert done.returncode == 0, done.stderr[-1500:]
+    assert re.search(f"cpu +not available: {reason}", done.stdout)
+    assert "auto takes 'reference' for cpu tensors" in done.stdout
+    assert str(copied) in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_an_import_hook_that_hides_it(tmp_path):
+    hook = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name == "bahdanau_fast._C_cpu":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+    done = python(PACKAGE.parent, "-c", hook + WORKS)
+    assert done.returncode == 0, done.stderr[-1500:]
+    assert "the C++ extension is not built" in done.stdout
+
+
+def test_the_whole_package_imports_without_a_warning_when_built():
+    done = python(PACKAGE.parent, "-W", "error", "-c", "import bahdanau_fast")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- choosing --------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+def test_use_nests_and_restores():
+    assert backends.resolve(CPU) == "cpu"
+    with backends.use("reference"):
+        assert backends.resolve(CPU) == "reference"
+        with backends.use("cpu"):
+            assert backends.resolve(CPU) == "cpu"
+            with backends.use("auto"):
+                assert backends.resolve(CPU) == "cpu"
+        assert backends.resolve(CPU) == "reference"
+        with backends.use("auto"):
+            assert backends.resolve(CPU) == "cpu"
+        assert backends.resolve(CPU, "cpu") == "cpu"
+    assert backends.resolve(CPU) == "cpu"
+
+
+def test_use_restores_after_an_error():
+    def fail():
+        with backends.use("reference"):
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert backends.resolve(CPU) == "cpu"
+
+    def unknown():
+        with backends.use("reference"), backends.use("nope"):
+            pass
+
+    with pytest.raises(ValueError, match="backend must be one of"):
+        unknown()
+    assert backends.resolve(CPU) == "cpu"
+
+
+def test_use_decides_who_computes(monkeypatch):
+    asked = []
+    real = bf.reference.attend
+    monkeypatch.setattr(bf.reference, "attend", lambda *a: asked.append(1) or real(*a))
+    q, w = torch.randn(2, 3, 4), torch.randn(5, 4)
+    call = (q, q, q, w, w, torch.randn(5))
+    results = [bf.additive_attention(*call)[0]]
+    assert asked == []
+    with backends.use("reference"):
+        results.append(bf.additive_attention(*call)[0])
+        assert len(asked) == 1
+        results.append(bf.additive_attention(*call, backend="cpu")[0])
+        assert len(asked) == 1
+    results.append(bf.additive_attention(*call, backend="reference")[0])
+    assert len(asked) == 2
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other)
+
+
+def test_explain():
+    text = backends.explain()
+    lines = text.splitlines()
+    assert lines[0] == "auto takes 'cpu' for cpu tensors"
+    name = sys.modules["bahdanau_fast._C_cpu"].instruction_set()
+    assert lines[1].split() == ["cpu", "available:", *f"fused C++ for CPU tensors, {name} kernels"
+                                .split()]
+    assert lines[2].split()[:2] == ["reference", "available:"]
+    with backends.use("reference"):
+        assert "forced to 'reference'" in backends.explain()
+    assert backends.explain("meta").startswith("auto takes 'reference' for meta tensors")
+    assert backends.available() == ("cpu", "reference")

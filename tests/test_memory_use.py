@@ -1,0 +1,120 @@
+"""Peak memory: nothing of size (B,Tq,Tk,H) is ever made, and a loop does not grow."""
+
+import subprocess
+import sys
+
+import pytest
+
+MEASURE = """
+import gc, torch, bahdanau_fast as bf
+torch.set_num_threads({threads})
+
+def status(field):
+    for line in open("/proc/self/status"):
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+
+B, Tq, Tk, H = {sizes}
+
+def op(B, Tq, Tk, H):
+    # The operator on projected queries and keys.
+    q, k, v = (torch.randn(B, n, H, requires_grad=True) for n in (Tq, Tk, Tk))
+    w = torch.randn(1, H, requires_grad=True)
+    def run():
+        table, keys_max = torch.ops.bahdanau_fast.exp_keys(k.detach())
+        return torch.ops.bahdanau_fast.attend(q, k, table, keys_max, v, w, None, None, 0.0, True)
+    # its input besides the tensors above is the table
+    return run, (q, k, v, w), B * Tk * H * 4
+
+def module(B, Tq, Tk, H):
+    q, k = (torch.randn(B, n, H, requires_grad=True) for n in (Tq, Tk))
+    attention = bf.AdditiveAttention(H, H, H)
+    def run():
+        return attention(q, k, k), attention.attention_weights
+    # between its input and its output: both projections with their gradients, and the table
+    return run, (q, k, *attention.parameters()), (2 * B * (Tq + Tk) + B * Tk) * H * 4
+
+def both(make, *sizes):
+    run, inputs, between = make(*sizes)
+    outs = run()
+    grads = [torch.randn_like(x) for x in outs]
+    del outs
+    gc.collect()
+    base = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+    outs = run()
+    torch.autograd.backward(outs, grads)
+    peak = status("VmHWM") - base
+    made = sum(x.nbytes for x in outs) + sum(x.grad.nbytes for x in inputs) + between
+    given = sum(x.nbytes for x in (*inputs, *grads))
+    return peak, given, made
+
+both({what}, 2, 3, 70, 33)  # everything is loaded and warmed up
+print(*both({what}, B, Tq, Tk, H))
+"""
+
+
+def measure(what, sizes, threads=2):
+    code = MEASURE.format(what=what, sizes=sizes, threads=threads)
+    # Freed memory goes back at once, so that the peak is what is held.
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                            env={**__import__("os").environ, "MALLOC_MMAP_THRESHOLD_": "65536",
+                                 "MALLOC_TRIM_THRESHOLD_": "65536"}, check=False)
+    assert result.returncode == 0, result.stderr[-1500:]
+    return map(int, result.stdout.split())
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@linux
+@pytest.mark.parametrize("what", ["op", "module"])
+def test_peak_of_forward_and_backward(what):
+    peak, given, made = measure(what, (4, 128, 128, 512))
+    total = (given + peak) / (given + made)
+    print(f"{what}: inputs {given / 2**20:.1f} MB, made {made / 2**20:.1f}, peak {peak / 2**20:.1f}")
+    assert total <= 1.2
+    assert peak < 4 * 128 * 128 * 512 * 4 / 2  # far from one (B,Tq,Tk,H)
+
+
+@linux
+def test_peak_of_a_large_problem():
+    # (8,256,256,512) would be a gigabyte in fp32.
+    peak, given, made = measure("op", (8, 256, 256, 512))
+    assert (given + peak) / (given + made) <= 1.2
+
+
+GROWTH = """
+import torch, bahdanau_fast as bf
+def resident():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmRSS"):
+            return int(line.split()[1])
+torch.set_num_threads(1)
+attention = bf.AdditiveAttention(64, 64, 64, 0.1)
+query = torch.randn(8, 1, 64)
+def decode(steps, grad):
+    for step in range(steps):
+        if step % 20 == 0:
+            keys = torch.randn(8, 100, 64, requires_grad=grad)
+            memory = attention.memory(keys)
+        with torch.set_grad_enabled(grad):
+            context = attention(query, keys, keys) + attention.attend(query, memory)
+        if grad and step % 20 == 19:
+            context.sum().backward()
+for grad in (False, True):
+    decode(400, grad)
+    before = resident()
+    decode(2000, grad)
+    print(resident() - before)
+"""
+
+
+@linux
+def test_a_decoder_loop_does_not_grow():
+    result = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True,
+                            check=False)
+    assert result.returncode == 0, result.stderr[-1500:]
+    # A leaked context or weight a step would be 2000 * (2 to 200) KB.
+    for grown in map(int, result.stdout.split()):
+        assert grown < 2000, f"{grown} KB more after 2000 steps"
