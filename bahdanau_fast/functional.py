@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bahdanau_fast import backends, checks, ops, reference
+from bahdanau_fast import backends, checks, ops, reference, small
 from bahdanau_fast.memory import ProjectedKeys, project
 
-__all__ = ["additive_attention", "attend_projected", "masked_softmax"]
+__all__ = ["additive_attention", "attend_projected", "attend_small", "masked_softmax"]
 
 
 def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
@@ -91,6 +91,10 @@ def additive_attention(
         checks.weight("bias", bias, (hidden,), queries)
     checks.probability("dropout_p", dropout_p)
     chosen = backends.resolve(queries.device, backend)
+    if chosen == "cpu" and small.pays(queries, keys, hidden):
+        inputs = (queries, keys, values, w_q, w_k, w_v)
+        context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
+        return context, weights if need_weights else None
     projected = project(F.linear(keys, w_k, bias), chosen)
     context, weights = attend_projected(
         F.linear(queries, w_q), projected, values, w_v, valid_lens, dropout_p, need_weights, chosen
@@ -129,10 +133,32 @@ def attend_projected(
         w_v = w_v.to(queries.dtype)
     if backend == "reference":
         return reference.attend(queries, projected.keys, values, w_v, valid_lens, dropout_p)
-    seed = None
-    if dropout_p > 0.0:
-        seed = torch.randint(2**62, (1,), device=queries.device)
+    seed = _seed(dropout_p, queries.device)
     context, weights = ops.attend(
         queries, *projected, values, w_v, valid_lens, seed, dropout_p, need_weights
     )
     return context, weights if weights.dtype == queries.dtype else weights.to(queries.dtype)
+
+
+def attend_small(
+    inputs: tuple[Tensor, ...], bias: Tensor | None, valid_lens: Tensor | None, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """All of it in one operator, where :func:`bahdanau_fast.small.pays` says so.
+
+    Args:
+        inputs: queries, keys, values, w_q, w_k, w_v; checked by the caller.
+        bias: (H,) or None.
+        valid_lens: None, (B,) or (B,Tq).
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Context (B,Tq,Dv), weights (B,Tq,Tk).
+    """
+    seed = _seed(dropout_p, inputs[0].device)
+    context, weights = small.attend(inputs, bias, valid_lens, seed, dropout_p)
+    return context, weights if weights.dtype == context.dtype else weights.to(context.dtype)
+
+
+def _seed(dropout_p: float, device: torch.device) -> Tensor | None:
+    """A seed for the dropout mask from torch's own generator, so that manual_seed governs it."""
+    return torch.randint(2**62, (1,), device=device) if dropout_p > 0.0 else None

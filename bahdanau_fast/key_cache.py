@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bahdanau_fast import backends
 from bahdanau_fast.memory import ProjectedKeys
 
-__all__ = ["KeyCache"]
+__all__ = ["KeyCache", "plain_weight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def _state(keys: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, .
     )
 
 
-def _plain(layer: nn.Module | None) -> Tensor | None:
+def plain_weight(layer: nn.Module | None) -> Tensor | None:
     """The weight, when it alone decides what the layer computes; None for anything else.
 
     A replaced layer (LoRA, parametrized, quantized) or one with hooks depends on more than one
@@ -72,7 +72,7 @@ class KeyCache:
         entry = self._entry  # read once: another thread may replace it
         if entry is None or entry.keys() is not keys:
             return None
-        weight = _plain(layer)
+        weight = plain_weight(layer)
         if weight is None or entry.weight() is not weight or keys.is_inference():
             return None
         return entry.projected if entry.state == _state(keys, weight, bias) else None
@@ -86,7 +86,7 @@ class KeyCache:
     ) -> None:
         """Remember a projection until ``keys`` dies or a backward runs through it."""
         self._entry = None
-        weight = _plain(layer)
+        weight = plain_weight(layer)
         # Inference tensors count no versions: a change in place would go unseen.
         if weight is None or keys.is_inference() or weight.is_inference():
             return

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bahdanau_fast import backends, checks, reference
-from bahdanau_fast.functional import attend_projected
-from bahdanau_fast.key_cache import KeyCache
+from bahdanau_fast.functional import attend_projected, attend_small
+from bahdanau_fast.key_cache import KeyCache, plain_weight
 from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
+from bahdanau_fast.small import pays
 
 __all__ = ["AdditiveAttention", "DotProductAttention", "MLPAttention"]
 
@@ -84,6 +85,15 @@ class _Additive(nn.Module):
         checks.inputs(queries, keys, values, valid_lens)
         projected = None
         layer = self._modules[self._key_layer]
+        weights = self._small_weights(queries, keys)
+        if weights is not None:
+            _check_features("keys", keys, layer)
+            _check_features("queries", queries, self._modules[self._query_layer])
+            context, attention = attend_small(
+                (queries, keys, values, *weights), self.bias, valid_lens, self._dropout_p()
+            )
+            object.__setattr__(self, "attention_weights", attention)
+            return context
         reuse = self.cache_keys and keys.numel() > TINY and not torch.compiler.is_compiling()
         if reuse:
             projected = self._cache.find(keys, layer, self.bias)
@@ -93,6 +103,20 @@ class _Additive(nn.Module):
             if reuse:
                 self._cache.store(keys, layer, self.bias, projected)
         return self._attend(queries, projected, values, valid_lens)
+
+    def _small_weights(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, ...] | None:
+        """The three weights, when the call is small and they are all that the layers are."""
+        layers = self._modules
+        w_v = plain_weight(layers[self._score_layer])
+        if w_v is None or not pays(queries, keys, w_v.shape[1]):
+            return None
+        w_q, w_k = plain_weight(layers[self._query_layer]), plain_weight(layers[self._key_layer])
+        if w_q is None or w_k is None or backends.resolve(queries.device) != "cpu":
+            return None
+        return w_q, w_k, w_v
+
+    def _dropout_p(self) -> float:
+        return self.dropout.p if self.training else 0.0
 
     def _project(self, keys: Tensor) -> ProjectedKeys:
         projected: Tensor = getattr(self, self._key_layer)(keys)
@@ -112,7 +136,7 @@ class _Additive(nn.Module):
             values,
             getattr(self, self._score_layer).weight,
             valid_lens,
-            self.dropout.p if self.training else 0.0,
+            self._dropout_p(),
             True,
             backends.resolve(queries.device),
         )
@@ -134,6 +158,7 @@ def _check_features(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
     # A lazy layer has no size yet, a replaced one (LoRA, quantized) checks for itself.
     if type(layer) is nn.Linear:
         checks.features(name, tensor, layer.in_features)
+        checks.same_kind(name, tensor, "the module's weights", layer.weight)
 
 
 class AdditiveAttention(_Additive):

@@ -14,6 +14,7 @@ are ordinary ``Linear`` calls.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,22 +22,22 @@ from torch import Tensor
 
 from bahdanau_fast import reference
 
-__all__ = ["attend", "exp_keys"]
+__all__ = ["attend", "differentiate_again", "exp_keys", "library"]
 
 # Bits of attend_backward's `needs`: which gradients to compute.
 NEED_QUERIES, NEED_KEYS, NEED_VALUES, NEED_W_V = 1, 2, 4, 8
 
-_library = torch.library.Library("bahdanau_fast", "DEF")
+library = torch.library.Library("bahdanau_fast", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _ATTEND_INPUTS = (
     "Tensor queries, Tensor keys, Tensor? table, Tensor? keys_max, Tensor values, Tensor w_v, "
     "Tensor? valid_lens, Tensor? seed, float dropout_p"
 )
-_library.define("exp_keys(Tensor keys) -> (Tensor table, Tensor keys_max)", tags=_TAGS)
-_library.define(
+library.define("exp_keys(Tensor keys) -> (Tensor table, Tensor keys_max)", tags=_TAGS)
+library.define(
     f"attend({_ATTEND_INPUTS}, bool need_weights) -> (Tensor context, Tensor weights)", tags=_TAGS
 )
-_library.define(
+library.define(
     f"attend_backward({_ATTEND_INPUTS}, Tensor weights, Tensor? grad_context, "
     "Tensor? grad_weights, int needs) -> (Tensor grad_queries, Tensor grad_keys, "
     "Tensor grad_values, Tensor grad_w_v)",
@@ -125,8 +126,12 @@ def _gradients(
     if grad_context is None and grad_weights is None:
         return [None] * 4
     if torch.is_grad_enabled():
-        return _differentiable_backward(
-            differentiated, needed, valid_lens, ctx.dropout_p, (grad_context, grad_weights)
+
+        def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            return reference.attend(*tensors, valid_lens)  # type: ignore[arg-type, call-arg]
+
+        return differentiate_again(
+            again, differentiated, needed, ctx.dropout_p, (grad_context, grad_weights)
         )
     needs = sum(1 << i for i, need in enumerate(needed) if need)
     grads = _backward_op(*inputs, ctx.dropout_p, weights, grad_context, grad_weights, needs)
@@ -138,31 +143,47 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return grad_q, grad_k, None, None, grad_v, grad_w, None, None, None, None
 
 
-def _differentiable_backward(
-    inputs: tuple[Tensor, ...],
+def differentiate_again(
+    function: Callable[..., tuple[Tensor, Tensor | None]],
+    inputs: Sequence[Tensor | None],
     needed: list[bool],
-    valid_lens: Tensor | None,
     dropout_p: float,
     output_grads: tuple[Tensor | None, Tensor | None],
 ) -> list[Tensor | None]:
-    """Gradients that can be differentiated again (``create_graph=True``), by the reference."""
+    """Gradients that can be differentiated again (``create_graph=True``), by the reference.
+
+    Args:
+        function: the reference on ``inputs``, giving context and weights.
+        inputs: what the operator was called with.
+        needed: which of them want a gradient.
+        dropout_p: of that call.
+        output_grads: gradients of context and weights.
+
+    Returns:
+        A gradient, or None, per input.
+
+    Raises:
+        NotImplementedError: with dropout, whose mask the reference does not know.
+    """
     if dropout_p > 0.0:
         raise NotImplementedError(
             "a second derivative through dropped-out attention weights is not implemented: "
             "use backend='reference', or dropout 0"
         )
-    queries, keys, values, w_v = inputs
-    context, weights = reference.attend(queries, keys, values, w_v, valid_lens)
-    if output_grads[1] is not None:
-        weights = weights.to(output_grads[1].dtype)
-    outputs = (context, weights)
+    outputs = function(*inputs)
     used = [
-        (out, grad) for out, grad in zip(outputs, output_grads, strict=True) if grad is not None
+        (out.to(grad.dtype), grad)
+        for out, grad in zip(outputs, output_grads, strict=True)
+        if out is not None and grad is not None
     ]
     grads = iter(
         torch.autograd.grad(
             [out for out, _ in used],
-            [tensor for tensor, need in zip(inputs, needed, strict=True) if need],
+            [
+                tensor
+                for tensor, need in zip(inputs, needed, strict=True)
+                if need and tensor is not None
+            ],
             [grad for _, grad in used],
             create_graph=True,
             allow_unused=True,
@@ -171,11 +192,11 @@ def _differentiable_backward(
     return [next(grads) if need else None for need in needed]
 
 
-torch.library.register_fake("bahdanau_fast::exp_keys", _exp_keys_fake, lib=_library)
-torch.library.register_fake("bahdanau_fast::attend", _attend_fake, lib=_library)
-torch.library.register_fake("bahdanau_fast::attend_backward", _attend_backward_fake, lib=_library)
+torch.library.register_fake("bahdanau_fast::exp_keys", _exp_keys_fake, lib=library)
+torch.library.register_fake("bahdanau_fast::attend", _attend_fake, lib=library)
+torch.library.register_fake("bahdanau_fast::attend_backward", _attend_backward_fake, lib=library)
 torch.library.register_autograd(
-    "bahdanau_fast::attend", _backward, setup_context=_setup_context, lib=_library
+    "bahdanau_fast::attend", _backward, setup_context=_setup_context, lib=library
 )
 
 
@@ -201,7 +222,8 @@ class _Attend(torch.autograd.Function):
         return (*_gradients(ctx, *grads), None)
 
 
-_attend_op = torch.ops.bahdanau_fast.attend.default
+_attend_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default
+_exp_keys_op: Callable[[Tensor], tuple[Tensor, Tensor]]
 _exp_keys_op = torch.ops.bahdanau_fast.exp_keys.default
 _backward_op = torch.ops.bahdanau_fast.attend_backward.default
 
@@ -247,7 +269,7 @@ def attend(
         return _attend_op(*inputs)
     if graph:
         rest = (table, keys_max, valid_lens, seed, dropout_p, True)
-        return _Attend.apply(queries, keys, values, w_v, rest)  # type: ignore[no-any-return]
+        return _Attend.apply(queries, keys, values, w_v, rest)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _attend_op(*inputs)
 

@@ -27,7 +27,8 @@ def attend(a, c, w=1.0, hidden=1):
     weight = torch.full((hidden,), w / hidden, dtype=a.dtype, requires_grad=True)
     values = torch.eye(keys_len, dtype=a.dtype).expand(n, -1, -1)
     context, weights = torch.ops.bahdanau_fast.attend(
-        queries, keys, None, None, values, weight, None, None, 0.0, True)
+        queries, keys, None, None, values, weight, None, None, 0.0, True
+    )
     return context, weights, (queries, keys, weight)
 
 
@@ -93,12 +94,12 @@ def test_small_arguments_keep_their_relative_precision():
     difference = weights[:, 0, 0].detach().double().numpy() - 0.5
     wanted = exact[:, 0] - 0.5
     # 0.5 itself is rounded to 2^-24 by the dtype; the rest is relative.
-    assert np.abs(difference - wanted).max() <= 2 ** -24 * 2
+    assert np.abs(difference - wanted).max() <= 2**-24 * 2
     a, c = pairs(1e-3, 1e-3, torch.float32, n)
     _, weights, _ = attend(a, c, w=60.0, hidden=32)
     exact = exact_weights(a, c, w=60.0)
     error = np.abs(weights[:, 0].detach().double().numpy() - exact)
-    assert error.max() <= 4 * 2 ** -24
+    assert error.max() <= 4 * 2**-24
 
 
 BORDERS = (0.5, 10.7, 43.0, 44.0, 88.0, 354.0, 355.0)

@@ -15,9 +15,13 @@ SAID = re.compile(r"^[\w. ]+ must .+, got .+", re.DOTALL)
 
 def good():
     return {
-        "queries": torch.randn(2, 3, 4), "keys": torch.randn(2, 5, 6),
-        "values": torch.randn(2, 5, 7), "w_q": torch.randn(8, 4), "w_k": torch.randn(8, 6),
-        "w_v": torch.randn(1, 8), "valid_lens": None,
+        "queries": torch.randn(2, 3, 4),
+        "keys": torch.randn(2, 5, 6),
+        "values": torch.randn(2, 5, 7),
+        "w_q": torch.randn(8, 4),
+        "w_k": torch.randn(8, 6),
+        "w_v": torch.randn(1, 8),
+        "valid_lens": None,
     }
 
 
@@ -61,8 +65,10 @@ BAD = [
 ]
 TENSORS = ("queries", "keys", "values", "w_q", "w_k", "w_v", "bias")
 for _name in TENSORS:
-    BAD += [(_name, kind, TypeError, "float32, bfloat16, float16 or float64, got torch.")
-            for kind in (torch.complex64, torch.int64, torch.bool, torch.uint8)]
+    BAD += [
+        (_name, kind, TypeError, "float32, bfloat16, float16 or float64, got torch.")
+        for kind in (torch.complex64, torch.int64, torch.bool, torch.uint8)
+    ]
     BAD += [
         (_name, [1.0], TypeError, "a tensor, got list"),
         (_name, "sparse", TypeError, "dense"),
@@ -101,28 +107,39 @@ MODULES = {
     "additive": lambda: bf.AdditiveAttention(6, 4, 8),
     "lazy": lambda: bf.AdditiveAttention(8),
     "mlp": lambda: bf.MLPAttention(8, 4),
-    "dot": lambda: bf.DotProductAttention(),
+    "dot": bf.DotProductAttention,
     "dot without weights": lambda: bf.DotProductAttention(need_weights=False),
 }
 
 
 @pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize(("name", "value", "error"), [
-    *((name, "sparse", TypeError) for name in TENSORS[:3]),
-    *((name, torch.int64, TypeError) for name in TENSORS[:3]),
-    *((name, torch.complex64, TypeError) for name in TENSORS[:3]),
-    *((name, "flat", ValueError) for name in TENSORS[:3]),
-    *((name, [1.0], TypeError) for name in TENSORS[:3]),
-    ("keys", "batch", ValueError), ("values", "batch", ValueError), ("values", "rows", ValueError),
-    ("keys", torch.float64, TypeError), ("values", "meta", ValueError),
-    ("valid_lens", ones(4), ValueError), ("valid_lens", [1], TypeError),
-    ("valid_lens", ones(2) > 0, TypeError),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        *((name, "sparse", TypeError) for name in TENSORS[:3]),
+        *((name, torch.int64, TypeError) for name in TENSORS[:3]),
+        *((name, torch.complex64, TypeError) for name in TENSORS[:3]),
+        *((name, "flat", ValueError) for name in TENSORS[:3]),
+        *((name, [1.0], TypeError) for name in TENSORS[:3]),
+        ("keys", "batch", ValueError),
+        ("values", "batch", ValueError),
+        ("values", "rows", ValueError),
+        ("keys", torch.float64, TypeError),
+        ("values", "meta", ValueError),
+        ("valid_lens", ones(4), ValueError),
+        ("valid_lens", [1], TypeError),
+        ("valid_lens", ones(2) > 0, TypeError),
+    ],
+)
 def test_modules(kind, name, value, error):
     module = MODULES[kind]()
     size = 6 if kind == "additive" else 4
-    inputs = {"queries": ones(2, 3, 4), "keys": ones(2, 5, size), "values": ones(2, 5, 7),
-              "valid_lens": None}
+    inputs = {
+        "queries": ones(2, 3, 4),
+        "keys": ones(2, 5, size),
+        "values": ones(2, 5, 7),
+        "valid_lens": None,
+    }
     module(*inputs.values())
     kinds = {"flat": lambda x: x[0], "batch": lambda x: x[:1], "rows": lambda x: x[:, 1:]}
     was = inputs[name]
@@ -150,42 +167,54 @@ def test_the_module_in_another_dtype_than_its_input():
         bf.AdditiveAttention(6, 4, 8)(*(x.double() for x in list(good().values())[:3]))
 
 
-@pytest.mark.parametrize("make", [
-    lambda: bf.AdditiveAttention(),
-    lambda: bf.AdditiveAttention(1, 2, 3, 0.1, 5),
-    lambda: bf.AdditiveAttention(8, 0.1, num_hiddens=8),
-    lambda: bf.AdditiveAttention(8, size=3),
-    lambda: bf.AdditiveAttention(key_size=3, num_hiddens=8),
-    lambda: bf.AdditiveAttention(8.0),
-    lambda: bf.AdditiveAttention("8"),
-    lambda: bf.AdditiveAttention(True),
-    lambda: bf.AdditiveAttention(3, 4, None),
-    lambda: bf.AdditiveAttention(8, "0.1"),
-    lambda: bf.MLPAttention(8, 2.0),
-    lambda: bf.DotProductAttention(None),
-])
+@pytest.mark.parametrize(
+    "make",
+    [
+        bf.AdditiveAttention,
+        lambda: bf.AdditiveAttention(1, 2, 3, 0.1, 5),
+        lambda: bf.AdditiveAttention(8, 0.1, num_hiddens=8),
+        lambda: bf.AdditiveAttention(8, size=3),
+        lambda: bf.AdditiveAttention(key_size=3, num_hiddens=8),
+        lambda: bf.AdditiveAttention(8.0),
+        lambda: bf.AdditiveAttention("8"),
+        lambda: bf.AdditiveAttention(True),
+        lambda: bf.AdditiveAttention(3, 4, None),
+        lambda: bf.AdditiveAttention(8, "0.1"),
+        lambda: bf.MLPAttention(8, 2.0),
+        lambda: bf.DotProductAttention(None),
+    ],
+)
 def test_constructors_type(make):
-    with pytest.raises(TypeError, match="got|missing|takes"):
+    with pytest.raises(TypeError, match=r"got|missing|takes"):
         make()
 
 
-@pytest.mark.parametrize(("make", "words"), [
-    (lambda: bf.AdditiveAttention(0), "num_hiddens must be at least 1, got 0"),
-    (lambda: bf.AdditiveAttention(-1, 2, 3), "key_size must be at least 1, got -1"),
-    (lambda: bf.AdditiveAttention(1, 0, 3), "query_size must be at least 1, got 0"),
-    (lambda: bf.AdditiveAttention(8, -0.1), "dropout must be between 0 and 1, got -0.1"),
-    (lambda: bf.AdditiveAttention(8, 1.5), "dropout must be between 0 and 1, got 1.5"),
-    (lambda: bf.AdditiveAttention(2, 3, 8, 2), "dropout must be between 0 and 1, got 2"),
-    (lambda: bf.MLPAttention(0, 2), "units must be at least 1, got 0"),
-    (lambda: bf.MLPAttention(2, 0), "ipt_dim must be at least 1, got 0"),
-    (lambda: bf.MLPAttention(2, 2, -1.0), "dropout must be between 0 and 1, got -1.0"),
-    (lambda: bf.DotProductAttention(7), "dropout must be between 0 and 1, got 7"),
-    (lambda: bf.AdditiveAttention.from_concat(nn.Linear(5, 8), nn.Linear(8, 1)), "query_size"),
-    (lambda: bf.AdditiveAttention.from_concat(nn.Linear(6, 8), nn.Linear(8, 1), 6), "query_size"),
-    (lambda: bf.AdditiveAttention.from_concat(nn.Linear(6, 8), nn.Linear(8, 1), 0), "query_size"),
-    (lambda: bf.AdditiveAttention.from_concat(nn.Linear(6, 8), nn.Linear(8, 2)), "v must be"),
-    (lambda: bf.AdditiveAttention.from_concat(nn.Linear(6, 8), nn.Linear(7, 1)), "v must be"),
-])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: bf.AdditiveAttention(0), "num_hiddens must be at least 1, got 0"),
+        (lambda: bf.AdditiveAttention(-1, 2, 3), "key_size must be at least 1, got -1"),
+        (lambda: bf.AdditiveAttention(1, 0, 3), "query_size must be at least 1, got 0"),
+        (lambda: bf.AdditiveAttention(8, -0.1), "dropout must be between 0 and 1, got -0.1"),
+        (lambda: bf.AdditiveAttention(8, 1.5), "dropout must be between 0 and 1, got 1.5"),
+        (lambda: bf.AdditiveAttention(2, 3, 8, 2), "dropout must be between 0 and 1, got 2"),
+        (lambda: bf.MLPAttention(0, 2), "units must be at least 1, got 0"),
+        (lambda: bf.MLPAttention(2, 0), "ipt_dim must be at least 1, got 0"),
+        (lambda: bf.MLPAttention(2, 2, -1.0), "dropout must be between 0 and 1, got -1.0"),
+        (lambda: bf.DotProductAttention(7), "dropout must be between 0 and 1, got 7"),
+        (lambda: bf.AdditiveAttention.from_concat(nn.Linear(5, 8), nn.Linear(8, 1)), "query_size"),
+        (
+            lambda: bf.AdditiveAttention.from_concat(nn.Linear(6, 8), nn.Linear(8, 1), 6),
+            "query_size",
+        ),
+        (
+            lambda: bf.AdditiveAttention.from_concat(nn.Linear(6, 8), nn.Linear(8, 1), 0),
+            "query_size",
+        ),
+        (lambda: bf.AdditiveAttention.from_concat(nn.Linear(6, 8), nn.Linear(8, 2)), "v must be"),
+        (lambda: bf.AdditiveAttention.from_concat(nn.Linear(6, 8), nn.Linear(7, 1)), "v must be"),
+    ],
+)
 def test_constructors_value(make, words):
     with pytest.raises(ValueError, match=words) as raised:
         make()
@@ -228,8 +257,10 @@ def test_masked_softmax():
 
 
 def test_backends():
-    with pytest.raises(ValueError, match=r"^backend must be one of .*, got 'nope'"), \
-            bf.backends.use("nope"):
+    with (
+        pytest.raises(ValueError, match=r"^backend must be one of .*, got 'nope'"),
+        bf.backends.use("nope"),
+    ):
         pass
     meta = {n: x.to("meta") for n, x in good().items() if x is not None}
     with pytest.raises(ValueError, match=r"^backend must serve meta tensors, got 'cpu'"):
@@ -240,30 +271,68 @@ ops = torch.ops.bahdanau_fast
 
 
 def call_attend(**changed):
-    given = {"queries": ones(2, 3, 8), "keys": ones(2, 5, 8), "table": None, "keys_max": None,
-             "values": ones(2, 5, 7), "w_v": ones(8), "valid_lens": None, "seed": None,
-             "dropout_p": 0.0, "need_weights": True}
+    given = {
+        "queries": ones(2, 3, 8),
+        "keys": ones(2, 5, 8),
+        "table": None,
+        "keys_max": None,
+        "values": ones(2, 5, 7),
+        "w_v": ones(8),
+        "valid_lens": None,
+        "seed": None,
+        "dropout_p": 0.0,
+        "need_weights": True,
+    }
     return ops.attend(**{**given, **changed})
 
 
 def call_backward(**changed):
-    given = {"queries": ones(2, 3, 8), "keys": ones(2, 5, 8), "table": None, "keys_max": None,
-             "values": ones(2, 5, 7), "w_v": ones(8), "valid_lens": None, "seed": None,
-             "dropout_p": 0.0, "weights": ones(2, 3, 5), "grad_context": ones(2, 3, 7),
-             "grad_weights": None, "needs": 15}
+    given = {
+        "queries": ones(2, 3, 8),
+        "keys": ones(2, 5, 8),
+        "table": None,
+        "keys_max": None,
+        "values": ones(2, 5, 7),
+        "w_v": ones(8),
+        "valid_lens": None,
+        "seed": None,
+        "dropout_p": 0.0,
+        "weights": ones(2, 3, 5),
+        "grad_context": ones(2, 3, 7),
+        "grad_weights": None,
+        "needs": 15,
+    }
     return ops.attend_backward(**{**given, **changed})
 
 
 WRONG = [
-    {"queries": ones(2, 8)}, {"keys": ones(2, 8)}, {"values": ones(7)}, {"queries": ones(2, 3, 9)},
-    {"keys": ones(1, 5, 8)}, {"keys": ones(2, 6, 8)}, {"values": ones(2, 4, 7)}, {"w_v": ones(9)},
-    {"w_v": ones(2, 4)}, {"w_v": ones(8, 1)}, {"w_v": torch.tensor(1.0)},
-    {"w_v": ones(8).double()}, {"keys": ones(2, 5, 8).half()}, {"values": ones(2, 5, 7).int()},
-    {"queries": ones(2, 3, 8).to(torch.complex64)}, {"queries": ones(2, 3, 8) > 0},
-    {"valid_lens": ones(3)}, {"valid_lens": ones(2, 2)}, {"valid_lens": torch.tensor(1)},
-    {"valid_lens": ones(2) > 0}, {"valid_lens": ones(2, dtype=torch.complex64)},
-    {"dropout_p": -0.5}, {"dropout_p": 1.5}, {"dropout_p": float("nan")}, {"dropout_p": 0.5},
-    {"dropout_p": 0.5, "seed": ones(1)}, {"dropout_p": 0.5, "seed": torch.tensor([1, 2])},
+    {"queries": ones(2, 8)},
+    {"keys": ones(2, 8)},
+    {"values": ones(7)},
+    {"queries": ones(2, 3, 9)},
+    {"keys": ones(1, 5, 8)},
+    {"keys": ones(2, 6, 8)},
+    {"values": ones(2, 4, 7)},
+    {"w_v": ones(9)},
+    {"w_v": ones(2, 4)},
+    {"w_v": ones(8, 1)},
+    {"w_v": torch.tensor(1.0)},
+    {"w_v": ones(8).double()},
+    {"keys": ones(2, 5, 8).half()},
+    {"values": ones(2, 5, 7).int()},
+    {"queries": ones(2, 3, 8).to(torch.complex64)},
+    {"queries": ones(2, 3, 8) > 0},
+    {"valid_lens": ones(3)},
+    {"valid_lens": ones(2, 2)},
+    {"valid_lens": torch.tensor(1)},
+    {"valid_lens": ones(2) > 0},
+    {"valid_lens": ones(2, dtype=torch.complex64)},
+    {"dropout_p": -0.5},
+    {"dropout_p": 1.5},
+    {"dropout_p": float("nan")},
+    {"dropout_p": 0.5},
+    {"dropout_p": 0.5, "seed": ones(1)},
+    {"dropout_p": 0.5, "seed": torch.tensor([1, 2])},
     {"dropout_p": 0.5, "seed": torch.tensor([], dtype=torch.int64)},
     {"table": ones(2, 5, 3).double(), "keys_max": ones(2).double()},
     {"table": ones(2, 5, 8).double(), "keys_max": ones(3).double()},
@@ -279,12 +348,20 @@ def test_operators_raise(number):
             call(**WRONG[number])
 
 
-@pytest.mark.parametrize("wrong", [
-    {"weights": ones(2, 3, 6)}, {"weights": ones(2, 3)}, {"weights": ones(0)},
-    {"weights": ones(2, 3, 5).double()},
-    {"grad_context": ones(2, 3, 6)}, {"grad_context": ones(2, 3, 7).half()},
-    {"grad_weights": ones(2, 3, 7)}, {"grad_weights": ones(2, 3)},
-], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weights": ones(2, 3, 6)},
+        {"weights": ones(2, 3)},
+        {"weights": ones(0)},
+        {"weights": ones(2, 3, 5).double()},
+        {"grad_context": ones(2, 3, 6)},
+        {"grad_context": ones(2, 3, 7).half()},
+        {"grad_weights": ones(2, 3, 7)},
+        {"grad_weights": ones(2, 3)},
+    ],
+    ids=str,
+)
 def test_the_backward_operator_raises(wrong):
     with pytest.raises(RuntimeError, match="must"):
         call_backward(**wrong)
@@ -316,6 +393,7 @@ for B, Tq, Tk, H, D, Dv in itertools.product((0, 2), (0, 3), (0, 5), (0, 4), (0,
 
 
 def test_empty_sizes_do_not_crash():
-    done = subprocess.run([sys.executable, "-c", EMPTY], capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", EMPTY], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-800:]}"

@@ -1,6 +1,8 @@
 """Without the extension, or with a broken one, the package works on the reference and says why."""
 
+import _ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,53 +55,68 @@ print(refusal)
 @pytest.fixture
 def copied(tmp_path):
     """A copy of the package without its binary, in front on the path."""
-    shutil.copytree(PACKAGE, tmp_path / "bahdanau_fast",
-                    ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(
+        PACKAGE, tmp_path / "bahdanau_fast", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    # An editable install offers its own binary to any package of this name.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
+    )
     return tmp_path
 
 
 def python(where, *arguments):
-    return subprocess.run([sys.executable, *arguments], cwd=where, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(where)}, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=where,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(where)},
+        check=False,
+    )
 
 
 def missing(folder):
     del folder
-    return "the C++ extension is not built"
+    return r"the C\+\+ extension is not built"
 
 
 def garbage(folder):
     (folder / "bahdanau_fast/_C_cpu.abi3.so").write_bytes(b"not a library" * 100)
-    return "the C++ extension is there but does not load: .*invalid ELF header"
+    return r"the C\+\+ extension is there but does not load: .*invalid ELF header"
 
 
 def truncated(folder):
+    # As an interrupted copy leaves it; the loader maps it and dies on the missing pages (SIGBUS).
     real = Path(sys.modules["bahdanau_fast._C_cpu"].__file__).read_bytes()
-    (folder / "bahdanau_fast/_C_cpu.abi3.so").write_bytes(real[:5000])
-    return "the C++ extension is there but does not load: .*file too short"
+    (folder / "bahdanau_fast/_C_cpu.abi3.so").write_bytes(real[: len(real) // 2])
+    return r"the C\+\+ extension is there but does not load: "
+
+
+def header_only(folder):
+    real = Path(sys.modules["bahdanau_fast._C_cpu"].__file__).read_bytes()
+    (folder / "bahdanau_fast/_C_cpu.abi3.so").write_bytes(real[:300])
+    return r"the C\+\+ extension is there but does not load: "
 
 
 def empty(folder):
     (folder / "bahdanau_fast/_C_cpu.abi3.so").touch()
-    return "the C++ extension is there but does not load: .*file too short"
+    return r"the C\+\+ extension is there but does not load: .*file too short"
 
 
 def another(folder):
     # A module of that name that is none of ours: no PyInit__C_cpu in it.
-    import _ctypes
-
     shutil.copy(_ctypes.__file__, folder / "bahdanau_fast/_C_cpu.abi3.so")
-    return "the C++ extension is there but does not load: .*PyInit__C_cpu"
+    return r"the C\+\+ extension is there but does not load: .*PyInit__C_cpu"
 
 
-BREAKAGES = [missing, garbage, truncated, empty, another]
+BREAKAGES = [missing, garbage, truncated, header_only, empty, another]
 WAYS = pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda f: f.__name__)
 
 
 @WAYS
 def test_the_package_works(copied, breakage):
-    import re
-
     reason = breakage(copied)
     done = python(copied, "-c", WORKS)
     assert done.returncode == 0, done.stderr[-1500:]
@@ -111,8 +128,6 @@ def test_the_package_works(copied, breakage):
 
 @WAYS
 def test_info_says_why(copied, breakage):
-    import re
-
     reason = breakage(copied)
     done = python(copied, "-m", "bahdanau_fast", "info")
     assert done.returncode == 0, done.stderr[-1500:]
@@ -141,7 +156,7 @@ def test_the_whole_package_imports_without_a_warning_when_built():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ---- choosing --------------------------------------------------------------------------------------
+# ---- choosing ------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
 
@@ -203,8 +218,11 @@ def test_explain():
     lines = text.splitlines()
     assert lines[0] == "auto takes 'cpu' for cpu tensors"
     name = sys.modules["bahdanau_fast._C_cpu"].instruction_set()
-    assert lines[1].split() == ["cpu", "available:", *f"fused C++ for CPU tensors, {name} kernels"
-                                .split()]
+    assert lines[1].split() == [
+        "cpu",
+        "available:",
+        *f"fused C++ for CPU tensors, {name} kernels".split(),
+    ]
     assert lines[2].split()[:2] == ["reference", "available:"]
     with backends.use("reference"):
         assert "forced to 'reference'" in backends.explain()

@@ -87,9 +87,11 @@ def test_a_table_of_one_serves_another():
     extension.set_instruction_set("baseline")
     table, keys_max = torch.ops.bahdanau_fast.exp_keys(keys)
     want, _ = torch.ops.bahdanau_fast.attend(
-        queries, keys, table, keys_max, values, w, None, None, 0.0, True)
+        queries, keys, table, keys_max, values, w, None, None, 0.0, True
+    )
     for name in sets():
         extension.set_instruction_set(name)
         got, _ = torch.ops.bahdanau_fast.attend(
-            queries, keys, table, keys_max, values, w, None, None, 0.0, True)
+            queries, keys, table, keys_max, values, w, None, None, 0.0, True
+        )
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

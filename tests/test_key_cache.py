@@ -46,8 +46,15 @@ def truth(module, query, keys, lens=None):
     bias = module.bias
     with bf.backends.use("reference"):
         return bf.additive_attention(
-            query, keys, keys, module.W_q.weight, module.W_k.weight, module.w_v.weight, lens,
-            bias=bias)[0]
+            query,
+            keys,
+            keys,
+            module.W_q.weight,
+            module.W_k.weight,
+            module.w_v.weight,
+            lens,
+            bias=bias,
+        )[0]
 
 
 def agrees(module, query, keys):
@@ -60,8 +67,10 @@ def projections(run):
     """How many products of the key weight a run makes."""
     with profile(record_shapes=True) as record:
         run()
-    return sum(event.name == "aten::linear" and [B, TK, DK] in event.input_shapes
-               for event in record.events())
+    return sum(
+        event.name == "aten::linear" and [B, TK, DK] in event.input_shapes
+        for event in record.events()
+    )
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -258,8 +267,11 @@ def test_truncated_backpropagation(module, keys, query):
 def test_a_backward_that_stops_before_the_keys(module, keys, query):
     values = keys.clone().requires_grad_()
     torch.autograd.grad(module(query, keys, values).sum(), values)
-    same_gradients(module, lambda: module(query, keys, keys).sum().backward(),
-                   lambda: truth(module, query, keys).sum().backward())
+    same_gradients(
+        module,
+        lambda: module(query, keys, keys).sum().backward(),
+        lambda: truth(module, query, keys).sum().backward(),
+    )
 
 
 def test_an_unchanged_loop_of_fifty_steps(module, keys):
@@ -277,8 +289,11 @@ def test_an_unchanged_loop_of_fifty_steps(module, keys):
     plain = loop(lambda q: truth(module, q, keys, lens))
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    same_gradients(module, lambda: loop(lambda q: module(q, keys, keys, lens)),
-                   lambda: loop(lambda q: truth(module, q, keys, lens)))
+    same_gradients(
+        module,
+        lambda: loop(lambda q: module(q, keys, keys, lens)),
+        lambda: loop(lambda q: truth(module, q, keys, lens)),
+    )
     assert held(module) is None
 
 
@@ -397,8 +412,9 @@ def test_threads_share_a_module(module):
         generator = torch.Generator().manual_seed(seed)
         keys = torch.randn(B, TK, DK, generator=generator)
         query = torch.randn(B, TQ, DQ, generator=generator)
-        want = bf.additive_attention(query, keys, keys, module.W_q.weight, module.W_k.weight,
-                                     module.w_v.weight)[0]
+        want = bf.additive_attention(
+            query, keys, keys, module.W_q.weight, module.W_k.weight, module.w_v.weight
+        )[0]
         for _ in range(150):
             if not torch.allclose(module(query, keys, keys), want, rtol=1e-5, atol=1e-6):
                 failures.append(seed)
@@ -414,8 +430,7 @@ def test_threads_share_a_module(module):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(module, keys, query, reentrant):
     keys.requires_grad_()
-    want = torch.autograd.grad(truth(module, query, keys).square().sum(),
-                               (keys, module.W_k.weight))
+    want = torch.autograd.grad(truth(module, query, keys).square().sum(), (keys, module.W_k.weight))
     out = checkpoint(lambda q, k: module(q, k, k), query, keys, use_reentrant=reentrant)
     out.square().sum().backward()
     for a, b in zip((keys.grad, module.W_k.weight.grad), want, strict=True):

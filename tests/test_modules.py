@@ -55,8 +55,9 @@ class CourseMLPAttention(nn.Module):
 
     def forward(self, query, key, value, valid_length):
         features = self.W_k(query)[:, :, None] + self.W_q(key)[:, None]
-        self.attention_weights = course_softmax(self.v(torch.tanh(features)).squeeze(-1),
-                                                valid_length)
+        self.attention_weights = course_softmax(
+            self.v(torch.tanh(features)).squeeze(-1), valid_length
+        )
         return self.attention_weights @ value
 
 
@@ -73,8 +74,9 @@ def same(module, course, lens, data=None):
     data = inputs() if data is None else data
     got, want = module(*data, lens), course(*data, lens)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(module.attention_weights, course.attention_weights,
-                               rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        module.attention_weights, course.attention_weights, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("lens", LENS, ids=str)
@@ -120,18 +122,23 @@ def test_the_same_initial_weights_as_the_course():
     course = CourseAttention(2, 20, 8)
     torch.manual_seed(5)
     ours = bf.AdditiveAttention(2, 20, 8)
-    assert all(torch.equal(a, b) for a, b in
-               zip(course.state_dict().values(), ours.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(course.state_dict().values(), ours.state_dict().values(), strict=True)
+    )
 
 
-@pytest.mark.parametrize(("arguments", "named"), [
-    ((2, 20, 8, 0.1), {}),
-    ((2, 20, 8), {"dropout": 0.1}),
-    ((), {"key_size": 2, "query_size": 20, "num_hiddens": 8, "dropout": 0.1}),
-    ((8, 0.1), {}),
-    ((8,), {"dropout": 0.1}),
-    ((), {"num_hiddens": 8, "dropout": 0.1}),
-])
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((2, 20, 8, 0.1), {}),
+        ((2, 20, 8), {"dropout": 0.1}),
+        ((), {"key_size": 2, "query_size": 20, "num_hiddens": 8, "dropout": 0.1}),
+        ((8, 0.1), {}),
+        ((8,), {"dropout": 0.1}),
+        ((), {"num_hiddens": 8, "dropout": 0.1}),
+    ],
+)
 def test_signatures(arguments, named):
     module = bf.AdditiveAttention(*arguments, **named)
     assert module.dropout.p == 0.1
@@ -173,7 +180,7 @@ def test_from_concat(query, key, given, with_bias):
     assert kept.dropout.p == 0.25
 
 
-# ---- the course's printed examples -------------------------------------------------------------
+# ---- the course's printed examples ---------------------------------------------------------------
 
 
 def test_printed_masked_softmax():
@@ -191,13 +198,17 @@ def printed_data():
     return torch.ones(2, 10, 2), values, torch.tensor([2, 6])
 
 
-@pytest.mark.parametrize(("module", "query"), [
-    (bf.AdditiveAttention(8, 0.1), 20),
-    (bf.AdditiveAttention(2, 20, 8, 0.1), 20),
-    (bf.MLPAttention(8, 2, 0.1), 2),
-    (bf.DotProductAttention(0.5), 2),
-    (bf.DotProductAttention(0.5, need_weights=False), 2),
-], ids=["new", "old", "mlp", "dot", "dot without weights"])
+@pytest.mark.parametrize(
+    ("module", "query"),
+    [
+        (bf.AdditiveAttention(8, 0.1), 20),
+        (bf.AdditiveAttention(2, 20, 8, 0.1), 20),
+        (bf.MLPAttention(8, 2, 0.1), 2),
+        (bf.DotProductAttention(0.5), 2),
+        (bf.DotProductAttention(0.5, need_weights=False), 2),
+    ],
+    ids=["new", "old", "mlp", "dot", "dot without weights"],
+)
 def test_printed_attention(module, query):
     torch.manual_seed(0)
     keys, values, lens = printed_data()
@@ -222,12 +233,15 @@ def test_dot_product(need_weights, lens):
     else:
         assert module.attention_weights is None
     grad = torch.randn(got.shape)
-    for a, b in zip(torch.autograd.grad(got, (q, k, v), grad),
-                    torch.autograd.grad(weights @ v, (q, k, v), grad), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(got, (q, k, v), grad),
+        torch.autograd.grad(weights @ v, (q, k, v), grad),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-# ---- dropout ---------------------------------------------------------------------------------------
+# ---- dropout -------------------------------------------------------------------------------------
 
 
 def dropped(p, seed=0, B=4, Tq=16, Tk=257, H=8, train=True):
@@ -282,8 +296,11 @@ def test_dropout_keeps_the_mean():
     torch.testing.assert_close(mean, module.eval()(*data), rtol=0, atol=0.06)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"B": 1, "Tq": 1, "Tk": 1033, "H": 80},
-                                   {"B": 20, "Tq": 3, "Tk": 40}], ids=["", "split", "rows"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"B": 1, "Tq": 1, "Tk": 1033, "H": 80}, {"B": 20, "Tq": 3, "Tk": 40}],
+    ids=["", "split", "rows"],
+)
 def test_backward_uses_the_mask_of_the_forward(sizes):
     _, seen, values = dropped(0.5, **sizes)
     grad = torch.randn(seen.shape)
@@ -306,10 +323,12 @@ def test_gradients_through_dropout():
     course(q, k, values, None)
     plain = (course.attention_weights * mask) @ values
     grad, more = torch.randn(context.shape), torch.randn(context.shape)
-    got = torch.autograd.grad((context, module.attention_weights),
-                              (q, k, *module.parameters()), (grad, more))
-    want = torch.autograd.grad((plain, course.attention_weights),
-                               (q, k, *course.parameters()), (grad, more))
+    got = torch.autograd.grad(
+        (context, module.attention_weights), (q, k, *module.parameters()), (grad, more)
+    )
+    want = torch.autograd.grad(
+        (plain, course.attention_weights), (q, k, *course.parameters()), (grad, more)
+    )
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -322,7 +341,7 @@ def test_dropout_of_everything():
     assert not grad.any()
 
 
-# ---- attention_weights, copies, memory -------------------------------------------------------------
+# ---- attention_weights, copies, memory -----------------------------------------------------------
 
 
 def test_attention_weights_are_in_the_graph():
@@ -407,8 +426,11 @@ def test_gradients_through_a_memory_used_many_times():
     once = module(q, k, v)
     grad = torch.randn(once.shape)
     wanted = (k, *module.parameters())
-    for a, b in zip(torch.autograd.grad(steps, wanted, grad),
-                    torch.autograd.grad(once, wanted, grad), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(steps, wanted, grad),
+        torch.autograd.grad(once, wanted, grad),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

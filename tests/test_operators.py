@@ -14,8 +14,10 @@ def given(dtype=torch.float32, B=2, Tq=3, Tk=5, H=7, Dv=4, seed=0, grad=True):
     """Projected queries and keys, values and w_v."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (B, Tq, H), (B, Tk, H), (B, Tk, Dv), (1, H)
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
-            for s in shapes]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+        for s in shapes
+    ]
 
 
 SEED = torch.tensor([12345])
@@ -69,8 +71,9 @@ def test_opcheck_attend_backward(case, dtype):
     if case == "plain":
         variants += [(grads[0], None, 15), (*grads, 1), (*grads, 4), (*grads, 0)]
     for grad_context, grad_weights, needs in variants:
-        torch.library.opcheck(ops.attend_backward.default,
-                              (*args, weights, grad_context, grad_weights, needs))
+        torch.library.opcheck(
+            ops.attend_backward.default, (*args, weights, grad_context, grad_weights, needs)
+        )
 
 
 def test_only_the_gradients_asked_for_are_made():
@@ -99,20 +102,24 @@ def test_the_fakes_know_the_sizes_of_the_tables():
 def leaves(**sizes):
     generator = torch.Generator().manual_seed(2)
     shapes = (2, 3, 4), (2, 5, 3), (2, 5, 2), (6, 4), (6, 3), (1, 6), (6,)
-    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_()
-            for s in shapes]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
 
 
 def attention(lens=None, weights=True, **options):
     def call(q, k, v, w_q, w_k, w_v, bias):
-        out = bf.additive_attention(q, k, v, w_q, w_k, w_v, lens, bias=bias, need_weights=weights,
-                                    backend="cpu", **options)
+        out = bf.additive_attention(
+            q, k, v, w_q, w_k, w_v, lens, bias=bias, need_weights=weights, backend="cpu", **options
+        )
         return out if weights else out[0]
+
     return call
 
 
-@pytest.mark.parametrize("lens", [None, torch.tensor([0, 3]), torch.tensor([[1, 5, 0], [2, 3, 4]])],
-                         ids=str)
+@pytest.mark.parametrize(
+    "lens", [None, torch.tensor([0, 3]), torch.tensor([[1, 5, 0], [2, 3, 4]])], ids=str
+)
 @pytest.mark.parametrize("weights", [True, False])
 def test_gradcheck(lens, weights):
     assert torch.autograd.gradcheck(attention(lens, weights), leaves())
@@ -158,11 +165,12 @@ def test_gradients_of_some_inputs_only():
         (got,) = torch.autograd.grad(attention()(*inputs)[0].square().sum(), inputs[kept])
         want = torch.autograd.grad(
             bf.reference.additive_attention(*inputs[:6], bias=inputs[6])[0].square().sum(),
-            inputs[kept])[0]
+            inputs[kept],
+        )[0]
         torch.testing.assert_close(got, want)
 
 
-# ---- compilation -----------------------------------------------------------------------------------
+# ---- compilation ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -217,13 +225,16 @@ def test_compiled_once_for_many_sizes():
     function = torch.compile(attention(), fullgraph=True, backend="aot_eager", dynamic=True)
     for Tq, Tk in ((3, 5), (4, 9), (7, 130)):
         q, k, v, *rest = (x.detach() for x in leaves())
-        q, k, v = torch.randn(2, Tq, 4).double(), torch.randn(2, Tk, 3).double(), \
-            torch.randn(2, Tk, 2).double()
+        q, k, v = (
+            torch.randn(2, Tq, 4).double(),
+            torch.randn(2, Tk, 3).double(),
+            torch.randn(2, Tk, 2).double(),
+        )
         for got, want in zip(function(q, k, v, *rest), attention()(q, k, v, *rest), strict=True):
             torch.testing.assert_close(got, want)
 
 
-# ---- determinism -----------------------------------------------------------------------------------
+# ---- determinism ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

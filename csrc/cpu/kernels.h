@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward.h"
+#include "project.h"
 
 namespace bahdanau_fast {
 namespace {
@@ -38,10 +39,18 @@ void sum_rows(const void* parts, int64_t rows, int64_t width, int64_t H, void* o
 
 template <class T, class A>
 constexpr Kernels kernels_of() {
-  return {
-      keys_max<T, A>,  exp_keys<T, A>,    ForwardTask<T, A>::workspace, forward<T, A>,
-      combine<T, A>,   grad_scores<T, A>, grad_softmax<T, A>,           GradTanh<T, A>::workspace,
-      grad_tanh<T, A>, sum_rows<T, A>};
+  return {keys_max<T, A>,
+          exp_keys<T, A>,
+          ForwardTask<T, A>::workspace,
+          forward<T, A>,
+          combine<T, A>,
+          grad_scores<T, A>,
+          grad_softmax<T, A>,
+          GradTanh<T, A>::workspace,
+          grad_tanh<T, A>,
+          sum_rows<T, A>,
+          project<T, A>,
+          project_backward<T, A>};
 }
 
 }  // namespace

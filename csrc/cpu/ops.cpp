@@ -177,10 +177,90 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
   return {grad_queries, grad_keys, grad_values, grad_w};
 }
 
+// One of the two projections of a call from raw inputs.
+struct Projected {
+  Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias, const char* name)
+      : kind(computing_kind(storage_kind(rows, name), rows.numel())) {
+    STD_TORCH_CHECK(rows.dim() == 3, name, " must have 3 dimensions");
+    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == rows.size(2) && weight.is_cpu() &&
+                        weight.scalar_type() == rows.scalar_type(),
+                    "the weight of ", name, " must have shape (H, features) and their dtype");
+    p.rows = view_of(rows, owned);
+    p.B = rows.size(0);
+    p.R = rows.size(1);
+    p.D = rows.size(2);
+    p.H = weight.size(0);
+    owned.push_back(torch::stable::contiguous(weight));
+    p.w = owned.back().const_data_ptr();
+    if (!bias.has_value()) return;
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == p.H && bias->is_cpu() &&
+                        bias->scalar_type() == rows.scalar_type(),
+                    "bias must have shape (H,) and the dtype of ", name);
+    owned.push_back(torch::stable::contiguous(*bias));
+    p.bias = owned.back().const_data_ptr();
+  }
+
+  Tensor forward() const {
+    Tensor out = new_tensor({p.B, p.R, p.H}, owned[0].scalar_type());
+    const Buffer work(p.H * size_of(kind));
+    kernels(kind).project(p, out.mutable_data_ptr(), work.get());
+    return out;
+  }
+
+  // Gradients of rows, weight and bias.
+  std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad) const {
+    const ScalarType type = owned[0].scalar_type();
+    Tensor grad_rows = new_tensor({p.B, p.R, p.D}, type), grad_w = new_tensor({p.H, p.D}, type);
+    Tensor grad_bias = new_tensor({p.bias != nullptr ? p.H : 0}, type);
+    if (p.B * p.R == 0) torch::stable::zero_(grad_w);
+    const Buffer work((p.B * p.R * p.H + std::max(p.H, p.D)) * size_of(kind));
+    if (p.B * p.R > 0)
+      kernels(kind).project_backward(
+          p, grad.const_data_ptr(), grad_rows.mutable_data_ptr(), grad_w.mutable_data_ptr(),
+          p.bias != nullptr ? grad_bias.mutable_data_ptr() : nullptr, work.get());
+    else
+      torch::stable::zero_(grad_bias);
+    return {grad_rows, grad_w, grad_bias};
+  }
+
+  Kind kind;
+  Projection p;
+  std::vector<Tensor> owned;
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> additive_attention(
+    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_q,
+    const Tensor& w_k, const Tensor& w_v, MaybeTensor bias, MaybeTensor valid_lens,
+    MaybeTensor seed, double dropout_p) {
+  const Tensor projected_queries = Projected(queries, w_q, std::nullopt, "queries").forward();
+  const Tensor projected_keys = Projected(keys, w_k, bias, "keys").forward();
+  const auto [context, weights] =
+      attend(projected_queries, projected_keys, std::nullopt, std::nullopt, values, w_v, valid_lens,
+             seed, dropout_p, true);
+  return {context, weights, projected_queries, projected_keys};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> additive_attention_backward(
+    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_q,
+    const Tensor& w_k, const Tensor& w_v, MaybeTensor bias, MaybeTensor valid_lens,
+    MaybeTensor seed, double dropout_p, const Tensor& weights, const Tensor& projected_queries,
+    const Tensor& projected_keys, MaybeTensor grad_context, MaybeTensor grad_weights) {
+  const auto [grad_a, grad_c, grad_values, grad_w_v] =
+      attend_backward(projected_queries, projected_keys, std::nullopt, std::nullopt, values, w_v,
+                      valid_lens, seed, dropout_p, weights, grad_context, grad_weights,
+                      need_queries | need_keys | need_values | need_w);
+  const auto [grad_queries, grad_w_q, none] =
+      Projected(queries, w_q, std::nullopt, "queries").backward(grad_a);
+  const auto [grad_keys, grad_w_k, grad_bias] = Projected(keys, w_k, bias, "keys").backward(grad_c);
+  return {grad_queries, grad_keys, grad_values, grad_w_q, grad_w_k, grad_w_v, grad_bias};
+}
+
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
   m.impl("exp_keys", TORCH_BOX(&exp_keys));
   m.impl("attend", TORCH_BOX(&attend));
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
+  m.impl("additive_attention", TORCH_BOX(&additive_attention));
+  m.impl("additive_attention_backward", TORCH_BOX(&additive_attention_backward));
 }
 
 }  // namespace

@@ -100,6 +100,14 @@ struct Backward {
   void* grad_w = nullptr;         // (B,width) in the sum type, one part per batch row; likewise
 };
 
+// Rows (B,R,D) times a weight (H,D), plus a bias (H) that may be null.
+struct Projection {
+  View rows;
+  int64_t B = 0, R = 0, D = 0, H = 0;
+  const void* w = nullptr;
+  const void* bias = nullptr;
+};
+
 // The kernels of one instruction set. Sizes of workspaces are in elements of the sum type.
 struct Kernels {
   // Table and max |c| of batch row b, keys [j0, j1): two steps, since the form of the table
@@ -118,6 +126,9 @@ struct Kernels {
                     const void* scores, void* work);
   // out[h] = sum over `rows` rows of (rows, width) sums, in their order, in the storage type.
   void (*sum_rows)(const void* parts, int64_t rows, int64_t width, int64_t H, void* out);
+  void (*project)(const Projection&, void* out, void* work);
+  void (*project_backward)(const Projection&, const void* grad, void* grad_rows, void* grad_w,
+                           void* grad_bias, void* work);
 };
 
 // Tables by instruction set, one entry per Kind.

@@ -1,0 +1,162 @@
+"""Calls so small that calling costs more than computing: everything in one operator.
+
+``additive_attention`` takes raw queries and keys, projects them itself and has one node in the
+autograd graph instead of three. It is right at any size, but beyond a few rows BLAS projects
+faster, so :func:`pays` keeps it to the smallest problems, those of a course notebook.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import reference
+from bahdanau_fast.ops import differentiate_again, library
+
+__all__ = ["attend", "pays"]
+
+# Multiplications in the two projections up to which one operator beats three (2 CPU cores).
+_LIMIT = 16384
+
+_INPUTS = (
+    "Tensor queries, Tensor keys, Tensor values, Tensor w_q, Tensor w_k, Tensor w_v, "
+    "Tensor? bias, Tensor? valid_lens, Tensor? seed, float dropout_p"
+)
+library.define(
+    f"additive_attention({_INPUTS}) -> (Tensor context, Tensor weights, "
+    "Tensor projected_queries, Tensor projected_keys)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    f"additive_attention_backward({_INPUTS}, Tensor weights, Tensor projected_queries, "
+    "Tensor projected_keys, Tensor? grad_context, Tensor? grad_weights) -> (Tensor grad_queries, "
+    "Tensor grad_keys, Tensor grad_values, Tensor grad_w_q, Tensor grad_w_k, Tensor grad_w_v, "
+    "Tensor grad_bias)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_forward_op = torch.ops.bahdanau_fast.additive_attention.default
+_backward_op = torch.ops.bahdanau_fast.additive_attention_backward.default
+
+
+def pays(queries: Tensor, keys: Tensor, hidden: int) -> bool:
+    """Whether the one operator is the faster way for these sizes, here and now."""
+    return (
+        (queries.numel() + keys.numel()) * hidden <= _LIMIT
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(queries.device.type)
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _fake(*inputs: Any) -> tuple[Tensor, ...]:
+    queries, keys, values, w_q = inputs[:4]
+    batch, queries_len, _ = queries.shape
+    keys_len, hidden = keys.shape[1], w_q.shape[0]
+    dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    return (
+        queries.new_empty((batch, queries_len, values.shape[2])),
+        queries.new_empty((batch, queries_len, keys_len), dtype=dtype),
+        queries.new_empty((batch, queries_len, hidden)),
+        queries.new_empty((batch, keys_len, hidden)),
+    )
+
+
+def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    bias = inputs[6]
+    grad_bias = inputs[0].new_empty((0,) if bias is None else bias.shape)
+    return (*(tensor.new_empty(tensor.shape) for tensor in inputs[:6]), grad_bias)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, dropout_p = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.dropout_p = dropout_p
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
+    """Of queries, keys, values, w_q, w_k, w_v and bias."""
+    *inputs, weights, projected_queries, projected_keys = ctx.saved_tensors
+    differentiated = inputs[:7]
+    needed = [tensor is not None and tensor.requires_grad for tensor in differentiated]
+    grad_context, grad_weights = grads[:2]
+    if grad_context is None and grad_weights is None:
+        return [None] * 7
+    if torch.is_grad_enabled():
+
+        def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            *required, bias = tensors
+            return reference.additive_attention(*required, inputs[7], bias=bias)  # type: ignore[arg-type, misc]
+
+        return differentiate_again(
+            again, differentiated, needed, ctx.dropout_p, (grad_context, grad_weights)
+        )
+    results = _backward_op(
+        *inputs,
+        ctx.dropout_p,
+        weights,
+        projected_queries,
+        projected_keys,
+        grad_context,
+        grad_weights,
+    )
+    return [grad if need else None for grad, need in zip(results, needed, strict=True)]
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*_gradients(ctx, *grads), None, None, None)
+
+
+torch.library.register_fake("bahdanau_fast::additive_attention", _fake, lib=library)
+torch.library.register_fake(
+    "bahdanau_fast::additive_attention_backward", _backward_fake, lib=library
+)
+torch.library.register_autograd(
+    "bahdanau_fast::additive_attention", _backward, setup_context=_setup_context, lib=library
+)
+
+
+class _Whole(torch.autograd.Function):
+    """The same formulas for eager calls: the registered path takes several times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        differentiated, rest = inputs[:7], inputs[7]
+        with torch._C._AutoDispatchBelowAutograd():
+            output = _forward_op(*differentiated, *rest)
+        _setup_context(ctx, (*differentiated, *rest), output)
+        return output[0], output[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (*_gradients(ctx, *grads), None)
+
+
+def attend(
+    inputs: tuple[Tensor, ...],
+    bias: Tensor | None,
+    valid_lens: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Context and weights in one operator.
+
+    Args:
+        inputs: queries (B,Tq,Dq), keys (B,Tk,Dk), values (B,Tk,Dv), w_q (H,Dq), w_k (H,Dk) and
+            w_v (1,H) or (H,), of one dtype.
+        bias: (H,) or None.
+        valid_lens: None, (B,) or (B,Tq).
+        seed: (1,) int64, with dropout.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32.
+    """
+    rest = (valid_lens, seed, dropout_p)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs, bias):
+        return _Whole.apply(*inputs, bias, rest)  # type: ignore[no-any-return, no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        context, weights, _, _ = _forward_op(*inputs, bias, *rest)
+    return context, weights
