@@ -8,9 +8,10 @@
 """
 
 from bahdanau_fast import backends, reference
+from bahdanau_fast.dot_product import DotProductAttention
 from bahdanau_fast.functional import additive_attention, masked_softmax
 from bahdanau_fast.memory import Memory
-from bahdanau_fast.modules import AdditiveAttention, DotProductAttention, MLPAttention
+from bahdanau_fast.modules import AdditiveAttention, MLPAttention
 
 __version__ = "0.1.0"
 

@@ -7,10 +7,14 @@ can be asked for by name, for one call (``backend="cpu"``) or for a block (``wit
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import platform
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -28,6 +32,7 @@ _forced: str | None = None
 def _load_cpu() -> str | None:
     """Import the C++ extension, which registers the CPU kernels; None or what went wrong."""
     try:
+        _check_whole("bahdanau_fast._C_cpu")
         importlib.import_module("bahdanau_fast._C_cpu")
     except ModuleNotFoundError:
         return "the C++ extension is not built (install with a C++17 compiler present)"
@@ -35,6 +40,23 @@ def _load_cpu() -> str | None:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         return f"the C++ extension is there but does not load: {reason}"
     return None
+
+
+def _check_whole(module: str) -> None:
+    """Refuse a cut-off ELF file: the loader maps it and dies of SIGBUS, which nothing can catch."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return
+    with Path(spec.origin).open("rb") as file:
+        header = file.read(64)
+        size = file.seek(0, os.SEEK_END)
+    if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+        return  # not 64-bit ELF: the loader itself has words for it
+    order: Literal["little", "big"] = "little" if header[5] == 1 else "big"
+    sections = int.from_bytes(header[40:48], order)
+    entry, count = (int.from_bytes(header[at : at + 2], order) for at in (58, 60))
+    if size < sections + entry * count:
+        raise ImportError(f"{spec.origin} is cut off at {size} bytes")
 
 
 _cpu_problem = _load_cpu()

@@ -47,6 +47,12 @@ def _floating(name: str, tensor: Tensor) -> None:
         reject(TypeError, name, "be a dense (strided) tensor", tensor.layout)
 
 
+def _batch_of_rows(name: str, tensor: Tensor) -> None:
+    _floating(name, tensor)
+    if tensor.dim() != 3:
+        reject(ValueError, name, "have 3 dimensions (batch, length, features)", _shape(tensor))
+
+
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
@@ -58,10 +64,9 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
         TypeError: not a tensor, not a supported floating dtype, or dtypes that differ.
         ValueError: ranks, sizes or devices that do not fit together.
     """
-    for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
-        _floating(name, tensor)
-        if tensor.dim() != 3:
-            reject(ValueError, name, "have 3 dimensions (batch, length, features)", _shape(tensor))
+    _batch_of_rows("queries", queries)
+    _batch_of_rows("keys", keys)
+    _batch_of_rows("values", values)
     batch, queries_len, _ = queries.shape
     keys_batch, keys_len, _ = keys.shape
     values_batch, values_len, _ = values.shape
@@ -78,11 +83,7 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
 
 def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> None:
     """Queries against a memory that was checked when it was made; keys (B,Tk,H) are projected."""
-    _floating("queries", queries)
-    if queries.dim() != 3:
-        reject(
-            ValueError, "queries", "have 3 dimensions (batch, length, features)", _shape(queries)
-        )
+    _batch_of_rows("queries", queries)
     batch, queries_len, _ = queries.shape
     if keys.shape[0] != batch:
         need = f"have the batch size of the memory, {keys.shape[0]}"
@@ -92,9 +93,14 @@ def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> Non
         lens(valid_lens, batch, queries_len, queries.device)
 
 
-def source(keys: Tensor, values: Tensor) -> None:
-    """Keys and values of a memory, before any query is known."""
+def source(keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
+    """Keys, values and lengths of a memory, before any query is known."""
+    _batch_of_rows("keys", keys)
     inputs(keys, keys, values, None)
+    if valid_lens is not None:
+        _tensor("valid_lens", valid_lens)
+        queries_len = valid_lens.shape[1] if valid_lens.dim() == 2 else 0
+        lens(valid_lens, keys.shape[0], queries_len, keys.device)
 
 
 def same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:

@@ -7,6 +7,7 @@ projection and hands it out again while nothing it depends on has changed.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,9 @@ class _Entry:
     keys: weakref.ref[Tensor]
     weight: weakref.ref[Tensor]
     state: tuple[object, ...]
-    projected: ProjectedKeys
+    projected: Callable[[], Tensor | None]  # weak in the graph, which holds the keys in turn
+    table: Tensor | None
+    keys_max: Tensor | None
 
 
 def _state(keys: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
@@ -42,6 +45,14 @@ def _state(keys: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, .
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         backends.resolve(keys.device),
     )
+
+
+def _graph_is_replayed() -> bool:
+    """Whether hooks on saved tensors are in force: activation checkpointing runs the call twice.
+
+    Both runs must save the same tensors, and a reused projection saves fewer.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def plain_weight(layer: nn.Module | None) -> Tensor | None:
@@ -75,7 +86,10 @@ class KeyCache:
         weight = plain_weight(layer)
         if weight is None or entry.weight() is not weight or keys.is_inference():
             return None
-        return entry.projected if entry.state == _state(keys, weight, bias) else None
+        projected = entry.projected()
+        if projected is None or _graph_is_replayed() or entry.state != _state(keys, weight, bias):
+            return None
+        return ProjectedKeys(projected, entry.table, entry.keys_max)
 
     def store(
         self,
@@ -88,11 +102,11 @@ class KeyCache:
         self._entry = None
         weight = plain_weight(layer)
         # Inference tensors count no versions: a change in place would go unseen.
-        if weight is None or keys.is_inference() or weight.is_inference():
+        if weight is None or keys.is_inference() or weight.is_inference() or _graph_is_replayed():
             return
         # The callback outlives this call inside the autograd graph: it must hold neither the cache
         # nor the entry, which would keep that same graph alive.
-        this, token = weakref.ref(self), object()
+        this, token, own = weakref.ref(self), object(), projected.keys
 
         def drop(_: object) -> None:
             cache = this()
@@ -104,8 +118,10 @@ class KeyCache:
             weakref.ref(keys, drop),
             weakref.ref(weight),
             _state(keys, weight, bias),
-            projected,
+            (lambda: own) if not own.requires_grad else weakref.ref(own),
+            projected.table,
+            projected.keys_max,
         )
-        if projected.keys.requires_grad:
-            projected.keys.register_hook(drop)
+        if own.requires_grad:
+            own.register_hook(drop)
         self._entry = entry

@@ -1,21 +1,19 @@
-"""Attention modules with the names, arguments and state_dict keys of the d2l course code."""
+"""Additive attention modules: names, arguments and state_dict keys of the d2l course code."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bahdanau_fast import backends, checks, reference
+from bahdanau_fast import backends, checks
 from bahdanau_fast.functional import attend_projected, attend_small
 from bahdanau_fast.key_cache import KeyCache, plain_weight
 from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
 from bahdanau_fast.small import pays
 
-__all__ = ["AdditiveAttention", "DotProductAttention", "MLPAttention"]
+__all__ = ["AdditiveAttention", "MLPAttention"]
 
 
 class _Additive(nn.Module):
@@ -57,7 +55,7 @@ class _Additive(nn.Module):
             TypeError, ValueError: as for calling the module.
         """
         values = keys if values is None else values
-        checks.source(keys, values)
+        checks.source(keys, values, valid_lens)
         _check_features("keys", keys, self._modules[self._key_layer])
         return Memory(self._project(keys), values, valid_lens)
 
@@ -396,73 +394,3 @@ class MLPAttention(_Additive):
             TypeError, ValueError: as for :class:`AdditiveAttention`.
         """
         return self._additive(query, key, value, valid_length)
-
-
-class DotProductAttention(nn.Module):
-    """Scaled dot-product attention of the course: ``softmax(q.k / sqrt(d)) v``.
-
-    PyTorch's own ``scaled_dot_product_attention`` cannot give the weights, so it serves only
-    where they are not asked for (``need_weights=False``).
-
-    Args:
-        dropout: probability of dropping an attention weight in training.
-        need_weights: keep ``attention_weights`` after each call.
-
-    Raises:
-        TypeError, ValueError: a dropout outside [0, 1].
-
-    >>> attention = DotProductAttention(0.5).eval()
-    >>> values = torch.arange(40.0).reshape(1, 10, 4).repeat(2, 1, 1)
-    >>> context = attention(torch.ones(2, 1, 2), torch.ones(2, 10, 2), values, torch.tensor([2, 6]))
-    >>> context.round(decimals=4).tolist()
-    [[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]]
-    """
-
-    attention_weights: Tensor | None
-
-    def __init__(self, dropout: float = 0.0, *, need_weights: bool = True) -> None:
-        super().__init__()
-        checks.probability("dropout", dropout)
-        self.dropout = nn.Dropout(dropout)
-        self.need_weights = need_weights
-        self.attention_weights = None
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None = None
-    ) -> Tensor:
-        """Attend to ``key`` and ``value``.
-
-        Args:
-            query: (B,Tq,D).
-            key: (B,Tk,D).
-            value: (B,Tk,Dv).
-            valid_length: None, (B,) or (B,Tq).
-
-        Returns:
-            Context (B,Tq,Dv).
-
-        Raises:
-            TypeError: something is not a floating tensor, or dtypes differ.
-            ValueError: ranks, sizes or devices do not fit together.
-        """
-        checks.inputs(query, key, value, valid_length)
-        checks.features("key", key, query.shape[-1])
-        if not self.need_weights:
-            self.attention_weights = None
-            return self._without_weights(query, key, value, valid_length)
-        scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
-        self.attention_weights = reference.masked_softmax(scores, valid_length)
-        return torch.bmm(self.dropout(self.attention_weights), value)
-
-    def _without_weights(
-        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None
-    ) -> Tensor:
-        mask = None
-        if valid_length is not None:
-            mask = reference.valid_mask(valid_length, key.shape[1])
-            # Nothing to look at means uniform weights: let such a row see zero scores everywhere.
-            empty = ~mask.any(-1, keepdim=True)
-            mask = mask | empty
-            query = query.masked_fill(empty.expand(-1, query.shape[1], -1), 0.0)
-        dropout_p = self.dropout.p if self.training else 0.0
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p)

@@ -367,6 +367,48 @@ def test_the_backward_operator_raises(wrong):
         call_backward(**wrong)
 
 
+WRONG_WHOLE = [
+    {"queries": ones(2, 4)}, {"keys": ones(3, 5, 6)}, {"values": ones(2, 4, 7)},
+    {"w_q": ones(8, 5)}, {"w_q": ones(7, 4)}, {"w_q": ones(8)}, {"w_k": ones(8, 4)},
+    {"w_k": ones(8, 6, 1)}, {"w_v": ones(7)}, {"w_v": ones(2, 4)}, {"bias": ones(7)},
+    {"bias": ones(8).double()}, {"w_q": ones(8, 4).half()}, {"keys": ones(2, 5, 6).int()},
+    {"valid_lens": ones(3)}, {"valid_lens": ones(2) > 0}, {"dropout_p": -1.0}, {"dropout_p": 0.5},
+    {"queries": ones(2, 3, 4).to(torch.complex64)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG_WHOLE)))
+def test_the_whole_operator_raises(number):
+    given = {**good(), "bias": None, "seed": None, "dropout_p": 0.0}
+    context, *saved = ops.additive_attention(**given)
+    names = ("weights", "projected_queries", "projected_keys")
+    saved = dict(zip(names, saved, strict=True))
+    wrong = {**given, **WRONG_WHOLE[number]}
+    with pytest.raises(RuntimeError, match=r"must|expected"):
+        ops.additive_attention(**wrong)
+    with pytest.raises(RuntimeError, match=r"must|expected"):
+        ops.additive_attention_backward(**wrong, **saved, grad_context=context, grad_weights=None)
+
+
+@pytest.mark.parametrize(
+    "name", ["weights", "projected_queries", "projected_keys", "grad_context", "grad_weights"]
+)
+def test_the_whole_backward_operator_raises(name):
+    given = {**good(), "bias": None, "seed": None, "dropout_p": 0.0}
+    context, weights, queries, keys = ops.additive_attention(**given)
+    given |= {
+        "weights": weights,
+        "projected_queries": queries,
+        "projected_keys": keys,
+        "grad_context": context,
+        "grad_weights": weights,
+    }
+    ops.additive_attention_backward(**given)
+    for spoiled in (given[name][:1], given[name][..., :1], given[name].half(), given[name][0]):
+        with pytest.raises(RuntimeError, match="must"):
+            ops.additive_attention_backward(**{**given, name: spoiled})
+
+
 def test_exp_keys_raises():
     for keys in (ones(3), ones(2, 3, 4).int(), ones(2, 3, 4).to(torch.complex128)):
         with pytest.raises(RuntimeError, match="must"):

@@ -13,6 +13,7 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
+from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.memory import TINY
 
 B, TQ, TK, DK, DQ, H = 3, 1, 53, 17, 5, 19
@@ -39,7 +40,9 @@ def query():
 def held(module):
     """The projection that is remembered, or None."""
     entry = module._cache._entry
-    return None if entry is None else entry.projected
+    if entry is None or entry.projected() is None:
+        return None
+    return ProjectedKeys(entry.projected(), entry.table, entry.keys_max)
 
 
 def truth(module, query, keys, lens=None):
@@ -84,7 +87,7 @@ def test_keys_are_projected_once(module, keys, query, grad):
     first = held(module)
     with torch.set_grad_enabled(grad):
         agrees(module, query, keys)
-    assert held(module) is first
+    assert held(module).keys is first.keys
     module.cache_keys = False
     assert projections(loop) == 10
 
@@ -303,7 +306,7 @@ def test_keys_can_die(module, query, grad, mode):
     with torch.set_grad_enabled(mode):
         agrees(module, query, keys)
     module.attention_weights = None
-    projected, watched = weakref.ref(held(module).table), weakref.ref(keys)
+    projected, watched = weakref.ref(module._cache._entry.table), weakref.ref(keys)
     assert projected() is not None
     del keys
     gc.collect()

@@ -392,6 +392,11 @@ def test_copies(sizes, how):
     assert not torch.allclose(other(*inputs()), module(*inputs()), atol=1e-4)
 
 
+def close(got, want):
+    # Small calls project inside the operator, a memory by BLAS: sums in another order.
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("lens", LENS, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 def test_memory_equals_the_call(bias, lens):
@@ -401,11 +406,11 @@ def test_memory_equals_the_call(bias, lens):
     memory = module.memory(k, v, lens)
     want = module(q, k, v, lens)
     weights = module.attention_weights
-    assert torch.equal(module.attend(q, memory), want)
-    assert torch.equal(module.attention_weights, weights)
+    close(module.attend(q, memory), want)
+    close(module.attention_weights, weights)
     tied = module.memory(k)
     assert tied.values is k
-    assert torch.equal(module.attend(q, tied), module(q, k, k))
+    close(module.attend(q, tied), module(q, k, k))
 
 
 def test_beams_as_queries():

@@ -99,6 +99,30 @@ def test_the_fakes_know_the_sizes_of_the_tables():
         assert [(x.shape, x.dtype) for x in real] == [(x.shape, x.dtype) for x in fake]
 
 
+WHOLE = {
+    "plain": {},
+    "lens and bias": {"lens": torch.tensor([0, 3]), "bias": True},
+    "dropout": {"p": 0.5, "bias": True},
+    "no keys": {"Tk": 0},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", WHOLE)
+def test_opcheck_the_whole(case, dtype):
+    lens, p, bias, Tk = (WHOLE[case].get(n) for n in ("lens", "p", "bias", "Tk"))
+    q, k, v, w_q, w_k, w_v, b = (x.detach().to(dtype).requires_grad_() for x in leaves())
+    if Tk == 0:
+        k, v = (x.detach()[:, :0].clone().requires_grad_() for x in (k, v))
+    args = (q, k, v, w_q, w_k, w_v, b if bias else None, lens, SEED if p else None, p or 0.0)
+    torch.library.opcheck(ops.additive_attention.default, args)
+    args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+    context, *saved = ops.additive_attention(*args)
+    grads = torch.randn_like(context), torch.randn_like(saved[0])
+    for some in (grads, (None, grads[1]), (grads[0], None)):
+        torch.library.opcheck(ops.additive_attention_backward.default, (*args, *saved, *some))
+
+
 def leaves(**sizes):
     generator = torch.Generator().manual_seed(2)
     shapes = (2, 3, 4), (2, 5, 3), (2, 5, 2), (6, 4), (6, 3), (1, 6), (6,)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parity import (
     DTYPES,
+    INPUTS,
     LAYOUTS,
     Case,
     attended,
@@ -39,6 +40,10 @@ def lens(*values, dtype=torch.int64):
 
 
 per_query = torch.arange(-3, 48).reshape(3, 17) * 1.3
+
+EVERY = (*INPUTS, "context", "weights")
+# So small that projections and attention are one operator (bahdanau_fast/small.py).
+SMALLEST = {"B": 2, "Tq": 2, "Tk": 7, "H": 5, "Dq": 3, "Dk": 9, "Dv": 2}
 
 # One entry per row, and per way to get that row wrong, of the contract table.
 CONTRACT = {
@@ -85,6 +90,16 @@ CONTRACT = {
     "split keys, lens at a chunk": {"B": 2, "Tq": 1, "Tk": 1033, "H": 131, "lens": lens(64, 128)},
     "split keys, whole row masked": {"B": 1, "Tq": 2, "Tk": 1033, "H": 131, "lens": lens(0)},
     "fp32 in small": {"B": 1, "Tq": 2, "Tk": 8, "H": 5},
+    "all in one operator": SMALLEST,
+    "all in one operator, lens": {**SMALLEST, "lens": lens(0, 2)},
+    "all in one operator, lens per query": {**SMALLEST, "lens": torch.tensor([[1, 7], [3.5, -1]])},
+    "all in one operator, no bias": {**SMALLEST, "bias": False},
+    "all in one operator, values is keys": {**SMALLEST, "tied": True},
+    "all in one operator, weights alone": {**SMALLEST, "grads": "weights"},
+    "all in one operator, context alone": {**SMALLEST, "grads": "context"},
+    "all in one operator, strided": {**SMALLEST, "layout": dict.fromkeys(EVERY, "strided")},
+    "all in one operator, transposed": {**SMALLEST, "layout": dict.fromkeys(EVERY, "transposed")},
+    "all in one operator, large inputs": {**SMALLEST, "scale": {"queries": 60.0, "keys": 60.0}},
     "table of the other precision": {"B": 1, "Tq": 80, "Tk": 41, "H": 43},
 }
 CONTRACT |= {
@@ -125,6 +140,8 @@ def test_contract(row, dtype):
         "split keys, lens inside a chunk",
         "table of the other precision",
         "fp32 in small",
+        "all in one operator, lens",
+        "all in one operator, values is keys",
     ],
 )
 def test_contract_of_the_module(row, way, dtype):

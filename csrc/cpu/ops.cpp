@@ -135,9 +135,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
 
   const int64_t parts = parts_per_row(p.B);
   const int64_t line = 64;
-  const int64_t hidden =
-      parts == 1 ? p.width : std::min(p.width, ceil_div(ceil_div(p.width, parts), line) * line);
-  const int64_t slices = ceil_div(p.width, hidden);
+  const int64_t even = ceil_div(ceil_div(p.width, parts), line) * line;
+  const int64_t hidden = parts == 1 ? p.width : std::min(p.width, even);
+  const int64_t slices = hidden > 0 ? ceil_div(p.width, hidden) : 0;
   const int64_t chunk = parts == 1 ? p.Tk : std::max(line, ceil_div(p.Tk, parts));
   const int64_t chunks = ceil_div(p.Tk, chunk);
   const int64_t area = p.Tq * p.Tk, work_bytes = k.grad_tanh_workspace(p, hidden) * bytes;
@@ -209,6 +209,8 @@ struct Projected {
 
   // Gradients of rows, weight and bias.
   std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad) const {
+    STD_TORCH_CHECK(grad.size(0) == p.B && grad.size(1) == p.R && grad.size(2) == p.H,
+                    "the projections must be those additive_attention returned");
     const ScalarType type = owned[0].scalar_type();
     Tensor grad_rows = new_tensor({p.B, p.R, p.D}, type), grad_w = new_tensor({p.H, p.D}, type);
     Tensor grad_bias = new_tensor({p.bias != nullptr ? p.H : 0}, type);

@@ -1,0 +1,83 @@
+"""The course's scaled dot-product attention, beside the additive modules."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bahdanau_fast import checks, reference
+
+__all__ = ["DotProductAttention"]
+
+
+class DotProductAttention(nn.Module):
+    """Scaled dot-product attention of the course: ``softmax(q.k / sqrt(d)) v``.
+
+    PyTorch's own ``scaled_dot_product_attention`` cannot give the weights, so it serves only
+    where they are not asked for (``need_weights=False``).
+
+    Args:
+        dropout: probability of dropping an attention weight in training.
+        need_weights: keep ``attention_weights`` after each call.
+
+    Raises:
+        TypeError, ValueError: a dropout outside [0, 1].
+
+    >>> attention = DotProductAttention(0.5).eval()
+    >>> values = torch.arange(40.0).reshape(1, 10, 4).repeat(2, 1, 1)
+    >>> context = attention(torch.ones(2, 1, 2), torch.ones(2, 10, 2), values, torch.tensor([2, 6]))
+    >>> context.round(decimals=4).tolist()
+    [[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]]
+    """
+
+    attention_weights: Tensor | None
+
+    def __init__(self, dropout: float = 0.0, *, need_weights: bool = True) -> None:
+        super().__init__()
+        checks.probability("dropout", dropout)
+        self.dropout = nn.Dropout(dropout)
+        self.need_weights = need_weights
+        self.attention_weights = None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None = None
+    ) -> Tensor:
+        """Attend to ``key`` and ``value``.
+
+        Args:
+            query: (B,Tq,D).
+            key: (B,Tk,D).
+            value: (B,Tk,Dv).
+            valid_length: None, (B,) or (B,Tq).
+
+        Returns:
+            Context (B,Tq,Dv).
+
+        Raises:
+            TypeError: something is not a floating tensor, or dtypes differ.
+            ValueError: ranks, sizes or devices do not fit together.
+        """
+        checks.inputs(query, key, value, valid_length)
+        checks.features("key", key, query.shape[-1])
+        if not self.need_weights:
+            self.attention_weights = None
+            return self._without_weights(query, key, value, valid_length)
+        scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
+        self.attention_weights = reference.masked_softmax(scores, valid_length)
+        return torch.bmm(self.dropout(self.attention_weights), value)
+
+    def _without_weights(
+        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None
+    ) -> Tensor:
+        mask = None
+        if valid_length is not None:
+            mask = reference.valid_mask(valid_length, key.shape[1])
+            # Nothing to look at means uniform weights: let such a row see zero scores everywhere.
+            empty = ~mask.any(-1, keepdim=True)
+            mask = mask | empty
+            query = query.masked_fill(empty.expand(-1, query.shape[1], -1), 0.0)
+        dropout_p = self.dropout.p if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p)
