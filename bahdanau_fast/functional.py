@@ -95,7 +95,7 @@ def additive_attention(
         inputs = (queries, keys, values, w_q, w_k, w_v)
         context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
         return context, weights if need_weights else None
-    projected = project(F.linear(keys, w_k, bias), chosen)
+    projected = project(F.linear(keys, w_k, bias), chosen, queries.shape[1])
     context, weights = attend_projected(
         F.linear(queries, w_q), projected, values, w_v, valid_lens, dropout_p, need_weights, chosen
     )

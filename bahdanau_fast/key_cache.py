@@ -47,12 +47,15 @@ def _state(keys: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, .
     )
 
 
-def _graph_is_replayed() -> bool:
-    """Whether hooks on saved tensors are in force: activation checkpointing runs the call twice.
+def _is_transformed() -> bool:
+    """Whether the call is one of several runs of the same code, or of code on wrapped tensors.
 
-    Both runs must save the same tensors, and a reused projection saves fewer.
+    Activation checkpointing (seen by its hooks on saved tensors) runs a call twice, and both runs
+    must save the same tensors, of which a reused projection saves fewer. The tensors of
+    ``torch.func`` have no address.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None or torch._C._are_functorch_transforms_active()
 
 
 def plain_weight(layer: nn.Module | None) -> Tensor | None:
@@ -87,7 +90,7 @@ class KeyCache:
         if weight is None or entry.weight() is not weight or keys.is_inference():
             return None
         projected = entry.projected()
-        if projected is None or _graph_is_replayed() or entry.state != _state(keys, weight, bias):
+        if projected is None or _is_transformed() or entry.state != _state(keys, weight, bias):
             return None
         return ProjectedKeys(projected, entry.table, entry.keys_max)
 
@@ -102,7 +105,7 @@ class KeyCache:
         self._entry = None
         weight = plain_weight(layer)
         # Inference tensors count no versions: a change in place would go unseen.
-        if weight is None or keys.is_inference() or weight.is_inference() or _graph_is_replayed():
+        if weight is None or keys.is_inference() or weight.is_inference() or _is_transformed():
             return
         # The callback outlives this call inside the autograd graph: it must hold neither the cache
         # nor the entry, which would keep that same graph alive.

@@ -30,9 +30,20 @@ class ProjectedKeys(NamedTuple):
     keys_max: Tensor | None
 
 
-def project(projected_keys: Tensor, backend: str) -> ProjectedKeys:
-    """Prepare ``W_k k`` of shape (B,Tk,H) for a backend."""
-    if backend == "reference" or projected_keys.numel() <= TINY:
+# From so many queries on a kernel makes the table anew as it goes: one part in so many of the work,
+# against as much memory as the keys.
+MANY_QUERIES = 16
+
+
+def project(projected_keys: Tensor, backend: str, queries_len: int = 1) -> ProjectedKeys:
+    """Prepare ``W_k k`` for a backend.
+
+    Args:
+        projected_keys: (B,Tk,H).
+        backend: a name from :data:`backends.NAMES`.
+        queries_len: Tq of the calls to come.
+    """
+    if backend == "reference" or projected_keys.numel() <= TINY or queries_len >= MANY_QUERIES:
         return ProjectedKeys(projected_keys, None, None)
     return ProjectedKeys(projected_keys, *ops.exp_keys(projected_keys))
 

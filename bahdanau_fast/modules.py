@@ -97,7 +97,7 @@ class _Additive(nn.Module):
             projected = self._cache.find(keys, layer, self.bias)
         if projected is None:
             _check_features("keys", keys, layer)
-            projected = self._project(keys)
+            projected = self._project(keys, queries.shape[1])
             if reuse:
                 self._cache.store(keys, layer, self.bias, projected)
         return self._attend(queries, projected, values, valid_lens)
@@ -116,11 +116,11 @@ class _Additive(nn.Module):
     def _dropout_p(self) -> float:
         return self.dropout.p if self.training else 0.0
 
-    def _project(self, keys: Tensor) -> ProjectedKeys:
+    def _project(self, keys: Tensor, queries_len: int = 1) -> ProjectedKeys:
         projected: Tensor = getattr(self, self._key_layer)(keys)
         if self.bias is not None:
             projected = projected + self.bias
-        return project(projected, backends.resolve(keys.device))
+        return project(projected, backends.resolve(keys.device), queries_len)
 
     def _attend(
         self, queries: Tensor, projected: ProjectedKeys, values: Tensor, valid_lens: Tensor | None

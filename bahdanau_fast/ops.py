@@ -264,8 +264,7 @@ def attend(
         queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
         need_weights or graph,
     )  # fmt: skip
-    # What traces or transforms the call has to meet the operator itself.
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():  # what traces the call has to meet the operator itself
         return _attend_op(*inputs)
     if graph:
         rest = (table, keys_max, valid_lens, seed, dropout_p, True)

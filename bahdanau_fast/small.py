@@ -46,7 +46,6 @@ def pays(queries: Tensor, keys: Tensor, hidden: int) -> bool:
         (queries.numel() + keys.numel()) * hidden <= _LIMIT
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(queries.device.type)
-        and not torch._C._are_functorch_transforms_active()
     )
 
 

@@ -293,7 +293,7 @@ def _op_projected(inputs: Inputs, ready: bool = False) -> Runnable:
     prepared = project(inputs.projected_keys, backend) if ready else None
 
     def forward() -> Outputs:
-        keys = prepared or project(inputs.projected_keys, backend)
+        keys = prepared or project(inputs.projected_keys, backend, inputs.queries.shape[1])
         return attend_projected(query, keys, values, w_v, inputs.valid_lens, 0.0, True, backend)
 
     return Runnable(forward, inputs.leaves("projected"))

@@ -13,8 +13,7 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
-from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.memory import TINY
+from bahdanau_fast.memory import TINY, ProjectedKeys
 
 B, TQ, TK, DK, DQ, H = 3, 1, 53, 17, 5, 19
 # Keys that are faster projected than remembered are not in question here.

@@ -107,9 +107,14 @@ void grad_softmax(const Problem& p, const Backward& g, int64_t b, void* scores_i
     A* scores = static_cast<A*>(scores_inout) + i * p.Tk;
     const auto* weights = weights_row<T>(g, row * p.Tk);
     double total = 0, dot = 0;
-    for (int64_t j = 0; j < kept; ++j) {
-      total += double(widen(weights[j]));
-      dot += double(widen(weights[j])) * double(scores[j]);
+    for (int64_t block = 0; block < kept; block += 64) {  // in two levels, for long rows of fp64
+      double block_total = 0, block_dot = 0;
+      for (int64_t j = block; j < kept && j < block + 64; ++j) {
+        block_total += double(widen(weights[j]));
+        block_dot += double(widen(weights[j])) * double(scores[j]);
+      }
+      total += block_total;
+      dot += block_dot;
     }
     const double mean = dot / total;
     for (int64_t j = 0; j < kept; ++j)
@@ -211,7 +216,7 @@ struct GradTanh {
   static constexpr int64_t kRows = 7;     // of a Slice
 
   const Problem& p;
-  int64_t b, h0, n, valid;
+  int64_t b, h0, n, valid, stride;
   A keys_max, shift;
   Rows<T, A> queries, keys;
   const A *scores, *table;
@@ -219,7 +224,7 @@ struct GradTanh {
   Path path;
 
   static int64_t workspace(const Problem& p, int64_t hidden) {
-    return (p.Tq * kRows + 3 * kKeys) * hidden;
+    return (p.Tq * kRows + 3 * kKeys + (p.table == nullptr ? p.Tk : 0)) * hidden;
   }
 
   GradTanh(const Problem& problem, int64_t row, int64_t begin, int64_t end, const void* scores_in,
@@ -229,11 +234,11 @@ struct GradTanh {
     keys_max = static_cast<const A*>(p.keys_max)[b];
     shift = table_shift(keys_max);
     scores = static_cast<const A*>(scores_in);
-    table = static_cast<const A*>(p.table) + b * p.Tk * p.width + h0;
     slices = static_cast<A*>(work);
     keys_near = slices + p.Tq * kRows * n;
     keys_far = keys_near + kKeys * n;
     padded = keys_far + kKeys * n;
+    set_table(padded + kKeys * n);
     A queries_max = 0;
     for (int64_t i = 0; i < p.Tq && queries_max == queries_max; ++i) {
       const A m = max_abs<A>(queries[i], p.H);
@@ -241,6 +246,18 @@ struct GradTanh {
     }
     path = choose_path(queries_max, keys_max);
     for (int64_t i = 0; i < p.Tq; ++i) prepare(i);
+  }
+
+  // The slice of the table; made here when the call came without one.
+  void set_table(A* own) {
+    if (p.table != nullptr) {
+      table = static_cast<const A*>(p.table) + b * p.Tk * p.width + h0;
+      stride = p.width;
+      return;
+    }
+    for (int64_t j = 0; j < p.Tk; ++j) fill_table(keys[j] + h0, valid, n, shift, own + j * n);
+    table = own;
+    stride = n;
   }
 
   Slice<A> slice(int64_t i) const {
@@ -262,41 +279,41 @@ struct GradTanh {
   }
 
   // Table rows of `count` keys; fewer than kKeys are filled up with zeros.
-  const A* entries(int64_t j, int64_t count, int64_t* stride) {
-    const A* rows = table + j * p.width;
-    *stride = p.width;
+  const A* entries(int64_t j, int64_t count, int64_t* row_stride) {
+    const A* rows = table + j * stride;
+    *row_stride = stride;
     if (count == kKeys) return rows;
     for (int64_t k = 0; k < kKeys; ++k)
-      for (int64_t h = 0; h < n; ++h) padded[k * n + h] = k < count ? rows[k * p.width + h] : A(0);
-    *stride = n;
+      for (int64_t h = 0; h < n; ++h) padded[k * n + h] = k < count ? rows[k * stride + h] : A(0);
+    *row_stride = n;
     return padded;
   }
 
-  void one_query(int64_t i, int64_t j, int64_t count, const A* rows, int64_t stride) {
+  void one_query(int64_t i, int64_t j, int64_t count, const A* rows, int64_t row_stride) {
     A s[kKeys] = {};
     for (int64_t k = 0; k < count; ++k) s[k] = scores[i * p.Tk + j + k];
     const Slice<A> q = slice(i);
     if (path == Path::shared && i == 0)
-      return tanh_gradient_shared<A, true>(q, s, rows, stride, n, keys_near);
+      return tanh_gradient_shared<A, true>(q, s, rows, row_stride, n, keys_near);
     if (path == Path::shared)
-      return tanh_gradient_shared<A, false>(q, s, rows, stride, n, keys_near);
+      return tanh_gradient_shared<A, false>(q, s, rows, row_stride, n, keys_near);
     for (int64_t k = 0; k < count; ++k) {
       if (path == Path::direct)
         tanh_gradient_direct<A>(q, s[k], keys[j + k] + h0, valid, n, keys_near + k * n);
       else
-        tanh_gradient_clamped<A>(q, s[k], rows + k * stride, shift, n, keys_near + k * n);
+        tanh_gradient_clamped<A>(q, s[k], rows + k * row_stride, shift, n, keys_near + k * n);
     }
   }
 
   // grad_keys of up to kKeys keys, over all queries.
   const A* some_keys(int64_t j, int64_t count) {
-    int64_t stride;
-    const A* rows = entries(j, count, &stride);
+    int64_t row_stride;
+    const A* rows = entries(j, count, &row_stride);
     const bool two_levels = p.Tq > kSettle;
     for (int64_t h = 0; path != Path::shared && h < kKeys * n; ++h) keys_near[h] = A(0);
     for (int64_t h = 0; two_levels && h < kKeys * n; ++h) keys_far[h] = A(0);
     for (int64_t i = 0; i < p.Tq; ++i) {
-      one_query(i, j, count, rows, stride);
+      one_query(i, j, count, rows, row_stride);
       if (two_levels && (i + 1) % kSettle == 0) settle(keys_near, keys_far, kKeys * n);
     }
     if (!two_levels) return keys_near;

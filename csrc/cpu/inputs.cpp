@@ -84,6 +84,7 @@ void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, 
     }
   };
   bytes == 8 ? reduce(double{}) : reduce(float{});
+  if (table == nullptr) return;
   parallel(B * chunks, chunk * H, nothing, [&](int64_t task, int) {
     const int64_t b = task / chunks, c = task % chunks;
     k.exp_keys(keys, H, width, b, Tk, c * chunk, end(c), keys_max, table);
@@ -102,7 +103,8 @@ double length(const std::vector<double>& w) {
 
 Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& table,
                const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
-               const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p) {
+               const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
+               bool make_table) {
   kind = storage_kind(queries, "queries");
   STD_TORCH_CHECK(queries.dim() == 3 && keys.dim() == 3 && values.dim() == 3,
                   "queries, keys and values must have 3 dimensions");
@@ -140,7 +142,7 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& tab
   if (p.B == 0 || p.Tq == 0 || p.Tk == 0) return;
   set_w(w);
   set_kept(valid_lens);
-  set_table(table, keys_max);
+  set_table(table, keys_max, make_table);
 }
 
 namespace {
@@ -237,7 +239,7 @@ void Inputs::set_kept(const MaybeTensor& valid_lens) {
   }
 }
 
-void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max) {
+void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bool make_table) {
   Problem& p = problem;
   const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
   // A table of the other precision was made for another number of queries: not for this call.
@@ -252,9 +254,9 @@ void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max) {
     p.keys_max = keys_max->const_data_ptr();
     return;
   }
-  buffers_.emplace_back(p.B * p.Tk * p.width * size_of(kind));
+  buffers_.emplace_back(make_table ? p.B * p.Tk * p.width * size_of(kind) : 0);
   buffers_.emplace_back(p.B * size_of(kind));
-  void* entries = buffers_[buffers_.size() - 2].get();
+  void* entries = make_table ? buffers_[buffers_.size() - 2].get() : nullptr;
   void* maxima = buffers_.back().get();
   fill_tables(kind, p.keys, p.B, p.Tk, p.H, maxima, entries);
   p.table = entries;

@@ -71,7 +71,7 @@ Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type);
 struct Inputs {
   Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& table,
          const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
-         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p);
+         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p, bool make_table);
 
   Problem problem;
   Kind kind;
@@ -79,7 +79,7 @@ struct Inputs {
  private:
   void set_w(const std::vector<double>& w);
   void set_kept(const MaybeTensor& valid_lens);
-  void set_table(const MaybeTensor& table, const MaybeTensor& keys_max);
+  void set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bool make_table);
 
   std::vector<Tensor> owned_;
   std::vector<Buffer> buffers_;
@@ -101,7 +101,7 @@ std::vector<double> to_doubles(const Tensor& tensor, const char* name);
 // Rows of a (B, rows, columns) tensor; copied first where columns do not lie together.
 View view_of(const Tensor& tensor, std::vector<Tensor>& owned);
 
-// Table and max |c| of keys (B,Tk,H), into memory of the right size.
+// Table (null: none) and max |c| of keys (B,Tk,H), into memory of the right size.
 void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, void* keys_max,
                  void* table);
 
