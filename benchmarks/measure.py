@@ -17,7 +17,7 @@ from benchmarks.providers import Runnable
 
 __all__ = ["Spread", "Timings", "interleave", "prepare"]
 
-SAMPLE_SECONDS = 2e-3
+SAMPLE_SECONDS = 5e-3
 SLOW_SECONDS = 0.05
 MAX_ROUNDS = 60
 
@@ -90,6 +90,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def _seconds(call: Callable[[], Any], repeats: int) -> float:
+    if repeats > 1:
+        call()  # not timed: it finds the caches as the provider before left them
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -99,8 +101,10 @@ def _seconds(call: Callable[[], Any], repeats: int) -> float:
 def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: int = 5) -> Timings:
     """Time calls in turn for about ``seconds``, at least ``min_rounds`` rounds.
 
-    A sample repeats a short call until about 2 ms are filled. The first provider moves on by one
-    each round, so that nobody always runs after the same neighbour.
+    A sample repeats a call of up to 50 ms at least five times, and until about 5 ms are filled,
+    after one that is not timed: a decoder asks the same memory at every step, and finds in the
+    caches what its last step left there. The first provider moves on by one each round, so that
+    nobody always runs after the same neighbour.
 
     Args:
         calls: what to time, already warm.
@@ -114,8 +118,9 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
             once = _seconds(call, 1)
             if once < SLOW_SECONDS:  # the first may still have been the warm-up
                 once = min(once, _seconds(call, 1))
-            repeats[name] = max(1, min(500, math.ceil(SAMPLE_SECONDS / max(once, 1e-9))))
-            round_seconds += once * repeats[name]
+            enough = math.ceil(SAMPLE_SECONDS / max(once, 1e-9))
+            repeats[name] = min(500, max(5, enough)) if once < SLOW_SECONDS else 1
+            round_seconds += once * (repeats[name] + 1)
         at_least = min_rounds if round_seconds < seconds else min(min_rounds, 3)
         rounds = max(at_least, min(MAX_ROUNDS, int(seconds / round_seconds)))
         samples: dict[str, list[float]] = {name: [] for name in names}

@@ -19,7 +19,7 @@ from benchmarks.shapes import Shape
 
 __all__ = ["Check", "Row", "Runner", "check"]
 
-SECONDS_PER_PROVIDER = 0.3
+SECONDS_PER_PROVIDER = 0.2
 READ = "DRAM read"
 
 
