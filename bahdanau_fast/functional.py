@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bahdanau_fast import backends, checks, ops, reference, small
-from bahdanau_fast.memory import ProjectedKeys, project
+from bahdanau_fast.memory import ProjectedKeys
 
 __all__ = ["additive_attention", "attend_projected", "attend_small", "masked_softmax"]
 
@@ -95,7 +95,8 @@ def additive_attention(
         inputs = (queries, keys, values, w_q, w_k, w_v)
         context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
         return context, weights if need_weights else None
-    projected = project(F.linear(keys, w_k, bias), chosen, queries.shape[1])
+    # No table: nobody asks these keys again, the kernels make it a few rows at a time.
+    projected = ProjectedKeys(F.linear(keys, w_k, bias), None, None)
     context, weights = attend_projected(
         F.linear(queries, w_q), projected, values, w_v, valid_lens, dropout_p, need_weights, chosen
     )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import backends
-from bahdanau_fast.memory import ProjectedKeys
+from bahdanau_fast.memory import ProjectedKeys, project
 
 __all__ = ["KeyCache", "plain_weight"]
 
@@ -80,7 +80,7 @@ class KeyCache:
         self._entry: _Entry | None = None
 
     def find(
-        self, keys: Tensor, layer: nn.Module | None, bias: Tensor | None
+        self, keys: Tensor, layer: nn.Module | None, bias: Tensor | None, queries_len: int
     ) -> ProjectedKeys | None:
         """The projection of ``keys`` when it is still the right one, else None."""
         entry = self._entry  # read once: another thread may replace it
@@ -89,19 +89,22 @@ class KeyCache:
         weight = plain_weight(layer)
         if weight is None or entry.weight() is not weight or keys.is_inference():
             return None
-        projected = entry.projected()
-        if projected is None or _is_transformed() or entry.state != _state(keys, weight, bias):
+        own = entry.projected()
+        if own is None or _is_transformed() or entry.state != _state(keys, weight, bias):
             return None
-        return ProjectedKeys(projected, entry.table, entry.keys_max)
+        if entry.table is None:  # asked for again: from now on a table pays
+            _, table, keys_max = project(own, backends.resolve(keys.device), queries_len)
+            entry = self._entry = replace(entry, table=table, keys_max=keys_max)
+        return ProjectedKeys(own, entry.table, entry.keys_max)
 
     def store(
         self,
         keys: Tensor,
         layer: nn.Module | None,
         bias: Tensor | None,
-        projected: ProjectedKeys,
+        own: Tensor,
     ) -> None:
-        """Remember a projection until ``keys`` dies or a backward runs through it."""
+        """Remember the projection ``own`` until ``keys`` dies or a backward runs through it."""
         self._entry = None
         weight = plain_weight(layer)
         # Inference tensors count no versions: a change in place would go unseen.
@@ -109,7 +112,7 @@ class KeyCache:
             return
         # The callback outlives this call inside the autograd graph: it must hold neither the cache
         # nor the entry, which would keep that same graph alive.
-        this, token, own = weakref.ref(self), object(), projected.keys
+        this, token = weakref.ref(self), object()
 
         def drop(_: object) -> None:
             cache = this()
@@ -122,8 +125,8 @@ class KeyCache:
             weakref.ref(weight),
             _state(keys, weight, bias),
             (lambda: own) if not own.requires_grad else weakref.ref(own),
-            projected.table,
-            projected.keys_max,
+            None,
+            None,
         )
         if own.requires_grad:
             own.register_hook(drop)

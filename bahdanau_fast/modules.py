@@ -57,7 +57,8 @@ class _Additive(nn.Module):
         values = keys if values is None else values
         checks.source(keys, values, valid_lens)
         _check_features("keys", keys, self._modules[self._key_layer])
-        return Memory(self._project(keys), values, valid_lens)
+        projected = project(self._project(keys), backends.resolve(keys.device))
+        return Memory(projected, values, valid_lens)
 
     def attend(self, queries: Tensor, memory: Memory) -> Tensor:
         """Look at a memory with some queries (one decoder step, or the beams of one step).
@@ -94,12 +95,12 @@ class _Additive(nn.Module):
             return context
         reuse = self.cache_keys and keys.numel() > TINY and not torch.compiler.is_compiling()
         if reuse:
-            projected = self._cache.find(keys, layer, self.bias)
+            projected = self._cache.find(keys, layer, self.bias, queries.shape[1])
         if projected is None:
             _check_features("keys", keys, layer)
-            projected = self._project(keys, queries.shape[1])
+            projected = ProjectedKeys(self._project(keys), None, None)
             if reuse:
-                self._cache.store(keys, layer, self.bias, projected)
+                self._cache.store(keys, layer, self.bias, projected.keys)
         return self._attend(queries, projected, values, valid_lens)
 
     def _small_weights(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, ...] | None:
@@ -116,11 +117,9 @@ class _Additive(nn.Module):
     def _dropout_p(self) -> float:
         return self.dropout.p if self.training else 0.0
 
-    def _project(self, keys: Tensor, queries_len: int = 1) -> ProjectedKeys:
+    def _project(self, keys: Tensor) -> Tensor:
         projected: Tensor = getattr(self, self._key_layer)(keys)
-        if self.bias is not None:
-            projected = projected + self.bias
-        return project(projected, backends.resolve(keys.device), queries_len)
+        return projected if self.bias is None else projected + self.bias
 
     def _attend(
         self, queries: Tensor, projected: ProjectedKeys, values: Tensor, valid_lens: Tensor | None

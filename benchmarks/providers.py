@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import bahdanau_fast as bf
 from bahdanau_fast import backends
 from bahdanau_fast.functional import attend_projected
-from bahdanau_fast.memory import project
+from bahdanau_fast.memory import ProjectedKeys, project
 from benchmarks import baselines
 from benchmarks.baselines import CourseAttention, Unavailable, compiled
 from benchmarks.inputs import Inputs
@@ -293,7 +293,7 @@ def _op_projected(inputs: Inputs, ready: bool = False) -> Runnable:
     prepared = project(inputs.projected_keys, backend) if ready else None
 
     def forward() -> Outputs:
-        keys = prepared or project(inputs.projected_keys, backend, inputs.queries.shape[1])
+        keys = prepared or ProjectedKeys(inputs.projected_keys, None, None)
         return attend_projected(query, keys, values, w_v, inputs.valid_lens, 0.0, True, backend)
 
     return Runnable(forward, inputs.leaves("projected"))

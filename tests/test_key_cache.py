@@ -304,6 +304,7 @@ def test_keys_can_die(module, query, grad, mode):
     keys = torch.randn(B, TK, DK, requires_grad=grad)
     with torch.set_grad_enabled(mode):
         agrees(module, query, keys)
+        agrees(module, query, keys)  # the second time there is a table too
     module.attention_weights = None
     projected, watched = weakref.ref(module._cache._entry.table), weakref.ref(keys)
     assert projected() is not None

@@ -123,13 +123,12 @@ void grad_softmax(const Problem& p, const Backward& g, int64_t b, void* scores_i
   }
 }
 
-// One query's slice of hidden units in the inner loops of grad_tanh.
+// One query's slice of hidden units in the inner loops of grad_tanh; constants as in score.h.
 template <class A>
 struct Slice {
-  const A *factor, *offset,
-      *factor_offset;      // E - 1 = factor m + offset, E + 1 = ... + factor_offset
-  A *grad_query, *grad_w;  // sum_j s u and sum_j s t over the last few keys
-  A* far;                  // the same two rows over all keys before
+  const A *rise, *offset, *alpha, *base, *sign;  // on the direct path, rise is the query
+  A *grad_query, *grad_w;                        // sum_j s u and sum_j s t over the last few keys
+  A* far;                                        // the same two rows over all keys before
 };
 
 // far += near, near = 0. Sums in two levels: a long one-by-one sum would round too often.
@@ -146,19 +145,19 @@ template <class A, bool first>
 BF_INLINE void tanh_gradient_shared(const Slice<A>& q, const A* s, const A* table, int64_t width,
                                     int64_t n, A* grad_keys) {
   for (int64_t h = 0; h < n; h += kLanes<A>) {
-    const Vec<A> factor = load(q.factor + h), offset = load(q.offset + h);
-    const Vec<A> factor_offset = load(q.factor_offset + h);
+    const Vec<A> rise = load(q.rise + h), offset = load(q.offset + h);
+    const Vec<A> alpha = load(q.alpha + h), base = load(q.base + h), sign = load(q.sign + h);
     const Vec<A> m0 = load(table + h), m1 = load(table + width + h);
     const Vec<A> m2 = load(table + 2 * width + h), m3 = load(table + 3 * width + h);
-    const Vec<A> d0 = factor * m0 + factor_offset, d1 = factor * m1 + factor_offset;
-    const Vec<A> d2 = factor * m2 + factor_offset, d3 = factor * m3 + factor_offset;
+    const Vec<A> d0 = alpha * m0 + base, d1 = alpha * m1 + base;
+    const Vec<A> d2 = alpha * m2 + base, d3 = alpha * m3 + base;
     const Vec<A> d01 = d0 * d1, d23 = d2 * d3;
     const Vec<A> inverse = reciprocal<A>(d01 * d23);
     const Vec<A> inverse01 = inverse * d23, inverse23 = inverse * d01;
-    const Vec<A> t0 = (factor * m0 + offset) * (inverse01 * d1);
-    const Vec<A> t1 = (factor * m1 + offset) * (inverse01 * d0);
-    const Vec<A> t2 = (factor * m2 + offset) * (inverse23 * d3);
-    const Vec<A> t3 = (factor * m3 + offset) * (inverse23 * d2);
+    const Vec<A> t0 = (rise * m0 + offset) * (inverse01 * d1) + sign;
+    const Vec<A> t1 = (rise * m1 + offset) * (inverse01 * d0) + sign;
+    const Vec<A> t2 = (rise * m2 + offset) * (inverse23 * d3) + sign;
+    const Vec<A> t3 = (rise * m3 + offset) * (inverse23 * d2) + sign;
     const Vec<A> g0 = s[0] * (1 - t0 * t0), g1 = s[1] * (1 - t1 * t1);
     const Vec<A> g2 = s[2] * (1 - t2 * t2), g3 = s[3] * (1 - t3 * t3);
     store(q.grad_query + h, Vec<A>(load(q.grad_query + h) + ((g0 + g1) + (g2 + g3))));
@@ -178,29 +177,27 @@ BF_INLINE Vec<A> visible(Vec<A> slope) {
   return slope < A(2.2e-16) ? Vec<A>{} : slope;
 }
 
-// The same for one key, where four denominators would not fit in one product.
+// The same for one key, where a product of four denominators would not fit.
 template <class A>
-BF_INLINE void tanh_gradient_clamped(const Slice<A>& q, A s, const A* table, A shift, int64_t n,
-                                     A* grad_key) {
-  constexpr A limit = Range<A>::clamp * Range<A>::clamp;  // E and E^2 still fit
+BF_INLINE void tanh_gradient_single(const Slice<A>& q, A s, const A* table, int64_t n,
+                                    A* grad_key) {
   for (int64_t h = 0; h < n; h += kLanes<A>) {
-    const Vec<A> e = clamped_product<A>(load(q.factor + h), load(table + h), shift, limit);
-    const Vec<A> r = 1 / (1 + e), t = (e - 1) * r;
-    const Vec<A> slope = abs<A>(t) < A(0.875) ? 1 - t * t : 4 * (e * r) * r;
-    const Vec<A> g = s * visible<A>(slope);
+    const Vec<A> m = load(table + h), d = load(q.alpha + h) * m + load(q.base + h);
+    const Vec<A> t = (load(q.rise + h) * m + load(q.offset + h)) / d + load(q.sign + h);
+    const Vec<A> g = s * (1 - t * t);
     store(q.grad_query + h, Vec<A>(load(q.grad_query + h) + g));
     store(q.grad_w + h, Vec<A>(load(q.grad_w + h) + s * t));
     store(grad_key + h, Vec<A>(load(grad_key + h) + g));
   }
 }
 
-// The same from the projections themselves. q.factor holds the query.
+// The same from the projections themselves.
 template <class A, class T>
 BF_INLINE void tanh_gradient_direct(const Slice<A>& q, A s, const T* key, int64_t valid, int64_t n,
                                     A* grad_key) {
   for (int64_t h = 0; h < n; h += kLanes<A>) {
     const Vec<A> c = h < valid ? load_as<A>(key + h, valid - h) : Vec<A>{};
-    const TanhAndSlope<A> f = tanh_and_slope<A>(load(q.factor + h) + c);
+    const TanhAndSlope<A> f = tanh_and_slope<A>(load(q.rise + h) + c);
     const Vec<A> g = s * visible<A>(f.slope);
     store(q.grad_query + h, Vec<A>(load(q.grad_query + h) + g));
     store(q.grad_w + h, Vec<A>(load(q.grad_w + h) + s * f.tanh));
@@ -213,7 +210,7 @@ template <class T, class A>
 struct GradTanh {
   static constexpr int64_t kKeys = 4;     // that share one division
   static constexpr int64_t kSettle = 32;  // terms summed one by one, in each of two levels
-  static constexpr int64_t kRows = 7;     // of a Slice
+  static constexpr int64_t kRows = 9;     // of a Slice
 
   const Problem& p;
   int64_t b, h0, n, valid, stride;
@@ -239,12 +236,7 @@ struct GradTanh {
     keys_far = keys_near + kKeys * n;
     padded = keys_far + kKeys * n;
     set_table(padded + kKeys * n);
-    A queries_max = 0;
-    for (int64_t i = 0; i < p.Tq && queries_max == queries_max; ++i) {
-      const A m = max_abs<A>(queries[i], p.H);
-      queries_max = m <= queries_max ? queries_max : m;  // a NaN stays
-    }
-    path = choose_path(queries_max, keys_max);
+    path = choose_path(keys_max);
     for (int64_t i = 0; i < p.Tq; ++i) prepare(i);
   }
 
@@ -262,29 +254,31 @@ struct GradTanh {
 
   Slice<A> slice(int64_t i) const {
     A* at = slices + i * kRows * n;
-    return {at, at + n, at + 2 * n, at + 3 * n, at + 4 * n, at + 5 * n};
+    return {at, at + n, at + 2 * n, at + 3 * n, at + 4 * n, at + 5 * n, at + 6 * n, at + 7 * n};
   }
 
   void prepare(int64_t i) {
     A* at = slices + i * kRows * n;
     const T* row = queries[i] + h0;
     for (int64_t h = 0; h < n; h += kLanes<A>) {
-      const Vec<A> a = h < valid ? load_as<A>(row + h, valid - h) : Vec<A>{};
-      const Vec<A> e = path == Path::direct ? a : exp<A>(2 * a);
-      store(at + h, e);
-      store(at + n + h, shift == A(1) ? expm1<A>(2 * a) : splat<A>(A(-1)));
-      store(at + 2 * n + h, shift == A(1) ? 1 + e : splat<A>(A(1)));
-      for (int64_t sums = 3; sums < kRows; ++sums) store(at + sums * n + h, Vec<A>{});
+      const Vec<A> a = load_row<A>(row, h, valid);
+      const Units<A> units(a, keys_max, shift);
+      store(at + h, path == Path::direct ? a : units.rise);
+      store(at + n + h, units.offset);
+      store(at + 2 * n + h, units.alpha);
+      store(at + 3 * n + h, units.base);
+      store(at + 4 * n + h, units.sign);
+      for (int64_t sums = 5; sums < kRows; ++sums) store(at + sums * n + h, Vec<A>{});
     }
   }
 
-  // Table rows of `count` keys; fewer than kKeys are filled up with zeros.
+  // Table rows of `count` keys; fewer than kKeys are filled up (with c = 0, or some such).
   const A* entries(int64_t j, int64_t count, int64_t* row_stride) {
     const A* rows = table + j * stride;
     *row_stride = stride;
     if (count == kKeys) return rows;
     for (int64_t k = 0; k < kKeys; ++k)
-      for (int64_t h = 0; h < n; ++h) padded[k * n + h] = k < count ? rows[k * stride + h] : A(0);
+      for (int64_t h = 0; h < n; ++h) padded[k * n + h] = k < count ? rows[k * stride + h] : A(1);
     *row_stride = n;
     return padded;
   }
@@ -301,7 +295,7 @@ struct GradTanh {
       if (path == Path::direct)
         tanh_gradient_direct<A>(q, s[k], keys[j + k] + h0, valid, n, keys_near + k * n);
       else
-        tanh_gradient_clamped<A>(q, s[k], rows + k * row_stride, shift, n, keys_near + k * n);
+        tanh_gradient_single<A>(q, s[k], rows + k * row_stride, n, keys_near + k * n);
     }
   }
 

@@ -27,16 +27,18 @@ struct Rows {
   const T* operator[](int64_t row) const { return base + row * stride; }
 };
 
+constexpr int64_t kTableRows = 32;
+
 template <class T, class A>
 struct ForwardTask {
   const Problem& p;
   const ForwardPlan& plan;
   int64_t b, i0, queries, chunk, j0, j1;
-  A *constants, *scores, *contexts;
-  Path paths[kQueryBlock];
+  A *constants, *scores, *contexts, *own_table;
 
   static int64_t workspace(const Problem& p, const ForwardPlan& plan) {
-    return plan.query_block * (Query<A>::size(p.width) + plan.chunk + p.Dv);
+    const int64_t own = p.table == nullptr ? kTableRows * p.width : 0;
+    return plan.query_block * (Query<A>::size(p.width) + plan.chunk + p.Dv) + own;
   }
 
   ForwardTask(const Problem& problem, const ForwardPlan& cut, int64_t task, void* work)
@@ -51,6 +53,7 @@ struct ForwardTask {
     constants = static_cast<A*>(work);
     scores = constants + plan.query_block * Query<A>::size(p.width);
     contexts = scores + plan.query_block * plan.chunk;
+    own_table = contexts + plan.query_block * p.Dv;
   }
 
   // How many keys of this chunk a query looks at; all of them when it has none to look at.
@@ -65,34 +68,43 @@ struct ForwardTask {
   void score() {
     const Rows<T, A> query_rows(p.queries, b), key_rows(p.keys, b);
     const A keys_max = static_cast<const A*>(p.keys_max)[b];
-    const A shift = table_shift(keys_max);
+    const Path path = choose_path(keys_max);
     const A* w = static_cast<const A*>(p.w);
-    const A* table = static_cast<const A*>(p.table) + (b * p.Tk + j0) * p.width;
-    // Few keys at a time, so that they stay in the first-level cache for all the queries.
-    const int64_t tile = queries > 1 ? 8 : j1 - j0;
+    A constant[kQueryBlock] = {};
+    // Few keys at a time, so that they stay in the first-level cache for all the queries, and the
+    // part of the table that a call without one makes for itself in the second.
+    const int64_t tile = queries > 1 ? 8 : p.table == nullptr ? kTableRows : j1 - j0;
     for (int64_t first = 0; first < j1 - j0; first += tile) {
+      const A* entries = table_rows(key_rows, first, tile, keys_max, path);
       for (int64_t i = 0; i < queries; ++i) {
         Query<A> q(constants + i * Query<A>::size(p.width), p.width);
         const T* row = query_rows[i0 + i];
-        if (first == 0 && !uniform(i)) {
-          q.prepare(row, w, p.H, p.width, shift);
-          paths[i] = choose_path(max_abs<A>(row, p.H), keys_max);
-        }
+        if (first == 0 && !uniform(i)) constant[i] = q.prepare(row, w, p.H, p.width, keys_max);
         const int64_t left = count(i) - first, keys = left < tile ? left : tile;
         if (keys <= 0) continue;
         A* out = score_row(i) + first;
-        const A* entries = table + first * p.width;
         if (uniform(i)) {
           for (int64_t j = 0; j < keys; ++j) out[j] = A(0);
-        } else if (paths[i] == Path::shared) {
-          score_table<A, false>(q, w, entries, p.width, keys, shift, out);
-        } else if (paths[i] == Path::clamped) {
-          score_table<A, true>(q, w, entries, p.width, keys, shift, out);
+        } else if (path == Path::shared) {
+          score_table<A, true>(q, constant[i], entries, p.width, keys, out);
+        } else if (path == Path::single) {
+          score_table<A, false>(q, constant[i], entries, p.width, keys, out);
         } else {
           score_direct<A>(row, key_rows[j0 + first], key_rows.stride, w, p.H, keys, out);
         }
       }
     }
+  }
+
+  // Table rows of the keys from j0 + first on; made here when the call came without a table.
+  const A* table_rows(const Rows<T, A>& keys, int64_t first, int64_t tile, A keys_max, Path path) {
+    if (p.table != nullptr)
+      return static_cast<const A*>(p.table) + (b * p.Tk + j0 + first) * p.width;
+    const A shift = table_shift(keys_max);
+    const int64_t end = j0 + first + tile < j1 ? j0 + first + tile : j1;
+    for (int64_t j = j0 + first; path != Path::direct && j < end; ++j)
+      fill_table(keys[j], p.H, p.width, shift, own_table + (j - j0 - first) * p.width);
+    return own_table;
   }
 
   // Brings the scores of query i to their full size; returns the largest.

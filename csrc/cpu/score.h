@@ -2,17 +2,21 @@
 //
 //   tanh(a + c) = (E - 1) / (E + 1),  E = exp(2a) exp(2c)
 //
-// With the table entry m = exp(2c) - s, where s is 0, or 1 in rows whose every |c| is small, both
-// parts are one fma of per-query constants:
+// Both parts are divided by exp(2a) where a is positive: with alpha = min(1, exp(2a)) and
+// beta = min(1, exp(-2a)) they are alpha exp(2c) -+ beta, which no query can make overflow. With
+// the table entry m = exp(2c) - s, where s is 0, or 1 in rows whose every |c| is small, each is one
+// fma of constants of the query:
 //
-//   w (E - 1) = weighted * m + weighted_offset       weighted = w exp(2a)
-//       E + 1 =   factor * m + factor_offset           factor = exp(2a)
+//   numerator   n = rise m + offset          s = 0: rise = alpha, offset = -beta
+//                                            s = 1: rise = alpha, offset = alpha - beta
+//   denominator d = alpha m + base           base = beta + s alpha
+//   tanh(a + c) = n / d + sign               sign = 0
 //
-//   s = 0: weighted_offset = -w,               factor_offset = 1
-//   s = 1: weighted_offset = w expm1(2a),      factor_offset = 1 + exp(2a)
+// s = 1 keeps the relative precision of small arguments, which 1 + tiny would lose. A query so far
+// out that every key leaves it near +-1 is split the other way, tanh = +-1 -+ something small:
+// sign = 1, n = -2 beta, or sign = -1, n = 2 alpha exp(2c): saturated units are exact.
 //
-// s = 1 keeps the relative precision of small arguments, which 1 + tiny would lose. Four fractions
-// share one division: n0/d0 + n1/d1 = (n0 d1 + n1 d0) / (d0 d1), twice.
+// Four fractions share one division: n0/d0 + n1/d1 = (n0 d1 + n1 d0) / (d0 d1), twice.
 #pragma once
 
 #include "elementary.h"
@@ -20,17 +24,16 @@
 namespace bahdanau_fast {
 namespace {
 
-// How one query meets the keys of one batch row.
-//   shared   every product of four denominators fits: the fast path
-//   clamped  E is cut off where tanh is 1 anyway
-//   direct   exp(2a) or exp(2c) would not fit, or something is not finite: tanh of the sum
-enum class Path { shared, clamped, direct };
+// How the keys of one batch row are met.
+//   shared  every product of four denominators fits: the fast path
+//   single  one denominator fits: a division each
+//   direct  exp(2c) would not fit, or a key is not finite: tanh of the sum
+enum class Path { shared, single, direct };
 
 template <class A>
-BF_INLINE Path choose_path(A query_max, A keys_max) {
-  if (query_max + keys_max <= Range<A>::shared) return Path::shared;
-  if (query_max <= Range<A>::exponent && keys_max <= Range<A>::exponent) return Path::clamped;
-  return Path::direct;
+BF_INLINE Path choose_path(A keys_max) {
+  if (keys_max <= Range<A>::shared) return Path::shared;
+  return keys_max <= Range<A>::exponent ? Path::single : Path::direct;
 }
 
 template <class A>
@@ -69,40 +72,62 @@ void fill_table(const T* row, int64_t H, int64_t width, A shift, A* out) {
   }
 }
 
-// The constants of one query; four rows of `width`. Past H they make n = 0 and d = 1.
+// The constants of one vector of hidden units of a query.
 template <class A>
-struct Query {
-  A *weighted, *weighted_offset, *factor, *factor_offset;
+struct Units {
+  Vec<A> rise, offset, alpha, base, sign;
 
-  Query(A* work, int64_t width)
-      : weighted(work),
-        weighted_offset(work + width),
-        factor(work + 2 * width),
-        factor_offset(work + 3 * width) {}
-  static constexpr int64_t size(int64_t width) { return 4 * width; }
-
-  template <class T>
-  void prepare(const T* row, const A* w, int64_t H, int64_t width, A shift) {
-    for (int64_t h = 0; h < width; h += kLanes<A>) {
-      const bool whole = h + kLanes<A> <= H;
-      const Vec<A> a2 = 2 * (whole   ? load_as<A>(row + h)
-                             : h < H ? load_as<A>(row + h, H - h)
-                                     : Vec<A>{});
-      const Vec<A> e = exp<A>(a2), wh = load(w + h);
-      store(weighted + h, wh * e);
-      store(factor + h, e);
-      store(weighted_offset + h, shift == A(1) ? wh * expm1<A>(a2) : -wh);
-      store(factor_offset + h, shift == A(1) ? 1 + e : splat<A>(A(1)));
+  Units(Vec<A> a, A keys_max, A shift) {
+    const Vec<A> e = exp<A>(-2 * abs<A>(a)), one = splat<A>(A(1));
+    const auto up = a > 0;
+    alpha = up ? one : e;
+    const Vec<A> beta = up ? e : one;
+    base = beta + shift * alpha;
+    rise = alpha;
+    offset = -beta;
+    if (shift == A(1)) {
+      const Vec<A> part = expm1<A>(-2 * abs<A>(a));
+      offset = up ? -part : part;
     }
-    for (int64_t h = H; h < width; ++h) factor[h] = A(0), factor_offset[h] = A(1);
+    const auto far = abs<A>(a) > keys_max + A(1.5);
+    rise = far ? (up ? Vec<A>{} : 2 * alpha) : rise;
+    offset = far ? (up ? -2 * beta : 2 * shift * alpha) : offset;
+    sign = far ? (up ? one : -one) : Vec<A>{};
+    base += a == a ? Vec<A>{} : a;  // NaN fails every comparison above and must not be lost
   }
 };
 
-// One vector of E for the clamped path, from the table entry.
-template <class A>
-BF_INLINE Vec<A> clamped_product(Vec<A> factor, Vec<A> m, A shift, A limit) {
-  return min<A>(factor * (m + shift), splat<A>(limit));
+template <class A, class T>
+BF_INLINE Vec<A> load_row(const T* row, int64_t h, int64_t H) {
+  return h + kLanes<A> <= H ? load_as<A>(row + h) : h < H ? load_as<A>(row + h, H - h) : Vec<A>{};
 }
+
+// The constants of one query, n already times w; four rows of `width`, and sum_h w sign.
+template <class A>
+struct Query {
+  A *rise, *offset, *alpha, *base;
+
+  Query(A* work, int64_t width)
+      : rise(work), offset(work + width), alpha(work + 2 * width), base(work + 3 * width) {}
+  static constexpr int64_t size(int64_t width) { return 4 * width; }
+
+  // Past H, where w is zero, n is zero and d is not.
+  template <class T>
+  A prepare(const T* row, const A* w, int64_t H, int64_t width, A keys_max) {
+    const A shift = table_shift(keys_max);
+    Vec<A> constant{};
+    for (int64_t h = 0; h < width; h += kLanes<A>) {
+      const Units<A> units(load_row<A>(row, h, H), keys_max, shift);
+      const Vec<A> wh = load(w + h);
+      store(rise + h, Vec<A>(wh * units.rise));
+      store(offset + h, Vec<A>(wh * units.offset));
+      store(alpha + h, units.alpha);
+      store(base + h, units.base);
+      constant += wh * units.sign;
+    }
+    return sum<A>(constant);
+  }
+};
 
 template <class A>
 struct Fraction {
@@ -114,46 +139,32 @@ BF_INLINE Fraction<A> add(const Fraction<A>& x, const Fraction<A>& y) {
   return {x.n * y.d + y.n * x.d, x.d * y.d};
 }
 
-// w tanh(a + c) of one vector of hidden units, as a fraction, for `keys` neighbouring table rows.
-template <class A, int keys, bool clamped>
-BF_INLINE void fractions(const Query<A>& q, const A* w, const A* table, int64_t width, A shift,
-                         int64_t h, Fraction<A>* out) {
-  const Vec<A> factor = load(q.factor + h);
-  if constexpr (clamped) {
-    const Vec<A> wh = load(w + h);
-    for (int k = 0; k < keys; ++k) {
-      const Vec<A> m = load(table + k * width + h);
-      const Vec<A> e = clamped_product<A>(factor, m, shift, Range<A>::clamp);
-      out[k] = {wh * (e - 1), e + 1};
-    }
-  } else {
-    const Vec<A> weighted = load(q.weighted + h), weighted_offset = load(q.weighted_offset + h);
-    const Vec<A> factor_offset = load(q.factor_offset + h);
-    for (int k = 0; k < keys; ++k) {
-      const Vec<A> m = load(table + k * width + h);
-      out[k] = {weighted * m + weighted_offset, factor * m + factor_offset};
-    }
+// w (tanh(a + c) - sign) of one vector of hidden units, for `keys` neighbouring table rows.
+template <class A, int keys>
+BF_INLINE void fractions(const Query<A>& q, const A* table, int64_t width, int64_t h,
+                         Fraction<A>* out) {
+  const Vec<A> rise = load(q.rise + h), offset = load(q.offset + h);
+  const Vec<A> alpha = load(q.alpha + h), base = load(q.base + h);
+  for (int k = 0; k < keys; ++k) {
+    const Vec<A> m = load(table + k * width + h);
+    out[k] = {rise * m + offset, alpha * m + base};
   }
 }
 
-// sum_h w tanh(a + c) for `keys` neighbouring table rows, not yet times w_scale. The constants of
-// the query are loaded once for all of them.
-template <class A, int keys, bool clamped>
-BF_INLINE void score_rows(const Query<A>& q, const A* w, const A* table, int64_t width, A shift,
-                          A* out) {
+// sum_h w (tanh(a + c) - sign) for `keys` neighbouring table rows, not yet times w_scale. The
+// constants of the query are loaded once for all of them.
+template <class A, int keys, bool shared>
+BF_INLINE void score_rows(const Query<A>& q, const A* table, int64_t width, A* out) {
   constexpr int L = kLanes<A>;
   Vec<A> total[keys] = {};
-  const auto at = [&](int64_t h, Fraction<A>* to) __attribute__((always_inline)) {
-    fractions<A, keys, clamped>(q, w, table, width, shift, h, to);
-  };
   int64_t h = 0;
-  for (; h + 4 * L <= width; h += 4 * L) {
+  for (; shared && h + 4 * L <= width; h += 4 * L) {
     Fraction<A> first[keys], second[keys], next[keys];
-    at(h, first);
-    at(h + L, next);
+    fractions<A, keys>(q, table, width, h, first);
+    fractions<A, keys>(q, table, width, h + L, next);
     for (int k = 0; k < keys; ++k) first[k] = add(first[k], next[k]);
-    at(h + 2 * L, second);
-    at(h + 3 * L, next);
+    fractions<A, keys>(q, table, width, h + 2 * L, second);
+    fractions<A, keys>(q, table, width, h + 3 * L, next);
     for (int k = 0; k < keys; ++k) {
       const Fraction<A> all = add(first[k], add(second[k], next[k]));
       total[k] += quotient<A>(all.n, all.d);
@@ -161,19 +172,19 @@ BF_INLINE void score_rows(const Query<A>& q, const A* w, const A* table, int64_t
   }
   for (; h < width; h += L) {
     Fraction<A> one[keys];
-    at(h, one);
+    fractions<A, keys>(q, table, width, h, one);
     for (int k = 0; k < keys; ++k) total[k] += quotient<A>(one[k].n, one[k].d);
   }
   for (int k = 0; k < keys; ++k) out[k] = sum<A>(total[k]);
 }
 
-template <class A, bool clamped>
-void score_table(const Query<A>& q, const A* w, const A* table, int64_t width, int64_t keys,
-                 A shift, A* out) {
+template <class A, bool shared>
+void score_table(const Query<A>& q, A constant, const A* table, int64_t width, int64_t keys,
+                 A* out) {
   int64_t j = 0;
-  for (; j + 2 <= keys; j += 2)
-    score_rows<A, 2, clamped>(q, w, table + j * width, width, shift, out + j);
-  if (j < keys) score_rows<A, 1, clamped>(q, w, table + j * width, width, shift, out + j);
+  for (; j + 2 <= keys; j += 2) score_rows<A, 2, shared>(q, table + j * width, width, out + j);
+  if (j < keys) score_rows<A, 1, shared>(q, table + j * width, width, out + j);
+  for (j = 0; j < keys; ++j) out[j] += constant;
 }
 
 // The same from the projections themselves, for arguments the factored form has no room for.

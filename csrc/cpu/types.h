@@ -29,20 +29,19 @@ struct WeightOf<double> {
   using type = double;
 };
 
-// Largest |a| and |c| for which exp(2a) and exp(2c) stay normal fp32 (fp64) numbers.
+// Largest |c|: `exponent`, with which exp(2c) stays a normal number; `shared`, with which products
+// of four of them or their inverses do, with room for w.
 template <class A>
 struct Range;
 template <>
 struct Range<float> {
-  static constexpr float exponent = 43.0f;       // exp(+-86) is normal
-  static constexpr float shared = 10.7f;         // (1 + exp(2 * 10.7))^4 < 2^124
-  static constexpr float clamp = 1073741824.0f;  // 2^30: tanh is 1 to half an ulp from there on
+  static constexpr float exponent = 43.0f;  // exp(+-86)
+  static constexpr float shared = 9.0f;     // exp(+-18 * 4) within 2^+-104
 };
 template <>
 struct Range<double> {
   static constexpr double exponent = 354.0;
-  static constexpr double shared = 88.0;                  // (1 + exp(2 * 88))^4 < 2^1020
-  static constexpr double clamp = 1.4474011154664524e76;  // 2^253
+  static constexpr double shared = 80.0;  // exp(+-160 * 4) within 2^+-924
 };
 // A batch row whose every |c| is below this keeps expm1(2c) in its table, else exp(2c).
 constexpr double kShiftLimit = 0.5;
