@@ -123,6 +123,6 @@ def test_a_decoder_loop_does_not_grow():
         [sys.executable, "-c", GROWTH], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-1500:]
-    # A leaked context or weight a step would be 4000 * (2 to 200) KB; the heap itself moves by 2 MB.
+    # A leaked context or weight a step would be 4000 * (2 to 200) KB; the heap moves by 2 MB.
     for grown in map(int, result.stdout.split()):
         assert grown < 4000, f"{grown} KB more after 4000 steps"
