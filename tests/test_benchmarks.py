@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import peak_memory, report
-from benchmarks.cases import SUBJECT, Bound, Case, cases
+from benchmarks.cases import SUBJECT, TRAINED, Bound, Case, cases
 from benchmarks.gate import Oracle
 from benchmarks.inputs import draw
 from benchmarks.measure import Spread, Timings, interleave, prepare
@@ -106,7 +106,7 @@ def test_every_provider_passes_the_gate(monkeypatch, shape, task):
 
 
 def test_a_module_call_is_timed_with_its_projection_of_the_keys():
-    inputs = draw(SMALL)
+    inputs = draw(Shape("cached", 4, 1, 40, 64))  # smaller calls project inside the operator
     calls = {task: by_name("ours module").build(task, inputs) for task in ("full", "again")}
     projections = []
     with torch.no_grad():
@@ -140,9 +140,9 @@ def test_ratios_are_taken_within_a_round():
 
 def test_rounds_alternate_who_goes_first():
     order = []
-    calls = {name: lambda name=name: order.append(name) or time.sleep(0.003) for name in "ab"}
+    calls = {name: lambda name=name: order.append(name) or time.sleep(0.06) for name in "ab"}
     interleave(calls, seconds=0.0, min_rounds=3)
-    assert order[4:] == ["a", "b", "b", "a", "a", "b"]
+    assert order[2:] == ["a", "b", "b", "a", "a", "b"]
 
 
 def test_a_training_step_gives_every_gradient():
@@ -171,9 +171,10 @@ def test_shapes_are_well_formed():
     assert all(shape.forward_only for shape in LIST if eager_too_large(shape))
     for shape in LIST:
         rows = {(case.task, case.mode) for case in wanted if case.shape == shape}
-        assert ("step", "forward") in rows
         assert {("full", "forward"), ("projected", "forward")} & rows
-        assert shape.forward_only or {("full", "train"), ("projected", "train")} & rows
+        trained = {("full", "train"), ("projected", "train")} & rows
+        assert bool(trained) >= (shape.name in TRAINED)
+    assert {shape.name for shape in LIST} > set(TRAINED)
 
 
 def test_every_row_has_somebody_to_compare_and_quick_is_a_part_of_all():
