@@ -28,8 +28,6 @@ NAMES = ("cpu", "reference")
 # Process-wide like torch's own backend flags: a plain global is what torch.compile can guard on.
 _forced: str | None = None
 
-_transforms_active = torch._C._are_functorch_transforms_active
-
 
 def _load_cpu() -> str | None:
     """Import the C++ extension, which registers the CPU kernels; None or what went wrong."""
@@ -128,7 +126,9 @@ def resolve(device: torch.device, name: str | None = None) -> str:
     wanted = name or _forced
     if wanted is None or wanted == "auto":
         # torch.func needs formulas it can transform, which the reference is made of.
-        transformed = not torch.compiler.is_compiling() and _transforms_active()
+        transformed = (
+            not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        )
         return "cpu" if _cpu_ready and device.type == "cpu" and not transformed else "reference"
     _check_name(wanted)
     if wanted == "cpu" and device.type != "cpu":

@@ -77,8 +77,7 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
         reject(ValueError, "values", need, _shape(values))
     same_kind("keys", keys, "queries", queries)
     same_kind("values", values, "queries", queries)
-    if valid_lens is not None:
-        lens(valid_lens, batch, queries_len, queries.device)
+    lens(valid_lens, batch, queries_len, queries.device)
 
 
 def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> None:
@@ -89,8 +88,7 @@ def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> Non
         need = f"have the batch size of the memory, {keys.shape[0]}"
         reject(ValueError, "queries", need, _shape(queries))
     same_kind("queries", queries, "the memory", keys)
-    if valid_lens is not None:
-        lens(valid_lens, batch, queries_len, queries.device)
+    lens(valid_lens, batch, queries_len, queries.device)
 
 
 def source(keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:

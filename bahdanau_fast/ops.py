@@ -22,30 +22,35 @@ from torch import Tensor
 
 from bahdanau_fast import reference
 
-__all__ = ["attend", "differentiate_again", "exp_keys", "library"]
+__all__ = ["TAGS", "attend", "differentiate_again", "exp_keys", "library", "weights_dtype"]
 
 # Bits of attend_backward's `needs`: which gradients to compute.
 NEED_QUERIES, NEED_KEYS, NEED_VALUES, NEED_W_V = 1, 2, 4, 8
 
 library = torch.library.Library("bahdanau_fast", "DEF")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
+TAGS = (torch.Tag.pt2_compliant_tag,)
 _ATTEND_INPUTS = (
     "Tensor queries, Tensor keys, Tensor? table, Tensor? keys_max, Tensor values, Tensor w_v, "
     "Tensor? valid_lens, Tensor? seed, float dropout_p"
 )
-library.define("exp_keys(Tensor keys) -> (Tensor table, Tensor keys_max)", tags=_TAGS)
+library.define("exp_keys(Tensor keys) -> (Tensor table, Tensor keys_max)", tags=TAGS)
 library.define(
-    f"attend({_ATTEND_INPUTS}, bool need_weights) -> (Tensor context, Tensor weights)", tags=_TAGS
+    f"attend({_ATTEND_INPUTS}, bool need_weights) -> (Tensor context, Tensor weights)", tags=TAGS
 )
 library.define(
     f"attend_backward({_ATTEND_INPUTS}, Tensor weights, Tensor? grad_context, "
     "Tensor? grad_weights, int needs) -> (Tensor grad_queries, Tensor grad_keys, "
     "Tensor grad_values, Tensor grad_w_v)",
-    tags=_TAGS,
+    tags=TAGS,
 )
 
 
 SMALL = 131072  # fp32 keys of at most this many elements get a table in fp64 (csrc/cpu/inputs.h)
+
+
+def weights_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the operators give attention weights in: backward takes differences of them."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _exp_keys_fake(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,9 +79,8 @@ def _attend_fake(
     batch, queries_len, _ = queries.shape
     _, keys_len, features = values.shape
     weights = (batch, queries_len, keys_len) if need_weights else (0,)
-    dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
     return queries.new_empty((batch, queries_len, features)), queries.new_empty(
-        weights, dtype=dtype
+        weights, dtype=weights_dtype(queries.dtype)
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import reference
-from bahdanau_fast.ops import differentiate_again, library
+from bahdanau_fast.ops import TAGS, differentiate_again, library, weights_dtype
 
 __all__ = ["attend", "pays"]
 
@@ -27,14 +27,14 @@ _INPUTS = (
 library.define(
     f"additive_attention({_INPUTS}) -> (Tensor context, Tensor weights, "
     "Tensor projected_queries, Tensor projected_keys)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 library.define(
     f"additive_attention_backward({_INPUTS}, Tensor weights, Tensor projected_queries, "
     "Tensor projected_keys, Tensor? grad_context, Tensor? grad_weights) -> (Tensor grad_queries, "
     "Tensor grad_keys, Tensor grad_values, Tensor grad_w_q, Tensor grad_w_k, Tensor grad_w_v, "
     "Tensor grad_bias)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 _forward_op = torch.ops.bahdanau_fast.additive_attention.default
 _backward_op = torch.ops.bahdanau_fast.additive_attention_backward.default
@@ -53,10 +53,9 @@ def _fake(*inputs: Any) -> tuple[Tensor, ...]:
     queries, keys, values, w_q = inputs[:4]
     batch, queries_len, _ = queries.shape
     keys_len, hidden = keys.shape[1], w_q.shape[0]
-    dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
     return (
         queries.new_empty((batch, queries_len, values.shape[2])),
-        queries.new_empty((batch, queries_len, keys_len), dtype=dtype),
+        queries.new_empty((batch, queries_len, keys_len), dtype=weights_dtype(queries.dtype)),
         queries.new_empty((batch, queries_len, hidden)),
         queries.new_empty((batch, keys_len, hidden)),
     )

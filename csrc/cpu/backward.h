@@ -196,7 +196,7 @@ template <class A, class T>
 BF_INLINE void tanh_gradient_direct(const Slice<A>& q, A s, const T* key, int64_t valid, int64_t n,
                                     A* grad_key) {
   for (int64_t h = 0; h < n; h += kLanes<A>) {
-    const Vec<A> c = h < valid ? load_as<A>(key + h, valid - h) : Vec<A>{};
+    const Vec<A> c = load_row<A>(key, h, valid);
     const TanhAndSlope<A> f = tanh_and_slope<A>(load(q.rise + h) + c);
     const Vec<A> g = s * visible<A>(f.slope);
     store(q.grad_query + h, Vec<A>(load(q.grad_query + h) + g));
@@ -235,8 +235,8 @@ struct GradTanh {
     keys_near = slices + p.Tq * kRows * n;
     keys_far = keys_near + kKeys * n;
     padded = keys_far + kKeys * n;
-    set_table(padded + kKeys * n);
     path = choose_path(keys_max);
+    set_table(padded + kKeys * n);
     for (int64_t i = 0; i < p.Tq; ++i) prepare(i);
   }
 
@@ -247,7 +247,8 @@ struct GradTanh {
       stride = p.width;
       return;
     }
-    for (int64_t j = 0; j < p.Tk; ++j) fill_table(keys[j] + h0, valid, n, shift, own + j * n);
+    for (int64_t j = 0; path != Path::direct && j < p.Tk; ++j)
+      fill_table(keys[j] + h0, valid, n, shift, own + j * n);
     table = own;
     stride = n;
   }

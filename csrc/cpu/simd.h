@@ -58,11 +58,6 @@ BF_INLINE Vec<A> abs(Vec<A> x) {
 }
 
 template <class A>
-BF_INLINE Vec<A> min(Vec<A> x, Vec<A> y) {
-  return x < y ? x : y;
-}
-
-template <class A>
 BF_INLINE Vec<A> max(Vec<A> x, Vec<A> y) {
   return x > y ? x : y;
 }

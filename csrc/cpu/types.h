@@ -57,7 +57,7 @@ struct Problem {
   int64_t B = 0, Tq = 0, Tk = 0, H = 0, Dv = 0;
   int64_t width = 0;  // table row length: H rounded up to whole 64-byte lines
   View queries, keys, values;
-  const void* table = nullptr;     // (B,Tk,width) in the sum type; backward may have none
+  const void* table = nullptr;     // (B,Tk,width) in the sum type; null: made as it is needed
   const void* keys_max = nullptr;  // (B) in the sum type, max |c|
   const void* w = nullptr;         // (width) in the sum type: w_v / w_scale, zero past H
   double w_scale = 1.0;            // power of two that brings every |w| to at most 1
