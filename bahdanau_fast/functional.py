@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bahdanau_fast import backends, checks, ops, reference, small
 from bahdanau_fast.memory import ProjectedKeys
+from bahdanau_fast.projection import linear
 
 __all__ = ["additive_attention", "attend_projected", "attend_small", "masked_softmax"]
 
@@ -96,9 +96,9 @@ def additive_attention(
         context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
         return context, weights if need_weights else None
     # No table: nobody asks these keys again, the kernels make it a few rows at a time.
-    projected = ProjectedKeys(F.linear(keys, w_k, bias), None, None)
+    projected = ProjectedKeys(linear(keys, w_k, bias), None, None)
     context, weights = attend_projected(
-        F.linear(queries, w_q), projected, values, w_v, valid_lens, dropout_p, need_weights, chosen
+        linear(queries, w_q), projected, values, w_v, valid_lens, dropout_p, need_weights, chosen
     )
     return context, weights if need_weights else None
 

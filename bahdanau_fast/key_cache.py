@@ -66,7 +66,8 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
     """
     if type(layer) is not nn.Linear or layer.bias is not None:
         return None
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
+    if any(hooks) or layer._backward_hooks or layer._backward_pre_hooks:
         return None
     return layer._parameters.get("weight")
 

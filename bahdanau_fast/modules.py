@@ -11,6 +11,7 @@ from bahdanau_fast import backends, checks
 from bahdanau_fast.functional import attend_projected, attend_small
 from bahdanau_fast.key_cache import KeyCache, plain_weight
 from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
+from bahdanau_fast.projection import linear
 from bahdanau_fast.small import pays
 
 __all__ = ["AdditiveAttention", "MLPAttention"]
@@ -118,17 +119,15 @@ class _Additive(nn.Module):
         return self.dropout.p if self.training else 0.0
 
     def _project(self, keys: Tensor) -> Tensor:
-        projected: Tensor = getattr(self, self._key_layer)(keys)
-        return projected if self.bias is None else projected + self.bias
+        return _apply(self._modules[self._key_layer], keys, self.bias)
 
     def _attend(
         self, queries: Tensor, projected: ProjectedKeys, values: Tensor, valid_lens: Tensor | None
     ) -> Tensor:
         query_layer = self._modules[self._query_layer]
-        assert query_layer is not None
         _check_features("queries", queries, query_layer)
         context, weights = attend_projected(
-            query_layer(queries),
+            _apply(query_layer, queries),
             projected,
             values,
             getattr(self, self._score_layer).weight,
@@ -149,6 +148,15 @@ class _Additive(nn.Module):
         if self.attention_weights is not None:
             state["attention_weights"] = self.attention_weights.detach()
         return state
+
+
+def _apply(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    weight = plain_weight(layer)
+    if weight is not None:
+        return linear(x, weight, bias)
+    assert layer is not None
+    projected: Tensor = layer(x)
+    return projected if bias is None else projected + bias
 
 
 def _check_features(name: str, tensor: Tensor, layer: nn.Module | None) -> None:

@@ -74,9 +74,8 @@ void grad_values_tile(const Problem& p, const Backward& g, int64_t b, int64_t fi
       const int64_t block = i + kTile <= queries ? kTile : queries - i;
       for (int64_t k = 0; k < block; ++k)
         load_weights<T, A>(p, g, b * p.Tq + i + k, first, first + keys, weights + k * kTile);
-      for (int64_t j = 0; j < keys; ++j)
-        weighted_sum<A>(weights + j, kTile, grads[i] + c, grads.stride, block, width, i > 0,
-                        sums + j * stride);
+      weighted_sums<A>(weights, 1, kTile, grads[i] + c, grads.stride, block, width, i > 0, sums,
+                       stride, keys);
     }
     for (int64_t j = 0; j < keys; ++j) {
       if (queries == 0)
@@ -123,53 +122,11 @@ void grad_softmax(const Problem& p, const Backward& g, int64_t b, void* scores_i
   }
 }
 
-// One query's slice of hidden units in the inner loops of grad_tanh; constants as in score.h.
-template <class A>
-struct Slice {
-  const A *rise, *offset, *alpha, *base, *sign;  // on the direct path, rise is the query
-  A *grad_query, *grad_w;                        // sum_j s u and sum_j s t over the last few keys
-  A* far;                                        // the same two rows over all keys before
-};
+// Rows of one vector of hidden units of one query, next to each other: the constants of score.h (on
+// the direct path the first is the query itself), and sum_j s u over the keys of a tile.
+enum UnitRow { kRise, kOffset, kAlpha, kBase, kSign, kNear, kUnitRows };
 
-// far += near, near = 0. Sums in two levels: a long one-by-one sum would round too often.
-template <class A>
-void settle(A* near, A* far, int64_t n) {
-  for (int64_t h = 0; h < n; h += kLanes<A>) {
-    store(far + h, Vec<A>(load(far + h) + load(near + h)));
-    store(near + h, Vec<A>{});
-  }
-}
-
-// s u added to both sides and s t to the query's, for four neighbouring keys sharing one division.
-template <class A, bool first>
-BF_INLINE void tanh_gradient_shared(const Slice<A>& q, const A* s, const A* table, int64_t width,
-                                    int64_t n, A* grad_keys) {
-  for (int64_t h = 0; h < n; h += kLanes<A>) {
-    const Vec<A> rise = load(q.rise + h), offset = load(q.offset + h);
-    const Vec<A> alpha = load(q.alpha + h), base = load(q.base + h), sign = load(q.sign + h);
-    const Vec<A> m0 = load(table + h), m1 = load(table + width + h);
-    const Vec<A> m2 = load(table + 2 * width + h), m3 = load(table + 3 * width + h);
-    const Vec<A> d0 = alpha * m0 + base, d1 = alpha * m1 + base;
-    const Vec<A> d2 = alpha * m2 + base, d3 = alpha * m3 + base;
-    const Vec<A> d01 = d0 * d1, d23 = d2 * d3;
-    const Vec<A> inverse = reciprocal<A>(d01 * d23);
-    const Vec<A> inverse01 = inverse * d23, inverse23 = inverse * d01;
-    const Vec<A> t0 = (rise * m0 + offset) * (inverse01 * d1) + sign;
-    const Vec<A> t1 = (rise * m1 + offset) * (inverse01 * d0) + sign;
-    const Vec<A> t2 = (rise * m2 + offset) * (inverse23 * d3) + sign;
-    const Vec<A> t3 = (rise * m3 + offset) * (inverse23 * d2) + sign;
-    const Vec<A> g0 = s[0] * (1 - t0 * t0), g1 = s[1] * (1 - t1 * t1);
-    const Vec<A> g2 = s[2] * (1 - t2 * t2), g3 = s[3] * (1 - t3 * t3);
-    store(q.grad_query + h, Vec<A>(load(q.grad_query + h) + ((g0 + g1) + (g2 + g3))));
-    store(q.grad_w + h,
-          Vec<A>(load(q.grad_w + h) + (s[0] * t0 + s[1] * t1 + (s[2] * t2 + s[3] * t3))));
-    const Vec<A> grads[4] = {g0, g1, g2, g3};
-    for (int k = 0; k < 4; ++k) {
-      A* to = grad_keys + k * n + h;
-      store(to, first ? grads[k] : Vec<A>(load(to) + grads[k]));
-    }
-  }
-}
+constexpr int kGroup = 4;  // neighbouring keys that share one division
 
 // A slope below this is zero in 1 - tanh^2, even in fp64: so it is here.
 template <class A>
@@ -177,143 +134,189 @@ BF_INLINE Vec<A> visible(Vec<A> slope) {
   return slope < A(2.2e-16) ? Vec<A>{} : slope;
 }
 
-// The same for one key, where a product of four denominators would not fit.
-template <class A>
-BF_INLINE void tanh_gradient_single(const Slice<A>& q, A s, const A* table, int64_t n,
-                                    A* grad_key) {
-  for (int64_t h = 0; h < n; h += kLanes<A>) {
-    const Vec<A> m = load(table + h), d = load(q.alpha + h) * m + load(q.base + h);
-    const Vec<A> t = (load(q.rise + h) * m + load(q.offset + h)) / d + load(q.sign + h);
-    const Vec<A> g = s * (1 - t * t);
-    store(q.grad_query + h, Vec<A>(load(q.grad_query + h) + g));
-    store(q.grad_w + h, Vec<A>(load(q.grad_w + h) + s * t));
-    store(grad_key + h, Vec<A>(load(grad_key + h) + g));
+// s t and s u of one query and a group of keys; m are their table entries, on the direct path the
+// keys themselves.
+template <class A, Path path>
+BF_INLINE void tanh_gradients(const A* unit, const Vec<A>* m, const A* s, Vec<A>* st, Vec<A>* su) {
+  constexpr int L = kLanes<A>;
+  const Vec<A> rise = load_once(unit + kRise * L);
+  if constexpr (path == Path::direct) {
+    for (int k = 0; k < kGroup; ++k) {
+      const TanhAndSlope<A> f = tanh_and_slope<A>(rise + m[k]);
+      st[k] = s[k] * f.tanh;
+      su[k] = s[k] * visible<A>(f.slope);
+    }
+    return;
   }
-}
-
-// The same from the projections themselves.
-template <class A, class T>
-BF_INLINE void tanh_gradient_direct(const Slice<A>& q, A s, const T* key, int64_t valid, int64_t n,
-                                    A* grad_key) {
-  for (int64_t h = 0; h < n; h += kLanes<A>) {
-    const Vec<A> c = load_row<A>(key, h, valid);
-    const TanhAndSlope<A> f = tanh_and_slope<A>(load(q.rise + h) + c);
-    const Vec<A> g = s * visible<A>(f.slope);
-    store(q.grad_query + h, Vec<A>(load(q.grad_query + h) + g));
-    store(q.grad_w + h, Vec<A>(load(q.grad_w + h) + s * f.tanh));
-    store(grad_key + h, Vec<A>(load(grad_key + h) + g));
+  const Vec<A> offset = load_once(unit + kOffset * L), sign = load_once(unit + kSign * L);
+  const Vec<A> alpha = load_once(unit + kAlpha * L), base = load_once(unit + kBase * L);
+  Vec<A> d[kGroup], t[kGroup];
+  for (int k = 0; k < kGroup; ++k) d[k] = alpha * m[k] + base;
+  if constexpr (path == Path::shared) {
+    const Vec<A> d01 = d[0] * d[1], d23 = d[2] * d[3], inverse = reciprocal<A>(d01 * d23);
+    const Vec<A> inverse01 = inverse * d23, inverse23 = inverse * d01;
+    const Vec<A> inverses[kGroup] = {inverse01 * d[1], inverse01 * d[0], inverse23 * d[3],
+                                     inverse23 * d[2]};
+    for (int k = 0; k < kGroup; ++k) t[k] = (rise * m[k] + offset) * inverses[k] + sign;
+  } else {
+    for (int k = 0; k < kGroup; ++k) t[k] = (rise * m[k] + offset) / d[k] + sign;
+  }
+  for (int k = 0; k < kGroup; ++k) {
+    st[k] = s[k] * t[k];
+    su[k] = s[k] - st[k] * t[k];
   }
 }
 
 // grad_tanh of one batch row and slice of hidden units.
+//
+// Keys are met in tiles. Within one the loops run over vectors of hidden units, groups of keys and
+// queries, so that what belongs to a group stays in registers while the queries pass; with few
+// queries a tile is one group, whose rows are then read from end to end. Sums are taken in two
+// levels: a long one-by-one sum would round too often.
 template <class T, class A>
 struct GradTanh {
-  static constexpr int64_t kKeys = 4;     // that share one division
-  static constexpr int64_t kSettle = 32;  // terms summed one by one, in each of two levels
-  static constexpr int64_t kRows = 9;     // of a Slice
+  static constexpr int64_t kTileKeys = 64;    // at most; so many keys are summed one by one
+  static constexpr int64_t kTileQueries = 8;  // from so many on a tile has more than one group
+  static constexpr int64_t kSettle = 32;      // queries summed one by one
 
   const Problem& p;
-  int64_t b, h0, n, valid, stride;
+  int64_t b, h0, n, valid;
   A keys_max, shift;
-  Rows<T, A> queries, keys;
-  const A *scores, *table;
-  A *slices, *keys_near, *keys_far, *padded;
+  Rows<T, A> query_rows, key_rows;
+  const A* scores;
+  A *units, *near_w, *far, *far_w, *own_rows, *tile_scores;
   Path path;
 
   static int64_t workspace(const Problem& p, int64_t hidden) {
-    return (p.Tq * kRows + 3 * kKeys + (p.table == nullptr ? p.Tk : 0)) * hidden;
+    return (p.Tq * (kUnitRows + 1) + 2 + kTileKeys) * hidden + kTileKeys * p.Tq;
   }
 
   GradTanh(const Problem& problem, int64_t row, int64_t begin, int64_t end, const void* scores_in,
            void* work)
-      : p(problem), b(row), h0(begin), n(end - begin), queries(p.queries, b), keys(p.keys, b) {
+      : p(problem),
+        b(row),
+        h0(begin),
+        n(end - begin),
+        query_rows(p.queries, b),
+        key_rows(p.keys, b) {
     valid = (end < p.H ? end : p.H) - h0;
     keys_max = static_cast<const A*>(p.keys_max)[b];
     shift = table_shift(keys_max);
-    scores = static_cast<const A*>(scores_in);
-    slices = static_cast<A*>(work);
-    keys_near = slices + p.Tq * kRows * n;
-    keys_far = keys_near + kKeys * n;
-    padded = keys_far + kKeys * n;
     path = choose_path(keys_max);
-    set_table(padded + kKeys * n);
+    scores = static_cast<const A*>(scores_in);
+    units = static_cast<A*>(work);
+    near_w = units + p.Tq * kUnitRows * n;
+    far = near_w + n;
+    far_w = far + p.Tq * n;
+    own_rows = far_w + n;
+    tile_scores = own_rows + kTileKeys * n;
+    for (A* sum = near_w; sum < own_rows; ++sum) *sum = A(0);
     for (int64_t i = 0; i < p.Tq; ++i) prepare(i);
   }
 
-  // The slice of the table; made here when the call came without one.
-  void set_table(A* own) {
-    if (p.table != nullptr) {
-      table = static_cast<const A*>(p.table) + b * p.Tk * p.width + h0;
-      stride = p.width;
-      return;
-    }
-    for (int64_t j = 0; path != Path::direct && j < p.Tk; ++j)
-      fill_table(keys[j] + h0, valid, n, shift, own + j * n);
-    table = own;
-    stride = n;
-  }
-
-  Slice<A> slice(int64_t i) const {
-    A* at = slices + i * kRows * n;
-    return {at, at + n, at + 2 * n, at + 3 * n, at + 4 * n, at + 5 * n, at + 6 * n, at + 7 * n};
-  }
+  A* unit(int64_t h, int64_t i) { return units + (h * p.Tq + i * kLanes<A>)*kUnitRows; }
 
   void prepare(int64_t i) {
-    A* at = slices + i * kRows * n;
-    const T* row = queries[i] + h0;
-    for (int64_t h = 0; h < n; h += kLanes<A>) {
+    constexpr int L = kLanes<A>;
+    const T* row = query_rows[i] + h0;
+    for (int64_t h = 0; h < n; h += L) {
       const Vec<A> a = load_row<A>(row, h, valid);
-      const Units<A> units(a, keys_max, shift);
-      store(at + h, path == Path::direct ? a : units.rise);
-      store(at + n + h, units.offset);
-      store(at + 2 * n + h, units.alpha);
-      store(at + 3 * n + h, units.base);
-      store(at + 4 * n + h, units.sign);
-      for (int64_t sums = 5; sums < kRows; ++sums) store(at + sums * n + h, Vec<A>{});
+      const Units<A> of(a, keys_max, shift);
+      const Vec<A> rows[kUnitRows] = {
+          path == Path::direct ? a : of.rise, of.offset, of.alpha, of.base, of.sign, Vec<A>{}};
+      for (int r = 0; r < kUnitRows; ++r) store(unit(h, i) + r * L, rows[r]);
     }
   }
 
-  // Table rows of `count` keys; fewer than kKeys are filled up (with c = 0, or some such).
-  const A* entries(int64_t j, int64_t count, int64_t* row_stride) {
-    const A* rows = table + j * stride;
-    *row_stride = stride;
-    if (count == kKeys) return rows;
-    for (int64_t k = 0; k < kKeys; ++k)
-      for (int64_t h = 0; h < n; ++h) padded[k * n + h] = k < count ? rows[k * stride + h] : A(1);
-    *row_stride = n;
-    return padded;
-  }
-
-  void one_query(int64_t i, int64_t j, int64_t count, const A* rows, int64_t row_stride) {
-    A s[kKeys] = {};
-    for (int64_t k = 0; k < count; ++k) s[k] = scores[i * p.Tk + j + k];
-    const Slice<A> q = slice(i);
-    if (path == Path::shared && i == 0)
-      return tanh_gradient_shared<A, true>(q, s, rows, row_stride, n, keys_near);
-    if (path == Path::shared)
-      return tanh_gradient_shared<A, false>(q, s, rows, row_stride, n, keys_near);
+  // Table rows of a tile (the keys themselves on the direct path), filled up to whole groups.
+  const A* rows_of(int64_t j, int64_t count, int64_t* stride) {
+    const bool stored = p.table != nullptr && path != Path::direct;
+    const A* table = static_cast<const A*>(p.table) + (b * p.Tk + j) * p.width + h0;
+    *stride = stored ? p.width : n;
+    if (stored && count % kGroup == 0) return table;
+    *stride = n;
     for (int64_t k = 0; k < count; ++k) {
-      if (path == Path::direct)
-        tanh_gradient_direct<A>(q, s[k], keys[j + k] + h0, valid, n, keys_near + k * n);
+      A* out = own_rows + k * n;
+      if (stored)
+        for (int64_t h = 0; h < n; ++h) out[h] = table[k * p.width + h];
+      else if (path != Path::direct)
+        fill_table(key_rows[j + k] + h0, valid, n, shift, out);
       else
-        tanh_gradient_single<A>(q, s[k], rows + k * row_stride, n, keys_near + k * n);
+        for (int64_t h = 0; h < n; ++h)
+          out[h] = h < valid ? A(widen(key_rows[j + k][h0 + h])) : A(0);
+    }
+    const int64_t padded = (count + kGroup - 1) / kGroup * kGroup;
+    for (int64_t k = count * n; k < padded * n; ++k) own_rows[k] = A(1);
+    return own_rows;
+  }
+
+  // Gradients of the scores of a tile in the order they are used in; zero past its last key.
+  void gather_scores(int64_t j, int64_t count) {
+    for (int64_t k = 0; k < count; k += kGroup)
+      for (int64_t i = 0; i < p.Tq; ++i)
+        for (int64_t l = 0; l < kGroup; ++l)
+          tile_scores[k * p.Tq + i * kGroup + l] =
+              k + l < count ? scores[i * p.Tk + j + k + l] : A(0);
+  }
+
+  // `one`: for a single query, known when this is compiled.
+  template <Path path, bool one>
+  void tile(int64_t j, int64_t count, const A* w, T* grad_keys) {
+    constexpr int L = kLanes<A>;
+    int64_t stride;
+    const A* rows = rows_of(j, count, &stride);
+    gather_scores(j, count);
+    const int64_t queries = one ? 1 : p.Tq;
+    for (int64_t h = 0; h < n; h += L) {
+      const Vec<A> scale = load(w + h) * A(p.w_scale);
+      Vec<A> sum_w{};
+      for (int64_t k = 0; k < count; k += kGroup) {
+        Vec<A> m[kGroup], sums[kGroup] = {};
+        for (int l = 0; l < kGroup; ++l) {
+          m[l] = load_once(rows + (k + l) * stride + h);
+          __builtin_prefetch(rows + (k + l) * stride + h + L);
+        }
+        for (int64_t i = 0; i < queries; i += kSettle)
+          sum_w += queries_pass<path>(unit(h, i), tile_scores + k * queries + i * kGroup,
+                                      i + kSettle < queries ? kSettle : queries - i, m, sums);
+        const auto put = [&](int l, Vec<A> sum) {
+          if (grad_keys != nullptr && k + l < count)
+            store_as<A>(grad_keys + (j + k + l) * p.H + h, Vec<A>(sum * scale), valid - h);
+        };
+        put(0, sums[0]), put(1, sums[1]), put(2, sums[2]), put(3, sums[3]);  // stays in registers
+      }
+      store(near_w + h, Vec<A>(load(near_w + h) + sum_w));
     }
   }
 
-  // grad_keys of up to kKeys keys, over all queries.
-  const A* some_keys(int64_t j, int64_t count) {
-    int64_t row_stride;
-    const A* rows = entries(j, count, &row_stride);
-    const bool two_levels = p.Tq > kSettle;
-    for (int64_t h = 0; path != Path::shared && h < kKeys * n; ++h) keys_near[h] = A(0);
-    for (int64_t h = 0; two_levels && h < kKeys * n; ++h) keys_far[h] = A(0);
-    for (int64_t i = 0; i < p.Tq; ++i) {
-      one_query(i, j, count, rows, row_stride);
-      if (two_levels && (i + 1) % kSettle == 0) settle(keys_near, keys_far, kKeys * n);
+  // far += near, near = 0.
+  void settle() {
+    const auto move = [](A* from, A* to) {
+      store(to, Vec<A>(load(to) + load(from)));
+      store(from, Vec<A>{});
+    };
+    for (int64_t h = 0; h < n; h += kLanes<A>) {
+      for (int64_t i = 0; i < p.Tq; ++i) move(unit(h, i) + kNear * kLanes<A>, far + i * n + h);
+      move(near_w + h, far_w + h);
     }
-    if (!two_levels) return keys_near;
-    settle(keys_near, keys_far, kKeys * n);
-    return keys_far;
+  }
+
+  // Adds the gradients of `count` queries to those of a group of keys; returns their sum s t.
+  template <Path path>
+  BF_INLINE static Vec<A> queries_pass(A* query, const A* s, int64_t count, const Vec<A>* m,
+                                       Vec<A>* sums) {
+    constexpr int L = kLanes<A>;
+    Vec<A> near[kGroup] = {}, sum_w{};
+    for (const A* end = s + count * kGroup; s < end; s += kGroup, query += kUnitRows * L) {
+      Vec<A> st[kGroup], su[kGroup];
+      tanh_gradients<A, path>(query, m, s, st, su);
+      A* to = query + kNear * L;
+      store(to, Vec<A>(load(to) + ((su[0] + su[1]) + (su[2] + su[3]))));
+      sum_w += (st[0] + st[1]) + (st[2] + st[3]);
+      for (int l = 0; l < kGroup; ++l) near[l] += su[l];
+    }
+    for (int l = 0; l < kGroup; ++l) sums[l] += near[l];
+    return sum_w;
   }
 
   void run(const Backward& g) {
@@ -321,36 +324,31 @@ struct GradTanh {
     for (int64_t i = 0; i < p.Tq; ++i)
       look = p.kept[b * p.Tq + i] > look ? p.kept[b * p.Tq + i] : look;
     const A* w = static_cast<const A*>(p.w) + h0;
-    T* out = static_cast<T*>(g.grad_keys);
-    if (out != nullptr) out += b * p.Tk * p.H + h0;
-    for (int64_t j = 0; j < look; j += kKeys) {
-      const int64_t count = j + kKeys <= look ? kKeys : look - j;
-      const A* sums = some_keys(j, count);
-      for (int64_t k = 0; out != nullptr && k < count; ++k)
-        store_scaled(sums + k * n, w, out + (j + k) * p.H);
-      if ((j / kKeys + 1) % kSettle == 0) settle_queries();
+    T* grad_keys = static_cast<T*>(g.grad_keys);
+    if (grad_keys != nullptr) grad_keys += b * p.Tk * p.H + h0;
+    const int64_t size = p.Tq < kTileQueries ? kGroup : kTileKeys;
+    for (int64_t j = 0; j < look; j += size) {
+      const int64_t count = j + size <= look ? size : look - j;
+      if (path == Path::shared && p.Tq == 1)
+        tile<Path::shared, true>(j, count, w, grad_keys);
+      else if (path == Path::shared)
+        tile<Path::shared, false>(j, count, w, grad_keys);
+      else if (path == Path::single)
+        tile<Path::single, false>(j, count, w, grad_keys);
+      else
+        tile<Path::direct, false>(j, count, w, grad_keys);
+      if ((j + size) % kTileKeys == 0 || j + size >= look) settle();
     }
-    for (int64_t j = look; out != nullptr && j < p.Tk; ++j)
-      for (int64_t h = 0; h < valid; ++h) narrow(A(0), out + j * p.H + h);
-    settle_queries();
-    for (int64_t i = 0; g.grad_queries != nullptr && i < p.Tq; ++i)
-      store_scaled(slice(i).far, w, static_cast<T*>(g.grad_queries) + (b * p.Tq + i) * p.H + h0);
+    for (int64_t j = look; grad_keys != nullptr && j < p.Tk; ++j)
+      for (int64_t h = 0; h < valid; ++h) narrow(A(0), grad_keys + j * p.H + h);
+    for (int64_t i = 0; g.grad_queries != nullptr && i < p.Tq; ++i) {
+      T* out = static_cast<T*>(g.grad_queries) + (b * p.Tq + i) * p.H + h0;
+      for (int64_t h = 0; h < n; h += kLanes<A>)
+        store_as<A>(out + h, Vec<A>(load(far + i * n + h) * (load(w + h) * A(p.w_scale))),
+                    valid - h);
+    }
     if (g.grad_w == nullptr) return;
-    A* grad_w = static_cast<A*>(g.grad_w) + b * p.width + h0;
-    for (int64_t i = 0; i < p.Tq; ++i)
-      for (int64_t h = 0; h < n; ++h)
-        grad_w[h] = i == 0 ? slice(i).far[n + h] : grad_w[h] + slice(i).far[n + h];
-  }
-
-  void settle_queries() {
-    for (int64_t i = 0; i < p.Tq; ++i) settle(slice(i).grad_query, slice(i).far, 2 * n);
-  }
-
-  // Rows of sums become gradients: times w_v, in the storage type.
-  void store_scaled(const A* row, const A* w, T* out) const {
-    const A scale = A(p.w_scale);
-    for (int64_t h = 0; h < valid; h += kLanes<A>)
-      store_as<A>(out + h, Vec<A>(load(row + h) * (load(w + h) * scale)), valid - h);
+    for (int64_t h = 0; h < n; ++h) static_cast<A*>(g.grad_w)[b * p.width + h0 + h] = far_w[h];
   }
 };
 

@@ -119,16 +119,15 @@ struct ForwardTask {
     return best;
   }
 
+  // Queries that look at equally many keys share the reading of the values.
   void weigh_values() {
     const Rows<T, A> values(p.values, b);
-    const int64_t tile = queries > 1 ? 8 : j1 - j0;
-    for (int64_t first = 0; first < j1 - j0; first += tile) {
-      for (int64_t i = 0; i < queries; ++i) {
-        const int64_t left = count(i) - first, keys = left < tile ? left : tile;
-        if (keys > 0)
-          weighted_sum<A>(score_row(i) + first, 1, values[j0 + first], values.stride, keys, p.Dv,
-                          first > 0, contexts + i * p.Dv);
-      }
+    for (int64_t i = 0, same; i < queries; i += same) {
+      const int64_t keys = count(i);
+      for (same = 1; i + same < queries && count(i + same) == keys;) ++same;
+      if (keys > 0)
+        weighted_sums<A>(score_row(i), plan.chunk, 1, values[j0], values.stride, keys, p.Dv, false,
+                         contexts + i * p.Dv, p.Dv, same);
     }
   }
 

@@ -48,6 +48,63 @@ void weighted_sum(const A* p, int64_t p_stride, const T* rows, int64_t row_strid
   }
 }
 
+// Rows of a product at once, and vectors of its columns: what the registers hold.
+constexpr int kProductRows = 4;
+constexpr int kProductVectors = kVectorBytes == 64 ? 4 : 2;
+
+// out[r][c] = (add ? out[r][c] : 0) + sum_k p[r][k] rows[k][c] for kProductRows rows r, with
+// p[r][k] at r * p_row + k * p_step. Sums of `kTerms`, added up.
+template <class A, int vectors, class T>
+BF_INLINE void product_tile(const A* p, int64_t p_row, int64_t p_step, const T* rows,
+                            int64_t row_stride, int64_t count, bool add, A* out,
+                            int64_t out_stride) {
+  constexpr int64_t kTerms = 32;
+  for (int64_t first = 0; first < count; first += kTerms) {
+    const int64_t end = first + kTerms < count ? first + kTerms : count;
+    Vec<A> total[kProductRows][vectors] = {};
+    for (int64_t k = first; k < end; ++k) {
+      Vec<A> x[vectors];
+      for (int v = 0; v < vectors; ++v) x[v] = load_as<A>(rows + k * row_stride + v * kLanes<A>);
+      for (int r = 0; r < kProductRows; ++r) {
+        const Vec<A> weight = splat<A>(p[r * p_row + k * p_step]);
+        for (int v = 0; v < vectors; ++v) total[r][v] += weight * x[v];
+      }
+    }
+    for (int r = 0; r < kProductRows; ++r) {
+      for (int v = 0; v < vectors; ++v) {
+        A* to = out + r * out_stride + v * kLanes<A>;
+        store(to, add || first > 0 ? Vec<A>(load(to) + total[r][v]) : total[r][v]);
+      }
+    }
+  }
+}
+
+// The same for any number of rows r and columns; count >= 1.
+template <class A, class T>
+void weighted_sums(const A* p, int64_t p_row, int64_t p_step, const T* rows, int64_t row_stride,
+                   int64_t count, int64_t columns, bool add, A* out, int64_t out_stride,
+                   int64_t out_rows) {
+  constexpr int64_t wide = kProductVectors * kLanes<A>;
+  int64_t r = 0;
+  for (; r + kProductRows <= out_rows; r += kProductRows) {
+    const A* weights = p + r * p_row;
+    A* to = out + r * out_stride;
+    int64_t c = 0;
+    for (; c + wide <= columns; c += wide)
+      product_tile<A, kProductVectors>(weights, p_row, p_step, rows + c, row_stride, count, add,
+                                       to + c, out_stride);
+    for (; c + kLanes<A> <= columns; c += kLanes<A>)
+      product_tile<A, 1>(weights, p_row, p_step, rows + c, row_stride, count, add, to + c,
+                         out_stride);
+    for (int64_t i = 0; c < columns && i < kProductRows; ++i)
+      weighted_sum(weights + i * p_row, p_step, rows + c, row_stride, count, columns - c, add,
+                   to + i * out_stride + c);
+  }
+  for (; r < out_rows; ++r)
+    weighted_sum(p + r * p_row, p_step, rows, row_stride, count, columns, add,
+                 out + r * out_stride);
+}
+
 // out[i][j] = left[i] . right[j] for a tile of NI x NJ rows.
 template <class A, int NI, int NJ, class T>
 BF_INLINE void dot_tile(const T* left, int64_t left_stride, const T* right, int64_t right_stride,
@@ -89,10 +146,11 @@ void dot_rows(const T* left, int64_t left_stride, int64_t left_count, const T* r
               int64_t right_stride, int64_t right_count, int64_t columns, A* out,
               int64_t out_stride) {
   int64_t i = 0;
-  for (; i + 2 <= left_count; i += 2)
-    dot_row_block<A, 2>(left + i * left_stride, left_stride, right, right_stride, right_count,
-                        columns, out + i * out_stride, out_stride);
-  if (i < left_count)
+  constexpr int kRows = kVectorBytes == 64 ? 4 : 2;
+  for (; i + kRows <= left_count; i += kRows)
+    dot_row_block<A, kRows>(left + i * left_stride, left_stride, right, right_stride, right_count,
+                            columns, out + i * out_stride, out_stride);
+  for (; i < left_count; ++i)
     dot_row_block<A, 1>(left + i * left_stride, left_stride, right, right_stride, right_count,
                         columns, out + i * out_stride, out_stride);
 }

@@ -143,10 +143,10 @@ BF_INLINE Fraction<A> add(const Fraction<A>& x, const Fraction<A>& y) {
 template <class A, int keys>
 BF_INLINE void fractions(const Query<A>& q, const A* table, int64_t width, int64_t h,
                          Fraction<A>* out) {
-  const Vec<A> rise = load(q.rise + h), offset = load(q.offset + h);
-  const Vec<A> alpha = load(q.alpha + h), base = load(q.base + h);
+  const Vec<A> rise = load_once(q.rise + h), offset = load_once(q.offset + h);
+  const Vec<A> alpha = load_once(q.alpha + h), base = load_once(q.base + h);
   for (int k = 0; k < keys; ++k) {
-    const Vec<A> m = load(table + k * width + h);
+    const Vec<A> m = load_once(table + k * width + h);
     out[k] = {rise * m + offset, alpha * m + base};
   }
 }

@@ -147,6 +147,19 @@ BF_INLINE Vec<A> load(const A* p) {
   return v;
 }
 
+// A vector that is to stay in a register. GCC loads a constant again for each use of it, which
+// makes a loop of multiply-adds bound by its loads.
+template <class A>
+BF_INLINE Vec<A> load_once(const A* p) {
+  Vec<A> v = load(p);
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__SSE2__)
+  asm("" : "+x"(v));
+#endif
+  return v;
+}
+
 template <class A>
 BF_INLINE void store(A* p, Vec<A> v) {
   std::memcpy(p, &v, sizeof(v));
