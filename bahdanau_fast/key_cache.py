@@ -64,10 +64,12 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
     A replaced layer (LoRA, parametrized, quantized) or one with hooks depends on more than one
     tensor: its result is not reused.
     """
-    if type(layer) is not nn.Linear or layer.bias is not None:
+    # Parameters are read past nn.Module's __getattr__, which takes as long as all of this.
+    if type(layer) is not nn.Linear or layer._parameters.get("bias") is not None:
         return None
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
-    if any(hooks) or layer._backward_hooks or layer._backward_pre_hooks:
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return None
+    if layer._backward_hooks or layer._backward_pre_hooks:
         return None
     return layer._parameters.get("weight")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,7 @@ class _Additive(nn.Module):
             _apply(query_layer, queries),
             projected,
             values,
-            getattr(self, self._score_layer).weight,
+            _weight(self._modules[self._score_layer]),
             valid_lens,
             self._dropout_p(),
             True,
@@ -150,6 +150,15 @@ class _Additive(nn.Module):
         return state
 
 
+def _weight(layer: nn.Module | None) -> Tensor:
+    assert layer is not None
+    # Past nn.Module's __getattr__, where the layer is a plain one: that takes as long as a check.
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        weight = cast(Tensor, layer.weight)
+    return weight
+
+
 def _apply(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
     weight = plain_weight(layer)
     if weight is not None:
@@ -163,7 +172,7 @@ def _check_features(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
     # A lazy layer has no size yet, a replaced one (LoRA, quantized) checks for itself.
     if type(layer) is nn.Linear:
         checks.features(name, tensor, layer.in_features)
-        checks.same_kind(name, tensor, "the module's weights", layer.weight)
+        checks.same_kind(name, tensor, "the module's weights", _weight(layer))
 
 
 class AdditiveAttention(_Additive):

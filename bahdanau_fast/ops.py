@@ -5,7 +5,8 @@ extension loads. Operators work on projected queries and keys; the projections i
 are ordinary ``Linear`` calls.
 
 ==================  ============================================================================
-``exp_keys``        table of exp(2 c) (or expm1(2 c) where every c is small) and max|c| per row
+``exp_keys``        table of exp(2 c) (or expm1(2 c) where every c is small) and max|c| per row;
+                    ``precise`` where gradients may be asked for
 ``attend``          context and weights from projected queries and keys; the weights come in no
                     less than fp32, since backward takes differences of them
 ``attend_backward`` the four gradients of ``attend``
@@ -33,7 +34,9 @@ _ATTEND_INPUTS = (
     "Tensor queries, Tensor keys, Tensor? table, Tensor? keys_max, Tensor values, Tensor w_v, "
     "Tensor? valid_lens, Tensor? seed, float dropout_p"
 )
-library.define("exp_keys(Tensor keys) -> (Tensor table, Tensor keys_max)", tags=TAGS)
+library.define(
+    "exp_keys(Tensor keys, bool precise=True) -> (Tensor table, Tensor keys_max)", tags=TAGS
+)
 library.define(
     f"attend({_ATTEND_INPUTS}, bool need_weights) -> (Tensor context, Tensor weights)", tags=TAGS
 )
@@ -45,7 +48,9 @@ library.define(
 )
 
 
-SMALL = 131072  # fp32 keys of at most this many elements get a table in fp64 (csrc/cpu/inputs.h)
+# fp32 problems of at most so many elements are computed in fp64 (csrc/cpu/inputs.h): those whose
+# gradients may be asked for, and those whose results alone are.
+SMALL, SMALL_FORWARD = 131072, 16384
 
 
 def weights_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -53,11 +58,10 @@ def weights_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _exp_keys_fake(keys: Tensor) -> tuple[Tensor, Tensor]:
+def _exp_keys_fake(keys: Tensor, precise: bool = True) -> tuple[Tensor, Tensor]:
     batch, keys_len, hidden = keys.shape
-    in_double = keys.dtype == torch.float64 or (
-        keys.dtype == torch.float32 and batch * keys_len * hidden <= SMALL
-    )
+    small = batch * keys_len * hidden <= (SMALL if precise else SMALL_FORWARD)
+    in_double = keys.dtype == torch.float64 or (keys.dtype == torch.float32 and small)
     dtype, per_line = (torch.float64, 8) if in_double else (torch.float32, 16)
     width = (hidden + per_line - 1) // per_line * per_line  # whole 64-byte lines
     table = keys.new_empty((batch, keys_len, width), dtype=dtype)
@@ -227,7 +231,7 @@ class _Attend(torch.autograd.Function):
 
 
 _attend_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default
-_exp_keys_op: Callable[[Tensor], tuple[Tensor, Tensor]]
+_exp_keys_op: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
 _exp_keys_op = torch.ops.bahdanau_fast.exp_keys.default
 _backward_op = torch.ops.bahdanau_fast.attend_backward.default
 
@@ -279,4 +283,4 @@ def attend(
 
 def exp_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Table of exponentials of projected keys (B,Tk,H), and max|keys| of each batch row."""
-    return _exp_keys_op(keys.detach())
+    return _exp_keys_op(keys.detach(), torch.is_grad_enabled())

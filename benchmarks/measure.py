@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ __all__ = ["Spread", "Timings", "interleave", "prepare"]
 
 SAMPLE_SECONDS = 5e-3
 SLOW_SECONDS = 0.05
+PAUSE_SECONDS = 0.01
 MAX_ROUNDS = 60
 
 
@@ -103,8 +105,10 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
 
     A sample repeats a call of up to 50 ms at least five times, and until about 5 ms are filled,
     after one that is not timed: a decoder asks the same memory at every step, and finds in the
-    caches what its last step left there. The first provider moves on by one each round, so that
-    nobody always runs after the same neighbour.
+    caches what its last step left there. Each round has an order of its own, so that nobody always
+    runs after the same neighbour, and a pause before each sample lets the threads of the provider
+    before go to sleep: compiled code brings a second OpenMP pool, which spins for some milliseconds
+    on the cores that the next one needs.
 
     Args:
         calls: what to time, already warm.
@@ -124,8 +128,9 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
         at_least = min_rounds if round_seconds < seconds else min(min_rounds, 3)
         rounds = max(at_least, min(MAX_ROUNDS, int(seconds / round_seconds)))
         samples: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(rounds):
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
+        order = random.Random(0)
+        for _ in range(rounds):
+            for name in order.sample(names, len(names)):
+                time.sleep(PAUSE_SECONDS)
                 samples[name].append(_seconds(calls[name], repeats[name]))
     return Timings(samples)

@@ -111,12 +111,14 @@ struct ForwardTask {
   A finish_scores(int64_t i) {
     A* row = score_row(i);
     const A scale = A(p.w_scale);
-    A best = -std::numeric_limits<A>::infinity();
-    for (int64_t j = 0, n = count(i); j < n; ++j) {
-      row[j] *= scale;
-      best = row[j] > best ? row[j] : best;
+    const int64_t n = count(i);
+    Vec<A> best = splat<A>(-std::numeric_limits<A>::infinity());
+    for (int64_t j = 0; j < n; j += kLanes<A>) {
+      const Vec<A> scores = load_as<A>(row + j, n - j) * scale;
+      store_as<A>(row + j, scores, n - j);
+      best = max<A>(first_lanes<A>(n - j) ? scores : best, best);
     }
-    return best;
+    return largest<A>(best);
   }
 
   // Queries that look at equally many keys share the reading of the values.
@@ -151,18 +153,18 @@ void store_row(const A* row, int64_t n, T* out) {
 template <class A>
 A exponentiate(A* row, int64_t n, A best) {
   Vec<A> total{};
-  int64_t j = 0;
-  for (; j + kLanes<A> <= n; j += kLanes<A>) {
-    const Vec<A> e = exp<A>(load(row + j) - best);
-    store(row + j, e);
-    total += e;
-  }
-  A rest = 0;
-  if (j < n) {
+  for (int64_t j = 0; j < n; j += kLanes<A>) {
     const Vec<A> e = exp<A>(load_as<A>(row + j, n - j) - best);
-    for (int64_t k = j; k < n; ++k) rest += row[k] = e[k - j];
+    store_as<A>(row + j, e, n - j);
+    total += first_lanes<A>(n - j) ? e : Vec<A>{};
   }
-  return sum<A>(total) + rest;
+  return sum<A>(total);
+}
+
+template <class A>
+void divide(A* row, int64_t n, A total) {
+  for (int64_t j = 0; j < n; j += kLanes<A>)
+    store_as<A>(row + j, Vec<A>(load_as<A>(row + j, n - j) / total), n - j);
 }
 
 // One row of normalised weights, the masked positions behind them zero.
@@ -189,7 +191,7 @@ void forward(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, i
       static_cast<A*>(out.maxima)[row * plan.chunks + task.chunk] = best;
       static_cast<A*>(out.sums)[row * plan.chunks + task.chunk] = total;
     } else {
-      for (int64_t j = 0; j < n; ++j) weights[j] /= total;
+      divide(weights, n, total);
       if (out.weights != nullptr) store_weights<T>(weights, n, p.Tk, out.weights, row);
     }
     task.drop(i);
@@ -229,7 +231,7 @@ void combine(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, i
   if (out.weights == nullptr) return;
   A* weights = static_cast<A*>(out.scores) + row * p.Tk;
   exponentiate(weights, kept, best);
-  for (int64_t j = 0; j < kept; ++j) weights[j] /= total;
+  divide(weights, kept, total);
   store_weights<T>(weights, kept, p.Tk, out.weights, row);
 }
 

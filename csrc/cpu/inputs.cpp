@@ -36,8 +36,8 @@ ScalarType weights_dtype(Kind storage) {
   return storage == Kind::f64 ? ScalarType::Double : ScalarType::Float;
 }
 
-Kind computing_kind(Kind storage, int64_t elements) {
-  return storage == Kind::f32 && elements <= kSmall ? Kind::f32_in_f64 : storage;
+Kind computing_kind(Kind storage, int64_t elements, int64_t small) {
+  return storage == Kind::f32 && elements <= small ? Kind::f32_in_f64 : storage;
 }
 
 Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
@@ -124,7 +124,8 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& tab
   STD_TORCH_CHECK(w_v.numel() == p.H && w_v.dim() >= 1 && w_v.size(-1) == p.H,
                   "w_v must have shape (1, H) or (H,)");
   STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p must be between 0 and 1");
-  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H);
+  const bool forward_only = table.has_value() && table->scalar_type() == ScalarType::Float;
+  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H, forward_only ? kSmallForward : kSmall);
   const std::vector<double> w = to_doubles(w_v, "w_v");
   if (kind == Kind::f32 && length(w) > kLongW) kind = Kind::f32_in_f64;
   p.width = table_width(p.H, kind);

@@ -21,8 +21,9 @@ using MaybeTensor = std::optional<Tensor>;
 
 // fp32 problems of at most this many (query, key, hidden) elements are computed in fp64: that costs
 // some ten microseconds at most, and only the rounding of the result is left as an error. So do
-// keys of at most this many elements get a table in fp64.
-constexpr int64_t kSmall = 131072;
+// keys of at most this many elements get a table in fp64. The second number holds where no gradient
+// is asked for, which is told by the table: sums of gradients cancel more than those of scores.
+constexpr int64_t kSmall = 131072, kSmallForward = 16384;
 // So are those whose w_v is longer than this: scores in the hundreds, where fp32 would round to
 // parts of a softmax exponent that show.
 constexpr double kLongW = 64.0;
@@ -93,7 +94,7 @@ Kind storage_kind(const Tensor& tensor, const char* name);
 ScalarType weights_dtype(Kind storage);
 
 // The kind that computes: fp64 for small fp32 problems.
-Kind computing_kind(Kind storage, int64_t elements);
+Kind computing_kind(Kind storage, int64_t elements, int64_t small = kSmall);
 
 // All elements of a one-dimensional (or (1, n)) tensor of any real dtype.
 std::vector<double> to_doubles(const Tensor& tensor, const char* name);

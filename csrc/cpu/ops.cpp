@@ -30,9 +30,10 @@ ForwardPlan plan_forward(const Problem& p) {
   return plan;
 }
 
-std::tuple<Tensor, Tensor> exp_keys(const Tensor& keys) {
+std::tuple<Tensor, Tensor> exp_keys(const Tensor& keys, bool precise) {
   STD_TORCH_CHECK(keys.dim() == 3, "keys must have 3 dimensions");
-  const Kind kind = computing_kind(storage_kind(keys, "keys"), keys.numel());
+  const Kind kind =
+      computing_kind(storage_kind(keys, "keys"), keys.numel(), precise ? kSmall : kSmallForward);
   const int64_t B = keys.size(0), Tk = keys.size(1), H = keys.size(2);
   const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
   Tensor table = new_tensor({B, Tk, table_width(H, kind)}, type);

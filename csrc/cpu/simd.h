@@ -165,12 +165,13 @@ BF_INLINE void store(A* p, Vec<A> v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
-// The first n lanes from memory, zeros behind; n may be anything from 1 up.
-template <class A, class T>
-BF_INLINE Vec<A> load_as(const T* p, int64_t n) {
-  A lanes[kLanes<A>] = {};
-  for (int64_t i = 0; i < (n < kLanes<A> ? n : kLanes<A>); ++i) lanes[i] = A(widen(p[i]));
-  return load(lanes);
+// -1 in the first n lanes, 0 behind.
+template <class A>
+BF_INLINE IntVec<A> first_lanes(int64_t n) {
+  using Int = typename VecOf<A>::Int;
+  IntVec<A> lane;
+  for (int i = 0; i < kLanes<A>; ++i) lane[i] = i;
+  return lane < IntVec<A>{} + Int(n < kLanes<A> ? n : kLanes<A>);
 }
 
 // A whole vector, converted to the sum type.
@@ -196,16 +197,38 @@ BF_INLINE Vec<A> load_as(const T* p) {
 #elif defined(__F16C__)
       return (Vec<A>)_mm256_cvtph_ps((__m128i)half);
 #else
-      return load_as<A, T>(p, kLanes<A>);
+      Vec<A> v{};
+      for (int i = 0; i < kLanes<A>; ++i) v[i] = A(widen(p[i]));
+      return v;
 #endif
     }
   }
 }
 
+// The first n lanes from memory, zeros behind; n may be anything from 1 up.
+template <class A, class T>
+BF_INLINE Vec<A> load_as(const T* p, int64_t n) {
+  if (n >= kLanes<A>) return load_as<A>(p);
+#if defined(__AVX512F__)
+  const uint32_t mask = (uint32_t(1) << n) - 1;
+  if constexpr (sizeof(T) == 4 && sizeof(A) == 4) return (Vec<A>)_mm512_maskz_loadu_ps(mask, p);
+  if constexpr (sizeof(T) == 8 && sizeof(A) == 8) return (Vec<A>)_mm512_maskz_loadu_pd(mask, p);
+#endif
+  A lanes[kLanes<A>] = {};
+  for (int64_t i = 0; i < n; ++i) lanes[i] = A(widen(p[i]));
+  return load(lanes);
+}
+
+// The first n lanes to memory; n of zero or less stores nothing.
 template <class A, class T>
 BF_INLINE void store_as(T* p, Vec<A> v, int64_t n) {
   if constexpr (sizeof(A) == sizeof(T)) {
     if (n >= kLanes<A>) return store(p, v);
+#if defined(__AVX512F__)
+    const uint32_t mask = n > 0 ? (uint32_t(1) << n) - 1 : 0;
+    if constexpr (sizeof(A) == 4) return _mm512_mask_storeu_ps(p, mask, (__m512)v);
+    if constexpr (sizeof(A) == 8) return _mm512_mask_storeu_pd(p, mask, (__m512d)v);
+#endif
   } else if constexpr (std::is_same<T, bf16>::value) {
     if (n >= kLanes<A>) {
       typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
