@@ -154,9 +154,7 @@ def _weight(layer: nn.Module | None) -> Tensor:
     assert layer is not None
     # Past nn.Module's __getattr__, where the layer is a plain one: that takes as long as a check.
     weight = layer._parameters.get("weight")
-    if weight is None:
-        weight = cast(Tensor, layer.weight)
-    return weight
+    return cast(Tensor, layer.weight) if weight is None else weight
 
 
 def _apply(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 PyTorch multiplies fp32 matrices with MKL, which takes its AVX2 path on processors that are not
 Intel's. oneDNN, the other library inside torch, goes by what the processor can do: with AVX-512 on
-an AMD Zen 5 it is 2.3 times as fast (``python -m benchmarks --only projection`` measures both).
+an AMD Zen 5 it is up to 2.3 times as fast (``python -m benchmarks.projection``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ _LEAST_SIDE = 128
 
 
 def _find_onednn() -> Any:
-    """torch's own operator for fp32 ``linear`` through oneDNN, or None where it would not pay."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+    """Torch's own operator for fp32 ``linear`` through oneDNN, or None where it would not pay."""
+    if (
+        torch.backends.cpu.get_cpu_capability() != "AVX512"
+        or not torch.backends.mkldnn.is_available()
+    ):
         return None
     return getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
@@ -68,7 +71,7 @@ def _pays(x: Tensor, weight: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_autocast_enabled("cpu")
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
     )
 
 

@@ -1,4 +1,4 @@
-"""The modules are drop-ins for the course's: signatures, parameters, numbers, dropout, copies."""
+"""The modules are drop-ins for the course's: signatures, parameters, numbers, copies."""
 
 import copy
 import io
@@ -7,65 +7,10 @@ import pickle
 
 import pytest
 import torch
+from course import CourseAttention, CourseMLPAttention, course_softmax, inputs
 from torch import nn
 
 import bahdanau_fast as bf
-
-
-def course_softmax(scores, lens):
-    """The course's masked_softmax, written again."""
-    if lens is None:
-        return scores.softmax(-1)
-    if lens.dim() == 1:
-        lens = lens[:, None].expand(scores.shape[:2])
-    keep = torch.arange(scores.shape[-1]) < lens[..., None]
-    return torch.where(keep, scores, torch.tensor(-1e6, dtype=scores.dtype)).softmax(-1)
-
-
-class CourseAttention(nn.Module):
-    """The course's AdditiveAttention: (num_hiddens, dropout), or with key and query size first."""
-
-    def __init__(self, *sizes, dropout=0.0):
-        super().__init__()
-        hidden = sizes[-1]
-        if len(sizes) == 1:
-            self.W_k, self.W_q = (nn.LazyLinear(hidden, bias=False) for _ in range(2))
-            self.w_v = nn.LazyLinear(1, bias=False)
-        else:
-            self.W_k = nn.Linear(sizes[0], hidden, bias=False)
-            self.W_q = nn.Linear(sizes[1], hidden, bias=False)
-            self.w_v = nn.Linear(hidden, 1, bias=False)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, queries, keys, values, valid_lens):
-        features = self.W_q(queries)[:, :, None] + self.W_k(keys)[:, None]
-        scores = self.w_v(torch.tanh(features)).squeeze(-1)
-        self.attention_weights = course_softmax(scores, valid_lens)
-        return self.dropout(self.attention_weights) @ values
-
-
-class CourseMLPAttention(nn.Module):
-    """The oldest form: W_k on the query, W_q on the key; with the tanh of its formula."""
-
-    def __init__(self, units, ipt_dim, dropout=0.0):
-        super().__init__()
-        self.W_k = nn.Linear(ipt_dim, units, bias=False)
-        self.W_q = nn.Linear(ipt_dim, units, bias=False)
-        self.v = nn.Linear(units, 1, bias=False)
-
-    def forward(self, query, key, value, valid_length):
-        features = self.W_k(query)[:, :, None] + self.W_q(key)[:, None]
-        self.attention_weights = course_softmax(
-            self.v(torch.tanh(features)).squeeze(-1), valid_length
-        )
-        return self.attention_weights @ value
-
-
-def inputs(query=20, key=2, value=4, B=2, Tq=3, Tk=10):
-    generator = torch.Generator().manual_seed(1)
-    shapes = (B, Tq, query), (B, Tk, key), (B, Tk, value)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
 
 LENS = [None, torch.tensor([2, 6]), torch.tensor([0.5, 11.0]), torch.tensor([[1, 2, 3], [4, 0, 9]])]
 
@@ -239,106 +184,6 @@ def test_dot_product(need_weights, lens):
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-# ---- dropout -------------------------------------------------------------------------------------
-
-
-def dropped(p, seed=0, B=4, Tq=16, Tk=257, H=8, train=True):
-    """Weights before dropout and as the context saw them (values are the identity)."""
-    torch.manual_seed(7)
-    module = bf.AdditiveAttention(5, 5, H, p).train(train)
-    values = torch.eye(Tk).expand(B, -1, -1).clone().requires_grad_()
-    q, k = torch.randn(B, Tq, 5), torch.randn(B, Tk, 5)
-    torch.manual_seed(seed)
-    context = module(q, k, values)
-    return module.attention_weights, context, values
-
-
-def test_dropout_in_training_only():
-    weights, seen, _ = dropped(0.5, train=False)
-    torch.testing.assert_close(weights, seen)
-    weights, seen, _ = dropped(0.0)
-    torch.testing.assert_close(weights, seen)
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("Tk", [257, 3])
-def test_dropout_drops_the_right_share(p, Tk):
-    weights, seen, _ = dropped(p, Tk=Tk, B=8, Tq=16 if Tk > 3 else 1000)
-    kept = seen != 0
-    scaled = torch.where(kept, weights / (1 - p), 0.0)
-    torch.testing.assert_close(seen, scaled, rtol=1e-5, atol=1e-7)
-    n = kept.numel()
-    assert abs(kept.double().mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n)
-    # every place alike, and neighbours independent
-    for axis in ((1, 2), (0, 2)):
-        share = kept.double().mean(axis)
-        count = n // share.numel()
-        assert (share - (1 - p)).abs().max() < 6 * math.sqrt(p * (1 - p) / count)
-    both = (kept[..., 1:] & kept[..., :-1]).double().mean()
-    assert abs(both - (1 - p) ** 2) < 8 * math.sqrt(p * (1 - p) / n)
-
-
-def test_dropout_is_reproducible():
-    first, again, other = dropped(0.5, 3)[1], dropped(0.5, 3)[1], dropped(0.5, 4)[1]
-    assert torch.equal(first, again)
-    assert 0.4 < ((first != 0) != (other != 0)).double().mean() < 0.6
-    torch.manual_seed(0)
-    module, data = bf.AdditiveAttention(2, 20, 8, 0.5), inputs()
-    assert not torch.equal(module(*data), module(*data))  # each step of a loop draws anew
-
-
-def test_dropout_keeps_the_mean():
-    torch.manual_seed(0)
-    module, data = bf.AdditiveAttention(2, 20, 8, 0.4), inputs()
-    mean = torch.stack([module(*data) for _ in range(4000)]).mean(0)
-    torch.testing.assert_close(mean, module.eval()(*data), rtol=0, atol=0.06)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [{}, {"B": 1, "Tq": 1, "Tk": 1033, "H": 80}, {"B": 20, "Tq": 3, "Tk": 40}],
-    ids=["", "split", "rows"],
-)
-def test_backward_uses_the_mask_of_the_forward(sizes):
-    _, seen, values = dropped(0.5, **sizes)
-    grad = torch.randn(seen.shape)
-    (got,) = torch.autograd.grad(seen, values, grad)
-    want = seen.detach().transpose(1, 2) @ grad
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_gradients_through_dropout():
-    # The mask of one call, read off, then the formula with that mask.
-    torch.manual_seed(0)
-    B, Tq, Tk = 2, 5, 70
-    module = bf.AdditiveAttention(4, 3, 40, 0.4)
-    q, k = torch.randn(B, Tq, 3, requires_grad=True), torch.randn(B, Tk, 4, requires_grad=True)
-    values = torch.eye(Tk).expand(B, -1, -1).clone()
-    context = module(q, k, values)
-    mask = (context != 0).float() / 0.6
-    course = CourseAttention(4, 3, 40)
-    course.load_state_dict(module.state_dict())
-    course(q, k, values, None)
-    plain = (course.attention_weights * mask) @ values
-    grad, more = torch.randn(context.shape), torch.randn(context.shape)
-    got = torch.autograd.grad(
-        (context, module.attention_weights), (q, k, *module.parameters()), (grad, more)
-    )
-    want = torch.autograd.grad(
-        (plain, course.attention_weights), (q, k, *course.parameters()), (grad, more)
-    )
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_dropout_of_everything():
-    weights, seen, values = dropped(1.0)
-    assert not seen.any()
-    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
-    (grad,) = torch.autograd.grad(seen.sum(), values)
-    assert not grad.any()
 
 
 # ---- attention_weights, copies, memory -----------------------------------------------------------

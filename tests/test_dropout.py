@@ -1,0 +1,106 @@
+"""Dropout of attention weights: in training only, fair, reproducible, the same in backward."""
+
+import math
+
+import pytest
+import torch
+from course import CourseAttention, inputs
+
+import bahdanau_fast as bf
+
+
+def dropped(p, seed=0, B=4, Tq=16, Tk=257, H=8, train=True):
+    """Weights before dropout and as the context saw them (values are the identity)."""
+    torch.manual_seed(7)
+    module = bf.AdditiveAttention(5, 5, H, p).train(train)
+    values = torch.eye(Tk).expand(B, -1, -1).clone().requires_grad_()
+    q, k = torch.randn(B, Tq, 5), torch.randn(B, Tk, 5)
+    torch.manual_seed(seed)
+    context = module(q, k, values)
+    return module.attention_weights, context, values
+
+
+def test_dropout_in_training_only():
+    weights, seen, _ = dropped(0.5, train=False)
+    torch.testing.assert_close(weights, seen)
+    weights, seen, _ = dropped(0.0)
+    torch.testing.assert_close(weights, seen)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("Tk", [257, 3])
+def test_dropout_drops_the_right_share(p, Tk):
+    weights, seen, _ = dropped(p, Tk=Tk, B=8, Tq=16 if Tk > 3 else 1000)
+    kept = seen != 0
+    scaled = torch.where(kept, weights / (1 - p), 0.0)
+    torch.testing.assert_close(seen, scaled, rtol=1e-5, atol=1e-7)
+    n = kept.numel()
+    assert abs(kept.double().mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n)
+    # every place alike, and neighbours independent
+    for axis in ((1, 2), (0, 2)):
+        share = kept.double().mean(axis)
+        count = n // share.numel()
+        assert (share - (1 - p)).abs().max() < 6 * math.sqrt(p * (1 - p) / count)
+    both = (kept[..., 1:] & kept[..., :-1]).double().mean()
+    assert abs(both - (1 - p) ** 2) < 8 * math.sqrt(p * (1 - p) / n)
+
+
+def test_dropout_is_reproducible():
+    first, again, other = dropped(0.5, 3)[1], dropped(0.5, 3)[1], dropped(0.5, 4)[1]
+    assert torch.equal(first, again)
+    assert 0.4 < ((first != 0) != (other != 0)).double().mean() < 0.6
+    torch.manual_seed(0)
+    module, data = bf.AdditiveAttention(2, 20, 8, 0.5), inputs()
+    assert not torch.equal(module(*data), module(*data))  # each step of a loop draws anew
+
+
+def test_dropout_keeps_the_mean():
+    torch.manual_seed(0)
+    module, data = bf.AdditiveAttention(2, 20, 8, 0.4), inputs()
+    mean = torch.stack([module(*data) for _ in range(4000)]).mean(0)
+    torch.testing.assert_close(mean, module.eval()(*data), rtol=0, atol=0.06)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"B": 1, "Tq": 1, "Tk": 1033, "H": 80}, {"B": 20, "Tq": 3, "Tk": 40}],
+    ids=["", "split", "rows"],
+)
+def test_backward_uses_the_mask_of_the_forward(sizes):
+    _, seen, values = dropped(0.5, **sizes)
+    grad = torch.randn(seen.shape)
+    (got,) = torch.autograd.grad(seen, values, grad)
+    want = seen.detach().transpose(1, 2) @ grad
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_through_dropout():
+    # The mask of one call, read off, then the formula with that mask.
+    torch.manual_seed(0)
+    B, Tq, Tk = 2, 5, 70
+    module = bf.AdditiveAttention(4, 3, 40, 0.4)
+    q, k = torch.randn(B, Tq, 3, requires_grad=True), torch.randn(B, Tk, 4, requires_grad=True)
+    values = torch.eye(Tk).expand(B, -1, -1).clone()
+    context = module(q, k, values)
+    mask = (context != 0).float() / 0.6
+    course = CourseAttention(4, 3, 40)
+    course.load_state_dict(module.state_dict())
+    course(q, k, values, None)
+    plain = (course.attention_weights * mask) @ values
+    grad, more = torch.randn(context.shape), torch.randn(context.shape)
+    got = torch.autograd.grad(
+        (context, module.attention_weights), (q, k, *module.parameters()), (grad, more)
+    )
+    want = torch.autograd.grad(
+        (plain, course.attention_weights), (q, k, *course.parameters()), (grad, more)
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_of_everything():
+    weights, seen, values = dropped(1.0)
+    assert not seen.any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
+    (grad,) = torch.autograd.grad(seen.sum(), values)
+    assert not grad.any()

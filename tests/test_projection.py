@@ -1,0 +1,110 @@
+"""The projections equal ``F.linear`` whichever matrix product serves them, gradients included."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bahdanau_fast import projection
+
+ROWS, D, H = 40, 192, 160
+
+
+def of(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.fixture(params=["as here", "without oneDNN"])
+def onednn(request, monkeypatch):
+    if request.param == "without oneDNN":
+        monkeypatch.setattr(projection, "_onednn", None)
+    return projection._onednn
+
+
+LAYOUTS = {
+    "plain": lambda x: x,
+    "rows expanded": lambda x: x[:, :1].expand_as(x),
+    "all expanded": lambda x: x[:1, :1, :1].expand_as(x),
+    "columns apart": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "off the alignment": lambda x: torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape),
+    "empty": lambda x: x[:0],
+}
+
+
+def close(got, want):
+    # Two orders of summing D (or ROWS) products of numbers of size one.
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bias", [None, of(H)], ids=["no bias", "bias"])
+def test_values_and_gradients(onednn, layout, bias):
+    x = LAYOUTS[layout](of(2, ROWS, D)).requires_grad_()
+    weight = nn.Parameter(of(H, D))
+    leaves = (x, weight) if bias is None else (x, weight, bias.requires_grad_())
+    got, want = projection.linear(x, weight, bias), F.linear(x, weight, bias)
+    close(got, want)
+    with torch.no_grad():
+        close(projection.linear(x, weight, bias), want)
+    for grad in (of(*want.shape), torch.ones(()).expand(want.shape)):
+        for ours, theirs in zip(
+            torch.autograd.grad(got, leaves, grad, retain_graph=True),
+            torch.autograd.grad(want, leaves, grad, retain_graph=True),
+            strict=True,
+        ):
+            close(ours, theirs)
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    x, weight = of(ROWS, D), nn.Parameter(of(H, D))
+    assert projection.linear(x, weight.detach()).requires_grad is False
+    product = projection.linear(x, weight)
+    product.sum().backward()
+    assert x.grad is None
+    close(weight.grad, x.sum(0).expand(H, D))
+
+
+def test_second_derivatives():
+    x, weight = of(ROWS, D).requires_grad_(), of(H, D).requires_grad_()
+    twice = []
+    for linear in (projection.linear, F.linear):
+        (grad,) = torch.autograd.grad(linear(x, weight).pow(2).sum(), x, create_graph=True)
+        twice.append(torch.autograd.grad(grad.pow(2).sum() / 1e6, (x, weight)))
+    for ours, theirs in zip(*twice, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-2)
+
+
+def test_the_same_bits_for_any_number_of_threads():
+    x, weight = of(64, 512), of(512, 512)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, before):
+            torch.set_num_threads(threads)
+            results.append(projection.linear(x, weight))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_what_oneDNN_is_not_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(projection, "_onednn", lambda x, w, *_: asked.append(1) or F.linear(x, w))
+    x, weight = of(ROWS, D), of(H, D)
+    projection.linear(x, weight)
+    assert len(asked) == 1
+    projection.linear(x.double(), weight.double())
+    projection.linear(x.bfloat16(), weight.bfloat16())
+    projection.linear(x[:3], weight)  # few rows
+    projection.linear(x[:, :8].contiguous(), weight[:, :8].contiguous())  # little work
+    projection.linear(x.to("meta"), weight.to("meta"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert projection.linear(x, weight).dtype == torch.bfloat16
+    try:
+        torch.backends.mkldnn.enabled = False
+        projection.linear(x, weight)
+    finally:
+        torch.backends.mkldnn.enabled = True
+    torch.func.grad(lambda w: projection.linear(x, w).sum())(weight)
+    assert len(asked) == 1
