@@ -128,15 +128,18 @@ enum UnitRow { kRise, kOffset, kAlpha, kBase, kSign, kNear, kUnitRows };
 
 constexpr int kGroup = 4;  // neighbouring keys that share one division
 
-// A slope below this is zero in 1 - tanh^2, even in fp64: so it is here.
-template <class A>
+// 1 - tanh^2 of a saturated unit is what roundings left: one step from 1 it is 2^-52 in fp64, where
+// the truth may be nothing at all, as eager PyTorch has it. For the sake of fp32 storage many steps
+// are as good as one. In fp32 eager's is as coarse.
+template <class T, class A>
 BF_INLINE Vec<A> visible(Vec<A> slope) {
-  return slope < A(2.2e-16) ? Vec<A>{} : slope;
+  if constexpr (sizeof(A) == 4) return slope;
+  return slope < (sizeof(T) == 8 ? A(3e-16) : A(1e-13)) ? Vec<A>{} : slope;
 }
 
 // s t and s u of one query and a group of keys; m are their table entries, on the direct path the
 // keys themselves.
-template <class A, Path path>
+template <class T, class A, Path path>
 BF_INLINE void tanh_gradients(const A* unit, const Vec<A>* m, const A* s, Vec<A>* st, Vec<A>* su) {
   constexpr int L = kLanes<A>;
   const Vec<A> rise = load_once(unit + kRise * L);
@@ -144,7 +147,7 @@ BF_INLINE void tanh_gradients(const A* unit, const Vec<A>* m, const A* s, Vec<A>
     for (int k = 0; k < kGroup; ++k) {
       const TanhAndSlope<A> f = tanh_and_slope<A>(rise + m[k]);
       st[k] = s[k] * f.tanh;
-      su[k] = s[k] * visible<A>(f.slope);
+      su[k] = s[k] * (f.slope < A(2.2e-16) ? Vec<A>{} : f.slope);  // zero in 1 - tanh^2
     }
     return;
   }
@@ -163,7 +166,7 @@ BF_INLINE void tanh_gradients(const A* unit, const Vec<A>* m, const A* s, Vec<A>
   }
   for (int k = 0; k < kGroup; ++k) {
     st[k] = s[k] * t[k];
-    su[k] = s[k] - st[k] * t[k];
+    su[k] = s[k] * visible<T, A>(1 - t[k] * t[k]);  // s - st t would round once more
   }
 }
 
@@ -309,7 +312,7 @@ struct GradTanh {
     Vec<A> near[kGroup] = {}, sum_w{};
     for (const A* end = s + count * kGroup; s < end; s += kGroup, query += kUnitRows * L) {
       Vec<A> st[kGroup], su[kGroup];
-      tanh_gradients<A, path>(query, m, s, st, su);
+      tanh_gradients<T, A, path>(query, m, s, st, su);
       A* to = query + kNear * L;
       store(to, Vec<A>(load(to) + ((su[0] + su[1]) + (su[2] + su[3]))));
       sum_w += (st[0] + st[1]) + (st[2] + st[3]);
