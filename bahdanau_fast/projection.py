@@ -22,6 +22,10 @@ _LEAST_WORK, _LEAST_ROWS = 1 << 20, 4
 # A gradient of the weight sums over the rows, which oneDNN does not share out: it pays when the
 # result is large.
 _LEAST_SIDE = 128
+# oneDNN adds up products one by one, MKL in blocks: sums of more terms than this would round
+# visibly more often, and are taken in parts. Where a part has to be copied first, it is from twice
+# as many terms on.
+_TERMS = 256
 
 
 def _find_onednn() -> Any:
@@ -64,6 +68,7 @@ def _pays(x: Tensor, weight: Tensor) -> bool:
         and elements >= _LEAST_ROWS * weight.shape[1]
         and x.dtype is torch.float32
         and weight.dtype is torch.float32
+        and weight.is_contiguous()
         and x.device.type == "cpu"
         # Subclasses (DTensor, FakeTensor) and whatever traces or transforms know F.linear only.
         and type(x) is Tensor
@@ -76,6 +81,21 @@ def _pays(x: Tensor, weight: Tensor) -> bool:
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``; the weight contiguous, or the transpose of what is."""
+    terms, ready = weight.shape[1], not weight.is_contiguous()
+    if terms <= (_TERMS if ready else 2 * _TERMS):
+        return _product(x, weight, bias)
+    parts = [(x[..., i : i + _TERMS], weight[:, i : i + _TERMS]) for i in range(0, terms, _TERMS)]
+    product = None
+    for some, of_weight in parts:
+        # A weight with gaps between its rows would take oneDNN's slow path, a thousand times so.
+        part = _product(some, of_weight if ready else of_weight.contiguous())
+        product = part if product is None else product.add_(part)
+    assert product is not None
+    return product if bias is None else product.add_(bias)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     product: Tensor = _onednn(x, weight, bias, "none", [], "")
     return product
 
@@ -89,7 +109,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        rows, grads = x.reshape(-1, x.shape[-1]).contiguous(), grad.reshape(-1, grad.shape[-1])
         # create_graph=True: products that can be differentiated again.
         again = torch.is_grad_enabled()
         grad_x = grad_weight = None

@@ -96,6 +96,7 @@ def test_what_oneDNN_is_not_asked_for(monkeypatch):
     assert len(asked) == 1
     projection.linear(x.double(), weight.double())
     projection.linear(x.bfloat16(), weight.bfloat16())
+    projection.linear(x, of(H, 2 * D)[:, :D])  # gaps between its rows
     projection.linear(x[:3], weight)  # few rows
     projection.linear(x[:, :8].contiguous(), weight[:, :8].contiguous())  # little work
     projection.linear(x.to("meta"), weight.to("meta"))
@@ -108,3 +109,22 @@ def test_what_oneDNN_is_not_asked_for(monkeypatch):
         torch.backends.mkldnn.enabled = True
     torch.func.grad(lambda w: projection.linear(x, w).sum())(weight)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("rows", "size"), [(64, 512), (64, 2048), (1500, 192)], ids=str)
+def test_long_sums_round_no_more_than_in_linear(onednn, rows, size):
+    x, weight = of(rows, size).requires_grad_(), of(160, size).requires_grad_()
+    errors = []
+    exact = None
+    for linear, dtype in (
+        (F.linear, torch.float64),
+        (F.linear, torch.float32),
+        (projection.linear, torch.float32),
+    ):
+        out = linear(x.to(dtype), weight.to(dtype))
+        grads = torch.autograd.grad(out, (x, weight), of(rows, 160).to(dtype))
+        found = [t.detach().double() for t in (out, *grads)]
+        exact = exact or found
+        errors.append([float((a - b).norm()) for a, b in zip(found, exact, strict=True)])
+    for ours, theirs in zip(errors[2], errors[1], strict=True):
+        assert ours <= 2 * theirs
