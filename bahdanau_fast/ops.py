@@ -50,7 +50,7 @@ library.define(
 
 # fp32 problems of at most so many elements are computed in fp64 (csrc/cpu/inputs.h): those whose
 # gradients may be asked for, and those whose results alone are.
-SMALL, SMALL_FORWARD = 262144, 16384
+SMALL, SMALL_FORWARD = 196608, 16384
 
 
 def weights_dtype(dtype: torch.dtype) -> torch.dtype:

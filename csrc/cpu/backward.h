@@ -123,7 +123,8 @@ void grad_softmax(const Problem& p, const Backward& g, int64_t b, void* scores_i
 }
 
 // Rows of one vector of hidden units of one query, next to each other: the constants of score.h (on
-// the direct path the first is the query itself), and sum_j s u over the keys of a tile.
+// the near path kBase is b, and all there is; on the direct path the first is the query itself),
+// and sum_j s u over the keys of a tile.
 enum UnitRow { kRise, kOffset, kAlpha, kBase, kSign, kNear, kUnitRows };
 
 constexpr int kGroup = 4;  // neighbouring keys that share one division
@@ -137,36 +138,69 @@ BF_INLINE Vec<A> visible(Vec<A> slope) {
   return slope < (sizeof(T) == 8 ? A(3e-16) : A(1e-13)) ? Vec<A>{} : slope;
 }
 
-// s t and s u of one query and a group of keys; m are their table entries, on the direct path the
-// keys themselves.
-template <class T, class A, Path path>
-BF_INLINE void tanh_gradients(const A* unit, const Vec<A>* m, const A* s, Vec<A>* st, Vec<A>* su) {
+template <class A, Path path>
+BF_INLINE void denominators(const A* unit, const Vec<A>* m, Vec<A>* d) {
+  const Vec<A> base = load_once(unit + kBase * kLanes<A>);
+  if constexpr (path == Path::near) {
+    for (int k = 0; k < kGroup; ++k) d[k] = m[k] + base;
+  } else {
+    const Vec<A> alpha = load_once(unit + kAlpha * kLanes<A>);
+    for (int k = 0; k < kGroup; ++k) d[k] = alpha * m[k] + base;
+  }
+}
+
+template <Path path>
+constexpr bool shares_division = path == Path::near || path == Path::shared;
+
+// The one division of a group.
+template <class A, Path path>
+BF_INLINE Vec<A> shared_inverse(const A* unit, const Vec<A>* m) {
+  Vec<A> d[kGroup];
+  denominators<A, path>(unit, m, d);
+  return reciprocal<A>((d[0] * d[1]) * (d[2] * d[3]));
+}
+
+// tanh of one query and a group of keys; m are their table entries, `inverse` is from
+// shared_inverse where the path has it.
+template <class A, Path path>
+BF_INLINE void tanh_of_group(const A* unit, const Vec<A>* m, Vec<A> inverse, Vec<A>* t) {
   constexpr int L = kLanes<A>;
-  const Vec<A> rise = load_once(unit + kRise * L);
-  if constexpr (path == Path::direct) {
+  Vec<A> d[kGroup];
+  denominators<A, path>(unit, m, d);
+  const Vec<A> inverse01 = inverse * (d[2] * d[3]), inverse23 = inverse * (d[0] * d[1]);
+  const Vec<A> inverses[kGroup] = {inverse01 * d[1], inverse01 * d[0], inverse23 * d[3],
+                                   inverse23 * d[2]};
+  if constexpr (path == Path::near) {
+    const Vec<A> b = load_once(unit + kBase * L);
+    for (int k = 0; k < kGroup; ++k) t[k] = (m[k] - b) * inverses[k];
+  } else {
+    const Vec<A> rise = load_once(unit + kRise * L);
+    const Vec<A> offset = load_once(unit + kOffset * L), sign = load_once(unit + kSign * L);
     for (int k = 0; k < kGroup; ++k) {
-      const TanhAndSlope<A> f = tanh_and_slope<A>(rise + m[k]);
+      const Vec<A> n = rise * m[k] + offset;
+      t[k] = (path == Path::single ? n / d[k] : n * inverses[k]) + sign;
+    }
+  }
+}
+
+// s t and s u of one query and a group of keys; on the direct path m are the keys themselves.
+template <class T, class A, Path path>
+BF_INLINE void tanh_gradients(const A* unit, const Vec<A>* m, Vec<A> inverse, const A* s,
+                              Vec<A>* st, Vec<A>* su) {
+  if constexpr (path == Path::direct) {
+    const Vec<A> a = load_once(unit + kRise * kLanes<A>);
+    for (int k = 0; k < kGroup; ++k) {
+      const TanhAndSlope<A> f = tanh_and_slope<A>(a + m[k]);
       st[k] = s[k] * f.tanh;
       su[k] = s[k] * (f.slope < A(2.2e-16) ? Vec<A>{} : f.slope);  // zero in 1 - tanh^2
     }
-    return;
-  }
-  const Vec<A> offset = load_once(unit + kOffset * L), sign = load_once(unit + kSign * L);
-  const Vec<A> alpha = load_once(unit + kAlpha * L), base = load_once(unit + kBase * L);
-  Vec<A> d[kGroup], t[kGroup];
-  for (int k = 0; k < kGroup; ++k) d[k] = alpha * m[k] + base;
-  if constexpr (path == Path::shared) {
-    const Vec<A> d01 = d[0] * d[1], d23 = d[2] * d[3], inverse = reciprocal<A>(d01 * d23);
-    const Vec<A> inverse01 = inverse * d23, inverse23 = inverse * d01;
-    const Vec<A> inverses[kGroup] = {inverse01 * d[1], inverse01 * d[0], inverse23 * d[3],
-                                     inverse23 * d[2]};
-    for (int k = 0; k < kGroup; ++k) t[k] = (rise * m[k] + offset) * inverses[k] + sign;
   } else {
-    for (int k = 0; k < kGroup; ++k) t[k] = (rise * m[k] + offset) / d[k] + sign;
-  }
-  for (int k = 0; k < kGroup; ++k) {
-    st[k] = s[k] * t[k];
-    su[k] = s[k] * visible<T, A>(1 - t[k] * t[k]);  // s - st t would round once more
+    Vec<A> t[kGroup];
+    tanh_of_group<A, path>(unit, m, inverse, t);
+    for (int k = 0; k < kGroup; ++k) {
+      st[k] = s[k] * t[k];
+      su[k] = s[k] * visible<T, A>(1 - t[k] * t[k]);  // s - st t would round once more
+    }
   }
 }
 
@@ -206,6 +240,12 @@ struct GradTanh {
     keys_max = static_cast<const A*>(p.keys_max)[b];
     shift = table_shift(keys_max);
     path = choose_path(keys_max);
+    A queries_max = 0;
+    for (int64_t i = 0; path == Path::shared && i < p.Tq && queries_max == queries_max; ++i) {
+      const A m = max_abs<A>(query_rows[i] + h0, valid);
+      queries_max = m <= queries_max ? queries_max : m;
+    }
+    if (path == Path::shared && is_near(queries_max, keys_max)) path = Path::near;
     scores = static_cast<const A*>(scores_in);
     units = static_cast<A*>(work);
     near_w = units + p.Tq * kUnitRows * n;
@@ -225,8 +265,12 @@ struct GradTanh {
     for (int64_t h = 0; h < n; h += L) {
       const Vec<A> a = load_row<A>(row, h, valid);
       const Units<A> of(a, keys_max, shift);
-      const Vec<A> rows[kUnitRows] = {
-          path == Path::direct ? a : of.rise, of.offset, of.alpha, of.base, of.sign, Vec<A>{}};
+      Vec<A> rows[kUnitRows] = {of.rise, of.offset, of.alpha, of.base, of.sign, Vec<A>{}};
+      if (path == Path::near) {
+        rows[kBase] = exp<A>(-2 * a);
+      } else if (path == Path::direct) {
+        rows[kRise] = a;
+      }
       for (int r = 0; r < kUnitRows; ++r) store(unit(h, i) + r * L, rows[r]);
     }
   }
@@ -308,11 +352,17 @@ struct GradTanh {
   template <Path path>
   BF_INLINE static Vec<A> queries_pass(A* query, const A* s, int64_t count, const Vec<A>* m,
                                        Vec<A>* sums) {
-    constexpr int L = kLanes<A>;
+    constexpr int L = kLanes<A>, step = kUnitRows * L;
+    // The divisions in a loop of their own: with them in it, one iteration is so long a chain that
+    // the processor finds too little else to do meanwhile.
+    Vec<A> inverses[kSettle];
+    for (int64_t i = 0; shares_division<path> && i < count; ++i)
+      inverses[i] = shared_inverse<A, path>(query + i * step, m);
     Vec<A> near[kGroup] = {}, sum_w{};
-    for (const A* end = s + count * kGroup; s < end; s += kGroup, query += kUnitRows * L) {
+    for (int64_t i = 0; i < count; ++i, s += kGroup, query += step) {
       Vec<A> st[kGroup], su[kGroup];
-      tanh_gradients<T, A, path>(query, m, s, st, su);
+      const Vec<A> inverse = shares_division<path> ? inverses[i] : Vec<A>{};
+      tanh_gradients<T, A, path>(query, m, inverse, s, st, su);
       A* to = query + kNear * L;
       store(to, Vec<A>(load(to) + ((su[0] + su[1]) + (su[2] + su[3]))));
       sum_w += (st[0] + st[1]) + (st[2] + st[3]);
@@ -332,7 +382,11 @@ struct GradTanh {
     const int64_t size = p.Tq < kTileQueries ? kGroup : kTileKeys;
     for (int64_t j = 0; j < look; j += size) {
       const int64_t count = j + size <= look ? size : look - j;
-      if (path == Path::shared && p.Tq == 1)
+      if (path == Path::near && p.Tq == 1)
+        tile<Path::near, true>(j, count, w, grad_keys);
+      else if (path == Path::near)
+        tile<Path::near, false>(j, count, w, grad_keys);
+      else if (path == Path::shared && p.Tq == 1)
         tile<Path::shared, true>(j, count, w, grad_keys);
       else if (path == Path::shared)
         tile<Path::shared, false>(j, count, w, grad_keys);

@@ -71,6 +71,7 @@ struct ForwardTask {
     const Path path = choose_path(keys_max);
     const A* w = static_cast<const A*>(p.w);
     A constant[kQueryBlock] = {};
+    Path paths[kQueryBlock] = {};
     // Few keys at a time, so that they stay in the first-level cache for all the queries, and the
     // part of the table that a call without one makes for itself in the second.
     const int64_t tile = queries > 1 ? 8 : p.table == nullptr ? kTableRows : j1 - j0;
@@ -79,16 +80,22 @@ struct ForwardTask {
       for (int64_t i = 0; i < queries; ++i) {
         Query<A> q(constants + i * Query<A>::size(p.width), p.width);
         const T* row = query_rows[i0 + i];
-        if (first == 0 && !uniform(i)) constant[i] = q.prepare(row, w, p.H, p.width, keys_max);
+        if (first == 0) {
+          const bool near = path == Path::shared && is_near(max_abs<A>(row, p.H), keys_max);
+          paths[i] = near ? Path::near : path;
+          if (!uniform(i)) constant[i] = q.prepare(row, w, p.H, p.width, keys_max, near);
+        }
         const int64_t left = count(i) - first, keys = left < tile ? left : tile;
         if (keys <= 0) continue;
         A* out = score_row(i) + first;
         if (uniform(i)) {
           for (int64_t j = 0; j < keys; ++j) out[j] = A(0);
+        } else if (paths[i] == Path::near) {
+          score_table<A, Path::near>(q, constant[i], entries, p.width, keys, out);
         } else if (path == Path::shared) {
-          score_table<A, true>(q, constant[i], entries, p.width, keys, out);
+          score_table<A, Path::shared>(q, constant[i], entries, p.width, keys, out);
         } else if (path == Path::single) {
-          score_table<A, false>(q, constant[i], entries, p.width, keys, out);
+          score_table<A, Path::single>(q, constant[i], entries, p.width, keys, out);
         } else {
           score_direct<A>(row, key_rows[j0 + first], key_rows.stride, w, p.H, keys, out);
         }

@@ -23,7 +23,7 @@ using MaybeTensor = std::optional<Tensor>;
 // some tens of microseconds at most, and only the rounding of the result is left as an error. So do
 // keys of at most this many elements get a table in fp64. The second number holds where no gradient
 // is asked for, which is told by the table: sums of gradients cancel more than those of scores.
-constexpr int64_t kSmall = 262144, kSmallForward = 16384;
+constexpr int64_t kSmall = 196608, kSmallForward = 16384;
 // So are those whose w_v is longer than this: scores in the hundreds, where fp32 would round to
 // parts of a softmax exponent that show.
 constexpr double kLongW = 64.0;

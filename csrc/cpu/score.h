@@ -24,11 +24,17 @@
 namespace bahdanau_fast {
 namespace {
 
+// Where neither a nor c is large, and c is not all small, both parts may be divided by exp(2a)
+// whole, which makes additions of multiply-adds (near); many processors do those beside the others:
+//
+//   tanh(a + c) = (m - b) / (m + b),  b = exp(-2a), m = exp(2c)
+
 // How the keys of one batch row are met.
-//   shared  every product of four denominators fits: the fast path
+//   near    every product of four m + b fits, and no unit is saturated by its query alone
+//   shared  every product of four denominators d fits
 //   single  one denominator fits: a division each
 //   direct  exp(2c) would not fit, or a key is not finite: tanh of the sum
-enum class Path { shared, single, direct };
+enum class Path { near, shared, single, direct };
 
 template <class A>
 BF_INLINE Path choose_path(A keys_max) {
@@ -36,9 +42,19 @@ BF_INLINE Path choose_path(A keys_max) {
   return keys_max <= Range<A>::exponent ? Path::single : Path::direct;
 }
 
+// A unit of a query further out than every key by this much is saturated by the query alone.
+constexpr double kFar = 1.5;
+
 template <class A>
 BF_INLINE A table_shift(A keys_max) {
   return keys_max <= A(kShiftLimit) ? A(1) : A(0);
+}
+
+// Whether `shared` may be `near` for queries of that max |a|. In fp64 digits count more than time.
+template <class A>
+BF_INLINE bool is_near(A queries_max, A keys_max) {
+  return sizeof(A) == 4 && keys_max <= Range<A>::shared && table_shift(keys_max) == A(0) &&
+         queries_max <= Range<A>::shared && queries_max <= keys_max + A(kFar);
 }
 
 // max |x| over a row; NaN when any element is.
@@ -89,7 +105,7 @@ struct Units {
       const Vec<A> part = expm1<A>(-2 * abs<A>(a));
       offset = up ? -part : part;
     }
-    const auto far = abs<A>(a) > keys_max + A(1.5);
+    const auto far = abs<A>(a) > keys_max + A(kFar);
     rise = far ? (up ? Vec<A>{} : 2 * alpha) : rise;
     offset = far ? (up ? -2 * beta : 2 * shift * alpha) : offset;
     sign = far ? (up ? one : -one) : Vec<A>{};
@@ -102,7 +118,8 @@ BF_INLINE Vec<A> load_row(const T* row, int64_t h, int64_t H) {
   return h < H ? load_as<A>(row + h, H - h) : Vec<A>{};
 }
 
-// The constants of one query, n already times w; four rows of `width`, and sum_h w sign.
+// The constants of one query, n already times w: four rows of `width`. On the near path rise is w,
+// base is b, and there is no alpha.
 template <class A>
 struct Query {
   A *rise, *offset, *alpha, *base;
@@ -111,14 +128,22 @@ struct Query {
       : rise(work), offset(work + width), alpha(work + 2 * width), base(work + 3 * width) {}
   static constexpr int64_t size(int64_t width) { return 4 * width; }
 
-  // Past H, where w is zero, n is zero and d is not.
+  // Returns what is the same for all keys, sum_h w sign. Past H, where w is zero, n is zero and d
+  // is not.
   template <class T>
-  A prepare(const T* row, const A* w, int64_t H, int64_t width, A keys_max) {
+  A prepare(const T* row, const A* w, int64_t H, int64_t width, A keys_max, bool near) {
     const A shift = table_shift(keys_max);
     Vec<A> constant{};
     for (int64_t h = 0; h < width; h += kLanes<A>) {
-      const Units<A> units(load_row<A>(row, h, H), keys_max, shift);
-      const Vec<A> wh = load(w + h);
+      const Vec<A> a = load_row<A>(row, h, H), wh = load(w + h);
+      if (near) {
+        const Vec<A> b = exp<A>(-2 * a);
+        store(rise + h, wh);
+        store(offset + h, Vec<A>(-wh * b));
+        store(base + h, b);
+        continue;
+      }
+      const Units<A> units(a, keys_max, shift);
       store(rise + h, Vec<A>(wh * units.rise));
       store(offset + h, Vec<A>(wh * units.offset));
       store(alpha + h, units.alpha);
@@ -145,33 +170,35 @@ template <class A>
 constexpr int64_t kAhead = 2048 / sizeof(A);
 
 // w (tanh(a + c) - sign) of one vector of hidden units, for `keys` neighbouring table rows.
-template <class A, int keys>
+template <class A, int keys, Path path>
 BF_INLINE void fractions(const Query<A>& q, const A* table, int64_t width, int64_t h,
                          Fraction<A>* out) {
   const Vec<A> rise = load_once(q.rise + h), offset = load_once(q.offset + h);
-  const Vec<A> alpha = load_once(q.alpha + h), base = load_once(q.base + h);
+  const Vec<A> base = load_once(q.base + h);
+  Vec<A> alpha{};
+  if constexpr (path != Path::near) alpha = load_once(q.alpha + h);
   for (int k = 0; k < keys; ++k) {
     const A* entries = table + k * width + h;
     __builtin_prefetch(entries + keys * width + kAhead<A>);
     const Vec<A> m = load_once(entries);
-    out[k] = {rise * m + offset, alpha * m + base};
+    out[k] = {rise * m + offset, path == Path::near ? m + base : alpha * m + base};
   }
 }
 
-// sum_h w (tanh(a + c) - sign) for `keys` neighbouring table rows, not yet times w_scale. The
-// constants of the query are loaded once for all of them.
-template <class A, int keys, bool shared>
+// The sum of that over all hidden units, not yet times w_scale. The constants of the query are
+// loaded once for all the rows.
+template <class A, int keys, Path path>
 BF_INLINE void score_rows(const Query<A>& q, const A* table, int64_t width, A* out) {
   constexpr int L = kLanes<A>;
   Vec<A> total[keys] = {};
   int64_t h = 0;
-  for (; shared && h + 4 * L <= width; h += 4 * L) {
+  for (; path != Path::single && h + 4 * L <= width; h += 4 * L) {
     Fraction<A> first[keys], second[keys], next[keys];
-    fractions<A, keys>(q, table, width, h, first);
-    fractions<A, keys>(q, table, width, h + L, next);
+    fractions<A, keys, path>(q, table, width, h, first);
+    fractions<A, keys, path>(q, table, width, h + L, next);
     for (int k = 0; k < keys; ++k) first[k] = add(first[k], next[k]);
-    fractions<A, keys>(q, table, width, h + 2 * L, second);
-    fractions<A, keys>(q, table, width, h + 3 * L, next);
+    fractions<A, keys, path>(q, table, width, h + 2 * L, second);
+    fractions<A, keys, path>(q, table, width, h + 3 * L, next);
     for (int k = 0; k < keys; ++k) {
       const Fraction<A> all = add(first[k], add(second[k], next[k]));
       total[k] += quotient<A>(all.n, all.d);
@@ -179,18 +206,18 @@ BF_INLINE void score_rows(const Query<A>& q, const A* table, int64_t width, A* o
   }
   for (; h < width; h += L) {
     Fraction<A> one[keys];
-    fractions<A, keys>(q, table, width, h, one);
+    fractions<A, keys, path>(q, table, width, h, one);
     for (int k = 0; k < keys; ++k) total[k] += quotient<A>(one[k].n, one[k].d);
   }
   for (int k = 0; k < keys; ++k) out[k] = sum<A>(total[k]);
 }
 
-template <class A, bool shared>
+template <class A, Path path>
 void score_table(const Query<A>& q, A constant, const A* table, int64_t width, int64_t keys,
                  A* out) {
   int64_t j = 0;
-  for (; j + 2 <= keys; j += 2) score_rows<A, 2, shared>(q, table + j * width, width, out + j);
-  if (j < keys) score_rows<A, 1, shared>(q, table + j * width, width, out + j);
+  for (; j + 2 <= keys; j += 2) score_rows<A, 2, path>(q, table + j * width, width, out + j);
+  if (j < keys) score_rows<A, 1, path>(q, table + j * width, width, out + j);
   for (j = 0; j < keys; ++j) out[j] += constant;
 }
 
