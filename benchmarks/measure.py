@@ -93,7 +93,8 @@ def _no_collection() -> Iterator[None]:
 
 def _seconds(call: Callable[[], Any], repeats: int) -> float:
     if repeats > 1:
-        call()  # not timed: it finds the caches as the provider before left them
+        for _ in range(repeats):  # not timed: caches and threads as the provider before left them
+            call()
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -104,7 +105,7 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
     """Time calls in turn for about ``seconds``, at least ``min_rounds`` rounds.
 
     A sample repeats a call of up to 50 ms at least five times, and until about 5 ms are filled,
-    after one that is not timed: a decoder asks the same memory at every step, and finds in the
+    after as many that are not timed: a decoder asks the same memory at every step, and finds in the
     caches what its last step left there. Each round has an order of its own, so that nobody always
     runs after the same neighbour, and a pause before each sample lets the threads of the provider
     before go to sleep: compiled code brings a second OpenMP pool, which spins for some milliseconds
@@ -124,7 +125,7 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
                 once = min(once, _seconds(call, 1))
             enough = math.ceil(SAMPLE_SECONDS / max(once, 1e-9))
             repeats[name] = min(500, max(5, enough)) if once < SLOW_SECONDS else 1
-            round_seconds += once * (repeats[name] + 1)
+            round_seconds += once * repeats[name] * (2 if repeats[name] > 1 else 1) + PAUSE_SECONDS
         at_least = min_rounds if round_seconds < seconds else min(min_rounds, 3)
         rounds = max(at_least, min(MAX_ROUNDS, int(seconds / round_seconds)))
         samples: dict[str, list[float]] = {name: [] for name in names}
