@@ -221,7 +221,7 @@ class _Attend(torch.autograd.Function):
         table, keys_max, *others = rest
         inputs = (queries, keys, table, keys_max, values, w_v, *others)
         with torch._C._AutoDispatchBelowAutograd():
-            output: tuple[Tensor, Tensor] = _attend_op(*inputs)
+            output: tuple[Tensor, Tensor] = _attend_now(*inputs)
         _setup_context(ctx, inputs, output)
         return output
 
@@ -231,6 +231,8 @@ class _Attend(torch.autograd.Function):
 
 
 _attend_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default
+# The same past OpOverload's __call__, for eager calls.
+_attend_now: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default._op
 _exp_keys_op: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
 _exp_keys_op = torch.ops.bahdanau_fast.exp_keys.default
 _backward_op = torch.ops.bahdanau_fast.attend_backward.default
@@ -278,7 +280,7 @@ def attend(
         rest = (table, keys_max, valid_lens, seed, dropout_p, True)
         return _Attend.apply(queries, keys, values, w_v, rest)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        return _attend_op(*inputs)
+        return _attend_now(*inputs)
 
 
 def exp_keys(keys: Tensor) -> tuple[Tensor, Tensor]:

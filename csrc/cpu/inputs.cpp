@@ -1,5 +1,6 @@
 #include "inputs.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "simd.h"
@@ -93,10 +94,23 @@ void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, 
 
 namespace {
 
-double length(const std::vector<double>& w) {
-  double squares = 0.0;
-  for (const double x : w) squares += x * x;
-  return std::sqrt(squares);
+struct Norms {
+  double length, largest;
+};
+
+// In four chains: one addition after another over w_v would take as long as a small problem.
+Norms norms(const std::vector<double>& w) {
+  double squares[4] = {}, most[4] = {};
+  const auto take = [&](size_t lane, double x) {
+    squares[lane] += x * x;
+    most[lane] = std::fabs(x) > most[lane] ? std::fabs(x) : most[lane];
+  };
+  size_t h = 0;
+  for (; h + 4 <= w.size(); h += 4)
+    for (size_t lane = 0; lane < 4; ++lane) take(lane, w[h + lane]);
+  for (; h < w.size(); ++h) take(0, w[h]);
+  const double sum = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+  return {std::sqrt(sum), *std::max_element(most, most + 4)};
 }
 
 }  // namespace
@@ -127,7 +141,8 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& tab
   const bool forward_only = table.has_value() && table->scalar_type() == ScalarType::Float;
   kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H, forward_only ? kSmallForward : kSmall);
   const std::vector<double> w = to_doubles(w_v, "w_v");
-  if (kind == Kind::f32 && length(w) > kLongW) kind = Kind::f32_in_f64;
+  const Norms of_w = norms(w);
+  if (kind == Kind::f32 && of_w.length > kLongW) kind = Kind::f32_in_f64;
   p.width = table_width(p.H, kind);
   p.queries = view_of(queries, owned_);
   p.keys = view_of(keys, owned_);
@@ -141,7 +156,7 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& tab
     p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
   }
   if (p.B == 0 || p.Tq == 0 || p.Tk == 0) return;
-  set_w(w);
+  set_w(w, of_w.largest);
   set_kept(valid_lens);
   set_table(table, keys_max, make_table);
 }
@@ -198,11 +213,9 @@ std::vector<double> to_doubles(const Tensor& tensor, const char* name) {
   return out;
 }
 
-void Inputs::set_w(const std::vector<double>& w) {
+void Inputs::set_w(const std::vector<double>& w, double largest) {
   const Problem& p = problem;
   buffers_.emplace_back(p.width * size_of(kind));
-  double largest = 0.0;
-  for (const double x : w) largest = std::fabs(x) > largest ? std::fabs(x) : largest;
   // A power of two scales without rounding; subnormal or infinite weights stay as they are.
   int exponent = 0;
   if (largest > 1e-30 && std::isfinite(largest)) std::frexp(largest, &exponent);

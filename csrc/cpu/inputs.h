@@ -78,7 +78,7 @@ struct Inputs {
   Kind kind;
 
  private:
-  void set_w(const std::vector<double>& w);
+  void set_w(const std::vector<double>& w, double largest);
   void set_kept(const MaybeTensor& valid_lens);
   void set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bool make_table);
 
