@@ -94,7 +94,7 @@ class _Additive(nn.Module):
             )
             object.__setattr__(self, "attention_weights", attention)
             return context
-        reuse = self.cache_keys and keys.numel() > TINY and not torch.compiler.is_compiling()
+        reuse = self.cache_keys and not torch.compiler.is_compiling() and keys.numel() > TINY
         if reuse:
             projected = self._cache.find(keys, layer, self.bias, queries.shape[1])
         if projected is None:

@@ -61,10 +61,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:
+    # Asked first: compiled code takes F.linear, and no size of x becomes a guard of it.
+    if _onednn is None or torch.compiler.is_compiling():
+        return False
     elements = x.numel()
     return (
-        _onednn is not None
-        and elements * weight.shape[0] >= _LEAST_WORK
+        elements * weight.shape[0] >= _LEAST_WORK
         and elements >= _LEAST_ROWS * weight.shape[1]
         and x.dtype is torch.float32
         and weight.dtype is torch.float32
@@ -73,7 +75,6 @@ def _pays(x: Tensor, weight: Tensor) -> bool:
         # Subclasses (DTensor, FakeTensor) and whatever traces or transforms know F.linear only.
         and type(x) is Tensor
         and type(weight) in (Tensor, Parameter)
-        and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_autocast_enabled("cpu")
         and bool(torch.backends.mkldnn.enabled)

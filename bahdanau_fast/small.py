@@ -43,8 +43,8 @@ _backward_op = torch.ops.bahdanau_fast.additive_attention_backward.default
 def pays(queries: Tensor, keys: Tensor, hidden: int) -> bool:
     """Whether the one operator is the faster way for these sizes, here and now."""
     return (
-        (queries.numel() + keys.numel()) * hidden <= _LIMIT
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
+        and (queries.numel() + keys.numel()) * hidden <= _LIMIT
         and not torch.is_autocast_enabled(queries.device.type)
     )
 

@@ -258,6 +258,22 @@ def test_compiled_once_for_many_sizes():
             torch.testing.assert_close(got, want)
 
 
+def test_no_size_is_a_guard():
+    # From sizes that eager calls take in one operator to sizes that it projects through oneDNN.
+    module = bf.AdditiveAttention(16, 16, 16)
+    function = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for B, Tk in (
+            (2, 3),
+            (3, 50),
+            (64, 1100),
+        ):  # no two sizes alike: torch makes a guard of that
+            q, k = torch.randn(B, 5, 16, requires_grad=True), torch.randn(B, Tk, 16)
+            got, want = function(q, k, k), module(q, k, k)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+            got.sum().backward()
+
+
 # ---- determinism ---------------------------------------------------------------------------------
 
 
