@@ -48,9 +48,9 @@ library.define(
 )
 
 
-# fp32 problems of at most so many elements are computed in fp64 (csrc/cpu/inputs.h): those whose
-# gradients may be asked for, and those whose results alone are.
-SMALL, SMALL_FORWARD = 196608, 16384
+# fp32 problems of at most SMALL elements are computed in fp64. Keys of at most SMALL_TABLE get a
+# table in fp64, of SMALL_FORWARD where no gradient will be asked for (csrc/cpu/inputs.h).
+SMALL, SMALL_TABLE, SMALL_FORWARD = 524288, 196608, 16384
 
 
 def weights_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -60,7 +60,7 @@ def weights_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _exp_keys_fake(keys: Tensor, precise: bool = True) -> tuple[Tensor, Tensor]:
     batch, keys_len, hidden = keys.shape
-    small = batch * keys_len * hidden <= (SMALL if precise else SMALL_FORWARD)
+    small = batch * keys_len * hidden <= (SMALL_TABLE if precise else SMALL_FORWARD)
     in_double = keys.dtype == torch.float64 or (keys.dtype == torch.float32 and small)
     dtype, per_line = (torch.float64, 8) if in_double else (torch.float32, 16)
     width = (hidden + per_line - 1) // per_line * per_line  # whole 64-byte lines

@@ -138,8 +138,8 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& tab
   STD_TORCH_CHECK(w_v.numel() == p.H && w_v.dim() >= 1 && w_v.size(-1) == p.H,
                   "w_v must have shape (1, H) or (H,)");
   STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p must be between 0 and 1");
-  const bool forward_only = table.has_value() && table->scalar_type() == ScalarType::Float;
-  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H, forward_only ? kSmallForward : kSmall);
+  const bool float_table = table.has_value() && table->scalar_type() == ScalarType::Float;
+  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H, float_table ? kSmallForward : kSmall);
   const std::vector<double> w = to_doubles(w_v, "w_v");
   const Norms of_w = norms(w);
   if (kind == Kind::f32 && of_w.length > kLongW) kind = Kind::f32_in_f64;

@@ -20,12 +20,14 @@ using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
 // fp32 problems of at most this many (query, key, hidden) elements are computed in fp64: that costs
-// some tens of microseconds at most, and only the rounding of the result is left as an error. So do
-// keys of at most this many elements get a table in fp64. The second number holds where no gradient
-// is asked for, which is told by the table: sums of gradients cancel more than those of scores.
-constexpr int64_t kSmall = 196608, kSmallForward = 16384;
-// So are those whose w_v is longer than this: scores in the hundreds, where fp32 would round to
-// parts of a softmax exponent that show.
+// a tenth of a millisecond or two at most, and only the rounding of the result is left as an error.
+constexpr int64_t kSmall = 524288;
+// Keys of at most so many elements get their table in fp64: sums of gradients cancel more than
+// those of scores, hence fewer where no gradient will be asked for. A table in fp32 decides for
+// fp32.
+constexpr int64_t kSmallTable = 196608, kSmallForward = 16384;
+// In fp64 too are those whose w_v is longer than this: scores in the hundreds, where fp32 would
+// round to parts of a softmax exponent that show.
 constexpr double kLongW = 64.0;
 
 // Uninitialised memory on a cache line, for sums and workspaces.

@@ -22,7 +22,7 @@ ForwardPlan plan_forward(const Problem& p) {
   plan.query_blocks = ceil_div(p.Tq, plan.query_block);
   plan.chunk = p.Tk;
   const int64_t smallest = 64;  // keys; below this a chunk is not worth its part of the sums
-  if (p.Tk >= 2 * smallest && p.B * p.Tq * p.Tk * p.H > kSmall) {
+  if (p.Tk >= 2 * smallest && p.B * p.Tq * p.Tk * p.H > kSmallTable) {
     const int64_t even = ceil_div(p.Tk, parts_per_row(p.B * plan.query_blocks));
     plan.chunk = even > smallest ? even : smallest;
   }
@@ -32,8 +32,8 @@ ForwardPlan plan_forward(const Problem& p) {
 
 std::tuple<Tensor, Tensor> exp_keys(const Tensor& keys, bool precise) {
   STD_TORCH_CHECK(keys.dim() == 3, "keys must have 3 dimensions");
-  const Kind kind =
-      computing_kind(storage_kind(keys, "keys"), keys.numel(), precise ? kSmall : kSmallForward);
+  const Kind kind = computing_kind(storage_kind(keys, "keys"), keys.numel(),
+                                   precise ? kSmallTable : kSmallForward);
   const int64_t B = keys.size(0), Tk = keys.size(1), H = keys.size(2);
   const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
   Tensor table = new_tensor({B, Tk, table_width(H, kind)}, type);
