@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from test_errors import good
 
 import bahdanau_fast as bf  # noqa: F401  defines the operators
 
@@ -102,18 +103,7 @@ def test_the_backward_operator_raises(wrong):
 
 
 def whole():
-    return {
-        "queries": torch.randn(2, 3, 4),
-        "keys": torch.randn(2, 5, 6),
-        "values": torch.randn(2, 5, 7),
-        "w_q": torch.randn(8, 4),
-        "w_k": torch.randn(8, 6),
-        "w_v": torch.randn(1, 8),
-        "bias": None,
-        "valid_lens": None,
-        "seed": None,
-        "dropout_p": 0.0,
-    }
+    return {**good(), "bias": None, "seed": None, "dropout_p": 0.0}
 
 
 WRONG_WHOLE = [
