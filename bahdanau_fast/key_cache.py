@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from bahdanau_fast import backends
 from bahdanau_fast.memory import ProjectedKeys, project
+from bahdanau_fast.projection import plain_weight
 
-__all__ = ["KeyCache", "plain_weight"]
+__all__ = ["KeyCache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +57,6 @@ def _is_transformed() -> bool:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None or torch._C._are_functorch_transforms_active()
-
-
-def plain_weight(layer: nn.Module | None) -> Tensor | None:
-    """The weight, when it alone decides what the layer computes; None for anything else.
-
-    A replaced layer (LoRA, parametrized, quantized) or one with hooks depends on more than one
-    tensor: its result is not reused.
-    """
-    # Parameters are read past nn.Module's __getattr__, which takes as long as all of this.
-    if type(layer) is not nn.Linear or layer._parameters.get("bias") is not None:
-        return None
-    if layer._forward_hooks or layer._forward_pre_hooks:
-        return None
-    if layer._backward_hooks or layer._backward_pre_hooks:
-        return None
-    return layer._parameters.get("weight")
 
 
 class KeyCache:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from bahdanau_fast import backends, checks
 from bahdanau_fast.functional import attend_projected, attend_small
-from bahdanau_fast.key_cache import KeyCache, plain_weight
+from bahdanau_fast.key_cache import KeyCache
 from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
-from bahdanau_fast.projection import linear
+from bahdanau_fast.projection import apply_layer, plain_weight
 from bahdanau_fast.small import pays
 
 __all__ = ["AdditiveAttention", "MLPAttention"]
@@ -119,7 +119,7 @@ class _Additive(nn.Module):
         return self.dropout.p if self.training else 0.0
 
     def _project(self, keys: Tensor) -> Tensor:
-        return _apply(self._modules[self._key_layer], keys, self.bias)
+        return apply_layer(self._modules[self._key_layer], keys, self.bias)
 
     def _attend(
         self, queries: Tensor, projected: ProjectedKeys, values: Tensor, valid_lens: Tensor | None
@@ -127,7 +127,7 @@ class _Additive(nn.Module):
         query_layer = self._modules[self._query_layer]
         _check_features("queries", queries, query_layer)
         context, weights = attend_projected(
-            _apply(query_layer, queries),
+            apply_layer(query_layer, queries),
             projected,
             values,
             _weight(self._modules[self._score_layer]),
@@ -155,15 +155,6 @@ def _weight(layer: nn.Module | None) -> Tensor:
     # Past nn.Module's __getattr__, where the layer is a plain one: that takes as long as a check.
     weight = layer._parameters.get("weight")
     return cast(Tensor, layer.weight) if weight is None else weight
-
-
-def _apply(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    weight = plain_weight(layer)
-    if weight is not None:
-        return linear(x, weight, bias)
-    assert layer is not None
-    projected: Tensor = layer(x)
-    return projected if bias is None else projected + bias
 
 
 def _check_features(name: str, tensor: Tensor, layer: nn.Module | None) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
-__all__ = ["linear"]
+__all__ = ["apply_layer", "linear", "plain_weight"]
 
 # Multiplications from which oneDNN's dearer call is made up for, and rows below which either
 # library only reads the weight.
@@ -58,6 +58,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         product: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias
     return _multiply(x, weight, bias)
+
+
+def plain_weight(layer: nn.Module | None) -> Tensor | None:
+    """The weight, when it alone decides what the layer computes; None for anything else.
+
+    A replaced layer (LoRA, parametrized, quantized) or one with hooks depends on more than one
+    tensor: its result is not reused.
+    """
+    # Parameters are read past nn.Module's __getattr__, which takes as long as all of this.
+    if type(layer) is not nn.Linear or layer._parameters.get("bias") is not None:
+        return None
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return None
+    if layer._backward_hooks or layer._backward_pre_hooks:
+        return None
+    return layer._parameters.get("weight")
+
+
+def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``layer(x) + bias``, by :func:`linear` where the weight is all that the layer is."""
+    weight = plain_weight(layer)
+    if weight is not None:
+        return linear(x, weight, bias)
+    assert layer is not None
+    projected: Tensor = layer(x)
+    return projected if bias is None else projected + bias
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:

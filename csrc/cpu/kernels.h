@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward.h"
+#include "grad_tanh.h"
 #include "project.h"
 
 namespace bahdanau_fast {

@@ -1,0 +1,303 @@
+// The third step of backward (backward.h): gradients through the tanh, of queries, keys and w_v.
+#pragma once
+
+#include "forward.h"
+
+namespace bahdanau_fast {
+namespace {
+
+// Rows of one vector of hidden units of one query, next to each other: the constants of score.h (on
+// the near path kBase is b, and all there is; on the direct path the first is the query itself),
+// and sum_j s u over the keys of a tile.
+enum UnitRow { kRise, kOffset, kAlpha, kBase, kSign, kNear, kUnitRows };
+
+constexpr int kGroup = 4;  // neighbouring keys that share one division
+
+// 1 - tanh^2 of a saturated unit is what roundings left: one step from 1 it is 2^-52 in fp64, where
+// the truth may be nothing at all, as eager PyTorch has it. For the sake of fp32 storage many steps
+// are as good as one. In fp32 eager's is as coarse.
+template <class T, class A>
+BF_INLINE Vec<A> visible(Vec<A> slope) {
+  if constexpr (sizeof(A) == 4) return slope;
+  return slope < (sizeof(T) == 8 ? A(3e-16) : A(1e-13)) ? Vec<A>{} : slope;
+}
+
+template <class A, Path path>
+BF_INLINE void denominators(const A* unit, const Vec<A>* m, Vec<A>* d) {
+  const Vec<A> base = load_once(unit + kBase * kLanes<A>);
+  if constexpr (path == Path::near) {
+    for (int k = 0; k < kGroup; ++k) d[k] = m[k] + base;
+  } else {
+    const Vec<A> alpha = load_once(unit + kAlpha * kLanes<A>);
+    for (int k = 0; k < kGroup; ++k) d[k] = alpha * m[k] + base;
+  }
+}
+
+template <Path path>
+constexpr bool shares_division = path == Path::near || path == Path::shared;
+
+// The one division of a group.
+template <class A, Path path>
+BF_INLINE Vec<A> shared_inverse(const A* unit, const Vec<A>* m) {
+  Vec<A> d[kGroup];
+  denominators<A, path>(unit, m, d);
+  return reciprocal<A>((d[0] * d[1]) * (d[2] * d[3]));
+}
+
+// tanh of one query and a group of keys; m are their table entries, `inverse` is from
+// shared_inverse where the path has it.
+template <class A, Path path>
+BF_INLINE void tanh_of_group(const A* unit, const Vec<A>* m, Vec<A> inverse, Vec<A>* t) {
+  constexpr int L = kLanes<A>;
+  Vec<A> d[kGroup];
+  denominators<A, path>(unit, m, d);
+  const Vec<A> inverse01 = inverse * (d[2] * d[3]), inverse23 = inverse * (d[0] * d[1]);
+  const Vec<A> inverses[kGroup] = {inverse01 * d[1], inverse01 * d[0], inverse23 * d[3],
+                                   inverse23 * d[2]};
+  if constexpr (path == Path::near) {
+    const Vec<A> b = load_once(unit + kBase * L);
+    for (int k = 0; k < kGroup; ++k) t[k] = (m[k] - b) * inverses[k];
+  } else {
+    const Vec<A> rise = load_once(unit + kRise * L);
+    const Vec<A> offset = load_once(unit + kOffset * L), sign = load_once(unit + kSign * L);
+    for (int k = 0; k < kGroup; ++k) {
+      const Vec<A> n = rise * m[k] + offset;
+      t[k] = (path == Path::single ? n / d[k] : n * inverses[k]) + sign;
+    }
+  }
+}
+
+// s t and s u of one query and a group of keys; on the direct path m are the keys themselves.
+template <class T, class A, Path path>
+BF_INLINE void tanh_gradients(const A* unit, const Vec<A>* m, Vec<A> inverse, const A* s,
+                              Vec<A>* st, Vec<A>* su) {
+  if constexpr (path == Path::direct) {
+    const Vec<A> a = load_once(unit + kRise * kLanes<A>);
+    for (int k = 0; k < kGroup; ++k) {
+      const TanhAndSlope<A> f = tanh_and_slope<A>(a + m[k]);
+      st[k] = s[k] * f.tanh;
+      su[k] = s[k] * (f.slope < A(2.2e-16) ? Vec<A>{} : f.slope);  // zero in 1 - tanh^2
+    }
+  } else {
+    Vec<A> t[kGroup];
+    tanh_of_group<A, path>(unit, m, inverse, t);
+    for (int k = 0; k < kGroup; ++k) {
+      st[k] = s[k] * t[k];
+      su[k] = s[k] * visible<T, A>(1 - t[k] * t[k]);  // s - st t would round once more
+    }
+  }
+}
+
+// grad_tanh of one batch row and slice of hidden units.
+//
+// Keys are met in tiles. Within one the loops run over vectors of hidden units, groups of keys and
+// queries, so that what belongs to a group stays in registers while the queries pass; with few
+// queries a tile is one group, whose rows are then read from end to end. Sums are taken in two
+// levels: a long one-by-one sum would round too often.
+template <class T, class A>
+struct GradTanh {
+  static constexpr int64_t kTileKeys = 64;    // at most; so many keys are summed one by one
+  static constexpr int64_t kTileQueries = 8;  // from so many on a tile has more than one group
+  static constexpr int64_t kSettle = 32;      // queries summed one by one
+
+  const Problem& p;
+  int64_t b, h0, n, valid;
+  A keys_max, shift;
+  Rows<T, A> query_rows, key_rows;
+  const A* scores;
+  A *units, *near_w, *far, *far_w, *own_rows, *tile_scores;
+  Path path;
+
+  static int64_t workspace(const Problem& p, int64_t hidden) {
+    return (p.Tq * (kUnitRows + 1) + 2 + kTileKeys) * hidden + kTileKeys * p.Tq;
+  }
+
+  GradTanh(const Problem& problem, int64_t row, int64_t begin, int64_t end, const void* scores_in,
+           void* work)
+      : p(problem),
+        b(row),
+        h0(begin),
+        n(end - begin),
+        query_rows(p.queries, b),
+        key_rows(p.keys, b) {
+    valid = (end < p.H ? end : p.H) - h0;
+    keys_max = static_cast<const A*>(p.keys_max)[b];
+    shift = table_shift(keys_max);
+    path = choose_path(keys_max);
+    A queries_max = 0;
+    for (int64_t i = 0; path == Path::shared && i < p.Tq && queries_max == queries_max; ++i) {
+      const A m = max_abs<A>(query_rows[i] + h0, valid);
+      queries_max = m <= queries_max ? queries_max : m;
+    }
+    if (path == Path::shared && is_near(queries_max, keys_max)) path = Path::near;
+    scores = static_cast<const A*>(scores_in);
+    units = static_cast<A*>(work);
+    near_w = units + p.Tq * kUnitRows * n;
+    far = near_w + n;
+    far_w = far + p.Tq * n;
+    own_rows = far_w + n;
+    tile_scores = own_rows + kTileKeys * n;
+    for (A* sum = near_w; sum < own_rows; ++sum) *sum = A(0);
+    for (int64_t i = 0; i < p.Tq; ++i) prepare(i);
+  }
+
+  A* unit(int64_t h, int64_t i) { return units + (h * p.Tq + i * kLanes<A>)*kUnitRows; }
+
+  void prepare(int64_t i) {
+    constexpr int L = kLanes<A>;
+    const T* row = query_rows[i] + h0;
+    for (int64_t h = 0; h < n; h += L) {
+      const Vec<A> a = load_row<A>(row, h, valid);
+      const Units<A> of(a, keys_max, shift);
+      Vec<A> rows[kUnitRows] = {of.rise, of.offset, of.alpha, of.base, of.sign, Vec<A>{}};
+      if (path == Path::near) {
+        rows[kBase] = exp<A>(-2 * a);
+      } else if (path == Path::direct) {
+        rows[kRise] = a;
+      }
+      for (int r = 0; r < kUnitRows; ++r) store(unit(h, i) + r * L, rows[r]);
+    }
+  }
+
+  // Table rows of a tile (the keys themselves on the direct path), filled up to whole groups.
+  const A* rows_of(int64_t j, int64_t count, int64_t* stride) {
+    const bool stored = p.table != nullptr && path != Path::direct;
+    const A* table = static_cast<const A*>(p.table) + (b * p.Tk + j) * p.width + h0;
+    *stride = stored ? p.width : n;
+    if (stored && count % kGroup == 0) return table;
+    *stride = n;
+    for (int64_t k = 0; k < count; ++k) {
+      A* out = own_rows + k * n;
+      if (stored)
+        for (int64_t h = 0; h < n; ++h) out[h] = table[k * p.width + h];
+      else if (path != Path::direct)
+        fill_table(key_rows[j + k] + h0, valid, n, shift, out);
+      else
+        for (int64_t h = 0; h < n; ++h)
+          out[h] = h < valid ? A(widen(key_rows[j + k][h0 + h])) : A(0);
+    }
+    const int64_t padded = (count + kGroup - 1) / kGroup * kGroup;
+    for (int64_t k = count * n; k < padded * n; ++k) own_rows[k] = A(1);
+    return own_rows;
+  }
+
+  // Gradients of the scores of a tile in the order they are used in; zero past its last key.
+  void gather_scores(int64_t j, int64_t count) {
+    for (int64_t k = 0; k < count; k += kGroup)
+      for (int64_t i = 0; i < p.Tq; ++i)
+        for (int64_t l = 0; l < kGroup; ++l)
+          tile_scores[k * p.Tq + i * kGroup + l] =
+              k + l < count ? scores[i * p.Tk + j + k + l] : A(0);
+  }
+
+  // `one`: for a single query, known when this is compiled.
+  template <Path path, bool one>
+  void tile(int64_t j, int64_t count, const A* w, T* grad_keys) {
+    constexpr int L = kLanes<A>;
+    int64_t stride;
+    const A* rows = rows_of(j, count, &stride);
+    gather_scores(j, count);
+    const int64_t queries = one ? 1 : p.Tq;
+    for (int64_t h = 0; h < n; h += L) {
+      const Vec<A> scale = load(w + h) * A(p.w_scale);
+      Vec<A> sum_w{};
+      for (int64_t k = 0; k < count; k += kGroup) {
+        Vec<A> m[kGroup], sums[kGroup] = {};
+        for (int l = 0; l < kGroup; ++l) {
+          m[l] = load_once(rows + (k + l) * stride + h);
+          __builtin_prefetch(rows + (k + l) * stride + h + L);
+        }
+        for (int64_t i = 0; i < queries; i += kSettle)
+          sum_w += queries_pass<path>(unit(h, i), tile_scores + k * queries + i * kGroup,
+                                      i + kSettle < queries ? kSettle : queries - i, m, sums);
+        const auto put = [&](int l, Vec<A> sum) {
+          if (grad_keys != nullptr && k + l < count)
+            store_as<A>(grad_keys + (j + k + l) * p.H + h, Vec<A>(sum * scale), valid - h);
+        };
+        put(0, sums[0]), put(1, sums[1]), put(2, sums[2]), put(3, sums[3]);  // stays in registers
+      }
+      store(near_w + h, Vec<A>(load(near_w + h) + sum_w));
+    }
+  }
+
+  // far += near, near = 0.
+  void settle() {
+    const auto move = [](A* from, A* to) {
+      store(to, Vec<A>(load(to) + load(from)));
+      store(from, Vec<A>{});
+    };
+    for (int64_t h = 0; h < n; h += kLanes<A>) {
+      for (int64_t i = 0; i < p.Tq; ++i) move(unit(h, i) + kNear * kLanes<A>, far + i * n + h);
+      move(near_w + h, far_w + h);
+    }
+  }
+
+  // Adds the gradients of `count` queries to those of a group of keys; returns their sum s t.
+  template <Path path>
+  BF_INLINE static Vec<A> queries_pass(A* query, const A* s, int64_t count, const Vec<A>* m,
+                                       Vec<A>* sums) {
+    constexpr int L = kLanes<A>, step = kUnitRows * L;
+    // The divisions in a loop of their own: with them in it, one iteration is so long a chain that
+    // the processor finds too little else to do meanwhile.
+    Vec<A> inverses[kSettle];
+    for (int64_t i = 0; shares_division<path> && i < count; ++i)
+      inverses[i] = shared_inverse<A, path>(query + i * step, m);
+    Vec<A> near[kGroup] = {}, sum_w{};
+    for (int64_t i = 0; i < count; ++i, s += kGroup, query += step) {
+      Vec<A> st[kGroup], su[kGroup];
+      const Vec<A> inverse = shares_division<path> ? inverses[i] : Vec<A>{};
+      tanh_gradients<T, A, path>(query, m, inverse, s, st, su);
+      A* to = query + kNear * L;
+      store(to, Vec<A>(load(to) + ((su[0] + su[1]) + (su[2] + su[3]))));
+      sum_w += (st[0] + st[1]) + (st[2] + st[3]);
+      for (int l = 0; l < kGroup; ++l) near[l] += su[l];
+    }
+    for (int l = 0; l < kGroup; ++l) sums[l] += near[l];
+    return sum_w;
+  }
+
+  void run(const Backward& g) {
+    int64_t look = 0;
+    for (int64_t i = 0; i < p.Tq; ++i)
+      look = p.kept[b * p.Tq + i] > look ? p.kept[b * p.Tq + i] : look;
+    const A* w = static_cast<const A*>(p.w) + h0;
+    T* grad_keys = static_cast<T*>(g.grad_keys);
+    if (grad_keys != nullptr) grad_keys += b * p.Tk * p.H + h0;
+    const int64_t size = p.Tq < kTileQueries ? kGroup : kTileKeys;
+    for (int64_t j = 0; j < look; j += size) {
+      const int64_t count = j + size <= look ? size : look - j;
+      if (path == Path::near && p.Tq == 1)
+        tile<Path::near, true>(j, count, w, grad_keys);
+      else if (path == Path::near)
+        tile<Path::near, false>(j, count, w, grad_keys);
+      else if (path == Path::shared && p.Tq == 1)
+        tile<Path::shared, true>(j, count, w, grad_keys);
+      else if (path == Path::shared)
+        tile<Path::shared, false>(j, count, w, grad_keys);
+      else if (path == Path::single)
+        tile<Path::single, false>(j, count, w, grad_keys);
+      else
+        tile<Path::direct, false>(j, count, w, grad_keys);
+      if ((j + size) % kTileKeys == 0 || j + size >= look) settle();
+    }
+    for (int64_t j = look; grad_keys != nullptr && j < p.Tk; ++j)
+      for (int64_t h = 0; h < valid; ++h) narrow(A(0), grad_keys + j * p.H + h);
+    for (int64_t i = 0; g.grad_queries != nullptr && i < p.Tq; ++i) {
+      T* out = static_cast<T*>(g.grad_queries) + (b * p.Tq + i) * p.H + h0;
+      for (int64_t h = 0; h < n; h += kLanes<A>)
+        store_as<A>(out + h, Vec<A>(load(far + i * n + h) * (load(w + h) * A(p.w_scale))),
+                    valid - h);
+    }
+    if (g.grad_w == nullptr) return;
+    for (int64_t h = 0; h < n; ++h) static_cast<A*>(g.grad_w)[b * p.width + h0 + h] = far_w[h];
+  }
+};
+
+template <class T, class A>
+void grad_tanh(const Problem& p, const Backward& g, int64_t b, int64_t h0, int64_t h1,
+               const void* scores, void* work) {
+  GradTanh<T, A>(p, b, h0, h1, scores, work).run(g);
+}
+
+}  // namespace
+}  // namespace bahdanau_fast
