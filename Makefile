@@ -12,11 +12,11 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o 
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench wheel clean torch-spec
+.PHONY: help venv demo test lint format bench budgets gpu-report wheel clean torch-spec
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: build/.installed  ## set up .venv: torch, the tools, this package (editable, with its C++)
 
@@ -55,6 +55,23 @@ format: venv  ## rewrite the sources in the house style
 
 bench: venv  ## measure against d2l eager and torch.compile, after a parity check
 	$(BIN)/python -m benchmarks
+
+budgets: venv  ## compile the GPU kernels, GPU or not; registers, spills, instructions
+	$(BIN)/python -m benchmarks.budgets
+
+# With the Python that is there and nothing installed: PYTHON=... for one beside .venv's. The
+# package is laid out as installed, kernels/ in its place.
+GPU_PYTHON = $(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
+OUT ?= benchmarks/results
+gpu-report:  ## parity, memory checks and benchmarks on the GPU that is here, into OUT
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
+		{ echo 'gpu-report: no GPU that $(GPU_PYTHON) and its torch can see; nothing is measured' >&2; exit 2; }
+	rm -rf build/gpu && mkdir -p build/gpu
+	cp -Rp bahdanau_fast benchmarks tests pyproject.toml build/gpu/
+	cp -Rp kernels build/gpu/bahdanau_fast/kernels
+	$(GPU_PYTHON) setup.py -q build_ext --build-lib build/gpu
+	cd build/gpu && BAHDANAU_FAST_COMMIT=$$(git rev-parse --short=12 HEAD 2>/dev/null) \
+		$(if $(findstring /,$(GPU_PYTHON)),$(abspath $(GPU_PYTHON)),$(GPU_PYTHON)) -m benchmarks.gpu_report --out '$(abspath $(OUT))'
 
 # build/lib* holds the modules of earlier wheels, also those deleted since.
 wheel: venv  ## build the wheel into dist/

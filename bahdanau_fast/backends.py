@@ -7,59 +7,25 @@ can be asked for by name, for one call (``backend="cpu"``) or for a block (``wit
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
 import platform
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Literal
 
 import torch
 
-import bahdanau_fast.ops  # noqa: F401  defines the operators that the extension implements
-from bahdanau_fast import checks
+import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
+from bahdanau_fast import checks, loading
 
 __all__ = ["NAMES", "available", "explain", "resolve", "use"]
 
-NAMES = ("cpu", "reference")
+NAMES = ("triton", "cpu", "reference")
 
 # Process-wide like torch's own backend flags: a plain global is what torch.compile can guard on.
 _forced: str | None = None
 
 
-def _load_cpu() -> str | None:
-    """Import the C++ extension, which registers the CPU kernels; None or what went wrong."""
-    try:
-        _check_whole("bahdanau_fast._C_cpu")
-        importlib.import_module("bahdanau_fast._C_cpu")
-    except ModuleNotFoundError:
-        return "the C++ extension is not built (install with a C++17 compiler present)"
-    except (ImportError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        return f"the C++ extension is there but does not load: {reason}"
-    return None
-
-
-def _check_whole(module: str) -> None:
-    """Refuse a cut-off ELF file: the loader maps it and dies of SIGBUS, which nothing can catch."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return
-    with Path(spec.origin).open("rb") as file:
-        header = file.read(64)
-        size = file.seek(0, os.SEEK_END)
-    if len(header) < 64 or header[:5] != b"\x7fELF\x02":
-        return  # not 64-bit ELF: the loader itself has words for it
-    order: Literal["little", "big"] = "little" if header[5] == 1 else "big"
-    sections = int.from_bytes(header[40:48], order)
-    entry, count = (int.from_bytes(header[at : at + 2], order) for at in (58, 60))
-    if size < sections + entry * count:
-        raise ImportError(f"{spec.origin} is cut off at {size} bytes")
-
-
-_cpu_problem = _load_cpu()
+_cpu_problem = loading.cpu_problem()
 _cpu_ready = _cpu_problem is None
 
 if _cpu_problem is not None:
@@ -77,22 +43,31 @@ def available() -> tuple[str, ...]:
     >>> "reference" in available()
     True
     """
-    return NAMES if _cpu_ready else ("reference",)
+    return tuple(name for name in NAMES if why_not(name) is None)
 
 
 def why_not(name: str) -> str | None:
     """What keeps a backend from being available; None when nothing does."""
+    if name == "triton":
+        return loading.triton_problem()
     return _cpu_problem if name == "cpu" else None
 
 
-def explain(device: str | torch.device = "cpu") -> str:
+def explain(device: str | torch.device | None = None) -> str:
     """One line per backend: whether it is there, why not, and which one ``auto`` takes.
 
     Args:
-        device: the device of the data ``auto`` would be asked about.
+        device: the device of the data ``auto`` would be asked about; unless given, a GPU if there
+            is one, else the CPU.
     """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = resolve(torch.device(device))
+    where = (
+        "in its interpreter, on the CPU" if loading.interpreted() else "for CUDA and ROCm tensors"
+    )
     what = {
+        "triton": f"Triton kernels {where}; not float64",
         "cpu": f"fused C++ for CPU tensors, {_instruction_set()}",
         "reference": "plain PyTorch, any device",
     }
@@ -113,15 +88,18 @@ def _instruction_set() -> str:
     return f"{name} kernels"
 
 
-def resolve(device: torch.device, name: str | None = None) -> str:
+def resolve(
+    device: torch.device, name: str | None = None, dtype: torch.dtype = torch.float32
+) -> str:
     """The backend that serves a call on ``device``.
 
     Args:
         device: where the data is.
         name: a backend asked for by name; None takes that of ``use()``, else the fastest.
+        dtype: of the data.
 
     Raises:
-        ValueError: the name is unknown, or that backend cannot serve this device here.
+        ValueError: the name is unknown, or that backend cannot serve this device or dtype here.
     """
     wanted = name or _forced
     if wanted is None or wanted == "auto":
@@ -129,10 +107,18 @@ def resolve(device: torch.device, name: str | None = None) -> str:
         transformed = (
             not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
         )
-        return "cpu" if _cpu_ready and device.type == "cpu" and not transformed else "reference"
+        if transformed:
+            return "reference"
+        if device.type == "cpu":
+            return "cpu" if _cpu_ready else "reference"
+        fits = device.type == "cuda" and dtype != torch.float64
+        return "triton" if fits and loading.triton_problem() is None else "reference"
     _check_name(wanted)
-    if wanted == "cpu" and device.type != "cpu":
+    serves = {"cpu": "cpu", "triton": "cpu" if loading.interpreted() else "cuda"}
+    if device.type != serves.get(wanted, device.type):
         checks.reject(ValueError, "backend", f"serve {device.type} tensors", repr(wanted))
+    if wanted == "triton" and dtype == torch.float64:
+        checks.reject(ValueError, "backend", f"serve {dtype} tensors", repr(wanted))
     return wanted
 
 
@@ -150,7 +136,7 @@ def use(name: str) -> Iterator[None]:
     """Make every call in the block take one backend; process-wide, like torch's own flags.
 
     Args:
-        name: "auto", "cpu" or "reference".
+        name: "auto", "triton", "cpu" or "reference".
 
     Raises:
         ValueError: unknown, or not available here.

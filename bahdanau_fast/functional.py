@@ -66,7 +66,7 @@ def additive_attention(
         bias: (H,), optional.
         dropout_p: probability of dropping a weight on the way to the context.
         need_weights: return the weights too.
-        backend: "cpu" or "reference"; None takes the fastest that is there.
+        backend: "triton", "cpu" or "reference"; None takes the fastest that is there.
 
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk) before dropout; None for weights not asked for.
@@ -90,7 +90,7 @@ def additive_attention(
     if bias is not None:
         checks.weight("bias", bias, (hidden,), queries)
     checks.probability("dropout_p", dropout_p)
-    chosen = backends.resolve(queries.device, backend)
+    chosen = backends.resolve(queries.device, backend, queries.dtype)
     if chosen == "cpu" and small.pays(queries, keys, hidden):
         inputs = (queries, keys, values, w_q, w_k, w_v)
         context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
@@ -136,7 +136,7 @@ def attend_projected(
         return reference.attend(queries, projected.keys, values, w_v, valid_lens, dropout_p)
     seed = _seed(dropout_p, queries.device)
     context, weights = ops.attend(
-        queries, *projected, values, w_v, valid_lens, seed, dropout_p, need_weights
+        queries, *projected, values, w_v, valid_lens, seed, dropout_p, need_weights, backend
     )
     return context, weights if weights.dtype == queries.dtype else weights.to(queries.dtype)
 

@@ -44,7 +44,7 @@ def _state(keys: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, .
         None if bias is None else (id(bias), bias._version, bias.data_ptr(), bias.requires_grad),
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
-        backends.resolve(keys.device),
+        backends.resolve(keys.device, dtype=keys.dtype),
     )
 
 
@@ -81,7 +81,9 @@ class KeyCache:
         if own is None or _is_transformed() or entry.state != _state(keys, weight, bias):
             return None
         if entry.table is None:  # asked for again: from now on a table pays
-            _, table, keys_max = project(own, backends.resolve(keys.device), queries_len)
+            _, table, keys_max = project(
+                own, backends.resolve(keys.device, dtype=keys.dtype), queries_len
+            )
             entry = self._entry = replace(entry, table=table, keys_max=keys_max)
         return ProjectedKeys(own, entry.table, entry.keys_max)
 

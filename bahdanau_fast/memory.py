@@ -21,7 +21,7 @@ class ProjectedKeys(NamedTuple):
 
     Attributes:
         keys: (B,Tk,H), ``W_k k``; in the autograd graph.
-        table: (B,Tk,H rounded up), the exponentials the fused kernels read, or None.
+        table: (B,Tk,H rounded up), the exponentials the C++ kernels read, or None.
         keys_max: (B,), max|W_k k| per row, or None.
     """
 
@@ -43,7 +43,7 @@ def project(projected_keys: Tensor, backend: str, queries_len: int = 1) -> Proje
         backend: a name from :data:`backends.NAMES`.
         queries_len: Tq of the calls to come.
     """
-    if backend == "reference" or projected_keys.numel() <= TINY or queries_len >= MANY_QUERIES:
+    if backend != "cpu" or projected_keys.numel() <= TINY or queries_len >= MANY_QUERIES:
         return ProjectedKeys(projected_keys, None, None)
     return ProjectedKeys(projected_keys, *ops.exp_keys(projected_keys))
 

@@ -58,7 +58,7 @@ class _Additive(nn.Module):
         values = keys if values is None else values
         checks.source(keys, values, valid_lens)
         _check_features("keys", keys, self._modules[self._key_layer])
-        projected = project(self._project(keys), backends.resolve(keys.device))
+        projected = project(self._project(keys), backends.resolve(keys.device, dtype=keys.dtype))
         return Memory(projected, values, valid_lens)
 
     def attend(self, queries: Tensor, memory: Memory) -> Tensor:
@@ -111,7 +111,11 @@ class _Additive(nn.Module):
         if w_v is None or not pays(queries, keys, w_v.shape[1]):
             return None
         w_q, w_k = plain_weight(layers[self._query_layer]), plain_weight(layers[self._key_layer])
-        if w_q is None or w_k is None or backends.resolve(queries.device) != "cpu":
+        if (
+            w_q is None
+            or w_k is None
+            or backends.resolve(queries.device, dtype=queries.dtype) != "cpu"
+        ):
             return None
         return w_q, w_k, w_v
 
@@ -134,7 +138,7 @@ class _Additive(nn.Module):
             valid_lens,
             self._dropout_p(),
             True,
-            backends.resolve(queries.device),
+            backends.resolve(queries.device, dtype=queries.dtype),
         )
         # Past nn.Module's own __setattr__, which takes as long as a small kernel.
         object.__setattr__(self, "attention_weights", weights)

@@ -1,8 +1,8 @@
 """The operators as PyTorch sees them: schemas, shape functions and autograd formulas.
 
 The implementations live elsewhere, one per dispatch key: csrc/cpu registers the CPU key when the
-extension loads. Operators work on projected queries and keys; the projections in front of them
-are ordinary ``Linear`` calls.
+extension loads, triton_ops the CUDA key. Operators work on projected queries and keys; the
+projections in front of them are ordinary ``Linear`` calls.
 
 ==================  ============================================================================
 ``exp_keys``        table of exp(2 c) (or expm1(2 c) where every c is small) and max|c| per row;
@@ -23,7 +23,15 @@ from torch import Tensor
 
 from bahdanau_fast import reference
 
-__all__ = ["TAGS", "attend", "differentiate_again", "exp_keys", "library", "weights_dtype"]
+__all__ = [
+    "TAGS",
+    "attend",
+    "differentiate_again",
+    "exp_keys",
+    "implement",
+    "library",
+    "weights_dtype",
+]
 
 # Bits of attend_backward's `needs`: which gradients to compute.
 NEED_QUERIES, NEED_KEYS, NEED_VALUES, NEED_W_V = 1, 2, 4, 8
@@ -124,9 +132,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _gradients(
-    ctx: Any, grad_context: Tensor | None, grad_weights: Tensor | None
+    ctx: Any, backward: Callable[..., tuple[Tensor, ...]], *grads: Tensor | None
 ) -> list[Tensor | None]:
     """Of queries, keys, values and w_v, as far as they are needed."""
+    grad_context, grad_weights = grads
     *inputs, weights = ctx.saved_tensors
     queries, keys, _, _, values, w_v, valid_lens, _ = inputs
     differentiated = (queries, keys, values, w_v)
@@ -142,12 +151,12 @@ def _gradients(
             again, differentiated, needed, ctx.dropout_p, (grad_context, grad_weights)
         )
     needs = sum(1 << i for i, need in enumerate(needed) if need)
-    grads = _backward_op(*inputs, ctx.dropout_p, weights, grad_context, grad_weights, needs)
-    return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+    results = backward(*inputs, ctx.dropout_p, weights, grad_context, grad_weights, needs)
+    return [grad if need else None for grad, need in zip(results, needed, strict=True)]
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_q, grad_k, grad_v, grad_w = _gradients(ctx, *grads)
+    grad_q, grad_k, grad_v, grad_w = _gradients(ctx, _backward_op, *grads)
     return grad_q, grad_k, None, None, grad_v, grad_w, None, None, None, None
 
 
@@ -216,18 +225,25 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, w_v: Tensor, rest: tuple[Any, ...]
+        ctx: Any,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        w_v: Tensor,
+        rest: tuple[Any, ...],
+        backend: str,
     ) -> tuple[Tensor, Tensor]:
         table, keys_max, *others = rest
         inputs = (queries, keys, table, keys_max, values, w_v, *others)
+        forward, ctx.attend_backward = _implementations[backend]
         with torch._C._AutoDispatchBelowAutograd():
-            output: tuple[Tensor, Tensor] = _attend_now(*inputs)
+            output = forward(*inputs)
         _setup_context(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, *grads), None)
+        return (*_gradients(ctx, ctx.attend_backward, *grads), None, None)
 
 
 _attend_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default
@@ -236,6 +252,30 @@ _attend_now: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.atte
 _exp_keys_op: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
 _exp_keys_op = torch.ops.bahdanau_fast.exp_keys.default
 _backward_op = torch.ops.bahdanau_fast.attend_backward.default
+# What eager calls run: forward and backward of each backend, the CPU's behind its dispatch key.
+_implementations: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Any]]]
+_implementations = {"cpu": (_attend_now, _backward_op)}
+
+
+def implement(
+    name: str,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+    dispatch_key: str | None,
+) -> None:
+    """Take in a backend written in Python.
+
+    Args:
+        name: of the backend.
+        forward: with the arguments and results of the operator ``attend``.
+        backward: with those of ``attend_backward``.
+        dispatch_key: of the tensors it serves where the operators themselves are called (compiled
+            code, say); None for a backend that is only called by name.
+    """
+    _implementations[name] = (forward, backward)
+    if dispatch_key is not None:
+        library.impl("attend", forward, dispatch_key)
+        library.impl("attend_backward", backward, dispatch_key)
 
 
 def attend(
@@ -249,6 +289,7 @@ def attend(
     seed: Tensor | None,
     dropout_p: float,
     need_weights: bool,
+    backend: str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """Call the operator by the shortest way that is right where the call comes from.
 
@@ -263,6 +304,7 @@ def attend(
         seed: (1,) int64, with dropout.
         dropout_p: probability of dropping a weight.
         need_weights: whether the weights are wanted; where a gradient is due they are made.
+        backend: what runs an eager call.
 
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
@@ -278,9 +320,9 @@ def attend(
         return _attend_op(*inputs)
     if graph:
         rest = (table, keys_max, valid_lens, seed, dropout_p, True)
-        return _Attend.apply(queries, keys, values, w_v, rest)  # type: ignore[no-any-return, no-untyped-call]
+        return _Attend.apply(queries, keys, values, w_v, rest, backend)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        return _attend_now(*inputs)
+        return _implementations[backend][0](*inputs)
 
 
 def exp_keys(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ def _course_softmax(scores: Tensor, valid_lens: Tensor | None) -> Tensor:
     lens = valid_lens.reshape(-1)
     if valid_lens.dim() == 1:
         lens = torch.repeat_interleave(valid_lens, scores.shape[1])
-    rows[~(torch.arange(rows.shape[1]) < lens[:, None])] = MASKED
+    rows[~(torch.arange(rows.shape[1], device=rows.device) < lens[:, None])] = MASKED
     return F.softmax(rows.reshape(scores.shape), dim=-1)
 
 
@@ -79,7 +79,7 @@ def rewrite(
     """``(tanh(q + k) * w).sum(-1)`` on projected queries and keys."""
     scores = (torch.tanh(queries.unsqueeze(2) + keys.unsqueeze(1)) * w_v).sum(-1)
     if valid_lens is not None:
-        keep = torch.arange(scores.shape[-1]) < valid_lens[:, None, None]
+        keep = torch.arange(scores.shape[-1], device=scores.device) < valid_lens[:, None, None]
         scores = torch.where(keep, scores, MASKED)
     weights = F.softmax(scores, dim=-1)
     return torch.bmm(weights, values), weights

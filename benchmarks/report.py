@@ -31,8 +31,12 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "bahdanau_fast": bf.__version__,
         "commit": _commit(),
-        "backend": bf.backends.explain().splitlines()[0],
-        "cpu kernels": bf.backends.explain().splitlines()[1].split(maxsplit=1)[-1],
+        "backend": bf.backends.explain("cpu").splitlines()[0],
+        "cpu kernels": next(
+            line.split(maxsplit=1)[-1]
+            for line in bf.backends.explain("cpu").splitlines()
+            if line.split()[0] == "cpu"
+        ),
     }
 
 

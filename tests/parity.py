@@ -23,6 +23,7 @@ INPUTS = ("queries", "keys", "values", "w_q", "w_k", "w_v", "bias")
 OUTPUTS = ("context", "weights")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NAN = float("nan")
+DEVICE = "cpu"  # where the tested function runs, and eager beside it
 
 
 # ---- memory layouts ------------------------------------------------------------------------------
@@ -118,19 +119,21 @@ class Case:
 def run(function, case, drawn, dtype):
     """Results of ``function(inputs, lens)`` by name, as long double; ``d <input>`` a gradient."""
     arrange = {n: LAYOUTS[case.layout.get(n, "plain")] for n in drawn}
-    inputs = {n: arrange[n](drawn[n].to(dtype)).detach().requires_grad_() for n in INPUTS}
+    drawn = {n: x.to(DEVICE, dtype) for n, x in drawn.items()}
+    inputs = {n: arrange[n](drawn[n]).detach().requires_grad_() for n in INPUTS}
     if case.tied:
         inputs["values"] = inputs["keys"]
     if not case.bias:
         inputs["bias"] = None
-    context, weights = function(inputs, case.lens)
+    lens = None if case.lens is None else case.lens.to(DEVICE)
+    context, weights = function(inputs, lens)
     outputs = dict(zip(OUTPUTS, (context, weights), strict=True))
     wanted = OUTPUTS if case.grads == "both" else (case.grads,)
     names = [n for n in INPUTS if inputs[n] is not None and not (case.tied and n == "values")]
     gradients = torch.autograd.grad(
         [outputs[n] for n in wanted],
         [inputs[n] for n in names],
-        [arrange[n](drawn[n].to(dtype)) for n in wanted],
+        [arrange[n](drawn[n]) for n in wanted],
         allow_unused=True,
     )
     for name, gradient in zip(names, gradients, strict=True):
@@ -138,7 +141,7 @@ def run(function, case, drawn, dtype):
         outputs[f"d {name}"] = torch.zeros_like(of) if gradient is None else gradient
     for name, value in outputs.items():
         assert value.dtype == dtype, f"{name} is {value.dtype}, not {dtype}"
-    return {n: x.detach().double().numpy().astype(np.longdouble) for n, x in outputs.items()}
+    return {n: x.detach().double().cpu().numpy().astype(np.longdouble) for n, x in outputs.items()}
 
 
 def eager(inputs, lens):
@@ -149,8 +152,8 @@ def eager(inputs, lens):
     )
 
 
-def fused(inputs, lens):
-    """The function under test, on the C++ backend."""
+def fused(inputs, lens, backend="cpu"):
+    """The function under test."""
     rest = (inputs["w_q"], inputs["w_k"], inputs["w_v"], lens)
     return bf.additive_attention(
         inputs["queries"],
@@ -158,7 +161,7 @@ def fused(inputs, lens):
         inputs["values"],
         *rest,
         bias=inputs["bias"],
-        backend="cpu",
+        backend=backend,
     )
 
 
@@ -174,18 +177,18 @@ def module_of(inputs):
     return module
 
 
-def called(inputs, lens):
+def called(inputs, lens, backend="cpu"):
     """The module, called as the course calls it."""
     module = module_of(inputs)
-    with bf.backends.use("cpu"):
+    with bf.backends.use(backend):
         context = module(inputs["queries"], inputs["keys"], inputs["values"], lens)
     return context, module.attention_weights
 
 
-def attended(inputs, lens):
+def attended(inputs, lens, backend="cpu"):
     """The module with a memory, hence with a table made beforehand."""
     module = module_of(inputs)
-    with bf.backends.use("cpu"):
+    with bf.backends.use(backend):
         memory = module.memory(inputs["keys"], inputs["values"], lens)
         context = module.attend(inputs["queries"], memory)
     return context, module.attention_weights

@@ -1,0 +1,85 @@
+"""Whether each backend can be loaded in this process, and if not, why in one line."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+__all__ = ["cpu_problem", "interpreted", "triton_problem"]
+
+# The kernels are compiled and interpreted in the tests with this and newer ones.
+TRITON = (3, 6)
+
+
+def cpu_problem() -> str | None:
+    """Import the C++ extension, which registers the CPU kernels; None or what went wrong."""
+    try:
+        _check_whole("bahdanau_fast._C_cpu")
+        importlib.import_module("bahdanau_fast._C_cpu")
+    except ModuleNotFoundError:
+        return "the C++ extension is not built (install with a C++17 compiler present)"
+    except (ImportError, OSError) as error:
+        return f"the C++ extension is there but does not load: {_first_line(error)}"
+    return None
+
+
+def _check_whole(module: str) -> None:
+    """Refuse a cut-off ELF file: the loader maps it and dies of SIGBUS, which nothing can catch."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return
+    with Path(spec.origin).open("rb") as file:
+        header = file.read(64)
+        size = file.seek(0, os.SEEK_END)
+    if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+        return  # not 64-bit ELF: the loader itself has words for it
+    order: Literal["little", "big"] = "little" if header[5] == 1 else "big"
+    sections = int.from_bytes(header[40:48], order)
+    entry, count = (int.from_bytes(header[at : at + 2], order) for at in (58, 60))
+    if size < sections + entry * count:
+        raise ImportError(f"{spec.origin} is cut off at {size} bytes")
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter, on the CPU: to test, not to be fast."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def triton_problem() -> str | None:
+    """Import the Triton kernels and register them for CUDA tensors; None or what went wrong.
+
+    Asked when it matters, not when the package is imported: Triton takes a while to load.
+    """
+    if not interpreted():
+        if not torch.cuda.is_available():
+            return "no CUDA or ROCm device is visible (TRITON_INTERPRET=1 runs it on the CPU)"
+        capability = torch.cuda.get_device_capability()
+        if torch.version.hip is None and capability < (8, 0):
+            return f"compute capability 8.0 is needed, this GPU has {capability[0]}.{capability[1]}"
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install 'bahdanau_fast[triton]')"
+    wanted = ".".join(map(str, TRITON))
+    numbers = version.split("+")[0].split(".")[:2]
+    if all(part.isdigit() for part in numbers) and tuple(map(int, numbers)) < TRITON and version:
+        return f"Triton must be >= {wanted}, got {version}"
+    try:
+        importlib.import_module("bahdanau_fast.triton_ops")
+    except Exception as error:  # Triton raises errors of many kinds when it does not fit
+        return f"the Triton kernels do not load: {_first_line(error)}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

@@ -1,0 +1,174 @@
+"""The backward operator by the Triton kernels: allocates, plans and launches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import ops
+from bahdanau_fast.kernels import plans
+from bahdanau_fast.kernels.backward import (
+    grad_softmax_kernel,
+    grad_values_kernel,
+    grad_weights_kernel,
+)
+from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
+from bahdanau_fast.triton_call import Call, Table, make_table, rows
+
+__all__ = ["attend_backward"]
+
+
+def attend_backward(
+    queries: Tensor,
+    keys: Tensor,
+    table: Tensor | None,
+    keys_max: Tensor | None,
+    values: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    weights: Tensor,
+    grad_context: Tensor | None,
+    grad_weights: Tensor | None,
+    needs: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys, values and w_v, as far as ``needs`` asks; else (0,).
+
+    Raises:
+        TypeError: a dtype that these kernels do not compute.
+    """
+    call = Call(queries, keys, values, w_v, valid_lens, seed, dropout_p)
+
+    def gradient(of: Tensor, bit: int) -> Tensor:
+        shape = tuple(of.shape) if needs & bit else (0,)
+        return torch.empty(shape, dtype=of.dtype, device=of.device)
+
+    grad_queries = gradient(queries, ops.NEED_QUERIES)
+    grad_keys = gradient(keys, ops.NEED_KEYS)
+    grad_values = gradient(values, ops.NEED_VALUES)
+    grad_w = gradient(w_v, ops.NEED_W_V)
+    grads = (grad_queries, grad_keys, grad_values, grad_w)
+    if call.batch * call.queries_len * call.keys_len == 0:
+        for grad in grads:
+            grad.zero_()
+        return grads
+    weights = weights.contiguous()
+    with call.guard():
+        if needs & ops.NEED_VALUES:
+            _grad_values(call, weights, grad_context, grad_values)
+        if needs & (ops.NEED_QUERIES | ops.NEED_KEYS | ops.NEED_W_V):
+            grad_scores = _grad_scores(call, weights, grad_context, grad_weights)
+            _grad_tanh(call, grad_scores, *grads[:2], grad_w)
+    return grads
+
+
+def _grad_values(
+    call: Call, weights: Tensor, grad_context: Tensor | None, grad_values: Tensor
+) -> None:
+    if grad_context is None or call.features == 0:
+        grad_values.zero_()
+        return
+    grad = rows(grad_context)
+    blocks = plans.grad_values(call.wide)
+    count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.features // blocks["BLOCK_D"])
+    grad_values_kernel[(call.batch * count,)](
+        weights, grad, call.seed, grad_values, call.queries_len, call.keys_len, call.features,
+        *grad.stride()[:2], *call.dropout, ACC=call.kind["ACC"], DROPOUT=call.drops,
+        PRECISION=call.precision, **blocks,
+    )  # fmt: skip
+
+
+def _grad_scores(
+    call: Call, weights: Tensor, grad_context: Tensor | None, grad_weights: Tensor | None
+) -> Tensor:
+    """(B,Tq,Tk) gradients of the scores, zero at padded keys."""
+    out = call.new(call.batch, call.queries_len, call.keys_len)
+    from_context = call.values if grad_context is None else rows(grad_context)
+    from_weights = weights if grad_weights is None else rows(grad_weights)
+    blocks = plans.grad_weights(call.wide)
+    count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.queries_len // blocks["BLOCK_Q"])
+    grad_weights_kernel[(call.batch * count,)](
+        call.values, from_context, from_weights, call.lens, call.seed, out, call.queries_len,
+        call.keys_len, call.features, *call.values.stride()[:2], *from_context.stride()[:2],
+        *from_weights.stride()[:2], *call.lens_strides, *call.dropout, ACC=call.kind["ACC"],
+        HAS_LENS=call.has_lens, DROPOUT=call.drops, CONTEXT=grad_context is not None,
+        WEIGHTS=grad_weights is not None, PRECISION=call.precision, **blocks,
+    )  # fmt: skip
+    grad_softmax_kernel[(call.batch * call.queries_len,)](
+        weights, out, call.lens, call.queries_len, call.keys_len, *call.lens_strides,
+        ACC=call.kind["ACC"], HAS_LENS=call.has_lens, **plans.grad_softmax(call.keys_len),
+    )  # fmt: skip
+    return out
+
+
+def _grad_tanh(
+    call: Call, grad_scores: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_w: Tensor
+) -> None:
+    """Fill the gradients of queries, keys and w_v that are not empty."""
+    if call.queries_len <= plans.FEW_QUERIES:  # all in one pass over the keys
+        w_parts, q_parts = _pass(
+            call, grad_scores, grad_keys, True, grad_w.numel() > 0, grad_queries.numel() > 0
+        )
+        if q_parts is not None:
+            grad_queries.copy_(q_parts.sum(1))
+    else:
+        if grad_keys.numel():
+            _pass(call, grad_scores, grad_keys, True, False, False)
+        if grad_queries.numel() or grad_w.numel():
+            w_parts, _ = _pass(call, grad_scores, grad_queries, False, grad_w.numel() > 0, False)
+    if grad_w.numel():
+        assert w_parts is not None
+        grad_w.copy_(w_parts.sum((0, 1)).view_as(grad_w))
+
+
+def _pass(
+    call: Call,
+    grad_scores: Tensor,
+    out: Tensor,
+    rows_are_keys: bool,
+    sum_w: bool,
+    sum_others: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """One pass: gradients of the rows into ``out`` unless empty.
+
+    Returns:
+        Parts of the gradients of w_v (B,row blocks,H) and of the others (B,row blocks,O,H).
+    """
+    rows_, others = call.keys, call.queries
+    if rows_are_keys:
+        grad_scores = grad_scores.transpose(1, 2)
+    else:
+        rows_, others = others, rows_
+    factored = call.queries_len > plans.FEW_QUERIES
+    table = make_table(call, others) if factored else Table(others, others, False)
+    blocks = plans.grad_tanh(rows_.shape[1], call.hidden, call.wide, sum_w)
+    row_blocks = -(-rows_.shape[1] // blocks["BLOCK_R"])
+    hidden_blocks = -(-call.hidden // (2 * blocks["BLOCK_H"]))
+    batch, others_len = others.shape[:2]
+    w_parts = call.new(batch, row_blocks, call.hidden) if sum_w else None
+    # Blocks of padded keys write no part.
+    other_parts = call.new(batch, row_blocks, others_len, call.hidden) if sum_others else None
+    if other_parts is not None and call.has_lens:
+        other_parts.zero_()
+    kept, kept_batch = _kept(call)
+    grad_tanh_kernel[(batch * row_blocks * hidden_blocks,)](
+        rows_, others, table.entries, table.largest, call.w_v, grad_scores, kept,
+        out, out if w_parts is None else w_parts, out if other_parts is None else other_parts,
+        rows_.shape[1], others_len, call.hidden, *rows_.stride()[:2], *others.stride()[:2],
+        *grad_scores.stride(), kept_batch, **call.kind, FACTORED=table.factored,
+        ROWS_ARE_KEYS=rows_are_keys, HAS_LENS=call.has_lens, OUT=out.numel() > 0, SUM_W=sum_w,
+        SUM_OTHERS=sum_others, **blocks,
+    )  # fmt: skip
+    return w_parts, other_parts
+
+
+def _kept(call: Call) -> tuple[Tensor, int]:
+    """A length per batch row, of the query that looks at most keys, and its stride."""
+    lens = call.lens
+    if not call.has_lens or lens.dim() == 1:
+        return lens, call.lens_strides[0]
+    if lens.is_floating_point():  # a NaN keeps none
+        lens = lens.nan_to_num(0.0, float("inf"), 0.0)
+    longest = lens.any(1) if lens.dtype == torch.bool else lens.amax(1)
+    return longest, longest.stride(0)

@@ -1,0 +1,111 @@
+"""What the Triton kernels of one call have in common: inputs laid out, types, lengths, dropout."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from bahdanau_fast import checks, loading, ops
+from bahdanau_fast.kernels import plans
+from bahdanau_fast.kernels.tables import tables_kernel
+
+__all__ = ["DTYPES", "Call", "Table", "make_table", "processors", "rows"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Call:
+    """What the kernels of one call have in common."""
+
+    def __init__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        w_v: Tensor,
+        valid_lens: Tensor | None,
+        seed: Tensor | None,
+        dropout_p: float,
+    ) -> None:
+        if queries.dtype not in DTYPES:
+            checks.reject(TypeError, "queries", "be float32, bfloat16 or float16", queries.dtype)
+        self.queries, self.keys, self.values = map(rows, (queries, keys, values))
+        self.w_v = w_v.reshape(-1).contiguous()
+        self.batch, self.queries_len, self.hidden = queries.shape
+        self.keys_len, self.features = values.shape[1:]
+        self.device = queries.device
+        elements = self.batch * self.queries_len * self.keys_len * self.hidden
+        single = queries.dtype == torch.float32
+        self.wide = single and elements <= ops.SMALL
+        self.dtype = torch.float64 if self.wide else torch.float32
+        self.kind = {
+            "ACC": tl.float64 if self.wide else tl.float32,
+            "PRECISE": single,
+            "NATIVE": native(),
+        }
+        tf32 = torch.backends.cuda.matmul.allow_tf32
+        self.precision = "host" if loading.interpreted() else "tf32" if tf32 else "ieee"
+        # Where there are no lengths or no dropout the kernels read neither.
+        self.has_lens, self.drops = valid_lens is not None, dropout_p > 0.0
+        self.lens = self.queries if valid_lens is None else valid_lens
+        per_query = valid_lens is not None and valid_lens.dim() == 2
+        self.lens_strides = (
+            self.lens.stride(0) if self.has_lens else 0,
+            self.lens.stride(1) if per_query else 0,
+        )
+        self.seed = self.queries if seed is None else seed
+        scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+        (bits,) = struct.unpack("q", struct.pack("d", scale))
+        self.dropout = (-int(-dropout_p * 2**32 // 1), bits)
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor beside the inputs, of the type computed in unless told."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Triton launches on the current device: make that the one of the inputs."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+class Table(NamedTuple):
+    """exp(2 x) of projected rows and max|x| of each; of no use where FACTORED is false."""
+
+    entries: Tensor
+    largest: Tensor
+    factored: bool
+
+
+def rows(x: Tensor) -> Tensor:
+    """``x`` with its features side by side, as the kernels read it."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def make_table(call: Call, x: Tensor) -> Table:
+    """Exponentials of projected rows, where the kernels take them."""
+    if call.wide:
+        return Table(x, x, False)
+    batch, length, hidden = x.shape
+    entries = call.new(batch, length, hidden)
+    largest = call.new(batch, length)
+    blocks = plans.tables(hidden)
+    tables_kernel[(-(-batch * length // blocks["BLOCK_R"]),)](
+        x, entries, largest, batch * length, length, hidden, *x.stride()[:2], **blocks
+    )
+    return Table(entries, largest, True)
+
+
+def native() -> bool:
+    """Whether the kernels may hold NVIDIA instructions."""
+    return not loading.interpreted() and torch.version.hip is None
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a large one's where kernels are interpreted."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

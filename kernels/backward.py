@@ -1,0 +1,158 @@
+"""Gradients of the weights, the scores and the values.
+
+Roof: bytes of values, gradients and (B,Tq,Tk) weights; the tanh is in `grad_tanh`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .elementary import kept_keys, survivors
+from .products import product
+
+
+@triton.jit
+def grad_weights_kernel(
+    values,
+    grad_context,
+    grad_weights,
+    lens,
+    seed,
+    out,
+    Tq,
+    Tk,
+    Dv,
+    v_batch,
+    v_row,
+    gc_batch,
+    gc_row,
+    gw_batch,
+    gw_row,
+    lens_batch,
+    lens_row,
+    threshold,
+    scale_bits,
+    ACC: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    CONTEXT: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Out = dropout(grad_context @ values^T) + grad_weights, at the kept keys."""
+    program = tl.program_id(0).to(tl.int64)
+    key_blocks, query_blocks = tl.cdiv(Tk, BLOCK_K), tl.cdiv(Tq, BLOCK_Q)
+    j = (program % key_blocks).to(tl.int32) * BLOCK_K + tl.arange(0, BLOCK_K)
+    i = ((program // key_blocks) % query_blocks).to(tl.int32) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    b = program // key_blocks // query_blocks
+    real = i < Tq
+    lengths = b * lens_batch + i.to(tl.int64) * lens_row
+    kept = tl.where(real, kept_keys(lens, lengths, Tk, HAS_LENS, mask=real), 0)
+    longest = tl.max(kept, axis=0)
+    if tl.min(j, axis=0) >= longest:
+        return
+    row = b * Tq + i
+    wide_i, wide_j = i.to(tl.int64)[:, None], j.to(tl.int64)[None, :]
+    total = tl.zeros([BLOCK_Q, BLOCK_K], ACC)
+    if CONTEXT:
+        for d0 in range(0, Dv, BLOCK_D):
+            d = d0 + tl.arange(0, BLOCK_D)
+            g = tl.load(
+                grad_context + b * gc_batch + wide_i * gc_row + d[None, :],
+                mask=real[:, None] & (d < Dv)[None, :],
+                other=0.0,
+            )
+            v = tl.load(
+                values + b * v_batch + wide_j * v_row + d[:, None],
+                mask=(j < longest)[None, :] & (d < Dv)[:, None],
+                other=0.0,
+            )
+            total += product(g, v, ACC, PRECISION)
+        if DROPOUT:
+            keep = survivors(seed, threshold, scale_bits, row[:, None], j[None, :])
+            total *= keep.to(ACC)
+    there = real[:, None] & (j[None, :] < kept[:, None])
+    if WEIGHTS:
+        g = grad_weights + b * gw_batch + wide_i * gw_row + wide_j
+        total += tl.load(g, mask=there, other=0.0).to(ACC)
+    tl.store(out + row[:, None] * Tk + j[None, :], total, mask=there)
+
+
+@triton.jit
+def grad_softmax_kernel(
+    weights,
+    grads,
+    lens,
+    Tq,
+    Tk,
+    lens_batch,
+    lens_row,
+    ACC: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Grads = weights * (grads - sum(weights * grads)) in place; zero at padded keys."""
+    row = tl.program_id(0).to(tl.int64)
+    b, i = row // Tq, row % Tq
+    kept = kept_keys(lens, b * lens_batch + i * lens_row, Tk, HAS_LENS)
+    weights += row * Tk
+    grads += row * Tk
+    total = tl.zeros([BLOCK_K], ACC)
+    for k0 in range(0, kept, BLOCK_K):
+        j = k0 + tl.arange(0, BLOCK_K)
+        p = tl.load(weights + j, mask=j < kept, other=0.0).to(ACC)
+        total += p * tl.load(grads + j, mask=j < kept, other=0.0).to(ACC)
+    mean = tl.sum(total, axis=0)
+    for k0 in range(0, Tk, BLOCK_K):
+        j = k0 + tl.arange(0, BLOCK_K)
+        p = tl.load(weights + j, mask=j < kept, other=0.0).to(ACC)
+        g = tl.load(grads + j, mask=j < kept, other=0.0).to(ACC)
+        tl.store(grads + j, tl.where(j < kept, p * (g - mean), 0.0), mask=j < Tk)
+
+
+@triton.jit
+def grad_values_kernel(
+    weights,
+    grad_context,
+    seed,
+    out,
+    Tq,
+    Tk,
+    Dv,
+    gc_batch,
+    gc_row,
+    threshold,
+    scale_bits,
+    ACC: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out[b,j] = sum_i dropout(weights)[b,i,j] grad_context[b,i]."""
+    program = tl.program_id(0).to(tl.int64)
+    key_blocks, feature_blocks = tl.cdiv(Tk, BLOCK_K), tl.cdiv(Dv, BLOCK_D)
+    j = (program % key_blocks).to(tl.int32) * BLOCK_K + tl.arange(0, BLOCK_K)
+    d = ((program // key_blocks) % feature_blocks).to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
+    b = program // key_blocks // feature_blocks
+    total = tl.zeros([BLOCK_K, BLOCK_D], ACC)
+    for q0 in range(0, Tq, BLOCK_Q):
+        i = q0 + tl.arange(0, BLOCK_Q)
+        row = b * Tq + i
+        both = (j < Tk)[:, None] & (i < Tq)[None, :]
+        p = tl.load(weights + row[None, :] * Tk + j[:, None], mask=both, other=0.0).to(ACC)
+        if DROPOUT:
+            p *= survivors(seed, threshold, scale_bits, row[None, :], j[:, None]).to(ACC)
+        g = tl.load(
+            grad_context + b * gc_batch + i.to(tl.int64)[:, None] * gc_row + d[None, :],
+            mask=(i < Tq)[:, None] & (d < Dv)[None, :],
+            other=0.0,
+        )
+        total += product(p, g, ACC, PRECISION)
+    target = out + (b * Tk + j)[:, None] * Dv + d[None, :]
+    tl.store(target, total, mask=(j < Tk)[:, None] & (d < Dv)[None, :])

@@ -1,0 +1,127 @@
+"""Small functions that the kernels are made of: tanh by reciprocals, lengths, dropout.
+
+Sizes: B batch, Tq queries, Tk keys, H hidden units, Dv features of a value. ``ACC`` is the type
+computed in: fp32, or fp64 for fp32 problems so small that it costs nothing (`bahdanau_fast.ops`).
+``NATIVE`` allows NVIDIA instructions; without it the code is plain Triton, as the interpreter and
+other GPUs need it.
+
+Tanh goes by ``tanh(z) = 1 - 2 r`` with ``r = 1 / (1 + exp(2 z))``. Several elements share one
+reciprocal, ``w0/x0 + w1/x1 = (w0 x1 + w1 x0) / (x0 x1)``, and where ``z = a + c`` stays small
+``exp(2 z)`` is the product of ``exp(2 a)`` and ``exp(2 c)``, taken once per query and once per key.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TWO_LOG2_E = tl.constexpr(2.8853900817779268)
+# Products of four denominators 1 + 2^x, or of two, stay below 2^127 for x up to these.
+LARGEST = tl.constexpr(31.0)
+# |a| + |c| up to which exp(2 a) exp(2 c) keeps to them: x log(2) / 2.
+NEAR_FOUR, NEAR_TWO = tl.constexpr(10.7), tl.constexpr(21.4)
+
+
+@triton.jit
+def exp_twice(x):
+    """exp(2 x)."""
+    if x.dtype == tl.float64:
+        return tl.exp(2.0 * x)
+    return tl.exp2(x * TWO_LOG2_E)
+
+
+@triton.jit
+def reciprocal(x, NATIVE: tl.constexpr):
+    """1 / x, for x from 1 on."""
+    if NATIVE and x.dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+        )
+    return 1.0 / x
+
+
+@triton.jit
+def denominator(exponent):
+    """1 + 2^exponent, held at 2^31 where tanh is one, so that a few can be multiplied."""
+    return 1.0 + tl.exp2(tl.minimum(exponent, LARGEST, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def sum_of_four(x0, x1, x2, x3, w0, w1, w2, w3, NATIVE: tl.constexpr):
+    """w0/x0 + w1/x1 + w2/x2 + w3/x3 with one reciprocal."""
+    lower = x0 * x1
+    upper = x2 * x3
+    weighted = (w0 * x1 + w1 * x0) * upper + (w2 * x3 + w3 * x2) * lower
+    return weighted * reciprocal(lower * upper, NATIVE)
+
+
+@triton.jit
+def two_tanh(x0, x1, NATIVE: tl.constexpr):
+    """1 - 2 / x of both with one reciprocal."""
+    shared = -2.0 * reciprocal(x0 * x1, NATIVE)
+    return 1.0 + shared * x1, 1.0 + shared * x0
+
+
+@triton.jit
+def tanh_precise(z):
+    """Tanh to about one rounding of fp32, near zero too."""
+    e = tl.exp(-2.0 * tl.abs(z))
+    away = (1.0 - e) / (1.0 + e)
+    away = tl.where(z < 0, -away, away)
+    if z.dtype == tl.float64:
+        return away
+    # A polynomial in z^2, fitted to tanh(z) / z over |z| <= 0.6: largest error 3e-9 of it.
+    y = z * z
+    p = -0.00590588 * y + 0.02080539
+    p = p * y - 0.05378669
+    p = p * y + 0.13331958
+    p = p * y - 0.33333299
+    return tl.where(y < 0.36, z + z * (p * y), away)
+
+
+@triton.jit
+def two_direct(a0, a1, c0, c1, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
+    """tanh(a0 + c0) and tanh(a1 + c1), for any magnitudes."""
+    if PRECISE:
+        return tanh_precise(a0 + c0), tanh_precise(a1 + c1)
+    x0 = denominator(c0 * TWO_LOG2_E + a0 * TWO_LOG2_E)
+    x1 = denominator(c1 * TWO_LOG2_E + a1 * TWO_LOG2_E)
+    return two_tanh(x0, x1, NATIVE)
+
+
+@triton.jit
+def kept_keys(lens, offset, Tk, HAS_LENS: tl.constexpr, mask=None):
+    """How many of the keys a length keeps, 0 to Tk; no length keeps all."""
+    if not HAS_LENS:
+        return Tk + (offset * 0).to(tl.int32)
+    length = tl.load(lens + offset, mask=mask)
+    if length.dtype.is_floating():
+        length = tl.ceil(length.to(tl.float64))
+        bounded = tl.where(length > 0, tl.minimum(length, Tk * 1.0), 0.0)  # NaN keeps none
+        return bounded.to(tl.int32)
+    wide = length.to(tl.int64)
+    return tl.where(wide > 0, tl.minimum(wide, Tk), 0).to(tl.int32)
+
+
+@triton.jit
+def survivors(seed, threshold, scale_bits, row, keys):
+    """Factor of each weight under dropout, as csrc/cpu/dropout.h draws it: 0 or 1 / (1 - p).
+
+    The number of weight (row, j) is lane j % 4 of the Philox block with the counter
+    (j / 4, row low, row high, 0); from ``threshold`` = p 2^32 on it survives. ``scale_bits`` are
+    those of 1 / (1 - p) in fp64, which Triton would hand over in fp32.
+    """
+    zero = (row + keys) * 0
+    lane0, lane1, lane2, lane3 = tl.philox(
+        tl.load(seed),
+        (zero + keys // 4).to(tl.uint32),
+        ((zero + row) & 0xFFFFFFFF).to(tl.uint32),
+        ((zero + row) >> 32).to(tl.uint32),
+        zero.to(tl.uint32),
+    )
+    lane = keys % 4 + zero
+    lower = tl.where(lane == 0, lane0, lane1)
+    upper = tl.where(lane == 2, lane2, lane3)
+    number = tl.where(lane < 2, lower, upper).to(tl.uint32).to(tl.int64)
+    scale = scale_bits.to(tl.int64).to(tl.float64, bitcast=True)
+    return tl.where(number >= threshold, scale, 0.0)

@@ -1,0 +1,147 @@
+"""Gradients through tanh: a tile of rows stays in registers while the others go by.
+
+The score is symmetric in queries and keys, so one kernel makes either gradient: its rows are the
+keys and the others the queries, or the other way round. Few queries need no second pass: the pass
+over the keys also leaves the parts of their gradients.
+
+Roof, per (query, key, hidden unit) and pass: 5 fma-pipe operations and half a reciprocal.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .elementary import NEAR_TWO, exp_twice, kept_keys, two_direct, two_tanh
+from .tiles import largest_of, load_row, load_tile
+
+
+@triton.jit
+def grad_tanh_kernel(
+    rows,
+    others,
+    table,
+    largest,
+    w_v,
+    grad_scores,
+    kept,
+    out,
+    w_parts,
+    other_parts,
+    R,
+    O,
+    H,
+    r_batch,
+    r_row,
+    o_batch,
+    o_row,
+    g_batch,
+    g_row,
+    g_other,
+    kept_batch,
+    ACC: tl.constexpr,
+    FACTORED: tl.constexpr,
+    PRECISE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS_ARE_KEYS: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    OUT: tl.constexpr,
+    SUM_W: tl.constexpr,
+    SUM_OTHERS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """out[b,r] = sum_o grad_scores[b,r,o] w_v (1 - tanh^2(rows[b,r] + others[b,o])).
+
+    One program: BLOCK_R rows, 2 BLOCK_H hidden units. A length per batch row, of the query that
+    looks at most keys, bounds the rows or the others, whichever are the keys.
+
+    Args:
+        rows: (B,R,H), with ``r_batch`` and ``r_row``.
+        others: (B,O,H), with ``o_batch`` and ``o_row``.
+        table: exp(2 others), (B,O,H) fp32; read where FACTORED.
+        largest: max|others|, (B,O).
+        w_v: (H,).
+        grad_scores: (B,R,O) as ``g_batch``, ``g_row``, ``g_other`` lay it.
+        kept: (B,) lengths, with ``kept_batch``; where HAS_LENS.
+        out: (B,R,H), contiguous; where OUT.
+        w_parts: (B,row blocks,H), the program's part of the gradient of w_v; where SUM_W.
+        other_parts: (B,row blocks,O,H), of the gradient of the others; where SUM_OTHERS. Zero
+            beforehand where there are lengths.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row_blocks, hidden_blocks = tl.cdiv(R, BLOCK_R), tl.cdiv(H, 2 * BLOCK_H)
+    block = program % row_blocks
+    h = ((program // row_blocks) % hidden_blocks).to(tl.int32) * 2 * BLOCK_H + tl.arange(0, BLOCK_H)
+    b = program // row_blocks // hidden_blocks
+    r = block.to(tl.int32) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = r < R
+    if ROWS_ARE_KEYS:
+        inside = r < kept_keys(kept, b * kept_batch, R, HAS_LENS)
+        last = tl.where(tl.max(inside.to(tl.int32), axis=0) > 0, O, 0)
+    else:
+        last = kept_keys(kept, b * kept_batch, O, HAS_LENS)
+    row_pointers = rows + b * r_batch + r.to(tl.int64) * r_row
+    w0, w1 = load_row(w_v, h, H, ACC), load_row(w_v, h + BLOCK_H, H, ACC)
+    c0 = load_tile(row_pointers, inside, h, H, ACC)
+    c1 = load_tile(row_pointers, inside, h + BLOCK_H, H, ACC)
+    if FACTORED:
+        most = tl.maximum(largest_of(c0), largest_of(c1))
+        c0, c1 = exp_twice(c0), exp_twice(c1)
+    sum0, sum1 = tl.zeros([BLOCK_R, BLOCK_H], ACC), tl.zeros([BLOCK_R, BLOCK_H], ACC)
+    if SUM_W:
+        w_sum0, w_sum1 = tl.zeros([BLOCK_R, BLOCK_H], ACC), tl.zeros([BLOCK_R, BLOCK_H], ACC)
+    gradients = grad_scores + b * g_batch + r.to(tl.int64) * g_row
+    for o in range(0, last):
+        at = gradients + tl.cast(o, tl.int64) * g_other
+        g = tl.load(at, mask=inside, other=0.0).to(ACC)[:, None]
+        near = False
+        if FACTORED:
+            near = tl.load(largest + b * O + o) + most <= NEAR_TWO
+        if near:
+            entry = table + (b * O + o) * H
+            x0 = c0 * load_row(entry, h, H, ACC) + 1.0
+            x1 = c1 * load_row(entry, h + BLOCK_H, H, ACC) + 1.0
+            t0, t1 = two_tanh(x0, x1, NATIVE)
+        else:
+            other = others + b * o_batch + tl.cast(o, tl.int64) * o_row
+            t0, t1 = two_direct(
+                load_row(other, h, H, ACC),
+                load_row(other, h + BLOCK_H, H, ACC),
+                load_tile(row_pointers, inside, h, H, ACC),
+                load_tile(row_pointers, inside, h + BLOCK_H, H, ACC),
+                PRECISE,
+                NATIVE,
+            )
+            # NaN stays with those that look at it.
+            t0, t1 = tl.where(g == 0.0, 0.0, t0), tl.where(g == 0.0, 0.0, t1)
+        s0, s1 = g * (1.0 - t0 * t0), g * (1.0 - t1 * t1)
+        sum0 += s0
+        sum1 += s1
+        if SUM_W:
+            w_sum0 += g * t0
+            w_sum1 += g * t1
+        if SUM_OTHERS:
+            part = other_parts + ((b * row_blocks + block) * O + o) * H
+            store_row(part, h, H, tl.sum(s0, axis=0)[None, :] * w0)
+            store_row(part, h + BLOCK_H, H, tl.sum(s1, axis=0)[None, :] * w1)
+    if OUT:
+        target = out + (b * R + r) * H
+        store_tile(target, r < R, h, H, sum0 * w0)
+        store_tile(target, r < R, h + BLOCK_H, H, sum1 * w1)
+    if SUM_W:
+        part = w_parts + (b * row_blocks + block) * H
+        store_row(part, h, H, tl.sum(w_sum0, axis=0)[None, :])
+        store_row(part, h + BLOCK_H, H, tl.sum(w_sum1, axis=0)[None, :])
+
+
+@triton.jit
+def store_row(x, h, H, value):
+    """Write a (1,BLOCK_H) row as far as it goes."""
+    tl.store((x + h)[None, :], value, mask=(h < H)[None, :])
+
+
+@triton.jit
+def store_tile(rows, inside, h, H, value):
+    """Write a (BLOCK,BLOCK_H) tile as far as it goes."""
+    tl.store(rows[:, None] + h[None, :], value, mask=inside[:, None] & (h < H)[None, :])

@@ -1,0 +1,113 @@
+"""How each kernel cuts its work: tile sizes, warps and key splits, from sizes alone.
+
+The model behind the choices: a warp holds tiles in at most about 128 registers a thread, so that
+four programs of four warps share a multiprocessor; small problems are cut finer until every
+multiprocessor has work. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+FEW_QUERIES = 16
+# Features of a value that one program of a step accumulates; more go the way of many queries.
+_STEP_FEATURES = 2048
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n, from 1 on."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def is_step(queries_len: int, features: int) -> bool:
+    """Whether a call is served by the one-launch kernel for few queries."""
+    return queries_len <= FEW_QUERIES and features <= _STEP_FEATURES
+
+
+class StepPlan(NamedTuple):
+    """Key splits of a step, and the tiles of one program."""
+
+    splits: int
+    split_keys: int
+    blocks: dict[str, Any]
+
+
+def step(
+    batch: int, queries_len: int, keys_len: int, hidden: int, features: int, wide: bool,
+    processors: int,
+) -> StepPlan:  # fmt: skip
+    """Of `step_kernel`: a row of the batch each, or splits for two programs a multiprocessor."""
+    block_q = 1 if queries_len == 1 else FEW_QUERIES
+    block_h = min(max(power_of_two(-(-hidden // 2)), 16), 64)
+    block_d = max(power_of_two(features), 16)
+    # Fewer programs than multiprocessors: each takes more at once.
+    warps = 8 if batch <= processors or block_d > 1024 else 4
+    block_k = max(min(8 * warps, 4096 * warps // block_d, power_of_two(keys_len)), 16)
+    if wide:
+        warps, block_k = 4, 16
+    tiles = -(-keys_len // block_k)
+    # Splits have to make up for the launch that combines them.
+    splits = max(min(2 * processors // max(batch, 1), tiles // 2), 1) if tiles >= 6 else 1
+    tiles_each = -(-tiles // splits)
+    splits = -(-tiles // tiles_each)
+    blocks = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d}
+    return StepPlan(splits, tiles_each * block_k, blocks | {"num_warps": warps})
+
+
+def combine(splits: int, features: int) -> dict[str, Any]:
+    """Of `combine_kernel`."""
+    return {
+        "BLOCK_S": max(power_of_two(splits), 2),
+        "BLOCK_D": min(max(power_of_two(features), 16), 256),
+        "num_warps": 4,
+    }
+
+
+def tables(hidden: int) -> dict[str, Any]:
+    """Of `tables_kernel`."""
+    block_h = min(max(power_of_two(hidden), 16), 512)
+    return {"BLOCK_R": max(2048 // block_h, 1), "BLOCK_H": block_h, "num_warps": 4}
+
+
+def scores(batch: int, queries_len: int, keys_len: int, hidden: int, wide: bool) -> dict[str, Any]:
+    """Of `scores_kernel`: 64 elements a thread in registers; fewer queries where work is short."""
+    block_h = min(max(power_of_two(-(-hidden // 4)), 16), 64)
+    block_k = 16 if wide else 32
+    block_q = 64
+    while block_q > 16 and batch * -(-keys_len // block_k) * -(-queries_len // block_q) < 1024:
+        block_q //= 2
+    return {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "num_warps": 4}
+
+
+def products(features: int, wide: bool) -> dict[str, Any]:
+    """Of `softmax_kernel`; without tensor cores the products are three-dimensional tiles."""
+    if wide:
+        return {"BLOCK_Q": 4, "BLOCK_K": 16, "BLOCK_D": 16, "num_warps": 4}
+    block_d = min(max(power_of_two(features), 16), 128)
+    return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": block_d, "num_warps": 4}
+
+
+def grad_weights(wide: bool) -> dict[str, Any]:
+    """Of `grad_weights_kernel`."""
+    if wide:
+        return {"BLOCK_Q": 4, "BLOCK_K": 16, "BLOCK_D": 16, "num_warps": 4}
+    return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": 64, "num_warps": 4}
+
+
+def grad_values(wide: bool) -> dict[str, Any]:
+    """Of `grad_values_kernel`."""
+    if wide:
+        return {"BLOCK_Q": 4, "BLOCK_K": 16, "BLOCK_D": 16, "num_warps": 4}
+    return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": 64, "num_warps": 4}
+
+
+def grad_softmax(keys_len: int) -> dict[str, Any]:
+    """Of `grad_softmax_kernel`."""
+    return {"BLOCK_K": min(max(power_of_two(keys_len), 16), 1024), "num_warps": 4}
+
+
+def grad_tanh(rows_len: int, hidden: int, wide: bool, sum_w: bool) -> dict[str, Any]:
+    """Of `grad_tanh_kernel`: 48 or 64 elements a thread in registers."""
+    block_h = min(max(power_of_two(-(-hidden // 2)), 16), 64)
+    block_r = 16 if sum_w or wide else 32
+    return {"BLOCK_R": min(block_r, power_of_two(rows_len)), "BLOCK_H": block_h, "num_warps": 4}

@@ -1,0 +1,121 @@
+"""Scores of many queries: a tile of keys stays in registers while the queries go by.
+
+Roof, per (query, key, hidden unit): 3.5 fma-pipe operations and a quarter of a reciprocal.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .elementary import NEAR_FOUR, exp_twice, kept_keys, sum_of_four, two_direct
+from .tiles import four_rows, four_tiles, largest_of, load_row, load_tile
+
+
+@triton.jit
+def direct_scores(
+    query,
+    key_rows,
+    inside,
+    w_v,
+    h0,
+    H,
+    ACC: tl.constexpr,
+    PRECISE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Scores of one query and some keys over 2 BLOCK_H hidden units; right for any magnitudes."""
+    h = h0 + tl.arange(0, BLOCK_H)
+    h1 = h + BLOCK_H
+    t0, t1 = two_direct(
+        load_row(query, h, H, ACC),
+        load_row(query, h1, H, ACC),
+        load_tile(key_rows, inside, h, H, ACC),
+        load_tile(key_rows, inside, h1, H, ACC),
+        PRECISE,
+        NATIVE,
+    )
+    return tl.sum(t0 * load_row(w_v, h, H, ACC) + t1 * load_row(w_v, h1, H, ACC), axis=1)
+
+
+@triton.jit
+def scores_kernel(
+    queries,
+    query_table,
+    query_max,
+    keys,
+    w_v,
+    lens,
+    scores,
+    Tq,
+    Tk,
+    H,
+    q_batch,
+    q_row,
+    k_batch,
+    k_row,
+    lens_batch,
+    lens_row,
+    ACC: tl.constexpr,
+    FACTORED: tl.constexpr,
+    PRECISE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """scores[b,i,j] = w_v . tanh(queries[b,i] + keys[b,j]), for the keys some length keeps.
+
+    One program: BLOCK_Q queries, BLOCK_K keys. Scores of padded keys are left as they are.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    key_blocks, query_blocks = tl.cdiv(Tk, BLOCK_K), tl.cdiv(Tq, BLOCK_Q)
+    k0 = (program % key_blocks).to(tl.int32) * BLOCK_K
+    first = ((program // key_blocks) % query_blocks).to(tl.int32) * BLOCK_Q
+    b = program // key_blocks // query_blocks
+
+    i = first + tl.arange(0, BLOCK_Q)
+    lens += b * lens_batch
+    kept = kept_keys(lens, i.to(tl.int64) * lens_row, Tk, HAS_LENS, mask=i < Tq)
+    if k0 >= tl.max(tl.where(i < Tq, kept, 0), axis=0):
+        return
+    j = k0 + tl.arange(0, BLOCK_K)
+    inside = j < Tk
+    key_rows = keys + b * k_batch + j.to(tl.int64) * k_row
+    last = tl.minimum(first + BLOCK_Q, Tq)
+    for h0 in range(0, H, 4 * BLOCK_H):
+        w0, w1, w2, w3 = four_rows(w_v, h0, H, ACC, BLOCK_H)
+        total = tl.sum((w0 + w1) + (w2 + w3), axis=1)
+        if FACTORED:
+            c0, c1, c2, c3 = four_tiles(key_rows, inside, h0, H, ACC, BLOCK_H)
+            most = tl.maximum(
+                tl.maximum(largest_of(c0), largest_of(c1)),
+                tl.maximum(largest_of(c2), largest_of(c3)),
+            )
+            c0, c1, c2, c3 = exp_twice(c0), exp_twice(c1), exp_twice(c2), exp_twice(c3)
+        for query in range(first, last):
+            if k0 < kept_keys(lens, tl.cast(query, tl.int64) * lens_row, Tk, HAS_LENS):
+                row = b * Tq + query
+                near = False
+                if FACTORED:
+                    near = tl.load(query_max + row) + most <= NEAR_FOUR
+                if near:
+                    e0, e1, e2, e3 = four_rows(query_table + row * H, h0, H, ACC, BLOCK_H)
+                    x0, x1, x2, x3 = c0 * e0 + 1.0, c1 * e1 + 1.0, c2 * e2 + 1.0, c3 * e3 + 1.0
+                    shared = sum_of_four(x0, x1, x2, x3, w0, w1, w2, w3, NATIVE)
+                    part = total - 2.0 * tl.sum(shared, axis=1)
+                else:
+                    a = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
+                    part = tl.zeros([BLOCK_K], ACC)
+                    for h in range(h0, h0 + 4 * BLOCK_H, 2 * BLOCK_H):
+                        part += direct_scores(
+                            a, key_rows, inside, w_v, h, H, ACC, PRECISE, NATIVE, BLOCK_H
+                        )
+                out = scores + row * Tk + j
+                if h0 > 0:
+                    part += tl.load(out, mask=inside, other=0.0).to(ACC)
+                tl.store(out, part, mask=inside)
+        # The next hidden units add to what other threads have stored.
+        tl.debug_barrier()

@@ -1,0 +1,196 @@
+"""A decoder step in one launch: a few queries against projected keys, or against raw ones.
+
+Roof: reading keys and values once, ``B Tk (H + Dv)`` numbers. A program takes a split of one
+row's keys; where there is more than one split, `combine_kernel` puts their parts together.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .elementary import kept_keys, survivors
+from .products import product
+from .scores import direct_scores
+
+
+@triton.jit
+def step_kernel(
+    queries,
+    keys,
+    values,
+    w_v,
+    lens,
+    seed,
+    context,
+    scores,
+    weights,
+    maxima,
+    sums,
+    Tq,
+    Tk,
+    H,
+    Dv,
+    q_batch,
+    q_row,
+    k_batch,
+    k_row,
+    v_batch,
+    v_row,
+    lens_batch,
+    lens_row,
+    threshold,
+    scale_bits,
+    splits,
+    split_keys,
+    ACC: tl.constexpr,
+    PRECISE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Context and weights of at most BLOCK_Q queries; of a split, their parts.
+
+    Args:
+        context: (B,Tq,Dv); with SPLIT the unscaled sums (B,Tq,splits,Dv) in ACC.
+        scores: (B,Tq,Tk), scratch; may be the weights where ACC is their type.
+        weights: (B,Tq,Tk); with SPLIT left to `combine_kernel`.
+        maxima: (B,Tq,splits) largest score, with SPLIT.
+        sums: (B,Tq,splits) sum of exponentials, with SPLIT.
+        split_keys: keys of one split, a multiple of BLOCK_K.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    split = (program % splits).to(tl.int32)
+    b = program // splits
+    i = tl.arange(0, BLOCK_Q)
+    real = i < Tq
+    row = b * Tq + i
+    lens += b * lens_batch
+    kept = kept_keys(lens, i.to(tl.int64) * lens_row, Tk, HAS_LENS, mask=real)
+    kept = tl.where(real, kept, 0)
+    # A row that keeps nothing is uniform over all: every score is zero.
+    end = tl.where(real & (kept == 0), Tk, kept)
+    first = split * split_keys
+    last = tl.minimum(first + split_keys, tl.max(end, axis=0))
+    d = tl.arange(0, BLOCK_D)
+    most = tl.full([BLOCK_Q], float("-inf"), ACC)
+    total = tl.zeros([BLOCK_Q], ACC)
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], ACC)
+    for k0 in range(first, last, BLOCK_K):
+        j = k0 + tl.arange(0, BLOCK_K)
+        s = tl.zeros([BLOCK_Q, BLOCK_K], ACC)
+        key_rows = keys + b * k_batch + j.to(tl.int64) * k_row
+        for query in range(0, Tq):
+            keep = kept_keys(lens, tl.cast(query, tl.int64) * lens_row, Tk, HAS_LENS)
+            if k0 < keep:
+                a = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
+                score = tl.zeros([BLOCK_K], ACC)
+                for h0 in range(0, H, 2 * BLOCK_H):
+                    score += direct_scores(
+                        a, key_rows, j < keep, w_v, h0, H, ACC, PRECISE, NATIVE, BLOCK_H
+                    )
+                s = tl.where((i == query)[:, None] & (j < keep)[None, :], score[None, :], s)
+        s = tl.where(j[None, :] < end[:, None], s, float("-inf"))
+        higher = tl.maximum(most, tl.max(s, axis=1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        decay = tl.exp(most - base)
+        p = tl.exp(s - base[:, None])
+        total = total * decay + tl.sum(p, axis=1)
+        most = higher
+        if WEIGHTS:
+            here = real[:, None] & (j < Tk)[None, :]
+            tl.store(scores + row[:, None] * Tk + j[None, :], s, mask=here)
+        if DROPOUT:
+            p *= survivors(seed, threshold, scale_bits, row[:, None], j[None, :]).to(ACC)
+        v = tl.load(
+            values + b * v_batch + j.to(tl.int64)[:, None] * v_row + d[None, :],
+            mask=(j < last)[:, None] & (d < Dv)[None, :],
+            other=0.0,
+        )
+        if BLOCK_Q == 1:
+            part = tl.sum(tl.trans(p) * v.to(ACC), axis=0)[None, :]
+        else:
+            part = product(p, v, ACC, PRECISION)
+        acc = acc * decay[:, None] + part
+    inside = real[:, None] & (d < Dv)[None, :]
+    if SPLIT:
+        place = row * splits + split
+        tl.store(maxima + place, most, mask=real)
+        tl.store(sums + place, total, mask=real)
+        tl.store(context + place[:, None] * Dv + d[None, :], acc, mask=inside)
+    else:
+        inverse = 1.0 / tl.where(real, total, 1.0)
+        tl.store(context + row[:, None] * Dv + d[None, :], acc * inverse[:, None], mask=inside)
+        if WEIGHTS:
+            tl.debug_barrier()  # scores were stored by whichever thread had them
+            scale_scores(scores, weights, row, most, inverse, end, real, Tk, ACC, 128)
+
+
+@triton.jit
+def scale_scores(
+    scores, weights, row, most, inverse, end, real, Tk, ACC: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Scores to weights: exp(s - most) * inverse, zero past ``end``."""
+    base = tl.where(most == float("-inf"), 0.0, most)
+    for k0 in range(0, Tk, BLOCK_K):
+        j = k0 + tl.arange(0, BLOCK_K)
+        at = row[:, None] * Tk + j[None, :]
+        there = real[:, None] & (j[None, :] < end[:, None])
+        s = tl.load(scores + at, mask=there, other=float("-inf")).to(ACC)
+        p = tl.exp(s - base[:, None]) * inverse[:, None]
+        tl.store(weights + at, tl.where(there, p, 0.0), mask=real[:, None] & (j < Tk)[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    parts,
+    maxima,
+    sums,
+    lens,
+    context,
+    scores,
+    weights,
+    Tq,
+    Tk,
+    Dv,
+    lens_batch,
+    lens_row,
+    splits,
+    ACC: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Context and weights of one query from the parts of its splits; BLOCK_D features a program."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    s = tl.arange(0, BLOCK_S)
+    part = row * splits + s
+    highest = tl.load(maxima + part, mask=s < splits, other=float("-inf"))
+    most = tl.max(highest, axis=0)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    factor = tl.exp(highest - base)
+    total = tl.sum(factor * tl.load(sums + part, mask=s < splits, other=0.0), axis=0)
+    acc = tl.zeros([BLOCK_D], ACC)
+    for split in range(0, splits):
+        share = tl.exp(tl.load(maxima + row * splits + split) - base)
+        at = parts + (row * splits + split) * Dv + d
+        acc += share * tl.load(at, mask=d < Dv, other=0.0)
+    inverse = 1.0 / total
+    tl.store(context + row * Dv + d, acc * inverse, mask=d < Dv)
+    if WEIGHTS and tl.program_id(1) == 0:
+        b, i = row // Tq, row % Tq
+        kept = kept_keys(lens, b * lens_batch + i * lens_row, Tk, HAS_LENS)
+        one = tl.arange(0, 1)
+        end = tl.where(kept == 0, Tk, kept) + one
+        scale_scores(
+            scores, weights, row + one, most + one, inverse + one, end, one == 0, Tk, ACC, 512
+        )

@@ -1,0 +1,32 @@
+"""Exponentials of projected rows, for the kernels that meet each row many times."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .elementary import exp_twice
+
+
+@triton.jit
+def tables_kernel(
+    x, table, largest, rows, T, H, x_batch, x_row, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """table[row] = exp(2 x[row]) in fp32 and largest[row] = max|x[row]|; NaN where x has one.
+
+    A table entry that leaves fp32 is of a row whose maximum sends its readers elsewhere.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = row < rows
+    source = x + (row // T) * x_batch + (row % T) * x_row
+    most = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
+    for h0 in range(0, H, BLOCK_H):
+        h = h0 + tl.arange(0, BLOCK_H)
+        mask = inside[:, None] & (h < H)[None, :]
+        value = tl.load(source[:, None] + h[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(table + row[:, None] * H + h[None, :], exp_twice(value), mask=mask)
+        most = tl.maximum(most, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+    # tl.max skips NaN; the sum does not.
+    nan = tl.sum(tl.where(most == most, 0, 1), axis=1)
+    result = tl.where(nan > 0, float("nan"), tl.max(most, axis=1))
+    tl.store(largest + row, result, mask=inside)

@@ -1,0 +1,49 @@
+"""Loading rows and tiles over the hidden units: in parts of BLOCK_H, for shared reciprocals."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_row(x, h, H, ACC: tl.constexpr):
+    """x[h] of one row as (1,BLOCK_H), zero past its end."""
+    return tl.load(x + h, mask=h < H, other=0.0).to(ACC)[None, :]
+
+
+@triton.jit
+def load_tile(rows, inside, h, H, ACC: tl.constexpr):
+    """The same of several rows, (BLOCK,BLOCK_H); zero outside."""
+    mask = inside[:, None] & (h < H)[None, :]
+    return tl.load(rows[:, None] + h[None, :], mask=mask, other=0.0).to(ACC)
+
+
+@triton.jit
+def four_rows(x, h0, H, ACC: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Four neighbouring parts of one row."""
+    h = h0 + tl.arange(0, BLOCK_H)
+    return (
+        load_row(x, h, H, ACC),
+        load_row(x, h + BLOCK_H, H, ACC),
+        load_row(x, h + 2 * BLOCK_H, H, ACC),
+        load_row(x, h + 3 * BLOCK_H, H, ACC),
+    )
+
+
+@triton.jit
+def four_tiles(rows, inside, h0, H, ACC: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Four neighbouring parts of several rows."""
+    h = h0 + tl.arange(0, BLOCK_H)
+    return (
+        load_tile(rows, inside, h, H, ACC),
+        load_tile(rows, inside, h + BLOCK_H, H, ACC),
+        load_tile(rows, inside, h + 2 * BLOCK_H, H, ACC),
+        load_tile(rows, inside, h + 3 * BLOCK_H, H, ACC),
+    )
+
+
+@triton.jit
+def largest_of(x):
+    """max|x| over a tile, infinite where one is NaN: tl.max alone would skip it."""
+    return tl.max(tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1), axis=0)

@@ -1,0 +1,93 @@
+"""The contract table of every backend, as cases: a row each, and per way to get that row wrong."""
+
+import torch
+from parity import INPUTS
+
+from bahdanau_fast.ops import SMALL
+
+# Big enough that fp32 is computed by the fp32 kernels.
+LARGE = {"B": 3, "Tq": 17, "Tk": 53, "H": 211, "Dq": 19, "Dk": 23, "Dv": 29}
+assert LARGE["B"] * LARGE["Tq"] * LARGE["Tk"] * LARGE["H"] > SMALL
+
+
+def lens(*values, dtype=torch.int64):
+    return torch.tensor(values, dtype=dtype)
+
+
+per_query = torch.arange(-3, 48).reshape(3, 17) * 1.3
+
+EVERY = (*INPUTS, "context", "weights")
+# So small that projections and attention are one operator (bahdanau_fast/small.py).
+SMALLEST = {"B": 2, "Tq": 2, "Tk": 7, "H": 5, "Dq": 3, "Dk": 9, "Dv": 2}
+
+# One entry per row, and per way to get that row wrong, of the contract table.
+CONTRACT = {
+    "no lens": {},
+    "lens per row": {"lens": lens(1, 26, 53)},
+    "lens per query": {"lens": per_query.long()},
+    "lens fractional": {"lens": lens(0.5, 2.5, 8.0001, dtype=torch.float64)},
+    "lens fractional per query": {"lens": per_query},
+    "lens just below a number": {"lens": lens(2.9999, 3.0, 3.0001, dtype=torch.float32)},
+    "lens int32": {"lens": lens(3, 4, 5, dtype=torch.int32)},
+    "lens uint8": {"lens": lens(0, 200, 52, dtype=torch.uint8)},
+    "lens int8": {"lens": lens(-7, 1, 52, dtype=torch.int8)},
+    "lens int16": {"lens": lens(-30000, 1, 52, dtype=torch.int16)},
+    "lens bf16": {"lens": lens(1.5, 4, 52, dtype=torch.bfloat16)},
+    "lens fp16": {"lens": lens(0.5, 4, 52, dtype=torch.float16)},
+    "lens of odd strides": {"lens": per_query.t().contiguous().t()},
+    "lens expanded": {"lens": lens(5).expand(3)},
+    "longer than Tk": {"lens": lens(54, 10**12, 53)},
+    "infinite lens": {"lens": lens(float("inf"), float("-inf"), 7.0, dtype=torch.float32)},
+    "whole row masked": {"lens": lens(0, -5, 7)},
+    "all rows masked": {"lens": lens(0, 0, 0)},
+    "B = 0": {"B": 0},
+    "B = 0 with lens": {"B": 0, "lens": torch.zeros(0, dtype=torch.int64)},
+    "Tq = 0": {"Tq": 0},
+    "Tq = 0 with lens": {"Tq": 0, "lens": torch.zeros(3, 0)},
+    "Tk = 0": {"Tk": 0},
+    "Tk = 0 with lens": {"Tk": 0, "lens": lens(0, 1, 2)},
+    "Dv = 0": {"Dv": 0},
+    "values is keys": {"tied": True},
+    "values is keys with lens": {"tied": True, "lens": lens(3, 0, 99)},
+    "one of each": {"B": 1, "Tq": 1, "Tk": 1, "H": 1, "Dq": 1, "Dk": 1, "Dv": 1},
+    "H = 1": {"H": 1, "Tq": 100, "Tk": 500},
+    "whole vectors": {"H": 64, "Dv": 64, "Tk": 64, "Tq": 16},
+    "one past whole vectors": {"H": 65, "Dv": 65, "Tk": 65, "Tq": 17},
+    "one short of whole vectors": {"H": 63, "Dv": 63, "Tk": 63, "Tq": 15},
+    "no bias": {"bias": False},
+    "through the weights alone": {"grads": "weights"},
+    "through the context alone": {"grads": "context"},
+    "wide values": {"Dv": 1100, "Tq": 9, "B": 1},  # past the 1024 columns of one tile
+    "many batch rows": {"B": 19, "Tq": 2},  # one task per row
+    "decoder step": {"B": 16, "Tq": 1, "Tk": 50, "H": 96, "lens": torch.arange(16) * 3},
+    "split keys": {"B": 1, "Tq": 2, "Tk": 1033, "H": 131},
+    "split keys, lens inside a chunk": {"B": 1, "Tq": 2, "Tk": 1033, "H": 131, "lens": lens(65)},
+    "split keys, lens at a chunk": {"B": 2, "Tq": 1, "Tk": 1033, "H": 131, "lens": lens(64, 128)},
+    "split keys, whole row masked": {"B": 1, "Tq": 2, "Tk": 1033, "H": 131, "lens": lens(0)},
+    "fp32 in small": {"B": 1, "Tq": 2, "Tk": 8, "H": 5},
+    "all in one operator": SMALLEST,
+    "all in one operator, lens": {**SMALLEST, "lens": lens(0, 2)},
+    "all in one operator, lens per query": {**SMALLEST, "lens": torch.tensor([[1, 7], [3.5, -1]])},
+    "all in one operator, no bias": {**SMALLEST, "bias": False},
+    "all in one operator, values is keys": {**SMALLEST, "tied": True},
+    "all in one operator, weights alone": {**SMALLEST, "grads": "weights"},
+    "all in one operator, context alone": {**SMALLEST, "grads": "context"},
+    "all in one operator, strided": {**SMALLEST, "layout": dict.fromkeys(EVERY, "strided")},
+    "all in one operator, transposed": {**SMALLEST, "layout": dict.fromkeys(EVERY, "transposed")},
+    "all in one operator, large inputs": {**SMALLEST, "scale": {"queries": 60.0, "keys": 60.0}},
+    "table of the other precision": {"B": 1, "Tq": 80, "Tk": 41, "H": 43},
+}
+CONTRACT |= {
+    f"{name} inputs": {
+        "layout": dict.fromkeys(("queries", "keys", "values", "w_q", "w_k", "w_v", "bias"), name)
+    }
+    for name in ("sliced", "strided")
+}
+CONTRACT |= {
+    f"{name} inputs": {"layout": dict.fromkeys(("queries", "keys", "values"), name)}
+    for name in ("transposed", "batch_last", "expanded")
+}
+CONTRACT |= {
+    f"{name} output gradients": {"layout": {"context": name, "weights": name}}
+    for name in ("sliced", "strided", "transposed", "batch_last", "expanded")
+}

@@ -1,0 +1,92 @@
+"""Context, weights and every gradient keep the parity rule on the Triton backend."""
+
+import functools
+
+import parity
+import pytest
+import torch
+from contract import CONTRACT, LARGE
+from drawing import cases, drawn
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from parity import Case, attended, called, check, fused
+
+import bahdanau_fast as bf
+from bahdanau_fast.kernels import plans
+from bahdanau_fast.ops import SMALL
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WAYS = {f.__name__: functools.partial(f, backend="triton") for f in (fused, called, attended)}
+# Two blocks of queries and of keys, the last of each cut off.
+SIZES = {**LARGE, "Tk": 35, "H": 21}
+
+
+def test_these_are_the_triton_kernels():
+    assert bf.backends.resolve(torch.device(parity.DEVICE), "triton") == "triton"
+    assert SIZES["Tq"] > plans.FEW_QUERIES
+
+
+# The interpreter takes a second for a small case: each row of the table in one dtype, turn by turn.
+TURNS = [(row, DTYPES[i % len(DTYPES)]) for i, row in enumerate(CONTRACT)]
+
+
+def sizes_of(row, **changed):
+    """A row of the table at sizes that the interpreter gets through."""
+    sizes = {**SIZES, **changed, **CONTRACT[row]}
+    return sizes | {"Tq": min(sizes["Tq"], 18), "Tk": min(sizes["Tk"], 70)}
+
+
+@pytest.mark.parametrize(("row", "dtype"), TURNS)
+def test_contract(row, dtype):
+    check(Case(**sizes_of(row)), dtype, WAYS["fused"])
+
+
+@pytest.mark.parametrize(("row", "dtype"), TURNS[1:] + TURNS[:1])
+def test_contract_of_a_step(row, dtype):
+    sizes = sizes_of(row, Tq=2)
+    lens = sizes.get("lens")
+    if lens is not None and lens.shape[1:] == (SIZES["Tq"],):
+        sizes["lens"] = lens[:, 5:7]
+    check(Case(**sizes), dtype, WAYS["attended"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_splits_of_one_long_row(dtype):
+    check(Case(B=2, Tq=1, Tk=997, H=40, Dv=33, lens=torch.tensor([701, 0])), dtype, WAYS["fused"])
+    check(Case(B=1, Tq=3, Tk=500, H=7, Dv=130), dtype, WAYS["called"])
+
+
+@pytest.mark.parametrize("queries", [1, 17])
+def test_fp32_too_large_for_fp64(queries):
+    case = Case(B=1, Tq=queries, Tk=530000 // queries // 1023 + 1, H=1023, Dv=65)
+    assert case.B * case.Tq * case.Tk * case.H > SMALL
+    check(case, torch.float32, WAYS["fused"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [2, 18])
+def test_magnitudes_near_and_far_in_one_call(queries, dtype):
+    # Rows whose exponentials can be multiplied stand beside rows whose cannot.
+    case = Case(B=2, Tq=queries, Tk=40, H=70, scale={"queries": 8.0, "keys": 12.0})
+    check(case, dtype, WAYS["fused"])
+
+
+few = hypothesis_settings(drawn, max_examples=35)
+
+
+@few
+@given(cases(torch.float32, most=20_000))
+def test_drawn_cases_fp32(case):
+    check(case, torch.float32, WAYS["fused"])
+
+
+@few
+@given(cases(torch.bfloat16, most=20_000))
+def test_drawn_cases_bf16(case):
+    check(case, torch.bfloat16, WAYS["called"])
+
+
+@few
+@given(cases(torch.float16, most=20_000))
+def test_drawn_cases_fp16(case):
+    check(case, torch.float16, WAYS["attended"])
