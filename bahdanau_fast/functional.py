@@ -8,6 +8,7 @@ from torch import Tensor
 from bahdanau_fast import backends, checks, ops, reference, small
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.projection import linear
+from bahdanau_fast.raw import attend_raw
 
 __all__ = ["additive_attention", "attend_projected", "attend_small", "masked_softmax"]
 
@@ -95,6 +96,12 @@ def additive_attention(
         inputs = (queries, keys, values, w_q, w_k, w_v)
         context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
         return context, weights if need_weights else None
+    if chosen == "triton":
+        raw = attend_unprojected(
+            (queries, keys, values, w_q, w_k, bias, w_v), valid_lens, dropout_p, need_weights
+        )
+        if raw is not None:
+            return raw[0], raw[1] if need_weights else None
     # No table: nobody asks these keys again, the kernels make it a few rows at a time.
     projected = ProjectedKeys(linear(keys, w_k, bias), None, None)
     context, weights = attend_projected(
@@ -157,6 +164,31 @@ def attend_small(
     """
     seed = _seed(dropout_p, inputs[0].device)
     context, weights = small.attend(inputs, bias, valid_lens, seed, dropout_p)
+    return context, weights if weights.dtype == context.dtype else weights.to(context.dtype)
+
+
+def attend_unprojected(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor],
+    valid_lens: Tensor | None,
+    dropout_p: float,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """What :func:`bahdanau_fast.raw.attend_raw` gives, on the Triton backend.
+
+    Args:
+        inputs: queries, keys, values, w_q, w_k or None for projected keys, bias or None, w_v.
+        valid_lens: None, (B,) or (B,Tq).
+        dropout_p: probability of dropping a weight.
+        need_weights: whether the weights are wanted.
+
+    Returns:
+        Context (B,Tq,Dv) and weights (B,Tq,Tk); None where the caller has to project.
+    """
+    # The seed is drawn where it is used: a draw too many would change what comes after.
+    result = attend_raw(*inputs, valid_lens, _seed, dropout_p, need_weights)
+    if result is None:
+        return None
+    context, weights = result
     return context, weights if weights.dtype == context.dtype else weights.to(context.dtype)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import backends, checks
-from bahdanau_fast.functional import attend_projected, attend_small
+from bahdanau_fast.functional import attend_projected, attend_small, attend_unprojected
 from bahdanau_fast.key_cache import KeyCache
 from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
 from bahdanau_fast.projection import apply_layer, plain_weight
@@ -130,15 +130,21 @@ class _Additive(nn.Module):
     ) -> Tensor:
         query_layer = self._modules[self._query_layer]
         _check_features("queries", queries, query_layer)
-        context, weights = attend_projected(
+        backend = backends.resolve(queries.device, dtype=queries.dtype)
+        w_v = _weight(self._modules[self._score_layer])
+        results = None
+        if backend == "triton" and (w_q := plain_weight(query_layer)) is not None:
+            inputs = (queries, projected.keys, values, w_q, None, None, w_v)
+            results = attend_unprojected(inputs, valid_lens, self._dropout_p(), True)
+        context, weights = results or attend_projected(
             apply_layer(query_layer, queries),
             projected,
             values,
-            _weight(self._modules[self._score_layer]),
+            w_v,
             valid_lens,
             self._dropout_p(),
             True,
-            backends.resolve(queries.device, dtype=queries.dtype),
+            backend,
         )
         # Past nn.Module's own __setattr__, which takes as long as a small kernel.
         object.__setattr__(self, "attention_weights", weights)

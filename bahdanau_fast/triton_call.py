@@ -36,7 +36,8 @@ class Call:
             checks.reject(TypeError, "queries", "be float32, bfloat16 or float16", queries.dtype)
         self.queries, self.keys, self.values = map(rows, (queries, keys, values))
         self.w_v = w_v.reshape(-1).contiguous()
-        self.batch, self.queries_len, self.hidden = queries.shape
+        self.batch, self.queries_len = queries.shape[:2]
+        self.hidden = w_v.numel()
         self.keys_len, self.features = values.shape[1:]
         self.device = queries.device
         elements = self.batch * self.queries_len * self.keys_len * self.hidden

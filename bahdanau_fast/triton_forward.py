@@ -14,7 +14,7 @@ from bahdanau_fast.kernels.softmax import softmax_kernel
 from bahdanau_fast.kernels.step import combine_kernel, step_kernel
 from bahdanau_fast.triton_call import Call, make_table, processors
 
-__all__ = ["attend"]
+__all__ = ["attend", "step_from_raw"]
 
 
 def attend(
@@ -37,19 +37,62 @@ def attend(
         TypeError: a dtype that these kernels do not compute.
     """
     call = Call(queries, keys, values, w_v, valid_lens, seed, dropout_p)
-    context = call.new(call.batch, call.queries_len, call.features, dtype=queries.dtype)
-    shape = (call.batch, call.queries_len, call.keys_len) if need_weights else (0,)
-    weights = call.new(*shape, dtype=torch.float32)
-    if context.numel() + weights.numel() == 0:
+    context, weights = _results(call, need_weights)
+    if context.numel() + weights.numel() == 0 or call.keys_len == 0:
         return context, weights
-    if call.keys_len == 0:
-        return context.zero_(), weights
     with call.guard():
         if plans.is_step(call.queries_len, call.features):
             _step(call, context, weights)
         else:
             _many(call, context, weights)
     return context, weights
+
+
+def step_from_raw(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
+    bias: Tensor | None,
+    w_v: Tensor,
+    valid_lens: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor]:
+    """A step that projects for itself; without gradients.
+
+    Args:
+        queries: (B,Tq,Dq), Tq at most 16; or (B,Tq,H) projected, with ``w_q`` None.
+        keys: (B,Tk,Dk); or (B,Tk,H) projected, with ``w_k`` None.
+        values: (B,Tk,Dv).
+        w_q: (H,Dq) or None.
+        w_k: (H,Dk) or None.
+        bias: (H,) or None; with ``w_k``.
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+        seed: (1,) int64, with dropout.
+        dropout_p: probability of dropping a weight.
+        need_weights: whether the weights are wanted.
+
+    Returns:
+        Context (B,Tq,Dv) and fp32 weights (B,Tq,Tk); (0,) if not wanted.
+    """
+    call = Call(queries, keys, values, w_v, valid_lens, seed, dropout_p)
+    context, weights = _results(call, need_weights)
+    if context.numel() + weights.numel() and call.keys_len:
+        with call.guard():
+            _step(call, context, weights, w_q, w_k, bias)
+    return context, weights
+
+
+def _results(call: Call, need_weights: bool) -> tuple[Tensor, Tensor]:
+    """Where context and weights go; a context of no keys is zero."""
+    shape = (call.batch, call.queries_len, call.keys_len) if need_weights else (0,)
+    weights = call.new(*shape, dtype=torch.float32)
+    context = call.new(call.batch, call.queries_len, call.features, dtype=call.queries.dtype)
+    return (context if call.keys_len else context.zero_()), weights
 
 
 def _scores(call: Call, weights: Tensor) -> Tensor:
@@ -59,13 +102,22 @@ def _scores(call: Call, weights: Tensor) -> Tensor:
     return call.new(call.batch, call.queries_len, call.keys_len)
 
 
-def _step(call: Call, context: Tensor, weights: Tensor) -> None:
+def _step(
+    call: Call,
+    context: Tensor,
+    weights: Tensor,
+    w_q: Tensor | None = None,
+    w_k: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """One launch and, where keys are split, one to combine; projects what has a weight here."""
     batch, queries_len, keys_len, features = (
         call.batch, call.queries_len, call.keys_len, call.features,
     )  # fmt: skip
     plan = plans.step(
-        batch, queries_len, keys_len, call.hidden, features, call.wide, processors(call.device)
-    )
+        batch, queries_len, keys_len, call.hidden, features, call.wide, processors(call.device),
+        w_k is not None,
+    )  # fmt: skip
     need_weights = weights.numel() > 0
     scores = _scores(call, weights) if need_weights else weights
     split = plan.splits > 1
@@ -73,13 +125,19 @@ def _step(call: Call, context: Tensor, weights: Tensor) -> None:
     maxima, sums = (
         (call.new(batch, queries_len, plan.splits) for _ in range(2)) if split else (parts, parts)
     )
-    step_kernel[(batch * plan.splits,)](
+    programs = batch * plan.splits
+    projected = call.new(programs, queries_len, call.hidden) if w_q is not None else parts
+    # What a flag turns off is not read; any tensor stands in its place.
+    weight_of = [call.queries if w is None else w.contiguous() for w in (w_q, w_k, bias)]
+    step_kernel[(programs,)](
         call.queries, call.keys, call.values, call.w_v, call.lens, call.seed, parts, scores,
-        weights, maxima, sums, queries_len, keys_len, call.hidden, features,
+        weights, maxima, sums, *weight_of, projected, queries_len, keys_len, call.hidden,
+        call.queries.shape[2], call.keys.shape[2], features,
         *call.queries.stride()[:2], *call.keys.stride()[:2], *call.values.stride()[:2],
         *call.lens_strides, *call.dropout, plan.splits, plan.split_keys,
         **call.kind, HAS_LENS=call.has_lens, DROPOUT=call.drops, WEIGHTS=need_weights,
-        SPLIT=split, PRECISION=call.precision, **plan.blocks,
+        SPLIT=split, RAW_QUERIES=w_q is not None, RAW_KEYS=w_k is not None,
+        HAS_BIAS=bias is not None, PRECISION=call.precision, **plan.blocks,
     )  # fmt: skip
     if split:
         blocks = plans.combine(plan.splits, features)

@@ -76,14 +76,15 @@ def _specialize(kernel: Any, arguments: dict[str, Any], warps: int) -> Launch:
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
         kind = "constexpr"
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        general = parameter.do_not_specialize
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not general):
             constants.append((parameter.name, value))
         elif isinstance(value, torch.Tensor):
             kind = _TYPES[value.dtype]
             aligned.append(index)
         else:
             kind = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not general:
                 aligned.append(index)
         signature.append((parameter.name, kind))
     return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), warps)

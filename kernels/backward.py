@@ -12,7 +12,18 @@ from .elementary import kept_keys, survivors
 from .products import product
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "Tq",
+        "Tk",
+        "gw_batch",
+        "gw_row",
+        "lens_batch",
+        "lens_row",
+        "threshold",
+        "scale_bits",
+    ]
+)
 def grad_weights_kernel(
     values,
     grad_context,
@@ -82,7 +93,7 @@ def grad_weights_kernel(
     tl.store(out + row[:, None] * Tk + j[None, :], total, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "lens_batch", "lens_row"])
 def grad_softmax_kernel(
     weights,
     grads,
@@ -114,7 +125,7 @@ def grad_softmax_kernel(
         tl.store(grads + j, tl.where(j < kept, p * (g - mean), 0.0), mask=j < Tk)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "threshold", "scale_bits"])
 def grad_values_kernel(
     weights,
     grad_context,

@@ -16,7 +16,7 @@ from .elementary import NEAR_TWO, exp_twice, kept_keys, two_direct, two_tanh
 from .tiles import largest_of, load_row, load_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "O", "g_batch", "kept_batch"])
 def grad_tanh_kernel(
     rows,
     others,

@@ -24,6 +24,30 @@ def is_step(queries_len: int, features: int) -> bool:
     return queries_len <= FEW_QUERIES and features <= _STEP_FEATURES
 
 
+# Bytes of W_q that each program of a step reads for itself rather than wait for a launch in front:
+# one multiprocessor reads some 40 bytes a nanosecond from L2, a launch takes some 2.5 us.
+_FUSED_WEIGHT = 64 * 1024
+_LAUNCH = 2.5e-6
+# Assumed rates of the raw-keys kernel's product, of the library's, and of memory; an H200's.
+_OWN_FLOPS, _LIBRARY_FLOPS, _BYTES = 4.0e14, 7.5e14, 4.3e12
+
+
+def fuses_queries(queries_len: int, query_size: int, hidden: int, size: int) -> bool:
+    """Whether a step projects its queries itself; ``size`` is bytes of an element."""
+    return queries_len <= 4 and queries_len * query_size * hidden * size <= _FUSED_WEIGHT
+
+
+def fuses_keys(rows: int, key_size: int, hidden: int, size: int) -> bool:
+    """Whether a call from raw keys projects them in its own kernel.
+
+    That saves writing and reading the projected keys and a launch, and costs what its product is
+    slower than the library's. Full-precision fp32 has no tensor cores to gain from.
+    """
+    flops = 2 * rows * key_size * hidden
+    lost = flops / _OWN_FLOPS - flops / _LIBRARY_FLOPS
+    return size == 2 and lost <= 2 * rows * hidden * size / _BYTES + _LAUNCH
+
+
 class StepPlan(NamedTuple):
     """Key splits of a step, and the tiles of one program."""
 
@@ -34,7 +58,7 @@ class StepPlan(NamedTuple):
 
 def step(
     batch: int, queries_len: int, keys_len: int, hidden: int, features: int, wide: bool,
-    processors: int,
+    processors: int, raw_keys: bool = False,
 ) -> StepPlan:  # fmt: skip
     """Of `step_kernel`: a row of the batch each, or splits for two programs a multiprocessor."""
     block_q = 1 if queries_len == 1 else FEW_QUERIES
@@ -43,15 +67,20 @@ def step(
     # Fewer programs than multiprocessors: each takes more at once.
     warps = 8 if batch <= processors or block_d > 1024 else 4
     block_k = max(min(8 * warps, 4096 * warps // block_d, power_of_two(keys_len)), 16)
+    block_x = 64
+    if raw_keys:
+        block_h = 64 if hidden > 64 else 32
     if wide:
         warps, block_k = 4, 16
+        block_h, block_x = min(block_h, 16) if raw_keys else block_h, 16
     tiles = -(-keys_len // block_k)
     # Splits have to make up for the launch that combines them.
     splits = max(min(2 * processors // max(batch, 1), tiles // 2), 1) if tiles >= 6 else 1
     tiles_each = -(-tiles // splits)
     splits = -(-tiles // tiles_each)
     blocks = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d}
-    return StepPlan(splits, tiles_each * block_k, blocks | {"num_warps": warps})
+    blocks |= {"BLOCK_X": block_x, "num_warps": warps}
+    return StepPlan(splits, tiles_each * block_k, blocks)
 
 
 def combine(splits: int, features: int) -> dict[str, Any]:
@@ -102,8 +131,8 @@ def grad_values(wide: bool) -> dict[str, Any]:
 
 
 def grad_softmax(keys_len: int) -> dict[str, Any]:
-    """Of `grad_softmax_kernel`."""
-    return {"BLOCK_K": min(max(power_of_two(keys_len), 16), 1024), "num_warps": 4}
+    """Of `grad_softmax_kernel`: in one piece, or in long ones."""
+    return {"BLOCK_K": 128 if keys_len <= 128 else 1024, "num_warps": 4}
 
 
 def grad_tanh(rows_len: int, hidden: int, wide: bool, sum_w: bool) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def direct_scores(
     return tl.sum(t0 * load_row(w_v, h, H, ACC) + t1 * load_row(w_v, h1, H, ACC), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "lens_batch", "lens_row"])
 def scores_kernel(
     queries,
     query_table,

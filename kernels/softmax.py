@@ -12,7 +12,7 @@ from .elementary import kept_keys, survivors
 from .products import product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "lens_batch", "lens_row", "threshold", "scale_bits"])
 def softmax_kernel(
     scores,
     values,

@@ -9,12 +9,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import kept_keys, survivors
+from .elementary import kept_keys, survivors, two_direct
 from .products import product
-from .scores import direct_scores
+from .tiles import load_row, load_tile
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "Tq",
+        "Tk",
+        "lens_batch",
+        "lens_row",
+        "threshold",
+        "scale_bits",
+        "splits",
+        "split_keys",
+    ]
+)
 def step_kernel(
     queries,
     keys,
@@ -27,9 +38,15 @@ def step_kernel(
     weights,
     maxima,
     sums,
+    w_q,
+    w_k,
+    bias,
+    projected,
     Tq,
     Tk,
     H,
+    Dq,
+    Dk,
     Dv,
     q_batch,
     q_row,
@@ -50,21 +67,29 @@ def step_kernel(
     DROPOUT: tl.constexpr,
     WEIGHTS: tl.constexpr,
     SPLIT: tl.constexpr,
+    RAW_QUERIES: tl.constexpr,
+    RAW_KEYS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_X: tl.constexpr,
 ):
     """Context and weights of at most BLOCK_Q queries; of a split, their parts.
 
     Args:
+        queries: (B,Tq,H) projected, or (B,Tq,Dq) with RAW_QUERIES.
+        keys: (B,Tk,H) projected, or (B,Tk,Dk) with RAW_KEYS.
         context: (B,Tq,Dv); with SPLIT the unscaled sums (B,Tq,splits,Dv) in ACC.
         scores: (B,Tq,Tk), scratch; may be the weights where ACC is their type.
         weights: (B,Tq,Tk); with SPLIT left to `combine_kernel`.
         maxima: (B,Tq,splits) largest score, with SPLIT.
         sums: (B,Tq,splits) sum of exponentials, with SPLIT.
         split_keys: keys of one split, a multiple of BLOCK_K.
+        w_q: (H,Dq), w_k: (H,Dk), bias: (H,): the projections not made yet.
+        projected: (programs,Tq,H) in ACC, scratch for RAW_QUERIES.
     """
     program = tl.program_id(0).to(tl.int64)
     split = (program % splits).to(tl.int32)
@@ -83,20 +108,41 @@ def step_kernel(
     most = tl.full([BLOCK_Q], float("-inf"), ACC)
     total = tl.zeros([BLOCK_Q], ACC)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], ACC)
+    if RAW_QUERIES:
+        a = projected + program * Tq * H
+        for query in range(0, 1 if BLOCK_Q == 1 else Tq):
+            row_of = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
+            project_row(row_of, w_q, a + query * H, H, Dq, ACC, BLOCK_H, BLOCK_X)
+        a_row = H
+        tl.debug_barrier()  # the parts of a row were stored by whichever thread had them
+    else:
+        a = queries + b * q_batch
+        a_row = q_row
     for k0 in range(first, last, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
         s = tl.zeros([BLOCK_Q, BLOCK_K], ACC)
         key_rows = keys + b * k_batch + j.to(tl.int64) * k_row
-        for query in range(0, Tq):
-            keep = kept_keys(lens, tl.cast(query, tl.int64) * lens_row, Tk, HAS_LENS)
-            if k0 < keep:
-                a = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
-                score = tl.zeros([BLOCK_K], ACC)
-                for h0 in range(0, H, 2 * BLOCK_H):
-                    score += direct_scores(
-                        a, key_rows, j < keep, w_v, h0, H, ACC, PRECISE, NATIVE, BLOCK_H
-                    )
-                s = tl.where((i == query)[:, None] & (j < keep)[None, :], score[None, :], s)
+        for h0 in range(0, H, 2 * BLOCK_H):
+            h = h0 + tl.arange(0, BLOCK_H)
+            h1 = h + BLOCK_H
+            if RAW_KEYS:
+                c0, c1 = project_tiles(
+                    key_rows, j < last, w_k, bias, h, h1, H, Dk,
+                    ACC, HAS_BIAS, PRECISION, BLOCK_K, BLOCK_H, BLOCK_X,
+                )  # fmt: skip
+            else:
+                c0 = load_tile(key_rows, j < last, h, H, ACC)
+                c1 = load_tile(key_rows, j < last, h1, H, ACC)
+            w0, w1 = load_row(w_v, h, H, ACC), load_row(w_v, h1, H, ACC)
+            for query in range(0, 1 if BLOCK_Q == 1 else Tq):
+                keep = kept_keys(lens, tl.cast(query, tl.int64) * lens_row, Tk, HAS_LENS)
+                if k0 < keep:
+                    row_of = a + tl.cast(query, tl.int64) * a_row
+                    a0, a1 = load_row(row_of, h, H, ACC), load_row(row_of, h1, H, ACC)
+                    t0, t1 = two_direct(a0, a1, c0, c1, PRECISE, NATIVE)
+                    part = tl.sum(t0 * w0 + t1 * w1, axis=1)
+                    here = (i == query)[:, None] & (j < keep)[None, :]
+                    s += tl.where(here, part[None, :], 0.0)
         s = tl.where(j[None, :] < end[:, None], s, float("-inf"))
         higher = tl.maximum(most, tl.max(s, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -134,6 +180,56 @@ def step_kernel(
 
 
 @triton.jit
+def project_row(
+    x, weight, out, H, D, ACC: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_X: tl.constexpr
+):
+    """out[h] = weight[h] . x, one row on the plain units."""
+    for h0 in range(0, H, BLOCK_H):
+        h = h0 + tl.arange(0, BLOCK_H)
+        total = tl.zeros([BLOCK_H], ACC)
+        for d0 in range(0, D, BLOCK_X):
+            d = d0 + tl.arange(0, BLOCK_X)
+            tile = load_tile(weight + h.to(tl.int64) * D, h < H, d, D, ACC)
+            total += tl.sum(tile * load_row(x, d, D, ACC), axis=1)
+        tl.store(out + h, total, mask=h < H)
+
+
+@triton.jit
+def project_tiles(
+    rows,
+    inside,
+    weight,
+    bias,
+    h0,
+    h1,
+    H,
+    D,
+    ACC: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+):
+    """Rows times weight^T plus bias at the hidden units h0 and h1, on tensor cores."""
+    c0 = tl.zeros([BLOCK_K, BLOCK_H], ACC)
+    c1 = tl.zeros([BLOCK_K, BLOCK_H], ACC)
+    for d0 in range(0, D, BLOCK_X):
+        d = d0 + tl.arange(0, BLOCK_X)
+        x = tl.load(rows[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        at0 = weight + h0.to(tl.int64)[None, :] * D + d[:, None]
+        at1 = weight + h1.to(tl.int64)[None, :] * D + d[:, None]
+        part0 = tl.load(at0, mask=(d < D)[:, None] & (h0 < H)[None, :], other=0.0)
+        part1 = tl.load(at1, mask=(d < D)[:, None] & (h1 < H)[None, :], other=0.0)
+        c0 += product(x, part0, ACC, PRECISION)
+        c1 += product(x, part1, ACC, PRECISION)
+    if HAS_BIAS:
+        c0 += load_row(bias, h0, H, ACC)
+        c1 += load_row(bias, h1, H, ACC)
+    return c0, c1
+
+
+@triton.jit
 def scale_scores(
     scores, weights, row, most, inverse, end, real, Tk, ACC: tl.constexpr, BLOCK_K: tl.constexpr
 ):
@@ -148,7 +244,7 @@ def scale_scores(
         tl.store(weights + at, tl.where(there, p, 0.0), mask=real[:, None] & (j < Tk)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "lens_batch", "lens_row", "splits"])
 def combine_kernel(
     parts,
     maxima,

@@ -8,7 +8,7 @@ import triton.language as tl
 from .elementary import exp_twice
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "T"])
 def tables_kernel(
     x, table, largest, rows, T, H, x_batch, x_row, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr
 ):

@@ -1,4 +1,4 @@
-"""The Triton backend where there is no GPU: its kernels interpreted, and what is said without one."""
+"""The Triton backend without a GPU: its kernels interpreted and compiled, and what is said."""
 
 import os
 import re

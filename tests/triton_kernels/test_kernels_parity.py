@@ -9,9 +9,10 @@ from contract import CONTRACT, LARGE
 from drawing import cases, drawn
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
-from parity import Case, attended, called, check, fused
+from parity import Case, attended, called, check, eager, fused
 
 import bahdanau_fast as bf
+from bahdanau_fast import triton_forward
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.ops import SMALL
 
@@ -71,22 +72,50 @@ def test_magnitudes_near_and_far_in_one_call(queries, dtype):
     check(case, dtype, WAYS["fused"])
 
 
+def projecting(inputs, lens):
+    """Forward only: a step that makes its projections in the kernel, and the gradients of none."""
+    with torch.no_grad():
+        got = fused(inputs, lens, "triton")
+    outputs = eager(inputs, lens)
+    # Our values in the graph of eager's, whose gradients are not what is tested here.
+    return tuple(out + (ours - out).detach() for ours, out in zip(got, outputs, strict=True))
+
+
+# Nine queries in fp32: both projections are the library's.
+OWN = [(d, n) for d in DTYPES for n in (1, 3, 9) if d != torch.float32 or n != 9]
+
+
+@pytest.mark.parametrize(("dtype", "queries"), OWN)
+@pytest.mark.parametrize("lens", [None, torch.tensor([0, 40, 7])], ids=["all", "some"])
+def test_projections_inside_the_step(queries, lens, dtype, monkeypatch):
+    asked = []
+    real = triton_forward.step_from_raw
+    monkeypatch.setattr(
+        triton_forward, "step_from_raw", lambda *a: asked.append((a[3], a[4])) or real(*a)
+    )
+    case = Case(B=3, Tq=queries, Tk=67, H=37, Dq=33, Dk=90, Dv=20, lens=lens)
+    check(case, dtype, projecting)
+    own_query, own_keys = asked[0]
+    assert (own_query is not None) == (queries <= 4)
+    assert (own_keys is not None) == (dtype != torch.float32)
+
+
 few = hypothesis_settings(drawn, max_examples=35)
 
 
 @few
-@given(cases(torch.float32, most=20_000))
+@given(cases(torch.float32, most=6_000))
 def test_drawn_cases_fp32(case):
     check(case, torch.float32, WAYS["fused"])
 
 
 @few
-@given(cases(torch.bfloat16, most=20_000))
+@given(cases(torch.bfloat16, most=6_000))
 def test_drawn_cases_bf16(case):
     check(case, torch.bfloat16, WAYS["called"])
 
 
 @few
-@given(cases(torch.float16, most=20_000))
+@given(cases(torch.float16, most=6_000))
 def test_drawn_cases_fp16(case):
     check(case, torch.float16, WAYS["attended"])

@@ -1,0 +1,78 @@
+"""Steps that project for themselves, where that beats a matrix product in front (GPU only)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast.kernels import plans
+from bahdanau_fast.projection import linear
+
+__all__ = ["attend_raw"]
+
+
+def attend_raw(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    w_q: Tensor,
+    w_k: Tensor | None,
+    bias: Tensor | None,
+    w_v: Tensor,
+    valid_lens: Tensor | None,
+    draw_seed: Callable[[float, torch.device], Tensor | None],
+    dropout_p: float,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Context and weights by the Triton backend with a projection in its kernel, or None.
+
+    None where no projection is better made there, where gradients are due and where code is
+    compiled or under autocast: the caller projects, then.
+
+    Args:
+        queries: (B,Tq,Dq).
+        keys: (B,Tk,Dk); projected, (B,Tk,H), where ``w_k`` is None.
+        values: (B,Tk,Dv).
+        w_q: (H,Dq).
+        w_k: (H,Dk) or None.
+        bias: (H,) or None.
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+        draw_seed: gives a (1,) int64 seed where there is dropout; called only if it is used.
+        dropout_p: probability of dropping a weight.
+        need_weights: whether the weights are wanted.
+    """
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(queries.device.type):
+        return None
+    inputs = (queries, keys, values, w_q, w_k, bias, w_v)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        return None
+    if not plans.is_step(queries.shape[1], values.shape[2]):
+        return None
+    hidden, size = w_v.numel(), queries.element_size()
+    own_query = plans.fuses_queries(queries.shape[1], queries.shape[2], hidden, size)
+    rows = keys.shape[0] * keys.shape[1]
+    own_keys = w_k is not None and plans.fuses_keys(rows, keys.shape[2], hidden, size)
+    if not own_query and not own_keys:
+        return None
+    if not own_query:
+        queries = linear(queries, w_q)
+    if w_k is not None and not own_keys:
+        keys = linear(keys, w_k, bias)
+    from bahdanau_fast.triton_forward import step_from_raw
+
+    return step_from_raw(
+        queries,
+        keys,
+        values,
+        w_q if own_query else None,
+        w_k if own_keys else None,
+        bias if own_keys else None,
+        w_v,
+        valid_lens,
+        draw_seed(dropout_p, queries.device),
+        dropout_p,
+        need_weights,
+    )
