@@ -49,9 +49,9 @@ def attend_raw(
     inputs = (queries, keys, values, w_q, w_k, bias, w_v)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         return None
-    if not plans.is_step(queries.shape[1], values.shape[2]):
-        return None
     hidden, size = w_v.numel(), queries.element_size()
+    if not plans.is_step(queries.shape[1], values.shape[2], wide=size == 4):
+        return None
     own_query = plans.fuses_queries(queries.shape[1], queries.shape[2], hidden, size)
     rows = keys.shape[0] * keys.shape[1]
     own_keys = w_k is not None and plans.fuses_keys(rows, keys.shape[2], hidden, size)

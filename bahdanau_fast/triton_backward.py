@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from bahdanau_fast import ops
+from bahdanau_fast import ops, tuning
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
     grad_softmax_kernel,
@@ -142,25 +144,32 @@ def _pass(
         rows_, others = others, rows_
     factored = call.queries_len > plans.FEW_QUERIES
     table = make_table(call, others) if factored else Table(others, others, False)
-    blocks = plans.grad_tanh(rows_.shape[1], call.hidden, call.wide, sum_w)
-    row_blocks = -(-rows_.shape[1] // blocks["BLOCK_R"])
-    hidden_blocks = -(-call.hidden // (2 * blocks["BLOCK_H"]))
-    batch, others_len = others.shape[:2]
-    w_parts = call.new(batch, row_blocks, call.hidden) if sum_w else None
-    # Blocks of padded keys write no part.
-    other_parts = call.new(batch, row_blocks, others_len, call.hidden) if sum_others else None
-    if other_parts is not None and call.has_lens:
-        other_parts.zero_()
     kept, kept_batch = _kept(call)
-    grad_tanh_kernel[(batch * row_blocks * hidden_blocks,)](
-        rows_, others, table.entries, table.largest, call.w_v, grad_scores, kept,
-        out, out if w_parts is None else w_parts, out if other_parts is None else other_parts,
-        rows_.shape[1], others_len, call.hidden, *rows_.stride()[:2], *others.stride()[:2],
-        *grad_scores.stride(), kept_batch, **call.kind, FACTORED=table.factored,
-        ROWS_ARE_KEYS=rows_are_keys, HAS_LENS=call.has_lens, OUT=out.numel() > 0, SUM_W=sum_w,
-        SUM_OTHERS=sum_others, **blocks,
-    )  # fmt: skip
-    return w_parts, other_parts
+    batch, others_len = others.shape[:2]
+
+    def launch(blocks: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        row_blocks = -(-rows_.shape[1] // blocks["BLOCK_R"])
+        hidden_blocks = -(-call.hidden // (2 * blocks["BLOCK_H"]))
+        w_parts = call.new(batch, row_blocks, call.hidden) if sum_w else None
+        # Blocks of padded keys write no part.
+        other_parts = call.new(batch, row_blocks, others_len, call.hidden) if sum_others else None
+        if other_parts is not None and call.has_lens:
+            other_parts.zero_()
+        grad_tanh_kernel[(batch * row_blocks * hidden_blocks,)](
+            rows_, others, table.entries, table.largest, call.w_v, grad_scores, kept,
+            out, out if w_parts is None else w_parts, out if other_parts is None else other_parts,
+            rows_.shape[1], others_len, call.hidden, *rows_.stride()[:2], *others.stride()[:2],
+            *grad_scores.stride(), kept_batch, **call.kind, FACTORED=table.factored,
+            ROWS_ARE_KEYS=rows_are_keys, HAS_LENS=call.has_lens, OUT=out.numel() > 0,
+            SUM_W=sum_w, SUM_OTHERS=sum_others, **blocks,
+        )  # fmt: skip
+        return w_parts, other_parts
+
+    sizes = (batch, rows_.shape[1], others_len, call.hidden)
+    flags = (rows_are_keys, sum_w, sum_others)
+    key = (call.queries.dtype, *flags, *map(plans.power_of_two, sizes))
+    candidates = plans.grad_tanh(rows_.shape[1], call.hidden, call.wide, sum_w)
+    return launch(tuning.choose("grad_tanh", key, candidates, launch, call.device))
 
 
 def _kept(call: Call) -> tuple[Tensor, int]:

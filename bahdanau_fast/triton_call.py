@@ -39,10 +39,12 @@ class Call:
         self.batch, self.queries_len = queries.shape[:2]
         self.hidden = w_v.numel()
         self.keys_len, self.features = values.shape[1:]
-        self.device = queries.device
+        self.device, self.size = queries.device, queries.element_size()
         elements = self.batch * self.queries_len * self.keys_len * self.hidden
         single = queries.dtype == torch.float32
-        self.wide = single and elements <= ops.SMALL
+        # Triton's fp64 products do not compile for every AMD GPU.
+        exact = native() or loading.interpreted()
+        self.wide = single and elements <= ops.SMALL and exact
         self.dtype = torch.float64 if self.wide else torch.float32
         self.kind = {
             "ACC": tl.float64 if self.wide else tl.float32,
@@ -94,8 +96,8 @@ def make_table(call: Call, x: Tensor) -> Table:
     entries = call.new(batch, length, hidden)
     largest = call.new(batch, length)
     blocks = plans.tables(hidden)
-    tables_kernel[(-(-batch * length // blocks["BLOCK_R"]),)](
-        x, entries, largest, batch * length, length, hidden, *x.stride()[:2], **blocks
+    tables_kernel[(batch * -(-length // blocks["BLOCK_R"]),)](
+        x, entries, largest, length, hidden, *x.stride()[:2], **blocks
     )
     return Table(entries, largest, True)
 

@@ -5,9 +5,12 @@ Serves CUDA and ROCm tensors, and under ``TRITON_INTERPRET=1`` CPU tensors too, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from bahdanau_fast import tuning
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
@@ -41,7 +44,7 @@ def attend(
     if context.numel() + weights.numel() == 0 or call.keys_len == 0:
         return context, weights
     with call.guard():
-        if plans.is_step(call.queries_len, call.features):
+        if plans.is_step(call.queries_len, call.features, call.wide):
             _step(call, context, weights)
         else:
             _many(call, context, weights)
@@ -114,9 +117,27 @@ def _step(
     batch, queries_len, keys_len, features = (
         call.batch, call.queries_len, call.keys_len, call.features,
     )  # fmt: skip
-    plan = plans.step(
-        batch, queries_len, keys_len, call.hidden, features, call.wide, processors(call.device),
-        w_k is not None,
+    sizes = (batch, queries_len, keys_len, call.hidden, features)
+    candidates = plans.step(*sizes, call.wide, processors(call.device), call.size, w_k is not None)
+
+    def launch(plan: plans.StepPlan) -> None:
+        _launch_step(call, plan, context, weights, w_q, w_k, bias)
+
+    key = (call.queries.dtype, w_q is None, w_k is None, *map(plans.power_of_two, sizes))
+    launch(tuning.choose("step", key, candidates, launch, call.device))
+
+
+def _launch_step(
+    call: Call,
+    plan: plans.StepPlan,
+    context: Tensor,
+    weights: Tensor,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    batch, queries_len, keys_len, features = (
+        call.batch, call.queries_len, call.keys_len, call.features,
     )  # fmt: skip
     need_weights = weights.numel() > 0
     scores = _scores(call, weights) if need_weights else weights
@@ -155,14 +176,21 @@ def _many(call: Call, context: Tensor, weights: Tensor) -> None:
     need_weights = weights.numel() > 0
     scores = _scores(call, weights)
     table = make_table(call, call.queries)
-    blocks = plans.scores(batch, queries_len, keys_len, call.hidden, call.wide)
-    count = -(-keys_len // blocks["BLOCK_K"]) * -(-queries_len // blocks["BLOCK_Q"])
-    scores_kernel[(batch * count,)](
-        call.queries, table.entries, table.largest, call.keys, call.w_v, call.lens, scores,
-        queries_len, keys_len, call.hidden, *call.queries.stride()[:2], *call.keys.stride()[:2],
-        *call.lens_strides, **call.kind, FACTORED=table.factored, HAS_LENS=call.has_lens, **blocks,
-    )  # fmt: skip
-    blocks = plans.products(features, call.wide)
+
+    def launch(blocks: dict[str, Any]) -> None:
+        count = -(-keys_len // blocks["BLOCK_K"]) * -(-queries_len // blocks["BLOCK_Q"])
+        scores_kernel[(batch * count,)](
+            call.queries, table.entries, table.largest, call.keys, call.w_v, call.lens, scores,
+            queries_len, keys_len, call.hidden, *call.queries.stride()[:2],
+            *call.keys.stride()[:2], *call.lens_strides, **call.kind, FACTORED=table.factored,
+            HAS_LENS=call.has_lens, **blocks,
+        )  # fmt: skip
+
+    sizes = (batch, queries_len, keys_len, call.hidden)
+    key = (call.queries.dtype, *map(plans.power_of_two, sizes))
+    candidates = plans.scores(*sizes, call.wide)
+    launch(tuning.choose("scores", key, candidates, launch, call.device))
+    blocks = plans.products(features, call.wide, call.size)
     count = -(-queries_len // blocks["BLOCK_Q"]) * (-(-features // blocks["BLOCK_D"]) or 1)
     softmax_kernel[(batch * count,)](
         scores, call.values, call.lens, call.seed, weights, context, queries_len, keys_len,

@@ -10,10 +10,11 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bahdanau_fast import triton_backward, triton_call, triton_forward
+from bahdanau_fast.kernels import plans
 from benchmarks.sass import hot
+from benchmarks.shapes import LIST, STEPS_ON_MEMORY
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -122,6 +125,11 @@ def launches_of(
         inputs = (queries, keys, None, None, values, w_v, valid, None, 0.0)
         context, weights = triton_forward.attend(*inputs, True)
         triton_backward.attend_backward(*inputs, weights, context, weights, 15)
+        if queries_len <= plans.FEW_QUERIES and dtype != torch.float32:
+            square = make(hidden, hidden)
+            triton_forward.step_from_raw(
+                queries, keys, values, square, square, None, w_v, valid, None, 0.0, True
+            )
     return launches
 
 
@@ -227,41 +235,56 @@ def rates(launch: Launch, budget: Budget) -> list[Rate]:
     return found
 
 
-# What is compiled: (B,Tq,Tk,H,Dv) of the acceptance shapes and of odd sizes that need every mask.
-SHAPES = (
-    (64, 1, 50, 512, 512),
-    (256, 1, 400, 512, 512),
-    (1, 1, 40000, 512, 512),
-    (32, 1, 196, 512, 2048),
-    (128, 10, 128, 1024, 1024),
-    (32, 33, 34, 1024, 1024),
-    (16, 512, 512, 512, 512),
-    (3, 17, 53, 71, 29),
+# (B,Tq,Tk,H,Dv) of the acceptance shapes, and one of odd sizes that needs every mask.
+FEW_SHAPES = ((256, 1, 400, 512, 512), (16, 512, 512, 512, 512), (3, 17, 53, 71, 29))
+ALL_SHAPES = tuple(
+    dict.fromkeys(
+        (
+            *FEW_SHAPES,
+            *((s.batch, s.queries, s.keys, s.hidden, s.value_size) for s in LIST),
+            *((s.batch, s.queries, s.keys, s.hidden, s.value_size) for s in STEPS_ON_MEMORY),
+        )
+    )
 )
 
 
-def distinct(targets: Sequence[str], dtypes: Sequence[str]) -> Iterator[tuple[str, str, Launch]]:
-    """(target, dtype, launch), each kernel in each configuration once."""
-    for target, dtype in itertools.product(targets, dtypes):
-        seen = set()
-        for shape in SHAPES:
-            for launch in launches_of(shape, DTYPES[dtype], not target.startswith("gfx")):
-                if launch not in seen:
-                    seen.add(launch)
-                    yield target, dtype, launch
+def distinct(target: str, dtype: str, quick: bool) -> list[Launch]:
+    """Each kernel in each configuration once."""
+    shapes = FEW_SHAPES if quick else ALL_SHAPES
+    native = not target.startswith("gfx")
+    launches = (launches_of(shape, DTYPES[dtype], native) for shape in shapes)
+    return list(dict.fromkeys(itertools.chain.from_iterable(launches)))
 
 
-def _line(target: str, dtype: str, launch: Launch) -> list[str]:
+def row(target: str, dtype: str, launch: Launch) -> dict[str, Any]:
+    """What one kernel takes on one architecture."""
     budget = compile_launch(launch, target)
-    cells = [launch.name, target, dtype, f"{launch.tiles}, {launch.warps} warps"]
-    cells += [str(budget.registers), f"{budget.shared / 1024:.1f}", str(budget.spills)]
     nvidia = target.startswith("sm")
-    cells.append(f"{occupancy(budget)} of 64" if nvidia else "-")
-    found = rates(launch, budget) if nvidia else []
-    per_element = [f"{r.way} {r.special:.2f} / {r.fma:.2f} / {r.loads:.2f}" for r in found]
-    cells.append("; ".join(per_element) or "-")
-    cells.append("; ".join(f"{r.bound / 1e12:.1f}" for r in found) or "-")
-    return cells
+    return {
+        "kernel": launch.name,
+        "target": target,
+        "dtype": dtype,
+        "tiles": f"{launch.tiles}, {launch.warps} warps",
+        "registers": budget.registers,
+        "shared": budget.shared,
+        "spills": budget.spills,
+        "warps": occupancy(budget) if nvidia else None,
+        "rates": [
+            dataclasses.asdict(rate) | {"bound": rate.bound} for rate in rates(launch, budget)
+        ]
+        if nvidia
+        else [],
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    cells = [str(row[name]) for name in ("kernel", "target", "dtype", "tiles", "registers")]
+    cells += [f"{row['shared'] / 1024:.1f}", str(row["spills"])]
+    cells.append("-" if row["warps"] is None else f"{row['warps']} of 64")
+    parts = "{way} {special:.2f} / {fma:.2f} / {loads:.2f}"
+    cells.append("; ".join(parts.format(**rate) for rate in row["rates"]) or "-")
+    cells.append("; ".join(f"{rate['bound'] / 1e12:.1f}" for rate in row["rates"]) or "-")
+    return f"| {' | '.join(cells)} |"
 
 
 HEAD = (
@@ -279,11 +302,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__)
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--quick", action="store_true", help="the acceptance shapes only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     arguments = parser.parse_args()
-    print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
-    for target, dtype, launch in distinct(arguments.targets, arguments.dtypes):
-        print(f"| {' | '.join(_line(target, dtype, launch))} |", flush=True)
+    print(f"triton {triton.__version__}\n\n| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
+    rows = []
+    for target, dtype in itertools.product(arguments.targets, arguments.dtypes):
+        for launch in distinct(target, dtype, arguments.quick):
+            rows.append(row(target, dtype, launch))
+            print(_line(rows[-1]), flush=True)
     print(NOTE)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

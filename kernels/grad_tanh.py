@@ -95,26 +95,21 @@ def grad_tanh_kernel(
     for o in range(0, last):
         at = gradients + tl.cast(o, tl.int64) * g_other
         g = tl.load(at, mask=inside, other=0.0).to(ACC)[:, None]
-        near = False
+        other = others + b * o_batch + tl.cast(o, tl.int64) * o_row
         if FACTORED:
-            near = tl.load(largest + b * O + o) + most <= NEAR_TWO
-        if near:
-            entry = table + (b * O + o) * H
-            x0 = c0 * load_row(entry, h, H, ACC) + 1.0
-            x1 = c1 * load_row(entry, h + BLOCK_H, H, ACC) + 1.0
-            t0, t1 = two_tanh(x0, x1, NATIVE)
+            if tl.load(largest + b * O + o) + most <= NEAR_TWO:
+                entry = table + (b * O + o) * H
+                x0 = c0 * load_row(entry, h, H, ACC) + 1.0
+                x1 = c1 * load_row(entry, h + BLOCK_H, H, ACC) + 1.0
+                t0, t1 = two_tanh(x0, x1, NATIVE)
+            else:
+                t0, t1 = direct_tanh(
+                    other, row_pointers, inside, g, h, H, ACC, PRECISE, NATIVE, BLOCK_H
+                )
         else:
-            other = others + b * o_batch + tl.cast(o, tl.int64) * o_row
-            t0, t1 = two_direct(
-                load_row(other, h, H, ACC),
-                load_row(other, h + BLOCK_H, H, ACC),
-                load_tile(row_pointers, inside, h, H, ACC),
-                load_tile(row_pointers, inside, h + BLOCK_H, H, ACC),
-                PRECISE,
-                NATIVE,
+            t0, t1 = direct_tanh(
+                other, row_pointers, inside, g, h, H, ACC, PRECISE, NATIVE, BLOCK_H
             )
-            # NaN stays with those that look at it.
-            t0, t1 = tl.where(g == 0.0, 0.0, t0), tl.where(g == 0.0, 0.0, t1)
         s0, s1 = g * (1.0 - t0 * t0), g * (1.0 - t1 * t1)
         sum0 += s0
         sum1 += s1
@@ -133,6 +128,32 @@ def grad_tanh_kernel(
         part = w_parts + (b * row_blocks + block) * H
         store_row(part, h, H, tl.sum(w_sum0, axis=0)[None, :])
         store_row(part, h + BLOCK_H, H, tl.sum(w_sum1, axis=0)[None, :])
+
+
+@triton.jit
+def direct_tanh(
+    other,
+    row_pointers,
+    inside,
+    g,
+    h,
+    H,
+    ACC: tl.constexpr,
+    PRECISE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Tanh of rows and one other, for any magnitudes; zero where there is no gradient."""
+    t0, t1 = two_direct(
+        load_row(other, h, H, ACC),
+        load_row(other, h + BLOCK_H, H, ACC),
+        load_tile(row_pointers, inside, h, H, ACC),
+        load_tile(row_pointers, inside, h + BLOCK_H, H, ACC),
+        PRECISE,
+        NATIVE,
+    )
+    # NaN stays with those that look at it.
+    return tl.where(g == 0.0, 0.0, t0), tl.where(g == 0.0, 0.0, t1)
 
 
 @triton.jit

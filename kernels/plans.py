@@ -1,5 +1,6 @@
 """How each kernel cuts its work: tile sizes, warps and key splits, from sizes alone.
 
+Where a function gives several plans, `tuning.choose` takes the first or, asked to, the fastest.
 The model behind the choices: a warp holds tiles in at most about 128 registers a thread, so that
 four programs of four warps share a multiprocessor; small problems are cut finer until every
 multiprocessor has work. Knows no torch.
@@ -10,8 +11,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 FEW_QUERIES = 16
-# Features of a value that one program of a step accumulates; more go the way of many queries.
-_STEP_FEATURES = 2048
+# Features of a value that one program of a step accumulates, in fp32 and in fp64; more go the way
+# of many queries.
+_STEP_FEATURES, _STEP_FEATURES_WIDE = 2048, 256
 
 
 def power_of_two(n: int) -> int:
@@ -19,9 +21,10 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def is_step(queries_len: int, features: int) -> bool:
+def is_step(queries_len: int, features: int, wide: bool) -> bool:
     """Whether a call is served by the one-launch kernel for few queries."""
-    return queries_len <= FEW_QUERIES and features <= _STEP_FEATURES
+    most = _STEP_FEATURES_WIDE if wide else _STEP_FEATURES
+    return queries_len <= FEW_QUERIES and features <= most
 
 
 # Bytes of W_q that each program of a step reads for itself rather than wait for a launch in front:
@@ -58,29 +61,38 @@ class StepPlan(NamedTuple):
 
 def step(
     batch: int, queries_len: int, keys_len: int, hidden: int, features: int, wide: bool,
-    processors: int, raw_keys: bool = False,
-) -> StepPlan:  # fmt: skip
-    """Of `step_kernel`: a row of the batch each, or splits for two programs a multiprocessor."""
+    processors: int, size: int, raw_keys: bool = False,
+) -> list[StepPlan]:  # fmt: skip
+    """Of `step_kernel`: a row of the batch each, or splits for two programs a multiprocessor.
+
+    ``size`` is bytes of an element. The model's plan first, then those with other tiles of keys
+    and other splits.
+    """
     block_q = 1 if queries_len == 1 else FEW_QUERIES
-    block_h = min(max(power_of_two(-(-hidden // 2)), 16), 64)
+    # Precise tanh, that of fp32, takes twice the registers.
+    block_h = min(max(power_of_two(-(-hidden // 2)), 16), 32 if size == 4 else 64)
+    if raw_keys and hidden <= 64:
+        block_h = 32
     block_d = max(power_of_two(features), 16)
     # Fewer programs than multiprocessors: each takes more at once.
     warps = 8 if batch <= processors or block_d > 1024 else 4
-    block_k = max(min(8 * warps, 4096 * warps // block_d, power_of_two(keys_len)), 16)
+    most = max(min(4096 * warps // block_d, power_of_two(keys_len)), 16)
+    block_k = min(8 * warps, most)
     block_x = 64
-    if raw_keys:
-        block_h = 64 if hidden > 64 else 32
     if wide:
-        warps, block_k = 4, 16
-        block_h, block_x = min(block_h, 16) if raw_keys else block_h, 16
-    tiles = -(-keys_len // block_k)
-    # Splits have to make up for the launch that combines them.
-    splits = max(min(2 * processors // max(batch, 1), tiles // 2), 1) if tiles >= 6 else 1
-    tiles_each = -(-tiles // splits)
-    splits = -(-tiles // tiles_each)
-    blocks = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d}
-    blocks |= {"BLOCK_X": block_x, "num_warps": warps}
-    return StepPlan(splits, tiles_each * block_k, blocks)
+        warps, block_k, most, block_x = 4, 16, 16, 16
+        block_h = min(block_h, 16) if raw_keys else block_h
+    plans = []
+    for tile in dict.fromkeys((block_k, max(block_k // 2, 16), min(2 * block_k, most))):
+        tiles = -(-keys_len // tile)
+        # Splits have to make up for the launch that combines them.
+        splits = max(min(2 * processors // max(batch, 1), tiles // 2), 1) if tiles >= 6 else 1
+        for number in dict.fromkeys((splits, max(splits // 2, 1), min(2 * splits, tiles))):
+            each = -(-tiles // number)
+            blocks = {"BLOCK_Q": block_q, "BLOCK_K": tile, "BLOCK_H": block_h, "BLOCK_D": block_d}
+            blocks |= {"BLOCK_X": block_x, "num_warps": warps}
+            plans.append(StepPlan(-(-tiles // each), each * tile, blocks))
+    return plans
 
 
 def combine(splits: int, features: int) -> dict[str, Any]:
@@ -98,20 +110,29 @@ def tables(hidden: int) -> dict[str, Any]:
     return {"BLOCK_R": max(2048 // block_h, 1), "BLOCK_H": block_h, "num_warps": 4}
 
 
-def scores(batch: int, queries_len: int, keys_len: int, hidden: int, wide: bool) -> dict[str, Any]:
-    """Of `scores_kernel`: 64 elements a thread in registers; fewer queries where work is short."""
+def scores(
+    batch: int, queries_len: int, keys_len: int, hidden: int, wide: bool
+) -> list[dict[str, Any]]:
+    """Of `scores_kernel`: 64 elements a thread in registers; fewer queries where work is short.
+
+    The model's plan first, then half the elements a thread, and more warps.
+    """
     block_h = min(max(power_of_two(-(-hidden // 4)), 16), 64)
     block_k = 16 if wide else 32
     block_q = 64
     while block_q > 16 and batch * -(-keys_len // block_k) * -(-queries_len // block_q) < 1024:
         block_q //= 2
-    return {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "num_warps": 4}
+    tiles = ((block_k, 4), (block_k // 2, 4), (block_k, 8), (2 * block_k, 8))
+    return [
+        {"BLOCK_Q": block_q, "BLOCK_K": rows, "BLOCK_H": block_h, "num_warps": warps}
+        for rows, warps in (tiles[:1] if wide else tiles)
+    ]
 
 
-def products(features: int, wide: bool) -> dict[str, Any]:
-    """Of `softmax_kernel`; without tensor cores the products are three-dimensional tiles."""
-    if wide:
-        return {"BLOCK_Q": 4, "BLOCK_K": 16, "BLOCK_D": 16, "num_warps": 4}
+def products(features: int, wide: bool, size: int) -> dict[str, Any]:
+    """Of `softmax_kernel`; fp32 products without tensor cores are unrolled, and kept short."""
+    if wide or size == 4:
+        return {"BLOCK_Q": 16, "BLOCK_K": 32, "BLOCK_D": 32, "num_warps": 4}
     block_d = min(max(power_of_two(features), 16), 128)
     return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": block_d, "num_warps": 4}
 
@@ -119,14 +140,14 @@ def products(features: int, wide: bool) -> dict[str, Any]:
 def grad_weights(wide: bool) -> dict[str, Any]:
     """Of `grad_weights_kernel`."""
     if wide:
-        return {"BLOCK_Q": 4, "BLOCK_K": 16, "BLOCK_D": 16, "num_warps": 4}
+        return {"BLOCK_Q": 16, "BLOCK_K": 32, "BLOCK_D": 32, "num_warps": 4}
     return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": 64, "num_warps": 4}
 
 
 def grad_values(wide: bool) -> dict[str, Any]:
     """Of `grad_values_kernel`."""
     if wide:
-        return {"BLOCK_Q": 4, "BLOCK_K": 16, "BLOCK_D": 16, "num_warps": 4}
+        return {"BLOCK_Q": 16, "BLOCK_K": 32, "BLOCK_D": 32, "num_warps": 4}
     return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": 64, "num_warps": 4}
 
 
@@ -135,8 +156,14 @@ def grad_softmax(keys_len: int) -> dict[str, Any]:
     return {"BLOCK_K": 128 if keys_len <= 128 else 1024, "num_warps": 4}
 
 
-def grad_tanh(rows_len: int, hidden: int, wide: bool, sum_w: bool) -> dict[str, Any]:
-    """Of `grad_tanh_kernel`: 48 or 64 elements a thread in registers."""
-    block_h = min(max(power_of_two(-(-hidden // 2)), 16), 64)
-    block_r = 16 if sum_w or wide else 32
-    return {"BLOCK_R": min(block_r, power_of_two(rows_len)), "BLOCK_H": block_h, "num_warps": 4}
+def grad_tanh(rows_len: int, hidden: int, wide: bool, sum_w: bool) -> list[dict[str, Any]]:
+    """Of `grad_tanh_kernel`: 16 or 32 elements a thread in registers, and their sums.
+
+    The model's plan first, then half the elements a thread.
+    """
+    block_h = min(max(power_of_two(-(-hidden // 2)), 16), 32)
+    block_r = min(16 if sum_w or wide else 32, power_of_two(rows_len))
+    return [
+        {"BLOCK_R": rows, "BLOCK_H": block_h, "num_warps": 4}
+        for rows in dict.fromkeys((block_r, max(block_r // 2, 1)))
+    ]

@@ -14,10 +14,12 @@ def product(x, y, ACC: tl.constexpr, PRECISION: tl.constexpr):
     the interpreter ("host"), which cannot multiply bf16, half types are multiplied as fp32: the
     same products, exactly.
     """
-    if tl.float64 == ACC:  # tl.dot takes no fp64 on every GPU, and these are small
-        return tl.sum(x[:, :, None] * y.to(ACC)[None, :, :], axis=1)
-    if PRECISION == "host":
-        return tl.dot(x.to(y.dtype).to(tl.float32), y.to(tl.float32))
-    if y.dtype == tl.float32:
-        return tl.dot(x.to(tl.float32), y, input_precision=PRECISION)
-    return tl.dot(x.to(y.dtype), y)
+    if ACC == tl.float64:
+        result = tl.dot(x.to(ACC), y.to(ACC), out_dtype=ACC)
+    elif PRECISION == "host":
+        result = tl.dot(x.to(y.dtype).to(tl.float32), y.to(tl.float32))
+    elif y.dtype == tl.float32:
+        result = tl.dot(x.to(tl.float32), y, input_precision=PRECISION)
+    else:
+        result = tl.dot(x.to(y.dtype), y)
+    return result

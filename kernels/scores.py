@@ -23,20 +23,25 @@ def direct_scores(
     ACC: tl.constexpr,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Scores of one query and some keys over 2 BLOCK_H hidden units; right for any magnitudes."""
-    h = h0 + tl.arange(0, BLOCK_H)
-    h1 = h + BLOCK_H
-    t0, t1 = two_direct(
-        load_row(query, h, H, ACC),
-        load_row(query, h1, H, ACC),
-        load_tile(key_rows, inside, h, H, ACC),
-        load_tile(key_rows, inside, h1, H, ACC),
-        PRECISE,
-        NATIVE,
-    )
-    return tl.sum(t0 * load_row(w_v, h, H, ACC) + t1 * load_row(w_v, h1, H, ACC), axis=1)
+    """Scores of one query and some keys over 4 BLOCK_H hidden units; right for any magnitudes."""
+    total = tl.zeros([BLOCK_K], ACC)
+    for h1 in range(h0, h0 + 4 * BLOCK_H, 2 * BLOCK_H):
+        h = h1 + tl.arange(0, BLOCK_H)
+        upper = h + BLOCK_H
+        t0, t1 = two_direct(
+            load_row(query, h, H, ACC),
+            load_row(query, upper, H, ACC),
+            load_tile(key_rows, inside, h, H, ACC),
+            load_tile(key_rows, inside, upper, H, ACC),
+            PRECISE,
+            NATIVE,
+        )
+        w0, w1 = load_row(w_v, h, H, ACC), load_row(w_v, upper, H, ACC)
+        total += tl.sum(t0 * w0 + t1 * w1, axis=1)
+    return total
 
 
 @triton.jit(do_not_specialize=["Tq", "Tk", "lens_batch", "lens_row"])
@@ -98,21 +103,21 @@ def scores_kernel(
         for query in range(first, last):
             if k0 < kept_keys(lens, tl.cast(query, tl.int64) * lens_row, Tk, HAS_LENS):
                 row = b * Tq + query
-                near = False
+                a = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
                 if FACTORED:
-                    near = tl.load(query_max + row) + most <= NEAR_FOUR
-                if near:
-                    e0, e1, e2, e3 = four_rows(query_table + row * H, h0, H, ACC, BLOCK_H)
-                    x0, x1, x2, x3 = c0 * e0 + 1.0, c1 * e1 + 1.0, c2 * e2 + 1.0, c3 * e3 + 1.0
-                    shared = sum_of_four(x0, x1, x2, x3, w0, w1, w2, w3, NATIVE)
-                    part = total - 2.0 * tl.sum(shared, axis=1)
-                else:
-                    a = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
-                    part = tl.zeros([BLOCK_K], ACC)
-                    for h in range(h0, h0 + 4 * BLOCK_H, 2 * BLOCK_H):
-                        part += direct_scores(
-                            a, key_rows, inside, w_v, h, H, ACC, PRECISE, NATIVE, BLOCK_H
+                    if tl.load(query_max + row) + most <= NEAR_FOUR:
+                        e0, e1, e2, e3 = four_rows(query_table + row * H, h0, H, ACC, BLOCK_H)
+                        x0, x1, x2, x3 = c0 * e0 + 1.0, c1 * e1 + 1.0, c2 * e2 + 1.0, c3 * e3 + 1.0
+                        shared = sum_of_four(x0, x1, x2, x3, w0, w1, w2, w3, NATIVE)
+                        part = total - 2.0 * tl.sum(shared, axis=1)
+                    else:
+                        part = direct_scores(
+                            a, key_rows, inside, w_v, h0, H, ACC, PRECISE, NATIVE, BLOCK_K, BLOCK_H
                         )
+                else:
+                    part = direct_scores(
+                        a, key_rows, inside, w_v, h0, H, ACC, PRECISE, NATIVE, BLOCK_K, BLOCK_H
+                    )
                 out = scores + row * Tk + j
                 if h0 > 0:
                     part += tl.load(out, mask=inside, other=0.0).to(ACC)

@@ -8,17 +8,20 @@ import triton.language as tl
 from .elementary import exp_twice
 
 
-@triton.jit(do_not_specialize=["rows", "T"])
+@triton.jit(do_not_specialize=["T"])
 def tables_kernel(
-    x, table, largest, rows, T, H, x_batch, x_row, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr
+    x, table, largest, T, H, x_batch, x_row, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     """table[row] = exp(2 x[row]) in fp32 and largest[row] = max|x[row]|; NaN where x has one.
 
     A table entry that leaves fp32 is of a row whose maximum sends its readers elsewhere.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = row < rows
-    source = x + (row // T) * x_batch + (row % T) * x_row
+    blocks = tl.cdiv(T, BLOCK_R)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    t = (tl.program_id(0) % blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = t < T
+    row = b * T + t
+    source = x + b * x_batch + t.to(tl.int64) * x_row
     most = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     for h0 in range(0, H, BLOCK_H):
         h = h0 + tl.arange(0, BLOCK_H)
