@@ -156,8 +156,9 @@ def _pass(
         if other_parts is not None and call.has_lens:
             other_parts.zero_()
         grad_tanh_kernel[(batch * row_blocks * hidden_blocks,)](
-            rows_, others, table.entries, table.largest, call.w_v, grad_scores, kept,
-            out, out if w_parts is None else w_parts, out if other_parts is None else other_parts,
+            rows_, others, table.entries, table.largest, others.numel(), call.w_v, grad_scores,
+            kept, out, out if w_parts is None else w_parts,
+            out if other_parts is None else other_parts,
             rows_.shape[1], others_len, call.hidden, *rows_.stride()[:2], *others.stride()[:2],
             *grad_scores.stride(), kept_batch, **call.kind, FACTORED=table.factored,
             ROWS_ARE_KEYS=rows_are_keys, HAS_LENS=call.has_lens, OUT=out.numel() > 0,

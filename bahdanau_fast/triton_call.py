@@ -76,7 +76,10 @@ class Call:
 
 
 class Table(NamedTuple):
-    """exp(2 x) of projected rows and max|x| of each; of no use where FACTORED is false."""
+    """exp(2 x) of projected rows, in fp32 tanh(x) after them, and max|x| of each row.
+
+    Of no use where FACTORED is false.
+    """
 
     entries: Tensor
     largest: Tensor
@@ -93,11 +96,12 @@ def make_table(call: Call, x: Tensor) -> Table:
     if call.wide:
         return Table(x, x, False)
     batch, length, hidden = x.shape
-    entries = call.new(batch, length, hidden)
+    precise = call.kind["PRECISE"]
+    entries = call.new(1 + precise, batch, length, hidden)
     largest = call.new(batch, length)
     blocks = plans.tables(hidden)
     tables_kernel[(batch * -(-length // blocks["BLOCK_R"]),)](
-        x, entries, largest, length, hidden, *x.stride()[:2], **blocks
+        x, entries, largest, x.numel(), length, hidden, *x.stride()[:2], PRECISE=precise, **blocks
     )
     return Table(entries, largest, True)
 

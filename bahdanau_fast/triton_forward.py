@@ -180,7 +180,8 @@ def _many(call: Call, context: Tensor, weights: Tensor) -> None:
     def launch(blocks: dict[str, Any]) -> None:
         count = -(-keys_len // blocks["BLOCK_K"]) * -(-queries_len // blocks["BLOCK_Q"])
         scores_kernel[(batch * count,)](
-            call.queries, table.entries, table.largest, call.keys, call.w_v, call.lens, scores,
+            call.queries, table.entries, table.largest, call.queries.numel(), call.keys,
+            call.w_v, call.lens, scores,
             queries_len, keys_len, call.hidden, *call.queries.stride()[:2],
             *call.keys.stride()[:2], *call.lens_strides, **call.kind, FACTORED=table.factored,
             HAS_LENS=call.has_lens, **blocks,
@@ -188,7 +189,7 @@ def _many(call: Call, context: Tensor, weights: Tensor) -> None:
 
     sizes = (batch, queries_len, keys_len, call.hidden)
     key = (call.queries.dtype, *map(plans.power_of_two, sizes))
-    candidates = plans.scores(*sizes, call.wide)
+    candidates = plans.scores(*sizes, call.size)
     launch(tuning.choose("scores", key, candidates, launch, call.device))
     blocks = plans.products(features, call.wide, call.size)
     count = -(-queries_len // blocks["BLOCK_Q"]) * (-(-features // blocks["BLOCK_D"]) or 1)

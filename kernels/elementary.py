@@ -8,6 +8,8 @@ other GPUs need it.
 Tanh goes by ``tanh(z) = 1 - 2 r`` with ``r = 1 / (1 + exp(2 z))``. Several elements share one
 reciprocal, ``w0/x0 + w1/x1 = (w0 x1 + w1 x0) / (x0 x1)``, and where ``z = a + c`` stays small
 ``exp(2 z)`` is the product of ``exp(2 a)`` and ``exp(2 c)``, taken once per query and once per key.
+Near zero ``1 - 2 r`` loses what fp32 has; where every ``|c|`` is small fp32 takes
+``tanh(z) = (tanh(a) + tanh(c)) / (1 + tanh(a) tanh(c))`` instead, from tanh of either.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import triton.language as tl
 TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 # Products of four denominators 1 + 2^x, or of two, stay below 2^127 for x up to these.
 LARGEST = tl.constexpr(31.0)
+# |c| up to which 1 + tanh(a) tanh(c) is at least 0.24, whatever a is.
+SMALL = tl.constexpr(1.0)
 # |a| + |c| up to which exp(2 a) exp(2 c) keeps to them: x log(2) / 2.
 NEAR_FOUR, NEAR_TWO = tl.constexpr(10.7), tl.constexpr(21.4)
 
@@ -32,7 +36,7 @@ def exp_twice(x):
 
 @triton.jit
 def reciprocal(x, NATIVE: tl.constexpr):
-    """1 / x, for x from 1 on."""
+    """1 / x, for x of ordinary size."""
     if NATIVE and x.dtype == tl.float32:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
@@ -60,6 +64,14 @@ def two_tanh(x0, x1, NATIVE: tl.constexpr):
     """1 - 2 / x of both with one reciprocal."""
     shared = -2.0 * reciprocal(x0 * x1, NATIVE)
     return 1.0 + shared * x1, 1.0 + shared * x0
+
+
+@triton.jit
+def two_sums(t0, t1, u0, u1, NATIVE: tl.constexpr):
+    """Tanh of two sums from tanh of the terms, with one reciprocal."""
+    x0, x1 = t0 * u0 + 1.0, t1 * u1 + 1.0
+    shared = reciprocal(x0 * x1, NATIVE)
+    return (t0 + u0) * (shared * x1), (t1 + u1) * (shared * x0)
 
 
 @triton.jit

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import NEAR_TWO, exp_twice, kept_keys, two_direct, two_tanh
-from .tiles import largest_of, load_row, load_tile
+from .elementary import NEAR_TWO, SMALL, kept_keys, two_direct, two_sums, two_tanh
+from .tiles import largest_of, load_row, load_tile, of_tile
 
 
 @triton.jit(do_not_specialize=["R", "O", "g_batch", "kept_batch"])
@@ -22,6 +22,7 @@ def grad_tanh_kernel(
     others,
     table,
     largest,
+    second,
     w_v,
     grad_scores,
     kept,
@@ -59,7 +60,7 @@ def grad_tanh_kernel(
     Args:
         rows: (B,R,H), with ``r_batch`` and ``r_row``.
         others: (B,O,H), with ``o_batch`` and ``o_row``.
-        table: exp(2 others), (B,O,H) fp32; read where FACTORED.
+        table: exp(2 others), (B,O,H) fp32, and from ``second`` on their tanh; read where FACTORED.
         largest: max|others|, (B,O).
         w_v: (H,).
         grad_scores: (B,R,O) as ``g_batch``, ``g_row``, ``g_other`` lay it.
@@ -87,7 +88,10 @@ def grad_tanh_kernel(
     c1 = load_tile(row_pointers, inside, h + BLOCK_H, H, ACC)
     if FACTORED:
         most = tl.maximum(largest_of(c0), largest_of(c1))
-        c0, c1 = exp_twice(c0), exp_twice(c1)
+        small = False
+        if PRECISE:
+            small = most <= SMALL
+        c0, c1 = of_tile(c0, small, PRECISE), of_tile(c1, small, PRECISE)
     sum0, sum1 = tl.zeros([BLOCK_R, BLOCK_H], ACC), tl.zeros([BLOCK_R, BLOCK_H], ACC)
     if SUM_W:
         w_sum0, w_sum1 = tl.zeros([BLOCK_R, BLOCK_H], ACC), tl.zeros([BLOCK_R, BLOCK_H], ACC)
@@ -97,11 +101,16 @@ def grad_tanh_kernel(
         g = tl.load(at, mask=inside, other=0.0).to(ACC)[:, None]
         other = others + b * o_batch + tl.cast(o, tl.int64) * o_row
         if FACTORED:
-            if tl.load(largest + b * O + o) + most <= NEAR_TWO:
-                entry = table + (b * O + o) * H
-                x0 = c0 * load_row(entry, h, H, ACC) + 1.0
-                x1 = c1 * load_row(entry, h + BLOCK_H, H, ACC) + 1.0
-                t0, t1 = two_tanh(x0, x1, NATIVE)
+            # Of a small tile any other will do.
+            if small or tl.load(largest + b * O + o) + most <= NEAR_TWO:
+                entries = table + (b * O + o) * H
+                if PRECISE:
+                    entries += tl.where(small, second, 0)
+                e0, e1 = load_row(entries, h, H, ACC), load_row(entries, h + BLOCK_H, H, ACC)
+                if small:
+                    t0, t1 = two_sums(c0, c1, e0, e1, NATIVE)
+                else:
+                    t0, t1 = two_tanh(c0 * e0 + 1.0, c1 * e1 + 1.0, NATIVE)
             else:
                 t0, t1 = direct_tanh(
                     other, row_pointers, inside, g, h, H, ACC, PRECISE, NATIVE, BLOCK_H

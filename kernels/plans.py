@@ -76,7 +76,7 @@ def step(
     block_d = max(power_of_two(features), 16)
     # Fewer programs than multiprocessors: each takes more at once.
     warps = 8 if batch <= processors or block_d > 1024 else 4
-    most = max(min(4096 * warps // block_d, power_of_two(keys_len)), 16)
+    most = max(min(8192 // size * warps // block_d, power_of_two(keys_len)), 16)
     block_k = min(8 * warps, most)
     block_x = 64
     if wide:
@@ -106,26 +106,28 @@ def combine(splits: int, features: int) -> dict[str, Any]:
 
 def tables(hidden: int) -> dict[str, Any]:
     """Of `tables_kernel`."""
-    block_h = min(max(power_of_two(hidden), 16), 512)
-    return {"BLOCK_R": max(2048 // block_h, 1), "BLOCK_H": block_h, "num_warps": 4}
+    block_h = min(max(power_of_two(hidden), 16), 256)
+    return {"BLOCK_R": 1024 // block_h, "BLOCK_H": block_h, "num_warps": 4}
 
 
 def scores(
-    batch: int, queries_len: int, keys_len: int, hidden: int, wide: bool
+    batch: int, queries_len: int, keys_len: int, hidden: int, size: int
 ) -> list[dict[str, Any]]:
     """Of `scores_kernel`: 64 elements a thread in registers; fewer queries where work is short.
+
+    ``size`` is bytes of an element: fp32, in its precision or fp64, takes half as many at once.
 
     The model's plan first, then half the elements a thread, and more warps.
     """
     block_h = min(max(power_of_two(-(-hidden // 4)), 16), 64)
-    block_k = 16 if wide else 32
+    block_k = 16 if size == 4 else 32
     block_q = 64
     while block_q > 16 and batch * -(-keys_len // block_k) * -(-queries_len // block_q) < 1024:
         block_q //= 2
     tiles = ((block_k, 4), (block_k // 2, 4), (block_k, 8), (2 * block_k, 8))
     return [
         {"BLOCK_Q": block_q, "BLOCK_K": rows, "BLOCK_H": block_h, "num_warps": warps}
-        for rows, warps in (tiles[:1] if wide else tiles)
+        for rows, warps in (tiles[:1] if size == 4 else tiles)
     ]
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import NEAR_FOUR, exp_twice, kept_keys, sum_of_four, two_direct
-from .tiles import four_rows, four_tiles, largest_of, load_row, load_tile
+from .elementary import NEAR_FOUR, SMALL, kept_keys, sum_of_four, two_direct
+from .tiles import four_rows, four_tiles, largest_of, load_row, load_tile, of_tile
 
 
 @triton.jit
@@ -49,6 +49,7 @@ def scores_kernel(
     queries,
     query_table,
     query_max,
+    second,
     keys,
     w_v,
     lens,
@@ -99,17 +100,32 @@ def scores_kernel(
                 tl.maximum(largest_of(c0), largest_of(c1)),
                 tl.maximum(largest_of(c2), largest_of(c3)),
             )
-            c0, c1, c2, c3 = exp_twice(c0), exp_twice(c1), exp_twice(c2), exp_twice(c3)
+            small = False
+            if PRECISE:
+                small = most <= SMALL
+            c0, c1 = of_tile(c0, small, PRECISE), of_tile(c1, small, PRECISE)
+            c2, c3 = of_tile(c2, small, PRECISE), of_tile(c3, small, PRECISE)
         for query in range(first, last):
             if k0 < kept_keys(lens, tl.cast(query, tl.int64) * lens_row, Tk, HAS_LENS):
                 row = b * Tq + query
                 a = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
                 if FACTORED:
-                    if tl.load(query_max + row) + most <= NEAR_FOUR:
-                        e0, e1, e2, e3 = four_rows(query_table + row * H, h0, H, ACC, BLOCK_H)
+                    # Of a small tile any query will do.
+                    if small or tl.load(query_max + row) + most <= NEAR_FOUR:
+                        entries = query_table + row * H
+                        if PRECISE:
+                            entries += tl.where(small, second, 0)
+                        e0, e1, e2, e3 = four_rows(entries, h0, H, ACC, BLOCK_H)
                         x0, x1, x2, x3 = c0 * e0 + 1.0, c1 * e1 + 1.0, c2 * e2 + 1.0, c3 * e3 + 1.0
-                        shared = sum_of_four(x0, x1, x2, x3, w0, w1, w2, w3, NATIVE)
-                        part = total - 2.0 * tl.sum(shared, axis=1)
+                        if small:
+                            v0, v1 = w0 * (c0 + e0), w1 * (c1 + e1)
+                            v2, v3 = w2 * (c2 + e2), w3 * (c3 + e3)
+                            part = tl.sum(
+                                sum_of_four(x0, x1, x2, x3, v0, v1, v2, v3, NATIVE), axis=1
+                            )
+                        else:
+                            shared = sum_of_four(x0, x1, x2, x3, w0, w1, w2, w3, NATIVE)
+                            part = total - 2.0 * tl.sum(shared, axis=1)
                     else:
                         part = direct_scores(
                             a, key_rows, inside, w_v, h0, H, ACC, PRECISE, NATIVE, BLOCK_K, BLOCK_H

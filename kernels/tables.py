@@ -5,14 +5,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import exp_twice
+from .elementary import exp_twice, tanh_precise
 
 
 @triton.jit(do_not_specialize=["T"])
 def tables_kernel(
-    x, table, largest, T, H, x_batch, x_row, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr
+    x,
+    table,
+    largest,
+    second,
+    T,
+    H,
+    x_batch,
+    x_row,
+    PRECISE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
     """table[row] = exp(2 x[row]) in fp32 and largest[row] = max|x[row]|; NaN where x has one.
+
+    With PRECISE tanh(x) too, in the table's second half, which begins at ``second``.
 
     A table entry that leaves fp32 is of a row whose maximum sends its readers elsewhere.
     """
@@ -27,7 +39,10 @@ def tables_kernel(
         h = h0 + tl.arange(0, BLOCK_H)
         mask = inside[:, None] & (h < H)[None, :]
         value = tl.load(source[:, None] + h[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(table + row[:, None] * H + h[None, :], exp_twice(value), mask=mask)
+        entry = table + row[:, None] * H + h[None, :]
+        tl.store(entry, exp_twice(value), mask=mask)
+        if PRECISE:
+            tl.store(entry + second, tanh_precise(value), mask=mask)
         most = tl.maximum(most, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
     # tl.max skips NaN; the sum does not.
     nan = tl.sum(tl.where(most == most, 0, 1), axis=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .elementary import exp_twice, tanh_precise
+
 
 @triton.jit
 def load_row(x, h, H, ACC: tl.constexpr):
@@ -47,3 +49,12 @@ def four_tiles(rows, inside, h0, H, ACC: tl.constexpr, BLOCK_H: tl.constexpr):
 def largest_of(x):
     """max|x| over a tile, infinite where one is NaN: tl.max alone would skip it."""
     return tl.max(tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1), axis=0)
+
+
+@triton.jit
+def of_tile(x, small, PRECISE: tl.constexpr):
+    """What is kept of a tile of projections: exp(2 x), or tanh(x) of a small one."""
+    result = exp_twice(x)
+    if PRECISE:
+        result = tl.where(small, tanh_precise(x), result)
+    return result
