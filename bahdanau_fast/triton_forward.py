@@ -98,13 +98,6 @@ def _results(call: Call, need_weights: bool) -> tuple[Tensor, Tensor]:
     return (context if call.keys_len else context.zero_()), weights
 
 
-def _scores(call: Call, weights: Tensor) -> Tensor:
-    """Where scores go: into the weights where those are wanted and of the type computed in."""
-    if weights.dtype == call.dtype and weights.numel():
-        return weights
-    return call.new(call.batch, call.queries_len, call.keys_len)
-
-
 def _step(
     call: Call,
     context: Tensor,
@@ -140,7 +133,8 @@ def _launch_step(
         call.batch, call.queries_len, call.keys_len, call.features,
     )  # fmt: skip
     need_weights = weights.numel() > 0
-    scores = _scores(call, weights) if need_weights else weights
+    # Apart from the weights: a tile smaller than the program is read by several threads at once.
+    scores = call.new(batch, queries_len, keys_len) if need_weights else weights
     split = plan.splits > 1
     parts = call.new(batch, queries_len, plan.splits, features) if split else context
     maxima, sums = (
@@ -174,7 +168,8 @@ def _many(call: Call, context: Tensor, weights: Tensor) -> None:
         call.batch, call.queries_len, call.keys_len, call.features,
     )  # fmt: skip
     need_weights = weights.numel() > 0
-    scores = _scores(call, weights)
+    # Apart from the weights: programs of other features read them while the first writes weights.
+    scores = call.new(batch, queries_len, keys_len)
     table = make_table(call, call.queries)
 
     def launch(blocks: dict[str, Any]) -> None:

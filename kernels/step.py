@@ -83,7 +83,7 @@ def step_kernel(
         queries: (B,Tq,H) projected, or (B,Tq,Dq) with RAW_QUERIES.
         keys: (B,Tk,H) projected, or (B,Tk,Dk) with RAW_KEYS.
         context: (B,Tq,Dv); with SPLIT the unscaled sums (B,Tq,splits,Dv) in ACC.
-        scores: (B,Tq,Tk), scratch; may be the weights where ACC is their type.
+        scores: (B,Tq,Tk), scratch in ACC.
         weights: (B,Tq,Tk); with SPLIT left to `combine_kernel`.
         maxima: (B,Tq,splits) largest score, with SPLIT.
         sums: (B,Tq,splits) sum of exponentials, with SPLIT.
@@ -233,7 +233,7 @@ def project_tiles(
 def scale_scores(
     scores, weights, row, most, inverse, end, real, Tk, ACC: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Scores to weights: exp(s - most) * inverse, zero past ``end``."""
+    """Weights from scores: exp(s - most) * inverse, zero past ``end``."""
     base = tl.where(most == float("-inf"), 0.0, most)
     for k0 in range(0, Tk, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from parity import Case, attended, called, check, eager, fused
 
 import bahdanau_fast as bf
-from bahdanau_fast import triton_forward
+from bahdanau_fast import functional, triton_forward
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.ops import SMALL
 
@@ -57,11 +57,36 @@ def test_splits_of_one_long_row(dtype):
     check(Case(B=1, Tq=3, Tk=500, H=7, Dv=130), dtype, WAYS["called"])
 
 
-@pytest.mark.parametrize("queries", [1, 17])
-def test_fp32_too_large_for_fp64(queries):
-    case = Case(B=1, Tq=queries, Tk=530000 // queries // 1023 + 1, H=1023, Dv=65)
-    assert case.B * case.Tq * case.Tk * case.H > SMALL
+@pytest.mark.parametrize(("queries", "scale"), [(1, 1.0), (18, 1.0), (18, 0.1), (18, 1e-3)])
+def test_fp32_too_large_for_fp64(queries, scale):
+    # Near zero 1 - 2 r would lose what fp32 has.
+    sizes = {"B": 1, "Tq": queries, "Tk": 530000 // queries // 1023 + 1, "H": 1023}
+    assert sizes["Tq"] * sizes["Tk"] * sizes["H"] > SMALL
+    case = Case(**sizes, Dv=65, bias=False, scale={"queries": scale, "keys": scale})
     check(case, torch.float32, WAYS["fused"])
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+@pytest.mark.parametrize("queries", [2, 18])
+def test_dropout_draws_what_the_cpu_draws(queries, p):
+    inputs = Case(B=2, Tq=queries, Tk=37, H=9, Dv=21, bias=False).draw(torch.float32)
+    results = []
+    for backend in ("triton", "cpu"):
+        device = parity.DEVICE if backend == "triton" else "cpu"
+        x = {n: inputs[n].float().to(device).requires_grad_() for n in parity.INPUTS[:6]}
+        with_seed = {"seed": torch.tensor([2**61 + 12345], device=device)}
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(functional, "_seed", lambda *_, given=with_seed: given["seed"])
+        outputs = bf.additive_attention(
+            *x.values(), torch.tensor([30, 37], device=device), dropout_p=p, backend=backend
+        )
+        monkey.undo()
+        outs = [inputs[n].float().to(device) for n in parity.OUTPUTS]
+        results.append((*outputs, *torch.autograd.grad(outputs, list(x.values()), outs)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-5, atol=2e-6)
+    dropped = results[0][0].abs().max() if p == 1.0 else 0.0
+    assert dropped == 0.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
