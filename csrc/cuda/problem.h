@@ -1,0 +1,168 @@
+// What the operator file and the kernels agree on. No torch in here.
+//
+// Sizes: B batch, Tq queries, Tk keys, H hidden units, Dv value features.
+// T is the type tensors are stored in, A the one sums are taken in, W that of the weights.
+#pragma once
+
+#include "../cpu/dropout.h"
+#include "device.h"
+
+namespace bahdanau_fast::gpu {
+
+enum class Kind : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3, f32_in_f64 = 4 };
+constexpr int kKinds = 5;
+
+// The weights are returned, and kept for backward, in no less than fp32: a softmax gradient
+// subtracts neighbouring numbers.
+template <class T>
+struct WeightOf {
+  using type = float;
+};
+template <>
+struct WeightOf<double> {
+  using type = double;
+};
+
+// A (B, rows, columns) tensor whose columns lie next to each other; strides in elements.
+struct View {
+  const void* data = nullptr;
+  int64_t batch = 0, row = 0;
+
+  template <class T>
+  __device__ const T* at(int64_t b, int64_t i) const {
+    return static_cast<const T*>(data) + b * batch + i * row;
+  }
+};
+
+// valid_lens as they came: any real dtype, (B,) (row 0) or (B,Tq), any strides.
+enum class LenType : int { none, i64, i32, i16, i8, u8, u16, u32, u64, f32, f64, bf16, f16 };
+struct Lens {
+  const void* data = nullptr;
+  LenType type = LenType::none;
+  int64_t batch = 0, row = 0;
+};
+
+struct Problem {
+  int64_t B = 0, Tq = 0, Tk = 0, H = 0, Dv = 0;
+  View queries, keys, values;  // (B,Tq,H), (B,Tk,H), (B,Tk,Dv)
+  const void* w = nullptr;     // (H) of T
+  Lens lens;
+  const int64_t* seed = nullptr;  // one number on the device; null: no dropout
+  double dropout_p = 0.0;
+};
+
+// How many keys query (b, i) looks at; 0: none, so all alike.
+__device__ inline int64_t kept(const Problem& p, int64_t b, int64_t i) {
+  const int64_t at = b * p.lens.batch + i * p.lens.row;
+  const void* data = p.lens.data;
+  double len = 0;
+  switch (p.lens.type) {
+    case LenType::none:
+      return p.Tk;
+    case LenType::i64:
+      len = double(static_cast<const int64_t*>(data)[at]);
+      break;
+    case LenType::i32:
+      len = static_cast<const int32_t*>(data)[at];
+      break;
+    case LenType::i16:
+      len = static_cast<const int16_t*>(data)[at];
+      break;
+    case LenType::i8:
+      len = static_cast<const int8_t*>(data)[at];
+      break;
+    case LenType::u8:
+      len = static_cast<const uint8_t*>(data)[at];
+      break;
+    case LenType::u16:
+      len = static_cast<const uint16_t*>(data)[at];
+      break;
+    case LenType::u32:
+      len = static_cast<const uint32_t*>(data)[at];
+      break;
+    case LenType::u64:
+      len = double(static_cast<const uint64_t*>(data)[at]);
+      break;
+    case LenType::f32:
+      len = static_cast<const float*>(data)[at];
+      break;
+    case LenType::f64:
+      len = static_cast<const double*>(data)[at];
+      break;
+    case LenType::bf16:
+      len = widen(static_cast<const bf16*>(data)[at]);
+      break;
+    case LenType::f16:
+      len = widen(static_cast<const f16*>(data)[at]);
+      break;
+  }
+  // Position j is kept when j < len; NaN keeps none.
+  return !(len > 0.0) ? 0 : len >= double(p.Tk) ? p.Tk : int64_t(ceil(len));
+}
+
+// Which weights survive dropout, as on the CPU (csrc/cpu/dropout.h), and what they are multiplied
+// by.
+struct Dropout {
+  uint64_t seed = 0, threshold = 0;
+  double scale = 1.0;
+  bool on = false;
+
+  __device__ explicit Dropout(const Problem& p) {
+    if (p.seed == nullptr) return;
+    on = true;
+    seed = uint64_t(*p.seed);
+    threshold = uint64_t(ceil(p.dropout_p * 4294967296.0));
+    scale = p.dropout_p < 1.0 ? 1.0 / (1.0 - p.dropout_p) : 0.0;
+  }
+
+  // Of weight (row, j), row = b * Tq + i.
+  template <class A>
+  __device__ A factor(int64_t row, int64_t j) const {
+    if (!on) return A(1);
+    const PhiloxBlock block = philox(seed, uint64_t(row), uint32_t(j >> 2));
+    const int lane = int(j & 3);
+    const uint32_t drawn = lane == 0   ? block.lane[0]
+                           : lane == 1 ? block.lane[1]
+                           : lane == 2 ? block.lane[2]
+                                       : block.lane[3];
+    return drawn >= threshold ? A(scale) : A(0);
+  }
+};
+
+// Elements of T in 16 bytes.
+template <class T>
+constexpr int kVector = 16 / int(sizeof(T));
+
+// Whether every row of a view can be read 16 bytes at a time.
+template <class T>
+__device__ inline bool aligned(const View& view) {
+  return (reinterpret_cast<uint64_t>(view.data) & 15) == 0 && view.batch % kVector<T> == 0 &&
+         view.row % kVector<T> == 0;
+}
+
+// row[h..h+kVector) in A, zero from `end` on.
+template <class T, class A>
+__device__ __forceinline__ void load_vector(const T* row, int64_t h, int64_t end, bool aligned,
+                                            A* out) {
+  if (aligned && h + kVector<T> <= end) {
+    const Bytes16 bytes = load16(row + h);
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const T x{uint16_t(k % 2 ? bytes.word[k / 2] >> 16 : bytes.word[k / 2] & 0xffffu)};
+        out[k] = A(widen(x));
+      }
+    } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) out[k] = A(from_bits(bytes.word[k]));
+    } else {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) out[k] = A(from_bits(bytes.word[2 * k], bytes.word[2 * k + 1]));
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kVector<T>; ++k) out[k] = h + k < end ? A(widen(row[h + k])) : A(0);
+}
+
+}  // namespace bahdanau_fast::gpu
