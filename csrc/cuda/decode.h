@@ -67,9 +67,6 @@ struct DecodeShared {
   }
 };
 
-__device__ __forceinline__ float exp_of(float x) { return expf(x); }
-__device__ __forceinline__ double exp_of(double x) { return exp(x); }
-
 template <class T, class A, int QT>
 struct DecodeTask {
   static constexpr int U = kUnits<T>, KU = QT == 1 ? 4 : 2;  // keys a warp meets at a time

@@ -38,6 +38,9 @@ __device__ __forceinline__ Form choose_form(float queries_max, float keys_max, f
   return Form::direct;
 }
 
+__device__ __forceinline__ float exp_of(float x) { return expf(x); }
+__device__ __forceinline__ double exp_of(double x) { return exp(x); }
+
 // exp(2x) as the factored forms take it; where fp32 is stored to two ulp.
 template <class T>
 __device__ __forceinline__ float exp_of_two(float x) {

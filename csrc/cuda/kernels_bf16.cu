@@ -1,0 +1,8 @@
+#include "attend.h"
+
+namespace bahdanau_fast::gpu {
+
+extern const Kernels kernels_bf16;
+const Kernels kernels_bf16 = kernels_of<bf16, float>();
+
+}  // namespace bahdanau_fast::gpu

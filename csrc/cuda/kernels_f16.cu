@@ -1,0 +1,8 @@
+#include "attend.h"
+
+namespace bahdanau_fast::gpu {
+
+extern const Kernels kernels_f16;
+const Kernels kernels_f16 = kernels_of<f16, float>();
+
+}  // namespace bahdanau_fast::gpu

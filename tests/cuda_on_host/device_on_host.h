@@ -1,0 +1,392 @@
+// Runs CUDA kernels on the host, for tests: csrc/cuda/device.h takes this for its CUDA half.
+//
+// Every CUDA thread is a fiber of its own, with a stack of its own; barriers and shuffles wait for
+// all of the block or warp, and a barrier that some never reach ends the program. Shared memory
+// begins as garbage and is exactly as large as the launch asked for. AddressSanitizer knows the
+// stacks. To ThreadSanitizer fibers are threads that nothing orders but what orders CUDA threads:
+// a barrier its block, a shuffle its warp, a fence and an atomic blocks among each other, a launch
+// the next. So accesses that race on a GPU race here, whatever order the fibers ran in.
+//
+// x86-64 and GCC or Clang. What the host cannot mean, approximations in machine code, has its plain
+// equivalent below.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#ifndef __x86_64__
+#error "fibers are written for x86-64"
+#endif
+
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+namespace bahdanau_fast::host {
+
+// ---- what the sanitizers are told
+// ----------------------------------------------------------------
+
+#ifdef __SANITIZE_THREAD__
+inline void release(void* at) { __tsan_release(at); }
+inline void acquire(void* at) { __tsan_acquire(at); }
+#else
+inline void release(void*) {}
+inline void acquire(void*) {}
+#endif
+
+// ---- fibers
+// --------------------------------------------------------------------------------------
+
+struct Index {
+  unsigned x;
+};
+
+// All that follows runs on one thread of the machine; the atomics keep ThreadSanitizer from taking
+// the scheduler's own notes for shared data.
+template <class X>
+using Note = std::atomic<X>;
+template <class X>
+X look(const Note<X>& note) {
+  return note.load(std::memory_order_relaxed);
+}
+template <class X>
+void put(Note<X>& note, X x) {
+  note.store(x, std::memory_order_relaxed);
+}
+
+struct Barrier {
+  Note<int> arrived{0}, rounds{0};
+  char order;  // an address for the sanitizer
+};
+
+struct Warp {
+  Barrier barrier;
+  unsigned char slots[2][32][8];
+};
+
+struct Fiber {
+  Index thread{};
+  void* stack_pointer = nullptr;
+  char* stack = nullptr;
+  Note<bool> done{false};
+  int turn = 0;  // which slots the next shuffle takes
+  void* of_thread_sanitizer = nullptr;
+  void* of_address_sanitizer = nullptr;
+};
+
+constexpr size_t kStack = 48 * 1024;
+
+struct Machine {
+  Note<Fiber*> current{nullptr};
+  Fiber main;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<std::unique_ptr<Warp>> warps;
+  Barrier block_barrier;
+  Note<int> ors{0}, or_result{0}, live{0}, idle{0};
+  Index block{}, threads{};
+  char* shared = nullptr;
+  const std::function<void()>* kernel = nullptr;
+  char fence, finished;
+  bool backwards = false;  // the order fibers run in
+
+  static Machine& get() {
+    static Machine machine;
+    return machine;
+  }
+};
+
+inline Fiber& self() { return *look(Machine::get().current); }
+
+#ifdef __clang__
+#define BF_NAKED __attribute__((naked, noinline))
+#else
+#define BF_NAKED __attribute__((naked, noinline, noclone, no_sanitize("thread", "address")))
+#endif
+// Saves what a call preserves on this stack, its pointer in *save, and goes on on the stack `to`.
+BF_NAKED inline void switch_stacks(void** /*save*/, void* /*to*/) {
+  __asm__(
+      "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
+      "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"
+      "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n");
+}
+
+inline void arrive_on(Fiber* from) {
+#ifdef __SANITIZE_ADDRESS__
+  __sanitizer_finish_switch_fiber(from->of_address_sanitizer, nullptr, nullptr);
+#endif
+  (void)from;
+}
+
+inline void go_to(Fiber* to) {
+  Fiber* from = look(Machine::get().current);
+  if (from == to) return;
+  put(Machine::get().current, to);
+#ifdef __SANITIZE_ADDRESS__
+  __sanitizer_start_switch_fiber(look(from->done) ? nullptr : &from->of_address_sanitizer,
+                                 to->stack, kStack);
+#endif
+#ifdef __SANITIZE_THREAD__
+  __tsan_switch_to_fiber(to->of_thread_sanitizer, 1 /* without ordering anything */);
+#endif
+  switch_stacks(&from->stack_pointer, to->stack_pointer);
+  arrive_on(from);
+}
+
+// To the next fiber of the block that is not done; to main when all are.
+inline void yield() {
+  Machine& m = Machine::get();
+  const int n = int(m.fibers.size()), step = m.backwards ? n - 1 : 1;
+  int at = int(self().thread.x);
+  for (int tried = 0; tried < n; ++tried) {
+    at = (at + step) % n;
+    if (!look(m.fibers[size_t(at)]->done)) return go_to(m.fibers[size_t(at)].get());
+  }
+  go_to(&m.main);
+}
+
+// Until `count` fibers have come.
+inline void wait(Barrier& barrier, int count) {
+  Machine& m = Machine::get();
+  release(&barrier.order);
+  const int round = look(barrier.rounds), arrived = look(barrier.arrived) + 1;
+  if (arrived == count) {
+    put(barrier.arrived, 0);
+    put(barrier.rounds, round + 1);
+    put(m.idle, 0);
+  } else {
+    put(barrier.arrived, arrived);
+    while (look(barrier.rounds) == round) {
+      put(m.idle, look(m.idle) + 1);
+      if (look(m.idle) > 4 * int(m.fibers.size())) {
+        std::fprintf(stderr, "a barrier that not all threads reach\n");
+        std::abort();
+      }
+      yield();
+    }
+    put(m.idle, 0);
+  }
+  acquire(&barrier.order);
+}
+
+[[noreturn]] inline void fiber_main() {
+  Machine& m = Machine::get();
+  arrive_on(&self());
+  (*m.kernel)();
+  release(&m.finished);
+  put(self().done, true);
+  put(m.idle, 0);
+  yield();
+  std::abort();
+}
+
+// Fresh stacks and identities for every block: what they were before orders nothing.
+inline void run_block(int threads) {
+  Machine& m = Machine::get();
+  const size_t bytes = kStack * size_t(threads);
+  char* stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  if (stacks == MAP_FAILED) std::abort();
+  m.fibers.clear();
+  m.warps.clear();
+  for (int t = 0; t < threads; ++t) {
+    m.fibers.push_back(std::make_unique<Fiber>());
+    if (t % 32 == 0) m.warps.push_back(std::make_unique<Warp>());
+    Fiber& fiber = *m.fibers.back();
+    fiber.thread.x = unsigned(t);
+    fiber.stack = stacks + kStack * size_t(t);
+    void** top = reinterpret_cast<void**>(fiber.stack + kStack) - 1;  // as after a call
+    *--top = reinterpret_cast<void*>(&fiber_main);
+    top -= 6;
+    std::memset(top, 0, 6 * sizeof(void*));
+    fiber.stack_pointer = top;
+#ifdef __SANITIZE_THREAD__
+    fiber.of_thread_sanitizer = __tsan_create_fiber(0);
+#endif
+  }
+#ifdef __SANITIZE_THREAD__
+  m.main.of_thread_sanitizer = __tsan_get_current_fiber();
+#endif
+  put(m.current, &m.main);
+  put(m.block_barrier.arrived, 0);
+  put(m.ors, 0);
+  m.main.thread.x = m.backwards ? 0u : unsigned(threads - 1);
+  yield();
+#ifdef __SANITIZE_THREAD__
+  for (auto& fiber : m.fibers) __tsan_destroy_fiber(fiber->of_thread_sanitizer);
+#endif
+  munmap(stacks, bytes);
+}
+
+template <class X>
+X exchange(X x, int from) {
+  static_assert(sizeof(X) <= 8);
+  Fiber& me = self();
+  Warp& warp = *Machine::get().warps[me.thread.x / 32];
+  auto& slots = warp.slots[me.turn ^= 1];
+  std::memcpy(slots[me.thread.x % 32], &x, sizeof x);
+  wait(warp.barrier, 32);
+  std::memcpy(&x, slots[from], sizeof x);
+  return x;
+}
+
+}  // namespace bahdanau_fast::host
+
+// ---- CUDA's words
+// --------------------------------------------------------------------------------
+
+#define threadIdx (bahdanau_fast::host::self().thread)
+#define blockIdx (bahdanau_fast::host::Machine::get().block)
+#define blockDim (bahdanau_fast::host::Machine::get().threads)
+
+inline void __syncthreads() {
+  auto& m = bahdanau_fast::host::Machine::get();
+  bahdanau_fast::host::wait(m.block_barrier, int(m.fibers.size()));
+}
+inline int __syncthreads_or(int x) {
+  namespace host = bahdanau_fast::host;
+  auto& m = host::Machine::get();
+  host::put(m.ors, host::look(m.ors) | (x != 0));
+  __syncthreads();
+  const int result = host::look(m.ors);
+  __syncthreads();
+  host::put(m.ors, 0);
+  __syncthreads();
+  return result;
+}
+inline void __syncwarp() {
+  auto& warp = *bahdanau_fast::host::Machine::get().warps[threadIdx.x / 32];
+  bahdanau_fast::host::wait(warp.barrier, 32);
+}
+template <class X>
+X __shfl_xor_sync(unsigned, X x, int mask) {
+  return bahdanau_fast::host::exchange(x, int(threadIdx.x % 32) ^ mask);
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const unsigned other = __shfl_xor_sync(0xffffffffu, x, mask);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+inline void __threadfence() {
+  char* fence = &bahdanau_fast::host::Machine::get().fence;
+  bahdanau_fast::host::release(fence);
+  bahdanau_fast::host::acquire(fence);
+}
+inline unsigned atomicAdd(unsigned* at, unsigned x) {
+  return __atomic_fetch_add(at, x, __ATOMIC_RELAXED);
+}
+inline unsigned atomicMax(unsigned* at, unsigned x) {
+  unsigned seen = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (seen < x &&
+         !__atomic_compare_exchange_n(at, &seen, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return seen;
+}
+
+// ---- the seam of device.h
+// ------------------------------------------------------------------------
+
+namespace bahdanau_fast::gpu {
+
+using std::ceil;
+using std::exp;
+using std::fabs;
+using std::tanh;
+
+inline float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline uint32_t to_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof x);
+  return bits;
+}
+inline double from_bits(uint32_t low, uint32_t high) {
+  const uint64_t bits = uint64_t(high) << 32 | low;
+  double x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// As the machine's: no subnormal numbers come out or go in.
+inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? 0.0f * x : x; }
+inline float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
+inline float reciprocal(float x) { return flushed(1.0f / flushed(x)); }
+inline float clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
+inline float at_most(float x, float limit) { return x > limit ? limit : x; }
+
+inline float widen(f16 x) {
+  _Float16 half;
+  std::memcpy(&half, &x, sizeof half);
+  return float(half);
+}
+inline void narrow(float x, f16* out) {
+  const _Float16 half = _Float16(x);
+  std::memcpy(out, &half, sizeof half);
+}
+inline void narrow(float x, bf16* out) {
+  const uint32_t bits = to_bits(x);
+  out->bits = x != x ? 0x7fff : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+struct alignas(16) Bytes16 {
+  uint32_t word[4];
+};
+inline Bytes16 load16(const void* p) {
+  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) {
+    std::fprintf(stderr, "a misaligned load of 16 bytes\n");
+    std::abort();
+  }
+  Bytes16 x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline char* shared_memory() { return host::Machine::get().shared; }
+
+template <class P>
+void launch(void (*kernel)(P), const Launch& at, const P& p) {
+  check_blocks(at);
+  host::Machine& m = host::Machine::get();
+  const std::function<void()> body = [&] { kernel(p); };
+  m.kernel = &body;
+  m.threads.x = unsigned(at.threads);
+  m.backwards = !m.backwards;
+  std::vector<std::unique_ptr<char[]>> shared;  // kept: another block's may not come to lie there
+  for (int64_t block = 0; block < at.blocks; ++block) {
+    m.block.x = unsigned(m.backwards ? at.blocks - 1 - block : block);
+    shared.push_back(std::make_unique<char[]>(size_t(at.shared)));
+    m.shared = shared.back().get();
+    std::memset(m.shared, 0xff, size_t(at.shared));  // NaN
+    host::run_block(at.threads);
+#ifndef __SANITIZE_THREAD__
+    shared.clear();
+#endif
+  }
+  host::acquire(&m.finished);
+}
+
+inline void fill_zero(void* p, int64_t bytes, void*) { std::memset(p, 0, size_t(bytes)); }
+
+}  // namespace bahdanau_fast::gpu
