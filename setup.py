@@ -195,7 +195,7 @@ def link(command: list[str], target: Path, libraries: list[str]) -> None:
 
 
 def find_nvcc() -> tuple[Path, int]:
-    """The CUDA compiler, of $CUDA_HOME, on the path or in the usual place, and its major version."""
+    """The CUDA compiler, of $CUDA_HOME, on the path or in the usual place; its major version."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     name = str(Path(home) / "bin" / "nvcc") if home else "nvcc"
     found = shutil.which(name) or (None if home else shutil.which("/usr/local/cuda/bin/nvcc"))
@@ -217,7 +217,7 @@ def cuda_folder(nvcc: Path) -> Path:
 
 
 def gencodes() -> list[str]:
-    """nvcc's -gencode flags for TORCH_CUDA_ARCH_LIST."""
+    """The -gencode flags for TORCH_CUDA_ARCH_LIST."""
     import torch
 
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "")

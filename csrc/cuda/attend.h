@@ -3,42 +3,11 @@
 
 #include "grad_scores.h"
 #include "grad_tanh.h"
+#include "interface.h"
 #include "matmul.h"
 #include "scores.h"
 
 namespace bahdanau_fast::gpu {
-
-// What a launch may count on.
-struct Device {
-  int multiprocessors = 0;
-  void* stream = nullptr;
-};
-
-struct Forward {
-  Problem p;
-  void* context = nullptr;  // (B,Tq,Dv) of T, contiguous
-  void* weights = nullptr;  // (B,Tq,Tk) of W, contiguous; null: not wanted
-};
-
-struct Backward {
-  Problem p;
-  const void* weights = nullptr;  // (B,Tq,Tk) of W, contiguous
-  View grad_context;              // (B,Tq,Dv) of T; data may be null
-  View grad_weights;              // (B,Tq,Tk) of W; data may be null
-  void* grad_queries = nullptr;   // (B,Tq,H) of T, contiguous; null: not asked for
-  void* grad_keys = nullptr;      // (B,Tk,H), likewise
-  void* grad_values = nullptr;    // (B,Tk,Dv), likewise
-  void* grad_w = nullptr;         // (H), likewise
-};
-
-// The launches of one kind. The workspace needs no preparation and is free again when they are
-// done. B, Tq and Tk are at least one.
-struct Kernels {
-  int64_t (*forward_workspace)(const Forward&, const Device&);
-  void (*forward)(const Forward&, const Device&, void* workspace);
-  int64_t (*backward_workspace)(const Backward&);
-  void (*backward)(const Backward&, const Device&, void* workspace);
-};
 
 // Shared memory every GPU from sm_80 on gives to a block.
 constexpr int64_t kSharedLimit = 96 * 1024;

@@ -103,7 +103,7 @@ struct DecodeTask {
     A largest = 0, largest_w = 0;
     for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads) {
       const int64_t i = i0 + at / mine.width, h = at % mine.width;
-      const A a = i < p.Tq && h < p.H ? A(widen(p.queries.at<T>(b, i)[h])) : A(0);
+      const A a = i < p.Tq && h < p.H ? A(widen(row_at<T>(p.queries, b, i)[h])) : A(0);
       mine.queries[at] = a;
       largest = fabs(a) > largest || a != a ? fabs(a) : largest;
     }
@@ -141,7 +141,7 @@ struct DecodeTask {
         A key[KU][U];
 #pragma unroll
         for (int k = 0; k < KU; ++k)
-          load_units<T, A>(p.keys.at<T>(b, j0 + smaller(first + k, keys - 1)), h, p.H, vectors,
+          load_units<T, A>(row_at<T>(p.keys, b, j0 + smaller(first + k, keys - 1)), h, p.H, vectors,
                            key[k]);
         const A* w = mine.w + h;
 #pragma unroll
@@ -242,7 +242,7 @@ struct DecodeTask {
 #pragma unroll 4
           for (int64_t j = warp; j < keys; j += kDecodeWarps) {
             A value[U];
-            load_units<T, A>(p.values.at<T>(b, j0 + j), c, p.Dv, vectors, value);
+            load_units<T, A>(row_at<T>(p.values, b, j0 + j), c, p.Dv, vectors, value);
 #pragma unroll
             for (int q = 0; q < QT; ++q) {
               const A weight = mine.scores[smaller(i0 + q, p.Tq - 1) * d.split + j];

@@ -8,14 +8,9 @@
 #include <stdexcept>
 #include <string>
 
-namespace bahdanau_fast::gpu {
+#include "interface.h"
 
-struct bf16 {
-  uint16_t bits;
-};
-struct f16 {
-  uint16_t bits;
-};
+namespace bahdanau_fast::gpu {
 
 constexpr int kWarp = 32;
 

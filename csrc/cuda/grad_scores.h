@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_grad_weights(const Deco
 
   for (int64_t at = threadIdx.x; at < p.Tq * p.Dv; at += kDecodeThreads)
     mine.grads[at] =
-        through_context ? A(widen(g.grad_context.at<T>(b, at / p.Dv)[at % p.Dv])) : A(0);
+        through_context ? A(widen(row_at<T>(g.grad_context, b, at / p.Dv)[at % p.Dv])) : A(0);
   for (int64_t at = threadIdx.x; at < p.Tq * n; at += kDecodeThreads) {
     const int64_t row = b * p.Tq + at / n, j = at % n;
     mine.weights[at / n * g.split + j] =
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_grad_weights(const Deco
       A sums[QT] = {};
       for (int64_t c = lane * U; c < p.Dv && through_context; c += kWarp * U) {
         A value[U];
-        load_units<T, A>(p.values.at<T>(b, j0 + j), c, p.Dv, vectors, value);
+        load_units<T, A>(row_at<T>(p.values, b, j0 + j), c, p.Dv, vectors, value);
 #pragma unroll
         for (int q = 0; q < QT; ++q) {
           if (i0 + q >= p.Tq) break;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_grad_weights(const Deco
       if (lane % each != 0 || i >= p.Tq) continue;
       const int64_t row = b * p.Tq + i;
       A x = sum * dropout.factor<A>(row, j0 + j);
-      if (g.grad_weights.data != nullptr) x += A(g.grad_weights.at<W>(b, i)[j0 + j]);
+      if (g.grad_weights.data != nullptr) x += A(row_at<W>(g.grad_weights, b, i)[j0 + j]);
       static_cast<A*>(g.grad_scores)[row * p.Tk + j0 + j] = x;
     }
     if (g.grad_values == nullptr) continue;

@@ -76,7 +76,7 @@ struct GradTanhTask {
   }
 
   __device__ A query_at(int64_t i) const {
-    return i < p.Tq && h < p.H ? A(widen(p.queries.at<T>(b, i)[h])) : A(0);
+    return i < p.Tq && h < p.H ? A(widen(row_at<T>(p.queries, b, i)[h])) : A(0);
   }
 
   // How many of the chunk's keys any query looks at; the others may be anything.
@@ -95,7 +95,7 @@ struct GradTanhTask {
   __device__ Form load_keys() {
     float most = 0, most_query = 0;
     for (int64_t j = warp; j < kGradKeys; j += kGradWarps) {
-      const A x = j < n && h < p.H ? A(widen(p.keys.at<T>(b, j0 + j)[h])) : A(0);
+      const A x = j < n && h < p.H ? A(widen(row_at<T>(p.keys, b, j0 + j)[h])) : A(0);
       mine.keys[j * kWarp + lane] = x;
       mine.grad_keys[j * kWarp + lane] = 0;
       const float size = fabsf(float(x));

@@ -2,7 +2,6 @@
 
 namespace bahdanau_fast::gpu {
 
-extern const Kernels kernels_bf16;
 const Kernels kernels_bf16 = kernels_of<bf16, float>();
 
 }  // namespace bahdanau_fast::gpu

@@ -2,7 +2,6 @@
 
 namespace bahdanau_fast::gpu {
 
-extern const Kernels kernels_f16;
 const Kernels kernels_f16 = kernels_of<f16, float>();
 
 }  // namespace bahdanau_fast::gpu

@@ -2,7 +2,6 @@
 
 namespace bahdanau_fast::gpu {
 
-extern const Kernels kernels_f32;
 const Kernels kernels_f32 = kernels_of<float, float>();
 
 }  // namespace bahdanau_fast::gpu

@@ -2,7 +2,6 @@
 
 namespace bahdanau_fast::gpu {
 
-extern const Kernels kernels_f32_in_f64;
 const Kernels kernels_f32_in_f64 = kernels_of<float, double>();
 
 }  // namespace bahdanau_fast::gpu

@@ -2,7 +2,6 @@
 
 namespace bahdanau_fast::gpu {
 
-extern const Kernels kernels_f64;
 const Kernels kernels_f64 = kernels_of<double, double>();
 
 }  // namespace bahdanau_fast::gpu

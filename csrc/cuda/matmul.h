@@ -88,13 +88,14 @@ struct ProductTask {
     if (m >= M || k >= K) return A(0);
     if constexpr (product == Product::context) return weight(m, k);
     if constexpr (product == Product::grad_values) return weight(k, m);
-    return A(widen(all.grad_context.at<T>(b, m)[k]));
+    return A(widen(row_at<T>(all.grad_context, b, m)[k]));
   }
   __device__ A right_at(int64_t k, int64_t n) const {
     if (n >= N || k >= K) return A(0);
-    if constexpr (product == Product::context) return A(widen(p.values.at<T>(b, k)[n]));
-    if constexpr (product == Product::grad_values) return A(widen(all.grad_context.at<T>(b, k)[n]));
-    return A(widen(p.values.at<T>(b, n)[k]));
+    if constexpr (product == Product::context) return A(widen(row_at<T>(p.values, b, k)[n]));
+    if constexpr (product == Product::grad_values)
+      return A(widen(row_at<T>(all.grad_context, b, k)[n]));
+    return A(widen(row_at<T>(p.values, b, n)[k]));
   }
 
   // Neighbouring threads read neighbouring numbers.
@@ -118,7 +119,7 @@ struct ProductTask {
     if constexpr (product == Product::grad_weights) {
       const int64_t row = b * p.Tq + m;
       x *= dropout.factor<A>(row, n);
-      if (all.grad_weights.data != nullptr) x += A(all.grad_weights.at<W>(b, m)[n]);
+      if (all.grad_weights.data != nullptr) x += A(row_at<W>(all.grad_weights, b, m)[n]);
       static_cast<A*>(all.out)[row * p.Tk + n] = x;
     } else {
       narrow(x, static_cast<T*>(all.out) + (b * M + m) * N + n);

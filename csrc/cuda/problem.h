@@ -1,55 +1,16 @@
-// What the operator file and the kernels agree on. No torch in here.
-//
-// Sizes: B batch, Tq queries, Tk keys, H hidden units, Dv value features.
-// T is the type tensors are stored in, A the one sums are taken in, W that of the weights.
+// What all kernels do with a problem: rows, lengths, dropout, 16 bytes at a time.
 #pragma once
 
 #include "../cpu/dropout.h"
 #include "device.h"
+#include "interface.h"
 
 namespace bahdanau_fast::gpu {
 
-enum class Kind : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3, f32_in_f64 = 4 };
-constexpr int kKinds = 5;
-
-// The weights are returned, and kept for backward, in no less than fp32: a softmax gradient
-// subtracts neighbouring numbers.
 template <class T>
-struct WeightOf {
-  using type = float;
-};
-template <>
-struct WeightOf<double> {
-  using type = double;
-};
-
-// A (B, rows, columns) tensor whose columns lie next to each other; strides in elements.
-struct View {
-  const void* data = nullptr;
-  int64_t batch = 0, row = 0;
-
-  template <class T>
-  __device__ const T* at(int64_t b, int64_t i) const {
-    return static_cast<const T*>(data) + b * batch + i * row;
-  }
-};
-
-// valid_lens as they came: any real dtype, (B,) (row 0) or (B,Tq), any strides.
-enum class LenType : int { none, i64, i32, i16, i8, u8, u16, u32, u64, f32, f64, bf16, f16 };
-struct Lens {
-  const void* data = nullptr;
-  LenType type = LenType::none;
-  int64_t batch = 0, row = 0;
-};
-
-struct Problem {
-  int64_t B = 0, Tq = 0, Tk = 0, H = 0, Dv = 0;
-  View queries, keys, values;  // (B,Tq,H), (B,Tk,H), (B,Tk,Dv)
-  const void* w = nullptr;     // (H) of T
-  Lens lens;
-  const int64_t* seed = nullptr;  // one number on the device; null: no dropout
-  double dropout_p = 0.0;
-};
+__device__ inline const T* row_at(const View& view, int64_t b, int64_t i) {
+  return static_cast<const T*>(view.data) + b * view.batch + i * view.row;
+}
 
 // How many keys query (b, i) looks at; 0: none, so all alike.
 __device__ inline int64_t kept(const Problem& p, int64_t b, int64_t i) {

@@ -73,7 +73,7 @@ struct ScoresTask {
 #pragma unroll
     for (int r = threadIdx.x / kSlice; r < kTile; r += kTileThreads / kSlice) {
       A x = 0;
-      if (first + r < rows && h0 + h < p.H) x = A(widen(view.at<T>(b, first + r)[h0 + h]));
+      if (first + r < rows && h0 + h < p.H) x = A(widen(row_at<T>(view, b, first + r)[h0 + h]));
       out[h * kPitch + r] = x;
       const float size = fabsf(float(x));
       largest = size > largest || size != size ? size : largest;

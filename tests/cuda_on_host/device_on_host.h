@@ -88,24 +88,30 @@ struct Fiber {
   char* stack = nullptr;
   Note<bool> done{false};
   int turn = 0;  // which slots the next shuffle takes
-  void* of_thread_sanitizer = nullptr;
+  Note<void*> of_thread_sanitizer{nullptr};
   void* of_address_sanitizer = nullptr;
 };
 
 constexpr size_t kStack = 48 * 1024;
 
-struct Machine {
-  Note<Fiber*> current{nullptr};
-  Fiber main;
+// One block of a launch, made anew for each: what another one's threads did orders nothing here.
+struct Block {
+  Index index{}, threads{};
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::unique_ptr<Warp>> warps;
-  Barrier block_barrier;
-  Note<int> ors{0}, or_result{0}, live{0}, idle{0};
-  Index block{}, threads{};
-  char* shared = nullptr;
+  Barrier barrier;
+  Note<int> ors{0}, idle{0};
+  std::unique_ptr<char[]> shared;
   const std::function<void()>* kernel = nullptr;
-  char fence, finished;
-  bool backwards = false;  // the order fibers run in
+  int step = 1;  // the order fibers run in
+};
+
+struct Machine {
+  Note<Fiber*> current{nullptr};
+  Note<Block*> block{nullptr};
+  Fiber main;
+  char fence, finished;  // addresses for the sanitizer
+  bool backwards = false;
 
   static Machine& get() {
     static Machine machine;
@@ -113,6 +119,7 @@ struct Machine {
   }
 };
 
+inline Block& block() { return *look(Machine::get().block); }
 inline Fiber& self() { return *look(Machine::get().current); }
 
 #ifdef __clang__
@@ -144,93 +151,85 @@ inline void go_to(Fiber* to) {
                                  to->stack, kStack);
 #endif
 #ifdef __SANITIZE_THREAD__
-  __tsan_switch_to_fiber(to->of_thread_sanitizer, 1 /* without ordering anything */);
+  __tsan_switch_to_fiber(look(to->of_thread_sanitizer), 1 /* without ordering anything */);
 #endif
   switch_stacks(&from->stack_pointer, to->stack_pointer);
   arrive_on(from);
 }
 
 // To the next fiber of the block that is not done; to main when all are.
-inline void yield() {
-  Machine& m = Machine::get();
-  const int n = int(m.fibers.size()), step = m.backwards ? n - 1 : 1;
-  int at = int(self().thread.x);
+inline void yield(int at) {
+  Block& all = block();
+  const int n = int(all.fibers.size());
   for (int tried = 0; tried < n; ++tried) {
-    at = (at + step) % n;
-    if (!look(m.fibers[size_t(at)]->done)) return go_to(m.fibers[size_t(at)].get());
+    at = (at + all.step) % n;
+    Fiber* next = all.fibers[size_t(at)].get();
+    if (!look(next->done)) return go_to(next);
   }
-  go_to(&m.main);
+  go_to(&Machine::get().main);
 }
 
 // Until `count` fibers have come.
 inline void wait(Barrier& barrier, int count) {
-  Machine& m = Machine::get();
+  Block& all = block();
   release(&barrier.order);
   const int round = look(barrier.rounds), arrived = look(barrier.arrived) + 1;
   if (arrived == count) {
     put(barrier.arrived, 0);
     put(barrier.rounds, round + 1);
-    put(m.idle, 0);
+    put(all.idle, 0);
   } else {
     put(barrier.arrived, arrived);
     while (look(barrier.rounds) == round) {
-      put(m.idle, look(m.idle) + 1);
-      if (look(m.idle) > 4 * int(m.fibers.size())) {
+      put(all.idle, look(all.idle) + 1);
+      if (look(all.idle) > 4 * int(all.fibers.size())) {
         std::fprintf(stderr, "a barrier that not all threads reach\n");
         std::abort();
       }
-      yield();
+      yield(int(self().thread.x));
     }
-    put(m.idle, 0);
+    put(all.idle, 0);
   }
   acquire(&barrier.order);
 }
 
 [[noreturn]] inline void fiber_main() {
-  Machine& m = Machine::get();
   arrive_on(&self());
-  (*m.kernel)();
-  release(&m.finished);
+  (*block().kernel)();
+  release(&Machine::get().finished);
   put(self().done, true);
-  put(m.idle, 0);
-  yield();
+  put(block().idle, 0);
+  yield(int(self().thread.x));
   std::abort();
 }
 
-// Fresh stacks and identities for every block: what they were before orders nothing.
-inline void run_block(int threads) {
+inline void run(Block& all) {
   Machine& m = Machine::get();
-  const size_t bytes = kStack * size_t(threads);
+  const size_t threads = all.threads.x, bytes = kStack * threads;
   char* stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   if (stacks == MAP_FAILED) std::abort();
-  m.fibers.clear();
-  m.warps.clear();
-  for (int t = 0; t < threads; ++t) {
-    m.fibers.push_back(std::make_unique<Fiber>());
-    if (t % 32 == 0) m.warps.push_back(std::make_unique<Warp>());
-    Fiber& fiber = *m.fibers.back();
+  for (size_t t = 0; t < threads; ++t) {
+    if (t % 32 == 0) all.warps.push_back(std::make_unique<Warp>());
+    all.fibers.push_back(std::make_unique<Fiber>());
+    Fiber& fiber = *all.fibers.back();
     fiber.thread.x = unsigned(t);
-    fiber.stack = stacks + kStack * size_t(t);
+    fiber.stack = stacks + kStack * t;
     void** top = reinterpret_cast<void**>(fiber.stack + kStack) - 1;  // as after a call
     *--top = reinterpret_cast<void*>(&fiber_main);
-    top -= 6;
+    top -= 6;  // the registers that are popped first
     std::memset(top, 0, 6 * sizeof(void*));
     fiber.stack_pointer = top;
-#ifdef __SANITIZE_THREAD__
-    fiber.of_thread_sanitizer = __tsan_create_fiber(0);
-#endif
   }
-#ifdef __SANITIZE_THREAD__
-  m.main.of_thread_sanitizer = __tsan_get_current_fiber();
-#endif
   put(m.current, &m.main);
-  put(m.block_barrier.arrived, 0);
-  put(m.ors, 0);
-  m.main.thread.x = m.backwards ? 0u : unsigned(threads - 1);
-  yield();
+  put(m.block, &all);
 #ifdef __SANITIZE_THREAD__
-  for (auto& fiber : m.fibers) __tsan_destroy_fiber(fiber->of_thread_sanitizer);
+  put(m.main.of_thread_sanitizer, __tsan_get_current_fiber());
+  for (auto& fiber : all.fibers) put(fiber->of_thread_sanitizer, __tsan_create_fiber(0));
+#endif
+  yield(0);
+#ifdef __SANITIZE_THREAD__
+  for (auto& fiber : all.fibers) __tsan_destroy_fiber(look(fiber->of_thread_sanitizer));
 #endif
   munmap(stacks, bytes);
 }
@@ -239,7 +238,7 @@ template <class X>
 X exchange(X x, int from) {
   static_assert(sizeof(X) <= 8);
   Fiber& me = self();
-  Warp& warp = *Machine::get().warps[me.thread.x / 32];
+  Warp& warp = *block().warps[me.thread.x / 32];
   auto& slots = warp.slots[me.turn ^= 1];
   std::memcpy(slots[me.thread.x % 32], &x, sizeof x);
   wait(warp.barrier, 32);
@@ -253,27 +252,23 @@ X exchange(X x, int from) {
 // --------------------------------------------------------------------------------
 
 #define threadIdx (bahdanau_fast::host::self().thread)
-#define blockIdx (bahdanau_fast::host::Machine::get().block)
-#define blockDim (bahdanau_fast::host::Machine::get().threads)
+#define blockIdx (bahdanau_fast::host::block().index)
+#define blockDim (bahdanau_fast::host::block().threads)
 
 inline void __syncthreads() {
-  auto& m = bahdanau_fast::host::Machine::get();
-  bahdanau_fast::host::wait(m.block_barrier, int(m.fibers.size()));
+  auto& block = bahdanau_fast::host::block();
+  bahdanau_fast::host::wait(block.barrier, int(block.fibers.size()));
 }
 inline int __syncthreads_or(int x) {
   namespace host = bahdanau_fast::host;
-  auto& m = host::Machine::get();
-  host::put(m.ors, host::look(m.ors) | (x != 0));
+  host::Note<int>& ors = host::block().ors;
+  host::put(ors, host::look(ors) | (x != 0));
   __syncthreads();
-  const int result = host::look(m.ors);
+  const int result = host::look(ors);
   __syncthreads();
-  host::put(m.ors, 0);
+  host::put(ors, 0);
   __syncthreads();
   return result;
-}
-inline void __syncwarp() {
-  auto& warp = *bahdanau_fast::host::Machine::get().warps[threadIdx.x / 32];
-  bahdanau_fast::host::wait(warp.barrier, 32);
 }
 template <class X>
 X __shfl_xor_sync(unsigned, X x, int mask) {
@@ -363,28 +358,36 @@ inline Bytes16 load16(const void* p) {
   return x;
 }
 
-inline char* shared_memory() { return host::Machine::get().shared; }
+inline char* shared_memory() { return host::block().shared.get(); }
 
 template <class P>
 void launch(void (*kernel)(P), const Launch& at, const P& p) {
   check_blocks(at);
   host::Machine& m = host::Machine::get();
   const std::function<void()> body = [&] { kernel(p); };
-  m.kernel = &body;
-  m.threads.x = unsigned(at.threads);
   m.backwards = !m.backwards;
-  std::vector<std::unique_ptr<char[]>> shared;  // kept: another block's may not come to lie there
-  for (int64_t block = 0; block < at.blocks; ++block) {
-    m.block.x = unsigned(m.backwards ? at.blocks - 1 - block : block);
-    shared.push_back(std::make_unique<char[]>(size_t(at.shared)));
-    m.shared = shared.back().get();
-    std::memset(m.shared, 0xff, size_t(at.shared));  // NaN
-    host::run_block(at.threads);
+  std::vector<std::unique_ptr<host::Block>> blocks;
+  for (int64_t i = 0; i < at.blocks; ++i) {
 #ifndef __SANITIZE_THREAD__
-    shared.clear();
+    blocks.clear();  // else kept: nothing orders another block's threads behind this one's
 #endif
+    blocks.push_back(std::make_unique<host::Block>());
+    host::Block& block = *blocks.back();
+    block.index.x = unsigned(m.backwards ? at.blocks - 1 - i : i);
+    block.threads.x = unsigned(at.threads);
+    block.shared = std::make_unique<char[]>(size_t(at.shared));
+    std::memset(block.shared.get(), 0xff, size_t(at.shared));  // NaN
+    block.kernel = &body;
+    block.step = m.backwards ? at.threads - 1 : 1;
+    host::run(block);
   }
   host::acquire(&m.finished);
+#ifdef __SANITIZE_THREAD__
+  for (auto& block : blocks) {
+    block->shared.reset();
+    (void)block.release();  // left: its last fibers read it on their way out, behind `finished`
+  }
+#endif
 }
 
 inline void fill_zero(void* p, int64_t bytes, void*) { std::memset(p, 0, size_t(bytes)); }
