@@ -78,9 +78,10 @@ def isa_of(source: Path) -> str:
     return next((isa for isa in ISA_FLAGS if isa and source.stem.endswith(isa)), "")
 
 
-def run(command: list[str], doing: str) -> str:
+def run(command: list[str], doing: str, show: bool = True) -> str:
     """Run a compiler or linker; its warnings are shown, its failure is a BuildError."""
-    print(shlex.join(command), flush=True)
+    if show:
+        print(shlex.join(command), flush=True)
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -89,7 +90,8 @@ def run(command: list[str], doing: str) -> str:
     if result.returncode:
         first = next((line for line in output.splitlines() if "error" in line), "no error text")
         raise BuildError(f"{doing}: {command[0]} failed ({first.strip()})", output)
-    print(output, end="", flush=True)
+    if show:
+        print(output, end="", flush=True)
     return output
 
 
@@ -201,7 +203,9 @@ def find_nvcc() -> tuple[Path, int]:
     found = shutil.which(name) or (None if home else shutil.which("/usr/local/cuda/bin/nvcc"))
     if found is None:
         raise BuildError(f"nvcc not found (looked for {name})")
-    release = re.search(r"release (\d+)", run([found, "--version"], "asking nvcc's version"))
+    release = re.search(
+        r"release (\d+)", run([found, "--version"], "asking nvcc's version", show=False)
+    )
     if release is None:
         raise BuildError(f"{found} --version names no release")
     return Path(found), int(release[1])
@@ -209,7 +213,8 @@ def find_nvcc() -> tuple[Path, int]:
 
 def cuda_folder(nvcc: Path) -> Path:
     """The toolkit's folder; nvcc may be a link or a script that calls the real one."""
-    told = run([str(nvcc), "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull], "nvcc")
+    command = [str(nvcc), "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    told = run(command, "asking nvcc's folder", show=False)
     top = re.search(r"^#\$ TOP=(.*)$", told, re.MULTILINE)
     if top is None:
         raise BuildError(f"{nvcc} does not tell where its toolkit is")

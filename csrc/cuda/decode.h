@@ -69,7 +69,8 @@ struct DecodeShared {
 
 template <class T, class A, int QT>
 struct DecodeTask {
-  static constexpr int U = kUnits<T>, KU = QT == 1 ? 4 : 2;  // keys a warp meets at a time
+  static constexpr int U = kUnits<T>;
+  static constexpr int KU = QT == 1 ? 4 : sizeof(A) == 8 ? 1 : 2;  // keys a warp meets at a time
   const DecodeForward& d;
   const Problem& p;
   DecodeShared<T, A, QT> mine;

@@ -30,7 +30,9 @@ SANITIZERS = {
     "thread": ["-fsanitize=thread"],
 }
 SMALL = 524288  # fp32 problems of at most so many elements are computed in fp64
-LENS = "int64 int32 int16 int8 uint8 uint16 uint32 uint64 float32 float64 bfloat16 float16".split()
+# In the order of LenType (csrc/cuda/interface.h).
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
+LENS = (*INTEGERS, "float32", "float64", "bfloat16", "float16")
 
 
 def kind_of(dtype, elements):
@@ -54,8 +56,9 @@ def build(kind, sanitizer, sources=KERNELS):
     target = BUILT / f"{kind}-{sanitizer}-{known.hexdigest()[:16]}"
     if not target.exists():
         BUILT.mkdir(parents=True, exist_ok=True)
-        for old in BUILT.glob(f"{kind}-{sanitizer}-*"):
-            old.unlink()
+        if sources == KERNELS:
+            for old in BUILT.glob(f"{kind}-{sanitizer}-*"):
+                old.unlink()
         with tempfile.TemporaryDirectory(dir=BUILT) as scratch:
             made = Path(scratch) / "driver"
             subprocess.run([*command, "-o", str(made)], check=True)
@@ -73,7 +76,7 @@ class Host:
     """
 
     def __init__(self, kind, sanitizer="plain", sources=KERNELS):
-        self.messages = tempfile.TemporaryFile()
+        self.messages = tempfile.TemporaryFile()  # noqa: SIM115  for as long as the driver
         self.process = subprocess.Popen(
             [build(kind, sanitizer, sources)],
             stdin=subprocess.PIPE,
@@ -198,9 +201,7 @@ class _Attend(torch.autograd.Function):
         needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[:4]) if need)
         request = _problem(1, needs, (*inputs, ctx.lens), seed, dropout_p, multiprocessors)
         request += b"".join(map(_tensor, (ctx.weights, grad_context, grad_weights)))
-        shapes = [
-            (x.dtype, x.shape if needs >> i & 1 else (0,)) for i, x in enumerate(inputs)
-        ]
+        shapes = [(x.dtype, x.shape if needs >> i & 1 else (0,)) for i, x in enumerate(inputs)]
         grads = ctx.host.ask(request, shapes)
         return *(g if needs >> i & 1 else None for i, g in enumerate(grads)), None, None
 
@@ -209,9 +210,7 @@ def _bits(x):
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-def attend(
-    host_of, queries, keys, values, w_v, lens, seed=None, dropout_p=0.0, multiprocessors=4
-):
+def attend(host_of, queries, keys, values, w_v, lens, seed=None, dropout_p=0.0, multiprocessors=4):
     """Context and weights of projected queries and keys, by the kernels on the host.
 
     ``host_of`` gives the driver for a kind; ``multiprocessors`` decides into how many splits the

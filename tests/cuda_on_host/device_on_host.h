@@ -74,7 +74,7 @@ void put(Note<X>& note, X x) {
 
 struct Barrier {
   Note<int> arrived{0}, rounds{0};
-  char order;  // an address for the sanitizer
+  alignas(8) char order;  // an address for the sanitizer
 };
 
 struct Warp {
@@ -87,7 +87,8 @@ struct Fiber {
   void* stack_pointer = nullptr;
   char* stack = nullptr;
   Note<bool> done{false};
-  int turn = 0;  // which slots the next shuffle takes
+  int turn = 0;                          // which slots the next shuffle takes
+  bool fenced = false, counted = false;  // whether it has met a fence, an atomic addition
   Note<void*> of_thread_sanitizer{nullptr};
   void* of_address_sanitizer = nullptr;
 };
@@ -110,7 +111,8 @@ struct Machine {
   Note<Fiber*> current{nullptr};
   Note<Block*> block{nullptr};
   Fiber main;
-  char fence, finished;  // addresses for the sanitizer
+  alignas(8) char fence;  // addresses for the sanitizer, which tells eights of bytes apart
+  alignas(8) char finished;
   bool backwards = false;
 
   static Machine& get() {
@@ -228,9 +230,6 @@ inline void run(Block& all) {
   for (auto& fiber : all.fibers) put(fiber->of_thread_sanitizer, __tsan_create_fiber(0));
 #endif
   yield(0);
-#ifdef __SANITIZE_THREAD__
-  for (auto& fiber : all.fibers) __tsan_destroy_fiber(look(fiber->of_thread_sanitizer));
-#endif
   munmap(stacks, bytes);
 }
 
@@ -281,12 +280,16 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   }
   return x;
 }
+// What comes before a fence and an atomic is ordered before what comes after an atomic and a fence.
 inline void __threadfence() {
-  char* fence = &bahdanau_fast::host::Machine::get().fence;
-  bahdanau_fast::host::release(fence);
-  bahdanau_fast::host::acquire(fence);
+  auto& me = bahdanau_fast::host::self();
+  me.fenced = true;
+  if (me.counted) bahdanau_fast::host::acquire(&bahdanau_fast::host::Machine::get().fence);
 }
 inline unsigned atomicAdd(unsigned* at, unsigned x) {
+  auto& me = bahdanau_fast::host::self();
+  if (me.fenced) bahdanau_fast::host::release(&bahdanau_fast::host::Machine::get().fence);
+  me.counted = true;
   return __atomic_fetch_add(at, x, __ATOMIC_RELAXED);
 }
 inline unsigned atomicMax(unsigned* at, unsigned x) {
@@ -367,6 +370,13 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
   const std::function<void()> body = [&] { kernel(p); };
   m.backwards = !m.backwards;
   std::vector<std::unique_ptr<host::Block>> blocks;
+#ifdef __SANITIZE_THREAD__
+  // An identity given back would be handed to a later block, and order it behind the earlier one.
+  if (at.blocks * at.threads > 8000) {
+    std::fprintf(stderr, "%s: more threads than ThreadSanitizer tells apart\n", at.name);
+    std::abort();
+  }
+#endif
   for (int64_t i = 0; i < at.blocks; ++i) {
 #ifndef __SANITIZE_THREAD__
     blocks.clear();  // else kept: nothing orders another block's threads behind this one's
@@ -385,6 +395,7 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
 #ifdef __SANITIZE_THREAD__
   for (auto& block : blocks) {
     block->shared.reset();
+    for (auto& fiber : block->fibers) __tsan_destroy_fiber(host::look(fiber->of_thread_sanitizer));
     (void)block.release();  // left: its last fibers read it on their way out, behind `finished`
   }
 #endif

@@ -62,7 +62,7 @@ struct Request {
     p.queries = queries.view();
     p.keys = keys.view();
     p.values = values.view();
-    p.w = w.bytes.data.get();
+    p.w = w.view().data;
     p.lens = {lens.bytes.data.get() + lens.offset, LenType(lens_type), lens.batch, lens.row};
     double probability;
     transfer(0, &probability, sizeof probability, true);
