@@ -228,10 +228,11 @@ PLANTED = {
         "    __syncthreads();\n    if", "data race",
     ),
     "a row read past its end": (
-        "address", "problem.h", "h + k < end ?", "h + k <= end ?", "heap-buffer-overflow",
+        "address", "problem.h", "first + k < end ?", "first + k <= end ?", "heap-buffer-overflow",
     ),
     "shared memory too small": (
-        "address", "decode.h", "bytes = from.used;", "bytes = from.used - 8;",
+        "address", "decode.h", "    last = from.take<int>(1);\n    bytes = from.used;",
+        "    last = from.take<int>(1);\n    bytes = from.used - 16;",
         "heap-buffer-overflow",
     ),
     "a barrier not all reach": (

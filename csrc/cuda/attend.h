@@ -147,7 +147,7 @@ struct Attend {
     const int64_t even = ceil_div(p.B * p.Tk, larger(1, device.multiprocessors * int64_t(4)));
     d.split = smaller(p.Tk, larger(kDecodeWarps, smaller(even, 256)));
     d.splits = ceil_div(p.Tk, d.split);
-    const int64_t shared = DecodeGradShared<A>(nullptr, p, d.split).bytes;
+    const int64_t shared = DecodeGradShared<T, A>(nullptr, p, d.split).bytes;
     if (shared > kSharedLimit) return false;
     launch(decode_grad_weights<T, A>,
            {"decode_grad_weights", p.B * d.splits, kDecodeThreads, shared, device.stream}, d);

@@ -21,18 +21,6 @@ namespace bahdanau_fast::gpu {
 constexpr int kDecodeThreads = 256, kDecodeWarps = kDecodeThreads / kWarp;
 constexpr int64_t kDecodeQueries = 16;  // at most
 
-// Hidden units (columns) a lane holds at a time: 16 bytes of them, two times that in fp64.
-template <class T>
-constexpr int kUnits = sizeof(T) == 8 ? 4 : kVector<T>;
-
-template <class T, class A>
-__device__ __forceinline__ void load_units(const T* row, int64_t h, int64_t end, bool aligned,
-                                           A* out) {
-#pragma unroll
-  for (int k = 0; k < kUnits<T>; k += kVector<T>)
-    load_vector<T, A>(row, h + k, end, aligned, out + k);
-}
-
 struct DecodeForward {
   Problem p;
   int64_t splits = 1, split = 1;  // parts of the keys, and keys in each
@@ -70,7 +58,7 @@ struct DecodeShared {
 template <class T, class A, int QT>
 struct DecodeTask {
   static constexpr int U = kUnits<T>;
-  static constexpr int KU = QT == 1 ? 4 : sizeof(A) == 8 ? 1 : 2;  // keys a warp meets at a time
+  static constexpr int KU = QT == 1 ? 4 : sizeof(T) == 2 ? 2 : 1;  // keys a warp meets at a time
   const DecodeForward& d;
   const Problem& p;
   DecodeShared<T, A, QT> mine;
@@ -126,9 +114,8 @@ struct DecodeTask {
     return form;
   }
 
-  template <Form form>
+  template <Form form, bool vectors>
   __device__ __forceinline__ void score_keys(int64_t i0, int64_t keys) {
-    const bool vectors = aligned<T>(p.keys);
     A sum_w = 0;
     if (form != Form::direct)
       for (int64_t h = lane * U; h < p.H; h += kWarp * U)
@@ -142,8 +129,8 @@ struct DecodeTask {
         A key[KU][U];
 #pragma unroll
         for (int k = 0; k < KU; ++k)
-          load_units<T, A>(row_at<T>(p.keys, b, j0 + smaller(first + k, keys - 1)), h, p.H, vectors,
-                           key[k]);
+          load_units<T, A, vectors>(row_at<T>(p.keys, b, j0 + smaller(first + k, keys - 1)), h, p.H,
+                                    key[k]);
         const A* w = mine.w + h;
 #pragma unroll
         for (int k = 0; k < KU; ++k)
@@ -176,6 +163,14 @@ struct DecodeTask {
     }
   }
 
+  template <bool vectors>
+  __device__ __forceinline__ void score_keys(int64_t i0, int64_t keys, Form form) {
+    if constexpr (QT > 1 && sizeof(T) == 2) {
+      if (form == Form::clamped) return score_keys<Form::clamped, vectors>(i0, keys);
+    }
+    score_keys<Form::direct, vectors>(i0, keys);
+  }
+
   __device__ void score() {
     for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) {
       __syncthreads();
@@ -183,13 +178,10 @@ struct DecodeTask {
       int64_t keys = 0;
       for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i)
         if (!uniform(i)) keys = larger(keys, count(i));
-      if constexpr (QT > 1 && sizeof(T) == 2) {
-        if (form == Form::clamped) {
-          score_keys<Form::clamped>(i0, keys);
-          continue;
-        }
-      }
-      score_keys<Form::direct>(i0, keys);
+      if (in_vectors<T>(p.keys, p.H))
+        score_keys<true>(i0, keys, form);
+      else
+        score_keys<false>(i0, keys, form);
     }
     __syncthreads();
   }
@@ -230,9 +222,9 @@ struct DecodeTask {
     __syncthreads();
   }
 
+  template <bool vectors>
   __device__ void weigh_values() {
     constexpr int columns = kWarp * U;
-    const bool vectors = aligned<T>(p.values);
     for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) {
       int64_t keys = 0;
       for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i) keys = larger(keys, count(i));
@@ -243,7 +235,7 @@ struct DecodeTask {
 #pragma unroll 4
           for (int64_t j = warp; j < keys; j += kDecodeWarps) {
             A value[U];
-            load_units<T, A>(row_at<T>(p.values, b, j0 + j), c, p.Dv, vectors, value);
+            load_units<T, A, vectors>(row_at<T>(p.values, b, j0 + j), c, p.Dv, value);
 #pragma unroll
             for (int q = 0; q < QT; ++q) {
               const A weight = mine.scores[smaller(i0 + q, p.Tq - 1) * d.split + j];
@@ -317,12 +309,16 @@ struct DecodeTask {
 };
 
 template <class T, class A, int QT>
-__global__ void __launch_bounds__(kDecodeThreads) decode_forward(const DecodeForward d) {
+__global__ void __launch_bounds__(kDecodeThreads, QT == 1 ? 2 : 1)
+    decode_forward(const DecodeForward d) {
   DecodeTask<T, A, QT> task(d);
   task.count_keys();
   task.score();
   task.softmax();
-  task.weigh_values();
+  if (in_vectors<T>(d.p.values, d.p.Dv))
+    task.template weigh_values<true>();
+  else
+    task.template weigh_values<false>();
   if (d.splits > 1 && task.is_last()) task.combine();
 }
 

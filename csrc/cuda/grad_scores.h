@@ -25,14 +25,15 @@ struct DecodeGrad {
   void* grad_values = nullptr;    // (B,Tk,Dv) of T; null: not asked for
 };
 
-template <class A>
+template <class T, class A>
 struct DecodeGradShared {
-  A *grads, *weights;  // (Tq,Dv) and (Tq,split), dropped out
-  int64_t bytes;
+  A *grads, *weights;  // (Tq,width) and (Tq,split), dropped out
+  int64_t bytes, width;
 
   __host__ __device__ DecodeGradShared(char* base, const Problem& p, int64_t split) {
     Carver from{base};
-    grads = from.take<A>(p.Tq * p.Dv);
+    width = ceil_div(p.Dv, kUnits<T>) * kUnits<T>;
+    grads = from.take<A>(p.Tq * width);
     weights = from.take<A>(p.Tq * split);
     bytes = from.used;
   }
@@ -40,62 +41,94 @@ struct DecodeGradShared {
 
 // A block is (batch row, split of its keys), a warp a key, a lane neighbouring columns.
 template <class T, class A>
-__global__ void __launch_bounds__(kDecodeThreads) decode_grad_weights(const DecodeGrad g) {
+struct DecodeGradTask {
   using W = typename WeightOf<T>::type;
-  constexpr int U = kUnits<T>, QT = 4;
-  const Problem& p = g.p;
-  const DecodeGradShared<A> mine(shared_memory(), p, g.split);
-  const Dropout dropout(p);
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t b = blockIdx.x / g.splits, j0 = blockIdx.x % g.splits * g.split;
-  const int64_t n = smaller(g.split, p.Tk - j0);
-  const bool through_context = g.grad_context.data != nullptr, vectors = aligned<T>(p.values);
-  int64_t look = 0;  // past it values may be anything, and grad_weight is not asked for
-  for (int64_t i = 0; i < p.Tq; ++i) look = larger(look, kept(p, b, i));
+  static constexpr int U = kUnits<T>, QT = 4;
+  const DecodeGrad& g;
+  const Problem& p;
+  const DecodeGradShared<T, A> mine;
+  const Dropout dropout;
+  int64_t b, j0, n, look = 0;  // past `look` values may be anything, nobody asks for grad_weight
+  int lane, warp;
 
-  for (int64_t at = threadIdx.x; at < p.Tq * p.Dv; at += kDecodeThreads)
-    mine.grads[at] =
-        through_context ? A(widen(row_at<T>(g.grad_context, b, at / p.Dv)[at % p.Dv])) : A(0);
-  for (int64_t at = threadIdx.x; at < p.Tq * n; at += kDecodeThreads) {
-    const int64_t row = b * p.Tq + at / n, j = at % n;
-    mine.weights[at / n * g.split + j] =
-        A(static_cast<const W*>(g.weights)[row * p.Tk + j0 + j]) * dropout.factor<A>(row, j0 + j);
+  __device__ explicit DecodeGradTask(const DecodeGrad& all)
+      : g(all), p(all.p), mine(shared_memory(), all.p, all.split), dropout(all.p) {
+    lane = threadIdx.x % kWarp;
+    warp = threadIdx.x / kWarp;
+    b = blockIdx.x / g.splits;
+    j0 = blockIdx.x % g.splits * g.split;
+    n = smaller(g.split, p.Tk - j0);
+    for (int64_t i = 0; i < p.Tq; ++i) look = larger(look, kept(p, b, i));
   }
-  __syncthreads();
 
-  for (int64_t j = warp; j < n; j += kDecodeWarps) {
-    for (int64_t i0 = 0; i0 < p.Tq && j0 + j < look; i0 += QT) {
-      A sums[QT] = {};
-      for (int64_t c = lane * U; c < p.Dv && through_context; c += kWarp * U) {
-        A value[U];
-        load_units<T, A>(row_at<T>(p.values, b, j0 + j), c, p.Dv, vectors, value);
-#pragma unroll
-        for (int q = 0; q < QT; ++q) {
-          if (i0 + q >= p.Tq) break;
-          const A* grads = mine.grads + (i0 + q) * p.Dv;
-#pragma unroll
-          for (int k = 0; k < U; ++k)
-            if (c + k < p.Dv) sums[q] += grads[c + k] * value[k];
-        }
-      }
-      const A sum = warp_sums<QT>(sums, lane);
-      constexpr int each = kWarp / QT;
-      const int64_t i = i0 + lane / each;
-      if (lane % each != 0 || i >= p.Tq) continue;
-      const int64_t row = b * p.Tq + i;
-      A x = sum * dropout.factor<A>(row, j0 + j);
-      if (g.grad_weights.data != nullptr) x += A(row_at<W>(g.grad_weights, b, i)[j0 + j]);
-      static_cast<A*>(g.grad_scores)[row * p.Tk + j0 + j] = x;
+  __device__ void load() {
+    const bool through_context = g.grad_context.data != nullptr;
+    for (int64_t at = threadIdx.x; at < p.Tq * mine.width; at += kDecodeThreads) {
+      const int64_t i = at / mine.width, c = at % mine.width;
+      const bool there = through_context && c < p.Dv;
+      mine.grads[at] = there ? A(widen(row_at<T>(g.grad_context, b, i)[c])) : A(0);
     }
-    if (g.grad_values == nullptr) continue;
+    for (int64_t at = threadIdx.x; at < p.Tq * n; at += kDecodeThreads) {
+      const int64_t i = at / n, j = at % n, row = b * p.Tq + i;
+      mine.weights[i * g.split + j] =
+          A(static_cast<const W*>(g.weights)[row * p.Tk + j0 + j]) * dropout.factor<A>(row, j0 + j);
+    }
+    __syncthreads();
+  }
+
+  // Queries [i0, i0 + QT) against one key.
+  template <bool vectors>
+  __device__ __forceinline__ void weights_of(int64_t i0, int64_t j) {
+    const T* row = row_at<T>(p.values, b, j0 + j);
+    const A* grads = mine.grads + i0 * mine.width;
+    int64_t stride[QT];  // queries past the last stand for it
+#pragma unroll
+    for (int q = 0; q < QT; ++q) stride[q] = smaller(q, p.Tq - 1 - i0) * mine.width;
+    A sums[QT] = {};
+    for (int64_t c = lane * U; c < p.Dv && g.grad_context.data != nullptr; c += kWarp * U) {
+      A value[U];
+      load_units<T, A, vectors>(row, c, p.Dv, value);
+#pragma unroll
+      for (int q = 0; q < QT; ++q)
+#pragma unroll
+        for (int k = 0; k < U; ++k) sums[q] += grads[stride[q] + c + k] * value[k];
+    }
+    const A sum = warp_sums<QT>(sums, lane);
+    constexpr int each = kWarp / QT;
+    const int64_t i = i0 + lane / each, at = b * p.Tq + i;
+    if (lane % each != 0 || i >= p.Tq) return;
+    A x = sum * dropout.factor<A>(at, j0 + j);
+    if (g.grad_weights.data != nullptr) x += A(row_at<W>(g.grad_weights, b, i)[j0 + j]);
+    static_cast<A*>(g.grad_scores)[at * p.Tk + j0 + j] = x;
+  }
+
+  __device__ void values_of(int64_t j) {
     T* out = static_cast<T*>(g.grad_values) + (b * p.Tk + j0 + j) * p.Dv;
     for (int64_t c = lane; c < p.Dv; c += kWarp) {
       A sum = 0;
       for (int64_t i = 0; i < p.Tq; ++i)
-        sum += mine.weights[i * g.split + j] * mine.grads[i * p.Dv + c];
+        sum += mine.weights[i * g.split + j] * mine.grads[i * mine.width + c];
       narrow(sum, out + c);
     }
   }
+
+  template <bool vectors>
+  __device__ void run() {
+    for (int64_t j = warp; j < n; j += kDecodeWarps) {
+      for (int64_t i0 = 0; i0 < p.Tq && j0 + j < look; i0 += QT) weights_of<vectors>(i0, j);
+      if (g.grad_values != nullptr) values_of(j);
+    }
+  }
+};
+
+template <class T, class A>
+__global__ void __launch_bounds__(kDecodeThreads, 2) decode_grad_weights(const DecodeGrad g) {
+  DecodeGradTask<T, A> task(g);
+  task.load();
+  if (in_vectors<T>(g.p.values, g.p.Dv))
+    task.template run<true>();
+  else
+    task.template run<false>();
 }
 
 struct SoftmaxGrad {

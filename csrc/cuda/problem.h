@@ -94,36 +94,41 @@ struct Dropout {
 template <class T>
 constexpr int kVector = 16 / int(sizeof(T));
 
-// Whether every row of a view can be read 16 bytes at a time.
+// Whether every row of `columns` of a view is whole, aligned pieces of 16 bytes.
 template <class T>
-__device__ inline bool aligned(const View& view) {
+__device__ inline bool in_vectors(const View& view, int64_t columns) {
   return (reinterpret_cast<uint64_t>(view.data) & 15) == 0 && view.batch % kVector<T> == 0 &&
-         view.row % kVector<T> == 0;
+         view.row % kVector<T> == 0 && columns % kVector<T> == 0;
 }
 
-// row[h..h+kVector) in A, zero from `end` on.
-template <class T, class A>
-__device__ __forceinline__ void load_vector(const T* row, int64_t h, int64_t end, bool aligned,
-                                            A* out) {
-  if (aligned && h + kVector<T> <= end) {
-    const Bytes16 bytes = load16(row + h);
-    if constexpr (sizeof(T) == 2) {
+// Hidden units (columns) a lane holds at a time: 16 bytes of them, two times that in fp64.
+template <class T>
+constexpr int kUnits = sizeof(T) == 8 ? 4 : kVector<T>;
+
+// row[h..h+kUnits) in A, zero from `end` on. vectors: as in_vectors() says.
+template <class T, class A, bool vectors>
+__device__ __forceinline__ void load_units(const T* row, int64_t h, int64_t end, A* out) {
+  constexpr int V = kVector<T>;
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const T x{uint16_t(k % 2 ? bytes.word[k / 2] >> 16 : bytes.word[k / 2] & 0xffffu)};
-        out[k] = A(widen(x));
-      }
-    } else if constexpr (sizeof(T) == 4) {
+  for (int part = 0; part < kUnits<T>; part += V, out += V) {
+    const int64_t first = h + part;
+    if constexpr (!vectors) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) out[k] = A(from_bits(bytes.word[k]));
+      for (int k = 0; k < V; ++k) out[k] = first + k < end ? A(widen(row[first + k])) : A(0);
     } else {
+      Bytes16 bytes{};
+      if (part == 0 || first < end) bytes = load16(row + first);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) out[k] = A(from_bits(bytes.word[2 * k], bytes.word[2 * k + 1]));
+      for (int k = 0; k < V; ++k) {
+        if constexpr (sizeof(T) == 2)
+          out[k] = A(widen(T{uint16_t(bytes.word[k / 2] >> (k % 2 * 16))}));
+        else if constexpr (sizeof(T) == 4)
+          out[k] = A(from_bits(bytes.word[k]));
+        else
+          out[k] = A(from_bits(bytes.word[2 * k], bytes.word[2 * k + 1]));
+      }
     }
-    return;
   }
-#pragma unroll
-  for (int k = 0; k < kVector<T>; ++k) out[k] = h + k < end ? A(widen(row[h + k])) : A(0);
 }
 
 }  // namespace bahdanau_fast::gpu
