@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_on_host import KERNELS, Host, attend
+from cuda_on_host import KERNELS, Host, attend, attend_step
 from hypothesis import given, settings
 from parity import DTYPES, Case, check
 from test_parity import CONTRACT, LARGE, cases, drawn, lens
@@ -177,6 +177,25 @@ def test_nan_is_not_lost(drivers, queries, where):
     assert torch.isnan(weights[0, 0]).all()
     assert torch.isnan(context[0, 0]).all()
     assert torch.isfinite(context[1]).all()
+
+
+@pytest.mark.parametrize("features", [7, 64])
+@pytest.mark.parametrize("queries", [1, 6])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_step_projects_its_queries(drivers, dtype, queries, features):
+    _, keys, values, w_v = (x.detach() for x in problem(1, 70, 40, 33, dtype))
+    raw, w_q = torch.randn(2, queries, features).to(dtype), torch.randn(40, features).to(dtype)
+    args = raw, w_q, keys, values, w_v, lens(70, 9)
+    got = attend_step(drivers.__getitem__, *args)
+    exact = [x.double() for x in args]
+    want = reference.attend(exact[0] @ exact[1].T, *exact[2:5], args[5])
+    # A score sums H terms of at most |w|, each off by a few roundings of the type sums are taken
+    # in; the absolute error of a score is the relative one of a weight.
+    summed = torch.finfo(torch.float64 if dtype.itemsize > 2 else torch.float32).eps
+    relative = 8 * summed * float(w_v.double().abs().sum())
+    for ours, truth in zip(got, want, strict=True):
+        allowed = (2 * torch.finfo(ours.dtype).eps + relative) * float(truth.abs().max())
+        assert float((ours.double() - truth).abs().max()) <= allowed
 
 
 # ---- races and overruns --------------------------------------------------------------------------

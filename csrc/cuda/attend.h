@@ -34,6 +34,8 @@ struct Attend {
     splits = larger(1, smaller(splits, p.Tk / smallest));
     splits = larger(splits, ceil_div(p.Tk, room));
     d->p = p;
+    d->w_q = f.w_q;
+    d->Dq = f.Dq;
     d->split = ceil_div(p.Tk, splits);
     d->splits = ceil_div(p.Tk, d->split);
     return decode_shared(*d) <= kSharedLimit;
@@ -54,6 +56,11 @@ struct Attend {
     d->scores = f.weights;
     if (f.weights != nullptr && !scores_are_weights) d->scores = from.take<A>(p.B * p.Tq * p.Tk);
     return from.used;
+  }
+
+  static bool is_decode(const Forward& f, const Device& device) {
+    DecodeForward d;
+    return plan_decode(f, device, &d);
   }
 
   static int64_t forward_workspace(const Forward& f, const Device& device) {
@@ -190,8 +197,8 @@ struct Attend {
 
 template <class T, class A>
 constexpr Kernels kernels_of() {
-  return {Attend<T, A>::forward_workspace, Attend<T, A>::forward, Attend<T, A>::backward_workspace,
-          Attend<T, A>::backward};
+  return {Attend<T, A>::is_decode, Attend<T, A>::forward_workspace, Attend<T, A>::forward,
+          Attend<T, A>::backward_workspace, Attend<T, A>::backward};
 }
 
 }  // namespace bahdanau_fast::gpu

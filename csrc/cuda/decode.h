@@ -4,7 +4,7 @@
 //   context[b,i] = sum_j dropout(weights)[b,i,j] value[b,j]
 //
 //   queries (B,Tq,H), keys (B,Tk,H), values (B,Tk,Dv), w (H): T; context (B,Tq,Dv): T;
-//   weights (B,Tq,Tk): W
+//   weights (B,Tq,Tk): W; or queries (B,Tq,Dq) and W_q (H,Dq), projected in the same launch
 //
 // A block is (batch row, split of its keys). Its warps take keys in turn, lanes hold neighbouring
 // hidden units, then neighbouring columns of the values, 16 bytes at a time. Reads the keys and
@@ -23,6 +23,8 @@ constexpr int64_t kDecodeQueries = 16;  // at most
 
 struct DecodeForward {
   Problem p;
+  const void* w_q = nullptr;  // (H,Dq) of T: the queries are (B,Tq,Dq), to be projected here
+  int64_t Dq = 0;
   int64_t splits = 1, split = 1;  // parts of the keys, and keys in each
   void* context = nullptr;        // (B,Tq,Dv) of T
   void* weights = nullptr;        // (B,Tq,Tk) of W; may be null
@@ -86,13 +88,48 @@ struct DecodeTask {
     }
   }
 
+  // W_q q of queries [i0, i0 + QT) into shared memory, a warp a hidden unit. Every block reads all
+  // of W_q, from the caches but once.
+  template <bool vectors>
+  __device__ void project_queries(int64_t i0) {
+    const T* rows[QT];  // queries past the last stand for it
+#pragma unroll
+    for (int q = 0; q < QT; ++q) rows[q] = row_at<T>(p.queries, b, smaller(i0 + q, p.Tq - 1));
+    for (int64_t h = warp; h < p.H; h += kDecodeWarps) {
+      A sums[QT] = {};
+      for (int64_t c = lane * U; c < d.Dq; c += kWarp * U) {
+        A of_w[U], of_query[U];
+        load_units<T, A, vectors>(static_cast<const T*>(d.w_q) + h * d.Dq, c, d.Dq, of_w);
+#pragma unroll
+        for (int q = 0; q < QT; ++q) {
+          load_units<T, A, vectors>(rows[q], c, d.Dq, of_query);
+#pragma unroll
+          for (int k = 0; k < U; ++k) sums[q] += of_w[k] * of_query[k];
+        }
+      }
+      const A sum = warp_sums<QT>(sums, lane);
+      constexpr int each = kWarp / QT;
+      if (lane % each == 0) mine.queries[lane / each * mine.width + h] = sum;
+    }
+    __syncthreads();
+  }
+
   // Queries [i0, i0 + QT) and w into shared memory, the exponentials of the queries where the
   // form has them.
   __device__ Form load_queries(int64_t i0) {
+    if (d.w_q != nullptr) {
+      const bool weight = in_vectors<T>({d.w_q, 0, d.Dq}, d.Dq);
+      if (weight && in_vectors<T>(p.queries, d.Dq))
+        project_queries<true>(i0);
+      else
+        project_queries<false>(i0);
+    }
     A largest = 0, largest_w = 0;
     for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads) {
       const int64_t i = i0 + at / mine.width, h = at % mine.width;
-      const A a = i < p.Tq && h < p.H ? A(widen(row_at<T>(p.queries, b, i)[h])) : A(0);
+      A a = 0;
+      if (i < p.Tq && h < p.H)
+        a = d.w_q != nullptr ? mine.queries[at] : A(widen(row_at<T>(p.queries, b, i)[h]));
       mine.queries[at] = a;
       largest = fabs(a) > largest || a != a ? fabs(a) : largest;
     }

@@ -85,7 +85,8 @@ const Kernels& kernels(Kind kind) {
 }
 
 Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-               const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p) {
+               const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
+               const Tensor* projection) {
   STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
   device = queries.get_device_index();
   kind = storage_kind(queries, "queries");
@@ -100,7 +101,7 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, 
   Problem& p = problem;
   p.B = queries.size(0);
   p.Tq = queries.size(1);
-  p.H = queries.size(2);
+  p.H = projection != nullptr ? projection->size(0) : queries.size(2);
   p.Tk = keys.size(1);
   p.Dv = values.size(2);
   STD_TORCH_CHECK(keys.size(0) == p.B && keys.size(2) == p.H,
@@ -127,6 +128,12 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, 
   p.values = view_of(values);
   owned_.push_back(torch::stable::contiguous(w_v));
   p.w = owned_.back().const_data_ptr();
+  if (projection == nullptr) return;
+  STD_TORCH_CHECK(storage_kind(*projection, "w_q") == storage_kind(queries, "queries"),
+                  "w_q must have the dtype of queries");
+  check_place(*projection, "w_q");
+  owned_.push_back(torch::stable::contiguous(*projection));
+  w_q = owned_.back().const_data_ptr();
 }
 
 void Inputs::check_place(const Tensor& tensor, const char* name) const {

@@ -26,7 +26,8 @@ constexpr int64_t kSmall = 524288;
 // memory on in the order of the stream.
 struct Inputs {
   Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p);
+         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
+         const Tensor* projection = nullptr);
 
   bool empty() const { return problem.B == 0 || problem.Tq == 0 || problem.Tk == 0; }
   // A gradient that came in: of the shape and dtype of the result it belongs to, or none.
@@ -37,6 +38,7 @@ struct Inputs {
   Device current() const;
 
   Problem problem;
+  const void* w_q = nullptr;  // of a projection (H,Dq) that was given: then queries are (B,Tq,Dq)
   Kind kind;
   int device;
 

@@ -60,6 +60,10 @@ struct Device {
 
 struct Forward {
   Problem p;
+  // A decoder step from queries (B,Tq,Dq) that are not projected yet: W_q (H,Dq), contiguous, of T.
+  // Null: they are.
+  const void* w_q = nullptr;
+  int64_t Dq = 0;
   void* context = nullptr;  // (B,Tq,Dv) of T, contiguous
   void* weights = nullptr;  // (B,Tq,Tk) of W, contiguous; null: not wanted
 };
@@ -78,6 +82,8 @@ struct Backward {
 // The launches of one kind. The workspace needs no preparation and is free again when they are
 // done. B, Tq and Tk are at least one.
 struct Kernels {
+  // Whether forward is one launch of decode_forward, which alone projects queries.
+  bool (*is_decode)(const Forward&, const Device&);
   int64_t (*forward_workspace)(const Forward&, const Device&);
   void (*forward)(const Forward&, const Device&, void* workspace);
   int64_t (*backward_workspace)(const Backward&);

@@ -28,10 +28,41 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
   Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(queries));
   if (p.Tk == 0) return {torch::stable::zero_(context), weights};
   if (in.empty()) return {context, weights};
-  const Forward f{p, context.mutable_data_ptr(),
-                  need_weights ? weights.mutable_data_ptr() : nullptr};
+  Forward f{p};
+  f.context = context.mutable_data_ptr();
+  f.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
   const Kernels& k = kernels(in.kind);
   const Device device = in.current();
+  Tensor workspace = in.new_tensor({k.forward_workspace(f, device)}, ScalarType::Byte);
+  k.forward(f, device, workspace.mutable_data_ptr());
+  return {context, weights};
+}
+
+// A decoder step from raw queries (B,Tq,Dq): W_q (H,Dq) inside the one launch where there is only
+// one, else a product of torch before it. Without gradients.
+std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q, const Tensor& keys,
+                                       const Tensor& values, const Tensor& w_v,
+                                       MaybeTensor valid_lens, bool need_weights) {
+  STD_TORCH_CHECK(queries.dim() == 3 && w_q.dim() == 2 && w_q.size(1) == queries.size(2),
+                  "w_q must have shape (H, features of queries)");
+  const auto projected = [&] {
+    const Tensor a = torch::stable::matmul(queries, torch::stable::transpose(w_q, 0, 1));
+    return attend(a, keys, std::nullopt, std::nullopt, values, w_v, valid_lens, std::nullopt, 0.0,
+                  need_weights);
+  };
+  const Inputs in(queries, keys, values, w_v, valid_lens, std::nullopt, 0.0, &w_q);
+  const Problem& p = in.problem;
+  if (in.empty() || queries.size(2) == 0) return projected();
+  const DeviceGuard guard(in.device);
+  Forward f{p, in.w_q, queries.size(2)};
+  const Kernels& k = kernels(in.kind);
+  const Device device = in.current();
+  if (!k.is_decode(f, device)) return projected();
+  Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
+  const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
+  Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(queries));
+  f.context = context.mutable_data_ptr();
+  f.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
   Tensor workspace = in.new_tensor({k.forward_workspace(f, device)}, ScalarType::Byte);
   k.forward(f, device, workspace.mutable_data_ptr());
   return {context, weights};
@@ -86,6 +117,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(bahdanau_fast, m) {
       "Tensor w_v, Tensor? valid_lens, Tensor? seed, float dropout_p, bool need_weights) -> "
       "(Tensor context, Tensor weights)");
   m.def(
+      "attend_step_cuda(Tensor queries, Tensor w_q, Tensor keys, Tensor values, Tensor w_v, "
+      "Tensor? valid_lens, bool need_weights) -> (Tensor context, Tensor weights)");
+  m.def(
       "attend_backward_cuda(Tensor queries, Tensor keys, Tensor? table, Tensor? keys_max, "
       "Tensor values, Tensor w_v, Tensor? valid_lens, Tensor? seed, float dropout_p, "
       "Tensor weights, Tensor? grad_context, Tensor? grad_weights, int needs) -> "
@@ -94,6 +128,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(bahdanau_fast, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {
   m.impl("attend_cuda", TORCH_BOX(&attend));
+  m.impl("attend_step_cuda", TORCH_BOX(&attend_step));
   m.impl("attend_backward_cuda", TORCH_BOX(&attend_backward));
 }
 

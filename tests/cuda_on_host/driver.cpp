@@ -55,8 +55,8 @@ struct Tensor {
 struct Request {
   int64_t backward = number(), multiprocessors = number(), wanted = number();
   Problem p;
-  Tensor queries, keys, values, w, lens;
-  int64_t lens_type = number(), dropped = number(), seed = number();
+  Tensor queries, keys, values, w, w_q, lens;
+  int64_t features = number(), lens_type = number(), dropped = number(), seed = number();
 
   Request() {
     p.queries = queries.view();
@@ -79,7 +79,11 @@ struct Request {
 void forward(const Request& r, const Kernels& k, int64_t size, int64_t weight_size) {
   const Problem& p = r.p;
   Bytes context(p.B * p.Tq * p.Dv * size), weights(r.wanted * p.B * p.Tq * p.Tk * weight_size);
-  const Forward f{p, context.data.get(), r.wanted ? weights.data.get() : nullptr};
+  Forward f{p};
+  f.context = context.data.get();
+  f.weights = r.wanted ? weights.data.get() : nullptr;
+  f.w_q = r.w_q.view().data;
+  f.Dq = r.features;
   const Device device{int(r.multiprocessors), nullptr};
   Bytes workspace(k.forward_workspace(f, device));
   k.forward(f, device, workspace.data.get());
