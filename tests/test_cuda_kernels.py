@@ -179,23 +179,42 @@ def test_nan_is_not_lost(drivers, queries, where):
     assert torch.isfinite(context[1]).all()
 
 
+def check_step(drivers, args, keys, **more):
+    """A step against the reference on keys that are projected exactly."""
+    raw, w_q, _, values, w_v, valid_lens = args
+    got = attend_step(drivers.__getitem__, *args, **more)
+    exact = [x.double() for x in (raw, w_q, values, w_v)]
+    want = reference.attend(exact[0] @ exact[1].T, keys, *exact[2:], valid_lens)
+    # A score sums H terms of at most |w|, each off by a few roundings of the type sums are taken
+    # in; the absolute error of a score is the relative one of a weight.
+    summed = torch.finfo(torch.float64 if raw.dtype.itemsize > 2 else torch.float32).eps
+    relative = 8 * summed * float(w_v.double().abs().sum())
+    for ours, truth in zip(got, want, strict=True):
+        allowed = (2 * torch.finfo(ours.dtype).eps + relative) * float(truth.abs().max())
+        assert float((ours.double() - truth).abs().max()) <= allowed
+
+
 @pytest.mark.parametrize("features", [7, 64])
 @pytest.mark.parametrize("queries", [1, 6])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_step_projects_its_queries(drivers, dtype, queries, features):
     _, keys, values, w_v = (x.detach() for x in problem(1, 70, 40, 33, dtype))
     raw, w_q = torch.randn(2, queries, features).to(dtype), torch.randn(40, features).to(dtype)
-    args = raw, w_q, keys, values, w_v, lens(70, 9)
-    got = attend_step(drivers.__getitem__, *args)
-    exact = [x.double() for x in args]
-    want = reference.attend(exact[0] @ exact[1].T, *exact[2:5], args[5])
-    # A score sums H terms of at most |w|, each off by a few roundings of the type sums are taken
-    # in; the absolute error of a score is the relative one of a weight.
-    summed = torch.finfo(torch.float64 if dtype.itemsize > 2 else torch.float32).eps
-    relative = 8 * summed * float(w_v.double().abs().sum())
-    for ours, truth in zip(got, want, strict=True):
-        allowed = (2 * torch.finfo(ours.dtype).eps + relative) * float(truth.abs().max())
-        assert float((ours.double() - truth).abs().max()) <= allowed
+    check_step(drivers, (raw, w_q, keys, values, w_v, lens(70, 9)), keys.double())
+
+
+@pytest.mark.parametrize(("features", "hidden"), [(7, 33), (64, 300), (104, 32)])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_step_projects_its_keys_too(drivers, dtype, queries, features, hidden):
+    _, keys, values, _ = (x.detach() for x in problem(1, 150, features, 33, dtype))
+    w_v, bias = torch.randn(1, hidden).to(dtype), torch.randn(hidden).to(dtype)
+    raw, w_q = torch.randn(2, queries, 9).to(dtype), torch.randn(hidden, 9).to(dtype)
+    w_k = (torch.randn(hidden, features) * features**-0.5).to(dtype)
+    exact = F.linear(keys.double(), w_k.double(), bias.double())
+    for multiprocessors in (1, 4):  # a block takes three tiles of 64 keys, or one
+        args = (raw, w_q, keys, values, w_v, lens(150, 70))
+        check_step(drivers, args, exact, w_k=w_k, bias=bias, multiprocessors=multiprocessors)
 
 
 # ---- races and overruns --------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 #include "grad_tanh.h"
 #include "interface.h"
 #include "matmul.h"
+#include "raw_keys.h"
 #include "scores.h"
 
 namespace bahdanau_fast::gpu {
@@ -24,12 +25,24 @@ struct Attend {
                        : DecodeShared<T, A, 4>(nullptr, d).bytes;
   }
 
+  static int64_t raw_shared(const RawKeys& r) {
+    if constexpr (sizeof(T) == 2)
+      return r.d.p.Tq == 1 ? RawShared<T, 1>(nullptr, r).bytes : RawShared<T, 4>(nullptr, r).bytes;
+    return 0;
+  }
+
+  static RawKeys raw_keys(const Forward& f, const DecodeForward& d) {
+    return {d, f.w_k, f.bias, f.Dk};
+  }
+
   // Rows are split where they alone would leave much of the GPU idle, and where the scores of a
   // whole one take too much room. False: too large for one block, or too many queries.
   static bool plan_decode(const Forward& f, const Device& device, DecodeForward* d) {
     const Problem& p = f.p;
-    if (p.Tq > kDecodeQueries) return false;
-    const int64_t smallest = 32, room = 32 * 1024 / (p.Tq * int64_t(sizeof(A)));
+    const bool raw = f.w_k != nullptr;
+    if (p.Tq > (raw ? kRawQueries : kDecodeQueries) || (raw && sizeof(T) != 2)) return false;
+    const int64_t smallest = raw ? kRawTile : 32;
+    const int64_t room = 32 * 1024 / (p.Tq * int64_t(sizeof(A)));
     int64_t splits = smaller(128, device.multiprocessors * int64_t(3) / 4 / p.B);
     splits = larger(1, smaller(splits, p.Tk / smallest));
     splits = larger(splits, ceil_div(p.Tk, room));
@@ -37,8 +50,9 @@ struct Attend {
     d->w_q = f.w_q;
     d->Dq = f.Dq;
     d->split = ceil_div(p.Tk, splits);
+    if (raw) d->split = ceil_div(d->split, kRawTile) * kRawTile;
     d->splits = ceil_div(p.Tk, d->split);
-    return decode_shared(*d) <= kSharedLimit;
+    return (raw ? raw_shared(raw_keys(f, *d)) : decode_shared(*d)) <= kSharedLimit;
   }
 
   // Pieces of the workspace; with a null base, their size.
@@ -58,7 +72,7 @@ struct Attend {
     return from.used;
   }
 
-  static bool is_decode(const Forward& f, const Device& device) {
+  static bool is_one_launch(const Forward& f, const Device& device) {
     DecodeForward d;
     return plan_decode(f, device, &d);
   }
@@ -81,8 +95,16 @@ struct Attend {
   static void decode(DecodeForward* d, const Forward& f, const Device& device, void* workspace) {
     lay_out(d, f, static_cast<char*>(workspace));
     if (d->splits > 1) fill_zero(d->arrived, f.p.B * int64_t(sizeof(unsigned)), device.stream);
-    const Launch at{"decode_forward", f.p.B * d->splits, kDecodeThreads, decode_shared(*d),
-                    device.stream};
+    const int64_t blocks = f.p.B * d->splits;
+    if constexpr (sizeof(T) == 2) {
+      if (f.w_k != nullptr) {
+        const RawKeys r = raw_keys(f, *d);
+        const Launch at{"raw_keys_forward", blocks, kDecodeThreads, raw_shared(r), device.stream};
+        return f.p.Tq == 1 ? launch(raw_keys_forward<T, 1>, at, r)
+                           : launch(raw_keys_forward<T, 4>, at, r);
+      }
+    }
+    const Launch at{"decode_forward", blocks, kDecodeThreads, decode_shared(*d), device.stream};
     if (f.p.Tq == 1)
       launch(decode_forward<T, A, 1>, at, *d);
     else
@@ -197,7 +219,7 @@ struct Attend {
 
 template <class T, class A>
 constexpr Kernels kernels_of() {
-  return {Attend<T, A>::is_decode, Attend<T, A>::forward_workspace, Attend<T, A>::forward,
+  return {Attend<T, A>::is_one_launch, Attend<T, A>::forward_workspace, Attend<T, A>::forward,
           Attend<T, A>::backward_workspace, Attend<T, A>::backward};
 }
 

@@ -45,7 +45,7 @@ struct DecodeShared {
 
   __host__ __device__ DecodeShared(char* base, const DecodeForward& d) {
     Carver from{base};
-    width = ceil_div(d.p.H, kUnits<T>) * kUnits<T>;
+    width = ceil_div(d.p.H, 32) * 32;
     queries = from.take<A>(QT * width);
     w = from.take<A>(width);
     scores = from.take<A>(d.p.Tq * d.split);
@@ -116,6 +116,7 @@ struct DecodeTask {
 
   // Queries [i0, i0 + QT) and w into shared memory, the exponentials of the queries where the
   // form has them.
+  template <bool exponentials>
   __device__ Form load_queries(int64_t i0) {
     if (d.w_q != nullptr) {
       const bool weight = in_vectors<T>({d.w_q, 0, d.Dq}, d.Dq);
@@ -139,7 +140,7 @@ struct DecodeTask {
       largest_w = fabs(x) > largest_w || x != x ? fabs(x) : largest_w;
     }
     Form form = Form::direct;
-    if constexpr (QT > 1 && sizeof(T) == 2) {
+    if constexpr (QT > 1 && sizeof(T) == 2 && exponentials) {
       largest = block_max(largest, mine.scratch);
       largest_w = block_max(largest_w, mine.scratch);
       if (largest <= kClamped && largest_w <= kLargestW) form = Form::clamped;
@@ -211,7 +212,7 @@ struct DecodeTask {
   __device__ void score() {
     for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) {
       __syncthreads();
-      const Form form = load_queries(i0);
+      const Form form = load_queries<true>(i0);
       int64_t keys = 0;
       for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i)
         if (!uniform(i)) keys = larger(keys, count(i));
@@ -303,6 +304,16 @@ struct DecodeTask {
     }
   }
 
+  // From the scores of the split to the results.
+  __device__ void finish() {
+    softmax();
+    if (in_vectors<T>(p.values, p.Dv))
+      weigh_values<true>();
+    else
+      weigh_values<false>();
+    if (d.splits > 1 && is_last()) combine();
+  }
+
   // True in the block of a batch row that comes last; what the others wrote can be seen there.
   __device__ bool is_last() {
     __threadfence();
@@ -351,12 +362,7 @@ __global__ void __launch_bounds__(kDecodeThreads, QT == 1 ? 2 : 1)
   DecodeTask<T, A, QT> task(d);
   task.count_keys();
   task.score();
-  task.softmax();
-  if (in_vectors<T>(d.p.values, d.p.Dv))
-    task.template weigh_values<true>();
-  else
-    task.template weigh_values<false>();
-  if (d.splits > 1 && task.is_last()) task.combine();
+  task.finish();
 }
 
 }  // namespace bahdanau_fast::gpu

@@ -14,6 +14,15 @@ namespace bahdanau_fast::gpu {
 
 constexpr int kWarp = 32;
 
+struct alignas(16) Bytes16 {
+  uint32_t word[4];
+};
+
+template <class T>
+constexpr bool is_bf16 = false;
+template <>
+inline constexpr bool is_bf16<bf16> = true;
+
 // One argument: a kernel's parameters, by value. Blocks are counted along x alone.
 struct Launch {
   const char* name;
@@ -77,13 +86,26 @@ __device__ __forceinline__ double from_bits(uint32_t low, uint32_t high) {
   return __hiloint2double(int(high), int(low));
 }
 
-struct alignas(16) Bytes16 {
-  uint32_t word[4];
-};
 // 16 bytes nobody writes during the launch; p is a multiple of 16.
 __device__ __forceinline__ Bytes16 load16(const void* p) {
   const uint4 x = __ldg(static_cast<const uint4*>(p));
   return {{x.x, x.y, x.z, x.w}};
+}
+
+// sums (16,8) += a (16,16) b (16,8), spread over the warp as mma.m16n8k16 has it.
+template <class T>
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+#define BF_MMA(type)                                               \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (is_bf16<T>)
+    BF_MMA("bf16");
+  else
+    BF_MMA("f16");
+#undef BF_MMA
 }
 
 __device__ __forceinline__ char* shared_memory() {

@@ -64,6 +64,11 @@ struct Forward {
   // Null: they are.
   const void* w_q = nullptr;
   int64_t Dq = 0;
+  // From keys (B,Tk,Dk) that are not projected yet: W_k (H,Dk), contiguous, and maybe a bias (H),
+  // of T. Null: they are.
+  const void* w_k = nullptr;
+  const void* bias = nullptr;
+  int64_t Dk = 0;
   void* context = nullptr;  // (B,Tq,Dv) of T, contiguous
   void* weights = nullptr;  // (B,Tq,Tk) of W, contiguous; null: not wanted
 };
@@ -82,8 +87,8 @@ struct Backward {
 // The launches of one kind. The workspace needs no preparation and is free again when they are
 // done. B, Tq and Tk are at least one.
 struct Kernels {
-  // Whether forward is one launch of decode_forward, which alone projects queries.
-  bool (*is_decode)(const Forward&, const Device&);
+  // Whether forward can be one launch, which alone projects what is not projected.
+  bool (*is_one_launch)(const Forward&, const Device&);
   int64_t (*forward_workspace)(const Forward&, const Device&);
   void (*forward)(const Forward&, const Device&, void* workspace);
   int64_t (*backward_workspace)(const Backward&);

@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q,
   Forward f{p, in.w_q, queries.size(2)};
   const Kernels& k = kernels(in.kind);
   const Device device = in.current();
-  if (!k.is_decode(f, device)) return projected();
+  if (!k.is_one_launch(f, device)) return projected();
   Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
   Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(queries));

@@ -150,17 +150,17 @@ def _tensor(x, columns=True):
     )
 
 
-def _problem(backward, wanted, inputs, seed, dropout_p, multiprocessors, w_q=None):
+def _problem(backward, wanted, inputs, seed, dropout_p, multiprocessors, projections=(None,) * 3):
     queries, keys, values, w_v, lens = inputs
     (b, tq, features), (_, tk, dv) = queries.shape, values.shape
-    h = keys.shape[-1]
+    h = w_v.numel()
     lens_type = 0 if lens is None else 1 + LENS.index(str(lens.dtype).removeprefix("torch."))
     return b"".join(
         [
             _integers(backward, multiprocessors, wanted),
-            *map(_tensor, (queries, keys, values, w_v.reshape(-1).contiguous(), w_q)),
+            *map(_tensor, (queries, keys, values, w_v.reshape(-1).contiguous(), *projections)),
             _tensor(lens, columns=False),
-            _integers(features, lens_type, seed is not None, seed or 0),
+            _integers(features, keys.shape[-1], lens_type, seed is not None, seed or 0),
             struct.pack("<d", dropout_p),
             _integers(b, tq, tk, h, dv),
         ]
@@ -211,13 +211,15 @@ def _bits(x):
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-def attend_step(host_of, queries, w_q, keys, values, w_v, lens, multiprocessors=4):
-    """The same without gradients, from queries that the kernel projects itself."""
+def attend_step(
+    host_of, queries, w_q, keys, values, w_v, lens, w_k=None, bias=None, multiprocessors=4
+):
+    """The same without gradients, from queries (and keys) that the kernel projects itself."""
     (b, tq, _), (_, tk, dv) = queries.shape, values.shape
     held = torch.float64 if queries.dtype == torch.float64 else torch.float32
     inputs = (queries, keys, values, w_v, lens)
-    request = _problem(0, 1, inputs, None, 0.0, multiprocessors, w_q.contiguous())
-    host = host_of(kind_of(queries.dtype, b * tq * tk * keys.shape[-1]))
+    request = _problem(0, 1, inputs, None, 0.0, multiprocessors, (w_q, w_k, bias))
+    host = host_of(kind_of(queries.dtype, b * tq * tk * w_v.numel()))
     return host.ask(request, [(queries.dtype, (b, tq, dv)), (held, (b, tq, tk))])
 
 

@@ -80,6 +80,7 @@ struct Barrier {
 struct Warp {
   Barrier barrier;
   unsigned char slots[2][32][8];
+  uint32_t parts[2][32][6];
 };
 
 struct Fiber {
@@ -348,9 +349,6 @@ inline void narrow(float x, bf16* out) {
   out->bits = x != x ? 0x7fff : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-struct alignas(16) Bytes16 {
-  uint32_t word[4];
-};
 inline Bytes16 load16(const void* p) {
   if (reinterpret_cast<uintptr_t>(p) % 16 != 0) {
     std::fprintf(stderr, "a misaligned load of 16 bytes\n");
@@ -359,6 +357,33 @@ inline Bytes16 load16(const void* p) {
   Bytes16 x;
   std::memcpy(&x, p, sizeof x);
   return x;
+}
+
+inline float widen(bf16 x);
+
+// The tensor cores' product: every lane lays its parts open and adds up its own four results.
+template <class T>
+void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  host::Fiber& me = host::self();
+  host::Warp& warp = *host::block().warps[me.thread.x / 32];
+  auto& parts = warp.parts[me.turn ^= 1];
+  const unsigned lane = me.thread.x % 32;
+  const uint32_t own[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  std::memcpy(parts[lane], own, sizeof own);
+  host::wait(warp.barrier, 32);
+  const auto half = [&](unsigned of, unsigned part, unsigned k) {
+    T x;
+    x.bits = uint16_t(parts[of][part] >> (k % 2 * 16));
+    return widen(x);
+  };
+  for (unsigned result = 0; result < 4; ++result) {
+    const unsigned row = lane / 4, column = lane % 4 * 2 + result % 2;
+    for (unsigned k = 0; k < 16; ++k) {
+      const unsigned at = k % 8 / 2, upper = k / 8;
+      sums[result] +=
+          half(row * 4 + at, result / 2 + 2 * upper, k) * half(column * 4 + at, 4 + upper, k);
+    }
+  }
 }
 
 inline char* shared_memory() { return host::block().shared.get(); }

@@ -55,8 +55,9 @@ struct Tensor {
 struct Request {
   int64_t backward = number(), multiprocessors = number(), wanted = number();
   Problem p;
-  Tensor queries, keys, values, w, w_q, lens;
-  int64_t features = number(), lens_type = number(), dropped = number(), seed = number();
+  Tensor queries, keys, values, w, w_q, w_k, bias, lens;
+  int64_t features = number(), key_features = number(), lens_type = number(), dropped = number(),
+          seed = number();
 
   Request() {
     p.queries = queries.view();
@@ -84,7 +85,11 @@ void forward(const Request& r, const Kernels& k, int64_t size, int64_t weight_si
   f.weights = r.wanted ? weights.data.get() : nullptr;
   f.w_q = r.w_q.view().data;
   f.Dq = r.features;
+  f.w_k = r.w_k.view().data;
+  f.bias = r.bias.view().data;
+  f.Dk = r.key_features;
   const Device device{int(r.multiprocessors), nullptr};
+  if (f.w_k != nullptr && !k.is_one_launch(f, device)) std::abort();
   Bytes workspace(k.forward_workspace(f, device));
   k.forward(f, device, workspace.data.get());
   context.give();
