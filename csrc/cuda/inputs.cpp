@@ -86,7 +86,7 @@ const Kernels& kernels(Kind kind) {
 
 Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
                const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
-               const Tensor* projection) {
+               const std::optional<Projections>& projections) {
   STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
   device = queries.get_device_index();
   kind = storage_kind(queries, "queries");
@@ -101,15 +101,17 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, 
   Problem& p = problem;
   p.B = queries.size(0);
   p.Tq = queries.size(1);
-  p.H = projection != nullptr ? projection->size(0) : queries.size(2);
+  p.H = w_v.numel();
   p.Tk = keys.size(1);
   p.Dv = values.size(2);
-  STD_TORCH_CHECK(keys.size(0) == p.B && keys.size(2) == p.H,
+  STD_TORCH_CHECK(w_v.dim() >= 1 && w_v.size(-1) == p.H, "w_v must have shape (1, H) or (H,)");
+  STD_TORCH_CHECK(projections.has_value() || queries.size(2) == p.H,
+                  "w_v must have as many elements as queries have hidden units");
+  const bool projected = !projections.has_value() || !projections->w_k.has_value();
+  STD_TORCH_CHECK(keys.size(0) == p.B && (!projected || keys.size(2) == p.H),
                   "keys must have the batch and hidden size of queries");
   STD_TORCH_CHECK(values.size(0) == p.B && values.size(1) == p.Tk,
                   "values must have the batch size and length of keys");
-  STD_TORCH_CHECK(w_v.numel() == p.H && w_v.dim() >= 1 && w_v.size(-1) == p.H,
-                  "w_v must have shape (1, H) or (H,)");
   STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p must be between 0 and 1");
   if (kind == Kind::f32 && p.B * p.Tq * p.Tk * p.H <= kSmall) kind = Kind::f32_in_f64;
   p.dropout_p = dropout_p;
@@ -128,12 +130,28 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, 
   p.values = view_of(values);
   owned_.push_back(torch::stable::contiguous(w_v));
   p.w = owned_.back().const_data_ptr();
-  if (projection == nullptr) return;
-  STD_TORCH_CHECK(storage_kind(*projection, "w_q") == storage_kind(queries, "queries"),
-                  "w_q must have the dtype of queries");
-  check_place(*projection, "w_q");
-  owned_.push_back(torch::stable::contiguous(*projection));
-  w_q = owned_.back().const_data_ptr();
+  if (projections.has_value()) set_projections(*projections, queries, keys);
+  forward.p = p;
+}
+
+const void* Inputs::weight_of(const Tensor& tensor, const char* name,
+                              const std::vector<int64_t>& shape) {
+  bool fits = tensor.dim() == int64_t(shape.size());
+  for (size_t i = 0; fits && i < shape.size(); ++i) fits = tensor.size(i) == shape[i];
+  STD_TORCH_CHECK(fits && tensor.scalar_type() == owned_.front().scalar_type(), name,
+                  " must fit the projection and have the dtype of queries");
+  check_place(tensor, name);
+  owned_.push_back(torch::stable::contiguous(tensor));
+  return owned_.back().const_data_ptr();
+}
+
+void Inputs::set_projections(const Projections& given, const Tensor& queries, const Tensor& keys) {
+  const int64_t H = problem.H;
+  forward.Dq = queries.size(2);
+  forward.Dk = keys.size(2);
+  forward.w_q = weight_of(given.w_q, "w_q", {H, forward.Dq});
+  if (given.w_k.has_value()) forward.w_k = weight_of(*given.w_k, "w_k", {H, forward.Dk});
+  if (given.bias.has_value()) forward.bias = weight_of(*given.bias, "bias", {H});
 }
 
 void Inputs::check_place(const Tensor& tensor, const char* name) const {

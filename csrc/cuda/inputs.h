@@ -22,12 +22,18 @@ using MaybeTensor = std::optional<Tensor>;
 // CPU: only the rounding of the result is left as an error.
 constexpr int64_t kSmall = 524288;
 
+// What queries, and maybe keys, are still to be multiplied by.
+struct Projections {
+  Tensor w_q;             // (H,Dq)
+  MaybeTensor w_k, bias;  // (H,Dk), (H)
+};
+
 // Everything a Problem points to, kept alive until the launches are queued: the allocator hands
 // memory on in the order of the stream.
 struct Inputs {
   Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
          const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
-         const Tensor* projection = nullptr);
+         const std::optional<Projections>& projections = std::nullopt);
 
   bool empty() const { return problem.B == 0 || problem.Tq == 0 || problem.Tk == 0; }
   // A gradient that came in: of the shape and dtype of the result it belongs to, or none.
@@ -38,11 +44,13 @@ struct Inputs {
   Device current() const;
 
   Problem problem;
-  const void* w_q = nullptr;  // of a projection (H,Dq) that was given: then queries are (B,Tq,Dq)
+  Forward forward;  // without its results
   Kind kind;
   int device;
 
  private:
+  void set_projections(const Projections& given, const Tensor& queries, const Tensor& keys);
+  const void* weight_of(const Tensor& tensor, const char* name, const std::vector<int64_t>& shape);
   void set_lens(const MaybeTensor& valid_lens);
   void check_place(const Tensor& tensor, const char* name) const;
   View view_of(const Tensor& tensor);

@@ -1,6 +1,7 @@
 // The operators of bahdanau_fast/ops.py for CUDA tensors. Knows torch, knows no math.
 #include <torch/csrc/stable/library.h>
 
+#include <array>
 #include <tuple>
 
 #include "inputs.h"
@@ -28,7 +29,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
   Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(queries));
   if (p.Tk == 0) return {torch::stable::zero_(context), weights};
   if (in.empty()) return {context, weights};
-  Forward f{p};
+  Forward f = in.forward;
   f.context = context.mutable_data_ptr();
   f.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
   const Kernels& k = kernels(in.kind);
@@ -38,26 +39,34 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
   return {context, weights};
 }
 
-// A decoder step from raw queries (B,Tq,Dq): W_q (H,Dq) inside the one launch where there is only
-// one, else a product of torch before it. Without gradients.
+// torch.nn.functional.linear
+Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// Context and weights from queries (B,Tq,Dq) that are not projected yet, and from keys that are or,
+// with W_k and maybe a bias, (B,Tk,Dk) that are not: in one launch where the kernels can, else
+// after torch's products. Without gradients and dropout.
 std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q, const Tensor& keys,
-                                       const Tensor& values, const Tensor& w_v,
-                                       MaybeTensor valid_lens, bool need_weights) {
-  STD_TORCH_CHECK(queries.dim() == 3 && w_q.dim() == 2 && w_q.size(1) == queries.size(2),
-                  "w_q must have shape (H, features of queries)");
-  const auto projected = [&] {
-    const Tensor a = torch::stable::matmul(queries, torch::stable::transpose(w_q, 0, 1));
-    return attend(a, keys, std::nullopt, std::nullopt, values, w_v, valid_lens, std::nullopt, 0.0,
-                  need_weights);
-  };
-  const Inputs in(queries, keys, values, w_v, valid_lens, std::nullopt, 0.0, &w_q);
+                                       MaybeTensor w_k, MaybeTensor bias, const Tensor& values,
+                                       const Tensor& w_v, MaybeTensor valid_lens,
+                                       bool need_weights) {
+  const Inputs in(queries, keys, values, w_v, valid_lens, std::nullopt, 0.0,
+                  Projections{w_q, w_k, bias});
   const Problem& p = in.problem;
-  if (in.empty() || queries.size(2) == 0) return projected();
   const DeviceGuard guard(in.device);
-  Forward f{p, in.w_q, queries.size(2)};
-  const Kernels& k = kernels(in.kind);
   const Device device = in.current();
-  if (!k.is_one_launch(f, device)) return projected();
+  const Kernels& k = kernels(in.kind);
+  Forward f = in.forward;
+  if (in.empty() || f.Dq == 0 || !k.is_one_launch(f, device)) {
+    const Tensor c = w_k.has_value() ? linear(keys, *w_k, bias) : keys;
+    return attend(linear(queries, w_q, std::nullopt), c, std::nullopt, std::nullopt, values, w_v,
+                  valid_lens, std::nullopt, 0.0, need_weights);
+  }
   Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
   Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(queries));
@@ -117,8 +126,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(bahdanau_fast, m) {
       "Tensor w_v, Tensor? valid_lens, Tensor? seed, float dropout_p, bool need_weights) -> "
       "(Tensor context, Tensor weights)");
   m.def(
-      "attend_step_cuda(Tensor queries, Tensor w_q, Tensor keys, Tensor values, Tensor w_v, "
-      "Tensor? valid_lens, bool need_weights) -> (Tensor context, Tensor weights)");
+      "attend_step_cuda(Tensor queries, Tensor w_q, Tensor keys, Tensor? w_k, Tensor? bias, "
+      "Tensor values, Tensor w_v, Tensor? valid_lens, bool need_weights) -> "
+      "(Tensor context, Tensor weights)");
   m.def(
       "attend_backward_cuda(Tensor queries, Tensor keys, Tensor? table, Tensor? keys_max, "
       "Tensor values, Tensor w_v, Tensor? valid_lens, Tensor? seed, float dropout_p, "
