@@ -62,7 +62,7 @@ NVCC_FLAGS = [
 # GPUs compile at load; "all" is what a wheel for everybody holds. Unset: the GPUs that are there,
 # else DEFAULT_ARCHS, which loads on everything from sm_80 on and builds in a few minutes.
 ALL_ARCHS = "8.0 8.6 8.9 9.0a 10.0 12.0+PTX"
-DEFAULT_ARCHS = "9.0a 8.0+PTX_ONLY"
+DEFAULT_ARCHS = "9.0a 8.0+PTX"
 
 
 class BuildError(Exception):
@@ -233,12 +233,11 @@ def gencodes() -> list[str]:
         wanted = " ".join(f"{a}.{b}{'a' if a == 9 else ''}" for a, b in sorted(set(there)))
     flags = []
     for arch in re.split(r"[ ;,]+", wanted.strip() or DEFAULT_ARCHS):
-        known = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX|\+PTX_ONLY)?", arch)
+        known = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", arch)
         if known is None or int(known[1]) < 8:
             raise BuildError(f"TORCH_CUDA_ARCH_LIST must name GPUs from 8.0 on, got {arch!r}")
         number = known[1] + known[2] + known[3]
-        if known[4] != "+PTX_ONLY":
-            flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
         if known[4]:
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return flags

@@ -9,10 +9,11 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from contract import CONTRACT, LARGE, lens
 from cuda_on_host import KERNELS, Host, attend, attend_step
+from drawing import cases, drawn
 from hypothesis import given, settings
 from parity import DTYPES, Case, check
-from test_parity import CONTRACT, LARGE, cases, drawn, lens
 
 from bahdanau_fast import reference
 
