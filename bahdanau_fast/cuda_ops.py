@@ -1,4 +1,4 @@
-"""The CUDA C++ backend: importing this module makes it an implementation of the operators."""
+"""The CUDA C++ backend as an implementation of the operators."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from torch import Tensor
 
 from bahdanau_fast import ops
 
-__all__ = ["attend_step"]
+__all__ = ["attend_step", "register"]
 
-_kernels = torch.ops.bahdanau_fast
-ops.implement(
-    "cuda", _kernels.attend_cuda.default._op, _kernels.attend_backward_cuda.default._op, "CUDA"
-)
-_step: Callable[..., tuple[Tensor, Tensor]] = _kernels.attend_step_cuda.default._op
+_step: Callable[..., tuple[Tensor, Tensor]]
+
+
+def register() -> None:
+    """Make the operators of the extension, which is loaded, serve CUDA tensors."""
+    global _step
+    kernels = torch.ops.bahdanau_fast
+    forward, backward = kernels.attend_cuda.default._op, kernels.attend_backward_cuda.default._op
+    ops.implement("cuda", forward, backward, "CUDA")
+    _step = kernels.attend_step_cuda.default._op
 
 
 def attend_step(

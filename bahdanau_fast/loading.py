@@ -46,11 +46,13 @@ def cuda_problem() -> str | None:
     try:
         _check_whole("bahdanau_fast._C_cuda")
         importlib.import_module("bahdanau_fast._C_cuda")
-        importlib.import_module("bahdanau_fast.cuda_ops")
     except ModuleNotFoundError:
         return "the CUDA extension is not built (install with nvcc of torch's CUDA present)"
     except (ImportError, OSError) as error:
         return f"the CUDA extension is there but does not load: {_first_line(error)}"
+    from bahdanau_fast import cuda_ops
+
+    cuda_ops.register()
     return None
 
 

@@ -7,17 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
 import bahdanau_fast as bf
+from benchmarks import cuda_budgets
+from benchmarks.sass import hot
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = sorted((ROOT / "csrc" / "cuda").glob("kernels_*.cu"))
-OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not on this machine")
 
@@ -75,55 +74,27 @@ built = pytest.mark.skipif(
 )
 
 
-def reports():
-    """(entry, arch, stack, spill stores, spill loads, registers) by source, as ptxas said them."""
-    pattern = (
-        r"Compiling entry function '(\w+)' for 'sm_(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes "
-        r"spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
-    )
-    return {
-        source.stem: re.findall(pattern, (OBJECTS / f"{source.stem}.txt").read_text(), re.DOTALL)
-        for source in KERNELS
-    }
-
-
 @built
 def test_no_kernel_spills():
-    spilling = {}
-    for name, kernels in reports().items():
-        archs = {arch for _, arch, *_ in kernels}
-        if not torch.cuda.is_available() or os.environ.get("CI"):
-            assert {"80", "90a"} <= archs
-        each = 14 if name in ("kernels_bf16", "kernels_f16") else 12
-        assert len(kernels) == each * len(archs) > 0, name
-        for entry, arch, stack, stores, loads, registers in kernels:
-            if (stack, stores, loads) != ("0", "0", "0") or int(registers) > 255:
-                spilling[entry, arch] = (stack, stores, loads)
-    assert not spilling
-
-
-def tool(name):
-    """A tool of the CUDA toolkit, or the one that Triton's package carries."""
-    spec = importlib.util.find_spec("triton")
-    packaged = Path(spec.origin).parent / "backends/nvidia/bin" / name if spec else None
-    return shutil.which(name) or (packaged if packaged and packaged.exists() else None)
+    found = cuda_budgets.kernels()
+    archs = {kernel.arch for kernel in found}
+    assert archs
+    if not torch.cuda.is_available() or os.environ.get("CI"):
+        assert {"80", "90a"} <= archs
+    for kind in cuda_budgets.KINDS:
+        each = 14 if kind in ("bf16", "f16") else 12
+        assert sum(kernel.kind == kind for kernel in found) == each * len(archs), kind
+    assert [k for k in found if k.spills or k.stack or k.registers > 255] == []
 
 
 @pytest.fixture(scope="module")
-def machine_code(tmp_path_factory):
-    """Kernel name and template arguments -> SASS on the newest GPU compiled for, of bf16."""
-    if tool("nvdisasm") is None or tool("cuobjdump") is None:
+def machine_code():
+    """Mangled name -> SASS of the bf16 kernels for the newest GPU that was compiled for."""
+    newest = max((k.arch for k in cuda_budgets.kernels()), key=lambda arch: int(arch.rstrip("af")))
+    code = cuda_budgets.machine_code("bf16", newest)
+    if not code:
         pytest.skip("no disassembler: that of the CUDA toolkit, or the triton package")
-    folder = tmp_path_factory.mktemp("cubins")
-    subprocess.run(
-        [tool("cuobjdump"), "-xelf", "all", str(OBJECTS / "kernels_bf16.o")], cwd=folder, check=True
-    )
-    newest = max(folder.glob("*.cubin"), key=lambda path: re.search(r"sm_(\d+)", path.name)[1])
-    listing = subprocess.run(
-        [tool("nvdisasm"), "-c", str(newest)], capture_output=True, text=True, check=True
-    ).stdout
-    parts = re.split(r"\.section\s+\.text\.(\w+)", listing)[1:]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    return code
 
 
 def code_of(machine_code, name):
@@ -148,8 +119,6 @@ def test_raw_keys_are_multiplied_on_tensor_cores(machine_code):
 
 @built
 def test_many_queries_share_reciprocals(machine_code):
-    from benchmarks.sass import hot
-
     block = hot(code_of(machine_code, "tile_scores"), exponentials=False)
     # Four hidden units times 4 x 4 pairs of a thread a turn, as often as the loop is unrolled.
     reciprocals = block.count("MUFU")
@@ -190,7 +159,8 @@ except NotImplementedError as error:
     assert "CPU" in str(error)
 else:
     raise SystemExit("CPU tensors were taken")
-import bahdanau_fast.cuda_ops
+from bahdanau_fast import cuda_ops
+cuda_ops.register()
 """
 
 

@@ -357,7 +357,7 @@ struct DecodeTask {
 };
 
 template <class T, class A, int QT>
-__global__ void __launch_bounds__(kDecodeThreads, QT == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kDecodeThreads, QT == 1 && sizeof(T) == 2 ? 2 : 1)
     decode_forward(const DecodeForward d) {
   DecodeTask<T, A, QT> task(d);
   task.count_keys();

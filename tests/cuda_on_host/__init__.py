@@ -185,9 +185,10 @@ class _Attend(torch.autograd.Function):
         request = _problem(0, 1, inputs, seed, dropout_p, multiprocessors)
         shapes = [(queries.dtype, (b, tq, dv)), (held, (b, tq, tk))]
         context, weights = ctx.host.ask(request, shapes)
-        unseen = _problem(0, 0, inputs, seed, dropout_p, multiprocessors)
-        alone, _ = ctx.host.ask(unseen, [shapes[0], (held, (0,))])
-        assert torch.equal(_bits(alone), _bits(context)), "the context depends on need_weights"
+        if b * tq * tk * h < 100_000:
+            unseen = _problem(0, 0, inputs, seed, dropout_p, multiprocessors)
+            alone, _ = ctx.host.ask(unseen, [shapes[0], (held, (0,))])
+            assert torch.equal(_bits(alone), _bits(context)), "the context depends on need_weights"
         ctx.weights = weights.clone()
         return context, weights
 
