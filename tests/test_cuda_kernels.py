@@ -91,25 +91,25 @@ def test_magnitudes(drivers, queries, scale):
             check(Case(**{**sizes, "B": 3}, scale={name: scale}), torch.float32, on(drivers))
 
 
-@settings(drawn, max_examples=16)
+@settings(drawn, max_examples=30)
 @given(cases(torch.float32))
 def test_drawn_cases_fp32(drivers, case):
     check(case, torch.float32, on(drivers))
 
 
-@settings(drawn, max_examples=16)
+@settings(drawn, max_examples=30)
 @given(cases(torch.float64, most=60_000))
 def test_drawn_cases_fp64(drivers, case):
     check(case, torch.float64, on(drivers))
 
 
-@settings(drawn, max_examples=24)
+@settings(drawn, max_examples=40)
 @given(cases(torch.bfloat16))
 def test_drawn_cases_bf16(drivers, case):
     check(case, torch.bfloat16, on(drivers))
 
 
-@settings(drawn, max_examples=24)
+@settings(drawn, max_examples=40)
 @given(cases(torch.float16))
 def test_drawn_cases_fp16(drivers, case):
     check(case, torch.float16, on(drivers))
