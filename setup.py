@@ -137,7 +137,8 @@ def compile_object(source: Path, target: Path, command: list[str], stamp: str) -
         and stamp_file.read_text() == stamp
     ):
         made = target.stat().st_mtime
-        inputs = [Path(name) for name in shlex.split(rule.read_text().partition(":")[2])]
+        listed = rule.read_text().partition(":")[2].replace("\\\n", " ")
+        inputs = [Path(name) for name in shlex.split(listed)]
         if inputs and all(path.exists() and path.stat().st_mtime < made for path in inputs):
             return
     stamp_file.unlink(missing_ok=True)
