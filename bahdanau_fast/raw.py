@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bahdanau_fast.kernels import plans
 from bahdanau_fast.projection import linear
 
 __all__ = ["attend_raw"]
@@ -55,6 +54,8 @@ def attend_raw(
     ):
         return None
     hidden, size = w_v.numel(), queries.element_size()
+    from bahdanau_fast.kernels import plans
+
     if not plans.is_step(queries.shape[1], values.shape[2], wide=size == 4):
         return None
     own_query = plans.fuses_queries(queries.shape[1], queries.shape[2], hidden, size)
