@@ -8,7 +8,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
-CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
+CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
 
 .DEFAULT_GOAL := help
@@ -74,9 +74,10 @@ gpu-report:  ## parity, memory checks and benchmarks on the GPU that is here, in
 		$(if $(findstring /,$(GPU_PYTHON)),$(abspath $(GPU_PYTHON)),$(GPU_PYTHON)) -m benchmarks.gpu_report --out '$(abspath $(OUT))'
 
 # build/lib* holds the modules of earlier wheels, also those deleted since.
+# With CUDA in it, for every GPU unless TORCH_CUDA_ARCH_LIST says otherwise (setup.py: ALL_ARCHS).
 wheel: venv  ## build the wheel into dist/
 	rm -rf dist build/lib* build/bdist*
-	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 clean:  ## remove build output and caches, keep .venv
 	rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -2,13 +2,16 @@
 
 A backend that cannot be built is left out and the package works without it, unless its variable
 demands it: BAHDANAU_FAST_CPU=1 makes a failed build an error, =0 skips it, unset tries.
-CXX, CXXFLAGS and LDFLAGS are honoured, e.g. for a sanitizer build.
+BAHDANAU_FAST_CUDA likewise; unset, it is tried where torch is a CUDA build.
+CXX, CXXFLAGS and LDFLAGS are honoured, e.g. for a sanitizer build; nvcc reads NVCC_CCBIN and
+NVCC_APPEND_FLAGS itself.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -50,6 +53,17 @@ ISA_FLAGS = {
     ],
 }
 
+NVCC_FLAGS = [
+    *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v"),
+    *("-Xcompiler", "-fPIC,-fvisibility=hidden,-fvisibility-inlines-hidden,-Wall"),
+]
+
+# TORCH_CUDA_ARCH_LIST, as torch's own extensions read it: versions, "+PTX" for code that later
+# GPUs compile at load; "all" is what a wheel for everybody holds. Unset: the GPUs that are there,
+# else DEFAULT_ARCHS, which loads on everything from sm_80 on and builds in a few minutes.
+ALL_ARCHS = "8.0 8.6 8.9 9.0a 10.0 12.0+PTX"
+DEFAULT_ARCHS = "9.0a 8.0+PTX"
+
 
 class BuildError(Exception):
     """Why a backend cannot be built: one line, and what the tools printed."""
@@ -64,9 +78,10 @@ def isa_of(source: Path) -> str:
     return next((isa for isa in ISA_FLAGS if isa and source.stem.endswith(isa)), "")
 
 
-def run(command: list[str], doing: str) -> None:
+def run(command: list[str], doing: str, show: bool = True) -> str:
     """Run a compiler or linker; its warnings are shown, its failure is a BuildError."""
-    print(shlex.join(command), flush=True)
+    if show:
+        print(shlex.join(command), flush=True)
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -75,7 +90,9 @@ def run(command: list[str], doing: str) -> None:
     if result.returncode:
         first = next((line for line in output.splitlines() if "error" in line), "no error text")
         raise BuildError(f"{doing}: {command[0]} failed ({first.strip()})", output)
-    print(output, end="", flush=True)
+    if show:
+        print(output, end="", flush=True)
+    return output
 
 
 def cxx() -> list[str]:
@@ -112,19 +129,32 @@ def torch_paths() -> tuple[str, list[str], list[str]]:
 
 
 def compile_object(source: Path, target: Path, command: list[str], stamp: str) -> None:
-    """Compile one file unless its object is newer than it, than every header, and made alike."""
-    stamp_file = target.with_suffix(".stamp")
+    """Compile one file unless its object is newer than all that went into it, and made alike."""
+    stamp_file, rule = target.with_suffix(".stamp"), target.with_suffix(".d")
     stamp += shlex.join(command)
-    inputs = [source, *CSRC.rglob("*.h"), *CSRC.rglob("*.hpp"), *CSRC.rglob("*.inc")]
-    if target.exists() and stamp_file.exists() and stamp_file.read_text() == stamp:
+    if (
+        all(path.exists() for path in (target, stamp_file, rule))
+        and stamp_file.read_text() == stamp
+    ):
         made = target.stat().st_mtime
-        if all(path.stat().st_mtime < made for path in inputs):
+        listed = rule.read_text().partition(":")[2].replace("\\\n", " ")
+        inputs = [Path(name) for name in shlex.split(listed)]
+        if inputs and all(path.exists() and path.stat().st_mtime < made for path in inputs):
             return
     stamp_file.unlink(missing_ok=True)
     start = time.time()
-    run([*command, "-c", str(source), "-o", str(target)], f"compiling {source.name}")
+    out = ["-MMD", "-MF", str(rule), "-c", str(source), "-o", str(target)]
+    printed = run([*command, *out], f"compiling {source.name}")
+    target.with_suffix(".txt").write_text(printed)
     os.utime(target, (start, start))  # a file edited while the compiler ran is newer than this
     stamp_file.write_text(stamp)
+
+
+def compile_all(jobs: list[tuple[Path, Path, list[str]]], stamp: str) -> None:
+    """Compile (source, object, command) side by side."""
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        for job in [pool.submit(compile_object, *job, stamp) for job in jobs]:
+            job.result()
 
 
 def build_cpu(sources: list[Path], target: Path) -> None:
@@ -145,27 +175,110 @@ def build_cpu(sources: list[Path], target: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     sources = sorted(sources, key=lambda path: (list(ISA_FLAGS).index(isa_of(path)), path.name))
     objects = [folder / f"{source.stem}.o" for source in sources]
-    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
-        jobs = [
-            pool.submit(compile_object, source, made, [*base, *ISA_FLAGS[isa_of(source)]], version)
+    compile_all(
+        [
+            (source, made, [*base, *ISA_FLAGS[isa_of(source)]])
             for source, made in zip(sources, objects, strict=True)
-        ]
-    for job in jobs:
-        job.result()
+        ],
+        version,
+    )
+    link([*compiler, "-shared", *map(str, objects), *extra], target, libraries)
 
+
+def link(command: list[str], target: Path, libraries: list[str]) -> None:
+    """Link an extension; whatever of torch it needs lives in the C shim of libtorch_cpu."""
     # No rpath: torch is imported first, so its libraries are already loaded under these names.
-    # The C shim lives in libtorch_cpu; nothing else of torch is needed.
-    link = [*compiler, "-shared", *map(str, objects), "-o", str(target), *extra]
     if sys.platform == "darwin":
-        link += ["-undefined", "dynamic_lookup"]
+        command += ["-undefined", "dynamic_lookup"]
     else:
-        link += [*(f"-L{path}" for path in libraries), "-Wl,--as-needed", "-ltorch_cpu"]
+        command += [*(f"-L{path}" for path in libraries), "-Wl,--as-needed", "-ltorch_cpu"]
     target.parent.mkdir(parents=True, exist_ok=True)
-    run([*link, *shlex.split(os.environ.get("LDFLAGS", ""))], f"linking {target.name}")
+    last = shlex.split(os.environ.get("LDFLAGS", ""))
+    run([*command, *last, "-o", str(target)], f"linking {target.name}")
+
+
+def find_nvcc() -> tuple[Path, int]:
+    """The CUDA compiler, of $CUDA_HOME, on the path or in the usual place; its major version."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    name = str(Path(home) / "bin" / "nvcc") if home else "nvcc"
+    found = shutil.which(name) or (None if home else shutil.which("/usr/local/cuda/bin/nvcc"))
+    if found is None:
+        raise BuildError(f"nvcc not found (looked for {name})")
+    release = re.search(
+        r"release (\d+)", run([found, "--version"], "asking nvcc's version", show=False)
+    )
+    if release is None:
+        raise BuildError(f"{found} --version names no release")
+    return Path(found), int(release[1])
+
+
+def cuda_folder(nvcc: Path) -> Path:
+    """The toolkit's folder; nvcc may be a link or a script that calls the real one."""
+    command = [str(nvcc), "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    told = run(command, "asking nvcc's folder", show=False)
+    top = re.search(r"^#\$ TOP=(.*)$", told, re.MULTILINE)
+    if top is None:
+        raise BuildError(f"{nvcc} does not tell where its toolkit is")
+    return Path(top[1].strip()).resolve()
+
+
+def gencodes() -> list[str]:
+    """The -gencode flags for TORCH_CUDA_ARCH_LIST."""
+    import torch
+
+    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if wanted.lower() == "all":
+        wanted = ALL_ARCHS
+    elif not wanted and torch.cuda.is_available():
+        there = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+        wanted = " ".join(f"{a}.{b}{'a' if a == 9 else ''}" for a, b in sorted(set(there)))
+    flags = []
+    for arch in re.split(r"[ ;,]+", wanted.strip() or DEFAULT_ARCHS):
+        known = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", arch)
+        if known is None or int(known[1]) < 8:
+            raise BuildError(f"TORCH_CUDA_ARCH_LIST must name GPUs from 8.0 on, got {arch!r}")
+        number = known[1] + known[2] + known[3]
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if known[4]:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+def build_cuda(sources: list[Path], target: Path) -> None:
+    """Compile csrc/cuda and link the extension `_C_cuda`; no GPU is needed for that."""
+    version, includes, libraries = torch_paths()
+    import torch
+
+    built_for = torch.version.cuda
+    if built_for is None and wanted("BAHDANAU_FAST_CUDA") != "1":
+        raise BuildError(f"torch {version} is built without CUDA")
+    nvcc, major = find_nvcc()
+    if built_for is not None and int(built_for.partition(".")[0]) != major:
+        raise BuildError(f"torch {version} is built for CUDA {built_for}, nvcc is of {major}")
+    toolkit = cuda_folder(nvcc)
+    compiler = cxx()
+    system = [f"-isystem{path}" for path in (*includes, python_include(), toolkit / "include")]
+    by_cxx = [*compiler, *CPU_FLAGS, *ABI_FLAGS, f"-I{CSRC}", *system]
+    by_nvcc = [str(nvcc), *NVCC_FLAGS, f"-I{CSRC}", *gencodes()]
+    folder = OBJECTS / "cuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [
+        (source, folder / f"{source.stem}.o", by_nvcc if source.suffix == ".cu" else by_cxx)
+        for source in sources
+    ]
+    compile_all(jobs, f"{version} {nvcc}")
+    objects = [str(made) for _, made, _ in jobs]
+    # The static runtime: torch's own, which it shares the device's context with, may lie anywhere.
+    runtime = [f"-L{toolkit / folder}" for folder in ("lib64", "lib")]
+    runtime += ["-lcudart_static", "-ldl", "-lpthread", "-lrt"]
+    link([*compiler, "-shared", *objects, *runtime], target, libraries)
 
 
 # Extension module -> how to build it, from what, and the variable that demands (1) or skips (0) it.
-BACKENDS = {"bahdanau_fast._C_cpu": (build_cpu, "csrc/cpu/*.cpp", "BAHDANAU_FAST_CPU")}
+BACKENDS = {
+    "bahdanau_fast._C_cpu": (build_cpu, "csrc/cpu/*.cpp", "BAHDANAU_FAST_CPU"),
+    "bahdanau_fast._C_cuda": (build_cuda, "csrc/cuda/*.c*", "BAHDANAU_FAST_CUDA"),
+}
 
 
 def wanted(variable: str) -> str:
@@ -192,7 +305,7 @@ class BuildExt(build_ext):
             except BuildError as error:
                 if wanted(variable) == "1":
                     raise CompileError(f"{ext.name}: {error}\n{error.output}") from error
-                line = f"{ext.name} not built, the reference backend will be used: {error}"
+                line = f"{ext.name} not built: {error}"
                 print(line, file=sys.stderr, flush=True)
                 # pip hides the output of a build that succeeds; the Makefile shows this file.
                 log.parent.mkdir(exist_ok=True)

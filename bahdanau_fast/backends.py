@@ -19,7 +19,7 @@ from bahdanau_fast import checks, loading
 
 __all__ = ["NAMES", "available", "explain", "resolve", "use"]
 
-NAMES = ("triton", "cpu", "reference")
+NAMES = ("cuda", "triton", "cpu", "reference")
 
 # Process-wide like torch's own backend flags: a plain global is what torch.compile can guard on.
 _forced: str | None = None
@@ -48,6 +48,8 @@ def available() -> tuple[str, ...]:
 
 def why_not(name: str) -> str | None:
     """What keeps a backend from being available; None when nothing does."""
+    if name == "cuda":
+        return loading.cuda_problem()
     if name == "triton":
         return loading.triton_problem()
     return _cpu_problem if name == "cpu" else None
@@ -67,6 +69,7 @@ def explain(device: str | torch.device | None = None) -> str:
         "in its interpreter, on the CPU" if loading.interpreted() else "for CUDA and ROCm tensors"
     )
     what = {
+        "cuda": "CUDA C++ kernels for CUDA tensors",
         "triton": f"Triton kernels {where}; not float64",
         "cpu": f"fused C++ for CPU tensors, {_instruction_set()}",
         "reference": "plain PyTorch, any device",
@@ -111,10 +114,12 @@ def resolve(
             return "reference"
         if device.type == "cpu":
             return "cpu" if _cpu_ready else "reference"
+        if device.type == "cuda" and loading.cuda_problem() is None:
+            return "cuda"
         fits = device.type == "cuda" and dtype != torch.float64
         return "triton" if fits and loading.triton_problem() is None else "reference"
     _check_name(wanted)
-    serves = {"cpu": "cpu", "triton": "cpu" if loading.interpreted() else "cuda"}
+    serves = {"cpu": "cpu", "cuda": "cuda", "triton": "cpu" if loading.interpreted() else "cuda"}
     if device.type != serves.get(wanted, device.type):
         checks.reject(ValueError, "backend", f"serve {device.type} tensors", repr(wanted))
     if wanted == "triton" and dtype == torch.float64:
@@ -136,7 +141,7 @@ def use(name: str) -> Iterator[None]:
     """Make every call in the block take one backend; process-wide, like torch's own flags.
 
     Args:
-        name: "auto", "triton", "cpu" or "reference".
+        name: "auto", "cuda", "triton", "cpu" or "reference".
 
     Raises:
         ValueError: unknown, or not available here.

@@ -67,7 +67,7 @@ def additive_attention(
         bias: (H,), optional.
         dropout_p: probability of dropping a weight on the way to the context.
         need_weights: return the weights too.
-        backend: "triton", "cpu" or "reference"; None takes the fastest that is there.
+        backend: "cuda", "triton", "cpu" or "reference"; None takes the fastest that is there.
 
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk) before dropout; None for weights not asked for.
@@ -96,9 +96,13 @@ def additive_attention(
         inputs = (queries, keys, values, w_q, w_k, w_v)
         context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
         return context, weights if need_weights else None
-    if chosen == "triton":
+    if chosen in ("cuda", "triton"):
         raw = attend_unprojected(
-            (queries, keys, values, w_q, w_k, bias, w_v), valid_lens, dropout_p, need_weights
+            chosen,
+            (queries, keys, values, w_q, w_k, bias, w_v),
+            valid_lens,
+            dropout_p,
+            need_weights,
         )
         if raw is not None:
             return raw[0], raw[1] if need_weights else None
@@ -168,14 +172,16 @@ def attend_small(
 
 
 def attend_unprojected(
+    backend: str,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor],
     valid_lens: Tensor | None,
     dropout_p: float,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """What :func:`bahdanau_fast.raw.attend_raw` gives, on the Triton backend.
+    """What :func:`bahdanau_fast.raw.attend_raw` gives, on a GPU backend.
 
     Args:
+        backend: "cuda" or "triton".
         inputs: queries, keys, values, w_q, w_k or None for projected keys, bias or None, w_v.
         valid_lens: None, (B,) or (B,Tq).
         dropout_p: probability of dropping a weight.
@@ -185,7 +191,7 @@ def attend_unprojected(
         Context (B,Tq,Dv) and weights (B,Tq,Tk); None where the caller has to project.
     """
     # The seed is drawn where it is used: a draw too many would change what comes after.
-    result = attend_raw(*inputs, valid_lens, _seed, dropout_p, need_weights)
+    result = attend_raw(backend, *inputs, valid_lens, _seed, dropout_p, need_weights)
     if result is None:
         return None
     context, weights = result

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["cpu_problem", "interpreted", "triton_problem"]
+__all__ = ["cpu_problem", "cuda_problem", "interpreted", "triton_problem"]
 
 # The kernels are compiled and interpreted in the tests with this and newer ones.
 TRITON = (3, 6)
@@ -27,6 +27,32 @@ def cpu_problem() -> str | None:
         return "the C++ extension is not built (install with a C++17 compiler present)"
     except (ImportError, OSError) as error:
         return f"the C++ extension is there but does not load: {_first_line(error)}"
+    return None
+
+
+@functools.cache
+def cuda_problem() -> str | None:
+    """Import the CUDA C++ extension and register its kernels; None or what went wrong.
+
+    Only where torch has CUDA and sees a GPU: elsewhere it could not run.
+    """
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return f"compute capability 8.0 is needed, this GPU has {capability[0]}.{capability[1]}"
+    try:
+        _check_whole("bahdanau_fast._C_cuda")
+        importlib.import_module("bahdanau_fast._C_cuda")
+    except ModuleNotFoundError:
+        return "the CUDA extension is not built (install with nvcc of torch's CUDA present)"
+    except (ImportError, OSError) as error:
+        return f"the CUDA extension is there but does not load: {_first_line(error)}"
+    from bahdanau_fast import cuda_ops
+
+    cuda_ops.register()
     return None
 
 

@@ -133,9 +133,9 @@ class _Additive(nn.Module):
         backend = backends.resolve(queries.device, dtype=queries.dtype)
         w_v = _weight(self._modules[self._score_layer])
         results = None
-        if backend == "triton" and (w_q := plain_weight(query_layer)) is not None:
+        if backend in ("cuda", "triton") and (w_q := plain_weight(query_layer)) is not None:
             inputs = (queries, projected.keys, values, w_q, None, None, w_v)
-            results = attend_unprojected(inputs, valid_lens, self._dropout_p(), True)
+            results = attend_unprojected(backend, inputs, valid_lens, self._dropout_p(), True)
         context, weights = results or attend_projected(
             apply_layer(query_layer, queries),
             projected,

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bahdanau_fast.kernels import plans
 from bahdanau_fast.projection import linear
 
 __all__ = ["attend_raw"]
 
 
 def attend_raw(
+    backend: str,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -26,12 +26,13 @@ def attend_raw(
     dropout_p: float,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """Context and weights by the Triton backend with a projection in its kernel, or None.
+    """Context and weights by a GPU backend with a projection in its kernel, or None.
 
     None where no projection is better made there, where gradients are due and where code is
     compiled or under autocast: the caller projects, then.
 
     Args:
+        backend: "cuda" or "triton".
         queries: (B,Tq,Dq).
         keys: (B,Tk,Dk); projected, (B,Tk,H), where ``w_k`` is None.
         values: (B,Tk,Dv).
@@ -44,12 +45,17 @@ def attend_raw(
         dropout_p: probability of dropping a weight.
         need_weights: whether the weights are wanted.
     """
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(queries.device.type):
-        return None
     inputs = (queries, keys, values, w_q, w_k, bias, w_v)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_autocast_enabled(queries.device.type)
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs))
+        or (backend == "cuda" and dropout_p > 0.0)
+    ):
         return None
     hidden, size = w_v.numel(), queries.element_size()
+    from bahdanau_fast.kernels import plans
+
     if not plans.is_step(queries.shape[1], values.shape[2], wide=size == 4):
         return None
     own_query = plans.fuses_queries(queries.shape[1], queries.shape[2], hidden, size)
@@ -57,6 +63,10 @@ def attend_raw(
     own_keys = w_k is not None and plans.fuses_keys(rows, keys.shape[2], hidden, size)
     if not own_query and not own_keys:
         return None
+    if backend == "cuda":
+        from bahdanau_fast.cuda_ops import attend_step
+
+        return attend_step(queries, keys, values, w_q, w_k, bias, w_v, valid_lens, need_weights)
     if not own_query:
         queries = linear(queries, w_q)
     if w_k is not None and not own_keys:

@@ -199,21 +199,44 @@ def _run(command: Sequence[str], seconds: float) -> dict[str, Any]:
     }
 
 
+def _tests() -> list[str]:
+    """The folders of tests of the GPU backends that can be loaded here."""
+    from bahdanau_fast import backends
+
+    folders = {"triton": "triton_kernels", "cuda": "cuda_kernels"}
+    there = [folder for name, folder in folders.items() if backends.why_not(name) is None]
+    return [str(ROOT / "tests" / folder) for folder in there]
+
+
 def parity(seconds: float) -> dict[str, Any]:
-    """The Triton tests on the GPU."""
-    tests = str(ROOT / "tests" / "triton_kernels")
-    return _run([sys.executable, "-m", "pytest", "-q", "-x", "--no-header", tests], seconds)
+    """The tests of the GPU backends."""
+    return _run([sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *_tests()], seconds)
 
 
 def sanitizer(seconds: float) -> dict[str, Any]:
-    """A memory checker over a few cases."""
+    """A memory checker over a few cases, and of the CUDA C++ kernels one of races and one of reads.
+
+    The others know nothing of how Triton orders accesses.
+    """
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return {"problem": "compute-sanitizer is not installed"}
-    tests = str(ROOT / "tests" / "triton_kernels")
-    few = [tests, "-k", "one_of_each or whole_row or splits", "-p", "no:cacheprovider"]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", *few]
-    return _run([tool, "--tool", "memcheck", "--error-exitcode", "7", *pytest], seconds)
+    results: dict[str, Any] = {}
+    for check in ("memcheck", "racecheck", "initcheck"):
+        tests = [path for path in _tests() if check == "memcheck" or path.endswith("cuda_kernels")]
+        if not tests:
+            continue
+        few = [
+            *tests,
+            "-k",
+            "one_of_each or whole_row or splits or split",
+            "-p",
+            "no:cacheprovider",
+        ]
+        pytest = [sys.executable, "-m", "pytest", "-q", "-x", *few]
+        command = [tool, "--tool", check, "--error-exitcode", "7", *pytest]
+        results[check] = _run(command, seconds / 3)
+    return results
 
 
 def peaks(device: Any) -> dict[str, float]:

@@ -59,7 +59,7 @@ BAD = [
     ("dropout_p", "0.1", TypeError, "number, got str"),
     ("dropout_p", None, TypeError, "number, got NoneType"),
     ("dropout_p", True, TypeError, "number, got bool"),
-    ("backend", "cudnn", ValueError, "'auto', 'triton', 'cpu', 'reference', got 'cudnn'"),
+    ("backend", "cudnn", ValueError, "'auto', 'cuda', 'triton', 'cpu', 'reference', got 'cudnn'"),
 ]
 TENSORS = ("queries", "keys", "values", "w_q", "w_k", "w_v", "bias")
 for _name in TENSORS:

@@ -14,7 +14,7 @@ struct PhiloxBlock {
   uint32_t lane[4];
 };
 
-inline PhiloxBlock philox(uint64_t seed, uint64_t row, uint32_t block) {
+constexpr PhiloxBlock philox(uint64_t seed, uint64_t row, uint32_t block) {
   uint32_t c0 = block, c1 = uint32_t(row), c2 = uint32_t(row >> 32), c3 = 0;
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
   for (int round = 0; round < 10; ++round) {

@@ -1,0 +1,130 @@
+"""What nvcc made of the CUDA C++ kernels when the extension was built here."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.sass import Block, hot
+
+__all__ = ["KINDS", "Kernel", "kernels", "machine_code", "rows", "tool"]
+
+ROOT = Path(__file__).resolve().parent.parent
+OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
+KINDS = {"f32": "fp32", "f64": "fp64", "bf16": "bf16", "f16": "fp16", "f32_in_f64": "fp32 in fp64"}
+THREADS = {"row_softmax": 128, "softmax_grad": 128}  # of a block; 256 else
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation for one GPU, as ptxas reported it.
+
+    Attributes:
+        entry: its mangled name.
+        kind: a key of KINDS.
+        arch: "80", "90a" and so on.
+        registers: of a thread.
+        stack: bytes of a thread's stack frame.
+        spills: bytes stored and loaded for want of registers.
+    """
+
+    entry: str
+    kind: str
+    arch: str
+    registers: int
+    stack: int
+    spills: int
+
+    @property
+    def name(self) -> str:
+        """Of the function, with its number or place among products where it has one."""
+        found = re.search(r"3gpu(\d+)(\w+)", self.entry)
+        if found is None:
+            return self.entry
+        size = int(found[1])
+        number = re.search(r"L(?:i|NS\w*?E)(\d+)E", found[2][size:])
+        return found[2][:size] + (f" {number[1]}" if number else "")
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return THREADS.get(self.name, 256) // 32
+
+
+_REPORT = re.compile(
+    r"Compiling entry function '(\w+)' for 'sm_(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes "
+    r"spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+def kernels() -> list[Kernel]:
+    """Every kernel that was compiled; empty where the extension was not built."""
+    found = []
+    for kind in KINDS:
+        path = OBJECTS / f"kernels_{kind}.txt"
+        for report in _REPORT.findall(path.read_text() if path.exists() else ""):
+            entry, arch, stack, stores, loads, registers = report
+            spills = int(stores) + int(loads)
+            found.append(Kernel(entry, kind, arch, int(registers), int(stack), spills))
+    return found
+
+
+def tool(name: str) -> str | None:
+    """A tool of the CUDA toolkit, or the one that Triton's package carries; None if neither is."""
+    spec = importlib.util.find_spec("triton")
+    if spec is not None and spec.origin is not None:
+        packaged = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+        if packaged.exists():
+            return str(packaged)
+    return shutil.which(name)
+
+
+def machine_code(kind: str, arch: str) -> dict[str, str]:
+    """SASS by mangled name; empty where there is no disassembler."""
+    extract, disassemble = tool("cuobjdump"), tool("nvdisasm")
+    if extract is None or disassemble is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [extract, "-xelf", "all", str(OBJECTS / f"kernels_{kind}.o")]
+        subprocess.run(command, cwd=folder, capture_output=True, check=True)
+        (cubin,) = Path(folder).glob(f"*sm_{arch}.cubin")
+        listing = subprocess.run(
+            [disassemble, "-c", str(cubin)], capture_output=True, text=True, check=True
+        ).stdout
+    parts = re.split(r"\.section\s+\.text\.(\w+)", listing)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _rate(block: Block | None) -> str:
+    """Special-function operations, fma and loads per element; four elements share a reciprocal."""
+    if block is None:
+        return "-"
+    elements = 4 * block.counts["MUFU.RCP"]
+    counts = (block.special, block.fma, block.loads)
+    return "factored " + " / ".join(f"{count / elements:.2f}" for count in counts)
+
+
+def rows() -> Iterator[list[str]]:
+    """Lines for the table of benchmarks.budgets."""
+    code: dict[tuple[str, str], dict[str, str]] = {}
+    for kernel in kernels():
+        where = (kernel.kind, kernel.arch)
+        if where not in code:
+            code[where] = machine_code(*where)
+        sass = code[where].get(kernel.entry, "")
+        factored = kernel.name == "tile_scores" and "64" not in kernel.kind
+        per_warp = -(-kernel.registers * 32 // 256) * 256
+        resident = min(65536 // (per_warp * kernel.warps), 64 // kernel.warps) * kernel.warps
+        yield [
+            *(f"{kernel.name} (C++)", f"sm_{kernel.arch}", KINDS[kernel.kind]),
+            *(f"{kernel.warps} warps", str(kernel.registers), "by sizes", str(kernel.spills)),
+            *(f"{resident} of 64 by registers", _rate(hot(sass, False)) if factored else "-", "-"),
+        ]

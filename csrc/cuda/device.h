@@ -1,0 +1,169 @@
+// What the kernels need of the machine: storage types, approximations, shared memory, launches.
+//
+// nvcc compiles the kernels for GPUs. The tests compile the same headers with a C++ compiler and
+// tests/cuda_on_host/device_on_host.h in the place of the CUDA half of this file.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "interface.h"
+
+namespace bahdanau_fast::gpu {
+
+constexpr int kWarp = 32;
+
+struct alignas(16) Bytes16 {
+  uint32_t word[4];
+};
+
+template <class T>
+constexpr bool is_bf16 = false;
+template <>
+inline constexpr bool is_bf16<bf16> = true;
+
+// One argument: a kernel's parameters, by value. Blocks are counted along x alone.
+struct Launch {
+  const char* name;
+  int64_t blocks;
+  int threads;
+  int64_t shared;  // bytes
+  void* stream;
+};
+
+inline void check_blocks(const Launch& at) {
+  if (at.blocks > 2147483647)
+    throw std::runtime_error(std::string(at.name) + ": more blocks than a grid holds (" +
+                             std::to_string(at.blocks) + ")");
+}
+
+}  // namespace bahdanau_fast::gpu
+
+#ifdef __CUDACC__
+#include <cuda_runtime.h>
+
+namespace bahdanau_fast::gpu {
+
+// Relative error 2^-22; 0 and infinity past the range.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// One ulp; 0 for denominators past 2^126.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float widen(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+__device__ __forceinline__ void narrow(float x, f16* out) {
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
+}
+__device__ __forceinline__ void narrow(float x, bf16* out) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
+}
+// NaN when x is.
+__device__ __forceinline__ float clamp(float x, float limit) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(-limit));
+  return y;
+}
+__device__ __forceinline__ float at_most(float x, float limit) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+  return y;
+}
+__device__ __forceinline__ float from_bits(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ uint32_t to_bits(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ double from_bits(uint32_t low, uint32_t high) {
+  return __hiloint2double(int(high), int(low));
+}
+
+// 16 bytes nobody writes during the launch; p is a multiple of 16.
+__device__ __forceinline__ Bytes16 load16(const void* p) {
+  const uint4 x = __ldg(static_cast<const uint4*>(p));
+  return {{x.x, x.y, x.z, x.w}};
+}
+
+// sums (16,8) += a (16,16) b (16,8), spread over the warp as mma.m16n8k16 has it.
+template <class T>
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+#define BF_MMA(type)                                               \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (is_bf16<T>)
+    BF_MMA("bf16");
+  else
+    BF_MMA("f16");
+#undef BF_MMA
+}
+
+__device__ __forceinline__ char* shared_memory() {
+  extern __shared__ __align__(16) char bahdanau_fast_shared[];
+  return bahdanau_fast_shared;
+}
+
+inline void check_cuda(cudaError_t error, const char* name) {
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(error));
+}
+
+template <class P>
+void launch(void (*kernel)(P), const Launch& at, const P& p) {
+  if (at.blocks <= 0) return;
+  check_blocks(at);
+  if (at.shared > 48 * 1024)  // the default limit of a block
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(at.shared)),
+               at.name);
+  kernel<<<static_cast<unsigned>(at.blocks), at.threads, at.shared,
+           static_cast<cudaStream_t>(at.stream)>>>(p);
+  check_cuda(cudaGetLastError(), at.name);
+}
+
+inline void fill_zero(void* p, int64_t bytes, void* stream) {
+  check_cuda(cudaMemsetAsync(p, 0, bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
+}
+
+}  // namespace bahdanau_fast::gpu
+#else
+#include "device_on_host.h"
+#endif
+
+namespace bahdanau_fast::gpu {
+
+__device__ __forceinline__ float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ void narrow(float x, float* out) { *out = x; }
+__device__ __forceinline__ void narrow(double x, float* out) { *out = float(x); }
+__device__ __forceinline__ void narrow(double x, double* out) { *out = x; }
+
+// Shared memory handed out piece by piece; the host asks the same code for the size.
+struct Carver {
+  char* base;
+  int64_t used = 0;
+
+  template <class X>
+  __host__ __device__ X* take(int64_t count) {
+    X* piece = reinterpret_cast<X*>(base + used);
+    used += (count * int64_t(sizeof(X)) + 15) / 16 * 16;
+    return piece;
+  }
+};
+
+__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+__host__ __device__ constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+}  // namespace bahdanau_fast::gpu

@@ -1,0 +1,7 @@
+#include "attend.h"
+
+namespace bahdanau_fast::gpu {
+
+const Kernels kernels_bf16 = kernels_of<bf16, float>();
+
+}  // namespace bahdanau_fast::gpu

@@ -1,0 +1,7 @@
+#include "attend.h"
+
+namespace bahdanau_fast::gpu {
+
+const Kernels kernels_f16 = kernels_of<f16, float>();
+
+}  // namespace bahdanau_fast::gpu

@@ -1,0 +1,193 @@
+// Forward for few queries from keys that are not projected yet: everything in one launch.
+//
+//   score[b,i,j] = w . tanh(query[b,i] + W_k key[b,j] + bias), then as in decode.h
+//
+//   keys (B,Tk,Dk), W_k (H,Dk), bias (H): T, 16 bits of it; the rest as there
+//
+// A block is (batch row, split of its keys) and takes 64 keys at a time into shared memory. W_k
+// streams past them, 16 bytes a lane, a warp 32 hidden units, and is multiplied on tensor cores;
+// of the product only w . tanh() leaves the registers. Which features meet in a product is up to
+// the lanes, as long as keys and weight agree: lane q of four holds the features 8q to 8q + 7 of
+// 32, so that no load is shorter than 16 bytes and none is shuffled. Reads the keys once, and the
+// values of the same 64 keys when they are still in the cache; W_k once per 64 keys, from L2.
+#pragma once
+
+#include "decode.h"
+
+namespace bahdanau_fast::gpu {
+
+constexpr int64_t kRawQueries = 4;  // at most
+constexpr int kRawTile = 64;        // keys in shared memory
+constexpr int kRawUnits = 32;       // hidden units of a warp
+constexpr int kRawFeatures = 32;    // features of a step, two products' depth
+
+struct RawKeys {
+  DecodeForward d;  // its p.keys are (B,Tk,Dk)
+  const void* w_k = nullptr;
+  const void* bias = nullptr;  // may be null
+  int64_t Dk = 0;
+};
+
+template <class T, int QT>
+struct RawShared {
+  T* tile;       // (64,pitch)
+  float* parts;  // (8,QT,64)
+  int64_t bytes, features, pitch;
+
+  __host__ __device__ RawShared(char* base, const RawKeys& r) {
+    Carver from{base, DecodeShared<T, float, QT>(nullptr, r.d).bytes};
+    features = ceil_div(r.Dk, kRawFeatures) * kRawFeatures;
+    pitch = ceil_div(r.Dk, 64) * 64 + 32;  // neighbouring rows in different banks
+    tile = from.take<T>(kRawTile * pitch);
+    parts = from.take<float>(kDecodeWarps * QT * kRawTile);
+    bytes = from.used;
+  }
+};
+
+template <class T, int QT>
+struct RawTask : DecodeTask<T, float, QT> {
+  using Base = DecodeTask<T, float, QT>;
+  using Base::b;
+  using Base::j0;
+  using Base::lane;
+  using Base::mine;
+  using Base::p;
+  using Base::warp;
+  const RawKeys& r;
+  RawShared<T, QT> raw;
+
+  __device__ explicit RawTask(const RawKeys& all)
+      : Base(all.d), r(all), raw(shared_memory(), all) {}
+
+  // Features [c, c + 8) of a row, zero from Dk on.
+  template <bool vectors>
+  __device__ __forceinline__ Bytes16 load_eight(const T* row, int64_t c) const {
+    Bytes16 bytes{};
+    if constexpr (vectors) {
+      if (c < r.Dk) bytes = load16(row + c);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        if (c + k < r.Dk) bytes.word[k / 2] |= uint32_t(row[c + k].bits) << (k % 2 * 16);
+    }
+    return bytes;
+  }
+
+  template <bool vectors>
+  __device__ void load_tile(int64_t first, int64_t keys) {
+    const int64_t pieces = raw.features / 8;
+    for (int64_t at = threadIdx.x; at < kRawTile * pieces; at += kDecodeThreads) {
+      const int64_t j = at / pieces, c = at % pieces * 8;
+      Bytes16 bytes{};
+      if (first + j < keys) bytes = load_eight<vectors>(row_at<T>(p.keys, b, j0 + first + j), c);
+      *reinterpret_cast<Bytes16*>(raw.tile + j * raw.pitch + c) = bytes;
+    }
+  }
+
+  // sums[m][n]: 16 keys m times 8 hidden units n of the warp's 32, as the tensor cores lay it out:
+  // lane 4g + q has keys g and g + 8, hidden units 2q and 2q + 1.
+  template <bool vectors>
+  __device__ __forceinline__ void multiply(int64_t h0, float (&sums)[4][4][4]) {
+    const int g = lane / 4, q = lane % 4;
+    const T* w_k = static_cast<const T*>(r.w_k);
+    for (int64_t c = 8 * q; c < raw.features; c += kRawFeatures) {
+      Bytes16 weight[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int64_t h = h0 + 8 * n + g;
+        weight[n] = h < p.H ? load_eight<vectors>(w_k + h * r.Dk, c) : Bytes16{};
+      }
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const T* rows = raw.tile + (16 * m + g) * raw.pitch + c;
+        const Bytes16 low = *reinterpret_cast<const Bytes16*>(rows);
+        const Bytes16 high = *reinterpret_cast<const Bytes16*>(rows + 8 * raw.pitch);
+#pragma unroll
+        for (int s = 0; s < 4; s += 2) {
+          const uint32_t key[4] = {low.word[s], high.word[s], low.word[s + 1], high.word[s + 1]};
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+            multiply_add<T>(sums[m][n], key, weight[n].word[s], weight[n].word[s + 1]);
+        }
+      }
+    }
+  }
+
+  // What the warp's 32 hidden units add to the scores of the tile.
+  __device__ __forceinline__ void add_scores(int64_t h0, const float (&sums)[4][4][4]) {
+    const int g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (int i = 0; i < QT; ++i)
+#pragma unroll
+      for (int m = 0; m < 4; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float sum = 0;
+#pragma unroll
+          for (int n = 0; n < 4; n += 2) {
+            const int64_t h = h0 + 8 * n + 2 * q;
+            const float* a = mine.queries + i * mine.width + h;
+            const float* w = mine.w + h;
+            const float x[4] = {a[0] + sums[m][n][2 * half], a[1] + sums[m][n][2 * half + 1],
+                                a[8] + sums[m][n + 1][2 * half],
+                                a[9] + sums[m][n + 1][2 * half + 1]};
+            const float weight[4] = {w[0], w[1], w[8], w[9]};
+            sum += sum_of_four_tanh<T, float>(x, weight);
+          }
+          sum += __shfl_xor_sync(kAllLanes, sum, 1);
+          sum += __shfl_xor_sync(kAllLanes, sum, 2);
+          if (q == 0) raw.parts[(warp * QT + i) * kRawTile + 16 * m + 8 * half + g] += sum;
+        }
+  }
+
+  template <bool vectors>
+  __device__ void score_tiles(int64_t keys) {
+    for (int64_t first = 0; first < keys; first += kRawTile) {
+      __syncthreads();
+      load_tile<vectors>(first, keys);
+      for (int at = threadIdx.x; at < kDecodeWarps * QT * kRawTile; at += kDecodeThreads)
+        raw.parts[at] = 0;
+      __syncthreads();
+      for (int64_t h0 = warp * kRawUnits; h0 < p.H; h0 += kDecodeWarps * kRawUnits) {
+        float sums[4][4][4] = {};
+        multiply<vectors>(h0, sums);
+        add_scores(h0, sums);
+      }
+      __syncthreads();
+      for (int at = threadIdx.x; at < QT * kRawTile; at += kDecodeThreads) {
+        const int64_t i = at / kRawTile, j = first + at % kRawTile;
+        if (i >= p.Tq || j >= keys) continue;
+        float sum = 0;
+        for (int k = 0; k < kDecodeWarps; ++k) sum += raw.parts[k * QT * kRawTile + at];
+        mine.scores[i * this->d.split + j] = sum;
+      }
+    }
+  }
+
+  __device__ void score() {
+    __syncthreads();
+    this->template load_queries<false>(0);
+    if (r.bias != nullptr)
+      for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads)
+        if (at % mine.width < p.H)
+          mine.queries[at] += widen(static_cast<const T*>(r.bias)[at % mine.width]);
+    int64_t keys = 0;
+    for (int64_t i = 0; i < p.Tq; ++i)
+      if (!this->uniform(i)) keys = larger(keys, this->count(i));
+    if (in_vectors<T>(p.keys, r.Dk) && in_vectors<T>({r.w_k, 0, r.Dk}, r.Dk))
+      score_tiles<true>(keys);
+    else
+      score_tiles<false>(keys);
+    __syncthreads();
+  }
+};
+
+template <class T, int QT>
+__global__ void __launch_bounds__(kDecodeThreads, 1) raw_keys_forward(const RawKeys r) {
+  RawTask<T, QT> task(r);
+  task.count_keys();
+  task.score();
+  task.finish();
+}
+
+}  // namespace bahdanau_fast::gpu

@@ -1,0 +1,294 @@
+"""The CUDA kernels meet the contract: their own source, compiled for the host (cuda_on_host).
+
+Every parity test runs under AddressSanitizer and UBSan, and fails on the first thing they see.
+"""
+
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract import CONTRACT, LARGE, lens
+from cuda_on_host import KERNELS, KINDS, Host, attend, attend_step, build
+from drawing import cases, drawn
+from hypothesis import given, settings
+from parity import DTYPES, Case, check
+
+from bahdanau_fast import reference
+
+
+class Drivers(dict):
+    """Running drivers by kind of numbers, started when they are first asked for."""
+
+    def __init__(self, sanitizer, sources=KERNELS):
+        super().__init__()
+        self.sanitizer, self.sources = sanitizer, sources
+
+    def __missing__(self, kind):
+        self[kind] = Host(kind, self.sanitizer, self.sources)
+        return self[kind]
+
+    def close(self):
+        """End them all; fails when a sanitizer had something to say."""
+        while self:
+            self.popitem()[1].close()
+
+
+@pytest.fixture(scope="module")
+def drivers():
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda kind: build(kind, "address"), KINDS))
+    running = Drivers("address")
+    yield running
+    running.close()
+
+
+def on(drivers, multiprocessors=4):
+    """The function :func:`parity.check` tests: projections by torch, the rest by the kernels."""
+
+    def function(inputs, valid_lens):
+        a = F.linear(inputs["queries"], inputs["w_q"])
+        c = F.linear(inputs["keys"], inputs["w_k"], inputs["bias"])
+        rest = (inputs["values"], inputs["w_v"], valid_lens)
+        context, weights = attend(drivers.__getitem__, a, c, *rest, multiprocessors=multiprocessors)
+        return context, weights.to(context.dtype)
+
+    return function
+
+
+# Rows of the contract that differ in what these kernels see.
+ROWS = [row for row in CONTRACT if not row.startswith("all in one operator")]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_contract(drivers, row):
+    case = {**LARGE, **CONTRACT[row]}
+    # Each row in one dtype of the four, in turn; the drawn cases meet them all.
+    check(Case(**case), DTYPES[ROWS.index(row) % 4], on(drivers))
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 1000])
+@pytest.mark.parametrize(
+    "row", ["decoder step", "split keys", "split keys, lens inside a chunk", "whole row masked"]
+)
+def test_keys_are_cut_for_any_gpu(drivers, row, multiprocessors):
+    case = {**LARGE, "Tq": 3, **CONTRACT[row]}
+    check(Case(**case), torch.bfloat16, on(drivers, multiprocessors))
+    check(Case(**case, grads="weights"), torch.float32, on(drivers, multiprocessors))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
+@pytest.mark.parametrize("queries", [1, 3, 17])
+def test_magnitudes(drivers, queries, scale):
+    # bf16 takes the factored, clamped and direct forms in turn, fp32 the accurate ones.
+    sizes = {**LARGE, "Tq": queries, "Tk": 67, "H": 67 if queries < 17 else 211, "B": 2}
+    for name in ("queries", "keys", "w_v"):
+        case = Case(**sizes, scale={name: scale}, lens=lens(7, 53))
+        check(case, torch.bfloat16, on(drivers))
+        if name == "keys" and queries == 17:
+            check(Case(**{**sizes, "B": 3}, scale={name: scale}), torch.float32, on(drivers))
+
+
+@settings(drawn, max_examples=30)
+@given(cases(torch.float32))
+def test_drawn_cases_fp32(drivers, case):
+    check(case, torch.float32, on(drivers))
+
+
+@settings(drawn, max_examples=30)
+@given(cases(torch.float64, most=60_000))
+def test_drawn_cases_fp64(drivers, case):
+    check(case, torch.float64, on(drivers))
+
+
+@settings(drawn, max_examples=40)
+@given(cases(torch.bfloat16))
+def test_drawn_cases_bf16(drivers, case):
+    check(case, torch.bfloat16, on(drivers))
+
+
+@settings(drawn, max_examples=40)
+@given(cases(torch.float16))
+def test_drawn_cases_fp16(drivers, case):
+    check(case, torch.float16, on(drivers))
+
+
+def problem(tq, tk, h, dv, dtype, b=2):
+    torch.manual_seed(1)
+    shapes = (b, tq, h), (b, tk, h), (b, tk, dv), (1, h)
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def results(drivers, inputs, valid_lens=None, **more):
+    """Context, weights and the four gradients."""
+    context, weights = attend(drivers.__getitem__, *inputs, valid_lens, **more)
+    torch.manual_seed(2)
+    seeds = torch.randn(context.shape).to(context), torch.randn(weights.shape).to(weights)
+    return [context, weights, *torch.autograd.grad((context, weights), inputs, seeds)]
+
+
+@pytest.mark.parametrize("queries", [1, 5, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_same_bits_in_any_order_of_threads_and_blocks(drivers, queries, dtype):
+    # The host runs every other launch backwards, blocks and threads.
+    inputs = problem(queries, 150, 40, 33, dtype)
+    first = results(drivers, inputs, lens(150, 70))
+    attend(drivers.__getitem__, *inputs, None)  # turns the order round
+    for got, want in zip(results(drivers, inputs, lens(150, 70)), first, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_dropout_drops_what_the_cpu_drops(drivers, queries):
+    inputs = problem(queries, 150, 12, 20, torch.float32)
+    got = results(drivers, inputs, lens(150, 70), seed=1234567890123, dropout_p=0.4)
+    seed = torch.tensor([1234567890123])
+    queries_, keys, values, w_v = inputs
+    context, weights = torch.ops.bahdanau_fast.attend(
+        queries_, keys, None, None, values, w_v, lens(150, 70), seed, 0.4, True
+    )
+    torch.manual_seed(2)
+    seeds = torch.randn(context.shape), torch.randn(weights.shape)
+    want = [context, weights, *torch.autograd.grad((context, weights), inputs, seeds)]
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    kept = results(drivers, inputs, lens(150, 70))[0]
+    assert float((got[0] - kept).detach().abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_padding_is_not_looked_at(drivers, queries):
+    inputs = problem(queries, 150, 40, 33, torch.bfloat16)
+    clean = results(drivers, inputs, lens(9, 70))
+    with torch.no_grad():
+        for row, length in ((0, 9), (1, 70)):
+            inputs[1][row, length:] = float("inf")
+            inputs[2][row, length:] = float("nan")
+    for got, want in zip(results(drivers, inputs, lens(9, 70)), clean, strict=True):
+        assert torch.isfinite(got).all()
+        # The range of a tile's keys picks the form, hence not bitwise.
+        torch.testing.assert_close(got, want, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_nan_is_not_lost(drivers, queries, where):
+    inputs = problem(queries, 70, 40, 33, torch.bfloat16)
+    with torch.no_grad():
+        inputs[where][0, 0, 3] = float("nan")
+    context, weights = attend(drivers.__getitem__, *inputs, None)
+    assert torch.isnan(weights[0, 0]).all()
+    assert torch.isnan(context[0, 0]).all()
+    assert torch.isfinite(context[1]).all()
+
+
+def check_step(drivers, args, keys, **more):
+    """A step against the reference on keys that are projected exactly."""
+    raw, w_q, _, values, w_v, valid_lens = args
+    got = attend_step(drivers.__getitem__, *args, **more)
+    exact = [x.double() for x in (raw, w_q, values, w_v)]
+    want = reference.attend(exact[0] @ exact[1].T, keys, *exact[2:], valid_lens)
+    # A score sums H terms of at most |w|, each off by a few roundings of the type sums are taken
+    # in; the absolute error of a score is the relative one of a weight.
+    summed = torch.finfo(torch.float64 if raw.dtype.itemsize > 2 else torch.float32).eps
+    relative = 8 * summed * float(w_v.double().abs().sum())
+    for ours, truth in zip(got, want, strict=True):
+        allowed = (2 * torch.finfo(ours.dtype).eps + relative) * float(truth.abs().max())
+        assert float((ours.double() - truth).abs().max()) <= allowed
+
+
+@pytest.mark.parametrize("features", [7, 64])
+@pytest.mark.parametrize("queries", [1, 6])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_step_projects_its_queries(drivers, dtype, queries, features):
+    _, keys, values, w_v = (x.detach() for x in problem(1, 70, 40, 33, dtype))
+    raw, w_q = torch.randn(2, queries, features).to(dtype), torch.randn(40, features).to(dtype)
+    check_step(drivers, (raw, w_q, keys, values, w_v, lens(70, 9)), keys.double())
+
+
+@pytest.mark.parametrize(("features", "hidden"), [(7, 33), (64, 300), (104, 32)])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_step_projects_its_keys_too(drivers, dtype, queries, features, hidden):
+    _, keys, values, _ = (x.detach() for x in problem(1, 150, features, 33, dtype))
+    w_v, bias = torch.randn(1, hidden).to(dtype), torch.randn(hidden).to(dtype)
+    raw, w_q = torch.randn(2, queries, 9).to(dtype), torch.randn(hidden, 9).to(dtype)
+    w_k = (torch.randn(hidden, features) * features**-0.5).to(dtype)
+    exact = F.linear(keys.double(), w_k.double(), bias.double())
+    for multiprocessors in (1, 4):  # a block takes three tiles of 64 keys, or one
+        args = (raw, w_q, keys, values, w_v, lens(150, 70))
+        check_step(drivers, args, exact, w_k=w_k, bias=bias, multiprocessors=multiprocessors)
+
+
+# ---- races and overruns --------------------------------------------------------------------------
+
+# Few blocks: to ThreadSanitizer each is 256 threads of its own.
+RACING = {
+    "decoder step, keys cut in two": (1, 66, 12, 9),
+    "beams": (6, 20, 12, 9),
+    "many queries": (17, 20, 33, 5),
+}
+
+
+@pytest.fixture(scope="module")
+def watched():
+    running = Drivers("thread")
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("sizes", RACING.values(), ids=RACING)
+def test_no_thread_races_with_another(watched, sizes):
+    inputs = problem(*sizes, torch.bfloat16, b=1)
+    valid_lens = lens(sizes[1] - 3)
+    got = results(watched, inputs, valid_lens)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    context, _ = reference.attend(*exact, valid_lens)
+    assert float((got[0].double() - context).detach().abs().max()) < 0.02
+
+
+def changed(tmp_path, file, old, new):
+    """A copy of the kernels' sources with one thing wrong."""
+    for part in ("cuda", "cpu"):
+        shutil.copytree(KERNELS / part, tmp_path / part)
+    path = tmp_path / "cuda" / file
+    text = path.read_text()
+    assert text.count(old) == 1, f"{file} has changed: plant the mistake elsewhere"
+    path.write_text(text.replace(old, new))
+    return tmp_path
+
+
+# Each is one line that somebody could forget.
+PLANTED = {
+    "a barrier missing": (
+        "thread", "decode.h", "    __syncthreads();\n    return form;", "    return form;",
+        "data race",
+    ),
+    "a fence missing": (
+        "thread", "decode.h", "    __threadfence();\n    __syncthreads();\n    if",
+        "    __syncthreads();\n    if", "data race",
+    ),
+    "a row read past its end": (
+        "address", "problem.h", "first + k < end ?", "first + k <= end ?", "heap-buffer-overflow",
+    ),
+    "shared memory too small": (
+        "address", "decode.h", "    last = from.take<int>(1);\n    bytes = from.used;",
+        "    last = from.take<int>(1);\n    bytes = from.used - 16;",
+        "heap-buffer-overflow",
+    ),
+    "a barrier not all reach": (
+        "plain", "decode.h", "  __device__ void combine() {\n",
+        "  __device__ void combine() {\n    if (threadIdx.x < 32) return;\n", "a barrier that not",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_caught(tmp_path, mistake):
+    sanitizer, file, old, new, message = PLANTED[mistake]
+    broken = Drivers(sanitizer, changed(tmp_path, file, old, new))
+    inputs = problem(*RACING["decoder step, keys cut in two"], torch.bfloat16, b=1)
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        attend(broken.__getitem__, *inputs, None)
