@@ -1,12 +1,12 @@
 """A small sequence-to-sequence system around additive attention, with the course's names."""
 
 from bahdanau_fast.seq2seq.data import Batch, Pairs, Vocab, batches, encode
+from bahdanau_fast.seq2seq.decoders import Seq2SeqAttentionDecoder, Seq2SeqDecoder
 from bahdanau_fast.seq2seq.models import (
     AttentionDecoder,
     Decoder,
     Encoder,
     EncoderDecoder,
-    Seq2SeqAttentionDecoder,
     Seq2SeqEncoder,
     init_xavier,
 )
@@ -21,6 +21,7 @@ __all__ = [
     "EncoderDecoder",
     "Pairs",
     "Seq2SeqAttentionDecoder",
+    "Seq2SeqDecoder",
     "Seq2SeqEncoder",
     "Settings",
     "Trainer",

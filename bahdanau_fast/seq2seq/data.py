@@ -156,7 +156,7 @@ class Pairs:
         """Encode pairs with vocabularies that are there already; arguments as for :meth:`of`."""
         if not texts:
             checks.reject(ValueError, "texts", "hold at least one pair", 0)
-        encoded = []
+        encoded: list[Tensor] = []
         for side, vocab in enumerate((source_vocab, target_vocab)):
             sequences = [pair[side] for pair in texts]
             longest = max(map(len, sequences)) + 1

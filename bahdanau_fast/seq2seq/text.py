@@ -120,8 +120,8 @@ def read(path: str | Path) -> TextFile:
         # The mark some editors put in front is no part of the first word.
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        bad = f"{path} (byte 0x{content[error.start]:02x} in line {line})"
+        where = content.count(b"\n", 0, error.start) + 1
+        bad = f"{path} (byte 0x{content[error.start]:02x} in line {where})"
         checks.reject(ValueError, "data", "be UTF-8 text", bad)
     # Not splitlines(): that cuts at signs which may stand inside a sentence.
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")

@@ -14,12 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bahdanau_fast.seq2seq.data import BOS, Batch, Pairs, batches
-from bahdanau_fast.seq2seq.models import (
-    EncoderDecoder,
-    Seq2SeqAttentionDecoder,
-    Seq2SeqEncoder,
-    init_xavier,
-)
+from bahdanau_fast.seq2seq.decoders import Seq2SeqAttentionDecoder
+from bahdanau_fast.seq2seq.models import EncoderDecoder, Seq2SeqEncoder, init_xavier
 
 __all__ = ["History", "Settings", "Trainer", "build_model", "masked_cross_entropy", "train"]
 

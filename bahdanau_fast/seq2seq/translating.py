@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, Vocab, encode
-from bahdanau_fast.seq2seq.models import EncoderDecoder, Seq2SeqAttentionDecoder
+from bahdanau_fast.seq2seq.decoders import Seq2SeqAttentionDecoder
+from bahdanau_fast.seq2seq.models import EncoderDecoder
 
 __all__ = ["Translation", "greedy", "translate"]
 
