@@ -11,6 +11,7 @@ from bahdanau_fast.seq2seq import (
     Pairs,
     Settings,
     Trainer,
+    build_model,
     dates,
     demo,
     greedy,
@@ -21,7 +22,7 @@ from bahdanau_fast.seq2seq import (
 )
 from bahdanau_fast.seq2seq.compare import compare_training, relative_difference
 from bahdanau_fast.seq2seq.data import EOS, PAD
-from bahdanau_fast.seq2seq.training import build_model, shift_right
+from bahdanau_fast.seq2seq.training import shift_right
 
 TINY = Settings(embed_size=16, num_hiddens=32, epochs=40, batch_size=32, lr=1e-2)
 
@@ -162,7 +163,7 @@ def test_heatmaps(trained, pairs, tmp_path):
 
     model, _ = trained
     args = (pairs.source_vocab, pairs.target_vocab, pairs.tensors.source.shape[1], 8)
-    figure = plots.alignments(translate(model, ["March 3"], *args), ["a title"])
+    figure = plots.alignments(translate(model, ["March 3"], *args), ["a title"], "a heading")
     axes = figure.axes[0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == list("March·3")
     assert [tick.get_text() for tick in axes.get_yticklabels()] == list("03-3")

@@ -10,7 +10,8 @@ from bahdanau_fast.seq2seq.models import (
     Seq2SeqEncoder,
     init_xavier,
 )
-from bahdanau_fast.seq2seq.training import Settings, Trainer, masked_cross_entropy, train
+from bahdanau_fast.seq2seq.settings import Settings, build_model
+from bahdanau_fast.seq2seq.training import Trainer, masked_cross_entropy, train
 from bahdanau_fast.seq2seq.translating import Translation, greedy, translate
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Translation",
     "Vocab",
     "batches",
+    "build_model",
     "encode",
     "greedy",
     "init_xavier",

@@ -13,13 +13,8 @@ import torch
 from bahdanau_fast import backends
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.seq2seq.data import Pairs
-from bahdanau_fast.seq2seq.training import (
-    Settings,
-    Trainer,
-    all_batches,
-    build_model,
-    total_steps,
-)
+from bahdanau_fast.seq2seq.settings import Settings, build_model
+from bahdanau_fast.seq2seq.training import Trainer, all_batches, total_steps
 
 __all__ = ["Comparison", "attention_seconds", "compare_training", "relative_difference"]
 
@@ -59,8 +54,7 @@ def compare_training(
     order = list(trainers.items())
     for _, batch in islice(all_batches(pairs, settings), steps):
         for name, trainer in order:
-            # Dropout, if any, draws the same for every backend that draws the same way.
-            with backends.use(name), torch.random.fork_rng(devices=[]):
+            with backends.use(name):
                 trainer.step(batch)
         order.reverse()
     return Comparison(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 
-__all__ = ["BOS", "EOS", "PAD", "UNK", "Batch", "Pairs", "Vocab", "batches", "encode"]
+__all__ = ["BOS", "EOS", "PAD", "UNK", "Batch", "Pairs", "Vocab", "Vocabs", "batches", "encode"]
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -67,6 +67,13 @@ class Vocab:
     def to_tokens(self, indices: Iterable[int]) -> list[str]:
         """The tokens of some numbers."""
         return [self.tokens[index] for index in indices]
+
+
+class Vocabs(NamedTuple):
+    """The vocabularies of both sides."""
+
+    source_vocab: Vocab
+    target_vocab: Vocab
 
 
 def encode(
