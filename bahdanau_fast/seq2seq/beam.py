@@ -111,21 +111,19 @@ def search(start: Start, beam: Beam, max_steps: int) -> Hypotheses:
     tokens, parents, weights = [], [], []
     scores = log_p
     for step in range(max_steps):
-        embedded = decoder.embedding(token).reshape(batch * width, -1)
+        embedded = decoder.embedding(token.flatten())
         features, looked, hidden = decoder.step(embedded, hidden, memory)
+        if looked is not None:
+            weights.append(looked.reshape(batch, width, looked.shape[-1]))
         lens = lens + ~finished
         bonus: Tensor | float = 0.0
         if beam.coverage_penalty:
             if looked is None:
                 need = "be 0 for a decoder without attention"
                 checks.reject(ValueError, "coverage_penalty", need, beam.coverage_penalty)
-            looked = looked.reshape(batch, width, -1)
-            seen = looked.float().masked_fill(finished.unsqueeze(-1), 0.0)
+            seen = weights[-1].float().masked_fill(finished.unsqueeze(-1), 0.0)
             coverage = seen if coverage is None else coverage + seen
             bonus = beam.coverage_penalty * _uncovered(coverage, source_lens)
-        if looked is not None:
-            weights.append(looked.reshape(batch, width, -1))
-
         best, candidates = _continuations(decoder.dense(features), finished, width)
         totals = log_p.unsqueeze(-1) + best  # (B,K,n): n continuations of each hypothesis
         ranks = totals / _norm(lens, beam).unsqueeze(-1)
@@ -170,7 +168,7 @@ def _uncovered(coverage: Tensor, source_lens: Tensor) -> Tensor:
 def _continuations(logits: Tensor, finished: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The best tokens behind each hypothesis and their log P (B,K,n); only <pad> behind <eos>."""
     batch, beams = finished.shape
-    log_p = allowed(logits.float()).log_softmax(-1).reshape(batch, beams, -1)
+    log_p = allowed(logits.float()).log_softmax(-1).unflatten(0, (batch, beams))
     best, candidates = log_p.topk(min(width, log_p.shape[-1]), -1)
     over = finished.unsqueeze(-1)
     best = best.masked_fill(over, float("-inf"))

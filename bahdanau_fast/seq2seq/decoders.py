@@ -137,8 +137,9 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
     ) -> tuple[Tensor, Tensor, Hidden]:
         """One token of every sequence; see :meth:`StepDecoder.step`."""
         top = (hidden[0] if isinstance(hidden, tuple) else hidden)[-1]
-        queries = top.reshape(memory.values.shape[0], -1, top.shape[-1])
-        context = self.attention.attend(queries, memory).reshape(top.shape[0], -1)
+        batch = memory.values.shape[0]
+        queries = top.unflatten(0, (batch, top.shape[0] // max(batch, 1)))
+        context = self.attention.attend(queries, memory).flatten(0, 1)
         weights = self.attention.attention_weights
         assert weights is not None  # attend has just set them
         inputs = torch.cat((context, embedded), dim=-1).unsqueeze(0)
@@ -243,7 +244,7 @@ class Seq2SeqDecoder(StepDecoder):
     def step(self, embedded: Tensor, hidden: Hidden, memory: Tensor) -> tuple[Tensor, None, Hidden]:
         """One token of every sequence; see :meth:`StepDecoder.step`."""
         batch, size = memory.shape
-        sequences = embedded.shape[0] // batch
+        sequences = embedded.shape[0] // max(batch, 1)
         context = memory.unsqueeze(1).expand(-1, sequences, -1).reshape(-1, size)
         features, hidden = self.rnn(torch.cat((embedded, context), -1).unsqueeze(0), hidden)
         return features.squeeze(0), None, hidden
