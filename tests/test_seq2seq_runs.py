@@ -126,7 +126,7 @@ for kill in range(kills):
     before = (out / "last.pt").stat().st_mtime_ns if kill else 0
     child = os.fork()
     if child == 0:
-        os.fsync = lambda descriptor: (time.sleep(0.004), write(descriptor))  # a slow disk
+        os.fsync = lambda descriptor: (time.sleep(0.01), write(descriptor))  # a slow disk
         if kill:
             settings, text = Run.settings_of(out)
         else:
@@ -136,7 +136,8 @@ for kill in range(kills):
     # From its first write on; before the very first there is nothing to lose.
     while not (out / "last.pt").exists() or (out / "last.pt").stat().st_mtime_ns == before:
         time.sleep(0.001)
-    time.sleep(random.uniform(0, 0.03))
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the training ended by itself"
+    time.sleep(random.uniform(0, 0.08))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     unfinished += (out / "last.pt.tmp").exists()
@@ -156,8 +157,7 @@ def test_twenty_kills_leave_a_checkpoint_that_goes_on_to_the_same_losses(whole, 
     print(f"steps after each kill {steps}, {unfinished} of 20 in the middle of a write")
     assert len(steps) == 20
     assert steps == sorted(steps)
-    assert len(set(steps)) > 10
-    assert steps[-1] < len(whole.history.losses)
+    assert 0 < steps[-1] < len(whole.history.losses)
     assert unfinished > 0  # some hit a write
     settings, text = Run.settings_of(tmp_path)
     run = Run(tmp_path, settings, text, resume=True)

@@ -59,10 +59,11 @@ class Progress:
         done = len(self.history.losses)
         if self.bar is not None:
             if done % 5 == 0 or done == self.steps:
-                self.bar.set_postfix_str(self._figures(), refresh=False)
+                self.bar.set_postfix_str(self._figures(20), refresh=False)
             self.bar.update()
         elif done == self.steps * (epoch + 1) // self.epochs:
-            self.say(f"epoch {epoch + 1}/{self.epochs}  {self._figures()}")
+            figures = self._figures(self.steps // self.epochs)
+            self.say(f"epoch {epoch + 1}/{self.epochs}  {figures}")
 
     def say(self, line: str) -> None:
         """A line of its own, beside the bar."""
@@ -71,9 +72,10 @@ class Progress:
         elif self.enabled:
             print(line, file=self.file or sys.stdout, flush=True)
 
-    def _figures(self) -> str:
-        recent = self.history.losses[-20:]
-        speed = sum(self.history.tokens[-20:]) / sum(self.history.seconds[-20:])
+    def _figures(self, steps: int) -> str:
+        """Means over the last so many steps."""
+        recent, seconds = self.history.losses[-steps:], self.history.seconds[-steps:]
+        speed = sum(self.history.tokens[-steps:]) / sum(seconds)
         return f"loss {sum(recent) / len(recent):.2e}  {speed:,.0f} tokens/s"
 
     def close(self) -> None:
