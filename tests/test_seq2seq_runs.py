@@ -213,6 +213,7 @@ def launch(out, data, *options, processes=1):
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     launcher = [*launcher, "-m"] if processes > 1 else []
     sizes = "--embed-size 8 --num-hiddens 12 --min-freq 1 --epochs 1 --dropout 0 --lr 0.01"
+    sizes += " --embed-dropout 0"
     command = [sys.executable, "-m", *launcher, "bahdanau_fast", "train", "--out", str(out)]
     command += ["--data", str(data), "--validation", "0.1", *sizes.split(), *options, "--json"]
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))

@@ -17,7 +17,8 @@ Number = TypeVar("Number", int, float)
 TRAINING = Settings(
     embed_size=256,
     num_hiddens=256,
-    dropout=0.3,
+    dropout=0.1,
+    embed_dropout=0.3,
     bidirectional=True,
     epochs=20,
     batch_size=64,
@@ -42,8 +43,8 @@ examples:
 
 the course's settings:
   python -m bahdanau_fast train --data cmn-eng.tsv --out model --embed-size 32 --num-hiddens 32 \\
-    --num-layers 2 --dropout 0.1 --no-bidirectional --batch-size 64 --num-steps 10 --lr 0.005 \\
-    --schedule constant --label-smoothing 0 --min-freq 1"""
+    --num-layers 2 --dropout 0.1 --embed-dropout 0 --no-bidirectional --batch-size 64 \\
+    --num-steps 10 --lr 0.005 --schedule constant --label-smoothing 0 --min-freq 1"""
 
 _TRANSLATE = """\
 Translate sentences with the model in DIR. Without a sentence, one a line is read from the standard
@@ -243,6 +244,7 @@ def _model_options(group: Any) -> None:
         "num_hiddens": "size of a hidden state",
         "num_layers": "recurrent layers on either side",
         "dropout": "on the attention weights and between layers",
+        "embed_dropout": "on embeddings and on what gives the logits",
         "cell": "kind of recurrent net",
         "attention": "none: one context for all steps",
         "bidirectional": "read the source from both ends",

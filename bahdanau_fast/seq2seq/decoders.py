@@ -26,6 +26,7 @@ class StepDecoder(Decoder):
     """A decoder that can be asked for one token of many sequences: what translating needs."""
 
     embedding: nn.Embedding
+    embed_dropout: nn.Dropout
     rnn: nn.GRU | nn.LSTM
     dense: nn.Linear
 
@@ -64,6 +65,7 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         num_layers: L, of the encoder too.
         dropout: on the attention weights and between the layers, in training.
         cell: "gru" or "lstm".
+        embed_dropout: on the embeddings and on what ``dense`` sees, in training.
         attention: "additive", or "dot" for the scaled dot product.
         key_size: features of the encoder's outputs, its ``output_size``; H unless given. Where it
             is not H, "dot" has a learnt ``key_layer`` to make H of it.
@@ -90,10 +92,13 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         dropout: float = 0,
         cell: str = "gru",
         *,
+        embed_dropout: float = 0,
         attention: str = "additive",
         key_size: int | None = None,
     ) -> None:
         super().__init__()
+        checks.probability("embed_dropout", embed_dropout)
+        self.embed_dropout = nn.Dropout(embed_dropout)
         key_size = num_hiddens if key_size is None else key_size
         if attention not in ("additive", "dot"):
             checks.reject(ValueError, "attention", "be 'additive' or 'dot'", repr(attention))
@@ -159,12 +164,13 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         enc_outputs, hidden, enc_valid_lens = state
         memory = self.memory(state)
         features, weights = [], []
-        for embedded in self.embedding(X).unbind(1):
+        for embedded in self.embed_dropout(self.embedding(X)).unbind(1):
             feature, looked, hidden = self.step(embedded, hidden, memory)
             features.append(feature)
             weights.append(looked)
         self._attention_weights = weights
-        return self.dense(torch.stack(features, 1)), [enc_outputs, hidden, enc_valid_lens]
+        logits = self.dense(self.embed_dropout(torch.stack(features, 1)))
+        return logits, [enc_outputs, hidden, enc_valid_lens]
 
     @property
     def attention_weights(self) -> list[Tensor]:
@@ -197,6 +203,7 @@ class Seq2SeqDecoder(StepDecoder):
         num_layers: L, of the encoder too.
         dropout: between the layers, in training.
         cell: "gru" or "lstm".
+        embed_dropout: on the embeddings and on what ``dense`` sees, in training.
 
     Raises:
         ValueError: an unknown cell, or a dropout outside [0, 1].
@@ -217,8 +224,12 @@ class Seq2SeqDecoder(StepDecoder):
         num_layers: int,
         dropout: float = 0,
         cell: str = "gru",
+        *,
+        embed_dropout: float = 0,
     ) -> None:
         super().__init__()
+        checks.probability("embed_dropout", embed_dropout)
+        self.embed_dropout = nn.Dropout(embed_dropout)
         self.embedding = nn.Embedding(vocab_size, embed_size)
         self.rnn = recurrent(cell, embed_size + num_hiddens, num_hiddens, num_layers, dropout)
         self.dense = nn.Linear(num_hiddens, vocab_size)
@@ -260,6 +271,8 @@ class Seq2SeqDecoder(StepDecoder):
             Logits (B,T,vocab) and the next state.
         """
         context, hidden, enc_valid_lens = state
-        inputs = torch.cat((self.embedding(X), context.unsqueeze(1).expand(-1, X.shape[1], -1)), -1)
+        embedded = self.embed_dropout(self.embedding(X))
+        inputs = torch.cat((embedded, context.unsqueeze(1).expand(-1, X.shape[1], -1)), -1)
         features, hidden = self.rnn(inputs.transpose(0, 1), hidden)
-        return self.dense(features.transpose(0, 1)), [context, hidden, enc_valid_lens]
+        logits = self.dense(self.embed_dropout(features.transpose(0, 1)))
+        return logits, [context, hidden, enc_valid_lens]

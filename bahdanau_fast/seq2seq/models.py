@@ -121,6 +121,7 @@ class Seq2SeqEncoder(Encoder):
         dropout: between the layers, in training.
         cell: "gru" or "lstm".
         bidirectional: read the source from both ends; outputs have 2H features.
+        embed_dropout: on the embeddings, in training.
         packed: read no padding, so that a text gives the same in any batch. The course's encoder
             reads padding too: leave it off for its checkpoints.
 
@@ -145,9 +146,12 @@ class Seq2SeqEncoder(Encoder):
         cell: str = "gru",
         *,
         bidirectional: bool = False,
+        embed_dropout: float = 0,
         packed: bool = False,
     ) -> None:
         super().__init__()
+        checks.probability("embed_dropout", embed_dropout)
+        self.embed_dropout = nn.Dropout(embed_dropout)
         self.embedding = nn.Embedding(vocab_size, embed_size)
         self.rnn = recurrent(cell, embed_size, num_hiddens, num_layers, dropout, bidirectional)
         self.packed = packed
@@ -166,7 +170,7 @@ class Seq2SeqEncoder(Encoder):
         Returns:
             Outputs (T,B,output_size) of the top layer, and the state (L,B,H) to decode from.
         """
-        embedded = self.embedding(X).transpose(0, 1)
+        embedded = self.embed_dropout(self.embedding(X)).transpose(0, 1)
         lens = args[0] if args else None
         if self.packed and lens is not None and X.numel():
             sequence = pack_padded_sequence(embedded, lens.cpu(), enforce_sorted=False)

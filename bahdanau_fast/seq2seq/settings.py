@@ -31,6 +31,7 @@ class Settings:
         num_hiddens: H.
         num_layers: L.
         dropout: on the attention weights and between layers.
+        embed_dropout: on embeddings and on what gives the logits.
         cell: "gru" or "lstm".
         attention: "additive", "dot", or "none" for one fixed context.
         bidirectional: whether the encoder reads the source from both ends.
@@ -51,6 +52,7 @@ class Settings:
     num_hiddens: int = 128
     num_layers: int = 1
     dropout: float = 0.0
+    embed_dropout: float = 0.0
     cell: str = "gru"
     attention: str = "additive"
     bidirectional: bool = False
@@ -66,7 +68,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("embed_size", "num_hiddens", "num_layers", "epochs", "batch_size"):
             checks.positive_int(name, getattr(self, name))
-        for name in ("dropout", "label_smoothing"):
+        for name in ("dropout", "embed_dropout", "label_smoothing"):
             checks.probability(name, getattr(self, name))
         for name in ("lr", "clip"):
             if not getattr(self, name) > 0:
@@ -110,16 +112,20 @@ def build_model(vocabs: Vocabs | Pairs, settings: Settings) -> EncoderDecoder:
             *sizes,
             *options,
             bidirectional=settings.bidirectional,
+            embed_dropout=settings.embed_dropout,
             packed=True,
         )
         decoder: StepDecoder
         if settings.attention == "none":
-            decoder = Seq2SeqDecoder(len(vocabs.target_vocab), *sizes, *options)
+            decoder = Seq2SeqDecoder(
+                len(vocabs.target_vocab), *sizes, *options, embed_dropout=settings.embed_dropout
+            )
         else:
             decoder = Seq2SeqAttentionDecoder(
                 len(vocabs.target_vocab),
                 *sizes,
                 *options,
+                embed_dropout=settings.embed_dropout,
                 attention=settings.attention,
                 key_size=encoder.output_size,
             )
