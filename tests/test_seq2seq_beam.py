@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from bahdanau_fast.seq2seq import (
     Beam,
@@ -19,6 +18,7 @@ from bahdanau_fast.seq2seq import (
     translate,
 )
 from bahdanau_fast.seq2seq.data import BOS, EOS, PAD
+from benchmarks.seq2seq import allocations, copied
 
 TOKENS = 8  # <pad>, <bos>, <eos>, <unk> and four more
 
@@ -179,14 +179,18 @@ def test_bad_arguments():
 def test_no_beam_has_a_copy_of_the_memory():
     rows, length, hidden, width = 64, 50, 96, 5
     model, (source, lens) = model_of(hidden=hidden), sources(rows, length)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        found = beam_search(model, source, lens, 12, Beam(width))
-    assert found.tokens.shape[:2] == (rows, width)
-    # Every allocation, those inside the C++ op too. The memory itself is among them, once each
-    # for its few tensors; a copy per beam would be five times as large.
-    events = watched.profiler.kineto_results.events()
-    sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
-    memory = rows * length * hidden * 4
-    assert max(sizes) >= memory  # the measurement sees the memory being made
-    assert max(sizes) < 2 * memory
+
+    def search():
+        return beam_search(model, source, lens, 12, Beam(width))
+
+    # Every allocation, those inside the C++ op too. The memory itself is among them, once for each
+    # of its few tensors.
+    memory, sizes = rows * length * hidden * 4, allocations(search)
+    assert memory <= max(sizes) < 2 * memory
     assert sum(size >= memory for size in sizes) < 12  # not one per step either
+    found = search()
+    with copied(model.decoder, width):
+        assert max(allocations(search)) >= width * memory  # what it would be with copies
+        again = search()
+    assert torch.equal(found.tokens, again.tokens)
+    torch.testing.assert_close(found.scores, again.scores)
