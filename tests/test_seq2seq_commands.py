@@ -167,6 +167,14 @@ def test_nothing_is_overwritten_without_saying_so(model, data, capsys):
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_overwrite_begins_anew(data, tmp_path, capsys):
+    said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--epochs", "2")
+    none = ["--validation", "0", "--overwrite"]  # so no epoch is called the best
+    said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, *none)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+    assert "116 pairs" not in said(capsys, "evaluate", tmp_path)[0]
+
+
 def bad_files(tmp_path):
     (tmp_path / "empty.tsv").write_text("")
     (tmp_path / "latin.tsv").write_bytes("Été\tSummer\n".encode("latin-1"))

@@ -103,10 +103,6 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, TextSettings]:
     if texts.get("data") is not None:
         texts["data"] = str(texts["data"].resolve())
     text = TextSettings(**{**texts, "seed": settings.seed})
-    if there and int(os.environ.get("RANK", "0")) == 0:
-        Corpus.of(text)  # nothing is thrown away for data that cannot be used
-        for name in there:
-            (out / name).unlink(missing_ok=True)
     return settings, text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -73,10 +74,13 @@ def add_font(path: Path) -> None:
 
     try:
         font_manager.fontManager.addfont(str(path))
-        family = font_manager.FontProperties(fname=str(path)).get_name()
     except (OSError, RuntimeError) as error:
         checks.reject(ValueError, "font", "be a font file", f"{path} ({error})")
-    _own.insert(0, family)
+    fonts = font_manager.fontManager.ttflist
+    for i, font in enumerate(fonts):
+        if font.fname == str(path):  # whatever its weight, it is the one to take
+            fonts[i] = dataclasses.replace(font, weight=400)
+    _own.insert(0, fonts[-1].name)
     _fonts.cache_clear()
 
 
@@ -177,7 +181,8 @@ def _alignment(axes: Any, translation: Translation, title: str, families: Sequen
     axes.set_yticks([y - 0.5 for y in range(1, len(translation.tokens))], minor=True)
     axes.grid(which="minor", color="#e5e5e5", linewidth=0.4)
     axes.tick_params(which="both", length=0)
-    axes.set_title(title, fontsize=10, color=_INK, loc="left", fontweight="bold")
+    font = {"fontfamily": list(families), "fontsize": 10, "color": _INK}
+    axes.set_title(title, loc="left", **font)
     for side in axes.spines.values():
         side.set_color("#bbbbbb")
     return image
@@ -222,6 +227,9 @@ def alignments(
     return figure
 
 
+_TITLE = 60  # signs that fit above a panel
+
+
 def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
     """Alignments of any translations, and one line about signs that no font here has.
 
@@ -240,8 +248,10 @@ def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
     if missing:
         note = f"no font here draws {missing} (□ in the picture); --font FILE names one that does"
         under = f"□: {len(missing)} signs that no font here draws"
-    # A title is drawn in one font: spaces keep words apart there, and boxes stand for the rest.
-    titles = ["".join(map(_label_sign, " ".join(t.source))) for t in translations]
+    titles = []
+    for translation in translations:
+        text = "".join(map(_label_sign, " ".join(translation.source)))
+        titles.append(text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…")
     return alignments(translations, titles, "Where each target token looked", under), note
 
 

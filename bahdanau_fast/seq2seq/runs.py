@@ -92,7 +92,9 @@ class Run:
             text,
             self.corpus.kinds,
         )
-        self.board = _board(out) if tensorboard and self.world.rank == 0 else None
+        self.board = None
+        if tensorboard and self.world.rank == 0:
+            self.board = _board(out, len(self.history.losses))
 
     @staticmethod
     def settings_of(out: Path) -> tuple[Settings, TextSettings]:
@@ -128,6 +130,7 @@ class Run:
             self.out.mkdir(parents=True, exist_ok=True)
             if not self.history.losses:
                 self._save(LAST)
+                (self.out / BEST).unlink(missing_ok=True)  # of a training this one replaces
         train(
             self.trainer.model,
             self.pairs,
@@ -211,7 +214,7 @@ def validation_loss(trainer: Trainer, pairs: Pairs) -> float:
     return float(torch.stack(losses).sum()) / int(pairs.tensors.target_lens.sum())
 
 
-def _board(out: Path) -> Any:
+def _board(out: Path, done: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -219,4 +222,5 @@ def _board(out: Path) -> Any:
             "tensorboard must be installed for --tensorboard, got no such module: "
             'pip install "bahdanau_fast[tensorboard]"'
         ) from error
-    return SummaryWriter(str(out / "tensorboard"))
+    # Scalars of steps that will be taken again are left out.
+    return SummaryWriter(str(out / "tensorboard"), purge_step=done)
