@@ -79,7 +79,10 @@ def test_train_as_a_script_goes_on(data, tmp_path, capsys):
     out, _ = said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--json")
     first = json.loads(out)
     assert (first["steps"], first["text"]["data"]) == (8, "pairs.tsv")
-    out, _ = said(capsys, "train", "--resume", "--out", tmp_path, "--epochs", "2", "--json")
+    moved = tmp_path / "moved.tsv"
+    moved.write_bytes(data.read_bytes())
+    again = ["--data", moved, "--epochs", "2", "--json"]
+    out, _ = said(capsys, "train", "--resume", "--out", tmp_path, *again)
     second = json.loads(out)
     assert second["steps"] == 16
     assert second["settings"] == {**first["settings"], "epochs": 2}

@@ -84,9 +84,12 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, TextSettings]:
     out: Path = options.out
     if out.exists() and not out.is_dir():
         checks.reject(ValueError, "--out", "be a folder or a free name", out)
+    if texts.get("data") is not None:
+        texts["data"] = str(texts["data"].resolve())
     if options.resume:
         settings, text = Run.settings_of(out)
         epochs = chosen.pop("epochs", settings.epochs)
+        data = texts.pop("data", text.data)  # the file may have been moved
         extra = [f"--{name.replace('_', '-')}" for name in {**chosen, **texts}]
         if extra:
             need = "be left out with --resume, which keeps the training's settings"
@@ -94,14 +97,12 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, TextSettings]:
         if epochs < settings.epochs:
             need = f"be at least {settings.epochs}, those of the training"
             checks.reject(ValueError, "--epochs", need, epochs)
-        return dataclasses.replace(settings, epochs=epochs), text
+        return dataclasses.replace(settings, epochs=epochs), dataclasses.replace(text, data=data)
     there = [name for name in (checkpoints.LAST, checkpoints.BEST) if (out / name).exists()]
     if there and not options.overwrite:
         actual = f"{out} (--resume goes on with it, --overwrite begins anew)"
         checks.reject(ValueError, "--out", "hold no training yet", actual)
     settings = dataclasses.replace(TRAINING, **chosen)
-    if texts.get("data") is not None:
-        texts["data"] = str(texts["data"].resolve())
     text = TextSettings(**{**texts, "seed": settings.seed})
     return settings, text
 

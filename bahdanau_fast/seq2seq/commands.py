@@ -123,7 +123,7 @@ def add_commands(commands: Any) -> None:
         help="write last.pt every so many steps too (default: at the end of each epoch)",
     )
     train.add_argument("--tensorboard", action="store_true", help="scalars to DIR/tensorboard")
-    _data_options(train.add_argument_group("data (not with --resume)"))
+    _data_options(train.add_argument_group("data (with --resume only --data, if it was moved)"))
     _model_options(
         train.add_argument_group("model and training (not with --resume, save --epochs)")
     )
