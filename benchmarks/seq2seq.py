@@ -22,7 +22,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bahdanau_fast import backends
-from bahdanau_fast.seq2seq import Beam, StepDecoder, Translator, beam_search, encode, greedy
+from bahdanau_fast.seq2seq import (
+    Beam,
+    StepDecoder,
+    Translator,
+    beam_search,
+    checkpoints,
+    encode,
+    greedy,
+)
 from bahdanau_fast.seq2seq.commands import TRAINING
 from bahdanau_fast.seq2seq.compare import compare_training, relative_difference
 from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
@@ -32,6 +40,8 @@ from benchmarks.report import machine
 
 HIDDEN = (32, 256, 512)
 SENTENCES = 64
+FIRST = 2000
+COURSE_SENTENCES = ("Go .", "Good Night !", "I'm OK .", "I won !", "Call us .")
 
 
 @contextmanager
@@ -164,6 +174,63 @@ def compare_beams(where: Path, seconds: float) -> dict[str, Any]:
     return result
 
 
+def score_models(folders: list[Path], sentences: tuple[str, ...]) -> dict[str, Any]:
+    """How the trainings of some folders went, and what their models translate how well."""
+    rows = []
+    for folder in folders:
+        translator, beam = Translator.load(folder), Beam()
+        corpus = Corpus.of(translator.text)
+        last = checkpoints.load(folder / checkpoints.LAST)
+        parts = {
+            "held_out": (corpus.parts.test, None),
+            "held_out_beam": (corpus.parts.test, beam),
+            f"first_{FIRST}": (corpus.pairs[:FIRST], None),
+        }
+        scores = {}
+        for name, (pairs, search) in parts.items():
+            translations = translator.translate([source for source, _ in pairs], search)
+            scores[name] = {"pairs": len(pairs), **asdict(translator.score(pairs, translations))}
+        losses, epochs = last["losses"], translator.settings.epochs
+        answers = translator.translate(sentences, beam)
+        rows.append(
+            {
+                "folder": folder.name,
+                "file": Path(translator.text.data or "dates").name,
+                "settings": asdict(translator.settings),
+                "text": asdict(translator.text) | {"data": None},
+                "epoch_losses": losses.reshape(epochs, -1).mean(1).tolist(),
+                "validations": last["validations"],
+                "steps": len(losses),
+                "train_seconds": float(last["seconds"].sum()),
+                "tokens_per_second": float(last["tokens"].sum() / last["seconds"].sum()),
+                "scores": scores,
+                "translations": dict(zip(sentences, map(translator.joined, answers), strict=True)),
+            }
+        )
+        _print_scores(rows[-1])
+    return {"beam": asdict(Beam()), "rows": rows}
+
+
+def _print_scores(row: dict[str, Any]) -> None:
+    scores = row["scores"]
+    first = scores[f"first_{FIRST}"]
+    losses = row["epoch_losses"]
+    cells = [
+        row["folder"],
+        f"{losses[0]:.2f} to {losses[-1]:.2f}",
+        f"{min(v['loss'] for v in row['validations']):.3f}",
+        *(f"{scores[name]['corpus']['bleu']:.2f}" for name in ("held_out", "held_out_beam")),
+        *(f"{scores[name]['corpus']['chrf']:.2f}" for name in ("held_out", "held_out_beam")),
+        f"{first['bleu_above_0']:,}",
+        f"{first['bleu_above_08']:,}",
+        f"{row['tokens_per_second']:,.0f}",
+    ]
+    print("| " + " | ".join(cells) + " |")
+    for source, answer in row["translations"].items():
+        print(f"    {source} -> {answer}")
+    sys.stdout.flush()
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.seq2seq", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="what")
@@ -174,16 +241,23 @@ def main(arguments: list[str] | None = None) -> int:
     other = commands.add_parser("beam")
     other.add_argument("model", type=Path, help="a folder that train wrote")
     other.add_argument("--seconds", type=float, default=10.0, help="for the timing")
-    for each in (command, other):
+    scores = commands.add_parser("scores")
+    scores.add_argument("models", type=Path, nargs="+", help="folders that train wrote")
+    scores.add_argument("--sentences", nargs="+", default=COURSE_SENTENCES)
+    for each in (command, other, scores):
         each.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args(arguments)
     if options.what == "backends":
         figures = compare_backends(options.data, options.steps, tuple(options.hidden))
+    elif options.what == "scores":
+        figures = score_models(options.models, tuple(options.sentences))
     else:
         figures = compare_beams(options.model, options.seconds)
     if options.json is not None:
         figures = {"machine": machine(), **figures}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(
+            json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     return 0
 
 
