@@ -14,6 +14,7 @@ import bahdanau_fast
 from bahdanau_fast.seq2seq import Settings, Translator, checkpoints
 from bahdanau_fast.seq2seq.checkpoints import BEST, LAST
 from bahdanau_fast.seq2seq.corpus import TextSettings
+from bahdanau_fast.seq2seq.distributed import World
 from bahdanau_fast.seq2seq.runs import Run
 
 ROOT = str(Path(bahdanau_fast.__file__).parents[1])
@@ -101,6 +102,8 @@ def test_more_epochs_and_changed_data(whole, data, tmp_path):
     changed.write_text(data.read_text().replace("100 !", "one hundred"))
     with pytest.raises(ValueError, match=r"data must be that of the training.*changed since"):
         Run(whole.out, SMALL, text_of(changed), resume=True)
+    with pytest.raises(ValueError, match=r"processes must be as many as .*, 1, got 2"):
+        Run(whole.out, SMALL, text_of(data), resume=True, world=World(0, 2))
     longer = dataclasses.replace(SMALL, epochs=6)
     run = Run(whole.out, longer, text_of(data), resume=True)
     assert run.trainer.total_steps == 96

@@ -50,7 +50,8 @@ class Run:
 
     Raises:
         ModuleNotFoundError: sacrebleu or tensorboard is wanted and not installed.
-        ValueError: the data cannot be used, or has changed since the training began.
+        ValueError: the data cannot be used; or it has changed since the training began, or the
+            number of processes has.
     """
 
     def __init__(
@@ -70,14 +71,7 @@ class Run:
         if self.corpus.parts.validation:
             require_sacrebleu()
         payload = checkpoints.load(out / LAST) if resume else None
-        vocabs = None
-        if payload is not None:
-            if payload["digest"] != self.corpus.digest:
-                actual = f"{text.data or 'dates'} (changed since)"
-                checks.reject(ValueError, "data", "be that of the training to go on with", actual)
-            vocabs = Vocabs(
-                Vocab.of_tokens(payload["source_vocab"]), Vocab.of_tokens(payload["target_vocab"])
-            )
+        vocabs = None if payload is None else self._continued(payload)
         self.pairs = self.corpus.encode(self.corpus.parts.train, text, vocabs)
         model = build_model(self.pairs, settings).to(self.world.device)
         steps = total_steps(self.pairs, settings, self.world)
@@ -95,6 +89,18 @@ class Run:
         self.board = None
         if tensorboard and self.world.rank == 0:
             self.board = _board(out, len(self.history.losses))
+
+    def _continued(self, payload: dict[str, Any]) -> Vocabs:
+        """The vocabularies of a training to go on with, if data and processes are its own."""
+        if payload["digest"] != self.corpus.digest:
+            actual = f"{self.text.data or 'dates'} (changed since)"
+            checks.reject(ValueError, "data", "be that of the training to go on with", actual)
+        if payload["processes"] != self.world.size:
+            need = f"be as many as in the training to go on with, {payload['processes']}"
+            checks.reject(ValueError, "processes", need, self.world.size)
+        return Vocabs(
+            Vocab.of_tokens(payload["source_vocab"]), Vocab.of_tokens(payload["target_vocab"])
+        )
 
     @staticmethod
     def settings_of(out: Path) -> tuple[Settings, TextSettings]:
@@ -190,6 +196,7 @@ class Run:
             "text": dataclasses.asdict(self.text),
             "kinds": list(self.corpus.kinds),
             "digest": self.corpus.digest,
+            "processes": self.world.size,
             "source_vocab": list(self.translator.source_vocab.tokens),
             "target_vocab": list(self.translator.target_vocab.tokens),
             **self.trainer.state_dict(),
