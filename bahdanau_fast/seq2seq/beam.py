@@ -107,44 +107,71 @@ def search(start: Start, beam: Beam, max_steps: int) -> Hypotheses:
     log_p[:, 0] = 0.0
     lens, finished = torch.zeros_like(token), torch.zeros_like(token, dtype=torch.bool)
     first = width * torch.arange(batch, device=device).unsqueeze(1)
-    coverage: Tensor | None = None
+    score = _Score(beam, source_lens)
     tokens, parents, weights = [], [], []
     scores = log_p
     for step in range(max_steps):
-        embedded = decoder.embedding(token.flatten())
-        features, looked, hidden = decoder.step(embedded, hidden, memory)
+        features, looked, hidden = decoder.step(decoder.embedding(token.flatten()), hidden, memory)
         if looked is not None:
-            weights.append(looked.reshape(batch, width, looked.shape[-1]))
+            looked = looked.reshape(batch, width, looked.shape[-1])
+            weights.append(looked)
+        score.look(looked, finished)
         lens = lens + ~finished
-        bonus: Tensor | float = 0.0
-        if beam.coverage_penalty:
-            if looked is None:
-                need = "be 0 for a decoder without attention"
-                checks.reject(ValueError, "coverage_penalty", need, beam.coverage_penalty)
-            seen = weights[-1].float().masked_fill(finished.unsqueeze(-1), 0.0)
-            coverage = seen if coverage is None else coverage + seen
-            bonus = beam.coverage_penalty * _uncovered(coverage, source_lens)
         best, candidates = _continuations(decoder.dense(features), finished, width)
         totals = log_p.unsqueeze(-1) + best  # (B,K,n): n continuations of each hypothesis
-        ranks = totals / _norm(lens, beam).unsqueeze(-1)
-        if isinstance(bonus, Tensor):
-            ranks = ranks + bonus.unsqueeze(-1)
-        scores, chosen = ranks.flatten(1).topk(width)
+        scores, chosen = score(totals, lens).flatten(1).topk(width)
         parent = chosen // best.shape[-1]
         token, log_p = candidates.flatten(1).gather(1, chosen), totals.flatten(1).gather(1, chosen)
         lens, finished = lens.gather(1, parent), finished.gather(1, parent) | (token == EOS)
-        if coverage is not None:
-            coverage = coverage.gather(1, parent.unsqueeze(-1).expand_as(coverage))
+        score.follow(parent)
         rows = (first + parent).flatten()
         hidden = _map(hidden, lambda part, rows=rows: part.index_select(1, rows))
         tokens.append(token)
         parents.append(parent)
         # The best an unfinished hypothesis can still become: as long as may be, all covered.
-        hope = log_p / _norm(torch.full_like(lens, max_steps), beam)
+        hope = log_p / score.norm(torch.full_like(lens, max_steps))
         hope = hope.masked_fill(finished, float("-inf")).amax(1)
         if step + 1 < max_steps and bool((finished[:, 0] & (scores[:, 0] >= hope)).all()):
             break
     return _trace(tokens, parents, weights, scores)
+
+
+class _Score:
+    """The formula of :class:`Beam`, for hypotheses as they grow."""
+
+    def __init__(self, beam: Beam, source_lens: Tensor) -> None:
+        self.beam, self.source_lens = beam, source_lens
+        self.coverage: Tensor | None = None  # (B,K,Tk), the sum of the weights so far
+
+    def look(self, looked: Tensor | None, finished: Tensor) -> None:
+        """Add the weights (B,K,Tk) of one step to those of unfinished hypotheses."""
+        if not self.beam.coverage_penalty:
+            return
+        if looked is None:
+            need = "be 0 for a decoder without attention"
+            checks.reject(ValueError, "coverage_penalty", need, self.beam.coverage_penalty)
+        seen = looked.float().masked_fill(finished.unsqueeze(-1), 0.0)
+        self.coverage = seen if self.coverage is None else self.coverage + seen
+
+    def follow(self, parent: Tensor) -> None:
+        """Hypothesis k goes on from ``parent[:, k]`` (B,K)."""
+        if self.coverage is not None:
+            chosen = parent.unsqueeze(-1).expand_as(self.coverage)
+            self.coverage = self.coverage.gather(1, chosen)
+
+    def norm(self, lens: Tensor) -> Tensor:
+        """What log P is divided by, for hypotheses of these lengths."""
+        return ((5.0 + lens) / 6.0) ** self.beam.length_penalty
+
+    def __call__(self, log_p: Tensor, lens: Tensor) -> Tensor:
+        """Scores (B,K,n) of continuations with log P (B,K,n); their lengths (B,K)."""
+        scores = log_p / self.norm(lens).unsqueeze(-1)
+        if self.coverage is None:
+            return scores
+        beyond = torch.arange(self.coverage.shape[-1], device=lens.device)
+        beyond = (beyond >= self.source_lens.unsqueeze(1)).unsqueeze(1)
+        covered = self.coverage.clamp(_UNSEEN, 1.0).log().masked_fill(beyond, 0.0).sum(-1)
+        return scores + self.beam.coverage_penalty * covered.unsqueeze(-1)
 
 
 def _map(hidden: Hidden, function: Any) -> Hidden:
@@ -152,17 +179,6 @@ def _map(hidden: Hidden, function: Any) -> Hidden:
         return function(hidden[0]), function(hidden[1])
     result: Tensor = function(hidden)
     return result
-
-
-def _norm(lens: Tensor, beam: Beam) -> Tensor:
-    return ((5.0 + lens) / 6.0) ** beam.length_penalty
-
-
-def _uncovered(coverage: Tensor, source_lens: Tensor) -> Tensor:
-    """``sum_j log(min(coverage_j, 1))`` over the valid source positions; (B,K)."""
-    beyond = torch.arange(coverage.shape[-1], device=coverage.device) >= source_lens[:, None]
-    logs = coverage.clamp(_UNSEEN, 1.0).log().masked_fill(beyond.unsqueeze(1), 0.0)
-    return logs.sum(-1)
 
 
 def _continuations(logits: Tensor, finished: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -212,6 +212,7 @@ def _search(parser: argparse.ArgumentParser) -> None:
             f"--{name}",
             type=at_least(low, kind),
             default=default,
+            metavar="N",
             help=f"{what} (default: {default})",
         )
 
