@@ -17,7 +17,7 @@ from bahdanau_fast.seq2seq import (
     greedy,
     translate,
 )
-from bahdanau_fast.seq2seq.data import BOS, EOS, PAD
+from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, UNK
 from benchmarks.seq2seq import allocations, copied
 
 TOKENS = 8  # <pad>, <bos>, <eos>, <unk> and four more
@@ -156,6 +156,19 @@ def test_more_beams_than_tokens_and_no_source_at_all():
     assert (found.scores > -math.inf).sum(1).tolist() == [TOKENS - 2] * 2  # no <pad>, no <bos>
     assert beam_search(model, source[:0], lens[:0], 3, Beam(2)).tokens.shape[:2] == (0, 2)
     assert greedy(model, source[:0], lens[:0], 3)[0].shape[0] == 0
+
+
+@pytest.mark.parametrize("search", [None, Beam(3)])
+def test_unknown_tokens_are_written_only_where_asked_for(search):
+    model, vocab = model_of(), Vocab.of_tokens(["<pad>", "<bos>", "<eos>", "<unk>", *"abcd"])
+    with torch.no_grad():
+        model.decoder.dense.bias[[PAD, BOS, UNK]] = 50.0  # the likeliest by far
+    with_it, without = (
+        translate(model, ["abc", "d"], vocab, vocab, 6, 4, beam=search, unknown=unknown)
+        for unknown in (True, False)
+    )
+    assert [t.tokens for t in with_it] == [["<unk>"] * 4] * 2
+    assert all(set(t.tokens) <= set("abcd") for t in without)
 
 
 def test_bad_arguments():

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
-from bahdanau_fast.seq2seq.data import BOS, EOS, PAD
+from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, UNK
 from bahdanau_fast.seq2seq.decoders import StepDecoder
 from bahdanau_fast.seq2seq.models import Hidden
 
-__all__ = ["Beam", "Hypotheses", "Start", "allowed", "search"]
+__all__ = ["Beam", "Hypotheses", "Start", "search"]
 
 _UNSEEN = 1e-9  # attention below which a source token counts as not looked at; keeps log finite
 
@@ -57,12 +57,21 @@ class Start(NamedTuple):
         memory: of the B sources.
         hidden: (L,B,H) or a pair of those.
         source_lens: (B,).
+        unknown: whether <unk> may be written.
     """
 
     decoder: StepDecoder
     memory: Any
     hidden: Hidden
     source_lens: Tensor
+    unknown: bool = True
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Those of the next token in fp32 or better; -inf for tokens that no target may hold."""
+        logits: Tensor = self.decoder.dense(features)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits[..., [PAD, BOS] if self.unknown else [PAD, BOS, UNK]] = float("-inf")
+        return logits
 
 
 class Hypotheses(NamedTuple):
@@ -79,12 +88,6 @@ class Hypotheses(NamedTuple):
     weights: Tensor | None
 
 
-def allowed(logits: Tensor) -> Tensor:
-    """The same logits with <pad> and <bos>, which no target holds, ruled out; in place."""
-    logits[..., PAD] = logits[..., BOS] = float("-inf")
-    return logits
-
-
 def search(start: Start, beam: Beam, max_steps: int) -> Hypotheses:
     """Keep the K best hypotheses of every source, finished ones among them, step by step.
 
@@ -98,7 +101,7 @@ def search(start: Start, beam: Beam, max_steps: int) -> Hypotheses:
     Raises:
         ValueError: a coverage penalty for a decoder without attention.
     """
-    decoder, memory, hidden, source_lens = start
+    decoder, memory, hidden, source_lens, _ = start
     batch, width, device = len(source_lens), beam.width, source_lens.device
     hidden = _map(hidden, lambda part: part.repeat_interleave(width, 1))
     token = torch.full((batch, width), BOS, device=device)
@@ -117,7 +120,7 @@ def search(start: Start, beam: Beam, max_steps: int) -> Hypotheses:
             weights.append(looked)
         score.look(looked, finished)
         lens = lens + ~finished
-        best, candidates = _continuations(decoder.dense(features), finished, width)
+        best, candidates = _continuations(start.logits(features), finished, width)
         totals = log_p.unsqueeze(-1) + best  # (B,K,n): n continuations of each hypothesis
         scores, chosen = score(totals, lens).flatten(1).topk(width)
         parent = chosen // best.shape[-1]
@@ -184,7 +187,7 @@ def _map(hidden: Hidden, function: Any) -> Hidden:
 def _continuations(logits: Tensor, finished: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The best tokens behind each hypothesis and their log P (B,K,n); only <pad> behind <eos>."""
     batch, beams = finished.shape
-    log_p = allowed(logits.float()).log_softmax(-1).unflatten(0, (batch, beams))
+    log_p = logits.log_softmax(-1).unflatten(0, (batch, beams))
     best, candidates = log_p.topk(min(width, log_p.shape[-1]), -1)
     over = finished.unsqueeze(-1)
     best = best.masked_fill(over, float("-inf"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
-from bahdanau_fast.seq2seq.beam import Beam, Hypotheses, Start, allowed, search
+from bahdanau_fast.seq2seq.beam import Beam, Hypotheses, Start, search
 from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, Vocab, encode
 from bahdanau_fast.seq2seq.decoders import StepDecoder
 from bahdanau_fast.seq2seq.models import EncoderDecoder
@@ -39,7 +39,7 @@ class Translation:
 
 @contextmanager
 def _started(
-    model: EncoderDecoder, source: Tensor, source_lens: Tensor, max_steps: int
+    model: EncoderDecoder, source: Tensor, source_lens: Tensor, max_steps: int, unknown: bool
 ) -> Iterator[Start]:
     """The model in evaluation mode, with the sources read."""
     decoder = model.decoder
@@ -50,14 +50,19 @@ def _started(
     model.eval()
     try:
         state = decoder.init_state(model.encoder(source, source_lens), source_lens)
-        yield Start(decoder, decoder.memory(state), state[1], source_lens)
+        yield Start(decoder, decoder.memory(state), state[1], source_lens, unknown)
     finally:
         model.train(was_training)
 
 
 @torch.inference_mode()
 def greedy(
-    model: EncoderDecoder, source: Tensor, source_lens: Tensor, max_steps: int
+    model: EncoderDecoder,
+    source: Tensor,
+    source_lens: Tensor,
+    max_steps: int,
+    *,
+    unknown: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """The likeliest token at every step, for a whole batch at a time.
 
@@ -66,6 +71,7 @@ def greedy(
         source: (B,Tk) tokens.
         source_lens: (B,).
         max_steps: the longest target.
+        unknown: whether <unk> may be written; the likeliest known token is, if not.
 
     Returns:
         Tokens (B,T), <pad> behind <eos>, and weights (B,T,Tk), with T <= ``max_steps``: decoding
@@ -77,13 +83,13 @@ def greedy(
     """
     tokens: list[Tensor] = []
     weights: list[Tensor] = []
-    with _started(model, source, source_lens, max_steps) as start:
-        decoder, memory, hidden, _ = start
+    with _started(model, source, source_lens, max_steps, unknown) as start:
+        decoder, memory, hidden, *_ = start
         token = source.new_full((len(source),), BOS)
         finished = torch.zeros_like(token, dtype=torch.bool)
         for _ in range(max_steps):
             features, looked, hidden = decoder.step(decoder.embedding(token), hidden, memory)
-            token = allowed(decoder.dense(features)).argmax(-1).masked_fill(finished, PAD)
+            token = start.logits(features).argmax(-1).masked_fill(finished, PAD)
             tokens.append(token)
             if looked is not None:
                 weights.append(looked)
@@ -100,6 +106,8 @@ def beam_search(
     source_lens: Tensor,
     max_steps: int,
     beam: Beam | None = None,
+    *,
+    unknown: bool = True,
 ) -> Hypotheses:
     """The best targets that a beam search finds, for a whole batch at a time.
 
@@ -109,6 +117,7 @@ def beam_search(
         source_lens: (B,).
         max_steps: the longest target.
         beam: width and penalties; five beams unless given.
+        unknown: whether <unk> may be written.
 
     Returns:
         Tokens (B,K,T), scores (B,K), weights (B,K,T,Tk) or None; the best hypothesis first.
@@ -117,7 +126,7 @@ def beam_search(
         TypeError: another kind of decoder.
         ValueError: ``max_steps`` is below 1, or a coverage penalty without attention.
     """
-    with _started(model, source, source_lens, max_steps) as start:
+    with _started(model, source, source_lens, max_steps, unknown) as start:
         return search(start, beam or Beam(), max_steps)
 
 
@@ -130,6 +139,8 @@ def translate(
     max_steps: int,
     batch_size: int = 256,
     beam: Beam | None = None,
+    *,
+    unknown: bool = True,
 ) -> list[Translation]:
     """Translate tokenised texts.
 
@@ -142,6 +153,7 @@ def translate(
         max_steps: the longest target.
         batch_size: texts at a time; those of like length come together.
         beam: how to search; greedy unless given.
+        unknown: whether <unk> may be written.
 
     Returns:
         One translation per text, in order; that of an empty text is empty.
@@ -152,7 +164,7 @@ def translate(
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         chunk = [texts[i] for i in chosen]
-        done = _translate_batch(model, chunk, source_vocab, num_steps, max_steps, beam)
+        done = _translate_batch(model, chunk, source_vocab, num_steps, max_steps, beam, unknown)
         for i, text, row, seen, score in zip(chosen, chunk, *done, strict=True):
             length = next((n for n, token in enumerate(row) if token in (EOS, PAD)), len(row))
             read = list(text)[:num_steps]
@@ -169,6 +181,7 @@ def _translate_batch(
     num_steps: int,
     max_steps: int,
     beam: Beam | None,
+    unknown: bool,
 ) -> tuple[list[list[int]], Sequence[Tensor | None], Sequence[float | None]]:
     """Target numbers, weights and scores of every text."""
     device = next(model.parameters()).device
@@ -177,10 +190,10 @@ def _translate_batch(
         width = min(num_steps, max(map(len, texts)) + 1)
     source, lens = (tensor.to(device) for tensor in encode(texts, source_vocab, width))
     if beam is None:
-        tokens, weights = greedy(model, source, lens, max_steps)
+        tokens, weights = greedy(model, source, lens, max_steps, unknown=unknown)
         scores: Sequence[float | None] = [None] * len(texts)
     else:
-        found = beam_search(model, source, lens, max_steps, beam)
+        found = beam_search(model, source, lens, max_steps, beam, unknown=unknown)
         tokens, scores = found.tokens[:, 0], found.scores[:, 0].tolist()
         weights = None if found.weights is None else found.weights[:, 0]
     return tokens.tolist(), [None] * len(texts) if weights is None else list(weights.cpu()), scores

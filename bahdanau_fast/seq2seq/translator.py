@@ -89,7 +89,7 @@ class Translator:
     def translate(
         self, sentences: Sequence[str], beam: Beam | None = None, batch_size: int = 256
     ) -> list[Translation]:
-        """Translate plain sentences.
+        """Translate plain sentences; what is written holds no <unk>.
 
         Args:
             sentences: cut into tokens as in the training.
@@ -102,7 +102,7 @@ class Translator:
         texts = [tokenize(sentence, self.kinds[0]) for sentence in sentences]
         steps = self.text.num_steps
         vocabs = (self.source_vocab, self.target_vocab)
-        return translate(self.model, texts, *vocabs, steps, steps, batch_size, beam)
+        return translate(self.model, texts, *vocabs, steps, steps, batch_size, beam, unknown=False)
 
     def joined(self, translation: Translation) -> str:
         """The text of a translation."""
