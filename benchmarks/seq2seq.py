@@ -147,8 +147,14 @@ def compare_beams(where: Path, seconds: float) -> dict[str, Any]:
     features = getattr(model.encoder, "output_size", translator.settings.num_hiddens)
     memory = source.numel() * features * 4
     made = {name: allocations(call) for name, call in calls.items()}
-    # A copy for every beam has one size only, that of no other tensor here.
-    copies_made = {name: sizes.count(beam.width * memory) for name, sizes in made.items()}
+    # Copies for every beam of the encoder's outputs, or of their projections.
+    copied_sizes = {
+        beam.width * source.numel() * size * 4
+        for size in (features, translator.settings.num_hiddens)
+    }
+    copies_made = {
+        name: sum(size in copied_sizes for size in sizes) for name, sizes in made.items()
+    }
     result = {
         "sentences": len(texts),
         "beam": beam.width,
@@ -168,8 +174,9 @@ def compare_beams(where: Path, seconds: float) -> dict[str, Any]:
         f"{timings.time('copies').median * 1e3:.0f} ms "
         f"({result['copies_over_queries']['median']:.2f}x), greedy "
         f"{timings.time('greedy').median * 1e3:.0f} ms; {result['same_translations']} of "
-        f"{len(texts)} translations the same\nallocations of the size of {beam.width} memories of "
-        f"{memory / 1e6:.2f} MB: queries {copies_made['queries']}, copies {copies_made['copies']}"
+        f"{len(texts)} translations the same\nallocations of the size of {beam.width} copies of the "
+        f"memory ({memory / 1e6:.2f} MB): queries {copies_made['queries']}, copies "
+        f"{copies_made['copies']}"
     )
     return result
 
