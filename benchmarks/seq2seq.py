@@ -174,7 +174,7 @@ def compare_beams(where: Path, seconds: float) -> dict[str, Any]:
         f"{timings.time('copies').median * 1e3:.0f} ms "
         f"({result['copies_over_queries']['median']:.2f}x), greedy "
         f"{timings.time('greedy').median * 1e3:.0f} ms; {result['same_translations']} of "
-        f"{len(texts)} translations the same\nallocations of the size of {beam.width} copies of the "
+        f"{len(texts)} translations the same\nallocations as large as {beam.width} copies of the "
         f"memory ({memory / 1e6:.2f} MB): queries {copies_made['queries']}, copies "
         f"{copies_made['copies']}"
     )
