@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401
 
 from bahdanau_fast.seq2seq import (
     Beam,

@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+from threads import one_thread  # noqa: F401
 
 from bahdanau_fast import cli
 from bahdanau_fast.seq2seq import plots

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401
 from torch import nn
 
 from bahdanau_fast.seq2seq import (

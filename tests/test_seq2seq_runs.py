@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401
 
 import bahdanau_fast
 from bahdanau_fast.seq2seq import Settings, Translator, checkpoints
@@ -119,7 +120,8 @@ import sacrebleu, torch, torch._dynamo  # once, before the forks, also what is i
 torch.set_num_threads(1)
 from bahdanau_fast.seq2seq import checkpoints
 from bahdanau_fast.seq2seq.runs import Run
-from tests.test_seq2seq_runs import SMALL, text_of
+sys.path.insert(0, 'tests')
+from test_seq2seq_runs import SMALL, text_of
 
 data, out, kills, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 random.seed(seed)
