@@ -92,7 +92,7 @@ def at_least(low: Number, kind: Callable[[str], Number]) -> Callable[[str], Numb
 
 
 def _run(name: str) -> Callable[[argparse.Namespace], int]:
-    """The function of that name, imported when it is called: it pulls in the training code."""
+    """The function of that name, imported when it is called."""
 
     def run(options: argparse.Namespace) -> int:
         from bahdanau_fast.seq2seq import actions
