@@ -1,4 +1,4 @@
-"""The command line: ``python -m bahdanau_fast info | check | demo``."""
+"""The command line, ``python -m bahdanau_fast``; the translator's commands are in ``seq2seq``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from torch import Tensor
 import bahdanau_fast
 from bahdanau_fast import backends, reference
 from bahdanau_fast.functional import additive_attention
+from bahdanau_fast.seq2seq.commands import add_commands, at_least
 
 __all__ = ["check", "info", "main"]
-
-Number = TypeVar("Number", int, float)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,23 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _at_least(low: Number, kind: Callable[[str], Number]) -> Callable[[str], Number]:
-    def convert(text: str) -> Number:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-        if not value >= low:
-            raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
-        return value
-
-    return convert
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="bahdanau_fast", description=bahdanau_fast.__doc__.split("\n")[0])
     parser.add_argument("--version", action="version", version=bahdanau_fast.__version__)
-    commands = parser.add_subparsers(required=True, metavar="{info,check,demo}", title="commands")
+    names = "{info,check,demo,train,translate,evaluate,plot}"
+    commands = parser.add_subparsers(required=True, metavar=names, title="commands")
 
     what = "versions, backends, which one is taken and why the others are not there"
     command = commands.add_parser("info", help=what, description=what)
@@ -88,17 +75,19 @@ def _parser() -> argparse.ArgumentParser:
         help="where attention.png, loss.png and demo.json go (default: %(default)s)",
     )
     command.add_argument(
-        "--epochs", type=_at_least(1, int), help="passes over the data (default: 3)"
+        "--epochs", type=at_least(1, int), help="passes over the data (default: 3)"
     )
-    command.add_argument("--seed", type=_at_least(0, int), default=0, help="default: 0")
+    command.add_argument("--seed", type=at_least(0, int), default=0, help="default: 0")
     command.add_argument("--quick", action="store_true", help="a tenth of the data, no goals")
     command.set_defaults(command=_demo)
+
+    add_commands(commands)
     return parser
 
 
 def _demo(options: argparse.Namespace) -> int:
     from bahdanau_fast.seq2seq import demo  # pulls in the training code: only where it is needed
-    from bahdanau_fast.seq2seq.training import Settings
+    from bahdanau_fast.seq2seq.settings import Settings
 
     settings = Settings(seed=options.seed)
     if options.epochs is not None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bahdanau_fast import checks, reference
+from bahdanau_fast.memory import Memory, ProjectedKeys
 
 __all__ = ["DotProductAttention"]
 
@@ -68,6 +69,39 @@ class DotProductAttention(nn.Module):
         scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
         self.attention_weights = reference.masked_softmax(scores, valid_length)
         return torch.bmm(self.dropout(self.attention_weights), value)
+
+    def memory(
+        self, keys: Tensor, values: Tensor | None = None, valid_lens: Tensor | None = None
+    ) -> Memory:
+        """Keys and values for any number of :meth:`attend` calls, as the additive modules have it.
+
+        Args:
+            keys: (B,Tk,D).
+            values: (B,Tk,Dv); the keys themselves unless given.
+            valid_lens: None, (B,) or (B,Tq).
+
+        Raises:
+            TypeError, ValueError: as for calling the module.
+        """
+        values = keys if values is None else values
+        checks.source(keys, values, valid_lens)
+        return Memory(ProjectedKeys(keys, None, None), values, valid_lens)
+
+    def attend(self, queries: Tensor, memory: Memory) -> Tensor:
+        """Look at a memory with some queries.
+
+        Args:
+            queries: (B,Tq,D).
+            memory: from :meth:`memory`.
+
+        Returns:
+            Context (B,Tq,Dv); sets ``attention_weights`` too.
+
+        Raises:
+            TypeError, ValueError: as for calling the module.
+        """
+        context: Tensor = self(queries, memory.projected.keys, memory.values, memory.valid_lens)
+        return context
 
     def _without_weights(
         self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None

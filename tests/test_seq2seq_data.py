@@ -38,7 +38,7 @@ def test_encode_ends_cuts_and_pads():
 def test_batches_take_every_pair_once_and_follow_the_seed():
     pairs = Pairs.of([(f"{i:03}", str(i)) for i in range(50)])
     first = list(batches(pairs, 8, seed=1))
-    assert [len(batch.source) for batch in first] == [8] * 6 + [2]
+    assert sorted(len(batch.source) for batch in first) == [2] + [8] * 6
     rows = torch.cat([batch.source for batch in first])
     assert sorted(map(tuple, rows.tolist())) == sorted(map(tuple, pairs.tensors.source.tolist()))
     for one, two in zip(first, batches(pairs, 8, seed=1), strict=True):
@@ -53,6 +53,35 @@ def test_batches_take_every_pair_once_and_follow_the_seed():
         assert str(int(text)) == answer
     with pytest.raises(ValueError, match="texts must hold at least one pair"):
         Pairs.of([])
+
+
+def test_batches_hold_texts_of_like_length_without_common_padding():
+    texts = [("a" * (1 + i % 40), "b" * (1 + i % 7)) for i in range(1000)]
+    pairs = Pairs.of(texts)
+    widths, padding = [], 0
+    for batch in batches(pairs, 16, seed=0):
+        assert batch.source.shape == (len(batch.source), int(batch.source_lens.max()))
+        assert batch.target.shape == (len(batch.target), int(batch.target_lens.max()))
+        padding += batch.source.numel() - int(batch.source_lens.sum())
+        widths.append(batch.source.shape[1])
+    assert padding < 0.05 * int(pairs.tensors.source_lens.sum())  # a random order: 0.8 of it
+    assert widths != sorted(widths)  # short ones do not all come first
+    # Cut at num_steps, <eos> included where it still fits.
+    cut = Pairs.of(texts, num_steps=10)
+    assert cut.tensors.source.shape == (1000, 10)
+    assert cut.tensors.source_lens[:12].tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 10, 10]
+    assert cut.tensors.target.shape == (1000, 8)
+
+
+def test_pairs_of_a_known_vocabulary():
+    vocab = Vocab.of_tokens(Vocab(["ab"]).tokens)
+    assert (vocab.tokens, vocab["b"], vocab["c"]) == (Vocab(["ab"]).tokens, 5, UNK)
+    pairs = Pairs.with_vocabs([("abc", "b")], vocab, vocab)
+    assert pairs.tensors.source.tolist() == [[4, 5, UNK, EOS]]
+    assert pairs.source_vocab is vocab
+    for bad in (["a"], [*vocab.tokens, "a"]):
+        with pytest.raises(ValueError, match="tokens must begin with <pad>, <bos>, <eos>, <unk>"):
+            Vocab.of_tokens(bad)
 
 
 def test_dates_are_reproducible_and_never_shared():

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401
 from torch import nn
 
 from bahdanau_fast.seq2seq import (
@@ -13,6 +14,7 @@ from bahdanau_fast.seq2seq import (
     Encoder,
     EncoderDecoder,
     Seq2SeqAttentionDecoder,
+    Seq2SeqDecoder,
     Seq2SeqEncoder,
     init_xavier,
 )
@@ -203,3 +205,125 @@ def test_interfaces_and_bad_arguments():
         Seq2SeqEncoder(10, 8, 16, 1, cell="rnn")
     with pytest.raises(ValueError, match=r"dropout must be between 0 and 1, got 1\.5"):
         Seq2SeqEncoder(10, 8, 16, 1, dropout=1.5)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_packed_encoder_reads_no_padding(cell, bidirectional):
+    torch.manual_seed(0)
+    options = {"cell": cell, "bidirectional": bidirectional, "packed": True}
+    encoder = Seq2SeqEncoder(10, 8, 16, 2, **options).double()
+    source, lens = torch.randint(4, 10, (4, 6)), torch.tensor([2, 6, 1, 4])
+    outputs, hidden = encoder(source, lens)
+    assert outputs.shape == (6, 4, encoder.output_size)
+    for b, length in enumerate(lens.tolist()):
+        alone, last = encoder(source[b : b + 1, :length])  # without lengths nothing is packed
+        torch.testing.assert_close(outputs[:length, b : b + 1], alone)
+        assert (outputs[length:, b] == 0).all()
+        for part, wanted in zip(hidden_parts(hidden), hidden_parts(last), strict=True):
+            torch.testing.assert_close(part[:, b : b + 1], wanted)
+    assert encoder(source[:0], lens[:0])[0].shape == (6, 0, encoder.output_size)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_bidirectional_encoder_is_that_of_the_paper(cell):
+    torch.manual_seed(0)
+    encoder = Seq2SeqEncoder(10, 8, 16, 1, cell=cell, bidirectional=True).double()
+    source = torch.randint(0, 10, (3, 5))
+    outputs, hidden = encoder(source)
+    embedded = encoder.embedding(source).transpose(0, 1)
+    halves = []
+    for suffix in ("", "_reverse"):
+        half = CELLS[cell](8, 16).double()
+        for name in dict(half.named_parameters()):
+            half.get_parameter(name).data = encoder.rnn.get_parameter(name + suffix).data
+        halves.append(half)
+    ahead, _ = halves[0](embedded)
+    back, last = halves[1](embedded.flip(0))
+    torch.testing.assert_close(outputs, torch.cat((ahead, back.flip(0)), -1))
+    parts = zip(hidden_parts(hidden), hidden_parts(last), encoder.bridge, strict=True)
+    for got, state, layer in parts:
+        torch.testing.assert_close(got, torch.tanh(layer(state)))
+
+
+@pytest.mark.parametrize("attention", ["additive", "dot"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_kind_of_attention_over_a_bidirectional_encoder(cell, attention):
+    torch.manual_seed(0)
+    encoder = Seq2SeqEncoder(10, 8, 16, 2, cell=cell, bidirectional=True, packed=True).double()
+    decoder = Seq2SeqAttentionDecoder(10, 8, 16, 2, 0, cell, attention=attention, key_size=32)
+    model = EncoderDecoder(encoder, decoder.double())
+    source, target = torch.randint(4, 10, (3, 6)), torch.randint(4, 10, (3, 4))
+    lens = torch.tensor([6, 2, 4])
+    logits, _ = model(source, target, lens)
+    assert logits.shape == (3, 4, 10)
+    logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    # the first step by hand
+    outputs, hidden = encoder(source, lens)
+    keys, top = outputs.transpose(0, 1), hidden_parts(hidden)[0][-1].unsqueeze(1)
+    if attention == "dot":
+        scores = (top @ decoder.key_layer(keys).mT).squeeze(1) / 4
+    else:
+        layers = decoder.attention
+        scores = layers.w_v(torch.tanh(layers.W_q(top) + layers.W_k(keys))).squeeze(-1)
+    scores = scores.masked_fill(torch.arange(6) >= lens[:, None], float("-inf"))
+    torch.testing.assert_close(decoder.attention_weights[0].squeeze(1), scores.softmax(-1))
+    # padding of another width changes nothing
+    wider = torch.cat((source, source), 1)
+    torch.testing.assert_close(model(wider, target, lens)[0], logits)
+
+
+def test_dot_attention_of_equal_sizes_has_no_parameters():
+    decoder = Seq2SeqAttentionDecoder(10, 8, 16, 1, attention="dot")
+    assert not [name for name, _ in decoder.named_parameters() if "attention" in name]
+    assert decoder.key_layer is None
+    attention = decoder.attention.eval()
+    keys, values, query = torch.randn(2, 5, 4), torch.randn(2, 5, 3), torch.randn(2, 2, 4)
+    memory = attention.memory(keys, values, torch.tensor([5, 2]))
+    want = attention(query, keys, values, torch.tensor([5, 2]))
+    assert torch.equal(attention.attend(query, memory), want)
+    with pytest.raises(ValueError, match="attention must be 'additive' or 'dot', got 'cosine'"):
+        Seq2SeqAttentionDecoder(10, 8, 16, 1, attention="cosine")
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_decoder_without_attention_has_one_context(cell):
+    torch.manual_seed(0)
+    encoder = Seq2SeqEncoder(10, 8, 16, 2, cell=cell).eval()
+    decoder = Seq2SeqDecoder(10, 8, 16, 2, cell=cell).eval()
+    keys = {name.split(".")[0] for name in decoder.state_dict()}
+    assert keys == {"embedding", "rnn", "dense"}
+    source, target = torch.randint(0, 10, (3, 6)), torch.randint(0, 10, (3, 5))
+    with torch.no_grad():
+        state = decoder.init_state(encoder(source))
+        at_once, _ = decoder(target, state)
+        # the course's formula, and token by token with two sequences per source
+        outputs, hidden = encoder(source)
+        context = outputs[-1].expand(5, -1, -1)
+        plain, _ = decoder.rnn(torch.cat((decoder.embedding(target.T), context), -1), hidden)
+        torch.testing.assert_close(decoder.dense(plain).transpose(0, 1), at_once)
+        twice = tuple(part.repeat_interleave(2, 1) for part in hidden_parts(state[1]))
+        hidden = twice if cell == "lstm" else twice[0]
+        for t in range(5):
+            embedded = decoder.embedding(target[:, t]).repeat_interleave(2, 0)
+            features, looked, hidden = decoder.step(embedded, hidden, decoder.memory(state))
+            assert looked is None
+            logits = decoder.dense(features).reshape(3, 2, 10)
+            torch.testing.assert_close(logits, at_once[:, t : t + 1].expand(-1, 2, -1))
+
+
+def test_checkpoints_of_other_versions_of_the_course_load():
+    encoder, decoder = Seq2SeqEncoder(10, 8, 16, 2), Seq2SeqAttentionDecoder(10, 8, 16, 2)
+    model = EncoderDecoder(encoder, decoder)
+    want = model.state_dict()
+    renamed = {
+        key.replace("encoder.rnn.", "encoder.rnn.rnn.").replace("attention.", "attention_cell."): v
+        for key, v in want.items()
+    }
+    assert renamed.keys() != want.keys()
+    fresh = EncoderDecoder(Seq2SeqEncoder(10, 8, 16, 2), Seq2SeqAttentionDecoder(10, 8, 16, 2))
+    fresh.load_state_dict(renamed, strict=True)
+    assert all(torch.equal(fresh.state_dict()[key], value) for key, value in want.items())
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*attention\.more"):
+        fresh.load_state_dict({**want, "decoder.attention_cell.more": torch.zeros(1)})

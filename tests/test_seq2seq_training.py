@@ -1,16 +1,19 @@
 """Training, decoding, pictures and the demo, at sizes that take seconds."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401
 
 from bahdanau_fast import backends
 from bahdanau_fast.seq2seq import (
     Pairs,
     Settings,
     Trainer,
+    build_model,
     dates,
     demo,
     greedy,
@@ -20,8 +23,9 @@ from bahdanau_fast.seq2seq import (
     translate,
 )
 from bahdanau_fast.seq2seq.compare import compare_training, relative_difference
-from bahdanau_fast.seq2seq.data import EOS, PAD
-from bahdanau_fast.seq2seq.training import build_model, shift_right
+from bahdanau_fast.seq2seq.data import EOS, PAD, Batch
+from bahdanau_fast.seq2seq.distributed import World, shard
+from bahdanau_fast.seq2seq.training import shift_right
 
 TINY = Settings(embed_size=16, num_hiddens=32, epochs=40, batch_size=32, lr=1e-2)
 
@@ -55,6 +59,71 @@ def test_loss_is_that_of_the_valid_positions():
     loss.sum().backward()
     assert (logits.grad[1, 2:] == 0).all()
     assert (logits.grad[2] == 0).all()
+
+
+def test_label_smoothing_is_a_share_of_all_tokens_alike():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 3, 7), torch.randint(0, 7, (2, 3))
+    lens = torch.tensor([3, 1])
+    plain, smooth = (masked_cross_entropy(logits, labels, lens, s) for s in (0.0, 0.2))
+    keep = torch.tensor([[True] * 3, [True, False, False]])
+    uniform = (-logits.log_softmax(-1).mean(-1) * keep).mean(1)
+    torch.testing.assert_close(smooth, 0.8 * plain + 0.2 * uniform)
+
+
+def test_a_loss_that_is_not_finite_stops_before_it_does_harm(pairs):
+    trainer = Trainer(build_model(pairs, TINY), TINY, total_steps=10)
+    trainer.step(pairs.tensors)
+    trainer.model.decoder.dense.bias.data[5] = float("inf")
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"the loss must be finite, got (nan|inf) at step 2"):
+        trainer.step(pairs.tensors)
+    assert all(torch.equal(v, before[n]) for n, v in trainer.model.state_dict().items())
+    assert len(trainer.history.losses) == 1
+
+
+def test_bfloat16_learns_like_float32(pairs):
+    settings = dataclasses.replace(TINY, epochs=10)
+    curves = []
+    for bf16 in (False, True):
+        changed = dataclasses.replace(settings, bf16=bf16)
+        model = build_model(pairs, changed)
+        curves.append(train(model, pairs, changed, progress=False).losses)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert curves[0] != curves[1]
+    assert curves[0][0] == pytest.approx(curves[1][0], rel=1e-2)
+    assert sum(curves[1][-8:]) == pytest.approx(sum(curves[0][-8:]), rel=0.3)
+    assert curves[1][-1] < 0.7 * curves[1][0]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shards_are_the_batch(pairs, rows, size):
+    batch = Batch(*(tensor[:rows] for tensor in pairs.tensors))
+    model = build_model(pairs, TINY).double()
+    worlds = [World(rank, size) for rank in range(size)]
+    shards = [shard(batch, world) for world in worlds]
+    assert all(len(part.source) >= 1 for part in shards)
+    trainer = Trainer(model, TINY, 1)
+    whole, parts = (sum(trainer.loss(b) for b in group) for group in ([batch], shards))
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"num_hiddens": 1.5}, "num_hiddens must be an integer, got float"),
+        ({"label_smoothing": 1.5}, "label_smoothing must be between 0 and 1"),
+        ({"lr": 0.0}, "lr must be above 0"),
+        ({"lr": float("nan")}, "lr must be above 0"),
+        ({"attention": "self"}, "attention must be one of 'additive', 'dot', 'none', got 'self'"),
+        ({"schedule": "linear"}, "schedule must be one of 'cosine', 'constant'"),
+    ],
+)
+def test_settings_out_of_range(changes, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        Settings(**changes)
 
 
 def test_shift_right_puts_bos_in_front():
@@ -162,7 +231,7 @@ def test_heatmaps(trained, pairs, tmp_path):
 
     model, _ = trained
     args = (pairs.source_vocab, pairs.target_vocab, pairs.tensors.source.shape[1], 8)
-    figure = plots.alignments(translate(model, ["March 3"], *args), ["a title"])
+    figure = plots.alignments(translate(model, ["March 3"], *args), ["a title"], "a heading")
     axes = figure.axes[0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == list("March·3")
     assert [tick.get_text() for tick in axes.get_yticklabels()] == list("03-3")

@@ -13,13 +13,9 @@ import torch
 from bahdanau_fast import backends
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.seq2seq.data import Pairs
-from bahdanau_fast.seq2seq.training import (
-    Settings,
-    Trainer,
-    all_batches,
-    build_model,
-    total_steps,
-)
+from bahdanau_fast.seq2seq.models import EncoderDecoder
+from bahdanau_fast.seq2seq.settings import Settings, build_model
+from bahdanau_fast.seq2seq.training import Trainer, all_batches, total_steps
 
 __all__ = ["Comparison", "attention_seconds", "compare_training", "relative_difference"]
 
@@ -30,11 +26,20 @@ class Comparison:
 
     Attributes:
         losses: per backend, one per step.
-        seconds: per backend, the median step.
+        times: per backend, seconds of each step.
+        tokens_per_second: per backend.
+        models: per backend, as the steps left it.
     """
 
     losses: dict[str, list[float]]
-    seconds: dict[str, float]
+    times: dict[str, list[float]]
+    tokens_per_second: dict[str, float]
+    models: dict[str, EncoderDecoder]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Per backend, the median step."""
+        return {name: statistics.median(times) for name, times in self.times.items()}
 
 
 def compare_training(
@@ -55,17 +60,20 @@ def compare_training(
         Losses and the median time of a step, for every backend.
     """
     schedule = total_steps(pairs, settings)
-    trainers = {name: Trainer(build_model(pairs, settings), settings, schedule) for name in names}
+    models = {name: build_model(pairs, settings) for name in names}
+    trainers = {name: Trainer(model, settings, schedule) for name, model in models.items()}
     order = list(trainers.items())
     for _, batch in islice(all_batches(pairs, settings), steps):
         for name, trainer in order:
-            # Dropout, if any, draws the same for every backend that draws the same way.
-            with backends.use(name), torch.random.fork_rng(devices=[]):
+            with backends.use(name):
                 trainer.step(batch)
         order.reverse()
+    histories = {name: trainer.history for name, trainer in trainers.items()}
     return Comparison(
-        {name: trainer.history.losses for name, trainer in trainers.items()},
-        {name: statistics.median(t.history.seconds) for name, t in trainers.items()},
+        {name: history.losses for name, history in histories.items()},
+        {name: history.seconds for name, history in histories.items()},
+        {name: history.tokens_per_second for name, history in histories.items()},
+        models,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 
-__all__ = ["BOS", "EOS", "PAD", "UNK", "Batch", "Pairs", "Vocab", "batches", "encode"]
+__all__ = ["BOS", "EOS", "PAD", "UNK", "Batch", "Pairs", "Vocab", "Vocabs", "batches", "encode"]
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -37,6 +37,24 @@ class Vocab:
         self.tokens: tuple[str, ...] = (*_SPECIAL, *kept)
         self._index = {token: i for i, token in enumerate(self.tokens)}
 
+    @classmethod
+    def of_tokens(cls, tokens: Sequence[str]) -> Vocab:
+        """The vocabulary whose :attr:`tokens` these were.
+
+        Args:
+            tokens: <pad>, <bos>, <eos>, <unk>, then the others, none twice.
+
+        Raises:
+            ValueError: other tokens in front, or one twice.
+        """
+        vocab = cls(())
+        if tuple(tokens[:4]) != _SPECIAL or len(set(tokens)) != len(tokens):
+            need = f"begin with {', '.join(_SPECIAL)} and hold none twice"
+            checks.reject(ValueError, "tokens", need, f"{len(tokens)} tokens")
+        vocab.tokens = tuple(tokens)
+        vocab._index = {token: i for i, token in enumerate(vocab.tokens)}
+        return vocab
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -49,6 +67,13 @@ class Vocab:
     def to_tokens(self, indices: Iterable[int]) -> list[str]:
         """The tokens of some numbers."""
         return [self.tokens[index] for index in indices]
+
+
+class Vocabs(NamedTuple):
+    """The vocabularies of both sides."""
+
+    source_vocab: Vocab
+    target_vocab: Vocab
 
 
 def encode(
@@ -108,42 +133,78 @@ class Pairs:
     target_vocab: Vocab
 
     @classmethod
-    def of(cls, texts: Sequence[tuple[Sequence[str], Sequence[str]]], min_freq: int = 1) -> Pairs:
-        """Build vocabularies from (source, target) pairs and encode them, nothing cut off.
+    def of(
+        cls,
+        texts: Sequence[tuple[Sequence[str], Sequence[str]]],
+        min_freq: int = 1,
+        num_steps: int | None = None,
+    ) -> Pairs:
+        """Build vocabularies from (source, target) pairs and encode them.
 
         Args:
             texts: tokenised pairs; plain strings count as their characters.
             min_freq: a token seen less often becomes <unk>.
+            num_steps: longer texts are cut to so many tokens; None cuts nothing.
 
         Raises:
             ValueError: no pair at all.
         """
+        sources, targets = [pair[0] for pair in texts], [pair[1] for pair in texts]
+        return cls.with_vocabs(texts, Vocab(sources, min_freq), Vocab(targets, min_freq), num_steps)
+
+    @classmethod
+    def with_vocabs(
+        cls,
+        texts: Sequence[tuple[Sequence[str], Sequence[str]]],
+        source_vocab: Vocab,
+        target_vocab: Vocab,
+        num_steps: int | None = None,
+    ) -> Pairs:
+        """Encode pairs with vocabularies that are there already; arguments as for :meth:`of`."""
         if not texts:
             checks.reject(ValueError, "texts", "hold at least one pair", 0)
-        sources, targets = [pair[0] for pair in texts], [pair[1] for pair in texts]
-        source_vocab, target_vocab = Vocab(sources, min_freq), Vocab(targets, min_freq)
-        source = encode(sources, source_vocab, max(map(len, sources)) + 1)
-        target = encode(targets, target_vocab, max(map(len, targets)) + 1)
-        return cls(Batch(*source, *target), source_vocab, target_vocab)
+        encoded: list[Tensor] = []
+        for side, vocab in enumerate((source_vocab, target_vocab)):
+            sequences = [pair[side] for pair in texts]
+            longest = max(map(len, sequences)) + 1
+            steps = longest if num_steps is None else min(num_steps, longest)
+            encoded += encode(sequences, vocab, steps)
+        return cls(Batch(*encoded), source_vocab, target_vocab)
 
     def __len__(self) -> int:
         return len(self.tensors.source)
 
 
+# So many batches are sorted by length together: padding nearly vanishes, the order stays random.
+_WINDOW = 50
+
+
 def batches(pairs: Pairs, batch_size: int, seed: int, epoch: int = 0) -> Iterator[Batch]:
-    """Every pair once, in an order that seed and epoch alone decide.
+    """Every pair once, texts of like length together, in an order that seed and epoch alone decide.
 
     Args:
         pairs: what to draw from.
-        batch_size: B; the last batch may be smaller.
+        batch_size: B; one batch may be smaller.
         seed: of the whole training.
         epoch: each has its own order.
 
     Yields:
-        Batches of at most ``batch_size`` pairs.
+        Batches of at most ``batch_size`` pairs, as wide as their longest text.
     """
     checks.positive_int("batch_size", batch_size)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(pairs), generator=generator)
-    for chosen in torch.split(order, batch_size):
-        yield Batch(*(tensor[chosen] for tensor in pairs.tensors))
+    widest = pairs.tensors.target.shape[1] + 1
+    lens = pairs.tensors.source_lens * widest + pairs.tensors.target_lens
+    chunks: list[Tensor] = []
+    for window in torch.split(order, batch_size * _WINDOW):
+        chunks += torch.split(window[lens[window].argsort(stable=True)], batch_size)
+    for i in torch.randperm(len(chunks), generator=generator).tolist():
+        yield cropped(Batch(*(tensor[chunks[i]] for tensor in pairs.tensors)))
+
+
+def cropped(batch: Batch) -> Batch:
+    """The same batch without columns that are padding in every row."""
+    source, source_lens, target, target_lens = batch
+    wide, long = (max(1, int(lens.max())) for lens in (source_lens, target_lens))
+    return Batch(source[:, :wide], source_lens, target[:, :long], target_lens)

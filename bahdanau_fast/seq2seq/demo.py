@@ -29,7 +29,8 @@ from bahdanau_fast.seq2seq.compare import (
 )
 from bahdanau_fast.seq2seq.data import Pairs
 from bahdanau_fast.seq2seq.models import EncoderDecoder
-from bahdanau_fast.seq2seq.training import Settings, build_model, train
+from bahdanau_fast.seq2seq.settings import Settings, build_model
+from bahdanau_fast.seq2seq.training import train
 from bahdanau_fast.seq2seq.translating import Translation, translate
 
 __all__ = ["Sizes", "run"]
@@ -220,4 +221,5 @@ def _alignments(translations: Sequence[Translation], examples: Sequence[dates.Ex
     if undrawable:
         note += f"; no font here draws {' and '.join(undrawable)}"
     titles = [language for language, _ in chosen]
-    return plots.alignments([translation for _, translation in chosen], titles, note)
+    heading = "Where each character of the ISO date looked in the source"
+    return plots.alignments([translation for _, translation in chosen], titles, heading, note)

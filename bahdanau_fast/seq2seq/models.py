@@ -1,7 +1,6 @@
-"""Encoder and decoder with the names, arguments and state_dict keys of the course.
+"""Interfaces and encoder with the names, arguments and state_dict keys of the course.
 
-Sizes: B batch, T steps, Tk source length, E embedding, H hidden units, L layers, K queries per
-sentence (one in training, the beams in a beam search).
+Sizes: B batch, T steps, Tk source length, E embedding, H hidden units, L layers.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bahdanau_fast import checks
-from bahdanau_fast.memory import Memory
-from bahdanau_fast.modules import AdditiveAttention
 
 __all__ = [
     "AttentionDecoder",
@@ -21,17 +19,12 @@ __all__ = [
     "Encoder",
     "EncoderDecoder",
     "Hidden",
-    "Seq2SeqAttentionDecoder",
     "Seq2SeqEncoder",
-    "State",
     "init_xavier",
 ]
 
 Hidden: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """What a recurrent net carries on: (L,B,H), or for an LSTM a pair (h, c) of those."""
-
-State: TypeAlias = list[Any]
-"""A decoder state ``[enc_outputs (B,Tk,H), hidden, enc_valid_lens]``."""
 
 _CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
 
@@ -93,20 +86,32 @@ class EncoderDecoder(nn.Module):
         return self.decoder(dec_X, self.decoder.init_state(enc_outputs, *args))
 
 
-def _recurrent(
-    cell: str, input_size: int, num_hiddens: int, num_layers: int, dropout: float
+def recurrent(
+    cell: str,
+    input_size: int,
+    num_hiddens: int,
+    num_layers: int,
+    dropout: float,
+    bidirectional: bool = False,
 ) -> nn.GRU | nn.LSTM:
+    """A GRU or LSTM; arguments as for :class:`Seq2SeqEncoder`."""
     if cell not in _CELLS:
         known = " or ".join(repr(name) for name in _CELLS)
         checks.reject(ValueError, "cell", f"be {known}", repr(cell))
     checks.probability("dropout", dropout)
     # Dropout sits between layers: with one there is no place for it, and PyTorch warns.
     between = dropout if num_layers > 1 else 0.0
-    return _CELLS[cell](input_size, num_hiddens, num_layers, dropout=between)
+    return _CELLS[cell](
+        input_size, num_hiddens, num_layers, dropout=between, bidirectional=bidirectional
+    )
 
 
 class Seq2SeqEncoder(Encoder):
     """Embedding and a recurrent net over the source.
+
+    A bidirectional one returns both directions side by side, as Bahdanau, Cho and Bengio 2014 do,
+    and what the decoder starts from is ``tanh(W h)`` of the state of the direction that ends at
+    the first token, in every layer (their section A.2.2).
 
     Args:
         vocab_size: number of source tokens.
@@ -115,6 +120,13 @@ class Seq2SeqEncoder(Encoder):
         num_layers: L.
         dropout: between the layers, in training.
         cell: "gru" or "lstm".
+        bidirectional: read the source from both ends; outputs have 2H features.
+        embed_dropout: on the embeddings, in training.
+        packed: read no padding, so that a text gives the same in any batch. The course's encoder
+            reads padding too: leave it off for its checkpoints.
+
+    Attributes:
+        output_size: features of the outputs.
 
     Raises:
         ValueError: an unknown cell, or a dropout outside [0, 1].
@@ -132,139 +144,61 @@ class Seq2SeqEncoder(Encoder):
         num_layers: int,
         dropout: float = 0,
         cell: str = "gru",
+        *,
+        bidirectional: bool = False,
+        embed_dropout: float = 0,
+        packed: bool = False,
     ) -> None:
         super().__init__()
+        checks.probability("embed_dropout", embed_dropout)
+        self.embed_dropout = nn.Dropout(embed_dropout)
         self.embedding = nn.Embedding(vocab_size, embed_size)
-        self.rnn = _recurrent(cell, embed_size, num_hiddens, num_layers, dropout)
+        self.rnn = recurrent(cell, embed_size, num_hiddens, num_layers, dropout, bidirectional)
+        self.packed = packed
+        self.output_size = num_hiddens * (1 + bidirectional)
+        if bidirectional:
+            parts = 2 if cell == "lstm" else 1
+            self.bridge = nn.ModuleList(nn.Linear(num_hiddens, num_hiddens) for _ in range(parts))
 
     def forward(self, X: Tensor, *args: Any) -> tuple[Tensor, Hidden]:
         """Read a source.
 
         Args:
             X: (B,T) tokens.
-            *args: ignored; the course passes the valid lengths.
+            *args: the valid lengths (B,), all at least 1, or None; used by a packed encoder.
 
         Returns:
-            Outputs (T,B,H) of the top layer, and the last state of every layer.
+            Outputs (T,B,output_size) of the top layer, and the state (L,B,H) to decode from.
         """
-        outputs, hidden = self.rnn(self.embedding(X).transpose(0, 1))
-        return outputs, hidden
+        embedded = self.embed_dropout(self.embedding(X)).transpose(0, 1)
+        lens = args[0] if args else None
+        if self.packed and lens is not None and X.numel():
+            sequence = pack_padded_sequence(embedded, lens.cpu(), enforce_sorted=False)
+            outputs, hidden = self.rnn(sequence)
+            outputs, _ = pad_packed_sequence(outputs, total_length=X.shape[1])
+        else:
+            outputs, hidden = self.rnn(embedded)
+        if not self.rnn.bidirectional:
+            return outputs, hidden
+        parts = hidden if isinstance(hidden, tuple) else (hidden,)
+        # PyTorch puts the directions of a layer one after the other, the backward one second.
+        first = [
+            torch.tanh(layer(part[1::2])) for layer, part in zip(self.bridge, parts, strict=True)
+        ]
+        return outputs, first[0] if len(first) == 1 else (first[0], first[1])
 
-
-class Seq2SeqAttentionDecoder(AttentionDecoder):
-    """A recurrent decoder that looks at the source through additive attention at every step.
-
-    The query is the top layer's hidden state; the context it gives goes, in front of the token's
-    embedding, into the recurrent net (Bahdanau, Cho and Bengio 2014). The keys are projected once
-    per call, not once per step.
-
-    Args:
-        vocab_size: number of target tokens.
-        embed_size: E.
-        num_hiddens: H, of the encoder too.
-        num_layers: L, of the encoder too.
-        dropout: on the attention weights and between the layers, in training.
-        cell: "gru" or "lstm".
-
-    Raises:
-        ValueError: an unknown cell, or a dropout outside [0, 1].
-
-    >>> encoder, decoder = Seq2SeqEncoder(10, 8, 16, 2), Seq2SeqAttentionDecoder(10, 8, 16, 2)
-    >>> X = torch.zeros(4, 7, dtype=torch.long)
-    >>> output, state = decoder(X, decoder.init_state(encoder(X), None))
-    >>> tuple(output.shape), len(state), tuple(state[0].shape), len(state[1])
-    ((4, 7, 10), 3, (4, 7, 16), 2)
-    """
-
-    def __init__(
-        self,
-        vocab_size: int,
-        embed_size: int,
-        num_hiddens: int,
-        num_layers: int,
-        dropout: float = 0,
-        cell: str = "gru",
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        super().__init__()
-        self.attention = AdditiveAttention(num_hiddens, num_hiddens, num_hiddens, dropout)
-        self.embedding = nn.Embedding(vocab_size, embed_size)
-        self.rnn = _recurrent(cell, embed_size + num_hiddens, num_hiddens, num_layers, dropout)
-        self.dense = nn.Linear(num_hiddens, vocab_size)
-        self._attention_weights: list[Tensor] = []
+        # The course's later encoders hold a module that holds the recurrent net.
+        rename(state_dict, f"{prefix}rnn.rnn.", f"{prefix}rnn.")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def init_state(
-        self, enc_outputs: tuple[Tensor, Hidden], enc_valid_lens: Tensor | None = None, *args: Any
-    ) -> State:
-        """Make the first state.
 
-        Args:
-            enc_outputs: outputs (Tk,B,H) and hidden state of the encoder.
-            enc_valid_lens: (B,) or None.
-            *args: ignored.
-
-        Returns:
-            ``[outputs (B,Tk,H), hidden, enc_valid_lens]``.
-        """
-        outputs, hidden = enc_outputs
-        # Copied into (B,Tk,H) order once: every step reads it.
-        return [outputs.transpose(0, 1).contiguous(), hidden, enc_valid_lens]
-
-    def memory(self, state: State) -> Memory:
-        """Project the keys of a state, for any number of calls of :meth:`step`."""
-        enc_outputs, _, enc_valid_lens = state
-        return self.attention.memory(enc_outputs, enc_outputs, enc_valid_lens)
-
-    def step(
-        self, embedded: Tensor, hidden: Hidden, memory: Memory
-    ) -> tuple[Tensor, Tensor, Hidden]:
-        """Decode one token of every sequence; K sequences may share one source.
-
-        Args:
-            embedded: (B*K,E), the K sequences of one source side by side.
-            hidden: (L,B*K,H), for an LSTM a pair of those.
-            memory: of the B sources.
-
-        Returns:
-            Features (B*K,H) for ``dense``, attention weights (B,K,Tk), the new hidden state.
-        """
-        top = (hidden[0] if isinstance(hidden, tuple) else hidden)[-1]
-        queries = top.reshape(memory.values.shape[0], -1, top.shape[-1])
-        context = self.attention.attend(queries, memory).reshape(top.shape[0], -1)
-        weights = self.attention.attention_weights
-        assert weights is not None  # attend has just set them
-        inputs = torch.cat((context, embedded), dim=-1).unsqueeze(0)
-        features, hidden = self.rnn(inputs, hidden)
-        return features.squeeze(0), weights, hidden
-
-    def forward(self, X: Tensor, state: State) -> tuple[Tensor, State]:
-        """Decode given tokens.
-
-        Args:
-            X: (B,T) tokens, the first usually <bos>.
-            state: from :meth:`init_state` or from the previous call.
-
-        Returns:
-            Logits (B,T,vocab) and the state ``[enc_outputs, hidden, enc_valid_lens]``.
-        """
-        enc_outputs, hidden, enc_valid_lens = state
-        memory = self.memory(state)
-        features, weights = [], []
-        for embedded in self.embedding(X).unbind(1):
-            feature, looked, hidden = self.step(embedded, hidden, memory)
-            features.append(feature)
-            weights.append(looked)
-        self._attention_weights = weights
-        return self.dense(torch.stack(features, 1)), [enc_outputs, hidden, enc_valid_lens]
-
-    @property
-    def attention_weights(self) -> list[Tensor]:
-        """One (B,1,Tk) per step of the last call."""
-        return self._attention_weights
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Weights inside an autograd graph can be neither copied nor pickled.
-        detached = [weights.detach() for weights in self._attention_weights]
-        return {**self.__dict__, "_attention_weights": detached}
+def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
+    """Give every key that begins with ``old`` the beginning ``new``; in place."""
+    for key in [key for key in state_dict if key.startswith(old)]:
+        state_dict[new + key.removeprefix(old)] = state_dict.pop(key)
 
 
 def init_xavier(module: nn.Module) -> None:

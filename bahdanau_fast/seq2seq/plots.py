@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,17 @@ from torch import Tensor
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.translating import Translation
 
-__all__ = ["alignments", "drawable", "loss_curves", "require_matplotlib", "save", "show_heatmaps"]
+__all__ = [
+    "add_font",
+    "alignments",
+    "attention_figure",
+    "drawable",
+    "loss_curves",
+    "require_matplotlib",
+    "save",
+    "show_heatmaps",
+    "training_curves",
+]
 
 # Families that carry Chinese and Japanese, where they are installed; DejaVu comes with matplotlib.
 _CJK = (
@@ -46,6 +57,33 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained", dpi=150)
 
 
+_own: list[str] = []  # families of fonts the user named
+
+
+def add_font(path: Path) -> None:
+    """Draw tokens with a font from a file, before those installed.
+
+    Args:
+        path: a .ttf, .otf or .ttc file.
+
+    Raises:
+        ValueError: it is no font.
+    """
+    require_matplotlib()
+    from matplotlib import font_manager
+
+    try:
+        font_manager.fontManager.addfont(str(path))
+    except (OSError, RuntimeError) as error:
+        checks.reject(ValueError, "font", "be a font file", f"{path} ({error})")
+    fonts = font_manager.fontManager.ttflist
+    for i, font in enumerate(fonts):
+        if font.fname == str(path):  # whatever its weight, it is the one to take
+            fonts[i] = dataclasses.replace(font, weight=400)
+    _own.insert(0, fonts[-1].name)
+    _fonts.cache_clear()
+
+
 @functools.cache
 def _fonts() -> tuple[tuple[str, ...], frozenset[int]]:
     """Families to draw with, and every code point one of them has."""
@@ -53,7 +91,7 @@ def _fonts() -> tuple[tuple[str, ...], frozenset[int]]:
     from matplotlib.ft2font import FT2Font
 
     there = {font.name: font.fname for font in reversed(font_manager.fontManager.ttflist)}
-    families = ["DejaVu Sans", *[name for name in _CJK if name in there][:2]]
+    families = [*_own, "DejaVu Sans", *[name for name in _CJK if name in there][:2]]
     points: set[int] = set()
     for name in families:
         points.update(FT2Font(font_manager.findfont(name)).get_charmap())
@@ -128,28 +166,37 @@ def show_heatmaps(
 
 
 def _alignment(axes: Any, translation: Translation, title: str, families: Sequence[str]) -> Any:
-    image = axes.imshow(
-        translation.weights.tolist(), cmap="magma_r", vmin=0.0, vmax=1.0, aspect="auto"
-    )
-    font = {"fontfamily": list(families), "fontsize": 9, "color": _INK}
-    axes.set_xticks(range(len(translation.source)), map(_label, translation.source), **font)
+    weights = translation.weights
+    if weights is None or not weights.numel():
+        need = "have attention weights and at least one token on either side"
+        checks.reject(ValueError, "translations", need, f"{len(translation.tokens)} tokens")
+    image = axes.imshow(weights.tolist(), cmap="magma_r", vmin=0.0, vmax=1.0, aspect="auto")
+    font: dict[str, Any] = {"fontfamily": list(families), "fontsize": 9, "color": _INK}
+    # Words would run into each other.
+    slanted = max(map(len, translation.source)) > 2
+    turn = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
+    axes.set_xticks(range(len(translation.source)), map(_label, translation.source), **font, **turn)
     axes.set_yticks(range(len(translation.tokens)), map(_label, translation.tokens), **font)
     axes.set_xticks([x - 0.5 for x in range(1, len(translation.source))], minor=True)
     axes.set_yticks([y - 0.5 for y in range(1, len(translation.tokens))], minor=True)
     axes.grid(which="minor", color="#e5e5e5", linewidth=0.4)
     axes.tick_params(which="both", length=0)
-    axes.set_title(title, fontsize=10, color=_INK, loc="left", fontweight="bold")
+    font = {"fontfamily": list(families), "fontsize": 10, "color": _INK}
+    axes.set_title(title, loc="left", **font)
     for side in axes.spines.values():
         side.set_color("#bbbbbb")
     return image
 
 
-def alignments(translations: Sequence[Translation], titles: Sequence[str], note: str = "") -> Any:
+def alignments(
+    translations: Sequence[Translation], titles: Sequence[str], heading: str, note: str = ""
+) -> Any:
     """Attention of whole translations: source tokens across, target tokens down.
 
     Args:
         translations: two to a row.
         titles: one each.
+        heading: above all of them.
         note: put under the picture, e.g. what could not be drawn.
 
     Returns:
@@ -162,7 +209,9 @@ def alignments(translations: Sequence[Translation], titles: Sequence[str], note:
         checks.reject(ValueError, "translations", "hold at least one", 0)
     columns = min(2, len(translations))
     rows = math.ceil(len(translations) / columns)
-    figure = _figure(6.6 * columns + 0.7, 2.45 * rows + 0.7)
+    # A row per token, so that labels keep their distance.
+    height = max(2.45, 0.21 * max(len(t.tokens) for t in translations) + 0.8)
+    figure = _figure(6.6 * columns + 0.7, height * rows + 0.7)
     families, _ = _fonts()
     axes = figure.subplots(rows, columns, squeeze=False)
     for i, spare in enumerate(axes.flat):
@@ -173,11 +222,41 @@ def alignments(translations: Sequence[Translation], titles: Sequence[str], note:
     bar = figure.colorbar(image, ax=axes, shrink=0.4, pad=0.01)
     bar.outline.set_visible(False)
     bar.set_label("attention weight", color=_INK)
-    figure.suptitle(
-        "Where each character of the ISO date looked in the source", fontsize=13, color=_INK
-    )
-    figure.supxlabel(note or "source characters (· is a space)", fontsize=9, color="#666666")
+    figure.suptitle(heading, fontsize=13, color=_INK)
+    figure.supxlabel(note, fontsize=9, color="#666666")
     return figure
+
+
+_TITLE = 60  # signs that fit above a panel
+
+
+def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
+    """Alignments of any translations, and one line about signs that no font here has.
+
+    Args:
+        translations: from a decoder with attention, with a token on either side.
+
+    Returns:
+        A matplotlib figure, and the note: empty when everything could be drawn.
+
+    Raises:
+        ValueError: nothing to draw.
+    """
+    signs = dict.fromkeys(sign for t in translations for sign in "".join(t.source + t.tokens))
+    missing = "".join(sign for sign in signs if not drawable(sign))
+    note = under = ""
+    if missing:
+        note = f"no font here draws {missing} (□ in the picture); --font FILE names one that does"
+        under = f"□: {len(missing)} signs that no font here draws"
+    titles = []
+    for translation in translations:
+        text = "".join(map(_label_sign, " ".join(translation.source)))
+        titles.append(text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…")
+    return alignments(translations, titles, "Where each target token looked", under), note
+
+
+def _label_sign(sign: str) -> str:
+    return sign if sign == " " else _label(sign)
 
 
 def loss_curves(
@@ -195,16 +274,7 @@ def loss_curves(
     """
     figure = _figure(11, 4)
     whole, first = figure.subplots(1, 2)
-    whole.plot(losses, color=_ACCENT, linewidth=0.5, alpha=0.35)
-    window = max(1, len(losses) // 50)
-    means = [
-        sum(losses[i : i + window]) / len(losses[i : i + window])
-        for i in range(0, len(losses), window)
-    ]
-    centres = [i + window / 2 for i in range(0, len(losses), window)]
-    whole.plot(centres, means, color=_ACCENT, linewidth=1.8, label=f"mean of {window} steps")
-    whole.set_yscale("log")
-    whole.set_title("training", fontsize=11, color=_INK)
+    _losses(whole, losses)
     styles: list[dict[str, Any]] = [
         {"color": _ACCENT, "linewidth": 4, "alpha": 0.45},
         {"color": _SECOND},
@@ -213,9 +283,53 @@ def loss_curves(
         first.plot(range(1, len(values) + 1), values, label=name, **style)
     first.set_title(note or "the same first steps, by backend", fontsize=11, color=_INK)
     for axes in (whole, first):
-        axes.set_xlabel("step")
-        axes.set_ylabel("cross-entropy per character")
-        axes.grid(color="#e5e5e5", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+        _tidy(axes, "cross-entropy per character")
     return figure
+
+
+def training_curves(losses: Sequence[float], validations: Sequence[Mapping[str, float]]) -> Any:
+    """The loss of every step on the left; loss and BLEU of every validation on the right.
+
+    Args:
+        losses: of every step of the training.
+        validations: ``{"epoch", "loss", "bleu"}``; without any the right half is left out.
+
+    Returns:
+        A matplotlib figure.
+    """
+    figure = _figure(11 if validations else 6, 4)
+    axes = figure.subplots(1, 2 if validations else 1, squeeze=False)[0]
+    _losses(axes[0], losses)
+    _tidy(axes[0], "cross-entropy per token")
+    if validations:
+        epochs = [validation["epoch"] for validation in validations]
+        scores, right = axes[1], axes[1].twinx()
+        scores.plot(epochs, [v["bleu"] for v in validations], color=_SECOND, label="BLEU")
+        right.plot(epochs, [v["loss"] for v in validations], color=_ACCENT, label="loss")
+        scores.set_title("validation", fontsize=11, color=_INK)
+        _tidy(scores, "BLEU", "epoch")
+        right.set_ylabel("cross-entropy per token")
+        right.spines[["top"]].set_visible(False)
+        right.legend(frameon=False, loc="upper right")
+    return figure
+
+
+def _losses(axes: Any, losses: Sequence[float]) -> None:
+    axes.plot(losses, color=_ACCENT, linewidth=0.5, alpha=0.35)
+    window = max(1, len(losses) // 50)
+    means = [
+        sum(losses[i : i + window]) / len(losses[i : i + window])
+        for i in range(0, len(losses), window)
+    ]
+    centres = [i + window / 2 for i in range(0, len(losses), window)]
+    axes.plot(centres, means, color=_ACCENT, linewidth=1.8, label=f"mean of {window} steps")
+    axes.set_yscale("log")
+    axes.set_title("training", fontsize=11, color=_INK)
+
+
+def _tidy(axes: Any, ylabel: str, xlabel: str = "step") -> None:
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(color="#e5e5e5", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)

@@ -3,94 +3,36 @@
 from __future__ import annotations
 
 import math
-import shutil
-import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.data import BOS, Batch, Pairs, batches
-from bahdanau_fast.seq2seq.models import (
-    EncoderDecoder,
-    Seq2SeqAttentionDecoder,
-    Seq2SeqEncoder,
-    init_xavier,
-)
+from bahdanau_fast.seq2seq.distributed import World, shard, total
+from bahdanau_fast.seq2seq.progress import Progress
+from bahdanau_fast.seq2seq.settings import History, Settings
 
-__all__ = ["History", "Settings", "Trainer", "build_model", "masked_cross_entropy", "train"]
+__all__ = ["Trainer", "all_batches", "masked_cross_entropy", "shift_right", "total_steps", "train"]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything a training depends on besides its data.
-
-    Attributes:
-        embed_size: E.
-        num_hiddens: H.
-        num_layers: L.
-        dropout: on the attention weights and between layers.
-        cell: "gru" or "lstm".
-        epochs: passes over the data.
-        batch_size: B.
-        lr: learning rate of Adam at its highest; it falls to a twentieth along a cosine.
-        clip: largest norm of the gradient.
-        seed: of weights, batches and dropout.
-    """
-
-    embed_size: int = 32
-    num_hiddens: int = 128
-    num_layers: int = 1
-    dropout: float = 0.0
-    cell: str = "gru"
-    epochs: int = 3
-    batch_size: int = 128
-    lr: float = 3e-3
-    clip: float = 1.0
-    seed: int = 0
-
-
-@dataclass
-class History:
-    """What a training leaves behind, one entry per step.
-
-    Attributes:
-        losses: cross-entropy per target token.
-        seconds: wall time of the step.
-        tokens: target tokens read.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Over all steps; 0 before the first."""
-        return sum(self.tokens) / sum(self.seconds) if self.seconds else 0.0
-
-
-def build_model(pairs: Pairs, settings: Settings) -> EncoderDecoder:
-    """A new model for these vocabularies, its weights decided by ``settings.seed``."""
-    sizes = (settings.embed_size, settings.num_hiddens, settings.num_layers)
-    options = (settings.dropout, settings.cell)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        encoder = Seq2SeqEncoder(len(pairs.source_vocab), *sizes, *options)
-        decoder = Seq2SeqAttentionDecoder(len(pairs.target_vocab), *sizes, *options)
-        return EncoderDecoder(encoder, decoder).apply(init_xavier)
-
-
-def masked_cross_entropy(logits: Tensor, labels: Tensor, valid_lens: Tensor) -> Tensor:
+def masked_cross_entropy(
+    logits: Tensor, labels: Tensor, valid_lens: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
     """Cross-entropy of the valid positions, averaged over all T steps of each sample.
 
     Args:
         logits: (B,T,vocab).
         labels: (B,T) tokens.
         valid_lens: (B,); later positions count as zero.
+        label_smoothing: share of the probability that goes to all tokens alike.
 
     Returns:
         Loss (B,).
@@ -100,7 +42,9 @@ def masked_cross_entropy(logits: Tensor, labels: Tensor, valid_lens: Tensor) -> 
     >>> bool(loss.isclose(torch.tensor(2.0).log() / 2))  # half the steps count, log 2 each
     True
     """
-    per_token = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    per_token = F.cross_entropy(
+        logits.transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing
+    )
     valid = torch.arange(labels.shape[1], device=labels.device) < valid_lens.unsqueeze(1)
     return (per_token * valid).mean(1)
 
@@ -115,60 +59,145 @@ class Trainer:
     """A model, its optimizer and its learning-rate schedule, one batch at a time.
 
     Args:
-        model: returns (logits, state).
-        settings: learning rate and clipping.
+        model: returns (logits, state); it is on the device of ``world``.
+        settings: learning rate, clipping, smoothing, precision and the seed of dropout.
         total_steps: the length of the schedule.
+        world: the processes that train together; each sees its rows of every batch.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, total_steps: int) -> None:
-        self.model = model.train()
-        self.clip = settings.clip
+    def __init__(
+        self, model: nn.Module, settings: Settings, total_steps: int, world: World | None = None
+    ) -> None:
+        self.model, self.settings, self.world = model.train(), settings, world or World()
+        self.total_steps = total_steps
+        # All gradients are summed at once, when the last step of the decoder has given its share.
+        self.net = DistributedDataParallel(model) if self.world.size > 1 else model
         self.optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer,
-            lambda step: 0.05 + 0.475 * (1 + math.cos(math.pi * min(1.0, step / total_steps))),
-        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.history = History()
+
+    def _rate(self, step: int) -> float:
+        if self.settings.schedule == "constant":
+            return 1.0
+        return 0.05 + 0.475 * (1 + math.cos(math.pi * min(1.0, step / self.total_steps)))
 
     def step(self, batch: Batch) -> float:
         """Learn from one batch.
 
         Args:
-            batch: source and target.
+            batch: source and target, of all processes together.
 
         Returns:
             Loss per target token, before the update.
+
+        Raises:
+            ValueError: the loss is not finite; the model is as before the step.
         """
         start = time.perf_counter()
-        source, source_lens, target, target_lens = batch
+        batch = Batch(*(tensor.to(self.world.device) for tensor in shard(batch, self.world)))
         self.optimizer.zero_grad(set_to_none=True)
-        logits, _ = self.model(source, shift_right(target), source_lens)
-        total = masked_cross_entropy(logits, target, target_lens).sum()
-        total.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        with self._drawing():
+            summed = self.loss(batch, self.settings.label_smoothing)
+            # DDP takes the mean over the processes; the loss is a sum over the whole batch.
+            (summed * self.world.size).backward()
+        tokens = batch.target_lens.sum()
+        sums = torch.stack((summed.detach().double() * batch.target.shape[1], tokens.double()))
+        loss_sum, token_sum = total(sums, self.world).tolist()
+        loss: float = loss_sum / max(token_sum, 1.0)
+        if not math.isfinite(loss):
+            at = f"{loss} at step {len(self.history.losses) + 1} (a lower lr may help)"
+            checks.reject(ValueError, "the loss", "be finite", at)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.optimizer.step()
         self.schedule.step()
-        tokens = int(target_lens.sum())
-        loss = float(total.detach()) * target.shape[1] / tokens
         self.history.losses.append(loss)
         self.history.seconds.append(time.perf_counter() - start)
-        self.history.tokens.append(tokens)
+        self.history.tokens.append(int(token_sum))
         return loss
 
+    def loss(self, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
+        """Summed over the batch, a mean over all T steps in each row; under autocast if so set."""
+        source, source_lens, target, target_lens = batch
+        device = self.world.device.type
+        net = self.net if self.model.training else self.model  # validation is one process's own
+        with torch.autocast(device, torch.bfloat16, enabled=self.settings.bf16):
+            logits, _ = net(source, shift_right(target), source_lens)
+        if logits.dtype == torch.bfloat16:
+            logits = logits.float()
+        return masked_cross_entropy(logits, target, target_lens, label_smoothing).sum()
 
-def total_steps(pairs: Pairs, settings: Settings) -> int:
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Dropout that the seed, the step and the rank decide, also after a resume."""
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        step = len(self.history.losses)
+        with torch.random.fork_rng(devices=devices):
+            seed = (self.settings.seed * 1_000_003 + step) * self.world.size + self.world.rank
+            torch.manual_seed(seed % 2**63)
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and words from which :meth:`load_state_dict` goes on."""
+        history = self.history
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "losses": torch.tensor(history.losses, dtype=torch.float64),
+            "seconds": torch.tensor(history.seconds, dtype=torch.float64),
+            "tokens": torch.tensor(history.tokens, dtype=torch.long),
+            "validations": history.validations,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another trainer of the same settings stopped."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        for name in ("losses", "seconds", "tokens"):
+            getattr(self.history, name)[:] = state[name].tolist()
+        self.history.validations[:] = state["validations"]
+
+
+def steps_per_epoch(pairs: Pairs, settings: Settings, world: World | None = None) -> int:
+    """Steps of one pass over the data; a step takes ``batch_size`` pairs per process."""
+    return math.ceil(len(pairs) / (settings.batch_size * (world or World()).size))
+
+
+def total_steps(pairs: Pairs, settings: Settings, world: World | None = None) -> int:
     """Steps of a whole training."""
-    return settings.epochs * math.ceil(len(pairs) / settings.batch_size)
+    return settings.epochs * steps_per_epoch(pairs, settings, world)
 
 
-def all_batches(pairs: Pairs, settings: Settings) -> Iterator[tuple[int, Batch]]:
-    """(epoch, batch) of a whole training, in the order the seed decides."""
-    for epoch in range(settings.epochs):
-        for batch in batches(pairs, settings.batch_size, settings.seed, epoch):
+def all_batches(
+    pairs: Pairs, settings: Settings, start: int = 0, world: World | None = None
+) -> Iterator[tuple[int, Batch]]:
+    """(epoch, batch) of a whole training, in the order the seed decides.
+
+    Args:
+        pairs: the training data.
+        settings: epochs, batch size and seed.
+        start: so many steps are left out.
+        world: a batch is that of all its processes together.
+    """
+    first, inside = divmod(start, steps_per_epoch(pairs, settings, world))
+    size = settings.batch_size * (world or World()).size
+    for epoch in range(first, settings.epochs):
+        order = batches(pairs, size, settings.seed, epoch)
+        for batch in islice(order, inside if epoch == first else 0, None):
             yield epoch, batch
 
 
-def train(model: nn.Module, pairs: Pairs, settings: Settings, *, progress: bool = True) -> History:
+def train(
+    model: nn.Module,
+    pairs: Pairs,
+    settings: Settings,
+    *,
+    progress: bool = True,
+    trainer: Trainer | None = None,
+    show: Progress | None = None,
+    after_step: Callable[[int, bool], None] | None = None,
+) -> History:
     """Train for ``settings.epochs``; the same settings and data give the same losses.
 
     Args:
@@ -176,64 +205,21 @@ def train(model: nn.Module, pairs: Pairs, settings: Settings, *, progress: bool 
         pairs: what to learn.
         settings: see :class:`Settings`.
         progress: show a bar with loss and tokens/s on a terminal, else a line per epoch.
+        trainer: of the model, when some steps are done already or several processes take part.
+        show: shows those, in place of ``progress``.
+        after_step: called with the epoch, and whether that was its last step.
 
     Returns:
         Loss, time and tokens of every step.
     """
-    steps = total_steps(pairs, settings)
-    trainer = Trainer(model, settings, steps)
-    show = Progress(steps, settings.epochs, trainer.history, enabled=progress)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)  # dropout
-        for epoch, batch in all_batches(pairs, settings):
-            trainer.step(batch)
-            show.update(epoch)
+    trainer = trainer or Trainer(model, settings, total_steps(pairs, settings))
+    steps, world = trainer.total_steps, trainer.world
+    show = show or Progress(steps, settings.epochs, trainer.history, enabled=progress)
+    per_epoch = steps_per_epoch(pairs, settings, world)
+    for epoch, batch in all_batches(pairs, settings, len(trainer.history.losses), world):
+        trainer.step(batch)
+        show.update(epoch)
+        if after_step is not None:
+            after_step(epoch, len(trainer.history.losses) % per_epoch == 0)
     show.close()
     return trainer.history
-
-
-class Progress:
-    """A tqdm bar on a terminal; elsewhere (a log, or no tqdm) one line per epoch.
-
-    Args:
-        steps: of the whole training.
-        epochs: of the whole training.
-        history: read for loss and tokens/s.
-        enabled: False shows nothing.
-    """
-
-    def __init__(self, steps: int, epochs: int, history: History, *, enabled: bool = True) -> None:
-        self.steps, self.epochs, self.history, self.enabled = steps, epochs, history, enabled
-        self.bar = None
-        if enabled and sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return
-            # A recorded terminal may say it has no columns or rows: tqdm would draw nothing.
-            columns = min(100, shutil.get_terminal_size().columns or 80)
-            self.bar = tqdm(total=steps, unit="step", desc="training", ncols=columns, nrows=24)
-
-    def update(self, epoch: int) -> None:
-        """One more step is done.
-
-        Args:
-            epoch: the one it belongs to, from 0.
-        """
-        done = len(self.history.losses)
-        if self.bar is not None:
-            if done % 5 == 0 or done == self.steps:
-                self.bar.set_postfix_str(self._figures(), refresh=False)
-            self.bar.update()
-        elif self.enabled and done == self.steps * (epoch + 1) // self.epochs:
-            print(f"epoch {epoch + 1}/{self.epochs}  {self._figures()}", flush=True)
-
-    def _figures(self) -> str:
-        recent = self.history.losses[-20:]
-        speed = sum(self.history.tokens[-20:]) / sum(self.history.seconds[-20:])
-        return f"loss {sum(recent) / len(recent):.2e}  {speed:,.0f} tokens/s"
-
-    def close(self) -> None:
-        """Leave the terminal tidy."""
-        if self.bar is not None:
-            self.bar.close()

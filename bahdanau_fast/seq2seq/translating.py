@@ -1,18 +1,21 @@
-"""Greedy decoding, with the attention weights of every step."""
+"""Greedy decoding and beam search, with the attention weights of every step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
+from bahdanau_fast.seq2seq.beam import Beam, Hypotheses, Start, search
 from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, Vocab, encode
-from bahdanau_fast.seq2seq.models import EncoderDecoder, Seq2SeqAttentionDecoder
+from bahdanau_fast.seq2seq.decoders import StepDecoder
+from bahdanau_fast.seq2seq.models import EncoderDecoder
 
-__all__ = ["Translation", "greedy", "translate"]
+__all__ = ["Translation", "beam_search", "greedy", "translate"]
 
 
 @dataclass(frozen=True)
@@ -23,56 +26,108 @@ class Translation:
         source: source tokens that were read, without <eos>.
         tokens: target tokens, without <eos>.
         weights: (len(tokens),len(source)), where each target token looked; what went to the
-            source's <eos> is left out, so rows may sum to less than one.
+            source's <eos> is left out, so rows may sum to less than one. None from a decoder
+            without attention.
+        score: of the beam search; None when greedy.
     """
 
     source: list[str]
     tokens: list[str]
-    weights: Tensor
+    weights: Tensor | None
+    score: float | None = None
+
+
+@contextmanager
+def _started(
+    model: EncoderDecoder, source: Tensor, source_lens: Tensor, max_steps: int, unknown: bool
+) -> Iterator[Start]:
+    """The model in evaluation mode, with the sources read."""
+    decoder = model.decoder
+    if not isinstance(decoder, StepDecoder):
+        checks.reject(TypeError, "model.decoder", "be a StepDecoder", type(decoder).__name__)
+    checks.positive_int("max_steps", max_steps)
+    was_training = model.training
+    model.eval()
+    try:
+        state = decoder.init_state(model.encoder(source, source_lens), source_lens)
+        yield Start(decoder, decoder.memory(state), state[1], source_lens, unknown)
+    finally:
+        model.train(was_training)
 
 
 @torch.inference_mode()
 def greedy(
-    model: EncoderDecoder, source: Tensor, source_lens: Tensor, max_steps: int
-) -> tuple[Tensor, Tensor]:
+    model: EncoderDecoder,
+    source: Tensor,
+    source_lens: Tensor,
+    max_steps: int,
+    *,
+    unknown: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """The likeliest token at every step, for a whole batch at a time.
 
     Args:
-        model: its decoder is a :class:`Seq2SeqAttentionDecoder`.
+        model: its decoder is a :class:`StepDecoder`.
         source: (B,Tk) tokens.
         source_lens: (B,).
         max_steps: the longest target.
+        unknown: whether <unk> may be written; the likeliest known token is, if not.
 
     Returns:
         Tokens (B,T), <pad> behind <eos>, and weights (B,T,Tk), with T <= ``max_steps``: decoding
-        stops when every text has its <eos>.
+        stops when every text has its <eos>. None for the weights of a decoder that has none.
 
     Raises:
         TypeError: another kind of decoder.
         ValueError: ``max_steps`` is below 1.
     """
-    decoder = model.decoder
-    if not isinstance(decoder, Seq2SeqAttentionDecoder):
-        kind = type(decoder).__name__
-        checks.reject(TypeError, "model.decoder", "be a Seq2SeqAttentionDecoder", kind)
-    checks.positive_int("max_steps", max_steps)
-    was_training = model.training
-    model.eval()
-    state = decoder.init_state(model.encoder(source, source_lens), source_lens)
-    memory, hidden = decoder.memory(state), state[1]
-    token = torch.full_like(source[:, 0], BOS)
-    finished = torch.zeros_like(token, dtype=torch.bool)
-    tokens, weights = [], []
-    for _ in range(max_steps):
-        features, looked, hidden = decoder.step(decoder.embedding(token), hidden, memory)
-        token = decoder.dense(features).argmax(-1).masked_fill(finished, PAD)
-        tokens.append(token)
-        weights.append(looked)
-        finished = finished | (token == EOS)
-        if bool(finished.all()):
-            break
-    model.train(was_training)
-    return torch.stack(tokens, 1), torch.cat(weights, 1)
+    tokens: list[Tensor] = []
+    weights: list[Tensor] = []
+    with _started(model, source, source_lens, max_steps, unknown) as start:
+        decoder, memory, hidden, *_ = start
+        token = source.new_full((len(source),), BOS)
+        finished = torch.zeros_like(token, dtype=torch.bool)
+        for _ in range(max_steps):
+            features, looked, hidden = decoder.step(decoder.embedding(token), hidden, memory)
+            token = start.logits(features).argmax(-1).masked_fill(finished, PAD)
+            tokens.append(token)
+            if looked is not None:
+                weights.append(looked)
+            finished = finished | (token == EOS)
+            if bool(finished.all()):
+                break
+    return torch.stack(tokens, 1), torch.cat(weights, 1) if weights else None
+
+
+@torch.inference_mode()
+def beam_search(
+    model: EncoderDecoder,
+    source: Tensor,
+    source_lens: Tensor,
+    max_steps: int,
+    beam: Beam | None = None,
+    *,
+    unknown: bool = True,
+) -> Hypotheses:
+    """The best targets that a beam search finds, for a whole batch at a time.
+
+    Args:
+        model: its decoder is a :class:`StepDecoder`.
+        source: (B,Tk) tokens.
+        source_lens: (B,).
+        max_steps: the longest target.
+        beam: width and penalties; five beams unless given.
+        unknown: whether <unk> may be written.
+
+    Returns:
+        Tokens (B,K,T), scores (B,K), weights (B,K,T,Tk) or None; the best hypothesis first.
+
+    Raises:
+        TypeError: another kind of decoder.
+        ValueError: ``max_steps`` is below 1, or a coverage penalty without attention.
+    """
+    with _started(model, source, source_lens, max_steps, unknown) as start:
+        return search(start, beam or Beam(), max_steps)
 
 
 def translate(
@@ -83,30 +138,62 @@ def translate(
     num_steps: int,
     max_steps: int,
     batch_size: int = 256,
+    beam: Beam | None = None,
+    *,
+    unknown: bool = True,
 ) -> list[Translation]:
-    """Translate tokenised texts greedily.
+    """Translate tokenised texts.
 
     Args:
         model: trained.
         texts: plain strings count as their characters; longer ones are cut to ``num_steps``.
         source_vocab: of the training.
         target_vocab: of the training.
-        num_steps: padded source length Tk.
+        num_steps: the longest source, <eos> included.
         max_steps: the longest target.
-        batch_size: texts at a time.
+        batch_size: texts at a time; those of like length come together.
+        beam: how to search; greedy unless given.
+        unknown: whether <unk> may be written.
 
     Returns:
-        One translation per text, in order.
+        One translation per text, in order; that of an empty text is empty.
     """
-    device = next(model.parameters()).device
-    results = []
-    for start in range(0, len(texts), batch_size):
-        chunk = texts[start : start + batch_size]
-        source, lens = encode(chunk, source_vocab, num_steps)
-        tokens, weights = greedy(model, source.to(device), lens.to(device), max_steps)
-        for text, row, seen in zip(chunk, tokens.tolist(), weights.cpu(), strict=True):
-            length = next((i for i, token in enumerate(row) if token in (EOS, PAD)), len(row))
+    order = sorted((i for i, text in enumerate(texts) if text), key=lambda i: len(texts[i]))
+    nothing = Translation([], [], torch.zeros(0, 0))
+    results = {i: nothing for i, text in enumerate(texts) if not text}
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        chunk = [texts[i] for i in chosen]
+        done = _translate_batch(model, chunk, source_vocab, num_steps, max_steps, beam, unknown)
+        for i, text, row, seen, score in zip(chosen, chunk, *done, strict=True):
+            length = next((n for n, token in enumerate(row) if token in (EOS, PAD)), len(row))
             read = list(text)[:num_steps]
+            looked = None if seen is None else seen[:length, : len(read)].clone()
             words = target_vocab.to_tokens(row[:length])
-            results.append(Translation(read, words, seen[:length, : len(read)].clone()))
-    return results
+            results[i] = Translation(read, words, looked, score)
+    return [results[i] for i in range(len(texts))]
+
+
+def _translate_batch(
+    model: EncoderDecoder,
+    texts: Sequence[Sequence[str]],
+    source_vocab: Vocab,
+    num_steps: int,
+    max_steps: int,
+    beam: Beam | None,
+    unknown: bool,
+) -> tuple[list[list[int]], Sequence[Tensor | None], Sequence[float | None]]:
+    """Target numbers, weights and scores of every text."""
+    device = next(model.parameters()).device
+    width = num_steps
+    if getattr(model.encoder, "packed", False):  # then padding does not matter
+        width = min(num_steps, max(map(len, texts)) + 1)
+    source, lens = (tensor.to(device) for tensor in encode(texts, source_vocab, width))
+    if beam is None:
+        tokens, weights = greedy(model, source, lens, max_steps, unknown=unknown)
+        scores: Sequence[float | None] = [None] * len(texts)
+    else:
+        found = beam_search(model, source, lens, max_steps, beam, unknown=unknown)
+        tokens, scores = found.tokens[:, 0], found.scores[:, 0].tolist()
+        weights = None if found.weights is None else found.weights[:, 0]
+    return tokens.tolist(), [None] * len(texts) if weights is None else list(weights.cpu()), scores

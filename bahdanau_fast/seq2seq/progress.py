@@ -1,0 +1,84 @@
+"""What is shown while a training runs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TextIO
+
+from bahdanau_fast.seq2seq.settings import History
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """A tqdm bar on a terminal; elsewhere (a log, or no tqdm) one line per epoch.
+
+    Args:
+        steps: of the whole training.
+        epochs: of the whole training.
+        history: read for loss and tokens/s; a resumed training has some steps in it already.
+        enabled: False shows nothing.
+        file: where lines go; the standard output unless given.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        epochs: int,
+        history: History,
+        *,
+        enabled: bool = True,
+        file: TextIO | None = None,
+    ) -> None:
+        self.steps, self.epochs, self.history, self.enabled = steps, epochs, history, enabled
+        self.file = file
+        self.bar = None
+        if enabled and sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            # A recorded terminal may say it has no columns or rows: tqdm would draw nothing.
+            columns = min(100, shutil.get_terminal_size().columns or 80)
+            self.bar = tqdm(
+                total=steps,
+                initial=len(history.losses),
+                unit="step",
+                desc="training",
+                ncols=columns,
+                nrows=24,
+            )
+
+    def update(self, epoch: int) -> None:
+        """One more step is done.
+
+        Args:
+            epoch: the one it belongs to, from 0.
+        """
+        done = len(self.history.losses)
+        if self.bar is not None:
+            if done % 5 == 0 or done == self.steps:
+                self.bar.set_postfix_str(self._figures(20), refresh=False)
+            self.bar.update()
+        elif done == self.steps * (epoch + 1) // self.epochs:
+            figures = self._figures(self.steps // self.epochs)
+            self.say(f"epoch {epoch + 1}/{self.epochs}  {figures}")
+
+    def say(self, line: str) -> None:
+        """A line of its own, beside the bar."""
+        if self.bar is not None:
+            self.bar.write(line, file=self.file or sys.stdout)
+        elif self.enabled:
+            print(line, file=self.file or sys.stdout, flush=True)
+
+    def _figures(self, steps: int) -> str:
+        """Means over the last so many steps."""
+        recent, seconds = self.history.losses[-steps:], self.history.seconds[-steps:]
+        speed = sum(self.history.tokens[-steps:]) / sum(seconds)
+        return f"loss {sum(recent) / len(recent):.2e}  {speed:,.0f} tokens/s"
+
+    def close(self) -> None:
+        """Leave the terminal tidy."""
+        if self.bar is not None:
+            self.bar.close()

@@ -1,0 +1,233 @@
+"""A training in a folder: checkpoints, validation, TensorBoard, and going on after a stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import checks
+from bahdanau_fast.seq2seq import checkpoints
+from bahdanau_fast.seq2seq.checkpoints import BEST, LAST
+from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
+from bahdanau_fast.seq2seq.data import Pairs, Vocab, Vocabs, batches
+from bahdanau_fast.seq2seq.distributed import World
+from bahdanau_fast.seq2seq.progress import Progress
+from bahdanau_fast.seq2seq.scoring import require_sacrebleu
+from bahdanau_fast.seq2seq.settings import History, Settings, build_model
+from bahdanau_fast.seq2seq.text import RawPair
+from bahdanau_fast.seq2seq.training import Trainer, total_steps, train
+from bahdanau_fast.seq2seq.translator import Translator
+
+__all__ = ["Run"]
+
+# Validation translates at most so many pairs an epoch: enough to tell epochs apart.
+_VALIDATED = 1000
+
+
+class Run:
+    """One training, from its data to its checkpoints.
+
+    Of several processes only the one of rank 0 validates, writes and speaks.
+
+    Args:
+        out: its folder.
+        settings: of the model and its training.
+        text: of the data.
+        world: the processes that train together.
+        resume: go on from the last checkpoint in ``out``; then ``settings`` and ``text`` are those
+            of :meth:`settings_of`, more epochs excepted.
+        save_every: steps between checkpoints, besides the one each epoch ends with; 0: none.
+        tensorboard: write scalars to ``out/tensorboard``.
+
+    Attributes:
+        history: of the training so far.
+
+    Raises:
+        ModuleNotFoundError: sacrebleu or tensorboard is wanted and not installed.
+        ValueError: the data cannot be used; or it has changed since the training began, or the
+            number of processes has.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        settings: Settings,
+        text: TextSettings,
+        *,
+        world: World | None = None,
+        resume: bool = False,
+        save_every: int = 0,
+        tensorboard: bool = False,
+    ) -> None:
+        self.out, self.settings, self.text = out, settings, text
+        self.world, self.save_every = world or World(), save_every
+        self.corpus = Corpus.of(text)
+        if self.corpus.parts.validation:
+            require_sacrebleu()
+        payload = checkpoints.load(out / LAST) if resume else None
+        vocabs = None if payload is None else self._continued(payload)
+        self.pairs = self.corpus.encode(self.corpus.parts.train, text, vocabs)
+        model = build_model(self.pairs, settings).to(self.world.device)
+        steps = total_steps(self.pairs, settings, self.world)
+        self.trainer = Trainer(model, settings, steps, self.world)
+        if payload is not None:
+            self.trainer.load_state_dict(payload)
+        self.translator = Translator(
+            model,
+            self.pairs.source_vocab,
+            self.pairs.target_vocab,
+            settings,
+            text,
+            self.corpus.kinds,
+        )
+        self.board = None
+        if tensorboard and self.world.rank == 0:
+            self.board = _board(out, len(self.history.losses))
+
+    def _continued(self, payload: dict[str, Any]) -> Vocabs:
+        """The vocabularies of a training to go on with, if data and processes are its own."""
+        if payload["digest"] != self.corpus.digest:
+            actual = f"{self.text.data or 'dates'} (changed since)"
+            checks.reject(ValueError, "data", "be that of the training to go on with", actual)
+        if payload["processes"] != self.world.size:
+            need = f"be as many as in the training to go on with, {payload['processes']}"
+            checks.reject(ValueError, "processes", need, self.world.size)
+        return Vocabs(
+            Vocab.of_tokens(payload["source_vocab"]), Vocab.of_tokens(payload["target_vocab"])
+        )
+
+    @staticmethod
+    def settings_of(out: Path) -> tuple[Settings, TextSettings]:
+        """The settings of the training in a folder.
+
+        Raises:
+            ValueError: there is none to go on with.
+        """
+        payload = checkpoints.load(out / LAST)
+        return Settings(**payload["settings"]), TextSettings(**payload["text"])
+
+    @property
+    def history(self) -> History:
+        """Losses and scores so far."""
+        return self.trainer.history
+
+    def train(self, *, progress: bool = True, file: TextIO | None = None) -> History:
+        """Train to the last epoch; ``out`` holds a loadable checkpoint from the first step on.
+
+        Args:
+            progress: show what happens.
+            file: where lines go; the standard output unless given.
+        """
+        first = self.world.rank == 0
+        show = Progress(
+            self.trainer.total_steps,
+            self.settings.epochs,
+            self.history,
+            enabled=progress and first,
+            file=file,
+        )
+        if first:
+            self.out.mkdir(parents=True, exist_ok=True)
+            if not self.history.losses:
+                self._save(LAST)
+                (self.out / BEST).unlink(missing_ok=True)  # of a training this one replaces
+        train(
+            self.trainer.model,
+            self.pairs,
+            self.settings,
+            trainer=self.trainer,
+            show=show,
+            after_step=self._after_step(show) if first else None,
+        )
+        if self.board is not None:
+            self.board.close()
+        return self.history
+
+    def _after_step(self, show: Progress) -> Callable[[int, bool], None]:
+        def after(epoch: int, ended: bool) -> None:
+            done = len(self.history.losses)
+            self._scalars(done)
+            if ended:
+                if self.corpus.parts.validation:
+                    self._validate(epoch, done)
+                    last = self.history.validations[-1]
+                    show.say(f"  validation: loss {last['loss']:.3f}, BLEU {last['bleu']:.2f}")
+                self._save(LAST)
+            elif self.save_every and done % self.save_every == 0:
+                self._save(LAST)
+
+        return after
+
+    def _validate(self, epoch: int, done: int) -> None:
+        """Loss and BLEU of this epoch, and a checkpoint if no epoch before had as good a BLEU."""
+        pairs = sample(self.corpus.parts.validation, _VALIDATED)
+        scores = self.translator.score(
+            pairs, self.translator.translate([source for source, _ in pairs])
+        )
+        vocabs = Vocabs(self.pairs.source_vocab, self.pairs.target_vocab)
+        loss = validation_loss(self.trainer, self.corpus.encode(pairs, self.text, vocabs))
+        result = {"epoch": epoch + 1, "loss": loss, "bleu": scores.corpus.bleu}
+        before = [validation["bleu"] for validation in self.history.validations]
+        self.history.validations.append(result)
+        if self.board is not None:
+            self.board.add_scalar("validation/loss", result["loss"], done)
+            self.board.add_scalar("validation/bleu", result["bleu"], done)
+        if all(result["bleu"] > bleu for bleu in before):
+            self._save(BEST)
+
+    def _scalars(self, done: int) -> None:
+        if self.board is None:
+            return
+        history = self.history
+        speed = history.tokens[-1] / history.seconds[-1]
+        self.board.add_scalar("train/loss", history.losses[-1], done)
+        self.board.add_scalar("train/tokens_per_second", speed, done)
+        self.board.add_scalar("train/learning_rate", self.trainer.schedule.get_last_lr()[0], done)
+
+    def _save(self, name: str) -> None:
+        payload = {
+            "settings": dataclasses.asdict(self.settings),
+            "text": dataclasses.asdict(self.text),
+            "kinds": list(self.corpus.kinds),
+            "digest": self.corpus.digest,
+            "processes": self.world.size,
+            "source_vocab": list(self.translator.source_vocab.tokens),
+            "target_vocab": list(self.translator.target_vocab.tokens),
+            **self.trainer.state_dict(),
+        }
+        checkpoints.save(payload, self.out / name)
+
+
+def sample(pairs: list[RawPair], count: int) -> list[RawPair]:
+    """At most ``count`` of them, always the same."""
+    return pairs if len(pairs) <= count else random.Random(0).sample(pairs, count)
+
+
+@torch.no_grad()
+def validation_loss(trainer: Trainer, pairs: Pairs) -> float:
+    """Cross-entropy per target token over all pairs."""
+    trainer.model.eval()
+    losses: list[Tensor] = []
+    for batch in batches(pairs, 256, seed=0):
+        moved = type(batch)(*(tensor.to(trainer.world.device) for tensor in batch))
+        losses.append(trainer.loss(moved) * batch.target.shape[1])
+    trainer.model.train()
+    return float(torch.stack(losses).sum()) / int(pairs.tensors.target_lens.sum())
+
+
+def _board(out: Path, done: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "tensorboard must be installed for --tensorboard, got no such module: "
+            'pip install "bahdanau_fast[tensorboard]"'
+        ) from error
+    # Scalars of steps that will be taken again are left out.
+    return SummaryWriter(str(out / "tensorboard"), purge_step=done)

@@ -1,0 +1,132 @@
+"""What a training depends on, what it leaves behind, and the model that settings describe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bahdanau_fast import checks
+from bahdanau_fast.seq2seq.data import Pairs, Vocabs
+from bahdanau_fast.seq2seq.decoders import Seq2SeqAttentionDecoder, Seq2SeqDecoder, StepDecoder
+from bahdanau_fast.seq2seq.models import EncoderDecoder, Seq2SeqEncoder, init_xavier
+
+__all__ = ["CHOICES", "History", "Settings", "build_model"]
+
+CHOICES = {
+    "cell": ("gru", "lstm"),
+    "attention": ("additive", "dot", "none"),
+    "schedule": ("cosine", "constant"),
+}
+"""The settings that are one of a few words."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a training depends on besides its data.
+
+    Attributes:
+        embed_size: E.
+        num_hiddens: H.
+        num_layers: L.
+        dropout: on the attention weights and between layers.
+        embed_dropout: on embeddings and on what gives the logits.
+        cell: "gru" or "lstm".
+        attention: "additive", "dot", or "none" for one fixed context.
+        bidirectional: whether the encoder reads the source from both ends.
+        epochs: passes over the data.
+        batch_size: B, of each process.
+        lr: learning rate of Adam at its highest.
+        schedule: "cosine" lets it fall to a twentieth, "constant" keeps it.
+        clip: largest norm of the gradient.
+        label_smoothing: share of the probability that goes to all tokens alike.
+        bf16: compute in bfloat16 under autocast; the weights stay fp32.
+        seed: of weights, batches and dropout.
+
+    Raises:
+        TypeError, ValueError: a setting out of its range.
+    """
+
+    embed_size: int = 32
+    num_hiddens: int = 128
+    num_layers: int = 1
+    dropout: float = 0.0
+    embed_dropout: float = 0.0
+    cell: str = "gru"
+    attention: str = "additive"
+    bidirectional: bool = False
+    epochs: int = 3
+    batch_size: int = 128
+    lr: float = 3e-3
+    schedule: str = "cosine"
+    clip: float = 1.0
+    label_smoothing: float = 0.0
+    bf16: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("embed_size", "num_hiddens", "num_layers", "epochs", "batch_size"):
+            checks.positive_int(name, getattr(self, name))
+        for name in ("dropout", "embed_dropout", "label_smoothing"):
+            checks.probability(name, getattr(self, name))
+        for name in ("lr", "clip"):
+            if not getattr(self, name) > 0:
+                checks.reject(ValueError, name, "be above 0", getattr(self, name))
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                need = f"be one of {', '.join(map(repr, known))}"
+                checks.reject(ValueError, name, need, repr(getattr(self, name)))
+
+
+@dataclass
+class History:
+    """What a training leaves behind.
+
+    Attributes:
+        losses: per step, cross-entropy per target token, smoothing included.
+        seconds: per step, wall time.
+        tokens: per step, target tokens read, by all processes.
+        validations: per epoch, ``{"epoch", "loss", "bleu"}`` on the validation part.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all steps; 0 before the first."""
+        return sum(self.tokens) / sum(self.seconds) if self.seconds else 0.0
+
+
+def build_model(vocabs: Vocabs | Pairs, settings: Settings) -> EncoderDecoder:
+    """A new model for these vocabularies, its weights decided by ``settings.seed``."""
+    sizes = (settings.embed_size, settings.num_hiddens, settings.num_layers)
+    options = (settings.dropout, settings.cell)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        encoder = Seq2SeqEncoder(
+            len(vocabs.source_vocab),
+            *sizes,
+            *options,
+            bidirectional=settings.bidirectional,
+            embed_dropout=settings.embed_dropout,
+            packed=True,
+        )
+        decoder: StepDecoder
+        if settings.attention == "none":
+            decoder = Seq2SeqDecoder(
+                len(vocabs.target_vocab), *sizes, *options, embed_dropout=settings.embed_dropout
+            )
+        else:
+            decoder = Seq2SeqAttentionDecoder(
+                len(vocabs.target_vocab),
+                *sizes,
+                *options,
+                embed_dropout=settings.embed_dropout,
+                attention=settings.attention,
+                key_size=encoder.output_size,
+            )
+        return EncoderDecoder(encoder, decoder).apply(init_xavier)

@@ -1,0 +1,188 @@
+"""Parallel text: reading pairs from a file, cutting them into tokens, splitting them by seed."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bahdanau_fast import checks
+
+__all__ = [
+    "TOKENS",
+    "Parts",
+    "RawPair",
+    "TextFile",
+    "guess_tokens",
+    "join",
+    "read",
+    "split",
+    "tokenize",
+]
+
+RawPair = tuple[str, str]
+"""Source and target as they stand in the file."""
+
+TOKENS = ("words", "characters")
+
+# Letters, digits and what binds them (l'eau, rendez-vous); every other visible sign by itself.
+_WORD = re.compile(r"\w+(?:['’\-]\w+)*|[^\w\s]")
+# Scripts written without spaces: Chinese, Japanese kana, Thai, Lao, Khmer, Burmese.
+_UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+
+
+def tokenize(text: str, tokens: str) -> list[str]:
+    """Cut a text into tokens.
+
+    Args:
+        text: any.
+        tokens: "words" (lower case, punctuation by itself) or "characters" (as they are).
+
+    Raises:
+        ValueError: another kind of tokens.
+
+    >>> tokenize("I'm OK, go!", "words"), tokenize("嗨。", "characters")
+    (["i'm", 'ok', ',', 'go', '!'], ['嗨', '。'])
+    """
+    if tokens == "words":
+        return _WORD.findall(text.lower())
+    _check_kind(tokens)
+    return list(text.strip())
+
+
+def join(words: Sequence[str], tokens: str) -> str:
+    """The text that some tokens make: words get a space between them, characters nothing.
+
+    >>> join(["i'm", "ok", "."], "words"), join("嗨。", "characters")
+    ("i'm ok .", '嗨。')
+    """
+    _check_kind(tokens)
+    return (" " if tokens == "words" else "").join(words)
+
+
+def _check_kind(tokens: str) -> None:
+    if tokens not in TOKENS:
+        checks.reject(ValueError, "tokens", "be 'words' or 'characters'", repr(tokens))
+
+
+def guess_tokens(texts: Sequence[str]) -> str:
+    """What to cut texts into: "characters" for a script without spaces, else "words".
+
+    >>> guess_tokens(["嗨。", "OK。好"]), guess_tokens(["Salut !"])
+    ('characters', 'words')
+    """
+    unspaced = sum(1 for text in texts if _UNSPACED.search(text))
+    return "characters" if 2 * unspaced > len(texts) else "words"
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """What a file of pairs holds.
+
+    Attributes:
+        pairs: in the order of the file.
+        skipped: (line number from 1, what is wrong) of every line left out.
+    """
+
+    pairs: list[RawPair]
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+
+    def note(self) -> str:
+        """One line about what was left out; empty when nothing was."""
+        if not self.skipped:
+            return ""
+        shown = "; ".join(f"line {number}: {reason}" for number, reason in self.skipped[:5])
+        more = f"; and {len(self.skipped) - 5} more" if len(self.skipped) > 5 else ""
+        lines = "line" if len(self.skipped) == 1 else "lines"
+        return f"skipped {len(self.skipped)} malformed {lines} ({shown}{more})"
+
+
+def read(path: str | Path) -> TextFile:
+    """Read a UTF-8 file of pairs: source, a tab, target; further columns are ignored.
+
+    The layout of Tatoeba and ManyThings. A line without a tab, or with nothing on one side, is
+    left out and noted.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ValueError: it is no file that can be read, not UTF-8, or has no valid line.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        checks.reject(ValueError, "data", "be a readable file", f"{path} ({error.strerror})")
+    try:
+        # The mark some editors put in front is no part of the first word.
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = content.count(b"\n", 0, error.start) + 1
+        bad = f"{path} (byte 0x{content[error.start]:02x} in line {where})"
+        checks.reject(ValueError, "data", "be UTF-8 text", bad)
+    # Not splitlines(): that cuts at signs which may stand inside a sentence.
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    found = TextFile([])
+    for number, line in enumerate(lines, 1):
+        columns = line.split("\t")
+        source, target = columns[0].strip(), columns[1].strip() if len(columns) > 1 else ""
+        if source and target:
+            found.pairs.append((source, target))
+        elif len(columns) == 1:
+            found.skipped.append((number, "no tab" if source else "empty"))
+        else:
+            found.skipped.append((number, "no source" if target else "no target"))
+    if not found.pairs:
+        need = "hold at least one line 'source, tab, target'"
+        checks.reject(ValueError, "data", need, f"{path} ({found.note()})")
+    return found
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Pairs to learn from, to choose by, and to be judged on."""
+
+    train: list[RawPair]
+    validation: list[RawPair]
+    test: list[RawPair]
+
+
+def split(pairs: Sequence[RawPair], validation: float, test: float, seed: int) -> Parts:
+    """Cut pairs into three parts; pairs with one source (but for case and spaces) stay together.
+
+    So no source of the held-out parts has been learnt from. The order of a part is that of
+    ``pairs``.
+
+    Args:
+        pairs: source and target texts.
+        validation: share of all sources, between 0 and 1.
+        test: likewise; something must be left to train on.
+        seed: the same seed gives the same parts.
+
+    Raises:
+        ValueError: shares outside [0, 1], or nothing left to train on.
+
+    >>> parts = split([("Hi.", "Salut."), ("hi. ", "Bonjour."), ("Go.", "Va.")], 0.0, 0.4, seed=0)
+    >>> len(parts.train), len(parts.validation), len(parts.test)
+    (2, 0, 1)
+    """
+    checks.probability("validation", validation)
+    checks.probability("test", test)
+    sources = sorted({_same(source) for source, _ in pairs})
+    random.Random(seed).shuffle(sources)
+    held = [round(share * len(sources)) for share in (validation, test)]
+    if sum(held) >= len(sources):
+        actual = f"shares {validation} and {test} of {len(sources)} sources"
+        checks.reject(ValueError, "validation and test", "leave something to train on", actual)
+    where = dict.fromkeys(sources[: held[0]], 1) | dict.fromkeys(sources[held[0] : sum(held)], 2)
+    parts: tuple[list[RawPair], ...] = ([], [], [])
+    for pair in pairs:
+        parts[where.get(_same(pair[0]), 0)].append(pair)
+    return Parts(*parts)
+
+
+def _same(source: str) -> str:
+    return " ".join(source.lower().split())

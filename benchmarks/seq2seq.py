@@ -1,0 +1,272 @@
+"""The translator: the fused op against the reference in training, and beams against copies.
+
+``python -m benchmarks.seq2seq backends FILE`` trains the same first steps on either backend, taking
+turns: losses, translations, time. ``python -m benchmarks.seq2seq beam DIR`` searches the targets of
+64 held-out sentences with a trained model, the beams as queries against one memory and as a batch
+of copies of it. ``--json OUT`` keeps the figures. The tables are those of docs/seq2seq.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bahdanau_fast import backends
+from bahdanau_fast.seq2seq import (
+    Beam,
+    StepDecoder,
+    Translator,
+    beam_search,
+    checkpoints,
+    encode,
+    greedy,
+)
+from bahdanau_fast.seq2seq.commands import TRAINING
+from bahdanau_fast.seq2seq.compare import compare_training, relative_difference
+from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
+from bahdanau_fast.seq2seq.text import tokenize
+from benchmarks.measure import Spread, interleave
+from benchmarks.report import machine
+
+HIDDEN = (32, 256, 512)
+SENTENCES = 64
+FIRST = 2000
+COURSE_SENTENCES = ("Go .", "Good Night !", "I'm OK .", "I won !", "Call us .")
+
+
+@contextmanager
+def copied(decoder: StepDecoder, width: int) -> Iterator[None]:
+    """Beams as a batch: inside, the decoder's memory holds every source ``width`` times."""
+
+    def memory(state: list[Any]) -> Any:
+        outputs, hidden, lens = state
+        lens = None if lens is None else lens.repeat_interleave(width)
+        return type(decoder).memory(decoder, [outputs.repeat_interleave(width, 0), hidden, lens])
+
+    decoder.memory = memory  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del decoder.memory
+
+
+def allocations(work: Callable[[], Any]) -> list[int]:
+    """Bytes of every tensor's memory that ``work`` asks for, also inside C++ operators."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        work()
+    events = watched.profiler.kineto_results.events()
+    return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
+
+
+def compare_backends(data: Path | None, steps: int, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """The first steps of a training without dropout on each backend, for each hidden size."""
+    text = TextSettings(None if data is None else str(data))
+    corpus = Corpus.of(text)
+    pairs = corpus.encode(corpus.parts.train, text)
+    names = [backends.resolve(torch.device("cpu")), "reference"]
+    sources = [tokenize(source, corpus.kinds[0]) for source, _ in corpus.parts.test[:200]]
+    rows = []
+    for hidden in sizes:
+        settings = replace(
+            TRAINING, embed_size=hidden, num_hiddens=hidden, dropout=0.0, embed_dropout=0.0
+        )
+        compared = compare_training(pairs, settings, names, steps)
+        tokens, lens = encode(sources, pairs.source_vocab, text.num_steps)
+        answers = {}
+        for name, model in compared.models.items():
+            with backends.use(name):
+                answers[name] = greedy(model, tokens, lens, text.num_steps)[0].tolist()
+        spreads = {name: Spread.of(times) for name, times in compared.times.items()}
+        rows.append(
+            {
+                "hidden": hidden,
+                "steps": len(compared.losses[names[0]]),
+                "loss_max_relative_difference": relative_difference(
+                    compared.losses[names[0]], compared.losses["reference"]
+                ),
+                "last_loss": compared.losses[names[0]][-1],
+                "same_translations": sum(
+                    a == b for a, b in zip(answers[names[0]], answers["reference"], strict=True)
+                ),
+                "translations": len(sources),
+                "step_seconds": {name: asdict(spread) for name, spread in spreads.items()},
+                "tokens_per_second": compared.tokens_per_second,
+            }
+        )
+        _print_backends(rows[-1], names)
+    return {"backends": names, "settings": asdict(TRAINING), "rows": rows}
+
+
+def _print_backends(row: dict[str, Any], names: list[str]) -> None:
+    ours, theirs = (row["step_seconds"][name]["median"] for name in names)
+    speeds = " and ".join(f"{row['tokens_per_second'][name]:,.0f}" for name in names)
+    print(
+        f"hidden {row['hidden']}: losses of {row['steps']} steps within "
+        f"{row['loss_max_relative_difference']:.1e}, {row['same_translations']} of "
+        f"{row['translations']} translations the same; a step {ours * 1e3:.1f} ms and "
+        f"{theirs * 1e3:.1f} ms ({theirs / ours:.2f}x), {speeds} tokens/s",
+        flush=True,
+    )
+
+
+def compare_beams(where: Path, seconds: float) -> dict[str, Any]:
+    """Beam search of 64 sentences: beams as queries, beams as copies, and greedy."""
+    translator, beam = Translator.load(where), Beam()
+    corpus = Corpus.of(translator.text)
+    chosen = random.Random(0).sample(corpus.parts.test, SENTENCES)
+    texts = [tokenize(source, translator.kinds[0]) for source, _ in chosen]
+    width = min(max(map(len, texts)) + 1, translator.text.num_steps)
+    source, lens = encode(texts, translator.source_vocab, width)
+    model, most = translator.model, translator.text.num_steps
+    decoder = model.decoder
+    if not isinstance(decoder, StepDecoder):
+        raise TypeError(f"the decoder must be a StepDecoder, got {type(decoder).__name__}")
+
+    def queries() -> Any:
+        return beam_search(model, source, lens, most, beam)
+
+    def copies() -> Any:
+        with copied(decoder, beam.width):
+            return queries()
+
+    calls = {"greedy": lambda: greedy(model, source, lens, most), "queries": queries}
+    calls["copies"] = copies
+    ours, theirs = queries(), copies()
+    same = (ours.tokens[:, 0] == theirs.tokens[:, 0]).all(1)
+    timings = interleave(calls, seconds)
+    features = getattr(model.encoder, "output_size", translator.settings.num_hiddens)
+    memory = source.numel() * features * 4
+    made = {name: allocations(call) for name, call in calls.items()}
+    # Copies for every beam of the encoder's outputs, or of their projections.
+    copied_sizes = {
+        beam.width * source.numel() * size * 4
+        for size in (features, translator.settings.num_hiddens)
+    }
+    copies_made = {
+        name: sum(size in copied_sizes for size in sizes) for name, sizes in made.items()
+    }
+    result = {
+        "sentences": len(texts),
+        "beam": beam.width,
+        "source_steps": width,
+        "same_translations": int(same.sum()),
+        "memory_bytes": memory,
+        "largest_allocation_bytes": {name: max(sizes) for name, sizes in made.items()},
+        "allocated_bytes": {name: sum(sizes) for name, sizes in made.items()},
+        "copies_per_beam": copies_made,
+        "seconds": {name: asdict(timings.time(name)) for name in calls},
+        "copies_over_queries": asdict(timings.ratio("copies", "queries")),
+        "settings": asdict(translator.settings),
+    }
+    print(
+        f"{len(texts)} sentences, {width} source steps, beam {beam.width}: queries "
+        f"{timings.time('queries').median * 1e3:.0f} ms, copies "
+        f"{timings.time('copies').median * 1e3:.0f} ms "
+        f"({result['copies_over_queries']['median']:.2f}x), greedy "
+        f"{timings.time('greedy').median * 1e3:.0f} ms; {result['same_translations']} of "
+        f"{len(texts)} translations the same\nallocations as large as {beam.width} copies of the "
+        f"memory ({memory / 1e6:.2f} MB): queries {copies_made['queries']}, copies "
+        f"{copies_made['copies']}"
+    )
+    return result
+
+
+def score_models(folders: list[Path], sentences: tuple[str, ...]) -> dict[str, Any]:
+    """How the trainings of some folders went, and what their models translate how well."""
+    rows = []
+    for folder in folders:
+        translator, beam = Translator.load(folder), Beam()
+        corpus = Corpus.of(translator.text)
+        last = checkpoints.load(folder / checkpoints.LAST)
+        parts = {
+            "held_out": (corpus.parts.test, None),
+            "held_out_beam": (corpus.parts.test, beam),
+            f"first_{FIRST}": (corpus.pairs[:FIRST], None),
+        }
+        scores = {}
+        for name, (pairs, search) in parts.items():
+            translations = translator.translate([source for source, _ in pairs], search)
+            scores[name] = {"pairs": len(pairs), **asdict(translator.score(pairs, translations))}
+        losses, epochs = last["losses"], translator.settings.epochs
+        answers = translator.translate(sentences, beam)
+        rows.append(
+            {
+                "folder": folder.name,
+                "file": Path(translator.text.data or "dates").name,
+                "settings": asdict(translator.settings),
+                "text": asdict(translator.text) | {"data": None},
+                "epoch_losses": losses.reshape(epochs, -1).mean(1).tolist(),
+                "validations": last["validations"],
+                "steps": len(losses),
+                "train_seconds": float(last["seconds"].sum()),
+                "tokens_per_second": float(last["tokens"].sum() / last["seconds"].sum()),
+                "scores": scores,
+                "translations": dict(zip(sentences, map(translator.joined, answers), strict=True)),
+            }
+        )
+        _print_scores(rows[-1])
+    return {"beam": asdict(Beam()), "rows": rows}
+
+
+def _print_scores(row: dict[str, Any]) -> None:
+    scores = row["scores"]
+    first = scores[f"first_{FIRST}"]
+    losses = row["epoch_losses"]
+    cells = [
+        row["folder"],
+        f"{losses[0]:.2f} to {losses[-1]:.2f}",
+        f"{min(v['loss'] for v in row['validations']):.3f}",
+        *(f"{scores[name]['corpus']['bleu']:.2f}" for name in ("held_out", "held_out_beam")),
+        *(f"{scores[name]['corpus']['chrf']:.2f}" for name in ("held_out", "held_out_beam")),
+        f"{first['bleu_above_0']:,}",
+        f"{first['bleu_above_08']:,}",
+        f"{row['tokens_per_second']:,.0f}",
+    ]
+    print("| " + " | ".join(cells) + " |")
+    for source, answer in row["translations"].items():
+        print(f"    {source} -> {answer}")
+    sys.stdout.flush()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.seq2seq", description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="what")
+    command = commands.add_parser("backends")
+    command.add_argument("data", type=Path, nargs="?", help="file of pairs; else made-up dates")
+    command.add_argument("--steps", type=int, default=100)
+    command.add_argument("--hidden", type=int, nargs="+", default=HIDDEN)
+    other = commands.add_parser("beam")
+    other.add_argument("model", type=Path, help="a folder that train wrote")
+    other.add_argument("--seconds", type=float, default=10.0, help="for the timing")
+    scores = commands.add_parser("scores")
+    scores.add_argument("models", type=Path, nargs="+", help="folders that train wrote")
+    scores.add_argument("--sentences", nargs="+", default=COURSE_SENTENCES)
+    for each in (command, other, scores):
+        each.add_argument("--json", type=Path, help="where the figures go")
+    options = parser.parse_args(arguments)
+    if options.what == "backends":
+        figures = compare_backends(options.data, options.steps, tuple(options.hidden))
+    elif options.what == "scores":
+        figures = score_models(options.models, tuple(options.sentences))
+    else:
+        figures = compare_beams(options.model, options.seconds)
+    if options.json is not None:
+        figures = {"machine": machine(), **figures}
+        options.json.write_text(
+            json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""The commands train, translate, evaluate and plot, as a user meets them, good and bad input."""
+
+import io
+import json
+import sys
+
+import pytest
+from threads import one_thread  # noqa: F401
+
+from bahdanau_fast import cli
+from bahdanau_fast.seq2seq import plots
+
+TINY = ["--embed-size", "8", "--num-hiddens", "12", "--min-freq", "1", "--num-steps", "10"]
+TINY += ["--batch-size", "16", "--epochs", "1", "--validation", "0.1", "--test", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "pairs.tsv"
+    words = ["go", "run", "wait", "stop", "come", "look"]
+    lines = [f"{a.title()} {b} {n}!\t{a}们{b}{n}。" for a in words for b in words for n in range(4)]
+    path.write_text("no tab here\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("model") / "deep" / "model"
+    assert cli.main(["train", "--data", str(data), "--out", str(out), *TINY]) == 0
+    return out
+
+
+def said(capsys, *arguments, code=0):
+    """Standard output and error of one command."""
+    try:
+        returned = cli.main([str(argument) for argument in arguments])
+    except SystemExit as stopped:
+        returned = stopped.code
+    assert returned == code
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def refused(capsys, *arguments):
+    """The one line a wrong command is answered with."""
+    out, err = said(capsys, *arguments, code=2)
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert "error: " in err
+    return err
+
+
+@pytest.mark.parametrize("command", ["train", "translate", "evaluate", "plot"])
+def test_help_teaches(command, capsys):
+    out, err = said(capsys, command, "--help")
+    assert err == ""
+    assert f"python -m bahdanau_fast {command}" in out.split("examples:")[1]
+    assert "(default: " in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_train_tells_what_it_does(data, tmp_path, capsys, monkeypatch):
+    out, err = said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--tensorboard")
+    assert "116 pairs to learn from (14 to choose by, 14 held out), words to characters" in out
+    assert "epoch 1/1  loss" in out
+    assert "validation: loss" in out
+    assert f"wrote {tmp_path}" in out
+    assert err == "skipped 1 malformed line (line 1: no tab)\n"
+    assert {p.name for p in tmp_path.iterdir()} == {"best.pt", "last.pt", "tensorboard"}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    tags = {"train/loss", "train/tokens_per_second", "train/learning_rate"}
+    assert set(board.Tags()["scalars"]) == {*tags, "validation/loss", "validation/bleu"}
+    assert len(board.Scalars("train/loss")) == 8
+
+
+def test_train_as_a_script_goes_on(data, tmp_path, capsys):
+    out, _ = said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--json")
+    first = json.loads(out)
+    assert (first["steps"], first["text"]["data"]) == (8, "pairs.tsv")
+    moved = tmp_path / "moved.tsv"
+    moved.write_bytes(data.read_bytes())
+    again = ["--data", moved, "--epochs", "2", "--json"]
+    out, _ = said(capsys, "train", "--resume", "--out", tmp_path, *again)
+    second = json.loads(out)
+    assert second["steps"] == 16
+    assert second["settings"] == {**first["settings"], "epochs": 2}
+    assert second["validations"][:1] == first["validations"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--attention", "none", "--cell", "lstm", "--no-bidirectional"],
+        ["--attention", "dot", "--num-layers", "2", "--schedule", "constant"],
+        ["--bf16", "--label-smoothing", "0.2"],
+        ["--bf16", "--cell", "lstm", "--attention", "dot", "--validation", "0"],
+    ],
+)
+def test_every_kind_of_model_trains_and_translates(data, tmp_path, capsys, options):
+    said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, *options)
+    out, _ = said(capsys, "translate", tmp_path, "go run 1", "wait!", "--json")
+    rows = json.loads(out)
+    assert [row["source_tokens"] for row in rows] == [["go", "run", "1"], ["wait", "!"]]
+    for row in rows:
+        assert row["translation"] == "".join(row["tokens"])
+        if "none" in options:
+            assert row["attention"] is None
+        else:
+            assert [len(weights) for weights in row["attention"]] == [
+                len(row["source_tokens"])
+            ] * len(row["tokens"])
+
+
+def test_made_up_dates_are_the_default(tmp_path, capsys):
+    options = [*TINY, "--limit", "300"]
+    out, _ = said(capsys, "train", "--out", tmp_path, *options)
+    assert "characters to characters" in out
+    out, _ = said(capsys, "evaluate", tmp_path, "--split", "validation", "--json", "--beam", "1")
+    assert json.loads(out)["pairs"] == 30
+
+
+def test_translate_reads_the_standard_input(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Go run 1!\n\nunheard of\n"))
+    out, err = said(capsys, "translate", model, "--beam", "2")
+    assert out.count("\n") == 3
+    assert out.split("\n")[1] == ""
+    assert err == "note: never learnt, read as <unk>: unheard of\n"
+
+
+def test_evaluate(model, data, capsys):
+    out, err = said(capsys, "evaluate", model)
+    assert "14 pairs (test)" in out
+    assert out.count(" -> ") == 10
+    assert "tok:zh" in out
+    assert err == "skipped 1 malformed line (line 1: no tab)\n"
+    out, _ = said(capsys, "evaluate", model, data, "--first", "5", "--json", "--samples", "2")
+    figures = json.loads(out)
+    assert (figures["pairs"], figures["part"], len(figures["samples"])) == (5, "all", 2)
+    assert figures["samples"][0]["source"] == "Go go 0!"
+    assert 0 <= figures["bleu"] <= 100
+    assert figures["course_bleu_above_0.8"] <= figures["course_bleu_above_0"] <= 5
+
+
+def test_plot(model, tmp_path, capsys):
+    picture, curve = tmp_path / "a.png", tmp_path / "loss.png"
+    out, err = said(capsys, "plot", model, "Go run 们!", "Wait go 2!", "--out", picture)
+    assert out == f"wrote {picture}\n"
+    assert ("no font here draws 们" in err) != plots.drawable("们")
+    out, err = said(capsys, "plot", model, "--out", curve, "--json")
+    assert json.loads(out) == {"wrote": str(curve), "note": ""}
+    assert err == ""
+    for path in (picture, curve):
+        assert path.read_bytes()[:4] == b"\x89PNG"
+    before = picture.read_bytes()
+    line = refused(capsys, "plot", model, "Go!", "--out", picture)
+    assert "--overwrite replaces the file" in line
+    assert picture.read_bytes() == before
+    said(capsys, "plot", model, "Go!", "--out", picture, "--overwrite")
+    assert picture.read_bytes() != before
+
+
+def test_nothing_is_overwritten_without_saying_so(model, data, capsys):
+    before = {path: path.read_bytes() for path in model.iterdir() if path.is_file()}
+    line = refused(capsys, "train", "--data", data, "--out", model, *TINY)
+    assert "--resume goes on with it, --overwrite begins anew" in line
+    gone = ["train", "--data", "gone.tsv", "--out", model, "--overwrite", *TINY]
+    assert "data must be a readable file" in refused(capsys, *gone)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_overwrite_begins_anew(data, tmp_path, capsys):
+    said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--epochs", "2")
+    none = ["--validation", "0", "--overwrite"]  # so no epoch is called the best
+    said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, *none)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+    assert "116 pairs" not in said(capsys, "evaluate", tmp_path)[0]
+
+
+def bad_files(tmp_path):
+    (tmp_path / "empty.tsv").write_text("")
+    (tmp_path / "latin.tsv").write_bytes("Été\tSummer\n".encode("latin-1"))
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "last.pt").write_bytes(b"PK\x03\x04 cut off")
+    (tmp_path / "free").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said_so"),
+    [
+        (["train"], "--out"),
+        (["train", "--out", "{free}", "--data", "{gone}"], "data must be a readable file"),
+        (["train", "--out", "{free}", "--data", "{free}"], "data must be a readable file"),
+        (["train", "--out", "{free}", "--data", "{empty}.tsv"], "hold at least one line"),
+        (["train", "--out", "{free}", "--data", "{latin}.tsv"], "data must be UTF-8 text"),
+        (["train", "--out", "{file}", "--data", "DATA"], "--out must be a folder"),
+        (["train", "--out", "{free}", "--data", "DATA", "--epochs", "0"], "at least 1"),
+        (["train", "--out", "{free}", "--data", "DATA", "--lr", "0"], "lr must be above 0"),
+        (["train", "--out", "{free}", "--data", "DATA", "--dropout", "2"], "between 0 and 1"),
+        (["train", "--out", "{free}", "--data", "DATA", "--cell", "rnn"], "invalid choice"),
+        (["train", "--out", "{free}", "--data", "DATA", "--test", "1"], "something to train on"),
+        (["train", "--out", "{free}", "--resume"], "checkpoint must exist"),
+        (["train", "--out", "{free}", "--resume", "--overwrite"], "not allowed with"),
+        (["train", "--out", "{broken}", "--resume"], "be a whole one that train wrote"),
+        (["train", "--out", "MODEL", "--resume", "--lr", "1"], "--lr must be left out"),
+        (["translate", "{gone}", "hi"], "hold a training"),
+        (["translate", "{free}", "hi"], "hold a training"),
+        (["translate", "{file}", "hi"], "be a whole one that train wrote"),
+        (["translate", "MODEL", "hi", "--beam", "0"], "at least 1"),
+        (["translate", "MODEL", "hi", "--length-penalty", "nan"], "at least 0"),
+        (["evaluate", "MODEL", "{gone}"], "data must be a readable file"),
+        (["evaluate", "MODEL", "--split", "most"], "invalid choice"),
+        (["plot", "MODEL", ""], "at least one token"),
+        (["plot", "MODEL", "Go!", "--out", "{gone}/a.png"], "No such file"),
+        (["plot", "MODEL", "Go!", "--out", "{free}/a.gone"], "gone"),
+        (["plot", "MODEL", "Go!", "--out", "{free}/a.png", "--font", "{file}"], "a font file"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(arguments, said_so, model, data, tmp_path, capsys):
+    bad_files(tmp_path)
+    names = {name: tmp_path / name for name in ["free", "file", "empty", "latin", "gone", "broken"]}
+    known = {"DATA": str(data), "MODEL": str(model)}
+    line = refused(capsys, *(known.get(a, a).format(**names) for a in arguments))
+    assert said_so in line
+    assert not list((tmp_path / "free").iterdir())
+
+
+@pytest.mark.parametrize("module", ["sacrebleu", "tensorboard", "matplotlib"])
+def test_what_is_not_installed_is_said_first(module, model, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    train = ["train", "--data", data, "--out", tmp_path / "out", *TINY, "--tensorboard"]
+    line = refused(capsys, *(["plot", model, "Go!"] if module == "matplotlib" else train))
+    assert f"{module} must be installed" in line
+    assert 'pip install "bahdanau_fast[' in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_cuda_where_there_is_none(model, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "--device must be one this torch has" in refused(
+        capsys, "translate", model, "hi", "--device", "cuda"
+    )
