@@ -3,6 +3,7 @@
 Every parity test runs under AddressSanitizer and UBSan, and fails on the first thing they see.
 """
 
+import platform
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,11 @@ from hypothesis import given, settings
 from parity import DTYPES, Case, check
 
 from bahdanau_fast import reference
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
+    reason="the kernels are run on the host by fibers for x86-64, compiled by g++",
+)
 
 
 class Drivers(dict):
