@@ -153,12 +153,12 @@ struct GradTanhTask {
         for (int x = 0; x < 4; ++x) key[x] = mine.keys[(first + k + x) * kWarp + lane];
 #pragma unroll
         for (int q = 0; q < QT; ++q) {
-          A t[4];
-          four_tanh<T, A>(query[q], key, form, t);
+          A t[4], slope[4];
+          four_tanh<T, A>(query[q], key, form, t, slope);
           const A* s = mine.scores + (wq * QT + q) * kGradKeys + first + k;
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
-            const A su = s[x] * slope_of<T>(t[x]);
+            const A su = s[x] * slope[x];
             sum_w += s[x] * t[x];
             grad[q] += su;
             sums[k + x] += su;

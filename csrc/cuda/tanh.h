@@ -115,28 +115,36 @@ __device__ __forceinline__ float score_of_fractions(float fractions, float sum_w
   return sizeof(T) == 4 ? fractions : sum_w - 2.0f * fractions;
 }
 
-// tanh of one query and four keys.
+// tanh and its slope of one query and four keys. The slope 4 E / (1 + E)^2 keeps its digits where
+// 1 - tanh^2 has none left; below 2e-9, where tanh is 1 in fp32, it is zero, as 1 - tanh^2 is.
 template <class T, class A>
-__device__ __forceinline__ void four_tanh(A query, const A* key, Form form, A* t) {
+__device__ __forceinline__ void four_tanh(A query, const A* key, Form form, A* t, A* slope) {
   if constexpr (sizeof(A) == 4) {
     if (form != Form::direct) {
-      float d[4];
+      float e[4], d[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        d[k] = query * key[k] + 1.0f;
-        if (sizeof(T) == 2) d[k] = at_most(d[k], 2147483648.0f);
+        e[k] = query * key[k];
+        if (sizeof(T) == 2) e[k] = at_most(e[k], 2147483648.0f);
+        d[k] = e[k] + 1.0f;
       }
       const float d01 = d[0] * d[1], d23 = d[2] * d[3], inverse = reciprocal(d01 * d23);
       const float inverse01 = inverse * d23, inverse23 = inverse * d01;
       const float r[4] = {inverse01 * d[1], inverse01 * d[0], inverse23 * d[3], inverse23 * d[2]};
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        t[k] = sizeof(T) == 4 ? (query * key[k] - 1.0f) * r[k] : 1.0f - 2.0f * r[k];
+      for (int k = 0; k < 4; ++k) {
+        t[k] = sizeof(T) == 4 ? (e[k] - 1.0f) * r[k] : 1.0f - 2.0f * r[k];
+        const float u = 4.0f * r[k] * (e[k] * r[k]);
+        slope[k] = u < 2e-9f ? 0.0f : u;
+      }
       return;
     }
   }
 #pragma unroll
-  for (int k = 0; k < 4; ++k) t[k] = tanh_of(query + key[k]);
+  for (int k = 0; k < 4; ++k) {
+    t[k] = tanh_of(query + key[k]);
+    slope[k] = slope_of<T>(t[k]);
+  }
 }
 
 }  // namespace bahdanau_fast::gpu
