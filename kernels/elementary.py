@@ -45,9 +45,9 @@ def reciprocal(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def denominator(exponent):
-    """1 + 2^exponent, held at 2^31 where tanh is one, so that a few can be multiplied."""
-    return 1.0 + tl.exp2(tl.minimum(exponent, LARGEST, propagate_nan=tl.PropagateNan.ALL))
+def held(exponent):
+    """2^exponent, held at 2^31 where tanh is one, so that a few can be multiplied."""
+    return tl.exp2(tl.minimum(exponent, LARGEST, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -64,6 +64,18 @@ def two_tanh(x0, x1, NATIVE: tl.constexpr):
     """1 - 2 / x of both with one reciprocal."""
     shared = -2.0 * reciprocal(x0 * x1, NATIVE)
     return 1.0 + shared * x1, 1.0 + shared * x0
+
+
+@triton.jit
+def two_slopes(e0, e1, NATIVE: tl.constexpr):
+    """Tanh and its slope of both, from exp(2 z), with one reciprocal.
+
+    The slope is 4 e / (1 + e)^2: where tanh is one, 1 - tanh^2 would be a rounding, and not zero.
+    """
+    x0, x1 = e0 + 1.0, e1 + 1.0
+    shared = reciprocal(x0 * x1, NATIVE)
+    r0, r1 = shared * x1, shared * x0
+    return 1.0 - 2.0 * r0, 1.0 - 2.0 * r1, 4.0 * e0 * (r0 * r0), 4.0 * e1 * (r1 * r1)
 
 
 @triton.jit
@@ -96,9 +108,24 @@ def two_direct(a0, a1, c0, c1, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
     """tanh(a0 + c0) and tanh(a1 + c1), for any magnitudes."""
     if PRECISE:
         return tanh_precise(a0 + c0), tanh_precise(a1 + c1)
-    x0 = denominator(c0 * TWO_LOG2_E + a0 * TWO_LOG2_E)
-    x1 = denominator(c1 * TWO_LOG2_E + a1 * TWO_LOG2_E)
+    x0 = 1.0 + held(c0 * TWO_LOG2_E + a0 * TWO_LOG2_E)
+    x1 = 1.0 + held(c1 * TWO_LOG2_E + a1 * TWO_LOG2_E)
     return two_tanh(x0, x1, NATIVE)
+
+
+@triton.jit
+def two_direct_slopes(a0, a1, c0, c1, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
+    """Tanh of a0 + c0 and of a1 + c1, and the slopes, for any magnitudes."""
+    if PRECISE:
+        t0, t1 = tanh_precise(a0 + c0), tanh_precise(a1 + c1)
+        s0, s1 = 1.0 - t0 * t0, 1.0 - t1 * t1
+    else:
+        e0 = held(c0 * TWO_LOG2_E + a0 * TWO_LOG2_E)
+        e1 = held(c1 * TWO_LOG2_E + a1 * TWO_LOG2_E)
+        t0, t1, s0, s1 = two_slopes(e0, e1, NATIVE)
+        # Where the exponential was held back the slope is less than fp16 has.
+        s0, s1 = tl.where(e0 < 2.0e9, s0, 0.0), tl.where(e1 < 2.0e9, s1, 0.0)
+    return t0, t1, s0, s1
 
 
 @triton.jit

@@ -4,7 +4,7 @@ The score is symmetric in queries and keys, so one kernel makes either gradient:
 keys and the others the queries, or the other way round. Few queries need no second pass: the pass
 over the keys also leaves the parts of their gradients.
 
-Roof, per (query, key, hidden unit) and pass: 5 fma-pipe operations and half a reciprocal.
+Roof, per (query, key, hidden unit) and pass: 6 fma-pipe operations and half a reciprocal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import NEAR_TWO, SMALL, kept_keys, two_direct, two_sums, two_tanh
+from .elementary import NEAR_TWO, SMALL, kept_keys, two_direct_slopes, two_slopes, two_sums
 from .tiles import largest_of, load_row, load_tile, of_tile
 
 
@@ -109,17 +109,18 @@ def grad_tanh_kernel(
                 e0, e1 = load_row(entries, h, H, ACC), load_row(entries, h + BLOCK_H, H, ACC)
                 if small:
                     t0, t1 = two_sums(c0, c1, e0, e1, NATIVE)
+                    s0, s1 = 1.0 - t0 * t0, 1.0 - t1 * t1
                 else:
-                    t0, t1 = two_tanh(c0 * e0 + 1.0, c1 * e1 + 1.0, NATIVE)
+                    t0, t1, s0, s1 = two_slopes(c0 * e0, c1 * e1, NATIVE)
             else:
-                t0, t1 = direct_tanh(
+                t0, t1, s0, s1 = direct_slopes(
                     other, row_pointers, inside, g, h, H, ACC, PRECISE, NATIVE, BLOCK_H
                 )
         else:
-            t0, t1 = direct_tanh(
+            t0, t1, s0, s1 = direct_slopes(
                 other, row_pointers, inside, g, h, H, ACC, PRECISE, NATIVE, BLOCK_H
             )
-        s0, s1 = g * (1.0 - t0 * t0), g * (1.0 - t1 * t1)
+        s0, s1 = g * s0, g * s1
         sum0 += s0
         sum1 += s1
         if SUM_W:
@@ -140,7 +141,7 @@ def grad_tanh_kernel(
 
 
 @triton.jit
-def direct_tanh(
+def direct_slopes(
     other,
     row_pointers,
     inside,
@@ -152,8 +153,8 @@ def direct_tanh(
     NATIVE: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Tanh of rows and one other, for any magnitudes; zero where there is no gradient."""
-    t0, t1 = two_direct(
+    """Tanh and slopes of rows and one other; zero where there is no gradient."""
+    t0, t1, s0, s1 = two_direct_slopes(
         load_row(other, h, H, ACC),
         load_row(other, h + BLOCK_H, H, ACC),
         load_tile(row_pointers, inside, h, H, ACC),
@@ -162,7 +163,9 @@ def direct_tanh(
         NATIVE,
     )
     # NaN stays with those that look at it.
-    return tl.where(g == 0.0, 0.0, t0), tl.where(g == 0.0, 0.0, t1)
+    none = g == 0.0
+    t0, t1 = tl.where(none, 0.0, t0), tl.where(none, 0.0, t1)
+    return t0, t1, tl.where(none, 0.0, s0), tl.where(none, 0.0, s1)
 
 
 @triton.jit
