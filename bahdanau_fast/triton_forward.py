@@ -43,8 +43,20 @@ def attend(
     context, weights = _results(call, need_weights)
     if context.numel() + weights.numel() == 0 or call.keys_len == 0:
         return context, weights
+    step = plans.is_step(call.queries_len, call.features, call.wide)
+    chunk = plans.query_chunk(call.batch, call.keys_len)
+    # A weight's place decides whether it is dropped: with dropout the queries stay together.
+    if not need_weights and not step and chunk < call.queries_len and not call.drops:
+        for part in range(0, call.queries_len, chunk):
+            some = slice(part, part + chunk)
+            lens = valid_lens
+            if lens is not None and lens.dim() == 2:
+                lens = lens[:, some]
+            inputs = (keys, None, None, values, w_v, lens, None, 0.0, False)
+            context[:, some] = attend(queries[:, some], *inputs)[0]
+        return context, weights
     with call.guard():
-        if plans.is_step(call.queries_len, call.features, call.wide):
+        if step:
             _step(call, context, weights)
         else:
             _many(call, context, weights)

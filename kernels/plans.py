@@ -51,6 +51,15 @@ def fuses_keys(rows: int, key_size: int, hidden: int, size: int) -> bool:
     return size == 2 and lost <= 2 * rows * hidden * size / _BYTES + _LAUNCH
 
 
+# Bytes of scores of many queries at once, where nobody asked for weights.
+_SCRATCH = 64 << 20
+
+
+def query_chunk(batch: int, keys_len: int) -> int:
+    """How many queries to take at once so that their scores stay within a bound."""
+    return max(_SCRATCH // max(4 * batch * keys_len, 1), FEW_QUERIES + 1)
+
+
 class StepPlan(NamedTuple):
     """Key splits of a step, and the tiles of one program."""
 

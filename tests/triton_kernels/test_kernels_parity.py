@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from parity import Case, attended, called, check, eager, fused
 
 import bahdanau_fast as bf
-from bahdanau_fast import functional, triton_forward
+from bahdanau_fast import functional, triton_call, triton_forward
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.ops import SMALL
 
@@ -64,6 +64,31 @@ def test_fp32_too_large_for_fp64(queries, scale):
     assert sizes["Tq"] * sizes["Tk"] * sizes["H"] > SMALL
     case = Case(**sizes, Dv=65, bias=False, scale={"queries": scale, "keys": scale})
     check(case, torch.float32, WAYS["fused"])
+
+
+@pytest.mark.parametrize("lens", [None, 7, (3, 45)], ids=["all", "rows", "queries"])
+def test_without_weights_scores_take_bounded_memory(lens, monkeypatch):
+    drawn = Case(B=3, Tq=45, Tk=30, H=8).draw(torch.float32)
+    x = [drawn[n].float().to(parity.DEVICE) for n in parity.INPUTS[:6]]
+    if lens is not None:
+        generator = torch.Generator().manual_seed(0)
+        shape = lens if isinstance(lens, tuple) else (3,)
+        lens = torch.randint(0, 33, shape, generator=generator).to(parity.DEVICE)
+    whole, _ = bf.additive_attention(*x, lens, backend="triton")
+    monkeypatch.setattr(plans, "_SCRATCH", 3 * 30 * 4 * 19)
+    shapes = []
+    real = triton_call.Call.new
+
+    def new(self, *shape, **kind):
+        shapes.append(shape)
+        return real(self, *shape, **kind)
+
+    monkeypatch.setattr(triton_call.Call, "new", new)
+    parts, none = bf.additive_attention(*x, lens, need_weights=False, backend="triton")
+    assert none is None
+    assert torch.equal(parts, whole)
+    assert (3, 19, 30) in shapes
+    assert (3, 45, 30) not in shapes
 
 
 @pytest.mark.parametrize("p", [0.3, 1.0])
