@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 
 from bahdanau_fast import triton_backward, triton_call, triton_forward
 from bahdanau_fast.kernels import plans
+from benchmarks import cuda_budgets
 from benchmarks.sass import hot
 from benchmarks.shapes import LIST, STEPS_ON_MEMORY
 
@@ -313,6 +314,12 @@ def main() -> None:
         for launch in distinct(target, dtype, arguments.quick):
             rows.append(row(target, dtype, launch))
             print(_line(rows[-1]), flush=True)
+    if arguments.targets == list(TARGETS):
+        compiled = [f"| {' | '.join(cells)} |" for cells in cuda_budgets.rows()]
+        print(
+            "\n".join(compiled)
+            or "\nThe CUDA C++ kernels are not built here: BAHDANAU_FAST_CUDA=1."
+        )
     print(NOTE)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
