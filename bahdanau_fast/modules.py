@@ -12,6 +12,7 @@ from bahdanau_fast.functional import attend_projected, attend_small, attend_unpr
 from bahdanau_fast.key_cache import KeyCache
 from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
 from bahdanau_fast.projection import apply_layer, plain_weight
+from bahdanau_fast.signature import read_signature
 from bahdanau_fast.small import pays
 
 __all__ = ["AdditiveAttention", "MLPAttention"]
@@ -250,7 +251,7 @@ class AdditiveAttention(_Additive):
         dtype: torch.dtype | None = None,
         **named: Any,
     ) -> None:
-        key_size, query_size, num_hiddens, dropout = _signature(sizes, named)
+        key_size, query_size, num_hiddens, dropout = read_signature(sizes, named)
         super().__init__(dropout, cache_keys)
         factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         if key_size is None or query_size is None:
@@ -328,31 +329,6 @@ class AdditiveAttention(_Additive):
             if module.bias is not None:
                 module.bias.copy_(linear.bias)
         return module
-
-
-def _signature(
-    sizes: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[int | None, int | None, int, float]:
-    """Read either course signature into (key_size, query_size, num_hiddens, dropout)."""
-    old = ("key_size", "query_size", "num_hiddens", "dropout")
-    new = ("num_hiddens", "dropout")
-    names = old if len(sizes) > len(new) or "key_size" in named or "query_size" in named else new
-    taken = "AdditiveAttention takes (num_hiddens, dropout) or "
-    taken += "(key_size, query_size, num_hiddens, dropout)"
-    if len(sizes) > len(names):
-        raise TypeError(f"{taken}, got {len(sizes)} positional arguments")
-    given = dict(zip(names, sizes, strict=False))
-    for name, value in named.items():
-        if name in given or name not in names:
-            raise TypeError(f"{taken}, got {name!r} " + ("twice" if name in given else "too"))
-        given[name] = value
-    dropout = given.pop("dropout", 0.0)
-    missing = [name for name in names if name != "dropout" and name not in given]
-    if missing:
-        raise TypeError(f"{taken}, {missing[0]!r} is missing")
-    for name, value in given.items():
-        checks.positive_int(name, value)
-    return given.get("key_size"), given.get("query_size"), given["num_hiddens"], dropout
 
 
 class MLPAttention(_Additive):
