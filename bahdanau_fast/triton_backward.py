@@ -72,7 +72,7 @@ def _grad_values(
         grad_values.zero_()
         return
     grad = rows(grad_context)
-    blocks = plans.grad_values(call.wide)
+    blocks = plans.grad_products(call.wide)
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.features // blocks["BLOCK_D"])
     grad_values_kernel[(call.batch * count,)](
         weights, grad, call.seed, grad_values, call.queries_len, call.keys_len, call.features,
@@ -88,7 +88,7 @@ def _grad_scores(
     out = call.new(call.batch, call.queries_len, call.keys_len)
     from_context = call.values if grad_context is None else rows(grad_context)
     from_weights = weights if grad_weights is None else rows(grad_weights)
-    blocks = plans.grad_weights(call.wide)
+    blocks = plans.grad_products(call.wide)
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.queries_len // blocks["BLOCK_Q"])
     grad_weights_kernel[(call.batch * count,)](
         call.values, from_context, from_weights, call.lens, call.seed, out, call.queries_len,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .elementary import kept_keys, survivors
 from .products import product
+from .tiles import program_blocks
 
 
 @triton.jit(
@@ -55,11 +56,9 @@ def grad_weights_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Out = dropout(grad_context @ values^T) + grad_weights, at the kept keys."""
-    program = tl.program_id(0).to(tl.int64)
-    key_blocks, query_blocks = tl.cdiv(Tk, BLOCK_K), tl.cdiv(Tq, BLOCK_Q)
-    j = (program % key_blocks).to(tl.int32) * BLOCK_K + tl.arange(0, BLOCK_K)
-    i = ((program // key_blocks) % query_blocks).to(tl.int32) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    b = program // key_blocks // query_blocks
+    key_block, query_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K), tl.cdiv(Tq, BLOCK_Q))
+    j = key_block * BLOCK_K + tl.arange(0, BLOCK_K)
+    i = query_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     real = i < Tq
     lengths = b * lens_batch + i.to(tl.int64) * lens_row
     kept = tl.where(real, kept_keys(lens, lengths, Tk, HAS_LENS, mask=real), 0)
@@ -107,9 +106,9 @@ def grad_softmax_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Grads = weights * (grads - sum(weights * grads)) in place; zero at padded keys."""
-    row = tl.program_id(0).to(tl.int64)
-    b, i = row // Tq, row % Tq
-    kept = kept_keys(lens, b * lens_batch + i * lens_row, Tk, HAS_LENS)
+    i, _, b = program_blocks(Tq, 1)
+    row = b * Tq + i
+    kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk, HAS_LENS)
     weights += row * Tk
     grads += row * Tk
     total = tl.zeros([BLOCK_K], ACC)
@@ -146,11 +145,9 @@ def grad_values_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """out[b,j] = sum_i dropout(weights)[b,i,j] grad_context[b,i]."""
-    program = tl.program_id(0).to(tl.int64)
-    key_blocks, feature_blocks = tl.cdiv(Tk, BLOCK_K), tl.cdiv(Dv, BLOCK_D)
-    j = (program % key_blocks).to(tl.int32) * BLOCK_K + tl.arange(0, BLOCK_K)
-    d = ((program // key_blocks) % feature_blocks).to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
-    b = program // key_blocks // feature_blocks
+    key_block, feature_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K), tl.cdiv(Dv, BLOCK_D))
+    j = key_block * BLOCK_K + tl.arange(0, BLOCK_K)
+    d = feature_block * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_K, BLOCK_D], ACC)
     for q0 in range(0, Tq, BLOCK_Q):
         i = q0 + tl.arange(0, BLOCK_Q)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .elementary import NEAR_TWO, SMALL, kept_keys, two_direct_slopes, two_slopes, two_sums
-from .tiles import largest_of, load_row, load_tile, of_tile
+from .tiles import largest_of, load_row, load_tile, of_tile, program_blocks
 
 
 @triton.jit(do_not_specialize=["R", "O", "g_batch", "kept_batch"])
@@ -70,12 +70,10 @@ def grad_tanh_kernel(
         other_parts: (B,row blocks,O,H), of the gradient of the others; where SUM_OTHERS. Zero
             beforehand where there are lengths.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row_blocks, hidden_blocks = tl.cdiv(R, BLOCK_R), tl.cdiv(H, 2 * BLOCK_H)
-    block = program % row_blocks
-    h = ((program // row_blocks) % hidden_blocks).to(tl.int32) * 2 * BLOCK_H + tl.arange(0, BLOCK_H)
-    b = program // row_blocks // hidden_blocks
-    r = block.to(tl.int32) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row_blocks = tl.cdiv(R, BLOCK_R)
+    block, hidden_block, b = program_blocks(row_blocks, tl.cdiv(H, 2 * BLOCK_H))
+    h = hidden_block * 2 * BLOCK_H + tl.arange(0, BLOCK_H)
+    r = block * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = r < R
     if ROWS_ARE_KEYS:
         inside = r < kept_keys(kept, b * kept_batch, R, HAS_LENS)

@@ -148,15 +148,8 @@ def products(features: int, wide: bool, size: int) -> dict[str, Any]:
     return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": block_d, "num_warps": 4}
 
 
-def grad_weights(wide: bool) -> dict[str, Any]:
-    """Of `grad_weights_kernel`."""
-    if wide:
-        return {"BLOCK_Q": 16, "BLOCK_K": 32, "BLOCK_D": 32, "num_warps": 4}
-    return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": 64, "num_warps": 4}
-
-
-def grad_values(wide: bool) -> dict[str, Any]:
-    """Of `grad_values_kernel`."""
+def grad_products(wide: bool) -> dict[str, Any]:
+    """Of `grad_weights_kernel` and `grad_values_kernel`."""
     if wide:
         return {"BLOCK_Q": 16, "BLOCK_K": 32, "BLOCK_D": 32, "num_warps": 4}
     return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": 64, "num_warps": 4}

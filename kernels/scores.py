@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .elementary import NEAR_FOUR, SMALL, kept_keys, sum_of_four, two_direct
-from .tiles import four_rows, four_tiles, largest_of, load_row, load_tile, of_tile
+from .tiles import four_rows, four_tiles, largest_of, load_row, load_tile, of_tile, program_blocks
 
 
 @triton.jit
@@ -76,12 +76,8 @@ def scores_kernel(
 
     One program: BLOCK_Q queries, BLOCK_K keys. Scores of padded keys are left as they are.
     """
-    program = tl.program_id(0).to(tl.int64)
-    key_blocks, query_blocks = tl.cdiv(Tk, BLOCK_K), tl.cdiv(Tq, BLOCK_Q)
-    k0 = (program % key_blocks).to(tl.int32) * BLOCK_K
-    first = ((program // key_blocks) % query_blocks).to(tl.int32) * BLOCK_Q
-    b = program // key_blocks // query_blocks
-
+    key_block, query_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K), tl.cdiv(Tq, BLOCK_Q))
+    k0, first = key_block * BLOCK_K, query_block * BLOCK_Q
     i = first + tl.arange(0, BLOCK_Q)
     lens += b * lens_batch
     kept = kept_keys(lens, i.to(tl.int64) * lens_row, Tk, HAS_LENS, mask=i < Tq)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .elementary import kept_keys, survivors
 from .products import product
+from .tiles import program_blocks
 
 
 @triton.jit(do_not_specialize=["Tq", "Tk", "lens_batch", "lens_row", "threshold", "scale_bits"])
@@ -42,12 +43,10 @@ def softmax_kernel(
 
     One program: BLOCK_Q queries, BLOCK_D features. The first features' program writes the weights.
     """
-    program = tl.program_id(0).to(tl.int64)
     feature_blocks = tl.maximum(tl.cdiv(Dv, BLOCK_D), 1)
-    query_blocks = tl.cdiv(Tq, BLOCK_Q)
-    d0 = (program % feature_blocks).to(tl.int32) * BLOCK_D
-    i = ((program // feature_blocks) % query_blocks).to(tl.int32) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    b = program // feature_blocks // query_blocks
+    feature_block, query_block, b = program_blocks(feature_blocks, tl.cdiv(Tq, BLOCK_Q))
+    d0 = feature_block * BLOCK_D
+    i = query_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     row = b * Tq + i
     real = i < Tq
     lengths = b * lens_batch + i.to(tl.int64) * lens_row

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .elementary import kept_keys, survivors, two_direct
 from .products import product
-from .tiles import load_row, load_tile
+from .tiles import load_row, load_tile, program_blocks
 
 
 @triton.jit(
@@ -91,9 +91,7 @@ def step_kernel(
         w_q: (H,Dq), w_k: (H,Dk), bias: (H,): the projections not made yet.
         projected: (programs,Tq,H) in ACC, scratch for RAW_QUERIES.
     """
-    program = tl.program_id(0).to(tl.int64)
-    split = (program % splits).to(tl.int32)
-    b = program // splits
+    split, _, b = program_blocks(splits, 1)
     i = tl.arange(0, BLOCK_Q)
     real = i < Tq
     row = b * Tq + i
@@ -109,7 +107,7 @@ def step_kernel(
     total = tl.zeros([BLOCK_Q], ACC)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], ACC)
     if RAW_QUERIES:
-        a = projected + program * Tq * H
+        a = projected + (b * splits + split) * Tq * H
         for query in range(0, 1 if BLOCK_Q == 1 else Tq):
             row_of = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
             project_row(row_of, w_q, a + query * H, H, Dq, ACC, BLOCK_H, BLOCK_X)
@@ -283,8 +281,8 @@ def combine_kernel(
     inverse = 1.0 / total
     tl.store(context + row * Dv + d, acc * inverse, mask=d < Dv)
     if WEIGHTS and tl.program_id(1) == 0:
-        b, i = row // Tq, row % Tq
-        kept = kept_keys(lens, b * lens_batch + i * lens_row, Tk, HAS_LENS)
+        i, _, b = program_blocks(Tq, 1)
+        kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk, HAS_LENS)
         one = tl.arange(0, 1)
         end = tl.where(kept == 0, Tk, kept) + one
         scale_scores(

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .elementary import exp_twice, tanh_precise
+from .tiles import program_blocks
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -28,9 +29,8 @@ def tables_kernel(
 
     A table entry that leaves fp32 is of a row whose maximum sends its readers elsewhere.
     """
-    blocks = tl.cdiv(T, BLOCK_R)
-    b = (tl.program_id(0) // blocks).to(tl.int64)
-    t = (tl.program_id(0) % blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
+    block, _, b = program_blocks(tl.cdiv(T, BLOCK_R), 1)
+    t = block * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = t < T
     row = b * T + t
     source = x + b * x_batch + t.to(tl.int64) * x_row

@@ -9,6 +9,18 @@ from .elementary import exp_twice, tanh_precise
 
 
 @triton.jit
+def program_blocks(first_blocks, second_blocks):
+    """Which block of either axis this program takes, and of which batch row, that one in 64 bits.
+
+    Divided in 32 bits: in 64 it is a call.
+    """
+    program = tl.program_id(0)
+    rest = program // first_blocks
+    b = (rest // second_blocks).to(tl.int64)
+    return program % first_blocks, rest % second_blocks, b
+
+
+@triton.jit
 def load_row(x, h, H, ACC: tl.constexpr):
     """x[h] of one row as (1,BLOCK_H), zero past its end."""
     return tl.load(x + h, mask=h < H, other=0.0).to(ACC)[None, :]
