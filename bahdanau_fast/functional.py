@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import backends, checks, ops, reference, small
-from bahdanau_fast.memory import ProjectedKeys
+from bahdanau_fast.memory import MANY_QUERIES, ProjectedKeys
 from bahdanau_fast.projection import linear
 from bahdanau_fast.raw import attend_raw
 
@@ -139,16 +139,24 @@ def attend_projected(
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
+    keys, table, keys_max, shared = projected
+    deferred = None
+    if (
+        shared is not None
+        and queries.shape[1] < MANY_QUERIES
+        and not torch.compiler.is_compiling()
+        and shared.fits(values, w_v)
+    ):
+        (keys, values, w_v), deferred = shared.results, shared.deferred
     if values.dtype != queries.dtype:  # autocast: the projections came out in its dtype
         values = values.to(queries.dtype)
     if w_v.dtype != queries.dtype:
         w_v = w_v.to(queries.dtype)
     if backend == "reference":
-        return reference.attend(queries, projected.keys, values, w_v, valid_lens, dropout_p)
+        return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p)
     seed = _seed(dropout_p, queries.device)
-    context, weights = ops.attend(
-        queries, *projected, values, w_v, valid_lens, seed, dropout_p, need_weights, backend
-    )
+    inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p)
+    context, weights = ops.attend(*inputs, need_weights, backend, deferred)
     return context, weights if weights.dtype == queries.dtype else weights.to(queries.dtype)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import backends
+from bahdanau_fast.deferred import Shared
 from bahdanau_fast.memory import ProjectedKeys, project
 from bahdanau_fast.projection import plain_weight
 
@@ -29,6 +30,7 @@ class _Entry:
     projected: Callable[[], Tensor | None]  # weak in the graph, which holds the keys in turn
     table: Tensor | None
     keys_max: Tensor | None
+    shared: Callable[[], Shared | None] | None
 
 
 def _state(keys: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
@@ -81,11 +83,28 @@ class KeyCache:
         if own is None or _is_transformed() or entry.state != _state(keys, weight, bias):
             return None
         if entry.table is None:  # asked for again: from now on a table pays
-            _, table, keys_max = project(
-                own, backends.resolve(keys.device, dtype=keys.dtype), queries_len
-            )
-            entry = self._entry = replace(entry, table=table, keys_max=keys_max)
+            made = project(own, backends.resolve(keys.device, dtype=keys.dtype), queries_len)
+            entry = self._entry = replace(entry, table=made.table, keys_max=made.keys_max)
         return ProjectedKeys(own, entry.table, entry.keys_max)
+
+    def share(self, projected: ProjectedKeys, values: Tensor, w_v: Tensor) -> ProjectedKeys:
+        """Let the calls on a projection that was found share one node of the autograd graph.
+
+        Args:
+            projected: what :meth:`find` gave.
+            values: (B,Tk,Dv) of the call.
+            w_v: (1,H) or (H,) of the call.
+        """
+        entry = self._entry
+        if entry is None or entry.projected() is not projected.keys:
+            return projected
+        shared = None if entry.shared is None else entry.shared()
+        if shared is not None:
+            return projected._replace(shared=shared)
+        projected = projected.share(values, w_v)
+        if projected.shared is not None:
+            self._entry = replace(entry, shared=projected.shared.weakly())
+        return projected
 
     def store(
         self,
@@ -115,6 +134,7 @@ class KeyCache:
             weakref.ref(weight),
             _state(keys, weight, bias),
             (lambda: own) if not own.requires_grad else weakref.ref(own),
+            None,
             None,
             None,
         )

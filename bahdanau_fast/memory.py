@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from bahdanau_fast import ops
+from bahdanau_fast.deferred import Shared, share
 
 __all__ = ["Memory", "ProjectedKeys", "project"]
 
@@ -23,11 +24,24 @@ class ProjectedKeys(NamedTuple):
         keys: (B,Tk,H), ``W_k k``; in the autograd graph.
         table: (B,Tk,H rounded up), the exponentials the C++ kernels read, or None.
         keys_max: (B,), max|W_k k| per row, or None.
+        shared: the node of the autograd graph that calls on them share, or None.
     """
 
     keys: Tensor
     table: Tensor | None
     keys_max: Tensor | None
+    shared: Shared | None = None
+
+    def share(self, values: Tensor, w_v: Tensor) -> ProjectedKeys:
+        """The same, for calls that share one node of the autograd graph.
+
+        Args:
+            values: (B,Tk,Dv) of those calls.
+            w_v: (1,H) or (H,) of those calls.
+        """
+        if self.table is None:  # another backend's, or too small to be worth it
+            return self
+        return self._replace(shared=share(*self[:3], values, w_v))
 
 
 # From so many queries on a kernel makes the table anew as it goes: one part in so many of the work,

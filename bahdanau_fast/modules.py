@@ -60,6 +60,7 @@ class _Additive(nn.Module):
         checks.source(keys, values, valid_lens)
         _check_features("keys", keys, self._modules[self._key_layer])
         projected = project(self._project(keys), backends.resolve(keys.device, dtype=keys.dtype))
+        projected = projected.share(values, _weight(self._modules[self._score_layer]))
         return Memory(projected, values, valid_lens)
 
     def attend(self, queries: Tensor, memory: Memory) -> Tensor:
@@ -98,6 +99,9 @@ class _Additive(nn.Module):
         reuse = self.cache_keys and not torch.compiler.is_compiling() and keys.numel() > TINY
         if reuse:
             projected = self._cache.find(keys, layer, self.bias, queries.shape[1])
+            if projected is not None:
+                w_v = _weight(self._modules[self._score_layer])
+                projected = self._cache.share(projected, values, w_v)
         if projected is None:
             _check_features("keys", keys, layer)
             projected = ProjectedKeys(self._project(keys), None, None)

@@ -10,6 +10,10 @@ projections in front of them are ordinary ``Linear`` calls.
 ``attend``          context and weights from projected queries and keys; the weights come in no
                     less than fp32, since backward takes differences of them
 ``attend_backward`` the four gradients of ``attend``
+``attend_backward_  that of the queries alone, with what the other three can be taken from later:
+queries``           gradients of the scores, and the weights after dropout (empty without)
+``attend_backward_  the other three, of many steps at once, from those
+keys``
 ==================  ============================================================================
 """
 
@@ -22,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import reference
+from bahdanau_fast.deferred import Call, Deferred
 
 __all__ = [
     "TAGS",
@@ -52,6 +57,18 @@ library.define(
     f"attend_backward({_ATTEND_INPUTS}, Tensor weights, Tensor? grad_context, "
     "Tensor? grad_weights, int needs) -> (Tensor grad_queries, Tensor grad_keys, "
     "Tensor grad_values, Tensor grad_w_v)",
+    tags=TAGS,
+)
+library.define(
+    f"attend_backward_queries({_ATTEND_INPUTS}, Tensor weights, Tensor? grad_context, "
+    "Tensor? grad_weights, bool needed) -> (Tensor grad_queries, Tensor grad_scores, "
+    "Tensor dropped)",
+    tags=TAGS,
+)
+library.define(
+    "attend_backward_keys(Tensor queries, Tensor keys, Tensor? table, Tensor? keys_max, "
+    "Tensor values, Tensor w_v, Tensor? valid_lens, Tensor weights, Tensor? grad_context, "
+    "Tensor grad_scores, int needs) -> (Tensor grad_keys, Tensor grad_values, Tensor grad_w_v)",
     tags=TAGS,
 )
 
@@ -111,14 +128,33 @@ def _attend_backward_fake(
     grad_weights: Tensor | None,
     needs: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    def gradient(of: Tensor, bit: int) -> Tensor:
-        return of.new_empty(of.shape if needs & bit else (0,))
-
     return (
-        gradient(queries, NEED_QUERIES),
-        gradient(keys, NEED_KEYS),
-        gradient(values, NEED_VALUES),
-        gradient(w_v, NEED_W_V),
+        _gradient_fake(queries, needs & NEED_QUERIES),
+        _gradient_fake(keys, needs & NEED_KEYS),
+        _gradient_fake(values, needs & NEED_VALUES),
+        _gradient_fake(w_v, needs & NEED_W_V),
+    )
+
+
+def _gradient_fake(of: Tensor, needed: int | bool) -> Tensor:
+    return of.new_empty(of.shape if needed else (0,))
+
+
+def _backward_queries_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    queries, dropout_p, weights, needed = inputs[0], inputs[8], inputs[9], inputs[12]
+    return (
+        _gradient_fake(queries, needed),
+        weights.new_empty(weights.shape),
+        _gradient_fake(weights, dropout_p > 0.0),
+    )
+
+
+def _backward_keys_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values, w_v, needs = inputs[1], inputs[4], inputs[5], inputs[10]
+    return (
+        _gradient_fake(keys, needs & NEED_KEYS),
+        _gradient_fake(values, needs & NEED_VALUES),
+        _gradient_fake(w_v, needs & NEED_W_V),
     )
 
 
@@ -128,6 +164,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
         raise RuntimeError("attend must be called with need_weights=True where a gradient is due")
     ctx.save_for_backward(*tensors, output[1])
     ctx.dropout_p = dropout_p
+    ctx.deferred = None
     ctx.set_materialize_grads(False)
 
 
@@ -150,6 +187,13 @@ def _gradients(
         return differentiate_again(
             again, differentiated, needed, ctx.dropout_p, (grad_context, grad_weights)
         )
+    if ctx.deferred is not None and Deferred.is_awaited(keys, values, w_v):
+        grad_queries, grad_scores, dropped = _backward_queries_op(
+            *inputs, ctx.dropout_p, weights, grad_context, grad_weights, needed[0]
+        )
+        seen = dropped if ctx.dropout_p > 0.0 else weights
+        ctx.deferred.add(Call(queries, seen, valid_lens, grad_context, grad_scores))
+        return [grad_queries if needed[0] else None, None, None, None]
     needs = sum(1 << i for i, need in enumerate(needed) if need)
     results = backward(*inputs, ctx.dropout_p, weights, grad_context, grad_weights, needs)
     return [grad if need else None for grad, need in zip(results, needed, strict=True)]
@@ -212,6 +256,10 @@ def differentiate_again(
 torch.library.register_fake("bahdanau_fast::exp_keys", _exp_keys_fake, lib=library)
 torch.library.register_fake("bahdanau_fast::attend", _attend_fake, lib=library)
 torch.library.register_fake("bahdanau_fast::attend_backward", _attend_backward_fake, lib=library)
+torch.library.register_fake(
+    "bahdanau_fast::attend_backward_queries", _backward_queries_fake, lib=library
+)
+torch.library.register_fake("bahdanau_fast::attend_backward_keys", _backward_keys_fake, lib=library)
 torch.library.register_autograd(
     "bahdanau_fast::attend", _backward, setup_context=_setup_context, lib=library
 )
@@ -232,6 +280,7 @@ class _Attend(torch.autograd.Function):
         w_v: Tensor,
         rest: tuple[Any, ...],
         backend: str,
+        deferred: Deferred | None,
     ) -> tuple[Tensor, Tensor]:
         table, keys_max, *others = rest
         inputs = (queries, keys, table, keys_max, values, w_v, *others)
@@ -239,11 +288,12 @@ class _Attend(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             output = forward(*inputs)
         _setup_context(ctx, inputs, output)
+        ctx.deferred = deferred
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, ctx.attend_backward, *grads), None, None)
+        return (*_gradients(ctx, ctx.attend_backward, *grads), None, None, None)
 
 
 _attend_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default
@@ -252,6 +302,7 @@ _attend_now: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.atte
 _exp_keys_op: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
 _exp_keys_op = torch.ops.bahdanau_fast.exp_keys.default
 _backward_op = torch.ops.bahdanau_fast.attend_backward.default
+_backward_queries_op = torch.ops.bahdanau_fast.attend_backward_queries.default
 # What eager calls run: forward and backward of each backend, the CPU's behind its dispatch key.
 _implementations: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Any]]]
 _implementations = {"cpu": (_attend_now, _backward_op)}
@@ -290,6 +341,7 @@ def attend(
     dropout_p: float,
     need_weights: bool,
     backend: str = "cpu",
+    deferred: Deferred | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Call the operator by the shortest way that is right where the call comes from.
 
@@ -305,6 +357,7 @@ def attend(
         dropout_p: probability of dropping a weight.
         need_weights: whether the weights are wanted; where a gradient is due they are made.
         backend: what runs an eager call.
+        deferred: with keys, values and w_v behind a shared node, what their gradients are left to.
 
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
@@ -320,7 +373,7 @@ def attend(
         return _attend_op(*inputs)
     if graph:
         rest = (table, keys_max, valid_lens, seed, dropout_p, True)
-        return _Attend.apply(queries, keys, values, w_v, rest, backend)  # type: ignore[no-any-return, no-untyped-call]
+        return _Attend.apply(queries, keys, values, w_v, rest, backend, deferred)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _implementations[backend][0](*inputs)
 

@@ -76,6 +76,21 @@ def test_opcheck_attend_backward(case, dtype):
         )
 
 
+@pytest.mark.parametrize(("case", "dtype"), OPCHECKED, ids=str)
+def test_opcheck_the_backward_in_two_parts(case, dtype):
+    args = arguments(dtype, VARIED[case], grad=False)
+    *tensors, valid_lens, _, _ = args
+    context, weights = ops.attend(*args, True)
+    grads = torch.randn_like(context), torch.randn_like(weights)
+    for needed in (True, False):
+        torch.library.opcheck(ops.attend_backward_queries.default, (*args, weights, *grads, needed))
+    _, grad_scores, dropped = ops.attend_backward_queries(*args, weights, *grads, False)
+    seen = dropped if dropped.numel() else weights
+    for grad_context, needs in ((grads[0], 14), (None, 14), (grads[0], 4)):
+        rest = (*tensors, valid_lens, seen, grad_context, grad_scores, needs)
+        torch.library.opcheck(ops.attend_backward_keys.default, rest)
+
+
 def test_only_the_gradients_asked_for_are_made():
     args = arguments(torch.float32, VARIED["lens"], grad=False)
     context, weights = ops.attend(*args, True)

@@ -7,6 +7,9 @@
 //   grad_tanh     hidden units [h0, h1): with s = grad_score, t = tanh, u = 1 - t^2
 //                   grad_query[i] = w sum_j s u,  grad_key[j] = w sum_i s u,  grad_w = sum_ij s t
 //
+// The first two may be left to an earlier call: grad_query is wanted at each step of a decoder, the
+// other three are sums over its steps, best taken together.
+//
 // Nothing of size Tq x Tk x H is kept: t and u come from the table again. Each needs a reciprocal
 // of its own; four share one division (Montgomery): 1/x0 = x1 (x2 x3) / (x0 x1 x2 x3).
 #pragma once
@@ -90,10 +93,31 @@ template <class T, class A>
 void grad_scores(const Problem& p, const Backward& g, int64_t b, int64_t j0, int64_t j1,
                  void* scores_out) {
   A* scores = static_cast<A*>(scores_out);
+  const auto* given = static_cast<const typename WeightOf<T>::type*>(g.given_scores);
   for (int64_t first = j0; first < j1; first += kTile) {
     const int64_t keys = first + kTile <= j1 ? kTile : j1 - first;
-    grad_weights_tile<T>(p, g, b, first, keys, scores + first);
+    if (g.given_scores == nullptr)
+      grad_weights_tile<T>(p, g, b, first, keys, scores + first);
+    else
+      for (int64_t i = 0; i < p.Tq; ++i)
+        for (int64_t j = first; j < first + keys; ++j)
+          scores[i * p.Tk + j] = A(widen(given[(b * p.Tq + i) * p.Tk + j]));
     if (g.grad_values != nullptr) grad_values_tile<T, A>(p, g, b, first, keys);
+  }
+}
+
+// Leaves what a later call can start from.
+template <class T, class A>
+void keep_scores(const Problem& p, const Backward& g, int64_t row, const A* scores) {
+  using W = typename WeightOf<T>::type;
+  store_row(scores, p.Tk, static_cast<W*>(g.kept_scores) + row * p.Tk);
+  if (g.dropped == nullptr) return;
+  constexpr int64_t columns = 64;
+  A weights[columns];
+  for (int64_t j = 0; j < p.Tk; j += columns) {
+    const int64_t end = j + columns < p.Tk ? j + columns : p.Tk;
+    load_weights<T, A>(p, g, row, j, end, weights);
+    store_row(weights, end - j, static_cast<W*>(g.dropped) + row * p.Tk + j);
   }
 }
 
@@ -101,6 +125,7 @@ void grad_scores(const Problem& p, const Backward& g, int64_t b, int64_t j0, int
 // score gradients adds up to zero, on which grad_query and grad_w rely.
 template <class T, class A>
 void grad_softmax(const Problem& p, const Backward& g, int64_t b, void* scores_inout) {
+  if (g.given_scores != nullptr) return;
   for (int64_t i = 0; i < p.Tq; ++i) {
     const int64_t row = b * p.Tq + i, kept = p.kept[row];
     A* scores = static_cast<A*>(scores_inout) + i * p.Tk;
@@ -119,6 +144,7 @@ void grad_softmax(const Problem& p, const Backward& g, int64_t b, void* scores_i
     for (int64_t j = 0; j < kept; ++j)
       scores[j] = A(double(widen(weights[j])) / total * (double(scores[j]) - mean));
     for (int64_t j = kept; j < p.Tk; ++j) scores[j] = A(0);
+    if (g.kept_scores != nullptr) keep_scores<T>(p, g, row, scores);
   }
 }
 

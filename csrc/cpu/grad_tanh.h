@@ -190,8 +190,9 @@ struct GradTanh {
               k + l < count ? scores[i * p.Tk + j + k + l] : A(0);
   }
 
-  // `one`: for a single query, known when this is compiled.
-  template <Path path, bool one>
+  // `one`: for a single query, `all`: every gradient and not that of the queries alone; known when
+  // this is compiled.
+  template <Path path, bool one, bool all>
   void tile(int64_t j, int64_t count, const A* w, T* grad_keys) {
     constexpr int L = kLanes<A>;
     int64_t stride;
@@ -208,8 +209,9 @@ struct GradTanh {
           __builtin_prefetch(rows + (k + l) * stride + h + L);
         }
         for (int64_t i = 0; i < queries; i += kSettle)
-          sum_w += queries_pass<path>(unit(h, i), tile_scores + k * queries + i * kGroup,
+          sum_w += queries_pass<path, all>(unit(h, i), tile_scores + k * queries + i * kGroup,
                                       i + kSettle < queries ? kSettle : queries - i, m, sums);
+        if constexpr (!all) continue;
         const auto put = [&](int l, Vec<A> sum) {
           if (grad_keys != nullptr && k + l < count)
             store_as<A>(grad_keys + (j + k + l) * p.H + h, Vec<A>(sum * scale), valid - h);
@@ -233,7 +235,7 @@ struct GradTanh {
   }
 
   // Adds the gradients of `count` queries to those of a group of keys; returns their sum s t.
-  template <Path path>
+  template <Path path, bool all>
   BF_INLINE static Vec<A> queries_pass(A* query, const A* s, int64_t count, const Vec<A>* m,
                                        Vec<A>* sums) {
     constexpr int L = kLanes<A>, step = kUnitRows * L;
@@ -249,11 +251,29 @@ struct GradTanh {
       tanh_gradients<T, A, path>(query, m, inverse, s, st, su);
       A* to = query + kNear * L;
       store(to, Vec<A>(load(to) + ((su[0] + su[1]) + (su[2] + su[3]))));
-      sum_w += (st[0] + st[1]) + (st[2] + st[3]);
-      for (int l = 0; l < kGroup; ++l) near[l] += su[l];
+      if constexpr (all) {
+        sum_w += (st[0] + st[1]) + (st[2] + st[3]);
+        for (int l = 0; l < kGroup; ++l) near[l] += su[l];
+      }
     }
     for (int l = 0; l < kGroup; ++l) sums[l] += near[l];
     return sum_w;
+  }
+
+  template <bool all>
+  void any_tile(int64_t j, int64_t count, const A* w, T* grad_keys) {
+    if (path == Path::near && p.Tq == 1)
+      tile<Path::near, true, all>(j, count, w, grad_keys);
+    else if (path == Path::near)
+      tile<Path::near, false, all>(j, count, w, grad_keys);
+    else if (path == Path::shared && p.Tq == 1)
+      tile<Path::shared, true, all>(j, count, w, grad_keys);
+    else if (path == Path::shared)
+      tile<Path::shared, false, all>(j, count, w, grad_keys);
+    else if (path == Path::single)
+      tile<Path::single, false, all>(j, count, w, grad_keys);
+    else
+      tile<Path::direct, false, all>(j, count, w, grad_keys);
   }
 
   void run(const Backward& g) {
@@ -266,18 +286,10 @@ struct GradTanh {
     const int64_t size = p.Tq < kTileQueries ? kGroup : kTileKeys;
     for (int64_t j = 0; j < look; j += size) {
       const int64_t count = j + size <= look ? size : look - j;
-      if (path == Path::near && p.Tq == 1)
-        tile<Path::near, true>(j, count, w, grad_keys);
-      else if (path == Path::near)
-        tile<Path::near, false>(j, count, w, grad_keys);
-      else if (path == Path::shared && p.Tq == 1)
-        tile<Path::shared, true>(j, count, w, grad_keys);
-      else if (path == Path::shared)
-        tile<Path::shared, false>(j, count, w, grad_keys);
-      else if (path == Path::single)
-        tile<Path::single, false>(j, count, w, grad_keys);
+      if (grad_keys == nullptr && g.grad_w == nullptr)
+        any_tile<false>(j, count, w, grad_keys);
       else
-        tile<Path::direct, false>(j, count, w, grad_keys);
+        any_tile<true>(j, count, w, grad_keys);
       if ((j + size) % kTileKeys == 0 || j + size >= look) settle();
     }
     for (int64_t j = look; grad_keys != nullptr && j < p.Tk; ++j)

@@ -11,6 +11,8 @@ namespace {
 
 // Problems are cut by their sizes alone, never by the number of threads: same result everywhere.
 constexpr int64_t kEnoughTasks = 16;
+// What a task of the backward may keep of the queries of its row: half of a second-level cache.
+constexpr int64_t kQueryBytes = 512 << 10;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -86,59 +88,48 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
 
 enum Needs : int64_t { need_queries = 1, need_keys = 2, need_values = 4, need_w = 8 };
 
-// A gradient that came in, as the kernels read it.
-View grad_view(const MaybeTensor& grad, ScalarType type, const char* name, int64_t B, int64_t rows,
-               int64_t columns, std::vector<Tensor>& owned) {
-  if (!grad.has_value()) return {};
-  STD_TORCH_CHECK(grad->is_cpu() && grad->scalar_type() == type && grad->dim() == 3 &&
-                      grad->size(0) == B && grad->size(1) == rows && grad->size(2) == columns,
+// A gradient or weights that came in, as the kernels read them.
+View view_like(const MaybeTensor& tensor, ScalarType type, const char* name, int64_t B,
+               int64_t rows, int64_t columns, std::vector<Tensor>& owned) {
+  if (!tensor.has_value()) return {};
+  STD_TORCH_CHECK(tensor->is_cpu() && tensor->scalar_type() == type && tensor->dim() == 3 &&
+                      tensor->size(0) == B && tensor->size(1) == rows && tensor->size(2) == columns,
                   name, " must have the shape and dtype of the result it belongs to");
-  return view_of(*grad, owned);
+  return view_of(*tensor, owned);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
-    const Tensor& queries, const Tensor& keys, MaybeTensor table, MaybeTensor keys_max,
-    const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, MaybeTensor seed,
-    double dropout_p, const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights,
-    int64_t needs) {
-  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p, false);
+// The same, contiguous.
+const void* rows_like(const Tensor& tensor, ScalarType type, const char* name, const Problem& p,
+                      std::vector<Tensor>& owned) {
+  view_like(torch::stable::contiguous(tensor), type, name, p.B, p.Tq, p.Tk, owned);
+  return owned.back().const_data_ptr();
+}
+
+Tensor gradient(const Tensor& of, bool needed) {
+  std::vector<int64_t> shape{0};
+  if (needed) shape.assign(of.sizes().begin(), of.sizes().end());
+  return new_tensor(shape, of.scalar_type());
+}
+
+void* data_or_null(Tensor& tensor, bool needed) {
+  return needed ? tensor.mutable_data_ptr() : nullptr;
+}
+
+// Backward of a problem that is not empty; grad_w is summed up here.
+void run_backward(const Inputs& in, Backward g, Tensor& grad_w, bool need_grad_w) {
   const Problem& p = in.problem;
-  const auto gradient = [&](const Tensor& of, int64_t bit) {
-    std::vector<int64_t> shape{0};
-    if (needs & bit) shape.assign(of.sizes().begin(), of.sizes().end());
-    return new_tensor(shape, of.scalar_type());
-  };
-  Tensor grad_queries = gradient(queries, need_queries), grad_keys = gradient(keys, need_keys);
-  Tensor grad_values = gradient(values, need_values), grad_w = gradient(w_v, need_w);
-  if (p.B == 0 || p.Tq == 0 || p.Tk == 0) {
-    for (Tensor* t : {&grad_queries, &grad_keys, &grad_values, &grad_w}) torch::stable::zero_(*t);
-    return {grad_queries, grad_keys, grad_values, grad_w};
-  }
-  STD_TORCH_CHECK(weights.is_cpu() && weights.scalar_type() == weights_dtype(in.kind) &&
-                      weights.dim() == 3 && weights.size(0) == p.B && weights.size(1) == p.Tq &&
-                      weights.size(2) == p.Tk,
-                  "weights must be those attend returned");
-
-  std::vector<Tensor> owned{torch::stable::contiguous(weights)};
-  const int64_t bytes = size_of(in.kind);
   const Kernels& k = kernels(in.kind);
-  Backward g;
-  g.weights = owned[0].const_data_ptr();
-  g.grad_context =
-      grad_view(grad_context, queries.scalar_type(), "grad_context", p.B, p.Tq, p.Dv, owned);
-  g.grad_weights =
-      grad_view(grad_weights, weights.scalar_type(), "grad_weights", p.B, p.Tq, p.Tk, owned);
-  Buffer w_parts(needs & need_w ? p.B * p.width * bytes : 0);
-  if (needs & need_queries) g.grad_queries = grad_queries.mutable_data_ptr();
-  if (needs & need_keys) g.grad_keys = grad_keys.mutable_data_ptr();
-  if (needs & need_values) g.grad_values = grad_values.mutable_data_ptr();
-  if (needs & need_w) g.grad_w = w_parts.get();
-  const bool through_tanh = needs & (need_queries | need_keys | need_w);
+  const int64_t bytes = size_of(in.kind);
+  Buffer w_parts(need_grad_w ? p.B * p.width * bytes : 0);
+  if (need_grad_w) g.grad_w = w_parts.get();
+  const bool through_tanh = g.grad_queries || g.grad_keys || g.grad_w;
 
-  const int64_t parts = parts_per_row(p.B);
-  const int64_t line = 64;
+  // Whole batch rows where there are enough of them, else chunks of keys and slices of hidden
+  // units; slices also where the queries of a row would not stay in the second-level cache.
+  const int64_t parts = parts_per_row(p.B), line = 64;
+  const int64_t fitting = kQueryBytes / (k.grad_tanh_workspace(p, line) * bytes) * line;
   const int64_t even = ceil_div(ceil_div(p.width, parts), line) * line;
-  const int64_t hidden = parts == 1 ? p.width : std::min(p.width, even);
+  const int64_t hidden = std::min({p.width, even, std::max(line, fitting)});
   const int64_t slices = hidden > 0 ? ceil_div(p.width, hidden) : 0;
   const int64_t chunk = parts == 1 ? p.Tk : std::max(line, ceil_div(p.Tk, parts));
   const int64_t chunks = ceil_div(p.Tk, chunk);
@@ -157,7 +148,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
           void* work = static_cast<char*>(own.get()) + area * bytes;
           scores_chunk(b, 0, own.get());
           k.grad_softmax(p, g, b, own.get());
-          tanh_slice(b, 0, own.get(), work);
+          for (int64_t s = 0; s < slices; ++s) tanh_slice(b, s, own.get(), work);
         });
   } else {
     Buffer scores(p.B * area * bytes);
@@ -175,8 +166,90 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
           tanh_slice(task / slices, task % slices, of_row(task / slices), work.get());
         });
   }
-  if (needs & need_w) k.sum_rows(w_parts.get(), p.B, p.width, p.H, grad_w.mutable_data_ptr());
+  if (need_grad_w) k.sum_rows(w_parts.get(), p.B, p.width, p.H, grad_w.mutable_data_ptr());
+}
+
+bool empty(const Problem& p) { return p.B == 0 || p.Tq == 0 || p.Tk == 0; }
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
+    const Tensor& queries, const Tensor& keys, MaybeTensor table, MaybeTensor keys_max,
+    const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, MaybeTensor seed,
+    double dropout_p, const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights,
+    int64_t needs) {
+  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p, false);
+  const Problem& p = in.problem;
+  Tensor grad_queries = gradient(queries, needs & need_queries);
+  Tensor grad_keys = gradient(keys, needs & need_keys);
+  Tensor grad_values = gradient(values, needs & need_values);
+  Tensor grad_w = gradient(w_v, needs & need_w);
+  if (empty(p)) {
+    for (Tensor* t : {&grad_queries, &grad_keys, &grad_values, &grad_w}) torch::stable::zero_(*t);
+    return {grad_queries, grad_keys, grad_values, grad_w};
+  }
+  std::vector<Tensor> owned;
+  Backward g;
+  const ScalarType type = queries.scalar_type(), of_weights = weights_dtype(in.kind);
+  g.weights = rows_like(weights, of_weights, "weights", p, owned);
+  g.grad_context = view_like(grad_context, type, "grad_context", p.B, p.Tq, p.Dv, owned);
+  g.grad_weights = view_like(grad_weights, of_weights, "grad_weights", p.B, p.Tq, p.Tk, owned);
+  g.grad_queries = data_or_null(grad_queries, needs & need_queries);
+  g.grad_keys = data_or_null(grad_keys, needs & need_keys);
+  g.grad_values = data_or_null(grad_values, needs & need_values);
+  run_backward(in, g, grad_w, needs & need_w);
   return {grad_queries, grad_keys, grad_values, grad_w};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
+    const Tensor& queries, const Tensor& keys, MaybeTensor table, MaybeTensor keys_max,
+    const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, MaybeTensor seed,
+    double dropout_p, const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights,
+    bool needed) {
+  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p, false);
+  const Problem& p = in.problem;
+  Tensor grad_queries = gradient(queries, needed), none = gradient(w_v, false);
+  Tensor grad_scores = gradient(weights, true), dropped = gradient(weights, p.dropout);
+  if (empty(p)) {
+    for (Tensor* t : {&grad_queries, &grad_scores, &dropped}) torch::stable::zero_(*t);
+    return {grad_queries, grad_scores, dropped};
+  }
+  std::vector<Tensor> owned;
+  Backward g;
+  const ScalarType type = queries.scalar_type(), of_weights = weights_dtype(in.kind);
+  g.weights = rows_like(weights, of_weights, "weights", p, owned);
+  g.grad_context = view_like(grad_context, type, "grad_context", p.B, p.Tq, p.Dv, owned);
+  g.grad_weights = view_like(grad_weights, of_weights, "grad_weights", p.B, p.Tq, p.Tk, owned);
+  g.grad_queries = data_or_null(grad_queries, needed);
+  g.kept_scores = grad_scores.mutable_data_ptr();
+  g.dropped = data_or_null(dropped, p.dropout);
+  run_backward(in, g, none, false);
+  return {grad_queries, grad_scores, dropped};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
+    const Tensor& queries, const Tensor& keys, MaybeTensor table, MaybeTensor keys_max,
+    const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, const Tensor& weights,
+    MaybeTensor grad_context, const Tensor& grad_scores, int64_t needs) {
+  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, std::nullopt, 0.0,
+                  false);
+  const Problem& p = in.problem;
+  Tensor grad_keys = gradient(keys, needs & need_keys);
+  Tensor grad_values = gradient(values, needs & need_values);
+  Tensor grad_w = gradient(w_v, needs & need_w);
+  if (empty(p)) {
+    for (Tensor* t : {&grad_keys, &grad_values, &grad_w}) torch::stable::zero_(*t);
+    return {grad_keys, grad_values, grad_w};
+  }
+  std::vector<Tensor> owned;
+  Backward g;
+  const ScalarType of_weights = weights_dtype(in.kind);
+  g.weights = rows_like(weights, of_weights, "weights", p, owned);
+  g.given_scores = rows_like(grad_scores, of_weights, "grad_scores", p, owned);
+  g.grad_context =
+      view_like(grad_context, queries.scalar_type(), "grad_context", p.B, p.Tq, p.Dv, owned);
+  g.grad_keys = data_or_null(grad_keys, needs & need_keys);
+  g.grad_values = data_or_null(grad_values, needs & need_values);
+  run_backward(in, g, grad_w, needs & need_w);
+  return {grad_keys, grad_values, grad_w};
 }
 
 // One of the two projections of a call from raw inputs.
@@ -263,6 +336,8 @@ STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
   m.impl("exp_keys", TORCH_BOX(&exp_keys));
   m.impl("attend", TORCH_BOX(&attend));
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
+  m.impl("attend_backward_queries", TORCH_BOX(&attend_backward_queries));
+  m.impl("attend_backward_keys", TORCH_BOX(&attend_backward_keys));
   m.impl("additive_attention", TORCH_BOX(&additive_attention));
   m.impl("additive_attention_backward", TORCH_BOX(&additive_attention_backward));
 }

@@ -97,6 +97,11 @@ struct Backward {
   void* grad_keys = nullptr;      // (B,Tk,H), likewise
   void* grad_values = nullptr;    // (B,Tk,Dv), likewise
   void* grad_w = nullptr;         // (B,width) in the sum type, one part per batch row; likewise
+  // Of the scores, (B,Tq,Tk), contiguous, WeightOf: those to start from, in place of what the
+  // weights give; and where to leave them, with the weights after dropout, for such a start.
+  const void* given_scores = nullptr;
+  void* kept_scores = nullptr;
+  void* dropped = nullptr;
 };
 
 // Rows (B,R,D) times a weight (H,D), plus a bias (H) that may be null.

@@ -1,0 +1,211 @@
+"""One node of the autograd graph for the keys, values and w_v that many calls look at.
+
+A decoder attends once per step. What its recurrence waits for in backward is the gradient of that
+step's queries; those of the keys, the values and w_v are sums over all steps. So a step's backward
+computes the first and leaves the gradients of its scores here, and when autograd has been through
+all the steps and comes to the shared node, one pass over the keys makes the sums: no tensor of the
+size of the keys is made, or added up, per step.
+
+Whatever a step cannot leave (it is to be differentiated again, or autograd is not going to the
+shared node this time) it returns to autograd in the ordinary way, and the shared node adds that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Call", "Deferred", "Shared", "share"]
+
+
+class Call(NamedTuple):
+    """What the backward of one call leaves.
+
+    Attributes:
+        queries: (B,Tq,H), projected.
+        weights: (B,Tq,Tk), after dropout.
+        valid_lens: None, (B,) or (B,Tq).
+        grad_context: (B,Tq,Dv) or None.
+        grad_scores: (B,Tq,Tk).
+    """
+
+    queries: Tensor
+    weights: Tensor
+    valid_lens: Tensor | None
+    grad_context: Tensor | None
+    grad_scores: Tensor
+
+
+class Deferred:
+    """The calls whose backward has run but whose share of the sums is still to be computed.
+
+    They are kept apart by backward pass: several may go over one graph, also at once.
+    """
+
+    __slots__ = ("_calls",)
+
+    def __init__(self) -> None:
+        self._calls: dict[int, list[Call]] = {}
+
+    @staticmethod
+    def is_awaited(*shared: Tensor) -> bool:
+        """Whether the backward pass that is running will come to the shared node."""
+        nodes = (tensor.grad_fn for tensor in shared if tensor.requires_grad)
+        node = next(nodes, None)
+        return node is not None and torch._C._will_engine_execute_node(node)
+
+    def add(self, call: Call) -> None:
+        """Leave a call to the shared node."""
+        self._calls.setdefault(torch._C._current_graph_task_id(), []).append(call)
+
+    def take(self) -> list[Call]:
+        """The calls of the backward pass that is running."""
+        return self._calls.pop(torch._C._current_graph_task_id(), [])
+
+
+class Shared(NamedTuple):
+    """Keys, values and w_v as results of the shared node.
+
+    Attributes:
+        values: (B,Tk,Dv), as they came in; calls with others do not go by the shared node.
+        w_v: (1,H) or (H,), likewise.
+        versions: of those two, when they were shared.
+        results: keys, values and w_v behind the node, in the dtype of the keys.
+        deferred: what the calls leave.
+    """
+
+    values: Tensor
+    w_v: Tensor
+    versions: tuple[int, int]
+    results: tuple[Tensor, Tensor, Tensor]
+    deferred: Deferred
+
+    def fits(self, values: Tensor, w_v: Tensor) -> bool:
+        """Whether a call with these may go by the shared node."""
+        return (
+            values is self.values
+            and w_v is self.w_v
+            and self.versions == (values._version, w_v._version)
+        )
+
+    def weakly(self) -> Callable[[], Shared | None]:
+        """Asked later, gives this back as long as a graph holds the results."""
+        tensors = [weakref.ref(t) for t in (self.values, self.w_v, *self.results)]
+        versions, deferred = self.versions, self.deferred
+
+        def get() -> Shared | None:
+            values, w_v, *results = (ref() for ref in tensors)
+            if values is None or w_v is None or any(result is None for result in results):
+                return None
+            return Shared(values, w_v, versions, tuple(results), deferred)  # type: ignore[arg-type]
+
+        return get
+
+
+def share(
+    keys: Tensor, table: Tensor | None, keys_max: Tensor | None, values: Tensor, w_v: Tensor
+) -> Shared | None:
+    """Put the shared node behind keys, values and w_v; None where no gradient will be asked for.
+
+    Args:
+        keys: (B,Tk,H), projected.
+        table: of ``ops.exp_keys``, or None.
+        keys_max: likewise.
+        values: (B,Tk,Dv).
+        w_v: (1,H) or (H,).
+    """
+    if (
+        torch.compiler.is_compiling()
+        or not (torch.is_grad_enabled() and torch._C._any_requires_grad(keys, values, w_v))
+        or torch._C._are_functorch_transforms_active()
+        or values.is_inference()  # those count no versions
+        or w_v.is_inference()
+    ):
+        return None
+    deferred = Deferred()
+    inputs = (keys, values.to(keys.dtype), w_v.to(keys.dtype))
+    results = _Share.apply(*inputs, table, keys_max, deferred)  # type: ignore[no-untyped-call]
+    return Shared(values, w_v, (values._version, w_v._version), results, deferred)
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        *tensors, deferred = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.deferred = deferred
+        ctx.set_materialize_grads(False)
+        results = [tensor.detach() for tensor in tensors[:3]]
+        asked = zip(results, ctx.needs_input_grad, strict=False)
+        ctx.mark_non_differentiable(*(result for result, need in asked if not need))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        calls = ctx.deferred.take()
+        if not calls:
+            return (*grads, None, None, None)
+        sums = _sums(calls, ctx.saved_tensors, ctx.needs_input_grad[:3])
+        return (*map(_add, sums, grads), None, None, None)
+
+
+def _sums(
+    calls: list[Call], saved: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of keys, values and w_v, from all the calls together."""
+    keys, values, w_v, table, keys_max = saved
+    calls.reverse()  # backward ran from the last step to the first
+    queries, weights, lens, contexts, scores = zip(*calls, strict=True)
+    results = torch.ops.bahdanau_fast.attend_backward_keys(
+        _join(queries),
+        keys,
+        table,
+        keys_max,
+        values,
+        w_v,
+        _join_lens(lens, queries, values.shape[1]),
+        _join(weights),
+        _join_contexts(contexts, queries, values),
+        _join(scores),
+        sum(2 << i for i, need in enumerate(needed) if need),  # ops.NEED_KEYS and so on
+    )
+    return [grad if need else None for grad, need in zip(results, needed, strict=True)]
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)
+
+
+def _join_lens(
+    lens: Sequence[Tensor | None], queries: Sequence[Tensor], keys_len: int
+) -> Tensor | None:
+    first = lens[0]
+    if all(each is first for each in lens) and (first is None or first.dim() == 1):
+        return first
+    per_query = []
+    for each, asked in zip(lens, queries, strict=True):
+        whole = asked.new_full((), keys_len, dtype=torch.float64) if each is None else each.double()
+        column = whole if whole.dim() != 1 else whole.unsqueeze(1)
+        per_query.append(column.expand(asked.shape[:2]))
+    return _join(per_query)
+
+
+def _join_contexts(
+    grads: Sequence[Tensor | None], queries: Sequence[Tensor], values: Tensor
+) -> Tensor | None:
+    if all(grad is None for grad in grads):
+        return None
+    return _join(
+        [
+            asked.new_zeros((*asked.shape[:2], values.shape[2])) if grad is None else grad
+            for grad, asked in zip(grads, queries, strict=True)
+        ]
+    )
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
