@@ -12,11 +12,14 @@ from bahdanau_fast.dot_product import DotProductAttention
 from bahdanau_fast.functional import additive_attention, masked_softmax
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention, MLPAttention
+from bahdanau_fast.recurrent import AttentionGRU, AttentionLSTM
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdditiveAttention",
+    "AttentionGRU",
+    "AttentionLSTM",
     "DotProductAttention",
     "MLPAttention",
     "Memory",

@@ -47,7 +47,8 @@ def _floating(name: str, tensor: Tensor) -> None:
         reject(TypeError, name, "be a dense (strided) tensor", tensor.layout)
 
 
-def _batch_of_rows(name: str, tensor: Tensor) -> None:
+def rows(name: str, tensor: Tensor) -> None:
+    """A floating tensor of three dimensions."""
     _floating(name, tensor)
     if tensor.dim() != 3:
         reject(ValueError, name, "have 3 dimensions (batch, length, features)", _shape(tensor))
@@ -64,9 +65,9 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
         TypeError: not a tensor, not a supported floating dtype, or dtypes that differ.
         ValueError: ranks, sizes or devices that do not fit together.
     """
-    _batch_of_rows("queries", queries)
-    _batch_of_rows("keys", keys)
-    _batch_of_rows("values", values)
+    rows("queries", queries)
+    rows("keys", keys)
+    rows("values", values)
     batch, queries_len, _ = queries.shape
     keys_batch, keys_len, _ = keys.shape
     values_batch, values_len, _ = values.shape
@@ -82,7 +83,7 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
 
 def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> None:
     """Queries against a memory that was checked when it was made; keys (B,Tk,H) are projected."""
-    _batch_of_rows("queries", queries)
+    rows("queries", queries)
     batch, queries_len, _ = queries.shape
     if keys.shape[0] != batch:
         need = f"have the batch size of the memory, {keys.shape[0]}"
@@ -93,7 +94,7 @@ def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> Non
 
 def source(keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
     """Keys, values and lengths of a memory, before any query is known."""
-    _batch_of_rows("keys", keys)
+    rows("keys", keys)
     inputs(keys, keys, values, None)
     if valid_lens is not None:
         _tensor("valid_lens", valid_lens)
@@ -146,3 +147,19 @@ def features(name: str, tensor: Tensor, size: int) -> None:
     """The feature size of queries or keys against the weight that will multiply them."""
     if tensor.shape[-1] != size:
         reject(ValueError, name, f"have feature size {size} (that of its weight)", _shape(tensor))
+
+
+def sequence(
+    inputs: Tensor, size: int, hidden: object, layers: int, units: int, batch: int
+) -> None:
+    """Inputs (T,B,size) of a recurrent layer and its state, for an LSTM a pair of those."""
+    features("inputs", inputs, size)
+    if inputs.shape[1] != batch:
+        need = f"have the batch size of the memory, {batch}"
+        reject(ValueError, "inputs", need, _shape(inputs))
+    for part in hidden if isinstance(hidden, tuple) else (hidden,):
+        _tensor("hidden", part)
+        if _shape(part) != (layers, batch, units):
+            need = f"have shape {(layers, batch, units)}"
+            reject(ValueError, "hidden", need, _shape(part))
+        same_kind("hidden", part, "inputs", inputs)

@@ -205,20 +205,20 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def differentiate_again(
-    function: Callable[..., tuple[Tensor, Tensor | None]],
+    function: Callable[..., Sequence[Tensor | None]],
     inputs: Sequence[Tensor | None],
     needed: list[bool],
     dropout_p: float,
-    output_grads: tuple[Tensor | None, Tensor | None],
+    output_grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again (``create_graph=True``), by the reference.
 
     Args:
-        function: the reference on ``inputs``, giving context and weights.
+        function: the reference on ``inputs``, giving the results of the operator.
         inputs: what the operator was called with.
         needed: which of them want a gradient.
         dropout_p: of that call.
-        output_grads: gradients of context and weights.
+        output_grads: gradients of the results.
 
     Returns:
         A gradient, or None, per input.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-__all__ = ["apply_layer", "linear", "plain_weight"]
+__all__ = ["apply_layer", "has_hooks", "linear", "plain_weight", "sum_of_products"]
 
 # Multiplications from which oneDNN's dearer call is made up for, and rows below which either
 # library only reads the weight.
@@ -55,8 +55,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _pays(x, weight):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(x, weight, bias):
-        product: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
-        return product if bias is None else product + bias
+        product: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return product
     return _multiply(x, weight, bias)
 
 
@@ -69,19 +69,26 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
     # Parameters are read past nn.Module's __getattr__, which takes as long as all of this.
     if type(layer) is not nn.Linear or layer._parameters.get("bias") is not None:
         return None
-    if layer._forward_hooks or layer._forward_pre_hooks:
-        return None
-    if layer._backward_hooks or layer._backward_pre_hooks:
-        return None
-    return layer._parameters.get("weight")
+    return None if has_hooks(layer) else layer._parameters.get("weight")
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether something is called beside the layer's own forward and backward."""
+    return bool(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+    )
 
 
 def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``layer(x) + bias``, by :func:`linear` where the weight is all that the layer is."""
-    weight = plain_weight(layer)
-    if weight is not None:
-        return linear(x, weight, bias)
+    """``layer(x) + bias``, by :func:`linear` where its parameters are all that the layer is."""
     assert layer is not None
+    weight = layer._parameters.get("weight") if type(layer) is nn.Linear else None
+    if weight is not None and not has_hooks(layer):
+        own = layer._parameters.get("bias")
+        return linear(x, weight, own if bias is None else bias if own is None else own + bias)
     projected: Tensor = layer(x)
     return projected if bias is None else projected + bias
 
@@ -94,9 +101,15 @@ def _pays(x: Tensor, weight: Tensor) -> bool:
     return (
         elements * weight.shape[0] >= _LEAST_WORK
         and elements >= _LEAST_ROWS * weight.shape[1]
-        and x.dtype is torch.float32
-        and weight.dtype is torch.float32
         and weight.is_contiguous()
+        and _is_plain(x, weight)
+    )
+
+
+def _is_plain(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.dtype is torch.float32
+        and weight.dtype is torch.float32
         and x.device.type == "cpu"
         # Subclasses (DTensor, FakeTensor) and whatever traces or transforms know F.linear only.
         and type(x) is Tensor
@@ -127,22 +140,45 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product
 
 
+def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
+    """``left^T right`` over all rows: the gradient of a weight; not differentiable again.
+
+    Args:
+        left: (...,H).
+        right: (...,D), the same leading sizes.
+
+    Returns:
+        (H,D).
+    """
+    left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+    if (
+        _onednn is None
+        or min(left.shape[1], right.shape[1]) < _LEAST_SIDE
+        or left.numel() * right.shape[1] < _LEAST_WORK
+        or not _is_plain(left, right)
+    ):
+        return left.t() @ right
+    return _multiply(left.contiguous().t(), right.contiguous().t())
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _multiply(x.detach(), weight.detach())
+        return _multiply(x.detach(), weight.detach(), None if bias is None else bias.detach())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, grads = x.reshape(-1, x.shape[-1]).contiguous(), grad.reshape(-1, grad.shape[-1])
         # create_graph=True: products that can be differentiated again.
         again = torch.is_grad_enabled()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight if again else _multiply(grad, weight.t())
         if ctx.needs_input_grad[1]:
-            wide = min(weight.shape) >= _LEAST_SIDE
-            grad_weight = grads.t() @ rows if again or not wide else _multiply(grads.t(), rows.t())
-        return grad_x, grad_weight
+            if again:
+                grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+            else:
+                grad_weight = sum_of_products(grad, x)
+        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, of_bias

@@ -14,6 +14,8 @@ from bahdanau_fast import checks
 from bahdanau_fast.dot_product import DotProductAttention
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
+from bahdanau_fast.projection import apply_layer
+from bahdanau_fast.recurrent import attend_step, decode_given
 from bahdanau_fast.seq2seq.models import AttentionDecoder, Decoder, Hidden, recurrent, rename
 
 __all__ = ["Seq2SeqAttentionDecoder", "Seq2SeqDecoder", "State", "StepDecoder"]
@@ -141,15 +143,7 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         self, embedded: Tensor, hidden: Hidden, memory: Memory
     ) -> tuple[Tensor, Tensor, Hidden]:
         """One token of every sequence; see :meth:`StepDecoder.step`."""
-        top = (hidden[0] if isinstance(hidden, tuple) else hidden)[-1]
-        batch = memory.values.shape[0]
-        queries = top.unflatten(0, (batch, top.shape[0] // max(batch, 1)))
-        context = self.attention.attend(queries, memory).flatten(0, 1)
-        weights = self.attention.attention_weights
-        assert weights is not None  # attend has just set them
-        inputs = torch.cat((context, embedded), dim=-1).unsqueeze(0)
-        features, hidden = self.rnn(inputs, hidden)
-        return features.squeeze(0), weights, hidden
+        return attend_step(self.attention, self.rnn, embedded, hidden, memory)
 
     def forward(self, X: Tensor, state: State) -> tuple[Tensor, State]:
         """Decode given tokens.
@@ -162,15 +156,15 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
             Logits (B,T,vocab) and the state ``[enc_outputs, hidden, enc_valid_lens]``.
         """
         enc_outputs, hidden, enc_valid_lens = state
+        embedded = self.embed_dropout(self.embedding(X.t()))
+        # A step that a subclass has of its own is taken as it is.
+        step = None if type(self).step is Seq2SeqAttentionDecoder.step else self.step
         memory = self.memory(state)
-        features, weights = [], []
-        for embedded in self.embed_dropout(self.embedding(X)).unbind(1):
-            feature, looked, hidden = self.step(embedded, hidden, memory)
-            features.append(feature)
-            weights.append(looked)
-        self._attention_weights = weights
-        logits = self.dense(self.embed_dropout(torch.stack(features, 1)))
-        return logits, [enc_outputs, hidden, enc_valid_lens]
+        decoded = decode_given(self.attention, self.rnn, embedded, hidden, memory, step)
+        self._attention_weights = list(decoded.weights.unsqueeze(2).unbind(0))
+        features = decoded.features.transpose(0, 1)
+        logits = apply_layer(self.dense, self.embed_dropout(features))
+        return logits, [enc_outputs, decoded.hidden, enc_valid_lens]
 
     @property
     def attention_weights(self) -> list[Tensor]:

@@ -210,7 +210,7 @@ struct GradTanh {
         }
         for (int64_t i = 0; i < queries; i += kSettle)
           sum_w += queries_pass<path, all>(unit(h, i), tile_scores + k * queries + i * kGroup,
-                                      i + kSettle < queries ? kSettle : queries - i, m, sums);
+                                           i + kSettle < queries ? kSettle : queries - i, m, sums);
         if constexpr (!all) continue;
         const auto put = [&](int l, Vec<A> sum) {
           if (grad_keys != nullptr && k + l < count)

@@ -4,6 +4,7 @@
 #include "backward.h"
 #include "grad_tanh.h"
 #include "project.h"
+#include "recurrent.h"
 
 namespace bahdanau_fast {
 namespace {
@@ -51,7 +52,14 @@ constexpr Kernels kernels_of() {
           grad_tanh<T, A>,
           sum_rows<T, A>,
           project<T, A>,
-          project_backward<T, A>};
+          project_backward<T, A>,
+          panel_columns<A>,
+          pack_panel<A>,
+          multiply_panel<A>,
+          gru_row<A>,
+          lstm_row<A>,
+          gru_row_back<A>,
+          lstm_row_back<A>};
 }
 
 }  // namespace

@@ -112,6 +112,22 @@ struct Projection {
   const void* bias = nullptr;
 };
 
+// One row of a recurrent cell (recurrent.h); all in the sum type.
+struct CellStep {
+  int64_t H = 0;
+  void* gates = nullptr;  // (4H)
+  const void* hidden_before = nullptr;
+  const void* cell_before = nullptr;  // of an LSTM; likewise cell
+  void* hidden = nullptr;
+  void* cell = nullptr;
+};
+
+struct CellGrads {
+  void* gates = nullptr;  // (4H)
+  void* hidden = nullptr;
+  void* cell = nullptr;
+};
+
 // The kernels of one instruction set. Sizes of workspaces are in elements of the sum type.
 struct Kernels {
   // Table and max |c| of batch row b, keys [j0, j1): two steps, since the form of the table
@@ -133,6 +149,15 @@ struct Kernels {
   void (*project)(const Projection&, void* out, void* work);
   void (*project_backward)(const Projection&, const void* grad, void* grad_rows, void* grad_w,
                            void* grad_bias, void* work);
+  int64_t (*panel_columns)();
+  void (*pack_panel)(const void* from, int64_t k_stride, int64_t n_stride, int64_t K, int64_t N,
+                     int64_t index, void* out);
+  void (*multiply_panel)(const void* left, int64_t left_stride, int64_t rows, const void* packed,
+                         int64_t K, int64_t N, int64_t index, void* out, int64_t out_stride);
+  void (*gru_row)(const CellStep&);
+  void (*lstm_row)(const CellStep&);
+  void (*gru_row_back)(const CellStep&, const CellGrads&);
+  void (*lstm_row_back)(const CellStep&, const CellGrads&);
 };
 
 // Tables by instruction set, one entry per Kind.

@@ -1,0 +1,314 @@
+"""A recurrent decoder that attends at every step, over a whole given sequence, as one operator.
+
+Sizes: L layers, T steps, B rows, H hidden units of the cells, G = 3H (GRU) or 4H (LSTM) gates, F
+hidden units of the attention. The state of the top layer is the query; the context goes into the
+first layer, beside inputs whose part of the gates is computed for all steps in front:
+
+    context_t = attention(W_query h_top[t-1]),  gates_t = input_gates_t + W_context context_t + ...
+
+What does not have to wait for a step is left out of the loop: the gradients of all weights are one
+product each over all steps, those of keys, values and w_v one pass over the keys.
+
+Gates are in the order of the C++ (csrc/cpu/recurrent.h): GRU n r z on the input side, r z n on the
+hidden side; LSTM i f g o. :mod:`recurrent` makes these arguments of an ``nn.GRU`` or ``nn.LSTM``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import reference
+from bahdanau_fast.ops import (
+    NEED_KEYS,
+    NEED_VALUES,
+    NEED_W_V,
+    TAGS,
+    differentiate_again,
+    library,
+    weights_dtype,
+)
+from bahdanau_fast.projection import sum_of_products
+
+__all__ = ["Arguments", "Decoded", "Rest", "by_steps", "decode"]
+
+_INPUTS = (
+    "Tensor input_gates, Tensor hidden, Tensor? cell, Tensor keys, Tensor? table, "
+    "Tensor? keys_max, Tensor values, Tensor? valid_lens, Tensor w_query, Tensor w_v, "
+    "Tensor w_context, Tensor w_input, Tensor w_hidden, Tensor bias, Tensor? masks, Tensor? seed, "
+    "float dropout_p"
+)
+library.define(
+    f"decode({_INPUTS}) -> (Tensor states, Tensor cells, Tensor contexts, Tensor queries, "
+    "Tensor weights, Tensor gates)",
+    tags=TAGS,
+)
+library.define(
+    f"decode_backward({_INPUTS}, Tensor states, Tensor cells, Tensor queries, Tensor weights, "
+    "Tensor gates, Tensor? grad_states, Tensor? grad_hidden, Tensor? grad_cell, "
+    "Tensor? grad_weights) -> (Tensor grad_gates, Tensor grad_first, Tensor grad_first_cell, "
+    "Tensor grad_queries, Tensor grad_contexts, Tensor grad_scores, Tensor seen)",
+    tags=TAGS,
+)
+
+
+class Arguments(NamedTuple):
+    """What is differentiated.
+
+    Attributes:
+        input_gates: (T,B,G), float32 or float64, with the biases of the first layer.
+        hidden: (L,B,H), the first states.
+        cell: (L,B,H) of an LSTM, None for a GRU.
+        keys: (B,Tk,F), projected.
+        values: (B,Tk,Dv).
+        w_query: (F,H).
+        w_v: (1,F) or (F,).
+        w_context: (G,Dv).
+        w_input: (L-1,G,H), of the layers above the first.
+        w_hidden: (L,G,H).
+        bias: (L,4H), of all the gates; of the first layer only what ``input_gates`` leaves out.
+    """
+
+    input_gates: Tensor
+    hidden: Tensor
+    cell: Tensor | None
+    keys: Tensor
+    values: Tensor
+    w_query: Tensor
+    w_v: Tensor
+    w_context: Tensor
+    w_input: Tensor
+    w_hidden: Tensor
+    bias: Tensor
+
+
+class Rest(NamedTuple):
+    """What is not.
+
+    Attributes:
+        table: of ``ops.exp_keys``, or None.
+        keys_max: likewise.
+        valid_lens: None, (B,) or (B,1).
+        masks: (L-1,T,B,H), factors on what goes from layer to layer, or None.
+        seed: (1,) int64, with dropout of the attention weights.
+        dropout_p: probability of that.
+    """
+
+    table: Tensor | None = None
+    keys_max: Tensor | None = None
+    valid_lens: Tensor | None = None
+    masks: Tensor | None = None
+    seed: Tensor | None = None
+    dropout_p: float = 0.0
+
+
+class Decoded(NamedTuple):
+    """What comes out.
+
+    Attributes:
+        features: (T,B,H), the states of the top layer.
+        hidden: (L,B,H), the last states.
+        cell: (L,B,H) of an LSTM, (0,B,H) of a GRU.
+        weights: (T,B,Tk), fp64 for fp64 and else fp32.
+    """
+
+    features: Tensor
+    hidden: Tensor
+    cell: Tensor
+    weights: Tensor
+
+
+def decode(arguments: Arguments, rest: Rest) -> Decoded:
+    """Decode all steps in C++, forward and backward.
+
+    Raises:
+        RuntimeError: sizes or dtypes that do not fit together.
+    """
+    return Decoded(*_Decode.apply(*arguments, rest))  # type: ignore[no-untyped-call]
+
+
+def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
+    """The same in plain PyTorch, one step after the other; without dropout of the weights."""
+    gates_in, hidden, cell, keys, values, w_query, w_v, w_context, w_input, w_hidden, bias = (
+        arguments
+    )
+    states, cells = list(hidden.unbind(0)), [] if cell is None else list(cell.unbind(0))
+    features, weights = [], []
+    units, side = hidden.shape[2], gates_in.shape[2]
+    for t, of_inputs in enumerate(gates_in.unbind(0)):
+        queries = (states[-1] @ w_query.t()).unsqueeze(1)
+        context, looked = reference.attend(queries, keys, values, w_v, rest.valid_lens, 0.0)
+        below = context.squeeze(1)
+        for layer, before in enumerate(states):
+            if layer == 0:
+                inputs = of_inputs + below @ w_context.t()
+            else:
+                own = bias[layer][:side]
+                inputs = own + below @ w_input[layer - 1].t()
+            through = before @ w_hidden[layer].t()
+            if cell is not None:
+                i, f, g, o = (inputs + through).split(units, -1)
+                cells[layer] = f.sigmoid() * cells[layer] + i.sigmoid() * g.tanh()
+                states[layer] = o.sigmoid() * cells[layer].tanh()
+            else:
+                n, r, z = inputs.split(units, -1)
+                r_through, z_through, n_through = through.split(units, -1)
+                r, z = (r + r_through).sigmoid(), (z + z_through).sigmoid()
+                n = (n + r * (n_through + bias[layer][side:])).tanh()
+                states[layer] = n + z * (before - n)
+            below = states[layer]
+            if rest.masks is not None and layer + 1 < len(states):
+                below = below * rest.masks[layer, t]
+        features.append(states[-1])
+        weights.append(looked.squeeze(1))
+    last_cell = torch.stack(cells) if cells else hidden.new_empty((0, *hidden.shape[1:]))
+    looked = torch.stack(weights).to(weights_dtype(keys.dtype))
+    return Decoded(torch.stack(features), torch.stack(states), last_cell, looked)
+
+
+def _in_order(arguments: Arguments, rest: Rest) -> tuple[Any, ...]:
+    """The arguments of the operators."""
+    a = arguments
+    return (
+        *(a.input_gates, a.hidden, a.cell, a.keys, rest.table, rest.keys_max, a.values),
+        *(rest.valid_lens, a.w_query, a.w_v, a.w_context, a.w_input, a.w_hidden, a.bias),
+        *(rest.masks, rest.seed, rest.dropout_p),
+    )
+
+
+class _Decode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        arguments, rest = Arguments(*inputs[:-1]), inputs[-1]
+        results = torch.ops.bahdanau_fast.decode(*_in_order(arguments, rest))
+        states, cells, _, _, weights, _ = results
+        ctx.save_for_backward(*arguments, *rest[:-1], *results)
+        ctx.dropout_p = rest.dropout_p
+        ctx.set_materialize_grads(False)
+        last_cell = cells[:, -1] if len(cells) else states.new_empty((0, *states.shape[2:]))
+        return states[-1, 1:], states[:, -1], last_cell, weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, count = ctx.saved_tensors, len(Arguments._fields)
+        arguments = Arguments(*saved[:count])
+        table, keys_max, valid_lens, masks, seed = saved[count:-6]
+        rest = Rest(table, keys_max, valid_lens, masks, seed, ctx.dropout_p)
+        needed = Arguments(*ctx.needs_input_grad[:-1])
+        if all(grad is None for grad in grads):
+            return (None,) * (count + 1)
+        if torch.is_grad_enabled():
+            again = differentiate_again(
+                lambda *tensors: by_steps(Arguments(*tensors), rest),
+                arguments,
+                [bool(need) for need in needed],
+                ctx.dropout_p,
+                grads,
+            )
+            return (*again, None)
+        found = _gradients(arguments, rest, saved[-6:], grads, needed)
+        return (
+            *(grad if need else None for grad, need in zip(found, needed, strict=True)),
+            None,
+        )
+
+
+def _gradients(
+    arguments: Arguments,
+    rest: Rest,
+    results: tuple[Tensor, ...],
+    grads: tuple[Tensor | None, ...],
+    needed: Arguments,
+) -> Arguments:
+    states, cells, contexts, queries, weights, gates = results
+    of_features, of_hidden, of_cell, of_weights = (
+        None if grad is None else grad.contiguous() for grad in grads
+    )
+    of_gates, of_first, of_first_cell, of_queries, of_contexts, of_scores, seen = (
+        torch.ops.bahdanau_fast.decode_backward(
+            *_in_order(arguments, rest),
+            *(states, cells, queries, weights, gates),
+            *(of_features, of_hidden, None if arguments.cell is None else of_cell, of_weights),
+        )
+    )
+    side = arguments.input_gates.shape[2]
+    of_inputs, of_states = of_gates[..., :side], of_gates[..., -side:]
+    before, layers = states[:, :-1], range(len(states))
+    below = states[:-1, 1:] if rest.masks is None else states[:-1, 1:] * rest.masks
+    needs = (
+        NEED_KEYS * bool(needed.keys)
+        + NEED_VALUES * bool(needed.values)
+        + NEED_W_V * bool(needed.w_v)
+    )
+    of_bias = of_gates.sum((1, 2))
+    of_bias[0, :side] = 0.0  # input_gates hold those
+    seen = weights if seen.numel() == 0 else seen
+    by_row = [part.transpose(0, 1) for part in (queries, seen, of_contexts, of_scores)]
+    of_keys, of_values, of_w_v = torch.ops.bahdanau_fast.attend_backward_keys(
+        by_row[0],
+        *(arguments.keys, rest.table, rest.keys_max, arguments.values, arguments.w_v),
+        _for_all_steps(rest.valid_lens, len(queries)),
+        *(by_row[1], by_row[2], by_row[3], needs),
+    )
+    return Arguments(
+        of_inputs[0],
+        of_first,
+        None if arguments.cell is None else of_first_cell,
+        of_keys,
+        of_values,
+        sum_of_products(of_queries, before[-1]),
+        of_w_v,
+        sum_of_products(of_inputs[0], contexts),
+        _stacked([sum_of_products(of_inputs[i], below[i - 1]) for i in layers[1:]], arguments[8]),
+        _stacked([sum_of_products(of_states[i], before[i]) for i in layers], arguments[9]),
+        of_bias,
+    )
+
+
+def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(parts) if parts else torch.empty_like(like)
+
+
+def _for_all_steps(valid_lens: Tensor | None, steps: int) -> Tensor | None:
+    if valid_lens is None or valid_lens.dim() == 1:
+        return valid_lens
+    return valid_lens.expand(-1, steps)
+
+
+def _fake(*inputs: Any) -> tuple[Tensor, ...]:
+    gates, hidden, cell, keys, values = (inputs[i] for i in (0, 1, 2, 3, 6))
+    steps, batch, _ = gates.shape
+    layers, _, units = hidden.shape
+
+    def new(*shape: int) -> Tensor:
+        made: Tensor = gates.new_empty(shape)
+        return made
+
+    return (
+        new(layers, steps + 1, batch, units),
+        new(0 if cell is None else layers, steps + 1, batch, units),
+        new(steps, batch, values.shape[2]),
+        new(steps, batch, keys.shape[2]),
+        new(steps, batch, keys.shape[1]),
+        new(layers, steps, batch, 4 * units),
+    )
+
+
+def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    _, _, contexts, queries, weights, gates = _fake(*inputs)
+    hidden, cell, dropout_p = inputs[1], inputs[2], inputs[16]
+    return (
+        gates,
+        hidden.new_empty(hidden.shape),
+        hidden.new_empty((0 if cell is None else hidden.shape[0], *hidden.shape[1:])),
+        queries,
+        contexts,
+        weights,
+        weights.new_empty((weights.shape[0] if dropout_p > 0.0 else 0, *weights.shape[1:])),
+    )
+
+
+torch.library.register_fake("bahdanau_fast::decode", _fake, lib=library)
+torch.library.register_fake("bahdanau_fast::decode_backward", _backward_fake, lib=library)

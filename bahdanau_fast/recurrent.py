@@ -1,0 +1,334 @@
+"""Recurrent layers that attend at every step: GRU and LSTM decoders with given inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from bahdanau_fast import backends, checks, decoding
+from bahdanau_fast.memory import Memory
+from bahdanau_fast.modules import AdditiveAttention
+from bahdanau_fast.projection import has_hooks, linear, plain_weight
+
+__all__ = ["AttentionGRU", "AttentionLSTM", "attend_step", "decode_given"]
+
+
+class Sequence(NamedTuple):
+    """What a decoder makes of given inputs.
+
+    Attributes:
+        features: (T,B,H), the states of the top layer.
+        weights: (T,B,Tk).
+        hidden: (L,B,H), the last states, for an LSTM a pair of those.
+    """
+
+    features: Tensor
+    weights: Tensor
+    hidden: Any
+
+
+def attend_step(
+    attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, hidden: Any, memory: Memory
+) -> tuple[Tensor, Tensor, Any]:
+    """One step: the top layer's state is the query, its context goes in front of the input.
+
+    Args:
+        attention: what :meth:`AdditiveAttention.attend` is called of.
+        rnn: with inputs of Dv + E features.
+        inputs: (B*K,E), K sequences of one source side by side.
+        hidden: (L,B*K,H), for an LSTM a pair of those.
+        memory: of the B sources.
+
+    Returns:
+        Features (B*K,H), weights (B,K,Tk), the new hidden state.
+    """
+    top = (hidden[0] if isinstance(hidden, tuple) else hidden)[-1]
+    batch = memory.values.shape[0]
+    queries = top.unflatten(0, (batch, top.shape[0] // max(batch, 1)))
+    context = attention.attend(queries, memory).flatten(0, 1)
+    weights = attention.attention_weights
+    features, hidden = rnn(torch.cat((context, inputs), dim=-1).unsqueeze(0), hidden)
+    return features.squeeze(0), weights, hidden
+
+
+def decode_given(
+    attention: Any,
+    rnn: nn.GRU | nn.LSTM,
+    inputs: Tensor,
+    hidden: Any,
+    memory: Memory,
+    step: Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]] | None = None,
+) -> Sequence:
+    """All steps of given inputs, in one operator where there is one for them.
+
+    There is on the CPU, in fp32 and fp64, where nothing but the parameters of the layers decides
+    what they compute (no hooks, no replaced layers, no autocast, no transform, not while
+    compiling); else :func:`attend_step` for one step after the other. Both give the same, but for
+    the order of sums and of random numbers.
+
+    Args:
+        attention: an :class:`AdditiveAttention`, or what has its methods.
+        rnn: with inputs of Dv + E features.
+        inputs: (T,B,E).
+        hidden: (L,B,H), for an LSTM a pair of those.
+        memory: of the B sources.
+        step: another step to take, with inputs, hidden state and memory.
+
+    Returns:
+        Features (T,B,H), weights (T,B,Tk), the last hidden state.
+    """
+    if step is None:
+        if _has_operator(attention, rnn, inputs, memory):
+            return _decode(attention, rnn, inputs, hidden, memory)
+        step = partial(attend_step, attention, rnn)
+    features, weights = [], []
+    for of_step in inputs.unbind(0):
+        feature, looked, hidden = step(of_step, hidden, memory)
+        features.append(feature)
+        weights.append(looked.squeeze(1))
+    return Sequence(torch.stack(features), torch.stack(weights), hidden)
+
+
+def _has_operator(attention: Any, rnn: nn.Module, inputs: Tensor, memory: Memory) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and type(attention) is AdditiveAttention
+        and type(rnn) in (nn.GRU, nn.LSTM)
+        and plain_weight(attention.W_q) is not None
+        and plain_weight(attention.w_v) is not None
+        and not has_hooks(rnn)
+        and not (rnn.bidirectional or rnn.proj_size)
+        and inputs.dtype in (torch.float32, torch.float64)
+        and inputs.dtype == memory.projected.keys.dtype == memory.values.dtype
+        and 0 not in (*inputs.shape[:2], *memory.values.shape)
+        and not torch.is_autocast_enabled(inputs.device.type)
+        and not torch._C._are_functorch_transforms_active()
+        and backends.resolve(inputs.device, dtype=inputs.dtype) == "cpu"
+    )
+
+
+def _decode(
+    attention: AdditiveAttention, rnn: nn.GRU | nn.LSTM, inputs: Tensor, hidden: Any, memory: Memory
+) -> Sequence:
+    h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
+    features = memory.values.shape[2]
+    w_first, *w_above = _weights(rnn, "weight_ih")
+    w_hidden = _weights(rnn, "weight_hh")
+    first_bias, bias = _biases(rnn)
+    order = _hidden_last if isinstance(rnn, nn.GRU) else _as_is
+    # The shared node's keys, values and w_v would do no good: they are taken together here anyway.
+    projected, w_v = memory.projected, attention.w_v.weight
+    masks = None
+    if rnn.training and rnn.dropout > 0.0 and w_above:
+        shape = (len(w_above), *inputs.shape[:2], rnn.hidden_size)
+        masks = nn.functional.dropout(inputs.new_ones(shape), rnn.dropout)
+    dropout_p = attention.dropout.p if attention.training else 0.0
+    seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
+    decoded = decoding.decode(
+        decoding.Arguments(
+            linear(inputs, order(w_first[:, features:]), first_bias),
+            h.contiguous(),
+            None if c is None else c.contiguous(),
+            projected.keys,
+            memory.values,
+            attention.W_q.weight.contiguous(),
+            w_v,
+            order(w_first[:, :features]),
+            _stacked([order(w) for w in w_above], w_hidden[0]),
+            _stacked(w_hidden, w_hidden[0]),
+            bias,
+        ),
+        decoding.Rest(
+            projected.table, projected.keys_max, memory.valid_lens, masks, seed, dropout_p
+        ),
+    )
+    weights = decoded.weights.to(inputs.dtype)
+    object.__setattr__(attention, "attention_weights", weights[-1].unsqueeze(1))
+    last = decoded.hidden if c is None else (decoded.hidden, decoded.cell)
+    return Sequence(decoded.features, weights, last)
+
+
+def _stacked(weights: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(weights) if weights else like.new_empty((0, *like.shape))
+
+
+def _as_is(gates: Tensor) -> Tensor:
+    return gates.contiguous()
+
+
+def _hidden_last(gates: Tensor) -> Tensor:
+    """From a GRU's order r z n to n r z."""
+    reset_and_update, new = gates.split([2 * len(gates) // 3, len(gates) // 3])
+    return torch.cat((new, reset_and_update))
+
+
+def _weights(rnn: nn.Module, kind: str) -> list[Tensor]:
+    return [getattr(rnn, f"{kind}_l{i}") for i in range(cast(int, rnn.num_layers))]
+
+
+def _biases(rnn: nn.GRU | nn.LSTM) -> tuple[Tensor, Tensor]:
+    """That of the inputs (G,) and those of the operator (L,4H)."""
+    w_hidden, units = _weights(rnn, "weight_hh"), rnn.hidden_size
+    if not rnn.bias:
+        zeros = w_hidden[0].new_zeros((rnn.num_layers, 4 * units))
+        return zeros[0, : len(w_hidden[0])], zeros
+    per_layer = []
+    for of_inputs, of_hidden in zip(
+        _weights(rnn, "bias_ih"), _weights(rnn, "bias_hh"), strict=True
+    ):
+        both = of_inputs + of_hidden
+        if isinstance(rnn, nn.GRU):  # n, which the reset gate stands in front of, r z, n
+            new = (of_inputs[2 * units :], of_hidden[2 * units :])
+            both = torch.cat((new[0], both[: 2 * units], new[1]))
+        per_layer.append(both)
+    return per_layer[0][: len(w_hidden[0])], torch.stack(per_layer)
+
+
+class _AttentionRNN(nn.Module):
+    """What the two layers share; a subclass names the cell."""
+
+    _cell: type[nn.GRU] | type[nn.LSTM]
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        *,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        num_hiddens: int | None = None,
+        attention_dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        key_size = hidden_size if key_size is None else key_size
+        value_size = key_size if value_size is None else value_size
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.batch_first = batch_first
+        self.attention_weights: Tensor | None = None
+        self.attention = AdditiveAttention(
+            key_size,
+            hidden_size,
+            hidden_size if num_hiddens is None else num_hiddens,
+            attention_dropout,
+            **factory,
+        )
+        self.rnn = self._cell(
+            value_size + input_size, hidden_size, num_layers, bias, dropout=dropout, **factory
+        )
+
+    def forward(
+        self,
+        inputs: Tensor,
+        hidden: Any = None,
+        keys: Tensor | None = None,
+        values: Tensor | None = None,
+        valid_lens: Tensor | None = None,
+        *,
+        memory: Memory | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Decode given inputs.
+
+        Args:
+            inputs: (T,B,E), with ``batch_first`` (B,T,E).
+            hidden: (L,B,H), for an LSTM a pair of those; zeros unless given.
+            keys: (B,Tk,Dk).
+            values: (B,Tk,Dv); the keys unless given.
+            valid_lens: None or (B,).
+            memory: from ``attention.memory(...)``, in place of the three.
+
+        Returns:
+            Outputs of the top layer (T,B,H) or (B,T,H), and the last hidden state; sets
+            ``attention_weights`` (B,T,Tk).
+
+        Raises:
+            TypeError, ValueError: neither or both of ``keys`` and ``memory``, or sizes that do not
+                fit.
+        """
+        if (keys is None) == (memory is None):
+            got = "neither" if keys is None else "both"
+            checks.reject(TypeError, "keys or memory", "be given, one of them", got)
+        if memory is None:
+            assert keys is not None
+            memory = self.attention.memory(keys, values, valid_lens)
+        checks.rows("inputs", inputs)
+        steps = inputs.transpose(0, 1) if self.batch_first else inputs
+        if hidden is None:
+            zeros = inputs.new_zeros((self.rnn.num_layers, steps.shape[1], self.rnn.hidden_size))
+            hidden = (zeros, zeros) if isinstance(self.rnn, nn.LSTM) else zeros
+        elif isinstance(self.rnn, nn.LSTM) and not isinstance(hidden, tuple):
+            checks.reject(TypeError, "hidden", "be a pair of tensors", type(hidden).__name__)
+        batch, _, features = memory.values.shape
+        rnn = self.rnn
+        size = rnn.input_size - features
+        checks.sequence(steps, size, hidden, rnn.num_layers, rnn.hidden_size, batch)
+        decoded = decode_given(self.attention, self.rnn, steps, hidden, memory)
+        self.attention_weights = decoded.weights.transpose(0, 1)
+        outputs = decoded.features
+        return outputs.transpose(0, 1) if self.batch_first else outputs, decoded.hidden
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Weights inside an autograd graph can be neither copied nor pickled.
+        weights = self.attention_weights
+        return {
+            **self.__dict__,
+            "attention_weights": None if weights is None else weights.detach(),
+        }
+
+
+class AttentionGRU(_AttentionRNN):
+    """A GRU that attends at every step (Bahdanau, Cho and Bengio 2014), over given inputs.
+
+    ``context_t = attention(h_top[t-1], keys)`` goes in front of input t into the first layer. On
+    the CPU all steps are one operator, forward and backward; see :func:`decode_given`. Its
+    ``attention`` and ``rnn`` are those of the course's decoder: a ``state_dict`` of one loads into
+    the other.
+
+    Args:
+        input_size: E.
+        hidden_size: H, the size of the queries too.
+        num_layers: L.
+        bias: of the GRU.
+        batch_first: inputs and outputs are (B,T,...) instead of (T,B,...).
+        dropout: between the layers, in training.
+        key_size: Dk; H unless given.
+        value_size: Dv; Dk unless given.
+        num_hiddens: hidden units of the attention; H unless given.
+        attention_dropout: on the attention weights, in training.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        attention_weights: (B,T,Tk) of the last call.
+
+    Raises:
+        ValueError: a size below 1, a dropout outside [0, 1].
+
+    >>> decoder = AttentionGRU(8, 16, num_layers=2, batch_first=True)
+    >>> outputs, hidden = decoder(torch.zeros(4, 7, 8), keys=torch.zeros(4, 9, 16))
+    >>> tuple(outputs.shape), tuple(hidden.shape), tuple(decoder.attention_weights.shape)
+    ((4, 7, 16), (2, 4, 16), (4, 7, 9))
+    """
+
+    _cell = nn.GRU
+
+
+class AttentionLSTM(_AttentionRNN):
+    """An LSTM that attends at every step; all else is as for :class:`AttentionGRU`.
+
+    >>> decoder = AttentionLSTM(8, 16)
+    >>> outputs, (hidden, cell) = decoder(torch.zeros(7, 4, 8), keys=torch.zeros(4, 9, 16))
+    >>> tuple(outputs.shape), tuple(hidden.shape), tuple(cell.shape)
+    ((7, 4, 16), (1, 4, 16), (1, 4, 16))
+    """
+
+    _cell = nn.LSTM

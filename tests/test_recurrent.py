@@ -1,0 +1,409 @@
+"""Layers that attend at every step: the operator over a whole sequence against single steps."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import bahdanau_fast as bf
+from bahdanau_fast import decoding, recurrent
+from bahdanau_fast.seq2seq import Seq2SeqAttentionDecoder
+
+B, T, TK, E, H, DK, DV, F = 5, 6, 11, 3, 9, 7, 4, 6
+LENS = torch.tensor([3, 0, TK, 5, 1])
+CELLS = (bf.AttentionGRU, bf.AttentionLSTM)
+ops = torch.ops.bahdanau_fast
+
+
+def layer(cls, layers=1, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    sizes = {"key_size": DK, "value_size": DV, "num_hiddens": F, **options}
+    made = cls(E, H, layers, dtype=dtype, **sizes)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def given(cls, layers=1, dtype=torch.float64, T=T, B=B, Tk=TK, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "inputs": (T, B, E),
+        "keys": (B, Tk, DK),
+        "values": (B, Tk, DV),
+        "hidden": (layers, B, H),
+        "cell": (layers, B, H),
+    }
+    if cls is bf.AttentionGRU:
+        del shapes["cell"]
+    drawn = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
+    return {n: x.to(dtype).requires_grad_() for n, x in drawn.items()}
+
+
+def call(module, tensors, lens=LENS):
+    hidden = tensors["hidden"]
+    if "cell" in tensors:
+        hidden = (hidden, tensors["cell"])
+    outputs, last = module(tensors["inputs"], hidden, tensors["keys"], tensors["values"], lens)
+    return [outputs, *(last if isinstance(last, tuple) else (last,)), module.attention_weights]
+
+
+def results(module, tensors, lens=LENS, which=slice(None)):
+    """Outputs and the gradients of a sum of some of them that tells every element apart."""
+    outputs = call(module, tensors, lens)
+    generator = torch.Generator().manual_seed(7)
+    factors = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
+    loss = sum(
+        (x * f.to(x.dtype)).sum() for x, f in list(zip(outputs, factors, strict=True))[which]
+    )
+    of = [*tensors.values(), *module.parameters()]
+    return [*outputs, *torch.autograd.grad(loss, of, allow_unused=True)]
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Runs a function without the operator."""
+
+    def run(function):
+        with monkeypatch.context() as patch:
+            patch.setattr(recurrent, "_has_operator", lambda *_: False)
+            return function()
+
+    return run
+
+
+def same(got, want, **tolerance):
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, **tolerance)
+
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("lens", [None, LENS, LENS.unsqueeze(1)], ids=["none", "lens", "column"])
+@pytest.mark.parametrize(("cls", "layers"), list(itertools.product(CELLS, (1, 2, 3))))
+def test_the_same_as_steps(steps, cls, layers, lens):
+    module, tensors = layer(cls, layers), given(cls, layers)
+    want = steps(lambda: results(module, tensors, lens))
+    same(results(module, tensors, lens), want, **EXACT)
+
+
+@pytest.mark.parametrize("sizes", [{"T": 1}, {"B": 1}, {"Tk": 1}, {"B": 33, "T": 2, "Tk": 70}])
+@pytest.mark.parametrize("cls", CELLS)
+def test_sizes(steps, cls, sizes):
+    module, tensors = layer(cls, 2, num_hiddens=37), given(cls, 2, **sizes)
+    lens = torch.arange(len(tensors["keys"])) % (tensors["keys"].shape[1] + 1)
+    want = steps(lambda: results(module, tensors, lens))
+    same(results(module, tensors, lens), want, **EXACT)
+
+
+@pytest.mark.parametrize("which", [slice(0, 1), slice(1, 2), slice(-1, None), slice(0, 2)], ids=str)
+@pytest.mark.parametrize("cls", CELLS)
+def test_gradients_of_some_results(steps, cls, which):
+    module, tensors = layer(cls, 2), given(cls, 2)
+    want = steps(lambda: results(module, tensors, which=which))
+    got = results(module, tensors, which=which)
+    filled = [
+        (a, torch.zeros_like(a) if a is not None and b is None else b)
+        for a, b in zip(got, want, strict=True)
+    ]
+    for a, b in filled:
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+@pytest.mark.parametrize(("cls", "layers"), list(itertools.product(CELLS, (1, 2))))
+def test_fp32_is_as_exact_as_steps(steps, cls, layers):
+    # The parity rule: not more than twice the error of eager PyTorch, step by step.
+    drawn = given(cls, layers, dtype=torch.float32)
+    wide = layer(cls, layers)
+    with torch.no_grad():
+        for parameter in wide.parameters():
+            parameter.copy_(parameter.float())
+    doubled = {n: x.detach().double().requires_grad_() for n, x in drawn.items()}
+    exact = steps(lambda: results(wide, doubled))
+    module = layer(cls, layers, torch.float32)
+    module.load_state_dict({n: x.float() for n, x in wide.state_dict().items()})
+    with bf.backends.use("reference"):
+        eager = results(module, drawn)
+    ours = results(module, drawn)
+    for a, b, c in zip(ours, eager, exact, strict=True):
+        atol = 2 * torch.finfo(torch.float32).eps * c.abs().max()
+        assert (a - c).abs().max() <= 2 * (b - c).abs().max() + atol
+
+
+@pytest.mark.parametrize("cls", CELLS)
+def test_gradcheck(cls):
+    module = layer(cls, 2, num_hiddens=3)
+    tensors = given(cls, 2, T=3, B=2, Tk=4)
+    names = [name for name, _ in module.named_parameters()]
+
+    def function(*inputs):
+        parameters = dict(zip(names, inputs[len(tensors) :], strict=True))
+        given_ = dict(zip(tensors, inputs, strict=False))
+        for name, parameter in parameters.items():
+            owner, _, leaf = name.rpartition(".")
+            module.get_submodule(owner)._parameters[leaf] = parameter
+        return tuple(call(module, given_, torch.tensor([4, 2])))
+
+    inputs = [
+        *tensors.values(),
+        *(p.detach().clone().requires_grad_() for p in module.parameters()),
+    ]
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True, atol=1e-4)
+
+
+def arguments(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=False):
+    """Arguments of the operator, as the layer makes them."""
+    module, tensors = layer(cls, layers, dtype), given(cls, layers, dtype)
+    caught = []
+
+    def catch(arguments, rest):
+        caught.append((arguments, rest))
+        return decoding.by_steps(arguments, rest)
+
+    original, decoding.decode = decoding.decode, catch
+    try:
+        call(module, tensors)
+    finally:
+        decoding.decode = original
+    ((made, rest),) = caught
+    keys = made.keys.detach()
+    entries = ops.exp_keys(keys) if table else (None, None)
+    mask = torch.rand(layers - 1, T, B, H).to(dtype) if masks else None
+    seed = torch.tensor([3]) if p else None
+    detached = decoding.Arguments(*(x if x is None else x.detach() for x in made))
+    return detached, decoding.Rest(*entries, rest.valid_lens, mask, seed, p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"masks": True, "p": 0.5, "table": True}, {"layers": 1}], ids=str
+)
+@pytest.mark.parametrize("cls", CELLS)
+def test_opcheck(cls, options, dtype):
+    inputs = decoding._in_order(*arguments(cls, dtype=dtype, **options))
+    torch.library.opcheck(ops.decode.default, inputs)
+    states, cells, _, queries, weights, gates = ops.decode(*inputs)
+    saved = (states, cells, queries, weights, gates)
+    grads = (torch.randn_like(states[-1, 1:]), None, None, torch.randn_like(weights))
+    torch.library.opcheck(ops.decode_backward.default, (*inputs, *saved, *grads))
+
+
+@pytest.mark.parametrize("cls", CELLS)
+def test_masks_between_layers(cls):
+    made, rest = arguments(cls, 3, torch.float64, masks=True)
+    made = decoding.Arguments(*(x if x is None else x.requires_grad_() for x in made))
+    used = [x for x in made if x is not None]
+
+    def all_of(function):
+        out = function(made, rest)
+        loss = sum((i + 1) * x.square().sum() for i, x in enumerate(out))
+        return [*out, *torch.autograd.grad(loss, used)]
+
+    same(all_of(decoding.decode), all_of(decoding.by_steps), **EXACT)
+
+
+@pytest.mark.parametrize("cls", CELLS)
+def test_dropout(cls):
+    module = layer(cls, 2, dropout=0.5, attention_dropout=0.3)
+    tensors = given(cls, 2)
+
+    def seeded():
+        torch.manual_seed(11)
+        return results(module, tensors)
+
+    first = seeded()
+    same(seeded(), first, rtol=0, atol=0)
+    assert not torch.equal(first[0], call(module, tensors)[0])
+    module.eval()
+    still = call(module, tensors)[0]
+    assert torch.equal(still, call(module, tensors)[0])
+    module.train()
+    with torch.no_grad():
+        mean = torch.stack([call(module, tensors)[0][0] for _ in range(400)]).mean(0)
+    # The first step of the first layer sees dropped-out weights, of the same mean.
+    assert (mean - still[0]).abs().mean() < 0.1 * still[0].abs().mean() + 0.05
+
+
+def test_the_gradient_with_dropout():
+    # With the masks held by the seed, finite differences tell.
+    module = layer(bf.AttentionGRU, 2, dropout=0.5, attention_dropout=0.3)
+    tensors = given(bf.AttentionGRU, 2, T=3, B=2, Tk=4)
+
+    def function(*inputs):
+        torch.manual_seed(11)
+        return call(module, dict(zip(tensors, inputs, strict=True)), None)[0]
+
+    assert torch.autograd.gradcheck(function, list(tensors.values()), fast_mode=True)
+
+
+def test_threads_do_not_change_a_bit():
+    module, tensors = (
+        layer(bf.AttentionGRU, 2, torch.float32),
+        given(bf.AttentionGRU, 2, torch.float32, B=37, Tk=70),
+    )
+    many = results(module, tensors, None)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        same(results(module, tensors, None), many, rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("cls", "cell"), [(bf.AttentionGRU, "gru"), (bf.AttentionLSTM, "lstm")])
+def test_weights_go_to_the_course_decoder_and_back(cls, cell):
+    decoder = Seq2SeqAttentionDecoder(10, E, H, 2, cell=cell).eval()
+    module = cls(E, H, 2, batch_first=True).eval()
+    weights = {
+        n: x for n, x in decoder.state_dict().items() if n.split(".")[0] in ("attention", "rnn")
+    }
+    module.load_state_dict(weights)
+    decoder.load_state_dict(module.state_dict(), strict=False)
+    X, outputs = torch.randint(10, (B, T)), torch.randn(TK, B, H)
+    hidden = torch.randn(2, B, H)
+    hidden = (hidden, hidden.flip(0)) if cell == "lstm" else hidden
+    logits, _ = decoder(X, decoder.init_state((outputs, hidden), LENS))
+    keys = outputs.transpose(0, 1)
+    features, _ = module(decoder.embedding(X), hidden, keys, valid_lens=LENS)
+    torch.testing.assert_close(decoder.dense(features), logits)
+    want = torch.cat(decoder.attention_weights, 1)
+    torch.testing.assert_close(module.attention_weights, want)
+
+
+def counts(function):
+    with torch.profiler.profile() as record:
+        function()
+    return {
+        event.key.split("::")[-1]: event.count
+        for event in record.key_averages()
+        if "bahdanau" in event.key
+    }
+
+
+class Low(nn.Module):
+    """A layer with more than one weight."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.more = base, nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.more(x)
+
+
+def hook(module, *_):
+    return None
+
+
+CHANGES = {
+    "a hook on the rnn": lambda m: m.rnn.register_forward_hook(hook),
+    "a hook on a layer": lambda m: m.attention.W_q.register_forward_hook(hook),
+    "a replaced layer": lambda m: setattr(m.attention, "W_q", Low(m.attention.W_q).double()),
+    "another attention": lambda m: (
+        setattr(m, "attention", copy.copy(m.attention))
+        or setattr(m.attention, "__class__", type("Own", (bf.AdditiveAttention,), {}))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_layers_are_stepped(change):
+    module, tensors = layer(bf.AttentionGRU), given(bf.AttentionGRU)
+    assert counts(lambda: call(module, tensors))["decode"] == 1
+    CHANGES[change](module)
+    seen = counts(lambda: call(module, tensors))
+    assert "decode" not in seen
+    assert seen["attend"] == T
+
+
+def test_a_decoder_with_a_step_of_its_own():
+    class Own(Seq2SeqAttentionDecoder):
+        taken = 0
+
+        def step(self, embedded, hidden, memory):
+            self.taken += 1
+            return super().step(embedded, hidden, memory)
+
+    X, state = torch.zeros(B, T, dtype=torch.long), (torch.randn(TK, B, H), torch.zeros(1, B, H))
+    own, plain = Own(10, E, H, 1), Seq2SeqAttentionDecoder(10, E, H, 1)
+    plain.load_state_dict(own.state_dict())
+    logits = own(X, own.init_state(state, LENS))[0]
+    assert own.taken == T
+    torch.testing.assert_close(logits, plain(X, plain.init_state(state, LENS))[0])
+
+
+def test_other_backends_and_modes_are_stepped():
+    module, tensors = (
+        layer(bf.AttentionGRU, dtype=torch.float32),
+        given(bf.AttentionGRU, dtype=torch.float32),
+    )
+    want = call(module, tensors)
+    with bf.backends.use("reference"):
+        assert counts(lambda: same(call(module, tensors), want)) == {}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "decode" not in counts(lambda: call(module, tensors))
+    halves = {n: x.to(torch.bfloat16) for n, x in tensors.items()}
+    assert "decode" not in counts(lambda: call(module.bfloat16(), halves))
+
+
+def test_layouts_and_defaults():
+    module = bf.AttentionLSTM(E, H, 2, batch_first=True).eval()
+    inputs, keys = torch.randn(B, T, E), torch.randn(B, TK, H)
+    outputs, (hidden, cell) = module(inputs, keys=keys)
+    zeros = torch.zeros(2, B, H)
+    memory = module.attention.memory(keys)
+    again, _ = module(inputs, (zeros, zeros), memory=memory)
+    torch.testing.assert_close(again, outputs)
+    assert outputs.shape == (B, T, H)
+    assert torch.equal(outputs[:, -1], hidden[-1])
+    assert cell.shape == hidden.shape == (2, B, H)
+    assert module.attention_weights.shape == (B, T, TK)
+    torch.testing.assert_close(module.attention_weights.sum(-1), torch.ones(B, T))
+
+
+def test_a_sequence_in_two_parts(steps):
+    module, tensors = layer(bf.AttentionGRU, 2), given(bf.AttentionGRU, 2)
+    whole, last, _ = call(module, tensors)
+    memory = module.attention.memory(tensors["keys"], tensors["values"], LENS)
+    first, state = module(tensors["inputs"][:2], tensors["hidden"], memory=memory)
+    second, state = module(tensors["inputs"][2:], state, memory=memory)
+    same([torch.cat((first, second)), state], [whole, last], **EXACT)
+
+
+def test_copies_and_pickles():
+    module, tensors = layer(bf.AttentionGRU), given(bf.AttentionGRU)
+    want = call(module, tensors)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        same(call(twin, tensors), want)
+
+
+def test_errors():
+    module = layer(bf.AttentionGRU, dtype=torch.float32)
+    inputs, keys = torch.zeros(T, B, E), torch.zeros(B, TK, DK)
+    values = torch.zeros(B, TK, DV)
+    with pytest.raises(TypeError, match="keys or memory must be given, one of them, got neither"):
+        module(inputs)
+    memory = module.attention.memory(keys, values)
+    with pytest.raises(TypeError, match="got both"):
+        module(inputs, None, keys, memory=memory)
+    with pytest.raises(ValueError, match="inputs must have 3 dimensions"):
+        module(inputs[0], memory=memory)
+    with pytest.raises(ValueError, match="inputs must have feature size 3"):
+        module(torch.zeros(T, B, E + 1), memory=memory)
+    with pytest.raises(TypeError, match="inputs must be float32"):
+        module(inputs.long(), memory=memory)
+    with pytest.raises(ValueError, match="batch size of the memory"):
+        module(inputs[:, :2], memory=memory)
+    with pytest.raises(ValueError, match=r"hidden must have shape \(1, 5, 9\)"):
+        module(inputs, torch.zeros(2, B, H), memory=memory)
+    with pytest.raises(TypeError, match="hidden must have the dtype of inputs"):
+        module(inputs, torch.zeros(1, B, H, dtype=torch.float64), memory=memory)
+    lstm = layer(bf.AttentionLSTM, dtype=torch.float32)
+    with pytest.raises(TypeError, match="hidden must be a pair"):
+        lstm(inputs, torch.zeros(1, B, H), keys, values)
