@@ -29,7 +29,7 @@ from benchmarks.inputs import draw, nbytes
 from benchmarks.providers import by_name
 from benchmarks.shapes import Shape
 
-__all__ = ["Peak", "measure"]
+__all__ = ["Peak", "allocated_growth", "measure"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def _resident_growth(call: Callable[[], Any]) -> tuple[int, Any]:
     return max(0, _status("VmHWM") - before), result
 
 
-def _allocated_growth(call: Callable[[], Any]) -> int:
+def allocated_growth(call: Callable[[], Any]) -> int:
+    """Bytes that torch's allocator hands out during a call, at their peak."""
     with torch.profiler.profile(profile_memory=True) as profile:
         result = call()
     del result
@@ -131,7 +132,7 @@ def _in_this_process(provider: str, task: str, shape: Shape) -> Peak:
         call, inputs, outputs = _training_step(provider, task, shape)
     resident, result = _resident_growth(call)
     del result
-    allocated = _allocated_growth(call)
+    allocated = allocated_growth(call)
     return Peak(provider, task, inputs + outputs, inputs + resident, inputs + allocated)
 
 

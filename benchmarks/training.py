@@ -1,0 +1,277 @@
+"""What attention adds to a recurrent decoder: a training step and inference, with and without it.
+
+``python -m benchmarks.training`` runs the course's decoder with attention, the same without, and
+ours, step by step in Python and as one operator, on the same batches and weights, taking turns in
+one process. A training step is forward, loss, backward, clipping and Adam, encoder and output layer
+included; inference is the forward with given targets. Losses are compared first.
+``--json OUT`` keeps the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bahdanau_fast.seq2seq import (
+    EncoderDecoder,
+    Seq2SeqAttentionDecoder,
+    Seq2SeqDecoder,
+    Seq2SeqEncoder,
+    masked_cross_entropy,
+)
+from benchmarks.baselines import CourseAttention
+from benchmarks.measure import Timings, interleave
+from benchmarks.peak_memory import allocated_growth
+from benchmarks.report import machine
+
+__all__ = ["SETTINGS", "Setting", "compare", "lines"]
+
+COURSE, NONE, STEPS, OURS = "course", "no attention", "ours, step by step", "ours"
+PARITY = 1e-4  # relative difference of the losses
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model and batch; bounds are ratios of medians in one run.
+
+    Attributes:
+        times_course: the course's training step takes so many times ours at least.
+        steps: training and inference, step by step, over those without attention, at most.
+        ours: likewise as one operator.
+    """
+
+    name: str
+    batch: int
+    source: int
+    target: int
+    embed: int
+    hidden: int
+    layers: int
+    vocab: int
+    times_course: float
+    steps: tuple[float, float] | None = (1.25, 1.2)
+    ours: tuple[float, float] | None = (1.0, 1.0)
+
+
+SETTINGS = (
+    Setting("hidden 512", 64, 50, 50, 256, 512, 1, 5000, 4.0),
+    Setting("hidden 256", 64, 30, 30, 256, 256, 2, 5000, 2.5),
+    Setting("hidden 32", 64, 10, 10, 32, 32, 2, 200, 1.5, None, None),
+)
+
+
+class _CourseDecoder(Seq2SeqAttentionDecoder):
+    """The course's loop: its attention at each step, keys projected at each step."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        ours = self.attention
+        self.course = CourseAttention(ours.W_q.weight, ours.W_k.weight, ours.w_v.weight)
+        del self.attention
+
+    def forward(self, X: Tensor, state: Any) -> tuple[Tensor, Any]:
+        enc_outputs, hidden, lens = state
+        outputs, seen = [], []
+        for embedded in self.embedding(X).permute(1, 0, 2):
+            query = hidden[-1].unsqueeze(1)
+            context = self.course(query, enc_outputs, enc_outputs, lens)
+            inputs = torch.cat((context, embedded.unsqueeze(1)), dim=-1)
+            out, hidden = self.rnn(inputs.permute(1, 0, 2), hidden)
+            outputs.append(out)
+            seen.append(self.course.attention_weights)
+        logits = self.dense(torch.cat(outputs, dim=0))
+        return logits.permute(1, 0, 2), [enc_outputs, hidden, lens]
+
+
+class _SteppedDecoder(Seq2SeqAttentionDecoder):
+    """Ours, taking its steps one by one: a step of its own keeps it from the operator."""
+
+    def step(self, embedded: Tensor, hidden: Any, memory: Any) -> Any:
+        return super().step(embedded, hidden, memory)
+
+
+DECODERS: dict[str, Callable[..., nn.Module]] = {
+    COURSE: _CourseDecoder,
+    NONE: Seq2SeqDecoder,
+    STEPS: _SteppedDecoder,
+    OURS: Seq2SeqAttentionDecoder,
+}
+
+
+def _model(name: str, setting: Setting) -> EncoderDecoder:
+    torch.manual_seed(0)
+    sizes = (setting.vocab, setting.embed, setting.hidden, setting.layers)
+    return EncoderDecoder(Seq2SeqEncoder(*sizes), DECODERS[name](*sizes))  # type: ignore[arg-type]
+
+
+@dataclass
+class _Work:
+    """A model with its batch."""
+
+    model: EncoderDecoder
+    source: Tensor
+    target: Tensor
+    source_lens: Tensor
+    target_lens: Tensor
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+
+    def loss(self) -> Tensor:
+        logits, _ = self.model(self.source, self.target, self.source_lens)
+        return masked_cross_entropy(logits, self.target, self.target_lens).sum()
+
+    def train(self) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.item()
+
+    def infer(self) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = self.model(self.source, self.target, self.source_lens)[0]
+            return logits
+
+
+def _works(setting: Setting) -> dict[str, _Work]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    batch = (
+        draw(4, setting.vocab, setting.batch, setting.source),
+        draw(4, setting.vocab, setting.batch, setting.target),
+        draw(setting.source // 2, setting.source + 1, setting.batch),
+        draw(setting.target // 2, setting.target + 1, setting.batch),
+    )
+    works = {name: _Work(_model(name, setting), *batch) for name in DECODERS}
+    drawn = works[COURSE].model.state_dict()
+    weights = {name.replace(".course.", ".attention."): x for name, x in drawn.items()}
+    for name in (OURS, STEPS):
+        works[name].model.load_state_dict(weights)
+    return works
+
+
+def compare(setting: Setting, seconds: float, min_rounds: int = 5) -> dict[str, Any]:
+    """Time and memory of one setting, and the bounds on them.
+
+    Raises:
+        RuntimeError: the losses of the three with attention are not those of one model.
+    """
+    works = _works(setting)
+    losses = {name: [work.train() for _ in range(3)] for name, work in works.items()}
+    for name in (STEPS, OURS):
+        for a, b in zip(losses[name], losses[COURSE], strict=True):
+            if not abs(a - b) <= PARITY * abs(b):
+                raise RuntimeError(f"{setting.name}: losses of {name!r} are {losses[name]}, "
+                                   f"of the course {losses[COURSE]}")  # fmt: skip
+    trained = interleave({n: w.train for n, w in works.items()}, seconds, min_rounds)
+    inferred = interleave({n: w.infer for n, w in works.items()}, seconds / 2, min_rounds)
+    peaks = {name: allocated_growth(work.train) for name, work in works.items()}
+    return {
+        "setting": asdict(setting),
+        "train": {name: asdict(trained.time(name)) for name in works},
+        "infer": {name: asdict(inferred.time(name)) for name in works},
+        "peak_bytes": peaks,
+        "checks": [*_time_checks(setting, trained, inferred), _memory_check(setting, peaks)],
+    }
+
+
+def _time_checks(setting: Setting, trained: Timings, inferred: Timings) -> list[dict[str, Any]]:
+    found = trained.ratio(COURSE, OURS).median
+    checks = [
+        {
+            "what": "training step, course / ours",
+            "found": found,
+            "bound": f">= {setting.times_course}",
+            "holds": found >= setting.times_course,
+        }
+    ]
+    for name, bounds in ((STEPS, setting.steps), (OURS, setting.ours)):
+        if bounds is None:
+            continue
+        for what, timings, bound in zip(
+            ("training step", "inference"), (trained, inferred), bounds, strict=True
+        ):
+            found = timings.ratio(name, NONE).median
+            checks.append(
+                {
+                    "what": f"{what}, {name} / no attention",
+                    "found": found,
+                    "bound": f"<= {bound}",
+                    "holds": found <= bound,
+                }
+            )
+    return checks
+
+
+def _memory_check(setting: Setting, peaks: dict[str, int]) -> dict[str, Any]:
+    """Bytes over those without attention, in units of memory, weights and queries."""
+    s = setting
+    kept = 4 * s.batch * (2 * s.source * s.hidden + s.target * (s.source + s.hidden))
+    found = (peaks[OURS] - peaks[NONE]) / kept
+    bound = 1.5
+    return {
+        "what": "peak memory above no attention / (keys, projected keys, weights, queries)",
+        "found": found,
+        "bound": f"<= {bound}",
+        "holds": found <= bound,
+    }
+
+
+def lines(figures: list[dict[str, Any]]) -> list[str]:
+    """A table and the bounds, as Markdown."""
+    text = [
+        "| setting | decoder | training step (ms) | inference (ms) | peak memory (MB) |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for row in figures:
+        for name in DECODERS:
+            train, infer = (row[kind][name] for kind in ("train", "infer"))
+            cells = [f"{1e3 * t['median']:.1f} ({1e3 * t['p20']:.1f} to {1e3 * t['p80']:.1f})"
+                     for t in (train, infer)]  # fmt: skip
+            memory = f"{row['peak_bytes'][name] / 1e6:.0f}"
+            text.append(f"| {row['setting']['name']} | {name} | {' | '.join(cells)} | {memory} |")
+    text += ["", "| setting | ratio in one run | found | bound | |", "|---|---|---:|---:|---|"]
+    for row in figures:
+        for check in row["checks"]:
+            verdict = "holds" if check["holds"] else "**does not hold**"
+            text.append(
+                f"| {row['setting']['name']} | {check['what']} | {check['found']:.2f} "
+                f"| {check['bound']} | {verdict} |"
+            )
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table; 1 where a bound does not hold."""
+    parser = argparse.ArgumentParser(prog="benchmarks.training", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of training per setting")
+    parser.add_argument("--only", help="settings whose name holds this")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    options = parser.parse_args(arguments)
+    figures = [
+        compare(setting, options.seconds)
+        for setting in SETTINGS
+        if options.only is None or options.only in setting.name
+    ]
+    print("\n".join(lines(figures)))
+    if options.json is not None:
+        kept = {"machine": machine(), "settings": figures}
+        options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(check["holds"] for row in figures for check in row["checks"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
