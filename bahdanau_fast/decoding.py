@@ -6,6 +6,9 @@ first layer, beside inputs whose part of the gates is computed for all steps in 
 
     context_t = attention(W_query h_top[t-1]),  gates_t = input_gates_t + W_context context_t + ...
 
+``decode`` leaves behind what backward needs, or with ``keep=False`` of the last step only;
+``decode_greedy`` feeds back the likeliest token until every row has ended.
+
 What does not have to wait for a step is left out of the loop: the gradients of all weights are one
 product each over all steps, those of keys, values and w_v one pass over the keys.
 
@@ -41,8 +44,8 @@ _INPUTS = (
     "float dropout_p"
 )
 library.define(
-    f"decode({_INPUTS}) -> (Tensor states, Tensor cells, Tensor contexts, Tensor queries, "
-    "Tensor weights, Tensor gates)",
+    f"decode({_INPUTS}, bool keep=True) -> (Tensor states, Tensor cells, Tensor contexts, "
+    "Tensor queries, Tensor weights, Tensor gates)",
     tags=TAGS,
 )
 library.define(
@@ -50,6 +53,14 @@ library.define(
     "Tensor gates, Tensor? grad_states, Tensor? grad_hidden, Tensor? grad_cell, "
     "Tensor? grad_weights) -> (Tensor grad_gates, Tensor grad_first, Tensor grad_first_cell, "
     "Tensor grad_queries, Tensor grad_contexts, Tensor grad_scores, Tensor seen)",
+    tags=TAGS,
+)
+library.define(
+    "decode_greedy(Tensor embedding, Tensor w_embedded, Tensor input_bias, Tensor hidden, "
+    "Tensor? cell, Tensor keys, Tensor? table, Tensor? keys_max, Tensor values, "
+    "Tensor? valid_lens, Tensor w_query, Tensor w_v, Tensor w_context, Tensor w_input, "
+    "Tensor w_hidden, Tensor bias, Tensor w_dense, Tensor dense_bias, Tensor left_out, int first, "
+    "int last, int blank, int max_steps) -> (Tensor tokens, Tensor weights)",
     tags=TAGS,
 )
 
@@ -126,6 +137,8 @@ def decode(arguments: Arguments, rest: Rest) -> Decoded:
     Raises:
         RuntimeError: sizes or dtypes that do not fit together.
     """
+    if not torch.is_grad_enabled():
+        arguments = Arguments(*(None if x is None else x.detach() for x in arguments))  # type: ignore[arg-type]
     return Decoded(*_Decode.apply(*arguments, rest))  # type: ignore[no-untyped-call]
 
 
@@ -182,9 +195,11 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         arguments, rest = Arguments(*inputs[:-1]), inputs[-1]
-        results = torch.ops.bahdanau_fast.decode(*_in_order(arguments, rest))
+        keep = any(ctx.needs_input_grad)
+        results = torch.ops.bahdanau_fast.decode(*_in_order(arguments, rest), keep)
         states, cells, _, _, weights, _ = results
-        ctx.save_for_backward(*arguments, *rest[:-1], *results)
+        if keep:
+            ctx.save_for_backward(*arguments, *rest[:-1], *results)
         ctx.dropout_p = rest.dropout_p
         ctx.set_materialize_grads(False)
         last_cell = cells[:, -1] if len(cells) else states.new_empty((0, *states.shape[2:]))
@@ -278,6 +293,7 @@ def _for_all_steps(valid_lens: Tensor | None, steps: int) -> Tensor | None:
 
 
 def _fake(*inputs: Any) -> tuple[Tensor, ...]:
+    keep = inputs[17] if len(inputs) > 17 else True
     gates, hidden, cell, keys, values = (inputs[i] for i in (0, 1, 2, 3, 6))
     steps, batch, _ = gates.shape
     layers, _, units = hidden.shape
@@ -289,15 +305,15 @@ def _fake(*inputs: Any) -> tuple[Tensor, ...]:
     return (
         new(layers, steps + 1, batch, units),
         new(0 if cell is None else layers, steps + 1, batch, units),
-        new(steps, batch, values.shape[2]),
-        new(steps, batch, keys.shape[2]),
+        new(steps if keep else 1, batch, values.shape[2]),
+        new(steps if keep else 1, batch, keys.shape[2]),
         new(steps, batch, keys.shape[1]),
-        new(layers, steps, batch, 4 * units),
+        new(layers, steps if keep else 1, batch, 4 * units),
     )
 
 
 def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    _, _, contexts, queries, weights, gates = _fake(*inputs)
+    _, _, contexts, queries, weights, gates = _fake(*inputs[:17])
     hidden, cell, dropout_p = inputs[1], inputs[2], inputs[16]
     return (
         gates,
@@ -310,5 +326,15 @@ def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
     )
 
 
+def _greedy_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+    keys = inputs[5]
+    steps = torch.library.get_ctx().new_dynamic_size(min=1)
+    return (
+        keys.new_empty((keys.shape[0], steps), dtype=torch.int64),
+        keys.new_empty((keys.shape[0], steps, keys.shape[1])),
+    )
+
+
+torch.library.register_fake("bahdanau_fast::decode_greedy", _greedy_fake, lib=library)
 torch.library.register_fake("bahdanau_fast::decode", _fake, lib=library)
 torch.library.register_fake("bahdanau_fast::decode_backward", _backward_fake, lib=library)

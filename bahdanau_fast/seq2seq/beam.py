@@ -70,8 +70,13 @@ class Start(NamedTuple):
         """Those of the next token in fp32 or better; -inf for tokens that no target may hold."""
         logits: Tensor = self.decoder.dense(features)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits[..., [PAD, BOS] if self.unknown else [PAD, BOS, UNK]] = float("-inf")
+        logits[..., self.left_out] = float("-inf")
         return logits
+
+    @property
+    def left_out(self) -> list[int]:
+        """Tokens that no target may hold."""
+        return [PAD, BOS] if self.unknown else [PAD, BOS, UNK]
 
 
 class Hypotheses(NamedTuple):

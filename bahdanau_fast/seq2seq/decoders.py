@@ -15,7 +15,8 @@ from bahdanau_fast.dot_product import DotProductAttention
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.projection import apply_layer
-from bahdanau_fast.recurrent import attend_step, decode_given
+from bahdanau_fast.recurrent import attend_step, decode_given, decode_greedily
+from bahdanau_fast.seq2seq.data import BOS, EOS, PAD
 from bahdanau_fast.seq2seq.models import AttentionDecoder, Decoder, Hidden, recurrent, rename
 
 __all__ = ["Seq2SeqAttentionDecoder", "Seq2SeqDecoder", "State", "StepDecoder"]
@@ -51,6 +52,22 @@ class StepDecoder(Decoder):
             has none, the new hidden state.
         """
         raise NotImplementedError(f"{type(self).__name__} must define step(embedded, ...)")
+
+    def write(
+        self, hidden: Hidden, memory: Any, left_out: list[int], max_steps: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Greedy decoding in one call, where a decoder has one.
+
+        Args:
+            hidden: (L,B,H), for an LSTM a pair of those.
+            memory: of the B sources, from :meth:`memory`.
+            left_out: tokens that are never written.
+            max_steps: the longest target.
+
+        Returns:
+            Tokens (B,T), <pad> behind <eos>, and weights (B,T,Tk); None: to be done by steps.
+        """
+        return None
 
 
 class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
@@ -144,6 +161,15 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
     ) -> tuple[Tensor, Tensor, Hidden]:
         """One token of every sequence; see :meth:`StepDecoder.step`."""
         return attend_step(self.attention, self.rnn, embedded, hidden, memory)
+
+    def write(
+        self, hidden: Hidden, memory: Any, left_out: list[int], max_steps: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Greedy decoding in one call; see :meth:`StepDecoder.write`."""
+        if type(self).step is not Seq2SeqAttentionDecoder.step:
+            return None
+        layers = (self.attention, self.rnn, self.embedding, self.dense)
+        return decode_greedily(layers, hidden, memory, (BOS, EOS, PAD), left_out, max_steps)
 
     def forward(self, X: Tensor, state: State) -> tuple[Tensor, State]:
         """Decode given tokens.

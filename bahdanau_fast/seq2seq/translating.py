@@ -85,6 +85,9 @@ def greedy(
     weights: list[Tensor] = []
     with _started(model, source, source_lens, max_steps, unknown) as start:
         decoder, memory, hidden, *_ = start
+        written = decoder.write(hidden, memory, start.left_out, max_steps)
+        if written is not None:
+            return written
         token = source.new_full((len(source),), BOS)
         finished = torch.zeros_like(token, dtype=torch.bool)
         for _ in range(max_steps):
