@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 
+import parity
 import pytest
 import torch
 from torch.profiler import profile
@@ -11,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
 from bahdanau_fast.memory import TINY
-from tests import parity
 
 B, TK, D, H, STEPS = 3, 53, 17, 19, 6
 assert min(B * TK * D, B * TK * H) > TINY  # smaller sources have no memory worth sharing

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from decoders import counts, hook
 from torch import nn
 
-from bahdanau_fast import recurrent
+from bahdanau_fast import steps as steps_module
 from bahdanau_fast.seq2seq import EncoderDecoder, Seq2SeqAttentionDecoder, Seq2SeqEncoder, greedy
 from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, UNK
-from tests.test_recurrent import counts, hook
 
 V, E, H, B, TK, STEPS = 23, 6, 11, 9, 7, 12
 ops = torch.ops.bahdanau_fast
@@ -32,7 +32,7 @@ def sources(seed=1):
 def steps(monkeypatch):
     def run(function):
         with monkeypatch.context() as patch:
-            patch.setattr(recurrent, "_has_operator", lambda *_: False)
+            patch.setattr(steps_module, "_has_operator", lambda *_: False)
             return function()
 
     return run
@@ -95,7 +95,7 @@ def arguments(layers=2, dtype=torch.float32):
         state = translator.decoder.init_state(translator.encoder(tokens, lens), lens)
         memory = translator.decoder.memory(state)
     decoder, projected = translator.decoder, memory.projected
-    w = recurrent._Weights.of(decoder.rnn, H)
+    w = steps_module._Weights.of(decoder.rnn, H)
     made = (
         *(decoder.embedding.weight, w.of_inputs, w.input_bias, state[1], None, projected.keys),
         *(None, None, memory.values, lens, decoder.attention.W_q.weight),

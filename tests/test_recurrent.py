@@ -6,48 +6,29 @@ import pickle
 
 import pytest
 import torch
+from decoders import (
+    CELLS,
+    DK,
+    DV,
+    EXACT,
+    LENS,
+    TK,
+    B,
+    E,
+    H,
+    T,
+    call,
+    counts,
+    given,
+    hook,
+    layer,
+    same,
+)
 from torch import nn
 
 import bahdanau_fast as bf
-from bahdanau_fast import decoding, recurrent
+from bahdanau_fast import steps as steps_module
 from bahdanau_fast.seq2seq import Seq2SeqAttentionDecoder
-
-B, T, TK, E, H, DK, DV, F = 5, 6, 11, 3, 9, 7, 4, 6
-LENS = torch.tensor([3, 0, TK, 5, 1])
-CELLS = (bf.AttentionGRU, bf.AttentionLSTM)
-ops = torch.ops.bahdanau_fast
-
-
-def layer(cls, layers=1, dtype=torch.float64, **options):
-    torch.manual_seed(0)
-    sizes = {"key_size": DK, "value_size": DV, "num_hiddens": F, **options}
-    made = cls(E, H, layers, dtype=dtype, **sizes)
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return made
-
-
-def given(cls, layers=1, dtype=torch.float64, T=T, B=B, Tk=TK, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {
-        "inputs": (T, B, E),
-        "keys": (B, Tk, DK),
-        "values": (B, Tk, DV),
-        "hidden": (layers, B, H),
-        "cell": (layers, B, H),
-    }
-    if cls is bf.AttentionGRU:
-        del shapes["cell"]
-    drawn = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
-    return {n: x.to(dtype).requires_grad_() for n, x in drawn.items()}
-
-
-def call(module, tensors, lens=LENS):
-    hidden = tensors["hidden"]
-    if "cell" in tensors:
-        hidden = (hidden, tensors["cell"])
-    outputs, last = module(tensors["inputs"], hidden, tensors["keys"], tensors["values"], lens)
-    return [outputs, *(last if isinstance(last, tuple) else (last,)), module.attention_weights]
 
 
 def results(module, tensors, lens=LENS, which=slice(None)):
@@ -68,20 +49,10 @@ def steps(monkeypatch):
 
     def run(function):
         with monkeypatch.context() as patch:
-            patch.setattr(recurrent, "_has_operator", lambda *_: False)
+            patch.setattr(steps_module, "_has_operator", lambda *_: False)
             return function()
 
     return run
-
-
-def same(got, want, **tolerance):
-    for a, b in zip(got, want, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, **tolerance)
-
-
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
 @pytest.mark.parametrize("lens", [None, LENS, LENS.unsqueeze(1)], ids=["none", "lens", "column"])
@@ -157,57 +128,6 @@ def test_gradcheck(cls):
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True, atol=1e-4)
 
 
-def arguments(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=False):
-    """Arguments of the operator, as the layer makes them."""
-    module, tensors = layer(cls, layers, dtype), given(cls, layers, dtype)
-    caught = []
-
-    def catch(arguments, rest):
-        caught.append((arguments, rest))
-        return decoding.by_steps(arguments, rest)
-
-    original, decoding.decode = decoding.decode, catch
-    try:
-        call(module, tensors)
-    finally:
-        decoding.decode = original
-    ((made, rest),) = caught
-    keys = made.keys.detach()
-    entries = ops.exp_keys(keys) if table else (None, None)
-    mask = torch.rand(layers - 1, T, B, H).to(dtype) if masks else None
-    seed = torch.tensor([3]) if p else None
-    detached = decoding.Arguments(*(x if x is None else x.detach() for x in made))
-    return detached, decoding.Rest(*entries, rest.valid_lens, mask, seed, p)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "options", [{}, {"masks": True, "p": 0.5, "table": True}, {"layers": 1}], ids=str
-)
-@pytest.mark.parametrize("cls", CELLS)
-def test_opcheck(cls, options, dtype):
-    inputs = decoding._in_order(*arguments(cls, dtype=dtype, **options))
-    torch.library.opcheck(ops.decode.default, inputs)
-    states, cells, _, queries, weights, gates = ops.decode(*inputs)
-    saved = (states, cells, queries, weights, gates)
-    grads = (torch.randn_like(states[-1, 1:]), None, None, torch.randn_like(weights))
-    torch.library.opcheck(ops.decode_backward.default, (*inputs, *saved, *grads))
-
-
-@pytest.mark.parametrize("cls", CELLS)
-def test_masks_between_layers(cls):
-    made, rest = arguments(cls, 3, torch.float64, masks=True)
-    made = decoding.Arguments(*(x if x is None else x.requires_grad_() for x in made))
-    used = [x for x in made if x is not None]
-
-    def all_of(function):
-        out = function(made, rest)
-        loss = sum((i + 1) * x.square().sum() for i, x in enumerate(out))
-        return [*out, *torch.autograd.grad(loss, used)]
-
-    same(all_of(decoding.decode), all_of(decoding.by_steps), **EXACT)
-
-
 @pytest.mark.parametrize("cls", CELLS)
 def test_dropout(cls):
     module = layer(cls, 2, dropout=0.5, attention_dropout=0.3)
@@ -276,16 +196,6 @@ def test_weights_go_to_the_course_decoder_and_back(cls, cell):
     torch.testing.assert_close(module.attention_weights, want)
 
 
-def counts(function):
-    with torch.profiler.profile() as record:
-        function()
-    return {
-        event.key.split("::")[-1]: event.count
-        for event in record.key_averages()
-        if "bahdanau" in event.key
-    }
-
-
 class Low(nn.Module):
     """A layer with more than one weight."""
 
@@ -295,10 +205,6 @@ class Low(nn.Module):
 
     def forward(self, x):
         return self.base(x) + self.more(x)
-
-
-def hook(module, *_):
-    return None
 
 
 CHANGES = {

@@ -1,0 +1,270 @@
+"""The steps of a decoder that attends: one by one, or a whole sequence as one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from bahdanau_fast import backends, decoding
+from bahdanau_fast.memory import Memory
+from bahdanau_fast.modules import AdditiveAttention
+from bahdanau_fast.projection import has_hooks, linear, plain_weight
+
+__all__ = ["attend_step", "decode_given", "decode_greedily"]
+
+
+class Sequence(NamedTuple):
+    """What a decoder makes of given inputs.
+
+    Attributes:
+        features: (T,B,H), the states of the top layer.
+        weights: (T,B,Tk).
+        hidden: (L,B,H), the last states, for an LSTM a pair of those.
+    """
+
+    features: Tensor
+    weights: Tensor
+    hidden: Any
+
+
+def attend_step(
+    attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, hidden: Any, memory: Memory
+) -> tuple[Tensor, Tensor, Any]:
+    """One step: the top layer's state is the query, its context goes in front of the input.
+
+    Args:
+        attention: what :meth:`AdditiveAttention.attend` is called of.
+        rnn: with inputs of Dv + E features.
+        inputs: (B*K,E), K sequences of one source side by side.
+        hidden: (L,B*K,H), for an LSTM a pair of those.
+        memory: of the B sources.
+
+    Returns:
+        Features (B*K,H), weights (B,K,Tk), the new hidden state.
+    """
+    top = (hidden[0] if isinstance(hidden, tuple) else hidden)[-1]
+    batch = memory.values.shape[0]
+    queries = top.unflatten(0, (batch, top.shape[0] // max(batch, 1)))
+    context = attention.attend(queries, memory).flatten(0, 1)
+    weights = attention.attention_weights
+    features, hidden = rnn(torch.cat((context, inputs), dim=-1).unsqueeze(0), hidden)
+    return features.squeeze(0), weights, hidden
+
+
+def decode_given(
+    attention: Any,
+    rnn: nn.GRU | nn.LSTM,
+    inputs: Tensor,
+    hidden: Any,
+    memory: Memory,
+    step: Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]] | None = None,
+) -> Sequence:
+    """All steps of given inputs, in one operator where there is one for them.
+
+    There is on the CPU, in fp32 and fp64, where nothing but the parameters of the layers decides
+    what they compute (no hooks, no replaced layers, no autocast, no transform, not while
+    compiling); else :func:`attend_step` for one step after the other. Both give the same, but for
+    the order of sums and of random numbers.
+
+    Args:
+        attention: an :class:`AdditiveAttention`, or what has its methods.
+        rnn: with inputs of Dv + E features.
+        inputs: (T,B,E).
+        hidden: (L,B,H), for an LSTM a pair of those.
+        memory: of the B sources.
+        step: another step to take, with inputs, hidden state and memory.
+
+    Returns:
+        Features (T,B,H), weights (T,B,Tk), the last hidden state.
+    """
+    if step is None:
+        if 0 not in inputs.shape[:2] and _has_operator(attention, rnn, inputs.dtype, memory):
+            return _decode(attention, rnn, inputs, hidden, memory)
+        step = partial(attend_step, attention, rnn)
+    features, weights = [], []
+    for of_step in inputs.unbind(0):
+        feature, looked, hidden = step(of_step, hidden, memory)
+        features.append(feature)
+        weights.append(looked.squeeze(1))
+    return Sequence(torch.stack(features), torch.stack(weights), hidden)
+
+
+def decode_greedily(
+    layers: tuple[Any, nn.Module, nn.Module, nn.Module],
+    hidden: Any,
+    memory: Memory,
+    marks: tuple[int, int, int],
+    left_out: list[int],
+    max_steps: int,
+) -> tuple[Tensor, Tensor] | None:
+    """The likeliest token fed back at every step, until every row has ended, as one operator.
+
+    Args:
+        layers: attention, rnn, embedding (V,E) and output layer (V,H).
+        hidden: (L,B,H), for an LSTM a pair of those.
+        memory: of the B sources.
+        marks: the first input, the token that ends a row, and what is written behind it.
+        left_out: tokens that are never written.
+        max_steps: the most steps.
+
+    Returns:
+        Tokens (B,T) and weights (B,T,Tk) with T <= ``max_steps``; None where there is no operator
+        for these layers, as for :func:`decode_given`.
+    """
+    attention, rnn, embedding, dense = layers
+    if not (
+        type(embedding) is nn.Embedding
+        and type(dense) is nn.Linear
+        and embedding.max_norm is None
+        and not has_hooks(embedding)
+        and not has_hooks(dense)
+        and embedding.weight.dtype == dense.weight.dtype
+        and _has_operator(attention, rnn, embedding.weight.dtype, memory)
+    ):
+        return None
+    h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
+    projected, w_v = memory.projected, attention.w_v.weight
+    w = _Weights.of(rnn, memory.values.shape[2])
+    bias = dense.weight.new_zeros(len(dense.weight)) if dense.bias is None else dense.bias
+    tokens, weights = torch.ops.bahdanau_fast.decode_greedy(
+        *(embedding.weight.contiguous(), w.of_inputs, w.input_bias),
+        *(h.contiguous(), None if c is None else c.contiguous()),
+        *(projected.keys, projected.table, projected.keys_max, memory.values, memory.valid_lens),
+        *(attention.W_q.weight.contiguous(), w_v, w.of_context, w.above, w.hidden, w.bias),
+        *(dense.weight.contiguous(), bias.contiguous(), torch.tensor(left_out)),
+        *marks,
+        max_steps,
+    )
+    return tokens, weights
+
+
+def _has_operator(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Memory) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and type(attention) is AdditiveAttention
+        and type(rnn) in (nn.GRU, nn.LSTM)
+        and plain_weight(attention.W_q) is not None
+        and plain_weight(attention.w_v) is not None
+        and not has_hooks(rnn)
+        and not (rnn.bidirectional or rnn.proj_size)
+        and dtype in (torch.float32, torch.float64)
+        and dtype == memory.projected.keys.dtype == memory.values.dtype
+        and 0 not in memory.values.shape
+        and not torch.is_autocast_enabled(memory.values.device.type)
+        and not torch._C._are_functorch_transforms_active()
+        and backends.resolve(memory.values.device, dtype=dtype) == "cpu"
+    )
+
+
+def _decode(
+    attention: AdditiveAttention, rnn: nn.GRU | nn.LSTM, inputs: Tensor, hidden: Any, memory: Memory
+) -> Sequence:
+    h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
+    w = _Weights.of(rnn, memory.values.shape[2])
+    # The shared node's keys, values and w_v would do no good: they are taken together here anyway.
+    projected, w_v = memory.projected, attention.w_v.weight
+    masks = None
+    if rnn.training and rnn.dropout > 0.0 and len(w.above):
+        shape = (len(w.above), *inputs.shape[:2], rnn.hidden_size)
+        masks = nn.functional.dropout(inputs.new_ones(shape), rnn.dropout)
+    dropout_p = attention.dropout.p if attention.training else 0.0
+    seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
+    decoded = decoding.decode(
+        decoding.Arguments(
+            linear(inputs, w.of_inputs, w.input_bias),
+            h.contiguous(),
+            None if c is None else c.contiguous(),
+            projected.keys,
+            memory.values,
+            attention.W_q.weight.contiguous(),
+            w_v,
+            w.of_context,
+            w.above,
+            w.hidden,
+            w.bias,
+        ),
+        decoding.Rest(
+            projected.table, projected.keys_max, memory.valid_lens, masks, seed, dropout_p
+        ),
+    )
+    weights = decoded.weights
+    object.__setattr__(attention, "attention_weights", weights[-1].unsqueeze(1))
+    last = decoded.hidden if c is None else (decoded.hidden, decoded.cell)
+    return Sequence(decoded.features, weights, last)
+
+
+class _Weights(NamedTuple):
+    """Those of an ``nn.GRU`` or ``nn.LSTM``, as the operators take them (:mod:`decoding`).
+
+    Attributes:
+        of_inputs: (G,E), of the first layer.
+        input_bias: (G,), likewise.
+        of_context: (G,Dv), likewise.
+        above: (L-1,G,H), on the input side of the layers above.
+        hidden: (L,G,H).
+        bias: (L,4H).
+    """
+
+    of_inputs: Tensor
+    input_bias: Tensor
+    of_context: Tensor
+    above: Tensor
+    hidden: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, rnn: nn.Module, features: int) -> _Weights:
+        """``features`` of the first layer's inputs, the first, are the context's."""
+        first, *above = _parameters(rnn, "weight_ih")
+        hidden = _parameters(rnn, "weight_hh")
+        order = _hidden_last if isinstance(rnn, nn.GRU) else _as_is
+        input_bias, bias = _biases(rnn)
+        return cls(
+            order(first[:, features:]),
+            input_bias,
+            order(first[:, :features]),
+            _stacked([order(w) for w in above], hidden[0]),
+            _stacked(hidden, hidden[0]),
+            bias,
+        )
+
+
+def _stacked(weights: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(weights) if weights else like.new_empty((0, *like.shape))
+
+
+def _as_is(gates: Tensor) -> Tensor:
+    return gates.contiguous()
+
+
+def _hidden_last(gates: Tensor) -> Tensor:
+    """From a GRU's order r z n to n r z."""
+    reset_and_update, new = gates.split([2 * len(gates) // 3, len(gates) // 3])
+    return torch.cat((new, reset_and_update))
+
+
+def _parameters(rnn: nn.Module, kind: str) -> list[Tensor]:
+    return [getattr(rnn, f"{kind}_l{i}") for i in range(cast(int, rnn.num_layers))]
+
+
+def _biases(rnn: nn.Module) -> tuple[Tensor, Tensor]:
+    """That of the inputs (G,) and those of the operator (L,4H)."""
+    w_hidden = _parameters(rnn, "weight_hh")
+    units = w_hidden[0].shape[1]
+    if not rnn.bias:
+        zeros = w_hidden[0].new_zeros((len(w_hidden), 4 * units))
+        return zeros[0, : len(w_hidden[0])], zeros
+    per_layer = []
+    for of_inputs, of_hidden in zip(
+        _parameters(rnn, "bias_ih"), _parameters(rnn, "bias_hh"), strict=True
+    ):
+        both = of_inputs + of_hidden
+        if isinstance(rnn, nn.GRU):  # n, which the reset gate stands in front of, r z, n
+            new = (of_inputs[2 * units :], of_hidden[2 * units :])
+            both = torch.cat((new[0], both[: 2 * units], new[1]))
+        per_layer.append(both)
+    return per_layer[0][: len(w_hidden[0])], torch.stack(per_layer)

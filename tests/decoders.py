@@ -1,0 +1,65 @@
+"""Layers and inputs for the tests of decoders that attend at every step."""
+
+import torch
+from torch import nn
+
+import bahdanau_fast as bf
+
+B, T, TK, E, H, DK, DV, F = 5, 6, 11, 3, 9, 7, 4, 6
+LENS = torch.tensor([3, 0, TK, 5, 1])
+CELLS = (bf.AttentionGRU, bf.AttentionLSTM)
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def layer(cls, layers=1, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    sizes = {"key_size": DK, "value_size": DV, "num_hiddens": F, **options}
+    made = cls(E, H, layers, dtype=dtype, **sizes)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def given(cls, layers=1, dtype=torch.float64, T=T, B=B, Tk=TK, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "inputs": (T, B, E),
+        "keys": (B, Tk, DK),
+        "values": (B, Tk, DV),
+        "hidden": (layers, B, H),
+        "cell": (layers, B, H),
+    }
+    if cls is bf.AttentionGRU:
+        del shapes["cell"]
+    drawn = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
+    return {n: x.to(dtype).requires_grad_() for n, x in drawn.items()}
+
+
+def call(module, tensors, lens=LENS):
+    hidden = tensors["hidden"]
+    if "cell" in tensors:
+        hidden = (hidden, tensors["cell"])
+    outputs, last = module(tensors["inputs"], hidden, tensors["keys"], tensors["values"], lens)
+    return [outputs, *(last if isinstance(last, tuple) else (last,)), module.attention_weights]
+
+
+def same(got, want, **tolerance):
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, **tolerance)
+
+
+def counts(function):
+    """How often each operator of the package ran."""
+    with torch.profiler.profile() as record:
+        function()
+    return {
+        event.key.split("::")[-1]: event.count
+        for event in record.key_averages()
+        if "bahdanau" in event.key
+    }
+
+
+def hook(module, *_):
+    return None
