@@ -37,7 +37,7 @@ demo: venv  ## train a date translator with this attention and plot what it look
 	$(BIN)/python -m bahdanau_fast demo
 
 test: venv  ## run the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # mypy knows no package_dir: it is given the layout as installed, kernels/ in its place.
 lint: venv  ## check style and types

@@ -1,0 +1,9 @@
+"""The files that take longest first, so that workers that share the suite end together."""
+
+LONGEST = ("test_cuda_kernels.py", "test_triton.py", "test_operators.py", "test_budgets.py")
+
+
+def pytest_collection_modifyitems(items):
+    last = len(LONGEST)
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, last))
