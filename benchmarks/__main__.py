@@ -13,11 +13,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.cases import MEMORY_BOUND, TITLES, cases
-from benchmarks.peak_memory import Peak, measure
-from benchmarks.report import as_json, machine, memory_lines, table_lines
-from benchmarks.run import Row, Runner, check
-from benchmarks.shapes import MANY_QUERIES
+from .cases import MEMORY_BOUND, TITLES, cases
+from .peak_memory import Peak, measure
+from .report import as_json, machine, memory_lines, table_lines
+from .run import Row, Runner, check
+from .shapes import MANY_QUERIES
 
 PEAKS = (
     ("d2l eager", "projected"),

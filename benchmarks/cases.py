@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from benchmarks.shapes import LIST, LOOP, MANY_QUERIES, QUICK, SCAN, STEPS_ON_MEMORY, TOY, Shape
+from .shapes import LIST, LOOP, MANY_QUERIES, QUICK, SCAN, STEPS_ON_MEMORY, TOY, Shape
 
 __all__ = ["MEMORY_BOUND", "SUBJECT", "TITLES", "Bound", "Case", "cases"]
 

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import reference
-from benchmarks.inputs import Inputs
-from benchmarks.providers import Group, Runnable, decode
-from benchmarks.shapes import DECODE_STEPS, Shape
+
+from .inputs import Inputs
+from .providers import Group, Runnable, decode
+from .shapes import DECODE_STEPS, Shape
 
 __all__ = ["Oracle", "Verdict", "family"]
 

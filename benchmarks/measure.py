@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.providers import Runnable
+from .providers import Runnable
 
 __all__ = ["Spread", "Timings", "interleave", "prepare"]
 

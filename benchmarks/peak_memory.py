@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.inputs import draw, nbytes
-from benchmarks.providers import by_name
-from benchmarks.shapes import Shape
+from .inputs import draw, nbytes
+from .providers import by_name
+from .shapes import Shape
 
 __all__ = ["Peak", "allocated_growth", "measure"]
 
@@ -60,7 +60,7 @@ def measure(provider: str, task: str, shape: Shape) -> Peak | str:
         return "needs a Linux /proc with a resettable high-water mark"
     arguments = json.dumps({"provider": provider, "task": task, "shape": asdict(shape)})
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.peak_memory", arguments],
+        [sys.executable, "-W", "ignore", "-m", __spec__.name, arguments],
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"},
         capture_output=True,
         text=True,

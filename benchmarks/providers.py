@@ -29,10 +29,11 @@ import bahdanau_fast as bf
 from bahdanau_fast import backends
 from bahdanau_fast.functional import attend_projected
 from bahdanau_fast.memory import ProjectedKeys, project
-from benchmarks import baselines
-from benchmarks.baselines import CourseAttention, Unavailable, compiled
-from benchmarks.inputs import Inputs
-from benchmarks.shapes import DECODE_STEPS, Shape
+
+from . import baselines
+from .baselines import CourseAttention, Unavailable, compiled
+from .inputs import Inputs
+from .shapes import DECODE_STEPS, Shape
 
 __all__ = ["PROVIDERS", "TASKS", "Group", "Provider", "Runnable", "by_name", "decode"]
 __all__ += ["Unavailable", "eager_too_large"]

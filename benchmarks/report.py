@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 import bahdanau_fast as bf
-from benchmarks.cases import MEMORY_BOUND, SUBJECT
-from benchmarks.measure import Spread
-from benchmarks.peak_memory import Peak
-from benchmarks.run import Check, Row, check
+
+from .cases import MEMORY_BOUND, SUBJECT
+from .measure import Spread
+from .peak_memory import Peak
+from .run import Check, Row, check
 
 __all__ = ["as_json", "machine", "memory_lines", "table_lines"]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import SUBJECT, Bound, Case
-from benchmarks.gate import Oracle, Verdict, family
-from benchmarks.inputs import Inputs, draw
-from benchmarks.measure import Spread, Timings, interleave, prepare
-from benchmarks.providers import PROVIDERS, Provider, Unavailable, eager_too_large
-from benchmarks.roofs import Bandwidth, Reader
-from benchmarks.shapes import Shape
+from .cases import SUBJECT, Bound, Case
+from .gate import Oracle, Verdict, family
+from .inputs import Inputs, draw
+from .measure import Spread, Timings, interleave, prepare
+from .providers import PROVIDERS, Provider, Unavailable, eager_too_large
+from .roofs import Bandwidth, Reader
+from .shapes import Shape
 
 __all__ = ["Check", "Row", "Runner", "check"]
 
