@@ -12,11 +12,11 @@ CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench budgets gpu-report wheel clean torch-spec
+.PHONY: help venv demo test lint format bench bench-compare peers budgets gpu-report wheel clean torch-spec
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: build/.installed  ## set up .venv: torch, the tools, this package (editable, with its C++)
 
@@ -55,6 +55,14 @@ format: venv  ## rewrite the sources in the house style
 
 bench: venv  ## measure against d2l eager and torch.compile, after a parity check
 	$(BIN)/python -m benchmarks
+
+BASE ?= HEAD
+bench-compare: venv  ## is this working tree slower than BASE=<git ref>? both built, run in turns
+	$(BIN)/python -W ignore -m benchmarks.compare '$(BASE)'
+
+peers: venv  ## install the libraries that the benchmarks compare with, where they can be installed
+	$(BIN)/python -m pip install --no-build-isolation '.[peers]' "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')"
+	$(BIN)/python -m pip install --no-deps 'joeynmt>=2.3'
 
 budgets: venv  ## compile the GPU kernels, GPU or not; registers, spills, instructions
 	$(BIN)/python -m benchmarks.budgets

@@ -41,7 +41,8 @@ def _measure_tables(arguments: argparse.Namespace) -> list[Row]:
     runner = Runner(seconds=0.05, min_rounds=3) if arguments.quick else Runner()
     wanted = cases(arguments.quick, arguments.only)
     rows: list[Row] = []
-    with tqdm(total=len(wanted), disable=not sys.stderr.isatty(), file=sys.stderr) as bar:
+    bar = tqdm(total=len(wanted), disable=not sys.stderr.isatty(), file=sys.stderr)
+    with runner, bar:
         for table, group in itertools.groupby(wanted, key=lambda case: case.table):
             done: list[Row] = []
             for case in group:

@@ -39,7 +39,7 @@ __all__ = ["PROVIDERS", "TASKS", "Group", "Provider", "Runnable", "by_name", "de
 __all__ += ["Unavailable", "eager_too_large"]
 
 TASKS = ("full", "again", "step", "projected", "scan", "loop")
-Group = Literal["eager", "compiled", "ours"]
+Group = Literal["eager", "compiled", "ours", "peer"]
 Outputs = tuple[Tensor, Tensor]
 Step = Callable[[Tensor], Outputs]
 
@@ -62,6 +62,7 @@ class Provider:
     group: Group
     builders: dict[str, Callable[[Inputs], Runnable]]
     on_demand: bool = False  # slow to build and seldom the best: only in rows that name it
+    process: tuple[tuple[str, str], ...] | None = None  # variables of a process of its own
 
     def build(self, task: str, inputs: Inputs) -> Runnable:
         return self.builders[task](inputs)

@@ -13,14 +13,12 @@ import torch
 
 import bahdanau_fast as bf
 
-from .cases import MEMORY_BOUND, SUBJECT
+from .cases import MEMORY_BOUND, MODES, SUBJECT
 from .measure import Spread
 from .peak_memory import Peak
 from .run import Check, Row, check
 
-__all__ = ["as_json", "machine", "memory_lines", "table_lines"]
-
-MODES = {"forward": "forward", "graph": "forward, graph kept", "train": "forward + backward"}
+__all__ = ["as_json", "machine", "markdown", "memory_lines", "table_lines"]
 
 
 def machine() -> dict[str, str]:
@@ -71,7 +69,7 @@ def _ms(spread: Spread) -> str:
 def table_lines(rows: list[Row]) -> list[str]:
     """A table of milliseconds, median (p20-p80), then a line for each bound and each gap."""
     names = list(dict.fromkeys(name for row in rows for name in (*row.groups, *row.skipped)))
-    lines = _markdown(["B,Tq,Tk,H", "what", *names], (_cells(row, names) for row in rows))
+    lines = markdown(["B,Tq,Tk,H", "what", *names], (_cells(row, names) for row in rows))
     for row in rows:
         what = f"{row.case.shape}, {row.case.task}, {MODES[row.case.mode]}"
         for name, verdict in row.failed.items():
@@ -131,10 +129,11 @@ def memory_lines(peaks: dict[str, Peak | str]) -> list[str]:
                 f"needs at most {MEMORY_BOUND}x"
             )
     heads = ["provider", "inputs + outputs + gradients", "peak, resident", "peak, torch", "factor"]
-    return _markdown(heads, cells) + lines
+    return markdown(heads, cells) + lines
 
 
-def _markdown(heads: list[str], rows: Iterable[list[str]]) -> list[str]:
+def markdown(heads: list[str], rows: Iterable[list[str]]) -> list[str]:
+    """A table whose columns line up."""
     table = [heads, *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(heads))]
     lines = [
