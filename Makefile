@@ -61,7 +61,7 @@ bench-compare: venv  ## is this working tree slower than BASE=<git ref>? both bu
 	$(BIN)/python -W ignore -m benchmarks.compare '$(BASE)'
 
 peers: venv  ## install the libraries that the benchmarks compare with, where they can be installed
-	$(BIN)/python -m pip install --no-build-isolation '.[peers]' "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')"
+	$(BIN)/python -m pip install --no-build-isolation -e '.[peers]' "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')"
 	$(BIN)/python -m pip install --no-deps 'joeynmt>=2.3'
 
 budgets: venv  ## compile the GPU kernels, GPU or not; registers, spills, instructions

@@ -137,7 +137,7 @@ def measure(
         try:
             for name, worker in workers.items():
                 found = Path(worker.ask(do="where")["folder"])
-                if found != sides[name].folder.resolve():
+                if not found.samefile(sides[name].folder):
                     raise WorkerError(f"{name} was to be found in {sides[name].folder}: {found}")
             for row in rows:
                 try:

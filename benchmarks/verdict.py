@@ -22,6 +22,7 @@ from .measure import Timings
 __all__ = ["CONFIDENCE", "FLOOR", "Verdict", "judge"]
 
 FLOOR = 0.03
+SLOWDOWN = 1.15  # what must not be missed
 CONFIDENCE = 0.99  # that no row of a comparison is called by chance
 
 
@@ -40,12 +41,13 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """``slower``, ``faster``, ``no difference``, or ``too noisy`` to see one of 15 %."""
+        """``slower``, ``faster``, ``no difference``, or ``too noisy`` to see ``SLOWDOWN``."""
         if self.low > 1 + FLOOR:
             return "slower"
         if self.high < 1 / (1 + FLOOR):
             return "faster"
-        return "no difference" if self.high / self.low < 1.15 / (1 + FLOOR) else "too noisy"
+        seen = (SLOWDOWN / (1 + FLOOR)) ** 2  # its interval, as wide as this one, ends at the floor
+        return "no difference" if self.high / self.low < seen else "too noisy"
 
 
 def judge(pairs: list[Timings], new: str, old: str, rows: int = 1) -> Verdict:

@@ -154,7 +154,7 @@ class _Server:
     def where(self, _: dict[str, Any]) -> dict[str, Any]:
         import bahdanau_fast
 
-        return {"folder": str(Path(bahdanau_fast.__file__).resolve().parent.parent)}
+        return {"folder": str(Path(bahdanau_fast.__file__).absolute().parent.parent)}
 
     def time(self, request: dict[str, Any]) -> dict[str, Any]:
         from .measure import seconds_per_call
