@@ -12,7 +12,7 @@ CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-compare peers budgets gpu-report wheel clean torch-spec
+.PHONY: help venv demo test lint format bench bench-compare peers performance budgets gpu-report wheel clean torch-spec
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -53,8 +53,13 @@ format: venv  ## rewrite the sources in the house style
 	$(BIN)/ruff format $(PY_FILES)
 	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
 
-bench: venv  ## measure against d2l eager and torch.compile, after a parity check
-	$(BIN)/python -m benchmarks
+OUT ?= benchmarks/results
+bench: venv  ## measure against d2l eager, torch.compile and peers; figures to OUT, plots to bench-output
+	@mkdir -p '$(OUT)'
+	$(BIN)/python -m bahdanau_fast bench --json '$(OUT)'
+
+performance: venv  ## write docs/performance.md, its plots and README's table from the committed figures
+	$(BIN)/python -m benchmarks.performance
 
 BASE ?= HEAD
 bench-compare: venv  ## is this working tree slower than BASE=<git ref>? both built, run in turns
@@ -70,7 +75,6 @@ budgets: venv  ## compile the GPU kernels, GPU or not; registers, spills, instru
 # With the Python that is there and nothing installed: PYTHON=... for one beside .venv's. The
 # package is laid out as installed, kernels/ in its place.
 GPU_PYTHON = $(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
-OUT ?= benchmarks/results
 gpu-report:  ## parity, memory checks and benchmarks on the GPU that is here, into OUT
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
 		{ echo 'gpu-report: no GPU that $(GPU_PYTHON) and its torch can see; nothing is measured' >&2; exit 2; }

@@ -68,6 +68,7 @@ class Case:
     mode: Mode = "forward"
     bounds: tuple[Bound, ...] = ()
     extra: tuple[str, ...] = ()  # providers that only rows which name them run
+    share: float = 1.0  # of the time that a row usually gets
 
     @property
     def key(self) -> tuple[Shape, str, Mode, tuple[str, ...]]:
@@ -122,9 +123,7 @@ def _peer_cases() -> Iterator[Case]:
     by_name = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
     for task, name in (
         ("projected", "d2l-nmt"),
-        ("projected", "step-64"),
         ("projected", "parallel-4"),
-        ("step", "d2l-nmt"),
         ("step", "step-64"),
     ):
         extra = tuple(peer.name for peer in peers.PROVIDERS if task in peer.builders)
@@ -136,7 +135,7 @@ def _sweep_cases(quick: bool) -> Iterator[Case]:
     for axis, shapes in SWEEPS.items():
         for mode in modes:
             for shape in shapes[:3] if quick else shapes:
-                yield Case(f"sweep-{axis}", shape, "projected", mode)
+                yield Case(f"sweep-{axis}", shape, "projected", mode, share=0.5)
 
 
 def cases(quick: bool = False, only: str | None = None) -> list[Case]:

@@ -163,7 +163,7 @@ class Runner:
                 self._reader = self._reader or Reader()
                 roof = self._reader.measure()
                 calls[READ], groups[READ] = self._reader.readers[roof.reader], "roof"
-            timings = interleave(calls, self.seconds * len(calls), self.min_rounds)
+            timings = interleave(calls, case.share * self.seconds * len(calls), self.min_rounds)
         if self._reader is not None and roof is not None:
             # The roof is the best that was seen before, between or after the timed rounds.
             between = 4 * self._reader.buffer.numel() / min(timings.samples[READ])
@@ -183,9 +183,11 @@ class Runner:
 
     def _build_elsewhere(self, provider: Provider, case: Case) -> tuple[Verdict, Callable[[], Any]]:
         """The same in the provider's own process; a result that is not ours leaves the row be."""
-        worker = self._workers.get(provider.name)
-        if worker is None:
-            worker = self._workers[provider.name] = Worker(dict(provider.process or ()))
+        for each in self.providers:  # all at once: starting takes seconds
+            new = each.name in case.extra and each.name not in self._workers
+            if new and each.process is not None:
+                self._workers[each.name] = Worker(dict(each.process))
+        worker = self._workers[provider.name]
         verdict = worker.build(peers.__name__, provider.name, case.task, case.shape, case.mode)
         if not verdict.passed:
             raise Unavailable(f"its {verdict.where} differs: {verdict.worst:.3g} of the allowed")

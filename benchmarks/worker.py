@@ -163,6 +163,8 @@ class _Server:
 
 
 def _serve() -> None:
+    from . import providers  # noqa: F401  takes seconds: done before the first request
+
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print: what they say is no answer
     server = _Server()
