@@ -134,9 +134,14 @@ def run(options: Options) -> int:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: nothing is called what ``only`` says.
+        ValueError: nothing is called what ``only`` says, or there is no place for the files.
     """
-    require_matplotlib()  # before the minutes, not after them
+    require_matplotlib()  # all that can be wrong before the minutes, not after them
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out must be a folder, got {options.out}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ValueError(f"--json must be in a folder that exists, got {options.json}")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
     start, where = time.perf_counter(), machine()
     if options.note:
@@ -167,7 +172,6 @@ def run(options: Options) -> int:
     file = options.json or options.out
     if options.json is None or file.is_dir():
         file /= f"{slug(where)}.json"
-    options.out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(data, indent=1) + "\n")
     written = [file, *performance.write(data, options.out)]
     print("wrote " + ", ".join(map(str, written)))

@@ -98,8 +98,10 @@ def build(ref: str) -> Side:
         shutil.unpack_archive(archive, folder / "source")
         archive.unlink()
         source = folder / "source"
-        shutil.copytree(source / "bahdanau_fast", built / "bahdanau_fast")
-        shutil.copytree(source / "kernels", built / "bahdanau_fast" / "kernels")
+        for part, where in (("bahdanau_fast", ""), ("kernels", "bahdanau_fast")):
+            if not (source / part).is_dir():
+                raise ValueError(f"{ref} must have a folder {part}, got none")
+            shutil.copytree(source / part, built / where / part)
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(built)]
         done = subprocess.run(
             command,
