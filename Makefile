@@ -12,11 +12,11 @@ CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench budgets gpu-report wheel clean torch-spec
+.PHONY: help venv demo test lint format bench bench-compare peers performance budgets gpu-report wheel clean torch-spec
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: build/.installed  ## set up .venv: torch, the tools, this package (editable, with its C++)
 
@@ -53,8 +53,21 @@ format: venv  ## rewrite the sources in the house style
 	$(BIN)/ruff format $(PY_FILES)
 	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
 
-bench: venv  ## measure against d2l eager and torch.compile, after a parity check
-	$(BIN)/python -m benchmarks
+OUT ?= benchmarks/results
+bench: venv  ## measure against d2l eager, torch.compile and peers; figures to OUT, plots to bench-output
+	@mkdir -p '$(OUT)'
+	$(BIN)/python -m bahdanau_fast bench --json '$(OUT)'
+
+performance: venv  ## write docs/performance.md, its plots and README's table from the committed figures
+	$(BIN)/python -m benchmarks.performance
+
+BASE ?= HEAD
+bench-compare: venv  ## is this working tree slower than BASE=<git ref>? both built, run in turns
+	$(BIN)/python -W ignore -m benchmarks.compare '$(BASE)'
+
+peers: venv  ## install the libraries that the benchmarks compare with, where they can be installed
+	$(BIN)/python -m pip install --no-build-isolation -e '.[peers]' "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')"
+	$(BIN)/python -m pip install --no-deps 'joeynmt>=2.3'
 
 budgets: venv  ## compile the GPU kernels, GPU or not; registers, spills, instructions
 	$(BIN)/python -m benchmarks.budgets
@@ -62,7 +75,6 @@ budgets: venv  ## compile the GPU kernels, GPU or not; registers, spills, instru
 # With the Python that is there and nothing installed: PYTHON=... for one beside .venv's. The
 # package is laid out as installed, kernels/ in its place.
 GPU_PYTHON = $(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
-OUT ?= benchmarks/results
 gpu-report:  ## parity, memory checks and benchmarks on the GPU that is here, into OUT
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
 		{ echo 'gpu-report: no GPU that $(GPU_PYTHON) and its torch can see; nothing is measured' >&2; exit 2; }

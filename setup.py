@@ -328,8 +328,9 @@ class BdistWheel(bdist_wheel):
 
 
 setup(
-    packages=["bahdanau_fast", "bahdanau_fast.seq2seq", "bahdanau_fast.kernels"],
-    package_dir={"bahdanau_fast.kernels": "kernels"},
+    packages=["bahdanau_fast"]
+    + [f"bahdanau_fast.{name}" for name in ("seq2seq", "kernels", "benchmarks")],
+    package_dir={"bahdanau_fast.kernels": "kernels", "bahdanau_fast.benchmarks": "benchmarks"},
     package_data={"bahdanau_fast": ["py.typed"]},
     include_package_data=False,  # else an in-place binary listed by the VCS could enter the wheel
     ext_modules=[

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="bahdanau_fast", description=bahdanau_fast.__doc__.split("\n")[0])
     parser.add_argument("--version", action="version", version=bahdanau_fast.__version__)
-    names = "{info,check,demo,train,translate,evaluate,plot}"
+    names = "{info,check,bench,demo,train,translate,evaluate,plot}"
     commands = parser.add_subparsers(required=True, metavar=names, title="commands")
 
     what = "versions, backends, which one is taken and why the others are not there"
@@ -64,6 +64,24 @@ def _parser() -> argparse.ArgumentParser:
     what = "compare every backend here with the reference, forward and backward"
     command = commands.add_parser("check", help=what, description=what)
     command.set_defaults(command=lambda _: 0 if check() else 1)
+
+    what = "measure against d2l eager, torch.compile and other libraries, after a parity check"
+    command = commands.add_parser("bench", help=what, description=what)
+    command.add_argument("--quick", action="store_true", help="small shapes, short rounds")
+    command.add_argument("--only", metavar="NAME", help="tables or shapes whose name contains this")
+    command.add_argument("--strict", action="store_true", help="a missed bound is exit code 1 too")
+    command.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bench-output"),
+        metavar="DIR",
+        help="where the page and the plots go (default: %(default)s)",
+    )
+    command.add_argument(
+        "--json", type=Path, metavar="FILE", help="where the figures go (default: into DIR)"
+    )
+    command.add_argument("--note", default="", help="kept with the figures, and shown with them")
+    command.set_defaults(command=_bench)
 
     what = "train a date reader with this attention, on made-up data, and compare the backends"
     command = commands.add_parser("demo", help=what, description=what)
@@ -83,6 +101,19 @@ def _parser() -> argparse.ArgumentParser:
 
     add_commands(commands)
     return parser
+
+
+def _bench(options: argparse.Namespace) -> int:
+    try:
+        from bahdanau_fast.benchmarks.command import Options, run
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"bench must find {error.name}, got no such module: "
+            'install the package with its extra, "bahdanau_fast[bench]"'
+        ) from error
+    chosen = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    result: int = run(Options(**chosen))
+    return result
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -17,8 +17,9 @@ from bahdanau_fast.ops import TAGS, differentiate_again, library, weights_dtype
 
 __all__ = ["attend", "pays"]
 
-# Multiplications in the two projections up to which one operator beats three (2 CPU cores).
-_LIMIT = 16384
+# Multiplications in the two projections up to which one operator beats three (2 CPU cores,
+# `bench --only choices`); in training it does so for twice as many.
+_LIMIT = 32768
 
 _INPUTS = (
     "Tensor queries, Tensor keys, Tensor values, Tensor w_q, Tensor w_k, Tensor w_v, "

@@ -26,9 +26,10 @@ from triton.compiler import ASTSource
 
 from bahdanau_fast import triton_backward, triton_call, triton_forward
 from bahdanau_fast.kernels import plans
-from benchmarks import cuda_budgets
-from benchmarks.sass import hot
-from benchmarks.shapes import LIST, STEPS_ON_MEMORY
+
+from . import cuda_budgets
+from .sass import hot
+from .shapes import LIST, STEPS_ON_MEMORY
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

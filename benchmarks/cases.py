@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from benchmarks.shapes import LIST, LOOP, MANY_QUERIES, QUICK, SCAN, STEPS_ON_MEMORY, TOY, Shape
+from . import peers
+from .shapes import LIST, LOOP, MANY_QUERIES, QUICK, SCAN, STEPS_ON_MEMORY, SWEEPS, TOY, Shape
 
-__all__ = ["MEMORY_BOUND", "SUBJECT", "TITLES", "Bound", "Case", "cases"]
+__all__ = ["MEMORY_BOUND", "MODES", "SUBJECT", "TITLES", "Bound", "Case", "Mode", "cases"]
 
 Mode = Literal["forward", "graph", "train"]
+MODES = {"forward": "forward", "graph": "forward, graph kept", "train": "forward + backward"}
 
 MEMORY_BOUND = 1.2
 BANDWIDTH_BOUND = 0.8
@@ -38,6 +40,8 @@ TITLES = {
     "many-queries": "Many queries at once",
     "bandwidth": "One step on a projected query, against the DRAM read bandwidth",
     "shapes": "Every shape of the list",
+    **{f"sweep-{axis}": f"After the projections, by {axis}" for axis in SWEEPS},
+    "peers": "Other libraries, each in a process of its own",
     "overhead": "What one call costs at the toy shape: nearly all of it is Python",
 }
 
@@ -64,11 +68,12 @@ class Case:
     mode: Mode = "forward"
     bounds: tuple[Bound, ...] = ()
     extra: tuple[str, ...] = ()  # providers that only rows which name them run
+    share: float = 1.0  # of the time that a row usually gets
 
     @property
-    def key(self) -> tuple[Shape, str, Mode]:
+    def key(self) -> tuple[Shape, str, Mode, tuple[str, ...]]:
         """Rows of one key are measured once."""
-        return self.shape, self.task, self.mode
+        return self.shape, self.task, self.mode, self.extra
 
 
 def _named(*needed: float) -> tuple[Bound, ...]:
@@ -114,18 +119,36 @@ def _overhead_cases() -> Iterator[Case]:
     yield Case("overhead", replace(TOY, lens="none"), "full")
 
 
+def _peer_cases() -> Iterator[Case]:
+    by_name = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
+    for task, name in (
+        ("projected", "d2l-nmt"),
+        ("projected", "parallel-4"),
+        ("step", "step-64"),
+    ):
+        extra = tuple(peer.name for peer in peers.PROVIDERS if task in peer.builders)
+        yield Case("peers", by_name[name], task, extra=extra)
+
+
+def _sweep_cases(quick: bool) -> Iterator[Case]:
+    modes: tuple[Mode, ...] = ("forward",) if quick else ("forward", "train")
+    for axis, shapes in SWEEPS.items():
+        for mode in modes:
+            for shape in shapes[:3] if quick else shapes:
+                yield Case(f"sweep-{axis}", shape, "projected", mode, share=0.5)
+
+
 def cases(quick: bool = False, only: str | None = None) -> list[Case]:
     """The rows in the order of the tables.
 
     Args:
-        quick: leave out the large shapes, and the compilations that take long.
+        quick: leave out the large shapes, the compilations that take long, and the peers.
         only: keep the rows whose table or shape contains this.
     """
     scan = Case("bandwidth", SCAN, "scan", bounds=(Bound("DRAM", BANDWIDTH_BOUND),))
     found = [*_step_cases(), *_loop_cases(), *_many_queries_cases(), scan]
-    found += [*_shape_cases(quick), *_overhead_cases()]
-    if quick:
-        found = [replace(case, extra=()) for case in found]
+    found += [*_shape_cases(quick), *_overhead_cases(), *_sweep_cases(quick)]
+    found = [replace(case, extra=()) for case in found] if quick else [*found, *_peer_cases()]
     if only:
         found = [case for case in found if only in case.table or only in case.shape.name]
     return found

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.sass import Block, hot
+from .sass import Block, hot
 
 __all__ = ["KINDS", "Kernel", "kernels", "machine_code", "rows", "tool"]
 

@@ -58,7 +58,7 @@ class GpuCase:
 
 def cases() -> list[GpuCase]:
     """The acceptance shapes first, with compiled rivals; then the list of uses."""
-    from benchmarks.shapes import LIST, STEPS_ON_MEMORY, Shape
+    from .shapes import LIST, STEPS_ON_MEMORY, Shape
 
     by_name = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
     wide = Shape("step-256", 256, 1, 400, 512)
@@ -85,8 +85,8 @@ def cases() -> list[GpuCase]:
 def _providers(case: GpuCase) -> list[Any]:
     import torch
 
-    from benchmarks.baselines import compiled
-    from benchmarks.providers import PROVIDERS, Provider, _rewrites
+    from .baselines import compiled
+    from .providers import PROVIDERS, Provider, _rewrites
 
     modes: dict[str, dict[str, Any]] = {
         "compiled reduce-overhead": {"mode": "reduce-overhead"},
@@ -108,7 +108,7 @@ def _providers(case: GpuCase) -> list[Any]:
 def _inputs(case: GpuCase, device: Any) -> Any:
     import torch
 
-    from benchmarks.inputs import draw
+    from .inputs import draw
 
     drawn, dtype = draw(case.shape), getattr(torch, case.dtype)
     moved = {}
@@ -132,8 +132,8 @@ def measure(case: GpuCase, stopwatch: Any, roofs: dict[str, float]) -> dict[str,
     """Times of every provider: called, replayed from a graph, and replayed with a cold L2."""
     import torch
 
-    from benchmarks.gpu_timing import captured
-    from benchmarks.measure import prepare
+    from .gpu_timing import captured
+    from .measure import prepare
 
     inputs = _inputs(case, stopwatch.device)
     calls: dict[str, Callable[[], Any]] = {}
@@ -243,8 +243,8 @@ def peaks(device: Any) -> dict[str, float]:
     """Peak memory of forward and backward over inputs, outputs and gradients, (4,128,128,512)."""
     import torch
 
-    from benchmarks.providers import by_name
-    from benchmarks.shapes import MANY_QUERIES
+    from .providers import by_name
+    from .shapes import MANY_QUERIES
 
     found = {}
     for name in ("d2l eager", "ours op"):
@@ -267,7 +267,7 @@ def machine() -> dict[str, str]:
     """Where and with what the figures were made."""
     import torch
 
-    from benchmarks import report
+    from . import report
 
     where = report.machine()
     if torch.cuda.is_available():
@@ -320,7 +320,7 @@ def main() -> int:
         return 2
     import torch
 
-    from benchmarks.gpu_timing import Stopwatch, read_bandwidth
+    from .gpu_timing import Stopwatch, read_bandwidth
 
     start = time.monotonic()
     stopwatch = Stopwatch(torch.device("cuda"))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Timings
+from .measure import Timings
 
 __all__ = ["Stopwatch", "captured", "read_bandwidth"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.shapes import Shape
+from .shapes import Shape
 
 __all__ = ["Inputs", "draw", "nbytes"]
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.providers import Runnable
+from .providers import Runnable
 
-__all__ = ["Spread", "Timings", "interleave", "prepare"]
+__all__ = ["Spread", "Timings", "interleave", "prepare", "seconds_per_call"]
 
 SAMPLE_SECONDS = 5e-3
 SLOW_SECONDS = 0.05
@@ -91,7 +91,11 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _seconds(call: Callable[[], Any], repeats: int) -> float:
+def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
+    """One sample. A call into another process (:class:`benchmarks.worker.Worker`) times itself."""
+    elsewhere = getattr(call, "seconds", None)
+    if elsewhere is not None:
+        return float(elsewhere(repeats))
     if repeats > 1:
         for _ in range(repeats):  # not timed: caches and threads as the provider before left them
             call()
@@ -120,9 +124,9 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
     with _no_collection():
         repeats, round_seconds = {}, 0.0
         for name, call in calls.items():
-            once = _seconds(call, 1)
+            once = seconds_per_call(call, 1)
             if once < SLOW_SECONDS:  # the first may still have been the warm-up
-                once = min(once, _seconds(call, 1))
+                once = min(once, seconds_per_call(call, 1))
             enough = math.ceil(SAMPLE_SECONDS / max(once, 1e-9))
             repeats[name] = min(500, max(5, enough)) if once < SLOW_SECONDS else 1
             round_seconds += once * repeats[name] * (2 if repeats[name] > 1 else 1) + PAUSE_SECONDS
@@ -133,5 +137,5 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
         for _ in range(rounds):
             for name in order.sample(names, len(names)):
                 time.sleep(PAUSE_SECONDS)
-                samples[name].append(_seconds(calls[name], repeats[name]))
+                samples[name].append(seconds_per_call(calls[name], repeats[name]))
     return Timings(samples)

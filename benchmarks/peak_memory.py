@@ -18,18 +18,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.inputs import draw, nbytes
-from benchmarks.providers import by_name
-from benchmarks.shapes import Shape
+from .inputs import draw, nbytes
+from .providers import by_name
+from .shapes import AXES, SWEEPS, Shape
+from .worker import environment
 
-__all__ = ["Peak", "allocated_growth", "measure"]
+__all__ = ["Peak", "allocated_growth", "growth", "measure"]
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,44 @@ class Peak:
 
 def measure(provider: str, task: str, shape: Shape) -> Peak | str:
     """Measure in a fresh process; or why that failed."""
+    found = _measure(provider, task, [shape])
+    return found if isinstance(found, str) else found[0]
+
+
+def growth(providers: Sequence[str], axes: Sequence[str] = tuple(AXES)) -> list[dict[str, Any]]:
+    """Peaks of forward and backward along the sweeps, a process for each provider.
+
+    Args:
+        providers: names.
+        axes: along which sizes.
+
+    Returns:
+        A dictionary for each point: provider, axis, size and the fields of :class:`Peak`; for a
+        provider that cannot be measured one with ``error``.
+    """
+    points = [(axis, shape) for axis in axes for shape in SWEEPS[axis]]
+    shapes = list(dict.fromkeys(shape for _, shape in points))
+    found: list[dict[str, Any]] = []
+    for name in providers:
+        peaks = _measure(name, "projected", shapes)
+        if isinstance(peaks, str):
+            found.append({"provider": name, "axis": "", "error": peaks})
+            continue
+        of_shape = dict(zip(shapes, peaks, strict=True))
+        for axis, shape in points:
+            size = getattr(shape, AXES[axis])
+            found.append({"axis": axis, "size": size, **asdict(of_shape[shape])})
+    return found
+
+
+def _measure(provider: str, task: str, shapes: Sequence[Shape]) -> list[Peak] | str:
     if not os.access("/proc/self/clear_refs", os.W_OK):
         return "needs a Linux /proc with a resettable high-water mark"
-    arguments = json.dumps({"provider": provider, "task": task, "shape": asdict(shape)})
+    packed = [asdict(shape) for shape in shapes]
+    arguments = json.dumps({"provider": provider, "task": task, "shapes": packed})
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.peak_memory", arguments],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"},
+        [sys.executable, "-W", "ignore", "-m", __spec__.name, arguments],
+        env=environment({"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}),
         capture_output=True,
         text=True,
         check=False,
@@ -69,7 +102,7 @@ def measure(provider: str, task: str, shape: Shape) -> Peak | str:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return lines[-1]
-    return Peak(**json.loads(done.stdout.splitlines()[-1]))
+    return [Peak(**peak) for peak in json.loads(done.stdout.splitlines()[-1])]
 
 
 def _status(field: str) -> int:
@@ -140,5 +173,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Print the peak of one provider as JSON.")
     parser.add_argument("arguments")
     request = json.loads(parser.parse_args().arguments)
-    found = _in_this_process(request["provider"], request["task"], Shape(**request["shape"]))
-    print(json.dumps(asdict(found)))
+    found = [
+        asdict(_in_this_process(request["provider"], request["task"], Shape(**shape)))
+        for shape in request["shapes"]
+    ]
+    print(json.dumps(found))

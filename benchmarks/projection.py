@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from bahdanau_fast import projection
-from benchmarks.measure import interleave
+
+from .measure import interleave
 
 # rows, input features, hidden units
 SIZES = (

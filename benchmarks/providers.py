@@ -29,16 +29,17 @@ import bahdanau_fast as bf
 from bahdanau_fast import backends
 from bahdanau_fast.functional import attend_projected
 from bahdanau_fast.memory import ProjectedKeys, project
-from benchmarks import baselines
-from benchmarks.baselines import CourseAttention, Unavailable, compiled
-from benchmarks.inputs import Inputs
-from benchmarks.shapes import DECODE_STEPS, Shape
+
+from . import baselines
+from .baselines import CourseAttention, Unavailable, compiled
+from .inputs import Inputs
+from .shapes import DECODE_STEPS, Shape
 
 __all__ = ["PROVIDERS", "TASKS", "Group", "Provider", "Runnable", "by_name", "decode"]
 __all__ += ["Unavailable", "eager_too_large"]
 
 TASKS = ("full", "again", "step", "projected", "scan", "loop")
-Group = Literal["eager", "compiled", "ours"]
+Group = Literal["eager", "compiled", "ours", "peer"]
 Outputs = tuple[Tensor, Tensor]
 Step = Callable[[Tensor], Outputs]
 
@@ -61,6 +62,7 @@ class Provider:
     group: Group
     builders: dict[str, Callable[[Inputs], Runnable]]
     on_demand: bool = False  # slow to build and seldom the best: only in rows that name it
+    process: tuple[tuple[str, str], ...] | None = None  # variables of a process of its own
 
     def build(self, task: str, inputs: Inputs) -> Runnable:
         return self.builders[task](inputs)

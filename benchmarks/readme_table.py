@@ -1,65 +1,30 @@
-"""The table of README.md, from the figures of a run.
-
-``python -m benchmarks --json FILE`` measures, ``python -m benchmarks.readme_table FILE`` prints.
-"""
+"""The table of README.md and of docs/performance.md's first lines, from the figures of a run."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-ROWS = {
-    ("step", "step", "forward"): "one decoder step, keys projected",
-    ("loop", "loop", "forward"): "unchanged d2l loop of 50 steps",
-    ("loop", "loop", "train"): "the same, forward and backward",
-    ("many-queries", "projected", "forward"): "many queries, after the projections",
-    ("many-queries", "projected", "train"): "the same, forward and backward",
-    ("many-queries", "full", "forward"): "many queries, projections included",
-    ("many-queries", "full", "train"): "the same, forward and backward",
-    ("overhead", "full", "forward"): "toy call",
-    ("overhead", "full", "train"): "the same, forward and backward",
-}
-OURS = ("ours module", "ours memory", "ours op")
+from .report import markdown
+from .summary import SPEEDUPS, Speedup, fastest_in_shapes, milliseconds, shape_text, speedups
+
+__all__ = ["lines"]
 
 
-def _line(row: dict[str, Any], what: str) -> str:
-    seconds = {name: spread["median"] for name, spread in row["seconds"].items()}
-    ours = next(seconds[name] for name in OURS if name in seconds)
-    d2l = seconds["d2l eager"]
-    others = {name: time for name, time in seconds.items() if not name.startswith("ours")}
-    best = min(others, key=others.__getitem__)
-    shape = ", ".join(str(row["shape"][size]) for size in ("batch", "queries", "keys", "hidden"))
-    cells = [
-        f"{what} ({shape})",
-        f"{1e3 * d2l:.3g} ms",
-        f"{1e3 * others[best]:.3g} ms ({best})",
-        f"{1e3 * ours:.3g} ms",
-        f"{d2l / ours:.1f}x",
-        f"{others[best] / ours:.1f}x",
+def _cells(row: Speedup) -> list[str]:
+    best = min(row.others, key=row.others.__getitem__)
+    d2l = row.others["d2l eager"]
+    return [
+        f"{row.what} {shape_text(row.shape)}",
+        f"{milliseconds(d2l)} ms",
+        f"{milliseconds(row.others[best])} ms ({best})",
+        f"{milliseconds(row.seconds)} ms",
+        f"{d2l / row.seconds:.1f}x",
+        f"{row.others[best] / row.seconds:.1f}x",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
-def main() -> None:
-    """Print machine and table in Markdown."""
-    data = json.loads(Path(sys.argv[1]).read_text())
-    about = data["machine"]
-    where = f"{about['cpu']}, {about['cores']}, torch {about['torch']}"
-    print(f"fp32, {where}, commit {about['commit']}\n")
-    print(
-        "| what (B, Tq, Tk, H) | d2l, eager | fastest baseline | ours | against d2l | against it |"
-    )
-    print("|---|---|---|---|---|---|")
-    seen = set()
-    for row in data["rows"]:
-        key = (row["table"], row["task"], row["mode"])
-        name = (*key, row["shape"]["name"])
-        if key in ROWS and row.get("seconds") and name not in seen:
-            seen.add(name)
-            print(_line(row, ROWS[key]))
-
-
-if __name__ == "__main__":
-    main()
+def lines(data: dict[str, Any]) -> list[str]:
+    """The table in Markdown, of the rows the run has, and a sentence on all the others."""
+    heads = ["what (B, Tq, Tk, H)", "d2l, eager", "fastest baseline", "ours", "against d2l"]
+    rows = [row for row in speedups(data, SPEEDUPS) if "d2l eager" in row.others]
+    return [*markdown([*heads, "against it"], map(_cells, rows)), "", fastest_in_shapes(data)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,14 +13,24 @@ from typing import Any
 import torch
 
 import bahdanau_fast as bf
-from benchmarks.cases import MEMORY_BOUND, SUBJECT
-from benchmarks.measure import Spread
-from benchmarks.peak_memory import Peak
-from benchmarks.run import Check, Row, check
 
-__all__ = ["as_json", "machine", "memory_lines", "table_lines"]
+from .cases import MEMORY_BOUND, MODES, SUBJECT
+from .choices import SLACK
+from .measure import Spread
+from .peak_memory import Peak
+from .run import Check, Row, check
+from .summary import milliseconds
 
-MODES = {"forward": "forward", "graph": "forward, graph kept", "train": "forward + backward"}
+__all__ = [
+    "as_json",
+    "choice_cells",
+    "choice_lines",
+    "machine",
+    "markdown",
+    "memory_lines",
+    "slug",
+    "table_lines",
+]
 
 
 def machine() -> dict[str, str]:
@@ -41,10 +52,22 @@ def machine() -> dict[str, str]:
 
 
 def _cpu_model() -> str:
+    """Its name; an AMD EPYC of a cloud says no more than that, so its family and model too."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    pairs = (line.partition(":") for line in reversed(lines))
+    told = {name.strip(): value.strip() for name, _, value in pairs}
+    if "model name" not in told:
+        return platform.processor() or platform.machine()
+    numbers = f"family {told.get('cpu family', '?')}, model {told.get('model', '?')}"
+    return f"{told['model name']} ({numbers})"
+
+
+def slug(where: dict[str, str]) -> str:
+    """What the file of a machine's figures is called: its processor and cores."""
+    model = where["cpu"].partition("(")[0].partition("@")[0]
+    words = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
+    return f"cpu-{words}-{where['cores'].split()[0]}cores"
 
 
 def _commit() -> str:
@@ -63,14 +86,14 @@ def _commit() -> str:
 
 
 def _ms(spread: Spread) -> str:
-    parts = [f"{1e3 * seconds:.3g}" for seconds in (spread.median, spread.p20, spread.p80)]
+    parts = [milliseconds(seconds) for seconds in (spread.median, spread.p20, spread.p80)]
     return f"{parts[0]} ({parts[1]}-{parts[2]})"
 
 
 def table_lines(rows: list[Row]) -> list[str]:
     """A table of milliseconds, median (p20-p80), then a line for each bound and each gap."""
     names = list(dict.fromkeys(name for row in rows for name in (*row.groups, *row.skipped)))
-    lines = _markdown(["B,Tq,Tk,H", "what", *names], (_cells(row, names) for row in rows))
+    lines = markdown(["B,Tq,Tk,H", "what", *names], (_cells(row, names) for row in rows))
     for row in rows:
         what = f"{row.case.shape}, {row.case.task}, {MODES[row.case.mode]}"
         for name, verdict in row.failed.items():
@@ -130,10 +153,38 @@ def memory_lines(peaks: dict[str, Peak | str]) -> list[str]:
                 f"needs at most {MEMORY_BOUND}x"
             )
     heads = ["provider", "inputs + outputs + gradients", "peak, resident", "peak, torch", "factor"]
-    return _markdown(heads, cells) + lines
+    return markdown(heads, cells) + lines
 
 
-def _markdown(heads: list[str], rows: Iterable[list[str]]) -> list[str]:
+def choice_cells(found: list[dict[str, Any]]) -> list[list[str]]:
+    """A row of cells for each choice: what, sizes, taken, over the best, every way's time."""
+    cells = []
+    for choice in found:
+        times = {name: Spread(**spread) for name, spread in sorted(choice["seconds"].items())}
+        ways = "; ".join(f"{name} {_ms(time)}" for name, time in times.items())
+        behind = f"{choice['behind']['median']:.2f}"
+        cells.append([choice["what"], _sizes(choice), choice["takes"], behind, ways])
+    return cells
+
+
+def _sizes(choice: dict[str, Any]) -> str:
+    return ",".join(str(choice["shape"][key]) for key in ("batch", "queries", "keys", "hidden"))
+
+
+def choice_lines(found: list[dict[str, Any]]) -> list[str]:
+    """The table of choices, and a line for each that is more than the slack behind."""
+    heads = ["choice", "B,Tq,Tk,H", "auto takes", "over the best", "ms, median (p20-p80)"]
+    missed = [
+        f"FAIL  {choice['what']} at {_sizes(choice)}: {choice['takes']} takes "
+        f"{choice['behind']['median']:.2f}x as long as {choice['best']}; may take {SLACK:.2f}x"
+        for choice in found
+        if choice["behind"]["median"] > SLACK
+    ]
+    return markdown(heads, choice_cells(found)) + missed
+
+
+def markdown(heads: list[str], rows: Iterable[list[str]]) -> list[str]:
+    """A table whose columns line up."""
     table = [heads, *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(heads))]
     lines = [

@@ -1,8 +1,14 @@
-"""The DRAM read bandwidth of this machine, measured beside what it is compared with."""
+"""The roofs of this machine, measured beside what they are compared with.
+
+What a kernel can be held by: reading DRAM, the multiply-add pipes, and whatever stands for the
+special functions of the formula. On a CPU that is no unit of its own: our kernels divide, a quarter
+of a division per element; code that keeps the tanh pays for the library's vectorised one.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
 import tempfile
@@ -14,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Bandwidth", "Reader"]
+__all__ = ["Bandwidth", "Reader", "compute_roofs"]
 
 BUFFER_BYTES = 768 << 20
 
@@ -31,7 +37,24 @@ float read_all(const float* x, long n) {
   for (; i < n; ++i) total += x[i];
   return total;
 }
+typedef float v16 __attribute__((vector_size(64)));
+#define CHAINS 12
+#define LOOP(NAME, STEP)                                              \
+  float NAME(const float* x, long n) {                                \
+    v16 sums[CHAINS], a = {0}, b = {0};                               \
+    for (int k = 0; k < 16; ++k) a[k] = x[0], b[k] = x[1];            \
+    for (int j = 0; j < CHAINS; ++j) sums[j] = a + (float)j;          \
+    for (long i = 0; i < n; ++i)                                      \
+      for (int j = 0; j < CHAINS; ++j) sums[j] = STEP;                \
+    float total = 0;                                                  \
+    for (int j = 0; j < CHAINS; ++j)                                  \
+      for (int k = 0; k < 16; ++k) total += sums[j][k];               \
+    return total;                                                     \
+  }
+LOOP(multiply_add, sums[j] * a + b)
+LOOP(divide, b / sums[j])
 """
+_PER_ROUND = 12 * 16  # CHAINS vectors of 16
 
 
 @dataclass(frozen=True)
@@ -50,8 +73,9 @@ class Reader:
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads)
         self.readers: dict[str, Callable[[], object]] = {"torch.sum": self.buffer.sum}
-        kernel = _build()
-        if kernel is not None:
+        built = _build()
+        if built is not None:
+            kernel = built["read_all"]
             self.readers["C sum, one thread per core"] = lambda: self._read(kernel)
 
     def _read(self, kernel: Callable[[int, int], float]) -> float:
@@ -74,18 +98,61 @@ class Reader:
         return best
 
 
-def _build() -> Callable[[int, int], float] | None:
+def compute_roofs(seconds: float = 0.3) -> dict[str, float]:
+    """Elements per second that all cores do together, of what is in registers or caches.
+
+    ``multiply_add`` and ``divide`` in fp32 registers, where there is a C compiler; ``tanh`` is
+    ``torch.tanh`` on 256 KiB per thread.
+
+    Args:
+        seconds: for each of them, about.
+    """
+    threads = torch.get_num_threads()
+    x = torch.full((threads * (1 << 16),), 0.5)
+    out = torch.empty_like(x)
+    constants = torch.tensor([0.999, 0.001])  # the sums neither grow nor become denormal
+    calls: dict[str, tuple[Callable[[], object], int]] = {}
+    rounds = 500_000
+    with ThreadPoolExecutor(threads) as pool:
+        for name, kernel in (_build() or {}).items():
+            if name != "read_all":
+
+                def run(kernel: Callable[[int, int], float] = kernel) -> object:
+                    given = [constants.data_ptr()] * threads
+                    return list(pool.map(lambda at: kernel(at, rounds), given))
+
+                calls[name] = (run, rounds * _PER_ROUND * threads)
+        calls["tanh"] = (lambda: torch.tanh(x, out=out), x.numel())
+        return {name: work / _fastest(call, seconds) for name, (call, work) in calls.items()}
+
+
+def _fastest(call: Callable[[], object], seconds: float) -> float:
+    call()
+    end, best = time.perf_counter() + seconds, float("inf")
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+@functools.cache
+def _build() -> dict[str, Callable[[int, int], float]] | None:
+    """The C functions, or None without a compiler."""
     compiler = shutil.which("gcc") or shutil.which("g++")
     if compiler is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder, "read.c"), Path(folder, "read.so")
+        source, binary = Path(folder, "roofs.c"), Path(folder, "roofs.so")
         source.write_text(_SOURCE)
         command = [compiler, "-x", "c", "-O3", "-march=native", "-shared", "-fPIC"]
         done = subprocess.run([*command, str(source), "-o", str(binary)], check=False)
         if done.returncode != 0:
             return None
-        function = ctypes.CDLL(str(binary)).read_all
-    function.restype, function.argtypes = ctypes.c_float, [ctypes.c_void_p, ctypes.c_long]
-    typed: Callable[[int, int], float] = function
-    return typed
+        library = ctypes.CDLL(str(binary))
+    functions: dict[str, Callable[[int, int], float]] = {}
+    for name in ("read_all", "multiply_add", "divide"):
+        function = getattr(library, name)
+        function.restype, function.argtypes = ctypes.c_float, [ctypes.c_void_p, ctypes.c_long]
+        functions[name] = function
+    return functions

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import SUBJECT, Bound, Case
-from benchmarks.gate import Oracle, Verdict, family
-from benchmarks.inputs import Inputs, draw
-from benchmarks.measure import Spread, Timings, interleave, prepare
-from benchmarks.providers import PROVIDERS, Provider, Unavailable, eager_too_large
-from benchmarks.roofs import Bandwidth, Reader
-from benchmarks.shapes import Shape
+from . import peers
+from .cases import SUBJECT, Bound, Case
+from .gate import Oracle, Verdict, family
+from .inputs import Inputs, draw
+from .measure import Spread, Timings, interleave, prepare
+from .providers import PROVIDERS, Provider, Unavailable, eager_too_large
+from .roofs import Bandwidth, Reader
+from .shapes import Shape
+from .worker import Worker, WorkerError
 
 __all__ = ["Check", "Row", "Runner", "check"]
 
@@ -96,9 +98,12 @@ def _share(row: Row, subject: str) -> Spread | None:
 
 @dataclass
 class Runner:
-    """Measures cases one after the other; inputs and oracles of the current shape are shared."""
+    """Measures cases one after the other; inputs and oracles of the current shape are shared.
 
-    providers: Sequence[Provider] = PROVIDERS
+    A context: at its end the processes of the providers that have one are ended.
+    """
+
+    providers: Sequence[Provider] = (*PROVIDERS, *peers.PROVIDERS)
     seconds: float = SECONDS_PER_PROVIDER
     min_rounds: int = 5
     _rows: dict[tuple[Any, ...], Row] = field(default_factory=dict)
@@ -106,6 +111,14 @@ class Runner:
     _inputs: Inputs | None = None
     _oracles: dict[tuple[str, bool], Oracle] = field(default_factory=dict)
     _reader: Reader | None = None
+    _workers: dict[str, Worker] = field(default_factory=dict)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._workers:
+            self._workers.popitem()[1].close()
 
     def row(self, case: Case) -> Row:
         """Measure a case, or hand out what was measured for an equal one."""
@@ -128,21 +141,21 @@ class Runner:
         with torch.set_grad_enabled(case.mode != "forward"):
             for provider in self.providers:
                 reason = _why_not(provider, case)
-                if reason is None:
-                    try:
-                        runnable = provider.build(case.task, inputs)
-                    except Unavailable as error:
-                        reason = str(error)
                 if reason is not None:
                     if reason:
                         skipped[provider.name] = reason
                     continue
-                if case.task == "again":
-                    runnable.forward()  # the gated call is one that has seen its keys before
-                verdict = oracle.check(runnable, provider.group, train)
+                try:
+                    if provider.process is None:
+                        verdict, call = self._build(provider, case, inputs, oracle)
+                    else:
+                        verdict, call = self._build_elsewhere(provider, case)
+                except (Unavailable, WorkerError) as error:
+                    skipped[provider.name] = str(error)
+                    continue
                 verdicts[provider.name] = verdict
                 groups[provider.name] = provider.group
-                calls[provider.name] = prepare(runnable, train, inputs.grad_context)
+                calls[provider.name] = call
             if not calls or not all(verdict.passed for verdict in verdicts.values()):
                 return Row(case, None, groups, skipped, verdicts)
             roof = None
@@ -150,13 +163,35 @@ class Runner:
                 self._reader = self._reader or Reader()
                 roof = self._reader.measure()
                 calls[READ], groups[READ] = self._reader.readers[roof.reader], "roof"
-            timings = interleave(calls, self.seconds * len(calls), self.min_rounds)
+            timings = interleave(calls, case.share * self.seconds * len(calls), self.min_rounds)
         if self._reader is not None and roof is not None:
             # The roof is the best that was seen before, between or after the timed rounds.
             between = 4 * self._reader.buffer.numel() / min(timings.samples[READ])
             rates = (roof, Bandwidth(between, roof.reader), self._reader.measure())
             roof = max(rates, key=lambda rate: rate.bytes_per_second)
         return Row(case, timings, groups, skipped, verdicts, roof)
+
+    def _build(
+        self, provider: Provider, case: Case, inputs: Inputs, oracle: Oracle
+    ) -> tuple[Verdict, Callable[[], Any]]:
+        train = case.mode == "train"
+        runnable = provider.build(case.task, inputs)
+        if case.task == "again":
+            runnable.forward()  # the gated call is one that has seen its keys before
+        verdict = oracle.check(runnable, provider.group, train)
+        return verdict, prepare(runnable, train, inputs.grad_context)
+
+    def _build_elsewhere(self, provider: Provider, case: Case) -> tuple[Verdict, Callable[[], Any]]:
+        """The same in the provider's own process; a result that is not ours leaves the row be."""
+        for each in self.providers:  # all at once: starting takes seconds
+            new = each.name in case.extra and each.name not in self._workers
+            if new and each.process is not None:
+                self._workers[each.name] = Worker(dict(each.process))
+        worker = self._workers[provider.name]
+        verdict = worker.build(peers.__name__, provider.name, case.task, case.shape, case.mode)
+        if not verdict.passed:
+            raise Unavailable(f"its {verdict.where} differs: {verdict.worst:.3g} of the allowed")
+        return verdict, worker
 
     def _draw(self, shape: Shape) -> Inputs:
         if shape != self._shape or self._inputs is None:

@@ -35,8 +35,9 @@ from bahdanau_fast.seq2seq.commands import TRAINING
 from bahdanau_fast.seq2seq.compare import compare_training, relative_difference
 from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
 from bahdanau_fast.seq2seq.text import tokenize
-from benchmarks.measure import Spread, interleave
-from benchmarks.report import machine
+
+from .measure import Spread, interleave
+from .report import machine
 
 HIDDEN = (32, 256, 512)
 SENTENCES = 64

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = [
+    "AXES",
     "DECODE_STEPS",
     "LIST",
     "LOOP",
@@ -13,6 +14,7 @@ __all__ = [
     "QUICK",
     "SCAN",
     "STEPS_ON_MEMORY",
+    "SWEEPS",
     "TOY",
     "Shape",
 ]
@@ -103,5 +105,23 @@ STEPS_ON_MEMORY = (
 
 # The course decoder always passes lengths; full ones, so that there is no padding to skip.
 LOOP = Shape("loop-64", 64, 1, 50, 512, lens="full")
+
+_CENTRE = Shape("sweep", 4, 16, 256, 256)
+
+
+def _along(field: str, *sizes: int) -> tuple[Shape, ...]:
+    values = {"value_size": _CENTRE.value_size}  # the outputs stay as they are, whatever H is
+    return tuple(replace(_CENTRE, **{field: size, **values}) for size in sizes)
+
+
+# One size at a time by factors of four, the others as in the middle of all of them.
+SWEEPS = {
+    "Tk": _along("keys", 16, 64, 256, 1024, 4096),
+    "Tq": _along("queries", 1, 4, 16, 64, 256),
+    "H": _along("hidden", 16, 64, 256, 1024),
+    "B": _along("batch", 1, 4, 16, 64),
+}
+# The field of a shape that each of them changes.
+AXES = {"Tk": "keys", "Tq": "queries", "H": "hidden", "B": "batch"}
 
 QUICK = ("d2l-toy", "d2l-nmt", "ocr", "pointer-generator")

@@ -14,11 +14,11 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.gate import Oracle
-from benchmarks.inputs import Inputs, draw
-from benchmarks.measure import prepare
-from benchmarks.providers import PROVIDERS, Provider, Unavailable, eager_too_large
-from benchmarks.shapes import LIST, QUICK, Shape
+from .gate import Oracle
+from .inputs import Inputs, draw
+from .measure import prepare
+from .providers import PROVIDERS, Provider, Unavailable, eager_too_large
+from .shapes import LIST, QUICK, Shape
 
 WANTED = os.environ.get("BENCH_SHAPES", ",".join(QUICK)).split(",")
 SHAPES = [shape for shape in LIST if shape.name in WANTED or WANTED == ["all"]]

@@ -27,10 +27,11 @@ from bahdanau_fast.seq2seq import (
     Seq2SeqEncoder,
     masked_cross_entropy,
 )
-from benchmarks.baselines import CourseAttention
-from benchmarks.measure import Timings, interleave
-from benchmarks.peak_memory import allocated_growth
-from benchmarks.report import machine
+
+from .baselines import CourseAttention
+from .measure import Timings, interleave
+from .peak_memory import allocated_growth
+from .report import machine
 
 __all__ = ["SETTINGS", "Setting", "compare", "lines"]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import peak_memory, report
+from benchmarks import peak_memory, peers, report
 from benchmarks.cases import SUBJECT, TRAINED, Bound, Case, cases
 from benchmarks.gate import Oracle
 from benchmarks.inputs import draw
@@ -180,13 +180,14 @@ def test_shapes_are_well_formed():
 
 
 def test_every_row_has_somebody_to_compare_and_quick_is_a_part_of_all():
+    everybody = (*PROVIDERS, *peers.PROVIDERS)
     for case in cases():
-        names = [provider.name for provider in PROVIDERS if case.task in provider.builders]
+        names = [provider.name for provider in everybody if case.task in provider.builders]
         assert SUBJECT[case.task] in names
         assert set(case.extra) <= set(names)
         assert len(names) > 1
-    everything = {case.key for case in cases()}
-    assert {case.key for case in cases(quick=True)} < everything
+    everything = {case.key[:3] for case in cases()}
+    assert {case.key[:3] for case in cases(quick=True)} < everything
     assert {case.table for case in cases(only="loop")} == {"loop"}
 
 

@@ -113,19 +113,29 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, capsys):
     assert "error: " in captured.err
 
 
-def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_2(tmp_path, capsys):
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_2(command, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert cli.main(["demo", "--out", str(tmp_path / "file")]) == 2
+    assert cli.main([command, "--out", str(tmp_path / "file")]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert "--out must be a folder" in captured.err
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_missing_matplotlib_is_said_before_any_work(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_missing_matplotlib_is_said_before_any_work(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 2
+    assert cli.main([command, "--out", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert 'pip install "bahdanau_fast[demo]"' in captured.err
     assert not (tmp_path / "out").exists()
+
+
+def test_bench_without_its_code_is_one_line_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "bahdanau_fast.benchmarks.command", None)
+    assert cli.main(["bench"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert "bench must find bahdanau_fast.benchmarks.command" in captured.err

@@ -1,0 +1,196 @@
+"""Where "auto" changes its mind, and whether it was right: every way it could have gone, in turns.
+
+A choice is made by sizes, at a limit somewhere in the package. On both sides of each limit all ways
+are taken by force and timed; what auto takes may not be more than ``SLACK`` behind the best.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import bahdanau_fast as bf
+from bahdanau_fast import backends, memory, projection, small
+from bahdanau_fast.functional import attend_projected
+
+from .gate import Oracle
+from .inputs import Inputs, draw
+from .measure import interleave
+from .providers import Runnable
+from .shapes import MANY_QUERIES, TOY, Shape
+
+__all__ = ["CHOICES", "SLACK", "Choice", "measure"]
+
+SLACK = 1.10
+Way = Callable[[Inputs], Callable[[], Any]]
+_NEVER, _ALWAYS = 0, sys.maxsize
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A limit of auto's.
+
+    Attributes:
+        what: is chosen, in words.
+        task: of the providers, for the parity check.
+        ways: how to take each by force.
+        takes: the way auto takes on some inputs.
+        shapes: on both sides of the limit.
+    """
+
+    what: str
+    task: str
+    ways: dict[str, Way]
+    takes: Callable[[Inputs], str]
+    shapes: tuple[Shape, ...]
+
+
+def _op(backend: str | None, limit: int | None = None) -> Way:
+    """The function on raw queries and keys, with the limit of the one operator moved."""
+
+    def way(inputs: Inputs) -> Callable[[], Any]:
+        arguments = (inputs.queries, inputs.keys, inputs.values, inputs.w_q, inputs.w_k, inputs.w_v)
+
+        def call() -> Any:
+            if limit is not None:
+                small._LIMIT = limit
+            return bf.additive_attention(*arguments, inputs.valid_lens, backend=backend)
+
+        return call
+
+    return way
+
+
+def _project(limits: tuple[int, int]) -> Way:
+    def way(inputs: Inputs) -> Callable[[], Any]:
+        def call() -> Any:
+            projection._LEAST_WORK, projection._LEAST_ROWS = limits
+            return projection.linear(inputs.keys, inputs.w_k)
+
+        return call
+
+    return way
+
+
+def _attend(tiny: int, many: int) -> Way:
+    """A step on projected keys, with the limits of the kept table moved."""
+
+    def way(inputs: Inputs) -> Callable[[], Any]:
+        before = memory.TINY, memory.MANY_QUERIES
+        memory.TINY, memory.MANY_QUERIES = tiny, many
+        keys = memory.project(inputs.projected_keys, "cpu", inputs.queries.shape[1])
+        memory.TINY, memory.MANY_QUERIES = before
+        rest = (inputs.values, inputs.w_v.detach(), inputs.valid_lens, 0.0, True, "cpu")
+        return lambda: attend_projected(inputs.projected_queries, keys, *rest)
+
+    return way
+
+
+def _operators(inputs: Inputs) -> str:
+    return "one" if small.pays(inputs.queries, inputs.keys, len(inputs.w_q)) else "three"
+
+
+def _keeps(inputs: Inputs) -> str:
+    keys = memory.project(inputs.projected_keys, "cpu", inputs.queries.shape[1])
+    return "made anew" if keys.table is None else "kept"
+
+
+def _tiny(keys: int) -> Shape:
+    return replace(TOY, name="tiny", keys=keys, lens="none")
+
+
+def _rows(batch: int) -> Shape:
+    return Shape("rows", batch, 1, 1, 512)
+
+
+CHOICES = (
+    Choice(
+        "backend",
+        "full",
+        {"cpu": _op("cpu"), "reference": _op("reference")},
+        lambda inputs: backends.resolve(inputs.keys.device),
+        (TOY, Shape("one", 1, 1, 1, 1), MANY_QUERIES[0], Shape("long", 1, 1, 4000, 64)),
+    ),
+    Choice(
+        "operators of a call",
+        "full",
+        {"one": _op(None, _ALWAYS), "three": _op(None, _NEVER)},
+        lambda inputs: (
+            "one" if small.pays(inputs.queries, inputs.keys, len(inputs.w_q)) else "three"
+        ),
+        (
+            _tiny(10),
+            *(Shape("small", 8, 1, keys, 16) for keys in (2, 7, 14, 56, 224)),
+            *(Shape("narrow", 2, 1, keys, 32) for keys in (2, 7, 14, 56, 224)),
+        ),
+    ),
+    Choice(
+        "matrix product of the projection",
+        "",
+        {"MKL": _project((_ALWAYS, _ALWAYS)), "oneDNN": _project((0, 0))},
+        lambda inputs: "oneDNN" if projection._pays(inputs.keys, inputs.w_k) else "MKL",
+        tuple(map(_rows, (1, 2, 4, 8, 64, 1024))),
+    ),
+    Choice(
+        "table of exponentials for steps on a memory",
+        "projected",
+        {"kept": _attend(_NEVER, _ALWAYS), "made anew": _attend(_ALWAYS, _ALWAYS)},
+        _keeps,
+        (
+            *(Shape("memory", 2, 1, keys, 64) for keys in (4, 8, 16, 32, 128)),
+            Shape("memory", 8, 1, 400, 512),
+        ),
+    ),
+)
+
+
+def measure(seconds: float = 0.15, choices: tuple[Choice, ...] = CHOICES) -> list[dict[str, Any]]:
+    """Every way of every choice on its shapes; empty where there is no C++ to choose.
+
+    Args:
+        seconds: of timing, per way.
+        choices: which.
+
+    Raises:
+        RuntimeError: a way's result fails parity.
+    """
+    if backends.resolve(torch.device("cpu")) != "cpu":
+        return []
+    limits = small._LIMIT, projection._LEAST_WORK, projection._LEAST_ROWS
+    wanted = [(choice, shape) for choice in choices for shape in choice.shapes]
+    found = []
+    try:
+        with torch.no_grad(), tqdm(wanted, disable=not sys.stderr.isatty()) as bar:
+            for choice, shape in bar:
+                bar.set_description(f"{choice.what} {shape.name}")
+                small._LIMIT, projection._LEAST_WORK, projection._LEAST_ROWS = limits
+                found.append(_measure(choice, shape, seconds))
+    finally:
+        small._LIMIT, projection._LEAST_WORK, projection._LEAST_ROWS = limits
+    return found
+
+
+def _measure(choice: Choice, shape: Shape, seconds: float) -> dict[str, Any]:
+    inputs = draw(shape)
+    taken = choice.takes(inputs)
+    calls = {name: way(inputs) for name, way in choice.ways.items()}
+    if choice.task:
+        oracle = Oracle(inputs, shape, choice.task, False)
+        for name, call in calls.items():
+            if not oracle.check(Runnable(call, ()), "ours", False).passed:
+                raise RuntimeError(f"{choice.what}, {name}: parity fails at {shape}")
+    timings = interleave(calls, seconds * len(calls))
+    best = timings.fastest(list(calls))
+    return {
+        "what": choice.what,
+        "shape": asdict(shape),
+        "takes": taken,
+        "best": best,
+        "seconds": {name: asdict(timings.time(name)) for name in calls},
+        "behind": asdict(timings.ratio(taken, best)),
+    }

@@ -1,0 +1,178 @@
+"""``python -m bahdanau_fast bench``: every table, one interleaved run, parity checked first."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bahdanau_fast.seq2seq.plots import require_matplotlib
+
+from . import choices, performance
+from .cases import MEMORY_BOUND, TITLES, cases
+from .peak_memory import Peak, growth, measure
+from .report import as_json, choice_lines, machine, memory_lines, slug, table_lines
+from .roofs import Reader, compute_roofs
+from .run import Row, Runner, check
+from .shapes import MANY_QUERIES
+from .summary import roofs_of
+
+__all__ = ["Options", "run"]
+
+PEAKS = (
+    ("d2l eager", "projected"),
+    ("compiled", "projected"),
+    ("ours op", "projected"),
+    ("ours module", "full"),
+)
+GROWING = ("d2l eager", "compiled", "ours op")
+MEMORY, CHOICES, ROOFS = "peak-memory", "choices", "roofs"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured, and where it is written.
+
+    Attributes:
+        quick: small shapes, short rounds, no peers.
+        only: tables or shapes whose name contains this.
+        strict: a missed bound is exit code 1 too.
+        out: folder for the page and the plots.
+        json: file for the figures, or a folder for a file named after the machine; None for the
+            same in ``out``.
+        note: kept with the figures and shown wherever they are.
+    """
+
+    quick: bool = False
+    only: str | None = None
+    strict: bool = False
+    out: Path = Path("bench-output")
+    json: Path | None = None
+    note: str = ""
+
+
+def _wanted(options: Options, name: str) -> bool:
+    return not options.only or options.only in name
+
+
+def _measure_tables(options: Options) -> list[Row]:
+    runner = Runner(seconds=0.05, min_rounds=3) if options.quick else Runner()
+    wanted = cases(options.quick, options.only)
+    rows: list[Row] = []
+    bar = tqdm(total=len(wanted), disable=not sys.stderr.isatty(), file=sys.stderr)
+    with runner, bar:
+        for table, group in itertools.groupby(wanted, key=lambda case: case.table):
+            done: list[Row] = []
+            for case in group:
+                bar.set_description(f"{table} {case.shape.name} {case.task} {case.mode}")
+                done.append(runner.row(case))
+                bar.update()
+            bar.write(f"\n{TITLES[table]}; ms, median (p20-p80)\n", file=sys.stdout)
+            bar.write("\n".join(table_lines(done)), file=sys.stdout)
+            sys.stdout.flush()
+            rows += done
+    return rows
+
+
+def _measure_memory(options: Options) -> tuple[dict[str, Peak | str], list[dict[str, Any]]]:
+    if not _wanted(options, MEMORY):
+        return {}, []
+    shape = MANY_QUERIES[0]
+    peaks = {f"{name}, {task}": measure(name, task, shape) for name, task in PEAKS}
+    print(f"\nPeak memory of forward and backward at {shape}\n")
+    print("\n".join(memory_lines(peaks)), flush=True)
+    return peaks, growth(GROWING, ("H",) if options.quick else ("Tk", "Tq", "H", "B"))
+
+
+def _measure_choices(options: Options) -> list[dict[str, Any]]:
+    if not _wanted(options, CHOICES):
+        return []
+    found = choices.measure(0.02 if options.quick else 0.15)
+    print("\nWhat auto chooses near its limits, every way timed\n")
+    print("\n".join(choice_lines(found)), flush=True)
+    return found
+
+
+def _measure_roofs(options: Options) -> dict[str, Any]:
+    if not _wanted(options, ROOFS):
+        return {}
+    return roofs_of(compute_roofs(), Reader().measure().bytes_per_second)
+
+
+def _best(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The higher of two measurements of each roof."""
+    if not first:
+        return {}
+    rates = {name: max(rate, second["rates"][name]) for name, rate in first["rates"].items()}
+    return roofs_of(rates, max(first["dram_read"], second["dram_read"]))
+
+
+def _summary(
+    rows: list[Row], peaks: dict[str, Peak | str], found: list[dict[str, Any]], seconds: float
+) -> tuple[int, int]:
+    """Print the count of bounds; how many rows failed parity, how many bounds are missed."""
+    checks = [check(row, bound) for row in rows for bound in row.case.bounds]
+    held = [one.holds for one in checks]
+    for name, peak in peaks.items():
+        if name == "ours op, projected":
+            held.append(isinstance(peak, Peak) and peak.factor <= MEMORY_BOUND)
+    held += [choice["behind"]["median"] <= choices.SLACK for choice in found]
+    wrong = sum(bool(row.failed) for row in rows)
+    print(f"\n{sum(held)} of {len(held)} bounds hold; {wrong} rows failed parity; {seconds:.0f} s")
+    return wrong, len(held) - sum(held)
+
+
+def run(options: Options) -> int:
+    """Measure, print, write; the exit code.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: nothing is called what ``only`` says, or there is no place for the files.
+    """
+    require_matplotlib()  # all that can be wrong before the minutes, not after them
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out must be a folder, got {options.out}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ValueError(f"--json must be in a folder that exists, got {options.json}")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
+    start, where = time.perf_counter(), machine()
+    if options.note:
+        where["note"] = options.note
+    for name, value in where.items():
+        print(f"{name:<14} {value}")
+    roofs = _measure_roofs(options)
+    rows = _measure_tables(options)
+    found = _measure_choices(options)
+    roofs = _best(roofs, _measure_roofs(options))
+    peaks, growing = _measure_memory(options)
+    if not (rows or peaks or found or roofs):
+        raise ValueError(f"--only must name a table or a shape, got {options.only!r}")
+    seconds = time.perf_counter() - start
+    wrong, missed = _summary(rows, peaks, found, seconds)
+    data: dict[str, Any] = {
+        "machine": where,
+        "seconds": seconds,
+        "rows": [as_json(row) for row in rows],
+        "peak_memory": {
+            name: {"error": peak} if isinstance(peak, str) else vars(peak)
+            for name, peak in peaks.items()
+        },
+        "memory_growth": growing,
+        "roofs": roofs,
+        "choices": found,
+    }
+    file = options.json or options.out
+    if options.json is None or file.is_dir():
+        file /= f"{slug(where)}.json"
+    file.write_text(json.dumps(data, indent=1) + "\n")
+    written = [file, *performance.write(data, options.out)]
+    print("wrote " + ", ".join(map(str, written)))
+    return 1 if wrong or (missed and options.strict) else 0

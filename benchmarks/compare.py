@@ -1,0 +1,241 @@
+"""``make bench-compare BASE=<git ref>``: is this working tree slower than that commit?
+
+The commit is checked out and built under ``build/compare``; then both versions run in processes of
+their own, taking turns sample by sample, with the benchmark code of this tree. Which is slower, and
+within what noise, is said by :mod:`benchmarks.verdict`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .cases import MODES, Mode
+from .measure import Timings, interleave
+from .report import machine, markdown
+from .shapes import LIST, LOOP, MANY_QUERIES, SCAN, STEPS_ON_MEMORY, TOY, Shape
+from .verdict import CONFIDENCE, FLOOR, Verdict, judge
+from .worker import ROOT, Worker, WorkerError
+
+__all__ = ["ROWS", "Row", "Side", "build", "compare"]
+
+PAIRS = 7
+SECONDS = 0.8
+NEW, OLD = "new", "old"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is compared: one of our providers on one shape."""
+
+    provider: str
+    task: str
+    shape: Shape
+    mode: Mode = "forward"
+    source: str = f"{__package__}.providers"
+
+    def __str__(self) -> str:
+        return f"{self.provider}, {self.shape}, {self.task}, {MODES[self.mode]}"
+
+
+ROWS = (
+    *(Row("ours memory", "step", shape) for shape in STEPS_ON_MEMORY),
+    Row("ours module", "loop", LOOP),
+    Row("ours op", "scan", SCAN),
+    Row("ours op", "projected", MANY_QUERIES[0]),
+    Row("ours op", "projected", MANY_QUERIES[0], "train"),
+    Row("ours module", "full", MANY_QUERIES[0], "train"),
+    Row("ours module", "full", next(shape for shape in LIST if shape.name == "tsp"), "train"),
+    Row("ours module", "full", TOY),
+    Row("ours module", "full", TOY, "train"),
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A version: its name, and the folder that holds its ``bahdanau_fast``."""
+
+    name: str
+    folder: Path
+
+
+def _git(*arguments: str, folder: Path = ROOT) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"git {arguments[0]} failed"]
+        raise ValueError(lines[-1])
+    return done.stdout.strip()
+
+
+def build(ref: str) -> Side:
+    """Check a commit out and build it, unless that has been done before.
+
+    Raises:
+        ValueError: there is no such commit, or it does not build.
+    """
+    commit = _git("rev-parse", "--verify", "--short=12", f"{ref}^{{commit}}")
+    folder = ROOT / "build" / "compare" / commit
+    built = folder / "built"
+    if not (built / "done").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        archive = folder / "source.tar"
+        _git("archive", "--output", str(archive), commit)
+        shutil.unpack_archive(archive, folder / "source")
+        archive.unlink()
+        source = folder / "source"
+        for part, where in (("bahdanau_fast", ""), ("kernels", "bahdanau_fast")):
+            if not (source / part).is_dir():
+                raise ValueError(f"{ref} must have a folder {part}, got none")
+            shutil.copytree(source / part, built / where / part)
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(built)]
+        done = subprocess.run(
+            command,
+            cwd=source,
+            env={**os.environ, "BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines() or ["no reason given"]
+            raise ValueError(f"{ref} must build, got: {lines[-1]}")
+        (built / "done").touch()
+    return Side(f"{ref} ({commit})", built)
+
+
+def _timed(workers: dict[str, Worker], row: Row, seconds: float) -> Timings:
+    for name, worker in workers.items():
+        found = worker.build(row.source, row.provider, row.task, row.shape, row.mode)
+        if not found.passed:
+            share = f"{found.worst:.3g} of the allowed error"
+            raise WorkerError(f"{name} fails parity, {found.where}: {share}")
+    return interleave(dict(workers), seconds)
+
+
+def measure(
+    sides: dict[str, Side], rows: Sequence[Row], pairs: int, seconds: float
+) -> Iterator[tuple[Row, Timings | str]]:
+    """Every row in every pair of processes: its timings, or why there are none."""
+    order = random.Random(0)
+    for _ in range(pairs):
+        # Who is started first has no more to do with who is new than a coin.
+        names = order.sample(sorted(sides), len(sides))
+        workers = {name: Worker(folder=sides[name].folder) for name in names}
+        try:
+            for name, worker in workers.items():
+                found = Path(worker.ask(do="where")["folder"])
+                if not found.samefile(sides[name].folder):
+                    raise WorkerError(f"{name} was to be found in {sides[name].folder}: {found}")
+            for row in rows:
+                try:
+                    yield row, _timed(workers, row, seconds)
+                except WorkerError as problem:
+                    yield row, str(problem)
+        finally:
+            for worker in workers.values():
+                worker.close()
+
+
+def compare(
+    sides: dict[str, Side],
+    rows: Sequence[Row] = ROWS,
+    pairs: int = PAIRS,
+    seconds: float = SECONDS,
+) -> tuple[dict[Row, Verdict], dict[Row, str]]:
+    """The verdict of each row, or what kept a row from being compared.
+
+    Args:
+        sides: the two versions, ``new`` and ``old``.
+        rows: what is compared.
+        pairs: how many times both are started.
+        seconds: of timing, per row and pair.
+
+    Raises:
+        WorkerError: a process does not start, or imports something else than its version.
+    """
+    timings: dict[Row, list[Timings]] = {row: [] for row in rows}
+    problems: dict[Row, str] = {}
+    found = measure(sides, rows, pairs, seconds)
+    quiet = not sys.stderr.isatty()
+    for row, result in tqdm(found, total=pairs * len(rows), disable=quiet, file=sys.stderr):
+        if isinstance(result, str):
+            problems[row] = result
+        else:
+            timings[row].append(result)
+    verdicts = {
+        row: judge(of_row, NEW, OLD, len(rows))
+        for row, of_row in timings.items()
+        if row not in problems
+    }
+    return verdicts, problems
+
+
+def lines(verdicts: dict[Row, Verdict], problems: dict[Row, str]) -> list[str]:
+    """The table, the gaps, and the sum of it."""
+    cells = [
+        [str(row), f"{v.ratio:.3f}", f"{v.low:.3f} to {v.high:.3f}", v.word]
+        for row, v in verdicts.items()
+    ]
+    table = markdown(["row", "new / old", f"bounds at {CONFIDENCE:.0%}", "verdict"], cells)
+    table += [f"not compared: {row}: {problem}" for row, problem in problems.items()]
+    words = [verdict.word for verdict in verdicts.values()]
+    counted = {word: words.count(word) for word in dict.fromkeys(words)}
+    summed = ", ".join(f"{count} {word}" for word, count in counted.items())
+    return [*table, "", f"{summed or 'nothing compared'}; less than {FLOOR:.0%} is not called"]
+
+
+def main() -> int:
+    """Compare and print; 1 where something is slower or was not compared, 2 for wrong use."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
+    parser.add_argument("base", help="a git commit, branch or tag")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="per row and pair")
+    parser.add_argument("--only", default="", help="rows whose description contains this")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    rows = [row for row in ROWS if options.only in str(row)]
+    if not rows or options.pairs < 2:
+        parser.error("no row is called so" if not rows else "--pairs must be at least 2")
+    start = time.perf_counter()
+    try:
+        sides = {OLD: build(options.base), NEW: Side("working tree", ROOT)}
+    except ValueError as error:
+        print(f"bench-compare: {error}", file=sys.stderr)
+        return 2
+    built = time.perf_counter()
+    print(f"old: {sides[OLD].name}; new: the working tree; {options.pairs} pairs of processes\n")
+    try:
+        verdicts, problems = compare(sides, rows, options.pairs, options.seconds)
+    except WorkerError as error:
+        print(f"bench-compare: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines(verdicts, problems)))
+    print(f"{built - start:.0f} s to build, {time.perf_counter() - built:.0f} s to measure")
+    if options.json is not None:
+        packed: dict[str, Any] = {
+            "machine": machine(),
+            "old": sides[OLD].name,
+            "rows": {str(row): {**asdict(v), "word": v.word} for row, v in verdicts.items()},
+            "problems": {str(row): problem for row, problem in problems.items()},
+        }
+        options.json.write_text(json.dumps(packed, indent=1) + "\n")
+    return 1 if problems or any(verdict.word == "slower" for verdict in verdicts.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""A provider in a process of its own, timed in turn with those of other processes.
+
+Two libraries that cannot share a process (Keras on two back ends), or two versions of this one, are
+compared so: each process builds its call and checks its parity, and all of them wait, blocked on a
+pipe, while one is being timed. The clock is the process's own: no message is in a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .gate import Verdict
+from .shapes import Shape
+
+__all__ = ["ROOT", "Worker", "WorkerError", "environment"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class WorkerError(Exception):
+    """What a process answered instead of a result, in one line."""
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of a process that shall find this package, wherever it is started."""
+    variables = {**os.environ, **(extra or {})}
+    if __package__ == "benchmarks":  # a checkout: installed, it is found as part of bahdanau_fast
+        paths = (str(ROOT), variables.get("PYTHONPATH", ""))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return variables
+
+
+class Worker:
+    """A process that builds and times one call after the other.
+
+    Args:
+        extra: variables set in its environment.
+        folder: where it starts: the first place its imports look in.
+    """
+
+    def __init__(self, extra: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", f"{__package__}.worker"],
+            env=environment(extra),
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def build(
+        self, source: str, provider: str, task: str, shape: Shape, mode: str = "forward"
+    ) -> Verdict:
+        """Make a provider's call the one to be timed, after its parity check.
+
+        Args:
+            source: the module whose ``PROVIDERS`` has it.
+            provider: its name.
+            task: one of the tasks it serves.
+            shape: of the inputs, which each process draws alike.
+            mode: ``forward``, ``graph`` or ``train``.
+
+        Raises:
+            WorkerError: the provider cannot be built, or is not installed.
+        """
+        names = {"source": source, "provider": provider, "task": task, "mode": mode}
+        answer = self.ask(do="build", shape=asdict(shape), **names)
+        return Verdict(**answer["verdict"])
+
+    def seconds(self, repeats: int) -> float:
+        """Seconds per call of one sample."""
+        return float(self.ask(do="time", repeats=repeats)["seconds"])
+
+    def __call__(self) -> None:
+        """One call, for whoever wants it warm."""
+        self.seconds(1)
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer.
+
+        Raises:
+            WorkerError: the answer is a problem, or the process has ended.
+        """
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the process was started without pipes")
+        line = ""
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line:
+            _, errors = self._process.communicate()
+            said = errors.strip().splitlines() or [f"exit code {self._process.returncode}"]
+            raise WorkerError(said[-1])
+        answer: dict[str, Any] = json.loads(line)
+        if "problem" in answer:
+            raise WorkerError(answer["problem"])
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            with suppress(BrokenPipeError):
+                self._process.communicate()  # closing its input ends it
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Server:
+    """The other end: holds one call."""
+
+    def __init__(self) -> None:
+        self._call: Any = None
+        self._train = False
+
+    def build(self, request: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
+        from .gate import Oracle
+        from .inputs import draw
+        from .measure import prepare
+
+        self._call = None  # the one before can be large
+        shape, task, mode = Shape(**request["shape"]), request["task"], request["mode"]
+        providers = importlib.import_module(request["source"]).PROVIDERS
+        provider = next(each for each in providers if each.name == request["provider"])
+        torch.set_grad_enabled(mode != "forward")
+        inputs = draw(shape)
+        inputs.require_grad(mode != "forward")
+        runnable = provider.build(task, inputs)
+        verdict = Oracle(inputs, shape, task, mode == "train").check(
+            runnable, provider.group, mode == "train"
+        )
+        self._call = prepare(runnable, mode == "train", inputs.grad_context)
+        gc.collect()
+        gc.disable()
+        return {"verdict": asdict(verdict)}
+
+    def where(self, _: dict[str, Any]) -> dict[str, Any]:
+        import bahdanau_fast
+
+        return {"folder": str(Path(bahdanau_fast.__file__).absolute().parent.parent)}
+
+    def time(self, request: dict[str, Any]) -> dict[str, Any]:
+        from .measure import seconds_per_call
+
+        return {"seconds": seconds_per_call(self._call, request["repeats"])}
+
+
+def _serve() -> None:
+    from . import providers  # noqa: F401  takes seconds: done before the first request
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print: what they say is no answer
+    server = _Server()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = getattr(server, request["do"])(request)
+        except Exception as error:  # whatever a library raises is the answer
+            said = str(error).strip().splitlines() or [""]
+            answer = {"problem": f"{type(error).__name__}: {said[0]}"[:300]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,158 @@
+"""The comparison of two versions calls what is slower, and nothing else."""
+
+import math
+import random
+import textwrap
+
+import pytest
+
+from benchmarks import compare
+from benchmarks.measure import Timings
+from benchmarks.shapes import TOY
+from benchmarks.verdict import Verdict, judge
+from benchmarks.worker import ROOT, Worker, WorkerError
+
+# A provider whose clock is planted too: processes, parity check and turns are real, and no other
+# load on this machine can change what they find.
+PLANTED = """
+    import os
+    import random
+    from benchmarks.providers import Provider, Runnable, by_name
+
+    class Timed:
+        def __init__(self, result, seconds):
+            self.result, self.cost, self.noise = result, seconds, random.Random(os.getpid())
+
+        def __call__(self):
+            return self.result
+
+        def seconds(self, repeats):
+            return self.cost * self.noise.gauss(1, 0.002)
+
+    def build(seconds, factor=1.0):
+        def builder(inputs):
+            right = by_name("ours op").build("full", inputs)
+            context, weights = right.forward()
+            return Runnable(Timed((context * factor, weights), seconds), right.leaves)
+        return {"full": builder}
+
+    PROVIDERS = (
+        Provider("steady", "ours", build(0.004)),
+        Provider("changed", "ours", build(0.004 * SLOWER)),
+        Provider("wrong", "ours", build(0.004, 1.01)),
+    )
+"""
+
+
+def drawn(rng, slower, pairs, rounds=20, of_pair=0.01, of_round=0.05):
+    """Timings with noise: of a round, shared; of a sample; of a process, which rounds keep."""
+    found = []
+    for _ in range(pairs):
+        luck = {name: math.exp(rng.gauss(0, of_pair)) for name in ("new", "old")}
+        samples = {"new": [], "old": []}
+        for _ in range(rounds):
+            machine = rng.choice([1, 1, 1, 10])
+            for name, cost in (("new", slower), ("old", 1.0)):
+                samples[name].append(cost * luck[name] * machine * math.exp(rng.gauss(0, of_round)))
+        found.append(Timings(samples))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("slower", "word"), [(1.0, "no difference"), (1.15, "slower"), (1 / 1.15, "faster")]
+)
+def test_equal_code_is_never_called_and_15_percent_always_is(slower, word):
+    rng = random.Random(0)
+    rows = 12
+    comparisons = [
+        judge(drawn(rng, slower, compare.PAIRS), "new", "old", rows) for _ in range(25 * rows)
+    ]
+    words = [verdict.word for verdict in comparisons]
+    assert words.count(word) >= 0.95 * len(words)
+    if word == "no difference":  # 25 comparisons of 12 rows: not one row called
+        assert not {"slower", "faster"} & set(words)
+    truth = sum(verdict.low <= slower <= verdict.high for verdict in comparisons)
+    assert truth >= 0.99 * len(words)
+
+
+def test_the_interval_is_students():
+    # By hand: logarithms 0.1, 0.2, 0.3 have mean 0.2 and standard error 0.1 / sqrt(3); the 99.5 %
+    # point of Student's t with two degrees of freedom is 9.925.
+    pairs = [Timings({"new": [math.exp(x)], "old": [1.0]}) for x in (0.1, 0.2, 0.3)]
+    found = judge(pairs, "new", "old")
+    assert found.ratio == pytest.approx(math.exp(0.2))
+    half = 9.925 * 0.1 / math.sqrt(3)
+    assert found.high == pytest.approx(math.exp(0.2 + half), rel=1e-3)
+    assert found.low == pytest.approx(math.exp(0.2 - half), rel=1e-3)
+    assert judge(pairs, "new", "old", rows=12).high > found.high
+    with pytest.raises(ValueError, match="at least 2, got 1"):
+        judge(pairs[:1], "new", "old")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (1.031, 1.2, "slower"),
+        (1.029, 1.1, "no difference"),
+        (0.9, 0.97, "faster"),
+        (0.96, 1.04, "no difference"),
+        (0.85, 1.08, "too noisy"),  # 15 % could hide in an interval as wide
+    ],
+)
+def test_words(low, high, word):
+    assert Verdict(math.sqrt(low * high), low, high).word == word
+
+
+def test_two_versions_in_processes_of_their_own(tmp_path):
+    sides = {}
+    for name, slower in (("old", 1.0), ("new", 1.15)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "bahdanau_fast").symlink_to(ROOT / "bahdanau_fast")
+        text = textwrap.dedent(PLANTED).replace("SLOWER", str(slower))
+        (folder / "planted.py").write_text(text)
+        sides[name] = compare.Side(name, folder)
+    rows = [
+        compare.Row(name, "full", TOY, source="planted") for name in ("steady", "changed", "wrong")
+    ]
+    verdicts, problems = compare.compare(sides, rows, pairs=3, seconds=0.1)
+    assert {row.provider: verdict.word for row, verdict in verdicts.items()} == {
+        "steady": "no difference",
+        "changed": "slower",
+    }
+    assert verdicts[rows[1]].ratio == pytest.approx(1.15, rel=0.02)
+    assert "fails parity" in problems[rows[2]]
+    text = "\n".join(compare.lines(verdicts, problems))
+    assert "1 no difference, 1 slower" in text
+    assert "not compared: wrong" in text
+
+
+def test_a_process_that_imports_something_else_is_not_measured(tmp_path):
+    sides = {name: compare.Side(name, tmp_path) for name in ("old", "new")}
+    with pytest.raises(WorkerError, match="was to be found in"):
+        compare.compare(sides, compare.ROWS[:1], pairs=2, seconds=0.01)
+
+
+def test_a_process_says_what_is_wrong_and_goes_on():
+    with Worker() as worker:
+        source = "benchmarks.providers"
+        with pytest.raises(WorkerError, match="KeyError: 'scan'"):
+            worker.build(source, "d2l eager", "scan", TOY)
+        with pytest.raises(WorkerError, match="No module named 'nowhere'"):
+            worker.build("nowhere", "d2l eager", "full", TOY)
+        assert worker.build(source, "ours module", "full", TOY, "train").passed
+        assert 0 < worker.seconds(3) < 1
+        worker._process.kill()
+        with pytest.raises(WorkerError, match="exit code -9"):
+            worker.seconds(1)
+
+
+def test_an_unknown_commit_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["compare", "no-such-commit"])
+    assert compare.main() == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_every_row_is_one_of_ours():
+    assert len({str(row) for row in compare.ROWS}) == len(compare.ROWS)
+    assert all(row.provider.startswith("ours") for row in compare.ROWS)
