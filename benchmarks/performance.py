@@ -28,6 +28,7 @@ __all__ = ["main", "page", "readme_block", "write"]
 
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = "cpu-amd-epyc-2cores.json"  # the machine whose figures the docs show; others may lie beside
+DECODERS = "training-amd-epyc-2cores.json"  # of the same machine
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 NOTHING = "Not measured in this run."
 
@@ -216,13 +217,38 @@ def _in(*tables: str) -> Callable[[dict[str, Any]], bool]:
     return lambda row: row["table"] in tables
 
 
-def page(data: dict[str, Any], folder: str, more: list[str] | None = None) -> str:
+def _decoders(results: Path) -> list[str]:
+    """What attention adds to a decoder, from a run of ``benchmarks.training``."""
+    from .training import lines
+
+    path = results / DECODERS
+    if not path.exists():
+        return [NOTHING, ""]
+    run = json.loads(path.read_text())
+    where = run["machine"]
+    return [
+        f"torch {where['torch']}, commit {where['commit']}; `python -m benchmarks.training`. Encoder,",
+        "output layer, loss, clipping and Adam are part of a training step; *course* is the course's",
+        "loop, *no attention* its decoder without. The losses of all with attention agree.",
+        "",
+        *lines(run["settings"]),
+        "",
+    ]
+
+
+def page(
+    data: dict[str, Any],
+    folder: str,
+    more: list[str] | None = None,
+    decoders: list[str] | None = None,
+) -> str:
     """The page of a run in Markdown.
 
     Args:
         data: the figures, as ``bench`` writes them.
         folder: of the pictures, as links have it: empty, or ending in a slash.
         more: lines of other machines.
+        decoders: lines on whole decoders, which have a run of their own.
     """
     gpu = more or []
     lines = ["# Performance", "", f"{about(data)}; a run of {data['seconds']:.0f} s.", ""]
@@ -237,6 +263,8 @@ def page(data: dict[str, Any], folder: str, more: list[str] | None = None) -> st
     lines += [*_roofs(data), "## What auto chooses", "", *_choices(data)]
     lines += ["## Other libraries", ""]
     lines += [*_picture(data, "peers", "times as fast as other libraries", folder), *_peers(data)]
+    if decoders:
+        lines += ["## Training a decoder", "", *decoders]
     lines += ["## Every row", ""]
     for table in ("step", "loop", "many-queries", "shapes", "overhead"):
         lines += [f"### {TITLES[table]}", "", *_times(data, _in(table))]
@@ -275,7 +303,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     if not mark or not closing:
         raise ValueError(f"README.md must have {BEGIN} and {END}, got one of them or none")
     return {
-        root / "docs" / "performance.md": page(data, "images/", _gpu(results)),
+        root / "docs" / "performance.md": page(data, "images/", _gpu(results), _decoders(results)),
         root / "README.md": before + readme_block(data) + after,
     }
 
