@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bahdanau_fast import backends, checks
 from bahdanau_fast.functional import attend_projected, attend_small, attend_unprojected
+from bahdanau_fast.kept_weights import KeepsWeights
 from bahdanau_fast.key_cache import KeyCache
 from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
 from bahdanau_fast.projection import apply_layer, plain_weight
@@ -18,7 +19,7 @@ from bahdanau_fast.small import pays
 __all__ = ["AdditiveAttention", "MLPAttention"]
 
 
-class _Additive(nn.Module):
+class _Additive(KeepsWeights):
     """What the additive modules share; a subclass names its three layers.
 
     Subclasses hold the layers as ordinary submodules (hooks, LoRA and parametrizations work) and
@@ -29,7 +30,6 @@ class _Additive(nn.Module):
     _key_layer: str
     _score_layer: str
 
-    attention_weights: Tensor | None
     bias: Tensor | None
 
     def __init__(self, dropout: float, cache_keys: bool) -> None:
@@ -37,7 +37,6 @@ class _Additive(nn.Module):
         checks.probability("dropout", dropout)
         self.dropout = nn.Dropout(dropout)
         self.cache_keys = cache_keys
-        self.attention_weights = None
         self._cache = KeyCache()
 
     def memory(
@@ -94,7 +93,7 @@ class _Additive(nn.Module):
             context, attention = attend_small(
                 (queries, keys, values, *weights), self.bias, valid_lens, self._dropout_p()
             )
-            object.__setattr__(self, "attention_weights", attention)
+            self._keep(attention)
             return context
         reuse = self.cache_keys and not torch.compiler.is_compiling() and keys.numel() > TINY
         if reuse:
@@ -151,18 +150,11 @@ class _Additive(nn.Module):
             True,
             backend,
         )
-        # Past nn.Module's own __setattr__, which takes as long as a small kernel.
-        object.__setattr__(self, "attention_weights", weights)
+        self._keep(weights)
         return context
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles carry parameters, not the results of the last call: those belong to
-        # an autograd graph, which can be neither copied nor pickled.
-        state = self.__dict__.copy()
-        state["_cache"] = KeyCache()
-        if self.attention_weights is not None:
-            state["attention_weights"] = self.attention_weights.detach()
-        return state
+        return {**super().__getstate__(), "_cache": KeyCache()}
 
 
 def _weight(layer: nn.Module | None) -> Tensor:

@@ -231,6 +231,12 @@ def differentiate_again(
             "a second derivative through dropped-out attention weights is not implemented: "
             "use backend='reference', or dropout 0"
         )
+    # Aliases: where one input was computed from another (a query from the keys, projected keys from
+    # values that are the keys) a gradient stops at the operator, and does not go on to that other.
+    inputs = [
+        tensor.view_as(tensor) if need and tensor is not None else tensor
+        for tensor, need in zip(inputs, needed, strict=True)
+    ]
     outputs = function(*inputs)
     used = [
         (out.to(grad.dtype), grad)

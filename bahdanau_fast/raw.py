@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bahdanau_fast import transforms
 from bahdanau_fast.projection import linear
 
 __all__ = ["attend_raw"]
@@ -48,7 +49,7 @@ def attend_raw(
     inputs = (queries, keys, values, w_q, w_k, bias, w_v)
     if (
         torch.compiler.is_compiling()
-        or torch.is_autocast_enabled(queries.device.type)
+        or transforms.autocast_dtype(queries.device) is not None
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs))
         or (backend == "cuda" and dropout_p > 0.0)
     ):

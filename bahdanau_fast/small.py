@@ -46,7 +46,8 @@ def pays(queries: Tensor, keys: Tensor, hidden: int) -> bool:
     return (
         not torch.compiler.is_compiling()
         and (queries.numel() + keys.numel()) * hidden <= _LIMIT
-        and not torch.is_autocast_enabled(queries.device.type)
+        and queries.is_cpu  # a meta tensor may not be asked about autocast
+        and not torch.is_autocast_enabled("cpu")
     )
 
 
