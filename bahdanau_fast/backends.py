@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+import bahdanau_fast.decompositions
 import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
 from bahdanau_fast import checks, loading, transforms
 

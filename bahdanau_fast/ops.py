@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference
+from bahdanau_fast import reference, sharding
 from bahdanau_fast.deferred import Call, Deferred
 
 __all__ = [
@@ -368,6 +368,7 @@ def attend(
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
     """
+    sharding.know(queries)
     graph = torch.is_grad_enabled() and (
         queries.requires_grad or keys.requires_grad or values.requires_grad or w_v.requires_grad
     )
@@ -386,4 +387,5 @@ def attend(
 
 def exp_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Table of exponentials of projected keys (B,Tk,H), and max|keys| of each batch row."""
+    sharding.know(keys)
     return _exp_keys_op(keys.detach(), torch.is_grad_enabled())

@@ -23,7 +23,7 @@ def attend_raw(
     bias: Tensor | None,
     w_v: Tensor,
     valid_lens: Tensor | None,
-    draw_seed: Callable[[float, torch.device], Tensor | None],
+    draw_seed: Callable[[float, Tensor], Tensor | None],
     dropout_p: float,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor] | None:
@@ -83,7 +83,7 @@ def attend_raw(
         bias if own_keys else None,
         w_v,
         valid_lens,
-        draw_seed(dropout_p, queries.device),
+        draw_seed(dropout_p, queries),
         dropout_p,
         need_weights,
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference
+from bahdanau_fast import reference, sharding
 from bahdanau_fast.ops import TAGS, differentiate_again, library, weights_dtype
 
 __all__ = ["attend", "pays"]
@@ -154,6 +154,7 @@ def attend(
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32.
     """
+    sharding.know(inputs[0])
     rest = (valid_lens, seed, dropout_p)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs, bias):
         return _Whole.apply(*inputs, bias, rest)  # type: ignore[no-any-return, no-untyped-call]

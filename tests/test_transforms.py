@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401  a fixture
 from torch.autograd import forward_ad
 
 import bahdanau_fast as bf
