@@ -61,7 +61,7 @@ def _register() -> None:
         ops.additive_attention.default: (3, 4, 5, 6),
         ops.additive_attention_backward.default: (3, 4, 5, 6),
     }
-    results = {
+    results: dict[Any, list[Any]] = {
         ops.exp_keys.default: [rows] * 2,
         ops.attend.default: [rows] * 2,
         ops.attend_backward.default: [rows, rows, rows, parts],
