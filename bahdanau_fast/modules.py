@@ -88,12 +88,13 @@ class _Additive(KeepsWeights):
         layer = self._modules[self._key_layer]
         weights = self._small_weights(queries, keys)
         if weights is not None:
-            _check_features("keys", keys, layer)
-            _check_features("queries", queries, self._modules[self._query_layer])
+            w_q, w_k, _ = weights
+            _check_features("keys", keys, layer, w_k)
+            _check_features("queries", queries, self._modules[self._query_layer], w_q)
             context, attention = attend_small(
                 (queries, keys, values, *weights), self.bias, valid_lens, self._dropout_p()
             )
-            self._keep(attention)
+            object.__setattr__(self, "_weights", attention)  # as _keep does, and is not asked twice
             return context
         reuse = self.cache_keys and not torch.compiler.is_compiling() and keys.numel() > TINY
         if reuse:
@@ -124,7 +125,8 @@ class _Additive(KeepsWeights):
         return w_q, w_k, w_v
 
     def _dropout_p(self) -> float:
-        return self.dropout.p if self.training else 0.0
+        # Past nn.Module's __getattr__, as below.
+        return cast(nn.Dropout, self._modules["dropout"]).p if self.training else 0.0
 
     def _project(self, keys: Tensor) -> Tensor:
         return apply_layer(self._modules[self._key_layer], keys, self.bias)
@@ -164,7 +166,16 @@ def _weight(layer: nn.Module | None) -> Tensor:
     return cast(Tensor, layer.weight) if weight is None else weight
 
 
-def _check_features(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
+def _check_features(
+    name: str, tensor: Tensor, layer: nn.Module | None, weight: Tensor | None = None
+) -> None:
+    if (
+        weight is not None
+        and weight.shape[1] == tensor.shape[2]
+        and weight.dtype is tensor.dtype
+        and weight.is_cpu
+    ):
+        return  # a small call, on the CPU, and all is well
     # A lazy layer has no size yet, a replaced one (LoRA, quantized) checks for itself.
     if type(layer) is nn.Linear:
         checks.features(name, tensor, layer.in_features)

@@ -39,6 +39,8 @@ library.define(
 )
 _forward_op = torch.ops.bahdanau_fast.additive_attention.default
 _backward_op = torch.ops.bahdanau_fast.additive_attention_backward.default
+# The same past OpOverload's __call__, for eager calls.
+_forward_now, _backward_now = _forward_op._op, _backward_op._op
 
 
 def pays(queries: Tensor, keys: Tensor, hidden: int) -> bool:
@@ -125,7 +127,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         differentiated, rest = inputs[:7], inputs[7]
         with torch._C._AutoDispatchBelowAutograd():
-            output = _forward_op(*differentiated, *rest)
+            output = _forward_now(*differentiated, *rest)
         _setup_context(ctx, (*differentiated, *rest), output)
         return output[0], output[1]
 
@@ -159,5 +161,5 @@ def attend(
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs, bias):
         return _Whole.apply(*inputs, bias, rest)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        context, weights, _, _ = _forward_op(*inputs, bias, *rest)
+        context, weights, _, _ = _forward_now(*inputs, bias, *rest)
     return context, weights

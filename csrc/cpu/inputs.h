@@ -50,6 +50,18 @@ class Buffer {
   std::unique_ptr<void, Free> data_;
 };
 
+// What ThreadSanitizer cannot see, libgomp being built without it: parallel_for begins after what
+// its caller did before, and ends before what its caller does next.
+#ifdef __SANITIZE_THREAD__
+extern "C" void __tsan_acquire(void*);
+extern "C" void __tsan_release(void*);
+inline void before_others(void* region) { __tsan_release(region); }
+inline void after_others(void* region) { __tsan_acquire(region); }
+#else
+inline void before_others(void*) {}
+inline void after_others(void*) {}
+#endif
+
 // Runs f(i) for i in [0, n), on all threads when a task is worth it. `make` gives each thread
 // what it works in. Tasks write disjoint results, so the cut over threads changes nothing.
 template <class Make, class F>
@@ -65,7 +77,10 @@ void parallel(int64_t n, int64_t cost, const Make& make, const F& f) {
   // An exception may not cross torch's C interface, which would lose its words.
   std::exception_ptr failure;
   std::mutex failing;
+  char begun, ended;
+  before_others(&begun);
   torch::stable::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
+    after_others(&begun);
     try {
       auto own = make();
       for (int64_t i = begin; i < end; ++i) f(i, own);
@@ -73,7 +88,9 @@ void parallel(int64_t n, int64_t cost, const Make& make, const F& f) {
       const std::lock_guard<std::mutex> lock(failing);
       failure = std::current_exception();
     }
+    before_others(&ended);
   });
+  after_others(&ended);
   if (failure) std::rethrow_exception(failure);
 }
 
