@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends, decoding
+from bahdanau_fast import backends, decoding, transforms
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.projection import has_hooks, linear, plain_weight
