@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bahdanau_fast import backends, checks, ops, reference, sharding, small
+from bahdanau_fast import backends, checks, ops, reference, sharding, small, transforms
 from bahdanau_fast.memory import MANY_QUERIES, ProjectedKeys
 from bahdanau_fast.projection import linear
 from bahdanau_fast.raw import attend_raw
@@ -157,7 +157,10 @@ def attend_projected(
     seed = _seed(dropout_p, queries)
     inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p)
     context, weights = ops.attend(*inputs, need_weights, backend, deferred)
-    return context, weights if weights.dtype == queries.dtype else weights.to(queries.dtype)
+    wanted = queries.dtype
+    if transforms.softmax_in_fp32(queries.device):
+        wanted = weights.dtype
+    return context, weights if weights.dtype == wanted else weights.to(wanted)
 
 
 def attend_small(

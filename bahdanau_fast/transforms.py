@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["active", "autocast_dtype"]
+__all__ = ["active", "autocast_dtype", "softmax_in_fp32"]
 
 
 def active() -> bool:
@@ -28,3 +28,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def softmax_in_fp32(device: torch.device) -> bool:
+    """Whether autocast gives the result of a softmax in fp32: on GPUs it does, on the CPU not."""
+    return device.type == "cuda" and torch.is_autocast_enabled("cuda")

@@ -10,6 +10,7 @@ from course import CourseAttention
 from torch._subclasses import FakeTensorMode
 
 import bahdanau_fast as bf
+from bahdanau_fast import transforms
 
 TESTS = Path(__file__).resolve().parent
 PAGE = TESTS.parent / "docs" / "compatibility.md"
@@ -70,6 +71,19 @@ def test_autocast_takes_inputs_of_two_dtypes_as_linear_does():
         assert ours(q.bfloat16(), k, v.bfloat16()).dtype == torch.bfloat16
     with pytest.raises(TypeError, match="keys must have the dtype of queries"):
         ours(q.bfloat16(), k, v)
+
+
+def test_softmax_under_autocast_is_fp32_on_gpus_alone():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not transforms.softmax_in_fp32(torch.device("cpu"))
+        assert torch.softmax(torch.ones(2, 3).bfloat16(), -1).dtype == torch.bfloat16
+    gpu = torch.device("cuda")
+    assert not transforms.softmax_in_fp32(gpu)
+    torch.set_autocast_enabled("cuda", True)  # the flag can be set without a GPU
+    try:
+        assert transforms.softmax_in_fp32(gpu)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 @pytest.mark.parametrize("hidden", [8, 300])

@@ -79,7 +79,7 @@ def run(name, quick):
         command += ["-c", str(build.ROOT / "pyproject.toml"), str(TESTS / file)]
         done = python([*command, "-k", chosen] if chosen else command, folder, environment)
         passed = re.search(r"(\d+) passed", done.stdout)
-        drawn = sum(map(int, re.findall(r"(\d+) passing examples", done.stdout)))
+        drawn = sum(map(int, re.findall(r"(\d+) passing", done.stdout)))
         cases += (int(passed[1]) if passed else 0) + drawn
         tail = done.stdout.strip().splitlines()[-1:] or ["no output"]
         print(f"  {file}: {tail[0]}, {drawn} drawn", flush=True)
