@@ -12,7 +12,7 @@ CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-compare peers performance budgets gpu-report wheel clean torch-spec
+.PHONY: help venv demo test lint format bench bench-compare peers performance budgets gpu-report wheel clean torch-spec sanitize fuzz mutants
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -38,6 +38,15 @@ demo: venv  ## train a date translator with this attention and plot what it look
 
 test: venv  ## run the whole test suite
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+sanitize: venv  ## run the numeric tests on C++ built with ASan, UBSan and TSan (long)
+	$(BIN)/python tests/hardening/sanitize.py
+
+fuzz: venv  ## fuzz the C++ entry points, guided by coverage (minutes)
+	$(BIN)/python tests/hardening/fuzz.py
+
+mutants: venv  ## plant a mistake in each kernel and see the suite notice (long)
+	$(BIN)/python tests/hardening/mutants.py --json benchmarks/results/mutants.json
 
 # mypy knows no package_dir: it is given the layout as installed, kernels/ in its place.
 lint: venv  ## check style and types

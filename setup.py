@@ -29,7 +29,11 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 # An editable install builds in a temporary folder: objects kept there would never be found again.
-OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}"
+# Builds beside the usual one (tests/hardening) keep theirs in a folder of their own.
+OBJECTS = Path(
+    os.environ.get("BAHDANAU_FAST_OBJECTS")
+    or ROOT / "build" / f"objects-{sysconfig.get_platform()}"
+)
 
 # The oldest torch and Python the binaries load in; both headers then hide whatever came later.
 ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030A0000"]

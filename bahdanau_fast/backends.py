@@ -14,8 +14,9 @@ from contextlib import contextmanager
 
 import torch
 
+import bahdanau_fast.decompositions
 import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
-from bahdanau_fast import checks, loading
+from bahdanau_fast import checks, loading, transforms
 
 __all__ = ["NAMES", "available", "explain", "resolve", "use"]
 
@@ -106,11 +107,7 @@ def resolve(
     """
     wanted = name or _forced
     if wanted is None or wanted == "auto":
-        # torch.func needs formulas it can transform, which the reference is made of.
-        transformed = (
-            not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-        )
-        if transformed:
+        if transforms.active():
             return "reference"
         if device.type == "cpu":
             return "cpu" if _cpu_ready else "reference"
@@ -124,6 +121,9 @@ def resolve(
         checks.reject(ValueError, "backend", f"serve {device.type} tensors", repr(wanted))
     if wanted == "triton" and dtype == torch.float64:
         checks.reject(ValueError, "backend", f"serve {dtype} tensors", repr(wanted))
+    if wanted != "reference" and transforms.active():
+        need = "be 'reference' or left to 'auto' under torch.func and forward-mode differentiation"
+        checks.reject(ValueError, "backend", need, repr(wanted))
     return wanted
 
 

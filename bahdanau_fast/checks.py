@@ -10,6 +10,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from bahdanau_fast import transforms
+
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -58,6 +60,37 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
+def _fit(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> bool:
+    """The usual right call, at one look; anything else goes the long way, which has words for it.
+
+    A small call costs little more than its checks.
+    """
+    if not (type(queries) is type(keys) is type(values) is Tensor):
+        return False
+    dtype, shape = queries.dtype, keys.shape
+    return (
+        queries.dim() == keys.dim() == values.dim() == 3
+        and queries.shape[0] == shape[0]
+        and values.shape[:2] == shape[:2]
+        and keys.dtype is dtype
+        and values.dtype is dtype
+        and dtype in FLOATING
+        and queries.is_cpu
+        and keys.is_cpu
+        and values.is_cpu
+        and queries.layout is keys.layout is values.layout is torch.strided
+        and (
+            valid_lens is None
+            or (
+                type(valid_lens) is Tensor
+                and valid_lens.dtype is torch.int64
+                and valid_lens.is_cpu
+                and valid_lens.shape == shape[:1]
+            )
+        )
+    )
+
+
 def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
     """Ranks, batch and length sizes, dtypes and devices of what attention is called with.
 
@@ -65,6 +98,8 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
         TypeError: not a tensor, not a supported floating dtype, or dtypes that differ.
         ValueError: ranks, sizes or devices that do not fit together.
     """
+    if _fit(queries, keys, values, valid_lens):
+        return
     rows("queries", queries)
     rows("keys", keys)
     rows("values", values)
@@ -104,7 +139,7 @@ def source(keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
 
 def same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """Dtype and device of one argument against another."""
-    if tensor.dtype != other.dtype and not torch.is_autocast_enabled(other.device.type):
+    if tensor.dtype != other.dtype and transforms.autocast_dtype(other.device) is None:
         reject(TypeError, name, f"have the dtype of {other_name}, {other.dtype}", tensor.dtype)
     if tensor.device != other.device:
         need = f"be on the device of {other_name}, {other.device}"

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bahdanau_fast import transforms
+
 __all__ = ["Call", "Deferred", "Shared", "share"]
 
 
@@ -121,7 +123,8 @@ def share(
     if (
         torch.compiler.is_compiling()
         or not (torch.is_grad_enabled() and torch._C._any_requires_grad(keys, values, w_v))
-        or torch._C._are_functorch_transforms_active()
+        or transforms.active()
+        or type(keys) is not Tensor  # a DTensor's calls know no other node than their own
         or values.is_inference()  # those count no versions
         or w_v.is_inference()
     ):

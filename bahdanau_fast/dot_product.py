@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bahdanau_fast import checks, reference
+from bahdanau_fast.kept_weights import KeepsWeights
 from bahdanau_fast.memory import Memory, ProjectedKeys
 
 __all__ = ["DotProductAttention"]
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(KeepsWeights):
     """Scaled dot-product attention of the course: ``softmax(q.k / sqrt(d)) v``.
 
     PyTorch's own ``scaled_dot_product_attention`` cannot give the weights, so it serves only
@@ -34,14 +35,11 @@ class DotProductAttention(nn.Module):
     [[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]]
     """
 
-    attention_weights: Tensor | None
-
     def __init__(self, dropout: float = 0.0, *, need_weights: bool = True) -> None:
         super().__init__()
         checks.probability("dropout", dropout)
         self.dropout = nn.Dropout(dropout)
         self.need_weights = need_weights
-        self.attention_weights = None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None = None
@@ -64,11 +62,12 @@ class DotProductAttention(nn.Module):
         checks.inputs(query, key, value, valid_length)
         checks.features("key", key, query.shape[-1])
         if not self.need_weights:
-            self.attention_weights = None
+            self._keep(None)
             return self._without_weights(query, key, value, valid_length)
         scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
-        self.attention_weights = reference.masked_softmax(scores, valid_length)
-        return torch.bmm(self.dropout(self.attention_weights), value)
+        weights = reference.masked_softmax(scores, valid_length)
+        self._keep(weights)
+        return torch.bmm(self.dropout(weights), value)
 
     def memory(
         self, keys: Tensor, values: Tensor | None = None, valid_lens: Tensor | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bahdanau_fast import backends, checks, ops, reference, small
+from bahdanau_fast import backends, checks, ops, reference, sharding, small, transforms
 from bahdanau_fast.memory import MANY_QUERIES, ProjectedKeys
 from bahdanau_fast.projection import linear
 from bahdanau_fast.raw import attend_raw
@@ -154,10 +154,13 @@ def attend_projected(
         w_v = w_v.to(queries.dtype)
     if backend == "reference":
         return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p)
-    seed = _seed(dropout_p, queries.device)
+    seed = _seed(dropout_p, queries)
     inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p)
     context, weights = ops.attend(*inputs, need_weights, backend, deferred)
-    return context, weights if weights.dtype == queries.dtype else weights.to(queries.dtype)
+    wanted = queries.dtype
+    if transforms.softmax_in_fp32(queries.device):
+        wanted = weights.dtype
+    return context, weights if weights.dtype == wanted else weights.to(wanted)
 
 
 def attend_small(
@@ -174,7 +177,7 @@ def attend_small(
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
-    seed = _seed(dropout_p, inputs[0].device)
+    seed = _seed(dropout_p, inputs[0])
     context, weights = small.attend(inputs, bias, valid_lens, seed, dropout_p)
     return context, weights if weights.dtype == context.dtype else weights.to(context.dtype)
 
@@ -206,6 +209,8 @@ def attend_unprojected(
     return context, weights if weights.dtype == context.dtype else weights.to(context.dtype)
 
 
-def _seed(dropout_p: float, device: torch.device) -> Tensor | None:
+def _seed(dropout_p: float, queries: Tensor) -> Tensor | None:
     """A seed for the dropout mask from torch's own generator, so that manual_seed governs it."""
-    return torch.randint(2**62, (1,), device=device) if dropout_p > 0.0 else None
+    if dropout_p <= 0.0:
+        return None
+    return sharding.seed_like(queries, torch.randint(2**62, (1,), device=queries.device))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends
+from bahdanau_fast import backends, transforms
 from bahdanau_fast.deferred import Shared
 from bahdanau_fast.memory import ProjectedKeys, project
 from bahdanau_fast.projection import plain_weight
@@ -35,7 +35,6 @@ class _Entry:
 
 def _state(keys: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
     """Everything but identity that a projection depends on."""
-    device_type = keys.device.type
     return (
         keys._version,
         keys.data_ptr(),
@@ -45,7 +44,7 @@ def _state(keys: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, .
         weight.requires_grad,
         None if bias is None else (id(bias), bias._version, bias.data_ptr(), bias.requires_grad),
         torch.is_grad_enabled(),
-        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
+        transforms.autocast_dtype(keys.device),
         backends.resolve(keys.device, dtype=keys.dtype),
     )
 
@@ -55,10 +54,10 @@ def _is_transformed() -> bool:
 
     Activation checkpointing (seen by its hooks on saved tensors) runs a call twice, and both runs
     must save the same tensors, of which a reused projection saves fewer. The tensors of
-    ``torch.func`` have no address.
+    ``torch.func`` have no address, those of forward mode carry a tangent that ends with its level.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None or torch._C._are_functorch_transforms_active()
+    return hooks is not None or transforms.active()
 
 
 class KeyCache:

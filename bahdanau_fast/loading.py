@@ -14,12 +14,18 @@ import torch
 
 __all__ = ["cpu_problem", "cuda_problem", "interpreted", "triton_problem"]
 
+# The stable ABI the extensions are built against.
+TORCH = (2, 10)
 # The kernels are compiled and interpreted in the tests with this and newer ones.
 TRITON = (3, 6)
 
 
 def cpu_problem() -> str | None:
     """Import the C++ extension, which registers the CPU kernels; None or what went wrong."""
+    numbers = torch.__version__.split(".")[:2]
+    if all(part.isdigit() for part in numbers) and tuple(map(int, numbers)) < TORCH:
+        wanted = ".".join(map(str, TORCH))
+        return f"the C++ extension needs torch >= {wanted}, got {torch.__version__}"
     try:
         _check_whole("bahdanau_fast._C_cpu")
         importlib.import_module("bahdanau_fast._C_cpu")

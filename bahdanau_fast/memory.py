@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from bahdanau_fast import ops
@@ -57,7 +58,9 @@ def project(projected_keys: Tensor, backend: str, queries_len: int = 1) -> Proje
         backend: a name from :data:`backends.NAMES`.
         queries_len: Tq of the calls to come.
     """
-    if backend != "cpu" or projected_keys.numel() <= TINY or queries_len >= MANY_QUERIES:
+    if backend != "cpu" or torch.compiler.is_exporting():  # its precision goes by the size
+        return ProjectedKeys(projected_keys, None, None)
+    if projected_keys.numel() <= TINY or queries_len >= MANY_QUERIES:
         return ProjectedKeys(projected_keys, None, None)
     return ProjectedKeys(projected_keys, *ops.exp_keys(projected_keys))
 

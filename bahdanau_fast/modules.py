@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bahdanau_fast import backends, checks
 from bahdanau_fast.functional import attend_projected, attend_small, attend_unprojected
+from bahdanau_fast.kept_weights import KeepsWeights
 from bahdanau_fast.key_cache import KeyCache
 from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
 from bahdanau_fast.projection import apply_layer, plain_weight
@@ -18,7 +19,7 @@ from bahdanau_fast.small import pays
 __all__ = ["AdditiveAttention", "MLPAttention"]
 
 
-class _Additive(nn.Module):
+class _Additive(KeepsWeights):
     """What the additive modules share; a subclass names its three layers.
 
     Subclasses hold the layers as ordinary submodules (hooks, LoRA and parametrizations work) and
@@ -29,7 +30,6 @@ class _Additive(nn.Module):
     _key_layer: str
     _score_layer: str
 
-    attention_weights: Tensor | None
     bias: Tensor | None
 
     def __init__(self, dropout: float, cache_keys: bool) -> None:
@@ -37,7 +37,6 @@ class _Additive(nn.Module):
         checks.probability("dropout", dropout)
         self.dropout = nn.Dropout(dropout)
         self.cache_keys = cache_keys
-        self.attention_weights = None
         self._cache = KeyCache()
 
     def memory(
@@ -89,12 +88,13 @@ class _Additive(nn.Module):
         layer = self._modules[self._key_layer]
         weights = self._small_weights(queries, keys)
         if weights is not None:
-            _check_features("keys", keys, layer)
-            _check_features("queries", queries, self._modules[self._query_layer])
+            w_q, w_k, _ = weights
+            _check_features("keys", keys, layer, w_k)
+            _check_features("queries", queries, self._modules[self._query_layer], w_q)
             context, attention = attend_small(
                 (queries, keys, values, *weights), self.bias, valid_lens, self._dropout_p()
             )
-            object.__setattr__(self, "attention_weights", attention)
+            object.__setattr__(self, "_weights", attention)  # as _keep does, and is not asked twice
             return context
         reuse = self.cache_keys and not torch.compiler.is_compiling() and keys.numel() > TINY
         if reuse:
@@ -125,7 +125,8 @@ class _Additive(nn.Module):
         return w_q, w_k, w_v
 
     def _dropout_p(self) -> float:
-        return self.dropout.p if self.training else 0.0
+        # Past nn.Module's __getattr__, as below.
+        return cast(nn.Dropout, self._modules["dropout"]).p if self.training else 0.0
 
     def _project(self, keys: Tensor) -> Tensor:
         return apply_layer(self._modules[self._key_layer], keys, self.bias)
@@ -151,18 +152,11 @@ class _Additive(nn.Module):
             True,
             backend,
         )
-        # Past nn.Module's own __setattr__, which takes as long as a small kernel.
-        object.__setattr__(self, "attention_weights", weights)
+        self._keep(weights)
         return context
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles carry parameters, not the results of the last call: those belong to
-        # an autograd graph, which can be neither copied nor pickled.
-        state = self.__dict__.copy()
-        state["_cache"] = KeyCache()
-        if self.attention_weights is not None:
-            state["attention_weights"] = self.attention_weights.detach()
-        return state
+        return {**super().__getstate__(), "_cache": KeyCache()}
 
 
 def _weight(layer: nn.Module | None) -> Tensor:
@@ -172,7 +166,16 @@ def _weight(layer: nn.Module | None) -> Tensor:
     return cast(Tensor, layer.weight) if weight is None else weight
 
 
-def _check_features(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
+def _check_features(
+    name: str, tensor: Tensor, layer: nn.Module | None, weight: Tensor | None = None
+) -> None:
+    if (
+        weight is not None
+        and weight.shape[1] == tensor.shape[2]
+        and weight.dtype is tensor.dtype
+        and weight.is_cpu
+    ):
+        return  # a small call, on the CPU, and all is well
     # A lazy layer has no size yet, a replaced one (LoRA, quantized) checks for itself.
     if type(layer) is nn.Linear:
         checks.features(name, tensor, layer.in_features)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference
+from bahdanau_fast import reference, sharding
 from bahdanau_fast.deferred import Call, Deferred
 
 __all__ = [
@@ -231,6 +231,12 @@ def differentiate_again(
             "a second derivative through dropped-out attention weights is not implemented: "
             "use backend='reference', or dropout 0"
         )
+    # Aliases: where one input was computed from another (a query from the keys, projected keys from
+    # values that are the keys) a gradient stops at the operator, and does not go on to that other.
+    inputs = [
+        tensor.view_as(tensor) if need and tensor is not None else tensor
+        for tensor, need in zip(inputs, needed, strict=True)
+    ]
     outputs = function(*inputs)
     used = [
         (out.to(grad.dtype), grad)
@@ -362,6 +368,7 @@ def attend(
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
     """
+    sharding.know(queries)
     graph = torch.is_grad_enabled() and (
         queries.requires_grad or keys.requires_grad or values.requires_grad or w_v.requires_grad
     )
@@ -380,4 +387,5 @@ def attend(
 
 def exp_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Table of exponentials of projected keys (B,Tk,H), and max|keys| of each batch row."""
+    sharding.know(keys)
     return _exp_keys_op(keys.detach(), torch.is_grad_enabled())

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from bahdanau_fast import transforms
+
 __all__ = ["apply_layer", "has_hooks", "linear", "plain_weight", "sum_of_products"]
 
 # Multiplications from which oneDNN's dearer call is made up for, and rows below which either
@@ -114,7 +116,7 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
         # Subclasses (DTensor, FakeTensor) and whatever traces or transforms know F.linear only.
         and type(x) is Tensor
         and type(weight) in (Tensor, Parameter)
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms.active()
         and not torch.is_autocast_enabled("cpu")
         and bool(torch.backends.mkldnn.enabled)
     )

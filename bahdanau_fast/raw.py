@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bahdanau_fast import transforms
 from bahdanau_fast.projection import linear
 
 __all__ = ["attend_raw"]
@@ -22,7 +23,7 @@ def attend_raw(
     bias: Tensor | None,
     w_v: Tensor,
     valid_lens: Tensor | None,
-    draw_seed: Callable[[float, torch.device], Tensor | None],
+    draw_seed: Callable[[float, Tensor], Tensor | None],
     dropout_p: float,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor] | None:
@@ -48,7 +49,7 @@ def attend_raw(
     inputs = (queries, keys, values, w_q, w_k, bias, w_v)
     if (
         torch.compiler.is_compiling()
-        or torch.is_autocast_enabled(queries.device.type)
+        or transforms.autocast_dtype(queries.device) is not None
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs))
         or (backend == "cuda" and dropout_p > 0.0)
     ):
@@ -82,7 +83,7 @@ def attend_raw(
         bias if own_keys else None,
         w_v,
         valid_lens,
-        draw_seed(dropout_p, queries.device),
+        draw_seed(dropout_p, queries),
         dropout_p,
         need_weights,
     )

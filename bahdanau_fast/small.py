@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference
+from bahdanau_fast import reference, sharding
 from bahdanau_fast.ops import TAGS, differentiate_again, library, weights_dtype
 
 __all__ = ["attend", "pays"]
@@ -39,6 +39,8 @@ library.define(
 )
 _forward_op = torch.ops.bahdanau_fast.additive_attention.default
 _backward_op = torch.ops.bahdanau_fast.additive_attention_backward.default
+# The same past OpOverload's __call__, for eager calls.
+_forward_now, _backward_now = _forward_op._op, _backward_op._op
 
 
 def pays(queries: Tensor, keys: Tensor, hidden: int) -> bool:
@@ -46,7 +48,8 @@ def pays(queries: Tensor, keys: Tensor, hidden: int) -> bool:
     return (
         not torch.compiler.is_compiling()
         and (queries.numel() + keys.numel()) * hidden <= _LIMIT
-        and not torch.is_autocast_enabled(queries.device.type)
+        and queries.is_cpu  # a meta tensor may not be asked about autocast
+        and not torch.is_autocast_enabled("cpu")
     )
 
 
@@ -124,7 +127,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         differentiated, rest = inputs[:7], inputs[7]
         with torch._C._AutoDispatchBelowAutograd():
-            output = _forward_op(*differentiated, *rest)
+            output = _forward_now(*differentiated, *rest)
         _setup_context(ctx, (*differentiated, *rest), output)
         return output[0], output[1]
 
@@ -153,9 +156,10 @@ def attend(
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32.
     """
+    sharding.know(inputs[0])
     rest = (valid_lens, seed, dropout_p)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs, bias):
         return _Whole.apply(*inputs, bias, rest)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        context, weights, _, _ = _forward_op(*inputs, bias, *rest)
+        context, weights, _, _ = _forward_now(*inputs, bias, *rest)
     return context, weights

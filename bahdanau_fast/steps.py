@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends, decoding
+from bahdanau_fast import backends, decoding, transforms
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.projection import has_hooks, linear, plain_weight
@@ -154,8 +154,8 @@ def _has_operator(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Me
         and dtype in (torch.float32, torch.float64)
         and dtype == memory.projected.keys.dtype == memory.values.dtype
         and 0 not in memory.values.shape
-        and not torch.is_autocast_enabled(memory.values.device.type)
-        and not torch._C._are_functorch_transforms_active()
+        and transforms.autocast_dtype(memory.values.device) is None
+        and not transforms.active()
         and backends.resolve(memory.values.device, dtype=dtype) == "cpu"
     )
 

@@ -46,16 +46,26 @@ Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
   for (size_t i = shape.size() - 1; i > 0; --i)
     strides[i - 1] = strides[i] * (shape[i] > 1 ? shape[i] : 1);
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  const auto failed = aoti_torch_empty_strided(
       shape.size(), shape.data(), strides.data(),
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-      aoti_torch_device_type_cpu(), 0, &handle));
+      aoti_torch_device_type_cpu(), 0, &handle);
+  STD_TORCH_CHECK(failed == 0, "not enough memory for a result of ", shape[0] * strides[0],
+                  " elements");
   return Tensor(handle);
 }
 
+Tensor packed(const Tensor& tensor) {
+  try {
+    return torch::stable::contiguous(tensor);
+  } catch (...) {  // torch's words for it do not cross its C interface
+    STD_TORCH_CHECK(false, "not enough memory for a contiguous copy of ", tensor.numel(),
+                    " elements");
+  }
+}
+
 View view_of(const Tensor& tensor, std::vector<Tensor>& owned) {
-  owned.push_back(tensor.size(2) > 1 && tensor.stride(2) != 1 ? torch::stable::contiguous(tensor)
-                                                              : tensor);
+  owned.push_back(tensor.size(2) > 1 && tensor.stride(2) != 1 ? packed(tensor) : tensor);
   const Tensor& t = owned.back();
   return {t.const_data_ptr(), t.stride(0), t.stride(1)};
 }

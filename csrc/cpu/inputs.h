@@ -6,7 +6,9 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <exception>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <vector>
@@ -34,7 +36,10 @@ constexpr double kLongW = 64.0;
 class Buffer {
  public:
   explicit Buffer(int64_t bytes)
-      : data_(::operator new(static_cast<size_t>(bytes > 0 ? bytes : 1), kAlignment)) {}
+      : data_(
+            ::operator new(static_cast<size_t>(bytes > 0 ? bytes : 1), kAlignment, std::nothrow)) {
+    STD_TORCH_CHECK(data_ != nullptr, "not enough memory for a workspace of ", bytes, " bytes");
+  }
   void* get() const { return data_.get(); }
 
  private:
@@ -44,6 +49,18 @@ class Buffer {
   };
   std::unique_ptr<void, Free> data_;
 };
+
+// What ThreadSanitizer cannot see, libgomp being built without it: parallel_for begins after what
+// its caller did before, and ends before what its caller does next.
+#ifdef __SANITIZE_THREAD__
+extern "C" void __tsan_acquire(void*);
+extern "C" void __tsan_release(void*);
+inline void before_others(void* region) { __tsan_release(region); }
+inline void after_others(void* region) { __tsan_acquire(region); }
+#else
+inline void before_others(void*) {}
+inline void after_others(void*) {}
+#endif
 
 // Runs f(i) for i in [0, n), on all threads when a task is worth it. `make` gives each thread
 // what it works in. Tasks write disjoint results, so the cut over threads changes nothing.
@@ -57,10 +74,24 @@ void parallel(int64_t n, int64_t cost, const Make& make, const F& f) {
     for (int64_t i = 0; i < n; ++i) f(i, own);
     return;
   }
+  // An exception may not cross torch's C interface, which would lose its words.
+  std::exception_ptr failure;
+  std::mutex failing;
+  char begun, ended;
+  before_others(&begun);
   torch::stable::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
-    auto own = make();
-    for (int64_t i = begin; i < end; ++i) f(i, own);
+    after_others(&begun);
+    try {
+      auto own = make();
+      for (int64_t i = begin; i < end; ++i) f(i, own);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(failing);
+      failure = std::current_exception();
+    }
+    before_others(&ended);
   });
+  after_others(&ended);
+  if (failure) std::rethrow_exception(failure);
 }
 
 int64_t size_of(Kind kind);  // bytes of the sum type
@@ -69,6 +100,9 @@ int64_t table_width(int64_t H, Kind kind);
 // A new contiguous tensor on the CPU, by the shortest way: the boxed aten::empty takes longer than
 // a small problem.
 Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type);
+
+// The tensor itself, or a contiguous copy.
+Tensor packed(const Tensor& tensor);
 
 // Everything a Problem points to, kept alive for the time of a call.
 struct Inputs {

@@ -54,7 +54,7 @@ View view_like(const MaybeTensor& tensor, ScalarType type, const char* name, int
 // The same, contiguous.
 const void* rows_like(const Tensor& tensor, ScalarType type, const char* name, const Problem& p,
                       std::vector<Tensor>& owned) {
-  view_like(torch::stable::contiguous(tensor), type, name, p.B, p.Tq, p.Tk, owned);
+  view_like(packed(tensor), type, name, p.B, p.Tq, p.Tk, owned);
   return owned.back().const_data_ptr();
 }
 
@@ -164,13 +164,13 @@ struct Projected {
     p.R = rows.size(1);
     p.D = rows.size(2);
     p.H = weight.size(0);
-    owned.push_back(torch::stable::contiguous(weight));
+    owned.push_back(packed(weight));
     p.w = owned.back().const_data_ptr();
     if (!bias.has_value()) return;
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == p.H && bias->is_cpu() &&
                         bias->scalar_type() == rows.scalar_type(),
                     "bias must have shape (H,) and the dtype of ", name);
-    owned.push_back(torch::stable::contiguous(*bias));
+    owned.push_back(packed(*bias));
     p.bias = owned.back().const_data_ptr();
   }
 

@@ -1,0 +1,35 @@
+"""What the code around a call does to it: ``torch.func``, forward-mode differentiation, autocast.
+
+Fused operators and custom backward formulas know neither. Called under one of them they would drop
+a tangent without a word, or raise an error about something else; plain PyTorch operations do what
+they should, so everything asks here before it takes a short way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+__all__ = ["active", "autocast_dtype", "softmax_in_fp32"]
+
+
+def active() -> bool:
+    """Whether ``torch.func`` or a forward-mode level is at work; also while code is compiled."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype autocast gives matrix products on a device, None where it is off.
+
+    Args:
+        device: of any kind; those autocast knows nothing of (meta) may not be asked by name.
+    """
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def softmax_in_fp32(device: torch.device) -> bool:
+    """Whether autocast gives the result of a softmax in fp32: on GPUs it does, on the CPU not."""
+    return device.type == "cuda" and torch.is_autocast_enabled("cuda")

@@ -1,0 +1,120 @@
+"""What a call costs beside its arithmetic: ours, eager's, and a plain autograd.Function's.
+
+Run ``python -m benchmarks.overhead [--json FILE] [--seconds S]``: fp32, the smallest shape of the
+course, interleaved, medians. "forward, grad" records a graph; "and backward" runs it too. The plain
+Function calls the same operator and keeps what its backward needs, the way a reader of PyTorch's
+tutorial would write it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import bahdanau_fast as bf
+from bahdanau_fast import small
+from benchmarks import report
+from benchmarks.baselines import CourseAttention
+from benchmarks.measure import interleave
+
+B, TQ, TK, H = 2, 1, 10, 8
+_ops = torch.ops.bahdanau_fast
+
+
+class PlainFunction(torch.autograd.Function):
+    """The operator, wrapped as the tutorial does it."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        context, *saved = _ops.additive_attention(*inputs[:6], None, inputs[6], None, 0.0)
+        ctx.save_for_backward(*inputs, *saved)
+        return context, saved[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        inputs = (*saved[:6], None, saved[6], None, 0.0)
+        found = _ops.additive_attention_backward(*inputs, *saved[7:], *grads)
+        return (*found[:6], None)
+
+
+def calls(lens: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Name to a call that gives the context."""
+    torch.manual_seed(0)
+    ours = bf.AdditiveAttention(H, H, H)
+    weights = ours.W_q.weight, ours.W_k.weight, ours.w_v.weight
+    course = CourseAttention(*(w.detach() for w in weights))
+    q, k, v = torch.randn(B, TQ, H), torch.randn(B, TK, H), torch.randn(B, TK, H)
+    inputs = (q, k, v, *weights)
+    return {
+        "our module": lambda: ours(q, k, v, lens),
+        "our function": lambda: bf.additive_attention(*inputs, lens)[0],
+        "our op": lambda: small.attend(inputs, None, lens, None, 0.0)[0],
+        "plain autograd.Function": lambda: PlainFunction.apply(*inputs, lens)[0],
+        "eager course module": lambda: course(q, k, v, lens),
+    }
+
+
+def trained(call: Callable[[], Tensor], grad: Tensor) -> Callable[[], None]:
+    """The call, and its backward into the weights."""
+
+    def step() -> None:
+        call().backward(grad)
+
+    return step
+
+
+def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:
+    """Task to name to microseconds: median, p20, p80."""
+    named = calls(torch.tensor([2, 6]))
+    grad = torch.ones(B, TQ, H)
+    want = named["eager course module"]()
+    for call in named.values():
+        torch.testing.assert_close(call(), want, rtol=1e-4, atol=1e-5)
+    found = {}
+    for task in ("forward, no grad", "forward, grad", "and backward"):
+        timed: dict[str, Callable[[], Any]] = dict(named)
+        if task == "and backward":
+            timed = {name: trained(call, grad) for name, call in named.items()}
+        with torch.set_grad_enabled(task != "forward, no grad"):
+            for call in timed.values():
+                call()
+            timings = interleave(timed, seconds)
+        spreads = {name: timings.time(name) for name in timed}
+        found[task] = {
+            name: {part: getattr(s, part) * 1e6 for part in ("median", "p20", "p80")}
+            for name, s in spreads.items()
+        }
+    return found
+
+
+def main() -> None:
+    """Print the table; write the figures where asked to."""
+    parser = argparse.ArgumentParser(description="Cost of a call.")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for each of three tasks")
+    arguments = parser.parse_args()
+    found = measure(arguments.seconds)
+    print(f"microseconds per call, (B,Tq,Tk,H) = {(B, TQ, TK, H)}: median (p20 to p80)\n")
+    print(f"| {'what':<24} | " + " | ".join(f"{task:<22}" for task in found) + " |")
+    print("|---" * (len(found) + 1) + "|")
+    for name in next(iter(found.values())):
+        cells = []
+        for task in found.values():
+            us = task[name]
+            cells.append(f"{us['median']:.1f} ({us['p20']:.1f} to {us['p80']:.1f})")
+        print(f"| {name:<24} | " + " | ".join(f"{cell:<22}" for cell in cells) + " |")
+    if arguments.json is not None:
+        arguments.json.write_text(
+            json.dumps({"machine": report.machine(), "microseconds": found}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

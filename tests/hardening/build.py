@@ -1,0 +1,64 @@
+"""The package, laid out as installed in a folder of its own, with its C++ compiled another way."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "hardening"
+
+
+def lay_out(name, cxxflags="", ldflags="", cxx="", source=ROOT):
+    """Build into ``build/hardening/<name>``; the folder to put on the path.
+
+    Args:
+        name: of the folder.
+        cxxflags: compiler flags after the usual ones.
+        ldflags: linker flags after the usual ones.
+        cxx: another compiler.
+        source: the tree to build, if not this one.
+    """
+    folder = BUILD / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, target in (("bahdanau_fast", "bahdanau_fast"), ("kernels", "bahdanau_fast/kernels")):
+        for old in (folder / target).glob("*.py"):
+            old.unlink()
+        shutil.copytree(
+            source / part,
+            folder / target,
+            ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+            dirs_exist_ok=True,
+        )
+    # An editable install offers its own binary to any package of this name.
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
+    )
+    flags = {"CXXFLAGS": cxxflags, "LDFLAGS": ldflags, "CXX": cxx}
+    environment = {
+        **os.environ,
+        **{variable: value for variable, value in flags.items() if value},
+        "BAHDANAU_FAST_CPU": "1",
+        "BAHDANAU_FAST_CUDA": "0",
+        "BAHDANAU_FAST_OBJECTS": str(folder / "objects"),
+    }
+    # The target folder is another one than the checkout: its own binary stays as it is.
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder)],
+        cwd=source,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{name} does not build\n{done.stdout[-3000:]}{done.stderr[-5000:]}")
+    return folder
+
+
+def environment(folder, **more):
+    """Of a process that imports the package from ``folder`` and the tests from here."""
+    path = [str(folder), str(ROOT / "tests"), str(ROOT)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}

@@ -1,0 +1,128 @@
+"""The suite on C++ compiled with sanitizers: ``make sanitize``.
+
+AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer, each in a build of its own
+(build/hardening/address, .../thread). Only the extension is compiled with them; Python and torch
+are not, hence the preloaded runtime and the files of suppressions beside this one. The CUDA kernels
+run under the same sanitizers in tests/test_cuda_kernels.py, in every run of the suite.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import build
+
+HERE = Path(__file__).resolve().parent
+TESTS = build.ROOT / "tests"
+# The drawn cases, the contract, wrong arguments, odd memory; not what measures time or memory.
+ADDRESS = {
+    "test_operator_errors.py": "",
+    "test_parity.py": "not very_long",
+    "test_robustness.py": "finite or gradients or strides or eight",
+    "test_instruction_sets.py": "",
+    "test_dropout.py": "",
+    "test_operators.py": "bitwise or gradcheck or asked_for",
+    "test_accuracy.py": "",
+}
+THREAD = {
+    "test_operators.py": "bitwise",
+    "test_robustness.py": "eight or finite",
+    "test_key_cache.py": "threads",
+    "test_parity.py": "test_contract and float32 or drawn_cases_fp32",
+    "test_dropout.py": "backward_uses",
+}
+SANITIZERS = {
+    "address": (
+        "-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1 -O1",
+        "libasan.so",
+        {
+            # Python and torch keep what they allocate; leaks of ours: test_robustness.py.
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",
+            "UBSAN_OPTIONS": f"print_stacktrace=1:suppressions={HERE / 'undefined.supp'}",
+        },
+        ADDRESS,
+    ),
+    "thread": (
+        "-fsanitize=thread -g1 -O1",
+        "libtsan.so",
+        {
+            "TSAN_OPTIONS": "halt_on_error=1:abort_on_error=1:ignore_noninstrumented_modules=1:"
+            f"history_size=4:suppressions={HERE / 'thread.supp'}",
+        },
+        THREAD,
+    ),
+}
+
+
+def run(name, quick):
+    """Build with a sanitizer and run its tests; (cases, failures, output)."""
+    flags, runtime, options, selected = SANITIZERS[name]
+    folder = build.lay_out(name, flags)
+    # libstdc++ too: the runtimes look for its throw when they start, before Python loads it.
+    libraries = ":".join(map(where_is, (runtime, "libstdc++.so.6")))
+    environment = build.environment(folder, LD_PRELOAD=libraries, **options)
+    environment["OMP_NUM_THREADS"] = "2"
+    said = python(
+        ["-c", "import bahdanau_fast._C_cpu as c; print(c.__file__)"], folder, environment
+    )
+    if str(folder) not in said.stdout:
+        raise RuntimeError(f"the {name} build is not what was imported\n{said.stdout}{said.stderr}")
+    if quick:
+        selected = dict(list(selected.items())[:1])
+    cases, failures = 0, 0
+    for file, chosen in selected.items():
+        command = ["-m", "pytest", "-q", "--capture=sys", "-p", "no:cacheprovider"]
+        command += ["--hypothesis-show-statistics"]
+        command += ["-c", str(build.ROOT / "pyproject.toml"), str(TESTS / file)]
+        done = python([*command, "-k", chosen] if chosen else command, folder, environment)
+        passed = re.search(r"(\d+) passed", done.stdout)
+        drawn = sum(map(int, re.findall(r"(\d+) passing", done.stdout)))
+        cases += (int(passed[1]) if passed else 0) + drawn
+        tail = done.stdout.strip().splitlines()[-1:] or ["no output"]
+        print(f"  {file}: {tail[0]}, {drawn} drawn", flush=True)
+        if done.returncode:
+            failures += 1
+            print(done.stdout[-4000:], done.stderr[-8000:], flush=True)
+    return cases, failures
+
+
+def where_is(library):
+    done = subprocess.run(
+        ["g++", f"-print-file-name={library}"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def python(arguments, folder, environment):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def main():
+    """Run the sanitizers asked for; 1 when one of them found something."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="address, thread; both unless given")
+    parser.add_argument("--quick", action="store_true", help="the first file of each only")
+    arguments = parser.parse_args()
+    failed = 0
+    for name in arguments.names or SANITIZERS:
+        start = time.time()
+        print(f"{name}:", flush=True)
+        cases, failures = run(name, arguments.quick)
+        minutes = (time.time() - start) / 60
+        print(f"{name}: {cases} cases, {failures} files failed, {minutes:.1f} minutes", flush=True)
+        failed += failures
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""torch.export without a warning, AOTInductor in a fresh process, ONNX in onnxruntime."""
+
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.export import Dim
+
+import bahdanau_fast as bf
+
+B, Tq, Tk = Dim("B", min=2, max=1024), Dim("Tq", min=2, max=4096), Dim("Tk", min=2, max=4096)
+DYNAMIC = ({0: B, 1: Tq}, {0: B, 1: Tk}, {0: B, 1: Tk}, {0: B})
+
+
+def inputs(batch=2, queries=3, keys=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, queries, 4), (batch, keys, 3), (batch, keys, 2)
+    lens = torch.arange(batch) * 7 % (keys + 2)
+    return (*(torch.randn(s, generator=generator) for s in shapes), lens)
+
+
+OTHER = inputs(5, 4, 71, seed=1)
+
+
+def attention(hidden=300):
+    torch.manual_seed(0)
+    return bf.AdditiveAttention(3, 4, hidden, 0.1).eval()
+
+
+class Decoder(torch.nn.Module):
+    """The course's loop: three steps, and the weights of each."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.attention, self.memory = attention(), memory
+
+    def forward(self, queries, keys, values, lens):
+        memory = self.attention.memory(keys, values, lens) if self.memory else None
+        contexts, weights = [], []
+        for step in range(2):
+            query = queries[:, step : step + 1]
+            if memory is None:
+                contexts.append(self.attention(query, keys, values, lens))
+            else:
+                contexts.append(self.attention.attend(query, memory))
+            weights.append(self.attention.attention_weights)
+        return torch.cat(contexts, 1), torch.cat(weights, 1)
+
+
+def exported(model, **how):
+    """The program; fails on the first warning that is about the model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # What torch says of its own code.
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        return torch.export.export(model, inputs(), dynamic_shapes=DYNAMIC, **how)
+
+
+def agree(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("hidden", [8, 300])
+def test_export(hidden, strict):
+    model = attention(hidden)
+    model(*inputs())
+    before = model.attention_weights
+    program = exported(model, strict=strict)
+    assert model.attention_weights is before
+    names = [str(node.target) for node in program.graph.nodes]
+    assert names.count("bahdanau_fast.attend.default") == 1
+    assert not any("tanh" in name for name in names)
+    for some in (inputs(), OTHER):
+        agree(program.module()(*some), model(*some))
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_export_of_a_loop_that_reads_the_weights(memory):
+    model = Decoder(memory)
+    program = exported(model)
+    agree(program.module()(*OTHER), model(*OTHER))
+    # A strict export cannot keep them: it says so, and nothing stale gets into the program.
+    with pytest.raises(Exception, match="attention_weights is not kept"):
+        exported(model, strict=True)
+
+
+def test_export_of_the_dot_product():
+    model = bf.DotProductAttention().eval()
+    q, k, v, lens = inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        program = torch.export.export(model, (q[..., :3], k, v, lens))
+    agree(program.module()(q[..., :3], k, v, lens), model(q[..., :3], k, v, lens))
+
+
+LOAD = """
+import sys, torch, bahdanau_fast
+inputs, want = torch.load(sys.argv[1])
+program = torch.export.load(sys.argv[2]).module()
+compiled = torch._inductor.aoti_load_package(sys.argv[3])
+for run in (program, compiled):
+    torch.testing.assert_close(run(*inputs), want, rtol=1e-5, atol=1e-6)
+print("same numbers")
+"""
+
+
+def test_saved_and_compiled_ahead_of_time_for_a_fresh_process(tmp_path):
+    model = attention().requires_grad_(False)
+    program = exported(model)
+    files = [tmp_path / name for name in ("inputs.pt", "program.pt2", "compiled.pt2")]
+    torch.save((OTHER, model(*OTHER)), files[0])
+    torch.export.save(program, files[1])
+    torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(files[2]),
+        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *files], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "same numbers", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("model", [attention(), Decoder(memory=True)], ids=["call", "loop"])
+def test_onnx(model, tmp_path):
+    runtime = pytest.importorskip("onnxruntime", reason="pip install 'bahdanau_fast[onnx]'")
+    file = str(tmp_path / "model.onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter, about itself
+        torch.onnx.export(model, inputs(), file, dynamo=True, dynamic_shapes=DYNAMIC, verbose=False)
+    session = runtime.InferenceSession(file)
+    for some in (inputs(), OTHER):
+        named = zip(session.get_inputs(), some, strict=True)
+        got = session.run(None, {given.name: x.numpy() for given, x in named})
+        want = model(*some)
+        for one, other in zip(got, [want] if isinstance(want, torch.Tensor) else want, strict=True):
+            np.testing.assert_allclose(one, other.detach().numpy(), rtol=1e-4, atol=1e-6)

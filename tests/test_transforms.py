@@ -1,0 +1,216 @@
+"""torch.func, forward mode, second derivatives: right, or an error; never a tangent lost."""
+
+import pytest
+import torch
+from threads import one_thread  # noqa: F401  a fixture
+from torch.autograd import forward_ad
+
+import bahdanau_fast as bf
+
+SIZES = {"one operator": 8, "three operators": 640}  # hidden units
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+
+
+def tensors(*shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+
+
+def module(hidden, **more):
+    torch.manual_seed(0)
+    return bf.AdditiveAttention(3, 4, hidden, **more).double()
+
+
+def call(attention, queries, keys, values, lens=None):
+    return attention(queries, keys, values, lens)
+
+
+def attend(attention, queries, keys, values, lens=None):
+    return attention.attend(queries, attention.memory(keys, values, lens))
+
+
+def function(attention, queries, keys, values, lens=None):
+    layers = attention.W_q, attention.W_k, attention.w_v
+    weights = (layer.weight for layer in layers)
+    return bf.additive_attention(queries, keys, values, *weights, lens)[0]
+
+
+def plain(attention, queries, keys, values, lens=None):
+    with bf.backends.use("reference"):
+        return function(attention, queries, keys, values, lens)
+
+
+ways = pytest.mark.parametrize("way", [call, attend, function])
+sizes = pytest.mark.parametrize("hidden", SIZES.values(), ids=SIZES)
+
+
+@ways
+@sizes
+def test_vmap(way, hidden):
+    attention = module(hidden)
+    q, k, v = tensors((5, 2, 3, 4), (5, 2, 6, 3), (5, 2, 6, 2))
+    lens = torch.arange(10).reshape(5, 2) - 2
+    got = torch.func.vmap(lambda *x: way(attention, *x))(q, k, v, lens)
+    close(got, torch.stack([way(attention, *x) for x in zip(q, k, v, lens, strict=True)]))
+    close(way(attention, q[0], k[0], v[0]), plain(attention, q[0], k[0], v[0]))  # and then again
+
+
+@ways
+@sizes
+def test_gradients_per_sample(way, hidden):
+    attention = module(hidden)
+    q, k, v = tensors((4, 1, 3, 4), (4, 1, 6, 3), (4, 1, 6, 2))
+
+    class Squared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, *x):
+            return way(self.attention, *x).square().sum()
+
+    model = Squared()
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, *x):
+        return torch.func.functional_call(model, parameters, x)
+
+    got = torch.func.vmap(torch.func.grad(loss), (None, 0, 0, 0))(parameters, q, k, v)
+    for i in range(4):
+        want = torch.autograd.grad(model(q[i], k[i], v[i]), list(parameters.values()))
+        for name, one in zip(parameters, want, strict=True):
+            close(got[name][i], one)
+
+
+@ways
+@sizes
+def test_jvp_and_hessian(way, hidden):
+    attention = module(hidden)
+    q, k, v = tensors((1, 2, 4), (1, 6, 3), (1, 6, 2))
+    tangents = tuple(tensors(q.shape, k.shape, v.shape, seed=1))
+    got = torch.func.jvp(lambda *x: way(attention, *x), (q, k, v), tangents)
+    want = torch.func.jvp(lambda *x: plain(attention, *x), (q, k, v), tangents)
+    close(got, want)
+    close(
+        torch.func.hessian(lambda x: way(attention, x, k, v).sum())(q),
+        torch.func.hessian(lambda x: plain(attention, x, k, v).sum())(q),
+    )
+
+
+@ways
+@sizes
+@pytest.mark.parametrize("trained", [True, False])
+def test_forward_mode(way, hidden, trained):
+    attention = module(hidden).requires_grad_(trained)
+    q, k, v, tangent = tensors((2, 3, 4), (2, 6, 3), (2, 6, 2), (2, 6, 3))
+    lens = torch.tensor([4, 0])
+    tangents = []
+    for one in (way, plain):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(k, tangent)
+            tangents.append(forward_ad.unpack_dual(one(attention, q, dual, v, lens)).tangent)
+    close(*tangents)
+    assert float(tangents[0].detach().abs().max()) > 1e-3
+    close(way(attention, q, k, v, lens), plain(attention, q, k, v, lens))
+
+
+def test_forward_mode_through_onednns_projection():
+    # Sizes where an eager call multiplies by oneDNN, which knows no tangents.
+    attention = bf.AdditiveAttention(256, 256, 256).requires_grad_(False)
+    q, k, tangent = (x.float() for x in tensors((4, 8, 256), (4, 8, 256), (4, 8, 256)))
+    tangents = []
+    for one in (call, plain):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(q, tangent)
+            tangents.append(forward_ad.unpack_dual(one(attention, dual, k, k)).tangent)
+    torch.testing.assert_close(*tangents, rtol=1e-4, atol=1e-5)
+
+
+@sizes
+def test_a_backend_by_name_refuses_what_it_cannot_transform(hidden):
+    attention = module(hidden)
+    q, k, v = tensors((1, 2, 4), (1, 6, 3), (1, 6, 2))
+    with bf.backends.use("cpu"):
+        need = r"backend must be 'reference' .*torch\.func.*, got 'cpu'"
+        with pytest.raises(ValueError, match=need):
+            torch.func.grad(lambda x: function(attention, x, k, v).sum())(q)
+        with pytest.raises(ValueError, match=need):
+            torch.func.vmap(lambda x: function(attention, x, k, v))(q[None])
+        with forward_ad.dual_level(), pytest.raises(ValueError, match="forward-mode"):
+            function(attention, forward_ad.make_dual(q, q), k, v)
+
+
+# ---- second derivatives --------------------------------------------------------------------------
+
+
+# Which of q, k and v there are, and what attention is asked with.
+RELATED = {
+    "nothing in common": ("qkv", lambda q, k, v, w: (q, k, v)),
+    "values is keys": ("qk", lambda q, k, v, w: (q, k, k)),
+    "values made of keys": ("qk", lambda q, k, v, w: (q, k, k.cos())),
+    "keys made of values": ("qv", lambda q, k, v, w: (q, v @ w[:2, :3], v)),
+    "queries made of keys": ("kv", lambda q, k, v, w: (k[:, :3].sin() @ w, k, v)),
+    "keys made of queries": ("qv", lambda q, k, v, w: (q, q.repeat(1, 2, 1)[..., :3].exp(), v)),
+}
+
+
+@ways
+@sizes
+@pytest.mark.parametrize("related", RELATED)
+def test_second_derivatives_where_inputs_come_from_one_another(way, hidden, related):
+    attention = module(hidden)
+    q, k, v, w = tensors((2, 3, 4), (2, 6, 3), (2, 6, 2), (3, 4))
+    names, make = RELATED[related]
+    leaves = [x.requires_grad_() for name, x in zip("qkv", (q, k, v), strict=True) if name in names]
+    results = []
+    for one in (way, plain):
+        out = one(attention, *make(q, k, v, w))
+        of = (*leaves, attention.W_k.weight)
+        first = torch.autograd.grad(out.square().sum(), of, create_graph=True)
+        loss = sum(x.square().sum() for x in first)
+        second = torch.autograd.grad(loss, [*leaves, *attention.parameters()])
+        results.append((*first, *second))
+    for got, want in zip(*results, strict=True):
+        close(got, want)
+
+
+@ways
+def test_a_loop_of_steps_differentiated_twice(way):
+    # Each query is the context of the step before: all of it depends on the keys.
+    attention = bf.AdditiveAttention(4, 4, 600).double()
+    (keys,) = tensors((2, 9, 4))
+    keys.requires_grad_()
+    results = []
+    for one in (way, plain):
+        query = keys[:, :1]
+        for _ in range(3):
+            query = one(attention, query, keys, keys)
+        (first,) = torch.autograd.grad(query.square().sum(), keys, create_graph=True)
+        results.append(torch.autograd.grad(first.square().sum(), [keys, *attention.parameters()]))
+    for got, want in zip(*results, strict=True):
+        close(got, want)
+
+
+# ---- under torch.compile -------------------------------------------------------------------------
+
+
+def test_transforms_compile():
+    attention = bf.AdditiveAttention(16, 16, 32)
+    q, k = torch.randn(4, 3, 16), torch.randn(4, 7, 16)
+    parameters = dict(attention.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(attention, parameters, (q, k, k)).square().sum()
+
+    def rows(q, k):
+        return torch.func.vmap(lambda q, k: attention(q[None], k[None], k[None])[0])(q, k)
+
+    torch.compiler.reset()
+    for one, args in ((torch.func.grad(loss), (parameters,)), (rows, (q, k))):
+        want = one(*args)
+        got = torch.compile(one, fullgraph=True, backend="aot_eager")(*args)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
