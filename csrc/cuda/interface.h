@@ -4,30 +4,9 @@
 // T is the type tensors are stored in, A the one sums are taken in, W that of the weights.
 #pragma once
 
-#include <cstdint>
+#include "../kinds.h"
 
 namespace bahdanau_fast::gpu {
-
-struct bf16 {
-  uint16_t bits;
-};
-struct f16 {
-  uint16_t bits;
-};
-
-enum class Kind : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3, f32_in_f64 = 4 };
-constexpr int kKinds = 5;
-
-// The weights are returned, and kept for backward, in no less than fp32: a softmax gradient
-// subtracts neighbouring numbers.
-template <class T>
-struct WeightOf {
-  using type = float;
-};
-template <>
-struct WeightOf<double> {
-  using type = double;
-};
 
 // A (B, rows, columns) tensor whose columns lie next to each other; strides in elements.
 struct View {

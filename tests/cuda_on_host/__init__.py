@@ -50,7 +50,7 @@ def build(kind, sanitizer, sources=KERNELS):
         *SANITIZERS[sanitizer], f"-I{HERE}", f"-I{sources / 'cuda'}", f"-DSTORED={stored}",
         f"-DSUMMED={summed}", str(HERE / "driver.cpp"),
     ]  # fmt: skip
-    files = [*sorted(HERE.glob("*.[ch]*")), *sorted(sources.glob("c*/*.h"))]
+    files = [*sorted(HERE.glob("*.[ch]*")), *sorted(sources.rglob("*.h"))]
     known = hashlib.sha256(b"".join(path.read_bytes() for path in files))
     known.update(" ".join(command).encode())
     target = BUILT / f"{kind}-{sanitizer}-{known.hexdigest()[:16]}"

@@ -7,6 +7,7 @@
 
 namespace {
 
+using namespace bahdanau_fast;
 using namespace bahdanau_fast::gpu;
 
 void transfer(int file, void* data, size_t bytes, bool in) {
