@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import CONTRACT, LARGE, lens
-from cuda_on_host import KERNELS, KINDS, Host, attend, attend_step, build
+from cuda_on_host import GPU, KERNELS, KINDS, Gpu, Host, attend, attend_step, build
 from drawing import cases, drawn
 from hypothesis import given, settings
 from parity import DTYPES, Case, check
@@ -51,14 +51,14 @@ def drivers():
     running.close()
 
 
-def on(drivers, multiprocessors=4):
+def on(drivers, gpu=GPU):
     """The function :func:`parity.check` tests: projections by torch, the rest by the kernels."""
 
     def function(inputs, valid_lens):
         a = F.linear(inputs["queries"], inputs["w_q"])
         c = F.linear(inputs["keys"], inputs["w_k"], inputs["bias"])
         rest = (inputs["values"], inputs["w_v"], valid_lens)
-        context, weights = attend(drivers.__getitem__, a, c, *rest, multiprocessors=multiprocessors)
+        context, weights = attend(drivers.__getitem__, a, c, *rest, gpu=gpu)
         return context, weights.to(context.dtype)
 
     return function
@@ -75,14 +75,14 @@ def test_contract(drivers, row):
     check(Case(**case), DTYPES[ROWS.index(row) % 4], on(drivers))
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 1000])
+@pytest.mark.parametrize("gpu", [Gpu(1, 8), Gpu(1000, 8), Gpu(1000, 1)], ids=str)
 @pytest.mark.parametrize(
     "row", ["decoder step", "split keys", "split keys, lens inside a chunk", "whole row masked"]
 )
-def test_keys_are_cut_for_any_gpu(drivers, row, multiprocessors):
+def test_keys_are_cut_for_any_gpu(drivers, row, gpu):
     case = {**LARGE, "Tq": 3, **CONTRACT[row]}
-    check(Case(**case), torch.bfloat16, on(drivers, multiprocessors))
-    check(Case(**case, grads="weights"), torch.float32, on(drivers, multiprocessors))
+    check(Case(**case), torch.bfloat16, on(drivers, gpu))
+    check(Case(**case, grads="weights"), torch.float32, on(drivers, gpu))
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
@@ -223,9 +223,9 @@ def test_a_step_projects_its_keys_too(drivers, dtype, queries, features, hidden)
     raw, w_q = torch.randn(2, queries, 9).to(dtype), torch.randn(hidden, 9).to(dtype)
     w_k = (torch.randn(hidden, features) * features**-0.5).to(dtype)
     exact = F.linear(keys.double(), w_k.double(), bias.double())
-    for multiprocessors in (1, 4):  # a block takes three tiles of 64 keys, or one
+    for gpu in (Gpu(1), Gpu(4)):  # a block takes three tiles of 64 keys, or one
         args = (raw, w_q, keys, values, w_v, lens(150, 70))
-        check_step(drivers, args, exact, w_k=w_k, bias=bias, multiprocessors=multiprocessors)
+        check_step(drivers, args, exact, w_k=w_k, bias=bias, gpu=gpu)
 
 
 # ---- races and overruns --------------------------------------------------------------------------

@@ -56,14 +56,14 @@ struct Attend {
   }
 
   // Pieces of the workspace; with a null base, their size.
-  static int64_t lay_out(DecodeForward* d, const Forward& f, char* base) {
+  static int64_t lay_out(DecodeForward* d, const Forward& f, const Device& device, char* base) {
     Carver from{base};
     d->context = f.context;
     d->weights = f.weights;
     if (d->splits == 1) return 0;
     const Problem& p = f.p;
     const int64_t parts = p.B * p.Tq * d->splits;
-    d->arrived = from.take<unsigned>(p.B);
+    d->arrived = device.counters != nullptr ? device.counters : from.take<unsigned>(p.B);
     d->maxima = from.take<A>(parts);
     d->sums = from.take<A>(parts);
     d->contexts = from.take<A>(parts * p.Dv);
@@ -72,14 +72,21 @@ struct Attend {
     return from.used;
   }
 
+  static int clusters() { return largest_cluster(decode_forward<T, A, 1>); }
+
   static bool is_one_launch(const Forward& f, const Device& device) {
     DecodeForward d;
     return plan_decode(f, device, &d);
   }
 
+  static int64_t counters(const Forward& f, const Device& device) {
+    DecodeForward d;
+    return plan_decode(f, device, &d) && d.splits > 1 ? f.p.B : 0;
+  }
+
   static int64_t forward_workspace(const Forward& f, const Device& device) {
     DecodeForward d;
-    if (plan_decode(f, device, &d)) return lay_out(&d, f, nullptr);
+    if (plan_decode(f, device, &d)) return lay_out(&d, f, device, nullptr);
     const bool own = f.weights == nullptr || !scores_are_weights;
     return own ? f.p.B * f.p.Tq * f.p.Tk * int64_t(sizeof(A)) : 0;
   }
@@ -93,8 +100,9 @@ struct Attend {
   }
 
   static void decode(DecodeForward* d, const Forward& f, const Device& device, void* workspace) {
-    lay_out(d, f, static_cast<char*>(workspace));
-    if (d->splits > 1) fill_zero(d->arrived, f.p.B * int64_t(sizeof(unsigned)), device.stream);
+    lay_out(d, f, device, static_cast<char*>(workspace));
+    if (d->splits > 1 && device.counters == nullptr)
+      fill_zero(d->arrived, f.p.B * int64_t(sizeof(unsigned)), device.stream);
     const int64_t blocks = f.p.B * d->splits;
     if constexpr (sizeof(T) == 2) {
       if (f.w_k != nullptr) {
@@ -219,8 +227,9 @@ struct Attend {
 
 template <class T, class A>
 constexpr Kernels kernels_of() {
-  return {Attend<T, A>::is_one_launch, Attend<T, A>::forward_workspace, Attend<T, A>::forward,
-          Attend<T, A>::backward_workspace, Attend<T, A>::backward};
+  using All = Attend<T, A>;
+  return {All::is_one_launch,      All::counters, All::forward_workspace, All::forward,
+          All::backward_workspace, All::backward, All::clusters};
 }
 
 }  // namespace bahdanau_fast::gpu

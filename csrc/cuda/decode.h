@@ -33,7 +33,7 @@ struct DecodeForward {
   void* maxima = nullptr;       // (B,Tq,splits) of A, as are the sums of exp(score - maximum)
   void* sums = nullptr;         // and, times Dv, the values weighted by that
   void* contexts = nullptr;     //
-  unsigned* arrived = nullptr;  // (B), zero
+  unsigned* arrived = nullptr;  // (B), zero before and after
 };
 
 template <class T, class A, int QT>
@@ -321,6 +321,7 @@ struct DecodeTask {
     if (threadIdx.x == 0) {
       *mine.last = atomicAdd(d.arrived + b, 1u) == unsigned(d.splits - 1);
       __threadfence();
+      if (*mine.last) atomicExch(d.arrived + b, 0u);  // zero for the next launch
     }
     __syncthreads();
     return *mine.last != 0;

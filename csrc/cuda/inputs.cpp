@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <array>
+#include <atomic>
 #include <string>
 
 namespace bahdanau_fast::gpu {
@@ -39,6 +41,14 @@ void* current_stream(int device) {
   void* stream = nullptr;
   STD_TORCH_CHECK(get(device, &stream) == 0, "torch gave no stream for cuda:", device);
   return stream;
+}
+
+// Asked for once for each GPU, the current one.
+int largest_cluster(int device, Kind kind) {
+  static std::array<std::atomic<int>, 64> known{};
+  std::atomic<int>& here = known[size_t(device) % known.size()];
+  if (here == 0 || size_t(device) >= known.size()) here = kernels(kind).largest_cluster();
+  return here;
 }
 
 }  // namespace
@@ -172,7 +182,7 @@ Device Inputs::current() const {
   STD_TORCH_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount,
                                          device) == cudaSuccess,
                   "cuda:", device, " does not tell its properties");
-  return {multiprocessors, current_stream(device)};
+  return {multiprocessors, current_stream(device), largest_cluster(device, kind)};
 }
 
 }  // namespace bahdanau_fast::gpu

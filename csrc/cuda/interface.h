@@ -35,6 +35,9 @@ struct Problem {
 struct Device {
   int multiprocessors = 0;
   void* stream = nullptr;
+  int cluster = 1;  // blocks of the largest cluster
+  // Numbers that are zero before a launch and after it, and its alone until then; maybe none.
+  unsigned* counters = nullptr;
 };
 
 struct Forward {
@@ -68,10 +71,14 @@ struct Backward {
 struct Kernels {
   // Whether forward can be one launch, which alone projects what is not projected.
   bool (*is_one_launch)(const Forward&, const Device&);
+  // How many of the device's counters forward would use: without them it clears its own first,
+  // which is a launch more.
+  int64_t (*counters)(const Forward&, const Device&);
   int64_t (*forward_workspace)(const Forward&, const Device&);
   void (*forward)(const Forward&, const Device&, void* workspace);
   int64_t (*backward_workspace)(const Backward&);
   void (*backward)(const Backward&, const Device&, void* workspace);
+  int (*largest_cluster)();  // on the current GPU
 };
 
 // One table per Kind, each compiled in a file of its own.

@@ -29,7 +29,7 @@
 
 inline void __syncthreads() {
   auto& block = bahdanau_fast::host::block();
-  bahdanau_fast::host::wait(block.barrier, int(block.fibers.size()));
+  bahdanau_fast::host::wait(block.barrier, int(block.threads.x));
 }
 inline int __syncthreads_or(int x) {
   namespace host = bahdanau_fast::host;
@@ -64,6 +64,9 @@ inline unsigned atomicAdd(unsigned* at, unsigned x) {
   if (me.fenced) bahdanau_fast::host::release(&bahdanau_fast::host::Machine::get().fence);
   me.counted = true;
   return __atomic_fetch_add(at, x, __ATOMIC_RELAXED);
+}
+inline unsigned atomicExch(unsigned* at, unsigned x) {
+  return __atomic_exchange_n(at, x, __ATOMIC_RELAXED);
 }
 inline unsigned atomicMax(unsigned* at, unsigned x) {
   unsigned seen = __atomic_load_n(at, __ATOMIC_RELAXED);
@@ -160,13 +163,24 @@ void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
 
 inline char* shared_memory() { return host::block().shared.get(); }
 
+inline int cluster_size() { return int(host::cluster().blocks.size()); }
+inline int cluster_rank() { return host::self().place / int(host::block().threads.x); }
+inline void cluster_barrier() {
+  host::wait(host::cluster().barrier, int(host::cluster().fibers.size()));
+}
+template <class X>
+X* in_block(X* mine, int rank) {
+  char* theirs = host::cluster().blocks[size_t(rank)]->shared.get();
+  return reinterpret_cast<X*>(theirs + (reinterpret_cast<char*>(mine) - shared_memory()));
+}
+
 template <class P>
 void launch(void (*kernel)(P), const Launch& at, const P& p) {
   check_blocks(at);
   host::Machine& m = host::Machine::get();
   const std::function<void()> body = [&] { kernel(p); };
   m.backwards = !m.backwards;
-  std::vector<std::unique_ptr<host::Block>> blocks;
+  std::vector<std::unique_ptr<host::Cluster>> clusters;
 #ifdef __SANITIZE_THREAD__
   // An identity given back would be handed to a later block, and order it behind the earlier one.
   if (at.blocks * at.threads > 8000) {
@@ -174,28 +188,39 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
     std::abort();
   }
 #endif
-  for (int64_t i = 0; i < at.blocks; ++i) {
+  if (at.blocks % at.cluster != 0) std::abort();
+  for (int64_t i = 0; i < at.blocks; i += at.cluster) {
 #ifndef __SANITIZE_THREAD__
-    blocks.clear();  // else kept: nothing orders another block's threads behind this one's
+    clusters.clear();  // else kept: nothing orders another cluster's threads behind this one's
 #endif
-    blocks.push_back(std::make_unique<host::Block>());
-    host::Block& block = *blocks.back();
-    block.index.x = unsigned(m.backwards ? at.blocks - 1 - i : i);
-    block.threads.x = unsigned(at.threads);
-    block.shared = std::make_unique<char[]>(size_t(at.shared));
-    std::memset(block.shared.get(), 0xff, size_t(at.shared));  // NaN
-    block.kernel = &body;
-    block.step = m.backwards ? at.threads - 1 : 1;
-    host::run(block);
+    clusters.push_back(std::make_unique<host::Cluster>());
+    host::Cluster& cluster = *clusters.back();
+    cluster.kernel = &body;
+    for (int rank = 0; rank < at.cluster; ++rank) {
+      cluster.blocks.push_back(std::make_unique<host::Block>());
+      host::Block& block = *cluster.blocks.back();
+      block.index.x = unsigned((m.backwards ? at.blocks - at.cluster - i : i) + rank);
+      block.threads.x = unsigned(at.threads);
+      block.shared = std::make_unique<char[]>(size_t(at.shared));
+      std::memset(block.shared.get(), 0xff, size_t(at.shared));  // NaN
+    }
+    cluster.step = m.backwards ? at.threads * at.cluster - 1 : 1;
+    host::run(cluster);
   }
   host::acquire(&m.finished);
 #ifdef __SANITIZE_THREAD__
-  for (auto& block : blocks) {
-    block->shared.reset();
-    for (auto& fiber : block->fibers) __tsan_destroy_fiber(host::look(fiber->of_thread_sanitizer));
-    (void)block.release();  // left: its last fibers read it on their way out, behind `finished`
+  for (auto& cluster : clusters) {
+    for (auto& block : cluster->blocks) block->shared.reset();
+    for (auto& fiber : cluster->fibers)
+      __tsan_destroy_fiber(host::look(fiber->of_thread_sanitizer));
+    (void)cluster.release();  // left: its last fibers read it on their way out, behind `finished`
   }
 #endif
+}
+
+template <class P>
+int largest_cluster(void (*)(P)) {
+  return 8;
 }
 
 inline void fill_zero(void* p, int64_t bytes, void*) { std::memset(p, 0, size_t(bytes)); }

@@ -70,8 +70,12 @@ struct Warp {
   uint32_t parts[2][32][6];
 };
 
+struct Block;
+
 struct Fiber {
   Index thread{};
+  Block* block = nullptr;
+  int place = 0;  // in its cluster
   void* stack_pointer = nullptr;
   char* stack = nullptr;
   Note<bool> done{false};
@@ -86,18 +90,25 @@ constexpr size_t kStack = 48 * 1024;
 // One block of a launch, made anew for each: what another one's threads did orders nothing here.
 struct Block {
   Index index{}, threads{};
-  std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::unique_ptr<Warp>> warps;
   Barrier barrier;
-  Note<int> ors{0}, idle{0};
+  Note<int> ors{0};
   std::unique_ptr<char[]> shared;
+};
+
+// Blocks that run at the same time and reach each other's shared memory; often one alone.
+struct Cluster {
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  Barrier barrier;
+  Note<int> idle{0};
   const std::function<void()>* kernel = nullptr;
   int step = 1;  // the order fibers run in
 };
 
 struct Machine {
   Note<Fiber*> current{nullptr};
-  Note<Block*> block{nullptr};
+  Note<Cluster*> cluster{nullptr};
   Fiber main;
   alignas(8) char fence;  // addresses for the sanitizer, which tells eights of bytes apart
   alignas(8) char finished;
@@ -109,8 +120,9 @@ struct Machine {
   }
 };
 
-inline Block& block() { return *look(Machine::get().block); }
+inline Cluster& cluster() { return *look(Machine::get().cluster); }
 inline Fiber& self() { return *look(Machine::get().current); }
+inline Block& block() { return *self().block; }
 
 #ifdef __clang__
 #define BF_NAKED __attribute__((naked, noinline))
@@ -147,9 +159,9 @@ inline void go_to(Fiber* to) {
   arrive_on(from);
 }
 
-// To the next fiber of the block that is not done; to main when all are.
+// To the next fiber of the cluster that is not done; to main when all are.
 inline void yield(int at) {
-  Block& all = block();
+  Cluster& all = cluster();
   const int n = int(all.fibers.size());
   for (int tried = 0; tried < n; ++tried) {
     at = (at + all.step) % n;
@@ -161,7 +173,7 @@ inline void yield(int at) {
 
 // Until `count` fibers have come.
 inline void wait(Barrier& barrier, int count) {
-  Block& all = block();
+  Cluster& all = cluster();
   release(&barrier.order);
   const int round = look(barrier.rounds), arrived = look(barrier.arrived) + 1;
   if (arrived == count) {
@@ -176,7 +188,7 @@ inline void wait(Barrier& barrier, int count) {
         std::fprintf(stderr, "a barrier that not all threads reach\n");
         std::abort();
       }
-      yield(int(self().thread.x));
+      yield(self().place);
     }
     put(all.idle, 0);
   }
@@ -185,26 +197,30 @@ inline void wait(Barrier& barrier, int count) {
 
 [[noreturn]] inline void fiber_main() {
   arrive_on(&self());
-  (*block().kernel)();
+  (*cluster().kernel)();
   release(&Machine::get().finished);
   put(self().done, true);
-  put(block().idle, 0);
-  yield(int(self().thread.x));
+  put(cluster().idle, 0);
+  yield(self().place);
   std::abort();
 }
 
-inline void run(Block& all) {
+inline void run(Cluster& all) {
   Machine& m = Machine::get();
-  const size_t threads = all.threads.x, bytes = kStack * threads;
+  const size_t threads = all.blocks[0]->threads.x, bytes = kStack * threads * all.blocks.size();
   char* stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   if (stacks == MAP_FAILED) std::abort();
-  for (size_t t = 0; t < threads; ++t) {
-    if (t % 32 == 0) all.warps.push_back(std::make_unique<Warp>());
+  for (size_t place = 0; place < threads * all.blocks.size(); ++place) {
+    const size_t t = place % threads;
+    Block& block = *all.blocks[place / threads];
+    if (t % 32 == 0) block.warps.push_back(std::make_unique<Warp>());
     all.fibers.push_back(std::make_unique<Fiber>());
     Fiber& fiber = *all.fibers.back();
     fiber.thread.x = unsigned(t);
-    fiber.stack = stacks + kStack * t;
+    fiber.block = &block;
+    fiber.place = int(place);
+    fiber.stack = stacks + kStack * place;
     void** top = reinterpret_cast<void**>(fiber.stack + kStack) - 1;  // as after a call
     *--top = reinterpret_cast<void*>(&fiber_main);
     top -= 6;  // the registers that are popped first
@@ -212,7 +228,7 @@ inline void run(Block& all) {
     fiber.stack_pointer = top;
   }
   put(m.current, &m.main);
-  put(m.block, &all);
+  put(m.cluster, &all);
 #ifdef __SANITIZE_THREAD__
   put(m.main.of_thread_sanitizer, __tsan_get_current_fiber());
   for (auto& fiber : all.fibers) put(fiber->of_thread_sanitizer, __tsan_create_fiber(0));
