@@ -275,6 +275,10 @@ PLANTED = {
         "thread", "decode.h", "    __threadfence();\n    __syncthreads();\n    if",
         "    __syncthreads();\n    if", "data race",
     ),
+    "a barrier of the cluster missing": (
+        "thread", "decode_backward.h", "  __device__ void finish() {\n    cluster_barrier();",
+        "  __device__ void finish() {\n    __syncthreads();", "data race",
+    ),
     "a row read past its end": (
         "address", "problem.h", "first + k < end ?", "first + k <= end ?", "heap-buffer-overflow",
     ),
@@ -296,4 +300,4 @@ def test_a_planted_mistake_is_caught(tmp_path, mistake):
     broken = Drivers(sanitizer, changed(tmp_path, file, old, new))
     inputs = problem(*RACING["decoder step, keys cut in two"], torch.bfloat16, b=1)
     with pytest.raises(AssertionError, match=re.escape(message)):
-        attend(broken.__getitem__, *inputs, None)
+        results(broken, inputs)

@@ -1,6 +1,7 @@
 // How forward and backward are cut into launches. Host code; knows no torch.
 #pragma once
 
+#include "decode_backward.h"
 #include "grad_scores.h"
 #include "grad_tanh.h"
 #include "interface.h"
@@ -160,9 +161,51 @@ struct Attend {
     }
   };
 
-  static int64_t backward_workspace(const Backward& g) { return BackwardSpace(g, nullptr).bytes; }
+  static int64_t backward_workspace(const Backward& g, const Device& device) {
+    DecodeBackward d;
+    if (plan_decode_backward(g, device, &d))
+      return g.grad_w != nullptr ? g.p.B * g.p.H * int64_t(sizeof(A)) : 0;
+    return BackwardSpace(g, nullptr).bytes;
+  }
+
+  static int64_t decode_backward_shared(const DecodeBackward& d) {
+    return d.p.Tq == 1 ? DecodeBackwardShared<T, A, 1>(nullptr, d.p, d.split).bytes
+                       : DecodeBackwardShared<T, A, 4>(nullptr, d.p, d.split).bytes;
+  }
+
+  // Two blocks for each multiprocessor, as far as a cluster goes, of 32 keys at least. False: too
+  // many queries, too large for one block, or a few long rows that would leave the GPU idle.
+  static bool plan_decode_backward(const Backward& g, const Device& device, DecodeBackward* d) {
+    const Problem& p = g.p;
+    if (p.Tq > kBackwardQueries) return false;
+    int64_t splits = 1;
+    while (2 * splits <= device.cluster && p.B * splits < 2 * device.multiprocessors &&
+           p.Tk > 32 * splits)
+      splits *= 2;
+    *d = {p, splits, ceil_div(p.Tk, splits), g.weights, g.grad_context, g.grad_weights};
+    d->grad_queries = g.grad_queries;
+    d->grad_keys = g.grad_keys;
+    d->grad_values = g.grad_values;
+    if (p.B * splits < device.multiprocessors && d->split > 512) return false;
+    return decode_backward_shared(*d) <= kSharedLimit;
+  }
+
+  static void step_backward(const Backward& g, DecodeBackward* d, const Device& device,
+                            void* workspace) {
+    const Problem& p = g.p;
+    if (g.grad_w != nullptr) d->w_parts = workspace;
+    const Launch at{"decode_backward",          p.B * d->splits, kDecodeThreads,
+                    decode_backward_shared(*d), device.stream,   int(d->splits)};
+    if (p.Tq == 1)
+      launch(decode_backward<T, A, 1>, at, *d);
+    else
+      launch(decode_backward<T, A, 4>, at, *d);
+    if (g.grad_w != nullptr) sum(SumParts{workspace, p.B, p.H, g.grad_w}, device);
+  }
 
   static void backward(const Backward& g, const Device& device, void* workspace) {
+    DecodeBackward d;
+    if (plan_decode_backward(g, device, &d)) return step_backward(g, &d, device, workspace);
     const BackwardSpace space(g, static_cast<char*>(workspace));
     const bool through_tanh =
         g.grad_queries != nullptr || g.grad_keys != nullptr || g.grad_w != nullptr;

@@ -76,7 +76,7 @@ struct Kernels {
   int64_t (*counters)(const Forward&, const Device&);
   int64_t (*forward_workspace)(const Forward&, const Device&);
   void (*forward)(const Forward&, const Device&, void* workspace);
-  int64_t (*backward_workspace)(const Backward&);
+  int64_t (*backward_workspace)(const Backward&, const Device&);
   void (*backward)(const Backward&, const Device&, void* workspace);
   int (*largest_cluster)();  // on the current GPU
 };

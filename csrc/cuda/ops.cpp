@@ -119,8 +119,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
                    place(grad_values, need_values),
                    place(grad_w, need_w)};
   const Kernels& k = kernels(in.kind);
-  Tensor workspace = in.new_tensor({k.backward_workspace(g)}, ScalarType::Byte);
-  k.backward(g, in.current(), workspace.mutable_data_ptr());
+  const Device device = in.current();
+  Tensor workspace = in.new_tensor({k.backward_workspace(g, device)}, ScalarType::Byte);
+  k.backward(g, device, workspace.mutable_data_ptr());
   return {grad_queries, grad_keys, grad_values, grad_w};
 }
 

@@ -138,8 +138,9 @@ void backward(const Request& r, const Kernels& k, int64_t size) {
                    place(keys, 2),
                    place(values, 4),
                    place(w, 8)};
-  Bytes workspace(k.backward_workspace(g));
-  k.backward(g, Gpu(r.multiprocessors, r.cluster, 0), workspace.data.get());
+  const Gpu gpu(r.multiprocessors, r.cluster, 0);
+  Bytes workspace(k.backward_workspace(g, gpu));
+  k.backward(g, gpu, workspace.data.get());
   for (const Bytes* grad : {&queries, &keys, &values, &w}) grad->give();
 }
 
