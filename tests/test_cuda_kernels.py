@@ -214,6 +214,19 @@ def test_a_step_projects_its_queries(drivers, dtype, queries, features):
     check_step(drivers, (raw, w_q, keys, values, w_v, lens(70, 9)), keys.double())
 
 
+@pytest.mark.parametrize("batch", [1, 3, 9])  # a cluster with helpers, one of several rows, two
+@pytest.mark.parametrize("queries", [1, 6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_cluster_shares_the_projection(drivers, dtype, queries, batch):
+    hidden, features = (259, 64) if batch < 9 else (150, 61)
+    _, keys, values, w_v = (x.detach() for x in problem(1, 40, hidden, 9, dtype, b=batch))
+    w_v = w_v / hidden**0.5
+    raw = torch.randn(batch, queries, features).to(dtype)
+    w_q = (torch.randn(hidden, features) / features**0.5).to(dtype)
+    for gpu in (Gpu(4, 8), Gpu(4, 1)):
+        check_step(drivers, (raw, w_q, keys, values, w_v, None), keys.double(), gpu=gpu)
+
+
 @pytest.mark.parametrize(("features", "hidden"), [(7, 33), (64, 300), (104, 32)])
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -263,6 +276,12 @@ def changed(tmp_path, file, old, new):
     assert text.count(old) == 1, f"{file} has changed: plant the mistake elsewhere"
     path.write_text(text.replace(old, new))
     return tmp_path
+
+
+def test_no_block_races_with_another_of_its_cluster(watched):
+    _, keys, values, w_v = (x.detach() for x in problem(1, 20, 70, 9, torch.bfloat16, b=3))
+    raw, w_q = torch.randn(3, 1, 120).bfloat16(), torch.randn(70, 120).bfloat16() / 11
+    check_step(watched, (raw, w_q, keys, values, w_v / 8, lens(20, 3, 0)), keys.double())
 
 
 # Each is one line that somebody could forget.

@@ -11,6 +11,8 @@
 
 namespace bahdanau_fast::gpu {
 
+// Bytes of W_q that a block reads by itself, and from which on a cluster shares it.
+constexpr int64_t kOwnWeight = 64 * 1024, kSharedWeight = 16 * 1024;
 // Shared memory every GPU from sm_80 on gives to a block.
 constexpr int64_t kSharedLimit = 96 * 1024;
 
@@ -50,6 +52,7 @@ struct Attend {
     d->p = p;
     d->w_q = f.w_q;
     d->Dq = f.Dq;
+    if (f.w_q != nullptr && weight_bytes(f) >= kSharedWeight) d->cluster = device.cluster;
     d->split = ceil_div(p.Tk, splits);
     if (raw) d->split = ceil_div(d->split, kRawTile) * kRawTile;
     d->splits = ceil_div(p.Tk, d->split);
@@ -77,8 +80,11 @@ struct Attend {
 
   static bool is_one_launch(const Forward& f, const Device& device) {
     DecodeForward d;
-    return plan_decode(f, device, &d);
+    if (!plan_decode(f, device, &d)) return false;
+    return f.w_q == nullptr || f.w_k != nullptr || d.cluster > 1 ||
+           f.p.Tq * weight_bytes(f) <= kOwnWeight;
   }
+  static int64_t weight_bytes(const Forward& f) { return f.p.H * f.Dq * int64_t(sizeof(T)); }
 
   static int64_t counters(const Forward& f, const Device& device) {
     DecodeForward d;
@@ -104,16 +110,18 @@ struct Attend {
     lay_out(d, f, device, static_cast<char*>(workspace));
     if (d->splits > 1 && device.counters == nullptr)
       fill_zero(d->arrived, f.p.B * int64_t(sizeof(unsigned)), device.stream);
-    const int64_t blocks = f.p.B * d->splits;
+    const int64_t blocks = ceil_div(f.p.B * d->splits, d->cluster) * d->cluster;
     if constexpr (sizeof(T) == 2) {
       if (f.w_k != nullptr) {
         const RawKeys r = raw_keys(f, *d);
-        const Launch at{"raw_keys_forward", blocks, kDecodeThreads, raw_shared(r), device.stream};
+        const Launch at{"raw_keys_forward", blocks,        kDecodeThreads,
+                        raw_shared(r),      device.stream, d->cluster};
         return f.p.Tq == 1 ? launch(raw_keys_forward<T, 1>, at, r)
                            : launch(raw_keys_forward<T, 4>, at, r);
       }
     }
-    const Launch at{"decode_forward", blocks, kDecodeThreads, decode_shared(*d), device.stream};
+    const Launch at{"decode_forward",  blocks,        kDecodeThreads,
+                    decode_shared(*d), device.stream, d->cluster};
     if (f.p.Tq == 1)
       launch(decode_forward<T, A, 1>, at, *d);
     else

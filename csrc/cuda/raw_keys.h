@@ -185,6 +185,7 @@ struct RawTask : DecodeTask<T, float, QT> {
 template <class T, int QT>
 __global__ void __launch_bounds__(kDecodeThreads, 1) raw_keys_forward(const RawKeys r) {
   RawTask<T, QT> task(r);
+  if (task.helped()) return;
   task.count_keys();
   task.score();
   task.finish();
