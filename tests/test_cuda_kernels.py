@@ -241,6 +241,22 @@ def test_a_step_projects_its_keys_too(drivers, dtype, queries, features, hidden)
         check_step(drivers, args, exact, w_k=w_k, bias=bias, gpu=gpu)
 
 
+@pytest.mark.parametrize(("features", "hidden"), [(7, 33), (104, 40)])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_step_takes_the_context_from_the_keys_it_projects(drivers, queries, features, hidden):
+    keys = torch.randn(3, 150, features).bfloat16()
+    raw, w_q = torch.randn(3, queries, 9).bfloat16(), torch.randn(hidden, 9).bfloat16()
+    w_k = (3 * torch.randn(hidden, features) * features**-0.5).bfloat16()
+    w_v = torch.randn(1, hidden).bfloat16()
+    exact = F.linear(keys.double(), w_k.double())
+    for gpu in (Gpu(1), Gpu(16)):  # three tiles of 64 keys to a block, or one
+        for valid_lens in (lens(150, 70, 0), None):
+            args = (raw, w_q, keys, keys, w_v, valid_lens)
+            check_step(drivers, args, exact, w_k=w_k, gpu=gpu)
+            copied = (raw, w_q, keys, keys.clone(), w_v, valid_lens)
+            check_step(drivers, copied, exact, w_k=w_k, gpu=gpu)
+
+
 # ---- races and overruns --------------------------------------------------------------------------
 
 # Few blocks: to ThreadSanitizer each is 256 threads of its own.

@@ -35,7 +35,11 @@ struct Attend {
   }
 
   static RawKeys raw_keys(const Forward& f, const DecodeForward& d) {
-    return {d, f.w_k, f.bias, f.Dk};
+    const View &keys = f.p.keys, &values = f.p.values;
+    RawKeys r{d, f.w_k, f.bias, f.Dk};
+    r.values_are_keys = values.data == keys.data && values.batch == keys.batch &&
+                        values.row == keys.row && f.p.Dv == f.Dk && f.p.seed == nullptr;
+    return r;
   }
 
   // Rows are split where they alone would leave much of the GPU idle, and where the scores of a

@@ -39,7 +39,7 @@ struct DecodeForward {
 
 template <class T, class A, int QT>
 struct DecodeShared {
-  A *queries, *w, *scores, *parts, *scratch;
+  A *queries, *w, *scores, *parts, *scratch, *totals;
   int64_t* counts;  // keys of the split each query looks at; -1 - that: all alike
   int* last;
   int64_t bytes, width;
@@ -52,6 +52,7 @@ struct DecodeShared {
     scores = from.take<A>(d.p.Tq * d.split);
     parts = from.take<A>(larger(kDecodeWarps * QT * kWarp * kUnits<T>, d.splits));
     scratch = from.take<A>(kDecodeWarps);
+    totals = from.take<A>(d.p.Tq);
     counts = from.take<int64_t>(d.p.Tq);
     last = from.take<int>(1);
     bytes = from.used;
@@ -293,6 +294,7 @@ struct DecodeTask {
         total += row[j];
       }
       total = warp_sum(total);
+      if (lane == 0) mine.totals[i] = total;
       if (d.splits > 1 && lane == 0) {
         static_cast<A*>(d.maxima)[at * d.splits + s] = best;
         static_cast<A*>(d.sums)[at * d.splits + s] = total;
@@ -343,11 +345,7 @@ struct DecodeTask {
           if (i >= p.Tq || column >= p.Dv) continue;
           A sum = 0;
           for (int k = 0; k < kDecodeWarps; ++k) sum += mine.parts[k * QT * columns + at];
-          const int64_t row = b * p.Tq + i;
-          if (d.splits == 1)
-            narrow(sum, static_cast<T*>(d.context) + row * p.Dv + column);
-          else
-            static_cast<A*>(d.contexts)[(row * d.splits + s) * p.Dv + column] = sum;
+          store_context(i, column, sum);
         }
         __syncthreads();
       }
@@ -361,7 +359,20 @@ struct DecodeTask {
       weigh_values<true>();
     else
       weigh_values<false>();
+    join();
+  }
+
+  __device__ void join() {
     if (d.splits > 1 && is_last()) combine();
+  }
+
+  // The context of query i in a column, over the block's keys.
+  __device__ void store_context(int64_t i, int64_t column, A sum) {
+    const int64_t row = b * p.Tq + i;
+    if (d.splits == 1)
+      narrow(sum, static_cast<T*>(d.context) + row * p.Dv + column);
+    else
+      static_cast<A*>(d.contexts)[(row * d.splits + s) * p.Dv + column] = sum;
   }
 
   // True in the block of a batch row that comes last; what the others wrote can be seen there.

@@ -168,13 +168,14 @@ def _tensor(x, columns=True):
 
 def _problem(backward, wanted, inputs, seed, dropout_p, gpu, projections=(None,) * 3):
     queries, keys, values, w_v, lens = inputs
+    sent = None if values is keys else values
     (b, tq, features), (_, tk, dv) = queries.shape, values.shape
     h = w_v.numel()
     lens_type = 0 if lens is None else 1 + LENS.index(str(lens.dtype).removeprefix("torch."))
     return b"".join(
         [
             _integers(backward, *gpu, wanted),
-            *map(_tensor, (queries, keys, values, w_v.reshape(-1).contiguous(), *projections)),
+            *map(_tensor, (queries, keys, sent, w_v.reshape(-1).contiguous(), *projections)),
             _tensor(lens, columns=False),
             _integers(features, keys.shape[-1], lens_type, seed is not None, seed or 0),
             struct.pack("<d", dropout_p),

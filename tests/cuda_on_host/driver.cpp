@@ -83,7 +83,7 @@ struct Request {
   Request() {
     p.queries = queries.view();
     p.keys = keys.view();
-    p.values = values.view();
+    p.values = values.bytes.size == 0 ? p.keys : values.view();  // none sent: they are the keys
     p.w = w.view().data;
     p.lens = {lens.bytes.data.get() + lens.offset, LenType(lens_type), lens.batch, lens.row};
     double probability;
