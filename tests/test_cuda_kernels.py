@@ -318,7 +318,7 @@ PLANTED = {
         "address", "problem.h", "first + k < end ?", "first + k <= end ?", "heap-buffer-overflow",
     ),
     "shared memory too small": (
-        "address", "decode.h", "    last = from.take<int>(1);\n    bytes = from.used;",
+        "address", "decode_plan.h", "    last = from.take<int>(1);\n    bytes = from.used;",
         "    last = from.take<int>(1);\n    bytes = from.used - 16;",
         "heap-buffer-overflow",
     ),
