@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,12 @@ from bahdanau_fast import transforms
 from bahdanau_fast.projection import linear
 
 __all__ = ["attend_raw"]
+
+
+@functools.cache
+def _sharing(device: torch.device) -> int:
+    """Blocks that share W_q among them on a GPU (csrc/cuda/decode.h): a cluster, from 9.0 on."""
+    return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
 
 
 def attend_raw(
@@ -59,7 +66,8 @@ def attend_raw(
 
     if not plans.is_step(queries.shape[1], values.shape[2], wide=size == 4):
         return None
-    own_query = plans.fuses_queries(queries.shape[1], queries.shape[2], hidden, size)
+    sharing = _sharing(queries.device) if backend == "cuda" else 1
+    own_query = plans.fuses_queries(queries.shape[1], queries.shape[2], hidden, size, sharing)
     rows = keys.shape[0] * keys.shape[1]
     own_keys = w_k is not None and plans.fuses_keys(rows, keys.shape[2], hidden, size)
     if not own_query and not own_keys:

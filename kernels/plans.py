@@ -35,9 +35,15 @@ _LAUNCH = 2.5e-6
 _OWN_FLOPS, _LIBRARY_FLOPS, _BYTES = 4.0e14, 7.5e14, 4.3e12
 
 
-def fuses_queries(queries_len: int, query_size: int, hidden: int, size: int) -> bool:
-    """Whether a step projects its queries itself; ``size`` is bytes of an element."""
-    return queries_len <= 4 and queries_len * query_size * hidden * size <= _FUSED_WEIGHT
+def fuses_queries(
+    queries_len: int, query_size: int, hidden: int, size: int, sharing: int = 1
+) -> bool:
+    """Whether a step projects its queries itself.
+
+    ``size`` is bytes of an element, ``sharing`` the number of programs that read W_q together.
+    """
+    read = queries_len * query_size * hidden * size
+    return queries_len <= 4 and read <= _FUSED_WEIGHT * sharing
 
 
 def fuses_keys(rows: int, key_size: int, hidden: int, size: int) -> bool:

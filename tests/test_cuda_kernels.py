@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import CONTRACT, LARGE, lens
-from cuda_on_host import KERNELS, KINDS, Host, attend, attend_step, build
+from cuda_on_host import GPU, KERNELS, KINDS, Gpu, Host, attend, attend_step, build
 from drawing import cases, drawn
 from hypothesis import given, settings
 from parity import DTYPES, Case, check
@@ -51,14 +51,14 @@ def drivers():
     running.close()
 
 
-def on(drivers, multiprocessors=4):
+def on(drivers, gpu=GPU):
     """The function :func:`parity.check` tests: projections by torch, the rest by the kernels."""
 
     def function(inputs, valid_lens):
         a = F.linear(inputs["queries"], inputs["w_q"])
         c = F.linear(inputs["keys"], inputs["w_k"], inputs["bias"])
         rest = (inputs["values"], inputs["w_v"], valid_lens)
-        context, weights = attend(drivers.__getitem__, a, c, *rest, multiprocessors=multiprocessors)
+        context, weights = attend(drivers.__getitem__, a, c, *rest, gpu=gpu)
         return context, weights.to(context.dtype)
 
     return function
@@ -75,14 +75,14 @@ def test_contract(drivers, row):
     check(Case(**case), DTYPES[ROWS.index(row) % 4], on(drivers))
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 1000])
+@pytest.mark.parametrize("gpu", [Gpu(1, 8), Gpu(1000, 8), Gpu(1000, 1)], ids=str)
 @pytest.mark.parametrize(
     "row", ["decoder step", "split keys", "split keys, lens inside a chunk", "whole row masked"]
 )
-def test_keys_are_cut_for_any_gpu(drivers, row, multiprocessors):
+def test_keys_are_cut_for_any_gpu(drivers, row, gpu):
     case = {**LARGE, "Tq": 3, **CONTRACT[row]}
-    check(Case(**case), torch.bfloat16, on(drivers, multiprocessors))
-    check(Case(**case, grads="weights"), torch.float32, on(drivers, multiprocessors))
+    check(Case(**case), torch.bfloat16, on(drivers, gpu))
+    check(Case(**case, grads="weights"), torch.float32, on(drivers, gpu))
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
@@ -214,6 +214,19 @@ def test_a_step_projects_its_queries(drivers, dtype, queries, features):
     check_step(drivers, (raw, w_q, keys, values, w_v, lens(70, 9)), keys.double())
 
 
+@pytest.mark.parametrize("batch", [1, 3, 9])  # a cluster with helpers, one of several rows, two
+@pytest.mark.parametrize("queries", [1, 6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_cluster_shares_the_projection(drivers, dtype, queries, batch):
+    hidden, features = (259, 64) if batch < 9 else (150, 61)
+    _, keys, values, w_v = (x.detach() for x in problem(1, 40, hidden, 9, dtype, b=batch))
+    w_v = w_v / hidden**0.5
+    raw = torch.randn(batch, queries, features).to(dtype)
+    w_q = (torch.randn(hidden, features) / features**0.5).to(dtype)
+    for gpu in (Gpu(4, 8), Gpu(4, 1)):
+        check_step(drivers, (raw, w_q, keys, values, w_v, None), keys.double(), gpu=gpu)
+
+
 @pytest.mark.parametrize(("features", "hidden"), [(7, 33), (64, 300), (104, 32)])
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -223,9 +236,25 @@ def test_a_step_projects_its_keys_too(drivers, dtype, queries, features, hidden)
     raw, w_q = torch.randn(2, queries, 9).to(dtype), torch.randn(hidden, 9).to(dtype)
     w_k = (torch.randn(hidden, features) * features**-0.5).to(dtype)
     exact = F.linear(keys.double(), w_k.double(), bias.double())
-    for multiprocessors in (1, 4):  # a block takes three tiles of 64 keys, or one
+    for gpu in (Gpu(1), Gpu(4)):  # a block takes three tiles of 64 keys, or one
         args = (raw, w_q, keys, values, w_v, lens(150, 70))
-        check_step(drivers, args, exact, w_k=w_k, bias=bias, multiprocessors=multiprocessors)
+        check_step(drivers, args, exact, w_k=w_k, bias=bias, gpu=gpu)
+
+
+@pytest.mark.parametrize(("features", "hidden"), [(7, 33), (104, 40)])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_step_takes_the_context_from_the_keys_it_projects(drivers, queries, features, hidden):
+    keys = torch.randn(3, 150, features).bfloat16()
+    raw, w_q = torch.randn(3, queries, 9).bfloat16(), torch.randn(hidden, 9).bfloat16()
+    w_k = (3 * torch.randn(hidden, features) * features**-0.5).bfloat16()
+    w_v = torch.randn(1, hidden).bfloat16()
+    exact = F.linear(keys.double(), w_k.double())
+    for gpu in (Gpu(1), Gpu(16)):  # three tiles of 64 keys to a block, or one
+        for valid_lens in (lens(150, 70, 0), None):
+            args = (raw, w_q, keys, keys, w_v, valid_lens)
+            check_step(drivers, args, exact, w_k=w_k, gpu=gpu)
+            copied = (raw, w_q, keys, keys.clone(), w_v, valid_lens)
+            check_step(drivers, copied, exact, w_k=w_k, gpu=gpu)
 
 
 # ---- races and overruns --------------------------------------------------------------------------
@@ -257,13 +286,18 @@ def test_no_thread_races_with_another(watched, sizes):
 
 def changed(tmp_path, file, old, new):
     """A copy of the kernels' sources with one thing wrong."""
-    for part in ("cuda", "cpu"):
-        shutil.copytree(KERNELS / part, tmp_path / part)
+    shutil.copytree(KERNELS, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "cuda" / file
     text = path.read_text()
     assert text.count(old) == 1, f"{file} has changed: plant the mistake elsewhere"
     path.write_text(text.replace(old, new))
     return tmp_path
+
+
+def test_no_block_races_with_another_of_its_cluster(watched):
+    _, keys, values, w_v = (x.detach() for x in problem(1, 20, 70, 9, torch.bfloat16, b=3))
+    raw, w_q = torch.randn(3, 1, 120).bfloat16(), torch.randn(70, 120).bfloat16() / 11
+    check_step(watched, (raw, w_q, keys, values, w_v / 8, lens(20, 3, 0)), keys.double())
 
 
 # Each is one line that somebody could forget.
@@ -276,11 +310,15 @@ PLANTED = {
         "thread", "decode.h", "    __threadfence();\n    __syncthreads();\n    if",
         "    __syncthreads();\n    if", "data race",
     ),
+    "a barrier of the cluster missing": (
+        "thread", "decode_backward.h", "  __device__ void finish() {\n    cluster_barrier();",
+        "  __device__ void finish() {\n    __syncthreads();", "data race",
+    ),
     "a row read past its end": (
         "address", "problem.h", "first + k < end ?", "first + k <= end ?", "heap-buffer-overflow",
     ),
     "shared memory too small": (
-        "address", "decode.h", "    last = from.take<int>(1);\n    bytes = from.used;",
+        "address", "decode_plan.h", "    last = from.take<int>(1);\n    bytes = from.used;",
         "    last = from.take<int>(1);\n    bytes = from.used - 16;",
         "heap-buffer-overflow",
     ),
@@ -297,4 +335,4 @@ def test_a_planted_mistake_is_caught(tmp_path, mistake):
     broken = Drivers(sanitizer, changed(tmp_path, file, old, new))
     inputs = problem(*RACING["decoder step, keys cut in two"], torch.bfloat16, b=1)
     with pytest.raises(AssertionError, match=re.escape(message)):
-        attend(broken.__getitem__, *inputs, None)
+        results(broken, inputs)

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import gpu_report
 from benchmarks.gpu_timing import Stopwatch, captured, read_bandwidth
+from benchmarks.providers import by_name
 from benchmarks.shapes import Shape
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +53,17 @@ def test_a_row_on_the_cpu(case):
     (head, _, line) = gpu_report.table([row])
     assert head.count("|") == line.count("|")
     assert f"{1e6 * row['called'][ours[0]][0]:.1f} / - / -" in line
+
+
+def test_a_provider_on_another_backend():
+    case = gpu_report.GpuCase(TINY, "projected", dtype="float32")
+    inputs = gpu_report._inputs(case, CPU)
+    ours = gpu_report.beside(by_name("ours op"), "reference")
+    assert ours.name == "ours op, reference"
+    (got, _), (want, _) = (
+        p.build("projected", inputs).forward() for p in (ours, by_name("ours op"))
+    )
+    torch.testing.assert_close(got, want)
 
 
 def test_every_case_names_a_task_its_providers_have():

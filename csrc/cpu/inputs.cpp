@@ -18,19 +18,7 @@ int64_t table_width(int64_t H, Kind kind) {
 
 Kind storage_kind(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the cpu");
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return Kind::f32;
-    case ScalarType::Double:
-      return Kind::f64;
-    case ScalarType::BFloat16:
-      return Kind::bf16;
-    case ScalarType::Half:
-      return Kind::f16;
-    default:
-      STD_TORCH_CHECK(false, name, " must be float32, bfloat16, float16 or float64");
-  }
-  return Kind::f32;
+  return kind_of(tensor, name);
 }
 
 ScalarType weights_dtype(Kind storage) {
@@ -176,7 +164,7 @@ namespace {
 // out[i] of `count` elements `stride` apart, of any real dtype.
 void read(const Tensor& t, const char* name, int64_t offset, int64_t stride, int64_t count,
           double* out) {
-  const auto as = [&](auto type) {
+  with_type_of(t, name, [&](auto type) {
     const auto* from = static_cast<const decltype(type)*>(t.const_data_ptr()) + offset;
     for (int64_t i = 0; i < count; ++i) {
       if constexpr (std::is_class<decltype(type)>::value)
@@ -184,35 +172,7 @@ void read(const Tensor& t, const char* name, int64_t offset, int64_t stride, int
       else
         out[i] = static_cast<double>(from[i * stride]);
     }
-  };
-  switch (t.scalar_type()) {
-    case ScalarType::Long:
-      return as(int64_t{});
-    case ScalarType::Int:
-      return as(int32_t{});
-    case ScalarType::Short:
-      return as(int16_t{});
-    case ScalarType::Char:
-      return as(int8_t{});
-    case ScalarType::Byte:
-      return as(uint8_t{});
-    case ScalarType::UInt16:
-      return as(uint16_t{});
-    case ScalarType::UInt32:
-      return as(uint32_t{});
-    case ScalarType::UInt64:
-      return as(uint64_t{});
-    case ScalarType::Float:
-      return as(float{});
-    case ScalarType::Double:
-      return as(double{});
-    case ScalarType::BFloat16:
-      return as(bf16{});
-    case ScalarType::Half:
-      return as(f16{});
-    default:
-      STD_TORCH_CHECK(false, name, " must have an integer or floating dtype");
-  }
+  });
 }
 
 }  // namespace

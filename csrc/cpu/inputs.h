@@ -2,9 +2,6 @@
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <exception>
 #include <memory>
@@ -13,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "../dtypes.h"
 #include "dispatch.h"
 
 namespace bahdanau_fast {
@@ -21,9 +19,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// fp32 problems of at most this many (query, key, hidden) elements are computed in fp64: that costs
-// a tenth of a millisecond or two at most, and only the rounding of the result is left as an error.
-constexpr int64_t kSmall = 524288;
 // Keys of at most so many elements get their table in fp64: sums of gradients cancel more than
 // those of scores, hence fewer where no gradient will be asked for. A table in fp32 decides for
 // fp32.

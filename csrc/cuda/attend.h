@@ -1,6 +1,7 @@
 // How forward and backward are cut into launches. Host code; knows no torch.
 #pragma once
 
+#include "decode_backward.h"
 #include "grad_scores.h"
 #include "grad_tanh.h"
 #include "interface.h"
@@ -10,6 +11,8 @@
 
 namespace bahdanau_fast::gpu {
 
+// Bytes of W_q that a block reads by itself, and from which on a cluster shares it.
+constexpr int64_t kOwnWeight = 64 * 1024, kSharedWeight = 16 * 1024;
 // Shared memory every GPU from sm_80 on gives to a block.
 constexpr int64_t kSharedLimit = 96 * 1024;
 
@@ -32,7 +35,11 @@ struct Attend {
   }
 
   static RawKeys raw_keys(const Forward& f, const DecodeForward& d) {
-    return {d, f.w_k, f.bias, f.Dk};
+    const View &keys = f.p.keys, &values = f.p.values;
+    RawKeys r{d, f.w_k, f.bias, f.Dk};
+    r.values_are_keys = values.data == keys.data && values.batch == keys.batch &&
+                        values.row == keys.row && f.p.Dv == f.Dk && f.p.seed == nullptr;
+    return r;
   }
 
   // Rows are split where they alone would leave much of the GPU idle, and where the scores of a
@@ -49,6 +56,7 @@ struct Attend {
     d->p = p;
     d->w_q = f.w_q;
     d->Dq = f.Dq;
+    if (f.w_q != nullptr && weight_bytes(f) >= kSharedWeight) d->cluster = device.cluster;
     d->split = ceil_div(p.Tk, splits);
     if (raw) d->split = ceil_div(d->split, kRawTile) * kRawTile;
     d->splits = ceil_div(p.Tk, d->split);
@@ -56,14 +64,14 @@ struct Attend {
   }
 
   // Pieces of the workspace; with a null base, their size.
-  static int64_t lay_out(DecodeForward* d, const Forward& f, char* base) {
+  static int64_t lay_out(DecodeForward* d, const Forward& f, const Device& device, char* base) {
     Carver from{base};
     d->context = f.context;
     d->weights = f.weights;
     if (d->splits == 1) return 0;
     const Problem& p = f.p;
     const int64_t parts = p.B * p.Tq * d->splits;
-    d->arrived = from.take<unsigned>(p.B);
+    d->arrived = device.counters != nullptr ? device.counters : from.take<unsigned>(p.B);
     d->maxima = from.take<A>(parts);
     d->sums = from.take<A>(parts);
     d->contexts = from.take<A>(parts * p.Dv);
@@ -72,14 +80,24 @@ struct Attend {
     return from.used;
   }
 
+  static int clusters() { return largest_cluster(decode_forward<T, A, 1>); }
+
   static bool is_one_launch(const Forward& f, const Device& device) {
     DecodeForward d;
-    return plan_decode(f, device, &d);
+    if (!plan_decode(f, device, &d)) return false;
+    return f.w_q == nullptr || f.w_k != nullptr || d.cluster > 1 ||
+           f.p.Tq * weight_bytes(f) <= kOwnWeight;
+  }
+  static int64_t weight_bytes(const Forward& f) { return f.p.H * f.Dq * int64_t(sizeof(T)); }
+
+  static int64_t counters(const Forward& f, const Device& device) {
+    DecodeForward d;
+    return plan_decode(f, device, &d) && d.splits > 1 ? f.p.B : 0;
   }
 
   static int64_t forward_workspace(const Forward& f, const Device& device) {
     DecodeForward d;
-    if (plan_decode(f, device, &d)) return lay_out(&d, f, nullptr);
+    if (plan_decode(f, device, &d)) return lay_out(&d, f, device, nullptr);
     const bool own = f.weights == nullptr || !scores_are_weights;
     return own ? f.p.B * f.p.Tq * f.p.Tk * int64_t(sizeof(A)) : 0;
   }
@@ -93,18 +111,21 @@ struct Attend {
   }
 
   static void decode(DecodeForward* d, const Forward& f, const Device& device, void* workspace) {
-    lay_out(d, f, static_cast<char*>(workspace));
-    if (d->splits > 1) fill_zero(d->arrived, f.p.B * int64_t(sizeof(unsigned)), device.stream);
-    const int64_t blocks = f.p.B * d->splits;
+    lay_out(d, f, device, static_cast<char*>(workspace));
+    if (d->splits > 1 && device.counters == nullptr)
+      fill_zero(d->arrived, f.p.B * int64_t(sizeof(unsigned)), device.stream);
+    const int64_t blocks = ceil_div(f.p.B * d->splits, d->cluster) * d->cluster;
     if constexpr (sizeof(T) == 2) {
       if (f.w_k != nullptr) {
         const RawKeys r = raw_keys(f, *d);
-        const Launch at{"raw_keys_forward", blocks, kDecodeThreads, raw_shared(r), device.stream};
+        const Launch at{"raw_keys_forward", blocks,        kDecodeThreads,
+                        raw_shared(r),      device.stream, d->cluster};
         return f.p.Tq == 1 ? launch(raw_keys_forward<T, 1>, at, r)
                            : launch(raw_keys_forward<T, 4>, at, r);
       }
     }
-    const Launch at{"decode_forward", blocks, kDecodeThreads, decode_shared(*d), device.stream};
+    const Launch at{"decode_forward",  blocks,        kDecodeThreads,
+                    decode_shared(*d), device.stream, d->cluster};
     if (f.p.Tq == 1)
       launch(decode_forward<T, A, 1>, at, *d);
     else
@@ -152,9 +173,51 @@ struct Attend {
     }
   };
 
-  static int64_t backward_workspace(const Backward& g) { return BackwardSpace(g, nullptr).bytes; }
+  static int64_t backward_workspace(const Backward& g, const Device& device) {
+    DecodeBackward d;
+    if (plan_decode_backward(g, device, &d))
+      return g.grad_w != nullptr ? g.p.B * g.p.H * int64_t(sizeof(A)) : 0;
+    return BackwardSpace(g, nullptr).bytes;
+  }
+
+  static int64_t decode_backward_shared(const DecodeBackward& d) {
+    return d.p.Tq == 1 ? DecodeBackwardShared<T, A, 1>(nullptr, d.p, d.split).bytes
+                       : DecodeBackwardShared<T, A, 4>(nullptr, d.p, d.split).bytes;
+  }
+
+  // Two blocks for each multiprocessor, as far as a cluster goes, of 32 keys at least. False: too
+  // many queries, too large for one block, or a few long rows that would leave the GPU idle.
+  static bool plan_decode_backward(const Backward& g, const Device& device, DecodeBackward* d) {
+    const Problem& p = g.p;
+    if (p.Tq > kBackwardQueries) return false;
+    int64_t splits = 1;
+    while (2 * splits <= device.cluster && p.B * splits < 2 * device.multiprocessors &&
+           p.Tk > 32 * splits)
+      splits *= 2;
+    *d = {p, splits, ceil_div(p.Tk, splits), g.weights, g.grad_context, g.grad_weights};
+    d->grad_queries = g.grad_queries;
+    d->grad_keys = g.grad_keys;
+    d->grad_values = g.grad_values;
+    if (p.B * splits < device.multiprocessors && d->split > 512) return false;
+    return decode_backward_shared(*d) <= kSharedLimit;
+  }
+
+  static void step_backward(const Backward& g, DecodeBackward* d, const Device& device,
+                            void* workspace) {
+    const Problem& p = g.p;
+    if (g.grad_w != nullptr) d->w_parts = workspace;
+    const Launch at{"decode_backward",          p.B * d->splits, kDecodeThreads,
+                    decode_backward_shared(*d), device.stream,   int(d->splits)};
+    if (p.Tq == 1)
+      launch(decode_backward<T, A, 1>, at, *d);
+    else
+      launch(decode_backward<T, A, 4>, at, *d);
+    if (g.grad_w != nullptr) sum(SumParts{workspace, p.B, p.H, g.grad_w}, device);
+  }
 
   static void backward(const Backward& g, const Device& device, void* workspace) {
+    DecodeBackward d;
+    if (plan_decode_backward(g, device, &d)) return step_backward(g, &d, device, workspace);
     const BackwardSpace space(g, static_cast<char*>(workspace));
     const bool through_tanh =
         g.grad_queries != nullptr || g.grad_keys != nullptr || g.grad_w != nullptr;
@@ -219,8 +282,9 @@ struct Attend {
 
 template <class T, class A>
 constexpr Kernels kernels_of() {
-  return {Attend<T, A>::is_one_launch, Attend<T, A>::forward_workspace, Attend<T, A>::forward,
-          Attend<T, A>::backward_workspace, Attend<T, A>::backward};
+  using All = Attend<T, A>;
+  return {All::is_one_launch,      All::counters, All::forward_workspace, All::forward,
+          All::backward_workspace, All::backward, All::clusters};
 }
 
 }  // namespace bahdanau_fast::gpu

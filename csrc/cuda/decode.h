@@ -13,49 +13,11 @@
 // a batch row to arrive brings them together in their order.
 #pragma once
 
+#include "decode_plan.h"
 #include "reduce.h"
 #include "tanh.h"
 
 namespace bahdanau_fast::gpu {
-
-constexpr int kDecodeThreads = 256, kDecodeWarps = kDecodeThreads / kWarp;
-constexpr int64_t kDecodeQueries = 16;  // at most
-
-struct DecodeForward {
-  Problem p;
-  const void* w_q = nullptr;  // (H,Dq) of T: the queries are (B,Tq,Dq), to be projected here
-  int64_t Dq = 0;
-  int64_t splits = 1, split = 1;  // parts of the keys, and keys in each
-  void* context = nullptr;        // (B,Tq,Dv) of T
-  void* weights = nullptr;        // (B,Tq,Tk) of W; may be null
-  // With several splits:
-  void* scores = nullptr;       // (B,Tq,Tk) of A, where weights are wanted; may be `weights`
-  void* maxima = nullptr;       // (B,Tq,splits) of A, as are the sums of exp(score - maximum)
-  void* sums = nullptr;         // and, times Dv, the values weighted by that
-  void* contexts = nullptr;     //
-  unsigned* arrived = nullptr;  // (B), zero
-};
-
-template <class T, class A, int QT>
-struct DecodeShared {
-  A *queries, *w, *scores, *parts, *scratch;
-  int64_t* counts;  // keys of the split each query looks at; -1 - that: all alike
-  int* last;
-  int64_t bytes, width;
-
-  __host__ __device__ DecodeShared(char* base, const DecodeForward& d) {
-    Carver from{base};
-    width = ceil_div(d.p.H, 32) * 32;
-    queries = from.take<A>(QT * width);
-    w = from.take<A>(width);
-    scores = from.take<A>(d.p.Tq * d.split);
-    parts = from.take<A>(larger(kDecodeWarps * QT * kWarp * kUnits<T>, d.splits));
-    scratch = from.take<A>(kDecodeWarps);
-    counts = from.take<int64_t>(d.p.Tq);
-    last = from.take<int>(1);
-    bytes = from.used;
-  }
-};
 
 template <class T, class A, int QT>
 struct DecodeTask {
@@ -88,8 +50,8 @@ struct DecodeTask {
     }
   }
 
-  // W_q q of queries [i0, i0 + QT) into shared memory, a warp a hidden unit. Every block reads all
-  // of W_q, from the caches but once.
+  // W_q q of queries [i0, i0 + QT) into shared memory, a warp a hidden unit: a block by itself
+  // reads all of W_q, from the caches but once.
   template <bool vectors>
   __device__ void project_queries(int64_t i0) {
     const T* rows[QT];  // queries past the last stand for it
@@ -114,17 +76,66 @@ struct DecodeTask {
     __syncthreads();
   }
 
+  // The same of all blocks of a cluster: each takes a share of the hidden units, two to a warp at
+  // a time, for everybody's queries, and leaves the result in their shared memory. So W_q is read
+  // once for all of them.
+  template <bool vectors>
+  __device__ void project_for_cluster(int64_t i0) {
+    constexpr int units = 2, most = 8;  // blocks of a cluster
+    constexpr int each = kWarp / (most * units);
+    const int blocks = cluster_size(), rank = cluster_rank();
+    const T* w_q = static_cast<const T*>(d.w_q);
+    cluster_barrier();  // all have begun, and are done with their last queries
+    const int64_t step = blocks * kDecodeWarps * units;
+    for (int64_t h0 = (rank * kDecodeWarps + warp) * units; h0 < p.H; h0 += step)
+      for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i) {
+        A sums[most * units] = {};
+        for (int64_t c = lane * U; c < d.Dq; c += kWarp * U) {
+          A of_w[units][U];
+#pragma unroll
+          for (int x = 0; x < units; ++x)
+            load_units<T, A, vectors>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, of_w[x]);
+#pragma unroll
+          for (int m = 0; m < most; ++m) {
+            const int64_t block = blockIdx.x - rank + smaller(m, blocks - 1);
+            const int64_t row = smaller(block / d.splits, p.B - 1);
+            A of_query[U];
+            load_units<T, A, vectors>(row_at<T>(p.queries, row, i), c, d.Dq, of_query);
+#pragma unroll
+            for (int x = 0; x < units; ++x)
+#pragma unroll
+              for (int k = 0; k < U; ++k) sums[m * units + x] += of_w[x][k] * of_query[k];
+          }
+        }
+        const A sum = warp_sums<most * units>(sums, lane);
+        const int of = lane / each / units;
+        const int64_t h = h0 + lane / each % units;
+        A* place = mine.queries + (i - i0) * mine.width + h;
+        if (lane % each == 0 && of < blocks && h < p.H) *in_block(place, of) = sum;
+      }
+    cluster_barrier();
+  }
+
+  __device__ void project(int64_t i0) {
+    const bool vectors = in_vectors<T>({d.w_q, 0, d.Dq}, d.Dq) && in_vectors<T>(p.queries, d.Dq);
+    if (cluster_size() > 1)
+      vectors ? project_for_cluster<true>(i0) : project_for_cluster<false>(i0);
+    else
+      vectors ? project_queries<true>(i0) : project_queries<false>(i0);
+  }
+
+  // A block past the last, there to fill a cluster: true when it has done what it is there for.
+  __device__ bool helped() {
+    if (b < p.B) return false;
+    for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) project(i0);
+    return true;
+  }
+
   // Queries [i0, i0 + QT) and w into shared memory, the exponentials of the queries where the
   // form has them.
   template <bool exponentials>
   __device__ Form load_queries(int64_t i0) {
-    if (d.w_q != nullptr) {
-      const bool weight = in_vectors<T>({d.w_q, 0, d.Dq}, d.Dq);
-      if (weight && in_vectors<T>(p.queries, d.Dq))
-        project_queries<true>(i0);
-      else
-        project_queries<false>(i0);
-    }
+    if (d.w_q != nullptr) project(i0);
     A largest = 0, largest_w = 0;
     for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads) {
       const int64_t i = i0 + at / mine.width, h = at % mine.width;
@@ -243,6 +254,7 @@ struct DecodeTask {
         total += row[j];
       }
       total = warp_sum(total);
+      if (lane == 0) mine.totals[i] = total;
       if (d.splits > 1 && lane == 0) {
         static_cast<A*>(d.maxima)[at * d.splits + s] = best;
         static_cast<A*>(d.sums)[at * d.splits + s] = total;
@@ -293,11 +305,7 @@ struct DecodeTask {
           if (i >= p.Tq || column >= p.Dv) continue;
           A sum = 0;
           for (int k = 0; k < kDecodeWarps; ++k) sum += mine.parts[k * QT * columns + at];
-          const int64_t row = b * p.Tq + i;
-          if (d.splits == 1)
-            narrow(sum, static_cast<T*>(d.context) + row * p.Dv + column);
-          else
-            static_cast<A*>(d.contexts)[(row * d.splits + s) * p.Dv + column] = sum;
+          store_context(i, column, sum);
         }
         __syncthreads();
       }
@@ -311,7 +319,20 @@ struct DecodeTask {
       weigh_values<true>();
     else
       weigh_values<false>();
+    join();
+  }
+
+  __device__ void join() {
     if (d.splits > 1 && is_last()) combine();
+  }
+
+  // The context of query i in a column, over the block's keys.
+  __device__ void store_context(int64_t i, int64_t column, A sum) {
+    const int64_t row = b * p.Tq + i;
+    if (d.splits == 1)
+      narrow(sum, static_cast<T*>(d.context) + row * p.Dv + column);
+    else
+      static_cast<A*>(d.contexts)[(row * d.splits + s) * p.Dv + column] = sum;
   }
 
   // True in the block of a batch row that comes last; what the others wrote can be seen there.
@@ -321,6 +342,7 @@ struct DecodeTask {
     if (threadIdx.x == 0) {
       *mine.last = atomicAdd(d.arrived + b, 1u) == unsigned(d.splits - 1);
       __threadfence();
+      if (*mine.last) atomicExch(d.arrived + b, 0u);  // zero for the next launch
     }
     __syncthreads();
     return *mine.last != 0;
@@ -360,6 +382,7 @@ template <class T, class A, int QT>
 __global__ void __launch_bounds__(kDecodeThreads, QT == 1 && sizeof(T) == 2 ? 2 : 1)
     decode_forward(const DecodeForward d) {
   DecodeTask<T, A, QT> task(d);
+  if (task.helped()) return;
   task.count_keys();
   task.score();
   task.finish();

@@ -23,13 +23,16 @@ constexpr bool is_bf16 = false;
 template <>
 inline constexpr bool is_bf16<bf16> = true;
 
-// One argument: a kernel's parameters, by value. Blocks are counted along x alone.
+// One argument: a kernel's parameters, by value. Blocks are counted along x alone; `cluster`
+// neighbours, of which there is a whole number, run at the same time and reach each other's shared
+// memory.
 struct Launch {
   const char* name;
   int64_t blocks;
   int threads;
   int64_t shared;  // bytes
   void* stream;
+  int cluster = 1;
 };
 
 inline void check_blocks(const Launch& at) {
@@ -113,6 +116,43 @@ __device__ __forceinline__ char* shared_memory() {
   return bahdanau_fast_shared;
 }
 
+// Clusters of blocks, from 9.0 on. Elsewhere a block is one by itself.
+__device__ __forceinline__ int cluster_size() {
+  int size = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+#endif
+  return size;
+}
+__device__ __forceinline__ int cluster_rank() {
+  int rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+// What was written before, in anybody's shared memory, is seen after.
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+// The place in a block's shared memory that `mine` is in this one's. Not before that block has
+// met a cluster_barrier(), and not after it has left.
+template <class X>
+__device__ __forceinline__ X* in_block(X* mine, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint64_t theirs;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
+  return reinterpret_cast<X*>(theirs);
+#else
+  (void)rank;
+  return mine;
+#endif
+}
+
 inline void check_cuda(cudaError_t error, const char* name) {
   if (error != cudaSuccess)
     throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(error));
@@ -126,9 +166,32 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(at.shared)),
                at.name);
-  kernel<<<static_cast<unsigned>(at.blocks), at.threads, at.shared,
-           static_cast<cudaStream_t>(at.stream)>>>(p);
-  check_cuda(cudaGetLastError(), at.name);
+  if (at.cluster == 1) {
+    kernel<<<static_cast<unsigned>(at.blocks), at.threads, at.shared,
+             static_cast<cudaStream_t>(at.stream)>>>(p);
+    return check_cuda(cudaGetLastError(), at.name);
+  }
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(at.cluster);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(at.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(at.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(at.shared);
+  config.stream = static_cast<cudaStream_t>(at.stream);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, p), at.name);
+}
+
+// How many blocks a cluster may have: 8 where the code that was compiled knows clusters (code for
+// 8.0 that the driver compiles for a later GPU does not).
+template <class P>
+int largest_cluster(void (*kernel)(P)) {
+  cudaFuncAttributes found{};
+  check_cuda(cudaFuncGetAttributes(&found, kernel), "cudaFuncGetAttributes");
+  return found.ptxVersion >= 90 ? 8 : 1;
 }
 
 inline void fill_zero(void* p, int64_t bytes, void* stream) {

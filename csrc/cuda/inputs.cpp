@@ -3,58 +3,25 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <array>
+#include <atomic>
 #include <string>
 
 namespace bahdanau_fast::gpu {
 namespace {
 
-Kind storage_kind(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return Kind::f32;
-    case ScalarType::Double:
-      return Kind::f64;
-    case ScalarType::BFloat16:
-      return Kind::bf16;
-    case ScalarType::Half:
-      return Kind::f16;
-    default:
-      STD_TORCH_CHECK(false, name, " must be float32, bfloat16, float16 or float64");
-  }
-  return Kind::f32;
-}
-
-LenType len_type(const Tensor& lens) {
-  switch (lens.scalar_type()) {
-    case ScalarType::Long:
-      return LenType::i64;
-    case ScalarType::Int:
-      return LenType::i32;
-    case ScalarType::Short:
-      return LenType::i16;
-    case ScalarType::Char:
-      return LenType::i8;
-    case ScalarType::Byte:
-      return LenType::u8;
-    case ScalarType::UInt16:
-      return LenType::u16;
-    case ScalarType::UInt32:
-      return LenType::u32;
-    case ScalarType::UInt64:
-      return LenType::u64;
-    case ScalarType::Float:
-      return LenType::f32;
-    case ScalarType::Double:
-      return LenType::f64;
-    case ScalarType::BFloat16:
-      return LenType::bf16;
-    case ScalarType::Half:
-      return LenType::f16;
-    default:
-      STD_TORCH_CHECK(false, "valid_lens must have an integer or floating dtype");
-  }
-  return LenType::none;
-}
+constexpr LenType len_type(int64_t) { return LenType::i64; }
+constexpr LenType len_type(int32_t) { return LenType::i32; }
+constexpr LenType len_type(int16_t) { return LenType::i16; }
+constexpr LenType len_type(int8_t) { return LenType::i8; }
+constexpr LenType len_type(uint8_t) { return LenType::u8; }
+constexpr LenType len_type(uint16_t) { return LenType::u16; }
+constexpr LenType len_type(uint32_t) { return LenType::u32; }
+constexpr LenType len_type(uint64_t) { return LenType::u64; }
+constexpr LenType len_type(float) { return LenType::f32; }
+constexpr LenType len_type(double) { return LenType::f64; }
+constexpr LenType len_type(bf16) { return LenType::bf16; }
+constexpr LenType len_type(f16) { return LenType::f16; }
 
 std::string place_of(const Tensor& tensor) {
   if (tensor.is_cpu()) return "cpu";
@@ -76,6 +43,14 @@ void* current_stream(int device) {
   return stream;
 }
 
+// Asked for once for each GPU, the current one.
+int largest_cluster(int device, Kind kind) {
+  static std::array<std::atomic<int>, 64> known{};
+  std::atomic<int>& here = known[size_t(device) % known.size()];
+  if (here == 0 || size_t(device) >= known.size()) here = kernels(kind).largest_cluster();
+  return here;
+}
+
 }  // namespace
 
 const Kernels& kernels(Kind kind) {
@@ -89,12 +64,12 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, 
                const std::optional<Projections>& projections) {
   STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
   device = queries.get_device_index();
-  kind = storage_kind(queries, "queries");
+  kind = kind_of(queries, "queries");
   STD_TORCH_CHECK(queries.dim() == 3 && keys.dim() == 3 && values.dim() == 3,
                   "queries, keys and values must have 3 dimensions");
-  STD_TORCH_CHECK(storage_kind(keys, "keys") == kind, "keys must have the dtype of queries");
-  STD_TORCH_CHECK(storage_kind(values, "values") == kind, "values must have the dtype of queries");
-  STD_TORCH_CHECK(storage_kind(w_v, "w_v") == kind, "w_v must have the dtype of queries");
+  STD_TORCH_CHECK(kind_of(keys, "keys") == kind, "keys must have the dtype of queries");
+  STD_TORCH_CHECK(kind_of(values, "values") == kind, "values must have the dtype of queries");
+  STD_TORCH_CHECK(kind_of(w_v, "w_v") == kind, "w_v must have the dtype of queries");
   check_place(keys, "keys");
   check_place(values, "values");
   check_place(w_v, "w_v");
@@ -186,8 +161,8 @@ void Inputs::set_lens(const MaybeTensor& valid_lens) {
   STD_TORCH_CHECK(
       (lens.dim() == 1 || by_query) && lens.size(0) == p.B && (!by_query || lens.size(1) == p.Tq),
       "valid_lens must have shape (B,) or (B, Tq)");
-  problem.lens = {lens.const_data_ptr(), len_type(lens), lens.stride(0),
-                  by_query ? lens.stride(1) : 0};
+  const LenType type = with_type_of(lens, "valid_lens", [](auto x) { return len_type(x); });
+  problem.lens = {lens.const_data_ptr(), type, lens.stride(0), by_query ? lens.stride(1) : 0};
 }
 
 Tensor Inputs::new_tensor(const std::vector<int64_t>& shape, ScalarType type) const {
@@ -207,7 +182,7 @@ Device Inputs::current() const {
   STD_TORCH_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount,
                                          device) == cudaSuccess,
                   "cuda:", device, " does not tell its properties");
-  return {multiprocessors, current_stream(device)};
+  return {multiprocessors, current_stream(device), largest_cluster(device, kind)};
 }
 
 }  // namespace bahdanau_fast::gpu

@@ -3,13 +3,11 @@
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <optional>
 #include <vector>
 
+#include "../dtypes.h"
 #include "interface.h"
 
 namespace bahdanau_fast::gpu {
@@ -17,10 +15,6 @@ namespace bahdanau_fast::gpu {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
-
-// fp32 problems of at most this many (query, key, hidden) elements are computed in fp64, as on the
-// CPU: only the rounding of the result is left as an error.
-constexpr int64_t kSmall = 524288;
 
 // What queries, and maybe keys, are still to be multiplied by.
 struct Projections {

@@ -4,30 +4,9 @@
 // T is the type tensors are stored in, A the one sums are taken in, W that of the weights.
 #pragma once
 
-#include <cstdint>
+#include "../kinds.h"
 
 namespace bahdanau_fast::gpu {
-
-struct bf16 {
-  uint16_t bits;
-};
-struct f16 {
-  uint16_t bits;
-};
-
-enum class Kind : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3, f32_in_f64 = 4 };
-constexpr int kKinds = 5;
-
-// The weights are returned, and kept for backward, in no less than fp32: a softmax gradient
-// subtracts neighbouring numbers.
-template <class T>
-struct WeightOf {
-  using type = float;
-};
-template <>
-struct WeightOf<double> {
-  using type = double;
-};
 
 // A (B, rows, columns) tensor whose columns lie next to each other; strides in elements.
 struct View {
@@ -56,6 +35,9 @@ struct Problem {
 struct Device {
   int multiprocessors = 0;
   void* stream = nullptr;
+  int cluster = 1;  // blocks of the largest cluster
+  // Numbers that are zero before a launch and after it, and its alone until then; maybe none.
+  unsigned* counters = nullptr;
 };
 
 struct Forward {
@@ -89,10 +71,14 @@ struct Backward {
 struct Kernels {
   // Whether forward can be one launch, which alone projects what is not projected.
   bool (*is_one_launch)(const Forward&, const Device&);
+  // How many of the device's counters forward would use: without them it clears its own first,
+  // which is a launch more.
+  int64_t (*counters)(const Forward&, const Device&);
   int64_t (*forward_workspace)(const Forward&, const Device&);
   void (*forward)(const Forward&, const Device&, void* workspace);
-  int64_t (*backward_workspace)(const Backward&);
+  int64_t (*backward_workspace)(const Backward&, const Device&);
   void (*backward)(const Backward&, const Device&, void* workspace);
+  int (*largest_cluster)();  // on the current GPU
 };
 
 // One table per Kind, each compiled in a file of its own.

@@ -4,6 +4,7 @@
 #include <array>
 #include <tuple>
 
+#include "counters.h"
 #include "inputs.h"
 
 namespace bahdanau_fast::gpu {
@@ -13,6 +14,15 @@ using torch::stable::accelerator::DeviceGuard;
 
 ScalarType weights_dtype(const Tensor& queries) {
   return queries.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// Queues the launches of a forward.
+void queue(const Inputs& in, const Forward& f, Device device) {
+  const Kernels& k = kernels(in.kind);
+  const int64_t counters = k.counters(f, device);
+  if (counters > 0) device.counters = counters_of(in.device, device.stream, counters);
+  Tensor workspace = in.new_tensor({k.forward_workspace(f, device)}, ScalarType::Byte);
+  k.forward(f, device, workspace.mutable_data_ptr());
 }
 
 // The table of exponentials (ops.py: exp_keys) is not needed here: the special-function unit makes
@@ -32,10 +42,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
   Forward f = in.forward;
   f.context = context.mutable_data_ptr();
   f.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
-  const Kernels& k = kernels(in.kind);
-  const Device device = in.current();
-  Tensor workspace = in.new_tensor({k.forward_workspace(f, device)}, ScalarType::Byte);
-  k.forward(f, device, workspace.mutable_data_ptr());
+  queue(in, f, in.current());
   return {context, weights};
 }
 
@@ -60,9 +67,8 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q,
   const Problem& p = in.problem;
   const DeviceGuard guard(in.device);
   const Device device = in.current();
-  const Kernels& k = kernels(in.kind);
   Forward f = in.forward;
-  if (in.empty() || f.Dq == 0 || !k.is_one_launch(f, device)) {
+  if (in.empty() || f.Dq == 0 || !kernels(in.kind).is_one_launch(f, device)) {
     const Tensor c = w_k.has_value() ? linear(keys, *w_k, bias) : keys;
     return attend(linear(queries, w_q, std::nullopt), c, std::nullopt, std::nullopt, values, w_v,
                   valid_lens, std::nullopt, 0.0, need_weights);
@@ -72,8 +78,7 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q,
   Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(queries));
   f.context = context.mutable_data_ptr();
   f.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
-  Tensor workspace = in.new_tensor({k.forward_workspace(f, device)}, ScalarType::Byte);
-  k.forward(f, device, workspace.mutable_data_ptr());
+  queue(in, f, device);
   return {context, weights};
 }
 
@@ -114,8 +119,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
                    place(grad_values, need_values),
                    place(grad_w, need_w)};
   const Kernels& k = kernels(in.kind);
-  Tensor workspace = in.new_tensor({k.backward_workspace(g)}, ScalarType::Byte);
-  k.backward(g, in.current(), workspace.mutable_data_ptr());
+  const Device device = in.current();
+  Tensor workspace = in.new_tensor({k.backward_workspace(g, device)}, ScalarType::Byte);
+  k.backward(g, device, workspace.mutable_data_ptr());
   return {grad_queries, grad_keys, grad_values, grad_w};
 }
 

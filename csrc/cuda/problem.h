@@ -131,4 +131,26 @@ __device__ __forceinline__ void load_units(const T* row, int64_t h, int64_t end,
   }
 }
 
+// x into row[h..h+kUnits), up to `end`.
+template <class T, class A, bool vectors>
+__device__ __forceinline__ void store_units(const A* x, T* row, int64_t h, int64_t end) {
+  struct alignas(16) Piece {
+    T x[kVector<T>];
+  };
+#pragma unroll
+  for (int part = 0; part < kUnits<T>; part += kVector<T>) {
+    Piece piece;
+#pragma unroll
+    for (int k = 0; k < kVector<T>; ++k) narrow(x[part + k], &piece.x[k]);
+    const int64_t first = h + part;
+    if constexpr (vectors) {
+      if (first < end) *reinterpret_cast<Piece*>(row + first) = piece;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kVector<T>; ++k)
+        if (first + k < end) row[first + k] = piece.x[k];
+    }
+  }
+}
+
 }  // namespace bahdanau_fast::gpu

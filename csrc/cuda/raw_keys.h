@@ -8,8 +8,9 @@
 // streams past them, 16 bytes a lane, a warp 32 hidden units, and is multiplied on tensor cores;
 // of the product only w . tanh() leaves the registers. Which features meet in a product is up to
 // the lanes, as long as keys and weight agree: lane q of four holds the features 8q to 8q + 7 of
-// 32, so that no load is shorter than 16 bytes and none is shuffled. Reads the keys once, and the
-// values of the same 64 keys when they are still in the cache; W_k once per 64 keys, from L2.
+// 32, so that no load is shorter than 16 bytes and none is shuffled. Reads W_k once per 64 keys,
+// from L2, and the keys once. Where values are keys the context comes from the tile, too, while it
+// is there: its sum is taken against the largest score so far. Else the values are read at the end.
 #pragma once
 
 #include "decode.h"
@@ -26,12 +27,16 @@ struct RawKeys {
   const void* w_k = nullptr;
   const void* bias = nullptr;  // may be null
   int64_t Dk = 0;
+  bool values_are_keys = false;
 };
 
 template <class T, int QT>
 struct RawShared {
   T* tile;       // (64,pitch)
   float* parts;  // (8,QT,64)
+  // Where values are keys: exp(score - best) of a tile (QT,64), the context of that (QT,features),
+  // the largest score so far and what sums against the one before are multiplied by (QT).
+  float *odds, *context, *best, *rescale;
   int64_t bytes, features, pitch;
 
   __host__ __device__ RawShared(char* base, const RawKeys& r) {
@@ -40,6 +45,10 @@ struct RawShared {
     pitch = ceil_div(r.Dk, 64) * 64 + 32;  // neighbouring rows in different banks
     tile = from.take<T>(kRawTile * pitch);
     parts = from.take<float>(kDecodeWarps * QT * kRawTile);
+    odds = from.take<float>(r.values_are_keys ? QT * kRawTile : 0);
+    context = from.take<float>(r.values_are_keys ? QT * features : 0);
+    best = from.take<float>(QT);
+    rescale = from.take<float>(QT);
     bytes = from.used;
   }
 };
@@ -161,7 +170,69 @@ struct RawTask : DecodeTask<T, float, QT> {
         for (int k = 0; k < kDecodeWarps; ++k) sum += raw.parts[k * QT * kRawTile + at];
         mine.scores[i * this->d.split + j] = sum;
       }
+      if (r.values_are_keys) add_context(first);
     }
+  }
+
+  // The tile's part of the contexts.
+  __device__ void add_context(int64_t first) {
+    __syncthreads();
+    if (warp < p.Tq) weigh_tile(first);
+    __syncthreads();
+    for (int64_t c = 2 * threadIdx.x; c < r.Dk; c += 2 * kDecodeThreads) {
+      float sums[QT][2];
+#pragma unroll
+      for (int i = 0; i < QT; ++i)
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+          sums[i][k] = first == 0 ? 0.0f : raw.context[i * raw.features + c + k] * raw.rescale[i];
+#pragma unroll 4
+      for (int j = 0; j < kRawTile; ++j) {
+        const T* pair = raw.tile + j * raw.pitch + c;
+        const float x[2] = {widen(pair[0]), widen(pair[1])};
+#pragma unroll
+        for (int i = 0; i < QT; ++i)
+#pragma unroll
+          for (int k = 0; k < 2; ++k) sums[i][k] += raw.odds[i * kRawTile + j] * x[k];
+      }
+#pragma unroll
+      for (int i = 0; i < QT; ++i)
+#pragma unroll
+        for (int k = 0; k < 2; ++k) raw.context[i * raw.features + c + k] = sums[i][k];
+    }
+  }
+
+  // A warp per query: what the keys of the tile count, against the largest score so far.
+  __device__ void weigh_tile(int64_t first) {
+    const int64_t keys = this->count(warp);
+    const bool alike = this->uniform(warp);
+    const float before = first == 0 ? -INFINITY : raw.best[warp];
+    float scores[kRawTile / kWarp], best = before;
+#pragma unroll
+    for (int k = 0; k < kRawTile / kWarp; ++k) {
+      const int64_t j = first + lane + k * kWarp;
+      scores[k] = j >= keys ? -INFINITY : alike ? 0.0f : mine.scores[warp * this->d.split + j];
+      best = scores[k] > best || scores[k] != scores[k] ? scores[k] : best;
+    }
+    best = warp_max(best);
+#pragma unroll
+    for (int k = 0; k < kRawTile / kWarp; ++k)
+      raw.odds[warp * kRawTile + lane + k * kWarp] =
+          first + lane + k * kWarp < keys ? exp_of(scores[k] - best) : 0.0f;
+    if (lane != 0) return;
+    raw.best[warp] = best;
+    raw.rescale[warp] = before == best ? 1.0f : exp_of(before - best);
+  }
+
+  __device__ void finish() {
+    if (!r.values_are_keys) return Base::finish();
+    this->softmax();
+    for (int64_t at = threadIdx.x; at < p.Tq * p.Dv; at += kDecodeThreads) {
+      const int64_t i = at / p.Dv, c = at % p.Dv;
+      const float sum = this->count(i) == 0 ? 0.0f : raw.context[i * raw.features + c];
+      this->store_context(i, c, this->d.splits == 1 ? sum / mine.totals[i] : sum);
+    }
+    this->join();
   }
 
   __device__ void score() {
@@ -173,7 +244,7 @@ struct RawTask : DecodeTask<T, float, QT> {
           mine.queries[at] += widen(static_cast<const T*>(r.bias)[at % mine.width]);
     int64_t keys = 0;
     for (int64_t i = 0; i < p.Tq; ++i)
-      if (!this->uniform(i)) keys = larger(keys, this->count(i));
+      if (r.values_are_keys || !this->uniform(i)) keys = larger(keys, this->count(i));
     if (in_vectors<T>(p.keys, r.Dk) && in_vectors<T>({r.w_k, 0, r.Dk}, r.Dk))
       score_tiles<true>(keys);
     else
@@ -185,6 +256,7 @@ struct RawTask : DecodeTask<T, float, QT> {
 template <class T, int QT>
 __global__ void __launch_bounds__(kDecodeThreads, 1) raw_keys_forward(const RawKeys r) {
   RawTask<T, QT> task(r);
+  if (task.helped()) return;
   task.count_keys();
   task.score();
   task.finish();

@@ -24,21 +24,22 @@ __device__ __forceinline__ A warp_max(A x) {
 }
 
 // Sums over a warp of N values at once, N a power of two: of value lane / (32 / N), in each lane.
-template <int N, class A>
+template <int N, int offset = kWarp / 2, class A>
 __device__ __forceinline__ A warp_sums(A* x, int lane) {
-  int offset = kWarp / 2;
-#pragma unroll
-  for (int n = N / 2; n > 0; n /= 2, offset /= 2) {
+  if constexpr (N > 1) {
     const bool upper = lane & offset;
 #pragma unroll
-    for (int k = 0; k < n; ++k) {
-      const A give = upper ? x[k] : x[k + n], keep = upper ? x[k + n] : x[k];
+    for (int k = 0; k < N / 2; ++k) {
+      const A give = upper ? x[k] : x[k + N / 2], keep = upper ? x[k + N / 2] : x[k];
       x[k] = keep + __shfl_xor_sync(kAllLanes, give, offset);
     }
+    return warp_sums<N / 2, offset / 2>(x, lane);
+  } else {
+    A sum = x[0];
+#pragma unroll
+    for (int left = offset; left > 0; left /= 2) sum += __shfl_xor_sync(kAllLanes, sum, left);
+    return sum;
   }
-  A sum = x[0];
-  for (; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-  return sum;
 }
 
 // The whole block's maximum (NaN wins) or sum in every thread; `scratch` holds a number per warp.

@@ -56,10 +56,49 @@ def problem(queries, dtype=torch.bfloat16, device="cuda"):
     return [torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes]
 
 
-def attend(inputs):
+def attend(inputs, lens=None):
+    """Context, weights and the four gradients."""
     queries, keys, values, w_v = inputs
-    args = queries, keys, None, None, values, w_v, None, None, 0.0, True
-    return torch.ops.bahdanau_fast.attend_cuda(*args)
+    args = queries, keys, None, None, values, w_v, lens, None, 0.0
+    kernels = torch.ops.bahdanau_fast
+    context, weights = kernels.attend_cuda(*args, True)
+    grads = kernels.attend_backward_cuda(*args, weights, context, weights, 15)
+    return context, weights, *grads
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 3, 6, 40])
+def test_every_kernel_once(queries, dtype):
+    """Small: it runs under compute-sanitizer, too."""
+    make = functools.partial(torch.randn, device="cuda")
+    sizes = (2, queries, 40), (2, 150, 40), (2, 150, 33), (1, 40)
+    inputs = [make(size).to(dtype) for size in sizes]
+    few = lens(150, 70).cuda()
+    exact = [x.double().requires_grad_() for x in inputs]
+    got, want = attend(inputs, few), reference.attend(*exact, few)
+    grads = got[0].double(), got[1].double()
+    truth = [x.detach() for x in (*want, *torch.autograd.grad(want, exact, grads))]
+    for ours, theirs in zip(got, truth, strict=True):
+        largest = float(theirs.abs().max())
+        assert (
+            float((ours.double() - theirs).abs().max())
+            <= 32 * max(torch.finfo(dtype).eps, 1e-13) * largest
+        )
+    if queries > 4:
+        return
+    raw, w_q, w_k = make(2, queries, 256), make(40, 256) / 16, make(40, 40) / 6
+    step = raw, w_q, inputs[1], w_k, None, inputs[1], inputs[3]
+    step = [x if x is None else x.to(dtype) for x in step]
+    for own in (w_k.to(dtype), None):  # keys that are values, projected here or not
+        args = (*step[:3], own, None, *step[5:], few, True)
+        context, _ = torch.ops.bahdanau_fast.attend_step_cuda(*args)
+        raw_, w_q_, keys, _, _, values, w_v = (x if x is None else x.double() for x in step)
+        c = keys if own is None else F.linear(keys, own.double())
+        theirs, _ = reference.attend(F.linear(raw_, w_q_), c, values, w_v, few)
+        largest = float(theirs.abs().max())
+        assert float((context.double() - theirs).abs().max()) <= (
+            32 * max(torch.finfo(dtype).eps, 1e-13) * largest
+        )
 
 
 @pytest.mark.parametrize("queries", [1, 5, 40])
@@ -87,7 +126,7 @@ def test_a_graph_replays_on_new_data(queries):
     attend(inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        context, weights = attend(inputs)
+        results = attend(inputs)
     for seed in range(3):
         torch.manual_seed(seed)
         for tensor in inputs:
@@ -95,8 +134,7 @@ def test_a_graph_replays_on_new_data(queries):
         graph.replay()
         torch.cuda.synchronize()
         want = attend(inputs)
-        assert torch.equal(context, want[0])
-        assert torch.equal(weights, want[1])
+        assert all(map(torch.equal, results, want))
 
 
 @pytest.mark.parametrize("hidden", [33, 300])

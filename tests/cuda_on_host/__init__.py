@@ -10,6 +10,7 @@ import struct
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,21 @@ SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "thread": ["-fsanitize=thread"],
 }
+
+
+class Gpu(NamedTuple):
+    """The GPU that kernels are cut for.
+
+    Attributes:
+        multiprocessors: how many it has.
+        cluster: blocks of its largest cluster; with 1 it stands for GPUs before 9.0.
+    """
+
+    multiprocessors: int = 4
+    cluster: int = 8
+
+
+GPU = Gpu()
 SMALL = 524288  # fp32 problems of at most so many elements are computed in fp64
 # In the order of LenType (csrc/cuda/interface.h).
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
@@ -45,12 +61,13 @@ def kind_of(dtype, elements):
 def build(kind, sanitizer, sources=KERNELS):
     """Compile the driver for a kind, unless it is there already; its path."""
     stored, summed = KINDS[kind]
-    command = [
-        "g++", "-std=c++17", "-O1", "-g1", "-Wall", "-Wno-unknown-pragmas", "-Wno-attributes",
+    command = [  # copies of the sources are compiled for a single call: that, fast
+        "g++", "-std=c++17", "-O1" if sources == KERNELS else "-O0", "-g1",
+        "-Wall", "-Wno-unknown-pragmas", "-Wno-attributes",
         *SANITIZERS[sanitizer], f"-I{HERE}", f"-I{sources / 'cuda'}", f"-DSTORED={stored}",
         f"-DSUMMED={summed}", str(HERE / "driver.cpp"),
     ]  # fmt: skip
-    files = [*sorted(HERE.glob("*.[ch]*")), *sorted(sources.glob("c*/*.h"))]
+    files = [*sorted(HERE.glob("*.[ch]*")), *sorted(sources.rglob("*.h"))]
     known = hashlib.sha256(b"".join(path.read_bytes() for path in files))
     known.update(" ".join(command).encode())
     target = BUILT / f"{kind}-{sanitizer}-{known.hexdigest()[:16]}"
@@ -150,15 +167,16 @@ def _tensor(x, columns=True):
     )
 
 
-def _problem(backward, wanted, inputs, seed, dropout_p, multiprocessors, projections=(None,) * 3):
+def _problem(backward, wanted, inputs, seed, dropout_p, gpu, projections=(None,) * 3):
     queries, keys, values, w_v, lens = inputs
+    sent = None if values is keys else values
     (b, tq, features), (_, tk, dv) = queries.shape, values.shape
     h = w_v.numel()
     lens_type = 0 if lens is None else 1 + LENS.index(str(lens.dtype).removeprefix("torch."))
     return b"".join(
         [
-            _integers(backward, multiprocessors, wanted),
-            *map(_tensor, (queries, keys, values, w_v.reshape(-1).contiguous(), *projections)),
+            _integers(backward, *gpu, wanted),
+            *map(_tensor, (queries, keys, sent, w_v.reshape(-1).contiguous(), *projections)),
             _tensor(lens, columns=False),
             _integers(features, keys.shape[-1], lens_type, seed is not None, seed or 0),
             struct.pack("<d", dropout_p),
@@ -170,7 +188,7 @@ def _problem(backward, wanted, inputs, seed, dropout_p, multiprocessors, project
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, queries, keys, values, w_v, lens, rest):
-        host_of, seed, dropout_p, multiprocessors = rest
+        host_of, seed, dropout_p, gpu = rest
         (b, tq, h), (_, tk, dv) = queries.shape, values.shape
         kind = kind_of(queries.dtype, b * tq * tk * h)
         held = torch.float64 if queries.dtype == torch.float64 else torch.float32
@@ -182,11 +200,11 @@ class _Attend(torch.autograd.Function):
             ctx.weights = queries.new_zeros((b, tq, tk), dtype=held)
             return queries.new_zeros((b, tq, dv)), ctx.weights.clone()
         inputs = (queries, keys, values, w_v, lens)
-        request = _problem(0, 1, inputs, seed, dropout_p, multiprocessors)
+        request = _problem(0, 1, inputs, seed, dropout_p, gpu)
         shapes = [(queries.dtype, (b, tq, dv)), (held, (b, tq, tk))]
         context, weights = ctx.host.ask(request, shapes)
         if b * tq * tk * h < 100_000:
-            unseen = _problem(0, 0, inputs, seed, dropout_p, multiprocessors)
+            unseen = _problem(0, 0, inputs, seed, dropout_p, gpu)
             alone, _ = ctx.host.ask(unseen, [shapes[0], (held, (0,))])
             assert torch.equal(_bits(alone), _bits(context)), "the context depends on need_weights"
         ctx.weights = weights.clone()
@@ -197,11 +215,11 @@ class _Attend(torch.autograd.Function):
         inputs = ctx.saved_tensors
         if ctx.empty:
             return *(torch.zeros_like(x) for x in inputs), None, None
-        _, seed, dropout_p, multiprocessors = ctx.rest
+        _, seed, dropout_p, gpu = ctx.rest
         if grad_weights is not None:
             grad_weights = grad_weights.to(ctx.weights.dtype)
         needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[:4]) if need)
-        request = _problem(1, needs, (*inputs, ctx.lens), seed, dropout_p, multiprocessors)
+        request = _problem(1, needs, (*inputs, ctx.lens), seed, dropout_p, gpu)
         request += b"".join(map(_tensor, (ctx.weights, grad_context, grad_weights)))
         shapes = [(x.dtype, x.shape if needs >> i & 1 else (0,)) for i, x in enumerate(inputs)]
         grads = ctx.host.ask(request, shapes)
@@ -212,23 +230,20 @@ def _bits(x):
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-def attend_step(
-    host_of, queries, w_q, keys, values, w_v, lens, w_k=None, bias=None, multiprocessors=4
-):
+def attend_step(host_of, queries, w_q, keys, values, w_v, lens, w_k=None, bias=None, gpu=GPU):
     """The same without gradients, from queries (and keys) that the kernel projects itself."""
     (b, tq, _), (_, tk, dv) = queries.shape, values.shape
     held = torch.float64 if queries.dtype == torch.float64 else torch.float32
     inputs = (queries, keys, values, w_v, lens)
-    request = _problem(0, 1, inputs, None, 0.0, multiprocessors, (w_q, w_k, bias))
+    request = _problem(0, 1, inputs, None, 0.0, gpu, (w_q, w_k, bias))
     host = host_of(kind_of(queries.dtype, b * tq * tk * w_v.numel()))
     return host.ask(request, [(queries.dtype, (b, tq, dv)), (held, (b, tq, tk))])
 
 
-def attend(host_of, queries, keys, values, w_v, lens, seed=None, dropout_p=0.0, multiprocessors=4):
+def attend(host_of, queries, keys, values, w_v, lens, seed=None, dropout_p=0.0, gpu=GPU):
     """Context and weights of projected queries and keys, by the kernels on the host.
 
-    ``host_of`` gives the driver for a kind; ``multiprocessors`` decides into how many splits the
-    kernels cut keys.
+    ``host_of`` gives the driver for a kind; ``gpu`` decides how the kernels cut their work.
     """
-    rest = (host_of, seed, dropout_p, multiprocessors)
+    rest = (host_of, seed, dropout_p, gpu)
     return _Attend.apply(queries, keys, values, w_v, lens, rest)

@@ -7,6 +7,7 @@
 
 namespace {
 
+using namespace bahdanau_fast;
 using namespace bahdanau_fast::gpu;
 
 void transfer(int file, void* data, size_t bytes, bool in) {
@@ -52,8 +53,28 @@ struct Tensor {
   }
 };
 
+// A GPU, with counters that have to be zero again after every launch.
+struct Gpu : Device {
+  Bytes zeros;
+
+  Gpu(int64_t multiprocessors, int64_t cluster, int64_t count)
+      : zeros(count * int64_t(sizeof(unsigned))) {
+    this->multiprocessors = int(multiprocessors);
+    this->cluster = int(cluster);
+    std::memset(zeros.data.get(), 0, size_t(zeros.size));
+    counters = count > 0 ? reinterpret_cast<unsigned*>(zeros.data.get()) : nullptr;
+  }
+  ~Gpu() {
+    for (int64_t i = 0; i < zeros.size; ++i)
+      if (zeros.data[size_t(i)] != 0) {
+        std::fprintf(stderr, "a counter is left that is not zero\n");
+        std::abort();
+      }
+  }
+};
+
 struct Request {
-  int64_t backward = number(), multiprocessors = number(), wanted = number();
+  int64_t backward = number(), multiprocessors = number(), cluster = number(), wanted = number();
   Problem p;
   Tensor queries, keys, values, w, w_q, w_k, bias, lens;
   int64_t features = number(), key_features = number(), lens_type = number(), dropped = number(),
@@ -62,7 +83,7 @@ struct Request {
   Request() {
     p.queries = queries.view();
     p.keys = keys.view();
-    p.values = values.view();
+    p.values = values.bytes.size == 0 ? p.keys : values.view();  // none sent: they are the keys
     p.w = w.view().data;
     p.lens = {lens.bytes.data.get() + lens.offset, LenType(lens_type), lens.batch, lens.row};
     double probability;
@@ -88,7 +109,9 @@ void forward(const Request& r, const Kernels& k, int64_t size, int64_t weight_si
   f.w_k = r.w_k.view().data;
   f.bias = r.bias.view().data;
   f.Dk = r.key_features;
-  const Device device{int(r.multiprocessors), nullptr};
+  // Of a GPU without clusters the counters are its own, too.
+  const Device bare{int(r.multiprocessors), nullptr, int(r.cluster)};
+  const Gpu device(r.multiprocessors, r.cluster, r.cluster > 1 ? k.counters(f, bare) : 0);
   if (f.w_k != nullptr && !k.is_one_launch(f, device)) std::abort();
   Bytes workspace(k.forward_workspace(f, device));
   k.forward(f, device, workspace.data.get());
@@ -115,8 +138,9 @@ void backward(const Request& r, const Kernels& k, int64_t size) {
                    place(keys, 2),
                    place(values, 4),
                    place(w, 8)};
-  Bytes workspace(k.backward_workspace(g));
-  k.backward(g, {int(r.multiprocessors), nullptr}, workspace.data.get());
+  const Gpu gpu(r.multiprocessors, r.cluster, 0);
+  Bytes workspace(k.backward_workspace(g, gpu));
+  k.backward(g, gpu, workspace.data.get());
   for (const Bytes* grad : {&queries, &keys, &values, &w}) grad->give();
 }
 

@@ -1,0 +1,252 @@
+// Threads for device_on_host.h: every CUDA thread is a fiber of its own, with a stack of its own.
+//
+// AddressSanitizer knows the stacks. To ThreadSanitizer fibers are threads that nothing orders but
+// what it is told. x86-64 and GCC or Clang.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#ifndef __x86_64__
+#error "fibers are written for x86-64"
+#endif
+
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace bahdanau_fast::host {
+
+// ---- what the sanitizers are told
+// ----------------------------------------------------------------
+
+#ifdef __SANITIZE_THREAD__
+inline void release(void* at) { __tsan_release(at); }
+inline void acquire(void* at) { __tsan_acquire(at); }
+#else
+inline void release(void*) {}
+inline void acquire(void*) {}
+#endif
+
+// ---- fibers
+// --------------------------------------------------------------------------------------
+
+struct Index {
+  unsigned x;
+};
+
+// All that follows runs on one thread of the machine; the atomics keep ThreadSanitizer from taking
+// the scheduler's own notes for shared data.
+template <class X>
+using Note = std::atomic<X>;
+template <class X>
+X look(const Note<X>& note) {
+  return note.load(std::memory_order_relaxed);
+}
+template <class X>
+void put(Note<X>& note, X x) {
+  note.store(x, std::memory_order_relaxed);
+}
+
+struct Barrier {
+  Note<int> arrived{0}, rounds{0};
+  alignas(8) char order;  // an address for the sanitizer
+};
+
+struct Warp {
+  Barrier barrier;
+  unsigned char slots[2][32][8];
+  uint32_t parts[2][32][6];
+};
+
+struct Block;
+
+struct Fiber {
+  Index thread{};
+  Block* block = nullptr;
+  int place = 0;  // in its cluster
+  void* stack_pointer = nullptr;
+  char* stack = nullptr;
+  Note<bool> done{false};
+  int turn = 0;                          // which slots the next shuffle takes
+  bool fenced = false, counted = false;  // whether it has met a fence, an atomic addition
+  Note<void*> of_thread_sanitizer{nullptr};
+  void* of_address_sanitizer = nullptr;
+};
+
+constexpr size_t kStack = 48 * 1024;
+
+// One block of a launch, made anew for each: what another one's threads did orders nothing here.
+struct Block {
+  Index index{}, threads{};
+  std::vector<std::unique_ptr<Warp>> warps;
+  Barrier barrier;
+  Note<int> ors{0};
+  std::unique_ptr<char[]> shared;
+};
+
+// Blocks that run at the same time and reach each other's shared memory; often one alone.
+struct Cluster {
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  Barrier barrier;
+  Note<int> idle{0};
+  const std::function<void()>* kernel = nullptr;
+  int step = 1;  // the order fibers run in
+};
+
+struct Machine {
+  Note<Fiber*> current{nullptr};
+  Note<Cluster*> cluster{nullptr};
+  Fiber main;
+  alignas(8) char fence;  // addresses for the sanitizer, which tells eights of bytes apart
+  alignas(8) char finished;
+  bool backwards = false;
+
+  static Machine& get() {
+    static Machine machine;
+    return machine;
+  }
+};
+
+inline Cluster& cluster() { return *look(Machine::get().cluster); }
+inline Fiber& self() { return *look(Machine::get().current); }
+inline Block& block() { return *self().block; }
+
+#ifdef __clang__
+#define BF_NAKED __attribute__((naked, noinline))
+#else
+#define BF_NAKED __attribute__((naked, noinline, noclone, no_sanitize("thread", "address")))
+#endif
+// Saves what a call preserves on this stack, its pointer in *save, and goes on on the stack `to`.
+BF_NAKED inline void switch_stacks(void** /*save*/, void* /*to*/) {
+  __asm__(
+      "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
+      "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"
+      "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n");
+}
+
+inline void arrive_on(Fiber* from) {
+#ifdef __SANITIZE_ADDRESS__
+  __sanitizer_finish_switch_fiber(from->of_address_sanitizer, nullptr, nullptr);
+#endif
+  (void)from;
+}
+
+inline void go_to(Fiber* to) {
+  Fiber* from = look(Machine::get().current);
+  if (from == to) return;
+  put(Machine::get().current, to);
+#ifdef __SANITIZE_ADDRESS__
+  __sanitizer_start_switch_fiber(look(from->done) ? nullptr : &from->of_address_sanitizer,
+                                 to->stack, kStack);
+#endif
+#ifdef __SANITIZE_THREAD__
+  __tsan_switch_to_fiber(look(to->of_thread_sanitizer), 1 /* without ordering anything */);
+#endif
+  switch_stacks(&from->stack_pointer, to->stack_pointer);
+  arrive_on(from);
+}
+
+// To the next fiber of the cluster that is not done; to main when all are.
+inline void yield(int at) {
+  Cluster& all = cluster();
+  const int n = int(all.fibers.size());
+  for (int tried = 0; tried < n; ++tried) {
+    at = (at + all.step) % n;
+    Fiber* next = all.fibers[size_t(at)].get();
+    if (!look(next->done)) return go_to(next);
+  }
+  go_to(&Machine::get().main);
+}
+
+// Until `count` fibers have come.
+inline void wait(Barrier& barrier, int count) {
+  Cluster& all = cluster();
+  release(&barrier.order);
+  const int round = look(barrier.rounds), arrived = look(barrier.arrived) + 1;
+  if (arrived == count) {
+    put(barrier.arrived, 0);
+    put(barrier.rounds, round + 1);
+    put(all.idle, 0);
+  } else {
+    put(barrier.arrived, arrived);
+    while (look(barrier.rounds) == round) {
+      put(all.idle, look(all.idle) + 1);
+      if (look(all.idle) > 4 * int(all.fibers.size())) {
+        std::fprintf(stderr, "a barrier that not all threads reach\n");
+        std::abort();
+      }
+      yield(self().place);
+    }
+    put(all.idle, 0);
+  }
+  acquire(&barrier.order);
+}
+
+[[noreturn]] inline void fiber_main() {
+  arrive_on(&self());
+  (*cluster().kernel)();
+  release(&Machine::get().finished);
+  put(self().done, true);
+  put(cluster().idle, 0);
+  yield(self().place);
+  std::abort();
+}
+
+inline void run(Cluster& all) {
+  Machine& m = Machine::get();
+  const size_t threads = all.blocks[0]->threads.x, bytes = kStack * threads * all.blocks.size();
+  char* stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  if (stacks == MAP_FAILED) std::abort();
+  for (size_t place = 0; place < threads * all.blocks.size(); ++place) {
+    const size_t t = place % threads;
+    Block& block = *all.blocks[place / threads];
+    if (t % 32 == 0) block.warps.push_back(std::make_unique<Warp>());
+    all.fibers.push_back(std::make_unique<Fiber>());
+    Fiber& fiber = *all.fibers.back();
+    fiber.thread.x = unsigned(t);
+    fiber.block = &block;
+    fiber.place = int(place);
+    fiber.stack = stacks + kStack * place;
+    void** top = reinterpret_cast<void**>(fiber.stack + kStack) - 1;  // as after a call
+    *--top = reinterpret_cast<void*>(&fiber_main);
+    top -= 6;  // the registers that are popped first
+    std::memset(top, 0, 6 * sizeof(void*));
+    fiber.stack_pointer = top;
+  }
+  put(m.current, &m.main);
+  put(m.cluster, &all);
+#ifdef __SANITIZE_THREAD__
+  put(m.main.of_thread_sanitizer, __tsan_get_current_fiber());
+  for (auto& fiber : all.fibers) put(fiber->of_thread_sanitizer, __tsan_create_fiber(0));
+#endif
+  yield(0);
+  munmap(stacks, bytes);
+}
+
+template <class X>
+X exchange(X x, int from) {
+  static_assert(sizeof(X) <= 8);
+  Fiber& me = self();
+  Warp& warp = *block().warps[me.thread.x / 32];
+  auto& slots = warp.slots[me.turn ^= 1];
+  std::memcpy(slots[me.thread.x % 32], &x, sizeof x);
+  wait(warp.barrier, 32);
+  std::memcpy(&x, slots[from], sizeof x);
+  return x;
+}
+
+}  // namespace bahdanau_fast::host
