@@ -206,14 +206,35 @@ def _gpu(results: Path) -> list[str]:
             lines += [
                 f"## {where['gpu']}",
                 "",
-                f"torch {where['torch']}, commit {where['commit']}; `python -m benchmarks.training`.",
-                "Encoder, output layer, loss, clipping and Adam are part of a training step; *course* is",
-                "the course's loop, *no attention* its decoder without. The losses of all with attention",
-                "agree.",
-                "",
-                *lines(run["settings"]),
-                "",
+                f"torch {where['torch']}, commit {where['commit']}.",
             ]
+            lines += ["Microseconds: called / from a graph / from a graph with a cold L2.", ""]
+            lines += [*table(report["rows"]), ""]
+    return lines
+
+
+def _in(*tables: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda row: row["table"] in tables
+
+
+def _decoders(results: Path) -> list[str]:
+    """What attention adds to a decoder, from a run of ``benchmarks.training``."""
+    from .training import lines
+
+    path = results / DECODERS
+    if not path.exists():
+        return [NOTHING, ""]
+    run = json.loads(path.read_text())
+    where = run["machine"]
+    return [
+        f"torch {where['torch']}, commit {where['commit']}; `python -m benchmarks.training`.",
+        "Encoder, output layer, loss, clipping and Adam are part of a training step; *course* is",
+        "the course's loop, *no attention* its decoder without. The losses of all with attention",
+        "agree.",
+        "",
+        *lines(run["settings"]),
+        "",
+    ]
 
 
 def page(
