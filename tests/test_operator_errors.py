@@ -1,5 +1,6 @@
 """The operators refuse what they cannot compute, also when they are called directly."""
 
+import os
 import subprocess
 import sys
 
@@ -169,12 +170,14 @@ for B, Tq, Tk, H, D, Dv in itertools.product((0, 2), (0, 3), (0, 5), (0, 4), (0,
         else:
             assert not context.any()
         grads = torch.autograd.grad(context.sum() + weights.sum(), inputs, allow_unused=True)
-        assert all(g is None or torch.isfinite(g).all() for g in grads)
+        assert all(g is None or (g.abs() < 1e3).all() for g in grads), (backend, shapes)
 """
 
 
 def test_empty_sizes_do_not_crash():
+    # What is never written shows: glibc fills new memory with -1.7e38.
+    env = {**os.environ, "MALLOC_PERTURB_": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", EMPTY], capture_output=True, text=True, check=False
+        [sys.executable, "-c", EMPTY], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-800:]}"

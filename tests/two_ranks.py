@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bahdanau_fast as bf
 
-RANK, RANKS = int(sys.argv[1]), 2
+RANK, RANKS = int(sys.argv[1]) if __name__ == "__main__" else 0, 2
 MINE = slice(2 * RANK, 2 * RANK + 2)
 LENS = torch.tensor([60, 3, 0, 50])
 

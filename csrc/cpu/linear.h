@@ -6,7 +6,7 @@
 namespace bahdanau_fast {
 namespace {
 
-// out[c] = (add ? out[c] : 0) + sum_r p[r * p_stride] * rows[r][c]; count >= 1 rows.
+// out[c] = (add ? out[c] : 0) + sum_r p[r * p_stride] * rows[r][c].
 //
 // Eight rows at a time: their weights stay in registers, out is read and written once per eight,
 // and the sum rounds in two levels instead of one by one.
@@ -32,6 +32,7 @@ template <class A, class T>
 void weighted_sum(const A* p, int64_t p_stride, const T* rows, int64_t row_stride, int64_t count,
                   int64_t columns, bool add, A* out) {
   constexpr int R = 8;
+  for (int64_t c = 0; count == 0 && !add && c < columns; ++c) out[c] = A(0);
   for (int64_t r = 0; r < count;) {
     const A* weights = p + r * p_stride;
     const T* from = rows + r * row_stride;
