@@ -33,19 +33,19 @@ from bahdanau_fast.ops import (
     library,
     weights_dtype,
 )
-from bahdanau_fast.projection import sum_of_products
+from bahdanau_fast.projection import linear, product, sum_of_products
 
 __all__ = ["Arguments", "Decoded", "Rest", "by_steps", "decode"]
 
 _INPUTS = (
-    "Tensor input_gates, Tensor hidden, Tensor? cell, Tensor keys, Tensor? table, "
+    "Tensor hidden, Tensor? cell, Tensor keys, Tensor? table, "
     "Tensor? keys_max, Tensor values, Tensor? valid_lens, Tensor w_query, Tensor w_v, "
     "Tensor w_context, Tensor w_input, Tensor w_hidden, Tensor bias, Tensor? masks, Tensor? seed, "
     "float dropout_p"
 )
 library.define(
-    f"decode({_INPUTS}, bool keep=True) -> (Tensor states, Tensor cells, Tensor contexts, "
-    "Tensor queries, Tensor weights, Tensor gates)",
+    f"decode(Tensor input_gates, {_INPUTS}, bool keep=True) -> (Tensor states, Tensor cells, "
+    "Tensor contexts, Tensor queries, Tensor weights, Tensor gates)",
     tags=TAGS,
 )
 library.define(
@@ -69,7 +69,9 @@ class Arguments(NamedTuple):
     """What is differentiated.
 
     Attributes:
-        input_gates: (T,B,G), float32 or float64, with the biases of the first layer.
+        inputs: (T,B,E), float32 or float64.
+        w_inputs: (G,E), of the first layer.
+        input_bias: (G,), likewise.
         hidden: (L,B,H), the first states.
         cell: (L,B,H) of an LSTM, None for a GRU.
         keys: (B,Tk,F), projected.
@@ -79,10 +81,12 @@ class Arguments(NamedTuple):
         w_context: (G,Dv).
         w_input: (L-1,G,H), of the layers above the first.
         w_hidden: (L,G,H).
-        bias: (L,4H), of all the gates; of the first layer only what ``input_gates`` leaves out.
+        bias: (L,4H), of all the gates; of the first layer only what ``input_bias`` leaves out.
     """
 
-    input_gates: Tensor
+    inputs: Tensor
+    w_inputs: Tensor
+    input_bias: Tensor
     hidden: Tensor
     cell: Tensor | None
     keys: Tensor
@@ -144,9 +148,10 @@ def decode(arguments: Arguments, rest: Rest) -> Decoded:
 
 def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
     """The same in plain PyTorch, one step after the other; without dropout of the weights."""
-    gates_in, hidden, cell, keys, values, w_query, w_v, w_context, w_input, w_hidden, bias = (
+    _, _, _, hidden, cell, keys, values, w_query, w_v, w_context, w_input, w_hidden, bias = (
         arguments
     )
+    gates_in = _input_gates(arguments)
     states, cells = list(hidden.unbind(0)), [] if cell is None else list(cell.unbind(0))
     features, weights = [], []
     units, side = hidden.shape[2], gates_in.shape[2]
@@ -181,11 +186,15 @@ def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
     return Decoded(torch.stack(features), torch.stack(states), last_cell, looked)
 
 
+def _input_gates(arguments: Arguments) -> Tensor:
+    return linear(arguments.inputs, arguments.w_inputs, arguments.input_bias)
+
+
 def _in_order(arguments: Arguments, rest: Rest) -> tuple[Any, ...]:
-    """The arguments of the operators."""
+    """The arguments that the operators share."""
     a = arguments
     return (
-        *(a.input_gates, a.hidden, a.cell, a.keys, rest.table, rest.keys_max, a.values),
+        *(a.hidden, a.cell, a.keys, rest.table, rest.keys_max, a.values),
         *(rest.valid_lens, a.w_query, a.w_v, a.w_context, a.w_input, a.w_hidden, a.bias),
         *(rest.masks, rest.seed, rest.dropout_p),
     )
@@ -196,7 +205,9 @@ class _Decode(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         arguments, rest = Arguments(*inputs[:-1]), inputs[-1]
         keep = any(ctx.needs_input_grad)
-        results = torch.ops.bahdanau_fast.decode(*_in_order(arguments, rest), keep)
+        results = torch.ops.bahdanau_fast.decode(
+            _input_gates(arguments), *_in_order(arguments, rest), keep
+        )
         states, cells, _, _, weights, _ = results
         if keep:
             ctx.save_for_backward(*arguments, *rest[:-1], *results)
@@ -248,7 +259,7 @@ def _gradients(
             *(of_features, of_hidden, None if arguments.cell is None else of_cell, of_weights),
         )
     )
-    side = arguments.input_gates.shape[2]
+    side = len(arguments.w_inputs)
     of_inputs, of_states = of_gates[..., :side], of_gates[..., -side:]
     before, layers = states[:, :-1], range(len(states))
     below = states[:-1, 1:] if rest.masks is None else states[:-1, 1:] * rest.masks
@@ -258,7 +269,6 @@ def _gradients(
         + NEED_W_V * bool(needed.w_v)
     )
     of_bias = of_gates.sum((1, 2))
-    of_bias[0, :side] = 0.0  # input_gates hold those
     seen = weights if seen.numel() == 0 else seen
     by_row = [part.transpose(0, 1) for part in (queries, seen, of_contexts, of_scores)]
     of_keys, of_values, of_w_v = torch.ops.bahdanau_fast.attend_backward_keys(
@@ -267,19 +277,30 @@ def _gradients(
         _for_all_steps(rest.valid_lens, len(queries)),
         *(by_row[1], by_row[2], by_row[3], needs),
     )
+    first = of_inputs[0]
     return Arguments(
-        of_inputs[0],
+        product(first, arguments.w_inputs) if needed.inputs else None,  # type: ignore[arg-type]
+        sum_of_products(first, arguments.inputs),
+        of_bias[0, :side],
         of_first,
         None if arguments.cell is None else of_first_cell,
         of_keys,
         of_values,
         sum_of_products(of_queries, before[-1]),
         of_w_v,
-        sum_of_products(of_inputs[0], contexts),
-        _stacked([sum_of_products(of_inputs[i], below[i - 1]) for i in layers[1:]], arguments[8]),
-        _stacked([sum_of_products(of_states[i], before[i]) for i in layers], arguments[9]),
-        of_bias,
+        sum_of_products(first, contexts),
+        _stacked(
+            [sum_of_products(of_inputs[i], below[i - 1]) for i in layers[1:]], arguments.w_input
+        ),
+        _stacked([sum_of_products(of_states[i], before[i]) for i in layers], arguments.w_hidden),
+        _without_inputs(of_bias, side),
     )
+
+
+def _without_inputs(of_bias: Tensor, side: int) -> Tensor:
+    of_bias = of_bias.clone()
+    of_bias[0, :side] = 0.0  # the first layer's are those of input_bias
+    return of_bias
 
 
 def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:
@@ -293,28 +314,32 @@ def _for_all_steps(valid_lens: Tensor | None, steps: int) -> Tensor | None:
 
 
 def _fake(*inputs: Any) -> tuple[Tensor, ...]:
-    keep = inputs[17] if len(inputs) > 17 else True
     gates, hidden, cell, keys, values = (inputs[i] for i in (0, 1, 2, 3, 6))
-    steps, batch, _ = gates.shape
-    layers, _, units = hidden.shape
+    keep = inputs[17] if len(inputs) > 17 else True
+    return _results(gates.shape[0], keep, hidden, cell, keys, values)
 
-    def new(*shape: int) -> Tensor:
-        made: Tensor = gates.new_empty(shape)
-        return made
 
+def _results(
+    steps: int, keep: bool, hidden: Tensor, cell: Tensor | None, keys: Tensor, values: Tensor
+) -> tuple[Tensor, ...]:
+    layers, batch, units = hidden.shape
+    kept, cells = steps if keep else 1, 0 if cell is None else layers
     return (
-        new(layers, steps + 1, batch, units),
-        new(0 if cell is None else layers, steps + 1, batch, units),
-        new(steps if keep else 1, batch, values.shape[2]),
-        new(steps if keep else 1, batch, keys.shape[2]),
-        new(steps, batch, keys.shape[1]),
-        new(layers, steps if keep else 1, batch, 4 * units),
+        hidden.new_empty((layers, steps + 1, batch, units)),
+        hidden.new_empty((cells, steps + 1, batch, units)),
+        hidden.new_empty((kept, batch, values.shape[2])),
+        hidden.new_empty((kept, batch, keys.shape[2])),
+        hidden.new_empty((steps, batch, keys.shape[1])),
+        hidden.new_empty((layers, kept, batch, 4 * units)),
     )
 
 
 def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    _, _, contexts, queries, weights, gates = _fake(*inputs[:17])
-    hidden, cell, dropout_p = inputs[1], inputs[2], inputs[16]
+    hidden, cell, keys, values = (inputs[i] for i in (0, 1, 2, 5))
+    dropout_p, queries = inputs[15], inputs[18]
+    _, _, contexts, queries, weights, gates = _results(
+        len(queries), True, hidden, cell, keys, values
+    )
     return (
         gates,
         hidden.new_empty(hidden.shape),

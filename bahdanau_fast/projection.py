@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from bahdanau_fast import transforms
 
-__all__ = ["apply_layer", "has_hooks", "linear", "plain_weight", "sum_of_products"]
+__all__ = ["apply_layer", "has_hooks", "linear", "plain_weight", "product", "sum_of_products"]
 
 # Multiplications from which oneDNN's dearer call is made up for, and rows below which either
 # library only reads the weight.
@@ -161,6 +161,21 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     ):
         return left.t() @ right
     return _multiply(left.contiguous().t(), right.contiguous().t())
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight``: the gradient of the inputs of a layer; not differentiable again.
+
+    Args:
+        x: (...,H).
+        weight: (H,D).
+
+    Returns:
+        (...,D).
+    """
+    if _onednn is None or x.numel() * weight.shape[1] < _LEAST_WORK or not _is_plain(x, weight):
+        return x @ weight
+    return _multiply(x.contiguous(), weight.contiguous().t())
 
 
 class _Linear(torch.autograd.Function):

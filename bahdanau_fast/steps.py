@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bahdanau_fast import backends, decoding, transforms
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.projection import has_hooks, linear, plain_weight
+from bahdanau_fast.projection import has_hooks, plain_weight
 
 __all__ = ["attend_step", "decode_given", "decode_greedily"]
 
@@ -175,7 +175,9 @@ def _decode(
     seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
     decoded = decoding.decode(
         decoding.Arguments(
-            linear(inputs, w.of_inputs, w.input_bias),
+            inputs,
+            w.of_inputs,
+            w.input_bias,
             h.contiguous(),
             None if c is None else c.contiguous(),
             projected.keys,

@@ -19,9 +19,10 @@ from torch import Tensor
 
 import bahdanau_fast as bf
 from bahdanau_fast import small
-from benchmarks import report
-from benchmarks.baselines import CourseAttention
-from benchmarks.measure import interleave
+
+from . import report
+from .baselines import CourseAttention
+from .measure import interleave
 
 B, TQ, TK, H = 2, 1, 10, 8
 _ops = torch.ops.bahdanau_fast

@@ -229,8 +229,8 @@ def _decoders(results: Path) -> list[str]:
     return [
         f"torch {where['torch']}, commit {where['commit']}; `python -m benchmarks.training`.",
         "Encoder, output layer, loss, clipping and Adam are part of a training step; *course* is",
-        "the course's loop, *no attention* its decoder without. The losses of all with attention",
-        "agree.",
+        "the course's loop, *no attention* its decoder without, both with the course's loss, which",
+        "keeps the vocabulary in the middle. The losses of all with attention agree.",
         "",
         *lines(run["settings"]),
         "",

@@ -3,7 +3,9 @@
 ``python -m benchmarks.training`` runs the course's decoder with attention, the same without, and
 ours, step by step in Python and as one operator, on the same batches and weights, taking turns in
 one process. A training step is forward, loss, backward, clipping and Adam, encoder and output layer
-included; inference is the forward with given targets. Losses are compared first.
+included; the course's decoders have the course's loss, which keeps the vocabulary in the middle,
+and the one without attention is there a second time with ours. Inference is the forward with given
+targets. Losses are compared first.
 ``--json OUT`` keeps the figures.
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bahdanau_fast.seq2seq import (
     EncoderDecoder,
@@ -36,6 +39,7 @@ from .report import machine
 __all__ = ["SETTINGS", "Setting", "compare", "lines"]
 
 COURSE, NONE, STEPS, OURS = "course", "no attention", "ours, step by step", "ours"
+OUR_LOSS = "no attention, our loss"
 PARITY = 1e-4  # relative difference of the losses
 
 
@@ -102,6 +106,7 @@ class _SteppedDecoder(Seq2SeqAttentionDecoder):
 DECODERS: dict[str, Callable[..., nn.Module]] = {
     COURSE: _CourseDecoder,
     NONE: Seq2SeqDecoder,
+    OUR_LOSS: Seq2SeqDecoder,
     STEPS: _SteppedDecoder,
     OURS: Seq2SeqAttentionDecoder,
 }
@@ -113,6 +118,13 @@ def _model(name: str, setting: Setting) -> EncoderDecoder:
     return EncoderDecoder(Seq2SeqEncoder(*sizes), DECODERS[name](*sizes))  # type: ignore[arg-type]
 
 
+def _course_loss(logits: Tensor, labels: Tensor, valid_lens: Tensor) -> Tensor:
+    """The course's masked cross-entropy (B,)."""
+    weights = (torch.arange(labels.shape[1]) < valid_lens[:, None]).float()
+    unweighted = F.cross_entropy(logits.permute(0, 2, 1), labels, reduction="none")
+    return (unweighted * weights).mean(dim=1)
+
+
 @dataclass
 class _Work:
     """A model with its batch."""
@@ -122,13 +134,14 @@ class _Work:
     target: Tensor
     source_lens: Tensor
     target_lens: Tensor
+    measure: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
 
     def loss(self) -> Tensor:
         logits, _ = self.model(self.source, self.target, self.source_lens)
-        return masked_cross_entropy(logits, self.target, self.target_lens).sum()
+        return self.measure(logits, self.target, self.target_lens).sum()
 
     def train(self) -> float:
         self.optimizer.zero_grad(set_to_none=True)
@@ -156,7 +169,9 @@ def _works(setting: Setting) -> dict[str, _Work]:
         draw(setting.source // 2, setting.source + 1, setting.batch),
         draw(setting.target // 2, setting.target + 1, setting.batch),
     )
-    works = {name: _Work(_model(name, setting), *batch) for name in DECODERS}
+    losses = {name: masked_cross_entropy for name in DECODERS}
+    losses |= {name: _course_loss for name in (COURSE, NONE)}
+    works = {name: _Work(_model(name, setting), *batch, losses[name]) for name in DECODERS}
     drawn = works[COURSE].model.state_dict()
     weights = {name.replace(".course.", ".attention."): x for name, x in drawn.items()}
     for name in (OURS, STEPS):

@@ -38,9 +38,12 @@ def arguments(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=Fals
 )
 @pytest.mark.parametrize("cls", CELLS)
 def test_opcheck(cls, options, dtype):
-    inputs = decoding._in_order(*arguments(cls, dtype=dtype, **options))
-    torch.library.opcheck(ops.decode.default, inputs)
-    states, cells, _, queries, weights, gates = ops.decode(*inputs)
+    made, rest = arguments(cls, dtype=dtype, **options)
+    inputs = decoding._in_order(made, rest)
+    input_gates = decoding._input_gates(made)
+    for keep in (True, False):
+        torch.library.opcheck(ops.decode.default, (input_gates, *inputs, keep))
+    states, cells, _, queries, weights, gates = ops.decode(input_gates, *inputs)
     saved = (states, cells, queries, weights, gates)
     grads = (torch.randn_like(states[-1, 1:]), None, None, torch.randn_like(weights))
     torch.library.opcheck(ops.decode_backward.default, (*inputs, *saved, *grads))

@@ -125,7 +125,7 @@ def test_nan_ends_nothing_and_hangs_nothing():
         (18, torch.tensor([V]), "left_out must hold tokens"),
         (16, torch.zeros(V + 1, H), "w_dense must be contiguous and have the size"),
         (0, torch.zeros(V, E, dtype=torch.float64), "embedding must be contiguous"),
-        (3, torch.zeros(2, B + 1, H), "do not fit together"),
+        (3, torch.zeros(2, B + 1, H), "hidden must be contiguous and have the size"),
     ],
 )
 def test_errors(place, value, message):

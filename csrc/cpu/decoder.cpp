@@ -123,10 +123,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode(
     const Tensor& w_query, const Tensor& w_v, const Tensor& w_context, const Tensor& w_input,
     const Tensor& w_hidden, const Tensor& bias, MaybeTensor masks, MaybeTensor seed,
     double dropout_p, bool keep) {
-  Inputs in(queries_of_step(input_gates.size(1), keys), keys, table, keys_max, values, w_v,
-            valid_lens, seed, dropout_p, true);
+  Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
+            true);
   const Weights w{w_query, w_context, w_input, w_hidden, bias};
-  const Decoder d(input_gates, hidden, cell, in, w, masks);
+  const Decoder d(input_gates.size(0), hidden, cell, in, w, masks);
+  d.check(input_gates, {d.T, d.B, d.G}, "input_gates");
   Forward forward(d, in, w, hidden, cell, keep ? d.T : 1);
   for (int64_t t = 0; t < d.T; ++t)
     forward.step(t, d.at(input_gates.const_data_ptr(), t * d.B * d.G));
@@ -155,12 +156,12 @@ std::tuple<Tensor, Tensor> decode_greedy(
     const Tensor& bias, const Tensor& w_dense, const Tensor& dense_bias, const Tensor& left_out,
     int64_t first, int64_t last, int64_t blank, int64_t max_steps) {
   const int64_t B = keys.size(0), V = embedding.size(0), E = embedding.size(1);
-  Inputs in(queries_of_step(B, keys), keys, table, keys_max, values, w_v, valid_lens, std::nullopt,
+  Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, std::nullopt,
             0.0, true);
   const Weights w{w_query, w_context, w_input, w_hidden, bias};
   STD_TORCH_CHECK(max_steps > 0, "max_steps must be at least 1");
-  Tensor input_gates = new_tensor({max_steps, B, w_context.size(0)}, keys.scalar_type());
-  const Decoder d(input_gates, hidden, cell, in, w, std::nullopt);
+  const Decoder d(max_steps, hidden, cell, in, w, std::nullopt);
+  Buffer input_gates(B * d.G * d.bytes);
   d.check(embedding, {V, E}, "embedding"), d.check(w_embedded, {d.G, E}, "w_embedded");
   d.check(input_bias, {d.G}, "input_bias"), d.check(w_dense, {V, d.H}, "w_dense");
   d.check(dense_bias, {V}, "dense_bias");
@@ -179,7 +180,7 @@ std::tuple<Tensor, Tensor> decode_greedy(
   std::vector<char> ended(B);
   int64_t left = B, steps = 0;
   while (steps < max_steps && left > 0) {
-    void* gates = d.at(input_gates.mutable_data_ptr(), steps * B * d.G);
+    void* gates = input_gates.get();
     for (int64_t b = 0; b < B; ++b) {
       std::memcpy(d.at(gates, b * d.G), input_bias.const_data_ptr(), d.G * d.bytes);
       std::memcpy(d.at(embedded.get(), b * E), d.at(embedding.const_data_ptr(), token[b] * E),

@@ -52,25 +52,22 @@ struct Weights {
 
 // Everything of a call but its results.
 struct Decoder {
-  Decoder(const Tensor& input_gates, const Tensor& first_hidden, const MaybeTensor& first_cell,
+  Decoder(int64_t steps, const Tensor& first_hidden, const MaybeTensor& first_cell,
           const Inputs& in, const Weights& w, const MaybeTensor& drop_masks)
-      : k(kernels(storage_kind(input_gates, "input_gates"))) {
-    STD_TORCH_CHECK(input_gates.dim() == 3 && first_hidden.dim() == 3 &&
-                        input_gates.is_contiguous() && first_hidden.is_contiguous(),
-                    "input_gates and hidden must be contiguous and have 3 dimensions");
-    T = input_gates.size(0), B = input_gates.size(1), G = input_gates.size(2);
+      : k(kernels(storage_kind(first_hidden, "hidden"))) {
+    STD_TORCH_CHECK(first_hidden.dim() == 3, "hidden must have 3 dimensions");
+    T = steps, B = in.problem.B;
     L = first_hidden.size(0), H = first_hidden.size(2);
     F = in.problem.H, Dv = in.problem.Dv, Tk = in.problem.Tk;
     lstm = first_cell.has_value();
-    type = input_gates.scalar_type();
+    G = (lstm ? 4 : 3) * H;
+    type = first_hidden.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double,
-                    "input_gates must be float32 or float64");
+                    "hidden must be float32 or float64");
     weight_type = type;  // fp64 for fp64 and fp32 for fp32, as the states
     bytes = type == ScalarType::Double ? 8 : 4;
     hidden_from = 4 * H - G;
-    STD_TORCH_CHECK(L > 0 && G == (lstm ? 4 : 3) * H && first_hidden.size(1) == B &&
-                        in.problem.B == B && in.problem.Tq == 1,
-                    "input_gates, hidden and queries do not fit together");
+    STD_TORCH_CHECK(L > 0, "hidden must have a layer");
     check(w.query, {F, H}, "w_query"), check(w.context, {G, Dv}, "w_context");
     check(w.input, {L - 1, G, H}, "w_input"), check(w.hidden, {L, G, H}, "w_hidden");
     check(w.bias, {L, 4 * H}, "bias"), check(first_hidden, {L, B, H}, "hidden");
@@ -139,8 +136,9 @@ struct Decoder {
 };
 
 // Stands for the queries of any step.
-inline Tensor queries_of_step(int64_t batch, const Tensor& keys) {
-  return new_tensor({batch, 1, keys.size(2)}, keys.scalar_type());
+inline Tensor queries_of_step(const Tensor& keys) {
+  STD_TORCH_CHECK(keys.dim() == 3, "keys must have 3 dimensions");
+  return new_tensor({keys.size(0), 1, keys.size(2)}, keys.scalar_type());
 }
 
 inline uint64_t seed_of_step(uint64_t seed, int64_t t) {

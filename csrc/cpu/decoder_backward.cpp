@@ -10,16 +10,16 @@ namespace bahdanau_fast {
 namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backward(
-    const Tensor& input_gates, const Tensor& hidden, MaybeTensor cell, const Tensor& keys,
-    MaybeTensor table, MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens,
-    const Tensor& w_query, const Tensor& w_v, const Tensor& w_context, const Tensor& w_input,
-    const Tensor& w_hidden, const Tensor& bias, MaybeTensor masks, MaybeTensor seed,
-    double dropout_p, const Tensor& states, const Tensor& cells, const Tensor& queries,
-    const Tensor& weights, const Tensor& gates, MaybeTensor grad_states, MaybeTensor grad_hidden,
-    MaybeTensor grad_cell, MaybeTensor grad_weights) {
-  Inputs in(queries_of_step(input_gates.size(1), keys), keys, table, keys_max, values, w_v,
-            valid_lens, seed, dropout_p, true);
-  const Decoder d(input_gates, hidden, cell, in, {w_query, w_context, w_input, w_hidden, bias},
+    const Tensor& hidden, MaybeTensor cell, const Tensor& keys, MaybeTensor table,
+    MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens, const Tensor& w_query,
+    const Tensor& w_v, const Tensor& w_context, const Tensor& w_input, const Tensor& w_hidden,
+    const Tensor& bias, MaybeTensor masks, MaybeTensor seed, double dropout_p, const Tensor& states,
+    const Tensor& cells, const Tensor& queries, const Tensor& weights, const Tensor& gates,
+    MaybeTensor grad_states, MaybeTensor grad_hidden, MaybeTensor grad_cell,
+    MaybeTensor grad_weights) {
+  Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
+            true);
+  const Decoder d(queries.size(0), hidden, cell, in, {w_query, w_context, w_input, w_hidden, bias},
                   masks);
   const int64_t T = d.T, B = d.B, H = d.H, L = d.L;
   d.check(states, {L, T + 1, B, H}, "states"), d.check(queries, {T, B, d.F}, "queries");
