@@ -15,7 +15,7 @@ __all__ = ["Memory", "ProjectedKeys", "project"]
 
 
 # Keys of at most this many elements are faster worked on anew than kept: a call costs more.
-TINY = 2048
+TINY = 512
 
 
 class ProjectedKeys(NamedTuple):

@@ -253,7 +253,7 @@ def lines(figures: list[dict[str, Any]]) -> list[str]:
         "|---|---|---:|---:|---:|",
     ]
     for row in figures:
-        for name in DECODERS:
+        for name in row["train"]:
             train, infer = (row[kind][name] for kind in ("train", "infer"))
             cells = [f"{1e3 * t['median']:.1f} ({1e3 * t['p20']:.1f} to {1e3 * t['p80']:.1f})"
                      for t in (train, infer)]  # fmt: skip
