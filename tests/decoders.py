@@ -1,9 +1,11 @@
 """Layers and inputs for the tests of decoders that attend at every step."""
 
+import pytest
 import torch
 from torch import nn
 
 import bahdanau_fast as bf
+from bahdanau_fast import steps
 
 B, T, TK, E, H, DK, DV, F = 5, 6, 11, 3, 9, 7, 4, 6
 LENS = torch.tensor([3, 0, TK, 5, 1])
@@ -63,3 +65,10 @@ def counts(function):
 
 def hook(module, *_):
     return None
+
+
+def by_steps(function):
+    """What a function gives without the operator over all steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "_has_operator", lambda *_: False)
+        return function()

@@ -17,6 +17,7 @@ from decoders import (
     E,
     H,
     T,
+    by_steps,
     call,
     counts,
     given,
@@ -27,7 +28,6 @@ from decoders import (
 from torch import nn
 
 import bahdanau_fast as bf
-from bahdanau_fast import steps as steps_module
 from bahdanau_fast.seq2seq import Seq2SeqAttentionDecoder
 
 
@@ -43,40 +43,28 @@ def results(module, tensors, lens=LENS, which=slice(None)):
     return [*outputs, *torch.autograd.grad(loss, of, allow_unused=True)]
 
 
-@pytest.fixture
-def steps(monkeypatch):
-    """Runs a function without the operator."""
-
-    def run(function):
-        with monkeypatch.context() as patch:
-            patch.setattr(steps_module, "_has_operator", lambda *_: False)
-            return function()
-
-    return run
-
-
 @pytest.mark.parametrize("lens", [None, LENS, LENS.unsqueeze(1)], ids=["none", "lens", "column"])
 @pytest.mark.parametrize(("cls", "layers"), list(itertools.product(CELLS, (1, 2, 3))))
-def test_the_same_as_steps(steps, cls, layers, lens):
+def test_the_same_as_steps(cls, layers, lens):
     module, tensors = layer(cls, layers), given(cls, layers)
-    want = steps(lambda: results(module, tensors, lens))
+    want = by_steps(lambda: results(module, tensors, lens))
     same(results(module, tensors, lens), want, **EXACT)
 
 
 @pytest.mark.parametrize("sizes", [{"T": 1}, {"B": 1}, {"Tk": 1}, {"B": 33, "T": 2, "Tk": 70}])
 @pytest.mark.parametrize("cls", CELLS)
-def test_sizes(steps, cls, sizes):
+def test_sizes(cls, sizes):
     module, tensors = layer(cls, 2, num_hiddens=37), given(cls, 2, **sizes)
     lens = torch.arange(len(tensors["keys"])) % (tensors["keys"].shape[1] + 1)
-    want = steps(lambda: results(module, tensors, lens))
+    want = by_steps(lambda: results(module, tensors, lens))
     same(results(module, tensors, lens), want, **EXACT)
 
 
 @pytest.mark.parametrize("which", [slice(0, 1), slice(1, 2), slice(-1, None), slice(0, 2)], ids=str)
 @pytest.mark.parametrize("cls", CELLS)
-def test_gradients_of_some_results(steps, cls, which):
+def test_gradients_of_some_results(cls, which):
     module, tensors = layer(cls, 2), given(cls, 2)
-    want = steps(lambda: results(module, tensors, which=which))
+    want = by_steps(lambda: results(module, tensors, which=which))
     got = results(module, tensors, which=which)
     filled = [
         (a, torch.zeros_like(a) if a is not None and b is None else b)
@@ -87,7 +75,7 @@ def test_gradients_of_some_results(steps, cls, which):
 
 
 @pytest.mark.parametrize(("cls", "layers"), list(itertools.product(CELLS, (1, 2))))
-def test_fp32_is_as_exact_as_steps(steps, cls, layers):
+def test_fp32_is_as_exact_as_steps(cls, layers):
     # The parity rule: not more than twice the error of eager PyTorch, step by step.
     drawn = given(cls, layers, dtype=torch.float32)
     wide = layer(cls, layers)
@@ -95,7 +83,7 @@ def test_fp32_is_as_exact_as_steps(steps, cls, layers):
         for parameter in wide.parameters():
             parameter.copy_(parameter.float())
     doubled = {n: x.detach().double().requires_grad_() for n, x in drawn.items()}
-    exact = steps(lambda: results(wide, doubled))
+    exact = by_steps(lambda: results(wide, doubled))
     module = layer(cls, layers, torch.float32)
     module.load_state_dict({n: x.float() for n, x in wide.state_dict().items()})
     with bf.backends.use("reference"):
@@ -273,7 +261,7 @@ def test_layouts_and_defaults():
     torch.testing.assert_close(module.attention_weights.sum(-1), torch.ones(B, T))
 
 
-def test_a_sequence_in_two_parts(steps):
+def test_a_sequence_in_two_parts():
     module, tensors = layer(bf.AttentionGRU, 2), given(bf.AttentionGRU, 2)
     whole, last, _ = call(module, tensors)
     memory = module.attention.memory(tensors["keys"], tensors["values"], LENS)
