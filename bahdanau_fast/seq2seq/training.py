@@ -22,6 +22,8 @@ from bahdanau_fast.seq2seq.settings import History, Settings
 
 __all__ = ["Trainer", "all_batches", "masked_cross_entropy", "shift_right", "total_steps", "train"]
 
+CHUNK = 2**20  # logits that a CPU's caches hold
+
 
 def masked_cross_entropy(
     logits: Tensor, labels: Tensor, valid_lens: Tensor, label_smoothing: float = 0.0
@@ -43,9 +45,16 @@ def masked_cross_entropy(
     True
     """
     # Tokens in rows: with the vocabulary in the middle, where the course has it, the softmax of a
-    # large one takes several times as long, and copies of all logits.
-    per_token = F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=label_smoothing
+    # large one takes several times as long, and copies of all logits. On the CPU some rows at a
+    # time: what a loss leaves for its backward is still in the caches there, half the time.
+    rows = max(1, CHUNK // logits.shape[-1]) if logits.is_cpu else max(1, labels.numel())
+    per_token = torch.cat(
+        [
+            F.cross_entropy(chosen, truth, reduction="none", label_smoothing=label_smoothing)
+            for chosen, truth in zip(
+                logits.flatten(0, 1).split(rows), labels.flatten().split(rows), strict=True
+            )
+        ]
     ).view_as(labels)
     valid = torch.arange(labels.shape[1], device=labels.device) < valid_lens.unsqueeze(1)
     return (per_token * valid).mean(1)
