@@ -29,6 +29,7 @@ __all__ = ["main", "page", "readme_block", "write"]
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = "cpu-amd-epyc-2cores.json"  # the machine whose figures the docs show; others may lie beside
 DECODERS = "training-amd-epyc-2cores.json"  # of the same machine
+BEFORE_AFTER = "before-after-amd-epyc-2cores.json"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 NOTHING = "Not measured in this run."
 
@@ -237,6 +238,25 @@ def _decoders(results: Path) -> list[str]:
     ]
 
 
+def _before_after(results: Path) -> list[str]:
+    """Training steps before and after decoders became one operator."""
+    from .before_after import lines
+
+    path = results / BEFORE_AFTER
+    if not path.exists():
+        return [NOTHING, ""]
+    run = json.loads(path.read_text())
+    where, base = run["machine"], run["old"].split()[0]
+    return [
+        f"torch {where['torch']}, commit {where['commit']} against {run['old']}, where every step",
+        "had a node of its own in the graph and Python took the steps; the same seed, batches and",
+        f"losses. `python -m benchmarks.before_after {base}`.",
+        "",
+        *lines(run),
+        "",
+    ]
+
+
 def page(
     data: dict[str, Any],
     folder: str,
@@ -303,8 +323,14 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     _, closing, after = rest.partition(END)
     if not mark or not closing:
         raise ValueError(f"README.md must have {BEGIN} and {END}, got one of them or none")
+    decoders = [
+        *_decoders(results),
+        "### Whole training steps, before and after",
+        "",
+        *_before_after(results),
+    ]
     return {
-        root / "docs" / "performance.md": page(data, "images/", _gpu(results), _decoders(results)),
+        root / "docs" / "performance.md": page(data, "images/", _gpu(results), decoders),
         root / "README.md": before + readme_block(data) + after,
     }
 

@@ -1,0 +1,135 @@
+"""Whole training steps of this tree and of an older commit: what users of the translator see.
+
+``python -m benchmarks.before_after BASE`` builds the commit as :mod:`benchmarks.compare` does, and
+runs the same trainings on made-up dates in a process per version, step by step in turn: that of
+the demo, that of ``train`` where nothing is said, and that with the course's settings. Losses
+without dropout, whose draws the versions need not share, are compared first. ``--json OUT`` keeps
+the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from bahdanau_fast.seq2seq.commands import TRAINING
+from bahdanau_fast.seq2seq.settings import Settings
+
+from .compare import NEW, OLD, Side, build
+from .measure import interleave
+from .report import machine, markdown
+from .summary import milliseconds
+from .worker import ROOT, Worker, WorkerError
+
+__all__ = ["TRAININGS", "compare", "lines", "training_step"]
+
+TRAININGS = {
+    "the demo": Settings(),
+    "`train`": TRAINING,
+    "`train`, the course's settings": Settings(
+        num_hiddens=32, num_layers=2, dropout=0.1, batch_size=64, lr=5e-3, schedule="constant"
+    ),
+}
+SOURCE = f"{__package__}.before_after"  # run as a program, its name is another
+BATCHES = 20
+COMPARED, PARITY = 10, 1e-4  # steps, and the relative difference of their losses
+
+
+def training_step(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """A training's next step, and the losses of its first steps without dropout."""
+    from bahdanau_fast.seq2seq import dates
+    from bahdanau_fast.seq2seq.data import Pairs
+    from bahdanau_fast.seq2seq.settings import build_model
+    from bahdanau_fast.seq2seq.training import Trainer, all_batches
+
+    settings = TRAININGS[name]
+    examples, _ = dates.split(BATCHES * settings.batch_size, 1, settings.seed)
+    pairs = Pairs.of([(example.text, example.iso) for example in examples])
+    batches = [batch for _, batch in islice(all_batches(pairs, settings), BATCHES)]
+
+    def trainer(of: Settings) -> Trainer:
+        return Trainer(build_model(pairs, of), of, BATCHES)
+
+    compared = trainer(replace(settings, dropout=0.0, embed_dropout=0.0))
+    for batch in batches[:COMPARED]:
+        compared.step(batch)
+    timed, following = trainer(settings), cycle(batches)
+    return lambda: timed.step(next(following)), {"losses": compared.history.losses}
+
+
+def compare(sides: dict[str, Side], seconds: float) -> list[dict[str, Any]]:
+    """Seconds of a step in both versions, for every training.
+
+    Raises:
+        WorkerError: a version cannot train.
+        RuntimeError: the versions' losses are not those of one training.
+    """
+    rows = []
+    for name, settings in TRAININGS.items():
+        workers = {side: Worker(folder=at.folder) for side, at in sides.items()}
+        try:
+            losses = {
+                side: worker.make(SOURCE, training_step.__name__, name)["losses"]
+                for side, worker in workers.items()
+            }
+            for old, new in zip(losses[OLD], losses[NEW], strict=True):
+                if not abs(new - old) <= PARITY * abs(old):
+                    raise RuntimeError(f"{name}: losses differ: {losses}")
+            timings = interleave(dict(workers), seconds)
+        finally:
+            for worker in workers.values():
+                worker.close()
+        rows.append(
+            {
+                "training": name,
+                "settings": asdict(settings),
+                "seconds": {side: asdict(timings.time(side)) for side in sides},
+                "ratio": asdict(timings.ratio(OLD, NEW)),
+            }
+        )
+    return rows
+
+
+def lines(run: dict[str, Any]) -> list[str]:
+    """A table, as Markdown."""
+    cells = []
+    for row in run["rows"]:
+        ratio = row["ratio"]
+        cells.append(
+            [
+                row["training"],
+                *(milliseconds(row["seconds"][side]["median"]) for side in (OLD, NEW)),
+                f"{ratio['median']:.2f}x ({ratio['p20']:.2f}-{ratio['p80']:.2f})",
+            ]
+        )
+    return markdown(["training", "before (ms)", "after (ms)", "before / after"], cells)
+
+
+def main() -> int:
+    """Compare and print; 2 for wrong use."""
+    parser = argparse.ArgumentParser(prog="benchmarks.before_after", description=__doc__)
+    parser.add_argument("base", help="a git commit, branch or tag")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of timing per training")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    options = parser.parse_args()
+    try:
+        sides = {OLD: build(options.base), NEW: Side("working tree", ROOT)}
+        rows = compare(sides, options.seconds)
+    except (ValueError, WorkerError) as error:
+        print(f"before_after: {error}", file=sys.stderr)
+        return 2
+    run = {"machine": machine(), "old": sides[OLD].name, "rows": rows}
+    print("\n".join(lines(run)))
+    if options.json is not None:
+        options.json.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
