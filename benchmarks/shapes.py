@@ -106,7 +106,7 @@ STEPS_ON_MEMORY = (
 # The course decoder always passes lengths; full ones, so that there is no padding to skip.
 LOOP = Shape("loop-64", 64, 1, 50, 512, lens="full")
 
-_CENTRE = Shape("sweep", 4, 16, 256, 256)
+_CENTRE = Shape("sweep", 2, 16, 256, 256)
 
 
 def _along(field: str, *sizes: int) -> tuple[Shape, ...]:
@@ -116,8 +116,8 @@ def _along(field: str, *sizes: int) -> tuple[Shape, ...]:
 
 # One size at a time by factors of four, the others as in the middle of all of them.
 SWEEPS = {
-    "Tk": _along("keys", 16, 64, 256, 1024, 4096),
-    "Tq": _along("queries", 1, 4, 16, 64, 256),
+    "Tk": _along("keys", 64, 256, 1024, 4096),
+    "Tq": _along("queries", 1, 4, 16, 64),
     "H": _along("hidden", 16, 64, 256, 1024),
     "B": _along("batch", 1, 4, 16, 64),
 }
