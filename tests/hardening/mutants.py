@@ -72,7 +72,7 @@ class Lane:
 
     def __init__(self, name):
         self.tree, self.package = build.BUILD / f"{name}-tree", build.BUILD / name
-        self.objects = self.package / "objects" / "cpu"
+        self.objects, self.commit = self.package / "objects" / "cpu", machine()["commit"]
         # Is there while objects may be those of a mutant; still, where the last run was stopped.
         self.planted = self.package / "planted"
         if self.planted.exists():
@@ -157,6 +157,7 @@ class Lane:
             "verdict": "survived" if passes else "killed",
             "by": by or said,
             "seconds": round(time.time() - start),
+            "commit": self.commit,
         }
         print(f"{row['verdict']:<9} {mutant.name} ({row['seconds']} s): {row['by']}", flush=True)
         return row
@@ -171,19 +172,47 @@ def of_lane(name, mutants):
     return [lane.attempt(mutant) for mutant in mutants]
 
 
+def wanted(arguments, before):
+    """For each lane the mutants to try."""
+    killed = {mutant_of(row) for row in before if row["verdict"] == "killed"}
+    return [
+        [m for m in lane if re.search(arguments.only, m.name) and planted_as(m) not in killed]
+        for lane in LANES
+    ]
+
+
+def planted_as(mutant):
+    """What tells a mutant from others, and from what it was before somebody changed it."""
+    tests = " -k ".join(mutant.tests)
+    return mutant.name, mutant.file, mutant.old.strip(), mutant.new.strip(), tests
+
+
+def mutant_of(row):
+    """The same of a row."""
+    name = f"{row['kernel']}: {row['what'] or row['kind']}"
+    return name, row["file"], row["was"], row["became"], row["tests"]
+
+
 def main():
     """Try the mutants asked for; 1 when one survives."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="those whose name this regular expression finds")
     parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--again", action="store_true", help="but not those killed according to it")
     arguments = parser.parse_args()
-    start, where = time.time(), machine()
-    lanes = [[m for m in lane if re.search(arguments.only, m.name)] for lane in LANES]
+    start, where, before, minutes = time.time(), machine(), [], 0.0
+    if arguments.again:
+        results = json.loads(arguments.json.read_text())
+        before, minutes = results["mutants"], results["minutes"]
+    lanes = wanted(arguments, before)
     with ThreadPoolExecutor(len(lanes)) as pool:
         names = [f"mutants{place}" for place in range(len(lanes))]
-        rows = [row for lane in pool.map(of_lane, names, lanes) for row in lane]
+        made = [row for lane in pool.map(of_lane, names, lanes) for row in lane]
+    latest = {mutant_of(row): row for row in [*before, *made]}
+    order = [planted_as(mutant) for lane in LANES for mutant in lane]
+    rows = [latest[key] for key in order if key in latest]
     killed = sum(row["verdict"] == "killed" for row in rows)
-    minutes = round((time.time() - start) / 60, 1)
+    minutes = round(minutes + (time.time() - start) / 60, 1)
     print(f"{killed} of {len(rows)} mutants killed in {minutes} minutes")
     if arguments.json is not None:
         results = {"machine": where, "minutes": minutes, "mutants": rows}

@@ -6,8 +6,8 @@ The interpreter runs a program as one thread: barriers it cannot miss.
 from planted import MASK, SHARE, TAIL, Mutant
 
 FOLDER = "tests/triton_kernels"
-MANY = (FOLDER, "test_contract and not step")
-STEP = (FOLDER, "test_contract_of_a_step")
+MANY = (FOLDER, "test_contract and not step and (lens or whole or past)")
+STEP = (FOLDER, "test_contract_of_a_step and (lens or whole or past)")
 SPLITS = (FOLDER, "splits_of_one_long_row")
 PROJECTING = (FOLDER, "projections_inside")
 PRECISE = (FOLDER, "too_large_for_fp64")
