@@ -17,6 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 import planted_cpu
 import planted_cuda
@@ -40,6 +41,7 @@ def check(tests, tree, package):
     environment["PYTHONPATH"] = os.pathsep.join([str(package), str(tree / "tests"), str(tree)])
     # For the drivers of CUDA kernels: most of a mutant's time is spent compiling one.
     environment["CXXFLAGS"] = "-O0"
+    environment["OMP_NUM_THREADS"] = "1"  # two lanes
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command += ["-c", str(tree / "pyproject.toml"), "-o", f"pythonpath={package}"]
     process = subprocess.Popen(
@@ -163,15 +165,6 @@ class Lane:
         return row
 
 
-def of_lane(name, mutants):
-    """The rows of some mutants, one after the other."""
-    if not mutants:
-        return []
-    lane = Lane(name)
-    lane.check_without(mutants)
-    return [lane.attempt(mutant) for mutant in mutants]
-
-
 def wanted(arguments, before):
     """For each lane the mutants to try."""
     killed = {mutant_of(row) for row in before if row["verdict"] == "killed"}
@@ -193,6 +186,41 @@ def mutant_of(row):
     return name, row["file"], row["was"], row["became"], row["tests"]
 
 
+class Results:
+    """What --json holds, written after every mutant: a run that was stopped goes on with --again."""
+
+    def __init__(self, path, again):
+        self.path, self.lock, self.start = path, Lock(), time.time()
+        self.where, self.before, self.minutes = machine(), {}, 0.0
+        if again:
+            stored = json.loads(path.read_text())
+            self.before = {mutant_of(row): row for row in stored["mutants"]}
+            self.minutes = stored["minutes"]
+        self.rows = dict(self.before)
+
+    def add(self, row):
+        """One more."""
+        with self.lock:
+            self.rows[mutant_of(row)] = row
+            if self.path is not None:
+                self.path.write_text(json.dumps(self.stored(), indent=1) + "\n")
+
+    def stored(self):
+        """All of it, in the order of the mutants; what became of earlier ones is left out."""
+        order = [planted_as(mutant) for lane in LANES for mutant in lane]
+        rows = [self.rows[key] for key in order if key in self.rows]
+        minutes = round(self.minutes + (time.time() - self.start) / 60, 1)
+        return {"machine": self.where, "minutes": minutes, "mutants": rows}
+
+    def of_lane(self, place, mutants):
+        """Try some mutants, one after the other."""
+        if mutants:
+            lane = Lane(f"mutants{place}")
+            lane.check_without(mutants)
+        for mutant in mutants:
+            self.add(lane.attempt(mutant))
+
+
 def main():
     """Try the mutants asked for; 1 when one survives."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -200,23 +228,14 @@ def main():
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--again", action="store_true", help="but not those killed according to it")
     arguments = parser.parse_args()
-    start, where, before, minutes = time.time(), machine(), [], 0.0
-    if arguments.again:
-        results = json.loads(arguments.json.read_text())
-        before, minutes = results["mutants"], results["minutes"]
-    lanes = wanted(arguments, before)
+    results = Results(arguments.json, arguments.again)
+    lanes = wanted(arguments, results.before.values())
     with ThreadPoolExecutor(len(lanes)) as pool:
-        names = [f"mutants{place}" for place in range(len(lanes))]
-        made = [row for lane in pool.map(of_lane, names, lanes) for row in lane]
-    latest = {mutant_of(row): row for row in [*before, *made]}
-    order = [planted_as(mutant) for lane in LANES for mutant in lane]
-    rows = [latest[key] for key in order if key in latest]
+        list(pool.map(results.of_lane, range(len(lanes)), lanes))
+    stored = results.stored()
+    rows = stored["mutants"]
     killed = sum(row["verdict"] == "killed" for row in rows)
-    minutes = round(minutes + (time.time() - start) / 60, 1)
-    print(f"{killed} of {len(rows)} mutants killed in {minutes} minutes")
-    if arguments.json is not None:
-        results = {"machine": where, "minutes": minutes, "mutants": rows}
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"{killed} of {len(rows)} mutants killed in {stored['minutes']} minutes")
     return int(killed < len(rows))
 
 

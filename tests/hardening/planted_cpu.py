@@ -41,8 +41,10 @@ MUTANTS = [
         "  for (; c < columns; ++c) {", "  for (; c + 1 < columns; ++c) {", PARITY,
     ),
     Mutant(
-        "cpu forward", TAIL, "last units of far inputs", "csrc/cpu/score.h",
-        "if (h < H) {  // w is zero past H", "if (h + 1 < H) {", MAGNITUDES,
+        "cpu forward", TAIL, "last unit of far inputs", "csrc/cpu/score.h",
+        "const Vec<A> x = load_as<A>(query + h, H - h) + load_as<A>(key + h, H - h);",
+        "const Vec<A> x = load_as<A>(query + h, H - 1 - h) + load_as<A>(key + h, H - 1 - h);",
+        MAGNITUDES,
     ),
     Mutant(
         "cpu forward", SHARE, "", "csrc/cpu/score.h", "{x.n * y.d + y.n * x.d, x.d * y.d}",
