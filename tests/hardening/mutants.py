@@ -187,7 +187,7 @@ def mutant_of(row):
 
 
 class Results:
-    """What --json holds, written after every mutant: a run that was stopped goes on with --again."""
+    """What --json holds, written after every mutant: a stopped run goes on with --again."""
 
     def __init__(self, path, again):
         self.path, self.lock, self.start = path, Lock(), time.time()
