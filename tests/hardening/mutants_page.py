@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 from collections import Counter
 
 from planted import BARRIER, MASK, OTHER, SHARE, TAIL
@@ -19,22 +20,17 @@ tree, builds it, and runs the narrowest tests that should fail. The mistakes and
 `tests/hardening/planted_*.py`, the results in `benchmarks/results/mutants.json`, from which this
 page is written.
 
-{killed} of {all} mutants were killed, in {minutes} minutes: {cpu}, {cores}, torch {torch},
-{commits}.
+{found}
 
 ## Kernels and kinds
 
 Killed of planted. A dash: there is nothing of that kind to get wrong (no lengths are looked at, no
-division is shared), or it cannot be shown: {reasons}
+division is shared), or it cannot be shown. CPU kernels have no barriers: a task is one thread's,
+and the threads of a step have ended before the next begins. The Triton kernels run in the
+interpreter, which has one thread and cannot miss a barrier. The CUDA kernels run on the host, where
+ThreadSanitizer looks for barriers.
 
 """
-
-REASONS = (
-    "CPU kernels have no barriers (a task is one thread's, and the threads of a step have ended "
-    "before the next begins), and the Triton kernels run in its interpreter, which has one thread "
-    "and cannot miss a barrier. The CUDA kernels run on the host; barriers are looked for by "
-    "ThreadSanitizer."
-)
 
 
 def table(rows):
@@ -54,16 +50,12 @@ def page(results):
     rows, where = results["mutants"], results["machine"]
     planted = Counter((row["kernel"], row["kind"]) for row in rows)
     killed = Counter((row["kernel"], row["kind"]) for row in rows if row["verdict"] == "killed")
-    told = {name: where[name] for name in ("cpu", "cores", "torch")}
-    commits = list(dict.fromkeys(row["commit"] for row in rows))
-    head = HEAD.format(
-        killed=killed.total(),
-        all=len(rows),
-        minutes=results["minutes"],
-        reasons=REASONS,
-        commits=("commit " if len(commits) == 1 else "commits ") + " and ".join(commits),
-        **told,
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
+    found = (
+        f"{killed.total()} of {len(rows)} mutants were killed, in {results['minutes']} minutes: "
+        f"{where['cpu']}, cores {where['cores']}, torch {where['torch']}, commit {commits}."
     )
+    head = HEAD.format(found=textwrap.fill(found, 100))
     kernels = dict.fromkeys(row["kernel"] for row in rows)
 
     def count(key):
