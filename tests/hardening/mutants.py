@@ -38,14 +38,16 @@ def check(tests, tree, package):
     """Whether the tests pass, the last thing they said, and the test that failed, if one did."""
     file, chosen = tests
     environment = build.environment(package, TRITON_INTERPRET=str(int("triton" in file)))
-    environment["PYTHONPATH"] = os.pathsep.join([str(package), str(tree / "tests"), str(tree)])
+    path = [package, tree / "tests", tree, tree / "tests" / "hardening"]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     # For the drivers of CUDA kernels: most of a mutant's time is spent compiling one.
     environment["CXXFLAGS"] = "-O0"
     environment["OMP_NUM_THREADS"] = "1"  # two lanes
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-c", str(tree / "pyproject.toml"), "-o", f"pythonpath={package}"]
+    command += ["-p", "no_shrinking", "-c", str(tree / "pyproject.toml")]
+    command += ["-o", f"pythonpath={package}", str(tree / file), "-k", chosen]
     process = subprocess.Popen(
-        [*command, str(tree / file), "-k", chosen],
+        command,
         cwd=package,
         env=environment,
         stdout=subprocess.PIPE,
