@@ -148,6 +148,8 @@ def attend_projected(
         and shared.fits(values, w_v)
     ):
         (keys, values, w_v), deferred = shared.results, shared.deferred
+    if queries.dtype != keys.dtype:  # autocast, and a memory made outside of it
+        queries = queries.to(keys.dtype)
     if values.dtype != queries.dtype:  # autocast: the projections came out in its dtype
         values = values.to(queries.dtype)
     if w_v.dtype != queries.dtype:
@@ -179,6 +181,44 @@ def attend_small(
     """
     seed = _seed(dropout_p, inputs[0])
     context, weights = small.attend(inputs, bias, valid_lens, seed, dropout_p)
+    return context, weights if weights.dtype == context.dtype else weights.to(context.dtype)
+
+
+def attend_query(
+    backend: str,
+    queries: Tensor,
+    w_q: Tensor,
+    projected: ProjectedKeys,
+    values: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor] | None:
+    """A step whose queries are projected in the same operator, where that is the faster way.
+
+    Args:
+        backend: a name from :data:`backends.NAMES`.
+        queries: (B,Tq,Dq).
+        w_q: (H,Dq).
+        projected: the keys after ``W_k``.
+        values: (B,Tk,Dv).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Context (B,Tq,Dv) and weights (B,Tq,Tk); None where the caller has to project.
+    """
+    if backend in ("cuda", "triton"):
+        inputs = (queries, projected.keys, values, w_q, None, None, w_v)
+        return attend_unprojected(backend, inputs, valid_lens, dropout_p, True)
+    if (
+        backend != "cpu"
+        or dropout_p > 0.0
+        or not small.step_pays(queries, w_q, projected.keys, values, w_v)
+    ):
+        return None
+    context, weights = small.attend_step(queries, w_q, projected, values, w_v, valid_lens)
     return context, weights if weights.dtype == context.dtype else weights.to(context.dtype)
 
 

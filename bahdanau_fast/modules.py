@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import backends, checks
-from bahdanau_fast.functional import attend_projected, attend_small, attend_unprojected
+from bahdanau_fast.functional import attend_projected, attend_query, attend_small
 from bahdanau_fast.kept_weights import KeepsWeights
 from bahdanau_fast.key_cache import KeyCache
 from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
@@ -138,10 +138,11 @@ class _Additive(KeepsWeights):
         _check_features("queries", queries, query_layer)
         backend = backends.resolve(queries.device, dtype=queries.dtype)
         w_v = _weight(self._modules[self._score_layer])
-        results = None
-        if backend in ("cuda", "triton") and (w_q := plain_weight(query_layer)) is not None:
-            inputs = (queries, projected.keys, values, w_q, None, None, w_v)
-            results = attend_unprojected(backend, inputs, valid_lens, self._dropout_p(), True)
+        results, w_q = None, plain_weight(query_layer)
+        if w_q is not None:
+            results = attend_query(
+                backend, queries, w_q, projected, values, w_v, valid_lens, self._dropout_p()
+            )
         context, weights = results or attend_projected(
             apply_layer(query_layer, queries),
             projected,

@@ -58,6 +58,7 @@ def _register() -> None:
         ops.exp_keys.default: (),
         ops.attend.default: (5,),
         ops.attend_backward.default: (5,),
+        ops.attend_step.default: (1, 6),
         ops.additive_attention.default: (3, 4, 5, 6),
         ops.additive_attention_backward.default: (3, 4, 5, 6),
     }
@@ -65,6 +66,7 @@ def _register() -> None:
         ops.exp_keys.default: [rows] * 2,
         ops.attend.default: [rows] * 2,
         ops.attend_backward.default: [rows, rows, rows, parts],
+        ops.attend_step.default: [rows] * 2,
         ops.additive_attention.default: [rows] * 4,
         ops.additive_attention_backward.default: [rows] * 3 + [parts] * 4,
     }

@@ -3,6 +3,7 @@
 ``additive_attention`` takes raw queries and keys, projects them itself and has one node in the
 autograd graph instead of three. It is right at any size, but beyond a few rows BLAS projects
 faster, so :func:`pays` keeps it to the smallest problems, those of a course notebook.
+``attend_step`` is the same for a step on a memory, whose keys are projected: without gradients.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import reference, sharding
+from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops import TAGS, differentiate_again, library, weights_dtype
 
-__all__ = ["attend", "pays"]
+__all__ = ["attend", "attend_step", "pays", "step_pays"]
 
 # Multiplications in the two projections up to which one operator beats three (2 CPU cores,
 # `bench --only choices`); in training it does so for twice as many.
 _LIMIT = 32768
+# Rows of queries, or multiplications in their projection, up to which a step does best to project
+# them itself, on all threads.
+_STEP_ROWS, _STEP_WORK = 8, 1 << 19
 
 _INPUTS = (
     "Tensor queries, Tensor keys, Tensor values, Tensor w_q, Tensor w_k, Tensor w_v, "
@@ -37,10 +42,16 @@ library.define(
     "Tensor grad_bias)",
     tags=TAGS,
 )
+library.define(
+    "attend_step(Tensor queries, Tensor w_q, Tensor keys, Tensor? table, Tensor? keys_max, "
+    "Tensor values, Tensor w_v, Tensor? valid_lens) -> (Tensor context, Tensor weights)",
+    tags=TAGS,
+)
 _forward_op = torch.ops.bahdanau_fast.additive_attention.default
 _backward_op = torch.ops.bahdanau_fast.additive_attention_backward.default
 # The same past OpOverload's __call__, for eager calls.
 _forward_now, _backward_now = _forward_op._op, _backward_op._op
+_step_now = torch.ops.bahdanau_fast.attend_step.default._op
 
 
 def pays(queries: Tensor, keys: Tensor, hidden: int) -> bool:
@@ -53,6 +64,16 @@ def pays(queries: Tensor, keys: Tensor, hidden: int) -> bool:
     )
 
 
+def step_pays(queries: Tensor, w_q: Tensor, *others: Tensor) -> bool:
+    """Whether :func:`attend_step` serves this call, and faster than two operators."""
+    return (
+        not torch.compiler.is_compiling()
+        and queries.numel() <= max(_STEP_ROWS * w_q.shape[1], _STEP_WORK // w_q.shape[0])
+        and not torch.is_autocast_enabled("cpu")
+        and not (torch.is_grad_enabled() and torch._C._any_requires_grad(queries, w_q, *others))
+    )
+
+
 def _fake(*inputs: Any) -> tuple[Tensor, ...]:
     queries, keys, values, w_q = inputs[:4]
     batch, queries_len, _ = queries.shape
@@ -62,6 +83,15 @@ def _fake(*inputs: Any) -> tuple[Tensor, ...]:
         queries.new_empty((batch, queries_len, keys_len), dtype=weights_dtype(queries.dtype)),
         queries.new_empty((batch, queries_len, hidden)),
         queries.new_empty((batch, keys_len, hidden)),
+    )
+
+
+def _step_fake(queries: Tensor, w_q: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, queries_len, _ = queries.shape
+    values = rest[2]
+    return (
+        queries.new_empty((batch, queries_len, values.shape[2])),
+        queries.new_empty((batch, queries_len, keys.shape[1]), dtype=weights_dtype(queries.dtype)),
     )
 
 
@@ -112,6 +142,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_fake("bahdanau_fast::additive_attention", _fake, lib=library)
+torch.library.register_fake("bahdanau_fast::attend_step", _step_fake, lib=library)
 torch.library.register_fake(
     "bahdanau_fast::additive_attention_backward", _backward_fake, lib=library
 )
@@ -162,4 +193,32 @@ def attend(
         return _Whole.apply(*inputs, bias, rest)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         context, weights, _, _ = _forward_now(*inputs, bias, *rest)
+    return context, weights
+
+
+def attend_step(
+    queries: Tensor,
+    w_q: Tensor,
+    projected: ProjectedKeys,
+    values: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Context and weights of a step on a memory, where :func:`step_pays`.
+
+    Args:
+        queries: (B,Tq,Dq).
+        w_q: (H,Dq).
+        projected: the keys after ``W_k``.
+        values: (B,Tk,Dv).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+
+    Returns:
+        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32.
+    """
+    sharding.know(queries)
+    keys, table, keys_max, _ = projected
+    with torch._C._AutoDispatchBelowAutograd():
+        context, weights = _step_now(queries, w_q, keys, table, keys_max, values, w_v, valid_lens)
     return context, weights

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import bahdanau_fast as bf
 from bahdanau_fast import backends, memory, projection, small
-from bahdanau_fast.functional import attend_projected
+from bahdanau_fast.functional import attend_projected, attend_query
 
 from .gate import Oracle
 from .inputs import Inputs, draw
@@ -29,6 +29,14 @@ __all__ = ["CHOICES", "SLACK", "Choice", "measure"]
 SLACK = 1.10
 Way = Callable[[Inputs], Callable[[], Any]]
 _NEVER, _ALWAYS = 0, sys.maxsize
+# What the ways below move.
+_LIMITS = (
+    (small, "_LIMIT"),
+    (small, "_STEP_ROWS"),
+    (small, "_STEP_WORK"),
+    (projection, "_LEAST_WORK"),
+    (projection, "_LEAST_ROWS"),
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,27 @@ def _attend(tiny: int, many: int) -> Way:
     return way
 
 
+def _step(limits: tuple[int, int]) -> Way:
+    """A step on a memory, with the limits of the operator that projects its query moved."""
+
+    def way(inputs: Inputs) -> Callable[[], Any]:
+        keys = memory.project(inputs.projected_keys, "cpu", inputs.queries.shape[1])
+        w_v = inputs.w_v.detach()
+
+        def call() -> Any:
+            small._STEP_ROWS, small._STEP_WORK = limits
+            given = (inputs.queries, inputs.w_q, keys, inputs.values, w_v, inputs.valid_lens, 0.0)
+            found = attend_query("cpu", *given)
+            if found is not None:
+                return found
+            rest = (inputs.values, w_v, inputs.valid_lens, 0.0, True, "cpu")
+            return attend_projected(projection.linear(inputs.queries, inputs.w_q), keys, *rest)
+
+        return call
+
+    return way
+
+
 def _operators(inputs: Inputs) -> str:
     return "one" if small.pays(inputs.queries, inputs.keys, len(inputs.w_q)) else "three"
 
@@ -137,6 +166,18 @@ CHOICES = (
         tuple(map(_rows, (1, 2, 4, 8, 64, 1024))),
     ),
     Choice(
+        "projection of a step's queries",
+        "step",
+        {"in its operator": _step((_ALWAYS, _ALWAYS)), "in front": _step((_NEVER, _NEVER))},
+        lambda inputs: (
+            "in its operator" if small.step_pays(inputs.queries, inputs.w_q) else "in front"
+        ),
+        tuple(
+            Shape("step", batch, 1, 20, hidden)
+            for batch, hidden in ((1, 32), (64, 32), (64, 128), (1, 512), (8, 512), (32, 512))
+        ),
+    ),
+    Choice(
         "table of exponentials for steps on a memory",
         "projected",
         {"kept": _attend(_NEVER, _ALWAYS), "made anew": _attend(_ALWAYS, _ALWAYS)},
@@ -161,18 +202,23 @@ def measure(seconds: float = 0.15, choices: tuple[Choice, ...] = CHOICES) -> lis
     """
     if backends.resolve(torch.device("cpu")) != "cpu":
         return []
-    limits = small._LIMIT, projection._LEAST_WORK, projection._LEAST_ROWS
+    limits = [(where, name, getattr(where, name)) for where, name in _LIMITS]
     wanted = [(choice, shape) for choice in choices for shape in choice.shapes]
     found = []
     try:
         with torch.no_grad(), tqdm(wanted, disable=not sys.stderr.isatty()) as bar:
             for choice, shape in bar:
                 bar.set_description(f"{choice.what} {shape.name}")
-                small._LIMIT, projection._LEAST_WORK, projection._LEAST_ROWS = limits
+                _put_back(limits)
                 found.append(_measure(choice, shape, seconds))
     finally:
-        small._LIMIT, projection._LEAST_WORK, projection._LEAST_ROWS = limits
+        _put_back(limits)
     return found
+
+
+def _put_back(limits: list[tuple[Any, str, int]]) -> None:
+    for where, name, limit in limits:
+        setattr(where, name, limit)
 
 
 def _measure(choice: Choice, shape: Shape, seconds: float) -> dict[str, Any]:

@@ -97,6 +97,10 @@ def dtensor(size, hidden, Tk, way):
     close(out.full_tensor(), want)
     for parameter, grad in zip(module.parameters(), grads, strict=True):
         close(parameter.grad.full_tensor(), grad)
+    with torch.no_grad(), CommDebugMode() as sent:  # few queries are projected by their operator
+        out = module.attend(q, module.memory(k, None, lens))
+    assert sent.get_total_counts() == 0, sent.get_comm_counts()
+    close(out.full_tensor(), want)
 
 
 def dtensor_dropout():

@@ -44,6 +44,7 @@ Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
 }
 
 Tensor packed(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return tensor;  // asking torch takes longer than a small problem
   try {
     return torch::stable::contiguous(tensor);
   } catch (...) {  // torch's words for it do not cross its C interface

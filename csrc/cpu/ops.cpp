@@ -153,8 +153,9 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
 
 // One of the two projections of a call from raw inputs.
 struct Projected {
-  Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias, const char* name)
-      : kind(computing_kind(storage_kind(rows, name), rows.numel())) {
+  Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias, const char* name,
+            int64_t small = kSmall)
+      : kind(computing_kind(storage_kind(rows, name), rows.numel(), small)) {
     STD_TORCH_CHECK(rows.dim() == 3, name, " must have 3 dimensions");
     STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == rows.size(2) && weight.is_cpu() &&
                         weight.scalar_type() == rows.scalar_type(),
@@ -176,8 +177,21 @@ struct Projected {
 
   Tensor forward() const {
     Tensor out = new_tensor({p.B, p.R, p.H}, owned[0].scalar_type());
-    const Buffer work(p.H * size_of(kind));
-    kernels(kind).project(p, out.mutable_data_ptr(), work.get());
+    const auto size = [](auto element) { return static_cast<int64_t>(sizeof(element)); };
+    const int64_t bytes = with_type_of(owned[0], "rows", size);
+    // Threads share out the columns, a few at a time: their weights serve all rows from the cache.
+    constexpr int64_t kColumns = 64;
+    parallel((p.H + kColumns - 1) / kColumns, p.B * p.R * p.D * kColumns / 8,
+             [&] { return Buffer(std::min(p.H, kColumns) * size_of(kind)); },
+             [&](int64_t i, const Buffer& work) {
+               const int64_t first = i * kColumns;
+               Projection part = p;
+               part.H = std::min(kColumns, p.H - first);
+               part.w = static_cast<const char*>(p.w) + first * p.D * bytes;
+               if (p.bias != nullptr) part.bias = static_cast<const char*>(p.bias) + first * bytes;
+               char* const to = static_cast<char*>(out.mutable_data_ptr()) + first * bytes;
+               kernels(kind).project(part, to, p.H, work.get());
+             });
     return out;
   }
 
@@ -216,6 +230,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> additive_attention(
   return {context, weights, projected_queries, projected_keys};
 }
 
+// A step on a memory that projects its few queries itself; without dropout and gradients.
+std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q, const Tensor& keys,
+                                       MaybeTensor table, MaybeTensor keys_max,
+                                       const Tensor& values, const Tensor& w_v,
+                                       MaybeTensor valid_lens) {
+  const int64_t small = 0;  // fp32 in fp32, as a matrix product in front would have it
+  return attend(Projected(queries, w_q, std::nullopt, "queries", small).forward(), keys, table,
+                keys_max, values, w_v, valid_lens, std::nullopt, 0.0, true);
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> additive_attention_backward(
     const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_q,
     const Tensor& w_k, const Tensor& w_v, MaybeTensor bias, MaybeTensor valid_lens,
@@ -238,6 +262,7 @@ STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
   m.impl("attend_backward_queries", TORCH_BOX(&attend_backward_queries));
   m.impl("attend_backward_keys", TORCH_BOX(&attend_backward_keys));
   m.impl("additive_attention", TORCH_BOX(&additive_attention));
+  m.impl("attend_step", TORCH_BOX(&attend_step));
   m.impl("additive_attention_backward", TORCH_BOX(&additive_attention_backward));
 }
 

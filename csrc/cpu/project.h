@@ -7,9 +7,9 @@
 namespace bahdanau_fast {
 namespace {
 
-// Workspace: H numbers of the sum type.
+// Rows of out are `stride` apart. Workspace: H numbers of the sum type.
 template <class T, class A>
-void project(const Projection& p, void* out, void* work) {
+void project(const Projection& p, void* out, int64_t stride, void* work) {
   const T* w = static_cast<const T*>(p.w);
   const T* bias = static_cast<const T*>(p.bias);
   A* sums = static_cast<A*>(work);
@@ -18,7 +18,7 @@ void project(const Projection& p, void* out, void* work) {
     for (int64_t r = 0; r < p.R; ++r) {
       dot_rows<A>(rows[r], 0, 1, w, p.D, p.H, p.D, sums, p.H);
       for (int64_t h = 0; bias != nullptr && h < p.H; ++h) sums[h] += A(widen(bias[h]));
-      store_row(sums, p.H, static_cast<T*>(out) + (b * p.R + r) * p.H);
+      store_row(sums, p.H, static_cast<T*>(out) + (b * p.R + r) * stride);
     }
   }
 }

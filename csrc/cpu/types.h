@@ -124,7 +124,7 @@ struct Kernels {
                     const void* scores, void* work);
   // out[h] = sum over `rows` rows of (rows, width) sums, in their order, in the storage type.
   void (*sum_rows)(const void* parts, int64_t rows, int64_t width, int64_t H, void* out);
-  void (*project)(const Projection&, void* out, void* work);
+  void (*project)(const Projection&, void* out, int64_t stride, void* work);
   void (*project_backward)(const Projection&, const void* grad, void* grad_rows, void* grad_w,
                            void* grad_bias, void* work);
   int64_t (*panel_columns)();

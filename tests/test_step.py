@@ -1,0 +1,180 @@
+"""A step on a memory that projects its own queries: where it is taken, and what it gives."""
+
+import itertools
+
+import parity
+import pytest
+import torch
+
+import bahdanau_fast as bf
+from bahdanau_fast import small
+
+ops = torch.ops.bahdanau_fast
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# (B, Tq, Tk, Dq, H): one row and a few, columns on either side of what a thread takes at once.
+SIZES = [
+    (1, 1, 1, 1, 1),
+    (1, 1, 40, 512, 512),
+    (1, 1, 9, 7, 63),
+    (1, 1, 9, 130, 65),
+    (4, 1, 30, 33, 200),
+    (2, 3, 17, 16, 128),
+    (64, 1, 10, 32, 32),
+    (3, 2, 5, 8, 5),
+    (0, 1, 4, 3, 2),
+    (2, 0, 4, 3, 2),
+    (2, 1, 0, 3, 2),
+]
+
+
+def drawn(size, dtype, seed=0):
+    B, Tq, Tk, Dq, H = size
+    generator = torch.Generator().manual_seed(seed)
+    module = bf.AdditiveAttention(6, Dq, H, dtype=dtype).requires_grad_(False)
+    shapes = (B, Tq, Dq), (B, Tk, 6), (B, Tk, 3)
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
+    return module, q, k, v
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How often the operator was called."""
+    calls = []
+    plain = small._step_now
+    monkeypatch.setattr(small, "_step_now", lambda *given: calls.append(1) or plain(*given))
+    return calls
+
+
+class Instead(torch.autograd.Function):
+    """The second tensor's value with the first one's gradient: parity.py asks for gradients too."""
+
+    @staticmethod
+    def forward(ctx, differentiable, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def stepped(inputs, lens):
+    """Context and weights by the operator, gradients by the usual way."""
+    with torch.no_grad():
+        mine = parity.attended(dict(inputs), lens)
+    usual = parity.attended(inputs, lens)
+    return tuple(Instead.apply(*pair) for pair in zip(usual, mine, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_parity(size, dtype, taken):
+    B, Tq, Tk, Dq, H = size
+    by_row = torch.arange(B) % (Tk + 2)
+    by_query = torch.arange(B * Tq).reshape(B, Tq) % (Tk + 2)
+    for lens in (None, by_row, by_query):
+        case = parity.Case(B, Tq, Tk, H, Dq, lens=lens, grads="context", bias=False)
+        parity.check(case, dtype, stepped)
+    assert taken
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 10.0, 1e3, 1e4])
+def test_magnitudes(scale, taken):
+    case = parity.Case(2, 1, 50, 80, 96, scale={"queries": scale, "keys": scale})
+    parity.check(case, torch.float32, stepped)
+    assert taken
+
+
+def test_rows_are_what_they_are_alone_and_for_any_number_of_threads():
+    module, q, k, v = drawn((8, 1, 30, 512, 512), torch.float32)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(module.attend(q, module.memory(k, v)))
+    finally:
+        torch.set_num_threads(before)
+    alone = [module.attend(q[i : i + 1], module.memory(k[i : i + 1], v[i : i + 1])) for i in (0, 7)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    for i, row in zip((0, 7), alone, strict=True):
+        torch.testing.assert_close(found[0][i : i + 1], row, rtol=1e-6, atol=1e-6)
+
+
+def test_strided_queries_and_weights():
+    module, q, k, v = drawn((3, 2, 11, 24, 40), torch.float32)
+    memory = module.memory(k, v)
+    want = module.attend(q, memory)
+    wide = torch.full((3, 2, 48), float("nan"))
+    wide[..., ::2] = q
+    assert torch.equal(module.attend(wide[..., ::2], memory), want)
+    turned = module.W_q.weight.detach().t().contiguous().t()
+    module.W_q.weight = torch.nn.Parameter(turned, requires_grad=False)
+    assert torch.equal(module.attend(q, memory), want)
+
+
+def test_where_it_is_taken(taken):
+    module, q, k, v = drawn((2, 1, 20, 32, 32), torch.float32)
+    memory = module.memory(k, v)
+    module.attend(q, memory)
+    assert len(taken) == 1
+
+    def untaken():
+        taken.clear()
+        module.attend(q, memory)
+        return not taken
+
+    for name in ("W_q", "w_v"):
+        layer = getattr(module, name)
+        layer.weight.requires_grad_(True)
+        assert untaken()
+        with torch.no_grad():
+            assert not untaken()
+        layer.weight.requires_grad_(False)
+    module.dropout.p = 0.5
+    assert untaken()
+    module.eval()
+    assert not untaken()
+    hook = module.W_q.register_forward_hook(lambda _, inputs, output: 2 * output)
+    assert untaken()
+    hook.remove()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert untaken()  # though the memory is from outside
+    with bf.backends.use("reference"):
+        assert untaken()
+    assert small.step_pays(torch.ones(8, 1, 4096), torch.ones(1, 4096).expand(4096, 4096))
+    assert not small.step_pays(torch.ones(9, 1, 4096), torch.ones(1, 4096).expand(4096, 4096))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck(dtype):
+    lens = (None, torch.tensor([0, 3]), torch.tensor([[1, 9, 2], [0, 4, 7]]))
+    for table, valid in itertools.product((False, True), lens):
+        module, q, k, v = drawn((2, 3, 7, 6, 5), dtype)
+        keys = k @ module.W_k.weight.t()
+        tables = ops.exp_keys(keys) if table else (None, None)
+        args = (q, module.W_q.weight, keys, *tables, v, module.w_v.weight, valid)
+        torch.library.opcheck(ops.attend_step.default, args)
+
+
+def test_wrong_arguments_are_refused():
+    module, q, k, v = drawn((2, 1, 7, 6, 5), torch.float32)
+    keys = k @ module.W_k.weight.t()
+    good = [q, module.W_q.weight, keys, None, None, v, module.w_v.weight, None]
+    wrong = [
+        (0, q[0], "queries must have 3 dimensions"),
+        (0, q.double(), "weight of queries"),
+        (0, q.int(), "queries must be float32"),
+        (1, torch.ones(5, 7), "weight of queries"),
+        (1, torch.ones(4, 6), "keys must have the batch and hidden size"),
+        (2, keys[:1], "keys must have the batch"),
+        (5, v[:, :3], "values must have"),
+        (6, torch.ones(4), "w_v must have"),
+        (7, torch.ones(3), "valid_lens must have"),
+    ]
+    for position, argument, words in wrong:
+        given = list(good)
+        given[position] = argument
+        with pytest.raises(RuntimeError, match=words):
+            ops.attend_step(*given)
+    ops.attend_step(*good)
