@@ -9,6 +9,7 @@ PARITY = ("tests/test_parity.py", "test_contract and not module and (float32 or 
 SPLIT = ("tests/test_parity.py", "test_contract and split")
 MAGNITUDES = ("tests/test_parity.py", "test_magnitudes and float32")
 SMALL = ("tests/test_parity.py", "test_contract and operator")
+STEP = ("tests/test_step.py", "")
 STEPS = (
     "tests/test_recurrent.py",
     "same_as_steps or test_sizes or test_dropout or gradient_with_dropout",
@@ -121,6 +122,15 @@ MUTANTS = [
     Mutant(
         "cpu project", TAIL, "last bias", "csrc/cpu/project.h", "bias != nullptr && h < p.H; ++h)",
         "bias != nullptr && h < p.H - 1; ++h)", SMALL,
+    ),
+    Mutant(
+        "cpu attend_step", TAIL, "last columns of the projection", "csrc/cpu/ops.cpp",
+        "parallel((p.H + kColumns - 1) / kColumns,", "parallel(p.H / kColumns,", STEP,
+    ),
+    Mutant(
+        "cpu attend_step", OTHER, "columns of the first part in all", "csrc/cpu/ops.cpp",
+        "part.w = static_cast<const char*>(p.w) + first * p.D * bytes;",
+        "part.w = static_cast<const char*>(p.w);", STEP,
     ),
     Mutant(
         "cpu project_backward", TAIL, "last row", "csrc/cpu/project.h",

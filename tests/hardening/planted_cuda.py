@@ -7,6 +7,10 @@ FILE = "tests/test_cuda_kernels.py"
 DRAWN = (FILE, "test_drawn_cases_bf16")
 STEP = (FILE, "projects_its_queries and bfloat16 or a_cluster_shares and bfloat16")
 RAW = (FILE, "projects_its_keys_too and bfloat16 or from_the_keys_it_projects")
+SPLIT = (FILE, "keys_are_cut and inside")
+# Few queries: of those drawn most are many.
+STEP_BACK = (FILE, "keys_are_cut and (decoder or inside)")
+FIVE = (FILE, "drops_what_the_cpu_drops and 5")
 CUT = (FILE, "no_thread_races and cut")
 RACES = (FILE, "races")
 
@@ -47,12 +51,12 @@ MUTANTS = [
     Mutant(
         "cuda split keys", TAIL, "last split", "csrc/cuda/decode.h",
         "for (int64_t k = 0; k < d.splits; ++k)\n          sum +=",
-        "for (int64_t k = 0; k < d.splits - 1; ++k)\n          sum +=", DRAWN,
+        "for (int64_t k = 0; k < d.splits - 1; ++k)\n          sum +=", SPLIT,
     ),
     Mutant(
         "cuda split keys", MASK, "a weight too many", "csrc/cuda/decode.h",
         "if (j < keys) x = exp_of(static_cast", "if (j <= keys && j < p.Tk) x = exp_of(static_cast",
-        DRAWN,
+        SPLIT,
     ),
     Mutant(
         "cuda split keys", BARRIER, "the last but one combines", "csrc/cuda/decode.h",
@@ -102,21 +106,21 @@ MUTANTS = [
     Mutant(
         "cuda decode_backward", MASK, "a key too few", "csrc/cuda/decode_backward.h",
         "larger(0, smaller(n, kept(p, b, i) - j0))",
-        "larger(0, smaller(n, kept(p, b, i) - 1 - j0))", DRAWN,
+        "larger(0, smaller(n, kept(p, b, i) - 1 - j0))", STEP_BACK,
     ),
     Mutant(
         "cuda decode_backward", TAIL, "last key of a part", "csrc/cuda/decode_backward.h",
-        "if (first + k >= n) continue;", "if (first + k >= n - 1) continue;", DRAWN,
+        "if (first + k >= n) continue;", "if (first + k >= n - 1) continue;", STEP_BACK,
     ),
     Mutant(
         "cuda decode_backward", TAIL, "last hidden unit", "csrc/cuda/decode_backward.h",
-        "if (h < p.H) mine.sums", "if (h < p.H - 1) mine.sums", DRAWN,
+        "if (h < p.H) mine.sums", "if (h < p.H - 1) mine.sums", STEP_BACK,
     ),
     Mutant(
         "cuda decode_backward", SHARE, "", "csrc/cuda/tanh.h",
         "    const float inverse01 = inverse * d23, inverse23 = inverse * d01;\n    const float r",
         "    const float inverse01 = inverse * d01, inverse23 = inverse * d23;\n    const float r",
-        DRAWN,
+        STEP_BACK,
     ),
     Mutant(
         "cuda decode_backward", BARRIER, "of the cluster, before its sums",
@@ -131,12 +135,12 @@ MUTANTS = [
     Mutant(
         "cuda decode_grad_weights", TAIL, "last key of a split", "csrc/cuda/grad_scores.h",
         "for (int64_t j = warp; j < n; j += kDecodeWarps) {",
-        "for (int64_t j = warp; j < n - 1; j += kDecodeWarps) {", DRAWN,
+        "for (int64_t j = warp; j < n - 1; j += kDecodeWarps) {", FIVE,
     ),
     Mutant(
         "cuda decode_grad_weights", MASK, "the last key anybody looks at",
         "csrc/cuda/grad_scores.h", "i0 < p.Tq && j0 + j < look;", "i0 < p.Tq && j0 + j + 1 < look;",
-        DRAWN,
+        FIVE,
     ),
     Mutant(
         "cuda decode_grad_weights", BARRIER, "after loading", "csrc/cuda/grad_scores.h",
