@@ -7,7 +7,7 @@ FILE = "tests/test_cuda_kernels.py"
 DRAWN = (FILE, "test_drawn_cases_bf16")
 STEP = (FILE, "projects_its_queries and bfloat16 or a_cluster_shares and bfloat16")
 RAW = (FILE, "projects_its_keys_too and bfloat16 or from_the_keys_it_projects")
-SPLIT = (FILE, "keys_are_cut and inside")
+SPLIT = (FILE, "keys_are_cut and split")
 # Few queries: of those drawn most are many.
 STEP_BACK = (FILE, "keys_are_cut and (decoder or inside)")
 FIVE = (FILE, "drops_what_the_cpu_drops and 5")
