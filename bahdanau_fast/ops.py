@@ -35,6 +35,7 @@ __all__ = [
     "exp_keys",
     "implement",
     "library",
+    "table_for",
     "weights_dtype",
 ]
 
@@ -307,6 +308,8 @@ _attend_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.atten
 _attend_now: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default._op
 _exp_keys_op: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
 _exp_keys_op = torch.ops.bahdanau_fast.exp_keys.default
+_exp_keys_now: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
+_exp_keys_now = torch.ops.bahdanau_fast.exp_keys.default._op
 _backward_op = torch.ops.bahdanau_fast.attend_backward.default
 _backward_queries_op = torch.ops.bahdanau_fast.attend_backward_queries.default
 # What eager calls run: forward and backward of each backend, the CPU's behind its dispatch key.
@@ -382,7 +385,28 @@ def attend(
         rest = (table, keys_max, valid_lens, seed, dropout_p, True)
         return _Attend.apply(queries, keys, values, w_v, rest, backend, deferred)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
+        if table is None and backend == "cpu":
+            inputs = (queries, keys, *table_for(queries.shape[1], keys), *inputs[4:])
         return _implementations[backend][0](*inputs)
+
+
+def table_for(queries_len: int, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What :func:`exp_keys` gives, where a call without gradients does best to start with it.
+
+    A call without a table takes the precision of one that may be differentiated, fp64 for small
+    problems; a table in fp32 says that fp32 will do. To be called below autograd.
+
+    Args:
+        queries_len: Tq.
+        keys: (B,Tk,H), projected.
+    """
+    if (
+        keys.dtype is torch.float32
+        and keys.numel() > SMALL_FORWARD
+        and queries_len * keys.numel() <= SMALL
+    ):
+        return _exp_keys_now(keys, False)
+    return None, None
 
 
 def exp_keys(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bahdanau_fast import reference, sharding
 from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.ops import TAGS, differentiate_again, library, weights_dtype
+from bahdanau_fast.ops import TAGS, differentiate_again, library, table_for, weights_dtype
 
 __all__ = ["attend", "attend_step", "pays", "step_pays"]
 
@@ -220,5 +220,7 @@ def attend_step(
     sharding.know(queries)
     keys, table, keys_max, _ = projected
     with torch._C._AutoDispatchBelowAutograd():
+        if table is None:
+            table, keys_max = table_for(queries.shape[1], keys)
         context, weights = _step_now(queries, w_q, keys, table, keys_max, values, w_v, valid_lens)
     return context, weights

@@ -24,7 +24,7 @@ from . import report
 from .baselines import CourseAttention
 from .measure import interleave
 
-B, TQ, TK, H = 2, 1, 10, 8
+SIZES = B, TQ, TK, H = 2, 1, 10, 8
 _ops = torch.ops.bahdanau_fast
 
 
@@ -95,6 +95,16 @@ def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
+def lines(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """A table of what :func:`measure` gives, as Markdown."""
+    cells = [
+        [name, *(f"{t[name]['median']:.1f} ({t[name]['p20']:.1f}-{t[name]['p80']:.1f})"
+                 for t in found.values())]
+        for name in next(iter(found.values()))
+    ]  # fmt: skip
+    return report.markdown(["microseconds", *found], cells)
+
+
 def main() -> None:
     """Print the table; write the figures where asked to."""
     parser = argparse.ArgumentParser(description="Cost of a call.")
@@ -102,15 +112,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="for each of three tasks")
     arguments = parser.parse_args()
     found = measure(arguments.seconds)
-    print(f"microseconds per call, (B,Tq,Tk,H) = {(B, TQ, TK, H)}: median (p20 to p80)\n")
-    print(f"| {'what':<24} | " + " | ".join(f"{task:<22}" for task in found) + " |")
-    print("|---" * (len(found) + 1) + "|")
-    for name in next(iter(found.values())):
-        cells = []
-        for task in found.values():
-            us = task[name]
-            cells.append(f"{us['median']:.1f} ({us['p20']:.1f} to {us['p80']:.1f})")
-        print(f"| {name:<24} | " + " | ".join(f"{cell:<22}" for cell in cells) + " |")
+    print("\n".join(lines(found)))
     if arguments.json is not None:
         arguments.json.write_text(
             json.dumps({"machine": report.machine(), "microseconds": found}, indent=1) + "\n"

@@ -30,6 +30,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = "cpu-amd-epyc-2cores.json"  # the machine whose figures the docs show; others may lie beside
 DECODERS = "training-amd-epyc-2cores.json"  # of the same machine
 BEFORE_AFTER = "before-after-amd-epyc-2cores.json"
+OVERHEAD = "overhead-amd-epyc-2cores.json"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 NOTHING = "Not measured in this run."
 
@@ -257,11 +258,29 @@ def _before_after(results: Path) -> list[str]:
     ]
 
 
+def _overhead(results: Path) -> list[str]:
+    """What a call costs beside its arithmetic."""
+    from .overhead import SIZES, lines
+
+    path = results / OVERHEAD
+    if not path.exists():
+        return [NOTHING, ""]
+    run = json.loads(path.read_text())
+    return [
+        f"Of a call at (B, Tq, Tk, H) = {SIZES}, where there is next to nothing to compute; commit",
+        f"{run['machine']['commit']}; `python -m benchmarks.overhead`. *plain autograd.Function*",
+        "calls our operator the way a tutorial on custom functions would.",
+        "",
+        *lines(run["microseconds"]),
+        "",
+    ]
+
+
 def page(
     data: dict[str, Any],
     folder: str,
     more: list[str] | None = None,
-    decoders: list[str] | None = None,
+    others: list[str] | None = None,
 ) -> str:
     """The page of a run in Markdown.
 
@@ -269,7 +288,7 @@ def page(
         data: the figures, as ``bench`` writes them.
         folder: of the pictures, as links have it: empty, or ending in a slash.
         more: lines of other machines.
-        decoders: lines on whole decoders, which have a run of their own.
+        others: lines on what is measured by commands of its own.
     """
     gpu = more or []
     lines = ["# Performance", "", f"{about(data)}; a run of {data['seconds']:.0f} s.", ""]
@@ -284,8 +303,7 @@ def page(
     lines += [*_roofs(data), "## What auto chooses", "", *_choices(data)]
     lines += ["## Other libraries", ""]
     lines += [*_picture(data, "peers", "times as fast as other libraries", folder), *_peers(data)]
-    if decoders:
-        lines += ["## Training a decoder", "", *decoders]
+    lines += others or []
     lines += ["## Every row", ""]
     for table in ("step", "loop", "many-queries", "shapes", "overhead"):
         lines += [f"### {TITLES[table]}", "", *_times(data, _in(table))]
@@ -323,14 +341,19 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     _, closing, after = rest.partition(END)
     if not mark or not closing:
         raise ValueError(f"README.md must have {BEGIN} and {END}, got one of them or none")
-    decoders = [
+    others = [
+        "## Training a decoder",
+        "",
         *_decoders(results),
         "### Whole training steps, before and after",
         "",
         *_before_after(results),
+        "## What a call costs",
+        "",
+        *_overhead(results),
     ]
     return {
-        root / "docs" / "performance.md": page(data, "images/", _gpu(results), decoders),
+        root / "docs" / "performance.md": page(data, "images/", _gpu(results), others),
         root / "README.md": before + readme_block(data) + after,
     }
 

@@ -57,11 +57,11 @@ class Instead(torch.autograd.Function):
         return grad, None
 
 
-def stepped(inputs, lens):
-    """Context and weights by the operator, gradients by the usual way."""
+def stepped(inputs, lens, way=parity.attended):
+    """Context and weights as they are without gradients, and gradients as they are with them."""
     with torch.no_grad():
-        mine = parity.attended(dict(inputs), lens)
-    usual = parity.attended(inputs, lens)
+        mine = way(dict(inputs), lens)
+    usual = way(inputs, lens)
     return tuple(Instead.apply(*pair) for pair in zip(usual, mine, strict=True))
 
 
@@ -82,6 +82,23 @@ def test_magnitudes(scale, taken):
     case = parity.Case(2, 1, 50, 80, 96, scale={"queries": scale, "keys": scale})
     parity.check(case, torch.float32, stepped)
     assert taken
+
+
+def once(inputs, lens):
+    return stepped(inputs, lens, parity.called)
+
+
+# Calls without a memory, too large for one operator and small enough for fp64 where gradients may
+# be asked for: without those their table is in fp32 from 16384 elements of keys on.
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize(
+    "size", [(8, 1, 100, 64), (2, 3, 130, 64), (64, 1, 9, 64), (1, 1, 255, 64), (2, 15, 20, 500)]
+)
+def test_a_table_in_fp32_without_gradients(size, scale):
+    B, Tq, Tk, H = size
+    lens = torch.arange(B) * Tk // B
+    case = parity.Case(B, Tq, Tk, H, 60, 70, lens=lens, scale={"queries": scale, "keys": scale})
+    parity.check(case, torch.float32, once)
 
 
 def test_rows_are_what_they_are_alone_and_for_any_number_of_threads():

@@ -58,6 +58,19 @@ const void* rows_like(const Tensor& tensor, ScalarType type, const char* name, c
   return owned.back().const_data_ptr();
 }
 
+// What a backward gets from outside; its results are left to fill in.
+Backward received(const Inputs& in, ScalarType type, const Tensor& weights,
+                  const MaybeTensor& grad_context, const MaybeTensor& grad_weights,
+                  std::vector<Tensor>& owned) {
+  const Problem& p = in.problem;
+  const ScalarType of_weights = weights_dtype(in.kind);
+  Backward g;
+  g.weights = rows_like(weights, of_weights, "weights", p, owned);
+  g.grad_context = view_like(grad_context, type, "grad_context", p.B, p.Tq, p.Dv, owned);
+  g.grad_weights = view_like(grad_weights, of_weights, "grad_weights", p.B, p.Tq, p.Tk, owned);
+  return g;
+}
+
 Tensor gradient(const Tensor& of, bool needed) {
   std::vector<int64_t> shape{0};
   if (needed) shape.assign(of.sizes().begin(), of.sizes().end());
@@ -86,11 +99,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
     return {grad_queries, grad_keys, grad_values, grad_w};
   }
   std::vector<Tensor> owned;
-  Backward g;
-  const ScalarType type = queries.scalar_type(), of_weights = weights_dtype(in.kind);
-  g.weights = rows_like(weights, of_weights, "weights", p, owned);
-  g.grad_context = view_like(grad_context, type, "grad_context", p.B, p.Tq, p.Dv, owned);
-  g.grad_weights = view_like(grad_weights, of_weights, "grad_weights", p.B, p.Tq, p.Tk, owned);
+  Backward g = received(in, queries.scalar_type(), weights, grad_context, grad_weights, owned);
   g.grad_queries = data_or_null(grad_queries, needs & need_queries);
   g.grad_keys = data_or_null(grad_keys, needs & need_keys);
   g.grad_values = data_or_null(grad_values, needs & need_values);
@@ -112,11 +121,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
     return {grad_queries, grad_scores, dropped};
   }
   std::vector<Tensor> owned;
-  Backward g;
-  const ScalarType type = queries.scalar_type(), of_weights = weights_dtype(in.kind);
-  g.weights = rows_like(weights, of_weights, "weights", p, owned);
-  g.grad_context = view_like(grad_context, type, "grad_context", p.B, p.Tq, p.Dv, owned);
-  g.grad_weights = view_like(grad_weights, of_weights, "grad_weights", p.B, p.Tq, p.Tk, owned);
+  Backward g = received(in, queries.scalar_type(), weights, grad_context, grad_weights, owned);
   g.grad_queries = data_or_null(grad_queries, needed);
   g.kept_scores = grad_scores.mutable_data_ptr();
   g.dropped = data_or_null(dropped, p.dropout);
@@ -139,12 +144,8 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
     return {grad_keys, grad_values, grad_w};
   }
   std::vector<Tensor> owned;
-  Backward g;
-  const ScalarType of_weights = weights_dtype(in.kind);
-  g.weights = rows_like(weights, of_weights, "weights", p, owned);
-  g.given_scores = rows_like(grad_scores, of_weights, "grad_scores", p, owned);
-  g.grad_context =
-      view_like(grad_context, queries.scalar_type(), "grad_context", p.B, p.Tq, p.Dv, owned);
+  Backward g = received(in, queries.scalar_type(), weights, grad_context, std::nullopt, owned);
+  g.given_scores = rows_like(grad_scores, weights_dtype(in.kind), "grad_scores", p, owned);
   g.grad_keys = data_or_null(grad_keys, needs & need_keys);
   g.grad_values = data_or_null(grad_values, needs & need_values);
   run_backward(in, g, data_or_null(grad_w, needs & need_w));
