@@ -7,6 +7,7 @@ FILE = "tests/test_cuda_kernels.py"
 DRAWN = (FILE, "test_drawn_cases_bf16")
 STEP = (FILE, "projects_its_queries and bfloat16 or a_cluster_shares and bfloat16")
 RAW = (FILE, "projects_its_keys_too and bfloat16 or from_the_keys_it_projects")
+INSIDE = (FILE, "keys_are_cut and inside")
 SPLIT = (FILE, "keys_are_cut and split")
 # Few queries: of those drawn most are many.
 STEP_BACK = (FILE, "keys_are_cut and (decoder or inside)")
@@ -56,7 +57,7 @@ MUTANTS = [
     Mutant(
         "cuda split keys", MASK, "a weight too many", "csrc/cuda/decode.h",
         "if (j < keys) x = exp_of(static_cast", "if (j <= keys && j < p.Tk) x = exp_of(static_cast",
-        SPLIT,
+        INSIDE,
     ),
     Mutant(
         "cuda split keys", BARRIER, "the last but one combines", "csrc/cuda/decode.h",
@@ -207,9 +208,8 @@ MUTANTS = [
         "      const float inverse01 = inverse * d01, inverse23 = inverse * d23;", DRAWN,
     ),
     Mutant(
-        "cuda grad_tanh", BARRIER, "after the keys are exponentiated", "csrc/cuda/grad_tanh.h",
-        f"(mine.keys[j * kWarp + lane], form);\n      {SYNC}",
-        "(mine.keys[j * kWarp + lane], form);\n", RACES,
+        "cuda grad_tanh", BARRIER, "after the scores are loaded", "csrc/cuda/grad_tanh.h",
+        f"load_scores(i0, queries);\n      {SYNC}", "load_scores(i0, queries);\n", RACES,
     ),
     Mutant(
         "cuda sum_parts", TAIL, "last sum", "csrc/cuda/grad_tanh.h",
