@@ -47,6 +47,7 @@ fuzz: venv  ## fuzz the C++ entry points, guided by coverage (minutes)
 
 mutants: venv  ## plant a mistake in each kernel and see the suite notice (long)
 	$(BIN)/python tests/hardening/mutants.py --json benchmarks/results/mutants.json
+	$(BIN)/python tests/hardening/mutants_page.py
 
 # mypy knows no package_dir: it is given the layout as installed, kernels/ in its place.
 lint: venv  ## check style and types

@@ -7,7 +7,7 @@
 ((2, 1, 3), (2, 1, 10))
 """
 
-from bahdanau_fast import backends, reference
+from bahdanau_fast import backends, decompositions, reference
 from bahdanau_fast.dot_product import DotProductAttention
 from bahdanau_fast.functional import additive_attention, masked_softmax
 from bahdanau_fast.memory import Memory
@@ -26,6 +26,7 @@ __all__ = [
     "__version__",
     "additive_attention",
     "backends",
+    "decompositions",
     "masked_softmax",
     "reference",
 ]

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 import torch
 
-import bahdanau_fast.decompositions
 import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
 from bahdanau_fast import checks, loading, transforms
 
@@ -107,7 +106,7 @@ def resolve(
     """
     wanted = name or _forced
     if wanted is None or wanted == "auto":
-        if transforms.active():
+        if _needs_reference():
             return "reference"
         if device.type == "cpu":
             return "cpu" if _cpu_ready else "reference"
@@ -121,10 +120,17 @@ def resolve(
         checks.reject(ValueError, "backend", f"serve {device.type} tensors", repr(wanted))
     if wanted == "triton" and dtype == torch.float64:
         checks.reject(ValueError, "backend", f"serve {dtype} tensors", repr(wanted))
-    if wanted != "reference" and transforms.active():
-        need = "be 'reference' or left to 'auto' under torch.func and forward-mode differentiation"
-        checks.reject(ValueError, "backend", need, repr(wanted))
+    if wanted != "reference" and _needs_reference():
+        where = "under torch.func, forward-mode differentiation and torch.onnx.export"
+        checks.reject(
+            ValueError, "backend", f"be 'reference' or left to 'auto' {where}", repr(wanted)
+        )
     return wanted
+
+
+def _needs_reference() -> bool:
+    """Whether only plain PyTorch operations will do: ONNX knows no operators but its own."""
+    return transforms.active() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
 
 
 def _check_name(name: str) -> None:

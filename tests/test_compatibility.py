@@ -129,3 +129,35 @@ def test_meta_and_fake_tensors(hidden, Tk):
     q = torch.randn(2, 3, 4, device="meta")
     with pytest.raises(TypeError, match="keys must have the dtype of queries"):
         lazy(q, torch.zeros(2, 3, 3, device="meta", dtype=torch.float64), q)
+
+
+class Nested(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs):
+        return self.layer(*inputs)
+
+
+def compiled(layer, inputs, **how):
+    """The result of the first call, None where torch.compile cannot make it."""
+    torch._dynamo.reset()
+    try:
+        return torch.compile(Nested(layer), backend="eager", fullgraph=True, **how)(*inputs)
+    except torch._dynamo.exc.InternalTorchDynamoError:
+        return None
+
+
+def test_compiled_before_its_sizes_are_known():
+    q, k, v = torch.randn(2, 3, 4), torch.randn(2, 5, 3), torch.randn(2, 5, 2)
+    lazy = bf.AdditiveAttention(8)
+    got = compiled(lazy, (q, k, v))
+    torch.testing.assert_close(got, lazy(q, k, v))
+    # Symbolic sizes: no more than PyTorch's own lazy layer, and all is well after a call.
+    own = compiled(torch.nn.LazyLinear(8), (q,), dynamic=True)
+    lazy = bf.AdditiveAttention(8)
+    got = compiled(lazy, (q, k, v), dynamic=True)
+    assert (got is None) == (own is None)
+    want = lazy(q, k, v)
+    torch.testing.assert_close(compiled(lazy, (q, k, v), dynamic=True), want)

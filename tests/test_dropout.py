@@ -45,6 +45,31 @@ def test_dropout_drops_the_right_share(p, Tk):
     assert abs(both - (1 - p) ** 2) < 8 * math.sqrt(p * (1 - p) / n)
 
 
+def philox(seed, row, block):
+    """Four numbers of Philox4x32-10, under counter and key as csrc/cpu/dropout.h has them."""
+    low = 2**32 - 1
+    counter, key = [block, row & low, row >> 32, 0], [seed & low, seed >> 32]
+    for _ in range(10):
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        left, right = (second >> 32) ^ counter[1] ^ key[0], (first >> 32) ^ counter[3] ^ key[1]
+        counter = [left, second & low, right, first & low]
+        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
+    return counter
+
+
+def test_the_numbers_are_those_of_philox():
+    # The known answer of Random123, which every backend goes by.
+    assert philox(0, 0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    B, Tq, Tk, seed = 2, 3, 11, 2**61 + 12345
+    q, k, w = torch.randn(B, Tq, 4), torch.randn(B, Tk, 4), torch.randn(1, 4)
+    values = torch.eye(Tk).expand(B, -1, -1).contiguous()
+    none, given = None, torch.tensor([seed])
+    seen, _ = torch.ops.bahdanau_fast.attend(q, k, none, none, values, w, none, given, 0.4, True)
+    rows = [[philox(seed, row, j // 4)[j % 4] for j in range(Tk)] for row in range(B * Tq)]
+    want = torch.tensor(rows).reshape(B, Tq, Tk) >= 0.4 * 2**32
+    assert torch.equal(seen != 0, want)
+
+
 def test_dropout_is_reproducible():
     first, again, other = dropped(0.5, 3)[1], dropped(0.5, 3)[1], dropped(0.5, 4)[1]
     assert torch.equal(first, again)

@@ -10,6 +10,7 @@ import torch
 from torch.export import Dim
 
 import bahdanau_fast as bf
+from bahdanau_fast.decompositions import TABLE
 
 B, Tq, Tk = Dim("B", min=2, max=1024), Dim("Tq", min=2, max=4096), Dim("Tk", min=2, max=4096)
 DYNAMIC = ({0: B, 1: Tq}, {0: B, 1: Tk}, {0: B, 1: Tk}, {0: B})
@@ -110,9 +111,8 @@ print("same numbers")
 
 
 def test_saved_and_compiled_ahead_of_time_for_a_fresh_process(tmp_path, monkeypatch):
-    # With CI set, AOTInductor refuses any operator that has a decomposition too (ours, for ONNX):
-    # a check meant for PyTorch's own CI.
-    monkeypatch.delenv("CI", raising=False)
+    # With CI set, AOTInductor refuses any operator that has a decomposition too.
+    monkeypatch.setenv("CI", "true")
     model = attention().requires_grad_(False)
     program = exported(model)
     files = [tmp_path / name for name in ("inputs.pt", "program.pt2", "compiled.pt2")]
@@ -129,13 +129,23 @@ def test_saved_and_compiled_ahead_of_time_for_a_fresh_process(tmp_path, monkeypa
     assert done.stdout.strip() == "same numbers", done.stderr[-3000:]
 
 
+def of_model(model):
+    return {"model": model, "args": inputs(), "dynamic_shapes": DYNAMIC}
+
+
+def of_program(model):
+    """Of one that holds the operator."""
+    return {"model": exported(model).run_decompositions(TABLE)}
+
+
+@pytest.mark.parametrize("source", [of_model, of_program])
 @pytest.mark.parametrize("model", [attention(), Decoder(memory=True)], ids=["call", "loop"])
-def test_onnx(model, tmp_path):
+def test_onnx(model, source, tmp_path):
     runtime = pytest.importorskip("onnxruntime", reason="pip install 'bahdanau_fast[onnx]'")
     file = str(tmp_path / "model.onnx")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter, about itself
-        torch.onnx.export(model, inputs(), file, dynamo=True, dynamic_shapes=DYNAMIC, verbose=False)
+        torch.onnx.export(**source(model), f=file, dynamo=True, verbose=False)
     session = runtime.InferenceSession(file)
     for some in (inputs(), OTHER):
         named = zip(session.get_inputs(), some, strict=True)
@@ -143,3 +153,13 @@ def test_onnx(model, tmp_path):
         want = model(*some)
         for one, other in zip(got, [want] if isinstance(want, torch.Tensor) else want, strict=True):
             np.testing.assert_allclose(one, other.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_backend_by_name_is_not_for_onnx(tmp_path):
+    pytest.importorskip("onnxscript", reason="pip install 'bahdanau_fast[onnx]'")
+    with bf.backends.use("cpu"), pytest.raises(Exception, match=r"bahdanau_fast\.attend"):
+        torch.onnx.export(**of_model(attention()), f=str(tmp_path / "model.onnx"), dynamo=True)
+
+
+def test_nothing_is_registered_for_compilers_to_find():
+    assert [op for op in torch._decomp.decomposition_table if "bahdanau" in str(op)] == []

@@ -5,6 +5,8 @@ One program per kind of numbers and per sanitizer (driver.cpp); problems go to i
 """
 
 import hashlib
+import os
+import shlex
 import shutil
 import struct
 import subprocess
@@ -66,6 +68,7 @@ def build(kind, sanitizer, sources=KERNELS):
         "-Wall", "-Wno-unknown-pragmas", "-Wno-attributes",
         *SANITIZERS[sanitizer], f"-I{HERE}", f"-I{sources / 'cuda'}", f"-DSTORED={stored}",
         f"-DSUMMED={summed}", str(HERE / "driver.cpp"),
+        *shlex.split(os.environ.get("CXXFLAGS", "")),
     ]  # fmt: skip
     files = [*sorted(HERE.glob("*.[ch]*")), *sorted(sources.rglob("*.h"))]
     known = hashlib.sha256(b"".join(path.read_bytes() for path in files))

@@ -1,97 +1,243 @@
 """Plants one mistake at a time in each kernel and sees whether the suite notices: ``make mutants``.
 
-A mutant is a copy of the tree with one line changed, built, and held against the narrowest tests
-that should fail (planted.py). Killed: they fail. Survived: they pass, and a test is missing. The
-CUDA kernels run on the host, the Triton kernels in the interpreter, which has one thread and cannot
-miss a barrier.
+A mutant is a copy of the tree with one place changed, built, and held against the narrowest tests
+that should fail (planted*.py). Killed: they fail, or crash. Survived: they pass, and a test is
+missing. The CUDA kernels run on the host, the Triton kernels in the interpreter, which has one
+thread and cannot miss a barrier.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
-from planted import MUTANTS
+import planted_cpu
+import planted_cuda
+import planted_triton
 
 import build
 
-TREE = build.BUILD / "mutants"
+sys.path.append(str(build.ROOT))
+from benchmarks.report import machine
+
+# Side by side: the first has C++ to build for each mutant, the second a driver of CUDA kernels.
+LANES = (planted_cpu.MUTANTS, planted_triton.MUTANTS + planted_cuda.MUTANTS)
+INSTALLED = {"bahdanau_fast": "bahdanau_fast", "kernels": "bahdanau_fast/kernels"}
+LONGEST = 600  # seconds of a mutant's tests: one that hangs is noticed too
 
 
-def copy_tree():
-    """The tree as it is, without what was built, beside the builds of mutants before."""
-    for part in ("bahdanau_fast", "kernels", "csrc", "tests", "benchmarks"):
-        shutil.rmtree(TREE / part, ignore_errors=True)
-        ignored = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(build.ROOT / part, TREE / part, ignore=ignored)
-    for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(build.ROOT / part, TREE)
-
-
-def run(tests, folder):
-    """Whether the tests pass on the package in ``folder``, and the last thing they said."""
+def check(tests, tree, package):
+    """Whether the tests pass, the last thing they said, and the test that failed, if one did."""
     file, chosen = tests
-    environment = build.environment(folder, TRITON_INTERPRET=str(int("triton" in file)))
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(TREE / "tests"), str(TREE)])
+    environment = build.environment(package, TRITON_INTERPRET=str(int("triton" in file)))
+    path = [package, tree / "tests", tree, tree / "tests" / "hardening"]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    # For the drivers of CUDA kernels: most of a mutant's time is spent compiling one.
+    environment["CXXFLAGS"] = "-O0"
+    environment["OMP_NUM_THREADS"] = "1"  # two lanes
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-c", str(TREE / "pyproject.toml"), str(TREE / file), "-k", chosen]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    command += ["-p", "no_shrinking", "-c", str(tree / "pyproject.toml")]
+    command += ["-o", f"pythonpath={package}", str(tree / file), "-k", chosen]
+    process = subprocess.Popen(
+        command,
+        cwd=package,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
-    last = done.stdout.strip().splitlines()[-1:] or [done.stderr[-300:]]
-    if done.returncode not in (0, 1) or ("failed" in last[0]) != (done.returncode == 1):
-        raise RuntimeError(f"the tests did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.returncode == 0, last[0]
+    try:
+        said, _ = process.communicate(timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return False, f"no end after {LONGEST} s", ""
+    if process.returncode < 0:
+        return False, f"ended by {signal.Signals(-process.returncode).name}", ""
+    last = said.strip().splitlines()[-1:] or [""]
+    if process.returncode not in (0, 1) or ("failed" in last[0]) != (process.returncode == 1):
+        raise RuntimeError(f"the tests did not run: {said[-4000:]}")
+    failed = re.search(r"^FAILED (?:.*/)?(test_\S*::.*?)(?: - .*)?$", said, re.MULTILINE)
+    return process.returncode == 0, last[0].strip("= "), failed[1] if failed else ""
 
 
-def lay_out():
-    """The package of the tree; only C++ that is not as it was is compiled."""
-    return build.lay_out("mutant", "-O1", source=TREE)
+class Lane:
+    """A copy of the tree, and the package built of it, that mistakes are planted in by turns."""
+
+    def __init__(self, name):
+        self.tree, self.package = build.BUILD / f"{name}-tree", build.BUILD / name
+        self.objects, self.commit = self.package / "objects" / "cpu", machine()["commit"]
+        # Is there while objects may be those of a mutant; still, where the last run was stopped.
+        self.planted = self.package / "planted"
+        if self.planted.exists():
+            shutil.rmtree(self.objects)
+            self.planted.unlink()
+        for part in ("bahdanau_fast", "kernels", "csrc", "tests", "benchmarks"):
+            shutil.rmtree(self.tree / part, ignore_errors=True)
+            ignored = shutil.ignore_patterns("*.so", "__pycache__")
+            shutil.copytree(build.ROOT / part, self.tree / part, ignore=ignored)
+        for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+            shutil.copy(build.ROOT / part, self.tree)
+        self.lay_out()
+
+    def lay_out(self):
+        """The package of the tree; only C++ that is not as it was is compiled."""
+        build.lay_out(self.package.name, "-O1", source=self.tree)
+
+    def places(self, mutant):
+        """The file of the tree, and where a module of Python is installed that too."""
+        folder, _, rest = mutant.file.partition("/")
+        installed = INSTALLED.get(folder)
+        return [self.tree / mutant.file, *([self.package / installed / rest] if installed else [])]
+
+    def plant(self, mutant):
+        """Make the change and build it; gives back what puts everything right again."""
+        paths = self.places(mutant)
+        text, times = paths[0].read_text(), paths[0].stat()
+        if text.count(mutant.old) != 1:
+            raise RuntimeError(f"{mutant.file} has changed: plant {mutant.name!r} elsewhere")
+        start, kept = time.time(), self.of_other_instruction_sets()
+
+        def mend():
+            for path in paths:
+                path.write_text(text)
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            for path in self.objects.glob("*.o"):
+                if path.stat().st_mtime > start - 1 and path not in kept:
+                    path.unlink()
+            self.planted.unlink()
+
+        self.planted.touch()
+        for path in paths:
+            path.write_text(text.replace(mutant.old, mutant.new))
+        if mutant.file.startswith("csrc/cpu/"):
+            for path in kept:  # as new as the mistake: not compiled
+                os.utime(path, (start + 1, start + 1))
+            self.lay_out()
+        return mend
+
+    def of_other_instruction_sets(self):
+        """The objects of CPU kernels that this machine does not run."""
+        told, objects = machine()["cpu kernels"], self.objects.glob("kernels_*.o")
+        return [path for path in objects if path.stem.split("_")[1] not in told]
+
+    def check_without(self, mutants):
+        """The tests pass on the tree as it is; those of a file are run together."""
+        files = {}
+        for file, some in dict.fromkeys(mutant.tests for mutant in mutants):
+            files.setdefault(file, []).append(some)
+        for file, parts in files.items():
+            tests = (file, "" if "" in parts else f"({') or ('.join(parts)})")
+            passes, said, _ = check(tests, self.tree, self.package)
+            if not passes:
+                raise RuntimeError(f"{file} fails without a mutant: {said}")
+            print(f"no mutant {file}: {said}", flush=True)
+
+    def attempt(self, mutant):
+        """The row of a mutant: whether it was killed, by which test, and in how many seconds."""
+        start, mend = time.time(), self.plant(mutant)
+        try:
+            passes, said, by = check(mutant.tests, self.tree, self.package)
+        finally:
+            mend()
+        row = {
+            "kernel": mutant.kernel,
+            "kind": mutant.kind,
+            "what": mutant.what,
+            "file": mutant.file,
+            "was": mutant.old.strip(),
+            "became": mutant.new.strip(),
+            "tests": " -k ".join(mutant.tests),
+            "verdict": "survived" if passes else "killed",
+            "by": by or said,
+            "seconds": round(time.time() - start),
+            "commit": self.commit,
+        }
+        print(f"{row['verdict']:<9} {mutant.name} ({row['seconds']} s): {row['by']}", flush=True)
+        return row
 
 
-def plant(mutant):
-    """Change the line; gives back what puts it right again."""
-    path = TREE / mutant.file
-    text = path.read_text()
-    if text.count(mutant.old) != 1:
-        raise RuntimeError(f"{mutant.file} has changed: plant {mutant.name!r} elsewhere")
-    path.write_text(text.replace(mutant.old, mutant.new))
-    return lambda: path.write_text(text)
+def wanted(arguments, before):
+    """For each lane the mutants to try."""
+    killed = {mutant_of(row) for row in before if row["verdict"] == "killed"}
+    return [
+        [m for m in lane if re.search(arguments.only, m.name) and planted_as(m) not in killed]
+        for lane in LANES
+    ]
+
+
+def planted_as(mutant):
+    """What tells a mutant from others, and from what it was before somebody changed it."""
+    tests = " -k ".join(mutant.tests)
+    return mutant.name, mutant.file, mutant.old.strip(), mutant.new.strip(), tests
+
+
+def mutant_of(row):
+    """The same of a row."""
+    name = f"{row['kernel']}: {row['what'] or row['kind']}"
+    return name, row["file"], row["was"], row["became"], row["tests"]
+
+
+class Results:
+    """What --json holds, written after every mutant: a stopped run goes on with --again."""
+
+    def __init__(self, path, again):
+        self.path, self.lock, self.start = path, Lock(), time.time()
+        self.where, self.before, self.minutes = machine(), {}, 0.0
+        if again:
+            stored = json.loads(path.read_text())
+            self.before = {mutant_of(row): row for row in stored["mutants"]}
+            self.minutes = stored["minutes"]
+        self.rows = dict(self.before)
+
+    def add(self, row):
+        """One more."""
+        with self.lock:
+            self.rows[mutant_of(row)] = row
+            if self.path is not None:
+                self.path.write_text(json.dumps(self.stored(), indent=1) + "\n")
+
+    def stored(self):
+        """All of it, in the order of the mutants; what became of earlier ones is left out."""
+        order = [planted_as(mutant) for lane in LANES for mutant in lane]
+        rows = [self.rows[key] for key in order if key in self.rows]
+        minutes = round(self.minutes + (time.time() - self.start) / 60, 1)
+        return {"machine": self.where, "minutes": minutes, "mutants": rows}
+
+    def of_lane(self, place, mutants):
+        """Try some mutants, one after the other."""
+        if mutants:
+            lane = Lane(f"mutants{place}")
+            lane.check_without(mutants)
+        for mutant in mutants:
+            self.add(lane.attempt(mutant))
 
 
 def main():
     """Try the mutants asked for; 1 when one survives."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="those whose name contains this")
-    parser.add_argument("--json", type=Path, help="write the table there")
+    parser.add_argument("--only", default="", help="those whose name this regular expression finds")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--again", action="store_true", help="but not those killed according to it")
     arguments = parser.parse_args()
-    copy_tree()
-    chosen = [mutant for mutant in MUTANTS if arguments.only in mutant.name]
-    rows = []
-    for tests in dict.fromkeys(mutant.tests for mutant in chosen):
-        passes, said = run(tests, lay_out())
-        if not passes:
-            raise RuntimeError(f"{tests} fail without a mutant: {said}")
-    for mutant in chosen:
-        start, mend = time.time(), plant(mutant)
-        try:
-            passes, said = run(mutant.tests, lay_out())
-        finally:
-            mend()
-        verdict = "survived" if passes else "killed"
-        seconds = round(time.time() - start)
-        print(f"{verdict:<9} {mutant.name} ({seconds} s): {said}", flush=True)
-        rows.append({"mutant": mutant.name, "file": mutant.file, "was": mutant.old.strip(),
-                     "became": mutant.new.strip(), "tests": " -k ".join(mutant.tests),
-                     "verdict": verdict})  # fmt: skip
+    results = Results(arguments.json, arguments.again)
+    lanes = wanted(arguments, results.before.values())
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        list(pool.map(results.of_lane, range(len(lanes)), lanes))
+    stored = results.stored()
+    rows = stored["mutants"]
     killed = sum(row["verdict"] == "killed" for row in rows)
-    print(f"{killed} of {len(rows)} mutants killed")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"{killed} of {len(rows)} mutants killed in {stored['minutes']} minutes")
     return int(killed < len(rows))
 
 

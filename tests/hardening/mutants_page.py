@@ -1,0 +1,88 @@
+"""Writes docs/mutants.md from the results of ``make mutants``."""
+
+import json
+import sys
+import textwrap
+from collections import Counter
+
+from planted import BARRIER, MASK, OTHER, SHARE, TAIL
+
+import build
+
+RESULTS = build.ROOT / "benchmarks" / "results" / "mutants.json"
+PAGE = build.ROOT / "docs" / "mutants.md"
+KINDS = (MASK, TAIL, BARRIER, SHARE, OTHER)
+
+HEAD = """# Planted mistakes
+
+Would the suite notice a mistake in a kernel? `make mutants` plants one at a time in a copy of the
+tree, builds it, and runs the narrowest tests that should fail. The mistakes and their tests are in
+`tests/hardening/planted_*.py`, the results in `benchmarks/results/mutants.json`, from which this
+page is written.
+
+{found}
+
+## Kernels and kinds
+
+Killed of planted. A dash: there is nothing of that kind to get wrong (no lengths are looked at, no
+division is shared), or it cannot be shown. CPU kernels have no barriers: a task is one thread's,
+and the threads of a step have ended before the next begins. The Triton kernels run in the
+interpreter, which has one thread and cannot miss a barrier. The CUDA kernels run on the host, where
+ThreadSanitizer looks for barriers.
+
+"""
+
+
+def table(rows):
+    """Lines of a Markdown table, the first row its head."""
+    first, *rest = [f"| {' | '.join(row)} |" for row in rows]
+    return [first, "|---" * len(rows[0]) + "|", *rest]
+
+
+def cell(text):
+    """Code in a cell, on one line."""
+    joined = " ".join(text.split()).replace("|", "\\|")
+    return f"`{joined}`" if joined else "nothing"
+
+
+def page(results):
+    """The text of docs/mutants.md."""
+    rows, where = results["mutants"], results["machine"]
+    planted = Counter((row["kernel"], row["kind"]) for row in rows)
+    killed = Counter((row["kernel"], row["kind"]) for row in rows if row["verdict"] == "killed")
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
+    found = (
+        f"{killed.total()} of {len(rows)} mutants were killed, in {results['minutes']} minutes: "
+        f"{where['cpu']}, cores {where['cores']}, torch {where['torch']}, commit {commits}."
+    )
+    head = HEAD.format(found=textwrap.fill(found, 100))
+    kernels = dict.fromkeys(row["kernel"] for row in rows)
+
+    def count(key):
+        return f"{killed[key]}/{planted[key]}" if planted[key] else "–"
+
+    counts = [[kernel, *(count((kernel, kind)) for kind in KINDS)] for kernel in kernels]
+    lines = table([["kernel", *KINDS], *counts])
+    lines += ["", "## Mutants", ""]
+    listed = [
+        [
+            f"{row['kernel']}: {row['what'] or row['kind']}",
+            cell(row["was"]),
+            cell(row["became"]),
+            f"`{row['by']}`" if row["verdict"] == "killed" else "**survived**",
+            str(row["seconds"]),
+        ]
+        for row in rows
+    ]
+    lines += table([["mutant", "was", "became", "killed by", "seconds"], *listed])
+    return head + "\n".join(lines) + "\n"
+
+
+def main():
+    """Write the page."""
+    PAGE.write_text(page(json.loads(RESULTS.read_text())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
