@@ -19,8 +19,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
     MaybeTensor grad_weights) {
   Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
             true);
-  const Decoder d(queries.size(0), hidden, cell, in, {w_query, w_context, w_input, w_hidden, bias},
-                  masks);
+  const Decoder d(length(queries, 3, "queries"), hidden, cell, in,
+                  {w_query, w_context, w_input, w_hidden, bias}, masks);
   const int64_t T = d.T, B = d.B, H = d.H, L = d.L;
   d.check(states, {L, T + 1, B, H}, "states"), d.check(queries, {T, B, d.F}, "queries");
   d.check(gates, {L, T, B, 4 * H}, "gates");
@@ -110,7 +110,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
     g.grad_queries = d.at(grad_queries.mutable_data_ptr(), t * B * d.F);
     g.kept_scores = of_weight(grad_scores, t);
     if (in.problem.dropout) g.dropped = of_weight(seen, t);
-    run_backward(in, g, nullptr);
+    if (d.empty())
+      std::memset(g.grad_queries, 0, B * d.F * d.bytes);
+    else
+      run_backward(in, g, nullptr);
     of_query.add(g.grad_queries, d.F, B, d.at(grad_h, (L - 1) * B * H), H);
   }
   return {grad_gates, grad_first, grad_first_cell, grad_queries, grad_contexts, grad_scores, seen};

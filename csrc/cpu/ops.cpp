@@ -198,7 +198,8 @@ struct Projected {
 
   // Gradients of rows, weight and bias.
   std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad) const {
-    STD_TORCH_CHECK(grad.size(0) == p.B && grad.size(1) == p.R && grad.size(2) == p.H,
+    STD_TORCH_CHECK(grad.size(0) == p.B && grad.size(1) == p.R && grad.size(2) == p.H &&
+                        grad.scalar_type() == owned[0].scalar_type(),
                     "the projections must be those additive_attention returned");
     const ScalarType type = owned[0].scalar_type();
     Tensor grad_rows = new_tensor({p.B, p.R, p.D}, type), grad_w = new_tensor({p.H, p.D}, type);
