@@ -7,10 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from threads import one_thread  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "hardening"))
 
-import fuzz  # noqa: E402
+import fuzz
 
 CHANCE = int(os.environ.get("BAHDANAU_FAST_CHANCE", "300"))
 

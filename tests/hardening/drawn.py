@@ -153,20 +153,19 @@ def mistaken(read, arguments, times=5):
 
 
 def _another(read, x):
-    what = read.number(7)
-    if what == 0:
+    """A tensor of another dtype, size, rank or layout, as far as ``x`` has one to change."""
+    what, last = read.number(7), max(x.dim() - 1, 0)
+    at = read.number(last + 1)
+    if what == 0 or x.dim() == 0:
         return x.to(read.of((*DTYPES, *ODD)))
-    if what == 1 and x.dim():
-        return x[(slice(None),) * read.number(x.dim()) + (slice(0, -1),)]
-    if what == 2 and x.dim():
-        return torch.cat((x, x), read.number(x.dim()))
-    if what == 3 and x.dim() > 1:
-        return x.transpose(-1, -2)
-    if what == 4 and x.dim() and len(x):
-        return x[0]
-    if what == 5:
-        return x.new_zeros(x.shape).unsqueeze(-1).expand(*x.shape, 2)[..., 0]
-    return x.unsqueeze(0)
+    return (
+        lambda: x.unsqueeze(0),
+        lambda: x.narrow(at, 0, max(x.shape[at] - 1, 0)),
+        lambda: torch.cat((x, x), at),
+        lambda: x.transpose(0, last),
+        lambda: x.sum(0),
+        lambda: x.unsqueeze(-1).expand(*x.shape, 2)[..., 0],
+    )[what - 1]()
 
 
 def in_words(read, error):

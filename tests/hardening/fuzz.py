@@ -3,8 +3,8 @@
 The extension is built with GCC's -fsanitize-coverage=trace-pc (libFuzzer and what stands on it want
 clang, which a machine that builds this package need not have). Cases are bytes (entry_points.py,
 decoder_points.py): those that reach a new place of the C++ are kept and changed further. Kept for
-good are the seeds in tests/hardening/seeds, the ones that reach it all, which every run of the suite
-plays again.
+good are the seeds in tests/hardening/seeds, the ones that reach it all; every run of the suite
+plays them again.
 """
 
 import argparse
