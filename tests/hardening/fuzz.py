@@ -134,6 +134,7 @@ def inside(arguments):
 
     torch.set_num_threads(1)
     last, rows = Path(os.environ["BAHDANAU_FAST_LAST_CASE"]), []
+    found = {"where": build.where(), "seed": arguments.seed, "targets": rows}
     for target, (share, _) in TARGETS.items():
         cases, minutes = arguments.cases * share // 100, arguments.minutes * share / 100
         row, kept = fuzz(target, cases, minutes, arguments.seed, Coverage(library), last)
@@ -141,7 +142,6 @@ def inside(arguments):
         if arguments.keep:
             write_seeds(target, kept)
     last.unlink()
-    found = {"where": build.where(), "seed": arguments.seed, "targets": rows}
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     tried, wrong = (sum(row[name] for row in rows) for name in ("cases", "wrong"))

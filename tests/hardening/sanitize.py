@@ -146,11 +146,11 @@ def main():
     parser.add_argument("--quick", action="store_true", help="the first file of each only")
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
-    names = arguments.names or list(SANITIZERS)
+    names, where = arguments.names or list(SANITIZERS), build.where()
     with ThreadPoolExecutor(len(names)) as both:
         rows = list(both.map(lambda name: run(name, arguments.quick), names))
     if arguments.json is not None:
-        found = {"where": build.where(), "sanitizers": rows}
+        found = {"where": where, "sanitizers": rows}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return int(any(row["failures"] for row in rows))
 
