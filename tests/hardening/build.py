@@ -66,6 +66,8 @@ def environment(folder, **more):
 
 def where():
     """With what a run was made, for its file of figures."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
     from benchmarks import report
 
     cxx = os.environ.get("CXX", "g++")
