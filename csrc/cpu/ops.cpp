@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
                                   MaybeTensor valid_lens, MaybeTensor seed, double dropout_p,
                                   bool need_weights) {
   const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
-                  queries.size(1) > kQueryBlock);
+                  queries.dim() == 3 && queries.size(1) > kQueryBlock);
   const Problem& p = in.problem;
   Tensor context = new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};

@@ -50,7 +50,7 @@ def attend(data):
         if tabled == 2 and read.mistake(10):
             table = table[0][..., :-1], table[1]
         inputs = (q, k, *table, v, w, lens, seed, dropout_p)
-        context, weights = ops.attend(*inputs, need_weights)
+        context, weights = ops.attend(*mistaken(read, [*inputs, need_weights], 32))
         looked = weights if need_weights else ops.attend(*inputs, True)[1]
         grads = gradients_of(read, context, looked, generator)
         found = ops.attend_backward(*inputs, looked, *grads, needs)
@@ -124,4 +124,34 @@ def whole(data):
     agree("weights", saved[0], want[1].detach(), dtype)
     for number, true in enumerate(exact(want, leaves, grads)):
         agree(f"gradient {number}", found[number], true, dtype)
+    return "checked"
+
+
+def step(data):
+    """``attend_step``: queries that are projected on the way."""
+    read = Bytes(data)
+    generator = torch.Generator().manual_seed(read.number(1 << 16))
+    dtype = read.of(DTYPES)
+    B, Tq, Tk = (read.of(SIZES[:k]) for k in (5, 4, 14))
+    H, Dv, Dq = (read.of(SIZES[:n]) for n in (22, 14, 17))
+    scale = read.of(SCALES[:6] if dtype.itemsize > 2 else SCALES[:4])
+    shapes = (B, Tq, Dq), (H, Dq), (B, Tk, H), (B, Tk, Dv), (1, H)
+    scales = scale, max(Dq, 1) ** -0.5, scale, 1.0, 1.0
+    made = [tensor(read, s, dtype, generator, x) for s, x in zip(shapes, scales, strict=True)]
+    lens = lengths(read, B, Tq, Tk, generator)
+    odd = spoil(read, made)
+    q, w_q, k, v, w = made
+    try:
+        table = ops.exp_keys(k, bool(read.number(2))) if read.number(2) else (None, None)
+        inputs = [q, w_q, k, *table, v, w, lens]
+        context, weights = ops.attend_step(*mistaken(read, inputs, 8))
+    except RuntimeError as error:
+        in_words(read, error)
+        return "refused"
+    if read.broken or odd:
+        return "ran"
+    projected = (q.double() @ w_q.double().t()).to(dtype)
+    want = reference.attend(*(x.double() for x in (projected, k, v, w)), lens)
+    agree("context", context, want[0], dtype)
+    agree("weights", weights, want[1], dtype)
     return "checked"

@@ -26,16 +26,17 @@ CHANCE = 1500  # cases of chance for each entry point in test_fuzz.py
 # precision, nor what traces instead of computing.
 ADDRESS = {
     "test_operator_errors.py": "",
-    "test_fuzz.py": "",
     "test_parity.py": "not very_long",
     "test_robustness.py": "finite or gradients or strides or eight",
     "test_instruction_sets.py": "",
     "test_dropout.py": "",
     "test_operators.py": "bitwise or gradcheck or asked_for",
+    "test_step.py": "",
     "test_recurrent.py": "not errors and not hook",
     "test_decoding.py": "not opcheck",
     "test_greedy.py": "not opcheck and not hook",
     "test_deferred.py": "",
+    "test_fuzz.py": "",
 }
 # What has enough to do for more than one thread.
 THREAD = {
@@ -44,6 +45,7 @@ THREAD = {
     "test_key_cache.py": "threads",
     "test_parity.py": "test_contract or drawn_cases",
     "test_dropout.py": "",
+    "test_step.py": "",
     "test_recurrent.py": "threads or sizes or steps or dropout",
     "test_decoding.py": "not opcheck",
     "test_greedy.py": "steps and not hook",
