@@ -154,7 +154,7 @@ def inside(arguments):
 def main():
     """Build, then fuzz in a process of its own; 1 where something is wrong or time was short."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=100_000)
+    parser.add_argument("--cases", type=int, default=40_000)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="write the seeds of the tree anew")
