@@ -33,8 +33,8 @@ class Forward {
       of_hidden_.push_back(d.pack(w.hidden, l, H, true));
       if (l > 0) of_input_.push_back(d.pack(w.input, l - 1, H, true));
       const auto begin = [&](Tensor& to, const Tensor& from) {
-        std::memcpy(d.at(to.mutable_data_ptr(), d.state_of(l, 0)),
-                    d.at(from.const_data_ptr(), l * B * H), B * H * d.bytes);
+        copy(d.at(to.mutable_data_ptr(), d.state_of(l, 0)), d.at(from.const_data_ptr(), l * B * H),
+             B * H * d.bytes);
       };
       begin(states, hidden);
       if (d.lstm) begin(cells, *cell);
@@ -45,13 +45,13 @@ class Forward {
   void step(int64_t t, const void* input_gates) {
     const int64_t at = t % kept_, B = d.B, H = d.H;
     void* query = d.at(queries.mutable_data_ptr(), at * B * d.F);
-    std::memset(query, 0, B * d.F * d.bytes);
+    clear(query, B * d.F * d.bytes);
     of_query_.add(d.at(states.const_data_ptr(), d.state_of(d.L - 1, t)), H, B, query, d.F);
     in.problem.queries = {query, d.F, d.F};
     in.problem.seed = seed_of_step(first_seed_, t);
     void* context = d.at(contexts.mutable_data_ptr(), at * B * d.Dv);
     if (d.empty())
-      std::memset(context, 0, B * d.Dv * d.bytes);
+      clear(context, B * d.Dv * d.bytes);
     else
       run_forward(in, context, d.at(weights.mutable_data_ptr(), t * B * d.Tk));
     const void* input = context;
@@ -59,8 +59,8 @@ class Forward {
       void* gate = d.at(gates.mutable_data_ptr(), (l * kept_ + at) * B * 4 * H);
       for (int64_t b = 0; b < B; ++b) {
         void* row = d.at(gate, b * 4 * H);
-        std::memcpy(row, d.at(bias_, l * 4 * H), 4 * H * d.bytes);
-        if (l == 0) std::memcpy(row, d.at(input_gates, b * d.G), d.G * d.bytes);
+        copy(row, d.at(bias_, l * 4 * H), 4 * H * d.bytes);
+        if (l == 0) copy(row, d.at(input_gates, b * d.G), d.G * d.bytes);
       }
       of_hidden_[l].add(d.at(states.const_data_ptr(), d.state_of(l, t)), H, B,
                         d.at(gate, d.hidden_from), 4 * H);
@@ -189,10 +189,10 @@ std::tuple<Tensor, Tensor> decode_greedy(
   while (steps < max_steps && left > 0) {
     void* gates = input_gates.get();
     for (int64_t b = 0; b < B; ++b) {
-      std::memcpy(d.at(gates, b * d.G), input_bias.const_data_ptr(), d.G * d.bytes);
-      std::memcpy(d.at(embedded.get(), b * E), d.at(embedding.const_data_ptr(), token[b] * E),
-                  E * d.bytes);
-      std::memcpy(d.at(logits.get(), b * V), dense_bias.const_data_ptr(), V * d.bytes);
+      copy(d.at(gates, b * d.G), input_bias.const_data_ptr(), d.G * d.bytes);
+      copy(d.at(embedded.get(), b * E), d.at(embedding.const_data_ptr(), token[b] * E),
+           E * d.bytes);
+      copy(d.at(logits.get(), b * V), dense_bias.const_data_ptr(), V * d.bytes);
     }
     of_embedded.add(embedded.get(), E, B, gates, d.G);
     forward.step(steps, gates);
@@ -215,8 +215,8 @@ std::tuple<Tensor, Tensor> decode_greedy(
   for (int64_t b = 0; b < B; ++b)
     for (int64_t t = 0; t < steps; ++t) {
       static_cast<int64_t*>(tokens.mutable_data_ptr())[b * steps + t] = written[t * B + b];
-      std::memcpy(d.at(weights.mutable_data_ptr(), (b * steps + t) * d.Tk),
-                  d.at(forward.weights.const_data_ptr(), (t * B + b) * d.Tk), d.Tk * d.bytes);
+      copy(d.at(weights.mutable_data_ptr(), (b * steps + t) * d.Tk),
+           d.at(forward.weights.const_data_ptr(), (t * B + b) * d.Tk), d.Tk * d.bytes);
     }
   return {tokens, weights};
 }

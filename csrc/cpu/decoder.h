@@ -12,6 +12,14 @@
 
 namespace bahdanau_fast {
 
+// Of no bytes at all, what lies nowhere too: memcpy and memset ask for an address even then.
+inline void copy(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
+inline void clear(void* at, int64_t bytes) {
+  if (bytes > 0) std::memset(at, 0, bytes);
+}
+
 // A weight, packed for products from the left: (K,N), or the transpose of the (N,K) given.
 class Packed {
  public:
