@@ -40,10 +40,12 @@ test: venv  ## run the whole test suite
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 sanitize: venv  ## run the numeric tests on C++ built with ASan, UBSan and TSan (long)
-	$(BIN)/python tests/hardening/sanitize.py
+	$(BIN)/python tests/hardening/sanitize.py --json benchmarks/results/sanitize.json
+	$(BIN)/python tests/hardening/figures.py
 
 fuzz: venv  ## fuzz the C++ entry points, guided by coverage (minutes)
-	$(BIN)/python tests/hardening/fuzz.py
+	$(BIN)/python tests/hardening/fuzz.py --json benchmarks/results/fuzz.json
+	$(BIN)/python tests/hardening/figures.py
 
 mutants: venv  ## plant a mistake in each kernel and see the suite notice (long)
 	$(BIN)/python tests/hardening/mutants.py --json benchmarks/results/mutants.json

@@ -152,7 +152,7 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     Returns:
         (H,D).
     """
-    left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+    left, right = left.flatten(0, -2), right.flatten(0, -2)
     if (
         _onednn is None
         or min(left.shape[1], right.shape[1]) < _LEAST_SIDE

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from torch._subclasses import FakeTensorMode
 
 import bahdanau_fast as bf
 from bahdanau_fast import transforms
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "hardening"))
+
+import figures
 
 TESTS = Path(__file__).resolve().parent
 PAGE = TESTS.parent / "docs" / "compatibility.md"
@@ -31,6 +36,14 @@ def test_every_row_that_says_yes_names_a_test():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 5 and cells[1].startswith("yes"):
             assert "::" in cells[4], line
+
+
+def test_the_figures_of_longer_runs_are_those_of_their_files():
+    assert figures.page() == figures.PAGE.read_text()
+    targets = figures.read("fuzz")["targets"]
+    assert sum(row["cases"] for row in targets) >= 20_000
+    assert not any(row["wrong"] for row in targets)
+    assert not any(row["failures"] for row in figures.read("sanitize").get("sanitizers", []))
 
 
 def data(dtype=torch.float32, hidden=8):

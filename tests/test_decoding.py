@@ -61,3 +61,79 @@ def test_masks_between_layers(cls):
         return [*out, *torch.autograd.grad(loss, used)]
 
     same(all_of(decoding.decode), all_of(decoding.by_steps), **EXACT)
+
+
+EMPTY = {
+    "B": lambda a: {
+        **{n: x[:, :0] for n, x in a.items() if n in ("inputs", "hidden", "cell")},
+        **{n: a[n][:0] for n in ("keys", "values")},
+    },
+    "Tk": lambda a: {n: a[n][:, :0] for n in ("keys", "values")},
+}
+
+
+@pytest.mark.parametrize("size", EMPTY)
+@pytest.mark.parametrize("cls", CELLS)
+def test_nobody_looks_or_there_is_nothing_to_see(cls, size):
+    made, rest = arguments(cls, 2, torch.float64)
+    given_ = {n: x for n, x in made._asdict().items() if x is not None}
+    made = made._replace(**EMPTY[size](given_))
+    made = decoding.Arguments(*(x if x is None else x.detach().requires_grad_() for x in made))
+    rest = rest._replace(valid_lens=None)
+    used = [x for x in made if x is not None]
+
+    def all_of(function):
+        out = function(made, rest)
+        loss = sum((i + 1) * x.square().sum() for i, x in enumerate(out))
+        return [*out, *torch.autograd.grad(loss, used, materialize_grads=True)]
+
+    same(all_of(decoding.decode), all_of(decoding.by_steps), **EXACT)
+
+
+@pytest.mark.parametrize("cls", CELLS)
+def test_no_steps(cls):
+    made, rest = arguments(cls, 2, torch.float64)
+    made = made._replace(inputs=made.inputs[:0], hidden=made.hidden.requires_grad_())
+    got = decoding.decode(made, rest)
+    assert torch.equal(got.hidden, made.hidden)
+    assert got.weights.numel() == got.features.numel() == 0
+    (of_hidden,) = torch.autograd.grad(got.hidden.square().sum(), made.hidden)
+    assert torch.equal(of_hidden, 2 * made.hidden)
+
+
+WRONG = {
+    "keys": (lambda x: x[0], "keys must have 3 dimensions"),
+    "hidden": (lambda x: x[0], "hidden must have 3 dimensions"),
+    "w_query": (lambda x: x[:-1], "w_query must be contiguous and have the size"),
+    "w_hidden": (lambda x: x.mT, "w_hidden must be contiguous"),
+    "bias": (lambda x: x.float(), "bias must be contiguous and have the size and dtype"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name):
+    made, rest = arguments(CELLS[0], dtype=torch.float64)
+    gates = decoding._input_gates(made)
+    change, message = WRONG[name]
+    made = made._replace(**{name: change(getattr(made, name))})
+    with pytest.raises(RuntimeError, match=message):
+        ops.decode(gates, *decoding._in_order(made, rest))
+    with pytest.raises(RuntimeError, match="input_gates must have 3 dimensions"):
+        ops.decode(gates[0], *decoding._in_order(*arguments(CELLS[0], dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("of_keys", [torch.float32, torch.float64], ids=str)
+def test_states_and_keys_of_two_dtypes_are_refused(of_keys):
+    # One of the two would be read or written past its end.
+    made, rest = arguments(CELLS[1], dtype=torch.float32)
+    other = torch.float64 if of_keys == torch.float32 else torch.float32
+    named = {
+        n: None if x is None else x.to(of_keys if n in ("keys", "values", "w_v") else other)
+        for n, x in made._asdict().items()
+    }
+    made = decoding.Arguments(**named)
+    inputs, nothing = decoding._in_order(made, rest), made.hidden.new_zeros(T, B, 0)
+    with pytest.raises(RuntimeError, match="keys must have the dtype of hidden"):
+        ops.decode(decoding._input_gates(made), *inputs)
+    with pytest.raises(RuntimeError, match="keys must have the dtype of hidden"):
+        ops.decode_backward(*inputs, *[nothing] * 5, None, None, None, None)

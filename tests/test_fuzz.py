@@ -1,24 +1,31 @@
 """A short run of ``make fuzz``: the seeds it kept, and cases of chance."""
 
+import os
 import random
 import sys
 from collections import Counter
 from pathlib import Path
 
-HARDENING = Path(__file__).resolve().parent / "hardening"
-sys.path.insert(0, str(HARDENING))
+import pytest
+from threads import one_thread  # noqa: F401
 
-import entry_points  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent / "hardening"))
+
+import fuzz
+
+CHANCE = int(os.environ.get("BAHDANAU_FAST_CHANCE", "300"))
 
 
-def test_seeds():
-    seeds = sorted((HARDENING / "seeds").iterdir())
-    assert len(seeds) > 50
-    ended = Counter(entry_points.one(seed.read_bytes()) for seed in seeds)
+@pytest.mark.parametrize("target", fuzz.TARGETS)
+def test_seeds(target):
+    one, seeds = fuzz.function_of(target), fuzz.seeds_of(target)
+    assert len(seeds) > 30
+    ended = Counter(one(seed) for seed in seeds)
     assert min(ended[kind] for kind in ("checked", "ran", "refused")) > 5
 
 
-def test_cases_of_chance():
-    draw = random.Random(7)
-    ended = Counter(entry_points.one(draw.randbytes(96)) for _ in range(300))
-    assert ended["checked"] > 80
+@pytest.mark.parametrize("target", fuzz.TARGETS)
+def test_cases_of_chance(target):
+    one, draw = fuzz.function_of(target), random.Random(7)
+    ended = Counter(one(draw.randbytes(fuzz.LONGEST)) for _ in range(CHANCE))
+    assert ended["checked"] > 0.2 * CHANCE

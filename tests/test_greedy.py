@@ -113,6 +113,8 @@ def test_nan_ends_nothing_and_hangs_nothing():
     [
         (19, V, "first, last and blank must be tokens"),
         (18, torch.tensor([V]), "left_out must hold tokens"),
+        (18, torch.tensor([[1, 2], [3, 4]]), "left_out must have 1 dimensions"),
+        (0, torch.zeros(E), "embedding must have 2 dimensions"),
         (16, torch.zeros(V + 1, H), "w_dense must be contiguous and have the size"),
         (0, torch.zeros(V, E, dtype=torch.float64), "embedding must be contiguous"),
         (3, torch.zeros(2, B + 1, H), "hidden must be contiguous and have the size"),
@@ -123,5 +125,7 @@ def test_errors(place, value, message):
     given[place] = value
     with pytest.raises(RuntimeError, match=message):
         ops.decode_greedy(*given, STEPS)
-    with pytest.raises(RuntimeError, match="max_steps must be at least 1"):
+    with pytest.raises(RuntimeError, match="max_steps must be between 1 and"):
         ops.decode_greedy(*arguments(), 0)
+    with pytest.raises(RuntimeError, match="max_steps must be between 1 and"):
+        ops.decode_greedy(*arguments(), 2**62)

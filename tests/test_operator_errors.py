@@ -149,6 +149,24 @@ def test_the_whole_backward_operator_raises(name):
             ops.additive_attention_backward(**{**given, name: spoiled})
 
 
+@pytest.mark.parametrize("saved_as", [torch.float32, torch.float64], ids=str)
+def test_projections_of_another_dtype_are_refused(saved_as):
+    # They fit together, but the weights of the projections are read and written as theirs.
+    given = whole()
+    context, *saved = ops.additive_attention(**given)
+    other = torch.float64 if saved_as == torch.float32 else torch.float32
+    for name in ("queries", "keys", "w_q", "w_k"):
+        given[name] = given[name].to(other)
+    for name in ("values", "w_v"):
+        given[name] = given[name].to(saved_as)
+    weights, *projected = (x.to(saved_as) for x in saved)
+    with pytest.raises(RuntimeError, match="the projections must be those"):
+        ops.additive_attention_backward(**given, weights=weights, projected_queries=projected[0],
+                                        projected_keys=projected[1],
+                                        grad_context=context.to(saved_as),
+                                        grad_weights=None)  # fmt: skip
+
+
 def test_exp_keys_raises():
     for keys in (ones(3), ones(2, 3, 4).int(), ones(2, 3, 4).to(torch.complex128)):
         with pytest.raises(RuntimeError, match="must"):

@@ -15,6 +15,7 @@ from decoders import (
     TK,
     B,
     E,
+    F,
     H,
     T,
     by_steps,
@@ -275,6 +276,12 @@ def test_copies_and_pickles():
     want = call(module, tensors)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         same(call(twin, tensors), want)
+
+
+def test_inputs_without_features():
+    module = bf.AttentionGRU(0, H, 1, key_size=DK, value_size=DV, num_hiddens=F).double()
+    tensors = given(bf.AttentionGRU) | {"inputs": torch.zeros(T, B, 0).double().requires_grad_()}
+    same(results(module, tensors), by_steps(lambda: results(module, tensors)), **EXACT)
 
 
 def test_errors():

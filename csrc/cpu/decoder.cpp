@@ -33,8 +33,8 @@ class Forward {
       of_hidden_.push_back(d.pack(w.hidden, l, H, true));
       if (l > 0) of_input_.push_back(d.pack(w.input, l - 1, H, true));
       const auto begin = [&](Tensor& to, const Tensor& from) {
-        std::memcpy(d.at(to.mutable_data_ptr(), d.state_of(l, 0)),
-                    d.at(from.const_data_ptr(), l * B * H), B * H * d.bytes);
+        copy(d.at(to.mutable_data_ptr(), d.state_of(l, 0)), d.at(from.const_data_ptr(), l * B * H),
+             B * H * d.bytes);
       };
       begin(states, hidden);
       if (d.lstm) begin(cells, *cell);
@@ -45,19 +45,22 @@ class Forward {
   void step(int64_t t, const void* input_gates) {
     const int64_t at = t % kept_, B = d.B, H = d.H;
     void* query = d.at(queries.mutable_data_ptr(), at * B * d.F);
-    std::memset(query, 0, B * d.F * d.bytes);
+    clear(query, B * d.F * d.bytes);
     of_query_.add(d.at(states.const_data_ptr(), d.state_of(d.L - 1, t)), H, B, query, d.F);
     in.problem.queries = {query, d.F, d.F};
     in.problem.seed = seed_of_step(first_seed_, t);
     void* context = d.at(contexts.mutable_data_ptr(), at * B * d.Dv);
-    run_forward(in, context, d.at(weights.mutable_data_ptr(), t * B * d.Tk));
+    if (d.empty())
+      clear(context, B * d.Dv * d.bytes);
+    else
+      run_forward(in, context, d.at(weights.mutable_data_ptr(), t * B * d.Tk));
     const void* input = context;
     for (int64_t l = 0; l < d.L; ++l) {
       void* gate = d.at(gates.mutable_data_ptr(), (l * kept_ + at) * B * 4 * H);
       for (int64_t b = 0; b < B; ++b) {
         void* row = d.at(gate, b * 4 * H);
-        std::memcpy(row, d.at(bias_, l * 4 * H), 4 * H * d.bytes);
-        if (l == 0) std::memcpy(row, d.at(input_gates, b * d.G), d.G * d.bytes);
+        copy(row, d.at(bias_, l * 4 * H), 4 * H * d.bytes);
+        if (l == 0) copy(row, d.at(input_gates, b * d.G), d.G * d.bytes);
       }
       of_hidden_[l].add(d.at(states.const_data_ptr(), d.state_of(l, t)), H, B,
                         d.at(gate, d.hidden_from), 4 * H);
@@ -126,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode(
   Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
             true);
   const Weights w{w_query, w_context, w_input, w_hidden, bias};
-  const Decoder d(input_gates.size(0), hidden, cell, in, w, masks);
+  const Decoder d(length(input_gates, 3, "input_gates"), hidden, cell, in, w, masks);
   d.check(input_gates, {d.T, d.B, d.G}, "input_gates");
   Forward forward(d, in, w, hidden, cell, keep ? d.T : 1);
   for (int64_t t = 0; t < d.T; ++t)
@@ -134,6 +137,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode(
   return {forward.states,  forward.cells,   forward.contexts,
           forward.queries, forward.weights, forward.gates};
 }
+
+constexpr int64_t kMostSteps = 1 << 30;  // beyond, sizes of results could overflow
 
 // The first place of the largest of n numbers that are not to be left out; NaN counts as largest.
 template <class A>
@@ -155,18 +160,20 @@ std::tuple<Tensor, Tensor> decode_greedy(
     const Tensor& w_v, const Tensor& w_context, const Tensor& w_input, const Tensor& w_hidden,
     const Tensor& bias, const Tensor& w_dense, const Tensor& dense_bias, const Tensor& left_out,
     int64_t first, int64_t last, int64_t blank, int64_t max_steps) {
-  const int64_t B = keys.size(0), V = embedding.size(0), E = embedding.size(1);
   Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, std::nullopt,
             0.0, true);
   const Weights w{w_query, w_context, w_input, w_hidden, bias};
-  STD_TORCH_CHECK(max_steps > 0, "max_steps must be at least 1");
+  STD_TORCH_CHECK(max_steps > 0 && max_steps <= kMostSteps, "max_steps must be between 1 and ",
+                  kMostSteps);
   const Decoder d(max_steps, hidden, cell, in, w, std::nullopt);
+  const int64_t B = d.B, V = length(embedding, 2, "embedding"), E = embedding.size(1);
   Buffer input_gates(B * d.G * d.bytes);
   d.check(embedding, {V, E}, "embedding"), d.check(w_embedded, {d.G, E}, "w_embedded");
   d.check(input_bias, {d.G}, "input_bias"), d.check(w_dense, {V, d.H}, "w_dense");
   d.check(dense_bias, {V}, "dense_bias");
   STD_TORCH_CHECK(first >= 0 && first < V && last >= 0 && last < V && blank >= 0 && blank < V,
                   "first, last and blank must be tokens");
+  length(left_out, 1, "left_out");
   std::vector<char> never(V);
   for (const double token : to_doubles(left_out, "left_out")) {
     STD_TORCH_CHECK(token >= 0 && token < double(V), "left_out must hold tokens");
@@ -176,16 +183,16 @@ std::tuple<Tensor, Tensor> decode_greedy(
   const Packed of_embedded = d.pack(w_embedded, 0, E, true),
                of_dense = d.pack(w_dense, 0, d.H, true);
   Buffer embedded(B * E * d.bytes), logits(B * V * d.bytes);
-  std::vector<int64_t> token(B, first), written(B * max_steps, blank);
+  std::vector<int64_t> token(B, first), written;  // (steps,B)
   std::vector<char> ended(B);
   int64_t left = B, steps = 0;
   while (steps < max_steps && left > 0) {
     void* gates = input_gates.get();
     for (int64_t b = 0; b < B; ++b) {
-      std::memcpy(d.at(gates, b * d.G), input_bias.const_data_ptr(), d.G * d.bytes);
-      std::memcpy(d.at(embedded.get(), b * E), d.at(embedding.const_data_ptr(), token[b] * E),
-                  E * d.bytes);
-      std::memcpy(d.at(logits.get(), b * V), dense_bias.const_data_ptr(), V * d.bytes);
+      copy(d.at(gates, b * d.G), input_bias.const_data_ptr(), d.G * d.bytes);
+      copy(d.at(embedded.get(), b * E), d.at(embedding.const_data_ptr(), token[b] * E),
+           E * d.bytes);
+      copy(d.at(logits.get(), b * V), dense_bias.const_data_ptr(), V * d.bytes);
     }
     of_embedded.add(embedded.get(), E, B, gates, d.G);
     forward.step(steps, gates);
@@ -195,7 +202,7 @@ std::tuple<Tensor, Tensor> decode_greedy(
       token[b] = ended[b]       ? blank
                  : d.bytes == 8 ? likeliest(static_cast<const double*>(row), V, never)
                                 : likeliest(static_cast<const float*>(row), V, never);
-      written[b * max_steps + steps] = token[b];
+      written.push_back(token[b]);
       if (!ended[b] && token[b] == last) {
         ended[b] = 1;
         --left;
@@ -205,13 +212,12 @@ std::tuple<Tensor, Tensor> decode_greedy(
   }
   Tensor tokens = new_tensor({B, steps}, ScalarType::Long);
   Tensor weights = new_tensor({B, steps, d.Tk}, d.weight_type);
-  for (int64_t b = 0; b < B; ++b) {
-    std::memcpy(static_cast<int64_t*>(tokens.mutable_data_ptr()) + b * steps,
-                written.data() + b * max_steps, steps * sizeof(int64_t));
-    for (int64_t t = 0; t < steps; ++t)
-      std::memcpy(d.at(weights.mutable_data_ptr(), (b * steps + t) * d.Tk),
-                  d.at(forward.weights.const_data_ptr(), (t * B + b) * d.Tk), d.Tk * d.bytes);
-  }
+  for (int64_t b = 0; b < B; ++b)
+    for (int64_t t = 0; t < steps; ++t) {
+      static_cast<int64_t*>(tokens.mutable_data_ptr())[b * steps + t] = written[t * B + b];
+      copy(d.at(weights.mutable_data_ptr(), (b * steps + t) * d.Tk),
+           d.at(forward.weights.const_data_ptr(), (t * B + b) * d.Tk), d.Tk * d.bytes);
+    }
   return {tokens, weights};
 }
 

@@ -12,6 +12,14 @@
 
 namespace bahdanau_fast {
 
+// Of no bytes at all, what lies nowhere too: memcpy and memset ask for an address even then.
+inline void copy(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
+inline void clear(void* at, int64_t bytes) {
+  if (bytes > 0) std::memset(at, 0, bytes);
+}
+
 // A weight, packed for products from the left: (K,N), or the transpose of the (N,K) given.
 class Packed {
  public:
@@ -64,6 +72,7 @@ struct Decoder {
     type = first_hidden.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double,
                     "hidden must be float32 or float64");
+    STD_TORCH_CHECK(in.storage == type, "keys must have the dtype of hidden");
     weight_type = type;  // fp64 for fp64 and fp32 for fp32, as the states
     bytes = type == ScalarType::Double ? 8 : 4;
     hidden_from = 4 * H - G;
@@ -77,6 +86,9 @@ struct Decoder {
       masks = drop_masks->const_data_ptr();
     }
   }
+
+  // Nobody to look, or nothing to look at.
+  bool empty() const { return B == 0 || Tk == 0; }
 
   void check(const Tensor& t, std::vector<int64_t> shape, const char* name) const {
     bool fits = t.is_cpu() && t.is_contiguous() && t.scalar_type() == type &&
@@ -139,6 +151,12 @@ struct Decoder {
 inline Tensor queries_of_step(const Tensor& keys) {
   STD_TORCH_CHECK(keys.dim() == 3, "keys must have 3 dimensions");
   return new_tensor({keys.size(0), 1, keys.size(2)}, keys.scalar_type());
+}
+
+// The first size of what has so many dimensions.
+inline int64_t length(const Tensor& tensor, int64_t dimensions, const char* name) {
+  STD_TORCH_CHECK(tensor.dim() == dimensions, name, " must have ", dimensions, " dimensions");
+  return tensor.size(0);
 }
 
 inline uint64_t seed_of_step(uint64_t seed, int64_t t) {

@@ -19,8 +19,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
     MaybeTensor grad_weights) {
   Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
             true);
-  const Decoder d(queries.size(0), hidden, cell, in, {w_query, w_context, w_input, w_hidden, bias},
-                  masks);
+  const Decoder d(length(queries, 3, "queries"), hidden, cell, in,
+                  {w_query, w_context, w_input, w_hidden, bias}, masks);
   const int64_t T = d.T, B = d.B, H = d.H, L = d.L;
   d.check(states, {L, T + 1, B, H}, "states"), d.check(queries, {T, B, d.F}, "queries");
   d.check(gates, {L, T, B, 4 * H}, "gates");
@@ -41,9 +41,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
   void* grad_c = grad_first_cell.mutable_data_ptr();
   const auto begin = [&](const MaybeTensor& from, Tensor& to, int64_t n) {
     if (from.has_value())
-      std::memcpy(to.mutable_data_ptr(), from->const_data_ptr(), n * d.bytes);
+      copy(to.mutable_data_ptr(), from->const_data_ptr(), n * d.bytes);
     else
-      std::memset(to.mutable_data_ptr(), 0, n * d.bytes);
+      clear(to.mutable_data_ptr(), n * d.bytes);
   };
   begin(grad_hidden, grad_first, L * B * H);
   begin(grad_cell, grad_first_cell, d.lstm ? L * B * H : 0);
@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
         for (; i < end; ++i) static_cast<A*>(grad_h)[(L - 1) * B * H + i] += from[i];
       });
     void* grad_context = d.at(grad_contexts.mutable_data_ptr(), t * B * d.Dv);
-    std::memset(grad_context, 0, B * d.Dv * d.bytes);
+    clear(grad_context, B * d.Dv * d.bytes);
     for (int64_t l = L - 1; l >= 0; --l) {
       void* grad_gate = d.at(grad_gates.mutable_data_ptr(), d.gates_of(l, t));
       d.rows([&](int64_t b) {
@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
       } else if (d.masks == nullptr) {
         of_input[l - 1].add(grad_gate, 4 * H, B, d.at(grad_h, (l - 1) * B * H), H);
       } else {
-        std::memset(below.get(), 0, B * H * d.bytes);
+        clear(below.get(), B * H * d.bytes);
         of_input[l - 1].add(grad_gate, 4 * H, B, below.get(), H);
         d.each(B * H, [&](auto zero, int64_t i, int64_t end) {
           using A = decltype(zero);
@@ -110,7 +110,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
     g.grad_queries = d.at(grad_queries.mutable_data_ptr(), t * B * d.F);
     g.kept_scores = of_weight(grad_scores, t);
     if (in.problem.dropout) g.dropped = of_weight(seen, t);
-    run_backward(in, g, nullptr);
+    if (d.empty())
+      clear(g.grad_queries, B * d.F * d.bytes);
+    else
+      run_backward(in, g, nullptr);
     of_query.add(g.grad_queries, d.F, B, d.at(grad_h, (L - 1) * B * H), H);
   }
   return {grad_gates, grad_first, grad_first_cell, grad_queries, grad_contexts, grad_scores, seen};

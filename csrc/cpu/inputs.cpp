@@ -119,6 +119,7 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& tab
                const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
                bool make_table) {
   kind = storage_kind(queries, "queries");
+  storage = queries.scalar_type();
   STD_TORCH_CHECK(queries.dim() == 3 && keys.dim() == 3 && values.dim() == 3,
                   "queries, keys and values must have 3 dimensions");
   STD_TORCH_CHECK(storage_kind(keys, "keys") == kind, "keys must have the dtype of queries");

@@ -107,6 +107,7 @@ struct Inputs {
 
   Problem problem;
   Kind kind;
+  ScalarType storage;
 
  private:
   void set_w(const std::vector<double>& w, double largest);

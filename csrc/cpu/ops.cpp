@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
                                   MaybeTensor valid_lens, MaybeTensor seed, double dropout_p,
                                   bool need_weights) {
   const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
-                  queries.size(1) > kQueryBlock);
+                  queries.dim() == 3 && queries.size(1) > kQueryBlock);
   const Problem& p = in.problem;
   Tensor context = new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
@@ -198,7 +198,8 @@ struct Projected {
 
   // Gradients of rows, weight and bias.
   std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad) const {
-    STD_TORCH_CHECK(grad.size(0) == p.B && grad.size(1) == p.R && grad.size(2) == p.H,
+    STD_TORCH_CHECK(grad.size(0) == p.B && grad.size(1) == p.R && grad.size(2) == p.H &&
+                        grad.scalar_type() == owned[0].scalar_type(),
                     "the projections must be those additive_attention returned");
     const ScalarType type = owned[0].scalar_type();
     Tensor grad_rows = new_tensor({p.B, p.R, p.D}, type), grad_w = new_tensor({p.H, p.D}, type);

@@ -62,3 +62,16 @@ def environment(folder, **more):
     """Of a process that imports the package from ``folder`` and the tests from here."""
     path = [str(folder), str(ROOT / "tests"), str(ROOT)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
+
+
+def where():
+    """With what a run was made, for its file of figures."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    from benchmarks import report
+
+    cxx = os.environ.get("CXX", "g++")
+    said = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
+    names = ("cpu", "cores", "torch", "python", "bahdanau_fast", "commit")
+    machine = report.machine()
+    return {**{name: machine[name] for name in names}, "compiler": said.splitlines()[0]}

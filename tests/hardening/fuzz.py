@@ -1,13 +1,15 @@
 """Coverage-guided fuzzing of the C++ entry points: ``make fuzz``.
 
 The extension is built with GCC's -fsanitize-coverage=trace-pc (libFuzzer and what stands on it want
-clang, which a machine that builds this package need not have). Cases are bytes (entry_points.py):
-those that reach a new place of the C++ are kept and changed further. Kept for good are the seeds in
-tests/hardening/seeds, the ones that reach it all, which every run of the suite plays again.
+clang, which a machine that builds this package need not have). Cases are bytes (entry_points.py,
+decoder_points.py): those that reach a new place of the C++ are kept and changed further. Kept for
+good are the seeds in tests/hardening/seeds, the ones that reach it all; every run of the suite
+plays them again.
 """
 
 import argparse
 import ctypes
+import json
 import os
 import random
 import subprocess
@@ -20,7 +22,25 @@ import build
 
 HERE = Path(__file__).resolve().parent
 SEEDS = HERE / "seeds"
-LONGEST = 96
+LONGEST = 128
+# Of a hundred cases, and where the function is.
+TARGETS = {
+    "attend": (35, "entry_points"),
+    "whole": (20, "entry_points"),
+    "step": (10, "entry_points"),
+    "decode": (20, "decoder_points"),
+    "greedy": (15, "decoder_points"),
+}
+
+
+def seeds_of(target):
+    """The cases of a target that the tree keeps."""
+    return [path.read_bytes() for path in sorted((SEEDS / target).glob("*"))]
+
+
+def function_of(target):
+    """What runs a case: bytes to "refused", "checked" or "ran"."""
+    return getattr(__import__(TARGETS[target][1]), target)
 
 
 def change(data, others, draw):
@@ -50,6 +70,7 @@ class Coverage:
         self.map = (ctypes.c_uint8 * (1 << 16)).from_address(
             ctypes.cast(_function(library, "coverage_map")(), ctypes.c_void_p).value
         )
+        ctypes.memset(self.map, 0, 1 << 16)
         self.reached = 0
 
     def grew(self):
@@ -65,69 +86,96 @@ def _function(library, name):
     return function
 
 
-def fuzz(cases, minutes, seed, keep):
-    """Run in the process that has the instrumented build; exit status."""
+def fuzz(target, cases, minutes, seed, coverage, last):
+    """Cases of one target; (row for the table, cases that reached something new).
+
+    Each case is in the file ``last`` before it runs, for those that end the process.
+    """
+    one, draw, known = function_of(target), random.Random(seed), seeds_of(target)
+    start, kinds, kept = time.time(), Counter(), []
+    todo = [*known, *(draw.randbytes(LONGEST) for _ in range(64))]
+    tried = 0
+    while tried < cases and time.time() - start < 60 * minutes:
+        data = todo.pop() if todo else change(draw.choice(kept), kept, draw)
+        tried += 1
+        last.write_text(f"{target} {data.hex()}")
+        try:
+            kinds[one(data)] += 1
+        except Exception as error:
+            kinds["wrong"] += 1
+            print(f"WRONG {target} {data.hex()}: {type(error).__name__} {error}", flush=True)
+            if kinds["wrong"] >= 20:
+                break
+        if coverage.grew():
+            kept.append(data)
+    row = {"target": target, "cases": tried}
+    row |= {kind: kinds[kind] for kind in ("checked", "ran", "refused", "wrong")}
+    row |= {"seeds": len(known), "places": coverage.reached, "kept": len(kept)}
+    row["minutes"] = round((time.time() - start) / 60, 1)
+    print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return row, kept
+
+
+def write_seeds(target, kept):
+    """The cases that reached something new, into the tree."""
+    folder = SEEDS / target
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*"):
+        old.unlink()
+    for number, data in enumerate(kept):
+        (folder / f"{number:03}").write_bytes(data)
+
+
+def inside(arguments):
+    """In the process that has the instrumented build; exit status."""
     library = ctypes.CDLL(os.environ["BAHDANAU_FAST_COVERAGE"], mode=ctypes.RTLD_GLOBAL)
-    import entry_points
     import torch
 
     import bahdanau_fast._C_cpu  # noqa: F401  after the library whose function it calls
 
     torch.set_num_threads(1)
-    coverage, draw = Coverage(library), random.Random(seed)
-    known = [path.read_bytes() for path in sorted(SEEDS.glob("*"))]
-    start, kinds, kept = time.time(), Counter(), []
-    todo = known + [draw.randbytes(LONGEST) for _ in range(64)]
-    tried = 0
-    while tried < cases and time.time() - start < 60 * minutes:
-        data = todo.pop() if todo else change(draw.choice(kept or known), kept or known, draw)
-        tried += 1
-        try:
-            kinds[entry_points.one(data)] += 1
-        except Exception as error:
-            kinds["wrong"] += 1
-            print(f"WRONG {data.hex()}: {type(error).__name__} {error}", flush=True)
-            if kinds["wrong"] >= 20:
-                break
-        if coverage.grew():
-            kept.append(data)
-        if tried % 2000 == 0:
-            print(f"{tried} cases, {coverage.reached} places, {len(kept)} kept", flush=True)
-    if keep:
-        write_seeds(kept)
-    told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    print(f"{tried} cases in {(time.time() - start) / 60:.1f} minutes: {told}; ", end="")
-    print(f"{coverage.reached} places reached, {len(kept)} cases kept, seed {seed}", flush=True)
-    return 1 if kinds["wrong"] else 0
-
-
-def write_seeds(kept):
-    """The cases that reached something new, into the tree."""
-    SEEDS.mkdir(exist_ok=True)
-    for old in SEEDS.glob("*"):
-        old.unlink()
-    for number, data in enumerate(kept):
-        (SEEDS / f"{number:03}").write_bytes(data)
+    last, rows = Path(os.environ["BAHDANAU_FAST_LAST_CASE"]), []
+    found = {"where": build.where(), "seed": arguments.seed, "targets": rows}
+    for target, (share, _) in TARGETS.items():
+        cases, minutes = arguments.cases * share // 100, arguments.minutes * share / 100
+        row, kept = fuzz(target, cases, minutes, arguments.seed, Coverage(library), last)
+        rows.append(row)
+        if arguments.keep:
+            write_seeds(target, kept)
+    last.unlink()
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    tried, wrong = (sum(row[name] for row in rows) for name in ("cases", "wrong"))
+    minutes = sum(row["minutes"] for row in rows)
+    print(f"{tried} cases in {minutes:.1f} minutes, {wrong} wrong, seed {arguments.seed}")
+    return int(wrong > 0 or tried < arguments.cases)
 
 
 def main():
-    """Build, then fuzz in a process of its own."""
+    """Build, then fuzz in a process of its own; 1 where something is wrong or time was short."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=25_000)
+    parser.add_argument("--cases", type=int, default=40_000)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="write the seeds of the tree anew")
+    parser.add_argument(
+        "--json", type=lambda path: Path(path).resolve(), help="write figures there"
+    )
     arguments = parser.parse_args()
     if "BAHDANAU_FAST_COVERAGE" in os.environ:
-        return fuzz(arguments.cases, arguments.minutes, arguments.seed, arguments.keep)
+        return inside(arguments)
     folder = build.lay_out("fuzz", "-fsanitize-coverage=trace-pc -g1 -O1")
-    library = folder / "libcoverage.so"
+    library, last = folder / "libcoverage.so", folder / "last-case"
     subprocess.run(
         ["gcc", "-O2", "-shared", "-fPIC", str(HERE / "coverage.c"), "-o", str(library)], check=True
     )
-    environment = build.environment(folder, BAHDANAU_FAST_COVERAGE=str(library))
-    command = [sys.executable, __file__, *sys.argv[1:]]
-    return subprocess.run(command, env=environment, cwd=folder, check=False).returncode
+    environment = build.environment(
+        folder, BAHDANAU_FAST_COVERAGE=str(library), BAHDANAU_FAST_LAST_CASE=str(last)
+    )
+    done = subprocess.run([sys.executable, __file__, *sys.argv[1:]], env=environment, check=False)
+    if done.returncode < 0:
+        print(f"ended by signal {-done.returncode} at: {last.read_text()}", flush=True)
+    return 1 if done.returncode < 0 else done.returncode
 
 
 if __name__ == "__main__":
