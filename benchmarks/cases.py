@@ -88,7 +88,7 @@ def _step_cases() -> Iterator[Case]:
 
 
 def _loop_cases() -> Iterator[Case]:
-    yield Case("loop", LOOP, "loop", "forward", (Bound("d2l eager", 25),), ("d2l compiled",))
+    yield Case("loop", LOOP, "loop", "forward", (Bound("d2l eager", 25),))
     yield Case("loop", LOOP, "loop", "train", (Bound("d2l eager", 15),))
 
 

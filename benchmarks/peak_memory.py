@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .growth import LARGEST
 from .inputs import draw, nbytes
 from .providers import by_name
 from .shapes import AXES, SWEEPS, Shape
@@ -72,7 +73,7 @@ def growth(providers: Sequence[str], axes: Sequence[str] = tuple(AXES)) -> list[
         A dictionary for each point: provider, axis, size and the fields of :class:`Peak`; for a
         provider that cannot be measured one with ``error``.
     """
-    points = [(axis, shape) for axis in axes for shape in SWEEPS[axis]]
+    points = [(axis, shape) for axis in axes for shape in SWEEPS[axis][-LARGEST:]]
     shapes = list(dict.fromkeys(shape for _, shape in points))
     found: list[dict[str, Any]] = []
     for name in providers:

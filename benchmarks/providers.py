@@ -43,7 +43,7 @@ Group = Literal["eager", "compiled", "ours", "peer"]
 Outputs = tuple[Tensor, Tensor]
 Step = Callable[[Tensor], Outputs]
 
-EAGER_LIMIT = 4e9
+EAGER_LIMIT = 5e8
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from .worker import Worker, WorkerError
 
 __all__ = ["Check", "Row", "Runner", "check"]
 
-SECONDS_PER_PROVIDER = 0.2
+SECONDS_PER_PROVIDER = 0.15
 READ = "DRAM read"
 
 

@@ -114,12 +114,12 @@ def _along(field: str, *sizes: int) -> tuple[Shape, ...]:
     return tuple(replace(_CENTRE, **{field: size, **values}) for size in sizes)
 
 
-# One size at a time by factors of four, the others as in the middle of all of them.
+# One size at a time by factors of four, B by factors of two, the others as in the middle of all.
 SWEEPS = {
     "Tk": _along("keys", 64, 256, 1024, 4096),
     "Tq": _along("queries", 1, 4, 16, 64),
     "H": _along("hidden", 16, 64, 256, 1024),
-    "B": _along("batch", 1, 4, 16, 64),
+    "B": _along("batch", 2, 4, 8, 16),
 }
 # The field of a shape that each of them changes.
 AXES = {"Tk": "keys", "Tq": "queries", "H": "hidden", "B": "batch"}
