@@ -190,7 +190,7 @@ CHOICES = (
 )
 
 
-def measure(seconds: float = 0.15, choices: tuple[Choice, ...] = CHOICES) -> list[dict[str, Any]]:
+def measure(seconds: float = 0.1, choices: tuple[Choice, ...] = CHOICES) -> list[dict[str, Any]]:
     """Every way of every choice on its shapes; empty where there is no C++ to choose.
 
     Args:

@@ -94,7 +94,7 @@ def _measure_memory(options: Options) -> tuple[dict[str, Peak | str], list[dict[
 def _measure_choices(options: Options) -> list[dict[str, Any]]:
     if not _wanted(options, CHOICES):
         return []
-    found = choices.measure(0.02 if options.quick else 0.15)
+    found = choices.measure(0.02 if options.quick else 0.1)
     print("\nWhat auto chooses near its limits, every way timed\n")
     print("\n".join(choice_lines(found)), flush=True)
     return found

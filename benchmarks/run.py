@@ -21,7 +21,7 @@ from .worker import Worker, WorkerError
 
 __all__ = ["Check", "Row", "Runner", "check"]
 
-SECONDS_PER_PROVIDER = 0.15
+SECONDS_PER_PROVIDER = 0.1
 READ = "DRAM read"
 
 
