@@ -21,7 +21,7 @@ __all__ = ["attend", "attend_step", "pays", "step_pays"]
 
 # Multiplications in the two projections up to which one operator beats three (2 CPU cores,
 # `bench --only choices`); in training it does so for twice as many.
-_LIMIT = 65536
+_LIMIT = 32768
 # Rows of queries, or multiplications in their projection, up to which a step does best to project
 # them itself, on all threads.
 _STEP_ROWS, _STEP_WORK = 8, 1 << 20
