@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import reference
+from bahdanau_fast.again import differentiate_again
 from bahdanau_fast.ops import (
     NEED_KEYS,
     NEED_VALUES,
     NEED_W_V,
     TAGS,
-    differentiate_again,
     library,
     weights_dtype,
 )

@@ -181,7 +181,7 @@ def attend_small(
     """
     seed = _seed(dropout_p, inputs[0])
     context, weights = small.attend(inputs, bias, valid_lens, seed, dropout_p)
-    return context, weights if weights.dtype == context.dtype else weights.to(context.dtype)
+    return context, _like(context, weights)
 
 
 def attend_query(
@@ -219,7 +219,7 @@ def attend_query(
     ):
         return None
     context, weights = small.attend_step(queries, w_q, projected, values, w_v, valid_lens)
-    return context, weights if weights.dtype == context.dtype else weights.to(context.dtype)
+    return context, _like(context, weights)
 
 
 def attend_unprojected(
@@ -246,7 +246,12 @@ def attend_unprojected(
     if result is None:
         return None
     context, weights = result
-    return context, weights if weights.dtype == context.dtype else weights.to(context.dtype)
+    return context, _like(context, weights)
+
+
+def _like(context: Tensor, weights: Tensor) -> Tensor:
+    """The weights in the dtype of the context; to ask first is quicker than a needless ``to``."""
+    return weights if weights.dtype == context.dtype else weights.to(context.dtype)
 
 
 def _seed(dropout_p: float, queries: Tensor) -> Tensor | None:

@@ -19,19 +19,19 @@ keys``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bahdanau_fast import reference, sharding
+from bahdanau_fast.again import differentiate_again
 from bahdanau_fast.deferred import Call, Deferred
 
 __all__ = [
     "TAGS",
     "attend",
-    "differentiate_again",
     "exp_keys",
     "implement",
     "library",
@@ -203,61 +203,6 @@ def _gradients(
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_q, grad_k, grad_v, grad_w = _gradients(ctx, _backward_op, *grads)
     return grad_q, grad_k, None, None, grad_v, grad_w, None, None, None, None
-
-
-def differentiate_again(
-    function: Callable[..., Sequence[Tensor | None]],
-    inputs: Sequence[Tensor | None],
-    needed: list[bool],
-    dropout_p: float,
-    output_grads: Sequence[Tensor | None],
-) -> list[Tensor | None]:
-    """Gradients that can be differentiated again (``create_graph=True``), by the reference.
-
-    Args:
-        function: the reference on ``inputs``, giving the results of the operator.
-        inputs: what the operator was called with.
-        needed: which of them want a gradient.
-        dropout_p: of that call.
-        output_grads: gradients of the results.
-
-    Returns:
-        A gradient, or None, per input.
-
-    Raises:
-        NotImplementedError: with dropout, whose mask the reference does not know.
-    """
-    if dropout_p > 0.0:
-        raise NotImplementedError(
-            "a second derivative through dropped-out attention weights is not implemented: "
-            "use backend='reference', or dropout 0"
-        )
-    # Aliases: where one input was computed from another (a query from the keys, projected keys from
-    # values that are the keys) a gradient stops at the operator, and does not go on to that other.
-    inputs = [
-        tensor.view_as(tensor) if need and tensor is not None else tensor
-        for tensor, need in zip(inputs, needed, strict=True)
-    ]
-    outputs = function(*inputs)
-    used = [
-        (out.to(grad.dtype), grad)
-        for out, grad in zip(outputs, output_grads, strict=True)
-        if out is not None and grad is not None
-    ]
-    grads = iter(
-        torch.autograd.grad(
-            [out for out, _ in used],
-            [
-                tensor
-                for tensor, need in zip(inputs, needed, strict=True)
-                if need and tensor is not None
-            ],
-            [grad for _, grad in used],
-            create_graph=True,
-            allow_unused=True,
-        )
-    )
-    return [next(grads) if need else None for need in needed]
 
 
 torch.library.register_fake("bahdanau_fast::exp_keys", _exp_keys_fake, lib=library)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import reference, sharding
+from bahdanau_fast.again import differentiate_again
 from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.ops import TAGS, differentiate_again, library, table_for, weights_dtype
+from bahdanau_fast.ops import TAGS, library, table_for, weights_dtype
 
 __all__ = ["attend", "attend_step", "pays", "step_pays"]
 

@@ -18,8 +18,11 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from bahdanau_fast.seq2seq import dates
 from bahdanau_fast.seq2seq.commands import TRAINING
-from bahdanau_fast.seq2seq.settings import Settings
+from bahdanau_fast.seq2seq.data import Pairs
+from bahdanau_fast.seq2seq.settings import Settings, build_model
+from bahdanau_fast.seq2seq.training import Trainer, all_batches
 
 from .compare import NEW, OLD, Side, build
 from .measure import interleave
@@ -43,11 +46,6 @@ COMPARED, PARITY = 10, 1e-4  # steps, and the relative difference of their losse
 
 def training_step(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
     """A training's next step, and the losses of its first steps without dropout."""
-    from bahdanau_fast.seq2seq import dates
-    from bahdanau_fast.seq2seq.data import Pairs
-    from bahdanau_fast.seq2seq.settings import build_model
-    from bahdanau_fast.seq2seq.training import Trainer, all_batches
-
     settings = TRAININGS[name]
     examples, _ = dates.split(BATCHES * settings.batch_size, 1, settings.seed)
     pairs = Pairs.of([(example.text, example.iso) for example in examples])

@@ -219,14 +219,18 @@ def _in(*tables: str) -> Callable[[dict[str, Any]], bool]:
     return lambda row: row["table"] in tables
 
 
+def _run(path: Path) -> Any:
+    """The figures of a command of its own, None where none are committed."""
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def _decoders(results: Path) -> list[str]:
     """What attention adds to a decoder, from a run of ``benchmarks.training``."""
     from .training import lines
 
-    path = results / DECODERS
-    if not path.exists():
+    run = _run(results / DECODERS)
+    if run is None:
         return [NOTHING, ""]
-    run = json.loads(path.read_text())
     where = run["machine"]
     return [
         f"torch {where['torch']}, commit {where['commit']}; `python -m benchmarks.training`.",
@@ -243,10 +247,9 @@ def _before_after(results: Path) -> list[str]:
     """Training steps before and after decoders became one operator."""
     from .before_after import lines
 
-    path = results / BEFORE_AFTER
-    if not path.exists():
+    run = _run(results / BEFORE_AFTER)
+    if run is None:
         return [NOTHING, ""]
-    run = json.loads(path.read_text())
     where, base = run["machine"], run["old"].split()[0]
     return [
         f"torch {where['torch']}, commit {where['commit']} against {run['old']}, where every step",
@@ -262,10 +265,9 @@ def _overhead(results: Path) -> list[str]:
     """What a call costs beside its arithmetic."""
     from .overhead import SIZES, lines
 
-    path = results / OVERHEAD
-    if not path.exists():
+    run = _run(results / OVERHEAD)
+    if run is None:
         return [NOTHING, ""]
-    run = json.loads(path.read_text())
     return [
         f"Of a call at (B, Tq, Tk, H) = {SIZES}, where there is next to nothing to compute; commit",
         f"{run['machine']['commit']}; `python -m benchmarks.overhead`. *plain autograd.Function*",

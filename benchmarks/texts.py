@@ -25,7 +25,7 @@ them. Every figure is a median with its 20th and 80th percentile.
 
 MEMORY = """\
 Working memory, what a forward and backward take beyond inputs, outputs and gradients, grows by this
-much for one more of each size (least squares over the whole sweep). Eager code keeps tensors of
+much for one more of each size (least squares over its three sizes). Eager code keeps tensors of
 (B,Tq,Tk,H); ours keeps none, so its peak is what has to be there anyway: flat in H but for the
 projected queries and keys themselves, and linear in Tk like the keys, values and weights."""
 
