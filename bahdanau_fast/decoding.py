@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference
+from bahdanau_fast import reference, transforms
 from bahdanau_fast.again import differentiate_again
 from bahdanau_fast.ops import (
     NEED_KEYS,
@@ -141,7 +141,7 @@ def decode(arguments: Arguments, rest: Rest) -> Decoded:
     Raises:
         RuntimeError: sizes or dtypes that do not fit together.
     """
-    if not torch.is_grad_enabled():
+    if not transforms.needs_gradient(*arguments):
         arguments = Arguments(*(None if x is None else x.detach() for x in arguments))  # type: ignore[arg-type]
     return Decoded(*_Decode.apply(*arguments, rest))  # type: ignore[no-untyped-call]
 

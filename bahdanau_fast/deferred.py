@@ -8,18 +8,21 @@ size of the keys is made, or added up, per step.
 
 Whatever a step cannot leave (it is to be differentiated again, or autograd is not going to the
 shared node this time) it returns to autograd in the ordinary way, and the shared node adds that.
+
+Calls that share a node may still have a ``backward`` each, as if they shared nothing: see
+:class:`~bahdanau_fast.lifetime.Lifetime`.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bahdanau_fast import transforms
+from bahdanau_fast.lifetime import Held, Lifetime
 
 __all__ = ["Call", "Deferred", "Shared", "share"]
 
@@ -69,47 +72,88 @@ class Deferred:
         return self._calls.pop(torch._C._current_graph_task_id(), [])
 
 
-class Shared(NamedTuple):
+class Shared:
     """Keys, values and w_v as results of the shared node.
 
     Attributes:
-        values: (B,Tk,Dv), as they came in; calls with others do not go by the shared node.
-        w_v: (1,H) or (H,), likewise.
-        versions: of those two, when they were shared.
         results: keys, values and w_v behind the node, in the dtype of the keys.
         deferred: what the calls leave.
     """
 
-    values: Tensor
-    w_v: Tensor
-    versions: tuple[int, int]
-    results: tuple[Tensor, Tensor, Tensor]
-    deferred: Deferred
+    __slots__ = (
+        *("__weakref__", "_bytes", "_grad_fns", "_held", "_lens", "_sources"),
+        *("deferred", "results"),
+    )
+
+    def __init__(
+        self,
+        values: Tensor,
+        w_v: Tensor,
+        results: tuple[Tensor, Tensor, Tensor],
+        held: Held,
+        deferred: Deferred,
+    ) -> None:
+        self._sources = (values, w_v)
+        self._held = held
+        self.results = results
+        self.deferred = deferred
+        self._grad_fns = (values.grad_fn, w_v.grad_fn)
+        # Results share the memory of what came in, unless they are copies in another dtype: then
+        # the bytes of what came in have to be the same as well.
+        copied = values.dtype != results[1].dtype or w_v.dtype != results[2].dtype
+        self._bytes = _fingerprint(values, w_v) if copied else None
+        self._lens: Tensor | None = None
+
+    @property
+    def w_v(self) -> Tensor:
+        """(1,H) or (H,), as it came in."""
+        return self._sources[1]
 
     def fits(self, values: Tensor, w_v: Tensor) -> bool:
         """Whether a call with these may go by the shared node."""
         return (
-            values is self.values
-            and w_v is self.w_v
-            and self.versions == (values._version, w_v._version)
+            torch.is_grad_enabled()
+            and not self._held.released
+            and self._is(values, 0)
+            and self._is(w_v, 1)
+            and (self._bytes is None or self._bytes == _fingerprint(values, w_v))
         )
 
-    def weakly(self) -> Callable[[], Shared | None]:
-        """Asked later, gives this back as long as a graph holds the results."""
-        tensors = [weakref.ref(t) for t in (self.values, self.w_v, *self.results)]
-        versions, deferred = self.versions, self.deferred
+    def _is(self, tensor: Tensor, index: int) -> bool:
+        result = self.results[index + 1]
+        return (
+            tensor is self._sources[index]
+            and tensor.grad_fn is self._grad_fns[index]
+            and tensor.requires_grad == result.requires_grad
+            and tensor.shape == result.shape
+            and (
+                self._bytes is not None
+                or (tensor.data_ptr() == result.data_ptr() and tensor.stride() == result.stride())
+            )
+        )
 
-        def get() -> Shared | None:
-            values, w_v, *results = (ref() for ref in tensors)
-            if values is None or w_v is None or any(result is None for result in results):
-                return None
-            return Shared(values, w_v, versions, tuple(results), deferred)  # type: ignore[arg-type]
+    def lens(self, valid_lens: Tensor | None) -> Tensor | None:
+        """A copy of the lengths of a call, for its backward; one copy for calls with the same."""
+        if valid_lens is None:
+            return None
+        kept = self._lens
+        if kept is not None and kept.dtype == valid_lens.dtype and torch.equal(kept, valid_lens):
+            return kept
+        self._lens = valid_lens.detach().clone()
+        return self._lens
 
-        return get
+
+def _fingerprint(values: Tensor, w_v: Tensor) -> Any:
+    return torch.ops.bahdanau_fast.fingerprint(values, w_v, None)
 
 
 def share(
-    keys: Tensor, table: Tensor | None, keys_max: Tensor | None, values: Tensor, w_v: Tensor
+    keys: Tensor,
+    table: Tensor | None,
+    keys_max: Tensor | None,
+    values: Tensor,
+    w_v: Tensor,
+    lifetime: Lifetime,
 ) -> Shared | None:
     """Put the shared node behind keys, values and w_v; None where no gradient will be asked for.
 
@@ -119,30 +163,31 @@ def share(
         keys_max: likewise.
         values: (B,Tk,Dv).
         w_v: (1,H) or (H,).
+        lifetime: of what the calls share.
     """
     if (
         torch.compiler.is_compiling()
-        or not (torch.is_grad_enabled() and torch._C._any_requires_grad(keys, values, w_v))
+        or not transforms.needs_gradient(keys, values, w_v)
         or transforms.active()
         or type(keys) is not Tensor  # a DTensor's calls know no other node than their own
-        or values.is_inference()  # those count no versions
+        or values.is_inference()
         or w_v.is_inference()
     ):
         return None
-    deferred = Deferred()
     inputs = (keys, values.to(keys.dtype), w_v.to(keys.dtype))
-    results = _Share.apply(*inputs, table, keys_max, deferred)  # type: ignore[no-untyped-call]
-    return Shared(values, w_v, (values._version, w_v._version), results, deferred)
+    # The calls themselves save values and w_v as well, and see changes in place.
+    held = Held(lifetime, keys, inputs[1].data, inputs[2].data, table, keys_max)
+    deferred = Deferred()
+    results = _Share.apply(*inputs, held, deferred)  # type: ignore[no-untyped-call]
+    return Shared(values, w_v, results, held, deferred)
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *tensors, deferred = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.deferred = deferred
+        *tensors, ctx.held, ctx.deferred = inputs
         ctx.set_materialize_grads(False)
-        results = [tensor.detach() for tensor in tensors[:3]]
+        results = [tensor.detach() for tensor in tensors]
         asked = zip(results, ctx.needs_input_grad, strict=False)
         ctx.mark_non_differentiable(*(result for result, need in asked if not need))
         return tuple(results)
@@ -150,14 +195,16 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         calls = ctx.deferred.take()
+        saved = ctx.held.get()
+        ctx.held.after_backward()
         if not calls:
-            return (*grads, None, None, None)
-        sums = _sums(calls, ctx.saved_tensors, ctx.needs_input_grad[:3])
-        return (*map(_add, sums, grads), None, None, None)
+            return (*grads, None, None)
+        sums = _sums(calls, saved, ctx.needs_input_grad[:3])
+        return (*map(_add, sums, grads), None, None)
 
 
 def _sums(
-    calls: list[Call], saved: Sequence[Tensor], needed: Sequence[bool]
+    calls: list[Call], saved: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """Gradients of keys, values and w_v, from all the calls together."""
     keys, values, w_v, table, keys_max = saved

@@ -139,15 +139,16 @@ def attend_projected(
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
-    keys, table, keys_max, shared = projected
-    deferred = None
-    if (
-        shared is not None
-        and queries.shape[1] < MANY_QUERIES
-        and not torch.compiler.is_compiling()
-        and shared.fits(values, w_v)
-    ):
-        (keys, values, w_v), deferred = shared.results, shared.deferred
+    keys, table, keys_max, shared, lifetime = projected
+    if shared is not None:
+        if (
+            queries.shape[1] < MANY_QUERIES
+            and not torch.compiler.is_compiling()
+            and shared.fits(values, w_v)
+        ):
+            keys, values, w_v = shared.results
+        else:
+            shared = None
     if queries.dtype != keys.dtype:  # autocast, and a memory made outside of it
         queries = queries.to(keys.dtype)
     if values.dtype != queries.dtype:  # autocast: the projections came out in its dtype
@@ -158,7 +159,7 @@ def attend_projected(
         return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p)
     seed = _seed(dropout_p, queries)
     inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p)
-    context, weights = ops.attend(*inputs, need_weights, backend, deferred)
+    context, weights = ops.attend(*inputs, need_weights, backend, shared, lifetime)
     wanted = queries.dtype
     if transforms.softmax_in_fp32(queries.device):
         wanted = weights.dtype

@@ -1,7 +1,10 @@
 """Reuse of the key projection by an unchanged decoder loop.
 
 A course decoder passes the same ``keys`` tensor at every step. The cache remembers the last
-projection and hands it out again while nothing it depends on has changed.
+projection and hands it out again to a call that it is right for: not because nothing is known to
+have changed (fused optimizers, ``.data``, NumPy, collectives and other processes write without
+PyTorch's version counters noticing), but because the bytes of the keys, of the weight and of the
+bias have the same fingerprint as when they were projected.
 """
 
 from __future__ import annotations
@@ -9,55 +12,125 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Parameter
 
-from bahdanau_fast import backends, transforms
+from bahdanau_fast import ops, transforms
 from bahdanau_fast.deferred import Shared
+from bahdanau_fast.lifetime import Held, Lifetime
 from bahdanau_fast.memory import ProjectedKeys, project
-from bahdanau_fast.projection import plain_weight
+from bahdanau_fast.projection import shared_linear
 
-__all__ = ["KeyCache"]
+__all__ = ["KeyCache", "Source", "may_share"]
+
+
+class Source(NamedTuple):
+    """What a projection is made of: ``keys @ weight.T + bias``.
+
+    Attributes:
+        keys: (B,Tk,Dk).
+        weight: (H,Dk).
+        bias: (H,) or None.
+        backend: that will serve the call.
+        trusted: take version counters for it, not bytes.
+        state: what has to be the same for the projection to be: sizes, modes, bytes.
+    """
+
+    keys: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    backend: str
+    trusted: bool
+    state: tuple[object, ...]
+
+    @classmethod
+    def of(
+        cls, keys: Tensor, weight: Tensor, bias: Tensor | None, backend: str, trusted: bool
+    ) -> Source:
+        """Take the state, before anything is projected.
+
+        Args:
+            keys: (B,Tk,Dk).
+            weight: (H,Dk).
+            bias: (H,) or None.
+            backend: that will serve the call.
+            trusted: take version counters for it, not bytes.
+        """
+        tensors = (keys, weight) if bias is None else (keys, weight, bias)
+        state: tuple[object, ...] = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            transforms.autocast_dtype(keys.device),
+            backend,
+            *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
+            # Whose gradient it is: a leaf lives as long as a node of the graph that leads to it.
+            *((id(t), t.output_nr) if t.requires_grad else None for t in tensors),
+            tuple(t._version for t in tensors) if trusted else ops.fingerprint(keys, weight, bias),
+        )
+        return cls(keys, weight, bias, backend, trusted, state)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys, weight and, if there is one, bias."""
+        return (self.keys, self.weight, *(() if self.bias is None else (self.bias,)))
+
+    def grad_fns(self) -> tuple[Any, ...]:
+        """Nodes of the graph that their gradients go to; None for leaves."""
+        return tuple(tensor.grad_fn for tensor in self.tensors())
+
+
+def may_share(
+    keys: Tensor, weight: Tensor | None, bias: Tensor | None, trusted: bool = False
+) -> bool:
+    """Whether calls may share one projection, and one node of the graph for it.
+
+    Not in activation checkpointing (seen by its hooks on saved tensors), which runs a call twice:
+    both runs must save the same tensors. Not under ``torch.func`` or forward mode, where tensors
+    have no address or carry a tangent that ends with its level. Where versions are to be trusted,
+    not for tensors of inference mode, which have none.
+
+    Args:
+        keys: (B,Tk,Dk).
+        weight: (H,Dk), or None where the key layer is more than its weight.
+        bias: (H,) or None.
+        trusted: by versions, not by bytes.
+    """
+    return (
+        weight is not None
+        and type(keys) is Tensor
+        and type(weight) in (Tensor, Parameter)
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and not transforms.active()
+        and not (trusted and any(t is not None and t.is_inference() for t in (keys, weight, bias)))
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    token: object
-    keys: weakref.ref[Tensor]
-    weight: weakref.ref[Tensor]
     state: tuple[object, ...]
+    tensors: tuple[weakref.ref[Tensor], ...]  # where versions are trusted, which bytes are not
+    storage: weakref.ref[torch.UntypedStorage]  # of the keys: with them goes the entry
     projected: Callable[[], Tensor | None]  # weak in the graph, which holds the keys in turn
-    table: Tensor | None
-    keys_max: Tensor | None
-    shared: Callable[[], Shared | None] | None
+    lifetime: Lifetime
+    held: weakref.ref[Held] | None  # of the node in the graph
+    table: Tensor | None = None
+    keys_max: Tensor | None = None
+    shared: weakref.ref[Shared] | None = None
 
-
-def _state(keys: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
-    """Everything but identity that a projection depends on."""
-    return (
-        keys._version,
-        keys.data_ptr(),
-        keys.requires_grad,
-        weight._version,
-        weight.data_ptr(),
-        weight.requires_grad,
-        None if bias is None else (id(bias), bias._version, bias.data_ptr(), bias.requires_grad),
-        torch.is_grad_enabled(),
-        transforms.autocast_dtype(keys.device),
-        backends.resolve(keys.device, dtype=keys.dtype),
-    )
-
-
-def _is_transformed() -> bool:
-    """Whether the call is one of several runs of the same code, or of code on wrapped tensors.
-
-    Activation checkpointing (seen by its hooks on saved tensors) runs a call twice, and both runs
-    must save the same tensors, of which a reused projection saves fewer. The tensors of
-    ``torch.func`` have no address, those of forward mode carry a tangent that ends with its level.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None or transforms.active()
+    def is_of(self, source: Source) -> bool:
+        """Whether the projection is that of the source."""
+        if self.state != source.state:
+            return False
+        if any(
+            ref() is not tensor for ref, tensor in zip(self.tensors, source.tensors(), strict=False)
+        ):
+            return False
+        if self.held is None:
+            return True
+        held = self.held()
+        return held is not None and not held.released and held.grad_fns == source.grad_fns()
 
 
 class KeyCache:
@@ -68,75 +141,61 @@ class KeyCache:
     def __init__(self) -> None:
         self._entry: _Entry | None = None
 
-    def find(
-        self, keys: Tensor, layer: nn.Module | None, bias: Tensor | None, queries_len: int
-    ) -> ProjectedKeys | None:
-        """The projection of ``keys`` when it is still the right one, else None."""
-        entry = self._entry  # read once: another thread may replace it
-        if entry is None or entry.keys() is not keys:
-            return None
-        weight = plain_weight(layer)
-        if weight is None or entry.weight() is not weight or keys.is_inference():
-            return None
-        own = entry.projected()
-        if own is None or _is_transformed() or entry.state != _state(keys, weight, bias):
-            return None
-        if entry.table is None:  # asked for again: from now on a table pays
-            made = project(own, backends.resolve(keys.device, dtype=keys.dtype), queries_len)
-            entry = self._entry = replace(entry, table=made.table, keys_max=made.keys_max)
-        return ProjectedKeys(own, entry.table, entry.keys_max)
-
-    def share(self, projected: ProjectedKeys, values: Tensor, w_v: Tensor) -> ProjectedKeys:
-        """Let the calls on a projection that was found share one node of the autograd graph.
+    def project(
+        self, source: Source, values: Tensor, w_v: Tensor | None, queries_len: int
+    ) -> ProjectedKeys:
+        """The projection of a source: the one that is remembered, or one to remember.
 
         Args:
-            projected: what :meth:`find` gave.
+            source: of the call.
             values: (B,Tk,Dv) of the call.
-            w_v: (1,H) or (H,) of the call.
+            w_v: (1,H) of the call, or None where it is not known.
+            queries_len: Tq.
         """
-        entry = self._entry
-        if entry is None or entry.projected() is not projected.keys:
-            return projected
+        entry = self._entry  # read once: another thread may replace it
+        own = entry.projected() if entry is not None and entry.is_of(source) else None
+        if entry is None or own is None:
+            return self._store(source)
+        if entry.table is None:  # asked for again: from now on a table pays
+            made = project(own, source.backend, queries_len)
+            entry = self._entry = replace(entry, table=made.table, keys_max=made.keys_max)
+        found = ProjectedKeys(own, entry.table, entry.keys_max, None, entry.lifetime)
+        if w_v is None:
+            return found
         shared = None if entry.shared is None else entry.shared()
-        if shared is not None:
-            return projected._replace(shared=shared)
-        projected = projected.share(values, w_v)
-        if projected.shared is not None:
-            self._entry = replace(entry, shared=projected.shared.weakly())
-        return projected
+        if shared is not None and shared.fits(values, w_v):
+            return found._replace(shared=shared)
+        found = found.share(values, w_v)
+        if found.shared is not None:
+            self._entry = replace(entry, shared=weakref.ref(found.shared))
+        return found
 
-    def store(
-        self,
-        keys: Tensor,
-        layer: nn.Module | None,
-        bias: Tensor | None,
-        own: Tensor,
-    ) -> None:
-        """Remember the projection ``own`` until ``keys`` dies or a backward runs through it."""
+    def _store(self, source: Source) -> ProjectedKeys:
+        """Project, and remember that until the keys die or the last backward has run through it."""
         self._entry = None
-        weight = plain_weight(layer)
-        # Inference tensors count no versions: a change in place would go unseen.
-        if weight is None or keys.is_inference() or weight.is_inference() or _is_transformed():
-            return
+        lifetime = Lifetime()
+        keys, weight, bias, _, _, state = source
+        own, held = shared_linear(keys, weight, bias, lifetime)
         # The callback outlives this call inside the autograd graph: it must hold neither the cache
         # nor the entry, which would keep that same graph alive.
-        this, token = weakref.ref(self), object()
+        this = weakref.ref(self)
 
-        def drop(_: object) -> None:
+        def drop(_: object = None) -> None:
             cache = this()
-            if cache is not None and cache._entry is not None and cache._entry.token is token:
+            entry = None if cache is None else cache._entry
+            if cache is not None and entry is not None and entry.lifetime is lifetime:
                 cache._entry = None
 
-        entry = _Entry(
-            token,
-            weakref.ref(keys, drop),
-            weakref.ref(weight),
-            _state(keys, weight, bias),
-            (lambda: own) if not own.requires_grad else weakref.ref(own),
-            None,
-            None,
-            None,
+        if held is not None:
+            held.on_release = drop
+        # Of the storage, since tensors that are referred to weakly cannot be swapped.
+        trusted = tuple(map(weakref.ref, source.tensors())) if source.trusted else ()
+        self._entry = _Entry(
+            state,
+            trusted,
+            weakref.ref(keys.untyped_storage(), drop),
+            (lambda: own) if held is None else weakref.ref(own),
+            lifetime,
+            None if held is None else weakref.ref(held),
         )
-        if own.requires_grad:
-            own.register_hook(drop)
-        self._entry = entry
+        return ProjectedKeys(own, None, None, None, lifetime)

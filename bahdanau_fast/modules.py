@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends, checks
+from bahdanau_fast import backends, checks, transforms
 from bahdanau_fast.functional import attend_projected, attend_query, attend_small
 from bahdanau_fast.kept_weights import KeepsWeights
-from bahdanau_fast.key_cache import KeyCache
-from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
-from bahdanau_fast.projection import apply_layer, plain_weight
+from bahdanau_fast.key_cache import KeyCache, Source, may_share
+from bahdanau_fast.lifetime import Lifetime
+from bahdanau_fast.memory import TINY, Maker, Memory, ProjectedKeys, project
+from bahdanau_fast.projection import apply_layer, plain_weight, shared_linear
 from bahdanau_fast.signature import read_signature
 from bahdanau_fast.small import pays
 
@@ -32,9 +33,12 @@ class _Additive(KeepsWeights):
 
     bias: Tensor | None
 
-    def __init__(self, dropout: float, cache_keys: bool) -> None:
+    def __init__(self, dropout: float, cache_keys: bool | Literal["trust"]) -> None:
         super().__init__()
         checks.probability("dropout", dropout)
+        if cache_keys not in (True, False, "trust"):
+            need = "be True, False or 'trust'"
+            checks.reject(ValueError, "cache_keys", need, repr(cache_keys))
         self.dropout = nn.Dropout(dropout)
         self.cache_keys = cache_keys
         self._cache = KeyCache()
@@ -57,10 +61,20 @@ class _Additive(KeepsWeights):
         """
         values = keys if values is None else values
         checks.source(keys, values, valid_lens)
-        _check_features("keys", keys, self._modules[self._key_layer])
-        projected = project(self._project(keys), backends.resolve(keys.device, dtype=keys.dtype))
+        layer = self._modules[self._key_layer]
+        _check_features("keys", keys, layer)
+        backend = backends.resolve(keys.device, dtype=keys.dtype)
+        weight = plain_weight(layer)
+        if torch.compiler.is_compiling() or not may_share(keys, weight, self.bias):
+            own, lifetime, weight = self._project(keys), None, None
+        else:
+            assert weight is not None
+            lifetime = Lifetime()
+            own, _ = shared_linear(keys, weight, self.bias, lifetime)
+        projected = project(own, backend)._replace(lifetime=lifetime)
         projected = projected.share(values, _weight(self._modules[self._score_layer]))
-        return Memory(projected, values, valid_lens)
+        maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
+        return Memory(projected, values, valid_lens, maker)
 
     def attend(self, queries: Tensor, memory: Memory) -> Tensor:
         """Look at a memory with some queries (one decoder step, or the beams of one step).
@@ -73,10 +87,21 @@ class _Additive(KeepsWeights):
             Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.
 
         Raises:
-            TypeError, ValueError: as for calling the module.
+            TypeError, ValueError: as for calling the module; a memory of another module, or one
+                made before the key layer changed.
         """
         if not isinstance(memory, Memory):
             checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
+        maker = memory.maker
+        if maker is not None and not torch.compiler.is_compiling():
+            if maker.module is not self:
+                other = f"one made by another {type(maker.module).__name__}"
+                checks.reject(ValueError, "memory", "come from memory() of this module", other)
+            if maker.has_changed(plain_weight(self._modules[self._key_layer]), self.bias):
+                need = "be made after the last change of the key layer"
+                checks.reject(ValueError, "memory", need, "an older one: call memory() again")
+        if self._is_from_autocast(queries, memory):
+            memory = memory.to(queries.dtype)
         checks.queries_for(queries, memory.projected.keys, memory.valid_lens)
         return self._attend(queries, memory.projected, memory.values, memory.valid_lens)
 
@@ -84,7 +109,6 @@ class _Additive(KeepsWeights):
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
     ) -> Tensor:
         checks.inputs(queries, keys, values, valid_lens)
-        projected = None
         layer = self._modules[self._key_layer]
         weights = self._small_weights(queries, keys)
         if weights is not None:
@@ -96,18 +120,41 @@ class _Additive(KeepsWeights):
             )
             object.__setattr__(self, "_weights", attention)  # as _keep does, and is not asked twice
             return context
-        reuse = self.cache_keys and not torch.compiler.is_compiling() and keys.numel() > TINY
-        if reuse:
-            projected = self._cache.find(keys, layer, self.bias, queries.shape[1])
-            if projected is not None:
-                w_v = _weight(self._modules[self._score_layer])
-                projected = self._cache.share(projected, values, w_v)
-        if projected is None:
+        source = self._source(keys)
+        if source is None:
             _check_features("keys", keys, layer)
             projected = ProjectedKeys(self._project(keys), None, None)
-            if reuse:
-                self._cache.store(keys, layer, self.bias, projected.keys)
+        else:
+            w_v = _weight(self._modules[self._score_layer])
+            projected = self._cache.project(source, values, w_v, queries.shape[1])
         return self._attend(queries, projected, values, valid_lens)
+
+    def _source(self, keys: Tensor) -> Source | None:
+        """What the projection of the keys depends on, where it may be reused."""
+        if not self.cache_keys or torch.compiler.is_compiling() or keys.numel() <= TINY:
+            return None
+        trusted = self.cache_keys == "trust"
+        backend = backends.resolve(keys.device, dtype=keys.dtype)
+        if not trusted and backend != "cpu":
+            return None  # on a GPU, to compare bytes would be to wait for it
+        layer = self._modules[self._key_layer]
+        weight = plain_weight(layer)
+        if weight is None or not may_share(keys, weight, self.bias, trusted):
+            return None
+        _check_features("keys", keys, layer)
+        return Source.of(keys, weight, self.bias, backend, trusted)
+
+    def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:
+        """Whether the memory has the dtype of an autocast that is over."""
+        dtype = memory.projected.keys.dtype
+        if not isinstance(queries, Tensor) or queries.dtype == dtype:
+            return False
+        w_q = plain_weight(self._modules[self._query_layer])
+        return (
+            (w_q is None or w_q.dtype == queries.dtype)
+            and dtype in (torch.bfloat16, torch.float16)
+            and transforms.autocast_dtype(queries.device) is None
+        )
 
     def _small_weights(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, ...] | None:
         """The three weights, when the call is small and they are all that the layers are."""
@@ -192,18 +239,23 @@ class AdditiveAttention(_Additive):
         AdditiveAttention(num_hiddens, dropout)                         # sizes seen at first call
         AdditiveAttention(key_size, query_size, num_hiddens, dropout)
 
-    An unchanged decoder loop that passes the same ``keys`` tensor at each step projects it once:
-    the projection is reused while the tensor, its version and address, those of ``W_k.weight``,
-    grad mode and autocast dtype are the same, and dropped when a backward has run through it or
-    the tensor dies. A change made through ``keys.data`` leaves no trace in the version: turn the
-    reuse off with ``cache_keys=False`` where code does that.
+    An unchanged decoder loop that passes the same ``keys`` tensor at each step projects it once, on
+    the CPU: a call compares a fingerprint of the bytes of ``keys``, ``W_k.weight`` and ``bias``
+    with the one taken when they were projected, so that a change is seen whoever makes it. Where a
+    gradient is due they have to be the same tensors, with the same history, too. On a GPU nothing
+    is reused by itself, since comparing would wait for the device: call :meth:`memory`, or say
+    ``cache_keys="trust"``.
 
     Args:
         num_hiddens: H.
         dropout: probability of dropping an attention weight in training.
         key_size: Dk; with ``query_size``, Dq. Both or neither.
         bias: add a learnt (H,) bias inside the tanh.
-        cache_keys: reuse the projection of an unchanged ``keys`` tensor.
+        cache_keys: reuse the projection of an unchanged ``keys`` tensor. "trust": on any device,
+            and without looking at the bytes, as long as keys, weight and bias are the same tensors
+            at the same address and their version counters stand still. Fused optimizers, ``.data``,
+            NumPy, DLPack, collectives and other processes do not move those: after a change of that
+            kind such a module is silently wrong. False: project at each call.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -231,7 +283,7 @@ class AdditiveAttention(_Additive):
         dropout: float = 0.0,
         *,
         bias: bool = ...,
-        cache_keys: bool = ...,
+        cache_keys: bool | Literal["trust"] = ...,
         device: torch.device | str | None = ...,
         dtype: torch.dtype | None = ...,
     ) -> None: ...
@@ -245,7 +297,7 @@ class AdditiveAttention(_Additive):
         dropout: float = 0.0,
         *,
         bias: bool = ...,
-        cache_keys: bool = ...,
+        cache_keys: bool | Literal["trust"] = ...,
         device: torch.device | str | None = ...,
         dtype: torch.dtype | None = ...,
     ) -> None: ...
@@ -254,7 +306,7 @@ class AdditiveAttention(_Additive):
         self,
         *sizes: Any,
         bias: bool = False,
-        cache_keys: bool = True,
+        cache_keys: bool | Literal["trust"] = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **named: Any,
@@ -350,7 +402,7 @@ class MLPAttention(_Additive):
         units: H.
         ipt_dim: feature size of query and key.
         dropout: probability of dropping an attention weight in training.
-        cache_keys: reuse the projection of an unchanged ``key`` tensor.
+        cache_keys: as for :class:`AdditiveAttention`.
 
     Raises:
         TypeError, ValueError: a size below 1, a dropout outside [0, 1].
@@ -365,7 +417,12 @@ class MLPAttention(_Additive):
     _query_layer, _key_layer, _score_layer = "W_k", "W_q", "v"
 
     def __init__(
-        self, units: int, ipt_dim: int, dropout: float = 0.0, *, cache_keys: bool = True
+        self,
+        units: int,
+        ipt_dim: int,
+        dropout: float = 0.0,
+        *,
+        cache_keys: bool | Literal["trust"] = True,
     ) -> None:
         super().__init__(dropout, cache_keys)
         checks.positive_int("units", units)

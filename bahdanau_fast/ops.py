@@ -14,6 +14,7 @@ projections in front of them are ordinary ``Linear`` calls.
 queries``           gradients of the scores, and the weights after dropout (empty without)
 ``attend_backward_  the other three, of many steps at once, from those
 keys``
+``fingerprint``     two numbers that stand for the bytes of keys, weight and bias in this process
 ==================  ============================================================================
 """
 
@@ -25,14 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference, sharding
+from bahdanau_fast import reference, sharding, transforms
 from bahdanau_fast.again import differentiate_again
-from bahdanau_fast.deferred import Call, Deferred
+from bahdanau_fast.deferred import Call, Deferred, Shared
+from bahdanau_fast.lifetime import Lifetime, saved_as_needed
 
 __all__ = [
     "TAGS",
     "attend",
     "exp_keys",
+    "fingerprint",
     "implement",
     "library",
     "table_for",
@@ -64,6 +67,10 @@ library.define(
     f"attend_backward_queries({_ATTEND_INPUTS}, Tensor weights, Tensor? grad_context, "
     "Tensor? grad_weights, bool needed) -> (Tensor grad_queries, Tensor grad_scores, "
     "Tensor dropped)",
+    tags=TAGS,
+)
+library.define(
+    "fingerprint(Tensor keys, Tensor? weight, Tensor? bias) -> (int, int)",
     tags=TAGS,
 )
 library.define(
@@ -165,22 +172,24 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
         raise RuntimeError("attend must be called with need_weights=True where a gradient is due")
     ctx.save_for_backward(*tensors, output[1])
     ctx.dropout_p = dropout_p
-    ctx.deferred = None
+    ctx.shared = ctx.whole = None
     ctx.set_materialize_grads(False)
 
 
 def _gradients(
-    ctx: Any, backward: Callable[..., tuple[Tensor, ...]], *grads: Tensor | None
+    ctx: Any,
+    backward: Callable[..., tuple[Tensor, ...]],
+    needed: list[bool],
+    *grads: Tensor | None,
 ) -> list[Tensor | None]:
     """Of queries, keys, values and w_v, as far as they are needed."""
     grad_context, grad_weights = grads
     *inputs, weights = ctx.saved_tensors
     queries, keys, _, _, values, w_v, valid_lens, _ = inputs
-    differentiated = (queries, keys, values, w_v)
-    needed = [tensor.requires_grad for tensor in differentiated]
     if grad_context is None and grad_weights is None:
         return [None] * 4
     if torch.is_grad_enabled():
+        differentiated = (queries, keys, values, w_v) if ctx.whole is None else ctx.whole.get()
 
         def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
             return reference.attend(*tensors, valid_lens)  # type: ignore[arg-type, call-arg]
@@ -188,12 +197,12 @@ def _gradients(
         return differentiate_again(
             again, differentiated, needed, ctx.dropout_p, (grad_context, grad_weights)
         )
-    if ctx.deferred is not None and Deferred.is_awaited(keys, values, w_v):
+    if ctx.shared is not None and Deferred.is_awaited(keys, values, w_v):
         grad_queries, grad_scores, dropped = _backward_queries_op(
             *inputs, ctx.dropout_p, weights, grad_context, grad_weights, needed[0]
         )
         seen = dropped if ctx.dropout_p > 0.0 else weights
-        ctx.deferred.add(Call(queries, seen, valid_lens, grad_context, grad_scores))
+        ctx.shared.deferred.add(Call(queries, seen, valid_lens, grad_context, grad_scores))
         return [grad_queries if needed[0] else None, None, None, None]
     needs = sum(1 << i for i, need in enumerate(needed) if need)
     results = backward(*inputs, ctx.dropout_p, weights, grad_context, grad_weights, needs)
@@ -201,7 +210,8 @@ def _gradients(
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_q, grad_k, grad_v, grad_w = _gradients(ctx, _backward_op, *grads)
+    needed = [ctx.needs_input_grad[at] for at in (0, 1, 4, 5)]
+    grad_q, grad_k, grad_v, grad_w = _gradients(ctx, _backward_op, needed, *grads)
     return grad_q, grad_k, None, None, grad_v, grad_w, None, None, None, None
 
 
@@ -232,20 +242,37 @@ class _Attend(torch.autograd.Function):
         w_v: Tensor,
         rest: tuple[Any, ...],
         backend: str,
-        deferred: Deferred | None,
+        shared: Shared | None,
+        lifetime: Lifetime | None,
     ) -> tuple[Tensor, Tensor]:
-        table, keys_max, *others = rest
-        inputs = (queries, keys, table, keys_max, values, w_v, *others)
+        table, keys_max, valid_lens, *others = rest
+        inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, *others)
         forward, ctx.attend_backward = _implementations[backend]
         with torch._C._AutoDispatchBelowAutograd():
             output = forward(*inputs)
+        # What the caller may change in place before backward, as it may with plain code, which
+        # makes a mask of the lengths and saves of the others what their gradients need.
+        if valid_lens is not None:
+            valid_lens = valid_lens.clone() if shared is None else shared.lens(valid_lens)
+        of_queries, of_keys, _, of_w_v, *_ = ctx.needs_input_grad
+        of_tanh = of_queries or of_keys
+        needed = (True, True, of_tanh or of_w_v, of_tanh)
+        saved, whole = saved_as_needed((queries, keys, values, w_v), needed)
+        inputs = (*saved[:2], table, keys_max, *saved[2:], valid_lens, *others)
         _setup_context(ctx, inputs, output)
-        ctx.deferred = deferred
+        ctx.shared, ctx.whole = shared, whole
+        ctx.due = None if lifetime is None else lifetime.begin()
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, ctx.attend_backward, *grads), None, None, None)
+        needed = list(ctx.needs_input_grad[:4])
+        results = _gradients(ctx, ctx.attend_backward, needed, *grads)
+        if ctx.whole is not None:
+            ctx.whole.after_backward()
+        if ctx.due is not None and ctx.due.after_backward():
+            ctx.shared = None
+        return (*results, None, None, None, None)
 
 
 _attend_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default
@@ -255,6 +282,7 @@ _exp_keys_op: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
 _exp_keys_op = torch.ops.bahdanau_fast.exp_keys.default
 _exp_keys_now: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
 _exp_keys_now = torch.ops.bahdanau_fast.exp_keys.default._op
+_fingerprint_now = torch.ops.bahdanau_fast.fingerprint.default._op
 _backward_op = torch.ops.bahdanau_fast.attend_backward.default
 _backward_queries_op = torch.ops.bahdanau_fast.attend_backward_queries.default
 # What eager calls run: forward and backward of each backend, the CPU's behind its dispatch key.
@@ -295,7 +323,8 @@ def attend(
     dropout_p: float,
     need_weights: bool,
     backend: str = "cpu",
-    deferred: Deferred | None = None,
+    shared: Shared | None = None,
+    lifetime: Lifetime | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Call the operator by the shortest way that is right where the call comes from.
 
@@ -311,15 +340,14 @@ def attend(
         dropout_p: probability of dropping a weight.
         need_weights: whether the weights are wanted; where a gradient is due they are made.
         backend: what runs an eager call.
-        deferred: with keys, values and w_v behind a shared node, what their gradients are left to.
+        shared: the node that keys, values and w_v are behind, which their gradients are left to.
+        lifetime: of the nodes that this call shares with others.
 
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
     """
     sharding.know(queries)
-    graph = torch.is_grad_enabled() and (
-        queries.requires_grad or keys.requires_grad or values.requires_grad or w_v.requires_grad
-    )
+    graph = transforms.needs_gradient(queries, keys, values, w_v)
     inputs = (
         queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
         need_weights or graph,
@@ -328,7 +356,7 @@ def attend(
         return _attend_op(*inputs)
     if graph:
         rest = (table, keys_max, valid_lens, seed, dropout_p, True)
-        return _Attend.apply(queries, keys, values, w_v, rest, backend, deferred)  # type: ignore[no-any-return, no-untyped-call]
+        return _Attend.apply(queries, keys, values, w_v, rest, backend, shared, lifetime)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         if table is None and backend == "cpu":
             inputs = (queries, keys, *table_for(queries.shape[1], keys), *inputs[4:])
@@ -352,6 +380,12 @@ def table_for(queries_len: int, keys: Tensor) -> tuple[Tensor | None, Tensor | N
     ):
         return _exp_keys_now(keys, False)
     return None, None
+
+
+def fingerprint(keys: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[int, int]:
+    """A fingerprint of the bytes of up to three CPU tensors, keyed anew in each process."""
+    marks: tuple[int, int] = _fingerprint_now(keys, weight, bias)
+    return marks
 
 
 def exp_keys(keys: Tensor) -> tuple[Tensor, Tensor]:

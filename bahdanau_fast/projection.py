@@ -15,8 +15,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from bahdanau_fast import transforms
+from bahdanau_fast.lifetime import Held, Lifetime
 
-__all__ = ["apply_layer", "has_hooks", "linear", "plain_weight", "product", "sum_of_products"]
+__all__ = [
+    "apply_layer",
+    "has_hooks",
+    "linear",
+    "plain_weight",
+    "product",
+    "shared_linear",
+    "sum_of_products",
+]
 
 # Multiplications from which oneDNN's dearer call is made up for, and rows below which either
 # library only reads the weight.
@@ -56,10 +65,39 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not _pays(x, weight):
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(x, weight, bias):
-        product: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    if transforms.needs_gradient(x, weight, bias):
+        product: Tensor = _Linear.apply(x, weight, bias, None)  # type: ignore[no-untyped-call]
         return product
     return _multiply(x, weight, bias)
+
+
+def shared_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, lifetime: Lifetime
+) -> tuple[Tensor, Held | None]:
+    """:func:`linear`, its node in the graph one that several calls share.
+
+    Args:
+        x: (...,D).
+        weight: (H,D).
+        bias: (H,) or None.
+        lifetime: of what the calls share.
+
+    Returns:
+        (...,H), and what its node holds; None without a gradient.
+    """
+    if not transforms.needs_gradient(x, weight, bias):
+        return linear(x, weight, bias), None
+    grad_fns = tuple(t.grad_fn for t in (x, weight, bias) if t is not None)
+    dtype = transforms.autocast_dtype(x.device)
+    if dtype is not None and x.dtype != torch.float64:
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    held = Held(
+        lifetime,
+        x if weight.requires_grad else None,
+        weight if x.requires_grad else None,
+        grad_fns=grad_fns,
+    )
+    return _Linear.apply(x, weight, bias, held), held  # type: ignore[no-untyped-call]
 
 
 def plain_weight(layer: nn.Module | None) -> Tensor | None:
@@ -180,22 +218,30 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _multiply(x.detach(), weight.detach(), None if bias is None else bias.detach())
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, held: Held | None
+    ) -> Tensor:
+        ctx.held = held
+        if held is None:
+            for_x, for_weight, _, _ = ctx.needs_input_grad
+            ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
+        return linear(x.detach(), weight.detach(), None if bias is None else bias.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors if ctx.held is None else ctx.held.get()
         # create_graph=True: products that can be differentiated again.
         again = torch.is_grad_enabled()
-        grad_x = grad_weight = None
+        grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight if again else _multiply(grad, weight.t())
+            grad_x = grad @ weight if again else product(grad, weight)
         if ctx.needs_input_grad[1]:
             if again:
                 grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
             else:
                 grad_weight = sum_of_products(grad, x)
-        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, of_bias
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        if ctx.held is not None:
+            ctx.held.after_backward()
+        return grad_x, grad_weight, grad_bias, None

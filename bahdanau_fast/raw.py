@@ -57,7 +57,7 @@ def attend_raw(
     if (
         torch.compiler.is_compiling()
         or transforms.autocast_dtype(queries.device) is not None
-        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs))
+        or transforms.needs_gradient(*inputs)
         or (backend == "cuda" and dropout_p > 0.0)
     ):
         return None

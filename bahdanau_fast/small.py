@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference, sharding
+from bahdanau_fast import reference, sharding, transforms
 from bahdanau_fast.again import differentiate_again
+from bahdanau_fast.lifetime import saved_as_needed
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops import TAGS, library, table_for, weights_dtype
 
@@ -71,7 +72,7 @@ def step_pays(queries: Tensor, w_q: Tensor, *others: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and queries.numel() <= max(_STEP_ROWS * w_q.shape[1], _STEP_WORK // w_q.shape[0])
         and not torch.is_autocast_enabled("cpu")
-        and not (torch.is_grad_enabled() and torch._C._any_requires_grad(queries, w_q, *others))
+        and not transforms.needs_gradient(queries, w_q, *others)
     )
 
 
@@ -106,18 +107,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     *tensors, dropout_p = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.dropout_p = dropout_p
+    ctx.whole = None
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
     """Of queries, keys, values, w_q, w_k, w_v and bias."""
     *inputs, weights, projected_queries, projected_keys = ctx.saved_tensors
-    differentiated = inputs[:7]
-    needed = [tensor is not None and tensor.requires_grad for tensor in differentiated]
+    needed = list(ctx.needs_input_grad[:7])
     grad_context, grad_weights = grads[:2]
     if grad_context is None and grad_weights is None:
         return [None] * 7
     if torch.is_grad_enabled():
+        differentiated = inputs[:7] if ctx.whole is None else ctx.whole.get()
 
         def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
             *required, bias = tensors
@@ -160,12 +162,23 @@ class _Whole(torch.autograd.Function):
         differentiated, rest = inputs[:7], inputs[7]
         with torch._C._AutoDispatchBelowAutograd():
             output = _forward_now(*differentiated, *rest)
-        _setup_context(ctx, (*differentiated, *rest), output)
+        # What the caller may change in place before backward, as in ops.
+        of_queries, of_keys, _, of_w_q, of_w_k, of_w_v, of_bias, _ = ctx.needs_input_grad
+        of_tanh = of_queries or of_keys or of_w_q or of_w_k or of_bias
+        needed = (of_w_q, of_w_k, of_tanh or of_w_v, of_queries, of_keys, of_tanh, False)
+        saved, whole = saved_as_needed(differentiated, needed)
+        valid_lens, *others = rest
+        lens = None if valid_lens is None else valid_lens.clone()
+        _setup_context(ctx, (*saved, lens, *others), output)
+        ctx.whole = whole
         return output[0], output[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, *grads), None)
+        results = _gradients(ctx, *grads)
+        if ctx.whole is not None:
+            ctx.whole.after_backward()
+        return (*results, None)
 
 
 def attend(
@@ -190,7 +203,7 @@ def attend(
     """
     sharding.know(inputs[0])
     rest = (valid_lens, seed, dropout_p)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs, bias):
+    if transforms.needs_gradient(*inputs, bias):
         return _Whole.apply(*inputs, bias, rest)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         context, weights, _, _ = _forward_now(*inputs, bias, *rest)
@@ -219,7 +232,7 @@ def attend_step(
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32.
     """
     sharding.know(queries)
-    keys, table, keys_max, _ = projected
+    keys, table, keys_max, *_ = projected
     with torch._C._AutoDispatchBelowAutograd():
         if table is None:
             table, keys_max = table_for(queries.shape[1], keys)

@@ -8,14 +8,24 @@ they should, so everything asks here before it takes a short way.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["active", "autocast_dtype", "softmax_in_fp32"]
+__all__ = ["active", "autocast_dtype", "needs_gradient", "softmax_in_fp32"]
 
 
 def active() -> bool:
     """Whether ``torch.func`` or a forward-mode level is at work; also while code is compiled."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd records a call with these inputs."""
+    return (
+        torch.is_grad_enabled()
+        and bool(torch._C._any_requires_grad(*tensors))
+        and not torch.is_inference_mode_enabled()  # even within enable_grad()
+    )
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from course import CourseAttention
 from torch import nn
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
@@ -161,10 +162,11 @@ def test_bias_changed(keys, query):
     agrees(module, query, keys)
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
-@pytest.mark.parametrize("foreach", [True, False])
-def test_optimizer_steps(module, keys, query, make, foreach):
-    optimizer = make(module.parameters(), lr=0.5, foreach=foreach)
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("kind", ["fused", "foreach", "plain"])
+def test_optimizer_steps(module, keys, query, make, kind):
+    options = {"foreach": False} if kind == "plain" else {kind: True}
+    optimizer = make(module.parameters(), lr=0.5, **options)
     for _ in range(3):
         optimizer.zero_grad()
         agrees(module, query, keys).square().sum().backward()
@@ -214,6 +216,82 @@ def test_backend_changed(module, keys, query):
     agrees(module, query, keys)
 
 
+@pytest.mark.parametrize("of", ["keys", "W_k", "bias"])
+def test_bytes_written_where_no_version_moves(of, keys, query):
+    module = bf.AdditiveAttention(DK, DQ, H, bias=True)
+    changed = {"keys": keys, "W_k": module.W_k.weight, "bias": module.bias}[of].detach()
+    for step in range(3):
+        agrees(module, query, keys)
+        before = changed._version
+        changed.numpy()[..., step] += 2.0
+        assert changed._version == before
+    agrees(module, query, keys)
+
+
+def test_one_byte_in_many(query):
+    """Every element of the keys counts, the last of a block and of the tensor too."""
+    keys = torch.randn(2, 1100, DK)
+    bits = keys.view(torch.int32).flatten()
+    marks = set()
+    for at in [0, 1, 1023, 1024, 16383, 16384, len(bits) - 2, len(bits) - 1]:
+        bits[at] ^= 1
+        marks.add(torch.ops.bahdanau_fast.fingerprint(keys, None, None))
+        bits[at] ^= 1
+    marks.add(torch.ops.bahdanau_fast.fingerprint(keys, None, None))
+    assert len(marks) == 9
+    assert torch.ops.bahdanau_fast.fingerprint(keys, None, None) in marks
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.transpose(0, 1),
+    "columns": lambda x: x[..., ::2],
+    "rows": lambda x: x[:, 1::3],
+    "expanded": lambda x: x[:1].expand(4, -1, -1),
+    "turned": lambda x: x.transpose(1, 2),
+    "empty": lambda x: x[:, :0],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_fingerprints_read_what_a_view_shows(name, dtype):
+    whole = torch.randn(4, 60, 70).to(dtype)
+    view = LAYOUTS[name](whole)
+    mark = torch.ops.bahdanau_fast.fingerprint(view, None, None)
+    shown = LAYOUTS[name](torch.arange(whole.numel()).view(whole.shape))
+    outside = torch.ones(whole.numel(), dtype=torch.bool)
+    outside[shown.flatten()] = False
+    whole[outside.view(whole.shape)] += 1
+    assert torch.ops.bahdanau_fast.fingerprint(view, None, None) == mark
+    if view.numel():
+        view[-1, -1, -1] += 1
+        assert torch.ops.bahdanau_fast.fingerprint(view, None, None) != mark
+
+
+def test_trusted_versions(keys, query):
+    """``cache_keys="trust"`` says what it cannot see; what moves versions it does see."""
+    module = bf.AdditiveAttention(DK, DQ, H, cache_keys="trust")
+    first = agrees(module, query, keys)
+    keys.numpy()[:] *= 2
+    assert torch.equal(module(query, keys, keys.clone())[..., :0], first[..., :0])
+    assert held(module) is not None
+    keys.add_(1)
+    agrees(module, query, keys)
+    with torch.no_grad():
+        module.W_k.weight.mul_(2)
+    agrees(module, query, keys)
+    with torch.inference_mode():
+        inner = keys.clone()
+        agrees(module, query, inner)
+        inner.mul_(3)
+        agrees(module, query, inner)
+
+
+def test_cache_keys_is_checked():
+    with pytest.raises(ValueError, match="cache_keys must be True, False or 'trust', got 'yes'"):
+        bf.AdditiveAttention(DK, DQ, H, cache_keys="yes")
+
+
 def grads_of(run, module):
     module.zero_grad()
     run()
@@ -236,6 +314,125 @@ def test_two_backwards_over_the_same_keys(module, keys, query):
     same_gradients(module, lambda: steps(ours), lambda: steps(truth))
     module(query, keys, keys).sum().backward()
     assert held(module) is None
+
+
+def test_calls_have_a_backward_each(module, keys, query):
+    def run(function):
+        calls = [function(module, query + i, keys) for i in range(4)]
+        for i, call in enumerate(calls):
+            ((i + 1) * call.square()).sum().backward()
+
+    same_gradients(module, lambda: run(lambda m, q, k: m(q, k, k)), lambda: run(truth))
+    assert held(module) is None
+
+
+def test_gradients_step_by_step(module, keys, query):
+    keys.requires_grad_()
+
+    def run(function):
+        calls = [function(module, query + i, keys) for i in range(4)]
+        inputs = [keys, module.W_k.weight, module.w_v.weight]
+        return [g for call in calls for g in torch.autograd.grad(call.square().sum(), inputs)]
+
+    ours, plain = run(lambda m, q, k: m(q, k, k)), run(truth)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_backward_needs_the_graph(module, keys, query):
+    loss = sum(module(query + i, keys, keys).sum() for i in range(3))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_second_derivatives_of_a_loop(module, keys, query):
+    keys.requires_grad_()
+
+    def run(function):
+        loss = sum(function(module, query + i, keys).square().sum() for i in range(3))
+        (grad,) = torch.autograd.grad(loss, keys, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), [keys, module.W_k.weight])
+
+    for a, b in zip(run(lambda m, q, k: m(q, k, k)), run(truth), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_lengths_counted_up_between_steps(module, keys, query):
+    def run(function):
+        lens = torch.tensor([1, 20, 50])
+        calls = []
+        for i in range(4):
+            calls.append(function(query + i, lens))
+            lens.add_(1)
+        torch.cat(calls, 1).square().sum().backward()
+
+    same_gradients(
+        module,
+        lambda: run(lambda q, lens: module(q, keys, keys, lens)),
+        lambda: run(lambda q, lens: truth(module, q, keys, lens)),
+    )
+
+
+@pytest.mark.parametrize("tk", [2, TK])  # small calls are one operator
+def test_inputs_changed_in_place_before_backward(module, query, tk):
+    """As plain code: an error where a gradient needs the value, else none."""
+    keys = torch.randn(B, tk, DK)
+
+    def run(function, change):
+        module.zero_grad()
+        tensors = [query.clone(), keys.clone()]
+        out = function(module, *tensors)
+        change(tensors)
+        out.square().sum().backward()
+        return [p.grad for p in module.parameters() if p.grad is not None]
+
+    def ours(m, q, k):
+        return m(q, k, k)
+
+    for at in (0, 1):
+        for function in (ours, truth):
+            with pytest.raises(RuntimeError, match="inplace operation"):
+                run(function, lambda tensors, at=at: tensors[at].add_(1))
+    module.W_q.requires_grad_(False)
+    got = run(ours, lambda tensors: tensors[0].add_(1))
+    want = run(truth, lambda tensors: tensors[0].add_(1))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_history_that_is_cut(module, query):
+    """Same bytes, same tensor, another node of the graph."""
+    encoder, source = nn.Linear(4, DK), torch.randn(B, TK, 4)
+    plain = CourseAttention(DK, DQ, H)
+    plain.load_state_dict(module.state_dict())
+
+    def run(attention):
+        encoder.zero_grad()
+        h = encoder(source) * 1
+        first = sum(attention(query + i, h, h, None) for i in range(2))
+        h.detach_().requires_grad_()
+        attention(query, h, h, None).square().sum().backward()
+        first.sum().backward()
+        return [encoder.weight.grad, h.grad]
+
+    for a, b in zip(run(module), run(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_swapped(module, keys, query):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with torch.no_grad():  # a graph holds w_v, ours or plain, and refuses the swap
+            agrees(module, query, keys)
+            module.load_state_dict(bf.AdditiveAttention(DK, DQ, H).state_dict())
+            agrees(module, query, keys)
+            torch.utils.swap_tensors(keys, -keys)
+            agrees(module, query, keys)
+            assert module.double()(query.double(), *[keys.double()] * 2).dtype == torch.float64
+            agrees(module.float(), query, keys)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def test_retain_graph(module, keys, query):
@@ -351,14 +548,22 @@ def test_copies_do_not_share(module, keys, query, how):
     agrees(module, query, keys)
 
 
-def test_inference_tensors_are_not_remembered(module, keys, query):
+def test_inference_mode(module, keys, query):
     with torch.inference_mode():
         inner = keys.clone()
+        assert projections(lambda: [module(query + i, inner, inner) for i in range(5)]) == 1
         agrees(module, query, inner)
-        assert held(module) is None
-        inner.mul_(3)
+        inner.mul_(3)  # inference tensors count no versions
         agrees(module, query, inner)
         agrees(module, query, keys)  # an ordinary tensor, in inference mode
+        agrees(module, query, keys)
+    agrees(module, query, keys).sum().backward()
+    assert module.W_k.weight.grad is not None
+
+
+def test_inference_mode_with_gradients_enabled(module, keys, query):
+    with torch.inference_mode(), torch.enable_grad():
+        assert not agrees(module, query, keys).requires_grad
         agrees(module, query, keys)
     agrees(module, query, keys).sum().backward()
     assert module.W_k.weight.grad is not None

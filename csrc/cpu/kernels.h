@@ -3,6 +3,7 @@
 
 #include "backward.h"
 #include "grad_tanh.h"
+#include "hash.h"
 #include "project.h"
 #include "recurrent.h"
 
@@ -59,7 +60,8 @@ constexpr Kernels kernels_of() {
           gru_row<A>,
           lstm_row<A>,
           gru_row_back<A>,
-          lstm_row_back<A>};
+          lstm_row_back<A>,
+          hash_blocks};
 }
 
 }  // namespace

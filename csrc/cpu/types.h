@@ -90,6 +90,9 @@ struct Projection {
   const void* bias = nullptr;
 };
 
+// What a fingerprint hashes at a time (hash.h).
+constexpr int64_t kHashBytes = 4096, kHashWords = kHashBytes / 4;
+
 // One row of a recurrent cell (recurrent.h); all in the sum type.
 struct CellStep {
   int64_t H = 0;
@@ -136,6 +139,8 @@ struct Kernels {
   void (*lstm_row)(const CellStep&);
   void (*gru_row_back)(const CellStep&, const CellGrads&);
   void (*lstm_row_back)(const CellStep&, const CellGrads&);
+  // Two numbers per block of kHashBytes; the key has 2 * kHashWords words.
+  void (*hash_blocks)(const void* from, int64_t blocks, const uint32_t* key, uint64_t* out);
 };
 
 // Tables by instruction set, one entry per Kind.
