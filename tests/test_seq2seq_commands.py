@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -63,8 +64,9 @@ def test_train_tells_what_it_does(data, tmp_path, capsys, monkeypatch):
     out, err = said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--tensorboard")
     assert "116 pairs to learn from (14 to choose by, 14 held out), words to characters" in out
     assert "epoch 1/1  loss" in out
-    assert "validation: loss" in out
+    assert re.search(r"validation: loss \d\.\d{3}, BLEU .*, chrF .*; the best so far\n", out)
     assert f"wrote {tmp_path}" in out
+    assert "best.pt is epoch 1, the best by validation loss (loss " in out
     assert err == "skipped 1 malformed line (line 1: no tab)\n"
     assert {p.name for p in tmp_path.iterdir()} == {"best.pt", "last.pt", "tensorboard"}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -72,7 +74,10 @@ def test_train_tells_what_it_does(data, tmp_path, capsys, monkeypatch):
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     tags = {"train/loss", "train/tokens_per_second", "train/learning_rate"}
-    assert set(board.Tags()["scalars"]) == {*tags, "validation/loss", "validation/bleu"}
+    assert set(board.Tags()["scalars"]) == {
+        *tags,
+        *("validation/loss", "validation/bleu", "validation/chrf"),
+    }
     assert len(board.Scalars("train/loss")) == 8
 
 
@@ -87,7 +92,8 @@ def test_train_as_a_script_goes_on(data, tmp_path, capsys):
     second = json.loads(out)
     assert second["steps"] == 16
     assert second["settings"] == {**first["settings"], "epochs": 2}
-    assert second["validations"][:1] == first["validations"]
+    assert second["validations"][:1] == first["validations"] == [first["best"]]
+    assert second["best"] == min(second["validations"], key=lambda v: v["loss"])
 
 
 @pytest.mark.parametrize(

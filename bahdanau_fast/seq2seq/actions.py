@@ -20,8 +20,9 @@ from bahdanau_fast.seq2seq.beam import Beam
 from bahdanau_fast.seq2seq.commands import TRAINING
 from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
 from bahdanau_fast.seq2seq.distributed import join
+from bahdanau_fast.seq2seq.progress import described
 from bahdanau_fast.seq2seq.runs import Run
-from bahdanau_fast.seq2seq.settings import Settings
+from bahdanau_fast.seq2seq.settings import METRICS, Settings
 from bahdanau_fast.seq2seq.text import RawPair, read, tokenize
 from bahdanau_fast.seq2seq.translating import Translation
 from bahdanau_fast.seq2seq.translator import Translator
@@ -46,21 +47,20 @@ def train(options: argparse.Namespace) -> int:
         )
         first = world.rank == 0
         if first:
-            if run.corpus.note:
-                print(run.corpus.note, file=sys.stderr)
+            for note in filter(None, (run.corpus.note, run.note)):
+                print(note, file=sys.stderr)
             print(_about(run), file=file, flush=True)
         start = time.perf_counter()
         history = run.train(file=file)
         if not first:
             return 0
-        best = max(history.validations, key=lambda v: v["bleu"], default=None)
         figures = {
             "out": str(options.out),
             "steps": len(history.losses),
             "loss": history.losses[-1],
             "seconds": time.perf_counter() - start,
             "tokens_per_second": history.tokens_per_second,
-            "best": best,
+            "best": run.best,
             "validations": history.validations,
             "settings": dataclasses.asdict(settings),
             "text": dataclasses.asdict(text) | {"data": _name(text.data)},
@@ -68,9 +68,9 @@ def train(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps(figures, indent=1, ensure_ascii=False))
         else:
-            chosen = "" if best is None else f"; best BLEU {best['bleu']:.2f} at {best['epoch']}"
             speed = f"{figures['tokens_per_second']:,.0f} target tokens/s"
-            print(f"wrote {options.out}{os.sep} in {figures['seconds']:.0f} s, {speed}{chosen}")
+            print(f"wrote {options.out}{os.sep} in {figures['seconds']:.0f} s, {speed}")
+            print(_chosen(run))
     return 0
 
 
@@ -119,6 +119,19 @@ def _about(run: Run) -> str:
     return (
         f"{len(parts.train):,} pairs to learn from ({held}), {kinds}, {vocabs}; "
         f"{size:,} parameters, attention backend {backends.resolve(run.world.device)}"
+    )
+
+
+def _chosen(run: Run) -> str:
+    """Which epoch a translation will be made with."""
+    if run.best is None:
+        return (
+            f"{checkpoints.LAST} is the last epoch; none was chosen, as no pairs were kept for it"
+        )
+    metric = METRICS[run.settings.best_metric]
+    return (
+        f"{checkpoints.BEST} is epoch {run.best['epoch']}, the best by validation {metric} "
+        f"({described(run.best)})"
     )
 
 

@@ -31,8 +31,9 @@ _TRAIN = """\
 Learn to translate from a file of pairs, one a line: source, a tab, target (further columns are
 ignored; the layout of Tatoeba and ManyThings). Without --data it learns made-up dates.
 
-DIR gets last.pt after every epoch and best.pt, the epoch with the best BLEU on pairs kept apart for
-that. Both are written whole or not at all: stop it whenever you like, --resume goes on."""
+DIR gets last.pt after every epoch, and best.pt: the epoch with the lowest loss on the validation
+pairs, which are kept apart to choose by (--best-metric chooses by BLEU or chrF). Both files are
+written whole or not at all: stop it whenever you like, --resume goes on."""
 
 _TRAIN_END = """\
 examples:
@@ -257,6 +258,7 @@ def _model_options(group: Any) -> None:
         "label_smoothing": "share of the probability that goes to all tokens alike",
         "bf16": "compute in bfloat16",
         "seed": "of weights, parts, batches and dropout",
+        "best_metric": "what best.pt is the best epoch in, on the validation pairs",
     }
     for field in dataclasses.fields(Settings):
         default = getattr(TRAINING, field.name)
