@@ -187,6 +187,10 @@ def test_overwrite_begins_anew(data, tmp_path, capsys):
 
 def bad_files(tmp_path):
     (tmp_path / "empty.tsv").write_text("")
+    (tmp_path / "blank.tsv").write_text("\n\n")
+    (tmp_path / "tabless.tsv").write_text("Go. Va !\n\nRun. Cours !\n")
+    (tmp_path / "half.tsv").write_text("\tVa !\nRun.\t\n")
+    (tmp_path / "one.tsv").write_text("Go.\tVa !\n")
     (tmp_path / "latin.tsv").write_bytes("Été\tSummer\n".encode("latin-1"))
     (tmp_path / "file").write_text("x")
     (tmp_path / "broken").mkdir()
@@ -200,7 +204,16 @@ def bad_files(tmp_path):
         (["train"], "--out"),
         (["train", "--out", "{free}", "--data", "{gone}"], "data must be a readable file"),
         (["train", "--out", "{free}", "--data", "{free}"], "data must be a readable file"),
-        (["train", "--out", "{free}", "--data", "{empty}.tsv"], "hold at least one line"),
+        (["train", "--out", "{free}", "--data", "{empty}.tsv"], "(an empty file)\n"),
+        (["train", "--out", "{free}", "--data", "{blank}.tsv"], "(an empty file)\n"),
+        (["train", "--out", "{free}", "--data", "{tabless}.tsv"], "(no line has a tab)\n"),
+        (["train", "--out", "{free}", "--data", "{half}.tsv"], "line 2: no target"),
+        (
+            ["train", "--out", "{free}", "--data", "{one}.tsv"],
+            "min_freq must leave tokens to learn",
+        ),
+        (["train", "--out", "{free}", "--lr", "inf"], "must be finite, got inf"),
+        (["train", "--out", "{free}", "--epochs", "1.5"], "must be a whole number, got '1.5'"),
         (["train", "--out", "{free}", "--data", "{latin}.tsv"], "data must be UTF-8 text"),
         (["train", "--out", "{file}", "--data", "DATA"], "--out must be a folder"),
         (["train", "--out", "{free}", "--data", "DATA", "--epochs", "0"], "at least 1"),
@@ -227,7 +240,8 @@ def bad_files(tmp_path):
 )
 def test_wrong_use_is_one_line_and_exit_code_2(arguments, said_so, model, data, tmp_path, capsys):
     bad_files(tmp_path)
-    names = {name: tmp_path / name for name in ["free", "file", "empty", "latin", "gone", "broken"]}
+    files = "free file empty blank tabless half one latin gone broken"
+    names = {name: tmp_path / name for name in files.split()}
     known = {"DATA": str(data), "MODEL": str(model)}
     line = refused(capsys, *(known.get(a, a).format(**names) for a in arguments))
     assert said_so in line

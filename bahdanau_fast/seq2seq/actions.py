@@ -116,8 +116,9 @@ def _about(run: Run) -> str:
     kinds = f"{run.corpus.kinds[0]} to {run.corpus.kinds[1]}"
     vocabs = f"{len(run.pairs.source_vocab):,} and {len(run.pairs.target_vocab):,} tokens"
     held = f"{len(parts.validation):,} to choose by, {len(parts.test):,} held out"
+    pairs = "pair" if len(parts.train) == 1 else "pairs"
     return (
-        f"{len(parts.train):,} pairs to learn from ({held}), {kinds}, {vocabs}; "
+        f"{len(parts.train):,} {pairs} to learn from ({held}), {kinds}, {vocabs}; "
         f"{size:,} parameters, attention backend {backends.resolve(run.world.device)}"
     )
 
@@ -125,9 +126,7 @@ def _about(run: Run) -> str:
 def _chosen(run: Run) -> str:
     """Which epoch a translation will be made with."""
     if run.best is None:
-        return (
-            f"{checkpoints.LAST} is the last epoch; none was chosen, as no pairs were kept for it"
-        )
+        return f"{checkpoints.LAST} is the last epoch; no pairs were kept apart to choose one by"
     metric = METRICS[run.settings.best_metric]
     return (
         f"{checkpoints.BEST} is epoch {run.best['epoch']}, the best by validation {metric} "
