@@ -233,7 +233,7 @@ def test_heatmaps(trained, pairs, tmp_path):
     args = (pairs.source_vocab, pairs.target_vocab, pairs.tensors.source.shape[1], 8)
     figure = plots.alignments(translate(model, ["March 3"], *args), ["a title"], "a heading")
     axes = figure.axes[0]
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == list("March·3")
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == [*"March·3", "<eos>"]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == list("03-3")
     plots.save(figure, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bahdanau_fast import backends, checks
-from bahdanau_fast.seq2seq import checkpoints, plots
+from bahdanau_fast.seq2seq import checkpoints, curves, plots
 from bahdanau_fast.seq2seq.beam import Beam
 from bahdanau_fast.seq2seq.commands import TRAINING
 from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
@@ -252,6 +252,17 @@ def evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _curves(where: Path) -> Any:
+    """The losses of a training, and the validation of the epoch its ``best.pt`` holds."""
+    best, last = (where.parent / name for name in (checkpoints.BEST, checkpoints.LAST))
+    payload = checkpoints.load(last if last.is_file() else where)
+    losses = payload["losses"].tolist()
+    if not losses:
+        checks.reject(ValueError, "DIR", "hold a training with steps done", where.parent)
+    chosen = checkpoints.load(best)["validations"][-1]["epoch"] if best.is_file() else None
+    return curves.training_curves(losses, payload["validations"], chosen)
+
+
 def plot(options: argparse.Namespace) -> int:
     """Draw attention, or without sentences the losses."""
     plots.require_matplotlib()
@@ -269,12 +280,7 @@ def plot(options: argparse.Namespace) -> int:
         translations = translator.translate(options.sentences, _beam(options))
         figure, note = plots.attention_figure(translations)
     else:
-        last = where.parent / checkpoints.LAST
-        payload = checkpoints.load(last if last.is_file() else where)
-        losses, validations = payload["losses"].tolist(), payload["validations"]
-        if not losses:
-            checks.reject(ValueError, "DIR", "hold a training with steps done", options.model)
-        figure = plots.training_curves(losses, validations)
+        figure = _curves(where)
     plots.save(figure, out)
     if options.json:
         print(json.dumps({"wrote": str(out), "note": note}, ensure_ascii=False))

@@ -20,7 +20,7 @@ import torch
 
 import bahdanau_fast
 from bahdanau_fast import backends, checks
-from bahdanau_fast.seq2seq import dates, plots
+from bahdanau_fast.seq2seq import curves, dates, plots
 from bahdanau_fast.seq2seq.compare import (
     Comparison,
     attention_seconds,
@@ -122,8 +122,8 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
     )
 
     plots.save(_alignments(translations, held_out), out / "attention.png")
-    note = f"first {steps} steps again: relative difference at most {difference:.0e}"
-    plots.save(plots.loss_curves(history.losses, compared.losses, note), out / "loss.png")
+    note = f"losses of the two backends differ by at most {difference:.1e} (relative)"
+    plots.save(curves.loss_curves(history.losses, compared.losses, note), out / "loss.png")
     figures = {
         "exact_match": exact,
         "train_seconds": seconds,
