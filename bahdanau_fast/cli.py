@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,10 +25,45 @@ __all__ = ["check", "info", "main"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; ``--help`` is there for more."""
+    """Says what is wrong in one line, and what was likely meant; ``--help`` is there for more."""
+
+    commands: Sequence[str] = ()  # of the parser above all others
+    given: Sequence[str] = ()
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """A command says itself which of its options are unknown: it knows those it has."""
+        self.given = sys.argv[1:] if args is None else list(args)
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown arguments: {' '.join(unknown)}")
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        name = self.prog.removeprefix("python -m ")
+        self.exit(2, f"{name}: error: {self._unknown() or message}\n")
+
+    def _unknown(self) -> str:
+        """The first unknown option or command, and what it is like; empty if all are known."""
+        # What follows a command is the command's to judge, what follows "--" is no option.
+        ends = (*self.commands, "--")
+        own = takewhile(lambda argument: argument not in ends, self.given)
+        known = [option for action in self._actions for option in action.option_strings]
+        for argument in own:
+            option = argument.partition("=")[0]
+            if option.startswith("--") and not any(o.startswith(option) for o in known):
+                meant = " (options follow their command)" if self.commands else ""
+                return f"unknown option {option}{meant or _like(option, known)}"
+        if self.commands and not any(argument in self.commands for argument in self.given):
+            given = next((a for a in self.given if not a.startswith("-")), "")
+            if given:
+                return f"unknown command {given!r}{_like(given, self.commands)}"
+            return f"a command is missing, one of {', '.join(self.commands)}"
+        return ""
+
+
+def _like(given: str, known: Sequence[str]) -> str:
+    found = difflib.get_close_matches(given, known, n=1)
+    return f"; did you mean {found[0]}?" if found else " (--help lists those there are)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,24 +89,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="bahdanau_fast", description=bahdanau_fast.__doc__.split("\n")[0])
+    parser = _Parser(
+        prog="python -m bahdanau_fast",
+        description=bahdanau_fast.__doc__.split("\n")[0],
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=bahdanau_fast.__version__)
     names = "{info,check,bench,demo,train,translate,evaluate,plot}"
-    commands = parser.add_subparsers(required=True, metavar=names, title="commands")
+    commands = parser.add_subparsers(
+        required=True, metavar=names, title="commands (each with its own --help)"
+    )
 
-    what = "versions, backends, which one is taken and why the others are not there"
-    command = commands.add_parser("info", help=what, description=what)
+    what = "show versions, which backend is taken, and why others are not there"
+    command = commands.add_parser("info", help=what, description=what.capitalize())
     command.set_defaults(command=lambda _: info())
 
-    what = "compare every backend here with the reference, forward and backward"
-    command = commands.add_parser("check", help=what, description=what)
+    what = "compare the results of every backend here with those of plain PyTorch"
+    more = ", forward and backward. The last line says PASS or FAIL; FAIL is exit code 1."
+    command = commands.add_parser("check", help=what, description=what.capitalize() + more)
     command.set_defaults(command=lambda _: 0 if check() else 1)
 
-    what = "measure against d2l eager, torch.compile and other libraries, after a parity check"
-    command = commands.add_parser("bench", help=what, description=what)
+    _add_bench(commands)
+    _add_demo(commands)
+    add_commands(commands)
+    parser.commands = tuple(commands.choices)
+    return parser
+
+
+_EXAMPLES = """\
+to begin with:
+  python -m bahdanau_fast info
+  python -m bahdanau_fast demo --quick
+  python -m bahdanau_fast train --data pairs.tsv --out model
+  python -m bahdanau_fast translate model "Call us ." """
+
+
+def _add_bench(commands: Any) -> None:
+    what = "measure time and memory against the d2l module, torch.compile and other libraries"
+    more = ". Results are checked before they are timed."
+    command = commands.add_parser("bench", help=what, description=what.capitalize() + more)
     command.add_argument("--quick", action="store_true", help="small shapes, short rounds")
-    command.add_argument("--only", metavar="NAME", help="tables or shapes whose name contains this")
-    command.add_argument("--strict", action="store_true", help="a missed bound is exit code 1 too")
+    command.add_argument(
+        "--only", metavar="NAME", help="only tables or shapes whose name contains NAME"
+    )
+    command.add_argument(
+        "--strict", action="store_true", help="exit code 1 where a speed bound is missed, too"
+    )
     command.add_argument(
         "--out",
         type=Path,
@@ -80,11 +146,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--json", type=Path, metavar="FILE", help="where the figures go (default: into DIR)"
     )
-    command.add_argument("--note", default="", help="kept with the figures, and shown with them")
+    command.add_argument(
+        "--note", default="", metavar="TEXT", help="words to keep and show with the figures"
+    )
     command.set_defaults(command=_bench)
 
-    what = "train a date reader with this attention, on made-up data, and compare the backends"
-    command = commands.add_parser("demo", help=what, description=what)
+
+def _add_demo(commands: Any) -> None:
+    what = "train a small date reader on made-up data, and compare the backends"
+    more = (
+        "Train a small date reader on made-up data; then take its first steps on plain PyTorch "
+        "too, and compare losses and times. Exit code 1 where a goal is missed."
+    )
+    command = commands.add_parser("demo", help=what, description=more)
     command.add_argument(
         "--out",
         type=Path,
@@ -93,14 +167,15 @@ def _parser() -> argparse.ArgumentParser:
         help="where attention.png, loss.png and demo.json go (default: %(default)s)",
     )
     command.add_argument(
-        "--epochs", type=at_least(1, int), help="passes over the data (default: 3)"
+        "--epochs", type=at_least(1, int), metavar="N", help="passes over the data (default: 3)"
     )
-    command.add_argument("--seed", type=at_least(0, int), default=0, help="default: 0")
-    command.add_argument("--quick", action="store_true", help="a tenth of the data, no goals")
+    command.add_argument(
+        "--seed", type=at_least(0, int), default=0, metavar="N", help="random seed (default: 0)"
+    )
+    command.add_argument(
+        "--quick", action="store_true", help="a tenth of the data; how much it learns is not judged"
+    )
     command.set_defaults(command=_demo)
-
-    add_commands(commands)
-    return parser
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -113,6 +113,40 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, capsys):
     assert "error: " in captured.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "bahdanau_fast: error: a command is missing, one of info, check, bench, demo, train,"),
+        (("trian",), "unknown command 'trian'; did you mean train?"),
+        (("dance",), "unknown command 'dance' (--help lists those there are)"),
+        (("--epochs", "3"), "unknown option --epochs (options follow their command)"),
+        (("train", "--out", "m", "--epocs", "3"), "unknown option --epocs; did you mean --epochs?"),
+        (("train", "--output=m"), "bahdanau_fast train: error: unknown option --output; did you "),
+        (("translate", "m", "--bream", "3"), "unknown option --bream; did you mean --beam?"),
+        (("info", "--loud"), "bahdanau_fast info: error: unknown option --loud (--help lists "),
+        (("info", "loud"), "bahdanau_fast info: error: unknown arguments: loud"),
+        (("demo", "--epochs", "0"), "argument --epochs: must be at least 1, got 0"),
+    ],
+)
+def test_wrong_use_names_what_was_likely_meant(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_words_behind_two_dashes_are_no_options(capsys):
+    assert cli.main(["translate", "--", "nowhere", "--epocs"]) == 2
+    assert "DIR must hold a training" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["info", "check", "bench", "demo", "train"])
+def test_help_names_the_program_as_it_is_called(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, "--help"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m bahdanau_fast {command} ")
+
+
 @pytest.mark.parametrize("command", ["demo", "bench"])
 def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_2(command, tmp_path, capsys):
     (tmp_path / "file").write_text("")

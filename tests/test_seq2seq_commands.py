@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -63,8 +64,9 @@ def test_train_tells_what_it_does(data, tmp_path, capsys, monkeypatch):
     out, err = said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--tensorboard")
     assert "116 pairs to learn from (14 to choose by, 14 held out), words to characters" in out
     assert "epoch 1/1  loss" in out
-    assert "validation: loss" in out
+    assert re.search(r"validation: loss \d\.\d{3}, BLEU .*, chrF .*; the best so far\n", out)
     assert f"wrote {tmp_path}" in out
+    assert "best.pt is epoch 1, the best by validation loss (loss " in out
     assert err == "skipped 1 malformed line (line 1: no tab)\n"
     assert {p.name for p in tmp_path.iterdir()} == {"best.pt", "last.pt", "tensorboard"}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -72,7 +74,10 @@ def test_train_tells_what_it_does(data, tmp_path, capsys, monkeypatch):
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     tags = {"train/loss", "train/tokens_per_second", "train/learning_rate"}
-    assert set(board.Tags()["scalars"]) == {*tags, "validation/loss", "validation/bleu"}
+    assert set(board.Tags()["scalars"]) == {
+        *tags,
+        *("validation/loss", "validation/bleu", "validation/chrf"),
+    }
     assert len(board.Scalars("train/loss")) == 8
 
 
@@ -87,7 +92,8 @@ def test_train_as_a_script_goes_on(data, tmp_path, capsys):
     second = json.loads(out)
     assert second["steps"] == 16
     assert second["settings"] == {**first["settings"], "epochs": 2}
-    assert second["validations"][:1] == first["validations"]
+    assert second["validations"][:1] == first["validations"] == [first["best"]]
+    assert second["best"] == min(second["validations"], key=lambda v: v["loss"])
 
 
 @pytest.mark.parametrize(
@@ -181,6 +187,10 @@ def test_overwrite_begins_anew(data, tmp_path, capsys):
 
 def bad_files(tmp_path):
     (tmp_path / "empty.tsv").write_text("")
+    (tmp_path / "blank.tsv").write_text("\n\n")
+    (tmp_path / "tabless.tsv").write_text("Go. Va !\n\nRun. Cours !\n")
+    (tmp_path / "half.tsv").write_text("\tVa !\nRun.\t\n")
+    (tmp_path / "one.tsv").write_text("Go.\tVa !\n")
     (tmp_path / "latin.tsv").write_bytes("Été\tSummer\n".encode("latin-1"))
     (tmp_path / "file").write_text("x")
     (tmp_path / "broken").mkdir()
@@ -194,7 +204,16 @@ def bad_files(tmp_path):
         (["train"], "--out"),
         (["train", "--out", "{free}", "--data", "{gone}"], "data must be a readable file"),
         (["train", "--out", "{free}", "--data", "{free}"], "data must be a readable file"),
-        (["train", "--out", "{free}", "--data", "{empty}.tsv"], "hold at least one line"),
+        (["train", "--out", "{free}", "--data", "{empty}.tsv"], "(an empty file)\n"),
+        (["train", "--out", "{free}", "--data", "{blank}.tsv"], "(an empty file)\n"),
+        (["train", "--out", "{free}", "--data", "{tabless}.tsv"], "(no line has a tab)\n"),
+        (["train", "--out", "{free}", "--data", "{half}.tsv"], "line 2: no target"),
+        (
+            ["train", "--out", "{free}", "--data", "{one}.tsv"],
+            "min_freq must leave tokens to learn",
+        ),
+        (["train", "--out", "{free}", "--lr", "inf"], "must be finite, got inf"),
+        (["train", "--out", "{free}", "--epochs", "1.5"], "must be a whole number, got '1.5'"),
         (["train", "--out", "{free}", "--data", "{latin}.tsv"], "data must be UTF-8 text"),
         (["train", "--out", "{file}", "--data", "DATA"], "--out must be a folder"),
         (["train", "--out", "{free}", "--data", "DATA", "--epochs", "0"], "at least 1"),
@@ -221,7 +240,8 @@ def bad_files(tmp_path):
 )
 def test_wrong_use_is_one_line_and_exit_code_2(arguments, said_so, model, data, tmp_path, capsys):
     bad_files(tmp_path)
-    names = {name: tmp_path / name for name in ["free", "file", "empty", "latin", "gone", "broken"]}
+    files = "free file empty blank tabless half one latin gone broken"
+    names = {name: tmp_path / name for name in files.split()}
     known = {"DATA": str(data), "MODEL": str(model)}
     line = refused(capsys, *(known.get(a, a).format(**names) for a in arguments))
     assert said_so in line

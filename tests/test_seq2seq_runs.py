@@ -53,8 +53,8 @@ def test_a_run_leaves_checkpoints_losses_and_scores(whole):
     payload = checkpoints.load(whole.out / LAST)
     assert payload["losses"].tolist() == history.losses
     best = checkpoints.load(whole.out / BEST)
-    top = max(history.validations, key=lambda v: v["bleu"])
-    assert best["validations"][-1] == top
+    top = min(history.validations, key=lambda v: v["loss"])
+    assert best["validations"][-1] == whole.best == top
     assert not list(whole.out.glob("*.tmp"))
     assert checkpoints.find(whole.out) == whole.out / BEST
     translator = Translator.load(whole.out)
@@ -67,6 +67,7 @@ def test_a_run_leaves_checkpoints_losses_and_scores(whole):
     pairs = whole.corpus.parts.validation
     scores = translator.score(pairs, translator.translate([source for source, _ in pairs]))
     assert scores.corpus.bleu == pytest.approx(top["bleu"])
+    assert scores.corpus.chrf == pytest.approx(top["chrf"])
 
 
 @pytest.mark.parametrize("stop_at", [1, 7, 16, 33])

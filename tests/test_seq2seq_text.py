@@ -71,8 +71,8 @@ def test_a_file_is_read_and_what_is_left_out_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", r"hold at least one line 'source, tab, target', got .*line 1: empty"),
-        (b"one\ntwo\n", r"hold .*skipped 2 malformed lines \(line 1: no tab; line 2: no tab\)"),
+        (b"", r"hold pairs \(source, tab, target\), got .*a\.tsv \(an empty file\)$"),
+        (b"one\ntwo\n", r"hold pairs .* got .*a\.tsv \(no line has a tab\)$"),
         ("Hi.\tSalut.\nÉté\tx".encode("latin-1"), r"be UTF-8 text, got .* \(byte 0xc9 in line 2\)"),
         ("a\tb".encode("utf-16"), r"be UTF-8 text, got .* \(byte 0xff in line 1\)"),
         (None, r"be a readable file, got .*gone\.tsv \(No such file"),

@@ -233,7 +233,7 @@ def test_heatmaps(trained, pairs, tmp_path):
     args = (pairs.source_vocab, pairs.target_vocab, pairs.tensors.source.shape[1], 8)
     figure = plots.alignments(translate(model, ["March 3"], *args), ["a title"], "a heading")
     axes = figure.axes[0]
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == list("March·3")
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == [*"March·3", "<eos>"]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == list("03-3")
     plots.save(figure, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
@@ -246,6 +246,7 @@ def test_a_small_demo(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count(" -> ") == 10
     assert "\r" not in printed
+    assert "----  exact match" in printed  # 200 dates teach too little to be judged
     assert "PASS  largest relative difference of the losses over 5 steps" in printed
     figures = json.loads((tmp_path / "deep" / "out" / "demo.json").read_text())
     assert figures["loss_max_relative_difference"] <= 1e-3

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from bahdanau_fast import backends, checks
-from bahdanau_fast.seq2seq import checkpoints, plots
+from bahdanau_fast.seq2seq import checkpoints, curves, plots
 from bahdanau_fast.seq2seq.beam import Beam
 from bahdanau_fast.seq2seq.commands import TRAINING
 from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
 from bahdanau_fast.seq2seq.distributed import join
+from bahdanau_fast.seq2seq.progress import described
 from bahdanau_fast.seq2seq.runs import Run
-from bahdanau_fast.seq2seq.settings import Settings
+from bahdanau_fast.seq2seq.settings import METRICS, Settings
 from bahdanau_fast.seq2seq.text import RawPair, read, tokenize
 from bahdanau_fast.seq2seq.translating import Translation
 from bahdanau_fast.seq2seq.translator import Translator
@@ -46,21 +47,20 @@ def train(options: argparse.Namespace) -> int:
         )
         first = world.rank == 0
         if first:
-            if run.corpus.note:
-                print(run.corpus.note, file=sys.stderr)
+            for note in filter(None, (run.corpus.note, run.note)):
+                print(note, file=sys.stderr)
             print(_about(run), file=file, flush=True)
         start = time.perf_counter()
         history = run.train(file=file)
         if not first:
             return 0
-        best = max(history.validations, key=lambda v: v["bleu"], default=None)
         figures = {
             "out": str(options.out),
             "steps": len(history.losses),
             "loss": history.losses[-1],
             "seconds": time.perf_counter() - start,
             "tokens_per_second": history.tokens_per_second,
-            "best": best,
+            "best": run.best,
             "validations": history.validations,
             "settings": dataclasses.asdict(settings),
             "text": dataclasses.asdict(text) | {"data": _name(text.data)},
@@ -68,9 +68,9 @@ def train(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps(figures, indent=1, ensure_ascii=False))
         else:
-            chosen = "" if best is None else f"; best BLEU {best['bleu']:.2f} at {best['epoch']}"
             speed = f"{figures['tokens_per_second']:,.0f} target tokens/s"
-            print(f"wrote {options.out}{os.sep} in {figures['seconds']:.0f} s, {speed}{chosen}")
+            print(f"wrote {options.out}{os.sep} in {figures['seconds']:.0f} s, {speed}")
+            print(_chosen(run))
     return 0
 
 
@@ -116,9 +116,21 @@ def _about(run: Run) -> str:
     kinds = f"{run.corpus.kinds[0]} to {run.corpus.kinds[1]}"
     vocabs = f"{len(run.pairs.source_vocab):,} and {len(run.pairs.target_vocab):,} tokens"
     held = f"{len(parts.validation):,} to choose by, {len(parts.test):,} held out"
+    pairs = "pair" if len(parts.train) == 1 else "pairs"
     return (
-        f"{len(parts.train):,} pairs to learn from ({held}), {kinds}, {vocabs}; "
+        f"{len(parts.train):,} {pairs} to learn from ({held}), {kinds}, {vocabs}; "
         f"{size:,} parameters, attention backend {backends.resolve(run.world.device)}"
+    )
+
+
+def _chosen(run: Run) -> str:
+    """Which epoch a translation will be made with."""
+    if run.best is None:
+        return f"{checkpoints.LAST} is the last epoch; no pairs were kept apart to choose one by"
+    metric = METRICS[run.settings.best_metric]
+    return (
+        f"{checkpoints.BEST} is epoch {run.best['epoch']}, the best by validation {metric} "
+        f"({described(run.best)})"
     )
 
 
@@ -240,6 +252,17 @@ def evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _curves(where: Path) -> Any:
+    """The losses of a training, and the validation of the epoch its ``best.pt`` holds."""
+    best, last = (where.parent / name for name in (checkpoints.BEST, checkpoints.LAST))
+    payload = checkpoints.load(last if last.is_file() else where)
+    losses = payload["losses"].tolist()
+    if not losses:
+        checks.reject(ValueError, "DIR", "hold a training with steps done", where.parent)
+    chosen = checkpoints.load(best)["validations"][-1]["epoch"] if best.is_file() else None
+    return curves.training_curves(losses, payload["validations"], chosen)
+
+
 def plot(options: argparse.Namespace) -> int:
     """Draw attention, or without sentences the losses."""
     plots.require_matplotlib()
@@ -257,12 +280,7 @@ def plot(options: argparse.Namespace) -> int:
         translations = translator.translate(options.sentences, _beam(options))
         figure, note = plots.attention_figure(translations)
     else:
-        last = where.parent / checkpoints.LAST
-        payload = checkpoints.load(last if last.is_file() else where)
-        losses, validations = payload["losses"].tolist(), payload["validations"]
-        if not losses:
-            checks.reject(ValueError, "DIR", "hold a training with steps done", options.model)
-        figure = plots.training_curves(losses, validations)
+        figure = _curves(where)
     plots.save(figure, out)
     if options.json:
         print(json.dumps({"wrote": str(out), "note": note}, ensure_ascii=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,11 +29,13 @@ TRAINING = Settings(
 """What ``train`` takes where nothing is said."""
 
 _TRAIN = """\
-Learn to translate from a file of pairs, one a line: source, a tab, target (further columns are
-ignored; the layout of Tatoeba and ManyThings). Without --data it learns made-up dates.
+Learn to translate from a UTF-8 text file with one pair a line: the source, a tab, the target.
+Further columns are ignored: files of Tatoeba and ManyThings can be used as they are. Without --data
+it learns to read made-up dates.
 
-DIR gets last.pt after every epoch and best.pt, the epoch with the best BLEU on pairs kept apart for
-that. Both are written whole or not at all: stop it whenever you like, --resume goes on."""
+DIR gets last.pt after every epoch, and best.pt: the epoch with the lowest loss on the validation
+pairs, which are kept apart to choose by (--best-metric chooses by BLEU or chrF). Both files are
+written whole or not at all: stop it whenever you like, --resume goes on."""
 
 _TRAIN_END = """\
 examples:
@@ -83,7 +86,10 @@ def at_least(low: Number, kind: Callable[[str], Number]) -> Callable[[str], Numb
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+            need = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {need}, got {text!r}") from None
+        if math.isinf(value):
+            raise argparse.ArgumentTypeError(f"must be finite, got {text}")
         if not value >= low:
             raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
         return value
@@ -111,49 +117,74 @@ def add_commands(commands: Any) -> None:
     """
     add = _adder(commands)
     train = add("train", "learn to translate from a file of pairs", _TRAIN, _TRAIN_END)
-    train.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the model")
+    train.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for the model, made if it is not there",
+    )
     again = train.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="go on with the training in DIR")
-    again.add_argument("--overwrite", action="store_true", help="begin anew where one is already")
+    again.add_argument(
+        "--resume", action="store_true", help="go on with the training in DIR, with its settings"
+    )
+    again.add_argument(
+        "--overwrite", action="store_true", help="begin anew, replacing the training in DIR"
+    )
     train.add_argument(
         "--save-every",
         type=at_least(0, int),
         default=0,
         metavar="STEPS",
-        help="write last.pt every so many steps too (default: at the end of each epoch)",
+        help="write last.pt after every so many steps, too (default: after each epoch only)",
     )
-    train.add_argument("--tensorboard", action="store_true", help="scalars to DIR/tensorboard")
-    _data_options(train.add_argument_group("data (with --resume only --data, if it was moved)"))
+    train.add_argument(
+        "--tensorboard", action="store_true", help="write scalars to DIR/tensorboard"
+    )
+    _data_options(
+        train.add_argument_group("data (with --resume only --data, for a file that was moved)")
+    )
     _model_options(
-        train.add_argument_group("model and training (not with --resume, save --epochs)")
+        train.add_argument_group("model and training (with --resume only --epochs, to raise it)")
     )
     _common(train)
 
-    translate = add("translate", "translate sentences", _TRANSLATE, _TRANSLATE_END)
+    translate = add(
+        "translate", "translate sentences with a trained model", _TRANSLATE, _TRANSLATE_END
+    )
     _model_and_sentences(translate)
     _search(translate)
     _common(translate)
 
-    evaluate = add("evaluate", "score translations of a file", _EVALUATE, _EVALUATE_END)
+    evaluate = add(
+        "evaluate",
+        "score a trained model: BLEU and chrF of its translations",
+        _EVALUATE,
+        _EVALUATE_END,
+    )
     _model(evaluate)
-    evaluate.add_argument("file", nargs="?", type=Path, metavar="FILE", help="pairs to translate")
+    evaluate.add_argument(
+        "file", nargs="?", type=Path, metavar="FILE", help="file of pairs to translate"
+    )
     evaluate.add_argument(
         "--split",
         choices=("all", "train", "validation", "test"),
         help="which part of the pairs, cut as in the training (default: all of a FILE, else test)",
     )
-    evaluate.add_argument("--first", type=at_least(1, int), metavar="N", help="only the first N")
+    evaluate.add_argument(
+        "--first", type=at_least(1, int), metavar="N", help="only the first N pairs"
+    )
     evaluate.add_argument(
         "--samples",
         type=at_least(0, int),
         default=10,
         metavar="N",
-        help="show N translations (default: %(default)s)",
+        help="print N translations (default: %(default)s)",
     )
     _search(evaluate)
     _common(evaluate)
 
-    plot = add("plot", "draw where the model looked, or how its loss fell", _PLOT, _PLOT_END)
+    plot = add("plot", "draw where a trained model looked, or how its loss fell", _PLOT, _PLOT_END)
     _model_and_sentences(plot)
     plot.add_argument(
         "--out",
@@ -161,7 +192,7 @@ def add_commands(commands: Any) -> None:
         metavar="FILE",
         help="picture to write (default: attention.png or loss.png in DIR)",
     )
-    plot.add_argument("--overwrite", action="store_true", help="replace that file")
+    plot.add_argument("--overwrite", action="store_true", help="replace the picture if it is there")
     plot.add_argument(
         "--font", type=Path, metavar="FILE", help="a .ttf or .otf file to draw tokens with"
     )
@@ -191,28 +222,48 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 def _model_and_sentences(parser: argparse.ArgumentParser) -> None:
     _model(parser)
-    parser.add_argument("sentences", nargs="*", metavar="SENTENCE", help="in quotes, each")
+    parser.add_argument(
+        "sentences",
+        nargs="*",
+        metavar="SENTENCE",
+        help="one sentence, in quotes; several may follow each other",
+    )
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute; auto: on a GPU if there is one (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def _search(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("search")
     for name, kind, low, default, what in (
-        ("beam", int, 1, 5, "hypotheses kept; 1 takes the likeliest token each step"),
-        ("length-penalty", float, 0.0, 1.0, "0 prefers short targets"),
-        ("coverage-penalty", float, 0.0, 0.0, "above 0: source tokens left out count"),
+        (
+            "beam",
+            int,
+            1,
+            5,
+            "translations kept while searching; 1: the likeliest token at each step",
+        ),
+        ("length-penalty", float, 0.0, 1.0, "higher prefers longer translations, 0 short ones"),
+        (
+            "coverage-penalty",
+            float,
+            0.0,
+            0.0,
+            "above 0, source tokens not looked at lower the score",
+        ),
     ):
         group.add_argument(
             f"--{name}",
             type=at_least(low, kind),
             default=default,
-            metavar="N",
+            metavar="N" if kind is int else "X",
             help=f"{what} (default: {default})",
         )
 
@@ -229,13 +280,22 @@ def _data_options(group: Any) -> None:
 
     kinds = {"choices": ("auto", "words", "characters")}
     add("data", "file of pairs (default: made-up dates)", type=Path, metavar="FILE")
-    add("source_tokens", "what a source is cut into; auto: by the script", **kinds)
-    add("target_tokens", "likewise", **kinds)
-    add("min_freq", "a token seen less often becomes <unk>", type=at_least(1, int), metavar="N")
-    add("num_steps", "longer texts are cut to so many tokens", type=at_least(1, int), metavar="N")
-    add("limit", "only the first so many pairs", type=at_least(1, int), metavar="N")
+    add(
+        "source_tokens",
+        "cut sources into these; auto: characters for scripts without spaces",
+        **kinds,
+    )
+    add("target_tokens", "the same for targets", **kinds)
+    add("min_freq", "a token seen less often is read as <unk>", type=at_least(1, int), metavar="N")
+    add(
+        "num_steps",
+        "longer texts are cut off after so many tokens",
+        type=at_least(1, int),
+        metavar="N",
+    )
+    add("limit", "use only the first N pairs of the file", type=at_least(1, int), metavar="N")
     share = {"type": at_least(0.0, float), "metavar": "SHARE"}
-    add("validation", "share of the sources to choose the best epoch by", **share)
+    add("validation", "share of the sources kept apart to choose the best epoch by", **share)
     add("test", "share of the sources kept apart for evaluate", **share)
 
 
@@ -243,20 +303,21 @@ def _model_options(group: Any) -> None:
     helps = {
         "embed_size": "size of an embedding",
         "num_hiddens": "size of a hidden state",
-        "num_layers": "recurrent layers on either side",
-        "dropout": "on the attention weights and between layers",
-        "embed_dropout": "on embeddings and on what gives the logits",
-        "cell": "kind of recurrent net",
-        "attention": "none: one context for all steps",
+        "num_layers": "recurrent layers of the encoder, and of the decoder",
+        "dropout": "dropout on attention weights and between layers",
+        "embed_dropout": "dropout on embeddings and before the output layer",
+        "cell": "kind of recurrent network",
+        "attention": "kind of attention; none: one fixed context",
         "bidirectional": "read the source from both ends",
-        "epochs": "passes over the data; with --resume, more than before are fine",
-        "batch_size": "pairs in a step, of each process",
-        "lr": "learning rate of Adam at its highest",
-        "schedule": "cosine lets the learning rate fall to a twentieth",
-        "clip": "largest norm of the gradient",
-        "label_smoothing": "share of the probability that goes to all tokens alike",
+        "epochs": "passes over the data",
+        "batch_size": "pairs in a step (of each process)",
+        "lr": "highest learning rate of Adam",
+        "schedule": "of the learning rate; cosine: it falls to a twentieth",
+        "clip": "a gradient with a larger norm is scaled down to it",
+        "label_smoothing": "share of the probability spread over all tokens",
         "bf16": "compute in bfloat16",
-        "seed": "of weights, parts, batches and dropout",
+        "seed": "random seed of weights, parts, batches and dropout",
+        "best_metric": "what best.pt is chosen by: lowest loss, or highest BLEU or chrF",
     }
     for field in dataclasses.fields(Settings):
         default = getattr(TRAINING, field.name)
@@ -266,8 +327,10 @@ def _model_options(group: Any) -> None:
         elif isinstance(default, bool):
             options["action"] = argparse.BooleanOptionalAction
         else:
-            low: Any = 0 if field.name == "seed" else type(default)(isinstance(default, int))
-            options |= {"type": at_least(low, type(default)), "metavar": "N"}
+            whole = isinstance(default, int)
+            low: Any = 0 if field.name == "seed" else type(default)(whole)
+            options |= {"type": at_least(low, type(default)), "metavar": "N" if whole else "X"}
         flag = "--" + field.name.replace("_", "-")
-        shown = f"{helps[field.name]} (default: {default})"
+        said = {True: "yes", False: "no"}[default] if isinstance(default, bool) else default
+        shown = f"{helps[field.name]} (default: {said})"
         group.add_argument(flag, help=shown, default=argparse.SUPPRESS, **options)

@@ -119,10 +119,18 @@ class Corpus:
             pairs: some of the corpus.
             settings: says how long they may be, and how rare a token.
             vocabs: those of the training; new ones, of these pairs, unless given.
+
+        Raises:
+            ValueError: new vocabularies would hold no token.
         """
         texts = [tokenized(pair, self.kinds) for pair in pairs]
         if vocabs is None:
-            return Pairs.of(texts, settings.min_freq, settings.num_steps)
+            new = Pairs.of(texts, settings.min_freq, settings.num_steps)
+            for side, vocab in (("source", new.source_vocab), ("target", new.target_vocab)):
+                if not vocab.known:
+                    most = f"{settings.min_freq} (no {side} token is there so often)"
+                    checks.reject(ValueError, "min_freq", "leave tokens to learn", most)
+            return new
         return Pairs.with_vocabs(texts, *vocabs, settings.num_steps)
 
 

@@ -58,6 +58,11 @@ class Vocab:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The tokens of texts, without <pad>, <bos>, <eos> and <unk>."""
+        return self.tokens[len(_SPECIAL) :]
+
     def __getitem__(self, token: str) -> int:
         return self._index.get(token, UNK)
 

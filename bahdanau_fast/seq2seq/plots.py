@@ -1,29 +1,30 @@
-"""Pictures: where the decoder looked, and how the loss fell. Needs matplotlib (extra ``demo``)."""
+"""Pictures of where the decoder looked. Needs matplotlib (extra ``demo``)."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.translating import Translation
 
 __all__ = [
+    "INK",
     "add_font",
     "alignments",
     "attention_figure",
     "drawable",
-    "loss_curves",
+    "new_figure",
     "require_matplotlib",
     "save",
     "show_heatmaps",
-    "training_curves",
 ]
 
 # Families that carry Chinese and Japanese, where they are installed; DejaVu comes with matplotlib.
@@ -32,7 +33,8 @@ _CJK = (
     *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "IPAGothic", "Noto Serif"),
     *("PingFang SC", "Hiragino Sans", "Heiti TC", "Microsoft YaHei", "SimHei", "Arial Unicode MS"),
 )
-_INK, _ACCENT, _SECOND = "#222222", "#c2410c", "#1d4ed8"
+INK = "#222222"
+"""The colour of words."""
 
 
 def require_matplotlib() -> None:
@@ -50,7 +52,12 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty one, of so many inches.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
     require_matplotlib()
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
@@ -148,7 +155,7 @@ def show_heatmaps(
         need = "have 4 dimensions (rows, columns, queries, keys)"
         checks.reject(ValueError, "matrices", need, tuple(matrices.shape))
     rows, columns = matrices.shape[:2]
-    figure = _figure(*(figsize or (2.5 * columns + 0.8, 2.5 * rows)))
+    figure = new_figure(*(figsize or (2.5 * columns + 0.8, 2.5 * rows)))
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     values = matrices.detach().float().cpu()
     limits = {"vmin": float(values.min()), "vmax": float(values.max())}
@@ -170,18 +177,24 @@ def _alignment(axes: Any, translation: Translation, title: str, families: Sequen
     if weights is None or not weights.numel():
         need = "have attention weights and at least one token on either side"
         checks.reject(ValueError, "translations", need, f"{len(translation.tokens)} tokens")
+    source = list(map(_label, translation.source))
+    if translation.end_weights is not None:  # then every row sums to one
+        weights = torch.cat((weights, translation.end_weights.unsqueeze(1)), 1)
+        source.append("<eos>")
     image = axes.imshow(weights.tolist(), cmap="magma_r", vmin=0.0, vmax=1.0, aspect="auto")
-    font: dict[str, Any] = {"fontfamily": list(families), "fontsize": 9, "color": _INK}
-    # Words would run into each other.
+    font: dict[str, Any] = {"fontfamily": list(families), "fontsize": 9, "color": INK}
+    axes.set_xticks(range(len(source)), source, **font)
+    # Words would run into each other; beside single signs, so would the last label.
     slanted = max(map(len, translation.source)) > 2
     turn = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
-    axes.set_xticks(range(len(translation.source)), map(_label, translation.source), **font, **turn)
+    for label in axes.get_xticklabels():
+        label.set(**(turn or {"rotation": 90 * (label.get_text() == "<eos>")}))
     axes.set_yticks(range(len(translation.tokens)), map(_label, translation.tokens), **font)
-    axes.set_xticks([x - 0.5 for x in range(1, len(translation.source))], minor=True)
+    axes.set_xticks([x - 0.5 for x in range(1, len(source))], minor=True)
     axes.set_yticks([y - 0.5 for y in range(1, len(translation.tokens))], minor=True)
     axes.grid(which="minor", color="#e5e5e5", linewidth=0.4)
     axes.tick_params(which="both", length=0)
-    font = {"fontfamily": list(families), "fontsize": 10, "color": _INK}
+    font = {"fontfamily": list(families), "fontsize": 10, "color": INK}
     axes.set_title(title, loc="left", **font)
     for side in axes.spines.values():
         side.set_color("#bbbbbb")
@@ -211,7 +224,12 @@ def alignments(
     rows = math.ceil(len(translations) / columns)
     # A row per token, so that labels keep their distance.
     height = max(2.45, 0.21 * max(len(t.tokens) for t in translations) + 0.8)
-    figure = _figure(6.6 * columns + 0.7, height * rows + 0.7)
+    # And a column per token; titles and the heading need their width, too.
+    longest = max(len(t.source) + 1 for t in translations)
+    words = max(0.085 * max(map(len, titles)), 0.115 * len(heading) / columns)
+    signs = all(len(token) <= 2 for t in translations for token in t.source)
+    width = min(14.0, max((0.19 if signs else 0.27) * longest + 0.9, words + 0.4, 3.0))
+    figure = new_figure(width * columns + 0.7, height * rows + 0.7)
     families, _ = _fonts()
     axes = figure.subplots(rows, columns, squeeze=False)
     for i, spare in enumerate(axes.flat):
@@ -219,10 +237,10 @@ def alignments(
             spare.set_visible(False)
             continue
         image = _alignment(spare, translations[i], titles[i], families)
-    bar = figure.colorbar(image, ax=axes, shrink=0.4, pad=0.01)
+    bar = figure.colorbar(image, ax=axes, shrink=0.4 if rows > 1 else 0.8, pad=0.01)
     bar.outline.set_visible(False)
-    bar.set_label("attention weight", color=_INK)
-    figure.suptitle(heading, fontsize=13, color=_INK)
+    bar.set_label("attention weight", color=INK)
+    figure.suptitle(heading, fontsize=13, color=INK)
     figure.supxlabel(note, fontsize=9, color="#666666")
     return figure
 
@@ -257,79 +275,3 @@ def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
 
 def _label_sign(sign: str) -> str:
     return sign if sign == " " else _label(sign)
-
-
-def loss_curves(
-    losses: Sequence[float], compared: Mapping[str, Sequence[float]], note: str = ""
-) -> Any:
-    """The whole training on the left, the compared backends on the right.
-
-    Args:
-        losses: of every step of the training.
-        compared: the first steps again, by backend.
-        note: the title on the right.
-
-    Returns:
-        A matplotlib figure.
-    """
-    figure = _figure(11, 4)
-    whole, first = figure.subplots(1, 2)
-    _losses(whole, losses)
-    styles: list[dict[str, Any]] = [
-        {"color": _ACCENT, "linewidth": 4, "alpha": 0.45},
-        {"color": _SECOND},
-    ]
-    for (name, values), style in zip(compared.items(), styles, strict=False):
-        first.plot(range(1, len(values) + 1), values, label=name, **style)
-    first.set_title(note or "the same first steps, by backend", fontsize=11, color=_INK)
-    for axes in (whole, first):
-        _tidy(axes, "cross-entropy per character")
-    return figure
-
-
-def training_curves(losses: Sequence[float], validations: Sequence[Mapping[str, float]]) -> Any:
-    """The loss of every step on the left; loss and BLEU of every validation on the right.
-
-    Args:
-        losses: of every step of the training.
-        validations: ``{"epoch", "loss", "bleu"}``; without any the right half is left out.
-
-    Returns:
-        A matplotlib figure.
-    """
-    figure = _figure(11 if validations else 6, 4)
-    axes = figure.subplots(1, 2 if validations else 1, squeeze=False)[0]
-    _losses(axes[0], losses)
-    _tidy(axes[0], "cross-entropy per token")
-    if validations:
-        epochs = [validation["epoch"] for validation in validations]
-        scores, right = axes[1], axes[1].twinx()
-        scores.plot(epochs, [v["bleu"] for v in validations], color=_SECOND, label="BLEU")
-        right.plot(epochs, [v["loss"] for v in validations], color=_ACCENT, label="loss")
-        scores.set_title("validation", fontsize=11, color=_INK)
-        _tidy(scores, "BLEU", "epoch")
-        right.set_ylabel("cross-entropy per token")
-        right.spines[["top"]].set_visible(False)
-        right.legend(frameon=False, loc="upper right")
-    return figure
-
-
-def _losses(axes: Any, losses: Sequence[float]) -> None:
-    axes.plot(losses, color=_ACCENT, linewidth=0.5, alpha=0.35)
-    window = max(1, len(losses) // 50)
-    means = [
-        sum(losses[i : i + window]) / len(losses[i : i + window])
-        for i in range(0, len(losses), window)
-    ]
-    centres = [i + window / 2 for i in range(0, len(losses), window)]
-    axes.plot(centres, means, color=_ACCENT, linewidth=1.8, label=f"mean of {window} steps")
-    axes.set_yscale("log")
-    axes.set_title("training", fontsize=11, color=_INK)
-
-
-def _tidy(axes: Any, ylabel: str, xlabel: str = "step") -> None:
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.grid(color="#e5e5e5", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
+from collections.abc import Mapping
 from typing import TextIO
 
-from bahdanau_fast.seq2seq.settings import History
+from bahdanau_fast.seq2seq.settings import METRICS, History
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "described", "plain"]
+
+
+def plain(loss: float) -> str:
+    """A loss without an exponent: three decimals, and more where it is near zero.
+
+    >>> plain(4.1239), plain(0.0312), plain(0.000123), plain(0.0)
+    ('4.124', '0.031', '0.00012', '0.000')
+    """
+    digits = 3 if loss == 0 else max(3, 1 - math.floor(math.log10(abs(loss))))
+    return f"{loss:.{digits}f}"
+
+
+def described(validation: Mapping[str, float]) -> str:
+    """What was measured on the validation part, for people.
+
+    >>> described({"epoch": 2, "loss": 2.1712, "bleu": 22.084, "chrf": 19.75})
+    'loss 2.171, BLEU 22.08, chrF 19.75'
+    """
+    return ", ".join(
+        f"{written} {plain(validation[name]) if name == 'loss' else f'{validation[name]:.2f}'}"
+        for name, written in METRICS.items()
+        if name in validation  # the first trainings had no chrF
+    )
 
 
 class Progress:
@@ -76,7 +101,7 @@ class Progress:
         """Means over the last so many steps."""
         recent, seconds = self.history.losses[-steps:], self.history.seconds[-steps:]
         speed = sum(self.history.tokens[-steps:]) / sum(seconds)
-        return f"loss {sum(recent) / len(recent):.2e}  {speed:,.0f} tokens/s"
+        return f"loss {plain(sum(recent) / len(recent))}  {speed:,.0f} tokens/s"
 
     def close(self) -> None:
         """Leave the terminal tidy."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,17 +18,17 @@ from bahdanau_fast.seq2seq.checkpoints import BEST, LAST
 from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
 from bahdanau_fast.seq2seq.data import Pairs, Vocab, Vocabs, batches
 from bahdanau_fast.seq2seq.distributed import World
-from bahdanau_fast.seq2seq.progress import Progress
+from bahdanau_fast.seq2seq.progress import Progress, described
 from bahdanau_fast.seq2seq.scoring import require_sacrebleu
-from bahdanau_fast.seq2seq.settings import History, Settings, build_model
+from bahdanau_fast.seq2seq.settings import METRICS, History, Settings, build_model
 from bahdanau_fast.seq2seq.text import RawPair
-from bahdanau_fast.seq2seq.training import Trainer, total_steps, train
+from bahdanau_fast.seq2seq.training import Trainer, steps_per_epoch, total_steps, train
 from bahdanau_fast.seq2seq.translator import Translator
 
 __all__ = ["Run"]
 
-# Validation translates at most so many pairs an epoch: enough to tell epochs apart.
-_VALIDATED = 1000
+# Validation translates at most so many pairs an epoch; the loss is that of all of them.
+_TRANSLATED = 1000
 
 
 class Run:
@@ -47,6 +48,9 @@ class Run:
 
     Attributes:
         history: of the training so far.
+        best: the validation of the epoch that ``best.pt`` holds; None while there is none.
+        note: one line about a training whose ``best.pt`` was chosen by BLEU, before there was a
+            ``best_metric``; empty for any other.
 
     Raises:
         ModuleNotFoundError: sacrebleu or tensorboard is wanted and not installed.
@@ -73,6 +77,10 @@ class Run:
         payload = checkpoints.load(out / LAST) if resume else None
         vocabs = None if payload is None else self._continued(payload)
         self.pairs = self.corpus.encode(self.corpus.parts.train, text, vocabs)
+        validated = self.corpus.parts.validation
+        both = Vocabs(self.pairs.source_vocab, self.pairs.target_vocab)
+        self.validated = self.corpus.encode(validated, text, both) if validated else None
+        self.best, self.note = (None, "") if payload is None else self._chosen(payload)
         model = build_model(self.pairs, settings).to(self.world.device)
         steps = total_steps(self.pairs, settings, self.world)
         self.trainer = Trainer(model, settings, steps, self.world)
@@ -89,6 +97,15 @@ class Run:
         self.board = None
         if tensorboard and self.world.rank == 0:
             self.board = _board(out, len(self.history.losses))
+
+    def _chosen(self, payload: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+        """``best`` and ``note`` of a training to go on with."""
+        best = self.out / BEST
+        held = checkpoints.load(best)["validations"][-1] if best.is_file() else None
+        if held is None or "best_metric" in payload["settings"]:
+            return held, ""
+        metric = METRICS[self.settings.best_metric]
+        return held, f"{BEST} was chosen by BLEU until now; from here on by validation {metric}"
 
     def _continued(self, payload: dict[str, Any]) -> Vocabs:
         """The vocabularies of a training to go on with, if data and processes are its own."""
@@ -133,10 +150,7 @@ class Run:
             file=file,
         )
         if first:
-            self.out.mkdir(parents=True, exist_ok=True)
-            if not self.history.losses:
-                self._save(LAST)
-                (self.out / BEST).unlink(missing_ok=True)  # of a training this one replaces
+            self._begin()
         train(
             self.trainer.model,
             self.pairs,
@@ -149,37 +163,58 @@ class Run:
             self.board.close()
         return self.history
 
+    def _begin(self) -> None:
+        """The folder, as it is before the next step."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        done = len(self.history.losses)
+        per_epoch = steps_per_epoch(self.pairs, self.settings, self.world)
+        if done == 0:
+            self._save(LAST)
+            (self.out / BEST).unlink(missing_ok=True)  # of a training this one replaces
+            self.best = None
+        elif done % per_epoch == 0 and self.history.validations:
+            self._keep_best()  # the metric may have been another one until now
+
     def _after_step(self, show: Progress) -> Callable[[int, bool], None]:
         def after(epoch: int, ended: bool) -> None:
             done = len(self.history.losses)
             self._scalars(done)
             if ended:
-                if self.corpus.parts.validation:
-                    self._validate(epoch, done)
-                    last = self.history.validations[-1]
-                    show.say(f"  validation: loss {last['loss']:.3f}, BLEU {last['bleu']:.2f}")
+                if self.validated is not None:
+                    result = self._validate(epoch, self.validated, done)
+                    chosen = "; the best so far" if self._keep_best() else ""
+                    show.say(f"  validation: {described(result)}{chosen}")
                 self._save(LAST)
             elif self.save_every and done % self.save_every == 0:
                 self._save(LAST)
 
         return after
 
-    def _validate(self, epoch: int, done: int) -> None:
-        """Loss and BLEU of this epoch, and a checkpoint if no epoch before had as good a BLEU."""
-        pairs = sample(self.corpus.parts.validation, _VALIDATED)
-        scores = self.translator.score(
-            pairs, self.translator.translate([source for source, _ in pairs])
-        )
-        vocabs = Vocabs(self.pairs.source_vocab, self.pairs.target_vocab)
-        loss = validation_loss(self.trainer, self.corpus.encode(pairs, self.text, vocabs))
-        result = {"epoch": epoch + 1, "loss": loss, "bleu": scores.corpus.bleu}
-        before = [validation["bleu"] for validation in self.history.validations]
+    def _validate(self, epoch: int, encoded: Pairs, done: int) -> dict[str, Any]:
+        """Loss, BLEU and chrF of this epoch, added to the history."""
+        loss = validation_loss(self.trainer, encoded)
+        if not math.isfinite(loss):
+            at = f"{loss} after epoch {epoch + 1} (a lower lr may help)"
+            checks.reject(ValueError, "the validation loss", "be finite", at)
+        pairs = sample(self.corpus.parts.validation, _TRANSLATED)
+        translations = self.translator.translate([source for source, _ in pairs])
+        scores = self.translator.score(pairs, translations).corpus
+        result = {"epoch": epoch + 1, "loss": loss, "bleu": scores.bleu, "chrf": scores.chrf}
         self.history.validations.append(result)
         if self.board is not None:
-            self.board.add_scalar("validation/loss", result["loss"], done)
-            self.board.add_scalar("validation/bleu", result["bleu"], done)
-        if all(result["bleu"] > bleu for bleu in before):
+            for name in METRICS:
+                self.board.add_scalar(f"validation/{name}", result[name], done)
+        return result
+
+    def _keep_best(self) -> bool:
+        """Write ``best.pt`` if the last epoch is better than the one it holds; whether it is."""
+        last = self.history.validations[-1]
+        metric = self.settings.best_metric
+        better = self.best is None or goodness(last, metric) > goodness(self.best, metric)
+        if better:
             self._save(BEST)
+            self.best = last
+        return better
 
     def _scalars(self, done: int) -> None:
         if self.board is None:
@@ -209,9 +244,21 @@ def sample(pairs: list[RawPair], count: int) -> list[RawPair]:
     return pairs if len(pairs) <= count else random.Random(0).sample(pairs, count)
 
 
+def goodness(validation: Mapping[str, float], metric: str) -> tuple[float, ...]:
+    """What is greater for the better epoch; where scores are equal, the lower loss is better.
+
+    BLEU is 0 for the first epochs of many trainings: without the loss the first would be kept.
+
+    >>> goodness({"loss": 2.0, "bleu": 0.0}, "bleu") < goodness({"loss": 1.5, "bleu": 0.0}, "bleu")
+    True
+    """
+    loss = -validation["loss"]
+    return (loss,) if metric == "loss" else (validation[metric], loss)
+
+
 @torch.no_grad()
 def validation_loss(trainer: Trainer, pairs: Pairs) -> float:
-    """Cross-entropy per target token over all pairs."""
+    """Mean cross-entropy per target token: all pairs, evaluation mode, teacher forcing."""
     trainer.model.eval()
     losses: list[Tensor] = []
     for batch in batches(pairs, 256, seed=0):

@@ -12,12 +12,16 @@ from bahdanau_fast.seq2seq.data import Pairs, Vocabs
 from bahdanau_fast.seq2seq.decoders import Seq2SeqAttentionDecoder, Seq2SeqDecoder, StepDecoder
 from bahdanau_fast.seq2seq.models import EncoderDecoder, Seq2SeqEncoder, init_xavier
 
-__all__ = ["CHOICES", "History", "Settings", "build_model"]
+__all__ = ["CHOICES", "METRICS", "History", "Settings", "build_model"]
+
+METRICS = {"loss": "loss", "bleu": "BLEU", "chrf": "chrF"}
+"""What is measured on the validation part, and how it is written."""
 
 CHOICES = {
     "cell": ("gru", "lstm"),
     "attention": ("additive", "dot", "none"),
     "schedule": ("cosine", "constant"),
+    "best_metric": tuple(METRICS),
 }
 """The settings that are one of a few words."""
 
@@ -43,6 +47,8 @@ class Settings:
         label_smoothing: share of the probability that goes to all tokens alike.
         bf16: compute in bfloat16 under autocast; the weights stay fp32.
         seed: of weights, batches and dropout.
+        best_metric: what the best epoch is best in, on the validation part: "loss" (lowest), "bleu"
+            or "chrf" (highest; of epochs with the same score, the one with the lowest loss).
 
     Raises:
         TypeError, ValueError: a setting out of its range.
@@ -64,6 +70,7 @@ class Settings:
     label_smoothing: float = 0.0
     bf16: bool = False
     seed: int = 0
+    best_metric: str = "loss"
 
     def __post_init__(self) -> None:
         for name in ("embed_size", "num_hiddens", "num_layers", "epochs", "batch_size"):
@@ -87,7 +94,7 @@ class History:
         losses: per step, cross-entropy per target token, smoothing included.
         seconds: per step, wall time.
         tokens: per step, target tokens read, by all processes.
-        validations: per epoch, ``{"epoch", "loss", "bleu"}`` on the validation part.
+        validations: per epoch, ``{"epoch", "loss", "bleu", "chrf"}`` on the validation part.
     """
 
     losses: list[float] = field(default_factory=list)

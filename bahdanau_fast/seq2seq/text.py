@@ -136,9 +136,18 @@ def read(path: str | Path) -> TextFile:
         else:
             found.skipped.append((number, "no source" if target else "no target"))
     if not found.pairs:
-        need = "hold at least one line 'source, tab, target'"
-        checks.reject(ValueError, "data", need, f"{path} ({found.note()})")
+        checks.reject(ValueError, "data", "hold pairs (source, tab, target)", _hollow(path, found))
     return found
+
+
+def _hollow(path: Path, found: TextFile) -> str:
+    """A file without one pair, and what it has in their place."""
+    reasons = {reason for _, reason in found.skipped}
+    if reasons == {"empty"}:
+        return f"{path} (an empty file)"
+    if reasons <= {"empty", "no tab"}:
+        return f"{path} (no line has a tab)"
+    return f"{path} ({found.note()})"
 
 
 @dataclass(frozen=True)

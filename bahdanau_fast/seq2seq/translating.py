@@ -25,16 +25,18 @@ class Translation:
     Attributes:
         source: source tokens that were read, without <eos>.
         tokens: target tokens, without <eos>.
-        weights: (len(tokens),len(source)), where each target token looked; what went to the
-            source's <eos> is left out, so rows may sum to less than one. None from a decoder
+        weights: (len(tokens),len(source)), where each target token looked. None from a decoder
             without attention.
         score: of the beam search; None when greedy.
+        end_weights: (len(tokens),), what went to the source's <eos>: with ``weights`` each row sums
+            to one. None from a decoder without attention, and where the source was cut off.
     """
 
     source: list[str]
     tokens: list[str]
     weights: Tensor | None
     score: float | None = None
+    end_weights: Tensor | None = None
 
 
 @contextmanager
@@ -171,9 +173,12 @@ def translate(
         for i, text, row, seen, score in zip(chosen, chunk, *done, strict=True):
             length = next((n for n, token in enumerate(row) if token in (EOS, PAD)), len(row))
             read = list(text)[:num_steps]
-            looked = None if seen is None else seen[:length, : len(read)].clone()
             words = target_vocab.to_tokens(row[:length])
-            results[i] = Translation(read, words, looked, score)
+            looked = end = None
+            if seen is not None:
+                looked = seen[:length, : len(read)].clone()
+                end = seen[:length, len(read)].clone() if len(read) < num_steps else None
+            results[i] = Translation(read, words, looked, score, end)
     return [results[i] for i in range(len(texts))]
 
 

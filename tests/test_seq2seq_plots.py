@@ -1,0 +1,191 @@
+"""Pictures of attention and of losses: what is drawn, and that nothing runs into anything else."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from threads import one_thread  # noqa: F401
+
+from bahdanau_fast.seq2seq import Pairs, Settings, build_model, curves, plots, translate
+from bahdanau_fast.seq2seq.beam import Beam
+from bahdanau_fast.seq2seq.text import tokenize
+from bahdanau_fast.seq2seq.translating import Translation
+
+
+def falling(steps, low, high=7.0):
+    """Losses that fall evenly on a logarithmic axis."""
+    return [high * (low / high) ** (i / max(1, steps - 1)) for i in range(steps)]
+
+
+def validated(losses, top=20.0):
+    return [
+        {"epoch": i, "loss": loss, "bleu": top * (1 - 1 / i), "chrf": 2 * top * (1 - 1 / i)}
+        for i, loss in enumerate(losses, 1)
+    ]
+
+
+CASES = {
+    "one step": ([4.2], validated([4.0]), 1),
+    "one epoch": (falling(16, 3.0), validated([3.0]), 1),
+    "few epochs": (falling(48, 2.0), validated(falling(3, 2.0, 3.0)), 2),
+    "many epochs": (falling(12_000, 1.9), validated(falling(200, 1.7, 4.0)), 120),
+    "near zero": (falling(3_000, 1e-5), validated(falling(20, 1e-4)), 20),
+    "zero": ([0.0] * 30, validated([0.0, 0.0]), 1),
+    "just above zero": ([0.5, 0.1, 0.06], validated([0.5, 0.06]), 2),
+    "not validated": (falling(300, 1.0), [], None),
+    "before chrF": (falling(9, 1.0), [{"epoch": 1, "loss": 2.0, "bleu": 0.0}], None),
+}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def drawn(request):
+    """A picture of each kind, laid out."""
+    figure = curves.training_curves(*CASES[request.param])
+    figure.draw_without_rendering()
+    return request.param, figure
+
+
+def test_axes_hold_what_can_be(drawn):
+    _, figure = drawn
+    for axes in figure.axes:
+        (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+        assert left >= 0
+        assert bottom >= 0
+        for line in axes.lines:
+            if line.get_label().startswith("best.pt"):
+                continue
+            assert all(left <= x <= right for x in line.get_xdata())
+            assert all(bottom <= y <= top for y in line.get_ydata())
+
+
+def test_ticks_are_round_numbers_in_plain_words(drawn):
+    _, figure = drawn
+    for axes in figure.axes:
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            places = [place for place in axis.get_ticklocs() if low <= place <= high]
+            assert 1 <= len(places) <= 12
+            if axis is axes.xaxis:
+                assert all(place == int(place) for place in places)
+            words = [label.get_text() for label in axis.get_ticklabels()]
+            for word in words:
+                assert float(word.replace(",", "")) >= 0  # no exponent, no mathematics
+                assert "e" not in word
+            assert not [label for label in axis.get_ticklabels(minor=True) if label.get_text()]
+
+
+def test_legends_lie_above_the_curves_and_beside_the_titles(drawn):
+    _, figure = drawn
+    for axes in figure.axes:
+        legend = axes.get_legend()
+        if legend is None:
+            continue
+        box, title = legend.get_window_extent(), axes._left_title.get_window_extent()
+        assert box.y0 >= axes.bbox.y1 - 1
+        assert not box.overlaps(title)
+        assert not any(box.overlaps(other.bbox) for other in figure.axes if other is not axes)
+
+
+def test_the_numbers_drawn_are_the_history(drawn):
+    name, figure = drawn
+    losses, validations, best = CASES[name]
+    training = figure.axes[0].lines
+    assert list(training[0].get_ydata()) == losses
+    assert list(training[0].get_xdata()) == list(range(1, len(losses) + 1))
+    if not validations:
+        assert len(figure.axes) == 1
+        return
+    loss, scores = figure.axes[1:]
+    assert list(loss.lines[0].get_ydata()) == [v["loss"] for v in validations]
+    marks = [line for line in loss.lines if line.get_label().startswith("best.pt")]
+    assert [int(mark.get_xdata()[0]) for mark in marks] == ([] if best is None else [best])
+    names = [line.get_label() for line in scores.lines]
+    assert names == (["BLEU", "chrF"] if "chrf" in validations[0] else ["_child0"])
+    assert list(scores.lines[0].get_ydata()) == [v["bleu"] for v in validations]
+
+
+def test_means_are_those_of_whole_windows():
+    losses = [float(i % 7) + 1 for i in range(205)]
+    _, means = curves.training_curves(losses, []).axes[0].lines
+    assert means.get_label() == "mean of 4 steps"
+    assert len(means.get_ydata()) == 51
+    assert means.get_ydata()[1] == sum(losses[4:8]) / 4
+    assert means.get_xdata()[1] == (5 + 8) / 2
+
+
+def test_compared_backends_are_drawn_over_each_other():
+    losses = falling(100, 1.0)
+    compared = {"cpu": losses, "reference": losses[:]}
+    figure = curves.loss_curves(falling(470, 1e-3), compared, "a note")
+    figure.draw_without_rendering()
+    whole, first = figure.axes
+    assert [line.get_label() for line in first.lines] == ["cpu", "reference"]
+    assert first.lines[0].get_linewidth() > first.lines[1].get_linewidth()
+    assert figure.get_supxlabel() == "a note"
+    for axes in (whole, first):
+        title = axes._left_title.get_window_extent()
+        assert not axes.get_legend().get_window_extent().overlaps(title)
+
+
+@pytest.fixture(scope="module")
+def translations():
+    """Short sources, one as long as the model reads, one longer; greedy and by beams."""
+    texts = [("go now", "va"), ("run", "cours"), ("stop it now", "arrête")]
+    pairs = Pairs.of(texts)
+    model = build_model(pairs, Settings(embed_size=8, num_hiddens=12))
+    sources, args = ["go", "stop it", "go now go"], (pairs.source_vocab, pairs.target_vocab, 7, 5)
+    return [
+        translation
+        for beam in (None, Beam(2))
+        for translation in translate(model, sources, *args, beam=beam)
+    ]
+
+
+def test_rows_of_a_translation_sum_to_one(translations):
+    for translation in translations:
+        cut = len(translation.source) == 7
+        assert (translation.end_weights is None) == cut
+        total = translation.weights.sum(1) + (0 if cut else translation.end_weights)
+        torch.testing.assert_close(total, torch.ones(len(translation.tokens)))
+
+
+def test_the_end_of_the_sentence_is_drawn(translations):
+    for translation in translations:
+        axes = plots.alignments([translation], ["a title"], "a heading").axes[0]
+        labels = [label.get_text() for label in axes.get_xticklabels()]
+        signs = ["·" if sign == " " else sign for sign in translation.source]
+        assert labels == signs + ["<eos>"] * (translation.end_weights is not None)
+        image = torch.tensor(axes.images[0].get_array().tolist())
+        assert image.shape == (len(translation.tokens), len(labels))
+        torch.testing.assert_close(image.sum(1), torch.ones(len(translation.tokens)))
+
+
+LONG = tokenize("I want to go to the station tomorrow morning because you arrive there.", "words")
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens"),
+    [
+        (["go"], ["va"]),
+        (LONG * 3, [*tokenize("Ça va, œuvre naïve !", "words"), *LONG]),
+        (list("le 3 février 1999, à midi et demi"), list("1999-02-03")),
+        (list("二〇二一年三月三日"), list("2021-03-03")),
+    ],
+)
+def test_labels_of_an_alignment_stay_apart(source, tokens):
+    weights = torch.full((len(tokens), len(source) + 1), 1 / (len(source) + 1))
+    translation = Translation(source, tokens, weights[:, :-1], None, weights[:, -1])
+    figure, note = plots.attention_figure([translation])
+    assert ("no font here draws" in note) == (not plots.drawable("".join(source + tokens)))
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    for labels in (axes.get_yticklabels(), axes.get_xticklabels()):
+        upright = [label.get_window_extent() for label in labels if label.get_rotation() % 90 == 0]
+        assert not any(a.overlaps(b) for a, b in pairwise(upright))
+    # Slanted words are lines at a distance from each other: a letter's height, at least.
+    slanted = [label for label in axes.get_xticklabels() if label.get_rotation() == 40]
+    ends = [label.get_window_extent().x1 for label in slanted]
+    letter = 0.6 * 9 / 72 * figure.dpi
+    gaps = [b - a for a, b in pairwise(ends)]
+    assert all(gap * 0.643 >= letter for gap in gaps)  # sin 40°
+    assert axes.bbox.x0 >= 0
+    assert max(label.get_window_extent().y1 for label in axes.get_xticklabels()) <= axes.bbox.y0
