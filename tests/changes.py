@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,25 @@ def array(tensor):
 def given(s, tensor):
     """Make this the keys, a leaf as the ones before."""
     s.keys = tensor.requires_grad_() if s.keys.requires_grad else tensor
+
+
+def times(name):
+    """A tensor of a side, in place."""
+    return lambda s: attrgetter(name)(s).mul_(-1.5)
+
+
+def numpy_times(name):
+    return lambda s: array(attrgetter(name)(s)).__imul__(-1.5)
+
+
+def renew_data(name):
+    """``x.data = new``, which in general is at another address."""
+
+    def change(s):
+        x = attrgetter(name)(s)
+        x.data = s.draw(*x.shape)
+
+    return change
 
 
 def w_k(s):
@@ -72,6 +92,10 @@ def data_at_the_same_address(s):
     weight.data = next((x for x in tried if x.data_ptr() == address), tried[-1]).copy_(fresh)
 
 
+def new_bias(s):
+    s.module.bias = nn.Parameter(s.draw(*s.module.bias.shape))
+
+
 def bias_of_the_same_id(s):
     fresh, identity = s.draw(*s.module.bias.shape), id(s.module.bias)
     s.module.bias = None
@@ -81,6 +105,12 @@ def bias_of_the_same_id(s):
         if id(tried[-1]) == identity:
             break
     s.module.bias = tried[-1]
+
+
+def new_key_layer(s):
+    hidden, size = w_k(s).shape
+    s.module.W_k = nn.Linear(size, hidden, bias=False, dtype=s.keys.dtype)
+    w_k(s).copy_(s.draw(hidden, size))
 
 
 def keys_of_the_same_address(s):
@@ -324,8 +354,9 @@ def broadcast_weights(s):
 def redundancy_free(s):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    for p in s.module.parameters():
+    matrices = [p for p in s.module.parameters() if p.dim() == 2]
+    for p in matrices:
         p.grad = s.draw(*p.shape)
-    ZeroRedundancyOptimizer(s.module.parameters(), torch.optim.SGD, lr=0.5).step()
-    for p in s.module.parameters():
+    ZeroRedundancyOptimizer(matrices, torch.optim.SGD, lr=0.5).step()
+    for p in matrices:
         p.grad = None

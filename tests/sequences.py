@@ -1,6 +1,7 @@
 """Random sequences of calls, changes and backward passes, on the plain module and on ours.
 
-``python tests/sequences.py 50000`` runs so many; what fails is shortened and printed as lines that run.
+``python tests/sequences.py 50000`` runs so many. What fails is shortened, and printed as lines that
+run.
 """
 
 import argparse
@@ -14,14 +15,16 @@ from typing import NamedTuple
 
 import torch
 from changes import array
-from sides import DQ, REMEMBERED, SMALL, Pair
+from sides import REMEMBERED, SMALL, Pair
 from ways import WAYS
 
 # Not among sequences: what starts processes, or needs a place where keys come from.
 CHANGES = {
     f"{way.what}, {way.how}": way
     for way in WAYS
-    if way.ranks == 1 and way.prepare is None and way.how not in ("the same bytes in another shape",)
+    if way.ranks == 1
+    and way.prepare is None
+    and way.how not in ("the same bytes in another shape",)
 }
 
 
@@ -69,10 +72,10 @@ def remembered(side, queries_len, steps):
     if not hasattr(side.module, "memory"):
         return call(side, queries_len, steps)
     with mode_of(side):
-        memory = side.module.memory(side.keys, side.values, side.lens)
-        contexts, weights = [], []
+        queries, contexts, weights = side.queries[:, :queries_len], [], []
+        memory = side.module.memory(side.keys, side.values, side.lens_for(queries))
         for _ in range(steps):
-            contexts.append(side.module.attend(side.queries[:, :queries_len], memory))
+            contexts.append(side.module.attend(queries, memory))
             weights.append(side.module.attention_weights)
         context = torch.cat(contexts, 1)
         keep(side, context)
@@ -83,6 +86,8 @@ def change(side, how):
     way = CHANGES[how]
     with mode_of(side), contextlib.nullcontext() if way.graph else torch.no_grad():
         way.change(side)
+    if not way.pending:
+        side.pending.clear()
 
 
 def lens(side, kind):
@@ -273,7 +278,7 @@ def draw_plan(seed):
 def run(plan, ended=None):
     """What is wrong after the first step that is; nothing where all is right."""
     options = plan.options
-    pair = Pair(**options, exact=options["dtype"] == torch.float32)
+    pair = Pair(**options, exact=options.get("dtype") == torch.float32)
     for side in pair.sides:
         side.notes["mode"] = "grad"
         for name in ("queries", "values"):

@@ -40,9 +40,14 @@ class Side:
     def call(self, queries=None):
         """Context and weights."""
         queries = self.queries if queries is None else queries
-        inputs = queries, self.keys, self.values, self.lens
+        inputs = queries, self.keys, self.values, self.lens_for(queries)
         context = self.module(*inputs) if self.step is None else self.step(self.module, *inputs)
         return context, self.module.attention_weights
+
+    def lens_for(self, queries):
+        """As many per row as there are queries, where there is one for each."""
+        several = self.lens is not None and self.lens.dim() == 2
+        return self.lens[:, : queries.shape[1]] if several else self.lens
 
     def leaves(self):
         """Whatever may have a gradient, by name."""
