@@ -88,7 +88,7 @@ def data_at_the_same_address(s):
     weight = w_k(s)
     fresh, address = s.draw(*weight.shape), weight.data_ptr()
     weight.data = torch.empty(0, dtype=weight.dtype)
-    tried = [torch.empty_like(fresh) for _ in range(8)]
+    tried = [torch.empty_like(fresh) for _ in range(64)]
     weight.data = next((x for x in tried if x.data_ptr() == address), tried[-1]).copy_(fresh)
 
 
@@ -97,13 +97,13 @@ def new_bias(s):
 
 
 def bias_of_the_same_id(s):
-    fresh, identity = s.draw(*s.module.bias.shape), id(s.module.bias)
+    """And of the same memory; Python often puts a new object where one of its size has died."""
+    memory, identity = s.module.bias.detach(), id(s.module.bias)
+    array(memory)[:] = array(s.draw(*memory.shape))
     s.module.bias = None
-    tried = []
-    for _ in range(64):
-        tried.append(nn.Parameter(fresh.clone()))
-        if id(tried[-1]) == identity:
-            break
+    tried = [nn.Parameter(memory)]
+    while id(tried[-1]) != identity and len(tried) < 64:
+        tried.append(nn.Parameter(memory))
     s.module.bias = tried[-1]
 
 
