@@ -114,23 +114,36 @@ def _train(run):
 
 
 def by_compiled(run, code=compiled):
-    """Compiled training, then eager calls on the same keys, as a validation after an epoch does."""
+    """Compiled training between eager calls, as where an epoch ends in a validation.
+
+    The last eager calls before the change and the first after it are in the same mode, so that what
+    the former leave is there for the latter.
+    """
     run.ask("queries", "keys", "values")
     run.prepare()
-    ours = run.pair.ours
-    for when in ("before", "after"):
-        with torch.no_grad():
-            run.call(f"eager, {when}")
-            run.call(f"eager again, {when}")
-        run.call(f"eager with gradients, {when}")
-        ours.step = code
-        with torch.no_grad():
-            run.call(f"compiled, {when}")
-        run.call(f"compiled with gradients, {when}")
-        run.backward(f"backward of the compiled, {when}", -1)
-        ours.step = None
-        if when == "before":
-            run.change()
+    run.call("eager with gradients, before")
+    _eager_twice(run, "before")
+    _train_compiled(run, code, "before")
+    run.change()
+    _eager_twice(run, "after")
+    _train_compiled(run, code, "after")
+    run.call("eager with gradients, after")
+    run.backward("backward of the eager", -1)
+
+
+@torch.no_grad()
+def _eager_twice(run, when):
+    run.call(f"eager, {when}")
+    run.call(f"eager again, {when}")
+
+
+def _train_compiled(run, code, when):
+    run.pair.ours.step = code
+    with torch.no_grad():
+        run.call(f"compiled, {when}")
+    run.call(f"compiled with gradients, {when}")
+    run.backward(f"backward of the compiled, {when}", -1)
+    run.pair.ours.step = None
 
 
 def by_inductor(run):

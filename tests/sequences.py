@@ -138,8 +138,13 @@ def _take(side, which, retain):
 
 
 def gradients(side, which, of, again):
-    """``torch.autograd.grad`` by some inputs; ``again``: backward of the gradients, too."""
+    """``torch.autograd.grad`` by some inputs; ``again``: backward of the gradients, too.
+
+    Not again where something changed since: second derivatives of ours compute the forward pass
+    anew, from inputs that may be others by then without a version counter that says so.
+    """
     chosen = _take(side, which, False)
+    again = again and not any(old is x for old in side.notes.get("before", ()) for x in chosen)
     leaves = side.leaves() | {"keys": side.keys}
     inputs = {name: leaves[name] for name in of if leaves[name].requires_grad}
     if not chosen or not inputs:
@@ -296,6 +301,9 @@ def take(pair, action, arguments, name, ended):
     def step(side):
         return ACTIONS[action](side, **arguments)
 
+    if action in ("change", "train", "queries"):
+        for side in pair.sides:
+            side.notes["before"] = list(side.pending)
     if action in ("backward", "gradients", "train"):
         done = pair.do(name, step)
         if done:

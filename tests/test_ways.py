@@ -57,7 +57,7 @@ def test_way_by_inductor(how, tmp_path):
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What each of the two ranks prints (two_ranks_ways.py)."""
-    return two_ranks("two_ranks_ways.py", tmp_path_factory.mktemp("ranks"))
+    return two_ranks("two_ranks_ways.py", tmp_path_factory.mktemp("ranks"), timeout=600)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
