@@ -1,6 +1,13 @@
 """The files that take longest first, so that workers that share the suite end together."""
 
-LONGEST = ("test_cuda_kernels.py", "test_triton.py", "test_operators.py", "test_budgets.py")
+LONGEST = (
+    "test_ways.py",
+    "test_cuda_kernels.py",
+    "test_triton.py",
+    "test_operators.py",
+    "test_budgets.py",
+    "test_sequences.py",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -15,9 +15,12 @@ def course_softmax(scores, lens):
 
 
 class CourseAttention(nn.Module):
-    """The course's AdditiveAttention: (num_hiddens, dropout), or with key and query size first."""
+    """The course's AdditiveAttention: (num_hiddens, dropout), or with key and query size first.
 
-    def __init__(self, *sizes, dropout=0.0):
+    ``bias`` adds to the features what the course's layers leave out.
+    """
+
+    def __init__(self, *sizes, dropout=0.0, bias=False):
         super().__init__()
         hidden = sizes[-1]
         if len(sizes) == 1:
@@ -27,10 +30,13 @@ class CourseAttention(nn.Module):
             self.W_k = nn.Linear(sizes[0], hidden, bias=False)
             self.W_q = nn.Linear(sizes[1], hidden, bias=False)
             self.w_v = nn.Linear(hidden, 1, bias=False)
+        self.bias = nn.Parameter(torch.zeros(hidden)) if bias else None
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, queries, keys, values, valid_lens):
         features = self.W_q(queries)[:, :, None] + self.W_k(keys)[:, None]
+        if self.bias is not None:
+            features = features + self.bias
         scores = self.w_v(torch.tanh(features)).squeeze(-1)
         self.attention_weights = course_softmax(scores, valid_lens)
         return self.dropout(self.attention_weights) @ values

@@ -1,11 +1,8 @@
 """Data-parallel training on two processes: DDP, FSDP2, and DTensors sharded over the batch."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
+from ranks import two_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 THINGS = [
@@ -16,22 +13,7 @@ THINGS = [
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What each of the two ranks prints (two_ranks.py)."""
-    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
-    program = Path(__file__).with_name("two_ranks.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), meeting],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        return [rank.communicate(timeout=180) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    return two_ranks("two_ranks.py", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("thing", THINGS)

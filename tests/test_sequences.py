@@ -1,0 +1,57 @@
+"""Random sequences of calls, changes and backward passes give what the plain module gives."""
+
+import os
+from collections import Counter
+
+import pytest
+import sides
+from course import CourseAttention
+from sequences import ACTIONS, Plan, Step, draw_plan, run, shorten, told
+from threads import one_thread  # noqa: F401
+
+# 50 000 by hand: python tests/sequences.py 50000
+SEQUENCES, PARTS = int(os.environ.get("BAHDANAU_FAST_SEQUENCES", "2000")), 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_sequences(part):
+    ended = Counter()
+    for seed in range(part, SEQUENCES, PARTS):
+        plan = draw_plan(seed)
+        assert not run(plan, ended), told(seed, plan)
+    done = {action: ended[action, True] for action in ACTIONS}
+    assert all(done.values()), done
+    assert sum(done.values()) > 5 * SEQUENCES // PARTS
+    assert sum(ended.values()) < 1.1 * sum(done.values())  # few that the plain module refuses
+
+
+class Stale(CourseAttention):
+    """Reuses a projection until the keys are another tensor: what must never be."""
+
+    def __init__(self, *sizes, cache_keys, **options):
+        super().__init__(*sizes, **options)
+        self.kept = None
+
+    def forward(self, queries, keys, values, valid_lens):
+        if self.kept is None or self.kept[0] is not keys:
+            self.kept = keys, keys.detach().clone()
+        return super().forward(queries, self.kept[1], values, valid_lens)
+
+
+def test_a_stale_projection_is_noticed_and_told_in_a_few_steps(monkeypatch):
+    monkeypatch.setattr(sides.bf, "AdditiveAttention", Stale)
+    failed = [seed for seed in range(40) if run(draw_plan(seed))]
+    assert len(failed) > 5
+    short = shorten(draw_plan(failed[0]))
+    assert 0 < len(short.steps) <= 4
+    assert all(not run(Plan(short.options, short.steps[:i])) for i in range(len(short.steps)))
+    words = told(failed[0], draw_plan(failed[0]))
+    names = {}
+    exec(words.replace("print(run(", "found = (run("), names)
+    assert names["found"]
+    assert f"# seed {failed[0]}" in words
+
+
+def test_the_plain_module_agrees_with_itself():
+    call = Step("call", {"queries_len": 2, "steps": 1})
+    assert run(Plan({"seed": 1}, [call, Step("backward", {"which": [0], "retain": False})])) == []
