@@ -63,7 +63,15 @@ class Held:
         grad_fns: nodes that the gradients go to.
     """
 
-    __slots__ = ("__weakref__", "_lifetime", "_tensors", "_versions", "grad_fns", "on_release")
+    __slots__ = (
+        "__weakref__",
+        "_lifetime",
+        "_memory",
+        "_tensors",
+        "_versions",
+        "grad_fns",
+        "on_release",
+    )
 
     def __init__(
         self, lifetime: Lifetime, *tensors: Tensor | None, grad_fns: tuple[Any, ...] = ()
@@ -71,7 +79,9 @@ class Held:
         self._lifetime = lifetime
         self.grad_fns = grad_fns
         self._tensors: tuple[Tensor | None, ...] | None = tensors
-        self._versions = [None if t is None or t.is_inference() else t._version for t in tensors]
+        # The memory of now, whatever `.data =` gives the tensor later; it counts the same versions.
+        self._memory = [None if t is None else t.detach() for t in tensors]
+        self._versions = [_version(t) for t in self._memory]
         self.on_release: Callable[[], None] | None = None
 
     @property
@@ -79,8 +89,8 @@ class Held:
         """Whether the last backward has been here."""
         return self._tensors is None
 
-    def get(self) -> tuple[Tensor | None, ...]:
-        """The tensors, as autograd gives back saved ones.
+    def get(self) -> Sequence[Tensor | None]:
+        """The tensors, as autograd gives back saved ones; with their graph if it is recorded.
 
         Raises:
             RuntimeError: they were freed, or changed in place.
@@ -90,21 +100,25 @@ class Held:
                 "Trying to backward through the attention's keys a second time, after what was "
                 "saved for it has been freed: give retain_graph=True to the first backward"
             )
-        for tensor, version in zip(self._tensors, self._versions, strict=True):
-            if version is not None and tensor is not None and tensor._version != version:
+        for tensor, version in zip(self._memory, self._versions, strict=True):
+            if tensor is not None and _version(tensor) != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: {tuple(tensor.shape)} of the attention's keys or weights "
                     f"is at version {tensor._version}, expected version {version}"
                 )
-        return self._tensors
+        return self._tensors if torch.is_grad_enabled() else self._memory
 
     def after_backward(self) -> None:
         """Let go of the tensors, if that was the last backward."""
         if self._lifetime.is_over():
-            self._tensors, self.grad_fns = None, ()
+            self._tensors, self._memory, self.grad_fns = None, [], ()
             if self.on_release is not None:
                 self.on_release()
+
+
+def _version(tensor: Tensor | None) -> int | None:
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def saved_as_needed(
