@@ -121,7 +121,7 @@ def resolve(
     if wanted == "triton" and dtype == torch.float64:
         checks.reject(ValueError, "backend", f"serve {dtype} tensors", repr(wanted))
     if wanted != "reference" and _needs_reference():
-        where = "under torch.func, forward-mode differentiation and torch.onnx.export"
+        where = "under torch.func, forward mode, torch.jit.trace and torch.onnx.export"
         checks.reject(
             ValueError, "backend", f"be 'reference' or left to 'auto' {where}", repr(wanted)
         )

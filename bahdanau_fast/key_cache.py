@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from bahdanau_fast import backends, transforms
 from bahdanau_fast.deferred import Shared
+from bahdanau_fast.layers import plain_weight
 from bahdanau_fast.memory import ProjectedKeys, project
-from bahdanau_fast.projection import plain_weight
 
 __all__ = ["KeyCache"]
 

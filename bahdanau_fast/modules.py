@@ -7,12 +7,12 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends, checks
+from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.functional import attend_projected, attend_query, attend_small
 from bahdanau_fast.kept_weights import KeepsWeights
 from bahdanau_fast.key_cache import KeyCache
+from bahdanau_fast.layers import apply_layer, plain_parameters, plain_weight
 from bahdanau_fast.memory import TINY, Memory, ProjectedKeys, project
-from bahdanau_fast.projection import apply_layer, plain_weight
 from bahdanau_fast.signature import read_signature
 from bahdanau_fast.small import pays
 
@@ -58,8 +58,13 @@ class _Additive(KeepsWeights):
         values = keys if values is None else values
         checks.source(keys, values, valid_lens)
         _check_features("keys", keys, self._modules[self._key_layer])
-        projected = project(self._project(keys), backends.resolve(keys.device, dtype=keys.dtype))
-        projected = projected.share(values, _weight(self._modules[self._score_layer]))
+        if self.bias is not None:
+            checks.same_kind("keys", keys, "the module's bias", self.bias)
+        backend = backends.resolve(keys.device, dtype=keys.dtype)
+        w_v = plain_weight(self._modules[self._score_layer])
+        if w_v is None:  # steps will call the layer, and no kernel
+            return Memory(ProjectedKeys(self._project(keys), None, None), values, valid_lens)
+        projected = project(self._project(keys), backend).share(values, w_v)
         return Memory(projected, values, valid_lens)
 
     def attend(self, queries: Tensor, memory: Memory) -> Tensor:
@@ -99,8 +104,8 @@ class _Additive(KeepsWeights):
         reuse = self.cache_keys and not torch.compiler.is_compiling() and keys.numel() > TINY
         if reuse:
             projected = self._cache.find(keys, layer, self.bias, queries.shape[1])
-            if projected is not None:
-                w_v = _weight(self._modules[self._score_layer])
+            w_v = plain_weight(self._modules[self._score_layer])
+            if projected is not None and w_v is not None:
                 projected = self._cache.share(projected, values, w_v)
         if projected is None:
             _check_features("keys", keys, layer)
@@ -137,34 +142,27 @@ class _Additive(KeepsWeights):
         query_layer = self._modules[self._query_layer]
         _check_features("queries", queries, query_layer)
         backend = backends.resolve(queries.device, dtype=queries.dtype)
-        w_v = _weight(self._modules[self._score_layer])
-        results, w_q = None, plain_weight(query_layer)
-        if w_q is not None:
+        score_layer, dropout_p = self._modules[self._score_layer], self._dropout_p()
+        w_q, w_v = plain_weight(query_layer), plain_weight(score_layer)
+        results = None
+        if w_q is not None and w_v is not None:
             results = attend_query(
-                backend, queries, w_q, projected, values, w_v, valid_lens, self._dropout_p()
+                backend, queries, w_q, projected, values, w_v, valid_lens, dropout_p
             )
-        context, weights = results or attend_projected(
-            apply_layer(query_layer, queries),
-            projected,
-            values,
-            w_v,
-            valid_lens,
-            self._dropout_p(),
-            True,
-            backend,
-        )
+        if results is None:
+            asked = apply_layer(query_layer, queries)
+            rest = (valid_lens, dropout_p)
+            if w_v is None:  # called, as the course's code does
+                assert score_layer is not None
+                results = reference.attend(asked, projected.keys, values, score_layer, *rest)
+            else:
+                results = attend_projected(asked, projected, values, w_v, *rest, True, backend)
+        context, weights = results
         self._keep(weights)
         return context
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cache": KeyCache()}
-
-
-def _weight(layer: nn.Module | None) -> Tensor:
-    assert layer is not None
-    # Past nn.Module's __getattr__, where the layer is a plain one: that takes as long as a check.
-    weight = layer._parameters.get("weight")
-    return cast(Tensor, layer.weight) if weight is None else weight
 
 
 def _check_features(
@@ -177,10 +175,12 @@ def _check_features(
         and weight.is_cpu
     ):
         return  # a small call, on the CPU, and all is well
-    # A lazy layer has no size yet, a replaced one (LoRA, quantized) checks for itself.
-    if type(layer) is nn.Linear:
-        checks.features(name, tensor, layer.in_features)
-        checks.same_kind(name, tensor, "the module's weights", _weight(layer))
+    # A lazy layer has no size yet, a changed one (LoRA, quantized, hooked) checks for itself.
+    parameters = plain_parameters(layer)
+    if parameters is not None:
+        weight = parameters["weight"]
+        checks.features(name, tensor, weight.shape[1])
+        checks.same_kind(name, tensor, "the module's weights", weight)
 
 
 class AdditiveAttention(_Additive):
