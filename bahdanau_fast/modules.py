@@ -140,10 +140,11 @@ class _Additive(KeepsWeights):
         self, queries: Tensor, projected: ProjectedKeys, values: Tensor, valid_lens: Tensor | None
     ) -> Tensor:
         query_layer = self._modules[self._query_layer]
-        _check_features("queries", queries, query_layer)
-        backend = backends.resolve(queries.device, dtype=queries.dtype)
-        score_layer, dropout_p = self._modules[self._score_layer], self._dropout_p()
+        score_layer = self._modules[self._score_layer]
         w_q, w_v = plain_weight(query_layer), plain_weight(score_layer)
+        _check_features("queries", queries, query_layer, w_q)
+        backend = backends.resolve(queries.device, dtype=queries.dtype)
+        dropout_p = self._dropout_p()
         results = None
         if w_q is not None and w_v is not None:
             results = attend_query(
@@ -173,8 +174,9 @@ def _check_features(
         and weight.shape[1] == tensor.shape[2]
         and weight.dtype is tensor.dtype
         and weight.is_cpu
+        and tensor.is_cpu
     ):
-        return  # a small call, on the CPU, and all is well
+        return  # on the CPU, and all is well
     # A lazy layer has no size yet, a changed one (LoRA, quantized, hooked) checks for itself.
     parameters = plain_parameters(layer)
     if parameters is not None:

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bahdanau_fast.sharding import replicate_like
+
 __all__ = ["additive_attention", "attend", "masked_softmax", "valid_mask"]
 
 
@@ -33,7 +35,7 @@ def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
     """
     lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
     positions = torch.arange(keys_len, device=valid_lens.device)
-    return positions < lens.unsqueeze(-1)
+    return replicate_like(valid_lens, positions) < lens.unsqueeze(-1)
 
 
 def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:

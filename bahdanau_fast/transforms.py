@@ -22,7 +22,7 @@ def active() -> bool:
     return (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
+        or (not torch.compiler.is_compiling() and torch._C._is_tracing())
     )
 
 

@@ -58,10 +58,10 @@ def inputs(sizes, dtype=torch.float64, grad=True):
     return [x.to(dtype).requires_grad_(grad) for x in drawn]
 
 
-def changed(module, change, *where):
+def changed(module, change, *where, **options):
     """The module after a change, which draws the same random numbers each time."""
     torch.manual_seed(5)
-    result = change(module, *where)
+    result = change(module, *where, **options)
     return module if result is None else result
 
 
@@ -74,6 +74,7 @@ def training(module, given, steps=3):
     """Results and all gradients of some steps of training."""
     optimizer = torch.optim.SGD((p for p in module.parameters() if p.requires_grad), lr=0.2)
     seen = []
+    torch.manual_seed(7)  # dropout inside a layer
     for _ in range(steps):
         optimizer.zero_grad()
         some = [x.detach().clone().requires_grad_() for x in given]
@@ -99,9 +100,12 @@ def by_memory(module, given, queries_at_once=1):
 
 
 def same_training(ours, plain, given, **tolerance):
-    for got, want in zip(training(ours, given), training(plain, given), strict=True):
+    """Some steps of training are equal; what was seen in them."""
+    steps = training(ours, given)
+    for got, want in zip(steps, training(plain, given), strict=True):
         torch.testing.assert_close(got, want, **(tolerance or EXACT))
         assert any(grad is not None for grad in want[3].values())
+    return steps
 
 
 def same_results(ours, plain, given, queries_at_once=1, **tolerance):

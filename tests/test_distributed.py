@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 THINGS = [
-    "ddp", "fsdp2", "dtensor one operator", "dtensor", "dtensor memory", "dtensor dropout",
+    "ddp", "fsdp2", "fsdp2 of layers", "dtensor one operator", "dtensor", "dtensor memory",
+    "dtensor dropout", "dtensor counted", "dtensor called", "dtensor memory called",
 ]  # fmt: skip
 
 
