@@ -121,10 +121,9 @@ def resolve(
     if wanted == "triton" and dtype == torch.float64:
         checks.reject(ValueError, "backend", f"serve {dtype} tensors", repr(wanted))
     if wanted != "reference" and _needs_reference():
-        where = "under torch.func, forward-mode differentiation and torch.onnx.export"
-        checks.reject(
-            ValueError, "backend", f"be 'reference' or left to 'auto' {where}", repr(wanted)
-        )
+        where = "torch.func, forward-mode differentiation, torch.jit.trace and torch.onnx.export"
+        need = f"be 'reference' or left to 'auto' under {where}"
+        checks.reject(ValueError, "backend", need, repr(wanted))
     return wanted
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends, checks, transforms
+from bahdanau_fast import backends, checks, reference, transforms
 from bahdanau_fast.functional import attend_projected, attend_query, attend_small
 from bahdanau_fast.kept_weights import KeepsWeights
 from bahdanau_fast.key_cache import KeyCache, Source, may_share
+from bahdanau_fast.layers import apply_layer, plain_parameters, plain_weight
 from bahdanau_fast.lifetime import Lifetime
 from bahdanau_fast.memory import TINY, Maker, Memory, ProjectedKeys, project
-from bahdanau_fast.projection import apply_layer, plain_weight, shared_linear
+from bahdanau_fast.projection import shared_linear
 from bahdanau_fast.signature import read_signature
 from bahdanau_fast.small import pays
 
@@ -63,16 +64,20 @@ class _Additive(KeepsWeights):
         checks.source(keys, values, valid_lens)
         layer = self._modules[self._key_layer]
         _check_features("keys", keys, layer)
+        if self.bias is not None:
+            checks.same_kind("keys", keys, "the module's bias", self.bias)
         backend = backends.resolve(keys.device, dtype=keys.dtype)
-        weight = plain_weight(layer)
+        weight, w_v = plain_weight(layer), plain_weight(self._modules[self._score_layer])
         if torch.compiler.is_compiling() or not may_share(keys, weight, self.bias):
             own, lifetime, weight = self._project(keys), None, None
         else:
             assert weight is not None
             lifetime = Lifetime()
             own, _ = shared_linear(keys, weight, self.bias, lifetime)
-        projected = project(own, backend)._replace(lifetime=lifetime)
-        projected = projected.share(values, _weight(self._modules[self._score_layer]))
+        if w_v is None:  # steps will call the layer, and no kernel
+            projected = ProjectedKeys(own, None, None, None, lifetime)
+        else:
+            projected = project(own, backend)._replace(lifetime=lifetime).share(values, w_v)
         maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
         return Memory(projected, values, valid_lens, maker)
 
@@ -125,7 +130,7 @@ class _Additive(KeepsWeights):
             _check_features("keys", keys, layer)
             projected = ProjectedKeys(self._project(keys), None, None)
         else:
-            w_v = _weight(self._modules[self._score_layer])
+            w_v = plain_weight(self._modules[self._score_layer])
             projected = self._cache.project(source, values, w_v, queries.shape[1])
         return self._attend(queries, projected, values, valid_lens)
 
@@ -172,8 +177,10 @@ class _Additive(KeepsWeights):
         return w_q, w_k, w_v
 
     def _dropout_p(self) -> float:
-        # Past nn.Module's __getattr__, as below.
-        return cast(nn.Dropout, self._modules["dropout"]).p if self.training else 0.0
+        dropout = self._modules["dropout"]  # past nn.Module's __getattr__
+        assert dropout is not None
+        p: float = getattr(dropout, "p", 0.0) if dropout.training else 0.0
+        return p
 
     def _project(self, keys: Tensor) -> Tensor:
         return apply_layer(self._modules[self._key_layer], keys, self.bias)
@@ -182,36 +189,30 @@ class _Additive(KeepsWeights):
         self, queries: Tensor, projected: ProjectedKeys, values: Tensor, valid_lens: Tensor | None
     ) -> Tensor:
         query_layer = self._modules[self._query_layer]
-        _check_features("queries", queries, query_layer)
+        score_layer = self._modules[self._score_layer]
+        w_q, w_v = plain_weight(query_layer), plain_weight(score_layer)
+        _check_features("queries", queries, query_layer, w_q)
         backend = backends.resolve(queries.device, dtype=queries.dtype)
-        w_v = _weight(self._modules[self._score_layer])
-        results, w_q = None, plain_weight(query_layer)
-        if w_q is not None:
+        dropout_p = self._dropout_p()
+        results = None
+        if w_q is not None and w_v is not None:
             results = attend_query(
-                backend, queries, w_q, projected, values, w_v, valid_lens, self._dropout_p()
+                backend, queries, w_q, projected, values, w_v, valid_lens, dropout_p
             )
-        context, weights = results or attend_projected(
-            apply_layer(query_layer, queries),
-            projected,
-            values,
-            w_v,
-            valid_lens,
-            self._dropout_p(),
-            True,
-            backend,
-        )
+        if results is None:
+            asked = apply_layer(query_layer, queries)
+            rest = (valid_lens, dropout_p)
+            if w_v is None:  # called, as the course's code does
+                assert score_layer is not None
+                results = reference.attend(asked, projected.keys, values, score_layer, *rest)
+            else:
+                results = attend_projected(asked, projected, values, w_v, *rest, True, backend)
+        context, weights = results
         self._keep(weights)
         return context
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cache": KeyCache()}
-
-
-def _weight(layer: nn.Module | None) -> Tensor:
-    assert layer is not None
-    # Past nn.Module's __getattr__, where the layer is a plain one: that takes as long as a check.
-    weight = layer._parameters.get("weight")
-    return cast(Tensor, layer.weight) if weight is None else weight
 
 
 def _check_features(
@@ -222,12 +223,15 @@ def _check_features(
         and weight.shape[1] == tensor.shape[2]
         and weight.dtype is tensor.dtype
         and weight.is_cpu
+        and tensor.is_cpu
     ):
-        return  # a small call, on the CPU, and all is well
-    # A lazy layer has no size yet, a replaced one (LoRA, quantized) checks for itself.
-    if type(layer) is nn.Linear:
-        checks.features(name, tensor, layer.in_features)
-        checks.same_kind(name, tensor, "the module's weights", _weight(layer))
+        return  # on the CPU, and all is well
+    # A lazy layer has no size yet, a changed one (LoRA, quantized, hooked) checks for itself.
+    parameters = plain_parameters(layer)
+    if parameters is not None:
+        weight = parameters["weight"]
+        checks.features(name, tensor, weight.shape[1])
+        checks.same_kind(name, tensor, "the module's weights", weight)
 
 
 class AdditiveAttention(_Additive):

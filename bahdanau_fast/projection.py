@@ -11,21 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from bahdanau_fast import transforms
 from bahdanau_fast.lifetime import Held, Lifetime
 
-__all__ = [
-    "apply_layer",
-    "has_hooks",
-    "linear",
-    "plain_weight",
-    "product",
-    "shared_linear",
-    "sum_of_products",
-]
+__all__ = ["linear", "product", "shared_linear", "sum_of_products"]
 
 # Multiplications from which oneDNN's dearer call is made up for, and rows below which either
 # library only reads the weight.
@@ -98,39 +90,6 @@ def shared_linear(
         grad_fns=grad_fns,
     )
     return _Linear.apply(x, weight, bias, held), held  # type: ignore[no-untyped-call]
-
-
-def plain_weight(layer: nn.Module | None) -> Tensor | None:
-    """The weight, when it alone decides what the layer computes; None for anything else.
-
-    A replaced layer (LoRA, parametrized, quantized) or one with hooks depends on more than one
-    tensor: its result is not reused.
-    """
-    # Parameters are read past nn.Module's __getattr__, which takes as long as all of this.
-    if type(layer) is not nn.Linear or layer._parameters.get("bias") is not None:
-        return None
-    return None if has_hooks(layer) else layer._parameters.get("weight")
-
-
-def has_hooks(layer: nn.Module) -> bool:
-    """Whether something is called beside the layer's own forward and backward."""
-    return bool(
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-    )
-
-
-def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``layer(x) + bias``, by :func:`linear` where its parameters are all that the layer is."""
-    assert layer is not None
-    weight = layer._parameters.get("weight") if type(layer) is nn.Linear else None
-    if weight is not None and not has_hooks(layer):
-        own = layer._parameters.get("bias")
-        return linear(x, weight, own if bias is None else bias if own is None else own + bias)
-    projected: Tensor = layer(x)
-    return projected if bias is None else projected + bias
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:

@@ -12,9 +12,13 @@ Sizes: B batch, Tq queries, Tk keys, Dq/Dk/Dv feature sizes, H hidden units.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from bahdanau_fast.sharding import replicate_like
 
 __all__ = ["additive_attention", "attend", "masked_softmax", "valid_mask"]
 
@@ -31,7 +35,7 @@ def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
     """
     lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
     positions = torch.arange(keys_len, device=valid_lens.device)
-    return positions < lens.unsqueeze(-1)
+    return replicate_like(valid_lens, positions) < lens.unsqueeze(-1)
 
 
 def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
@@ -60,7 +64,7 @@ def attend(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    w_v: Tensor,
+    w_v: Tensor | Callable[[Tensor], Tensor],
     valid_lens: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -70,7 +74,7 @@ def attend(
         queries: (B,Tq,H), already ``W_q q``.
         keys: (B,Tk,H), already ``W_k k``.
         values: (B,Tk,Dv).
-        w_v: (1,H) or (H,).
+        w_v: (1,H) or (H,); or a layer, which makes (B,Tq,Tk,1) of (B,Tq,Tk,H).
         valid_lens: None, (B,) or (B,Tq).
         dropout_p: probability of dropping a weight on the way to the context.
 
@@ -78,8 +82,8 @@ def attend(
         Context (B,Tq,Dv) and the weights (B,Tq,Tk) before dropout.
     """
     features = torch.tanh(queries.unsqueeze(2) + keys.unsqueeze(1))
-    scores = F.linear(features, w_v.reshape(1, -1)).squeeze(-1)
-    weights = masked_softmax(scores, valid_lens)
+    scores = F.linear(features, w_v.reshape(1, -1)) if isinstance(w_v, Tensor) else w_v(features)
+    weights = masked_softmax(scores.squeeze(-1), valid_lens)
     context = torch.bmm(F.dropout(weights, dropout_p), values)
     return context, weights
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import backends, decoding, transforms
+from bahdanau_fast.layers import is_unchanged, plain_weight
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.projection import has_hooks, plain_weight
 
 __all__ = ["attend_step", "decode_given", "decode_greedily"]
 
@@ -66,7 +66,7 @@ def decode_given(
     """All steps of given inputs, in one operator where there is one for them.
 
     There is on the CPU, in fp32 and fp64, where nothing but the parameters of the layers decides
-    what they compute (no hooks, no replaced layers, no autocast, no transform, not while
+    what they compute (no hooks, no replaced or patched layers, no autocast, no transform, not while
     compiling); else :func:`attend_step` for one step after the other. Both give the same, but for
     the order of sums and of random numbers.
 
@@ -120,8 +120,8 @@ def decode_greedily(
         type(embedding) is nn.Embedding
         and type(dense) is nn.Linear
         and embedding.max_norm is None
-        and not has_hooks(embedding)
-        and not has_hooks(dense)
+        and is_unchanged(embedding)
+        and is_unchanged(dense)
         and embedding.weight.dtype == dense.weight.dtype
         and _has_operator(attention, rnn, embedding.weight.dtype, memory)
     ):
@@ -149,7 +149,7 @@ def _has_operator(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Me
         and type(rnn) in (nn.GRU, nn.LSTM)
         and plain_weight(attention.W_q) is not None
         and plain_weight(attention.w_v) is not None
-        and not has_hooks(rnn)
+        and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
         and dtype in (torch.float32, torch.float64)
         and dtype == memory.projected.keys.dtype == memory.values.dtype

@@ -1,8 +1,9 @@
-"""What the code around a call does to it: ``torch.func``, forward-mode differentiation, autocast.
+"""What the code around a call does to it: ``torch.func``, forward mode, ``torch.jit``, autocast.
 
 Fused operators and custom backward formulas know neither. Called under one of them they would drop
 a tangent without a word, or raise an error about something else; plain PyTorch operations do what
-they should, so everything asks here before it takes a short way.
+they should, so everything asks here before it takes a short way. The same goes for
+``torch.jit.trace``, which can write down no operator that Python differentiates.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ __all__ = ["active", "autocast_dtype", "needs_gradient", "softmax_in_fp32"]
 
 
 def active() -> bool:
-    """Whether ``torch.func`` or a forward-mode level is at work; also while code is compiled."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether ``torch.func``, a forward-mode level or ``torch.jit.trace`` is at work.
+
+    The first two are seen while code is compiled, too.
+    """
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (not torch.compiler.is_compiling() and torch._C._is_tracing())
+    )
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -6,7 +6,8 @@ from ranks import two_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 THINGS = [
-    "ddp", "fsdp2", "dtensor one operator", "dtensor", "dtensor memory", "dtensor dropout",
+    "ddp", "fsdp2", "fsdp2 of layers", "dtensor one operator", "dtensor", "dtensor memory",
+    "dtensor dropout", "dtensor counted", "dtensor called", "dtensor memory called",
 ]  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from bahdanau_fast import checks
 from bahdanau_fast.dot_product import DotProductAttention
+from bahdanau_fast.layers import apply_layer
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.projection import apply_layer
 from bahdanau_fast.seq2seq.data import BOS, EOS, PAD
 from bahdanau_fast.seq2seq.models import AttentionDecoder, Decoder, Hidden, recurrent, rename
 from bahdanau_fast.steps import attend_step, decode_given, decode_greedily

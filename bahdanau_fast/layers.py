@@ -1,0 +1,74 @@
+"""Layers that other code may have changed: when a weight stands for its layer, and when not.
+
+Reading ``layer.weight`` is right for an ``nn.Linear`` as torch makes it. Hooks, LoRA, pruning,
+parametrizations, quantization and a ``forward`` set on the instance (accelerate does that) change
+what calling the layer computes: such a layer is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Linear
+from torch.nn.modules import module as _torch
+
+from bahdanau_fast.projection import linear
+
+__all__ = ["apply_layer", "is_unchanged", "plain_parameters", "plain_weight"]
+
+# Dicts that torch fills in place, with hooks for the modules of the whole process.
+_forward_hooks = _torch._global_forward_hooks
+_forward_pre_hooks = _torch._global_forward_pre_hooks
+_backward_hooks = _torch._global_backward_hooks
+_backward_pre_hooks = _torch._global_backward_pre_hooks
+
+
+def is_unchanged(module: nn.Module) -> bool:
+    """Whether calling a module runs its class's ``forward`` and nothing else."""
+    # Read past nn.Module's __getattr__: small calls ask this three times.
+    own = module.__dict__
+    return not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or _forward_hooks
+        or _forward_pre_hooks
+        or _backward_hooks
+        or _backward_pre_hooks
+    )
+
+
+def plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
+    """``weight`` and ``bias``, when they alone decide what the layer computes; else None.
+
+    Where the answer is None nothing is known of the layer: its weight may be missing, a method, or
+    on the meta device until the layer is called.
+    """
+    if type(layer) is not Linear or not is_unchanged(layer):
+        return None
+    parameters = layer._parameters
+    return None if parameters.get("weight") is None else parameters
+
+
+def plain_weight(layer: nn.Module | None) -> Tensor | None:
+    """The weight, when it alone decides what the layer computes; else None."""
+    parameters = plain_parameters(layer)
+    if parameters is None or parameters.get("bias") is not None:
+        return None
+    weight: Tensor = parameters["weight"]
+    return weight
+
+
+def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``layer(x) + bias``, by :func:`linear` where its parameters are all that the layer is."""
+    assert layer is not None
+    parameters = plain_parameters(layer)
+    if parameters is not None:
+        own = parameters.get("bias")
+        total = own if bias is None else bias if own is None else own + bias
+        return linear(x, parameters["weight"], total)
+    projected: Tensor = layer(x)
+    return projected if bias is None else projected + bias
