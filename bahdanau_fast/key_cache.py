@@ -88,8 +88,8 @@ def may_share(
 
     Not in activation checkpointing (seen by its hooks on saved tensors), which runs a call twice:
     both runs must save the same tensors. Not under ``torch.func`` or forward mode, where tensors
-    have no address or carry a tangent that ends with its level. Where versions are to be trusted,
-    not for tensors of inference mode, which have none.
+    have no address or carry a tangent that ends with its level. Tensors of inference mode have no
+    versions to trust, and autograd treats them in its own ways.
 
     Args:
         keys: (B,Tk,Dk).
@@ -103,7 +103,10 @@ def may_share(
         and type(weight) in (Tensor, Parameter)
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and not transforms.active()
-        and not (trusted and any(t is not None and t.is_inference() for t in (keys, weight, bias)))
+        and not (
+            (trusted or torch.is_grad_enabled())
+            and any(t is not None and t.is_inference() for t in (keys, weight, bias))
+        )
     )
 
 
@@ -130,7 +133,7 @@ class _Entry:
         if self.held is None:
             return True
         held = self.held()
-        return held is not None and not held.released and held.grad_fns == source.grad_fns()
+        return held is not None and held.is_current and held.grad_fns == source.grad_fns()
 
 
 class KeyCache:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Due", "Held", "Lifetime", "saved_as_needed"]
+__all__ = ["Due", "Held", "Lifetime", "after_backward", "save", "saved"]
 
 
 class Lifetime:
@@ -78,9 +78,12 @@ class Held:
     ) -> None:
         self._lifetime = lifetime
         self.grad_fns = grad_fns
-        self._tensors: tuple[Tensor | None, ...] | None = tensors
         # The memory of now, whatever `.data =` gives the tensor later; it counts the same versions.
         self._memory = [None if t is None else t.detach() for t in tensors]
+        self._tensors: tuple[Tensor | None, ...] | None = tuple(
+            t if t is not None and t.requires_grad else memory
+            for t, memory in zip(tensors, self._memory, strict=True)
+        )
         self._versions = [_version(t) for t in self._memory]
         self.on_release: Callable[[], None] | None = None
 
@@ -88,6 +91,11 @@ class Held:
     def released(self) -> bool:
         """Whether the last backward has been here."""
         return self._tensors is None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether one more call may come to the node: neither freed nor changed in place."""
+        return not self.released and list(map(_version, self._memory)) == self._versions
 
     def get(self) -> Sequence[Tensor | None]:
         """The tensors, as autograd gives back saved ones; with their graph if it is recorded.
@@ -118,31 +126,67 @@ class Held:
 
 
 def _version(tensor: Tensor | None) -> int | None:
-    return None if tensor is None or tensor.is_inference() else tensor._version
+    return None if tensor is None else tensor._version
 
 
-def saved_as_needed(
-    tensors: Sequence[Tensor | None], needed: Sequence[bool]
-) -> tuple[list[Tensor | None], Held | None]:
-    """What to save of the inputs of a call, so that it minds changes in place as plain code does.
-
-    Plain code saves an input where some gradient needs its value, and raises in backward if it was
-    changed in place meanwhile. Any other input may be changed.
+def save(
+    ctx: Any,
+    inputs: Sequence[Tensor | None],
+    others: Sequence[Tensor | None],
+    results: Sequence[Tensor],
+    uses: Sequence[Sequence[int]],
+) -> None:
+    """``ctx.save_for_backward``, to be read by :func:`saved`.
 
     Args:
-        tensors: inputs of a call.
-        needed: of which of them a first derivative needs the value.
-
-    Returns:
-        The tensors to save, without version counters where they are not needed; and where such a
-        one requires a gradient itself, all inputs as they are, for second derivatives.
+        ctx: of an autograd function whose first arguments are ``inputs``.
+        inputs: to be differentiated.
+        others: what the caller does not hold.
+        results: of the function.
+        uses: for each input, the inputs whose gradients need its value.
     """
-    saved: list[Tensor | None] = []
-    whole = False
-    for tensor, need in zip(tensors, needed, strict=True):
-        if tensor is None or need:
-            saved.append(tensor)
-        else:
-            whole = whole or tensor.requires_grad
-            saved.append(tensor.data)
-    return saved, Held(Lifetime(), *tensors) if whole else None
+    ctx.save_for_backward(*inputs, *others, *results)
+    ctx.kept = None
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        versions = [None if t is None else t._version for t in inputs]
+        ctx.kept = (inputs, versions, others, [t.detach() for t in results], uses)
+
+
+def saved(ctx: Any) -> Sequence[Tensor | None]:
+    """``ctx.saved_tensors``; it minds changes in place only where plain code does.
+
+    A node of plain code saves what the gradients through it need, and one that a backward does not
+    come to does not look at what it has saved. One node for all of them, which saves everything,
+    has to find out whether a changed input is needed this time.
+
+    Raises:
+        RuntimeError: as ``saved_tensors``.
+    """
+    try:
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    except RuntimeError:
+        if ctx.kept is None or torch.is_grad_enabled():
+            raise
+        inputs, versions, others, results, uses = ctx.kept
+        nodes = iter(ctx.next_functions)
+        asked = []
+        for tensor in inputs:
+            asked.append(tensor is not None and _is_asked(next(nodes)[0]))
+        changed = [i for i, t in enumerate(inputs) if t is not None and t._version != versions[i]]
+        if not changed or any(asked[use] for i in changed for use in uses[i]):
+            raise
+        return (*inputs, *others, *results)
+
+
+def _is_asked(node: Any) -> bool:
+    """Whether the backward that is running will come to a node."""
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of a leaf that autograd.grad was given, and of no other
+        return True
+
+
+def after_backward(ctx: Any) -> None:
+    """Let go of what :func:`save` kept, as autograd does, unless it keeps the graph."""
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.kept = None

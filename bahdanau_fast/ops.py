@@ -20,7 +20,7 @@ keys``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from bahdanau_fast import reference, sharding, transforms
 from bahdanau_fast.again import differentiate_again
 from bahdanau_fast.deferred import Call, Deferred, Shared
-from bahdanau_fast.lifetime import Lifetime, saved_as_needed
+from bahdanau_fast.lifetime import Lifetime, after_backward, save, saved
 
 __all__ = [
     "TAGS",
@@ -172,24 +172,25 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
         raise RuntimeError("attend must be called with need_weights=True where a gradient is due")
     ctx.save_for_backward(*tensors, output[1])
     ctx.dropout_p = dropout_p
-    ctx.shared = ctx.whole = None
+    ctx.shared = None
     ctx.set_materialize_grads(False)
 
 
 def _gradients(
     ctx: Any,
+    tensors: Sequence[Any],
     backward: Callable[..., tuple[Tensor, ...]],
     needed: list[bool],
     *grads: Tensor | None,
 ) -> list[Tensor | None]:
     """Of queries, keys, values and w_v, as far as they are needed."""
     grad_context, grad_weights = grads
-    *inputs, weights = ctx.saved_tensors
+    *inputs, weights = tensors
     queries, keys, _, _, values, w_v, valid_lens, _ = inputs
     if grad_context is None and grad_weights is None:
         return [None] * 4
     if torch.is_grad_enabled():
-        differentiated = (queries, keys, values, w_v) if ctx.whole is None else ctx.whole.get()
+        differentiated = (queries, keys, values, w_v)
 
         def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
             return reference.attend(*tensors, valid_lens)  # type: ignore[arg-type, call-arg]
@@ -211,7 +212,9 @@ def _gradients(
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     needed = [ctx.needs_input_grad[at] for at in (0, 1, 4, 5)]
-    grad_q, grad_k, grad_v, grad_w = _gradients(ctx, _backward_op, needed, *grads)
+    grad_q, grad_k, grad_v, grad_w = _gradients(
+        ctx, ctx.saved_tensors, _backward_op, needed, *grads
+    )
     return grad_q, grad_k, None, None, grad_v, grad_w, None, None, None, None
 
 
@@ -225,6 +228,10 @@ torch.library.register_fake("bahdanau_fast::attend_backward_keys", _backward_key
 torch.library.register_autograd(
     "bahdanau_fast::attend", _backward, setup_context=_setup_context, lib=library
 )
+
+
+# Of queries, keys, values and w_v: whose gradients need their values.
+_USES = ((0, 1, 3), (0, 1, 3), (0, 1, 3), (0, 1))
 
 
 class _Attend(torch.autograd.Function):
@@ -250,26 +257,27 @@ class _Attend(torch.autograd.Function):
         forward, ctx.attend_backward = _implementations[backend]
         with torch._C._AutoDispatchBelowAutograd():
             output = forward(*inputs)
-        # What the caller may change in place before backward, as it may with plain code, which
-        # makes a mask of the lengths and saves of the others what their gradients need.
-        if valid_lens is not None:
+        if valid_lens is not None:  # plain code makes a mask of it at once: it may change
             valid_lens = valid_lens.clone() if shared is None else shared.lens(valid_lens)
-        of_queries, of_keys, _, of_w_v, *_ = ctx.needs_input_grad
-        of_tanh = of_queries or of_keys
-        needed = (True, True, of_tanh or of_w_v, of_tanh)
-        saved, whole = saved_as_needed((queries, keys, values, w_v), needed)
-        inputs = (*saved[:2], table, keys_max, *saved[2:], valid_lens, *others)
-        _setup_context(ctx, inputs, output)
-        ctx.shared, ctx.whole = shared, whole
+        _setup_context(ctx, (*inputs[:6], valid_lens, *others), output)
+        save(
+            ctx,
+            (queries, keys, values, w_v),
+            (table, keys_max, valid_lens, others[0]),
+            (output[1],),
+            _USES,
+        )
+        ctx.shared = shared
         ctx.due = None if lifetime is None else lifetime.begin()
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        queries, keys, values, w_v, table, keys_max, valid_lens, seed, weights = saved(ctx)
+        tensors = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, weights)
         needed = list(ctx.needs_input_grad[:4])
-        results = _gradients(ctx, ctx.attend_backward, needed, *grads)
-        if ctx.whole is not None:
-            ctx.whole.after_backward()
+        results = _gradients(ctx, tensors, ctx.attend_backward, needed, *grads)
+        after_backward(ctx)
         if ctx.due is not None and ctx.due.after_backward():
             ctx.shared = None
         return (*results, None, None, None, None)

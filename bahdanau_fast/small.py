@@ -8,6 +8,7 @@ faster, so :func:`pays` keeps it to the smallest problems, those of a course not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from bahdanau_fast import reference, sharding, transforms
 from bahdanau_fast.again import differentiate_again
-from bahdanau_fast.lifetime import saved_as_needed
+from bahdanau_fast.lifetime import after_backward, save, saved
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops import TAGS, library, table_for, weights_dtype
 
@@ -107,19 +108,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     *tensors, dropout_p = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.dropout_p = dropout_p
-    ctx.whole = None
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
+def _gradients(ctx: Any, tensors: Sequence[Any], *grads: Tensor | None) -> list[Tensor | None]:
     """Of queries, keys, values, w_q, w_k, w_v and bias."""
-    *inputs, weights, projected_queries, projected_keys = ctx.saved_tensors
+    *inputs, weights, projected_queries, projected_keys = tensors
     needed = list(ctx.needs_input_grad[:7])
     grad_context, grad_weights = grads[:2]
     if grad_context is None and grad_weights is None:
         return [None] * 7
     if torch.is_grad_enabled():
-        differentiated = inputs[:7] if ctx.whole is None else ctx.whole.get()
+        differentiated = inputs[:7]
 
         def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
             *required, bias = tensors
@@ -141,7 +141,7 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_gradients(ctx, *grads), None, None, None)
+    return (*_gradients(ctx, ctx.saved_tensors, *grads), None, None, None)
 
 
 torch.library.register_fake("bahdanau_fast::additive_attention", _fake, lib=library)
@@ -154,6 +154,11 @@ torch.library.register_autograd(
 )
 
 
+# Of queries, keys, values, w_q, w_k, w_v and bias: whose gradients need their values.
+_TANH = (0, 1, 3, 4, 6)
+_USES = ((3,), (4,), (*_TANH, 5), (0,), (1,), _TANH, ())
+
+
 class _Whole(torch.autograd.Function):
     """The same formulas for eager calls: the registered path takes several times as long."""
 
@@ -162,22 +167,16 @@ class _Whole(torch.autograd.Function):
         differentiated, rest = inputs[:7], inputs[7]
         with torch._C._AutoDispatchBelowAutograd():
             output = _forward_now(*differentiated, *rest)
-        # What the caller may change in place before backward, as in ops.
-        of_queries, of_keys, _, of_w_q, of_w_k, of_w_v, of_bias, _ = ctx.needs_input_grad
-        of_tanh = of_queries or of_keys or of_w_q or of_w_k or of_bias
-        needed = (of_w_q, of_w_k, of_tanh or of_w_v, of_queries, of_keys, of_tanh, False)
-        saved, whole = saved_as_needed(differentiated, needed)
-        valid_lens, *others = rest
-        lens = None if valid_lens is None else valid_lens.clone()
-        _setup_context(ctx, (*saved, lens, *others), output)
-        ctx.whole = whole
+        valid_lens, seed, dropout_p = rest
+        lens = None if valid_lens is None else valid_lens.clone()  # as in ops
+        _setup_context(ctx, (*differentiated, lens, seed, dropout_p), output)
+        save(ctx, differentiated, (lens, seed), output[1:], _USES)
         return output[0], output[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        results = _gradients(ctx, *grads)
-        if ctx.whole is not None:
-            ctx.whole.after_backward()
+        results = _gradients(ctx, saved(ctx), *grads)
+        after_backward(ctx)
         return (*results, None)
 
 

@@ -289,14 +289,16 @@ def run(plan, ended=None):
         for name in ("queries", "values"):
             getattr(side, name).requires_grad_()
     for number, (action, arguments) in enumerate(plan.steps):
-        take(pair, action, arguments, f"step {number}, {action}", ended)
+        done = take(pair, action, arguments, f"step {number}, {action}", ended)
         if pair.wrong:
             return pair.wrong
+        if not done and action in ("change", "train"):
+            return []  # half done, maybe, and on one side further than on the other
     return []
 
 
 def take(pair, action, arguments, name, ended):
-    """One step of every side, and what it left; what the plain side cannot do ends here."""
+    """One step of every side, and what it left; whether the plain side could."""
 
     def step(side):
         return ACTIONS[action](side, **arguments)
@@ -320,6 +322,7 @@ def take(pair, action, arguments, name, ended):
         done = pair.do(name, step)
     if ended is not None:
         ended[action, done] += 1
+    return done
 
 
 def shorten(plan):
