@@ -40,7 +40,7 @@ def differentiate_again(
     # Aliases: where one input was computed from another (a query from the keys, projected keys from
     # values that are the keys) a gradient stops at the operator, and does not go on to that other.
     inputs = [
-        tensor.view_as(tensor) if need and tensor is not None else tensor
+        _alias(tensor) if need and tensor is not None else tensor
         for tensor, need in zip(inputs, needed, strict=True)
     ]
     outputs = function(*inputs)
@@ -63,3 +63,8 @@ def differentiate_again(
         )
     )
     return [next(grads) if need else None for need in needed]
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same numbers as a tensor of its own, that has a gradient even if it was frozen since."""
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()

@@ -126,7 +126,7 @@ class Held:
 
 
 def _version(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor._version
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def save(
@@ -148,16 +148,20 @@ def save(
     ctx.save_for_backward(*inputs, *others, *results)
     ctx.kept = None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        versions = [None if t is None else t._version for t in inputs]
-        ctx.kept = (inputs, versions, others, [t.detach() for t in results], uses)
+        kept = [t.detach() for t in results]
+        ctx.kept = (inputs, list(map(_version, inputs)), others, kept, uses)
 
 
-def saved(ctx: Any) -> Sequence[Tensor | None]:
+def saved(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tensor | None]:
     """``ctx.saved_tensors``; it minds changes in place only where plain code does.
 
     A node of plain code saves what the gradients through it need, and one that a backward does not
     come to does not look at what it has saved. One node for all of them, which saves everything,
     has to find out whether a changed input is needed this time.
+
+    Args:
+        ctx: of the autograd function.
+        nodes: where the gradients of the inputs go, ``next_functions`` unless given.
 
     Raises:
         RuntimeError: as ``saved_tensors``.
@@ -168,11 +172,9 @@ def saved(ctx: Any) -> Sequence[Tensor | None]:
         if ctx.kept is None or torch.is_grad_enabled():
             raise
         inputs, versions, others, results, uses = ctx.kept
-        nodes = iter(ctx.next_functions)
-        asked = []
-        for tensor in inputs:
-            asked.append(tensor is not None and _is_asked(next(nodes)[0]))
-        changed = [i for i, t in enumerate(inputs) if t is not None and t._version != versions[i]]
+        edges = iter(ctx.next_functions if nodes is None else nodes)
+        asked = [t is not None and _is_asked(next(edges)[0]) for t in inputs]
+        changed = [i for i, t in enumerate(inputs) if _version(t) != versions[i]]
         if not changed or any(asked[use] for i in changed for use in uses[i]):
             raise
         return (*inputs, *others, *results)

@@ -273,7 +273,10 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        queries, keys, values, w_v, table, keys_max, valid_lens, seed, weights = saved(ctx)
+        nodes = None  # behind a shared node are those its gradients are for
+        if ctx.shared is not None:
+            nodes = (ctx.next_functions[0], *ctx.shared.results[0].grad_fn.next_functions)
+        queries, keys, values, w_v, table, keys_max, valid_lens, seed, weights = saved(ctx, nodes)
         tensors = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, weights)
         needed = list(ctx.needs_input_grad[:4])
         results = _gradients(ctx, tensors, ctx.attend_backward, needed, *grads)
