@@ -41,7 +41,8 @@ def read_signature(
     named = {name: value for name, value in named.items() if value is not None or name not in sides}
     by_name = [name for name in sides if name in named]
     # With both given by name, what is given by position is the rest.
-    names = old if len(sizes) > len(new) or len(by_name) == 1 else new
+    sizes_first = len(sizes) > 2 or (len(sizes) == 2 and "num_hiddens" in named)
+    names = old if sizes_first or len(by_name) == 1 else new
     if len(sizes) > len(names):
         raise TypeError(f"{_TAKEN}, got {len(sizes)} positional arguments")
     given = dict(zip(names, sizes, strict=False))
