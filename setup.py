@@ -20,11 +20,20 @@ import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
+import setuptools
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError
+from setuptools.errors import CompileError, SetupError
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1 has it from the package `wheel`
+    try:
+        from wheel.bdist_wheel import bdist_wheel
+    except ImportError:
+        bdist_wheel = None
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
@@ -321,17 +330,39 @@ class BuildExt(build_ext):
                 self.extensions.remove(ext)
 
 
-class BdistWheel(bdist_wheel):
-    """Tags the wheel by what was built: cp310-abi3 with a binary, py3-none-any without."""
+if bdist_wheel is None:
 
-    def run(self) -> None:
-        self.run_command("build")
-        if not self.get_finalized_command("build_ext").extensions:
-            self.root_is_pure = True
-        super().run()
+    class BdistWheel(Command):
+        """Says what to install; `setup.py build_ext` works without."""
+
+        user_options: ClassVar[list[tuple[str, str, str]]] = []
+
+        def initialize_options(self) -> None:
+            raise SetupError(
+                f"setuptools {setuptools.__version__} makes no wheels without the package wheel; "
+                "install them first: pip install -U 'setuptools>=77' wheel"
+            )
+
+else:
+
+    class BdistWheel(bdist_wheel):
+        """Tags the wheel by what was built: cp310-abi3 with a binary, py3-none-any without."""
+
+        def run(self) -> None:
+            self.run_command("build")
+            if not self.get_finalized_command("build_ext").extensions:
+                self.root_is_pure = True
+            super().run()
+
+
+def license_metadata() -> dict[str, str]:
+    """As an SPDX expression of its own field (PEP 639) where setuptools knows that field."""
+    known = int(setuptools.__version__.partition(".")[0]) >= 77
+    return {"license_expression" if known else "license": "Apache-2.0"}
 
 
 setup(
+    **license_metadata(),
     packages=["bahdanau_fast"]
     + [f"bahdanau_fast.{name}" for name in ("seq2seq", "kernels", "benchmarks")],
     package_dir={"bahdanau_fast.kernels": "kernels", "bahdanau_fast.benchmarks": "benchmarks"},

@@ -30,3 +30,8 @@ __all__ = [
     "masked_softmax",
     "reference",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names; modules of the package are imported by theirs."""
+    return sorted(__all__)

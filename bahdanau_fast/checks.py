@@ -181,7 +181,9 @@ def scores(tensor: Tensor) -> None:
 def features(name: str, tensor: Tensor, size: int) -> None:
     """The feature size of queries or keys against the weight that will multiply them."""
     if tensor.shape[-1] != size:
-        reject(ValueError, name, f"have feature size {size} (that of its weight)", _shape(tensor))
+        of = {"queries": ", query_size", "keys": ", key_size"}.get(name, "")
+        need = f"have feature size {size} (that of its weight{of})"
+        reject(ValueError, name, need, _shape(tensor))
 
 
 def sequence(

@@ -209,7 +209,7 @@ def info() -> int:
         "python": f"{platform.python_version()} ({sys.executable})",
         "torch": torch.__version__,
         "machine": platform.platform(),
-        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores",
+        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores; {_waiting()}",
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cuda": torch.version.cuda or "not in this torch",
     }
@@ -217,6 +217,17 @@ def info() -> int:
         print(f"{name:<14} {value}")
     print(backends.explain())
     return 0
+
+
+def _waiting() -> str:
+    """How threads of OpenMP wait for one another, and what to do where that takes long."""
+    policy = os.environ.get("OMP_WAIT_POLICY")
+    if policy is not None:
+        return f"OMP_WAIT_POLICY={policy}"
+    return (
+        "slow where other programs use the cores too? "
+        "OMP_WAIT_POLICY=passive, or fewer threads (OMP_NUM_THREADS=1)"
+    )
 
 
 @dataclass(frozen=True)

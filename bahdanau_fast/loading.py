@@ -7,6 +7,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +32,10 @@ def cpu_problem() -> str | None:
         _check_whole("bahdanau_fast._C_cpu")
         importlib.import_module("bahdanau_fast._C_cpu")
     except ModuleNotFoundError:
-        return "the C++ extension is not built (install with a C++17 compiler present)"
+        hidden = _hides_installed("_C_cpu")
+        return "the C++ extension is not built " + (
+            hidden or "(install with a C++17 compiler present)"
+        )
     except (ImportError, OSError) as error:
         return f"the C++ extension is there but does not load: {_first_line(error)}"
     return None
@@ -53,13 +58,34 @@ def cuda_problem() -> str | None:
         _check_whole("bahdanau_fast._C_cuda")
         importlib.import_module("bahdanau_fast._C_cuda")
     except ModuleNotFoundError:
-        return "the CUDA extension is not built (install with nvcc of torch's CUDA present)"
+        hidden = _hides_installed("_C_cuda")
+        return "the CUDA extension is not built " + (
+            hidden or "(install with nvcc of torch's CUDA present)"
+        )
     except (ImportError, OSError) as error:
         return f"the CUDA extension is there but does not load: {_first_line(error)}"
     from bahdanau_fast import cuda_ops
 
     cuda_ops.register()
     return None
+
+
+def _hides_installed(extension: str) -> str | None:
+    """Words for a source tree without its binary that Python finds before an installed package."""
+    tree = Path(__file__).parents[1]
+    if not (tree / "setup.py").is_file():
+        return None
+    package = Path(__file__).parent.name
+    others = [entry for entry in sys.path if Path(entry or ".").resolve() != tree.resolve()]
+    found = PathFinder.find_spec(package, others)
+    folders = None if found is None else found.submodule_search_locations
+    if not folders or PathFinder.find_spec(f"{package}.{extension}", folders) is None:
+        return None
+    return (
+        f"in {tree}, a source tree that hides the package installed in {next(iter(folders))}: "
+        "run Python from another folder, or build it here with "
+        "`pip install --no-build-isolation -e .`"
+    )
 
 
 def _check_whole(module: str) -> None:

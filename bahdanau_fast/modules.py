@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,17 @@ from bahdanau_fast.functional import attend_projected, attend_query, attend_smal
 from bahdanau_fast.kept_weights import KeepsWeights
 from bahdanau_fast.key_cache import KeyCache, Source, may_share
 from bahdanau_fast.layers import apply_layer, plain_parameters, plain_weight
+from bahdanau_fast.lazy import draw
 from bahdanau_fast.lifetime import Lifetime
 from bahdanau_fast.memory import TINY, Maker, Memory, ProjectedKeys, project
 from bahdanau_fast.projection import shared_linear
-from bahdanau_fast.signature import read_signature
+from bahdanau_fast.signature import additive_attention, read_signature, shows
 from bahdanau_fast.small import pays
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from bahdanau_fast.signature import Options
 
 __all__ = ["AdditiveAttention", "MLPAttention"]
 
@@ -34,12 +40,15 @@ class _Additive(KeepsWeights):
 
     bias: Tensor | None
 
-    def __init__(self, dropout: float, cache_keys: bool | Literal["trust"]) -> None:
+    def __init__(
+        self, num_hiddens: int, dropout: float, cache_keys: bool | Literal["trust"]
+    ) -> None:
         super().__init__()
         checks.probability("dropout", dropout)
         if cache_keys not in (True, False, "trust"):
             need = "be True, False or 'trust'"
             checks.reject(ValueError, "cache_keys", need, repr(cache_keys))
+        self.num_hiddens = num_hiddens
         self.dropout = nn.Dropout(dropout)
         self.cache_keys = cache_keys
         self._cache = KeyCache()
@@ -57,11 +66,16 @@ class _Additive(KeepsWeights):
         Returns:
             A memory; gradients flow through it to ``keys``, ``values`` and the key layer.
 
+        Of a lazy module that was never called this draws the weights of the key layer, then those
+        of the scoring layer; the first :meth:`attend` draws those of the query layer. (A first
+        call of the module itself draws the query layer's first, as the course's does.)
+
         Raises:
             TypeError, ValueError: as for calling the module.
         """
         values = keys if values is None else values
         checks.source(keys, values, valid_lens)
+        self._draw(None, keys)
         layer = self._modules[self._key_layer]
         _check_features("keys", keys, layer)
         if self.bias is not None:
@@ -108,12 +122,14 @@ class _Additive(KeepsWeights):
         if self._is_from_autocast(queries, memory):
             memory = memory.to(queries.dtype)
         checks.queries_for(queries, memory.projected.keys, memory.valid_lens)
+        self._draw(queries, None)
         return self._attend(queries, memory.projected, memory.values, memory.valid_lens)
 
     def _additive(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
     ) -> Tensor:
         checks.inputs(queries, keys, values, valid_lens)
+        self._draw(queries, keys)
         layer = self._modules[self._key_layer]
         weights = self._small_weights(queries, keys)
         if weights is not None:
@@ -160,6 +176,13 @@ class _Additive(KeepsWeights):
             and dtype in (torch.bfloat16, torch.float16)
             and transforms.autocast_dtype(queries.device) is None
         )
+
+    def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
+        layers = self._modules
+        score = layers[self._score_layer]
+        if type(score) is not nn.Linear:  # it is the last to be drawn
+            of_inputs = layers[self._query_layer], layers[self._key_layer]
+            draw((*of_inputs, score), queries, keys, self.num_hiddens)
 
     def _small_weights(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, ...] | None:
         """The three weights, when the call is small and they are all that the layers are."""
@@ -238,10 +261,15 @@ class AdditiveAttention(_Additive):
     """Additive attention, drop-in for ``d2l.AdditiveAttention`` of either signature.
 
     ``context_i = sum_j softmax_j(w_v . tanh(W_q q_i + W_k k_j)) v_j`` (Bahdanau, Cho and Bengio
-    2014, https://arxiv.org/abs/1409.0473). Both call forms of the course are taken::
+    2014, https://arxiv.org/abs/1409.0473). Both call forms of the course are taken, by position or
+    by name::
 
         AdditiveAttention(num_hiddens, dropout)                         # sizes seen at first call
-        AdditiveAttention(key_size, query_size, num_hiddens, dropout)
+        AdditiveAttention(key_size, query_size, num_hiddens, dropout)   # three numbers: no dropout
+
+    After ``torch.manual_seed`` either form draws the weights that the course's module draws; the
+    lazy form draws them at its first call. Dropout masks are drawn another way than the course's,
+    so with the same seed other weights are dropped, each with the same probability.
 
     An unchanged decoder loop that passes the same ``keys`` tensor at each step projects it once, on
     the CPU: a call compares a fingerprint of the bytes of ``keys``, ``W_k.weight`` and ``bias``
@@ -286,10 +314,9 @@ class AdditiveAttention(_Additive):
         num_hiddens: int,
         dropout: float = 0.0,
         *,
-        bias: bool = ...,
-        cache_keys: bool | Literal["trust"] = ...,
-        device: torch.device | str | None = ...,
-        dtype: torch.dtype | None = ...,
+        key_size: int | None = ...,
+        query_size: int | None = ...,
+        **options: Unpack[Options],
     ) -> None: ...
 
     @overload
@@ -299,13 +326,10 @@ class AdditiveAttention(_Additive):
         query_size: int,
         num_hiddens: int,
         dropout: float = 0.0,
-        *,
-        bias: bool = ...,
-        cache_keys: bool | Literal["trust"] = ...,
-        device: torch.device | str | None = ...,
-        dtype: torch.dtype | None = ...,
+        **options: Unpack[Options],
     ) -> None: ...
 
+    @shows(additive_attention)
     def __init__(
         self,
         *sizes: Any,
@@ -316,15 +340,16 @@ class AdditiveAttention(_Additive):
         **named: Any,
     ) -> None:
         key_size, query_size, num_hiddens, dropout = read_signature(sizes, named)
-        super().__init__(dropout, cache_keys)
+        super().__init__(num_hiddens, dropout, cache_keys)
         factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         if key_size is None or query_size is None:
             self.W_k: nn.Linear = nn.LazyLinear(num_hiddens, **factory)
             self.W_q: nn.Linear = nn.LazyLinear(num_hiddens, **factory)
+            self.w_v: nn.Linear = nn.LazyLinear(1, **factory)
         else:
             self.W_k = nn.Linear(key_size, num_hiddens, **factory)
             self.W_q = nn.Linear(query_size, num_hiddens, **factory)
-        self.w_v = nn.Linear(num_hiddens, 1, **factory)
+            self.w_v = nn.Linear(num_hiddens, 1, **factory)
         self.bias = (
             nn.Parameter(torch.zeros(num_hiddens, device=device, dtype=dtype)) if bias else None
         )
@@ -428,7 +453,7 @@ class MLPAttention(_Additive):
         *,
         cache_keys: bool | Literal["trust"] = True,
     ) -> None:
-        super().__init__(dropout, cache_keys)
+        super().__init__(units, dropout, cache_keys)
         checks.positive_int("units", units)
         checks.positive_int("ipt_dim", ipt_dim)
         self.W_k = nn.Linear(ipt_dim, units, bias=False)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict, TypeVar
+
+import torch
 
 from bahdanau_fast import checks
 
-__all__ = ["read_signature"]
+__all__ = ["Options", "additive_attention", "read_signature", "shows"]
+
+_TAKEN = (
+    "AdditiveAttention takes (num_hiddens, dropout) or (key_size, query_size, num_hiddens, dropout)"
+)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def read_signature(
@@ -27,20 +37,60 @@ def read_signature(
     """
     old = ("key_size", "query_size", "num_hiddens", "dropout")
     new = ("num_hiddens", "dropout")
-    names = old if len(sizes) > len(new) or "key_size" in named or "query_size" in named else new
-    taken = "AdditiveAttention takes (num_hiddens, dropout) or "
-    taken += "(key_size, query_size, num_hiddens, dropout)"
+    sides = old[:2]
+    named = {name: value for name, value in named.items() if value is not None or name not in sides}
+    by_name = [name for name in sides if name in named]
+    # With both given by name, what is given by position is the rest.
+    sizes_first = len(sizes) > 2 or (len(sizes) == 2 and "num_hiddens" in named)
+    names = old if sizes_first or len(by_name) == 1 else new
     if len(sizes) > len(names):
-        raise TypeError(f"{taken}, got {len(sizes)} positional arguments")
+        raise TypeError(f"{_TAKEN}, got {len(sizes)} positional arguments")
     given = dict(zip(names, sizes, strict=False))
     for name, value in named.items():
-        if name in given or name not in names:
-            raise TypeError(f"{taken}, got {name!r} " + ("twice" if name in given else "too"))
+        if name in given or name not in old:
+            raise TypeError(f"{_TAKEN}, got {name!r} " + ("twice" if name in given else "too"))
         given[name] = value
     dropout = given.pop("dropout", 0.0)
-    missing = [name for name in names if name != "dropout" and name not in given]
+    wanted = old if by_name else names
+    missing = [name for name in wanted if name != "dropout" and name not in given]
     if missing:
-        raise TypeError(f"{taken}, {missing[0]!r} is missing")
+        raise TypeError(f"{_TAKEN}, {missing[0]!r} is missing")
     for name, value in given.items():
         checks.positive_int(name, value)
     return given.get("key_size"), given.get("query_size"), given["num_hiddens"], dropout
+
+
+class Options(TypedDict, total=False):
+    """What either signature may be followed by."""
+
+    bias: bool
+    cache_keys: bool | Literal["trust"]
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+def additive_attention(
+    num_hiddens: int,
+    dropout: float = 0.0,
+    *,
+    key_size: int | None = None,
+    query_size: int | None = None,
+    bias: bool = False,
+    cache_keys: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """The signature that is shown; sizes first, by position, are taken too."""
+
+
+def shows(of: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Make help() and notebooks show the parameters of ``of`` for the method that is decorated."""
+
+    def decorate(function: Function) -> Function:
+        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        shown = inspect.signature(of)
+        parameters = [this, *shown.parameters.values()]
+        function.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return decorate

@@ -35,6 +35,17 @@ def test_info_in_a_fresh_process():
         assert text in result.stdout
 
 
+@pytest.mark.parametrize("policy", [None, "passive"])
+def test_info_names_what_helps_on_a_busy_machine(policy, monkeypatch, capsys):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    assert cli.main(["info"]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("threads")]
+    assert "OMP_WAIT_POLICY=passive" in line
+    assert ("OMP_NUM_THREADS=1" in line) == (policy is None)
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [

@@ -77,6 +77,11 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
     embedding, into the recurrent net (Bahdanau, Cho and Bengio 2014). The keys are projected once
     per call, not once per step.
 
+    With the course's arguments its weights after ``torch.manual_seed`` are those of the course's
+    decoder up to 2022. The later one has lazy attention and output layers, which draw at its first
+    call, after everything else; here all sizes are known and everything is drawn when it is made.
+    Dropout masks differ from the course's.
+
     Args:
         vocab_size: number of target tokens.
         embed_size: E.

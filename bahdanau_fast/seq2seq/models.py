@@ -113,6 +113,10 @@ class Seq2SeqEncoder(Encoder):
     and what the decoder starts from is ``tanh(W h)`` of the state of the direction that ends at
     the first token, in every layer (their section A.2.2).
 
+    With the course's arguments its weights after ``torch.manual_seed``, and after a following
+    ``net.apply(init_xavier)``, are those of the course's encoder up to 2022. The later one does
+    that ``apply`` when it is made, here it is left to the caller.
+
     Args:
         vocab_size: number of source tokens.
         embed_size: E.

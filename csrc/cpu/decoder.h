@@ -20,6 +20,12 @@ inline void clear(void* at, int64_t bytes) {
   if (bytes > 0) std::memset(at, 0, bytes);
 }
 
+// The costs that `parallel` is told, in elements of the attention: so many multiplications are one,
+// and a hidden unit of a cell is so many. A step has half a dozen regions of threads, and each ends
+// when its last thread has been given a core. Where other programs use the cores too, that can take
+// a time slice: a small layer is done by one thread.
+constexpr int64_t kMultiplications = 64, kUnit = 4;
+
 // A weight, packed for products from the left: (K,N), or the transpose of the (N,K) given.
 class Packed {
  public:
@@ -42,7 +48,7 @@ class Packed {
   void add(const void* left, int64_t left_stride, int64_t rows, void* out,
            int64_t out_stride) const {
     parallel(
-        panels_, rows * K_ * k_.panel_columns() / 16, [] { return 0; },
+        panels_, rows * K_ * k_.panel_columns() / kMultiplications, [] { return 0; },
         [&](int64_t index, int) {
           k_.multiply_panel(left, left_stride, rows, data_.get(), K_, N_, index, out, out_stride);
         });
@@ -122,7 +128,7 @@ struct Decoder {
   template <class Step>
   void rows(const Step& step) const {
     const int64_t some = 8;
-    parallel((B + some - 1) / some, some * H * 16, [] { return 0; },
+    parallel((B + some - 1) / some, some * H * kUnit, [] { return 0; },
              [&](int64_t block, int) {
                const int64_t end = block * some + some < B ? block * some + some : B;
                for (int64_t b = block * some; b < end; ++b) step(b);
