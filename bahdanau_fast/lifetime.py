@@ -145,11 +145,15 @@ def save(
         results: of the function.
         uses: for each input, the inputs whose gradients need its value.
     """
-    ctx.save_for_backward(*inputs, *others, *results)
-    ctx.kept = None
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        kept = [t.detach() for t in results]
-        ctx.kept = (inputs, list(map(_version, inputs)), others, kept, uses)
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        ctx.save_for_backward(*inputs, *others, *results)
+        ctx.kept = None
+        return
+    # The memory of now, as in Held.
+    memory = [None if t is None else t.detach() for t in inputs]
+    ctx.save_for_backward(*memory, *others, *results)
+    kept = [t.detach() for t in results]
+    ctx.kept = (inputs, memory, list(map(_version, memory)), others, kept, uses)
 
 
 def saved(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tensor | None]:
@@ -166,12 +170,17 @@ def saved(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tensor | Non
     Raises:
         RuntimeError: as ``saved_tensors``.
     """
+    again = torch.is_grad_enabled()
     try:
-        return ctx.saved_tensors  # type: ignore[no-any-return]
+        tensors: Sequence[Tensor | None] = ctx.saved_tensors
+        if again and ctx.kept is not None:  # with their graph
+            inputs = ctx.kept[0]
+            return (*inputs, *tensors[len(inputs) :])
+        return tensors
     except RuntimeError:
-        if ctx.kept is None or torch.is_grad_enabled():
+        if ctx.kept is None or again:
             raise
-        inputs, versions, others, results, uses = ctx.kept
+        _, inputs, versions, others, results, uses = ctx.kept
         edges = iter(ctx.next_functions if nodes is None else nodes)
         asked = [t is not None and _is_asked(next(edges)[0]) for t in inputs]
         changed = [i for i, t in enumerate(inputs) if _version(t) != versions[i]]

@@ -275,7 +275,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         nodes = None  # behind a shared node are those its gradients are for
         if ctx.shared is not None:
-            nodes = (ctx.next_functions[0], *ctx.shared.results[0].grad_fn.next_functions)
+            shared = next(r.grad_fn for r in ctx.shared.results if r.grad_fn is not None)
+            nodes = (ctx.next_functions[0], *shared.next_functions)
         queries, keys, values, w_v, table, keys_max, valid_lens, seed, weights = saved(ctx, nodes)
         tensors = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, weights)
         needed = list(ctx.needs_input_grad[:4])

@@ -203,6 +203,8 @@ def attend(
     sharding.know(inputs[0])
     rest = (valid_lens, seed, dropout_p)
     if transforms.needs_gradient(*inputs, bias):
+        if any(tensor.is_inference() for tensor in inputs):  # autograd has its own ways with them
+            return reference.additive_attention(*inputs, valid_lens, bias=bias, dropout_p=dropout_p)  # type: ignore[arg-type, misc, return-value]
         return _Whole.apply(*inputs, bias, rest)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         context, weights, _, _ = _forward_now(*inputs, bias, *rest)
