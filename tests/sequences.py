@@ -145,7 +145,7 @@ def gradients(side, which, of, again):
     """
     chosen = _take(side, which, False)
     again = again and not any(old is x for old in side.notes.get("before", ()) for x in chosen)
-    again = again and side.keys.dtype == torch.float64  # one order of sums is as good as another
+    again = again and not side.notes["single"]  # sums in another order, squared, would show
     leaves = side.leaves() | {"keys": side.keys}
     inputs = {name: leaves[name] for name in of if leaves[name].requires_grad}
     if not chosen or not inputs:
@@ -286,7 +286,7 @@ def run(plan, ended=None):
     options = plan.options
     pair = Pair(**options, exact=options.get("dtype") == torch.float32)
     for side in pair.sides:
-        side.notes["mode"] = "grad"
+        side.notes |= {"mode": "grad", "single": options.get("dtype") == torch.float32}
         for name in ("queries", "values"):
             getattr(side, name).requires_grad_()
     for number, (action, arguments) in enumerate(plan.steps):
