@@ -67,7 +67,7 @@ class Source(NamedTuple):
             backend,
             *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
             # Whose gradient it is: a leaf lives as long as a node of the graph that leads to it.
-            *((id(t), t.output_nr) if t.requires_grad else None for t in tensors),
+            *((id(t), t.output_nr) if trusted or t.requires_grad else None for t in tensors),
             tuple(t._version for t in tensors) if trusted else ops.fingerprint(keys, weight, bias),
         )
         return cls(keys, weight, bias, backend, trusted, state)
@@ -113,7 +113,7 @@ def may_share(
 @dataclass(frozen=True, slots=True)
 class _Entry:
     state: tuple[object, ...]
-    tensors: tuple[weakref.ref[Tensor], ...]  # where versions are trusted, which bytes are not
+    trusted: tuple[Tensor | None, ...]  # weight and bias, where their bytes are not looked at
     storage: weakref.ref[torch.UntypedStorage]  # of the keys: with them goes the entry
     projected: Callable[[], Tensor | None]  # weak in the graph, which holds the keys in turn
     lifetime: Lifetime
@@ -126,8 +126,9 @@ class _Entry:
         """Whether the projection is that of the source."""
         if self.state != source.state:
             return False
-        if any(
-            ref() is not tensor for ref, tensor in zip(self.tensors, source.tensors(), strict=False)
+        if source.trusted and any(
+            known is not now
+            for known, now in zip(self.trusted, (source.weight, source.bias), strict=True)
         ):
             return False
         if self.held is None:
@@ -192,10 +193,9 @@ class KeyCache:
         if held is not None:
             held.on_release = drop
         # Of the storage, since tensors that are referred to weakly cannot be swapped.
-        trusted = tuple(map(weakref.ref, source.tensors())) if source.trusted else ()
         self._entry = _Entry(
             state,
-            trusted,
+            (weight, bias) if source.trusted else (),
             weakref.ref(keys.untyped_storage(), drop),
             (lambda: own) if held is None else weakref.ref(own),
             lifetime,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Linear
 from torch.nn.modules import module as _torch
@@ -26,6 +27,11 @@ _backward_pre_hooks = _torch._global_backward_pre_hooks
 
 def is_unchanged(module: nn.Module) -> bool:
     """Whether calling a module runs its class's ``forward`` and nothing else."""
+    if (
+        torch.compiler.is_compiling()  # compiled code is for the forward that was looked at
+        and getattr(module.forward, "__func__", None) is not type(module).forward
+    ):
+        return False
     # Read past nn.Module's __getattr__: small calls ask this three times.
     own = module.__dict__
     return not (

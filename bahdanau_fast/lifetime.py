@@ -135,6 +135,7 @@ def save(
     others: Sequence[Tensor | None],
     results: Sequence[Tensor],
     uses: Sequence[Sequence[int]],
+    rows: int = 0,
 ) -> None:
     """``ctx.save_for_backward``, to be read by :func:`saved`.
 
@@ -144,6 +145,8 @@ def save(
         others: what the caller does not hold.
         results: of the function.
         uses: for each input, the inputs whose gradients need its value.
+        rows: how many inputs, the first, plain code multiplies by a weight: of those it saves a
+            copy where they do not lie together.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         ctx.save_for_backward(*inputs, *others, *results)
@@ -151,6 +154,9 @@ def save(
         return
     # The memory of now, as in Held.
     memory = [None if t is None else t.detach() for t in inputs]
+    for i, t in enumerate(inputs[:rows]):
+        if t is not None and t.requires_grad and not t.is_contiguous():
+            memory[i] = t.detach().flatten(0, -2).unflatten(0, t.shape[:-1])
     ctx.save_for_backward(*memory, *others, *results)
     kept = [t.detach() for t in results]
     ctx.kept = (inputs, memory, list(map(_version, memory)), others, kept, uses)

@@ -83,6 +83,8 @@ def shared_linear(
     dtype = transforms.autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if x.requires_grad:  # where torch's own product copies rows together, it saves the copy
+        x = x.flatten(0, -2).unflatten(0, x.shape[:-1])
     held = Held(
         lifetime,
         x if weight.requires_grad else None,

@@ -170,7 +170,7 @@ class _Whole(torch.autograd.Function):
         valid_lens, seed, dropout_p = rest
         lens = None if valid_lens is None else valid_lens.clone()  # as in ops
         _setup_context(ctx, (*differentiated, lens, seed, dropout_p), output)
-        save(ctx, differentiated, (lens, seed), output[1:], _USES)
+        save(ctx, differentiated, (lens, seed), output[1:], _USES, rows=2)
         return output[0], output[1]
 
     @staticmethod
@@ -203,7 +203,9 @@ def attend(
     sharding.know(inputs[0])
     rest = (valid_lens, seed, dropout_p)
     if transforms.needs_gradient(*inputs, bias):
-        if any(tensor.is_inference() for tensor in inputs):  # autograd has its own ways with them
+        if any(
+            t is not None and t.is_inference() for t in (*inputs, bias)
+        ):  # autograd has its own ways with them
             return reference.additive_attention(*inputs, valid_lens, bias=bias, dropout_p=dropout_p)  # type: ignore[arg-type, misc, return-value]
         return _Whole.apply(*inputs, bias, rest)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():

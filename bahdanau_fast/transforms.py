@@ -29,6 +29,8 @@ def active() -> bool:
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd records a call with these inputs."""
+    if torch.compiler.is_compiling():  # by what the compiler can trace
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return (
         torch.is_grad_enabled()
         and bool(torch._C._any_requires_grad(*tensors))
