@@ -363,8 +363,10 @@ def license_metadata() -> dict[str, str]:
 
 setup(
     **license_metadata(),
-    packages=["bahdanau_fast"]
-    + [f"bahdanau_fast.{name}" for name in ("seq2seq", "kernels", "benchmarks")],
+    packages=[
+        *setuptools.find_packages(include=["bahdanau_fast", "bahdanau_fast.*"]),
+        *("bahdanau_fast.kernels", "bahdanau_fast.benchmarks"),
+    ],
     package_dir={"bahdanau_fast.kernels": "kernels", "bahdanau_fast.benchmarks": "benchmarks"},
     package_data={"bahdanau_fast": ["py.typed"]},
     include_package_data=False,  # else an in-place binary listed by the VCS could enter the wheel

@@ -10,7 +10,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from bahdanau_fast import checks, loading, ops
+from bahdanau_fast import checks, ops
+from bahdanau_fast.backends import availability
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.tables import tables_kernel
 
@@ -43,7 +44,7 @@ class Call:
         elements = self.batch * self.queries_len * self.keys_len * self.hidden
         single = queries.dtype == torch.float32
         # Triton's fp64 products do not compile for every AMD GPU.
-        exact = native() or loading.interpreted()
+        exact = native() or availability.interpreted()
         self.wide = single and elements <= ops.SMALL and exact
         self.dtype = torch.float64 if self.wide else torch.float32
         self.kind = {
@@ -52,7 +53,7 @@ class Call:
             "NATIVE": native(),
         }
         tf32 = torch.backends.cuda.matmul.allow_tf32
-        self.precision = "host" if loading.interpreted() else "tf32" if tf32 else "ieee"
+        self.precision = "host" if availability.interpreted() else "tf32" if tf32 else "ieee"
         # Where there are no lengths or no dropout the kernels read neither.
         self.has_lens, self.drops = valid_lens is not None, dropout_p > 0.0
         self.lens = self.queries if valid_lens is None else valid_lens
@@ -108,7 +109,7 @@ def make_table(call: Call, x: Tensor) -> Table:
 
 def native() -> bool:
     """Whether the kernels may hold NVIDIA instructions."""
-    return not loading.interpreted() and torch.version.hip is None
+    return not availability.interpreted() and torch.version.hip is None
 
 
 def processors(device: torch.device) -> int:

@@ -1,7 +1,7 @@
 """The Triton backend: importing this module makes it an implementation of the operators."""
 
 from bahdanau_fast import ops
-from bahdanau_fast.loading import cuda_problem, interpreted
+from bahdanau_fast.backends.availability import cuda_problem, interpreted
 from bahdanau_fast.triton_backward import attend_backward
 from bahdanau_fast.triton_forward import attend
 

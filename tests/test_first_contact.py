@@ -15,7 +15,7 @@ import pytest
 from course import inputs
 
 import bahdanau_fast as bf
-from bahdanau_fast import loading
+from bahdanau_fast.backends import availability
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -77,11 +77,13 @@ def test_a_source_tree_alone_asks_for_a_compiler(tree):
 def test_a_cuda_extension_that_is_hidden(tree, monkeypatch):
     source, site = tree
     (site / "bahdanau_fast/_C_cuda.abi3.so").touch()
-    monkeypatch.setattr(loading, "__file__", str(source / "bahdanau_fast/loading.py"))
+    monkeypatch.setattr(
+        availability, "__file__", str(source / "bahdanau_fast/backends/availability.py")
+    )
     monkeypatch.setattr(sys, "path", ["", str(source), str(site)])
     monkeypatch.chdir(source)
-    assert f"installed in {site / 'bahdanau_fast'}" in loading._hides_installed("_C_cuda")
-    assert loading._hides_installed("_C_other") is None
+    assert f"installed in {site / 'bahdanau_fast'}" in availability._hides_installed("_C_cuda")
+    assert availability._hides_installed("_C_other") is None
 
 
 # ---- installing ----------------------------------------------------------------------------------

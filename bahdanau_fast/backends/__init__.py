@@ -15,7 +15,8 @@ from contextlib import contextmanager
 import torch
 
 import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
-from bahdanau_fast import checks, loading, transforms
+from bahdanau_fast import checks, transforms
+from bahdanau_fast.backends import availability
 
 __all__ = ["NAMES", "available", "explain", "resolve", "use"]
 
@@ -25,7 +26,7 @@ NAMES = ("cuda", "triton", "cpu", "reference")
 _forced: str | None = None
 
 
-_cpu_problem = loading.cpu_problem()
+_cpu_problem = availability.cpu_problem()
 _cpu_ready = _cpu_problem is None
 
 if _cpu_problem is not None:
@@ -49,9 +50,9 @@ def available() -> tuple[str, ...]:
 def why_not(name: str) -> str | None:
     """What keeps a backend from being available; None when nothing does."""
     if name == "cuda":
-        return loading.cuda_problem()
+        return availability.cuda_problem()
     if name == "triton":
-        return loading.triton_problem()
+        return availability.triton_problem()
     return _cpu_problem if name == "cpu" else None
 
 
@@ -66,7 +67,9 @@ def explain(device: str | torch.device | None = None) -> str:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = resolve(torch.device(device))
     where = (
-        "in its interpreter, on the CPU" if loading.interpreted() else "for CUDA and ROCm tensors"
+        "in its interpreter, on the CPU"
+        if availability.interpreted()
+        else "for CUDA and ROCm tensors"
     )
     what = {
         "cuda": "CUDA C++ kernels for CUDA tensors",
@@ -110,12 +113,16 @@ def resolve(
             return "reference"
         if device.type == "cpu":
             return "cpu" if _cpu_ready else "reference"
-        if device.type == "cuda" and loading.cuda_problem() is None:
+        if device.type == "cuda" and availability.cuda_problem() is None:
             return "cuda"
         fits = device.type == "cuda" and dtype != torch.float64
-        return "triton" if fits and loading.triton_problem() is None else "reference"
+        return "triton" if fits and availability.triton_problem() is None else "reference"
     _check_name(wanted)
-    serves = {"cpu": "cpu", "cuda": "cuda", "triton": "cpu" if loading.interpreted() else "cuda"}
+    serves = {
+        "cpu": "cpu",
+        "cuda": "cuda",
+        "triton": "cpu" if availability.interpreted() else "cuda",
+    }
     if device.type != serves.get(wanted, device.type):
         checks.reject(ValueError, "backend", f"serve {device.type} tensors", repr(wanted))
     if wanted == "triton" and dtype == torch.float64:

@@ -72,10 +72,10 @@ def cuda_problem() -> str | None:
 
 def _hides_installed(extension: str) -> str | None:
     """Words for a source tree without its binary that Python finds before an installed package."""
-    tree = Path(__file__).parents[1]
+    tree = Path(__file__).parents[2]
     if not (tree / "setup.py").is_file():
         return None
-    package = Path(__file__).parent.name
+    package = Path(__file__).parents[1].name
     others = [entry for entry in sys.path if Path(entry or ".").resolve() != tree.resolve()]
     found = PathFinder.find_spec(package, others)
     folders = None if found is None else found.submodule_search_locations
