@@ -56,13 +56,6 @@ class Deferred:
     def __init__(self) -> None:
         self._calls: dict[int, list[Call]] = {}
 
-    @staticmethod
-    def is_awaited(*shared: Tensor) -> bool:
-        """Whether the backward pass that is running will come to the shared node."""
-        nodes = (tensor.grad_fn for tensor in shared if tensor.requires_grad)
-        node = next(nodes, None)
-        return node is not None and torch._C._will_engine_execute_node(node)
-
     def add(self, call: Call) -> None:
         """Leave a call to the shared node."""
         self._calls.setdefault(torch._C._current_graph_task_id(), []).append(call)
@@ -103,6 +96,14 @@ class Shared:
         copied = values.dtype != results[1].dtype or w_v.dtype != results[2].dtype
         self._bytes = _fingerprint(values, w_v) if copied else None
         self._lens: Tensor | None = None
+
+    def node(self) -> Any:
+        """The shared node."""
+        return next(r.grad_fn for r in self.results if r.grad_fn is not None)
+
+    def is_awaited(self) -> bool:
+        """Whether the backward pass that is running will come to the shared node."""
+        return bool(torch._C._will_engine_execute_node(self.node()))
 
     @property
     def w_v(self) -> Tensor:
@@ -208,6 +209,7 @@ def _sums(
 ) -> list[Tensor | None]:
     """Gradients of keys, values and w_v, from all the calls together."""
     keys, values, w_v, table, keys_max = saved
+    assert values is not None
     calls.reverse()  # backward ran from the last step to the first
     queries, weights, lens, contexts, scores = zip(*calls, strict=True)
     results = torch.ops.bahdanau_fast.attend_backward_keys(

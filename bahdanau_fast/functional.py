@@ -6,11 +6,19 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import backends, checks, ops, reference, sharding, small, transforms
-from bahdanau_fast.memory import MANY_QUERIES, ProjectedKeys
+from bahdanau_fast.backends import limits
+from bahdanau_fast.backends.route import Route
+from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.projection import linear
-from bahdanau_fast.raw import attend_raw
 
-__all__ = ["additive_attention", "attend_projected", "attend_small", "masked_softmax"]
+__all__ = [
+    "additive_attention",
+    "attend_projected",
+    "attend_queries",
+    "attend_raw",
+    "attend_small",
+    "masked_softmax",
+]
 
 
 def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
@@ -91,42 +99,76 @@ def additive_attention(
     if bias is not None:
         checks.weight("bias", bias, (hidden,), queries)
     checks.probability("dropout_p", dropout_p)
-    chosen = backends.resolve(queries.device, backend, queries.dtype)
-    if chosen == "cpu" and small.pays(queries, keys, hidden):
-        inputs = (queries, keys, values, w_q, w_k, w_v)
-        context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
-        return context, weights if need_weights else None
-    if chosen in ("cuda", "triton"):
-        raw = attend_unprojected(
-            chosen,
-            (queries, keys, values, w_q, w_k, bias, w_v),
-            valid_lens,
-            dropout_p,
-            need_weights,
-        )
-        if raw is not None:
-            return raw[0], raw[1] if need_weights else None
-    # No table: nobody asks these keys again, the kernels make it a few rows at a time.
-    projected = ProjectedKeys(linear(keys, w_k, bias), None, None)
-    context, weights = attend_projected(
-        linear(queries, w_q), projected, values, w_v, valid_lens, dropout_p, need_weights, chosen
+    weights_given = (w_q, w_k, w_v)
+    route = backends.decide(
+        queries, keys, values, *weights_given, bias, hidden, dropout_p, name=backend
     )
+    if route.form == "one operator":
+        inputs = (queries, keys, values, *weights_given)
+        context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
+    elif route.form == "raw keys":
+        raw = (queries, keys, values, w_q, w_k, bias, w_v)
+        context, weights = attend_raw(route, raw, valid_lens, dropout_p, need_weights)
+    else:
+        # No table: nobody asks these keys again, the kernels make it a few rows at a time.
+        projected = ProjectedKeys(linear(keys, w_k, bias), None, None)
+        rest = (valid_lens, dropout_p, need_weights)
+        context, weights = attend_queries(route, queries, w_q, projected, values, w_v, *rest)
     return context, weights if need_weights else None
 
 
+def attend_queries(
+    route: Route,
+    queries: Tensor,
+    w_q: Tensor,
+    projected: ProjectedKeys,
+    values: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None,
+    dropout_p: float,
+    need_weights: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attend with raw queries to projected keys, as the route says; the caller has checked them.
+
+    Args:
+        route: of the call.
+        queries: (B,Tq,Dq).
+        w_q: (H,Dq).
+        projected: the keys after ``W_k``, made for the same backend.
+        values: (B,Tk,Dv).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+        dropout_p: probability of dropping a weight.
+        need_weights: whether the second result is wanted; without, it may be empty.
+
+    Returns:
+        Context (B,Tq,Dv), weights (B,Tq,Tk).
+    """
+    if route.form == "step" and route.backend == "cpu":
+        context, weights = small.attend_step(queries, w_q, projected, values, w_v, valid_lens)
+        return context, _like(context, weights)
+    if route.form == "step":
+        raw = (queries, projected.keys, values, w_q, None, None, w_v)
+        return attend_raw(route, raw, valid_lens, dropout_p, need_weights)
+    asked = linear(queries, w_q)
+    rest = (valid_lens, dropout_p, need_weights)
+    return attend_projected(route, asked, projected, values, w_v, *rest)
+
+
 def attend_projected(
+    route: Route,
     queries: Tensor,
     projected: ProjectedKeys,
     values: Tensor,
     w_v: Tensor,
     valid_lens: Tensor | None,
     dropout_p: float,
-    need_weights: bool,
-    backend: str,
+    need_weights: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Everything after the projections, on one backend; inputs are checked by the caller.
+    """Everything after the projections; inputs are checked by the caller.
 
     Args:
+        route: of the call.
         queries: (B,Tq,H), already ``W_q q``.
         projected: the keys after ``W_k``, made for the same backend.
         values: (B,Tk,Dv).
@@ -134,7 +176,6 @@ def attend_projected(
         valid_lens: None, (B,) or (B,Tq).
         dropout_p: probability of dropping a weight.
         need_weights: whether the second result is wanted; without, it may be empty.
-        backend: a name from :data:`backends.NAMES`.
 
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
@@ -142,8 +183,8 @@ def attend_projected(
     keys, table, keys_max, shared, lifetime = projected
     if shared is not None:
         if (
-            queries.shape[1] < MANY_QUERIES
-            and not torch.compiler.is_compiling()
+            not route.traced
+            and queries.shape[1] < limits.LIMITS.table_queries
             and shared.fits(values, w_v)
         ):
             keys, values, w_v = shared.results
@@ -155,11 +196,11 @@ def attend_projected(
         values = values.to(queries.dtype)
     if w_v.dtype != queries.dtype:
         w_v = w_v.to(queries.dtype)
-    if backend == "reference":
+    if route.backend == "reference":
         return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p)
     seed = _seed(dropout_p, queries)
     inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p)
-    context, weights = ops.attend(*inputs, need_weights, backend, shared, lifetime)
+    context, weights = ops.attend(*inputs, need_weights, route, shared, lifetime)
     wanted = queries.dtype
     if transforms.softmax_in_fp32(queries.device):
         wanted = weights.dtype
@@ -169,7 +210,7 @@ def attend_projected(
 def attend_small(
     inputs: tuple[Tensor, ...], bias: Tensor | None, valid_lens: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """All of it in one operator, where :func:`bahdanau_fast.small.pays` says so.
+    """All of it in one operator.
 
     Args:
         inputs: queries, keys, values, w_q, w_k, w_v; checked by the caller.
@@ -185,68 +226,34 @@ def attend_small(
     return context, _like(context, weights)
 
 
-def attend_query(
-    backend: str,
-    queries: Tensor,
-    w_q: Tensor,
-    projected: ProjectedKeys,
-    values: Tensor,
-    w_v: Tensor,
-    valid_lens: Tensor | None,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor] | None:
-    """A step whose queries are projected in the same operator, where that is the faster way.
-
-    Args:
-        backend: a name from :data:`backends.NAMES`.
-        queries: (B,Tq,Dq).
-        w_q: (H,Dq).
-        projected: the keys after ``W_k``.
-        values: (B,Tk,Dv).
-        w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq).
-        dropout_p: probability of dropping a weight.
-
-    Returns:
-        Context (B,Tq,Dv) and weights (B,Tq,Tk); None where the caller has to project.
-    """
-    if backend in ("cuda", "triton"):
-        inputs = (queries, projected.keys, values, w_q, None, None, w_v)
-        return attend_unprojected(backend, inputs, valid_lens, dropout_p, True)
-    if (
-        backend != "cpu"
-        or dropout_p > 0.0
-        or not small.step_pays(queries, w_q, projected.keys, values, w_v)
-    ):
-        return None
-    context, weights = small.attend_step(queries, w_q, projected, values, w_v, valid_lens)
-    return context, _like(context, weights)
-
-
-def attend_unprojected(
-    backend: str,
+def attend_raw(
+    route: Route,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor],
     valid_lens: Tensor | None,
     dropout_p: float,
     need_weights: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """What :func:`bahdanau_fast.raw.attend_raw` gives, on a GPU backend.
+) -> tuple[Tensor, Tensor]:
+    """A step on a GPU with projections in its kernel; without gradients.
 
     Args:
-        backend: "cuda" or "triton".
+        route: of the call, in the form "step" or "raw keys".
         inputs: queries, keys, values, w_q, w_k or None for projected keys, bias or None, w_v.
         valid_lens: None, (B,) or (B,Tq).
         dropout_p: probability of dropping a weight.
         need_weights: whether the weights are wanted.
 
     Returns:
-        Context (B,Tq,Dv) and weights (B,Tq,Tk); None where the caller has to project.
+        Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
-    # The seed is drawn where it is used: a draw too many would change what comes after.
-    result = attend_raw(backend, *inputs, valid_lens, _seed, dropout_p, need_weights)
-    if result is None:
-        return None
-    context, weights = result
+    if route.backend == "cuda":
+        from bahdanau_fast.cuda_ops import attend_step
+
+        context, weights = attend_step(*inputs, valid_lens, need_weights)
+    else:
+        from bahdanau_fast.triton_forward import step_from_raw
+
+        seed = _seed(dropout_p, inputs[0])
+        context, weights = step_from_raw(*inputs, valid_lens, seed, dropout_p, need_weights)
     return context, _like(context, weights)
 
 

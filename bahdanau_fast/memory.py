@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import checks, ops
+from bahdanau_fast.backends import limits
+from bahdanau_fast.backends.route import keeps_table
 from bahdanau_fast.deferred import Shared, share
 from bahdanau_fast.lifetime import Due, Lifetime
 
 __all__ = ["Maker", "Memory", "ProjectedKeys", "project"]
-
-
-# Keys of at most this many elements are faster worked on anew than kept: a call costs more.
-TINY = 512
 
 
 class ProjectedKeys(NamedTuple):
@@ -51,11 +49,6 @@ class ProjectedKeys(NamedTuple):
         return self._replace(shared=shared, lifetime=lifetime)
 
 
-# From so many queries on a kernel makes the table anew as it goes: one part in so many of the work,
-# against as much memory as the keys.
-MANY_QUERIES = 16
-
-
 def project(projected_keys: Tensor, backend: str, queries_len: int = 1) -> ProjectedKeys:
     """Prepare ``W_k k`` for a backend.
 
@@ -66,7 +59,7 @@ def project(projected_keys: Tensor, backend: str, queries_len: int = 1) -> Proje
     """
     if backend != "cpu" or torch.compiler.is_exporting():  # its precision goes by the size
         return ProjectedKeys(projected_keys, None, None)
-    if projected_keys.numel() <= TINY or queries_len >= MANY_QUERIES:
+    if not keeps_table(projected_keys.numel(), queries_len, limits.LIMITS):
         return ProjectedKeys(projected_keys, None, None)
     return ProjectedKeys(projected_keys, *ops.exp_keys(projected_keys))
 

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import backends, checks, reference, transforms
-from bahdanau_fast.functional import attend_projected, attend_query, attend_small
+from bahdanau_fast.backends import limits
+from bahdanau_fast.backends.route import Route
+from bahdanau_fast.functional import attend_projected, attend_queries, attend_raw, attend_small
 from bahdanau_fast.kept_weights import KeepsWeights
 from bahdanau_fast.key_cache import KeyCache, Source, may_share
 from bahdanau_fast.layers import apply_layer, plain_parameters, plain_weight
 from bahdanau_fast.lazy import draw
 from bahdanau_fast.lifetime import Lifetime
-from bahdanau_fast.memory import TINY, Maker, Memory, ProjectedKeys, project
+from bahdanau_fast.memory import Maker, Memory, ProjectedKeys, project
 from bahdanau_fast.projection import shared_linear
 from bahdanau_fast.signature import additive_attention, read_signature, shows
-from bahdanau_fast.small import pays
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -123,47 +124,73 @@ class _Additive(KeepsWeights):
             memory = memory.to(queries.dtype)
         checks.queries_for(queries, memory.projected.keys, memory.valid_lens)
         self._draw(queries, None)
-        return self._attend(queries, memory.projected, memory.values, memory.valid_lens)
+        w_q, _, w_v = self._plain_weights()
+        _check_features("queries", queries, self._modules[self._query_layer], w_q)
+        projected, values, lens = memory.projected, memory.values, memory.valid_lens
+        dropout_p, keys = self._dropout_p(), projected.keys
+        route = backends.decide(
+            *(queries, keys, values, w_q, None, w_v, None, self.num_hiddens, dropout_p),
+            keys_projected=True,
+        )
+        return self._attend(route, queries, projected, values, lens, w_q, w_v, dropout_p)
 
     def _additive(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
     ) -> Tensor:
         checks.inputs(queries, keys, values, valid_lens)
         self._draw(queries, keys)
-        layer = self._modules[self._key_layer]
-        weights = self._small_weights(queries, keys)
-        if weights is not None:
-            w_q, w_k, _ = weights
-            _check_features("keys", keys, layer, w_k)
-            _check_features("queries", queries, self._modules[self._query_layer], w_q)
-            context, attention = attend_small(
-                (queries, keys, values, *weights), self.bias, valid_lens, self._dropout_p()
-            )
-            object.__setattr__(self, "_weights", attention)  # as _keep does, and is not asked twice
-            return context
-        source = self._source(keys)
+        w_q, w_k, w_v = weights = self._plain_weights()
+        _check_features("keys", keys, self._modules[self._key_layer], w_k)
+        _check_features("queries", queries, self._modules[self._query_layer], w_q)
+        dropout_p = self._dropout_p()
+        route = backends.decide(
+            queries, keys, values, *weights, self.bias, self.num_hiddens, dropout_p
+        )
+        if route.form in ("one operator", "raw keys"):
+            assert w_q is not None
+            assert w_k is not None
+            assert w_v is not None
+            if route.form == "one operator":
+                raw = (queries, keys, values, w_q, w_k, w_v)
+                results = attend_small(raw, self.bias, valid_lens, dropout_p)
+            else:
+                inputs = (queries, keys, values, w_q, w_k, self.bias, w_v)
+                results = attend_raw(route, inputs, valid_lens, dropout_p, True)
+            return self._kept(results)
+        source = self._source(route, keys, w_k)
         if source is None:
-            _check_features("keys", keys, layer)
             projected = ProjectedKeys(self._project(keys), None, None)
         else:
-            w_v = plain_weight(self._modules[self._score_layer])
             projected = self._cache.project(source, values, w_v, queries.shape[1])
-        return self._attend(queries, projected, values, valid_lens)
+        return self._attend(route, queries, projected, values, valid_lens, w_q, w_v, dropout_p)
 
-    def _source(self, keys: Tensor) -> Source | None:
+    def _plain_weights(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of queries, keys and scores; None for a layer that is more than its weight."""
+        layers = self._modules
+        return (
+            plain_weight(layers[self._query_layer]),
+            plain_weight(layers[self._key_layer]),
+            plain_weight(layers[self._score_layer]),
+        )
+
+    def _kept(self, results: tuple[Tensor, Tensor]) -> Tensor:
+        """The context; ``attention_weights`` are kept."""
+        context, weights = results
+        self._keep(weights)
+        return context
+
+    def _source(self, route: Route, keys: Tensor, weight: Tensor | None) -> Source | None:
         """What the projection of the keys depends on, where it may be reused."""
-        if not self.cache_keys or torch.compiler.is_compiling() or keys.numel() <= TINY:
-            return None
         trusted = self.cache_keys == "trust"
-        backend = backends.resolve(keys.device, dtype=keys.dtype)
-        if not trusted and backend != "cpu":
-            return None  # on a GPU, to compare bytes would be to wait for it
-        layer = self._modules[self._key_layer]
-        weight = plain_weight(layer)
-        if weight is None or not may_share(keys, weight, self.bias, trusted):
+        if (
+            not (self.cache_keys and route.reuse)
+            or weight is None
+            or keys.numel() < limits.LIMITS.reuse_elements
+            or (route.backend != "cpu" and not trusted)  # to compare bytes is to wait for a GPU
+            or not may_share(keys, weight, self.bias, trusted)
+        ):
             return None
-        _check_features("keys", keys, layer)
-        return Source.of(keys, weight, self.bias, backend, trusted)
+        return Source.of(keys, weight, self.bias, route.backend, trusted)
 
     def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:
         """Whether the memory has the dtype of an autocast that is over."""
@@ -184,21 +211,6 @@ class _Additive(KeepsWeights):
             of_inputs = layers[self._query_layer], layers[self._key_layer]
             draw((*of_inputs, score), queries, keys, self.num_hiddens)
 
-    def _small_weights(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, ...] | None:
-        """The three weights, when the call is small and they are all that the layers are."""
-        layers = self._modules
-        w_v = plain_weight(layers[self._score_layer])
-        if w_v is None or not pays(queries, keys, w_v.shape[1]):
-            return None
-        w_q, w_k = plain_weight(layers[self._query_layer]), plain_weight(layers[self._key_layer])
-        if (
-            w_q is None
-            or w_k is None
-            or backends.resolve(queries.device, dtype=queries.dtype) != "cpu"
-        ):
-            return None
-        return w_q, w_k, w_v
-
     def _dropout_p(self) -> float:
         dropout = self._modules["dropout"]  # past nn.Module's __getattr__
         assert dropout is not None
@@ -209,30 +221,27 @@ class _Additive(KeepsWeights):
         return apply_layer(self._modules[self._key_layer], keys, self.bias)
 
     def _attend(
-        self, queries: Tensor, projected: ProjectedKeys, values: Tensor, valid_lens: Tensor | None
+        self,
+        route: Route,
+        queries: Tensor,
+        projected: ProjectedKeys,
+        values: Tensor,
+        valid_lens: Tensor | None,
+        w_q: Tensor | None,
+        w_v: Tensor | None,
+        dropout_p: float,
     ) -> Tensor:
-        query_layer = self._modules[self._query_layer]
-        score_layer = self._modules[self._score_layer]
-        w_q, w_v = plain_weight(query_layer), plain_weight(score_layer)
-        _check_features("queries", queries, query_layer, w_q)
-        backend = backends.resolve(queries.device, dtype=queries.dtype)
-        dropout_p = self._dropout_p()
-        results = None
-        if w_q is not None and w_v is not None:
-            results = attend_query(
-                backend, queries, w_q, projected, values, w_v, valid_lens, dropout_p
+        if w_v is not None and w_q is not None:
+            return self._kept(
+                attend_queries(route, queries, w_q, projected, values, w_v, valid_lens, dropout_p)
             )
-        if results is None:
-            asked = apply_layer(query_layer, queries)
-            rest = (valid_lens, dropout_p)
-            if w_v is None:  # called, as the course's code does
-                assert score_layer is not None
-                results = reference.attend(asked, projected.keys, values, score_layer, *rest)
-            else:
-                results = attend_projected(asked, projected, values, w_v, *rest, True, backend)
-        context, weights = results
-        self._keep(weights)
-        return context
+        asked = apply_layer(self._modules[self._query_layer], queries)
+        rest = (valid_lens, dropout_p)
+        if w_v is not None:
+            return self._kept(attend_projected(route, asked, projected, values, w_v, *rest))
+        score_layer = self._modules[self._score_layer]  # called, as the course's code does
+        assert score_layer is not None
+        return self._kept(reference.attend(asked, projected.keys, values, score_layer, *rest))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cache": KeyCache()}

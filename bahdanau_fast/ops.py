@@ -21,15 +21,18 @@ keys``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bahdanau_fast import reference, sharding, transforms
 from bahdanau_fast.again import differentiate_again
-from bahdanau_fast.deferred import Call, Deferred, Shared
+from bahdanau_fast.deferred import Call, Shared
 from bahdanau_fast.lifetime import Lifetime, after_backward, save, saved
+
+if TYPE_CHECKING:
+    from bahdanau_fast.backends.route import Route
 
 __all__ = [
     "TAGS",
@@ -198,7 +201,7 @@ def _gradients(
         return differentiate_again(
             again, differentiated, needed, ctx.dropout_p, (grad_context, grad_weights)
         )
-    if ctx.shared is not None and Deferred.is_awaited(keys, values, w_v):
+    if ctx.shared is not None and ctx.shared.is_awaited():
         grad_queries, grad_scores, dropped = _backward_queries_op(
             *inputs, ctx.dropout_p, weights, grad_context, grad_weights, needed[0]
         )
@@ -275,8 +278,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         nodes = None  # behind a shared node are those its gradients are for
         if ctx.shared is not None:
-            shared = next(r.grad_fn for r in ctx.shared.results if r.grad_fn is not None)
-            nodes = (ctx.next_functions[0], *shared.next_functions)
+            nodes = (ctx.next_functions[0], *ctx.shared.node().next_functions)
         queries, keys, values, w_v, table, keys_max, valid_lens, seed, weights = saved(ctx, nodes)
         tensors = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, weights)
         needed = list(ctx.needs_input_grad[:4])
@@ -334,7 +336,7 @@ def attend(
     seed: Tensor | None,
     dropout_p: float,
     need_weights: bool,
-    backend: str = "cpu",
+    route: Route,
     shared: Shared | None = None,
     lifetime: Lifetime | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -351,7 +353,7 @@ def attend(
         seed: (1,) int64, with dropout.
         dropout_p: probability of dropping a weight.
         need_weights: whether the weights are wanted; where a gradient is due they are made.
-        backend: what runs an eager call.
+        route: of the call.
         shared: the node that keys, values and w_v are behind, which their gradients are left to.
         lifetime: of the nodes that this call shares with others.
 
@@ -359,20 +361,20 @@ def attend(
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
     """
     sharding.know(queries)
-    graph = transforms.needs_gradient(queries, keys, values, w_v)
+    graph = route.records and transforms.needs_gradient(queries, keys, values, w_v)
     inputs = (
         queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
         need_weights or graph,
     )  # fmt: skip
-    if torch.compiler.is_compiling():  # what traces the call has to meet the operator itself
+    if route.traced:  # what traces the call has to meet the operator itself
         return _attend_op(*inputs)
     if graph:
         rest = (table, keys_max, valid_lens, seed, dropout_p, True)
-        return _Attend.apply(queries, keys, values, w_v, rest, backend, shared, lifetime)  # type: ignore[no-any-return, no-untyped-call]
+        return _Attend.apply(queries, keys, values, w_v, rest, route.backend, shared, lifetime)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        if table is None and backend == "cpu":
+        if table is None and route.backend == "cpu":
             inputs = (queries, keys, *table_for(queries.shape[1], keys), *inputs[4:])
-        return _implementations[backend][0](*inputs)
+        return _implementations[route.backend][0](*inputs)
 
 
 def table_for(queries_len: int, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:

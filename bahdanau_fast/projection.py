@@ -2,7 +2,8 @@
 
 PyTorch multiplies fp32 matrices with MKL, which takes its AVX2 path on processors that are not
 Intel's. oneDNN, the other library inside torch, goes by what the processor can do: with AVX-512 on
-an AMD Zen 5 it is up to 2.3 times as fast (``python -m benchmarks.projection``).
+an AMD Zen 5 it is up to 2.3 times as fast (``python -m benchmarks.projection``). On Intel's own MKL
+is nowhere slower and up to 3.7 times as fast. ``Limits.onednn_work`` has it both ways.
 """
 
 from __future__ import annotations
@@ -15,16 +16,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bahdanau_fast import transforms
+from bahdanau_fast.backends import limits
 from bahdanau_fast.lifetime import Held, Lifetime
 
 __all__ = ["linear", "product", "shared_linear", "sum_of_products"]
 
-# Multiplications from which oneDNN's dearer call is made up for, and rows below which either
-# library only reads the weight.
-_LEAST_WORK, _LEAST_ROWS = 1 << 20, 4
-# A gradient of the weight sums over the rows, which oneDNN does not share out: it pays when the
-# result is large.
-_LEAST_SIDE = 128
 # oneDNN adds up products one by one, MKL in blocks: sums of more terms than this would round
 # visibly more often, and are taken in parts. Where a part has to be copied first, it is from twice
 # as many terms on.
@@ -100,8 +96,8 @@ def _pays(x: Tensor, weight: Tensor) -> bool:
         return False
     elements = x.numel()
     return (
-        elements * weight.shape[0] >= _LEAST_WORK
-        and elements >= _LEAST_ROWS * weight.shape[1]
+        elements * weight.shape[0] >= limits.LIMITS.onednn_work
+        and elements >= limits.LIMITS.onednn_rows * weight.shape[1]
         and weight.is_contiguous()
         and _is_plain(x, weight)
     )
@@ -154,8 +150,8 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     left, right = left.flatten(0, -2), right.flatten(0, -2)
     if (
         _onednn is None
-        or min(left.shape[1], right.shape[1]) < _LEAST_SIDE
-        or left.numel() * right.shape[1] < _LEAST_WORK
+        or min(left.shape[1], right.shape[1]) < limits.LIMITS.onednn_side
+        or left.numel() * right.shape[1] < limits.LIMITS.onednn_work
         or not _is_plain(left, right)
     ):
         return left.t() @ right
@@ -172,7 +168,11 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         (...,D).
     """
-    if _onednn is None or x.numel() * weight.shape[1] < _LEAST_WORK or not _is_plain(x, weight):
+    if (
+        _onednn is None
+        or x.numel() * weight.shape[1] < limits.LIMITS.onednn_work
+        or not _is_plain(x, weight)
+    ):
         return x @ weight
     return _multiply(x.contiguous(), weight.contiguous().t())
 

@@ -2,7 +2,7 @@
 
 ``additive_attention`` takes raw queries and keys, projects them itself and has one node in the
 autograd graph instead of three. It is right at any size, but beyond a few rows BLAS projects
-faster, so :func:`pays` keeps it to the smallest problems, those of a course notebook.
+faster: it serves calls up to ``Limits.one_operator_work``, those of a course notebook.
 ``attend_step`` is the same for a step on a memory, whose keys are projected: without gradients.
 """
 
@@ -20,14 +20,7 @@ from bahdanau_fast.lifetime import after_backward, save, saved
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops import TAGS, library, table_for, weights_dtype
 
-__all__ = ["attend", "attend_step", "pays", "step_pays"]
-
-# Multiplications in the two projections up to which one operator beats three (2 CPU cores,
-# `bench --only choices`); in training it does so for twice as many.
-_LIMIT = 32768
-# Rows of queries, or multiplications in their projection, up to which a step does best to project
-# them itself, on all threads.
-_STEP_ROWS, _STEP_WORK = 8, 1 << 20
+__all__ = ["attend", "attend_step"]
 
 _INPUTS = (
     "Tensor queries, Tensor keys, Tensor values, Tensor w_q, Tensor w_k, Tensor w_v, "
@@ -55,26 +48,6 @@ _backward_op = torch.ops.bahdanau_fast.additive_attention_backward.default
 # The same past OpOverload's __call__, for eager calls.
 _forward_now, _backward_now = _forward_op._op, _backward_op._op
 _step_now = torch.ops.bahdanau_fast.attend_step.default._op
-
-
-def pays(queries: Tensor, keys: Tensor, hidden: int) -> bool:
-    """Whether the one operator is the faster way for these sizes, here and now."""
-    return (
-        not torch.compiler.is_compiling()
-        and (queries.numel() + keys.numel()) * hidden <= _LIMIT
-        and queries.is_cpu  # a meta tensor may not be asked about autocast
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
-def step_pays(queries: Tensor, w_q: Tensor, *others: Tensor) -> bool:
-    """Whether :func:`attend_step` serves this call, and faster than two operators."""
-    return (
-        not torch.compiler.is_compiling()
-        and queries.numel() <= max(_STEP_ROWS * w_q.shape[1], _STEP_WORK // w_q.shape[0])
-        and not torch.is_autocast_enabled("cpu")
-        and not transforms.needs_gradient(queries, w_q, *others)
-    )
 
 
 def _fake(*inputs: Any) -> tuple[Tensor, ...]:
@@ -203,10 +176,9 @@ def attend(
     sharding.know(inputs[0])
     rest = (valid_lens, seed, dropout_p)
     if transforms.needs_gradient(*inputs, bias):
-        if any(
-            t is not None and t.is_inference() for t in (*inputs, bias)
-        ):  # autograd has its own ways with them
-            return reference.additive_attention(*inputs, valid_lens, bias=bias, dropout_p=dropout_p)  # type: ignore[arg-type, misc, return-value]
+        # Autograd has its own ways with tensors of inference mode.
+        if any(t is not None and t.is_inference() for t in (*inputs, bias)):
+            return reference.additive_attention(*inputs, valid_lens, bias=bias, dropout_p=dropout_p)  # type: ignore[misc, return-value]
         return _Whole.apply(*inputs, bias, rest)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         context, weights, _, _ = _forward_now(*inputs, bias, *rest)
@@ -221,7 +193,7 @@ def attend_step(
     w_v: Tensor,
     valid_lens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Context and weights of a step on a memory, where :func:`step_pays`.
+    """Context and weights of a step on a memory, without gradients and dropout.
 
     Args:
         queries: (B,Tq,Dq).

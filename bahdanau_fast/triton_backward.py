@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import ops, tuning
+from bahdanau_fast import ops
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
     grad_softmax_kernel,
@@ -166,11 +166,7 @@ def _pass(
         )  # fmt: skip
         return w_parts, other_parts
 
-    sizes = (batch, rows_.shape[1], others_len, call.hidden)
-    flags = (rows_are_keys, sum_w, sum_others)
-    key = (call.queries.dtype, *flags, *map(plans.power_of_two, sizes))
-    candidates = plans.grad_tanh(rows_.shape[1], call.hidden, call.wide, sum_w)
-    return launch(tuning.choose("grad_tanh", key, candidates, launch, call.device))
+    return launch(plans.grad_tanh(rows_.shape[1], call.hidden, call.wide, sum_w)[0])
 
 
 def _kept(call: Call) -> tuple[Tensor, int]:

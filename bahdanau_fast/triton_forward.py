@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import tuning
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
@@ -125,11 +124,7 @@ def _step(
     sizes = (batch, queries_len, keys_len, call.hidden, features)
     candidates = plans.step(*sizes, call.wide, processors(call.device), call.size, w_k is not None)
 
-    def launch(plan: plans.StepPlan) -> None:
-        _launch_step(call, plan, context, weights, w_q, w_k, bias)
-
-    key = (call.queries.dtype, w_q is None, w_k is None, *map(plans.power_of_two, sizes))
-    launch(tuning.choose("step", key, candidates, launch, call.device))
+    _launch_step(call, candidates[0], context, weights, w_q, w_k, bias)
 
 
 def _launch_step(
@@ -195,9 +190,7 @@ def _many(call: Call, context: Tensor, weights: Tensor) -> None:
         )  # fmt: skip
 
     sizes = (batch, queries_len, keys_len, call.hidden)
-    key = (call.queries.dtype, *map(plans.power_of_two, sizes))
-    candidates = plans.scores(*sizes, call.size)
-    launch(tuning.choose("scores", key, candidates, launch, call.device))
+    launch(plans.scores(*sizes, call.size)[0])
     blocks = plans.products(features, call.wide, call.size)
     count = -(-queries_len // blocks["BLOCK_Q"]) * (-(-features // blocks["BLOCK_D"]) or 1)
     softmax_kernel[(batch * count,)](

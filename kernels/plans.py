@@ -1,6 +1,6 @@
 """How each kernel cuts its work: tile sizes, warps and key splits, from sizes alone.
 
-Where a function gives several plans, `tuning.choose` takes the first or, asked to, the fastest.
+Where a function gives several plans, the first is the one to launch; the others are for studies.
 The model behind the choices: a warp holds tiles in at most about 128 registers a thread, so that
 four programs of four warps share a multiprocessor; small problems are cut finer until every
 multiprocessor has work. Knows no torch.

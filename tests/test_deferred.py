@@ -11,10 +11,11 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
-from bahdanau_fast.memory import TINY
+from bahdanau_fast.backends.limits import LIMITS
 
 B, TK, D, H, STEPS = 3, 53, 17, 19, 6
-assert min(B * TK * D, B * TK * H) > TINY  # smaller sources have no memory worth sharing
+# Smaller sources have no memory worth sharing.
+assert min(B * TK * D, B * TK * H) >= LIMITS.table_elements
 
 
 def step_by_step(inputs, lens):

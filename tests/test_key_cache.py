@@ -14,11 +14,12 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
-from bahdanau_fast.memory import TINY, ProjectedKeys
+from bahdanau_fast.backends.limits import LIMITS
+from bahdanau_fast.memory import ProjectedKeys
 
 B, TQ, TK, DK, DQ, H = 3, 1, 53, 17, 5, 19
 # Keys that are faster projected than remembered are not in question here.
-assert min(B * TK * DK, B * TK * H) > TINY
+assert min(B * TK * DK, B * TK * H) >= LIMITS.reuse_elements
 
 
 @pytest.fixture

@@ -159,8 +159,11 @@ def test_where_it_is_taken(taken):
         assert untaken()  # though the memory is from outside
     with bf.backends.use("reference"):
         assert untaken()
-    assert small.step_pays(torch.ones(8, 1, 4096), torch.ones(1, 4096).expand(4096, 4096))
-    assert not small.step_pays(torch.ones(9, 1, 4096), torch.ones(1, 4096).expand(4096, 4096))
+    for batch, form in ((8, "step"), (9, "projected")):
+        queries, keys = torch.ones(batch, 1, 4096), torch.ones(batch, 2, 4096)
+        w_q, w_v = torch.ones(1, 4096).expand(4096, 4096), torch.ones(1, 4096)
+        given = (queries, keys, keys, w_q, None, w_v, None, 4096, 0.0)
+        assert bf.backends.decide(*given, keys_projected=True).form == form
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,8 +9,8 @@ from sides import DK, DQ, REMEMBERED, SMALL
 from threads import one_thread  # noqa: F401
 from ways import MODES, PAGE, WAYS, page
 
-from bahdanau_fast import small
-from bahdanau_fast.memory import TINY
+from bahdanau_fast import backends
+from bahdanau_fast.backends.limits import LIMITS
 
 ALONE = [way for way in WAYS if way.ranks == 1]
 TOGETHER = [way for way in WAYS if way.ranks == 2]
@@ -71,9 +71,11 @@ def test_sizes():
     """One is remembered, the other goes by one operator though its keys are large enough."""
     for (batch, keys_len, hidden), one_operator in ((REMEMBERED, False), (SMALL, True)):
         queries, keys = torch.empty(batch, 2, DQ), torch.empty(batch, keys_len, DK)
-        assert keys.numel() > TINY
-        assert batch * keys_len * hidden > TINY
-        assert small.pays(queries, keys, hidden) == one_operator
+        weights = torch.empty(hidden, DQ), torch.empty(hidden, DK), torch.empty(1, hidden)
+        route = backends.decide(queries, keys, keys, *weights, None, hidden, 0.0)
+        assert (route.form == "one operator") == one_operator
+        assert keys.numel() >= LIMITS.reuse_elements
+        assert batch * keys_len * hidden >= LIMITS.table_elements
 
 
 def test_the_table_is_long_and_of_every_kind():

@@ -6,6 +6,7 @@ can be asked for by name, for one call (``backend="cpu"``) or for a block (``wit
 
 from __future__ import annotations
 
+import functools
 import importlib
 import platform
 import warnings
@@ -13,14 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
 from bahdanau_fast import checks, transforms
-from bahdanau_fast.backends import availability
+from bahdanau_fast.backends import availability, limits
+from bahdanau_fast.backends.route import NAMES, Facts, Route, choose_backend, route
 
-__all__ = ["NAMES", "available", "explain", "resolve", "use"]
-
-NAMES = ("cuda", "triton", "cpu", "reference")
+__all__ = ["NAMES", "available", "decide", "explain", "resolve", "use"]
 
 # Process-wide like torch's own backend flags: a plain global is what torch.compile can guard on.
 _forced: str | None = None
@@ -28,6 +29,7 @@ _forced: str | None = None
 
 _cpu_problem = availability.cpu_problem()
 _cpu_ready = _cpu_problem is None
+_ON_CPU = ("cpu", "reference") if _cpu_ready else ("reference",)
 
 if _cpu_problem is not None:
     warnings.warn(
@@ -107,34 +109,107 @@ def resolve(
     Raises:
         ValueError: the name is unknown, or that backend cannot serve this device or dtype here.
     """
+    kind = device.type
+    backend, _ = choose_backend(
+        _asked(name), kind, dtype, _there(kind), _plain_only(), availability.interpreted()
+    )
+    return backend
+
+
+def decide(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
+    w_v: Tensor | None,
+    bias: Tensor | None,
+    hidden: int,
+    dropout_p: float,
+    *,
+    keys_projected: bool = False,
+    name: str | None = None,
+) -> Route:
+    """How a call is computed: collects the facts and asks :func:`route.route`, once a call.
+
+    Args:
+        queries: (B,Tq,Dq).
+        keys: (B,Tk,Dk), or (B,Tk,H) with ``keys_projected``.
+        values: (B,Tk,Dv).
+        w_q: (H,Dq); None where its layer has to be called.
+        w_k: (H,Dk); likewise, and where the keys are projected.
+        w_v: (1,H) or (H,); likewise.
+        bias: (H,) or None.
+        hidden: H.
+        dropout_p: probability of dropping a weight.
+        keys_projected: the keys are ``W_k k``.
+        name: a backend asked for by name; None takes that of ``use()``, else the fastest.
+
+    Raises:
+        ValueError: as :func:`resolve`.
+    """
+    traced = torch.compiler.is_compiling()
+    device = "cpu" if queries.is_cpu else queries.device.type
+    # In compiled code no size may decide, or it would be compiled anew for each.
+    sizes = (0,) * 7 if traced else (*queries.shape, *keys.shape[1:], values.shape[2], hidden)
+    batch, queries_len, query_size, keys_len, key_size, value_size, hidden = sizes
+    recorded = transforms.needs_gradient(queries, keys, values, w_q, w_k, w_v, bias)
+    called = w_q is None or w_v is None or (w_k is None and not keys_projected)
+    facts = Facts(
+        device,
+        queries.dtype,
+        batch,
+        queries_len,
+        keys_len,
+        query_size,
+        key_size,
+        value_size,
+        hidden,
+        keys_projected,
+        w_q is not None,
+        keys_projected or w_k is not None,
+        w_v is not None,
+        recorded or (called and torch.is_grad_enabled()),
+        dropout_p > 0.0,
+        traced,
+        _plain_only(),
+        transforms.autocast_dtype(queries.device) is not None,
+        _asked(name),
+        _there(device),
+        availability.interpreted(),
+        1 if device == "cpu" else _sharing(queries.device),
+    )
+    return (route.__wrapped__ if traced else route)(facts, limits.LIMITS)
+
+
+def _asked(name: str | None) -> str | None:
     wanted = name or _forced
-    if wanted is None or wanted == "auto":
-        if _needs_reference():
-            return "reference"
-        if device.type == "cpu":
-            return "cpu" if _cpu_ready else "reference"
-        if device.type == "cuda" and availability.cuda_problem() is None:
-            return "cuda"
-        fits = device.type == "cuda" and dtype != torch.float64
-        return "triton" if fits and availability.triton_problem() is None else "reference"
-    _check_name(wanted)
-    serves = {
-        "cpu": "cpu",
-        "cuda": "cuda",
-        "triton": "cpu" if availability.interpreted() else "cuda",
-    }
-    if device.type != serves.get(wanted, device.type):
-        checks.reject(ValueError, "backend", f"serve {device.type} tensors", repr(wanted))
-    if wanted == "triton" and dtype == torch.float64:
-        checks.reject(ValueError, "backend", f"serve {dtype} tensors", repr(wanted))
-    if wanted != "reference" and _needs_reference():
-        where = "torch.func, forward-mode differentiation, torch.jit.trace and torch.onnx.export"
-        need = f"be 'reference' or left to 'auto' under {where}"
-        checks.reject(ValueError, "backend", need, repr(wanted))
+    if wanted is not None and wanted != "auto":
+        _check_name(wanted)
     return wanted
 
 
-def _needs_reference() -> bool:
+def _there(device: str) -> tuple[str, ...]:
+    """The backends that may serve tensors of a kind of device."""
+    found: tuple[str, ...] = _ON_CPU if device != "cuda" else available_on_gpu()
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def available_on_gpu() -> tuple[str, ...]:
+    """Those that can serve CUDA tensors; a constant of compiled code."""
+    return tuple(name for name in ("cuda", "triton", "reference") if why_not(name) is None)
+
+
+@functools.cache
+def _sharing(device: torch.device) -> int:
+    """Blocks that share W_q among them on a GPU (csrc/cuda): a cluster, from 9.0 on."""
+    if device.type != "cuda":
+        return 1
+    return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
+
+
+def _plain_only() -> bool:
     """Whether only plain PyTorch operations will do: ONNX knows no operators but its own."""
     return transforms.active() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
 

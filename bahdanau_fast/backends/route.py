@@ -1,0 +1,237 @@
+"""How a call is computed: one decision, from facts about the call and the limits of the processor.
+
+:func:`route` is pure and is asked once a call, for a call of a module, of a function or of a
+memory; whoever executes its answer asks nothing again.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from bahdanau_fast import checks
+from bahdanau_fast.backends.limits import Limits
+
+__all__ = ["FORMS", "NAMES", "Facts", "Route", "choose_backend", "keeps_table", "route"]
+
+#: Backends, fastest first.
+NAMES = ("cuda", "triton", "cpu", "reference")
+
+#: How a call is computed, and from what.
+FORMS = {
+    "one operator": "raw queries and keys; the projections are part of the operator",
+    "step": "raw queries, projected keys; the queries are projected in the operator",
+    "raw keys": "raw queries and keys, in one launch where the kernels project them",
+    "projected": "queries and keys are projected in front, by matrix products",
+    "called": "w_v is more than its weight: its layer is called on every (query, key) pair",
+    "reference": "plain PyTorch operations",
+}
+
+
+class Facts(NamedTuple):
+    """What decides about a call.
+
+    Attributes:
+        device: "cpu", "cuda", ...
+        dtype: of the queries.
+        batch: B; 0 while code is traced, where no size may decide anything. Likewise the others.
+        queries_len: Tq.
+        keys_len: Tk.
+        query_size: Dq; H where the queries are projected.
+        key_size: Dk; H where the keys are projected.
+        value_size: Dv.
+        hidden: H.
+        keys_projected: the keys are ``W_k k``, from a memory.
+        query_weight: W_q is a weight; False where its layer has to be called.
+        key_weight: likewise W_k; also True where the keys are projected.
+        score_weight: likewise w_v.
+        records: a gradient may be asked for.
+        drops: weights are dropped.
+        traced: torch.compile or torch.export is tracing the call.
+        plain_only: only plain operations will do: under ``torch.func``, forward mode,
+            ``torch.jit.trace`` and ``torch.onnx.export``.
+        autocast: matrix products take another dtype.
+        asked: a backend asked for by name, or None.
+        there: backends that can serve calls in this process.
+        interpreted: Triton kernels run in its interpreter, on the CPU.
+        sharing: blocks of a GPU that read W_q together.
+    """
+
+    device: str
+    dtype: torch.dtype
+    batch: int
+    queries_len: int
+    keys_len: int
+    query_size: int
+    key_size: int
+    value_size: int
+    hidden: int
+    keys_projected: bool
+    query_weight: bool
+    key_weight: bool
+    score_weight: bool
+    records: bool
+    drops: bool
+    traced: bool
+    plain_only: bool
+    autocast: bool
+    asked: str | None
+    there: tuple[str, ...]
+    interpreted: bool
+    sharing: int
+
+
+class Route(NamedTuple):
+    """How a call is computed.
+
+    Attributes:
+        backend: a name from :data:`NAMES`.
+        form: a name from :data:`FORMS`.
+        reuse: the projection of the keys may be remembered for the next call.
+        traced: as in :class:`Facts`.
+        records: likewise.
+        reason: why, in words.
+    """
+
+    backend: str
+    form: str
+    reuse: bool
+    traced: bool
+    records: bool
+    reason: str
+
+
+@lru_cache(maxsize=1024)
+def route(facts: Facts, limits: Limits) -> Route:
+    """The way to compute a call.
+
+    Args:
+        facts: about the call.
+        limits: of the processor.
+
+    Raises:
+        ValueError: a backend was asked for that cannot serve the call.
+    """
+    backend, why = choose_backend(
+        facts.asked, facts.device, facts.dtype, facts.there, facts.plain_only, facts.interpreted
+    )
+    form, because = _form(facts, limits, backend)
+    reuse = form in ("step", "projected") and not facts.traced and not facts.keys_projected
+    return Route(
+        backend, form, reuse, facts.traced, facts.records, f"{backend}: {why}; {form}: {because}"
+    )
+
+
+def choose_backend(
+    asked: str | None,
+    device: str,
+    dtype: torch.dtype,
+    there: tuple[str, ...],
+    plain_only: bool,
+    interpreted: bool,
+) -> tuple[str, str]:
+    """The backend that serves a call, and why; arguments as in :class:`Facts`.
+
+    Raises:
+        ValueError: as :func:`route`.
+    """
+    if asked is not None and asked != "auto":
+        _check_serves(asked, device, dtype, plain_only, interpreted)
+        return asked, "asked for by name"
+    if plain_only:
+        return "reference", "a transform, a trace or an export knows plain operations only"
+    found, why = "reference", f"no kernels for {dtype} on {device} tensors are there"
+    if device == "cpu" and "cpu" in there:
+        found, why = "cpu", "the fastest for CPU tensors"
+    elif device == "cuda" and "cuda" in there:
+        found, why = "cuda", "the fastest for CUDA tensors"
+    elif device == "cuda" and "triton" in there and dtype != torch.float64:
+        found, why = "triton", "the CUDA C++ kernels are not there"
+    return found, why
+
+
+def _check_serves(
+    asked: str, device: str, dtype: torch.dtype, plain_only: bool, interpreted: bool
+) -> None:
+    serves = {"cpu": "cpu", "cuda": "cuda", "triton": "cpu" if interpreted else "cuda"}
+    if device != serves.get(asked, device):
+        checks.reject(ValueError, "backend", f"serve {device} tensors", repr(asked))
+    if asked == "triton" and dtype == torch.float64:
+        checks.reject(ValueError, "backend", f"serve {dtype} tensors", repr(asked))
+    if asked != "reference" and plain_only:
+        where = "under torch.func, forward-mode differentiation, tracing and torch.onnx.export"
+        checks.reject(
+            ValueError, "backend", f"be 'reference' or left to 'auto' {where}", repr(asked)
+        )
+
+
+def _form(facts: Facts, limits: Limits, backend: str) -> tuple[str, str]:
+    if not facts.score_weight:
+        return "called", "the layer w_v is more than its weight"
+    if backend == "reference":
+        return "reference", "as asked" if facts.asked == "reference" else "no kernels serve it"
+    in_front = None
+    if facts.traced:
+        in_front = "one operator in compiled code, whatever the sizes"
+    elif facts.autocast:
+        in_front = "autocast gives the projections a dtype of their own"
+    elif not facts.query_weight:
+        in_front = "the layer of the queries is more than its weight"
+    if in_front is not None:
+        return "projected", in_front
+    return _form_on_cpu(facts, limits) if backend == "cpu" else _form_on_gpu(facts, backend)
+
+
+def _form_on_cpu(facts: Facts, limits: Limits) -> tuple[str, str]:
+    queries = facts.batch * facts.queries_len * facts.query_size
+    if not facts.keys_projected and facts.key_weight:
+        work = (queries + facts.batch * facts.keys_len * facts.key_size) * facts.hidden
+        if work <= limits.one_operator_work:
+            return "one operator", (
+                f"{work} multiplications to project, of at most {limits.one_operator_work}"
+            )
+    if facts.records:
+        return "projected", "a gradient may be asked for"
+    if facts.drops:
+        return "projected", "weights are dropped"
+    most = max(limits.step_rows * facts.query_size, limits.step_work // max(facts.hidden, 1))
+    if queries <= most:
+        return "step", f"{queries} elements of queries, of at most {most}"
+    return "projected", f"{queries} elements of queries, more than {most}"
+
+
+def _form_on_gpu(facts: Facts, backend: str) -> tuple[str, str]:
+    if facts.records:
+        return "projected", "a gradient may be asked for"
+    if backend == "cuda" and facts.drops:
+        return "projected", "weights are dropped"
+    from bahdanau_fast.kernels import plans
+
+    size = facts.dtype.itemsize
+    if not plans.is_step(facts.queries_len, facts.value_size, wide=size == 4):
+        return "projected", "many queries, or values of many features"
+    own_queries = plans.fuses_queries(
+        facts.queries_len, facts.query_size, facts.hidden, size, facts.sharing
+    )
+    own_keys = not facts.keys_projected and facts.key_weight
+    own_keys = own_keys and plans.fuses_keys(
+        facts.batch * facts.keys_len, facts.key_size, facts.hidden, size
+    )
+    if own_keys:
+        return "raw keys", "reading the keys once is worth more than the library's faster product"
+    if own_queries:
+        return "step", "W_q is small enough for a launch to read it"
+    return "projected", "the library's products are faster"
+
+
+def keeps_table(elements: int, queries_len: int, limits: Limits) -> bool:
+    """Whether keys that will be looked at again get a table of exponentials, on the CPU.
+
+    Args:
+        elements: of the projected keys.
+        queries_len: Tq of the calls to come.
+        limits: of the processor.
+    """
+    return elements >= limits.table_elements and queries_len < limits.table_queries
