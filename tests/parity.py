@@ -4,8 +4,8 @@ For context, weights and every gradient::
 
     max|ours - exact| <= 2 max|eager - exact| + atol        (fp64: 8, see shares())
 
-``exact`` is the formula on the same inputs in a wider type (torch fp64; long double for fp64),
-``eager`` the reference in the tested dtype, ``atol`` two roundings of the result in that dtype.
+:mod:`bahdanau_fast.parity` has the rule. ``exact`` is the formula on the same inputs in a wider
+type (torch fp64; long double for fp64), ``eager`` the reference in the tested dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import bahdanau_fast as bf
-from bahdanau_fast import reference
+from bahdanau_fast import parity, reference
 
 INPUTS = ("queries", "keys", "values", "w_q", "w_k", "w_v", "bias")
 OUTPUTS = ("context", "weights")
@@ -250,12 +250,6 @@ def _kept(case):
 # ---- the rule ------------------------------------------------------------------------------------
 
 
-def spacing(dtype):
-    """(relative rounding step, smallest subnormal) of a dtype."""
-    info = torch.finfo(dtype)
-    return info.eps, info.smallest_normal * info.eps
-
-
 def errors(got, exact, dtype):
     """max|got - exact| by result, where the exact one fits into the dtype; inf if not finite."""
     largest = torch.finfo(dtype).max
@@ -282,7 +276,6 @@ def shares(ours, others, exact, dtype):
 
     ``others`` are eager's errors.
     """
-    eps, tiny = spacing(dtype)
     # Nothing wider than fp64 computes fp64. libm's tanh has two roundings; the factored one has
     # besides those of exp(2a) and exp(2c) (1.5 ulp each, halved: d tanh/d log E = (1 - t^2) / 2),
     # of their product, of E - 1 and E + 1, and three of the shared division: eight in all, four
@@ -292,10 +285,7 @@ def shares(ours, others, exact, dtype):
     for name, error in errors(ours, exact, dtype).items():
         true = np.abs(exact[name])
         size = float(true[true <= torch.finfo(dtype).max].max())
-        allowed = factor * others[name] + eps * size + tiny
-        if not np.isfinite(allowed):  # eager overflowed: to be finite is all that is asked
-            allowed = np.finfo(np.float64).max
-        found[name] = error / allowed
+        found[name] = error / parity.allowed(others[name], size, dtype, factor)
     return found
 
 
