@@ -234,7 +234,7 @@ def _tests() -> list[str]:
     """The folders of tests of the GPU backends that can be loaded here."""
     from bahdanau_fast import backends
 
-    folders = {"cuda": "cuda_kernels", "triton": "triton_kernels"}
+    folders = {"cuda": "cuda/gpu", "triton": "triton/kernels"}
     there = [folder for name, folder in folders.items() if backends.why_not(name) is None]
     return [str(ROOT / "tests" / folder) for folder in there]
 

@@ -13,7 +13,7 @@ from benchmarks.gpu_timing import Stopwatch, captured, read_bandwidth
 from benchmarks.providers import by_name
 from benchmarks.shapes import Shape
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 2, 1, 5, 8)
 

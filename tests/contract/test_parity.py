@@ -1,4 +1,4 @@
-"""Context, weights and every gradient keep the parity rule (tests/parity.py) on any input."""
+"""Context, weights and every gradient keep the parity rule (bahdanau_fast.parity) on any input."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import parity
 import pytest
 import torch
 from contract import CONTRACT, LARGE, lens, per_query
@@ -149,7 +150,9 @@ def test_no_result_of_torch_is_left_unwritten():
 def test_no_workspace_is_read_before_it_is_written():
     # glibc then fills what it hands out with 0x7f: 3e38, or NaN in fp16.
     tunables = {"MALLOC_PERTURB_": "128", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
-    code = "import test_parity as t; t.check_every_row()"
+    # What pytest puts in front of the path: this folder, and that of the helpers.
+    helpers = str(Path(parity.__file__).parent)
+    code = f"import sys; sys.path.append({helpers!r}); import test_parity as t; t.check_every_row()"
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent,

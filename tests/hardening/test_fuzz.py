@@ -2,16 +2,11 @@
 
 import os
 import random
-import sys
 from collections import Counter
-from pathlib import Path
-
-import pytest
-from threads import one_thread  # noqa: F401
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "hardening"))
 
 import fuzz
+import pytest
+from threads import one_thread  # noqa: F401
 
 CHANCE = int(os.environ.get("BAHDANAU_FAST_CHANCE", "300"))
 

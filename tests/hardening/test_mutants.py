@@ -1,17 +1,15 @@
 """``make mutants``: what it plants can still be planted, and its page says what it found."""
 
 import json
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "hardening"))
+import mutants_page
+import planted_cpu
+import planted_cuda
+import planted_triton
+from planted import find_tests
 
-import mutants_page  # noqa: E402
-import planted_cpu  # noqa: E402
-import planted_cuda  # noqa: E402
-import planted_triton  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = planted_cpu.MUTANTS + planted_triton.MUTANTS + planted_cuda.MUTANTS
 
 # Survivors that still need a test: races that ThreadSanitizer ought to see, and does not.
@@ -26,7 +24,7 @@ def test_every_mistake_has_its_place():
         places = (ROOT / mutant.file).read_text().count(mutant.old)
         assert places == 1, f"{mutant.file} has changed: plant {mutant.name!r} elsewhere"
         assert mutant.old != mutant.new
-        assert (ROOT / mutant.tests[0]).exists()
+        assert find_tests(ROOT, mutant.tests[0]).exists()
 
 
 def test_no_two_mistakes_are_the_same():

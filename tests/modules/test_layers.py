@@ -21,10 +21,10 @@ from changed import (
     same_training,
 )
 from decoders import counts
-from test_greedy import STEPS, model, sources
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations, prune
+from translators import STEPS, model, sources
 
 import bahdanau_fast as bf
 from bahdanau_fast import layers

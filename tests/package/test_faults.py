@@ -12,7 +12,7 @@ import torch
 
 import bahdanau_fast as bf
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(code, cwd=None, **more):

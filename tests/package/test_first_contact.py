@@ -17,7 +17,7 @@ from course import inputs
 import bahdanau_fast as bf
 from bahdanau_fast import loading
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 

@@ -121,7 +121,7 @@ import sacrebleu, torch, torch._dynamo  # once, before the forks, also what is i
 torch.set_num_threads(1)
 from bahdanau_fast.seq2seq import checkpoints
 from bahdanau_fast.seq2seq.runs import Run
-sys.path.insert(0, 'tests')
+sys.path[:0] = ['tests/seq2seq', 'tests/support']
 from test_seq2seq_runs import SMALL, text_of
 
 data, out, kills, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])

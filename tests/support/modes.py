@@ -1,4 +1,4 @@
-"""How a way of tests/ways.py is run: calls, the change, and calls again, in each mode."""
+"""How a way of tests/support/ways.py is run: calls, the change, and calls again, in each mode."""
 
 import torch
 from sides import SMALL, Pair

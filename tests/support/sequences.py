@@ -1,7 +1,7 @@
 """Random sequences of calls, changes and backward passes, on the plain module and on ours.
 
-``python tests/sequences.py 50000`` runs so many. What fails is shortened, and printed as lines that
-run.
+``python tests/support/sequences.py 50000`` runs so many. What fails is shortened, and printed as
+lines that run.
 """
 
 import argparse

@@ -8,7 +8,7 @@ import bahdanau_fast as bf
 
 E, DK, DQ, DV = 6, 17, 5, 7
 # Batch, keys, hidden: such that the projection of the keys is remembered, and such that projections
-# and attention are one operator (tests/test_ways.py asserts both).
+# and attention are one operator (test_ways.py asserts both).
 REMEMBERED, SMALL = (3, 53, 19), (3, 31, 17)
 # Share of a result's largest number: thousands of roundings, by which right results differ.
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}

@@ -1,4 +1,4 @@
-"""What two gloo processes do for tests/test_ways.py: ``python two_ranks_ways.py RANK FILE``.
+"""What two gloo processes do for test_ways.py: ``python two_ranks_ways.py RANK FILE``.
 
 Each way prints a line per mode, "right: WAY, MODE", or what is wrong.
 """

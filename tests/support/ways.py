@@ -1,6 +1,6 @@
 """Ways to change what a call depends on, between two calls: the table of docs/compatibility.md.
 
-``python tests/ways.py`` writes the table into the page.
+``python tests/support/ways.py`` writes the table into the page.
 """
 
 import copy
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import prune, vector_to_parameters
 
 MODES = ("eager", "trained", "encoder", "compiled", "inference", "born in inference")
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 HEAD = '| what changes | how | `cache_keys="trust"` sees it | not in |\n|---|---|---|---|\n'
 
 

@@ -11,11 +11,11 @@ import torch
 
 import bahdanau_fast as bf
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-def run(*arguments, interpreted=True, cwd=TESTS.parent):
+def run(*arguments, interpreted=True, cwd=ROOT):
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -28,7 +28,7 @@ def run(*arguments, interpreted=True, cwd=TESTS.parent):
 
 @no_gpu
 def test_kernels_in_the_interpreter():
-    result = run("-m", "pytest", "-q", "tests/triton_kernels")
+    result = run("-m", "pytest", "-q", "tests/triton/kernels")
     print(result.stdout[-5000:], result.stderr[-2000:])
     assert result.returncode == 0
     passed = int(re.search(r"(\d+) passed", result.stdout)[1])

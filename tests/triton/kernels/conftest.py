@@ -1,16 +1,13 @@
 """Tests of the Triton kernels: on a GPU where there is one, else in Triton's interpreter.
 
-The interpreter has to be asked for before anything is imported: tests/test_triton.py runs this
-folder so. Alone, it is ``TRITON_INTERPRET=1 python -m pytest tests/triton_kernels``.
+The interpreter has to be asked for before anything is imported: test_triton.py runs this folder
+so. Alone, it is ``TRITON_INTERPRET=1 python -m pytest tests/triton/kernels``.
 """
 
 import os
-import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
