@@ -256,7 +256,7 @@ def sanitizer(seconds: float) -> dict[str, Any]:
         return {"problem": "compute-sanitizer is not installed"}
     results: dict[str, Any] = {}
     for check in ("memcheck", "racecheck", "initcheck"):
-        tests = [path for path in _tests() if check == "memcheck" or path.endswith("cuda_kernels")]
+        tests = [path for path in _tests() if check == "memcheck" or path.endswith("cuda/gpu")]
         if not tests:
             continue
         few = [*tests, "-k", "every_kernel or splits_of", "-p", "no:cacheprovider"]

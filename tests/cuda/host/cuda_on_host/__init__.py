@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 HERE = Path(__file__).resolve().parent
-KERNELS = HERE.parents[1] / "csrc"
-BUILT = HERE.parents[1] / "build" / "cuda_on_host"
+KERNELS = HERE.parents[3] / "csrc"
+BUILT = HERE.parents[3] / "build" / "cuda_on_host"
 
 KINDS = {
     "f32": ("float", "float"),

@@ -1,6 +1,6 @@
 // Runs forward and backward of csrc/cuda on the host for one kind of numbers (-DSTORED=..,
 // -DSUMMED=..). Problems come in on standard input, results go out on standard output; see
-// tests/cuda_on_host/__init__.py, which speaks the same format.
+// __init__.py beside this file, which speaks the same format.
 #include <unistd.h>
 
 #include "attend.h"

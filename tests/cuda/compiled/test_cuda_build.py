@@ -16,7 +16,7 @@ import bahdanau_fast as bf
 from benchmarks import cuda_budgets
 from benchmarks.sass import hot
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not on this machine")
 
