@@ -42,7 +42,7 @@ ADDRESS = {
 THREAD = {
     "test_operators.py": "bitwise",
     "test_robustness.py": "eight or finite",
-    "test_key_cache.py": "threads",
+    "test_key_cache_lifetime.py": "threads",
     "test_parity.py": "test_contract or drawn_cases",
     "test_dropout.py": "",
     "test_step.py": "",
