@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import bahdanau_fast
-from bahdanau_fast import backends, reference
+from bahdanau_fast import backends, parity, reference
 from bahdanau_fast.functional import additive_attention
 from bahdanau_fast.seq2seq.commands import add_commands, at_least
 
@@ -296,16 +296,16 @@ def _results(
     return [result.detach().double() for result in (context, weights, *grads)]
 
 
-def _allowed(case: Case, dtype: torch.dtype, exact: Tensor, eager: Tensor) -> float:
-    """The parity rule: twice eager's own error and two roundings of the result."""
-    magnitude = float(exact.abs().max())
-    rounding = torch.finfo(dtype).eps / 2 * magnitude
+def _allowed(case: Case, dtype: torch.dtype, exact: Tensor, eager_error: float) -> float:
+    """What the parity rule allows for one result."""
+    largest = float(exact.abs().max())
     if dtype == torch.float64:
-        # The oracle is itself a rounded fp64 sum. Two sums of n terms in different orders may be
-        # n roundings apart each; the longest chain here is that of a weight's gradient.
+        # The exact result is itself a rounded fp64 sum, so eager's error is unknown. Two sums of n
+        # terms in different orders are at most n roundings apart each; the longest sum here is
+        # that of a weight's gradient.
         terms = case.batch * case.queries * case.keys + case.hidden + max(case.features)
-        return 2 * terms * rounding
-    return 2 * float((eager - exact).abs().max()) + 2 * rounding
+        eager_error = terms * torch.finfo(dtype).eps / 2 * largest
+    return parity.allowed(eager_error, largest, dtype)
 
 
 def _check_one(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float, str]:
@@ -319,11 +319,11 @@ def _check_one(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float,
     eager = _results(reference.additive_attention, case, dtype, dtype)
     result = _results(ours, case, dtype, dtype)
     for label, true, plain, got in zip(_RESULTS, exact, eager, result, strict=True):
-        allowed = _allowed(case, dtype, true, plain) or sys.float_info.min
-        error = float((got - true).abs().nan_to_num(nan=float("inf")).max())
-        share = error / allowed
+        eager_error = parity.error(plain, true)
+        allowed = _allowed(case, dtype, true, eager_error)
+        share = parity.error(got, true) / allowed
         if share > worst[0]:
-            worst = (share, float((plain - true).abs().max()) / allowed, label)
+            worst = (share, eager_error / allowed, label)
     return worst
 
 

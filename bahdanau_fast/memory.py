@@ -228,7 +228,10 @@ class Memory:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        projected = ProjectedKeys(state["keys"], state["table"], state["keys_max"])
+        # Pickles of the first 0.1.0 hold the fields as they are.
+        projected = state.get("projected")
+        if projected is None:
+            projected = ProjectedKeys(state["keys"], state["table"], state["keys_max"])
         fields = (projected, state["values"], state["valid_lens"], None, None)
         for name, value in zip(self.__dataclass_fields__, fields, strict=True):
             object.__setattr__(self, name, value)

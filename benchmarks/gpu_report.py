@@ -234,7 +234,7 @@ def _tests() -> list[str]:
     """The folders of tests of the GPU backends that can be loaded here."""
     from bahdanau_fast import backends
 
-    folders = {"cuda": "cuda_kernels", "triton": "triton_kernels"}
+    folders = {"cuda": "cuda/gpu", "triton": "triton/kernels"}
     there = [folder for name, folder in folders.items() if backends.why_not(name) is None]
     return [str(ROOT / "tests" / folder) for folder in there]
 
@@ -256,7 +256,7 @@ def sanitizer(seconds: float) -> dict[str, Any]:
         return {"problem": "compute-sanitizer is not installed"}
     results: dict[str, Any] = {}
     for check in ("memcheck", "racecheck", "initcheck"):
-        tests = [path for path in _tests() if check == "memcheck" or path.endswith("cuda_kernels")]
+        tests = [path for path in _tests() if check == "memcheck" or path.endswith("cuda/gpu")]
         if not tests:
             continue
         few = [*tests, "-k", "every_kernel or splits_of", "-p", "no:cacheprovider"]

@@ -1,5 +1,12 @@
 """The files that take longest first, so that workers that share the suite end together."""
 
+import sys
+from pathlib import Path
+
+# pytest has put this folder there. `import triton` must find the package or nothing, not a folder
+# of tests.
+sys.path.remove(str(Path(__file__).resolve().parent))
+
 LONGEST = (
     "test_ways.py",
     "test_cuda_kernels.py",

@@ -60,7 +60,7 @@ def lay_out(name, cxxflags="", ldflags="", cxx="", source=ROOT):
 
 def environment(folder, **more):
     """Of a process that imports the package from ``folder`` and the tests from here."""
-    path = [str(folder), str(ROOT / "tests"), str(ROOT)]
+    path = [str(folder), str(ROOT / "tests" / "support"), str(ROOT)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
 
 

@@ -33,9 +33,14 @@ TARGETS = {
 }
 
 
+def _file_of(target):
+    """Its seeds, a line of hexadecimal digits each."""
+    return SEEDS / f"{target}.hex"
+
+
 def seeds_of(target):
     """The cases of a target that the tree keeps."""
-    return [path.read_bytes() for path in sorted((SEEDS / target).glob("*"))]
+    return [bytes.fromhex(line) for line in _file_of(target).read_text().splitlines()]
 
 
 def function_of(target):
@@ -118,12 +123,7 @@ def fuzz(target, cases, minutes, seed, coverage, last):
 
 def write_seeds(target, kept):
     """The cases that reached something new, into the tree."""
-    folder = SEEDS / target
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*"):
-        old.unlink()
-    for number, data in enumerate(kept):
-        (folder / f"{number:03}").write_bytes(data)
+    _file_of(target).write_text("".join(f"{data.hex()}\n" for data in kept))
 
 
 def inside(arguments):

@@ -22,6 +22,7 @@ from threading import Lock
 import planted_cpu
 import planted_cuda
 import planted_triton
+from planted import find_tests
 
 import build
 
@@ -38,14 +39,14 @@ def check(tests, tree, package):
     """Whether the tests pass, the last thing they said, and the test that failed, if one did."""
     file, chosen = tests
     environment = build.environment(package, TRITON_INTERPRET=str(int("triton" in file)))
-    path = [package, tree / "tests", tree, tree / "tests" / "hardening"]
+    path = [package, tree / "tests" / "support", tree, tree / "tests" / "hardening"]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     # For the drivers of CUDA kernels: most of a mutant's time is spent compiling one.
     environment["CXXFLAGS"] = "-O0"
     environment["OMP_NUM_THREADS"] = "1"  # two lanes
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command += ["-p", "no_shrinking", "-c", str(tree / "pyproject.toml")]
-    command += ["-o", f"pythonpath={package}", str(tree / file), "-k", chosen]
+    command += ["-o", f"pythonpath={package}", str(find_tests(tree, file)), "-k", chosen]
     process = subprocess.Popen(
         command,
         cwd=package,

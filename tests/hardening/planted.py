@@ -1,6 +1,7 @@
 """The mistakes that ``make mutants`` plants, and the tests that should notice each."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 MASK, TAIL = "mask off by one", "dropped tail"
 BARRIER, SHARE = "missing barrier", "wrong reciprocal share"
@@ -33,3 +34,13 @@ class Mutant:
     def name(self) -> str:
         """How it is listed."""
         return f"{self.kernel}: {self.what or self.kind}"
+
+
+def find_tests(tree: Path, name: str) -> Path:
+    """A file or folder of tests in a tree.
+
+    ``name`` is its path from the root. A file may also lie in another folder of tests/, where no
+    two files have one name.
+    """
+    path = tree / name
+    return path if path.exists() else next((tree / "tests").rglob(path.name))

@@ -5,7 +5,7 @@ The interpreter runs a program as one thread: barriers it cannot miss.
 
 from planted import MASK, SHARE, TAIL, Mutant
 
-FOLDER = "tests/triton_kernels"
+FOLDER = "tests/triton/kernels"
 MANY = (FOLDER, "test_contract and not step and (lens or whole or past)")
 STEP = (FOLDER, "test_contract_of_a_step and (lens or whole or past)")
 SPLITS = (FOLDER, "splits_of_one_long_row")

@@ -3,7 +3,7 @@
 AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer, side by side, each in a build
 of its own (build/hardening/address, .../thread). Only the extension is compiled with them; Python
 and torch are not, hence the preloaded runtime and the files of suppressions beside this one. The
-CUDA kernels run under the same sanitizers in tests/test_cuda_kernels.py, in every run of the suite.
+CUDA kernels run under the same sanitizers in test_cuda_kernels.py, in every run of the suite.
 """
 
 import argparse
@@ -42,7 +42,7 @@ ADDRESS = {
 THREAD = {
     "test_operators.py": "bitwise",
     "test_robustness.py": "eight or finite",
-    "test_key_cache.py": "threads",
+    "test_key_cache_lifetime.py": "threads",
     "test_parity.py": "test_contract or drawn_cases",
     "test_dropout.py": "",
     "test_step.py": "",
@@ -104,8 +104,8 @@ def run_file(name, file, chosen, folder, environment):
     command = ["-m", "pytest", "-q", "--capture=sys", "-p", "no:cacheprovider"]
     command += ["--hypothesis-show-statistics"]
     # The checkout, which pyproject.toml puts in front, has the usual build in it.
-    command += ["-o", f"pythonpath={folder} {HERE}", "-p", "imported"]
-    command += ["-c", str(build.ROOT / "pyproject.toml"), str(TESTS / file)]
+    command += ["-o", f"pythonpath={folder} {HERE} {TESTS / 'support'}", "-p", "imported"]
+    command += ["-c", str(build.ROOT / "pyproject.toml"), str(next(TESTS.rglob(file)))]
     done = python([*command, "-k", chosen] if chosen else command, folder, environment)
     passed = re.search(r"(\d+) passed", done.stdout)
     failed = sum(map(int, re.findall(r"(\d+) (?:failed|error)", done.stdout)))

@@ -1,0 +1,173 @@
+"""docs/compatibility.md names tests that exist; and the rows that no other file holds."""
+
+import ast
+import re
+from pathlib import Path
+
+import figures
+import pytest
+import torch
+from course import CourseAttention
+from torch._subclasses import FakeTensorMode
+
+import bahdanau_fast as bf
+from bahdanau_fast import transforms
+
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = TESTS.parent / "docs" / "compatibility.md"
+
+
+def test_every_test_the_page_names_exists():
+    named = set(re.findall(r"`(test_\w+\.py)::(\w+)(\[[^`]*\])?`", PAGE.read_text()))
+    assert len(named) > 40
+    for file, function, case in named:
+        (path,) = TESTS.rglob(file)  # the page leaves out the folder: no two files have one name
+        tree = ast.parse(path.read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        if case:
+            assert f'"{case[1:-1]}"' in path.read_text()
+
+
+def test_every_row_that_says_yes_names_a_test():
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[1].startswith("yes"):
+            assert "::" in cells[4], line
+
+
+def test_the_figures_of_longer_runs_are_those_of_their_files():
+    assert figures.page() == figures.PAGE.read_text()
+    targets = figures.read("fuzz")["targets"]
+    assert sum(row["cases"] for row in targets) >= 20_000
+    assert not any(row["wrong"] for row in targets)
+    assert not any(row["failures"] for row in figures.read("sanitize").get("sanitizers", []))
+
+
+def data(dtype=torch.float32, hidden=8):
+    torch.manual_seed(0)
+    course = CourseAttention(3, 4, hidden)
+    ours = bf.AdditiveAttention(3, 4, hidden)
+    ours.load_state_dict(course.state_dict())
+    inputs = [torch.randn(s).to(dtype) for s in ((20, 3, 4), (20, 6, 3), (20, 6, 2))]
+    return course.to(dtype), ours.to(dtype), inputs
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, None], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("hidden", [8, 300])
+def test_autocast_gives_the_dtypes_of_the_course_code(kind, given, hidden):
+    course, ours, inputs = data(given, hidden)
+    with torch.autocast("cpu", kind or torch.bfloat16, enabled=kind is not None):
+        want = course(*inputs, None)
+        weights = [layer.weight for layer in (ours.W_q, ours.W_k, ours.w_v)]
+        calls = {
+            "module": lambda: (ours(*inputs), ours.attention_weights),
+            "memory": lambda: (ours.attend(inputs[0], ours.memory(*inputs[1:])), None),
+            "function": lambda: bf.additive_attention(*inputs, *weights),
+        }
+        for name, call in calls.items():
+            context, attention = call()
+            assert context.dtype == want.dtype, name
+            torch.testing.assert_close(context, want, rtol=0.05, atol=0.05)
+            if attention is not None:
+                assert attention.dtype == course.attention_weights.dtype, name
+        context.sum().backward()
+    assert all(weight.grad.dtype == given for weight in weights)
+
+
+def test_autocast_takes_inputs_of_two_dtypes_as_linear_does():
+    _, ours, (q, k, v) = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(q.bfloat16(), k, v.bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="keys must have the dtype of queries"):
+        ours(q.bfloat16(), k, v)
+
+
+def test_softmax_under_autocast_is_fp32_on_gpus_alone():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not transforms.softmax_in_fp32(torch.device("cpu"))
+        assert torch.softmax(torch.ones(2, 3).bfloat16(), -1).dtype == torch.bfloat16
+    gpu = torch.device("cuda")
+    assert not transforms.softmax_in_fp32(gpu)
+    torch.set_autocast_enabled("cuda", True)  # the flag can be set without a GPU
+    try:
+        assert transforms.softmax_in_fp32(gpu)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("hidden", [8, 300])
+def test_deterministic_algorithms(hidden):
+    _, ours, inputs = data(hidden=hidden)
+    lens = torch.arange(20)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(3):
+            some = [x.clone().requires_grad_() for x in inputs]
+            out = ours(*some, lens)
+            grads = torch.autograd.grad(out.square().sum(), [*some, *ours.parameters()])
+            runs.append([out.detach(), *grads])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("Tk", [6, 500])  # keys to work on anew, and keys to remember
+@pytest.mark.parametrize("hidden", [2, 300])
+def test_meta_and_fake_tensors(hidden, Tk):
+    def run(module, device):
+        shapes = (2, 3, 4), (2, Tk, 3), (2, Tk, 5)
+        q, k, v = (torch.randn(s, device=device) for s in shapes)
+        lens = torch.ones(2, device=device)
+        for out in (module(q, k, v, lens), module.attend(q, module.memory(k, v, lens))):
+            assert (out.shape, out.device.type) == ((2, 3, 5), device)
+            assert module.attention_weights.shape == (2, 3, Tk)
+            out.sum().backward()
+        for parameter in module.parameters():
+            assert parameter.grad.shape == parameter.shape
+
+    run(bf.AdditiveAttention(3, 4, hidden, device="meta"), "meta")
+    with torch.device("meta"):
+        lazy = bf.AdditiveAttention(hidden)
+    run(lazy, "meta")
+    with FakeTensorMode():
+        run(bf.AdditiveAttention(3, 4, hidden), "cpu")
+    real = bf.AdditiveAttention(3, 4, hidden, device="meta").to_empty(device="cpu")
+    assert real.W_q.weight.device.type == "cpu"
+    q = torch.randn(2, 3, 4, device="meta")
+    with pytest.raises(TypeError, match="keys must have the dtype of queries"):
+        lazy(q, torch.zeros(2, 3, 3, device="meta", dtype=torch.float64), q)
+
+
+class Nested(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs):
+        return self.layer(*inputs)
+
+
+def compiled(layer, inputs, **how):
+    """The result of the first call, None where torch.compile cannot make it."""
+    torch._dynamo.reset()
+    try:
+        return torch.compile(Nested(layer), backend="eager", fullgraph=True, **how)(*inputs)
+    except torch._dynamo.exc.InternalTorchDynamoError:
+        return None
+
+
+def test_compiled_before_its_sizes_are_known():
+    q, k, v = torch.randn(2, 3, 4), torch.randn(2, 5, 3), torch.randn(2, 5, 2)
+    lazy = bf.AdditiveAttention(8)
+    got = compiled(lazy, (q, k, v))
+    torch.testing.assert_close(got, lazy(q, k, v))
+    # Symbolic sizes: no more than PyTorch's own lazy layer, and all is well after a call.
+    own = compiled(torch.nn.LazyLinear(8), (q,), dynamic=True)
+    lazy = bf.AdditiveAttention(8)
+    got = compiled(lazy, (q, k, v), dynamic=True)
+    assert (got is None) == (own is None)
+    want = lazy(q, k, v)
+    torch.testing.assert_close(compiled(lazy, (q, k, v), dynamic=True), want)

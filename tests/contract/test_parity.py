@@ -1,0 +1,170 @@
+"""Context, weights and every gradient keep the parity rule (bahdanau_fast.parity) on any input."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import parity
+import pytest
+import torch
+from contract import CONTRACT, LARGE, lens, per_query
+from drawing import cases, drawn
+from hypothesis import given
+from hypothesis import strategies as st
+from parity import DTYPES, Case, attended, called, check, eager, fused, long_double, run
+
+import bahdanau_fast as bf
+
+WAYS = {"function": fused, "module": called, "memory": attended}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("row", CONTRACT)
+def test_contract(row, dtype):
+    check(Case(**{**LARGE, **CONTRACT[row]}), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", ["module", "memory"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "no lens",
+        "lens per query",
+        "whole row masked",
+        "Tk = 0",
+        "values is keys",
+        "no bias",
+        "batch_last inputs",
+        "expanded inputs",
+        "split keys, lens inside a chunk",
+        "table of the other precision",
+        "fp32 in small",
+        "all in one operator, lens",
+        "all in one operator, values is keys",
+    ],
+)
+def test_contract_of_the_module(row, way, dtype):
+    check(Case(**{**LARGE, **CONTRACT[row]}), dtype, WAYS[way])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_very_long_source(dtype):
+    case = Case(B=1, Tq=1, Tk=120_000, H=3, Dq=2, Dk=2, Dv=2, lens=lens(119_999), grads="context")
+    check(case, dtype)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_magnitudes(scale, dtype):
+    for name in ("queries", "keys", "values", "w_q", "w_k", "w_v"):
+        check(Case(**LARGE, scale={name: scale}, lens=lens(7, 53, 0)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masked_positions_are_not_looked_at(dtype):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 5, 7), torch.randn(2, 70, 7), torch.randn(2, 70, 90)
+    w_q, w_k, w_v = torch.randn(91, 7), torch.randn(91, 7), torch.randn(91)
+    args = [x.to(dtype) for x in (q, k, v, w_q, w_k, w_v)]
+    clean = bf.additive_attention(*args, lens(9, 41), backend="cpu")
+    for row, length in ((0, 9), (1, 41)):
+        args[1][row, length:] = 1e4
+        args[2][row, length:] = float("nan")
+    for got, want in zip(
+        bf.additive_attention(*args, lens(9, 41), backend="cpu"), clean, strict=True
+    ):
+        assert torch.isfinite(got).all()
+        # The range of the keys picks the path of the whole row, hence not bitwise.
+        torch.testing.assert_close(got, want, rtol=8 * torch.finfo(dtype).eps, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_far_apart_and_shifted_alike(dtype):
+    # w_v of length 1000: a softmax that is one at a single key. A bias of the scores shifts all.
+    case = Case(**LARGE, scale={"w_v": 100.0}, lens=per_query)
+    check(case, dtype)
+
+
+@drawn
+@given(cases(torch.float32), st.sampled_from(sorted(WAYS)))
+def test_drawn_cases_fp32(case, way):
+    check(case, torch.float32, WAYS[way])
+
+
+@drawn
+@given(cases(torch.float64, most=60_000), st.sampled_from(sorted(WAYS)))
+def test_drawn_cases_fp64(case, way):
+    check(case, torch.float64, WAYS[way])
+
+
+@drawn
+@given(cases(torch.bfloat16), st.sampled_from(sorted(WAYS)))
+def test_drawn_cases_bf16(case, way):
+    check(case, torch.bfloat16, WAYS[way])
+
+
+@drawn
+@given(cases(torch.float16), st.sampled_from(sorted(WAYS)))
+def test_drawn_cases_fp16(case, way):
+    check(case, torch.float16, WAYS[way])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "no lens",
+        "lens per query",
+        "whole row masked",
+        "Tk = 0",
+        "values is keys",
+        "through the weights alone",
+    ],
+)
+def test_the_oracle_agrees_with_the_reference(row):
+    case = Case(**{**LARGE, "H": 11, **CONTRACT[row]})
+    inputs = case.draw(torch.float64)
+    exact = long_double(case, inputs)
+    plain = run(eager, case, inputs, torch.float64)
+    assert exact.keys() == plain.keys()
+    for name in exact:
+        assert exact[name].shape == plain[name].shape
+        if exact[name].size:
+            largest = float(np.abs(exact[name]).max())
+            assert float(np.abs(exact[name] - plain[name]).max()) <= 1e-13 * largest, name
+
+
+def test_no_result_of_torch_is_left_unwritten():
+    # torch then fills what it allocates with NaN.
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.isnan(torch.empty(100)).all()
+        for row in CONTRACT:
+            check(Case(**{**LARGE, **CONTRACT[row]}), torch.float32, attended)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_no_workspace_is_read_before_it_is_written():
+    # glibc then fills what it hands out with 0x7f: 3e38, or NaN in fp16.
+    tunables = {"MALLOC_PERTURB_": "128", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    # What pytest puts in front of the path: this folder, and that of the helpers.
+    helpers = str(Path(parity.__file__).parent)
+    code = f"import sys; sys.path.append({helpers!r}); import test_parity as t; t.check_every_row()"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        text=True,
+        env={**os.environ, **tunables},
+        capture_output=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def check_every_row():
+    for dtype in (torch.float32, torch.bfloat16):
+        for row in CONTRACT:
+            check(Case(**{**LARGE, **CONTRACT[row]}), dtype)

@@ -1,0 +1,189 @@
+"""The CUDA extension without a GPU: how it is built, what the compiler made of it, how it loads."""
+
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bahdanau_fast as bf
+from benchmarks import cuda_budgets
+from benchmarks.sass import hot
+
+ROOT = Path(__file__).resolve().parents[3]
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not on this machine")
+
+
+def setup(*, home=None, folder="", **variables):
+    """What setup.py says of the CUDA extension; its exit code."""
+    env = {k: v for k, v in os.environ.items() if k not in ("CUDA_HOME", "CUDA_PATH")}
+    env |= {"BAHDANAU_FAST_CPU": "0", **variables} | ({"CUDA_HOME": home} if home else {})
+    folders = f"--build-lib={folder}", f"--build-temp={folder}"
+    result = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", *folders],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_demanded_without_nvcc_is_an_error(tmp_path):
+    code, said = setup(home=str(tmp_path), folder=str(tmp_path), BAHDANAU_FAST_CUDA="1")
+    assert code != 0
+    assert re.search(r"bahdanau_fast._C_cuda: nvcc not found \(looked for .*/bin/nvcc\)", said)
+
+
+def test_unset_it_says_in_a_line_why_not(tmp_path):
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is built with CUDA")
+    code, said = setup(folder=str(tmp_path), BAHDANAU_FAST_CUDA="")
+    assert code == 0
+    assert re.findall(r"^bahdanau_fast._C_cuda not built: (.*)$", said, re.MULTILINE) == [
+        f"torch {torch.__version__} is built without CUDA"
+    ]
+
+
+def test_skipped_when_told_to(tmp_path):
+    code, said = setup(folder=str(tmp_path), BAHDANAU_FAST_CUDA="0")
+    assert code == 0
+    assert "bahdanau_fast._C_cuda not built: BAHDANAU_FAST_CUDA=0" in said
+
+
+@needs_nvcc
+def test_an_unknown_gpu_is_an_error(tmp_path):
+    code, said = setup(
+        folder=str(tmp_path), BAHDANAU_FAST_CUDA="1", TORCH_CUDA_ARCH_LIST="9.0a 7.5"
+    )
+    assert code != 0
+    assert "TORCH_CUDA_ARCH_LIST must name GPUs from 8.0 on, got '7.5'" in said
+
+
+# ---- what the compiler made of the kernels -------------------------------------------------------
+
+# In CI the extension has to be there where nvcc is.
+built = pytest.mark.skipif(
+    importlib.util.find_spec("bahdanau_fast._C_cuda") is None
+    and not (NVCC and os.environ.get("CI")),
+    reason="the CUDA extension is not built: BAHDANAU_FAST_CUDA=1 and nvcc make it",
+)
+
+
+@built
+def test_no_kernel_spills():
+    found = cuda_budgets.kernels()
+    archs = {kernel.arch for kernel in found}
+    assert archs
+    if not torch.cuda.is_available() or os.environ.get("CI"):
+        assert {"80", "90a"} <= archs
+    for kind in cuda_budgets.KINDS:
+        each = 16 if kind in ("bf16", "f16") else 14
+        assert sum(kernel.kind == kind for kernel in found) == each * len(archs), kind
+    assert [k for k in found if k.spills or k.stack or k.registers > 255] == []
+
+
+@pytest.fixture(scope="module")
+def machine_code():
+    """Mangled name -> SASS of the bf16 kernels for the newest GPU that was compiled for."""
+    newest = max((k.arch for k in cuda_budgets.kernels()), key=lambda arch: int(arch.rstrip("af")))
+    code = cuda_budgets.machine_code("bf16", newest)
+    if not code:
+        pytest.skip("no disassembler: that of the CUDA toolkit, or the triton package")
+    return code
+
+
+def code_of(machine_code, name):
+    (found,) = [text for entry, text in machine_code.items() if name in entry]
+    return found
+
+
+@built
+def test_streams_are_read_16_bytes_at_a_time(machine_code):
+    for name in ("14decode_forwardINS_4bf16EfLi1E", "14decode_forwardINS_4bf16EfLi4E"):
+        assert len(re.findall(r"LDG\.E\.128", code_of(machine_code, name))) >= 4
+    raw = code_of(machine_code, "16raw_keys_forwardINS_4bf16ELi1E")
+    assert len(re.findall(r"LDG\.E\.128", raw)) >= 4
+    assert "LDG.E.128" in code_of(machine_code, "decode_grad_weights")
+    backward = code_of(machine_code, "15decode_backwardINS_4bf16EfLi1E")
+    assert len(re.findall(r"LDG\.E\.128", backward)) >= 7  # four values, three keys in flight
+    assert len(re.findall(r"STG\.E\.128", backward)) >= 7
+
+
+@built
+def test_raw_keys_are_multiplied_on_tensor_cores(machine_code):
+    raw = code_of(machine_code, "16raw_keys_forwardINS_4bf16ELi1E")
+    assert len(re.findall(r"HMMA\.16816\.F32\.BF16", raw)) >= 32
+
+
+@built
+def test_many_queries_share_reciprocals(machine_code):
+    block = hot(code_of(machine_code, "tile_scores"), exponentials=False)
+    # Four hidden units times 4 x 4 pairs of a thread a turn, as often as the loop is unrolled.
+    reciprocals = block.count("MUFU")
+    assert reciprocals >= 16
+    elements = 4 * reciprocals
+    assert block.fma / elements >= 3.25  # so that is what a reciprocal serves
+    assert block.fma / elements <= 3.75
+    # And two exponentials per 64 elements, made once for the tile: 0.28 in all.
+    assert block.special / elements + 2 / 64 <= 0.3
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_it_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert "cuda" not in bf.backends.available()
+    assert re.search(r"cuda +not available: .*(without CUDA|no CUDA device)", bf.backends.explain())
+    x, w = torch.zeros(1, 2, 3), torch.zeros(4, 3)
+    with pytest.raises(ValueError, match="backend must be available here, got 'cuda': "):
+        bf.additive_attention(x, x, x, w, w, w[:, 0], backend="cuda")
+
+
+LOADED = """
+import torch, bahdanau_fast, bahdanau_fast._C_cuda
+ops = torch.ops.bahdanau_fast
+for name in ("attend_cuda", "attend_backward_cuda", "attend_step_cuda"):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"bahdanau_fast::{name}", "CUDA"), name
+for ours, general in (("attend_cuda", "attend"), ("attend_backward_cuda", "attend_backward")):
+    schemas = [getattr(ops, name).default._schema for name in (ours, general)]
+    assert [[(a.name, str(a.type)) for a in s.arguments] for s in schemas[:1]] == [
+        [(a.name, str(a.type)) for a in s.arguments] for s in schemas[1:]], ours
+x = torch.zeros(1, 1, 3)
+try:
+    ops.attend_cuda(x, x, None, None, x, x[0], None, None, 0.0, True)
+except NotImplementedError as error:
+    assert "CPU" in str(error)
+else:
+    raise SystemExit("CPU tensors were taken")
+from bahdanau_fast import cuda_ops
+cuda_ops.register()
+"""
+
+
+@built
+def test_it_loads_where_there_is_no_gpu_either():
+    subprocess.run([sys.executable, "-c", LOADED], check=True)
+
+
+@built
+def test_it_takes_only_the_stable_interface():
+    binary = importlib.util.find_spec("bahdanau_fast._C_cuda").origin
+    lines = subprocess.run(
+        ["nm", "-D", "--undefined-only", binary], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    taken = [line.split()[-1].partition("@") for line in lines if line.strip()]
+    unknown = [
+        name
+        for name, _, version in taken
+        if not re.match(r"aoti_torch_|torch_|_?Py|_ITM_|__gmon|_Z|__cxa|_Unwind", name)
+        and not re.match(r"@?(GLIBC|GLIBCXX|CXXABI|GCC)_", version)
+    ]
+    assert unknown == []
+    assert [name for name, *_ in taken if re.search(r"3c10|2at|5torch", name)] == []

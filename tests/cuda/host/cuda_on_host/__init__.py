@@ -1,0 +1,252 @@
+"""The CUDA kernels of csrc/cuda, compiled for the host and driven from here.
+
+One program per kind of numbers and per sanitizer (driver.cpp); problems go to it through pipes.
+:func:`attend` has the arguments of ``bahdanau_fast.ops.attend`` and is differentiable.
+"""
+
+import hashlib
+import os
+import shlex
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[3] / "csrc"
+BUILT = HERE.parents[3] / "build" / "cuda_on_host"
+
+KINDS = {
+    "f32": ("float", "float"),
+    "f64": ("double", "double"),
+    "bf16": ("bf16", "float"),
+    "f16": ("f16", "float"),
+    "f32_in_f64": ("float", "double"),
+}
+SANITIZERS = {
+    "plain": [],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "thread": ["-fsanitize=thread"],
+}
+
+
+class Gpu(NamedTuple):
+    """The GPU that kernels are cut for.
+
+    Attributes:
+        multiprocessors: how many it has.
+        cluster: blocks of its largest cluster; with 1 it stands for GPUs before 9.0.
+    """
+
+    multiprocessors: int = 4
+    cluster: int = 8
+
+
+GPU = Gpu()
+SMALL = 524288  # fp32 problems of at most so many elements are computed in fp64
+# In the order of LenType (csrc/cuda/interface.h).
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
+LENS = (*INTEGERS, "float32", "float64", "bfloat16", "float16")
+
+
+def kind_of(dtype, elements):
+    """The name of the kernels that serve a dtype, as csrc/cuda/ops.cpp chooses them."""
+    if dtype == torch.float32:
+        return "f32_in_f64" if elements <= SMALL else "f32"
+    return {torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+
+
+def build(kind, sanitizer, sources=KERNELS):
+    """Compile the driver for a kind, unless it is there already; its path."""
+    stored, summed = KINDS[kind]
+    command = [  # copies of the sources are compiled for a single call: that, fast
+        "g++", "-std=c++17", "-O1" if sources == KERNELS else "-O0", "-g1",
+        "-Wall", "-Wno-unknown-pragmas", "-Wno-attributes",
+        *SANITIZERS[sanitizer], f"-I{HERE}", f"-I{sources / 'cuda'}", f"-DSTORED={stored}",
+        f"-DSUMMED={summed}", str(HERE / "driver.cpp"),
+        *shlex.split(os.environ.get("CXXFLAGS", "")),
+    ]  # fmt: skip
+    files = [*sorted(HERE.glob("*.[ch]*")), *sorted(sources.rglob("*.h"))]
+    known = hashlib.sha256(b"".join(path.read_bytes() for path in files))
+    known.update(" ".join(command).encode())
+    target = BUILT / f"{kind}-{sanitizer}-{known.hexdigest()[:16]}"
+    if not target.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        if sources == KERNELS:
+            for old in BUILT.glob(f"{kind}-{sanitizer}-*"):
+                old.unlink()
+        with tempfile.TemporaryDirectory(dir=BUILT) as scratch:
+            made = Path(scratch) / "driver"
+            subprocess.run([*command, "-o", str(made)], check=True)
+            shutil.move(made, target)
+    return target
+
+
+class Host:
+    """A running driver.
+
+    Args:
+        kind: a name from KINDS.
+        sanitizer: a name from SANITIZERS.
+        sources: the folder that holds cuda/ and cpu/.
+    """
+
+    def __init__(self, kind, sanitizer="plain", sources=KERNELS):
+        self.messages = tempfile.TemporaryFile()  # noqa: SIM115  for as long as the driver
+        self.process = subprocess.Popen(
+            [build(kind, sanitizer, sources)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.messages,
+            env={
+                "ASAN_OPTIONS": "detect_stack_use_after_return=0",
+                "TSAN_OPTIONS": "halt_on_error=1 history_size=4",
+                "UBSAN_OPTIONS": "print_stacktrace=1",
+            },
+        )
+
+    def close(self):
+        """End the driver; fails when it ended itself, with what it said."""
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(60)
+        if self.process.returncode != 0:
+            raise AssertionError(f"ended with {self.process.returncode}\n{self.said()}")
+
+    def said(self):
+        self.messages.seek(0)
+        return self.messages.read().decode(errors="replace")
+
+    def ask(self, request, shapes):
+        """Send a request, receive tensors of (dtype, shape)."""
+        try:
+            self.process.stdin.write(request)
+            self.process.stdin.flush()
+            return [self._receive(dtype, shape) for dtype, shape in shapes]
+        except (BrokenPipeError, EOFError):
+            self.process.wait(60)
+            raise AssertionError(f"ended with {self.process.returncode}\n{self.said()}") from None
+
+    def _receive(self, dtype, shape):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        data = self.process.stdout.read(size)
+        if len(data) < size:
+            raise EOFError
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def _integers(*numbers):
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def _raw(x):
+    """The bytes of a contiguous tensor of any dtype."""
+    return x.view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def _tensor(x, columns=True):
+    """A tensor with the memory it lies in; copied where its columns do not lie together."""
+    if x is None or x.numel() == 0:
+        return _integers(0, 0, 0, 0)
+    if columns and x.shape[-1] > 1 and x.stride(-1) != 1:
+        x = x.contiguous()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    first = x.storage_offset() % (16 // x.element_size())  # as misaligned as it was
+    memory = x.as_strided((last + 1,), (1,), x.storage_offset())
+    memory = torch.cat([memory.new_zeros(first), memory])
+    batch, row = x.stride(0), x.stride(1) if x.dim() > 1 else 0
+    return b"".join(
+        [
+            _integers(memory.numel() * memory.element_size()),
+            _raw(memory),
+            _integers(first * x.element_size(), batch, row),
+        ]
+    )
+
+
+def _problem(backward, wanted, inputs, seed, dropout_p, gpu, projections=(None,) * 3):
+    queries, keys, values, w_v, lens = inputs
+    sent = None if values is keys else values
+    (b, tq, features), (_, tk, dv) = queries.shape, values.shape
+    h = w_v.numel()
+    lens_type = 0 if lens is None else 1 + LENS.index(str(lens.dtype).removeprefix("torch."))
+    return b"".join(
+        [
+            _integers(backward, *gpu, wanted),
+            *map(_tensor, (queries, keys, sent, w_v.reshape(-1).contiguous(), *projections)),
+            _tensor(lens, columns=False),
+            _integers(features, keys.shape[-1], lens_type, seed is not None, seed or 0),
+            struct.pack("<d", dropout_p),
+            _integers(b, tq, tk, h, dv),
+        ]
+    )
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, queries, keys, values, w_v, lens, rest):
+        host_of, seed, dropout_p, gpu = rest
+        (b, tq, h), (_, tk, dv) = queries.shape, values.shape
+        kind = kind_of(queries.dtype, b * tq * tk * h)
+        held = torch.float64 if queries.dtype == torch.float64 else torch.float32
+        ctx.save_for_backward(queries, keys, values, w_v)
+        ctx.lens, ctx.rest, ctx.host = lens, rest, host_of(kind)
+        ctx.set_materialize_grads(False)
+        ctx.empty = 0 in (b, tq, tk)
+        if ctx.empty:
+            ctx.weights = queries.new_zeros((b, tq, tk), dtype=held)
+            return queries.new_zeros((b, tq, dv)), ctx.weights.clone()
+        inputs = (queries, keys, values, w_v, lens)
+        request = _problem(0, 1, inputs, seed, dropout_p, gpu)
+        shapes = [(queries.dtype, (b, tq, dv)), (held, (b, tq, tk))]
+        context, weights = ctx.host.ask(request, shapes)
+        if b * tq * tk * h < 100_000:
+            unseen = _problem(0, 0, inputs, seed, dropout_p, gpu)
+            alone, _ = ctx.host.ask(unseen, [shapes[0], (held, (0,))])
+            assert torch.equal(_bits(alone), _bits(context)), "the context depends on need_weights"
+        ctx.weights = weights.clone()
+        return context, weights
+
+    @staticmethod
+    def backward(ctx, grad_context, grad_weights):
+        inputs = ctx.saved_tensors
+        if ctx.empty:
+            return *(torch.zeros_like(x) for x in inputs), None, None
+        _, seed, dropout_p, gpu = ctx.rest
+        if grad_weights is not None:
+            grad_weights = grad_weights.to(ctx.weights.dtype)
+        needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[:4]) if need)
+        request = _problem(1, needs, (*inputs, ctx.lens), seed, dropout_p, gpu)
+        request += b"".join(map(_tensor, (ctx.weights, grad_context, grad_weights)))
+        shapes = [(x.dtype, x.shape if needs >> i & 1 else (0,)) for i, x in enumerate(inputs)]
+        grads = ctx.host.ask(request, shapes)
+        return *(g if needs >> i & 1 else None for i, g in enumerate(grads)), None, None
+
+
+def _bits(x):
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def attend_step(host_of, queries, w_q, keys, values, w_v, lens, w_k=None, bias=None, gpu=GPU):
+    """The same without gradients, from queries (and keys) that the kernel projects itself."""
+    (b, tq, _), (_, tk, dv) = queries.shape, values.shape
+    held = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    inputs = (queries, keys, values, w_v, lens)
+    request = _problem(0, 1, inputs, None, 0.0, gpu, (w_q, w_k, bias))
+    host = host_of(kind_of(queries.dtype, b * tq * tk * w_v.numel()))
+    return host.ask(request, [(queries.dtype, (b, tq, dv)), (held, (b, tq, tk))])
+
+
+def attend(host_of, queries, keys, values, w_v, lens, seed=None, dropout_p=0.0, gpu=GPU):
+    """Context and weights of projected queries and keys, by the kernels on the host.
+
+    ``host_of`` gives the driver for a kind; ``gpu`` decides how the kernels cut their work.
+    """
+    rest = (host_of, seed, dropout_p, gpu)
+    return _Attend.apply(queries, keys, values, w_v, lens, rest)

@@ -1,0 +1,26 @@
+"""A short run of ``make fuzz``: the seeds it kept, and cases of chance."""
+
+import os
+import random
+from collections import Counter
+
+import fuzz
+import pytest
+from threads import one_thread  # noqa: F401
+
+CHANCE = int(os.environ.get("BAHDANAU_FAST_CHANCE", "300"))
+
+
+@pytest.mark.parametrize("target", fuzz.TARGETS)
+def test_seeds(target):
+    one, seeds = fuzz.function_of(target), fuzz.seeds_of(target)
+    assert len(seeds) > 30
+    ended = Counter(one(seed) for seed in seeds)
+    assert min(ended[kind] for kind in ("checked", "ran", "refused")) > 5
+
+
+@pytest.mark.parametrize("target", fuzz.TARGETS)
+def test_cases_of_chance(target):
+    one, draw = fuzz.function_of(target), random.Random(7)
+    ended = Counter(one(draw.randbytes(fuzz.LONGEST)) for _ in range(CHANCE))
+    assert ended["checked"] > 0.2 * CHANCE

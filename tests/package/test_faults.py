@@ -1,0 +1,242 @@
+"""Things that go wrong around a call: one clear message, nothing broken, the next call right."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bahdanau_fast as bf
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(code, cwd=None, **more):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **more},
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+# ---- building and loading ------------------------------------------------------------------------
+
+
+def build(tmp_path, **variables):
+    tree = tmp_path / "tree"
+    for part in ("csrc/cpu", "bahdanau_fast", "kernels"):
+        shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("*.so"))
+    for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / part, tree)
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "lib")],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "BAHDANAU_FAST_CUDA": "0", "BAHDANAU_FAST_CPU": "", **variables},
+        check=False,
+    )
+
+
+def test_without_a_compiler_the_build_says_so_and_goes_on(tmp_path):
+    done = build(tmp_path, CXX="no-such-compiler")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "_C_cpu not built" in line]
+    assert len(said) == 1
+    assert re.search(r"cannot run no-such-compiler \(No such file", said[0])
+    assert "Traceback" not in done.stderr
+
+
+OLD_TORCH = """
+import warnings, torch
+torch.__version__ = "2.9.1+cpu"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import bahdanau_fast as bf
+said = [str(w.message) for w in caught if "bahdanau_fast" in str(w.message)]
+assert len(said) == 1, said
+assert "the C++ extension needs torch >= 2.10, got 2.9.1+cpu" in said[0], said
+assert bf.backends.available() == ("reference",)
+x = torch.randn(2, 3, 4)
+bf.AdditiveAttention(4, 4, 8)(x, x, x).sum().backward()
+"""
+
+
+def test_an_old_torch_is_named():
+    python(OLD_TORCH)
+
+
+OTHER_ABI = """
+#include <Python.h>
+int aoti_torch_of_another_version(void);
+PyMODINIT_FUNC PyInit__C_cpu(void) { return PyLong_FromLong(aoti_torch_of_another_version()); }
+"""
+LOADS = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import bahdanau_fast as bf
+said = [str(w.message) for w in caught if "bahdanau_fast" in str(w.message)]
+assert len(said) == 1, said
+assert "is there but does not load" in said[0], said
+assert "undefined symbol: aoti_torch_of_another_version" in said[0], said
+assert bf.backends.available() == ("reference",)
+print(bf.__file__)
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="makes a library with gcc")
+def test_a_binary_of_another_abi(tmp_path):
+    package = tmp_path / "bahdanau_fast"
+    shutil.copytree(
+        ROOT / "bahdanau_fast", package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    (tmp_path / "other.c").write_text(OTHER_ABI)
+    include = __import__("sysconfig").get_path("include")
+    command = ["gcc", "-shared", "-fPIC", f"-I{include}", str(tmp_path / "other.c")]
+    subprocess.run([*command, "-o", str(package / "_C_cpu.abi3.so")], check=True)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
+    )
+    assert str(package) in python(LOADS, tmp_path, PYTHONPATH=str(tmp_path)).stdout
+
+
+# ---- in the middle of a call ---------------------------------------------------------------------
+
+OUT_OF_MEMORY = """
+import resource, torch, bahdanau_fast as bf
+torch.set_num_threads({threads})
+ops = torch.ops.bahdanau_fast
+def problem(B, Tq, Tk, H, Dv):
+    # Queries, keys, no table, values: sizes without memory.
+    q, k, v = (torch.zeros(1, 1, 1).expand(B, n, m) for n, m in ((Tq, H), (Tk, H), (Tk, Dv)))
+    return q, k, None, None, v
+def bounded(call):
+    # Room for what is there, threads and their stacks, and little more.
+    used = int(open("/proc/self/statm").read().split()[0]) * 4096
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), before[1]))
+    try:
+        call()
+    except (RuntimeError, MemoryError) as error:
+        return error
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    raise SystemExit("there was memory enough")
+w = torch.ones(1, 64)
+small = [torch.randn(2, n, 64) for n in (3, 5, 5)]
+want = ops.attend(*small[:2], None, None, small[2], w, None, None, 0.0, True)
+grads = torch.zeros_like(want[0]), torch.zeros_like(want[1])
+ops.attend_backward(*small[:2], None, None, small[2], w, None, None, 0.0, want[1], *grads, 15)
+keys = problem(64, 1, 200_000, 64, 8)[1]     # a table of 3.2 GB
+many = problem(40, 400, 9000, 8, 8)          # weights of 576 MB
+split = problem(1, 1, 20_000_000, 1, 1)      # scores of 80 MB, for all threads
+rows = problem(16, 1, 10_000_000, 1, 1)      # scores of 40 MB in each thread
+wide = problem(3, 4000, 4001, 2, 2)          # weights of 192 MB to be copied
+weights = torch.zeros(1).expand(3, 4000, 4001)
+calls = {{
+    "table": lambda: ops.exp_keys(keys),
+    "result": lambda: ops.attend(*many, w[:, :8], None, None, 0.0, True),
+    "scores": lambda: ops.attend(*split, w[:, :1], None, None, 0.0, False),
+    "workspace": lambda: ops.attend(*rows, w[:, :1], None, None, 0.0, False),
+    "backward": lambda: ops.attend_backward(
+        *wide, w[:, :2], None, None, 0.0, weights, torch.zeros(1, 1, 1).expand(3, 4000, 2), None, 1
+    ),
+}}
+for name, call in calls.items():
+    error = bounded(call)
+    print(name, "|", type(error).__name__, "|", str(error).strip().splitlines()[0])
+    again = ops.attend(*small[:2], None, None, small[2], w, None, None, 0.0, True)
+    assert all(torch.equal(x, y) for x, y in zip(again, want)), name
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_out_of_memory_inside_an_operator(threads):
+    done = python(OUT_OF_MEMORY.format(threads=threads))
+    lines = [line.split(" | ", 2) for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["table", "result", "scores", "workspace", "backward"]
+    for name, kind, message in lines:
+        assert kind == "RuntimeError", name
+        assert re.search("not enough memory for a ", message), (name, message)
+
+
+INTERRUPTED = """
+import random, signal, torch, bahdanau_fast as bf
+random.seed(0)
+torch.manual_seed(0)
+attention = bf.AdditiveAttention(32, 32, 64)
+sources = [torch.randn(4, 80, 32, requires_grad=True) for _ in range(3)]
+query = torch.randn(4, 1, 32)
+def truth(keys):
+    with bf.backends.use("reference"):
+        return attention(query, keys, keys)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+with torch.no_grad():
+    wants = [truth(keys) for keys in sources]
+caught = 0
+for round in range(60):
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-5, 4e-3))
+    try:
+        for step in range(1000):
+            keys = sources[step // 3 % 3]
+            attention(query, keys, keys).sum().backward()
+            memory = attention.memory(keys)
+            attention.attend(query, memory)
+    except KeyboardInterrupt:
+        caught += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for keys, want in zip(sources, wants):
+        torch.testing.assert_close(attention(query, keys, keys), want, rtol=1e-4, atol=1e-5)
+    assert bf.backends._forced is None and torch.is_grad_enabled()
+print(caught)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="alarms")
+def test_an_interrupt_anywhere_leaves_the_next_call_right():
+    assert int(python(INTERRUPTED).stdout) >= 40
+
+
+@pytest.mark.parametrize("where", ["keys", "W_k", "context", "weights"])
+@pytest.mark.parametrize("hidden", [2, 64])
+def test_an_exception_in_a_backward_hook(where, hidden):
+    torch.manual_seed(0)
+    attention = bf.AdditiveAttention(16, 16, hidden)
+    keys, query = torch.randn(2, 70, 16, requires_grad=True), torch.randn(2, 1, 16)
+
+    def step():
+        context = attention(query, keys, keys)
+        return context, context.square().sum() + attention.attention_weights.square().sum()
+
+    def gradients():
+        return torch.autograd.grad(step()[1], (keys, *attention.parameters()))
+
+    want = gradients()
+
+    def fail(_):
+        raise ArithmeticError("from the hook")
+
+    for _ in range(2):
+        context, loss = step()
+        hooked = {"keys": keys, "context": context, "weights": attention.attention_weights}
+        handle = hooked.get(where, attention.W_k.weight).register_hook(fail)
+        with pytest.raises(ArithmeticError, match="from the hook"):
+            loss.backward()
+        handle.remove()
+        keys.grad = None
+        for got, right in zip(gradients(), want, strict=True):
+            torch.testing.assert_close(got, right)
+        torch.testing.assert_close(step()[0], context)

@@ -1,0 +1,250 @@
+"""What somebody meets who has just cloned, installed or imported the package."""
+
+import importlib
+import inspect
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from course import inputs
+
+import bahdanau_fast as bf
+from bahdanau_fast.backends import availability
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+# ---- a source tree in front of the installed package ---------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A source tree without its binary, and an installed package with one (on the path)."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    plain = shutil.ignore_patterns("*.so", "__pycache__")
+    for folder in (source, site):
+        shutil.copytree(Path(bf.__file__).parent, folder / "bahdanau_fast", ignore=plain)
+    (source / "setup.py").touch()
+    binary = Path(sys.modules["bahdanau_fast._C_cpu"].__file__)
+    shutil.copy(binary, site / "bahdanau_fast")
+    # An editable install offers its own binary to any package of this name.
+    (site / "sitecustomize.py").write_text(
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
+    )
+    return source, site
+
+
+def info(folder, site):
+    return subprocess.run(
+        [sys.executable, "-m", "bahdanau_fast", "info"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        check=True,
+    )
+
+
+def test_a_source_tree_that_hides_the_installed_package_says_so(tree, tmp_path):
+    source, site = tree
+    done = info(source, site)
+    for said in (done.stdout, done.stderr):
+        assert f"not built in {source}, a source tree that hides the package" in said
+        assert f"installed in {site / 'bahdanau_fast'}: run Python from another folder" in said
+        assert "`pip install --no-build-isolation -e .`" in said
+        assert "compiler" not in said
+    elsewhere = info(tmp_path, site)  # what it says to do helps
+    assert "auto takes 'cpu' for cpu tensors" in elsewhere.stdout
+    assert elsewhere.stderr == ""
+
+
+def test_a_source_tree_alone_asks_for_a_compiler(tree):
+    source, site = tree
+    for binary in (site / "bahdanau_fast").glob("*.so"):
+        binary.unlink()
+    said = info(source, site).stderr
+    assert "not built (install with a C++17 compiler present)" in said
+
+
+def test_a_cuda_extension_that_is_hidden(tree, monkeypatch):
+    source, site = tree
+    (site / "bahdanau_fast/_C_cuda.abi3.so").touch()
+    monkeypatch.setattr(
+        availability, "__file__", str(source / "bahdanau_fast/backends/availability.py")
+    )
+    monkeypatch.setattr(sys, "path", ["", str(source), str(site)])
+    monkeypatch.chdir(source)
+    assert f"installed in {site / 'bahdanau_fast'}" in availability._hides_installed("_C_cuda")
+    assert availability._hides_installed("_C_other") is None
+
+
+# ---- installing ----------------------------------------------------------------------------------
+
+# What a fresh environment of setuptools 65 lacks.
+HIDE = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name in {hidden}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def setup(tmp_path, hidden, *command):
+    for part in ("csrc/cpu", "bahdanau_fast", "kernels", "benchmarks"):
+        shutil.copytree(
+            ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.so", "*.json")
+        )
+    for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / part, tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
+    skip = {"BAHDANAU_FAST_CPU": "0", "BAHDANAU_FAST_CUDA": "0"}
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), **skip},
+        check=False,
+    )
+
+
+OLD = ["setuptools.command.bdist_wheel", "wheel", "wheel.bdist_wheel"]
+
+
+def test_without_what_makes_wheels_it_says_what_to_install(tmp_path):
+    done = setup(tmp_path, OLD, "bdist_wheel")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.search(r"without the package wheel; install them first: pip install .*wheel$", last)
+    assert "'setuptools>=77' wheel" in last
+
+
+def test_without_what_makes_wheels_the_rest_works(tmp_path):
+    done = setup(tmp_path, OLD, "build", "--build-lib", "lib")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "lib/bahdanau_fast/kernels").is_dir()
+
+
+def test_readme_installs_first_what_an_old_environment_lacks():
+    block = re.search(r"next to your torch.*?```\n(.*?)```", README, re.DOTALL)[1]
+    assert block.splitlines() == [
+        "pip install 'setuptools>=77' wheel",
+        "pip install --no-build-isolation .",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("version", "field"), [("65.5.0", "license"), ("77.0.3", "license_expression")]
+)
+def test_the_license_where_each_setuptools_looks_for_it(version, field, monkeypatch):
+    import setuptools
+
+    asked = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: asked.update(given))
+    monkeypatch.setattr(setuptools, "__version__", version)
+    runpy.run_path(str(ROOT / "setup.py"))
+    names = [name for name in asked if name.startswith("license")]
+    assert names == [field]
+    assert asked[field] == "Apache-2.0"
+
+
+# ---- importing -----------------------------------------------------------------------------------
+
+
+def test_dir_shows_public_names():
+    assert dir(bf) == sorted(bf.__all__)
+    assert all(hasattr(bf, name) for name in dir(bf))
+    for name in ("seq2seq", "ops", "functional"):
+        assert inspect.ismodule(importlib.import_module(f"bahdanau_fast.{name}"))
+    assert bf.functional.additive_attention is bf.additive_attention
+
+
+def test_the_signature_that_help_and_notebooks_show():
+    signature = inspect.signature(bf.AdditiveAttention)
+    names = ["num_hiddens", "dropout", "key_size", "query_size"]
+    assert list(signature.parameters)[:4] == names
+    assert list(inspect.signature(bf.AdditiveAttention.__init__).parameters)[:2] == [
+        "self",
+        names[0],
+    ]
+    shown = help_text(bf.AdditiveAttention)
+    assert "num_hiddens: 'int', dropout: 'float' = 0.0, *, key_size: 'int | None' = None" in shown
+    assert "AdditiveAttention(key_size, query_size, num_hiddens, dropout)" in shown
+    # What is shown can be called as it is shown, with the defaults it shows.
+    given = {
+        name: p.default for name, p in signature.parameters.items() if p.default is not p.empty
+    }
+    assert (
+        bf.AdditiveAttention(8, **given).W_k.weight.__class__.__name__ == "UninitializedParameter"
+    )
+    module = bf.AdditiveAttention(8, 0.25, key_size=2, query_size=20)
+    assert (module.W_k.in_features, module.W_q.in_features) == (2, 20)
+    assert module.dropout.p == 0.25
+
+
+def help_text(thing):
+    import pydoc
+
+    return pydoc.plain(pydoc.render_doc(thing))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((2,), {"query_size": 20, "num_hiddens": 8}),
+        ((2, 20), {"num_hiddens": 8, "dropout": 0.0}),
+        ((2, 20, 8), {}),
+        ((8,), {"query_size": 20, "key_size": 2}),
+    ],
+)
+def test_call_forms(arguments, named):
+    module = bf.AdditiveAttention(*arguments, **named)
+    assert [tuple(p.shape) for p in module.parameters()] == [(8, 2), (8, 20), (1, 8)]
+    assert module.dropout.p == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "said"),
+    [
+        ((8, 0.1), {"key_size": 2}, "'key_size' twice"),
+        ((8,), {"query_size": 2}, "'num_hiddens' is missing"),
+        ((2, 20, 8), {"key_size": 2, "query_size": 20}, "'key_size' twice"),
+        ((20, 2, 0.5), {}, "num_hiddens must be an integer, got float"),
+    ],
+)
+def test_calls_that_fit_neither_form(arguments, named, said):
+    with pytest.raises(TypeError, match=said):
+        bf.AdditiveAttention(*arguments, **named)
+
+
+def test_sizes_the_other_way_round_are_explained_at_the_call():
+    # (query_size, key_size, num_hiddens) where key_size comes first.
+    with pytest.raises(ValueError, match=r"^keys must have feature size 20 .*key_size\), got"):
+        bf.AdditiveAttention(20, 2, 8)(*inputs())
+    assert "# three numbers: no dropout" in bf.AdditiveAttention.__doc__
+
+
+def test_what_readme_says_of_a_training_step_was_measured():
+    figures = json.loads((ROOT / "benchmarks/results/training-amd-epyc-2cores.json").read_text())
+    medians = {
+        of["setting"]["name"]: [
+            of["train"][name]["median"] for name in ("course", "ours, step by step", "ours")
+        ]
+        for of in figures["settings"]
+    }
+    said = README[README.index("What a whole training step") :].partition("benchmarks.training")[0]
+    small = [float(x) for x in re.findall(r"([\d.]+) ms", said)]
+    large = [float(x) for x in re.findall(r"([\d.]+) s\b", said)]
+    assert small == [round(x * 1e3, 1) for x in medians["hidden 32"]]
+    assert large == [round(x, 2) for x in medians["hidden 512"]]

@@ -1,0 +1,78 @@
+"""Every Triton kernel compiles for GPUs that are not here, within what such a GPU has."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Bytes of shared memory a program may have.
+SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+RUNS = [(target, dtype) for target in SHARED for dtype in ("fp32", "fp16", "bf16")]
+FORWARD = {"step", "scores", "softmax", "tables"}
+BACKWARD = {"grad_weights", "grad_softmax", "grad_values", "grad_tanh"}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """What ``make budgets`` prints: the real shapes on sm_90, the acceptance shapes elsewhere."""
+    folder = tmp_path_factory.mktemp("budgets")
+
+    def compile_all(run):
+        target, dtype = run
+        out = folder / f"{target}-{dtype}.json"
+        command = ["--targets", target, "--dtypes", dtype, "--json", str(out)]
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.budgets", *command]
+            + ([] if target == "sm_90" else ["--quick"]),
+            cwd=ROOT,
+            env={**os.environ, "TRITON_INTERPRET": "0"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{run}: {done.stderr[-3000:]}"
+        return json.loads(out.read_text())
+
+    with ThreadPoolExecutor(2) as pool:
+        return [row for found in pool.map(compile_all, RUNS) for row in found]
+
+
+def test_every_kernel_in_every_dtype_for_every_target(rows):
+    for run in RUNS:
+        kernels = {row["kernel"] for row in rows if (row["target"], row["dtype"]) == run}
+        assert kernels >= FORWARD | BACKWARD, run
+
+
+def test_shared_memory_is_within_the_limit(rows):
+    for row in rows:
+        assert row["shared"] <= SHARED[row["target"]], row
+
+
+def test_nothing_spills(rows):
+    assert [row for row in rows if row["spills"]] == []
+
+
+def test_many_queries_take_a_quarter_of_a_reciprocal(rows):
+    seen = 0
+    for row in rows:
+        if row["kernel"] == "scores" and row["dtype"] != "fp32" and row["target"] == "sm_90":
+            rates = {rate["way"]: rate for rate in row["rates"]}
+            assert rates["factored"]["special"] <= 0.3, row
+            assert rates["factored"]["fma"] <= 4.0, row
+            # The other branch takes an exponential per element.
+            assert rates["direct"]["special"] >= 1.0, row
+            seen += 1
+    assert seen >= 4
+
+
+def test_a_step_computes_faster_than_memory_is_read(rows):
+    # Half types, H = Dv: 4 bytes per element from 4.3 TB/s.
+    steps = [r for r in rows if r["kernel"] == "step" and r["target"] == "sm_90"]
+    for row in steps:
+        if row["dtype"] != "fp32" and "Q1 " in row["tiles"]:
+            assert row["rates"][0]["bound"] > 1.1e12, row

@@ -1,0 +1,98 @@
+"""The Triton backend without a GPU: its kernels interpreted and compiled, and what is said."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bahdanau_fast as bf
+
+ROOT = Path(__file__).resolve().parents[2]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def run(*arguments, interpreted=True, cwd=ROOT):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@no_gpu
+def test_kernels_in_the_interpreter():
+    result = run("-m", "pytest", "-q", "tests/triton/kernels")
+    print(result.stdout[-5000:], result.stderr[-2000:])
+    assert result.returncode == 0
+    passed = int(re.search(r"(\d+) passed", result.stdout)[1])
+    assert passed >= 130
+    assert "skipped" not in result.stdout
+
+
+@no_gpu
+def test_without_a_gpu_it_says_so():
+    assert "triton" not in bf.backends.available()
+    assert re.search(
+        r"triton +not available: no CUDA or ROCm device is visible", bf.backends.explain()
+    )
+    x, w = torch.zeros(1, 2, 3), torch.zeros(4, 3)
+    with pytest.raises(ValueError, match=r"backend must be available here, got 'triton': no CUDA"):
+        bf.additive_attention(x, x, x, w, w, w[:, 0], backend="triton")
+
+
+ASK = """
+import torch, bahdanau_fast as bf
+print(bf.backends.explain())
+x, w = torch.zeros(1, 2, 3, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)
+for dtype in (torch.float32, torch.float64):
+    x, w = x.to(dtype), w.to(dtype)
+    try:
+        bf.additive_attention(x, x, x, w, w, w[:, 0], backend="triton")
+        print("served", dtype)
+    except ValueError as error:
+        print(error)
+bf.additive_attention(x, x, x, w, w, w[:, 0])
+"""
+
+
+def test_float64_is_refused_by_name_and_served_by_the_next():
+    result = run("-c", ASK)
+    assert result.returncode == 0, result.stderr
+    assert "triton     available: Triton kernels in its interpreter" in result.stdout
+    assert "auto takes 'cpu' for cpu tensors" in result.stdout
+    assert "served torch.float32" in result.stdout
+    assert "backend must serve torch.float64 tensors, got 'triton'" in result.stdout
+
+
+HIDE = """
+import sys
+import importlib.util, importlib.metadata
+if {missing}:
+    find = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+else:
+    importlib.metadata.version = lambda name: "3.5.1"
+import bahdanau_fast as bf
+print(bf.backends.explain())
+assert "triton" not in bf.backends.available()
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        (True, "Triton is not installed (pip install 'bahdanau_fast[triton]')"),
+        (False, "Triton must be >= 3.6, got 3.5.1"),
+    ],
+)
+def test_without_triton_or_with_an_old_one(missing, reason):
+    result = run("-c", HIDE.format(missing=missing))
+    assert result.returncode == 0, result.stderr
+    assert f"not available: {reason}" in result.stdout
