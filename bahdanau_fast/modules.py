@@ -246,6 +246,11 @@ class _Additive(KeepsWeights):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cache": KeyCache()}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "num_hiddens" not in self.__dict__:  # pickled by version 0.1.0
+            self.num_hiddens = int(self._modules[self._key_layer].out_features)  # type: ignore[arg-type, union-attr]
+
 
 def _check_features(
     name: str, tensor: Tensor, layer: nn.Module | None, weight: Tensor | None = None
