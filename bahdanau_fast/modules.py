@@ -134,6 +134,28 @@ class _Additive(KeepsWeights):
         )
         return self._attend(route, queries, projected, values, lens, w_q, w_v, dropout_p)
 
+    def explain(self, queries: Tensor, keys: Tensor | Memory, values: Tensor | None = None) -> str:
+        """How a call with these would be computed, and why; nothing is computed.
+
+        Args:
+            queries: (B,Tq,Dq).
+            keys: (B,Tk,Dk), or a memory.
+            values: (B,Tk,Dv); the keys unless given.
+
+        Raises:
+            ValueError: a backend was asked for that cannot serve the call.
+        """
+        w_q, w_k, w_v = self._plain_weights()
+        known = isinstance(keys, Memory)
+        if isinstance(keys, Memory):
+            keys, values, w_k = keys.projected.keys, keys.values, None
+        rest = (self.bias, self.num_hiddens, self._dropout_p())
+        values = keys if values is None else values
+        route = backends.decide(
+            *(queries, keys, values, w_q, w_k, w_v, *rest), keys_projected=known
+        )
+        return route.reason
+
     def _additive(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
     ) -> Tensor:
