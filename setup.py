@@ -364,7 +364,11 @@ def license_metadata() -> dict[str, str]:
 setup(
     **license_metadata(),
     packages=["bahdanau_fast"]
-    + [f"bahdanau_fast.{name}" for name in ("seq2seq", "kernels", "benchmarks")],
+    + [f"bahdanau_fast.{name}" for name in ("seq2seq", "kernels", "benchmarks")]
+    + [
+        f"bahdanau_fast.benchmarks.{path.parent.name}"
+        for path in ROOT.glob("benchmarks/*/__init__.py")
+    ],
     package_dir={"bahdanau_fast.kernels": "kernels", "bahdanau_fast.benchmarks": "benchmarks"},
     package_data={"bahdanau_fast": ["py.typed"]},
     include_package_data=False,  # else an in-place binary listed by the VCS could enter the wheel

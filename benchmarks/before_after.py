@@ -25,10 +25,10 @@ from bahdanau_fast.seq2seq.settings import Settings, build_model
 from bahdanau_fast.seq2seq.training import Trainer, all_batches
 
 from .compare import NEW, OLD, Side, build
-from .measure import interleave
-from .report import machine, markdown
-from .summary import milliseconds
-from .worker import ROOT, Worker, WorkerError
+from .page.figures import milliseconds
+from .page.tables import machine, markdown
+from .timing.measure import interleave
+from .timing.worker import ROOT, Worker, WorkerError
 
 __all__ = ["TRAININGS", "compare", "lines", "training_step"]
 

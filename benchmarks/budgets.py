@@ -27,9 +27,9 @@ from triton.compiler import ASTSource
 from bahdanau_fast import triton_backward, triton_call, triton_forward
 from bahdanau_fast.kernels import plans
 
-from . import cuda_budgets
-from .sass import hot
-from .shapes import LIST, STEPS_ON_MEMORY
+from .machine_code import cuda as cuda_budgets
+from .machine_code.sass import hot
+from .workloads.shapes import LIST, STEPS_ON_MEMORY
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

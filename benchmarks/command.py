@@ -15,14 +15,15 @@ from tqdm import tqdm
 
 from bahdanau_fast.seq2seq.plots import require_matplotlib
 
-from . import choices, performance
-from .cases import MEMORY_BOUND, TITLES, cases
-from .peak_memory import Peak, growth, measure
-from .report import as_json, choice_lines, machine, memory_lines, slug, table_lines
-from .roofs import Reader, compute_roofs
-from .run import Row, Runner, check
-from .shapes import MANY_QUERIES
-from .summary import roofs_of
+from .page import document as performance
+from .page.figures import roofs_of
+from .page.tables import as_json, choice_lines, machine, memory_lines, slug, table_lines
+from .studies import dispatch_limits as choices
+from .studies.peak_memory import Peak, growth, measure
+from .timing.roofs import Reader, compute_roofs
+from .timing.runner import Row, Runner, check
+from .workloads.cases import MEMORY_BOUND, TITLES, cases
+from .workloads.shapes import MANY_QUERIES
 
 __all__ = ["Options", "run"]
 

@@ -2,7 +2,7 @@
 
 The commit is checked out and built under ``build/compare``; then both versions run in processes of
 their own, taking turns sample by sample, with the benchmark code of this tree. Which is slower, and
-within what noise, is said by :mod:`benchmarks.verdict`.
+within what noise, is said by :mod:`benchmarks.timing.significance`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .cases import MODES, Mode
-from .measure import Timings, interleave
-from .report import machine, markdown
-from .shapes import LIST, LOOP, MANY_QUERIES, SCAN, STEPS_ON_MEMORY, TOY, Shape
-from .verdict import CONFIDENCE, FLOOR, Verdict, judge
-from .worker import ROOT, Worker, WorkerError
+from .page.tables import machine, markdown
+from .timing.measure import Timings, interleave
+from .timing.significance import CONFIDENCE, FLOOR, Verdict, judge
+from .timing.worker import ROOT, Worker, WorkerError
+from .workloads.cases import MODES, Mode
+from .workloads.shapes import LIST, LOOP, MANY_QUERIES, SCAN, STEPS_ON_MEMORY, TOY, Shape
 
 __all__ = ["ROWS", "Row", "Side", "build", "compare"]
 
@@ -44,7 +44,7 @@ class Row:
     task: str
     shape: Shape
     mode: Mode = "forward"
-    source: str = f"{__package__}.providers"
+    source: str = f"{__package__}.contestants.providers"
 
     def __str__(self) -> str:
         return f"{self.provider}, {self.shape}, {self.task}, {MODES[self.mode]}"

@@ -38,7 +38,7 @@ class GpuCase:
     """One row: what is measured, on which shape, against what.
 
     Attributes:
-        shape: from :mod:`benchmarks.shapes`.
+        shape: from :mod:`benchmarks.workloads.shapes`.
         task: of the providers.
         train: forward and backward.
         dtype: name in torch.
@@ -58,7 +58,7 @@ class GpuCase:
 
 def cases() -> list[GpuCase]:
     """The acceptance shapes first, with compiled rivals; then the list of uses."""
-    from .shapes import LIST, STEPS_ON_MEMORY, Shape
+    from .workloads.shapes import LIST, STEPS_ON_MEMORY, Shape
 
     by_name = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
     wide = Shape("step-256", 256, 1, 400, 512)
@@ -87,8 +87,8 @@ def _providers(case: GpuCase) -> list[Any]:
 
     from bahdanau_fast import backends
 
-    from .baselines import compiled
-    from .providers import PROVIDERS, Provider, _rewrites
+    from .contestants.baselines import compiled
+    from .contestants.providers import PROVIDERS, Provider, _rewrites
 
     modes: dict[str, dict[str, Any]] = {
         "compiled reduce-overhead": {"mode": "reduce-overhead"},
@@ -133,7 +133,7 @@ def beside(provider: Any, backend: str) -> Any:
 def _inputs(case: GpuCase, device: Any) -> Any:
     import torch
 
-    from .inputs import draw
+    from .workloads.inputs import draw
 
     drawn, dtype = draw(case.shape), getattr(torch, case.dtype)
     moved = {}
@@ -157,8 +157,8 @@ def measure(case: GpuCase, stopwatch: Any, roofs: dict[str, float]) -> dict[str,
     """Times of every provider: called, replayed from a graph, and replayed with a cold L2."""
     import torch
 
-    from .gpu_timing import captured
-    from .measure import prepare
+    from .timing.gpu import captured
+    from .timing.measure import prepare
 
     inputs = _inputs(case, stopwatch.device)
     calls: dict[str, Callable[[], Any]] = {}
@@ -272,8 +272,8 @@ def peaks(device: Any) -> dict[str, float]:
     """Peak memory of forward and backward over inputs, outputs and gradients, (4,128,128,512)."""
     import torch
 
-    from .providers import by_name
-    from .shapes import MANY_QUERIES
+    from .contestants.providers import by_name
+    from .workloads.shapes import MANY_QUERIES
 
     found = {}
     for name in ("d2l eager", "ours op"):
@@ -296,7 +296,7 @@ def machine() -> dict[str, str]:
     """Where and with what the figures were made."""
     import torch
 
-    from . import report
+    from .page import tables as report
 
     where = report.machine()
     if torch.cuda.is_available():
@@ -349,7 +349,7 @@ def main() -> int:
         return 2
     import torch
 
-    from .gpu_timing import Stopwatch, read_bandwidth
+    from .timing.gpu import Stopwatch, read_bandwidth
 
     start = time.monotonic()
     stopwatch = Stopwatch(torch.device("cuda"))

@@ -20,9 +20,9 @@ from torch import Tensor
 import bahdanau_fast as bf
 from bahdanau_fast import small
 
-from . import report
-from .baselines import CourseAttention
-from .measure import interleave
+from .contestants.baselines import CourseAttention
+from .page import tables as report
+from .timing.measure import interleave
 
 SIZES = B, TQ, TK, H = 2, 1, 10, 8
 _ops = torch.ops.bahdanau_fast

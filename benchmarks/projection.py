@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from bahdanau_fast import projection
 
-from .measure import interleave
+from .timing.measure import interleave
 
 # rows, input features, hidden units
 SIZES = (

@@ -36,8 +36,8 @@ from bahdanau_fast.seq2seq.compare import compare_training, relative_difference
 from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
 from bahdanau_fast.seq2seq.text import tokenize
 
-from .measure import Spread, interleave
-from .report import machine
+from .page.tables import machine
+from .timing.measure import Spread, interleave
 
 HIDDEN = (32, 256, 512)
 SENTENCES = 64

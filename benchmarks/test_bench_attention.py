@@ -14,11 +14,11 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .gate import Oracle
-from .inputs import Inputs, draw
-from .measure import prepare
-from .providers import PROVIDERS, Provider, Unavailable, eager_too_large
-from .shapes import LIST, QUICK, Shape
+from .contestants.parity import Oracle
+from .contestants.providers import PROVIDERS, Provider, Unavailable, eager_too_large
+from .timing.measure import prepare
+from .workloads.inputs import Inputs, draw
+from .workloads.shapes import LIST, QUICK, Shape
 
 WANTED = os.environ.get("BENCH_SHAPES", ",".join(QUICK)).split(",")
 SHAPES = [shape for shape in LIST if shape.name in WANTED or WANTED == ["all"]]

@@ -32,10 +32,10 @@ from bahdanau_fast.seq2seq import (
     masked_cross_entropy,
 )
 
-from .baselines import CourseAttention
-from .measure import Timings, interleave
-from .peak_memory import allocated_growth
-from .report import machine
+from .contestants.baselines import CourseAttention
+from .page.tables import machine
+from .studies.peak_memory import allocated_growth
+from .timing.measure import Timings, interleave
 
 __all__ = ["SETTINGS", "Setting", "compare", "lines"]
 

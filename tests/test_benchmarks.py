@@ -7,15 +7,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import peak_memory, peers, report
-from benchmarks.cases import SUBJECT, TRAINED, Bound, Case, cases
-from benchmarks.gate import Oracle
-from benchmarks.inputs import draw
-from benchmarks.measure import Spread, Timings, interleave, prepare
-from benchmarks.providers import PROVIDERS, TASKS, Provider, Runnable, by_name, eager_too_large
-from benchmarks.roofs import Reader
-from benchmarks.run import Runner, check
-from benchmarks.shapes import LIST, LOOP, Shape
+from benchmarks.contestants import peers
+from benchmarks.contestants.parity import Oracle
+from benchmarks.contestants.providers import (
+    PROVIDERS,
+    TASKS,
+    Provider,
+    Runnable,
+    by_name,
+    eager_too_large,
+)
+from benchmarks.page import tables as report
+from benchmarks.studies import peak_memory
+from benchmarks.timing.measure import Spread, Timings, interleave, prepare
+from benchmarks.timing.roofs import Reader
+from benchmarks.timing.runner import Runner, check
+from benchmarks.workloads.cases import SUBJECT, TRAINED, Bound, Case, cases
+from benchmarks.workloads.inputs import draw
+from benchmarks.workloads.shapes import LIST, LOOP, Shape
 
 SMALL = Shape("small", 3, 2, 7, 16, value_size=5, lens="drawn")
 SAME = Shape("values-are-keys", 3, 1, 7, 16, lens="full")
@@ -69,7 +78,9 @@ def test_the_gate_rejects_a_baseline_that_computes_something_else():
 
 
 def test_a_wrong_row_among_unchecked_rows_is_all_that_can_pass(monkeypatch):
-    monkeypatch.setattr("benchmarks.gate.CHECKED_ELEMENTS", 2 * SMALL.features // SMALL.batch)
+    monkeypatch.setattr(
+        "benchmarks.contestants.parity.CHECKED_ELEMENTS", 2 * SMALL.features // SMALL.batch
+    )
     inputs = draw(SMALL)
     inputs.require_grad(True)
     oracle = Oracle(inputs, SMALL, "full", True)
@@ -93,7 +104,7 @@ def test_a_wrong_row_among_unchecked_rows_is_all_that_can_pass(monkeypatch):
     [(SMALL, task) for task in TASKS if task != "loop"] + [(SAME, task) for task in TASKS],
 )
 def test_every_provider_passes_the_gate(monkeypatch, shape, task):
-    monkeypatch.setattr("benchmarks.providers.DECODE_STEPS", 3)
+    monkeypatch.setattr("benchmarks.contestants.providers.DECODE_STEPS", 3)
     train = task not in ("step", "again")
     inputs = draw(shape)
     inputs.require_grad(True)

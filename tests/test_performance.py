@@ -12,14 +12,21 @@ from threads import one_thread  # noqa: F401
 from bahdanau_fast import memory, projection, small
 from bahdanau_fast.cli import main
 from bahdanau_fast.seq2seq.plots import require_matplotlib
-from benchmarks import choices, command, growth, peers, performance, plots, roofs, summary
-from benchmarks.cases import Bound, Case
-from benchmarks.gate import Oracle
-from benchmarks.inputs import draw
-from benchmarks.providers import PROVIDERS, Unavailable
-from benchmarks.run import Runner
-from benchmarks.shapes import AXES, SWEEPS, TOY, Shape
-from benchmarks.worker import Worker
+from benchmarks import command
+from benchmarks.contestants import peers
+from benchmarks.contestants.parity import Oracle
+from benchmarks.contestants.providers import PROVIDERS, Unavailable
+from benchmarks.page import document as performance
+from benchmarks.page import figures as summary
+from benchmarks.page import plots
+from benchmarks.page import scaling as growth
+from benchmarks.studies import dispatch_limits as choices
+from benchmarks.timing import roofs
+from benchmarks.timing.runner import Runner
+from benchmarks.timing.worker import Worker
+from benchmarks.workloads.cases import Bound, Case
+from benchmarks.workloads.inputs import draw
+from benchmarks.workloads.shapes import AXES, SWEEPS, TOY, Shape
 
 SMALL = Shape("small", 3, 2, 7, 16, lens="drawn")
 EAGER_AND_OURS = [provider for provider in PROVIDERS if provider.group != "compiled"]
@@ -99,10 +106,10 @@ def measured(monkeypatch, tmp_path):
         command, "Runner", lambda: Runner(providers=EAGER_AND_OURS, seconds=1e-4, min_rounds=3)
     )
     monkeypatch.setattr(command, "PEAKS", ())
-    monkeypatch.setattr("benchmarks.measure.PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr("benchmarks.measure.SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr("benchmarks.timing.measure.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("benchmarks.timing.measure.SAMPLE_SECONDS", 1e-4)
     tiny = {"H": tuple(dataclasses.replace(SMALL, hidden=size) for size in (8, 16, 32))}
-    monkeypatch.setattr("benchmarks.peak_memory.SWEEPS", tiny)
+    monkeypatch.setattr("benchmarks.studies.peak_memory.SWEEPS", tiny)
     monkeypatch.setattr(command, "growth", lambda names, _: command_growth(names[-1:], ("H",)))
     few = (dataclasses.replace(choices.CHOICES[0], shapes=(TOY,)),)
     monkeypatch.setattr(command.choices, "measure", lambda seconds: command_choices(1e-4, few))

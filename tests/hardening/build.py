@@ -68,7 +68,7 @@ def where():
     """With what a run was made, for its file of figures."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
-    from benchmarks import report
+    from benchmarks.page import tables as report
 
     cxx = os.environ.get("CXX", "g++")
     said = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .shapes import AXES
+from ..workloads.shapes import AXES
 
 __all__ = ["LARGEST", "exponent", "memory_points", "time_points", "working_per_unit"]
 

@@ -14,12 +14,12 @@ import torch
 
 import bahdanau_fast as bf
 
-from .cases import MEMORY_BOUND, MODES, SUBJECT
-from .choices import SLACK
-from .measure import Spread
-from .peak_memory import Peak
-from .run import Check, Row, check
-from .summary import milliseconds
+from ..studies.dispatch_limits import SLACK
+from ..studies.peak_memory import Peak
+from ..timing.measure import Spread
+from ..timing.runner import Check, Row, check
+from ..workloads.cases import MEMORY_BOUND, MODES, SUBJECT
+from .figures import milliseconds
 
 __all__ = [
     "as_json",

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .growth import LARGEST
-from .inputs import draw, nbytes
-from .providers import by_name
-from .shapes import AXES, SWEEPS, Shape
-from .worker import environment
+from ..contestants.providers import by_name
+from ..page.scaling import LARGEST
+from ..timing.worker import environment
+from ..workloads.inputs import draw, nbytes
+from ..workloads.shapes import AXES, SWEEPS, Shape
 
 __all__ = ["Peak", "allocated_growth", "growth", "measure"]
 

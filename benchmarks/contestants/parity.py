@@ -23,9 +23,9 @@ from torch import Tensor
 
 from bahdanau_fast import reference
 
-from .inputs import Inputs
+from ..workloads.inputs import Inputs
+from ..workloads.shapes import DECODE_STEPS, Shape
 from .providers import Group, Runnable, decode
-from .shapes import DECODE_STEPS, Shape
 
 __all__ = ["Oracle", "Verdict", "family"]
 

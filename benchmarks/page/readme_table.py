@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .report import markdown
-from .summary import SPEEDUPS, Speedup, fastest_in_shapes, milliseconds, shape_text, speedups
+from .figures import SPEEDUPS, Speedup, fastest_in_shapes, milliseconds, shape_text, speedups
+from .tables import markdown
 
 __all__ = ["lines"]
 

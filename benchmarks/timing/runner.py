@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from . import peers
-from .cases import SUBJECT, Bound, Case
-from .gate import Oracle, Verdict, family
-from .inputs import Inputs, draw
+from ..contestants import peers
+from ..contestants.parity import Oracle, Verdict, family
+from ..contestants.providers import PROVIDERS, Provider, Unavailable, eager_too_large
+from ..workloads.cases import SUBJECT, Bound, Case
+from ..workloads.inputs import Inputs, draw
+from ..workloads.shapes import Shape
 from .measure import Spread, Timings, interleave, prepare
-from .providers import PROVIDERS, Provider, Unavailable, eager_too_large
 from .roofs import Bandwidth, Reader
-from .shapes import Shape
 from .worker import Worker, WorkerError
 
 __all__ = ["Check", "Row", "Runner", "check"]

@@ -16,7 +16,7 @@ from .sass import Block, hot
 
 __all__ = ["KINDS", "Kernel", "kernels", "machine_code", "rows", "tool"]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
 KINDS = {"f32": "fp32", "f64": "fp64", "bf16": "bf16", "f16": "fp16", "f32_in_f64": "fp32 in fp64"}
 THREADS = {"row_softmax": 128, "softmax_grad": 128}  # of a block; 256 else

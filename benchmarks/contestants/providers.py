@@ -30,10 +30,10 @@ from bahdanau_fast import backends
 from bahdanau_fast.functional import attend_projected
 from bahdanau_fast.memory import ProjectedKeys, project
 
+from ..workloads.inputs import Inputs
+from ..workloads.shapes import DECODE_STEPS, Shape
 from . import baselines
 from .baselines import CourseAttention, Unavailable, compiled
-from .inputs import Inputs
-from .shapes import DECODE_STEPS, Shape
 
 __all__ = ["PROVIDERS", "TASKS", "Group", "Provider", "Runnable", "by_name", "decode"]
 __all__ += ["Unavailable", "eager_too_large"]

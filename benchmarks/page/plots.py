@@ -8,9 +8,9 @@ from typing import Any
 
 from bahdanau_fast.seq2seq.plots import require_matplotlib, save
 
-from .growth import memory_points, time_points
-from .shapes import SWEEPS
-from .summary import SPEEDUPS, Kernel, Speedup, about, kernels, peer_rows, speedups
+from ..workloads.shapes import SWEEPS
+from .figures import SPEEDUPS, Kernel, Speedup, about, kernels, peer_rows, speedups
+from .scaling import memory_points, time_points
 
 __all__ = ["COLOURS", "FIGURES", "draw_all"]
 

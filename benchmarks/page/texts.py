@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .peers import DIFFERENCES
+from ..contestants.peers import DIFFERENCES
 
 __all__ = ["CONDITIONS", "MEMORY", "NOT_MEASURED", "PEERS", "ROOFS", "differences"]
 

@@ -19,12 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .gate import Verdict
-from .shapes import Shape
+from ..contestants.parity import Verdict
+from ..workloads.shapes import Shape
 
 __all__ = ["ROOT", "Worker", "WorkerError", "environment"]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class WorkerError(Exception):
@@ -34,7 +34,9 @@ class WorkerError(Exception):
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables of a process that shall find this package, wherever it is started."""
     variables = {**os.environ, **(extra or {})}
-    if __package__ == "benchmarks":  # a checkout: installed, it is found as part of bahdanau_fast
+    if (
+        __package__.partition(".")[0] == "benchmarks"
+    ):  # a checkout: installed, it is found as part of bahdanau_fast
         paths = (str(ROOT), variables.get("PYTHONPATH", ""))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return variables
@@ -138,8 +140,8 @@ class _Server:
     def build(self, request: dict[str, Any]) -> dict[str, Any]:
         import torch
 
-        from .gate import Oracle
-        from .inputs import draw
+        from ..contestants.parity import Oracle
+        from ..workloads.inputs import draw
         from .measure import prepare
 
         self._call = None  # the one before can be large
@@ -178,7 +180,7 @@ class _Server:
 
 
 def _serve() -> None:
-    from . import providers  # noqa: F401  takes seconds: done before the first request
+    from ..contestants import providers  # noqa: F401  takes seconds: done before the first request
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print: what they say is no answer

@@ -18,11 +18,11 @@ import bahdanau_fast as bf
 from bahdanau_fast import backends, memory, projection, small
 from bahdanau_fast.functional import attend_projected, attend_query
 
-from .gate import Oracle
-from .inputs import Inputs, draw
-from .measure import interleave
-from .providers import Runnable
-from .shapes import MANY_QUERIES, TOY, Shape
+from ..contestants.parity import Oracle
+from ..contestants.providers import Runnable
+from ..timing.measure import interleave
+from ..workloads.inputs import Inputs, draw
+from ..workloads.shapes import MANY_QUERIES, TOY, Shape
 
 __all__ = ["CHOICES", "SLACK", "Choice", "measure"]
 

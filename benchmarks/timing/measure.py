@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .providers import Runnable
+from ..contestants.providers import Runnable
 
 __all__ = ["Spread", "Timings", "interleave", "prepare", "seconds_per_call"]
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..workloads.inputs import Inputs
 from . import baselines
-from .inputs import Inputs
 from .providers import Outputs, Provider, Runnable, Unavailable
 
 __all__ = ["DIFFERENCES", "PROVIDERS"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from . import peers
-from .growth import LARGEST
+from ..contestants import peers
+from ..page.scaling import LARGEST
 from .shapes import LIST, LOOP, MANY_QUERIES, QUICK, SCAN, STEPS_ON_MEMORY, SWEEPS, TOY, Shape
 
 __all__ = ["MEMORY_BOUND", "MODES", "SUBJECT", "TITLES", "Bound", "Case", "Mode", "cases"]

@@ -13,16 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .cases import MODES, TITLES
-from .choices import SLACK
-from .growth import LARGEST, exponent, memory_points, time_points, working_per_unit
+from ..studies.dispatch_limits import SLACK
+from ..timing.worker import ROOT
+from ..workloads.cases import MODES, TITLES
+from ..workloads.shapes import SWEEPS
+from .figures import about, milliseconds, peer_rows, shape_text
 from .plots import FIGURES, draw_all
 from .readme_table import lines as summary_lines
-from .report import choice_cells, markdown
-from .shapes import SWEEPS
-from .summary import about, milliseconds, peer_rows, shape_text
+from .scaling import LARGEST, exponent, memory_points, time_points, working_per_unit
+from .tables import choice_cells, markdown
 from .texts import CONDITIONS, MEMORY, NOT_MEASURED, PEERS, ROOFS, differences
-from .worker import ROOT
 
 __all__ = ["main", "page", "readme_block", "write"]
 
@@ -198,7 +198,7 @@ def _ratio(value: float | None) -> str:
 
 def _gpu(results: Path) -> list[str]:
     """The tables of GPU reports, where there are some."""
-    from .gpu_report import table
+    from ..gpu_report import table
 
     lines: list[str] = []
     for path in sorted(results.glob("*.json")):
@@ -226,7 +226,7 @@ def _run(path: Path) -> Any:
 
 def _decoders(results: Path) -> list[str]:
     """What attention adds to a decoder, from a run of ``benchmarks.training``."""
-    from .training import lines
+    from ..training import lines
 
     run = _run(results / DECODERS)
     if run is None:
@@ -245,7 +245,7 @@ def _decoders(results: Path) -> list[str]:
 
 def _before_after(results: Path) -> list[str]:
     """Training steps before and after decoders became one operator."""
-    from .before_after import lines
+    from ..before_after import lines
 
     run = _run(results / BEFORE_AFTER)
     if run is None:
@@ -263,7 +263,7 @@ def _before_after(results: Path) -> list[str]:
 
 def _overhead(results: Path) -> list[str]:
     """What a call costs beside its arithmetic."""
-    from .overhead import SIZES, lines
+    from ..overhead import SIZES, lines
 
     run = _run(results / OVERHEAD)
     if run is None:
