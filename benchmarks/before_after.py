@@ -10,7 +10,6 @@ the figures.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -25,8 +24,8 @@ from bahdanau_fast.seq2seq.settings import Settings, build_model
 from bahdanau_fast.seq2seq.training import Trainer, all_batches
 
 from .compare import NEW, OLD, Side, build
-from .page.figures import milliseconds
-from .page.tables import machine, markdown
+from .page.tables import markdown, milliseconds
+from .timing.machine import save
 from .timing.measure import interleave
 from .timing.worker import ROOT, Worker, WorkerError
 
@@ -122,10 +121,9 @@ def main() -> int:
     except (ValueError, WorkerError) as error:
         print(f"before_after: {error}", file=sys.stderr)
         return 2
-    run = {"machine": machine(), "old": sides[OLD].name, "rows": rows}
+    run = {"old": sides[OLD].name, "rows": rows}
     print("\n".join(lines(run)))
-    if options.json is not None:
-        options.json.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    save(options.json, run)
     return 0
 
 

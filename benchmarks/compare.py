@@ -8,7 +8,6 @@ within what noise, is said by :mod:`benchmarks.timing.significance`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -22,14 +21,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .page.tables import machine, markdown
+from .page.tables import markdown
+from .timing.machine import save
 from .timing.measure import Timings, interleave
-from .timing.significance import CONFIDENCE, FLOOR, Verdict, judge
+from .timing.significance import CONFIDENCE, FLOOR, Difference, judge
 from .timing.worker import ROOT, Worker, WorkerError
 from .workloads.cases import MODES, Mode
 from .workloads.shapes import LIST, LOOP, MANY_QUERIES, SCAN, STEPS_ON_MEMORY, TOY, Shape
 
-__all__ = ["ROWS", "Row", "Side", "build", "compare"]
+__all__ = ["ROWS", "Comparison", "Side", "build", "compare"]
 
 PAIRS = 7
 SECONDS = 0.8
@@ -37,7 +37,7 @@ NEW, OLD = "new", "old"
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """What is compared: one of our providers on one shape."""
 
     provider: str
@@ -51,15 +51,17 @@ class Row:
 
 
 ROWS = (
-    *(Row("ours memory", "step", shape) for shape in STEPS_ON_MEMORY),
-    Row("ours module", "loop", LOOP),
-    Row("ours op", "scan", SCAN),
-    Row("ours op", "projected", MANY_QUERIES[0]),
-    Row("ours op", "projected", MANY_QUERIES[0], "train"),
-    Row("ours module", "full", MANY_QUERIES[0], "train"),
-    Row("ours module", "full", next(shape for shape in LIST if shape.name == "tsp"), "train"),
-    Row("ours module", "full", TOY),
-    Row("ours module", "full", TOY, "train"),
+    *(Comparison("ours memory", "step", shape) for shape in STEPS_ON_MEMORY),
+    Comparison("ours module", "loop", LOOP),
+    Comparison("ours op", "scan", SCAN),
+    Comparison("ours op", "projected", MANY_QUERIES[0]),
+    Comparison("ours op", "projected", MANY_QUERIES[0], "train"),
+    Comparison("ours module", "full", MANY_QUERIES[0], "train"),
+    Comparison(
+        "ours module", "full", next(shape for shape in LIST if shape.name == "tsp"), "train"
+    ),
+    Comparison("ours module", "full", TOY),
+    Comparison("ours module", "full", TOY, "train"),
 )
 
 
@@ -118,7 +120,7 @@ def build(ref: str) -> Side:
     return Side(f"{ref} ({commit})", built)
 
 
-def _timed(workers: dict[str, Worker], row: Row, seconds: float) -> Timings:
+def _timed(workers: dict[str, Worker], row: Comparison, seconds: float) -> Timings:
     for name, worker in workers.items():
         found = worker.build(row.source, row.provider, row.task, row.shape, row.mode)
         if not found.passed:
@@ -128,8 +130,8 @@ def _timed(workers: dict[str, Worker], row: Row, seconds: float) -> Timings:
 
 
 def measure(
-    sides: dict[str, Side], rows: Sequence[Row], pairs: int, seconds: float
-) -> Iterator[tuple[Row, Timings | str]]:
+    sides: dict[str, Side], rows: Sequence[Comparison], pairs: int, seconds: float
+) -> Iterator[tuple[Comparison, Timings | str]]:
     """Every row in every pair of processes: its timings, or why there are none."""
     order = random.Random(0)
     for _ in range(pairs):
@@ -153,10 +155,10 @@ def measure(
 
 def compare(
     sides: dict[str, Side],
-    rows: Sequence[Row] = ROWS,
+    rows: Sequence[Comparison] = ROWS,
     pairs: int = PAIRS,
     seconds: float = SECONDS,
-) -> tuple[dict[Row, Verdict], dict[Row, str]]:
+) -> tuple[dict[Comparison, Difference], dict[Comparison, str]]:
     """The verdict of each row, or what kept a row from being compared.
 
     Args:
@@ -168,8 +170,8 @@ def compare(
     Raises:
         WorkerError: a process does not start, or imports something else than its version.
     """
-    timings: dict[Row, list[Timings]] = {row: [] for row in rows}
-    problems: dict[Row, str] = {}
+    timings: dict[Comparison, list[Timings]] = {row: [] for row in rows}
+    problems: dict[Comparison, str] = {}
     found = measure(sides, rows, pairs, seconds)
     quiet = not sys.stderr.isatty()
     for row, result in tqdm(found, total=pairs * len(rows), disable=quiet, file=sys.stderr):
@@ -185,7 +187,7 @@ def compare(
     return verdicts, problems
 
 
-def lines(verdicts: dict[Row, Verdict], problems: dict[Row, str]) -> list[str]:
+def lines(verdicts: dict[Comparison, Difference], problems: dict[Comparison, str]) -> list[str]:
     """The table, the gaps, and the sum of it."""
     cells = [
         [str(row), f"{v.ratio:.3f}", f"{v.low:.3f} to {v.high:.3f}", v.word]
@@ -226,14 +228,12 @@ def main() -> int:
         return 2
     print("\n".join(lines(verdicts, problems)))
     print(f"{built - start:.0f} s to build, {time.perf_counter() - built:.0f} s to measure")
-    if options.json is not None:
-        packed: dict[str, Any] = {
-            "machine": machine(),
-            "old": sides[OLD].name,
-            "rows": {str(row): {**asdict(v), "word": v.word} for row, v in verdicts.items()},
-            "problems": {str(row): problem for row, problem in problems.items()},
-        }
-        options.json.write_text(json.dumps(packed, indent=1) + "\n")
+    packed: dict[str, Any] = {
+        "old": sides[OLD].name,
+        "rows": {str(row): {**asdict(v), "word": v.word} for row, v in verdicts.items()},
+        "problems": {str(row): problem for row, problem in problems.items()},
+    }
+    save(options.json, packed)
     return 1 if problems or any(verdict.word == "slower" for verdict in verdicts.values()) else 0
 
 

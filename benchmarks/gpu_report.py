@@ -296,9 +296,9 @@ def machine() -> dict[str, str]:
     """Where and with what the figures were made."""
     import torch
 
-    from .page import tables as report
+    from .timing.machine import machine as host
 
-    where = report.machine()
+    where = host()
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         where["gpu"] = f"{properties.name}, {properties.multi_processor_count} multiprocessors"

@@ -9,7 +9,6 @@ tutorial would write it.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ import bahdanau_fast as bf
 from bahdanau_fast import small
 
 from .contestants.baselines import CourseAttention
-from .page import tables as report
+from .page.tables import markdown
+from .timing.machine import save
 from .timing.measure import interleave
 
 SIZES = B, TQ, TK, H = 2, 1, 10, 8
@@ -102,7 +102,7 @@ def lines(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
                  for t in found.values())]
         for name in next(iter(found.values()))
     ]  # fmt: skip
-    return report.markdown(["microseconds", *found], cells)
+    return markdown(["microseconds", *found], cells)
 
 
 def main() -> None:
@@ -113,10 +113,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = measure(arguments.seconds)
     print("\n".join(lines(found)))
-    if arguments.json is not None:
-        arguments.json.write_text(
-            json.dumps({"machine": report.machine(), "microseconds": found}, indent=1) + "\n"
-        )
+    save(arguments.json, {"microseconds": found})
 
 
 if __name__ == "__main__":

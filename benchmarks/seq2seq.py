@@ -9,7 +9,6 @@ of copies of it. ``--json OUT`` keeps the figures. The tables are those of docs/
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ from bahdanau_fast.seq2seq.compare import compare_training, relative_difference
 from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
 from bahdanau_fast.seq2seq.text import tokenize
 
-from .page.tables import machine
+from .timing.machine import save
 from .timing.measure import Spread, interleave
 
 HIDDEN = (32, 256, 512)
@@ -261,11 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
         figures = score_models(options.models, tuple(options.sentences))
     else:
         figures = compare_beams(options.model, options.seconds)
-    if options.json is not None:
-        figures = {"machine": machine(), **figures}
-        options.json.write_text(
-            json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+    save(options.json, figures)
     return 0
 
 

@@ -13,7 +13,6 @@ targets. Losses are compared first.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -33,8 +32,8 @@ from bahdanau_fast.seq2seq import (
 )
 
 from .contestants.baselines import CourseAttention
-from .page.tables import machine
 from .studies.peak_memory import allocated_growth
+from .timing.machine import save
 from .timing.measure import Timings, interleave
 
 __all__ = ["SETTINGS", "Setting", "compare", "lines"]
@@ -285,9 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.only is None or options.only in setting.name
     ]
     print("\n".join(lines(figures)))
-    if options.json is not None:
-        kept = {"machine": machine(), "settings": figures}
-        options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    save(options.json, {"settings": figures})
     return 0 if all(check["holds"] for row in figures for check in row["checks"]) else 1
 
 

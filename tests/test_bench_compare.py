@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.timing.measure import Timings
-from benchmarks.timing.significance import Verdict, judge
+from benchmarks.timing.significance import Difference, judge
 from benchmarks.timing.worker import ROOT, Worker, WorkerError
 from benchmarks.workloads.shapes import TOY
 
@@ -100,7 +100,7 @@ def test_the_interval_is_students():
     ],
 )
 def test_words(low, high, word):
-    assert Verdict(math.sqrt(low * high), low, high).word == word
+    assert Difference(math.sqrt(low * high), low, high).word == word
 
 
 def test_two_versions_in_processes_of_their_own(tmp_path):
@@ -113,7 +113,8 @@ def test_two_versions_in_processes_of_their_own(tmp_path):
         (folder / "planted.py").write_text(text)
         sides[name] = compare.Side(name, folder)
     rows = [
-        compare.Row(name, "full", TOY, source="planted") for name in ("steady", "changed", "wrong")
+        compare.Comparison(name, "full", TOY, source="planted")
+        for name in ("steady", "changed", "wrong")
     ]
     verdicts, problems = compare.compare(sides, rows, pairs=3, seconds=0.1)
     assert {row.provider: verdict.word for row, verdict in verdicts.items()} == {

@@ -89,13 +89,6 @@ def decode(step: Step, queries: Tensor) -> Outputs:
     return total, weights
 
 
-def _fresh(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    # A new tensor object over the same memory: our module must not reuse the projection that the
-    # previous timed call made. Only ours pays for the view.
-    keys = inputs.keys.view_as(inputs.keys)
-    return keys, keys if inputs.values is inputs.keys else inputs.values
-
-
 def _weights(module: CourseAttention | bf.AdditiveAttention) -> Tensor:
     if module.attention_weights is None:
         raise RuntimeError("the module left no attention_weights")
@@ -220,8 +213,9 @@ def _module_full(inputs: Inputs) -> Runnable:
     module, leaves = _ours(inputs)
 
     def forward() -> Outputs:
-        keys, values = _fresh(inputs)
-        return module(inputs.queries, keys, values, inputs.valid_lens), _weights(module)
+        module._cache._entry = None  # the call before projected the same keys
+        context = module(inputs.queries, inputs.keys, inputs.values, inputs.valid_lens)
+        return context, _weights(module)
 
     return Runnable(forward, leaves)
 
@@ -240,10 +234,11 @@ def _module_loop(inputs: Inputs) -> Runnable:
     module, leaves = _ours(inputs)
 
     def forward() -> Outputs:
-        keys, values = _fresh(inputs)
+        module._cache._entry = None  # the loop before projected the same keys
 
         def step(query: Tensor) -> Outputs:
-            return module(query, keys, values, inputs.valid_lens), _weights(module)
+            context = module(query, inputs.keys, inputs.values, inputs.valid_lens)
+            return context, _weights(module)
 
         return decode(step, inputs.queries)
 

@@ -1,14 +1,35 @@
-"""What the page and the pictures say of a run's figures; nothing here measures."""
+"""Reads the figures of a run of ``bench``: names, ratios, bounds, growth. Measures nothing.
+
+A run is the dictionary that ``bench`` writes as JSON.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["OPERATIONS", "SPEEDUPS", "Kernel", "Speedup", "about", "fastest_in_shapes", "kernels"]
-__all__ += ["milliseconds", "ours_of", "peer_rows", "roofs_of", "shape_text", "speedups"]
+from ..workloads.cases import LIMIT_SLACK, MEMORY_BOUND
+from ..workloads.shapes import AXES, LARGEST
 
-# Rows of the summary: (table, task, mode) -> what it is called.
+__all__ = ["SPEEDUPS", "Kernel", "Speedup", "about", "bounds_met", "exponent"]
+__all__ += [
+    "kernels",
+    "memory_points",
+    "name_of",
+    "peak_factor",
+    "peer_rows",
+    "roofs_of",
+    "shape_rows",
+]
+__all__ += ["speedups", "time_points", "working_per_unit"]
+
+Run = dict[str, Any]
+Points = dict[str, list[tuple[int, float]]]
+
+# Rows of the summary: (table, task, mode) -> description.
 SPEEDUPS = {
     ("step", "step", "forward"): "one decoder step, keys projected",
     ("loop", "loop", "forward"): "unchanged d2l loop of 50 steps",
@@ -21,38 +42,53 @@ SPEEDUPS = {
     ("overhead", "full", "forward"): "toy call",
     ("overhead", "full", "train"): "toy call, forward and backward",
 }
-OURS = ("ours module", "ours memory", "ours op")
+_OURS = ("ours module", "ours memory", "ours op")
+_NOT_PEERS = ("rewrite eager", "d2l compiled", "compiled max-autotune")
 
-# What our CPU forward does for an element of (B,Tq,Tk,H), where four share a division.
-OPERATIONS = {"multiply_add": 4.25, "divide": 0.25}
-_WORDS = {
-    "multiply_add": "4.25 multiply-adds per element",
-    "divide": "a quarter of a division per element",
+# Arithmetic of our CPU forward per element of (B,Tq,Tk,H), where four elements share a division.
+_OPERATIONS = {
+    "multiply_add": (4.25, "4.25 multiply-adds per element"),
+    "divide": (0.25, "a quarter of a division per element"),
 }
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """A row: what, the sizes, ours, and how many times as long each other provider takes."""
+    """Our time in one row, and the times of the other providers.
+
+    Attributes:
+        what: description of the row.
+        shape: its sizes.
+        seconds: our median.
+        others: median of each other provider, by name.
+    """
 
     what: str
     shape: dict[str, Any]
-    provider: str
     seconds: float
     others: dict[str, float]
 
     @property
     def against(self) -> dict[str, float]:
+        """Each other provider's time over ours."""
         return {name: time / self.seconds for name, time in self.others.items()}
 
     @property
-    def label(self) -> str:
-        return f"{self.what}\n{shape_text(self.shape)}"
+    def fastest(self) -> str:
+        """The fastest of the others."""
+        return min(self.others, key=self.others.__getitem__)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A point of the roofline: elements per byte that has to be read, elements per second."""
+    """A point of the roofline plot.
+
+    Attributes:
+        provider: whose kernel it is.
+        shape: name of the row.
+        intensity: elements of (B,Tq,Tk,H) per byte of keys and values.
+        rate: elements per second.
+    """
 
     provider: str
     shape: str
@@ -60,94 +96,90 @@ class Kernel:
     rate: float
 
 
-def about(data: dict[str, Any]) -> str:
+def name_of(run: Run) -> str:
+    """The machine's processor and cores, as headings have it."""
+    where = run["machine"]
+    model = re.sub(r"\((R|TM)\)| Processor\b", "", where["cpu"])
+    return f"{model}, {where['cores'].split()[0]} cores"
+
+
+def about(run: Run) -> str:
     """Machine, versions and commit in one line."""
-    where = data["machine"]
-    kernels_of = where.get("cpu kernels", "").rpartition(", ")[2]
-    parts = [where["cpu"], where["cores"].replace(" (", " cores (")]
-    parts += [kernels_of, "fp32", f"torch {where['torch']}", f"commit {where['commit']}"]
-    return ", ".join(filter(None, [*parts, where.get("note", "")]))
+    where = run["machine"]
+    threads = where["cores"].partition("(")[2].rstrip(")")
+    parts = [name_of(run), threads, where.get("cpu kernels", "").rpartition(", ")[2], "fp32"]
+    parts += [f"torch {where['torch']}", f"commit {where['commit']}", where.get("note", "")]
+    return ", ".join(filter(None, parts))
 
 
-def milliseconds(seconds: float) -> str:
-    """Three digits, or whole milliseconds where there are more."""
-    value = 1e3 * seconds
-    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+def bounds_met(run: Run) -> tuple[int, int]:
+    """How many bounds of the run hold, and how many there are."""
+    held = [bound["holds"] for row in run["rows"] for bound in row["bounds"]]
+    held += [limit["behind"]["median"] <= LIMIT_SLACK for limit in run.get("choices", [])]
+    peak = run["peak_memory"].get("ours op, projected")
+    if peak is not None:
+        held.append("error" not in peak and peak_factor(peak) <= MEMORY_BOUND)
+    return sum(held), len(held)
 
 
-def fastest_in_shapes(data: dict[str, Any]) -> str:
-    """In how many rows of the list of shapes nobody was faster, in a sentence."""
-    bounds = [
-        bound["holds"]
-        for row in data["rows"]
-        if row["table"] == "shapes"
-        for bound in row["bounds"]
-    ]
-    if not bounds:
-        return ""
-    return f"On the list of shapes no baseline was faster in {sum(bounds)} of {len(bounds)} rows."
+def peak_factor(peak: dict[str, Any]) -> float:
+    """Peak memory over inputs, outputs and gradients."""
+    return float(max(peak["resident"], peak["allocated"]) / peak["tensors"])
 
 
-def shape_text(shape: dict[str, Any]) -> str:
-    """(B, Tq, Tk, H)."""
-    return "({batch}, {queries}, {keys}, {hidden})".format(**shape)
+def shape_rows(run: Run) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Rows of the list of shapes, each with its bound: no baseline may be faster than ours."""
+    for row in run["rows"]:
+        if row["table"] == "shapes":
+            yield from ((row, bound) for bound in row["bounds"])
 
 
-def ours_of(seconds: dict[str, Any]) -> str | None:
-    """Which of ours answers for a row."""
-    return next((name for name in OURS if name in seconds), None)
+def speedups(run: Run, wanted: dict[tuple[str, str, str], str] = SPEEDUPS) -> list[Speedup]:
+    """Our speed in the rows of some tables, each shape once.
 
-
-def _speedup(row: dict[str, Any], what: str) -> Speedup | None:
-    ours = ours_of(row["seconds"])
-    if ours is None:
-        return None
-    times = {name: spread["median"] for name, spread in row["seconds"].items()}
-    others = {name: time for name, time in times.items() if not name.startswith("ours")}
-    return Speedup(what, row["shape"], ours, times[ours], others)
-
-
-def speedups(data: dict[str, Any], wanted: dict[tuple[str, str, str], str]) -> list[Speedup]:
-    """The rows of those tables, tasks and modes, each shape once."""
+    Args:
+        run: the figures.
+        wanted: (table, task, mode) of the rows, and how to describe them.
+    """
     found: dict[Any, Speedup] = {}
-    for row in data["rows"]:
+    for row in run["rows"]:
         key = (row["table"], row["task"], row["mode"])
-        speedup = _speedup(row, wanted[key]) if key in wanted else None
-        if speedup is not None:
+        times = {name: spread["median"] for name, spread in row["seconds"].items()}
+        ours = next((times[name] for name in _OURS if name in times), None)
+        others = {name: time for name, time in times.items() if not name.startswith("ours")}
+        if key in wanted and ours is not None:
+            speedup = Speedup(wanted[key], row["shape"], ours, others)
             found.setdefault((*key, row["shape"]["name"]), speedup)
     return list(found.values())
 
 
-def peer_rows(data: dict[str, Any]) -> list[Speedup]:
-    """The rows with other libraries in them."""
+def peer_rows(run: Run) -> list[Speedup]:
+    """The rows with other libraries in them; of the baselines, eager and compiled code stay."""
     tasks = {"step": "one decoder step, keys projected", "projected": "after the projections"}
-    wanted = {("peers", task, "forward"): what for task, what in tasks.items()}
-    baselines = {"rewrite eager", "d2l compiled", "compiled max-autotune"}
-    return [
-        Speedup(
-            row.what,
-            row.shape,
-            row.provider,
-            row.seconds,
-            {name: time for name, time in row.others.items() if name not in baselines},
-        )
-        for row in speedups(data, wanted)
-    ]
+    found = speedups(run, {("peers", task, "forward"): what for task, what in tasks.items()})
+    for row in found:
+        for name in _NOT_PEERS:
+            row.others.pop(name, None)
+    return found
 
 
 def roofs_of(rates: dict[str, float], dram_read: float) -> dict[str, Any]:
-    """The roofs as the roofline has them: bytes, and elements of (B,Tq,Tk,H), per second."""
+    """The roofs of the roofline plot, in bytes and in elements of (B,Tq,Tk,H) per second.
+
+    Args:
+        rates: operations per second, from ``compute_roofs``.
+        dram_read: bytes per second.
+    """
     ours = {
-        _WORDS[name]: rates[name] / count for name, count in OPERATIONS.items() if name in rates
+        words: rates[name] / count for name, (count, words) in _OPERATIONS.items() if name in rates
     }
     return {"dram_read": dram_read, "tanh": rates["tanh"], "ours": ours, "rates": rates}
 
 
-def kernels(data: dict[str, Any]) -> list[Kernel]:
-    """The forward rows on projected queries and keys, of d2l eager, compiled and ours."""
-    shown = ("d2l eager", "compiled", "ours op")
+def kernels(run: Run) -> list[Kernel]:
+    """The forward rows on projected queries and keys: d2l's eager code, compiled, and ours."""
     found: dict[tuple[str, str], Kernel] = {}
-    for row in data["rows"]:
+    for row in run["rows"]:
         if row["mode"] != "forward" or row["task"] not in ("projected", "scan"):
             continue
         if row["table"] == "peers" or row["table"].startswith("sweep"):
@@ -156,8 +188,63 @@ def kernels(data: dict[str, Any]) -> list[Kernel]:
         elements = shape["batch"] * shape["queries"] * shape["keys"] * shape["hidden"]
         read = 4 * shape["batch"] * shape["keys"] * (shape["hidden"] + shape["value_size"])
         name = shape["name"] + (", table kept" if row["task"] == "scan" else "")
-        for provider in shown:
+        for provider in ("d2l eager", "compiled", "ours op"):
             if provider in row["seconds"]:
                 seconds = row["seconds"][provider]["median"]
                 found[provider, name] = Kernel(provider, name, elements / read, elements / seconds)
     return list(found.values())
+
+
+def exponent(points: list[tuple[int, float]]) -> float:
+    """The power that cost grows with: the slope of log y over log x by least squares.
+
+    Only the ``LARGEST`` points with the largest x count: there, fixed cost no longer shows.
+
+    Args:
+        points: (x, y), both above zero.
+
+    Raises:
+        ValueError: fewer than two points.
+    """
+    chosen = sorted(points)[-LARGEST:]
+    if len(chosen) < 2:
+        raise ValueError(f"points must be at least 2, got {len(chosen)}")
+    return _slope([(math.log(x), math.log(y)) for x, y in chosen])
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    middle_x, middle_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    across = sum((x - middle_x) * (y - middle_y) for x, y in points)
+    return across / sum((x - middle_x) ** 2 for x, _ in points)
+
+
+def time_points(run: Run, axis: str, mode: str) -> dict[str, list[tuple[int, Any]]]:
+    """(size, spread of seconds) of every provider along an axis."""
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for row in run["rows"]:
+        if row["table"] == f"sweep-{axis}" and row["mode"] == mode:
+            for name, spread in row["seconds"].items():
+                found.setdefault(name, []).append((row["shape"][AXES[axis]], spread))
+    return found
+
+
+def memory_points(run: Run, axis: str, working: bool = False) -> Points:
+    """(size, bytes at the peak) of every provider along an axis.
+
+    Args:
+        run: the figures.
+        axis: Tk, Tq, H or B.
+        working: only what goes beyond inputs, outputs and gradients.
+    """
+    found: Points = {}
+    for peak in run.get("memory_growth", []):
+        if peak["axis"] == axis and "error" not in peak:
+            size = max(peak["resident"], peak["allocated"]) - (peak["tensors"] if working else 0)
+            found.setdefault(peak["provider"], []).append((peak["size"], size))
+    return found
+
+
+def working_per_unit(run: Run, axis: str) -> dict[str, float]:
+    """Bytes of working memory that one more unit of a size costs, by least squares."""
+    points = memory_points(run, axis, working=True)
+    return {name: _slope([(x, y) for x, y in of_name]) for name, of_name in points.items()}

@@ -1,18 +1,30 @@
-"""The pictures of a run, drawn from its figures; a provider has one colour in all of them."""
+"""The plots of one run of ``bench``; a provider has the same colour in all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bahdanau_fast.seq2seq.plots import require_matplotlib, save
 
+from ..timing.machine import slug
 from ..workloads.shapes import SWEEPS
-from .figures import SPEEDUPS, Kernel, Speedup, about, kernels, peer_rows, speedups
-from .scaling import memory_points, time_points
+from .figures import (
+    Kernel,
+    Run,
+    Speedup,
+    about,
+    kernels,
+    memory_points,
+    name_of,
+    peer_rows,
+    speedups,
+    time_points,
+)
+from .tables import shape_text
 
-__all__ = ["COLOURS", "FIGURES", "draw_all"]
+__all__ = ["COLOURS", "draw_all", "file_name", "is_drawn"]
 
 COLOURS = {
     "d2l eager": "#4b5563",
@@ -28,6 +40,7 @@ COLOURS = {
     "ONNX Runtime": "#be185d",
 }
 MARKERS = {"d2l eager": "s", "rewrite eager": "D", "compiled": "^", "ours": "o"}
+_BASELINES = ("d2l eager", "rewrite eager", "compiled")
 INK, GRID = "#1f2937", "#e5e7eb"
 SIZES = {"Tk": "keys, Tk", "Tq": "queries, Tq", "H": "hidden units, H", "B": "batch, B"}
 
@@ -63,8 +76,8 @@ def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tup
     return figure, axes
 
 
-def _finish(figure: Any, title: str, data: dict[str, Any]) -> Any:
-    figure.suptitle(title, fontsize=15, fontweight="bold", color=INK)
+def _finish(figure: Any, title: str, data: Run) -> Any:
+    figure.suptitle(f"{title}\n{name_of(data)}", fontsize=15, fontweight="bold", color=INK)
     figure.supxlabel(about(data), fontsize=8.5, color="#6b7280")
     return figure
 
@@ -75,7 +88,7 @@ def _legend(figure: Any, panel: Any) -> None:
     )
 
 
-def sweeps(data: dict[str, Any]) -> Any:
+def sweeps(data: Run) -> Any:
     """Time against Tk, Tq, H and B, forward above forward and backward; None where not measured."""
     modes = {"forward": "forward", "train": "forward + backward"}
     points = {(m, axis): time_points(data, axis, m) for m in modes for axis in SWEEPS}
@@ -110,11 +123,10 @@ def sweeps(data: dict[str, Any]) -> Any:
     return _finish(figure, f"One size at a time, after the projections; else {fixed}", data)
 
 
-def _bars(panel: Any, groups: list[Speedup], values: Iterable[tuple[str, list[Any]]]) -> None:
-    """Horizontal bars, a group of them for each row; ``values`` are (colour and label, ratios)."""
-    values = list(values)
+def _bars(panel: Any, groups: list[Speedup], values: dict[str, list[Any]]) -> None:
+    """Horizontal bars in a group for each row; ``values`` are ratios by provider."""
     height = 0.8 / len(values)
-    for i, (name, ratios) in enumerate(values):
+    for i, (name, ratios) in enumerate(values.items()):
         places = [at - 0.4 + height * (i + 0.5) for at in range(len(groups))]
         shown = [(place, ratio) for place, ratio in zip(places, ratios, strict=True) if ratio]
         colour = COLOURS[_family(name)]
@@ -122,7 +134,7 @@ def _bars(panel: Any, groups: list[Speedup], values: Iterable[tuple[str, list[An
             [place for place, _ in shown],
             [ratio - 1 for _, ratio in shown],
             height * 0.92,
-            left=1,  # what is slower than ours goes to the right, what is faster to the left
+            left=1,  # providers slower than ours go to the right, faster ones to the left
             color=colour,
             label=name,
         )
@@ -137,10 +149,11 @@ def _bars(panel: Any, groups: list[Speedup], values: Iterable[tuple[str, list[An
                 fontsize=9,
                 color=INK,
             )
-    panel.set_yticks(range(len(groups)), [group.label for group in groups], fontsize=10)
+    labels = [f"{group.what}\n{shape_text(group.shape)}" for group in groups]
+    panel.set_yticks(range(len(groups)), labels, fontsize=10)
     panel.invert_yaxis()
     panel.set_xscale("log")
-    ratios = [ratio for _, of_name in values for ratio in of_name if ratio]
+    ratios = [ratio for of_name in values.values() for ratio in of_name if ratio]
     low, high = min(0.9, min(ratios) / 1.6), max(ratios) * 1.3
     ticks = [m * 10**e for e in range(-3, 5) for m in (1, 2, 5) if low <= m * 10**e <= high]
     panel.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
@@ -151,39 +164,30 @@ def _bars(panel: Any, groups: list[Speedup], values: Iterable[tuple[str, list[An
     panel.grid(False, axis="y")
 
 
-def speedup_bars(data: dict[str, Any]) -> Any:
-    """How many times as fast ours is as d2l's module and as the rewrite under torch.compile."""
-    found = speedups(data, SPEEDUPS)
-    if not found:
+def speedup_bars(data: Run) -> Any:
+    """Ours against d2l's module, and against its rewrite under torch.compile."""
+    return _bar_figure(data, speedups(data), _BASELINES, 0.65, "d2l and its rewrite")
+
+
+def peer_bars(data: Run) -> Any:
+    """Ours against other libraries."""
+    return _bar_figure(data, peer_rows(data), tuple(COLOURS), 1.25, "other libraries, forward")
+
+
+def _bar_figure(
+    data: Run, rows: list[Speedup], names: tuple[str, ...], height: float, rivals: str
+) -> Any:
+    """Bars of the named providers that were measured; None where there are no rows."""
+    if not rows:
         return None
-    figure, axes = _figure(12, 2.0 + 0.52 * len(found))
-    names = ("d2l eager", "compiled")
-    _bars(
-        axes[0][0],
-        found,
-        [(name, [row.against.get(name) for row in found]) for name in names],
-    )
+    figure, axes = _figure(12, 2.2 + height * len(rows))
+    measured = [name for name in names if any(name in row.against for row in rows)]
+    _bars(axes[0][0], rows, {n: [row.against.get(n) for row in rows] for n in measured})
     _legend(figure, axes[0][0])
-    return _finish(figure, "Ours against d2l's module, and its rewrite under torch.compile", data)
+    return _finish(figure, f"Ours against {rivals}", data)
 
 
-def peer_bars(data: dict[str, Any]) -> Any:
-    """The same against other libraries."""
-    found = peer_rows(data)
-    names = [name for name in COLOURS if any(name in row.against for row in found)]
-    if not found:
-        return None
-    figure, axes = _figure(12, 2.4 + 1.25 * len(found))
-    _bars(
-        axes[0][0],
-        found,
-        [(name, [row.against.get(name) for row in found]) for name in names],
-    )
-    _legend(figure, axes[0][0])
-    return _finish(figure, "Ours against other libraries, forward", data)
-
-
-def roofline(data: dict[str, Any]) -> Any:
+def roofline(data: Run) -> Any:
     """Elements of (B,Tq,Tk,H) per second over elements per byte, under the roofs of this run."""
     roofs, found = data.get("roofs"), kernels(data)
     if not roofs or not found:
@@ -249,7 +253,7 @@ def roofline(data: dict[str, Any]) -> Any:
 
 
 def _neighbours(points: list[Kernel]) -> list[list[Kernel]]:
-    """Points too close to each other for labels of their own, from above."""
+    """Points grouped with those too close for a label of their own, the highest first."""
     groups: list[list[Kernel]] = []
     for point in sorted(points, key=lambda point: (point.intensity, -point.rate)):
         top = groups[-1][0] if groups else None
@@ -260,8 +264,8 @@ def _neighbours(points: list[Kernel]) -> list[list[Kernel]]:
     return groups
 
 
-def memory(data: dict[str, Any]) -> Any:
-    """Peak memory of forward and backward against Tk and H, and what of it is working memory."""
+def memory(data: Run) -> Any:
+    """Peak memory of forward and backward against Tk and H, and working memory against H."""
     panels = (("Tk", False), ("H", False), ("H", True))
     panels = tuple(panel for panel in panels if memory_points(data, *panel))
     points = [memory_points(data, axis, working) for axis, working in panels]
@@ -283,7 +287,7 @@ def memory(data: dict[str, Any]) -> Any:
     return _finish(figure, "Memory of forward and backward", data)
 
 
-FIGURES: dict[str, Callable[[dict[str, Any]], Any]] = {
+FIGURES: dict[str, Callable[[Run], Any]] = {
     "sweeps": sweeps,
     "speedups": speedup_bars,
     "roofline": roofline,
@@ -292,14 +296,24 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def draw_all(data: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw what was measured into ``folder``, as ``bench-<figure>.png``; the files written."""
+def file_name(data: Run, name: str) -> str:
+    """The file of a figure, named after the machine."""
+    return f"bench-{slug(data['machine']).removeprefix('cpu-')}-{name}.png"
+
+
+def is_drawn(data: Run, name: str) -> bool:
+    """True if the run measured what a figure shows."""
+    return FIGURES[name](data) is not None
+
+
+def draw_all(data: Run, folder: Path) -> list[Path]:
+    """Draw every figure that the run has measurements for; the files written."""
     written = []
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         figure = draw(data)
         if figure is not None:
-            path = folder / f"bench-{name}.png"
+            path = folder / file_name(data, name)
             save(figure, path)
             written.append(path)
     return written

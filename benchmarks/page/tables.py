@@ -1,186 +1,17 @@
-"""Prints rows as Markdown tables, and packs them for JSON."""
+"""The tables of a run, in Markdown: for the terminal and for docs/performance.md alike."""
 
 from __future__ import annotations
 
-import os
-import platform
-import re
-import subprocess
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-import torch
+from ..workloads.cases import LIMIT_SLACK, MEMORY_BOUND, MODES, SUBJECT
+from .figures import peak_factor
 
-import bahdanau_fast as bf
+__all__ = ["bound_lines", "limit_table", "markdown", "milliseconds", "missed_limits"]
+__all__ += ["peak_table", "row_name", "row_table", "shape_text", "size_text", "spread_text"]
 
-from ..studies.dispatch_limits import SLACK
-from ..studies.peak_memory import Peak
-from ..timing.measure import Spread
-from ..timing.runner import Check, Row, check
-from ..workloads.cases import MEMORY_BOUND, MODES, SUBJECT
-from .figures import milliseconds
-
-__all__ = [
-    "as_json",
-    "choice_cells",
-    "choice_lines",
-    "machine",
-    "markdown",
-    "memory_lines",
-    "slug",
-    "table_lines",
-]
-
-
-def machine() -> dict[str, str]:
-    """Where and with what the figures were made."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": f"{os.cpu_count()} ({torch.get_num_threads()} threads)",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "bahdanau_fast": bf.__version__,
-        "commit": _commit(),
-        "backend": bf.backends.explain("cpu").splitlines()[0],
-        "cpu kernels": next(
-            line.split(maxsplit=1)[-1]
-            for line in bf.backends.explain("cpu").splitlines()
-            if line.split()[0] == "cpu"
-        ),
-    }
-
-
-def _cpu_model() -> str:
-    """Its name; an AMD EPYC of a cloud says no more than that, so its family and model too."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    pairs = (line.partition(":") for line in reversed(lines))
-    told = {name.strip(): value.strip() for name, _, value in pairs}
-    if "model name" not in told:
-        return platform.processor() or platform.machine()
-    numbers = f"family {told.get('cpu family', '?')}, model {told.get('model', '?')}"
-    return f"{told['model name']} ({numbers})"
-
-
-def slug(where: dict[str, str]) -> str:
-    """What the file of a machine's figures is called: its processor and cores."""
-    model = where["cpu"].partition("(")[0].partition("@")[0]
-    words = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
-    return f"cpu-{words}-{where['cores'].split()[0]}cores"
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        folder = Path(__file__).parent
-        command = ["git", *arguments]
-        try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        except OSError:
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    commit = git("rev-parse", "--short=12", "HEAD")
-    changes = " with changes" if git("status", "--porcelain") else ""
-    return (commit or "none") + changes
-
-
-def _ms(spread: Spread) -> str:
-    parts = [milliseconds(seconds) for seconds in (spread.median, spread.p20, spread.p80)]
-    return f"{parts[0]} ({parts[1]}-{parts[2]})"
-
-
-def table_lines(rows: list[Row]) -> list[str]:
-    """A table of milliseconds, median (p20-p80), then a line for each bound and each gap."""
-    names = list(dict.fromkeys(name for row in rows for name in (*row.groups, *row.skipped)))
-    lines = markdown(["B,Tq,Tk,H", "what", *names], (_cells(row, names) for row in rows))
-    for row in rows:
-        what = f"{row.case.shape}, {row.case.task}, {MODES[row.case.mode]}"
-        for name, verdict in row.failed.items():
-            lines.append(
-                f"FAIL  parity: {what}: {name}, {verdict.where}: {verdict.worst:.3g} of the allowed"
-            )
-        for name, reason in row.skipped.items():
-            lines.append(f"      {what}: {name} not run: {reason}")
-        lines += [_check_line(row, what, check(row, bound)) for bound in row.case.bounds]
-    return lines
-
-
-def _cells(row: Row, names: list[str]) -> list[str]:
-    cells = [str(row.case.shape), f"{row.case.task}, {MODES[row.case.mode]}"]
-    for name in names:
-        if row.timings is not None and name in row.timings.samples:
-            cells.append(_ms(row.timings.time(name)))
-        elif name in row.skipped:
-            cells.append("not run")
-        else:
-            cells.append("parity FAIL" if name in row.failed else "")
-    return cells
-
-
-def _check_line(row: Row, what: str, found: Check) -> str:
-    verdict = "PASS" if found.holds else "FAIL"
-    subject, need = SUBJECT[row.case.task], found.bound.at_least
-    if found.found is None:
-        return f"{verdict}  {what}: {found.rival}"
-    median, p20, p80 = found.found.median, found.found.p20, found.found.p80
-    if found.bound.against == "DRAM" and row.roof is not None:
-        roof = row.roof.bytes_per_second / 1e9
-        return (
-            f"{verdict}  {what}: {subject} reads {median * roof:.1f} GB/s, {median:.0%} "
-            f"({p20:.0%}-{p80:.0%}) of {roof:.1f} GB/s by {row.roof.reader}; needs {need:.0%}"
-        )
-    return (
-        f"{verdict}  {what}: {subject} is {median:.3g}x ({p20:.3g}-{p80:.3g}) as fast as "
-        f"{found.rival}; needs {need:g}x"
-    )
-
-
-def memory_lines(peaks: dict[str, Peak | str]) -> list[str]:
-    """The table of peaks and its bound, which is stated for the op."""
-    cells, lines = [], []
-    for name, peak in peaks.items():
-        if isinstance(peak, str):
-            lines.append(f"      {name} not measured: {peak}")
-            continue
-        sizes = (peak.tensors, peak.resident, peak.allocated)
-        megabytes = [f"{size / 1e6:.2f} MB" for size in sizes]
-        cells.append([name, *megabytes, f"{peak.factor:.3g}x"])
-        if name == "ours op, projected":
-            verdict = "PASS" if peak.factor <= MEMORY_BOUND else "FAIL"
-            lines.append(
-                f"{verdict}  {name}: peak is {peak.factor:.3g}x inputs, outputs and gradients; "
-                f"needs at most {MEMORY_BOUND}x"
-            )
-    heads = ["provider", "inputs + outputs + gradients", "peak, resident", "peak, torch", "factor"]
-    return markdown(heads, cells) + lines
-
-
-def choice_cells(found: list[dict[str, Any]]) -> list[list[str]]:
-    """A row of cells for each choice: what, sizes, taken, over the best, every way's time."""
-    cells = []
-    for choice in found:
-        times = {name: Spread(**spread) for name, spread in sorted(choice["seconds"].items())}
-        ways = "; ".join(f"{name} {_ms(time)}" for name, time in times.items())
-        behind = f"{choice['behind']['median']:.2f}"
-        cells.append([choice["what"], _sizes(choice), choice["takes"], behind, ways])
-    return cells
-
-
-def _sizes(choice: dict[str, Any]) -> str:
-    return ",".join(str(choice["shape"][key]) for key in ("batch", "queries", "keys", "hidden"))
-
-
-def choice_lines(found: list[dict[str, Any]]) -> list[str]:
-    """The table of choices, and a line for each that is more than the slack behind."""
-    heads = ["choice", "B,Tq,Tk,H", "auto takes", "over the best", "ms, median (p20-p80)"]
-    missed = [
-        f"FAIL  {choice['what']} at {_sizes(choice)}: {choice['takes']} takes "
-        f"{choice['behind']['median']:.2f}x as long as {choice['best']}; may take {SLACK:.2f}x"
-        for choice in found
-        if choice["behind"]["median"] > SLACK
-    ]
-    return markdown(heads, choice_cells(found)) + missed
+Rows = list[dict[str, Any]]
 
 
 def markdown(heads: list[str], rows: Iterable[list[str]]) -> list[str]:
@@ -195,38 +26,122 @@ def markdown(heads: list[str], rows: Iterable[list[str]]) -> list[str]:
     return lines
 
 
-def as_json(row: Row) -> dict[str, Any]:
-    """A row with all it was made from."""
-    case = row.case
-    packed: dict[str, Any] = {
-        "table": case.table,
-        "shape": vars(case.shape),
-        "task": case.task,
-        "mode": case.mode,
-        "spent": row.spent,
-        "skipped": row.skipped,
-        "parity": {name: vars(verdict) for name, verdict in row.verdicts.items()},
-        "seconds": {},
-        "ratio_to_ours": {},
-    }
-    subject = SUBJECT[case.task]
-    if row.timings is not None:
-        packed["rounds"] = row.timings.rounds
-        for name in row.timings.samples:
-            packed["seconds"][name] = vars(row.timings.time(name))
-            if subject in row.timings.samples:
-                packed["ratio_to_ours"][name] = vars(row.timings.ratio(name, subject))
-    if row.roof is not None:
-        packed["dram_read"] = vars(row.roof)
-    packed["bounds"] = [
-        {
-            "against": bound.against,
-            "at_least": bound.at_least,
-            "rival": found.rival,
-            "found": None if found.found is None else vars(found.found),
-            "holds": found.holds,
-        }
-        for bound in case.bounds
-        for found in (check(row, bound),)
+def milliseconds(seconds: float) -> str:
+    """Three digits, or whole milliseconds where there are more."""
+    value = 1e3 * seconds
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def spread_text(spread: dict[str, float] | None) -> str:
+    """Milliseconds, median (p20-p80); nothing for None."""
+    if spread is None:
+        return ""
+    median, low, high = (milliseconds(spread[key]) for key in ("median", "p20", "p80"))
+    return f"{median} ({low}-{high})"
+
+
+def shape_text(shape: dict[str, Any]) -> str:
+    """(B, Tq, Tk, H)."""
+    return "({batch}, {queries}, {keys}, {hidden})".format(**shape)
+
+
+def size_text(size: float | None) -> str:
+    """Bytes in a readable unit; nothing for None."""
+    if size is None:
+        return ""
+    for unit, scale in (("MB", 1e6), ("kB", 1e3)):
+        if abs(size) >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def row_name(row: dict[str, Any]) -> str:
+    """Shape, task and mode of a row in words."""
+    what = f"{row['task']}, {MODES[row['mode']]}"
+    return f"{row['shape']['name']} {shape_text(row['shape'])}, {what}"
+
+
+def row_table(rows: Rows) -> list[str]:
+    """Milliseconds of each provider, then why a provider was not run."""
+    names = dict.fromkeys(name for row in rows for name in row["seconds"] if name != "DRAM read")
+    cells, gaps = [], []
+    for row in rows:
+        what = f"{row['shape']['name']} {shape_text(row['shape'])}"
+        spreads = [row["seconds"].get(name) for name in names]
+        cells.append([what, f"{row['task']}, {MODES[row['mode']]}", *map(spread_text, spreads)])
+        gaps += [
+            f"- {what}, {row['task']}: {name} was not run: {reason}"
+            for name, reason in row["skipped"].items()
+        ]
+    table = markdown(["shape (B, Tq, Tk, H)", "what", *names], cells)
+    return [*table, "", *([*dict.fromkeys(gaps), ""] if gaps else [])]
+
+
+def bound_lines(rows: Rows) -> list[str]:
+    """PASS or FAIL for each bound, and FAIL for each wrong result."""
+    lines = []
+    for row in rows:
+        for name, verdict in row["parity"].items():
+            if not verdict["passed"]:
+                error = f"{verdict['where']}: {verdict['worst']:.3g} of the allowed error"
+                lines.append(f"FAIL  parity: {row_name(row)}: {name}, {error}")
+        lines += [_bound_line(row, bound) for bound in row["bounds"]]
+    return lines
+
+
+def _bound_line(row: dict[str, Any], bound: dict[str, Any]) -> str:
+    start = f"{'PASS' if bound['holds'] else 'FAIL'}  {row_name(row)}"
+    subject, need, found = SUBJECT[row["task"]], bound["at_least"], bound["found"]
+    if found is None:
+        return f"{start}: {bound['rival']}"
+    median, p20, p80 = (found[key] for key in ("median", "p20", "p80"))
+    if bound["against"] == "DRAM":
+        roof = row["dram_read"]["bytes_per_second"] / 1e9
+        return (
+            f"{start}: {subject} reads {median * roof:.1f} GB/s, {median:.0%} ({p20:.0%}-{p80:.0%})"
+            f" of {roof:.1f} GB/s by {row['dram_read']['reader']}; needs {need:.0%}"
+        )
+    return (
+        f"{start}: {subject} is {median:.3g}x ({p20:.3g}-{p80:.3g}) as fast as {bound['rival']}; "
+        f"needs {need:g}x"
+    )
+
+
+def peak_table(peaks: dict[str, dict[str, Any]]) -> list[str]:
+    """Peak memory of forward and backward by provider."""
+    heads = ["provider, task", "inputs + outputs + gradients", "peak", "peak over these tensors"]
+    cells = []
+    for name, peak in peaks.items():
+        if "error" in peak:
+            cells.append([name, "", f"not measured: {peak['error']}", ""])
+            continue
+        highest = max(peak["resident"], peak["allocated"])
+        sizes = [size_text(peak["tensors"]), size_text(highest)]
+        cells.append([name, *sizes, f"{peak_factor(peak):.3g}x"])
+    return [*markdown(heads, cells), "", f"Ours op may take {MEMORY_BOUND}x.", ""]
+
+
+def limit_table(limits: Rows) -> list[str]:
+    """What auto takes near each limit, beside every way it could have taken."""
+    heads = ["choice", "B,Tq,Tk,H", "auto takes", "over the best", "ms, median (p20-p80)"]
+    cells = []
+    for limit in limits:
+        times = sorted(limit["seconds"].items())
+        ways = "; ".join(f"{name} {spread_text(time)}" for name, time in times)
+        behind = f"{limit['behind']['median']:.2f}"
+        cells.append([limit["what"], _sizes(limit), limit["takes"], behind, ways])
+    return markdown(heads, cells)
+
+
+def missed_limits(limits: Rows) -> list[str]:
+    """FAIL for each limit where auto takes a way that is too slow."""
+    return [
+        f"FAIL  {limit['what']} at {_sizes(limit)}: {limit['takes']} takes "
+        f"{limit['behind']['median']:.2f}x as long as {limit['best']}; may take {LIMIT_SLACK:.2f}x"
+        for limit in limits
+        if limit["behind"]["median"] > LIMIT_SLACK
     ]
-    return packed
+
+
+def _sizes(limit: dict[str, Any]) -> str:
+    return ",".join(str(limit["shape"][key]) for key in ("batch", "queries", "keys", "hidden"))

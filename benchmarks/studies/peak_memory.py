@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from ..contestants.providers import by_name
-from ..page.scaling import LARGEST
 from ..timing.worker import environment
 from ..workloads.inputs import draw, nbytes
-from ..workloads.shapes import AXES, SWEEPS, Shape
+from ..workloads.shapes import AXES, LARGEST, SWEEPS, Shape
 
 __all__ = ["Peak", "allocated_growth", "growth", "measure"]
 

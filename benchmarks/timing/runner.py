@@ -46,6 +46,41 @@ class Row:
     roof: Bandwidth | None = None
     spent: float = 0.0
 
+    def packed(self) -> dict[str, Any]:
+        """The row as ``bench`` writes it in JSON."""
+        case, subject = self.case, SUBJECT[self.case.task]
+        packed: dict[str, Any] = {
+            "table": case.table,
+            "shape": vars(case.shape),
+            "task": case.task,
+            "mode": case.mode,
+            "spent": self.spent,
+            "skipped": self.skipped,
+            "parity": {name: vars(verdict) for name, verdict in self.verdicts.items()},
+            "seconds": {},
+            "ratio_to_ours": {},
+        }
+        if self.timings is not None:
+            packed["rounds"] = self.timings.rounds
+            for name in self.timings.samples:
+                packed["seconds"][name] = vars(self.timings.time(name))
+                if subject in self.timings.samples:
+                    packed["ratio_to_ours"][name] = vars(self.timings.ratio(name, subject))
+        if self.roof is not None:
+            packed["dram_read"] = vars(self.roof)
+        packed["bounds"] = [
+            {
+                "against": bound.against,
+                "at_least": bound.at_least,
+                "rival": found.rival,
+                "found": None if found.found is None else vars(found.found),
+                "holds": found.holds,
+            }
+            for bound in case.bounds
+            for found in (check(self, bound),)
+        ]
+        return packed
+
     @property
     def failed(self) -> dict[str, Verdict]:
         return {name: verdict for name, verdict in self.verdicts.items() if not verdict.passed}
@@ -184,9 +219,9 @@ class Runner:
     def _build_elsewhere(self, provider: Provider, case: Case) -> tuple[Verdict, Callable[[], Any]]:
         """The same in the provider's own process; a result that is not ours leaves the row be."""
         for each in self.providers:  # all at once: starting takes seconds
-            new = each.name in case.extra and each.name not in self._workers
-            if new and each.process is not None:
-                self._workers[each.name] = Worker(dict(each.process))
+            new = each.process is not None and each.name not in self._workers
+            if new and case.task in each.builders and _is_meant(each, case):
+                self._workers[each.name] = Worker(dict(each.process or ()))
         worker = self._workers[provider.name]
         verdict = worker.build(peers.__name__, provider.name, case.task, case.shape, case.mode)
         if not verdict.passed:
@@ -212,11 +247,14 @@ class Runner:
         return oracle
 
 
+def _is_meant(provider: Provider, case: Case) -> bool:
+    """False for a provider that runs on demand, where the case does not ask for it."""
+    return not provider.on_demand or bool({provider.name, provider.group} & set(case.extra))
+
+
 def _why_not(provider: Provider, case: Case) -> str | None:
-    """Why a provider is not run on a row: "" when it is not meant to, None when it is."""
-    if case.task not in provider.builders or (
-        provider.on_demand and provider.name not in case.extra
-    ):
+    """Why a provider is not run in a row: "" if the row is not for it, None if it is run."""
+    if case.task not in provider.builders or not _is_meant(provider, case):
         return ""
     if provider.group == "eager":
         return eager_too_large(case.shape)

@@ -1,14 +1,14 @@
-"""Is the new code slower? Statistics of two versions timed in turn.
+"""Statistics of two versions timed in turn: is the new one slower?
 
-A pair of processes, one per version, is timed round by round; then both are started anew, several
-times. Within a pair, what disturbs a round disturbs both sides, so the logarithm of the ratio is
-taken round by round and its median kept. But a process also has luck of its own (where its pages
-and its threads lie), which no number of rounds averages out: the unit of the statistics is
-therefore the pair. The mean of the pairs' logarithms has Student's t distribution about the true
-one; its interval, at a confidence shared out among the rows, is the noise bound.
+Two processes, one for each version, are timed round by round; then both are started anew, several
+times. A disturbance of a round affects both processes, so each pair of processes gives the median
+of the ratios of its rounds. The placement of pages and threads, however, differs from process to
+process and stays for all rounds. The pair is therefore the unit of the statistics: the mean of the
+pairs' log ratios follows Student's t distribution, and its confidence interval, at a confidence
+shared out among the rows, is the noise bound.
 
-A difference is called when the whole interval lies further out than ``FLOOR``: below that, code is
-moved by changes that have nothing to do with it (alignment, allocation order).
+Two versions differ if the whole interval lies beyond ``FLOOR``. Smaller differences also come from
+unrelated changes (alignment, order of allocations).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 from .measure import Timings
 
-__all__ = ["CONFIDENCE", "FLOOR", "Verdict", "judge"]
+__all__ = ["CONFIDENCE", "FLOOR", "Difference", "judge"]
 
 FLOOR = 0.03
-SLOWDOWN = 1.15  # what must not be missed
-CONFIDENCE = 0.99  # that no row of a comparison is called by chance
+SLOWDOWN = 1.15  # the smallest slowdown that must be seen
+CONFIDENCE = 0.99  # that no row of a comparison differs by chance alone
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Difference:
     """The new version's time over the old one's, with its bounds.
 
     Attributes:
@@ -50,14 +50,14 @@ class Verdict:
         return "no difference" if self.high / self.low < seen else "too noisy"
 
 
-def judge(pairs: list[Timings], new: str, old: str, rows: int = 1) -> Verdict:
-    """The verdict of one row.
+def judge(pairs: list[Timings], new: str, old: str, rows: int = 1) -> Difference:
+    """The difference in one row.
 
     Args:
-        pairs: the timings of each pair of processes; at least two.
+        pairs: timings of each pair of processes; at least two.
         new: name of the new version in them.
-        old: of the old one.
-        rows: how many verdicts are given together.
+        old: name of the old version.
+        rows: how many rows are compared together.
 
     Raises:
         ValueError: fewer than two pairs.
@@ -70,4 +70,4 @@ def judge(pairs: list[Timings], new: str, old: str, rows: int = 1) -> Verdict:
     mean = statistics.fmean(logs)
     error = statistics.stdev(logs) / math.sqrt(len(logs))
     half = error * float(t.ppf(1 - (1 - CONFIDENCE) / rows / 2, len(logs) - 1))
-    return Verdict(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+    return Difference(math.exp(mean), math.exp(mean - half), math.exp(mean + half))

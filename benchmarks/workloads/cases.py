@@ -6,17 +6,40 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..contestants import peers
-from ..page.scaling import LARGEST
-from .shapes import LIST, LOOP, MANY_QUERIES, QUICK, SCAN, STEPS_ON_MEMORY, SWEEPS, TOY, Shape
+from .shapes import (
+    LARGEST,
+    LIST,
+    LOOP,
+    MANY_QUERIES,
+    QUICK,
+    SCAN,
+    STEPS_ON_MEMORY,
+    SWEEPS,
+    TOY,
+    Shape,
+)
 
-__all__ = ["MEMORY_BOUND", "MODES", "SUBJECT", "TITLES", "Bound", "Case", "Mode", "cases"]
+__all__ = [
+    "LIMIT_SLACK",
+    "MEMORY_BOUND",
+    "MODES",
+    "SUBJECT",
+    "TITLES",
+    "Bound",
+    "Case",
+    "Mode",
+    "cases",
+]
 
 Mode = Literal["forward", "graph", "train"]
 MODES = {"forward": "forward", "graph": "forward, graph kept", "train": "forward + backward"}
 
+# Peak memory of our op over inputs, outputs and gradients, at most.
 MEMORY_BOUND = 1.2
+# Share of the DRAM bandwidth that a step on a large memory reads with, at least.
 BANDWIDTH_BOUND = 0.8
+# Time of what auto takes near a limit, over that of the best way, at most.
+LIMIT_SLACK = 1.10
 
 # Above this the projections, the same BLAS calls for everybody, are nearly all of a full call:
 # such shapes are compared on projected queries and keys, where a difference can be seen.
@@ -68,7 +91,7 @@ class Case:
     task: str
     mode: Mode = "forward"
     bounds: tuple[Bound, ...] = ()
-    extra: tuple[str, ...] = ()  # providers that only rows which name them run
+    extra: tuple[str, ...] = ()  # providers, or groups of them, that run in this row alone
     share: float = 1.0  # of the time that a row usually gets
 
     @property
@@ -127,8 +150,7 @@ def _peer_cases() -> Iterator[Case]:
         ("projected", "parallel-4"),
         ("step", "step-64"),
     ):
-        extra = tuple(peer.name for peer in peers.PROVIDERS if task in peer.builders)
-        yield Case("peers", by_name[name], task, extra=extra)
+        yield Case("peers", by_name[name], task, extra=("peer",))
 
 
 def _sweep_cases(quick: bool) -> Iterator[Case]:

@@ -8,6 +8,7 @@ from typing import Literal
 __all__ = [
     "AXES",
     "DECODE_STEPS",
+    "LARGEST",
     "LIST",
     "LOOP",
     "MANY_QUERIES",
@@ -121,7 +122,9 @@ SWEEPS = {
     "H": _along("hidden", 16, 64, 256, 1024),
     "B": _along("batch", 2, 4, 8, 16),
 }
-# The field of a shape that each of them changes.
+# Of each sweep, growth is fitted to so many of the largest sizes, where fixed cost no longer shows.
+LARGEST = 3
+# The field of a shape that each sweep changes.
 AXES = {"Tk": "keys", "Tq": "queries", "H": "hidden", "B": "batch"}
 
 QUICK = ("d2l-toy", "d2l-nmt", "ocr", "pointer-generator")

@@ -26,7 +26,7 @@ import planted_triton
 import build
 
 sys.path.append(str(build.ROOT))
-from benchmarks.page.tables import machine
+from benchmarks.timing.machine import machine
 
 # Side by side: the first has C++ to build for each mutant, the second a driver of CUDA kernels.
 LANES = (planted_cpu.MUTANTS, planted_triton.MUTANTS + planted_cuda.MUTANTS)
