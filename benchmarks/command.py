@@ -1,4 +1,4 @@
-"""``python -m bahdanau_fast bench``: every table, one interleaved run, parity checked first."""
+"""``python -m bahdanau_fast bench``: measures every table in one run, prints and writes it."""
 
 from __future__ import annotations
 
@@ -39,16 +39,15 @@ MEMORY, CHOICES, ROOFS = "peak-memory", "choices", "roofs"
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, and where it is written.
+    """What to measure, and where to write it.
 
     Attributes:
         quick: small shapes, short rounds, no peers.
         only: tables or shapes whose name contains this.
-        strict: a missed bound is exit code 1 too.
+        strict: exit code 1 for a missed bound too.
         out: folder for the page and the plots.
-        json: file for the figures, or a folder for a file named after the machine; None for the
-            same in ``out``.
-        note: kept with the figures and shown wherever they are.
+        json: file for the figures, or folder for a file named after the machine; None: ``out``.
+        note: kept and shown with the figures.
     """
 
     quick: bool = False
@@ -119,13 +118,13 @@ def _best(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(options: Options) -> int:
-    """Measure, print, write; the exit code.
+    """Measure, print and write; returns the exit code.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: nothing is called what ``only`` says, or there is no place for the files.
+        ValueError: ``only`` names nothing, or ``out`` or ``json`` cannot be written to.
     """
-    require_matplotlib()  # all that can be wrong before the minutes, not after them
+    require_matplotlib()  # wrong arguments shall fail before minutes of measuring
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out must be a folder, got {options.out}")
     options.out.mkdir(parents=True, exist_ok=True)

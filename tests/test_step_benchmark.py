@@ -23,6 +23,6 @@ def test_a_step_on_a_memory(benchmark, shape, provider):
         chosen = by_name(provider)
         runnable = chosen.build("step", inputs)
         assert Oracle(inputs, shape, "step", False).check(runnable, chosen.group, False).passed
-        context, weights = benchmark(runnable.forward)
+        context, weights = benchmark.pedantic(runnable.forward, rounds=20, warmup_rounds=2)
     assert context.shape == (shape.batch, 1, shape.value_size)
     assert weights.sum(-1).sub(1).abs().max() < 1e-5

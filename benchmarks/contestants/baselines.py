@@ -1,8 +1,8 @@
-"""What ours is measured against: the course module in our own words, and its rewrite.
+"""The baselines: the course's module in our own words, and its rewrite.
 
-The course code allocates a (B,Tq,Tk,H) tensor for the sum and one for the tanh, and leaves the
-scoring layer to a matmul. The rewrite multiplies and sums instead, which torch.compile can fuse
-into one pass: the strongest baseline found.
+The course's code allocates a (B,Tq,Tk,H) tensor for the sum and another for the tanh; its scoring
+layer is a matrix product. The rewrite multiplies and sums instead, which torch.compile fuses into
+one pass. It is the strongest baseline found.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CourseAttention(nn.Module):
 
 def _linear(weight: Tensor) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight = nn.Parameter(weight.detach())  # the same storage for every provider
+    layer.weight = nn.Parameter(weight.detach())  # every provider uses the same storage
     return layer
 
 
@@ -111,7 +111,7 @@ def rewrite_full(
 
 @functools.cache
 def compiler_problem() -> str | None:
-    """What keeps torch.compile from working here, or None."""
+    """Why torch.compile does not work here, or None."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -122,11 +122,11 @@ def compiler_problem() -> str | None:
 
 
 def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:
-    """One compilation of ``function`` that shares nothing with earlier ones.
+    """``function`` under torch.compile, apart from earlier compilations.
 
-    Dynamo keeps its compilations by code object: with one code object for all shapes it would
-    check the guards of every earlier shape at each call, and past eight fall back to eager
-    without a word. A copy of the code object makes each row's baseline as fast as it can be.
+    Dynamo keeps its compilations by code object. With the same code object for all shapes, each
+    call would check the guards of all earlier shapes, and beyond eight of them fall back to eager
+    code silently. A copy of the code object gives each row the fastest baseline.
     """
     problem = compiler_problem()
     if problem is not None:

@@ -1,16 +1,16 @@
-"""Parity before time: a call is timed only after its result has been checked.
+"""The parity check: a call is timed only after its result has been checked.
 
 The reference in fp64 is the oracle. Ours must keep the parity rule of DESIGN section 2,
 
     max|ours - ref64| <= 2 * max|eager - ref64| + atol,  atol = two roundings of the result,
 
-for context, weights and every gradient; eager is the reference in the tested dtype. A baseline
-has to compute the same thing, however it rounds: 1e-3 of the largest value, a hundred times
-fp32's worst sum over these sizes and far below any wrong term.
+for context, weights and every gradient; eager is the reference in the tested dtype. A baseline may
+differ by 1e-3 of the largest value: a hundred times the worst rounding error of an fp32 sum of
+these sizes, and far less than any wrong term.
 
-Large shapes are checked on evenly spread batch rows. The gradient that enters the gated call is
-zero on the other rows, so the weight gradients are exact sums over the checked ones, and the call
-that is gated is the very call that is timed afterwards.
+Large shapes are checked on evenly spread batch rows. The gradient of the context is zero on the
+other rows, so that the weight gradients are sums over the checked rows alone. The checked call is
+the one that is timed afterwards.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ..workloads.inputs import Inputs
 from ..workloads.shapes import DECODE_STEPS, Shape
 from .providers import Group, Runnable, decode
 
-__all__ = ["Oracle", "Verdict", "family"]
+__all__ = ["Oracle", "Verdict", "allowed_error", "family"]
 
-# Elements of the (B,Tq,Tk,H) tensor that the oracle computes, in fp64 and once more in fp32.
+# Elements of (B,Tq,Tk,H) that the oracle computes at most, in fp64 and in the tested dtype.
 CHECKED_ELEMENTS = 16_000_000
 BASELINE_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a result passed, and the worst quantity: its error over what is allowed."""
+    """Whether a result passed; its worst quantity, and the error of that over the allowed error."""
 
     passed: bool
     worst: float
@@ -44,17 +44,24 @@ class Verdict:
 
 
 def family(task: str) -> str:
-    """Tasks that have one result share one oracle."""
+    """The task whose oracle serves this task: tasks with the same result share one."""
     return {"again": "full", "step": "full", "scan": "projected"}.get(task, task)
 
 
+def allowed_error(group: Group, eager_error: float, largest: float, dtype: torch.dtype) -> float:
+    """The parity rule for ours, a fixed share of the largest value for the others."""
+    if group == "ours":
+        return 2 * eager_error + torch.finfo(dtype).eps * largest
+    return BASELINE_TOLERANCE * largest
+
+
 class Oracle:
-    """What a task gives on some inputs: in fp64, and how far eager fp32 is from that.
+    """The result of a task in fp64, and the error of eager PyTorch in the tested dtype.
 
     Args:
         inputs: as every provider gets them.
         shape: whose inputs they are.
-        task: any task; those of one :func:`family` give the same.
+        task: any task; the tasks of one :func:`family` have the same result.
         gradients: compute gradients too.
     """
 
@@ -69,19 +76,19 @@ class Oracle:
         self._eager_error = {name: _distance(eager[name], exact[name]) for name in exact}
 
     def grad_context(self) -> Tensor:
-        """What to send into the gated backward: nothing on the rows that are not checked."""
+        """The gradient of the context for the checked call: zero on the rows that are not checked."""
         masked = torch.zeros_like(self._inputs.grad_context)
         masked[self.rows] = self._inputs.grad_context[self.rows]
         return masked
 
     def check(self, runnable: Runnable, group: Group, train: bool) -> Verdict:
-        """Run a call once, and its backward where a training step will be timed."""
+        """Run a call once, with its backward if ``train``, and compare it with the reference."""
         context, weights = runnable.forward()
         results = {"context": context.detach()[self.rows]}
-        if weights is not None or group != "peer":  # some of them give a context alone
+        if weights is not None or group != "peer":  # some peers return a context alone
             results["weights"] = weights.detach()[self.rows]
         verdicts = [self._judge(name, result, group) for name, result in results.items()]
-        # A context of the wrong shape takes no gradient: say so instead of failing in autograd.
+        # A context of the wrong shape has no gradient; its own verdict says what is wrong.
         if train and all(math.isfinite(verdict.worst) for verdict in verdicts):
             gradients = torch.autograd.grad(context, runnable.leaves, self.grad_context())
             for i, gradient in enumerate(gradients):
@@ -97,10 +104,7 @@ class Oracle:
         if result.dtype != self._inputs.keys.dtype:
             return Verdict(False, math.inf, f"{name} has dtype {result.dtype}")
         error, largest = _distance(result, exact), float(exact.abs().max())
-        if group == "ours":
-            allowed = 2 * self._eager_error[name] + torch.finfo(result.dtype).eps * largest
-        else:
-            allowed = BASELINE_TOLERANCE * largest
+        allowed = allowed_error(group, self._eager_error[name], largest, result.dtype)
         worst = error / allowed if allowed > 0 else (0.0 if error == 0 else math.inf)
         if math.isnan(worst):
             worst = math.inf

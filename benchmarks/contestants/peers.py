@@ -1,7 +1,7 @@
-"""Other libraries' additive attention, on the same tensors: each in a process of its own.
+"""Additive attention of other libraries on the same tensors, each in a process of its own.
 
-They are optional (``make peers`` installs them): a row of one that is not there says so. Only
-forward passes are compared; where a formula or a result differs, ``DIFFERENCES`` says how.
+The libraries are optional (``make peers`` installs them); a row names those that are missing. Only
+forward passes are compared. ``DIFFERENCES`` says how formula or result differ from ours.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _keops(inputs: Inputs) -> Runnable:
             scores = scores + lazy(bias.contiguous())
         return scores.sumsoftmaxweight(lazy(value), axis=2), None
 
-    return Runnable(forward, ())  # type: ignore[arg-type]  # the gate minds the missing weights
+    return Runnable(forward, ())  # type: ignore[arg-type]  # the parity check allows missing weights
 
 
 # --- ONNX Runtime -------------------------------------------------------------------------------

@@ -1,17 +1,17 @@
-"""The provider table: who computes a task, and how it is called.
+"""The providers: how this package and its baselines compute each task.
 
 =========== ==========================================================================
 task        what one call does
 =========== ==========================================================================
-full        queries and keys projected, scored, summed: the unchanged module call
-again       the same on keys that the previous call saw: the unchanged call in a loop
-step        one decoder step: W_q and the rest, the keys projected beforehand
+full        the unchanged module call: projections of queries and keys included
+again       the unchanged module call on the keys of the call before
+step        one decoder step on keys projected beforehand; W_q included
 projected   queries and keys both projected beforehand
-scan        the same, and whatever ours prepares from the projected keys is ready
-loop        DECODE_STEPS dependent steps on the same keys, their projection included
+scan        as projected, and our table of exponentials made beforehand too
+loop        DECODE_STEPS dependent steps on the same keys, one projection of them included
 =========== ==========================================================================
 
-Every call gives the context (the loop: the sum of its contexts) and the weights (the last ones).
+Every call returns context and weights; a loop the sum of its contexts and the last weights.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ TASKS = ("full", "again", "step", "projected", "scan", "loop")
 Group = Literal["eager", "compiled", "ours", "peer"]
 Outputs = tuple[Tensor, Tensor]
 Step = Callable[[Tensor], Outputs]
+Module = CourseAttention | bf.AdditiveAttention
 
 EAGER_LIMIT = 5e8
 
 
 @dataclass(frozen=True)
 class Runnable:
-    """A call ready to be timed, and the tensors whose gradients a training step takes."""
+    """A call that is ready to be timed, and the tensors whose gradients a training step computes."""
 
     forward: Callable[[], Outputs]
     leaves: tuple[Tensor, ...]
@@ -56,13 +57,21 @@ class Runnable:
 
 @dataclass(frozen=True)
 class Provider:
-    """A name in the tables, and how it builds a call for each task it serves."""
+    """A column of the tables.
+
+    Attributes:
+        name: heading of the column.
+        group: of providers that share the rule of parity and the bounds.
+        builders: make the call of each task that the provider serves.
+        on_demand: slow to build; runs only in rows that name the provider or its group.
+        process: environment variables of a process of its own, or None.
+    """
 
     name: str
     group: Group
     builders: dict[str, Callable[[Inputs], Runnable]]
-    on_demand: bool = False  # slow to build and seldom the best: only in rows that name it
-    process: tuple[tuple[str, str], ...] | None = None  # variables of a process of its own
+    on_demand: bool = False
+    process: tuple[tuple[str, str], ...] | None = None
 
     def build(self, task: str, inputs: Inputs) -> Runnable:
         return self.builders[task](inputs)
@@ -74,7 +83,7 @@ def by_name(name: str) -> Provider:
 
 
 def eager_too_large(shape: Shape) -> str | None:
-    """Why eager code is not run on a shape, or None."""
+    """Why eager code does not run on a shape, or None."""
     size = 4 * shape.features
     return None if size <= EAGER_LIMIT else f"(B,Tq,Tk,H) is {size / 1e9:.1f} GB"
 
@@ -89,56 +98,78 @@ def decode(step: Step, queries: Tensor) -> Outputs:
     return total, weights
 
 
-def _weights(module: CourseAttention | bf.AdditiveAttention) -> Tensor:
+# --- modules: the course's and ours -------------------------------------------------------------
+
+
+def _with_parameters(inputs: Inputs, module: nn.Module) -> tuple[Tensor, ...]:
+    """The leaves of the full task, the weights being those of a module."""
+    own = ("W_q.weight", "W_k.weight", "w_v.weight")
+    return inputs.leaves("full")[: -len(own)] + tuple(map(module.get_parameter, own))
+
+
+def _course(inputs: Inputs) -> CourseAttention:
+    return CourseAttention(inputs.w_q, inputs.w_k, inputs.w_v).eval()
+
+
+def _ours(inputs: Inputs) -> bf.AdditiveAttention:
+    (hidden, query_size), key_size = inputs.w_q.shape, inputs.w_k.shape[1]
+    module = bf.AdditiveAttention(key_size, query_size, hidden).eval()
+    module.W_q.weight = nn.Parameter(inputs.w_q.detach())
+    module.W_k.weight = nn.Parameter(inputs.w_k.detach())
+    module.w_v.weight = nn.Parameter(inputs.w_v.detach())
+    return module
+
+
+def _weights(module: Module) -> Tensor:
     if module.attention_weights is None:
         raise RuntimeError("the module left no attention_weights")
     return module.attention_weights
 
 
-# --- the course module --------------------------------------------------------------------------
+def _forget(module: Module) -> None:
+    """Our module keeps the projection of its last keys: the next call shall project them again."""
+    if isinstance(module, bf.AdditiveAttention):
+        module._cache._entry = None
 
 
-def _course(inputs: Inputs) -> tuple[CourseAttention, tuple[Tensor, ...]]:
-    module = CourseAttention(inputs.w_q, inputs.w_k, inputs.w_v).eval()
-    return module, _with_parameters(inputs, module)
+def _module(
+    make: Callable[[Inputs], Module],
+    inputs: Inputs,
+    steps: bool = False,
+    known: bool = False,
+    compile_it: bool = False,
+) -> Runnable:
+    """A module's call, or with ``steps`` a loop of calls on the same keys.
 
-
-def _with_parameters(inputs: Inputs, module: nn.Module) -> tuple[Tensor, ...]:
-    """The leaves of the full task, the weights being those of a module."""
-    own = {"w_q": "W_q.weight", "w_k": "W_k.weight", "w_v": "w_v.weight"}
-    weights = tuple(module.get_parameter(name) for name in own.values())
-    return inputs.leaves("full")[: -len(weights)] + weights
-
-
-def _course_full(inputs: Inputs) -> Runnable:
-    module, leaves = _course(inputs)
-
-    def forward() -> Outputs:
-        context = module(inputs.queries, inputs.keys, inputs.values, inputs.valid_lens)
-        return context, _weights(module)
-
-    return Runnable(forward, leaves)
-
-
-def _course_projected(inputs: Inputs) -> Runnable:
-    module, _ = _course(inputs)
-    leaves = inputs.leaves("projected")
-    query, key = inputs.projected_queries, inputs.projected_keys
-    return Runnable(
-        lambda: baselines.course_attend(query, key, inputs.values, module.w_v, inputs.valid_lens),
-        (*leaves[:-1], module.w_v.weight),
-    )
-
-
-def _course_loop(inputs: Inputs, compile_it: bool = False) -> Runnable:
-    module, leaves = _course(inputs)
+    Args:
+        make: builds the module.
+        inputs: of the calls.
+        steps: each query depends on the context before it.
+        known: the keys may be those of the call before.
+        compile_it: under torch.compile.
+    """
+    module = make(inputs)
     call = compiled(module) if compile_it else module
 
     def step(query: Tensor) -> Outputs:
         context = call(query, inputs.keys, inputs.values, inputs.valid_lens)
         return context, _weights(module)
 
-    return Runnable(lambda: decode(step, inputs.queries), leaves)
+    def forward() -> Outputs:
+        if not known:
+            _forget(module)
+        return decode(step, inputs.queries) if steps else step(inputs.queries)
+
+    return Runnable(forward, _with_parameters(inputs, module))
+
+
+def _course_projected(inputs: Inputs) -> Runnable:
+    module, leaves = _course(inputs), inputs.leaves("projected")
+    query, key = inputs.projected_queries, inputs.projected_keys
+    return Runnable(
+        lambda: baselines.course_attend(query, key, inputs.values, module.w_v, inputs.valid_lens),
+        (*leaves[:-1], module.w_v.weight),
+    )
 
 
 # --- the rewrite, eager and compiled ------------------------------------------------------------
@@ -197,63 +228,18 @@ def _rewrites(wrap: Wrap) -> dict[str, Callable[[Inputs], Runnable]]:
     }
 
 
-# --- ours ---------------------------------------------------------------------------------------
-
-
-def _ours(inputs: Inputs) -> tuple[bf.AdditiveAttention, tuple[Tensor, ...]]:
-    (hidden, query_size), key_size = inputs.w_q.shape, inputs.w_k.shape[1]
-    module = bf.AdditiveAttention(key_size, query_size, hidden).eval()
-    module.W_q.weight = nn.Parameter(inputs.w_q.detach())
-    module.W_k.weight = nn.Parameter(inputs.w_k.detach())
-    module.w_v.weight = nn.Parameter(inputs.w_v.detach())
-    return module, _with_parameters(inputs, module)
-
-
-def _module_full(inputs: Inputs) -> Runnable:
-    module, leaves = _ours(inputs)
-
-    def forward() -> Outputs:
-        module._cache._entry = None  # the call before projected the same keys
-        context = module(inputs.queries, inputs.keys, inputs.values, inputs.valid_lens)
-        return context, _weights(module)
-
-    return Runnable(forward, leaves)
-
-
-def _module_again(inputs: Inputs) -> Runnable:
-    module, leaves = _ours(inputs)
-
-    def forward() -> Outputs:
-        context = module(inputs.queries, inputs.keys, inputs.values, inputs.valid_lens)
-        return context, _weights(module)
-
-    return Runnable(forward, leaves)
-
-
-def _module_loop(inputs: Inputs) -> Runnable:
-    module, leaves = _ours(inputs)
-
-    def forward() -> Outputs:
-        module._cache._entry = None  # the loop before projected the same keys
-
-        def step(query: Tensor) -> Outputs:
-            context = module(query, inputs.keys, inputs.values, inputs.valid_lens)
-            return context, _weights(module)
-
-        return decode(step, inputs.queries)
-
-    return Runnable(forward, leaves)
+# --- ours on a memory, and our operator ----------------------------------------------------------
 
 
 def _memory_step(inputs: Inputs) -> Runnable:
-    module, _ = _ours(inputs)
+    module = _ours(inputs)
     with torch.no_grad():
         memory = module.memory(inputs.keys, inputs.values, inputs.valid_lens)
     return Runnable(lambda: (module.attend(inputs.queries, memory), _weights(module)), ())
 
 
 def _memory_loop(inputs: Inputs) -> Runnable:
-    module, leaves = _ours(inputs)
+    module = _ours(inputs)
 
     def forward() -> Outputs:
         memory = module.memory(inputs.keys, inputs.values, inputs.valid_lens)
@@ -263,7 +249,7 @@ def _memory_loop(inputs: Inputs) -> Runnable:
 
         return decode(step, inputs.queries)
 
-    return Runnable(forward, leaves)
+    return Runnable(forward, _with_parameters(inputs, module))
 
 
 def _op_full(inputs: Inputs) -> Runnable:
@@ -301,18 +287,18 @@ PROVIDERS: tuple[Provider, ...] = (
         "d2l eager",
         "eager",
         {
-            "full": _course_full,
-            "again": _course_full,
-            "step": _course_full,
+            "full": partial(_module, _course),
+            "again": partial(_module, _course),
+            "step": partial(_module, _course),
             "projected": _course_projected,
-            "loop": _course_loop,
+            "loop": partial(_module, _course, steps=True),
         },
     ),
     Provider("rewrite eager", "eager", _rewrites(lambda function: function)),
     Provider(
         "d2l compiled",
         "compiled",
-        {"loop": partial(_course_loop, compile_it=True)},
+        {"loop": partial(_module, _course, steps=True, compile_it=True)},
         on_demand=True,
     ),
     Provider("compiled", "compiled", _rewrites(compiled)),
@@ -325,7 +311,11 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider(
         "ours module",
         "ours",
-        {"full": _module_full, "again": _module_again, "loop": _module_loop},
+        {
+            "full": partial(_module, _ours),
+            "again": partial(_module, _ours, known=True),
+            "loop": partial(_module, _ours, steps=True),
+        },
     ),
     Provider("ours memory", "ours", {"step": _memory_step, "loop": _memory_loop}),
     Provider(

@@ -1,12 +1,12 @@
 """Peak memory of forward and backward, each provider in a fresh process.
 
-The process's resident high-water mark is reset (``/proc/self/clear_refs``) just before the call:
-it sees tensors, workspaces of any allocator and stacks alike. glibc is told to give each larger
-block its own mapping, so that freed memory leaves at once and the mark is the live bytes. What
-has to be there anyway (libraries, thread pools, compiled code) is made to be there before.
+The high-water mark of the process's resident memory is reset (``/proc/self/clear_refs``) just
+before the call. It counts tensors, workspaces of any allocator and stacks. glibc is told to give
+each larger block its own mapping, so that freed memory returns at once and the mark counts live
+bytes. Libraries, thread pools and compiled code are loaded before the reset.
 
-The same call is then made under the profiler, which sees what torch's allocator hands out: a
-second witness, exact to the byte, blind to anything else.
+A second call runs under the profiler, which counts the bytes from torch's allocator exactly, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Peak:
     """Bytes at the peak of one forward and backward.
 
     Attributes:
-        tensors: inputs, outputs and gradients, which have to be there: the unit of the bound.
-        resident: inputs and what the process grew by.
-        allocated: inputs and what torch's allocator had handed out.
+        tensors: inputs, outputs and gradients; the bound is a multiple of these bytes.
+        resident: inputs, and the growth of the process.
+        allocated: inputs, and the bytes from torch's allocator.
     """
 
     provider: str
@@ -51,12 +51,12 @@ class Peak:
 
     @property
     def factor(self) -> float:
-        """The larger of the two witnesses over what has to be there."""
+        """The larger of the two peaks over inputs, outputs and gradients."""
         return max(self.resident, self.allocated) / self.tensors
 
 
 def measure(provider: str, task: str, shape: Shape) -> Peak | str:
-    """Measure in a fresh process; or why that failed."""
+    """The peak in a fresh process, or why it could not be measured."""
     found = _measure(provider, task, [shape])
     return found if isinstance(found, str) else found[0]
 
@@ -122,7 +122,7 @@ def _resident_growth(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def allocated_growth(call: Callable[[], Any]) -> int:
-    """Bytes that torch's allocator hands out during a call, at their peak."""
+    """Peak of the bytes that torch's allocator has given out during a call."""
     with torch.profiler.profile(profile_memory=True) as profile:
         result = call()
     del result
@@ -138,7 +138,7 @@ def allocated_growth(call: Callable[[], Any]) -> int:
 def _training_step(
     provider: str, task: str, shape: Shape
 ) -> tuple[Callable[[], tuple[Tensor, ...]], int, int]:
-    """A call that keeps outputs and gradients; bytes of its inputs; bytes of what it keeps."""
+    """A call that returns outputs and gradients; bytes of its inputs; bytes of its results."""
     inputs = draw(shape)
     inputs.require_grad(True)
     runnable = by_name(provider).build(task, inputs)
@@ -155,8 +155,8 @@ def _training_step(
 
 def _in_this_process(provider: str, task: str, shape: Shape) -> Peak:
     torch.ones(1 << 22).sum()  # starts the threads
-    # A warm call of the same shape would hide a workspace that is kept for the next one, so ours
-    # and eager see something small first; a compiled provider has to be compiled before.
+    # A warm-up of the same shape would hide a workspace that is kept for the next call, so ours and
+    # eager code warm up on a smaller shape. Compiled code has to be compiled for its own shape.
     small = replace(shape, queries=max(1, shape.queries // 8), keys=max(1, shape.keys // 8))
     compiled = by_name(provider).group == "compiled"
     call, inputs, outputs = _training_step(provider, task, shape if compiled else small)

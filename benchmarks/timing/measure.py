@@ -1,4 +1,4 @@
-"""Interleaved timing: every provider of a row in each round, ratios within the round."""
+"""Interleaved timing: each round times every provider once, and ratios are taken within it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Timings:
         return Spread.of(self.samples[name])
 
     def ratio(self, slow: str, fast: str) -> Spread:
-        """``slow / fast`` round by round: what disturbs a round disturbs both."""
+        """``slow / fast`` round by round, so that a disturbance of a round affects both."""
         pairs = zip(self.samples[slow], self.samples[fast], strict=True)
         return Spread.of([above / below for above, below in pairs])
 
@@ -68,7 +68,7 @@ class Timings:
 
 
 def prepare(runnable: Runnable, train: bool, grad_context: Tensor) -> Callable[[], Any]:
-    """What is timed: the forward, or with ``train`` the forward and all gradients."""
+    """The call to be timed: a forward, or with ``train`` a forward and all gradients."""
     if not train:
         return runnable.forward
 
@@ -92,12 +92,12 @@ def _no_collection() -> Iterator[None]:
 
 
 def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
-    """One sample. A call into another process (:class:`benchmarks.worker.Worker`) times itself."""
+    """One sample; a call into another process (:class:`.worker.Worker`) measures its own time."""
     elsewhere = getattr(call, "seconds", None)
     if elsewhere is not None:
         return float(elsewhere(repeats))
     if repeats > 1:
-        for _ in range(repeats):  # not timed: caches and threads as the provider before left them
+        for _ in range(repeats):  # not timed: the provider before left its own data in the caches
             call()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -108,17 +108,18 @@ def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
 def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: int = 5) -> Timings:
     """Time calls in turn for about ``seconds``, at least ``min_rounds`` rounds.
 
-    A sample repeats a call of up to 50 ms at least five times, and until about 5 ms are filled,
-    after as many that are not timed: a decoder asks the same memory at every step, and finds in the
-    caches what its last step left there. Each round has an order of its own, so that nobody always
-    runs after the same neighbour, and a pause before each sample lets the threads of the provider
-    before go to sleep: compiled code brings a second OpenMP pool, which spins for some milliseconds
-    on the cores that the next one needs.
+    A sample repeats a call of up to 50 ms at least five times and for about 5 ms, after as many
+    calls that are not timed: a decoder reads the same memory at every step and finds it in the
+    caches. The order of the calls is new in each round, so that no call always follows the same
+    other call. A pause before each sample lets the threads of the provider before go to sleep:
+    compiled code has an OpenMP pool of its own, which spins for some milliseconds on the cores that
+    the next provider needs.
 
     Args:
-        calls: what to time, already warm.
-        seconds: for all of them together; the rounds follow from it.
-        min_rounds: taken even where they need longer, three of them when one round alone does.
+        calls: the calls to time, already warm.
+        seconds: for all calls together; the number of rounds follows from it.
+        min_rounds: rounds that are taken even if they need longer; three of them if one round
+            alone needs longer.
     """
     names = list(calls)
     with _no_collection():

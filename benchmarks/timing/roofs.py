@@ -1,8 +1,8 @@
-"""The roofs of this machine, measured beside what they are compared with.
+"""The roofs of this machine, measured in the same run as the kernels under them.
 
-What a kernel can be held by: reading DRAM, the multiply-add pipes, and whatever stands for the
-special functions of the formula. On a CPU that is no unit of its own: our kernels divide, a quarter
-of a division per element; code that keeps the tanh pays for the library's vectorised one.
+A kernel is limited by reading DRAM, by multiply-adds, or by the special function of the formula. A
+CPU has no unit for special functions: our kernels need a quarter of a division per element; other
+code calls the library's vectorised tanh.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PER_ROUND = 12 * 16  # CHAINS vectors of 16
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second, and which reader reached it."""
+    """Bytes per second, and the reader that reached them."""
 
     bytes_per_second: float
     reader: str
@@ -79,7 +79,7 @@ class Reader:
             self.readers["C sum, one thread per core"] = lambda: self._read(kernel)
 
     def _read(self, kernel: Callable[[int, int], float]) -> float:
-        # ctypes lets go of the interpreter lock for the time of the call.
+        # ctypes releases the interpreter lock during the call.
         share = self.buffer.numel() // self._threads
         starts = [self.buffer.data_ptr() + 4 * share * i for i in range(self._threads)]
         return sum(self._pool.map(lambda start: kernel(start, share), starts))
@@ -99,13 +99,13 @@ class Reader:
 
 
 def compute_roofs(seconds: float = 0.3) -> dict[str, float]:
-    """Elements per second that all cores do together, of what is in registers or caches.
+    """Operations per second of all cores together, on data in registers or caches.
 
     ``multiply_add`` and ``divide`` in fp32 registers, where there is a C compiler; ``tanh`` is
     ``torch.tanh`` on 256 KiB per thread.
 
     Args:
-        seconds: for each of them, about.
+        seconds: for each roof, about.
     """
     threads = torch.get_num_threads()
     x = torch.full((threads * (1 << 16),), 0.5)

@@ -1,4 +1,4 @@
-"""Measures rows: parity first, then every provider of the row in turn."""
+"""Measures rows: checks parity, then times all providers of the row in turns."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ READ = "DRAM read"
 
 @dataclass(frozen=True)
 class Row:
-    """What came out of one case.
+    """The measurements of one case.
 
     Attributes:
-        timings: None when a provider failed parity, or nothing of ours is there to be timed.
-        groups: of the providers that were timed.
-        skipped: why a provider was not run.
-        verdicts: of the parity gate.
-        roof: the read bandwidth, where the row is held against it.
-        spent: seconds it took to compile, check and time all that.
+        timings: None if a provider failed parity, or none could be built.
+        groups: group of each provider that was timed.
+        skipped: why other providers were not run.
+        verdicts: parity of each provider.
+        roof: the read bandwidth, if the row has a bound on it.
+        spent: seconds to compile, check and time all providers.
     """
 
     case: Case
@@ -86,7 +86,7 @@ class Row:
         return {name: verdict for name, verdict in self.verdicts.items() if not verdict.passed}
 
     def rivals(self, against: str) -> list[str]:
-        """The timed providers that a bound speaks of."""
+        """The timed providers that a bound names."""
         timed = self.timings.samples if self.timings else {}
         return [
             name
@@ -98,7 +98,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """A bound, the figure found, and whether it holds; no figure when it could not be measured."""
+    """A bound and the figure found; None if the figure could not be measured."""
 
     bound: Bound
     rival: str
@@ -110,7 +110,7 @@ class Check:
 
 
 def check(row: Row, bound: Bound) -> Check:
-    """Hold a row against a bound."""
+    """Compare a row with a bound."""
     subject = SUBJECT[row.case.task]
     if row.timings is None or subject not in row.timings.samples:
         return Check(bound, "not measured", None)
@@ -133,9 +133,9 @@ def _share(row: Row, subject: str) -> Spread | None:
 
 @dataclass
 class Runner:
-    """Measures cases one after the other; inputs and oracles of the current shape are shared.
+    """Measures cases one after the other; cases of the same shape share inputs and oracles.
 
-    A context: at its end the processes of the providers that have one are ended.
+    A context manager: its end ends the processes of the providers that have one.
     """
 
     providers: Sequence[Provider] = (*PROVIDERS, *peers.PROVIDERS)
@@ -156,7 +156,7 @@ class Runner:
             self._workers.popitem()[1].close()
 
     def row(self, case: Case) -> Row:
-        """Measure a case, or hand out what was measured for an equal one."""
+        """Measure a case, or return the measurements of a case with the same key."""
         found = self._rows.get(case.key)
         if found is None:
             start = time.perf_counter()
@@ -200,7 +200,7 @@ class Runner:
                 calls[READ], groups[READ] = self._reader.readers[roof.reader], "roof"
             timings = interleave(calls, case.share * self.seconds * len(calls), self.min_rounds)
         if self._reader is not None and roof is not None:
-            # The roof is the best that was seen before, between or after the timed rounds.
+            # The roof is the best rate before, during or after the timed rounds.
             between = 4 * self._reader.buffer.numel() / min(timings.samples[READ])
             rates = (roof, Bandwidth(between, roof.reader), self._reader.measure())
             roof = max(rates, key=lambda rate: rate.bytes_per_second)
@@ -212,13 +212,13 @@ class Runner:
         train = case.mode == "train"
         runnable = provider.build(case.task, inputs)
         if case.task == "again":
-            runnable.forward()  # the gated call is one that has seen its keys before
+            runnable.forward()  # the checked call must not be the first on its keys
         verdict = oracle.check(runnable, provider.group, train)
         return verdict, prepare(runnable, train, inputs.grad_context)
 
     def _build_elsewhere(self, provider: Provider, case: Case) -> tuple[Verdict, Callable[[], Any]]:
-        """The same in the provider's own process; a result that is not ours leaves the row be."""
-        for each in self.providers:  # all at once: starting takes seconds
+        """The same in the provider's own process; a wrong result leaves out this provider alone."""
+        for each in self.providers:  # all together, since starting takes seconds
             new = each.process is not None and each.name not in self._workers
             if new and case.task in each.builders and _is_meant(each, case):
                 self._workers[each.name] = Worker(dict(each.process or ()))
@@ -230,7 +230,7 @@ class Runner:
 
     def _draw(self, shape: Shape) -> Inputs:
         if shape != self._shape or self._inputs is None:
-            self._oracles, self._inputs = {}, None  # the old ones first: they can be large
+            self._oracles, self._inputs = {}, None  # frees the old tensors first
             self._shape, self._inputs = shape, draw(shape)
             self._inputs.require_grad(True)
         return self._inputs

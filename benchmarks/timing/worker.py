@@ -1,8 +1,8 @@
 """A provider in a process of its own, timed in turn with those of other processes.
 
-Two libraries that cannot share a process (Keras on two back ends), or two versions of this one, are
-compared so: each process builds its call and checks its parity, and all of them wait, blocked on a
-pipe, while one is being timed. The clock is the process's own: no message is in a time.
+This compares libraries that cannot share a process (Keras on two back ends) and two versions of
+this package. Each process builds its call and checks its parity. While one process is timed, the
+others wait on a pipe. Each process reads its own clock, so no message is part of a time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class WorkerError(Exception):
-    """What a process answered instead of a result, in one line."""
+    """The problem that a process reported instead of a result, in one line."""
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of a process that shall find this package, wherever it is started."""
+    """Environment variables with which a process finds this package from any folder."""
     variables = {**os.environ, **(extra or {})}
     if (
         __package__.partition(".")[0] == "benchmarks"
@@ -47,7 +47,7 @@ class Worker:
 
     Args:
         extra: variables set in its environment.
-        folder: where it starts: the first place its imports look in.
+        folder: its working folder, the first place that its imports look in.
     """
 
     def __init__(self, extra: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
@@ -64,10 +64,10 @@ class Worker:
     def build(
         self, source: str, provider: str, task: str, shape: Shape, mode: str = "forward"
     ) -> Verdict:
-        """Make a provider's call the one to be timed, after its parity check.
+        """Build the provider's call that will be timed, and check its parity.
 
         Args:
-            source: the module whose ``PROVIDERS`` has it.
+            source: name of the module whose ``PROVIDERS`` holds the provider.
             provider: its name.
             task: one of the tasks it serves.
             shape: of the inputs, which each process draws alike.
@@ -81,7 +81,7 @@ class Worker:
         return Verdict(**answer["verdict"])
 
     def make(self, source: str, function: str, *arguments: str) -> dict[str, Any]:
-        """Let a function of a module make the call to be timed; what else it says comes back.
+        """Let a function of a module build the call that will be timed; returns its second result.
 
         Raises:
             WorkerError: the function raised.
@@ -93,7 +93,7 @@ class Worker:
         return float(self.ask(do="time", repeats=repeats)["seconds"])
 
     def __call__(self) -> None:
-        """One call, for whoever wants it warm."""
+        """One call, to warm it up."""
         self.seconds(1)
 
     def ask(self, **request: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Worker:
 
 
 class _Server:
-    """The other end: holds one call."""
+    """The other end of the pipe: holds one call."""
 
     def __init__(self) -> None:
         self._call: Any = None
@@ -183,13 +183,13 @@ def _serve() -> None:
     from ..contestants import providers  # noqa: F401  takes seconds: done before the first request
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print: what they say is no answer
+    os.dup2(2, 1)  # what libraries print must not be read as an answer
     server = _Server()
     for line in sys.stdin:
         request = json.loads(line)
         try:
             answer = getattr(server, request["do"])(request)
-        except Exception as error:  # whatever a library raises is the answer
+        except Exception as error:  # a library may raise anything; it becomes the answer
             said = str(error).strip().splitlines() or [""]
             answer = {"problem": f"{type(error).__name__}: {said[0]}"[:300]}
         print(json.dumps(answer), file=answers, flush=True)

@@ -1,4 +1,4 @@
-"""What is measured: the tables, their rows, and the bounds they have to keep."""
+"""The tables of ``bench``: their rows, and the bounds that each row has to keep."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ BANDWIDTH_BOUND = 0.8
 # Time of what auto takes near a limit, over that of the best way, at most.
 LIMIT_SLACK = 1.10
 
-# Above this the projections, the same BLAS calls for everybody, are nearly all of a full call:
-# such shapes are compared on projected queries and keys, where a difference can be seen.
+# Above this, the projections take nearly all of a full call's time. They are the same BLAS calls in
+# all providers, so these shapes are compared on projected queries and keys.
 PROJECTION_FLOPS = 10**10
-# Each compiled row costs some ten seconds of compiling: training is compared on a few shapes.
+# Compiling takes about ten seconds a row, so training is compared on a few shapes.
 TRAINED = ("d2l-toy", "d2l-nmt", "tacotron2", "tsp")
 AUTOTUNE = ("compiled max-autotune",)
 
-# Which of ours answers for a task when a row is compared with the baselines.
+# Our provider that is compared with the baselines in each task.
 SUBJECT = {
     "full": "ours module",
     "again": "ours module",
@@ -72,7 +72,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Bound:
-    """At least this many times faster than the fastest of the named providers.
+    """Ours must be at least so many times as fast as the fastest of the named providers.
 
     ``against`` is a provider, a group of them, ``baseline`` for all that are not ours, or
     ``DRAM`` for the share of the bandwidth.
@@ -84,7 +84,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a task on a shape, forward under no_grad, forward with a graph, or trained."""
+    """One row: a task on a shape, as forward without gradients, forward with graph, or training."""
 
     table: str
     shape: Shape
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def key(self) -> tuple[Shape, str, Mode, tuple[str, ...]]:
-        """Rows of one key are measured once."""
+        """Rows with the same key are measured once."""
         return self.shape, self.task, self.mode, self.extra
 
 
@@ -106,7 +106,7 @@ def _named(*needed: float) -> tuple[Bound, ...]:
 
 def _step_cases() -> Iterator[Case]:
     for shape, needed in zip(STEPS_ON_MEMORY, (5, 8, 6, 2), strict=True):
-        extra = AUTOTUNE if shape is STEPS_ON_MEMORY[0] else ()  # it takes long to tune
+        extra = AUTOTUNE if shape is STEPS_ON_MEMORY[0] else ()  # tuning takes long
         yield Case("step", shape, "step", bounds=_named(needed), extra=extra)
 
 
@@ -155,7 +155,7 @@ def _peer_cases() -> Iterator[Case]:
 
 def _sweep_cases(quick: bool) -> Iterator[Case]:
     for axis, shapes in SWEEPS.items():
-        # Training takes long to compile: as many sizes as its exponent is fitted to.
+        # Compiling a training step takes long: only the sizes that its exponent is fitted to.
         modes: dict[Mode, tuple[Shape, ...]] = {"forward": shapes, "train": shapes[-LARGEST:]}
         if quick:
             modes = {"forward": shapes[:3]}

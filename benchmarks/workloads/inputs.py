@@ -16,7 +16,7 @@ __all__ = ["Inputs", "draw", "nbytes"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything any task needs; ``values`` is ``keys`` where the sizes allow it, as in d2l."""
+    """The inputs of all tasks; ``values`` is ``keys`` where the sizes allow it, as in d2l."""
 
     queries: Tensor
     keys: Tensor
@@ -30,7 +30,7 @@ class Inputs:
     grad_context: Tensor
 
     def leaves(self, task: str) -> tuple[Tensor, ...]:
-        """The tensors a training step of this task wants gradients for."""
+        """The tensors whose gradients a training step of this task computes."""
         if task in ("projected", "scan"):
             return (self.projected_queries, self.projected_keys, self.values, self.w_v)
         sources = (self.keys,) if self.values is self.keys else (self.keys, self.values)

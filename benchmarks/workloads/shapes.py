@@ -1,4 +1,4 @@
-"""The one list of shapes, from real uses (DESIGN section 6), and those of the acceptance bounds."""
+"""Shapes of real uses, and those that the speed bounds are stated for."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class Shape:
     """Sizes of one call, named after where it comes from.
 
     Attributes:
-        lens: ``none`` passes no valid_lens, ``full`` passes Tk everywhere (a mask that leaves
-            nothing out, so that nothing is won by skipping), ``drawn`` draws them from 1 to Tk.
-        forward_only: used so, or the baselines' backward would not fit in memory or in patience.
+        lens: ``none`` passes no valid_lens, ``full`` passes Tk everywhere (a mask without padding
+            to skip), ``drawn`` draws them from 1 to Tk.
+        forward_only: no training, either in this use or because the baselines' backward would
+            need too much memory or time.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         for size in ("query_size", "key_size", "value_size"):
-            if getattr(self, size) == 0:  # D = H where a use does not say otherwise
+            if getattr(self, size) == 0:  # D = H unless a use has other sizes
                 object.__setattr__(self, size, self.hidden)
 
     @property
@@ -96,7 +97,7 @@ LIST = (
 # Steps of a decoder loop: a sentence.
 DECODE_STEPS = 50
 
-# One decoder step on a memory: what the speed bounds of the acceptance are stated for.
+# One decoder step on a memory.
 STEPS_ON_MEMORY = (
     Shape("step-64", 64, 1, 50, 512),
     Shape("step-16", 16, 1, 400, 512),
@@ -111,7 +112,7 @@ _CENTRE = Shape("sweep", 2, 16, 256, 256)
 
 
 def _along(field: str, *sizes: int) -> tuple[Shape, ...]:
-    values = {"value_size": _CENTRE.value_size}  # the outputs stay as they are, whatever H is
+    values = {"value_size": _CENTRE.value_size}  # the size of the outputs does not depend on H
     return tuple(replace(_CENTRE, **{field: size, **values}) for size in sizes)
 
 
