@@ -1,8 +1,8 @@
 """Error against fp64 by magnitude of the inputs: the table of docs/how-it-works.md.
 
 Run ``python -m benchmarks.accuracy``. Queries and keys are drawn normal, times the magnitude;
-w_v is that of a fresh ``Linear(H, 1)``. Errors are of the scores' softmax, relative to each weight,
-largest over all of them: the reference computed in fp64 from the same rounded inputs is the truth.
+w_v is that of a fresh ``Linear(H, 1)``. The error is the largest relative error of an attention
+weight, against the reference computed in fp64 from the same rounded inputs.
 """
 
 from __future__ import annotations

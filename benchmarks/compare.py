@@ -1,8 +1,8 @@
 """``make bench-compare BASE=<git ref>``: is this working tree slower than that commit?
 
-The commit is checked out and built under ``build/compare``; then both versions run in processes of
-their own, taking turns sample by sample, with the benchmark code of this tree. Which is slower, and
-within what noise, is said by :mod:`benchmarks.timing.significance`.
+The commit is checked out and built under ``build/compare``. Then each version runs in a process of
+its own, with the benchmark code of this tree, and they take turns sample by sample.
+:mod:`benchmarks.timing.significance` decides which is slower, and gives the noise bounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEW, OLD = "new", "old"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared: one of our providers on one shape."""
+    """One row: one of our providers on one shape, in both versions."""
 
     provider: str
     task: str
@@ -66,7 +66,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Side:
-    """A version: its name, and the folder that holds its ``bahdanau_fast``."""
+    """A version: its name and the folder of its ``bahdanau_fast``."""
 
     name: str
     folder: Path
@@ -83,7 +83,7 @@ def _git(*arguments: str, folder: Path = ROOT) -> str:
 
 
 def build(ref: str) -> Side:
-    """Check a commit out and build it, unless that has been done before.
+    """Check a commit out and build it, unless an earlier run did.
 
     Raises:
         ValueError: there is no such commit, or it does not build.
@@ -131,10 +131,10 @@ def _timed(workers: dict[str, Worker], row: Comparison, seconds: float) -> Timin
 def measure(
     sides: dict[str, Side], rows: Sequence[Comparison], pairs: int, seconds: float
 ) -> Iterator[tuple[Comparison, Timings | str]]:
-    """Every row in every pair of processes: its timings, or why there are none."""
+    """The timings of every row in every pair of processes, or why there are none."""
     order = random.Random(0)
     for _ in range(pairs):
-        # Who is started first has no more to do with who is new than a coin.
+        # A random order: the process that starts first must not always be the same version.
         names = order.sample(sorted(sides), len(sides))
         workers = {name: Worker(folder=sides[name].folder) for name in names}
         try:
@@ -158,16 +158,16 @@ def compare(
     pairs: int = PAIRS,
     seconds: float = SECONDS,
 ) -> tuple[dict[Comparison, Difference], dict[Comparison, str]]:
-    """The verdict of each row, or what kept a row from being compared.
+    """The difference in each row, or why a row could not be compared.
 
     Args:
         sides: the two versions, ``new`` and ``old``.
-        rows: what is compared.
+        rows: rows to compare.
         pairs: how many times both are started.
-        seconds: of timing, per row and pair.
+        seconds: timing per row and pair.
 
     Raises:
-        WorkerError: a process does not start, or imports something else than its version.
+        WorkerError: a process does not start, or does not import its own version.
     """
     timings: dict[Comparison, list[Timings]] = {row: [] for row in rows}
     problems: dict[Comparison, str] = {}
@@ -187,7 +187,7 @@ def compare(
 
 
 def lines(verdicts: dict[Comparison, Difference], problems: dict[Comparison, str]) -> list[str]:
-    """The table, the gaps, and the sum of it."""
+    """The table, the rows that were not compared, and a summary."""
     cells = [
         [str(row), f"{v.ratio:.3f}", f"{v.low:.3f} to {v.high:.3f}", v.word]
         for row, v in verdicts.items()
@@ -201,7 +201,7 @@ def lines(verdicts: dict[Comparison, Difference], problems: dict[Comparison, str
 
 
 def main() -> int:
-    """Compare and print; 1 where something is slower or was not compared, 2 for wrong use."""
+    """Compare and print; 1 if a row is slower or was not compared, 2 for wrong use."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("base", help="a git commit, branch or tag")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="default: %(default)s")

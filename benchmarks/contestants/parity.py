@@ -76,7 +76,7 @@ class Oracle:
         self._eager_error = {name: _distance(eager[name], exact[name]) for name in exact}
 
     def grad_context(self) -> Tensor:
-        """The gradient of the context for the checked call: zero on the rows that are not checked."""
+        """The gradient of the checked call's context: zero on rows that are not checked."""
         masked = torch.zeros_like(self._inputs.grad_context)
         masked[self.rows] = self._inputs.grad_context[self.rows]
         return masked

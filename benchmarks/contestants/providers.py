@@ -49,7 +49,7 @@ EAGER_LIMIT = 5e8
 
 @dataclass(frozen=True)
 class Runnable:
-    """A call that is ready to be timed, and the tensors whose gradients a training step computes."""
+    """A call that is ready to be timed, and the tensors whose gradients training computes."""
 
     forward: Callable[[], Outputs]
     leaves: tuple[Tensor, ...]

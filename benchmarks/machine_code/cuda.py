@@ -1,4 +1,4 @@
-"""What nvcc made of the CUDA C++ kernels when the extension was built here."""
+"""Resources of the CUDA C++ kernels, as nvcc reported them when the extension was built."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .sass import Block, hot
+from .sass import Block, hot, resident_warps
 
-__all__ = ["KINDS", "Kernel", "kernels", "machine_code", "rows", "tool"]
+__all__ = ["KINDS", "Kernel", "kernels", "machine_code", "rows", "run_tool", "tool"]
 
 ROOT = Path(__file__).resolve().parents[2]
 OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
@@ -32,7 +32,7 @@ class Kernel:
         arch: "80", "90a" and so on.
         registers: of a thread.
         stack: bytes of a thread's stack frame.
-        spills: bytes stored and loaded for want of registers.
+        spills: bytes stored and loaded because registers did not suffice.
     """
 
     entry: str
@@ -44,7 +44,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Of the function, with its number or place among products where it has one."""
+        """Name of the function, with its template number if it has one."""
         found = re.search(r"3gpu(\d+)(\w+)", self.entry)
         if found is None:
             return self.entry
@@ -54,7 +54,7 @@ class Kernel:
 
     @property
     def warps(self) -> int:
-        """Of a block."""
+        """Warps of a block."""
         return THREADS.get(self.name, 256) // 32
 
 
@@ -66,7 +66,7 @@ _REPORT = re.compile(
 
 
 def kernels() -> list[Kernel]:
-    """Every kernel that was compiled; empty where the extension was not built."""
+    """Every kernel that was compiled; empty if the extension was not built."""
     found = []
     for kind in KINDS:
         path = OBJECTS / f"kernels_{kind}.txt"
@@ -78,7 +78,7 @@ def kernels() -> list[Kernel]:
 
 
 def tool(name: str) -> str | None:
-    """A tool of the CUDA toolkit, or the one that Triton's package carries; None if neither is."""
+    """Path of a CUDA tool, from Triton's package or the toolkit; None if neither has it."""
     spec = importlib.util.find_spec("triton")
     if spec is not None and spec.origin is not None:
         packaged = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
@@ -87,18 +87,30 @@ def tool(name: str) -> str | None:
     return shutil.which(name)
 
 
+def run_tool(name: str, *arguments: str, folder: str | None = None) -> str:
+    """Output of a CUDA tool, run in a folder.
+
+    Raises:
+        FileNotFoundError: the tool is not installed.
+    """
+    path = tool(name)
+    if path is None:
+        raise FileNotFoundError(f"{name} must be installed, with Triton or the CUDA toolkit")
+    done = subprocess.run(
+        [path, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
 def machine_code(kind: str, arch: str) -> dict[str, str]:
-    """SASS by mangled name; empty where there is no disassembler."""
-    extract, disassemble = tool("cuobjdump"), tool("nvdisasm")
-    if extract is None or disassemble is None:
+    """SASS by mangled name; empty without a disassembler."""
+    if tool("cuobjdump") is None or tool("nvdisasm") is None:
         return {}
     with tempfile.TemporaryDirectory() as folder:
-        command = [extract, "-xelf", "all", str(OBJECTS / f"kernels_{kind}.o")]
-        subprocess.run(command, cwd=folder, capture_output=True, check=True)
+        objects = str(OBJECTS / f"kernels_{kind}.o")
+        run_tool("cuobjdump", "-xelf", "all", objects, folder=folder)
         (cubin,) = Path(folder).glob(f"*sm_{arch}.cubin")
-        listing = subprocess.run(
-            [disassemble, "-c", str(cubin)], capture_output=True, text=True, check=True
-        ).stdout
+        listing = run_tool("nvdisasm", "-c", str(cubin))
     parts = re.split(r"\.section\s+\.text\.(\w+)", listing)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -121,8 +133,7 @@ def rows() -> Iterator[list[str]]:
             code[where] = machine_code(*where)
         sass = code[where].get(kernel.entry, "")
         factored = kernel.name == "tile_scores" and "64" not in kernel.kind
-        per_warp = -(-kernel.registers * 32 // 256) * 256
-        resident = min(65536 // (per_warp * kernel.warps), 64 // kernel.warps) * kernel.warps
+        resident = resident_warps(kernel.registers, kernel.warps)
         yield [
             *(f"{kernel.name} (C++)", f"sm_{kernel.arch}", KINDS[kernel.kind]),
             *(f"{kernel.warps} warps", str(kernel.registers), "by sizes", str(kernel.spills)),

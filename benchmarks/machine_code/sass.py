@@ -1,4 +1,4 @@
-"""What the machine code of a compiled kernel does per element: the blocks that hold its loop."""
+"""Counts instructions in the basic blocks of a compiled kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["Block", "blocks", "hot"]
+__all__ = ["Block", "blocks", "hot", "resident_warps"]
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 # Issued to the fma pipe of sm_80 and later; FADD and FMUL are fma there.
@@ -21,7 +21,7 @@ class Block:
     counts: Counter[str]
 
     def count(self, *opcodes: str) -> int:
-        """How many have one of these opcodes, whatever their suffix."""
+        """Number of instructions with one of these opcodes, any suffix."""
         return sum(n for name, n in self.counts.items() if name.split(".")[0] in opcodes)
 
     @property
@@ -62,10 +62,21 @@ def blocks(sass: str) -> list[Block]:
 
 
 def hot(sass: str, exponentials: bool) -> Block | None:
-    """The block with most reciprocals, among those that take exponentials too, or that do not."""
+    """The block with most reciprocals, of those with exponentials or of those without."""
     wanted = [
         block
         for block in blocks(sass)
         if block.counts["MUFU.RCP"] and bool(block.counts["MUFU.EX2"]) == exponentials
     ]
     return max(wanted, key=lambda block: block.counts["MUFU.RCP"], default=None)
+
+
+def resident_warps(registers: int, warps: int) -> int:
+    """Warps that fit on a multiprocessor by registers, of 64.
+
+    Args:
+        registers: of a thread.
+        warps: of a block.
+    """
+    per_warp = -(-registers * 32 // 256) * 256
+    return min(65536 // (per_warp * warps), 64 // warps) * warps

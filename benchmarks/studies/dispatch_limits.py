@@ -1,7 +1,7 @@
-"""Where "auto" changes its mind, and whether it was right: every way it could have gone, in turns.
+"""The limits at which auto changes its choice: is its choice the fastest on both sides?
 
-A choice is made by sizes, at a limit somewhere in the package. On both sides of each limit all ways
-are taken by force and timed; what auto takes may not be more than ``SLACK`` behind the best.
+Auto chooses by sizes. On both sides of each limit every way is forced and timed, in turns. The way
+that auto takes may need ``LIMIT_SLACK`` times the time of the best way.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from ..timing.measure import interleave
 from ..workloads.inputs import Inputs, draw
 from ..workloads.shapes import MANY_QUERIES, TOY, Shape
 
-__all__ = ["CHOICES", "SLACK", "Choice", "measure"]
+__all__ = ["CHOICES", "Choice", "measure"]
 
-SLACK = 1.10
 Way = Callable[[Inputs], Callable[[], Any]]
 _NEVER, _ALWAYS = 0, sys.maxsize
-# What the ways below move.
+# The limits that the ways below move.
 _LIMITS = (
     (small, "_LIMIT"),
     (small, "_STEP_ROWS"),
@@ -41,14 +40,14 @@ _LIMITS = (
 
 @dataclass(frozen=True)
 class Choice:
-    """A limit of auto's.
+    """One choice that auto makes by a limit.
 
     Attributes:
-        what: is chosen, in words.
-        task: of the providers, for the parity check.
-        ways: how to take each by force.
-        takes: the way auto takes on some inputs.
-        shapes: on both sides of the limit.
+        what: description of the choice.
+        task: the providers' task, for the parity check; empty for no check.
+        ways: forces each way.
+        takes: the way that auto takes on some inputs.
+        shapes: shapes on both sides of the limit.
     """
 
     what: str
@@ -133,8 +132,8 @@ def _tiny(keys: int) -> Shape:
     return replace(TOY, name="tiny", keys=keys, lens="none")
 
 
-def _rows(batch: int) -> Shape:
-    return Shape("rows", batch, 1, 1, 512)
+def _rows(batch: int, features: int = 512, hidden: int = 512) -> Shape:
+    return Shape(f"rows of {features}", batch, 1, 1, hidden, key_size=features)
 
 
 CHOICES = (
@@ -163,7 +162,10 @@ CHOICES = (
         "",
         {"MKL": _project((_ALWAYS, _ALWAYS)), "oneDNN": _project((0, 0))},
         lambda inputs: "oneDNN" if projection._pays(inputs.keys, inputs.w_k) else "MKL",
-        tuple(map(_rows, (1, 2, 4, 8, 64, 1024))),
+        (
+            *map(_rows, (1, 2, 4, 8, 16, 64, 512, 1024, 3200)),
+            *(_rows(64, 32, 32), _rows(1152, 256, 256), _rows(10240, 512, 128)),
+        ),
     ),
     Choice(
         "projection of a step's queries",
@@ -191,11 +193,11 @@ CHOICES = (
 
 
 def measure(seconds: float = 0.1, choices: tuple[Choice, ...] = CHOICES) -> list[dict[str, Any]]:
-    """Every way of every choice on its shapes; empty where there is no C++ to choose.
+    """Time every way of every choice on its shapes; empty without the C++ backend.
 
     Args:
-        seconds: of timing, per way.
-        choices: which.
+        seconds: timing per way.
+        choices: the choices to measure.
 
     Raises:
         RuntimeError: a way's result fails parity.

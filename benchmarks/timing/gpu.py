@@ -1,6 +1,6 @@
-"""Time on a GPU: by events, in a graph where the call can be captured, L2 warm or cold.
+"""Timing on a GPU with events, of calls and of CUDA graphs, with a warm or a cold L2.
 
-The same class times on a CPU by the clock, so that whatever uses it can be tried without a GPU.
+On a CPU the same class reads the clock, so that its users can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stopwatch:
     def __init__(self, device: torch.device, rounds: int = ROUNDS) -> None:
         self.device, self.rounds = device, rounds
         self.on_gpu = device.type == "cuda"
-        # More than any L2: written between samples, it leaves nothing of the inputs there.
+        # Larger than any L2: writing it between samples evicts the inputs.
         self._flush = torch.empty(64 << 20 if self.on_gpu else 16, device=device)
 
     def once(self, call: Callable[[], Any], repeats: int = 1) -> float:
@@ -80,7 +80,7 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any] | str:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             kept = call()
-    except Exception as error:  # what cannot be captured says so in many ways
+    except Exception as error:  # capture fails with many kinds of errors
         torch.cuda.synchronize()
         return str(error).strip().splitlines()[0]
 

@@ -144,7 +144,7 @@ class _Server:
         from ..workloads.inputs import draw
         from .measure import prepare
 
-        self._call = None  # the one before can be large
+        self._call = None  # frees the call before, which can be large
         shape, task, mode = Shape(**request["shape"]), request["task"], request["mode"]
         providers = importlib.import_module(request["source"]).PROVIDERS
         provider = next(each for each in providers if each.name == request["provider"])
@@ -180,7 +180,7 @@ class _Server:
 
 
 def _serve() -> None:
-    from ..contestants import providers  # noqa: F401  takes seconds: done before the first request
+    from ..contestants import providers  # noqa: F401  takes seconds: imported before the first request
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not be read as an answer
