@@ -133,7 +133,7 @@ def beside(provider: Any, backend: str) -> Any:
 def _inputs(case: GpuCase, device: Any) -> Any:
     import torch
 
-    from .workloads.inputs import draw
+    from .workloads.shapes import draw
 
     drawn, dtype = draw(case.shape), getattr(torch, case.dtype)
     moved = {}
@@ -157,8 +157,7 @@ def measure(case: GpuCase, stopwatch: Any, roofs: dict[str, float]) -> dict[str,
     """Times of every provider: called, replayed from a graph, and replayed with a cold L2."""
     import torch
 
-    from .timing.gpu import captured
-    from .timing.measure import prepare
+    from .timing.measure import captured, prepare
 
     inputs = _inputs(case, stopwatch.device)
     calls: dict[str, Callable[[], Any]] = {}
@@ -349,7 +348,7 @@ def main() -> int:
         return 2
     import torch
 
-    from .timing.gpu import Stopwatch, read_bandwidth
+    from .timing.measure import Stopwatch, read_bandwidth
 
     start = time.monotonic()
     stopwatch = Stopwatch(torch.device("cuda"))

@@ -24,8 +24,7 @@ from benchmarks.timing.measure import Spread, Timings, interleave, prepare
 from benchmarks.timing.roofs import Reader
 from benchmarks.timing.runner import Runner, check
 from benchmarks.workloads.cases import SUBJECT, TRAINED, Bound, Case, cases
-from benchmarks.workloads.inputs import draw
-from benchmarks.workloads.shapes import LIST, LOOP, Shape
+from benchmarks.workloads.shapes import LIST, LOOP, Shape, draw
 
 SMALL = Shape("small", 3, 2, 7, 16, value_size=5, lens="drawn")
 SAME = Shape("values-are-keys", 3, 1, 7, 16, lens="full")

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import gpu_report
 from benchmarks.contestants.providers import by_name
-from benchmarks.timing.gpu import Stopwatch, captured, read_bandwidth
+from benchmarks.timing.measure import Stopwatch, captured, read_bandwidth
 from benchmarks.workloads.shapes import Shape
 
 ROOT = Path(__file__).parent.parent

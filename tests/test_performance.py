@@ -23,8 +23,7 @@ from benchmarks.timing.machine import slug
 from benchmarks.timing.runner import Runner
 from benchmarks.timing.worker import Worker
 from benchmarks.workloads.cases import LIMIT_SLACK, Bound, Case
-from benchmarks.workloads.inputs import draw
-from benchmarks.workloads.shapes import AXES, LARGEST, SWEEPS, TOY, Shape
+from benchmarks.workloads.shapes import AXES, LARGEST, SWEEPS, TOY, Shape, draw
 
 SMALL = Shape("small", 3, 2, 7, 16, lens="drawn")
 EAGER_AND_OURS = [provider for provider in PROVIDERS if provider.group != "compiled"]

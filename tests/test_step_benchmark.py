@@ -10,8 +10,7 @@ import torch
 
 from benchmarks.contestants.parity import Oracle
 from benchmarks.contestants.providers import by_name
-from benchmarks.workloads.inputs import draw
-from benchmarks.workloads.shapes import STEPS_ON_MEMORY
+from benchmarks.workloads.shapes import STEPS_ON_MEMORY, draw
 
 
 @pytest.mark.parametrize("provider", ["d2l eager", "rewrite eager", "ours memory"])

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from bahdanau_fast import reference
 
-from ..workloads.inputs import Inputs
-from ..workloads.shapes import DECODE_STEPS, Shape
+from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
 from .providers import Group, Runnable, decode
 
 __all__ = ["Oracle", "Verdict", "allowed_error", "family"]

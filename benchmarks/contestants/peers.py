@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..workloads.inputs import Inputs
+from ..workloads.shapes import Inputs
 from . import baselines
 from .providers import Outputs, Provider, Runnable, Unavailable
 

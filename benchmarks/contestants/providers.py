@@ -30,8 +30,7 @@ from bahdanau_fast import backends
 from bahdanau_fast.functional import attend_projected
 from bahdanau_fast.memory import ProjectedKeys, project
 
-from ..workloads.inputs import Inputs
-from ..workloads.shapes import DECODE_STEPS, Shape
+from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
 from . import baselines
 from .baselines import CourseAttention, Unavailable, compiled
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import before_after, gpu_report, overhead, training
 from ..contestants.peers import DIFFERENCES
 from ..timing.worker import ROOT
-from .figures import Run, bounds_met, name_of, shape_rows, speedups
+from .figures import Run, about, bounds_met, name_of, shape_rows, speedups
 from .plots import draw_all
 from .sections import NOTHING, of_machine, picture
 from .tables import markdown, milliseconds, row_name, shape_text
@@ -87,7 +87,7 @@ def _claim(run: Run) -> list[str]:
     held, count = bounds_met(run)
     rows = list(shape_rows(run))
     slower = [(row, bound) for row, bound in rows if not bound["holds"]]
-    said = f"- {name_of(run)}: {held} of {count} bounds of `make bench` hold."
+    said = f"- {about(run)}: {held} of {count} bounds of `make bench` hold."
     if rows:
         said += f" In {len(rows) - len(slower)} of {len(rows)} rows of the list of shapes no "
         said += "baseline was faster than ours" + (", in these one was:" if slower else ".")

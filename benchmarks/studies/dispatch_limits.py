@@ -21,8 +21,7 @@ from bahdanau_fast.functional import attend_projected, attend_query
 from ..contestants.parity import Oracle
 from ..contestants.providers import Runnable
 from ..timing.measure import interleave
-from ..workloads.inputs import Inputs, draw
-from ..workloads.shapes import MANY_QUERIES, TOY, Shape
+from ..workloads.shapes import MANY_QUERIES, TOY, Inputs, Shape, draw
 
 __all__ = ["CHOICES", "Choice", "measure"]
 

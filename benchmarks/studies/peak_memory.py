@@ -27,8 +27,7 @@ from torch import Tensor
 
 from ..contestants.providers import by_name
 from ..timing.worker import environment
-from ..workloads.inputs import draw, nbytes
-from ..workloads.shapes import AXES, LARGEST, SWEEPS, Shape
+from ..workloads.shapes import AXES, LARGEST, SWEEPS, Shape, draw, nbytes
 
 __all__ = ["Peak", "allocated_growth", "growth", "measure"]
 

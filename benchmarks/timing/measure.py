@@ -16,12 +16,14 @@ from torch import Tensor
 
 from ..contestants.providers import Runnable
 
-__all__ = ["Spread", "Timings", "interleave", "prepare", "seconds_per_call"]
+__all__ = ["Spread", "Stopwatch", "Timings", "captured", "interleave", "prepare"]
+__all__ += ["read_bandwidth", "seconds_per_call"]
 
 SAMPLE_SECONDS = 5e-3
 SLOW_SECONDS = 0.05
 PAUSE_SECONDS = 0.01
 MAX_ROUNDS = 60
+GPU_SAMPLE_SECONDS, GPU_ROUNDS = 1e-3, 15
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
     if repeats > 1:
         for _ in range(repeats):  # not timed: the provider before left its own data in the caches
             call()
+    return _timed(call, repeats)
+
+
+def _timed(call: Callable[[], Any], repeats: int) -> float:
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -140,3 +146,85 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
                 time.sleep(PAUSE_SECONDS)
                 samples[name].append(seconds_per_call(calls[name], repeats[name]))
     return Timings(samples)
+
+
+class Stopwatch:
+    """Times calls on a GPU with events, of calls and of CUDA graphs, with a warm or a cold L2.
+
+    On a CPU it reads the clock, so that its users can be tested without a GPU.
+
+    Args:
+        device: of the data.
+        rounds: samples per call.
+    """
+
+    def __init__(self, device: torch.device, rounds: int = GPU_ROUNDS) -> None:
+        self.device, self.rounds = device, rounds
+        self.on_gpu = device.type == "cuda"
+        # Larger than any L2: writing it between samples evicts the inputs.
+        self._flush = torch.empty(64 << 20 if self.on_gpu else 16, device=device)
+
+    def once(self, call: Callable[[], Any], repeats: int = 1) -> float:
+        """Seconds per call of one sample."""
+        if not self.on_gpu:
+            return _timed(call, repeats)
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_event.record()
+        for _ in range(repeats):
+            call()
+        end_event.record()
+        torch.cuda.synchronize(self.device)
+        return float(start_event.elapsed_time(end_event)) * 1e-3 / repeats
+
+    def interleave(self, calls: dict[str, Callable[[], Any]], cold: bool = False) -> Timings:
+        """Every call in each round, in random order."""
+        repeats = {}
+        for name, call in calls.items():
+            self.once(call, 3)
+            repeats[name] = (
+                1 if cold else max(1, min(200, int(GPU_SAMPLE_SECONDS / self.once(call))))
+            )
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(self.rounds):
+            for name in random.sample(sorted(calls), len(calls)):
+                if cold:
+                    self._flush.add_(1.0)
+                samples[name].append(self.once(calls[name], repeats[name]))
+        return Timings(samples)
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any] | str:
+    """``call`` as the replay of a CUDA graph, or why it cannot be one."""
+    if not torch.cuda.is_available():
+        return "no GPU"
+    try:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = call()
+    except Exception as error:  # capture fails with many kinds of errors
+        torch.cuda.synchronize()
+        return str(error).strip().splitlines()[0]
+
+    def replay(_: Any = kept) -> None:  # the graph writes into what it returned
+        graph.replay()
+
+    return replay
+
+
+def read_bandwidth(stopwatch: Stopwatch) -> dict[str, float]:
+    """Bytes per second of reading, and of copying (read and written counted), large tensors."""
+    size = (1 << 30) if stopwatch.on_gpu else 1 << 20
+    x: Tensor = torch.randn(size, device=stopwatch.device)
+    y = torch.empty_like(x)
+    reading = stopwatch.interleave({"read": x.sum, "copy": lambda: y.copy_(x)})
+    return {
+        "read": 4 * size / reading.time("read").median,
+        "copy": 8 * size / reading.time("copy").median,
+    }

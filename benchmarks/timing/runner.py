@@ -13,8 +13,7 @@ from ..contestants import peers
 from ..contestants.parity import Oracle, Verdict, family
 from ..contestants.providers import PROVIDERS, Provider, Unavailable, eager_too_large
 from ..workloads.cases import SUBJECT, Bound, Case
-from ..workloads.inputs import Inputs, draw
-from ..workloads.shapes import Shape
+from ..workloads.shapes import Inputs, Shape, draw
 from .measure import Spread, Timings, interleave, prepare
 from .roofs import Bandwidth, Reader
 from .worker import Worker, WorkerError

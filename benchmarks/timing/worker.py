@@ -141,7 +141,7 @@ class _Server:
         import torch
 
         from ..contestants.parity import Oracle
-        from ..workloads.inputs import draw
+        from ..workloads.shapes import draw
         from .measure import prepare
 
         self._call = None  # frees the call before, which can be large
