@@ -71,7 +71,7 @@ bench: venv  ## measure against d2l eager, torch.compile and peers; figures to O
 	$(BIN)/python -m bahdanau_fast bench --json '$(OUT)'
 
 performance: venv  ## write docs/performance.md, its plots and README's table from the committed figures
-	$(BIN)/python -m benchmarks.performance
+	$(BIN)/python -m benchmarks.page
 
 BASE ?= HEAD
 bench-compare: venv  ## is this working tree slower than BASE=<git ref>? both built, run in turns

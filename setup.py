@@ -366,6 +366,10 @@ setup(
     packages=[
         *setuptools.find_packages(include=["bahdanau_fast", "bahdanau_fast.*"]),
         *("bahdanau_fast.kernels", "bahdanau_fast.benchmarks"),
+        *(
+            f"bahdanau_fast.benchmarks.{path.parent.name}"
+            for path in ROOT.glob("benchmarks/*/__init__.py")
+        ),
     ],
     package_dir={"bahdanau_fast.kernels": "kernels", "bahdanau_fast.benchmarks": "benchmarks"},
     package_data={"bahdanau_fast": ["py.typed"]},

@@ -2,7 +2,7 @@
 
 PyTorch multiplies fp32 matrices with MKL, which takes its AVX2 path on processors that are not
 Intel's. oneDNN, the other library inside torch, goes by what the processor can do: with AVX-512 on
-an AMD Zen 5 it is up to 2.3 times as fast (``python -m benchmarks.projection``). On Intel's own MKL
+an AMD Zen 5 it is up to 2.3 times as fast (``bench --only choices``). On Intel's own MKL
 is nowhere slower and up to 3.7 times as fast. ``Limits.onednn_work`` has it both ways.
 """
 

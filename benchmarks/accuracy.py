@@ -1,8 +1,8 @@
 """Error against fp64 by magnitude of the inputs: the table of docs/how-it-works.md.
 
 Run ``python -m benchmarks.accuracy``. Queries and keys are drawn normal, times the magnitude;
-w_v is that of a fresh ``Linear(H, 1)``. Errors are of the scores' softmax, relative to each weight,
-largest over all of them: the reference computed in fp64 from the same rounded inputs is the truth.
+w_v is that of a fresh ``Linear(H, 1)``. The error is the largest relative error of an attention
+weight, against the reference computed in fp64 from the same rounded inputs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import backends, reference
-from bahdanau_fast.functional import attend_projected
 from bahdanau_fast.memory import project
+
+from .contestants.providers import attend_projected
 
 MAGNITUDES = (1e-6, 1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1e4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -37,7 +38,7 @@ def errors(dtype: torch.dtype, magnitude: float, backend: str) -> tuple[float, f
     _, exact = reference.attend(queries.double(), keys.double(), values.double(), w_v.double())
     _, eager = reference.attend(queries, keys, values, w_v)
     memory = project(keys, backend)
-    _, ours = attend_projected(queries, memory, values, w_v, None, 0.0, True, backend)
+    _, ours = attend_projected(backend, queries, memory, values, w_v, None)
     return _worst(ours, exact), _worst(eager, exact)
 
 

@@ -1,16 +1,15 @@
-"""Whole training steps of this tree and of an older commit: what users of the translator see.
+"""Whole training steps of the translator, in this tree and in an older commit.
 
-``python -m benchmarks.before_after BASE`` builds the commit as :mod:`benchmarks.compare` does, and
-runs the same trainings on made-up dates in a process per version, step by step in turn: that of
-the demo, that of ``train`` where nothing is said, and that with the course's settings. Losses
-without dropout, whose draws the versions need not share, are compared first. ``--json OUT`` keeps
-the figures.
+``python -m benchmarks.before_after BASE`` builds the commit as :mod:`benchmarks.compare` does. Both
+versions run the same trainings on made-up dates, each in a process of its own, and take turns step
+by step: the training of the demo, of ``train`` with its defaults, and with the course's settings.
+First the losses are compared, without dropout, since versions may draw different masks.
+``--json OUT`` keeps the figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -25,10 +24,10 @@ from bahdanau_fast.seq2seq.settings import Settings, build_model
 from bahdanau_fast.seq2seq.training import Trainer, all_batches
 
 from .compare import NEW, OLD, Side, build
-from .measure import interleave
-from .report import machine, markdown
-from .summary import milliseconds
-from .worker import ROOT, Worker, WorkerError
+from .page.tables import markdown, milliseconds
+from .timing.machine import save
+from .timing.measure import interleave
+from .timing.worker import ROOT, Worker, WorkerError
 
 __all__ = ["TRAININGS", "compare", "lines", "training_step"]
 
@@ -39,13 +38,13 @@ TRAININGS = {
         num_hiddens=32, num_layers=2, dropout=0.1, batch_size=64, lr=5e-3, schedule="constant"
     ),
 }
-SOURCE = f"{__package__}.before_after"  # run as a program, its name is another
+SOURCE = f"{__package__}.before_after"  # __name__ differs when run as a program
 BATCHES = 20
 COMPARED, PARITY = 10, 1e-4  # steps, and the relative difference of their losses
 
 
 def training_step(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """A training's next step, and the losses of its first steps without dropout."""
+    """A function that takes the next step, and the losses of the first steps without dropout."""
     settings = TRAININGS[name]
     examples, _ = dates.split(BATCHES * settings.batch_size, 1, settings.seed)
     pairs = Pairs.of([(example.text, example.iso) for example in examples])
@@ -66,7 +65,7 @@ def compare(sides: dict[str, Side], seconds: float) -> list[dict[str, Any]]:
 
     Raises:
         WorkerError: a version cannot train.
-        RuntimeError: the versions' losses are not those of one training.
+        RuntimeError: the losses of the versions differ.
     """
     rows = []
     for name, settings in TRAININGS.items():
@@ -122,10 +121,9 @@ def main() -> int:
     except (ValueError, WorkerError) as error:
         print(f"before_after: {error}", file=sys.stderr)
         return 2
-    run = {"machine": machine(), "old": sides[OLD].name, "rows": rows}
+    run = {"old": sides[OLD].name, "rows": rows}
     print("\n".join(lines(run)))
-    if options.json is not None:
-        options.json.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    save(options.json, run)
     return 0
 
 

@@ -1,7 +1,8 @@
-"""What the kernels cost on paper, compiled here for GPUs that need not be here.
+"""Registers, shared memory and machine code of the GPU kernels; needs no GPU.
 
-``python -m benchmarks.budgets`` (``make budgets``) compiles every kernel with the tiles it would be
-launched with, and reads registers, shared memory, spills and the inner loop's machine code.
+``python -m benchmarks.budgets`` (``make budgets``) compiles every kernel with the tiles that it
+would be launched with, and reads registers, shared memory, spills and the machine code of its inner
+loop.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import functools
 import itertools
 import json
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,9 +27,9 @@ from triton.compiler import ASTSource
 from bahdanau_fast import triton_backward, triton_call, triton_forward
 from bahdanau_fast.kernels import plans
 
-from . import cuda_budgets
-from .sass import hot
-from .shapes import LIST, STEPS_ON_MEMORY
+from .machine_code import cuda
+from .machine_code.sass import hot, resident_warps
+from .workloads.shapes import LIST, STEPS_ON_MEMORY
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -97,7 +97,7 @@ def _specialize(kernel: Any, arguments: dict[str, Any], warps: int) -> Launch:
 
 @contextmanager
 def recording(native: bool) -> Iterator[list[Launch]]:
-    """Launches are noted down instead of made."""
+    """Inside, kernel launches are recorded instead of executed."""
     launches: list[Launch] = []
     jit = triton.JITFunction
 
@@ -137,7 +137,7 @@ def launches_of(
 
 @dataclasses.dataclass
 class Budget:
-    """What one compiled kernel takes."""
+    """The resources of one compiled kernel."""
 
     registers: int
     shared: int
@@ -164,33 +164,24 @@ def compile_launch(launch: Launch, target: str) -> Budget:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
-        usage = _tool("cuobjdump", "-res-usage", str(path))
-        sass = _tool("nvdisasm", "-c", str(path))
+        usage = cuda.run_tool("cuobjdump", "-res-usage", str(path))
+        sass = cuda.run_tool("nvdisasm", "-c", str(path))
     registers = int(re.search(r"REG:(\d+)", usage)[1])  # type: ignore[index]
     stack = int(re.search(r"STACK:(\d+)", usage)[1])  # type: ignore[index]
     spills = stack + len(re.findall(r"\b(?:STL|LDL)\b", sass))
     return Budget(registers, shared, spills, launch.warps, sass)
 
 
-def _tool(name: str, *arguments: str) -> str:
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    result = subprocess.run(
-        [str(folder / name), *arguments], capture_output=True, text=True, check=True
-    )
-    return result.stdout
-
-
 def occupancy(budget: Budget) -> int:
-    """Warps a multiprocessor of an H200 can hold of such programs, of 64."""
-    per_warp = -(-budget.registers * 32 // 256) * 256
-    by_registers = 65536 // (per_warp * budget.warps)
+    """Warps of this kernel that fit on a multiprocessor of an H200, of 64."""
     by_shared = 227 * 1024 // (budget.shared + 1024)
-    return min(by_registers, by_shared, 64 // budget.warps, 32) * budget.warps
+    by_registers = resident_warps(budget.registers, budget.warps)
+    return min(by_registers, by_shared * budget.warps, 32 * budget.warps)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """Per (query, key, hidden unit) of the loop that a kernel spends its time in.
+    """Instructions per (query, key, hidden unit) in the inner loop of a kernel.
 
     Attributes:
         way: "factored", or "direct" where each element takes an exponential.
@@ -208,7 +199,7 @@ class Rate:
 
     @property
     def bound(self) -> float:
-        """Elements per second that an H200 does at most: 132 multiprocessors at 1.98 GHz."""
+        """Elements per second of an H200 at most: 132 multiprocessors at 1.98 GHz."""
         cycles = max(self.special / 16, self.fma / 128, self.issued / 128)
         return 132 * 1.98e9 / cycles
 
@@ -222,7 +213,7 @@ _TURN = {
 
 
 def rates(launch: Launch, budget: Budget) -> list[Rate]:
-    """Instructions per element of the loops over tanh; none for kernels that have no tanh."""
+    """Instructions per element of the loops over tanh; empty for kernels without tanh."""
     constants, found = dict(launch.constants), []
     for way, turn in zip(("factored", "direct"), _TURN.get(launch.name, ()), strict=False):
         if turn is None or (way == "factored" and not constants["FACTORED"]):
@@ -261,7 +252,7 @@ def distinct(target: str, dtype: str, quick: bool) -> list[Launch]:
 
 
 def row(target: str, dtype: str, launch: Launch) -> dict[str, Any]:
-    """What one kernel takes on one architecture."""
+    """The resources of one kernel on one architecture."""
     budget = compile_launch(launch, target)
     nvidia = target.startswith("sm")
     return {
@@ -316,7 +307,7 @@ def main() -> None:
             rows.append(row(target, dtype, launch))
             print(_line(rows[-1]), flush=True)
     if arguments.targets == list(TARGETS):
-        compiled = [f"| {' | '.join(cells)} |" for cells in cuda_budgets.rows()]
+        compiled = [f"| {' | '.join(cells)} |" for cells in cuda.rows()]
         print(
             "\n".join(compiled)
             or "\nThe CUDA C++ kernels are not built here: BAHDANAU_FAST_CUDA=1."

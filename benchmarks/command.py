@@ -1,9 +1,8 @@
-"""``python -m bahdanau_fast bench``: every table, one interleaved run, parity checked first."""
+"""``python -m bahdanau_fast bench``: measures every table in one run, prints and writes it."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 import time
 import warnings
@@ -15,14 +14,16 @@ from tqdm import tqdm
 
 from bahdanau_fast.seq2seq.plots import require_matplotlib
 
-from . import choices, performance
-from .cases import MEMORY_BOUND, TITLES, cases
-from .peak_memory import Peak, growth, measure
-from .report import as_json, choice_lines, machine, memory_lines, slug, table_lines
-from .roofs import Reader, compute_roofs
-from .run import Row, Runner, check
-from .shapes import MANY_QUERIES
-from .summary import roofs_of
+from .page.document import write
+from .page.figures import bounds_met, roofs_of
+from .page.tables import bound_lines, limit_table, missed_limits, peak_table, row_table
+from .studies import dispatch_limits
+from .studies.peak_memory import growth, measure
+from .timing.machine import machine, save, slug
+from .timing.roofs import Reader, compute_roofs
+from .timing.runner import Runner
+from .workloads.cases import TITLES, cases
+from .workloads.shapes import MANY_QUERIES
 
 __all__ = ["Options", "run"]
 
@@ -38,16 +39,15 @@ MEMORY, CHOICES, ROOFS = "peak-memory", "choices", "roofs"
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, and where it is written.
+    """What to measure, and where to write it.
 
     Attributes:
         quick: small shapes, short rounds, no peers.
         only: tables or shapes whose name contains this.
-        strict: a missed bound is exit code 1 too.
+        strict: exit code 1 for a missed bound too.
         out: folder for the page and the plots.
-        json: file for the figures, or a folder for a file named after the machine; None for the
-            same in ``out``.
-        note: kept with the figures and shown wherever they are.
+        json: file for the figures, or folder for a file named after the machine; None: ``out``.
+        note: kept and shown with the figures.
     """
 
     quick: bool = False
@@ -62,41 +62,44 @@ def _wanted(options: Options, name: str) -> bool:
     return not options.only or options.only in name
 
 
-def _measure_tables(options: Options) -> list[Row]:
+def _measure_tables(options: Options) -> list[dict[str, Any]]:
     runner = Runner(seconds=0.05, min_rounds=3) if options.quick else Runner()
     wanted = cases(options.quick, options.only)
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     bar = tqdm(total=len(wanted), disable=not sys.stderr.isatty(), file=sys.stderr)
     with runner, bar:
         for table, group in itertools.groupby(wanted, key=lambda case: case.table):
-            done: list[Row] = []
+            done: list[dict[str, Any]] = []
             for case in group:
                 bar.set_description(f"{table} {case.shape.name} {case.task} {case.mode}")
-                done.append(runner.row(case))
+                done.append(runner.row(case).packed())
                 bar.update()
             bar.write(f"\n{TITLES[table]}; ms, median (p20-p80)\n", file=sys.stdout)
-            bar.write("\n".join(table_lines(done)), file=sys.stdout)
+            bar.write("\n".join([*row_table(done), *bound_lines(done)]), file=sys.stdout)
             sys.stdout.flush()
             rows += done
     return rows
 
 
-def _measure_memory(options: Options) -> tuple[dict[str, Peak | str], list[dict[str, Any]]]:
+def _measure_memory(options: Options) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if not _wanted(options, MEMORY):
         return {}, []
     shape = MANY_QUERIES[0]
-    peaks = {f"{name}, {task}": measure(name, task, shape) for name, task in PEAKS}
+    peaks: dict[str, Any] = {}
+    for name, task in PEAKS:
+        peak = measure(name, task, shape)
+        peaks[f"{name}, {task}"] = {"error": peak} if isinstance(peak, str) else vars(peak)
     print(f"\nPeak memory of forward and backward at {shape}\n")
-    print("\n".join(memory_lines(peaks)), flush=True)
+    print("\n".join(peak_table(peaks)), flush=True)
     return peaks, growth(GROWING, ("H",) if options.quick else ("Tk", "Tq", "H", "B"))
 
 
-def _measure_choices(options: Options) -> list[dict[str, Any]]:
+def _measure_limits(options: Options) -> list[dict[str, Any]]:
     if not _wanted(options, CHOICES):
         return []
-    found = choices.measure(0.02 if options.quick else 0.1)
+    found = dispatch_limits.measure(0.02 if options.quick else 0.1)
     print("\nWhat auto chooses near its limits, every way timed\n")
-    print("\n".join(choice_lines(found)), flush=True)
+    print("\n".join([*limit_table(found), *missed_limits(found)]), flush=True)
     return found
 
 
@@ -114,29 +117,14 @@ def _best(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return roofs_of(rates, max(first["dram_read"], second["dram_read"]))
 
 
-def _summary(
-    rows: list[Row], peaks: dict[str, Peak | str], found: list[dict[str, Any]], seconds: float
-) -> tuple[int, int]:
-    """Print the count of bounds; how many rows failed parity, how many bounds are missed."""
-    checks = [check(row, bound) for row in rows for bound in row.case.bounds]
-    held = [one.holds for one in checks]
-    for name, peak in peaks.items():
-        if name == "ours op, projected":
-            held.append(isinstance(peak, Peak) and peak.factor <= MEMORY_BOUND)
-    held += [choice["behind"]["median"] <= choices.SLACK for choice in found]
-    wrong = sum(bool(row.failed) for row in rows)
-    print(f"\n{sum(held)} of {len(held)} bounds hold; {wrong} rows failed parity; {seconds:.0f} s")
-    return wrong, len(held) - sum(held)
-
-
 def run(options: Options) -> int:
-    """Measure, print, write; the exit code.
+    """Measure, print and write; returns the exit code.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: nothing is called what ``only`` says, or there is no place for the files.
+        ValueError: ``only`` names nothing, or ``out`` or ``json`` cannot be written to.
     """
-    require_matplotlib()  # all that can be wrong before the minutes, not after them
+    require_matplotlib()  # wrong arguments shall fail before minutes of measuring
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out must be a folder, got {options.out}")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -150,29 +138,26 @@ def run(options: Options) -> int:
         print(f"{name:<14} {value}")
     roofs = _measure_roofs(options)
     rows = _measure_tables(options)
-    found = _measure_choices(options)
+    limits = _measure_limits(options)
     roofs = _best(roofs, _measure_roofs(options))
     peaks, growing = _measure_memory(options)
-    if not (rows or peaks or found or roofs):
+    if not (rows or peaks or limits or roofs):
         raise ValueError(f"--only must name a table or a shape, got {options.only!r}")
-    seconds = time.perf_counter() - start
-    wrong, missed = _summary(rows, peaks, found, seconds)
     data: dict[str, Any] = {
         "machine": where,
-        "seconds": seconds,
-        "rows": [as_json(row) for row in rows],
-        "peak_memory": {
-            name: {"error": peak} if isinstance(peak, str) else vars(peak)
-            for name, peak in peaks.items()
-        },
+        "seconds": time.perf_counter() - start,
+        "rows": rows,
+        "peak_memory": peaks,
         "memory_growth": growing,
         "roofs": roofs,
-        "choices": found,
+        "choices": limits,
     }
+    held, count = bounds_met(data)
+    wrong = sum(not all(found["passed"] for found in row["parity"].values()) for row in rows)
+    print(f"\n{held} of {count} bounds hold; {wrong} rows failed parity; {data['seconds']:.0f} s")
     file = options.json or options.out
     if options.json is None or file.is_dir():
         file /= f"{slug(where)}.json"
-    file.write_text(json.dumps(data, indent=1) + "\n")
-    written = [file, *performance.write(data, options.out)]
-    print("wrote " + ", ".join(map(str, written)))
-    return 1 if wrong or (missed and options.strict) else 0
+    save(file, data)
+    print("wrote " + ", ".join(map(str, (file, *write(data, options.out)))))
+    return 1 if wrong or (held < count and options.strict) else 0

@@ -1,14 +1,13 @@
 """``make bench-compare BASE=<git ref>``: is this working tree slower than that commit?
 
-The commit is checked out and built under ``build/compare``; then both versions run in processes of
-their own, taking turns sample by sample, with the benchmark code of this tree. Which is slower, and
-within what noise, is said by :mod:`benchmarks.verdict`.
+The commit is checked out and built under ``build/compare``. Then each version runs in a process of
+its own, with the benchmark code of this tree, and they take turns sample by sample.
+:mod:`benchmarks.timing.significance` decides which is slower, and gives the noise bounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -22,14 +21,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .cases import MODES, Mode
-from .measure import Timings, interleave
-from .report import machine, markdown
-from .shapes import LIST, LOOP, MANY_QUERIES, SCAN, STEPS_ON_MEMORY, TOY, Shape
-from .verdict import CONFIDENCE, FLOOR, Verdict, judge
-from .worker import ROOT, Worker, WorkerError
+from .page.tables import markdown
+from .timing.machine import save
+from .timing.measure import Timings, interleave
+from .timing.significance import CONFIDENCE, FLOOR, Difference, judge
+from .timing.worker import ROOT, Worker, WorkerError
+from .workloads.cases import MODES, Mode
+from .workloads.shapes import LIST, LOOP, MANY_QUERIES, SCAN, STEPS_ON_MEMORY, TOY, Shape
 
-__all__ = ["ROWS", "Row", "Side", "build", "compare"]
+__all__ = ["ROWS", "Comparison", "Side", "build", "compare"]
 
 PAIRS = 7
 SECONDS = 0.8
@@ -37,35 +37,36 @@ NEW, OLD = "new", "old"
 
 
 @dataclass(frozen=True)
-class Row:
-    """What is compared: one of our providers on one shape."""
+class Comparison:
+    """One row: one of our providers on one shape, in both versions."""
 
     provider: str
     task: str
     shape: Shape
     mode: Mode = "forward"
-    source: str = f"{__package__}.providers"
+    source: str = f"{__package__}.contestants.providers"
 
     def __str__(self) -> str:
         return f"{self.provider}, {self.shape}, {self.task}, {MODES[self.mode]}"
 
 
+_TSP = next(shape for shape in LIST if shape.name == "tsp")
 ROWS = (
-    *(Row("ours memory", "step", shape) for shape in STEPS_ON_MEMORY),
-    Row("ours module", "loop", LOOP),
-    Row("ours op", "scan", SCAN),
-    Row("ours op", "projected", MANY_QUERIES[0]),
-    Row("ours op", "projected", MANY_QUERIES[0], "train"),
-    Row("ours module", "full", MANY_QUERIES[0], "train"),
-    Row("ours module", "full", next(shape for shape in LIST if shape.name == "tsp"), "train"),
-    Row("ours module", "full", TOY),
-    Row("ours module", "full", TOY, "train"),
+    *(Comparison("ours memory", "step", shape) for shape in STEPS_ON_MEMORY),
+    Comparison("ours module", "loop", LOOP),
+    Comparison("ours op", "scan", SCAN),
+    Comparison("ours op", "projected", MANY_QUERIES[0]),
+    Comparison("ours op", "projected", MANY_QUERIES[0], "train"),
+    Comparison("ours module", "full", MANY_QUERIES[0], "train"),
+    Comparison("ours module", "full", _TSP, "train"),
+    Comparison("ours module", "full", TOY),
+    Comparison("ours module", "full", TOY, "train"),
 )
 
 
 @dataclass(frozen=True)
 class Side:
-    """A version: its name, and the folder that holds its ``bahdanau_fast``."""
+    """A version: its name and the folder of its ``bahdanau_fast``."""
 
     name: str
     folder: Path
@@ -82,7 +83,7 @@ def _git(*arguments: str, folder: Path = ROOT) -> str:
 
 
 def build(ref: str) -> Side:
-    """Check a commit out and build it, unless that has been done before.
+    """Check a commit out and build it, unless an earlier run did.
 
     Raises:
         ValueError: there is no such commit, or it does not build.
@@ -118,7 +119,7 @@ def build(ref: str) -> Side:
     return Side(f"{ref} ({commit})", built)
 
 
-def _timed(workers: dict[str, Worker], row: Row, seconds: float) -> Timings:
+def _timed(workers: dict[str, Worker], row: Comparison, seconds: float) -> Timings:
     for name, worker in workers.items():
         found = worker.build(row.source, row.provider, row.task, row.shape, row.mode)
         if not found.passed:
@@ -128,12 +129,12 @@ def _timed(workers: dict[str, Worker], row: Row, seconds: float) -> Timings:
 
 
 def measure(
-    sides: dict[str, Side], rows: Sequence[Row], pairs: int, seconds: float
-) -> Iterator[tuple[Row, Timings | str]]:
-    """Every row in every pair of processes: its timings, or why there are none."""
+    sides: dict[str, Side], rows: Sequence[Comparison], pairs: int, seconds: float
+) -> Iterator[tuple[Comparison, Timings | str]]:
+    """The timings of every row in every pair of processes, or why there are none."""
     order = random.Random(0)
     for _ in range(pairs):
-        # Who is started first has no more to do with who is new than a coin.
+        # A random order: the process that starts first must not always be the same version.
         names = order.sample(sorted(sides), len(sides))
         workers = {name: Worker(folder=sides[name].folder) for name in names}
         try:
@@ -153,23 +154,23 @@ def measure(
 
 def compare(
     sides: dict[str, Side],
-    rows: Sequence[Row] = ROWS,
+    rows: Sequence[Comparison] = ROWS,
     pairs: int = PAIRS,
     seconds: float = SECONDS,
-) -> tuple[dict[Row, Verdict], dict[Row, str]]:
-    """The verdict of each row, or what kept a row from being compared.
+) -> tuple[dict[Comparison, Difference], dict[Comparison, str]]:
+    """The difference in each row, or why a row could not be compared.
 
     Args:
         sides: the two versions, ``new`` and ``old``.
-        rows: what is compared.
+        rows: rows to compare.
         pairs: how many times both are started.
-        seconds: of timing, per row and pair.
+        seconds: timing per row and pair.
 
     Raises:
-        WorkerError: a process does not start, or imports something else than its version.
+        WorkerError: a process does not start, or does not import its own version.
     """
-    timings: dict[Row, list[Timings]] = {row: [] for row in rows}
-    problems: dict[Row, str] = {}
+    timings: dict[Comparison, list[Timings]] = {row: [] for row in rows}
+    problems: dict[Comparison, str] = {}
     found = measure(sides, rows, pairs, seconds)
     quiet = not sys.stderr.isatty()
     for row, result in tqdm(found, total=pairs * len(rows), disable=quiet, file=sys.stderr):
@@ -185,8 +186,8 @@ def compare(
     return verdicts, problems
 
 
-def lines(verdicts: dict[Row, Verdict], problems: dict[Row, str]) -> list[str]:
-    """The table, the gaps, and the sum of it."""
+def lines(verdicts: dict[Comparison, Difference], problems: dict[Comparison, str]) -> list[str]:
+    """The table, the rows that were not compared, and a summary."""
     cells = [
         [str(row), f"{v.ratio:.3f}", f"{v.low:.3f} to {v.high:.3f}", v.word]
         for row, v in verdicts.items()
@@ -200,7 +201,7 @@ def lines(verdicts: dict[Row, Verdict], problems: dict[Row, str]) -> list[str]:
 
 
 def main() -> int:
-    """Compare and print; 1 where something is slower or was not compared, 2 for wrong use."""
+    """Compare and print; 1 if a row is slower or was not compared, 2 for wrong use."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("base", help="a git commit, branch or tag")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="default: %(default)s")
@@ -226,14 +227,12 @@ def main() -> int:
         return 2
     print("\n".join(lines(verdicts, problems)))
     print(f"{built - start:.0f} s to build, {time.perf_counter() - built:.0f} s to measure")
-    if options.json is not None:
-        packed: dict[str, Any] = {
-            "machine": machine(),
-            "old": sides[OLD].name,
-            "rows": {str(row): {**asdict(v), "word": v.word} for row, v in verdicts.items()},
-            "problems": {str(row): problem for row, problem in problems.items()},
-        }
-        options.json.write_text(json.dumps(packed, indent=1) + "\n")
+    packed: dict[str, Any] = {
+        "old": sides[OLD].name,
+        "rows": {str(row): {**asdict(v), "word": v.word} for row, v in verdicts.items()},
+        "problems": {str(row): problem for row, problem in problems.items()},
+    }
+    save(options.json, packed)
     return 1 if problems or any(verdict.word == "slower" for verdict in verdicts.values()) else 0
 
 

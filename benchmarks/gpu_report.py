@@ -1,7 +1,7 @@
-"""``make gpu-report``: what is true on the GPU that is here, in one run of under ten minutes.
+"""``make gpu-report``: tests and benchmarks on the GPU at hand, in less than ten minutes.
 
-Builds nothing itself (make did): runs the kernels' parity tests on the GPU, a memory checker over
-a few of them, and the benchmarks; writes ``<gpu>-<date>.json`` and prints the tables.
+make has built the kernels. This runs their parity tests on the GPU, a memory checker over a few of
+the tests, and the benchmarks; it writes ``<gpu>-<date>.json`` and prints the tables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 480  # beside the build: ten minutes in all
+SECONDS = 480  # with the build, ten minutes
 
 
 def _no_gpu() -> str | None:
@@ -35,14 +35,14 @@ def _no_gpu() -> str | None:
 
 @dataclass(frozen=True)
 class GpuCase:
-    """One row: what is measured, on which shape, against what.
+    """One row of the report.
 
     Attributes:
-        shape: from :mod:`benchmarks.shapes`.
+        shape: from :mod:`benchmarks.workloads.shapes`.
         task: of the providers.
         train: forward and backward.
         dtype: name in torch.
-        rivals: providers to compile beside the eager ones: they cost seconds each.
+        rivals: compiled providers beside the eager ones; each takes seconds to compile.
     """
 
     shape: Any
@@ -57,8 +57,8 @@ class GpuCase:
 
 
 def cases() -> list[GpuCase]:
-    """The acceptance shapes first, with compiled rivals; then the list of uses."""
-    from .shapes import LIST, STEPS_ON_MEMORY, Shape
+    """The shapes with compiled rivals first, then the list of uses."""
+    from .workloads.shapes import LIST, STEPS_ON_MEMORY, Shape
 
     by_name = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
     wide = Shape("step-256", 256, 1, 400, 512)
@@ -78,7 +78,7 @@ def cases() -> list[GpuCase]:
     for shape in (*LIST, *STEPS_ON_MEMORY[1:]):
         task = "step" if shape.queries == 1 else "projected"
         rows.append(GpuCase(shape, task))
-    # Of two rows that differ in their rivals alone the first.
+    # Of rows that differ in their rivals alone, the first stays.
     return list({str(row): row for row in reversed(rows)}.values())[::-1]
 
 
@@ -87,8 +87,8 @@ def _providers(case: GpuCase) -> list[Any]:
 
     from bahdanau_fast import backends
 
-    from .baselines import compiled
-    from .providers import PROVIDERS, Provider, _rewrites
+    from .contestants.baselines import compiled
+    from .contestants.providers import PROVIDERS, Provider, _rewrites
 
     modes: dict[str, dict[str, Any]] = {
         "compiled reduce-overhead": {"mode": "reduce-overhead"},
@@ -110,7 +110,7 @@ def _providers(case: GpuCase) -> list[Any]:
 
 
 def beside(provider: Any, backend: str) -> Any:
-    """The same provider on another backend than the one that serves it by itself."""
+    """A provider on another backend than the one that auto takes."""
     from bahdanau_fast import backends
 
     def on_backend(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -133,7 +133,7 @@ def beside(provider: Any, backend: str) -> Any:
 def _inputs(case: GpuCase, device: Any) -> Any:
     import torch
 
-    from .inputs import draw
+    from .workloads.shapes import draw
 
     drawn, dtype = draw(case.shape), getattr(torch, case.dtype)
     moved = {}
@@ -148,7 +148,7 @@ def _inputs(case: GpuCase, device: Any) -> Any:
 
 
 def _bytes(case: GpuCase) -> int:
-    """What a step reads: projected keys and values, once."""
+    """Bytes that a step reads: projected keys and values, once."""
     size = 4 if case.dtype == "float32" else 2
     return size * case.shape.batch * case.shape.keys * (case.shape.hidden + case.shape.value_size)
 
@@ -157,8 +157,7 @@ def measure(case: GpuCase, stopwatch: Any, roofs: dict[str, float]) -> dict[str,
     """Times of every provider: called, replayed from a graph, and replayed with a cold L2."""
     import torch
 
-    from .gpu_timing import captured
-    from .measure import prepare
+    from .timing.measure import captured, prepare
 
     inputs = _inputs(case, stopwatch.device)
     calls: dict[str, Callable[[], Any]] = {}
@@ -207,7 +206,7 @@ def _spreads(timings: Any) -> dict[str, tuple[float, float, float]]:
 
 
 def _run(command: Sequence[str], seconds: float, **variables: str) -> dict[str, Any]:
-    """A subprocess and how it ended."""
+    """Run a command; its exit code, time and last lines."""
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -245,10 +244,10 @@ def parity(seconds: float) -> dict[str, Any]:
 
 
 def sanitizer(seconds: float) -> dict[str, Any]:
-    """A memory checker over a few cases, and of the CUDA C++ kernels one of races and one of reads.
+    """A memory checker over a few tests; for the CUDA C++ kernels, checkers of races and reads too.
 
-    The others know nothing of how Triton orders accesses. Every tensor gets memory of its own, or
-    an overrun would end in the allocator's next.
+    The latter two do not understand how Triton orders accesses. Every tensor gets memory of its
+    own; otherwise an overrun could end in another tensor of the same allocator and go unnoticed.
     """
     usual = "/usr/local/cuda/bin/compute-sanitizer"
     tool = shutil.which("compute-sanitizer") or shutil.which(usual)
@@ -261,7 +260,7 @@ def sanitizer(seconds: float) -> dict[str, Any]:
             continue
         few = [*tests, "-k", "every_kernel or splits_of", "-p", "no:cacheprovider"]
         pytest = [sys.executable, "-m", "pytest", "-q", "-x", *few]
-        # Races concern our kernels alone; what they read torch's may have written.
+        # Races are checked in our kernels alone; reads need to know what torch's kernels wrote.
         ours = ["--kernel-regex", "kns=bahdanau_fast"] if check == "racecheck" else []
         command = [tool, "--tool", check, *ours, "--error-exitcode", "7", *pytest]
         results[check] = _run(command, seconds / 3, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
@@ -272,8 +271,8 @@ def peaks(device: Any) -> dict[str, float]:
     """Peak memory of forward and backward over inputs, outputs and gradients, (4,128,128,512)."""
     import torch
 
-    from .providers import by_name
-    from .shapes import MANY_QUERIES
+    from .contestants.providers import by_name
+    from .workloads.shapes import MANY_QUERIES
 
     found = {}
     for name in ("d2l eager", "ours op"):
@@ -293,12 +292,12 @@ def peaks(device: Any) -> dict[str, float]:
 
 
 def machine() -> dict[str, str]:
-    """Where and with what the figures were made."""
+    """The machine with its GPU."""
     import torch
 
-    from . import report
+    from .timing.machine import machine as host
 
-    where = report.machine()
+    where = host()
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         where["gpu"] = f"{properties.name}, {properties.multi_processor_count} multiprocessors"
@@ -349,7 +348,7 @@ def main() -> int:
         return 2
     import torch
 
-    from .gpu_timing import Stopwatch, read_bandwidth
+    from .timing.measure import Stopwatch, read_bandwidth
 
     start = time.monotonic()
     stopwatch = Stopwatch(torch.device("cuda"))
@@ -363,7 +362,7 @@ def main() -> int:
             report["not run"].append(str(case))
             continue
         report["rows"].append(measure(case, stopwatch, report["roofs"]))
-        write(report, arguments.out)  # what is measured is kept, whatever comes after
+        write(report, arguments.out)  # keeps the rows so far, whatever fails later
     report["peak memory over inputs, outputs and gradients"] = peaks(stopwatch.device)
     report["seconds"] = time.monotonic() - start
     write(report, arguments.out)

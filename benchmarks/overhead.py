@@ -1,15 +1,13 @@
-"""What a call costs beside its arithmetic: ours, eager's, and a plain autograd.Function's.
+"""The cost of a call besides its arithmetic: ours, eager code, and a plain autograd.Function.
 
 Run ``python -m benchmarks.overhead [--json FILE] [--seconds S]``: fp32, the smallest shape of the
-course, interleaved, medians. "forward, grad" records a graph; "and backward" runs it too. The plain
-Function calls the same operator and keeps what its backward needs, the way a reader of PyTorch's
-tutorial would write it.
+course, in turns, medians. "forward, grad" records a graph; "and backward" runs it too. The plain
+Function calls the same operator and saves what its backward needs, as in PyTorch's tutorial.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,16 +18,17 @@ from torch import Tensor
 import bahdanau_fast as bf
 from bahdanau_fast import small
 
-from . import report
-from .baselines import CourseAttention
-from .measure import interleave
+from .contestants.baselines import CourseAttention
+from .page.tables import markdown
+from .timing.machine import save
+from .timing.measure import interleave
 
 SIZES = B, TQ, TK, H = 2, 1, 10, 8
 _ops = torch.ops.bahdanau_fast
 
 
 class PlainFunction(torch.autograd.Function):
-    """The operator, wrapped as the tutorial does it."""
+    """The operator in a Function as the tutorial writes it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -96,27 +95,24 @@ def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def lines(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """A table of what :func:`measure` gives, as Markdown."""
+    """The result of :func:`measure` as a Markdown table."""
     cells = [
         [name, *(f"{t[name]['median']:.1f} ({t[name]['p20']:.1f}-{t[name]['p80']:.1f})"
                  for t in found.values())]
         for name in next(iter(found.values()))
     ]  # fmt: skip
-    return report.markdown(["microseconds", *found], cells)
+    return markdown(["microseconds", *found], cells)
 
 
 def main() -> None:
-    """Print the table; write the figures where asked to."""
+    """Print the table and write the figures."""
     parser = argparse.ArgumentParser(description="Cost of a call.")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("--seconds", type=float, default=6.0, help="for each of three tasks")
     arguments = parser.parse_args()
     found = measure(arguments.seconds)
     print("\n".join(lines(found)))
-    if arguments.json is not None:
-        arguments.json.write_text(
-            json.dumps({"machine": report.machine(), "microseconds": found}, indent=1) + "\n"
-        )
+    save(arguments.json, {"microseconds": found})
 
 
 if __name__ == "__main__":

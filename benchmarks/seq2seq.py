@@ -1,15 +1,15 @@
-"""The translator: the fused op against the reference in training, and beams against copies.
+"""Studies of the translator: backends in training, beam search, and scores of trained models.
 
-``python -m benchmarks.seq2seq backends FILE`` trains the same first steps on either backend, taking
-turns: losses, translations, time. ``python -m benchmarks.seq2seq beam DIR`` searches the targets of
-64 held-out sentences with a trained model, the beams as queries against one memory and as a batch
-of copies of it. ``--json OUT`` keeps the figures. The tables are those of docs/seq2seq.md.
+``python -m benchmarks.seq2seq backends FILE`` trains the same first steps on the fused op and on
+the reference, in turns, and compares losses, translations and time. ``beam DIR`` translates 64
+held-out sentences with a trained model, with the beams as queries on one memory and with a copy of
+the memory for each beam. ``scores DIR...`` scores trained models. ``--json OUT`` keeps the figures.
+docs/seq2seq.md shows the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -36,8 +36,8 @@ from bahdanau_fast.seq2seq.compare import compare_training, relative_difference
 from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
 from bahdanau_fast.seq2seq.text import tokenize
 
-from .measure import Spread, interleave
-from .report import machine
+from .timing.machine import save
+from .timing.measure import Spread, interleave
 
 HIDDEN = (32, 256, 512)
 SENTENCES = 64
@@ -47,7 +47,7 @@ COURSE_SENTENCES = ("Go .", "Good Night !", "I'm OK .", "I won !", "Call us .")
 
 @contextmanager
 def copied(decoder: StepDecoder, width: int) -> Iterator[None]:
-    """Beams as a batch: inside, the decoder's memory holds every source ``width`` times."""
+    """Inside, the decoder's memory holds every source ``width`` times, once for each beam."""
 
     def memory(state: list[Any]) -> Any:
         outputs, hidden, lens = state
@@ -62,7 +62,7 @@ def copied(decoder: StepDecoder, width: int) -> Iterator[None]:
 
 
 def allocations(work: Callable[[], Any]) -> list[int]:
-    """Bytes of every tensor's memory that ``work`` asks for, also inside C++ operators."""
+    """Bytes of every allocation for tensors during ``work``, in C++ operators too."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         work()
     events = watched.profiler.kineto_results.events()
@@ -70,7 +70,7 @@ def allocations(work: Callable[[], Any]) -> list[int]:
 
 
 def compare_backends(data: Path | None, steps: int, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """The first steps of a training without dropout on each backend, for each hidden size."""
+    """Train the first steps without dropout on each backend, for each hidden size."""
     text = TextSettings(None if data is None else str(data))
     corpus = Corpus.of(text)
     pairs = corpus.encode(corpus.parts.train, text)
@@ -121,7 +121,7 @@ def _print_backends(row: dict[str, Any], names: list[str]) -> None:
 
 
 def compare_beams(where: Path, seconds: float) -> dict[str, Any]:
-    """Beam search of 64 sentences: beams as queries, beams as copies, and greedy."""
+    """Search 64 sentences: greedily, with beams as queries, and with beams as copies."""
     translator, beam = Translator.load(where), Beam()
     corpus = Corpus.of(translator.text)
     chosen = random.Random(0).sample(corpus.parts.test, SENTENCES)
@@ -148,7 +148,7 @@ def compare_beams(where: Path, seconds: float) -> dict[str, Any]:
     features = getattr(model.encoder, "output_size", translator.settings.num_hiddens)
     memory = source.numel() * features * 4
     made = {name: allocations(call) for name, call in calls.items()}
-    # Copies for every beam of the encoder's outputs, or of their projections.
+    # Sizes of a copy per beam of the encoder's outputs, or of their projections.
     copied_sizes = {
         beam.width * source.numel() * size * 4
         for size in (features, translator.settings.num_hiddens)
@@ -183,7 +183,7 @@ def compare_beams(where: Path, seconds: float) -> dict[str, Any]:
 
 
 def score_models(folders: list[Path], sentences: tuple[str, ...]) -> dict[str, Any]:
-    """How the trainings of some folders went, and what their models translate how well."""
+    """Losses, speed, scores and translations of the trained models in some folders."""
     rows = []
     for folder in folders:
         translator, beam = Translator.load(folder), Beam()
@@ -261,11 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
         figures = score_models(options.models, tuple(options.sentences))
     else:
         figures = compare_beams(options.model, options.seconds)
-    if options.json is not None:
-        figures = {"machine": machine(), **figures}
-        options.json.write_text(
-            json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+    save(options.json, figures)
     return 0
 
 

@@ -1,19 +1,17 @@
-"""What attention adds to a recurrent decoder: a training step and inference, with and without it.
+"""What attention adds to a training step and to inference of a recurrent decoder.
 
-``python -m benchmarks.training`` runs the course's decoder with attention, the same without, and
-ours, step by step in Python and as one operator, on the same batches and weights, taking turns in
-one process. A training step is forward, loss, backward, clipping and Adam, encoder and output layer
-included; the course's decoders have the course's loss, which keeps the vocabulary in the middle,
-and the one without attention is there a second time with ours, which takes less time and memory:
-what attention adds is measured against that one. Inference is the forward with given
-targets. Losses are compared first.
+``python -m benchmarks.training`` runs five decoders on the same batches and weights, in turns in
+one process: the course's with attention, the course's without, the latter with our loss, and ours
+step by step in Python and as one operator. A training step is forward, loss, backward, clipping and
+Adam, encoder and output layer included. The course's loss keeps the vocabulary in the middle and
+needs more time and memory than ours, so ours is compared with the decoder without attention that
+has our loss. Inference is the forward with given targets. Losses are compared first.
 ``--json OUT`` keeps the figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -32,10 +30,11 @@ from bahdanau_fast.seq2seq import (
     masked_cross_entropy,
 )
 
-from .baselines import CourseAttention
-from .measure import Timings, interleave
-from .peak_memory import allocated_growth
-from .report import machine
+from .contestants.baselines import CourseAttention
+from .page.tables import markdown, spread_text
+from .studies.peak_memory import allocated_growth
+from .timing.machine import save
+from .timing.measure import Timings, interleave
 
 __all__ = ["SETTINGS", "Setting", "compare", "lines"]
 
@@ -46,13 +45,13 @@ PARITY = 1e-4  # relative difference of the losses
 
 @dataclass(frozen=True)
 class Setting:
-    """One model and batch; bounds are ratios of medians in one run.
+    """One model and batch, and bounds on ratios of medians in one run.
 
     Attributes:
-        times_course: the course's training step takes so many times ours at least.
-        steps: training and inference, step by step, over those without attention but with our
-            loss, at most.
-        ours: likewise as one operator.
+        times_course: the course's training step over ours, at least.
+        steps: training step and inference of ours step by step, over those of the decoder without
+            attention and with our loss, at most.
+        ours: the same for ours as one operator.
     """
 
     name: str
@@ -76,7 +75,7 @@ SETTINGS = (
 
 
 class _CourseDecoder(Seq2SeqAttentionDecoder):
-    """The course's loop: its attention at each step, keys projected at each step."""
+    """The course's loop: calls its attention, which projects the keys, at each step."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -99,7 +98,7 @@ class _CourseDecoder(Seq2SeqAttentionDecoder):
 
 
 class _SteppedDecoder(Seq2SeqAttentionDecoder):
-    """Ours, taking its steps one by one: a step of its own keeps it from the operator."""
+    """Ours step by step: a decoder that overrides ``step`` does not take the operator."""
 
     def step(self, embedded: Tensor, hidden: Any, memory: Any) -> Any:
         return super().step(embedded, hidden, memory)
@@ -185,7 +184,7 @@ def compare(setting: Setting, seconds: float, min_rounds: int = 5) -> dict[str, 
     """Time and memory of one setting, and the bounds on them.
 
     Raises:
-        RuntimeError: the losses of the three with attention are not those of one model.
+        RuntimeError: the losses of the three decoders with attention differ.
     """
     works = _works(setting)
     losses = {name: [work.train() for _ in range(3)] for name, work in works.items()}
@@ -235,7 +234,7 @@ def _time_checks(setting: Setting, trained: Timings, inferred: Timings) -> list[
 
 
 def _memory_check(setting: Setting, peaks: dict[str, int]) -> dict[str, Any]:
-    """Bytes over those without attention, in units of memory, weights and queries."""
+    """Bytes that attention adds, over the bytes of memory, weights and queries."""
     s = setting
     kept = 4 * s.batch * (2 * s.source * s.hidden + s.target * (s.source + s.hidden))
     found = (peaks[OURS] - peaks[OUR_LOSS]) / kept
@@ -250,30 +249,35 @@ def _memory_check(setting: Setting, peaks: dict[str, int]) -> dict[str, Any]:
 
 def lines(figures: list[dict[str, Any]]) -> list[str]:
     """A table and the bounds, as Markdown."""
-    text = [
-        "| setting | decoder | training step (ms) | inference (ms) | peak memory (MB) |",
-        "|---|---|---:|---:|---:|",
+    times = [
+        [
+            row["setting"]["name"],
+            name,
+            spread_text(row["train"][name]),
+            spread_text(row["infer"][name]),
+            f"{row['peak_bytes'][name] / 1e6:.0f}",
+        ]
+        for row in figures
+        for name in row["train"]
     ]
-    for row in figures:
-        for name in row["train"]:
-            train, infer = (row[kind][name] for kind in ("train", "infer"))
-            cells = [f"{1e3 * t['median']:.1f} ({1e3 * t['p20']:.1f} to {1e3 * t['p80']:.1f})"
-                     for t in (train, infer)]  # fmt: skip
-            memory = f"{row['peak_bytes'][name] / 1e6:.0f}"
-            text.append(f"| {row['setting']['name']} | {name} | {' | '.join(cells)} | {memory} |")
-    text += ["", "| setting | ratio in one run | found | bound | |", "|---|---|---:|---:|---|"]
-    for row in figures:
-        for check in row["checks"]:
-            verdict = "holds" if check["holds"] else "**does not hold**"
-            text.append(
-                f"| {row['setting']['name']} | {check['what']} | {check['found']:.2f} "
-                f"| {check['bound']} | {verdict} |"
-            )
-    return text
+    checks = [
+        [
+            row["setting"]["name"],
+            check["what"],
+            f"{check['found']:.2f}",
+            check["bound"],
+            "holds" if check["holds"] else "**does not hold**",
+        ]
+        for row in figures
+        for check in row["checks"]
+    ]
+    heads = ["setting", "decoder", "training step (ms)", "inference (ms)", "peak memory (MB)"]
+    bounds = ["setting", "ratio in one run", "found", "bound", ""]
+    return [*markdown(heads, times), "", *markdown(bounds, checks)]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; 1 where a bound does not hold."""
+    """Print the table; 1 if a bound does not hold."""
     parser = argparse.ArgumentParser(prog="benchmarks.training", description=__doc__)
     parser.add_argument("--seconds", type=float, default=40.0, help="of training per setting")
     parser.add_argument("--only", help="settings whose name holds this")
@@ -285,9 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.only is None or options.only in setting.name
     ]
     print("\n".join(lines(figures)))
-    if options.json is not None:
-        kept = {"machine": machine(), "settings": figures}
-        options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    save(options.json, {"settings": figures})
     return 0 if all(check["holds"] for row in figures for check in row["checks"]) else 1
 
 

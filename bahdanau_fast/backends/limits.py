@@ -27,7 +27,7 @@ def _limit(unit: str, decides: str, measured_by: str) -> int:
 _BENCH = "bench --only limits"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: route() looks them up at each call
 class Limits:
     """The sizes at which :func:`route` changes its mind; ``describe`` prints what each decides."""
 

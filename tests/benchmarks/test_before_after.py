@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import before_after
 from benchmarks.compare import NEW, OLD, Side
-from benchmarks.worker import ROOT, Worker
+from benchmarks.timing.worker import ROOT, Worker
 
 COURSE = "`train`, the course's settings"
 

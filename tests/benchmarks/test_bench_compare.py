@@ -7,17 +7,17 @@ import textwrap
 import pytest
 
 from benchmarks import compare
-from benchmarks.measure import Timings
-from benchmarks.shapes import TOY
-from benchmarks.verdict import Verdict, judge
-from benchmarks.worker import ROOT, Worker, WorkerError
+from benchmarks.timing.measure import Timings
+from benchmarks.timing.significance import Difference, judge
+from benchmarks.timing.worker import ROOT, Worker, WorkerError
+from benchmarks.workloads.shapes import TOY
 
 # A provider whose clock is planted too: processes, parity check and turns are real, and no other
 # load on this machine can change what they find.
 PLANTED = """
     import os
     import random
-    from benchmarks.providers import Provider, Runnable, by_name
+    from benchmarks.contestants.providers import Provider, Runnable, by_name
 
     class Timed:
         def __init__(self, result, seconds):
@@ -100,7 +100,7 @@ def test_the_interval_is_students():
     ],
 )
 def test_words(low, high, word):
-    assert Verdict(math.sqrt(low * high), low, high).word == word
+    assert Difference(math.sqrt(low * high), low, high).word == word
 
 
 def test_two_versions_in_processes_of_their_own(tmp_path):
@@ -113,7 +113,8 @@ def test_two_versions_in_processes_of_their_own(tmp_path):
         (folder / "planted.py").write_text(text)
         sides[name] = compare.Side(name, folder)
     rows = [
-        compare.Row(name, "full", TOY, source="planted") for name in ("steady", "changed", "wrong")
+        compare.Comparison(name, "full", TOY, source="planted")
+        for name in ("steady", "changed", "wrong")
     ]
     verdicts, problems = compare.compare(sides, rows, pairs=3, seconds=0.1)
     assert {row.provider: verdict.word for row, verdict in verdicts.items()} == {
@@ -135,7 +136,7 @@ def test_a_process_that_imports_something_else_is_not_measured(tmp_path):
 
 def test_a_process_says_what_is_wrong_and_goes_on():
     with Worker() as worker:
-        source = "benchmarks.providers"
+        source = "benchmarks.contestants.providers"
         with pytest.raises(WorkerError, match="KeyError: 'scan'"):
             worker.build(source, "d2l eager", "scan", TOY)
         with pytest.raises(WorkerError, match="No module named 'nowhere'"):

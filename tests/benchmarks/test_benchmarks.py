@@ -6,16 +6,25 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import peak_memory, peers, report
-from benchmarks.cases import SUBJECT, TRAINED, Bound, Case, cases
-from benchmarks.gate import Oracle
-from benchmarks.inputs import draw
-from benchmarks.measure import Spread, Timings, interleave, prepare
-from benchmarks.providers import PROVIDERS, TASKS, Provider, Runnable, by_name, eager_too_large
-from benchmarks.roofs import Reader
-from benchmarks.run import Runner, check
-from benchmarks.shapes import LIST, LOOP, Shape
+from benchmarks.contestants import peers
+from benchmarks.contestants.parity import Oracle
+from benchmarks.contestants.providers import (
+    PROVIDERS,
+    TASKS,
+    Provider,
+    Runnable,
+    by_name,
+    eager_too_large,
+)
+from benchmarks.page import tables
+from benchmarks.studies import peak_memory
+from benchmarks.timing.measure import Spread, Timings, interleave, prepare
+from benchmarks.timing.roofs import Reader
+from benchmarks.timing.runner import Runner, check
+from benchmarks.workloads.cases import SUBJECT, TRAINED, Bound, Case, cases
+from benchmarks.workloads.shapes import LIST, LOOP, Shape, draw
 
 SMALL = Shape("small", 3, 2, 7, 16, value_size=5, lens="drawn")
 SAME = Shape("values-are-keys", 3, 1, 7, 16, lens="full")
@@ -59,7 +68,7 @@ def test_the_gate_rejects_a_wrong_provider(change):
     assert list(row.failed) == ["planted"]
     assert row.timings is None
     assert not check(row, row.case.bounds[0]).holds
-    assert any(line.startswith("FAIL  parity") for line in report.table_lines([row]))
+    assert any(line.startswith("FAIL  parity") for line in tables.bound_lines([row.packed()]))
 
 
 def test_the_gate_rejects_a_baseline_that_computes_something_else():
@@ -69,7 +78,9 @@ def test_the_gate_rejects_a_baseline_that_computes_something_else():
 
 
 def test_a_wrong_row_among_unchecked_rows_is_all_that_can_pass(monkeypatch):
-    monkeypatch.setattr("benchmarks.gate.CHECKED_ELEMENTS", 2 * SMALL.features // SMALL.batch)
+    monkeypatch.setattr(
+        "benchmarks.contestants.parity.CHECKED_ELEMENTS", 2 * SMALL.features // SMALL.batch
+    )
     inputs = draw(SMALL)
     inputs.require_grad(True)
     oracle = Oracle(inputs, SMALL, "full", True)
@@ -93,7 +104,7 @@ def test_a_wrong_row_among_unchecked_rows_is_all_that_can_pass(monkeypatch):
     [(SMALL, task) for task in TASKS if task != "loop"] + [(SAME, task) for task in TASKS],
 )
 def test_every_provider_passes_the_gate(monkeypatch, shape, task):
-    monkeypatch.setattr("benchmarks.providers.DECODE_STEPS", 3)
+    monkeypatch.setattr("benchmarks.contestants.providers.DECODE_STEPS", 3)
     train = task not in ("step", "again")
     inputs = draw(shape)
     inputs.require_grad(True)
@@ -105,21 +116,31 @@ def test_every_provider_passes_the_gate(monkeypatch, shape, task):
                 assert verdict.passed, (provider.name, verdict)
 
 
-def test_a_module_call_is_timed_with_its_projection_of_the_keys():
+class _Projections(TorchDispatchMode):
+    """Counts the matrix products with a weight."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.address, self.count = weight.data_ptr(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        addresses = [arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor)]
+        if self.address in addresses and "fingerprint" not in str(func):
+            self.count += func not in (torch.ops.aten.t.default, torch.ops.aten.detach.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize(("task", "expected"), [("full", 3), ("again", 1), ("loop", 3)])
+def test_a_module_call_is_timed_with_its_projection_of_the_keys(task, expected, grad, monkeypatch):
+    monkeypatch.setattr("benchmarks.contestants.providers.DECODE_STEPS", 3)
     inputs = draw(Shape("cached", 4, 1, 40, 64))  # smaller calls project inside the operator
-    calls = {task: by_name("ours module").build(task, inputs) for task in ("full", "again")}
-    projections = []
-    with torch.no_grad():
-        for runnable in calls.values():
-            module = runnable.forward.__closure__
-            cell = next(c.cell_contents for c in module if hasattr(c.cell_contents, "W_k"))
-            count = []
-            plain = cell._project
-            cell._project = lambda keys, plain=plain, count=count: count.append(1) or plain(keys)
-            for _ in range(3):
-                runnable.forward()
-            projections.append(len(count))
-    assert projections == [3, 1]
+    inputs.require_grad(grad)
+    runnable = by_name("ours module").build(task, inputs)
+    outputs = []  # a graph that is alive keeps the projection of its keys
+    with torch.set_grad_enabled(grad), _Projections(inputs.w_k) as projections:
+        outputs += [runnable.forward() for _ in range(3)]
+    assert projections.count == expected
 
 
 class _Clock:
@@ -194,9 +215,10 @@ def test_shapes_are_well_formed():
 def test_every_row_has_somebody_to_compare_and_quick_is_a_part_of_all():
     everybody = (*PROVIDERS, *peers.PROVIDERS)
     for case in cases():
-        names = [provider.name for provider in everybody if case.task in provider.builders]
+        able = [provider for provider in everybody if case.task in provider.builders]
+        names = [provider.name for provider in able]
         assert SUBJECT[case.task] in names
-        assert set(case.extra) <= set(names)
+        assert set(case.extra) <= {*names, *(provider.group for provider in able)}
         assert len(names) > 1
     everything = {case.key[:3] for case in cases()}
     assert {case.key[:3] for case in cases(quick=True)} < everything
@@ -226,11 +248,11 @@ def test_results_are_printed_and_packed():
     bounds = (Bound("baseline", 1e-9), Bound("baseline", 1e9), Bound("compiled", 1.0))
     row = runner.row(Case("shapes", SMALL, "full", "forward", bounds))
     assert runner.row(row.case).timings is row.timings  # measured once
-    text = "\n".join(report.table_lines([row]))
-    assert "small (3,2,7,16)" in text
+    packed = json.loads(json.dumps(row.packed()))
+    text = "\n".join([*tables.row_table([packed]), *tables.bound_lines([packed])])
+    assert "small (3, 2, 7, 16)" in text
     assert text.count("PASS") == 1
     assert text.count("FAIL") == 2
-    packed = json.loads(json.dumps(report.as_json(row)))
     assert packed["seconds"].keys() == packed["ratio_to_ours"].keys()
     assert packed["ratio_to_ours"]["ours module"]["median"] == 1
     assert [bound["holds"] for bound in packed["bounds"]] == [True, False, False]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks import gpu_report
-from benchmarks.gpu_timing import Stopwatch, captured, read_bandwidth
-from benchmarks.providers import by_name
-from benchmarks.shapes import Shape
+from benchmarks.contestants.providers import by_name
+from benchmarks.timing.measure import Stopwatch, captured, read_bandwidth
+from benchmarks.workloads.shapes import Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -9,37 +9,93 @@ import pytest
 import torch
 from threads import one_thread  # noqa: F401
 
-from bahdanau_fast import memory, projection, small
+from bahdanau_fast import small
+from bahdanau_fast.backends import limits
 from bahdanau_fast.cli import main
 from bahdanau_fast.seq2seq.plots import require_matplotlib
-from benchmarks import choices, command, growth, peers, performance, plots, roofs, summary
-from benchmarks.cases import Bound, Case
-from benchmarks.gate import Oracle
-from benchmarks.inputs import draw
-from benchmarks.providers import PROVIDERS, Unavailable
-from benchmarks.run import Runner
-from benchmarks.shapes import AXES, SWEEPS, TOY, Shape
-from benchmarks.worker import Worker
+from benchmarks import command
+from benchmarks.contestants import peers
+from benchmarks.contestants.parity import Oracle
+from benchmarks.contestants.providers import PROVIDERS, Unavailable
+from benchmarks.page import document, figures, plots, sections
+from benchmarks.studies import dispatch_limits
+from benchmarks.timing import roofs
+from benchmarks.timing.machine import slug
+from benchmarks.timing.runner import Runner
+from benchmarks.timing.worker import Worker
+from benchmarks.workloads.cases import LIMIT_SLACK, Bound, Case
+from benchmarks.workloads.shapes import AXES, LARGEST, SWEEPS, TOY, Shape, draw
 
 SMALL = Shape("small", 3, 2, 7, 16, lens="drawn")
 EAGER_AND_OURS = [provider for provider in PROVIDERS if provider.group != "compiled"]
 
 
 def test_docs_and_readme_say_what_the_committed_figures_say():
-    for path, text in performance.generated().items():
+    for path, text in document.generated().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: make performance"
         for image in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
             assert (path.parent / image).exists(), image
 
 
-def test_every_figure_in_the_readme_table_is_in_the_committed_results():
-    data = json.loads((performance.RESULTS / performance.SHOWN).read_text())
-    row = next(row for row in data["rows"] if row["table"] == "step")
-    ours, d2l = (row["seconds"][name]["median"] for name in ("ours memory", "d2l eager"))
-    line = next(x for x in performance.readme_block(data).splitlines() if "decoder step" in x)
-    assert f"{1e3 * d2l:.3g} ms" in line
-    assert f"{1e3 * ours:.3g} ms" in line
-    assert f"{d2l / ours:.1f}x" in line
+def test_every_machine_has_its_figures_in_the_readme_table():
+    measured = document.runs()
+    assert len(measured) >= 2
+    block = document.readme_block(measured)
+    line = next(x for x in block.splitlines() if "decoder step" in x)
+    for data in measured:
+        row = next(row for row in data["rows"] if row["table"] == "step")
+        ours, d2l = (row["seconds"][name]["median"] for name in ("ours memory", "d2l eager"))
+        assert figures.name_of(data) in block
+        assert f"{1e3 * ours:.3g} ms" in line
+        assert f"{d2l / ours:.1f}x" in line
+
+
+def test_a_claim_is_worded_by_machine():
+    """The sentence is made of the bounds, and names every shape where a baseline was faster."""
+    for data in document.runs():
+        page = document.page([data], "")
+        lines = page.splitlines()
+        at = next(i for i, line in enumerate(lines) if "bounds of `make bench` hold" in line)
+        held, count = (int(n) for n in re.search(r"(\d+) of (\d+) bounds", lines[at]).groups())
+        missed = [b for row in data["rows"] for b in row["bounds"] if not b["holds"]]
+        missed += [c for c in data["choices"] if c["behind"]["median"] > LIMIT_SLACK]
+        assert count - held == len(missed)  # memory is within its bound on each of them
+        slower = [
+            (row, bound)
+            for row in data["rows"]
+            for bound in row["bounds"]
+            if row["table"] == "shapes" and bound["found"]["median"] < 1
+        ]
+        named = [line for line in lines[at + 1 :] if line.startswith("  - ")]
+        assert len(named) == len(slower)
+        for line, (row, bound) in zip(named, slower, strict=True):
+            assert row["shape"]["name"] in line
+            assert f"{bound['rival']} took {bound['found']['median']:.2f}x our time" in line
+
+
+def test_a_new_machine_appears_by_itself(tmp_path):
+    (data, *_) = document.runs()
+    for cpu in ("One", "Two", "Three"):
+        data["machine"]["cpu"] = f"{cpu} (family 1, model 2)"
+        (tmp_path / f"{slug(data['machine'])}.json").write_text(json.dumps(data))
+    block = document.readme_block(document.runs(tmp_path))
+    assert all(f"{cpu} (family 1, model 2), 2 cores: ours" in block for cpu in ("One", "Three"))
+    assert block.count("of 68 bounds of `make bench` hold") == 3
+
+
+@pytest.mark.parametrize(
+    ("cpu", "name"),
+    [
+        ("AMD EPYC (family 26, model 2)", "cpu-amd-epyc-26-2-2cores"),
+        ("Intel(R) Xeon(R) Processor (family 6, model 207)", "cpu-intel-xeon-6-207-2cores"),
+        (
+            "Intel(R) Xeon(R) CPU E5-2680 v4 @ 2.40GHz (family 6, model 79)",
+            "cpu-intel-xeon-e5-2680-v4-6-79-2cores",
+        ),
+    ],
+)
+def test_a_file_is_named_after_processor_and_cores(cpu, name):
+    assert slug({"cpu": cpu, "cores": "2 (2 threads)"}) == name
 
 
 def test_exponents_of_known_powers():
@@ -47,9 +103,9 @@ def test_exponents_of_known_powers():
     # The first size costs far more than the power says: fixed cost, left out of the fit.
     for power in (0.0, 0.5, 1.0, 2.0):
         points = [(x, 3.0 * x**power) for x in sizes[1:]]
-        assert growth.exponent([(1, 1e6), *points]) == pytest.approx(power, abs=1e-12)
+        assert figures.exponent([(1, 1e6), *points]) == pytest.approx(power, abs=1e-12)
     with pytest.raises(ValueError, match="at least 2, got 1"):
-        growth.exponent([(1, 1.0)])
+        figures.exponent([(1, 1.0)])
 
 
 def test_memory_of_which_only_the_working_part_grows():
@@ -65,8 +121,8 @@ def test_memory_of_which_only_the_working_part_grows():
         for size in (16, 64, 256)
     ]
     data = {"memory_growth": [*peaks, {"provider": "x", "axis": "", "error": "why"}]}
-    assert growth.working_per_unit(data, "H") == {"ours op": pytest.approx(7)}
-    assert growth.memory_points(data, "H")["ours op"][0] == (16, 16117)
+    assert figures.working_per_unit(data, "H") == {"ours op": pytest.approx(7)}
+    assert figures.memory_points(data, "H")["ours op"][0] == (16, 16117)
 
 
 def test_sweeps_change_one_size_and_leave_the_outputs():
@@ -76,7 +132,7 @@ def test_sweeps_change_one_size_and_leave_the_outputs():
             assert dataclasses.replace(shape, **fixed) == dataclasses.replace(shapes[0], **fixed), (
                 axis
             )
-        assert len({getattr(shape, AXES[axis]) for shape in shapes}) == len(shapes) > growth.LARGEST
+        assert len({getattr(shape, AXES[axis]) for shape in shapes}) == len(shapes) > LARGEST
 
 
 @pytest.fixture
@@ -99,13 +155,15 @@ def measured(monkeypatch, tmp_path):
         command, "Runner", lambda: Runner(providers=EAGER_AND_OURS, seconds=1e-4, min_rounds=3)
     )
     monkeypatch.setattr(command, "PEAKS", ())
-    monkeypatch.setattr("benchmarks.measure.PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr("benchmarks.measure.SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr("benchmarks.timing.measure.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("benchmarks.timing.measure.SAMPLE_SECONDS", 1e-4)
     tiny = {"H": tuple(dataclasses.replace(SMALL, hidden=size) for size in (8, 16, 32))}
-    monkeypatch.setattr("benchmarks.peak_memory.SWEEPS", tiny)
+    monkeypatch.setattr("benchmarks.studies.peak_memory.SWEEPS", tiny)
     monkeypatch.setattr(command, "growth", lambda names, _: command_growth(names[-1:], ("H",)))
-    few = (dataclasses.replace(choices.CHOICES[0], shapes=(TOY,)),)
-    monkeypatch.setattr(command.choices, "measure", lambda seconds: command_choices(1e-4, few))
+    few = (dataclasses.replace(dispatch_limits.CHOICES[0], shapes=(TOY,)),)
+    monkeypatch.setattr(
+        command.dispatch_limits, "measure", lambda seconds: command_choices(1e-4, few)
+    )
     monkeypatch.setattr(roofs, "BUFFER_BYTES", 1 << 20)
     rates = {"multiply_add": 2e11, "divide": 2e10, "tanh": 1e9}
     monkeypatch.setattr(command, "compute_roofs", lambda: rates)
@@ -116,7 +174,7 @@ def measured(monkeypatch, tmp_path):
     return tmp_path, json.loads(path.read_text())
 
 
-command_growth, command_choices = command.growth, choices.measure
+command_growth, command_choices = command.growth, dispatch_limits.measure
 
 
 def test_a_run_writes_figures_page_and_pictures(measured, capsys):
@@ -124,14 +182,15 @@ def test_a_run_writes_figures_page_and_pictures(measured, capsys):
     text = (folder / "performance.md").read_text(encoding="utf-8")
     assert "a trial" in text
     for name in ("sweeps", "speedups", "roofline", "memory"):
-        assert f"bench-{name}.png" in text
-        assert (folder / f"bench-{name}.png").stat().st_size > 10_000
-    assert "bench-peers.png" not in text
+        file = plots.file_name(data, name)
+        assert f"({file})" in text
+        assert (folder / file).stat().st_size > 10_000
+    assert plots.file_name(data, "peers") not in text
     (row,) = [row for row in data["rows"] if row["table"] == "overhead"]
     assert f"{1e3 * row['seconds']['ours module']['median']:.3g} (" in text
-    expected = growth.exponent(growth.memory_points(data, "H")["ours op"])
+    expected = figures.exponent(figures.memory_points(data, "H")["ours op"])
     assert f"{expected:.2f}" in text
-    assert "On the list of shapes no baseline was faster in 1 of 1 rows." in text
+    assert "In 1 of 1 rows of the list of shapes no baseline was faster than ours." in text
     assert "1 of 1 choices are within 10% of the best" in text
 
 
@@ -142,9 +201,9 @@ def test_a_page_says_what_its_run_left_out():
         "rows": [],
         "peak_memory": {},
     }
-    text = performance.page(data, "")
+    text = document.page([data], "")
     assert "![" not in text
-    assert text.count(performance.NOTHING) >= 5
+    assert text.count(sections.NOTHING) >= 5
     assert "A GPU: no result of one is committed" in text
 
 
@@ -194,24 +253,24 @@ def test_a_peer_has_a_process_of_its_own():
 
 
 def test_choices_are_forced_and_put_back(monkeypatch):
-    before = small._LIMIT, projection._LEAST_WORK, projection._LEAST_ROWS, memory.TINY
+    before = limits.LIMITS
     called = []
     plain = small.attend
     monkeypatch.setattr(small, "attend", lambda *given: called.append(1) or plain(*given))
-    operators = next(choice for choice in choices.CHOICES if "operators" in choice.what)
+    operators = next(choice for choice in dispatch_limits.CHOICES if "operators" in choice.what)
     inputs = draw(TOY)
     with torch.no_grad():
         for name, count in (("three", 0), ("one", 1)):
             called.clear()
             operators.ways[name](inputs)()
             assert len(called) == count
-        small._LIMIT = before[0]
+        limits.LIMITS = before
         assert operators.takes(draw(Shape("large", 8, 1, 224, 16))) == "three"
         assert operators.takes(inputs) == "one"
-    found = choices.measure(
-        1e-4, tuple(dataclasses.replace(c, shapes=c.shapes[:1]) for c in choices.CHOICES)
+    found = dispatch_limits.measure(
+        1e-4, tuple(dataclasses.replace(c, shapes=c.shapes[:1]) for c in dispatch_limits.CHOICES)
     )
-    assert before == (small._LIMIT, projection._LEAST_WORK, projection._LEAST_ROWS, memory.TINY)
+    assert limits.LIMITS is before
     for choice in found:
         assert choice["takes"] in choice["seconds"]
         assert choice["behind"]["median"] >= 1 or choice["takes"] != choice["best"]
@@ -222,7 +281,7 @@ def test_roofs_are_in_the_order_of_the_hardware():
     assert all(rate > 0 for rate in rates.values())
     if "divide" in rates:  # there is a C compiler
         assert rates["multiply_add"] > rates["divide"]
-    found = summary.roofs_of(rates, 1e10)
+    found = figures.roofs_of(rates, 1e10)
     assert found["tanh"] == rates["tanh"]
 
 

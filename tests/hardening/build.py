@@ -68,10 +68,10 @@ def where():
     """With what a run was made, for its file of figures."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
-    from benchmarks import report
+    from benchmarks.timing.machine import machine
 
     cxx = os.environ.get("CXX", "g++")
     said = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
     names = ("cpu", "cores", "torch", "python", "bahdanau_fast", "commit")
-    machine = report.machine()
-    return {**{name: machine[name] for name in names}, "compiler": said.splitlines()[0]}
+    found = machine()
+    return {**{name: found[name] for name in names}, "compiler": said.splitlines()[0]}

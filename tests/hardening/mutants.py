@@ -27,7 +27,7 @@ from planted import find_tests
 import build
 
 sys.path.append(str(build.ROOT))
-from benchmarks.report import machine
+from benchmarks.timing.machine import machine
 
 # Side by side: the first has C++ to build for each mutant, the second a driver of CUDA kernels.
 LANES = (planted_cpu.MUTANTS, planted_triton.MUTANTS + planted_cuda.MUTANTS)

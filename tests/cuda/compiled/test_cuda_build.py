@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import bahdanau_fast as bf
-from benchmarks import cuda_budgets
-from benchmarks.sass import hot
+from benchmarks.machine_code import cuda as cuda_budgets
+from benchmarks.machine_code.sass import hot
 
 ROOT = Path(__file__).resolve().parents[3]
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")

@@ -1,0 +1,1 @@
+"""Who computes: this package, its baselines and other libraries, and the parity check."""

@@ -1,0 +1,147 @@
+"""The parity check: a call is timed only after its result has been checked.
+
+The reference in fp64 is the oracle. Ours must keep the parity rule of DESIGN section 2,
+
+    max|ours - ref64| <= 2 * max|eager - ref64| + atol,  atol = two roundings of the result,
+
+for context, weights and every gradient; eager is the reference in the tested dtype. A baseline may
+differ by 1e-3 of the largest value: a hundred times the worst rounding error of an fp32 sum of
+these sizes, and far less than any wrong term.
+
+Large shapes are checked on evenly spread batch rows. The gradient of the context is zero on the
+other rows, so that the weight gradients are sums over the checked rows alone. The checked call is
+the one that is timed afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import parity, reference
+
+from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
+from .providers import Group, Runnable, decode
+
+__all__ = ["Oracle", "Verdict", "allowed_error", "family"]
+
+# Elements of (B,Tq,Tk,H) that the oracle computes at most, in fp64 and in the tested dtype.
+CHECKED_ELEMENTS = 16_000_000
+BASELINE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a result passed; its worst quantity, and the error of that over the allowed error."""
+
+    passed: bool
+    worst: float
+    where: str
+
+
+def family(task: str) -> str:
+    """The task whose oracle serves this task: tasks with the same result share one."""
+    return {"again": "full", "step": "full", "scan": "projected"}.get(task, task)
+
+
+def allowed_error(group: Group, eager_error: float, largest: float, dtype: torch.dtype) -> float:
+    """The parity rule for ours, a fixed share of the largest value for the others."""
+    if group == "ours":
+        return parity.allowed(eager_error, largest, dtype)
+    return BASELINE_TOLERANCE * largest
+
+
+class Oracle:
+    """The result of a task in fp64, and the error of eager PyTorch in the tested dtype.
+
+    Args:
+        inputs: as every provider gets them.
+        shape: whose inputs they are.
+        task: any task; the tasks of one :func:`family` have the same result.
+        gradients: compute gradients too.
+    """
+
+    def __init__(self, inputs: Inputs, shape: Shape, task: str, gradients: bool) -> None:
+        self._inputs = inputs
+        per_row = shape.features // shape.batch * (DECODE_STEPS if task == "loop" else 1)
+        count = max(1, min(shape.batch, CHECKED_ELEMENTS // per_row))
+        self.rows = torch.linspace(0, shape.batch - 1, count).round().long()
+        exact = self._compute(family(task), torch.float64, gradients)
+        eager = self._compute(family(task), inputs.keys.dtype, gradients)
+        self._exact = exact
+        self._eager_error = {name: _distance(eager[name], exact[name]) for name in exact}
+
+    def grad_context(self) -> Tensor:
+        """The gradient of the checked call's context: zero on rows that are not checked."""
+        masked = torch.zeros_like(self._inputs.grad_context)
+        masked[self.rows] = self._inputs.grad_context[self.rows]
+        return masked
+
+    def check(self, runnable: Runnable, group: Group, train: bool) -> Verdict:
+        """Run a call once, with its backward if ``train``, and compare it with the reference."""
+        context, weights = runnable.forward()
+        results = {"context": context.detach()[self.rows]}
+        if weights is not None or group != "peer":  # some peers return a context alone
+            results["weights"] = weights.detach()[self.rows]
+        verdicts = [self._judge(name, result, group) for name, result in results.items()]
+        # A context of the wrong shape has no gradient; its own verdict says what is wrong.
+        if train and all(math.isfinite(verdict.worst) for verdict in verdicts):
+            gradients = torch.autograd.grad(context, runnable.leaves, self.grad_context())
+            for i, gradient in enumerate(gradients):
+                per_row = gradient.dim() == 3
+                checked = gradient[self.rows] if per_row else gradient
+                verdicts.append(self._judge(f"gradient {i}", checked, group))
+        return max(verdicts, key=lambda verdict: verdict.worst)
+
+    def _judge(self, name: str, result: Tensor, group: Group) -> Verdict:
+        exact = self._exact[name]
+        if result.shape != exact.shape:
+            return Verdict(False, math.inf, f"{name} has shape {tuple(result.shape)}")
+        if result.dtype != self._inputs.keys.dtype:
+            return Verdict(False, math.inf, f"{name} has dtype {result.dtype}")
+        error, largest = _distance(result, exact), float(exact.abs().max())
+        allowed = allowed_error(group, self._eager_error[name], largest, result.dtype)
+        worst = error / allowed if allowed > 0 else (0.0 if error == 0 else math.inf)
+        if math.isnan(worst):
+            worst = math.inf
+        return Verdict(worst <= 1, worst, name)
+
+    def _compute(self, task: str, dtype: torch.dtype, gradients: bool) -> dict[str, Tensor]:
+        """The reference on the checked rows, all of them at once."""
+        inputs = self._inputs
+
+        def cut(tensor: Tensor) -> Tensor:
+            rows = tensor[self.rows] if tensor.dim() == 3 else tensor
+            return rows.detach().to(dtype).requires_grad_(gradients)
+
+        lens = None if inputs.valid_lens is None else inputs.valid_lens[self.rows]
+        leaves = tuple(cut(leaf) for leaf in inputs.leaves(task))
+        with torch.set_grad_enabled(gradients):
+            if task == "projected":
+                query, key, value, w_v = leaves
+                context, weights = reference.attend(query, key, value, w_v, lens)
+            else:
+                query, *source, w_q, w_k, w_v = leaves
+                keys, values = source[0], source[-1]  # one leaf where values is keys
+
+                def step(query: Tensor) -> tuple[Tensor, Tensor]:
+                    context, weights = reference.additive_attention(
+                        query, keys, values, w_q, w_k, w_v, lens
+                    )
+                    assert weights is not None  # need_weights is on
+                    return context, weights
+
+                context, weights = decode(step, query) if task == "loop" else step(query)
+        results = {"context": context.detach(), "weights": weights.detach()}
+        if gradients:
+            grad = inputs.grad_context[self.rows].to(dtype)
+            for i, gradient in enumerate(torch.autograd.grad(context, leaves, grad)):
+                results[f"gradient {i}"] = gradient
+        return results
+
+
+def _distance(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact.double()).abs().max()) if exact.numel() else 0.0

@@ -1,0 +1,351 @@
+"""The providers: how this package and its baselines compute each task.
+
+=========== ==========================================================================
+task        what one call does
+=========== ==========================================================================
+full        the unchanged module call: projections of queries and keys included
+again       the unchanged module call on the keys of the call before
+step        one decoder step on keys projected beforehand; W_q included
+projected   queries and keys both projected beforehand
+scan        as projected, and our table of exponentials made beforehand too
+loop        DECODE_STEPS dependent steps on the same keys, one projection of them included
+=========== ==========================================================================
+
+Every call returns context and weights; a loop the sum of its contexts and the last weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bahdanau_fast as bf
+from bahdanau_fast import backends, functional
+from bahdanau_fast.memory import ProjectedKeys, project
+
+from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
+from . import baselines
+from .baselines import CourseAttention, Unavailable, compiled
+
+__all__ = ["PROVIDERS", "TASKS", "Group", "Provider", "Runnable", "by_name", "decode"]
+__all__ += ["Unavailable", "eager_too_large"]
+
+TASKS = ("full", "again", "step", "projected", "scan", "loop")
+Group = Literal["eager", "compiled", "ours", "peer"]
+Outputs = tuple[Tensor, Tensor]
+Step = Callable[[Tensor], Outputs]
+Module = CourseAttention | bf.AdditiveAttention
+
+EAGER_LIMIT = 5e8
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A call that is ready to be timed, and the tensors whose gradients training computes."""
+
+    forward: Callable[[], Outputs]
+    leaves: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A column of the tables.
+
+    Attributes:
+        name: heading of the column.
+        group: of providers that share the rule of parity and the bounds.
+        builders: make the call of each task that the provider serves.
+        on_demand: slow to build; runs only in rows that name the provider or its group.
+        process: environment variables of a process of its own, or None.
+    """
+
+    name: str
+    group: Group
+    builders: dict[str, Callable[[Inputs], Runnable]]
+    on_demand: bool = False
+    process: tuple[tuple[str, str], ...] | None = None
+
+    def build(self, task: str, inputs: Inputs) -> Runnable:
+        return self.builders[task](inputs)
+
+
+def by_name(name: str) -> Provider:
+    """The provider of that name."""
+    return next(provider for provider in PROVIDERS if provider.name == name)
+
+
+def eager_too_large(shape: Shape) -> str | None:
+    """Why eager code does not run on a shape, or None."""
+    size = 4 * shape.features
+    return None if size <= EAGER_LIMIT else f"(B,Tq,Tk,H) is {size / 1e9:.1f} GB"
+
+
+def decode(step: Step, queries: Tensor) -> Outputs:
+    """A decoder loop: each query depends on the context before it."""
+    context, weights = step(queries)
+    total = context
+    for _ in range(DECODE_STEPS - 1):
+        context, weights = step(queries + context)
+        total = total + context
+    return total, weights
+
+
+# --- modules: the course's and ours -------------------------------------------------------------
+
+
+def _with_parameters(inputs: Inputs, module: nn.Module) -> tuple[Tensor, ...]:
+    """The leaves of the full task, the weights being those of a module."""
+    own = ("W_q.weight", "W_k.weight", "w_v.weight")
+    return inputs.leaves("full")[: -len(own)] + tuple(map(module.get_parameter, own))
+
+
+def _course(inputs: Inputs) -> CourseAttention:
+    return CourseAttention(inputs.w_q, inputs.w_k, inputs.w_v).eval()
+
+
+def _ours(inputs: Inputs) -> bf.AdditiveAttention:
+    (hidden, query_size), key_size = inputs.w_q.shape, inputs.w_k.shape[1]
+    module = bf.AdditiveAttention(key_size, query_size, hidden).eval()
+    module.W_q.weight = nn.Parameter(inputs.w_q.detach())
+    module.W_k.weight = nn.Parameter(inputs.w_k.detach())
+    module.w_v.weight = nn.Parameter(inputs.w_v.detach())
+    return module
+
+
+def _weights(module: Module) -> Tensor:
+    if module.attention_weights is None:
+        raise RuntimeError("the module left no attention_weights")
+    return module.attention_weights
+
+
+def _forget(module: Module) -> None:
+    """Our module keeps the projection of its last keys: the next call shall project them again."""
+    if isinstance(module, bf.AdditiveAttention):
+        module._cache._entry = None
+
+
+def _module(
+    make: Callable[[Inputs], Module],
+    inputs: Inputs,
+    steps: bool = False,
+    known: bool = False,
+    compile_it: bool = False,
+) -> Runnable:
+    """A module's call, or with ``steps`` a loop of calls on the same keys.
+
+    Args:
+        make: builds the module.
+        inputs: of the calls.
+        steps: each query depends on the context before it.
+        known: the keys may be those of the call before.
+        compile_it: under torch.compile.
+    """
+    module = make(inputs)
+    call = compiled(module) if compile_it else module
+
+    def step(query: Tensor) -> Outputs:
+        context = call(query, inputs.keys, inputs.values, inputs.valid_lens)
+        return context, _weights(module)
+
+    def forward() -> Outputs:
+        if not known:
+            _forget(module)
+        return decode(step, inputs.queries) if steps else step(inputs.queries)
+
+    return Runnable(forward, _with_parameters(inputs, module))
+
+
+def _course_projected(inputs: Inputs) -> Runnable:
+    module, leaves = _course(inputs), inputs.leaves("projected")
+    query, key = inputs.projected_queries, inputs.projected_keys
+    return Runnable(
+        lambda: baselines.course_attend(query, key, inputs.values, module.w_v, inputs.valid_lens),
+        (*leaves[:-1], module.w_v.weight),
+    )
+
+
+# --- the rewrite, eager and compiled ------------------------------------------------------------
+
+Wrap = Callable[[Callable[..., Outputs]], Callable[..., Outputs]]
+
+
+def _rewrite_full(wrap: Wrap, inputs: Inputs) -> Runnable:
+    call, weights = wrap(baselines.rewrite_full), (inputs.w_q, inputs.w_k, inputs.w_v)
+    return Runnable(
+        lambda: call(inputs.queries, inputs.keys, inputs.values, weights, inputs.valid_lens),
+        inputs.leaves("full"),
+    )
+
+
+def _rewrite_step(wrap: Wrap, inputs: Inputs) -> Runnable:
+    call, weights = wrap(baselines.rewrite_step), (inputs.w_q, inputs.w_v)
+    keys = inputs.projected_keys
+    return Runnable(
+        lambda: call(inputs.queries, keys, inputs.values, weights, inputs.valid_lens),
+        (),
+    )
+
+
+def _rewrite_projected(wrap: Wrap, inputs: Inputs) -> Runnable:
+    call = wrap(baselines.rewrite)
+    query, key = inputs.projected_queries, inputs.projected_keys
+    return Runnable(
+        lambda: call(query, key, inputs.values, inputs.w_v, inputs.valid_lens),
+        inputs.leaves("projected"),
+    )
+
+
+def _rewrite_loop(wrap: Wrap, inputs: Inputs) -> Runnable:
+    call, weights = wrap(baselines.rewrite_step), (inputs.w_q, inputs.w_v)
+
+    def forward() -> Outputs:
+        keys = F.linear(inputs.keys, inputs.w_k)
+
+        def step(query: Tensor) -> Outputs:
+            return call(query, keys, inputs.values, weights, inputs.valid_lens)
+
+        return decode(step, inputs.queries)
+
+    return Runnable(forward, inputs.leaves("loop"))
+
+
+def _rewrites(wrap: Wrap) -> dict[str, Callable[[Inputs], Runnable]]:
+    return {
+        "full": partial(_rewrite_full, wrap),
+        "step": partial(_rewrite_step, wrap),
+        "again": partial(_rewrite_step, wrap),
+        "projected": partial(_rewrite_projected, wrap),
+        "scan": partial(_rewrite_projected, wrap),
+        "loop": partial(_rewrite_loop, wrap),
+    }
+
+
+# --- ours on a memory, and our operator ----------------------------------------------------------
+
+
+def _memory_step(inputs: Inputs) -> Runnable:
+    module = _ours(inputs)
+    with torch.no_grad():
+        memory = module.memory(inputs.keys, inputs.values, inputs.valid_lens)
+    return Runnable(lambda: (module.attend(inputs.queries, memory), _weights(module)), ())
+
+
+def _memory_loop(inputs: Inputs) -> Runnable:
+    module = _ours(inputs)
+
+    def forward() -> Outputs:
+        memory = module.memory(inputs.keys, inputs.values, inputs.valid_lens)
+
+        def step(query: Tensor) -> Outputs:
+            return module.attend(query, memory), _weights(module)
+
+        return decode(step, inputs.queries)
+
+    return Runnable(forward, _with_parameters(inputs, module))
+
+
+def _op_full(inputs: Inputs) -> Runnable:
+    def forward() -> Outputs:
+        context, weights = bf.additive_attention(
+            inputs.queries,
+            inputs.keys,
+            inputs.values,
+            inputs.w_q,
+            inputs.w_k,
+            inputs.w_v,
+            inputs.valid_lens,
+        )
+        if weights is None:
+            raise RuntimeError("additive_attention gave no weights")
+        return context, weights
+
+    return Runnable(forward, inputs.leaves("full"))
+
+
+def _op_projected(inputs: Inputs, ready: bool = False) -> Runnable:
+    backend = backends.resolve(inputs.keys.device)
+    query, values, w_v = inputs.projected_queries, inputs.values, inputs.w_v
+    prepared = project(inputs.projected_keys, backend) if ready else None
+
+    def forward() -> Outputs:
+        keys = prepared or ProjectedKeys(inputs.projected_keys, None, None)
+        return attend_projected(backend, query, keys, values, w_v, inputs.valid_lens)
+
+    return Runnable(forward, inputs.leaves("projected"))
+
+
+def attend_projected(
+    backend: str,
+    queries: Tensor,
+    keys: ProjectedKeys,
+    values: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None,
+) -> Outputs:
+    """Ours, after the projections.
+
+    Args:
+        backend: its name.
+        queries: (B,Tq,H), projected.
+        keys: projected.
+        values: (B,Tk,Dv).
+        w_v: (1,H).
+        valid_lens: None, (B,) or (B,Tq).
+    """
+    given = (queries, keys.keys, values, None, None, w_v, None, w_v.shape[-1], 0.0)
+    route = backends.decide(*given, keys_projected=True, name=backend)
+    return functional.attend_projected(route, queries, keys, values, w_v, valid_lens, 0.0)
+
+
+PROVIDERS: tuple[Provider, ...] = (
+    Provider(
+        "d2l eager",
+        "eager",
+        {
+            "full": partial(_module, _course),
+            "again": partial(_module, _course),
+            "step": partial(_module, _course),
+            "projected": _course_projected,
+            "loop": partial(_module, _course, steps=True),
+        },
+    ),
+    Provider("rewrite eager", "eager", _rewrites(lambda function: function)),
+    Provider(
+        "d2l compiled",
+        "compiled",
+        {"loop": partial(_module, _course, steps=True, compile_it=True)},
+        on_demand=True,
+    ),
+    Provider("compiled", "compiled", _rewrites(compiled)),
+    Provider(
+        "compiled max-autotune",
+        "compiled",
+        _rewrites(partial(compiled, mode="max-autotune")),
+        on_demand=True,
+    ),
+    Provider(
+        "ours module",
+        "ours",
+        {
+            "full": partial(_module, _ours),
+            "again": partial(_module, _ours, known=True),
+            "loop": partial(_module, _ours, steps=True),
+        },
+    ),
+    Provider("ours memory", "ours", {"step": _memory_step, "loop": _memory_loop}),
+    Provider(
+        "ours op",
+        "ours",
+        {
+            "full": _op_full,
+            "projected": _op_projected,
+            "scan": partial(_op_projected, ready=True),
+        },
+    ),
+)

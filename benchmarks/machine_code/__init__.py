@@ -1,0 +1,1 @@
+"""What compilers made of the GPU kernels."""

@@ -1,0 +1,141 @@
+"""Resources of the CUDA C++ kernels, as nvcc reported them when the extension was built."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .sass import Block, hot, resident_warps
+
+__all__ = ["KINDS", "Kernel", "kernels", "machine_code", "rows", "run_tool", "tool"]
+
+ROOT = Path(__file__).resolve().parents[2]
+OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
+KINDS = {"f32": "fp32", "f64": "fp64", "bf16": "bf16", "f16": "fp16", "f32_in_f64": "fp32 in fp64"}
+THREADS = {"row_softmax": 128, "softmax_grad": 128}  # of a block; 256 else
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation for one GPU, as ptxas reported it.
+
+    Attributes:
+        entry: its mangled name.
+        kind: a key of KINDS.
+        arch: "80", "90a" and so on.
+        registers: of a thread.
+        stack: bytes of a thread's stack frame.
+        spills: bytes stored and loaded because registers did not suffice.
+    """
+
+    entry: str
+    kind: str
+    arch: str
+    registers: int
+    stack: int
+    spills: int
+
+    @property
+    def name(self) -> str:
+        """Name of the function, with its template number if it has one."""
+        found = re.search(r"3gpu(\d+)(\w+)", self.entry)
+        if found is None:
+            return self.entry
+        size = int(found[1])
+        number = re.search(r"L(?:i|NS\w*?E)(\d+)E", found[2][size:])
+        return found[2][:size] + (f" {number[1]}" if number else "")
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return THREADS.get(self.name, 256) // 32
+
+
+_REPORT = re.compile(
+    r"Compiling entry function '(\w+)' for 'sm_(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes "
+    r"spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+def kernels() -> list[Kernel]:
+    """Every kernel that was compiled; empty if the extension was not built."""
+    found = []
+    for kind in KINDS:
+        path = OBJECTS / f"kernels_{kind}.txt"
+        for report in _REPORT.findall(path.read_text() if path.exists() else ""):
+            entry, arch, stack, stores, loads, registers = report
+            spills = int(stores) + int(loads)
+            found.append(Kernel(entry, kind, arch, int(registers), int(stack), spills))
+    return found
+
+
+def tool(name: str) -> str | None:
+    """Path of a CUDA tool, from Triton's package or the toolkit; None if neither has it."""
+    spec = importlib.util.find_spec("triton")
+    if spec is not None and spec.origin is not None:
+        packaged = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+        if packaged.exists():
+            return str(packaged)
+    return shutil.which(name)
+
+
+def run_tool(name: str, *arguments: str, folder: str | None = None) -> str:
+    """Output of a CUDA tool, run in a folder.
+
+    Raises:
+        FileNotFoundError: the tool is not installed.
+    """
+    path = tool(name)
+    if path is None:
+        raise FileNotFoundError(f"{name} must be installed, with Triton or the CUDA toolkit")
+    done = subprocess.run(
+        [path, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def machine_code(kind: str, arch: str) -> dict[str, str]:
+    """SASS by mangled name; empty without a disassembler."""
+    if tool("cuobjdump") is None or tool("nvdisasm") is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        objects = str(OBJECTS / f"kernels_{kind}.o")
+        run_tool("cuobjdump", "-xelf", "all", objects, folder=folder)
+        (cubin,) = Path(folder).glob(f"*sm_{arch}.cubin")
+        listing = run_tool("nvdisasm", "-c", str(cubin))
+    parts = re.split(r"\.section\s+\.text\.(\w+)", listing)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _rate(block: Block | None) -> str:
+    """Special-function operations, fma and loads per element; four elements share a reciprocal."""
+    if block is None:
+        return "-"
+    elements = 4 * block.counts["MUFU.RCP"]
+    counts = (block.special, block.fma, block.loads)
+    return "factored " + " / ".join(f"{count / elements:.2f}" for count in counts)
+
+
+def rows() -> Iterator[list[str]]:
+    """Lines for the table of benchmarks.budgets."""
+    code: dict[tuple[str, str], dict[str, str]] = {}
+    for kernel in kernels():
+        where = (kernel.kind, kernel.arch)
+        if where not in code:
+            code[where] = machine_code(*where)
+        sass = code[where].get(kernel.entry, "")
+        factored = kernel.name == "tile_scores" and "64" not in kernel.kind
+        resident = resident_warps(kernel.registers, kernel.warps)
+        yield [
+            *(f"{kernel.name} (C++)", f"sm_{kernel.arch}", KINDS[kernel.kind]),
+            *(f"{kernel.warps} warps", str(kernel.registers), "by sizes", str(kernel.spills)),
+            *(f"{resident} of 64 by registers", _rate(hot(sass, False)) if factored else "-", "-"),
+        ]

@@ -1,0 +1,1 @@
+"""What a run of ``bench`` measures beside its tables."""

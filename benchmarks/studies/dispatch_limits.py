@@ -1,0 +1,250 @@
+"""The limits at which auto changes its choice: is its choice the fastest on both sides?
+
+Auto chooses by sizes. On both sides of each limit every way is forced and timed, in turns. The way
+that auto takes may need ``LIMIT_SLACK`` times the time of the best way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import bahdanau_fast as bf
+from bahdanau_fast import backends, memory, projection
+from bahdanau_fast.backends import limits
+from bahdanau_fast.functional import attend_queries
+
+from ..contestants.parity import Oracle
+from ..contestants.providers import Runnable, attend_projected
+from ..timing.measure import interleave
+from ..workloads.shapes import MANY_QUERIES, TOY, Inputs, Shape, draw
+
+__all__ = ["CHOICES", "Choice", "measure"]
+
+Way = Callable[[Inputs], Callable[[], Any]]
+_NEVER, _ALWAYS = 0, limits.NEVER
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice that auto makes by a limit.
+
+    Attributes:
+        what: description of the choice.
+        task: the providers' task, for the parity check; empty for no check.
+        ways: forces each way.
+        takes: the way that auto takes on some inputs.
+        shapes: shapes on both sides of the limit.
+    """
+
+    what: str
+    task: str
+    ways: dict[str, Way]
+    takes: Callable[[Inputs], str]
+    shapes: tuple[Shape, ...]
+
+
+def _op(backend: str | None, **moved: int) -> Way:
+    """The function on raw queries and keys, with limits moved."""
+
+    def way(inputs: Inputs) -> Callable[[], Any]:
+        arguments = (inputs.queries, inputs.keys, inputs.values, inputs.w_q, inputs.w_k, inputs.w_v)
+        chosen = replace(limits.LIMITS, **moved)
+
+        def call() -> Any:
+            limits.LIMITS = chosen
+            return bf.additive_attention(*arguments, inputs.valid_lens, backend=backend)
+
+        return call
+
+    return way
+
+
+def _project(**moved: int) -> Way:
+    """The projection of the keys, with limits moved."""
+
+    def way(inputs: Inputs) -> Callable[[], Any]:
+        chosen = replace(limits.LIMITS, **moved)
+
+        def call() -> Any:
+            limits.LIMITS = chosen
+            return projection.linear(inputs.keys, inputs.w_k)
+
+        return call
+
+    return way
+
+
+def _attend(**moved: int) -> Way:
+    """A step on projected keys, with the limits of the kept table moved."""
+
+    def way(inputs: Inputs) -> Callable[[], Any]:
+        with limits.using(**moved):
+            keys = memory.project(inputs.projected_keys, "cpu", inputs.queries.shape[1])
+        rest = (inputs.values, inputs.w_v.detach(), inputs.valid_lens)
+        return lambda: attend_projected("cpu", inputs.projected_queries, keys, *rest)
+
+    return way
+
+
+def _step(**moved: int) -> Way:
+    """A step on a memory, with the limits of the operator that projects its query moved."""
+
+    def way(inputs: Inputs) -> Callable[[], Any]:
+        keys = memory.project(inputs.projected_keys, "cpu", inputs.queries.shape[1])
+        w_v = inputs.w_v.detach()
+        chosen = replace(limits.LIMITS, **moved)
+
+        def call() -> Any:
+            limits.LIMITS = chosen
+            route = _route(inputs, keys.keys)
+            rest = (keys, inputs.values, w_v, inputs.valid_lens, 0.0)
+            return attend_queries(route, inputs.queries, inputs.w_q, *rest)
+
+        return call
+
+    return way
+
+
+def _route(inputs: Inputs, projected: torch.Tensor | None = None) -> backends.Route:
+    """How auto computes a call, from raw keys unless projected ones are given."""
+    known = projected is not None
+    keys = projected if projected is not None else inputs.keys
+    w_k = None if known else inputs.w_k
+    weights = (inputs.w_q, w_k, inputs.w_v.detach())
+    given = (inputs.queries, keys, inputs.values, *weights, None, len(inputs.w_q), 0.0)
+    return backends.decide(*given, keys_projected=known)
+
+
+def _operators(inputs: Inputs) -> str:
+    return "one" if _route(inputs).form == "one operator" else "three"
+
+
+def _keeps(inputs: Inputs) -> str:
+    keys = memory.project(inputs.projected_keys, "cpu", inputs.queries.shape[1])
+    return "made anew" if keys.table is None else "kept"
+
+
+def _tiny(keys: int) -> Shape:
+    return replace(TOY, name="tiny", keys=keys, lens="none")
+
+
+def _rows(batch: int, features: int = 512, hidden: int = 512) -> Shape:
+    return Shape(f"rows of {features}", batch, 1, 1, hidden, key_size=features)
+
+
+CHOICES = (
+    Choice(
+        "backend",
+        "full",
+        {"cpu": _op("cpu"), "reference": _op("reference")},
+        lambda inputs: backends.resolve(inputs.keys.device),
+        (TOY, Shape("one", 1, 1, 1, 1), MANY_QUERIES[0], Shape("long", 1, 1, 4000, 64)),
+    ),
+    Choice(
+        "operators of a call",
+        "full",
+        {"one": _op(None, one_operator_work=_ALWAYS), "three": _op(None, one_operator_work=_NEVER)},
+        _operators,
+        (
+            _tiny(10),
+            *(Shape("small", 8, 1, keys, 16) for keys in (2, 7, 14, 56, 224)),
+            *(Shape("narrow", 2, 1, keys, 32) for keys in (2, 7, 14, 56, 224)),
+        ),
+    ),
+    Choice(
+        "matrix product of the projection",
+        "",
+        {
+            "MKL": _project(onednn_work=_ALWAYS),
+            "oneDNN": _project(onednn_work=0, onednn_rows=0),
+        },
+        lambda inputs: "oneDNN" if projection._pays(inputs.keys, inputs.w_k) else "MKL",
+        (
+            *map(_rows, (1, 2, 4, 8, 16, 64, 512, 1024, 3200)),
+            *(_rows(64, 32, 32), _rows(1152, 256, 256), _rows(10240, 512, 128)),
+        ),
+    ),
+    Choice(
+        "projection of a step's queries",
+        "step",
+        {
+            "in its operator": _step(step_rows=_ALWAYS, step_work=_ALWAYS),
+            "in front": _step(step_rows=0, step_work=0),
+        },
+        lambda inputs: (
+            "in its operator"
+            if _route(inputs, inputs.projected_keys).form == "step"
+            else "in front"
+        ),
+        tuple(
+            Shape("step", batch, 1, 20, hidden)
+            for batch, hidden in ((1, 32), (64, 32), (64, 128), (1, 512), (8, 512), (32, 512))
+        ),
+    ),
+    Choice(
+        "table of exponentials for steps on a memory",
+        "projected",
+        {
+            "kept": _attend(table_elements=0, table_queries=_ALWAYS),
+            "made anew": _attend(table_elements=_ALWAYS),
+        },
+        _keeps,
+        (
+            *(Shape("memory", 2, 1, keys, 64) for keys in (4, 8, 16, 32, 128)),
+            Shape("memory", 8, 1, 400, 512),
+        ),
+    ),
+)
+
+
+def measure(seconds: float = 0.1, choices: tuple[Choice, ...] = CHOICES) -> list[dict[str, Any]]:
+    """Time every way of every choice on its shapes; empty without the C++ backend.
+
+    Args:
+        seconds: timing per way.
+        choices: the choices to measure.
+
+    Raises:
+        RuntimeError: a way's result fails parity.
+    """
+    if backends.resolve(torch.device("cpu")) != "cpu":
+        return []
+    before = limits.LIMITS
+    wanted = [(choice, shape) for choice in choices for shape in choice.shapes]
+    found = []
+    try:
+        with torch.no_grad(), tqdm(wanted, disable=not sys.stderr.isatty()) as bar:
+            for choice, shape in bar:
+                bar.set_description(f"{choice.what} {shape.name}")
+                limits.LIMITS = before
+                found.append(_measure(choice, shape, seconds))
+    finally:
+        limits.LIMITS = before
+    return found
+
+
+def _measure(choice: Choice, shape: Shape, seconds: float) -> dict[str, Any]:
+    inputs = draw(shape)
+    taken = choice.takes(inputs)
+    calls = {name: way(inputs) for name, way in choice.ways.items()}
+    if choice.task:
+        oracle = Oracle(inputs, shape, choice.task, False)
+        for name, call in calls.items():
+            if not oracle.check(Runnable(call, ()), "ours", False).passed:
+                raise RuntimeError(f"{choice.what}, {name}: parity fails at {shape}")
+    timings = interleave(calls, seconds * len(calls))
+    best = timings.fastest(list(calls))
+    return {
+        "what": choice.what,
+        "shape": asdict(shape),
+        "takes": taken,
+        "best": best,
+        "seconds": {name: asdict(timings.time(name)) for name in calls},
+        "behind": asdict(timings.ratio(taken, best)),
+    }

@@ -1,0 +1,1 @@
+"""How time is taken: in turns, in processes, and what a difference means."""

@@ -1,0 +1,79 @@
+"""The machine that figures come from, and the files that keep them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bahdanau_fast as bf
+
+__all__ = ["machine", "save", "slug"]
+
+
+def machine() -> dict[str, str]:
+    """Processor, versions and commit of this run."""
+    explained = bf.backends.explain("cpu").splitlines()
+    return {
+        "cpu": _cpu_model(),
+        "cores": f"{os.cpu_count()} ({torch.get_num_threads()} threads)",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "bahdanau_fast": bf.__version__,
+        "commit": _commit(),
+        "backend": explained[0],
+        "cpu kernels": next(
+            line.split(maxsplit=1)[-1] for line in explained if line.split()[0] == "cpu"
+        ),
+    }
+
+
+def _cpu_model() -> str:
+    """The processor's name with family and model, which cloud machines often leave out of it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    pairs = (line.partition(":") for line in reversed(lines))
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
+    if "model name" not in fields:
+        return platform.processor() or platform.machine()
+    numbers = f"family {fields.get('cpu family', '?')}, model {fields.get('model', '?')}"
+    return f"{fields['model name']} ({numbers})"
+
+
+def slug(where: dict[str, str]) -> str:
+    """File name of a machine's figures: processor, family, model and cores.
+
+    Args:
+        where: what :func:`machine` returned on that machine.
+    """
+    name = re.sub(r"\((R|TM)\)|\b(CPU|Processor|family|model)\b|@.*?(?=\()", " ", where["cpu"])
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return f"cpu-{words}-{where['cores'].split()[0]}cores"
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        folder = Path(__file__).parent
+        command = ["git", *arguments]
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        except OSError:
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    changes = " with changes" if git("status", "--porcelain") else ""
+    return (commit or "none") + changes
+
+
+def save(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write figures as JSON, this machine first unless they name theirs; nothing without a path."""
+    if path is not None:
+        text = json.dumps({"machine": machine(), **figures}, indent=1, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""What is measured: shapes, their tensors, and the rows of the tables."""

@@ -1,0 +1,212 @@
+"""Shapes of real uses and of the speed bounds, and the tensors of a shape.
+
+The tensors are drawn once and given to every provider and to the oracle.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "AXES",
+    "DECODE_STEPS",
+    "LARGEST",
+    "LIST",
+    "LOOP",
+    "MANY_QUERIES",
+    "QUICK",
+    "SCAN",
+    "STEPS_ON_MEMORY",
+    "SWEEPS",
+    "TOY",
+    "Inputs",
+    "Shape",
+    "draw",
+    "nbytes",
+]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call, named after where it comes from.
+
+    Attributes:
+        lens: ``none`` passes no valid_lens, ``full`` passes Tk everywhere (a mask without padding
+            to skip), ``drawn`` draws them from 1 to Tk.
+        forward_only: no training, either in this use or because the baselines' backward would
+            need too much memory or time.
+    """
+
+    name: str
+    batch: int
+    queries: int
+    keys: int
+    hidden: int
+    query_size: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    lens: Literal["none", "full", "drawn"] = "none"
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        for size in ("query_size", "key_size", "value_size"):
+            if getattr(self, size) == 0:  # D = H unless a use has other sizes
+                object.__setattr__(self, size, self.hidden)
+
+    @property
+    def features(self) -> int:
+        """Elements of the (B,Tq,Tk,H) tensor that unfused code allocates."""
+        return self.batch * self.queries * self.keys * self.hidden
+
+    @property
+    def projection_flops(self) -> int:
+        """Operations of both projections, one forward."""
+        query = self.queries * self.query_size
+        return 2 * self.batch * self.hidden * (query + self.keys * self.key_size)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that one fp32 step on a memory has to read: the table and the values, once."""
+        return 4 * self.batch * self.keys * (self.hidden + self.value_size)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.batch},{self.queries},{self.keys},{self.hidden})"
+
+
+TOY = Shape("d2l-toy", 2, 1, 10, 8, query_size=20, key_size=2, value_size=4, lens="drawn")
+
+SCAN = Shape("gnmt-train", 256, 1, 75, 1024)
+
+MANY_QUERIES = (
+    Shape("parallel-4", 4, 128, 128, 512),
+    Shape("parallel-32", 32, 33, 34, 1024),
+)
+
+LIST = (
+    TOY,
+    Shape("d2l-nmt", 128, 1, 9, 256, lens="drawn"),
+    SCAN,
+    Shape("gnmt-infer", 1280, 1, 66, 1024, forward_only=True),
+    Shape("tacotron2", 64, 1, 160, 128, query_size=1024, key_size=512, value_size=512),
+    Shape("speech", 30, 1, 600, 1024),
+    Shape("ocr", 192, 1, 26, 256),
+    Shape("captioning", 32, 1, 196, 512, key_size=2048, value_size=2048),
+    Shape("pointer-generator", 8, 1, 400, 512),
+    Shape("tsp", 512, 1, 100, 128),
+    *MANY_QUERIES,
+    Shape("parallel-128", 128, 10, 128, 1024, forward_only=True),
+    Shape("parallel-16", 16, 512, 512, 512, forward_only=True),
+    Shape("pooling", 1, 1, 40000, 512),
+)
+
+# Steps of a decoder loop: a sentence.
+DECODE_STEPS = 50
+
+# One decoder step on a memory.
+STEPS_ON_MEMORY = (
+    Shape("step-64", 64, 1, 50, 512),
+    Shape("step-16", 16, 1, 400, 512),
+    Shape("step-1", 1, 1, 1000, 512),
+    Shape("step-small", 64, 1, 10, 32),
+)
+
+# The course decoder always passes lengths; full ones, so that there is no padding to skip.
+LOOP = Shape("loop-64", 64, 1, 50, 512, lens="full")
+
+_CENTRE = Shape("sweep", 2, 16, 256, 256)
+
+
+def _along(field: str, *sizes: int) -> tuple[Shape, ...]:
+    values = {"value_size": _CENTRE.value_size}  # the size of the outputs does not depend on H
+    return tuple(replace(_CENTRE, **{field: size, **values}) for size in sizes)
+
+
+# One size at a time by factors of four, B by factors of two, the others as in the middle of all.
+SWEEPS = {
+    "Tk": _along("keys", 64, 256, 1024, 4096),
+    "Tq": _along("queries", 1, 4, 16, 64),
+    "H": _along("hidden", 16, 64, 256, 1024),
+    "B": _along("batch", 2, 4, 8, 16),
+}
+# Of each sweep, growth is fitted to so many of the largest sizes, where fixed cost no longer shows.
+LARGEST = 3
+# The field of a shape that each sweep changes.
+AXES = {"Tk": "keys", "Tq": "queries", "H": "hidden", "B": "batch"}
+
+QUICK = ("d2l-toy", "d2l-nmt", "ocr", "pointer-generator")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of all tasks; ``values`` is ``keys`` where the sizes allow it, as in d2l."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    w_q: Tensor
+    w_k: Tensor
+    w_v: Tensor
+    valid_lens: Tensor | None
+    projected_queries: Tensor
+    projected_keys: Tensor
+    grad_context: Tensor
+
+    def leaves(self, task: str) -> tuple[Tensor, ...]:
+        """The tensors whose gradients a training step of this task computes."""
+        if task in ("projected", "scan"):
+            return (self.projected_queries, self.projected_keys, self.values, self.w_v)
+        sources = (self.keys,) if self.values is self.keys else (self.keys, self.values)
+        return (self.queries, *sources, self.w_q, self.w_k, self.w_v)
+
+    def require_grad(self, required: bool) -> None:
+        """Turn gradients of all floating inputs on or off."""
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if tensor is not None and tensor.is_floating_point() and field.name != "grad_context":
+                tensor.requires_grad_(required)
+
+
+def draw(shape: Shape, seed: int = 0) -> Inputs:
+    """Normal inputs and weights of the size that nn.Linear starts from, fp32 on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    def linear(rows: int, columns: int) -> Tensor:
+        return (torch.rand(rows, columns, generator=generator) * 2 - 1) / math.sqrt(columns)
+
+    queries = normal(shape.batch, shape.queries, shape.query_size)
+    keys = normal(shape.batch, shape.keys, shape.key_size)
+    shared = shape.key_size == shape.value_size
+    values = keys if shared else normal(shape.batch, shape.keys, shape.value_size)
+    w_q = linear(shape.hidden, shape.query_size)
+    w_k = linear(shape.hidden, shape.key_size)
+    lens = None
+    if shape.lens == "full":
+        lens = torch.full((shape.batch,), shape.keys)
+    elif shape.lens == "drawn":
+        lens = torch.randint(1, shape.keys + 1, (shape.batch,), generator=generator)
+    return Inputs(
+        queries,
+        keys,
+        values,
+        w_q,
+        w_k,
+        linear(1, shape.hidden),
+        lens,
+        F.linear(queries, w_q),
+        F.linear(keys, w_k),
+        normal(shape.batch, shape.queries, shape.value_size),
+    )
+
+
+def nbytes(*tensors: Tensor) -> int:
+    """Bytes of tensors that do not share storage."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
