@@ -16,7 +16,7 @@ __all__ = ["attend_raw"]
 
 @functools.cache
 def _sharing(device: torch.device) -> int:
-    """Blocks that share W_q among them on a GPU (csrc/cuda/decode.h): a cluster, from 9.0 on."""
+    """Blocks that share W_q on a GPU (csrc/cuda/kernels/decode.h): a cluster, from 9.0 on."""
     return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
 
 

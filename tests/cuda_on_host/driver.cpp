@@ -3,7 +3,7 @@
 // tests/cuda_on_host/__init__.py, which speaks the same format.
 #include <unistd.h>
 
-#include "attend.h"
+#include "cuda/op/attend.h"
 
 namespace {
 

@@ -1,13 +1,13 @@
 // How forward and backward are cut into launches. Host code; knows no torch.
 #pragma once
 
-#include "decode_backward.h"
-#include "grad_scores.h"
-#include "grad_tanh.h"
-#include "interface.h"
-#include "matmul.h"
-#include "raw_keys.h"
-#include "scores.h"
+#include "cuda/kernels/decode_backward.h"
+#include "cuda/kernels/grad_scores.h"
+#include "cuda/kernels/grad_tanh.h"
+#include "cuda/kernels/interface.h"
+#include "cuda/kernels/matmul.h"
+#include "cuda/kernels/raw_keys.h"
+#include "cuda/kernels/scores.h"
 
 namespace bahdanau_fast::gpu {
 

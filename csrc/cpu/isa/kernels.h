@@ -1,11 +1,11 @@
 // The table of kernels of the instruction set this file is compiled for.
 #pragma once
 
-#include "backward.h"
-#include "grad_tanh.h"
-#include "hash.h"
-#include "project.h"
-#include "recurrent.h"
+#include "cpu/kernels/backward.h"
+#include "cpu/kernels/grad_tanh.h"
+#include "cpu/kernels/hash.h"
+#include "cpu/kernels/project.h"
+#include "cpu/kernels/recurrent.h"
 
 namespace bahdanau_fast {
 namespace {

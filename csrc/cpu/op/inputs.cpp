@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "simd.h"
+#include "cpu/kernels/simd.h"
 
 namespace bahdanau_fast {
 

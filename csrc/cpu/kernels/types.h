@@ -3,7 +3,7 @@
 // Sizes: B batch, Tq queries, Tk keys, H hidden units, Dv value features.
 #pragma once
 
-#include "../kinds.h"
+#include "common/kinds.h"
 
 namespace bahdanau_fast {
 

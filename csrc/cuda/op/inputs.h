@@ -7,8 +7,8 @@
 #include <optional>
 #include <vector>
 
-#include "../dtypes.h"
-#include "interface.h"
+#include "common/dtypes.h"
+#include "cuda/kernels/interface.h"
 
 namespace bahdanau_fast::gpu {
 

@@ -10,8 +10,8 @@
 #include <optional>
 #include <vector>
 
-#include "../dtypes.h"
-#include "dispatch.h"
+#include "common/dtypes.h"
+#include "cpu/isa/dispatch.h"
 
 namespace bahdanau_fast {
 

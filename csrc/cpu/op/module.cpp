@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "dispatch.h"
+#include "cpu/isa/dispatch.h"
 
 namespace {
 

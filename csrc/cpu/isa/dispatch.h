@@ -1,7 +1,7 @@
 // Which instruction set serves this process.
 #pragma once
 
-#include "types.h"
+#include "cpu/kernels/types.h"
 
 namespace bahdanau_fast {
 

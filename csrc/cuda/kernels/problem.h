@@ -1,7 +1,7 @@
 // What all kernels do with a problem: rows, lengths, dropout, 16 bytes at a time.
 #pragma once
 
-#include "../cpu/dropout.h"
+#include "cpu/kernels/dropout.h"
 #include "device.h"
 #include "interface.h"
 

@@ -4,7 +4,7 @@
 // T is the type tensors are stored in, A the one sums are taken in, W that of the weights.
 #pragma once
 
-#include "../kinds.h"
+#include "common/kinds.h"
 
 namespace bahdanau_fast::gpu {
 
