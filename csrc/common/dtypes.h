@@ -5,15 +5,11 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include "kinds.h"
+#include "common/kinds.h"
 
 namespace bahdanau_fast {
 
-// fp32 problems of at most this many (query, key, hidden) elements are computed in fp64: that costs
-// little, and only the rounding of the result is left as an error.
-constexpr int64_t kSmall = 524288;
-
-// The kind a floating tensor is stored in; an error that names the argument otherwise.
+// The kind of a floating tensor; an error that names the argument for any other.
 inline Kind kind_of(const torch::stable::Tensor& tensor, const char* name) {
   using torch::headeronly::ScalarType;
   switch (tensor.scalar_type()) {
@@ -31,7 +27,7 @@ inline Kind kind_of(const torch::stable::Tensor& tensor, const char* name) {
   return Kind::f32;
 }
 
-// f(x) with some x of the type a tensor of any real dtype is stored in.
+// f(x) with an x of the type that the elements of a tensor of any real dtype have.
 template <class F>
 auto with_type_of(const torch::stable::Tensor& tensor, const char* name, const F& f) {
   using torch::headeronly::ScalarType;

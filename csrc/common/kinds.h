@@ -1,11 +1,12 @@
-// The types tensors are stored in, as all kernels know them. No torch, no instruction set in here.
+// Storage types of tensors, for all kernels. No torch, no instruction set in here.
 #pragma once
 
 #include <cstdint>
 
 namespace bahdanau_fast {
 
-// Storage type of the tensors, and the type sums are taken in.
+// The storage type of the tensors; the sum type is fp64 for the two with f64 in their name, else
+// fp32.
 enum class Kind : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3, f32_in_f64 = 4 };
 constexpr int kKinds = 5;
 
@@ -16,8 +17,8 @@ struct f16 {
   uint16_t bits;
 };
 
-// The weights are returned, and kept for backward, in no less than fp32: a softmax gradient
-// subtracts neighbouring numbers.
+// Attention weights are returned, and saved for backward, in fp32 or fp64: a softmax gradient is a
+// difference of numbers that are nearly the same.
 template <class T>
 struct WeightOf {
   using type = float;

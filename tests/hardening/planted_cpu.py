@@ -21,12 +21,12 @@ DROPOUT = ("tests/test_dropout.py", "")
 MUTANTS = [
     Mutant(
         "cpu forward", MASK, "a key too many", "csrc/cpu/kernels/forward.h",
-        "kept == 0 || kept > j1 ? j1 : kept;", "kept == 0 || kept >= j1 ? j1 : kept + 1;", PARITY,
+        "keys == 0 || keys > j1 ? j1 : keys;", "keys == 0 || keys >= j1 ? j1 : keys + 1;", PARITY,
     ),
     Mutant(
         "cpu forward", MASK, "the first padded weight not zeroed", "csrc/cpu/kernels/forward.h",
-        "for (int64_t j = kept; j < Tk; ++j) narrow",
-        "for (int64_t j = kept + 1; j < Tk; ++j) narrow", PARITY,
+        "for (int64_t j = keys; j < Tk; ++j) narrow",
+        "for (int64_t j = keys + 1; j < Tk; ++j) narrow", PARITY,
     ),
     Mutant(
         "cpu forward", TAIL, "last hidden unit", "csrc/cpu/kernels/score.h",
@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "cpu forward", TAIL, "an odd last key", "csrc/cpu/kernels/score.h",
-        "if (j < keys) score_rows<A, 1, path>", "if (j + 1 < keys) score_rows<A, 1, path>", PARITY,
+        "if (j < keys) score_rows<A, 1, form>", "if (j + 1 < keys) score_rows<A, 1, form>", PARITY,
     ),
     Mutant(
         "cpu forward", TAIL, "last column of the values", "csrc/cpu/kernels/linear.h",
@@ -63,17 +63,17 @@ MUTANTS = [
     ),
     Mutant(
         "cpu combine", MASK, "the last key left out", "csrc/cpu/kernels/forward.h",
-        "const int64_t kept = p.kept[row] == 0 ? p.Tk : p.kept[row];",
-        "const int64_t kept = p.kept[row] == 0 ? p.Tk : p.kept[row] - 1;", SPLIT,
+        "const int64_t keys = p.key_counts[row] == 0 ? p.Tk : p.key_counts[row];",
+        "const int64_t keys = p.key_counts[row] == 0 ? p.Tk : p.key_counts[row] - 1;", SPLIT,
     ),
     Mutant(
         "cpu combine", TAIL, "last chunk", "csrc/cpu/kernels/forward.h",
-        "const int64_t used = (kept + plan.chunk - 1) / plan.chunk;",
-        "const int64_t used = kept > plan.chunk ? kept / plan.chunk : 1;", SPLIT,
+        "const int64_t used = (keys + plan.chunk - 1) / plan.chunk;",
+        "const int64_t used = keys > plan.chunk ? keys / plan.chunk : 1;", SPLIT,
     ),
     Mutant(
         "cpu dropout", MASK, "the number of the neighbour", "csrc/cpu/kernels/dropout.h",
-        "double(block.lane[j & 3])", "double(block.lane[(j + 1) & 3])", DROPOUT,
+        "block.lane[j & 3] >=", "block.lane[(j + 1) & 3] >=", DROPOUT,
     ),
     Mutant(
         "cpu grad_scores", TAIL, "last key of a tile", "csrc/cpu/kernels/backward.h",
@@ -93,12 +93,12 @@ MUTANTS = [
     Mutant(
         "cpu grad_softmax", MASK, "the first padded score not zeroed",
         "csrc/cpu/kernels/backward.h",
-        "for (int64_t j = kept; j < p.Tk; ++j) scores[j] = A(0);",
-        "for (int64_t j = kept + 1; j < p.Tk; ++j) scores[j] = A(0);", PARITY,
+        "for (int64_t j = keys; j < p.Tk; ++j) scores[j] = A(0);",
+        "for (int64_t j = keys + 1; j < p.Tk; ++j) scores[j] = A(0);", PARITY,
     ),
     Mutant(
         "cpu grad_softmax", TAIL, "every 64th key", "csrc/cpu/kernels/backward.h",
-        "j < kept && j < block + 64", "j < kept && j < block + 63", PARITY,
+        "j < keys && j < block + 64", "j < keys && j < block + 63", PARITY,
     ),
     Mutant(
         "cpu grad_softmax", TAIL, "last weight kept for later", "csrc/cpu/kernels/backward.h",
@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     Mutant(
         "cpu grad_tanh", MASK, "the first padded key not zeroed", "csrc/cpu/kernels/grad_tanh.h",
-        "for (int64_t j = look; grad_keys", "for (int64_t j = look + 1; grad_keys", PARITY,
+        "for (int64_t j = used; grad_keys", "for (int64_t j = used + 1; grad_keys", PARITY,
     ),
     Mutant(
         "cpu grad_tanh", TAIL, "last key of a tile", "csrc/cpu/kernels/grad_tanh.h",

@@ -20,12 +20,12 @@ SYNC = "__syncthreads();\n"
 MUTANTS = [
     Mutant(
         "cuda, all", MASK, "a key too many",
-        "csrc/cuda/kernels/problem.h", "p.Tk : int64_t(ceil(len));",
-        "p.Tk : int64_t(len) + 1;", DRAWN,
+        "csrc/cuda/kernels/problem.h", "keys_within(len, p.Tk);",
+        "keys_within(len + 1.0, p.Tk);", DRAWN,
     ),
     Mutant(
         "cuda decode_forward", MASK, "a key too many", "csrc/cuda/kernels/decode.h",
-        "larger(0, smaller(look - j0, n));", "larger(0, smaller(look - j0 + 1, n));", DRAWN,
+        "larger(0, smaller(valid - j0, n));", "larger(0, smaller(valid - j0 + 1, n));", DRAWN,
     ),
     Mutant(
         "cuda decode_forward", TAIL, "last key of a split", "csrc/cuda/kernels/decode.h",
@@ -76,13 +76,13 @@ MUTANTS = [
     ),
     Mutant(
         "cuda W_q of a block", TAIL, "last feature", "csrc/cuda/kernels/decode.h",
-        "load_units<T, A, vectors>(rows[q], c, d.Dq, of_query);",
-        "load_units<T, A, vectors>(rows[q], c, d.Dq - 1, of_query);",
+        "load_units<T, A, vectors>(rows[q], c, d.Dq, query);",
+        "load_units<T, A, vectors>(rows[q], c, d.Dq - 1, query);",
         (FILE, "projects_its_queries and bfloat16"),
     ),
     Mutant(
         "cuda W_q of a cluster", TAIL, "last hidden unit", "csrc/cuda/kernels/decode.h",
-        "of < blocks && h < p.H) *in_block", "of < blocks && h < p.H - 1) *in_block", STEP,
+        "target < blocks && h < p.H) *in_block", "target < blocks && h < p.H - 1) *in_block", STEP,
     ),
     Mutant(
         "cuda W_q of a cluster", BARRIER, "after the shares are left", "csrc/cuda/kernels/decode.h",
@@ -109,8 +109,8 @@ MUTANTS = [
     ),
     Mutant(
         "cuda decode_backward", MASK, "a key too few", "csrc/cuda/kernels/decode_backward.h",
-        "larger(0, smaller(n, kept(p, b, i) - j0))",
-        "larger(0, smaller(n, kept(p, b, i) - 1 - j0))", STEP_BACK,
+        "larger(0, smaller(n, key_count(p, b, i) - j0))",
+        "larger(0, smaller(n, key_count(p, b, i) - 1 - j0))", STEP_BACK,
     ),
     Mutant(
         "cuda decode_backward", TAIL, "last key of a part", "csrc/cuda/kernels/decode_backward.h",
@@ -143,8 +143,8 @@ MUTANTS = [
     ),
     Mutant(
         "cuda decode_grad_weights", MASK, "the last key anybody looks at",
-        "csrc/cuda/kernels/grad_scores.h", "i0 < p.Tq && j0 + j < look;",
-        "i0 < p.Tq && j0 + j + 1 < look;", FIVE,
+        "csrc/cuda/kernels/grad_scores.h", "i0 < p.Tq && j0 + j < used;",
+        "i0 < p.Tq && j0 + j + 1 < used;", FIVE,
     ),
     Mutant(
         "cuda decode_grad_weights", BARRIER, "after loading", "csrc/cuda/kernels/grad_scores.h",
@@ -153,13 +153,13 @@ MUTANTS = [
     ),
     Mutant(
         "cuda softmax_grad", MASK, "a key too few", "csrc/cuda/kernels/grad_scores.h",
-        "keys = kept(g.p, row / g.p.Tq, row % g.p.Tq);",
-        "keys = kept(g.p, row / g.p.Tq, row % g.p.Tq) - 1;", DRAWN,
+        "keys = key_count(g.p, row / g.p.Tq, row % g.p.Tq);",
+        "keys = key_count(g.p, row / g.p.Tq, row % g.p.Tq) - 1;", DRAWN,
     ),
     Mutant(
         "cuda tile_scores", MASK, "a key too few", "csrc/cuda/kernels/scores.h",
-        "column >= mine.look[4 * ti + i]) continue;",
-        "column + 1 >= mine.look[4 * ti + i]) continue;", DRAWN,
+        "column >= mine.key_counts[4 * ti + i]) continue;",
+        "column + 1 >= mine.key_counts[4 * ti + i]) continue;", DRAWN,
     ),
     Mutant(
         "cuda tile_scores", TAIL, "last row of a tile", "csrc/cuda/kernels/scores.h",
@@ -176,17 +176,17 @@ MUTANTS = [
     ),
     Mutant(
         "cuda row_softmax", MASK, "a key too few", "csrc/cuda/kernels/scores.h",
-        "const int64_t keys = look == 0 ? p.Tk : look;",
-        "const int64_t keys = look == 0 ? p.Tk : look - 1;", DRAWN,
+        "const int64_t keys = valid == 0 ? p.Tk : valid;",
+        "const int64_t keys = valid == 0 ? p.Tk : valid - 1;", DRAWN,
     ),
     Mutant(
-        "cuda row_softmax", BARRIER, "in the maximum over the block", "csrc/cuda/kernels/reduce.h",
+        "cuda row_softmax", BARRIER, "in the maximum over the block", "csrc/cuda/kernels/device.h",
         f"= x;\n  {SYNC}  return warp_max", "= x;\n  return warp_max", RACES,
     ),
     Mutant(
         "cuda weights_product", MASK, "a value too few", "csrc/cuda/kernels/matmul.h",
-        "limit[threadIdx.x] = look == 0 ? p.Tk : look;",
-        "limit[threadIdx.x] = look == 0 ? p.Tk : look - 1;", DRAWN,
+        "limit[threadIdx.x] = valid == 0 ? p.Tk : valid;",
+        "limit[threadIdx.x] = valid == 0 ? p.Tk : valid - 1;", DRAWN,
     ),
     Mutant(
         "cuda weights_product", TAIL, "last term", "csrc/cuda/kernels/matmul.h",
@@ -198,8 +198,8 @@ MUTANTS = [
     ),
     Mutant(
         "cuda grad_tanh", MASK, "a key too few", "csrc/cuda/kernels/grad_tanh.h",
-        "smaller(kGradKeys, kept(p, b, i) - j0)", "smaller(kGradKeys, kept(p, b, i) - 1 - j0)",
-        DRAWN,
+        "smaller(kGradKeys, key_count(p, b, i) - j0)",
+        "smaller(kGradKeys, key_count(p, b, i) - 1 - j0)", DRAWN,
     ),
     Mutant(
         "cuda grad_tanh", TAIL, "last key of a chunk", "csrc/cuda/kernels/grad_tanh.h",

@@ -1,4 +1,4 @@
-// Which instruction set serves this process.
+// The instruction set in use, and its kernels.
 #pragma once
 
 #include "cpu/kernels/types.h"
@@ -8,7 +8,7 @@ namespace bahdanau_fast {
 enum class InstructionSet : int { baseline = 0, avx2 = 1, avx512 = 2 };
 constexpr const char* kInstructionSetNames[] = {"baseline", "avx2", "avx512"};
 
-// What the processor has, and what is in use: the best of it, unless a test asked for less.
+// In use is the best that the processor supports, unless a test has set a lesser one.
 bool supported(InstructionSet isa);
 InstructionSet instruction_set();
 void set_instruction_set(InstructionSet isa);

@@ -1,17 +1,16 @@
-// Backward, in three steps, each of which can be cut over threads without changing a sum:
+// Backward, in three steps, each of which can be cut into tasks without changing a sum:
 //
-//   grad_scores   keys [j0, j1) of a batch row: grad_weight = grad_context . value (+ what came
-//                 through the returned weights), and grad_value = sum_i dropout(weight)
-//                 grad_context
+//   grad_scores   keys [j0, j1) of a batch row: grad_weight = grad_context . value (+ the gradient
+//                 of the returned weights), and grad_value = sum_i dropout(weight) grad_context
 //   grad_softmax  grad_score = weight (grad_weight - sum_j weight grad_weight), masked rows zero
 //   grad_tanh     hidden units [h0, h1): with s = grad_score, t = tanh, u = 1 - t^2
 //                   grad_query[i] = w sum_j s u,  grad_key[j] = w sum_i s u,  grad_w = sum_ij s t
 //
-// The first two may be left to an earlier call: grad_query is wanted at each step of a decoder, the
-// other three are sums over its steps, best taken together.
+// A call can start from the grad_score of an earlier one (grad_scores_in): a decoder needs
+// grad_query at each step, but the other three, which are sums over its steps, only once.
 //
-// Nothing of size Tq x Tk x H is kept: t and u come from the table again. Each needs a reciprocal
-// of its own; four share one division (Montgomery): 1/x0 = x1 (x2 x3) / (x0 x1 x2 x3).
+// Nothing of size Tq x Tk x H is stored: t and u are computed from the table again. Each needs its
+// own reciprocal; four share one division (Montgomery): 1/x0 = x1 (x2 x3) / (x0 x1 x2 x3).
 #pragma once
 
 #include "forward.h"
@@ -24,7 +23,7 @@ const typename WeightOf<T>::type* weights_row(const Backward& g, int64_t offset)
   return static_cast<const typename WeightOf<T>::type*>(g.weights) + offset;
 }
 
-// The weights as the context saw them: row i of the saved ones, dropped out again.
+// A row of the saved weights after dropout, as forward multiplied the values with.
 template <class T, class A>
 void load_weights(const Problem& p, const Backward& g, int64_t row, int64_t j0, int64_t j1,
                   A* out) {
@@ -33,7 +32,7 @@ void load_weights(const Problem& p, const Backward& g, int64_t row, int64_t j0, 
   if (p.dropout) drop_weights<A>(p.seed, p.dropout_p, row, j0, j1, out);
 }
 
-constexpr int64_t kTile = 8;  // keys, and queries, that stay in the first-level cache together
+constexpr int64_t kTile = 8;  // keys, and queries, that fit the first-level cache together
 
 // grad_weight of a few keys: columns of a (Tq,Tk) matrix.
 template <class T, class A>
@@ -56,7 +55,7 @@ void grad_weights_tile(const Problem& p, const Backward& g, int64_t b, int64_t f
   }
 }
 
-// grad_value of a few keys, some columns at a time; summed in place where the types allow.
+// grad_value of a few keys, some columns at a time. Summed in place if storage and sum type agree.
 template <class T, class A>
 void grad_values_tile(const Problem& p, const Backward& g, int64_t b, int64_t first, int64_t keys) {
   constexpr bool in_place = std::is_same<T, A>::value;
@@ -93,10 +92,10 @@ template <class T, class A>
 void grad_scores(const Problem& p, const Backward& g, int64_t b, int64_t j0, int64_t j1,
                  void* scores_out) {
   A* scores = static_cast<A*>(scores_out);
-  const auto* given = static_cast<const typename WeightOf<T>::type*>(g.given_scores);
+  const auto* given = static_cast<const typename WeightOf<T>::type*>(g.grad_scores_in);
   for (int64_t first = j0; first < j1; first += kTile) {
     const int64_t keys = first + kTile <= j1 ? kTile : j1 - first;
-    if (g.given_scores == nullptr)
+    if (g.grad_scores_in == nullptr)
       grad_weights_tile<T>(p, g, b, first, keys, scores + first);
     else
       for (int64_t i = 0; i < p.Tq; ++i)
@@ -106,34 +105,34 @@ void grad_scores(const Problem& p, const Backward& g, int64_t b, int64_t j0, int
   }
 }
 
-// Leaves what a later call can start from.
+// Stores a row of grad_score and, if wanted, of dropped-out weights, for a later call.
 template <class T, class A>
-void keep_scores(const Problem& p, const Backward& g, int64_t row, const A* scores) {
+void store_scores(const Problem& p, const Backward& g, int64_t row, const A* scores) {
   using W = typename WeightOf<T>::type;
-  store_row(scores, p.Tk, static_cast<W*>(g.kept_scores) + row * p.Tk);
-  if (g.dropped == nullptr) return;
+  store_row(scores, p.Tk, static_cast<W*>(g.grad_scores_out) + row * p.Tk);
+  if (g.dropped_weights == nullptr) return;
   constexpr int64_t columns = 64;
   A weights[columns];
   for (int64_t j = 0; j < p.Tk; j += columns) {
     const int64_t end = j + columns < p.Tk ? j + columns : p.Tk;
     load_weights<T, A>(p, g, row, j, end, weights);
-    store_row(weights, end - j, static_cast<W*>(g.dropped) + row * p.Tk + j);
+    store_row(weights, end - j, static_cast<W*>(g.dropped_weights) + row * p.Tk + j);
   }
 }
 
-// The saved weights were rounded: divided by their sum they add up to one again, so that a row of
-// score gradients adds up to zero, on which grad_query and grad_w rely.
+// The saved weights are rounded. Dividing them by their sum makes them add up to one again, and a
+// row of score gradients to zero, which grad_query and grad_w rely on.
 template <class T, class A>
 void grad_softmax(const Problem& p, const Backward& g, int64_t b, void* scores_inout) {
-  if (g.given_scores != nullptr) return;
+  if (g.grad_scores_in != nullptr) return;
   for (int64_t i = 0; i < p.Tq; ++i) {
-    const int64_t row = b * p.Tq + i, kept = p.kept[row];
+    const int64_t row = b * p.Tq + i, keys = p.key_counts[row];
     A* scores = static_cast<A*>(scores_inout) + i * p.Tk;
     const auto* weights = weights_row<T>(g, row * p.Tk);
     double total = 0, dot = 0;
-    for (int64_t block = 0; block < kept; block += 64) {  // in two levels, for long rows of fp64
+    for (int64_t block = 0; block < keys; block += 64) {  // two levels: fewer roundings
       double block_total = 0, block_dot = 0;
-      for (int64_t j = block; j < kept && j < block + 64; ++j) {
+      for (int64_t j = block; j < keys && j < block + 64; ++j) {
         block_total += double(widen(weights[j]));
         block_dot += double(widen(weights[j])) * double(scores[j]);
       }
@@ -141,10 +140,10 @@ void grad_softmax(const Problem& p, const Backward& g, int64_t b, void* scores_i
       dot += block_dot;
     }
     const double mean = dot / total;
-    for (int64_t j = 0; j < kept; ++j)
+    for (int64_t j = 0; j < keys; ++j)
       scores[j] = A(double(widen(weights[j])) / total * (double(scores[j]) - mean));
-    for (int64_t j = kept; j < p.Tk; ++j) scores[j] = A(0);
-    if (g.kept_scores != nullptr) keep_scores<T>(p, g, row, scores);
+    for (int64_t j = keys; j < p.Tk; ++j) scores[j] = A(0);
+    if (g.grad_scores_out != nullptr) store_scores<T>(p, g, row, scores);
   }
 }
 

@@ -1,4 +1,4 @@
-// exp, expm1 and tanh on vectors. Taylor series: the coefficients are 1/n!, nothing to look up.
+// exp, expm1 and tanh on vectors. Taylor series with the coefficients 1/n!.
 //
 //   function  range                 maximum error (tests/test_accuracy.py)
 //   exp       down to 0, up to e^88   1.5 ulp; stays there above (fp64: e^709)

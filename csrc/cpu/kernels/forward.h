@@ -1,12 +1,12 @@
 // Forward: scores, masked softmax and weighted sum of one task.
 //
-//   score[b,i,j] = w . tanh(query[b,i] + key[b,j]),  weights = softmax over j < kept[b,i]
+//   score[b,i,j] = w . tanh(query[b,i] + key[b,j]),  weights = softmax over j < key_counts[b,i]
 //   context[b,i] = sum_j dropout(weights)[b,i,j] value[b,j]
 //
 // A task is (batch row, block of queries, chunk of keys). It reads the table and the values of its
-// keys once, width + Dv numbers a key, and keeps everything else in its workspace: constants of
-// its queries, their scores, their contexts. With several chunks to a row, each leaves sums
-// against its own maximum, and combine() brings them together.
+// keys once, width + Dv numbers for each key; the constants, scores and contexts of its queries are
+// in its workspace. With several chunks, each computes sums relative to its own maximum, and
+// combine() adds them up.
 #pragma once
 
 #include <limits>
@@ -56,46 +56,46 @@ struct ForwardTask {
     own_table = contexts + plan.query_block * p.Dv;
   }
 
-  // How many keys of this chunk a query looks at; all of them when it has none to look at.
+  // How many keys of this chunk have a weight for query i.
   int64_t count(int64_t i) const {
-    const int64_t kept = p.kept[b * p.Tq + i0 + i];
-    const int64_t end = kept == 0 || kept > j1 ? j1 : kept;
+    const int64_t keys = p.key_counts[b * p.Tq + i0 + i];
+    const int64_t end = keys == 0 || keys > j1 ? j1 : keys;
     return end > j0 ? end - j0 : 0;
   }
-  bool uniform(int64_t i) const { return p.kept[b * p.Tq + i0 + i] == 0; }
+  bool uniform(int64_t i) const { return p.key_counts[b * p.Tq + i0 + i] == 0; }
   A* score_row(int64_t i) { return scores + i * plan.chunk; }
 
   void score() {
     const Rows<T, A> query_rows(p.queries, b), key_rows(p.keys, b);
     const A keys_max = static_cast<const A*>(p.keys_max)[b];
-    const Path path = choose_path(keys_max);
+    const Form form = choose_form(keys_max);
     const A* w = static_cast<const A*>(p.w);
     A constant[kQueryBlock] = {};
-    Path paths[kQueryBlock] = {};
-    // Few keys at a time, so that they stay in the first-level cache for all the queries, and the
-    // part of the table that a call without one makes for itself in the second.
+    Form forms[kQueryBlock] = {};
+    // Few keys at a time: they stay in the first-level cache for all queries. If the table is made
+    // here, a tile of it stays in the second-level cache.
     const int64_t tile = queries > 1 ? 8 : p.table == nullptr ? kTableRows : j1 - j0;
     for (int64_t first = 0; first < j1 - j0; first += tile) {
-      const A* entries = table_rows(key_rows, first, tile, keys_max, path);
+      const A* entries = table_rows(key_rows, first, tile, keys_max, form);
       for (int64_t i = 0; i < queries; ++i) {
         Query<A> q(constants + i * Query<A>::size(p.width), p.width);
         const T* row = query_rows[i0 + i];
         if (first == 0) {
-          const bool near = path == Path::shared && is_near(max_abs<A>(row, p.H), keys_max);
-          paths[i] = near ? Path::near : path;
-          if (!uniform(i)) constant[i] = q.prepare(row, w, p.H, p.width, keys_max, near);
+          const bool factored = form == Form::scaled && is_factored(max_abs<A>(row, p.H), keys_max);
+          forms[i] = factored ? Form::factored : form;
+          if (!uniform(i)) constant[i] = q.prepare(row, w, p.H, p.width, keys_max, factored);
         }
         const int64_t left = count(i) - first, keys = left < tile ? left : tile;
         if (keys <= 0) continue;
         A* out = score_row(i) + first;
         if (uniform(i)) {
           for (int64_t j = 0; j < keys; ++j) out[j] = A(0);
-        } else if (paths[i] == Path::near) {
-          score_table<A, Path::near>(q, constant[i], entries, p.width, keys, out);
-        } else if (path == Path::shared) {
-          score_table<A, Path::shared>(q, constant[i], entries, p.width, keys, out);
-        } else if (path == Path::single) {
-          score_table<A, Path::single>(q, constant[i], entries, p.width, keys, out);
+        } else if (forms[i] == Form::factored) {
+          score_table<A, Form::factored>(q, constant[i], entries, p.width, keys, out);
+        } else if (form == Form::scaled) {
+          score_table<A, Form::scaled>(q, constant[i], entries, p.width, keys, out);
+        } else if (form == Form::scaled_each) {
+          score_table<A, Form::scaled_each>(q, constant[i], entries, p.width, keys, out);
         } else {
           score_direct<A>(row, key_rows[j0 + first], key_rows.stride, w, p.H, keys, out);
         }
@@ -103,18 +103,18 @@ struct ForwardTask {
     }
   }
 
-  // Table rows of the keys from j0 + first on; made here when the call came without a table.
-  const A* table_rows(const Rows<T, A>& keys, int64_t first, int64_t tile, A keys_max, Path path) {
+  // Table rows of the keys from j0 + first on; computed here if the call came without a table.
+  const A* table_rows(const Rows<T, A>& keys, int64_t first, int64_t tile, A keys_max, Form form) {
     if (p.table != nullptr)
       return static_cast<const A*>(p.table) + (b * p.Tk + j0 + first) * p.width;
     const A shift = table_shift(keys_max);
     const int64_t end = j0 + first + tile < j1 ? j0 + first + tile : j1;
-    for (int64_t j = j0 + first; path != Path::direct && j < end; ++j)
+    for (int64_t j = j0 + first; form != Form::direct && j < end; ++j)
       fill_table(keys[j], p.H, p.width, shift, own_table + (j - j0 - first) * p.width);
     return own_table;
   }
 
-  // Brings the scores of query i to their full size; returns the largest.
+  // Multiplies the scores of query i by w_scale; returns the largest.
   A finish_scores(int64_t i) {
     A* row = score_row(i);
     const A scale = A(p.w_scale);
@@ -128,7 +128,7 @@ struct ForwardTask {
     return largest<A>(best);
   }
 
-  // Queries that look at equally many keys share the reading of the values.
+  // Neighbouring queries with the same number of keys read the values together.
   void weigh_values() {
     const Rows<T, A> values(p.values, b);
     for (int64_t i = 0, same; i < queries; i += same) {
@@ -174,13 +174,13 @@ void divide(A* row, int64_t n, A total) {
     store_as<A>(row + j, Vec<A>(load_as<A>(row + j, n - j) / total), n - j);
 }
 
-// One row of normalised weights, the masked positions behind them zero.
+// One row of normalised weights, zero for masked keys.
 template <class T, class A>
-void store_weights(const A* weights, int64_t kept, int64_t Tk, void* all, int64_t row) {
+void store_weights(const A* weights, int64_t keys, int64_t Tk, void* all, int64_t row) {
   using W = typename WeightOf<T>::type;
   W* out = static_cast<W*>(all) + row * Tk;
-  store_row(weights, kept, out);
-  for (int64_t j = kept; j < Tk; ++j) narrow(A(0), out + j);
+  store_row(weights, keys, out);
+  for (int64_t j = keys; j < Tk; ++j) narrow(A(0), out + j);
 }
 
 template <class T, class A>
@@ -215,14 +215,14 @@ void forward(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, i
   }
 }
 
-// Brings the chunks of one (b, i) row together, in their order.
+// Combines the chunks of one (b, i) row, in their order.
 template <class T, class A>
 void combine(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, int64_t row) {
   const A* maxima = static_cast<const A*>(out.maxima) + row * plan.chunks;
   const A* sums = static_cast<const A*>(out.sums) + row * plan.chunks;
   A* contexts = static_cast<A*>(out.contexts) + row * plan.chunks * p.Dv;
-  const int64_t kept = p.kept[row] == 0 ? p.Tk : p.kept[row];
-  const int64_t used = (kept + plan.chunk - 1) / plan.chunk;
+  const int64_t keys = p.key_counts[row] == 0 ? p.Tk : p.key_counts[row];
+  const int64_t used = (keys + plan.chunk - 1) / plan.chunk;
   A best = maxima[0];
   for (int64_t c = 1; c < used; ++c) best = maxima[c] > best ? maxima[c] : best;
   const auto share = [&](int64_t c) { return exp<A>(splat<A>(maxima[c] - best))[0]; };
@@ -237,9 +237,9 @@ void combine(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, i
   store_row(contexts, p.Dv, static_cast<T*>(out.context) + row * p.Dv);
   if (out.weights == nullptr) return;
   A* weights = static_cast<A*>(out.scores) + row * p.Tk;
-  exponentiate(weights, kept, best);
-  divide(weights, kept, total);
-  store_weights<T>(weights, kept, p.Tk, out.weights, row);
+  exponentiate(weights, keys, best);
+  divide(weights, keys, total);
+  store_weights<T>(weights, keys, p.Tk, out.weights, row);
 }
 
 }  // namespace

@@ -4,8 +4,8 @@
 //
 //   nh(m) = sum_i (m[2i] + key[2i] mod 2^32) * (m[2i+1] + key[2i+1] mod 2^32)   mod 2^64
 //
-// Two different blocks have the same nh for at most one key in 2^32. It is taken with two keys:
-// both are the same for at most one pair of keys in 2^64.
+// Two different blocks have the same nh for at most one key in 2^32. With two keys, both
+// results are the same for at most one pair of keys in 2^64.
 // Reads each byte once; two multiplications per eight bytes, so that memory is the limit.
 #pragma once
 
@@ -22,7 +22,7 @@ namespace {
 typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
 typedef uint64_t Sums __attribute__((vector_size(kVectorBytes)));
 
-// Of each pair of 32-bit words the product, in 64 bits.
+// The 64-bit product of each pair of 32-bit words.
 BF_INLINE Sums pair_products(Words x) {
 #if defined(__AVX512F__)
   return (Sums)_mm512_mul_epu32((__m512i)x, _mm512_srli_epi64((__m512i)x, 32));
@@ -42,7 +42,7 @@ BF_INLINE uint64_t total(Sums x) {
   return sum;
 }
 
-// key: two of kHashWords words, one behind the other; out: two numbers a block.
+// key: two keys of kHashWords words each; out: two numbers for each block.
 inline void hash_blocks(const void* from, int64_t blocks, const uint32_t* key, uint64_t* out) {
   constexpr int64_t kStep = kVectorBytes / sizeof(uint32_t);
   const char* at = static_cast<const char*>(from);

@@ -1,4 +1,4 @@
-// The two small matrix products around the softmax.
+// Small matrix products: of the weights and the values, of gradients, of a recurrent decoder.
 #pragma once
 
 #include "simd.h"
@@ -8,8 +8,8 @@ namespace {
 
 // out[c] = (add ? out[c] : 0) + sum_r p[r * p_stride] * rows[r][c].
 //
-// Eight rows at a time: their weights stay in registers, out is read and written once per eight,
-// and the sum rounds in two levels instead of one by one.
+// Eight rows at a time: their weights stay in registers, out is read and written once for eight
+// rows, and the sum is taken in two levels.
 template <class A, int R, bool add, class T>
 BF_INLINE void weighted_rows(const A* p, int64_t p_stride, const T* rows, int64_t row_stride,
                              int64_t columns, A* out) {
@@ -49,12 +49,12 @@ void weighted_sum(const A* p, int64_t p_stride, const T* rows, int64_t row_strid
   }
 }
 
-// Rows of a product at once, and vectors of its columns: what the registers hold.
+// Rows, and vectors of columns, of a product that the registers hold.
 constexpr int kProductRows = 4;
 constexpr int kProductVectors = kVectorBytes == 64 ? 4 : 2;
 
 // out[r][c] = (add ? out[r][c] : 0) + sum_k p[r][k] rows[k][c] for kProductRows rows r, with
-// p[r][k] at r * p_row + k * p_step. Sums of `kTerms`, added up.
+// p[r][k] at r * p_row + k * p_step. Summed in two levels, kTerms at a time.
 template <class A, int vectors, class T>
 BF_INLINE void product_tile(const A* p, int64_t p_row, int64_t p_step, const T* rows,
                             int64_t row_stride, int64_t count, bool add, A* out,

@@ -1,12 +1,12 @@
-// What a recurrent decoder does at each step besides attending: products with weights that stay the
-// same, and the cells.
+// A step of a recurrent decoder without its attention: products with weights that are the same at
+// every step, and the cells.
 //
-// Weights are packed once per call into panels of as many columns as the registers hold: a panel is
-// read from end to end, and stays in the second-level cache while the rows of a batch pass.
+// Weights are packed once per call into panels of as many columns as the registers hold. A panel is
+// read in order, and stays in the second-level cache for all rows of a batch.
 //
-// Gates of a cell lie side by side, four blocks of H:
-//   GRU   n_input r z n_hidden   those of the input are the first three, of the hidden the last
-//   LSTM  i f g o                the input's and the hidden's are the same four
+// The gates of a cell, four blocks of H:
+//   GRU   n_input r z n_hidden   the input adds to the first three, the hidden state to the last
+//   three LSTM  i f g o                both add to all four
 #pragma once
 
 #include "elementary.h"
@@ -56,13 +56,13 @@ BF_INLINE Vec<A> tanh(Vec<A> x) {
   return tanh_and_slope<A>(x).tanh;
 }
 
-// Calls f(unit, how many of the vector from there on are units) for all of them.
+// f(u, n) for each vector of hidden units [u, u + n).
 template <class A, class F>
 BF_INLINE void each_vector(int64_t H, const F& f) {
   for (int64_t u = 0; u < H; u += kLanes<A>) f(u, H - u < kLanes<A> ? H - u : int64_t(kLanes<A>));
 }
 
-// One row: gates from what was summed up to what the cell uses, in place; hidden (and cell) out.
+// One row of a cell: the nonlinearities of the gates, in place; hidden (and cell) are written.
 template <class A>
 void gru_row(const CellStep& s) {
   A* a = static_cast<A*>(s.gates);
@@ -100,8 +100,9 @@ void lstm_row(const CellStep& s) {
   });
 }
 
-// One row back: gradients of the gates, and of the state before as far as it does not go through a
-// product. grad_hidden and grad_cell hold those of the state after, and are replaced.
+// Backward of one row: the gradients of the gates, and that part of the gradients of the state
+// before which does not pass through a product. It replaces the gradients of the state after in
+// g.hidden and g.cell.
 template <class A>
 void gru_row_back(const CellStep& s, const CellGrads& g) {
   const A *a = static_cast<const A*>(s.gates), *before = static_cast<const A*>(s.hidden_before);

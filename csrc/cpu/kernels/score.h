@@ -1,4 +1,5 @@
-// Scores of queries against a table of keys, without a transcendental in the inner loop.
+// Scores of queries against a table of keys, without exp or tanh in the inner loop. The forms are
+// those of common/problem.h.
 //
 //   tanh(a + c) = (E - 1) / (E + 1),  E = exp(2a) exp(2c)
 //
@@ -12,9 +13,15 @@
 //   denominator d = alpha m + base           base = beta + s alpha
 //   tanh(a + c) = n / d + sign               sign = 0
 //
-// s = 1 keeps the relative precision of small arguments, which 1 + tiny would lose. A query so far
-// out that every key leaves it near +-1 is split the other way, tanh = +-1 -+ something small:
-// sign = 1, n = -2 beta, or sign = -1, n = 2 alpha exp(2c): saturated units are exact.
+// s = 1 keeps the relative precision of small arguments, which 1 + m would lose. Where |a| is so
+// large that tanh is near +-1 for every key (saturated), the difference to +-1 is computed instead,
+// which is exact: sign = 1, n = -2 beta, or sign = -1, n = 2 alpha exp(2c).
+//
+// That is Form::scaled. Where neither a nor c is large, and c is not all small, both parts can be
+// divided by exp(2a) itself, which turns the multiply-adds into additions, and many processors have
+// separate units for those (Form::factored):
+//
+//   tanh(a + c) = (m - b) / (m + b),  b = exp(-2a), m = exp(2c)
 //
 // Four fractions share one division: n0/d0 + n1/d1 = (n0 d1 + n1 d0) / (d0 d1), twice.
 #pragma once
@@ -24,37 +31,27 @@
 namespace bahdanau_fast {
 namespace {
 
-// Where neither a nor c is large, and c is not all small, both parts may be divided by exp(2a)
-// whole, which makes additions of multiply-adds (near); many processors do those beside the others:
-//
-//   tanh(a + c) = (m - b) / (m + b),  b = exp(-2a), m = exp(2c)
-
-// How the keys of one batch row are met.
-//   near    every product of four m + b fits, and no unit is saturated by its query alone
-//   shared  every product of four denominators d fits
-//   single  one denominator fits: a division each
-//   direct  exp(2c) would not fit, or a key is not finite: tanh of the sum
-enum class Path { near, shared, single, direct };
-
+// The form for the keys of one batch row, before the queries are known. A NaN makes it direct.
 template <class A>
-BF_INLINE Path choose_path(A keys_max) {
-  if (keys_max <= Range<A>::shared) return Path::shared;
-  return keys_max <= Range<A>::exponent ? Path::single : Path::direct;
+BF_INLINE Form choose_form(A keys_max) {
+  if (keys_max <= Range<A>::shared) return Form::scaled;
+  return keys_max <= Range<A>::exponent ? Form::scaled_each : Form::direct;
 }
 
-// A unit of a query further out than every key by this much is saturated by the query alone.
-constexpr double kFar = 1.5;
+// A unit is saturated for every key if |a| exceeds the largest |c| by more than this.
+constexpr double kSaturated = 1.5;
 
 template <class A>
 BF_INLINE A table_shift(A keys_max) {
   return keys_max <= A(kShiftLimit) ? A(1) : A(0);
 }
 
-// Whether `shared` may be `near` for queries of that max |a|. In fp64 digits count more than time.
+// True if `factored` can take the place of `scaled` for queries with this max |a|: every product of
+// four m + b is in range, and no unit is saturated. Not in fp64, where it would cost accuracy.
 template <class A>
-BF_INLINE bool is_near(A queries_max, A keys_max) {
+BF_INLINE bool is_factored(A queries_max, A keys_max) {
   return sizeof(A) == 4 && keys_max <= Range<A>::shared && table_shift(keys_max) == A(0) &&
-         queries_max <= Range<A>::shared && queries_max <= keys_max + A(kFar);
+         queries_max <= Range<A>::shared && queries_max <= keys_max + A(kSaturated);
 }
 
 // max |x| over a row; NaN when any element is.
@@ -105,11 +102,11 @@ struct Units {
       const Vec<A> part = expm1<A>(-2 * abs<A>(a));
       offset = up ? -part : part;
     }
-    const auto far = abs<A>(a) > keys_max + A(kFar);
-    rise = far ? (up ? Vec<A>{} : 2 * alpha) : rise;
-    offset = far ? (up ? -2 * beta : 2 * shift * alpha) : offset;
-    sign = far ? (up ? one : -one) : Vec<A>{};
-    base += a == a ? Vec<A>{} : a;  // NaN fails every comparison above and must not be lost
+    const auto saturated = abs<A>(a) > keys_max + A(kSaturated);
+    rise = saturated ? (up ? Vec<A>{} : 2 * alpha) : rise;
+    offset = saturated ? (up ? -2 * beta : 2 * shift * alpha) : offset;
+    sign = saturated ? (up ? one : -one) : Vec<A>{};
+    base += a == a ? Vec<A>{} : a;  // a NaN fails every comparison above, and must reach the result
   }
 };
 
@@ -118,8 +115,8 @@ BF_INLINE Vec<A> load_row(const T* row, int64_t h, int64_t H) {
   return h < H ? load_as<A>(row + h, H - h) : Vec<A>{};
 }
 
-// The constants of one query, n already times w: four rows of `width`. On the near path rise is w,
-// base is b, and there is no alpha.
+// The constants of one query, those of n already multiplied by w: four rows of `width`. Factored,
+// rise is w, base is b, and alpha is not used.
 template <class A>
 struct Query {
   A *rise, *offset, *alpha, *base;
@@ -128,15 +125,15 @@ struct Query {
       : rise(work), offset(work + width), alpha(work + 2 * width), base(work + 3 * width) {}
   static constexpr int64_t size(int64_t width) { return 4 * width; }
 
-  // Returns what is the same for all keys, sum_h w sign. Past H, where w is zero, n is zero and d
-  // is not.
+  // Returns the part of the score that is the same for all keys, sum_h w sign. Past H, w and n are
+  // zero and d is not.
   template <class T>
-  A prepare(const T* row, const A* w, int64_t H, int64_t width, A keys_max, bool near) {
+  A prepare(const T* row, const A* w, int64_t H, int64_t width, A keys_max, bool factored) {
     const A shift = table_shift(keys_max);
     Vec<A> constant{};
     for (int64_t h = 0; h < width; h += kLanes<A>) {
       const Vec<A> a = load_row<A>(row, h, H), wh = load(w + h);
-      if (near) {
+      if (factored) {
         const Vec<A> b = exp<A>(-2 * a);
         store(rise + h, wh);
         store(offset + h, Vec<A>(-wh * b));
@@ -164,41 +161,41 @@ BF_INLINE Fraction<A> add(const Fraction<A>& x, const Fraction<A>& y) {
   return {x.n * y.d + y.n * x.d, x.d * y.d};
 }
 
-// How far past the next rows to prefetch: a table that comes from memory is then read 1.4 times as
-// fast by one core, and one in the caches no slower.
+// How many elements past the next rows to prefetch: with it, one core reads a table from memory 1.4
+// times as fast, and a table in the caches no slower.
 template <class A>
 constexpr int64_t kAhead = 2048 / sizeof(A);
 
 // w (tanh(a + c) - sign) of one vector of hidden units, for `keys` neighbouring table rows.
-template <class A, int keys, Path path>
+template <class A, int keys, Form form>
 BF_INLINE void fractions(const Query<A>& q, const A* table, int64_t width, int64_t h,
                          Fraction<A>* out) {
   const Vec<A> rise = load_once(q.rise + h), offset = load_once(q.offset + h);
   const Vec<A> base = load_once(q.base + h);
   Vec<A> alpha{};
-  if constexpr (path != Path::near) alpha = load_once(q.alpha + h);
+  if constexpr (form != Form::factored) alpha = load_once(q.alpha + h);
   for (int k = 0; k < keys; ++k) {
     const A* entries = table + k * width + h;
     __builtin_prefetch(entries + keys * width + kAhead<A>);
     const Vec<A> m = load_once(entries);
-    out[k] = {rise * m + offset, path == Path::near ? m + base : alpha * m + base};
+    out[k] = {rise * m + offset, form == Form::factored ? m + base : alpha * m + base};
   }
 }
 
-// The sum of that over all hidden units, not yet times w_scale. The constants of the query are
-// loaded once for all the rows.
-template <class A, int keys, Path path>
+// The sum of fractions() over all hidden units, before w_scale. The constants of the query are
+// loaded once for all rows.
+template <class A, int keys, Form form>
 BF_INLINE void score_rows(const Query<A>& q, const A* table, int64_t width, A* out) {
   constexpr int L = kLanes<A>;
   Vec<A> total[keys] = {};
   int64_t h = 0;
-  for (; path != Path::single && h + 4 * L <= width; h += 4 * L) {
+  for (; form != Form::scaled_each && h + 4 * L <= width; h += 4 * L) {
     Fraction<A> first[keys], second[keys], next[keys];
-    fractions<A, keys, path>(q, table, width, h, first);
-    fractions<A, keys, path>(q, table, width, h + L, next);
+    fractions<A, keys, form>(q, table, width, h, first);
+    fractions<A, keys, form>(q, table, width, h + L, next);
     for (int k = 0; k < keys; ++k) first[k] = add(first[k], next[k]);
-    fractions<A, keys, path>(q, table, width, h + 2 * L, second);
-    fractions<A, keys, path>(q, table, width, h + 3 * L, next);
+    fractions<A, keys, form>(q, table, width, h + 2 * L, second);
+    fractions<A, keys, form>(q, table, width, h + 3 * L, next);
     for (int k = 0; k < keys; ++k) {
       const Fraction<A> all = add(first[k], add(second[k], next[k]));
       total[k] += quotient<A>(all.n, all.d);
@@ -206,22 +203,22 @@ BF_INLINE void score_rows(const Query<A>& q, const A* table, int64_t width, A* o
   }
   for (; h < width; h += L) {
     Fraction<A> one[keys];
-    fractions<A, keys, path>(q, table, width, h, one);
+    fractions<A, keys, form>(q, table, width, h, one);
     for (int k = 0; k < keys; ++k) total[k] += quotient<A>(one[k].n, one[k].d);
   }
   for (int k = 0; k < keys; ++k) out[k] = sum<A>(total[k]);
 }
 
-template <class A, Path path>
+template <class A, Form form>
 void score_table(const Query<A>& q, A constant, const A* table, int64_t width, int64_t keys,
                  A* out) {
   int64_t j = 0;
-  for (; j + 2 <= keys; j += 2) score_rows<A, 2, path>(q, table + j * width, width, out + j);
-  if (j < keys) score_rows<A, 1, path>(q, table + j * width, width, out + j);
+  for (; j + 2 <= keys; j += 2) score_rows<A, 2, form>(q, table + j * width, width, out + j);
+  if (j < keys) score_rows<A, 1, form>(q, table + j * width, width, out + j);
   for (j = 0; j < keys; ++j) out[j] += constant;
 }
 
-// The same from the projections themselves, for arguments the factored form has no room for.
+// Form::direct: scores from the projections themselves.
 template <class A, class T>
 void score_direct(const T* query, const T* keys, int64_t key_stride, const A* w, int64_t H,
                   int64_t count, A* out) {

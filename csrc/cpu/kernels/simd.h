@@ -1,5 +1,5 @@
-// Vectors of the compiler's own (GCC and Clang): one source for every instruction set. All of it
-// has internal linkage, so that the linker can never mix two instruction sets.
+// Vector extensions of GCC and Clang: one source for every instruction set. Everything here has
+// internal linkage, so that the linker cannot mix instruction sets.
 #pragma once
 
 #include <cstring>
@@ -62,8 +62,8 @@ BF_INLINE Vec<A> max(Vec<A> x, Vec<A> y) {
   return x > y ? x : y;
 }
 
-// x with its lanes turned round by half of `n`, then by a quarter ...: after combining all of them
-// every lane holds the result.
+// Combines x with itself rotated by n / 2 lanes, then by n / 4 and so on: in the end every lane
+// holds the result.
 template <class A, int n = kLanes<A>, class Combine>
 BF_INLINE A reduce(Vec<A> x, const Combine& combine) {
   if constexpr (n == 1) {
@@ -102,7 +102,8 @@ BF_INLINE float widen(f16 x) {
 #else
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16;
   const uint32_t magnitude = x.bits & 0x7fff;
-  // Moved to fp32's place the exponent is off by 112: a product sets it right, subnormals too.
+  // In the place of fp32's, the exponent is too small by 112: a product corrects it, also for
+  // subnormals.
   float value = bitcast<float>(magnitude << 13) * bitcast<float>(uint32_t(239) << 23);
   if (magnitude >= 0x7c00) value = bitcast<float>((magnitude << 13) | 0x7f800000);
   return bitcast<float>(bitcast<uint32_t>(value) | sign);
@@ -129,7 +130,7 @@ BF_INLINE void narrow(float x, f16* out) {
   } else if (magnitude >= 0x477ff000) {
     half = 0x7c00;  // rounds past the largest fp16
   } else if (magnitude < 0x38800000) {
-    // Subnormal: adding 0.5 puts the rounding where the last bit of fp16 is.
+    // Subnormal: adding 0.5 makes fp32 round at the last bit of fp16.
     half = bitcast<uint32_t>(bitcast<float>(magnitude) + 0.5f) - 0x3f000000;
   } else {
     half = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
@@ -147,8 +148,8 @@ BF_INLINE Vec<A> load(const A* p) {
   return v;
 }
 
-// A vector that is to stay in a register. GCC loads a constant again for each use of it, which
-// makes a loop of multiply-adds bound by its loads.
+// A vector that stays in a register. GCC would load it again for each use, and loads would then
+// limit a loop of multiply-adds.
 template <class A>
 BF_INLINE Vec<A> load_once(const A* p) {
   Vec<A> v = load(p);
@@ -165,7 +166,7 @@ BF_INLINE void store(A* p, Vec<A> v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
-// -1 in the first n lanes, 0 behind.
+// -1 in the first n lanes, 0 in the others.
 template <class A>
 BF_INLINE IntVec<A> first_lanes(int64_t n) {
   using Int = typename VecOf<A>::Int;
@@ -205,7 +206,7 @@ BF_INLINE Vec<A> load_as(const T* p) {
   }
 }
 
-// The first n lanes from memory, zeros behind; n may be anything from 1 up.
+// The first n lanes from memory, the others zero; n >= 1.
 template <class A, class T>
 BF_INLINE Vec<A> load_as(const T* p, int64_t n) {
   if (n >= kLanes<A>) return load_as<A>(p);
@@ -245,7 +246,8 @@ BF_INLINE void store_as(T* p, Vec<A> v, int64_t n) {
   for (int64_t i = 0; i < (n < kLanes<A> ? n : kLanes<A>); ++i) narrow(v[i], p + i);
 }
 
-// x / y. Where division is slow against fma, an estimate and one Newton step (2^-23 relative).
+// 1 / y. With AVX-512 in fp32, where division is slow: an estimate and a Newton step (2^-23
+// relative).
 template <class A>
 BF_INLINE Vec<A> reciprocal(Vec<A> y) {
 #if defined(__AVX512F__)

@@ -1,14 +1,12 @@
-// What the operator files and the kernels agree on. No torch, no instruction set in here.
-//
-// Sizes: B batch, Tq queries, Tk keys, H hidden units, Dv value features.
+// The interface between op/ and the kernels. No torch, no instruction set in here.
 #pragma once
 
-#include "common/kinds.h"
+#include "common/problem.h"
 
 namespace bahdanau_fast {
 
-// Largest |c|: `exponent`, with which exp(2c) stays a normal number; `shared`, with which products
-// of four of them or their inverses do, with room for w.
+// Largest |c| of a key: up to `exponent`, exp(2c) is a normal number; up to `shared`, so are
+// products of four such numbers or of their inverses, times w, which one division can then serve.
 template <class A>
 struct Range;
 template <>
@@ -24,30 +22,20 @@ struct Range<double> {
 // A batch row whose every |c| is below this keeps expm1(2c) in its table, else exp(2c).
 constexpr double kShiftLimit = 0.5;
 
-// A (B, rows, columns) tensor whose columns lie next to each other.
-struct View {
-  const void* data = nullptr;
-  int64_t batch_stride = 0;
-  int64_t row_stride = 0;
-};
-
-struct Problem {
-  int64_t B = 0, Tq = 0, Tk = 0, H = 0, Dv = 0;
-  int64_t width = 0;  // table row length: H rounded up to whole 64-byte lines
-  View queries, keys, values;
-  const void* table = nullptr;     // (B,Tk,width) in the sum type; null: made as it is needed
-  const void* keys_max = nullptr;  // (B) in the sum type, max |c|
-  const void* w = nullptr;         // (width) in the sum type: w_v / w_scale, zero past H
-  double w_scale = 1.0;            // power of two that brings every |w| to at most 1
-  const int64_t* kept = nullptr;   // (B,Tq) positions to look at; 0: none, so all alike
+struct Problem : Operands {
+  // w has `width` elements in the sum type: w_v / w_scale, zero past H.
+  int64_t width = 0;                    // of a table row: H rounded up to whole 64-byte lines
+  const void* table = nullptr;          // (B,Tk,width) in the sum type; null: none was given
+  const void* keys_max = nullptr;       // (B) in the sum type, max |c|
+  double w_scale = 1.0;                 // power of two that brings every |w| to at most 1
+  const int64_t* key_counts = nullptr;  // (B,Tq), from keys_within(); 0: uniform over all keys
   bool dropout = false;
-  double dropout_p = 0.0;
   uint64_t seed = 0;
 };
 
-// How the forward is cut into tasks; depends on the sizes only, so that results do not depend
-// on the number of threads.
-constexpr int64_t kQueryBlock = 16;  // at most so many queries to a task
+// How the forward is cut into tasks. It depends on the sizes only: results are the same for any
+// number of threads.
+constexpr int64_t kQueryBlock = 16;  // most queries of a task
 
 struct ForwardPlan {
   int64_t query_block = 1;  // queries per task
@@ -59,27 +47,22 @@ struct ForwardPlan {
 struct ForwardOut {
   void* context = nullptr;  // (B,Tq,Dv), contiguous, storage type
   void* weights = nullptr;  // (B,Tq,Tk), contiguous, WeightOf; may be null
-  // Only when a row is cut into several chunks: the scores, and per chunk their maximum, the sum of
-  // exp(score - maximum) and the context weighted by that, all in the sum type.
+  // In the sum type, if a row is cut into several chunks: the scores, and for each chunk their
+  // maximum, the sum of exp(score - maximum), and the values weighted by that.
   void* scores = nullptr;    // (B,Tq,Tk)
   void* maxima = nullptr;    // (B,Tq,chunks)
   void* sums = nullptr;      // (B,Tq,chunks)
   void* contexts = nullptr;  // (B,Tq,chunks,Dv)
 };
 
-struct Backward {
-  const void* weights = nullptr;  // (B,Tq,Tk), contiguous, WeightOf
-  View grad_context;              // (B,Tq,Dv); data may be null
-  View grad_weights;              // (B,Tq,Tk), WeightOf; data may be null
-  void* grad_queries = nullptr;   // (B,Tq,H), contiguous; null: not asked for
-  void* grad_keys = nullptr;      // (B,Tk,H), likewise
-  void* grad_values = nullptr;    // (B,Tk,Dv), likewise
-  void* grad_w = nullptr;         // (B,width) in the sum type, one part per batch row; likewise
-  // Of the scores, (B,Tq,Tk), contiguous, WeightOf: those to start from, in place of what the
-  // weights give; and where to leave them, with the weights after dropout, for such a start.
-  const void* given_scores = nullptr;
-  void* kept_scores = nullptr;
-  void* dropped = nullptr;
+// grad_w is (B,width) in the sum type here: one part per batch row.
+struct Backward : Gradients {
+  // Gradients of the scores and dropped-out weights, (B,Tq,Tk), contiguous, WeightOf. One call can
+  // store both, and a later one start from the gradients in the place of grad_context; all may be
+  // null.
+  const void* grad_scores_in = nullptr;
+  void* grad_scores_out = nullptr;
+  void* dropped_weights = nullptr;
 };
 
 // Rows (B,R,D) times a weight (H,D), plus a bias (H) that may be null.
@@ -90,7 +73,7 @@ struct Projection {
   const void* bias = nullptr;
 };
 
-// What a fingerprint hashes at a time (hash.h).
+// The block that a fingerprint hashes at a time (hash.h).
 constexpr int64_t kHashBytes = 4096, kHashWords = kHashBytes / 4;
 
 // One row of a recurrent cell (recurrent.h); all in the sum type.
@@ -98,7 +81,7 @@ struct CellStep {
   int64_t H = 0;
   void* gates = nullptr;  // (4H)
   const void* hidden_before = nullptr;
-  const void* cell_before = nullptr;  // of an LSTM; likewise cell
+  const void* cell_before = nullptr;  // LSTM only, as is cell
   void* hidden = nullptr;
   void* cell = nullptr;
 };
@@ -111,7 +94,7 @@ struct CellGrads {
 
 // The kernels of one instruction set. Sizes of workspaces are in elements of the sum type.
 struct Kernels {
-  // Table and max |c| of batch row b, keys [j0, j1): two steps, since the form of the table
+  // max |c| and the table of batch row b, keys [j0, j1). Two steps, because the form of the table
   // depends on the maximum over the whole row.
   void (*keys_max)(const View& keys, int64_t H, int64_t b, int64_t j0, int64_t j1, void* out);
   void (*exp_keys)(const View& keys, int64_t H, int64_t width, int64_t b, int64_t Tk, int64_t j0,

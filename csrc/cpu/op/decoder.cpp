@@ -9,7 +9,7 @@
 namespace bahdanau_fast {
 namespace {
 
-// Goes through the steps; `kept` of them leave what backward needs, the others in its place.
+// Takes the steps. The tensors have room for `kept` of them: all, for backward, or one.
 class Forward {
  public:
   Forward(const Decoder& decoder, Inputs& attention, const Weights& w, const Tensor& hidden,
@@ -19,8 +19,8 @@ class Forward {
         kept_(kept),
         first_seed_(attention.problem.seed),
         bias_(w.bias.const_data_ptr()),
-        of_query_(d.pack(w.query, 0, d.H, true)),
-        of_context_(d.pack(w.context, 0, d.Dv, true)),
+        query_weight_(d.pack(w.query, 0, d.H, true)),
+        context_weight_(d.pack(w.context, 0, d.Dv, true)),
         dropped_(d.masks != nullptr ? d.B * d.H * d.bytes : 0) {
     const int64_t L = d.L, B = d.B, H = d.H;
     states = new_tensor({L, d.T + 1, B, H}, d.type);
@@ -30,8 +30,8 @@ class Forward {
     gates = new_tensor({L, kept, B, 4 * H}, d.type);
     weights = new_tensor({d.T, B, d.Tk}, d.weight_type);
     for (int64_t l = 0; l < L; ++l) {
-      of_hidden_.push_back(d.pack(w.hidden, l, H, true));
-      if (l > 0) of_input_.push_back(d.pack(w.input, l - 1, H, true));
+      hidden_weight_.push_back(d.pack(w.hidden, l, H, true));
+      if (l > 0) input_weight_.push_back(d.pack(w.input, l - 1, H, true));
       const auto begin = [&](Tensor& to, const Tensor& from) {
         copy(d.at(to.mutable_data_ptr(), d.state_of(l, 0)), d.at(from.const_data_ptr(), l * B * H),
              B * H * d.bytes);
@@ -46,7 +46,7 @@ class Forward {
     const int64_t at = t % kept_, B = d.B, H = d.H;
     void* query = d.at(queries.mutable_data_ptr(), at * B * d.F);
     clear(query, B * d.F * d.bytes);
-    of_query_.add(d.at(states.const_data_ptr(), d.state_of(d.L - 1, t)), H, B, query, d.F);
+    query_weight_.add(d.at(states.const_data_ptr(), d.state_of(d.L - 1, t)), H, B, query, d.F);
     in.problem.queries = {query, d.F, d.F};
     in.problem.seed = seed_of_step(first_seed_, t);
     void* context = d.at(contexts.mutable_data_ptr(), at * B * d.Dv);
@@ -62,12 +62,12 @@ class Forward {
         copy(row, d.at(bias_, l * 4 * H), 4 * H * d.bytes);
         if (l == 0) copy(row, d.at(input_gates, b * d.G), d.G * d.bytes);
       }
-      of_hidden_[l].add(d.at(states.const_data_ptr(), d.state_of(l, t)), H, B,
-                        d.at(gate, d.hidden_from), 4 * H);
+      hidden_weight_[l].add(d.at(states.const_data_ptr(), d.state_of(l, t)), H, B,
+                            d.at(gate, d.hidden_from), 4 * H);
       if (l == 0)
-        of_context_.add(input, d.Dv, B, gate, 4 * H);
+        context_weight_.add(input, d.Dv, B, gate, 4 * H);
       else
-        of_input_[l - 1].add(input, H, B, gate, 4 * H);
+        input_weight_[l - 1].add(input, H, B, gate, 4 * H);
       cells_of_layer(l, t, gate);
       input = d.at(states.const_data_ptr(), d.state_of(l, t + 1));
       if (d.masks != nullptr && l + 1 < d.L) input = masked(l + 1, t, input);
@@ -115,8 +115,8 @@ class Forward {
   int64_t kept_;
   uint64_t first_seed_;
   const void* bias_;
-  Packed of_query_, of_context_;
-  std::vector<Packed> of_hidden_, of_input_;
+  Packed query_weight_, context_weight_;
+  std::vector<Packed> hidden_weight_, input_weight_;
   Buffer dropped_;
 };
 
@@ -138,9 +138,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode(
           forward.queries, forward.weights, forward.gates};
 }
 
-constexpr int64_t kMostSteps = 1 << 30;  // beyond, sizes of results could overflow
+constexpr int64_t kMostSteps = 1 << 30;  // more could overflow the sizes of results
 
-// The first place of the largest of n numbers that are not to be left out; NaN counts as largest.
+// The index of the first largest of n logits, skipping those in left_out; NaN counts as largest.
 template <class A>
 int64_t likeliest(const A* logits, int64_t n, const std::vector<char>& left_out) {
   int64_t best = -1;
@@ -180,8 +180,8 @@ std::tuple<Tensor, Tensor> decode_greedy(
     never[static_cast<int64_t>(token)] = 1;
   }
   Forward forward(d, in, w, hidden, cell, 1);
-  const Packed of_embedded = d.pack(w_embedded, 0, E, true),
-               of_dense = d.pack(w_dense, 0, d.H, true);
+  const Packed embedded_weight = d.pack(w_embedded, 0, E, true),
+               dense_weight = d.pack(w_dense, 0, d.H, true);
   Buffer embedded(B * E * d.bytes), logits(B * V * d.bytes);
   std::vector<int64_t> token(B, first), written;  // (steps,B)
   std::vector<char> ended(B);
@@ -194,9 +194,9 @@ std::tuple<Tensor, Tensor> decode_greedy(
            E * d.bytes);
       copy(d.at(logits.get(), b * V), dense_bias.const_data_ptr(), V * d.bytes);
     }
-    of_embedded.add(embedded.get(), E, B, gates, d.G);
+    embedded_weight.add(embedded.get(), E, B, gates, d.G);
     forward.step(steps, gates);
-    of_dense.add(forward.features(steps), d.H, B, logits.get(), V);
+    dense_weight.add(forward.features(steps), d.H, B, logits.get(), V);
     for (int64_t b = 0; b < B; ++b) {
       const void* row = d.at(static_cast<const void*>(logits.get()), b * V);
       token[b] = ended[b]       ? blank

@@ -1,5 +1,4 @@
-// A recurrent decoder that attends at every step: what its forward, its backward and its greedy
-// decoding share.
+// What forward, backward and greedy decoding of a recurrent decoder with attention share.
 //
 // Sizes: L layers, T steps, B rows, H hidden units of the cells, G = 3H (GRU) or 4H (LSTM) gates,
 // F hidden units of the attention.
@@ -12,7 +11,7 @@
 
 namespace bahdanau_fast {
 
-// Of no bytes at all, what lies nowhere too: memcpy and memset ask for an address even then.
+// memcpy and memset require a valid pointer even for 0 bytes.
 inline void copy(void* to, const void* from, int64_t bytes) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
@@ -20,13 +19,14 @@ inline void clear(void* at, int64_t bytes) {
   if (bytes > 0) std::memset(at, 0, bytes);
 }
 
-// The costs that `parallel` is told, in elements of the attention: so many multiplications are one,
-// and a hidden unit of a cell is so many. A step has half a dozen regions of threads, and each ends
-// when its last thread has been given a core. Where other programs use the cores too, that can take
-// a time slice: a small layer is done by one thread.
+// Costs for parallel(), in elements of the attention: kMultiplications count as one element, a
+// hidden unit of a cell as kUnit. A step has six parallel loops, and each waits for its slowest
+// thread, which on a busy machine may first have to wait for a core: small layers therefore run on
+// one thread.
 constexpr int64_t kMultiplications = 64, kUnit = 4;
 
-// A weight, packed for products from the left: (K,N), or the transpose of the (N,K) given.
+// A packed weight (K,N) to multiply rows (.,K) with; the transpose of the given (N,K) if
+// `transposed`.
 class Packed {
  public:
   Packed(const Kernels& kernels, int64_t bytes, const void* weight, int64_t row_stride,
@@ -64,7 +64,7 @@ struct Weights {
   const Tensor &query, &context, &input, &hidden, &bias;
 };
 
-// Everything of a call but its results.
+// Sizes and inputs of a call.
 struct Decoder {
   Decoder(int64_t steps, const Tensor& first_hidden, const MaybeTensor& first_cell,
           const Inputs& in, const Weights& w, const MaybeTensor& drop_masks)
@@ -79,7 +79,7 @@ struct Decoder {
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double,
                     "hidden must be float32 or float64");
     STD_TORCH_CHECK(in.storage == type, "keys must have the dtype of hidden");
-    weight_type = type;  // fp64 for fp64 and fp32 for fp32, as the states
+    weight_type = type;  // float32 or float64, like the states
     bytes = type == ScalarType::Double ? 8 : 4;
     hidden_from = 4 * H - G;
     STD_TORCH_CHECK(L > 0, "hidden must have a layer");
@@ -93,7 +93,7 @@ struct Decoder {
     }
   }
 
-  // Nobody to look, or nothing to look at.
+  // Empty batch or no keys.
   bool empty() const { return B == 0 || Tk == 0; }
 
   void check(const Tensor& t, std::vector<int64_t> shape, const char* name) const {
@@ -103,7 +103,7 @@ struct Decoder {
     STD_TORCH_CHECK(fits, name, " must be contiguous and have the size and dtype of the others");
   }
 
-  // Element i of something in the storage type.
+  // The address of element i.
   template <class P>
   P at(P data, int64_t i) const {
     using Byte = typename std::conditional<std::is_const<std::remove_pointer_t<P>>::value,
@@ -111,7 +111,7 @@ struct Decoder {
     return static_cast<Byte>(data) + i * bytes;
   }
 
-  // out[i] = a[i] (+ out[i]) (times mask[i]), for n numbers.
+  // f(zero, begin, end) for parts of [0, n); `zero` has the storage type.
   template <class F>
   void each(int64_t n, const F& f) const {
     const auto run = [&](auto zero) {
@@ -124,7 +124,7 @@ struct Decoder {
     bytes == 8 ? run(double{}) : run(float{});
   }
 
-  // The rows of one layer at one step, by the kernel of the cell.
+  // step(b) for each row b of the batch, at the cost of a cell.
   template <class Step>
   void rows(const Step& step) const {
     const int64_t some = 8;
@@ -147,19 +147,19 @@ struct Decoder {
   ScalarType type, weight_type;
   const void* masks = nullptr;
 
-  // Blocks of the tensors that hold all steps.
+  // Where layer l and step t begin, in the tensors that hold all steps.
   int64_t state_of(int64_t l, int64_t t) const { return (l * (T + 1) + t) * B * H; }
   int64_t gates_of(int64_t l, int64_t t) const { return (l * T + t) * B * 4 * H; }
   int64_t mask_of(int64_t l, int64_t t) const { return ((l - 1) * T + t) * B * H; }
 };
 
-// Stands for the queries of any step.
+// A placeholder of the shape that the queries of a step have.
 inline Tensor queries_of_step(const Tensor& keys) {
   STD_TORCH_CHECK(keys.dim() == 3, "keys must have 3 dimensions");
   return new_tensor({keys.size(0), 1, keys.size(2)}, keys.scalar_type());
 }
 
-// The first size of what has so many dimensions.
+// size(0) of a tensor that must have so many dimensions.
 inline int64_t length(const Tensor& tensor, int64_t dimensions, const char* name) {
   STD_TORCH_CHECK(tensor.dim() == dimensions, name, " must have ", dimensions, " dimensions");
   return tensor.size(0);

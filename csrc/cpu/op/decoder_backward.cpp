@@ -1,5 +1,6 @@
-// Back through all the steps of a decoder. What does not have to wait for a step (gradients of the
-// weights, of keys and values) is left to products over all of them.
+// Backward through all steps of a decoder. Gradients that no earlier step depends on (of the
+// weights, keys and values) are computed afterwards, by one product each over all steps
+// (decoding.py).
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -36,7 +37,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
   Tensor grad_queries = new_tensor({T, B, d.F}, d.type);
   Tensor grad_contexts = new_tensor({T, B, d.Dv}, d.type);
   Tensor grad_scores = new_tensor({T, B, d.Tk}, d.weight_type);
-  Tensor seen = new_tensor({in.problem.dropout ? T : 0, B, d.Tk}, d.weight_type);
+  Tensor dropped_weights = new_tensor({in.problem.dropout ? T : 0, B, d.Tk}, d.weight_type);
   void* grad_h = grad_first.mutable_data_ptr();
   void* grad_c = grad_first_cell.mutable_data_ptr();
   const auto begin = [&](const MaybeTensor& from, Tensor& to, int64_t n) {
@@ -47,14 +48,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
   };
   begin(grad_hidden, grad_first, L * B * H);
   begin(grad_cell, grad_first_cell, d.lstm ? L * B * H : 0);
-  const Packed of_query = d.pack(w_query, 0, H, false);
-  const Packed of_context = d.pack(w_context, 0, d.Dv, false);
-  std::vector<Packed> of_hidden, of_input;
-  for (int64_t l = 0; l < L; ++l) of_hidden.push_back(d.pack(w_hidden, l, H, false));
-  for (int64_t l = 1; l < L; ++l) of_input.push_back(d.pack(w_input, l - 1, H, false));
+  const Packed query_weight = d.pack(w_query, 0, H, false);
+  const Packed context_weight = d.pack(w_context, 0, d.Dv, false);
+  std::vector<Packed> hidden_weight, input_weight;
+  for (int64_t l = 0; l < L; ++l) hidden_weight.push_back(d.pack(w_hidden, l, H, false));
+  for (int64_t l = 1; l < L; ++l) input_weight.push_back(d.pack(w_input, l - 1, H, false));
   Buffer below(B * H * d.bytes);
   const uint64_t first_seed = in.problem.seed;
-  const auto of_weight = [&](const Tensor& tensor, int64_t t) {
+  const auto at_step = [&](const Tensor& tensor, int64_t t) {
     return d.at(tensor.mutable_data_ptr(), t * B * d.Tk);
   };
 
@@ -72,7 +73,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
       d.rows([&](int64_t b) {
         CellStep step;
         step.H = H;
-        // Read only, in this direction.
+        // The backward of a cell only reads these.
         step.gates = const_cast<void*>(d.at(gates.const_data_ptr(), d.gates_of(l, t) + b * 4 * H));
         step.hidden_before = d.at(states.const_data_ptr(), d.state_of(l, t) + b * H);
         CellGrads grads;
@@ -85,14 +86,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
         }
         (d.lstm ? d.k.lstm_row_back : d.k.gru_row_back)(step, grads);
       });
-      of_hidden[l].add(d.at(grad_gate, d.hidden_from), 4 * H, B, d.at(grad_h, l * B * H), H);
+      hidden_weight[l].add(d.at(grad_gate, d.hidden_from), 4 * H, B, d.at(grad_h, l * B * H), H);
       if (l == 0) {
-        of_context.add(grad_gate, 4 * H, B, grad_context, d.Dv);
+        context_weight.add(grad_gate, 4 * H, B, grad_context, d.Dv);
       } else if (d.masks == nullptr) {
-        of_input[l - 1].add(grad_gate, 4 * H, B, d.at(grad_h, (l - 1) * B * H), H);
+        input_weight[l - 1].add(grad_gate, 4 * H, B, d.at(grad_h, (l - 1) * B * H), H);
       } else {
         clear(below.get(), B * H * d.bytes);
-        of_input[l - 1].add(grad_gate, 4 * H, B, below.get(), H);
+        input_weight[l - 1].add(grad_gate, 4 * H, B, below.get(), H);
         d.each(B * H, [&](auto zero, int64_t i, int64_t end) {
           using A = decltype(zero);
           const A* mask = static_cast<const A*>(d.masks) + d.mask_of(l, t);
@@ -104,19 +105,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
     in.problem.queries = {d.at(queries.const_data_ptr(), t * B * d.F), d.F, d.F};
     in.problem.seed = seed_of_step(first_seed, t);
     Backward g;
-    g.weights = of_weight(weights, t);
+    g.weights = at_step(weights, t);
     g.grad_context = {grad_context, d.Dv, d.Dv};
-    if (grad_weights.has_value()) g.grad_weights = {of_weight(*grad_weights, t), d.Tk, d.Tk};
+    if (grad_weights.has_value()) g.grad_weights = {at_step(*grad_weights, t), d.Tk, d.Tk};
     g.grad_queries = d.at(grad_queries.mutable_data_ptr(), t * B * d.F);
-    g.kept_scores = of_weight(grad_scores, t);
-    if (in.problem.dropout) g.dropped = of_weight(seen, t);
+    g.grad_scores_out = at_step(grad_scores, t);
+    if (in.problem.dropout) g.dropped_weights = at_step(dropped_weights, t);
     if (d.empty())
       clear(g.grad_queries, B * d.F * d.bytes);
     else
       run_backward(in, g, nullptr);
-    of_query.add(g.grad_queries, d.F, B, d.at(grad_h, (L - 1) * B * H), H);
+    query_weight.add(g.grad_queries, d.F, B, d.at(grad_h, (L - 1) * B * H), H);
   }
-  return {grad_gates, grad_first, grad_first_cell, grad_queries, grad_contexts, grad_scores, seen};
+  return {grad_gates,    grad_first,  grad_first_cell, grad_queries,
+          grad_contexts, grad_scores, dropped_weights};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {

@@ -1,9 +1,9 @@
-// Fingerprints of tensors: has anything written to this memory since?
+// Fingerprints of tensors: their memory has changed if their fingerprint has.
 //
-// Block hashes (hash.h) are chained by a polynomial modulo 2^61 - 1. All keys are drawn when they
-// are first needed, anew in each process: nobody can prepare two tensors that look alike. For two
-// tensors of the same sizes and different bytes, both halves agree with a probability below
-// (2^-32 + n 2^-60)^2, n being the number of blocks.
+// Block hashes (hash.h) are chained by a polynomial modulo 2^61 - 1. All keys are drawn at
+// random when they are first needed, in each process, so that nobody can prepare two tensors with
+// the same fingerprint. For two tensors of the same sizes and different bytes, both halves agree
+// with a probability below (2^-32 + n 2^-60)^2, n being the number of blocks.
 #include <array>
 #include <cstring>
 #include <random>
@@ -17,8 +17,8 @@ namespace bahdanau_fast {
 namespace {
 
 constexpr uint64_t kPrime = (uint64_t(1) << 61) - 1;
-constexpr int64_t kUnitBytes = 64 << 10;  // of one run of memory, hashed by one thread
-constexpr int64_t kLeastRun = 64;         // bytes; shorter ones are copied together first
+constexpr int64_t kUnitBytes = 64 << 10;  // of one run of memory, for one thread
+constexpr int64_t kLeastRun = 64;         // bytes; shorter runs are first copied into one
 
 struct Secrets {
   alignas(64) uint32_t key[2 * kHashWords];
@@ -97,7 +97,7 @@ class Stream {
   alignas(64) char buffer_[kHashBytes];
 };
 
-// The memory of a tensor: runs of bytes without gaps, at every index of up to three dimensions.
+// The memory of a tensor as runs of bytes without gaps, one for each index of the other dimensions.
 struct Runs {
   explicit Runs(const Tensor& tensor, int64_t itemsize)
       : data(static_cast<const char*>(tensor.const_data_ptr())), bytes(itemsize) {
@@ -105,7 +105,7 @@ struct Runs {
       int64_t size, stride;
     };
     std::vector<Dim> dims;
-    for (int64_t d = 0; d < tensor.dim(); ++d)  // elements that share their memory count once
+    for (int64_t d = 0; d < tensor.dim(); ++d)  // of an expanded dimension, one element is read
       if (tensor.size(d) > 1 && tensor.stride(d) != 0)
         dims.push_back({tensor.size(d), tensor.stride(d) * itemsize});
     std::sort(dims.begin(), dims.end(), [](Dim a, Dim b) { return a.stride < b.stride; });
@@ -145,24 +145,28 @@ void add(Mark& mark, const Tensor& tensor, const char* name) {
     gathered = packed(tensor);
     runs = Runs(gathered, itemsize);
   }
-  // Units of at most kUnitBytes of one run; a task takes as many small ones as make up the same.
+  // Units are parts of a run, of at most kUnitBytes; a task takes several units if they are small.
   const int64_t pieces = (runs.bytes + kUnitBytes - 1) / kUnitBytes;
   const int64_t units = runs.count * pieces;
   const int64_t per_task = std::max<int64_t>(1, kUnitBytes / runs.bytes);
   const int64_t tasks = (units + per_task - 1) / per_task;
   std::vector<Mark> marks(tasks);
-  const int64_t elements = std::min(kUnitBytes, runs.bytes * runs.count) / 16;  // a vector costs one
-  parallel(tasks, elements, [] { return 0; }, [&](int64_t task, int) {
-    Stream stream;
-    for (int64_t unit = task * per_task; unit < std::min(units, (task + 1) * per_task); ++unit) {
-      const int64_t begin = unit % pieces * kUnitBytes;
-      stream.add(runs.at(unit / pieces) + begin, std::min(kUnitBytes, runs.bytes - begin));
-    }
-    marks[task] = stream.finish();
-  });
+  // Hashing 16 bytes costs about as much as one element of the attention.
+  const int64_t cost = std::min(kUnitBytes, runs.bytes * runs.count) / 16;
+  parallel(
+      tasks, cost, [] { return 0; },
+      [&](int64_t task, int) {
+        Stream stream;
+        for (int64_t unit = task * per_task; unit < std::min(units, (task + 1) * per_task);
+             ++unit) {
+          const int64_t begin = unit % pieces * kUnitBytes;
+          stream.add(runs.at(unit / pieces) + begin, std::min(kUnitBytes, runs.bytes - begin));
+        }
+        marks[task] = stream.finish();
+      });
   for (const Mark& part : marks)
     for (int half : {0, 1}) chain(mark, half, part[half]);
-  for (int half : {0, 1}) chain(mark, half, 1);  // between this tensor and the next
+  for (int half : {0, 1}) chain(mark, half, 1);  // separates this tensor from the next
 }
 
 std::tuple<int64_t, int64_t> fingerprint(const Tensor& keys, MaybeTensor weight, MaybeTensor bias) {

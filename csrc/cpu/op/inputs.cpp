@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "common/lengths.h"
 #include "cpu/kernels/simd.h"
 
 namespace bahdanau_fast {
@@ -16,47 +17,17 @@ int64_t table_width(int64_t H, Kind kind) {
   return (H + line - 1) / line * line;
 }
 
-Kind storage_kind(const Tensor& tensor, const char* name) {
+void check_cpu(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the cpu");
+}
+
+Kind storage_kind(const Tensor& tensor, const char* name) {
+  check_cpu(tensor, name);
   return kind_of(tensor, name);
 }
 
-ScalarType weights_dtype(Kind storage) {
-  return storage == Kind::f64 ? ScalarType::Double : ScalarType::Float;
-}
-
-Kind computing_kind(Kind storage, int64_t elements, int64_t small) {
-  return storage == Kind::f32 && elements <= small ? Kind::f32_in_f64 : storage;
-}
-
 Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t i = shape.size() - 1; i > 0; --i)
-    strides[i - 1] = strides[i] * (shape[i] > 1 ? shape[i] : 1);
-  AtenTensorHandle handle;
-  const auto failed = aoti_torch_empty_strided(
-      shape.size(), shape.data(), strides.data(),
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-      aoti_torch_device_type_cpu(), 0, &handle);
-  STD_TORCH_CHECK(failed == 0, "not enough memory for a result of ", shape[0] * strides[0],
-                  " elements");
-  return Tensor(handle);
-}
-
-Tensor packed(const Tensor& tensor) {
-  if (tensor.is_contiguous()) return tensor;  // asking torch takes longer than a small problem
-  try {
-    return torch::stable::contiguous(tensor);
-  } catch (...) {  // torch's words for it do not cross its C interface
-    STD_TORCH_CHECK(false, "not enough memory for a contiguous copy of ", tensor.numel(),
-                    " elements");
-  }
-}
-
-View view_of(const Tensor& tensor, std::vector<Tensor>& owned) {
-  owned.push_back(tensor.size(2) > 1 && tensor.stride(2) != 1 ? packed(tensor) : tensor);
-  const Tensor& t = owned.back();
-  return {t.const_data_ptr(), t.stride(0), t.stride(1)};
+  return new_tensor(shape, type, aoti_torch_device_type_cpu(), 0);
 }
 
 void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, void* keys_max,
@@ -97,7 +68,8 @@ struct Norms {
   double length, largest;
 };
 
-// In four chains: one addition after another over w_v would take as long as a small problem.
+// Four independent sums: a single chain of additions over w_v would take as long as a small
+// problem.
 Norms norms(const std::vector<double>& w) {
   double squares[4] = {}, most[4] = {};
   const auto take = [&](size_t lane, double x) {
@@ -118,52 +90,33 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& tab
                const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
                const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
                bool make_table) {
-  kind = storage_kind(queries, "queries");
-  storage = queries.scalar_type();
-  STD_TORCH_CHECK(queries.dim() == 3 && keys.dim() == 3 && values.dim() == 3,
-                  "queries, keys and values must have 3 dimensions");
-  STD_TORCH_CHECK(storage_kind(keys, "keys") == kind, "keys must have the dtype of queries");
-  STD_TORCH_CHECK(storage_kind(values, "values") == kind, "values must have the dtype of queries");
-  STD_TORCH_CHECK(storage_kind(w_v, "w_v") == kind, "w_v must have the dtype of queries");
+  check_cpu(queries, "queries");
   Problem& p = problem;
-  p.B = queries.size(0);
-  p.Tq = queries.size(1);
-  p.H = queries.size(2);
-  p.Tk = keys.size(1);
-  p.Dv = values.size(2);
-  STD_TORCH_CHECK(keys.size(0) == p.B && keys.size(2) == p.H,
-                  "keys must have the batch and hidden size of queries");
-  STD_TORCH_CHECK(values.size(0) == p.B && values.size(1) == p.Tk,
-                  "values must have the batch size and length of keys");
-  STD_TORCH_CHECK(w_v.numel() == p.H && w_v.dim() >= 1 && w_v.size(-1) == p.H,
-                  "w_v must have shape (1, H) or (H,)");
-  STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p must be between 0 and 1");
+  kind = read_sizes(queries, keys, values, w_v, dropout_p, false, false, check_cpu, &p);
+  storage = queries.scalar_type();
   const bool float_table = table.has_value() && table->scalar_type() == ScalarType::Float;
-  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H, float_table ? kSmallForward : kSmall);
+  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H,
+                        float_table ? kMaxFp64ForwardTableElements : kMaxFp64Elements);
   const std::vector<double> w = to_doubles(w_v, "w_v");
-  const Norms of_w = norms(w);
-  if (kind == Kind::f32 && of_w.length > kLongW) kind = Kind::f32_in_f64;
+  const Norms w_norms = norms(w);
+  if (kind == Kind::f32 && w_norms.length > kMaxFp32NormOfW) kind = Kind::f32_in_f64;
   p.width = table_width(p.H, kind);
   p.queries = view_of(queries, owned_);
   p.keys = view_of(keys, owned_);
   p.values = view_of(values, owned_);
   p.dropout = dropout_p > 0.0;
-  p.dropout_p = dropout_p;
   if (p.dropout) {
-    STD_TORCH_CHECK(seed.has_value() && seed->is_cpu() && seed->numel() == 1 &&
-                        seed->scalar_type() == ScalarType::Long,
-                    "seed must be one int64 number on the cpu");
-    p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
+    p.seed = static_cast<uint64_t>(*seed_data(seed, check_cpu));
   }
-  if (p.B == 0 || p.Tq == 0 || p.Tk == 0) return;
-  set_w(w, of_w.largest);
-  set_kept(valid_lens);
+  if (p.empty()) return;
+  set_w(w, w_norms.largest);
+  set_key_counts(valid_lens);
   set_table(table, keys_max, make_table);
 }
 
 namespace {
 
-// out[i] of `count` elements `stride` apart, of any real dtype.
+// `count` elements of any real dtype, `stride` apart, to out[0], out[1], ...
 void read(const Tensor& t, const char* name, int64_t offset, int64_t stride, int64_t count,
           double* out) {
   with_type_of(t, name, [&](auto type) {
@@ -188,7 +141,7 @@ std::vector<double> to_doubles(const Tensor& tensor, const char* name) {
 void Inputs::set_w(const std::vector<double>& w, double largest) {
   const Problem& p = problem;
   buffers_.emplace_back(p.width * size_of(kind));
-  // A power of two scales without rounding; subnormal or infinite weights stay as they are.
+  // A power of two scales without rounding. Subnormal and infinite weights are not scaled.
   int exponent = 0;
   if (largest > 1e-30 && std::isfinite(largest)) std::frexp(largest, &exponent);
   problem.w_scale = std::ldexp(1.0, exponent);
@@ -202,33 +155,26 @@ void Inputs::set_w(const std::vector<double>& w, double largest) {
   problem.w = buffers_.back().get();
 }
 
-void Inputs::set_kept(const MaybeTensor& valid_lens) {
+void Inputs::set_key_counts(const MaybeTensor& valid_lens) {
   const Problem& p = problem;
-  kept_.assign(p.B * p.Tq, p.Tk);
-  problem.kept = kept_.data();
+  key_counts_.assign(p.B * p.Tq, p.Tk);
+  problem.key_counts = key_counts_.data();
   if (!valid_lens.has_value()) return;
   const Tensor& lens = *valid_lens;
-  STD_TORCH_CHECK(lens.is_cpu(), "valid_lens must be on the cpu");
-  const bool by_query = lens.dim() == 2;
-  STD_TORCH_CHECK(
-      (lens.dim() == 1 || by_query) && lens.size(0) == p.B && (!by_query || lens.size(1) == p.Tq),
-      "valid_lens must have shape (B,) or (B, Tq)");
+  const bool by_query = lens_by_query(lens, p, check_cpu);
   std::vector<double> row(by_query ? p.Tq : p.B);
   if (!by_query) read(lens, "valid_lens", 0, lens.stride(0), p.B, row.data());
   for (int64_t b = 0; b < p.B; ++b) {
     if (by_query) read(lens, "valid_lens", b * lens.stride(0), lens.stride(1), p.Tq, row.data());
-    for (int64_t i = 0; i < p.Tq; ++i) {
-      const double len = row[by_query ? i : b];
-      // Position j is kept when j < len; NaN keeps none.
-      kept_[b * p.Tq + i] = !(len > 0.0) ? 0 : len >= double(p.Tk) ? p.Tk : int64_t(std::ceil(len));
-    }
+    for (int64_t i = 0; i < p.Tq; ++i)
+      key_counts_[b * p.Tq + i] = keys_within(row[by_query ? i : b], p.Tk);
   }
 }
 
 void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bool make_table) {
   Problem& p = problem;
   const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
-  // A table of the other precision was made for another number of queries: not for this call.
+  // A table of the other precision was made for another number of queries; this call ignores it.
   if (table.has_value() && keys_max.has_value() && table->scalar_type() == type) {
     STD_TORCH_CHECK(table->is_cpu() && table->is_contiguous() && table->dim() == 3 &&
                         table->size(0) == p.B && table->size(1) == p.Tk &&

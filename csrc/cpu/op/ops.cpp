@@ -1,4 +1,4 @@
-// The operators of bahdanau_fast/ops.py for CPU tensors. Knows torch, knows no math.
+// The operators of bahdanau_fast/ops.py for CPU tensors.
 #include "run.h"
 
 #include <torch/csrc/stable/library.h>
@@ -11,7 +11,7 @@ namespace {
 std::tuple<Tensor, Tensor> exp_keys(const Tensor& keys, bool precise) {
   STD_TORCH_CHECK(keys.dim() == 3, "keys must have 3 dimensions");
   const Kind kind = computing_kind(storage_kind(keys, "keys"), keys.numel(),
-                                   precise ? kSmallTable : kSmallForward);
+                                   precise ? kMaxFp64TableElements : kMaxFp64ForwardTableElements);
   const int64_t B = keys.size(0), Tk = keys.size(1), H = keys.size(2);
   const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
   Tensor table = new_tensor({B, Tk, table_width(H, kind)}, type);
@@ -39,49 +39,35 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
   return {context, weights};
 }
 
-enum Needs : int64_t { need_queries = 1, need_keys = 2, need_values = 4, need_w = 8 };
-
-// A gradient or weights that came in, as the kernels read them.
-View view_like(const MaybeTensor& tensor, ScalarType type, const char* name, int64_t B,
-               int64_t rows, int64_t columns, std::vector<Tensor>& owned) {
-  if (!tensor.has_value()) return {};
-  STD_TORCH_CHECK(tensor->is_cpu() && tensor->scalar_type() == type && tensor->dim() == 3 &&
-                      tensor->size(0) == B && tensor->size(1) == rows && tensor->size(2) == columns,
-                  name, " must have the shape and dtype of the result it belongs to");
-  return view_of(*tensor, owned);
-}
-
-// The same, contiguous.
+// Contiguous weights, or gradients of the scores.
 const void* rows_like(const Tensor& tensor, ScalarType type, const char* name, const Problem& p,
                       std::vector<Tensor>& owned) {
-  view_like(packed(tensor), type, name, p.B, p.Tq, p.Tk, owned);
+  check_cpu(tensor, name);
+  view_like(packed(tensor), type, name, {p.B, p.Tq, p.Tk}, owned);
   return owned.back().const_data_ptr();
 }
 
-// What a backward gets from outside; its results are left to fill in.
-Backward received(const Inputs& in, ScalarType type, const Tensor& weights,
-                  const MaybeTensor& grad_context, const MaybeTensor& grad_weights,
-                  std::vector<Tensor>& owned) {
+// The inputs of a backward; its results are still to be set.
+Backward received(const Inputs& in, const Tensor& weights, const MaybeTensor& grad_context,
+                  const MaybeTensor& grad_weights, std::vector<Tensor>& owned) {
   const Problem& p = in.problem;
-  const ScalarType of_weights = weights_dtype(in.kind);
+  const ScalarType weights_type = weights_dtype(in.kind);
+  const auto view = [&](const MaybeTensor& grad, ScalarType type, const char* name,
+                        int64_t columns) {
+    if (!grad.has_value()) return View{};
+    check_cpu(*grad, name);
+    return view_like(*grad, type, name, {p.B, p.Tq, columns}, owned);
+  };
   Backward g;
-  g.weights = rows_like(weights, of_weights, "weights", p, owned);
-  g.grad_context = view_like(grad_context, type, "grad_context", p.B, p.Tq, p.Dv, owned);
-  g.grad_weights = view_like(grad_weights, of_weights, "grad_weights", p.B, p.Tq, p.Tk, owned);
+  g.weights = rows_like(weights, weights_type, "weights", p, owned);
+  g.grad_context = view(grad_context, in.storage, "grad_context", p.Dv);
+  g.grad_weights = view(grad_weights, weights_type, "grad_weights", p.Tk);
   return g;
 }
 
-Tensor gradient(const Tensor& of, bool needed) {
-  std::vector<int64_t> shape{0};
-  if (needed) shape.assign(of.sizes().begin(), of.sizes().end());
-  return new_tensor(shape, of.scalar_type());
+Tensor gradient(const Tensor& tensor, bool wanted) {
+  return new_tensor(gradient_shape(tensor, wanted), tensor.scalar_type());
 }
-
-void* data_or_null(Tensor& tensor, bool needed) {
-  return needed ? tensor.mutable_data_ptr() : nullptr;
-}
-
-bool empty(const Problem& p) { return p.B == 0 || p.Tq == 0 || p.Tk == 0; }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& queries, const Tensor& keys, MaybeTensor table, MaybeTensor keys_max,
@@ -94,12 +80,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
   Tensor grad_keys = gradient(keys, needs & need_keys);
   Tensor grad_values = gradient(values, needs & need_values);
   Tensor grad_w = gradient(w_v, needs & need_w);
-  if (empty(p)) {
+  if (p.empty()) {
     for (Tensor* t : {&grad_queries, &grad_keys, &grad_values, &grad_w}) torch::stable::zero_(*t);
     return {grad_queries, grad_keys, grad_values, grad_w};
   }
   std::vector<Tensor> owned;
-  Backward g = received(in, queries.scalar_type(), weights, grad_context, grad_weights, owned);
+  Backward g = received(in, weights, grad_context, grad_weights, owned);
   g.grad_queries = data_or_null(grad_queries, needs & need_queries);
   g.grad_keys = data_or_null(grad_keys, needs & need_keys);
   g.grad_values = data_or_null(grad_values, needs & need_values);
@@ -115,18 +101,19 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
   const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p, false);
   const Problem& p = in.problem;
   Tensor grad_queries = gradient(queries, needed);
-  Tensor grad_scores = gradient(weights, true), dropped = gradient(weights, p.dropout);
-  if (empty(p)) {
-    for (Tensor* t : {&grad_queries, &grad_scores, &dropped}) torch::stable::zero_(*t);
-    return {grad_queries, grad_scores, dropped};
+  Tensor grad_scores = gradient(weights, true);
+  Tensor dropped_weights = gradient(weights, p.dropout);
+  if (p.empty()) {
+    for (Tensor* t : {&grad_queries, &grad_scores, &dropped_weights}) torch::stable::zero_(*t);
+    return {grad_queries, grad_scores, dropped_weights};
   }
   std::vector<Tensor> owned;
-  Backward g = received(in, queries.scalar_type(), weights, grad_context, grad_weights, owned);
+  Backward g = received(in, weights, grad_context, grad_weights, owned);
   g.grad_queries = data_or_null(grad_queries, needed);
-  g.kept_scores = grad_scores.mutable_data_ptr();
-  g.dropped = data_or_null(dropped, p.dropout);
+  g.grad_scores_out = grad_scores.mutable_data_ptr();
+  g.dropped_weights = data_or_null(dropped_weights, p.dropout);
   run_backward(in, g, nullptr);
-  return {grad_queries, grad_scores, dropped};
+  return {grad_queries, grad_scores, dropped_weights};
 }
 
 std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
@@ -139,24 +126,24 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
   Tensor grad_keys = gradient(keys, needs & need_keys);
   Tensor grad_values = gradient(values, needs & need_values);
   Tensor grad_w = gradient(w_v, needs & need_w);
-  if (empty(p)) {
+  if (p.empty()) {
     for (Tensor* t : {&grad_keys, &grad_values, &grad_w}) torch::stable::zero_(*t);
     return {grad_keys, grad_values, grad_w};
   }
   std::vector<Tensor> owned;
-  Backward g = received(in, queries.scalar_type(), weights, grad_context, std::nullopt, owned);
-  g.given_scores = rows_like(grad_scores, weights_dtype(in.kind), "grad_scores", p, owned);
+  Backward g = received(in, weights, grad_context, std::nullopt, owned);
+  g.grad_scores_in = rows_like(grad_scores, weights_dtype(in.kind), "grad_scores", p, owned);
   g.grad_keys = data_or_null(grad_keys, needs & need_keys);
   g.grad_values = data_or_null(grad_values, needs & need_values);
   run_backward(in, g, data_or_null(grad_w, needs & need_w));
   return {grad_keys, grad_values, grad_w};
 }
 
-// One of the two projections of a call from raw inputs.
+// A projection of queries or keys.
 struct Projected {
   Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias, const char* name,
-            int64_t small = kSmall)
-      : kind(computing_kind(storage_kind(rows, name), rows.numel(), small)) {
+            int64_t limit = kMaxFp64Elements)
+      : kind(computing_kind(storage_kind(rows, name), rows.numel(), limit)) {
     STD_TORCH_CHECK(rows.dim() == 3, name, " must have 3 dimensions");
     STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == rows.size(2) && weight.is_cpu() &&
                         weight.scalar_type() == rows.scalar_type(),
@@ -180,7 +167,8 @@ struct Projected {
     Tensor out = new_tensor({p.B, p.R, p.H}, owned[0].scalar_type());
     const auto size = [](auto element) { return static_cast<int64_t>(sizeof(element)); };
     const int64_t bytes = with_type_of(owned[0], "rows", size);
-    // Threads share out the columns, a few at a time: their weights serve all rows from the cache.
+    // Threads take the columns a few at a time: their weights are then used from the cache, for all
+    // rows.
     constexpr int64_t kColumns = 64;
     parallel((p.H + kColumns - 1) / kColumns, p.B * p.R * p.D * kColumns / 8,
              [&] { return Buffer(std::min(p.H, kColumns) * size_of(kind)); },
@@ -232,13 +220,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> additive_attention(
   return {context, weights, projected_queries, projected_keys};
 }
 
-// A step on a memory that projects its few queries itself; without dropout and gradients.
+// attend() of a few queries that are not projected yet; without dropout and gradients.
 std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q, const Tensor& keys,
                                        MaybeTensor table, MaybeTensor keys_max,
                                        const Tensor& values, const Tensor& w_v,
                                        MaybeTensor valid_lens) {
-  const int64_t small = 0;  // fp32 in fp32, as a matrix product in front would have it
-  return attend(Projected(queries, w_q, std::nullopt, "queries", small).forward(), keys, table,
+  const int64_t limit = 0;  // fp32 is projected in fp32, as by the matrix product this replaces
+  return attend(Projected(queries, w_q, std::nullopt, "queries", limit).forward(), keys, table,
                 keys_max, values, w_v, valid_lens, std::nullopt, 0.0, true);
 }
 

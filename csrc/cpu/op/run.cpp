@@ -5,9 +5,9 @@
 namespace bahdanau_fast {
 namespace {
 
-// Problems are cut by their sizes alone, never by the number of threads: same result everywhere.
+// Problems are cut into tasks by their sizes alone: results are the same for any number of threads.
 constexpr int64_t kEnoughTasks = 16;
-// What a task of the backward may keep of the queries of its row: half of a second-level cache.
+// Memory for the queries of a row in a task of the backward: half of a second-level cache.
 constexpr int64_t kQueryBytes = 512 << 10;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -19,8 +19,9 @@ ForwardPlan plan_forward(const Problem& p) {
   plan.query_block = std::min(p.Tq, kQueryBlock);
   plan.query_blocks = ceil_div(p.Tq, plan.query_block);
   plan.chunk = p.Tk;
-  const int64_t smallest = 64;  // keys; below this a chunk is not worth its part of the sums
-  if (p.Tk >= 2 * smallest && p.B * p.Tq * p.Tk * p.H > kSmallTable) {
+  const int64_t smallest =
+      64;  // keys; combining the sums of smaller chunks takes longer than they save
+  if (p.Tk >= 2 * smallest && p.B * p.Tq * p.Tk * p.H > kMaxFp64TableElements) {
     const int64_t even = ceil_div(p.Tk, parts_per_row(p.B * plan.query_blocks));
     plan.chunk = even > smallest ? even : smallest;
   }
@@ -66,8 +67,8 @@ void run_backward(const Inputs& in, Backward g, void* grad_w) {
   if (grad_w != nullptr) g.grad_w = w_parts.get();
   const bool through_tanh = g.grad_queries || g.grad_keys || g.grad_w;
 
-  // Whole batch rows where there are enough of them, else chunks of keys and slices of hidden
-  // units; slices also where the queries of a row would not stay in the second-level cache.
+  // Tasks are whole batch rows if there are enough of them, else chunks of keys and then slices of
+  // hidden units. Slices are also taken if the queries of a row do not fit the second-level cache.
   const int64_t parts = parts_per_row(p.B), line = 64;
   const int64_t fitting = kQueryBytes / (k.grad_tanh_workspace(p, line) * bytes) * line;
   const int64_t even = ceil_div(ceil_div(p.width, parts), line) * line;
@@ -95,17 +96,18 @@ void run_backward(const Inputs& in, Backward g, void* grad_w) {
   } else {
     Buffer scores(p.B * area * bytes);
     const auto nothing = [] { return 0; };
-    const auto of_row = [&](int64_t b) {
+    const auto scores_of_row = [&](int64_t b) {
       return static_cast<void*>(static_cast<char*>(scores.get()) + b * area * bytes);
     };
     parallel(p.B * chunks, p.Tq * chunk * p.Dv, nothing, [&](int64_t task, int) {
-      scores_chunk(task / chunks, task % chunks, of_row(task / chunks));
+      scores_chunk(task / chunks, task % chunks, scores_of_row(task / chunks));
     });
-    parallel(p.B, 2 * area, nothing, [&](int64_t b, int) { k.grad_softmax(p, g, b, of_row(b)); });
+    parallel(p.B, 2 * area, nothing,
+             [&](int64_t b, int) { k.grad_softmax(p, g, b, scores_of_row(b)); });
     parallel(
         p.B * slices, 4 * area * hidden, [&] { return Buffer(work_bytes); },
         [&](int64_t task, const Buffer& work) {
-          tanh_slice(task / slices, task % slices, of_row(task / slices), work.get());
+          tanh_slice(task / slices, task % slices, scores_of_row(task / slices), work.get());
         });
   }
   if (grad_w != nullptr) k.sum_rows(w_parts.get(), p.B, p.width, p.H, grad_w);

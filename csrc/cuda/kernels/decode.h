@@ -1,20 +1,19 @@
 // Forward for few queries, a decoder step or its beams: everything in one launch.
 //
-//   score[b,i,j] = w . tanh(query[b,i] + key[b,j]),  weights = softmax over j < kept[b,i]
+//   score[b,i,j] = w . tanh(query[b,i] + key[b,j]),  weights = softmax over j < key_count[b,i]
 //   context[b,i] = sum_j dropout(weights)[b,i,j] value[b,j]
 //
 //   queries (B,Tq,H), keys (B,Tk,H), values (B,Tk,Dv), w (H): T; context (B,Tq,Dv): T;
 //   weights (B,Tq,Tk): W; or queries (B,Tq,Dq) and W_q (H,Dq), projected in the same launch
 //
-// A block is (batch row, split of its keys). Its warps take keys in turn, lanes hold neighbouring
+// A block is (batch row, split of its keys). Its warps take keys in turn; lanes hold neighbouring
 // hidden units, then neighbouring columns of the values, 16 bytes at a time. Reads the keys and
-// values of the split once for up to four queries, (H + Dv) numbers a key; later groups of
-// queries find them in the caches. Splits leave sums against their own maximum; the last block of
-// a batch row to arrive brings them together in their order.
+// values of the split once for up to four queries, (H + Dv) numbers for each key; further queries
+// read them from the caches. Splits compute sums relative to their own maximum; the last block of a
+// batch row to finish combines them, in the order of the splits.
 #pragma once
 
 #include "decode_plan.h"
-#include "reduce.h"
 #include "tanh.h"
 
 namespace bahdanau_fast::gpu {
@@ -22,7 +21,7 @@ namespace bahdanau_fast::gpu {
 template <class T, class A, int QT>
 struct DecodeTask {
   static constexpr int U = kUnits<T>;
-  static constexpr int KU = QT == 1 ? 4 : sizeof(T) == 2 ? 2 : 1;  // keys a warp meets at a time
+  static constexpr int KU = QT == 1 ? 4 : sizeof(T) == 2 ? 2 : 1;  // keys of a warp at a time
   const DecodeForward& d;
   const Problem& p;
   DecodeShared<T, A, QT> mine;
@@ -45,28 +44,28 @@ struct DecodeTask {
   }
   __device__ void count_keys() {
     for (int64_t i = threadIdx.x; i < p.Tq; i += kDecodeThreads) {
-      const int64_t look = kept(p, b, i);
-      mine.counts[i] = look == 0 ? -1 - n : larger(0, smaller(look - j0, n));
+      const int64_t valid = key_count(p, b, i);
+      mine.counts[i] = valid == 0 ? -1 - n : larger(0, smaller(valid - j0, n));
     }
   }
 
-  // W_q q of queries [i0, i0 + QT) into shared memory, a warp a hidden unit: a block by itself
-  // reads all of W_q, from the caches but once.
+  // W_q q of queries [i0, i0 + QT) into shared memory; a warp computes one hidden unit at a time.
+  // Each block reads all of W_q, all but the first from the caches.
   template <bool vectors>
   __device__ void project_queries(int64_t i0) {
-    const T* rows[QT];  // queries past the last stand for it
+    const T* rows[QT];  // past the last query, the last
 #pragma unroll
     for (int q = 0; q < QT; ++q) rows[q] = row_at<T>(p.queries, b, smaller(i0 + q, p.Tq - 1));
     for (int64_t h = warp; h < p.H; h += kDecodeWarps) {
       A sums[QT] = {};
       for (int64_t c = lane * U; c < d.Dq; c += kWarp * U) {
-        A of_w[U], of_query[U];
-        load_units<T, A, vectors>(static_cast<const T*>(d.w_q) + h * d.Dq, c, d.Dq, of_w);
+        A weight[U], query[U];
+        load_units<T, A, vectors>(static_cast<const T*>(d.w_q) + h * d.Dq, c, d.Dq, weight);
 #pragma unroll
         for (int q = 0; q < QT; ++q) {
-          load_units<T, A, vectors>(rows[q], c, d.Dq, of_query);
+          load_units<T, A, vectors>(rows[q], c, d.Dq, query);
 #pragma unroll
-          for (int k = 0; k < U; ++k) sums[q] += of_w[k] * of_query[k];
+          for (int k = 0; k < U; ++k) sums[q] += weight[k] * query[k];
         }
       }
       const A sum = warp_sums<QT>(sums, lane);
@@ -76,42 +75,42 @@ struct DecodeTask {
     __syncthreads();
   }
 
-  // The same of all blocks of a cluster: each takes a share of the hidden units, two to a warp at
-  // a time, for everybody's queries, and leaves the result in their shared memory. So W_q is read
-  // once for all of them.
+  // The same, together with the other blocks of the cluster: each computes a share of the hidden
+  // units, two at a time in a warp, for the queries of all blocks, and writes them to the shared
+  // memory of those. So W_q is read once for each cluster.
   template <bool vectors>
   __device__ void project_for_cluster(int64_t i0) {
     constexpr int units = 2, most = 8;  // blocks of a cluster
     constexpr int each = kWarp / (most * units);
     const int blocks = cluster_size(), rank = cluster_rank();
     const T* w_q = static_cast<const T*>(d.w_q);
-    cluster_barrier();  // all have begun, and are done with their last queries
+    cluster_barrier();  // every block has started, and is done with the last queries
     const int64_t step = blocks * kDecodeWarps * units;
     for (int64_t h0 = (rank * kDecodeWarps + warp) * units; h0 < p.H; h0 += step)
       for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i) {
         A sums[most * units] = {};
         for (int64_t c = lane * U; c < d.Dq; c += kWarp * U) {
-          A of_w[units][U];
+          A weight[units][U];
 #pragma unroll
           for (int x = 0; x < units; ++x)
-            load_units<T, A, vectors>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, of_w[x]);
+            load_units<T, A, vectors>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
 #pragma unroll
           for (int m = 0; m < most; ++m) {
             const int64_t block = blockIdx.x - rank + smaller(m, blocks - 1);
             const int64_t row = smaller(block / d.splits, p.B - 1);
-            A of_query[U];
-            load_units<T, A, vectors>(row_at<T>(p.queries, row, i), c, d.Dq, of_query);
+            A query[U];
+            load_units<T, A, vectors>(row_at<T>(p.queries, row, i), c, d.Dq, query);
 #pragma unroll
             for (int x = 0; x < units; ++x)
 #pragma unroll
-              for (int k = 0; k < U; ++k) sums[m * units + x] += of_w[x][k] * of_query[k];
+              for (int k = 0; k < U; ++k) sums[m * units + x] += weight[x][k] * query[k];
           }
         }
         const A sum = warp_sums<most * units>(sums, lane);
-        const int of = lane / each / units;
+        const int target = lane / each / units;
         const int64_t h = h0 + lane / each % units;
         A* place = mine.queries + (i - i0) * mine.width + h;
-        if (lane % each == 0 && of < blocks && h < p.H) *in_block(place, of) = sum;
+        if (lane % each == 0 && target < blocks && h < p.H) *in_block(place, target) = sum;
       }
     cluster_barrier();
   }
@@ -124,15 +123,15 @@ struct DecodeTask {
       vectors ? project_queries<true>(i0) : project_queries<false>(i0);
   }
 
-  // A block past the last, there to fill a cluster: true when it has done what it is there for.
+  // True in a block past the last, which only completes a cluster, after its share of the
+  // projection.
   __device__ bool helped() {
     if (b < p.B) return false;
     for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) project(i0);
     return true;
   }
 
-  // Queries [i0, i0 + QT) and w into shared memory, the exponentials of the queries where the
-  // form has them.
+  // Queries [i0, i0 + QT), or in the clamped form their exponentials, and w into shared memory.
   template <bool exponentials>
   __device__ Form load_queries(int64_t i0) {
     if (d.w_q != nullptr) project(i0);
@@ -235,7 +234,7 @@ struct DecodeTask {
     __syncthreads();
   }
 
-  // A warp per query: from scores to what the values are weighted with.
+  // A warp per query: from scores to dropped-out weights, unnormalised if there are several splits.
   __device__ void softmax() {
     const Dropout dropout(p);
     for (int64_t i = warp; i < p.Tq; i += kDecodeWarps) {
@@ -312,7 +311,7 @@ struct DecodeTask {
     }
   }
 
-  // From the scores of the split to the results.
+  // From the scores to the results of the block.
   __device__ void finish() {
     softmax();
     if (in_vectors<T>(p.values, p.Dv))
@@ -326,7 +325,7 @@ struct DecodeTask {
     if (d.splits > 1 && is_last()) combine();
   }
 
-  // The context of query i in a column, over the block's keys.
+  // A column of the context of query i, summed over the keys of the block.
   __device__ void store_context(int64_t i, int64_t column, A sum) {
     const int64_t row = b * p.Tq + i;
     if (d.splits == 1)
@@ -335,7 +334,7 @@ struct DecodeTask {
       static_cast<A*>(d.contexts)[(row * d.splits + s) * p.Dv + column] = sum;
   }
 
-  // True in the block of a batch row that comes last; what the others wrote can be seen there.
+  // True in the block of a batch row that finishes last, which can then read what the others wrote.
   __device__ bool is_last() {
     __threadfence();
     __syncthreads();
@@ -368,7 +367,7 @@ struct DecodeTask {
         narrow(sum / total, static_cast<T*>(d.context) + row * p.Dv + c);
       }
       if (d.weights == nullptr) continue;
-      const int64_t look = kept(p, b, i), keys = look == 0 ? p.Tk : look;
+      const int64_t valid = key_count(p, b, i), keys = valid == 0 ? p.Tk : valid;
       for (int64_t j = threadIdx.x; j < p.Tk; j += kDecodeThreads) {
         A x = 0;
         if (j < keys) x = exp_of(static_cast<const A*>(d.scores)[row * p.Tk + j] - best) / total;

@@ -10,12 +10,12 @@
 //   queries (B,Tq,H), keys (B,Tk,H), values (B,Tk,Dv), w (H), grad_context (B,Tq,Dv), grad_queries,
 //   grad_keys, grad_values: T; weights, grad_weights (B,Tq,Tk): W; of grad_w a part (B,H): A
 //
-// A cluster is a batch row, a block one part of its keys. Its warps take keys in turn, lanes hold
+// A cluster is a batch row, a block one part of its keys. Its warps take keys in turn; lanes hold
 // neighbouring columns, 16 bytes at a time: first of the values, which gives the gradients of
-// weights and values; then of the keys. In between, and at the end for the sums over keys, blocks
-// read what the others have in shared memory, in their order. Reads keys and values once and
-// writes their gradients once: 2 (H + Dv) numbers a key. Where there are no clusters a block takes
-// the whole row.
+// weights and values, then of the keys. For the softmax in between, and at the end for the sums
+// over keys, blocks read the sums of the others from shared memory, in the order of the blocks.
+// Reads keys and values once and writes their gradients once: 2 (H + Dv) numbers for each key.
+// Without clusters, a block takes the whole row.
 #pragma once
 
 #include "grad_scores.h"
@@ -62,13 +62,13 @@ template <class T, class A, int QT>
 struct DecodeBackwardTask {
   using W = typename WeightOf<T>::type;
   static constexpr int U = kUnits<T>;
-  // Values and keys a warp meets at a time, as registers allow.
+  // Values and keys of a warp at a time, as registers allow.
   static constexpr int KV = QT == 1 && sizeof(A) == 4 ? 4 : 2, KU = KV == 4 ? 3 : 2;
   const DecodeBackward& g;
   const Problem& p;
   const DecodeBackwardShared<T, A, QT> mine;
   const Dropout dropout;
-  int64_t b, j0, n, look = 0;  // past `look` keys and values may be anything
+  int64_t b, j0, n, used = 0;  // keys and values from `used` on may be anything
   int lane, warp, rank;
 
   __device__ explicit DecodeBackwardTask(const DecodeBackward& all)
@@ -79,26 +79,28 @@ struct DecodeBackwardTask {
     b = blockIdx.x / g.splits;
     j0 = rank * g.split;
     n = larger(0, smaller(g.split, p.Tk - j0));
-    for (int64_t i = 0; i < p.Tq; ++i) look = larger(look, count(i));
+    for (int64_t i = 0; i < p.Tq; ++i) used = larger(used, count(i));
   }
 
-  // How many of the block's keys query i looks at.
-  __device__ int64_t count(int64_t i) const { return larger(0, smaller(n, kept(p, b, i) - j0)); }
+  // How many of the block's keys query i has.
+  __device__ int64_t count(int64_t i) const {
+    return larger(0, smaller(n, key_count(p, b, i) - j0));
+  }
 
-  // Part of row j of the keys or values, or of the last that somebody looks at: what comes of that
-  // one is multiplied by zero.
+  // Part of row j of the keys or values. From `used` on it is the last used row instead, whose
+  // result is multiplied by zero.
   template <bool vectors>
-  __device__ __forceinline__ void load_seen(const View& view, int64_t j, int64_t c, int64_t end,
+  __device__ __forceinline__ void load_used(const View& view, int64_t j, int64_t c, int64_t end,
                                             A* out) const {
-    if (look > 0) {
-      load_units<T, A, vectors>(row_at<T>(view, b, j0 + smaller(j, look - 1)), c, end, out);
+    if (used > 0) {
+      load_units<T, A, vectors>(row_at<T>(view, b, j0 + smaller(j, used - 1)), c, end, out);
     } else {
 #pragma unroll
       for (int u = 0; u < U; ++u) out[u] = 0;
     }
   }
 
-  // Queries past the last have nothing to look at.
+  // Gradients and weights are zero past the last query.
   __device__ void load() {
     const bool through_context = g.grad_context.data != nullptr;
     for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads) {
@@ -118,7 +120,7 @@ struct DecodeBackwardTask {
     __syncthreads();
   }
 
-  // ---- the values: gradients of weights and values ----
+  // ---- values: gradients of weights and values ----
 
   template <bool vectors>
   __device__ void meet_values() {
@@ -134,7 +136,7 @@ struct DecodeBackwardTask {
         A value[KV][U], grad[KV][U] = {};
 #pragma unroll
         for (int k = 0; k < KV; ++k) {
-          load_seen<vectors>(p.values, first + k, c, p.Dv, value[k]);
+          load_used<vectors>(p.values, first + k, c, p.Dv, value[k]);
         }
 #pragma unroll
         for (int q = 0; q < QT; ++q)
@@ -142,9 +144,9 @@ struct DecodeBackwardTask {
           for (int k = 0; k < KV; ++k)
 #pragma unroll
             for (int u = 0; u < U; ++u) {
-              const A of_context = mine.grads[q * mine.width + c + u];
-              dots[k * QT + q] += of_context * value[k][u];
-              grad[k][u] += weights[q][k] * of_context;
+              const A grad_context = mine.grads[q * mine.width + c + u];
+              dots[k * QT + q] += grad_context * value[k][u];
+              grad[k][u] += weights[q][k] * grad_context;
             }
         if (g.grad_values == nullptr) continue;
 #pragma unroll
@@ -168,7 +170,7 @@ struct DecodeBackwardTask {
     return const_cast<X*>(row_at<X>(out, b, j));
   }
 
-  // ---- the softmax, as in softmax_grad: a warp per query ----
+  // ---- softmax, as in softmax_grad: a warp per query ----
 
   __device__ void meet_softmax() {
     const int64_t row = b * p.Tq + warp, keys = warp < p.Tq ? count(warp) : 0;
@@ -200,13 +202,13 @@ struct DecodeBackwardTask {
     __syncthreads();
   }
 
-  // ---- the keys ----
+  // ---- keys: gradients of queries, keys and w ----
 
-  // Hidden units [c, c + U) of the lane against the warp's share of the keys.
+  // Hidden units [c, c + U), the lane's, for the keys of the warp.
   template <bool vectors>
   __device__ void meet_keys(int64_t c) {
     const View out{g.grad_keys, p.Tk * p.H, p.H};
-    A query[QT][U], w[U], of_query[QT][U] = {}, of_w[U] = {};
+    A query[QT][U], w[U], grad_query[QT][U] = {}, grad_w[U] = {};
 #pragma unroll
     for (int q = 0; q < QT; ++q)
       load_units<T, A, false>(row_at<T>(p.queries, b, smaller(q, p.Tq - 1)), c, p.H, query[q]);
@@ -215,7 +217,7 @@ struct DecodeBackwardTask {
       A key[KU][U];
 #pragma unroll
       for (int k = 0; k < KU; ++k) {
-        load_seen<vectors>(p.keys, first + k, c, p.H, key[k]);
+        load_used<vectors>(p.keys, first + k, c, p.H, key[k]);
       }
 #pragma unroll
       for (int k = 0; k < KU; ++k) {
@@ -233,8 +235,8 @@ struct DecodeBackwardTask {
 #pragma unroll
             for (int y = 0; y < 4; ++y) {
               const A su = s * slope[y];
-              of_w[u + y] += s * t[y];
-              of_query[q][u + y] += su;
+              grad_w[u + y] += s * t[y];
+              grad_query[q][u + y] += su;
               grad[u + y] += su;
             }
           }
@@ -250,8 +252,8 @@ struct DecodeBackwardTask {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
 #pragma unroll
-      for (int q = 0; q < QT; ++q) part[q * columns + u] = of_query[q][u];
-      part[QT * columns + u] = of_w[u];
+      for (int q = 0; q < QT; ++q) part[q * columns + u] = grad_query[q][u];
+      part[QT * columns + u] = grad_w[u];
     }
   }
 
@@ -271,23 +273,23 @@ struct DecodeBackwardTask {
     }
   }
 
-  // A share of the sums each, over the blocks of the cluster.
+  // Adds up the sums over the blocks of the cluster; each block takes a share of the hidden units.
   __device__ void finish() {
     cluster_barrier();
     const int64_t step = g.splits * kDecodeThreads;
     for (int64_t at = rank * kDecodeThreads + threadIdx.x; at < (QT + 1) * p.H; at += step) {
       const int64_t i = at / p.H, h = at % p.H;
-      const bool of_w = i == QT;
-      if (of_w ? g.w_parts == nullptr : i >= p.Tq || g.grad_queries == nullptr) continue;
+      const bool is_w = i == QT;
+      if (is_w ? g.w_parts == nullptr : i >= p.Tq || g.grad_queries == nullptr) continue;
       A sum = 0;
       for (int k = 0; k < g.splits; ++k) sum += in_block(mine.sums, k)[at];
-      if (of_w)
+      if (is_w)
         static_cast<A*>(g.w_parts)[b * p.H + h] = sum;
       else
         narrow(sum * A(widen(static_cast<const T*>(p.w)[h])),
                static_cast<T*>(g.grad_queries) + (b * p.Tq + i) * p.H + h);
     }
-    cluster_barrier();  // nobody leaves while somebody reads
+    cluster_barrier();  // no block ends while another reads its shared memory
   }
 };
 
@@ -297,14 +299,14 @@ __global__ void __launch_bounds__(kDecodeThreads, QT == 1 && sizeof(A) == 4 ? 2 
   DecodeBackwardTask<T, A, QT> task(g);
   const Problem& p = g.p;
   task.load();
-  const View of_values{g.grad_values, p.Tk * p.Dv, p.Dv}, of_keys{g.grad_keys, p.Tk * p.H, p.H};
-  if (in_vectors<T>(p.values, p.Dv) && in_vectors<T>(of_values, p.Dv))
+  const View grad_values{g.grad_values, p.Tk * p.Dv, p.Dv}, grad_keys{g.grad_keys, p.Tk * p.H, p.H};
+  if (in_vectors<T>(p.values, p.Dv) && in_vectors<T>(grad_values, p.Dv))
     task.template meet_values<true>();
   else
     task.template meet_values<false>();
   if (g.grad_queries == nullptr && g.grad_keys == nullptr && g.w_parts == nullptr) return;
   task.meet_softmax();
-  if (in_vectors<T>(p.keys, p.H) && in_vectors<T>(of_keys, p.H))
+  if (in_vectors<T>(p.keys, p.H) && in_vectors<T>(grad_keys, p.H))
     task.template meet_keys<true>();
   else
     task.template meet_keys<false>();

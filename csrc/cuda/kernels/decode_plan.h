@@ -1,4 +1,4 @@
-// What a block of decode.h is told, and what it keeps in shared memory.
+// The parameters of decode.h, and its shared memory.
 #pragma once
 
 #include "problem.h"
@@ -10,9 +10,9 @@ constexpr int64_t kDecodeQueries = 16;  // at most
 
 struct DecodeForward {
   Problem p;
-  const void* w_q = nullptr;  // (H,Dq) of T: the queries are (B,Tq,Dq), to be projected here
+  const void* w_q = nullptr;  // (H,Dq) of T: queries are (B,Tq,Dq) and projected here
   int64_t Dq = 0;
-  int cluster = 1;                // blocks that share that product
+  int cluster = 1;                // blocks that share the projection
   int64_t splits = 1, split = 1;  // parts of the keys, and keys in each
   void* context = nullptr;        // (B,Tq,Dv) of T
   void* weights = nullptr;        // (B,Tq,Tk) of W; may be null
@@ -27,7 +27,7 @@ struct DecodeForward {
 template <class T, class A, int QT>
 struct DecodeShared {
   A *queries, *w, *scores, *parts, *scratch, *totals;
-  int64_t* counts;  // keys of the split each query looks at; -1 - that: all alike
+  int64_t* counts;  // keys of the split that each query has; -1 - that if its weights are uniform
   int* last;
   int64_t bytes, width;
 

@@ -1,4 +1,5 @@
-// What the kernels need of the machine: storage types, approximations, shared memory, launches.
+// What is particular to the GPU: storage types, approximations, shared memory, clusters, launches.
+// Nothing else contains PTX.
 //
 // nvcc compiles the kernels for GPUs. The tests compile the same headers with a C++ compiler and
 // tests/cuda_on_host/device_on_host.h in the place of the CUDA half of this file.
@@ -8,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "interface.h"
+#include "types.h"
 
 namespace bahdanau_fast::gpu {
 
@@ -23,8 +24,8 @@ constexpr bool is_bf16 = false;
 template <>
 inline constexpr bool is_bf16<bf16> = true;
 
-// One argument: a kernel's parameters, by value. Blocks are counted along x alone; `cluster`
-// neighbours, of which there is a whole number, run at the same time and reach each other's shared
+// A launch of a kernel with one argument, its parameters by value. The grid is one-dimensional. The
+// blocks of a cluster are neighbours, run at the same time and can access each other's shared
 // memory.
 struct Launch {
   const char* name;
@@ -89,7 +90,7 @@ __device__ __forceinline__ double from_bits(uint32_t low, uint32_t high) {
   return __hiloint2double(int(high), int(low));
 }
 
-// 16 bytes nobody writes during the launch; p is a multiple of 16.
+// 16 bytes that no thread writes during the launch; p is a multiple of 16.
 __device__ __forceinline__ Bytes16 load16(const void* p) {
   const uint4 x = __ldg(static_cast<const uint4*>(p));
   return {{x.x, x.y, x.z, x.w}};
@@ -116,7 +117,7 @@ __device__ __forceinline__ char* shared_memory() {
   return bahdanau_fast_shared;
 }
 
-// Clusters of blocks, from 9.0 on. Elsewhere a block is one by itself.
+// Clusters of blocks, from 9.0 on. Before, each block is a cluster of its own.
 __device__ __forceinline__ int cluster_size() {
   int size = 1;
 #if __CUDA_ARCH__ >= 900
@@ -131,7 +132,7 @@ __device__ __forceinline__ int cluster_rank() {
 #endif
   return rank;
 }
-// What was written before, in anybody's shared memory, is seen after.
+// What any block of the cluster wrote to shared memory before it can be read after it.
 __device__ __forceinline__ void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
@@ -139,8 +140,8 @@ __device__ __forceinline__ void cluster_barrier() {
   __syncthreads();
 #endif
 }
-// The place in a block's shared memory that `mine` is in this one's. Not before that block has
-// met a cluster_barrier(), and not after it has left.
+// The address in block `rank`'s shared memory that corresponds to `mine` in this block's. Valid
+// from the first cluster_barrier() until that block ends.
 template <class X>
 __device__ __forceinline__ X* in_block(X* mine, int rank) {
 #if __CUDA_ARCH__ >= 900
@@ -185,8 +186,8 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
   check_cuda(cudaLaunchKernelEx(&config, kernel, p), at.name);
 }
 
-// How many blocks a cluster may have: 8 where the code that was compiled knows clusters (code for
-// 8.0 that the driver compiles for a later GPU does not).
+// How many blocks a cluster may have: 8 if the kernel was compiled for 9.0 or later (code for 8.0
+// that the driver compiles for a later GPU has no clusters).
 template <class P>
 int largest_cluster(void (*kernel)(P)) {
   cudaFuncAttributes found{};
@@ -212,7 +213,7 @@ __device__ __forceinline__ void narrow(float x, float* out) { *out = x; }
 __device__ __forceinline__ void narrow(double x, float* out) { *out = float(x); }
 __device__ __forceinline__ void narrow(double x, double* out) { *out = x; }
 
-// Shared memory handed out piece by piece; the host asks the same code for the size.
+// Hands out shared memory piece by piece. The host runs the same code for the size.
 struct Carver {
   char* base;
   int64_t used = 0;
@@ -228,5 +229,64 @@ struct Carver {
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 __host__ __device__ constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// ---- sums and maxima over a warp and a block, in an order that depends on the sizes only ----
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+template <class A>
+__device__ __forceinline__ A warp_sum(A x) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kAllLanes, x, offset);
+  return x;
+}
+template <class A>
+__device__ __forceinline__ A warp_max(A x) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    const A other = __shfl_xor_sync(kAllLanes, x, offset);
+    x = other > x || other != other ? other : x;  // NaN wins
+  }
+  return x;
+}
+
+// Sums over a warp of N values at once, N a power of two: of value lane / (32 / N), in each lane.
+template <int N, int offset = kWarp / 2, class A>
+__device__ __forceinline__ A warp_sums(A* x, int lane) {
+  if constexpr (N > 1) {
+    const bool upper = lane & offset;
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) {
+      const A give = upper ? x[k] : x[k + N / 2], keep = upper ? x[k + N / 2] : x[k];
+      x[k] = keep + __shfl_xor_sync(kAllLanes, give, offset);
+    }
+    return warp_sums<N / 2, offset / 2>(x, lane);
+  } else {
+    A sum = x[0];
+#pragma unroll
+    for (int left = offset; left > 0; left /= 2) sum += __shfl_xor_sync(kAllLanes, sum, left);
+    return sum;
+  }
+}
+
+// The whole block's maximum (NaN wins) or sum in every thread; `scratch` holds a number per warp.
+template <class A>
+__device__ A block_max(A x, A* scratch) {
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  x = warp_max(x);
+  __syncthreads();  // the last result may still be read
+  if (lane == 0) scratch[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  return warp_max(scratch[lane < warps ? lane : 0]);
+}
+template <class A>
+__device__ A block_sum(A x, A* scratch) {
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  x = warp_sum(x);
+  __syncthreads();
+  if (lane == 0) scratch[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  return warp_sum(lane < warps ? scratch[lane] : A(0));
+}
 
 }  // namespace bahdanau_fast::gpu

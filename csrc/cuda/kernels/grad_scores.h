@@ -7,8 +7,8 @@
 //   values (B,Tk,Dv), grad_context (B,Tq,Dv): T; weights, grad_weights (B,Tq,Tk): W;
 //   grad_score (B,Tq,Tk): A; grad_values (B,Tk,Dv): T
 //
-// For few queries the first two are one pass over the values here, for many they are products
-// (matmul.h). The third is a block per row.
+// For few queries the first two are one pass over the values here, for many queries they are
+// products (matmul.h). The third takes a block per row.
 #pragma once
 
 #include "decode.h"
@@ -39,7 +39,7 @@ struct DecodeGradShared {
   }
 };
 
-// A block is (batch row, split of its keys), a warp a key, a lane neighbouring columns.
+// A block is (batch row, split of its keys). A warp takes one key, its lanes neighbouring columns.
 template <class T, class A>
 struct DecodeGradTask {
   using W = typename WeightOf<T>::type;
@@ -48,7 +48,7 @@ struct DecodeGradTask {
   const Problem& p;
   const DecodeGradShared<T, A> mine;
   const Dropout dropout;
-  int64_t b, j0, n, look = 0;  // past `look` values may be anything, nobody asks for grad_weight
+  int64_t b, j0, n, used = 0;  // values from `used` on may be anything: no query uses them
   int lane, warp;
 
   __device__ explicit DecodeGradTask(const DecodeGrad& all)
@@ -58,7 +58,7 @@ struct DecodeGradTask {
     b = blockIdx.x / g.splits;
     j0 = blockIdx.x % g.splits * g.split;
     n = smaller(g.split, p.Tk - j0);
-    for (int64_t i = 0; i < p.Tq; ++i) look = larger(look, kept(p, b, i));
+    for (int64_t i = 0; i < p.Tq; ++i) used = larger(used, key_count(p, b, i));
   }
 
   __device__ void load() {
@@ -81,7 +81,7 @@ struct DecodeGradTask {
   __device__ __forceinline__ void weights_of(int64_t i0, int64_t j) {
     const T* row = row_at<T>(p.values, b, j0 + j);
     const A* grads = mine.grads + i0 * mine.width;
-    int64_t stride[QT];  // queries past the last stand for it
+    int64_t stride[QT];  // past the last query, the last
 #pragma unroll
     for (int q = 0; q < QT; ++q) stride[q] = smaller(q, p.Tq - 1 - i0) * mine.width;
     A sums[QT] = {};
@@ -115,7 +115,7 @@ struct DecodeGradTask {
   template <bool vectors>
   __device__ void run() {
     for (int64_t j = warp; j < n; j += kDecodeWarps) {
-      for (int64_t i0 = 0; i0 < p.Tq && j0 + j < look; i0 += QT) weights_of<vectors>(i0, j);
+      for (int64_t i0 = 0; i0 < p.Tq && j0 + j < used; i0 += QT) weights_of<vectors>(i0, j);
       if (g.grad_values != nullptr) values_of(j);
     }
   }
@@ -139,13 +139,14 @@ struct SoftmaxGrad {
 
 constexpr int kGradRowThreads = 128;
 
-// The saved weights were rounded: divided by their sum they add up to one again, so that a row of
-// score gradients adds up to zero, on which the gradients of queries and w rely. Hence in fp64.
+// The saved weights are rounded. Dividing them by their sum makes them add up to one again, and a
+// row of score gradients to zero, which the gradients of queries and w rely on. In fp64 for that
+// reason.
 template <class A, class W>
 __global__ void __launch_bounds__(kGradRowThreads) softmax_grad(const SoftmaxGrad g) {
   Carver from{shared_memory()};
   double* scratch = from.take<double>(kGradRowThreads / kWarp);
-  const int64_t row = blockIdx.x, keys = kept(g.p, row / g.p.Tq, row % g.p.Tq);
+  const int64_t row = blockIdx.x, keys = key_count(g.p, row / g.p.Tq, row % g.p.Tq);
   const W* weights = static_cast<const W*>(g.weights) + row * g.p.Tk;
   A* grads = static_cast<A*>(g.grad_scores) + row * g.p.Tk;
   double total = 0, dot = 0;

@@ -5,22 +5,21 @@
 //   queries (B,Tq,H), keys (B,Tk,H), w (H), grad_keys (B,Tk,H): T; grad_scores (B,Tq,Tk): A;
 //   per chunk of keys its part of grad_queries (chunks,B,Tq,H) and of grad_w (B,chunks,H): A
 //
-// A block is (batch row, chunk of 64 keys, 32 hidden units), a lane a hidden unit. The warps stand
-// in a grid of `across` along the queries, QT each, and 8 / across along the keys: 8 x 1 for many
-// queries, 1 x 8 for a decoder step. A warp's queries stay in registers while the chunk's keys
-// pass, exponentiated once, in shared memory; t is made again, four sharing a reciprocal. Nothing
-// of size Tq x Tk x H exists. Sums over warps are taken through shared memory in their order.
-// Reads the keys once and the queries once a chunk; writes grad_keys once.
+// A block is (batch row, chunk of 64 keys, 32 hidden units), a lane one hidden unit. The warps form
+// a grid of `across` along the queries, QT each, and 8 / across along the keys: 8 x 1 for many
+// queries, 1 x 8 for a decoder step. A warp holds its queries in registers; the keys of the chunk
+// are in shared memory, exponentiated once. t is recomputed, four elements sharing a reciprocal:
+// nothing of size Tq x Tk x H is stored. Sums over warps go through shared memory, in the order of
+// the warps. Reads the keys once, and the queries once for each chunk; writes grad_keys once.
 #pragma once
 
-#include "reduce.h"
 #include "tanh.h"
 
 namespace bahdanau_fast::gpu {
 
 constexpr int kGradThreads = 256, kGradWarps = kGradThreads / kWarp;
 constexpr int kGradKeys = 64;  // of a chunk
-constexpr int kGradTile = 8;   // keys a warp meets between two sums over warps
+constexpr int kGradTile = 8;   // keys of a warp between two sums over warps
 
 struct GradTanh {
   Problem p;
@@ -38,7 +37,7 @@ struct GradTanhShared {
   A *keys, *grad_keys;  // (kGradKeys, 32)
   A* scores;            // (8 QT, kGradKeys)
   A* parts;             // (8, kGradTile, 32)
-  unsigned* largest;    // bits of max |query| and |key|, and the keys anybody looks at
+  unsigned* largest;    // bits of max |query| and |key|; how many keys any query uses
   int64_t bytes;
 
   __host__ __device__ explicit GradTanhShared(char* base) {
@@ -58,7 +57,7 @@ struct GradTanhTask {
   const Problem& p;
   GradTanhShared<A, QT> mine;
   int64_t b, chunk, j0, n, h;
-  int lane, warp, wq, wk, along;  // the warp's place among across x along
+  int lane, warp, wq, wk, along;  // the warp's place in the grid of across x along
   A w, sum_w = 0;
 
   __device__ explicit GradTanhTask(const GradTanh& all) : g(all), p(all.p), mine(shared_memory()) {
@@ -79,19 +78,19 @@ struct GradTanhTask {
     return i < p.Tq && h < p.H ? A(widen(row_at<T>(p.queries, b, i)[h])) : A(0);
   }
 
-  // How many of the chunk's keys any query looks at; the others may be anything.
+  // How many of the chunk's keys any query uses; the others may be anything.
   __device__ void count_keys() {
     if (threadIdx.x < 3) mine.largest[threadIdx.x] = 0;
     __syncthreads();
-    int64_t look = 0;
+    int64_t used = 0;
     for (int64_t i = threadIdx.x; i < p.Tq; i += kGradThreads)
-      look = larger(look, smaller(kGradKeys, kept(p, b, i) - j0));
-    if (look > 0) atomicMax(mine.largest + 2, unsigned(look));
+      used = larger(used, smaller(kGradKeys, key_count(p, b, i) - j0));
+    if (used > 0) atomicMax(mine.largest + 2, unsigned(used));
     __syncthreads();
     n = mine.largest[2];
   }
 
-  // The chunk's keys into shared memory. The form is chosen for them and all queries at once.
+  // The chunk's keys into shared memory; one form for them and all queries.
   __device__ Form load_keys() {
     float most = 0, most_query = 0;
     for (int64_t j = warp; j < kGradKeys; j += kGradWarps) {
@@ -109,12 +108,12 @@ struct GradTanhTask {
         const float size = fabsf(float(query_at(i)));
         most_query = size > most_query || size != size ? size : most_query;
       }
-      // The bits of a float that is not negative are in its order, NaN above all.
-      const unsigned of_query = __reduce_max_sync(kAllLanes, to_bits(most_query));
-      const unsigned of_key = __reduce_max_sync(kAllLanes, to_bits(most));
+      // Floats that are not negative have the order of their bits, NaN above all.
+      const unsigned queries_max = __reduce_max_sync(kAllLanes, to_bits(most_query));
+      const unsigned keys_max = __reduce_max_sync(kAllLanes, to_bits(most));
       if (lane == 0) {
-        atomicMax(mine.largest, of_query);
-        atomicMax(mine.largest + 1, of_key);
+        atomicMax(mine.largest, queries_max);
+        atomicMax(mine.largest + 1, keys_max);
       }
       __syncthreads();
       const Form form =
@@ -126,7 +125,7 @@ struct GradTanhTask {
     }
   }
 
-  // Score gradients of the queries of a pass, zero where there are none.
+  // Score gradients of the queries of a pass, zero for masked keys and past the last query.
   __device__ void load_scores(int64_t i0, int64_t queries) {
     const A* from = static_cast<const A*>(g.grad_scores);
     for (int64_t at = threadIdx.x; at < queries * kGradKeys; at += kGradThreads) {
@@ -170,7 +169,7 @@ struct GradTanhTask {
     if (g.queries_parts != nullptr) store_queries(i0, grad);
   }
 
-  // What the warps along the queries have for the same keys.
+  // Adds up the sums of the warps that have the same keys.
   __device__ void add_to_keys(int64_t first, const A* sums) {
     if (g.grad_keys == nullptr) return;
     if (g.across == 1) {

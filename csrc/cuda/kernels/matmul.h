@@ -9,7 +9,7 @@
 // shared memory. Sums run over a slice, then over slices.
 #pragma once
 
-#include "reduce.h"
+#include "problem.h"
 
 namespace bahdanau_fast::gpu {
 
@@ -68,8 +68,8 @@ struct ProductTask {
   // Values past what any query of the tile looks at are not read: they may be anything.
   __device__ int64_t last_key() {
     if (threadIdx.x < kProductTile) {
-      const int64_t look = m0 + threadIdx.x < p.Tq ? kept(p, b, m0 + threadIdx.x) : 1;
-      limit[threadIdx.x] = look == 0 ? p.Tk : look;
+      const int64_t valid = m0 + threadIdx.x < p.Tq ? key_count(p, b, m0 + threadIdx.x) : 1;
+      limit[threadIdx.x] = valid == 0 ? p.Tk : valid;
     }
     __syncthreads();
     int64_t most = 0;

@@ -1,20 +1,21 @@
-// What all kernels do with a problem: rows, lengths, dropout, 16 bytes at a time.
+// What all kernels need of a problem: rows, key counts, dropout, loads and stores of 16 bytes.
 #pragma once
 
-#include "cpu/kernels/dropout.h"
+#include "common/lengths.h"
+#include "common/philox.h"
 #include "device.h"
-#include "interface.h"
+#include "types.h"
 
 namespace bahdanau_fast::gpu {
 
 template <class T>
 __device__ inline const T* row_at(const View& view, int64_t b, int64_t i) {
-  return static_cast<const T*>(view.data) + b * view.batch + i * view.row;
+  return static_cast<const T*>(view.data) + b * view.batch_stride + i * view.row_stride;
 }
 
-// How many keys query (b, i) looks at; 0: none, so all alike.
-__device__ inline int64_t kept(const Problem& p, int64_t b, int64_t i) {
-  const int64_t at = b * p.lens.batch + i * p.lens.row;
+// How many keys query (b, i) has; 0: none is valid, and the softmax is uniform over all of them.
+__device__ inline int64_t key_count(const Problem& p, int64_t b, int64_t i) {
+  const int64_t at = b * p.lens.batch_stride + i * p.lens.row_stride;
   const void* data = p.lens.data;
   double len = 0;
   switch (p.lens.type) {
@@ -57,12 +58,10 @@ __device__ inline int64_t kept(const Problem& p, int64_t b, int64_t i) {
       len = widen(static_cast<const f16*>(data)[at]);
       break;
   }
-  // Position j is kept when j < len; NaN keeps none.
-  return !(len > 0.0) ? 0 : len >= double(p.Tk) ? p.Tk : int64_t(ceil(len));
+  return keys_within(len, p.Tk);
 }
 
-// Which weights survive dropout, as on the CPU (csrc/cpu/dropout.h), and what they are multiplied
-// by.
+// What dropout multiplies a weight by (common/philox.h).
 struct Dropout {
   uint64_t seed = 0, threshold = 0;
   double scale = 1.0;
@@ -72,11 +71,11 @@ struct Dropout {
     if (p.seed == nullptr) return;
     on = true;
     seed = uint64_t(*p.seed);
-    threshold = uint64_t(ceil(p.dropout_p * 4294967296.0));
-    scale = p.dropout_p < 1.0 ? 1.0 / (1.0 - p.dropout_p) : 0.0;
+    threshold = dropout_threshold(p.dropout_p);
+    scale = dropout_scale(p.dropout_p);
   }
 
-  // Of weight (row, j), row = b * Tq + i.
+  // The factor of weight (row, j), row = b * Tq + i.
   template <class A>
   __device__ A factor(int64_t row, int64_t j) const {
     if (!on) return A(1);
@@ -94,18 +93,18 @@ struct Dropout {
 template <class T>
 constexpr int kVector = 16 / int(sizeof(T));
 
-// Whether every row of `columns` of a view is whole, aligned pieces of 16 bytes.
+// True if every row of `columns` of a view consists of aligned pieces of 16 bytes.
 template <class T>
 __device__ inline bool in_vectors(const View& view, int64_t columns) {
-  return (reinterpret_cast<uint64_t>(view.data) & 15) == 0 && view.batch % kVector<T> == 0 &&
-         view.row % kVector<T> == 0 && columns % kVector<T> == 0;
+  return (reinterpret_cast<uint64_t>(view.data) & 15) == 0 && view.batch_stride % kVector<T> == 0 &&
+         view.row_stride % kVector<T> == 0 && columns % kVector<T> == 0;
 }
 
-// Hidden units (columns) a lane holds at a time: 16 bytes of them, two times that in fp64.
+// Hidden units (columns) that a lane holds at a time: 16 bytes, or 32 in fp64.
 template <class T>
 constexpr int kUnits = sizeof(T) == 8 ? 4 : kVector<T>;
 
-// row[h..h+kUnits) in A, zero from `end` on. vectors: as in_vectors() says.
+// row[h..h+kUnits) in A, zero from `end` on; `vectors` only if in_vectors().
 template <class T, class A, bool vectors>
 __device__ __forceinline__ void load_units(const T* row, int64_t h, int64_t end, A* out) {
   constexpr int V = kVector<T>;

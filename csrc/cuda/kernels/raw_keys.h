@@ -4,13 +4,14 @@
 //
 //   keys (B,Tk,Dk), W_k (H,Dk), bias (H): T, 16 bits of it; the rest as there
 //
-// A block is (batch row, split of its keys) and takes 64 keys at a time into shared memory. W_k
-// streams past them, 16 bytes a lane, a warp 32 hidden units, and is multiplied on tensor cores;
-// of the product only w . tanh() leaves the registers. Which features meet in a product is up to
-// the lanes, as long as keys and weight agree: lane q of four holds the features 8q to 8q + 7 of
-// 32, so that no load is shorter than 16 bytes and none is shuffled. Reads W_k once per 64 keys,
-// from L2, and the keys once. Where values are keys the context comes from the tile, too, while it
-// is there: its sum is taken against the largest score so far. Else the values are read at the end.
+// A block is (batch row, split of its keys) and loads 64 keys at a time into shared memory. W_k is
+// read for each such tile, 16 bytes by each lane, 32 hidden units by each warp, and multiplied with
+// it on tensor cores; of the product only w . tanh() leaves the registers. The order of the
+// features in the product is free, as long as it is the same for keys and weight: lane q of four
+// holds features 8q to 8q + 7 of 32, so that every load has 16 bytes and needs no shuffle. Reads
+// W_k once per 64 keys, from L2, and the keys once. If the values are the keys, the context is
+// computed from the tile as well, relative to the largest score so far. Otherwise the values are
+// read at the end.
 #pragma once
 
 #include "decode.h"
@@ -34,15 +35,16 @@ template <class T, int QT>
 struct RawShared {
   T* tile;       // (64,pitch)
   float* parts;  // (8,QT,64)
-  // Where values are keys: exp(score - best) of a tile (QT,64), the context of that (QT,features),
-  // the largest score so far and what sums against the one before are multiplied by (QT).
+  // If the values are the keys: exp(score - best) of a tile (QT,64), the context so far
+  // (QT,features), the largest score so far (QT) and the factor that sums relative to the previous
+  // one need (QT).
   float *odds, *context, *best, *rescale;
   int64_t bytes, features, pitch;
 
   __host__ __device__ RawShared(char* base, const RawKeys& r) {
     Carver from{base, DecodeShared<T, float, QT>(nullptr, r.d).bytes};
     features = ceil_div(r.Dk, kRawFeatures) * kRawFeatures;
-    pitch = ceil_div(r.Dk, 64) * 64 + 32;  // neighbouring rows in different banks
+    pitch = ceil_div(r.Dk, 64) * 64 + 32;  // neighbouring rows are in different banks
     tile = from.take<T>(kRawTile * pitch);
     parts = from.take<float>(kDecodeWarps * QT * kRawTile);
     odds = from.take<float>(r.values_are_keys ? QT * kRawTile : 0);
@@ -93,8 +95,8 @@ struct RawTask : DecodeTask<T, float, QT> {
     }
   }
 
-  // sums[m][n]: 16 keys m times 8 hidden units n of the warp's 32, as the tensor cores lay it out:
-  // lane 4g + q has keys g and g + 8, hidden units 2q and 2q + 1.
+  // sums[m][n]: 16 keys (m) by 8 hidden units (n) of the warp's 32, in the layout of the tensor
+  // cores: lane 4g + q has keys g and g + 8, hidden units 2q and 2q + 1.
   template <bool vectors>
   __device__ __forceinline__ void multiply(int64_t h0, float (&sums)[4][4][4]) {
     const int g = lane / 4, q = lane % 4;
@@ -122,7 +124,7 @@ struct RawTask : DecodeTask<T, float, QT> {
     }
   }
 
-  // What the warp's 32 hidden units add to the scores of the tile.
+  // Adds the part of the warp's 32 hidden units to the scores of the tile.
   __device__ __forceinline__ void add_scores(int64_t h0, const float (&sums)[4][4][4]) {
     const int g = lane / 4, q = lane % 4;
 #pragma unroll
@@ -174,7 +176,7 @@ struct RawTask : DecodeTask<T, float, QT> {
     }
   }
 
-  // The tile's part of the contexts.
+  // Adds the tile to the contexts.
   __device__ void add_context(int64_t first) {
     __syncthreads();
     if (warp < p.Tq) weigh_tile(first);
@@ -202,7 +204,8 @@ struct RawTask : DecodeTask<T, float, QT> {
     }
   }
 
-  // A warp per query: what the keys of the tile count, against the largest score so far.
+  // A warp per query: exp(score - best) of the keys of the tile, best being the largest score so
+  // far.
   __device__ void weigh_tile(int64_t first) {
     const int64_t keys = this->count(warp);
     const bool alike = this->uniform(warp);

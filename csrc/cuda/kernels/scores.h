@@ -1,16 +1,16 @@
 // Scores of many queries, tile by tile; and the softmax of their rows.
 //
-//   score[b,i,j] = w . tanh(query[b,i] + key[b,j]) for j < kept[b,i]; other places are not written
+//   score[b,i,j] = w . tanh(query[b,i] + key[b,j]) for j < key_count[b,i]; the other places are not
+//   written
 //
 //   queries (B,Tq,H), keys (B,Tk,H), w (H): T; scores (B,Tq,Tk): A
 //
-// A block is (batch row, 64 queries, 64 keys), a thread 4 x 4 of them. Hidden units pass in slices
-// of 32 through shared memory, exponentiated once there: per element a 32nd of an exponential, a
-// quarter of a reciprocal, and no load that is not shared by four others. Tiles nobody looks at are
-// left out. Reads (64 + 64) H numbers a tile, from the caches all but once.
+// A block is (batch row, 64 queries, 64 keys), a thread 4 x 4 of them. Hidden units pass through
+// shared memory in slices of 32 and are exponentiated once there: for each element, 1/32 of an
+// exponential, 1/4 of a reciprocal and loads that four elements share. Tiles of masked keys are
+// skipped. Reads (64 + 64) H numbers for each tile, all but the first time from the caches.
 #pragma once
 
-#include "reduce.h"
 #include "tanh.h"
 
 namespace bahdanau_fast::gpu {
@@ -27,7 +27,7 @@ template <class A>
 struct ScoresShared {
   A *queries, *keys, *w;  // (kSlice, kPitch) twice, (kSlice)
   unsigned* largest;      // bits of max |query|, |key| and |w| of the slice, twice
-  int64_t* look;
+  int64_t* key_counts;
   int64_t bytes;
 
   __host__ __device__ explicit ScoresShared(char* base) {
@@ -36,7 +36,7 @@ struct ScoresShared {
     keys = from.take<A>(kSlice * kPitch);
     w = from.take<A>(kSlice);
     largest = from.take<unsigned>(2 * 3);
-    look = from.take<int64_t>(kTile);
+    key_counts = from.take<int64_t>(kTile);
     bytes = from.used;
   }
 };
@@ -58,12 +58,13 @@ struct ScoresTask {
     tj = threadIdx.x % 16;
   }
 
-  // Whether any of the queries looks at any of the keys; their counts stay in shared memory.
-  __device__ bool looked_at() {
+  // True if any query uses any key of the tile. Leaves the key counts in shared memory.
+  __device__ bool any_key() {
     if (threadIdx.x < kTile)
-      mine.look[threadIdx.x] = i0 + threadIdx.x < p.Tq ? kept(p, b, i0 + threadIdx.x) : 0;
+      mine.key_counts[threadIdx.x] =
+          i0 + threadIdx.x < p.Tq ? key_count(p, b, i0 + threadIdx.x) : 0;
     if (threadIdx.x < 6) mine.largest[threadIdx.x] = 0;
-    return __syncthreads_or(threadIdx.x < kTile && mine.look[threadIdx.x] > j0);
+    return __syncthreads_or(threadIdx.x < kTile && mine.key_counts[threadIdx.x] > j0);
   }
 
   // A slice of rows [first, first + kTile) of a view, transposed; returns the thread's max |x|.
@@ -81,7 +82,7 @@ struct ScoresTask {
     return largest;
   }
 
-  // What the thread put there itself.
+  // In place, each thread the elements it loaded.
   __device__ void exponentiate(A* slice, Form form) {
     const int h = threadIdx.x % kSlice;
 #pragma unroll
@@ -89,7 +90,7 @@ struct ScoresTask {
       slice[h * kPitch + r] = exp_of_key<T>(slice[h * kPitch + r], form);
   }
 
-  // The bits of a float that is not negative are in its order, NaN above all.
+  // Floats that are not negative have the order of their bits, NaN above all.
   __device__ void note(unsigned* largest, float x) {
     const unsigned most = __reduce_max_sync(kAllLanes, to_bits(x));
     if (threadIdx.x % kWarp == 0) atomicMax(largest, most);
@@ -119,7 +120,7 @@ struct ScoresTask {
         exponentiate(mine.keys, form);
       }
       __syncthreads();
-      if (threadIdx.x < 3) largest[threadIdx.x] = 0;  // the other three serve the next slice
+      if (threadIdx.x < 3) largest[threadIdx.x] = 0;  // the next slice uses the other three
       return form;
     }
   }
@@ -163,7 +164,7 @@ struct ScoresTask {
   }
 
   __device__ void run(A* scores) {
-    if (!looked_at()) return;
+    if (!any_key()) return;
     int turn = 0;
     for (int64_t h0 = 0; h0 < p.H; h0 += kSlice, turn ^= 1) {
       const Form form = load_slice(h0, turn);
@@ -185,7 +186,7 @@ struct ScoresTask {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int64_t row = i0 + 4 * ti + i, column = j0 + 4 * tj + j;
-        if (row >= p.Tq || column >= mine.look[4 * ti + i]) continue;
+        if (row >= p.Tq || column >= mine.key_counts[4 * ti + i]) continue;
         scores[(b * p.Tq + row) * p.Tk + column] =
             sizeof(T) == 2 ? A(score_of_fractions<T>(float(sums[i][j]), float(sum_w))) : sums[i][j];
       }
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) tile_scores(const Scores s) {
   ScoresTask<T, A>(s).run(static_cast<A*>(s.scores));
 }
 
-// A block per row: scores become normalised weights, zero from the last kept key on.
+// A block per row: scores become normalised weights, zero for masked keys.
 //
 //   scores (B,Tq,Tk): A, in place; weights (B,Tq,Tk): W, the same rounded, where they are not one
 struct Softmax {
@@ -213,15 +214,15 @@ __global__ void __launch_bounds__(kRowThreads) row_softmax(const Softmax s) {
   Carver from{shared_memory()};
   A* scratch = from.take<A>(kRowThreads / kWarp);
   const Problem& p = s.p;
-  const int64_t row = blockIdx.x, look = kept(p, row / p.Tq, row % p.Tq);
-  const int64_t keys = look == 0 ? p.Tk : look;
+  const int64_t row = blockIdx.x, valid = key_count(p, row / p.Tq, row % p.Tq);
+  const int64_t keys = valid == 0 ? p.Tk : valid;
   A* scores = static_cast<A*>(s.scores) + row * p.Tk;
-  A best = look == 0 ? A(0) : A(-INFINITY), total = 0;
-  for (int64_t j = threadIdx.x; j < look; j += kRowThreads)
+  A best = valid == 0 ? A(0) : A(-INFINITY), total = 0;
+  for (int64_t j = threadIdx.x; j < valid; j += kRowThreads)
     best = scores[j] > best || scores[j] != scores[j] ? scores[j] : best;
   best = block_max(best, scratch);
   for (int64_t j = threadIdx.x; j < keys; j += kRowThreads) {
-    const A x = look == 0 ? A(1) : exp_of(scores[j] - best);
+    const A x = valid == 0 ? A(1) : exp_of(scores[j] - best);
     scores[j] = x;
     total += x;
   }

@@ -1,18 +1,19 @@
-// Hyperbolic tangents: one by one, and without any where exponentials of both sides are at hand.
+// Hyperbolic tangents of sums: directly, or from exponentials of both sides. The forms are those of
+// common/problem.h.
 //
 //   tanh(a + c) = 1 - 2 / d,   d = 1 + E,   E = exp(2a) exp(2c)
 //
 // Four fractions share a reciprocal: n0/d0 + n1/d1 = (n0 d1 + n1 d0) / (d0 d1), twice: 3.5
-// multiply-adds and a quarter of a special-function operation per element. Where fp32 is stored
-// the numerator is w (E - 1), one more, so that what cancels in 1 - 2 / d is not rounded twice.
+// multiply-adds and a quarter of a special-function operation per element. For fp32 the numerator
+// is w (E - 1), one multiply-add more, because 1 - 2 / d would cancel and round twice.
 //
-// Which form serves is decided for a tile of queries and keys by its largest |a| and |c|:
+// The form is chosen for a tile of queries and keys by its largest |a| and |c|:
 //
 //   factored  their sum is at most kFactored: products of four d stay below e^76, and at least
-//             kSmallest<T>, below which 1 + E would lose what the type shows of tanh
+//             kSmallest<T>, below which rounding 1 + E would show in tanh
 //   clamped   |a| <= kClamped: c is cut at 25 and d at 2^31, which changes tanh by 2^-30
 //             (not for fp32)
-//   direct    anything else, NaN included: tanh of the sum
+//   direct    anything else, and NaN: tanh of the sum
 #pragma once
 
 #include "problem.h"
@@ -20,12 +21,10 @@
 namespace bahdanau_fast::gpu {
 
 constexpr float kFactored = 9.5f, kClamped = 15.0f, kKeyLimit = 25.0f;
-constexpr float kLargestW = 1e8f;  // past it a numerator could overflow
+constexpr float kLargestW = 1e8f;  // of |w|; above, a numerator could overflow
 constexpr float kLog2e = 1.44269504088896341f;
 
-enum class Form { factored, clamped, direct };
-
-// Backward takes differences of tanh itself, forward of sums of them.
+// Least largest |a| + |c| for the factored form.
 template <class T>
 constexpr float kSmallest = sizeof(T) == 4 ? 0.5f : 0.03f;
 
@@ -41,7 +40,7 @@ __device__ __forceinline__ Form choose_form(float queries_max, float keys_max, f
 __device__ __forceinline__ float exp_of(float x) { return expf(x); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
-// exp(2x) as the factored forms take it; where fp32 is stored to two ulp.
+// exp(2x) for the factored and clamped forms; for fp32 to two ulp.
 template <class T>
 __device__ __forceinline__ float exp_of_two(float x) {
   if constexpr (sizeof(T) == 4) return expf(2.0f * x);
@@ -65,8 +64,8 @@ __device__ __forceinline__ float tanh_of(float x) {
 }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 
-// 1 - tanh^2, zero where it is only what roundings left: one step from 1 it is 2^-52 in fp64, where
-// the truth may be nothing at all. For the sake of fp32 storage many steps are as good as one.
+// 1 - tanh^2, or 0 where it is a rounding error: in fp64, with tanh one step from 1, it is 2^-52
+// where the true value may be far smaller. The limit is higher if the result is rounded to fp32.
 template <class T>
 __device__ __forceinline__ float slope_of(float t) {
   return 1.0f - t * t;
@@ -77,7 +76,7 @@ __device__ __forceinline__ double slope_of(double t) {
   return u < (sizeof(T) == 8 ? 3e-16 : 1e-13) ? 0.0 : u;
 }
 
-// sum of w tanh(x) over four.
+// The sum of w tanh(x) over four x.
 template <class T, class A>
 __device__ __forceinline__ A sum_of_four_tanh(const A* x, const A* w) {
   if constexpr (sizeof(T) == 2) {
@@ -95,8 +94,9 @@ __device__ __forceinline__ A sum_of_four_tanh(const A* x, const A* w) {
 }
 
 // tanh and its slope of four sums. For 16 bits from one exponential each and a shared reciprocal:
-// cut at 10.75, products of four d stay below e^86; tanh is off by 1.2e-7, by 2e-7 of itself below
-// 0.03, and the slope by 1e-6 of itself, or zero where tanh is 1 in fp32 (see four_tanh).
+// with x clamped to 10.75, products of four d stay below e^86. tanh has an absolute error
+// of 1.2e-7, below 0.03 a relative one of 2e-7; the slope a relative one of 1e-6, or it is 0 where
+// tanh is 1 in fp32 (see four_tanh).
 template <class T, class A>
 __device__ __forceinline__ void four_tanh_of(const A* x, A* t, A* slope) {
   if constexpr (sizeof(T) == 2) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void four_tanh_of(const A* x, A* t, A* slope) {
   }
 }
 
-// What the factored forms add up for four hidden units: sum of n / d.
+// The sum of n / d over four hidden units, factored or clamped.
 template <class T, Form form>
 __device__ __forceinline__ float sum_of_four_fractions(const float* query, const float* key,
                                                        const float* w) {
@@ -139,14 +139,14 @@ __device__ __forceinline__ float sum_of_four_fractions(const float* query, const
   const float n01 = n[0] * d[1] + n[1] * d[0], n23 = n[2] * d[3] + n[3] * d[2];
   return (n01 * d23 + n23 * d01) * reciprocal(d01 * d23);
 }
-// The score from that sum and from the sum of w over the same units.
+// The score from the sum of all fractions and the sum of w.
 template <class T>
 __device__ __forceinline__ float score_of_fractions(float fractions, float sum_w) {
   return sizeof(T) == 4 ? fractions : sum_w - 2.0f * fractions;
 }
 
-// tanh and its slope of one query and four keys. The slope 4 E / (1 + E)^2 keeps its digits where
-// 1 - tanh^2 has none left; below 2e-9, where tanh is 1 in fp32, it is zero, as 1 - tanh^2 is.
+// tanh and its slope of one query and four keys. The slope 4 E / (1 + E)^2 is accurate where
+// 1 - tanh^2 cancels; below 2e-9, where tanh is 1 in fp32, it is set to 0, as 1 - tanh^2 would be.
 template <class T, class A>
 __device__ __forceinline__ void four_tanh(A query, const A* key, Form form, A* t, A* slope) {
   if constexpr (sizeof(A) == 4) {

@@ -1,19 +1,20 @@
-// How forward and backward are cut into launches. Host code; knows no torch.
+// How forward and backward are cut into launches. Host code without torch.
 #pragma once
 
 #include "cuda/kernels/decode_backward.h"
 #include "cuda/kernels/grad_scores.h"
 #include "cuda/kernels/grad_tanh.h"
-#include "cuda/kernels/interface.h"
 #include "cuda/kernels/matmul.h"
 #include "cuda/kernels/raw_keys.h"
 #include "cuda/kernels/scores.h"
+#include "cuda/kernels/types.h"
 
 namespace bahdanau_fast::gpu {
 
-// Bytes of W_q that a block reads by itself, and from which on a cluster shares it.
+// A block alone reads W_q of up to kOwnWeight bytes; a cluster shares W_q from kSharedWeight bytes
+// on.
 constexpr int64_t kOwnWeight = 64 * 1024, kSharedWeight = 16 * 1024;
-// Shared memory every GPU from sm_80 on gives to a block.
+// Bytes of shared memory that a block can have on every GPU from sm_80 on.
 constexpr int64_t kSharedLimit = 96 * 1024;
 
 template <class T, class A>
@@ -37,13 +38,14 @@ struct Attend {
   static RawKeys raw_keys(const Forward& f, const DecodeForward& d) {
     const View &keys = f.p.keys, &values = f.p.values;
     RawKeys r{d, f.w_k, f.bias, f.Dk};
-    r.values_are_keys = values.data == keys.data && values.batch == keys.batch &&
-                        values.row == keys.row && f.p.Dv == f.Dk && f.p.seed == nullptr;
+    r.values_are_keys = values.data == keys.data && values.batch_stride == keys.batch_stride &&
+                        values.row_stride == keys.row_stride && f.p.Dv == f.Dk &&
+                        f.p.seed == nullptr;
     return r;
   }
 
-  // Rows are split where they alone would leave much of the GPU idle, and where the scores of a
-  // whole one take too much room. False: too large for one block, or too many queries.
+  // Splits the keys of a row if there are too few rows for the GPU, or if the scores of a whole row
+  // need too much shared memory. False if a block is too small for them, or for many queries.
   static bool plan_decode(const Forward& f, const Device& device, DecodeForward* d) {
     const Problem& p = f.p;
     const bool raw = f.w_k != nullptr;
@@ -63,7 +65,7 @@ struct Attend {
     return (raw ? raw_shared(raw_keys(f, *d)) : decode_shared(*d)) <= kSharedLimit;
   }
 
-  // Pieces of the workspace; with a null base, their size.
+  // Sets the pointers into the workspace at `base`; returns its size, also for a null base.
   static int64_t lay_out(DecodeForward* d, const Forward& f, const Device& device, char* base) {
     Carver from{base};
     d->context = f.context;
@@ -185,8 +187,9 @@ struct Attend {
                        : DecodeBackwardShared<T, A, 4>(nullptr, d.p, d.split).bytes;
   }
 
-  // Two blocks for each multiprocessor, as far as a cluster goes, of 32 keys at least. False: too
-  // many queries, too large for one block, or a few long rows that would leave the GPU idle.
+  // Aims at two blocks for each multiprocessor, within the size of a cluster and with at least 32
+  // keys each. False for many queries, if a block is too small, or for a few long rows that would
+  // leave much of the GPU idle.
   static bool plan_decode_backward(const Backward& g, const Device& device, DecodeBackward* d) {
     const Problem& p = g.p;
     if (p.Tq > kBackwardQueries) return false;

@@ -8,22 +8,22 @@
 namespace bahdanau_fast::gpu {
 namespace {
 
-constexpr int64_t kCounters = 1 << 18;  // of a GPU: a megabyte
-constexpr int64_t kLine = 32;           // of 128 bytes
+constexpr int64_t kCounters = 1 << 18;  // for each GPU: 1 MB
+constexpr int64_t kLine = 32;           // counters in 128 bytes
 
 struct Slice {
   unsigned* first = nullptr;
   int64_t count = 0;
 };
 
-// The counters of one GPU. Never given back: graphs that hold some may outlive everything here.
+// The counters of one GPU. Never freed: graphs that use them may outlive everything here.
 struct Counters {
   unsigned* first = nullptr;
   int64_t used = 0;
   std::map<void*, Slice> of_stream;
 
-  // Once for each GPU: zero on every stream when this is done, hence the wait. On a stream of its
-  // own and in relaxed mode it is no part of a graph that somebody captures just now.
+  // Once for each GPU. Waits until the counters are zero for every stream. A new stream and the
+  // relaxed mode keep this out of a graph that is being captured.
   void make() {
     const size_t bytes = kCounters * sizeof(unsigned);
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -36,7 +36,7 @@ struct Counters {
         cudaStreamSynchronize(own) == cudaSuccess)
       first = static_cast<unsigned*>(memory);
     else
-      used = kCounters;  // callers do without
+      used = kCounters;  // callers then use their workspace
     if (own != nullptr) cudaStreamDestroy(own);
     cudaThreadExchangeStreamCaptureMode(&mode);
     (void)cudaGetLastError();

@@ -1,4 +1,4 @@
-// The operators of bahdanau_fast/ops.py for CUDA tensors. Knows torch, knows no math.
+// The operators of bahdanau_fast/ops.py for CUDA tensors.
 #include <torch/csrc/stable/library.h>
 
 #include <array>
@@ -12,10 +12,6 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-ScalarType weights_dtype(const Tensor& queries) {
-  return queries.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 // Queues the launches of a forward.
 void queue(const Inputs& in, const Forward& f, Device device) {
   const Kernels& k = kernels(in.kind);
@@ -25,8 +21,8 @@ void queue(const Inputs& in, const Forward& f, Device device) {
   k.forward(f, device, workspace.mutable_data_ptr());
 }
 
-// The table of exponentials (ops.py: exp_keys) is not needed here: the special-function unit makes
-// one of a key faster than memory brings it.
+// The table of exponentials (ops.py: exp_keys) is not used: the special-function unit computes one
+// faster than it could be read from memory.
 std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, MaybeTensor,
                                   MaybeTensor, const Tensor& values, const Tensor& w_v,
                                   MaybeTensor valid_lens, MaybeTensor seed, double dropout_p,
@@ -36,9 +32,9 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
   const DeviceGuard guard(in.device);
   Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
-  Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(queries));
+  Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(in.kind));
   if (p.Tk == 0) return {torch::stable::zero_(context), weights};
-  if (in.empty()) return {context, weights};
+  if (p.empty()) return {context, weights};
   Forward f = in.forward;
   f.context = context.mutable_data_ptr();
   f.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
@@ -55,9 +51,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Context and weights from queries (B,Tq,Dq) that are not projected yet, and from keys that are or,
-// with W_k and maybe a bias, (B,Tk,Dk) that are not: in one launch where the kernels can, else
-// after torch's products. Without gradients and dropout.
+// Context and weights from queries (B,Tq,Dq) and, if W_k is given, keys (B,Tk,Dk) that are not
+// projected yet: in one launch if the kernels can, else after torch's products. Without gradients
+// and dropout.
 std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q, const Tensor& keys,
                                        MaybeTensor w_k, MaybeTensor bias, const Tensor& values,
                                        const Tensor& w_v, MaybeTensor valid_lens,
@@ -68,21 +64,19 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q,
   const DeviceGuard guard(in.device);
   const Device device = in.current();
   Forward f = in.forward;
-  if (in.empty() || f.Dq == 0 || !kernels(in.kind).is_one_launch(f, device)) {
+  if (p.empty() || f.Dq == 0 || !kernels(in.kind).is_one_launch(f, device)) {
     const Tensor c = w_k.has_value() ? linear(keys, *w_k, bias) : keys;
     return attend(linear(queries, w_q, std::nullopt), c, std::nullopt, std::nullopt, values, w_v,
                   valid_lens, std::nullopt, 0.0, need_weights);
   }
   Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
-  Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(queries));
+  Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(in.kind));
   f.context = context.mutable_data_ptr();
   f.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
   queue(in, f, device);
   return {context, weights};
 }
-
-enum Needs : int64_t { need_queries = 1, need_keys = 2, need_values = 4, need_w = 8 };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& queries, const Tensor& keys, MaybeTensor, MaybeTensor, const Tensor& values,
@@ -91,33 +85,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
   Inputs in(queries, keys, values, w_v, valid_lens, seed, dropout_p);
   const Problem& p = in.problem;
   const DeviceGuard guard(in.device);
-  const auto gradient = [&](const Tensor& of, int64_t bit) {
-    std::vector<int64_t> shape{0};
-    if (needs & bit) shape.assign(of.sizes().begin(), of.sizes().end());
-    return in.new_tensor(shape, of.scalar_type());
+  const auto gradient = [&](const Tensor& tensor, int64_t bit) {
+    return in.new_tensor(gradient_shape(tensor, needs & bit), tensor.scalar_type());
   };
   Tensor grad_queries = gradient(queries, need_queries), grad_keys = gradient(keys, need_keys);
   Tensor grad_values = gradient(values, need_values), grad_w = gradient(w_v, need_w);
-  if (in.empty() || p.H == 0) {
+  if (p.empty() || p.H == 0) {
     for (Tensor* t : {&grad_queries, &grad_keys, &grad_w}) torch::stable::zero_(*t);
-    if (in.empty()) {
+    if (p.empty()) {
       torch::stable::zero_(grad_values);
       return {grad_queries, grad_keys, grad_values, grad_w};
     }
   }
-  const View of_weights = in.grad_view(weights, weights_dtype(queries), "weights", p.Tk);
+  const View weights_view = in.view_like(weights, weights_dtype(in.kind), "weights", p.Tk);
   STD_TORCH_CHECK(weights.is_contiguous(), "weights must be those attend returned");
-  const auto place = [&](Tensor& t, int64_t bit) {
-    return needs & bit ? t.mutable_data_ptr() : nullptr;
-  };
-  const Backward g{p,
-                   of_weights.data,
-                   in.grad_view(grad_context, queries.scalar_type(), "grad_context", p.Dv),
-                   in.grad_view(grad_weights, weights.scalar_type(), "grad_weights", p.Tk),
-                   place(grad_queries, need_queries),
-                   place(grad_keys, need_keys),
-                   place(grad_values, need_values),
-                   place(grad_w, need_w)};
+  Backward g;
+  g.p = p;
+  g.weights = weights_view.data;
+  g.grad_context = in.view_like(grad_context, queries.scalar_type(), "grad_context", p.Dv);
+  g.grad_weights = in.view_like(grad_weights, weights.scalar_type(), "grad_weights", p.Tk);
+  g.grad_queries = data_or_null(grad_queries, needs & need_queries);
+  g.grad_keys = data_or_null(grad_keys, needs & need_keys);
+  g.grad_values = data_or_null(grad_values, needs & need_values);
+  g.grad_w = data_or_null(grad_w, needs & need_w);
   const Kernels& k = kernels(in.kind);
   const Device device = in.current();
   Tensor workspace = in.new_tensor({k.backward_workspace(g, device)}, ScalarType::Byte);
@@ -125,7 +115,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
   return {grad_queries, grad_keys, grad_values, grad_w};
 }
 
-// Under names of their own: the CUDA key of bahdanau_fast::attend chooses between them and Triton.
+// With their own names: the CUDA key of bahdanau_fast::attend chooses between these and Triton.
 STABLE_TORCH_LIBRARY_FRAGMENT(bahdanau_fast, m) {
   m.def(
       "attend_cuda(Tensor queries, Tensor keys, Tensor? table, Tensor? keys_max, Tensor values, "
