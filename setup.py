@@ -289,8 +289,8 @@ def build_cuda(sources: list[Path], target: Path) -> None:
 
 # Extension module -> how to build it, from what, and the variable that demands (1) or skips (0) it.
 BACKENDS = {
-    "bahdanau_fast._C_cpu": (build_cpu, "csrc/cpu/*.cpp", "BAHDANAU_FAST_CPU"),
-    "bahdanau_fast._C_cuda": (build_cuda, "csrc/cuda/*.c*", "BAHDANAU_FAST_CUDA"),
+    "bahdanau_fast._C_cpu": (build_cpu, "csrc/cpu/*/*.cpp", "BAHDANAU_FAST_CPU"),
+    "bahdanau_fast._C_cuda": (build_cuda, "csrc/cuda/*/*.c*", "BAHDANAU_FAST_CUDA"),
 }
 
 

@@ -12,8 +12,8 @@ first layer, beside inputs whose part of the gates is computed for all steps in 
 What does not have to wait for a step is left out of the loop: the gradients of all weights are one
 product each over all steps, those of keys, values and w_v one pass over the keys.
 
-Gates are in the order of the C++ (csrc/cpu/recurrent.h): GRU n r z on the input side, r z n on the
-hidden side; LSTM i f g o. :mod:`steps` makes these arguments of an ``nn.GRU`` or ``nn.LSTM``.
+Gates are in the order of the C++ (cpu/kernels/recurrent.h): GRU n r z on the input side, r z n on
+the hidden side; LSTM i f g o. :mod:`steps` makes these arguments of an ``nn.GRU`` or ``nn.LSTM``.
 """
 
 from __future__ import annotations

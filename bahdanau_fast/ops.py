@@ -85,7 +85,7 @@ library.define(
 
 
 # fp32 problems of at most SMALL elements are computed in fp64. Keys of at most SMALL_TABLE get a
-# table in fp64, of SMALL_FORWARD where no gradient will be asked for (csrc/cpu/inputs.h).
+# table in fp64, of SMALL_FORWARD where no gradient will be asked for (csrc/common/limits.h).
 SMALL, SMALL_TABLE, SMALL_FORWARD = 524288, 196608, 16384
 
 

@@ -144,7 +144,7 @@ def kept_keys(lens, offset, Tk, HAS_LENS: tl.constexpr, mask=None):
 
 @triton.jit
 def survivors(seed, threshold, scale_bits, row, keys):
-    """Factor of each weight under dropout, as csrc/cpu/dropout.h draws it: 0 or 1 / (1 - p).
+    """Factor of each weight under dropout, as csrc/common/philox.h draws it: 0 or 1 / (1 - p).
 
     The number of weight (row, j) is lane j % 4 of the Philox block with the counter
     (j / 4, row low, row high, 0); from ``threshold`` = p 2^32 on it survives. ``scale_bits`` are

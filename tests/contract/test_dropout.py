@@ -46,7 +46,7 @@ def test_dropout_drops_the_right_share(p, Tk):
 
 
 def philox(seed, row, block):
-    """Four numbers of Philox4x32-10, under counter and key as csrc/cpu/dropout.h has them."""
+    """Four numbers of Philox4x32-10, under counter and key as csrc/common/philox.h has them."""
     low = 2**32 - 1
     counter, key = [block, row & low, row >> 32, 0], [seed & low, seed >> 32]
     for _ in range(10):

@@ -121,7 +121,7 @@ class Lane:
         self.planted.touch()
         for path in paths:
             path.write_text(text.replace(mutant.old, mutant.new))
-        if mutant.file.startswith("csrc/cpu/"):
+        if mutant.file.startswith(("csrc/cpu/", "csrc/common/")):
             for path in kept:  # as new as the mistake: not compiled
                 os.utime(path, (start + 1, start + 1))
             self.lay_out()

@@ -34,7 +34,7 @@ def python(code, cwd=None, **more):
 
 def build(tmp_path, **variables):
     tree = tmp_path / "tree"
-    for part in ("csrc/cpu", "bahdanau_fast", "kernels"):
+    for part in ("csrc", "bahdanau_fast", "kernels"):
         shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("*.so"))
     for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / part, tree)

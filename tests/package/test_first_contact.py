@@ -100,7 +100,7 @@ sys.meta_path.insert(0, Hide())
 
 
 def setup(tmp_path, hidden, *command):
-    for part in ("csrc/cpu", "bahdanau_fast", "kernels", "benchmarks"):
+    for part in ("csrc", "bahdanau_fast", "kernels", "benchmarks"):
         shutil.copytree(
             ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.so", "*.json")
         )

@@ -288,7 +288,7 @@ def test_no_thread_races_with_another(watched, sizes):
 def changed(tmp_path, file, old, new):
     """A copy of the kernels' sources with one thing wrong."""
     shutil.copytree(KERNELS, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "cuda" / file
+    path = tmp_path / "cuda" / "kernels" / file
     text = path.read_text()
     assert text.count(old) == 1, f"{file} has changed: plant the mistake elsewhere"
     path.write_text(text.replace(old, new))

@@ -48,13 +48,13 @@ class Gpu(NamedTuple):
 
 GPU = Gpu()
 SMALL = 524288  # fp32 problems of at most so many elements are computed in fp64
-# In the order of LenType (csrc/cuda/interface.h).
+# In the order of LenType (csrc/cuda/kernels/types.h).
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 LENS = (*INTEGERS, "float32", "float64", "bfloat16", "float16")
 
 
 def kind_of(dtype, elements):
-    """The name of the kernels that serve a dtype, as csrc/cuda/ops.cpp chooses them."""
+    """The name of the kernels that serve a dtype: computing_kind() of csrc/common/limits.h."""
     if dtype == torch.float32:
         return "f32_in_f64" if elements <= SMALL else "f32"
     return {torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
@@ -66,7 +66,7 @@ def build(kind, sanitizer, sources=KERNELS):
     command = [  # copies of the sources are compiled for a single call: that, fast
         "g++", "-std=c++17", "-O1" if sources == KERNELS else "-O0", "-g1",
         "-Wall", "-Wno-unknown-pragmas", "-Wno-attributes",
-        *SANITIZERS[sanitizer], f"-I{HERE}", f"-I{sources / 'cuda'}", f"-DSTORED={stored}",
+        *SANITIZERS[sanitizer], f"-I{HERE}", f"-I{sources}", f"-DSTORED={stored}",
         f"-DSUMMED={summed}", str(HERE / "driver.cpp"),
         *shlex.split(os.environ.get("CXXFLAGS", "")),
     ]  # fmt: skip
@@ -92,7 +92,7 @@ class Host:
     Args:
         kind: a name from KINDS.
         sanitizer: a name from SANITIZERS.
-        sources: the folder that holds cuda/ and cpu/.
+        sources: the folder that holds cuda/ and common/.
     """
 
     def __init__(self, kind, sanitizer="plain", sources=KERNELS):

@@ -1,4 +1,4 @@
-// Runs CUDA kernels on the host, for tests: csrc/cuda/device.h takes this for its CUDA half.
+// Runs CUDA kernels on the host, for tests, in the place of the CUDA half of cuda/kernels/device.h.
 //
 // Every CUDA thread is a fiber (fibers.h); barriers and shuffles wait for all of the block or warp,
 // and a barrier that some never reach ends the program. Shared memory begins as garbage and is

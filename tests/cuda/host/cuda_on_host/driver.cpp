@@ -3,7 +3,7 @@
 // __init__.py beside this file, which speaks the same format.
 #include <unistd.h>
 
-#include "attend.h"
+#include "cuda/op/attend.h"
 
 namespace {
 
@@ -125,19 +125,16 @@ void backward(const Request& r, const Kernels& k, int64_t size) {
   const auto wanted = [&](int64_t bit, int64_t count) {
     return Bytes(r.wanted & bit ? count * size : 0);
   };
-  Bytes queries = wanted(1, p.B * p.Tq * p.H), keys = wanted(2, p.B * p.Tk * p.H);
-  Bytes values = wanted(4, p.B * p.Tk * p.Dv), w = wanted(8, p.H);
+  Bytes queries = wanted(need_queries, p.B * p.Tq * p.H);
+  Bytes keys = wanted(need_keys, p.B * p.Tk * p.H);
+  Bytes values = wanted(need_values, p.B * p.Tk * p.Dv), w = wanted(need_w, p.H);
   const auto place = [&](Bytes& bytes, int64_t bit) {
     return r.wanted & bit ? bytes.data.get() : nullptr;
   };
-  const Backward g{p,
-                   weights.bytes.data.get(),
-                   grad_context.view(),
-                   grad_weights.view(),
-                   place(queries, 1),
-                   place(keys, 2),
-                   place(values, 4),
-                   place(w, 8)};
+  const Backward g{{weights.bytes.data.get(), grad_context.view(), grad_weights.view(),
+                    place(queries, need_queries), place(keys, need_keys),
+                    place(values, need_values), place(w, need_w)},
+                   p};
   const Gpu gpu(r.multiprocessors, r.cluster, 0);
   Bytes workspace(k.backward_workspace(g, gpu));
   k.backward(g, gpu, workspace.data.get());

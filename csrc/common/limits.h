@@ -1,0 +1,24 @@
+// Which fp32 problems are computed in fp64. No torch in here.
+#pragma once
+
+#include "common/kinds.h"
+
+namespace bahdanau_fast {
+
+// fp32 problems of at most this many (query, key, hidden) elements are computed in fp64: that costs
+// little, and leaves only the rounding of the result as an error.
+constexpr int64_t kMaxFp64Elements = 524288;
+
+// The same for tables of keys (the CPU's exp_keys), in (key, hidden) elements: with gradients,
+// whose sums cancel more than those of scores, and without.
+constexpr int64_t kMaxFp64TableElements = 196608, kMaxFp64ForwardTableElements = 16384;
+// fp32 problems of any size are computed in fp64 on the CPU if the norm of w_v is above this: their
+// scores are in the hundreds, where the rounding of fp32 shows in the softmax.
+constexpr double kMaxFp32NormOfW = 64.0;
+
+// The kind that computes.
+constexpr Kind computing_kind(Kind storage, int64_t elements, int64_t limit = kMaxFp64Elements) {
+  return storage == Kind::f32 && elements <= limit ? Kind::f32_in_f64 : storage;
+}
+
+}  // namespace bahdanau_fast

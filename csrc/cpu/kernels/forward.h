@@ -1,0 +1,246 @@
+// Forward: scores, masked softmax and weighted sum of one task.
+//
+//   score[b,i,j] = w . tanh(query[b,i] + key[b,j]),  weights = softmax over j < key_counts[b,i]
+//   context[b,i] = sum_j dropout(weights)[b,i,j] value[b,j]
+//
+// A task is (batch row, block of queries, chunk of keys). It reads the table and the values of its
+// keys once, width + Dv numbers for each key; the constants, scores and contexts of its queries are
+// in its workspace. With several chunks, each computes sums relative to its own maximum, and
+// combine() adds them up.
+#pragma once
+
+#include <limits>
+
+#include "dropout.h"
+#include "linear.h"
+#include "score.h"
+
+namespace bahdanau_fast {
+namespace {
+
+template <class T, class A>
+struct Rows {
+  const T* base;
+  int64_t stride;
+  Rows(const View& view, int64_t b)
+      : base(static_cast<const T*>(view.data) + b * view.batch_stride), stride(view.row_stride) {}
+  const T* operator[](int64_t row) const { return base + row * stride; }
+};
+
+constexpr int64_t kTableRows = 32;
+
+template <class T, class A>
+struct ForwardTask {
+  const Problem& p;
+  const ForwardPlan& plan;
+  int64_t b, i0, queries, chunk, j0, j1;
+  A *constants, *scores, *contexts, *own_table;
+
+  static int64_t workspace(const Problem& p, const ForwardPlan& plan) {
+    const int64_t own = p.table == nullptr ? kTableRows * p.width : 0;
+    return plan.query_block * (Query<A>::size(p.width) + plan.chunk + p.Dv) + own;
+  }
+
+  ForwardTask(const Problem& problem, const ForwardPlan& cut, int64_t task, void* work)
+      : p(problem), plan(cut) {
+    chunk = task % plan.chunks;
+    const int64_t block = task / plan.chunks;
+    b = block / plan.query_blocks;
+    i0 = block % plan.query_blocks * plan.query_block;
+    queries = i0 + plan.query_block <= p.Tq ? plan.query_block : p.Tq - i0;
+    j0 = chunk * plan.chunk;
+    j1 = j0 + plan.chunk <= p.Tk ? j0 + plan.chunk : p.Tk;
+    constants = static_cast<A*>(work);
+    scores = constants + plan.query_block * Query<A>::size(p.width);
+    contexts = scores + plan.query_block * plan.chunk;
+    own_table = contexts + plan.query_block * p.Dv;
+  }
+
+  // How many keys of this chunk have a weight for query i.
+  int64_t count(int64_t i) const {
+    const int64_t keys = p.key_counts[b * p.Tq + i0 + i];
+    const int64_t end = keys == 0 || keys > j1 ? j1 : keys;
+    return end > j0 ? end - j0 : 0;
+  }
+  bool uniform(int64_t i) const { return p.key_counts[b * p.Tq + i0 + i] == 0; }
+  A* score_row(int64_t i) { return scores + i * plan.chunk; }
+
+  void score() {
+    const Rows<T, A> query_rows(p.queries, b), key_rows(p.keys, b);
+    const A keys_max = static_cast<const A*>(p.keys_max)[b];
+    const Form form = choose_form(keys_max);
+    const A* w = static_cast<const A*>(p.w);
+    A constant[kQueryBlock] = {};
+    Form forms[kQueryBlock] = {};
+    // Few keys at a time: they stay in the first-level cache for all queries. If the table is made
+    // here, a tile of it stays in the second-level cache.
+    const int64_t tile = queries > 1 ? 8 : p.table == nullptr ? kTableRows : j1 - j0;
+    for (int64_t first = 0; first < j1 - j0; first += tile) {
+      const A* entries = table_rows(key_rows, first, tile, keys_max, form);
+      for (int64_t i = 0; i < queries; ++i) {
+        Query<A> q(constants + i * Query<A>::size(p.width), p.width);
+        const T* row = query_rows[i0 + i];
+        if (first == 0) {
+          const bool factored = form == Form::scaled && is_factored(max_abs<A>(row, p.H), keys_max);
+          forms[i] = factored ? Form::factored : form;
+          if (!uniform(i)) constant[i] = q.prepare(row, w, p.H, p.width, keys_max, factored);
+        }
+        const int64_t left = count(i) - first, keys = left < tile ? left : tile;
+        if (keys <= 0) continue;
+        A* out = score_row(i) + first;
+        if (uniform(i)) {
+          for (int64_t j = 0; j < keys; ++j) out[j] = A(0);
+        } else if (forms[i] == Form::factored) {
+          score_table<A, Form::factored>(q, constant[i], entries, p.width, keys, out);
+        } else if (form == Form::scaled) {
+          score_table<A, Form::scaled>(q, constant[i], entries, p.width, keys, out);
+        } else if (form == Form::scaled_each) {
+          score_table<A, Form::scaled_each>(q, constant[i], entries, p.width, keys, out);
+        } else {
+          score_direct<A>(row, key_rows[j0 + first], key_rows.stride, w, p.H, keys, out);
+        }
+      }
+    }
+  }
+
+  // Table rows of the keys from j0 + first on; computed here if the call came without a table.
+  const A* table_rows(const Rows<T, A>& keys, int64_t first, int64_t tile, A keys_max, Form form) {
+    if (p.table != nullptr)
+      return static_cast<const A*>(p.table) + (b * p.Tk + j0 + first) * p.width;
+    const A shift = table_shift(keys_max);
+    const int64_t end = j0 + first + tile < j1 ? j0 + first + tile : j1;
+    for (int64_t j = j0 + first; form != Form::direct && j < end; ++j)
+      fill_table(keys[j], p.H, p.width, shift, own_table + (j - j0 - first) * p.width);
+    return own_table;
+  }
+
+  // Multiplies the scores of query i by w_scale; returns the largest.
+  A finish_scores(int64_t i) {
+    A* row = score_row(i);
+    const A scale = A(p.w_scale);
+    const int64_t n = count(i);
+    Vec<A> best = splat<A>(-std::numeric_limits<A>::infinity());
+    for (int64_t j = 0; j < n; j += kLanes<A>) {
+      const Vec<A> scores = load_as<A>(row + j, n - j) * scale;
+      store_as<A>(row + j, scores, n - j);
+      best = max<A>(first_lanes<A>(n - j) ? scores : best, best);
+    }
+    return largest<A>(best);
+  }
+
+  // Neighbouring queries with the same number of keys read the values together.
+  void weigh_values() {
+    const Rows<T, A> values(p.values, b);
+    for (int64_t i = 0, same; i < queries; i += same) {
+      const int64_t keys = count(i);
+      for (same = 1; i + same < queries && count(i + same) == keys;) ++same;
+      if (keys > 0)
+        weighted_sums<A>(score_row(i), plan.chunk, 1, values[j0], values.stride, keys, p.Dv, false,
+                         contexts + i * p.Dv, p.Dv, same);
+    }
+  }
+
+  void drop(int64_t i) {
+    if (p.dropout)
+      drop_weights<A>(p.seed, p.dropout_p, b * p.Tq + i0 + i, j0, j0 + count(i), score_row(i));
+  }
+};
+
+template <class T, class A>
+void store_row(const A* row, int64_t n, T* out) {
+  for (int64_t k = 0; k < n; k += kLanes<A>) {
+    if (k + kLanes<A> <= n)
+      store_as<A>(out + k, load(row + k), kLanes<A>);
+    else
+      store_as<A>(out + k, load_as<A>(row + k, n - k), n - k);
+  }
+}
+
+// row[j] = exp(row[j] - best); returns the sum.
+template <class A>
+A exponentiate(A* row, int64_t n, A best) {
+  Vec<A> total{};
+  for (int64_t j = 0; j < n; j += kLanes<A>) {
+    const Vec<A> e = exp<A>(load_as<A>(row + j, n - j) - best);
+    store_as<A>(row + j, e, n - j);
+    total += first_lanes<A>(n - j) ? e : Vec<A>{};
+  }
+  return sum<A>(total);
+}
+
+template <class A>
+void divide(A* row, int64_t n, A total) {
+  for (int64_t j = 0; j < n; j += kLanes<A>)
+    store_as<A>(row + j, Vec<A>(load_as<A>(row + j, n - j) / total), n - j);
+}
+
+// One row of normalised weights, zero for masked keys.
+template <class T, class A>
+void store_weights(const A* weights, int64_t keys, int64_t Tk, void* all, int64_t row) {
+  using W = typename WeightOf<T>::type;
+  W* out = static_cast<W*>(all) + row * Tk;
+  store_row(weights, keys, out);
+  for (int64_t j = keys; j < Tk; ++j) narrow(A(0), out + j);
+}
+
+template <class T, class A>
+void forward(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, int64_t index,
+             void* work) {
+  ForwardTask<T, A> task(p, plan, index, work);
+  task.score();
+  for (int64_t i = 0; i < task.queries; ++i) {
+    const int64_t row = task.b * p.Tq + task.i0 + i, n = task.count(i);
+    A* weights = task.score_row(i);
+    const A best = task.finish_scores(i);
+    if (plan.chunks > 1) store_row(weights, n, static_cast<A*>(out.scores) + row * p.Tk + task.j0);
+    const A total = exponentiate(weights, n, best);
+    if (plan.chunks > 1) {
+      static_cast<A*>(out.maxima)[row * plan.chunks + task.chunk] = best;
+      static_cast<A*>(out.sums)[row * plan.chunks + task.chunk] = total;
+    } else {
+      divide(weights, n, total);
+      if (out.weights != nullptr) store_weights<T>(weights, n, p.Tk, out.weights, row);
+    }
+    task.drop(i);
+  }
+  task.weigh_values();
+  for (int64_t i = 0; i < task.queries; ++i) {
+    const int64_t row = task.b * p.Tq + task.i0 + i, n = task.count(i);
+    const A* context = task.contexts + i * p.Dv;
+    if (plan.chunks == 1)
+      store_row(context, p.Dv, static_cast<T*>(out.context) + row * p.Dv);
+    else
+      store_row(context, n > 0 ? p.Dv : 0,
+                static_cast<A*>(out.contexts) + (row * plan.chunks + task.chunk) * p.Dv);
+  }
+}
+
+// Combines the chunks of one (b, i) row, in their order.
+template <class T, class A>
+void combine(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, int64_t row) {
+  const A* maxima = static_cast<const A*>(out.maxima) + row * plan.chunks;
+  const A* sums = static_cast<const A*>(out.sums) + row * plan.chunks;
+  A* contexts = static_cast<A*>(out.contexts) + row * plan.chunks * p.Dv;
+  const int64_t keys = p.key_counts[row] == 0 ? p.Tk : p.key_counts[row];
+  const int64_t used = (keys + plan.chunk - 1) / plan.chunk;
+  A best = maxima[0];
+  for (int64_t c = 1; c < used; ++c) best = maxima[c] > best ? maxima[c] : best;
+  const auto share = [&](int64_t c) { return exp<A>(splat<A>(maxima[c] - best))[0]; };
+  A total = 0;
+  for (int64_t c = 0; c < used; ++c) total += sums[c] * share(c);
+  for (int64_t c = 0; c < used; ++c) {
+    const A scale = share(c) / total;
+    const A* part = contexts + c * p.Dv;
+    for (int64_t k = 0; k < p.Dv; ++k)
+      contexts[k] = c == 0 ? part[k] * scale : contexts[k] + part[k] * scale;
+  }
+  store_row(contexts, p.Dv, static_cast<T*>(out.context) + row * p.Dv);
+  if (out.weights == nullptr) return;
+  A* weights = static_cast<A*>(out.scores) + row * p.Tk;
+  exponentiate(weights, keys, best);
+  divide(weights, keys, total);
+  store_weights<T>(weights, keys, p.Tk, out.weights, row);
+}
+
+}  // namespace
+}  // namespace bahdanau_fast

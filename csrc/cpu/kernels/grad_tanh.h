@@ -1,0 +1,317 @@
+// The third step of backward (backward.h): gradients through the tanh, of queries, keys and w_v.
+#pragma once
+
+#include "forward.h"
+
+namespace bahdanau_fast {
+namespace {
+
+// For one vector of hidden units of one query: the constants of score.h (factored, kBase is b and
+// the others are not used; direct, kRise is the query itself), and sum_j s u over the keys of a
+// tile.
+enum UnitRow { kRise, kOffset, kAlpha, kBase, kSign, kPartial, kUnitRows };
+
+constexpr int kGroup = 4;  // neighbouring keys that share one division
+
+// 1 - tanh^2 of a saturated unit is a rounding error: in fp64, with tanh one step from 1, it is
+// 2^-52 where the true value may be totals smaller, and where eager PyTorch gives 0. So below a few
+// steps it is set to 0, below more of them if the result is rounded to fp32. In fp32 eager's error
+// is as large.
+template <class T, class A>
+BF_INLINE Vec<A> visible(Vec<A> slope) {
+  if constexpr (sizeof(A) == 4) return slope;
+  return slope < (sizeof(T) == 8 ? A(3e-16) : A(1e-13)) ? Vec<A>{} : slope;
+}
+
+template <class A, Form form>
+BF_INLINE void denominators(const A* unit, const Vec<A>* m, Vec<A>* d) {
+  const Vec<A> base = load_once(unit + kBase * kLanes<A>);
+  if constexpr (form == Form::factored) {
+    for (int k = 0; k < kGroup; ++k) d[k] = m[k] + base;
+  } else {
+    const Vec<A> alpha = load_once(unit + kAlpha * kLanes<A>);
+    for (int k = 0; k < kGroup; ++k) d[k] = alpha * m[k] + base;
+  }
+}
+
+template <Form form>
+constexpr bool shares_division = form == Form::factored || form == Form::scaled;
+
+// The one division of a group.
+template <class A, Form form>
+BF_INLINE Vec<A> shared_inverse(const A* unit, const Vec<A>* m) {
+  Vec<A> d[kGroup];
+  denominators<A, form>(unit, m, d);
+  return reciprocal<A>((d[0] * d[1]) * (d[2] * d[3]));
+}
+
+// tanh of one query and a group of keys; m are their table entries, `inverse` is from
+// shared_inverse if the form shares a division.
+template <class A, Form form>
+BF_INLINE void tanh_of_group(const A* unit, const Vec<A>* m, Vec<A> inverse, Vec<A>* t) {
+  constexpr int L = kLanes<A>;
+  Vec<A> d[kGroup];
+  denominators<A, form>(unit, m, d);
+  const Vec<A> inverse01 = inverse * (d[2] * d[3]), inverse23 = inverse * (d[0] * d[1]);
+  const Vec<A> inverses[kGroup] = {inverse01 * d[1], inverse01 * d[0], inverse23 * d[3],
+                                   inverse23 * d[2]};
+  if constexpr (form == Form::factored) {
+    const Vec<A> b = load_once(unit + kBase * L);
+    for (int k = 0; k < kGroup; ++k) t[k] = (m[k] - b) * inverses[k];
+  } else {
+    const Vec<A> rise = load_once(unit + kRise * L);
+    const Vec<A> offset = load_once(unit + kOffset * L), sign = load_once(unit + kSign * L);
+    for (int k = 0; k < kGroup; ++k) {
+      const Vec<A> n = rise * m[k] + offset;
+      t[k] = (form == Form::scaled_each ? n / d[k] : n * inverses[k]) + sign;
+    }
+  }
+}
+
+// s t and s u of one query and a group of keys; in the direct form m are the keys themselves.
+template <class T, class A, Form form>
+BF_INLINE void tanh_gradients(const A* unit, const Vec<A>* m, Vec<A> inverse, const A* s,
+                              Vec<A>* st, Vec<A>* su) {
+  if constexpr (form == Form::direct) {
+    const Vec<A> a = load_once(unit + kRise * kLanes<A>);
+    for (int k = 0; k < kGroup; ++k) {
+      const TanhAndSlope<A> f = tanh_and_slope<A>(a + m[k]);
+      st[k] = s[k] * f.tanh;
+      su[k] = s[k] * (f.slope < A(2.2e-16) ? Vec<A>{} : f.slope);  // 0 as 1 - tanh^2 would be
+    }
+  } else {
+    Vec<A> t[kGroup];
+    tanh_of_group<A, form>(unit, m, inverse, t);
+    for (int k = 0; k < kGroup; ++k) {
+      st[k] = s[k] * t[k];
+      su[k] = s[k] * visible<T, A>(1 - t[k] * t[k]);  // s - st t would add a rounding
+    }
+  }
+}
+
+// grad_tanh of one batch row and slice of hidden units.
+//
+// Keys are taken in tiles. Within a tile the loops run over vectors of hidden units, groups of keys
+// and queries, in this order, so that the entries and sums of a group stay in registers for all
+// queries. With few queries a tile is one group, and its rows are read in order. Sums are taken in
+// two levels, which rounds less often than one long sum.
+template <class T, class A>
+struct GradTanh {
+  static constexpr int64_t kTileKeys = 64;    // at most; keys in a partial sum
+  static constexpr int64_t kTileQueries = 8;  // with fewer queries a tile is one group
+  static constexpr int64_t kSettle = 32;      // queries in a partial sum
+
+  const Problem& p;
+  int64_t b, h0, n, valid;
+  A keys_max, shift;
+  Rows<T, A> query_rows, key_rows;
+  const A* scores;
+  A *units, *partial_w, *totals, *total_w, *own_rows, *tile_scores;
+  Form form;
+
+  static int64_t workspace(const Problem& p, int64_t hidden) {
+    return (p.Tq * (kUnitRows + 1) + 2 + kTileKeys) * hidden + kTileKeys * p.Tq;
+  }
+
+  GradTanh(const Problem& problem, int64_t row, int64_t begin, int64_t end, const void* scores_in,
+           void* work)
+      : p(problem),
+        b(row),
+        h0(begin),
+        n(end - begin),
+        query_rows(p.queries, b),
+        key_rows(p.keys, b) {
+    valid = (end < p.H ? end : p.H) - h0;
+    keys_max = static_cast<const A*>(p.keys_max)[b];
+    shift = table_shift(keys_max);
+    form = choose_form(keys_max);
+    A queries_max = 0;
+    for (int64_t i = 0; form == Form::scaled && i < p.Tq && queries_max == queries_max; ++i) {
+      const A m = max_abs<A>(query_rows[i] + h0, valid);
+      queries_max = m <= queries_max ? queries_max : m;
+    }
+    if (form == Form::scaled && is_factored(queries_max, keys_max)) form = Form::factored;
+    scores = static_cast<const A*>(scores_in);
+    units = static_cast<A*>(work);
+    partial_w = units + p.Tq * kUnitRows * n;
+    totals = partial_w + n;
+    total_w = totals + p.Tq * n;
+    own_rows = total_w + n;
+    tile_scores = own_rows + kTileKeys * n;
+    for (A* sum = partial_w; sum < own_rows; ++sum) *sum = A(0);
+    for (int64_t i = 0; i < p.Tq; ++i) prepare(i);
+  }
+
+  A* unit(int64_t h, int64_t i) { return units + (h * p.Tq + i * kLanes<A>)*kUnitRows; }
+
+  void prepare(int64_t i) {
+    constexpr int L = kLanes<A>;
+    const T* row = query_rows[i] + h0;
+    for (int64_t h = 0; h < n; h += L) {
+      const Vec<A> a = load_row<A>(row, h, valid);
+      const Units<A> constants(a, keys_max, shift);
+      Vec<A> rows[kUnitRows] = {constants.rise, constants.offset, constants.alpha,
+                                constants.base, constants.sign,   Vec<A>{}};
+      if (form == Form::factored) {
+        rows[kBase] = exp<A>(-2 * a);
+      } else if (form == Form::direct) {
+        rows[kRise] = a;
+      }
+      for (int r = 0; r < kUnitRows; ++r) store(unit(h, i) + r * L, rows[r]);
+    }
+  }
+
+  // Table rows of a tile (in the direct form the keys themselves), padded to whole groups.
+  const A* rows_of(int64_t j, int64_t count, int64_t* stride) {
+    const bool stored = p.table != nullptr && form != Form::direct;
+    const A* table = static_cast<const A*>(p.table) + (b * p.Tk + j) * p.width + h0;
+    *stride = stored ? p.width : n;
+    if (stored && count % kGroup == 0) return table;
+    *stride = n;
+    for (int64_t k = 0; k < count; ++k) {
+      A* out = own_rows + k * n;
+      if (stored)
+        for (int64_t h = 0; h < n; ++h) out[h] = table[k * p.width + h];
+      else if (form != Form::direct)
+        fill_table(key_rows[j + k] + h0, valid, n, shift, out);
+      else
+        for (int64_t h = 0; h < n; ++h)
+          out[h] = h < valid ? A(widen(key_rows[j + k][h0 + h])) : A(0);
+    }
+    const int64_t padded = (count + kGroup - 1) / kGroup * kGroup;
+    for (int64_t k = count * n; k < padded * n; ++k) own_rows[k] = A(1);
+    return own_rows;
+  }
+
+  // Gradients of the scores of a tile, in the order of use; zero past its last key.
+  void gather_scores(int64_t j, int64_t count) {
+    for (int64_t k = 0; k < count; k += kGroup)
+      for (int64_t i = 0; i < p.Tq; ++i)
+        for (int64_t l = 0; l < kGroup; ++l)
+          tile_scores[k * p.Tq + i * kGroup + l] =
+              k + l < count ? scores[i * p.Tk + j + k + l] : A(0);
+  }
+
+  // one: there is a single query. all: every gradient is wanted, not that of the queries alone.
+  template <Form form, bool one, bool all>
+  void tile(int64_t j, int64_t count, const A* w, T* grad_keys) {
+    constexpr int L = kLanes<A>;
+    int64_t stride;
+    const A* rows = rows_of(j, count, &stride);
+    gather_scores(j, count);
+    const int64_t queries = one ? 1 : p.Tq;
+    for (int64_t h = 0; h < n; h += L) {
+      const Vec<A> scale = load(w + h) * A(p.w_scale);
+      Vec<A> sum_w{};
+      for (int64_t k = 0; k < count; k += kGroup) {
+        Vec<A> m[kGroup], sums[kGroup] = {};
+        for (int l = 0; l < kGroup; ++l) {
+          m[l] = load_once(rows + (k + l) * stride + h);
+          __builtin_prefetch(rows + (k + l) * stride + h + L);
+        }
+        for (int64_t i = 0; i < queries; i += kSettle)
+          sum_w += queries_pass<form, all>(unit(h, i), tile_scores + k * queries + i * kGroup,
+                                           i + kSettle < queries ? kSettle : queries - i, m, sums);
+        if constexpr (!all) continue;
+        const auto put = [&](int l, Vec<A> sum) {
+          if (grad_keys != nullptr && k + l < count)
+            store_as<A>(grad_keys + (j + k + l) * p.H + h, Vec<A>(sum * scale), valid - h);
+        };
+        put(0, sums[0]), put(1, sums[1]), put(2, sums[2]), put(3, sums[3]);  // stays in registers
+      }
+      store(partial_w + h, Vec<A>(load(partial_w + h) + sum_w));
+    }
+  }
+
+  // totals += partial sums, partial sums = 0.
+  void settle() {
+    const auto move = [](A* from, A* to) {
+      store(to, Vec<A>(load(to) + load(from)));
+      store(from, Vec<A>{});
+    };
+    for (int64_t h = 0; h < n; h += kLanes<A>) {
+      for (int64_t i = 0; i < p.Tq; ++i)
+        move(unit(h, i) + kPartial * kLanes<A>, totals + i * n + h);
+      move(partial_w + h, total_w + h);
+    }
+  }
+
+  // Adds the gradients of `count` queries to those of a group of keys; returns their sum s t.
+  template <Form form, bool all>
+  BF_INLINE static Vec<A> queries_pass(A* query, const A* s, int64_t count, const Vec<A>* m,
+                                       Vec<A>* sums) {
+    constexpr int L = kLanes<A>, step = kUnitRows * L;
+    // The divisions have their own loop: with them, the dependency chain of an iteration would be
+    // too long for the processor to overlap iterations.
+    Vec<A> inverses[kSettle];
+    for (int64_t i = 0; shares_division<form> && i < count; ++i)
+      inverses[i] = shared_inverse<A, form>(query + i * step, m);
+    Vec<A> partial[kGroup] = {}, sum_w{};
+    for (int64_t i = 0; i < count; ++i, s += kGroup, query += step) {
+      Vec<A> st[kGroup], su[kGroup];
+      const Vec<A> inverse = shares_division<form> ? inverses[i] : Vec<A>{};
+      tanh_gradients<T, A, form>(query, m, inverse, s, st, su);
+      A* to = query + kPartial * L;
+      store(to, Vec<A>(load(to) + ((su[0] + su[1]) + (su[2] + su[3]))));
+      if constexpr (all) {
+        sum_w += (st[0] + st[1]) + (st[2] + st[3]);
+        for (int l = 0; l < kGroup; ++l) partial[l] += su[l];
+      }
+    }
+    for (int l = 0; l < kGroup; ++l) sums[l] += partial[l];
+    return sum_w;
+  }
+
+  template <bool all>
+  void any_tile(int64_t j, int64_t count, const A* w, T* grad_keys) {
+    if (form == Form::factored && p.Tq == 1)
+      tile<Form::factored, true, all>(j, count, w, grad_keys);
+    else if (form == Form::factored)
+      tile<Form::factored, false, all>(j, count, w, grad_keys);
+    else if (form == Form::scaled && p.Tq == 1)
+      tile<Form::scaled, true, all>(j, count, w, grad_keys);
+    else if (form == Form::scaled)
+      tile<Form::scaled, false, all>(j, count, w, grad_keys);
+    else if (form == Form::scaled_each)
+      tile<Form::scaled_each, false, all>(j, count, w, grad_keys);
+    else
+      tile<Form::direct, false, all>(j, count, w, grad_keys);
+  }
+
+  void run(const Backward& g) {
+    int64_t used = 0;  // keys that any query uses
+    for (int64_t i = 0; i < p.Tq; ++i)
+      used = p.key_counts[b * p.Tq + i] > used ? p.key_counts[b * p.Tq + i] : used;
+    const A* w = static_cast<const A*>(p.w) + h0;
+    T* grad_keys = static_cast<T*>(g.grad_keys);
+    if (grad_keys != nullptr) grad_keys += b * p.Tk * p.H + h0;
+    const int64_t size = p.Tq < kTileQueries ? kGroup : kTileKeys;
+    for (int64_t j = 0; j < used; j += size) {
+      const int64_t count = j + size <= used ? size : used - j;
+      if (grad_keys == nullptr && g.grad_w == nullptr)
+        any_tile<false>(j, count, w, grad_keys);
+      else
+        any_tile<true>(j, count, w, grad_keys);
+      if ((j + size) % kTileKeys == 0 || j + size >= used) settle();
+    }
+    for (int64_t j = used; grad_keys != nullptr && j < p.Tk; ++j)
+      for (int64_t h = 0; h < valid; ++h) narrow(A(0), grad_keys + j * p.H + h);
+    for (int64_t i = 0; g.grad_queries != nullptr && i < p.Tq; ++i) {
+      T* out = static_cast<T*>(g.grad_queries) + (b * p.Tq + i) * p.H + h0;
+      for (int64_t h = 0; h < n; h += kLanes<A>)
+        store_as<A>(out + h, Vec<A>(load(totals + i * n + h) * (load(w + h) * A(p.w_scale))),
+                    valid - h);
+    }
+    if (g.grad_w == nullptr) return;
+    for (int64_t h = 0; h < n; ++h) static_cast<A*>(g.grad_w)[b * p.width + h0 + h] = total_w[h];
+  }
+};
+
+template <class T, class A>
+void grad_tanh(const Problem& p, const Backward& g, int64_t b, int64_t h0, int64_t h1,
+               const void* scores, void* work) {
+  GradTanh<T, A>(p, b, h0, h1, scores, work).run(g);
+}
+
+}  // namespace
+}  // namespace bahdanau_fast

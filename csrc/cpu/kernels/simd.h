@@ -1,0 +1,271 @@
+// Vector extensions of GCC and Clang: one source for every instruction set. Everything here has
+// internal linkage, so that the linker cannot mix instruction sets.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "types.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace bahdanau_fast {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+template <class A>
+struct VecOf {
+  static constexpr int lanes = kVectorBytes / sizeof(A);
+  using Int = typename std::conditional<sizeof(A) == 4, int32_t, int64_t>::type;
+  typedef A type __attribute__((vector_size(kVectorBytes)));
+  typedef Int ints __attribute__((vector_size(kVectorBytes)));
+};
+template <class A>
+using Vec = typename VecOf<A>::type;
+template <class A>
+using IntVec = typename VecOf<A>::ints;
+template <class A>
+constexpr int kLanes = VecOf<A>::lanes;
+
+#define BF_INLINE inline __attribute__((always_inline))
+
+template <class A>
+BF_INLINE Vec<A> splat(A x) {
+  return x - Vec<A>{};  // x - 0 keeps the sign of zero; the compiler makes it one broadcast
+}
+
+template <class To, class From>
+BF_INLINE To bitcast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "bitcast keeps the size");
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <class A>
+BF_INLINE Vec<A> abs(Vec<A> x) {
+  const IntVec<A> mask = ~(IntVec<A>{} + (typename VecOf<A>::Int(1) << (sizeof(A) * 8 - 1)));
+  return bitcast<Vec<A>>(bitcast<IntVec<A>>(x) & mask);
+}
+
+template <class A>
+BF_INLINE Vec<A> max(Vec<A> x, Vec<A> y) {
+  return x > y ? x : y;
+}
+
+// Combines x with itself rotated by n / 2 lanes, then by n / 4 and so on: in the end every lane
+// holds the result.
+template <class A, int n = kLanes<A>, class Combine>
+BF_INLINE A reduce(Vec<A> x, const Combine& combine) {
+  if constexpr (n == 1) {
+    return x[0];
+  } else {
+    IntVec<A> turned;
+    for (int i = 0; i < kLanes<A>; ++i) turned[i] = (i + n / 2) % kLanes<A>;
+#if defined(__clang__)
+    Vec<A> other;
+    for (int i = 0; i < kLanes<A>; ++i) other[i] = x[turned[i]];
+#else
+    const Vec<A> other = __builtin_shuffle(x, turned);
+#endif
+    return reduce<A, n / 2>(combine(x, other), combine);
+  }
+}
+
+template <class A>
+BF_INLINE A sum(Vec<A> x) {
+  return reduce<A>(x, [](Vec<A> a, Vec<A> b) { return a + b; });
+}
+
+template <class A>
+BF_INLINE A largest(Vec<A> x) {
+  return reduce<A>(x, [](Vec<A> a, Vec<A> b) { return max<A>(a, b); });
+}
+
+// ---- scalar conversions -----------------------------------------------------------------------
+
+BF_INLINE float widen(float x) { return x; }
+BF_INLINE double widen(double x) { return x; }
+BF_INLINE float widen(bf16 x) { return bitcast<float>(uint32_t(x.bits) << 16); }
+BF_INLINE float widen(f16 x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16;
+  const uint32_t magnitude = x.bits & 0x7fff;
+  // In the place of fp32's, the exponent is too small by 112: a product corrects it, also for
+  // subnormals.
+  float value = bitcast<float>(magnitude << 13) * bitcast<float>(uint32_t(239) << 23);
+  if (magnitude >= 0x7c00) value = bitcast<float>((magnitude << 13) | 0x7f800000);
+  return bitcast<float>(bitcast<uint32_t>(value) | sign);
+#endif
+}
+
+BF_INLINE void narrow(float x, float* out) { *out = x; }
+BF_INLINE void narrow(double x, double* out) { *out = x; }
+BF_INLINE void narrow(double x, float* out) { *out = float(x); }
+BF_INLINE void narrow(float x, bf16* out) {
+  uint32_t bits = bitcast<uint32_t>(x);
+  bits += 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
+  out->bits = x == x ? uint16_t(bits >> 16) : uint16_t(0x7fc0);
+}
+BF_INLINE void narrow(float x, f16* out) {
+#if defined(__F16C__)
+  out->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const uint32_t bits = bitcast<uint32_t>(x);
+  const uint32_t sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+  uint32_t half;
+  if (magnitude > 0x7f800000) {
+    half = 0x7e00;
+  } else if (magnitude >= 0x477ff000) {
+    half = 0x7c00;  // rounds past the largest fp16
+  } else if (magnitude < 0x38800000) {
+    // Subnormal: adding 0.5 makes fp32 round at the last bit of fp16.
+    half = bitcast<uint32_t>(bitcast<float>(magnitude) + 0.5f) - 0x3f000000;
+  } else {
+    half = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  }
+  out->bits = uint16_t(half | sign);
+#endif
+}
+
+// ---- vector loads and stores, any alignment ---------------------------------------------------
+
+template <class A>
+BF_INLINE Vec<A> load(const A* p) {
+  Vec<A> v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+// A vector that stays in a register. GCC would load it again for each use, and loads would then
+// limit a loop of multiply-adds.
+template <class A>
+BF_INLINE Vec<A> load_once(const A* p) {
+  Vec<A> v = load(p);
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__SSE2__)
+  asm("" : "+x"(v));
+#endif
+  return v;
+}
+
+template <class A>
+BF_INLINE void store(A* p, Vec<A> v) {
+  std::memcpy(p, &v, sizeof(v));
+}
+
+// -1 in the first n lanes, 0 in the others.
+template <class A>
+BF_INLINE IntVec<A> first_lanes(int64_t n) {
+  using Int = typename VecOf<A>::Int;
+  IntVec<A> lane;
+  for (int i = 0; i < kLanes<A>; ++i) lane[i] = i;
+  return lane < IntVec<A>{} + Int(n < kLanes<A> ? n : kLanes<A>);
+}
+
+// A whole vector, converted to the sum type.
+template <class A, class T>
+BF_INLINE Vec<A> load_as(const T* p) {
+  if constexpr (sizeof(A) == sizeof(T)) {
+    return load(p);
+  } else if constexpr (sizeof(A) == 8) {
+    typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
+    Half half;
+    std::memcpy(&half, p, sizeof(half));
+    return __builtin_convertvector(half, Vec<A>);
+  } else {
+    typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
+    Half half;
+    std::memcpy(&half, p, sizeof(half));
+    if constexpr (std::is_same<T, bf16>::value) {
+      typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
+      return bitcast<Vec<A>>(__builtin_convertvector(half, Bits) << 16);
+    } else {
+#if defined(__AVX512F__)
+      return (Vec<A>)_mm512_cvtph_ps((__m256i)half);
+#elif defined(__F16C__)
+      return (Vec<A>)_mm256_cvtph_ps((__m128i)half);
+#else
+      Vec<A> v{};
+      for (int i = 0; i < kLanes<A>; ++i) v[i] = A(widen(p[i]));
+      return v;
+#endif
+    }
+  }
+}
+
+// The first n lanes from memory, the others zero; n >= 1.
+template <class A, class T>
+BF_INLINE Vec<A> load_as(const T* p, int64_t n) {
+  if (n >= kLanes<A>) return load_as<A>(p);
+#if defined(__AVX512F__)
+  const uint32_t mask = (uint32_t(1) << n) - 1;
+  if constexpr (sizeof(T) == 4 && sizeof(A) == 4) return (Vec<A>)_mm512_maskz_loadu_ps(mask, p);
+  if constexpr (sizeof(T) == 8 && sizeof(A) == 8) return (Vec<A>)_mm512_maskz_loadu_pd(mask, p);
+#endif
+  A lanes[kLanes<A>] = {};
+  for (int64_t i = 0; i < n; ++i) lanes[i] = A(widen(p[i]));
+  return load(lanes);
+}
+
+// The first n lanes to memory; n of zero or less stores nothing.
+template <class A, class T>
+BF_INLINE void store_as(T* p, Vec<A> v, int64_t n) {
+  if constexpr (sizeof(A) == sizeof(T)) {
+    if (n >= kLanes<A>) return store(p, v);
+#if defined(__AVX512F__)
+    const uint32_t mask = n > 0 ? (uint32_t(1) << n) - 1 : 0;
+    if constexpr (sizeof(A) == 4) return _mm512_mask_storeu_ps(p, mask, (__m512)v);
+    if constexpr (sizeof(A) == 8) return _mm512_mask_storeu_pd(p, mask, (__m512d)v);
+#endif
+  } else if constexpr (std::is_same<T, bf16>::value) {
+    if (n >= kLanes<A>) {
+      typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
+      typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
+      Bits bits = bitcast<Bits>(v);
+      bits += 0x7fff + ((bits >> 16) & 1);
+      bits = bitcast<Bits>(v == v) & (bits >> 16);
+      bits |= bitcast<Bits>(v != v) & 0x7fc0;
+      const Half half = __builtin_convertvector(bits, Half);
+      std::memcpy(p, &half, sizeof(half));
+      return;
+    }
+  }
+  for (int64_t i = 0; i < (n < kLanes<A> ? n : kLanes<A>); ++i) narrow(v[i], p + i);
+}
+
+// 1 / y. With AVX-512 in fp32, where division is slow: an estimate and a Newton step (2^-23
+// relative).
+template <class A>
+BF_INLINE Vec<A> reciprocal(Vec<A> y) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4) {
+    const Vec<A> r = (Vec<A>)_mm512_rcp14_ps((__m512)y);
+    return r + r * (1 - y * r);
+  }
+#endif
+  return 1 / y;
+}
+
+template <class A>
+BF_INLINE Vec<A> quotient(Vec<A> x, Vec<A> y) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4) return x * reciprocal<A>(y);
+#endif
+  return x / y;
+}
+
+}  // namespace
+}  // namespace bahdanau_fast

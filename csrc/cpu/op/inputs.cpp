@@ -1,0 +1,198 @@
+#include "inputs.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "common/lengths.h"
+#include "cpu/kernels/simd.h"
+
+namespace bahdanau_fast {
+
+int64_t size_of(Kind kind) {
+  return kind == Kind::f64 || kind == Kind::f32_in_f64 ? sizeof(double) : sizeof(float);
+}
+
+int64_t table_width(int64_t H, Kind kind) {
+  const int64_t line = 64 / size_of(kind);
+  return (H + line - 1) / line * line;
+}
+
+void check_cpu(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the cpu");
+}
+
+Kind storage_kind(const Tensor& tensor, const char* name) {
+  check_cpu(tensor, name);
+  return kind_of(tensor, name);
+}
+
+Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
+  return new_tensor(shape, type, aoti_torch_device_type_cpu(), 0);
+}
+
+void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, void* keys_max,
+                 void* table) {
+  const Kernels& k = kernels(kind);
+  const int64_t width = table_width(H, kind), bytes = size_of(kind);
+  const int64_t chunk = 64, chunks = (Tk + chunk - 1) / chunk;
+  const auto end = [&](int64_t c) { return (c + 1) * chunk < Tk ? (c + 1) * chunk : Tk; };
+  const auto nothing = [] { return 0; };
+  char* maxima = static_cast<char*>(keys_max);
+  Buffer parts(B * chunks * bytes);
+  parallel(B * chunks, chunk * H / 8, nothing, [&](int64_t task, int) {
+    const int64_t b = task / chunks, c = task % chunks;
+    k.keys_max(keys, H, b, c * chunk, end(c), static_cast<char*>(parts.get()) + task * bytes);
+  });
+  const auto reduce = [&](auto zero) {
+    using A = decltype(zero);
+    for (int64_t b = 0; b < B; ++b) {
+      A best = 0;
+      for (int64_t c = 0; c < chunks && best == best; ++c) {
+        const A m = static_cast<const A*>(parts.get())[b * chunks + c];
+        best = m <= best ? best : m;
+      }
+      reinterpret_cast<A*>(maxima)[b] = best;
+    }
+  };
+  bytes == 8 ? reduce(double{}) : reduce(float{});
+  if (table == nullptr) return;
+  parallel(B * chunks, chunk * H, nothing, [&](int64_t task, int) {
+    const int64_t b = task / chunks, c = task % chunks;
+    k.exp_keys(keys, H, width, b, Tk, c * chunk, end(c), keys_max, table);
+  });
+}
+
+namespace {
+
+struct Norms {
+  double length, largest;
+};
+
+// Four independent sums: a single chain of additions over w_v would take as long as a small
+// problem.
+Norms norms(const std::vector<double>& w) {
+  double squares[4] = {}, most[4] = {};
+  const auto take = [&](size_t lane, double x) {
+    squares[lane] += x * x;
+    most[lane] = std::fabs(x) > most[lane] ? std::fabs(x) : most[lane];
+  };
+  size_t h = 0;
+  for (; h + 4 <= w.size(); h += 4)
+    for (size_t lane = 0; lane < 4; ++lane) take(lane, w[h + lane]);
+  for (; h < w.size(); ++h) take(0, w[h]);
+  const double sum = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+  return {std::sqrt(sum), *std::max_element(most, most + 4)};
+}
+
+}  // namespace
+
+Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& table,
+               const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
+               const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
+               bool make_table) {
+  check_cpu(queries, "queries");
+  Problem& p = problem;
+  kind = read_sizes(queries, keys, values, w_v, dropout_p, false, false, check_cpu, &p);
+  storage = queries.scalar_type();
+  const bool float_table = table.has_value() && table->scalar_type() == ScalarType::Float;
+  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H,
+                        float_table ? kMaxFp64ForwardTableElements : kMaxFp64Elements);
+  const std::vector<double> w = to_doubles(w_v, "w_v");
+  const Norms w_norms = norms(w);
+  if (kind == Kind::f32 && w_norms.length > kMaxFp32NormOfW) kind = Kind::f32_in_f64;
+  p.width = table_width(p.H, kind);
+  p.queries = view_of(queries, owned_);
+  p.keys = view_of(keys, owned_);
+  p.values = view_of(values, owned_);
+  p.dropout = dropout_p > 0.0;
+  if (p.dropout) {
+    p.seed = static_cast<uint64_t>(*seed_data(seed, check_cpu));
+  }
+  if (p.empty()) return;
+  set_w(w, w_norms.largest);
+  set_key_counts(valid_lens);
+  set_table(table, keys_max, make_table);
+}
+
+namespace {
+
+// `count` elements of any real dtype, `stride` apart, to out[0], out[1], ...
+void read(const Tensor& t, const char* name, int64_t offset, int64_t stride, int64_t count,
+          double* out) {
+  with_type_of(t, name, [&](auto type) {
+    const auto* from = static_cast<const decltype(type)*>(t.const_data_ptr()) + offset;
+    for (int64_t i = 0; i < count; ++i) {
+      if constexpr (std::is_class<decltype(type)>::value)
+        out[i] = widen(from[i * stride]);
+      else
+        out[i] = static_cast<double>(from[i * stride]);
+    }
+  });
+}
+
+}  // namespace
+
+std::vector<double> to_doubles(const Tensor& tensor, const char* name) {
+  std::vector<double> out(tensor.numel());
+  read(tensor, name, 0, tensor.numel() > 1 ? tensor.stride(-1) : 1, tensor.numel(), out.data());
+  return out;
+}
+
+void Inputs::set_w(const std::vector<double>& w, double largest) {
+  const Problem& p = problem;
+  buffers_.emplace_back(p.width * size_of(kind));
+  // A power of two scales without rounding. Subnormal and infinite weights are not scaled.
+  int exponent = 0;
+  if (largest > 1e-30 && std::isfinite(largest)) std::frexp(largest, &exponent);
+  problem.w_scale = std::ldexp(1.0, exponent);
+  const double inverse = std::ldexp(1.0, -exponent);
+  const auto fill = [&](auto zero) {
+    using A = decltype(zero);
+    A* out = static_cast<A*>(buffers_.back().get());
+    for (int64_t h = 0; h < p.width; ++h) out[h] = h < p.H ? static_cast<A>(w[h] * inverse) : zero;
+  };
+  size_of(kind) == 8 ? fill(double{}) : fill(float{});
+  problem.w = buffers_.back().get();
+}
+
+void Inputs::set_key_counts(const MaybeTensor& valid_lens) {
+  const Problem& p = problem;
+  key_counts_.assign(p.B * p.Tq, p.Tk);
+  problem.key_counts = key_counts_.data();
+  if (!valid_lens.has_value()) return;
+  const Tensor& lens = *valid_lens;
+  const bool by_query = lens_by_query(lens, p, check_cpu);
+  std::vector<double> row(by_query ? p.Tq : p.B);
+  if (!by_query) read(lens, "valid_lens", 0, lens.stride(0), p.B, row.data());
+  for (int64_t b = 0; b < p.B; ++b) {
+    if (by_query) read(lens, "valid_lens", b * lens.stride(0), lens.stride(1), p.Tq, row.data());
+    for (int64_t i = 0; i < p.Tq; ++i)
+      key_counts_[b * p.Tq + i] = keys_within(row[by_query ? i : b], p.Tk);
+  }
+}
+
+void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bool make_table) {
+  Problem& p = problem;
+  const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
+  // A table of the other precision was made for another number of queries; this call ignores it.
+  if (table.has_value() && keys_max.has_value() && table->scalar_type() == type) {
+    STD_TORCH_CHECK(table->is_cpu() && table->is_contiguous() && table->dim() == 3 &&
+                        table->size(0) == p.B && table->size(1) == p.Tk &&
+                        table->size(2) == p.width && keys_max->is_cpu() &&
+                        keys_max->scalar_type() == type && keys_max->is_contiguous() &&
+                        keys_max->numel() == p.B,
+                    "table and keys_max must come from exp_keys of the same keys");
+    p.table = table->const_data_ptr();
+    p.keys_max = keys_max->const_data_ptr();
+    return;
+  }
+  buffers_.emplace_back(make_table ? p.B * p.Tk * p.width * size_of(kind) : 0);
+  buffers_.emplace_back(p.B * size_of(kind));
+  void* entries = make_table ? buffers_[buffers_.size() - 2].get() : nullptr;
+  void* maxima = buffers_.back().get();
+  fill_tables(kind, p.keys, p.B, p.Tk, p.H, maxima, entries);
+  p.table = entries;
+  p.keys_max = maxima;
+}
+
+}  // namespace bahdanau_fast

@@ -1,0 +1,260 @@
+// The operators of bahdanau_fast/ops.py for CPU tensors.
+#include "run.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+namespace bahdanau_fast {
+namespace {
+
+std::tuple<Tensor, Tensor> exp_keys(const Tensor& keys, bool precise) {
+  STD_TORCH_CHECK(keys.dim() == 3, "keys must have 3 dimensions");
+  const Kind kind = computing_kind(storage_kind(keys, "keys"), keys.numel(),
+                                   precise ? kMaxFp64TableElements : kMaxFp64ForwardTableElements);
+  const int64_t B = keys.size(0), Tk = keys.size(1), H = keys.size(2);
+  const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
+  Tensor table = new_tensor({B, Tk, table_width(H, kind)}, type);
+  Tensor keys_max = new_tensor({B}, type);
+  std::vector<Tensor> owned;
+  fill_tables(kind, view_of(keys, owned), B, Tk, H, keys_max.mutable_data_ptr(),
+              table.mutable_data_ptr());
+  return {table, keys_max};
+}
+
+std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, MaybeTensor table,
+                                  MaybeTensor keys_max, const Tensor& values, const Tensor& w_v,
+                                  MaybeTensor valid_lens, MaybeTensor seed, double dropout_p,
+                                  bool need_weights) {
+  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
+                  queries.dim() == 3 && queries.size(1) > kQueryBlock);
+  const Problem& p = in.problem;
+  Tensor context = new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
+  const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
+  Tensor weights = new_tensor(need_weights ? shape : none, weights_dtype(in.kind));
+  if (p.B == 0 || p.Tq == 0) return {context, weights};
+  if (p.Tk == 0) return {torch::stable::zero_(context), weights};
+
+  run_forward(in, context.mutable_data_ptr(), need_weights ? weights.mutable_data_ptr() : nullptr);
+  return {context, weights};
+}
+
+// Contiguous weights, or gradients of the scores.
+const void* rows_like(const Tensor& tensor, ScalarType type, const char* name, const Problem& p,
+                      std::vector<Tensor>& owned) {
+  check_cpu(tensor, name);
+  view_like(packed(tensor), type, name, {p.B, p.Tq, p.Tk}, owned);
+  return owned.back().const_data_ptr();
+}
+
+// The inputs of a backward; its results are still to be set.
+Backward received(const Inputs& in, const Tensor& weights, const MaybeTensor& grad_context,
+                  const MaybeTensor& grad_weights, std::vector<Tensor>& owned) {
+  const Problem& p = in.problem;
+  const ScalarType weights_type = weights_dtype(in.kind);
+  const auto view = [&](const MaybeTensor& grad, ScalarType type, const char* name,
+                        int64_t columns) {
+    if (!grad.has_value()) return View{};
+    check_cpu(*grad, name);
+    return view_like(*grad, type, name, {p.B, p.Tq, columns}, owned);
+  };
+  Backward g;
+  g.weights = rows_like(weights, weights_type, "weights", p, owned);
+  g.grad_context = view(grad_context, in.storage, "grad_context", p.Dv);
+  g.grad_weights = view(grad_weights, weights_type, "grad_weights", p.Tk);
+  return g;
+}
+
+Tensor gradient(const Tensor& tensor, bool wanted) {
+  return new_tensor(gradient_shape(tensor, wanted), tensor.scalar_type());
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
+    const Tensor& queries, const Tensor& keys, MaybeTensor table, MaybeTensor keys_max,
+    const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, MaybeTensor seed,
+    double dropout_p, const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights,
+    int64_t needs) {
+  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p, false);
+  const Problem& p = in.problem;
+  Tensor grad_queries = gradient(queries, needs & need_queries);
+  Tensor grad_keys = gradient(keys, needs & need_keys);
+  Tensor grad_values = gradient(values, needs & need_values);
+  Tensor grad_w = gradient(w_v, needs & need_w);
+  if (p.empty()) {
+    for (Tensor* t : {&grad_queries, &grad_keys, &grad_values, &grad_w}) torch::stable::zero_(*t);
+    return {grad_queries, grad_keys, grad_values, grad_w};
+  }
+  std::vector<Tensor> owned;
+  Backward g = received(in, weights, grad_context, grad_weights, owned);
+  g.grad_queries = data_or_null(grad_queries, needs & need_queries);
+  g.grad_keys = data_or_null(grad_keys, needs & need_keys);
+  g.grad_values = data_or_null(grad_values, needs & need_values);
+  run_backward(in, g, data_or_null(grad_w, needs & need_w));
+  return {grad_queries, grad_keys, grad_values, grad_w};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
+    const Tensor& queries, const Tensor& keys, MaybeTensor table, MaybeTensor keys_max,
+    const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, MaybeTensor seed,
+    double dropout_p, const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights,
+    bool needed) {
+  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p, false);
+  const Problem& p = in.problem;
+  Tensor grad_queries = gradient(queries, needed);
+  Tensor grad_scores = gradient(weights, true);
+  Tensor dropped_weights = gradient(weights, p.dropout);
+  if (p.empty()) {
+    for (Tensor* t : {&grad_queries, &grad_scores, &dropped_weights}) torch::stable::zero_(*t);
+    return {grad_queries, grad_scores, dropped_weights};
+  }
+  std::vector<Tensor> owned;
+  Backward g = received(in, weights, grad_context, grad_weights, owned);
+  g.grad_queries = data_or_null(grad_queries, needed);
+  g.grad_scores_out = grad_scores.mutable_data_ptr();
+  g.dropped_weights = data_or_null(dropped_weights, p.dropout);
+  run_backward(in, g, nullptr);
+  return {grad_queries, grad_scores, dropped_weights};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
+    const Tensor& queries, const Tensor& keys, MaybeTensor table, MaybeTensor keys_max,
+    const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, const Tensor& weights,
+    MaybeTensor grad_context, const Tensor& grad_scores, int64_t needs) {
+  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, std::nullopt, 0.0,
+                  false);
+  const Problem& p = in.problem;
+  Tensor grad_keys = gradient(keys, needs & need_keys);
+  Tensor grad_values = gradient(values, needs & need_values);
+  Tensor grad_w = gradient(w_v, needs & need_w);
+  if (p.empty()) {
+    for (Tensor* t : {&grad_keys, &grad_values, &grad_w}) torch::stable::zero_(*t);
+    return {grad_keys, grad_values, grad_w};
+  }
+  std::vector<Tensor> owned;
+  Backward g = received(in, weights, grad_context, std::nullopt, owned);
+  g.grad_scores_in = rows_like(grad_scores, weights_dtype(in.kind), "grad_scores", p, owned);
+  g.grad_keys = data_or_null(grad_keys, needs & need_keys);
+  g.grad_values = data_or_null(grad_values, needs & need_values);
+  run_backward(in, g, data_or_null(grad_w, needs & need_w));
+  return {grad_keys, grad_values, grad_w};
+}
+
+// A projection of queries or keys.
+struct Projected {
+  Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias, const char* name,
+            int64_t limit = kMaxFp64Elements)
+      : kind(computing_kind(storage_kind(rows, name), rows.numel(), limit)) {
+    STD_TORCH_CHECK(rows.dim() == 3, name, " must have 3 dimensions");
+    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == rows.size(2) && weight.is_cpu() &&
+                        weight.scalar_type() == rows.scalar_type(),
+                    "the weight of ", name, " must have shape (H, features) and their dtype");
+    p.rows = view_of(rows, owned);
+    p.B = rows.size(0);
+    p.R = rows.size(1);
+    p.D = rows.size(2);
+    p.H = weight.size(0);
+    owned.push_back(packed(weight));
+    p.w = owned.back().const_data_ptr();
+    if (!bias.has_value()) return;
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == p.H && bias->is_cpu() &&
+                        bias->scalar_type() == rows.scalar_type(),
+                    "bias must have shape (H,) and the dtype of ", name);
+    owned.push_back(packed(*bias));
+    p.bias = owned.back().const_data_ptr();
+  }
+
+  Tensor forward() const {
+    Tensor out = new_tensor({p.B, p.R, p.H}, owned[0].scalar_type());
+    const auto size = [](auto element) { return static_cast<int64_t>(sizeof(element)); };
+    const int64_t bytes = with_type_of(owned[0], "rows", size);
+    // Threads take the columns a few at a time: their weights are then used from the cache, for all
+    // rows.
+    constexpr int64_t kColumns = 64;
+    parallel((p.H + kColumns - 1) / kColumns, p.B * p.R * p.D * kColumns / 8,
+             [&] { return Buffer(std::min(p.H, kColumns) * size_of(kind)); },
+             [&](int64_t i, const Buffer& work) {
+               const int64_t first = i * kColumns;
+               Projection part = p;
+               part.H = std::min(kColumns, p.H - first);
+               part.w = static_cast<const char*>(p.w) + first * p.D * bytes;
+               if (p.bias != nullptr) part.bias = static_cast<const char*>(p.bias) + first * bytes;
+               char* const to = static_cast<char*>(out.mutable_data_ptr()) + first * bytes;
+               kernels(kind).project(part, to, p.H, work.get());
+             });
+    return out;
+  }
+
+  // Gradients of rows, weight and bias.
+  std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad) const {
+    STD_TORCH_CHECK(grad.size(0) == p.B && grad.size(1) == p.R && grad.size(2) == p.H &&
+                        grad.scalar_type() == owned[0].scalar_type(),
+                    "the projections must be those additive_attention returned");
+    const ScalarType type = owned[0].scalar_type();
+    Tensor grad_rows = new_tensor({p.B, p.R, p.D}, type), grad_w = new_tensor({p.H, p.D}, type);
+    Tensor grad_bias = new_tensor({p.bias != nullptr ? p.H : 0}, type);
+    if (p.B * p.R == 0) torch::stable::zero_(grad_w);
+    const Buffer work((p.B * p.R * p.H + std::max(p.H, p.D)) * size_of(kind));
+    if (p.B * p.R > 0)
+      kernels(kind).project_backward(
+          p, grad.const_data_ptr(), grad_rows.mutable_data_ptr(), grad_w.mutable_data_ptr(),
+          p.bias != nullptr ? grad_bias.mutable_data_ptr() : nullptr, work.get());
+    else
+      torch::stable::zero_(grad_bias);
+    return {grad_rows, grad_w, grad_bias};
+  }
+
+  Kind kind;
+  Projection p;
+  std::vector<Tensor> owned;
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> additive_attention(
+    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_q,
+    const Tensor& w_k, const Tensor& w_v, MaybeTensor bias, MaybeTensor valid_lens,
+    MaybeTensor seed, double dropout_p) {
+  const Tensor projected_queries = Projected(queries, w_q, std::nullopt, "queries").forward();
+  const Tensor projected_keys = Projected(keys, w_k, bias, "keys").forward();
+  const auto [context, weights] =
+      attend(projected_queries, projected_keys, std::nullopt, std::nullopt, values, w_v, valid_lens,
+             seed, dropout_p, true);
+  return {context, weights, projected_queries, projected_keys};
+}
+
+// attend() of a few queries that are not projected yet; without dropout and gradients.
+std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q, const Tensor& keys,
+                                       MaybeTensor table, MaybeTensor keys_max,
+                                       const Tensor& values, const Tensor& w_v,
+                                       MaybeTensor valid_lens) {
+  const int64_t limit = 0;  // fp32 is projected in fp32, as by the matrix product this replaces
+  return attend(Projected(queries, w_q, std::nullopt, "queries", limit).forward(), keys, table,
+                keys_max, values, w_v, valid_lens, std::nullopt, 0.0, true);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> additive_attention_backward(
+    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_q,
+    const Tensor& w_k, const Tensor& w_v, MaybeTensor bias, MaybeTensor valid_lens,
+    MaybeTensor seed, double dropout_p, const Tensor& weights, const Tensor& projected_queries,
+    const Tensor& projected_keys, MaybeTensor grad_context, MaybeTensor grad_weights) {
+  const auto [grad_a, grad_c, grad_values, grad_w_v] =
+      attend_backward(projected_queries, projected_keys, std::nullopt, std::nullopt, values, w_v,
+                      valid_lens, seed, dropout_p, weights, grad_context, grad_weights,
+                      need_queries | need_keys | need_values | need_w);
+  const auto [grad_queries, grad_w_q, none] =
+      Projected(queries, w_q, std::nullopt, "queries").backward(grad_a);
+  const auto [grad_keys, grad_w_k, grad_bias] = Projected(keys, w_k, bias, "keys").backward(grad_c);
+  return {grad_queries, grad_keys, grad_values, grad_w_q, grad_w_k, grad_w_v, grad_bias};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
+  m.impl("exp_keys", TORCH_BOX(&exp_keys));
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("attend_backward", TORCH_BOX(&attend_backward));
+  m.impl("attend_backward_queries", TORCH_BOX(&attend_backward_queries));
+  m.impl("attend_backward_keys", TORCH_BOX(&attend_backward_keys));
+  m.impl("additive_attention", TORCH_BOX(&additive_attention));
+  m.impl("attend_step", TORCH_BOX(&attend_step));
+  m.impl("additive_attention_backward", TORCH_BOX(&additive_attention_backward));
+}
+
+}  // namespace
+}  // namespace bahdanau_fast

@@ -1,0 +1,78 @@
+// Loops over threads, and the memory they work in.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <new>
+
+namespace bahdanau_fast {
+
+// Uninitialised memory, aligned to a cache line.
+class Buffer {
+ public:
+  explicit Buffer(int64_t bytes)
+      : data_(
+            ::operator new(static_cast<size_t>(bytes > 0 ? bytes : 1), kAlignment, std::nothrow)) {
+    STD_TORCH_CHECK(data_ != nullptr, "not enough memory for a workspace of ", bytes, " bytes");
+  }
+  void* get() const { return data_.get(); }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Free {
+    void operator()(void* p) const { ::operator delete(p, kAlignment); }
+  };
+  std::unique_ptr<void, Free> data_;
+};
+
+// libgomp is built without ThreadSanitizer, which therefore has to be told that a parallel_for
+// begins after what its caller did before it and ends before what its caller does next.
+#ifdef __SANITIZE_THREAD__
+extern "C" void __tsan_acquire(void*);
+extern "C" void __tsan_release(void*);
+inline void before_others(void* region) { __tsan_release(region); }
+inline void after_others(void* region) { __tsan_acquire(region); }
+#else
+inline void before_others(void*) {}
+inline void after_others(void*) {}
+#endif
+
+// Runs f(i, own) for i in [0, n), on several threads if there is enough work: `cost` is that of one
+// i in elements (query, key, hidden). `own` is made by make(), once for each thread. The f(i) must
+// write disjoint memory; the results are then the same for any number of threads.
+template <class Make, class F>
+void parallel(int64_t n, int64_t cost, const Make& make, const F& f) {
+  if (n <= 0) return;
+  constexpr int64_t kWorthAThread = 8192;  // elements: a few microseconds
+  const int64_t grain = cost >= kWorthAThread ? 1 : kWorthAThread / (cost > 0 ? cost : 1) + 1;
+  if (n <= grain) {
+    auto own = make();
+    for (int64_t i = 0; i < n; ++i) f(i, own);
+    return;
+  }
+  // torch's C interface would lose the message of an exception: it is carried past it.
+  std::exception_ptr failure;
+  std::mutex failing;
+  char begun, ended;
+  before_others(&begun);
+  torch::stable::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
+    after_others(&begun);
+    try {
+      auto own = make();
+      for (int64_t i = begin; i < end; ++i) f(i, own);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(failing);
+      failure = std::current_exception();
+    }
+    before_others(&ended);
+  });
+  after_others(&ended);
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace bahdanau_fast

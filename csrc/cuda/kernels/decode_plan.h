@@ -1,0 +1,49 @@
+// The parameters of decode.h, and its shared memory.
+#pragma once
+
+#include "problem.h"
+
+namespace bahdanau_fast::gpu {
+
+constexpr int kDecodeThreads = 256, kDecodeWarps = kDecodeThreads / kWarp;
+constexpr int64_t kDecodeQueries = 16;  // at most
+
+struct DecodeForward {
+  Problem p;
+  const void* w_q = nullptr;  // (H,Dq) of T: queries are (B,Tq,Dq) and projected here
+  int64_t Dq = 0;
+  int cluster = 1;                // blocks that share the projection
+  int64_t splits = 1, split = 1;  // parts of the keys, and keys in each
+  void* context = nullptr;        // (B,Tq,Dv) of T
+  void* weights = nullptr;        // (B,Tq,Tk) of W; may be null
+  // With several splits:
+  void* scores = nullptr;       // (B,Tq,Tk) of A, where weights are wanted; may be `weights`
+  void* maxima = nullptr;       // (B,Tq,splits) of A, as are the sums of exp(score - maximum)
+  void* sums = nullptr;         // and, times Dv, the values weighted by that
+  void* contexts = nullptr;     //
+  unsigned* arrived = nullptr;  // (B), zero before and after
+};
+
+template <class T, class A, int QT>
+struct DecodeShared {
+  A *queries, *w, *scores, *parts, *scratch, *totals;
+  int64_t* counts;  // keys of the split that each query has; -1 - that if its weights are uniform
+  int* last;
+  int64_t bytes, width;
+
+  __host__ __device__ DecodeShared(char* base, const DecodeForward& d) {
+    Carver from{base};
+    width = ceil_div(d.p.H, 32) * 32;
+    queries = from.take<A>(QT * width);
+    w = from.take<A>(width);
+    scores = from.take<A>(d.p.Tq * d.split);
+    parts = from.take<A>(larger(kDecodeWarps * QT * kWarp * kUnits<T>, d.splits));
+    scratch = from.take<A>(kDecodeWarps);
+    totals = from.take<A>(d.p.Tq);
+    counts = from.take<int64_t>(d.p.Tq);
+    last = from.take<int>(1);
+    bytes = from.used;
+  }
+};
+
+}  // namespace bahdanau_fast::gpu

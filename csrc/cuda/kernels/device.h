@@ -1,0 +1,292 @@
+// What is particular to the GPU: storage types, approximations, shared memory, clusters, launches.
+// Nothing else contains PTX.
+//
+// nvcc compiles the kernels for GPUs. The tests compile the same headers with a C++ compiler and
+// tests/cuda_on_host/device_on_host.h in the place of the CUDA half of this file.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "types.h"
+
+namespace bahdanau_fast::gpu {
+
+constexpr int kWarp = 32;
+
+struct alignas(16) Bytes16 {
+  uint32_t word[4];
+};
+
+template <class T>
+constexpr bool is_bf16 = false;
+template <>
+inline constexpr bool is_bf16<bf16> = true;
+
+// A launch of a kernel with one argument, its parameters by value. The grid is one-dimensional. The
+// blocks of a cluster are neighbours, run at the same time and can access each other's shared
+// memory.
+struct Launch {
+  const char* name;
+  int64_t blocks;
+  int threads;
+  int64_t shared;  // bytes
+  void* stream;
+  int cluster = 1;
+};
+
+inline void check_blocks(const Launch& at) {
+  if (at.blocks > 2147483647)
+    throw std::runtime_error(std::string(at.name) + ": more blocks than a grid holds (" +
+                             std::to_string(at.blocks) + ")");
+}
+
+}  // namespace bahdanau_fast::gpu
+
+#ifdef __CUDACC__
+#include <cuda_runtime.h>
+
+namespace bahdanau_fast::gpu {
+
+// Relative error 2^-22; 0 and infinity past the range.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// One ulp; 0 for denominators past 2^126.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float widen(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+__device__ __forceinline__ void narrow(float x, f16* out) {
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
+}
+__device__ __forceinline__ void narrow(float x, bf16* out) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
+}
+// NaN when x is.
+__device__ __forceinline__ float clamp(float x, float limit) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(-limit));
+  return y;
+}
+__device__ __forceinline__ float at_most(float x, float limit) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+  return y;
+}
+__device__ __forceinline__ float from_bits(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ uint32_t to_bits(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ double from_bits(uint32_t low, uint32_t high) {
+  return __hiloint2double(int(high), int(low));
+}
+
+// 16 bytes that no thread writes during the launch; p is a multiple of 16.
+__device__ __forceinline__ Bytes16 load16(const void* p) {
+  const uint4 x = __ldg(static_cast<const uint4*>(p));
+  return {{x.x, x.y, x.z, x.w}};
+}
+
+// sums (16,8) += a (16,16) b (16,8), spread over the warp as mma.m16n8k16 has it.
+template <class T>
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+#define BF_MMA(type)                                               \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (is_bf16<T>)
+    BF_MMA("bf16");
+  else
+    BF_MMA("f16");
+#undef BF_MMA
+}
+
+__device__ __forceinline__ char* shared_memory() {
+  extern __shared__ __align__(16) char bahdanau_fast_shared[];
+  return bahdanau_fast_shared;
+}
+
+// Clusters of blocks, from 9.0 on. Before, each block is a cluster of its own.
+__device__ __forceinline__ int cluster_size() {
+  int size = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+#endif
+  return size;
+}
+__device__ __forceinline__ int cluster_rank() {
+  int rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+// What any block of the cluster wrote to shared memory before it can be read after it.
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+// The address in block `rank`'s shared memory that corresponds to `mine` in this block's. Valid
+// from the first cluster_barrier() until that block ends.
+template <class X>
+__device__ __forceinline__ X* in_block(X* mine, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint64_t theirs;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
+  return reinterpret_cast<X*>(theirs);
+#else
+  (void)rank;
+  return mine;
+#endif
+}
+
+inline void check_cuda(cudaError_t error, const char* name) {
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(error));
+}
+
+template <class P>
+void launch(void (*kernel)(P), const Launch& at, const P& p) {
+  if (at.blocks <= 0) return;
+  check_blocks(at);
+  if (at.shared > 48 * 1024)  // the default limit of a block
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(at.shared)),
+               at.name);
+  if (at.cluster == 1) {
+    kernel<<<static_cast<unsigned>(at.blocks), at.threads, at.shared,
+             static_cast<cudaStream_t>(at.stream)>>>(p);
+    return check_cuda(cudaGetLastError(), at.name);
+  }
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(at.cluster);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(at.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(at.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(at.shared);
+  config.stream = static_cast<cudaStream_t>(at.stream);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, p), at.name);
+}
+
+// How many blocks a cluster may have: 8 if the kernel was compiled for 9.0 or later (code for 8.0
+// that the driver compiles for a later GPU has no clusters).
+template <class P>
+int largest_cluster(void (*kernel)(P)) {
+  cudaFuncAttributes found{};
+  check_cuda(cudaFuncGetAttributes(&found, kernel), "cudaFuncGetAttributes");
+  return found.ptxVersion >= 90 ? 8 : 1;
+}
+
+inline void fill_zero(void* p, int64_t bytes, void* stream) {
+  check_cuda(cudaMemsetAsync(p, 0, bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
+}
+
+}  // namespace bahdanau_fast::gpu
+#else
+#include "device_on_host.h"
+#endif
+
+namespace bahdanau_fast::gpu {
+
+__device__ __forceinline__ float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ void narrow(float x, float* out) { *out = x; }
+__device__ __forceinline__ void narrow(double x, float* out) { *out = float(x); }
+__device__ __forceinline__ void narrow(double x, double* out) { *out = x; }
+
+// Hands out shared memory piece by piece. The host runs the same code for the size.
+struct Carver {
+  char* base;
+  int64_t used = 0;
+
+  template <class X>
+  __host__ __device__ X* take(int64_t count) {
+    X* piece = reinterpret_cast<X*>(base + used);
+    used += (count * int64_t(sizeof(X)) + 15) / 16 * 16;
+    return piece;
+  }
+};
+
+__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+__host__ __device__ constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// ---- sums and maxima over a warp and a block, in an order that depends on the sizes only ----
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+template <class A>
+__device__ __forceinline__ A warp_sum(A x) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kAllLanes, x, offset);
+  return x;
+}
+template <class A>
+__device__ __forceinline__ A warp_max(A x) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    const A other = __shfl_xor_sync(kAllLanes, x, offset);
+    x = other > x || other != other ? other : x;  // NaN wins
+  }
+  return x;
+}
+
+// Sums over a warp of N values at once, N a power of two: of value lane / (32 / N), in each lane.
+template <int N, int offset = kWarp / 2, class A>
+__device__ __forceinline__ A warp_sums(A* x, int lane) {
+  if constexpr (N > 1) {
+    const bool upper = lane & offset;
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) {
+      const A give = upper ? x[k] : x[k + N / 2], keep = upper ? x[k + N / 2] : x[k];
+      x[k] = keep + __shfl_xor_sync(kAllLanes, give, offset);
+    }
+    return warp_sums<N / 2, offset / 2>(x, lane);
+  } else {
+    A sum = x[0];
+#pragma unroll
+    for (int left = offset; left > 0; left /= 2) sum += __shfl_xor_sync(kAllLanes, sum, left);
+    return sum;
+  }
+}
+
+// The whole block's maximum (NaN wins) or sum in every thread; `scratch` holds a number per warp.
+template <class A>
+__device__ A block_max(A x, A* scratch) {
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  x = warp_max(x);
+  __syncthreads();  // the last result may still be read
+  if (lane == 0) scratch[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  return warp_max(scratch[lane < warps ? lane : 0]);
+}
+template <class A>
+__device__ A block_sum(A x, A* scratch) {
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  x = warp_sum(x);
+  __syncthreads();
+  if (lane == 0) scratch[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  return warp_sum(lane < warps ? scratch[lane] : A(0));
+}
+
+}  // namespace bahdanau_fast::gpu

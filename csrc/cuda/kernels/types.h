@@ -1,0 +1,71 @@
+// The interface between op/ and the kernels. No torch, no CUDA in here.
+//
+// T is the storage type of the tensors, A the sum type, W the type of the attention weights.
+#pragma once
+
+#include "common/problem.h"
+
+namespace bahdanau_fast::gpu {
+
+// valid_lens as given: any real dtype, (B,) (with row_stride 0) or (B,Tq), any strides.
+enum class LenType : int { none, i64, i32, i16, i8, u8, u16, u32, u64, f32, f64, bf16, f16 };
+struct Lens {
+  const void* data = nullptr;
+  LenType type = LenType::none;
+  int64_t batch_stride = 0, row_stride = 0;
+};
+
+// w is (H) of T here.
+struct Problem : Operands {
+  Lens lens;
+  const int64_t* seed = nullptr;  // one number on the device; null: no dropout
+};
+
+// The GPU, as far as a launch depends on it.
+struct Device {
+  int multiprocessors = 0;
+  void* stream = nullptr;
+  int cluster = 1;  // blocks of the largest cluster
+  // Counters that are zero before a launch and after it, and that no other launch uses meanwhile;
+  // may be null.
+  unsigned* counters = nullptr;
+};
+
+struct Forward {
+  Problem p;
+  // To project queries (B,Tq,Dq): W_q (H,Dq), contiguous, of T. Null: they are projected already.
+  const void* w_q = nullptr;
+  int64_t Dq = 0;
+  // To project keys (B,Tk,Dk): W_k (H,Dk), contiguous, and a bias (H) or null, of T. Null: they are
+  // projected already.
+  const void* w_k = nullptr;
+  const void* bias = nullptr;
+  int64_t Dk = 0;
+  void* context = nullptr;  // (B,Tq,Dv) of T, contiguous
+  void* weights = nullptr;  // (B,Tq,Tk) of W, contiguous; null: not wanted
+};
+
+// grad_w is (H) of T here.
+struct Backward : Gradients {
+  Problem p;
+};
+
+// The launches of one kind. The workspace may hold anything before, and can be reused afterwards.
+// B, Tq and Tk must be at least one.
+struct Kernels {
+  // True if forward is one launch. Only then can it project queries and keys.
+  bool (*is_one_launch)(const Forward&, const Device&);
+  // How many of the device's counters forward uses. Without them it needs a second launch, which
+  // sets counters in the workspace to zero.
+  int64_t (*counters)(const Forward&, const Device&);
+  int64_t (*forward_workspace)(const Forward&, const Device&);
+  void (*forward)(const Forward&, const Device&, void* workspace);
+  int64_t (*backward_workspace)(const Backward&, const Device&);
+  void (*backward)(const Backward&, const Device&, void* workspace);
+  int (*largest_cluster)();  // on the current GPU
+};
+
+// One table per Kind, each compiled in a file of its own.
+extern const Kernels kernels_f32, kernels_f64, kernels_bf16, kernels_f16, kernels_f32_in_f64;
+
+}  // namespace bahdanau_fast::gpu

@@ -1,0 +1,138 @@
+#include "inputs.h"
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <array>
+#include <atomic>
+#include <string>
+
+namespace bahdanau_fast::gpu {
+namespace {
+
+constexpr LenType len_type(int64_t) { return LenType::i64; }
+constexpr LenType len_type(int32_t) { return LenType::i32; }
+constexpr LenType len_type(int16_t) { return LenType::i16; }
+constexpr LenType len_type(int8_t) { return LenType::i8; }
+constexpr LenType len_type(uint8_t) { return LenType::u8; }
+constexpr LenType len_type(uint16_t) { return LenType::u16; }
+constexpr LenType len_type(uint32_t) { return LenType::u32; }
+constexpr LenType len_type(uint64_t) { return LenType::u64; }
+constexpr LenType len_type(float) { return LenType::f32; }
+constexpr LenType len_type(double) { return LenType::f64; }
+constexpr LenType len_type(bf16) { return LenType::bf16; }
+constexpr LenType len_type(f16) { return LenType::f16; }
+
+std::string place_of(const Tensor& tensor) {
+  if (tensor.is_cpu()) return "cpu";
+  return (tensor.is_cuda() ? "cuda:" : "device ") + std::to_string(tensor.get_device_index());
+}
+
+// Torch's current stream. The function is looked up in the library that torch has loaded, because a
+// binary built against a torch without CUDA cannot link to it.
+void* current_stream(int device) {
+  using Get = int32_t (*)(int32_t, void**);
+  static const Get get = [] {
+    void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    const char* name = "aoti_torch_get_current_cuda_stream";
+    return torch_cuda ? reinterpret_cast<Get>(dlsym(torch_cuda, name)) : nullptr;
+  }();
+  STD_TORCH_CHECK(get != nullptr, "this torch has no CUDA");
+  void* stream = nullptr;
+  STD_TORCH_CHECK(get(device, &stream) == 0, "torch gave no stream for cuda:", device);
+  return stream;
+}
+
+// Blocks of the largest cluster of the current GPU, asked for once.
+int largest_cluster(int device, Kind kind) {
+  static std::array<std::atomic<int>, 64> known{};
+  std::atomic<int>& here = known[size_t(device) % known.size()];
+  if (here == 0 || size_t(device) >= known.size()) here = kernels(kind).largest_cluster();
+  return here;
+}
+
+}  // namespace
+
+const Kernels& kernels(Kind kind) {
+  static const Kernels* const all[kKinds] = {&kernels_f32, &kernels_f64, &kernels_bf16,
+                                             &kernels_f16, &kernels_f32_in_f64};
+  return *all[static_cast<int>(kind)];
+}
+
+Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
+               const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
+               const std::optional<Projections>& projections) {
+  STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
+  device = queries.get_device_index();
+  const auto here = [&](const Tensor& tensor, const char* name) { check_place(tensor, name); };
+  const bool raw_keys = projections.has_value() && projections->w_k.has_value();
+  Problem& p = problem;
+  kind = read_sizes(queries, keys, values, w_v, dropout_p, projections.has_value(), raw_keys, here,
+                    &p);
+  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H);
+  if (dropout_p > 0.0) p.seed = seed_data(seed, here);
+  if (valid_lens.has_value()) set_lens(*valid_lens);
+  if (p.empty()) return;
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  p.queries = view_of(queries, owned_);
+  p.keys = view_of(keys, owned_);
+  p.values = view_of(values, owned_);
+  owned_.push_back(packed(w_v));
+  p.w = owned_.back().const_data_ptr();
+  if (projections.has_value()) set_projections(*projections, queries, keys);
+  forward.p = p;
+}
+
+const void* Inputs::weight_of(const Tensor& tensor, const char* name,
+                              const std::vector<int64_t>& shape) {
+  bool fits = tensor.dim() == int64_t(shape.size());
+  for (size_t i = 0; fits && i < shape.size(); ++i) fits = tensor.size(i) == shape[i];
+  STD_TORCH_CHECK(fits && tensor.scalar_type() == owned_.front().scalar_type(), name,
+                  " must fit the projection and have the dtype of queries");
+  check_place(tensor, name);
+  owned_.push_back(packed(tensor));
+  return owned_.back().const_data_ptr();
+}
+
+void Inputs::set_projections(const Projections& given, const Tensor& queries, const Tensor& keys) {
+  const int64_t H = problem.H;
+  forward.Dq = queries.size(2);
+  forward.Dk = keys.size(2);
+  forward.w_q = weight_of(given.w_q, "w_q", {H, forward.Dq});
+  if (given.w_k.has_value()) forward.w_k = weight_of(*given.w_k, "w_k", {H, forward.Dk});
+  if (given.bias.has_value()) forward.bias = weight_of(*given.bias, "bias", {H});
+}
+
+void Inputs::check_place(const Tensor& tensor, const char* name) const {
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device, name,
+                  " must be on the device of queries, cuda:", device, ", got ", place_of(tensor));
+}
+
+View Inputs::view_like(const MaybeTensor& tensor, ScalarType type, const char* name,
+                       int64_t columns) {
+  if (!tensor.has_value()) return {};
+  check_place(*tensor, name);
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  return bahdanau_fast::view_like(*tensor, type, name, {problem.B, problem.Tq, columns}, owned_);
+}
+
+void Inputs::set_lens(const Tensor& lens) {
+  const bool by_query = lens_by_query(
+      lens, problem, [&](const Tensor& tensor, const char* name) { check_place(tensor, name); });
+  const LenType type = with_type_of(lens, "valid_lens", [](auto x) { return len_type(x); });
+  problem.lens = {lens.const_data_ptr(), type, lens.stride(0), by_query ? lens.stride(1) : 0};
+}
+
+Tensor Inputs::new_tensor(const std::vector<int64_t>& shape, ScalarType type) const {
+  return bahdanau_fast::new_tensor(shape, type, aoti_torch_device_type_cuda(), device);
+}
+
+Device Inputs::current() const {
+  int multiprocessors = 0;
+  STD_TORCH_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount,
+                                         device) == cudaSuccess,
+                  "cuda:", device, " does not tell its properties");
+  return {multiprocessors, current_stream(device), largest_cluster(device, kind)};
+}
+
+}  // namespace bahdanau_fast::gpu

@@ -1,0 +1,51 @@
+// From tensors to the sizes and pointers that the kernels take.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <optional>
+#include <vector>
+
+#include "common/limits.h"
+#include "common/tensors.h"
+#include "cuda/kernels/types.h"
+
+namespace bahdanau_fast::gpu {
+
+// The weights of queries, and maybe of keys, that are not projected yet.
+struct Projections {
+  Tensor w_q;             // (H,Dq)
+  MaybeTensor w_k, bias;  // (H,Dk), (H)
+};
+
+// A Problem, and the tensors it points to. It has to live until the launches are queued: then the
+// allocator reuses their memory in the order of the stream.
+struct Inputs {
+  Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
+         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
+         const std::optional<Projections>& projections = std::nullopt);
+
+  // Weights or an incoming gradient: (B, Tq, columns) of this dtype, or none.
+  View view_like(const MaybeTensor& tensor, ScalarType type, const char* name, int64_t columns);
+  // A new contiguous tensor on the device of the queries.
+  Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) const;
+  // The properties of the GPU, and torch's current stream there.
+  Device current() const;
+
+  Problem problem;
+  Forward forward;  // without its results
+  Kind kind;        // that computes
+  int device;
+
+ private:
+  void set_projections(const Projections& given, const Tensor& queries, const Tensor& keys);
+  const void* weight_of(const Tensor& tensor, const char* name, const std::vector<int64_t>& shape);
+  void set_lens(const Tensor& lens);
+  void check_place(const Tensor& tensor, const char* name) const;
+
+  std::vector<Tensor> owned_;
+};
+
+const Kernels& kernels(Kind kind);
+
+}  // namespace bahdanau_fast::gpu
