@@ -148,7 +148,7 @@ class _Additive(KeepsWeights):
         w_q, w_k, w_v = self._plain_weights()
         known = isinstance(keys, Memory)
         if isinstance(keys, Memory):
-            keys, values, w_k = keys.projected.keys, keys.values, None
+            w_k, values, keys = None, keys.values, keys.projected.keys
         rest = (self.bias, self.num_hiddens, self._dropout_p())
         values = keys if values is None else values
         route = backends.decide(
@@ -269,7 +269,7 @@ class _Additive(KeepsWeights):
         return {**super().__getstate__(), "_cache": KeyCache()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "num_hiddens" not in self.__dict__:  # pickled by version 0.1.0
             self.num_hiddens = int(self._modules[self._key_layer].out_features)  # type: ignore[arg-type, union-attr]
 
