@@ -7,12 +7,15 @@
 ((2, 1, 3), (2, 1, 10))
 """
 
-from bahdanau_fast import backends, decompositions, reference
-from bahdanau_fast.dot_product import DotProductAttention
+import sys
+
+from bahdanau_fast import backends, reference
 from bahdanau_fast.functional import additive_attention, masked_softmax
-from bahdanau_fast.memory import Memory
-from bahdanau_fast.modules import AdditiveAttention, MLPAttention
-from bahdanau_fast.recurrent import AttentionGRU, AttentionLSTM
+from bahdanau_fast.memory import Memory, key_cache
+from bahdanau_fast.modules import AdditiveAttention, MLPAttention, attention_rnn, dot_product
+from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
+from bahdanau_fast.modules.dot_product import DotProductAttention
+from bahdanau_fast.ops import decompositions
 
 __version__ = "0.1.0"
 
@@ -30,6 +33,16 @@ __all__ = [
     "masked_softmax",
     "reference",
 ]
+
+# Where version 0.1.0 had them: pickles name the module of a class.
+sys.modules.update(
+    {
+        f"{__name__}.decompositions": decompositions,
+        f"{__name__}.dot_product": dot_product,
+        f"{__name__}.key_cache": key_cache,
+        f"{__name__}.recurrent": attention_rnn,
+    }
+)
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from bahdanau_fast import transforms
+from bahdanau_fast.ops import torch_state
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -139,7 +139,7 @@ def source(keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
 
 def same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """Dtype and device of one argument against another."""
-    if tensor.dtype != other.dtype and transforms.autocast_dtype(other.device) is None:
+    if tensor.dtype != other.dtype and torch_state.autocast_dtype(other.device) is None:
         reject(TypeError, name, f"have the dtype of {other_name}, {other.dtype}", tensor.dtype)
     if tensor.device != other.device:
         need = f"be on the device of {other_name}, {other.device}"

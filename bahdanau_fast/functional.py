@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bahdanau_fast import backends, checks, ops, reference, sharding, small, transforms
+from bahdanau_fast import backends, checks, ops, reference
 from bahdanau_fast.backends import limits
 from bahdanau_fast.backends.route import Route
 from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.projection import linear
+from bahdanau_fast.ops import sharding, torch_state, whole
+from bahdanau_fast.ops.projection import linear
 
 __all__ = [
     "additive_attention",
@@ -145,7 +146,7 @@ def attend_queries(
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
     if route.form == "step" and route.backend == "cpu":
-        context, weights = small.attend_step(queries, w_q, projected, values, w_v, valid_lens)
+        context, weights = whole.attend_step(queries, w_q, projected, values, w_v, valid_lens)
         return context, _like(context, weights)
     if route.form == "step":
         raw = (queries, projected.keys, values, w_q, None, None, w_v)
@@ -202,7 +203,7 @@ def attend_projected(
     inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p)
     context, weights = ops.attend(*inputs, need_weights, route, shared, lifetime)
     wanted = queries.dtype
-    if transforms.softmax_in_fp32(queries.device):
+    if torch_state.softmax_in_fp32(queries.device):
         wanted = weights.dtype
     return context, weights if weights.dtype == wanted else weights.to(wanted)
 
@@ -222,7 +223,7 @@ def attend_small(
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
     seed = _seed(dropout_p, inputs[0])
-    context, weights = small.attend(inputs, bias, valid_lens, seed, dropout_p)
+    context, weights = whole.attend(inputs, bias, valid_lens, seed, dropout_p)
     return context, _like(context, weights)
 
 
@@ -246,11 +247,11 @@ def attend_raw(
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
     if route.backend == "cuda":
-        from bahdanau_fast.cuda_ops import attend_step
+        from bahdanau_fast.backends.cuda import attend_step
 
         context, weights = attend_step(*inputs, valid_lens, need_weights)
     else:
-        from bahdanau_fast.triton_forward import step_from_raw
+        from bahdanau_fast.backends.triton.forward import step_from_raw
 
         seed = _seed(dropout_p, inputs[0])
         context, weights = step_from_raw(*inputs, valid_lens, seed, dropout_p, need_weights)

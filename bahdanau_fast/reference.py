@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bahdanau_fast.sharding import replicate_like
+from bahdanau_fast.ops.sharding import replicate_like
 
 __all__ = ["additive_attention", "attend", "masked_softmax", "valid_mask"]
 

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bahdanau_fast import triton_backward, triton_call, triton_forward
+from bahdanau_fast.backends.triton import backward, call, forward
 from bahdanau_fast.kernels import plans
 
 from .machine_code import cuda
@@ -106,12 +106,12 @@ def recording(native: bool) -> Iterator[list[Launch]]:
         arguments = dict(zip(names, args, strict=False)) | options
         launches.append(_specialize(self, arguments, num_warps))
 
-    before, native_before = jit.run, triton_call.native
-    jit.run, triton_call.native = run, lambda: native
+    before, native_before = jit.run, call.native
+    jit.run, call.native = run, lambda: native
     try:
         yield launches
     finally:
-        jit.run, triton_call.native = before, native_before
+        jit.run, call.native = before, native_before
 
 
 def launches_of(
@@ -125,11 +125,11 @@ def launches_of(
     valid = torch.empty(batch, dtype=torch.int64, device="meta") if lens else None
     with recording(native) as launches:
         inputs = (queries, keys, None, None, values, w_v, valid, None, 0.0)
-        context, weights = triton_forward.attend(*inputs, True)
-        triton_backward.attend_backward(*inputs, weights, context, weights, 15)
+        context, weights = forward.attend(*inputs, True)
+        backward.attend_backward(*inputs, weights, context, weights, 15)
         if queries_len <= plans.FEW_QUERIES and dtype != torch.float32:
             square = make(hidden, hidden)
-            triton_forward.step_from_raw(
+            forward.step_from_raw(
                 queries, keys, values, square, square, None, w_v, valid, None, 0.0, True
             )
     return launches

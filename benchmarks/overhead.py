@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import bahdanau_fast as bf
-from bahdanau_fast import small
+from bahdanau_fast.ops import whole
 
 from .contestants.baselines import CourseAttention
 from .page.tables import markdown
@@ -55,7 +55,7 @@ def calls(lens: Tensor) -> dict[str, Callable[[], Tensor]]:
     return {
         "our module": lambda: ours(q, k, v, lens),
         "our function": lambda: bf.additive_attention(*inputs, lens)[0],
-        "our op": lambda: small.attend(inputs, None, lens, None, 0.0)[0],
+        "our op": lambda: whole.attend(inputs, None, lens, None, 0.0)[0],
         "plain autograd.Function": lambda: PlainFunction.apply(*inputs, lens)[0],
         "eager course module": lambda: course(q, k, v, lens),
     }

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
-from bahdanau_fast import checks, transforms
+from bahdanau_fast import checks
 from bahdanau_fast.backends import availability, limits
 from bahdanau_fast.backends.route import NAMES, Facts, Route, choose_backend, route
+from bahdanau_fast.ops import torch_state
 
 __all__ = ["NAMES", "available", "decide", "explain", "resolve", "use"]
 
@@ -153,7 +154,7 @@ def decide(
     # In compiled code no size may decide, or it would be compiled anew for each.
     sizes = (0,) * 7 if traced else (*queries.shape, *keys.shape[1:], values.shape[2], hidden)
     batch, queries_len, query_size, keys_len, key_size, value_size, hidden = sizes
-    recorded = transforms.needs_gradient(queries, keys, values, w_q, w_k, w_v, bias)
+    recorded = torch_state.needs_gradient(queries, keys, values, w_q, w_k, w_v, bias)
     called = w_q is None or w_v is None or (w_k is None and not keys_projected)
     facts = Facts(
         device,
@@ -173,7 +174,7 @@ def decide(
         dropout_p > 0.0,
         traced,
         _plain_only(),
-        transforms.autocast_dtype(queries.device) is not None,
+        torch_state.autocast_dtype(queries.device) is not None,
         _asked(name),
         _there(device),
         availability.interpreted(),
@@ -211,7 +212,9 @@ def _sharing(device: torch.device) -> int:
 
 def _plain_only() -> bool:
     """Whether only plain PyTorch operations will do: ONNX knows no operators but its own."""
-    return transforms.active() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
+    return torch_state.active() or (
+        torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+    )
 
 
 def _check_name(name: str) -> None:

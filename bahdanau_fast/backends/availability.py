@@ -64,9 +64,9 @@ def cuda_problem() -> str | None:
         )
     except (ImportError, OSError) as error:
         return f"the CUDA extension is there but does not load: {_first_line(error)}"
-    from bahdanau_fast import cuda_ops
+    from bahdanau_fast.backends import cuda
 
-    cuda_ops.register()
+    cuda.register()
     return None
 
 
@@ -133,7 +133,7 @@ def triton_problem() -> str | None:
     if all(part.isdigit() for part in numbers) and tuple(map(int, numbers)) < TRITON and version:
         return f"Triton must be >= {wanted}, got {version}"
     try:
-        importlib.import_module("bahdanau_fast.triton_ops")
+        importlib.import_module("bahdanau_fast.backends.triton")
     except Exception as error:  # Triton raises errors of many kinds when it does not fit
         return f"the Triton kernels do not load: {_first_line(error)}"
     return None

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import checks
-from bahdanau_fast.dot_product import DotProductAttention
-from bahdanau_fast.layers import apply_layer
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
+from bahdanau_fast.modules.decoder_loop import attend_step, decode_given, decode_greedily
+from bahdanau_fast.modules.dot_product import DotProductAttention
+from bahdanau_fast.modules.layers import apply_layer
 from bahdanau_fast.seq2seq.data import BOS, EOS, PAD
 from bahdanau_fast.seq2seq.models import AttentionDecoder, Decoder, Hidden, recurrent, rename
-from bahdanau_fast.steps import attend_step, decode_given, decode_greedily
 
 __all__ = ["Seq2SeqAttentionDecoder", "Seq2SeqDecoder", "State", "StepDecoder"]
 

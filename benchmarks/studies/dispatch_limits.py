@@ -15,9 +15,10 @@ import torch
 from tqdm import tqdm
 
 import bahdanau_fast as bf
-from bahdanau_fast import backends, memory, projection
+from bahdanau_fast import backends, memory
 from bahdanau_fast.backends import limits
 from bahdanau_fast.functional import attend_queries
+from bahdanau_fast.ops import projection
 
 from ..contestants.parity import Oracle
 from ..contestants.providers import Runnable, attend_projected

@@ -9,9 +9,9 @@ import pytest
 import torch
 from threads import one_thread  # noqa: F401
 
-from bahdanau_fast import small
 from bahdanau_fast.backends import limits
 from bahdanau_fast.cli import main
+from bahdanau_fast.ops import whole
 from bahdanau_fast.seq2seq.plots import require_matplotlib
 from benchmarks import command
 from benchmarks.contestants import peers
@@ -255,8 +255,8 @@ def test_a_peer_has_a_process_of_its_own():
 def test_choices_are_forced_and_put_back(monkeypatch):
     before = limits.LIMITS
     called = []
-    plain = small.attend
-    monkeypatch.setattr(small, "attend", lambda *given: called.append(1) or plain(*given))
+    plain = whole.attend
+    monkeypatch.setattr(whole, "attend", lambda *given: called.append(1) or plain(*given))
     operators = next(choice for choice in dispatch_limits.CHOICES if "operators" in choice.what)
     inputs = draw(TOY)
     with torch.no_grad():

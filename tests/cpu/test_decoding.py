@@ -4,7 +4,7 @@ import pytest
 import torch
 from decoders import CELLS, EXACT, B, H, T, call, given, layer, same
 
-from bahdanau_fast import decoding
+from bahdanau_fast.ops import decode
 
 ops = torch.ops.bahdanau_fast
 
@@ -16,20 +16,20 @@ def arguments(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=Fals
 
     def catch(arguments, rest):
         caught.append((arguments, rest))
-        return decoding.by_steps(arguments, rest)
+        return decode.by_steps(arguments, rest)
 
-    original, decoding.decode = decoding.decode, catch
+    original, decode.decode = decode.decode, catch
     try:
         call(module, tensors)
     finally:
-        decoding.decode = original
+        decode.decode = original
     ((made, rest),) = caught
     keys = made.keys.detach()
     entries = ops.exp_keys(keys) if table else (None, None)
     mask = torch.rand(layers - 1, T, B, H).to(dtype) if masks else None
     seed = torch.tensor([3]) if p else None
-    detached = decoding.Arguments(*(x if x is None else x.detach() for x in made))
-    return detached, decoding.Rest(*entries, rest.valid_lens, mask, seed, p)
+    detached = decode.Arguments(*(x if x is None else x.detach() for x in made))
+    return detached, decode.Rest(*entries, rest.valid_lens, mask, seed, p)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -39,8 +39,8 @@ def arguments(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=Fals
 @pytest.mark.parametrize("cls", CELLS)
 def test_opcheck(cls, options, dtype):
     made, rest = arguments(cls, dtype=dtype, **options)
-    inputs = decoding._in_order(made, rest)
-    input_gates = decoding._input_gates(made)
+    inputs = decode._in_order(made, rest)
+    input_gates = decode._input_gates(made)
     for keep in (True, False):
         torch.library.opcheck(ops.decode.default, (input_gates, *inputs, keep))
     states, cells, _, queries, weights, gates = ops.decode(input_gates, *inputs)
@@ -52,7 +52,7 @@ def test_opcheck(cls, options, dtype):
 @pytest.mark.parametrize("cls", CELLS)
 def test_masks_between_layers(cls):
     made, rest = arguments(cls, 3, torch.float64, masks=True)
-    made = decoding.Arguments(*(x if x is None else x.requires_grad_() for x in made))
+    made = decode.Arguments(*(x if x is None else x.requires_grad_() for x in made))
     used = [x for x in made if x is not None]
 
     def all_of(function):
@@ -60,7 +60,7 @@ def test_masks_between_layers(cls):
         loss = sum((i + 1) * x.square().sum() for i, x in enumerate(out))
         return [*out, *torch.autograd.grad(loss, used)]
 
-    same(all_of(decoding.decode), all_of(decoding.by_steps), **EXACT)
+    same(all_of(decode.decode), all_of(decode.by_steps), **EXACT)
 
 
 EMPTY = {
@@ -78,7 +78,7 @@ def test_nobody_looks_or_there_is_nothing_to_see(cls, size):
     made, rest = arguments(cls, 2, torch.float64)
     given_ = {n: x for n, x in made._asdict().items() if x is not None}
     made = made._replace(**EMPTY[size](given_))
-    made = decoding.Arguments(*(x if x is None else x.detach().requires_grad_() for x in made))
+    made = decode.Arguments(*(x if x is None else x.detach().requires_grad_() for x in made))
     rest = rest._replace(valid_lens=None)
     used = [x for x in made if x is not None]
 
@@ -87,14 +87,14 @@ def test_nobody_looks_or_there_is_nothing_to_see(cls, size):
         loss = sum((i + 1) * x.square().sum() for i, x in enumerate(out))
         return [*out, *torch.autograd.grad(loss, used, materialize_grads=True)]
 
-    same(all_of(decoding.decode), all_of(decoding.by_steps), **EXACT)
+    same(all_of(decode.decode), all_of(decode.by_steps), **EXACT)
 
 
 @pytest.mark.parametrize("cls", CELLS)
 def test_no_steps(cls):
     made, rest = arguments(cls, 2, torch.float64)
     made = made._replace(inputs=made.inputs[:0], hidden=made.hidden.requires_grad_())
-    got = decoding.decode(made, rest)
+    got = decode.decode(made, rest)
     assert torch.equal(got.hidden, made.hidden)
     assert got.weights.numel() == got.features.numel() == 0
     (of_hidden,) = torch.autograd.grad(got.hidden.square().sum(), made.hidden)
@@ -113,13 +113,13 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_errors(name):
     made, rest = arguments(CELLS[0], dtype=torch.float64)
-    gates = decoding._input_gates(made)
+    gates = decode._input_gates(made)
     change, message = WRONG[name]
     made = made._replace(**{name: change(getattr(made, name))})
     with pytest.raises(RuntimeError, match=message):
-        ops.decode(gates, *decoding._in_order(made, rest))
+        ops.decode(gates, *decode._in_order(made, rest))
     with pytest.raises(RuntimeError, match="input_gates must have 3 dimensions"):
-        ops.decode(gates[0], *decoding._in_order(*arguments(CELLS[0], dtype=torch.float64)))
+        ops.decode(gates[0], *decode._in_order(*arguments(CELLS[0], dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("of_keys", [torch.float32, torch.float64], ids=str)
@@ -131,9 +131,9 @@ def test_states_and_keys_of_two_dtypes_are_refused(of_keys):
         n: None if x is None else x.to(of_keys if n in ("keys", "values", "w_v") else other)
         for n, x in made._asdict().items()
     }
-    made = decoding.Arguments(**named)
-    inputs, nothing = decoding._in_order(made, rest), made.hidden.new_zeros(T, B, 0)
+    made = decode.Arguments(**named)
+    inputs, nothing = decode._in_order(made, rest), made.hidden.new_zeros(T, B, 0)
     with pytest.raises(RuntimeError, match="keys must have the dtype of hidden"):
-        ops.decode(decoding._input_gates(made), *inputs)
+        ops.decode(decode._input_gates(made), *inputs)
     with pytest.raises(RuntimeError, match="keys must have the dtype of hidden"):
         ops.decode_backward(*inputs, *[nothing] * 5, None, None, None, None)

@@ -5,7 +5,7 @@ import torch
 from decoders import by_steps, counts, hook
 from translators import STEPS, TK, B, E, H, V, model, sources
 
-from bahdanau_fast import steps as steps_module
+from bahdanau_fast.modules import decoder_loop as steps_module
 from bahdanau_fast.seq2seq import greedy
 from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, UNK
 

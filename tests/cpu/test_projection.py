@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bahdanau_fast import projection
+from bahdanau_fast.ops import projection
 
 ROWS, D, H = 40, 192, 160
 

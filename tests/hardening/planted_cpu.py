@@ -143,16 +143,16 @@ MUTANTS = [
     ),
     Mutant(
         "cpu deferred sums", MASK, "a key too few for steps without lengths",
-        "bahdanau_fast/deferred.py", "asked.new_full((), keys_len,",
+        "bahdanau_fast/ops/shared_gradients.py", "asked.new_full((), keys_len,",
         "asked.new_full((), keys_len - 1,", DEFERRED,
     ),
     Mutant(
-        "cpu deferred sums", TAIL, "last step", "bahdanau_fast/deferred.py",
+        "cpu deferred sums", TAIL, "last step", "bahdanau_fast/ops/shared_gradients.py",
         "= zip(*calls, strict=True)", "= zip(*(calls[:-1] or calls), strict=True)", DEFERRED,
     ),
     Mutant(
         "cpu deferred sums", OTHER, "gradients of the neighbour asked for",
-        "bahdanau_fast/deferred.py", "sum(2 << i for", "sum(1 << i for", DEFERRED,
+        "bahdanau_fast/ops/shared_gradients.py", "sum(2 << i for", "sum(1 << i for", DEFERRED,
     ),
     Mutant(
         "cpu decoder products", TAIL, "last column of a weight", "csrc/cpu/kernels/recurrent.h",

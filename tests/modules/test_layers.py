@@ -27,7 +27,7 @@ from torch.nn.utils import parametrizations, prune
 from translators import STEPS, model, sources
 
 import bahdanau_fast as bf
-from bahdanau_fast import layers
+from bahdanau_fast.modules import layers
 from bahdanau_fast.seq2seq import greedy
 
 

@@ -26,14 +26,14 @@ FILES = make.HERE
 NAMES = json.loads((FILES / "names.json").read_text())
 # Where pickles of 0.1.0 look for their classes.
 PICKLED = (
-    "bahdanau_fast.dot_product.DotProductAttention",
-    "bahdanau_fast.key_cache.KeyCache",
+    "bahdanau_fast.modules.dot_product.DotProductAttention",
+    "bahdanau_fast.memory.key_cache.KeyCache",
     "bahdanau_fast.memory.Memory",
     "bahdanau_fast.memory.ProjectedKeys",
     "bahdanau_fast.modules.AdditiveAttention",
     "bahdanau_fast.modules.MLPAttention",
-    "bahdanau_fast.recurrent.AttentionGRU",
-    "bahdanau_fast.recurrent.AttentionLSTM",
+    "bahdanau_fast.modules.attention_rnn.AttentionGRU",
+    "bahdanau_fast.modules.attention_rnn.AttentionLSTM",
     "bahdanau_fast.seq2seq.decoders.Seq2SeqAttentionDecoder",
     "bahdanau_fast.seq2seq.decoders.Seq2SeqDecoder",
     "bahdanau_fast.seq2seq.models.EncoderDecoder",

@@ -3,11 +3,11 @@
 import torch
 from parity import INPUTS
 
-from bahdanau_fast.ops import SMALL
+from bahdanau_fast.ops import MAX_FP64_ELEMENTS
 
 # Big enough that fp32 is computed by the fp32 kernels.
 LARGE = {"B": 3, "Tq": 17, "Tk": 53, "H": 211, "Dq": 19, "Dk": 23, "Dv": 29}
-assert LARGE["B"] * LARGE["Tq"] * LARGE["Tk"] * LARGE["H"] > SMALL
+assert LARGE["B"] * LARGE["Tq"] * LARGE["Tk"] * LARGE["H"] > MAX_FP64_ELEMENTS
 
 
 def lens(*values, dtype=torch.int64):
@@ -17,7 +17,7 @@ def lens(*values, dtype=torch.int64):
 per_query = torch.arange(-3, 48).reshape(3, 17) * 1.3
 
 EVERY = (*INPUTS, "context", "weights")
-# So small that projections and attention are one operator (bahdanau_fast/small.py).
+# So small that projections and attention are one operator (bahdanau_fast/ops/whole.py).
 SMALLEST = {"B": 2, "Tq": 2, "Tk": 7, "H": 5, "Dq": 3, "Dk": 9, "Dv": 2}
 
 # One entry per row, and per way to get that row wrong, of the contract table.

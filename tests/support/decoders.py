@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import bahdanau_fast as bf
-from bahdanau_fast import steps
+from bahdanau_fast.modules import decoder_loop
 
 B, T, TK, E, H, DK, DV, F = 5, 6, 11, 3, 9, 7, 4, 6
 LENS = torch.tensor([3, 0, TK, 5, 1])
@@ -68,7 +68,7 @@ def hook(module, *_):
 
 
 def by_steps(function):
-    """What a function gives without the operator over all steps."""
+    """What a function gives without the operator over all decoder_loop."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "_has_operator", lambda *_: False)
+        patch.setattr(decoder_loop, "_has_operator", lambda *_: False)
         return function()

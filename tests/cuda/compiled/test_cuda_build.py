@@ -162,8 +162,8 @@ except NotImplementedError as error:
     assert "CPU" in str(error)
 else:
     raise SystemExit("CPU tensors were taken")
-from bahdanau_fast import cuda_ops
-cuda_ops.register()
+from bahdanau_fast.backends import cuda
+cuda.register()
 """
 
 

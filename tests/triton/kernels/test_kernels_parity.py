@@ -12,9 +12,10 @@ from hypothesis import settings as hypothesis_settings
 from parity import Case, attended, called, check, eager, fused
 
 import bahdanau_fast as bf
-from bahdanau_fast import functional, triton_call, triton_forward
+from bahdanau_fast import functional
+from bahdanau_fast.backends.triton import call, forward
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.ops import SMALL
+from bahdanau_fast.ops import MAX_FP64_ELEMENTS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = {f.__name__: functools.partial(f, backend="triton") for f in (fused, called, attended)}
@@ -61,7 +62,7 @@ def test_splits_of_one_long_row(dtype):
 def test_fp32_too_large_for_fp64(queries, scale):
     # Near zero 1 - 2 r would lose what fp32 has.
     sizes = {"B": 1, "Tq": queries, "Tk": 530000 // queries // 1023 + 1, "H": 1023}
-    assert sizes["Tq"] * sizes["Tk"] * sizes["H"] > SMALL
+    assert sizes["Tq"] * sizes["Tk"] * sizes["H"] > MAX_FP64_ELEMENTS
     case = Case(**sizes, Dv=65, bias=False, scale={"queries": scale, "keys": scale})
     check(case, torch.float32, WAYS["fused"])
 
@@ -77,13 +78,13 @@ def test_without_weights_scores_take_bounded_memory(lens, monkeypatch):
     whole, _ = bf.additive_attention(*x, lens, backend="triton")
     monkeypatch.setattr(plans, "_SCRATCH", 3 * 30 * 4 * 19)
     shapes = []
-    real = triton_call.Call.new
+    real = call.Call.new
 
     def new(self, *shape, **kind):
         shapes.append(shape)
         return real(self, *shape, **kind)
 
-    monkeypatch.setattr(triton_call.Call, "new", new)
+    monkeypatch.setattr(call.Call, "new", new)
     parts, none = bf.additive_attention(*x, lens, need_weights=False, backend="triton")
     assert none is None
     assert torch.equal(parts, whole)
@@ -139,10 +140,8 @@ OWN = [(d, n) for d in DTYPES for n in (1, 3, 9) if d != torch.float32 or n != 9
 @pytest.mark.parametrize("lens", [None, torch.tensor([0, 40, 7])], ids=["all", "some"])
 def test_projections_inside_the_step(queries, lens, dtype, monkeypatch):
     asked = []
-    real = triton_forward.step_from_raw
-    monkeypatch.setattr(
-        triton_forward, "step_from_raw", lambda *a: asked.append((a[3], a[4])) or real(*a)
-    )
+    real = forward.step_from_raw
+    monkeypatch.setattr(forward, "step_from_raw", lambda *a: asked.append((a[3], a[4])) or real(*a))
     case = Case(B=3, Tq=queries, Tk=67, H=37, Dq=33, Dk=90, Dv=20, lens=lens)
     check(case, dtype, projecting)
     own_query, own_keys = asked[0]

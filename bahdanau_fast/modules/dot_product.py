@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bahdanau_fast import checks, reference
-from bahdanau_fast.kept_weights import KeepsWeights
 from bahdanau_fast.memory import Memory, ProjectedKeys
+from bahdanau_fast.modules.attention_weights import KeepsWeights
 
 __all__ = ["DotProductAttention"]
 

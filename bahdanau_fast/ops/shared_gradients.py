@@ -10,7 +10,7 @@ Whatever a step cannot leave (it is to be differentiated again, or autograd is n
 shared node this time) it returns to autograd in the ordinary way, and the shared node adds that.
 
 Calls that share a node may still have a ``backward`` each, as if they shared nothing: see
-:class:`~bahdanau_fast.lifetime.Lifetime`.
+:class:`~bahdanau_fast.ops.lifetime.Lifetime`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bahdanau_fast import transforms
-from bahdanau_fast.lifetime import Held, Lifetime
+from bahdanau_fast.ops import torch_state
+from bahdanau_fast.ops.lifetime import Held, Lifetime
 
 __all__ = ["Call", "Deferred", "Shared", "share"]
 
@@ -168,8 +168,8 @@ def share(
     """
     if (
         torch.compiler.is_compiling()
-        or not transforms.needs_gradient(keys, values, w_v)
-        or transforms.active()
+        or not torch_state.needs_gradient(keys, values, w_v)
+        or torch_state.active()
         or type(keys) is not Tensor  # a DTensor's calls know no other node than their own
         or values.is_inference()
         or w_v.is_inference()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from bahdanau_fast import checks, ops
 from bahdanau_fast.backends import limits
 from bahdanau_fast.backends.route import keeps_table
-from bahdanau_fast.deferred import Shared, share
-from bahdanau_fast.lifetime import Due, Lifetime
+from bahdanau_fast.ops.lifetime import Due, Lifetime
+from bahdanau_fast.ops.shared_gradients import Shared, share
 
 __all__ = ["Maker", "Memory", "ProjectedKeys", "project"]
 

@@ -1,8 +1,8 @@
 """The operators as PyTorch sees them: schemas, shape functions and autograd formulas.
 
 The implementations live elsewhere, one per dispatch key: csrc/cpu registers the CPU key when the
-extension loads, triton_ops the CUDA key. Operators work on projected queries and keys; the
-projections in front of them are ordinary ``Linear`` calls.
+extension loads, backends.cuda or backends.triton the CUDA key. Operators work on projected queries
+and keys; the projections in front of them are ordinary ``Linear`` calls.
 
 ==================  ============================================================================
 ``exp_keys``        table of exp(2 c) (or expm1(2 c) where every c is small) and max|c| per row;
@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference, sharding, transforms
-from bahdanau_fast.again import differentiate_again
-from bahdanau_fast.deferred import Call, Shared
-from bahdanau_fast.lifetime import Lifetime, after_backward, save, saved
+from bahdanau_fast import reference
+from bahdanau_fast.ops import sharding, torch_state
+from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.lifetime import Lifetime, after_backward, save, saved
+from bahdanau_fast.ops.shared_gradients import Call, Shared
 
 if TYPE_CHECKING:
     from bahdanau_fast.backends.route import Route
@@ -84,9 +85,10 @@ library.define(
 )
 
 
-# fp32 problems of at most SMALL elements are computed in fp64. Keys of at most SMALL_TABLE get a
-# table in fp64, of SMALL_FORWARD where no gradient will be asked for (csrc/common/limits.h).
-SMALL, SMALL_TABLE, SMALL_FORWARD = 524288, 196608, 16384
+# Up to so many elements fp32 problems are computed in fp64, and keys get a table in fp64; of fewer
+# where no gradient will be asked for (csrc/common/limits.h).
+MAX_FP64_ELEMENTS = 524288
+MAX_FP64_TABLE_ELEMENTS, MAX_FP64_FORWARD_ELEMENTS = 196608, 16384
 
 
 def weights_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -96,7 +98,8 @@ def weights_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _exp_keys_fake(keys: Tensor, precise: bool = True) -> tuple[Tensor, Tensor]:
     batch, keys_len, hidden = keys.shape
-    small = batch * keys_len * hidden <= (SMALL_TABLE if precise else SMALL_FORWARD)
+    most = MAX_FP64_TABLE_ELEMENTS if precise else MAX_FP64_FORWARD_ELEMENTS
+    small = batch * keys_len * hidden <= most
     in_double = keys.dtype == torch.float64 or (keys.dtype == torch.float32 and small)
     dtype, per_line = (torch.float64, 8) if in_double else (torch.float32, 16)
     width = (hidden + per_line - 1) // per_line * per_line  # whole 64-byte lines
@@ -124,21 +127,8 @@ def _attend_fake(
     )
 
 
-def _attend_backward_fake(
-    queries: Tensor,
-    keys: Tensor,
-    table: Tensor | None,
-    keys_max: Tensor | None,
-    values: Tensor,
-    w_v: Tensor,
-    valid_lens: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    weights: Tensor,
-    grad_context: Tensor | None,
-    grad_weights: Tensor | None,
-    needs: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attend_backward_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    queries, keys, values, w_v, needs = (inputs[at] for at in (0, 1, 4, 5, 12))
     return (
         _gradient_fake(queries, needs & NEED_QUERIES),
         _gradient_fake(keys, needs & NEED_KEYS),
@@ -361,7 +351,7 @@ def attend(
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
     """
     sharding.know(queries)
-    graph = route.records and transforms.needs_gradient(queries, keys, values, w_v)
+    graph = route.records and torch_state.needs_gradient(queries, keys, values, w_v)
     inputs = (
         queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
         need_weights or graph,
@@ -389,8 +379,8 @@ def table_for(queries_len: int, keys: Tensor) -> tuple[Tensor | None, Tensor | N
     """
     if (
         keys.dtype is torch.float32
-        and keys.numel() > SMALL_FORWARD
-        and queries_len * keys.numel() <= SMALL
+        and keys.numel() > MAX_FP64_FORWARD_ELEMENTS
+        and queries_len * keys.numel() <= MAX_FP64_ELEMENTS
     ):
         return _exp_keys_now(keys, False)
     return None, None

@@ -2,8 +2,8 @@
 
 from bahdanau_fast import ops
 from bahdanau_fast.backends.availability import cuda_problem, interpreted
-from bahdanau_fast.triton_backward import attend_backward
-from bahdanau_fast.triton_forward import attend
+from bahdanau_fast.backends.triton.backward import attend_backward
+from bahdanau_fast.backends.triton.forward import attend
 
 # Behind the dispatch key stands the CUDA C++ backend, where it is there.
 behind_key = not interpreted() and cuda_problem() is not None

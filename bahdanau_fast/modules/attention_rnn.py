@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bahdanau_fast import checks
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.steps import decode_given
+from bahdanau_fast.modules.decoder_loop import decode_given
 
 __all__ = ["AttentionGRU", "AttentionLSTM"]
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference, sharding, transforms
-from bahdanau_fast.again import differentiate_again
-from bahdanau_fast.lifetime import after_backward, save, saved
+from bahdanau_fast import reference
 from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.ops import TAGS, library, table_for, weights_dtype
+from bahdanau_fast.ops import TAGS, library, sharding, table_for, torch_state, weights_dtype
+from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.lifetime import after_backward, save, saved
 
 __all__ = ["attend", "attend_step"]
 
@@ -175,7 +175,7 @@ def attend(
     """
     sharding.know(inputs[0])
     rest = (valid_lens, seed, dropout_p)
-    if transforms.needs_gradient(*inputs, bias):
+    if torch_state.needs_gradient(*inputs, bias):
         # Autograd has its own ways with tensors of inference mode.
         if any(t is not None and t.is_inference() for t in (*inputs, bias)):
             return reference.additive_attention(*inputs, valid_lens, bias=bias, dropout_p=dropout_p)  # type: ignore[misc, return-value]

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bahdanau_fast import ops, transforms
-from bahdanau_fast.deferred import Shared
-from bahdanau_fast.lifetime import Held, Lifetime
+from bahdanau_fast import ops
 from bahdanau_fast.memory import ProjectedKeys, project
-from bahdanau_fast.projection import shared_linear
+from bahdanau_fast.ops import torch_state
+from bahdanau_fast.ops.lifetime import Held, Lifetime
+from bahdanau_fast.ops.projection import shared_linear
+from bahdanau_fast.ops.shared_gradients import Shared
 
 __all__ = ["KeyCache", "Source", "may_share"]
 
@@ -63,7 +64,7 @@ class Source(NamedTuple):
         state: tuple[object, ...] = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            transforms.autocast_dtype(keys.device),
+            torch_state.autocast_dtype(keys.device),
             backend,
             *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
             # Whose gradient it is: a leaf lives as long as a node of the graph that leads to it.
@@ -102,7 +103,7 @@ def may_share(
         and type(keys) is Tensor
         and type(weight) in (Tensor, Parameter)
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        and not transforms.active()
+        and not torch_state.active()
         and not (
             (trusted or torch.is_grad_enabled())
             and any(t is not None and t.is_inference() for t in (keys, weight, bias))

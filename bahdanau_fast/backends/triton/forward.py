@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bahdanau_fast.backends.triton.call import Call, make_table, processors
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
 from bahdanau_fast.kernels.step import combine_kernel, step_kernel
-from bahdanau_fast.triton_call import Call, make_table, processors
 
 __all__ = ["attend", "step_from_raw"]
 

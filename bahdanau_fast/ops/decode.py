@@ -23,17 +23,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference, transforms
-from bahdanau_fast.again import differentiate_again
+from bahdanau_fast import reference
 from bahdanau_fast.ops import (
     NEED_KEYS,
     NEED_VALUES,
     NEED_W_V,
     TAGS,
     library,
+    torch_state,
     weights_dtype,
 )
-from bahdanau_fast.projection import linear, product, sum_of_products
+from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.projection import linear, product, sum_of_products
 
 __all__ = ["Arguments", "Decoded", "Rest", "by_steps", "decode"]
 
@@ -141,7 +142,7 @@ def decode(arguments: Arguments, rest: Rest) -> Decoded:
     Raises:
         RuntimeError: sizes or dtypes that do not fit together.
     """
-    if not transforms.needs_gradient(*arguments):
+    if not torch_state.needs_gradient(*arguments):
         arguments = Arguments(*(None if x is None else x.detach() for x in arguments))  # type: ignore[arg-type]
     return Decoded(*_Decode.apply(*arguments, rest))  # type: ignore[no-untyped-call]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import ops
+from bahdanau_fast.backends.triton.call import Call, Table, make_table, rows
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
     grad_softmax_kernel,
@@ -15,7 +16,6 @@ from bahdanau_fast.kernels.backward import (
     grad_weights_kernel,
 )
 from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
-from bahdanau_fast.triton_call import Call, Table, make_table, rows
 
 __all__ = ["attend_backward"]
 

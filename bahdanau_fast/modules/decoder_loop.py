@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends, decoding, transforms
-from bahdanau_fast.layers import is_unchanged, plain_weight
+from bahdanau_fast import backends
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
+from bahdanau_fast.modules.layers import is_unchanged, plain_weight
+from bahdanau_fast.ops import decode, torch_state
 
 __all__ = ["attend_step", "decode_given", "decode_greedily"]
 
@@ -154,8 +155,8 @@ def _has_operator(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Me
         and dtype in (torch.float32, torch.float64)
         and dtype == memory.projected.keys.dtype == memory.values.dtype
         and 0 not in memory.values.shape
-        and transforms.autocast_dtype(memory.values.device) is None
-        and not transforms.active()
+        and torch_state.autocast_dtype(memory.values.device) is None
+        and not torch_state.active()
         and backends.resolve(memory.values.device, dtype=dtype) == "cpu"
     )
 
@@ -173,8 +174,8 @@ def _decode(
         masks = nn.functional.dropout(inputs.new_ones(shape), rnn.dropout)
     dropout_p = attention.dropout.p if attention.training else 0.0
     seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
-    decoded = decoding.decode(
-        decoding.Arguments(
+    decoded = decode.decode(
+        decode.Arguments(
             inputs,
             w.of_inputs,
             w.input_bias,
@@ -189,9 +190,7 @@ def _decode(
             w.hidden,
             w.bias,
         ),
-        decoding.Rest(
-            projected.table, projected.keys_max, memory.valid_lens, masks, seed, dropout_p
-        ),
+        decode.Rest(projected.table, projected.keys_max, memory.valid_lens, masks, seed, dropout_p),
     )
     weights = decoded.weights
     object.__setattr__(attention, "attention_weights", weights[-1].unsqueeze(1))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Linear
 from torch.nn.modules import module as _torch
 
-from bahdanau_fast.projection import linear
+from bahdanau_fast.ops.projection import linear
 
 __all__ = ["apply_layer", "is_unchanged", "plain_parameters", "plain_weight"]
 
