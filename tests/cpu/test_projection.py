@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bahdanau_fast.backends import limits
 from bahdanau_fast.ops import projection
 
 ROWS, D, H = 40, 192, 160
@@ -12,6 +13,13 @@ ROWS, D, H = 40, 192, 160
 
 def of(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.fixture(autouse=True)
+def family():
+    """The limits of AMD's processors: on Intel's nothing goes through oneDNN."""
+    with limits.using(onednn_work=limits.FAMILIES["amd"].onednn_work):
+        yield
 
 
 @pytest.fixture(params=["as here", "without oneDNN"])
