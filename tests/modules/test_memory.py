@@ -1,0 +1,194 @@
+"""A memory: some of its rows, elsewhere, detached, copied; whose it is, and how old."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import bahdanau_fast as bf
+
+B, TK, D, H, DV = 5, 53, 17, 19, 7
+LENS = torch.tensor([3, TK, 20, 1, 40])
+
+
+@pytest.fixture
+def attention():
+    torch.manual_seed(0)
+    return bf.AdditiveAttention(D, D, H, bias=True)
+
+
+@pytest.fixture
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(B, n, d, generator=generator) for n, d in ((2, D), (TK, D), (TK, DV))]
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+ROWS = {
+    "slice": slice(1, 4),
+    "list": [4, 0, 0],
+    "numbers": torch.tensor([2, 1]),
+    "booleans": torch.tensor([True, False, True, True, False]),
+    "none": torch.zeros(B, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("trained", [True, False])
+def test_some_rows(attention, inputs, rows, trained):
+    queries, keys, values = inputs
+    index = ROWS[rows]
+    keys.requires_grad_()
+    with torch.set_grad_enabled(trained):
+        memory = attention.memory(keys, values, LENS)[index]
+        got = [attention.attend(queries[index] + step, memory) for step in range(2)]
+        chosen = (keys[index], values[index], LENS[index])
+        want = [attention(queries[index] + step, *chosen) for step in range(2)]
+    for a, b in zip(got, want, strict=True):
+        close(a, b)
+    if trained:
+        leaves = [keys, *attention.parameters()]
+        for a, b in zip(
+            torch.autograd.grad(torch.cat(got).square().sum(), leaves),
+            torch.autograd.grad(torch.cat(want).square().sum(), leaves),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, (0, 1), None, torch.zeros(2, 2, dtype=torch.long)])
+def test_rows_that_are_none(attention, inputs, rows):
+    memory = attention.memory(inputs[1])
+    with pytest.raises(
+        TypeError, match="rows must be a slice, a list or a tensor of one dimension"
+    ):
+        memory[rows]
+
+
+def test_per_query_lengths_go_with_their_rows(attention, inputs):
+    queries, keys, values = inputs
+    lens = torch.stack([LENS, LENS.flip(0)], 1)
+    memory = attention.memory(keys, values, lens)[[3, 1]]
+    close(
+        attention.attend(queries[[3, 1]], memory),
+        attention(queries[[3, 1]], keys[[3, 1]], values[[3, 1]], lens[[3, 1]]),
+    )
+
+
+def test_another_dtype(attention, inputs):
+    queries, keys, values = (x.double() for x in inputs)
+    memory = attention.memory(*inputs[1:], LENS).to(torch.float64)
+    want = attention.double()(queries, keys, values, LENS)
+    memory = copy.copy(memory)
+    object.__setattr__(memory, "maker", None)  # of the module before it became fp64
+    torch.testing.assert_close(attention.attend(queries, memory), want, rtol=1e-5, atol=1e-6)
+    assert memory.to(torch.float64) is memory
+
+
+def test_detached(attention, inputs):
+    queries, keys, values = inputs
+    memory = attention.memory(keys.requires_grad_(), values, LENS)
+    detached = memory.detach()
+    attention.attend(queries, detached).sum().backward()
+    assert keys.grad is None
+    assert attention.W_k.weight.grad is None
+    assert attention.W_q.weight.grad is not None
+    close(attention.attend(queries, detached), attention.attend(queries, memory))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies(attention, inputs, how):
+    queries, keys, values = inputs
+    memory = attention.memory(keys.requires_grad_(), values, LENS)
+    other = how(memory)
+    assert not other.projected.keys.requires_grad
+    close(attention.attend(queries, other), attention.attend(queries, memory))
+    other.values.zero_()
+    assert attention.attend(queries, memory).abs().max() > 0.01
+
+
+def test_a_short_repr(attention, inputs):
+    assert repr(attention.memory(*inputs[1:], LENS)) == (
+        "Memory(B=5, Tk=53, H=19, Dv=7, valid_lens=(5,), dtype=torch.float32, device='cpu')"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_made_under_autocast(attention, inputs, dtype):
+    queries, keys, values = inputs
+    with torch.autocast("cpu", dtype):
+        memory = attention.memory(keys, values, LENS)
+        inside = attention.attend(queries, memory)
+    assert (memory.projected.keys.dtype, inside.dtype) == (dtype, dtype)
+    outside = attention.attend(queries, memory)
+    assert outside.dtype == torch.float32
+    # Projected keys of some units in the last place of a bf16 number of size 4.
+    torch.testing.assert_close(outside, attention(queries, keys, values, LENS), rtol=0, atol=0.03)
+    outside.sum().backward()
+    assert attention.W_k.weight.grad is not None
+
+
+def test_another_modules_memory(attention, inputs):
+    other = copy.deepcopy(attention)
+    memory = other.memory(inputs[1])
+    need = "memory must come from memory\\(\\) of this module, got one made by another Additive"
+    with pytest.raises(ValueError, match=need):
+        attention.attend(inputs[0], memory)
+
+
+CHANGES = {
+    "in place": lambda m: m.W_k.weight.mul_(1.5),
+    "one element": lambda m: m.W_k.weight[-1, -1].add_(1.0),
+    "data": lambda m: m.W_k.weight.data.mul_(1.5),
+    "bias": lambda m: m.bias.add_(1.0),
+    "loaded": lambda m: m.load_state_dict({n: x + 1 for n, x in m.state_dict().items()}),
+    "assigned": lambda m: setattr(m.W_k, "weight", nn.Parameter(torch.ones(H, D))),
+    "another layer": lambda m: setattr(m, "W_k", nn.Linear(D, H, bias=False)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_older_than_a_change_of_the_key_layer(attention, inputs, change):
+    with torch.no_grad():
+        memory = attention.memory(inputs[1])
+        attention.attend(inputs[0], memory)
+        CHANGES[change](attention)
+        with pytest.raises(ValueError, match="must be made after the last change of the key layer"):
+            attention.attend(inputs[0], memory)
+        attention.attend(inputs[0], attention.memory(inputs[1]))
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+def test_older_than_an_optimizer_step(attention, inputs, kind):
+    optimizer = torch.optim.AdamW(attention.parameters(), **{kind: True})
+    memory = attention.memory(inputs[1])
+    attention.attend(inputs[0], memory).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="call memory\\(\\) again"):
+        attention.attend(inputs[0], memory)
+
+
+def test_the_same_bytes_are_no_change(attention, inputs):
+    memory = attention.memory(inputs[1])
+    want = attention.attend(inputs[0], memory)
+    attention.load_state_dict({n: x.clone() for n, x in attention.state_dict().items()})
+    assert torch.equal(attention.attend(inputs[0], memory), want)
+    attention.W_k.weight = nn.Parameter(attention.W_k.weight.detach().clone())
+    assert torch.equal(attention.attend(inputs[0], memory), want)
+
+
+def test_a_backward_for_each_step_on_a_memory(attention, inputs):
+    queries, keys, values = inputs
+    keys.requires_grad_()
+    memory = attention.memory(keys, values, LENS)
+    for step in range(3):
+        attention.attend(queries + step, memory).square().sum().backward()
+    got = keys.grad
+    keys.grad = None
+    sum(attention(queries + s, keys, values, LENS).square().sum() for s in range(3)).backward()
+    torch.testing.assert_close(got, keys.grad, rtol=1e-4, atol=1e-5)
