@@ -12,6 +12,7 @@ import platform
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,14 +150,17 @@ def decide(
     Raises:
         ValueError: as :func:`resolve`.
     """
+    called = w_q is None or w_v is None or (w_k is None and not keys_projected)
     traced = torch.compiler.is_compiling()
     device = "cpu" if queries.is_cpu else queries.device.type
-    # In compiled code no size may decide, or it would be compiled anew for each.
-    sizes = (0,) * 7 if traced else (*queries.shape, *keys.shape[1:], values.shape[2], hidden)
-    batch, queries_len, query_size, keys_len, key_size, value_size, hidden = sizes
-    recorded = torch_state.needs_gradient(queries, keys, values, w_q, w_k, w_v, bias)
-    called = w_q is None or w_v is None or (w_k is None and not keys_projected)
-    facts = Facts(
+    if traced:  # no size may decide, or code would be compiled anew for each
+        batch = queries_len = query_size = keys_len = key_size = value_size = hidden = 0
+    else:
+        batch, queries_len, query_size = queries.shape
+        _, keys_len, key_size = keys.shape
+        value_size = values.shape[2]
+    asked = None if name is None and _forced is None else _asked(name)
+    facts = (
         device,
         queries.dtype,
         batch,
@@ -170,17 +174,33 @@ def decide(
         w_q is not None,
         keys_projected or w_k is not None,
         w_v is not None,
-        recorded or (called and torch.is_grad_enabled()),
+        torch.is_grad_enabled()
+        and (called or torch_state.needs_gradient(queries, keys, values, w_q, w_k, w_v, bias)),
         dropout_p > 0.0,
         traced,
-        _plain_only(),
-        torch_state.autocast_dtype(queries.device) is not None,
-        _asked(name),
+        _plain_only() if traced else torch_state.active(),
+        torch.is_autocast_enabled("cpu")
+        if device == "cpu"
+        else torch_state.autocast_dtype(queries.device) is not None,
+        asked,
         _there(device),
-        availability.interpreted(),
+        asked is not None and availability.interpreted(),
         1 if device == "cpu" else _sharing(queries.device),
     )
-    return (route.__wrapped__ if traced else route)(facts, limits.LIMITS)
+    if traced:
+        return route(Facts(*facts), limits.LIMITS)
+    # Looked up rather than decided again: a small call takes little longer than the decision.
+    known = (limits.LIMITS, facts)
+    found = _routes.get(known)
+    if found is None:
+        if len(_routes) >= MOST_ROUTES:
+            _routes.clear()
+        found = _routes[known] = route(Facts(*facts), limits.LIMITS)
+    return found
+
+
+_routes: dict[tuple[Any, ...], Route] = {}
+MOST_ROUTES = 4096
 
 
 def _asked(name: str | None) -> str | None:

@@ -6,7 +6,6 @@ memory; whoever executes its answer asks nothing again.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -103,7 +102,6 @@ class Route(NamedTuple):
     reason: str
 
 
-@lru_cache(maxsize=1024)
 def route(facts: Facts, limits: Limits) -> Route:
     """The way to compute a call.
 
