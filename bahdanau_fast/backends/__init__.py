@@ -212,14 +212,18 @@ def _asked(name: str | None) -> str | None:
 
 def _there(device: str) -> tuple[str, ...]:
     """The backends that may serve tensors of a kind of device."""
-    found: tuple[str, ...] = _ON_CPU if device != "cuda" else available_on_gpu()
+    found: tuple[str, ...] = _ON_CPU if device != "cuda" else _on_gpu()
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def available_on_gpu() -> tuple[str, ...]:
-    """Those that can serve CUDA tensors; a constant of compiled code."""
+def _on_gpu() -> tuple[str, ...]:
+    """The backends that can serve CUDA tensors."""
     return tuple(name for name in ("cuda", "triton", "reference") if why_not(name) is None)
+
+
+# A constant of compiled code, as torch.compiler.assume_constant_result says, which takes as long to
+# import as all of torch.
+_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

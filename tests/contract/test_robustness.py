@@ -238,7 +238,7 @@ def many(n):
     for _ in range(n):
         call(small, 4, 6)
         call(large, 32, 40)
-many(300)
+many(1000)  # until the heap has its size
 before = resident(), tensors()
 many(1700)  # 10 200 calls of the operators, forward, and 6 800 backward
 print(resident() - before[0], tensors() - before[1])
