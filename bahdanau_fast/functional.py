@@ -107,7 +107,7 @@ def additive_attention(
     if route.form == "one operator":
         inputs = (queries, keys, values, *weights_given)
         context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
-    elif route.form == "raw keys":
+    elif route.form in ("raw", "raw keys"):
         raw = (queries, keys, values, w_q, w_k, bias, w_v)
         context, weights = attend_raw(route, raw, valid_lens, dropout_p, need_weights)
     else:
@@ -229,7 +229,7 @@ def attend_small(
 
 def attend_raw(
     route: Route,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor],
     valid_lens: Tensor | None,
     dropout_p: float,
     need_weights: bool,
@@ -237,7 +237,7 @@ def attend_raw(
     """A step on a GPU with projections in its kernel; without gradients.
 
     Args:
-        route: of the call, in the form "step" or "raw keys".
+        route: of the call, in the form "step", "raw" or "raw keys".
         inputs: queries, keys, values, w_q, w_k or None for projected keys, bias or None, w_v.
         valid_lens: None, (B,) or (B,Tq).
         dropout_p: probability of dropping a weight.
@@ -249,10 +249,14 @@ def attend_raw(
     if route.backend == "cuda":
         from bahdanau_fast.backends.cuda import attend_step
 
-        context, weights = attend_step(*inputs, valid_lens, need_weights)
+        context, weights = attend_step(*inputs, valid_lens, need_weights)  # type: ignore[arg-type]
     else:
         from bahdanau_fast.backends.triton.forward import step_from_raw
 
+        if route.form == "raw keys":
+            queries, keys, values, w_q, *others = inputs
+            assert w_q is not None
+            inputs = (linear(queries, w_q), keys, values, None, *others)  # type: ignore[assignment]
         seed = _seed(dropout_p, inputs[0])
         context, weights = step_from_raw(*inputs, valid_lens, seed, dropout_p, need_weights)
     return context, _like(context, weights)

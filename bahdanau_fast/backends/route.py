@@ -22,7 +22,8 @@ NAMES = ("cuda", "triton", "cpu", "reference")
 FORMS = {
     "one operator": "raw queries and keys; the projections are part of the operator",
     "step": "raw queries, projected keys; the queries are projected in the operator",
-    "raw keys": "raw queries and keys, in one launch where the kernels project them",
+    "raw": "raw queries and keys; a GPU's launch projects both",
+    "raw keys": "raw keys, which a GPU's launch projects; queries are projected in front",
     "projected": "queries and keys are projected in front, by matrix products",
     "called": "w_v is more than its weight: its layer is called on every (query, key) pair",
     "reference": "plain PyTorch operations",
@@ -218,7 +219,8 @@ def _form_on_gpu(facts: Facts, backend: str) -> tuple[str, str]:
         facts.batch * facts.keys_len, facts.key_size, facts.hidden, size
     )
     if own_keys:
-        return "raw keys", "reading the keys once is worth more than the library's faster product"
+        why = "reading the keys once is worth more than the library's faster product"
+        return ("raw" if own_queries else "raw keys"), why
     if own_queries:
         return "step", "W_q is small enough for a launch to read it"
     return "projected", "the library's products are faster"

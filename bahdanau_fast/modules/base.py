@@ -163,7 +163,7 @@ class Additive(KeepsWeights):
         route = backends.decide(
             queries, keys, values, *weights, self.bias, self.num_hiddens, dropout_p
         )
-        if route.form in ("one operator", "raw keys"):
+        if route.form in ("one operator", "raw", "raw keys"):
             assert w_q is not None
             assert w_k is not None
             assert w_v is not None

@@ -6,11 +6,11 @@ What comes back is held against the same decoder in plain PyTorch, step by step 
 import torch
 from drawn import NUMBERS, SIZES, Bytes, agree, dropout, in_words, lengths, mistaken, spoil, tensor
 
-from bahdanau_fast.ops import decode
+from bahdanau_fast.ops import decode as operator
 
 ops = torch.ops.bahdanau_fast
 DTYPES = (torch.float32, torch.float64)
-NEEDED = decode.Arguments(*[True] * len(decode.Arguments._fields))
+NEEDED = operator.Arguments(*[True] * len(operator.Arguments._fields))
 SCALES = (1.0, 1e-3, 0.1, 3.0, 10.0)
 
 
@@ -31,7 +31,7 @@ def _arguments(read, T):
     def weight(*shape):
         return normal(*shape, scale=max(shape[-1], 1) ** -0.5)
 
-    made = decode.Arguments(
+    made = operator.Arguments(
         inputs=normal(T, B, E, scale=scale),
         w_inputs=weight(G, E),
         input_bias=normal(G),
@@ -48,7 +48,7 @@ def _arguments(read, T):
     )
     made.bias[0, :G] = 0.0  # that of the inputs stands for it
     lens = lengths(read, B, 1, Tk, generator)
-    return made, decode.Rest(valid_lens=lens), generator
+    return made, operator.Rest(valid_lens=lens), generator
 
 
 def _tabled(read, made, rest):
@@ -61,7 +61,7 @@ def _tabled(read, made, rest):
 
 def _leaves(made):
     """The same numbers in fp64, to differentiate by."""
-    return decode.Arguments(
+    return operator.Arguments(
         *(x if x is None else x.detach().double().requires_grad_() for x in made)
     )
 
@@ -80,8 +80,8 @@ def decode(data):
     rest = rest._replace(seed=seed, dropout_p=dropout_p)
     try:
         rest = _tabled(read, made, rest)
-        inputs = decode._in_order(made, rest)
-        gates = decode._input_gates(made)
+        inputs = operator._in_order(made, rest)
+        gates = operator._input_gates(made)
         results = ops.decode(*mistaken(read, [gates, *inputs, True], 10))
         again = ops.decode(gates, *inputs, False)
         states, cells, _, queries, weights, kept = results
@@ -94,7 +94,7 @@ def decode(data):
         grads[2] = None if made.cell is None else grads[2]
         saved = (states, cells, queries, weights, kept)
         ops.decode_backward(*mistaken(read, [*inputs, *saved, *grads], 10))
-        found = decode._gradients(made, rest, results, grads, NEEDED)
+        found = operator._gradients(made, rest, results, grads, NEEDED)
     except RuntimeError as error:
         in_words(read, error)
         return "refused"
@@ -106,8 +106,8 @@ def decode(data):
         return "ran"
     leaves, dtype = _leaves(made), made.hidden.dtype
     masks = None if rest.masks is None else rest.masks.double()
-    want = decode.by_steps(leaves, decode.Rest(valid_lens=rest.valid_lens, masks=masks))
-    got = decode.Decoded(states[-1, 1:], states[:, -1], cells[:, -1], weights)
+    want = operator.by_steps(leaves, operator.Rest(valid_lens=rest.valid_lens, masks=masks))
+    got = operator.Decoded(states[-1, 1:], states[:, -1], cells[:, -1], weights)
     for name, a, b in zip(want._fields, got, want, strict=True):
         agree(name, a, b.detach(), dtype)
     used = [x for x in leaves if x is not None]
@@ -150,7 +150,7 @@ def greedy(data):
         marks = (*marks[:at], read.of((*NUMBERS, V)), *marks[at + 1 :])
     try:
         rest = _tabled(read, made, rest)
-        inputs = [embedding, made.w_inputs, made.input_bias, *decode._in_order(made, rest)[:-3]]
+        inputs = [embedding, made.w_inputs, made.input_bias, *operator._in_order(made, rest)[:-3]]
         inputs += [w_dense, dense_bias, left_out]
         tokens, weights = ops.decode_greedy(*mistaken(read, inputs, 8), *marks)
     except RuntimeError as error:
@@ -170,7 +170,7 @@ def greedy(data):
     if 0 in (steps, H):
         return "checked"
     wide = _leaves(made)._replace(inputs=embedding.double()[told[:, :steps]].transpose(0, 1))
-    want = decode.by_steps(wide, decode.Rest(valid_lens=rest.valid_lens))
+    want = operator.by_steps(wide, operator.Rest(valid_lens=rest.valid_lens))
     agree("weights", weights, want.weights.detach().transpose(0, 1), dtype)
     logits = (want.features @ w_dense.double().t() + dense_bias.double()).detach().transpose(0, 1)
     allowed = torch.ones(V, dtype=torch.bool)
