@@ -29,6 +29,7 @@ def is_unchanged(module: nn.Module) -> bool:
     """Whether calling a module runs its class's ``forward`` and nothing else."""
     if (
         torch.compiler.is_compiling()  # compiled code is for the forward that was looked at
+        and not torch.compiler.is_exporting()  # which is done once
         and getattr(module.forward, "__func__", None) is not type(module).forward
     ):
         return False
