@@ -1,7 +1,7 @@
 """Where one way of computing becomes faster than another, by family of processor.
 
 Every limit of the package is a field of :class:`Limits`. ``python -m bahdanau_fast bench --only
-limits`` measures both sides of each and says which are wrong on the machine it runs on. The values
+choices`` measures both sides of each and says which are wrong on the machine it runs on. The values
 are fixed for a family: nothing is timed while the package runs, so every run gives the same bits.
 
 ``BAHDANAU_FAST_LIMITS`` (amd, intel, x86 or arm) forces those of one family, for tests.
@@ -24,7 +24,7 @@ def _limit(unit: str, decides: str, measured_by: str) -> int:
     return field(metadata={"unit": unit, "decides": decides, "measured by": measured_by})  # type: ignore[no-any-return]
 
 
-_BENCH = "bench --only limits"
+_BENCH = "bench --only choices"
 
 
 @dataclass(frozen=True, eq=False)  # by identity: route() looks them up at each call
@@ -92,17 +92,7 @@ _AMD = Limits(
     onednn_side=128,
 )
 # MKL is Intel's own: nowhere slower there than oneDNN, and up to 3.7 times as fast.
-_INTEL = Limits(
-    one_operator_work=32768,
-    step_rows=8,
-    step_work=1 << 20,
-    table_elements=513,
-    table_queries=16,
-    reuse_elements=513,
-    onednn_work=NEVER,
-    onednn_rows=4,
-    onednn_side=128,
-)
+_INTEL = replace(_AMD, onednn_work=NEVER)
 
 #: By name. Nobody has measured "x86" (other makers) and "arm": they take what was right for AMD,
 #: where torch has MKL beside oneDNN, and torch's own products where it has not.
