@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bahdanau_fast import backends, checks, ops, reference
-from bahdanau_fast.backends import limits
+from bahdanau_fast import backends, checks, limits, ops, reference
 from bahdanau_fast.backends.route import Route
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops import sharding, torch_state, whole

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
-from bahdanau_fast import checks
-from bahdanau_fast.backends import availability, limits
+from bahdanau_fast import checks, limits
+from bahdanau_fast.backends import availability
 from bahdanau_fast.backends.route import NAMES, Facts, Route, choose_backend, route
 from bahdanau_fast.ops import torch_state
 

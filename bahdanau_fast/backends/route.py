@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from bahdanau_fast import checks
-from bahdanau_fast.backends.limits import Limits
+from bahdanau_fast.limits import Limits
 
 __all__ = ["FORMS", "NAMES", "Facts", "Route", "choose_backend", "keeps_table", "route"]
 

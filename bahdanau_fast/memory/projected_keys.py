@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import checks, ops
-from bahdanau_fast.backends import limits
+from bahdanau_fast import checks, limits, ops
 from bahdanau_fast.backends.route import keeps_table
 from bahdanau_fast.ops.lifetime import Due, Lifetime
 from bahdanau_fast.ops.shared_gradients import Shared, share

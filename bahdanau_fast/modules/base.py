@@ -7,8 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends, checks, reference
-from bahdanau_fast.backends import limits
+from bahdanau_fast import backends, checks, limits, reference
 from bahdanau_fast.backends.route import Route
 from bahdanau_fast.functional import attend_projected, attend_queries, attend_raw, attend_small
 from bahdanau_fast.memory import Maker, Memory, ProjectedKeys, project

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from bahdanau_fast.backends import limits
+from bahdanau_fast import limits
 from bahdanau_fast.ops import torch_state
 from bahdanau_fast.ops.lifetime import Held, Lifetime
 

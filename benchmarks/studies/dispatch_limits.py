@@ -15,8 +15,7 @@ import torch
 from tqdm import tqdm
 
 import bahdanau_fast as bf
-from bahdanau_fast import backends, memory
-from bahdanau_fast.backends import limits
+from bahdanau_fast import backends, limits, memory
 from bahdanau_fast.functional import attend_queries
 from bahdanau_fast.ops import projection
 

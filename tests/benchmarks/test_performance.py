@@ -9,7 +9,7 @@ import pytest
 import torch
 from threads import one_thread  # noqa: F401
 
-from bahdanau_fast.backends import limits
+from bahdanau_fast import limits
 from bahdanau_fast.cli import main
 from bahdanau_fast.ops import whole
 from bahdanau_fast.seq2seq.plots import require_matplotlib

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bahdanau_fast.backends import limits
+from bahdanau_fast import limits
 from bahdanau_fast.ops import projection
 
 ROWS, D, H = 40, 192, 160

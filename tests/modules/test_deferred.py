@@ -11,7 +11,7 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
-from bahdanau_fast.backends.limits import LIMITS
+from bahdanau_fast.limits import LIMITS
 
 B, TK, D, H, STEPS = 3, 53, 17, 19, 6
 # Smaller sources have no memory worth sharing.

@@ -10,7 +10,7 @@ from threads import one_thread  # noqa: F401
 from ways import MODES, PAGE, WAYS, page
 
 from bahdanau_fast import backends
-from bahdanau_fast.backends.limits import LIMITS
+from bahdanau_fast.limits import LIMITS
 
 ALONE = [way for way in WAYS if way.ranks == 1]
 TOGETHER = [way for way in WAYS if way.ranks == 2]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import bahdanau_fast as bf
-from bahdanau_fast import backends
-from bahdanau_fast.backends import limits
+from bahdanau_fast import backends, limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +26,7 @@ def test_every_limit_says_what_it_is():
 
 @pytest.mark.parametrize("family", limits.FAMILIES)
 def test_a_family_can_be_forced(family):
-    code = "from bahdanau_fast.backends import limits as l; print(l.family(), l.LIMITS.onednn_work)"
+    code = "from bahdanau_fast import limits as l; print(l.family(), l.LIMITS.onednn_work)"
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "BAHDANAU_FAST_LIMITS": family},

@@ -4,7 +4,7 @@ import torch
 from torch.profiler import profile
 
 import bahdanau_fast as bf
-from bahdanau_fast.backends.limits import LIMITS
+from bahdanau_fast.limits import LIMITS
 from bahdanau_fast.memory import ProjectedKeys
 
 B, TQ, TK, DK, DQ, H = 3, 1, 53, 17, 5, 19
