@@ -1,22 +1,41 @@
-"""Where one way of computing becomes faster than another, by family of processor.
+"""Where one way of computing a call gives way to another, by family of processor.
 
-Every limit of the package is a field of :class:`Limits`. ``python -m bahdanau_fast bench --only
-choices`` measures both sides of each and says which are wrong on the machine it runs on. The values
-are fixed for a family: nothing is timed while the package runs, so every run gives the same bits.
+Every number that decides is a field here: of :class:`Limits` for the CPU, of :class:`GpuLimits` for
+a GPU, and of :class:`PrecisionLimits` where exactness decides instead of speed. ``python -m
+bahdanau_fast bench --only limits`` measures both sides of those of the CPU and says which are wrong
+on the machine it runs on. All values are fixed: nothing is timed while the package runs, so every
+run gives the same bits.
 
 ``BAHDANAU_FAST_LIMITS`` (amd, intel, x86 or arm) forces those of one family, for tests.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
-__all__ = ["FAMILIES", "LIMITS", "Limits", "describe", "family", "using"]
+import torch
+
+__all__ = [
+    "FAMILIES",
+    "GPU_FAMILIES",
+    "LIMITS",
+    "OTHER_GPU",
+    "PRECISION",
+    "GpuLimits",
+    "Limits",
+    "PrecisionLimits",
+    "describe",
+    "family",
+    "of_gpu",
+    "using",
+]
 
 
 def _limit(unit: str, decides: str, measured_by: str) -> int:
@@ -24,7 +43,10 @@ def _limit(unit: str, decides: str, measured_by: str) -> int:
     return field(metadata={"unit": unit, "decides": decides, "measured by": measured_by})  # type: ignore[no-any-return]
 
 
-_BENCH = "bench --only choices"
+_BENCH = "python -m bahdanau_fast bench --only limits"
+_GPU_REPORT = "make gpu-report"
+_PRODUCTS = "python -m pytest tests/cpu/test_projection.py"
+_ACCURACY = "python -m pytest tests/cpu/test_accuracy.py"
 
 
 @dataclass(frozen=True, eq=False)  # by identity: route() looks them up at each call
@@ -78,6 +100,98 @@ class Limits:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class GpuLimits:
+    """The sizes and rates by which a call is computed on a GPU; ``describe`` prints them."""
+
+    step_queries: int = _limit(
+        "queries per row of the batch",
+        "up to here one launch serves a call, and backward is one pass over the keys",
+        _GPU_REPORT,
+    )
+    step_features: int = _limit(
+        "features of a value",
+        "up to here one launch serves a call: its program keeps a context in registers",
+        _GPU_REPORT,
+    )
+    step_features_fp64: int = _limit(
+        "features of a value",
+        "the same where fp32 values may be summed up in fp64",
+        _GPU_REPORT,
+    )
+    own_queries: int = _limit(
+        "queries per row of the batch",
+        "up to here a launch may project its own queries, and in CUDA C++ its own keys",
+        _GPU_REPORT,
+    )
+    own_weight: int = _limit(
+        "bytes of W_q, times the queries",
+        "up to here each block of that launch reads W_q itself",
+        _GPU_REPORT,
+    )
+    cluster: int = _limit(
+        "blocks",
+        "so many blocks of a CUDA C++ launch share out W_q: `own_weight` holds for each",
+        _GPU_REPORT,
+    )
+    launch: int = _limit(
+        "nanoseconds",
+        "what a launch costs, which keys projected in the kernel save",
+        _GPU_REPORT,
+    )
+    memory_rate: int = _limit(
+        "bytes per nanosecond",
+        "how fast projected keys would be written and read, which is saved too",
+        _GPU_REPORT,
+    )
+    own_rate: int = _limit(
+        "operations per nanosecond",
+        "how fast the kernel that projects its keys multiplies, in 16 bits",
+        _GPU_REPORT,
+    )
+    library_rate: int = _limit(
+        "operations per nanosecond",
+        "how fast the library multiplies instead",
+        _GPU_REPORT,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PrecisionLimits:
+    """What decides for exactness: the same on every processor; ``describe`` prints them."""
+
+    fp64_elements: int = _limit(
+        "elements (query, key, hidden)",
+        "up to here fp32 calls are computed in fp64",
+        _ACCURACY,
+    )
+    fp64_table_elements: int = _limit(
+        "elements (key, hidden)",
+        "up to here fp32 keys get their table in fp64 where gradients may be asked for",
+        _ACCURACY,
+    )
+    fp64_forward_table_elements: int = _limit(
+        "elements (key, hidden)",
+        "the same where no gradient will be asked for",
+        _ACCURACY,
+    )
+    fp32_norm: int = _limit(
+        "norm of w_v",
+        "above it fp32 calls of any size are computed in fp64 on the CPU",
+        _ACCURACY,
+    )
+    onednn_terms: int = _limit(
+        "terms of a sum",
+        "sums of more are taken in parts: oneDNN adds up one by one, and would round more often",
+        _PRODUCTS,
+    )
+    onednn_copied_terms: int = _limit(
+        "terms of a sum",
+        "the same where each part has to be copied first",
+        _PRODUCTS,
+    )
+
+
 NEVER = 1 << 62
 
 _AMD = Limits(
@@ -97,6 +211,39 @@ _INTEL = replace(_AMD, onednn_work=NEVER)
 #: By name. Nobody has measured "x86" (other makers) and "arm": they take what was right for AMD,
 #: where torch has MKL beside oneDNN, and torch's own products where it has not.
 FAMILIES = {"amd": _AMD, "intel": _INTEL, "x86": _AMD, "arm": _INTEL}
+
+# Modelled, not measured: rates are an H200's, a multiprocessor of which reads some 40 bytes a
+# nanosecond from L2.
+OTHER_GPU = GpuLimits(
+    step_queries=16,
+    step_features=2048,
+    step_features_fp64=256,
+    own_queries=4,
+    own_weight=64 * 1024,
+    cluster=1,
+    launch=2500,
+    memory_rate=4300,
+    own_rate=400_000,
+    library_rate=750_000,
+)
+
+#: By compute capability: sm_80 from 8.0 on, sm_90 from 9.0 on. "other" is what no family is known
+#: of: AMD's GPUs, and Triton's interpreter.
+GPU_FAMILIES = {
+    "sm_80": replace(OTHER_GPU),
+    "sm_90": replace(OTHER_GPU, cluster=8),
+    "other": OTHER_GPU,
+}
+
+#: csrc/common/limits.h has those of fp64 and fp32 for the kernels; a test compares them.
+PRECISION = PrecisionLimits(
+    fp64_elements=524288,
+    fp64_table_elements=196608,
+    fp64_forward_table_elements=16384,
+    fp32_norm=64,
+    onednn_terms=256,
+    onednn_copied_terms=512,
+)
 
 
 def family() -> str:
@@ -125,6 +272,19 @@ def _maker() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
+@functools.cache
+def of_gpu(device: torch.device) -> GpuLimits:
+    """Those of a GPU by its compute capability; of no family for any other device.
+
+    Args:
+        device: of the data.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return OTHER_GPU
+    has_clusters = torch.cuda.get_device_capability(device) >= (9, 0)
+    return GPU_FAMILIES["sm_90" if has_clusters else "sm_80"]
+
+
 #: Those in force. To be read where they are used (``limits.LIMITS``), so that :func:`using` works.
 LIMITS = FAMILIES[family()]
 
@@ -145,15 +305,23 @@ def using(**changes: int) -> Iterator[Limits]:
 
 
 def describe() -> str:
-    """Every limit with its value for each family, as a table in Markdown."""
-    names = list(FAMILIES)
+    """Every limit with its value for each family, as tables in Markdown: CPU, GPU, precision."""
+    found = (
+        _table(Limits, FAMILIES),
+        _table(GpuLimits, GPU_FAMILIES),
+        _table(PrecisionLimits, {"all": PRECISION}),
+    )
+    return "\n\n".join(found)
+
+
+def _table(kind: type[Any], families: dict[str, Any]) -> str:
     lines = [
-        f"| limit | unit | decides | {' | '.join(names)} |",
-        "|" + "---|" * (3 + len(names)),
+        f"| limit | unit | decides | measured by | {' | '.join(families)} |",
+        "|" + "---|" * (4 + len(families)),
     ]
-    for each in fields(Limits):
-        values = (getattr(FAMILIES[name], each.name) for name in names)
+    for each in fields(kind):
+        values = (getattr(limits, each.name) for limits in families.values())
         shown = " | ".join("never" if v == NEVER else str(v) for v in values)
-        unit, decides = each.metadata["unit"], each.metadata["decides"]
-        lines.append(f"| `{each.name}` | {unit} | {decides} | {shown} |")
+        unit, decides, measured_by = each.metadata.values()
+        lines.append(f"| `{each.name}` | {unit} | {decides} | `{measured_by}` | {shown} |")
     return "\n".join(lines)

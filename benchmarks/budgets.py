@@ -24,8 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bahdanau_fast import limits
 from bahdanau_fast.backends.triton import backward, call, forward
-from bahdanau_fast.kernels import plans
 
 from .machine_code import cuda
 from .machine_code.sass import hot, resident_warps
@@ -127,7 +127,7 @@ def launches_of(
         inputs = (queries, keys, None, None, values, w_v, valid, None, 0.0)
         context, weights = forward.attend(*inputs, True)
         backward.attend_backward(*inputs, weights, context, weights, 15)
-        if queries_len <= plans.FEW_QUERIES and dtype != torch.float32:
+        if queries_len <= limits.OTHER_GPU.step_queries and dtype != torch.float32:
             square = make(hidden, hidden)
             forward.step_from_raw(
                 queries, keys, values, square, square, None, w_v, valid, None, 0.0, True

@@ -10,60 +10,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-FEW_QUERIES = 16
-# Features of a value that one program of a step accumulates, in fp32 and in fp64; more go the way
-# of many queries.
-_STEP_FEATURES, _STEP_FEATURES_WIDE = 2048, 256
-
 
 def power_of_two(n: int) -> int:
     """The least power of two that is not below n, from 1 on."""
     return 1 << max(n - 1, 0).bit_length()
 
 
-def is_step(queries_len: int, features: int, wide: bool) -> bool:
-    """Whether a call is served by the one-launch kernel for few queries."""
-    most = _STEP_FEATURES_WIDE if wide else _STEP_FEATURES
-    return queries_len <= FEW_QUERIES and features <= most
-
-
-# Bytes of W_q that each program of a step reads for itself rather than wait for a launch in front:
-# one multiprocessor reads some 40 bytes a nanosecond from L2, a launch takes some 2.5 us.
-_FUSED_WEIGHT = 64 * 1024
-_LAUNCH = 2.5e-6
-# Assumed rates of the raw-keys kernel's product, of the library's, and of memory; an H200's.
-_OWN_FLOPS, _LIBRARY_FLOPS, _BYTES = 4.0e14, 7.5e14, 4.3e12
-
-
-def fuses_queries(
-    queries_len: int, query_size: int, hidden: int, size: int, sharing: int = 1
-) -> bool:
-    """Whether a step projects its queries itself.
-
-    ``size`` is bytes of an element, ``sharing`` the number of programs that read W_q together.
-    """
-    read = queries_len * query_size * hidden * size
-    return queries_len <= 4 and read <= _FUSED_WEIGHT * sharing
-
-
-def fuses_keys(rows: int, key_size: int, hidden: int, size: int) -> bool:
-    """Whether a call from raw keys projects them in its own kernel.
-
-    That saves writing and reading the projected keys and a launch, and costs what its product is
-    slower than the library's. Full-precision fp32 has no tensor cores to gain from.
-    """
-    flops = 2 * rows * key_size * hidden
-    lost = flops / _OWN_FLOPS - flops / _LIBRARY_FLOPS
-    return size == 2 and lost <= 2 * rows * hidden * size / _BYTES + _LAUNCH
-
-
 # Bytes of scores of many queries at once, where nobody asked for weights.
 _SCRATCH = 64 << 20
 
 
-def query_chunk(batch: int, keys_len: int) -> int:
-    """How many queries to take at once so that their scores stay within a bound."""
-    return max(_SCRATCH // max(4 * batch * keys_len, 1), FEW_QUERIES + 1)
+def query_chunk(batch: int, keys_len: int, least: int) -> int:
+    """How many queries to take at once so that their scores stay within a bound; ``least`` fit."""
+    return max(_SCRATCH // max(4 * batch * keys_len, 1), least)
 
 
 class StepPlan(NamedTuple):
@@ -83,7 +42,7 @@ def step(
     ``size`` is bytes of an element. The model's plan first, then those with other tiles of keys
     and other splits.
     """
-    block_q = 1 if queries_len == 1 else FEW_QUERIES
+    block_q = 1 if queries_len == 1 else max(power_of_two(queries_len), 16)
     # Precise tanh, that of fp32, takes twice the registers.
     block_h = min(max(power_of_two(-(-hidden // 2)), 16), 32 if size == 4 else 64)
     if raw_keys and hidden <= 64:

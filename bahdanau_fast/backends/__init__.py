@@ -6,7 +6,6 @@ can be asked for by name, for one call (``backend="cpu"``) or for a block (``wit
 
 from __future__ import annotations
 
-import functools
 import importlib
 import platform
 import warnings
@@ -185,17 +184,17 @@ def decide(
         asked,
         _there(device),
         asked is not None and availability.interpreted(),
-        1 if device == "cpu" else _sharing(queries.device),
     )
     if traced:
-        return route(Facts(*facts), limits.LIMITS)
+        return route(Facts(*facts), limits.LIMITS, limits.OTHER_GPU)
+    of_gpu = limits.of_gpu(queries.device) if device == "cuda" else limits.OTHER_GPU
     # Looked up rather than decided again: a small call takes little longer than the decision.
-    known = (limits.LIMITS, facts)
+    known = (limits.LIMITS, of_gpu, facts)
     found = _routes.get(known)
     if found is None:
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        found = _routes[known] = route(Facts(*facts), limits.LIMITS)
+        found = _routes[known] = route(Facts(*facts), limits.LIMITS, of_gpu)
     return found
 
 
@@ -224,14 +223,6 @@ def _on_gpu() -> tuple[str, ...]:
 # A constant of compiled code, as torch.compiler.assume_constant_result says, which takes as long to
 # import as all of torch.
 _on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _sharing(device: torch.device) -> int:
-    """Blocks that share W_q among them on a GPU (csrc/cuda): a cluster, from 9.0 on."""
-    if device.type != "cuda":
-        return 1
-    return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
 
 
 def _plain_only() -> bool:

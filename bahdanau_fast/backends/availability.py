@@ -20,6 +20,8 @@ __all__ = ["cpu_problem", "cuda_problem", "interpreted", "triton_problem"]
 TORCH = (2, 10)
 # The kernels are compiled and interpreted in the tests with this and newer ones.
 TRITON = (3, 6)
+# Tensor cores for bf16, and 96 KB of shared memory for a block.
+CAPABILITY = (8, 0)
 
 
 def cpu_problem() -> str | None:
@@ -52,8 +54,8 @@ def cuda_problem() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
     capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
-        return f"compute capability 8.0 is needed, this GPU has {capability[0]}.{capability[1]}"
+    if capability < CAPABILITY:
+        return _too_old(capability)
     try:
         _check_whole("bahdanau_fast._C_cuda")
         importlib.import_module("bahdanau_fast._C_cuda")
@@ -68,6 +70,11 @@ def cuda_problem() -> str | None:
 
     cuda.register()
     return None
+
+
+def _too_old(capability: tuple[int, int]) -> str:
+    needed, found = (".".join(map(str, version)) for version in (CAPABILITY, capability))
+    return f"compute capability {needed} is needed, this GPU has {found}"
 
 
 def _hides_installed(extension: str) -> str | None:
@@ -120,8 +127,8 @@ def triton_problem() -> str | None:
         if not torch.cuda.is_available():
             return "no CUDA or ROCm device is visible (TRITON_INTERPRET=1 runs it on the CPU)"
         capability = torch.cuda.get_device_capability()
-        if torch.version.hip is None and capability < (8, 0):
-            return f"compute capability 8.0 is needed, this GPU has {capability[0]}.{capability[1]}"
+        if torch.version.hip is None and capability < CAPABILITY:
+            return _too_old(capability)
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -11,9 +11,18 @@ from typing import NamedTuple
 import torch
 
 from bahdanau_fast import checks
-from bahdanau_fast.limits import Limits
+from bahdanau_fast.limits import GpuLimits, Limits
 
-__all__ = ["FORMS", "NAMES", "Facts", "Route", "choose_backend", "keeps_table", "route"]
+__all__ = [
+    "FORMS",
+    "NAMES",
+    "Facts",
+    "Route",
+    "choose_backend",
+    "is_gpu_step",
+    "keeps_table",
+    "route",
+]
 
 #: Backends, fastest first.
 NAMES = ("cuda", "triton", "cpu", "reference")
@@ -56,7 +65,6 @@ class Facts(NamedTuple):
         asked: a backend asked for by name, or None.
         there: backends that can serve calls in this process.
         interpreted: Triton kernels run in its interpreter, on the CPU.
-        sharing: blocks of a GPU that read W_q together.
     """
 
     device: str
@@ -80,7 +88,6 @@ class Facts(NamedTuple):
     asked: str | None
     there: tuple[str, ...]
     interpreted: bool
-    sharing: int
 
 
 class Route(NamedTuple):
@@ -103,12 +110,13 @@ class Route(NamedTuple):
     reason: str
 
 
-def route(facts: Facts, limits: Limits) -> Route:
+def route(facts: Facts, limits: Limits, gpu: GpuLimits) -> Route:
     """The way to compute a call.
 
     Args:
         facts: about the call.
         limits: of the processor.
+        gpu: of the GPU that the data is on; read only for a backend of GPUs.
 
     Raises:
         ValueError: a backend was asked for that cannot serve the call.
@@ -116,7 +124,7 @@ def route(facts: Facts, limits: Limits) -> Route:
     backend, why = choose_backend(
         facts.asked, facts.device, facts.dtype, facts.there, facts.plain_only, facts.interpreted
     )
-    form, because = _form(facts, limits, backend)
+    form, because = _form(facts, limits, gpu, backend)
     reuse = form in ("step", "projected") and not facts.traced and not facts.keys_projected
     return Route(
         backend, form, reuse, facts.traced, facts.records, f"{backend}: {why}; {form}: {because}"
@@ -166,7 +174,7 @@ def _check_serves(
         )
 
 
-def _form(facts: Facts, limits: Limits, backend: str) -> tuple[str, str]:
+def _form(facts: Facts, limits: Limits, gpu: GpuLimits, backend: str) -> tuple[str, str]:
     if not facts.score_weight:
         return "called", "the layer w_v is more than its weight"
     if backend == "reference":
@@ -180,7 +188,9 @@ def _form(facts: Facts, limits: Limits, backend: str) -> tuple[str, str]:
         in_front = "the layer of the queries is more than its weight"
     if in_front is not None:
         return "projected", in_front
-    return _form_on_cpu(facts, limits) if backend == "cpu" else _form_on_gpu(facts, backend)
+    if backend == "cpu":
+        return _form_on_cpu(facts, limits)
+    return _form_on_gpu(facts, gpu, backend)
 
 
 def _form_on_cpu(facts: Facts, limits: Limits) -> tuple[str, str]:
@@ -201,29 +211,60 @@ def _form_on_cpu(facts: Facts, limits: Limits) -> tuple[str, str]:
     return "projected", f"{queries} elements of queries, more than {most}"
 
 
-def _form_on_gpu(facts: Facts, backend: str) -> tuple[str, str]:
+def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, str]:
     if facts.records:
         return "projected", "a gradient may be asked for"
     if backend == "cuda" and facts.drops:
         return "projected", "weights are dropped"
-    from bahdanau_fast.kernels import plans
-
-    size = facts.dtype.itemsize
-    if not plans.is_step(facts.queries_len, facts.value_size, wide=size == 4):
+    may_sum_in_fp64 = facts.dtype is torch.float32
+    if not is_gpu_step(facts.queries_len, facts.value_size, may_sum_in_fp64, limits):
         return "projected", "many queries, or values of many features"
-    own_queries = plans.fuses_queries(
-        facts.queries_len, facts.query_size, facts.hidden, size, facts.sharing
-    )
-    own_keys = not facts.keys_projected and facts.key_weight
-    own_keys = own_keys and plans.fuses_keys(
-        facts.batch * facts.keys_len, facts.key_size, facts.hidden, size
-    )
-    if own_keys:
+    own_queries = _projects_queries(facts, limits, backend)
+    if _projects_keys(facts, limits, backend):
         why = "reading the keys once is worth more than the library's faster product"
         return ("raw" if own_queries else "raw keys"), why
     if own_queries:
         return "step", "W_q is small enough for a launch to read it"
     return "projected", "the library's products are faster"
+
+
+def is_gpu_step(queries_len: int, features: int, sums_in_fp64: bool, limits: GpuLimits) -> bool:
+    """Whether one launch on a GPU serves a call: scores, softmax and context.
+
+    Args:
+        queries_len: Tq.
+        features: Dv.
+        sums_in_fp64: the kernel may compute in fp64.
+        limits: of the GPU.
+    """
+    most = limits.step_features_fp64 if sums_in_fp64 else limits.step_features
+    return queries_len <= limits.step_queries and features <= most
+
+
+def _projects_queries(facts: Facts, limits: GpuLimits, backend: str) -> bool:
+    """Whether a step's launch projects its queries: every block, or every cluster, reads W_q."""
+    read = facts.queries_len * facts.query_size * facts.hidden * facts.dtype.itemsize
+    blocks = limits.cluster if backend == "cuda" else 1
+    return facts.queries_len <= limits.own_queries and read <= limits.own_weight * blocks
+
+
+def _projects_keys(facts: Facts, limits: GpuLimits, backend: str) -> bool:
+    """Whether a step's launch projects its keys: saves their way through memory, and a launch.
+
+    It costs what the kernel's product is slower than the library's. fp32 in full precision has no
+    tensor cores to gain from.
+    """
+    if facts.keys_projected or not facts.key_weight:
+        return False
+    if facts.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if backend == "cuda" and facts.queries_len > limits.own_queries:
+        return False
+    projected = facts.batch * facts.keys_len * facts.hidden
+    operations = 2 * projected * facts.key_size
+    lost = operations / limits.own_rate - operations / limits.library_rate
+    saved = 2 * projected * facts.dtype.itemsize / limits.memory_rate + limits.launch
+    return lost <= saved
 
 
 def keeps_table(elements: int, queries_len: int, limits: Limits) -> bool:

@@ -5,7 +5,6 @@
 """
 
 from bahdanau_fast.ops.projected import (
-    MAX_FP64_ELEMENTS,
     NEED_KEYS,
     NEED_QUERIES,
     NEED_VALUES,
@@ -21,7 +20,6 @@ from bahdanau_fast.ops.projected import (
 )
 
 __all__ = [
-    "MAX_FP64_ELEMENTS",
     "NEED_KEYS",
     "NEED_QUERIES",
     "NEED_VALUES",

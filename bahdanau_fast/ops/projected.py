@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import reference
+from bahdanau_fast.limits import PRECISION
 from bahdanau_fast.ops import sharding, torch_state
 from bahdanau_fast.ops.again import differentiate_again
 from bahdanau_fast.ops.lifetime import Lifetime, after_backward, save, saved
@@ -85,12 +86,6 @@ library.define(
 )
 
 
-# Up to so many elements fp32 problems are computed in fp64, and keys get a table in fp64; of fewer
-# where no gradient will be asked for (csrc/common/limits.h).
-MAX_FP64_ELEMENTS = 524288
-MAX_FP64_TABLE_ELEMENTS, MAX_FP64_FORWARD_ELEMENTS = 196608, 16384
-
-
 def weights_dtype(dtype: torch.dtype) -> torch.dtype:
     """What the operators give attention weights in: backward takes differences of them."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -98,7 +93,7 @@ def weights_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _exp_keys_fake(keys: Tensor, precise: bool = True) -> tuple[Tensor, Tensor]:
     batch, keys_len, hidden = keys.shape
-    most = MAX_FP64_TABLE_ELEMENTS if precise else MAX_FP64_FORWARD_ELEMENTS
+    most = PRECISION.fp64_table_elements if precise else PRECISION.fp64_forward_table_elements
     small = batch * keys_len * hidden <= most
     in_double = keys.dtype == torch.float64 or (keys.dtype == torch.float32 and small)
     dtype, per_line = (torch.float64, 8) if in_double else (torch.float32, 16)
@@ -379,8 +374,8 @@ def table_for(queries_len: int, keys: Tensor) -> tuple[Tensor | None, Tensor | N
     """
     if (
         keys.dtype is torch.float32
-        and keys.numel() > MAX_FP64_FORWARD_ELEMENTS
-        and queries_len * keys.numel() <= MAX_FP64_ELEMENTS
+        and keys.numel() > PRECISION.fp64_forward_table_elements
+        and queries_len * keys.numel() <= PRECISION.fp64_elements
     ):
         return _exp_keys_now(keys, False)
     return None, None

@@ -2,7 +2,7 @@
 
 PyTorch multiplies fp32 matrices with MKL, which takes its AVX2 path on processors that are not
 Intel's. oneDNN, the other library inside torch, goes by what the processor can do: with AVX-512 on
-an AMD Zen 5 it is up to 2.3 times as fast (``bench --only choices``). On Intel's own MKL
+an AMD Zen 5 it is up to 2.3 times as fast (``bench --only limits``). On Intel's own MKL
 is nowhere slower and up to 3.7 times as fast. ``Limits.onednn_work`` has it both ways.
 """
 
@@ -20,11 +20,6 @@ from bahdanau_fast.ops import torch_state
 from bahdanau_fast.ops.lifetime import Held, Lifetime
 
 __all__ = ["linear", "product", "shared_linear", "sum_of_products"]
-
-# oneDNN adds up products one by one, MKL in blocks: sums of more terms than this would round
-# visibly more often, and are taken in parts. Where a part has to be copied first, it is from twice
-# as many terms on.
-_TERMS = 256
 
 
 def _find_onednn() -> Any:
@@ -120,9 +115,10 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``; the weight contiguous, or the transpose of what is."""
     terms, ready = weight.shape[1], not weight.is_contiguous()
-    if terms <= (_TERMS if ready else 2 * _TERMS):
+    most = limits.PRECISION.onednn_terms
+    if terms <= (most if ready else limits.PRECISION.onednn_copied_terms):
         return _product(x, weight, bias)
-    parts = [(x[..., i : i + _TERMS], weight[:, i : i + _TERMS]) for i in range(0, terms, _TERMS)]
+    parts = [(x[..., i : i + most], weight[:, i : i + most]) for i in range(0, terms, most)]
     product = None
     for some, of_weight in parts:
         # A weight with gaps between its rows would take oneDNN's slow path, a thousand times so.

@@ -1,4 +1,5 @@
-// Which fp32 problems are computed in fp64. No torch in here.
+// Numbers that decide how a call is computed. bahdanau_fast/limits.py has them too, and
+// tests/package/test_numbers.py compares both. No torch in here.
 #pragma once
 
 #include "common/kinds.h"
@@ -15,6 +16,10 @@ constexpr int64_t kMaxFp64TableElements = 196608, kMaxFp64ForwardTableElements =
 // fp32 problems of any size are computed in fp64 on the CPU if the norm of w_v is above this: their
 // scores are in the hundreds, where the rounding of fp32 shows in the softmax.
 constexpr double kMaxFp32NormOfW = 64.0;
+
+// On a GPU: the most queries of a row that one launch serves; the most for which it projects the
+// keys too; the most bytes of W_q, times the queries, that each of its blocks reads alone.
+constexpr int64_t kDecodeQueries = 16, kRawQueries = 4, kOwnWeight = 64 * 1024;
 
 // The kind that computes.
 constexpr Kind computing_kind(Kind storage, int64_t elements, int64_t limit = kMaxFp64Elements) {

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,17 +11,24 @@ import torch
 
 import bahdanau_fast as bf
 from bahdanau_fast import backends, limits
+from bahdanau_fast.backends.route import Facts, route
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_prints_the_code():
-    assert limits.describe() in (ROOT / "docs/limits.md").read_text()
+    page = (ROOT / "docs/limits.md").read_text()
+    tables = limits.describe().split("\n\n")
+    assert len(tables) == 3
+    for table in tables:
+        assert f"\n\n{table}\n" in page
 
 
-def test_every_limit_says_what_it_is():
-    for each in fields(limits.Limits):
-        assert set(each.metadata) == {"unit", "decides", "measured by"}
+@pytest.mark.parametrize("kind", [limits.Limits, limits.GpuLimits, limits.PrecisionLimits])
+def test_every_limit_says_what_it_is(kind):
+    for each in fields(kind):
+        assert list(each.metadata) == ["unit", "decides", "measured by"]
+        assert all(each.metadata.values())
 
 
 @pytest.mark.parametrize("family", limits.FAMILIES)
@@ -73,3 +80,83 @@ def test_routes():
     assert route.reason == (
         "cpu: the fastest for CPU tensors; step: 512 elements of queries, of at most 4096"
     )
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "family"),
+    [
+        ((8, 0), None, "sm_80"),
+        ((8, 9), None, "sm_80"),
+        ((9, 0), None, "sm_90"),
+        ((12, 0), None, "sm_90"),
+        ((9, 4), "6.4", "other"),
+    ],
+)
+def test_the_family_of_a_gpu(monkeypatch, capability, hip, family):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    of_gpu = limits.of_gpu.__wrapped__  # its cache is by device
+    assert of_gpu(torch.device("cuda:0")) is limits.GPU_FAMILIES[family]
+    assert of_gpu(torch.device("cpu")) is limits.OTHER_GPU
+
+
+# A step of one query on a GPU, from raw queries and projected keys of 512 units.
+GPU_STEP = Facts(
+    device="cuda",
+    dtype=torch.bfloat16,
+    batch=64,
+    queries_len=1,
+    keys_len=100,
+    query_size=512,
+    key_size=512,
+    value_size=512,
+    hidden=512,
+    keys_projected=True,
+    query_weight=True,
+    key_weight=True,
+    score_weight=True,
+    records=False,
+    drops=False,
+    traced=False,
+    plain_only=False,
+    autocast=False,
+    asked=None,
+    there=("cuda", "triton", "reference"),
+    interpreted=False,
+)
+TRITON = {"there": ("triton", "reference")}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "form"),
+    [
+        # W_q has 512 KB: a cluster of eight blocks reads 64 KB each.
+        ("sm_90", {}, "step"),
+        ("sm_90", {"query_size": 513}, "projected"),
+        ("sm_90", TRITON, "projected"),
+        ("sm_80", {}, "projected"),
+        ("sm_80", {"query_size": 64}, "step"),
+        ("sm_80", {"query_size": 16, "queries_len": 4}, "step"),
+        ("sm_80", {"query_size": 16, "queries_len": 5}, "projected"),
+        ("sm_90", {"records": True}, "projected"),
+        ("sm_90", {"drops": True}, "projected"),
+        ("other", {**TRITON, "query_size": 64, "drops": True}, "step"),
+        ("sm_90", {"value_size": 2049}, "projected"),
+        ("sm_80", {"query_size": 64, "value_size": 257}, "step"),
+        ("sm_80", {"query_size": 32, "value_size": 257, "dtype": torch.float32}, "projected"),
+        ("sm_90", {"keys_projected": False}, "raw"),
+        ("sm_80", {"keys_projected": False}, "raw keys"),
+        ("sm_80", {"keys_projected": False, "queries_len": 5}, "projected"),
+        ("other", {**TRITON, "keys_projected": False, "queries_len": 5}, "raw keys"),
+        ("sm_80", {"keys_projected": False, "keys_len": 10_000}, "projected"),
+        ("sm_90", {"keys_projected": False, "dtype": torch.float32}, "projected"),
+    ],
+)
+def test_routes_of_gpus(family, changes, form):
+    facts = GPU_STEP._replace(**changes)
+    assert route(facts, limits.LIMITS, limits.GPU_FAMILIES[family]).form == form
+
+
+def test_studies_pass_other_limits_of_a_gpu():
+    limited = replace(limits.GPU_FAMILIES["sm_90"], own_queries=0)
+    assert route(GPU_STEP, limits.LIMITS, limited).form == "projected"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bahdanau_fast as bf
-from bahdanau_fast.ops import MAX_FP64_ELEMENTS
+from bahdanau_fast.limits import PRECISION
 
 ops = torch.ops.bahdanau_fast
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -107,7 +107,7 @@ def test_only_the_gradients_asked_for_are_made():
 
 def test_the_fakes_know_the_sizes_of_the_tables():
     # Right at the size where the table changes its precision.
-    for elements in (MAX_FP64_ELEMENTS, MAX_FP64_ELEMENTS + 1):
+    for elements in (PRECISION.fp64_elements, PRECISION.fp64_elements + 1):
         keys = torch.randn(1, elements, 1)
         real = ops.exp_keys(keys)
         fake = ops.exp_keys(keys.to("meta"))

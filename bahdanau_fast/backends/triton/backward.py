@@ -108,7 +108,7 @@ def _grad_tanh(
     call: Call, grad_scores: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_w: Tensor
 ) -> None:
     """Fill the gradients of queries, keys and w_v that are not empty."""
-    if call.queries_len <= plans.FEW_QUERIES:  # all in one pass over the keys
+    if call.queries_len <= call.limits.step_queries:  # all in one pass over the keys
         w_parts, q_parts = _pass(
             call, grad_scores, grad_keys, True, grad_w.numel() > 0, grad_queries.numel() > 0
         )
@@ -142,7 +142,7 @@ def _pass(
         grad_scores = grad_scores.transpose(1, 2)
     else:
         rows_, others = others, rows_
-    factored = call.queries_len > plans.FEW_QUERIES
+    factored = call.queries_len > call.limits.step_queries
     table = make_table(call, others) if factored else Table(others, others, False)
     kept, kept_batch = _kept(call)
     batch, others_len = others.shape[:2]

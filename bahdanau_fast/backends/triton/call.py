@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from bahdanau_fast import checks, ops
+from bahdanau_fast import checks, limits
 from bahdanau_fast.backends import availability
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.tables import tables_kernel
@@ -41,11 +41,12 @@ class Call:
         self.hidden = w_v.numel()
         self.keys_len, self.features = values.shape[1:]
         self.device, self.size = queries.device, queries.element_size()
+        self.limits = limits.of_gpu(queries.device)
         elements = self.batch * self.queries_len * self.keys_len * self.hidden
         single = queries.dtype == torch.float32
         # Triton's fp64 products do not compile for every AMD GPU.
         exact = native() or availability.interpreted()
-        self.wide = single and elements <= ops.MAX_FP64_ELEMENTS and exact
+        self.wide = single and elements <= limits.PRECISION.fp64_elements and exact
         self.dtype = torch.float64 if self.wide else torch.float32
         self.kind = {
             "ACC": tl.float64 if self.wide else tl.float32,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bahdanau_fast.backends.route import is_gpu_step
 from bahdanau_fast.backends.triton.call import Call, make_table, processors
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.scores import scores_kernel
@@ -42,8 +43,8 @@ def attend(
     context, weights = _results(call, need_weights)
     if context.numel() + weights.numel() == 0 or call.keys_len == 0:
         return context, weights
-    step = plans.is_step(call.queries_len, call.features, call.wide)
-    chunk = plans.query_chunk(call.batch, call.keys_len)
+    step = is_gpu_step(call.queries_len, call.features, call.wide, call.limits)
+    chunk = plans.query_chunk(call.batch, call.keys_len, call.limits.step_queries + 1)
     # A weight's place decides whether it is dropped: with dropout the queries stay together.
     if not need_weights and not step and chunk < call.queries_len and not call.drops:
         for part in range(0, call.queries_len, chunk):

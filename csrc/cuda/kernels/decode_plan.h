@@ -6,7 +6,6 @@
 namespace bahdanau_fast::gpu {
 
 constexpr int kDecodeThreads = 256, kDecodeWarps = kDecodeThreads / kWarp;
-constexpr int64_t kDecodeQueries = 16;  // at most
 
 struct DecodeForward {
   Problem p;

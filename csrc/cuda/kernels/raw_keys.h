@@ -18,10 +18,9 @@
 
 namespace bahdanau_fast::gpu {
 
-constexpr int64_t kRawQueries = 4;  // at most
-constexpr int kRawTile = 64;        // keys in shared memory
-constexpr int kRawUnits = 32;       // hidden units of a warp
-constexpr int kRawFeatures = 32;    // features of a step, two products' depth
+constexpr int kRawTile = 64;      // keys in shared memory
+constexpr int kRawUnits = 32;     // hidden units of a warp
+constexpr int kRawFeatures = 32;  // features of a step, two products' depth
 
 struct RawKeys {
   DecodeForward d;  // its p.keys are (B,Tk,Dk)

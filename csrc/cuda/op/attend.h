@@ -1,6 +1,7 @@
 // How forward and backward are cut into launches. Host code without torch.
 #pragma once
 
+#include "common/limits.h"
 #include "cuda/kernels/decode_backward.h"
 #include "cuda/kernels/grad_scores.h"
 #include "cuda/kernels/grad_tanh.h"
@@ -11,9 +12,8 @@
 
 namespace bahdanau_fast::gpu {
 
-// A block alone reads W_q of up to kOwnWeight bytes; a cluster shares W_q from kSharedWeight bytes
-// on.
-constexpr int64_t kOwnWeight = 64 * 1024, kSharedWeight = 16 * 1024;
+// A cluster shares W_q from so many bytes on; below, each of its blocks reads all of it.
+constexpr int64_t kSharedWeight = 16 * 1024;
 // Bytes of shared memory that a block can have on every GPU from sm_80 on.
 constexpr int64_t kSharedLimit = 96 * 1024;
 

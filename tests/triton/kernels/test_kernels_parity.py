@@ -15,7 +15,7 @@ import bahdanau_fast as bf
 from bahdanau_fast import functional
 from bahdanau_fast.backends.triton import call, forward
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.ops import MAX_FP64_ELEMENTS
+from bahdanau_fast.limits import OTHER_GPU, PRECISION
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = {f.__name__: functools.partial(f, backend="triton") for f in (fused, called, attended)}
@@ -25,7 +25,7 @@ SIZES = {**LARGE, "Tk": 35, "H": 21}
 
 def test_these_are_the_triton_kernels():
     assert bf.backends.resolve(torch.device(parity.DEVICE), "triton") == "triton"
-    assert SIZES["Tq"] > plans.FEW_QUERIES
+    assert SIZES["Tq"] > OTHER_GPU.step_queries
 
 
 # The interpreter takes a second for a small case: each row of the table in one dtype, turn by turn.
@@ -62,7 +62,7 @@ def test_splits_of_one_long_row(dtype):
 def test_fp32_too_large_for_fp64(queries, scale):
     # Near zero 1 - 2 r would lose what fp32 has.
     sizes = {"B": 1, "Tq": queries, "Tk": 530000 // queries // 1023 + 1, "H": 1023}
-    assert sizes["Tq"] * sizes["Tk"] * sizes["H"] > MAX_FP64_ELEMENTS
+    assert sizes["Tq"] * sizes["Tk"] * sizes["H"] > PRECISION.fp64_elements
     case = Case(**sizes, Dv=65, bias=False, scale={"queries": scale, "keys": scale})
     check(case, torch.float32, WAYS["fused"])
 

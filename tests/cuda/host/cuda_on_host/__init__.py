@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from bahdanau_fast.limits import PRECISION
+
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[3] / "csrc"
 BUILT = HERE.parents[3] / "build" / "cuda_on_host"
@@ -47,7 +49,6 @@ class Gpu(NamedTuple):
 
 
 GPU = Gpu()
-SMALL = 524288  # fp32 problems of at most so many elements are computed in fp64
 # In the order of LenType (csrc/cuda/kernels/types.h).
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 LENS = (*INTEGERS, "float32", "float64", "bfloat16", "float16")
@@ -56,7 +57,7 @@ LENS = (*INTEGERS, "float32", "float64", "bfloat16", "float16")
 def kind_of(dtype, elements):
     """The name of the kernels that serve a dtype: computing_kind() of csrc/common/limits.h."""
     if dtype == torch.float32:
-        return "f32_in_f64" if elements <= SMALL else "f32"
+        return "f32_in_f64" if elements <= PRECISION.fp64_elements else "f32"
     return {torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
 
 
