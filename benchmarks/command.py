@@ -34,7 +34,7 @@ PEAKS = (
     ("ours module", "full"),
 )
 GROWING = ("d2l eager", "compiled", "ours op")
-MEMORY, CHOICES, ROOFS = "peak-memory", "choices", "roofs"
+MEMORY, LIMITS, ROOFS = "peak-memory", "limits", "roofs"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _measure_memory(options: Options) -> tuple[dict[str, Any], list[dict[str, An
 
 
 def _measure_limits(options: Options) -> list[dict[str, Any]]:
-    if not _wanted(options, CHOICES):
+    if not _wanted(options, LIMITS):
         return []
     found = dispatch_limits.measure(0.02 if options.quick else 0.1)
     print("\nWhat auto chooses near its limits, every way timed\n")

@@ -19,7 +19,7 @@ from bahdanau_fast import limits
 from bahdanau_fast.ops import torch_state
 from bahdanau_fast.ops.lifetime import Held, Lifetime
 
-__all__ = ["linear", "product", "shared_linear", "sum_of_products"]
+__all__ = ["linear", "product", "shared_linear", "sum_of_products", "sums_pay"]
 
 
 def _find_onednn() -> Any:
@@ -143,15 +143,21 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     Returns:
         (H,D).
     """
+    pays = sums_pay(left, right)
     left, right = left.flatten(0, -2), right.flatten(0, -2)
-    if (
-        _onednn is None
-        or min(left.shape[1], right.shape[1]) < limits.LIMITS.onednn_side
-        or left.numel() * right.shape[1] < limits.LIMITS.onednn_work
-        or not _is_plain(left, right)
-    ):
+    if not pays:
         return left.t() @ right
     return _multiply(left.contiguous().t(), right.contiguous().t())
+
+
+def sums_pay(left: Tensor, right: Tensor) -> bool:
+    """Whether :func:`sum_of_products` goes through oneDNN; arguments as there."""
+    return (
+        _onednn is not None
+        and min(left.shape[-1], right.shape[-1]) >= limits.LIMITS.onednn_side
+        and left.numel() * right.shape[-1] >= limits.LIMITS.onednn_work
+        and _is_plain(left, right)
+    )
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -134,10 +134,11 @@ def limit_table(limits: Rows) -> list[str]:
 
 
 def missed_limits(limits: Rows) -> list[str]:
-    """FAIL for each limit where auto takes a way that is too slow."""
+    """FAIL where auto takes a way that is too slow, with the limits that decide it."""
     return [
         f"FAIL  {limit['what']} at {_sizes(limit)}: {limit['takes']} takes "
         f"{limit['behind']['median']:.2f}x as long as {limit['best']}; may take {LIMIT_SLACK:.2f}x"
+        f" ({', '.join(limit['limits']) or 'no limit'})"
         for limit in limits
         if limit["behind"]["median"] > LIMIT_SLACK
     ]

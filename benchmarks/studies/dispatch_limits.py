@@ -20,7 +20,7 @@ from bahdanau_fast.functional import attend_queries
 from bahdanau_fast.ops import projection
 
 from ..contestants.parity import Oracle
-from ..contestants.providers import Runnable, attend_projected
+from ..contestants.providers import Runnable, attend_projected, by_name
 from ..timing.measure import interleave
 from ..workloads.shapes import MANY_QUERIES, TOY, Inputs, Shape, draw
 
@@ -36,6 +36,7 @@ class Choice:
 
     Attributes:
         what: description of the choice.
+        limits: the fields of ``Limits`` that decide it; none for the choice of the backend.
         task: the providers' task, for the parity check; empty for no check.
         ways: forces each way.
         takes: the way that auto takes on some inputs.
@@ -43,6 +44,7 @@ class Choice:
     """
 
     what: str
+    limits: tuple[str, ...]
     task: str
     ways: dict[str, Way]
     takes: Callable[[Inputs], str]
@@ -74,6 +76,37 @@ def _project(**moved: int) -> Way:
         def call() -> Any:
             limits.LIMITS = chosen
             return projection.linear(inputs.keys, inputs.w_k)
+
+        return call
+
+    return way
+
+
+def _sum(**moved: int) -> Way:
+    """The gradient of W_k, with limits moved."""
+
+    def way(inputs: Inputs) -> Callable[[], Any]:
+        chosen = replace(limits.LIMITS, **moved)
+
+        def call() -> Any:
+            limits.LIMITS = chosen
+            return projection.sum_of_products(inputs.projected_keys, inputs.keys)
+
+        return call
+
+    return way
+
+
+def _again(**moved: int) -> Way:
+    """The module's call on the keys of the call before, with limits moved."""
+
+    def way(inputs: Inputs) -> Callable[[], Any]:
+        forward = by_name("ours module").build("again", inputs).forward
+        chosen = replace(limits.LIMITS, **moved)
+
+        def call() -> Any:
+            limits.LIMITS = chosen
+            return forward()
 
         return call
 
@@ -141,6 +174,7 @@ def _rows(batch: int, features: int = 512, hidden: int = 512) -> Shape:
 CHOICES = (
     Choice(
         "backend",
+        (),
         "full",
         {"cpu": _op("cpu"), "reference": _op("reference")},
         lambda inputs: backends.resolve(inputs.keys.device),
@@ -148,6 +182,7 @@ CHOICES = (
     ),
     Choice(
         "operators of a call",
+        ("one_operator_work",),
         "full",
         {"one": _op(None, one_operator_work=_ALWAYS), "three": _op(None, one_operator_work=_NEVER)},
         _operators,
@@ -159,6 +194,7 @@ CHOICES = (
     ),
     Choice(
         "matrix product of the projection",
+        ("onednn_work", "onednn_rows"),
         "",
         {
             "MKL": _project(onednn_work=_ALWAYS),
@@ -171,7 +207,39 @@ CHOICES = (
         ),
     ),
     Choice(
+        "matrix product of the gradient of a weight",
+        ("onednn_side",),
+        "",
+        {
+            "MKL": _sum(onednn_side=_ALWAYS),
+            "oneDNN": _sum(onednn_side=0, onednn_work=0),
+        },
+        lambda inputs: (
+            "oneDNN" if projection.sums_pay(inputs.projected_keys, inputs.keys) else "MKL"
+        ),
+        tuple(
+            _rows(rows, side, side)
+            for rows, side in ((64, 64), (64, 128), (64, 512), (3200, 64), (3200, 128), (3200, 512))
+        ),
+    ),
+    Choice(
+        "reuse of the projection of unchanged keys",
+        ("reuse_elements",),
+        "again",
+        {
+            "remembered": _again(reuse_elements=0),
+            "made anew": _again(reuse_elements=_ALWAYS),
+        },
+        lambda inputs: (
+            "remembered"
+            if inputs.keys.numel() >= limits.LIMITS.reuse_elements and _route(inputs).reuse
+            else "made anew"
+        ),
+        tuple(Shape("again", 1, 1, keys, 64) for keys in (8, 9, 16, 64, 512)),
+    ),
+    Choice(
         "projection of a step's queries",
+        ("step_rows", "step_work"),
         "step",
         {
             "in its operator": _step(step_rows=_ALWAYS, step_work=_ALWAYS),
@@ -189,6 +257,7 @@ CHOICES = (
     ),
     Choice(
         "table of exponentials for steps on a memory",
+        ("table_elements", "table_queries"),
         "projected",
         {
             "kept": _attend(table_elements=0, table_queries=_ALWAYS),
@@ -198,6 +267,7 @@ CHOICES = (
         (
             *(Shape("memory", 2, 1, keys, 64) for keys in (4, 8, 16, 32, 128)),
             Shape("memory", 8, 1, 400, 512),
+            *(Shape("memory", 8, queries, 50, 256) for queries in (4, 8, 12, 15, 16, 32)),
         ),
     ),
 )
@@ -242,6 +312,7 @@ def _measure(choice: Choice, shape: Shape, seconds: float) -> dict[str, Any]:
     best = timings.fastest(list(calls))
     return {
         "what": choice.what,
+        "limits": choice.limits,
         "shape": asdict(shape),
         "takes": taken,
         "best": best,
