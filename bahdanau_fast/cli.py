@@ -19,7 +19,7 @@ from torch import Tensor
 import bahdanau_fast
 from bahdanau_fast import backends, parity, reference
 from bahdanau_fast.functional import additive_attention
-from bahdanau_fast.seq2seq.commands import add_commands, at_least
+from bahdanau_fast.seq2seq.cli.commands import add_commands, at_least
 
 __all__ = ["check", "info", "main"]
 
@@ -192,8 +192,10 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from bahdanau_fast.seq2seq import demo  # pulls in the training code: only where it is needed
-    from bahdanau_fast.seq2seq.settings import Settings
+    from bahdanau_fast.seq2seq.cli import (
+        demo,  # pulls in the training code: only where it is needed
+    )
+    from bahdanau_fast.seq2seq.model.settings import Settings
 
     settings = Settings(seed=options.seed)
     if options.epochs is not None:

@@ -8,12 +8,14 @@ import torch
 from threads import one_thread  # noqa: F401
 
 from bahdanau_fast import cli
-from bahdanau_fast.seq2seq import Settings, Translator, checkpoints, runs
-from bahdanau_fast.seq2seq.checkpoints import BEST, LAST
-from bahdanau_fast.seq2seq.corpus import TextSettings
-from bahdanau_fast.seq2seq.runs import Run
-from bahdanau_fast.seq2seq.scoring import CorpusScores
-from bahdanau_fast.seq2seq.translator import Scores
+from bahdanau_fast.seq2seq import Settings, Translator
+from bahdanau_fast.seq2seq.data.corpus import TextSettings
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.model.checkpoints import BEST, LAST
+from bahdanau_fast.seq2seq.search.scoring import CorpusScores
+from bahdanau_fast.seq2seq.search.translator import Scores
+from bahdanau_fast.seq2seq.training import runs
+from bahdanau_fast.seq2seq.training.runs import Run
 
 SMALL = Settings(embed_size=8, num_hiddens=12, dropout=0.2, epochs=4, batch_size=32, lr=1e-2)
 ONE = dataclasses.replace(SMALL, epochs=1)

@@ -9,7 +9,7 @@ import pytest
 from threads import one_thread  # noqa: F401
 
 from bahdanau_fast import cli
-from bahdanau_fast.seq2seq import plots
+from bahdanau_fast.seq2seq.cli import plots
 
 TINY = ["--embed-size", "8", "--num-hiddens", "12", "--min-freq", "1", "--num-steps", "10"]
 TINY += ["--batch-size", "16", "--epochs", "1", "--validation", "0.1", "--test", "0.1"]

@@ -12,11 +12,12 @@ import torch
 from threads import one_thread  # noqa: F401
 
 import bahdanau_fast
-from bahdanau_fast.seq2seq import Settings, Translator, checkpoints
-from bahdanau_fast.seq2seq.checkpoints import BEST, LAST
-from bahdanau_fast.seq2seq.corpus import TextSettings
-from bahdanau_fast.seq2seq.distributed import World
-from bahdanau_fast.seq2seq.runs import Run
+from bahdanau_fast.seq2seq import Settings, Translator
+from bahdanau_fast.seq2seq.data.corpus import TextSettings
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.model.checkpoints import BEST, LAST
+from bahdanau_fast.seq2seq.training.distributed import World
+from bahdanau_fast.seq2seq.training.runs import Run
 
 ROOT = str(Path(bahdanau_fast.__file__).parents[1])
 SMALL = Settings(embed_size=8, num_hiddens=12, dropout=0.2, epochs=5, batch_size=16, lr=1e-2)
@@ -119,8 +120,8 @@ import os, random, signal, sys, time
 from pathlib import Path
 import sacrebleu, torch, torch._dynamo  # once, before the forks, also what is imported late
 torch.set_num_threads(1)
-from bahdanau_fast.seq2seq import checkpoints
-from bahdanau_fast.seq2seq.runs import Run
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.training.runs import Run
 sys.path[:0] = ['tests/seq2seq', 'tests/support']
 from test_seq2seq_runs import SMALL, text_of
 

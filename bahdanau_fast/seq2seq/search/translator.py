@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from bahdanau_fast.seq2seq import checkpoints
-from bahdanau_fast.seq2seq.beam import Beam
-from bahdanau_fast.seq2seq.corpus import TextSettings, tokenized
-from bahdanau_fast.seq2seq.data import Vocab, Vocabs
-from bahdanau_fast.seq2seq.models import EncoderDecoder
-from bahdanau_fast.seq2seq.scoring import CorpusScores, bleu, corpus_scores
-from bahdanau_fast.seq2seq.settings import Settings, build_model
-from bahdanau_fast.seq2seq.text import RawPair, guess_tokens, join, tokenize
-from bahdanau_fast.seq2seq.translating import Translation, translate
+from bahdanau_fast.seq2seq.data.corpus import TextSettings, tokenized
+from bahdanau_fast.seq2seq.data.pairs import Vocab, Vocabs
+from bahdanau_fast.seq2seq.data.text import RawPair, guess_tokens, join, tokenize
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
+from bahdanau_fast.seq2seq.model.settings import Settings, build_model
+from bahdanau_fast.seq2seq.search.beam import Beam
+from bahdanau_fast.seq2seq.search.scoring import CorpusScores, bleu, corpus_scores
+from bahdanau_fast.seq2seq.search.translating import Translation, translate
 
 __all__ = ["Scores", "Translator"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
-from bahdanau_fast.seq2seq.translating import Translation
+from bahdanau_fast.seq2seq.search.translating import Translation
 
 __all__ = [
     "INK",

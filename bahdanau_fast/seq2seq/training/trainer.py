@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bahdanau_fast import checks
-from bahdanau_fast.seq2seq.data import BOS, Batch, Pairs, batches
-from bahdanau_fast.seq2seq.distributed import World, shard, total
-from bahdanau_fast.seq2seq.progress import Progress
-from bahdanau_fast.seq2seq.settings import History, Settings
+from bahdanau_fast.seq2seq.data.pairs import BOS, Batch, Pairs, batches
+from bahdanau_fast.seq2seq.model.settings import History, Settings
+from bahdanau_fast.seq2seq.training.distributed import World, shard, total
+from bahdanau_fast.seq2seq.training.progress import Progress
 
 __all__ = ["Trainer", "all_batches", "masked_cross_entropy", "shift_right", "total_steps", "train"]
 

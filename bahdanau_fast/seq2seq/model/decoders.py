@@ -16,8 +16,14 @@ from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.decoder_loop import attend_step, decode_given, decode_greedily
 from bahdanau_fast.modules.dot_product import DotProductAttention
 from bahdanau_fast.modules.layers import apply_layer
-from bahdanau_fast.seq2seq.data import BOS, EOS, PAD
-from bahdanau_fast.seq2seq.models import AttentionDecoder, Decoder, Hidden, recurrent, rename
+from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD
+from bahdanau_fast.seq2seq.model.encoder_decoder import (
+    AttentionDecoder,
+    Decoder,
+    Hidden,
+    recurrent,
+    rename,
+)
 
 __all__ = ["Seq2SeqAttentionDecoder", "Seq2SeqDecoder", "State", "StepDecoder"]
 

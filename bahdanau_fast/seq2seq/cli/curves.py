@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bahdanau_fast.seq2seq.plots import INK, new_figure
-from bahdanau_fast.seq2seq.settings import METRICS
+from bahdanau_fast.seq2seq.cli.plots import INK, new_figure
+from bahdanau_fast.seq2seq.model.settings import METRICS
 
 __all__ = ["loss_curves", "training_curves"]
 

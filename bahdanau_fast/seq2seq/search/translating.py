@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
-from bahdanau_fast.seq2seq.beam import Beam, Hypotheses, Start, search
-from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, Vocab, encode
-from bahdanau_fast.seq2seq.decoders import StepDecoder
-from bahdanau_fast.seq2seq.models import EncoderDecoder
+from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, Vocab, encode
+from bahdanau_fast.seq2seq.model.decoders import StepDecoder
+from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
+from bahdanau_fast.seq2seq.search.beam import Beam, Hypotheses, Start, search
 
 __all__ = ["Translation", "beam_search", "greedy", "translate"]
 

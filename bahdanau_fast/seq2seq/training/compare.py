@@ -12,10 +12,10 @@ import torch
 
 from bahdanau_fast import backends
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.seq2seq.data import Pairs
-from bahdanau_fast.seq2seq.models import EncoderDecoder
-from bahdanau_fast.seq2seq.settings import Settings, build_model
-from bahdanau_fast.seq2seq.training import Trainer, all_batches, total_steps
+from bahdanau_fast.seq2seq.data.pairs import Pairs
+from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
+from bahdanau_fast.seq2seq.model.settings import Settings, build_model
+from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches, total_steps
 
 __all__ = ["Comparison", "attention_seconds", "compare_training", "relative_difference"]
 

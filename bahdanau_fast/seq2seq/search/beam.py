@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
-from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, UNK
-from bahdanau_fast.seq2seq.decoders import StepDecoder
-from bahdanau_fast.seq2seq.models import Hidden
+from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
+from bahdanau_fast.seq2seq.model.decoders import StepDecoder
+from bahdanau_fast.seq2seq.model.encoder_decoder import Hidden
 
 __all__ = ["Beam", "Hypotheses", "Start", "search"]
 

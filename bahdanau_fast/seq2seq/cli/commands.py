@@ -9,24 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bahdanau_fast.seq2seq.settings import CHOICES, Settings
+from bahdanau_fast.seq2seq.model.settings import CHOICES, TRAINING, Settings
 
-__all__ = ["TRAINING", "add_commands", "at_least"]
+__all__ = ["add_commands", "at_least"]
 
 Number = TypeVar("Number", int, float)
-
-TRAINING = Settings(
-    embed_size=256,
-    num_hiddens=256,
-    dropout=0.1,
-    embed_dropout=0.3,
-    bidirectional=True,
-    epochs=20,
-    batch_size=64,
-    lr=2e-3,
-    label_smoothing=0.1,
-)
-"""What ``train`` takes where nothing is said."""
 
 _TRAIN = """\
 Learn to translate from a UTF-8 text file with one pair a line: the source, a tab, the target.
@@ -101,7 +88,7 @@ def _run(name: str) -> Callable[[argparse.Namespace], int]:
     """The function of that name, imported when it is called."""
 
     def run(options: argparse.Namespace) -> int:
-        from bahdanau_fast.seq2seq import actions
+        from bahdanau_fast.seq2seq.cli import actions
 
         function: Callable[[argparse.Namespace], int] = getattr(actions, name)
         return function(options)
@@ -269,7 +256,7 @@ def _search(parser: argparse.ArgumentParser) -> None:
 
 
 def _data_options(group: Any) -> None:
-    from bahdanau_fast.seq2seq.corpus import TextSettings
+    from bahdanau_fast.seq2seq.data.corpus import TextSettings
 
     default = TextSettings()
 

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
-from bahdanau_fast.seq2seq import checkpoints
-from bahdanau_fast.seq2seq.checkpoints import BEST, LAST
-from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
-from bahdanau_fast.seq2seq.data import Pairs, Vocab, Vocabs, batches
-from bahdanau_fast.seq2seq.distributed import World
-from bahdanau_fast.seq2seq.progress import Progress, described
-from bahdanau_fast.seq2seq.scoring import require_sacrebleu
-from bahdanau_fast.seq2seq.settings import METRICS, History, Settings, build_model
-from bahdanau_fast.seq2seq.text import RawPair
-from bahdanau_fast.seq2seq.training import Trainer, steps_per_epoch, total_steps, train
-from bahdanau_fast.seq2seq.translator import Translator
+from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings
+from bahdanau_fast.seq2seq.data.pairs import Pairs, Vocab, Vocabs, batches
+from bahdanau_fast.seq2seq.data.text import RawPair
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.model.checkpoints import BEST, LAST
+from bahdanau_fast.seq2seq.model.settings import METRICS, History, Settings, build_model
+from bahdanau_fast.seq2seq.search.scoring import require_sacrebleu
+from bahdanau_fast.seq2seq.search.translator import Translator
+from bahdanau_fast.seq2seq.training.distributed import World
+from bahdanau_fast.seq2seq.training.progress import Progress, described
+from bahdanau_fast.seq2seq.training.trainer import Trainer, steps_per_epoch, total_steps, train
 
 __all__ = ["Run"]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bahdanau_fast.seq2seq.data import Batch
+from bahdanau_fast.seq2seq.data.pairs import Batch
 
 __all__ = ["World", "join", "shard", "total"]
 

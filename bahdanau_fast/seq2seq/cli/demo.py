@@ -20,18 +20,19 @@ import torch
 
 import bahdanau_fast
 from bahdanau_fast import backends, checks
-from bahdanau_fast.seq2seq import curves, dates, plots
-from bahdanau_fast.seq2seq.compare import (
+from bahdanau_fast.seq2seq.cli import curves, plots
+from bahdanau_fast.seq2seq.data import dates
+from bahdanau_fast.seq2seq.data.pairs import Pairs
+from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
+from bahdanau_fast.seq2seq.model.settings import Settings, build_model
+from bahdanau_fast.seq2seq.search.translating import Translation, translate
+from bahdanau_fast.seq2seq.training.compare import (
     Comparison,
     attention_seconds,
     compare_training,
     relative_difference,
 )
-from bahdanau_fast.seq2seq.data import Pairs
-from bahdanau_fast.seq2seq.models import EncoderDecoder
-from bahdanau_fast.seq2seq.settings import Settings, build_model
-from bahdanau_fast.seq2seq.training import train
-from bahdanau_fast.seq2seq.translating import Translation, translate
+from bahdanau_fast.seq2seq.training.trainer import train
 
 __all__ = ["Sizes", "run"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bahdanau_fast import checks
-from bahdanau_fast.seq2seq import dates
-from bahdanau_fast.seq2seq.data import Pairs, Vocabs
-from bahdanau_fast.seq2seq.text import (
+from bahdanau_fast.seq2seq.data import dates
+from bahdanau_fast.seq2seq.data.pairs import Pairs, Vocabs
+from bahdanau_fast.seq2seq.data.text import (
     TOKENS,
     Parts,
     RawPair,

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 
 from bahdanau_fast import checks
-from bahdanau_fast.seq2seq.data import Pairs, Vocabs
-from bahdanau_fast.seq2seq.decoders import Seq2SeqAttentionDecoder, Seq2SeqDecoder, StepDecoder
-from bahdanau_fast.seq2seq.models import EncoderDecoder, Seq2SeqEncoder, init_xavier
+from bahdanau_fast.seq2seq.data.pairs import Pairs, Vocabs
+from bahdanau_fast.seq2seq.model.decoders import (
+    Seq2SeqAttentionDecoder,
+    Seq2SeqDecoder,
+    StepDecoder,
+)
+from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder, Seq2SeqEncoder, init_xavier
 
-__all__ = ["CHOICES", "METRICS", "History", "Settings", "build_model"]
+__all__ = ["CHOICES", "METRICS", "TRAINING", "History", "Settings", "build_model"]
 
 METRICS = {"loss": "loss", "bleu": "BLEU", "chrf": "chrF"}
 """What is measured on the validation part, and how it is written."""
@@ -84,6 +88,20 @@ class Settings:
             if getattr(self, name) not in known:
                 need = f"be one of {', '.join(map(repr, known))}"
                 checks.reject(ValueError, name, need, repr(getattr(self, name)))
+
+
+TRAINING = Settings(
+    embed_size=256,
+    num_hiddens=256,
+    dropout=0.1,
+    embed_dropout=0.3,
+    bidirectional=True,
+    epochs=20,
+    batch_size=64,
+    lr=2e-3,
+    label_smoothing=0.1,
+)
+"""The defaults of the command ``train``."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
-from bahdanau_fast.seq2seq.settings import METRICS, History
+from bahdanau_fast.seq2seq.model.settings import METRICS, History
 
 __all__ = ["Progress", "described", "plain"]
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from bahdanau_fast import backends, checks
-from bahdanau_fast.seq2seq import checkpoints, curves, plots
-from bahdanau_fast.seq2seq.beam import Beam
-from bahdanau_fast.seq2seq.commands import TRAINING
-from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
-from bahdanau_fast.seq2seq.distributed import join
-from bahdanau_fast.seq2seq.progress import described
-from bahdanau_fast.seq2seq.runs import Run
-from bahdanau_fast.seq2seq.settings import METRICS, Settings
-from bahdanau_fast.seq2seq.text import RawPair, read, tokenize
-from bahdanau_fast.seq2seq.translating import Translation
-from bahdanau_fast.seq2seq.translator import Translator
+from bahdanau_fast.seq2seq.cli import curves, plots
+from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings
+from bahdanau_fast.seq2seq.data.text import RawPair, read, tokenize
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.model.settings import METRICS, TRAINING, Settings
+from bahdanau_fast.seq2seq.search.beam import Beam
+from bahdanau_fast.seq2seq.search.translating import Translation
+from bahdanau_fast.seq2seq.search.translator import Translator
+from bahdanau_fast.seq2seq.training.distributed import join
+from bahdanau_fast.seq2seq.training.progress import described
+from bahdanau_fast.seq2seq.training.runs import Run
 
 __all__ = ["evaluate", "plot", "train", "translate"]
 
