@@ -1,6 +1,6 @@
 """Ways to change what a call depends on, between two calls: the table of docs/compatibility.md.
 
-``python tests/support/ways.py`` writes the table into the page.
+``PYTHONPATH=tests/support python -m ways.table`` writes the table into the page.
 """
 
 import copy
@@ -9,15 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import changes
 import torch
 import torch.distributed as dist
-from sides import Side
 from torch import nn
 from torch.nn.utils import prune, vector_to_parameters
 
+from ways import changes
+from ways.sides import Side
+
 MODES = ("eager", "trained", "encoder", "compiled", "inference", "born in inference")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "compatibility.md"
 HEAD = '| what changes | how | `cache_keys="trust"` sees it | not in |\n|---|---|---|---|\n'
 
 

@@ -6,7 +6,9 @@ operators forward and backward, and holds what comes back against the reference 
 """
 
 import torch
-from drawn import (
+
+from bahdanau_fast import reference
+from fuzzing.drawn import (
     DTYPES,
     SCALES,
     SIZES,
@@ -21,8 +23,6 @@ from drawn import (
     spoil,
     tensor,
 )
-
-from bahdanau_fast import reference
 
 ops = torch.ops.bahdanau_fast
 INPUTS = ("d queries", "d keys", "d values", "d w_v")

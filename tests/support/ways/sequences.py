@@ -1,7 +1,7 @@
 """Random sequences of calls, changes and backward passes, on the plain module and on ours.
 
-``python tests/support/sequences.py 50000`` runs so many. What fails is shortened, and printed as
-lines that run.
+``PYTHONPATH=tests/support python -m ways.sequences 50000`` runs so many. A sequence that fails is
+shortened and printed as lines that run.
 """
 
 import argparse
@@ -14,9 +14,10 @@ from collections import Counter
 from typing import NamedTuple
 
 import torch
-from changes import array
-from sides import REMEMBERED, SMALL, Pair
-from ways import WAYS
+
+from ways.changes import array
+from ways.sides import REMEMBERED, SMALL, Pair
+from ways.table import WAYS
 
 # Not among sequences: what starts processes, or needs a place where keys come from.
 CHANGES = {
@@ -346,7 +347,7 @@ def told(seed, plan):
     steps = "".join(f"    Step({s.action!r}, {s.arguments!r}),\n" for s in short.steps)
     words = "".join(f"# {line}\n" for line in run(short)[:3])
     return (
-        f"# seed {seed}\nimport torch\nfrom sequences import Plan, Step, run\n"
+        f"# seed {seed}\nimport torch\nfrom ways.sequences import Plan, Step, run\n"
         f"print(run(Plan({short.options!r}, [\n{steps}])))\n{words}"
     )
 

@@ -4,9 +4,20 @@ What comes back is held against the same decoder in plain PyTorch, step by step 
 """
 
 import torch
-from drawn import NUMBERS, SIZES, Bytes, agree, dropout, in_words, lengths, mistaken, spoil, tensor
 
 from bahdanau_fast.ops import decode as operator
+from fuzzing.drawn import (
+    NUMBERS,
+    SIZES,
+    Bytes,
+    agree,
+    dropout,
+    in_words,
+    lengths,
+    mistaken,
+    spoil,
+    tensor,
+)
 
 ops = torch.ops.bahdanau_fast
 DTYPES = (torch.float32, torch.float64)

@@ -1,4 +1,4 @@
-"""What two gloo processes do for test_ways.py: ``python two_ranks_ways.py RANK FILE``.
+"""What two gloo processes do for test_ways.py: ``python -m ways.two_ranks RANK FILE``.
 
 Each way prints a line per mode, "right: WAY, MODE", or what is wrong.
 """
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from modes import play, variants
-from ways import MODES, WAYS
+
+from ways.modes import play, variants
+from ways.table import MODES, WAYS
 
 
 def main():

@@ -1,4 +1,4 @@
-"""What the ways of tests/support/ways.py do to a side (sides.py) between two calls."""
+"""What the ways of table.py do to a side (sides.py) between two calls."""
 
 import ctypes
 import pickle

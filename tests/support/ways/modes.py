@@ -1,7 +1,8 @@
-"""How a way of tests/support/ways.py is run: calls, the change, and calls again, in each mode."""
+"""How a way of table.py is run: calls, the change, and calls again, in each mode."""
 
 import torch
-from sides import SMALL, Pair
+
+from ways.sides import SMALL, Pair
 
 MOVED = 1e-5  # of its size; by so much a change has to move the plain module's result
 
