@@ -182,5 +182,5 @@ def test_without_validation_pairs_no_epoch_is_called_the_best(data, tmp_path, ca
     train = ["train", "--data", str(data), "--out", str(tmp_path), "--validation", "0"]
     assert cli.main([*train, *tiny]) == 0
     out = capsys.readouterr().out
-    assert "last.pt is the last epoch; no pairs were kept apart to choose one by\n" in out
+    assert "last.pt is the last epoch; no validation pairs, so there is no best one\n" in out
     assert not (tmp_path / BEST).exists()

@@ -215,7 +215,7 @@ def test_what_is_no_checkpoint_is_refused_and_runs_nothing(tmp_path, monkeypatch
             checkpoints.load(path)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "trapped").exists()
-    with pytest.raises(ValueError, match=r"DIR must hold a training .*gone \(not there\)"):
+    with pytest.raises(ValueError, match=r"DIR must hold best.pt or last.pt.*gone \(not there\)"):
         checkpoints.find(tmp_path / "gone")
 
 

@@ -1,4 +1,4 @@
-"""What the commands ``train``, ``translate``, ``evaluate`` and ``plot`` do."""
+"""The commands ``train``, ``translate``, ``evaluate`` and ``plot``, given their options."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = ["evaluate", "plot", "train", "translate"]
 
 
 def train(options: argparse.Namespace) -> int:
-    """Train, or go on training, in a folder."""
+    """Train, or resume a training, in a folder."""
     settings, text = _settings(options)
     with join(_device(options.device)) as world:
-        # Progress goes where it does not disturb what a script reads.
+        # With --json the standard output is for scripts.
         file = sys.stderr if options.json else sys.stdout
         run = Run(
             options.out,
@@ -75,7 +75,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, TextSettings]:
-    """Those of the command line, or with --resume those of the training."""
+    """Settings from the command line, or with --resume from the checkpoint."""
     given = vars(options)
     chosen, texts = (
         {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
@@ -83,7 +83,7 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, TextSettings]:
     )
     out: Path = options.out
     if out.exists() and not out.is_dir():
-        checks.reject(ValueError, "--out", "be a folder or a free name", out)
+        checks.reject(ValueError, "--out", "be a folder or a new path", out)
     if texts.get("data") is not None:
         texts["data"] = str(texts["data"].resolve())
     if options.resume:
@@ -95,13 +95,13 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, TextSettings]:
             need = "be left out with --resume, which keeps the training's settings"
             checks.reject(ValueError, " and ".join(extra), need, "given")
         if epochs < settings.epochs:
-            need = f"be at least {settings.epochs}, those of the training"
+            need = f"be at least {settings.epochs}, the epochs of the training"
             checks.reject(ValueError, "--epochs", need, epochs)
         return dataclasses.replace(settings, epochs=epochs), dataclasses.replace(text, data=data)
     there = [name for name in (checkpoints.LAST, checkpoints.BEST) if (out / name).exists()]
     if there and not options.overwrite:
-        actual = f"{out} (--resume goes on with it, --overwrite begins anew)"
-        checks.reject(ValueError, "--out", "hold no training yet", actual)
+        actual = f"{out} (--resume continues it, --overwrite replaces it)"
+        checks.reject(ValueError, "--out", "hold no training", actual)
     settings = dataclasses.replace(TRAINING, **chosen)
     text = TextSettings(**{**texts, "seed": settings.seed})
     return settings, text
@@ -115,18 +115,18 @@ def _about(run: Run) -> str:
     parts, size = run.corpus.parts, sum(p.numel() for p in run.trainer.model.parameters())
     kinds = f"{run.corpus.kinds[0]} to {run.corpus.kinds[1]}"
     vocabs = f"{len(run.pairs.source_vocab):,} and {len(run.pairs.target_vocab):,} tokens"
-    held = f"{len(parts.validation):,} to choose by, {len(parts.test):,} held out"
+    held = f"{len(parts.validation):,} for validation, {len(parts.test):,} for test"
     pairs = "pair" if len(parts.train) == 1 else "pairs"
     return (
-        f"{len(parts.train):,} {pairs} to learn from ({held}), {kinds}, {vocabs}; "
+        f"{len(parts.train):,} training {pairs} ({held}), {kinds}, {vocabs}; "
         f"{size:,} parameters, attention backend {backends.resolve(run.world.device)}"
     )
 
 
 def _chosen(run: Run) -> str:
-    """Which epoch a translation will be made with."""
+    """Which epoch ``translate`` will use."""
     if run.best is None:
-        return f"{checkpoints.LAST} is the last epoch; no pairs were kept apart to choose one by"
+        return f"{checkpoints.LAST} is the last epoch; no validation pairs, so there is no best one"
     metric = METRICS[run.settings.best_metric]
     return (
         f"{checkpoints.BEST} is epoch {run.best['epoch']}, the best by validation {metric} "
@@ -137,7 +137,7 @@ def _chosen(run: Run) -> str:
 def _device(name: str) -> str:
     there = torch.cuda.is_available()
     if name == "cuda" and not there:
-        checks.reject(ValueError, "--device", "be one this torch has", name)
+        checks.reject(ValueError, "--device", "be available to this torch", name)
     return ("cuda" if there else "cpu") if name == "auto" else name
 
 
@@ -183,11 +183,11 @@ def _note_unknown(translator: Translator, sentences: Sequence[str]) -> None:
     unknown = list(dict.fromkeys(t for t in tokens if t not in translator.source_vocab))
     if unknown:
         shown = " ".join(unknown[:8]) + (" ..." if len(unknown) > 8 else "")
-        print(f"note: never learnt, read as <unk>: {shown}", file=sys.stderr)
+        print(f"note: not in the vocabulary, read as <unk>: {shown}", file=sys.stderr)
 
 
 def _pairs(options: argparse.Namespace, translator: Translator) -> tuple[list[RawPair], str]:
-    """What to translate, and which part that is."""
+    """The pairs to translate, and the name of their part."""
     part = options.split or ("test" if options.file is None else "all")
     text = translator.text
     if options.file is None or part != "all":
@@ -242,7 +242,7 @@ def evaluate(options: argparse.Namespace) -> int:
         print(json.dumps(figures, indent=1, ensure_ascii=False))
         return 0
     for sample in samples:
-        print(f"{sample['source']} -> {sample['translation']}   (is: {sample['reference']})")
+        print(f"{sample['source']} -> {sample['translation']}   (reference: {sample['reference']})")
     print(
         f"{len(pairs):,} pairs ({part}) in {seconds:.1f} s: BLEU {scores.corpus.bleu:.2f}, "
         f"chrF {scores.corpus.chrf:.2f}  [{scores.corpus.signature}]\n"
@@ -258,19 +258,19 @@ def _curves(where: Path) -> Any:
     payload = checkpoints.load(last if last.is_file() else where)
     losses = payload["losses"].tolist()
     if not losses:
-        checks.reject(ValueError, "DIR", "hold a training with steps done", where.parent)
+        checks.reject(ValueError, "DIR", "hold a training with at least one step", where.parent)
     chosen = checkpoints.load(best)["validations"][-1]["epoch"] if best.is_file() else None
     return curves.training_curves(losses, payload["validations"], chosen)
 
 
 def plot(options: argparse.Namespace) -> int:
-    """Draw attention, or without sentences the losses."""
+    """Plot attention weights, or without sentences the losses."""
     plots.require_matplotlib()
     where = checkpoints.find(options.model)
     default = "attention.png" if options.sentences else "loss.png"
     out: Path = options.out or where.parent / default
     if out.exists() and not options.overwrite:
-        need = "be a free name (--overwrite replaces the file)"
+        need = "be a new path (--overwrite replaces the file)"
         checks.reject(ValueError, "--out", need, out)
     if options.font is not None:
         plots.add_font(options.font)

@@ -16,13 +16,13 @@ __all__ = ["add_commands", "at_least"]
 Number = TypeVar("Number", int, float)
 
 _TRAIN = """\
-Learn to translate from a UTF-8 text file with one pair a line: the source, a tab, the target.
+Learn to translate from a UTF-8 text file with one pair per line: the source, a tab, the target.
 Further columns are ignored: files of Tatoeba and ManyThings can be used as they are. Without --data
-it learns to read made-up dates.
+it learns to read synthetic dates.
 
 DIR gets last.pt after every epoch, and best.pt: the epoch with the lowest loss on the validation
-pairs, which are kept apart to choose by (--best-metric chooses by BLEU or chrF). Both files are
-written whole or not at all: stop it whenever you like, --resume goes on."""
+pairs, which are not trained on (--best-metric chooses by BLEU or chrF). Both files are written
+atomically: training can be stopped at any time and continued with --resume."""
 
 _TRAIN_END = """\
 examples:
@@ -37,8 +37,8 @@ the course's settings:
     --num-steps 10 --lr 0.005 --schedule constant --label-smoothing 0 --min-freq 1"""
 
 _TRANSLATE = """\
-Translate sentences with the model in DIR. Without a sentence, one a line is read from the standard
-input."""
+Translate sentences with the model in DIR. Without a sentence, sentences are read from the standard
+input, one per line."""
 
 _TRANSLATE_END = """\
 examples:
@@ -48,8 +48,8 @@ examples:
 
 _EVALUATE = """\
 Translate pairs and score the result: corpus BLEU and chrF by sacrebleu, and how many pairs have the
-course's bleu(k=2) above 0 and above 0.8. Without FILE it takes the pairs that the training in DIR
-kept apart for this."""
+course's bleu(k=2) above 0 and above 0.8. Without FILE it takes the test pairs of the training in
+DIR."""
 
 _EVALUATE_END = """\
 examples:
@@ -57,8 +57,8 @@ examples:
   python -m bahdanau_fast evaluate model cmn-eng.tsv --first 2000 --json"""
 
 _PLOT = """\
-Draw where the model in DIR looked while it translated: source tokens across, target tokens down.
-Without a sentence, draw how the loss fell."""
+Plot the attention weights of a translation by the model in DIR: source tokens across, target tokens
+down. Without a sentence, plot the losses of the training."""
 
 _PLOT_END = """\
 examples:
@@ -85,7 +85,7 @@ def at_least(low: Number, kind: Callable[[str], Number]) -> Callable[[str], Numb
 
 
 def _run(name: str) -> Callable[[argparse.Namespace], int]:
-    """The function of that name, imported when it is called."""
+    """An action by name, imported when it is called."""
 
     def run(options: argparse.Namespace) -> int:
         from bahdanau_fast.seq2seq.cli import actions
@@ -109,21 +109,19 @@ def add_commands(commands: Any) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="folder for the model, made if it is not there",
+        help="folder for the model, created if missing",
     )
     again = train.add_mutually_exclusive_group()
     again.add_argument(
-        "--resume", action="store_true", help="go on with the training in DIR, with its settings"
+        "--resume", action="store_true", help="continue the training in DIR, with its settings"
     )
-    again.add_argument(
-        "--overwrite", action="store_true", help="begin anew, replacing the training in DIR"
-    )
+    again.add_argument("--overwrite", action="store_true", help="replace the training in DIR")
     train.add_argument(
         "--save-every",
         type=at_least(0, int),
         default=0,
         metavar="STEPS",
-        help="write last.pt after every so many steps, too (default: after each epoch only)",
+        help="also write last.pt every STEPS steps (default: only after each epoch)",
     )
     train.add_argument(
         "--tensorboard", action="store_true", help="write scalars to DIR/tensorboard"
@@ -243,7 +241,7 @@ def _search(parser: argparse.ArgumentParser) -> None:
             float,
             0.0,
             0.0,
-            "above 0, source tokens not looked at lower the score",
+            "above 0, source tokens without attention lower the score",
         ),
     ):
         group.add_argument(
@@ -266,24 +264,24 @@ def _data_options(group: Any) -> None:
         group.add_argument(flag, help=what + shown, default=argparse.SUPPRESS, **options)
 
     kinds = {"choices": ("auto", "words", "characters")}
-    add("data", "file of pairs (default: made-up dates)", type=Path, metavar="FILE")
+    add("data", "file of pairs (default: synthetic dates)", type=Path, metavar="FILE")
     add(
         "source_tokens",
-        "cut sources into these; auto: characters for scripts without spaces",
+        "split sources into these; auto: characters for scripts without spaces",
         **kinds,
     )
     add("target_tokens", "the same for targets", **kinds)
-    add("min_freq", "a token seen less often is read as <unk>", type=at_least(1, int), metavar="N")
+    add("min_freq", "rarer tokens are read as <unk>", type=at_least(1, int), metavar="N")
     add(
         "num_steps",
-        "longer texts are cut off after so many tokens",
+        "longer texts are truncated to this many tokens",
         type=at_least(1, int),
         metavar="N",
     )
     add("limit", "use only the first N pairs of the file", type=at_least(1, int), metavar="N")
     share = {"type": at_least(0.0, float), "metavar": "SHARE"}
-    add("validation", "share of the sources kept apart to choose the best epoch by", **share)
-    add("test", "share of the sources kept apart for evaluate", **share)
+    add("validation", "share of the sources to choose the best epoch by", **share)
+    add("test", "share of the sources for evaluate", **share)
 
 
 def _model_options(group: Any) -> None:
@@ -299,12 +297,12 @@ def _model_options(group: Any) -> None:
         "epochs": "passes over the data",
         "batch_size": "pairs in a step (of each process)",
         "lr": "highest learning rate of Adam",
-        "schedule": "of the learning rate; cosine: it falls to a twentieth",
+        "schedule": "of the learning rate; cosine: down to a twentieth",
         "clip": "a gradient with a larger norm is scaled down to it",
-        "label_smoothing": "share of the probability spread over all tokens",
+        "label_smoothing": "probability spread over all tokens",
         "bf16": "compute in bfloat16",
-        "seed": "random seed of weights, parts, batches and dropout",
-        "best_metric": "what best.pt is chosen by: lowest loss, or highest BLEU or chrF",
+        "seed": "random seed of weights, splits, batches and dropout",
+        "best_metric": "how best.pt is chosen: lowest loss, or highest BLEU or chrF",
     }
     for field in dataclasses.fields(Settings):
         default = getattr(TRAINING, field.name)

@@ -77,7 +77,7 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        checks.reject(ValueError, "--out", "be a folder or a free name", f"{out} ({error})")
+        checks.reject(ValueError, "--out", "be a folder or a new path", f"{out} ({error})")
     fused = backends.resolve(torch.device("cpu"))
     print(f"attention backend: {fused}")
     if fused == "reference":

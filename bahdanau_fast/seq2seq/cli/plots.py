@@ -47,8 +47,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ModuleNotFoundError(
-            "matplotlib must be installed for plots, got no such module: "
-            'pip install "bahdanau_fast[demo]"'
+            'plots need matplotlib: pip install "bahdanau_fast[demo]"'
         ) from error
 
 

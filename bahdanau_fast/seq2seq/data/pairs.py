@@ -19,7 +19,7 @@ _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
 class Vocab:
-    """Tokens and their numbers, the most frequent first after <pad>, <bos>, <eos>, <unk>.
+    """Tokens and their indices: <pad>, <bos>, <eos>, <unk>, then by falling frequency.
 
     Args:
         sequences: tokenised texts; a plain string counts as its characters.
@@ -39,17 +39,17 @@ class Vocab:
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[str]) -> Vocab:
-        """The vocabulary whose :attr:`tokens` these were.
+        """The vocabulary with these :attr:`tokens`.
 
         Args:
-            tokens: <pad>, <bos>, <eos>, <unk>, then the others, none twice.
+            tokens: <pad>, <bos>, <eos>, <unk>, then the others, without duplicates.
 
         Raises:
-            ValueError: other tokens in front, or one twice.
+            ValueError: other tokens in front, or duplicates.
         """
         vocab = cls(())
         if tuple(tokens[:4]) != _SPECIAL or len(set(tokens)) != len(tokens):
-            need = f"begin with {', '.join(_SPECIAL)} and hold none twice"
+            need = f"begin with {', '.join(_SPECIAL)} and hold no duplicates"
             checks.reject(ValueError, "tokens", need, f"{len(tokens)} tokens")
         vocab.tokens = tuple(tokens)
         vocab._index = {token: i for i, token in enumerate(vocab.tokens)}
@@ -70,7 +70,7 @@ class Vocab:
         return token in self._index
 
     def to_tokens(self, indices: Iterable[int]) -> list[str]:
-        """The tokens of some numbers."""
+        """The tokens of these indices."""
         return [self.tokens[index] for index in indices]
 
 
@@ -84,11 +84,11 @@ class Vocabs(NamedTuple):
 def encode(
     sequences: Sequence[Sequence[str]], vocab: Vocab, num_steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Numbers of every text with <eos> behind it, cut or padded to one length.
+    """Token indices of every text with <eos> appended, truncated or padded to one length.
 
     Args:
         sequences: N tokenised texts.
-        vocab: knows the tokens.
+        vocab: maps tokens to indices.
         num_steps: T.
 
     Returns:
@@ -149,10 +149,10 @@ class Pairs:
         Args:
             texts: tokenised pairs; plain strings count as their characters.
             min_freq: a token seen less often becomes <unk>.
-            num_steps: longer texts are cut to so many tokens; None cuts nothing.
+            num_steps: longer texts are truncated to this many tokens; None truncates none.
 
         Raises:
-            ValueError: no pair at all.
+            ValueError: ``texts`` is empty.
         """
         sources, targets = [pair[0] for pair in texts], [pair[1] for pair in texts]
         return cls.with_vocabs(texts, Vocab(sources, min_freq), Vocab(targets, min_freq), num_steps)
@@ -165,7 +165,7 @@ class Pairs:
         target_vocab: Vocab,
         num_steps: int | None = None,
     ) -> Pairs:
-        """Encode pairs with vocabularies that are there already; arguments as for :meth:`of`."""
+        """Encode pairs with existing vocabularies; arguments as for :meth:`of`."""
         if not texts:
             checks.reject(ValueError, "texts", "hold at least one pair", 0)
         encoded: list[Tensor] = []
@@ -180,15 +180,15 @@ class Pairs:
         return len(self.tensors.source)
 
 
-# So many batches are sorted by length together: padding nearly vanishes, the order stays random.
+# Batches sorted by length together: little padding, and the order stays random.
 _WINDOW = 50
 
 
 def batches(pairs: Pairs, batch_size: int, seed: int, epoch: int = 0) -> Iterator[Batch]:
-    """Every pair once, texts of like length together, in an order that seed and epoch alone decide.
+    """Every pair once, texts of similar length together, in an order set by seed and epoch.
 
     Args:
-        pairs: what to draw from.
+        pairs: the whole set.
         batch_size: B; one batch may be smaller.
         seed: of the whole training.
         epoch: each has its own order.
@@ -209,7 +209,7 @@ def batches(pairs: Pairs, batch_size: int, seed: int, epoch: int = 0) -> Iterato
 
 
 def cropped(batch: Batch) -> Batch:
-    """The same batch without columns that are padding in every row."""
+    """The batch without the columns that are padding in every row."""
     source, source_lens, target, target_lens = batch
     wide, long = (max(1, int(lens.max())) for lens in (source_lens, target_lens))
     return Batch(source[:, :wide], source_lens, target[:, :long], target_lens)

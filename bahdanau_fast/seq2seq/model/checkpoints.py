@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, read without running any code in them."""
+"""Checkpoints: written atomically, read without running code from the file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FORMAT = 1
 
 
 def save(payload: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint so that a kill at any moment leaves the old or the new one.
+    """Write a checkpoint so that a kill at any moment leaves either the old or the new one.
 
-    It is written beside ``path``, brought to the disk, then renamed over it.
+    The file is written beside ``path``, synced to disk, then renamed over ``path``.
 
     Args:
-        payload: tensors, numbers, words, lists and dicts of them.
-        path: its folder exists.
+        payload: tensors, numbers, strings, lists and dicts of them.
+        path: in a folder that exists.
     """
     beside = path.with_name(path.name + ".tmp")
     with beside.open("wb") as file:
@@ -32,7 +32,7 @@ def save(payload: dict[str, Any], path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
-    if os.name == "posix":  # the rename too
+    if os.name == "posix":  # sync the rename too
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -48,7 +48,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         device: where its tensors go.
 
     Raises:
-        ValueError: there is none, or it is not one of ours.
+        ValueError: no such file, or not a checkpoint of this package.
     """
     try:
         payload = torch.load(path, map_location=device, weights_only=True)
@@ -57,27 +57,27 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     except Exception as error:  # torch, zipfile and pickle raise a dozen kinds for a broken file
         lines = str(error).strip().splitlines()
         reason = f"{path} ({lines[0] if lines else type(error).__name__})"
-        checks.reject(ValueError, "checkpoint", "be a whole one that train wrote", reason)
+        checks.reject(ValueError, "checkpoint", "be a complete file written by train", reason)
     if not isinstance(payload, dict) or payload.get("format") != _FORMAT:
         found = payload.get("format") if isinstance(payload, dict) else type(payload).__name__
-        need = f"be one that train wrote, of format {_FORMAT}"
+        need = f"be written by train, in format {_FORMAT}"
         checks.reject(ValueError, "checkpoint", need, f"{path} ({found})")
     return payload
 
 
 def find(where: Path) -> Path:
-    """The best checkpoint of a training's folder, or the last where no best one is there.
+    """The best checkpoint of a folder, or the last if there is no best one.
 
     Args:
         where: the folder, or a checkpoint itself.
 
     Raises:
-        ValueError: there is none.
+        ValueError: neither file exists.
     """
     if where.is_file():
         return where
     for name in (BEST, LAST):
         if (where / name).is_file():
             return where / name
-    need = f"hold a training ({BEST} or {LAST}, as train writes them)"
+    need = f"hold {BEST} or {LAST}, as written by train"
     checks.reject(ValueError, "DIR", need, f"{where}{'' if where.exists() else ' (not there)'}")

@@ -72,8 +72,7 @@ def require_sacrebleu() -> Any:
         import sacrebleu
     except ImportError as error:
         raise ModuleNotFoundError(
-            "sacrebleu must be installed for BLEU, got no such module: "
-            'pip install "bahdanau_fast[seq2seq]"'
+            'BLEU needs sacrebleu: pip install "bahdanau_fast[seq2seq]"'
         ) from error
     return sacrebleu
 

@@ -27,35 +27,34 @@ from bahdanau_fast.seq2seq.training.trainer import Trainer, steps_per_epoch, tot
 
 __all__ = ["Run"]
 
-# Validation translates at most so many pairs an epoch; the loss is that of all of them.
+# Most pairs that a validation translates; the validation loss is that of all pairs.
 _TRANSLATED = 1000
 
 
 class Run:
     """One training, from its data to its checkpoints.
 
-    Of several processes only the one of rank 0 validates, writes and speaks.
+    Of several processes only that of rank 0 validates, writes and prints.
 
     Args:
-        out: its folder.
+        out: folder of the checkpoints.
         settings: of the model and its training.
         text: of the data.
         world: the processes that train together.
-        resume: go on from the last checkpoint in ``out``; then ``settings`` and ``text`` are those
-            of :meth:`settings_of`, more epochs excepted.
-        save_every: steps between checkpoints, besides the one each epoch ends with; 0: none.
+        resume: continue from the last checkpoint in ``out``; then ``settings`` and ``text`` must be
+            those of :meth:`settings_of`, except for more epochs.
+        save_every: steps between checkpoints within an epoch; 0: only at the end of each epoch.
         tensorboard: write scalars to ``out/tensorboard``.
 
     Attributes:
-        history: of the training so far.
-        best: the validation of the epoch that ``best.pt`` holds; None while there is none.
-        note: one line about a training whose ``best.pt`` was chosen by BLEU, before there was a
-            ``best_metric``; empty for any other.
+        history: losses and validations so far.
+        best: the validation of the epoch in ``best.pt``; None before the first.
+        note: one line if ``best.pt`` was chosen by BLEU, before ``best_metric`` existed; otherwise
+            empty.
 
     Raises:
-        ModuleNotFoundError: sacrebleu or tensorboard is wanted and not installed.
-        ValueError: the data cannot be used; or it has changed since the training began, or the
-            number of processes has.
+        ModuleNotFoundError: sacrebleu or tensorboard is needed and not installed.
+        ValueError: unusable data; on resuming, data or a number of processes that have changed.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Run:
             self.board = _board(out, len(self.history.losses))
 
     def _chosen(self, payload: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-        """``best`` and ``note`` of a training to go on with."""
+        """``best`` and ``note`` of a training to resume."""
         best = self.out / BEST
         held = checkpoints.load(best)["validations"][-1] if best.is_file() else None
         if held is None or "best_metric" in payload["settings"]:
@@ -108,12 +107,12 @@ class Run:
         return held, f"{BEST} was chosen by BLEU until now; from here on by validation {metric}"
 
     def _continued(self, payload: dict[str, Any]) -> Vocabs:
-        """The vocabularies of a training to go on with, if data and processes are its own."""
+        """The vocabularies of a training to resume; its data and processes must be the same."""
         if payload["digest"] != self.corpus.digest:
             actual = f"{self.text.data or 'dates'} (changed since)"
-            checks.reject(ValueError, "data", "be that of the training to go on with", actual)
+            checks.reject(ValueError, "data", "be the data of the training to resume", actual)
         if payload["processes"] != self.world.size:
-            need = f"be as many as in the training to go on with, {payload['processes']}"
+            need = f"equal those of the training to resume, {payload['processes']}"
             checks.reject(ValueError, "processes", need, self.world.size)
         return Vocabs(
             Vocab.of_tokens(payload["source_vocab"]), Vocab.of_tokens(payload["target_vocab"])
@@ -124,7 +123,7 @@ class Run:
         """The settings of the training in a folder.
 
         Raises:
-            ValueError: there is none to go on with.
+            ValueError: no checkpoint to resume.
         """
         payload = checkpoints.load(out / LAST)
         return Settings(**payload["settings"]), TextSettings(**payload["text"])
@@ -138,7 +137,7 @@ class Run:
         """Train to the last epoch; ``out`` holds a loadable checkpoint from the first step on.
 
         Args:
-            progress: show what happens.
+            progress: show losses and validations.
             file: where lines go; the standard output unless given.
         """
         first = self.world.rank == 0
@@ -164,16 +163,16 @@ class Run:
         return self.history
 
     def _begin(self) -> None:
-        """The folder, as it is before the next step."""
+        """Bring the folder into its state before the next step."""
         self.out.mkdir(parents=True, exist_ok=True)
         done = len(self.history.losses)
         per_epoch = steps_per_epoch(self.pairs, self.settings, self.world)
         if done == 0:
             self._save(LAST)
-            (self.out / BEST).unlink(missing_ok=True)  # of a training this one replaces
+            (self.out / BEST).unlink(missing_ok=True)  # of the training that is replaced
             self.best = None
         elif done % per_epoch == 0 and self.history.validations:
-            self._keep_best()  # the metric may have been another one until now
+            self._keep_best()  # the metric may have changed
 
     def _after_step(self, show: Progress) -> Callable[[int, bool], None]:
         def after(epoch: int, ended: bool) -> None:
@@ -207,7 +206,7 @@ class Run:
         return result
 
     def _keep_best(self) -> bool:
-        """Write ``best.pt`` if the last epoch is better than the one it holds; whether it is."""
+        """Write ``best.pt`` if the last epoch is better; True if it is."""
         last = self.history.validations[-1]
         metric = self.settings.best_metric
         better = self.best is None or goodness(last, metric) > goodness(self.best, metric)
@@ -240,14 +239,14 @@ class Run:
 
 
 def sample(pairs: list[RawPair], count: int) -> list[RawPair]:
-    """At most ``count`` of them, always the same."""
+    """At most ``count`` pairs, the same ones in every epoch."""
     return pairs if len(pairs) <= count else random.Random(0).sample(pairs, count)
 
 
 def goodness(validation: Mapping[str, float], metric: str) -> tuple[float, ...]:
-    """What is greater for the better epoch; where scores are equal, the lower loss is better.
+    """Sort key of epochs, greater is better; the loss decides between equal scores.
 
-    BLEU is 0 for the first epochs of many trainings: without the loss the first would be kept.
+    BLEU is 0 in the first epochs of many trainings: without the loss the first would be kept.
 
     >>> goodness({"loss": 2.0, "bleu": 0.0}, "bleu") < goodness({"loss": 1.5, "bleu": 0.0}, "bleu")
     True
@@ -273,8 +272,7 @@ def _board(out: Path, done: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ModuleNotFoundError(
-            "tensorboard must be installed for --tensorboard, got no such module: "
-            'pip install "bahdanau_fast[tensorboard]"'
+            '--tensorboard needs tensorboard: pip install "bahdanau_fast[tensorboard]"'
         ) from error
-    # Scalars of steps that will be taken again are left out.
+    # Drop the scalars of steps that are repeated after a resume.
     return SummaryWriter(str(out / "tensorboard"), purge_step=done)
