@@ -1,4 +1,4 @@
-"""Parallel text: reading pairs from a file, cutting them into tokens, splitting them by seed."""
+"""Parallel text: reading pairs from a file, tokenising them, splitting them by seed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ RawPair = tuple[str, str]
 
 TOKENS = ("words", "characters")
 
-# Letters, digits and what binds them (l'eau, rendez-vous); every other visible sign by itself.
+# Letters and digits, joined by apostrophes and hyphens (l'eau, rendez-vous); other signs alone.
 _WORD = re.compile(r"\w+(?:['’\-]\w+)*|[^\w\s]")
 # Scripts written without spaces: Chinese, Japanese kana, Thai, Lao, Khmer, Burmese.
 _UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 
 
 def tokenize(text: str, tokens: str) -> list[str]:
-    """Cut a text into tokens.
+    """Split a text into tokens.
 
     Args:
         text: any.
@@ -53,7 +53,7 @@ def tokenize(text: str, tokens: str) -> list[str]:
 
 
 def join(words: Sequence[str], tokens: str) -> str:
-    """The text that some tokens make: words get a space between them, characters nothing.
+    """Join tokens into a text: words with spaces, characters without.
 
     >>> join(["i'm", "ok", "."], "words"), join("嗨。", "characters")
     ("i'm ok .", '嗨。')
@@ -68,7 +68,7 @@ def _check_kind(tokens: str) -> None:
 
 
 def guess_tokens(texts: Sequence[str]) -> str:
-    """What to cut texts into: "characters" for a script without spaces, else "words".
+    """The kind of tokens for texts: "characters" for a script without spaces, else "words".
 
     >>> guess_tokens(["嗨。", "OK。好"]), guess_tokens(["Salut !"])
     ('characters', 'words')
@@ -79,18 +79,18 @@ def guess_tokens(texts: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class TextFile:
-    """What a file of pairs holds.
+    """The contents of a file of pairs.
 
     Attributes:
         pairs: in the order of the file.
-        skipped: (line number from 1, what is wrong) of every line left out.
+        skipped: (line number from 1, reason) of every skipped line.
     """
 
     pairs: list[RawPair]
     skipped: list[tuple[int, str]] = field(default_factory=list)
 
     def note(self) -> str:
-        """One line about what was left out; empty when nothing was."""
+        """One line about the skipped lines; empty if there are none."""
         if not self.skipped:
             return ""
         shown = "; ".join(f"line {number}: {reason}" for number, reason in self.skipped[:5])
@@ -102,14 +102,14 @@ class TextFile:
 def read(path: str | Path) -> TextFile:
     """Read a UTF-8 file of pairs: source, a tab, target; further columns are ignored.
 
-    The layout of Tatoeba and ManyThings. A line without a tab, or with nothing on one side, is
-    left out and noted.
+    The layout of Tatoeba and ManyThings. A line without a tab, or with an empty side, is
+    skipped and noted.
 
     Args:
         path: of the file.
 
     Raises:
-        ValueError: it is no file that can be read, not UTF-8, or has no valid line.
+        ValueError: an unreadable file, not UTF-8, or without a valid line.
     """
     path = Path(path)
     try:
@@ -117,13 +117,13 @@ def read(path: str | Path) -> TextFile:
     except OSError as error:
         checks.reject(ValueError, "data", "be a readable file", f"{path} ({error.strerror})")
     try:
-        # The mark some editors put in front is no part of the first word.
+        # utf-8-sig: the byte order mark of some editors is not part of the first word.
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = content.count(b"\n", 0, error.start) + 1
         bad = f"{path} (byte 0x{content[error.start]:02x} in line {where})"
         checks.reject(ValueError, "data", "be UTF-8 text", bad)
-    # Not splitlines(): that cuts at signs which may stand inside a sentence.
+    # Not splitlines(), which also splits at characters that occur inside sentences.
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
     found = TextFile([])
     for number, line in enumerate(lines, 1):
@@ -141,7 +141,7 @@ def read(path: str | Path) -> TextFile:
 
 
 def _hollow(path: Path, found: TextFile) -> str:
-    """A file without one pair, and what it has in their place."""
+    """A file without pairs, and the reason."""
     reasons = {reason for _, reason in found.skipped}
     if reasons == {"empty"}:
         return f"{path} (an empty file)"
@@ -152,7 +152,7 @@ def _hollow(path: Path, found: TextFile) -> str:
 
 @dataclass(frozen=True)
 class Parts:
-    """Pairs to learn from, to choose by, and to be judged on."""
+    """Training, validation and test pairs."""
 
     train: list[RawPair]
     validation: list[RawPair]
@@ -160,15 +160,15 @@ class Parts:
 
 
 def split(pairs: Sequence[RawPair], validation: float, test: float, seed: int) -> Parts:
-    """Cut pairs into three parts; pairs with one source (but for case and spaces) stay together.
+    """Split pairs into three parts; pairs whose source is equal up to case and spaces stay together.
 
-    So no source of the held-out parts has been learnt from. The order of a part is that of
+    So no source of the validation and test parts is in training. Each part keeps the order of
     ``pairs``.
 
     Args:
         pairs: source and target texts.
         validation: share of all sources, between 0 and 1.
-        test: likewise; something must be left to train on.
+        test: likewise; some sources must be left for training.
         seed: the same seed gives the same parts.
 
     Raises:

@@ -1,6 +1,7 @@
-"""Decoders: with attention, and without, to compare with.
+"""Decoders with attention, and one without for comparison.
 
-Sizes as in :mod:`models`, and K sequences per source: one in training, the beams in a beam search.
+Sizes as in :mod:`encoder_decoder`, and K sequences per source: one in training, the beams in a
+beam search.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ State: TypeAlias = list[Any]
 
 
 class StepDecoder(Decoder):
-    """A decoder that can be asked for one token of many sequences: what translating needs."""
+    """A decoder that can decode one token of many sequences, as translating needs."""
 
     embedding: nn.Embedding
     embed_dropout: nn.Dropout
@@ -40,7 +41,7 @@ class StepDecoder(Decoder):
     dense: nn.Linear
 
     def memory(self, state: State) -> Any:
-        """What every step reads of the sources, made once, for any number of sequences each."""
+        """What every step reads of the sources, computed once, for any number of sequences."""
         raise NotImplementedError(f"{type(self).__name__} must define memory(state)")
 
     def step(
@@ -49,20 +50,20 @@ class StepDecoder(Decoder):
         """Decode one token of every sequence; K sequences may share one source.
 
         Args:
-            embedded: (B*K,E), the K sequences of one source side by side.
+            embedded: (B*K,E), the K sequences of a source next to each other.
             hidden: (L,B*K,H), for an LSTM a pair of those.
             memory: of the B sources, from :meth:`memory`.
 
         Returns:
-            Features (B*K,H) for ``dense``, attention weights (B,K,Tk) or None for a decoder that
-            has none, the new hidden state.
+            Features (B*K,H) for ``dense``, attention weights (B,K,Tk) or None for a decoder
+            without attention, the new hidden state.
         """
         raise NotImplementedError(f"{type(self).__name__} must define step(embedded, ...)")
 
     def write(
         self, hidden: Hidden, memory: Any, left_out: list[int], max_steps: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Greedy decoding in one call, where a decoder has one.
+        """Greedy decoding in one call, if the decoder supports it.
 
         Args:
             hidden: (L,B,H), for an LSTM a pair of those.
@@ -71,21 +72,22 @@ class StepDecoder(Decoder):
             max_steps: the longest target.
 
         Returns:
-            Tokens (B,T), <pad> behind <eos>, and weights (B,T,Tk); None: to be done by steps.
+            Tokens (B,T), <pad> behind <eos>, and weights (B,T,Tk); None if the caller has to
+            decode step by step.
         """
         return None
 
 
 class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
-    """A recurrent decoder that looks at the source at every step.
+    """A recurrent decoder that attends to the source at every step.
 
-    The query is the top layer's hidden state; the context it gives goes, in front of the token's
-    embedding, into the recurrent net (Bahdanau, Cho and Bengio 2014). The keys are projected once
+    The query is the top layer's hidden state; the recurrent net reads the context, followed by the
+    token's embedding (Bahdanau, Cho and Bengio 2014). The keys are projected once
     per call, not once per step.
 
     With the course's arguments its weights after ``torch.manual_seed`` are those of the course's
-    decoder up to 2022. The later one has lazy attention and output layers, which draw at its first
-    call, after everything else; here all sizes are known and everything is drawn when it is made.
+    decoder up to 2022. The later one has lazy attention and output layers, which draw their weights
+    at the first call, after all others; here all weights are drawn when the module is made.
     Dropout masks differ from the course's.
 
     Args:
@@ -95,10 +97,10 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         num_layers: L, of the encoder too.
         dropout: on the attention weights and between the layers, in training.
         cell: "gru" or "lstm".
-        embed_dropout: on the embeddings and on what ``dense`` sees, in training.
+        embed_dropout: on the embeddings and on the inputs of ``dense``, in training.
         attention: "additive", or "dot" for the scaled dot product.
-        key_size: features of the encoder's outputs, its ``output_size``; H unless given. Where it
-            is not H, "dot" has a learnt ``key_layer`` to make H of it.
+        key_size: features of the encoder's outputs, its ``output_size``; H unless given. If it is
+            not H, "dot" has a ``key_layer`` that maps it to H.
 
     Raises:
         ValueError: an unknown cell or attention, or a dropout outside [0, 1].
@@ -158,7 +160,7 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
             ``[outputs (B,Tk,key_size), hidden, enc_valid_lens]``.
         """
         outputs, hidden = enc_outputs
-        # Copied into (B,Tk,H) order once: every step reads it.
+        # Copied into (B,Tk,H) order once, since every step reads it.
         return [outputs.transpose(0, 1).contiguous(), hidden, enc_valid_lens]
 
     def memory(self, state: State) -> Memory:
@@ -194,7 +196,7 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         """
         enc_outputs, hidden, enc_valid_lens = state
         embedded = self.embed_dropout(self.embedding(X.t()))
-        # A step that a subclass has of its own is taken as it is.
+        # A subclass may override step.
         step = None if type(self).step is Seq2SeqAttentionDecoder.step else self.step
         memory = self.memory(state)
         decoded = decode_given(self.attention, self.rnn, embedded, hidden, memory, step)
@@ -216,7 +218,7 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # The course's LSTM version has another name for it.
+        # The course's LSTM version calls it attention_cell.
         rename(state_dict, f"{prefix}attention_cell.", f"{prefix}attention.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -224,7 +226,7 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
 class Seq2SeqDecoder(StepDecoder):
     """The course's decoder without attention: one context for all steps.
 
-    The context is the state of the encoder's top layer, behind the token's embedding at every
+    The context is the state of the encoder's top layer, appended to the token's embedding at every
     step (Cho et al. 2014, https://arxiv.org/abs/1406.1078).
 
     Args:
@@ -234,7 +236,7 @@ class Seq2SeqDecoder(StepDecoder):
         num_layers: L, of the encoder too.
         dropout: between the layers, in training.
         cell: "gru" or "lstm".
-        embed_dropout: on the embeddings and on what ``dense`` sees, in training.
+        embed_dropout: on the embeddings and on the inputs of ``dense``, in training.
 
     Raises:
         ValueError: an unknown cell, or a dropout outside [0, 1].

@@ -24,13 +24,13 @@ __all__ = [
 ]
 
 Hidden: TypeAlias = Tensor | tuple[Tensor, Tensor]
-"""What a recurrent net carries on: (L,B,H), or for an LSTM a pair (h, c) of those."""
+"""The state of a recurrent net: (L,B,H), or for an LSTM a pair (h, c) of those."""
 
 _CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
 
 
 class Encoder(nn.Module):
-    """What reads a source: a subclass gives ``forward(X, *args)``."""
+    """Base of encoders; a subclass defines ``forward(X, *args)``."""
 
     def forward(self, X: Tensor, *args: Any) -> Any:
         """Encode tokens (B,T)."""
@@ -38,10 +38,10 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What writes a target: a subclass gives ``init_state`` and ``forward(X, state)``."""
+    """Base of decoders; a subclass defines ``init_state`` and ``forward(X, state)``."""
 
     def init_state(self, enc_outputs: Any, *args: Any) -> Any:
-        """Make the first state out of what the encoder returned."""
+        """Make the first state from the outputs of the encoder."""
         raise NotImplementedError(f"{type(self).__name__} must define init_state(enc_outputs)")
 
     def forward(self, X: Tensor, state: Any) -> Any:
@@ -50,7 +50,7 @@ class Decoder(nn.Module):
 
 
 class AttentionDecoder(Decoder):
-    """A decoder that shows where it looked."""
+    """A decoder with attention weights."""
 
     @property
     def attention_weights(self) -> Any:
@@ -72,7 +72,7 @@ class EncoderDecoder(nn.Module):
         self.decoder = decoder
 
     def forward(self, enc_X: Tensor, dec_X: Tensor, *args: Any) -> Any:
-        """Teacher forcing: both sides are given.
+        """Teacher forcing: source and target are given.
 
         Args:
             enc_X: (B,Tk) source tokens.
@@ -99,7 +99,7 @@ def recurrent(
         known = " or ".join(repr(name) for name in _CELLS)
         checks.reject(ValueError, "cell", f"be {known}", repr(cell))
     checks.probability("dropout", dropout)
-    # Dropout sits between layers: with one there is no place for it, and PyTorch warns.
+    # Dropout is between layers: with a single layer PyTorch would warn.
     between = dropout if num_layers > 1 else 0.0
     return _CELLS[cell](
         input_size, num_hiddens, num_layers, dropout=between, bidirectional=bidirectional
@@ -109,13 +109,13 @@ def recurrent(
 class Seq2SeqEncoder(Encoder):
     """Embedding and a recurrent net over the source.
 
-    A bidirectional one returns both directions side by side, as Bahdanau, Cho and Bengio 2014 do,
-    and what the decoder starts from is ``tanh(W h)`` of the state of the direction that ends at
-    the first token, in every layer (their section A.2.2).
+    A bidirectional one returns both directions concatenated, as in Bahdanau, Cho and Bengio 2014,
+    and the decoder starts from ``tanh(W h)`` of the last state of the backward direction, in every
+    layer (their section A.2.2).
 
     With the course's arguments its weights after ``torch.manual_seed``, and after a following
-    ``net.apply(init_xavier)``, are those of the course's encoder up to 2022. The later one does
-    that ``apply`` when it is made, here it is left to the caller.
+    ``net.apply(init_xavier)``, are those of the course's encoder up to 2022. The later one calls
+    ``apply`` in its constructor; here the caller does.
 
     Args:
         vocab_size: number of source tokens.
@@ -126,8 +126,8 @@ class Seq2SeqEncoder(Encoder):
         cell: "gru" or "lstm".
         bidirectional: read the source from both ends; outputs have 2H features.
         embed_dropout: on the embeddings, in training.
-        packed: read no padding, so that a text gives the same in any batch. The course's encoder
-            reads padding too: leave it off for its checkpoints.
+        packed: skip padding, so that the outputs of a text do not depend on its batch. The course's
+            encoder reads padding: leave ``packed`` off for the course's checkpoints.
 
     Attributes:
         output_size: features of the outputs.
@@ -185,7 +185,7 @@ class Seq2SeqEncoder(Encoder):
         if not self.rnn.bidirectional:
             return outputs, hidden
         parts = hidden if isinstance(hidden, tuple) else (hidden,)
-        # PyTorch puts the directions of a layer one after the other, the backward one second.
+        # PyTorch stores the directions of a layer one after the other, the backward one second.
         first = [
             torch.tanh(layer(part[1::2])) for layer, part in zip(self.bridge, parts, strict=True)
         ]
@@ -194,13 +194,13 @@ class Seq2SeqEncoder(Encoder):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # The course's later encoders hold a module that holds the recurrent net.
+        # The course's later encoders wrap the recurrent net in another module.
         rename(state_dict, f"{prefix}rnn.rnn.", f"{prefix}rnn.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
-    """Give every key that begins with ``old`` the beginning ``new``; in place."""
+    """Replace the prefix ``old`` of all keys by ``new``, in place."""
     for key in [key for key in state_dict if key.startswith(old)]:
         state_dict[new + key.removeprefix(old)] = state_dict.pop(key)
 

@@ -1,4 +1,4 @@
-"""What a training depends on, what it leaves behind, and the model that settings describe."""
+"""The settings and the history of a training, and the model that settings describe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder, Seq2SeqE
 __all__ = ["CHOICES", "METRICS", "TRAINING", "History", "Settings", "build_model"]
 
 METRICS = {"loss": "loss", "bleu": "BLEU", "chrf": "chrF"}
-"""What is measured on the validation part, and how it is written."""
+"""Metrics of the validation set, and their names in print."""
 
 CHOICES = {
     "cell": ("gru", "lstm"),
@@ -27,7 +27,7 @@ CHOICES = {
     "schedule": ("cosine", "constant"),
     "best_metric": tuple(METRICS),
 }
-"""The settings that are one of a few words."""
+"""Settings with a fixed set of values."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ class Settings:
         num_hiddens: H.
         num_layers: L.
         dropout: on the attention weights and between layers.
-        embed_dropout: on embeddings and on what gives the logits.
+        embed_dropout: on embeddings and on the inputs of the output layer.
         cell: "gru" or "lstm".
         attention: "additive", "dot", or "none" for one fixed context.
         bidirectional: whether the encoder reads the source from both ends.
         epochs: passes over the data.
         batch_size: B, of each process.
         lr: learning rate of Adam at its highest.
-        schedule: "cosine" lets it fall to a twentieth, "constant" keeps it.
+        schedule: "cosine" lowers the learning rate to a twentieth, "constant" keeps it.
         clip: largest norm of the gradient.
-        label_smoothing: share of the probability that goes to all tokens alike.
+        label_smoothing: probability spread evenly over all tokens.
         bf16: compute in bfloat16 under autocast; the weights stay fp32.
         seed: of weights, batches and dropout.
-        best_metric: what the best epoch is best in, on the validation part: "loss" (lowest), "bleu"
-            or "chrf" (highest; of epochs with the same score, the one with the lowest loss).
+        best_metric: metric of the validation set that chooses the best epoch: "loss" (lowest),
+            "bleu" or "chrf" (highest; the lowest loss decides between equal scores).
 
     Raises:
         TypeError, ValueError: a setting out of its range.
@@ -106,12 +106,12 @@ TRAINING = Settings(
 
 @dataclass
 class History:
-    """What a training leaves behind.
+    """Losses, times and validations of a training.
 
     Attributes:
         losses: per step, cross-entropy per target token, smoothing included.
         seconds: per step, wall time.
-        tokens: per step, target tokens read, by all processes.
+        tokens: per step, target tokens of all processes.
         validations: per epoch, ``{"epoch", "loss", "bleu", "chrf"}`` on the validation part.
     """
 
@@ -127,7 +127,7 @@ class History:
 
 
 def build_model(vocabs: Vocabs | Pairs, settings: Settings) -> EncoderDecoder:
-    """A new model for these vocabularies, its weights decided by ``settings.seed``."""
+    """A new model for these vocabularies, with weights drawn from ``settings.seed``."""
     sizes = (settings.embed_size, settings.num_hiddens, settings.num_layers)
     options = (settings.dropout, settings.cell)
     with torch.random.fork_rng(devices=[]):

@@ -18,7 +18,7 @@ from bahdanau_fast.seq2seq.model.encoder_decoder import Hidden
 
 __all__ = ["Beam", "Hypotheses", "Start", "search"]
 
-_UNSEEN = 1e-9  # attention below which a source token counts as not looked at; keeps log finite
+_MIN_COVERAGE = 1e-9  # summed attention of a source token is at least this, so that log is finite
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Beam:
         log P / ((5 + n) / 6)^length_penalty + coverage_penalty * sum_j log(min(sum_i w_ij, 1))
 
     Attributes:
-        width: K hypotheses are kept; 1 is greedy decoding.
-        length_penalty: 0 prefers short targets, 1 nearly undoes that.
-        coverage_penalty: how much source tokens that were not looked at count; needs attention.
+        width: K, the number of hypotheses; 1 is greedy decoding.
+        length_penalty: 0 prefers short targets, 1 nearly removes that preference.
+        coverage_penalty: weight of source tokens without attention in the score.
 
     Raises:
         TypeError, ValueError: a width below 1, a penalty below 0.
@@ -50,10 +50,10 @@ class Beam:
 
 
 class Start(NamedTuple):
-    """Sources that have been read.
+    """Encoded sources, from which a search starts.
 
     Attributes:
-        decoder: writes the targets.
+        decoder: of the model.
         memory: of the B sources.
         hidden: (L,B,H) or a pair of those.
         source_lens: (B,).
@@ -67,7 +67,7 @@ class Start(NamedTuple):
     unknown: bool = True
 
     def logits(self, features: Tensor) -> Tensor:
-        """Those of the next token in fp32 or better; -inf for tokens that no target may hold."""
+        """Logits of the next token in fp32 or better; -inf for excluded tokens."""
         logits: Tensor = self.decoder.dense(features)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logits[..., self.left_out] = float("-inf")
@@ -75,12 +75,12 @@ class Start(NamedTuple):
 
     @property
     def left_out(self) -> list[int]:
-        """Tokens that no target may hold."""
+        """Tokens that are excluded from targets."""
         return [PAD, BOS] if self.unknown else [PAD, BOS, UNK]
 
 
 class Hypotheses(NamedTuple):
-    """What a search found, the best first.
+    """Targets found by a search, the best first.
 
     Attributes:
         tokens: (B,K,T), <pad> behind <eos>.
@@ -94,7 +94,7 @@ class Hypotheses(NamedTuple):
 
 
 def search(start: Start, beam: Beam, max_steps: int) -> Hypotheses:
-    """Keep the K best hypotheses of every source, finished ones among them, step by step.
+    """Keep the K best hypotheses of every source, finished or not, at every step.
 
     Ends when no source's best hypothesis can be overtaken any more.
 
@@ -110,7 +110,7 @@ def search(start: Start, beam: Beam, max_steps: int) -> Hypotheses:
     batch, width, device = len(source_lens), beam.width, source_lens.device
     hidden = _map(hidden, lambda part: part.repeat_interleave(width, 1))
     token = torch.full((batch, width), BOS, device=device)
-    # All beams begin alike: only the first counts.
+    # All beams start equal, so only the first may be continued.
     log_p = torch.full((batch, width), float("-inf"), device=device)
     log_p[:, 0] = 0.0
     lens, finished = torch.zeros_like(token), torch.zeros_like(token, dtype=torch.bool)
@@ -119,11 +119,11 @@ def search(start: Start, beam: Beam, max_steps: int) -> Hypotheses:
     tokens, parents, weights = [], [], []
     scores = log_p
     for step in range(max_steps):
-        features, looked, hidden = decoder.step(decoder.embedding(token.flatten()), hidden, memory)
-        if looked is not None:
-            looked = looked.reshape(batch, width, looked.shape[-1])
-            weights.append(looked)
-        score.look(looked, finished)
+        features, of_step, hidden = decoder.step(decoder.embedding(token.flatten()), hidden, memory)
+        if of_step is not None:
+            of_step = of_step.reshape(batch, width, of_step.shape[-1])
+            weights.append(of_step)
+        score.add_weights(of_step, finished)
         lens = lens + ~finished
         best, candidates = _continuations(start.logits(features), finished, width)
         totals = log_p.unsqueeze(-1) + best  # (B,K,n): n continuations of each hypothesis
@@ -131,12 +131,12 @@ def search(start: Start, beam: Beam, max_steps: int) -> Hypotheses:
         parent = chosen // best.shape[-1]
         token, log_p = candidates.flatten(1).gather(1, chosen), totals.flatten(1).gather(1, chosen)
         lens, finished = lens.gather(1, parent), finished.gather(1, parent) | (token == EOS)
-        score.follow(parent)
+        score.reorder(parent)
         rows = (first + parent).flatten()
         hidden = _map(hidden, lambda part, rows=rows: part.index_select(1, rows))
         tokens.append(token)
         parents.append(parent)
-        # The best an unfinished hypothesis can still become: as long as may be, all covered.
+        # The best score an unfinished hypothesis can reach: at full length, all sources covered.
         hope = log_p / score.norm(torch.full_like(lens, max_steps))
         hope = hope.masked_fill(finished, float("-inf")).amax(1)
         if step + 1 < max_steps and bool((finished[:, 0] & (scores[:, 0] >= hope)).all()):
@@ -145,30 +145,30 @@ def search(start: Start, beam: Beam, max_steps: int) -> Hypotheses:
 
 
 class _Score:
-    """The formula of :class:`Beam`, for hypotheses as they grow."""
+    """The score of :class:`Beam`, step by step."""
 
     def __init__(self, beam: Beam, source_lens: Tensor) -> None:
         self.beam, self.source_lens = beam, source_lens
         self.coverage: Tensor | None = None  # (B,K,Tk), the sum of the weights so far
 
-    def look(self, looked: Tensor | None, finished: Tensor) -> None:
+    def add_weights(self, weights: Tensor | None, finished: Tensor) -> None:
         """Add the weights (B,K,Tk) of one step to those of unfinished hypotheses."""
         if not self.beam.coverage_penalty:
             return
-        if looked is None:
+        if weights is None:
             need = "be 0 for a decoder without attention"
             checks.reject(ValueError, "coverage_penalty", need, self.beam.coverage_penalty)
-        seen = looked.float().masked_fill(finished.unsqueeze(-1), 0.0)
-        self.coverage = seen if self.coverage is None else self.coverage + seen
+        added = weights.float().masked_fill(finished.unsqueeze(-1), 0.0)
+        self.coverage = added if self.coverage is None else self.coverage + added
 
-    def follow(self, parent: Tensor) -> None:
-        """Hypothesis k goes on from ``parent[:, k]`` (B,K)."""
+    def reorder(self, parent: Tensor) -> None:
+        """Hypothesis k continues ``parent[:, k]`` (B,K)."""
         if self.coverage is not None:
             chosen = parent.unsqueeze(-1).expand_as(self.coverage)
             self.coverage = self.coverage.gather(1, chosen)
 
     def norm(self, lens: Tensor) -> Tensor:
-        """What log P is divided by, for hypotheses of these lengths."""
+        """The divisor of log P for hypotheses of these lengths."""
         return ((5.0 + lens) / 6.0) ** self.beam.length_penalty
 
     def __call__(self, log_p: Tensor, lens: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class _Score:
             return scores
         beyond = torch.arange(self.coverage.shape[-1], device=lens.device)
         beyond = (beyond >= self.source_lens.unsqueeze(1)).unsqueeze(1)
-        covered = self.coverage.clamp(_UNSEEN, 1.0).log().masked_fill(beyond, 0.0).sum(-1)
+        covered = self.coverage.clamp(_MIN_COVERAGE, 1.0).log().masked_fill(beyond, 0.0).sum(-1)
         return scores + self.beam.coverage_penalty * covered.unsqueeze(-1)
 
 
@@ -203,14 +203,14 @@ def _continuations(logits: Tensor, finished: Tensor, width: int) -> tuple[Tensor
 def _trace(
     tokens: list[Tensor], parents: list[Tensor], weights: list[Tensor], scores: Tensor
 ) -> Hypotheses:
-    """Follow every hypothesis back through the steps; each step chose among those before it."""
+    """Trace every hypothesis back from the last step to the first."""
     at = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
-    words, looks = [], []
+    found_tokens, found_weights = [], []
     for step in reversed(range(len(tokens))):
-        words.append(tokens[step].gather(1, at))
+        found_tokens.append(tokens[step].gather(1, at))
         at = parents[step].gather(1, at)
         if weights:
-            looked = weights[step]
-            looks.append(looked.gather(1, at.unsqueeze(-1).expand(-1, -1, looked.shape[-1])))
-    found = torch.stack(words[::-1], 2)
-    return Hypotheses(found, scores, torch.stack(looks[::-1], 2) if looks else None)
+            index = at.unsqueeze(-1).expand(-1, -1, weights[step].shape[-1])
+            found_weights.append(weights[step].gather(1, index))
+    stacked = torch.stack(found_weights[::-1], 2) if found_weights else None
+    return Hypotheses(torch.stack(found_tokens[::-1], 2), scores, stacked)

@@ -23,13 +23,13 @@ class Translation:
     """One translated text.
 
     Attributes:
-        source: source tokens that were read, without <eos>.
+        source: source tokens, truncated as for the model, without <eos>.
         tokens: target tokens, without <eos>.
-        weights: (len(tokens),len(source)), where each target token looked. None from a decoder
-            without attention.
+        weights: (len(tokens),len(source)), the attention weights. None from a decoder without
+            attention.
         score: of the beam search; None when greedy.
-        end_weights: (len(tokens),), what went to the source's <eos>: with ``weights`` each row sums
-            to one. None from a decoder without attention, and where the source was cut off.
+        end_weights: (len(tokens),), the weights of the source's <eos>: with ``weights`` each row
+            sums to one. None from a decoder without attention, and for a truncated source.
     """
 
     source: list[str]
@@ -43,7 +43,7 @@ class Translation:
 def _started(
     model: EncoderDecoder, source: Tensor, source_lens: Tensor, max_steps: int, unknown: bool
 ) -> Iterator[Start]:
-    """The model in evaluation mode, with the sources read."""
+    """The model in evaluation mode, with the sources encoded."""
     decoder = model.decoder
     if not isinstance(decoder, StepDecoder):
         checks.reject(TypeError, "model.decoder", "be a StepDecoder", type(decoder).__name__)
@@ -66,18 +66,18 @@ def greedy(
     *,
     unknown: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """The likeliest token at every step, for a whole batch at a time.
+    """The most likely token at every step, for a whole batch.
 
     Args:
         model: its decoder is a :class:`StepDecoder`.
         source: (B,Tk) tokens.
         source_lens: (B,).
         max_steps: the longest target.
-        unknown: whether <unk> may be written; the likeliest known token is, if not.
+        unknown: allow <unk> in targets; otherwise the most likely known token is taken.
 
     Returns:
         Tokens (B,T), <pad> behind <eos>, and weights (B,T,Tk), with T <= ``max_steps``: decoding
-        stops when every text has its <eos>. None for the weights of a decoder that has none.
+        stops when every text has its <eos>. The weights of a decoder without attention are None.
 
     Raises:
         TypeError: another kind of decoder.
@@ -93,11 +93,11 @@ def greedy(
         token = source.new_full((len(source),), BOS)
         finished = torch.zeros_like(token, dtype=torch.bool)
         for _ in range(max_steps):
-            features, looked, hidden = decoder.step(decoder.embedding(token), hidden, memory)
+            features, of_step, hidden = decoder.step(decoder.embedding(token), hidden, memory)
             token = start.logits(features).argmax(-1).masked_fill(finished, PAD)
             tokens.append(token)
-            if looked is not None:
-                weights.append(looked)
+            if of_step is not None:
+                weights.append(of_step)
             finished = finished | (token == EOS)
             if bool(finished.all()):
                 break
@@ -114,7 +114,7 @@ def beam_search(
     *,
     unknown: bool = True,
 ) -> Hypotheses:
-    """The best targets that a beam search finds, for a whole batch at a time.
+    """The best targets found by beam search, for a whole batch.
 
     Args:
         model: its decoder is a :class:`StepDecoder`.
@@ -151,17 +151,17 @@ def translate(
 
     Args:
         model: trained.
-        texts: plain strings count as their characters; longer ones are cut to ``num_steps``.
+        texts: plain strings count as their characters; longer ones are truncated to ``num_steps``.
         source_vocab: of the training.
         target_vocab: of the training.
         num_steps: the longest source, <eos> included.
         max_steps: the longest target.
-        batch_size: texts at a time; those of like length come together.
+        batch_size: texts per batch; texts of similar length share one.
         beam: how to search; greedy unless given.
         unknown: whether <unk> may be written.
 
     Returns:
-        One translation per text, in order; that of an empty text is empty.
+        One translation per text, in order; empty for an empty text.
     """
     order = sorted((i for i, text in enumerate(texts) if text), key=lambda i: len(texts[i]))
     nothing = Translation([], [], torch.zeros(0, 0))
@@ -170,15 +170,15 @@ def translate(
         chosen = order[start : start + batch_size]
         chunk = [texts[i] for i in chosen]
         done = _translate_batch(model, chunk, source_vocab, num_steps, max_steps, beam, unknown)
-        for i, text, row, seen, score in zip(chosen, chunk, *done, strict=True):
+        for i, text, row, weights, score in zip(chosen, chunk, *done, strict=True):
             length = next((n for n, token in enumerate(row) if token in (EOS, PAD)), len(row))
             read = list(text)[:num_steps]
             words = target_vocab.to_tokens(row[:length])
-            looked = end = None
-            if seen is not None:
-                looked = seen[:length, : len(read)].clone()
-                end = seen[:length, len(read)].clone() if len(read) < num_steps else None
-            results[i] = Translation(read, words, looked, score, end)
+            inner = end = None
+            if weights is not None:
+                inner = weights[:length, : len(read)].clone()
+                end = weights[:length, len(read)].clone() if len(read) < num_steps else None
+            results[i] = Translation(read, words, inner, score, end)
     return [results[i] for i in range(len(texts))]
 
 
@@ -191,7 +191,7 @@ def _translate_batch(
     beam: Beam | None,
     unknown: bool,
 ) -> tuple[list[list[int]], Sequence[Tensor | None], Sequence[float | None]]:
-    """Target numbers, weights and scores of every text."""
+    """Target tokens, weights and scores of every text."""
     device = next(model.parameters()).device
     width = num_steps
     if getattr(model.encoder, "packed", False):  # then padding does not matter

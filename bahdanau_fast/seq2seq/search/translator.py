@@ -1,4 +1,4 @@
-"""A trained model with all it needs to translate plain sentences."""
+"""A trained model with its vocabularies: plain sentences in, translations out."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["Scores", "Translator"]
 
 @dataclass(frozen=True)
 class Scores:
-    """Of translations against what they should be.
+    """Scores of translations against their references.
 
     Attributes:
-        corpus: BLEU and chrF; references are cut into tokens and joined as translations are.
+        corpus: BLEU and chrF; references are tokenised and joined as translations are.
         bleu_above_0: how many have the course's bleu(k=2) > 0.
         bleu_above_08: how many have it > 0.8.
-        exact: how many are right to the last token.
+        exact: how many equal the reference.
     """
 
     corpus: CorpusScores
@@ -41,7 +41,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Translator:
-    """What a training made.
+    """A trained model and its vocabularies.
 
     Attributes:
         model: encoder and decoder.
@@ -80,7 +80,7 @@ class Translator:
             device: where to translate.
 
         Raises:
-            ValueError: there is none, or it is broken.
+            ValueError: no checkpoint there, or a broken one.
         """
         translator = cls.of(checkpoints.load(checkpoints.find(Path(where)), device))
         translator.model.to(device)
@@ -89,10 +89,10 @@ class Translator:
     def translate(
         self, sentences: Sequence[str], beam: Beam | None = None, batch_size: int = 256
     ) -> list[Translation]:
-        """Translate plain sentences; what is written holds no <unk>.
+        """Translate plain sentences; translations hold no <unk>.
 
         Args:
-            sentences: cut into tokens as in the training.
+            sentences: tokenised as in the training.
             beam: how to search; greedy unless given.
             batch_size: sentences at a time.
 

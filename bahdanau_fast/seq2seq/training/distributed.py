@@ -18,12 +18,12 @@ __all__ = ["World", "join", "shard", "total"]
 
 @dataclass(frozen=True)
 class World:
-    """Which of how many processes this one is.
+    """Rank and number of the processes that train together.
 
     Attributes:
-        rank: from 0; that one prints and writes.
-        size: how many there are.
-        device: where this one computes.
+        rank: from 0; rank 0 prints and writes.
+        size: number of processes.
+        device: of this process.
     """
 
     rank: int = 0
@@ -33,7 +33,7 @@ class World:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Meet the processes that ``torchrun`` started, if it did: gloo on the CPU, NCCL on GPUs.
+    """Join the processes of ``torchrun``, if any: gloo on the CPU, NCCL on GPUs.
 
     Args:
         device: "cpu" or "cuda"; under torchrun a process takes the GPU of its local rank.
@@ -57,11 +57,11 @@ def shard(batch: Batch, world: World) -> Batch:
 
     Args:
         batch: of all processes together.
-        world: who is asking.
+        world: rank and size of this process.
 
     Returns:
-        Every ``size``-th row. Where there are fewer rows than processes, a spare process gets one
-        with target length 0, which adds nothing to a loss.
+        Every ``size``-th row. If there are fewer rows than processes, the remaining processes get
+        a row with target length 0, which adds nothing to a loss.
     """
     if world.size == 1:
         return batch

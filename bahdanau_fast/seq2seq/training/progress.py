@@ -1,4 +1,4 @@
-"""What is shown while a training runs."""
+"""The progress bar or lines of a training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plain(loss: float) -> str:
 
 
 def described(validation: Mapping[str, float]) -> str:
-    """What was measured on the validation part, for people.
+    """Metrics of the validation set as text.
 
     >>> described({"epoch": 2, "loss": 2.1712, "bleu": 22.084, "chrf": 19.75})
     'loss 2.171, BLEU 22.08, chrF 19.75'
@@ -32,17 +32,17 @@ def described(validation: Mapping[str, float]) -> str:
     return ", ".join(
         f"{written} {plain(validation[name]) if name == 'loss' else f'{validation[name]:.2f}'}"
         for name, written in METRICS.items()
-        if name in validation  # the first trainings had no chrF
+        if name in validation  # early checkpoints have no chrF
     )
 
 
 class Progress:
-    """A tqdm bar on a terminal; elsewhere (a log, or no tqdm) one line per epoch.
+    """A tqdm bar on a terminal; otherwise (a log, or no tqdm) one line per epoch.
 
     Args:
         steps: of the whole training.
         epochs: of the whole training.
-        history: read for loss and tokens/s; a resumed training has some steps in it already.
+        history: losses and tokens/s; that of a resumed training already has steps.
         enabled: False shows nothing.
         file: where lines go; the standard output unless given.
     """
@@ -64,7 +64,7 @@ class Progress:
                 from tqdm import tqdm
             except ImportError:
                 return
-            # A recorded terminal may say it has no columns or rows: tqdm would draw nothing.
+            # A recorded terminal may report zero columns or rows, and tqdm would draw nothing.
             columns = min(100, shutil.get_terminal_size().columns or 80)
             self.bar = tqdm(
                 total=steps,
@@ -76,10 +76,10 @@ class Progress:
             )
 
     def update(self, epoch: int) -> None:
-        """One more step is done.
+        """Count one more step.
 
         Args:
-            epoch: the one it belongs to, from 0.
+            epoch: of the step, from 0.
         """
         done = len(self.history.losses)
         if self.bar is not None:
@@ -91,19 +91,19 @@ class Progress:
             self.say(f"epoch {epoch + 1}/{self.epochs}  {figures}")
 
     def say(self, line: str) -> None:
-        """A line of its own, beside the bar."""
+        """Print a line, above the bar if there is one."""
         if self.bar is not None:
             self.bar.write(line, file=self.file or sys.stdout)
         elif self.enabled:
             print(line, file=self.file or sys.stdout, flush=True)
 
     def _figures(self, steps: int) -> str:
-        """Means over the last so many steps."""
+        """Means over the last ``steps`` steps."""
         recent, seconds = self.history.losses[-steps:], self.history.seconds[-steps:]
         speed = sum(self.history.tokens[-steps:]) / sum(seconds)
         return f"loss {plain(sum(recent) / len(recent))}  {speed:,.0f} tokens/s"
 
     def close(self) -> None:
-        """Leave the terminal tidy."""
+        """Close the bar."""
         if self.bar is not None:
             self.bar.close()
