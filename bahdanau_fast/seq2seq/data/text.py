@@ -160,7 +160,7 @@ class Parts:
 
 
 def split(pairs: Sequence[RawPair], validation: float, test: float, seed: int) -> Parts:
-    """Split pairs into three parts; pairs whose source is equal up to case and spaces stay together.
+    """Split pairs into three parts; pairs with equal sources (up to case and spaces) stay together.
 
     So no source of the validation and test parts is in training. Each part keeps the order of
     ``pairs``.
