@@ -169,7 +169,7 @@ def add_commands(commands: Any) -> None:
     _search(evaluate)
     _common(evaluate)
 
-    plot = add("plot", "draw where a trained model looked, or how its loss fell", _PLOT, _PLOT_END)
+    plot = add("plot", "plot the attention of a trained model, or its losses", _PLOT, _PLOT_END)
     _model_and_sentences(plot)
     plot.add_argument(
         "--out",

@@ -1,4 +1,4 @@
-"""Pictures of how losses fell and scores rose. Needs matplotlib (extra ``demo``)."""
+"""Plots of losses and scores. Needs matplotlib (extra ``demo``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["loss_curves", "training_curves"]
 
 _ACCENT, _SECOND, _GREY = "#c2410c", "#1d4ed8", "#666666"
 _COLOURS = {"loss": _ACCENT, "bleu": _SECOND, "chrf": "#0f766e"}
-_TICKS = 8  # at most, of a logarithmic axis
+_TICKS = 8  # largest number on a logarithmic axis
 _DECADE = 10.0  # losses that fall further than this are drawn on a logarithmic axis
 
 
@@ -70,7 +70,7 @@ def training_curves(
         _validation(loss, validations, ["loss"], best)
         _scaled(loss, [validation["loss"] for validation in validations])
         _tidy(loss, "Validation loss", "cross-entropy per token")
-        # The first trainings had no chrF.
+        # Early checkpoints have no chrF.
         names = [name for name in ("bleu", "chrf") if all(name in v for v in validations)]
         _validation(scores, validations, names, None)
         top = max(validation[name] for validation in validations for name in names)
@@ -105,7 +105,7 @@ def _validation(
     epochs = [int(validation["epoch"]) for validation in validations]
     for name in names:
         values = [validation[name] for validation in validations]
-        # In a picture of one curve the title names it.
+        # With one curve the title names it.
         label = METRICS[name] if len(names) > 1 else None
         axes.plot(epochs, values, label=label, color=_COLOURS[name], **_line(len(epochs)))
     if best in epochs:
@@ -115,13 +115,13 @@ def _validation(
 
 
 def _line(points: int) -> dict[str, Any]:
-    """With dots where they stay apart: a single point has no line to be seen by."""
+    """Add dots if there is room: a single point has no line."""
     marker = "o" if points <= 40 else ""
     return {"linewidth": 1.6, "marker": marker, "markersize": 3.5, "clip_on": False, "zorder": 3}
 
 
 def _scaled(axes: Any, losses: Sequence[float]) -> None:
-    """A vertical axis for losses: none is below zero; ticks are plain numbers."""
+    """A vertical axis for losses: from zero, with plain numbers as ticks."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = min(losses), max(losses)
@@ -140,7 +140,7 @@ def _scaled(axes: Any, losses: Sequence[float]) -> None:
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, or of many powers only some.
+    """Ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, fewer over many decades.
 
     >>> _round_numbers(0.03, 0.6), _round_numbers(0.0004, 6.0)
     ([0.05, 0.1, 0.2, 0.5], [0.001, 0.01, 0.1, 1.0])
@@ -160,7 +160,7 @@ def _number(value: float, _: int) -> str:
 
 
 def _counted(axes: Any, what: str, first: int, last: int) -> None:
-    """A horizontal axis for things that are counted: whole numbers alone."""
+    """A horizontal axis for counts: only whole numbers."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     margin = 0.02 * (last - first) or 0.5
@@ -179,7 +179,7 @@ def _tidy(axes: Any, title: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8.5, color="#bbbbbb")
     if axes.get_legend_handles_labels()[0]:
-        # Above the picture, where no curve runs.
+        # Above the plot, beside no curve.
         place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
         axes.legend(
             frameon=False, fontsize=8.5, ncols=3, handlelength=1.4, columnspacing=1, **place

@@ -1,7 +1,7 @@
-"""The main job: learn to read dates, then show that the fused op changed the speed alone.
+"""The demo: learn to read dates, then show that the fused op changes only the speed.
 
-Trains a character-level encoder-decoder on made-up dates, translates held-out ones, and takes the
-first steps again on the reference backend, side by side.
+Trains a character-level encoder-decoder on synthetic dates, translates held-out ones, and repeats
+the first steps on the reference backend for comparison.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ EXACT_MATCH_GOAL, LOSS_GOAL = 0.95, 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much of everything.
+    """Sizes of the demo.
 
     Attributes:
-        train: pairs to learn from.
-        held_out: pairs to be judged on.
-        compared_steps: training steps taken again on the reference backend.
+        train: training pairs.
+        held_out: test pairs.
+        compared_steps: training steps that are repeated on the reference backend.
     """
 
     train: int = 20_000
@@ -58,16 +58,16 @@ QUICK = Sizes(train=2_000, held_out=200, compared_steps=10)
 
 
 def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
-    """Do all of it, print what happens, write attention.png, loss.png and demo.json.
+    """Run the demo; write attention.png, loss.png and demo.json.
 
     Args:
-        out: folder for the files, made when missing.
+        out: folder for the files, created if missing.
         settings: of the model and its training.
         sizes: of the data.
 
     Returns:
-        Whether exact match and loss agreement reached their goals; of a run with other than the
-        full sizes only the agreement counts.
+        True if exact match and loss agreement reached their goals; with smaller sizes only the
+        agreement counts.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
@@ -168,7 +168,7 @@ def _translate(
 def _report_translations(
     translations: Sequence[Translation], examples: Sequence[dates.Example], seed: int
 ) -> float:
-    """Print ten of them; the share that is right to the last character."""
+    """Print ten translations; return the share that is exactly right."""
     answers = ["".join(translation.tokens) for translation in translations]
     right = [a == example.iso for a, example in zip(answers, examples, strict=True)]
     print("ten held-out dates:")
@@ -201,7 +201,7 @@ def _report_backends(
 
 
 def _alignments(translations: Sequence[Translation], examples: Sequence[dates.Example]) -> Any:
-    """One well-filled example per language with month names, right ones first."""
+    """One long example per language with month names, preferably a correct one."""
     chosen, undrawable = [], []
     for language in dates.LANGUAGES:
         best: tuple[int, Translation] | None = None
@@ -209,7 +209,7 @@ def _alignments(translations: Sequence[Translation], examples: Sequence[dates.Ex
             if example.language != language or language == "numeric":
                 continue
             right = "".join(translation.tokens) == example.iso
-            # Readable and telling: long, but not the longest; right beats wrong.
+            # Long, but not the longest, to stay readable; correct ones first.
             rank = 100 * right - abs(len(translation.source) - 26)
             if best is None or rank > best[0]:
                 best = (rank, translation)

@@ -1,4 +1,4 @@
-"""Pictures of where the decoder looked. Needs matplotlib (extra ``demo``)."""
+"""Plots of attention weights. Needs matplotlib (extra ``demo``)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = [
     "show_heatmaps",
 ]
 
-# Families that carry Chinese and Japanese, where they are installed; DejaVu comes with matplotlib.
+# Families with Chinese and Japanese, if installed; DejaVu comes with matplotlib.
 _CJK = (
     *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Source Han Sans SC"),
     *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "IPAGothic", "Noto Serif"),
     *("PingFang SC", "Hiragino Sans", "Heiti TC", "Microsoft YaHei", "SimHei", "Arial Unicode MS"),
 )
 INK = "#222222"
-"""The colour of words."""
+"""The colour of text."""
 
 
 def require_matplotlib() -> None:
-    """Say what is missing before any work is done.
+    """Raise before any work is done if matplotlib is missing.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -52,7 +52,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty one, of so many inches.
+    """An empty figure, its size in inches.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -67,7 +67,7 @@ _own: list[str] = []  # families of fonts the user named
 
 
 def add_font(path: Path) -> None:
-    """Draw tokens with a font from a file, before those installed.
+    """Draw tokens with a font from a file, in preference to installed ones.
 
     Args:
         path: a .ttf, .otf or .ttc file.
@@ -84,7 +84,7 @@ def add_font(path: Path) -> None:
         checks.reject(ValueError, "font", "be a font file", f"{path} ({error})")
     fonts = font_manager.fontManager.ttflist
     for i, font in enumerate(fonts):
-        if font.fname == str(path):  # whatever its weight, it is the one to take
+        if font.fname == str(path):  # of whatever weight
             fonts[i] = dataclasses.replace(font, weight=400)
     _own.insert(0, fonts[-1].name)
     _fonts.cache_clear()
@@ -92,7 +92,7 @@ def add_font(path: Path) -> None:
 
 @functools.cache
 def _fonts() -> tuple[tuple[str, ...], frozenset[int]]:
-    """Families to draw with, and every code point one of them has."""
+    """Font families to draw with, and all code points they have."""
     from matplotlib import font_manager
     from matplotlib.ft2font import FT2Font
 
@@ -105,7 +105,7 @@ def _fonts() -> tuple[tuple[str, ...], frozenset[int]]:
 
 
 def drawable(text: str) -> bool:
-    """Whether the fonts installed here have every character."""
+    """True if the installed fonts have every character."""
     require_matplotlib()
     return all(ord(character) in _fonts()[1] for character in text)
 
@@ -117,7 +117,7 @@ def _label(token: str) -> str:
 
 
 def save(figure: Any, path: str | Path) -> None:
-    """Write a PNG (or what the suffix says).
+    """Write a PNG, or the format of the suffix.
 
     Args:
         figure: from a function of this module.
@@ -183,7 +183,7 @@ def _alignment(axes: Any, translation: Translation, title: str, families: Sequen
     image = axes.imshow(weights.tolist(), cmap="magma_r", vmin=0.0, vmax=1.0, aspect="auto")
     font: dict[str, Any] = {"fontfamily": list(families), "fontsize": 9, "color": INK}
     axes.set_xticks(range(len(source)), source, **font)
-    # Words would run into each other; beside single signs, so would the last label.
+    # Horizontal words would overlap; so would the last label beside single characters.
     slanted = max(map(len, translation.source)) > 2
     turn = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
     for label in axes.get_xticklabels():
@@ -203,7 +203,7 @@ def _alignment(axes: Any, translation: Translation, title: str, families: Sequen
 def alignments(
     translations: Sequence[Translation], titles: Sequence[str], heading: str, note: str = ""
 ) -> Any:
-    """Attention of whole translations: source tokens across, target tokens down.
+    """Attention weights of translations: source tokens across, target tokens down.
 
     Args:
         translations: two to a row.
@@ -221,9 +221,9 @@ def alignments(
         checks.reject(ValueError, "translations", "hold at least one", 0)
     columns = min(2, len(translations))
     rows = math.ceil(len(translations) / columns)
-    # A row per token, so that labels keep their distance.
+    # The height grows with the target tokens, so that labels do not overlap.
     height = max(2.45, 0.21 * max(len(t.tokens) for t in translations) + 0.8)
-    # And a column per token; titles and the heading need their width, too.
+    # The width grows with the source tokens, and has to fit titles and heading.
     longest = max(len(t.source) + 1 for t in translations)
     words = max(0.085 * max(map(len, titles)), 0.115 * len(heading) / columns)
     signs = all(len(token) <= 2 for t in translations for token in t.source)
@@ -244,11 +244,11 @@ def alignments(
     return figure
 
 
-_TITLE = 60  # signs that fit above a panel
+_TITLE = 60  # characters that fit above a panel
 
 
 def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
-    """Alignments of any translations, and one line about signs that no font here has.
+    """Attention weights of translations, and one line about characters that no font has.
 
     Args:
         translations: from a decoder with attention, with a token on either side.
@@ -269,7 +269,7 @@ def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
     for translation in translations:
         text = "".join(map(_label_sign, " ".join(translation.source)))
         titles.append(text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…")
-    return alignments(translations, titles, "Where each target token looked", under), note
+    return alignments(translations, titles, "Attention weights of each target token", under), note
 
 
 def _label_sign(sign: str) -> str:

@@ -1,4 +1,4 @@
-"""The data of a training: which file, how it is cut into tokens, and into parts."""
+"""The data of a training: its file, tokenisation and split."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from bahdanau_fast.seq2seq.data.text import (
 
 __all__ = ["Corpus", "TextSettings"]
 
-DATES = 22_000  # how many are drawn where no file is given
+DATES = 22_000  # number of synthetic dates without a file
 
 
 @dataclass(frozen=True)
 class TextSettings:
-    """How texts become tokens and parts.
+    """Tokenisation and split of a corpus.
 
     Attributes:
-        data: path of the file of pairs; None for made-up dates.
-        source_tokens: "words", "characters", or "auto": by the script.
+        data: path of the file of pairs; None for synthetic dates.
+        source_tokens: "words", "characters", or "auto" (by the script).
         target_tokens: likewise.
-        min_freq: a token seen less often in the training part becomes <unk>.
-        num_steps: longer texts are cut to so many tokens, <eos> included.
+        min_freq: tokens that are rarer in the training part become <unk>.
+        num_steps: longer texts are truncated to this many tokens, <eos> included.
         validation: share of the sources to choose the best epoch by.
-        test: share of the sources never looked at in training.
-        limit: take only the first so many pairs; None takes all.
-        seed: decides the parts, and the dates.
+        test: share of the sources for evaluation.
+        limit: use only the first ``limit`` pairs; None uses all.
+        seed: of the split, and of the dates.
 
     Raises:
         TypeError, ValueError: a setting out of its range.
@@ -69,14 +69,14 @@ class TextSettings:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Pairs of texts, read and cut into parts.
+    """Pairs of texts, read and split.
 
     Attributes:
         pairs: all of them, in the order of the file.
         kinds: "words" or "characters", of source and target.
-        parts: to learn from, to choose by, to be judged on.
-        note: one line about what was left out; empty when nothing was.
-        digest: of all pairs: a changed file has another.
+        parts: training, validation and test pairs.
+        note: one line about skipped lines; empty if there are none.
+        digest: of all pairs, to detect a changed file.
     """
 
     pairs: list[RawPair]
@@ -113,7 +113,7 @@ class Corpus:
     def encode(
         self, pairs: Sequence[RawPair], settings: TextSettings, vocabs: Vocabs | None = None
     ) -> Pairs:
-        """Pairs as numbers.
+        """Encode pairs as token indices.
 
         Args:
             pairs: some of the corpus.

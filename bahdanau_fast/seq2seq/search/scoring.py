@@ -1,4 +1,4 @@
-"""How good translations are: the course's BLEU of one, corpus BLEU and chrF of many."""
+"""Scores of translations: the course's BLEU of one text, corpus BLEU and chrF of many."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bleu(pred: str | Sequence[str], label: str | Sequence[str], k: int) -> float
 
 @dataclass(frozen=True)
 class CorpusScores:
-    """Of many translations together.
+    """Scores of a whole corpus.
 
     Attributes:
         bleu: 0 to 100.
@@ -63,7 +63,7 @@ class CorpusScores:
 
 
 def require_sacrebleu() -> Any:
-    """The module, or what is missing.
+    """Import sacrebleu.
 
     Raises:
         ModuleNotFoundError: sacrebleu is not installed.
@@ -95,7 +95,7 @@ def corpus_scores(
     if not hypotheses or len(hypotheses) != len(references):
         need = f"be as many as references, {len(references)}, and at least one"
         checks.reject(ValueError, "hypotheses", need, len(hypotheses))
-    # Both sides come as joined tokens, of which sacrebleu would warn.
+    # Both sides are joined tokens, which would make sacrebleu warn.
     metric = sacrebleu.BLEU(tokenize="zh" if chinese else "13a", force=True)
     score = metric.corpus_score(list(hypotheses), [list(references)])
     chrf = sacrebleu.CHRF().corpus_score(list(hypotheses), [list(references)])

@@ -1,4 +1,4 @@
-"""One backend against another on the same training: losses and times, measured side by side."""
+"""Losses and times of the same training on several backends, measured side by side."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Comparison:
         losses: per backend, one per step.
         times: per backend, seconds of each step.
         tokens_per_second: per backend.
-        models: per backend, as the steps left it.
+        models: per backend, after the steps.
     """
 
     losses: dict[str, list[float]]
@@ -38,7 +38,7 @@ class Comparison:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Per backend, the median step."""
+        """Median time of a step, per backend."""
         return {name: statistics.median(times) for name, times in self.times.items()}
 
 
@@ -47,14 +47,14 @@ def compare_training(
 ) -> Comparison:
     """Train one model per backend from the same seed on the same batches, taking turns.
 
-    Each step is taken on every backend before the next, the order turned round each time, so that
-    whatever else the machine does hits all alike.
+    Every backend takes a step before any takes the next one, in alternating order, so that other
+    load on the machine affects all of them alike.
 
     Args:
         pairs: the training data.
-        settings: of the training whose first steps these are.
-        names: backends; the same one twice is run once.
-        steps: how many, or as many as the training has.
+        settings: of the training.
+        names: backends; a repeated name is run once.
+        steps: number of steps, at most those of the training.
 
     Returns:
         Losses and the median time of a step, for every backend.

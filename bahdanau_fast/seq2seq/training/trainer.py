@@ -22,7 +22,7 @@ from bahdanau_fast.seq2seq.training.progress import Progress
 
 __all__ = ["Trainer", "all_batches", "masked_cross_entropy", "shift_right", "total_steps", "train"]
 
-CHUNK = 2**20  # logits that a CPU's caches hold
+CHUNK = 2**20  # logits that fit the caches of a CPU
 
 
 def masked_cross_entropy(
@@ -34,7 +34,7 @@ def masked_cross_entropy(
         logits: (B,T,vocab).
         labels: (B,T) tokens.
         valid_lens: (B,); later positions count as zero.
-        label_smoothing: share of the probability that goes to all tokens alike.
+        label_smoothing: probability spread evenly over all tokens.
 
     Returns:
         Loss (B,).
@@ -44,9 +44,9 @@ def masked_cross_entropy(
     >>> bool(loss.isclose(torch.tensor(2.0).log() / 2))  # half the steps count, log 2 each
     True
     """
-    # Tokens in rows: with the vocabulary in the middle, where the course has it, the softmax of a
-    # large one takes several times as long, and copies of all logits. On the CPU some rows at a
-    # time: what a loss leaves for its backward is still in the caches there, half the time.
+    # One row per token: with the vocabulary in the middle, as in the course, the softmax of a large
+    # vocabulary takes several times as long and copies all logits. On the CPU a chunk of rows at a
+    # time, which takes half the time, since what backward needs of a loss stays in the caches.
     rows = max(1, CHUNK // logits.shape[-1]) if logits.is_cpu else max(1, labels.numel())
     per_token = torch.cat(
         [
@@ -61,7 +61,7 @@ def masked_cross_entropy(
 
 
 def shift_right(target: Tensor) -> Tensor:
-    """Decoder input for teacher forcing: (B,T) with <bos> in front, the last token gone."""
+    """Decoder input for teacher forcing: (B,T) with <bos> in front, without the last token."""
     first = torch.full_like(target[:, :1], BOS)
     return torch.cat((first, target[:, :-1]), dim=1)
 
@@ -93,7 +93,7 @@ class Trainer:
         return 0.05 + 0.475 * (1 + math.cos(math.pi * min(1.0, step / self.total_steps)))
 
     def step(self, batch: Batch) -> float:
-        """Learn from one batch.
+        """Train on one batch.
 
         Args:
             batch: source and target, of all processes together.
@@ -102,7 +102,7 @@ class Trainer:
             Loss per target token, before the update.
 
         Raises:
-            ValueError: the loss is not finite; the model is as before the step.
+            ValueError: the loss is not finite; the model is unchanged.
         """
         start = time.perf_counter()
         batch = Batch(*(tensor.to(self.world.device) for tensor in shard(batch, self.world)))
@@ -127,10 +127,10 @@ class Trainer:
         return loss
 
     def loss(self, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
-        """Summed over the batch, a mean over all T steps in each row; under autocast if so set."""
+        """Loss summed over the batch, averaged over all T steps of each row; autocast with bf16."""
         source, source_lens, target, target_lens = batch
         device = self.world.device.type
-        net = self.net if self.model.training else self.model  # validation is one process's own
+        net = self.net if self.model.training else self.model  # only one process validates
         with torch.autocast(device, torch.bfloat16, enabled=self.settings.bf16):
             logits, _ = net(source, shift_right(target), source_lens)
         if logits.dtype == torch.bfloat16:
@@ -139,7 +139,7 @@ class Trainer:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Dropout that the seed, the step and the rank decide, also after a resume."""
+        """Seed dropout by seed, step and rank, so that a resumed training repeats it."""
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         step = len(self.history.losses)
         with torch.random.fork_rng(devices=devices):
@@ -148,7 +148,7 @@ class Trainer:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and words from which :meth:`load_state_dict` goes on."""
+        """Tensors, numbers and strings for :meth:`load_state_dict`."""
         history = self.history
         return {
             "model": self.model.state_dict(),
@@ -161,7 +161,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another trainer of the same settings stopped."""
+        """Continue from the state of another trainer with the same settings."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -183,13 +183,13 @@ def total_steps(pairs: Pairs, settings: Settings, world: World | None = None) ->
 def all_batches(
     pairs: Pairs, settings: Settings, start: int = 0, world: World | None = None
 ) -> Iterator[tuple[int, Batch]]:
-    """(epoch, batch) of a whole training, in the order the seed decides.
+    """(epoch, batch) of a whole training, in the order given by the seed.
 
     Args:
         pairs: the training data.
         settings: epochs, batch size and seed.
-        start: so many steps are left out.
-        world: a batch is that of all its processes together.
+        start: number of steps to skip.
+        world: its processes share each batch.
     """
     first, inside = divmod(start, steps_per_epoch(pairs, settings, world))
     size = settings.batch_size * (world or World()).size
@@ -213,11 +213,11 @@ def train(
 
     Args:
         model: changed in place.
-        pairs: what to learn.
+        pairs: the training data.
         settings: see :class:`Settings`.
         progress: show a bar with loss and tokens/s on a terminal, else a line per epoch.
-        trainer: of the model, when some steps are done already or several processes take part.
-        show: shows those, in place of ``progress``.
+        trainer: of the model, to resume or to train with several processes.
+        show: a bar or lines of the caller, instead of ``progress``.
         after_step: called with the epoch, and whether that was its last step.
 
     Returns:
