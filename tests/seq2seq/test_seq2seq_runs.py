@@ -103,9 +103,9 @@ def test_a_resumed_training_has_the_losses_of_one_that_nothing_stopped(
 def test_more_epochs_and_changed_data(whole, data, tmp_path):
     changed = tmp_path / "changed.tsv"
     changed.write_text(data.read_text().replace("100 !", "one hundred"))
-    with pytest.raises(ValueError, match=r"data must be that of the training.*changed since"):
+    with pytest.raises(ValueError, match=r"data must be the data of the training.*changed since"):
         Run(whole.out, SMALL, text_of(changed), resume=True)
-    with pytest.raises(ValueError, match=r"processes must be as many as .*, 1, got 2"):
+    with pytest.raises(ValueError, match=r"processes must equal those of .*, 1, got 2"):
         Run(whole.out, SMALL, text_of(data), resume=True, world=World(0, 2))
     longer = dataclasses.replace(SMALL, epochs=6)
     run = Run(whole.out, longer, text_of(data), resume=True)
