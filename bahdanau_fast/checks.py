@@ -16,7 +16,7 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def reject(error: type[Exception], name: str, requirement: str, actual: object) -> NoReturn:
-    """Raise ``error`` in the words every message of this package uses."""
+    """Raise ``error`` with a message in the form of this package."""
     raise error(f"{name} must {requirement}, got {actual}")
 
 
@@ -61,9 +61,9 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _fit(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> bool:
-    """The usual right call, at one look; anything else goes the long way, which has words for it.
+    """True if the most frequent kind of valid call is recognised; :func:`inputs` checks the others.
 
-    A small call costs little more than its checks.
+    One expression, because a small call costs little more than its checks.
     """
     if not (type(queries) is type(keys) is type(values) is Tensor):
         return False
@@ -92,11 +92,11 @@ def _fit(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | Non
 
 
 def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
-    """Ranks, batch and length sizes, dtypes and devices of what attention is called with.
+    """Ranks, batch and length sizes, dtypes and devices of the inputs of attention.
 
     Raises:
-        TypeError: not a tensor, not a supported floating dtype, or dtypes that differ.
-        ValueError: ranks, sizes or devices that do not fit together.
+        TypeError: not a tensor, an unsupported dtype, or dtypes that differ.
+        ValueError: ranks, sizes or devices that do not match.
     """
     if _fit(queries, keys, values, valid_lens):
         return
@@ -117,7 +117,7 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
 
 
 def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> None:
-    """Queries against a memory that was checked when it was made; keys (B,Tk,H) are projected."""
+    """Queries for a memory, whose projected keys (B,Tk,H) were checked when it was made."""
     rows("queries", queries)
     batch, queries_len, _ = queries.shape
     if keys.shape[0] != batch:
@@ -128,7 +128,7 @@ def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> Non
 
 
 def source(keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
-    """Keys, values and lengths of a memory, before any query is known."""
+    """Keys, values and lengths of a memory, without queries."""
     rows("keys", keys)
     inputs(keys, keys, values, None)
     if valid_lens is not None:
@@ -138,7 +138,7 @@ def source(keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
 
 
 def same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Dtype and device of one argument against another."""
+    """One argument must have the dtype and device of another."""
     if tensor.dtype != other.dtype and torch_state.autocast_dtype(other.device) is None:
         reject(TypeError, name, f"have the dtype of {other_name}, {other.dtype}", tensor.dtype)
     if tensor.device != other.device:
@@ -179,7 +179,7 @@ def scores(tensor: Tensor) -> None:
 
 
 def features(name: str, tensor: Tensor, size: int) -> None:
-    """The feature size of queries or keys against the weight that will multiply them."""
+    """The feature size of queries or keys must be that of their weight."""
     if tensor.shape[-1] != size:
         of = {"queries": ", query_size", "keys": ", key_size"}.get(name, "")
         need = f"have feature size {size} (that of its weight{of})"
@@ -189,7 +189,7 @@ def features(name: str, tensor: Tensor, size: int) -> None:
 def sequence(
     inputs: Tensor, size: int, hidden: object, layers: int, units: int, batch: int
 ) -> None:
-    """Inputs (T,B,size) of a recurrent layer and its state, for an LSTM a pair of those."""
+    """Inputs (T,B,size) of a recurrent layer, and its state, for an LSTM a pair of tensors."""
     features("inputs", inputs, size)
     if inputs.shape[1] != batch:
         need = f"have the batch size of the memory, {batch}"

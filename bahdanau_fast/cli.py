@@ -19,19 +19,19 @@ from torch import Tensor
 import bahdanau_fast
 from bahdanau_fast import backends, parity, reference
 from bahdanau_fast.functional import additive_attention
-from bahdanau_fast.seq2seq.commands import add_commands, at_least
+from bahdanau_fast.seq2seq.cli.commands import add_commands, at_least
 
 __all__ = ["check", "info", "main"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and what was likely meant; ``--help`` is there for more."""
+    """A parser whose errors are one line, with the option that was likely meant."""
 
-    commands: Sequence[str] = ()  # of the parser above all others
+    commands: Sequence[str] = ()  # of the top-level parser
     given: Sequence[str] = ()
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """A command says itself which of its options are unknown: it knows those it has."""
+        """Report unknown options here: each command knows its own."""
         self.given = sys.argv[1:] if args is None else list(args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -43,8 +43,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{name}: error: {self._unknown() or message}\n")
 
     def _unknown(self) -> str:
-        """The first unknown option or command, and what it is like; empty if all are known."""
-        # What follows a command is the command's to judge, what follows "--" is no option.
+        """The first unknown option or command, with a similar known one; empty if all are known."""
+        # Options after a command are checked by the command; arguments after "--" are no options.
         ends = (*self.commands, "--")
         own = takewhile(lambda argument: argument not in ends, self.given)
         known = [option for action in self._actions for option in action.option_strings]
@@ -63,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _like(given: str, known: Sequence[str]) -> str:
     found = difflib.get_close_matches(given, known, n=1)
-    return f"; did you mean {found[0]}?" if found else " (--help lists those there are)"
+    return f"; did you mean {found[0]}?" if found else " (see --help)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program; ``sys.argv`` unless given.
 
     Returns:
-        0 done, 1 a check or a goal failed, 2 wrong use or something missing.
+        0 on success, 1 if a check or a goal failed, 2 on wrong use or a missing package.
     """
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
@@ -101,11 +101,11 @@ def _parser() -> argparse.ArgumentParser:
         required=True, metavar=names, title="commands (each with its own --help)"
     )
 
-    what = "show versions, which backend is taken, and why others are not there"
+    what = "show versions, the backend in use, and why others are not available"
     command = commands.add_parser("info", help=what, description=what.capitalize())
     command.set_defaults(command=lambda _: info())
 
-    what = "compare the results of every backend here with those of plain PyTorch"
+    what = "compare the results of every available backend with those of plain PyTorch"
     more = ", forward and backward. The last line says PASS or FAIL; FAIL is exit code 1."
     command = commands.add_parser("check", help=what, description=what.capitalize() + more)
     command.set_defaults(command=lambda _: 0 if check() else 1)
@@ -134,7 +134,7 @@ def _add_bench(commands: Any) -> None:
         "--only", metavar="NAME", help="only tables or shapes whose name contains NAME"
     )
     command.add_argument(
-        "--strict", action="store_true", help="exit code 1 where a speed bound is missed, too"
+        "--strict", action="store_true", help="exit code 1 if a speed bound is missed, too"
     )
     command.add_argument(
         "--out",
@@ -147,16 +147,16 @@ def _add_bench(commands: Any) -> None:
         "--json", type=Path, metavar="FILE", help="where the figures go (default: into DIR)"
     )
     command.add_argument(
-        "--note", default="", metavar="TEXT", help="words to keep and show with the figures"
+        "--note", default="", metavar="TEXT", help="text to store and show with the figures"
     )
     command.set_defaults(command=_bench)
 
 
 def _add_demo(commands: Any) -> None:
-    what = "train a small date reader on made-up data, and compare the backends"
+    what = "train a small date reader on synthetic data, and compare the backends"
     more = (
-        "Train a small date reader on made-up data; then take its first steps on plain PyTorch "
-        "too, and compare losses and times. Exit code 1 where a goal is missed."
+        "Train a small date reader on synthetic data; then repeat its first steps in plain PyTorch "
+        "and compare losses and times. Exit code 1 if a goal is missed."
     )
     command = commands.add_parser("demo", help=what, description=more)
     command.add_argument(
@@ -173,7 +173,7 @@ def _add_demo(commands: Any) -> None:
         "--seed", type=at_least(0, int), default=0, metavar="N", help="random seed (default: 0)"
     )
     command.add_argument(
-        "--quick", action="store_true", help="a tenth of the data; how much it learns is not judged"
+        "--quick", action="store_true", help="a tenth of the data; what it learns is not checked"
     )
     command.set_defaults(command=_demo)
 
@@ -183,8 +183,7 @@ def _bench(options: argparse.Namespace) -> int:
         from bahdanau_fast.benchmarks.command import Options, run
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"bench must find {error.name}, got no such module: "
-            'install the package with its extra, "bahdanau_fast[bench]"'
+            f'bench needs {error.name}; install the package with its extra, "bahdanau_fast[bench]"'
         ) from error
     chosen = {name: getattr(options, name) for name in Options.__dataclass_fields__}
     result: int = run(Options(**chosen))
@@ -192,8 +191,10 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from bahdanau_fast.seq2seq import demo  # pulls in the training code: only where it is needed
-    from bahdanau_fast.seq2seq.settings import Settings
+    from bahdanau_fast.seq2seq.cli import (
+        demo,  # pulls in the training code: only where it is needed
+    )
+    from bahdanau_fast.seq2seq.model.settings import Settings
 
     settings = Settings(seed=options.seed)
     if options.epochs is not None:
@@ -220,19 +221,19 @@ def info() -> int:
 
 
 def _waiting() -> str:
-    """How threads of OpenMP wait for one another, and what to do where that takes long."""
+    """How OpenMP threads wait for one another, and what helps when that takes long."""
     policy = os.environ.get("OMP_WAIT_POLICY")
     if policy is not None:
         return f"OMP_WAIT_POLICY={policy}"
     return (
-        "slow where other programs use the cores too? "
+        "slow when other programs use the cores? "
         "OMP_WAIT_POLICY=passive, or fewer threads (OMP_NUM_THREADS=1)"
     )
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of one call, in the package's alphabet."""
+    """Sizes of one call."""
 
     name: str
     batch: int
@@ -309,7 +310,7 @@ def _allowed(case: Case, dtype: torch.dtype, exact: Tensor, eager_error: float) 
 
 
 def _check_one(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float, str]:
-    """Largest error as a share of what is allowed, eager's likewise, and of which result."""
+    """Largest error of ours and of eager as shares of the allowed one, and the result it is in."""
 
     def ours(*inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return additive_attention(*inputs, backend=name)  # type: ignore[arg-type]
@@ -328,7 +329,7 @@ def _check_one(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float,
 
 
 def check() -> bool:
-    """Print the parity of every backend here; True when all are within the rule."""
+    """Print the parity of every available backend; True if all are within the rule."""
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     print("largest error of outputs and gradients, as a share of what the parity rule allows")
     print(f"{'backend':<11}{'dtype':<10}{'case':<14}{'ours':>8}{'eager':>8}   worst in")

@@ -28,7 +28,7 @@ def error(result: Tensor, exact: Tensor) -> float:
         exact: the same shape.
 
     Returns:
-        ``max|result - exact|``; 0 for empty tensors, inf where the difference is inf or NaN.
+        ``max|result - exact|``; 0 for empty tensors, inf if the difference is inf or NaN.
 
     >>> error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
     0.5
@@ -46,11 +46,11 @@ def allowed(eager_error: float, largest: float, dtype: torch.dtype, factor: floa
         eager_error: ``max|eager - exact|``.
         largest: ``max|exact|``, the size of the result.
         dtype: of the tested result.
-        factor: how many times eager's error is allowed.
+        factor: multiple of eager's error that is allowed.
 
     Returns:
-        ``factor * eager_error + atol``, always above 0. Where eager overflowed, the largest finite
-        number: all that is asked then is a finite result.
+        ``factor * eager_error + atol``, always above 0. If eager overflowed, the largest finite
+        number, so that any finite result passes.
 
     >>> allowed(0.25, 1.0, torch.float32) == 0.5 + 2**-23
     True

@@ -24,10 +24,10 @@ __all__ = ["additive_attention", "attend", "masked_softmax", "valid_mask"]
 
 
 def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
-    """Which positions a query may look at: ``mask[b,i,j] = j < valid_lens[b(,i)]``.
+    """The positions a query may attend to: ``mask[b,i,j] = j < valid_lens[b(,i)]``.
 
     Args:
-        valid_lens: (B,) or (B,Tq), any integer or float dtype; 2.5 keeps three positions.
+        valid_lens: (B,) or (B,Tq), any integer or float dtype; 2.5 allows three positions.
         keys_len: Tk.
 
     Returns:
@@ -39,10 +39,10 @@ def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
 
 
 def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
-    """Softmax over the last axis of (B,Tq,Tk) scores, positions past the length left out.
+    """Softmax over the last axis of (B,Tq,Tk) scores, without the positions past the length.
 
-    A row with nothing to look at is uniform over all Tk positions: what the course's fill with
-    -1e6 gives, and what it would give in fp16 too if -1e6 were not -inf there.
+    A row without valid positions is uniform over all Tk positions, as with the course's fill of
+    -1e6; in fp16 that fill is -inf and gives NaN, while this function gives uniform weights.
 
     Args:
         scores: (B,Tq,Tk), floating.
@@ -53,10 +53,10 @@ def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
     """
     if valid_lens is None:
         return F.softmax(scores, dim=-1)
-    keep = valid_mask(valid_lens, scores.shape[-1])
+    valid = valid_mask(valid_lens, scores.shape[-1])
     lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
-    nothing_to_keep = ~(lens.unsqueeze(-1) > 0)
-    scores = scores.masked_fill(~keep, float("-inf")).masked_fill(nothing_to_keep, 0.0)
+    none_valid = ~(lens.unsqueeze(-1) > 0)
+    scores = scores.masked_fill(~valid, float("-inf")).masked_fill(none_valid, 0.0)
     return F.softmax(scores, dim=-1)
 
 
@@ -74,9 +74,9 @@ def attend(
         queries: (B,Tq,H), already ``W_q q``.
         keys: (B,Tk,H), already ``W_k k``.
         values: (B,Tk,Dv).
-        w_v: (1,H) or (H,); or a layer, which makes (B,Tq,Tk,1) of (B,Tq,Tk,H).
+        w_v: (1,H) or (H,); or a layer from (B,Tq,Tk,H) to (B,Tq,Tk,1).
         valid_lens: None, (B,) or (B,Tq).
-        dropout_p: probability of dropping a weight on the way to the context.
+        dropout_p: dropout probability of the weights in the weighted sum.
 
     Returns:
         Context (B,Tq,Dv) and the weights (B,Tq,Tk) before dropout.
@@ -112,7 +112,7 @@ def additive_attention(
         w_v: (1,H) or (H,).
         valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
         bias: (H,), added inside the tanh.
-        dropout_p: probability of dropping a weight on the way to the context.
+        dropout_p: dropout probability of the weights in the weighted sum.
         need_weights: also return the weights.
 
     Returns:

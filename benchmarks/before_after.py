@@ -17,11 +17,10 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from bahdanau_fast.seq2seq import dates
-from bahdanau_fast.seq2seq.commands import TRAINING
-from bahdanau_fast.seq2seq.data import Pairs
-from bahdanau_fast.seq2seq.settings import Settings, build_model
-from bahdanau_fast.seq2seq.training import Trainer, all_batches
+from bahdanau_fast.seq2seq.data import dates
+from bahdanau_fast.seq2seq.data.pairs import Pairs
+from bahdanau_fast.seq2seq.model.settings import TRAINING, Settings, build_model
+from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches
 
 from .compare import NEW, OLD, Side, build
 from .page.tables import markdown, milliseconds

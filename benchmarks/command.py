@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bahdanau_fast.seq2seq.plots import require_matplotlib
+from bahdanau_fast.seq2seq.cli.plots import require_matplotlib
 
 from .page.document import write
 from .page.figures import bounds_met, roofs_of

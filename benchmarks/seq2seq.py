@@ -27,14 +27,14 @@ from bahdanau_fast.seq2seq import (
     StepDecoder,
     Translator,
     beam_search,
-    checkpoints,
     encode,
     greedy,
 )
-from bahdanau_fast.seq2seq.commands import TRAINING
-from bahdanau_fast.seq2seq.compare import compare_training, relative_difference
-from bahdanau_fast.seq2seq.corpus import Corpus, TextSettings
-from bahdanau_fast.seq2seq.text import tokenize
+from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings
+from bahdanau_fast.seq2seq.data.text import tokenize
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.model.settings import TRAINING
+from bahdanau_fast.seq2seq.training.compare import compare_training, relative_difference
 
 from .timing.machine import save
 from .timing.measure import Spread, interleave

@@ -1,1 +1,1 @@
-"""Triton kernels. They know no torch; the op files of `bahdanau_fast` call them."""
+"""Triton kernels, without torch; `bahdanau_fast.backends.triton` launches them."""

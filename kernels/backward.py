@@ -55,7 +55,7 @@ def grad_weights_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Out = dropout(grad_context @ values^T) + grad_weights, at the kept keys."""
+    """Out = dropout(grad_context @ values^T) + grad_weights, at the valid keys."""
     key_block, query_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K), tl.cdiv(Tq, BLOCK_Q))
     j = key_block * BLOCK_K + tl.arange(0, BLOCK_K)
     i = query_block * BLOCK_Q + tl.arange(0, BLOCK_Q)

@@ -1,15 +1,15 @@
-"""Small functions that the kernels are made of: tanh by reciprocals, lengths, dropout.
+"""Functions that the kernels share: tanh by reciprocals, lengths, dropout.
 
 Sizes: B batch, Tq queries, Tk keys, H hidden units, Dv features of a value. ``ACC`` is the type
 computed in: fp32, or fp64 for fp32 problems so small that it costs nothing (`bahdanau_fast.ops`).
 ``NATIVE`` allows NVIDIA instructions; without it the code is plain Triton, as the interpreter and
 other GPUs need it.
 
-Tanh goes by ``tanh(z) = 1 - 2 r`` with ``r = 1 / (1 + exp(2 z))``. Several elements share one
+Tanh is ``tanh(z) = 1 - 2 r`` with ``r = 1 / (1 + exp(2 z))``. Several elements share one
 reciprocal, ``w0/x0 + w1/x1 = (w0 x1 + w1 x0) / (x0 x1)``, and where ``z = a + c`` stays small
-``exp(2 z)`` is the product of ``exp(2 a)`` and ``exp(2 c)``, taken once per query and once per key.
-Near zero ``1 - 2 r`` loses what fp32 has; where every ``|c|`` is small fp32 takes
-``tanh(z) = (tanh(a) + tanh(c)) / (1 + tanh(a) tanh(c))`` instead, from tanh of either.
+``exp(2 z)`` is the product of ``exp(2 a)`` and ``exp(2 c)``, computed once per query and per key.
+Near zero ``1 - 2 r`` loses relative precision; if every ``|c|`` is small, fp32 uses
+``tanh(z) = (tanh(a) + tanh(c)) / (1 + tanh(a) tanh(c))`` instead, from the tanh of both.
 """
 
 from __future__ import annotations
@@ -130,13 +130,13 @@ def two_direct_slopes(a0, a1, c0, c1, PRECISE: tl.constexpr, NATIVE: tl.constexp
 
 @triton.jit
 def kept_keys(lens, offset, Tk, HAS_LENS: tl.constexpr, mask=None):
-    """How many of the keys a length keeps, 0 to Tk; no length keeps all."""
+    """Number of valid keys for a length, 0 to Tk; Tk without lengths."""
     if not HAS_LENS:
         return Tk + (offset * 0).to(tl.int32)
     length = tl.load(lens + offset, mask=mask)
     if length.dtype.is_floating():
         length = tl.ceil(length.to(tl.float64))
-        bounded = tl.where(length > 0, tl.minimum(length, Tk * 1.0), 0.0)  # NaN keeps none
+        bounded = tl.where(length > 0, tl.minimum(length, Tk * 1.0), 0.0)  # NaN: no key
         return bounded.to(tl.int32)
     wide = length.to(tl.int64)
     return tl.where(wide > 0, tl.minimum(wide, Tk), 0).to(tl.int32)

@@ -1,8 +1,8 @@
-"""Gradients through tanh: a tile of rows stays in registers while the others go by.
+"""Gradients through tanh: a tile of rows stays in registers in a loop over the others.
 
-The score is symmetric in queries and keys, so one kernel makes either gradient: its rows are the
-keys and the others the queries, or the other way round. Few queries need no second pass: the pass
-over the keys also leaves the parts of their gradients.
+The score is symmetric in queries and keys, so one kernel computes both gradients: its rows are the
+keys and the others the queries, or the reverse. Few queries need no second pass: the pass over the
+keys also writes the parts of their gradients.
 
 Roof, per (query, key, hidden unit) and pass: 6 fma-pipe operations and half a reciprocal.
 """
@@ -54,8 +54,8 @@ def grad_tanh_kernel(
 ):
     """out[b,r] = sum_o grad_scores[b,r,o] w_v (1 - tanh^2(rows[b,r] + others[b,o])).
 
-    One program: BLOCK_R rows, 2 BLOCK_H hidden units. A length per batch row, of the query that
-    looks at most keys, bounds the rows or the others, whichever are the keys.
+    One program: BLOCK_R rows, 2 BLOCK_H hidden units. A length per batch row, the largest of
+    its queries, bounds the keys, which are the rows or the others.
 
     Args:
         rows: (B,R,H), with ``r_batch`` and ``r_row``.
@@ -99,7 +99,7 @@ def grad_tanh_kernel(
         g = tl.load(at, mask=inside, other=0.0).to(ACC)[:, None]
         other = others + b * o_batch + tl.cast(o, tl.int64) * o_row
         if FACTORED:
-            # Of a small tile any other will do.
+            # In a small tile any other is valid.
             if small or tl.load(largest + b * O + o) + most <= NEAR_TWO:
                 entries = table + (b * O + o) * H
                 if PRECISE:
@@ -160,7 +160,7 @@ def direct_slopes(
         PRECISE,
         NATIVE,
     )
-    # NaN stays with those that look at it.
+    # NaN reaches only the queries that attend to it.
     none = g == 0.0
     t0, t1 = tl.where(none, 0.0, t0), tl.where(none, 0.0, t1)
     return t0, t1, tl.where(none, 0.0, s0), tl.where(none, 0.0, s1)

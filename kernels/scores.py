@@ -1,4 +1,4 @@
-"""Scores of many queries: a tile of keys stays in registers while the queries go by.
+"""Scores of many queries: a tile of keys stays in registers in a loop over the queries.
 
 Roof, per (query, key, hidden unit): 3.5 fma-pipe operations and a quarter of a reciprocal.
 """
@@ -26,7 +26,7 @@ def direct_scores(
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Scores of one query and some keys over 4 BLOCK_H hidden units; right for any magnitudes."""
+    """Scores of one query and some keys over 4 BLOCK_H hidden units; correct for any magnitude."""
     total = tl.zeros([BLOCK_K], ACC)
     for h1 in range(h0, h0 + 4 * BLOCK_H, 2 * BLOCK_H):
         h = h1 + tl.arange(0, BLOCK_H)
@@ -72,9 +72,9 @@ def scores_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """scores[b,i,j] = w_v . tanh(queries[b,i] + keys[b,j]), for the keys some length keeps.
+    """scores[b,i,j] = w_v . tanh(queries[b,i] + keys[b,j]), for the valid keys.
 
-    One program: BLOCK_Q queries, BLOCK_K keys. Scores of padded keys are left as they are.
+    One program: BLOCK_Q queries, BLOCK_K keys. Scores of padded keys are not written.
     """
     key_block, query_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K), tl.cdiv(Tq, BLOCK_Q))
     k0, first = key_block * BLOCK_K, query_block * BLOCK_Q
@@ -106,7 +106,7 @@ def scores_kernel(
                 row = b * Tq + query
                 a = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
                 if FACTORED:
-                    # Of a small tile any query will do.
+                    # In a small tile any query is valid.
                     if small or tl.load(query_max + row) + most <= NEAR_FOUR:
                         entries = query_table + row * H
                         if PRECISE:
@@ -134,5 +134,5 @@ def scores_kernel(
                 if h0 > 0:
                     part += tl.load(out, mask=inside, other=0.0).to(ACC)
                 tl.store(out, part, mask=inside)
-        # The next hidden units add to what other threads have stored.
+        # The next hidden units add to scores that other threads stored.
         tl.debug_barrier()

@@ -39,7 +39,7 @@ def softmax_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Weights = softmax(scores) over the kept keys, context = dropout(weights) @ values.
+    """Weights = softmax(scores) over the valid keys, context = dropout(weights) @ values.
 
     One program: BLOCK_Q queries, BLOCK_D features. The first features' program writes the weights.
     """
@@ -51,7 +51,7 @@ def softmax_kernel(
     real = i < Tq
     lengths = b * lens_batch + i.to(tl.int64) * lens_row
     kept = tl.where(real, kept_keys(lens, lengths, Tk, HAS_LENS, mask=real), 1)
-    # A row that keeps nothing is uniform over all: every score is zero.
+    # A row without valid keys is uniform over all keys: every score is zero.
     end = tl.where(kept > 0, kept, Tk)
     longest = tl.max(end, axis=0)
 
@@ -96,7 +96,7 @@ def softmax_kernel(
 
 @triton.jit
 def masked_scores(scores, row, k0, kept, end, real, Tk, ACC: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(rows,BLOCK_K) scores: -inf past a row's end, zero in a row that keeps nothing."""
+    """(rows,BLOCK_K) scores: -inf past a row's end, zero in a row without valid keys."""
     j = k0 + tl.arange(0, BLOCK_K)
     there = real[:, None] & (j[None, :] < kept[:, None])
     s = tl.load(scores + row[:, None] * Tk + j[None, :], mask=there, other=0.0).to(ACC)

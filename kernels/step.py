@@ -1,7 +1,7 @@
 """A decoder step in one launch: a few queries against projected keys, or against raw ones.
 
 Roof: reading keys and values once, ``B Tk (H + Dv)`` numbers. A program takes a split of one
-row's keys; where there is more than one split, `combine_kernel` puts their parts together.
+row's keys; if there are several splits, `combine_kernel` combines their parts.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def step_kernel(
         maxima: (B,Tq,splits) largest score, with SPLIT.
         sums: (B,Tq,splits) sum of exponentials, with SPLIT.
         split_keys: keys of one split, a multiple of BLOCK_K.
-        w_q: (H,Dq), w_k: (H,Dk), bias: (H,): the projections not made yet.
+        w_q: (H,Dq), w_k: (H,Dk), bias: (H,): of the projections inside the kernel.
         projected: (programs,Tq,H) in ACC, scratch for RAW_QUERIES.
     """
     split, _, b = program_blocks(splits, 1)
@@ -98,7 +98,7 @@ def step_kernel(
     lens += b * lens_batch
     kept = kept_keys(lens, i.to(tl.int64) * lens_row, Tk, HAS_LENS, mask=real)
     kept = tl.where(real, kept, 0)
-    # A row that keeps nothing is uniform over all: every score is zero.
+    # A row without valid keys is uniform over all keys: every score is zero.
     end = tl.where(real & (kept == 0), Tk, kept)
     first = split * split_keys
     last = tl.minimum(first + split_keys, tl.max(end, axis=0))
@@ -112,7 +112,7 @@ def step_kernel(
             row_of = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
             project_row(row_of, w_q, a + query * H, H, Dq, ACC, BLOCK_H, BLOCK_X)
         a_row = H
-        tl.debug_barrier()  # the parts of a row were stored by whichever thread had them
+        tl.debug_barrier()  # other threads stored parts of the row
     else:
         a = queries + b * q_batch
         a_row = q_row
@@ -173,7 +173,7 @@ def step_kernel(
         inverse = 1.0 / tl.where(real, total, 1.0)
         tl.store(context + row[:, None] * Dv + d[None, :], acc * inverse[:, None], mask=inside)
         if WEIGHTS:
-            tl.debug_barrier()  # scores were stored by whichever thread had them
+            tl.debug_barrier()  # other threads stored the scores
             scale_scores(scores, weights, row, most, inverse, end, real, Tk, ACC, 128)
 
 

@@ -1,4 +1,4 @@
-"""Exponentials of projected rows, for the kernels that meet each row many times."""
+"""Exponentials of projected rows, for the kernels that use each row many times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tables_kernel(
 
     With PRECISE tanh(x) too, in the table's second half, which begins at ``second``.
 
-    A table entry that leaves fp32 is of a row whose maximum sends its readers elsewhere.
+    An entry that overflows fp32 is in a row whose maximum makes its readers take another path.
     """
     block, _, b = program_blocks(tl.cdiv(T, BLOCK_R), 1)
     t = block * BLOCK_R + tl.arange(0, BLOCK_R)

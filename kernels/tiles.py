@@ -10,9 +10,9 @@ from .elementary import exp_twice, tanh_precise
 
 @triton.jit
 def program_blocks(first_blocks, second_blocks):
-    """Which block of either axis this program takes, and of which batch row, that one in 64 bits.
+    """The block of this program on both axes, and its batch row in 64 bits.
 
-    Divided in 32 bits: in 64 it is a call.
+    Divided in 32 bits, since a 64-bit division is a function call.
     """
     program = tl.program_id(0)
     rest = program // first_blocks
@@ -65,7 +65,7 @@ def largest_of(x):
 
 @triton.jit
 def of_tile(x, small, PRECISE: tl.constexpr):
-    """What is kept of a tile of projections: exp(2 x), or tanh(x) of a small one."""
+    """The stored form of a tile of projections: exp(2 x), or tanh(x) of a small tile."""
     result = exp_twice(x)
     if PRECISE:
         result = tl.where(small, tanh_precise(x), result)

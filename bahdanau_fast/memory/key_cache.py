@@ -1,10 +1,9 @@
 """Reuse of the key projection by an unchanged decoder loop.
 
 A course decoder passes the same ``keys`` tensor at every step. The cache remembers the last
-projection and hands it out again to a call that it is right for: not because nothing is known to
-have changed (fused optimizers, ``.data``, NumPy, collectives and other processes write without
-PyTorch's version counters noticing), but because the bytes of the keys, of the weight and of the
-bias have the same fingerprint as when they were projected.
+projection and returns it if the bytes of the keys, the weight and the bias have the same
+fingerprint as when they were projected. PyTorch's version counters would not do: fused optimizers,
+``.data``, NumPy, collectives and other processes write without incrementing them.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ __all__ = ["KeyCache", "Source", "may_share"]
 
 
 class Source(NamedTuple):
-    """What a projection is made of: ``keys @ weight.T + bias``.
+    """The inputs of a projection, ``keys @ weight.T + bias``.
 
     Attributes:
         keys: (B,Tk,Dk).
         weight: (H,Dk).
         bias: (H,) or None.
         backend: that will serve the call.
-        trusted: take version counters for it, not bytes.
-        state: what has to be the same for the projection to be: sizes, modes, bytes.
+        trusted: compare version counters, not bytes.
+        state: what has to be equal for the projection to be reused: sizes, modes, bytes.
     """
 
     keys: Tensor
@@ -51,14 +50,14 @@ class Source(NamedTuple):
     def of(
         cls, keys: Tensor, weight: Tensor, bias: Tensor | None, backend: str, trusted: bool
     ) -> Source:
-        """Take the state, before anything is projected.
+        """Take the state before the projection.
 
         Args:
             keys: (B,Tk,Dk).
             weight: (H,Dk).
             bias: (H,) or None.
-            backend: that will serve the call.
-            trusted: take version counters for it, not bytes.
+            backend: of the call.
+            trusted: compare version counters, not bytes.
         """
         tensors = (keys, weight) if bias is None else (keys, weight, bias)
         state: tuple[object, ...] = (
@@ -67,7 +66,7 @@ class Source(NamedTuple):
             torch_state.autocast_dtype(keys.device),
             backend,
             *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
-            # Whose gradient it is: a leaf lives as long as a node of the graph that leads to it.
+            # Identity, for the gradient: a leaf lives as long as a graph node that leads to it.
             *((id(t), t.output_nr) if trusted or t.requires_grad else None for t in tensors),
             tuple(t._version for t in tensors) if trusted else ops.fingerprint(keys, weight, bias),
         )
@@ -78,25 +77,25 @@ class Source(NamedTuple):
         return (self.keys, self.weight, *(() if self.bias is None else (self.bias,)))
 
     def grad_fns(self) -> tuple[Any, ...]:
-        """Nodes of the graph that their gradients go to; None for leaves."""
+        """The grad_fn of each tensor; None for leaves."""
         return tuple(tensor.grad_fn for tensor in self.tensors())
 
 
 def may_share(
     keys: Tensor, weight: Tensor | None, bias: Tensor | None, trusted: bool = False
 ) -> bool:
-    """Whether calls may share one projection, and one node of the graph for it.
+    """True if calls may share one projection, and its node in the graph.
 
-    Not in activation checkpointing (seen by its hooks on saved tensors), which runs a call twice:
-    both runs must save the same tensors. Not under ``torch.func`` or forward mode, where tensors
-    have no address or carry a tangent that ends with its level. Tensors of inference mode have no
-    versions to trust, and autograd treats them in its own ways.
+    Not in activation checkpointing (detected by its hooks on saved tensors), which runs a call
+    twice: both runs must save the same tensors. Not under ``torch.func`` or forward mode, where
+    tensors have no address or carry a tangent that ends with its level. Tensors of inference mode
+    have no version counters, and autograd treats them differently.
 
     Args:
         keys: (B,Tk,Dk).
-        weight: (H,Dk), or None where the key layer is more than its weight.
+        weight: (H,Dk), or None for a modified key layer.
         bias: (H,) or None.
-        trusted: by versions, not by bytes.
+        trusted: by version counters, not by bytes.
     """
     return (
         weight is not None
@@ -114,9 +113,9 @@ def may_share(
 @dataclass(frozen=True, slots=True)
 class _Entry:
     state: tuple[object, ...]
-    trusted: tuple[Tensor | None, ...]  # weight and bias, where their bytes are not looked at
-    storage: weakref.ref[torch.UntypedStorage]  # of the keys: with them goes the entry
-    projected: Callable[[], Tensor | None]  # weak in the graph, which holds the keys in turn
+    trusted: tuple[Tensor | None, ...]  # weight and bias, if their bytes are not compared
+    storage: weakref.ref[torch.UntypedStorage]  # of the keys; the entry is dropped with it
+    projected: Callable[[], Tensor | None]  # weak with a graph, which holds the keys
     lifetime: Lifetime
     held: weakref.ref[Held] | None  # of the node in the graph
     table: Tensor | None = None
@@ -124,7 +123,7 @@ class _Entry:
     shared: weakref.ref[Shared] | None = None
 
     def is_of(self, source: Source) -> bool:
-        """Whether the projection is that of the source."""
+        """True if the projection is that of the source."""
         if self.state != source.state:
             return False
         if source.trusted and any(
@@ -149,19 +148,19 @@ class KeyCache:
     def project(
         self, source: Source, values: Tensor, w_v: Tensor | None, queries_len: int
     ) -> ProjectedKeys:
-        """The projection of a source: the one that is remembered, or one to remember.
+        """The projection of a source, remembered or new.
 
         Args:
             source: of the call.
             values: (B,Tk,Dv) of the call.
-            w_v: (1,H) of the call, or None where it is not known.
+            w_v: (1,H) of the call, or None if unknown.
             queries_len: Tq.
         """
         entry = self._entry  # read once: another thread may replace it
         own = entry.projected() if entry is not None and entry.is_of(source) else None
         if entry is None or own is None:
             return self._store(source)
-        if entry.table is None:  # asked for again: from now on a table pays
+        if entry.table is None:  # the second call on these keys: a table pays from now on
             made = project(own, source.backend, queries_len)
             entry = self._entry = replace(entry, table=made.table, keys_max=made.keys_max)
         found = ProjectedKeys(own, entry.table, entry.keys_max, None, entry.lifetime)
@@ -176,13 +175,13 @@ class KeyCache:
         return found
 
     def _store(self, source: Source) -> ProjectedKeys:
-        """Project, and remember that until the keys die or the last backward has run through it."""
+        """Project, and remember it until the keys are freed or the last backward is done."""
         self._entry = None
         lifetime = Lifetime()
         keys, weight, bias, _, _, state = source
         own, held = shared_linear(keys, weight, bias, lifetime)
-        # The callback outlives this call inside the autograd graph: it must hold neither the cache
-        # nor the entry, which would keep that same graph alive.
+        # The callback outlives this call in the autograd graph. It must not hold the cache or the
+        # entry, which would keep that graph alive.
         this = weakref.ref(self)
 
         def drop(_: object = None) -> None:
@@ -193,7 +192,7 @@ class KeyCache:
 
         if held is not None:
             held.on_release = drop
-        # Of the storage, since tensors that are referred to weakly cannot be swapped.
+        # Of the storage, since tensors with weak references cannot be swapped.
         self._entry = _Entry(
             state,
             (weight, bias) if source.trusted else (),

@@ -1,4 +1,4 @@
-"""Projected keys, kept for as many decoder steps as look at them."""
+"""Projected keys, computed once for all steps of a decoder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Maker", "Memory", "ProjectedKeys", "project"]
 
 
 class ProjectedKeys(NamedTuple):
-    """What one projection of the keys leaves behind.
+    """Projected keys, and what is derived from them.
 
     Attributes:
         keys: (B,Tk,H), ``W_k k``; in the autograd graph.
-        table: (B,Tk,H rounded up), the exponentials the C++ kernels read, or None.
+        table: (B,Tk,H rounded up), exponentials for the C++ kernels, or None.
         keys_max: (B,), max|W_k k| per row, or None.
-        shared: the node of the autograd graph that calls on them share, or None.
-        lifetime: of the nodes that calls on them share, or None.
+        shared: the node of the autograd graph that calls with these keys share, or None.
+        lifetime: of the nodes that these calls share, or None.
     """
 
     keys: Tensor
@@ -41,7 +41,7 @@ class ProjectedKeys(NamedTuple):
             values: (B,Tk,Dv) of those calls.
             w_v: (1,H) or (H,) of those calls.
         """
-        if self.table is None:  # another backend's, or too small to be worth it
+        if self.table is None:  # of another backend, or too small
             return self
         lifetime = self.lifetime or Lifetime()
         shared = share(*self[:3], values, w_v, lifetime)
@@ -64,13 +64,13 @@ def project(projected_keys: Tensor, backend: str, queries_len: int = 1) -> Proje
 
 
 class Maker(NamedTuple):
-    """What a memory was made with, for ``attend`` to see that it is still the same.
+    """The module and key layer that made a memory, for ``attend`` to compare.
 
     Attributes:
         module: whose ``memory`` made it.
-        seen: address and version of the weight and bias of the key layer, then; None where they
-            cannot be seen (a layer that is more than its weight, another backend).
-        sample: some rows of the weight, looked at in each call.
+        seen: address and version of the key layer's weight and bias; None if unknown (a modified
+            layer, another backend).
+        sample: some rows of the weight, compared in each call.
         sample_bytes: fingerprint of sample and bias.
         all_bytes: fingerprint of weight and bias.
     """
@@ -83,7 +83,7 @@ class Maker(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, weight: Tensor | None, bias: Tensor | None) -> Maker:
-        """Take the fingerprints; of the module alone where there is no weight to see.
+        """Take the fingerprints; without a weight, only the module.
 
         Args:
             module: whose ``memory`` it is.
@@ -102,10 +102,10 @@ class Maker(NamedTuple):
         )
 
     def has_changed(self, weight: Tensor | None, bias: Tensor | None) -> bool:
-        """Whether the key layer is seen to be another one now.
+        """True if the key layer has changed.
 
         Args:
-            weight: (H,Dk) of the key layer now, or None where it cannot be seen.
+            weight: (H,Dk) of the key layer now, or None if unknown.
             bias: (H,) or None.
         """
         if weight is None or self.sample is None:
@@ -120,36 +120,36 @@ def _seen(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
     return tuple((t.data_ptr(), None if t.is_inference() else t._version) for t in tensors)
 
 
-# Rows of W_k that each call on a memory looks at: an optimizer step changes them all.
+# Rows of W_k that each call on a memory compares: an optimizer step changes all rows.
 SAMPLED_ROWS = 8
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Memory:
-    """A source that decoder steps look at: projected keys, values and lengths.
+    """A source that decoder steps attend to: projected keys, values and lengths.
 
     Made by :meth:`AdditiveAttention.memory`, read by :meth:`AdditiveAttention.attend` of the same
     module. Beams are queries against one memory: nothing in it is copied per beam. ``memory[rows]``
-    keeps some batch rows, those of the sentences that are not finished, say.
+    selects batch rows, e.g. those of unfinished sentences.
 
-    A memory holds what the key layer made of the keys when it was made. Later changes of the keys
-    or of the key layer (an optimizer step, loaded weights) are not in it: make another memory then.
-    ``attend`` raises where it sees that the key layer has changed: on the CPU it compares a
-    fingerprint of some rows of ``W_k``, and of all of it once PyTorch's version counter has moved.
-    Values and lengths are held as they are, not copied.
+    A memory holds the projection of the keys at the time it was made. After a change of the keys or
+    of the key layer (an optimizer step, loaded weights), make a new memory. ``attend`` raises if it
+    detects a change of the key layer: on the CPU it compares a fingerprint of some rows of
+    ``W_k``, and of all rows if PyTorch's version counter has changed. Values and lengths are
+    referenced, not copied.
 
     Attributes:
-        projected: the keys after ``W_k``.
+        projected: the projected keys.
         values: (B,Tk,Dv).
         valid_lens: None, (B,) or (B,Tq).
-        maker: the module that made it and its key layer then; None after unpickling.
+        maker: the module that made the memory, and its key layer; None after unpickling.
     """
 
     projected: ProjectedKeys
     values: Tensor
     valid_lens: Tensor | None = None
     maker: Maker | None = None
-    # While there is a memory, there may be another backward through what its calls share.
+    # As long as the memory exists, another backward may come through its calls' shared node.
     _due: Due | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ class Memory:
             rows: a slice, a list or a tensor, of numbers or booleans, along the batch.
 
         Raises:
-            TypeError: anything else: an int would take the batch dimension away.
+            TypeError: another type; an int would remove the batch dimension.
         """
         if isinstance(rows, list):
             rows = torch.tensor(rows, device=self.values.device)
@@ -206,10 +206,10 @@ class Memory:
         return replace(self, projected=projected, values=values, valid_lens=valid_lens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
-        # As modules do with their attention_weights: what lies in a graph is copied without it.
+        # Tensors are copied without their autograd graph, as attention_weights are in modules.
         maker = self.maker
         if maker is not None and id(maker.module) in memo:
-            maker = None  # copied along: its key layer is another one, of the same numbers
+            maker = None  # copied too: its key layer is another one with the same weights
         parts = copy.deepcopy(self.__getstate__(), memo)
         other = Memory.__new__(Memory)
         other.__setstate__(parts)
@@ -227,7 +227,7 @@ class Memory:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Pickles of the first 0.1.0 hold the fields as they are.
+        # Pickles of early builds of 0.1.0 hold the fields themselves.
         projected = state.get("projected")
         if projected is None:
             projected = ProjectedKeys(state["keys"], state["table"], state["keys_max"])

@@ -23,22 +23,22 @@ class AdditiveAttention(Additive):
     """Additive attention, drop-in for ``d2l.AdditiveAttention`` of either signature.
 
     ``context_i = sum_j softmax_j(w_v . tanh(W_q q_i + W_k k_j)) v_j`` (Bahdanau, Cho and Bengio
-    2014, https://arxiv.org/abs/1409.0473). Both call forms of the course are taken, by position or
-    by name::
+    2014, https://arxiv.org/abs/1409.0473). Both signatures of the course are accepted, by position
+    or by name::
 
-        AdditiveAttention(num_hiddens, dropout)                         # sizes seen at first call
+        AdditiveAttention(num_hiddens, dropout)                         # sizes from the first call
         AdditiveAttention(key_size, query_size, num_hiddens, dropout)   # three numbers: no dropout
 
     After ``torch.manual_seed`` either form draws the weights that the course's module draws; the
-    lazy form draws them at its first call. Dropout masks are drawn another way than the course's,
-    so with the same seed other weights are dropped, each with the same probability.
+    lazy form draws them at its first call. Dropout masks differ from the course's for the
+    same seed; each weight is dropped with the same probability.
 
     An unchanged decoder loop that passes the same ``keys`` tensor at each step projects it once, on
     the CPU: a call compares a fingerprint of the bytes of ``keys``, ``W_k.weight`` and ``bias``
-    with the one taken when they were projected, so that a change is seen whoever makes it. Where a
-    gradient is due they have to be the same tensors, with the same history, too. On a GPU nothing
-    is reused by itself, since comparing would wait for the device: call :meth:`memory`, or say
-    ``cache_keys="trust"``.
+    with the one taken when they were projected, so a change is noticed however it was made. When
+    gradients are needed, they also have to be the same tensors, with the same history. On a GPU
+    nothing is reused automatically, since comparing would wait for the device: call
+    :meth:`memory`, or pass ``cache_keys="trust"``.
 
     Args:
         num_hiddens: H.
@@ -46,10 +46,10 @@ class AdditiveAttention(Additive):
         key_size: Dk; with ``query_size``, Dq. Both or neither.
         bias: add a learnt (H,) bias inside the tanh.
         cache_keys: reuse the projection of an unchanged ``keys`` tensor. "trust": on any device,
-            and without looking at the bytes, as long as keys, weight and bias are the same tensors
-            at the same address and their version counters stand still. Fused optimizers, ``.data``,
-            NumPy, DLPack, collectives and other processes do not move those: after a change of that
-            kind such a module is silently wrong. False: project at each call.
+            without comparing bytes, as long as keys, weight and bias are the same tensors at the
+            same address with the same version counters. Fused optimizers, ``.data``, NumPy,
+            DLPack, collectives and other processes do not increment version counters: after such a
+            change, results are silently wrong. False: project at each call.
         device: of the parameters.
         dtype: of the parameters.
 

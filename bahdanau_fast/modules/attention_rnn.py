@@ -16,7 +16,7 @@ __all__ = ["AttentionGRU", "AttentionLSTM"]
 
 
 class _AttentionRNN(nn.Module):
-    """What the two layers share; a subclass names the cell."""
+    """Base of both layers; a subclass sets ``_cell``."""
 
     _cell: type[nn.GRU] | type[nn.LSTM]
 
@@ -71,7 +71,7 @@ class _AttentionRNN(nn.Module):
             keys: (B,Tk,Dk).
             values: (B,Tk,Dv); the keys unless given.
             valid_lens: None or (B,).
-            memory: from ``attention.memory(...)``, in place of the three.
+            memory: from ``attention.memory(...)``, instead of keys, values and lengths.
 
         Returns:
             Outputs of the top layer (T,B,H) or (B,T,H), and the last hidden state; sets
@@ -83,7 +83,7 @@ class _AttentionRNN(nn.Module):
         """
         if (keys is None) == (memory is None):
             got = "neither" if keys is None else "both"
-            checks.reject(TypeError, "keys or memory", "be given, one of them", got)
+            checks.reject(TypeError, "exactly one of keys and memory", "be given", got)
         if memory is None:
             assert keys is not None
             memory = self.attention.memory(keys, values, valid_lens)
@@ -116,9 +116,9 @@ class AttentionGRU(_AttentionRNN):
     """A GRU that attends at every step (Bahdanau, Cho and Bengio 2014), over given inputs.
 
     ``context_t = attention(h_top[t-1], keys)`` goes in front of input t into the first layer. On
-    the CPU all steps are one operator, forward and backward; see :func:`steps.decode_given`. Its
-    ``attention`` and ``rnn`` are those of the course's decoder: a ``state_dict`` of one loads into
-    the other.
+    the CPU all steps are one operator, forward and backward; see :func:`decoder_loop.decode_given`.
+    Its ``attention`` and ``rnn`` have the names of the course's decoder, so a ``state_dict`` of one
+    loads into the other.
 
     Args:
         input_size: E.

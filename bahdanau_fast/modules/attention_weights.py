@@ -1,4 +1,4 @@
-"""``attention_weights``, the attribute of the attention modules that a call leaves behind."""
+"""``attention_weights``, the attribute that a call of an attention module sets."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["KeepsWeights"]
 
 
 class _Boxed:
-    """Weights that are no attribute of the module; for the time of a ``torch.export``."""
+    """Hides weights from ``torch.export``, which handles tensor attributes on its own."""
 
     def __init__(self, weights: Tensor | None) -> None:
         self.weights = weights
 
 
 class KeepsWeights(nn.Module):
-    """A module with ``attention_weights``, wherever it is called from.
+    """A module with ``attention_weights``, in eager, compiled and exported calls.
 
-    In a ``torch.export`` they can be read until it ends; one with ``strict=True`` does not keep
-    them. A call compiled inside a ``torch.func`` transform leaves None.
+    During ``torch.export`` they can be read, but not with ``strict=True``. A compiled call inside a
+    ``torch.func`` transform sets them to None.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class KeepsWeights(nn.Module):
         kept: Tensor | _Boxed | None = weights
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
-                # Either export warns of a tensor that becomes an attribute, then forgets it.
+                # Both kinds of export warn of a tensor that becomes an attribute, then drop it.
                 if torch.compiler.is_dynamo_compiling():
                     return
                 kept = _Boxed(weights)
@@ -56,8 +56,7 @@ class KeepsWeights(nn.Module):
         object.__setattr__(self, "_weights", kept)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles carry parameters, not the graph of the last call, which can be neither
-        # copied nor pickled.
+        # The graph of the last call can be neither copied nor pickled.
         state = self.__dict__.copy()
         if isinstance(self._weights, Tensor):
             state["_weights"] = self._weights.detach()

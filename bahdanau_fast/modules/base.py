@@ -1,4 +1,4 @@
-"""What the additive modules share: projections, reuse of them, memories."""
+"""Base of the additive modules: projections and their reuse, memories."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Additive"]
 
 
 class Additive(KeepsWeights):
-    """What the additive modules share; a subclass names its three layers.
+    """Base of the additive modules; a subclass names its three layers.
 
-    Subclasses hold the layers as ordinary submodules (hooks, LoRA and parametrizations work) and
-    say here which one multiplies the query, which the key, and which scores.
+    The layers are ordinary submodules of the subclass (hooks, LoRA and parametrizations work); the
+    names of those for queries, keys and scores are class attributes.
     """
 
     _query_layer: str
@@ -61,9 +61,9 @@ class Additive(KeepsWeights):
         Returns:
             A memory; gradients flow through it to ``keys``, ``values`` and the key layer.
 
-        Of a lazy module that was never called this draws the weights of the key layer, then those
-        of the scoring layer; the first :meth:`attend` draws those of the query layer. (A first
-        call of the module itself draws the query layer's first, as the course's does.)
+        On a lazy module that was never called, this draws the weights of the key layer, then those
+        of the scoring layer; the first :meth:`attend` draws those of the query layer. (The first
+        call of the module itself draws the query layer's weights first, as the course's does.)
 
         Raises:
             TypeError, ValueError: as for calling the module.
@@ -83,7 +83,7 @@ class Additive(KeepsWeights):
             assert weight is not None
             lifetime = Lifetime()
             own, _ = shared_linear(keys, weight, self.bias, lifetime)
-        if w_v is None:  # steps will call the layer, and no kernel
+        if w_v is None:  # attend will call the scoring layer instead of a kernel
             projected = ProjectedKeys(own, None, None, None, lifetime)
         else:
             projected = project(own, backend)._replace(lifetime=lifetime).share(values, w_v)
@@ -91,7 +91,7 @@ class Additive(KeepsWeights):
         return Memory(projected, values, valid_lens, maker)
 
     def attend(self, queries: Tensor, memory: Memory) -> Tensor:
-        """Look at a memory with some queries (one decoder step, or the beams of one step).
+        """Attend to a memory with some queries (one decoder step, or the beams of one step).
 
         Args:
             queries: (B,Tq,Dq).
@@ -129,7 +129,7 @@ class Additive(KeepsWeights):
         return self._attend(route, queries, projected, values, lens, w_q, w_v, dropout_p)
 
     def explain(self, queries: Tensor, keys: Tensor | Memory, values: Tensor | None = None) -> str:
-        """How a call with these would be computed, and why; nothing is computed.
+        """How a call with these inputs would be computed, and why, without computing it.
 
         Args:
             queries: (B,Tq,Dq).
@@ -137,7 +137,7 @@ class Additive(KeepsWeights):
             values: (B,Tk,Dv); the keys unless given.
 
         Raises:
-            ValueError: a backend was asked for that cannot serve the call.
+            ValueError: the requested backend cannot serve the call.
         """
         w_q, w_k, w_v = self._plain_weights()
         known = isinstance(keys, Memory)
@@ -181,7 +181,7 @@ class Additive(KeepsWeights):
         return self._attend(route, queries, projected, values, valid_lens, w_q, w_v, dropout_p)
 
     def _plain_weights(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of queries, keys and scores; None for a layer that is more than its weight."""
+        """Weights of the query, key and scoring layers; None for a layer that must be called."""
         layers = self._modules
         return (
             plain_weight(layers[self._query_layer]),
@@ -190,26 +190,26 @@ class Additive(KeepsWeights):
         )
 
     def _kept(self, results: tuple[Tensor, Tensor]) -> Tensor:
-        """The context; ``attention_weights`` are kept."""
+        """Store ``attention_weights``; return the context."""
         context, weights = results
         self._keep(weights)
         return context
 
     def _source(self, route: Route, keys: Tensor, weight: Tensor | None) -> Source | None:
-        """What the projection of the keys depends on, where it may be reused."""
+        """What the projection of the keys depends on; None if it must not be reused."""
         trusted = self.cache_keys == "trust"
         if (
             not (self.cache_keys and route.reuse)
             or weight is None
             or keys.numel() < limits.LIMITS.reuse_elements
-            or (route.backend != "cpu" and not trusted)  # to compare bytes is to wait for a GPU
+            or (route.backend != "cpu" and not trusted)  # comparing bytes would wait for a GPU
             or not may_share(keys, weight, self.bias, trusted)
         ):
             return None
         return Source.of(keys, weight, self.bias, route.backend, trusted)
 
     def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:
-        """Whether the memory has the dtype of an autocast that is over."""
+        """True if the memory has the dtype of an autocast that has ended."""
         dtype = memory.projected.keys.dtype
         if not isinstance(queries, Tensor) or queries.dtype == dtype:
             return False
@@ -223,7 +223,7 @@ class Additive(KeepsWeights):
     def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
         layers = self._modules
         score = layers[self._score_layer]
-        if type(score) is not nn.Linear:  # it is the last to be drawn
+        if type(score) is not nn.Linear:  # the scoring layer is drawn last
             of_inputs = layers[self._query_layer], layers[self._key_layer]
             draw((*of_inputs, score), queries, keys, self.num_hiddens)
 
@@ -278,8 +278,8 @@ def _check_features(
         and weight.is_cpu
         and tensor.is_cpu
     ):
-        return  # on the CPU, and all is well
-    # A lazy layer has no size yet, a changed one (LoRA, quantized, hooked) checks for itself.
+        return  # the most frequent case, quickly
+    # A lazy layer has no size yet; a modified one (LoRA, quantized, hooked) checks its own inputs.
     parameters = plain_parameters(layer)
     if parameters is not None:
         weight = parameters["weight"]

@@ -1,4 +1,4 @@
-"""The steps of a decoder that attends: one by one, or a whole sequence as one operator."""
+"""The steps of an attention decoder: one by one, or all in one operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["attend_step", "decode_given", "decode_greedily"]
 
 
 class Sequence(NamedTuple):
-    """What a decoder makes of given inputs.
+    """The results of a decoder for given inputs.
 
     Attributes:
         features: (T,B,H), the states of the top layer.
@@ -35,12 +35,12 @@ class Sequence(NamedTuple):
 def attend_step(
     attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, hidden: Any, memory: Memory
 ) -> tuple[Tensor, Tensor, Any]:
-    """One step: the top layer's state is the query, its context goes in front of the input.
+    """One step: the top layer's state is the query; the context is concatenated with the input.
 
     Args:
-        attention: what :meth:`AdditiveAttention.attend` is called of.
+        attention: a module with :meth:`AdditiveAttention.attend`.
         rnn: with inputs of Dv + E features.
-        inputs: (B*K,E), K sequences of one source side by side.
+        inputs: (B*K,E), the K sequences of a source next to each other.
         hidden: (L,B*K,H), for an LSTM a pair of those.
         memory: of the B sources.
 
@@ -64,20 +64,20 @@ def decode_given(
     memory: Memory,
     step: Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]] | None = None,
 ) -> Sequence:
-    """All steps of given inputs, in one operator where there is one for them.
+    """All steps of given inputs, in one operator if possible.
 
-    There is on the CPU, in fp32 and fp64, where nothing but the parameters of the layers decides
-    what they compute (no hooks, no replaced or patched layers, no autocast, no transform, not while
-    compiling); else :func:`attend_step` for one step after the other. Both give the same, but for
-    the order of sums and of random numbers.
+    It is possible on the CPU, in fp32 and fp64, if the layers are unmodified (no hooks, no replaced
+    or patched layers) and there is no autocast, no transform and no compilation; otherwise
+    :func:`attend_step` runs step by step. Both give the same results, except for the order of sums
+    and of random numbers.
 
     Args:
-        attention: an :class:`AdditiveAttention`, or what has its methods.
+        attention: an :class:`AdditiveAttention`, or a module with its methods.
         rnn: with inputs of Dv + E features.
         inputs: (T,B,E).
         hidden: (L,B,H), for an LSTM a pair of those.
         memory: of the B sources.
-        step: another step to take, with inputs, hidden state and memory.
+        step: replaces :func:`attend_step`; called with inputs, hidden state and memory.
 
     Returns:
         Features (T,B,H), weights (T,B,Tk), the last hidden state.
@@ -102,19 +102,19 @@ def decode_greedily(
     left_out: list[int],
     max_steps: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """The likeliest token fed back at every step, until every row has ended, as one operator.
+    """Greedy decoding until every row has ended, as one operator.
 
     Args:
         layers: attention, rnn, embedding (V,E) and output layer (V,H).
         hidden: (L,B,H), for an LSTM a pair of those.
         memory: of the B sources.
-        marks: the first input, the token that ends a row, and what is written behind it.
-        left_out: tokens that are never written.
-        max_steps: the most steps.
+        marks: the first input, the token that ends a row, and the padding after it.
+        left_out: tokens that are excluded from the output.
+        max_steps: largest number of steps.
 
     Returns:
-        Tokens (B,T) and weights (B,T,Tk) with T <= ``max_steps``; None where there is no operator
-        for these layers, as for :func:`decode_given`.
+        Tokens (B,T) and weights (B,T,Tk) with T <= ``max_steps``; None if the operator does
+        not apply to these layers, as for :func:`decode_given`.
     """
     attention, rnn, embedding, dense = layers
     if not (
@@ -166,7 +166,7 @@ def _decode(
 ) -> Sequence:
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     w = _Weights.of(rnn, memory.values.shape[2])
-    # The shared node's keys, values and w_v would do no good: they are taken together here anyway.
+    # The shared node is not needed: one operator sums the gradients of all steps anyway.
     projected, w_v = memory.projected, attention.w_v.weight
     masks = None
     if rnn.training and rnn.dropout > 0.0 and len(w.above):
@@ -199,7 +199,7 @@ def _decode(
 
 
 class _Weights(NamedTuple):
-    """Those of an ``nn.GRU`` or ``nn.LSTM``, as the operators take them (:mod:`decoding`).
+    """Those of an ``nn.GRU`` or ``nn.LSTM``, as the operators take them (:mod:`ops.decode`).
 
     Attributes:
         of_inputs: (G,E), of the first layer.

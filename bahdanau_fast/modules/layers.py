@@ -1,8 +1,8 @@
-"""Layers that other code may have changed: when a weight stands for its layer, and when not.
+"""Layers that other code may have modified: when ``layer.weight`` may be used, and when not.
 
-Reading ``layer.weight`` is right for an ``nn.Linear`` as torch makes it. Hooks, LoRA, pruning,
-parametrizations, quantization and a ``forward`` set on the instance (accelerate does that) change
-what calling the layer computes: such a layer is called.
+Reading ``layer.weight`` is correct for an unmodified ``nn.Linear``. Hooks, LoRA, pruning,
+parametrizations, quantization and a ``forward`` set on the instance (as accelerate does) change
+what the layer computes: such a layer is called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bahdanau_fast.ops.projection import linear
 
 __all__ = ["apply_layer", "is_unchanged", "plain_parameters", "plain_weight"]
 
-# Dicts that torch fills in place, with hooks for the modules of the whole process.
+# Hooks of all modules of the process; torch changes these dicts in place.
 _forward_hooks = _torch._global_forward_hooks
 _forward_pre_hooks = _torch._global_forward_pre_hooks
 _backward_hooks = _torch._global_backward_hooks
@@ -26,14 +26,14 @@ _backward_pre_hooks = _torch._global_backward_pre_hooks
 
 
 def is_unchanged(module: nn.Module) -> bool:
-    """Whether calling a module runs its class's ``forward`` and nothing else."""
+    """True if calling a module runs only its class's ``forward``."""
     if (
         torch.compiler.is_compiling()  # compiled code is for the forward that was looked at
         and not torch.compiler.is_exporting()  # which is done once
         and getattr(module.forward, "__func__", None) is not type(module).forward
     ):
         return False
-    # Read past nn.Module's __getattr__: small calls ask this three times.
+    # Not through nn.Module's __getattr__, which is slow: a small call comes here three times.
     own = module.__dict__
     return not (
         own["_forward_hooks"]
@@ -49,10 +49,10 @@ def is_unchanged(module: nn.Module) -> bool:
 
 
 def plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
-    """``weight`` and ``bias``, when they alone decide what the layer computes; else None.
+    """``weight`` and ``bias`` of an unmodified ``nn.Linear``; None for any other layer.
 
-    Where the answer is None nothing is known of the layer: its weight may be missing, a method, or
-    on the meta device until the layer is called.
+    Of another layer nothing is known: its weight may be missing, a method, or on the meta device
+    until the layer is called.
     """
     if type(layer) is not Linear or not is_unchanged(layer):
         return None
@@ -61,7 +61,7 @@ def plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
 
 
 def plain_weight(layer: nn.Module | None) -> Tensor | None:
-    """The weight, when it alone decides what the layer computes; else None."""
+    """The weight of an unmodified ``nn.Linear`` without bias; None for any other layer."""
     parameters = plain_parameters(layer)
     if parameters is None or parameters.get("bias") is not None:
         return None
@@ -70,7 +70,7 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
 
 
 def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``layer(x) + bias``, by :func:`linear` where its parameters are all that the layer is."""
+    """``layer(x) + bias``, by :func:`linear` if the layer is an unmodified ``nn.Linear``."""
     assert layer is not None
     parameters = plain_parameters(layer)
     if parameters is not None:

@@ -1,4 +1,4 @@
-"""Lazy layers: they get their weights in the order in which the course's first call draws them."""
+"""Lazy layers, whose weights are drawn in the order of the course's first call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ def draw(
     keys: Tensor | None,
     hidden: int,
 ) -> None:
-    """Give lazy layers their sizes and weights: query, key, scores, the order d2l calls them in.
+    """Draw the weights of lazy layers in the order of d2l's calls: queries, keys, scores.
 
     Args:
-        layers: those of the queries, of the keys and of the scores; what is not lazy stays as it
-            is.
-        queries: (B,Tq,Dq), or None where none is known yet: that layer stays lazy.
+        layers: of the queries, the keys and the scores; layers that are not lazy stay unchanged.
+        queries: (B,Tq,Dq), or None if unknown, and the layer stays lazy.
         keys: (B,Tk,Dk), likewise; one of the two is given.
         hidden: H.
 
@@ -45,7 +44,7 @@ def _draw(layer: nn.Module | None, name: str, x: Tensor) -> None:
     if not isinstance(layer, nn.LazyLinear):
         return
     if torch.compiler.is_compiling():
-        layer(x)  # the compiler knows how to give it a size, and drops a product nobody reads
+        layer(x)  # the compiler infers its size, and drops the unused product
         return
     if not is_lazy(layer.weight):
         checks.features(name, x, layer.weight.shape[1])

@@ -1,9 +1,14 @@
 """A sequence-to-sequence system around additive attention, with the course's names."""
 
-from bahdanau_fast.seq2seq.beam import Beam, Hypotheses
+import sys
+
 from bahdanau_fast.seq2seq.data import Batch, Pairs, Vocab, Vocabs, batches, encode
-from bahdanau_fast.seq2seq.decoders import Seq2SeqAttentionDecoder, Seq2SeqDecoder, StepDecoder
-from bahdanau_fast.seq2seq.models import (
+from bahdanau_fast.seq2seq.model.decoders import (
+    Seq2SeqAttentionDecoder,
+    Seq2SeqDecoder,
+    StepDecoder,
+)
+from bahdanau_fast.seq2seq.model.encoder_decoder import (
     AttentionDecoder,
     Decoder,
     Encoder,
@@ -11,11 +16,12 @@ from bahdanau_fast.seq2seq.models import (
     Seq2SeqEncoder,
     init_xavier,
 )
-from bahdanau_fast.seq2seq.scoring import bleu, corpus_scores
-from bahdanau_fast.seq2seq.settings import Settings, build_model
+from bahdanau_fast.seq2seq.model.settings import Settings, build_model
+from bahdanau_fast.seq2seq.search.beam import Beam, Hypotheses
+from bahdanau_fast.seq2seq.search.scoring import bleu, corpus_scores
+from bahdanau_fast.seq2seq.search.translating import Translation, beam_search, greedy, translate
+from bahdanau_fast.seq2seq.search.translator import Translator
 from bahdanau_fast.seq2seq.training import Trainer, masked_cross_entropy, train
-from bahdanau_fast.seq2seq.translating import Translation, beam_search, greedy, translate
-from bahdanau_fast.seq2seq.translator import Translator
 
 __all__ = [
     "AttentionDecoder",
@@ -48,3 +54,19 @@ __all__ = [
     "train",
     "translate",
 ]
+
+# Where version 0.1.0 had them: pickles name the module of a class.
+sys.modules.update(
+    {
+        f"{__name__}.{old}": sys.modules[f"{__name__}.{new}"]
+        for old, new in (
+            ("beam", "search.beam"),
+            ("decoders", "model.decoders"),
+            ("models", "model.encoder_decoder"),
+            ("scoring", "search.scoring"),
+            ("settings", "model.settings"),
+            ("translating", "search.translating"),
+            ("translator", "search.translator"),
+        )
+    }
+)

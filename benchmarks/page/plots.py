@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bahdanau_fast.seq2seq.plots import require_matplotlib, save
+from bahdanau_fast.seq2seq.cli.plots import require_matplotlib, save
 
 from ..timing.machine import slug
 from ..workloads.shapes import SWEEPS

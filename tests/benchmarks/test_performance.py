@@ -12,7 +12,7 @@ from threads import one_thread  # noqa: F401
 from bahdanau_fast import limits
 from bahdanau_fast.cli import main
 from bahdanau_fast.ops import whole
-from bahdanau_fast.seq2seq.plots import require_matplotlib
+from bahdanau_fast.seq2seq.cli.plots import require_matplotlib
 from benchmarks import command
 from benchmarks.contestants import peers
 from benchmarks.contestants.parity import Oracle

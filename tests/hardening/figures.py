@@ -20,7 +20,7 @@ def table():
     fuzzed, sanitized = read("fuzz"), read("sanitize")
     return [
         f"| `make fuzz`: {row['target']} | {row['cases']} cases, {row['checked']} compared, "
-        f"{row['refused']} refused in words | {row['wrong']} | {row['minutes']} |"
+        f"{row['refused']} refused | {row['wrong']} | {row['minutes']} |"
         for row in fuzzed.get("targets", [])
     ] + [
         f"| `make sanitize`: {row['sanitizer']} | {row['tests']} tests, {row['drawn']} drawn cases "

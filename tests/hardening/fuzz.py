@@ -1,14 +1,15 @@
 """Coverage-guided fuzzing of the C++ entry points: ``make fuzz``.
 
-The extension is built with GCC's -fsanitize-coverage=trace-pc (libFuzzer and what stands on it want
-clang, which a machine that builds this package need not have). Cases are bytes (entry_points.py,
-decoder_points.py): those that reach a new place of the C++ are kept and changed further. Kept for
-good are the seeds in tests/hardening/seeds, the ones that reach it all; every run of the suite
-plays them again.
+The extension is built with GCC's -fsanitize-coverage=trace-pc (libFuzzer and fuzzers built on it
+want clang, which a machine that builds this package need not have). A case is a string of bytes,
+which fuzzing/entry_points.py and fuzzing/decoder_points.py turn into a call. Cases that reach a new
+place of the C++ are kept and changed further. The seeds in fuzzing/seeds reach all of it together;
+every run of the suite plays them again.
 """
 
 import argparse
 import ctypes
+import importlib
 import json
 import os
 import random
@@ -20,10 +21,10 @@ from pathlib import Path
 
 import build
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent / "fuzzing"
 SEEDS = HERE / "seeds"
 LONGEST = 128
-# Of a hundred cases, and where the function is.
+# Its share of a hundred cases, and the module in fuzzing/ that holds its function.
 TARGETS = {
     "attend": (35, "entry_points"),
     "whole": (20, "entry_points"),
@@ -45,7 +46,7 @@ def seeds_of(target):
 
 def function_of(target):
     """What runs a case: bytes to "refused", "checked" or "ran"."""
-    return getattr(__import__(TARGETS[target][1]), target)
+    return getattr(importlib.import_module(f"fuzzing.{TARGETS[target][1]}"), target)
 
 
 def change(data, others, draw):
@@ -69,7 +70,7 @@ def change(data, others, draw):
 
 
 class Coverage:
-    """The places reached so far, as coverage.c marks them."""
+    """The places reached so far, as fuzzing/coverage.c marks them."""
 
     def __init__(self, library):
         self.map = (ctypes.c_uint8 * (1 << 16)).from_address(

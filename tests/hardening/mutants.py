@@ -1,7 +1,7 @@
 """Plants one mistake at a time in each kernel and sees whether the suite notices: ``make mutants``.
 
 A mutant is a copy of the tree with one place changed, built, and held against the narrowest tests
-that should fail (planted*.py). Killed: they fail, or crash. Survived: they pass, and a test is
+that should fail (planted/). Killed: they fail, or crash. Survived: they pass, and a test is
 missing. The CUDA kernels run on the host, the Triton kernels in the interpreter, which has one
 thread and cannot miss a barrier.
 """
@@ -19,10 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
-import planted_cpu
-import planted_cuda
-import planted_triton
-from planted import find_tests
+from planted import cpu, cuda, find_tests, triton
 
 import build
 
@@ -30,7 +27,7 @@ sys.path.append(str(build.ROOT))
 from benchmarks.timing.machine import machine
 
 # Side by side: the first has C++ to build for each mutant, the second a driver of CUDA kernels.
-LANES = (planted_cpu.MUTANTS, planted_triton.MUTANTS + planted_cuda.MUTANTS)
+LANES = (cpu.MUTANTS, triton.MUTANTS + cuda.MUTANTS)
 INSTALLED = {"bahdanau_fast": "bahdanau_fast", "kernels": "bahdanau_fast/kernels"}
 LONGEST = 600  # seconds of a mutant's tests: one that hangs is noticed too
 

@@ -17,7 +17,7 @@ HEAD = """# Planted mistakes
 
 Would the suite notice a mistake in a kernel? `make mutants` plants one at a time in a copy of the
 tree, builds it, and runs the narrowest tests that should fail. The mistakes and their tests are in
-`tests/hardening/planted_*.py`, the results in `benchmarks/results/mutants.json`, from which this
+`tests/hardening/planted/`, the results in `benchmarks/results/mutants.json`, from which this
 page is written.
 
 {found}

@@ -4,13 +4,10 @@ import json
 from pathlib import Path
 
 import mutants_page
-import planted_cpu
-import planted_cuda
-import planted_triton
-from planted import find_tests
+from planted import cpu, cuda, find_tests, triton
 
 ROOT = Path(__file__).resolve().parents[2]
-MUTANTS = planted_cpu.MUTANTS + planted_triton.MUTANTS + planted_cuda.MUTANTS
+MUTANTS = cpu.MUTANTS + triton.MUTANTS + cuda.MUTANTS
 
 # Survivors that still need a test: races that ThreadSanitizer ought to see, and does not.
 OPEN = {

@@ -288,7 +288,7 @@ def test_errors():
     module = layer(bf.AttentionGRU, dtype=torch.float32)
     inputs, keys = torch.zeros(T, B, E), torch.zeros(B, TK, DK)
     values = torch.zeros(B, TK, DV)
-    with pytest.raises(TypeError, match="keys or memory must be given, one of them, got neither"):
+    with pytest.raises(TypeError, match="exactly one of keys and memory must be given"):
         module(inputs)
     memory = module.attention.memory(keys, values)
     with pytest.raises(TypeError, match="got both"):

@@ -4,12 +4,12 @@ import os
 from collections import Counter
 
 import pytest
-import sides
 from course import CourseAttention
-from sequences import ACTIONS, Plan, Step, draw_plan, run, shorten, told
 from threads import one_thread  # noqa: F401
+from ways import sides
+from ways.sequences import ACTIONS, Plan, Step, draw_plan, run, shorten, told
 
-# 50 000 by hand: python tests/sequences.py 50000
+# 50 000 by hand: PYTHONPATH=tests/support python -m ways.sequences 50000
 SEQUENCES, PARTS = int(os.environ.get("BAHDANAU_FAST_SEQUENCES", "2000")), 8
 
 

@@ -26,18 +26,26 @@ FILES = make.HERE
 NAMES = json.loads((FILES / "names.json").read_text())
 # Where pickles of 0.1.0 look for their classes.
 PICKLED = (
-    "bahdanau_fast.modules.dot_product.DotProductAttention",
-    "bahdanau_fast.memory.key_cache.KeyCache",
+    "bahdanau_fast.dot_product.DotProductAttention",
+    "bahdanau_fast.key_cache.KeyCache",
     "bahdanau_fast.memory.Memory",
     "bahdanau_fast.memory.ProjectedKeys",
     "bahdanau_fast.modules.AdditiveAttention",
     "bahdanau_fast.modules.MLPAttention",
-    "bahdanau_fast.modules.attention_rnn.AttentionGRU",
-    "bahdanau_fast.modules.attention_rnn.AttentionLSTM",
+    "bahdanau_fast.recurrent.AttentionGRU",
+    "bahdanau_fast.recurrent.AttentionLSTM",
+    "bahdanau_fast.seq2seq.beam.Beam",
+    "bahdanau_fast.seq2seq.data.Pairs",
+    "bahdanau_fast.seq2seq.data.Vocab",
     "bahdanau_fast.seq2seq.decoders.Seq2SeqAttentionDecoder",
     "bahdanau_fast.seq2seq.decoders.Seq2SeqDecoder",
     "bahdanau_fast.seq2seq.models.EncoderDecoder",
     "bahdanau_fast.seq2seq.models.Seq2SeqEncoder",
+    "bahdanau_fast.seq2seq.scoring.CorpusScores",
+    "bahdanau_fast.seq2seq.settings.Settings",
+    "bahdanau_fast.seq2seq.training.Trainer",
+    "bahdanau_fast.seq2seq.translating.Translation",
+    "bahdanau_fast.seq2seq.translator.Translator",
 )
 MODULES = tuple(make.modules_of(bf))
 POSITIONAL = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")

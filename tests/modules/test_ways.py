@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from modes import play, variants
 from ranks import two_ranks
-from sides import DK, DQ, REMEMBERED, SMALL
 from threads import one_thread  # noqa: F401
-from ways import MODES, PAGE, WAYS, page
+from ways.modes import play, variants
+from ways.sides import DK, DQ, REMEMBERED, SMALL
+from ways.table import MODES, PAGE, WAYS, page
 
 from bahdanau_fast import backends
 from bahdanau_fast.limits import LIMITS
@@ -56,8 +56,8 @@ def test_way_by_inductor(how, tmp_path):
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """What each of the two ranks prints (two_ranks_ways.py)."""
-    return two_ranks("two_ranks_ways.py", tmp_path_factory.mktemp("ranks"), timeout=600)
+    """What each of the two ranks prints (ways/two_ranks.py)."""
+    return two_ranks("ways.two_ranks", tmp_path_factory.mktemp("ranks"), timeout=600)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

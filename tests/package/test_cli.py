@@ -129,12 +129,12 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, capsys):
     [
         ((), "bahdanau_fast: error: a command is missing, one of info, check, bench, demo, train,"),
         (("trian",), "unknown command 'trian'; did you mean train?"),
-        (("dance",), "unknown command 'dance' (--help lists those there are)"),
+        (("dance",), "unknown command 'dance' (see --help)"),
         (("--epochs", "3"), "unknown option --epochs (options follow their command)"),
         (("train", "--out", "m", "--epocs", "3"), "unknown option --epocs; did you mean --epochs?"),
         (("train", "--output=m"), "bahdanau_fast train: error: unknown option --output; did you "),
         (("translate", "m", "--bream", "3"), "unknown option --bream; did you mean --beam?"),
-        (("info", "--loud"), "bahdanau_fast info: error: unknown option --loud (--help lists "),
+        (("info", "--loud"), "bahdanau_fast info: error: unknown option --loud (see --help)"),
         (("info", "loud"), "bahdanau_fast info: error: unknown arguments: loud"),
         (("demo", "--epochs", "0"), "argument --epochs: must be at least 1, got 0"),
     ],
@@ -147,7 +147,7 @@ def test_wrong_use_names_what_was_likely_meant(arguments, said, capsys):
 
 def test_words_behind_two_dashes_are_no_options(capsys):
     assert cli.main(["translate", "--", "nowhere", "--epocs"]) == 2
-    assert "DIR must hold a training" in capsys.readouterr().err
+    assert "DIR must hold best.pt or last.pt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["info", "check", "bench", "demo", "train"])
@@ -183,4 +183,4 @@ def test_bench_without_its_code_is_one_line_and_exit_code_2(monkeypatch, capsys)
     assert cli.main(["bench"]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
-    assert "bench must find bahdanau_fast.benchmarks.command" in captured.err
+    assert "bench needs bahdanau_fast.benchmarks.command" in captured.err

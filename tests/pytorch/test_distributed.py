@@ -14,7 +14,7 @@ THINGS = [
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What each of the two ranks prints (two_ranks.py)."""
-    return two_ranks("two_ranks.py", tmp_path_factory.mktemp("ranks"))
+    return two_ranks("two_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("thing", THINGS)

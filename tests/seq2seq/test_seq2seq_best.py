@@ -8,12 +8,14 @@ import torch
 from threads import one_thread  # noqa: F401
 
 from bahdanau_fast import cli
-from bahdanau_fast.seq2seq import Settings, Translator, checkpoints, runs
-from bahdanau_fast.seq2seq.checkpoints import BEST, LAST
-from bahdanau_fast.seq2seq.corpus import TextSettings
-from bahdanau_fast.seq2seq.runs import Run
-from bahdanau_fast.seq2seq.scoring import CorpusScores
-from bahdanau_fast.seq2seq.translator import Scores
+from bahdanau_fast.seq2seq import Settings, Translator
+from bahdanau_fast.seq2seq.data.corpus import TextSettings
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.model.checkpoints import BEST, LAST
+from bahdanau_fast.seq2seq.search.scoring import CorpusScores
+from bahdanau_fast.seq2seq.search.translator import Scores
+from bahdanau_fast.seq2seq.training import runs
+from bahdanau_fast.seq2seq.training.runs import Run
 
 SMALL = Settings(embed_size=8, num_hiddens=12, dropout=0.2, epochs=4, batch_size=32, lr=1e-2)
 ONE = dataclasses.replace(SMALL, epochs=1)
@@ -180,5 +182,5 @@ def test_without_validation_pairs_no_epoch_is_called_the_best(data, tmp_path, ca
     train = ["train", "--data", str(data), "--out", str(tmp_path), "--validation", "0"]
     assert cli.main([*train, *tiny]) == 0
     out = capsys.readouterr().out
-    assert "last.pt is the last epoch; no pairs were kept apart to choose one by\n" in out
+    assert "last.pt is the last epoch; no validation pairs, so there is no best one\n" in out
     assert not (tmp_path / BEST).exists()

@@ -9,7 +9,7 @@ import pytest
 from threads import one_thread  # noqa: F401
 
 from bahdanau_fast import cli
-from bahdanau_fast.seq2seq import plots
+from bahdanau_fast.seq2seq.cli import plots
 
 TINY = ["--embed-size", "8", "--num-hiddens", "12", "--min-freq", "1", "--num-steps", "10"]
 TINY += ["--batch-size", "16", "--epochs", "1", "--validation", "0.1", "--test", "0.1"]
@@ -62,7 +62,7 @@ def test_help_teaches(command, capsys):
 
 def test_train_tells_what_it_does(data, tmp_path, capsys, monkeypatch):
     out, err = said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--tensorboard")
-    assert "116 pairs to learn from (14 to choose by, 14 held out), words to characters" in out
+    assert "116 training pairs (14 for validation, 14 for test), words to characters" in out
     assert "epoch 1/1  loss" in out
     assert re.search(r"validation: loss \d\.\d{3}, BLEU .*, chrF .*; the best so far\n", out)
     assert f"wrote {tmp_path}" in out
@@ -133,7 +133,7 @@ def test_translate_reads_the_standard_input(model, capsys, monkeypatch):
     out, err = said(capsys, "translate", model, "--beam", "2")
     assert out.count("\n") == 3
     assert out.split("\n")[1] == ""
-    assert err == "note: never learnt, read as <unk>: unheard of\n"
+    assert err == "note: not in the vocabulary, read as <unk>: unheard of\n"
 
 
 def test_evaluate(model, data, capsys):
@@ -171,7 +171,7 @@ def test_plot(model, tmp_path, capsys):
 def test_nothing_is_overwritten_without_saying_so(model, data, capsys):
     before = {path: path.read_bytes() for path in model.iterdir() if path.is_file()}
     line = refused(capsys, "train", "--data", data, "--out", model, *TINY)
-    assert "--resume goes on with it, --overwrite begins anew" in line
+    assert "--resume continues it, --overwrite replaces it" in line
     gone = ["train", "--data", "gone.tsv", "--out", model, "--overwrite", *TINY]
     assert "data must be a readable file" in refused(capsys, *gone)
     assert {path: path.read_bytes() for path in before} == before
@@ -223,11 +223,11 @@ def bad_files(tmp_path):
         (["train", "--out", "{free}", "--data", "DATA", "--test", "1"], "something to train on"),
         (["train", "--out", "{free}", "--resume"], "checkpoint must exist"),
         (["train", "--out", "{free}", "--resume", "--overwrite"], "not allowed with"),
-        (["train", "--out", "{broken}", "--resume"], "be a whole one that train wrote"),
+        (["train", "--out", "{broken}", "--resume"], "be a complete file written by train"),
         (["train", "--out", "MODEL", "--resume", "--lr", "1"], "--lr must be left out"),
-        (["translate", "{gone}", "hi"], "hold a training"),
-        (["translate", "{free}", "hi"], "hold a training"),
-        (["translate", "{file}", "hi"], "be a whole one that train wrote"),
+        (["translate", "{gone}", "hi"], "hold best.pt or last.pt"),
+        (["translate", "{free}", "hi"], "hold best.pt or last.pt"),
+        (["translate", "{file}", "hi"], "be a complete file written by train"),
         (["translate", "MODEL", "hi", "--beam", "0"], "at least 1"),
         (["translate", "MODEL", "hi", "--length-penalty", "nan"], "at least 0"),
         (["evaluate", "MODEL", "{gone}"], "data must be a readable file"),
@@ -254,13 +254,13 @@ def test_what_is_not_installed_is_said_first(module, model, data, tmp_path, monk
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     train = ["train", "--data", data, "--out", tmp_path / "out", *TINY, "--tensorboard"]
     line = refused(capsys, *(["plot", model, "Go!"] if module == "matplotlib" else train))
-    assert f"{module} must be installed" in line
+    assert re.search(rf"needs? {module}: pip install", line)
     assert 'pip install "bahdanau_fast[' in line
     assert not (tmp_path / "out").exists()
 
 
 def test_cuda_where_there_is_none(model, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "--device must be one this torch has" in refused(
+    assert "--device must be available to this torch" in refused(
         capsys, "translate", model, "hi", "--device", "cuda"
     )

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from bahdanau_fast.seq2seq import Pairs, Vocab, batches, dates, encode
-from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, UNK
+from bahdanau_fast.seq2seq import Pairs, Vocab, batches, encode
+from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, UNK, dates
 
 
 def test_vocab_orders_by_frequency_then_alphabet():

@@ -6,10 +6,11 @@ import pytest
 import torch
 from threads import one_thread  # noqa: F401
 
-from bahdanau_fast.seq2seq import Pairs, Settings, build_model, curves, plots, translate
-from bahdanau_fast.seq2seq.beam import Beam
-from bahdanau_fast.seq2seq.text import tokenize
-from bahdanau_fast.seq2seq.translating import Translation
+from bahdanau_fast.seq2seq import Pairs, Settings, build_model, translate
+from bahdanau_fast.seq2seq.cli import curves, plots
+from bahdanau_fast.seq2seq.data.text import tokenize
+from bahdanau_fast.seq2seq.search.beam import Beam
+from bahdanau_fast.seq2seq.search.translating import Translation
 
 
 def falling(steps, low, high=7.0):

@@ -12,11 +12,12 @@ import torch
 from threads import one_thread  # noqa: F401
 
 import bahdanau_fast
-from bahdanau_fast.seq2seq import Settings, Translator, checkpoints
-from bahdanau_fast.seq2seq.checkpoints import BEST, LAST
-from bahdanau_fast.seq2seq.corpus import TextSettings
-from bahdanau_fast.seq2seq.distributed import World
-from bahdanau_fast.seq2seq.runs import Run
+from bahdanau_fast.seq2seq import Settings, Translator
+from bahdanau_fast.seq2seq.data.corpus import TextSettings
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.model.checkpoints import BEST, LAST
+from bahdanau_fast.seq2seq.training.distributed import World
+from bahdanau_fast.seq2seq.training.runs import Run
 
 ROOT = str(Path(bahdanau_fast.__file__).parents[1])
 SMALL = Settings(embed_size=8, num_hiddens=12, dropout=0.2, epochs=5, batch_size=16, lr=1e-2)
@@ -102,9 +103,9 @@ def test_a_resumed_training_has_the_losses_of_one_that_nothing_stopped(
 def test_more_epochs_and_changed_data(whole, data, tmp_path):
     changed = tmp_path / "changed.tsv"
     changed.write_text(data.read_text().replace("100 !", "one hundred"))
-    with pytest.raises(ValueError, match=r"data must be that of the training.*changed since"):
+    with pytest.raises(ValueError, match=r"data must be the data of the training.*changed since"):
         Run(whole.out, SMALL, text_of(changed), resume=True)
-    with pytest.raises(ValueError, match=r"processes must be as many as .*, 1, got 2"):
+    with pytest.raises(ValueError, match=r"processes must equal those of .*, 1, got 2"):
         Run(whole.out, SMALL, text_of(data), resume=True, world=World(0, 2))
     longer = dataclasses.replace(SMALL, epochs=6)
     run = Run(whole.out, longer, text_of(data), resume=True)
@@ -119,8 +120,8 @@ import os, random, signal, sys, time
 from pathlib import Path
 import sacrebleu, torch, torch._dynamo  # once, before the forks, also what is imported late
 torch.set_num_threads(1)
-from bahdanau_fast.seq2seq import checkpoints
-from bahdanau_fast.seq2seq.runs import Run
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.training.runs import Run
 sys.path[:0] = ['tests/seq2seq', 'tests/support']
 from test_seq2seq_runs import SMALL, text_of
 
@@ -214,7 +215,7 @@ def test_what_is_no_checkpoint_is_refused_and_runs_nothing(tmp_path, monkeypatch
             checkpoints.load(path)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "trapped").exists()
-    with pytest.raises(ValueError, match=r"DIR must hold a training .*gone \(not there\)"):
+    with pytest.raises(ValueError, match=r"DIR must hold best.pt or last.pt.*gone \(not there\)"):
         checkpoints.find(tmp_path / "gone")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bahdanau_fast.seq2seq import text
+from bahdanau_fast.seq2seq.data import text
 
 
 def write(path, content):

@@ -14,18 +14,16 @@ from bahdanau_fast.seq2seq import (
     Settings,
     Trainer,
     build_model,
-    dates,
-    demo,
     greedy,
     masked_cross_entropy,
-    plots,
     train,
     translate,
 )
-from bahdanau_fast.seq2seq.compare import compare_training, relative_difference
-from bahdanau_fast.seq2seq.data import EOS, PAD, Batch
-from bahdanau_fast.seq2seq.distributed import World, shard
-from bahdanau_fast.seq2seq.training import shift_right
+from bahdanau_fast.seq2seq.cli import demo, plots
+from bahdanau_fast.seq2seq.data import EOS, PAD, Batch, dates
+from bahdanau_fast.seq2seq.training.compare import compare_training, relative_difference
+from bahdanau_fast.seq2seq.training.distributed import World, shard
+from bahdanau_fast.seq2seq.training.trainer import shift_right
 
 TINY = Settings(embed_size=16, num_hiddens=32, epochs=40, batch_size=32, lr=1e-2)
 

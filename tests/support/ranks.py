@@ -1,19 +1,21 @@
-"""Two processes of a program, and what they print."""
+"""Two processes of a module in this folder, and what they print."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 
-def two_ranks(program, folder, timeout=180):
-    """Run ``python PROGRAM RANK FILE``, twice at once; (output, errors) of each.
+def two_ranks(module, folder, timeout=180):
+    """Run ``python -m MODULE RANK FILE``, twice at once; (output, errors) of each.
 
     The two find each other by the file, which is in ``folder``.
     """
-    path = Path(__file__).with_name(program)
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     ranks = [
         subprocess.Popen(
-            [sys.executable, path, str(rank), folder / "meeting"],
+            [sys.executable, "-m", module, str(rank), folder / "meeting"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""What two gloo processes do for test_distributed.py: ``python two_ranks.py RANK FILE``.
+"""What two gloo processes do for test_distributed.py: ``python -m two_ranks RANK FILE``.
 
 Each thing prints a line with its name once its numbers are right on this rank.
 """

@@ -1,6 +1,6 @@
 // exp, expm1 and tanh on vectors. Taylor series with the coefficients 1/n!.
 //
-//   function  range                 maximum error (tests/test_accuracy.py)
+//   function  range                 maximum error (tests/cpu/test_accuracy.py)
 //   exp       down to 0, up to e^88   1.5 ulp; stays there above (fp64: e^709)
 //   expm1     |x| <= 1               2 ulp
 //   tanh      any                    4 ulp

@@ -1,0 +1,1 @@
+"""The commands ``demo``, ``train``, ``translate``, ``evaluate`` and ``plot``, and their figures."""

@@ -1,0 +1,291 @@
+"""The commands ``train``, ``translate``, ``evaluate`` and ``plot``, given their options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bahdanau_fast import backends, checks
+from bahdanau_fast.seq2seq.cli import curves, plots
+from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings
+from bahdanau_fast.seq2seq.data.text import RawPair, read, tokenize
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.model.settings import METRICS, TRAINING, Settings
+from bahdanau_fast.seq2seq.search.beam import Beam
+from bahdanau_fast.seq2seq.search.translating import Translation
+from bahdanau_fast.seq2seq.search.translator import Translator
+from bahdanau_fast.seq2seq.training.distributed import join
+from bahdanau_fast.seq2seq.training.progress import described
+from bahdanau_fast.seq2seq.training.runs import Run
+
+__all__ = ["evaluate", "plot", "train", "translate"]
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train, or resume a training, in a folder."""
+    settings, text = _settings(options)
+    with join(_device(options.device)) as world:
+        # With --json the standard output is for scripts.
+        file = sys.stderr if options.json else sys.stdout
+        run = Run(
+            options.out,
+            settings,
+            text,
+            world=world,
+            resume=options.resume,
+            save_every=options.save_every,
+            tensorboard=options.tensorboard,
+        )
+        first = world.rank == 0
+        if first:
+            for note in filter(None, (run.corpus.note, run.note)):
+                print(note, file=sys.stderr)
+            print(_about(run), file=file, flush=True)
+        start = time.perf_counter()
+        history = run.train(file=file)
+        if not first:
+            return 0
+        figures = {
+            "out": str(options.out),
+            "steps": len(history.losses),
+            "loss": history.losses[-1],
+            "seconds": time.perf_counter() - start,
+            "tokens_per_second": history.tokens_per_second,
+            "best": run.best,
+            "validations": history.validations,
+            "settings": dataclasses.asdict(settings),
+            "text": dataclasses.asdict(text) | {"data": _name(text.data)},
+        }
+        if options.json:
+            print(json.dumps(figures, indent=1, ensure_ascii=False))
+        else:
+            speed = f"{figures['tokens_per_second']:,.0f} target tokens/s"
+            print(f"wrote {options.out}{os.sep} in {figures['seconds']:.0f} s, {speed}")
+            print(_chosen(run))
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> tuple[Settings, TextSettings]:
+    """Settings from the command line, or with --resume from the checkpoint."""
+    given = vars(options)
+    chosen, texts = (
+        {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+        for kind in (Settings, TextSettings)
+    )
+    out: Path = options.out
+    if out.exists() and not out.is_dir():
+        checks.reject(ValueError, "--out", "be a folder or a new path", out)
+    if texts.get("data") is not None:
+        texts["data"] = str(texts["data"].resolve())
+    if options.resume:
+        settings, text = Run.settings_of(out)
+        epochs = chosen.pop("epochs", settings.epochs)
+        data = texts.pop("data", text.data)  # the file may have been moved
+        extra = [f"--{name.replace('_', '-')}" for name in {**chosen, **texts}]
+        if extra:
+            need = "be left out with --resume, which keeps the training's settings"
+            checks.reject(ValueError, " and ".join(extra), need, "given")
+        if epochs < settings.epochs:
+            need = f"be at least {settings.epochs}, the epochs of the training"
+            checks.reject(ValueError, "--epochs", need, epochs)
+        return dataclasses.replace(settings, epochs=epochs), dataclasses.replace(text, data=data)
+    there = [name for name in (checkpoints.LAST, checkpoints.BEST) if (out / name).exists()]
+    if there and not options.overwrite:
+        actual = f"{out} (--resume continues it, --overwrite replaces it)"
+        checks.reject(ValueError, "--out", "hold no training", actual)
+    settings = dataclasses.replace(TRAINING, **chosen)
+    text = TextSettings(**{**texts, "seed": settings.seed})
+    return settings, text
+
+
+def _name(path: str | None) -> str | None:
+    return None if path is None else Path(path).name
+
+
+def _about(run: Run) -> str:
+    parts, size = run.corpus.parts, sum(p.numel() for p in run.trainer.model.parameters())
+    kinds = f"{run.corpus.kinds[0]} to {run.corpus.kinds[1]}"
+    vocabs = f"{len(run.pairs.source_vocab):,} and {len(run.pairs.target_vocab):,} tokens"
+    held = f"{len(parts.validation):,} for validation, {len(parts.test):,} for test"
+    pairs = "pair" if len(parts.train) == 1 else "pairs"
+    return (
+        f"{len(parts.train):,} training {pairs} ({held}), {kinds}, {vocabs}; "
+        f"{size:,} parameters, attention backend {backends.resolve(run.world.device)}"
+    )
+
+
+def _chosen(run: Run) -> str:
+    """Which epoch ``translate`` will use."""
+    if run.best is None:
+        return f"{checkpoints.LAST} is the last epoch; no validation pairs, so there is no best one"
+    metric = METRICS[run.settings.best_metric]
+    return (
+        f"{checkpoints.BEST} is epoch {run.best['epoch']}, the best by validation {metric} "
+        f"({described(run.best)})"
+    )
+
+
+def _device(name: str) -> str:
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        checks.reject(ValueError, "--device", "be available to this torch", name)
+    return ("cuda" if there else "cpu") if name == "auto" else name
+
+
+def _beam(options: argparse.Namespace) -> Beam | None:
+    if options.beam == 1 and not options.coverage_penalty:
+        return None
+    return Beam(options.beam, options.length_penalty, options.coverage_penalty)
+
+
+def _load(options: argparse.Namespace) -> Translator:
+    return Translator.load(options.model, _device(options.device))
+
+
+def translate(options: argparse.Namespace) -> int:
+    """Translate sentences of the command line or the standard input."""
+    translator = _load(options)
+    sentences: list[str] = options.sentences or [line.rstrip("\n") for line in sys.stdin]
+    translations = translator.translate(sentences, _beam(options))
+    _note_unknown(translator, sentences)
+    texts = [translator.joined(translation) for translation in translations]
+    if options.json:
+        rows = zip(sentences, texts, translations, strict=True)
+        print(json.dumps([_row(*row) for row in rows], indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(texts))
+    return 0
+
+
+def _row(sentence: str, text: str, translation: Translation) -> dict[str, Any]:
+    weights = translation.weights
+    return {
+        "source": sentence,
+        "translation": text,
+        "score": translation.score,
+        "source_tokens": translation.source,
+        "tokens": translation.tokens,
+        "attention": None if weights is None else weights.double().round(decimals=4).tolist(),
+    }
+
+
+def _note_unknown(translator: Translator, sentences: Sequence[str]) -> None:
+    tokens = [t for sentence in sentences for t in tokenize(sentence, translator.kinds[0])]
+    unknown = list(dict.fromkeys(t for t in tokens if t not in translator.source_vocab))
+    if unknown:
+        shown = " ".join(unknown[:8]) + (" ..." if len(unknown) > 8 else "")
+        print(f"note: not in the vocabulary, read as <unk>: {shown}", file=sys.stderr)
+
+
+def _pairs(options: argparse.Namespace, translator: Translator) -> tuple[list[RawPair], str]:
+    """The pairs to translate, and the name of their part."""
+    part = options.split or ("test" if options.file is None else "all")
+    text = translator.text
+    if options.file is None or part != "all":
+        data = text.data if options.file is None else str(options.file)
+        corpus = Corpus.of(dataclasses.replace(text, data=data))
+        pairs, note = corpus.part(part), corpus.note
+    else:
+        found = read(options.file)
+        pairs, note = found.pairs, found.note()
+    if note:
+        print(note, file=sys.stderr)
+    if not pairs:
+        checks.reject(ValueError, "--split", "name a part that holds pairs", part)
+    return pairs[: options.first], part
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Translate pairs and score the result."""
+    translator = _load(options)
+    pairs, part = _pairs(options, translator)
+    start = time.perf_counter()
+    translations = translator.translate([source for source, _ in pairs], _beam(options))
+    seconds = time.perf_counter() - start
+    scores = translator.score(pairs, translations)
+    shown = range(0, len(pairs), max(1, len(pairs) // max(1, options.samples)))
+    samples = [
+        {
+            "source": pairs[i][0],
+            "translation": translator.joined(translations[i]),
+            "reference": pairs[i][1],
+        }
+        for i in list(shown)[: options.samples]
+    ]
+    figures = {
+        "pairs": len(pairs),
+        "part": part,
+        "file": _name(str(options.file or translator.text.data or "dates")),
+        "bleu": scores.corpus.bleu,
+        "chrf": scores.corpus.chrf,
+        "signature": scores.corpus.signature,
+        "course_bleu_above_0": scores.bleu_above_0,
+        "course_bleu_above_0.8": scores.bleu_above_08,
+        "exact": scores.exact,
+        "beam": options.beam,
+        "length_penalty": options.length_penalty,
+        "coverage_penalty": options.coverage_penalty,
+        "seconds": seconds,
+        "settings": dataclasses.asdict(translator.settings),
+        "samples": samples,
+    }
+    if options.json:
+        print(json.dumps(figures, indent=1, ensure_ascii=False))
+        return 0
+    for sample in samples:
+        print(f"{sample['source']} -> {sample['translation']}   (reference: {sample['reference']})")
+    print(
+        f"{len(pairs):,} pairs ({part}) in {seconds:.1f} s: BLEU {scores.corpus.bleu:.2f}, "
+        f"chrF {scores.corpus.chrf:.2f}  [{scores.corpus.signature}]\n"
+        f"bleu(k=2) above 0: {scores.bleu_above_0:,}, above 0.8: {scores.bleu_above_08:,}; "
+        f"right to the last token: {scores.exact:,}"
+    )
+    return 0
+
+
+def _curves(where: Path) -> Any:
+    """The losses of a training, and the validation of the epoch its ``best.pt`` holds."""
+    best, last = (where.parent / name for name in (checkpoints.BEST, checkpoints.LAST))
+    payload = checkpoints.load(last if last.is_file() else where)
+    losses = payload["losses"].tolist()
+    if not losses:
+        checks.reject(ValueError, "DIR", "hold a training with at least one step", where.parent)
+    chosen = checkpoints.load(best)["validations"][-1]["epoch"] if best.is_file() else None
+    return curves.training_curves(losses, payload["validations"], chosen)
+
+
+def plot(options: argparse.Namespace) -> int:
+    """Plot attention weights, or without sentences the losses."""
+    plots.require_matplotlib()
+    where = checkpoints.find(options.model)
+    default = "attention.png" if options.sentences else "loss.png"
+    out: Path = options.out or where.parent / default
+    if out.exists() and not options.overwrite:
+        need = "be a new path (--overwrite replaces the file)"
+        checks.reject(ValueError, "--out", need, out)
+    if options.font is not None:
+        plots.add_font(options.font)
+    note = ""
+    if options.sentences:
+        translator = _load(options)
+        translations = translator.translate(options.sentences, _beam(options))
+        figure, note = plots.attention_figure(translations)
+    else:
+        figure = _curves(where)
+    plots.save(figure, out)
+    if options.json:
+        print(json.dumps({"wrote": str(out), "note": note}, ensure_ascii=False))
+    else:
+        print(f"wrote {out}")
+        if note:
+            print(f"note: {note}", file=sys.stderr)
+    return 0

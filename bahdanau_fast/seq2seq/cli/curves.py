@@ -1,0 +1,186 @@
+"""Plots of losses and scores. Needs matplotlib (extra ``demo``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bahdanau_fast.seq2seq.cli.plots import INK, new_figure
+from bahdanau_fast.seq2seq.model.settings import METRICS
+
+__all__ = ["loss_curves", "training_curves"]
+
+_ACCENT, _SECOND, _GREY = "#c2410c", "#1d4ed8", "#666666"
+_COLOURS = {"loss": _ACCENT, "bleu": _SECOND, "chrf": "#0f766e"}
+_TICKS = 8  # largest number on a logarithmic axis
+_DECADE = 10.0  # losses that fall further than this are drawn on a logarithmic axis
+
+
+def loss_curves(
+    losses: Sequence[float], compared: Mapping[str, Sequence[float]], note: str = ""
+) -> Any:
+    """The whole training on the left, the compared backends on the right.
+
+    Args:
+        losses: of every step of the training.
+        compared: the first steps again, by backend.
+        note: put under the right picture.
+
+    Returns:
+        A matplotlib figure.
+    """
+    figure = new_figure(10, 3.6)
+    whole, first = figure.subplots(1, 2)
+    _training(whole, losses, "cross-entropy per character")
+    styles: list[dict[str, Any]] = [
+        {"color": _ACCENT, "linewidth": 4, "alpha": 0.45},
+        {"color": _SECOND, "linewidth": 1.2},
+    ]
+    for (name, values), style in zip(compared.items(), styles, strict=False):
+        first.plot(range(1, len(values) + 1), values, label=name, **style)
+    steps = max(map(len, compared.values()))
+    _scaled(first, [loss for values in compared.values() for loss in values])
+    _counted(first, "step", 1, steps)
+    _tidy(first, f"First {steps} steps, by backend", "cross-entropy per character")
+    figure.supxlabel(note, fontsize=8, color=_GREY, x=0.99, ha="right")
+    return figure
+
+
+def training_curves(
+    losses: Sequence[float],
+    validations: Sequence[Mapping[str, float]],
+    best: int | None = None,
+) -> Any:
+    """The loss of every step, then loss and scores of every validation.
+
+    Args:
+        losses: of every step of the training.
+        validations: ``{"epoch", "loss", "bleu", "chrf"}``; without any only the steps are drawn.
+        best: the epoch to mark as the one ``best.pt`` holds.
+
+    Returns:
+        A matplotlib figure.
+    """
+    figure = new_figure(12.5 if validations else 5, 3.4)
+    axes = figure.subplots(1, 3 if validations else 1, squeeze=False)[0]
+    _training(axes[0], losses, "cross-entropy per token")
+    if validations:
+        loss, scores = axes[1:]
+        _validation(loss, validations, ["loss"], best)
+        _scaled(loss, [validation["loss"] for validation in validations])
+        _tidy(loss, "Validation loss", "cross-entropy per token")
+        # Early checkpoints have no chrF.
+        names = [name for name in ("bleu", "chrf") if all(name in v for v in validations)]
+        _validation(scores, validations, names, None)
+        top = max(validation[name] for validation in validations for name in names)
+        scores.set_ylim(0.0, max(1.0, 1.08 * top))
+        _tidy(scores, "Validation scores", "score, 0 to 100")
+    return figure
+
+
+def _training(axes: Any, losses: Sequence[float], ylabel: str) -> None:
+    steps = range(1, len(losses) + 1)
+    window = max(1, len(losses) // 50)
+    if window == 1:
+        axes.plot(steps, losses, color=_ACCENT, **_line(len(losses)))
+    else:
+        axes.plot(steps, losses, color=_ACCENT, linewidth=0.5, alpha=0.35, label="each step")
+        starts = range(0, len(losses) - window + 1, window)
+        means = [sum(losses[i : i + window]) / window for i in starts]
+        centres = [i + (window + 1) / 2 for i in starts]
+        label = f"mean of {window} steps"
+        axes.plot(centres, means, color=_ACCENT, linewidth=1.8, label=label)
+    _scaled(axes, losses)
+    _counted(axes, "step", 1, len(losses))
+    _tidy(axes, "Training loss", ylabel)
+
+
+def _validation(
+    axes: Any,
+    validations: Sequence[Mapping[str, float]],
+    names: Sequence[str],
+    best: int | None,
+) -> None:
+    epochs = [int(validation["epoch"]) for validation in validations]
+    for name in names:
+        values = [validation[name] for validation in validations]
+        # With one curve the title names it.
+        label = METRICS[name] if len(names) > 1 else None
+        axes.plot(epochs, values, label=label, color=_COLOURS[name], **_line(len(epochs)))
+    if best in epochs:
+        label = f"best.pt (epoch {best})"
+        axes.axvline(best, color=_GREY, linewidth=0.9, linestyle=(0, (4, 3)), label=label, zorder=0)
+    _counted(axes, "epoch", epochs[0], epochs[-1])
+
+
+def _line(points: int) -> dict[str, Any]:
+    """Add dots if there is room: a single point has no line."""
+    marker = "o" if points <= 40 else ""
+    return {"linewidth": 1.6, "marker": marker, "markersize": 3.5, "clip_on": False, "zorder": 3}
+
+
+def _scaled(axes: Any, losses: Sequence[float]) -> None:
+    """A vertical axis for losses: from zero, with plain numbers as ticks."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = min(losses), max(losses)
+    if low > 0 and high > _DECADE * low:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(FixedLocator(_round_numbers(low, high)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(_number))
+        return
+    if high == low:
+        axes.set_ylim(0.0, 2 * high or 1.0)
+    else:
+        margin = 0.06 * (high - low)
+        axes.set_ylim(max(0.0, low - margin), high + margin)
+    axes.ticklabel_format(axis="y", style="plain", useOffset=False)
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, fewer over many decades.
+
+    >>> _round_numbers(0.03, 0.6), _round_numbers(0.0004, 6.0)
+    ([0.05, 0.1, 0.2, 0.5], [0.001, 0.01, 0.1, 1.0])
+    """
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    inside: list[float] = []
+    for factors in ((1, 2, 5), (1,)):
+        ticks = [float(f"{factor}e{power}") for power in powers for factor in factors]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) <= _TICKS:
+            break
+    return inside[:: math.ceil(len(inside) / _TICKS)]
+
+
+def _number(value: float, _: int) -> str:
+    return f"{value:.10f}".rstrip("0").rstrip(".")
+
+
+def _counted(axes: Any, what: str, first: int, last: int) -> None:
+    """A horizontal axis for counts: only whole numbers."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    margin = 0.02 * (last - first) or 0.5
+    axes.set_xlim(max(0.0, first - margin), last + margin)
+    ticks = MaxNLocator(nbins=7, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+    axes.xaxis.set_major_locator(ticks)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel(what, color=INK)
+
+
+def _tidy(axes: Any, title: str, ylabel: str) -> None:
+    axes.set_ylabel(ylabel, color=INK)
+    axes.set_title(title, loc="left", fontsize=10.5, color=INK)
+    axes.grid(color="#e5e5e5", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8.5, color="#bbbbbb")
+    if axes.get_legend_handles_labels()[0]:
+        # Above the plot, beside no curve.
+        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+        axes.legend(
+            frameon=False, fontsize=8.5, ncols=3, handlelength=1.4, columnspacing=1, **place
+        )

@@ -1,0 +1,227 @@
+"""The demo: learn to read dates, then show that the fused op changes only the speed.
+
+Trains a character-level encoder-decoder on synthetic dates, translates held-out ones, and repeats
+the first steps on the reference backend for comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bahdanau_fast
+from bahdanau_fast import backends, checks
+from bahdanau_fast.seq2seq.cli import curves, plots
+from bahdanau_fast.seq2seq.data import dates
+from bahdanau_fast.seq2seq.data.pairs import Pairs
+from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
+from bahdanau_fast.seq2seq.model.settings import Settings, build_model
+from bahdanau_fast.seq2seq.search.translating import Translation, translate
+from bahdanau_fast.seq2seq.training.compare import (
+    Comparison,
+    attention_seconds,
+    compare_training,
+    relative_difference,
+)
+from bahdanau_fast.seq2seq.training.trainer import train
+
+__all__ = ["Sizes", "run"]
+
+EXACT_MATCH_GOAL, LOSS_GOAL = 0.95, 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of the demo.
+
+    Attributes:
+        train: training pairs.
+        held_out: test pairs.
+        compared_steps: training steps that are repeated on the reference backend.
+    """
+
+    train: int = 20_000
+    held_out: int = 1_000
+    compared_steps: int = 100
+
+
+QUICK = Sizes(train=2_000, held_out=200, compared_steps=10)
+
+
+def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
+    """Run the demo; write attention.png, loss.png and demo.json.
+
+    Args:
+        out: folder for the files, created if missing.
+        settings: of the model and its training.
+        sizes: of the data.
+
+    Returns:
+        True if exact match and loss agreement reached their goals; with smaller sizes only the
+        agreement counts.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+        ValueError: the folder cannot be made.
+    """
+    plots.require_matplotlib()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        checks.reject(ValueError, "--out", "be a folder or a new path", f"{out} ({error})")
+    fused = backends.resolve(torch.device("cpu"))
+    print(f"attention backend: {fused}")
+    if fused == "reference":
+        print("the fused backend is not there: this run compares the reference with itself")
+
+    examples, held_out = dates.split(sizes.train, sizes.held_out, settings.seed)
+    pairs = Pairs.of([(example.text, example.iso) for example in examples])
+    model = build_model(pairs, settings)
+    print(
+        f"{len(pairs):,} dates to learn from, {len(held_out):,} held out; "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    )
+    start = time.perf_counter()
+    history = train(model, pairs, settings)
+    seconds = time.perf_counter() - start
+    print(f"trained in {seconds:.1f} s, {history.tokens_per_second:,.0f} target tokens/s\n")
+
+    translations = _translate(model, pairs, held_out)
+    exact = _report_translations(translations, held_out, settings.seed)
+
+    names = [fused, "reference"]
+    steps = min(sizes.compared_steps, len(history.losses))
+    compared = compare_training(pairs, settings, names, steps)
+    tensors = pairs.tensors
+    attention = attention_seconds(
+        names,
+        settings.batch_size,
+        tensors.source.shape[1],
+        settings.num_hiddens,
+        tensors.target.shape[1],
+    )
+    difference = relative_difference(history.losses[:steps], compared.losses["reference"])
+    agree = difference <= LOSS_GOAL
+    _report_backends(fused, compared, attention, steps, difference)
+
+    full = sizes == Sizes()
+    good = exact >= EXACT_MATCH_GOAL or not full
+    verdict = ("PASS" if good else "FAIL") if full else "----"
+    goal = f"goal {EXACT_MATCH_GOAL:.0%}" if full else "not judged in a small run"
+    print(f"{verdict}  exact match {exact:.1%} ({goal})")
+    print(
+        f"{'PASS' if agree else 'FAIL'}  largest relative difference of the losses over "
+        f"{steps} steps: {difference:.1e} (goal {LOSS_GOAL:.0e})"
+    )
+
+    plots.save(_alignments(translations, held_out), out / "attention.png")
+    note = f"losses of the two backends differ by at most {difference:.1e} (relative)"
+    plots.save(curves.loss_curves(history.losses, compared.losses, note), out / "loss.png")
+    figures = {
+        "exact_match": exact,
+        "train_seconds": seconds,
+        "tokens_per_second": history.tokens_per_second,
+        "backend": fused,
+        "compared_steps": steps,
+        "loss_max_relative_difference": difference,
+        "median_step_seconds": compared.seconds,
+        "attention_forward_backward_seconds": attention,
+        "passed": good and agree,
+        "settings": dataclasses.asdict(settings),
+        "sizes": dataclasses.asdict(sizes),
+        "versions": _versions(),
+        "losses": history.losses,
+    }
+    (out / "demo.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote attention.png, loss.png and demo.json to {out}{os.sep}")
+    return good and agree
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "bahdanau_fast": bahdanau_fast.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _translate(
+    model: EncoderDecoder, pairs: Pairs, examples: Sequence[dates.Example]
+) -> list[Translation]:
+    num_steps, max_steps = pairs.tensors.source.shape[1], pairs.tensors.target.shape[1]
+    texts = [example.text for example in examples]
+    return translate(model, texts, pairs.source_vocab, pairs.target_vocab, num_steps, max_steps)
+
+
+def _report_translations(
+    translations: Sequence[Translation], examples: Sequence[dates.Example], seed: int
+) -> float:
+    """Print ten translations; return the share that is exactly right."""
+    answers = ["".join(translation.tokens) for translation in translations]
+    right = [a == example.iso for a, example in zip(answers, examples, strict=True)]
+    print("ten held-out dates:")
+    for i in sorted(random.Random(seed).sample(range(len(examples)), min(10, len(examples)))):
+        verdict = "right" if right[i] else f"WRONG, is {examples[i].iso}"
+        print(f"  {examples[i].text} -> {answers[i]}  {verdict}")
+    exact = sum(right) / len(right)
+    print(f"exact match on {len(right):,} held-out dates: {exact:.1%}\n")
+    return exact
+
+
+def _report_backends(
+    fused: str,
+    compared: Comparison,
+    attention: dict[str, float],
+    steps: int,
+    difference: float,
+) -> None:
+    print(f"the first {steps} steps on each backend, taking turns (medians):")
+    print(f"  {'':<34}{fused:>12}{'reference':>12}{'ratio':>8}")
+    for label, taken in (
+        ("whole training step", compared.seconds),
+        ("its attention alone, fwd and bwd", attention),
+    ):
+        ours, theirs = taken[fused], taken["reference"]
+        print(f"  {label:<34}{ours * 1e3:>9.2f} ms{theirs * 1e3:>9.2f} ms{theirs / ours:>7.2f}x")
+    if fused == "reference":
+        print("  (one backend compared with itself: says nothing about the fused op)")
+    print()
+
+
+def _alignments(translations: Sequence[Translation], examples: Sequence[dates.Example]) -> Any:
+    """One long example per language with month names, preferably a correct one."""
+    chosen, undrawable = [], []
+    for language in dates.LANGUAGES:
+        best: tuple[int, Translation] | None = None
+        for translation, example in zip(translations, examples, strict=True):
+            if example.language != language or language == "numeric":
+                continue
+            right = "".join(translation.tokens) == example.iso
+            # Long, but not the longest, to stay readable; correct ones first.
+            rank = 100 * right - abs(len(translation.source) - 26)
+            if best is None or rank > best[0]:
+                best = (rank, translation)
+        if best is None:
+            continue
+        if plots.drawable("".join(best[1].source)):
+            chosen.append((language, best[1]))
+        else:
+            undrawable.append(language)
+    note = "source characters (· is a space)"
+    if undrawable:
+        note += f"; no font here draws {' and '.join(undrawable)}"
+    titles = [language for language, _ in chosen]
+    heading = "Where each character of the ISO date looked in the source"
+    return plots.alignments([translation for _, translation in chosen], titles, heading, note)

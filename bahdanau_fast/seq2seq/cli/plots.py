@@ -1,0 +1,276 @@
+"""Plots of attention weights. Needs matplotlib (extra ``demo``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import checks
+from bahdanau_fast.seq2seq.search.translating import Translation
+
+__all__ = [
+    "INK",
+    "add_font",
+    "alignments",
+    "attention_figure",
+    "drawable",
+    "new_figure",
+    "require_matplotlib",
+    "save",
+    "show_heatmaps",
+]
+
+# Families with Chinese and Japanese, if installed; DejaVu comes with matplotlib.
+_CJK = (
+    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Source Han Sans SC"),
+    *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "IPAGothic", "Noto Serif"),
+    *("PingFang SC", "Hiragino Sans", "Heiti TC", "Microsoft YaHei", "SimHei", "Arial Unicode MS"),
+)
+INK = "#222222"
+"""The colour of text."""
+
+
+def require_matplotlib() -> None:
+    """Raise before any work is done if matplotlib is missing.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            'plots need matplotlib: pip install "bahdanau_fast[demo]"'
+        ) from error
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, its size in inches.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=150)
+
+
+_own: list[str] = []  # families of fonts the user named
+
+
+def add_font(path: Path) -> None:
+    """Draw tokens with a font from a file, in preference to installed ones.
+
+    Args:
+        path: a .ttf, .otf or .ttc file.
+
+    Raises:
+        ValueError: it is no font.
+    """
+    require_matplotlib()
+    from matplotlib import font_manager
+
+    try:
+        font_manager.fontManager.addfont(str(path))
+    except (OSError, RuntimeError) as error:
+        checks.reject(ValueError, "font", "be a font file", f"{path} ({error})")
+    fonts = font_manager.fontManager.ttflist
+    for i, font in enumerate(fonts):
+        if font.fname == str(path):  # of whatever weight
+            fonts[i] = dataclasses.replace(font, weight=400)
+    _own.insert(0, fonts[-1].name)
+    _fonts.cache_clear()
+
+
+@functools.cache
+def _fonts() -> tuple[tuple[str, ...], frozenset[int]]:
+    """Font families to draw with, and all code points they have."""
+    from matplotlib import font_manager
+    from matplotlib.ft2font import FT2Font
+
+    there = {font.name: font.fname for font in reversed(font_manager.fontManager.ttflist)}
+    families = [*_own, "DejaVu Sans", *[name for name in _CJK if name in there][:2]]
+    points: set[int] = set()
+    for name in families:
+        points.update(FT2Font(font_manager.findfont(name)).get_charmap())
+    return tuple(families), frozenset(points)
+
+
+def drawable(text: str) -> bool:
+    """True if the installed fonts have every character."""
+    require_matplotlib()
+    return all(ord(character) in _fonts()[1] for character in text)
+
+
+def _label(token: str) -> str:
+    if token == " ":
+        return "·"
+    return token if drawable(token) else "□"
+
+
+def save(figure: Any, path: str | Path) -> None:
+    """Write a PNG, or the format of the suffix.
+
+    Args:
+        figure: from a function of this module.
+        path: its folder exists.
+    """
+    figure.savefig(path, facecolor="white")
+
+
+def show_heatmaps(
+    matrices: Tensor,
+    xlabel: str,
+    ylabel: str,
+    titles: Sequence[str] | None = None,
+    figsize: tuple[float, float] | None = None,
+    cmap: str = "Reds",
+) -> Any:
+    """A grid of heatmaps with one colour bar.
+
+    Args:
+        matrices: (rows, columns, queries, keys).
+        xlabel: under the lowest row.
+        ylabel: beside the first column.
+        titles: one per column.
+        figsize: inches; 2.5 per panel unless given.
+        cmap: a matplotlib colour map.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        ValueError: ``matrices`` has not 4 dimensions.
+    """
+    if matrices.dim() != 4:
+        need = "have 4 dimensions (rows, columns, queries, keys)"
+        checks.reject(ValueError, "matrices", need, tuple(matrices.shape))
+    rows, columns = matrices.shape[:2]
+    figure = new_figure(*(figsize or (2.5 * columns + 0.8, 2.5 * rows)))
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    values = matrices.detach().float().cpu()
+    limits = {"vmin": float(values.min()), "vmax": float(values.max())}
+    for i in range(rows):
+        for j in range(columns):
+            image = axes[i, j].imshow(values[i, j].tolist(), cmap=cmap, **limits)
+            if i == rows - 1:
+                axes[i, j].set_xlabel(xlabel)
+            if j == 0:
+                axes[i, j].set_ylabel(ylabel)
+            if titles is not None and i == 0:
+                axes[i, j].set_title(titles[j])
+    figure.colorbar(image, ax=axes, shrink=0.7)
+    return figure
+
+
+def _alignment(axes: Any, translation: Translation, title: str, families: Sequence[str]) -> Any:
+    weights = translation.weights
+    if weights is None or not weights.numel():
+        need = "have attention weights and at least one token on either side"
+        checks.reject(ValueError, "translations", need, f"{len(translation.tokens)} tokens")
+    source = list(map(_label, translation.source))
+    if translation.end_weights is not None:  # then every row sums to one
+        weights = torch.cat((weights, translation.end_weights.unsqueeze(1)), 1)
+        source.append("<eos>")
+    image = axes.imshow(weights.tolist(), cmap="magma_r", vmin=0.0, vmax=1.0, aspect="auto")
+    font: dict[str, Any] = {"fontfamily": list(families), "fontsize": 9, "color": INK}
+    axes.set_xticks(range(len(source)), source, **font)
+    # Horizontal words would overlap; so would the last label beside single characters.
+    slanted = max(map(len, translation.source)) > 2
+    turn = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
+    for label in axes.get_xticklabels():
+        label.set(**(turn or {"rotation": 90 * (label.get_text() == "<eos>")}))
+    axes.set_yticks(range(len(translation.tokens)), map(_label, translation.tokens), **font)
+    axes.set_xticks([x - 0.5 for x in range(1, len(source))], minor=True)
+    axes.set_yticks([y - 0.5 for y in range(1, len(translation.tokens))], minor=True)
+    axes.grid(which="minor", color="#e5e5e5", linewidth=0.4)
+    axes.tick_params(which="both", length=0)
+    font = {"fontfamily": list(families), "fontsize": 10, "color": INK}
+    axes.set_title(title, loc="left", **font)
+    for side in axes.spines.values():
+        side.set_color("#bbbbbb")
+    return image
+
+
+def alignments(
+    translations: Sequence[Translation], titles: Sequence[str], heading: str, note: str = ""
+) -> Any:
+    """Attention weights of translations: source tokens across, target tokens down.
+
+    Args:
+        translations: two to a row.
+        titles: one each.
+        heading: above all of them.
+        note: put under the picture, e.g. what could not be drawn.
+
+    Returns:
+        A matplotlib figure. A character no font here has is drawn as a box.
+
+    Raises:
+        ValueError: nothing to draw.
+    """
+    if not translations:
+        checks.reject(ValueError, "translations", "hold at least one", 0)
+    columns = min(2, len(translations))
+    rows = math.ceil(len(translations) / columns)
+    # The height grows with the target tokens, so that labels do not overlap.
+    height = max(2.45, 0.21 * max(len(t.tokens) for t in translations) + 0.8)
+    # The width grows with the source tokens, and has to fit titles and heading.
+    longest = max(len(t.source) + 1 for t in translations)
+    words = max(0.085 * max(map(len, titles)), 0.115 * len(heading) / columns)
+    signs = all(len(token) <= 2 for t in translations for token in t.source)
+    width = min(14.0, max((0.19 if signs else 0.27) * longest + 0.9, words + 0.4, 3.0))
+    figure = new_figure(width * columns + 0.7, height * rows + 0.7)
+    families, _ = _fonts()
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for i, spare in enumerate(axes.flat):
+        if i >= len(translations):
+            spare.set_visible(False)
+            continue
+        image = _alignment(spare, translations[i], titles[i], families)
+    bar = figure.colorbar(image, ax=axes, shrink=0.4 if rows > 1 else 0.8, pad=0.01)
+    bar.outline.set_visible(False)
+    bar.set_label("attention weight", color=INK)
+    figure.suptitle(heading, fontsize=13, color=INK)
+    figure.supxlabel(note, fontsize=9, color="#666666")
+    return figure
+
+
+_TITLE = 60  # characters that fit above a panel
+
+
+def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
+    """Attention weights of translations, and one line about characters that no font has.
+
+    Args:
+        translations: from a decoder with attention, with a token on either side.
+
+    Returns:
+        A matplotlib figure, and the note: empty when everything could be drawn.
+
+    Raises:
+        ValueError: nothing to draw.
+    """
+    signs = dict.fromkeys(sign for t in translations for sign in "".join(t.source + t.tokens))
+    missing = "".join(sign for sign in signs if not drawable(sign))
+    note = under = ""
+    if missing:
+        note = f"no font here draws {missing} (□ in the picture); --font FILE names one that does"
+        under = f"□: {len(missing)} signs that no font here draws"
+    titles = []
+    for translation in translations:
+        text = "".join(map(_label_sign, " ".join(translation.source)))
+        titles.append(text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…")
+    return alignments(translations, titles, "Attention weights of each target token", under), note
+
+
+def _label_sign(sign: str) -> str:
+    return sign if sign == " " else _label(sign)

@@ -1,0 +1,197 @@
+"""Parallel text: reading pairs from a file, tokenising them, splitting them by seed."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bahdanau_fast import checks
+
+__all__ = [
+    "TOKENS",
+    "Parts",
+    "RawPair",
+    "TextFile",
+    "guess_tokens",
+    "join",
+    "read",
+    "split",
+    "tokenize",
+]
+
+RawPair = tuple[str, str]
+"""Source and target as they stand in the file."""
+
+TOKENS = ("words", "characters")
+
+# Letters and digits, joined by apostrophes and hyphens (l'eau, rendez-vous); other signs alone.
+_WORD = re.compile(r"\w+(?:['’\-]\w+)*|[^\w\s]")
+# Scripts written without spaces: Chinese, Japanese kana, Thai, Lao, Khmer, Burmese.
+_UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+
+
+def tokenize(text: str, tokens: str) -> list[str]:
+    """Split a text into tokens.
+
+    Args:
+        text: any.
+        tokens: "words" (lower case, punctuation by itself) or "characters" (as they are).
+
+    Raises:
+        ValueError: another kind of tokens.
+
+    >>> tokenize("I'm OK, go!", "words"), tokenize("嗨。", "characters")
+    (["i'm", 'ok', ',', 'go', '!'], ['嗨', '。'])
+    """
+    if tokens == "words":
+        return _WORD.findall(text.lower())
+    _check_kind(tokens)
+    return list(text.strip())
+
+
+def join(words: Sequence[str], tokens: str) -> str:
+    """Join tokens into a text: words with spaces, characters without.
+
+    >>> join(["i'm", "ok", "."], "words"), join("嗨。", "characters")
+    ("i'm ok .", '嗨。')
+    """
+    _check_kind(tokens)
+    return (" " if tokens == "words" else "").join(words)
+
+
+def _check_kind(tokens: str) -> None:
+    if tokens not in TOKENS:
+        checks.reject(ValueError, "tokens", "be 'words' or 'characters'", repr(tokens))
+
+
+def guess_tokens(texts: Sequence[str]) -> str:
+    """The kind of tokens for texts: "characters" for a script without spaces, else "words".
+
+    >>> guess_tokens(["嗨。", "OK。好"]), guess_tokens(["Salut !"])
+    ('characters', 'words')
+    """
+    unspaced = sum(1 for text in texts if _UNSPACED.search(text))
+    return "characters" if 2 * unspaced > len(texts) else "words"
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """The contents of a file of pairs.
+
+    Attributes:
+        pairs: in the order of the file.
+        skipped: (line number from 1, reason) of every skipped line.
+    """
+
+    pairs: list[RawPair]
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+
+    def note(self) -> str:
+        """One line about the skipped lines; empty if there are none."""
+        if not self.skipped:
+            return ""
+        shown = "; ".join(f"line {number}: {reason}" for number, reason in self.skipped[:5])
+        more = f"; and {len(self.skipped) - 5} more" if len(self.skipped) > 5 else ""
+        lines = "line" if len(self.skipped) == 1 else "lines"
+        return f"skipped {len(self.skipped)} malformed {lines} ({shown}{more})"
+
+
+def read(path: str | Path) -> TextFile:
+    """Read a UTF-8 file of pairs: source, a tab, target; further columns are ignored.
+
+    The layout of Tatoeba and ManyThings. A line without a tab, or with an empty side, is
+    skipped and noted.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ValueError: an unreadable file, not UTF-8, or without a valid line.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        checks.reject(ValueError, "data", "be a readable file", f"{path} ({error.strerror})")
+    try:
+        # utf-8-sig: the byte order mark of some editors is not part of the first word.
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = content.count(b"\n", 0, error.start) + 1
+        bad = f"{path} (byte 0x{content[error.start]:02x} in line {where})"
+        checks.reject(ValueError, "data", "be UTF-8 text", bad)
+    # Not splitlines(), which also splits at characters that occur inside sentences.
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    found = TextFile([])
+    for number, line in enumerate(lines, 1):
+        columns = line.split("\t")
+        source, target = columns[0].strip(), columns[1].strip() if len(columns) > 1 else ""
+        if source and target:
+            found.pairs.append((source, target))
+        elif len(columns) == 1:
+            found.skipped.append((number, "no tab" if source else "empty"))
+        else:
+            found.skipped.append((number, "no source" if target else "no target"))
+    if not found.pairs:
+        checks.reject(ValueError, "data", "hold pairs (source, tab, target)", _hollow(path, found))
+    return found
+
+
+def _hollow(path: Path, found: TextFile) -> str:
+    """A file without pairs, and the reason."""
+    reasons = {reason for _, reason in found.skipped}
+    if reasons == {"empty"}:
+        return f"{path} (an empty file)"
+    if reasons <= {"empty", "no tab"}:
+        return f"{path} (no line has a tab)"
+    return f"{path} ({found.note()})"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Training, validation and test pairs."""
+
+    train: list[RawPair]
+    validation: list[RawPair]
+    test: list[RawPair]
+
+
+def split(pairs: Sequence[RawPair], validation: float, test: float, seed: int) -> Parts:
+    """Split pairs into three parts; pairs with equal sources (up to case and spaces) stay together.
+
+    So no source of the validation and test parts is in training. Each part keeps the order of
+    ``pairs``.
+
+    Args:
+        pairs: source and target texts.
+        validation: share of all sources, between 0 and 1.
+        test: likewise; some sources must be left for training.
+        seed: the same seed gives the same parts.
+
+    Raises:
+        ValueError: shares outside [0, 1], or nothing left to train on.
+
+    >>> parts = split([("Hi.", "Salut."), ("hi. ", "Bonjour."), ("Go.", "Va.")], 0.0, 0.4, seed=0)
+    >>> len(parts.train), len(parts.validation), len(parts.test)
+    (2, 0, 1)
+    """
+    checks.probability("validation", validation)
+    checks.probability("test", test)
+    sources = sorted({_same(source) for source, _ in pairs})
+    random.Random(seed).shuffle(sources)
+    held = [round(share * len(sources)) for share in (validation, test)]
+    if sum(held) >= len(sources):
+        actual = f"shares {validation} and {test} of {len(sources)} sources"
+        checks.reject(ValueError, "validation and test", "leave something to train on", actual)
+    where = dict.fromkeys(sources[: held[0]], 1) | dict.fromkeys(sources[held[0] : sum(held)], 2)
+    parts: tuple[list[RawPair], ...] = ([], [], [])
+    for pair in pairs:
+        parts[where.get(_same(pair[0]), 0)].append(pair)
+    return Parts(*parts)
+
+
+def _same(source: str) -> str:
+    return " ".join(source.lower().split())

@@ -1,0 +1,1 @@
+"""Encoder, decoders, the settings that describe a model, and its checkpoints."""

@@ -1,0 +1,83 @@
+"""Checkpoints: written atomically, read without running code from the file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bahdanau_fast import checks
+
+__all__ = ["BEST", "LAST", "find", "load", "save"]
+
+BEST, LAST = "best.pt", "last.pt"
+
+_FORMAT = 1
+
+
+def save(payload: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint so that a kill at any moment leaves either the old or the new one.
+
+    The file is written beside ``path``, synced to disk, then renamed over ``path``.
+
+    Args:
+        payload: tensors, numbers, strings, lists and dicts of them.
+        path: in a folder that exists.
+    """
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("wb") as file:
+        torch.save({"format": _FORMAT, **payload}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    if os.name == "posix":  # sync the rename too
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Read a checkpoint; nothing in the file can run code (``weights_only=True``).
+
+    Args:
+        path: of the file.
+        device: where its tensors go.
+
+    Raises:
+        ValueError: no such file, or not a checkpoint of this package.
+    """
+    try:
+        payload = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        checks.reject(ValueError, "checkpoint", "exist", f"{path} (no such file)")
+    except Exception as error:  # torch, zipfile and pickle raise a dozen kinds for a broken file
+        lines = str(error).strip().splitlines()
+        reason = f"{path} ({lines[0] if lines else type(error).__name__})"
+        checks.reject(ValueError, "checkpoint", "be a complete file written by train", reason)
+    if not isinstance(payload, dict) or payload.get("format") != _FORMAT:
+        found = payload.get("format") if isinstance(payload, dict) else type(payload).__name__
+        need = f"be written by train, in format {_FORMAT}"
+        checks.reject(ValueError, "checkpoint", need, f"{path} ({found})")
+    return payload
+
+
+def find(where: Path) -> Path:
+    """The best checkpoint of a folder, or the last if there is no best one.
+
+    Args:
+        where: the folder, or a checkpoint itself.
+
+    Raises:
+        ValueError: neither file exists.
+    """
+    if where.is_file():
+        return where
+    for name in (BEST, LAST):
+        if (where / name).is_file():
+            return where / name
+    need = f"hold {BEST} or {LAST}, as written by train"
+    checks.reject(ValueError, "DIR", need, f"{where}{'' if where.exists() else ' (not there)'}")

@@ -1,0 +1,207 @@
+"""Greedy decoding and beam search, with the attention weights of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import checks
+from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, Vocab, encode
+from bahdanau_fast.seq2seq.model.decoders import StepDecoder
+from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
+from bahdanau_fast.seq2seq.search.beam import Beam, Hypotheses, Start, search
+
+__all__ = ["Translation", "beam_search", "greedy", "translate"]
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One translated text.
+
+    Attributes:
+        source: source tokens, truncated as for the model, without <eos>.
+        tokens: target tokens, without <eos>.
+        weights: (len(tokens),len(source)), the attention weights. None from a decoder without
+            attention.
+        score: of the beam search; None when greedy.
+        end_weights: (len(tokens),), the weights of the source's <eos>: with ``weights`` each row
+            sums to one. None from a decoder without attention, and for a truncated source.
+    """
+
+    source: list[str]
+    tokens: list[str]
+    weights: Tensor | None
+    score: float | None = None
+    end_weights: Tensor | None = None
+
+
+@contextmanager
+def _started(
+    model: EncoderDecoder, source: Tensor, source_lens: Tensor, max_steps: int, unknown: bool
+) -> Iterator[Start]:
+    """The model in evaluation mode, with the sources encoded."""
+    decoder = model.decoder
+    if not isinstance(decoder, StepDecoder):
+        checks.reject(TypeError, "model.decoder", "be a StepDecoder", type(decoder).__name__)
+    checks.positive_int("max_steps", max_steps)
+    was_training = model.training
+    model.eval()
+    try:
+        state = decoder.init_state(model.encoder(source, source_lens), source_lens)
+        yield Start(decoder, decoder.memory(state), state[1], source_lens, unknown)
+    finally:
+        model.train(was_training)
+
+
+@torch.inference_mode()
+def greedy(
+    model: EncoderDecoder,
+    source: Tensor,
+    source_lens: Tensor,
+    max_steps: int,
+    *,
+    unknown: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The most likely token at every step, for a whole batch.
+
+    Args:
+        model: its decoder is a :class:`StepDecoder`.
+        source: (B,Tk) tokens.
+        source_lens: (B,).
+        max_steps: the longest target.
+        unknown: allow <unk> in targets; otherwise the most likely known token is taken.
+
+    Returns:
+        Tokens (B,T), <pad> behind <eos>, and weights (B,T,Tk), with T <= ``max_steps``: decoding
+        stops when every text has its <eos>. The weights of a decoder without attention are None.
+
+    Raises:
+        TypeError: another kind of decoder.
+        ValueError: ``max_steps`` is below 1.
+    """
+    tokens: list[Tensor] = []
+    weights: list[Tensor] = []
+    with _started(model, source, source_lens, max_steps, unknown) as start:
+        decoder, memory, hidden, *_ = start
+        written = decoder.write(hidden, memory, start.left_out, max_steps)
+        if written is not None:
+            return written
+        token = source.new_full((len(source),), BOS)
+        finished = torch.zeros_like(token, dtype=torch.bool)
+        for _ in range(max_steps):
+            features, of_step, hidden = decoder.step(decoder.embedding(token), hidden, memory)
+            token = start.logits(features).argmax(-1).masked_fill(finished, PAD)
+            tokens.append(token)
+            if of_step is not None:
+                weights.append(of_step)
+            finished = finished | (token == EOS)
+            if bool(finished.all()):
+                break
+    return torch.stack(tokens, 1), torch.cat(weights, 1) if weights else None
+
+
+@torch.inference_mode()
+def beam_search(
+    model: EncoderDecoder,
+    source: Tensor,
+    source_lens: Tensor,
+    max_steps: int,
+    beam: Beam | None = None,
+    *,
+    unknown: bool = True,
+) -> Hypotheses:
+    """The best targets found by beam search, for a whole batch.
+
+    Args:
+        model: its decoder is a :class:`StepDecoder`.
+        source: (B,Tk) tokens.
+        source_lens: (B,).
+        max_steps: the longest target.
+        beam: width and penalties; five beams unless given.
+        unknown: whether <unk> may be written.
+
+    Returns:
+        Tokens (B,K,T), scores (B,K), weights (B,K,T,Tk) or None; the best hypothesis first.
+
+    Raises:
+        TypeError: another kind of decoder.
+        ValueError: ``max_steps`` is below 1, or a coverage penalty without attention.
+    """
+    with _started(model, source, source_lens, max_steps, unknown) as start:
+        return search(start, beam or Beam(), max_steps)
+
+
+def translate(
+    model: EncoderDecoder,
+    texts: Sequence[Sequence[str]],
+    source_vocab: Vocab,
+    target_vocab: Vocab,
+    num_steps: int,
+    max_steps: int,
+    batch_size: int = 256,
+    beam: Beam | None = None,
+    *,
+    unknown: bool = True,
+) -> list[Translation]:
+    """Translate tokenised texts.
+
+    Args:
+        model: trained.
+        texts: plain strings count as their characters; longer ones are truncated to ``num_steps``.
+        source_vocab: of the training.
+        target_vocab: of the training.
+        num_steps: the longest source, <eos> included.
+        max_steps: the longest target.
+        batch_size: texts per batch; texts of similar length share one.
+        beam: how to search; greedy unless given.
+        unknown: whether <unk> may be written.
+
+    Returns:
+        One translation per text, in order; empty for an empty text.
+    """
+    order = sorted((i for i, text in enumerate(texts) if text), key=lambda i: len(texts[i]))
+    nothing = Translation([], [], torch.zeros(0, 0))
+    results = {i: nothing for i, text in enumerate(texts) if not text}
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        chunk = [texts[i] for i in chosen]
+        done = _translate_batch(model, chunk, source_vocab, num_steps, max_steps, beam, unknown)
+        for i, text, row, weights, score in zip(chosen, chunk, *done, strict=True):
+            length = next((n for n, token in enumerate(row) if token in (EOS, PAD)), len(row))
+            read = list(text)[:num_steps]
+            words = target_vocab.to_tokens(row[:length])
+            inner = end = None
+            if weights is not None:
+                inner = weights[:length, : len(read)].clone()
+                end = weights[:length, len(read)].clone() if len(read) < num_steps else None
+            results[i] = Translation(read, words, inner, score, end)
+    return [results[i] for i in range(len(texts))]
+
+
+def _translate_batch(
+    model: EncoderDecoder,
+    texts: Sequence[Sequence[str]],
+    source_vocab: Vocab,
+    num_steps: int,
+    max_steps: int,
+    beam: Beam | None,
+    unknown: bool,
+) -> tuple[list[list[int]], Sequence[Tensor | None], Sequence[float | None]]:
+    """Target tokens, weights and scores of every text."""
+    device = next(model.parameters()).device
+    width = num_steps
+    if getattr(model.encoder, "packed", False):  # then padding does not matter
+        width = min(num_steps, max(map(len, texts)) + 1)
+    source, lens = (tensor.to(device) for tensor in encode(texts, source_vocab, width))
+    if beam is None:
+        tokens, weights = greedy(model, source, lens, max_steps, unknown=unknown)
+        scores: Sequence[float | None] = [None] * len(texts)
+    else:
+        found = beam_search(model, source, lens, max_steps, beam, unknown=unknown)
+        tokens, scores = found.tokens[:, 0], found.scores[:, 0].tolist()
+        weights = None if found.weights is None else found.weights[:, 0]
+    return tokens.tolist(), [None] * len(texts) if weights is None else list(weights.cpu()), scores

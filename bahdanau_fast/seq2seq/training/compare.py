@@ -1,0 +1,129 @@
+"""Losses and times of the same training on several backends, measured side by side."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from bahdanau_fast import backends
+from bahdanau_fast.modules import AdditiveAttention
+from bahdanau_fast.seq2seq.data.pairs import Pairs
+from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
+from bahdanau_fast.seq2seq.model.settings import Settings, build_model
+from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches, total_steps
+
+__all__ = ["Comparison", "attention_seconds", "compare_training", "relative_difference"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same first steps on several backends.
+
+    Attributes:
+        losses: per backend, one per step.
+        times: per backend, seconds of each step.
+        tokens_per_second: per backend.
+        models: per backend, after the steps.
+    """
+
+    losses: dict[str, list[float]]
+    times: dict[str, list[float]]
+    tokens_per_second: dict[str, float]
+    models: dict[str, EncoderDecoder]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Median time of a step, per backend."""
+        return {name: statistics.median(times) for name, times in self.times.items()}
+
+
+def compare_training(
+    pairs: Pairs, settings: Settings, names: Sequence[str], steps: int
+) -> Comparison:
+    """Train one model per backend from the same seed on the same batches, taking turns.
+
+    Every backend takes a step before any takes the next one, in alternating order, so that other
+    load on the machine affects all of them alike.
+
+    Args:
+        pairs: the training data.
+        settings: of the training.
+        names: backends; a repeated name is run once.
+        steps: number of steps, at most those of the training.
+
+    Returns:
+        Losses and the median time of a step, for every backend.
+    """
+    schedule = total_steps(pairs, settings)
+    models = {name: build_model(pairs, settings) for name in names}
+    trainers = {name: Trainer(model, settings, schedule) for name, model in models.items()}
+    order = list(trainers.items())
+    for _, batch in islice(all_batches(pairs, settings), steps):
+        for name, trainer in order:
+            with backends.use(name):
+                trainer.step(batch)
+        order.reverse()
+    histories = {name: trainer.history for name, trainer in trainers.items()}
+    return Comparison(
+        {name: history.losses for name, history in histories.items()},
+        {name: history.seconds for name, history in histories.items()},
+        {name: history.tokens_per_second for name, history in histories.items()},
+        models,
+    )
+
+
+def relative_difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """The largest ``|a - b| / |b|`` of two loss curves.
+
+    >>> relative_difference([1.0, 2.0], [1.0, 2.5])
+    0.2
+    """
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
+
+
+def attention_seconds(
+    names: Sequence[str], batch: int, keys_len: int, hidden: int, steps: int, rounds: int = 15
+) -> dict[str, float]:
+    """Time of a decoder's attention alone, forward and backward, without its recurrent net.
+
+    One round projects the keys once, attends ``steps`` times with one query, and goes back.
+
+    Args:
+        names: backends, taking turns.
+        batch: B.
+        keys_len: Tk.
+        hidden: H, and the feature size of queries, keys and values.
+        steps: decoder steps per round.
+        rounds: the median of this many is taken, after two to warm up.
+
+    Returns:
+        Seconds per round, for every backend.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        attention = AdditiveAttention(hidden, hidden, hidden)
+        keys = torch.randn(batch, keys_len, hidden, requires_grad=True)
+        queries = torch.randn(steps, batch, 1, hidden, requires_grad=True)
+
+    def once() -> None:
+        memory = attention.memory(keys)
+        contexts = [attention.attend(query, memory) for query in queries]
+        torch.stack(contexts).sum().backward()
+
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds + 2):
+        for name, times in taken.items():
+            with backends.use(name):
+                times.append(_timed(once))
+    return {name: statistics.median(times[2:]) for name, times in taken.items()}
+
+
+def _timed(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

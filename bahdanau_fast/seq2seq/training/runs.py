@@ -1,0 +1,278 @@
+"""A training in a folder: checkpoints, validation, TensorBoard, and going on after a stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import checks
+from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings
+from bahdanau_fast.seq2seq.data.pairs import Pairs, Vocab, Vocabs, batches
+from bahdanau_fast.seq2seq.data.text import RawPair
+from bahdanau_fast.seq2seq.model import checkpoints
+from bahdanau_fast.seq2seq.model.checkpoints import BEST, LAST
+from bahdanau_fast.seq2seq.model.settings import METRICS, History, Settings, build_model
+from bahdanau_fast.seq2seq.search.scoring import require_sacrebleu
+from bahdanau_fast.seq2seq.search.translator import Translator
+from bahdanau_fast.seq2seq.training.distributed import World
+from bahdanau_fast.seq2seq.training.progress import Progress, described
+from bahdanau_fast.seq2seq.training.trainer import Trainer, steps_per_epoch, total_steps, train
+
+__all__ = ["Run"]
+
+# Most pairs that a validation translates; the validation loss is that of all pairs.
+_TRANSLATED = 1000
+
+
+class Run:
+    """One training, from its data to its checkpoints.
+
+    Of several processes only that of rank 0 validates, writes and prints.
+
+    Args:
+        out: folder of the checkpoints.
+        settings: of the model and its training.
+        text: of the data.
+        world: the processes that train together.
+        resume: continue from the last checkpoint in ``out``; then ``settings`` and ``text`` must be
+            those of :meth:`settings_of`, except for more epochs.
+        save_every: steps between checkpoints within an epoch; 0: only at the end of each epoch.
+        tensorboard: write scalars to ``out/tensorboard``.
+
+    Attributes:
+        history: losses and validations so far.
+        best: the validation of the epoch in ``best.pt``; None before the first.
+        note: one line if ``best.pt`` was chosen by BLEU, before ``best_metric`` existed; otherwise
+            empty.
+
+    Raises:
+        ModuleNotFoundError: sacrebleu or tensorboard is needed and not installed.
+        ValueError: unusable data; on resuming, data or a number of processes that have changed.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        settings: Settings,
+        text: TextSettings,
+        *,
+        world: World | None = None,
+        resume: bool = False,
+        save_every: int = 0,
+        tensorboard: bool = False,
+    ) -> None:
+        self.out, self.settings, self.text = out, settings, text
+        self.world, self.save_every = world or World(), save_every
+        self.corpus = Corpus.of(text)
+        if self.corpus.parts.validation:
+            require_sacrebleu()
+        payload = checkpoints.load(out / LAST) if resume else None
+        vocabs = None if payload is None else self._continued(payload)
+        self.pairs = self.corpus.encode(self.corpus.parts.train, text, vocabs)
+        validated = self.corpus.parts.validation
+        both = Vocabs(self.pairs.source_vocab, self.pairs.target_vocab)
+        self.validated = self.corpus.encode(validated, text, both) if validated else None
+        self.best, self.note = (None, "") if payload is None else self._chosen(payload)
+        model = build_model(self.pairs, settings).to(self.world.device)
+        steps = total_steps(self.pairs, settings, self.world)
+        self.trainer = Trainer(model, settings, steps, self.world)
+        if payload is not None:
+            self.trainer.load_state_dict(payload)
+        self.translator = Translator(
+            model,
+            self.pairs.source_vocab,
+            self.pairs.target_vocab,
+            settings,
+            text,
+            self.corpus.kinds,
+        )
+        self.board = None
+        if tensorboard and self.world.rank == 0:
+            self.board = _board(out, len(self.history.losses))
+
+    def _chosen(self, payload: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+        """``best`` and ``note`` of a training to resume."""
+        best = self.out / BEST
+        held = checkpoints.load(best)["validations"][-1] if best.is_file() else None
+        if held is None or "best_metric" in payload["settings"]:
+            return held, ""
+        metric = METRICS[self.settings.best_metric]
+        return held, f"{BEST} was chosen by BLEU until now; from here on by validation {metric}"
+
+    def _continued(self, payload: dict[str, Any]) -> Vocabs:
+        """The vocabularies of a training to resume; its data and processes must be the same."""
+        if payload["digest"] != self.corpus.digest:
+            actual = f"{self.text.data or 'dates'} (changed since)"
+            checks.reject(ValueError, "data", "be the data of the training to resume", actual)
+        if payload["processes"] != self.world.size:
+            need = f"equal those of the training to resume, {payload['processes']}"
+            checks.reject(ValueError, "processes", need, self.world.size)
+        return Vocabs(
+            Vocab.of_tokens(payload["source_vocab"]), Vocab.of_tokens(payload["target_vocab"])
+        )
+
+    @staticmethod
+    def settings_of(out: Path) -> tuple[Settings, TextSettings]:
+        """The settings of the training in a folder.
+
+        Raises:
+            ValueError: no checkpoint to resume.
+        """
+        payload = checkpoints.load(out / LAST)
+        return Settings(**payload["settings"]), TextSettings(**payload["text"])
+
+    @property
+    def history(self) -> History:
+        """Losses and scores so far."""
+        return self.trainer.history
+
+    def train(self, *, progress: bool = True, file: TextIO | None = None) -> History:
+        """Train to the last epoch; ``out`` holds a loadable checkpoint from the first step on.
+
+        Args:
+            progress: show losses and validations.
+            file: where lines go; the standard output unless given.
+        """
+        first = self.world.rank == 0
+        show = Progress(
+            self.trainer.total_steps,
+            self.settings.epochs,
+            self.history,
+            enabled=progress and first,
+            file=file,
+        )
+        if first:
+            self._begin()
+        train(
+            self.trainer.model,
+            self.pairs,
+            self.settings,
+            trainer=self.trainer,
+            show=show,
+            after_step=self._after_step(show) if first else None,
+        )
+        if self.board is not None:
+            self.board.close()
+        return self.history
+
+    def _begin(self) -> None:
+        """Bring the folder into its state before the next step."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        done = len(self.history.losses)
+        per_epoch = steps_per_epoch(self.pairs, self.settings, self.world)
+        if done == 0:
+            self._save(LAST)
+            (self.out / BEST).unlink(missing_ok=True)  # of the training that is replaced
+            self.best = None
+        elif done % per_epoch == 0 and self.history.validations:
+            self._keep_best()  # the metric may have changed
+
+    def _after_step(self, show: Progress) -> Callable[[int, bool], None]:
+        def after(epoch: int, ended: bool) -> None:
+            done = len(self.history.losses)
+            self._scalars(done)
+            if ended:
+                if self.validated is not None:
+                    result = self._validate(epoch, self.validated, done)
+                    chosen = "; the best so far" if self._keep_best() else ""
+                    show.say(f"  validation: {described(result)}{chosen}")
+                self._save(LAST)
+            elif self.save_every and done % self.save_every == 0:
+                self._save(LAST)
+
+        return after
+
+    def _validate(self, epoch: int, encoded: Pairs, done: int) -> dict[str, Any]:
+        """Loss, BLEU and chrF of this epoch, added to the history."""
+        loss = validation_loss(self.trainer, encoded)
+        if not math.isfinite(loss):
+            at = f"{loss} after epoch {epoch + 1} (a lower lr may help)"
+            checks.reject(ValueError, "the validation loss", "be finite", at)
+        pairs = sample(self.corpus.parts.validation, _TRANSLATED)
+        translations = self.translator.translate([source for source, _ in pairs])
+        scores = self.translator.score(pairs, translations).corpus
+        result = {"epoch": epoch + 1, "loss": loss, "bleu": scores.bleu, "chrf": scores.chrf}
+        self.history.validations.append(result)
+        if self.board is not None:
+            for name in METRICS:
+                self.board.add_scalar(f"validation/{name}", result[name], done)
+        return result
+
+    def _keep_best(self) -> bool:
+        """Write ``best.pt`` if the last epoch is better; True if it is."""
+        last = self.history.validations[-1]
+        metric = self.settings.best_metric
+        better = self.best is None or goodness(last, metric) > goodness(self.best, metric)
+        if better:
+            self._save(BEST)
+            self.best = last
+        return better
+
+    def _scalars(self, done: int) -> None:
+        if self.board is None:
+            return
+        history = self.history
+        speed = history.tokens[-1] / history.seconds[-1]
+        self.board.add_scalar("train/loss", history.losses[-1], done)
+        self.board.add_scalar("train/tokens_per_second", speed, done)
+        self.board.add_scalar("train/learning_rate", self.trainer.schedule.get_last_lr()[0], done)
+
+    def _save(self, name: str) -> None:
+        payload = {
+            "settings": dataclasses.asdict(self.settings),
+            "text": dataclasses.asdict(self.text),
+            "kinds": list(self.corpus.kinds),
+            "digest": self.corpus.digest,
+            "processes": self.world.size,
+            "source_vocab": list(self.translator.source_vocab.tokens),
+            "target_vocab": list(self.translator.target_vocab.tokens),
+            **self.trainer.state_dict(),
+        }
+        checkpoints.save(payload, self.out / name)
+
+
+def sample(pairs: list[RawPair], count: int) -> list[RawPair]:
+    """At most ``count`` pairs, the same ones in every epoch."""
+    return pairs if len(pairs) <= count else random.Random(0).sample(pairs, count)
+
+
+def goodness(validation: Mapping[str, float], metric: str) -> tuple[float, ...]:
+    """Sort key of epochs, greater is better; the loss decides between equal scores.
+
+    BLEU is 0 in the first epochs of many trainings: without the loss the first would be kept.
+
+    >>> goodness({"loss": 2.0, "bleu": 0.0}, "bleu") < goodness({"loss": 1.5, "bleu": 0.0}, "bleu")
+    True
+    """
+    loss = -validation["loss"]
+    return (loss,) if metric == "loss" else (validation[metric], loss)
+
+
+@torch.no_grad()
+def validation_loss(trainer: Trainer, pairs: Pairs) -> float:
+    """Mean cross-entropy per target token: all pairs, evaluation mode, teacher forcing."""
+    trainer.model.eval()
+    losses: list[Tensor] = []
+    for batch in batches(pairs, 256, seed=0):
+        moved = type(batch)(*(tensor.to(trainer.world.device) for tensor in batch))
+        losses.append(trainer.loss(moved) * batch.target.shape[1])
+    trainer.model.train()
+    return float(torch.stack(losses).sum()) / int(pairs.tensors.target_lens.sum())
+
+
+def _board(out: Path, done: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            '--tensorboard needs tensorboard: pip install "bahdanau_fast[tensorboard]"'
+        ) from error
+    # Drop the scalars of steps that are repeated after a resume.
+    return SummaryWriter(str(out / "tensorboard"), purge_step=done)

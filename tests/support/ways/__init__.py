@@ -1,0 +1,1 @@
+"""Ways to change what a call depends on, between two calls, on the plain module and on ours."""

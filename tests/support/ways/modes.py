@@ -1,0 +1,221 @@
+"""How a way of table.py is run: calls, the change, and calls again, in each mode."""
+
+import torch
+
+from ways.sides import SMALL, Pair
+
+MOVED = 1e-5  # of its size; by so much a change has to move the plain module's result
+
+
+def attend(module, *inputs):
+    return module(*inputs)
+
+
+# One compiled function for every module: a way costs a compilation only where it changes the code.
+compiled = torch.compile(attend, backend="aot_eager")
+inductor = torch.compile(attend)
+
+
+class Run:
+    """A way on a pair of sides.
+
+    Attributes:
+        contexts: the plain results, in order; None for a call that failed.
+    """
+
+    def __init__(self, way, folder, **options):
+        self.way, self.contexts = way, []
+        self.pair = Pair(dtype=way.dtype, **options)
+        for side in self.pair.sides:
+            side.notes["folder"] = folder
+
+    def prepare(self):
+        if self.way.prepare is not None and not self.pair.do("prepare", self.way.prepare):
+            self.pair.wrong.append("the plain module cannot be prepared")
+
+    def call(self, name):
+        """A call of each side; its context is pending."""
+
+        def step(side):
+            side.pending.append(None)
+            context, weights = side.call()
+            side.pending[-1] = context
+            return context, weights
+
+        self.pair.do(name, step)
+        context = self.pair.sides[0].pending[-1]
+        self.contexts.append(None if context is None else context.detach().clone())
+
+    def change(self):
+        """The way; that the plain module can have it."""
+
+        def step(side):
+            with torch.set_grad_enabled(self.way.graph and torch.is_grad_enabled()):
+                self.way.change(side)
+
+        if not self.pair.do("change", step):
+            self.pair.wrong.append("the plain module cannot have this change")
+
+    def backward(self, name, *which):
+        """Backward of the sum of some results."""
+
+        def step(side):
+            losses = [side.pending[i].square().sum() for i in which]
+            torch.stack(losses).sum().backward()
+
+        self.pair.backward(name, step)
+
+    def ask(self, *names):
+        """Gradients of inputs."""
+        for side in self.pair.sides:
+            for name in names:
+                getattr(side, name).requires_grad_()
+
+
+def eager(run):
+    with torch.no_grad():
+        run.prepare()
+        run.call("first")
+        run.call("second")
+        run.change()
+        run.call("third")
+        run.call("fourth")
+
+
+def trained(run):
+    run.ask("queries", "keys", "values")
+    run.prepare()
+    _train(run)
+
+
+def encoder(run):
+    run.ask("queries", "values")
+    run.prepare()
+    for side in run.pair.sides:
+        side.encode()
+    _train(run)
+
+
+def _train(run):
+    """Of four calls the first has its backward after the change, the next two together."""
+    pending = run.way.pending
+    for name in ("first", "second"):
+        run.call(name)
+    if not pending:
+        run.backward("backward of 0", 0)
+        run.backward("backward of 1", 1)
+    run.change()
+    for name in ("third", "fourth", "fifth"):
+        run.call(name)
+    results = [list(side.pending) for side in run.pair.sides]
+    for which in ((4,), (0,), (1, 2), (3,)) if pending else ((4,), (2,), (3,)):
+        for side, contexts in zip(run.pair.sides, results, strict=True):
+            side.pending = list(contexts)  # plain's errors clear them
+        run.backward(f"backward of {', '.join(map(str, which))}", *which)
+
+
+def by_compiled(run, code=compiled):
+    """Compiled training between eager calls, as where an epoch ends in a validation.
+
+    The last eager calls before the change and the first after it are in the same mode, so that what
+    the former leave is there for the latter.
+    """
+    run.ask("queries", "keys", "values")
+    run.prepare()
+    run.call("eager with gradients, before")
+    _eager_twice(run, "before")
+    _train_compiled(run, code, "before")
+    run.change()
+    _eager_twice(run, "after")
+    _train_compiled(run, code, "after")
+    run.call("eager with gradients, after")
+    run.backward("backward of the eager", -1)
+
+
+@torch.no_grad()
+def _eager_twice(run, when):
+    run.call(f"eager, {when}")
+    run.call(f"eager again, {when}")
+
+
+def _train_compiled(run, code, when):
+    run.pair.ours.step = code
+    with torch.no_grad():
+        run.call(f"compiled, {when}")
+    run.call(f"compiled with gradients, {when}")
+    run.backward(f"backward of the compiled, {when}", -1)
+    run.pair.ours.step = None
+
+
+def by_inductor(run):
+    by_compiled(run, inductor)
+
+
+def inference(run):
+    with torch.inference_mode():
+        run.prepare()
+        for name in ("first", "second"):
+            run.call(name)
+        run.change()
+        for name in ("third", "fourth"):
+            run.call(name)
+    run.call("trained afterwards")
+    run.backward("backward", -1)
+
+
+def born_in_inference(run):
+    """The inputs are inference tensors, which count no versions."""
+    with torch.inference_mode():
+        for side in run.pair.sides:
+            for name in ("queries", "keys", "values", "lens"):
+                setattr(side, name, getattr(side, name).clone())
+        run.prepare()
+        for name in ("first", "second"):
+            run.call(name)
+        run.change()
+        for name in ("third", "fourth"):
+            run.call(name)
+
+
+MODES = {
+    "eager": eager,
+    "trained": trained,
+    "encoder": encoder,
+    "compiled": by_compiled,
+    "inductor": by_inductor,
+    "inference": inference,
+    "born in inference": born_in_inference,
+}
+
+
+def variants(way, mode):
+    """With reuse and without, and at the size of one operator: names and options of ``play``."""
+    found = [(f"cache_keys={cache}", {"cache_keys": cache}) for cache in (True, False)]
+    if mode in ("compiled", "inductor"):  # each option is compiled by itself, which takes seconds
+        return found
+    if not way.unseen:
+        found.append(("cache_keys='trust'", {"cache_keys": "trust"}))
+    return [*found, ("one operator", {"size": SMALL})]
+
+
+def play(way, mode, folder, **options):
+    """What is wrong with a way, a line each; nothing where all is right.
+
+    Args:
+        way: of ways.WAYS.
+        mode: of MODES.
+        folder: for files.
+        options: of sides.Pair.
+    """
+    run = Run(way, folder, **options)
+    MODES[mode](run)
+    results = [context for context in run.contexts if context is not None]
+    if len(results) < 4:
+        run.pair.wrong.append("the plain module cannot be called")
+        return run.pair.wrong
+    first, last = results[0], results[-1]
+    if way.moves and first.shape == last.shape and first.dtype == last.dtype:
+        moved = float((first - last).abs().max() / first.abs().max())
+        if not moved > MOVED:
+            run.pair.wrong.append(f"the change moves the result by {moved:.2g} of its size alone")
+    return run.pair.wrong
