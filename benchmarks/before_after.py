@@ -24,12 +24,10 @@ from bahdanau_fast.seq2seq.settings import Settings, build_model
 from bahdanau_fast.seq2seq.training import Trainer, all_batches
 
 from .compare import NEW, OLD, Side, build
-from .page.tables import markdown, milliseconds
+from .tables import markdown, milliseconds
 from .timing.machine import save
 from .timing.measure import interleave
 from .timing.worker import ROOT, Worker, WorkerError
-
-__all__ = ["TRAININGS", "compare", "lines", "training_step"]
 
 TRAININGS = {
     "the demo": Settings(),

@@ -14,18 +14,22 @@ from tqdm import tqdm
 
 from bahdanau_fast.seq2seq.plots import require_matplotlib
 
-from .page.document import write
-from .page.figures import bounds_met, roofs_of
-from .page.tables import bound_lines, limit_table, missed_limits, peak_table, row_table
+from .page import write
 from .studies import dispatch_limits
 from .studies.peak_memory import growth, measure
+from .tables import (
+    bound_lines,
+    bounds_met,
+    limit_table,
+    missed_limits,
+    peak_table,
+    roofs_of,
+    row_table,
+)
 from .timing.machine import machine, save, slug
 from .timing.roofs import Reader, compute_roofs
 from .timing.runner import Runner
-from .workloads.cases import TITLES, cases
-from .workloads.shapes import MANY_QUERIES
-
-__all__ = ["Options", "run"]
+from .workloads.shapes import MANY_QUERIES, TITLES, cases
 
 PEAKS = (
     ("d2l eager", "projected"),

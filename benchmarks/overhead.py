@@ -19,7 +19,7 @@ import bahdanau_fast as bf
 from bahdanau_fast.ops import whole
 
 from .contestants.baselines import CourseAttention
-from .page.tables import markdown
+from .tables import markdown
 from .timing.machine import save
 from .timing.measure import interleave
 
@@ -49,7 +49,8 @@ def calls(lens: Tensor) -> dict[str, Callable[[], Tensor]]:
     torch.manual_seed(0)
     ours = bf.AdditiveAttention(H, H, H)
     weights = ours.W_q.weight, ours.W_k.weight, ours.w_v.weight
-    course = CourseAttention(*(w.detach() for w in weights))
+    course = CourseAttention(H, H, H)
+    course.load_state_dict(ours.state_dict())
     q, k, v = torch.randn(B, TQ, H), torch.randn(B, TK, H), torch.randn(B, TK, H)
     inputs = (q, k, v, *weights)
     return {

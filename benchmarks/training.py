@@ -31,12 +31,10 @@ from bahdanau_fast.seq2seq import (
 )
 
 from .contestants.baselines import CourseAttention
-from .page.tables import markdown, spread_text
 from .studies.peak_memory import allocated_growth
+from .tables import markdown, spread_text
 from .timing.machine import save
 from .timing.measure import Timings, interleave
-
-__all__ = ["SETTINGS", "Setting", "compare", "lines"]
 
 COURSE, NONE, STEPS, OURS = "course", "no attention", "ours, step by step", "ours"
 OUR_LOSS = "no attention, our loss"
@@ -79,8 +77,8 @@ class _CourseDecoder(Seq2SeqAttentionDecoder):
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
-        ours = self.attention
-        self.course = CourseAttention(ours.W_q.weight, ours.W_k.weight, ours.w_v.weight)
+        hidden = self.attention.W_k.out_features
+        self.course = CourseAttention(hidden, hidden, hidden)
         del self.attention
 
     def forward(self, X: Tensor, state: Any) -> tuple[Tensor, Any]:

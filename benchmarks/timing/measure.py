@@ -16,9 +16,6 @@ from torch import Tensor
 
 from ..contestants.providers import Runnable
 
-__all__ = ["Spread", "Stopwatch", "Timings", "captured", "interleave", "prepare"]
-__all__ += ["read_bandwidth", "seconds_per_call"]
-
 SAMPLE_SECONDS = 5e-3
 SLOW_SECONDS = 0.05
 PAUSE_SECONDS = 0.01
@@ -36,15 +33,8 @@ class Spread:
 
     @classmethod
     def of(cls, samples: list[float]) -> Spread:
-        ordered = sorted(samples)
-
-        def at(share: float) -> float:
-            place = share * (len(ordered) - 1)
-            low, rest = math.floor(place), place % 1
-            high = min(low + 1, len(ordered) - 1)
-            return ordered[low] * (1 - rest) + ordered[high] * rest
-
-        return cls(at(0.5), at(0.2), at(0.8))
+        shares = torch.tensor((0.5, 0.2, 0.8), dtype=torch.float64)
+        return cls(*torch.tensor(samples, dtype=torch.float64).quantile(shares).tolist())
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Bandwidth", "Reader", "compute_roofs"]
-
 BUFFER_BYTES = 768 << 20
 
 # Sixteen independent vector sums: enough loads in flight to be limited by memory, not by latency.

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 
 from ..contestants import peers
+from ..contestants.baselines import Unavailable
 from ..contestants.parity import Oracle, Verdict, family
-from ..contestants.providers import PROVIDERS, Provider, Unavailable, eager_too_large
-from ..workloads.cases import SUBJECT, Bound, Case
-from ..workloads.shapes import Inputs, Shape, draw
+from ..contestants.providers import PROVIDERS, Provider, eager_too_large
+from ..workloads.shapes import SUBJECT, Bound, Case, Inputs, Shape, draw
 from .measure import Spread, Timings, interleave, prepare
 from .roofs import Bandwidth, Reader
 from .worker import Worker, WorkerError
-
-__all__ = ["Check", "Row", "Runner", "check"]
 
 SECONDS_PER_PROVIDER = 0.1
 READ = "DRAM read"

@@ -22,8 +22,6 @@ from typing import Any
 from ..contestants.parity import Verdict
 from ..workloads.shapes import Shape
 
-__all__ = ["ROOT", "Worker", "WorkerError", "environment"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -80,7 +78,7 @@ class Worker:
         answer = self.ask(do="build", shape=asdict(shape), **names)
         return Verdict(**answer["verdict"])
 
-    def make(self, source: str, function: str, *arguments: str) -> dict[str, Any]:
+    def make(self, source: str, function: str, *arguments: Any) -> dict[str, Any]:
         """Let a function of a module build the call that will be timed; returns its second result.
 
         Raises:

@@ -9,18 +9,36 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .. import before_after, gpu_report, overhead, training
-from ..contestants.peers import DIFFERENCES
-from ..timing.worker import ROOT
-from .figures import Run, about, bounds_met, name_of, shape_rows, speedups
-from .plots import draw_all
-from .sections import NOTHING, of_machine, picture
-from .tables import markdown, milliseconds, row_name, shape_text
-
-__all__ = ["generated", "main", "page", "readme_block", "runs", "write"]
+from . import before_after, gpu_report, overhead, training
+from .contestants.peers import DIFFERENCES
+from .plots import draw_all, file_name, is_drawn
+from .tables import (
+    Run,
+    about,
+    bounds_met,
+    exponent,
+    limit_table,
+    markdown,
+    memory_points,
+    milliseconds,
+    name_of,
+    peak_table,
+    peer_rows,
+    row_name,
+    row_table,
+    shape_rows,
+    shape_text,
+    size_text,
+    speedups,
+    time_points,
+    working_per_unit,
+)
+from .timing.worker import ROOT
+from .workloads.shapes import LARGEST, LIMIT_SLACK, SWEEPS, TITLES
 
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -80,6 +98,166 @@ NOT_MEASURED = """\
 - Other libraries in training: only their forward passes are compared.
 - More cores than the machines above have, more than one socket, and other processors.
 - Energy, and throughput with several processes at a time."""
+NOTHING = "Not measured in this run."
+
+
+def picture(run: Run, name: str, text: str, folder: str) -> list[str]:
+    """A plot as a Markdown image; nothing where the run has no figures for it."""
+    return [f"![{text}]({folder}{file_name(run, name)})", ""] if is_drawn(run, name) else []
+
+
+def of_machine(run: Run, folder: str) -> list[str]:
+    """All that one run of ``bench`` measured.
+
+    Args:
+        run: the figures.
+        folder: of the plots, as links have it: empty, or ending in a slash.
+    """
+    speeds = picture(run, "speedups", "times as fast as d2l's module and torch.compile", folder)
+    grown = picture(run, "sweeps", "time against Tk, Tq, H and B", folder)
+    kept = picture(run, "memory", "peak memory against Tk and H", folder)
+    roofline = picture(run, "roofline", "elements per second under the roofs", folder)
+    sections = {
+        "In short": [*_or_nothing(_summary(run)), *speeds],
+        "As the work grows": [*grown, *_or_nothing(_growth(run))],
+        "Memory": [*kept, *_or_nothing(_memory(run))],
+        "Roofs": [*roofline, *_or_nothing(_roofs(run))],
+        "What auto chooses": _or_nothing(_limits(run)),
+        "Other libraries": _or_nothing(_peers(run, folder)),
+        "Every row": _rows(run),
+    }
+    lines = [f"{about(run)}; a run of {run['seconds']:.0f} s.", ""]
+    for title, section in sections.items():
+        lines += [f"### {title}", "", *section]
+    return lines
+
+
+def _or_nothing(lines: list[str]) -> list[str]:
+    return lines or [NOTHING, ""]
+
+
+def _summary(run: Run) -> list[str]:
+    heads = ["what (B, Tq, Tk, H)", "d2l, eager", "fastest baseline", "ours"]
+    heads += ["d2l / ours", "fastest baseline / ours"]
+    cells = [
+        [
+            f"{row.what} {shape_text(row.shape)}",
+            f"{milliseconds(row.others['d2l eager'])} ms",
+            f"{milliseconds(row.others[row.fastest])} ms ({row.fastest})",
+            f"{milliseconds(row.seconds)} ms",
+            f"{row.against['d2l eager']:.1f}x",
+            f"{row.against[row.fastest]:.1f}x",
+        ]
+        for row in speedups(run)
+        if "d2l eager" in row.others
+    ]
+    return [*markdown(heads, cells), ""] if cells else []
+
+
+def _growth(run: Run) -> list[str]:
+    def medians(axis: str, mode: str) -> dict[str, list[tuple[int, float]]]:
+        points = time_points(run, axis, mode)
+        return {name: [(x, spread["median"]) for x, spread in of] for name, of in points.items()}
+
+    kinds = {
+        "time, forward": {axis: medians(axis, "forward") for axis in SWEEPS},
+        "time, forward + backward": {axis: medians(axis, "train") for axis in SWEEPS},
+        "peak memory": {axis: memory_points(run, axis) for axis in SWEEPS},
+    }
+    cells = []
+    for kind, points in kinds.items():
+        for name in dict.fromkeys(name for of_axis in points.values() for name in of_axis):
+            values = (points[axis].get(name, []) for axis in SWEEPS)
+            found = [f"{exponent(pairs):.2f}" if len(pairs) > 1 else "" for pairs in values]
+            cells.append([kind, name, *found])
+    if not cells:
+        return []
+    return [
+        f"Cost grows as the size to the power of these exponents, over the {LARGEST} largest sizes "
+        "of each sweep. An exponent below 1 means that fixed cost, or a part that does not depend "
+        "on this size, still shows.",
+        "",
+        *markdown(["what", "provider", *SWEEPS], cells),
+        "",
+    ]
+
+
+def _memory(run: Run) -> list[str]:
+    lines: list[str] = []
+    slopes = {axis: working_per_unit(run, axis) for axis in SWEEPS}
+    names = dict.fromkeys(name for of_axis in slopes.values() for name in of_axis)
+    if names:
+        heads = ["provider", *(f"one more of {axis}" for axis in SWEEPS)]
+        cells = [[name, *(size_text(slopes[axis].get(name)) for axis in SWEEPS)] for name in names]
+        lines += [*markdown(heads, cells), ""]
+    if run["peak_memory"]:
+        lines += ["Peak of forward and backward at (4, 128, 128, 512):", ""]
+        lines += peak_table(run["peak_memory"])
+    return lines
+
+
+def _roofs(run: Run) -> list[str]:
+    roofs = run.get("roofs")
+    if not roofs:
+        return []
+    rates = [["DRAM, read", f"{roofs['dram_read'] / 1e9:.1f} GB/s"]]
+    elements = {**roofs["ours"], "one torch.tanh per element": roofs["tanh"]}
+    rates += [[name, f"{rate / 1e9:.3g} G elements/s"] for name, rate in elements.items()]
+    lines = [*markdown(["roof", "this machine"], rates), ""]
+    for row in run["rows"]:
+        if "dram_read" in row:
+            ours = row["bounds"][0]["found"]
+            rate = row["dram_read"]["bytes_per_second"] / 1e9
+            lines += [
+                f"A step at {row['shape']['name']} {shape_text(row['shape'])}, its table ready and "
+                f"far larger than the caches, reads at {ours['median']:.0%} "
+                f"({ours['p20']:.0%}-{ours['p80']:.0%}) of the {rate:.1f} GB/s that "
+                f"{row['dram_read']['reader']} reaches between its rounds.",
+                "",
+            ]
+    return lines
+
+
+def _limits(run: Run) -> list[str]:
+    found = run.get("choices")
+    if not found:
+        return []
+    met = sum(limit["behind"]["median"] <= LIMIT_SLACK for limit in found)
+    return [
+        "Every way is timed at sizes on either side of each limit. *Over the best* is the time of "
+        "the way that auto takes over the time of the best way. "
+        f"{met} of {len(found)} choices are within {LIMIT_SLACK - 1:.0%} of the best.",
+        "",
+        *limit_table(found),
+        "",
+    ]
+
+
+def _peers(run: Run, folder: str) -> list[str]:
+    found = peer_rows(run)
+    if not found:
+        return []
+    names = list(dict.fromkeys(name for row in found for name in row.against))
+    cells = []
+    for row in found:
+        ratios = (f"{row.against[name]:.3g}x" if name in row.against else "" for name in names)
+        cells.append([row.what, shape_text(row.shape), *ratios])
+    return [
+        *picture(run, "peers", "times as fast as other libraries", folder),
+        *("Times as long as ours:", ""),
+        *markdown(["what", "(B, Tq, Tk, H)", *names], cells),
+        "",
+        *row_table([row for row in run["rows"] if row["table"] == "peers"]),
+    ]
+
+
+def _rows(run: Run) -> list[str]:
+    lines: list[str] = []
+    for table in ("step", "loop", "many-queries", "shapes", "overhead"):
+        found = [row for row in run["rows"] if row["table"] == table]
+        rows = {(str(row["shape"]), row["task"], row["mode"]): row for row in found}
+        lines += [f"#### {TITLES[table]}", "", *row_table(list(rows.values()))]
+    return lines
 
 
 def _claim(run: Run) -> list[str]:
@@ -99,22 +277,22 @@ def _claim(run: Run) -> list[str]:
 
 
 def _comparison(measured: list[Run]) -> list[str]:
-    """One row for each summary row, three columns for each machine."""
+    """One row for each summary row, three columns for each machine; then the claims."""
     heads, rows = ["what (B, Tq, Tk, H)"], dict[str, dict[str, list[str]]]()
-    for run in measured:
-        name = name_of(run)
+    names = [name_of(run) for run in measured]
+    for name, run in zip(names, measured, strict=True):
         heads += [f"{name}: ours", "d2l / ours", "fastest baseline / ours"]
         for row in speedups(run):
             if "d2l eager" in row.others:
                 cells = [f"{milliseconds(row.seconds)} ms", f"{row.against['d2l eager']:.1f}x"]
                 cells += [f"{row.against[row.fastest]:.1f}x ({row.fastest})"]
                 rows.setdefault(f"{row.what} {shape_text(row.shape)}", {})[name] = cells
-    names = [name_of(run) for run in measured]
     cells = [
-        [what, *(cell for name in names for cell in of_machine.get(name, ["", "", ""]))]
-        for what, of_machine in rows.items()
+        [what, *(cell for name in names for cell in of_name.get(name, ["", "", ""]))]
+        for what, of_name in rows.items()
     ]
-    return markdown(heads, cells) if cells else [NOTHING]
+    claims = [line for run in measured for line in _claim(run)]
+    return [*(markdown(heads, cells) if cells else [NOTHING]), "", *claims]
 
 
 def _gpu(run: Run) -> list[str]:
@@ -136,8 +314,7 @@ def page(
         others: lines on what other commands measured.
         gpus: a report of each GPU.
     """
-    lines = ["# Performance", "", INTRODUCTION, "", *_comparison(measured), ""]
-    lines += [line for run in measured for line in _claim(run)]
+    lines = ["# Performance", "", INTRODUCTION, "", *_comparison(measured)]
     lines += ["", NOTES, *(f"- {name}: {text}." for name, text in DIFFERENCES.items()), ""]
     for run in measured:
         lines += [f"## {name_of(run)}", "", *of_machine(run, folder)]
@@ -149,8 +326,7 @@ def page(
 
 def readme_block(measured: list[Run]) -> str:
     """Table, claims and a plot, as README has them between its marks."""
-    lines = [BEGIN, *_comparison(measured), ""]
-    lines += [line for run in measured for line in _claim(run)]
+    lines = [BEGIN, *_comparison(measured)]
     for run in measured[:1]:
         text = f"time against Tk, Tq, H and B on {name_of(run)}"
         lines += ["", *picture(run, "sweeps", text, "docs/images/")]
@@ -253,3 +429,7 @@ def main() -> int:
     for path in (*wanted, *drawn):
         print(f"wrote {path.relative_to(ROOT)}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,9 +8,7 @@ from typing import Any
 
 from bahdanau_fast.seq2seq.plots import require_matplotlib, save
 
-from ..timing.machine import slug
-from ..workloads.shapes import SWEEPS
-from .figures import (
+from .tables import (
     Kernel,
     Run,
     Speedup,
@@ -19,12 +17,12 @@ from .figures import (
     memory_points,
     name_of,
     peer_rows,
+    shape_text,
     speedups,
     time_points,
 )
-from .tables import shape_text
-
-__all__ = ["COLOURS", "draw_all", "file_name", "is_drawn"]
+from .timing.machine import slug
+from .workloads.shapes import SWEEPS
 
 COLOURS = {
     "d2l eager": "#4b5563",
