@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,13 +138,22 @@ class Side:
     folder: Path
 
 
-def _git(*arguments: str, folder: Path = ROOT) -> str:
+def _run(*command: str, folder: Path = ROOT, **variables: str) -> str:
+    """What a command prints.
+
+    Raises:
+        ValueError: it fails; its last line.
+    """
     done = subprocess.run(
-        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"git {arguments[0]} failed"]
-        raise ValueError(lines[-1])
+        raise ValueError((done.stderr.strip().splitlines() or [f"{command[0]} failed"])[-1])
     return done.stdout.strip()
 
 
@@ -153,14 +163,14 @@ def build(ref: str) -> Side:
     Raises:
         ValueError: there is no such commit, or it does not build.
     """
-    commit = _git("rev-parse", "--verify", "--short=12", f"{ref}^{{commit}}")
+    commit = _run("git", "rev-parse", "--verify", "--short=12", f"{ref}^{{commit}}")
     folder = ROOT / "build" / "compare" / commit
     built = folder / "built"
     if not (built / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         archive = folder / "source.tar"
-        _git("archive", "--output", str(archive), commit)
+        _run("git", "archive", "--output", str(archive), commit)
         shutil.unpack_archive(archive, folder / "source")
         archive.unlink()
         source = folder / "source"
@@ -169,17 +179,11 @@ def build(ref: str) -> Side:
                 raise ValueError(f"{ref} must have a folder {part}, got none")
             shutil.copytree(source / part, built / where / part)
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(built)]
-        done = subprocess.run(
-            command,
-            cwd=source,
-            env={**os.environ, "BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            lines = done.stderr.strip().splitlines() or ["no reason given"]
-            raise ValueError(f"{ref} must build, got: {lines[-1]}")
+        variables = {"BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0"}
+        try:
+            _run(*command, folder=source, **variables)
+        except ValueError as error:
+            raise ValueError(f"{ref} must build, got: {error}") from error
         (built / "done").touch()
     rule = built / "bahdanau_fast" / "parity.py"
     if (
@@ -189,37 +193,37 @@ def build(ref: str) -> Side:
     return Side(f"{ref} ({commit})", built)
 
 
-def _timed(workers: dict[str, Worker], row: Comparison, seconds: float) -> Timings:
-    for name, worker in workers.items():
-        found = worker.build(row.source, row.provider, row.task, row.shape, row.mode)
-        if not found.passed:
-            share = f"{found.worst:.3g} of the allowed error"
-            raise WorkerError(f"{name} fails parity, {found.where}: {share}")
-    return interleave(dict(workers), seconds)
+@contextmanager
+def started(
+    sides: dict[str, Side], order: random.Random | None = None
+) -> Iterator[dict[str, Worker]]:
+    """A process of each version, until the end of the block.
+
+    Raises:
+        WorkerError: a process does not start, or does not import its own version.
+    """
+    # A random order: the process that starts first must not always be the same version.
+    names = sorted(sides) if order is None else order.sample(sorted(sides), len(sides))
+    with ExitStack() as stack:
+        workers = {n: stack.enter_context(Worker(folder=sides[n].folder)) for n in names}
+        for name, worker in workers.items():
+            found = Path(worker.ask(do="where")["folder"])
+            if not found.samefile(sides[name].folder):
+                raise WorkerError(f"{name} was to be found in {sides[name].folder}: {found}")
+        yield workers
 
 
-def measure(
-    sides: dict[str, Side], rows: Sequence[Comparison], pairs: int, seconds: float
-) -> Iterator[tuple[Comparison, Timings | str]]:
-    """The timings of every row in every pair of processes, or why there are none."""
-    order = random.Random(0)
-    for _ in range(pairs):
-        # A random order: the process that starts first must not always be the same version.
-        names = order.sample(sorted(sides), len(sides))
-        workers = {name: Worker(folder=sides[name].folder) for name in names}
-        try:
-            for name, worker in workers.items():
-                found = Path(worker.ask(do="where")["folder"])
-                if not found.samefile(sides[name].folder):
-                    raise WorkerError(f"{name} was to be found in {sides[name].folder}: {found}")
-            for row in rows:
-                try:
-                    yield row, _timed(workers, row, seconds)
-                except WorkerError as problem:
-                    yield row, str(problem)
-        finally:
-            for worker in workers.values():
-                worker.close()
+def _timed(workers: dict[str, Worker], row: Comparison, seconds: float) -> Timings | str:
+    """The timings of a row, or why there are none."""
+    try:
+        for name, worker in workers.items():
+            found = worker.build(row.source, row.provider, row.task, row.shape, row.mode)
+            if not found.passed:
+                share = f"{found.worst:.3g} of the allowed error"
+                return f"{name} fails parity, {found.where}: {share}"
+        return interleave(dict(workers), seconds)
+    except WorkerError as problem:
+        return str(problem)
 
 
 def compare(
@@ -241,13 +245,17 @@ def compare(
     """
     timings: dict[Comparison, list[Timings]] = {row: [] for row in rows}
     problems: dict[Comparison, str] = {}
-    found = measure(sides, rows, pairs, seconds)
-    quiet = not sys.stderr.isatty()
-    for row, result in tqdm(found, total=pairs * len(rows), disable=quiet, file=sys.stderr):
-        if isinstance(result, str):
-            problems[row] = result
-        else:
-            timings[row].append(result)
+    order = random.Random(0)
+    with tqdm(total=pairs * len(rows), disable=not sys.stderr.isatty(), file=sys.stderr) as bar:
+        for _ in range(pairs):
+            with started(sides, order) as workers:
+                for row in rows:
+                    result = _timed(workers, row, seconds)
+                    if isinstance(result, str):
+                        problems[row] = result
+                    else:
+                        timings[row].append(result)
+                    bar.update()
     verdicts = {
         row: judge(of_row, NEW, OLD, len(rows))
         for row, of_row in timings.items()

@@ -62,15 +62,6 @@ def calls(lens: Tensor) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def trained(call: Callable[[], Tensor], grad: Tensor) -> Callable[[], None]:
-    """The call, and its backward into the weights."""
-
-    def step() -> None:
-        call().backward(grad)
-
-    return step
-
-
 def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:
     """Task to name to microseconds: median, p20, p80."""
     named = calls(torch.tensor([2, 6]))
@@ -82,26 +73,25 @@ def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:
     for task in ("forward, no grad", "forward, grad", "and backward"):
         timed: dict[str, Callable[[], Any]] = dict(named)
         if task == "and backward":
-            timed = {name: trained(call, grad) for name, call in named.items()}
+            timed = {name: lambda call=call: call().backward(grad) for name, call in named.items()}
         with torch.set_grad_enabled(task != "forward, no grad"):
             for call in timed.values():
                 call()
-            timings = interleave(timed, seconds)
-        spreads = {name: timings.time(name) for name in timed}
+            spreads = interleave(timed, seconds).packed()
         found[task] = {
-            name: {part: getattr(s, part) * 1e6 for part in ("median", "p20", "p80")}
-            for name, s in spreads.items()
+            name: {part: 1e6 * time for part, time in spread.items()}
+            for name, spread in spreads.items()
         }
     return found
 
 
 def lines(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
     """The result of :func:`measure` as a Markdown table."""
+    text = "{median:.1f} ({p20:.1f}-{p80:.1f})"
     cells = [
-        [name, *(f"{t[name]['median']:.1f} ({t[name]['p20']:.1f}-{t[name]['p80']:.1f})"
-                 for t in found.values())]
+        [name, *(text.format(**of_task[name]) for of_task in found.values())]
         for name in next(iter(found.values()))
-    ]  # fmt: skip
+    ]
     return markdown(["microseconds", *found], cells)
 
 

@@ -13,30 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import before_after, gpu_report, overhead, training
+from . import before_after, gpu_report, overhead, tables, training
 from .contestants.peers import DIFFERENCES
-from .plots import draw_all, file_name, is_drawn
-from .tables import (
-    Run,
-    about,
-    bounds_met,
-    exponent,
-    limit_table,
-    markdown,
-    memory_points,
-    milliseconds,
-    name_of,
-    peak_table,
-    peer_rows,
-    row_name,
-    row_table,
-    shape_rows,
-    shape_text,
-    size_text,
-    speedups,
-    time_points,
-    working_per_unit,
-)
+from .plots import draw_all, picture
+from .tables import Run, markdown, milliseconds, name_of, row_table, shape_text, speedups
 from .timing.worker import ROOT
 from .workloads.shapes import LARGEST, LIMIT_SLACK, SWEEPS, TITLES
 
@@ -101,11 +81,6 @@ NOT_MEASURED = """\
 NOTHING = "Not measured in this run."
 
 
-def picture(run: Run, name: str, text: str, folder: str) -> list[str]:
-    """A plot as a Markdown image; nothing where the run has no figures for it."""
-    return [f"![{text}]({folder}{file_name(run, name)})", ""] if is_drawn(run, name) else []
-
-
 def of_machine(run: Run, folder: str) -> list[str]:
     """All that one run of ``bench`` measured.
 
@@ -117,23 +92,20 @@ def of_machine(run: Run, folder: str) -> list[str]:
     grown = picture(run, "sweeps", "time against Tk, Tq, H and B", folder)
     kept = picture(run, "memory", "peak memory against Tk and H", folder)
     roofline = picture(run, "roofline", "elements per second under the roofs", folder)
+    nothing = [NOTHING, ""]
     sections = {
-        "In short": [*_or_nothing(_summary(run)), *speeds],
-        "As the work grows": [*grown, *_or_nothing(_growth(run))],
-        "Memory": [*kept, *_or_nothing(_memory(run))],
-        "Roofs": [*roofline, *_or_nothing(_roofs(run))],
-        "What auto chooses": _or_nothing(_limits(run)),
-        "Other libraries": _or_nothing(_peers(run, folder)),
+        "In short": [*(_summary(run) or nothing), *speeds],
+        "As the work grows": [*grown, *(_growth(run) or nothing)],
+        "Memory": [*kept, *(_memory(run) or nothing)],
+        "Roofs": [*roofline, *(_roofs(run) or nothing)],
+        "What auto chooses": _limits(run) or nothing,
+        "Other libraries": _peers(run, folder) or nothing,
         "Every row": _rows(run),
     }
-    lines = [f"{about(run)}; a run of {run['seconds']:.0f} s.", ""]
+    lines = [f"{tables.about(run)}; a run of {run['seconds']:.0f} s.", ""]
     for title, section in sections.items():
         lines += [f"### {title}", "", *section]
     return lines
-
-
-def _or_nothing(lines: list[str]) -> list[str]:
-    return lines or [NOTHING, ""]
 
 
 def _summary(run: Run) -> list[str]:
@@ -156,19 +128,19 @@ def _summary(run: Run) -> list[str]:
 
 def _growth(run: Run) -> list[str]:
     def medians(axis: str, mode: str) -> dict[str, list[tuple[int, float]]]:
-        points = time_points(run, axis, mode)
+        points = tables.time_points(run, axis, mode)
         return {name: [(x, spread["median"]) for x, spread in of] for name, of in points.items()}
 
     kinds = {
         "time, forward": {axis: medians(axis, "forward") for axis in SWEEPS},
         "time, forward + backward": {axis: medians(axis, "train") for axis in SWEEPS},
-        "peak memory": {axis: memory_points(run, axis) for axis in SWEEPS},
+        "peak memory": {axis: tables.memory_points(run, axis) for axis in SWEEPS},
     }
     cells = []
     for kind, points in kinds.items():
         for name in dict.fromkeys(name for of_axis in points.values() for name in of_axis):
             values = (points[axis].get(name, []) for axis in SWEEPS)
-            found = [f"{exponent(pairs):.2f}" if len(pairs) > 1 else "" for pairs in values]
+            found = [f"{tables.exponent(pairs):.2f}" if len(pairs) > 1 else "" for pairs in values]
             cells.append([kind, name, *found])
     if not cells:
         return []
@@ -184,15 +156,17 @@ def _growth(run: Run) -> list[str]:
 
 def _memory(run: Run) -> list[str]:
     lines: list[str] = []
-    slopes = {axis: working_per_unit(run, axis) for axis in SWEEPS}
+    slopes = {axis: tables.working_per_unit(run, axis) for axis in SWEEPS}
     names = dict.fromkeys(name for of_axis in slopes.values() for name in of_axis)
     if names:
         heads = ["provider", *(f"one more of {axis}" for axis in SWEEPS)]
-        cells = [[name, *(size_text(slopes[axis].get(name)) for axis in SWEEPS)] for name in names]
+        cells = [
+            [name, *(tables.size_text(slopes[axis].get(name)) for axis in SWEEPS)] for name in names
+        ]
         lines += [*markdown(heads, cells), ""]
     if run["peak_memory"]:
         lines += ["Peak of forward and backward at (4, 128, 128, 512):", ""]
-        lines += peak_table(run["peak_memory"])
+        lines += tables.peak_table(run["peak_memory"])
     return lines
 
 
@@ -228,13 +202,13 @@ def _limits(run: Run) -> list[str]:
         "the way that auto takes over the time of the best way. "
         f"{met} of {len(found)} choices are within {LIMIT_SLACK - 1:.0%} of the best.",
         "",
-        *limit_table(found),
+        *tables.limit_table(found),
         "",
     ]
 
 
 def _peers(run: Run, folder: str) -> list[str]:
-    found = peer_rows(run)
+    found = tables.peer_rows(run)
     if not found:
         return []
     names = list(dict.fromkeys(name for row in found for name in row.against))
@@ -262,17 +236,17 @@ def _rows(run: Run) -> list[str]:
 
 def _claim(run: Run) -> list[str]:
     """How many bounds a machine met, and on which shapes a baseline was faster than ours."""
-    held, count = bounds_met(run)
-    rows = list(shape_rows(run))
+    held, count = tables.bounds_met(run)
+    rows = list(tables.shape_rows(run))
     slower = [(row, bound) for row, bound in rows if not bound["holds"]]
-    said = f"- {about(run)}: {held} of {count} bounds of `make bench` hold."
+    said = f"- {tables.about(run)}: {held} of {count} bounds of `make bench` hold."
     if rows:
         said += f" In {len(rows) - len(slower)} of {len(rows)} rows of the list of shapes no "
         said += "baseline was faster than ours" + (", in these one was:" if slower else ".")
     lines = [said]
     for row, bound in slower:
         ratio = bound["found"] and f"{bound['rival']} took {bound['found']['median']:.2f}x our time"
-        lines.append(f"  - {row_name(row)}: {ratio or bound['rival']}")
+        lines.append(f"  - {tables.row_name(row)}: {ratio or bound['rival']}")
     return lines
 
 
@@ -326,11 +300,9 @@ def page(
 
 def readme_block(measured: list[Run]) -> str:
     """Table, claims and a plot, as README has them between its marks."""
-    lines = [BEGIN, *_comparison(measured)]
-    for run in measured[:1]:
-        text = f"time against Tk, Tq, H and B on {name_of(run)}"
-        lines += ["", *picture(run, "sweeps", text, "docs/images/")]
-    return "\n".join([*lines, END])
+    text = f"time against Tk, Tq, H and B on {name_of(measured[0])}"
+    plot = picture(measured[0], "sweeps", text, "docs/images/")
+    return "\n".join([BEGIN, *_comparison(measured), "", *plot, END])
 
 
 def write(run: Run, out: Path) -> list[Path]:
@@ -351,9 +323,8 @@ def _section(
     """A heading, then for each run what it is and its table."""
     lines = [title, ""]
     for run in found:
-        machine = run["machine"]
-        about = f"{name_of(run)}, torch {machine['torch']}, commit {machine['commit']}"
-        lines += [f"{about}{where(run)}", "", *table(run), ""]
+        versions = "torch {torch}, commit {commit}".format(**run["machine"])
+        lines += [f"{name_of(run)}, {versions}{where(run)}", "", *table(run), ""]
     return lines if found else [*lines, NOTHING, ""]
 
 

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -50,6 +50,10 @@ class Timings:
         """``slow / fast`` round by round, so that a disturbance of a round affects both."""
         pairs = zip(self.samples[slow], self.samples[fast], strict=True)
         return Spread.of([above / below for above, below in pairs])
+
+    def packed(self) -> dict[str, dict[str, float]]:
+        """Median, p20 and p80 by name, as they are written in JSON."""
+        return {name: asdict(self.time(name)) for name in self.samples}
 
     def fastest(self, names: list[str]) -> str:
         return min(names, key=lambda name: self.time(name).median)

@@ -46,6 +46,8 @@ class Row:
     def packed(self) -> dict[str, Any]:
         """The row as ``bench`` writes it in JSON."""
         case, subject = self.case, SUBJECT[self.case.task]
+        timings = self.timings or Timings({})
+        ours = subject in timings.samples
         packed: dict[str, Any] = {
             "table": case.table,
             "shape": vars(case.shape),
@@ -54,78 +56,42 @@ class Row:
             "spent": self.spent,
             "skipped": self.skipped,
             "parity": {name: vars(verdict) for name, verdict in self.verdicts.items()},
-            "seconds": {},
-            "ratio_to_ours": {},
+            "seconds": timings.packed(),
+            "ratio_to_ours": {
+                name: vars(timings.ratio(name, subject)) for name in timings.samples if ours
+            },
         }
         if self.timings is not None:
-            packed["rounds"] = self.timings.rounds
-            for name in self.timings.samples:
-                packed["seconds"][name] = vars(self.timings.time(name))
-                if subject in self.timings.samples:
-                    packed["ratio_to_ours"][name] = vars(self.timings.ratio(name, subject))
+            packed["rounds"] = timings.rounds
         if self.roof is not None:
             packed["dram_read"] = vars(self.roof)
-        packed["bounds"] = [
-            {
-                "against": bound.against,
-                "at_least": bound.at_least,
-                "rival": found.rival,
-                "found": None if found.found is None else vars(found.found),
-                "holds": found.holds,
-            }
-            for bound in case.bounds
-            for found in (check(self, bound),)
-        ]
+        packed["bounds"] = [self.check(bound) for bound in case.bounds]
         return packed
 
     @property
-    def failed(self) -> dict[str, Verdict]:
-        return {name: verdict for name, verdict in self.verdicts.items() if not verdict.passed}
+    def failed(self) -> list[str]:
+        return [name for name, verdict in self.verdicts.items() if not verdict.passed]
 
-    def rivals(self, against: str) -> list[str]:
-        """The timed providers that a bound names."""
-        timed = self.timings.samples if self.timings else {}
-        return [
-            name
-            for name in timed
-            if (against == "baseline" and self.groups[name] in ("eager", "compiled"))
-            or against in (name, self.groups[name])
-        ]
+    def check(self, bound: Bound) -> dict[str, Any]:
+        """A bound with the rival and the figure found; None if it could not be measured."""
+        rival, found = self._found(bound.against)
+        holds = found is not None and found.median >= bound.at_least
+        return {**vars(bound), "rival": rival, "found": found and vars(found), "holds": holds}
 
-
-@dataclass(frozen=True)
-class Check:
-    """A bound and the figure found; None if the figure could not be measured."""
-
-    bound: Bound
-    rival: str
-    found: Spread | None
-
-    @property
-    def holds(self) -> bool:
-        return self.found is not None and self.found.median >= self.bound.at_least
-
-
-def check(row: Row, bound: Bound) -> Check:
-    """Compare a row with a bound."""
-    subject = SUBJECT[row.case.task]
-    if row.timings is None or subject not in row.timings.samples:
-        return Check(bound, "not measured", None)
-    if bound.against == "DRAM":
-        return Check(bound, "DRAM read", _share(row, subject))
-    rivals = row.rivals(bound.against)
-    if not rivals:
-        return Check(bound, f"{bound.against}: not measured", None)
-    rival = row.timings.fastest(rivals)
-    return Check(bound, rival, row.timings.ratio(rival, subject))
-
-
-def _share(row: Row, subject: str) -> Spread | None:
-    if row.timings is None or row.roof is None:
-        return None
-    rate, time = row.roof.bytes_per_second, row.timings.time(subject)
-    moved = row.case.shape.memory_bytes
-    return Spread(*(moved / seconds / rate for seconds in (time.median, time.p80, time.p20)))
+    def _found(self, against: str) -> tuple[str, Spread | None]:
+        subject = SUBJECT[self.case.task]
+        if self.timings is None or subject not in self.timings.samples:
+            return "not measured", None
+        if against == "DRAM" and self.roof is not None:
+            time, moved = self.timings.time(subject), self.case.shape.memory_bytes
+            rates = (moved / seconds for seconds in (time.median, time.p80, time.p20))
+            return READ, Spread(*(rate / self.roof.bytes_per_second for rate in rates))
+        groups = ("eager", "compiled") if against == "baseline" else (against,)
+        rivals = [n for n in self.timings.samples if n == against or self.groups[n] in groups]
+        if not rivals:
+            return f"{against}: not measured", None
+        rival = self.timings.fastest(rivals)
+        return rival, self.timings.ratio(rival, subject)
 
 
 @dataclass
@@ -233,15 +199,14 @@ class Runner:
         return self._inputs
 
     def _oracle(self, task: str, train: bool) -> Oracle:
-        for gradients in (True, False):
-            oracle = self._oracles.get((family(task), gradients))
-            if oracle is not None and gradients >= train:
-                return oracle
         if self._inputs is None or self._shape is None:
             raise RuntimeError("no inputs have been drawn")
+        for gradients in (True, train):  # an oracle with gradients serves both modes
+            oracle = self._oracles.get((family(task), gradients))
+            if oracle is not None:
+                return oracle
         oracle = Oracle(self._inputs, self._shape, task, train)
-        self._oracles[family(task), train] = oracle
-        return oracle
+        return self._oracles.setdefault((family(task), train), oracle)
 
 
 def _is_meant(provider: Provider, case: Case) -> bool:
@@ -253,8 +218,5 @@ def _why_not(provider: Provider, case: Case) -> str | None:
     """Why a provider is not run in a row: "" if the row is not for it, None if it is run."""
     if case.task not in provider.builders or not _is_meant(provider, case):
         return ""
-    if provider.group == "eager":
-        return eager_too_large(case.shape)
-    if provider.group == "compiled" and case.mode == "train" and eager_too_large(case.shape):
-        return eager_too_large(case.shape)
-    return None
+    allocates = provider.group == "eager" or (provider.group == "compiled" and case.mode == "train")
+    return eager_too_large(case.shape) if allocates else None
