@@ -259,8 +259,7 @@ def spread_text(spread: dict[str, float] | None) -> str:
     """Milliseconds, median (p20-p80); nothing for None."""
     if spread is None:
         return ""
-    median, low, high = (milliseconds(spread[key]) for key in ("median", "p20", "p80"))
-    return f"{median} ({low}-{high})"
+    return "{median} ({p20}-{p80})".format(**{key: milliseconds(x) for key, x in spread.items()})
 
 
 def shape_text(shape: dict[str, Any]) -> str:
@@ -294,10 +293,8 @@ def row_table(rows: Rows) -> list[str]:
         what = f"{row['shape']['name']} {shape_text(row['shape'])}"
         spreads = [row["seconds"].get(name) for name in names]
         cells.append([what, f"{row['task']}, {MODES[row['mode']]}", *map(spread_text, spreads)])
-        gaps += [
-            f"- {what}, {row['task']}: {name} was not run: {reason}"
-            for name, reason in row["skipped"].items()
-        ]
+        gap = f"- {what}, {row['task']}: {{}} was not run: {{}}"
+        gaps += [gap.format(*skipped) for skipped in row["skipped"].items()]
     table = markdown(["shape (B, Tq, Tk, H)", "what", *names], cells)
     return [*table, "", *([*dict.fromkeys(gaps), ""] if gaps else [])]
 

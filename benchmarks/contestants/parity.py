@@ -15,16 +15,20 @@ the one that is timed afterwards.
 
 from __future__ import annotations
 
+import importlib
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bahdanau_fast import parity, reference
 
-from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
-from .providers import Group, Runnable, decode
+from ..timing.measure import prepare
+from ..workloads.shapes import DECODE_STEPS, Inputs, Shape, draw
+from .providers import Group, Provider, Runnable, decode
 
 # Elements of (B,Tq,Tk,H) that the oracle computes at most, in fp64 and in the tested dtype.
 CHECKED_ELEMENTS = 16_000_000
@@ -50,6 +54,27 @@ def allowed_error(group: Group, eager_error: float, largest: float, dtype: torch
     if group == "ours":
         return parity.allowed(eager_error, largest, dtype)
     return BASELINE_TOLERANCE * largest
+
+
+def checked_call(
+    source: str, name: str, task: str, shape: dict[str, Any], mode: str
+) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """A provider's call as it will be timed, and the verdict on it; what a worker process makes.
+
+    Args:
+        source: name of the module whose ``PROVIDERS`` holds the provider.
+        name: of the provider.
+        task: one of the tasks it serves.
+        shape: of the inputs, as a dictionary.
+        mode: ``forward``, ``graph`` or ``train``.
+    """
+    providers = {each.name: each for each in importlib.import_module(source).PROVIDERS}
+    torch.set_grad_enabled(mode != "forward")  # for the timed calls too
+    inputs = draw(Shape(**shape))
+    inputs.require_grad(mode != "forward")
+    oracle = Oracle(inputs, Shape(**shape), task, mode == "train")
+    call, verdict = oracle.checked(providers[name], task, mode == "train")
+    return call, asdict(verdict)
 
 
 class Oracle:
@@ -93,6 +118,16 @@ class Oracle:
                 checked = gradient[self.rows] if per_row else gradient
                 verdicts.append(self._judge(f"gradient {i}", checked, group))
         return max(verdicts, key=lambda verdict: verdict.worst)
+
+    def checked(
+        self, provider: Provider, task: str, train: bool
+    ) -> tuple[Callable[[], Any], Verdict]:
+        """A provider's call as it will be timed, and the verdict on it."""
+        runnable = provider.build(task, self._inputs)
+        if task == "again":
+            runnable.forward()  # the checked call must not be the first on its keys
+        verdict = self.check(runnable, provider.group, train)
+        return prepare(runnable, train, self._inputs.grad_context), verdict
 
     def _judge(self, name: str, result: Tensor, group: Group) -> Verdict:
         exact = self._exact[name]

@@ -16,6 +16,7 @@ import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -110,18 +111,20 @@ def _resident_growth(call: Callable[[], Any]) -> tuple[int, Any]:
     return max(0, _status("VmHWM") - before), result
 
 
-def allocated_growth(call: Callable[[], Any]) -> int:
-    """Peak of the bytes that torch's allocator has given out during a call."""
-    with torch.profiler.profile(profile_memory=True) as profile:
+def allocator_events(call: Callable[[], Any]) -> list[int]:
+    """Bytes that torch's allocator gave out (above 0) and took back during a call, in order."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         result = call()
     del result
-    live, peak = 0, 0
-    kineto = profile.profiler.kineto_results
-    events = [event for event in kineto.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def allocated_growth(call: Callable[[], Any]) -> int:
+    """Peak of the bytes that torch's allocator has given out during a call."""
+    return max(accumulate(allocator_events(call), initial=0))
 
 
 def _training_step(

@@ -14,7 +14,7 @@ from ..contestants.baselines import Unavailable
 from ..contestants.parity import Oracle, Verdict, family
 from ..contestants.providers import PROVIDERS, Provider, eager_too_large
 from ..workloads.shapes import SUBJECT, Bound, Case, Inputs, Shape, draw
-from .measure import Spread, Timings, interleave, prepare
+from .measure import Spread, Timings, interleave
 from .roofs import Bandwidth, Reader
 from .worker import Worker, WorkerError
 
@@ -130,7 +130,7 @@ class Runner:
 
     def _measure(self, case: Case) -> Row:
         train = case.mode == "train"
-        inputs = self._draw(case.shape)
+        self._draw(case.shape)
         oracle = self._oracle(case.task, train)
         calls: dict[str, Callable[[], Any]] = {}
         groups: dict[str, str] = {}
@@ -145,9 +145,9 @@ class Runner:
                     continue
                 try:
                     if provider.process is None:
-                        verdict, call = self._build(provider, case, inputs, oracle)
+                        call, verdict = oracle.checked(provider, case.task, train)
                     else:
-                        verdict, call = self._build_elsewhere(provider, case)
+                        call, verdict = self._build_elsewhere(provider, case)
                 except (Unavailable, WorkerError) as error:
                     skipped[provider.name] = str(error)
                     continue
@@ -169,18 +169,8 @@ class Runner:
             roof = max(rates, key=lambda rate: rate.bytes_per_second)
         return Row(case, timings, groups, skipped, verdicts, roof)
 
-    def _build(
-        self, provider: Provider, case: Case, inputs: Inputs, oracle: Oracle
-    ) -> tuple[Verdict, Callable[[], Any]]:
-        train = case.mode == "train"
-        runnable = provider.build(case.task, inputs)
-        if case.task == "again":
-            runnable.forward()  # the checked call must not be the first on its keys
-        verdict = oracle.check(runnable, provider.group, train)
-        return verdict, prepare(runnable, train, inputs.grad_context)
-
-    def _build_elsewhere(self, provider: Provider, case: Case) -> tuple[Verdict, Callable[[], Any]]:
-        """The same in the provider's own process; a wrong result leaves out this provider alone."""
+    def _build_elsewhere(self, provider: Provider, case: Case) -> tuple[Worker, Verdict]:
+        """Build in the provider's own process; a wrong result leaves out this provider alone."""
         for each in self.providers:  # all together, since starting takes seconds
             new = each.process is not None and each.name not in self._workers
             if new and case.task in each.builders and _is_meant(each, case):
@@ -189,14 +179,13 @@ class Runner:
         verdict = worker.build(peers.__name__, provider.name, case.task, case.shape, case.mode)
         if not verdict.passed:
             raise Unavailable(f"its {verdict.where} differs: {verdict.worst:.3g} of the allowed")
-        return verdict, worker
+        return worker, verdict
 
-    def _draw(self, shape: Shape) -> Inputs:
+    def _draw(self, shape: Shape) -> None:
         if shape != self._shape or self._inputs is None:
             self._oracles, self._inputs = {}, None  # frees the old tensors first
             self._shape, self._inputs = shape, draw(shape)
             self._inputs.require_grad(True)
-        return self._inputs
 
     def _oracle(self, task: str, train: bool) -> Oracle:
         if self._inputs is None or self._shape is None:
