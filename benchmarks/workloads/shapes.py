@@ -204,7 +204,6 @@ LIMIT_SLACK = 1.10
 PROJECTION_FLOPS = 10**10
 # Compiling takes about ten seconds a row, so training is compared on a few shapes.
 TRAINED = ("d2l-toy", "d2l-nmt", "tacotron2", "tsp")
-AUTOTUNE = ("compiled max-autotune",)
 
 # Our provider that is compared with the baselines in each task.
 SUBJECT = {
@@ -262,63 +261,49 @@ def _named(*needed: float) -> tuple[Bound, ...]:
     return tuple(map(Bound, ("compiled", "eager"), needed))
 
 
-def _step_cases() -> Iterator[Case]:
-    for shape, needed in zip(STEPS_ON_MEMORY, (5, 8, 6, 2), strict=True):
-        extra = AUTOTUNE if shape is STEPS_ON_MEMORY[0] else ()  # tuning takes long
-        yield Case("step", shape, "step", bounds=_named(needed), extra=extra)
-
-
-def _loop_cases() -> Iterator[Case]:
-    yield Case("loop", LOOP, "loop", "forward", (Bound("d2l eager", 25),))
-    yield Case("loop", LOOP, "loop", "train", (Bound("d2l eager", 15),))
-
-
-def _many_queries_cases() -> Iterator[Case]:
-    bounded = MANY_QUERIES[0]
-    yield Case("many-queries", bounded, "projected", "forward", _named(15, 100))
-    yield Case("many-queries", bounded, "projected", "train", _named(20, 50))
-    yield Case("many-queries", bounded, "full", "forward", _named(5, 28))
-    yield Case("many-queries", bounded, "full", "train", _named(7, 16))
+_PARALLEL = MANY_QUERIES[0]
+_STEPS = tuple(
+    # Tuning takes long, so one row has it.
+    Case("step", shape, "step", bounds=_named(least), extra=() if i else ("compiled max-autotune",))
+    for i, (shape, least) in enumerate(zip(STEPS_ON_MEMORY, (5, 8, 6, 2), strict=True))
+)
+_SPEED = (
+    *_STEPS,
+    Case("loop", LOOP, "loop", "forward", (Bound("d2l eager", 25),)),
+    Case("loop", LOOP, "loop", "train", (Bound("d2l eager", 15),)),
+    Case("many-queries", _PARALLEL, "projected", "forward", _named(15, 100)),
+    Case("many-queries", _PARALLEL, "projected", "train", _named(20, 50)),
+    Case("many-queries", _PARALLEL, "full", "forward", _named(5, 28)),
+    Case("many-queries", _PARALLEL, "full", "train", _named(7, 16)),
+    Case("bandwidth", SCAN, "scan", bounds=(Bound("DRAM", BANDWIDTH_BOUND),)),
+)
+_OVERHEAD = (
+    *(Case("overhead", TOY, "full", mode) for mode in MODES),
+    Case("overhead", TOY, "again"),
+    Case("overhead", TOY, "step"),
+    Case("overhead", replace(TOY, lens="none"), "full"),
+)
+_PEERS = (
+    *(Case("peers", s, "projected", extra=("peer",)) for s in (LIST[1], _PARALLEL)),
+    Case("peers", STEPS_ON_MEMORY[0], "step", extra=("peer",)),
+)
 
 
 def _shape_cases(quick: bool) -> Iterator[Case]:
     for shape in LIST:
-        if quick and shape.name not in QUICK:
-            continue
-        not_slower = (Bound("baseline", 1.0),)
-        task = "full" if shape.projection_flops <= PROJECTION_FLOPS else "projected"
-        yield Case("shapes", shape, task, "forward", not_slower)
-        if shape.name in TRAINED:
-            yield Case("shapes", shape, task, "train", not_slower)
-
-
-def _overhead_cases() -> Iterator[Case]:
-    modes: tuple[Mode, ...] = ("forward", "graph", "train")
-    for mode in modes:
-        yield Case("overhead", TOY, "full", mode)
-    yield Case("overhead", TOY, "again")
-    yield Case("overhead", TOY, "step")
-    yield Case("overhead", replace(TOY, lens="none"), "full")
-
-
-def _peer_cases() -> Iterator[Case]:
-    by_name = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
-    for task, name in (
-        ("projected", "d2l-nmt"),
-        ("projected", "parallel-4"),
-        ("step", "step-64"),
-    ):
-        yield Case("peers", by_name[name], task, extra=("peer",))
+        if not quick or shape.name in QUICK:
+            task = "full" if shape.projection_flops <= PROJECTION_FLOPS else "projected"
+            for mode in ("forward", "train") if shape.name in TRAINED else ("forward",):
+                yield Case("shapes", shape, task, mode, (Bound("baseline", 1.0),))
 
 
 def _sweep_cases(quick: bool) -> Iterator[Case]:
     for axis, shapes in SWEEPS.items():
         # Compiling a training step takes long: only the sizes that its exponent is fitted to.
-        modes: dict[Mode, tuple[Shape, ...]] = {"forward": shapes, "train": shapes[-LARGEST:]}
-        if quick:
-            modes = {"forward": shapes[:3]}
-        for mode, chosen in modes.items():
-            for shape in chosen:
+        chosen = {"forward": shapes[: 3 if quick else None]}
+        chosen |= {} if quick else {"train": shapes[-LARGEST:]}
+        for mode, of_mode in chosen.items():
+            for shape in of_mode:
                 yield Case(f"sweep-{axis}", shape, "projected", mode, share=0.5)
 
 
@@ -329,10 +314,8 @@ def cases(quick: bool = False, only: str | None = None) -> list[Case]:
         quick: leave out the large shapes, the compilations that take long, and the peers.
         only: keep the rows whose table or shape contains this.
     """
-    scan = Case("bandwidth", SCAN, "scan", bounds=(Bound("DRAM", BANDWIDTH_BOUND),))
-    found = [*_step_cases(), *_loop_cases(), *_many_queries_cases(), scan]
-    found += [*_shape_cases(quick), *_overhead_cases(), *_sweep_cases(quick)]
-    found = [replace(case, extra=()) for case in found] if quick else [*found, *_peer_cases()]
+    found = [*_SPEED, *_shape_cases(quick), *_OVERHEAD, *_sweep_cases(quick)]
+    found = [replace(case, extra=()) for case in found] if quick else [*found, *_PEERS]
     if only:
         found = [case for case in found if only in case.table or only in case.shape.name]
     return found

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import tables
+from benchmarks.command import Runner
 from benchmarks.contestants import peers
 from benchmarks.contestants.parity import Oracle
 from benchmarks.contestants.providers import (
@@ -22,7 +23,6 @@ from benchmarks.contestants.providers import (
 from benchmarks.studies import peak_memory
 from benchmarks.timing.measure import Spread, Timings, interleave, prepare
 from benchmarks.timing.roofs import Reader
-from benchmarks.timing.runner import Runner
 from benchmarks.workloads.shapes import (
     LIST,
     LOOP,

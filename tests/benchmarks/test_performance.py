@@ -14,6 +14,7 @@ from bahdanau_fast.cli import main
 from bahdanau_fast.ops import whole
 from bahdanau_fast.seq2seq.plots import require_matplotlib
 from benchmarks import command, page, plots, tables
+from benchmarks.command import Runner
 from benchmarks.contestants import peers
 from benchmarks.contestants.baselines import Unavailable
 from benchmarks.contestants.parity import Oracle
@@ -21,7 +22,6 @@ from benchmarks.contestants.providers import PROVIDERS
 from benchmarks.studies import dispatch_limits
 from benchmarks.timing import roofs
 from benchmarks.timing.machine import slug
-from benchmarks.timing.runner import Runner
 from benchmarks.timing.worker import Worker
 from benchmarks.workloads.shapes import (
     AXES,
