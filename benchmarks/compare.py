@@ -27,14 +27,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from .tables import markdown
-from .timing.machine import save
 from .timing.measure import Timings, interleave
 from .timing.worker import ROOT, Worker, WorkerError
 from .workloads.shapes import (
@@ -186,9 +184,7 @@ def build(ref: str) -> Side:
             raise ValueError(f"{ref} must build, got: {error}") from error
         (built / "done").touch()
     rule = built / "bahdanau_fast" / "parity.py"
-    if (
-        not rule.exists()
-    ):  # both versions are checked by one rule; older commits kept theirs elsewhere
+    if not rule.exists():  # one rule checks both versions; older commits had it elsewhere
         shutil.copy(ROOT / "bahdanau_fast" / "parity.py", rule)
     return Side(f"{ref} ({commit})", built)
 
@@ -285,7 +281,6 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=PAIRS, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="per row and pair")
     parser.add_argument("--only", default="", help="rows whose description contains this")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there")
     options = parser.parse_args()
     rows = [row for row in ROWS if options.only in str(row)]
     if not rows or options.pairs < 2:
@@ -305,12 +300,6 @@ def main() -> int:
         return 2
     print("\n".join(lines(verdicts, problems)))
     print(f"{built - start:.0f} s to build, {time.perf_counter() - built:.0f} s to measure")
-    packed: dict[str, Any] = {
-        "old": sides[OLD].name,
-        "rows": {str(row): {**asdict(v), "word": v.word} for row, v in verdicts.items()},
-        "problems": {str(row): problem for row, problem in problems.items()},
-    }
-    save(options.json, packed)
     return 1 if problems or any(verdict.word == "slower" for verdict in verdicts.values()) else 0
 
 

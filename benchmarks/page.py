@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import before_after, gpu_report, overhead, tables, training
 from .contestants.peers import DIFFERENCES
-from .plots import draw_all, picture
+from .plots import FIGURES, draw_all, picture
 from .tables import Run, markdown, milliseconds, name_of, row_table, shape_text, speedups
 from .timing.worker import ROOT
 from .workloads.shapes import LARGEST, LIMIT_SLACK, SWEEPS, TITLES
@@ -78,6 +78,34 @@ NOT_MEASURED = """\
 - Other libraries in training: only their forward passes are compared.
 - More cores than the machines above have, more than one socket, and other processors.
 - Energy, and throughput with several processes at a time."""
+# Heading, files, what stands behind machine and commit of each, and the table of a run.
+OTHERS: tuple[tuple[str, str, str, Callable[[Run], list[str]]], ...] = (
+    (
+        "## Training a decoder",
+        "training-*.json",
+        """; `python -m benchmarks.training`.
+A training step includes encoder, output layer, loss, clipping and Adam. *Course* is the
+course's loop, *no attention* its decoder without attention; both have the course's loss, which
+keeps the vocabulary in the middle. All decoders with attention have the same losses.""",
+        lambda run: training.lines(run["settings"]),
+    ),
+    (
+        "### Whole training steps, before and after",
+        "before-after-*.json",
+        """ against {old};
+`python -m benchmarks.before_after {ref}`. In the older commit every step had a node of
+its own in the graph and Python took the steps. Seed, batches and losses are the same.""",
+        before_after.lines,
+    ),
+    (
+        "## What a call costs",
+        "overhead-*.json",
+        """; `python -m benchmarks.overhead`. A call at
+(B, Tq, Tk, H) = {sizes} has almost nothing to compute. *Plain autograd.Function* calls
+our operator as a tutorial on custom functions would.""",
+        lambda run: overhead.lines(run["microseconds"]),
+    ),
+)
 NOTHING = "Not measured in this run."
 
 
@@ -88,18 +116,15 @@ def of_machine(run: Run, folder: str) -> list[str]:
         run: the figures.
         folder: of the plots, as links have it: empty, or ending in a slash.
     """
-    speeds = picture(run, "speedups", "times as fast as d2l's module and torch.compile", folder)
-    grown = picture(run, "sweeps", "time against Tk, Tq, H and B", folder)
-    kept = picture(run, "memory", "peak memory against Tk and H", folder)
-    roofline = picture(run, "roofline", "elements per second under the roofs", folder)
+    plots = {name: picture(run, name, folder) for name in FIGURES}
     nothing = [NOTHING, ""]
     sections = {
-        "In short": [*(_summary(run) or nothing), *speeds],
-        "As the work grows": [*grown, *(_growth(run) or nothing)],
-        "Memory": [*kept, *(_memory(run) or nothing)],
-        "Roofs": [*roofline, *(_roofs(run) or nothing)],
+        "In short": [*(_summary(run) or nothing), *plots["speedups"]],
+        "As the work grows": [*plots["sweeps"], *(_growth(run) or nothing)],
+        "Memory": [*plots["memory"], *(_memory(run) or nothing)],
+        "Roofs": [*plots["roofline"], *(_roofs(run) or nothing)],
         "What auto chooses": _limits(run) or nothing,
-        "Other libraries": _peers(run, folder) or nothing,
+        "Other libraries": [*plots["peers"], *(_peers(run) or nothing)],
         "Every row": _rows(run),
     }
     lines = [f"{tables.about(run)}; a run of {run['seconds']:.0f} s.", ""]
@@ -207,7 +232,7 @@ def _limits(run: Run) -> list[str]:
     ]
 
 
-def _peers(run: Run, folder: str) -> list[str]:
+def _peers(run: Run) -> list[str]:
     found = tables.peer_rows(run)
     if not found:
         return []
@@ -217,7 +242,6 @@ def _peers(run: Run, folder: str) -> list[str]:
         ratios = (f"{row.against[name]:.3g}x" if name in row.against else "" for name in names)
         cells.append([row.what, shape_text(row.shape), *ratios])
     return [
-        *picture(run, "peers", "times as fast as other libraries", folder),
         *("Times as long as ours:", ""),
         *markdown(["what", "(B, Tq, Tk, H)", *names], cells),
         "",
@@ -300,8 +324,7 @@ def page(
 
 def readme_block(measured: list[Run]) -> str:
     """Table, claims and a plot, as README has them between its marks."""
-    text = f"time against Tk, Tq, H and B on {name_of(measured[0])}"
-    plot = picture(measured[0], "sweeps", text, "docs/images/")
+    plot = picture(measured[0], "sweeps", "docs/images/", f" on {name_of(measured[0])}")
     return "\n".join([BEGIN, *_comparison(measured), "", *plot, END])
 
 
@@ -317,50 +340,18 @@ def runs(results: Path = RESULTS, pattern: str = "cpu-*.json") -> list[Run]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(pattern))]
 
 
-def _section(
-    title: str, found: list[Run], where: Callable[[Run], str], table: Callable[[Run], list[str]]
-) -> list[str]:
-    """A heading, then for each run what it is and its table."""
-    lines = [title, ""]
-    for run in found:
-        versions = "torch {torch}, commit {commit}".format(**run["machine"])
-        lines += [f"{name_of(run)}, {versions}{where(run)}", "", *table(run), ""]
-    return lines if found else [*lines, NOTHING, ""]
-
-
 def _others(results: Path) -> list[str]:
-    """What commands besides ``bench`` measured."""
-    lines = _section(
-        "## Training a decoder",
-        runs(results, "training-*.json"),
-        lambda run: (
-            "; `python -m benchmarks.training`.\nA training step includes encoder, output layer, "
-            "loss, clipping and Adam. *Course* is the\ncourse's loop, *no attention* its decoder "
-            "without attention; both have the course's loss, which\nkeeps the vocabulary in the "
-            "middle. All decoders with attention have the same losses."
-        ),
-        lambda run: training.lines(run["settings"]),
-    )
-    lines += _section(
-        "### Whole training steps, before and after",
-        runs(results, "before-after-*.json"),
-        lambda run: (
-            f" against {run['old']};\n`python -m benchmarks.before_after {run['old'].split()[0]}`. "
-            "In the older commit every step had a node of\nits own in the graph and Python took "
-            "the steps. Seed, batches and losses are the same."
-        ),
-        before_after.lines,
-    )
-    lines += _section(
-        "## What a call costs",
-        runs(results, "overhead-*.json"),
-        lambda run: (
-            f"; `python -m benchmarks.overhead`. A call at\n(B, Tq, Tk, H) = {overhead.SIZES} has "
-            "almost nothing to compute. *Plain autograd.Function* calls\nour operator as a "
-            "tutorial on custom functions would."
-        ),
-        lambda run: overhead.lines(run["microseconds"]),
-    )
+    """What commands besides ``bench`` measured: for each run what it is, and its table."""
+    lines = []
+    for title, pattern, words, table in OTHERS:
+        found = runs(results, pattern)
+        lines += [title, ""]
+        for run in found:
+            where = "{}, torch {torch}, commit {commit}".format(name_of(run), **run["machine"])
+            old = run.get("old", "")
+            said = words.format(old=old, ref=old.partition(" ")[0], sizes=overhead.SIZES)
+            lines += [where + said, "", *table(run), ""]
+        lines += [] if found else [NOTHING, ""]
     return lines
 
 

@@ -246,12 +246,13 @@ def memory(data: Run) -> Any:
     return _finish(figure, "Memory of forward and backward", data)
 
 
-FIGURES: dict[str, Callable[[Run], Any]] = {
-    "sweeps": sweeps,
-    "speedups": speedup_bars,
-    "roofline": roofline,
-    "memory": memory,
-    "peers": peer_bars,
+# How each figure is drawn, and what it shows.
+FIGURES: dict[str, tuple[Callable[[Run], Any], str]] = {
+    "sweeps": (sweeps, "time against Tk, Tq, H and B"),
+    "speedups": (speedup_bars, "times as fast as d2l's module and torch.compile"),
+    "roofline": (roofline, "elements per second under the roofs"),
+    "memory": (memory, "peak memory against Tk and H"),
+    "peers": (peer_bars, "times as fast as other libraries"),
 }
 
 
@@ -260,16 +261,17 @@ def file_name(data: Run, name: str) -> str:
     return f"bench-{slug(data['machine']).removeprefix('cpu-')}-{name}.png"
 
 
-def picture(run: Run, name: str, text: str, folder: str) -> list[str]:
+def picture(run: Run, name: str, folder: str, where: str = "") -> list[str]:
     """A plot as a Markdown image; nothing where the run has no figures for it."""
-    return [f"![{text}]({folder}{file_name(run, name)})", ""] if FIGURES[name](run) else []
+    draw, text = FIGURES[name]
+    return [f"![{text}{where}]({folder}{file_name(run, name)})", ""] if draw(run) else []
 
 
 def draw_all(data: Run, folder: Path) -> list[Path]:
     """Draw every figure that the run has measurements for; the files written."""
     written = []
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in FIGURES.items():
+    for name, (draw, _) in FIGURES.items():
         figure = draw(data)
         if figure is not None:
             path = folder / file_name(data, name)
