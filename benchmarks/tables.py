@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import linear_regression
 from typing import Any
@@ -115,13 +115,6 @@ def bounds_met(run: Run) -> tuple[int, int]:
 def peak_factor(peak: dict[str, Any]) -> float:
     """Peak memory over inputs, outputs and gradients."""
     return float(max(peak["resident"], peak["allocated"]) / peak["tensors"])
-
-
-def shape_rows(run: Run) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Rows of the list of shapes, each with its bound: no baseline may be faster than ours."""
-    for row in run["rows"]:
-        if row["table"] == "shapes":
-            yield from ((row, bound) for bound in row["bounds"])
 
 
 def speedups(run: Run, wanted: dict[tuple[str, str, str], str] = SPEEDUPS) -> list[Speedup]:
