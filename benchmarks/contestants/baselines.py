@@ -144,9 +144,9 @@ def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[
             function.__code__.replace(), function.__globals__, function.__name__
         )
     if mode is not None:
-        import torch._inductor.select_algorithm  # takes seconds
+        from torch._inductor import config, select_algorithm  # takes seconds
 
-        torch._inductor.config.max_autotune_report_choices_stats = False
-        torch._inductor.select_algorithm.PRINT_AUTOTUNE = False
+        config.max_autotune_report_choices_stats = False
+        select_algorithm.PRINT_AUTOTUNE = False
     wrapped: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True, mode=mode)
     return wrapped
