@@ -14,6 +14,7 @@ from bahdanau_fast import backends, reference
 from bahdanau_fast.memory import project
 
 from .contestants.providers import attend_projected
+from .tables import markdown
 
 MAGNITUDES = (1e-6, 1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1e4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -47,11 +48,11 @@ def main() -> None:
     backend = backends.resolve(torch.device("cpu"))
     print(f"backend {backend}; ours / eager\n")
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
-    print("| magnitude | " + " | ".join(names) + " |")
-    print("|---" * (len(DTYPES) + 1) + "|")
+    cells = []
     for magnitude in MAGNITUDES:
-        cells = ("{:.1e} / {:.1e}".format(*errors(d, magnitude, backend)) for d in DTYPES)
-        print(f"| {magnitude:g} | " + " | ".join(cells) + " |")
+        of_dtypes = (errors(dtype, magnitude, backend) for dtype in DTYPES)
+        cells.append([f"{magnitude:g}", *("{:.1e} / {:.1e}".format(*each) for each in of_dtypes)])
+    print("\n".join(markdown(["magnitude", *names], cells)))
 
 
 if __name__ == "__main__":

@@ -22,13 +22,11 @@ from bahdanau_fast.seq2seq.data.pairs import Pairs
 from bahdanau_fast.seq2seq.model.settings import TRAINING, Settings, build_model
 from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches
 
-from .compare import NEW, OLD, Side, build
-from .page.tables import markdown, milliseconds
+from .compare import NEW, OLD, Side, build, started
+from .tables import markdown, milliseconds
 from .timing.machine import save
 from .timing.measure import interleave
-from .timing.worker import ROOT, Worker, WorkerError
-
-__all__ = ["TRAININGS", "compare", "lines", "training_step"]
+from .timing.worker import ROOT, WorkerError
 
 TRAININGS = {
     "the demo": Settings(),
@@ -68,8 +66,7 @@ def compare(sides: dict[str, Side], seconds: float) -> list[dict[str, Any]]:
     """
     rows = []
     for name, settings in TRAININGS.items():
-        workers = {side: Worker(folder=at.folder) for side, at in sides.items()}
-        try:
+        with started(sides) as workers:
             losses = {
                 side: worker.make(SOURCE, training_step.__name__, name)["losses"]
                 for side, worker in workers.items()
@@ -78,17 +75,9 @@ def compare(sides: dict[str, Side], seconds: float) -> list[dict[str, Any]]:
                 if not abs(new - old) <= PARITY * abs(old):
                     raise RuntimeError(f"{name}: losses differ: {losses}")
             timings = interleave(dict(workers), seconds)
-        finally:
-            for worker in workers.values():
-                worker.close()
-        rows.append(
-            {
-                "training": name,
-                "settings": asdict(settings),
-                "seconds": {side: asdict(timings.time(side)) for side in sides},
-                "ratio": asdict(timings.ratio(OLD, NEW)),
-            }
-        )
+        ratio = asdict(timings.ratio(OLD, NEW))
+        found = {"settings": asdict(settings), "seconds": timings.packed(), "ratio": ratio}
+        rows.append({"training": name, **found})
     return rows
 
 
@@ -96,14 +85,9 @@ def lines(run: dict[str, Any]) -> list[str]:
     """A table, as Markdown."""
     cells = []
     for row in run["rows"]:
-        ratio = row["ratio"]
-        cells.append(
-            [
-                row["training"],
-                *(milliseconds(row["seconds"][side]["median"]) for side in (OLD, NEW)),
-                f"{ratio['median']:.2f}x ({ratio['p20']:.2f}-{ratio['p80']:.2f})",
-            ]
-        )
+        times = (milliseconds(row["seconds"][side]["median"]) for side in (OLD, NEW))
+        ratio = "{median:.2f}x ({p20:.2f}-{p80:.2f})".format(**row["ratio"])
+        cells.append([row["training"], *times, ratio])
     return markdown(["training", "before (ms)", "after (ms)", "before / after"], cells)
 
 

@@ -6,27 +6,43 @@ import itertools
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from bahdanau_fast.seq2seq.cli.plots import require_matplotlib
 
-from .page.document import write
-from .page.figures import bounds_met, roofs_of
-from .page.tables import bound_lines, limit_table, missed_limits, peak_table, row_table
+from . import tables
+from .contestants import peers
+from .contestants.baselines import Unavailable
+from .contestants.parity import Oracle, Verdict, family
+from .contestants.providers import PROVIDERS, Provider, eager_too_large
+from .page import write
 from .studies import dispatch_limits
 from .studies.peak_memory import growth, measure
 from .timing.machine import machine, save, slug
-from .timing.roofs import Reader, compute_roofs
-from .timing.runner import Runner
-from .workloads.cases import TITLES, cases
-from .workloads.shapes import MANY_QUERIES
+from .timing.measure import Spread, Timings, interleave
+from .timing.roofs import Bandwidth, Reader, compute_roofs
+from .timing.worker import Worker, WorkerError
+from .workloads.shapes import (
+    MANY_QUERIES,
+    SUBJECT,
+    SWEEPS,
+    TITLES,
+    Bound,
+    Case,
+    Inputs,
+    Shape,
+    cases,
+    draw,
+)
 
-__all__ = ["Options", "run"]
-
+SECONDS_PER_PROVIDER = 0.1
+READ = "DRAM read"
 PEAKS = (
     ("d2l eager", "projected"),
     ("compiled", "projected"),
@@ -35,6 +51,195 @@ PEAKS = (
 )
 GROWING = ("d2l eager", "compiled", "ours op")
 MEMORY, LIMITS, ROOFS = "peak-memory", "limits", "roofs"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The measurements of one case.
+
+    Attributes:
+        timings: None if a provider failed parity, or none could be built.
+        groups: group of each provider that was timed.
+        skipped: why other providers were not run.
+        verdicts: parity of each provider.
+        roof: the read bandwidth, if the row has a bound on it.
+        spent: seconds to compile, check and time all providers.
+    """
+
+    case: Case
+    timings: Timings | None
+    groups: dict[str, str]
+    skipped: dict[str, str]
+    verdicts: dict[str, Verdict]
+    roof: Bandwidth | None = None
+    spent: float = 0.0
+
+    def packed(self) -> dict[str, Any]:
+        """The row as ``bench`` writes it in JSON."""
+        case, subject = self.case, SUBJECT[self.case.task]
+        timings = self.timings or Timings({})
+        ours = subject in timings.samples
+        packed: dict[str, Any] = {
+            "table": case.table,
+            "shape": vars(case.shape),
+            "task": case.task,
+            "mode": case.mode,
+            "spent": self.spent,
+            "skipped": self.skipped,
+            "parity": {name: vars(verdict) for name, verdict in self.verdicts.items()},
+            "seconds": timings.packed(),
+            "ratio_to_ours": {
+                name: vars(timings.ratio(name, subject)) for name in timings.samples if ours
+            },
+        }
+        if self.timings is not None:
+            packed["rounds"] = timings.rounds
+        if self.roof is not None:
+            packed["dram_read"] = vars(self.roof)
+        packed["bounds"] = [self.check(bound) for bound in case.bounds]
+        return packed
+
+    @property
+    def failed(self) -> list[str]:
+        return [name for name, verdict in self.verdicts.items() if not verdict.passed]
+
+    def check(self, bound: Bound) -> dict[str, Any]:
+        """A bound with the rival and the figure found; None if it could not be measured."""
+        rival, found = self._found(bound.against)
+        holds = found is not None and found.median >= bound.at_least
+        return {**vars(bound), "rival": rival, "found": found and vars(found), "holds": holds}
+
+    def _found(self, against: str) -> tuple[str, Spread | None]:
+        subject = SUBJECT[self.case.task]
+        if self.timings is None or subject not in self.timings.samples:
+            return "not measured", None
+        if against == "DRAM" and self.roof is not None:
+            time, moved = self.timings.time(subject), self.case.shape.memory_bytes
+            rates = (moved / seconds for seconds in (time.median, time.p80, time.p20))
+            return READ, Spread(*(rate / self.roof.bytes_per_second for rate in rates))
+        groups = ("eager", "compiled") if against == "baseline" else (against,)
+        rivals = [n for n in self.timings.samples if n == against or self.groups[n] in groups]
+        if not rivals:
+            return f"{against}: not measured", None
+        rival = self.timings.fastest(rivals)
+        return rival, self.timings.ratio(rival, subject)
+
+
+@dataclass
+class Runner:
+    """Measures cases one after the other; cases of the same shape share inputs and oracles.
+
+    A context manager: its end ends the processes of the providers that have one.
+    """
+
+    providers: Sequence[Provider] = (*PROVIDERS, *peers.PROVIDERS)
+    seconds: float = SECONDS_PER_PROVIDER
+    min_rounds: int = 5
+    _rows: dict[tuple[Any, ...], Row] = field(default_factory=dict)
+    _shape: Shape | None = None
+    _inputs: Inputs | None = None
+    _oracles: dict[tuple[str, bool], Oracle] = field(default_factory=dict)
+    _reader: Reader | None = None
+    _workers: dict[str, Worker] = field(default_factory=dict)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._workers:
+            self._workers.popitem()[1].close()
+
+    def row(self, case: Case) -> Row:
+        """Measure a case, or return the measurements of a case with the same key."""
+        found = self._rows.get(case.key)
+        if found is None:
+            start = time.perf_counter()
+            found = self._measure(case)
+            found = replace(found, spent=time.perf_counter() - start)
+            self._rows[case.key] = found
+        return replace(found, case=case)
+
+    def _measure(self, case: Case) -> Row:
+        train = case.mode == "train"
+        self._draw(case.shape)
+        oracle = self._oracle(case.task, train)
+        calls: dict[str, Callable[[], Any]] = {}
+        groups: dict[str, str] = {}
+        skipped: dict[str, str] = {}
+        verdicts: dict[str, Verdict] = {}
+        with torch.set_grad_enabled(case.mode != "forward"):
+            for provider in self.providers:
+                reason = _why_not(provider, case)
+                if reason is not None:
+                    if reason:
+                        skipped[provider.name] = reason
+                    continue
+                try:
+                    if provider.process is None:
+                        call, verdict = oracle.checked(provider, case.task, train)
+                    else:
+                        call, verdict = self._build_elsewhere(provider, case)
+                except (Unavailable, WorkerError) as error:
+                    skipped[provider.name] = str(error)
+                    continue
+                verdicts[provider.name] = verdict
+                groups[provider.name] = provider.group
+                calls[provider.name] = call
+            if not calls or not all(verdict.passed for verdict in verdicts.values()):
+                return Row(case, None, groups, skipped, verdicts)
+            roof = None
+            if case.task == "scan":
+                self._reader = self._reader or Reader()
+                roof = self._reader.measure()
+                calls[READ], groups[READ] = self._reader.readers[roof.reader], "roof"
+            timings = interleave(calls, case.share * self.seconds * len(calls), self.min_rounds)
+        if self._reader is not None and roof is not None:
+            # The roof is the best rate before, during or after the timed rounds.
+            between = 4 * self._reader.buffer.numel() / min(timings.samples[READ])
+            rates = (roof, Bandwidth(between, roof.reader), self._reader.measure())
+            roof = max(rates, key=lambda rate: rate.bytes_per_second)
+        return Row(case, timings, groups, skipped, verdicts, roof)
+
+    def _build_elsewhere(self, provider: Provider, case: Case) -> tuple[Worker, Verdict]:
+        """Build in the provider's own process; a wrong result leaves out this provider alone."""
+        for each in self.providers:  # all together, since starting takes seconds
+            new = each.process is not None and each.name not in self._workers
+            if new and case.task in each.builders and _is_meant(each, case):
+                self._workers[each.name] = Worker(dict(each.process or ()))
+        worker = self._workers[provider.name]
+        verdict = worker.build(peers.__name__, provider.name, case.task, case.shape, case.mode)
+        if not verdict.passed:
+            raise Unavailable(f"its {verdict.where} differs: {verdict.worst:.3g} of the allowed")
+        return worker, verdict
+
+    def _draw(self, shape: Shape) -> None:
+        if shape != self._shape or self._inputs is None:
+            self._oracles, self._inputs = {}, None  # frees the old tensors first
+            self._shape, self._inputs = shape, draw(shape)
+            self._inputs.require_grad(True)
+
+    def _oracle(self, task: str, train: bool) -> Oracle:
+        if self._inputs is None or self._shape is None:
+            raise RuntimeError("no inputs have been drawn")
+        for gradients in (True, train):  # an oracle with gradients serves both modes
+            oracle = self._oracles.get((family(task), gradients))
+            if oracle is not None:
+                return oracle
+        oracle = Oracle(self._inputs, self._shape, task, train)
+        return self._oracles.setdefault((family(task), train), oracle)
+
+
+def _is_meant(provider: Provider, case: Case) -> bool:
+    """False for a provider that runs on demand, where the case does not ask for it."""
+    return not provider.on_demand or bool({provider.name, provider.group} & set(case.extra))
+
+
+def _why_not(provider: Provider, case: Case) -> str | None:
+    """Why a provider is not run in a row: "" if the row is not for it, None if it is run."""
+    if case.task not in provider.builders or not _is_meant(provider, case):
+        return ""
+    allocates = provider.group == "eager" or (provider.group == "compiled" and case.mode == "train")
+    return eager_too_large(case.shape) if allocates else None
 
 
 @dataclass(frozen=True)
@@ -75,7 +280,9 @@ def _measure_tables(options: Options) -> list[dict[str, Any]]:
                 done.append(runner.row(case).packed())
                 bar.update()
             bar.write(f"\n{TITLES[table]}; ms, median (p20-p80)\n", file=sys.stdout)
-            bar.write("\n".join([*row_table(done), *bound_lines(done)]), file=sys.stdout)
+            bar.write(
+                "\n".join([*tables.row_table(done), *tables.bound_lines(done)]), file=sys.stdout
+            )
             sys.stdout.flush()
             rows += done
     return rows
@@ -90,8 +297,8 @@ def _measure_memory(options: Options) -> tuple[dict[str, Any], list[dict[str, An
         peak = measure(name, task, shape)
         peaks[f"{name}, {task}"] = {"error": peak} if isinstance(peak, str) else vars(peak)
     print(f"\nPeak memory of forward and backward at {shape}\n")
-    print("\n".join(peak_table(peaks)), flush=True)
-    return peaks, growth(GROWING, ("H",) if options.quick else ("Tk", "Tq", "H", "B"))
+    print("\n".join(tables.peak_table(peaks)), flush=True)
+    return peaks, growth(GROWING, ("H",) if options.quick else tuple(SWEEPS))
 
 
 def _measure_limits(options: Options) -> list[dict[str, Any]]:
@@ -99,14 +306,14 @@ def _measure_limits(options: Options) -> list[dict[str, Any]]:
         return []
     found = dispatch_limits.measure(0.02 if options.quick else 0.1)
     print("\nWhat auto chooses near its limits, every way timed\n")
-    print("\n".join([*limit_table(found), *missed_limits(found)]), flush=True)
+    print("\n".join([*tables.limit_table(found), *tables.missed_limits(found)]), flush=True)
     return found
 
 
 def _measure_roofs(options: Options) -> dict[str, Any]:
     if not _wanted(options, ROOFS):
         return {}
-    return roofs_of(compute_roofs(), Reader().measure().bytes_per_second)
+    return tables.roofs_of(compute_roofs(), Reader().measure().bytes_per_second)
 
 
 def _best(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +321,7 @@ def _best(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     if not first:
         return {}
     rates = {name: max(rate, second["rates"][name]) for name, rate in first["rates"].items()}
-    return roofs_of(rates, max(first["dram_read"], second["dram_read"]))
+    return tables.roofs_of(rates, max(first["dram_read"], second["dram_read"]))
 
 
 def run(options: Options) -> int:
@@ -152,7 +359,7 @@ def run(options: Options) -> int:
         "roofs": roofs,
         "choices": limits,
     }
-    held, count = bounds_met(data)
+    held, count = tables.bounds_met(data)
     wrong = sum(not all(found["passed"] for found in row["parity"].values()) for row in rows)
     print(f"\n{held} of {count} bounds hold; {wrong} rows failed parity; {data['seconds']:.0f} s")
     file = options.json or options.out

@@ -2,38 +2,102 @@
 
 The commit is checked out and built under ``build/compare``. Then each version runs in a process of
 its own, with the benchmark code of this tree, and they take turns sample by sample.
-:mod:`benchmarks.timing.significance` decides which is slower, and gives the noise bounds.
+
+Two processes, one for each version, are timed round by round; then both are started anew, several
+times. A disturbance of a round affects both processes, so each pair of processes gives the median
+of the ratios of its rounds. The placement of pages and threads, however, differs from process to
+process and stays for all rounds. The pair is therefore the unit of the statistics: the mean of the
+pairs' log ratios follows Student's t distribution, and its confidence interval, at a confidence
+shared out among the rows, is the noise bound.
+
+Two versions differ if the whole interval lies beyond ``FLOOR``. Smaller differences also come from
+unrelated changes (alignment, order of allocations).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
-from .page.tables import markdown
-from .timing.machine import save
+from .tables import markdown
 from .timing.measure import Timings, interleave
-from .timing.significance import CONFIDENCE, FLOOR, Difference, judge
 from .timing.worker import ROOT, Worker, WorkerError
-from .workloads.cases import MODES, Mode
-from .workloads.shapes import LIST, LOOP, MANY_QUERIES, SCAN, STEPS_ON_MEMORY, TOY, Shape
-
-__all__ = ["ROWS", "Comparison", "Side", "build", "compare"]
+from .workloads.shapes import (
+    LIST,
+    LOOP,
+    MANY_QUERIES,
+    MODES,
+    SCAN,
+    STEPS_ON_MEMORY,
+    TOY,
+    Mode,
+    Shape,
+)
 
 PAIRS = 7
 SECONDS = 0.8
+FLOOR = 0.03
+SLOWDOWN = 1.15  # the smallest slowdown that must be seen
+CONFIDENCE = 0.99  # that no row of a comparison differs by chance alone
 NEW, OLD = "new", "old"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The new version's time over the old one's, with its bounds.
+
+    Attributes:
+        ratio: above 1 the new one is slower.
+        low, high: the ratio lies between them, at the confidence asked for.
+    """
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def word(self) -> str:
+        """``slower``, ``faster``, ``no difference``, or ``too noisy`` to see ``SLOWDOWN``."""
+        if self.low > 1 + FLOOR:
+            return "slower"
+        if self.high < 1 / (1 + FLOOR):
+            return "faster"
+        seen = (SLOWDOWN / (1 + FLOOR)) ** 2  # its interval, as wide as this one, ends at the floor
+        return "no difference" if self.high / self.low < seen else "too noisy"
+
+
+def judge(pairs: list[Timings], new: str, old: str, rows: int = 1) -> Difference:
+    """The difference in one row.
+
+    Args:
+        pairs: timings of each pair of processes; at least two.
+        new: name of the new version in them.
+        old: name of the old version.
+        rows: how many rows are compared together.
+
+    Raises:
+        ValueError: fewer than two pairs.
+    """
+    if len(pairs) < 2:
+        raise ValueError(f"pairs must be at least 2, got {len(pairs)}")
+    from scipy.stats import ttest_1samp
+
+    logs = [math.log(pair.ratio(new, old).median) for pair in pairs]
+    low, high = ttest_1samp(logs, 0.0).confidence_interval(1 - (1 - CONFIDENCE) / rows)
+    return Difference(math.exp(statistics.fmean(logs)), math.exp(low), math.exp(high))
 
 
 @dataclass(frozen=True)
@@ -72,13 +136,22 @@ class Side:
     folder: Path
 
 
-def _git(*arguments: str, folder: Path = ROOT) -> str:
+def _run(*command: str, folder: Path = ROOT, **variables: str) -> str:
+    """What a command prints.
+
+    Raises:
+        ValueError: it fails; its last line.
+    """
     done = subprocess.run(
-        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"git {arguments[0]} failed"]
-        raise ValueError(lines[-1])
+        raise ValueError((done.stderr.strip().splitlines() or [f"{command[0]} failed"])[-1])
     return done.stdout.strip()
 
 
@@ -88,14 +161,14 @@ def build(ref: str) -> Side:
     Raises:
         ValueError: there is no such commit, or it does not build.
     """
-    commit = _git("rev-parse", "--verify", "--short=12", f"{ref}^{{commit}}")
+    commit = _run("git", "rev-parse", "--verify", "--short=12", f"{ref}^{{commit}}")
     folder = ROOT / "build" / "compare" / commit
     built = folder / "built"
     if not (built / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         archive = folder / "source.tar"
-        _git("archive", "--output", str(archive), commit)
+        _run("git", "archive", "--output", str(archive), commit)
         shutil.unpack_archive(archive, folder / "source")
         archive.unlink()
         source = folder / "source"
@@ -104,52 +177,49 @@ def build(ref: str) -> Side:
                 raise ValueError(f"{ref} must have a folder {part}, got none")
             shutil.copytree(source / part, built / where / part)
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(built)]
-        done = subprocess.run(
-            command,
-            cwd=source,
-            env={**os.environ, "BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            lines = done.stderr.strip().splitlines() or ["no reason given"]
-            raise ValueError(f"{ref} must build, got: {lines[-1]}")
+        variables = {"BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0"}
+        try:
+            _run(*command, folder=source, **variables)
+        except ValueError as error:
+            raise ValueError(f"{ref} must build, got: {error}") from error
         (built / "done").touch()
+    rule = built / "bahdanau_fast" / "parity.py"
+    if not rule.exists():  # one rule checks both versions; older commits had it elsewhere
+        shutil.copy(ROOT / "bahdanau_fast" / "parity.py", rule)
     return Side(f"{ref} ({commit})", built)
 
 
-def _timed(workers: dict[str, Worker], row: Comparison, seconds: float) -> Timings:
-    for name, worker in workers.items():
-        found = worker.build(row.source, row.provider, row.task, row.shape, row.mode)
-        if not found.passed:
-            share = f"{found.worst:.3g} of the allowed error"
-            raise WorkerError(f"{name} fails parity, {found.where}: {share}")
-    return interleave(dict(workers), seconds)
+@contextmanager
+def started(
+    sides: dict[str, Side], order: random.Random | None = None
+) -> Iterator[dict[str, Worker]]:
+    """A process of each version, until the end of the block.
+
+    Raises:
+        WorkerError: a process does not start, or does not import its own version.
+    """
+    # A random order: the process that starts first must not always be the same version.
+    names = sorted(sides) if order is None else order.sample(sorted(sides), len(sides))
+    with ExitStack() as stack:
+        workers = {n: stack.enter_context(Worker(folder=sides[n].folder)) for n in names}
+        for name, worker in workers.items():
+            found = Path(worker.ask(do="where")["folder"])
+            if not found.samefile(sides[name].folder):
+                raise WorkerError(f"{name} was to be found in {sides[name].folder}: {found}")
+        yield workers
 
 
-def measure(
-    sides: dict[str, Side], rows: Sequence[Comparison], pairs: int, seconds: float
-) -> Iterator[tuple[Comparison, Timings | str]]:
-    """The timings of every row in every pair of processes, or why there are none."""
-    order = random.Random(0)
-    for _ in range(pairs):
-        # A random order: the process that starts first must not always be the same version.
-        names = order.sample(sorted(sides), len(sides))
-        workers = {name: Worker(folder=sides[name].folder) for name in names}
-        try:
-            for name, worker in workers.items():
-                found = Path(worker.ask(do="where")["folder"])
-                if not found.samefile(sides[name].folder):
-                    raise WorkerError(f"{name} was to be found in {sides[name].folder}: {found}")
-            for row in rows:
-                try:
-                    yield row, _timed(workers, row, seconds)
-                except WorkerError as problem:
-                    yield row, str(problem)
-        finally:
-            for worker in workers.values():
-                worker.close()
+def _timed(workers: dict[str, Worker], row: Comparison, seconds: float) -> Timings | str:
+    """The timings of a row, or why there are none."""
+    try:
+        for name, worker in workers.items():
+            found = worker.build(row.source, row.provider, row.task, row.shape, row.mode)
+            if not found.passed:
+                share = f"{found.worst:.3g} of the allowed error"
+                return f"{name} fails parity, {found.where}: {share}"
+        return interleave(dict(workers), seconds)
+    except WorkerError as problem:
+        return str(problem)
 
 
 def compare(
@@ -171,13 +241,17 @@ def compare(
     """
     timings: dict[Comparison, list[Timings]] = {row: [] for row in rows}
     problems: dict[Comparison, str] = {}
-    found = measure(sides, rows, pairs, seconds)
-    quiet = not sys.stderr.isatty()
-    for row, result in tqdm(found, total=pairs * len(rows), disable=quiet, file=sys.stderr):
-        if isinstance(result, str):
-            problems[row] = result
-        else:
-            timings[row].append(result)
+    order = random.Random(0)
+    with tqdm(total=pairs * len(rows), disable=not sys.stderr.isatty(), file=sys.stderr) as bar:
+        for _ in range(pairs):
+            with started(sides, order) as workers:
+                for row in rows:
+                    result = _timed(workers, row, seconds)
+                    if isinstance(result, str):
+                        problems[row] = result
+                    else:
+                        timings[row].append(result)
+                    bar.update()
     verdicts = {
         row: judge(of_row, NEW, OLD, len(rows))
         for row, of_row in timings.items()
@@ -207,7 +281,6 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=PAIRS, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="per row and pair")
     parser.add_argument("--only", default="", help="rows whose description contains this")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there")
     options = parser.parse_args()
     rows = [row for row in ROWS if options.only in str(row)]
     if not rows or options.pairs < 2:
@@ -227,12 +300,6 @@ def main() -> int:
         return 2
     print("\n".join(lines(verdicts, problems)))
     print(f"{built - start:.0f} s to build, {time.perf_counter() - built:.0f} s to measure")
-    packed: dict[str, Any] = {
-        "old": sides[OLD].name,
-        "rows": {str(row): {**asdict(v), "word": v.word} for row, v in verdicts.items()},
-        "problems": {str(row): problem for row, problem in problems.items()},
-    }
-    save(options.json, packed)
     return 1 if problems or any(verdict.word == "slower" for verdict in verdicts.values()) else 0
 
 

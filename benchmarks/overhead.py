@@ -19,7 +19,7 @@ import bahdanau_fast as bf
 from bahdanau_fast.ops import whole
 
 from .contestants.baselines import CourseAttention
-from .page.tables import markdown
+from .tables import markdown
 from .timing.machine import save
 from .timing.measure import interleave
 
@@ -49,7 +49,8 @@ def calls(lens: Tensor) -> dict[str, Callable[[], Tensor]]:
     torch.manual_seed(0)
     ours = bf.AdditiveAttention(H, H, H)
     weights = ours.W_q.weight, ours.W_k.weight, ours.w_v.weight
-    course = CourseAttention(*(w.detach() for w in weights))
+    course = CourseAttention(H, H, H)
+    course.load_state_dict(ours.state_dict())
     q, k, v = torch.randn(B, TQ, H), torch.randn(B, TK, H), torch.randn(B, TK, H)
     inputs = (q, k, v, *weights)
     return {
@@ -59,15 +60,6 @@ def calls(lens: Tensor) -> dict[str, Callable[[], Tensor]]:
         "plain autograd.Function": lambda: PlainFunction.apply(*inputs, lens)[0],
         "eager course module": lambda: course(q, k, v, lens),
     }
-
-
-def trained(call: Callable[[], Tensor], grad: Tensor) -> Callable[[], None]:
-    """The call, and its backward into the weights."""
-
-    def step() -> None:
-        call().backward(grad)
-
-    return step
 
 
 def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:
@@ -81,26 +73,25 @@ def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:
     for task in ("forward, no grad", "forward, grad", "and backward"):
         timed: dict[str, Callable[[], Any]] = dict(named)
         if task == "and backward":
-            timed = {name: trained(call, grad) for name, call in named.items()}
+            timed = {name: lambda call=call: call().backward(grad) for name, call in named.items()}
         with torch.set_grad_enabled(task != "forward, no grad"):
             for call in timed.values():
                 call()
-            timings = interleave(timed, seconds)
-        spreads = {name: timings.time(name) for name in timed}
+            spreads = interleave(timed, seconds).packed()
         found[task] = {
-            name: {part: getattr(s, part) * 1e6 for part in ("median", "p20", "p80")}
-            for name, s in spreads.items()
+            name: {part: 1e6 * time for part, time in spread.items()}
+            for name, spread in spreads.items()
         }
     return found
 
 
 def lines(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
     """The result of :func:`measure` as a Markdown table."""
+    text = "{median:.1f} ({p20:.1f}-{p80:.1f})"
     cells = [
-        [name, *(f"{t[name]['median']:.1f} ({t[name]['p20']:.1f}-{t[name]['p80']:.1f})"
-                 for t in found.values())]
+        [name, *(text.format(**of_task[name]) for of_task in found.values())]
         for name in next(iter(found.values()))
-    ]  # fmt: skip
+    ]
     return markdown(["microseconds", *found], cells)
 
 

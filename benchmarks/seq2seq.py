@@ -10,6 +10,7 @@ docs/seq2seq.md shows the tables.
 from __future__ import annotations
 
 import argparse
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from bahdanau_fast import backends
 from bahdanau_fast.seq2seq import (
@@ -36,8 +36,9 @@ from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.settings import TRAINING
 from bahdanau_fast.seq2seq.training.compare import compare_training, relative_difference
 
+from .studies.peak_memory import allocator_events
 from .timing.machine import save
-from .timing.measure import Spread, interleave
+from .timing.measure import Timings, interleave
 
 HIDDEN = (32, 256, 512)
 SENTENCES = 64
@@ -63,10 +64,7 @@ def copied(decoder: StepDecoder, width: int) -> Iterator[None]:
 
 def allocations(work: Callable[[], Any]) -> list[int]:
     """Bytes of every allocation for tensors during ``work``, in C++ operators too."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        work()
-    events = watched.profiler.kineto_results.events()
-    return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
+    return [size for size in allocator_events(work) if size > 0]
 
 
 def compare_backends(data: Path | None, steps: int, sizes: tuple[int, ...]) -> dict[str, Any]:
@@ -87,37 +85,28 @@ def compare_backends(data: Path | None, steps: int, sizes: tuple[int, ...]) -> d
         for name, model in compared.models.items():
             with backends.use(name):
                 answers[name] = greedy(model, tokens, lens, text.num_steps)[0].tolist()
-        spreads = {name: Spread.of(times) for name, times in compared.times.items()}
-        rows.append(
-            {
-                "hidden": hidden,
-                "steps": len(compared.losses[names[0]]),
-                "loss_max_relative_difference": relative_difference(
-                    compared.losses[names[0]], compared.losses["reference"]
-                ),
-                "last_loss": compared.losses[names[0]][-1],
-                "same_translations": sum(
-                    a == b for a, b in zip(answers[names[0]], answers["reference"], strict=True)
-                ),
-                "translations": len(sources),
-                "step_seconds": {name: asdict(spread) for name, spread in spreads.items()},
-                "tokens_per_second": compared.tokens_per_second,
-            }
+        losses = [compared.losses[name] for name in names]
+        row = {
+            "hidden": hidden,
+            "steps": len(losses[0]),
+            "loss_max_relative_difference": relative_difference(*losses),
+            "last_loss": losses[0][-1],
+            "same_translations": sum(map(operator.eq, *(answers[name] for name in names))),
+            "translations": len(sources),
+            "step_seconds": Timings(compared.times).packed(),
+            "tokens_per_second": compared.tokens_per_second,
+        }
+        rows.append(row)
+        ours, theirs = (row["step_seconds"][name]["median"] for name in names)
+        speeds = " and ".join(f"{row['tokens_per_second'][name]:,.0f}" for name in names)
+        print(
+            "hidden {hidden}: losses of {steps} steps within {loss_max_relative_difference:.1e}, "
+            "{same_translations} of {translations} translations the same; ".format(**row)
+            + f"a step {ours * 1e3:.1f} ms and {theirs * 1e3:.1f} ms ({theirs / ours:.2f}x), "
+            f"{speeds} tokens/s",
+            flush=True,
         )
-        _print_backends(rows[-1], names)
     return {"backends": names, "settings": asdict(TRAINING), "rows": rows}
-
-
-def _print_backends(row: dict[str, Any], names: list[str]) -> None:
-    ours, theirs = (row["step_seconds"][name]["median"] for name in names)
-    speeds = " and ".join(f"{row['tokens_per_second'][name]:,.0f}" for name in names)
-    print(
-        f"hidden {row['hidden']}: losses of {row['steps']} steps within "
-        f"{row['loss_max_relative_difference']:.1e}, {row['same_translations']} of "
-        f"{row['translations']} translations the same; a step {ours * 1e3:.1f} ms and "
-        f"{theirs * 1e3:.1f} ms ({theirs / ours:.2f}x), {speeds} tokens/s",
-        flush=True,
-    )
 
 
 def compare_beams(where: Path, seconds: float) -> dict[str, Any]:
@@ -142,20 +131,15 @@ def compare_beams(where: Path, seconds: float) -> dict[str, Any]:
 
     calls = {"greedy": lambda: greedy(model, source, lens, most), "queries": queries}
     calls["copies"] = copies
-    ours, theirs = queries(), copies()
-    same = (ours.tokens[:, 0] == theirs.tokens[:, 0]).all(1)
+    same = (queries().tokens[:, 0] == copies().tokens[:, 0]).all(1)
     timings = interleave(calls, seconds)
-    features = getattr(model.encoder, "output_size", translator.settings.num_hiddens)
+    hidden = translator.settings.num_hiddens
+    features = getattr(model.encoder, "output_size", hidden)
     memory = source.numel() * features * 4
     made = {name: allocations(call) for name, call in calls.items()}
     # Sizes of a copy per beam of the encoder's outputs, or of their projections.
-    copied_sizes = {
-        beam.width * source.numel() * size * 4
-        for size in (features, translator.settings.num_hiddens)
-    }
-    copies_made = {
-        name: sum(size in copied_sizes for size in sizes) for name, sizes in made.items()
-    }
+    copied_sizes = {beam.width * source.numel() * size * 4 for size in (features, hidden)}
+    copies_made = {n: sum(size in copied_sizes for size in sizes) for n, sizes in made.items()}
     result = {
         "sentences": len(texts),
         "beam": beam.width,
@@ -165,19 +149,18 @@ def compare_beams(where: Path, seconds: float) -> dict[str, Any]:
         "largest_allocation_bytes": {name: max(sizes) for name, sizes in made.items()},
         "allocated_bytes": {name: sum(sizes) for name, sizes in made.items()},
         "copies_per_beam": copies_made,
-        "seconds": {name: asdict(timings.time(name)) for name in calls},
+        "seconds": timings.packed(),
         "copies_over_queries": asdict(timings.ratio("copies", "queries")),
         "settings": asdict(translator.settings),
     }
+    times = {name: f"{1e3 * timings.time(name).median:.0f} ms" for name in calls}
     print(
         f"{len(texts)} sentences, {width} source steps, beam {beam.width}: queries "
-        f"{timings.time('queries').median * 1e3:.0f} ms, copies "
-        f"{timings.time('copies').median * 1e3:.0f} ms "
-        f"({result['copies_over_queries']['median']:.2f}x), greedy "
-        f"{timings.time('greedy').median * 1e3:.0f} ms; {result['same_translations']} of "
-        f"{len(texts)} translations the same\nallocations as large as {beam.width} copies of the "
-        f"memory ({memory / 1e6:.2f} MB): queries {copies_made['queries']}, copies "
-        f"{copies_made['copies']}"
+        f"{times['queries']}, copies {times['copies']} "
+        f"({result['copies_over_queries']['median']:.2f}x), greedy {times['greedy']}; "
+        f"{result['same_translations']} of {len(texts)} translations the same\n"
+        f"allocations as large as {beam.width} copies of the memory ({memory / 1e6:.2f} MB): "
+        f"queries {copies_made['queries']}, copies {copies_made['copies']}"
     )
     return result
 
@@ -220,26 +203,23 @@ def score_models(folders: list[Path], sentences: tuple[str, ...]) -> dict[str, A
 
 
 def _print_scores(row: dict[str, Any]) -> None:
-    scores = row["scores"]
+    scores, losses = row["scores"], row["epoch_losses"]
     first = scores[f"first_{FIRST}"]
-    losses = row["epoch_losses"]
+    corpora = [scores[name]["corpus"] for name in ("held_out", "held_out_beam")]
     cells = [
         row["folder"],
         f"{losses[0]:.2f} to {losses[-1]:.2f}",
         f"{min(v['loss'] for v in row['validations']):.3f}",
-        *(f"{scores[name]['corpus']['bleu']:.2f}" for name in ("held_out", "held_out_beam")),
-        *(f"{scores[name]['corpus']['chrf']:.2f}" for name in ("held_out", "held_out_beam")),
-        f"{first['bleu_above_0']:,}",
-        f"{first['bleu_above_08']:,}",
+        *(f"{corpus[score]:.2f}" for score in ("bleu", "chrf") for corpus in corpora),
+        *(f"{first[name]:,}" for name in ("bleu_above_0", "bleu_above_08")),
         f"{row['tokens_per_second']:,.0f}",
     ]
     print("| " + " | ".join(cells) + " |")
     for source, answer in row["translations"].items():
-        print(f"    {source} -> {answer}")
-    sys.stdout.flush()
+        print(f"    {source} -> {answer}", flush=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.seq2seq", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="what")
     command = commands.add_parser("backends")
@@ -254,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     scores.add_argument("--sentences", nargs="+", default=COURSE_SENTENCES)
     for each in (command, other, scores):
         each.add_argument("--json", type=Path, help="where the figures go")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.what == "backends":
         figures = compare_backends(options.data, options.steps, tuple(options.hidden))
     elif options.what == "scores":

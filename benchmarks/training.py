@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,10 @@ from bahdanau_fast.seq2seq import (
 )
 
 from .contestants.baselines import CourseAttention
-from .page.tables import markdown, spread_text
 from .studies.peak_memory import allocated_growth
+from .tables import markdown, spread_text
 from .timing.machine import save
 from .timing.measure import Timings, interleave
-
-__all__ = ["SETTINGS", "Setting", "compare", "lines"]
 
 COURSE, NONE, STEPS, OURS = "course", "no attention", "ours, step by step", "ours"
 OUR_LOSS = "no attention, our loss"
@@ -79,20 +77,19 @@ class _CourseDecoder(Seq2SeqAttentionDecoder):
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
-        ours = self.attention
-        self.course = CourseAttention(ours.W_q.weight, ours.W_k.weight, ours.w_v.weight)
+        hidden = self.attention.W_k.out_features
+        self.course = CourseAttention(hidden, hidden, hidden)
         del self.attention
 
     def forward(self, X: Tensor, state: Any) -> tuple[Tensor, Any]:
         enc_outputs, hidden, lens = state
-        outputs, seen = [], []
+        outputs = []
         for embedded in self.embedding(X).permute(1, 0, 2):
             query = hidden[-1].unsqueeze(1)
             context = self.course(query, enc_outputs, enc_outputs, lens)
             inputs = torch.cat((context, embedded.unsqueeze(1)), dim=-1)
             out, hidden = self.rnn(inputs.permute(1, 0, 2), hidden)
             outputs.append(out)
-            seen.append(self.course.attention_weights)
         logits = self.dense(torch.cat(outputs, dim=0))
         return logits.permute(1, 0, 2), [enc_outputs, hidden, lens]
 
@@ -198,96 +195,61 @@ def compare(setting: Setting, seconds: float, min_rounds: int = 5) -> dict[str, 
     peaks = {name: allocated_growth(work.train) for name, work in works.items()}
     return {
         "setting": asdict(setting),
-        "train": {name: asdict(trained.time(name)) for name in works},
-        "infer": {name: asdict(inferred.time(name)) for name in works},
+        "train": trained.packed(),
+        "infer": inferred.packed(),
         "peak_bytes": peaks,
-        "checks": [*_time_checks(setting, trained, inferred), _memory_check(setting, peaks)],
+        "checks": list(_checks(setting, trained, inferred, peaks)),
     }
 
 
-def _time_checks(setting: Setting, trained: Timings, inferred: Timings) -> list[dict[str, Any]]:
-    found = trained.ratio(COURSE, OURS).median
-    checks = [
-        {
-            "what": "training step, course / ours",
-            "found": found,
-            "bound": f">= {setting.times_course}",
-            "holds": found >= setting.times_course,
-        }
-    ]
+def _checks(
+    setting: Setting, trained: Timings, inferred: Timings, peaks: dict[str, int]
+) -> Iterator[dict[str, Any]]:
+    """Each bound of a setting, and what was found."""
+
+    def at_most(what: str, found: float, bound: float) -> dict[str, Any]:
+        return {"what": what, "found": found, "bound": f"<= {bound}", "holds": found <= bound}
+
+    found, least = trained.ratio(COURSE, OURS).median, setting.times_course
+    what = "training step, course / ours"
+    yield {"what": what, "found": found, "bound": f">= {least}", "holds": found >= least}
+    timed = {"training step": trained, "inference": inferred}
     for name, bounds in ((STEPS, setting.steps), (OURS, setting.ours)):
-        if bounds is None:
-            continue
-        for what, timings, bound in zip(
-            ("training step", "inference"), (trained, inferred), bounds, strict=True
-        ):
-            found = timings.ratio(name, OUR_LOSS).median
-            checks.append(
-                {
-                    "what": f"{what}, {name} / {OUR_LOSS}",
-                    "found": found,
-                    "bound": f"<= {bound}",
-                    "holds": found <= bound,
-                }
-            )
-    return checks
-
-
-def _memory_check(setting: Setting, peaks: dict[str, int]) -> dict[str, Any]:
-    """Bytes that attention adds, over the bytes of memory, weights and queries."""
+        for (what, timings), bound in zip(timed.items(), bounds or (), strict=False):
+            ratio = timings.ratio(name, OUR_LOSS).median
+            yield at_most(f"{what}, {name} / {OUR_LOSS}", ratio, bound)
+    # Bytes that attention adds, over the bytes of memory, weights and queries.
     s = setting
     kept = 4 * s.batch * (2 * s.source * s.hidden + s.target * (s.source + s.hidden))
-    found = (peaks[OURS] - peaks[OUR_LOSS]) / kept
-    bound = 1.5
-    return {
-        "what": f"peak memory above {OUR_LOSS} / (keys, projected keys, weights, queries)",
-        "found": found,
-        "bound": f"<= {bound}",
-        "holds": found <= bound,
-    }
+    what = f"peak memory above {OUR_LOSS} / (keys, projected keys, weights, queries)"
+    yield at_most(what, (peaks[OURS] - peaks[OUR_LOSS]) / kept, 1.5)
 
 
 def lines(figures: list[dict[str, Any]]) -> list[str]:
     """A table and the bounds, as Markdown."""
-    times = [
-        [
-            row["setting"]["name"],
-            name,
-            spread_text(row["train"][name]),
-            spread_text(row["infer"][name]),
-            f"{row['peak_bytes'][name] / 1e6:.0f}",
-        ]
-        for row in figures
-        for name in row["train"]
-    ]
-    checks = [
-        [
-            row["setting"]["name"],
-            check["what"],
-            f"{check['found']:.2f}",
-            check["bound"],
-            "holds" if check["holds"] else "**does not hold**",
-        ]
-        for row in figures
-        for check in row["checks"]
-    ]
+    times, checks = [], []
+    for row in figures:
+        setting = row["setting"]["name"]
+        for name in row["train"]:
+            spreads = (spread_text(row[task][name]) for task in ("train", "infer"))
+            times.append([setting, name, *spreads, f"{row['peak_bytes'][name] / 1e6:.0f}"])
+        for check in row["checks"]:
+            holds = "holds" if check["holds"] else "**does not hold**"
+            checks.append([setting, check["what"], f"{check['found']:.2f}", check["bound"], holds])
     heads = ["setting", "decoder", "training step (ms)", "inference (ms)", "peak memory (MB)"]
     bounds = ["setting", "ratio in one run", "found", "bound", ""]
     return [*markdown(heads, times), "", *markdown(bounds, checks)]
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Print the table; 1 if a bound does not hold."""
     parser = argparse.ArgumentParser(prog="benchmarks.training", description=__doc__)
     parser.add_argument("--seconds", type=float, default=40.0, help="of training per setting")
-    parser.add_argument("--only", help="settings whose name holds this")
+    parser.add_argument("--only", default="", help="settings whose name holds this")
     parser.add_argument("--json", type=Path, help="where the figures go")
-    options = parser.parse_args(arguments)
-    figures = [
-        compare(setting, options.seconds)
-        for setting in SETTINGS
-        if options.only is None or options.only in setting.name
-    ]
+    options = parser.parse_args()
+    chosen = [setting for setting in SETTINGS if options.only in setting.name]
+    figures = [compare(setting, options.seconds) for setting in chosen]
     print("\n".join(lines(figures)))
     save(options.json, {"settings": figures})
     return 0 if all(check["holds"] for row in figures for check in row["checks"]) else 1

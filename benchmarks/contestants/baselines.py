@@ -13,12 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._inductor.select_algorithm
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-__all__ = ["CourseAttention", "Unavailable", "compiled", "compiler_problem", "course_attend"]
-__all__ += ["rewrite", "rewrite_full", "rewrite_step"]
 
 MASKED = -1e6
 
@@ -27,7 +23,8 @@ class Unavailable(Exception):
     """A provider cannot serve a row here; the message says why."""
 
 
-def _course_softmax(scores: Tensor, valid_lens: Tensor | None) -> Tensor:
+def course_softmax(scores: Tensor, valid_lens: Tensor | None) -> Tensor:
+    """The course's masked softmax (B,Tq,Tk); writes into ``scores``, as the course does."""
     if valid_lens is None:
         return F.softmax(scores, dim=-1)
     rows = scores.reshape(-1, scores.shape[-1])
@@ -39,20 +36,36 @@ def _course_softmax(scores: Tensor, valid_lens: Tensor | None) -> Tensor:
 
 
 def course_attend(
-    queries: Tensor, keys: Tensor, values: Tensor, score: nn.Module, valid_lens: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    score: nn.Module,
+    valid_lens: Tensor | None,
+    dropout: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The course's forward after its projections."""
+    """The course's forward after its projections: context and weights."""
     features = torch.tanh(queries.unsqueeze(2) + keys.unsqueeze(1))
-    weights = _course_softmax(score(features).squeeze(-1), valid_lens)
-    return torch.bmm(weights, values), weights
+    weights = course_softmax(score(features).squeeze(-1), valid_lens)
+    return torch.bmm(dropout(weights) if dropout else weights, values), weights
 
 
 class CourseAttention(nn.Module):
-    """Additive attention as the course teaches it, with the layers and the dropout it has."""
+    """The course's AdditiveAttention: (num_hiddens,), or with key and query size first.
 
-    def __init__(self, w_q: Tensor, w_k: Tensor, w_v: Tensor, dropout: float = 0.0) -> None:
+    ``bias`` adds to the features what the course's layers leave out.
+    """
+
+    def __init__(self, *sizes: int, dropout: float = 0.0, bias: bool = False) -> None:
         super().__init__()
-        self.W_k, self.W_q, self.w_v = (_linear(w) for w in (w_k, w_q, w_v))
+        hidden = sizes[-1]
+        if len(sizes) == 1:
+            self.W_k, self.W_q = (nn.LazyLinear(hidden, bias=False) for _ in range(2))
+            self.w_v = nn.LazyLinear(1, bias=False)
+        else:
+            self.W_k = nn.Linear(sizes[0], hidden, bias=False)
+            self.W_q = nn.Linear(sizes[1], hidden, bias=False)
+            self.w_v = nn.Linear(hidden, 1, bias=False)
+        self.bias = nn.Parameter(torch.zeros(hidden)) if bias else None
         self.dropout = nn.Dropout(dropout)
         self.attention_weights: Tensor | None = None
 
@@ -60,17 +73,12 @@ class CourseAttention(nn.Module):
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
     ) -> Tensor:
         queries, keys = self.W_q(queries), self.W_k(keys)
-        features = torch.tanh(queries.unsqueeze(2) + keys.unsqueeze(1))
-        scores = self.w_v(features).squeeze(-1)
-        weights = _course_softmax(scores, valid_lens)
-        self.attention_weights = weights
-        return torch.bmm(self.dropout(weights), values)
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight = nn.Parameter(weight.detach())  # every provider uses the same storage
-    return layer
+        if self.bias is not None:
+            keys = keys + self.bias
+        context, self.attention_weights = course_attend(
+            queries, keys, values, self.w_v, valid_lens, self.dropout
+        )
+        return context
 
 
 def rewrite(
@@ -136,7 +144,9 @@ def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[
             function.__code__.replace(), function.__globals__, function.__name__
         )
     if mode is not None:
-        torch._inductor.config.max_autotune_report_choices_stats = False
-        torch._inductor.select_algorithm.PRINT_AUTOTUNE = False
+        from torch._inductor import config, select_algorithm  # takes seconds
+
+        config.max_autotune_report_choices_stats = False
+        select_algorithm.PRINT_AUTOTUNE = False
     wrapped: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True, mode=mode)
     return wrapped

@@ -15,18 +15,20 @@ the one that is timed afterwards.
 
 from __future__ import annotations
 
+import importlib
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bahdanau_fast import parity, reference
 
-from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
-from .providers import Group, Runnable, decode
-
-__all__ = ["Oracle", "Verdict", "allowed_error", "family"]
+from ..timing.measure import prepare
+from ..workloads.shapes import DECODE_STEPS, Inputs, Shape, draw
+from .providers import Group, Provider, Runnable, decode
 
 # Elements of (B,Tq,Tk,H) that the oracle computes at most, in fp64 and in the tested dtype.
 CHECKED_ELEMENTS = 16_000_000
@@ -54,6 +56,27 @@ def allowed_error(group: Group, eager_error: float, largest: float, dtype: torch
     return BASELINE_TOLERANCE * largest
 
 
+def checked_call(
+    source: str, name: str, task: str, shape: dict[str, Any], mode: str
+) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """A provider's call as it will be timed, and the verdict on it; what a worker process makes.
+
+    Args:
+        source: name of the module whose ``PROVIDERS`` holds the provider.
+        name: of the provider.
+        task: one of the tasks it serves.
+        shape: of the inputs, as a dictionary.
+        mode: ``forward``, ``graph`` or ``train``.
+    """
+    providers = {each.name: each for each in importlib.import_module(source).PROVIDERS}
+    torch.set_grad_enabled(mode != "forward")  # for the timed calls too
+    inputs = draw(Shape(**shape))
+    inputs.require_grad(mode != "forward")
+    oracle = Oracle(inputs, Shape(**shape), task, mode == "train")
+    call, verdict = oracle.checked(providers[name], task, mode == "train")
+    return call, asdict(verdict)
+
+
 class Oracle:
     """The result of a task in fp64, and the error of eager PyTorch in the tested dtype.
 
@@ -72,7 +95,7 @@ class Oracle:
         exact = self._compute(family(task), torch.float64, gradients)
         eager = self._compute(family(task), inputs.keys.dtype, gradients)
         self._exact = exact
-        self._eager_error = {name: _distance(eager[name], exact[name]) for name in exact}
+        self._eager_error = {name: parity.error(eager[name], exact[name]) for name in exact}
 
     def grad_context(self) -> Tensor:
         """The gradient of the checked call's context: zero on rows that are not checked."""
@@ -96,17 +119,25 @@ class Oracle:
                 verdicts.append(self._judge(f"gradient {i}", checked, group))
         return max(verdicts, key=lambda verdict: verdict.worst)
 
+    def checked(
+        self, provider: Provider, task: str, train: bool
+    ) -> tuple[Callable[[], Any], Verdict]:
+        """A provider's call as it will be timed, and the verdict on it."""
+        runnable = provider.build(task, self._inputs)
+        if task == "again":
+            runnable.forward()  # the checked call must not be the first on its keys
+        verdict = self.check(runnable, provider.group, train)
+        return prepare(runnable, train, self._inputs.grad_context), verdict
+
     def _judge(self, name: str, result: Tensor, group: Group) -> Verdict:
         exact = self._exact[name]
         if result.shape != exact.shape:
             return Verdict(False, math.inf, f"{name} has shape {tuple(result.shape)}")
         if result.dtype != self._inputs.keys.dtype:
             return Verdict(False, math.inf, f"{name} has dtype {result.dtype}")
-        error, largest = _distance(result, exact), float(exact.abs().max())
+        error, largest = parity.error(result, exact), float(exact.abs().max())
         allowed = allowed_error(group, self._eager_error[name], largest, result.dtype)
         worst = error / allowed if allowed > 0 else (0.0 if error == 0 else math.inf)
-        if math.isnan(worst):
-            worst = math.inf
         return Verdict(worst <= 1, worst, name)
 
     def _compute(self, task: str, dtype: torch.dtype, gradients: bool) -> dict[str, Tensor]:
@@ -128,11 +159,7 @@ class Oracle:
                 keys, values = source[0], source[-1]  # one leaf where values is keys
 
                 def step(query: Tensor) -> tuple[Tensor, Tensor]:
-                    context, weights = reference.additive_attention(
-                        query, keys, values, w_q, w_k, w_v, lens
-                    )
-                    assert weights is not None  # need_weights is on
-                    return context, weights
+                    return reference.additive_attention(query, keys, values, w_q, w_k, w_v, lens)
 
                 context, weights = decode(step, query) if task == "loop" else step(query)
         results = {"context": context.detach(), "weights": weights.detach()}
@@ -141,7 +168,3 @@ class Oracle:
             for i, gradient in enumerate(torch.autograd.grad(context, leaves, grad)):
                 results[f"gradient {i}"] = gradient
         return results
-
-
-def _distance(result: Tensor, exact: Tensor) -> float:
-    return float((result.double() - exact.double()).abs().max()) if exact.numel() else 0.0

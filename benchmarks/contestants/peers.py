@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from ..workloads.shapes import Inputs
 from . import baselines
-from .providers import Outputs, Provider, Runnable, Unavailable
-
-__all__ = ["DIFFERENCES", "PROVIDERS"]
+from .baselines import Unavailable
+from .providers import Outputs, Provider, Runnable
 
 DIFFERENCES = {
     "Keras (torch)": "no W_q and W_k of its own, so it is given projected queries and keys; run as "

@@ -31,10 +31,7 @@ from bahdanau_fast.memory import ProjectedKeys, project
 
 from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
 from . import baselines
-from .baselines import CourseAttention, Unavailable, compiled
-
-__all__ = ["PROVIDERS", "TASKS", "Group", "Provider", "Runnable", "by_name", "decode"]
-__all__ += ["Unavailable", "eager_too_large"]
+from .baselines import CourseAttention, compiled
 
 TASKS = ("full", "again", "step", "projected", "scan", "loop")
 Group = Literal["eager", "compiled", "ours", "peer"]
@@ -105,17 +102,19 @@ def _with_parameters(inputs: Inputs, module: nn.Module) -> tuple[Tensor, ...]:
     return inputs.leaves("full")[: -len(own)] + tuple(map(module.get_parameter, own))
 
 
-def _course(inputs: Inputs) -> CourseAttention:
-    return CourseAttention(inputs.w_q, inputs.w_k, inputs.w_v).eval()
-
-
-def _ours(inputs: Inputs) -> bf.AdditiveAttention:
+def _sharing_weights(cls: type[Module], inputs: Inputs) -> Module:
+    """A module of a class, on the same storage of weights as every other provider."""
     (hidden, query_size), key_size = inputs.w_q.shape, inputs.w_k.shape[1]
-    module = bf.AdditiveAttention(key_size, query_size, hidden).eval()
-    module.W_q.weight = nn.Parameter(inputs.w_q.detach())
-    module.W_k.weight = nn.Parameter(inputs.w_k.detach())
-    module.w_v.weight = nn.Parameter(inputs.w_v.detach())
+    module = cls(key_size, query_size, hidden).eval()
+    for layer, weight in zip(
+        (module.W_q, module.W_k, module.w_v), (inputs.w_q, inputs.w_k, inputs.w_v), strict=True
+    ):
+        layer.weight = nn.Parameter(weight.detach())
     return module
+
+
+_course = partial(_sharing_weights, CourseAttention)
+_ours = partial(_sharing_weights, bf.AdditiveAttention)
 
 
 def _weights(module: Module) -> Tensor:
@@ -162,12 +161,9 @@ def _module(
 
 
 def _course_projected(inputs: Inputs) -> Runnable:
-    module, leaves = _course(inputs), inputs.leaves("projected")
-    query, key = inputs.projected_queries, inputs.projected_keys
-    return Runnable(
-        lambda: baselines.course_attend(query, key, inputs.values, module.w_v, inputs.valid_lens),
-        (*leaves[:-1], module.w_v.weight),
-    )
+    module, leaves = _course(inputs), inputs.leaves("projected")[:-1]
+    given = (*leaves, module.w_v, inputs.valid_lens)
+    return Runnable(partial(baselines.course_attend, *given), (*leaves, module.w_v.weight))
 
 
 # --- the rewrite, eager and compiled ------------------------------------------------------------
@@ -176,29 +172,20 @@ Wrap = Callable[[Callable[..., Outputs]], Callable[..., Outputs]]
 
 
 def _rewrite_full(wrap: Wrap, inputs: Inputs) -> Runnable:
-    call, weights = wrap(baselines.rewrite_full), (inputs.w_q, inputs.w_k, inputs.w_v)
-    return Runnable(
-        lambda: call(inputs.queries, inputs.keys, inputs.values, weights, inputs.valid_lens),
-        inputs.leaves("full"),
-    )
+    weights = (inputs.w_q, inputs.w_k, inputs.w_v)
+    given = (inputs.queries, inputs.keys, inputs.values, weights, inputs.valid_lens)
+    return Runnable(partial(wrap(baselines.rewrite_full), *given), inputs.leaves("full"))
 
 
 def _rewrite_step(wrap: Wrap, inputs: Inputs) -> Runnable:
-    call, weights = wrap(baselines.rewrite_step), (inputs.w_q, inputs.w_v)
-    keys = inputs.projected_keys
-    return Runnable(
-        lambda: call(inputs.queries, keys, inputs.values, weights, inputs.valid_lens),
-        (),
-    )
+    weights = (inputs.w_q, inputs.w_v)
+    given = (inputs.queries, inputs.projected_keys, inputs.values, weights, inputs.valid_lens)
+    return Runnable(partial(wrap(baselines.rewrite_step), *given), ())
 
 
 def _rewrite_projected(wrap: Wrap, inputs: Inputs) -> Runnable:
-    call = wrap(baselines.rewrite)
-    query, key = inputs.projected_queries, inputs.projected_keys
-    return Runnable(
-        lambda: call(query, key, inputs.values, inputs.w_v, inputs.valid_lens),
-        inputs.leaves("projected"),
-    )
+    leaves = inputs.leaves("projected")
+    return Runnable(partial(wrap(baselines.rewrite), *leaves, inputs.valid_lens), leaves)
 
 
 def _rewrite_loop(wrap: Wrap, inputs: Inputs) -> Runnable:
@@ -206,11 +193,8 @@ def _rewrite_loop(wrap: Wrap, inputs: Inputs) -> Runnable:
 
     def forward() -> Outputs:
         keys = F.linear(inputs.keys, inputs.w_k)
-
-        def step(query: Tensor) -> Outputs:
-            return call(query, keys, inputs.values, weights, inputs.valid_lens)
-
-        return decode(step, inputs.queries)
+        rest = (keys, inputs.values, weights, inputs.valid_lens)
+        return decode(lambda query: call(query, *rest), inputs.queries)
 
     return Runnable(forward, inputs.leaves("loop"))
 
@@ -251,21 +235,9 @@ def _memory_loop(inputs: Inputs) -> Runnable:
 
 
 def _op_full(inputs: Inputs) -> Runnable:
-    def forward() -> Outputs:
-        context, weights = bf.additive_attention(
-            inputs.queries,
-            inputs.keys,
-            inputs.values,
-            inputs.w_q,
-            inputs.w_k,
-            inputs.w_v,
-            inputs.valid_lens,
-        )
-        if weights is None:
-            raise RuntimeError("additive_attention gave no weights")
-        return context, weights
-
-    return Runnable(forward, inputs.leaves("full"))
+    weights = (inputs.w_q, inputs.w_k, inputs.w_v)
+    given = (inputs.queries, inputs.keys, inputs.values, *weights, inputs.valid_lens)
+    return Runnable(partial(bf.additive_attention, *given), inputs.leaves("full"))
 
 
 def _op_projected(inputs: Inputs, ready: bool = False) -> Runnable:
@@ -298,54 +270,48 @@ def attend_projected(
         w_v: (1,H).
         valid_lens: None, (B,) or (B,Tq).
     """
+    if not hasattr(backends, "decide"):  # an older commit, compared with this tree
+        return functional.attend_projected(
+            queries, keys, values, w_v, valid_lens, 0.0, True, backend
+        )
     given = (queries, keys.keys, values, None, None, w_v, None, w_v.shape[-1], 0.0)
     route = backends.decide(*given, keys_projected=True, name=backend)
     return functional.attend_projected(route, queries, keys, values, w_v, valid_lens, 0.0)
 
+
+_AUTOTUNED = partial(compiled, mode="max-autotune")
+_COURSE = partial(_module, _course)
+_OURS = partial(_module, _ours)
+_OP = {
+    "full": _op_full,
+    "projected": _op_projected,
+    "scan": partial(_op_projected, ready=True),
+}
 
 PROVIDERS: tuple[Provider, ...] = (
     Provider(
         "d2l eager",
         "eager",
         {
-            "full": partial(_module, _course),
-            "again": partial(_module, _course),
-            "step": partial(_module, _course),
+            **dict.fromkeys(("full", "again", "step"), _COURSE),
             "projected": _course_projected,
-            "loop": partial(_module, _course, steps=True),
+            "loop": partial(_COURSE, steps=True),
         },
     ),
     Provider("rewrite eager", "eager", _rewrites(lambda function: function)),
     Provider(
         "d2l compiled",
         "compiled",
-        {"loop": partial(_module, _course, steps=True, compile_it=True)},
+        {"loop": partial(_COURSE, steps=True, compile_it=True)},
         on_demand=True,
     ),
     Provider("compiled", "compiled", _rewrites(compiled)),
-    Provider(
-        "compiled max-autotune",
-        "compiled",
-        _rewrites(partial(compiled, mode="max-autotune")),
-        on_demand=True,
-    ),
+    Provider("compiled max-autotune", "compiled", _rewrites(_AUTOTUNED), on_demand=True),
     Provider(
         "ours module",
         "ours",
-        {
-            "full": partial(_module, _ours),
-            "again": partial(_module, _ours, known=True),
-            "loop": partial(_module, _ours, steps=True),
-        },
+        {"full": _OURS, "again": partial(_OURS, known=True), "loop": partial(_OURS, steps=True)},
     ),
     Provider("ours memory", "ours", {"step": _memory_step, "loop": _memory_loop}),
-    Provider(
-        "ours op",
-        "ours",
-        {
-            "full": _op_full,
-            "projected": _op_projected,
-            "scan": partial(_op_projected, ready=True),
-        },
-    ),
+    Provider("ours op", "ours", _OP),
 )

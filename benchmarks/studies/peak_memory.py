@@ -11,25 +11,20 @@ nothing else.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..contestants.providers import by_name
-from ..timing.worker import environment
-from ..workloads.shapes import AXES, LARGEST, SWEEPS, Shape, draw, nbytes
-
-__all__ = ["Peak", "allocated_growth", "growth", "measure"]
+from ..timing.worker import Worker, WorkerError
+from ..workloads.shapes import AXES, LARGEST, SWEEPS, Shape, draw
 
 
 @dataclass(frozen=True)
@@ -47,11 +42,6 @@ class Peak:
     tensors: int
     resident: int
     allocated: int
-
-    @property
-    def factor(self) -> float:
-        """The larger of the two peaks over inputs, outputs and gradients."""
-        return max(self.resident, self.allocated) / self.tensors
 
 
 def measure(provider: str, task: str, shape: Shape) -> Peak | str:
@@ -89,19 +79,20 @@ def growth(providers: Sequence[str], axes: Sequence[str] = tuple(AXES)) -> list[
 def _measure(provider: str, task: str, shapes: Sequence[Shape]) -> list[Peak] | str:
     if not os.access("/proc/self/clear_refs", os.W_OK):
         return "needs a Linux /proc with a resettable high-water mark"
+    variables = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}
     packed = [asdict(shape) for shape in shapes]
-    arguments = json.dumps({"provider": provider, "task": task, "shapes": packed})
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", __spec__.name, arguments],
-        env=environment({"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return lines[-1]
-    return [Peak(**peak) for peak in json.loads(done.stdout.splitlines()[-1])]
+    with Worker(variables) as worker:
+        try:
+            found = worker.make(__name__, peaks.__name__, provider, task, packed)["peaks"]
+        except WorkerError as error:
+            return str(error)
+    return [Peak(**peak) for peak in found]
+
+
+def peaks(provider: str, task: str, shapes: list[dict[str, Any]]) -> tuple[None, dict[str, Any]]:
+    """The peaks of some shapes, for :meth:`Worker.make`, which is given no call to time."""
+    found = [_in_this_process(provider, task, Shape(**shape)) for shape in shapes]
+    return None, {"peaks": [asdict(peak) for peak in found]}
 
 
 def _status(field: str) -> int:
@@ -120,18 +111,20 @@ def _resident_growth(call: Callable[[], Any]) -> tuple[int, Any]:
     return max(0, _status("VmHWM") - before), result
 
 
-def allocated_growth(call: Callable[[], Any]) -> int:
-    """Peak of the bytes that torch's allocator has given out during a call."""
-    with torch.profiler.profile(profile_memory=True) as profile:
+def allocator_events(call: Callable[[], Any]) -> list[int]:
+    """Bytes that torch's allocator gave out (above 0) and took back during a call, in order."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         result = call()
     del result
-    live, peak = 0, 0
-    kineto = profile.profiler.kineto_results
-    events = [event for event in kineto.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def allocated_growth(call: Callable[[], Any]) -> int:
+    """Peak of the bytes that torch's allocator has given out during a call."""
+    return max(accumulate(allocator_events(call), initial=0))
 
 
 def _training_step(
@@ -149,7 +142,8 @@ def _training_step(
         return context.detach(), weights.detach(), *gradients
 
     outputs = 4 * shape.batch * shape.queries * (shape.value_size + shape.keys)
-    return call, nbytes(*leaves, grad), outputs + nbytes(*leaves)
+    of_leaves = sum(leaf.nbytes for leaf in leaves)
+    return call, of_leaves + grad.nbytes, outputs + of_leaves
 
 
 def _in_this_process(provider: str, task: str, shape: Shape) -> Peak:
@@ -166,14 +160,3 @@ def _in_this_process(provider: str, task: str, shape: Shape) -> Peak:
     del result
     allocated = allocated_growth(call)
     return Peak(provider, task, inputs + outputs, inputs + resident, inputs + allocated)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Print the peak of one provider as JSON.")
-    parser.add_argument("arguments")
-    request = json.loads(parser.parse_args().arguments)
-    found = [
-        asdict(_in_this_process(request["provider"], request["task"], Shape(**shape)))
-        for shape in request["shapes"]
-    ]
-    print(json.dumps(found))

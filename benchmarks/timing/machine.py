@@ -14,8 +14,6 @@ import torch
 
 import bahdanau_fast as bf
 
-__all__ = ["machine", "save", "slug"]
-
 
 def machine() -> dict[str, str]:
     """Processor, versions and commit of this run."""

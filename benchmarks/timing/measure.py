@@ -8,16 +8,13 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..contestants.providers import Runnable
-
-__all__ = ["Spread", "Stopwatch", "Timings", "captured", "interleave", "prepare"]
-__all__ += ["read_bandwidth", "seconds_per_call"]
 
 SAMPLE_SECONDS = 5e-3
 SLOW_SECONDS = 0.05
@@ -36,15 +33,8 @@ class Spread:
 
     @classmethod
     def of(cls, samples: list[float]) -> Spread:
-        ordered = sorted(samples)
-
-        def at(share: float) -> float:
-            place = share * (len(ordered) - 1)
-            low, rest = math.floor(place), place % 1
-            high = min(low + 1, len(ordered) - 1)
-            return ordered[low] * (1 - rest) + ordered[high] * rest
-
-        return cls(at(0.5), at(0.2), at(0.8))
+        shares = torch.tensor((0.5, 0.2, 0.8), dtype=torch.float64)
+        return cls(*torch.tensor(samples, dtype=torch.float64).quantile(shares).tolist())
 
 
 @dataclass(frozen=True)
@@ -60,6 +50,10 @@ class Timings:
         """``slow / fast`` round by round, so that a disturbance of a round affects both."""
         pairs = zip(self.samples[slow], self.samples[fast], strict=True)
         return Spread.of([above / below for above, below in pairs])
+
+    def packed(self) -> dict[str, dict[str, float]]:
+        """Median, p20 and p80 by name, as they are written in JSON."""
+        return {name: asdict(self.time(name)) for name in self.samples}
 
     def fastest(self, names: list[str]) -> str:
         return min(names, key=lambda name: self.time(name).median)

@@ -8,19 +8,17 @@ code calls the library's vectorised tanh.
 from __future__ import annotations
 
 import ctypes
-import functools
 import shutil
 import subprocess
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import torch
-
-__all__ = ["Bandwidth", "Reader", "compute_roofs"]
 
 BUFFER_BYTES = 768 << 20
 
@@ -73,28 +71,20 @@ class Reader:
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads)
         self.readers: dict[str, Callable[[], object]] = {"torch.sum": self.buffer.sum}
-        built = _build()
-        if built is not None:
-            kernel = built["read_all"]
-            self.readers["C sum, one thread per core"] = lambda: self._read(kernel)
+        if "read_all" in _build():
+            self.readers["C sum, one thread per core"] = self._read
 
-    def _read(self, kernel: Callable[[int, int], float]) -> float:
-        # ctypes releases the interpreter lock during the call.
+    def _read(self) -> float:
         share = self.buffer.numel() // self._threads
         starts = [self.buffer.data_ptr() + 4 * share * i for i in range(self._threads)]
-        return sum(self._pool.map(lambda start: kernel(start, share), starts))
+        return _together(self._pool, "read_all", starts, share)
 
     def measure(self, repeats: int = 5) -> Bandwidth:
         """The fastest of some reads by each reader."""
         best = Bandwidth(0.0, "nothing")
         for name, read in self.readers.items():
-            read()
-            for _ in range(repeats):
-                start = time.perf_counter()
-                read()
-                rate = 4 * self.buffer.numel() / (time.perf_counter() - start)
-                if rate > best.bytes_per_second:
-                    best = Bandwidth(rate, name)
+            rate = self.buffer.nbytes / _fastest(read, repeats=repeats)
+            best = max(best, Bandwidth(rate, name), key=lambda found: found.bytes_per_second)
         return best
 
 
@@ -111,44 +101,42 @@ def compute_roofs(seconds: float = 0.3) -> dict[str, float]:
     x = torch.full((threads * (1 << 16),), 0.5)
     out = torch.empty_like(x)
     constants = torch.tensor([0.999, 0.001])  # the sums neither grow nor become denormal
-    calls: dict[str, tuple[Callable[[], object], int]] = {}
-    rounds = 500_000
+    rounds, starts = 500_000, [constants.data_ptr()] * threads
     with ThreadPoolExecutor(threads) as pool:
-        for name, kernel in (_build() or {}).items():
-            if name != "read_all":
-
-                def run(kernel: Callable[[int, int], float] = kernel) -> object:
-                    given = [constants.data_ptr()] * threads
-                    return list(pool.map(lambda at: kernel(at, rounds), given))
-
-                calls[name] = (run, rounds * _PER_ROUND * threads)
+        calls: dict[str, tuple[Callable[[], object], int]] = {
+            name: (partial(_together, pool, name, starts, rounds), rounds * _PER_ROUND * threads)
+            for name in _build()
+            if name != "read_all"
+        }
         calls["tanh"] = (lambda: torch.tanh(x, out=out), x.numel())
-        return {name: work / _fastest(call, seconds) for name, (call, work) in calls.items()}
+        return {n: work / _fastest(call, seconds=seconds) for n, (call, work) in calls.items()}
 
 
-def _fastest(call: Callable[[], object], seconds: float) -> float:
-    call()
-    end, best = time.perf_counter() + seconds, float("inf")
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return best
+def _together(pool: ThreadPoolExecutor, name: str, starts: list[int], count: int) -> float:
+    """A C function on several addresses at a time: ctypes releases the interpreter lock."""
+    return sum(pool.map(_build()[name], starts, [count] * len(starts)))
 
 
-@functools.cache
-def _build() -> dict[str, Callable[[int, int], float]] | None:
-    """The C functions, or None without a compiler."""
+def _fastest(call: Callable[[], object], repeats: int = 1, seconds: float = 0.0) -> float:
+    """Seconds of the fastest of so many calls, or of so many as fit into ``seconds``."""
+    timer = timeit.Timer(call)
+    timer.timeit(1)
+    return min(timer.repeat(max(repeats, int(seconds / timer.timeit(1))), number=1))
+
+
+@cache
+def _build() -> dict[str, Callable[[int, int], float]]:
+    """The C functions; none without a compiler."""
     compiler = shutil.which("gcc") or shutil.which("g++")
     if compiler is None:
-        return None
+        return {}
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "roofs.c"), Path(folder, "roofs.so")
         source.write_text(_SOURCE)
         command = [compiler, "-x", "c", "-O3", "-march=native", "-shared", "-fPIC"]
         done = subprocess.run([*command, str(source), "-o", str(binary)], check=False)
         if done.returncode != 0:
-            return None
+            return {}
         library = ctypes.CDLL(str(binary))
     functions: dict[str, Callable[[int, int], float]] = {}
     for name in ("read_all", "multiply_add", "divide"):

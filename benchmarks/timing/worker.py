@@ -19,10 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import bahdanau_fast
+
+from ..contestants import parity
 from ..contestants.parity import Verdict
 from ..workloads.shapes import Shape
-
-__all__ = ["ROOT", "Worker", "WorkerError", "environment"]
+from .measure import seconds_per_call
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,11 +78,10 @@ class Worker:
         Raises:
             WorkerError: the provider cannot be built, or is not installed.
         """
-        names = {"source": source, "provider": provider, "task": task, "mode": mode}
-        answer = self.ask(do="build", shape=asdict(shape), **names)
-        return Verdict(**answer["verdict"])
+        given = (source, provider, task, asdict(shape), mode)
+        return Verdict(**self.make(parity.__name__, parity.checked_call.__name__, *given))
 
-    def make(self, source: str, function: str, *arguments: str) -> dict[str, Any]:
+    def make(self, source: str, function: str, *arguments: Any) -> dict[str, Any]:
         """Let a function of a module build the call that will be timed; returns its second result.
 
         Raises:
@@ -137,58 +138,28 @@ class _Server:
     def __init__(self) -> None:
         self._call: Any = None
 
-    def build(self, request: dict[str, Any]) -> dict[str, Any]:
-        import torch
-
-        from ..contestants.parity import Oracle
-        from ..workloads.shapes import draw
-        from .measure import prepare
-
+    def make(self, source: str, function: str, arguments: list[Any]) -> dict[str, Any]:
         self._call = None  # frees the call before, which can be large
-        shape, task, mode = Shape(**request["shape"]), request["task"], request["mode"]
-        providers = importlib.import_module(request["source"]).PROVIDERS
-        provider = next(each for each in providers if each.name == request["provider"])
-        torch.set_grad_enabled(mode != "forward")
-        inputs = draw(shape)
-        inputs.require_grad(mode != "forward")
-        runnable = provider.build(task, inputs)
-        verdict = Oracle(inputs, shape, task, mode == "train").check(
-            runnable, provider.group, mode == "train"
-        )
-        self._call = prepare(runnable, mode == "train", inputs.grad_context)
-        gc.collect()
-        gc.disable()
-        return {"verdict": asdict(verdict)}
-
-    def make(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._call = None
-        function = getattr(importlib.import_module(request["source"]), request["function"])
-        self._call, said = function(*request["arguments"])
+        self._call, said = getattr(importlib.import_module(source), function)(*arguments)
         gc.collect()
         gc.disable()
         return dict(said)
 
-    def where(self, _: dict[str, Any]) -> dict[str, Any]:
-        import bahdanau_fast
-
+    def where(self) -> dict[str, Any]:
         return {"folder": str(Path(bahdanau_fast.__file__).absolute().parent.parent)}
 
-    def time(self, request: dict[str, Any]) -> dict[str, Any]:
-        from .measure import seconds_per_call
-
-        return {"seconds": seconds_per_call(self._call, request["repeats"])}
+    def time(self, repeats: int) -> dict[str, Any]:
+        return {"seconds": seconds_per_call(self._call, repeats)}
 
 
 def _serve() -> None:
-    from ..contestants import providers  # noqa: F401  takes seconds: imported before the first request
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not be read as an answer
     server = _Server()
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = getattr(server, request["do"])(request)
+            answer = getattr(server, request.pop("do"))(**request)
         except Exception as error:  # a library may raise anything; it becomes the answer
             said = str(error).strip().splitlines() or [""]
             answer = {"problem": f"{type(error).__name__}: {said[0]}"[:300]}

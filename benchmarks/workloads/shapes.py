@@ -1,4 +1,4 @@
-"""Shapes of real uses and of the speed bounds, and the tensors of a shape.
+"""Shapes of real uses and of the speed bounds, the tensors of a shape, and the rows of the tables.
 
 The tensors are drawn once and given to every provider and to the oracle.
 """
@@ -6,30 +6,13 @@ The tensors are drawn once and given to every provider and to the oracle.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-__all__ = [
-    "AXES",
-    "DECODE_STEPS",
-    "LARGEST",
-    "LIST",
-    "LOOP",
-    "MANY_QUERIES",
-    "QUICK",
-    "SCAN",
-    "STEPS_ON_MEMORY",
-    "SWEEPS",
-    "TOY",
-    "Inputs",
-    "Shape",
-    "draw",
-    "nbytes",
-]
 
 
 @dataclass(frozen=True)
@@ -39,8 +22,6 @@ class Shape:
     Attributes:
         lens: ``none`` passes no valid_lens, ``full`` passes Tk everywhere (a mask without padding
             to skip), ``drawn`` draws them from 1 to Tk.
-        forward_only: no training, either in this use or because the baselines' backward would
-            need too much memory or time.
     """
 
     name: str
@@ -52,7 +33,6 @@ class Shape:
     key_size: int = 0
     value_size: int = 0
     lens: Literal["none", "full", "drawn"] = "none"
-    forward_only: bool = False
 
     def __post_init__(self) -> None:
         for size in ("query_size", "key_size", "value_size"):
@@ -92,7 +72,7 @@ LIST = (
     TOY,
     Shape("d2l-nmt", 128, 1, 9, 256, lens="drawn"),
     SCAN,
-    Shape("gnmt-infer", 1280, 1, 66, 1024, forward_only=True),
+    Shape("gnmt-infer", 1280, 1, 66, 1024),
     Shape("tacotron2", 64, 1, 160, 128, query_size=1024, key_size=512, value_size=512),
     Shape("speech", 30, 1, 600, 1024),
     Shape("ocr", 192, 1, 26, 256),
@@ -100,8 +80,8 @@ LIST = (
     Shape("pointer-generator", 8, 1, 400, 512),
     Shape("tsp", 512, 1, 100, 128),
     *MANY_QUERIES,
-    Shape("parallel-128", 128, 10, 128, 1024, forward_only=True),
-    Shape("parallel-16", 16, 512, 512, 512, forward_only=True),
+    Shape("parallel-128", 128, 10, 128, 1024),
+    Shape("parallel-16", 16, 512, 512, 512),
     Shape("pooling", 1, 1, 40000, 512),
 )
 
@@ -207,6 +187,135 @@ def draw(shape: Shape, seed: int = 0) -> Inputs:
     )
 
 
-def nbytes(*tensors: Tensor) -> int:
-    """Bytes of tensors that do not share storage."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+# --- the tables of ``bench``: their rows, and the bounds that each row has to keep ----------------
+
+Mode = Literal["forward", "graph", "train"]
+MODES = {"forward": "forward", "graph": "forward, graph kept", "train": "forward + backward"}
+
+# Peak memory of our op over inputs, outputs and gradients, at most.
+MEMORY_BOUND = 1.2
+# Share of the DRAM bandwidth that a step on a large memory reads with, at least.
+BANDWIDTH_BOUND = 0.8
+# Time of what auto takes near a limit, over that of the best way, at most.
+LIMIT_SLACK = 1.10
+
+# Above this, the projections take nearly all of a full call's time. They are the same BLAS calls in
+# all providers, so these shapes are compared on projected queries and keys.
+PROJECTION_FLOPS = 10**10
+# Compiling takes about ten seconds a row, so training is compared on a few shapes.
+TRAINED = ("d2l-toy", "d2l-nmt", "tacotron2", "tsp")
+
+# Our provider that is compared with the baselines in each task.
+SUBJECT = {
+    "full": "ours module",
+    "again": "ours module",
+    "step": "ours memory",
+    "projected": "ours op",
+    "scan": "ours op",
+    "loop": "ours module",
+}
+
+TITLES = {
+    "step": "One decoder step on a memory, keys projected beforehand",
+    "loop": "Unchanged d2l loop of 50 dependent steps on the same keys, their projection included",
+    "many-queries": "Many queries at once",
+    "bandwidth": "One step on a projected query, against the DRAM read bandwidth",
+    "shapes": "Every shape of the list",
+    **{f"sweep-{axis}": f"After the projections, by {axis}" for axis in SWEEPS},
+    "peers": "Other libraries, each in a process of its own",
+    "overhead": "What one call costs at the toy shape: nearly all of it is Python",
+}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Ours must be at least so many times as fast as the fastest of the named providers.
+
+    ``against`` is a provider, a group of them, ``baseline`` for all that are not ours, or
+    ``DRAM`` for the share of the bandwidth.
+    """
+
+    against: str
+    at_least: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a task on a shape, as forward without gradients, forward with graph, or training."""
+
+    table: str
+    shape: Shape
+    task: str
+    mode: Mode = "forward"
+    bounds: tuple[Bound, ...] = ()
+    extra: tuple[str, ...] = ()  # providers, or groups of them, that run in this row alone
+    share: float = 1.0  # of the time that a row usually gets
+
+    @property
+    def key(self) -> tuple[Shape, str, Mode, tuple[str, ...]]:
+        """Rows with the same key are measured once."""
+        return self.shape, self.task, self.mode, self.extra
+
+
+def _named(*needed: float) -> tuple[Bound, ...]:
+    return tuple(map(Bound, ("compiled", "eager"), needed))
+
+
+_PARALLEL = MANY_QUERIES[0]
+_STEPS = tuple(
+    # Tuning takes long, so one row has it.
+    Case("step", shape, "step", bounds=_named(least), extra=() if i else ("compiled max-autotune",))
+    for i, (shape, least) in enumerate(zip(STEPS_ON_MEMORY, (5, 8, 6, 2), strict=True))
+)
+_SPEED = (
+    *_STEPS,
+    Case("loop", LOOP, "loop", "forward", (Bound("d2l eager", 25),)),
+    Case("loop", LOOP, "loop", "train", (Bound("d2l eager", 15),)),
+    Case("many-queries", _PARALLEL, "projected", "forward", _named(15, 100)),
+    Case("many-queries", _PARALLEL, "projected", "train", _named(20, 50)),
+    Case("many-queries", _PARALLEL, "full", "forward", _named(5, 28)),
+    Case("many-queries", _PARALLEL, "full", "train", _named(7, 16)),
+    Case("bandwidth", SCAN, "scan", bounds=(Bound("DRAM", BANDWIDTH_BOUND),)),
+)
+_OVERHEAD = (
+    *(Case("overhead", TOY, "full", mode) for mode in MODES),
+    Case("overhead", TOY, "again"),
+    Case("overhead", TOY, "step"),
+    Case("overhead", replace(TOY, lens="none"), "full"),
+)
+_PEERS = (
+    *(Case("peers", s, "projected", extra=("peer",)) for s in (LIST[1], _PARALLEL)),
+    Case("peers", STEPS_ON_MEMORY[0], "step", extra=("peer",)),
+)
+
+
+def _shape_cases(quick: bool) -> Iterator[Case]:
+    for shape in LIST:
+        if not quick or shape.name in QUICK:
+            task = "full" if shape.projection_flops <= PROJECTION_FLOPS else "projected"
+            for mode in ("forward", "train") if shape.name in TRAINED else ("forward",):
+                yield Case("shapes", shape, task, mode, (Bound("baseline", 1.0),))
+
+
+def _sweep_cases(quick: bool) -> Iterator[Case]:
+    for axis, shapes in SWEEPS.items():
+        # Compiling a training step takes long: only the sizes that its exponent is fitted to.
+        chosen = {"forward": shapes[: 3 if quick else None]}
+        chosen |= {} if quick else {"train": shapes[-LARGEST:]}
+        for mode, of_mode in chosen.items():
+            for shape in of_mode:
+                yield Case(f"sweep-{axis}", shape, "projected", mode, share=0.5)
+
+
+def cases(quick: bool = False, only: str | None = None) -> list[Case]:
+    """The rows in the order of the tables.
+
+    Args:
+        quick: leave out the large shapes, the compilations that take long, and the peers.
+        only: keep the rows whose table or shape contains this.
+    """
+    found = [*_SPEED, *_shape_cases(quick), *_OVERHEAD, *_sweep_cases(quick)]
+    found = [replace(case, extra=()) for case in found] if quick else [*found, *_PEERS]
+    if only:
+        found = [case for case in found if only in case.table or only in case.shape.name]
+    return found

@@ -7,8 +7,8 @@ import textwrap
 import pytest
 
 from benchmarks import compare
+from benchmarks.compare import Difference, judge
 from benchmarks.timing.measure import Timings
-from benchmarks.timing.significance import Difference, judge
 from benchmarks.timing.worker import ROOT, Worker, WorkerError
 from benchmarks.workloads.shapes import TOY
 

@@ -13,48 +13,56 @@ from bahdanau_fast import limits
 from bahdanau_fast.cli import main
 from bahdanau_fast.ops import whole
 from bahdanau_fast.seq2seq.cli.plots import require_matplotlib
-from benchmarks import command
+from benchmarks import command, page, plots, tables
+from benchmarks.command import Runner
 from benchmarks.contestants import peers
+from benchmarks.contestants.baselines import Unavailable
 from benchmarks.contestants.parity import Oracle
-from benchmarks.contestants.providers import PROVIDERS, Unavailable
-from benchmarks.page import document, figures, plots, sections
+from benchmarks.contestants.providers import PROVIDERS
 from benchmarks.studies import dispatch_limits
 from benchmarks.timing import roofs
 from benchmarks.timing.machine import slug
-from benchmarks.timing.runner import Runner
 from benchmarks.timing.worker import Worker
-from benchmarks.workloads.cases import LIMIT_SLACK, Bound, Case
-from benchmarks.workloads.shapes import AXES, LARGEST, SWEEPS, TOY, Shape, draw
+from benchmarks.workloads.shapes import (
+    AXES,
+    LARGEST,
+    LIMIT_SLACK,
+    SWEEPS,
+    TOY,
+    Bound,
+    Case,
+    Shape,
+    draw,
+)
 
 SMALL = Shape("small", 3, 2, 7, 16, lens="drawn")
 EAGER_AND_OURS = [provider for provider in PROVIDERS if provider.group != "compiled"]
 
 
 def test_docs_and_readme_say_what_the_committed_figures_say():
-    for path, text in document.generated().items():
+    for path, text in page.generated().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: make performance"
         for image in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
             assert (path.parent / image).exists(), image
 
 
 def test_every_machine_has_its_figures_in_the_readme_table():
-    measured = document.runs()
+    measured = page.runs()
     assert len(measured) >= 2
-    block = document.readme_block(measured)
+    block = page.readme_block(measured)
     line = next(x for x in block.splitlines() if "decoder step" in x)
     for data in measured:
         row = next(row for row in data["rows"] if row["table"] == "step")
         ours, d2l = (row["seconds"][name]["median"] for name in ("ours memory", "d2l eager"))
-        assert figures.name_of(data) in block
+        assert tables.name_of(data) in block
         assert f"{1e3 * ours:.3g} ms" in line
         assert f"{d2l / ours:.1f}x" in line
 
 
 def test_a_claim_is_worded_by_machine():
     """The sentence is made of the bounds, and names every shape where a baseline was faster."""
-    for data in document.runs():
-        page = document.page([data], "")
-        lines = page.splitlines()
+    for data in page.runs():
+        lines = page.page([data], "").splitlines()
         at = next(i for i, line in enumerate(lines) if "bounds of `make bench` hold" in line)
         held, count = (int(n) for n in re.search(r"(\d+) of (\d+) bounds", lines[at]).groups())
         missed = [b for row in data["rows"] for b in row["bounds"] if not b["holds"]]
@@ -74,11 +82,11 @@ def test_a_claim_is_worded_by_machine():
 
 
 def test_a_new_machine_appears_by_itself(tmp_path):
-    (data, *_) = document.runs()
+    (data, *_) = page.runs()
     for cpu in ("One", "Two", "Three"):
         data["machine"]["cpu"] = f"{cpu} (family 1, model 2)"
         (tmp_path / f"{slug(data['machine'])}.json").write_text(json.dumps(data))
-    block = document.readme_block(document.runs(tmp_path))
+    block = page.readme_block(page.runs(tmp_path))
     assert all(f"{cpu} (family 1, model 2), 2 cores: ours" in block for cpu in ("One", "Three"))
     assert block.count("of 68 bounds of `make bench` hold") == 3
 
@@ -103,9 +111,9 @@ def test_exponents_of_known_powers():
     # The first size costs far more than the power says: fixed cost, left out of the fit.
     for power in (0.0, 0.5, 1.0, 2.0):
         points = [(x, 3.0 * x**power) for x in sizes[1:]]
-        assert figures.exponent([(1, 1e6), *points]) == pytest.approx(power, abs=1e-12)
+        assert tables.exponent([(1, 1e6), *points]) == pytest.approx(power, abs=1e-12)
     with pytest.raises(ValueError, match="at least 2, got 1"):
-        figures.exponent([(1, 1.0)])
+        tables.exponent([(1, 1.0)])
 
 
 def test_memory_of_which_only_the_working_part_grows():
@@ -121,8 +129,8 @@ def test_memory_of_which_only_the_working_part_grows():
         for size in (16, 64, 256)
     ]
     data = {"memory_growth": [*peaks, {"provider": "x", "axis": "", "error": "why"}]}
-    assert figures.working_per_unit(data, "H") == {"ours op": pytest.approx(7)}
-    assert figures.memory_points(data, "H")["ours op"][0] == (16, 16117)
+    assert tables.working_per_unit(data, "H") == {"ours op": pytest.approx(7)}
+    assert tables.memory_points(data, "H")["ours op"][0] == (16, 16117)
 
 
 def test_sweeps_change_one_size_and_leave_the_outputs():
@@ -188,7 +196,7 @@ def test_a_run_writes_figures_page_and_pictures(measured, capsys):
     assert plots.file_name(data, "peers") not in text
     (row,) = [row for row in data["rows"] if row["table"] == "overhead"]
     assert f"{1e3 * row['seconds']['ours module']['median']:.3g} (" in text
-    expected = figures.exponent(figures.memory_points(data, "H")["ours op"])
+    expected = tables.exponent(tables.memory_points(data, "H")["ours op"])
     assert f"{expected:.2f}" in text
     assert "In 1 of 1 rows of the list of shapes no baseline was faster than ours." in text
     assert "1 of 1 choices are within 10% of the best" in text
@@ -201,9 +209,9 @@ def test_a_page_says_what_its_run_left_out():
         "rows": [],
         "peak_memory": {},
     }
-    text = document.page([data], "")
+    text = page.page([data], "")
     assert "![" not in text
-    assert text.count(sections.NOTHING) >= 5
+    assert text.count(page.NOTHING) >= 5
     assert "A GPU: no result of one is committed" in text
 
 
@@ -281,7 +289,7 @@ def test_roofs_are_in_the_order_of_the_hardware():
     assert all(rate > 0 for rate in rates.values())
     if "divide" in rates:  # there is a C compiler
         assert rates["multiply_add"] > rates["divide"]
-    found = figures.roofs_of(rates, 1e10)
+    found = tables.roofs_of(rates, 1e10)
     assert found["tanh"] == rates["tanh"]
 
 

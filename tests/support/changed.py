@@ -14,26 +14,11 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
 LENS = torch.tensor([4, 0, 7])
 
 
-class Biased(CourseAttention):
-    """The course's module with a bias inside the tanh, as this package's has one."""
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.bias = nn.Parameter(torch.zeros(sizes[-1]))
-
-    def forward(self, queries, keys, values, valid_lens):
-        features = self.W_q(queries)[:, :, None] + self.W_k(keys)[:, None] + self.bias
-        scores = self.w_v(torch.tanh(features)).squeeze(-1)
-        keep = torch.arange(keys.shape[1]) < valid_lens[:, None, None]
-        self.attention_weights = torch.where(keep, scores, -1e6).softmax(-1)
-        return self.attention_weights @ values
-
-
 def pair(sizes, dtype=torch.float64, bias=False):
     """A module of ours and the course's, with the same weights."""
     shape = sizes["key"], sizes["query"], sizes["hidden"]
     torch.manual_seed(0)
-    plain = (Biased if bias else CourseAttention)(*shape).to(dtype)
+    plain = CourseAttention(*shape, bias=bias).to(dtype)
     for parameter in plain.parameters():
         nn.init.normal_(parameter, std=0.5)
     ours = bf.AdditiveAttention(*shape, bias=bias, dtype=dtype)

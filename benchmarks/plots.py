@@ -8,9 +8,7 @@ from typing import Any
 
 from bahdanau_fast.seq2seq.cli.plots import require_matplotlib, save
 
-from ..timing.machine import slug
-from ..workloads.shapes import SWEEPS
-from .figures import (
+from .tables import (
     Kernel,
     Run,
     Speedup,
@@ -19,12 +17,12 @@ from .figures import (
     memory_points,
     name_of,
     peer_rows,
+    shape_text,
     speedups,
     time_points,
 )
-from .tables import shape_text
-
-__all__ = ["COLOURS", "draw_all", "file_name", "is_drawn"]
+from .timing.machine import slug
+from .workloads.shapes import SWEEPS
 
 COLOURS = {
     "d2l eager": "#4b5563",
@@ -83,9 +81,20 @@ def _finish(figure: Any, title: str, data: Run) -> Any:
 
 
 def _legend(figure: Any, panel: Any) -> None:
-    figure.legend(
-        *panel.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=11
-    )
+    handles = panel.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right upper", frameon=False, fontsize=11)
+
+
+def _label(panel: Any, text: str, at: tuple[float, float], offset: Any, **style: Any) -> None:
+    """Text beside a point, so many points of the screen away."""
+    panel.annotate(text, at, offset, textcoords="offset points", **style)
+
+
+def _sizes(panel: Any, axis: str, sizes: list[int]) -> None:
+    """Logarithmic axes, with a tick for each size."""
+    panel.set(xscale="log", yscale="log", xlabel=SIZES[axis])
+    panel.set_xticks(sizes, [str(size) for size in sizes])
+    panel.minorticks_off()
 
 
 def sweeps(data: Run) -> Any:
@@ -100,18 +109,11 @@ def sweeps(data: Run) -> Any:
         for panel, axis in zip(row, SWEEPS, strict=True):
             for name, spreads in points[mode, axis].items():
                 sizes = [size for size, _ in spreads]
-                times = {
-                    key: [1e3 * spread[key] for _, spread in spreads]
-                    for key in ("median", "p20", "p80")
-                }
-                style = _style(name)
-                panel.plot(sizes, times["median"], label=_family(name), **style)
-                panel.fill_between(
-                    sizes, times["p20"], times["p80"], color=style["color"], alpha=0.15, lw=0
-                )
-            panel.set(xscale="log", yscale="log", xlabel=SIZES[axis])
-            panel.set_xticks([size for size, _ in spreads], [f"{size}" for size, _ in spreads])
-            panel.minorticks_off()
+                keys, style = ("median", "p20", "p80"), _style(name)
+                median, low, high = ([1e3 * spread[k] for _, spread in spreads] for k in keys)
+                panel.plot(sizes, median, label=_family(name), **style)
+                panel.fill_between(sizes, low, high, color=style["color"], alpha=0.15, lw=0)
+            _sizes(panel, axis, sizes)
         row[0].set_ylabel(f"{text}, ms", fontsize=11)
         limits = [panel.get_ylim() for panel in row]
         for panel in row:
@@ -129,26 +131,14 @@ def _bars(panel: Any, groups: list[Speedup], values: dict[str, list[Any]]) -> No
     for i, (name, ratios) in enumerate(values.items()):
         places = [at - 0.4 + height * (i + 0.5) for at in range(len(groups))]
         shown = [(place, ratio) for place, ratio in zip(places, ratios, strict=True) if ratio]
-        colour = COLOURS[_family(name)]
-        panel.barh(
-            [place for place, _ in shown],
-            [ratio - 1 for _, ratio in shown],
-            height * 0.92,
-            left=1,  # providers slower than ours go to the right, faster ones to the left
-            color=colour,
-            label=name,
-        )
+        # From 1: providers slower than ours go to the right, faster ones to the left.
+        style = {"left": 1, "color": COLOURS[_family(name)], "label": name}
+        at, lengths = [place for place, _ in shown], [ratio - 1 for _, ratio in shown]
+        panel.barh(at, lengths, height * 0.92, **style)
         for place, ratio in shown:
-            panel.annotate(
-                f"{ratio:.3g}x",
-                (ratio, place),
-                (4 if ratio >= 1 else -4, 0),
-                textcoords="offset points",
-                va="center",
-                ha="left" if ratio >= 1 else "right",
-                fontsize=9,
-                color=INK,
-            )
+            offset, side = ((4, 0), "left") if ratio >= 1 else ((-4, 0), "right")
+            style = {"va": "center", "ha": side, "fontsize": 9, "color": INK}
+            _label(panel, f"{ratio:.3g}x", (ratio, place), offset, **style)
     labels = [f"{group.what}\n{shape_text(group.shape)}" for group in groups]
     panel.set_yticks(range(len(groups)), labels, fontsize=10)
     panel.invert_yaxis()
@@ -197,54 +187,25 @@ def roofline(data: Run) -> Any:
     left, right = (f([point.intensity for point in found]) for f in (min, max))
     left, right = left / 2, right * 2.2
     top = 3 * max(roofs["ours"].values())
-    panel.plot(
-        [left, right], [left * roofs["dram_read"], right * roofs["dram_read"]], color=INK, lw=1.8
-    )
-    panel.annotate(
-        f"DRAM, {roofs['dram_read'] / 1e9:.0f} GB/s",
-        (left * 1.1, left * 1.1 * roofs["dram_read"]),
-        (6, -4),
-        textcoords="offset points",
-        fontsize=10,
-        va="top",
-        color=INK,
-    )
+    dram = roofs["dram_read"]
+    panel.plot([left, right], [left * dram, right * dram], color=INK, lw=1.8)
+    at = (left * 1.1, left * 1.1 * dram)
+    _label(panel, f"DRAM, {dram / 1e9:.0f} GB/s", at, (6, -4), fontsize=10, va="top", color=INK)
     for name, rate, colour in (
         *((name, rate, COLOURS["ours"]) for name, rate in roofs["ours"].items()),
         ("one torch.tanh per element", roofs["tanh"], COLOURS["d2l eager"]),
     ):
         panel.axhline(rate, color=colour, linestyle="--", linewidth=1.4)
-        panel.annotate(
-            f"{name}: {rate / 1e9:.3g} G/s",
-            (right, rate),
-            (-4, 3),
-            textcoords="offset points",
-            ha="right",
-            fontsize=10,
-            color=colour,
-        )
-    labelled: set[str] = set()
-    for point in found:
-        family = _family(point.provider)
-        panel.plot(
-            point.intensity,
-            point.rate,
-            linestyle="none",
-            alpha=0.85,
-            label=None if family in labelled else family,
-            **_style(family) | {"linewidth": 0},
-        )
-        labelled.add(family)
+        style = {"ha": "right", "fontsize": 10, "color": colour}
+        _label(panel, f"{name}: {rate / 1e9:.3g} G/s", (right, rate), (-4, 3), **style)
+    for family in dict.fromkeys(_family(point.provider) for point in found):
+        points = [point for point in found if _family(point.provider) == family]
+        style = _style(family) | {"linestyle": "none", "linewidth": 0, "alpha": 0.85}
+        rates = [point.rate for point in points]
+        panel.plot([point.intensity for point in points], rates, label=family, **style)
     for together in _neighbours([point for point in found if _family(point.provider) == "ours"]):
-        panel.annotate(
-            ",\n".join(point.shape for point in together),
-            (together[0].intensity, together[0].rate),
-            (8, -4),
-            textcoords="offset points",
-            va="top",
-            fontsize=8,
-            color=COLOURS["ours"],
-        )
+        text, at = ",\n".join(p.shape for p in together), (together[0].intensity, together[0].rate)
+        _label(panel, text, at, (8, -4), va="top", fontsize=8, color=COLOURS["ours"])
     panel.set(xscale="log", yscale="log", xlim=(left, right), ylim=(None, top))
     panel.set_xlabel("elements of (B,Tq,Tk,H) per byte of keys and values", fontsize=11)
     panel.set_ylabel("elements per second", fontsize=11)
@@ -276,9 +237,7 @@ def memory(data: Run) -> Any:
         for name, pairs in of_names.items():
             sizes = [size for size, _ in pairs]
             panel.plot(sizes, [y / 1e6 for _, y in pairs], label=_family(name), **_style(name))
-        panel.set(xscale="log", yscale="log", xlabel=SIZES[axis])
-        panel.set_xticks(sizes, [str(size) for size in sizes])
-        panel.minorticks_off()
+        _sizes(panel, axis, sizes)
         panel.yaxis.set_major_formatter("{x:g}")
         what = "peak beyond inputs, outputs, gradients" if working else "peak, all of it"
         panel.set_title(what, fontsize=11, color=INK)
@@ -287,12 +246,13 @@ def memory(data: Run) -> Any:
     return _finish(figure, "Memory of forward and backward", data)
 
 
-FIGURES: dict[str, Callable[[Run], Any]] = {
-    "sweeps": sweeps,
-    "speedups": speedup_bars,
-    "roofline": roofline,
-    "memory": memory,
-    "peers": peer_bars,
+# How each figure is drawn, and what it shows.
+FIGURES: dict[str, tuple[Callable[[Run], Any], str]] = {
+    "sweeps": (sweeps, "time against Tk, Tq, H and B"),
+    "speedups": (speedup_bars, "times as fast as d2l's module and torch.compile"),
+    "roofline": (roofline, "elements per second under the roofs"),
+    "memory": (memory, "peak memory against Tk and H"),
+    "peers": (peer_bars, "times as fast as other libraries"),
 }
 
 
@@ -301,16 +261,17 @@ def file_name(data: Run, name: str) -> str:
     return f"bench-{slug(data['machine']).removeprefix('cpu-')}-{name}.png"
 
 
-def is_drawn(data: Run, name: str) -> bool:
-    """True if the run measured what a figure shows."""
-    return FIGURES[name](data) is not None
+def picture(run: Run, name: str, folder: str, where: str = "") -> list[str]:
+    """A plot as a Markdown image; nothing where the run has no figures for it."""
+    draw, text = FIGURES[name]
+    return [f"![{text}{where}]({folder}{file_name(run, name)})", ""] if draw(run) else []
 
 
 def draw_all(data: Run, folder: Path) -> list[Path]:
     """Draw every figure that the run has measurements for; the files written."""
     written = []
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in FIGURES.items():
+    for name, (draw, _) in FIGURES.items():
         figure = draw(data)
         if figure is not None:
             path = folder / file_name(data, name)

@@ -1,1 +1,0 @@
-"""docs/performance.md, its plots, and README's table."""
