@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bahdanau_fast import checks, ops
-from bahdanau_fast.memory import ProjectedKeys, project
+from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops.lifetime import Held, Lifetime
 from bahdanau_fast.ops.projection import linear, shared_linear
 from bahdanau_fast.ops.shared_gradients import Shared
@@ -162,8 +162,8 @@ class KeyCache:
         if entry is None or own is None:
             return self._store(source, records)
         if table and entry.table is None:  # asked for again: from now on a table pays
-            made = project(own, table)
-            entry = self._entry = replace(entry, table=made.table, keys_max=made.keys_max)
+            made, keys_max = ops.exp_keys_op(own.detach(), torch.is_grad_enabled())
+            entry = self._entry = replace(entry, table=made, keys_max=keys_max)
         if records and entry.lifetime is None:
             entry = self._entry = replace(entry, lifetime=Lifetime())
         found = ProjectedKeys(own, entry.table, entry.keys_max, None, entry.lifetime)
