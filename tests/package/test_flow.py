@@ -21,17 +21,21 @@ def on_the_cpu():
     return {"seen": flow.followed("auto"), "first": flow.followed("auto", first=True)}
 
 
-def interpreted():
+def run(argument, **environment):
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/flow.py"), "triton"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        [sys.executable, str(ROOT / "tests/support/flow.py"), argument],
+        env={**os.environ, **environment},
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return ran.stdout
+
+
+def interpreted():
+    return json.loads(run("triton", TRITON_INTERPRET="1"))
 
 
 @pytest.fixture(scope="module", params=(on_the_cpu, interpreted), ids=lambda of: of.__name__)
@@ -63,3 +67,10 @@ def test_a_call_is_decided_once(found, name):
     deciding = {"backends/__init__.py", "backends/route.py", "backends/availability.py"}
     assert sum(at.split(":")[1] == "resolve" for at in first) == 0
     assert files(first) & deciding <= {"backends/__init__.py", "backends/route.py"}
+
+
+@pytest.mark.skipif("cpu" not in bf.backends.available(), reason="explains the C++ kernels")
+def test_the_page_explains_the_same_calls():
+    said = run("explain", BAHDANAU_FAST_LIMITS="amd")
+    assert all(f"{name}: queries" in said for name in CALLS)
+    assert f"```\n{said}```" in (ROOT / "docs/how-it-works.md").read_text()

@@ -6,6 +6,7 @@ stands for it. ``nn.Module.__call__`` and all else of torch is torch's. Run as a
 what it finds as JSON, for Triton's interpreter has to be asked for before Python starts::
 
     TRITON_INTERPRET=1 python tests/support/flow.py triton
+    BAHDANAU_FAST_LIMITS=amd python tests/support/flow.py explain  # for docs/how-it-works.md
 """
 
 import json
@@ -13,6 +14,7 @@ import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -63,29 +65,52 @@ def follow(call, backend):
     raise AssertionError("no operator was called")
 
 
-def calls():
-    """Name to two calls of the same sizes, the second of which is followed."""
+class Case(NamedTuple):
+    """Two calls of the same sizes, the second of which is followed."""
+
+    modules: tuple
+    queries: tuple
+    keys: tuple
+
+    def call(self, which):
+        """Of the module, or of a memory's."""
+        attention, queries, keys = (part[which] for part in self)
+        if isinstance(keys, bf.Memory):
+            return attention.attend(queries, keys)
+        return attention(queries, keys, keys)
+
+    def explain(self):
+        """Sizes and what ``explain`` says."""
+        attention, queries, keys = (part[1] for part in self)
+        shape = (keys.values if isinstance(keys, bf.Memory) else keys).shape
+        sizes = f"queries {tuple(queries.shape)}, keys {tuple(shape)}, H = {attention.num_hiddens}"
+        return f"{sizes}\n    {attention.explain(queries, keys)}"
+
+
+def cases():
+    """Name to case."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
         return torch.randn(shape, generator=generator)
 
     def module(size):
-        torch.manual_seed(0)
         return bf.AdditiveAttention(size, size, size)
 
-    def calling(attention, queries, keys):
-        return lambda: attention(queries, keys, keys)
-
-    attention = module(32)
+    attention, decoder, toy = module(32), module(32), module(8)
+    steps, unchanged = (draw(2, 1, 32), draw(2, 1, 32)), draw(2, 20, 32)
     memory = attention.memory(draw(2, 20, 32))
-    steps = [draw(2, 1, 32) for _ in range(2)]
-    unchanged, decoder, toy = draw(2, 20, 32), module(32), module(8)
     return {
-        "a step on a memory": [partial(attention.attend, query, memory) for query in steps],
-        "an unchanged loop": [calling(decoder, query, unchanged) for query in steps],
-        "many queries": [calling(module(32), draw(2, 40, 32), draw(2, 20, 32)) for _ in range(2)],
-        "a small call": [calling(toy, draw(2, 1, 8), draw(2, 10, 8)) for _ in range(2)],
+        "a step on a memory": Case((attention,) * 2, steps, (memory,) * 2),
+        "an unchanged loop": Case((decoder,) * 2, steps, (unchanged,) * 2),
+        "many queries": Case(
+            (module(32), module(32)),
+            (draw(2, 600, 32), draw(2, 600, 32)),
+            (draw(2, 20, 32), draw(2, 20, 32)),
+        ),
+        "a small call": Case(
+            (toy,) * 2, (draw(2, 1, 8), draw(2, 1, 8)), (draw(2, 10, 8), draw(2, 10, 8))
+        ),
     }
 
 
@@ -98,14 +123,24 @@ def followed(backend, first=False):
     """
     found = {}
     with backends.use(backend), torch.no_grad():
-        for name, (before, call) in calls().items():
-            follow(before, backend)
+        for name, case in cases().items():
+            follow(partial(case.call, 0), backend)
             if first:
                 backends._routes.clear()
-            entered = follow(call, backend)
+            entered = follow(partial(case.call, 1), backend)
             found[name] = {":".join(at): count for at, count in entered.items()}
     return found
 
 
+def explained():
+    """How the same calls are computed, and why, as docs/how-it-works.md prints it."""
+    with torch.no_grad():
+        return "\n".join(f"{name}: {case.explain()}" for name, case in cases().items())
+
+
 if __name__ == "__main__":
-    json.dump({"seen": followed(sys.argv[1]), "first": followed(sys.argv[1], True)}, sys.stdout)
+    if sys.argv[1:] == ["explain"]:
+        print(explained())
+    else:
+        found = {"seen": followed(sys.argv[1]), "first": followed(sys.argv[1], first=True)}
+        json.dump(found, sys.stdout)
