@@ -49,6 +49,8 @@ _forced: str | None = None
 
 _cpu_problem = availability.cpu_problem()
 _cpu_ready = _cpu_problem is None
+# Triton, too, reads it once.
+_INTERPRETED = availability.interpreted()
 _ON_CPU = ("cpu", "reference") if _cpu_ready else ("reference",)
 
 if _cpu_problem is not None:
@@ -88,11 +90,7 @@ def explain(device: str | torch.device | None = None) -> str:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = resolve(torch.device(device))
-    where = (
-        "in its interpreter, on the CPU"
-        if availability.interpreted()
-        else "for CUDA and ROCm tensors"
-    )
+    where = "in its interpreter, on the CPU" if _INTERPRETED else "for CUDA and ROCm tensors"
     what = {
         "cuda": "CUDA C++ kernels for CUDA tensors",
         "triton": f"Triton kernels {where}; not float64",
@@ -131,7 +129,7 @@ def resolve(
     """
     kind = device.type
     backend, _ = choose_backend(
-        _asked(name), kind, dtype, _there(kind), _plain_only(), availability.interpreted()
+        _asked(name), kind, dtype, _there(kind), _plain_only(), _INTERPRETED
     )
     return backend
 
@@ -202,7 +200,7 @@ def decide(
         else checks.autocast_dtype(queries.device) is not None,
         asked,
         _there(device),
-        asked is not None and availability.interpreted(),
+        asked is not None and _INTERPRETED,
         1 if device == "cpu" else _sharing(queries.device),
     )
     if traced:

@@ -105,7 +105,6 @@ def _check_whole(module: str) -> None:
         raise ImportError(f"{spec.origin} is cut off at {size} bytes")
 
 
-@functools.cache
 def interpreted() -> bool:
     """Whether Triton kernels run in its interpreter, on the CPU: to test, not to be fast."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
