@@ -51,13 +51,15 @@ mutants: venv  ## plant a mistake in each kernel and see the suite notice (long)
 	$(BIN)/python tests/hardening/mutants.py --json benchmarks/results/mutants.json
 	$(BIN)/python tests/hardening/mutants_page.py
 
-# mypy knows no package_dir: it is given the layout as installed, kernels/ in its place.
-lint: venv  ## check style and types
+# mypy and import-linter know no package_dir: they are given the layout as installed, kernels/ in its
+# place.
+lint: venv  ## check style, types, and which room may import which
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
 	rm -rf build/typed && mkdir -p build/typed
 	cp -Rp bahdanau_fast build/typed/ && cp -Rp kernels build/typed/bahdanau_fast/kernels
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml bahdanau_fast
+	cd build/typed && ../../$(BIN)/lint-imports --config ../../pyproject.toml
 	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 
 format: venv  ## rewrite the sources in the house style

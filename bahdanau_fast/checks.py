@@ -1,6 +1,12 @@
-"""Input checks shared by the functions and the modules.
+"""What a call is asked before anything is computed: are its inputs right, and what is torch doing?
 
-Each message reads "<argument> must <requirement>, got <actual>".
+Input checks are shared by the functions and the modules; each message reads
+"<argument> must <requirement>, got <actual>".
+
+Fused operators and custom backward formulas know nothing of ``torch.func``, forward mode and
+``torch.jit.trace``: called under one of them they would drop a tangent without a word, or raise an
+error about something else. Plain PyTorch operations do what they should. :func:`in_transform`,
+:func:`needs_gradient` and :func:`autocast_dtype` say where a call comes from.
 """
 
 from __future__ import annotations
@@ -9,8 +15,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-
-from bahdanau_fast.ops import torch_state
+from torch.autograd import forward_ad
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -139,7 +144,7 @@ def source(keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
 
 def same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """One argument must have the dtype and device of another."""
-    if tensor.dtype != other.dtype and torch_state.autocast_dtype(other.device) is None:
+    if tensor.dtype != other.dtype and autocast_dtype(other.device) is None:
         reject(TypeError, name, f"have the dtype of {other_name}, {other.dtype}", tensor.dtype)
     if tensor.device != other.device:
         need = f"be on the device of {other_name}, {other.device}"
@@ -200,3 +205,43 @@ def sequence(
             need = f"have shape {(layers, batch, units)}"
             reject(ValueError, "hidden", need, _shape(part))
         same_kind("hidden", part, "inputs", inputs)
+
+
+def in_transform() -> bool:
+    """Whether ``torch.func``, a forward-mode level or ``torch.jit.trace`` is at work.
+
+    The first two are seen while code is compiled, too.
+    """
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (not torch.compiler.is_compiling() and torch._C._is_tracing())
+    )
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd records a call with these inputs."""
+    if torch.compiler.is_compiling():  # by what the compiler can trace
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return (
+        torch.is_grad_enabled()
+        and bool(torch._C._any_requires_grad(*tensors))
+        and not torch.is_inference_mode_enabled()  # even within enable_grad()
+    )
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype autocast gives matrix products on a device, None where it is off.
+
+    Args:
+        device: of any kind; those autocast knows nothing of (meta) may not be asked by name.
+    """
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def softmax_in_fp32(device: torch.device) -> bool:
+    """Whether autocast gives the result of a softmax in fp32: on GPUs it does, on the CPU not."""
+    return device.type == "cuda" and torch.is_autocast_enabled("cuda")

@@ -1,6 +1,13 @@
-"""Additive attention as functions, served by the fastest backend that is there."""
+"""Additive attention as functions, served by the fastest backend that is there.
+
+``attend_queries``, ``attend_small`` and ``attend_raw`` carry out a route, for these functions and
+for the modules: from here a call goes to an operator.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,8 +15,10 @@ from torch import Tensor
 from bahdanau_fast import backends, checks, limits, ops, reference
 from bahdanau_fast.backends.route import Route
 from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.ops import sharding, torch_state, whole
+from bahdanau_fast.ops import sharding, whole
+from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.projection import linear
+from bahdanau_fast.ops.shared_gradients import Shared
 
 __all__ = [
     "additive_attention",
@@ -19,6 +28,10 @@ __all__ = [
     "attend_small",
     "masked_softmax",
 ]
+
+# The operator past OpOverload's __call__, for eager calls.
+_step_now: Callable[..., tuple[Tensor, Tensor]]
+_step_now = torch.ops.bahdanau_fast.attend_step.default._op
 
 
 def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
@@ -145,7 +158,14 @@ def attend_queries(
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
     if route.form == "step" and route.backend == "cpu":
-        context, weights = whole.attend_step(queries, w_q, projected, values, w_v, valid_lens)
+        if type(queries) is not Tensor:
+            sharding.know(queries)
+        keys, table, keys_max, *_ = projected
+        with torch._C._AutoDispatchBelowAutograd():
+            if table is None:
+                table, keys_max = _table_for(queries.shape[1], keys)
+            inputs = (queries, w_q, keys, table, keys_max, values, w_v, valid_lens)
+            context, weights = _step_now(*inputs)
         return context, _like(context, weights)
     if route.form == "step":
         raw = (queries, projected.keys, values, w_q, None, None, w_v)
@@ -182,11 +202,7 @@ def attend_projected(
     """
     keys, table, keys_max, shared, lifetime = projected
     if shared is not None:
-        if (
-            not route.traced
-            and queries.shape[1] < limits.LIMITS.table_queries
-            and shared.fits(values, w_v)
-        ):
+        if route.share and shared.fits(values, w_v):
             keys, values, w_v = shared.results
         else:
             shared = None
@@ -200,11 +216,67 @@ def attend_projected(
         return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p)
     seed = _seed(dropout_p, queries)
     inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p)
-    context, weights = ops.attend(*inputs, need_weights, route, shared, lifetime)
+    context, weights = _call(route, inputs, need_weights, shared, lifetime)
     wanted = queries.dtype
-    if torch_state.softmax_in_fp32(queries.device):
+    if checks.softmax_in_fp32(queries.device):
         wanted = weights.dtype
     return context, weights if weights.dtype == wanted else weights.to(wanted)
+
+
+def _call(
+    route: Route,
+    inputs: tuple[Any, ...],
+    need_weights: bool,
+    shared: Shared | None,
+    lifetime: Lifetime | None,
+) -> tuple[Tensor, Tensor]:
+    """Call the operator ``attend`` by the shortest way that is right where the call comes from.
+
+    Args:
+        route: of the call.
+        inputs: of the operator, without ``need_weights``.
+        need_weights: whether the weights are wanted; where a gradient is due they are made.
+        shared: the node that keys, values and w_v are behind, which their gradients are left to.
+        lifetime: of the nodes that this call shares with others.
+
+    Returns:
+        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
+    """
+    queries, keys, table, keys_max, values, w_v, *others = inputs
+    if type(queries) is not Tensor:
+        sharding.know(queries)
+    recorded = route.records and checks.needs_gradient(queries, keys, values, w_v)
+    if route.traced:  # what traces the call has to meet the operator itself
+        return ops.attend_op(*inputs, need_weights or recorded)
+    if recorded:
+        rest = (table, keys_max, *others, True)
+        return ops.attend_recorded(
+            queries, keys, values, w_v, rest, route.backend, shared, lifetime
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        if table is None and route.backend == "cpu":
+            table, keys_max = _table_for(queries.shape[1], keys)
+        forward, _ = ops.implementations[route.backend]
+        return forward(queries, keys, table, keys_max, values, w_v, *others, need_weights)
+
+
+def _table_for(queries_len: int, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The table of exponentials that a call without gradients does best to start with, or None.
+
+    A call without a table takes the precision of one that may be differentiated, fp64 for small
+    problems; a table in fp32 says that fp32 will do. To be called below autograd.
+
+    Args:
+        queries_len: Tq.
+        keys: (B,Tk,H), projected.
+    """
+    if (
+        keys.dtype is torch.float32
+        and keys.numel() > limits.PRECISION.fp64_forward_table_elements
+        and queries_len * keys.numel() <= limits.PRECISION.fp64_elements
+    ):
+        return ops.exp_keys_now(keys, False)
+    return None, None
 
 
 def attend_small(

@@ -12,13 +12,12 @@ Sizes: B batch, Tq queries, Tk keys, Dq/Dk/Dv feature sizes, H hidden units.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from bahdanau_fast.ops.sharding import replicate_like
 
 __all__ = ["additive_attention", "attend", "masked_softmax", "valid_mask"]
 
@@ -35,7 +34,19 @@ def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
     """
     lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
     positions = torch.arange(keys_len, device=valid_lens.device)
-    return replicate_like(valid_lens, positions) < lens.unsqueeze(-1)
+    return _replicate_like(valid_lens, positions) < lens.unsqueeze(-1)
+
+
+def _replicate_like(tensor: Tensor, same: Tensor) -> Tensor:
+    """What is the same on all ranks, as a DTensor where ``tensor`` is one."""
+    if type(tensor) is Tensor or "torch.distributed.tensor" not in sys.modules:
+        return same
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(tensor, DTensor):
+        return same
+    mesh = tensor.device_mesh
+    return DTensor.from_local(same, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:

@@ -19,10 +19,28 @@ from torch import Tensor
 import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
 from bahdanau_fast import checks, limits
 from bahdanau_fast.backends import availability
-from bahdanau_fast.backends.route import NAMES, Facts, Route, choose_backend, route
-from bahdanau_fast.ops import torch_state
+from bahdanau_fast.backends.route import (
+    NAMES,
+    DecoderFacts,
+    Facts,
+    Route,
+    choose_backend,
+    route,
+    route_decoder,
+)
+from bahdanau_fast.backends.route import keeps_table as _keeps_table
 
-__all__ = ["NAMES", "available", "decide", "explain", "resolve", "use"]
+__all__ = [
+    "NAMES",
+    "Route",
+    "available",
+    "decide",
+    "decide_decoder",
+    "explain",
+    "keeps_table",
+    "resolve",
+    "use",
+]
 
 # Process-wide like torch's own backend flags: a plain global is what torch.compile can guard on.
 _forced: str | None = None
@@ -30,6 +48,8 @@ _forced: str | None = None
 
 _cpu_problem = availability.cpu_problem()
 _cpu_ready = _cpu_problem is None
+# Triton, too, reads it once.
+_INTERPRETED = availability.interpreted()
 _ON_CPU = ("cpu", "reference") if _cpu_ready else ("reference",)
 
 if _cpu_problem is not None:
@@ -69,11 +89,7 @@ def explain(device: str | torch.device | None = None) -> str:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = resolve(torch.device(device))
-    where = (
-        "in its interpreter, on the CPU"
-        if availability.interpreted()
-        else "for CUDA and ROCm tensors"
-    )
+    where = "in its interpreter, on the CPU" if _INTERPRETED else "for CUDA and ROCm tensors"
     what = {
         "cuda": "CUDA C++ kernels for CUDA tensors",
         "triton": f"Triton kernels {where}; not float64",
@@ -112,7 +128,7 @@ def resolve(
     """
     kind = device.type
     backend, _ = choose_backend(
-        _asked(name), kind, dtype, _there(kind), _plain_only(), availability.interpreted()
+        _asked(name), kind, dtype, _there(kind), _plain_only(), _INTERPRETED
     )
     return backend
 
@@ -174,16 +190,16 @@ def decide(
         keys_projected or w_k is not None,
         w_v is not None,
         torch.is_grad_enabled()
-        and (called or torch_state.needs_gradient(queries, keys, values, w_q, w_k, w_v, bias)),
+        and (called or checks.needs_gradient(queries, keys, values, w_q, w_k, w_v, bias)),
         dropout_p > 0.0,
         traced,
-        _plain_only() if traced else torch_state.active(),
+        _plain_only() if traced else checks.in_transform(),
         torch.is_autocast_enabled("cpu")
         if device == "cpu"
-        else torch_state.autocast_dtype(queries.device) is not None,
+        else checks.autocast_dtype(queries.device) is not None,
         asked,
         _there(device),
-        asked is not None and availability.interpreted(),
+        asked is not None and _INTERPRETED,
     )
     if traced:
         return route(Facts(*facts), limits.LIMITS, limits.OTHER_GPU)
@@ -200,6 +216,46 @@ def decide(
 
 _routes: dict[tuple[Any, ...], Route] = {}
 MOST_ROUTES = 4096
+
+
+def keeps_table(backend: str, projected_keys: Tensor, queries_len: int = 1) -> bool:
+    """Whether the keys of a memory get a table of exponentials.
+
+    Args:
+        backend: that serves the calls on it.
+        projected_keys: (B,Tk,H).
+        queries_len: Tq of the calls to come.
+    """
+    if torch.compiler.is_exporting():  # the precision of a table goes by the size
+        return False
+    return _keeps_table(backend, projected_keys.numel(), queries_len, limits.LIMITS)
+
+
+def decide_decoder(
+    plain: bool, dtype: torch.dtype, projected_keys: Tensor, values: Tensor
+) -> tuple[bool, str]:
+    """Whether all steps of a decoder are one operator, and why.
+
+    Args:
+        plain: nothing but the parameters of its layers decides what they compute.
+        dtype: of the inputs.
+        projected_keys: (B,Tk,H) of its memory.
+        values: (B,Tk,Dv) of its memory.
+
+    Raises:
+        ValueError: as :func:`resolve`.
+    """
+    facts = DecoderFacts(
+        plain=plain,
+        backend=resolve(values.device, dtype=dtype),
+        dtype=dtype,
+        dtypes=(projected_keys.dtype, values.dtype),
+        empty=0 in values.shape,
+        autocast=checks.autocast_dtype(values.device) is not None,
+        traced=torch.compiler.is_compiling(),
+        plain_only=checks.in_transform(),
+    )
+    return route_decoder(facts)
 
 
 def _asked(name: str | None) -> str | None:
@@ -227,7 +283,7 @@ _on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _plain_only() -> bool:
     """Whether only plain PyTorch operations will do: ONNX knows no operators but its own."""
-    return torch_state.active() or (
+    return checks.in_transform() or (
         torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
     )
 

@@ -16,12 +16,14 @@ from bahdanau_fast.limits import GpuLimits, Limits
 __all__ = [
     "FORMS",
     "NAMES",
+    "DecoderFacts",
     "Facts",
     "Route",
     "choose_backend",
     "is_gpu_step",
     "keeps_table",
     "route",
+    "route_decoder",
 ]
 
 #: Backends, fastest first.
@@ -97,6 +99,8 @@ class Route(NamedTuple):
         backend: a name from :data:`NAMES`.
         form: a name from :data:`FORMS`.
         reuse: the projection of the keys may be remembered for the next call.
+        share: calls with a gradient share one node of the autograd graph for keys, values and w_v.
+        table: keys that are asked for again get a table of exponentials.
         traced: as in :class:`Facts`.
         records: likewise.
         reason: why, in words.
@@ -105,6 +109,8 @@ class Route(NamedTuple):
     backend: str
     form: str
     reuse: bool
+    share: bool
+    table: bool
     traced: bool
     records: bool
     reason: str
@@ -125,10 +131,17 @@ def route(facts: Facts, limits: Limits, gpu: GpuLimits) -> Route:
         facts.asked, facts.device, facts.dtype, facts.there, facts.plain_only, facts.interpreted
     )
     form, because = _form(facts, limits, gpu, backend)
-    reuse = form in ("step", "projected") and not facts.traced and not facts.keys_projected
-    return Route(
-        backend, form, reuse, facts.traced, facts.records, f"{backend}: {why}; {form}: {because}"
+    keys = facts.batch * facts.keys_len
+    reuse = (
+        form in ("step", "projected")
+        and not facts.traced
+        and not facts.keys_projected
+        and keys * facts.key_size >= limits.reuse_elements
     )
+    share = not facts.traced and facts.queries_len < limits.table_queries
+    table = share and keeps_table(backend, keys * facts.hidden, facts.queries_len, limits)
+    reason = f"{backend}: {why}; {form}: {because}"
+    return Route(backend, form, reuse, share, table, facts.traced, facts.records, reason)
 
 
 def choose_backend(
@@ -267,12 +280,61 @@ def _projects_keys(facts: Facts, limits: GpuLimits, backend: str) -> bool:
     return lost <= saved
 
 
-def keeps_table(elements: int, queries_len: int, limits: Limits) -> bool:
-    """Whether keys that will be looked at again get a table of exponentials, on the CPU.
+def keeps_table(backend: str, elements: int, queries_len: int, limits: Limits) -> bool:
+    """Whether keys that will be looked at again get a table of exponentials.
 
     Args:
+        backend: that serves the calls to come; only the CPU's kernels read a table.
         elements: of the projected keys.
         queries_len: Tq of the calls to come.
         limits: of the processor.
     """
-    return elements >= limits.table_elements and queries_len < limits.table_queries
+    few = queries_len < limits.table_queries
+    return backend == "cpu" and few and elements >= limits.table_elements
+
+
+class DecoderFacts(NamedTuple):
+    """What decides whether all steps of a decoder are one operator.
+
+    Attributes:
+        plain: nothing but the parameters of its layers decides what they compute.
+        backend: that serves its attention.
+        dtype: of the inputs.
+        dtypes: of projected keys and values.
+        empty: a size is zero.
+        autocast: matrix products take another dtype.
+        traced: as in :class:`Facts`.
+        plain_only: likewise.
+    """
+
+    plain: bool
+    backend: str
+    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, torch.dtype]
+    empty: bool
+    autocast: bool
+    traced: bool
+    plain_only: bool
+
+
+def route_decoder(facts: DecoderFacts) -> tuple[bool, str]:
+    """Whether all steps of a decoder are one operator, and why.
+
+    Args:
+        facts: about the decoder and its memory.
+    """
+    dtypes = {facts.dtype, *facts.dtypes}
+    against = (
+        (facts.traced, "compiled code takes them one by one"),
+        (facts.plain_only, "a transform or a trace knows plain operations only"),
+        (facts.backend != "cpu", f"{facts.backend} has no operator for all of them"),
+        (len(dtypes) > 1, "dtypes differ"),
+        (facts.dtype not in (torch.float32, torch.float64), f"no operator takes {facts.dtype}"),
+        (facts.autocast, "autocast gives the products a dtype of their own"),
+        (facts.empty, "there is nothing to compute"),
+        (not facts.plain, "a layer is more than its parameters"),
+    )
+    why = next((reason for holds, reason in against if holds), None)
+    if why is not None:
+        return False, f"step by step: {why}"
+    return True, "one operator: the fastest for CPU tensors"

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bahdanau_fast import ops
-from bahdanau_fast.memory import ProjectedKeys, project
-from bahdanau_fast.ops import torch_state
+from bahdanau_fast import checks, ops
+from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops.lifetime import Held, Lifetime
-from bahdanau_fast.ops.projection import shared_linear
+from bahdanau_fast.ops.projection import linear, shared_linear
 from bahdanau_fast.ops.shared_gradients import Shared
 
 __all__ = ["KeyCache", "Source", "may_share"]
@@ -63,7 +62,7 @@ class Source(NamedTuple):
         state: tuple[object, ...] = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            torch_state.autocast_dtype(keys.device),
+            checks.autocast_dtype(keys.device),
             backend,
             *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
             # Identity, for the gradient: a leaf lives as long as a graph node that leads to it.
@@ -102,7 +101,7 @@ def may_share(
         and type(keys) is Tensor
         and type(weight) in (Tensor, Parameter)
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        and not torch_state.active()
+        and not checks.in_transform()
         and not (
             (trusted or torch.is_grad_enabled())
             and any(t is not None and t.is_inference() for t in (keys, weight, bias))
@@ -116,7 +115,7 @@ class _Entry:
     trusted: tuple[Tensor | None, ...]  # weight and bias, if their bytes are not compared
     storage: weakref.ref[torch.UntypedStorage]  # of the keys; the entry is dropped with it
     projected: Callable[[], Tensor | None]  # weak with a graph, which holds the keys
-    lifetime: Lifetime
+    lifetime: Lifetime | None  # None as long as no gradient was asked for
     held: weakref.ref[Held] | None  # of the node in the graph
     table: Tensor | None = None
     keys_max: Tensor | None = None
@@ -146,7 +145,7 @@ class KeyCache:
         self._entry: _Entry | None = None
 
     def project(
-        self, source: Source, values: Tensor, w_v: Tensor | None, queries_len: int
+        self, source: Source, values: Tensor, w_v: Tensor | None, table: bool, records: bool
     ) -> ProjectedKeys:
         """The projection of a source, remembered or new.
 
@@ -154,17 +153,20 @@ class KeyCache:
             source: of the call.
             values: (B,Tk,Dv) of the call.
             w_v: (1,H) of the call, or None if unknown.
-            queries_len: Tq.
+            table: make a table of exponentials once the keys are asked for again.
+            records: a gradient may be asked for.
         """
         entry = self._entry  # read once: another thread may replace it
         own = entry.projected() if entry is not None and entry.is_of(source) else None
         if entry is None or own is None:
-            return self._store(source)
-        if entry.table is None:  # the second call on these keys: a table pays from now on
-            made = project(own, source.backend, queries_len)
-            entry = self._entry = replace(entry, table=made.table, keys_max=made.keys_max)
+            return self._store(source, records)
+        if table and entry.table is None:  # the second call on these keys: a table pays from now on
+            made, keys_max = ops.exp_keys_op(own.detach(), torch.is_grad_enabled())
+            entry = self._entry = replace(entry, table=made, keys_max=keys_max)
+        if records and entry.lifetime is None:
+            entry = self._entry = replace(entry, lifetime=Lifetime())
         found = ProjectedKeys(own, entry.table, entry.keys_max, None, entry.lifetime)
-        if w_v is None:
+        if w_v is None or not records:
             return found
         shared = None if entry.shared is None else entry.shared()
         if shared is not None and shared.fits(values, w_v):
@@ -174,12 +176,16 @@ class KeyCache:
             self._entry = replace(entry, shared=weakref.ref(found.shared))
         return found
 
-    def _store(self, source: Source) -> ProjectedKeys:
+    def _store(self, source: Source, records: bool) -> ProjectedKeys:
         """Project, and remember it until the keys are freed or the last backward is done."""
         self._entry = None
-        lifetime = Lifetime()
         keys, weight, bias, _, _, state = source
-        own, held = shared_linear(keys, weight, bias, lifetime)
+        if records:
+            lifetime = Lifetime()
+            own, held = shared_linear(keys, weight, bias, lifetime)
+        else:
+            lifetime, held = None, None
+            own = linear(keys, weight, bias)
         # The callback outlives this call in the autograd graph. It must not hold the cache or the
         # entry, which would keep that graph alive.
         this = weakref.ref(self)
@@ -187,7 +193,7 @@ class KeyCache:
         def drop(_: object = None) -> None:
             cache = this()
             entry = None if cache is None else cache._entry
-            if cache is not None and entry is not None and entry.lifetime is lifetime:
+            if cache is not None and entry is not None and entry.state is state:
                 cache._entry = None
 
         if held is not None:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import checks, limits, ops
-from bahdanau_fast.backends.route import keeps_table
+from bahdanau_fast import checks, ops
+from bahdanau_fast.ops import sharding
 from bahdanau_fast.ops.lifetime import Due, Lifetime
 from bahdanau_fast.ops.shared_gradients import Shared, share
 
@@ -48,19 +48,19 @@ class ProjectedKeys(NamedTuple):
         return self._replace(shared=shared, lifetime=lifetime)
 
 
-def project(projected_keys: Tensor, backend: str, queries_len: int = 1) -> ProjectedKeys:
-    """Prepare ``W_k k`` for a backend.
+def project(projected_keys: Tensor, table: bool) -> ProjectedKeys:
+    """Prepare ``W_k k`` for the calls to come.
 
     Args:
         projected_keys: (B,Tk,H).
-        backend: a name from :data:`backends.NAMES`.
-        queries_len: Tq of the calls to come.
+        table: make the table of exponentials, as :func:`backends.keeps_table` says.
     """
-    if backend != "cpu" or torch.compiler.is_exporting():  # its precision goes by the size
+    if not table:
         return ProjectedKeys(projected_keys, None, None)
-    if not keeps_table(projected_keys.numel(), queries_len, limits.LIMITS):
-        return ProjectedKeys(projected_keys, None, None)
-    return ProjectedKeys(projected_keys, *ops.exp_keys(projected_keys))
+    if type(projected_keys) is not Tensor:
+        sharding.know(projected_keys)
+    made = ops.exp_keys_op(projected_keys.detach(), torch.is_grad_enabled())
+    return ProjectedKeys(projected_keys, *made)
 
 
 class Maker(NamedTuple):
@@ -187,8 +187,8 @@ class Memory:
         lens = None if self.valid_lens is None else self.valid_lens.to(values.device)
         if keys is self.projected.keys and values is self.values:
             return self
-        backend = "cpu" if self.projected.table is not None and keys.is_cpu else "reference"
-        return self._like(project(keys, backend), values, lens)
+        table = self.projected.table is not None and keys.is_cpu
+        return self._like(project(keys, table), values, lens)
 
     def detach(self) -> Memory:
         """The memory outside of the autograd graph; as :meth:`Tensor.detach`."""

@@ -116,26 +116,6 @@ class AdditiveAttention(Additive):
             nn.Parameter(torch.zeros(num_hiddens, device=device, dtype=dtype)) if bias else None
         )
 
-    def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None = None
-    ) -> Tensor:
-        """Attend to ``keys`` and ``values``.
-
-        Args:
-            queries: (B,Tq,Dq), float32, bfloat16, float16 or float64.
-            keys: (B,Tk,Dk), dtype of queries.
-            values: (B,Tk,Dv), dtype of queries.
-            valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
-
-        Returns:
-            Context (B,Tq,Dv), dtype of queries.
-
-        Raises:
-            TypeError: something is not a floating tensor, or dtypes differ.
-            ValueError: ranks, sizes or devices do not fit together.
-        """
-        return self._additive(queries, keys, values, valid_lens)
-
     @classmethod
     def from_concat(
         cls, linear: nn.Linear, v: nn.Linear, query_size: int | None = None, dropout: float = 0.0
@@ -240,4 +220,4 @@ class MLPAttention(Additive):
         Raises:
             TypeError, ValueError: as for :class:`AdditiveAttention`.
         """
-        return self._additive(query, key, value, valid_length)
+        return super().forward(query, key, value, valid_length)

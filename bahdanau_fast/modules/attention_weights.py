@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast.ops import torch_state
+from bahdanau_fast import checks
 
 __all__ = ["KeepsWeights"]
 
@@ -50,7 +50,7 @@ class KeepsWeights(nn.Module):
                 if torch.compiler.is_dynamo_compiling():
                     return
                 kept = _Boxed(weights)
-            elif torch_state.active():
+            elif checks.in_transform():
                 kept = None  # the tensors of a transform may not outlive it in compiled code
         # Past nn.Module's own __setattr__, which takes as long as a small kernel.
         object.__setattr__(self, "_weights", kept)

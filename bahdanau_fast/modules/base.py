@@ -1,4 +1,9 @@
-"""Base of the additive modules: projections and their reuse, memories."""
+"""Base of the additive modules: the call, projections and their reuse, memories.
+
+Reading ``layer.weight`` is correct for an unmodified ``nn.Linear``. Hooks, LoRA, pruning,
+parametrizations, quantization and a ``forward`` set on the instance (as accelerate does) change
+what the layer computes: such a layer is called.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,25 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _torch
 
-from bahdanau_fast import backends, checks, limits, reference
-from bahdanau_fast.backends.route import Route
+from bahdanau_fast import backends, checks, reference
+from bahdanau_fast.backends import Route
 from bahdanau_fast.functional import attend_projected, attend_queries, attend_raw, attend_small
 from bahdanau_fast.memory import Maker, Memory, ProjectedKeys, project
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
 from bahdanau_fast.modules.attention_weights import KeepsWeights
-from bahdanau_fast.modules.layers import apply_layer, plain_parameters, plain_weight
 from bahdanau_fast.modules.lazy import draw
-from bahdanau_fast.ops import torch_state
 from bahdanau_fast.ops.lifetime import Lifetime
-from bahdanau_fast.ops.projection import shared_linear
+from bahdanau_fast.ops.projection import linear, shared_linear
 
-__all__ = ["Additive"]
+__all__ = ["Additive", "apply_layer", "is_unchanged", "plain_weight"]
+
+# Hooks of all modules of the process; torch changes these dicts in place.
+_forward_hooks = _torch._global_forward_hooks
+_forward_pre_hooks = _torch._global_forward_pre_hooks
+_backward_hooks = _torch._global_backward_hooks
+_backward_pre_hooks = _torch._global_backward_pre_hooks
 
 
 class Additive(KeepsWeights):
@@ -86,7 +96,8 @@ class Additive(KeepsWeights):
         if w_v is None:  # attend will call the scoring layer instead of a kernel
             projected = ProjectedKeys(own, None, None, None, lifetime)
         else:
-            projected = project(own, backend)._replace(lifetime=lifetime).share(values, w_v)
+            projected = project(own, backends.keeps_table(backend, own))
+            projected = projected._replace(lifetime=lifetime).share(values, w_v)
         maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
         return Memory(projected, values, valid_lens, maker)
 
@@ -150,9 +161,24 @@ class Additive(KeepsWeights):
         )
         return route.reason
 
-    def _additive(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None = None
     ) -> Tensor:
+        """Attend to ``keys`` and ``values``.
+
+        Args:
+            queries: (B,Tq,Dq), float32, bfloat16, float16 or float64.
+            keys: (B,Tk,Dk), dtype of queries.
+            values: (B,Tk,Dv), dtype of queries.
+            valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
+
+        Returns:
+            Context (B,Tq,Dv), dtype of queries.
+
+        Raises:
+            TypeError: something is not a floating tensor, or dtypes differ.
+            ValueError: ranks, sizes or devices do not fit together.
+        """
         checks.inputs(queries, keys, values, valid_lens)
         self._draw(queries, keys)
         w_q, w_k, w_v = weights = self._plain_weights()
@@ -177,7 +203,7 @@ class Additive(KeepsWeights):
         if source is None:
             projected = ProjectedKeys(self._project(keys), None, None)
         else:
-            projected = self._cache.project(source, values, w_v, queries.shape[1])
+            projected = self._cache.project(source, values, w_v, route.table, route.records)
         return self._attend(route, queries, projected, values, valid_lens, w_q, w_v, dropout_p)
 
     def _plain_weights(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -201,7 +227,6 @@ class Additive(KeepsWeights):
         if (
             not (self.cache_keys and route.reuse)
             or weight is None
-            or keys.numel() < limits.LIMITS.reuse_elements
             or (route.backend != "cpu" and not trusted)  # comparing bytes would wait for a GPU
             or not may_share(keys, weight, self.bias, trusted)
         ):
@@ -217,7 +242,7 @@ class Additive(KeepsWeights):
         return (
             (w_q is None or w_q.dtype == queries.dtype)
             and dtype in (torch.bfloat16, torch.float16)
-            and torch_state.autocast_dtype(queries.device) is None
+            and checks.autocast_dtype(queries.device) is None
         )
 
     def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
@@ -280,8 +305,64 @@ def _check_features(
     ):
         return  # the most frequent case, quickly
     # A lazy layer has no size yet; a modified one (LoRA, quantized, hooked) checks its own inputs.
-    parameters = plain_parameters(layer)
+    parameters = _plain_parameters(layer)
     if parameters is not None:
         weight = parameters["weight"]
         checks.features(name, tensor, weight.shape[1])
         checks.same_kind(name, tensor, "the module's weights", weight)
+
+
+def is_unchanged(module: nn.Module) -> bool:
+    """True if calling a module runs only its class's ``forward``."""
+    if (
+        torch.compiler.is_compiling()  # compiled code is for the forward that was looked at
+        and not torch.compiler.is_exporting()  # which is done once
+        and getattr(module.forward, "__func__", None) is not type(module).forward
+    ):
+        return False
+    # Not through nn.Module's __getattr__, which is slow: a small call comes here three times.
+    own = module.__dict__
+    return not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or _forward_hooks
+        or _forward_pre_hooks
+        or _backward_hooks
+        or _backward_pre_hooks
+    )
+
+
+def _plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
+    """``weight`` and ``bias`` of an unmodified ``nn.Linear``; None for any other layer.
+
+    Of another layer nothing is known: its weight may be missing, a method, or on the meta device
+    until the layer is called.
+    """
+    if type(layer) is not nn.Linear or not is_unchanged(layer):
+        return None
+    parameters = layer._parameters
+    return None if parameters.get("weight") is None else parameters
+
+
+def plain_weight(layer: nn.Module | None) -> Tensor | None:
+    """The weight of an unmodified ``nn.Linear`` without bias; None for any other layer."""
+    parameters = _plain_parameters(layer)
+    if parameters is None or parameters.get("bias") is not None:
+        return None
+    weight: Tensor = parameters["weight"]
+    return weight
+
+
+def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``layer(x) + bias``, by :func:`linear` if the layer is an unmodified ``nn.Linear``."""
+    assert layer is not None
+    parameters = _plain_parameters(layer)
+    if parameters is not None:
+        own = parameters.get("bias")
+        total = own if bias is None else bias if own is None else own + bias
+        return linear(x, parameters["weight"], total)
+    projected: Tensor = layer(x)
+    return projected if bias is None else projected + bias

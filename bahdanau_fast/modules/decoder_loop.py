@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from bahdanau_fast import backends
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.modules.layers import is_unchanged, plain_weight
-from bahdanau_fast.ops import decode, torch_state
+from bahdanau_fast.modules.base import is_unchanged, plain_weight
+from bahdanau_fast.ops import decode
 
 __all__ = ["attend_step", "decode_given", "decode_greedily"]
 
@@ -144,21 +144,16 @@ def decode_greedily(
 
 
 def _has_operator(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Memory) -> bool:
-    return (
-        not torch.compiler.is_compiling()
-        and type(attention) is AdditiveAttention
+    plain = (
+        type(attention) is AdditiveAttention
         and type(rnn) in (nn.GRU, nn.LSTM)
         and plain_weight(attention.W_q) is not None
         and plain_weight(attention.w_v) is not None
         and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
-        and dtype in (torch.float32, torch.float64)
-        and dtype == memory.projected.keys.dtype == memory.values.dtype
-        and 0 not in memory.values.shape
-        and torch_state.autocast_dtype(memory.values.device) is None
-        and not torch_state.active()
-        and backends.resolve(memory.values.device, dtype=dtype) == "cpu"
     )
+    fused, _ = backends.decide_decoder(plain, dtype, memory.projected.keys, memory.values)
+    return fused
 
 
 def _decode(

@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference
+from bahdanau_fast import checks, reference
 from bahdanau_fast.ops import (
     NEED_KEYS,
     NEED_VALUES,
     NEED_W_V,
     TAGS,
     library,
-    torch_state,
     weights_dtype,
 )
 from bahdanau_fast.ops.again import differentiate_again
@@ -142,7 +141,7 @@ def decode(arguments: Arguments, rest: Rest) -> Decoded:
     Raises:
         RuntimeError: sizes or dtypes that do not fit together.
     """
-    if not torch_state.needs_gradient(*arguments):
+    if not checks.needs_gradient(*arguments):
         arguments = Arguments(*(None if x is None else x.detach() for x in arguments))  # type: ignore[arg-type]
     return Decoded(*_Decode.apply(*arguments, rest))  # type: ignore[no-untyped-call]
 

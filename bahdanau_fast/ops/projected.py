@@ -21,29 +21,27 @@ keys``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bahdanau_fast import reference
 from bahdanau_fast.limits import PRECISION
-from bahdanau_fast.ops import sharding, torch_state
 from bahdanau_fast.ops.again import differentiate_again
 from bahdanau_fast.ops.lifetime import Lifetime, after_backward, save, saved
 from bahdanau_fast.ops.shared_gradients import Call, Shared
 
-if TYPE_CHECKING:
-    from bahdanau_fast.backends.route import Route
-
 __all__ = [
     "TAGS",
-    "attend",
-    "exp_keys",
+    "attend_op",
+    "attend_recorded",
+    "exp_keys_now",
+    "exp_keys_op",
     "fingerprint",
     "implement",
+    "implementations",
     "library",
-    "table_for",
     "weights_dtype",
 ]
 
@@ -242,7 +240,7 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         table, keys_max, valid_lens, *others = rest
         inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, *others)
-        forward, ctx.attend_backward = _implementations[backend]
+        forward, ctx.attend_backward = implementations[backend]
         with torch._C._AutoDispatchBelowAutograd():
             output = forward(*inputs)
         if valid_lens is not None:  # plain code makes a mask of it at once: it may change
@@ -274,19 +272,23 @@ class _Attend(torch.autograd.Function):
         return (*results, None, None, None, None)
 
 
-_attend_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default
+# With queries, keys, values, w_v, the other inputs, backend, shared node and lifetime.
+attend_recorded: Callable[..., tuple[Tensor, Tensor]] = _Attend.apply
+attend_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default
 # The same past OpOverload's __call__, for eager calls.
 _attend_now: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default._op
-_exp_keys_op: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
-_exp_keys_op = torch.ops.bahdanau_fast.exp_keys.default
-_exp_keys_now: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
-_exp_keys_now = torch.ops.bahdanau_fast.exp_keys.default._op
-_fingerprint_now = torch.ops.bahdanau_fast.fingerprint.default._op
+exp_keys_op: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
+exp_keys_op = torch.ops.bahdanau_fast.exp_keys.default
+exp_keys_now: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
+exp_keys_now = torch.ops.bahdanau_fast.exp_keys.default._op
+# A fingerprint of the bytes of up to three CPU tensors, keyed anew in each process.
+fingerprint: Callable[[Tensor, Tensor | None, Tensor | None], tuple[int, int]]
+fingerprint = torch.ops.bahdanau_fast.fingerprint.default._op
 _backward_op = torch.ops.bahdanau_fast.attend_backward.default
 _backward_queries_op = torch.ops.bahdanau_fast.attend_backward_queries.default
 # What eager calls run: forward and backward of each backend, the CPU's behind its dispatch key.
-_implementations: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Any]]]
-_implementations = {"cpu": (_attend_now, _backward_op)}
+implementations: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Any]]]
+implementations = {"cpu": (_attend_now, _backward_op)}
 
 
 def implement(
@@ -304,90 +306,7 @@ def implement(
         dispatch_key: of the tensors it serves where the operators themselves are called (compiled
             code, say); None for a backend that is only called by name.
     """
-    _implementations[name] = (forward, backward)
+    implementations[name] = (forward, backward)
     if dispatch_key is not None:
         library.impl("attend", forward, dispatch_key)
         library.impl("attend_backward", backward, dispatch_key)
-
-
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    table: Tensor | None,
-    keys_max: Tensor | None,
-    values: Tensor,
-    w_v: Tensor,
-    valid_lens: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    need_weights: bool,
-    route: Route,
-    shared: Shared | None = None,
-    lifetime: Lifetime | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Call the operator by the shortest way that is right where the call comes from.
-
-    Args:
-        queries: (B,Tq,H), projected.
-        keys: (B,Tk,H), projected.
-        table: from :func:`exp_keys`, or None.
-        keys_max: from :func:`exp_keys`, or None.
-        values: (B,Tk,Dv).
-        w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq).
-        seed: (1,) int64, with dropout.
-        dropout_p: probability of dropping a weight.
-        need_weights: whether the weights are wanted; where a gradient is due they are made.
-        route: of the call.
-        shared: the node that keys, values and w_v are behind, which their gradients are left to.
-        lifetime: of the nodes that this call shares with others.
-
-    Returns:
-        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
-    """
-    sharding.know(queries)
-    graph = route.records and torch_state.needs_gradient(queries, keys, values, w_v)
-    inputs = (
-        queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
-        need_weights or graph,
-    )  # fmt: skip
-    if route.traced:  # what traces the call has to meet the operator itself
-        return _attend_op(*inputs)
-    if graph:
-        rest = (table, keys_max, valid_lens, seed, dropout_p, True)
-        return _Attend.apply(queries, keys, values, w_v, rest, route.backend, shared, lifetime)  # type: ignore[no-any-return, no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        if table is None and route.backend == "cpu":
-            inputs = (queries, keys, *table_for(queries.shape[1], keys), *inputs[4:])
-        return _implementations[route.backend][0](*inputs)
-
-
-def table_for(queries_len: int, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What :func:`exp_keys` gives, where a call without gradients does best to start with it.
-
-    A call without a table takes the precision of one that may be differentiated, fp64 for small
-    problems; a table in fp32 says that fp32 will do. To be called below autograd.
-
-    Args:
-        queries_len: Tq.
-        keys: (B,Tk,H), projected.
-    """
-    if (
-        keys.dtype is torch.float32
-        and keys.numel() > PRECISION.fp64_forward_table_elements
-        and queries_len * keys.numel() <= PRECISION.fp64_elements
-    ):
-        return _exp_keys_now(keys, False)
-    return None, None
-
-
-def fingerprint(keys: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[int, int]:
-    """A fingerprint of the bytes of up to three CPU tensors, keyed anew in each process."""
-    marks: tuple[int, int] = _fingerprint_now(keys, weight, bias)
-    return marks
-
-
-def exp_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Table of exponentials of projected keys (B,Tk,H), and max|keys| of each batch row."""
-    sharding.know(keys)
-    return _exp_keys_op(keys.detach(), torch.is_grad_enabled())

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from bahdanau_fast import limits
-from bahdanau_fast.ops import torch_state
+from bahdanau_fast import checks, limits
 from bahdanau_fast.ops.lifetime import Held, Lifetime
 
 __all__ = ["linear", "product", "shared_linear", "sum_of_products", "sums_pay"]
@@ -48,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not _pays(x, weight):
         return F.linear(x, weight, bias)
-    if torch_state.needs_gradient(x, weight, bias):
+    if checks.needs_gradient(x, weight, bias):
         product: Tensor = _Linear.apply(x, weight, bias, None)  # type: ignore[no-untyped-call]
         return product
     return _multiply(x, weight, bias)
@@ -68,10 +67,10 @@ def shared_linear(
     Returns:
         (...,H), and what its node holds; None without a gradient.
     """
-    if not torch_state.needs_gradient(x, weight, bias):
+    if not checks.needs_gradient(x, weight, bias):
         return linear(x, weight, bias), None
     grad_fns = tuple(t.grad_fn for t in (x, weight, bias) if t is not None)
-    dtype = torch_state.autocast_dtype(x.device)
+    dtype = checks.autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if x.requires_grad:  # where torch's own product copies rows together, it saves the copy
@@ -106,7 +105,7 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
         # Subclasses (DTensor, FakeTensor) and whatever traces or transforms know F.linear only.
         and type(x) is Tensor
         and type(weight) in (Tensor, Parameter)
-        and not torch_state.active()
+        and not checks.in_transform()
         and not torch.is_autocast_enabled("cpu")
         and bool(torch.backends.mkldnn.enabled)
     )

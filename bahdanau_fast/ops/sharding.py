@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["know", "replicate_like", "seed_like"]
+__all__ = ["know", "seed_like"]
 
 
 def know(tensor: Tensor) -> None:
@@ -44,23 +44,6 @@ def seed_like(tensor: Tensor, seed: Tensor) -> Tensor:
         position = position * size + at
     seed = seed ^ (position << 40)
     return DTensor.from_local(seed, mesh, [Shard(0)] * mesh.ndim, run_check=False)
-
-
-def replicate_like(tensor: Tensor, same: Tensor) -> Tensor:
-    """What is the same on all ranks, as a DTensor where ``tensor`` is one.
-
-    Args:
-        tensor: of the call.
-        same: made on this rank.
-    """
-    if type(tensor) is Tensor or "torch.distributed.tensor" not in sys.modules:
-        return same
-    from torch.distributed.tensor import DTensor, Replicate
-
-    if not isinstance(tensor, DTensor):
-        return same
-    mesh = tensor.device_mesh
-    return DTensor.from_local(same, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 @functools.cache

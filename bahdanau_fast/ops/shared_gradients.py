@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bahdanau_fast.ops import torch_state
+from bahdanau_fast import checks
 from bahdanau_fast.ops.lifetime import Held, Lifetime
 
 __all__ = ["Call", "Deferred", "Shared", "share"]
@@ -168,8 +168,8 @@ def share(
     """
     if (
         torch.compiler.is_compiling()
-        or not torch_state.needs_gradient(keys, values, w_v)
-        or torch_state.active()
+        or not checks.needs_gradient(keys, values, w_v)
+        or checks.in_transform()
         or type(keys) is not Tensor  # a DTensor's calls know no other node than their own
         or values.is_inference()
         or w_v.is_inference()

@@ -3,7 +3,8 @@
 ``additive_attention`` takes raw queries and keys, projects them itself and has one node in the
 autograd graph instead of three. It is right at any size, but beyond a few rows BLAS projects
 faster: it serves calls up to ``Limits.one_operator_work``, those of a course notebook.
-``attend_step`` is the same for a step on a memory, whose keys are projected: without gradients.
+The operator ``attend_step`` is the same for a step on a memory, whose keys are projected, without
+gradients; :mod:`functional` calls it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference
-from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.ops import TAGS, library, sharding, table_for, torch_state, weights_dtype
+from bahdanau_fast import checks, reference
+from bahdanau_fast.ops import TAGS, library, sharding, weights_dtype
 from bahdanau_fast.ops.again import differentiate_again
 from bahdanau_fast.ops.lifetime import after_backward, save, saved
 
-__all__ = ["attend", "attend_step"]
+__all__ = ["attend"]
 
 _INPUTS = (
     "Tensor queries, Tensor keys, Tensor values, Tensor w_q, Tensor w_k, Tensor w_v, "
@@ -47,7 +47,6 @@ _forward_op = torch.ops.bahdanau_fast.additive_attention.default
 _backward_op = torch.ops.bahdanau_fast.additive_attention_backward.default
 # The same past OpOverload's __call__, for eager calls.
 _forward_now, _backward_now = _forward_op._op, _backward_op._op
-_step_now = torch.ops.bahdanau_fast.attend_step.default._op
 
 
 def _fake(*inputs: Any) -> tuple[Tensor, ...]:
@@ -173,43 +172,14 @@ def attend(
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32.
     """
-    sharding.know(inputs[0])
+    if type(inputs[0]) is not Tensor:
+        sharding.know(inputs[0])
     rest = (valid_lens, seed, dropout_p)
-    if torch_state.needs_gradient(*inputs, bias):
+    if checks.needs_gradient(*inputs, bias):
         # Autograd has its own ways with tensors of inference mode.
         if any(t is not None and t.is_inference() for t in (*inputs, bias)):
             return reference.additive_attention(*inputs, valid_lens, bias=bias, dropout_p=dropout_p)  # type: ignore[misc, return-value]
         return _Whole.apply(*inputs, bias, rest)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         context, weights, _, _ = _forward_now(*inputs, bias, *rest)
-    return context, weights
-
-
-def attend_step(
-    queries: Tensor,
-    w_q: Tensor,
-    projected: ProjectedKeys,
-    values: Tensor,
-    w_v: Tensor,
-    valid_lens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Context and weights of a step on a memory, without gradients and dropout.
-
-    Args:
-        queries: (B,Tq,Dq).
-        w_q: (H,Dq).
-        projected: the keys after ``W_k``.
-        values: (B,Tk,Dv).
-        w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq).
-
-    Returns:
-        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32.
-    """
-    sharding.know(queries)
-    keys, table, keys_max, *_ = projected
-    with torch._C._AutoDispatchBelowAutograd():
-        if table is None:
-            table, keys_max = table_for(queries.shape[1], keys)
-        context, weights = _step_now(queries, w_q, keys, table, keys_max, values, w_v, valid_lens)
     return context, weights

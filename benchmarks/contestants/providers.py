@@ -243,10 +243,11 @@ def _op_full(inputs: Inputs) -> Runnable:
 def _op_projected(inputs: Inputs, ready: bool = False) -> Runnable:
     backend = backends.resolve(inputs.keys.device)
     query, values, w_v = inputs.projected_queries, inputs.values, inputs.w_v
-    prepared = project(inputs.projected_keys, backend) if ready else None
+    projected = inputs.projected_keys
+    prepared = project(projected, backends.keeps_table(backend, projected)) if ready else None
 
     def forward() -> Outputs:
-        keys = prepared or ProjectedKeys(inputs.projected_keys, None, None)
+        keys = prepared or ProjectedKeys(projected, None, None)
         return attend_projected(backend, query, keys, values, w_v, inputs.valid_lens)
 
     return Runnable(forward, inputs.leaves("projected"))

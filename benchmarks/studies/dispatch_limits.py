@@ -113,12 +113,18 @@ def _again(**moved: int) -> Way:
     return way
 
 
+def _projected(inputs: Inputs) -> memory.ProjectedKeys:
+    """The keys of a memory for these queries, with a table where the limits say so."""
+    keys = inputs.projected_keys
+    return memory.project(keys, backends.keeps_table("cpu", keys, inputs.queries.shape[1]))
+
+
 def _attend(**moved: int) -> Way:
     """A step on projected keys, with the limits of the kept table moved."""
 
     def way(inputs: Inputs) -> Callable[[], Any]:
         with limits.using(**moved):
-            keys = memory.project(inputs.projected_keys, "cpu", inputs.queries.shape[1])
+            keys = _projected(inputs)
         rest = (inputs.values, inputs.w_v.detach(), inputs.valid_lens)
         return lambda: attend_projected("cpu", inputs.projected_queries, keys, *rest)
 
@@ -129,7 +135,7 @@ def _step(**moved: int) -> Way:
     """A step on a memory, with the limits of the operator that projects its query moved."""
 
     def way(inputs: Inputs) -> Callable[[], Any]:
-        keys = memory.project(inputs.projected_keys, "cpu", inputs.queries.shape[1])
+        keys = _projected(inputs)
         w_v = inputs.w_v.detach()
         chosen = replace(limits.LIMITS, **moved)
 
@@ -159,7 +165,7 @@ def _operators(inputs: Inputs) -> str:
 
 
 def _keeps(inputs: Inputs) -> str:
-    keys = memory.project(inputs.projected_keys, "cpu", inputs.queries.shape[1])
+    keys = _projected(inputs)
     return "made anew" if keys.table is None else "kept"
 
 

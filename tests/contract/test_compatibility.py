@@ -11,7 +11,7 @@ from course import CourseAttention
 from torch._subclasses import FakeTensorMode
 
 import bahdanau_fast as bf
-from bahdanau_fast.ops import torch_state
+from bahdanau_fast import checks
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "compatibility.md"
@@ -85,13 +85,13 @@ def test_autocast_takes_inputs_of_two_dtypes_as_linear_does():
 
 def test_softmax_under_autocast_is_fp32_on_gpus_alone():
     with torch.autocast("cpu", torch.bfloat16):
-        assert not torch_state.softmax_in_fp32(torch.device("cpu"))
+        assert not checks.softmax_in_fp32(torch.device("cpu"))
         assert torch.softmax(torch.ones(2, 3).bfloat16(), -1).dtype == torch.bfloat16
     gpu = torch.device("cuda")
-    assert not torch_state.softmax_in_fp32(gpu)
+    assert not checks.softmax_in_fp32(gpu)
     torch.set_autocast_enabled("cuda", True)  # the flag can be set without a GPU
     try:
-        assert torch_state.softmax_in_fp32(gpu)
+        assert checks.softmax_in_fp32(gpu)
     finally:
         torch.set_autocast_enabled("cuda", False)
 

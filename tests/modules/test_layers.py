@@ -27,7 +27,7 @@ from torch.nn.utils import parametrizations, prune
 from translators import STEPS, model, sources
 
 import bahdanau_fast as bf
-from bahdanau_fast.modules import layers
+from bahdanau_fast.modules import base
 from bahdanau_fast.seq2seq import greedy
 
 
@@ -342,7 +342,7 @@ def test_traced_by_jit_inside_a_decoder():
 def test_plain_layers_take_the_fast_way():
     ours, _ = pair(LARGE)
     given = inputs(LARGE)
-    assert all(layers.plain_weight(ours.get_submodule(name)) is not None for name in LAYERS)
+    assert all(base.plain_weight(ours.get_submodule(name)) is not None for name in LAYERS)
     assert counts(lambda: ours(*given, LENS))["attend"] == 1
     handle = ours.w_v.register_forward_hook(scaled)
     assert "attend" not in counts(lambda: ours(*given, LENS))

@@ -1,0 +1,53 @@
+"""Rooms one can see: how many files lie side by side, and how long each is."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("bahdanau_fast", "csrc", "kernels", "benchmarks", "tests")
+SOURCES = {".py", ".cpp", ".cu", ".h", ".hpp", ".inc", ".c"}
+MOST_FILES, MOST_LINES = 12, 400
+MOST_ROOT_FILES, MOST_ROOT_ROOMS = 9, 6
+
+
+def known(folder):
+    """Files of the repository below a folder, from its root: tracked, or new and not ignored."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    found = {Path(line) for line in listed.stdout.splitlines()}
+    return sorted(path for path in found if (ROOT / path).is_file())
+
+
+def test_the_root_of_the_package():
+    root = Path("bahdanau_fast")
+    files = known(root)
+    sources = [path.name for path in files if path.parent == root and path.suffix in SOURCES]
+    rooms = {path.relative_to(root).parts[0] for path in files if path.parent != root}
+    assert "functional.py" in sources
+    assert len(sources) <= MOST_ROOT_FILES, sources
+    assert len(rooms) <= MOST_ROOT_ROOMS, sorted(rooms)
+
+
+@pytest.mark.parametrize("top", ROOMS)
+def test_no_room_is_crowded(top):
+    rooms = {}
+    for path in known(top):
+        if path.suffix in SOURCES:
+            rooms.setdefault(str(path.parent), []).append(path.name)
+    assert rooms
+    assert {room: len(names) for room, names in rooms.items() if len(names) > MOST_FILES} == {}
+
+
+@pytest.mark.parametrize("top", ROOMS)
+def test_no_file_is_long(top):
+    lines = {
+        str(path): len((ROOT / path).read_text().splitlines())
+        for path in known(top)
+        if path.suffix in SOURCES
+    }
+    assert lines
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
