@@ -90,7 +90,8 @@ def additive_attention(
     >>> weights.tolist()
     [[[0.5, 0.5, 0.0, 0.0]]]
     """
-    checks.inputs(queries, keys, values, valid_lens)
+    if not checks.usual(queries, keys, values, valid_lens, w_q, w_k):
+        checks.inputs(queries, keys, values, valid_lens)
     hidden = w_v.numel() if isinstance(w_v, Tensor) else 0
     w_v_shape = (hidden,) if isinstance(w_v, Tensor) and w_v.dim() == 1 else (1, hidden)
     checks.weight("w_v", w_v, w_v_shape, queries)
@@ -105,7 +106,7 @@ def additive_attention(
     )
     if route.form == "one operator":
         inputs = (queries, keys, values, *weights_given)
-        context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
+        context, weights = attend_small(route, inputs, bias, valid_lens, dropout_p)
     elif route.form in ("raw", "raw keys"):
         raw = (queries, keys, values, w_q, w_k, bias, w_v)
         context, weights = attend_raw(route, raw, valid_lens, dropout_p, need_weights)
@@ -165,21 +166,7 @@ def attend_projected(
     dropout_p: float,
     need_weights: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Everything after the projections; inputs are checked by the caller.
-
-    Args:
-        route: of the call.
-        queries: (B,Tq,H), already ``W_q q``.
-        projected: the keys after ``W_k``, made for the same backend.
-        values: (B,Tk,Dv).
-        w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq).
-        dropout_p: probability of dropping a weight.
-        need_weights: whether the second result is wanted; without, it may be empty.
-
-    Returns:
-        Context (B,Tq,Dv), weights (B,Tq,Tk).
-    """
+    """Everything after the projections: :func:`attend_queries`, its queries already ``W_q q``."""
     keys, table, keys_max, shared, lifetime = projected
     if shared is not None:
         if (
@@ -199,8 +186,10 @@ def attend_projected(
     if route.backend == "reference":
         return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p)
     seed = _seed(dropout_p, queries)
-    inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p)
-    context, weights = ops.attend(*inputs, need_weights, route, shared, lifetime)
+    inputs = ops.AttendInputs(
+        queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p
+    )
+    context, weights = ops.attend(inputs, need_weights, route, shared, lifetime)
     wanted = queries.dtype
     if torch_state.softmax_in_fp32(queries.device):
         wanted = weights.dtype
@@ -208,11 +197,16 @@ def attend_projected(
 
 
 def attend_small(
-    inputs: tuple[Tensor, ...], bias: Tensor | None, valid_lens: Tensor | None, dropout_p: float
+    route: Route,
+    inputs: tuple[Tensor, ...],
+    bias: Tensor | None,
+    valid_lens: Tensor | None,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """All of it in one operator.
 
     Args:
+        route: of the call.
         inputs: queries, keys, values, w_q, w_k, w_v; checked by the caller.
         bias: (H,) or None.
         valid_lens: None, (B,) or (B,Tq).
@@ -222,7 +216,7 @@ def attend_small(
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
     seed = _seed(dropout_p, inputs[0])
-    context, weights = whole.attend(inputs, bias, valid_lens, seed, dropout_p)
+    context, weights = whole.attend(inputs, bias, valid_lens, seed, dropout_p, route.records)
     return context, _like(context, weights)
 
 

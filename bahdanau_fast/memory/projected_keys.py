@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bahdanau_fast import checks, limits, ops
 from bahdanau_fast.backends.route import keeps_table
 from bahdanau_fast.ops.lifetime import Due, Lifetime
-from bahdanau_fast.ops.shared_gradients import Shared, share
+from bahdanau_fast.ops.shared_gradients import SharedNode, share
 
 __all__ = ["Maker", "Memory", "ProjectedKeys", "project"]
 
@@ -31,7 +31,7 @@ class ProjectedKeys(NamedTuple):
     keys: Tensor
     table: Tensor | None
     keys_max: Tensor | None
-    shared: Shared | None = None
+    shared: SharedNode | None = None
     lifetime: Lifetime | None = None
 
     def share(self, values: Tensor, w_v: Tensor) -> ProjectedKeys:

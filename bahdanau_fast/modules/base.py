@@ -13,7 +13,12 @@ from bahdanau_fast.functional import attend_projected, attend_queries, attend_ra
 from bahdanau_fast.memory import Maker, Memory, ProjectedKeys, project
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
 from bahdanau_fast.modules.attention_weights import KeepsWeights
-from bahdanau_fast.modules.layers import apply_layer, plain_parameters, plain_weight
+from bahdanau_fast.modules.layers import (
+    apply_layer,
+    plain_parameters,
+    plain_weight,
+    plain_weights,
+)
 from bahdanau_fast.modules.lazy import draw
 from bahdanau_fast.ops import torch_state
 from bahdanau_fast.ops.lifetime import Lifetime
@@ -153,14 +158,17 @@ class Additive(KeepsWeights):
     def _additive(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
     ) -> Tensor:
-        checks.inputs(queries, keys, values, valid_lens)
-        self._draw(queries, keys)
-        w_q, w_k, w_v = weights = self._plain_weights()
-        _check_features("keys", keys, self._modules[self._key_layer], w_k)
-        _check_features("queries", queries, self._modules[self._query_layer], w_q)
+        w_q, w_k, w_v = self._plain_weights()
+        if w_v is None or not checks.usual(queries, keys, values, valid_lens, w_q, w_k):
+            checks.inputs(queries, keys, values, valid_lens)
+            if w_v is None:  # its layer, or all three, may be lazy
+                self._draw(queries, keys)
+                w_q, w_k, w_v = self._plain_weights()
+            _check_features("keys", keys, self._modules[self._key_layer])
+            _check_features("queries", queries, self._modules[self._query_layer])
         dropout_p = self._dropout_p()
         route = backends.decide(
-            queries, keys, values, *weights, self.bias, self.num_hiddens, dropout_p
+            queries, keys, values, w_q, w_k, w_v, self.bias, self.num_hiddens, dropout_p
         )
         if route.form in ("one operator", "raw", "raw keys"):
             assert w_q is not None
@@ -168,7 +176,7 @@ class Additive(KeepsWeights):
             assert w_v is not None
             if route.form == "one operator":
                 raw = (queries, keys, values, w_q, w_k, w_v)
-                results = attend_small(raw, self.bias, valid_lens, dropout_p)
+                results = attend_small(route, raw, self.bias, valid_lens, dropout_p)
             else:
                 inputs = (queries, keys, values, w_q, w_k, self.bias, w_v)
                 results = attend_raw(route, inputs, valid_lens, dropout_p, True)
@@ -180,13 +188,11 @@ class Additive(KeepsWeights):
             projected = self._cache.project(source, values, w_v, queries.shape[1])
         return self._attend(route, queries, projected, values, valid_lens, w_q, w_v, dropout_p)
 
-    def _plain_weights(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _plain_weights(self) -> list[Tensor | None]:
         """Of queries, keys and scores; None for a layer that is more than its weight."""
         layers = self._modules
-        return (
-            plain_weight(layers[self._query_layer]),
-            plain_weight(layers[self._key_layer]),
-            plain_weight(layers[self._score_layer]),
+        return plain_weights(
+            layers[self._query_layer], layers[self._key_layer], layers[self._score_layer]
         )
 
     def _kept(self, results: tuple[Tensor, Tensor]) -> Tensor:

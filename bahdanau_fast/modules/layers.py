@@ -16,7 +16,7 @@ from torch.nn.modules import module as _torch
 
 from bahdanau_fast.ops.projection import linear
 
-__all__ = ["apply_layer", "is_unchanged", "plain_parameters", "plain_weight"]
+__all__ = ["apply_layer", "is_unchanged", "plain_parameters", "plain_weight", "plain_weights"]
 
 # Dicts that torch fills in place, with hooks for the modules of the whole process.
 _forward_hooks = _torch._global_forward_hooks
@@ -33,18 +33,22 @@ def is_unchanged(module: nn.Module) -> bool:
         and getattr(module.forward, "__func__", None) is not type(module).forward
     ):
         return False
-    # Read past nn.Module's __getattr__: small calls ask this three times.
-    own = module.__dict__
-    return not (
+    return not (_is_changed(module) or _all_modules_have_hooks())
+
+
+def _all_modules_have_hooks() -> bool:
+    return bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether the instance has hooks or a ``forward`` of its own."""
+    own = module.__dict__  # past nn.Module's __getattr__: small calls ask this three times
+    return bool(
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
         or "forward" in own
-        or _forward_hooks
-        or _forward_pre_hooks
-        or _backward_hooks
-        or _backward_pre_hooks
     )
 
 
@@ -67,6 +71,20 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
         return None
     weight: Tensor = parameters["weight"]
     return weight
+
+
+def plain_weights(*layers: nn.Module | None) -> list[Tensor | None]:
+    """:func:`plain_weight` of each; what does not depend on the layer is asked once."""
+    if torch.compiler.is_compiling():
+        return [plain_weight(layer) for layer in layers]
+    weights: list[Tensor | None] = [None] * len(layers)
+    if not _all_modules_have_hooks():
+        for i, layer in enumerate(layers):
+            if type(layer) is Linear and not _is_changed(layer):
+                parameters = layer._parameters
+                if parameters.get("bias") is None:
+                    weights[i] = parameters.get("weight")
+    return weights
 
 
 def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -4,34 +4,5 @@
 ``decode`` those of whole decoders.
 """
 
-from bahdanau_fast.ops.projected import (
-    MAX_FP64_ELEMENTS,
-    NEED_KEYS,
-    NEED_QUERIES,
-    NEED_VALUES,
-    NEED_W_V,
-    TAGS,
-    attend,
-    exp_keys,
-    fingerprint,
-    implement,
-    library,
-    table_for,
-    weights_dtype,
-)
-
-__all__ = [
-    "MAX_FP64_ELEMENTS",
-    "NEED_KEYS",
-    "NEED_QUERIES",
-    "NEED_VALUES",
-    "NEED_W_V",
-    "TAGS",
-    "attend",
-    "exp_keys",
-    "fingerprint",
-    "implement",
-    "library",
-    "table_for",
-    "weights_dtype",
-]
+from bahdanau_fast.ops.projected import *  # noqa: F403
+from bahdanau_fast.ops.projected import __all__ as __all__

@@ -21,7 +21,7 @@ keys``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +30,19 @@ from bahdanau_fast import reference
 from bahdanau_fast.ops import sharding, torch_state
 from bahdanau_fast.ops.again import differentiate_again
 from bahdanau_fast.ops.lifetime import Lifetime, after_backward, save, saved
-from bahdanau_fast.ops.shared_gradients import Call, Shared
+from bahdanau_fast.ops.shared_gradients import SharedNode, StepGradients
 
 if TYPE_CHECKING:
     from bahdanau_fast.backends.route import Route
 
 __all__ = [
+    "MAX_FP64_ELEMENTS",
+    "NEED_KEYS",
+    "NEED_QUERIES",
+    "NEED_VALUES",
+    "NEED_W_V",
     "TAGS",
+    "AttendInputs",
     "attend",
     "exp_keys",
     "fingerprint",
@@ -45,6 +51,33 @@ __all__ = [
     "table_for",
     "weights_dtype",
 ]
+
+
+class AttendInputs(NamedTuple):
+    """What ``attend`` and its backward operators have as their first arguments, in this order.
+
+    Attributes:
+        queries: (B,Tq,H), projected.
+        keys: (B,Tk,H), projected.
+        table: from :func:`exp_keys`, or None.
+        keys_max: likewise.
+        values: (B,Tk,Dv).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+        seed: (1,) int64, with dropout.
+        dropout_p: probability of dropping a weight.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    table: Tensor | None
+    keys_max: Tensor | None
+    values: Tensor
+    w_v: Tensor
+    valid_lens: Tensor | None
+    seed: Tensor | None = None
+    dropout_p: float = 0.0
+
 
 # Bits of attend_backward's `needs`: which gradients to compute.
 NEED_QUERIES, NEED_KEYS, NEED_VALUES, NEED_W_V = 1, 2, 4, 8
@@ -107,18 +140,8 @@ def _exp_keys_fake(keys: Tensor, precise: bool = True) -> tuple[Tensor, Tensor]:
     return table, keys.new_empty((batch,), dtype=dtype)
 
 
-def _attend_fake(
-    queries: Tensor,
-    keys: Tensor,
-    table: Tensor | None,
-    keys_max: Tensor | None,
-    values: Tensor,
-    w_v: Tensor,
-    valid_lens: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor]:
+def _attend_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+    queries, values, need_weights = inputs[0], inputs[4], inputs[9]
     batch, queries_len, _ = queries.shape
     _, keys_len, features = values.shape
     weights = (batch, queries_len, keys_len) if need_weights else (0,)
@@ -195,8 +218,9 @@ def _gradients(
         grad_queries, grad_scores, dropped = _backward_queries_op(
             *inputs, ctx.dropout_p, weights, grad_context, grad_weights, needed[0]
         )
-        seen = dropped if ctx.dropout_p > 0.0 else weights
-        ctx.shared.deferred.add(Call(queries, seen, valid_lens, grad_context, grad_scores))
+        dropped = dropped if ctx.dropout_p > 0.0 else weights
+        left = StepGradients(queries, dropped, valid_lens, grad_context, grad_scores)
+        ctx.shared.pending.add(left)
         return [grad_queries if needed[0] else None, None, None, None]
     needs = sum(1 << i for i, need in enumerate(needed) if need)
     results = backward(*inputs, ctx.dropout_p, weights, grad_context, grad_weights, needs)
@@ -240,26 +264,23 @@ class _Attend(torch.autograd.Function):
         keys: Tensor,
         values: Tensor,
         w_v: Tensor,
-        rest: tuple[Any, ...],
+        rest: list[Any],
         backend: str,
-        shared: Shared | None,
+        shared: SharedNode | None,
         lifetime: Lifetime | None,
     ) -> tuple[Tensor, Tensor]:
-        table, keys_max, valid_lens, *others = rest
-        inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, *others)
+        table, keys_max, valid_lens, seed, ctx.dropout_p = rest
         forward, ctx.attend_backward = _implementations[backend]
         with torch._C._AutoDispatchBelowAutograd():
-            output = forward(*inputs)
+            output = forward(
+                *(queries, keys, table, keys_max, values, w_v, valid_lens, seed, ctx.dropout_p),
+                True,
+            )
         if valid_lens is not None:  # plain code makes a mask of it at once: it may change
             valid_lens = valid_lens.clone() if shared is None else shared.lens(valid_lens)
-        _setup_context(ctx, (*inputs[:6], valid_lens, *others), output)
-        save(
-            ctx,
-            (queries, keys, values, w_v),
-            (table, keys_max, valid_lens, others[0]),
-            (output[1],),
-            _USES,
-        )
+        ctx.set_materialize_grads(False)
+        made = (table, keys_max, valid_lens, seed)
+        save(ctx, (queries, keys, values, w_v), made, output[1], _USES)
         ctx.shared = shared
         ctx.due = None if lifetime is None else lifetime.begin()
         return output
@@ -305,7 +326,7 @@ def implement(
     Args:
         name: of the backend.
         forward: with the arguments and results of the operator ``attend``.
-        backward: with those of ``attend_backward``.
+        backward: likewise of ``attend_backward``.
         dispatch_key: of the tensors it serves where the operators themselves are called (compiled
             code, say); None for a backend that is only called by name.
     """
@@ -316,32 +337,16 @@ def implement(
 
 
 def attend(
-    queries: Tensor,
-    keys: Tensor,
-    table: Tensor | None,
-    keys_max: Tensor | None,
-    values: Tensor,
-    w_v: Tensor,
-    valid_lens: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
+    inputs: AttendInputs,
     need_weights: bool,
     route: Route,
-    shared: Shared | None = None,
+    shared: SharedNode | None = None,
     lifetime: Lifetime | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Call the operator by the shortest way that is right where the call comes from.
 
     Args:
-        queries: (B,Tq,H), projected.
-        keys: (B,Tk,H), projected.
-        table: from :func:`exp_keys`, or None.
-        keys_max: from :func:`exp_keys`, or None.
-        values: (B,Tk,Dv).
-        w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq).
-        seed: (1,) int64, with dropout.
-        dropout_p: probability of dropping a weight.
+        inputs: of the operator.
         need_weights: whether the weights are wanted; where a gradient is due they are made.
         route: of the call.
         shared: the node that keys, values and w_v are behind, which their gradients are left to.
@@ -350,21 +355,19 @@ def attend(
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
     """
-    sharding.know(queries)
+    queries, keys, table, keys_max, values, w_v, *rest = inputs
+    sharding.register_for(queries)
     graph = route.records and torch_state.needs_gradient(queries, keys, values, w_v)
-    inputs = (
-        queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
-        need_weights or graph,
-    )  # fmt: skip
     if route.traced:  # what traces the call has to meet the operator itself
-        return _attend_op(*inputs)
+        return _attend_op(*inputs, need_weights or graph)
     if graph:
-        rest = (table, keys_max, valid_lens, seed, dropout_p, True)
+        rest = [table, keys_max, *rest]
         return _Attend.apply(queries, keys, values, w_v, rest, route.backend, shared, lifetime)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         if table is None and route.backend == "cpu":
-            inputs = (queries, keys, *table_for(queries.shape[1], keys), *inputs[4:])
-        return _implementations[route.backend][0](*inputs)
+            table, keys_max = table_for(queries.shape[1], keys)
+        forward = _implementations[route.backend][0]
+        return forward(queries, keys, table, keys_max, values, w_v, *rest, need_weights)
 
 
 def table_for(queries_len: int, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -394,5 +397,5 @@ def fingerprint(keys: Tensor, weight: Tensor | None, bias: Tensor | None) -> tup
 
 def exp_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Table of exponentials of projected keys (B,Tk,H), and max|keys| of each batch row."""
-    sharding.know(keys)
+    sharding.register_for(keys)
     return _exp_keys_op(keys.detach(), torch.is_grad_enabled())
