@@ -179,9 +179,9 @@ def decide(
         dropout_p > 0.0,
         traced,
         _plain_only() if traced else torch_state.active(),
-        torch.is_autocast_enabled("cpu")
-        if device == "cpu"
-        else torch_state.autocast_dtype(queries.device) is not None,
+        not traced
+        and torch._C._is_any_autocast_enabled()
+        and torch_state.autocast_dtype(queries.device) is not None,
         asked,
         _there(device),
         asked is not None and availability.interpreted(),
