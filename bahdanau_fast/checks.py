@@ -102,6 +102,7 @@ def usual(
         and dtype is keys.dtype is values.dtype is w_q.dtype is w_k.dtype
         and dtype in FLOATING
         and queries.layout is keys.layout is values.layout is torch.strided
+        and w_q.layout is w_k.layout is torch.strided
         and (
             valid_lens is None
             or (

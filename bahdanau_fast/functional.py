@@ -90,13 +90,15 @@ def additive_attention(
     >>> weights.tolist()
     [[[0.5, 0.5, 0.0, 0.0]]]
     """
-    if not checks.usual(queries, keys, values, valid_lens, w_q, w_k):
+    usual = checks.usual(queries, keys, values, valid_lens, w_q, w_k)
+    if not usual:
         checks.inputs(queries, keys, values, valid_lens)
     hidden = w_v.numel() if isinstance(w_v, Tensor) else 0
     w_v_shape = (hidden,) if isinstance(w_v, Tensor) and w_v.dim() == 1 else (1, hidden)
     checks.weight("w_v", w_v, w_v_shape, queries)
-    checks.weight("w_q", w_q, (hidden, queries.shape[-1]), queries)
-    checks.weight("w_k", w_k, (hidden, keys.shape[-1]), queries)
+    if not (usual and w_q.shape[0] == w_k.shape[0] == hidden):
+        checks.weight("w_q", w_q, (hidden, queries.shape[-1]), queries)
+        checks.weight("w_k", w_k, (hidden, keys.shape[-1]), queries)
     if bias is not None:
         checks.weight("bias", bias, (hidden,), queries)
     checks.probability("dropout_p", dropout_p)
