@@ -16,8 +16,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WEIGHTS = (Parameter, Tensor)
 
 
 def reject(error: type[Exception], name: str, requirement: str, actual: object) -> NoReturn:
@@ -65,32 +67,54 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def _fit(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> bool:
+def usual(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    valid_lens: Tensor | None,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
+) -> bool:
     """True if the most frequent kind of valid call is recognised; :func:`inputs` checks the others.
 
-    One expression, because a small call costs little more than its checks.
+    A small call costs little more than its checks.
+
+    Args:
+        queries: of the call; the others likewise.
+        keys: of the call.
+        values: of the call.
+        valid_lens: of the call.
+        w_q: the weight that will multiply the queries; None if unknown.
+        w_k: likewise for the keys.
     """
-    if not (type(queries) is type(keys) is type(values) is Tensor):
+    if (
+        not (type(queries) is type(keys) is type(values) is Tensor)
+        or w_q is None
+        or w_k is None
+        or not (type(w_q) in _WEIGHTS and type(w_k) in _WEIGHTS)
+        or not (queries.is_cpu and keys.is_cpu and values.is_cpu and w_q.is_cpu and w_k.is_cpu)
+    ):
         return False
-    dtype, shape = queries.dtype, keys.shape
+    dtype = queries.dtype
+    queries_shape, keys_shape, values_shape = queries.shape, keys.shape, values.shape
     return (
-        queries.dim() == keys.dim() == values.dim() == 3
-        and queries.shape[0] == shape[0]
-        and values.shape[:2] == shape[:2]
-        and keys.dtype is dtype
-        and values.dtype is dtype
+        len(queries_shape) == len(keys_shape) == len(values_shape) == 3
+        and queries_shape[0] == keys_shape[0] == values_shape[0]
+        and keys_shape[1] == values_shape[1]
+        and w_q.dim() == w_k.dim() == 2
+        and queries_shape[2] == w_q.shape[1]
+        and keys_shape[2] == w_k.shape[1]
+        and dtype is keys.dtype is values.dtype is w_q.dtype is w_k.dtype
         and dtype in FLOATING
-        and queries.is_cpu
-        and keys.is_cpu
-        and values.is_cpu
         and queries.layout is keys.layout is values.layout is torch.strided
+        and w_q.layout is w_k.layout is torch.strided
         and (
             valid_lens is None
             or (
                 type(valid_lens) is Tensor
                 and valid_lens.dtype is torch.int64
                 and valid_lens.is_cpu
-                and valid_lens.shape == shape[:1]
+                and valid_lens.shape == keys_shape[:1]
             )
         )
     )
@@ -103,8 +127,6 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
         TypeError: not a tensor, an unsupported dtype, or dtypes that differ.
         ValueError: ranks, sizes or devices that do not match.
     """
-    if _fit(queries, keys, values, valid_lens):
-        return
     rows("queries", queries)
     rows("keys", keys)
     rows("values", values)

@@ -6,9 +6,6 @@ for the modules: from here a call goes to an operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,7 +15,7 @@ from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops import sharding, whole
 from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.projection import linear
-from bahdanau_fast.ops.shared_gradients import Shared
+from bahdanau_fast.ops.shared_gradients import SharedNode
 
 __all__ = [
     "additive_attention",
@@ -28,10 +25,6 @@ __all__ = [
     "attend_small",
     "masked_softmax",
 ]
-
-# The operator past OpOverload's __call__, for eager calls.
-_step_now: Callable[..., tuple[Tensor, Tensor]]
-_step_now = torch.ops.bahdanau_fast.attend_step.default._op
 
 
 def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
@@ -103,12 +96,15 @@ def additive_attention(
     >>> weights.tolist()
     [[[0.5, 0.5, 0.0, 0.0]]]
     """
-    checks.inputs(queries, keys, values, valid_lens)
+    usual = checks.usual(queries, keys, values, valid_lens, w_q, w_k)
+    if not usual:
+        checks.inputs(queries, keys, values, valid_lens)
     hidden = w_v.numel() if isinstance(w_v, Tensor) else 0
     w_v_shape = (hidden,) if isinstance(w_v, Tensor) and w_v.dim() == 1 else (1, hidden)
     checks.weight("w_v", w_v, w_v_shape, queries)
-    checks.weight("w_q", w_q, (hidden, queries.shape[-1]), queries)
-    checks.weight("w_k", w_k, (hidden, keys.shape[-1]), queries)
+    if not (usual and w_q.shape[0] == w_k.shape[0] == hidden):
+        checks.weight("w_q", w_q, (hidden, queries.shape[-1]), queries)
+        checks.weight("w_k", w_k, (hidden, keys.shape[-1]), queries)
     if bias is not None:
         checks.weight("bias", bias, (hidden,), queries)
     checks.probability("dropout_p", dropout_p)
@@ -118,7 +114,7 @@ def additive_attention(
     )
     if route.form == "one operator":
         inputs = (queries, keys, values, *weights_given)
-        context, weights = attend_small(inputs, bias, valid_lens, dropout_p)
+        context, weights = attend_small(route, inputs, bias, valid_lens, dropout_p)
     elif route.form in ("raw", "raw keys"):
         raw = (queries, keys, values, w_q, w_k, bias, w_v)
         context, weights = attend_raw(route, raw, valid_lens, dropout_p, need_weights)
@@ -159,13 +155,13 @@ def attend_queries(
     """
     if route.form == "step" and route.backend == "cpu":
         if type(queries) is not Tensor:
-            sharding.know(queries)
+            sharding.register_for(queries)
         keys, table, keys_max, *_ = projected
         with torch._C._AutoDispatchBelowAutograd():
             if table is None:
                 table, keys_max = _table_for(queries.shape[1], keys)
             inputs = (queries, w_q, keys, table, keys_max, values, w_v, valid_lens)
-            context, weights = _step_now(*inputs)
+            context, weights = whole.step_now(*inputs)
         return context, _like(context, weights)
     if route.form == "step":
         raw = (queries, projected.keys, values, w_q, None, None, w_v)
@@ -185,21 +181,7 @@ def attend_projected(
     dropout_p: float,
     need_weights: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Everything after the projections; inputs are checked by the caller.
-
-    Args:
-        route: of the call.
-        queries: (B,Tq,H), already ``W_q q``.
-        projected: the keys after ``W_k``, made for the same backend.
-        values: (B,Tk,Dv).
-        w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq).
-        dropout_p: probability of dropping a weight.
-        need_weights: whether the second result is wanted; without, it may be empty.
-
-    Returns:
-        Context (B,Tq,Dv), weights (B,Tq,Tk).
-    """
+    """Everything after the projections: :func:`attend_queries`, its queries already ``W_q q``."""
     keys, table, keys_max, shared, lifetime = projected
     if shared is not None:
         if route.share and shared.fits(values, w_v):
@@ -215,7 +197,9 @@ def attend_projected(
     if route.backend == "reference":
         return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p)
     seed = _seed(dropout_p, queries)
-    inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p)
+    inputs = ops.AttendInputs(
+        queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p
+    )
     context, weights = _call(route, inputs, need_weights, shared, lifetime)
     wanted = queries.dtype
     if checks.softmax_in_fp32(queries.device):
@@ -225,16 +209,16 @@ def attend_projected(
 
 def _call(
     route: Route,
-    inputs: tuple[Any, ...],
+    inputs: ops.AttendInputs,
     need_weights: bool,
-    shared: Shared | None,
+    shared: SharedNode | None,
     lifetime: Lifetime | None,
 ) -> tuple[Tensor, Tensor]:
     """Call the operator ``attend`` by the shortest way that is right where the call comes from.
 
     Args:
         route: of the call.
-        inputs: of the operator, without ``need_weights``.
+        inputs: of the operator.
         need_weights: whether the weights are wanted; where a gradient is due they are made.
         shared: the node that keys, values and w_v are behind, which their gradients are left to.
         lifetime: of the nodes that this call shares with others.
@@ -244,12 +228,12 @@ def _call(
     """
     queries, keys, table, keys_max, values, w_v, *others = inputs
     if type(queries) is not Tensor:
-        sharding.know(queries)
+        sharding.register_for(queries)
     recorded = route.records and checks.needs_gradient(queries, keys, values, w_v)
     if route.traced:  # what traces the call has to meet the operator itself
         return ops.attend_op(*inputs, need_weights or recorded)
     if recorded:
-        rest = (table, keys_max, *others, True)
+        rest = [table, keys_max, *others]
         return ops.attend_recorded(
             queries, keys, values, w_v, rest, route.backend, shared, lifetime
         )
@@ -280,11 +264,16 @@ def _table_for(queries_len: int, keys: Tensor) -> tuple[Tensor | None, Tensor | 
 
 
 def attend_small(
-    inputs: tuple[Tensor, ...], bias: Tensor | None, valid_lens: Tensor | None, dropout_p: float
+    route: Route,
+    inputs: tuple[Tensor, ...],
+    bias: Tensor | None,
+    valid_lens: Tensor | None,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """All of it in one operator.
 
     Args:
+        route: of the call.
         inputs: queries, keys, values, w_q, w_k, w_v; checked by the caller.
         bias: (H,) or None.
         valid_lens: None, (B,) or (B,Tq).
@@ -294,7 +283,7 @@ def attend_small(
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
     seed = _seed(dropout_p, inputs[0])
-    context, weights = whole.attend(inputs, bias, valid_lens, seed, dropout_p)
+    context, weights = whole.attend(inputs, bias, valid_lens, seed, dropout_p, route.records)
     return context, _like(context, weights)
 
 

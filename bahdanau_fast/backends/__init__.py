@@ -194,9 +194,9 @@ def decide(
         dropout_p > 0.0,
         traced,
         _plain_only() if traced else checks.in_transform(),
-        torch.is_autocast_enabled("cpu")
-        if device == "cpu"
-        else checks.autocast_dtype(queries.device) is not None,
+        not traced
+        and torch._C._is_any_autocast_enabled()
+        and checks.autocast_dtype(queries.device) is not None,
         asked,
         _there(device),
         asked is not None and _INTERPRETED,

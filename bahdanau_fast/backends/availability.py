@@ -30,16 +30,20 @@ def cpu_problem() -> str | None:
     if all(part.isdigit() for part in numbers) and tuple(map(int, numbers)) < TORCH:
         wanted = ".".join(map(str, TORCH))
         return f"the C++ extension needs torch >= {wanted}, got {torch.__version__}"
+    return _load("_C_cpu", "C++", "a C++17 compiler")
+
+
+def _load(extension: str, kind: str, needs: str) -> str | None:
+    """Import an extension module; None or what went wrong."""
+    module = f"bahdanau_fast.{extension}"
     try:
-        _check_whole("bahdanau_fast._C_cpu")
-        importlib.import_module("bahdanau_fast._C_cpu")
+        _check_whole(module)
+        importlib.import_module(module)
     except ModuleNotFoundError:
-        hidden = _hides_installed("_C_cpu")
-        return "the C++ extension is not built " + (
-            hidden or "(install with a C++17 compiler present)"
-        )
+        hidden = _hides_installed(extension)
+        return f"the {kind} extension is not built " + (hidden or f"(install with {needs} present)")
     except (ImportError, OSError) as error:
-        return f"the C++ extension is there but does not load: {_first_line(error)}"
+        return f"the {kind} extension is there but does not load: {_first_line(error)}"
     return None
 
 
@@ -56,16 +60,9 @@ def cuda_problem() -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability < CAPABILITY:
         return _too_old(capability)
-    try:
-        _check_whole("bahdanau_fast._C_cuda")
-        importlib.import_module("bahdanau_fast._C_cuda")
-    except ModuleNotFoundError:
-        hidden = _hides_installed("_C_cuda")
-        return "the CUDA extension is not built " + (
-            hidden or "(install with nvcc of torch's CUDA present)"
-        )
-    except (ImportError, OSError) as error:
-        return f"the CUDA extension is there but does not load: {_first_line(error)}"
+    problem = _load("_C_cuda", "CUDA", "nvcc of torch's CUDA")
+    if problem is not None:
+        return problem
     from bahdanau_fast.backends import cuda
 
     cuda.register()

@@ -21,7 +21,7 @@ from bahdanau_fast import checks, ops
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops.lifetime import Held, Lifetime
 from bahdanau_fast.ops.projection import linear, shared_linear
-from bahdanau_fast.ops.shared_gradients import Shared
+from bahdanau_fast.ops.shared_gradients import SharedNode
 
 __all__ = ["KeyCache", "Source", "may_share"]
 
@@ -119,7 +119,7 @@ class _Entry:
     held: weakref.ref[Held] | None  # of the node in the graph
     table: Tensor | None = None
     keys_max: Tensor | None = None
-    shared: weakref.ref[Shared] | None = None
+    shared: weakref.ref[SharedNode] | None = None
 
     def is_of(self, source: Source) -> bool:
         """True if the projection is that of the source."""

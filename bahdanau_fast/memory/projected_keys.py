@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bahdanau_fast import checks, ops
 from bahdanau_fast.ops import sharding
 from bahdanau_fast.ops.lifetime import Due, Lifetime
-from bahdanau_fast.ops.shared_gradients import Shared, share
+from bahdanau_fast.ops.shared_gradients import SharedNode, share
 
 __all__ = ["Maker", "Memory", "ProjectedKeys", "project"]
 
@@ -31,7 +31,7 @@ class ProjectedKeys(NamedTuple):
     keys: Tensor
     table: Tensor | None
     keys_max: Tensor | None
-    shared: Shared | None = None
+    shared: SharedNode | None = None
     lifetime: Lifetime | None = None
 
     def share(self, values: Tensor, w_v: Tensor) -> ProjectedKeys:
@@ -58,7 +58,7 @@ def project(projected_keys: Tensor, table: bool) -> ProjectedKeys:
     if not table:
         return ProjectedKeys(projected_keys, None, None)
     if type(projected_keys) is not Tensor:
-        sharding.know(projected_keys)
+        sharding.register_for(projected_keys)
     made = ops.exp_keys_op(projected_keys.detach(), torch.is_grad_enabled())
     return ProjectedKeys(projected_keys, *made)
 

@@ -44,15 +44,16 @@ class KeepsWeights(nn.Module):
 
     def _keep(self, weights: Tensor | None) -> None:
         kept: Tensor | _Boxed | None = weights
-        if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
-                # Both kinds of export warn of a tensor that becomes an attribute, then drop it.
-                if torch.compiler.is_dynamo_compiling():
-                    return
-                kept = _Boxed(weights)
-            elif checks.in_transform():
-                kept = None  # the tensors of a transform may not outlive it in compiled code
-        # Past nn.Module's own __setattr__, which takes as long as a small kernel.
+        if not torch.compiler.is_compiling():
+            self.__dict__["_weights"] = kept  # nn.Module's __setattr__ takes as long as a kernel
+            return
+        if torch.compiler.is_exporting():
+            # Both kinds of export warn of a tensor that becomes an attribute, then drop it.
+            if torch.compiler.is_dynamo_compiling():
+                return
+            kept = _Boxed(weights)
+        elif checks.in_transform():
+            kept = None  # the tensors of a transform may not outlive it in compiled code
         object.__setattr__(self, "_weights", kept)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -179,14 +179,17 @@ class Additive(KeepsWeights):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
-        checks.inputs(queries, keys, values, valid_lens)
-        self._draw(queries, keys)
-        w_q, w_k, w_v = weights = self._plain_weights()
-        _check_features("keys", keys, self._modules[self._key_layer], w_k)
-        _check_features("queries", queries, self._modules[self._query_layer], w_q)
+        w_q, w_k, w_v = self._plain_weights()
+        if w_v is None or not checks.usual(queries, keys, values, valid_lens, w_q, w_k):
+            checks.inputs(queries, keys, values, valid_lens)
+            if w_v is None:  # its layer, or all three, may be lazy
+                self._draw(queries, keys)
+                w_q, w_k, w_v = self._plain_weights()
+            _check_features("keys", keys, self._modules[self._key_layer])
+            _check_features("queries", queries, self._modules[self._query_layer])
         dropout_p = self._dropout_p()
         route = backends.decide(
-            queries, keys, values, *weights, self.bias, self.num_hiddens, dropout_p
+            queries, keys, values, w_q, w_k, w_v, self.bias, self.num_hiddens, dropout_p
         )
         if route.form in ("one operator", "raw", "raw keys"):
             assert w_q is not None
@@ -194,7 +197,7 @@ class Additive(KeepsWeights):
             assert w_v is not None
             if route.form == "one operator":
                 raw = (queries, keys, values, w_q, w_k, w_v)
-                results = attend_small(raw, self.bias, valid_lens, dropout_p)
+                results = attend_small(route, raw, self.bias, valid_lens, dropout_p)
             else:
                 inputs = (queries, keys, values, w_q, w_k, self.bias, w_v)
                 results = attend_raw(route, inputs, valid_lens, dropout_p, True)
@@ -206,13 +209,11 @@ class Additive(KeepsWeights):
             projected = self._cache.project(source, values, w_v, route.table, route.records)
         return self._attend(route, queries, projected, values, valid_lens, w_q, w_v, dropout_p)
 
-    def _plain_weights(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _plain_weights(self) -> list[Tensor | None]:
         """Weights of the query, key and scoring layers; None for a layer that must be called."""
         layers = self._modules
-        return (
-            plain_weight(layers[self._query_layer]),
-            plain_weight(layers[self._key_layer]),
-            plain_weight(layers[self._score_layer]),
+        return _plain_weights(
+            layers[self._query_layer], layers[self._key_layer], layers[self._score_layer]
         )
 
     def _kept(self, results: tuple[Tensor, Tensor]) -> Tensor:
@@ -320,18 +321,24 @@ def is_unchanged(module: nn.Module) -> bool:
         and getattr(module.forward, "__func__", None) is not type(module).forward
     ):
         return False
-    # Not through nn.Module's __getattr__, which is slow: a small call comes here three times.
-    own = module.__dict__
-    return not (
+    return not (_is_changed(module) or _all_modules_have_hooks())
+
+
+def _all_modules_have_hooks() -> bool:
+    return bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """True if the instance has hooks or a ``forward`` of its own."""
+    own = (
+        module.__dict__
+    )  # not through nn.Module's __getattr__: a small call comes here three times
+    return bool(
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
         or "forward" in own
-        or _forward_hooks
-        or _forward_pre_hooks
-        or _backward_hooks
-        or _backward_pre_hooks
     )
 
 
@@ -354,6 +361,20 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
         return None
     weight: Tensor = parameters["weight"]
     return weight
+
+
+def _plain_weights(*layers: nn.Module | None) -> list[Tensor | None]:
+    """:func:`plain_weight` of each; what does not depend on the layer is asked once."""
+    if torch.compiler.is_compiling():
+        return [plain_weight(layer) for layer in layers]
+    weights: list[Tensor | None] = [None] * len(layers)
+    if not _all_modules_have_hooks():
+        for i, layer in enumerate(layers):
+            if type(layer) is nn.Linear and not _is_changed(layer):
+                parameters = layer._parameters
+                if parameters.get("bias") is None:
+                    weights[i] = parameters.get("weight")
+    return weights
 
 
 def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:

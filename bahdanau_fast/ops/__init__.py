@@ -4,36 +4,5 @@
 ``decode`` those of whole decoders.
 """
 
-from bahdanau_fast.ops.projected import (
-    NEED_KEYS,
-    NEED_QUERIES,
-    NEED_VALUES,
-    NEED_W_V,
-    TAGS,
-    attend_op,
-    attend_recorded,
-    exp_keys_now,
-    exp_keys_op,
-    fingerprint,
-    implement,
-    implementations,
-    library,
-    weights_dtype,
-)
-
-__all__ = [
-    "NEED_KEYS",
-    "NEED_QUERIES",
-    "NEED_VALUES",
-    "NEED_W_V",
-    "TAGS",
-    "attend_op",
-    "attend_recorded",
-    "exp_keys_now",
-    "exp_keys_op",
-    "fingerprint",
-    "implement",
-    "implementations",
-    "library",
-    "weights_dtype",
-]
+from bahdanau_fast.ops.projected import *  # noqa: F403
+from bahdanau_fast.ops.projected import __all__ as __all__

@@ -52,7 +52,7 @@ library.define(
     f"decode_backward({_INPUTS}, Tensor states, Tensor cells, Tensor queries, Tensor weights, "
     "Tensor gates, Tensor? grad_states, Tensor? grad_hidden, Tensor? grad_cell, "
     "Tensor? grad_weights) -> (Tensor grad_gates, Tensor grad_first, Tensor grad_first_cell, "
-    "Tensor grad_queries, Tensor grad_contexts, Tensor grad_scores, Tensor seen)",
+    "Tensor grad_queries, Tensor grad_contexts, Tensor grad_scores, Tensor dropped)",
     tags=TAGS,
 )
 library.define(
@@ -66,7 +66,7 @@ library.define(
 
 
 class Arguments(NamedTuple):
-    """What is differentiated.
+    """The differentiable inputs of :func:`decode`.
 
     Attributes:
         inputs: (T,B,E), float32 or float64.
@@ -100,7 +100,7 @@ class Arguments(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What is not.
+    """The other inputs of :func:`decode`.
 
     Attributes:
         table: of ``ops.exp_keys``, or None.
@@ -120,7 +120,7 @@ class Rest(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What comes out.
+    """The results of :func:`decode`.
 
     Attributes:
         features: (T,B,H), the states of the top layer.
@@ -155,13 +155,13 @@ def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
     states, cells = list(hidden.unbind(0)), [] if cell is None else list(cell.unbind(0))
     features, weights = [], []
     units, side = hidden.shape[2], gates_in.shape[2]
-    for t, of_inputs in enumerate(gates_in.unbind(0)):
+    for t, input_gates in enumerate(gates_in.unbind(0)):
         queries = (states[-1] @ w_query.t()).unsqueeze(1)
-        context, looked = reference.attend(queries, keys, values, w_v, rest.valid_lens, 0.0)
+        context, step_weights = reference.attend(queries, keys, values, w_v, rest.valid_lens, 0.0)
         below = context.squeeze(1)
         for layer, before in enumerate(states):
             if layer == 0:
-                inputs = of_inputs + below @ w_context.t()
+                inputs = input_gates + below @ w_context.t()
             else:
                 own = bias[layer][:side]
                 inputs = own + below @ w_input[layer - 1].t()
@@ -180,10 +180,10 @@ def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
             if rest.masks is not None and layer + 1 < len(states):
                 below = below * rest.masks[layer, t]
         features.append(states[-1])
-        weights.append(looked.squeeze(1))
+        weights.append(step_weights.squeeze(1))
     last_cell = torch.stack(cells) if cells else hidden.new_empty((0, *hidden.shape[1:]))
-    looked = torch.stack(weights).to(weights_dtype(keys.dtype))
-    return Decoded(torch.stack(features), torch.stack(states), last_cell, looked)
+    all_weights = torch.stack(weights).to(weights_dtype(keys.dtype))
+    return Decoded(torch.stack(features), torch.stack(states), last_cell, all_weights)
 
 
 def _input_gates(arguments: Arguments) -> Tensor:
@@ -249,18 +249,23 @@ def _gradients(
     needed: Arguments,
 ) -> Arguments:
     states, cells, contexts, queries, weights, gates = results
-    of_features, of_hidden, of_cell, of_weights = (
+    grad_features, grad_hidden, grad_cell, grad_weights = (
         None if grad is None else grad.contiguous() for grad in grads
     )
-    of_gates, of_first, of_first_cell, of_queries, of_contexts, of_scores, seen = (
+    grad_gates, grad_first, grad_first_cell, grad_queries, grad_contexts, grad_scores, dropped = (
         torch.ops.bahdanau_fast.decode_backward(
             *_in_order(arguments, rest),
             *(states, cells, queries, weights, gates),
-            *(of_features, of_hidden, None if arguments.cell is None else of_cell, of_weights),
+            *(
+                grad_features,
+                grad_hidden,
+                None if arguments.cell is None else grad_cell,
+                grad_weights,
+            ),
         )
     )
     side = len(arguments.w_inputs)
-    of_inputs, of_states = of_gates[..., :side], of_gates[..., -side:]
+    grad_inputs, grad_states = grad_gates[..., :side], grad_gates[..., -side:]
     before, layers = states[:, :-1], range(len(states))
     below = states[:-1, 1:] if rest.masks is None else states[:-1, 1:] * rest.masks
     needs = (
@@ -268,39 +273,39 @@ def _gradients(
         + NEED_VALUES * bool(needed.values)
         + NEED_W_V * bool(needed.w_v)
     )
-    of_bias = of_gates.sum((1, 2))
-    seen = weights if seen.numel() == 0 else seen
-    by_row = [part.transpose(0, 1) for part in (queries, seen, of_contexts, of_scores)]
-    of_keys, of_values, of_w_v = torch.ops.bahdanau_fast.attend_backward_keys(
+    grad_bias = grad_gates.sum((1, 2))
+    dropped = weights if dropped.numel() == 0 else dropped
+    by_row = [part.transpose(0, 1) for part in (queries, dropped, grad_contexts, grad_scores)]
+    grad_keys, grad_values, grad_w_v = torch.ops.bahdanau_fast.attend_backward_keys(
         by_row[0],
         *(arguments.keys, rest.table, rest.keys_max, arguments.values, arguments.w_v),
         _for_all_steps(rest.valid_lens, len(queries)),
         *(by_row[1], by_row[2], by_row[3], needs),
     )
-    first = of_inputs[0]
+    first = grad_inputs[0]
     return Arguments(
         product(first, arguments.w_inputs) if needed.inputs else None,  # type: ignore[arg-type]
         sum_of_products(first, arguments.inputs),
-        of_bias[0, :side],
-        of_first,
-        None if arguments.cell is None else of_first_cell,
-        of_keys,
-        of_values,
-        sum_of_products(of_queries, before[-1]),
-        of_w_v,
+        grad_bias[0, :side],
+        grad_first,
+        None if arguments.cell is None else grad_first_cell,
+        grad_keys,
+        grad_values,
+        sum_of_products(grad_queries, before[-1]),
+        grad_w_v,
         sum_of_products(first, contexts),
         _stacked(
-            [sum_of_products(of_inputs[i], below[i - 1]) for i in layers[1:]], arguments.w_input
+            [sum_of_products(grad_inputs[i], below[i - 1]) for i in layers[1:]], arguments.w_input
         ),
-        _stacked([sum_of_products(of_states[i], before[i]) for i in layers], arguments.w_hidden),
-        _without_inputs(of_bias, side),
+        _stacked([sum_of_products(grad_states[i], before[i]) for i in layers], arguments.w_hidden),
+        _without_inputs(grad_bias, side),
     )
 
 
-def _without_inputs(of_bias: Tensor, side: int) -> Tensor:
-    of_bias = of_bias.clone()
-    of_bias[0, :side] = 0.0  # the first layer's are those of input_bias
-    return of_bias
+def _without_inputs(grad_bias: Tensor, side: int) -> Tensor:
+    grad_bias = grad_bias.clone()
+    grad_bias[0, :side] = 0.0  # the first layer's are those of input_bias
+    return grad_bias
 
 
 def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class Held:
             t if t is not None and t.requires_grad else memory
             for t, memory in zip(tensors, self._memory, strict=True)
         )
-        self._versions = [_version(t) for t in self._memory]
+        self._versions = _versions(self._memory)
         self.on_release: Callable[[], None] | None = None
 
     @property
@@ -95,7 +95,7 @@ class Held:
     @property
     def is_current(self) -> bool:
         """Whether one more call may come to the node: neither freed nor changed in place."""
-        return not self.released and list(map(_version, self._memory)) == self._versions
+        return not self.released and _versions(self._memory) == self._versions
 
     def get(self) -> Sequence[Tensor | None]:
         """The tensors, as autograd gives back saved ones; with their graph if it is recorded.
@@ -108,13 +108,10 @@ class Held:
                 "Trying to backward through the attention's keys a second time, after what was "
                 "saved for it has been freed: give retain_graph=True to the first backward"
             )
-        for tensor, version in zip(self._memory, self._versions, strict=True):
-            if tensor is not None and _version(tensor) != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: {tuple(tensor.shape)} of the attention's keys or weights "
-                    f"is at version {tensor._version}, expected version {version}"
-                )
+        now = _versions(self._memory)
+        for tensor, version, expected in zip(self._memory, now, self._versions, strict=True):
+            if version != expected:
+                raise _changed(tensor, expected)
         return self._tensors if torch.is_grad_enabled() else self._memory
 
     def after_backward(self) -> None:
@@ -125,15 +122,25 @@ class Held:
                 self.on_release()
 
 
-def _version(tensor: Tensor | None) -> int | None:
-    return None if tensor is None or tensor.is_inference() else tensor._version
+def _versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    return [None if t is None or t.is_inference() else t._version for t in tensors]
+
+
+def _changed(tensor: Tensor | None, expected: int | None) -> RuntimeError:
+    """The error that autograd has for a saved tensor that was changed in place."""
+    assert tensor is not None
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: an input {tuple(tensor.shape)} of the attention is at version "
+        f"{tensor._version}, expected version {expected}"
+    )
 
 
 def save(
     ctx: Any,
     inputs: Sequence[Tensor | None],
     others: Sequence[Tensor | None],
-    results: Sequence[Tensor],
+    result: Tensor,
     uses: Sequence[Sequence[int]],
     rows: int = 0,
 ) -> None:
@@ -142,14 +149,14 @@ def save(
     Args:
         ctx: of an autograd function whose first arguments are ``inputs``.
         inputs: to be differentiated.
-        others: what the caller does not hold.
-        results: of the function.
+        others: made by the function, and not returned.
+        result: of the function.
         uses: for each input, the inputs whose gradients need its value.
         rows: how many inputs, the first, plain code multiplies by a weight: of those it saves a
             copy where they do not lie together.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        ctx.save_for_backward(*inputs, *others, *results)
+        ctx.save_for_backward(*inputs, *others, result)
         ctx.kept = None
         return
     # The memory of now, as in Held.
@@ -157,9 +164,8 @@ def save(
     for i, t in enumerate(inputs[:rows]):
         if t is not None and t.requires_grad and not t.is_contiguous():
             memory[i] = t.detach().flatten(0, -2).unflatten(0, t.shape[:-1])
-    ctx.save_for_backward(*memory, *others, *results)
-    kept = [t.detach() for t in results]
-    ctx.kept = (inputs, memory, list(map(_version, memory)), others, kept, uses)
+    ctx.save_for_backward(*others, result)
+    ctx.kept = (inputs, memory, _versions(memory), uses)
 
 
 def saved(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tensor | None]:
@@ -176,23 +182,19 @@ def saved(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tensor | Non
     Raises:
         RuntimeError: as ``saved_tensors``.
     """
-    again = torch.is_grad_enabled()
-    try:
-        tensors: Sequence[Tensor | None] = ctx.saved_tensors
-        if again and ctx.kept is not None:  # with their graph
-            inputs = ctx.kept[0]
-            return (*inputs, *tensors[len(inputs) :])
+    tensors: Sequence[Tensor | None] = ctx.saved_tensors  # raises after the graph was freed
+    if ctx.kept is None:
         return tensors
-    except RuntimeError:
-        if ctx.kept is None or again:
-            raise
-        _, inputs, versions, others, results, uses = ctx.kept
+    inputs, memory, versions, uses = ctx.kept
+    again = torch.is_grad_enabled()
+    now = _versions(memory)
+    if now != versions:
         edges = iter(ctx.next_functions if nodes is None else nodes)
-        asked = [t is not None and _is_asked(next(edges)[0]) for t in inputs]
-        changed = [i for i, t in enumerate(inputs) if _version(t) != versions[i]]
-        if not changed or any(asked[use] for i in changed for use in uses[i]):
-            raise
-        return (*inputs, *others, *results)
+        asked = [t is not None and _is_asked(next(edges)[0]) for t in memory]
+        for i, t in enumerate(memory):
+            if now[i] != versions[i] and (again or any(asked[use] for use in uses[i])):
+                raise _changed(t, versions[i])
+    return (*(inputs if again else memory), *tensors)
 
 
 def _is_asked(node: Any) -> bool:

@@ -21,7 +21,7 @@ keys``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +30,15 @@ from bahdanau_fast import reference
 from bahdanau_fast.limits import PRECISION
 from bahdanau_fast.ops.again import differentiate_again
 from bahdanau_fast.ops.lifetime import Lifetime, after_backward, save, saved
-from bahdanau_fast.ops.shared_gradients import Call, Shared
+from bahdanau_fast.ops.shared_gradients import SharedNode, StepGradients
 
 __all__ = [
+    "NEED_KEYS",
+    "NEED_QUERIES",
+    "NEED_VALUES",
+    "NEED_W_V",
     "TAGS",
+    "AttendInputs",
     "attend_op",
     "attend_recorded",
     "exp_keys_now",
@@ -44,6 +49,33 @@ __all__ = [
     "library",
     "weights_dtype",
 ]
+
+
+class AttendInputs(NamedTuple):
+    """What ``attend`` and its backward operators have as their first arguments, in this order.
+
+    Attributes:
+        queries: (B,Tq,H), projected.
+        keys: (B,Tk,H), projected.
+        table: from :func:`exp_keys`, or None.
+        keys_max: likewise.
+        values: (B,Tk,Dv).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+        seed: (1,) int64, with dropout.
+        dropout_p: probability of dropping a weight.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    table: Tensor | None
+    keys_max: Tensor | None
+    values: Tensor
+    w_v: Tensor
+    valid_lens: Tensor | None
+    seed: Tensor | None = None
+    dropout_p: float = 0.0
+
 
 # Bits of attend_backward's `needs`: which gradients to compute.
 NEED_QUERIES, NEED_KEYS, NEED_VALUES, NEED_W_V = 1, 2, 4, 8
@@ -100,18 +132,8 @@ def _exp_keys_fake(keys: Tensor, precise: bool = True) -> tuple[Tensor, Tensor]:
     return table, keys.new_empty((batch,), dtype=dtype)
 
 
-def _attend_fake(
-    queries: Tensor,
-    keys: Tensor,
-    table: Tensor | None,
-    keys_max: Tensor | None,
-    values: Tensor,
-    w_v: Tensor,
-    valid_lens: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor]:
+def _attend_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+    queries, values, need_weights = inputs[0], inputs[4], inputs[9]
     batch, queries_len, _ = queries.shape
     _, keys_len, features = values.shape
     weights = (batch, queries_len, keys_len) if need_weights else (0,)
@@ -188,8 +210,9 @@ def _gradients(
         grad_queries, grad_scores, dropped = _backward_queries_op(
             *inputs, ctx.dropout_p, weights, grad_context, grad_weights, needed[0]
         )
-        seen = dropped if ctx.dropout_p > 0.0 else weights
-        ctx.shared.deferred.add(Call(queries, seen, valid_lens, grad_context, grad_scores))
+        dropped = dropped if ctx.dropout_p > 0.0 else weights
+        left = StepGradients(queries, dropped, valid_lens, grad_context, grad_scores)
+        ctx.shared.pending.add(left)
         return [grad_queries if needed[0] else None, None, None, None]
     needs = sum(1 << i for i, need in enumerate(needed) if need)
     results = backward(*inputs, ctx.dropout_p, weights, grad_context, grad_weights, needs)
@@ -233,26 +256,23 @@ class _Attend(torch.autograd.Function):
         keys: Tensor,
         values: Tensor,
         w_v: Tensor,
-        rest: tuple[Any, ...],
+        rest: list[Any],
         backend: str,
-        shared: Shared | None,
+        shared: SharedNode | None,
         lifetime: Lifetime | None,
     ) -> tuple[Tensor, Tensor]:
-        table, keys_max, valid_lens, *others = rest
-        inputs = (queries, keys, table, keys_max, values, w_v, valid_lens, *others)
+        table, keys_max, valid_lens, seed, ctx.dropout_p = rest
         forward, ctx.attend_backward = implementations[backend]
         with torch._C._AutoDispatchBelowAutograd():
-            output = forward(*inputs)
+            output = forward(
+                *(queries, keys, table, keys_max, values, w_v, valid_lens, seed, ctx.dropout_p),
+                True,
+            )
         if valid_lens is not None:  # plain code makes a mask of it at once: it may change
             valid_lens = valid_lens.clone() if shared is None else shared.lens(valid_lens)
-        _setup_context(ctx, (*inputs[:6], valid_lens, *others), output)
-        save(
-            ctx,
-            (queries, keys, values, w_v),
-            (table, keys_max, valid_lens, others[0]),
-            (output[1],),
-            _USES,
-        )
+        ctx.set_materialize_grads(False)
+        made = (table, keys_max, valid_lens, seed)
+        save(ctx, (queries, keys, values, w_v), made, output[1], _USES)
         ctx.shared = shared
         ctx.due = None if lifetime is None else lifetime.begin()
         return output
@@ -302,7 +322,7 @@ def implement(
     Args:
         name: of the backend.
         forward: with the arguments and results of the operator ``attend``.
-        backward: with those of ``attend_backward``.
+        backward: likewise of ``attend_backward``.
         dispatch_key: of the tensors it serves where the operators themselves are called (compiled
             code, say); None for a backend that is only called by name.
     """

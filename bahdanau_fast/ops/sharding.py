@@ -1,8 +1,8 @@
 """How the operators run on DTensors: each rank its own batch rows, nothing gathered.
 
 Batch rows do not see each other, so every operator takes its inputs sharded over the batch and
-weights whole; gradients of weights come out as parts to be summed. :func:`know` tells PyTorch so,
-once, when the first DTensor comes along: DTensor takes longer to import than this package.
+weights whole; gradients of weights come out as parts to be summed. :func:`register_for` tells
+PyTorch so, once, at the first DTensor: DTensor takes longer to import than this package.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["know", "seed_like"]
+__all__ = ["register_for", "seed_like"]
 
 
-def know(tensor: Tensor) -> None:
+def register_for(tensor: Tensor) -> None:
     """Register the rules below before an operator meets a subclass of Tensor."""
     if type(tensor) is not Tensor and "torch.distributed.tensor" in sys.modules:
         _register()
@@ -58,7 +58,7 @@ def _register() -> None:
         ops.exp_keys.default: (),
         ops.attend.default: (5,),
         ops.attend_backward.default: (5,),
-        ops.attend_step.default: (1, 6),
+        ops.attend_step.default: (1, 6, 8, 9),
         ops.additive_attention.default: (3, 4, 5, 6),
         ops.additive_attention_backward.default: (3, 4, 5, 6),
     }

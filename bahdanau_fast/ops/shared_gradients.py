@@ -24,10 +24,10 @@ from torch import Tensor
 from bahdanau_fast import checks
 from bahdanau_fast.ops.lifetime import Held, Lifetime
 
-__all__ = ["Call", "Deferred", "Shared", "share"]
+__all__ = ["PendingGradients", "SharedNode", "StepGradients", "share"]
 
 
-class Call(NamedTuple):
+class StepGradients(NamedTuple):
     """What the backward of one call leaves.
 
     Attributes:
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     grad_scores: Tensor
 
 
-class Deferred:
+class PendingGradients:
     """The calls whose backward has run but whose share of the sums is still to be computed.
 
     They are kept apart by backward pass: several may go over one graph, also at once.
@@ -54,28 +54,28 @@ class Deferred:
     __slots__ = ("_calls",)
 
     def __init__(self) -> None:
-        self._calls: dict[int, list[Call]] = {}
+        self._calls: dict[int, list[StepGradients]] = {}
 
-    def add(self, call: Call) -> None:
+    def add(self, call: StepGradients) -> None:
         """Leave a call to the shared node."""
         self._calls.setdefault(torch._C._current_graph_task_id(), []).append(call)
 
-    def take(self) -> list[Call]:
+    def take(self) -> list[StepGradients]:
         """The calls of the backward pass that is running."""
         return self._calls.pop(torch._C._current_graph_task_id(), [])
 
 
-class Shared:
+class SharedNode:
     """Keys, values and w_v as results of the shared node.
 
     Attributes:
         results: keys, values and w_v behind the node, in the dtype of the keys.
-        deferred: what the calls leave.
+        pending: what the calls leave.
     """
 
     __slots__ = (
         *("__weakref__", "_bytes", "_grad_fns", "_held", "_lens", "_sources"),
-        *("deferred", "results"),
+        *("pending", "results"),
     )
 
     def __init__(
@@ -84,12 +84,12 @@ class Shared:
         w_v: Tensor,
         results: tuple[Tensor, Tensor, Tensor],
         held: Held,
-        deferred: Deferred,
+        pending: PendingGradients,
     ) -> None:
         self._sources = (values, w_v)
         self._held = held
         self.results = results
-        self.deferred = deferred
+        self.pending = pending
         self._grad_fns = (values.grad_fn, w_v.grad_fn)
         # Results share the memory of what came in, unless they are copies in another dtype: then
         # the bytes of what came in have to be the same as well.
@@ -155,7 +155,7 @@ def share(
     values: Tensor,
     w_v: Tensor,
     lifetime: Lifetime,
-) -> Shared | None:
+) -> SharedNode | None:
     """Put the shared node behind keys, values and w_v; None where no gradient will be asked for.
 
     Args:
@@ -178,15 +178,15 @@ def share(
     inputs = (keys, values.to(keys.dtype), w_v.to(keys.dtype))
     # The calls themselves save values and w_v as well, and see changes in place.
     held = Held(lifetime, keys, inputs[1].data, inputs[2].data, table, keys_max)
-    deferred = Deferred()
-    results = _Share.apply(*inputs, held, deferred)  # type: ignore[no-untyped-call]
-    return Shared(values, w_v, results, held, deferred)
+    pending = PendingGradients()
+    results = _Share.apply(*inputs, held, pending)  # type: ignore[no-untyped-call]
+    return SharedNode(values, w_v, results, held, pending)
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *tensors, ctx.held, ctx.deferred = inputs
+        *tensors, ctx.held, ctx.pending = inputs
         ctx.set_materialize_grads(False)
         results = [tensor.detach() for tensor in tensors]
         asked = zip(results, ctx.needs_input_grad, strict=False)
@@ -195,7 +195,7 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        calls = ctx.deferred.take()
+        calls = ctx.pending.take()
         saved = ctx.held.get()
         ctx.held.after_backward()
         if not calls:
@@ -205,7 +205,7 @@ class _Share(torch.autograd.Function):
 
 
 def _sums(
-    calls: list[Call], saved: Sequence[Tensor | None], needed: Sequence[bool]
+    calls: list[StepGradients], saved: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """Gradients of keys, values and w_v, from all the calls together."""
     keys, values, w_v, table, keys_max = saved

@@ -1,26 +1,25 @@
-"""Calls so small that calling costs more than computing: everything in one operator.
+"""Operators that project, too: for calls so small that calling costs more than computing.
 
-``additive_attention`` takes raw queries and keys, projects them itself and has one node in the
-autograd graph instead of three. It is right at any size, but beyond a few rows BLAS projects
-faster: it serves calls up to ``Limits.one_operator_work``, those of a course notebook.
-The operator ``attend_step`` is the same for a step on a memory, whose keys are projected, without
-gradients; :mod:`functional` calls it.
+``additive_attention`` takes raw queries and keys and has one node in the autograd graph instead of
+three. It is right at any size, but beyond a few rows a matrix library projects faster: it serves
+calls up to ``Limits.one_operator_work``, those of a course notebook. ``attend_step`` is for calls
+without gradients and dropout; it takes raw queries, and keys that are raw or projected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bahdanau_fast import checks, reference
+from bahdanau_fast import reference
 from bahdanau_fast.ops import TAGS, library, sharding, weights_dtype
 from bahdanau_fast.ops.again import differentiate_again
 from bahdanau_fast.ops.lifetime import after_backward, save, saved
 
-__all__ = ["attend"]
+__all__ = ["attend", "step_now"]
 
 _INPUTS = (
     "Tensor queries, Tensor keys, Tensor values, Tensor w_q, Tensor w_k, Tensor w_v, "
@@ -40,13 +39,16 @@ library.define(
 )
 library.define(
     "attend_step(Tensor queries, Tensor w_q, Tensor keys, Tensor? table, Tensor? keys_max, "
-    "Tensor values, Tensor w_v, Tensor? valid_lens) -> (Tensor context, Tensor weights)",
+    "Tensor values, Tensor w_v, Tensor? valid_lens, Tensor? w_k=None, Tensor? bias=None) -> "
+    "(Tensor context, Tensor weights)",
     tags=TAGS,
 )
 _forward_op = torch.ops.bahdanau_fast.additive_attention.default
 _backward_op = torch.ops.bahdanau_fast.additive_attention_backward.default
 # The same past OpOverload's __call__, for eager calls.
 _forward_now, _backward_now = _forward_op._op, _backward_op._op
+step_now: Callable[..., tuple[Tensor, Tensor]]
+step_now = torch.ops.bahdanau_fast.attend_step.default._op
 
 
 def _fake(*inputs: Any) -> tuple[Tensor, ...]:
@@ -78,14 +80,15 @@ def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, dropout_p = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
+    _, weights, *projected = output
+    ctx.save_for_backward(*tensors, *projected, weights)
     ctx.dropout_p = dropout_p
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, tensors: Sequence[Any], *grads: Tensor | None) -> list[Tensor | None]:
     """Of queries, keys, values, w_q, w_k, w_v and bias."""
-    *inputs, weights, projected_queries, projected_keys = tensors
+    *inputs, projected_queries, projected_keys, weights = tensors
     needed = list(ctx.needs_input_grad[:7])
     grad_context, grad_weights = grads[:2]
     if grad_context is None and grad_weights is None:
@@ -138,12 +141,12 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         differentiated, rest = inputs[:7], inputs[7]
         with torch._C._AutoDispatchBelowAutograd():
-            output = _forward_now(*differentiated, *rest)
-        valid_lens, seed, dropout_p = rest
-        lens = None if valid_lens is None else valid_lens.clone()  # as in ops
-        _setup_context(ctx, (*differentiated, lens, seed, dropout_p), output)
-        save(ctx, differentiated, (lens, seed), output[1:], _USES, rows=2)
-        return output[0], output[1]
+            context, weights, *projected = _forward_now(*differentiated, *rest)
+        valid_lens, seed, ctx.dropout_p = rest
+        ctx.set_materialize_grads(False)
+        lens = None if valid_lens is None else valid_lens.clone()  # the caller may change it
+        save(ctx, differentiated, (lens, seed, *projected), weights, _USES, rows=2)
+        return context, weights
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -158,6 +161,7 @@ def attend(
     valid_lens: Tensor | None,
     seed: Tensor | None,
     dropout_p: float,
+    records: bool,
 ) -> tuple[Tensor, Tensor]:
     """Context and weights in one operator.
 
@@ -168,18 +172,22 @@ def attend(
         valid_lens: None, (B,) or (B,Tq).
         seed: (1,) int64, with dropout.
         dropout_p: probability of dropping a weight.
+        records: autograd records the call, as the route says.
 
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32.
     """
     if type(inputs[0]) is not Tensor:
-        sharding.know(inputs[0])
-    rest = (valid_lens, seed, dropout_p)
-    if checks.needs_gradient(*inputs, bias):
-        # Autograd has its own ways with tensors of inference mode.
-        if any(t is not None and t.is_inference() for t in (*inputs, bias)):
+        sharding.register_for(inputs[0])
+    if records:
+        # Only plain operations may record tensors of inference mode.
+        if True in map(Tensor.is_inference, inputs if bias is None else (*inputs, bias)):
             return reference.additive_attention(*inputs, valid_lens, bias=bias, dropout_p=dropout_p)  # type: ignore[misc, return-value]
-        return _Whole.apply(*inputs, bias, rest)  # type: ignore[no-any-return, no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        context, weights, _, _ = _forward_now(*inputs, bias, *rest)
+        return _Whole.apply(*inputs, bias, (valid_lens, seed, dropout_p))  # type: ignore[no-any-return, no-untyped-call]
+    if dropout_p > 0.0:
+        with torch._C._AutoDispatchBelowAutograd():
+            context, weights, _, _ = _forward_now(*inputs, bias, valid_lens, seed, dropout_p)
+        return context, weights
+    queries, keys, values, w_q, w_k, w_v = inputs
+    context, weights = step_now(queries, w_q, keys, None, None, values, w_v, valid_lens, w_k, bias)
     return context, weights

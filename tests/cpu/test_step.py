@@ -177,6 +177,40 @@ def test_opcheck(dtype):
         torch.library.opcheck(ops.attend_step.default, args)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_raw_keys_give_the_bits_of_the_operator_with_gradients(dtype, bias):
+    for size in SIZES:
+        module, q, k, v = drawn(size, dtype)
+        w_q, w_k, w_v = module.W_q.weight, module.W_k.weight, module.w_v.weight
+        own = torch.linspace(-1, 1, size[-1], dtype=dtype) if bias else None
+        lens = torch.arange(size[0])
+        args = (q, w_q, k, None, None, v, w_v, lens, w_k, own)
+        want = ops.additive_attention(q, k, v, w_q, w_k, w_v, own, lens, None, 0.0)[:2]
+        for one, other in zip(ops.attend_step(*args), want, strict=True):
+            assert torch.equal(one, other)
+        if size == (2, 3, 17, 16, 128):
+            torch.library.opcheck(ops.attend_step.default, args)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_small_call_gives_the_same_bits_with_and_without_gradients(dtype, taken):
+    module, q, k, v = drawn((2, 1, 10, 8, 8), dtype)
+    lens = torch.tensor([2, 6])
+    with torch.no_grad():
+        without = module(q, k, v, lens), module.attention_weights
+    assert len(taken) == 1
+    module.requires_grad_(True)
+    context = module(q, k, v, lens)
+    assert len(taken) == 1
+    assert torch.equal(context, without[0])
+    assert torch.equal(module.attention_weights, without[1])
+    with torch.no_grad():  # dropout needs the operator that draws a mask
+        module.dropout.p = 1.0
+        assert not module(q, k, v, lens).any()
+    assert len(taken) == 1
+
+
 def test_wrong_arguments_are_refused():
     module, q, k, v = drawn((2, 1, 7, 6, 5), torch.float32)
     keys = k @ module.W_k.weight.t()
@@ -191,10 +225,15 @@ def test_wrong_arguments_are_refused():
         (5, v[:, :3], "values must have"),
         (6, torch.ones(4), "w_v must have"),
         (7, torch.ones(3), "valid_lens must have"),
+        (8, torch.ones(5, 7), "the weight of keys must have"),
+        (9, torch.ones(5), "bias must come with w_k"),
     ]
     for position, argument, words in wrong:
-        given = list(good)
+        given = [*good, None, None]
         given[position] = argument
         with pytest.raises(RuntimeError, match=words):
             ops.attend_step(*given)
+    raw = [good[0], good[1], k, *ops.exp_keys(keys), *good[5:], module.W_k.weight]
+    with pytest.raises(RuntimeError, match="table must come without w_k"):
+        ops.attend_step(*raw)
     ops.attend_step(*good)

@@ -20,36 +20,30 @@ from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
 __all__ = ["attend_backward"]
 
 
-def attend_backward(
-    queries: Tensor,
-    keys: Tensor,
-    table: Tensor | None,
-    keys_max: Tensor | None,
-    values: Tensor,
-    w_v: Tensor,
-    valid_lens: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    weights: Tensor,
-    grad_context: Tensor | None,
-    grad_weights: Tensor | None,
-    needs: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys, values and w_v, as far as ``needs`` asks; else (0,).
+def attend_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The operator ``attend_backward``.
+
+    Its arguments are those of ``AttendInputs``, then ``weights``, ``grad_context``,
+    ``grad_weights`` and ``needs``.
+
+    Returns:
+        Gradients of queries, keys, values and w_v, as far as ``needs`` asks; else (0,).
 
     Raises:
         TypeError: a dtype that these kernels do not compute.
     """
-    call = Call(queries, keys, values, w_v, valid_lens, seed, dropout_p)
+    given = ops.AttendInputs(*inputs[:9])
+    weights, grad_context, grad_weights, needs = inputs[9:]
+    call = Call(given)
 
     def gradient(of: Tensor, bit: int) -> Tensor:
         shape = tuple(of.shape) if needs & bit else (0,)
         return torch.empty(shape, dtype=of.dtype, device=of.device)
 
-    grad_queries = gradient(queries, ops.NEED_QUERIES)
-    grad_keys = gradient(keys, ops.NEED_KEYS)
-    grad_values = gradient(values, ops.NEED_VALUES)
-    grad_w = gradient(w_v, ops.NEED_W_V)
+    grad_queries = gradient(given.queries, ops.NEED_QUERIES)
+    grad_keys = gradient(given.keys, ops.NEED_KEYS)
+    grad_values = gradient(given.values, ops.NEED_VALUES)
+    grad_w = gradient(given.w_v, ops.NEED_W_V)
     grads = (grad_queries, grad_keys, grad_values, grad_w)
     if call.batch * call.queries_len * call.keys_len == 0:
         for grad in grads:

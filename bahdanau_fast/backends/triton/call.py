@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from bahdanau_fast import checks, limits
+from bahdanau_fast import checks, limits, ops
 from bahdanau_fast.backends import availability
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.tables import tables_kernel
@@ -21,18 +21,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Call:
-    """What the kernels of one call have in common."""
+    """What the kernels of one call have in common.
 
-    def __init__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        w_v: Tensor,
-        valid_lens: Tensor | None,
-        seed: Tensor | None,
-        dropout_p: float,
-    ) -> None:
+    Args:
+        inputs: of the operator.
+
+    Raises:
+        TypeError: a dtype that these kernels do not compute.
+    """
+
+    def __init__(self, inputs: ops.AttendInputs) -> None:
+        queries, keys, _, _, values, w_v, valid_lens, seed, dropout_p = inputs
         if queries.dtype not in DTYPES:
             checks.reject(TypeError, "queries", "be float32, bfloat16 or float16", queries.dtype)
         self.queries, self.keys, self.values = map(rows, (queries, keys, values))

@@ -16,30 +16,24 @@ from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
 from bahdanau_fast.kernels.step import combine_kernel, step_kernel
+from bahdanau_fast.ops import AttendInputs
 
 __all__ = ["attend", "step_from_raw"]
 
 
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    table: Tensor | None,
-    keys_max: Tensor | None,
-    values: Tensor,
-    w_v: Tensor,
-    valid_lens: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor]:
-    """Context and weights; arguments and results as :func:`bahdanau_fast.ops.attend` has them.
+def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """The operator ``attend``: its arguments, those of ``AttendInputs`` and ``need_weights``.
 
     ``table`` and ``keys_max`` are not read: these kernels make what they need in registers.
+
+    Returns:
+        Context (B,Tq,Dv) and fp32 weights (B,Tq,Tk); (0,) if not wanted.
 
     Raises:
         TypeError: a dtype that these kernels do not compute.
     """
-    call = Call(queries, keys, values, w_v, valid_lens, seed, dropout_p)
+    given, need_weights = AttendInputs(*inputs[:-1]), inputs[-1]
+    call = Call(given)
     context, weights = _results(call, need_weights)
     if context.numel() + weights.numel() == 0 or call.keys_len == 0:
         return context, weights
@@ -49,11 +43,11 @@ def attend(
     if not need_weights and not step and chunk < call.queries_len and not call.drops:
         for part in range(0, call.queries_len, chunk):
             some = slice(part, part + chunk)
-            lens = valid_lens
+            lens = given.valid_lens
             if lens is not None and lens.dim() == 2:
                 lens = lens[:, some]
-            inputs = (keys, None, None, values, w_v, lens, None, 0.0, False)
-            context[:, some] = attend(queries[:, some], *inputs)[0]
+            part_of = given._replace(queries=given.queries[:, some], valid_lens=lens)
+            context[:, some] = attend(*part_of, False)[0]
         return context, weights
     with call.guard():
         if step:
@@ -94,7 +88,7 @@ def step_from_raw(
     Returns:
         Context (B,Tq,Dv) and fp32 weights (B,Tq,Tk); (0,) if not wanted.
     """
-    call = Call(queries, keys, values, w_v, valid_lens, seed, dropout_p)
+    call = Call(AttendInputs(queries, keys, None, None, values, w_v, valid_lens, seed, dropout_p))
     context, weights = _results(call, need_weights)
     if context.numel() + weights.numel() and call.keys_len:
         with call.guard():

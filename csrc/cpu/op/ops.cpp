@@ -1,4 +1,4 @@
-// The operators of bahdanau_fast/ops.py for CPU tensors.
+// The operators of bahdanau_fast/ops for CPU tensors.
 #include "run.h"
 
 #include <torch/csrc/stable/library.h>
@@ -69,28 +69,47 @@ Tensor gradient(const Tensor& tensor, bool wanted) {
   return new_tensor(gradient_shape(tensor, wanted), tensor.scalar_type());
 }
 
+// The gradients that are sums over the queries.
+struct KeyGradients {
+  KeyGradients(const Tensor& keys_, const Tensor& values_, const Tensor& w_v, int64_t needs_)
+      : needs(needs_),
+        keys(gradient(keys_, needs & need_keys)),
+        values(gradient(values_, needs & need_values)),
+        w(gradient(w_v, needs & need_w)) {}
+
+  void zero() {
+    for (Tensor* t : {&keys, &values, &w}) torch::stable::zero_(*t);
+  }
+
+  // Fills them, and the others that `g` names.
+  void run(const Inputs& in, Backward g) {
+    g.grad_keys = data_or_null(keys, needs & need_keys);
+    g.grad_values = data_or_null(values, needs & need_values);
+    run_backward(in, g, data_or_null(w, needs & need_w));
+  }
+
+  int64_t needs;
+  Tensor keys, values, w;
+};
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& queries, const Tensor& keys, MaybeTensor table, MaybeTensor keys_max,
     const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, MaybeTensor seed,
     double dropout_p, const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights,
     int64_t needs) {
   const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p, false);
-  const Problem& p = in.problem;
   Tensor grad_queries = gradient(queries, needs & need_queries);
-  Tensor grad_keys = gradient(keys, needs & need_keys);
-  Tensor grad_values = gradient(values, needs & need_values);
-  Tensor grad_w = gradient(w_v, needs & need_w);
-  if (p.empty()) {
-    for (Tensor* t : {&grad_queries, &grad_keys, &grad_values, &grad_w}) torch::stable::zero_(*t);
-    return {grad_queries, grad_keys, grad_values, grad_w};
+  KeyGradients grads(keys, values, w_v, needs);
+  if (in.problem.empty()) {
+    torch::stable::zero_(grad_queries);
+    grads.zero();
+  } else {
+    std::vector<Tensor> owned;
+    Backward g = received(in, weights, grad_context, grad_weights, owned);
+    g.grad_queries = data_or_null(grad_queries, needs & need_queries);
+    grads.run(in, g);
   }
-  std::vector<Tensor> owned;
-  Backward g = received(in, weights, grad_context, grad_weights, owned);
-  g.grad_queries = data_or_null(grad_queries, needs & need_queries);
-  g.grad_keys = data_or_null(grad_keys, needs & need_keys);
-  g.grad_values = data_or_null(grad_values, needs & need_values);
-  run_backward(in, g, data_or_null(grad_w, needs & need_w));
-  return {grad_queries, grad_keys, grad_values, grad_w};
+  return {grad_queries, grads.keys, grads.values, grads.w};
 }
 
 std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
@@ -122,21 +141,17 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
     MaybeTensor grad_context, const Tensor& grad_scores, int64_t needs) {
   const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, std::nullopt, 0.0,
                   false);
-  const Problem& p = in.problem;
-  Tensor grad_keys = gradient(keys, needs & need_keys);
-  Tensor grad_values = gradient(values, needs & need_values);
-  Tensor grad_w = gradient(w_v, needs & need_w);
-  if (p.empty()) {
-    for (Tensor* t : {&grad_keys, &grad_values, &grad_w}) torch::stable::zero_(*t);
-    return {grad_keys, grad_values, grad_w};
+  KeyGradients grads(keys, values, w_v, needs);
+  if (in.problem.empty()) {
+    grads.zero();
+  } else {
+    std::vector<Tensor> owned;
+    Backward g = received(in, weights, grad_context, std::nullopt, owned);
+    g.grad_scores_in =
+        rows_like(grad_scores, weights_dtype(in.kind), "grad_scores", in.problem, owned);
+    grads.run(in, g);
   }
-  std::vector<Tensor> owned;
-  Backward g = received(in, weights, grad_context, std::nullopt, owned);
-  g.grad_scores_in = rows_like(grad_scores, weights_dtype(in.kind), "grad_scores", p, owned);
-  g.grad_keys = data_or_null(grad_keys, needs & need_keys);
-  g.grad_values = data_or_null(grad_values, needs & need_values);
-  run_backward(in, g, data_or_null(grad_w, needs & need_w));
-  return {grad_keys, grad_values, grad_w};
+  return {grads.keys, grads.values, grads.w};
 }
 
 // A projection of queries or keys.
@@ -220,13 +235,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> additive_attention(
   return {context, weights, projected_queries, projected_keys};
 }
 
-// attend() of a few queries that are not projected yet; without dropout and gradients.
+// attend() of queries, and with w_k of keys, that are not projected yet; without dropout and
+// gradients. With w_k the results are, to the bit, those of additive_attention.
 std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q, const Tensor& keys,
                                        MaybeTensor table, MaybeTensor keys_max,
                                        const Tensor& values, const Tensor& w_v,
-                                       MaybeTensor valid_lens) {
-  const int64_t limit = 0;  // fp32 is projected in fp32, as by the matrix product this replaces
-  return attend(Projected(queries, w_q, std::nullopt, "queries", limit).forward(), keys, table,
+                                       MaybeTensor valid_lens, MaybeTensor w_k, MaybeTensor bias) {
+  STD_TORCH_CHECK(w_k.has_value() || !bias.has_value(), "bias must come with w_k");
+  STD_TORCH_CHECK(!w_k.has_value() || !table.has_value(), "table must come without w_k");
+  // Without w_k fp32 is projected in fp32, as by the matrix product this replaces.
+  const int64_t limit = w_k.has_value() ? kMaxFp64Elements : 0;
+  return attend(Projected(queries, w_q, std::nullopt, "queries", limit).forward(),
+                w_k.has_value() ? Projected(keys, *w_k, bias, "keys").forward() : keys, table,
                 keys_max, values, w_v, valid_lens, std::nullopt, 0.0, true);
 }
 

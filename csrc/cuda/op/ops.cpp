@@ -21,8 +21,8 @@ void queue(const Inputs& in, const Forward& f, Device device) {
   k.forward(f, device, workspace.mutable_data_ptr());
 }
 
-// The table of exponentials (exp_keys) is not used: the special-function unit computes one
-// faster than it could be read from memory.
+// The table of exponentials (operator exp_keys) is not used: the special-function unit computes an
+// exponential faster than it could be read from memory.
 std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, MaybeTensor,
                                   MaybeTensor, const Tensor& values, const Tensor& w_v,
                                   MaybeTensor valid_lens, MaybeTensor seed, double dropout_p,
