@@ -39,7 +39,7 @@ def course_attend(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    score: nn.Module,
+    score: Callable[[Tensor], Tensor],
     valid_lens: Tensor | None,
     dropout: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -76,9 +76,14 @@ class CourseAttention(nn.Module):
         if self.bias is not None:
             keys = keys + self.bias
         context, self.attention_weights = course_attend(
-            queries, keys, values, self.w_v, valid_lens, self.dropout
+            queries, keys, values, self.score, valid_lens, self.dropout
         )
         return context
+
+    def score(self, features: Tensor) -> Tensor:
+        """(B,Tq,Tk,1) of features (B,Tq,Tk,H)."""
+        scores: Tensor = self.w_v(features)
+        return scores
 
 
 def rewrite(
