@@ -233,6 +233,9 @@ def _call(
     if route.traced:  # what traces the call has to meet the operator itself
         return ops.attend_op(*inputs, need_weights or recorded)
     if recorded:
+        # Only plain operations may record tensors of inference mode.
+        if True in map(Tensor.is_inference, (queries, keys, values, w_v)):
+            return reference.attend(queries, keys, values, w_v, inputs.valid_lens, inputs.dropout_p)
         rest = [table, keys_max, *others]
         return ops.attend_recorded(
             queries, keys, values, w_v, rest, route.backend, shared, lifetime

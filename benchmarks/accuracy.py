@@ -14,7 +14,7 @@ from bahdanau_fast import backends, reference
 from bahdanau_fast.memory import project
 
 from .contestants.providers import attend_projected
-from .tables import markdown
+from .printing.tables import markdown
 
 MAGNITUDES = (1e-6, 1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1e4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -23,7 +23,7 @@ from bahdanau_fast.seq2seq.model.settings import TRAINING, Settings, build_model
 from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches
 
 from .compare import NEW, OLD, Side, build, started
-from .tables import markdown, milliseconds
+from .printing.tables import markdown, milliseconds
 from .timing.machine import save
 from .timing.measure import interleave
 from .timing.worker import ROOT, WorkerError

@@ -16,12 +16,12 @@ from tqdm import tqdm
 
 from bahdanau_fast.seq2seq.cli.plots import require_matplotlib
 
-from . import tables
 from .contestants import peers
 from .contestants.baselines import Unavailable
 from .contestants.parity import Oracle, Verdict, family
 from .contestants.providers import PROVIDERS, Provider, eager_too_large
 from .page import write
+from .printing import tables
 from .studies import dispatch_limits
 from .studies.peak_memory import growth, measure
 from .timing.machine import machine, save, slug

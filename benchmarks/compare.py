@@ -32,7 +32,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .tables import markdown
+from .printing.tables import markdown
 from .timing.measure import Timings, interleave
 from .timing.worker import ROOT, Worker, WorkerError
 from .workloads.shapes import (

@@ -19,7 +19,7 @@ import bahdanau_fast as bf
 from bahdanau_fast.ops import whole
 
 from .contestants.baselines import CourseAttention
-from .tables import markdown
+from .printing.tables import markdown
 from .timing.machine import save
 from .timing.measure import interleave
 

@@ -13,10 +13,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import before_after, gpu_report, overhead, tables, training
+from . import before_after, gpu_report, overhead, training
 from .contestants.peers import DIFFERENCES
-from .plots import FIGURES, draw_all, picture
-from .tables import Run, markdown, milliseconds, name_of, row_table, shape_text, speedups
+from .printing import tables
+from .printing.plots import FIGURES, draw_all, picture
+from .printing.tables import Run, markdown, milliseconds, name_of, row_table, shape_text, speedups
 from .timing.worker import ROOT
 from .workloads.shapes import LARGEST, LIMIT_SLACK, SWEEPS, TITLES
 

@@ -31,8 +31,8 @@ from bahdanau_fast.seq2seq import (
 )
 
 from .contestants.baselines import CourseAttention
+from .printing.tables import markdown, spread_text
 from .studies.peak_memory import allocated_growth
-from .tables import markdown, spread_text
 from .timing.machine import save
 from .timing.measure import Timings, interleave
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import tables
 from benchmarks.command import Runner
 from benchmarks.contestants import peers
 from benchmarks.contestants.parity import Oracle
@@ -20,6 +19,7 @@ from benchmarks.contestants.providers import (
     by_name,
     eager_too_large,
 )
+from benchmarks.printing import tables
 from benchmarks.studies import peak_memory
 from benchmarks.timing.measure import Spread, Timings, interleave, prepare
 from benchmarks.timing.roofs import Reader

@@ -13,12 +13,13 @@ from bahdanau_fast import limits
 from bahdanau_fast.cli import main
 from bahdanau_fast.ops import whole
 from bahdanau_fast.seq2seq.cli.plots import require_matplotlib
-from benchmarks import command, page, plots, tables
+from benchmarks import command, page
 from benchmarks.command import Runner
 from benchmarks.contestants import peers
 from benchmarks.contestants.baselines import Unavailable
 from benchmarks.contestants.parity import Oracle
 from benchmarks.contestants.providers import PROVIDERS
+from benchmarks.printing import plots, tables
 from benchmarks.studies import dispatch_limits
 from benchmarks.timing import roofs
 from benchmarks.timing.machine import slug

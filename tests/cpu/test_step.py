@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bahdanau_fast as bf
-from bahdanau_fast import functional
+from bahdanau_fast.ops import whole
 
 ops = torch.ops.bahdanau_fast
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -40,8 +40,8 @@ def drawn(size, dtype, seed=0):
 def taken(monkeypatch):
     """How often the operator was called."""
     calls = []
-    plain = functional._step_now
-    monkeypatch.setattr(functional, "_step_now", lambda *given: calls.append(1) or plain(*given))
+    plain = whole.step_now
+    monkeypatch.setattr(whole, "step_now", lambda *given: calls.append(1) or plain(*given))
     return calls
 
 

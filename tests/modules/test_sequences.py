@@ -25,6 +25,17 @@ def test_sequences(part):
     assert sum(ended.values()) < 1.1 * sum(done.values())  # few that the plain module refuses
 
 
+def test_parameters_of_inference_mode_are_trained_as_by_plain_code():
+    """Found among 50 000 sequences: plain operations leave such a w_v without a gradient."""
+    steps = [
+        Step("mode", {"name": "inference"}),
+        Step("change", {"how": "weights, all in float32"}),
+        Step("train", {"kind": "SGD", "how": "plain"}),
+        Step("call", {"queries_len": 1, "steps": 1}),
+    ]
+    assert run(Plan({"seed": 509, "bias": False}, steps)) == []
+
+
 class Stale(CourseAttention):
     """Reuses a projection until the keys are another tensor: what must never be."""
 

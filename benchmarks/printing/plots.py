@@ -8,6 +8,8 @@ from typing import Any
 
 from bahdanau_fast.seq2seq.cli.plots import require_matplotlib, save
 
+from ..timing.machine import slug
+from ..workloads.shapes import SWEEPS
 from .tables import (
     Kernel,
     Run,
@@ -21,8 +23,6 @@ from .tables import (
     speedups,
     time_points,
 )
-from .timing.machine import slug
-from .workloads.shapes import SWEEPS
 
 COLOURS = {
     "d2l eager": "#4b5563",

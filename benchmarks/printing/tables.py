@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import linear_regression
 from typing import Any
 
-from .workloads.shapes import AXES, LARGEST, LIMIT_SLACK, MEMORY_BOUND, MODES, SUBJECT
+from ..workloads.shapes import AXES, LARGEST, LIMIT_SLACK, MEMORY_BOUND, MODES, SUBJECT
 
 Run = dict[str, Any]
 Rows = list[Run]

@@ -1,0 +1,1 @@
+"""Tables in Markdown and plots of result files."""
