@@ -87,7 +87,9 @@ def change(side, how):
     way = CHANGES[how]
     with mode_of(side), contextlib.nullcontext() if way.graph else torch.no_grad():
         way.change(side)
-    if not way.pending:
+    # Data that replaces that of values before a backward: plain code saves the values by name and
+    # mixes new values with old weights; ours computes the gradient of the call (compatibility.md).
+    if not way.pending or (".data" in how and side.values is side.keys):
         side.pending.clear()
 
 
@@ -324,6 +326,9 @@ def take(pair, action, arguments, name, ended):
                 side.notes.pop("aside", None)
     else:
         done = pair.do(name, step)
+        if not done:  # a call that plain code refuses leaves a result on the other side alone
+            for side in pair.sides:
+                side.pending.clear()
     if ended is not None:
         ended[action, done] += 1
     return done
