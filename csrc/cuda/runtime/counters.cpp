@@ -1,4 +1,4 @@
-#include "counters.h"
+#include "cuda/runtime/counters.h"
 
 #include <cuda_runtime_api.h>
 

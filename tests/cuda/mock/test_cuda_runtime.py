@@ -1,0 +1,103 @@
+"""What csrc/cuda asks of the CUDA runtime, on a mock of it (mock_cuda)."""
+
+import itertools
+import platform
+import re
+import shutil
+import struct
+
+import pytest
+import torch
+from mock_cuda import launches, mock
+
+pytestmark = [
+    pytest.mark.skipif(
+        platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
+        reason="the mock includes fibers for x86-64, and is compiled by g++",
+    ),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="with a GPU, its extension defines the operators"
+    ),
+]
+
+fresh = itertools.count()
+
+
+@pytest.fixture
+def gpu():
+    """A mock GPU that nothing was asked of."""
+    gpu = mock()
+    gpu.device = next(fresh)
+    gpu.set_device(gpu.device)
+    gpu.set_gpu(gpu.device)
+    gpu.set_stream(None)
+    gpu.calls()
+    gpu.last_error()
+    return gpu
+
+
+def step(gpu, features=512, batch=2, hidden=64, keys=150, raw=True):
+    """The runtime's calls of a step that projects its queries, and its keys if ``raw``."""
+    k = torch.randn(batch, keys, features if raw else hidden).bfloat16()
+    queries, w_q = torch.randn(batch, 1, features).bfloat16(), torch.randn(hidden, features)
+    w_k, w_v = torch.randn(hidden, features).bfloat16(), torch.randn(1, hidden).bfloat16()
+    w_k = w_k if raw else None
+    args = queries, w_q.bfloat16(), k, w_k, None, k, w_v, None, True
+    gpu.operator("attend_step_cuda", *args)
+    return gpu.calls()
+
+
+def attend(gpu, queries=1, keys=300, batch=2, hidden=64):
+    """The runtime's calls of forward and of backward, from projected queries and keys."""
+    shapes = (batch, queries, hidden), (batch, keys, hidden), (batch, keys, 48), (1, hidden)
+    a, c, values, w_v = (torch.randn(shape).bfloat16() for shape in shapes)
+    args = a, c, None, None, values, w_v, None, None, 0.0
+    context, weights = gpu.operator("attend_cuda", *args, True)
+    forward = gpu.calls()
+    gpu.operator("attend_backward_cuda", *args, weights, context, weights, 15)
+    return forward, gpu.calls()
+
+
+def kernels(calls):
+    """The kernels launched, by name, and their grids."""
+    pattern = r"_ZN13bahdanau_fast3gpu\d+([a-z_]+)I"
+    return [(re.match(pattern, call["kernel"])[1], call["grid"]) for call in launches(calls)]
+
+
+@pytest.mark.parametrize(
+    ("queries", "forward", "backward"),
+    [
+        (1, ["decode_forward"], ["decode_backward", "sum_parts"]),
+        (
+            6, ["decode_forward"],
+            ["decode_grad_weights", "softmax_grad", "grad_tanh", "sum_parts", "sum_parts"],
+        ),
+        (
+            40, ["tile_scores", "row_softmax", "weights_product"],
+            [*["weights_product"] * 2, "softmax_grad", "grad_tanh", "sum_parts", "sum_parts"],
+        ),
+    ],
+)  # fmt: skip
+def test_launches_of_a_call(gpu, queries, forward, backward):
+    for calls, names in zip(attend(gpu, queries), (forward, backward), strict=True):
+        assert [name for name, _ in kernels(calls)] == names
+        assert all(call["error"] == 0 for call in calls)
+
+
+def test_a_launch_is_noted_with_its_parameters(gpu):
+    calls = step(gpu, raw=False, batch=3, keys=150, hidden=64)
+    (launch,) = launches(calls)
+    assert kernels(calls) == [("decode_forward", 16)]  # five blocks a row, in clusters of eight
+    assert (launch["block"], launch["cluster"], launch["stream"]) == (256, 8, 0)
+    problem = struct.unpack("<5q", bytes.fromhex(launch["parameters"])[:40])
+    assert problem == (3, 1, 150, 64, 64)  # B, Tq, Tk, H, Dv
+
+
+def test_captured_calls_have_counters_of_their_own(gpu):
+    stream = gpu.new_stream()
+    eager = gpu.counters(stream, 4)
+    gpu.capture(stream)
+    captured = [gpu.counters(stream, 4) for _ in range(2)]
+    gpu.capture(stream, begins=False)
+    assert len({eager, *captured}) == 3
+    assert gpu.counters(stream, 4) == eager
