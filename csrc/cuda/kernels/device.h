@@ -24,6 +24,9 @@ constexpr bool is_bf16 = false;
 template <>
 inline constexpr bool is_bf16<bf16> = true;
 
+// Bytes of shared memory that a block can have on every GPU from sm_80 on.
+constexpr int64_t kSharedLimit = 96 * 1024;
+
 // A launch of a kernel with one argument, its parameters by value. The grid is one-dimensional. The
 // blocks of a cluster are neighbours, run at the same time and can access each other's shared
 // memory.
@@ -31,7 +34,7 @@ struct Launch {
   const char* name;
   int64_t blocks;
   int threads;
-  int64_t shared;  // bytes
+  int64_t shared;  // bytes, at most kSharedLimit
   void* stream;
   int cluster = 1;
 };

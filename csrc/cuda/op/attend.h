@@ -14,8 +14,6 @@ namespace bahdanau_fast::gpu {
 
 // A cluster shares W_q from so many bytes on; below, each of its blocks reads all of it.
 constexpr int64_t kSharedWeight = 16 * 1024;
-// Bytes of shared memory that a block can have on every GPU from sm_80 on.
-constexpr int64_t kSharedLimit = 96 * 1024;
 
 template <class T, class A>
 struct Attend {

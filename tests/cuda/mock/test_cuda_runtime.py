@@ -8,7 +8,7 @@ import struct
 
 import pytest
 import torch
-from mock_cuda import launches, mock
+from mock_cuda import launches, mock, of
 
 pytestmark = [
     pytest.mark.skipif(
@@ -20,6 +20,7 @@ pytestmark = [
     ),
 ]
 
+LIMIT = 96 * 1024
 fresh = itertools.count()
 
 
@@ -101,3 +102,23 @@ def test_captured_calls_have_counters_of_their_own(gpu):
     gpu.capture(stream, begins=False)
     assert len({eager, *captured}) == 3
     assert gpu.counters(stream, 4) == eager
+
+
+def test_another_call_does_not_take_the_shared_memory_of_a_launch(gpu):
+    """Of the same kernel, with less shared memory, between the attribute and the launch."""
+    gpu.after("cudaFuncSetAttribute", lambda: step(gpu, 448))
+    (launch,) = launches(step(gpu, 512))
+    assert launch["shared"] > 80 * 1024
+    assert launch["error"] == 0
+
+
+def test_shared_memory_is_allowed_once_for_each_kernel_and_gpu(gpu):
+    def allowed(features):
+        calls = step(gpu, features)
+        assert launches(calls)[0]["shared"] > 48 * 1024
+        return [call["value"] for call in of(calls, "cudaFuncSetAttribute")]
+
+    assert allowed(512)
+    assert allowed(448) == allowed(512) == []
+    gpu.set_device(next(fresh))
+    assert set(allowed(448)) == {LIMIT}

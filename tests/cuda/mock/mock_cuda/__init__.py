@@ -31,7 +31,7 @@ def _library():
     includes += [f"-isystem{folder}" for folder in cpp_extension.include_paths()]
     libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
     command = [
-        *("g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fno-gnu-unique"),
+        *("g++", "-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-fno-gnu-unique"),
         *("-DTORCH_TARGET_VERSION=0x020a000000000000", *includes, *map(str, SOURCES)),
         *("-Wl,-Bsymbolic", *libraries, "-ltorch_cpu", "-ldl"),
     ]
