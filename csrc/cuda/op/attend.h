@@ -80,7 +80,18 @@ struct Attend {
     return from.used;
   }
 
-  static int clusters() { return largest_cluster(decode_forward<T, A, 1>); }
+  // Blocks of the largest cluster that every kernel launched in clusters can have.
+  static int clusters() {
+    int least = smaller(largest_cluster(decode_forward<T, A, 1>, kDecodeThreads),
+                        largest_cluster(decode_forward<T, A, 4>, kDecodeThreads));
+    least = smaller(least, largest_cluster(decode_backward<T, A, 1>, kDecodeThreads));
+    least = smaller(least, largest_cluster(decode_backward<T, A, 4>, kDecodeThreads));
+    if constexpr (sizeof(T) == 2) {
+      least = smaller(least, largest_cluster(raw_keys_forward<T, 1>, kDecodeThreads));
+      least = smaller(least, largest_cluster(raw_keys_forward<T, 4>, kDecodeThreads));
+    }
+    return least;
+  }
 
   static bool is_one_launch(const Forward& f, const Device& device) {
     DecodeForward d;

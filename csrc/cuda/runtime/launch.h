@@ -70,13 +70,23 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
   check_cuda(cudaLaunchKernelEx(&config, kernel, p), at.name);
 }
 
-// How many blocks a cluster may have: 8 if the kernel was compiled for 9.0 or later (code for 8.0
-// that the driver compiles for a later GPU has no clusters).
+// How many blocks, at most 8, the current GPU has room for in a cluster of a kernel, each with all
+// the shared memory that it may have. 1 if the kernel was compiled for less than 9.0: code for 8.0
+// that the driver compiles for a later GPU has no clusters.
 template <class P>
-int largest_cluster(void (*kernel)(P)) {
+int largest_cluster(void (*kernel)(P), int threads) {
   cudaFuncAttributes found{};
   check_cuda(cudaFuncGetAttributes(&found, kernel), "cudaFuncGetAttributes");
-  return found.ptxVersion >= 90 ? 8 : 1;
+  if (found.ptxVersion < 90) return 1;
+  allow_shared_memory(kernel, "cudaFuncSetAttribute");
+  for (int blocks = 8; blocks > 1; blocks /= 2) {
+    const LaunchConfig config({"", blocks, threads, kSharedLimit, nullptr, blocks});
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0)
+      return blocks;
+  }
+  (void)cudaGetLastError();
+  return 1;
 }
 
 inline void fill_zero(void* p, int64_t bytes, void* stream) {

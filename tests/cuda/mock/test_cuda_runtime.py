@@ -122,3 +122,18 @@ def test_shared_memory_is_allowed_once_for_each_kernel_and_gpu(gpu):
     assert allowed(448) == allowed(512) == []
     gpu.set_device(next(fresh))
     assert set(allowed(448)) == {LIMIT}
+
+
+@pytest.mark.parametrize(
+    ("fits", "ptx_version", "cluster"),
+    [(8, 90, 8), (16, 90, 8), (4, 90, 4), (0, 90, 1), (8, 80, 1)],
+)
+def test_clusters_are_as_large_as_the_gpu_has_room_for(gpu, fits, ptx_version, cluster):
+    gpu.set_gpu(gpu.device, largest_cluster=fits, ptx_version=ptx_version)
+    for raw in (True, False):
+        (forward,) = launches(step(gpu, batch=1, raw=raw))
+        assert (forward["cluster"], forward["error"]) == (cluster, 0)
+        assert forward["grid"] % cluster == 0
+    _, backward = attend(gpu, batch=1)
+    assert launches(backward)[0]["cluster"] == cluster
+    assert gpu.last_error() == 0
