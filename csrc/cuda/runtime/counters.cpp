@@ -55,14 +55,16 @@ struct Counters {
 unsigned* counters_of(int device, void* stream, int64_t count) {
   static auto* const all = new std::map<int, Counters>;
   static auto* const lock = new std::mutex;
+  const auto handle = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture) != cudaSuccess)
+  if (cudaStreamIsCapturing(handle, &capture) != cudaSuccess) {
+    (void)cudaGetLastError();  // it is dealt with here: nobody else is to find it
     return nullptr;
-  const bool captured = capture != cudaStreamCaptureStatusNone;
+  }
   const std::lock_guard<std::mutex> guard(*lock);
   Counters& here = (*all)[device];
   if (here.first == nullptr && here.used == 0) here.make();
-  if (captured) return here.take(count);
+  if (capture != cudaStreamCaptureStatusNone) return here.take(count);
   Slice& slice = here.of_stream[stream];
   if (slice.count < count) slice = {here.take(count), count};
   if (slice.first == nullptr) slice.count = 0;

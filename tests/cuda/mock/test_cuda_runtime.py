@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 LIMIT = 96 * 1024
+IMPLICIT_CAPTURE = 906
 fresh = itertools.count()
 
 
@@ -122,6 +123,15 @@ def test_shared_memory_is_allowed_once_for_each_kernel_and_gpu(gpu):
     assert allowed(448) == allowed(512) == []
     gpu.set_device(next(fresh))
     assert set(allowed(448)) == {LIMIT}
+
+
+def test_a_failing_capture_query_leaves_no_error(gpu):
+    """The call takes counters from its workspace, and clears them."""
+    gpu.fail("cudaStreamIsCapturing", IMPLICIT_CAPTURE)
+    forward, _ = attend(gpu)
+    assert of(forward, "cudaStreamIsCapturing")[0]["error"] == IMPLICIT_CAPTURE
+    assert [call["bytes"] for call in of(forward, "cudaMemsetAsync")] == [2 * 4]
+    assert gpu.last_error() == 0
 
 
 @pytest.mark.parametrize(
