@@ -5,6 +5,7 @@ import platform
 import re
 import shutil
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ pytestmark = [
 ]
 
 LIMIT = 96 * 1024
+PER_THREAD = 2  # the handle of every thread's own default stream
 IMPLICIT_CAPTURE = 906
 fresh = itertools.count()
 
@@ -132,6 +134,28 @@ def test_a_failing_capture_query_leaves_no_error(gpu):
     assert of(forward, "cudaStreamIsCapturing")[0]["error"] == IMPLICIT_CAPTURE
     assert [call["bytes"] for call in of(forward, "cudaMemsetAsync")] == [2 * 4]
     assert gpu.last_error() == 0
+
+
+def test_counters_are_those_of_a_stream_and_not_of_its_handle(gpu):
+    first = gpu.new_stream()
+    counters = gpu.counters(first, 4)
+    assert gpu.counters(first, 4) == counters
+    gpu.destroy_stream(first)
+    second = gpu.new_stream()
+    assert second == first
+    assert gpu.counters(second, 4) not in (counters, None)
+
+
+def test_every_thread_has_counters_for_its_own_default_stream(gpu):
+    def counters(_):
+        gpu.set_device(gpu.device)
+        return [gpu.counters(PER_THREAD, 4) for _ in range(2)]
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        (mine,), (theirs,) = list(one.map(counters, [0])), list(other.map(counters, [0]))
+    assert mine[0] == mine[1] is not None
+    assert theirs[0] == theirs[1] is not None
+    assert mine[0] != theirs[0]
 
 
 @pytest.mark.parametrize(
