@@ -93,6 +93,8 @@ struct Attend {
     return least;
   }
 
+  static const char* problem() { return why_not(decode_forward<T, A, 1>); }
+
   static bool is_one_launch(const Forward& f, const Device& device) {
     DecodeForward d;
     if (!plan_decode(f, device, &d)) return false;
@@ -296,7 +298,7 @@ template <class T, class A>
 constexpr Kernels kernels_of() {
   using All = Attend<T, A>;
   return {All::is_one_launch,      All::counters, All::forward_workspace, All::forward,
-          All::backward_workspace, All::backward, All::clusters};
+          All::backward_workspace, All::backward, All::clusters,          All::problem};
 }
 
 }  // namespace bahdanau_fast::gpu

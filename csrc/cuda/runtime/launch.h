@@ -70,6 +70,16 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
   check_cuda(cudaLaunchKernelEx(&config, kernel, p), at.name);
 }
 
+// What keeps a kernel from running on the current GPU; null if nothing does.
+template <class P>
+const char* why_not(void (*kernel)(P)) {
+  cudaFuncAttributes found{};
+  const cudaError_t error = cudaFuncGetAttributes(&found, kernel);
+  if (error == cudaSuccess) return nullptr;
+  (void)cudaGetLastError();
+  return cudaGetErrorString(error);
+}
+
 // How many blocks, at most 8, the current GPU has room for in a cluster of a kernel, each with all
 // the shared memory that it may have. 1 if the kernel was compiled for less than 9.0: code for 8.0
 // that the driver compiles for a later GPU has no clusters.

@@ -23,7 +23,7 @@ pytestmark = [
 
 LIMIT = 96 * 1024
 PER_THREAD = 2  # the handle of every thread's own default stream
-IMPLICIT_CAPTURE = 906
+OLD_DRIVER, NO_IMAGE, IMPLICIT_CAPTURE = 35, 209, 906
 fresh = itertools.count()
 
 
@@ -170,4 +170,18 @@ def test_clusters_are_as_large_as_the_gpu_has_room_for(gpu, fits, ptx_version, c
         assert forward["grid"] % cluster == 0
     _, backward = attend(gpu, batch=1)
     assert launches(backward)[0]["cluster"] == cluster
+    assert gpu.last_error() == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NO_IMAGE, "no kernel image is available"),
+        (OLD_DRIVER, "CUDA driver version is insufficient"),
+    ],
+)
+def test_a_gpu_that_the_binary_is_not_for_is_told_in_words(gpu, error, words):
+    assert gpu.why_not() is None
+    gpu.set_gpu(gpu.device, loads=error)
+    assert gpu.why_not().startswith(words)
     assert gpu.last_error() == 0

@@ -46,6 +46,7 @@ class Mock:
         self._library = ctypes.CDLL(str(_library()))
         for name in ("mock_calls", "mock_new_stream", "mock_counters"):
             getattr(self._library, name).restype = ctypes.c_void_p
+        self._library.mock_why_not.restype = ctypes.c_char_p
         self._then = []  # kept while the library may call them
 
     def set_device(self, device):
@@ -91,6 +92,11 @@ class Mock:
     def last_error(self):
         """The error left in this thread, which is taken away."""
         return self._library.mock_last_error()
+
+    def why_not(self):
+        """What keeps the kernels from running on the current device, in words, or None."""
+        said = self._library.mock_why_not()
+        return said and said.decode()
 
     def counters(self, stream, count):
         """The address of the counters that a call on a stream of the current device gets."""

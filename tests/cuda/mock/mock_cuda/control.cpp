@@ -1,6 +1,7 @@
 // What the tests change and read of the mock runtime, through ctypes.
 #include <cstring>
 
+#include "cuda/kernels/types.h"
 #include "cuda/runtime/counters.h"
 #include "mock.h"
 
@@ -63,6 +64,7 @@ char* mock_calls() {
 }
 void mock_free(char* text) { free(text); }
 
+const char* mock_why_not() { return bahdanau_fast::gpu::kernels_f32.why_not(); }
 void* mock_counters(void* stream, int64_t count) {
   return bahdanau_fast::gpu::counters_of(bahdanau_fast::mock::current_device(), stream, count);
 }

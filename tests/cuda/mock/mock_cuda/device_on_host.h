@@ -4,10 +4,12 @@
 
 #define launch launch_on_fibers
 #define largest_cluster largest_cluster_on_fibers
+#define why_not why_not_on_fibers
 #define fill_zero fill_zero_on_fibers
 #include_next "device_on_host.h"
 #undef launch
 #undef largest_cluster
+#undef why_not
 #undef fill_zero
 
 #pragma push_macro("blockDim")  // a launch has a member of this name
