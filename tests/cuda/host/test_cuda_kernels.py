@@ -98,6 +98,23 @@ def test_magnitudes(drivers, queries, scale):
             check(Case(**{**sizes, "B": 3}, scale={name: scale}), torch.float32, on(drivers))
 
 
+@pytest.mark.parametrize("size", [1e14, 1e20, 3e37])
+@pytest.mark.parametrize("queries", [1, 6, 20])
+def test_the_largest_w_v(drivers, queries, size):
+    """Where tanh is one: the scores of the three keys are 8, -8 and 0 times w_v."""
+    keys = torch.tensor([30.0, -30.0, 0.0]).reshape(1, 3, 1).expand(1, 3, 8).bfloat16()
+    a, w_v = torch.zeros(1, queries, 8).bfloat16(), torch.full((1, 8), size).bfloat16()
+    values = torch.tensor([2.0, 3.0, 5.0]).reshape(1, 3, 1).bfloat16()
+    context, weights = attend(drivers.__getitem__, a, keys, values, w_v, None)
+    assert weights.tolist() == [[[1.0, 0.0, 0.0]] * queries]
+    assert context.tolist() == [[[2.0]] * queries]
+    if queries > 4:
+        return
+    eye = torch.eye(8).bfloat16()
+    raw = attend_step(drivers.__getitem__, a, eye, keys, values, w_v, None, w_k=eye)
+    assert raw[1].tolist() == [[[1.0, 0.0, 0.0]] * queries]
+
+
 @settings(drawn, max_examples=30)
 @given(cases(torch.float32))
 def test_drawn_cases_fp32(drivers, case):
