@@ -51,10 +51,10 @@ def step(gpu, features=512, batch=2, hidden=64, keys=150, raw=True):
     return gpu.calls()
 
 
-def attend(gpu, queries=1, keys=300, batch=2, hidden=64):
+def attend(gpu, queries=1, keys=300, batch=2, hidden=64, dtype=torch.bfloat16):
     """The runtime's calls of forward and of backward, from projected queries and keys."""
     shapes = (batch, queries, hidden), (batch, keys, hidden), (batch, keys, 48), (1, hidden)
-    a, c, values, w_v = (torch.randn(shape).bfloat16() for shape in shapes)
+    a, c, values, w_v = (torch.randn(shape).to(dtype) for shape in shapes)
     args = a, c, None, None, values, w_v, None, None, 0.0
     context, weights = gpu.operator("attend_cuda", *args, True)
     forward = gpu.calls()
@@ -171,6 +171,13 @@ def test_clusters_are_as_large_as_the_gpu_has_room_for(gpu, fits, ptx_version, c
     _, backward = attend(gpu, batch=1)
     assert launches(backward)[0]["cluster"] == cluster
     assert gpu.last_error() == 0
+
+
+def test_clusters_are_those_of_the_kernels_of_a_dtype(gpu):
+    """Kernels of another dtype may take more registers."""
+    assert launches(attend(gpu, batch=1)[1])[0]["cluster"] == 8
+    gpu.set_gpu(gpu.device, largest_cluster=2)
+    assert launches(attend(gpu, batch=1, dtype=torch.float64)[1])[0]["cluster"] == 2
 
 
 @pytest.mark.parametrize(
