@@ -60,12 +60,34 @@ def cuda_problem() -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability < CAPABILITY:
         return _too_old(capability)
-    problem = _load("_C_cuda", "CUDA", "nvcc of torch's CUDA")
+    problem = _load("_C_cuda", "CUDA", "nvcc of torch's CUDA") or _does_not_run()
     if problem is not None:
         return problem
     from bahdanau_fast.backends import cuda
 
     cuda.register()
+    return None
+
+
+def _does_not_run() -> str | None:
+    """What keeps the CUDA extension, which is loaded, from running on a visible GPU, or None.
+
+    It may be built for other GPUs, or for a newer driver. The current GPU is asked, and the first
+    of each other compute capability: asking takes memory there. GPUs too old for all are not.
+    """
+    from bahdanau_fast import _C_cuda
+
+    asked = set()
+    for device in (torch.cuda.current_device(), *range(torch.cuda.device_count())):
+        capability = torch.cuda.get_device_capability(device)
+        if capability < CAPABILITY or capability in asked:
+            continue
+        asked.add(capability)
+        with torch.cuda.device(device):
+            problem = _C_cuda.why_not()
+        if problem is not None:
+            gpu = f"cuda:{device} (compute capability {'.'.join(map(str, capability))})"
+            return f"the CUDA extension does not run on {gpu}: {problem}"
     return None
 
 

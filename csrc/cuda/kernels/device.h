@@ -24,6 +24,9 @@ constexpr bool is_bf16 = false;
 template <>
 inline constexpr bool is_bf16<bf16> = true;
 
+// Bytes of shared memory that a block can have on every GPU from sm_80 on.
+constexpr int64_t kSharedLimit = 96 * 1024;
+
 // A launch of a kernel with one argument, its parameters by value. The grid is one-dimensional. The
 // blocks of a cluster are neighbours, run at the same time and can access each other's shared
 // memory.
@@ -31,7 +34,7 @@ struct Launch {
   const char* name;
   int64_t blocks;
   int threads;
-  int64_t shared;  // bytes
+  int64_t shared;  // bytes, at most kSharedLimit
   void* stream;
   int cluster = 1;
 };
@@ -154,52 +157,9 @@ __device__ __forceinline__ X* in_block(X* mine, int rank) {
 #endif
 }
 
-inline void check_cuda(cudaError_t error, const char* name) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(error));
-}
-
-template <class P>
-void launch(void (*kernel)(P), const Launch& at, const P& p) {
-  if (at.blocks <= 0) return;
-  check_blocks(at);
-  if (at.shared > 48 * 1024)  // the default limit of a block
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(at.shared)),
-               at.name);
-  if (at.cluster == 1) {
-    kernel<<<static_cast<unsigned>(at.blocks), at.threads, at.shared,
-             static_cast<cudaStream_t>(at.stream)>>>(p);
-    return check_cuda(cudaGetLastError(), at.name);
-  }
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(at.cluster);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(at.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(at.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(at.shared);
-  config.stream = static_cast<cudaStream_t>(at.stream);
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, p), at.name);
-}
-
-// How many blocks a cluster may have: 8 if the kernel was compiled for 9.0 or later (code for 8.0
-// that the driver compiles for a later GPU has no clusters).
-template <class P>
-int largest_cluster(void (*kernel)(P)) {
-  cudaFuncAttributes found{};
-  check_cuda(cudaFuncGetAttributes(&found, kernel), "cudaFuncGetAttributes");
-  return found.ptxVersion >= 90 ? 8 : 1;
-}
-
-inline void fill_zero(void* p, int64_t bytes, void* stream) {
-  check_cuda(cudaMemsetAsync(p, 0, bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
-}
-
 }  // namespace bahdanau_fast::gpu
+
+#include "cuda/runtime/launch.h"
 #else
 #include "device_on_host.h"
 #endif

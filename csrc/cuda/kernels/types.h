@@ -63,6 +63,8 @@ struct Kernels {
   int64_t (*backward_workspace)(const Backward&, const Device&);
   void (*backward)(const Backward&, const Device&, void* workspace);
   int (*largest_cluster)();  // on the current GPU
+  // What keeps them from running on the current GPU; null if nothing does.
+  const char* (*why_not)();
 };
 
 // One table per Kind, each compiled in a file of its own.

@@ -14,8 +14,6 @@ namespace bahdanau_fast::gpu {
 
 // A cluster shares W_q from so many bytes on; below, each of its blocks reads all of it.
 constexpr int64_t kSharedWeight = 16 * 1024;
-// Bytes of shared memory that a block can have on every GPU from sm_80 on.
-constexpr int64_t kSharedLimit = 96 * 1024;
 
 template <class T, class A>
 struct Attend {
@@ -82,7 +80,20 @@ struct Attend {
     return from.used;
   }
 
-  static int clusters() { return largest_cluster(decode_forward<T, A, 1>); }
+  // Blocks of the largest cluster that every kernel launched in clusters can have.
+  static int clusters() {
+    int least = smaller(largest_cluster(decode_forward<T, A, 1>, kDecodeThreads),
+                        largest_cluster(decode_forward<T, A, 4>, kDecodeThreads));
+    least = smaller(least, largest_cluster(decode_backward<T, A, 1>, kDecodeThreads));
+    least = smaller(least, largest_cluster(decode_backward<T, A, 4>, kDecodeThreads));
+    if constexpr (sizeof(T) == 2) {
+      least = smaller(least, largest_cluster(raw_keys_forward<T, 1>, kDecodeThreads));
+      least = smaller(least, largest_cluster(raw_keys_forward<T, 4>, kDecodeThreads));
+    }
+    return least;
+  }
+
+  static const char* problem() { return why_not(decode_forward<T, A, 1>); }
 
   static bool is_one_launch(const Forward& f, const Device& device) {
     DecodeForward d;
@@ -287,7 +298,7 @@ template <class T, class A>
 constexpr Kernels kernels_of() {
   using All = Attend<T, A>;
   return {All::is_one_launch,      All::counters, All::forward_workspace, All::forward,
-          All::backward_workspace, All::backward, All::clusters};
+          All::backward_workspace, All::backward, All::clusters,          All::problem};
 }
 
 }  // namespace bahdanau_fast::gpu

@@ -43,11 +43,12 @@ void* current_stream(int device) {
   return stream;
 }
 
-// Blocks of the largest cluster of the current GPU, asked for once.
+// Blocks of the largest cluster of a kind's kernels on the current GPU, asked for once.
 int largest_cluster(int device, Kind kind) {
-  static std::array<std::atomic<int>, 64> known{};
-  std::atomic<int>& here = known[size_t(device) % known.size()];
-  if (here == 0 || size_t(device) >= known.size()) here = kernels(kind).largest_cluster();
+  static std::array<std::array<std::atomic<int>, 64>, kKinds> known{};
+  auto& of_kind = known[static_cast<size_t>(kind)];
+  std::atomic<int>& here = of_kind[size_t(device) % of_kind.size()];
+  if (here == 0 || size_t(device) >= of_kind.size()) here = kernels(kind).largest_cluster();
   return here;
 }
 

@@ -4,7 +4,7 @@
 #include <array>
 #include <tuple>
 
-#include "counters.h"
+#include "cuda/runtime/counters.h"
 #include "inputs.h"
 
 namespace bahdanau_fast::gpu {

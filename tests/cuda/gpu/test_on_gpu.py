@@ -13,7 +13,9 @@ from hypothesis import given
 from parity import DTYPES, Case, attended, called, check, fused
 
 import bahdanau_fast as bf
+from bahdanau_fast import parity as rule
 from bahdanau_fast import reference
+from bahdanau_fast.limits import PRECISION
 
 WAYS = {f.__name__: functools.partial(f, backend="cuda") for f in (fused, called, attended)}
 
@@ -66,39 +68,86 @@ def attend(inputs, lens=None):
     return context, weights, *grads
 
 
+# Keys that take so many queries, of two rows and 512 hidden units, past what fp32 computes in fp64.
+LONG = {1: 513, 3: 171, 6: 86, 40: 13}
+
+
+def sizes_of(queries, dtype):
+    """(Tk, H) of small problems that between them meet every kernel of a dtype."""
+    assert all(2 * tq * tk * 512 > PRECISION.fp64_elements for tq, tk in LONG.items())
+    return [(150, 40), (LONG[queries], 512)] if dtype == torch.float32 else [(150, 40)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("queries", [1, 3, 6, 40])
 def test_every_kernel_once(queries, dtype):
     """Small: it runs under compute-sanitizer, too."""
-    make = functools.partial(torch.randn, device="cuda")
-    sizes = (2, queries, 40), (2, 150, 40), (2, 150, 33), (1, 40)
-    inputs = [make(size).to(dtype) for size in sizes]
-    few = lens(150, 70).cuda()
-    exact = [x.double().requires_grad_() for x in inputs]
-    got, want = attend(inputs, few), reference.attend(*exact, few)
-    grads = got[0].double(), got[1].double()
-    truth = [x.detach() for x in (*want, *torch.autograd.grad(want, exact, grads))]
-    for ours, theirs in zip(got, truth, strict=True):
-        largest = float(theirs.abs().max())
-        assert (
-            float((ours.double() - theirs).abs().max())
-            <= 32 * max(torch.finfo(dtype).eps, 1e-13) * largest
-        )
-    if queries > 4:
-        return
-    raw, w_q, w_k = make(2, queries, 256), make(40, 256) / 16, make(40, 40) / 6
-    step = raw, w_q, inputs[1], w_k, None, inputs[1], inputs[3]
-    step = [x if x is None else x.to(dtype) for x in step]
-    for own in (w_k.to(dtype), None):  # keys that are values, projected here or not
-        args = (*step[:3], own, None, *step[5:], few, True)
-        context, _ = torch.ops.bahdanau_fast.attend_step_cuda(*args)
-        raw_, w_q_, keys, _, _, values, w_v = (x if x is None else x.double() for x in step)
-        c = keys if own is None else F.linear(keys, own.double())
-        theirs, _ = reference.attend(F.linear(raw_, w_q_), c, values, w_v, few)
-        largest = float(theirs.abs().max())
-        assert float((context.double() - theirs).abs().max()) <= (
-            32 * max(torch.finfo(dtype).eps, 1e-13) * largest
-        )
+    for keys, hidden in sizes_of(queries, dtype):
+        sizes = {"B": 2, "Tq": queries, "Tk": keys, "H": hidden, "Dq": 40, "Dk": 40, "Dv": 33}
+        check(Case(**sizes, lens=lens(keys, keys // 2)), dtype, WAYS["fused"])
+
+
+def check_step(raw, w_q, keys, w_k, bias, values, w_v):
+    """Holds a step that projects queries, and keys if ``w_k`` is given, to the parity rule."""
+    few = lens(keys.shape[1], keys.shape[1] // 2).cuda()
+
+    def formula(kind):
+        a, k, v, w = (x.to(kind) for x in (raw, keys, values, w_v))
+        if w_k is not None:
+            k = F.linear(k, w_k.to(kind), None if bias is None else bias.to(kind))
+        return reference.attend(F.linear(a, w_q.to(kind)), k, v, w, few)
+
+    args = raw, w_q, keys, w_k, bias, values, w_v, few, True
+    got = torch.ops.bahdanau_fast.attend_step_cuda(*args)
+    dtype, want = raw.dtype, formula(torch.float64)
+    for ours, exact, eager in zip(got, want, formula(dtype), strict=True):
+        largest = float(exact.abs().max())
+        theirs = rule.error(eager, exact)
+        if dtype == torch.float64:
+            # Nothing wider computes it. A score sums H terms of at most |w|, each off by a few
+            # roundings; the absolute error of a score is the relative one of a weight.
+            theirs = 4 * torch.finfo(dtype).eps * float(w_v.abs().sum()) * largest
+        assert rule.error(ours, exact) <= rule.allowed(theirs, largest, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 3, 6])
+def test_every_kernel_once_of_a_step(queries, dtype):
+    """Small, likewise. Keys are values, and projected here or not."""
+    for keys, hidden in sizes_of(queries, dtype):
+        shapes = (2, queries, 256), (hidden, 256), (2, keys, hidden), (hidden, hidden), (1, hidden)
+        drawn = (torch.randn(shape, device="cuda") for shape in shapes)
+        raw, w_q, k, w_k, w_v = (x.to(dtype) for x in drawn)
+        w_q, w_k, w_v = w_q / 16, w_k / hidden**0.5, w_v / hidden**0.5
+        for own in (w_k, None):
+            check_step(raw, w_q, k, own, None, k, w_v)
+
+
+def raw_step(features):
+    """A step that projects keys of so many features; it needs more than 48 KB of shared memory."""
+    generator = torch.Generator("cuda").manual_seed(features)
+    shapes = (4, 1, 64), (256, 64), (4, 300, features), (256, features), (1, 256)
+    drawn = [torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes]
+    raw, w_q, keys, w_k, w_v = drawn
+    return raw, w_q / 8, keys, w_k / features**0.5, None, keys, w_v
+
+
+@pytest.mark.parametrize("features", [448, 512])
+def test_more_shared_memory_than_usual(features):
+    check_step(*raw_step(features))
+
+
+def test_threads_with_unlike_shared_memory_do_not_disturb_each_other():
+    def work(features):
+        stream, args = torch.cuda.Stream(), raw_step(features)
+        with torch.cuda.stream(stream):
+            step = torch.ops.bahdanau_fast.attend_step_cuda
+            results = [step(*args, None, True) for _ in range(200)]
+        stream.synchronize()
+        return all(all(map(torch.equal, got, results[0])) for got in results)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, (512, 448, 512, 448))) == [True] * 4
 
 
 @pytest.mark.parametrize("queries", [1, 5, 40])
@@ -143,20 +192,9 @@ def test_a_graph_replays_on_new_data(queries):
 def test_a_step_projects_queries_and_keys(dtype, queries, hidden):
     make = functools.partial(torch.randn, device="cuda")
     raw, keys, values = make(2, queries, 9), make(2, 150, 64), make(2, 150, 33)
-    w_q, w_k, bias = make(hidden, 9), make(hidden, 64) / 8, make(hidden)
+    w_q, w_k, bias = make(hidden, 9) / 3, make(hidden, 64) / 8, make(hidden)
     w_v = make(1, hidden) / hidden**0.5
-    raw, keys, values, w_q, w_k, bias, w_v = (
-        x.to(dtype) for x in (raw, keys, values, w_q, w_k, bias, w_v)
-    )
-    args = raw, w_q, keys, w_k, bias, values, w_v, lens(150, 70).cuda(), True
-    context, weights = torch.ops.bahdanau_fast.attend_step_cuda(*args)
-    exact = [x.double() for x in (raw, w_q, keys, w_k, bias, values, w_v)]
-    projected = F.linear(exact[0], exact[1]), F.linear(*exact[2:5])
-    want = reference.attend(*projected, *exact[5:], lens(150, 70).cuda())
-    # Where the kernel does not project, torch rounds projections to the dtype.
-    allowed = 16 * torch.finfo(dtype).eps
-    for got, truth in zip((context, weights), want, strict=True):
-        assert float((got.double() - truth).abs().max()) <= allowed * float(truth.abs().max())
+    check_step(*(x.to(dtype) for x in (raw, w_q, keys, w_k, bias, values, w_v)))
 
 
 def test_a_tensor_elsewhere_is_named():

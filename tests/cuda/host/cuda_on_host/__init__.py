@@ -4,10 +4,8 @@ One program per kind of numbers and per sanitizer (driver.cpp); problems go to i
 :func:`attend` has the arguments of ``bahdanau_fast.ops.attend`` and is differentiable.
 """
 
-import hashlib
 import os
 import shlex
-import shutil
 import struct
 import subprocess
 import tempfile
@@ -15,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from built import built
 
 from bahdanau_fast.limits import PRECISION
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[3] / "csrc"
-BUILT = HERE.parents[3] / "build" / "cuda_on_host"
 
 KINDS = {
     "f32": ("float", "float"),
@@ -72,19 +70,7 @@ def build(kind, sanitizer, sources=KERNELS):
         *shlex.split(os.environ.get("CXXFLAGS", "")),
     ]  # fmt: skip
     files = [*sorted(HERE.glob("*.[ch]*")), *sorted(sources.rglob("*.h"))]
-    known = hashlib.sha256(b"".join(path.read_bytes() for path in files))
-    known.update(" ".join(command).encode())
-    target = BUILT / f"{kind}-{sanitizer}-{known.hexdigest()[:16]}"
-    if not target.exists():
-        BUILT.mkdir(parents=True, exist_ok=True)
-        if sources == KERNELS:
-            for old in BUILT.glob(f"{kind}-{sanitizer}-*"):
-                old.unlink()
-        with tempfile.TemporaryDirectory(dir=BUILT) as scratch:
-            made = Path(scratch) / "driver"
-            subprocess.run([*command, "-o", str(made)], check=True)
-            shutil.move(made, target)
-    return target
+    return built(f"cuda_on_host/{kind}-{sanitizer}", files, command, keep_old=sources != KERNELS)
 
 
 class Host:

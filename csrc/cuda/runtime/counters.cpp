@@ -1,15 +1,28 @@
-#include "counters.h"
+#include "cuda/runtime/counters.h"
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
+#include <utility>
 
 namespace bahdanau_fast::gpu {
 namespace {
 
 constexpr int64_t kCounters = 1 << 18;  // for each GPU: 1 MB
 constexpr int64_t kLine = 32;           // counters in 128 bytes
+
+// A stream for as long as the program runs, which its handle is not: that of a stream that is
+// destroyed is given to another one, and every thread's own default stream has the same.
+using Stream = std::pair<unsigned long long, int64_t>;  // its id; its thread, or 0
+
+cudaError_t identify(cudaStream_t handle, Stream* stream) {
+  static std::atomic<int64_t> threads{0};
+  static thread_local const int64_t thread = ++threads;
+  stream->second = handle == cudaStreamPerThread ? thread : 0;
+  return cudaStreamGetId(handle, &stream->first);
+}
 
 struct Slice {
   unsigned* first = nullptr;
@@ -20,7 +33,7 @@ struct Slice {
 struct Counters {
   unsigned* first = nullptr;
   int64_t used = 0;
-  std::map<void*, Slice> of_stream;
+  std::map<Stream, Slice> of_stream;
 
   // Once for each GPU. Waits until the counters are zero for every stream. A new stream and the
   // relaxed mode keep this out of a graph that is being captured.
@@ -55,15 +68,19 @@ struct Counters {
 unsigned* counters_of(int device, void* stream, int64_t count) {
   static auto* const all = new std::map<int, Counters>;
   static auto* const lock = new std::mutex;
+  const auto handle = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture) != cudaSuccess)
+  Stream known;
+  if (cudaStreamIsCapturing(handle, &capture) != cudaSuccess ||
+      identify(handle, &known) != cudaSuccess) {
+    (void)cudaGetLastError();  // it is dealt with here: nobody else is to find it
     return nullptr;
-  const bool captured = capture != cudaStreamCaptureStatusNone;
+  }
   const std::lock_guard<std::mutex> guard(*lock);
   Counters& here = (*all)[device];
   if (here.first == nullptr && here.used == 0) here.make();
-  if (captured) return here.take(count);
-  Slice& slice = here.of_stream[stream];
+  if (capture != cudaStreamCaptureStatusNone) return here.take(count);
+  Slice& slice = here.of_stream[known];
   if (slice.count < count) slice = {here.take(count), count};
   if (slice.first == nullptr) slice.count = 0;
   return slice.first;

@@ -1,0 +1,106 @@
+// Launches through the CUDA runtime. Host code without torch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "cuda/kernels/device.h"
+
+namespace bahdanau_fast::gpu {
+
+// Bytes of shared memory that a block can have without asking.
+constexpr int64_t kUsualShared = 48 * 1024;
+
+inline void check_cuda(cudaError_t error, const char* name) {
+  if (error == cudaSuccess) return;
+  (void)cudaGetLastError();
+  throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(error));
+}
+
+// Lets every launch of a kernel on the current GPU have up to kSharedLimit bytes of shared memory.
+// That is a property of the kernel there, not of a launch: asking for what one launch needs would
+// take from another thread's, and from graphs. So it is set once, and always to the same.
+template <class P>
+void allow_shared_memory(void (*kernel)(P), const char* name) {
+  static auto* const allowed = new std::set<std::pair<int, void (*)(P)>>;
+  static auto* const lock = new std::mutex;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), name);
+  {
+    const std::lock_guard<std::mutex> guard(*lock);
+    if (allowed->count({device, kernel}) != 0) return;
+  }
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(kSharedLimit)),
+             name);
+  const std::lock_guard<std::mutex> guard(*lock);
+  allowed->insert({device, kernel});
+}
+
+// A launch as the runtime takes it.
+struct LaunchConfig : cudaLaunchConfig_t {
+  explicit LaunchConfig(const Launch& at) : cudaLaunchConfig_t{} {
+    of_cluster.id = cudaLaunchAttributeClusterDimension;
+    of_cluster.val.clusterDim.x = static_cast<unsigned>(at.cluster);
+    of_cluster.val.clusterDim.y = of_cluster.val.clusterDim.z = 1;
+    gridDim = dim3(static_cast<unsigned>(at.blocks));
+    blockDim = dim3(static_cast<unsigned>(at.threads));
+    dynamicSmemBytes = static_cast<size_t>(at.shared);
+    stream = static_cast<cudaStream_t>(at.stream);
+    attrs = &of_cluster;
+    numAttrs = at.cluster > 1 ? 1 : 0;
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+
+ private:
+  cudaLaunchAttribute of_cluster{};
+};
+
+template <class P>
+void launch(void (*kernel)(P), const Launch& at, const P& p) {
+  if (at.blocks <= 0) return;
+  check_blocks(at);
+  if (at.shared > kUsualShared) allow_shared_memory(kernel, at.name);
+  const LaunchConfig config(at);
+  check_cuda(cudaLaunchKernelEx(&config, kernel, p), at.name);
+}
+
+// What keeps a kernel from running on the current GPU; null if nothing does.
+template <class P>
+const char* why_not(void (*kernel)(P)) {
+  cudaFuncAttributes found{};
+  const cudaError_t error = cudaFuncGetAttributes(&found, kernel);
+  if (error == cudaSuccess) return nullptr;
+  (void)cudaGetLastError();
+  return cudaGetErrorString(error);
+}
+
+// How many blocks, at most 8, the current GPU has room for in a cluster of a kernel, each with all
+// the shared memory that it may have. 1 if the kernel was compiled for less than 9.0: code for 8.0
+// that the driver compiles for a later GPU has no clusters.
+template <class P>
+int largest_cluster(void (*kernel)(P), int threads) {
+  cudaFuncAttributes found{};
+  check_cuda(cudaFuncGetAttributes(&found, kernel), "cudaFuncGetAttributes");
+  if (found.ptxVersion < 90) return 1;
+  allow_shared_memory(kernel, "cudaFuncSetAttribute");
+  for (int blocks = 8; blocks > 1; blocks /= 2) {
+    const LaunchConfig config({"", blocks, threads, kSharedLimit, nullptr, blocks});
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0)
+      return blocks;
+  }
+  (void)cudaGetLastError();
+  return 1;
+}
+
+inline void fill_zero(void* p, int64_t bytes, void* stream) {
+  check_cuda(cudaMemsetAsync(p, 0, bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
+}
+
+}  // namespace bahdanau_fast::gpu

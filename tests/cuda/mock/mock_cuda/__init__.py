@@ -1,0 +1,133 @@
+"""csrc/cuda/op and csrc/cuda/runtime on a machine without a GPU, on a mock CUDA runtime.
+
+Calls of the operators take CPU tensors. Their launches are noted and not run, so results are
+whatever memory held. :meth:`Mock.calls` gives the notes; docs/cuda.md says what is in them.
+"""
+
+import ctypes
+import functools
+import json
+from pathlib import Path
+
+import torch
+from built import built
+from torch.utils import cpp_extension
+
+import bahdanau_fast  # noqa: F401  defines the operators
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[3]
+ON_HOST = ROOT / "tests" / "cuda" / "host" / "cuda_on_host"
+SOURCES = (
+    *sorted(HERE.glob("*.cpp")),
+    *(ROOT / "csrc/cuda/op" / name for name in ("inputs.cpp", "ops.cpp")),
+    *sorted((ROOT / "csrc/cuda/runtime").glob("*.cpp")),
+)
+
+
+def _library():
+    csrc = ROOT / "csrc"
+    includes = [f"-I{folder}" for folder in (HERE, ON_HOST, csrc, csrc / "cuda" / "op")]
+    includes += [f"-isystem{folder}" for folder in cpp_extension.include_paths()]
+    libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+    command = [
+        *("g++", "-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-fno-gnu-unique"),
+        *("-DTORCH_TARGET_VERSION=0x020a000000000000", *includes, *map(str, SOURCES)),
+        *("-Wl,-Bsymbolic", *libraries, "-ltorch_cpu", "-ldl"),
+    ]
+    headers = [*HERE.glob("*.h"), *ON_HOST.glob("*.h"), *csrc.rglob("*.h"), *csrc.rglob("*.cu")]
+    return built("mock_cuda/library", [*SOURCES, *sorted(headers)], command)
+
+
+class Mock:
+    """The mock GPUs, one set of them in a process: :func:`mock`."""
+
+    def __init__(self):
+        self._library = ctypes.CDLL(str(_library()))
+        for name in ("mock_calls", "mock_new_stream", "mock_counters"):
+            getattr(self._library, name).restype = ctypes.c_void_p
+        self._library.mock_why_not.restype = ctypes.c_char_p
+        self._then = []  # kept while the library may call them
+
+    def set_device(self, device):
+        """All tensors are on this device from now on, and it is the current one."""
+        self._library.mock_set_device(device)
+
+    def set_gpu(self, device, multiprocessors=132, largest_cluster=8, ptx_version=90, loads=0):
+        """What a GPU is like.
+
+        Args:
+            device: its index.
+            multiprocessors: how many it has.
+            largest_cluster: blocks that fit.
+            ptx_version: of the code that runs there.
+            loads: the error that loading the code gives, or 0.
+        """
+        self._library.mock_set_gpu(device, multiprocessors, largest_cluster, ptx_version, loads)
+
+    def set_stream(self, stream):
+        """The stream that torch gives in this thread."""
+        self._library.mock_set_stream(ctypes.c_void_p(stream))
+
+    def new_stream(self):
+        """A stream; its handle may have been another's that was destroyed."""
+        return self._library.mock_new_stream()
+
+    def destroy_stream(self, stream):
+        self._library.mock_destroy_stream(ctypes.c_void_p(stream))
+
+    def capture(self, stream, begins=True):
+        """From now on what is queued on a stream goes into a graph, or no longer does."""
+        self._library.mock_capture(ctypes.c_void_p(stream), begins)
+
+    def fail(self, function, error):
+        """The next call of a function of the runtime gives an error."""
+        self._library.mock_fail(function.encode(), error)
+
+    def after(self, function, then):
+        """The next call of a function of the runtime runs ``then()`` before it returns."""
+        self._then.append(ctypes.CFUNCTYPE(None)(then))
+        self._library.mock_after(function.encode(), self._then[-1])
+
+    def last_error(self):
+        """The error left in this thread, which is taken away."""
+        return self._library.mock_last_error()
+
+    def why_not(self):
+        """What keeps the kernels from running on the current device, in words, or None."""
+        said = self._library.mock_why_not()
+        return said and said.decode()
+
+    def counters(self, stream, count):
+        """The address of the counters that a call on a stream of the current device gets."""
+        return self._library.mock_counters(ctypes.c_void_p(stream), ctypes.c_int64(count))
+
+    def calls(self):
+        """The runtime's calls since the last time: a list of dicts."""
+        text = self._library.mock_calls()
+        try:
+            return json.loads(ctypes.string_at(text))
+        finally:
+            self._library.mock_free(ctypes.c_void_p(text))
+
+    @staticmethod
+    def operator(name, *args):
+        """Call an operator of ``torch.ops.bahdanau_fast`` on CPU tensors, as if on CUDA tensors."""
+        operator = getattr(torch.ops.bahdanau_fast, name).default
+        return operator._op_dk(torch._C.DispatchKey.CUDA, *args)
+
+
+def of(calls, function):
+    """Those of a function of the runtime."""
+    return [call for call in calls if call["call"] == function]
+
+
+def launches(calls):
+    """Those that launch a kernel."""
+    return of(calls, "cudaLaunchKernelEx")
+
+
+@functools.cache
+def mock():
+    """The mock GPUs of this process."""
+    return Mock()

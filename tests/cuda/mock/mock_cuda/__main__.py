@@ -1,0 +1,42 @@
+"""``PYTHONPATH=tests/cuda/host:tests/cuda/mock python -m mock_cuda``: what a call costs the host.
+
+Launches and other calls of the CUDA runtime for each call of an operator, and the time that C++ and
+torch take beside them.
+"""
+
+import time
+
+import torch
+
+from . import launches, mock
+
+SIZES = {"step": (64, 1, 50, 512), "beams": (8, 6, 400, 512), "many queries": (2, 40, 300, 64)}
+CALLS = 200
+
+
+def main():
+    gpu = mock()
+    print(f"{'call':<24}{'launches':>9}{'others':>8}{'host, us':>10}")
+    for name, (batch, queries, keys, hidden) in SIZES.items():
+        shapes = (batch, queries, hidden), (batch, keys, hidden), (batch, keys, hidden), (1, hidden)
+        a, c, values, w_v = (torch.randn(shape).bfloat16() for shape in shapes)
+        args = a, c, None, None, values, w_v, None, None, 0.0
+        context, weights = gpu.operator("attend_cuda", *args, True)
+        for way, operator, rest in (
+            ("forward", "attend_cuda", (True,)),
+            ("backward", "attend_backward_cuda", (weights, context, weights, 15)),
+        ):
+            times = []
+            for _ in range(CALLS):
+                gpu.calls()
+                start = time.perf_counter()
+                gpu.operator(operator, *args, *rest)
+                times.append(time.perf_counter() - start)
+            calls = gpu.calls()
+            made = len(launches(calls))
+            row = f"{name + ', ' + way:<24}{made:>9}{len(calls) - made:>8}"
+            print(f"{row}{1e6 * min(times):>10.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+// What the tests change and read of the mock runtime, through ctypes.
+#include <cstring>
+
+#include "cuda/kernels/types.h"
+#include "cuda/runtime/counters.h"
+#include "mock.h"
+
+using bahdanau_fast::mock::Gpus;
+
+namespace {
+
+template <class Change>
+void change(const Change& what) {
+  Gpus& all = Gpus::get();
+  const std::lock_guard<std::mutex> guard(all.lock);
+  what(all);
+}
+
+}  // namespace
+
+extern "C" {
+
+void mock_set_device(int device) {
+  bahdanau_fast::mock::current_device() = device;
+  change([&](Gpus& all) { all.of_tensors = device; });
+}
+void mock_set_stream(void* stream) { bahdanau_fast::mock::current_stream() = stream; }
+void mock_set_gpu(int device, int multiprocessors, int largest_cluster, int ptx_version,
+                  int loads) {
+  change([&](Gpus& all) {
+    all.gpu[device] = {multiprocessors, largest_cluster, ptx_version, cudaError_t(loads), {}};
+  });
+}
+void mock_fail(const char* function, int error) {
+  change([&](Gpus& all) { all.failing[function] = cudaError_t(error); });
+}
+void mock_after(const char* function, void (*then)()) {
+  change([&](Gpus& all) { all.after[function] = then; });
+}
+void mock_capture(void* stream, bool begins) {
+  change([&](Gpus& all) {
+    if (begins)
+      all.captured.insert(static_cast<cudaStream_t>(stream));
+    else
+      all.captured.erase(static_cast<cudaStream_t>(stream));
+  });
+}
+void* mock_new_stream() {
+  cudaStream_t stream = nullptr;
+  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  return stream;
+}
+void mock_destroy_stream(void* stream) { cudaStreamDestroy(static_cast<cudaStream_t>(stream)); }
+int mock_last_error() { return cudaGetLastError(); }
+
+// The calls since the last time, as a JSON list; to be given back to mock_free.
+char* mock_calls() {
+  std::string text;
+  change([&](Gpus& all) {
+    for (const std::string& call : all.calls) text += (text.empty() ? "[" : ",\n ") + call;
+    all.calls.clear();
+  });
+  return strdup((text.empty() ? "[]" : text + "]").c_str());
+}
+void mock_free(char* text) { free(text); }
+
+const char* mock_why_not() { return bahdanau_fast::gpu::kernels_f32.why_not(); }
+void* mock_counters(void* stream, int64_t count) {
+  return bahdanau_fast::gpu::counters_of(bahdanau_fast::mock::current_device(), stream, count);
+}
+}

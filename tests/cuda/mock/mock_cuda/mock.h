@@ -1,0 +1,54 @@
+// What the mock GPUs are like, and what was asked of them.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "cuda_runtime_api.h"
+
+namespace bahdanau_fast::mock {
+
+struct Gpu {
+  int multiprocessors = 132;
+  int largest_cluster = 8;            // blocks that fit; 0: no cluster, not even of one block
+  int ptx_version = 90;               // of the code that runs here
+  cudaError_t loads = cudaSuccess;    // what loading that code gives
+  std::map<const void*, int> shared;  // most dynamic shared memory, by kernel
+};
+
+// All of it may be read and changed by any thread that holds `lock`.
+struct Gpus {
+  std::mutex lock;
+  std::map<int, Gpu> gpu;
+  int of_tensors = 0;                          // the device of all tensors
+  std::vector<std::string> calls;              // JSON
+  std::map<std::string, cudaError_t> failing;  // functions, and what their next call gives
+  std::map<std::string, void (*)()> after;     // functions, and what their next call runs last
+  std::set<cudaStream_t> captured;
+  std::map<cudaStream_t, unsigned long long> streams;  // that live, and their ids
+  std::vector<cudaStream_t> unused;                    // handles given back, the last one first
+
+  static Gpus& get() {
+    static auto* const all = new Gpus;
+    return *all;
+  }
+};
+
+// Of the calling thread, as CUDA and torch have them.
+inline int& current_device() {
+  static thread_local int device = 0;
+  return device;
+}
+inline void*& current_stream() {
+  static thread_local void* stream = nullptr;
+  return stream;
+}
+inline cudaError_t& last_error() {
+  static thread_local cudaError_t error = cudaSuccess;
+  return error;
+}
+
+}  // namespace bahdanau_fast::mock

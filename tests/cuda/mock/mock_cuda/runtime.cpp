@@ -1,0 +1,243 @@
+// The mock CUDA runtime: notes each call as a line of JSON, refuses what a GPU would refuse, and
+// runs nothing.
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda_runtime.h"
+#include "mock.h"
+
+namespace {
+
+using bahdanau_fast::mock::current_device;
+using bahdanau_fast::mock::Gpu;
+using bahdanau_fast::mock::Gpus;
+using bahdanau_fast::mock::last_error;
+
+constexpr int kUsualShared = 48 * 1024;  // what a kernel may have without an attribute
+constexpr int kMostShared = 99 * 1024;   // what the smallest GPU from 8.0 on lets a block have
+
+std::string quoted(const std::string& text) { return '"' + text + '"'; }
+
+std::string name_of(const void* kernel) {
+  Dl_info symbol{};
+  dladdr(kernel, &symbol);
+  return symbol.dli_sname == nullptr ? "?" : symbol.dli_sname;
+}
+
+std::string hex(const void* data, size_t bytes) {
+  static const char digits[] = "0123456789abcdef";
+  std::string text;
+  for (size_t i = 0; i < bytes; ++i) {
+    const unsigned char byte = static_cast<const unsigned char*>(data)[i];
+    text += {digits[byte >> 4], digits[byte & 15]};
+  }
+  return text;
+}
+
+// One call of the runtime: its note, and its result.
+struct Call {
+  const char* name;
+  std::string note;
+
+  explicit Call(const char* name)
+      : name(name),
+        note("{\"call\": " + quoted(name) + ", \"device\": " + std::to_string(current_device())) {}
+
+  void tell(const char* what, const std::string& json) {
+    note += ", " + quoted(what) + ": " + json;
+  }
+  void tell(const char* what, long long number) { tell(what, std::to_string(number)); }
+  void tell(const char* what, const void* address) { tell(what, (long long)(intptr_t)(address)); }
+
+  // `does` changes the state and gives an error.
+  template <class Does>
+  cudaError_t run(const Does& does) {
+    Gpus& all = Gpus::get();
+    cudaError_t error = cudaSuccess;
+    void (*then)() = nullptr;
+    {
+      const std::lock_guard<std::mutex> guard(all.lock);
+      if (const auto found = all.failing.find(name); found != all.failing.end()) {
+        error = found->second;
+        all.failing.erase(found);
+      } else {
+        error = does(all);
+      }
+      tell("error", (long long)(error));
+      all.calls.push_back(note + "}");
+      if (const auto found = all.after.find(name); found != all.after.end()) {
+        then = found->second;
+        all.after.erase(found);
+      }
+    }
+    if (error != cudaSuccess) last_error() = error;
+    if (then != nullptr) then();
+    return error;
+  }
+};
+
+unsigned cluster_of(const cudaLaunchConfig_t& config) {
+  return config.numAttrs == 0 ? 1 : config.attrs[0].val.clusterDim.x;
+}
+
+cudaError_t check_launch(Gpu& here, const void* kernel, const cudaLaunchConfig_t& config) {
+  const auto found = here.shared.find(kernel);
+  const int most = found == here.shared.end() ? kUsualShared : found->second;
+  if (here.loads != cudaSuccess) return here.loads;
+  if (config.gridDim.x == 0 || config.blockDim.x == 0 || config.blockDim.x > 1024 ||
+      config.dynamicSmemBytes > size_t(most))
+    return cudaErrorInvalidValue;
+  const unsigned cluster = cluster_of(config);
+  if (cluster > 1 && (here.ptx_version < 90 || int(cluster) > here.largest_cluster ||
+                      config.gridDim.x % cluster != 0))
+    return cudaErrorInvalidClusterSize;
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = last_error();
+  last_error() = cudaSuccess;
+  return error;
+}
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorMemoryAllocation:
+      return "out of memory";
+    case cudaErrorInsufficientDriver:
+      return "CUDA driver version is insufficient for CUDA runtime version";
+    case cudaErrorNoKernelImageForDevice:
+      return "no kernel image is available for execution on the device";
+    case cudaErrorInvalidClusterSize:
+      return "cluster misconfiguration";
+    case cudaErrorStreamCaptureImplicit:
+      return "operation would make the legacy stream depend on a capturing blocking stream";
+    default:
+      return "invalid argument";
+  }
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device();
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device) {
+  return Call("cudaDeviceGetAttribute").run([&](Gpus& all) {
+    *value = all.gpu[device].multiprocessors;
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  return Call("cudaMalloc").run([&](Gpus&) {
+    *memory = std::malloc(bytes);
+    return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+  });
+}
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
+  Call call("cudaMemsetAsync");
+  call.tell("stream", stream);
+  call.tell("address", memory);
+  call.tell("bytes", (long long)(bytes));
+  return call.run([&](Gpus&) {
+    std::memset(memory, value, bytes);
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  return Call("cudaStreamCreateWithFlags").run([&](Gpus& all) {
+    static unsigned long long made = 16;
+    if (all.unused.empty()) all.unused.push_back(reinterpret_cast<cudaStream_t>(64 * made));
+    *stream = all.unused.back();
+    all.unused.pop_back();
+    all.streams[*stream] = ++made;
+    return cudaSuccess;
+  });
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  return Call("cudaStreamDestroy").run([&](Gpus& all) {
+    all.streams.erase(stream);
+    all.unused.push_back(stream);
+    return cudaSuccess;
+  });
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  return Call("cudaStreamSynchronize").run([](Gpus&) { return cudaSuccess; });
+}
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  return Call("cudaStreamGetId").run([&](Gpus& all) {
+    const auto found = all.streams.find(stream);
+    *id = found == all.streams.end() ? uintptr_t(stream) : found->second;
+    return cudaSuccess;
+  });
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  return Call("cudaStreamIsCapturing").run([&](Gpus& all) {
+    *status =
+        all.captured.count(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+  });
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  static thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
+  return Call("cudaThreadExchangeStreamCaptureMode").run([&](Gpus&) {
+    std::swap(current, *mode);
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel) {
+  Call call("cudaFuncGetAttributes");
+  call.tell("kernel", quoted(name_of(kernel)));
+  return call.run([&](Gpus& all) {
+    const Gpu& here = all.gpu[current_device()];
+    found->ptxVersion = here.ptx_version;
+    return here.loads;
+  });
+}
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+  Call call("cudaFuncSetAttribute");
+  call.tell("kernel", quoted(name_of(kernel)));
+  call.tell("value", (long long)(value));
+  return call.run([&](Gpus& all) {
+    if (value > kMostShared) return cudaErrorInvalidValue;
+    all.gpu[current_device()].shared[kernel] = value;
+    return cudaSuccess;
+  });
+}
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
+                                           const cudaLaunchConfig_t* config) {
+  Call call("cudaOccupancyMaxActiveClusters");
+  call.tell("kernel", quoted(name_of(kernel)));
+  call.tell("cluster", (long long)(cluster_of(*config)));
+  return call.run([&](Gpus& all) {
+    Gpu& here = all.gpu[current_device()];
+    const int most = here.shared.count(kernel) ? here.shared[kernel] : kUsualShared;
+    if (here.ptx_version < 90) return cudaErrorInvalidClusterSize;
+    if (config->dynamicSmemBytes > size_t(most)) return cudaErrorInvalidValue;
+    const int cluster = int(cluster_of(*config));
+    *clusters = cluster <= here.largest_cluster ? here.multiprocessors / cluster : 0;
+    return cudaSuccess;
+  });
+}
+
+cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
+                        const void* parameters, size_t bytes) {
+  Call call("cudaLaunchKernelEx");
+  call.tell("kernel", quoted(name_of(kernel)));
+  call.tell("grid", (long long)(config->gridDim.x));
+  call.tell("block", (long long)(config->blockDim.x));
+  call.tell("cluster", (long long)(cluster_of(*config)));
+  call.tell("shared", (long long)(config->dynamicSmemBytes));
+  call.tell("stream", config->stream);
+  call.tell("parameters", quoted(hex(parameters, bytes)));
+  return call.run(
+      [&](Gpus& all) { return check_launch(all.gpu[current_device()], kernel, *config); });
+}

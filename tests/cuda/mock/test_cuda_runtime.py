@@ -1,0 +1,194 @@
+"""What csrc/cuda asks of the CUDA runtime, on a mock of it (mock_cuda)."""
+
+import itertools
+import platform
+import re
+import shutil
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from mock_cuda import launches, mock, of
+
+pytestmark = [
+    pytest.mark.skipif(
+        platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
+        reason="the mock includes fibers for x86-64, and is compiled by g++",
+    ),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="with a GPU, its extension defines the operators"
+    ),
+]
+
+LIMIT = 96 * 1024
+PER_THREAD = 2  # the handle of every thread's own default stream
+OLD_DRIVER, NO_IMAGE, IMPLICIT_CAPTURE = 35, 209, 906
+fresh = itertools.count()
+
+
+@pytest.fixture
+def gpu():
+    """A mock GPU that nothing was asked of."""
+    gpu = mock()
+    gpu.device = next(fresh)
+    gpu.set_device(gpu.device)
+    gpu.set_gpu(gpu.device)
+    gpu.set_stream(None)
+    gpu.calls()
+    gpu.last_error()
+    return gpu
+
+
+def step(gpu, features=512, batch=2, hidden=64, keys=150, raw=True):
+    """The runtime's calls of a step that projects its queries, and its keys if ``raw``."""
+    k = torch.randn(batch, keys, features if raw else hidden).bfloat16()
+    queries, w_q = torch.randn(batch, 1, features).bfloat16(), torch.randn(hidden, features)
+    w_k, w_v = torch.randn(hidden, features).bfloat16(), torch.randn(1, hidden).bfloat16()
+    w_k = w_k if raw else None
+    args = queries, w_q.bfloat16(), k, w_k, None, k, w_v, None, True
+    gpu.operator("attend_step_cuda", *args)
+    return gpu.calls()
+
+
+def attend(gpu, queries=1, keys=300, batch=2, hidden=64, dtype=torch.bfloat16):
+    """The runtime's calls of forward and of backward, from projected queries and keys."""
+    shapes = (batch, queries, hidden), (batch, keys, hidden), (batch, keys, 48), (1, hidden)
+    a, c, values, w_v = (torch.randn(shape).to(dtype) for shape in shapes)
+    args = a, c, None, None, values, w_v, None, None, 0.0
+    context, weights = gpu.operator("attend_cuda", *args, True)
+    forward = gpu.calls()
+    gpu.operator("attend_backward_cuda", *args, weights, context, weights, 15)
+    return forward, gpu.calls()
+
+
+def kernels(calls):
+    """The kernels launched, by name, and their grids."""
+    pattern = r"_ZN13bahdanau_fast3gpu\d+([a-z_]+)I"
+    return [(re.match(pattern, call["kernel"])[1], call["grid"]) for call in launches(calls)]
+
+
+@pytest.mark.parametrize(
+    ("queries", "forward", "backward"),
+    [
+        (1, ["decode_forward"], ["decode_backward", "sum_parts"]),
+        (
+            6, ["decode_forward"],
+            ["decode_grad_weights", "softmax_grad", "grad_tanh", "sum_parts", "sum_parts"],
+        ),
+        (
+            40, ["tile_scores", "row_softmax", "weights_product"],
+            [*["weights_product"] * 2, "softmax_grad", "grad_tanh", "sum_parts", "sum_parts"],
+        ),
+    ],
+)  # fmt: skip
+def test_launches_of_a_call(gpu, queries, forward, backward):
+    for calls, names in zip(attend(gpu, queries), (forward, backward), strict=True):
+        assert [name for name, _ in kernels(calls)] == names
+        assert all(call["error"] == 0 for call in calls)
+
+
+def test_a_launch_is_noted_with_its_parameters(gpu):
+    calls = step(gpu, raw=False, batch=3, keys=150, hidden=64)
+    (launch,) = launches(calls)
+    assert kernels(calls) == [("decode_forward", 16)]  # five blocks a row, in clusters of eight
+    assert (launch["block"], launch["cluster"], launch["stream"]) == (256, 8, 0)
+    problem = struct.unpack("<5q", bytes.fromhex(launch["parameters"])[:40])
+    assert problem == (3, 1, 150, 64, 64)  # B, Tq, Tk, H, Dv
+
+
+def test_captured_calls_have_counters_of_their_own(gpu):
+    stream = gpu.new_stream()
+    eager = gpu.counters(stream, 4)
+    gpu.capture(stream)
+    captured = [gpu.counters(stream, 4) for _ in range(2)]
+    gpu.capture(stream, begins=False)
+    assert len({eager, *captured}) == 3
+    assert gpu.counters(stream, 4) == eager
+
+
+def test_another_call_does_not_take_the_shared_memory_of_a_launch(gpu):
+    """Of the same kernel, with less shared memory, between the attribute and the launch."""
+    gpu.after("cudaFuncSetAttribute", lambda: step(gpu, 448))
+    (launch,) = launches(step(gpu, 512))
+    assert launch["shared"] > 80 * 1024
+    assert launch["error"] == 0
+
+
+def test_shared_memory_is_allowed_once_for_each_kernel_and_gpu(gpu):
+    def allowed(features):
+        calls = step(gpu, features)
+        assert launches(calls)[0]["shared"] > 48 * 1024
+        return [call["value"] for call in of(calls, "cudaFuncSetAttribute")]
+
+    assert allowed(512)
+    assert allowed(448) == allowed(512) == []
+    gpu.set_device(next(fresh))
+    assert set(allowed(448)) == {LIMIT}
+
+
+def test_a_failing_capture_query_leaves_no_error(gpu):
+    """The call takes counters from its workspace, and clears them."""
+    gpu.fail("cudaStreamIsCapturing", IMPLICIT_CAPTURE)
+    forward, _ = attend(gpu)
+    assert of(forward, "cudaStreamIsCapturing")[0]["error"] == IMPLICIT_CAPTURE
+    assert [call["bytes"] for call in of(forward, "cudaMemsetAsync")] == [2 * 4]
+    assert gpu.last_error() == 0
+
+
+def test_counters_are_those_of_a_stream_and_not_of_its_handle(gpu):
+    first = gpu.new_stream()
+    counters = gpu.counters(first, 4)
+    assert gpu.counters(first, 4) == counters
+    gpu.destroy_stream(first)
+    second = gpu.new_stream()
+    assert second == first
+    assert gpu.counters(second, 4) not in (counters, None)
+
+
+def test_every_thread_has_counters_for_its_own_default_stream(gpu):
+    def counters(_):
+        gpu.set_device(gpu.device)
+        return [gpu.counters(PER_THREAD, 4) for _ in range(2)]
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        (mine,), (theirs,) = list(one.map(counters, [0])), list(other.map(counters, [0]))
+    assert mine[0] == mine[1] is not None
+    assert theirs[0] == theirs[1] is not None
+    assert mine[0] != theirs[0]
+
+
+@pytest.mark.parametrize(
+    ("fits", "ptx_version", "cluster"),
+    [(8, 90, 8), (16, 90, 8), (4, 90, 4), (0, 90, 1), (8, 80, 1)],
+)
+def test_clusters_are_as_large_as_the_gpu_has_room_for(gpu, fits, ptx_version, cluster):
+    gpu.set_gpu(gpu.device, largest_cluster=fits, ptx_version=ptx_version)
+    for raw in (True, False):
+        (forward,) = launches(step(gpu, batch=1, raw=raw))
+        assert (forward["cluster"], forward["error"]) == (cluster, 0)
+        assert forward["grid"] % cluster == 0
+    _, backward = attend(gpu, batch=1)
+    assert launches(backward)[0]["cluster"] == cluster
+    assert gpu.last_error() == 0
+
+
+def test_clusters_are_those_of_the_kernels_of_a_dtype(gpu):
+    """Kernels of another dtype may take more registers."""
+    assert launches(attend(gpu, batch=1)[1])[0]["cluster"] == 8
+    gpu.set_gpu(gpu.device, largest_cluster=2)
+    assert launches(attend(gpu, batch=1, dtype=torch.float64)[1])[0]["cluster"] == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NO_IMAGE, "no kernel image is available"),
+        (OLD_DRIVER, "CUDA driver version is insufficient"),
+    ],
+)
+def test_a_gpu_that_the_binary_is_not_for_is_told_in_words(gpu, error, words):
+    assert gpu.why_not() is None
+    gpu.set_gpu(gpu.device, loads=error)
+    assert gpu.why_not().startswith(words)
+    assert gpu.last_error() == 0
