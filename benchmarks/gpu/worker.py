@@ -54,6 +54,7 @@ def _compute(row: Row) -> dict[str, Any]:
     start, result = time.monotonic(), dict[str, Any]()
     try:
         result = row.compute()
+        json.dumps(result)
     except Exception as error:  # a library may raise anything; it becomes the result
         result = {"problem": _words(error), "said": traceback.format_exc().splitlines()[-8:]}
     return {**result, "seconds": round(time.monotonic() - start, 3)}
