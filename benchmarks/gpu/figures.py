@@ -113,13 +113,20 @@ def verdict(case: GpuCase, device: torch.device) -> dict[str, Any]:
         return checked(case, subject(case), device)[1]
 
 
-def smoke(case: GpuCase, device: torch.device) -> dict[str, Any]:
-    """The same where memory that is not written holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then fills
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Inside, new memory on any device holds NaN: torch.empty fills it in this mode."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        return verdict(case, device)
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def smoke(case: GpuCase, device: torch.device) -> dict[str, Any]:
+    """The same where memory that is not written holds NaN."""
+    with unwritten_is_nan():
+        return verdict(case, device)
 
 
 def _spread(stopwatch: Stopwatch, call: Callable[[], Any], cold: bool = False) -> tuple[float, ...]:
