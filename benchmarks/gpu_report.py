@@ -117,7 +117,8 @@ def reports(folder: Path) -> list[dict[str, Any]]:
 def _machine(device: str) -> dict[str, Any]:
     """The machine, or with a ``problem`` why nothing can be measured."""
     found: list[dict[str, Any]] = []
-    deadline = time.monotonic() + MACHINE_SECONDS
+    # From a cold disk this can take longer than planned; then the stages have less.
+    deadline = time.monotonic() + 2 * isolation.START_SECONDS
     isolation.run(f"{ROWS}:machine", deadline, found.append, options=("--device", device))
     where = found[0]
     if "problem" in where:
