@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +124,7 @@ def _machine(device: str) -> dict[str, Any]:
     where = found[0]
     if "problem" in where:
         where["problem"] += "".join(f": {line}" for line in where.get("said", [])[-1:])
-    return {"stage": "machine", **where}
+    return where
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,17 +157,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = ["--device", given.device, *(f"--only={words}" for words in given.only)]
     with path.open("a", encoding="utf-8") as file:
 
-        def record(result: dict[str, Any]) -> None:
+        def record(stage: str, result: dict[str, Any]) -> None:
+            result = {"stage": stage, **result}
             print(json.dumps(result), file=file, flush=True)
             print(text(result), flush=True)
             rows.append(result)
 
-        record(where)
+        record("machine", where)
         for stage, end in zip(stages, deadlines(stages, begin), strict=True):
-            isolation.run(
-                f"{ROWS}:{stage}", end, lambda row, stage=stage: record({"stage": stage, **row}),
-                STAGES[stage].workers, options,
-            )  # fmt: skip
+            of_stage = partial(record, stage)
+            isolation.run(f"{ROWS}:{stage}", end, of_stage, STAGES[stage].workers, options)
     print("\n".join(table(rows)))
     wrong = [row for row in rows if row["stage"] in OURS and not right(row)]
     print(f"{len(rows)} results, {len(wrong)} of ours not right; wrote {path}")

@@ -20,7 +20,9 @@ from .providers import Outputs, Provider, Runnable, _rewrites, by_name
 def _compiled(name: str, mode: str, tuned: bool = False) -> Provider:
     def wrap(function: Callable[..., Any]) -> Any:
         if tuned:
-            torch._inductor.config.coordinate_descent_tuning = True
+            from torch._inductor import config
+
+            config.coordinate_descent_tuning = True
         return compiled(function, mode)
 
     return Provider(name, "compiled", _rewrites(wrap))
