@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from ..workloads.shapes import Inputs
 from .baselines import MASKED, compiled
@@ -75,7 +75,7 @@ def _jax(task: str, inputs: Inputs) -> Runnable:
 
     def forward() -> Outputs:
         context, weights = jax.block_until_ready(call(*arrays))
-        return torch.from_dlpack(context), torch.from_dlpack(weights)
+        return from_dlpack(context), from_dlpack(weights)
 
     return Runnable(forward, ())
 

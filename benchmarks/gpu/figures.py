@@ -173,7 +173,6 @@ def times(
 
 def kernels(case: GpuCase, device: torch.device, calls: int = 10) -> dict[str, Any]:
     """Launches a call and microseconds a launch of every kernel, by torch's profiler."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device.type == "cuda"
@@ -184,10 +183,9 @@ def kernels(case: GpuCase, device: torch.device, calls: int = 10) -> dict[str, A
             for _ in range(calls):
                 call()
             synchronize(device)
-    where = DeviceType.CUDA if on_gpu else DeviceType.CPU
     found = defaultdict(list)
     for event in profiled.events():
-        if event.device_type == where:
+        if event.device_type.name == activity.name:
             found[event.name].append(event.time_range.elapsed_us())
     each = {name: (len(us) / calls, sum(us) / len(us)) for name, us in found.items()}
     return {**result, "kernels": each}
@@ -199,7 +197,7 @@ def candidates(case: GpuCase, device: torch.device, function: str) -> dict[str, 
     found: dict[str, Any] = {}
     number, most = 0, 1
     while number < most:
-        taken = []
+        taken: list[Any] = []
 
         def one(*sizes: Any, place: int = number, into: list[Any] = taken, **more: Any) -> Any:
             nonlocal most
@@ -222,9 +220,10 @@ def candidates(case: GpuCase, device: torch.device, function: str) -> dict[str, 
 
 def forced(case: GpuCase, device: torch.device, form: str) -> dict[str, Any]:
     """The times of a call from raw queries and keys in one of the forms of ``route.py``."""
-    before = limits.of_gpu, limits.OTHER_GPU
+    names = vars(limits)
+    before = {name: names[name] for name in ("of_gpu", "OTHER_GPU")}
     changed = replace(limits.of_gpu(device), **FORMS[form])
-    limits.of_gpu, limits.OTHER_GPU = (lambda _: changed), changed
+    names.update(of_gpu=lambda _: changed, OTHER_GPU=changed)
     try:
         with _settings(case):
             x = inputs_of(case, device)
@@ -232,7 +231,7 @@ def forced(case: GpuCase, device: torch.device, form: str) -> dict[str, Any]:
             route = backends.decide(*given)
         return {"form": route.form, **times(case, by_name("ours op"), device)}
     finally:
-        limits.of_gpu, limits.OTHER_GPU = before
+        names.update(before)
 
 
 def floor(device: torch.device) -> dict[str, Any]:

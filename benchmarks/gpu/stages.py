@@ -29,6 +29,8 @@ from .worker import Row
 
 DTYPES = ("bfloat16", "float32", "float16")
 ROW_SECONDS, TUNED_SECONDS, TOOL_SECONDS = 60.0, 90.0, 400.0
+# What a sanitizer says at its end, after lines of which none has a problem of a row.
+CLEAN = r"(?s)\A(?!.*\"problem\").*SUMMARY: 0 (errors|hazards)"
 
 # Odd sizes, which need every mask, and every way of cutting a call: many queries; few, whose
 # gradient takes two kernels; long rows in splits; both projections in the launch.
@@ -198,12 +200,17 @@ def _command(words: list[str], passes: str = "", **variables: str) -> dict[str, 
     return {"passed": bool(right), "exit": process.returncode, "said": lines[-150:]}
 
 
+def _support(name: str) -> Any:
+    """A module that the tests share."""
+    folder = str(ROOT / "tests" / "support")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
 def _contract(device: str, backend: str, name: str, dtype: torch.dtype) -> dict[str, Any]:
     """A row of the contract table by the parity rule, without pytest: the worst error."""
-    support = str(ROOT / "tests" / "support")
-    if support not in sys.path:
-        sys.path.insert(0, support)
-    parity, contract = map(importlib.import_module, ("parity", "contract"))
+    parity, contract = map(_support, ("parity", "contract"))
     parity.DEVICE = device
     case = parity.Case(**{**contract.LARGE, **contract.CONTRACT[name]})
     with figures.unwritten_is_nan():
@@ -214,8 +221,7 @@ def _contract(device: str, backend: str, name: str, dtype: torch.dtype) -> dict[
 
 def parity(device: str) -> list[Row]:
     """The contract table of each backend, row by row; then its tests, where pytest is."""
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    table = importlib.import_module("contract").CONTRACT
+    table = _support("contract").CONTRACT
     there, dtypes = _backends(torch.device(device)), (*DTYPES, "float64")
     rows = [
         Row(
@@ -230,8 +236,10 @@ def parity(device: str) -> list[Row]:
     words = [sys.executable, "-m", "pytest", "-q", "--maxfail=25", "--tb=short", "-o", "addopts="]
     words += ["-p", "no:cacheprovider", *(("-n", "8") if importlib.util.find_spec("xdist") else ())]
     for backend, folder in (("cuda", "tests/cuda/gpu"), ("triton", "tests/triton/kernels")):
-        if backend in there and not missing:
+        if backend in there:
             call = partial(_command, [*words, folder])
+            if missing:
+                call = partial(dict, {"skipped": f"{' and '.join(missing)} not installed"})
             rows.append(Row(f"{backend}: pytest {folder}", TOOL_SECONDS, call))
     return rows
 
@@ -244,24 +252,21 @@ def sanitize(device: str) -> list[Row]:
     """
     usual = "/usr/local/cuda/bin/compute-sanitizer"
     tool = shutil.which("compute-sanitizer") or shutil.which(usual)
+    if tool is None:
+        problem = {"problem": "compute-sanitizer is not installed"}
+        return [Row("sanitizer", ROW_SECONDS, lambda: problem)]
     there = _backends(torch.device(device))
     checks = [(check, "cuda") for check in ("memcheck", "racecheck", "initcheck", "synccheck")]
     checks.insert(1, ("memcheck", "triton"))
     words = [sys.executable, "-W", "ignore", "-m", f"{__package__}.worker"]
     rows = []
     for dtype, (check, backend) in product(DTYPES, checks):
-        if backend not in there or tool is None:
+        if backend not in there:
             continue
         # Races are checked in our kernels alone; reads need to know what torch's kernels wrote.
         ours = ["--kernel-regex", "kns=bahdanau_fast"] if check == "racecheck" else []
         rest = [f"{__name__}:small", "--only", f"{backend}:", "--only", dtype]
         command = [tool, "--tool", check, *ours, "--error-exitcode", "7", *words, *rest]
-        call = partial(
-            _command, command, r"SUMMARY: 0 (errors|hazards)", PYTORCH_NO_CUDA_MEMORY_CACHING="1"
-        )
+        call = partial(_command, command, CLEAN, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         rows.append(Row(f"{backend}: {check}, {dtype}", TOOL_SECONDS, call))
-    if tool is None:
-        rows.append(
-            Row("sanitizer", ROW_SECONDS, lambda: {"problem": "compute-sanitizer is not installed"})
-        )
     return rows

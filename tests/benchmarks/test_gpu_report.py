@@ -188,7 +188,9 @@ def test_a_report_with_failing_stages_has_everything_else(planted, tmp_path, mon
     assert [line["stage"] for line in lines][:2] == ["machine", "broken"]
     said = capsys.readouterr().out
     assert "broken: start: PROBLEM: the process ended with 1" in said
-    assert "4 of ours not right" in said  # the rows of "every" that fail and have an o
+    failed = [n["row"] for n in lines if n["stage"] == "every" and "problem" in n]
+    assert failed == ["hang that ignores", "out of memory", "no json"]
+    assert "3 of ours not right" in said
     (report,) = gpu_report.reports(out)
     assert report["machine"]["gpu"] == "Planted X1, 7 multiprocessors"
     assert [line["row"] for line in report["rows"] if line["stage"] == "two"] == ["one", "two"]
@@ -220,6 +222,20 @@ def test_the_stages_fit_in_ten_minutes():
     assert gpu_report.deadlines(["parity"], 0.0) == [gpu_report.TOTAL_SECONDS]
     makefile = (ROOT / "Makefile").read_text()
     assert f"timeout {gpu_report.BUILD_SECONDS:.0f} " in makefile
+
+
+def test_real_rows_on_the_cpu(tmp_path, monkeypatch):
+    stages = {name: gpu_report.Stage(250) for name in ("smoke", "parity")}
+    monkeypatch.setattr(gpu_report, "STAGES", stages)
+    monkeypatch.setattr(gpu_report, "TOTAL_SECONDS", 700)
+    only = ["--only=, float32", "--only=cpu: ", "--only=no lens"]
+    given = ["--device", "cpu", "--out", str(tmp_path), "--stage", *stages, *only]
+    assert gpu_report.main(given) == 0
+    (report,) = gpu_report.reports(tmp_path)
+    (row,) = report["rows"]
+    assert (row["stage"], row["row"]) == ("parity", "cpu: no lens, float32")
+    assert row["passed"]
+    assert 0 < row["worst"] <= 1
 
 
 def test_the_table_has_who_by_call():

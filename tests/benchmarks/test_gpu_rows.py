@@ -177,6 +177,38 @@ def test_smoke_has_every_dtype_and_the_acceptance_shapes_of_every_backend(monkey
             assert len(of) >= 13
 
 
+@pytest.mark.parametrize(
+    ("said", "code", "passed"),
+    [
+        ("ERROR SUMMARY: 0 errors", 0, True),
+        ("RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, True),
+        ("ERROR SUMMARY: 12 errors", 0, False),
+        ("ERROR SUMMARY: 0 errors", 7, False),
+        ('{"result": {"problem": "RuntimeError: "}}\\nERROR SUMMARY: 0 errors', 0, False),
+        ("", 0, False),
+    ],
+)
+def test_a_sanitizer_passes_by_its_exit_and_its_words(said, code, passed):
+    words = [sys.executable, "-c", f"import sys; print('{said}'); sys.exit({code})"]
+    result = stages._command(words, stages.CLEAN)
+    assert (result["passed"], result["exit"]) == (passed, code)
+    assert result["said"] == said.replace("\\n", "\n").splitlines() or [""]
+
+
+def test_the_sanitizers_look_at_every_dtype_of_both_backends(monkeypatch):
+    monkeypatch.setattr(stages, "_backends", lambda _: ("cuda", "triton"))
+    monkeypatch.setattr(stages.shutil, "which", lambda name: f"/tools/{name}")
+    rows = {row.name: row.compute.args[0] for row in stages.sanitize("cpu")}
+    assert len(rows) == 5 * len(stages.DTYPES)
+    command = rows["triton: memcheck, float16"]
+    assert command[:3] == ["/tools/compute-sanitizer", "--tool", "memcheck"]
+    assert command[-5:] == ["benchmarks.gpu.stages:small", "--only", "triton:", "--only", "float16"]
+    monkeypatch.setattr(stages.shutil, "which", lambda _: None)
+    (row,) = stages.sanitize("cpu")
+    if not Path("/usr/local/cuda/bin/compute-sanitizer").exists():
+        assert row.compute() == {"problem": "compute-sanitizer is not installed"}
+
+
 # ---- timing on a GPU, of which this machine has none ---------------------------------------------
 
 
