@@ -48,9 +48,12 @@ class Worker:
         self._row, self._rest, self._began, self._dead = "", b"", False, False
         self._seconds, self._limit = START_SECONDS, time.monotonic() + START_SECONDS
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed by _stop()
+        # A compilation that is killed half way leaves its cache unfit for the next process.
+        self._cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
             [*self._command, "--first", str(self._next)],
             cwd=ROOT,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": self._cache.name},
             stdout=subprocess.PIPE,
             stderr=self._said,
             start_new_session=True,  # a group of its own, killed as a whole
@@ -129,6 +132,7 @@ class Worker:
             self._process.wait(5)
         assert self._process.stdout is not None
         self._process.stdout.close()
+        self._cache.cleanup()
         with self._said:
             self._said.seek(0)
             return self._said.read().decode(errors="replace").splitlines()[-LAST_LINES:]

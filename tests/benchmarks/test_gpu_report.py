@@ -40,7 +40,7 @@ import ctypes, os, signal, subprocess, sys, time, types
 from benchmarks.gpu.worker import Row
 
 def good():
-    return {"process": os.getpid()}
+    return {"process": os.getpid(), "cache": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
 
 def hangs():
     child = subprocess.Popen(["sleep", "600"])
@@ -146,6 +146,10 @@ def test_a_row_that_crashes_hangs_or_runs_out_of_memory_costs_that_row_alone(pla
     assert went_on == {"out of memory", "raises", "no json"}
     (child,) = map(int, planted.read_text().split())
     assert not is_there(child)
+    # Each process compiles into a folder of its own, which goes with it.
+    caches = {row["process"]: row["cache"] for row in found.values() if "cache" in row}
+    assert len(set(caches.values())) == len(caches) > 1
+    assert not any(map(os.path.exists, caches.values()))
 
 
 def before(processes, name):
