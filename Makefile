@@ -89,15 +89,18 @@ budgets: venv  ## compile the GPU kernels, GPU or not; registers, spills, instru
 # With the Python that is there and nothing installed: PYTHON=... for one beside .venv's. The
 # package is laid out as installed, kernels/ in its place.
 GPU_PYTHON = $(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
-gpu-report:  ## parity, memory checks and benchmarks on the GPU that is here, into OUT
-	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
-		{ echo 'gpu-report: no GPU that $(GPU_PYTHON) and its torch can see; nothing is measured' >&2; exit 2; }
-	rm -rf build/gpu && mkdir -p build/gpu
-	cp -Rp bahdanau_fast benchmarks tests pyproject.toml build/gpu/
-	cp -Rp kernels build/gpu/bahdanau_fast/kernels
-	$(GPU_PYTHON) setup.py -q build_ext --build-lib build/gpu
+gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=smoke|time|plans|compiled|parity|sanitize
+	@started=$$(date +%s); \
+	$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
+		{ echo 'gpu-report: no GPU that $(GPU_PYTHON) and its torch can see; nothing is measured' >&2; exit 2; }; \
+	rm -rf build/gpu && mkdir -p build/gpu && \
+	cp -Rp bahdanau_fast benchmarks tests pyproject.toml build/gpu/ && \
+	cp -Rp kernels build/gpu/bahdanau_fast/kernels || exit 1; \
+	timeout 150 $(GPU_PYTHON) setup.py -q build_ext --build-lib build/gpu || \
+		echo 'gpu-report: the build failed or took too long; the report goes on without it' >&2; \
 	cd build/gpu && BAHDANAU_FAST_COMMIT=$$(git rev-parse --short=12 HEAD 2>/dev/null) \
-		$(if $(findstring /,$(GPU_PYTHON)),$(abspath $(GPU_PYTHON)),$(GPU_PYTHON)) -m benchmarks.gpu_report --out '$(abspath $(OUT))'
+		$(if $(findstring /,$(GPU_PYTHON)),$(abspath $(GPU_PYTHON)),$(GPU_PYTHON)) -m benchmarks.gpu_report \
+		--out '$(abspath $(OUT))' --started $$started $(if $(STAGE),--stage $(STAGE))
 
 # build/lib* holds the modules of earlier wheels, also those deleted since.
 # With CUDA in it, for every GPU unless TORCH_CUDA_ARCH_LIST says otherwise (setup.py: ALL_ARCHS).

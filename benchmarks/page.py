@@ -369,7 +369,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     _, closing, after = rest.partition(END)
     if not mark or not closing:
         raise ValueError(f"README.md must have {BEGIN} and {END}, got one of them or none")
-    gpus = [run for run in runs(results, "*.json") if "gpu" in run.get("machine", {})]
+    gpus = gpu_report.reports(results)
     return {
         root / "docs" / "performance.md": page(measured, "images/", _others(results), gpus),
         root / "README.md": before + readme_block(measured) + after,

@@ -33,7 +33,12 @@ DIFFERENCES = {
 }
 
 
-def _module(name: str, package: str) -> Any:
+def imported(name: str, package: str) -> Any:
+    """A module of an optional package.
+
+    Raises:
+        Unavailable: it is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -53,7 +58,7 @@ def _mask(inputs: Inputs) -> Tensor | None:
 def _keras(backend: str, inputs: Inputs) -> tuple[Any, Callable[..., Any]]:
     if os.environ.get("KERAS_BACKEND") != backend:
         raise Unavailable(f"KERAS_BACKEND must be {backend} from the start of the process")
-    keras = _module("keras", "keras")
+    keras = imported("keras", "keras")
     query, key, value = inputs.projected_queries, inputs.projected_keys, inputs.values
     layer = keras.layers.AdditiveAttention(use_scale=True)
     layer.build([tuple(query.shape), tuple(value.shape), tuple(key.shape)])
@@ -74,7 +79,7 @@ def _keras_torch(inputs: Inputs) -> Runnable:
 
 
 def _keras_jax(inputs: Inputs) -> Runnable:
-    jax = _module("jax", "jax")
+    jax = imported("jax", "jax")
     _, call = _keras("jax", inputs)
     mask = _mask(inputs)
     tensors = (inputs.projected_queries, inputs.values, inputs.projected_keys)
@@ -93,7 +98,7 @@ def _keras_jax(inputs: Inputs) -> Runnable:
 
 
 def _joeynmt(inputs: Inputs) -> Runnable:
-    attention = _module("joeynmt.attention", "joeynmt").BahdanauAttention
+    attention = imported("joeynmt.attention", "joeynmt").BahdanauAttention
     (hidden, query_size), key_size = inputs.w_q.shape, inputs.w_k.shape[1]
     module = attention(hidden_size=hidden, key_size=key_size, query_size=query_size).eval()
     module.query_layer.weight = nn.Parameter(inputs.w_q.detach())
@@ -112,7 +117,7 @@ def _joeynmt(inputs: Inputs) -> Runnable:
 
 
 def _keops(inputs: Inputs) -> Runnable:
-    lazy: Any = _module("pykeops.torch", "pykeops").LazyTensor
+    lazy: Any = imported("pykeops.torch", "pykeops").LazyTensor
     query = inputs.projected_queries.detach()[:, :, None].contiguous()  # (B,Tq,1,H)
     key = inputs.projected_keys.detach()[:, None].contiguous()  # (B,1,Tk,H)
     value = inputs.values.detach()[:, None].contiguous()
@@ -147,9 +152,9 @@ class _Graph(nn.Module):
 def _onnx(
     function: Callable[..., Outputs], tensors: tuple[Tensor, ...], lens: Tensor | None
 ) -> Runnable:
-    runtime = _module("onnxruntime", "onnxruntime")
+    runtime = imported("onnxruntime", "onnxruntime")
     for package in ("onnx", "onnxscript"):
-        _module(package, package)
+        imported(package, package)
     arguments = tuple(tensor.detach() for tensor in tensors)
     arguments += () if lens is None else (lens,)
     module = _Graph(lambda *given: function(*given, *(() if lens is not None else (None,)))).eval()

@@ -155,8 +155,9 @@ class Stopwatch:
     def __init__(self, device: torch.device, rounds: int = GPU_ROUNDS) -> None:
         self.device, self.rounds = device, rounds
         self.on_gpu = device.type == "cuda"
-        # Larger than any L2: writing it between samples evicts the inputs.
-        self._flush = torch.empty(64 << 20 if self.on_gpu else 16, device=device)
+        # Larger than any L2: reading it between samples evicts the inputs. Written lines would
+        # have to be written back while the next call runs.
+        self._flush = torch.zeros(64 << 20 if self.on_gpu else 16, device=device)
 
     def once(self, call: Callable[[], Any], repeats: int = 1) -> float:
         """Seconds per call of one sample."""
@@ -182,15 +183,16 @@ class Stopwatch:
         for _ in range(self.rounds):
             for name in random.sample(sorted(calls), len(calls)):
                 if cold:
-                    self._flush.add_(1.0)
+                    self._flush.sum()
                 samples[name].append(self.once(calls[name], repeats[name]))
         return Timings(samples)
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any] | str:
-    """``call`` as the replay of a CUDA graph, or why it cannot be one."""
+    """``call`` as the replay of a CUDA graph, which returns the same, or why it cannot be one."""
     if not torch.cuda.is_available():
         return "no GPU"
+    before = torch.cuda.current_stream()
     try:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -203,11 +205,13 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any] | str:
         with torch.cuda.graph(graph):
             kept = call()
     except Exception as error:  # capture fails with many kinds of errors
+        torch.cuda.set_stream(before)  # a capture that fails to end leaves its own
         torch.cuda.synchronize()
         return str(error).strip().splitlines()[0]
 
-    def replay(_: Any = kept) -> None:  # the graph writes into what it returned
+    def replay() -> Any:
         graph.replay()
+        return kept  # what the graph writes into
 
     return replay
 

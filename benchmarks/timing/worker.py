@@ -23,6 +23,7 @@ import bahdanau_fast
 
 from ..contestants import parity
 from ..contestants.parity import Verdict
+from ..gpu.isolation import take_stdout
 from ..workloads.shapes import Shape
 from .measure import seconds_per_call
 
@@ -153,8 +154,7 @@ class _Server:
 
 
 def _serve() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not be read as an answer
+    answers = take_stdout()
     server = _Server()
     for line in sys.stdin:
         request = json.loads(line)

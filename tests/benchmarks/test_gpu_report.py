@@ -1,21 +1,20 @@
-"""The GPU report where there is no GPU: it says so, and what it would run works on the CPU."""
+"""The GPU report where there is no GPU: what it says, and rows that crash, hang or lack memory."""
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu_report
-from benchmarks.contestants.providers import by_name
-from benchmarks.timing.measure import Stopwatch, captured, read_bandwidth
-from benchmarks.workloads.shapes import Shape
+from benchmarks import gpu_report, page
+from benchmarks.gpu import isolation
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
-TINY = Shape("tiny", 2, 1, 5, 8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -33,63 +32,228 @@ def test_without_a_gpu_it_is_one_line_and_exit_code_2(command, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        gpu_report.GpuCase(TINY, "step", dtype="float32"),
-        gpu_report.GpuCase(TINY, "projected", True),
-        gpu_report.GpuCase(TINY, "full", dtype="float16"),
-    ],
-    ids=str,
-)
-def test_a_row_on_the_cpu(case):
-    row = gpu_report.measure(case, Stopwatch(CPU, rounds=2), {"read": 1e10, "copy": 1e10})
-    ours = [name for name in row["called"] if name.startswith("ours")]
-    assert ours
-    assert "d2l eager" in row["called"]
-    for median, low, high in row["called"].values():
-        assert 0 < low <= median <= high
-    assert row["skipped"][f"{ours[0]}, graph"] == "no GPU"
-    (head, _, line) = gpu_report.table([row])
-    assert head.count("|") == line.count("|")
-    assert f"{1e6 * row['called'][ours[0]][0]:.1f} / - / -" in line
+# ---- rows that fail ------------------------------------------------------------------------------
+
+# Rows of a stage, as its module would have them; each good one tells its process.
+PLANTED = """
+import ctypes, os, signal, subprocess, sys, time, types
+from benchmarks.gpu.worker import Row
+
+def good():
+    return {"process": os.getpid(), "cache": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
+
+def hangs():
+    child = subprocess.Popen(["sleep", "600"])
+    print(child.pid, file=open(os.environ["PLANTED_PIDS"], "a"))
+    time.sleep(600)
+
+def ignores():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        pass
+
+def out_of_memory():
+    return {"bytes": len(bytearray(1 << 62))}
+
+def killed():  # as the kernel does where memory has run out
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def bad_access():  # the GPU fails later calls too: no further row may use this process
+    def synchronize():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    cuda = types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+    sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+    return {}
+
+def chatty():
+    print("{this is no answer}")
+    os.write(1, b"nor this\\n")
+    return {"process": os.getpid()}
+
+FAILING = {
+    "crash": lambda: ctypes.string_at(0),
+    "hang": hangs,
+    "hang that ignores": ignores,
+    "out of memory": out_of_memory,
+    "killed": killed,
+    "leaves": lambda: os._exit(0),
+    "bad access": bad_access,
+    "raises": lambda: 1 / 0,
+    "no json": lambda: {"set": {1}},
+}
+
+def every(device):
+    rows = [Row("first", 60, good)]
+    for name, compute in FAILING.items():
+        rows += [Row(name, 1.5, compute), Row(f"after {name}", 60, good)]
+    return [*rows, Row("chatty", 60, chatty)]
+
+def slow(device):
+    return [Row("quick", 60, good), Row("slow", 600, hangs), Row("never", 60, good)]
+
+def broken(device):
+    raise OSError("no such driver")
+
+def two(device):
+    return [Row("one", 60, good), Row("two", 60, good)]
+
+def machine(device):
+    return [Row("machine", 60, lambda: {"gpu": "Planted X1, 7 multiprocessors"})]
+"""
 
 
-def test_a_provider_on_another_backend():
-    case = gpu_report.GpuCase(TINY, "projected", dtype="float32")
-    inputs = gpu_report._inputs(case, CPU)
-    ours = gpu_report.beside(by_name("ours op"), "reference")
-    assert ours.name == "ours op, reference"
-    (got, _), (want, _) = (
-        p.build("projected", inputs).forward() for p in (ours, by_name("ours op"))
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """The planted module where worker processes find it; gives the pids of what they started."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
+    pids = tmp_path / "pids"
+    monkeypatch.setenv("PLANTED_PIDS", str(pids))
+    return pids
+
+
+def is_there(pid):
+    """Whether a process runs; one that is dead and not waited for does not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def rows_of(function, seconds, **options):
+    found = []
+    isolation.run(f"planted:{function}", time.monotonic() + seconds, found.append, **options)
+    return {row.pop("row"): row for row in found}
+
+
+def test_a_row_that_crashes_hangs_or_runs_out_of_memory_costs_that_row_alone(planted):
+    found = rows_of("every", 100)
+    problems = {name: row["problem"] for name, row in found.items() if "problem" in row}
+    assert problems == {
+        "crash": "the process died of SIGSEGV",
+        "hang": "not done in 1.5 s",
+        "hang that ignores": "not done in 1.5 s",
+        "out of memory": "MemoryError: ",
+        "killed": "the process died of SIGKILL",
+        "leaves": "the process ended with 0",
+        "bad access": "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "raises": "ZeroDivisionError: division by zero",
+        "no json": "TypeError: Object of type set is not JSON serializable",
+    }
+    processes = {name: row["process"] for name, row in found.items() if "process" in row}
+    assert list(processes) == ["first", *(f"after {name}" for name in problems), "chatty"]
+    # A fresh process where the one before is gone or not to be trusted, and only there.
+    went_on = {n for n in problems if processes[f"after {n}"] == before(processes, f"after {n}")}
+    assert went_on == {"out of memory", "raises", "no json"}
+    (child,) = map(int, planted.read_text().split())
+    assert not is_there(child)
+    # Each process compiles into a folder of its own, which goes with it.
+    caches = {row["process"]: row["cache"] for row in found.values() if "cache" in row}
+    assert len(set(caches.values())) == len(caches) > 1
+    assert not any(map(os.path.exists, caches.values()))
+
+
+def before(processes, name):
+    names = list(processes)
+    return processes[names[names.index(name) - 1]]
+
+
+def test_a_stage_ends_in_time_and_says_what_it_left_out(planted):
+    start = time.monotonic()
+    found = rows_of("slow", 10)
+    assert 10 <= time.monotonic() - start < 10 + 5
+    assert "process" in found["quick"]
+    assert found["slow"]["problem"] == "stopped: the time of the stage was up"
+    assert found["never"] == {"not run": "the time of the stage was up"}
+    (child,) = map(int, planted.read_text().split())
+    assert not is_there(child)
+
+
+def test_a_process_that_cannot_start_is_told_of_once(planted):
+    (start,) = rows_of("broken", 30).items()
+    assert start[0] == "start"
+    assert start[1]["problem"] == "the process ended with 1"
+    assert start[1]["said"][-1] == "OSError: no such driver"
+
+
+def test_several_processes_share_the_rows(planted):
+    found = rows_of("two", 30, workers=2)
+    assert len({row["process"] for row in found.values()}) == 2
+
+
+def test_a_report_with_failing_stages_has_everything_else(planted, tmp_path, monkeypatch, capsys):
+    out, seconds = tmp_path / "out", {"broken": 30, "every": 60, "two": 20}
+    monkeypatch.setattr(gpu_report, "ROWS", "planted")
+    monkeypatch.setattr(gpu_report, "STAGES", {n: gpu_report.Stage(s) for n, s in seconds.items()})
+    monkeypatch.setattr(gpu_report, "OURS", ("every",))
+    assert gpu_report.main(["--out", str(out), "--stage", *seconds, "--only", "o"]) == 1
+    (path,) = out.iterdir()
+    assert path.name.startswith("planted-x1-20")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["stage"] for line in lines][:2] == ["machine", "broken"]
+    said = capsys.readouterr().out
+    assert "broken: start: PROBLEM: the process ended with 1" in said
+    failed = [n["row"] for n in lines if n["stage"] == "every" and "problem" in n]
+    assert failed == ["hang that ignores", "out of memory", "no json"]
+    assert "3 of ours not right" in said
+    (report,) = gpu_report.reports(out)
+    assert report["machine"]["gpu"] == "Planted X1, 7 multiprocessors"
+    assert [line["row"] for line in report["rows"] if line["stage"] == "two"] == ["one", "two"]
+
+
+def test_an_interrupted_report_leaves_no_process(planted, tmp_path):
+    """A make that is stopped must not leave a process on the GPU."""
+    code = (
+        "import signal, sys, time; from benchmarks.gpu import isolation\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "isolation.run('planted:slow', time.monotonic() + 60, print)"
     )
-    torch.testing.assert_close(got, want)
+    report = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (planted.exists() and planted.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    report.terminate()
+    assert report.wait(20) == 143
+    assert not is_there(int(planted.read_text()))
 
 
-def test_every_case_names_a_task_its_providers_have():
-    cases = gpu_report.cases()
-    assert len({str(case) for case in cases}) == len(cases)
-    for case in cases:
-        names = [provider.name for provider in gpu_report._providers(case)]
-        assert any(name.startswith("ours") for name in names), case
-        assert set(case.rivals) <= set(names), case
+def test_the_stages_fit_in_ten_minutes():
+    first = sum(gpu_report.STAGES[name].seconds for name in gpu_report.FIRST)
+    spent = gpu_report.BUILD_SECONDS + gpu_report.MACHINE_SECONDS + first
+    assert spent <= gpu_report.TOTAL_SECONDS < 600 - 15  # the last one's processes are ended
+    ends = gpu_report.deadlines(gpu_report.FIRST, 1000.0)
+    assert ends == [1320.0, 1430.0, 1500.0, 1580.0]
+    assert gpu_report.deadlines(["parity"], 0.0) == [gpu_report.TOTAL_SECONDS]
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"timeout {gpu_report.BUILD_SECONDS:.0f} " in makefile
 
 
-def test_roofs_and_capture_on_the_cpu(monkeypatch):
-    roofs = read_bandwidth(Stopwatch(CPU, rounds=2))
-    assert roofs["read"] > 0
-    assert roofs["copy"] > 0
-    assert captured(lambda: None) == "no GPU"
+def test_real_rows_on_the_cpu(tmp_path, monkeypatch):
+    stages = {name: gpu_report.Stage(250) for name in ("smoke", "parity")}
+    monkeypatch.setattr(gpu_report, "STAGES", stages)
+    monkeypatch.setattr(gpu_report, "TOTAL_SECONDS", 700)
+    only = ["--only=, float32", "--only=cpu: ", "--only=no lens"]
+    given = ["--device", "cpu", "--out", str(tmp_path), "--stage", *stages, *only]
+    assert gpu_report.main(given) == 0
+    (report,) = gpu_report.reports(tmp_path)
+    (row,) = report["rows"]
+    assert (row["stage"], row["row"]) == ("parity", "cpu: no lens, float32")
+    assert row["passed"]
+    assert 0 < row["worst"] <= 1
 
 
-def test_the_file_is_named_after_gpu_and_day(tmp_path):
-    report = {"machine": {"gpu": "NVIDIA H200, 132 multiprocessors"}}
-    path = gpu_report.write(report, tmp_path)
-    assert path.name.startswith("nvidia-h200-20")
-    assert json.loads(path.read_text()) == report
-
-
-def test_a_part_that_fails_or_hangs_is_reported():
-    assert gpu_report._run([sys.executable, "-c", "raise SystemExit(3)"], 20)["exit"] == 3
-    slow = gpu_report._run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
-    assert slow["problem"] == "not done in 0 s"
+def test_the_table_has_who_by_call():
+    times = {"called": [3e-6] * 3, "graph": [2e-6] * 3, "cold": [4e-6] * 3}
+    rows = [
+        {"stage": "time", "row": "cuda: step", **times},
+        {"stage": "compiled", "row": "JAX jit: step", "called": [5e-5] * 3, "passed": False},
+        {"stage": "time", "row": "kernels of cuda: step", "kernels": {}},
+        {"stage": "plans", "row": "raw, cuda: step", **times},
+    ]
+    head, _, line = gpu_report.table(rows)
+    assert head == "| case | JAX jit | cuda |"
+    assert line == "| step | 50.0 / - / -, wrong | 3.0 / 2.0 / 4.0 |"
+    machine = {"gpu": "Planted X1", "torch": "2.11.0", "commit": "abc"}
+    text = page.page([], "", gpus=[{"machine": machine, "rows": rows}])
+    assert "## Planted X1\n\ntorch 2.11.0, commit abc.\n" in text
+    assert line in text

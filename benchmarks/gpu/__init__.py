@@ -1,0 +1,1 @@
+"""The GPU report's stages, and the processes that they run in."""

@@ -1,0 +1,260 @@
+"""What a row of the GPU report computes: a checked call, its times, those of its kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import backends, limits
+from bahdanau_fast.kernels import plans
+
+from ..contestants.parity import Oracle
+from ..contestants.providers import Provider, by_name
+from ..timing.measure import Stopwatch, captured, prepare, read_bandwidth
+from ..workloads.shapes import MANY_QUERIES, SUBJECT, Inputs, Shape, draw
+
+NAN = float("nan")
+# What makes route.py choose each form of a call from raw queries, whatever the sizes.
+FORMS: dict[str, dict[str, int]] = {
+    "raw": {"launch": limits.NEVER, "own_weight": limits.NEVER},
+    "raw keys": {"launch": limits.NEVER, "own_weight": 0},
+    "step": {"launch": -limits.NEVER, "own_weight": limits.NEVER},
+    "projected": {"launch": -limits.NEVER, "own_weight": 0},
+}
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """A call on a GPU.
+
+    Attributes:
+        backend: of ours.
+        shape: from :mod:`benchmarks.workloads.shapes`.
+        task: of the providers.
+        dtype: name in torch.
+        train: forward and backward.
+    """
+
+    backend: str
+    shape: Shape
+    task: str
+    dtype: str = "bfloat16"
+    train: bool = False
+
+    @property
+    def call(self) -> str:
+        """What is computed, whoever does it."""
+        way = "forward + backward" if self.train else "forward"
+        return f"{self.shape}, {self.task}, {way}, {self.dtype}"
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.call}"
+
+
+_draw = functools.lru_cache(1)(draw)  # rows of one shape follow each other
+_stopwatch = functools.cache(Stopwatch)
+
+
+def inputs_of(case: GpuCase, device: torch.device) -> Inputs:
+    """The tensors of a case, on the device and in its dtype."""
+    drawn, dtype = _draw(case.shape), getattr(torch, case.dtype)
+    moved = {}
+    for field in fields(drawn):
+        tensor = getattr(drawn, field.name)
+        if tensor is not None:
+            tensor = tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
+        moved[field.name] = tensor
+    if drawn.values is drawn.keys:
+        moved["values"] = moved["keys"]
+    inputs = replace(drawn, **moved)
+    inputs.require_grad(case.train)
+    return inputs
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the GPU, so that what goes wrong there is blamed on this row."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def checked(
+    case: GpuCase, provider: Provider, device: torch.device
+) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """A provider's call, and its verdict against fp64 by the rule for ours."""
+    inputs = inputs_of(case, device)
+    oracle = Oracle(inputs, case.shape, case.task, case.train)
+    runnable = provider.build(case.task, inputs)
+    verdict = oracle.check(runnable, "ours", case.train)
+    synchronize(device)
+    return prepare(runnable, case.train, inputs.grad_context), asdict(verdict)
+
+
+@contextmanager
+def _settings(case: GpuCase) -> Iterator[None]:
+    with torch.set_grad_enabled(case.train), backends.use(case.backend):
+        yield
+
+
+def subject(case: GpuCase) -> Provider:
+    """Ours, as it serves the task."""
+    return by_name(SUBJECT[case.task])
+
+
+def verdict(case: GpuCase, device: torch.device) -> dict[str, Any]:
+    """One call against fp64."""
+    with _settings(case):
+        return checked(case, subject(case), device)[1]
+
+
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Inside, new memory on any device holds NaN: torch.empty fills it in this mode."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def smoke(case: GpuCase, device: torch.device) -> dict[str, Any]:
+    """The same where memory that is not written holds NaN."""
+    with unwritten_is_nan():
+        return verdict(case, device)
+
+
+def _spread(stopwatch: Stopwatch, call: Callable[[], Any], cold: bool = False) -> tuple[float, ...]:
+    spread = stopwatch.interleave({"": call}, cold).time("")
+    return spread.median, spread.p20, spread.p80
+
+
+def _tensors(results: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach() for tensor in results if tensor is not None)
+
+
+def repeats_bits(call: Callable[[], Any], replay: Callable[[], Any]) -> bool:
+    """Whether a graph writes its results anew, and the same bits as the call."""
+    want = [tensor.clone() for tensor in _tensors(call())]
+    for tensor in _tensors(replay()):
+        tensor.fill_(NAN)
+    return all(map(torch.equal, _tensors(replay()), want))
+
+
+def times(
+    case: GpuCase, provider: Provider, device: torch.device, replayed: bool = True
+) -> dict[str, Any]:
+    """Seconds (median, p20, p80) of a call: called, from a graph, from a graph with a cold L2.
+
+    Args:
+        case: the call.
+        provider: who computes it.
+        device: of the data.
+        replayed: False where a graph cannot hold the call.
+    """
+    with _settings(case):
+        call, result = checked(case, provider, device)
+        stopwatch = _stopwatch(device)
+        result["called"] = _spread(stopwatch, call)
+        graph = captured(call) if replayed else "not asked for"
+        if isinstance(graph, str):
+            return result | {"no graph": graph}
+        result["graph"] = _spread(stopwatch, graph)
+        result["cold"] = _spread(stopwatch, graph, cold=True)
+        if provider.group == "ours":
+            result["graph gives the same bits"] = repeats_bits(call, graph)
+        return result
+
+
+def kernels(case: GpuCase, device: torch.device, calls: int = 10) -> dict[str, Any]:
+    """Launches a call and microseconds a launch of every kernel, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device.type == "cuda"
+    with _settings(case):
+        call, result = checked(case, subject(case), device)
+        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        with profile(activities=[activity]) as profiled:
+            for _ in range(calls):
+                call()
+            synchronize(device)
+    found = defaultdict(list)
+    for event in profiled.events():
+        if event.device_type.name == activity.name:
+            found[event.name].append(event.time_range.elapsed_us())
+    each = {name: (len(us) / calls, sum(us) / len(us)) for name, us in found.items()}
+    return {**result, "kernels": each}
+
+
+def candidates(case: GpuCase, device: torch.device, function: str) -> dict[str, Any]:
+    """The times of every plan that a function of ``kernels/plans.py`` lists, the launched first."""
+    original = getattr(plans, function)
+    found: dict[str, Any] = {}
+    number, most = 0, 1
+    while number < most:
+        taken: list[Any] = []
+
+        def one(*sizes: Any, place: int = number, into: list[Any] = taken, **more: Any) -> Any:
+            nonlocal most
+            every = original(*sizes, **more)
+            most = max(most, len(every))
+            into.append(every[min(place, len(every) - 1)])
+            return into[-1:]
+
+        setattr(plans, function, one)
+        try:
+            figures = times(case, subject(case), device)
+        except Exception as error:  # one that needs too much shared memory, say
+            figures = {"problem": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        finally:
+            setattr(plans, function, original)
+        found[f"{number}: {taken[0] if taken else 'not asked for'}"] = figures
+        number += 1
+    return {"plans": found}
+
+
+def forced(case: GpuCase, device: torch.device, form: str) -> dict[str, Any]:
+    """The times of a call from raw queries and keys in one of the forms of ``route.py``."""
+    names = vars(limits)
+    before = {name: names[name] for name in ("of_gpu", "OTHER_GPU")}
+    changed = replace(limits.of_gpu(device), **FORMS[form])
+    names.update(of_gpu=lambda _: changed, OTHER_GPU=changed)
+    try:
+        with _settings(case):
+            x = inputs_of(case, device)
+            given = (x.queries, x.keys, x.values, x.w_q, x.w_k, x.w_v, None, case.shape.hidden, 0.0)
+            route = backends.decide(*given)
+        return {"form": route.form, **times(case, by_name("ours op"), device)}
+    finally:
+        names.update(before)
+
+
+def floor(device: torch.device) -> dict[str, Any]:
+    """Times of graphs of nothing and of one kernel, and the bandwidth of reading and copying."""
+    stopwatch, one = _stopwatch(device), torch.zeros(1, device=device)
+    result: dict[str, Any] = dict(read_bandwidth(stopwatch))
+    for name, call in {"nothing": lambda: None, "one kernel": lambda: one.add_(1)}.items():
+        graph = captured(call)
+        result[f"graph of {name}"] = graph if isinstance(graph, str) else _spread(stopwatch, graph)
+    return result
+
+
+def peak(name: str, device: torch.device) -> dict[str, Any]:
+    """Peak memory of forward and backward over inputs, outputs and gradients, (4,128,128,512)."""
+    case = GpuCase("auto", MANY_QUERIES[0], "projected", "float32", train=True)
+    inputs = inputs_of(case, device)
+    runnable = by_name(name).build("projected", inputs)
+    torch.autograd.grad(runnable.forward()[0], runnable.leaves, inputs.grad_context)
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    context, weights = runnable.forward()
+    grads = torch.autograd.grad(context, runnable.leaves, inputs.grad_context)
+    needed = sum(t.nbytes for t in (*runnable.leaves, context, weights, *grads))
+    growth = torch.cuda.max_memory_allocated() - before
+    return {"peak": (growth + sum(t.nbytes for t in runnable.leaves)) / needed}

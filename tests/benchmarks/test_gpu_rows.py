@@ -1,0 +1,287 @@
+"""What the rows of the GPU report compute, on the CPU and in Triton's interpreter."""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu_report
+from benchmarks.budgets import compile_launch, recording
+from benchmarks.contestants import tanh_approx
+from benchmarks.contestants.baselines import Unavailable
+from benchmarks.contestants.providers import by_name
+from benchmarks.contestants.rivals import RIVALS
+from benchmarks.gpu import figures, stages
+from benchmarks.gpu.figures import GpuCase
+from benchmarks.timing.measure import Stopwatch, captured, read_bandwidth
+from benchmarks.workloads.shapes import SUBJECT, Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+TINY = Shape("tiny", 2, 1, 5, 8)
+
+CASES = [
+    GpuCase("cpu", TINY, "step", "float32"),
+    GpuCase("reference", TINY, "projected", train=True),
+    GpuCase("cpu", TINY, "full", "float16"),
+]
+
+
+@pytest.fixture
+def two_rounds(monkeypatch):
+    monkeypatch.setattr(figures, "_stopwatch", lambda device: Stopwatch(device, rounds=2))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_of_ours_is_checked_and_timed(case, two_rounds):
+    row = figures.times(case, figures.subject(case), CPU)
+    assert row["passed"]
+    assert 0 < row["worst"] <= 1
+    median, low, high = row["called"]
+    assert 0 < low <= median <= high
+    assert row["no graph"] == "no GPU"
+    found = figures.kernels(case, CPU, calls=3)
+    assert found["passed"]
+    assert all(launches > 0 <= us for launches, us in found["kernels"].values())
+    if case.backend == "cpu" and case.task == "full":
+        (named,) = [n for n in found["kernels"] if n.startswith("bahdanau_fast::")]
+        assert found["kernels"][named][0] == 1
+
+
+def test_a_wrong_result_is_wrong(monkeypatch):
+    case = GpuCase("cpu", TINY, "projected", "float32")
+    right = figures.verdict(case, CPU)
+    ours = by_name(SUBJECT["projected"])
+    builders = {"projected": lambda inputs: ours.build("projected", inputs)}
+    wrong = replace(ours, builders=builders)
+    monkeypatch.setattr(figures, "subject", lambda _: wrong)
+    assert figures.verdict(case, CPU) == right
+    attend = ours.builders["projected"]
+
+    def off(inputs):
+        built = attend(inputs)
+        return replace(built, forward=lambda: [x * 1.00001 for x in built.forward()])
+
+    builders["projected"] = off
+    result = figures.verdict(case, CPU)
+    assert not result["passed"]
+    assert result["worst"] > 1
+    assert not gpu_report.right(result)
+
+
+def test_smoke_finds_results_that_are_not_written(monkeypatch):
+    case = GpuCase("cpu", TINY, "projected", "float32")
+
+    def unwritten(inputs):
+        empty = torch.empty(2, 1, 8), torch.empty(2, 1, 5)
+        return replace(built, forward=lambda: empty)
+
+    built = by_name("ours op").build("projected", figures.inputs_of(case, CPU))
+    provider = replace(by_name("ours op"), builders={"projected": unwritten})
+    monkeypatch.setattr(figures, "subject", lambda _: provider)
+    result = figures.smoke(case, CPU)
+    assert math.isinf(result["worst"])
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("task", ["projected", "step"])
+@pytest.mark.parametrize("name", ["rewrite eager", "d2l eager", "JAX jit"])
+def test_rivals_compute_the_same(name, task, two_rounds):
+    (rival,) = (rival for rival in RIVALS if rival.name == name)
+    case = GpuCase("auto", replace(TINY, lens="drawn"), task, "float32")
+    if name == "JAX jit" and importlib.util.find_spec("jax") is None:
+        with pytest.raises(Unavailable, match="JAX is not installed"):
+            figures.times(case, rival, CPU)
+    else:
+        assert figures.times(case, rival, CPU)["passed"]
+
+
+# In Triton's interpreter, which has to be asked for before anything is imported.
+INTERPRETED = """
+import json, torch
+from dataclasses import replace
+from benchmarks.contestants.rivals import RIVALS
+from benchmarks.gpu import figures, stages
+from benchmarks.gpu.figures import GpuCase
+from benchmarks.timing.measure import Stopwatch
+from benchmarks.workloads.shapes import Shape
+
+cpu = torch.device("cpu")
+figures._stopwatch = lambda device: Stopwatch(device, rounds=1)
+tiny = Shape("tiny", 2, 3, 5, 8, lens="drawn")
+(rival,) = (rival for rival in RIVALS if rival.name == "Triton tanh.approx")
+rivals = [
+    figures.times(GpuCase("auto", tiny, task, "float32"), rival, cpu)["passed"]
+    for task in ("projected", "step")
+]
+full = GpuCase("triton", tiny, "full")
+forms = [figures.forced(full, cpu, form) for form in figures.FORMS]
+long = GpuCase("triton", Shape("long", 1, 1, 300, 16), "projected")
+plans = figures.candidates(long, cpu, "step")["plans"]
+names = [row.name for row in stages.plans("cpu")]
+print(json.dumps([rivals, forms, plans, names]))
+"""
+
+
+def test_forms_plans_and_the_triton_rival_in_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERPRETED], cwd=ROOT, text=True, check=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    rivals, forms, plans, names = json.loads(done.stdout)
+    assert rivals == [True, True]
+    assert [row["form"] for row in forms] == list(figures.FORMS)
+    assert all(row["passed"] for row in forms)
+    assert len(plans) >= 4
+    assert len({plan.partition(": ")[2] for plan in plans}) == len(plans)
+    assert all(figures["passed"] for figures in plans.values())
+    assert any(name.startswith("plans of grad_tanh, triton: ") for name in names)
+
+
+def test_the_triton_rival_takes_the_gpus_tanh():
+    with recording(True) as launches:
+        meta = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+        tanh_approx.attend(
+            meta(4, 1, 512), meta(4, 400, 512), meta(4, 400, 512), meta(1, 512), None
+        )
+    budget = compile_launch(launches[0], "sm_90")
+    assert "MUFU.TANH" in budget.sass
+    assert budget.spills == 0
+
+
+def test_every_row_has_a_name_of_its_own():
+    for name in gpu_report.STAGES:
+        rows = getattr(stages, name)("cpu")
+        names = [row.name for row in rows]
+        assert len(set(names)) == len(names), name
+        assert all(0 < row.seconds <= stages.TOOL_SECONDS for row in rows)
+
+
+def test_smoke_has_every_dtype_and_the_acceptance_shapes_of_every_backend(monkeypatch):
+    monkeypatch.setattr(stages, "_backends", lambda _: ("cuda", "triton"))
+    names = [row.name for row in stages.smoke("cpu")]
+    for backend in ("cuda", "triton"):
+        for dtype in stages.DTYPES:
+            of = [n for n in names if n.startswith(f"{backend}: ") and n.endswith(dtype)]
+            for shape in ("(64,1,50,512)", "(256,1,400,512)", "(16,512,512,512)"):
+                assert any(shape in n for n in of)
+            assert len(of) >= 13
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "passed"),
+    [
+        ("ERROR SUMMARY: 0 errors", 0, True),
+        ("RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, True),
+        ("ERROR SUMMARY: 12 errors", 0, False),
+        ("ERROR SUMMARY: 0 errors", 7, False),
+        ('{"result": {"problem": "RuntimeError: "}}\\nERROR SUMMARY: 0 errors', 0, False),
+        ("", 0, False),
+    ],
+)
+def test_a_sanitizer_passes_by_its_exit_and_its_words(said, code, passed):
+    words = [sys.executable, "-c", f"import sys; print('{said}'); sys.exit({code})"]
+    result = stages._command(words, stages.CLEAN)
+    assert (result["passed"], result["exit"]) == (passed, code)
+    assert result["said"] == said.replace("\\n", "\n").splitlines() or [""]
+
+
+def test_the_sanitizers_look_at_every_dtype_of_both_backends(monkeypatch):
+    monkeypatch.setattr(stages, "_backends", lambda _: ("cuda", "triton"))
+    monkeypatch.setattr(stages.shutil, "which", lambda name: f"/tools/{name}")
+    rows = {row.name: row.compute.args[0] for row in stages.sanitize("cpu")}
+    assert len(rows) == 5 * len(stages.DTYPES)
+    command = rows["triton: memcheck, float16"]
+    assert command[:3] == ["/tools/compute-sanitizer", "--tool", "memcheck"]
+    assert command[-5:] == ["benchmarks.gpu.stages:small", "--only", "triton:", "--only", "float16"]
+    monkeypatch.setattr(stages.shutil, "which", lambda _: None)
+    (row,) = stages.sanitize("cpu")
+    if not Path("/usr/local/cuda/bin/compute-sanitizer").exists():
+        assert row.compute() == {"problem": "compute-sanitizer is not installed"}
+
+
+# ---- timing on a GPU, of which this machine has none ---------------------------------------------
+
+
+def test_roofs_and_capture_on_the_cpu():
+    roofs = read_bandwidth(Stopwatch(CPU, rounds=2))
+    assert roofs["read"] > 0
+    assert roofs["copy"] > 0
+    assert captured(lambda: None) == "no GPU"
+
+
+class FakeCuda:
+    """As much of torch.cuda as a capture touches; its end fails if told to, as torch's does."""
+
+    def __init__(self, fails):
+        self.stream_now, self.fails = "usual", fails
+
+    def is_available(self):
+        return True
+
+    def current_stream(self):
+        return self
+
+    def Stream(self):
+        return self
+
+    def set_stream(self, stream):
+        self.stream_now = "usual" if stream is self else stream
+
+    def wait_stream(self, _):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def CUDAGraph(self):
+        return self
+
+    def replay(self):
+        pass
+
+    def stream(self, _):
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def graph(self, _):
+        self.stream_now = "of the capture"
+        yield
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.stream_now = "usual"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_failed_capture_gives_the_stream_back(fails, monkeypatch):
+    fake = FakeCuda(fails)
+    monkeypatch.setattr(torch, "cuda", fake)
+    graph = captured(lambda: "kept")
+    assert fake.stream_now == "usual"
+    assert graph == "operation failed due to a previous error during capture" if fails else True
+    assert fails or graph() == "kept"
+
+
+def test_a_graph_that_writes_nothing_or_other_bits_is_found():
+    kept = torch.ones(3), None
+
+    def replay(value):
+        def run():
+            if value is not None:
+                kept[0].fill_(value)
+            return kept
+
+        return run
+
+    assert figures.repeats_bits(lambda: (torch.ones(3), None), replay(1.0))
+    assert not figures.repeats_bits(lambda: (torch.ones(3), None), replay(None))
+    assert not figures.repeats_bits(lambda: (torch.ones(3), None), replay(1.0000001))
