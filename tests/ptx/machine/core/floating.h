@@ -189,7 +189,9 @@ void approximate(Warp& w, const Instr& i, Mask mask) {
     const float x = ftz ? flushed(a[l]) : a[l];
     double absolute = 0;
     if constexpr (std::is_same_v<F, Lg2>) absolute = x >= 0.5f && x <= 2 ? F::absolute : 0;
-    const float y = anywhere(F::of(x), F::error, absolute);
+    // NVIDIA's own tanh in fp64 relies on exact powers of two.
+    const bool exact = std::is_same_v<F, Ex2> && std::trunc(x) == x;
+    const float y = exact ? float(F::of(x)) : anywhere(F::of(x), F::error, absolute);
     d[l] = ftz ? flushed(y) : y;
   });
 }
@@ -218,8 +220,10 @@ inline void reciprocal_start(Warp& w, const Instr& i, Mask mask) {
   each(mask, [&](int l) {
     double x = w.of<double>(i.o[1])[l];
     if (std::fabs(x) < std::numeric_limits<double>::min()) x = std::copysign(0.0, x);
-    const uint64_t bits = cast<uint64_t>(1 / x) + (uint64_t(random_step() * 0x1p30) >> 63 << 31);
-    w.of<double>(i.o[0])[l] = cast<double>(bits & ~uint64_t(0xffffffff));
+    const uint64_t up = random_step() < 0 ? uint64_t(1) << 32 : 0;
+    const uint64_t bits = cast<uint64_t>(1 / x);
+    const bool finite = x != 0 && std::isfinite(x);
+    w.of<double>(i.o[0])[l] = finite ? cast<double>((bits + up) & ~uint64_t(0xffffffff)) : 1 / x;
   });
 }
 
