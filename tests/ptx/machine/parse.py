@@ -147,10 +147,10 @@ class _Reader:
         header = True
         while True:
             rest = lines[number].split("//")[0].strip()
-            if header and ".param" in rest:
-                self._variable(rest)
-            if header and rest.startswith("{"):
-                header = False
+            if header:
+                for declared in re.findall(r"\.param[^,()]*", rest):
+                    self._variable(declared)
+                header = not rest.startswith("{")
             if rest.startswith(".loc"):
                 place = self._place(rest)
                 rest = ""
