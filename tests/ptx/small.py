@@ -67,7 +67,5 @@ def applied(code: str, out, *inputs, **options):
     size = result.dtype.itemsize
     end = f"mad.wide.u32 %rd10, %r2, {size}, %rd0;\nst.global.{TYPES[result.dtype]} [%rd10], %d;"
     body = "\n".join([*declared, *loaded, code, end])
-    blocks = -(-threads // 256)
-    per = threads // blocks
-    run(kernel(body, 1 + len(arrays)), [result, *arrays], blocks, per, **options)
+    run(kernel(body, 1 + len(arrays)), [result, *arrays], threads=threads, **options)
     return result

@@ -172,10 +172,10 @@ inline float anywhere(double x, double relative, double absolute = 0) {
   return float(x + room * random_step());
 }
 
-// Errors from the PTX ISA 9.0: relative, but that of lg2 is 2^-22 absolute in [0.5, 2], of sin and
-// cos 2^-20.9 absolute (2^-20.5 before 8.x).
+// Errors from the PTX ISA 9.0: relative; but that of rcp is an ulp, hence half of one before it is
+// rounded, and that of lg2 2^-22 absolute in [0.5, 2].
 struct Ex2 { static double of(double x) { return std::exp2(x); } static constexpr double error = 0x1p-22; };
-struct Rcp { static double of(double x) { return 1 / x; } static constexpr double error = 0x1p-23; };
+struct Rcp { static double of(double x) { return 1 / x; } static constexpr double error = 0; };
 struct Rsqrt { static double of(double x) { return 1 / std::sqrt(x); } static constexpr double error = 0x1.13p-23; };
 struct Sqrt { static double of(double x) { return std::sqrt(x); } static constexpr double error = 0x1p-23; };
 struct Tanh { static double of(double x) { return std::tanh(x); } static constexpr double error = 0x1p-11; };
@@ -188,6 +188,7 @@ void approximate(Warp& w, const Instr& i, Mask mask) {
   each(mask, [&](int l) {
     const float x = ftz ? flushed(a[l]) : a[l];
     double absolute = 0;
+    if constexpr (std::is_same_v<F, Rcp>) absolute = std::ldexp(1.0, std::ilogb(F::of(x)) - 24);
     if constexpr (std::is_same_v<F, Lg2>) absolute = x >= 0.5f && x <= 2 ? F::absolute : 0;
     // NVIDIA's own tanh in fp64 relies on exact powers of two.
     const bool exact = std::is_same_v<F, Ex2> && std::trunc(x) == x;

@@ -96,6 +96,7 @@ struct Cluster {
     b.known = b.fenced = Known();
     b.votes = b.voters = 0;
     b.ended = false;
+    b.visited = Access();
     const auto memory = [&](Region& region, const char* name, Space space, size_t bytes,
                             std::vector<uint8_t>& data, std::vector<uint8_t>& known) {
       data.assign(bytes, 0xff);
@@ -157,6 +158,17 @@ struct Cluster {
       }
       if (!ended && !moved) stuck();
     }
+    for (Block& block : blocks) check_visits(block);
+  }
+
+  // A block must not end before a cluster barrier behind the last visit to its shared memory.
+  void check_visits(Block& block) {
+    uint32_t waits = 0;
+    each_thread(block, [&](Warp&, Thread& thread, int) { waits = std::max(waits, thread.waits); });
+    const Access& last = block.visited;
+    if (last.thread == kNobody || last.arrives < waits) return;
+    const std::string pc = std::to_string(last.pc);
+    launch.races[{last.pc, last.pc}] = pc + " " + pc + " access to the shared memory of a block that may have ended, block " + std::to_string(block.index);
   }
 
   [[noreturn]] void stuck() {

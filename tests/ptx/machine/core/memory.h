@@ -61,6 +61,7 @@ struct Block {
   Mask votes = 0;  // of a barrier that reduces: 1 some, 2 not all
   uint32_t voters = 0;
   bool ended = false;
+  Access visited;  // by another block of the cluster, after the most cluster barriers
 };
 
 // What one instruction of a program did, in all.
@@ -119,6 +120,15 @@ inline std::string number(uint64_t x) {
   return text;
 }
 
+// An access to the shared memory of another block: it has to have begun, and, which is looked at when
+// all have ended, to be there still.
+inline void visit(Warp& w, int lane, Block& owner) {
+  const Thread& me = w.lanes[lane];
+  if (me.waits == 0) throw Fault(me.id, "access to the shared memory of a block that may not have begun");
+  if (owner.visited.thread == kNobody || owner.visited.arrives < me.arrives)
+    owner.visited = {me.id, w.launch->pc, me.bars, me.syncs, me.arrives, w.launch->time, false};
+}
+
 inline Place place_of(Warp& w, int lane, Space space, uint64_t address, uint64_t width) {
   Block& block = *w.block;
   const Thread& thread = w.lanes[lane];
@@ -141,7 +151,7 @@ inline Place place_of(Warp& w, int lane, Space space, uint64_t address, uint64_t
     Block& owner = rank == 0 ? block : *(*block.mates)[rank - 1];
     if (offset >= owner.region.bytes || owner.region.bytes - offset < width)
       wrong("access outside of shared memory (" + std::to_string(owner.region.bytes) + " bytes)");
-    if (owner.ended) wrong("access to the shared memory of a block that has ended");
+    if (&owner != &block) visit(w, lane, owner);
     return {&owner.region, offset};
   }
   Region* found = w.launch->find(address, width);
