@@ -495,6 +495,7 @@ def test_asynchronous_copies_arrive_at_the_wait():
 
 # ---- races ---------------------------------------------------------------------------------------
 
+BOTH = "barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n"
 WRITE = OWN + "st.shared.u32 [%r12], 0;\nbar.sync 0;\nst.shared.u32 [%r12], %r0;\n"
 NEXT = "xor.b32 %r13, %r11, {};\nadd.s32 %r13, %r10, %r13;\n"
 READ = "ld.shared.u32 %r4, [%r13];\n" + FOUR + "st.global.u32 [%rd10], %r4;\n"
@@ -507,6 +508,8 @@ RACES = {
     "warps with a barrier of lanes": (WRITE + NEXT.format(128) + "bar.warp.sync -1;\n" + READ, 64, True),
     "a shuffle is no barrier": (
         WRITE + NEXT.format(4) + "shfl.sync.bfly.b32 %r5, %r0, 1, 31, -1;\n" + READ, 32, True),
+    "a barrier of a cluster of one": (
+        WRITE + NEXT.format(128) + BOTH + READ, 64, False),
     "written again too early": (
         WRITE + NEXT.format(128) + "bar.sync 0;\n" + READ + "st.shared.u32 [%r12], %r4;", 64, True),
     "written again behind a barrier": (
@@ -574,7 +577,6 @@ ld.u32 %r4, [%rd13];
 st.global.u32 [%rd10], %r4;
 {end}
 """
-BOTH = "barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;"
 
 
 def test_clusters_share_their_memory():

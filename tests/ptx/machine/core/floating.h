@@ -155,13 +155,15 @@ void resolve_extreme(Form& f, Instr& i) {
 
 // ---- approximations ------------------------------------------------------------------------------
 
-// A number in [-1, 1), the next one of a sequence that a launch's seed begins.
+// A number in [-1, 1), times the share of the documented error that a launch uses; the next one of
+// a sequence that the launch's seed begins.
 inline uint64_t random_state = 1;
+inline double random_share = 1;
 inline double random_step() {
   random_state ^= random_state << 13;
   random_state ^= random_state >> 7;
   random_state ^= random_state << 17;
-  return double(int64_t(random_state)) * 0x1p-63;
+  return double(int64_t(random_state)) * 0x1p-63 * random_share;
 }
 
 // Somewhere within `relative` of x (or `absolute`, if that is more), in single precision. Rounding

@@ -59,7 +59,7 @@ inline void fence(Warp& w, int lane) {
   Thread& me = w.lanes[lane];
   me.fenced.time_of_thread[me.id] = w.launch->time + 1;
   me.fenced.bars_of_block[w.block->index] = me.bars;
-  if (w.launch->cluster_size > 1) me.fenced.waits_of_cluster[w.block->cluster] = me.waits;
+  me.fenced.waits_of_cluster[w.block->cluster] = me.waits;
   me.known.add(me.seen);
   me.seen.clear();
   me.fenced.add(me.known);

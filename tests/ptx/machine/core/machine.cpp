@@ -202,6 +202,7 @@ struct Arguments {
   int32_t order;
   uint32_t seed;
   int32_t counts, checks_races;
+  double share;  // of the error of approximations
   uint64_t fuel;
   Count* of_instr;  // results from here on
   uint64_t distinct_read, distinct_written, longest;
@@ -231,6 +232,7 @@ void run(const Program& program, Arguments& a, std::string* said) {
     launch.regions.push_back(std::move(region));
   }
   random_state = (uint64_t(a.seed) << 32 | 0x9e3779b9u) ^ 0x2545f4914f6cdd1du;
+  random_share = a.share;
   std::mt19937 random(a.seed);
   const uint32_t blocks = a.grid[0] * a.grid[1] * a.grid[2];
   try {

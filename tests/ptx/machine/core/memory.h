@@ -180,9 +180,7 @@ inline bool ordered(const Access& a, const Warp& w, int lane) {
         a.syncs < me.syncs)
       return true;
   }
-  if (launch.cluster_size > 1 && theirs / launch.cluster_size == w.block->cluster &&
-      a.arrives < me.waits)
-    return true;
+  if (theirs / launch.cluster_size == w.block->cluster && a.arrives < me.waits) return true;
   return knows(me.known, a, launch) || knows(w.block->known, a, launch);
 }
 
