@@ -67,4 +67,4 @@ def test_a_step_in_one_launch(drivers, name):
 
 
 def test_every_entry_ran(drivers):
-    pytest.skip("placeholder")
+    print(sorted(drivers.took))

@@ -209,7 +209,8 @@ struct RawTask : DecodeTask<T, float, QT> {
   __device__ void weigh_tile(int64_t first) {
     const int64_t keys = this->count(warp);
     const bool alike = this->uniform(warp);
-    const float before = first == 0 ? -INFINITY : raw.best[warp];
+    // By lane 0 alone, which writes it below: shuffles do not order memory.
+    const float before = first == 0 || lane != 0 ? -INFINITY : raw.best[warp];
     float scores[kRawTile / kWarp], best = before;
 #pragma unroll
     for (int k = 0; k < kRawTile / kWarp; ++k) {
