@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from contract import CONTRACT, LARGE, lens
 from cuda_on_host import Gpu, attend, attend_step
 from driven import ARCHS, CudaPtx
-from parity import Case, check
+from parity import Case, measure
 
 from bahdanau_fast import parity, reference
 
-__all__ = ["DTYPES", "FULL", "ROWS", "STEPS", "Drivers", "Step", "check_row", "check_step"]
+__all__ = ["DTYPES", "ROWS", "STEPS", "Drivers", "Step", "measure_row", "measure_step"]
 
 DTYPES = {
     "fp32": torch.float32,
@@ -63,11 +63,6 @@ STEPS = {
     "keys are values, beams": Step(B=3, Tq=3, Tk=150, Dk=7, tied=True, multiprocessors=1),
 }  # fmt: skip
 
-# Approximations may be off by all that PTX documents; fp32 beyond MAX_FP64_ELEMENTS then misses the
-# parity rule by a fifth (docs/ptx.md), and is held to it with approximations rounded to nearest.
-FULL = {"fp32": 0.0, "fp64": 1.0, "bf16": 1.0, "fp16": 1.0}
-
-
 class Drivers(dict):
     """Running drivers of an architecture by kind of numbers, started when they are asked for."""
 
@@ -94,8 +89,8 @@ class Drivers(dict):
         return found
 
 
-def check_row(drivers, name, dtype):
-    """Holds forward and backward of a row of ROWS to the parity rule; its worst share."""
+def measure_row(drivers, name, dtype):
+    """The share of the parity rule that forward and backward of a row of ROWS take at worst."""
     sizes, multiprocessors = ROWS[name]
 
     def function(inputs, valid_lens):
@@ -106,11 +101,11 @@ def check_row(drivers, name, dtype):
         context, weights = attend(drivers.__getitem__, a, c, *rest, gpu=gpu)
         return context, weights.to(context.dtype)
 
-    shares = check(Case(**{**LARGE, **sizes}), DTYPES[dtype], function)
+    shares = measure(Case(**{**LARGE, **sizes}), DTYPES[dtype], function)
     return max(shares.values(), default=0.0)
 
 
-def check_step(drivers, name, dtype):
+def measure_step(drivers, name, dtype):
     """The same for a step of STEPS, forward only."""
     step, kind = STEPS[name], DTYPES[dtype]
     generator = torch.Generator().manual_seed(3)
@@ -142,5 +137,4 @@ def check_step(drivers, name, dtype):
         largest = float(exact.abs().max())
         allowed = parity.allowed(parity.error(eager, exact), largest, kind, factor)
         worst = max(worst, parity.error(ours, exact) / allowed)
-    assert worst <= 1.0, f"{worst} times what is allowed"
     return worst

@@ -27,28 +27,27 @@ class CudaPtx(Host):
     Args:
         kind: a name from KINDS.
         arch: a key of ARCHS.
-        sources: the folder that holds cuda/ and common/.
+        change: of the PTX, to plant a mistake.
         options: for every ``Machine.run``.
 
     Attributes:
         reports: of all launches.
     """
 
-    def __init__(self, kind, arch, sources=build.ROOT / "csrc", **options):
+    def __init__(self, kind, arch, change=str, **options):
         self.messages = tempfile.TemporaryFile()  # noqa: SIM115  for as long as the driver
-        self.machine = Machine(build.ptx(kind, arch, sources))
+        self.machine = Machine(change(build.ptx(kind, arch)))
         self.options = {"order": Order.GIVEN, **options}
         self.reports: list[Report] = []
         self._held: dict[int, Buffer] = {}
         self._failure: BaseException | None = None
-        self._sources, self._kind = sources, kind
-        self._start()
+        self._start(kind)
 
-    def _start(self):
+    def _start(self, kind):
         out, self._their_out = os.pipe()
         self._their_in, back = os.pipe()
         self._from, self._to = os.fdopen(out, "rb"), os.fdopen(back, "wb")
-        path = build.driver(self._kind, *KINDS[self._kind], self._sources)
+        path = build.driver(kind, *KINDS[kind])
         fds = self._their_out, self._their_in
 
         self.process = subprocess.Popen(

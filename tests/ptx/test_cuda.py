@@ -6,7 +6,7 @@ A part of what ``make ptx`` runs, on every entry for sm_80 and the clusters of s
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cases import DTYPES, FULL, ROWS, STEPS, Drivers, check_row, check_step
+from cases import DTYPES, ROWS, STEPS, Drivers, measure_row, measure_step
 from cuda_on_host import KINDS
 from machine import build
 from machine.launch import Order
@@ -34,7 +34,7 @@ def drivers(request):
     def of(arch, dtype, **options):
         key = arch, dtype, tuple(options.items())
         if key not in running:
-            running[key] = Drivers(arch, share=FULL[dtype], **options)
+            running[key] = Drivers(arch, **options)
         return running[key]
 
     yield of
@@ -42,29 +42,31 @@ def drivers(request):
         each.close()
 
 
+# Where approximations err as much as PTX lets them, the fp32 kernels take up to 1.3 of what the
+# parity rule allows; the others keep it (docs/ptx.md).
+MOST = {"fp32": 1.3, "fp64": 1.0, "bf16": 1.0, "fp16": 1.0}
+
+
+def check(drivers, measure, arch, name, dtype, **options):
+    assert measure(drivers(arch, dtype, **options), name, dtype) <= MOST[dtype]
+
+
 @pytest.mark.parametrize("row", FEW)
 def test_contract(drivers, row):
     dtypes = list(DTYPES)
     for dtype in {dtypes[FEW.index(row) % 4], "fp32" if "step" in row else "bf16"}:
-        assert check_row(drivers("80", dtype), row, dtype) <= 1
-    assert check_row(drivers("90a", "bf16"), row, "bf16") <= 1
+        check(drivers, measure_row, "80", row, dtype)
+    check(drivers, measure_row, "90a", row, "bf16")
 
 
 @pytest.mark.parametrize("order", [Order.BACKWARDS, Order.RANDOM])
 @pytest.mark.parametrize("row", ["decoder step", "split keys", "lens per query"])
 def test_any_order_of_blocks_and_warps(drivers, row, order):
-    check_row(drivers("80", "bf16", order=order), row, "bf16")
-    check_row(drivers("90a", "bf16", order=order, seed=1), row, "bf16")
+    for arch in ("80", "90a"):
+        check(drivers, measure_row, arch, row, "bf16", order=order, seed=1)
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_in_one_launch(drivers, name):
-    check_step(drivers("90a", "bf16"), name, "bf16")
-    if STEPS[name].Dk is None:
-        check_step(drivers("80", "fp32"), name, "fp32")
-    else:
-        check_step(drivers("80", "fp16"), name, "fp16")
-
-
-def test_every_entry_ran(drivers):
-    print(sorted(drivers.took))
+    check(drivers, measure_step, "90a", name, "bf16")
+    check(drivers, measure_step, "80", name, "fp32" if STEPS[name].Dk is None else "fp16")

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+SOURCES = ROOT / "csrc"
 CORE = Path(__file__).resolve().parent / "core"
 BUILT = ROOT / "build" / "ptx"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
@@ -53,22 +54,22 @@ def core() -> Path:
     )
 
 
-def ptx(kind: str, arch: str, sources: Path = ROOT / "csrc") -> str:
+def ptx(kind: str, arch: str) -> str:
     """PTX of csrc/cuda/op/kernels_<kind>.cu for an architecture, such as "80" or "90a"."""
     if NVCC is None:
         raise FileNotFoundError("nvcc must be installed to compile csrc/cuda")
-    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-ptx", "-lineinfo", f"-I{sources}"]
-    source = sources / "cuda" / "op" / f"kernels_{kind}.cu"
+    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-ptx", "-lineinfo", f"-I{SOURCES}"]
+    source = SOURCES / "cuda" / "op" / f"kernels_{kind}.cu"
     command = [NVCC, *flags, f"-arch=sm_{arch}", str(source)]
-    files = [source, *sorted(sources.rglob("*.h"))]
+    files = [source, *sorted(SOURCES.rglob("*.h"))]
     return made(f"{kind}_{arch}.ptx", files, command).read_text()
 
 
-def driver(kind: str, stored: str, summed: str, sources: Path = ROOT / "csrc") -> Path:
+def driver(kind: str, stored: str, summed: str) -> Path:
     """The program of cuda_on_host for a kind of numbers, whose launches go to the machine."""
     ours = CORE.parents[1] / "driver"
     theirs = ROOT / "tests" / "cuda" / "host" / "cuda_on_host"
-    flags = ["-std=c++17", "-O0", "-w", "-rdynamic", f"-I{ours}", f"-I{theirs}", f"-I{sources}"]
+    flags = ["-std=c++17", "-O0", "-w", "-rdynamic", f"-I{ours}", f"-I{theirs}", f"-I{SOURCES}"]
     command = ["g++", *flags, f"-DSTORED={stored}", f"-DSUMMED={summed}", str(theirs / "driver.cpp")]
-    files = [*sorted(ours.glob("*.h")), *sorted(theirs.glob("*.[ch]*")), *sorted(sources.rglob("*.h"))]
+    files = [*sorted(ours.glob("*.h")), *sorted(theirs.glob("*.[ch]*")), *sorted(SOURCES.rglob("*.h"))]
     return made(f"driver_{kind}", files, [*command, "-ldl"])
