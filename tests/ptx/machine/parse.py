@@ -50,7 +50,8 @@ class Entry:
 
 _ENTRY = re.compile(r"^\.(?:visible\s+|weak\s+)?(?:\.?)entry\s+(\S+?)\s*\(", re.MULTILINE)
 _VARIABLE = re.compile(
-    r"\.(shared|local|param|global|const)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$.]+)(?:\[(\d*)\])?"
+    r"\.(shared|local|param|global|const)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
+    r"(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?([\w$.]+)(?:\[(\d*)\])?"
 )
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+))?")
 

@@ -155,23 +155,23 @@ void resolve_extreme(Form& f, Instr& i) {
 
 // ---- approximations ------------------------------------------------------------------------------
 
-// A number in [-1, 1), times the share of the documented error that a launch uses; the next one of
-// a sequence that the launch's seed begins.
-inline uint64_t random_state = 1;
+// A number in [-1, 1) that an operand and a launch's seed decide, times the share of the documented
+// error that the launch uses. Hardware, too, gives the same result for the same operand.
+inline uint64_t random_seed = 1;
 inline double random_share = 1;
-inline double random_step() {
-  random_state ^= random_state << 13;
-  random_state ^= random_state >> 7;
-  random_state ^= random_state << 17;
-  return double(int64_t(random_state)) * 0x1p-63 * random_share;
+inline double random_step(double operand) {
+  uint64_t x = cast<uint64_t>(operand) * 0x9e3779b97f4a7c15u + random_seed;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return double(int64_t(x ^ x >> 31)) * 0x1p-63 * random_share;
 }
 
 // Somewhere within `relative` of x (or `absolute`, if that is more), in single precision. Rounding
 // takes its half ulp, at most 2^-24, out of the room.
-inline float anywhere(double x, double relative, double absolute = 0) {
+inline float anywhere(double operand, double x, double relative, double absolute = 0) {
   if (!std::isfinite(x) || x == 0) return float(x);
   const double room = std::fmax(std::fabs(x) * (relative - 0x1p-24), absolute);
-  return float(x + room * random_step());
+  return float(x + room * random_step(operand));
 }
 
 // Errors from the PTX ISA 9.0: relative; but that of rcp is an ulp, hence half of one before it is
@@ -194,7 +194,7 @@ void approximate(Warp& w, const Instr& i, Mask mask) {
     if constexpr (std::is_same_v<F, Lg2>) absolute = x >= 0.5f && x <= 2 ? F::absolute : 0;
     // NVIDIA's own tanh in fp64 relies on exact powers of two.
     const bool exact = std::is_same_v<F, Ex2> && std::trunc(x) == x;
-    const float y = exact ? float(F::of(x)) : anywhere(F::of(x), F::error, absolute);
+    const float y = exact ? float(F::of(x)) : anywhere(x, F::of(x), F::error, absolute);
     d[l] = ftz ? flushed(y) : y;
   });
 }
@@ -207,7 +207,7 @@ void approximate_half(Warp& w, const Instr& i, Mask mask) {
   const auto one = [&](auto x) {
     using H = decltype(x);
     const double y = F::of(float(x));
-    return std::isfinite(y) ? H(y * (1 + error * random_step())) : H(y);
+    return std::isfinite(y) ? H(y * (1 + error * random_step(double(float(x))))) : H(y);
   };
   T* d = w.of<T>(i.o[0]);
   const T* a = w.of<T>(i.o[1]);
@@ -223,7 +223,7 @@ inline void reciprocal_start(Warp& w, const Instr& i, Mask mask) {
   each(mask, [&](int l) {
     double x = w.of<double>(i.o[1])[l];
     if (std::fabs(x) < std::numeric_limits<double>::min()) x = std::copysign(0.0, x);
-    const uint64_t up = random_step() < 0 ? uint64_t(1) << 32 : 0;
+    const uint64_t up = random_step(x) < 0 ? uint64_t(1) << 32 : 0;
     const uint64_t bits = cast<uint64_t>(1 / x);
     const bool finite = x != 0 && std::isfinite(x);
     w.of<double>(i.o[0])[l] = finite ? cast<double>((bits + up) & ~uint64_t(0xffffffff)) : 1 / x;
@@ -258,7 +258,7 @@ void divide_approximately(Warp& w, const Instr& i, Mask mask) {
   each(mask, [&](int l) {
     float a = w.of<float>(i.o[1])[l], b = w.of<float>(i.o[2])[l];
     if (ftz) a = flushed(a), b = flushed(b);
-    const float y = anywhere(double(a) / double(b), 0x1p-22);
+    const float y = anywhere(double(a) * 3 + double(b), double(a) / double(b), 0x1p-22);
     w.of<float>(i.o[0])[l] = ftz ? flushed(y) : y;
   });
 }

@@ -80,11 +80,12 @@ inline void store(Warp& w, const Instr& i, Mask mask) {
   each(mask, [&](int l) {
     const uint64_t address = address_of(w, i, i.o[0], l);
     if (i.atomic) publish(w, l, address, i.releases);
-    const Place to = to_write(w, l, i, address, all);
+    uint8_t bytes[64];
     for (int k = 0; k < i.count; ++k) {
       const uint64_t bits = w.bits(i.o[1 + k], l);
-      std::memcpy(to.data() + k * i.width, &bits, size_t(i.width));
+      std::memcpy(bytes + k * i.width, &bits, size_t(i.width));
     }
+    const Place to = to_write(w, l, i, address, all, bytes);
     if (w.launch->counts) {
       request.add(to);
       if (to.region->space == Space::shared)

@@ -231,7 +231,7 @@ void run(const Program& program, Arguments& a, std::string* said) {
     region.known = buffer.known;
     launch.regions.push_back(std::move(region));
   }
-  random_state = (uint64_t(a.seed) << 32 | 0x9e3779b9u) ^ 0x2545f4914f6cdd1du;
+  random_seed = (uint64_t(a.seed) + 1) * 0x2545f4914f6cdd1du;
   random_share = a.share;
   std::mt19937 random(a.seed);
   const uint32_t blocks = a.grid[0] * a.grid[1] * a.grid[2];

@@ -203,13 +203,20 @@ inline Access access_of(const Warp& w, int lane, bool atomic) {
   return {me.id, w.launch->pc, me.bars, me.syncs, me.arrives, w.launch->time, atomic};
 }
 
-// Checks a read or write of whole cells against those before it, and remembers it.
-inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool writes, bool atomic) {
+// Checks a read or write of whole cells against those before it, and remembers it. Threads that
+// store the same `bytes` with the same instruction do not race: a layout of Triton's that holds a
+// number more than once has each of its threads store it.
+inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool writes, bool atomic,
+                 const uint8_t* bytes = nullptr) {
   const int granule = w.launch->program->granule;
   const Access now = access_of(w, lane, atomic);
   for (uint64_t cell = place.at / granule; cell * granule < place.at + width; ++cell) {
     Cell& c = place.region->shadow.at(cell);
     const uint64_t at = cell * granule;
+    if (bytes != nullptr && c.written.thread != kNobody && c.written.pc == now.pc && at >= place.at &&
+        std::memcmp(place.region->data + at, bytes + (at - place.at), size_t(granule)) == 0 &&
+        !ordered(c.written, w, lane))
+      continue;
     if (!(atomic && c.written.atomic) && !ordered(c.written, w, lane))
       note_race(w, lane, c.written, writes ? "write and write" : "write and read", *place.region, at);
     if (writes) {
@@ -260,11 +267,14 @@ inline Place to_read(Warp& w, int lane, const Instr& i, uint64_t address, uint64
     meet(w, lane, place, width, false, i.atomic);
   return place;
 }
-inline Place to_write(Warp& w, int lane, const Instr& i, uint64_t address, uint64_t width) {
+// Where the bytes go, unless they are given: then they are written.
+inline Place to_write(Warp& w, int lane, const Instr& i, uint64_t address, uint64_t width,
+                      const uint8_t* bytes = nullptr) {
   const Place place = place_of(w, lane, i.space, address, width);
   touch(w, lane, place, width, true, false);
   if (w.launch->checks_races && place.region->space != Space::local)
-    meet(w, lane, place, width, true, i.atomic);
+    meet(w, lane, place, width, true, i.atomic, bytes);
+  if (bytes != nullptr) std::memcpy(place.data(), bytes, width);
   std::memset(place.region->known + place.at, 1, width);
   return place;
 }
