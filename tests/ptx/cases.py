@@ -63,6 +63,7 @@ STEPS = {
     "keys are values, beams": Step(B=3, Tq=3, Tk=150, Dk=7, tied=True, multiprocessors=1),
 }  # fmt: skip
 
+
 class Drivers(dict):
     """Running drivers of an architecture by kind of numbers, started when they are asked for."""
 

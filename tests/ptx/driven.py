@@ -28,18 +28,22 @@ class CudaPtx(Host):
         kind: a name from KINDS.
         arch: a key of ARCHS.
         change: of the PTX, to plant a mistake.
+        less_shared: bytes of shared memory that launches lack, to plant one.
+        clears: whether what a launcher sets to zero is.
         options: for every ``Machine.run``.
 
     Attributes:
         reports: of all launches.
     """
 
-    def __init__(self, kind, arch, change=str, **options):
+    def __init__(self, kind, arch, change=str, less_shared=0, clears=True, **options):
         self.messages = tempfile.TemporaryFile()  # noqa: SIM115  for as long as the driver
         self.machine = Machine(change(build.ptx(kind, arch)))
         self.options = {"order": Order.GIVEN, **options}
+        self.less_shared, self.clears = less_shared, clears
         self.reports: list[Report] = []
         self._held: dict[int, Buffer] = {}
+        self._fills: list[tuple[int, int]] = []  # set to zero since the last launch
         self._failure: BaseException | None = None
         self._start(kind)
 
@@ -107,8 +111,9 @@ class CudaPtx(Host):
             buffers.append(held)
         self._fills.clear()
         report = self.machine.run(
-            name, blocks, threads, params, buffers, shared=shared, cluster=cluster, **self.options
-        )
+            name, blocks, threads, params, buffers, shared=shared - self.less_shared,
+            cluster=cluster, **self.options,
+        )  # fmt: skip
         self.reports.append(report)
         if report.races:
             raise PtxError("\n".join(race.text for race in report.races))
@@ -116,9 +121,9 @@ class CudaPtx(Host):
             self._to.write(held.data.tobytes())
         self._to.flush()
 
-    _fills: list = []
-
     def _fill(self, address, count):
+        if not self.clears:
+            return
         self._fills.append((address, count))
         for held in self._held.values():
             self._mark(held, address, count)

@@ -36,7 +36,9 @@ def kernel(body: str, params: int = 1, head: str = "") -> str:
         "mov.u32 %r0, %tid.x;\nmov.u32 %r1, %ctaid.x;\nmov.u32 %r2, %ntid.x;\n"
         "mad.lo.s32 %r2, %r1, %r2, %r0;\n"
     )
-    return f"{HEAD}{head}\n.visible .entry k({listed})\n{{\n{REGISTERS}{loads}\n{own}{body}\nret;\n}}"
+    return (
+        f"{HEAD}{head}\n.visible .entry k({listed})\n{{\n{REGISTERS}{loads}\n{own}{body}\nret;\n}}"
+    )
 
 
 def run(text, buffers, grid=1, threads=32, **options):
@@ -63,7 +65,9 @@ def applied(code: str, out, *inputs, **options):
         name = f"%{name}" if name != "d" else "%dd"
         declared.append(f".reg .{kind} {name};")
         size = x.dtype.itemsize
-        loaded.append(f"mad.wide.u32 %rd10, %r2, {size}, %rd{k + 1};\nld.global.{kind} {name}, [%rd10];")
+        loaded.append(
+            f"mad.wide.u32 %rd10, %r2, {size}, %rd{k + 1};\nld.global.{kind} {name}, [%rd10];"
+        )
     size = result.dtype.itemsize
     end = f"mad.wide.u32 %rd10, %r2, {size}, %rd0;\nst.global.{TYPES[result.dtype]} [%rd10], %d;"
     body = "\n".join([*declared, *loaded, code, end])

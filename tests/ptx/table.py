@@ -64,7 +64,9 @@ def lines(results):
     """The table: an entry a line, cases and the worst share by architecture."""
     yield "| entry | " + " | ".join(f"sm_{arch}: cases | worst share" for arch in ARCHS) + " |"
     yield "|---" * (1 + 2 * len(ARCHS)) + "|"
-    entries = sorted({place for found in results.values() for place in found}, key=lambda e: short(*e))
+    entries = sorted(
+        {place for found in results.values() for place in found}, key=lambda e: short(*e)
+    )
     for place in entries:
         cells = [short(*place)]
         for arch in ARCHS:

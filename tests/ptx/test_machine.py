@@ -269,7 +269,9 @@ def test_integers(code, want):
 
 
 def test_wide_products():
-    np.testing.assert_array_equal(applied("mul.wide.s32 %d, %a, %b;", "i8", I, J), WIDE[0] * WIDE[1])
+    np.testing.assert_array_equal(
+        applied("mul.wide.s32 %d, %a, %b;", "i8", I, J), WIDE[0] * WIDE[1]
+    )
     want = U.astype("u8") * V + np.uint64(7)
     np.testing.assert_array_equal(applied("mad.wide.u32 %d, %a, %b, 7;", "u8", U, V), want)
 
@@ -388,7 +390,9 @@ def test_tensor_cores(shape, kind):
         assert part.itemsize == word
         body.append(f"mad.wide.u32 %rd10, %r0, {word * count}, %rd{p + 1};")
         names.append([f"{reg}{at + x}" for x in range(count)])
-        body += [f"ld.global.{kinds} {name}, [%rd10+{word * x}];" for x, name in enumerate(names[-1])]
+        body += [
+            f"ld.global.{kinds} {name}, [%rd10+{word * x}];" for x, name in enumerate(names[-1])
+        ]
         at += count
     out = [f"{reg}{at + x}" for x in range(counts[2])]
     lists = ", ".join("{" + ", ".join(x) + "}" for x in (out, *names))
@@ -471,7 +475,11 @@ def test_a_workspace_has_to_be_written_before_it_is_read():
 
 
 def test_unknown_words_are_named():
-    for code in ("frob.u32 %r4, %r5;", "add.frob.f32 %f1, %f2, %f3;", "mma.sync.aligned.m1n1k1.f32;"):
+    for code in (
+        "frob.u32 %r4, %r5;",
+        "add.frob.f32 %f1, %f2, %f3;",
+        "mma.sync.aligned.m1n1k1.f32;",
+    ):
         with pytest.raises(PtxError, match=re.escape(code.split()[0].rstrip(";"))):
             run(kernel(code), [data()])
     with pytest.raises(PtxError, match="%frob"):
@@ -479,12 +487,16 @@ def test_unknown_words_are_named():
 
 
 def test_asynchronous_copies_arrive_at_the_wait():
-    body = OWN + FOUR + """mad.wide.u32 %rd11, %r2, 4, %rd1;
+    body = (
+        OWN
+        + FOUR
+        + """mad.wide.u32 %rd11, %r2, 4, %rd1;
     cp.async.ca.shared.global [%r12], [%rd11], 4;
     cp.async.commit_group;
     WAIT
     ld.shared.u32 %r4, [%r12];
     st.global.u32 [%rd10], %r4;"""
+    )
     got = data(32)
     run(kernel(body.replace("WAIT", "cp.async.wait_group 0;"), 2, SHARED), [got, U[:32].copy()])
     np.testing.assert_array_equal(got, U[:32])
@@ -599,10 +611,22 @@ def test_clusters_share_their_memory():
 
 def test_a_block_of_a_cluster_has_to_be_there():
     text = "a block that may have ended"
-    report = run(kernel(OWN + FOUR + CLUSTER.format(barrier=BOTH, end=""), 1, SHARED), [data(128)], 2, 64, cluster=2)
+    report = run(
+        kernel(OWN + FOUR + CLUSTER.format(barrier=BOTH, end=""), 1, SHARED),
+        [data(128)],
+        2,
+        64,
+        cluster=2,
+    )
     assert [text in race.text for race in report.races] == [True]
     with pytest.raises(PtxError, match="a block that may not have begun"):
-        run(kernel(OWN + FOUR + CLUSTER.format(barrier="", end=BOTH), 1, SHARED), [data(128)], 2, 64, cluster=2)
+        run(
+            kernel(OWN + FOUR + CLUSTER.format(barrier="", end=BOTH), 1, SHARED),
+            [data(128)],
+            2,
+            64,
+            cluster=2,
+        )
 
 
 # ---- counts --------------------------------------------------------------------------------------

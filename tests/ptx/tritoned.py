@@ -21,7 +21,16 @@ __all__ = ["TritonPtx"]
 
 # What torch.empty leaves: a NaN that nobody computes. Words that hold it count as unwritten.
 UNWRITTEN = 0x7FA5C3A5
-_PACKED = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f"}
+_PACKED = {
+    "i1": "b",
+    "i8": "b",
+    "i16": "h",
+    "i32": "i",
+    "i64": "q",
+    "u32": "I",
+    "u64": "Q",
+    "fp32": "f",
+}
 
 
 class _Driver:
@@ -59,7 +68,9 @@ _torch_empty = torch.empty
 def _storage(tensor):
     """A tensor's memory as a buffer; whole words that torch.empty left are unwritten."""
     whole = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
-    buffer = Buffer(f"{tuple(tensor.shape)} {tensor.dtype}", whole, tensor.untyped_storage().data_ptr())
+    buffer = Buffer(
+        f"{tuple(tensor.shape)} {tensor.dtype}", whole, tensor.untyped_storage().data_ptr()
+    )
     words = whole[: whole.size // 4 * 4].view(np.uint32)
     buffer.known[: words.size * 4].reshape(-1, 4)[:] = (words != UNWRITTEN)[:, None]
     return buffer

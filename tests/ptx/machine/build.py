@@ -70,6 +70,16 @@ def driver(kind: str, stored: str, summed: str) -> Path:
     ours = CORE.parents[1] / "driver"
     theirs = ROOT / "tests" / "cuda" / "host" / "cuda_on_host"
     flags = ["-std=c++17", "-O0", "-w", "-rdynamic", f"-I{ours}", f"-I{theirs}", f"-I{SOURCES}"]
-    command = ["g++", *flags, f"-DSTORED={stored}", f"-DSUMMED={summed}", str(theirs / "driver.cpp")]
-    files = [*sorted(ours.glob("*.h")), *sorted(theirs.glob("*.[ch]*")), *sorted(SOURCES.rglob("*.h"))]
+    command = [
+        "g++",
+        *flags,
+        f"-DSTORED={stored}",
+        f"-DSUMMED={summed}",
+        str(theirs / "driver.cpp"),
+    ]
+    files = [
+        *sorted(ours.glob("*.h")),
+        *sorted(theirs.glob("*.[ch]*")),
+        *sorted(SOURCES.rglob("*.h")),
+    ]
     return made(f"driver_{kind}", files, [*command, "-ldl"])

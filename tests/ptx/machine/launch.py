@@ -99,7 +99,6 @@ def _core() -> ctypes.CDLL:
     core = ctypes.CDLL(str(build.core()))
     core.ptx_load.restype = ctypes.c_void_p
     core.ptx_load.argtypes = [ctypes.c_char_p]
-    core.ptx_free.argtypes = [ctypes.c_void_p]
     core.ptx_message.restype = ctypes.c_char_p
     core.ptx_run.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Arguments)]
     return core
@@ -159,6 +158,9 @@ class Report:
         return int(self.counts[name].sum())
 
 
+_loaded: dict[str, int] = {}  # programs of the core by their text
+
+
 class Machine:
     """Runs the entries of a module.
 
@@ -168,19 +170,15 @@ class Machine:
 
     def __init__(self, module: Module | str):
         self.module = Module(module) if isinstance(module, str) else module
-        self._loaded: dict[str, int] = {}
-
-    def __del__(self) -> None:
-        for program in self._loaded.values():
-            _core().ptx_free(program)
 
     def _load(self, name: str) -> int:
-        if name not in self._loaded:
-            program = _core().ptx_load(self.module.entry(name).text.encode())
+        text = self.module.entry(name).text
+        if text not in _loaded:
+            program = _core().ptx_load(text.encode())
             if not program:
                 raise PtxError(f"{_core().ptx_message().decode()} in {name}")
-            self._loaded[name] = program
-        return self._loaded[name]
+            _loaded[text] = program
+        return _loaded[text]
 
     def run(
         self,
@@ -243,7 +241,13 @@ class Machine:
             buffers_count=len(held),
             buffers=(_Buffer * len(held))(
                 *(
-                    (b.name.encode(), b.address, b.data.size, b.data.ctypes.data, b.known.ctypes.data)
+                    (
+                        b.name.encode(),
+                        b.address,
+                        b.data.size,
+                        b.data.ctypes.data,
+                        b.known.ctypes.data,
+                    )
                     for b in held
                 )
             ),

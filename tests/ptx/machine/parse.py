@@ -89,8 +89,17 @@ class Module:
         if name not in self._at:
             raise PtxError(f"no entry {name}")
         if name not in self._read:
-            self._read[name] = _Reader(self._lines, self._at[name], self._head, self._files).entry
+            at = self._at[name]
+            end = min((x for x in self._at.values() if x > at), default=len(self._lines))
+            # Modules that differ in other entries share what was read of this one.
+            key = at, "\n".join([*self._head, *self._lines[at:end], *self._files.values()])
+            if key not in _known:
+                _known[key] = _Reader(self._lines, at, self._head, self._files).entry
+            self._read[name] = _known[key]
         return self._read[name]
+
+
+_known: dict[tuple[int, str], Entry] = {}
 
 
 def _split(text: str) -> list[str]:

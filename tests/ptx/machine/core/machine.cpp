@@ -262,7 +262,7 @@ thread_local std::string message;
 
 extern "C" {
 
-// Null after a mistake, which ptx_message() then tells.
+// A program, which stays for good; null after a mistake, which ptx_message() then tells.
 void* ptx_load(const char* text) {
   static const bool ready = (ptx::add_opcodes(), true);
   (void)ready;
@@ -274,8 +274,6 @@ void* ptx_load(const char* text) {
     return nullptr;
   }
 }
-
-void ptx_free(void* program) { delete static_cast<ptx::Program*>(program); }
 
 // What there is to say afterwards, a line each: "fault <instruction> <what>", "race <instruction>
 // <instruction> <what>"; empty if all is well.
