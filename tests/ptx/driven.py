@@ -7,10 +7,9 @@ import struct
 import subprocess
 import tempfile
 import threading
-from pathlib import Path
 
 import numpy as np
-from cuda_on_host import KINDS, Gpu, Host
+from cuda_on_host import KINDS, Host
 from machine import build
 from machine.launch import Buffer, Machine, Order, Report
 from machine.parse import PtxError

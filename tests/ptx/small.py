@@ -60,9 +60,8 @@ def applied(code: str, out, *inputs, **options):
     result = np.zeros(threads, out)
     arrays = [np.ascontiguousarray(x) for x in inputs]
     declared, loaded = [f".reg .{TYPES[result.dtype]} %d;"], []
-    for k, (name, x) in enumerate(zip("abcdefgh"[: len(arrays)], arrays, strict=True)):
-        kind = TYPES[x.dtype]
-        name = f"%{name}" if name != "d" else "%dd"
+    for k, (letter, x) in enumerate(zip("abc"[: len(arrays)], arrays, strict=True)):
+        kind, name = TYPES[x.dtype], f"%{letter}"
         declared.append(f".reg .{kind} {name};")
         size = x.dtype.itemsize
         loaded.append(

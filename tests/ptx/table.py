@@ -14,6 +14,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), *(str(HERE.parent / name) for name in ("ptx", "support", "cuda/host"))]
 
+# ruff: noqa: E402
 from cases import DTYPES, ROWS, STEPS, Drivers, measure_row, measure_step
 from driven import ARCHS
 from machine import build

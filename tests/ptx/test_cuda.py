@@ -6,7 +6,7 @@ A part of what ``make ptx`` runs, on every entry for sm_80 and the clusters of s
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cases import DTYPES, ROWS, STEPS, Drivers, measure_row, measure_step
+from cases import DTYPES, STEPS, Drivers, measure_row, measure_step
 from cuda_on_host import KINDS
 from machine import build
 from machine.launch import Order

@@ -1,4 +1,4 @@
-"""The PTX machine sees mistakes in the machine code of csrc/cuda, most of which change no result."""
+"""The PTX machine sees mistakes in the machine code of csrc/cuda that may change no result."""
 
 import pytest
 from cases import ROWS, Drivers, measure_row, measure_step
@@ -15,6 +15,7 @@ SYNC, FENCE, CLUSTER = (
 )
 DECODE, BACKWARD, TANH = "decode.h", "decode_backward.h", "grad_tanh.h"
 SPLIT, STEP, MANY = "split keys", "decoder step", "no lens"
+LARGE, LARGEST, SHARING = "large step", "large step, 16 beams", "a cluster shares W_q"
 BEAMS, RAW, TIED = "queries projected, beams", "keys projected, cut", "keys are values"
 # What is left out: the file, the text before it, the words of source and PTX; where it shows.
 LEFT_OUT = {
@@ -29,12 +30,12 @@ LEFT_OUT = {
     "before all know the last block": (DECODE, "atomicExch(d.arrived", SYNC, SPLIT),
     "before the factors of splits": (DECODE, "mine.parts[k] = exp_of(maxima[k]", SYNC, SPLIT),
     "between parts and gradients": (BACKWARD, "meet_keys<vectors>(c0 + lane * U);", SYNC, STEP),
-    "before further parts of gradients": (BACKWARD, "at / columns * p.H + h] = sum;", SYNC, "large step"),
+    "before further parts of gradients": (BACKWARD, "at / columns * p.H + h] = sum;", SYNC, LARGE),
     "before gradients of scores are read": (BACKWARD, "A(double(weights[j]) / total", SYNC, STEP),
     "before the maxima of a chunk": (TANH, "mine.largest[threadIdx.x] = 0;", SYNC, MANY),
     "before the keys of a chunk": (TANH, "atomicMax(mine.largest + 2", SYNC, MANY),
     "before the form of a chunk": (TANH, "atomicMax(mine.largest + 1, keys_max);", SYNC, MANY),
-    "before scores are loaded again": (TANH, "i0 < p.Tq; i0 += queries) {", SYNC, "large step, 16 beams"),
+    "before scores are loaded again": (TANH, "i0 < p.Tq; i0 += queries) {", SYNC, LARGEST),
     "after scores are loaded": (TANH, "load_scores(i0, queries);", SYNC, MANY),
     "between parts of queries and sums": (TANH, "mine.parts[(warp * QT + q) * kWarp", SYNC, MANY),
     "before the sums of w": (TANH, "mine.parts[warp * kWarp + lane] = sum_w;", SYNC, MANY),
@@ -45,8 +46,8 @@ LEFT_OUT = {
     "before the odds of a tile": ("raw_keys.h", "if (warp < QT) weigh_tile(first);", SYNC, TIED),
     "of a cluster, before its sums": (BACKWARD, "void finish() {", CLUSTER, STEP),
     "of a cluster, before it ends": (BACKWARD, "(b * p.Tq + i) * p.H + h);\n    }", CLUSTER, STEP),
-    "of a cluster, before it shares": (DECODE, "const T* w_q = static_cast<const T*>(d.w_q);", CLUSTER, "a cluster shares W_q"),
-    "of a cluster, after it shared": (DECODE, "*in_block(place, target) = sum;", CLUSTER, "a cluster shares W_q"),
+    "of a cluster, before it shares": (DECODE, "const T* w_q = static_cast", CLUSTER, SHARING),
+    "of a cluster, after it shared": (DECODE, "*in_block(place, target) = sum;", CLUSTER, SHARING),
 }  # fmt: skip
 
 

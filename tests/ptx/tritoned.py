@@ -98,10 +98,10 @@ class TritonPtx:
     def here(self):
         patched = [
             mock.patch.object(CompiledKernel, "run", property(self._runner)),
-            mock.patch.object(CompiledKernel, "launch_metadata", lambda *_: None),
-            mock.patch.object(call, "native", lambda: True),
-            mock.patch.object(call, "processors", lambda _device: self.processors),
-            mock.patch.object(forward, "processors", lambda _device: self.processors),
+            mock.patch.object(CompiledKernel, "launch_metadata", return_value=None),
+            mock.patch.object(call, "native", return_value=True),
+            mock.patch.object(call, "processors", return_value=self.processors),
+            mock.patch.object(forward, "processors", return_value=self.processors),
             mock.patch.object(torch, "empty", _empty),
         ]
         before = triton.runtime.driver._active

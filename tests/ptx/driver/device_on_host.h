@@ -1,5 +1,5 @@
-// Beside tests/cuda/host/cuda_on_host/driver.cpp, in the place of the header of the same name there:
-// launches go to the PTX machine, through two pipes, instead of to fibers. The launchers of
+// Beside tests/cuda/host/cuda_on_host/driver.cpp, in the place of the header of the same name
+// there: launches go to the PTX machine, through two pipes, instead of to fibers. The launchers of
 // csrc/cuda/op/attend.h thus compute the arguments; see driven.py.
 #pragma once
 
@@ -78,8 +78,8 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
   P copy = p;
   exchange_with_machine(&copy, sizeof copy, false);
   for (auto& [address, piece] : host::pieces()) {
-    for (const int64_t x : {piece.serial, int64_t(reinterpret_cast<uintptr_t>(address)),
-                            piece.bytes, piece.filled})
+    for (const int64_t x :
+         {piece.serial, int64_t(reinterpret_cast<uintptr_t>(address)), piece.bytes, piece.filled})
       tell(x);
     exchange_with_machine(address, size_t(piece.bytes), false);
   }

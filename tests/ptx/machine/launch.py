@@ -32,7 +32,7 @@ UNITS = {
 
 def unit_of(opcode: str) -> str:
     """The unit that runs an opcode: a value of UNITS, "fma", "fp64" or "alu"."""
-    base = opcode.split(".")[0]
+    base = opcode.split(".", maxsplit=1)[0]
     if base in ("rcp", "div"):
         return "special" if opcode.endswith("f32") else "fp64" if opcode.endswith("f64") else "alu"
     if base in UNITS:
@@ -220,7 +220,7 @@ class Machine:
         program, entry = self._load(name), self.module.entry(name)
         if len(params) != entry.params:
             raise PtxError(f"{name} takes {entry.params} bytes of parameters, got {len(params)}")
-        sizes = [tuple(np.atleast_1d(x).tolist()) + (1, 1) for x in (grid, threads)]
+        sizes = [(*np.atleast_1d(x).tolist(), 1, 1) for x in (grid, threads)]
         blocks = int(np.prod(sizes[0][:3]))
         if blocks % cluster:
             raise PtxError(f"{blocks} blocks are no whole clusters of {cluster}")

@@ -246,10 +246,10 @@ class _Reader:
             self.entry.lines.append(number)
             self.entry.places.append(place)
 
-    # ---- operands: names are resolved where they stand, places given afterwards -------------------
+    # ---- operands: names are resolved where they stand, places given afterwards -----------------
 
     def _resolve(self, operand: str, opcode: str) -> str:
-        if opcode.split(".")[0] == "bra":
+        if opcode.split(".", maxsplit=1)[0] == "bra":
             return self._scoped(operand)
         return re.sub(r"%[\w.$]+|(?<![\w.%$])[A-Za-z_$][\w$]*", lambda m: self._name(m[0]), operand)
 
@@ -299,7 +299,7 @@ class _Reader:
         raise PtxError(f"unknown operand: {text}")
 
     def _instruction(self, guard: str, opcode: str, operands: list[str]) -> str:
-        base = opcode.split(".")[0]
+        base = opcode.split(".", maxsplit=1)[0]
         places, offsets = [], [0, 0]
         if base == "bra":
             if operands[0] not in self.labels:

@@ -1,7 +1,7 @@
 // cvt and cvta.
 #pragma once
 
-#include "floating.h"
+#include "compare.h"
 
 namespace ptx {
 
@@ -26,7 +26,13 @@ void write(Warp& w, const Operand& o, int lane, D x) {
 }
 
 // What an instruction has to know about a conversion, in Instr::mode.
-enum Conversion { kRounding = 0xffff, kFlush = 1 << 16, kSaturate = 1 << 17, kToInteger = 1 << 18, kRelu = 1 << 19 };
+enum Conversion {
+  kRounding = 0xffff,
+  kFlush = 1 << 16,
+  kSaturate = 1 << 17,
+  kToInteger = 1 << 18,
+  kRelu = 1 << 19
+};
 
 template <class D>
 D clamped(double x) {
@@ -37,57 +43,62 @@ D clamped(double x) {
   return x >= past ? std::numeric_limits<D>::max() : D(x);
 }
 
+// What a conversion starts from: an integer, or a floating number, which double holds exactly.
+struct Number {
+  bool whole;
+  __int128 integer;
+  double floating;
+};
 template <class S>
-auto float_or_double(S x) {
-  if constexpr (is_half<S>)
-    return float(x);
+Number number_of(uint64_t bits) {
+  S x;
+  std::memcpy(&x, &bits, sizeof x);
+  if constexpr (std::is_integral_v<S>)
+    return {true, x, 0};
+  else if constexpr (is_half<S>)
+    return {false, 0, double(float(x))};
   else
-    return x;
+    return {false, 0, double(x)};
 }
 
-template <class D, class S>
-D converted(S x, int mode) {
-  if constexpr (std::is_integral_v<D> && std::is_integral_v<S>) {
-    if (!(mode & kSaturate)) return D(x);
-    using Both = __int128;
-    const Both low = std::numeric_limits<D>::min(), high = std::numeric_limits<D>::max();
-    return D(Both(x) < low ? low : Both(x) > high ? high : Both(x));
-  } else if constexpr (std::is_integral_v<D>) {
-    double y = double(float_or_double(x));
-    if (mode & kFlush && std::is_same_v<S, float>) y = flushed(float(x));
-    return clamped<D>(std::nearbyint(y));
-  } else if constexpr (std::is_integral_v<S>) {
-    if constexpr (is_half<D>)
-      return D(double(x));
-    else
-      return D(x);
+template <class D>
+D converted(Number x, int mode) {
+  if (!x.whole) {
+    if (mode & kFlush) x.floating = double(flushed(float(x.floating)));
+    if (std::is_integral_v<D> || mode & kToInteger) x.floating = std::nearbyint(x.floating);
+    if (mode & kRelu && x.floating < 0) x.floating = 0;
+  }
+  if constexpr (std::is_integral_v<D>) {
+    if (!x.whole) return clamped<D>(x.floating);
+    if (!(mode & kSaturate)) return D(x.integer);
+    const __int128 low = std::numeric_limits<D>::min(), high = std::numeric_limits<D>::max();
+    return D(x.integer < low ? low : x.integer > high ? high : x.integer);
+  } else if constexpr (is_half<D>) {
+    return D(x.whole ? double(int64_t(x.integer)) : x.floating);
   } else {
-    auto y = float_or_double(x);
-    if (mode & kFlush && std::is_same_v<S, float>) y = flushed(float(y));
-    if (mode & kToInteger) y = std::nearbyint(y);
-    if (mode & kSaturate) y = y > 0 ? (y < 1 ? y : decltype(y)(1)) : decltype(y)(0);
-    if (mode & kRelu) y = y > 0 || y != y ? y : decltype(y)(0);
-    const D z = D(y);
+    if (x.whole) return x.integer < 0 ? D(int64_t(x.integer)) : D(uint64_t(x.integer));
+    if (mode & kSaturate) x.floating = x.floating > 0 ? (x.floating < 1 ? x.floating : 1) : 0;
+    const D y = D(x.floating);
     if constexpr (std::is_same_v<D, float>)
-      return mode & kFlush ? flushed(z) : z;
+      return mode & kFlush ? flushed(y) : y;
     else
-      return z;
+      return y;
   }
 }
 
-template <class D, class S>
+template <class D>
 void convert(Warp& w, const Instr& i, Mask mask) {
   const int mode = i.mode;
   std::fesetround(mode & kRounding);
-  each(mask, [&](int l) { write<D>(w, i.o[0], l, converted<D>(read<S>(w, i.o[1], l), mode)); });
+  each(mask, [&](int l) { write<D>(w, i.o[0], l, converted<D>(i.from(w.bits(i.o[1], l)), mode)); });
   std::fesetround(FE_TONEAREST);
 }
 // Two floats into a pair: the first source is the upper half.
 template <class H>
 void convert_pair(Warp& w, const Instr& i, Mask mask) {
   each(mask, [&](int l) {
-    const H y = converted<H>(w.of<float>(i.o[1])[l], i.mode & ~kRounding);
-    const H x = converted<H>(w.of<float>(i.o[2])[l], i.mode & ~kRounding);
+    const H y = converted<H>({false, 0, w.of<float>(i.o[1])[l]}, i.mode);
+    const H x = converted<H>({false, 0, w.of<float>(i.o[2])[l]}, i.mode);
     w.of<uint32_t>(i.o[0])[l] = uint32_t(y.bits) << 16 | x.bits;
   });
 }
@@ -130,13 +141,14 @@ inline void resolve_cvt(Form& f, Instr& i) {
   if (i.run != nullptr) return;
   const bool halves = to == "bf16" || to == "f16";
   if (halves && !nearest && from[0] == 'f') f.unknown();
+  with_any(from, [&](auto x) {
+    using S = decltype(x);
+    if constexpr (!is_pair<S>) i.from = number_of<S>;
+  });
+  if (i.from == nullptr) f.unknown();
   with_any(to, [&](auto d) {
     using D = decltype(d);
-    if constexpr (!is_pair<D>)
-      with_any(from, [&](auto s) {
-        using S = decltype(s);
-        if constexpr (!is_pair<S>) i.run = convert<D, S>;
-      });
+    if constexpr (!is_pair<D>) i.run = convert<D>;
   });
 }
 

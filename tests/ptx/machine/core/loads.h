@@ -32,7 +32,8 @@ inline void load(Warp& w, const Instr& i, Mask mask) {
     if (w.launch->counts) {
       request.add(from);
       if (from.region->space == Space::shared)
-        w.depth_now = std::max(w.depth_now, from.region->shadow.at(from.at / w.launch->program->granule).depth);
+        w.depth_now = std::max(w.depth_now,
+                               from.region->shadow.at(from.at / w.launch->program->granule).depth);
       else if (from.region->space == Space::global)
         w.depth_now |= 0x8000;
     }
@@ -98,19 +99,21 @@ inline void store(Warp& w, const Instr& i, Mask mask) {
 
 inline Space space_of(Form& f) {
   if (f.take("shared::cluster")) return Space::cluster;
-  static const Space spaces[] = {Space::global, Space::shared, Space::shared, Space::param, Space::param,
-                                 Space::local};
-  const int at =
-      f.one_of({"global", "shared", "shared::cta", "param", "param::entry", "local"});
+  static const Space spaces[] = {Space::global, Space::shared, Space::shared,
+                                 Space::param,  Space::param,  Space::local};
+  const int at = f.one_of({"global", "shared", "shared::cta", "param", "param::entry", "local"});
   return at < 0 ? Space::generic : spaces[at];
 }
 inline void skip_cache_hints(Form& f) {
-  for (const char* hint : {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "L1::evict_last", "L1::evict_first",
-                           "L1::no_allocate", "L1::evict_normal", "L2::128B", "L2::256B", "L2::64B"})
+  for (const char* hint :
+       {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "L1::evict_last", "L1::evict_first",
+        "L1::no_allocate", "L1::evict_normal", "L2::128B", "L2::256B", "L2::64B"})
     f.take(hint);
   if (f.take("L2::cache_hint")) f.unknown();
 }
-inline bool skip_scope(Form& f) { return f.one_of({"gpu", "sys", "cluster"}) >= 0 || !f.take("cta"); }
+inline bool skip_scope(Form& f) {
+  return f.one_of({"gpu", "sys", "cluster"}) >= 0 || !f.take("cta");
+}
 
 inline void resolve_access(Form& f, Instr& i, bool loads) {
   i.space = space_of(f);
@@ -126,15 +129,33 @@ inline void resolve_access(Form& f, Instr& i, bool loads) {
   const std::string type = f.last();
   i.width = bits_of(type) / 8;
   i.is_signed = type[0] == 's';
-  if (i.space == Space::param) i.run = loads ? load_param : nullptr;
-  else i.run = loads ? load : store;
+  if (i.space == Space::param)
+    i.run = loads ? load_param : nullptr;
+  else
+    i.run = loads ? load : store;
 }
 
-// ---- atomic operations ---------------------------------------------------------------------------
+// ---- atomic operations
+// ---------------------------------------------------------------------------
 
-struct Exchange { template <class T> T operator()(T, T b) const { return b; } };
-struct Increment { template <class T> T operator()(T a, T b) const { return a >= b ? T(0) : T(a + 1); } };
-struct Decrement { template <class T> T operator()(T a, T b) const { return a == 0 || a > b ? b : T(a - 1); } };
+struct Exchange {
+  template <class T>
+  T operator()(T, T b) const {
+    return b;
+  }
+};
+struct Increment {
+  template <class T>
+  T operator()(T a, T b) const {
+    return a >= b ? T(0) : T(a + 1);
+  }
+};
+struct Decrement {
+  template <class T>
+  T operator()(T a, T b) const {
+    return a == 0 || a > b ? b : T(a - 1);
+  }
+};
 
 // mode 0: a result is wanted (atom), 1: none is (red).
 template <class T, class F>
@@ -185,21 +206,43 @@ inline void resolve_atomic(Form& f, Instr& i) {
     return;
   }
   switch (which) {
-    case 0: atomic_integer<Add>(type, i); break;
-    case 1: atomic_integer<Exchange>(type, i); break;
-    case 2: atomic_integer<Min>(type, i); break;
-    case 3: atomic_integer<Max>(type, i); break;
-    case 4: atomic_integer<And>(type, i); break;
-    case 5: atomic_integer<Or>(type, i); break;
-    case 6: atomic_integer<Xor>(type, i); break;
-    case 7: atomic_integer<void>(type, i); break;
-    case 8: atomic_integer<Increment>(type, i); break;
-    case 9: atomic_integer<Decrement>(type, i); break;
-    default: f.unknown();
+    case 0:
+      atomic_integer<Add>(type, i);
+      break;
+    case 1:
+      atomic_integer<Exchange>(type, i);
+      break;
+    case 2:
+      atomic_integer<Min>(type, i);
+      break;
+    case 3:
+      atomic_integer<Max>(type, i);
+      break;
+    case 4:
+      atomic_integer<And>(type, i);
+      break;
+    case 5:
+      atomic_integer<Or>(type, i);
+      break;
+    case 6:
+      atomic_integer<Xor>(type, i);
+      break;
+    case 7:
+      atomic_integer<void>(type, i);
+      break;
+    case 8:
+      atomic_integer<Increment>(type, i);
+      break;
+    case 9:
+      atomic_integer<Decrement>(type, i);
+      break;
+    default:
+      f.unknown();
   }
 }
 
-// ---- cp.async ------------------------------------------------------------------------------------
+// ---- cp.async
+// ------------------------------------------------------------------------------------
 
 // cp.async to, from, bytes{, bytes from memory}: what is left of `bytes` is zero. The bytes arrive
 // at the wait; until then they are as good as never written.
@@ -274,7 +317,8 @@ inline void resolve_cp(Form& f, Instr& i) {
   }
 }
 
-// ---- addresses -----------------------------------------------------------------------------------
+// ---- addresses
+// -----------------------------------------------------------------------------------
 
 // cvta between a space and the generic one; global addresses are generic ones. mode 1: to generic,
 // 2: to shared, 0: nothing to do.
@@ -282,14 +326,18 @@ inline void convert_address(Warp& w, const Instr& i, Mask mask) {
   const uint64_t window = i.space == Space::local ? kLocalWindow : kWindow;
   each(mask, [&](int l) {
     const uint64_t address = w.bits(i.o[1], l) + uint64_t(i.offset);
-    w.set_bits(i.o[0], l, i.mode == 1 ? address + window : i.mode == 2 ? address - window : address);
+    w.set_bits(i.o[0], l,
+               i.mode == 1   ? address + window
+               : i.mode == 2 ? address - window
+                             : address);
   });
 }
 inline void resolve_cvta(Form& f, Instr& i) {
   const bool to = f.take("to");
   i.space = space_of(f);
   f.last();
-  const bool here = i.space == Space::shared || i.space == Space::cluster || i.space == Space::local;
+  const bool here =
+      i.space == Space::shared || i.space == Space::cluster || i.space == Space::local;
   i.mode = !here ? 0 : to ? 2 : 1;
   i.run = convert_address;
 }

@@ -168,7 +168,9 @@ struct Cluster {
     const Access& last = block.visited;
     if (last.thread == kNobody || last.arrives < waits) return;
     const std::string pc = std::to_string(last.pc);
-    launch.races[{last.pc, last.pc}] = pc + " " + pc + " access to the shared memory of a block that may have ended, block " + std::to_string(block.index);
+    launch.races[{last.pc, last.pc}] =
+        pc + " " + pc + " access to the shared memory of a block that may have ended, block " +
+        std::to_string(block.index);
   }
 
   [[noreturn]] void stuck() {
@@ -178,9 +180,9 @@ struct Cluster {
         const bool lanes = thread.waits_for == Wait::lanes;
         launch.pc = thread.pc - (lanes ? 0 : 1);
         throw Fault(thread.id, lanes ? "waits for lanes that never come"
-                                     : thread.waits_for == Wait::barrier
-                                           ? "a barrier that not all threads of the block reach"
-                                           : "a cluster barrier that not all threads reach");
+                               : thread.waits_for == Wait::barrier
+                                   ? "a barrier that not all threads of the block reach"
+                                   : "a cluster barrier that not all threads reach");
       });
     throw std::runtime_error("nothing runs and nothing waits");
   }

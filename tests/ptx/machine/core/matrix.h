@@ -6,7 +6,8 @@
 namespace ptx {
 
 // A fragment of `rows` x `columns` numbers (of A, C and D; of B transposed): lane l holds pieces of
-// neighbouring columns in row l / 4, 8 rows and then 4 pieces further from one register to the next.
+// neighbouring columns in row l / 4, 8 rows and then 4 pieces further from one register to the
+// next.
 struct Spot {
   int row, column;
 };
@@ -37,10 +38,10 @@ struct tf32 {
 // d = a b + c of 16 (8 for fp64) by N by K; sums in double, rounded once.
 template <class T, class C, int M, int N, int K>
 void multiply(Warp& w, const Instr& i, Mask) {
-  constexpr int per = sizeof(T) == 2 ? 2 : 1;          // numbers in a register of A and B
-  constexpr int per_c = sizeof(C) == 2 ? 2 : 1;        // and of C and D
+  constexpr int per = sizeof(T) == 2 ? 2 : 1;    // numbers in a register of A and B
+  constexpr int per_c = sizeof(C) == 2 ? 2 : 1;  // and of C and D
   constexpr int as = M * K / kLanes / per, bs = N * K / kLanes / per, cs = M * N / kLanes / per_c;
-  constexpr int pair = sizeof(C) == 8 ? 2 : 2;         // neighbours that C holds
+  constexpr int pair = sizeof(C) == 8 ? 2 : 2;  // neighbours that C holds
   static double a[M][K], b[N][K], c[M][N];
   const Operand* o = i.o.data();
   for (int l = 0; l < kLanes; ++l) {

@@ -78,8 +78,8 @@ struct Launch {
   bool counts = false, checks_races = true;
   uint32_t time = 0;
   uint64_t fuel = 0;
-  uint32_t pc = 0;    // of the instruction that runs
-  int longest = 0;    // chain of dependent global loads
+  uint32_t pc = 0;  // of the instruction that runs
+  int longest = 0;  // chain of dependent global loads
   std::vector<Count> of_instr;
   std::map<std::pair<uint32_t, uint32_t>, std::string> races;
   std::unordered_map<uint64_t, Known> released;  // by the address of an atomic operation
@@ -91,7 +91,8 @@ struct Launch {
     size_t low = 0, high = regions.size();
     while (low < high) {
       const size_t middle = (low + high) / 2;
-      (regions[middle].address <= address ? low : high) = middle + (regions[middle].address <= address);
+      (regions[middle].address <= address ? low : high) =
+          middle + (regions[middle].address <= address);
     }
     if (low == 0) return nullptr;
     Region& found = regions[low - 1];
@@ -106,7 +107,8 @@ struct Launch {
   size_t last_found = 0;
 };
 
-// ---- addresses -----------------------------------------------------------------------------------
+// ---- addresses
+// -----------------------------------------------------------------------------------
 
 struct Place {
   Region* region;
@@ -120,11 +122,12 @@ inline std::string number(uint64_t x) {
   return text;
 }
 
-// An access to the shared memory of another block: it has to have begun, and, which is looked at when
-// all have ended, to be there still.
+// An access to the shared memory of another block: it has to have begun, and, which is looked at
+// when all have ended, to be there still.
 inline void visit(Warp& w, int lane, Block& owner) {
   const Thread& me = w.lanes[lane];
-  if (me.waits == 0) throw Fault(me.id, "access to the shared memory of a block that may not have begun");
+  if (me.waits == 0)
+    throw Fault(me.id, "access to the shared memory of a block that may not have begun");
   if (owner.visited.thread == kNobody || owner.visited.arrives < me.arrives)
     owner.visited = {me.id, w.launch->pc, me.bars, me.syncs, me.arrives, w.launch->time, false};
 }
@@ -133,7 +136,8 @@ inline Place place_of(Warp& w, int lane, Space space, uint64_t address, uint64_t
   Block& block = *w.block;
   const Thread& thread = w.lanes[lane];
   const auto wrong = [&](const std::string& what) {
-    throw Fault(thread.id, what + " at " + number(address) + ", " + std::to_string(width) + " bytes");
+    throw Fault(thread.id,
+                what + " at " + number(address) + ", " + std::to_string(width) + " bytes");
   };
   if (address % width != 0) wrong("misaligned access");
   if (space == Space::generic && address >= kLocalWindow && address < 2 * kLocalWindow)
@@ -159,7 +163,8 @@ inline Place place_of(Warp& w, int lane, Space space, uint64_t address, uint64_t
   return {found, address - found->address};
 }
 
-// ---- races ---------------------------------------------------------------------------------------
+// ---- races
+// ---------------------------------------------------------------------------------------
 
 inline bool knows(const Known& known, const Access& a, const Launch& launch) {
   const uint32_t block = a.thread / launch.block_threads;
@@ -213,12 +218,14 @@ inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool wri
   for (uint64_t cell = place.at / granule; cell * granule < place.at + width; ++cell) {
     Cell& c = place.region->shadow.at(cell);
     const uint64_t at = cell * granule;
-    if (bytes != nullptr && c.written.thread != kNobody && c.written.pc == now.pc && at >= place.at &&
+    if (bytes != nullptr && c.written.thread != kNobody && c.written.pc == now.pc &&
+        at >= place.at &&
         std::memcmp(place.region->data + at, bytes + (at - place.at), size_t(granule)) == 0 &&
         !ordered(c.written, w, lane))
       continue;
     if (!(atomic && c.written.atomic) && !ordered(c.written, w, lane))
-      note_race(w, lane, c.written, writes ? "write and write" : "write and read", *place.region, at);
+      note_race(w, lane, c.written, writes ? "write and write" : "write and read", *place.region,
+                at);
     if (writes) {
       for (const Access* read : {&c.read, &c.read_too})
         if (!(atomic && read->atomic) && !ordered(*read, w, lane))
@@ -235,9 +242,11 @@ inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool wri
   }
 }
 
-// ---- reading and writing -------------------------------------------------------------------------
+// ---- reading and writing
+// -------------------------------------------------------------------------
 
-inline void touch(Warp& w, int lane, const Place& place, uint64_t width, bool writes, bool constant) {
+inline void touch(Warp& w, int lane, const Place& place, uint64_t width, bool writes,
+                  bool constant) {
   Region& region = *place.region;
   if (region.space != Space::global) return;
   if (region.touched.empty()) region.touched.resize(region.bytes);
@@ -254,9 +263,8 @@ inline void touch(Warp& w, int lane, const Place& place, uint64_t width, bool wr
 inline void check_known(Warp& w, int lane, const Place& place, uint64_t width) {
   for (uint64_t k = place.at; k < place.at + width; ++k)
     if (!place.region->known[k])
-      throw Fault(w.lanes[lane].id,
-                  "read of " + place.region->name + " + " + std::to_string(k) +
-                      ", where nothing was written");
+      throw Fault(w.lanes[lane].id, "read of " + place.region->name + " + " + std::to_string(k) +
+                                        ", where nothing was written");
 }
 
 inline Place to_read(Warp& w, int lane, const Instr& i, uint64_t address, uint64_t width) {
@@ -279,7 +287,8 @@ inline Place to_write(Warp& w, int lane, const Instr& i, uint64_t address, uint6
   return place;
 }
 
-// ---- what a request of a warp costs ---------------------------------------------------------------
+// ---- what a request of a warp costs
+// ---------------------------------------------------------------
 
 struct Request {
   uint64_t addresses[kLanes];
@@ -295,7 +304,7 @@ struct Request {
     if (!launch.counts || lanes == 0) return;
     Count& c = launch.of_instr[launch.pc];
     ++c.requests;
-    c.bytes += distinct(1, width) ;
+    c.bytes += distinct(1, width);
     if (shared)
       c.conflicts += conflicts(width);
     else

@@ -1,5 +1,5 @@
-// A kernel as parse.py hands it over: registers are places in a warp's register file, an instruction
-// has a handler and its operands.
+// A kernel as parse.py hands it over: registers are places in a warp's register file, an
+// instruction has a handler and its operands.
 #pragma once
 
 #include <cstdint>
@@ -35,11 +35,13 @@ enum class Kind : uint8_t {
   plain,
   branch,
   end,
-  barrier,         // of the block
-  cluster_wait,    // arriving is plain
-  collective,      // all lanes of a mask, which is the last operand, run it together
-  whole_warp       // all lanes run it together
+  barrier,       // of the block
+  cluster_wait,  // arriving is plain
+  collective,    // all lanes of a mask, which is the last operand, run it together
+  whole_warp     // all lanes run it together
 };
+
+struct Number;
 
 struct Instr {
   Run run = nullptr, inner = nullptr;  // `inner` is what a rounding mode is wrapped around
@@ -55,7 +57,8 @@ struct Instr {
   Space space = Space::generic;
   int width = 0, count = 1;  // bytes of an element, elements
   bool is_signed = false, constant = false, atomic = false, acquires = false, releases = false;
-  int mode = 0;  // what else a handler has to know
+  Number (*from)(uint64_t) = nullptr;  // how a conversion reads its source
+  int mode = 0;                        // what else a handler has to know
 };
 
 // An opcode in parts, which are taken out one by one: what is left over is not understood.

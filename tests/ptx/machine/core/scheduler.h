@@ -147,10 +147,12 @@ struct Runner {
       const int first = __builtin_ctz(on);
       const bool all = i.kind == Kind::whole_warp || i.o.empty();
       const Mask members = (all ? kAll : Mask(w.of<uint32_t>(i.o.back())[first])) & there;
-      if (!(members >> first & 1)) throw Fault(w.lanes[first].id, "a lane that its own mask leaves out");
+      if (!(members >> first & 1))
+        throw Fault(w.lanes[first].id, "a lane that its own mask leaves out");
       each(members & ~on, [&](int l) {
         if (w.lanes[l].waits_for == Wait::forever)
-          throw Fault(w.lanes[first].id, "waits for lane " + std::to_string(l) + ", which has ended");
+          throw Fault(w.lanes[first].id,
+                      "waits for lane " + std::to_string(l) + ", which has ended");
       });
       if ((members & ~on) == 0) {
         execute(w, i, members, depths);
@@ -165,7 +167,8 @@ struct Runner {
   }
 };
 
-// ---- blocks --------------------------------------------------------------------------------------
+// ---- blocks
+// --------------------------------------------------------------------------------------
 
 template <class F>
 void each_thread(Block& block, F f) {

@@ -52,8 +52,8 @@ struct Thread {
   Wait waits_for = Wait::no;
   // Barriers of the block, synchronisations of the warp, cluster barriers arrived at and passed.
   uint32_t bars = 0, syncs = 0, arrives = 0, waits = 0;
-  int barrier = 0;  // the number of the one it waits at
-  Known fenced, known, seen;  // `seen` by an atomic operation, but no fence came since
+  int barrier = 0;                        // the number of the one it waits at
+  Known fenced, known, seen;              // `seen` by an atomic operation, but no fence came since
   std::vector<std::vector<Copy>> copies;  // by group, the open one last
 };
 
@@ -110,7 +110,8 @@ To cast(const From& x) {
   return y;
 }
 
-// ---- storage types -------------------------------------------------------------------------------
+// ---- storage types
+// -------------------------------------------------------------------------------
 
 struct f16 {
   uint16_t bits;

@@ -7,7 +7,8 @@ namespace ptx {
 
 inline void nothing(Warp&, const Instr&, Mask) {}
 
-// ---- barriers and fences -------------------------------------------------------------------------
+// ---- barriers and fences
+// -------------------------------------------------------------------------
 
 // What a barrier reduces: kinds 1 or, 2 and, 3 popc in `mode`.
 inline void vote_at_barrier(Warp& w, const Instr& i, Mask mask) {
@@ -82,10 +83,13 @@ inline void resolve_fence(Form& f, Instr& i) {
     return;
   }
   f.one_of({"sc", "acq_rel"});
-  i.run = f.take("cta") ? nothing : f.one_of({"gl", "gpu", "sys", "cluster"}) >= 0 ? fence_all : nullptr;
+  i.run = f.take("cta")                                    ? nothing
+          : f.one_of({"gl", "gpu", "sys", "cluster"}) >= 0 ? fence_all
+                                                           : nullptr;
 }
 
-// ---- warps ---------------------------------------------------------------------------------------
+// ---- warps
+// ---------------------------------------------------------------------------------------
 
 // shfl.sync d{|p}, a, b, c, mask: the modes are up, down, bfly, idx.
 inline void shuffle(Warp& w, const Instr& i, Mask mask) {
@@ -101,14 +105,22 @@ inline void shuffle(Warp& w, const Instr& i, Mask mask) {
     int source = l;
     bool good = false;
     switch (i.mode) {
-      case 0: source = l - b, good = source >= most; break;
-      case 1: source = l + b, good = source <= most; break;
-      case 2: source = l ^ b, good = source <= most; break;
-      default: source = least | (b & ~segment), good = source <= most;
+      case 0:
+        source = l - b, good = source >= most;
+        break;
+      case 1:
+        source = l + b, good = source <= most;
+        break;
+      case 2:
+        source = l ^ b, good = source <= most;
+        break;
+      default:
+        source = least | (b & ~segment), good = source <= most;
     }
     if (!good) source = l;
     if (!(mask >> source & 1))
-      throw Fault(w.lanes[l].id, "shfl.sync from lane " + std::to_string(source) + ", which takes no part");
+      throw Fault(w.lanes[l].id,
+                  "shfl.sync from lane " + std::to_string(source) + ", which takes no part");
     results[l] = from[source];
     in_range |= Mask(good) << l;
   });
