@@ -13,7 +13,16 @@ from parity import Case, measure
 
 from bahdanau_fast import parity, reference
 
-__all__ = ["DTYPES", "ROWS", "STEPS", "Drivers", "Step", "measure_row", "measure_step"]
+__all__ = [
+    "DTYPES",
+    "ROWS",
+    "STEPS",
+    "Drivers",
+    "Step",
+    "measure_row",
+    "measure_step",
+    "measure_with",
+]
 
 DTYPES = {
     "fp32": torch.float32,
@@ -92,14 +101,18 @@ class Drivers(dict):
 
 def measure_row(drivers, name, dtype):
     """The share of the parity rule that forward and backward of a row of ROWS take at worst."""
-    sizes, multiprocessors = ROWS[name]
+    gpu = drivers.gpu(ROWS[name][1])
+    return measure_with(lambda *args: attend(drivers.__getitem__, *args, gpu=gpu), name, dtype)
+
+
+def measure_with(attends, name, dtype):
+    """The same of a function that takes projected queries and keys, values, w_v and lengths."""
+    sizes, _ = ROWS[name]
 
     def function(inputs, valid_lens):
         a = F.linear(inputs["queries"], inputs["w_q"])
         c = F.linear(inputs["keys"], inputs["w_k"], inputs["bias"])
-        rest = (inputs["values"], inputs["w_v"], valid_lens)
-        gpu = drivers.gpu(multiprocessors)
-        context, weights = attend(drivers.__getitem__, a, c, *rest, gpu=gpu)
+        context, weights = attends(a, c, inputs["values"], inputs["w_v"], valid_lens)
         return context, weights.to(context.dtype)
 
     shares = measure(Case(**{**LARGE, **sizes}), DTYPES[dtype], function)

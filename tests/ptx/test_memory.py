@@ -119,8 +119,6 @@ RACES = {
         "st.shared.u32 [%r12], %r4;", 64, False),
     "two write one place": (OWN + "st.shared.u32 [%r10], %r0;", 32, True),
     "two write the same": (OWN + "st.shared.u32 [%r10], 7;", 64, False),
-    "two write the same, one reads in between": (
-        OWN + "st.shared.u32 [%r10], 7;\nld.shared.u32 %r4, [%r10];", 64, False),
     "a reader among many": (
         WRITE + "bar.sync 0;\nld.shared.u32 %r4, [%r10];\nsetp.eq.u32 %p1, %r0, 63;\n"
         "@%p1 st.shared.u32 [%r10], %r4;", 64, True),

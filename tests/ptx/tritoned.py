@@ -15,7 +15,7 @@ from machine.parse import PtxError
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 
-from bahdanau_fast.backends.triton import call, forward
+from bahdanau_fast.backends.triton import backward, call, forward
 
 __all__ = ["TritonPtx"]
 
@@ -114,6 +114,16 @@ class TritonPtx:
             mock.patch.stopall()
             triton.runtime.driver._active = before
 
+    def attend(self, queries, keys, values, w_v, valid_lens):
+        """Context and weights by the kernels, differentiable."""
+        return _Attend.apply(queries, keys, values, w_v, valid_lens, self)
+
+    def took(self):
+        """Names of the kernels of every launch since the last call."""
+        names = {name for name, _ in self.reports}
+        self.reports.clear()
+        return names
+
     def _runner(self, kernel):
         def run(x, y, z, _stream, _function, _packed, _metadata, _enter, _exit, *arguments):
             self._launch(kernel, (x, y, z), arguments)
@@ -146,3 +156,25 @@ class TritonPtx:
         self.reports.append((name, report))
         if report.races:
             raise PtxError("\n".join(race.text for race in report.races))
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, queries, keys, values, w_v, lens, machine):
+        with machine.here():
+            inputs = (queries, keys, None, None, values, w_v, lens, None, 0.0)
+            context, weights = forward.attend(*inputs, True)
+        ctx.save_for_backward(queries, keys, values, w_v)
+        ctx.lens, ctx.machine, ctx.weights = lens, machine, weights.clone()
+        ctx.set_materialize_grads(False)
+        return context, weights
+
+    @staticmethod
+    def backward(ctx, grad_context, grad_weights):
+        queries, keys, values, w_v = ctx.saved_tensors
+        with ctx.machine.here():
+            grads = backward.attend_backward(
+                queries, keys, None, None, values, w_v, ctx.lens, None, 0.0, ctx.weights,
+                grad_context, grad_weights, 15,
+            )  # fmt: skip
+        return *grads, None, None
