@@ -141,6 +141,13 @@ def test_races(name, order):
         assert race.text.count("PTX line") == 2
 
 
+def test_one_of_the_lanes_may_win_where_that_is_meant():
+    for code, threads, races in ((OWN, 32, False), (OWN, 64, True)):
+        text = kernel(code + "st.shared.u32 [%r10], %r0;", 1, SHARED)
+        report = run(text, [data()], threads=threads, lanes_clash=True)
+        assert bool(report.races) == races
+
+
 LAST = """setp.eq.u32 %p1, %r0, 0;
 {fence}bar.sync 0;
 @!%p1 bra WAIT;

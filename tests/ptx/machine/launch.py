@@ -85,6 +85,7 @@ class _Arguments(ctypes.Structure):
         ("seed", ctypes.c_uint32),
         ("counts", ctypes.c_int32),
         ("checks_races", ctypes.c_int32),
+        ("lanes_clash", ctypes.c_int32),
         ("share", ctypes.c_double),
         ("fuel", ctypes.c_uint64),
         ("of_instr", ctypes.c_void_p),
@@ -194,6 +195,7 @@ class Machine:
         seed: int = 0,
         counts: bool = False,
         races: bool = True,
+        lanes_clash: bool = False,
         share: float = 1.0,
         fuel: int = 2_000_000_000,
     ) -> Report:
@@ -211,6 +213,7 @@ class Machine:
             seed: of approximations and of a random order.
             counts: also count sectors, bank conflicts and chains of loads.
             races: look for races.
+            lanes_clash: lanes of a warp may store to one place with one instruction: one wins.
             share: how much of the error that PTX allows approximations they may have.
             fuel: instructions of warps after which the kernel is said not to end.
 
@@ -256,6 +259,7 @@ class Machine:
             seed=seed,
             counts=counts,
             checks_races=races,
+            lanes_clash=lanes_clash,
             share=share,
             fuel=fuel,
             of_instr=of_instr.ctypes.data,

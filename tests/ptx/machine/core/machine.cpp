@@ -203,7 +203,7 @@ struct Arguments {
   const uint32_t* clusters;  // in the order they run
   int32_t order;
   uint32_t seed;
-  int32_t counts, checks_races;
+  int32_t counts, checks_races, lanes_clash;
   double share;  // of the error of approximations
   uint64_t fuel;
   Count* of_instr;  // results from here on
@@ -221,6 +221,7 @@ void run(const Program& program, Arguments& a, std::string* said) {
   launch.params.assign(a.params, a.params + a.params_bytes);
   launch.counts = a.counts;
   launch.checks_races = a.checks_races;
+  launch.lanes_clash = a.lanes_clash;
   launch.fuel = a.fuel;
   launch.of_instr.resize(program.code.size());
   for (uint64_t k = 0; k < a.buffers_count; ++k) {

@@ -75,7 +75,7 @@ struct Launch {
   uint64_t shared_bytes = 0;
   std::vector<uint8_t> params;
   std::vector<Region> regions;  // by address
-  bool counts = false, checks_races = true;
+  bool counts = false, checks_races = true, lanes_clash = false;
   uint32_t time = 0;
   uint64_t fuel = 0;
   uint32_t pc = 0;  // of the instruction that runs
@@ -213,16 +213,16 @@ inline Access access_of(const Warp& w, int lane, bool atomic) {
 // number more than once has each of its threads store it.
 inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool writes, bool atomic,
                  const uint8_t* bytes = nullptr) {
-  const int granule = w.launch->program->granule;
+  const uint64_t granule = uint64_t(w.launch->program->granule);
   const Access now = access_of(w, lane, atomic);
   for (uint64_t cell = place.at / granule; cell * granule < place.at + width; ++cell) {
     Cell& c = place.region->shadow.at(cell);
     const uint64_t at = cell * granule;
-    if (bytes != nullptr && c.written.thread != kNobody && c.written.pc == now.pc &&
-        at >= place.at &&
-        std::memcmp(place.region->data + at, bytes + (at - place.at), size_t(granule)) == 0 &&
-        !ordered(c.written, w, lane))
-      continue;
+    const bool again = bytes != nullptr && c.written.thread != kNobody && c.written.pc == now.pc;
+    const bool same = again && at >= place.at &&
+                      std::memcmp(place.region->data + at, bytes + (at - place.at), granule) == 0;
+    const bool clash = again && w.launch->lanes_clash && c.written.time == now.time;
+    if ((same || clash) && !ordered(c.written, w, lane)) continue;
     if (!(atomic && c.written.atomic) && !ordered(c.written, w, lane))
       note_race(w, lane, c.written, writes ? "write and write" : "write and read", *place.region,
                 at);
