@@ -149,8 +149,8 @@ class TritonPtx:
             params += b"\0" * (-len(params) % size) + struct.pack(code, number)
             del key
         params += b"\0" * (machine.module.entry(name).params - len(params))  # scratch memory
-        # Lanes that hold a number twice may differ in its last bits (a product fused with one of two
-        # summands) and both store it: that one of the two wins is how Triton means it.
+        # Lanes that hold a number twice may differ in its last bits (a product fused with one of
+        # two summands) and both store it: that one of the two wins is how Triton means it.
         report = machine.run(
             name, grid, 32 * kernel.metadata.num_warps, params, list(buffers.values()),
             shared=kernel.metadata.shared, lanes_clash=True, **self.options,
