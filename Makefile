@@ -12,7 +12,7 @@ CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-compare peers performance budgets gpu-report wheel clean torch-spec sanitize fuzz mutants
+.PHONY: help venv demo test lint format bench bench-compare peers performance budgets gpu-report wheel clean torch-spec sanitize fuzz mutants ptx
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -46,6 +46,9 @@ sanitize: venv  ## run the numeric tests on C++ built with ASan, UBSan and TSan 
 fuzz: venv  ## fuzz the C++ entry points, guided by coverage (minutes)
 	$(BIN)/python tests/hardening/fuzz.py --json benchmarks/results/fuzz.json
 	$(BIN)/python tests/hardening/figures.py
+
+ptx: venv  ## run the GPU machine code of every kernel without a GPU; writes docs/ptx.md (long)
+	$(BIN)/python tests/ptx/table.py
 
 mutants: venv  ## plant a mistake in each kernel and see the suite notice (long)
 	$(BIN)/python tests/hardening/mutants.py --json benchmarks/results/mutants.json

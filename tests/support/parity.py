@@ -317,8 +317,8 @@ def neighbour(case, drawn, dtype, seed):
 NEIGHBOURS = 12
 
 
-def check(case, dtype, function=fused):
-    """Assert the parity rule on one case; the shares of what is allowed.
+def measure(case, dtype, function=fused):
+    """The shares of what the parity rule allows that a case takes, by result.
 
     Eager's error on one input is a single draw: where one score or a sum that cancels decides it
     (d bias adds up rows of score gradients, each of which adds up to zero), it is now and then
@@ -339,6 +339,12 @@ def check(case, dtype, function=fused):
         again = errors(run(eager, case, near, dtype), oracle(case, near, dtype), dtype)
         others = {n: max(e, again.get(n, 0.0)) for n, e in others.items()}
         found = shares(ours, others, exact, dtype)
+    return found
+
+
+def check(case, dtype, function=fused):
+    """Assert the parity rule on one case; the shares of what is allowed."""
+    found = measure(case, dtype, function)
     worst = {n: round(s, 3) for n, s in found.items() if not s <= 1.0}
     assert not worst, f"{worst} times what is allowed, {dtype}, {case}"
     return found

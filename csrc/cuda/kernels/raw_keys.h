@@ -178,7 +178,7 @@ struct RawTask : DecodeTask<T, float, QT> {
   // Adds the tile to the contexts.
   __device__ void add_context(int64_t first) {
     __syncthreads();
-    if (warp < p.Tq) weigh_tile(first);
+    if (warp < QT) weigh_tile(first);
     __syncthreads();
     for (int64_t c = 2 * threadIdx.x; c < r.Dk; c += 2 * kDecodeThreads) {
       float sums[QT][2];
@@ -204,11 +204,13 @@ struct RawTask : DecodeTask<T, float, QT> {
   }
 
   // A warp per query: exp(score - best) of the keys of the tile, best being the largest score so
-  // far.
+  // far. Past the last query zeros, which add_context() reads too.
   __device__ void weigh_tile(int64_t first) {
-    const int64_t keys = this->count(warp);
-    const bool alike = this->uniform(warp);
-    const float before = first == 0 ? -INFINITY : raw.best[warp];
+    const bool used = warp < p.Tq;
+    const int64_t keys = used ? this->count(warp) : 0;
+    const bool alike = used && this->uniform(warp);
+    // By lane 0 alone, which writes it below: shuffles do not order memory.
+    const float before = first == 0 || lane != 0 ? -INFINITY : raw.best[warp];
     float scores[kRawTile / kWarp], best = before;
 #pragma unroll
     for (int k = 0; k < kRawTile / kWarp; ++k) {

@@ -37,6 +37,7 @@ struct Bytes {
   static Bytes sent() {
     Bytes bytes(number());
     transfer(0, bytes.data.get(), size_t(bytes.size), true);
+    host::filled(bytes.data.get(), bytes.size);
     return bytes;
   }
   void give() const { transfer(1, data.get(), size_t(size), false); }
@@ -62,6 +63,7 @@ struct Gpu : Device {
     this->multiprocessors = int(multiprocessors);
     this->cluster = int(cluster);
     std::memset(zeros.data.get(), 0, size_t(zeros.size));
+    host::filled(zeros.data.get(), zeros.size);
     counters = count > 0 ? reinterpret_cast<unsigned*>(zeros.data.get()) : nullptr;
   }
   ~Gpu() {
@@ -77,10 +79,12 @@ struct Request {
   int64_t backward = number(), multiprocessors = number(), cluster = number(), wanted = number();
   Problem p;
   Tensor queries, keys, values, w, w_q, w_k, bias, lens;
-  int64_t features = number(), key_features = number(), lens_type = number(), dropped = number(),
-          seed = number();
+  int64_t features = number(), key_features = number(), lens_type = number(), dropped = number();
+  Bytes seed{int64_t(sizeof(int64_t))};
 
   Request() {
+    transfer(0, seed.data.get(), sizeof(int64_t), true);
+    host::filled(seed.data.get(), seed.size);
     p.queries = queries.view();
     p.keys = keys.view();
     p.values = values.bytes.size == 0 ? p.keys : values.view();  // none sent: they are the keys
@@ -89,7 +93,7 @@ struct Request {
     double probability;
     transfer(0, &probability, sizeof probability, true);
     p.dropout_p = probability;
-    p.seed = dropped ? &seed : nullptr;
+    p.seed = dropped ? reinterpret_cast<int64_t*>(seed.data.get()) : nullptr;
     p.B = number();
     p.Tq = number();
     p.Tk = number();

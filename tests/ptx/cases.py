@@ -1,0 +1,154 @@
+"""What the entries of csrc/cuda are run on in the PTX machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from contract import CONTRACT, LARGE, lens
+from cuda_on_host import Gpu, attend, attend_step
+from driven import ARCHS, CudaPtx
+from parity import Case, measure
+
+from bahdanau_fast import parity, reference
+
+__all__ = [
+    "DTYPES",
+    "ROWS",
+    "STEPS",
+    "Drivers",
+    "Step",
+    "measure_row",
+    "measure_step",
+    "measure_with",
+]
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+# Rows of the contract that differ in what these kernels see, and, with a GPU, what only fp32 above
+# MAX_FP64_ELEMENTS has: its own kernels for few queries.
+ROWS = {
+    **{row: (case, 4) for row, case in CONTRACT.items() if not row.startswith("all in one")},
+    "large step": ({"B": 8, "Tq": 1, "Tk": 150, "H": 512, "Dv": 40}, 4),
+    "large step, beams": ({"B": 2, "Tq": 4, "Tk": 150, "H": 512, "lens": lens(150, 70)}, 4),
+    "large step, 16 beams": ({"B": 2, "Tq": 16, "Tk": 150, "H": 131}, 4),
+    "long step": ({"B": 1, "Tq": 1, "Tk": 4200, "H": 136, "Dv": 5}, 16),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step that projects its queries, and its keys if it has ``Dk``, in the same launch."""
+
+    B: int = 2
+    Tq: int = 1
+    Tk: int = 70
+    H: int = 40
+    Dq: int = 64
+    Dv: int = 33
+    Dk: int | None = None
+    tied: bool = False  # values is keys
+    lens: tuple[int, ...] | None = None
+    multiprocessors: int = 4
+
+
+STEPS = {
+    "queries projected": Step(lens=(70, 9)),
+    "queries projected, beams": Step(Tq=6, Dq=7),
+    "a cluster shares W_q": Step(B=3, H=259, Tk=40, Dv=9),
+    "a cluster of several rows": Step(B=9, H=150, Dq=61, Tk=40, Dv=9),
+    "fp32 in one launch": Step(B=4, H=512, Tk=300, Dv=64, multiprocessors=16),
+    "fp32 beams in one launch": Step(B=2, Tq=4, H=512, Tk=300, Dv=8, multiprocessors=16),
+    "keys projected": Step(Tk=150, Dk=64, H=300, lens=(150, 70), multiprocessors=1),
+    "keys projected, cut": Step(Tk=150, Dk=104, H=32, lens=(150, 70)),
+    "keys projected, beams": Step(Tq=3, Tk=150, Dk=7, H=33, lens=(150, 70)),
+    "keys are values": Step(B=3, Tk=150, Dk=104, tied=True, lens=(150, 70, 0), multiprocessors=16),
+    "keys are values, beams": Step(B=3, Tq=3, Tk=150, Dk=7, tied=True, multiprocessors=1),
+}  # fmt: skip
+
+
+class Drivers(dict):
+    """Running drivers of an architecture by kind of numbers, started when they are asked for."""
+
+    def __init__(self, arch, **options):
+        super().__init__()
+        self.arch, self.options = arch, options
+
+    def __missing__(self, kind):
+        self[kind] = CudaPtx(kind, self.arch, **self.options)
+        return self[kind]
+
+    def close(self):
+        while self:
+            self.popitem()[1].close()
+
+    def gpu(self, multiprocessors):
+        return Gpu(multiprocessors, ARCHS[self.arch])
+
+    def took(self):
+        """(kind, entry) of every launch since the last call."""
+        found = {(kind, r.entry.name) for kind, driver in self.items() for r in driver.reports}
+        for driver in self.values():
+            driver.reports.clear()
+        return found
+
+
+def measure_row(drivers, name, dtype):
+    """The share of the parity rule that forward and backward of a row of ROWS take at worst."""
+    gpu = drivers.gpu(ROWS[name][1])
+    return measure_with(lambda *args: attend(drivers.__getitem__, *args, gpu=gpu), name, dtype)
+
+
+def measure_with(attends, name, dtype):
+    """The same of a function that takes projected queries and keys, values, w_v and lengths."""
+    sizes, _ = ROWS[name]
+
+    def function(inputs, valid_lens):
+        a = F.linear(inputs["queries"], inputs["w_q"])
+        c = F.linear(inputs["keys"], inputs["w_k"], inputs["bias"])
+        context, weights = attends(a, c, inputs["values"], inputs["w_v"], valid_lens)
+        return context, weights.to(context.dtype)
+
+    shares = measure(Case(**{**LARGE, **sizes}), DTYPES[dtype], function)
+    return max(shares.values(), default=0.0)
+
+
+def measure_step(drivers, name, dtype):
+    """The same for a step of STEPS, forward only."""
+    step, kind = STEPS[name], DTYPES[dtype]
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape, scale=1.0):
+        return (torch.randn(shape, generator=generator) * scale).to(kind)
+
+    features = step.H if step.Dk is None else step.Dk
+    queries, keys = draw(step.B, step.Tq, step.Dq), draw(step.B, step.Tk, features)
+    values = keys if step.tied else draw(step.B, step.Tk, step.Dv)
+    w_q, w_v = draw(step.H, step.Dq, scale=step.Dq**-0.5), draw(1, step.H, scale=step.H**-0.5)
+    raw = {}
+    if step.Dk is not None:
+        raw = {"w_k": draw(step.H, step.Dk, scale=step.Dk**-0.5), "bias": draw(step.H)}
+    valid_lens = None if step.lens is None else lens(*step.lens)
+
+    def formula(kind):
+        k = F.linear(keys.to(kind), *(x.to(kind) for x in raw.values())) if raw else keys.to(kind)
+        a = F.linear(queries.to(kind), w_q.to(kind))
+        return reference.attend(a, k, values.to(kind), w_v.to(kind), valid_lens)
+
+    got = attend_step(
+        drivers.__getitem__, queries, w_q, keys, values, w_v, valid_lens,
+        gpu=drivers.gpu(step.multiprocessors), **raw,
+    )  # fmt: skip
+    worst = 0.0
+    for ours, exact, eager in zip(got, formula(torch.float64), formula(kind), strict=True):
+        factor = 8.0 if kind == torch.float64 else 2.0  # parity.shares() of tests/support has why
+        largest = float(exact.abs().max())
+        allowed = parity.allowed(parity.error(eager, exact), largest, kind, factor)
+        worst = max(worst, parity.error(ours, exact) / allowed)
+    return worst

@@ -1,0 +1,85 @@
+"""Builds what the machine needs: its own library, and PTX of csrc/cuda."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = ROOT / "csrc"
+CORE = Path(__file__).resolve().parent / "core"
+BUILT = ROOT / "build" / "ptx"
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def made(name: str, files: list[Path], command: list[str]) -> Path:
+    """What ``command -o <path>`` makes of files, made once for their content.
+
+    Args:
+        name: of what is made, with its suffix.
+        files: that it depends on.
+        command: of a compiler.
+    """
+    known = hashlib.sha256(" ".join(command).encode())
+    for file in files:
+        known.update(file.read_bytes())
+    stem, dot, suffix = name.partition(".")
+    target = BUILT / f"{stem}-{known.hexdigest()[:16]}{dot}{suffix}"
+    if not target.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILT) as scratch:
+            path = Path(scratch) / name
+            done = subprocess.run(
+                [*command, "-o", str(path)], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+            for old in BUILT.glob(f"{stem}-*{dot}{suffix}"):
+                old.unlink()
+            shutil.move(path, target)
+    return target
+
+
+def core() -> Path:
+    """The machine's library."""
+    source = str(CORE / "machine.cpp")
+    flags = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-frounding-math"]
+    return made(
+        "machine.so",
+        sorted(CORE.glob("*")),
+        ["g++", *flags, "-fPIC", "-shared", "-Wall", "-Wextra", source],
+    )
+
+
+def ptx(kind: str, arch: str) -> str:
+    """PTX of csrc/cuda/op/kernels_<kind>.cu for an architecture, such as "80" or "90a"."""
+    if NVCC is None:
+        raise FileNotFoundError("nvcc must be installed to compile csrc/cuda")
+    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-ptx", "-lineinfo", f"-I{SOURCES}"]
+    source = SOURCES / "cuda" / "op" / f"kernels_{kind}.cu"
+    command = [NVCC, *flags, f"-arch=sm_{arch}", str(source)]
+    files = [source, *sorted(SOURCES.rglob("*.h"))]
+    return made(f"{kind}_{arch}.ptx", files, command).read_text()
+
+
+def driver(kind: str, stored: str, summed: str) -> Path:
+    """The program of cuda_on_host for a kind of numbers, whose launches go to the machine."""
+    ours = CORE.parents[1] / "driver"
+    theirs = ROOT / "tests" / "cuda" / "host" / "cuda_on_host"
+    flags = ["-std=c++17", "-O0", "-w", "-rdynamic", f"-I{ours}", f"-I{theirs}", f"-I{SOURCES}"]
+    command = [
+        "g++",
+        *flags,
+        f"-DSTORED={stored}",
+        f"-DSUMMED={summed}",
+        str(theirs / "driver.cpp"),
+    ]
+    files = [
+        *sorted(ours.glob("*.h")),
+        *sorted(theirs.glob("*.[ch]*")),
+        *sorted(SOURCES.rglob("*.h")),
+    ]
+    return made(f"driver_{kind}", files, [*command, "-ldl"])

@@ -1,0 +1,294 @@
+// The machine as a library: load a program, run a launch. launch.py beside this folder calls it.
+#include <random>
+
+#include "scheduler.h"
+
+namespace ptx {
+namespace {
+
+void add_opcodes() {
+  add_integer_opcodes();
+  add_floating_opcodes();
+  add_memory_opcodes();
+  add_sync_opcodes();
+  add_matrix_opcodes();
+}
+
+uint32_t special(const std::string& name, const Block& b, const Launch& launch, uint32_t thread) {
+  const uint32_t *n = launch.threads, *grid = launch.grid;
+  const uint32_t size = launch.cluster_size;
+  const std::map<std::string, uint32_t> all = {
+      {"tid.x", thread % n[0]},
+      {"tid.y", thread / n[0] % n[1]},
+      {"tid.z", thread / n[0] / n[1]},
+      {"ntid.x", n[0]},
+      {"ntid.y", n[1]},
+      {"ntid.z", n[2]},
+      {"ctaid.x", b.x},
+      {"ctaid.y", b.y},
+      {"ctaid.z", b.z},
+      {"nctaid.x", grid[0]},
+      {"nctaid.y", grid[1]},
+      {"nctaid.z", grid[2]},
+      {"laneid", thread % kLanes},
+      {"warpid", thread / kLanes},
+      {"cluster_ctarank", b.rank},
+      {"cluster_ctaid.x", b.rank},
+      {"cluster_nctarank", size},
+      {"cluster_nctaid.x", size},
+      {"clusterid.x", b.cluster},
+      {"nclusterid.x", grid[0] / size},
+      {"lanemask_lt", (Mask(1) << thread % kLanes) - 1},
+      {"lanemask_eq", Mask(1) << thread % kLanes},
+      {"dynamic_smem_size", uint32_t(launch.shared_bytes)},
+  };
+  const auto found = all.find(name);
+  if (found == all.end()) throw std::runtime_error("unknown special register: %" + name);
+  return found->second;
+}
+
+// The blocks of one cluster with the memory they run in, used for one cluster after another.
+struct Cluster {
+  Launch& launch;
+  std::vector<Block> blocks;
+  std::vector<Block*> mates;
+  std::vector<std::vector<uint8_t>> files;
+  std::vector<std::vector<uint16_t>> depths;
+
+  explicit Cluster(Launch& of) : launch(of), blocks(of.cluster_size) {
+    const size_t warps = (of.block_threads + kLanes - 1) / kLanes;
+    for (Block& block : blocks) {
+      mates.push_back(&block);
+      block.warps.resize(warps);
+    }
+    files.resize(warps * blocks.size());
+    if (of.counts) depths.resize(files.size());
+    for (auto& file : files) {
+      file.resize(of.program->bytes);
+      set_constants(file.data());
+    }
+  }
+
+  void set_constants(uint8_t* file) const {
+    for (const Constant& constant : launch.program->constants) {
+      uint8_t* at = file + constant.slot;
+      for (int l = 0; l < kLanes; ++l) {
+        std::memcpy(at + 2 * l, &constant.value, 2);
+        std::memcpy(at + kConstant4 + 4 * l, &constant.value, 4);
+        std::memcpy(at + kConstant8 + 8 * l, &constant.value, 8);
+      }
+      const Mask mask = constant.value != 0 ? kAll : 0;
+      std::memcpy(at + kConstantMask, &mask, 4);
+    }
+  }
+
+  void begin_block(size_t rank, uint32_t index) {
+    Block& b = blocks[rank];
+    const Program& program = *launch.program;
+    b.index = index;
+    b.cluster = index / launch.cluster_size;
+    b.rank = uint32_t(rank);
+    b.x = index % launch.grid[0];
+    b.y = index / launch.grid[0] % launch.grid[1];
+    b.z = index / launch.grid[0] / launch.grid[1];
+    b.launch = &launch;
+    b.mates = &mates;
+    b.known = b.fenced = Known();
+    b.votes = b.voters = 0;
+    b.ended = false;
+    b.visited = Access();
+    const auto memory = [&](Region& region, const char* name, Space space, size_t bytes,
+                            std::vector<uint8_t>& data, std::vector<uint8_t>& known) {
+      data.assign(bytes, 0xff);
+      known.assign(bytes, 0);
+      region = Region();
+      region.name = name;
+      region.space = space;
+      region.bytes = bytes;
+      region.data = data.data();
+      region.known = known.data();
+    };
+    memory(b.region, "shared memory", Space::shared, launch.shared_bytes, b.shared, b.shared_known);
+    memory(b.own_region, "local memory", Space::local, program.local_bytes * launch.block_threads,
+           b.own, b.own_known);
+    for (size_t k = 0; k < b.warps.size(); ++k) {
+      Warp& w = b.warps[k];
+      const size_t at = rank * b.warps.size() + k;
+      w.block = &b;
+      w.launch = &launch;
+      w.index = int(k);
+      w.size = int(std::min<size_t>(kLanes, launch.block_threads - k * kLanes));
+      w.file = files[at].data();
+      if (launch.counts) depths[at].assign(program.bytes / 4 + 1, 0);
+      for (int l = 0; l < kLanes; ++l) {
+        w.lanes[l] = Thread();
+        w.lanes[l].id = uint32_t(index * launch.block_threads + k * kLanes + size_t(l));
+      }
+      for (const Special& s : program.specials)
+        for (int l = 0; l < w.size; ++l)
+          reinterpret_cast<uint32_t*>(w.file + s.slot)[l] =
+              special(s.name, b, launch, uint32_t(k * kLanes + size_t(l)));
+    }
+  }
+
+  void run_warp(Block& block, size_t k) {
+    const size_t at = block.rank * block.warps.size() + k;
+    Runner(block.warps[k], launch.counts ? &depths[at] : nullptr).run();
+  }
+
+  // `order`: 0 warps and blocks as they are, 1 backwards, else shuffled.
+  void run(uint32_t first, int order, std::mt19937& random) {
+    for (size_t rank = 0; rank < blocks.size(); ++rank) begin_block(rank, first + uint32_t(rank));
+    std::vector<std::pair<size_t, size_t>> turns;
+    for (size_t rank = 0; rank < blocks.size(); ++rank)
+      for (size_t k = 0; k < blocks[rank].warps.size(); ++k) turns.emplace_back(rank, k);
+    if (order == 1) std::reverse(turns.begin(), turns.end());
+    for (bool ended = false; !ended;) {
+      if (order > 1) std::shuffle(turns.begin(), turns.end(), random);
+      for (const auto& [rank, k] : turns) run_warp(blocks[rank], k);
+      bool moved = release_cluster(mates);
+      ended = true;
+      for (Block& block : blocks) {
+        moved = release_block(block) || moved;
+        block.ended = true;
+        each_thread(block, [&](Warp&, Thread& thread, int) {
+          block.ended = block.ended && thread.waits_for == Wait::forever;
+        });
+        ended = ended && block.ended;
+      }
+      if (!ended && !moved) stuck();
+    }
+    for (Block& block : blocks) check_visits(block);
+  }
+
+  // A block must not end before a cluster barrier behind the last visit to its shared memory.
+  void check_visits(Block& block) {
+    uint32_t waits = 0;
+    each_thread(block, [&](Warp&, Thread& thread, int) { waits = std::max(waits, thread.waits); });
+    const Access& last = block.visited;
+    if (last.thread == kNobody || last.arrives < waits) return;
+    const std::string pc = std::to_string(last.pc);
+    launch.races[{last.pc, last.pc}] =
+        pc + " " + pc + " access to the shared memory of a block that may have ended, block " +
+        std::to_string(block.index);
+  }
+
+  [[noreturn]] void stuck() {
+    for (Block& block : blocks)
+      each_thread(block, [&](Warp&, Thread& thread, int) {
+        if (thread.waits_for == Wait::no || thread.waits_for == Wait::forever) return;
+        const bool lanes = thread.waits_for == Wait::lanes;
+        launch.pc = thread.pc - (lanes ? 0 : 1);
+        throw Fault(thread.id, lanes ? "waits for lanes that never come"
+                               : thread.waits_for == Wait::barrier
+                                   ? "a barrier that not all threads of the block reach"
+                                   : "a cluster barrier that not all threads reach");
+      });
+    throw std::runtime_error("nothing runs and nothing waits");
+  }
+};
+
+struct Buffer {
+  const char* name;
+  uint64_t address, bytes;
+  uint8_t *data, *known;
+};
+
+struct Arguments {
+  uint32_t grid[3], threads[3], cluster_size;
+  uint64_t shared_bytes, params_bytes;
+  const uint8_t* params;
+  uint64_t buffers_count;
+  Buffer* buffers;
+  const uint32_t* clusters;  // in the order they run
+  int32_t order;
+  uint32_t seed;
+  int32_t counts, checks_races, lanes_clash;
+  double share;  // of the error of approximations
+  uint64_t fuel;
+  Count* of_instr;  // results from here on
+  uint64_t distinct_read, distinct_written, longest;
+};
+
+void run(const Program& program, Arguments& a, std::string* said) {
+  Launch launch;
+  launch.program = &program;
+  std::memcpy(launch.grid, a.grid, sizeof a.grid);
+  std::memcpy(launch.threads, a.threads, sizeof a.threads);
+  launch.cluster_size = a.cluster_size;
+  launch.block_threads = a.threads[0] * a.threads[1] * a.threads[2];
+  launch.shared_bytes = a.shared_bytes;
+  launch.params.assign(a.params, a.params + a.params_bytes);
+  launch.counts = a.counts;
+  launch.checks_races = a.checks_races;
+  launch.lanes_clash = a.lanes_clash;
+  launch.fuel = a.fuel;
+  launch.of_instr.resize(program.code.size());
+  for (uint64_t k = 0; k < a.buffers_count; ++k) {
+    const Buffer& buffer = a.buffers[k];
+    Region region;
+    region.name = buffer.name;
+    region.address = buffer.address;
+    region.bytes = buffer.bytes;
+    region.data = buffer.data;
+    region.known = buffer.known;
+    launch.regions.push_back(std::move(region));
+  }
+  random_seed = (uint64_t(a.seed) + 1) * 0x2545f4914f6cdd1du;
+  random_share = a.share;
+  std::mt19937 random(a.seed);
+  const uint32_t blocks = a.grid[0] * a.grid[1] * a.grid[2];
+  try {
+    Cluster cluster(launch);
+    for (uint32_t k = 0; k < blocks / a.cluster_size; ++k)
+      cluster.run(a.clusters[k] * a.cluster_size, a.order, random);
+  } catch (const Fault& fault) {
+    *said = "fault " + std::to_string(launch.pc) + " thread " +
+            std::to_string(fault.thread % launch.block_threads) + " of block " +
+            std::to_string(fault.thread / launch.block_threads) + ": " + fault.what() + "\n";
+  }
+  for (const auto& [pcs, race] : launch.races) *said += "race " + race + "\n";
+  std::copy(launch.of_instr.begin(), launch.of_instr.end(), a.of_instr);
+  a.longest = uint64_t(launch.longest);
+  a.distinct_read = a.distinct_written = 0;
+  for (const Region& region : launch.regions)
+    for (const uint8_t touched : region.touched) {
+      a.distinct_read += (touched & kRead) != 0;
+      a.distinct_written += (touched & kWritten) != 0;
+    }
+}
+
+thread_local std::string message;
+
+}  // namespace
+}  // namespace ptx
+
+extern "C" {
+
+// A program, which stays for good; null after a mistake, which ptx_message() then tells.
+void* ptx_load(const char* text) {
+  static const bool ready = (ptx::add_opcodes(), true);
+  (void)ready;
+  try {
+    ptx::message.clear();
+    return new ptx::Program(text);
+  } catch (const std::exception& error) {
+    ptx::message = error.what();
+    return nullptr;
+  }
+}
+
+// What there is to say afterwards, a line each: "fault <instruction> <what>", "race <instruction>
+// <instruction> <what>"; empty if all is well.
+const char* ptx_message() { return ptx::message.c_str(); }
+
+void ptx_run(const void* program, ptx::Arguments* arguments) {
+  ptx::message.clear();
+  try {
+    ptx::run(*static_cast<const ptx::Program*>(program), *arguments, &ptx::message);
+  } catch (const std::exception& error) {
+    ptx::message = std::string("error ") + error.what();
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,146 @@
+// Tensor cores: mma.sync, ldmatrix, stmatrix. Fragments lie over a warp as the PTX ISA draws them.
+#pragma once
+
+#include "loads.h"
+
+namespace ptx {
+
+// A fragment of `rows` x `columns` numbers (of A, C and D; of B transposed): lane l holds pieces of
+// neighbouring columns in row l / 4, 8 rows and then 4 pieces further from one register to the
+// next.
+struct Spot {
+  int row, column;
+};
+// Number `k` of lane `l`, where `each` neighbours make up a piece. 8 rows by 4 pieces are a block;
+// blocks go down the rows first.
+inline Spot spot(int l, int k, int each, int rows) {
+  const int block = k / each, down = rows / 8;
+  return {l / 4 + block % down * 8, (l % 4) * each + block / down * 4 * each + k % each};
+}
+
+template <class T>
+double number_in(Warp& w, const Operand& o, int lane, int part) {
+  if constexpr (sizeof(T) == 2) {
+    T x;
+    x.bits = uint16_t(w.of<uint32_t>(o)[lane] >> 16 * part);
+    return double(float(x));
+  } else {
+    return double(w.of<T>(o)[lane]);
+  }
+}
+
+// As mma.m16n8k8 reads single precision as tf32: the low 13 bits do not count.
+struct tf32 {
+  uint32_t bits;
+  explicit operator double() const { return double(cast<float>(bits & ~0x1fffu)); }
+};
+
+// d = a b + c of 16 (8 for fp64) by N by K; sums in double, rounded once.
+template <class T, class C, int M, int N, int K>
+void multiply(Warp& w, const Instr& i, Mask) {
+  constexpr int per = sizeof(T) == 2 ? 2 : 1;    // numbers in a register of A and B
+  constexpr int per_c = sizeof(C) == 2 ? 2 : 1;  // and of C and D
+  constexpr int as = M * K / kLanes / per, bs = N * K / kLanes / per, cs = M * N / kLanes / per_c;
+  constexpr int pair = sizeof(C) == 8 ? 2 : 2;  // neighbours that C holds
+  static double a[M][K], b[N][K], c[M][N];
+  const Operand* o = i.o.data();
+  for (int l = 0; l < kLanes; ++l) {
+    for (int k = 0; k < as * per; ++k) {
+      const Spot s = spot(l, k, per, M);
+      a[s.row][s.column] = number_in<T>(w, o[cs + k / per], l, k % per);
+    }
+    for (int k = 0; k < bs * per; ++k) {
+      const Spot s = spot(l, k, per, N);
+      b[s.row][s.column] = number_in<T>(w, o[cs + as + k / per], l, k % per);
+    }
+    for (int k = 0; k < cs * per_c; ++k) {
+      const Spot s = spot(l, k, pair, M);
+      c[s.row][s.column] = number_in<C>(w, o[cs + as + bs + k / per_c], l, k % per_c);
+    }
+  }
+  for (int l = 0; l < kLanes; ++l)
+    for (int k = 0; k < cs * per_c; ++k) {
+      const Spot s = spot(l, k, pair, M);
+      double sum = c[s.row][s.column];
+      for (int x = 0; x < K; ++x) sum += a[s.row][x] * b[s.column][x];
+      if constexpr (sizeof(C) == 2) {
+        uint32_t& d = w.of<uint32_t>(o[k / 2])[l];
+        d = (d & (0xffff0000u >> 16 * (k % 2))) | uint32_t(C(sum).bits) << 16 * (k % 2);
+      } else {
+        w.of<C>(o[k])[l] = C(sum);
+      }
+    }
+}
+
+inline void resolve_mma(Form& f, Instr& i) {
+  if (!f.take("sync") || !f.take("aligned") || !f.take("row") || !f.take("col")) f.unknown();
+  const std::string c = f.last(), b = f.last(), a = f.last(), d = f.last(), shape = f.last();
+  if (a != b || c != d) f.unknown();
+  i.kind = Kind::whole_warp;
+  const std::string form = shape + " " + a + " " + c;
+  static const std::map<std::string, Run> all = {
+      {"m16n8k16 bf16 f32", multiply<bf16, float, 16, 8, 16>},
+      {"m16n8k16 f16 f32", multiply<f16, float, 16, 8, 16>},
+      {"m16n8k16 f16 f16", multiply<f16, f16, 16, 8, 16>},
+      {"m16n8k8 bf16 f32", multiply<bf16, float, 16, 8, 8>},
+      {"m16n8k8 f16 f32", multiply<f16, float, 16, 8, 8>},
+      {"m16n8k8 tf32 f32", multiply<tf32, float, 16, 8, 8>},
+      {"m16n8k4 tf32 f32", multiply<tf32, float, 16, 8, 4>},
+      {"m8n8k4 f64 f64", multiply<double, double, 8, 8, 4>},
+      {"m16n8k4 f64 f64", multiply<double, double, 16, 8, 4>},
+      {"m16n8k8 f64 f64", multiply<double, double, 16, 8, 8>},
+      {"m16n8k16 f64 f64", multiply<double, double, 16, 8, 16>},
+  };
+  const auto known = all.find(form);
+  if (known != all.end()) i.run = known->second;
+}
+
+// ldmatrix and stmatrix: lane 8 m + r has the address of row r of matrix m, 16 bytes. Mode 1
+// transposes.
+template <bool loads>
+void matrices(Warp& w, const Instr& i, Mask) {
+  const int count = i.count, address = loads ? count : 0, first = loads ? 0 : 1;
+  ++w.launch->time;
+  uint8_t* rows[kLanes];
+  Request request;
+  for (int l = 0; l < 8 * count; ++l) {
+    const uint64_t at = address_of(w, i, i.o[size_t(address)], l);
+    const Place place = loads ? to_read(w, l, i, at, 16) : to_write(w, l, i, at, 16);
+    rows[l] = place.data();
+    request.add(place);
+  }
+  for (int m = 0; m < count; ++m)
+    for (int l = 0; l < kLanes; ++l)
+      for (int k = 0; k < 2; ++k) {
+        const int row = i.mode ? 2 * (l % 4) + k : l / 4, column = i.mode ? l / 4 : 2 * (l % 4) + k;
+        uint8_t* number = rows[8 * m + row] + 2 * column;
+        uint32_t& reg = w.of<uint32_t>(i.o[size_t(first + m)])[l];
+        uint16_t half = uint16_t(reg >> 16 * k);
+        if (loads) {
+          std::memcpy(&half, number, 2);
+          reg = (reg & (0xffff0000u >> 16 * k)) | uint32_t(half) << 16 * k;
+        } else {
+          std::memcpy(number, &half, 2);
+        }
+      }
+  request.count(*w.launch, 16);
+}
+template <bool loads>
+void resolve_matrices(Form& f, Instr& i) {
+  i.count = f.take("x4") ? 4 : f.take("x2") ? 2 : 1;
+  f.take("x1");
+  i.mode = f.take("trans");
+  i.space = space_of(f);
+  i.kind = Kind::whole_warp;
+  if (f.take("sync") && f.take("aligned") && f.take("m8n8") && f.last() == "b16")
+    i.run = matrices<loads>;
+}
+
+inline void add_matrix_opcodes() {
+  auto& all = opcodes();
+  all["mma"] = resolve_mma;
+  all["ldmatrix"] = resolve_matrices<true>;
+  all["stmatrix"] = resolve_matrices<false>;
+}
+
+}  // namespace ptx

@@ -1,0 +1,345 @@
+// Memory with what is known of each byte (written at all?) and of each cell (who was there last?).
+#pragma once
+
+#include <algorithm>
+#include <set>
+
+#include "state.h"
+
+namespace ptx {
+
+// Where spaces begin. A shared address of a block's own is kShared + offset; of block r of its
+// cluster that plus (r + 1) << 24; generic addresses of shared memory begin at kWindow.
+constexpr uint64_t kShared = 1024, kWindow = uint64_t(1) << 40, kLocalWindow = uint64_t(1) << 41;
+constexpr uint64_t kParam = 4096;
+
+constexpr uint32_t kNobody = 0xffffffffu;
+
+// When a thread was at a cell, in counts that barriers advance.
+struct Access {
+  uint32_t thread = kNobody, pc = 0, bars = 0, syncs = 0, arrives = 0, time = 0;
+  bool atomic = false;
+};
+struct Cell {
+  Access written, read, read_too;  // the last reader, and one of another warp
+  uint16_t depth = 0;              // global loads that the value depends on, one after another
+};
+
+// The cells of a piece of memory, made when they are first touched.
+struct Shadow {
+  static constexpr size_t kPage = 512;
+  std::vector<std::unique_ptr<Cell[]>> pages;
+
+  Cell& at(uint64_t cell) {
+    const size_t page = cell / kPage;
+    if (page >= pages.size()) pages.resize(page + 1);
+    if (!pages[page]) pages[page] = std::make_unique<Cell[]>(kPage);
+    return pages[page][cell % kPage];
+  }
+};
+
+enum Touched : uint8_t { kRead = 1, kWritten = 2, kConstant = 4 };
+
+// A buffer in global memory, the shared memory of a block, or what a thread has of its own.
+struct Region {
+  std::string name;
+  Space space = Space::global;
+  uint64_t address = 0, bytes = 0;
+  uint8_t *data = nullptr, *known = nullptr;  // `known`: not 0 where something was written
+  std::vector<uint8_t> touched;               // in this launch
+  Shadow shadow;
+};
+
+struct Block {
+  uint32_t index = 0, cluster = 0, rank = 0, x = 0, y = 0, z = 0;
+  Launch* launch = nullptr;
+  std::vector<Block*>* mates = nullptr;  // the blocks of its cluster
+  std::vector<Warp> warps;
+  std::vector<uint8_t> shared, shared_known, own, own_known;
+  Region region, own_region;
+  Known known, fenced;
+  Mask votes = 0;  // of a barrier that reduces: 1 some, 2 not all
+  uint32_t voters = 0;
+  bool ended = false;
+  Access visited;  // by another block of the cluster, after the most cluster barriers
+};
+
+// What one instruction of a program did, in all.
+struct Count {
+  uint64_t runs = 0, lanes = 0, splits = 0, requests = 0, sectors = 0, bytes = 0, conflicts = 0;
+};
+
+struct Launch {
+  const Program* program = nullptr;
+  uint32_t grid[3], threads[3], cluster_size = 1, block_threads = 0;
+  uint64_t shared_bytes = 0;
+  std::vector<uint8_t> params;
+  std::vector<Region> regions;  // by address
+  bool counts = false, checks_races = true, lanes_clash = false;
+  uint32_t time = 0;
+  uint64_t fuel = 0;
+  uint32_t pc = 0;  // of the instruction that runs
+  int longest = 0;  // chain of dependent global loads
+  std::vector<Count> of_instr;
+  std::map<std::pair<uint32_t, uint32_t>, std::string> races;
+  std::unordered_map<uint64_t, Known> released;  // by the address of an atomic operation
+
+  Region* find(uint64_t address, uint64_t width) {
+    Region& last = regions.empty() ? none : regions[last_found];
+    if (address - last.address < last.bytes && last.bytes - (address - last.address) >= width)
+      return &last;
+    size_t low = 0, high = regions.size();
+    while (low < high) {
+      const size_t middle = (low + high) / 2;
+      (regions[middle].address <= address ? low : high) =
+          middle + (regions[middle].address <= address);
+    }
+    if (low == 0) return nullptr;
+    Region& found = regions[low - 1];
+    const uint64_t at = address - found.address;
+    if (at >= found.bytes || found.bytes - at < width) return nullptr;
+    last_found = low - 1;
+    return &found;
+  }
+
+ private:
+  Region none;
+  size_t last_found = 0;
+};
+
+// ---- addresses
+// -----------------------------------------------------------------------------------
+
+struct Place {
+  Region* region;
+  uint64_t at;
+  uint8_t* data() const { return region->data + at; }
+};
+
+inline std::string number(uint64_t x) {
+  char text[24];
+  std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(x));
+  return text;
+}
+
+// An access to the shared memory of another block: it has to have begun, and, which is looked at
+// when all have ended, to be there still.
+inline void visit(Warp& w, int lane, Block& owner) {
+  const Thread& me = w.lanes[lane];
+  if (me.waits == 0)
+    throw Fault(me.id, "access to the shared memory of a block that may not have begun");
+  if (owner.visited.thread == kNobody || owner.visited.arrives < me.arrives)
+    owner.visited = {me.id, w.launch->pc, me.bars, me.syncs, me.arrives, w.launch->time, false};
+}
+
+inline Place place_of(Warp& w, int lane, Space space, uint64_t address, uint64_t width) {
+  Block& block = *w.block;
+  const Thread& thread = w.lanes[lane];
+  const auto wrong = [&](const std::string& what) {
+    throw Fault(thread.id,
+                what + " at " + number(address) + ", " + std::to_string(width) + " bytes");
+  };
+  if (address % width != 0) wrong("misaligned access");
+  if (space == Space::generic && address >= kLocalWindow && address < 2 * kLocalWindow)
+    space = Space::local, address -= kLocalWindow;
+  if (space == Space::generic && address >= kWindow && address < 2 * kWindow)
+    space = Space::cluster, address -= kWindow;
+  if (space == Space::local) {
+    const uint64_t bytes = w.launch->program->local_bytes;
+    if (address >= bytes || bytes - address < width) wrong("access outside of local memory");
+    return {&block.own_region, (thread.id % w.launch->block_threads) * bytes + address};
+  }
+  if (space == Space::shared || space == Space::cluster) {
+    const uint64_t rank = address >> 24, offset = (address & 0xffffff) - kShared;
+    if (rank > block.mates->size()) wrong("access to a block outside of the cluster");
+    Block& owner = rank == 0 ? block : *(*block.mates)[rank - 1];
+    if (offset >= owner.region.bytes || owner.region.bytes - offset < width)
+      wrong("access outside of shared memory (" + std::to_string(owner.region.bytes) + " bytes)");
+    if (&owner != &block) visit(w, lane, owner);
+    return {&owner.region, offset};
+  }
+  Region* found = w.launch->find(address, width);
+  if (found == nullptr) wrong("access outside of every buffer");
+  return {found, address - found->address};
+}
+
+// ---- races
+// ---------------------------------------------------------------------------------------
+
+inline bool knows(const Known& known, const Access& a, const Launch& launch) {
+  const uint32_t block = a.thread / launch.block_threads;
+  return Known::has(known.time_of_thread, a.thread, a.time) ||
+         Known::has(known.bars_of_block, block, a.bars) ||
+         Known::has(known.waits_of_cluster, block / launch.cluster_size, a.arrives);
+}
+
+// Whether something orders an earlier access before what a thread does now.
+inline bool ordered(const Access& a, const Warp& w, int lane) {
+  const Thread& me = w.lanes[lane];
+  if (a.thread == kNobody || a.thread == me.id) return true;
+  const Launch& launch = *w.launch;
+  const uint32_t theirs = a.thread / launch.block_threads;
+  if (theirs == w.block->index) {
+    if (a.bars < me.bars) return true;
+    if (a.thread / kLanes == me.id / kLanes && launch.block_threads % kLanes == 0 &&
+        a.syncs < me.syncs)
+      return true;
+  }
+  if (theirs / launch.cluster_size == w.block->cluster && a.arrives < me.waits) return true;
+  return knows(me.known, a, launch) || knows(w.block->known, a, launch);
+}
+
+inline void note_race(Warp& w, int lane, const Access& before, const char* kinds,
+                      const Region& region, uint64_t at) {
+  Launch& launch = *w.launch;
+  const auto key = std::minmax(before.pc, launch.pc);
+  if (launch.races.size() >= 64 || launch.races.count(key)) return;
+  const auto who = [&](uint32_t id) {
+    return "thread " + std::to_string(id % launch.block_threads) + " of block " +
+           std::to_string(id / launch.block_threads);
+  };
+  launch.races[key] = std::to_string(before.pc) + " " + std::to_string(launch.pc) + " " + kinds +
+                      " of " + region.name + " + " + std::to_string(at) + " by " +
+                      who(before.thread) + " and " + who(w.lanes[lane].id);
+}
+
+inline Access access_of(const Warp& w, int lane, bool atomic) {
+  const Thread& me = w.lanes[lane];
+  return {me.id, w.launch->pc, me.bars, me.syncs, me.arrives, w.launch->time, atomic};
+}
+
+// Checks a read or write of whole cells against those before it, and remembers it. Threads that
+// store the same `bytes` with the same instruction do not race: a layout of Triton's that holds a
+// number more than once has each of its threads store it.
+inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool writes, bool atomic,
+                 const uint8_t* bytes = nullptr) {
+  const uint64_t granule = uint64_t(w.launch->program->granule);
+  const Access now = access_of(w, lane, atomic);
+  for (uint64_t cell = place.at / granule; cell * granule < place.at + width; ++cell) {
+    Cell& c = place.region->shadow.at(cell);
+    const uint64_t at = cell * granule;
+    const bool again = bytes != nullptr && c.written.thread != kNobody && c.written.pc == now.pc;
+    const bool same = again && at >= place.at &&
+                      std::memcmp(place.region->data + at, bytes + (at - place.at), granule) == 0;
+    const bool clash = again && w.launch->lanes_clash && c.written.time == now.time;
+    if ((same || clash) && !ordered(c.written, w, lane)) continue;
+    if (!(atomic && c.written.atomic) && !ordered(c.written, w, lane))
+      note_race(w, lane, c.written, writes ? "write and write" : "write and read", *place.region,
+                at);
+    if (writes) {
+      for (const Access* read : {&c.read, &c.read_too})
+        if (!(atomic && read->atomic) && !ordered(*read, w, lane))
+          note_race(w, lane, *read, "read and write", *place.region, at);
+      c.written = now;
+      c.read = c.read_too = Access();
+    } else {
+      if (c.read.thread / kLanes != now.thread / kLanes && !ordered(c.read, w, lane))
+        c.read_too = c.read;
+      else if (c.read_too.thread == kNobody && c.read.thread != now.thread)
+        c.read_too = c.read;
+      c.read = now;
+    }
+  }
+}
+
+// ---- reading and writing
+// -------------------------------------------------------------------------
+
+inline void touch(Warp& w, int lane, const Place& place, uint64_t width, bool writes,
+                  bool constant) {
+  Region& region = *place.region;
+  if (region.space != Space::global) return;
+  if (region.touched.empty()) region.touched.resize(region.bytes);
+  const uint8_t clash = writes ? kConstant : constant ? kWritten : 0;
+  const uint8_t mark = writes ? kWritten : constant ? kRead | kConstant : kRead;
+  for (uint64_t k = place.at; k < place.at + width; ++k) {
+    if (region.touched[k] & clash)
+      throw Fault(w.lanes[lane].id, region.name + " + " + std::to_string(k) +
+                                        " is written in a launch that reads it as constant");
+    region.touched[k] |= mark;
+  }
+}
+
+inline void check_known(Warp& w, int lane, const Place& place, uint64_t width) {
+  for (uint64_t k = place.at; k < place.at + width; ++k)
+    if (!place.region->known[k])
+      throw Fault(w.lanes[lane].id, "read of " + place.region->name + " + " + std::to_string(k) +
+                                        ", where nothing was written");
+}
+
+inline Place to_read(Warp& w, int lane, const Instr& i, uint64_t address, uint64_t width) {
+  const Place place = place_of(w, lane, i.space, address, width);
+  check_known(w, lane, place, width);
+  touch(w, lane, place, width, false, i.constant);
+  if (!i.constant && w.launch->checks_races && place.region->space != Space::local)
+    meet(w, lane, place, width, false, i.atomic);
+  return place;
+}
+// Where the bytes go, unless they are given: then they are written.
+inline Place to_write(Warp& w, int lane, const Instr& i, uint64_t address, uint64_t width,
+                      const uint8_t* bytes = nullptr) {
+  const Place place = place_of(w, lane, i.space, address, width);
+  touch(w, lane, place, width, true, false);
+  if (w.launch->checks_races && place.region->space != Space::local)
+    meet(w, lane, place, width, true, i.atomic, bytes);
+  if (bytes != nullptr) std::memcpy(place.data(), bytes, width);
+  std::memset(place.region->known + place.at, 1, width);
+  return place;
+}
+
+// ---- what a request of a warp costs
+// ---------------------------------------------------------------
+
+struct Request {
+  uint64_t addresses[kLanes];
+  int lanes = 0;
+  bool shared = false;
+
+  void add(const Place& place) {
+    shared = place.region->space == Space::shared;
+    addresses[lanes++] = shared ? place.at : place.region->address + place.at;
+  }
+
+  void count(Launch& launch, uint64_t width) {
+    if (!launch.counts || lanes == 0) return;
+    Count& c = launch.of_instr[launch.pc];
+    ++c.requests;
+    c.bytes += distinct(1, width);
+    if (shared)
+      c.conflicts += conflicts(width);
+    else
+      c.sectors += distinct(32, width);
+  }
+
+ private:
+  // How many different pieces of `size` bytes the lanes touch.
+  uint64_t distinct(uint64_t size, uint64_t width) const {
+    std::vector<uint64_t> pieces;
+    const uint64_t step = size < width ? size : width;
+    if (size == 1) {  // accesses are aligned: either the same bytes or others
+      for (int l = 0; l < lanes; ++l) pieces.push_back(addresses[l]);
+    } else {
+      for (int l = 0; l < lanes; ++l)
+        for (uint64_t k = 0; k < width; k += step) pieces.push_back((addresses[l] + k) / size);
+    }
+    std::sort(pieces.begin(), pieces.end());
+    const uint64_t found = uint64_t(std::unique(pieces.begin(), pieces.end()) - pieces.begin());
+    return size == 1 ? found * width : found;
+  }
+  // Turns of the 32 banks past the least that the width allows.
+  uint64_t conflicts(uint64_t width) const {
+    const int at_once = width <= 4 ? 32 : width == 8 ? 16 : 8;
+    uint64_t extra = 0;
+    for (int first = 0; first < lanes; first += at_once) {
+      std::set<uint64_t> words;
+      for (int l = first; l < std::min(lanes, first + at_once); ++l)
+        for (uint64_t k = 0; k < width; k += 4) words.insert((addresses[l] + k) / 4);
+      uint64_t of_bank[32] = {}, most = 1;
+      for (const uint64_t word : words) most = std::max(most, ++of_bank[word % 32]);
+      extra += most - 1;
+    }
+    return extra;
+  }
+};
+
+}  // namespace ptx

@@ -1,0 +1,255 @@
+// Runs warps: of a warp's threads those that are furthest behind in the code run together, so that
+// threads that went apart meet again where their ways join.
+#pragma once
+
+#include "matrix.h"
+#include "sync.h"
+
+namespace ptx {
+
+// One instruction for some of its lanes, with the length of the chain of loads behind its results.
+inline void execute(Warp& w, const Instr& i, Mask mask, std::vector<uint16_t>* depths) {
+  Launch& launch = *w.launch;
+  launch.pc = i.pc;
+  Count& count = launch.of_instr[i.pc];
+  ++count.runs;
+  count.lanes += uint64_t(__builtin_popcount(mask));
+  if (depths == nullptr || i.o.empty()) return i.run(w, i, mask);
+  w.depth_now = 0;
+  for (const Operand& o : i.o)
+    if (o.size > 0) w.depth_now = std::max(w.depth_now, (*depths)[o.slot / 4]);
+  i.run(w, i, mask);
+  if (w.depth_now & 0x8000) w.depth_now = uint16_t((w.depth_now & 0x7fff) + 1);
+  launch.longest = std::max(launch.longest, int(w.depth_now));
+  const bool stores = i.opcode.compare(0, 2, "st") == 0 || i.opcode.compare(0, 3, "red.") == 0;
+  const size_t results = stores ? 0 : i.opcode.compare(0, 2, "ld") == 0 ? size_t(i.count) : 1;
+  for (size_t k = 0; k < results && k < i.o.size(); ++k) {
+    uint16_t& depth = (*depths)[i.o[k].slot / 4];
+    depth = mask == kAll ? w.depth_now : std::max(depth, w.depth_now);
+  }
+}
+
+struct Runner {
+  Warp& w;
+  Launch& launch;
+  const std::vector<Instr>& code;
+  std::vector<uint16_t>* depths;
+  uint32_t pc = 0, other = 0;  // of the lanes that run; the lowest of the others that could
+  Mask running = 0;
+
+  Runner(Warp& warp, std::vector<uint16_t>* d)
+      : w(warp), launch(*warp.launch), code(warp.launch->program->code), depths(d) {}
+
+  // Chooses the lanes that run next; false if all wait or have ended.
+  bool choose() {
+    pc = other = kNobody;
+    running = 0;
+    for (int l = 0; l < w.size; ++l) {
+      const Thread& thread = w.lanes[l];
+      if (thread.waits_for != Wait::no) continue;
+      if (thread.pc < pc) {
+        other = pc;
+        pc = thread.pc;
+        running = 0;
+      }
+      if (thread.pc == pc)
+        running |= Mask(1) << l;
+      else if (thread.pc < other)
+        other = thread.pc;
+    }
+    return running != 0;
+  }
+  void move(Mask mask, uint32_t to) {
+    each(mask, [&](int l) { w.lanes[l].pc = to; });
+  }
+
+  // Until every thread waits for other warps or has ended.
+  void run() {
+    while (choose()) {
+      while (pc < other && straight()) {
+      }
+    }
+  }
+
+  // One instruction; false if the running lanes are to be chosen anew.
+  bool straight() {
+    const Instr& i = code.at(pc);
+    Mask on = running;
+    if (i.guard >= 0) {
+      const Mask p = *reinterpret_cast<Mask*>(w.file + i.guard);
+      on &= i.negated ? ~p : p;
+    }
+    if (--launch.fuel == 0) throw Fault(w.lanes[0].id, "the kernel does not end");
+    if (i.kind == Kind::plain) {
+      if (on != 0) execute(w, i, on, depths);
+      ++pc;
+      if (pc >= other) move(running, pc);
+      return true;
+    }
+    if (i.kind == Kind::branch) return branch(i, on);
+    launch.pc = pc;
+    move(running, pc + 1);
+    if (i.kind == Kind::collective || i.kind == Kind::whole_warp) {
+      together(i, on);
+    } else if (i.kind == Kind::end) {
+      if (on != 0) execute(w, i, on, nullptr);
+      each(on, [&](int l) { w.lanes[l].waits_for = Wait::forever; });
+    } else if (on != 0) {
+      execute(w, i, on, nullptr);
+      each(on, [&](int l) { wait(w.lanes[l], i, l); });
+    }
+    return false;
+  }
+
+  bool branch(const Instr& i, Mask on) {
+    const uint32_t target = uint32_t(i.offset);
+    Count& count = launch.of_instr[i.pc];
+    ++count.runs;
+    count.lanes += uint64_t(__builtin_popcount(running));
+    if (on == running || on == 0) {
+      pc = on == 0 ? pc + 1 : target;
+      move(running, pc);
+      return true;
+    }
+    ++count.splits;
+    move(on, target);
+    move(running & ~on, pc + 1);
+    return false;
+  }
+
+  void wait(Thread& thread, const Instr& i, int lane) {
+    if (i.kind == Kind::cluster_wait) {
+      if (thread.arrives != thread.waits + 1)
+        throw Fault(thread.id, "barrier.cluster.wait without an arrive");
+      thread.waits_for = Wait::cluster;
+      return;
+    }
+    const size_t number = i.mode == 0 ? 0 : 1;
+    thread.barrier = int(w.bits(i.o[number], lane));
+    const size_t sizes = number + 1;
+    const bool sized = i.o.size() > sizes + (i.mode == 0 ? 0 : 1);
+    if (sized && w.bits(i.o[sizes], lane) != launch.block_threads)
+      throw Fault(thread.id, "a barrier of a part of the block is not supported");
+    thread.waits_for = Wait::barrier;
+  }
+
+  // Runs an instruction for lanes whose partners are there, and lets the others wait for theirs.
+  void together(const Instr& i, Mask on) {
+    for (int l = 0; l < w.size; ++l) {
+      Thread& thread = w.lanes[l];
+      if (thread.waits_for != Wait::lanes || thread.pc != i.pc) continue;
+      thread.waits_for = Wait::no;
+      thread.pc = i.pc + 1;
+      on |= Mask(1) << l;
+    }
+    const Mask there = w.size == kLanes ? kAll : (Mask(1) << w.size) - 1;
+    while (on != 0) {
+      const int first = __builtin_ctz(on);
+      const bool all = i.kind == Kind::whole_warp || i.o.empty();
+      const Mask members = (all ? kAll : Mask(w.of<uint32_t>(i.o.back())[first])) & there;
+      if (!(members >> first & 1))
+        throw Fault(w.lanes[first].id, "a lane that its own mask leaves out");
+      each(members & ~on, [&](int l) {
+        if (w.lanes[l].waits_for == Wait::forever)
+          throw Fault(w.lanes[first].id,
+                      "waits for lane " + std::to_string(l) + ", which has ended");
+      });
+      if ((members & ~on) == 0) {
+        execute(w, i, members, depths);
+      } else {
+        each(members & on, [&](int l) {
+          w.lanes[l].waits_for = Wait::lanes;
+          w.lanes[l].pc = i.pc;
+        });
+      }
+      on &= ~members;
+    }
+  }
+};
+
+// ---- blocks
+// --------------------------------------------------------------------------------------
+
+template <class F>
+void each_thread(Block& block, F f) {
+  for (Warp& warp : block.warps)
+    for (int l = 0; l < warp.size; ++l) f(warp, warp.lanes[l], l);
+}
+
+// Lets the threads of a block past a barrier if all are there.
+inline bool release_block(Block& block) {
+  uint32_t waiting = 0, ended = 0;
+  int number = -1;
+  bool same = true;
+  each_thread(block, [&](Warp&, Thread& thread, int) {
+    ended += thread.waits_for == Wait::forever;
+    if (thread.waits_for != Wait::barrier) return;
+    same = same && (waiting == 0 || thread.barrier == number);
+    number = thread.barrier;
+    ++waiting;
+  });
+  const Launch& launch = *block.launch;
+  if (waiting == 0) return false;
+  if (ended > 0) {
+    each_thread(block, [&](Warp& w, Thread& thread, int) {
+      if (thread.waits_for != Wait::barrier) return;
+      w.launch->pc = thread.pc - 1;
+      throw Fault(thread.id, "a barrier that not all threads of the block reach: " +
+                                 std::to_string(ended) + " have ended");
+    });
+  }
+  if (waiting < launch.block_threads || !same) return false;
+  for (Warp& warp : block.warps) {
+    Mask done = 0;
+    for (int l = 0; l < warp.size; ++l) {
+      if (done >> l & 1) continue;
+      const uint32_t pc = warp.lanes[l].pc;
+      Mask group = 0;
+      for (int k = l; k < warp.size; ++k) group |= Mask(warp.lanes[k].pc == pc) << k;
+      give_votes(warp, launch.program->code[pc - 1], group);
+      done |= group;
+    }
+  }
+  block.votes = block.voters = 0;
+  each_thread(block, [&](Warp&, Thread& thread, int) {
+    block.known.add(thread.known);
+    block.fenced.add(thread.fenced);
+    thread.known.clear();
+    thread.fenced.clear();
+    ++thread.bars;
+    thread.waits_for = Wait::no;
+  });
+  return true;
+}
+
+// The same for a cluster. Threads that have ended have arrived.
+inline bool release_cluster(std::vector<Block*>& blocks) {
+  bool all = true, some = false;
+  for (Block* block : blocks)
+    each_thread(*block, [&](Warp&, Thread& thread, int) {
+      some = some || thread.waits_for == Wait::cluster;
+      all = all && (thread.waits_for == Wait::forever || thread.arrives == thread.waits + 1);
+    });
+  if (!some || !all) return false;
+  Known known, fenced;
+  for (Block* block : blocks) {
+    each_thread(*block, [&](Warp&, Thread& thread, int) {
+      known.add(thread.known);
+      fenced.add(thread.fenced);
+    });
+    known.add(block->known);
+    fenced.add(block->fenced);
+  }
+  for (Block* block : blocks) {
+    block->known.add(known);
+    block->fenced.add(fenced);
+    each_thread(*block, [&](Warp&, Thread& thread, int) {
+      if (thread.waits_for != Wait::cluster) return;
+      ++thread.waits;
+      thread.waits_for = Wait::no;
+    });
+  }
+  return true;
+}
+
+}  // namespace ptx

@@ -1,0 +1,160 @@
+// Threads, warps and blocks while they run.
+#pragma once
+
+#include <cmath>
+#include <memory>
+#include <unordered_map>
+
+#include "program.h"
+
+namespace ptx {
+
+struct Block;
+struct Launch;
+
+// What fences have made visible: everything that a thread did up to a time, a block before its
+// barrier of a number, and a cluster before its wait of a number.
+struct Known {
+  std::unordered_map<uint32_t, uint32_t> time_of_thread, bars_of_block, waits_of_cluster;
+
+  void add(const Known& others) {
+    join(time_of_thread, others.time_of_thread);
+    join(bars_of_block, others.bars_of_block);
+    join(waits_of_cluster, others.waits_of_cluster);
+  }
+  // Whether something at `now` of `of` is known.
+  static bool has(const std::unordered_map<uint32_t, uint32_t>& all, uint32_t of, uint32_t now) {
+    const auto found = all.find(of);
+    return found != all.end() && now < found->second;
+  }
+  void clear() { *this = Known(); }
+
+ private:
+  static void join(std::unordered_map<uint32_t, uint32_t>& mine,
+                   const std::unordered_map<uint32_t, uint32_t>& theirs) {
+    for (const auto& [of, until] : theirs) {
+      uint32_t& here = mine[of];
+      here = here > until ? here : until;
+    }
+  }
+};
+
+// A copy from global to shared memory that is under way.
+struct Copy {
+  uint64_t to;
+  std::vector<uint8_t> bytes;
+};
+
+enum class Wait : uint8_t { no, lanes, barrier, cluster, forever };
+
+struct Thread {
+  uint32_t id = 0, pc = 0;
+  Wait waits_for = Wait::no;
+  // Barriers of the block, synchronisations of the warp, cluster barriers arrived at and passed.
+  uint32_t bars = 0, syncs = 0, arrives = 0, waits = 0;
+  int barrier = 0;                        // the number of the one it waits at
+  Known fenced, known, seen;              // `seen` by an atomic operation, but no fence came since
+  std::vector<std::vector<Copy>> copies;  // by group, the open one last
+};
+
+struct Warp {
+  Block* block = nullptr;
+  Launch* launch = nullptr;
+  int index = 0, size = kLanes;  // threads
+  uint8_t* file = nullptr;
+  Thread lanes[kLanes];
+  uint16_t depth_now = 0;
+
+  template <class T>
+  T* of(const Operand& o) {
+    constexpr uint32_t at = sizeof(T) == 2 ? 0 : sizeof(T) == 4 ? kConstant4 : kConstant8;
+    return reinterpret_cast<T*>(file + o.slot + (o.size == 0 ? at : 0));
+  }
+  Mask& predicate(const Operand& o) {
+    return *reinterpret_cast<Mask*>(file + o.slot + (o.size == 0 ? kConstantMask : 0));
+  }
+  // The bits of a register of any size.
+  uint64_t bits(const Operand& o, int lane) {
+    if (o.size == 8 || o.size == 0) return of<uint64_t>(o)[lane];
+    if (o.size == 4) return of<uint32_t>(o)[lane];
+    if (o.size == 2) return of<uint16_t>(o)[lane];
+    return predicate(o) >> lane & 1;
+  }
+  void set_bits(const Operand& o, int lane, uint64_t bits) {
+    if (o.size == 8) of<uint64_t>(o)[lane] = bits;
+    if (o.size == 4) of<uint32_t>(o)[lane] = uint32_t(bits);
+    if (o.size == 2) of<uint16_t>(o)[lane] = uint16_t(bits);
+  }
+};
+
+// Calls f(lane) for the lanes of a mask.
+template <class F>
+inline void each(Mask mask, F f) {
+  if (mask == kAll)
+    for (int lane = 0; lane < kLanes; ++lane) f(lane);
+  else
+    for (; mask != 0; mask &= mask - 1) f(__builtin_ctz(mask));
+}
+
+// Says which thread of which block it was; machine.cpp adds the instruction.
+struct Fault : std::runtime_error {
+  uint32_t thread;
+  Fault(uint32_t id, const std::string& what) : std::runtime_error(what), thread(id) {}
+};
+
+template <class To, class From>
+To cast(const From& x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  std::memcpy(&y, &x, sizeof x);
+  return y;
+}
+
+// ---- storage types
+// -------------------------------------------------------------------------------
+
+struct f16 {
+  uint16_t bits;
+  f16() = default;
+  explicit f16(float x) : bits(cast<uint16_t>(_Float16(x))) {}
+  explicit f16(double x) : bits(cast<uint16_t>(_Float16(x))) {}
+  operator float() const { return float(cast<_Float16>(bits)); }
+};
+
+struct bf16 {
+  uint16_t bits;
+  bf16() = default;
+  explicit bf16(float x) {
+    const uint32_t all = cast<uint32_t>(x);
+    bits = x != x ? 0x7fff : uint16_t((all + 0x7fff + (all >> 16 & 1)) >> 16);
+  }
+  // Over float with its rounding to odd, so that nothing is rounded twice.
+  explicit bf16(double x) : bf16(odd(x)) {}
+  operator float() const { return cast<float>(uint32_t(bits) << 16); }
+
+ private:
+  static float odd(double x) {
+    const float near = float(x);
+    if (double(near) == x || x != x) return near;
+    const bool above = std::fabs(double(near)) > std::fabs(x);
+    return cast<float>((cast<uint32_t>(near) - above) | 1);
+  }
+};
+
+template <class T>
+struct Pair {
+  T x, y;
+};
+
+template <class T>
+constexpr bool is_half = false;
+template <>
+inline constexpr bool is_half<f16> = true;
+template <>
+inline constexpr bool is_half<bf16> = true;
+template <class T>
+constexpr bool is_pair = false;
+template <class T>
+inline constexpr bool is_pair<Pair<T>> = true;
+
+}  // namespace ptx

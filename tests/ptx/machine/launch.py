@@ -1,0 +1,287 @@
+"""Runs entries on the core, and says what they did."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import build
+from .parse import Entry, Module, PtxError
+
+__all__ = ["Buffer", "Machine", "Order", "Race", "Report"]
+
+COUNTS = ("runs", "lanes", "splits", "requests", "sectors", "bytes", "conflicts")
+# Units that instructions are counted by, by base opcode; the rest are integer and logic ("alu").
+UNITS = {
+    **dict.fromkeys(("ex2", "lg2", "rsqrt", "sqrt", "tanh", "sin", "cos"), "special"),
+    **dict.fromkeys(("mma", "wgmma"), "tensor"),
+    **dict.fromkeys(("ld", "ldu", "ldmatrix", "cp"), "load"),
+    **dict.fromkeys(("st", "stmatrix"), "store"),
+    **dict.fromkeys(("atom", "red"), "atomic"),
+    **dict.fromkeys(("bar", "barrier", "membar", "fence"), "barrier"),
+    **dict.fromkeys(("shfl", "vote", "redux", "match", "elect"), "warp"),
+    **dict.fromkeys(("bra", "ret", "exit"), "branch"),
+}
+
+
+def unit_of(opcode: str) -> str:
+    """The unit that runs an opcode: a value of UNITS, "fma", "fp64" or "alu"."""
+    base = opcode.split(".", maxsplit=1)[0]
+    if base in ("rcp", "div"):
+        return "special" if opcode.endswith("f32") else "fp64" if opcode.endswith("f64") else "alu"
+    if base in UNITS:
+        return UNITS[base]
+    if opcode.endswith("f64") and base not in ("mov", "selp"):
+        return "fp64"
+    floating = re.search(r"\.(f32|f16|bf16|f16x2|bf16x2)$", opcode)
+    return "fma" if floating and base in ("add", "sub", "mul", "fma", "mad") else "alu"
+
+
+class Buffer:
+    """Global memory that a launch may touch.
+
+    Args:
+        name: as messages give it.
+        data: its bytes, changed in place.
+        address: where the kernel finds it; that of ``data`` unless given.
+        known: False where nothing was written yet (an array of uint8, kept from launch to launch).
+    """
+
+    def __init__(self, name: str, data: np.ndarray, address: int | None = None, known: bool = True):
+        self.name = name
+        self.data = data.reshape(-1).view(np.uint8)
+        self.address = self.data.ctypes.data if address is None else address
+        self.known = np.full(self.data.size, known, np.uint8)
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("data", ctypes.c_void_p),
+        ("known", ctypes.c_void_p),
+    ]
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("threads", ctypes.c_uint32 * 3),
+        ("cluster_size", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint64),
+        ("params_bytes", ctypes.c_uint64),
+        ("params", ctypes.c_char_p),
+        ("buffers_count", ctypes.c_uint64),
+        ("buffers", ctypes.POINTER(_Buffer)),
+        ("clusters", ctypes.c_void_p),
+        ("order", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+        ("counts", ctypes.c_int32),
+        ("checks_races", ctypes.c_int32),
+        ("lanes_clash", ctypes.c_int32),
+        ("share", ctypes.c_double),
+        ("fuel", ctypes.c_uint64),
+        ("of_instr", ctypes.c_void_p),
+        ("distinct_read", ctypes.c_uint64),
+        ("distinct_written", ctypes.c_uint64),
+        ("longest", ctypes.c_uint64),
+    ]
+
+
+@functools.cache
+def _core() -> ctypes.CDLL:
+    core = ctypes.CDLL(str(build.core()))
+    core.ptx_load.restype = ctypes.c_void_p
+    core.ptx_load.argtypes = [ctypes.c_char_p]
+    core.ptx_message.restype = ctypes.c_char_p
+    core.ptx_run.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Arguments)]
+    return core
+
+
+class Order:
+    """In which order blocks, and the warps of a block, take turns."""
+
+    GIVEN, BACKWARDS, RANDOM = range(3)
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses that nothing orders, at least one a write.
+
+    Attributes:
+        first: instruction, as are
+        second: the later one in the order that was run.
+        text: who, where, and both instructions.
+    """
+
+    first: int
+    second: int
+    text: str
+
+
+@dataclass
+class Report:
+    """What a launch did.
+
+    Attributes:
+        entry: that ran.
+        counts: by instruction, an array for each of COUNTS.
+        races: that were found.
+        read: distinct bytes of global memory read.
+        written: the same, written.
+        chain: global loads that depend on each other, the longest such chain.
+    """
+
+    entry: Entry
+    counts: dict[str, np.ndarray]
+    races: list[Race] = field(default_factory=list)
+    read: int = 0
+    written: int = 0
+    chain: int = 0
+
+    def by_unit(self) -> Counter[str]:
+        """Instructions of warps by unit."""
+        found: Counter[str] = Counter()
+        for opcode, runs in zip(self.entry.opcodes, self.counts["runs"], strict=True):
+            if runs:
+                found[unit_of(opcode)] += int(runs)
+        return found
+
+    def total(self, name: str) -> int:
+        """A column of COUNTS, summed."""
+        return int(self.counts[name].sum())
+
+
+_loaded: dict[str, int] = {}  # programs of the core by their text
+
+
+class Machine:
+    """Runs the entries of a module.
+
+    Args:
+        module: parsed PTX, or its text.
+    """
+
+    def __init__(self, module: Module | str):
+        self.module = Module(module) if isinstance(module, str) else module
+
+    def _load(self, name: str) -> int:
+        text = self.module.entry(name).text
+        if text not in _loaded:
+            program = _core().ptx_load(text.encode())
+            if not program:
+                raise PtxError(f"{_core().ptx_message().decode()} in {name}")
+            _loaded[text] = program
+        return _loaded[text]
+
+    def run(
+        self,
+        name: str,
+        grid: int | Sequence[int],
+        threads: int | Sequence[int],
+        params: bytes,
+        buffers: Sequence[Buffer] = (),
+        *,
+        shared: int = 0,
+        cluster: int = 1,
+        order: int = Order.GIVEN,
+        seed: int = 0,
+        counts: bool = False,
+        races: bool = True,
+        lanes_clash: bool = False,
+        share: float = 1.0,
+        fuel: int = 2_000_000_000,
+    ) -> Report:
+        """One launch.
+
+        Args:
+            name: of the entry.
+            grid: blocks in each direction.
+            threads: of a block in each direction.
+            params: the bytes of all parameters.
+            buffers: all of global memory.
+            shared: bytes of dynamic shared memory.
+            cluster: blocks of a cluster.
+            order: of blocks and warps, see Order.
+            seed: of approximations and of a random order.
+            counts: also count sectors, bank conflicts and chains of loads.
+            races: look for races.
+            lanes_clash: lanes of a warp may store to one place with one instruction: one wins.
+            share: how much of the error that PTX allows approximations they may have.
+            fuel: instructions of warps after which the kernel is said not to end.
+
+        Raises:
+            PtxError: the launch does not fit, or the kernel did something that it must not do.
+        """
+        program, entry = self._load(name), self.module.entry(name)
+        if len(params) != entry.params:
+            raise PtxError(f"{name} takes {entry.params} bytes of parameters, got {len(params)}")
+        sizes = [(*np.atleast_1d(x).tolist(), 1, 1) for x in (grid, threads)]
+        blocks = int(np.prod(sizes[0][:3]))
+        if blocks % cluster:
+            raise PtxError(f"{blocks} blocks are no whole clusters of {cluster}")
+        clusters = np.arange(blocks // cluster, dtype=np.uint32)
+        if order == Order.BACKWARDS:
+            clusters = clusters[::-1].copy()
+        elif order == Order.RANDOM:
+            np.random.default_rng(seed).shuffle(clusters)
+        held = sorted((b for b in buffers if b.data.size), key=lambda b: b.address)
+        of_instr = np.zeros((len(entry.opcodes), len(COUNTS)), np.uint64)
+        arguments = _Arguments(
+            grid=sizes[0][:3],
+            threads=sizes[1][:3],
+            cluster_size=cluster,
+            shared_bytes=entry.shared + shared,
+            params_bytes=len(params),
+            params=params,
+            buffers_count=len(held),
+            buffers=(_Buffer * len(held))(
+                *(
+                    (
+                        b.name.encode(),
+                        b.address,
+                        b.data.size,
+                        b.data.ctypes.data,
+                        b.known.ctypes.data,
+                    )
+                    for b in held
+                )
+            ),
+            clusters=clusters.ctypes.data,
+            order=order,
+            seed=seed,
+            counts=counts,
+            checks_races=races,
+            lanes_clash=lanes_clash,
+            share=share,
+            fuel=fuel,
+            of_instr=of_instr.ctypes.data,
+        )
+        _core().ptx_run(program, ctypes.byref(arguments))
+        columns = dict(zip(COUNTS, of_instr.T, strict=True))
+        measured = (arguments.distinct_read, arguments.distinct_written, arguments.longest)
+        report = Report(entry, columns, [], *measured)
+        for line in _core().ptx_message().decode().splitlines():
+            self._said(entry, line, report)
+        return report
+
+    @staticmethod
+    def _said(entry: Entry, line: str, report: Report) -> None:
+        what, rest = line.split(" ", 1)
+        if what == "race":
+            first, second, text = rest.split(" ", 2)
+            pcs = int(first), int(second)
+            text = f"race: {text}\n  {entry.where(pcs[0])}\n  {entry.where(pcs[1])}"
+            report.races.append(Race(*pcs, text))
+        elif what == "fault":
+            pc, text = rest.split(" ", 1)
+            raise PtxError(f"{entry.name}: {text}\n  {entry.where(int(pc))}")
+        else:
+            raise PtxError(f"{entry.name}: {rest}")

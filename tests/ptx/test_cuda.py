@@ -1,0 +1,72 @@
+"""The real PTX of csrc/cuda, run without a GPU: right, without races, within its memory.
+
+A part of what ``make ptx`` runs, on every entry for sm_80 and the clusters of sm_90a.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from cases import DTYPES, STEPS, Drivers, measure_row, measure_step
+from cuda_on_host import KINDS
+from machine import build
+from machine.launch import Order
+
+pytestmark = pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine")
+
+KINDS_OF = {"fp32": ("f32", "f32_in_f64"), "fp64": ("f64",), "bf16": ("bf16",), "fp16": ("f16",)}
+# All dtypes on sm_80; of clusters, which no dtype changes, one.
+BUILT = [("80", kind) for kind in KINDS] + [("90a", "bf16")]
+FEW = (
+    "no lens", "lens per query", "whole row masked", "one of each", "wide values", "decoder step",
+    "split keys, lens inside a chunk", "sliced inputs", "large step", "large step, beams",
+    "large step, 16 beams", "long step",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def drivers(request):
+    if len(request.session.items) > len(FEW):  # fewer may not need all the kinds
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda each: build.ptx(each[1], each[0]), BUILT))
+            list(pool.map(lambda kind: build.driver(kind, *KINDS[kind]), KINDS))
+    running = {}
+
+    def of(arch, dtype, **options):
+        key = arch, dtype, tuple(options.items())
+        if key not in running:
+            running[key] = Drivers(arch, **options)
+        return running[key]
+
+    yield of
+    for each in running.values():
+        each.close()
+
+
+# Where approximations err as much as PTX lets them, the fp32 kernels take up to 1.3 of what the
+# parity rule allows; the others keep it (docs/ptx.md).
+MOST = {"fp32": 1.3, "fp64": 1.0, "bf16": 1.0, "fp16": 1.0}
+
+
+def check(drivers, measure, arch, name, dtype, **options):
+    assert measure(drivers(arch, dtype, **options), name, dtype) <= MOST[dtype]
+
+
+@pytest.mark.parametrize("row", FEW)
+def test_contract(drivers, row):
+    dtypes = list(DTYPES)
+    for dtype in {dtypes[FEW.index(row) % 4], "fp32" if "step" in row else "bf16"}:
+        check(drivers, measure_row, "80", row, dtype)
+    check(drivers, measure_row, "90a", row, "bf16")
+
+
+@pytest.mark.parametrize("order", [Order.BACKWARDS, Order.RANDOM])
+@pytest.mark.parametrize("row", ["decoder step", "split keys", "lens per query"])
+def test_any_order_of_blocks_and_warps(drivers, row, order):
+    for arch in ("80", "90a"):
+        check(drivers, measure_row, arch, row, "bf16", order=order, seed=1)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_in_one_launch(drivers, name):
+    check(drivers, measure_step, "90a", name, "bf16")
+    check(drivers, measure_step, "80", name, "fp32" if STEPS[name].Dk is None else "fp16")

@@ -1,0 +1,289 @@
+"""The PTX machine sees what must not be done to memory, races and the cost of accesses."""
+
+import platform
+import re
+import shutil
+
+import numpy as np
+import pytest
+from machine.launch import Buffer, Machine, Order
+from machine.parse import PtxError
+from small import kernel, run
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
+    reason="the machine's core is compiled by g++ for x86-64",
+)
+
+RANDOM = np.random.default_rng(2)
+
+# ---- memory --------------------------------------------------------------------------------------
+
+FOUR = "mad.wide.u32 %rd10, %r2, 4, %rd0;\n"
+SHARED = ".shared .align 16 .b8 buf[1024];"
+OWN = "mov.u32 %r10, buf;\nshl.b32 %r11, %r0, 2;\nadd.s32 %r12, %r10, %r11;\n"
+
+
+def data(count=64):
+    return np.zeros(count, np.uint32)
+
+
+MISTAKES = {
+    "past the end": (FOUR + "st.global.u32 [%rd10+4], %r0;", "outside of every buffer"),
+    "before the beginning": (FOUR + "ld.global.u32 %r4, [%rd10+-4];", "outside of every buffer"),
+    "misaligned": (FOUR + "ld.global.v2.u32 {%r4, %r5}, [%rd10];", "misaligned access"),
+    "past shared memory": (OWN + "st.shared.u32 [%r12+900], %r0;", "outside of shared memory"),
+    "uninitialised": (OWN + "ld.shared.u32 %r4, [%r12];", "where nothing was written"),
+    "constant": (FOUR + "ld.global.nc.u32 %r4, [%rd10];\nst.global.u32 [%rd10], %r4;", "constant"),
+    "endless": ("LOOP: bra LOOP;", "does not end"),
+    "barrier": ("setp.lt.u32 %p1, %r0, 8;\n@%p1 ret;\nbar.sync 0;", "not all threads"),
+    "two barriers": (
+        "setp.lt.u32 %p1, %r0, 8;\n@%p1 bra ONE;\nbar.sync 1;\nONE: bar.sync 0;", "not all threads"
+    ),
+    "lanes": (
+        "setp.lt.u32 %p1, %r0, 8;\n@%p1 ret;\nshfl.sync.bfly.b32 %r4, %r0, 1, 31, -1;", "has ended"
+    ),
+    "own mask": ("shfl.sync.bfly.b32 %r4, %r0, 1, 31, 255;", "its own mask leaves out"),
+    "parameters": ("ld.param.u64 %rd4, [p0+8];", "past the parameters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told(mistake):
+    code, said = MISTAKES[mistake]
+    with pytest.raises(PtxError, match=re.escape(said)) as caught:
+        run(kernel(code, 1, SHARED), [data(32)], fuel=100_000)
+    assert "PTX line" in str(caught.value)
+
+
+def test_a_workspace_has_to_be_written_before_it_is_read():
+    code = FOUR + "ld.global.u32 %r4, [%rd10];\nst.global.u32 [%rd10], %r4;"
+    run(kernel(code), [data(32)])
+    with pytest.raises(PtxError, match=r"workspace.*where nothing was written"):
+        run(kernel(code), [Buffer("workspace", data(32), known=False)])
+
+
+def test_unknown_words_are_named():
+    for code in (
+        "frob.u32 %r4, %r5;",
+        "add.frob.f32 %f1, %f2, %f3;",
+        "mma.sync.aligned.m1n1k1.f32;",
+    ):
+        with pytest.raises(PtxError, match=re.escape(code.split()[0].rstrip(";"))):
+            run(kernel(code), [data()])
+    with pytest.raises(PtxError, match="%frob"):
+        run(kernel("mov.u32 %r4, %frob.x;"), [data()])
+
+
+def test_asynchronous_copies_arrive_at_the_wait():
+    body = (
+        OWN
+        + FOUR
+        + """mad.wide.u32 %rd11, %r2, 4, %rd1;
+    cp.async.ca.shared.global [%r12], [%rd11], 4;
+    cp.async.commit_group;
+    WAIT
+    ld.shared.u32 %r4, [%r12];
+    st.global.u32 [%rd10], %r4;"""
+    )
+    got, words = data(32), RANDOM.integers(0, 2**32, 32).astype(np.uint32)
+    run(kernel(body.replace("WAIT", "cp.async.wait_group 0;"), 2, SHARED), [got, words])
+    np.testing.assert_array_equal(got, words)
+    for wait in ("", "cp.async.wait_group 1;"):
+        with pytest.raises(PtxError, match="where nothing was written"):
+            run(kernel(body.replace("WAIT", wait), 2, SHARED), [got, words])
+
+
+# ---- races ---------------------------------------------------------------------------------------
+
+BOTH = "barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n"
+WRITE = OWN + "st.shared.u32 [%r12], 0;\nbar.sync 0;\nst.shared.u32 [%r12], %r0;\n"
+LANES = "bar.warp.sync -1;\n"
+NEXT = "xor.b32 %r13, %r11, {};\nadd.s32 %r13, %r10, %r13;\n"
+READ = "ld.shared.u32 %r4, [%r13];\n" + FOUR + "st.global.u32 [%rd10], %r4;\n"
+# Code, threads, whether it races. XOR 4 is the lane beside, XOR 128 one of another warp.
+RACES = {
+    "no barrier": (WRITE + NEXT.format(128) + READ, 64, True),
+    "a barrier": (WRITE + NEXT.format(128) + "bar.sync 0;\n" + READ, 64, False),
+    "lanes without a barrier": (WRITE + NEXT.format(4) + READ, 32, True),
+    "lanes with a barrier of theirs": (WRITE + NEXT.format(4) + LANES + READ, 32, False),
+    "warps with a barrier of lanes": (WRITE + NEXT.format(128) + LANES + READ, 64, True),
+    "a shuffle is no barrier": (
+        WRITE + NEXT.format(4) + "shfl.sync.bfly.b32 %r5, %r0, 1, 31, -1;\n" + READ, 32, True),
+    "a barrier of a cluster of one": (
+        WRITE + NEXT.format(128) + BOTH + READ, 64, False),
+    "written again too early": (
+        WRITE + NEXT.format(128) + "bar.sync 0;\n" + READ + "st.shared.u32 [%r12], %r4;", 64, True),
+    "written again behind a barrier": (
+        WRITE + NEXT.format(128) + "bar.sync 0;\n" + READ + "bar.sync 0;\n"
+        "st.shared.u32 [%r12], %r4;", 64, False),
+    "two write one place": (OWN + "st.shared.u32 [%r10], %r0;", 32, True),
+    "two write the same": (OWN + "st.shared.u32 [%r10], 7;", 64, False),
+    "a reader among many": (
+        WRITE + "bar.sync 0;\nld.shared.u32 %r4, [%r10];\nsetp.eq.u32 %p1, %r0, 63;\n"
+        "@%p1 st.shared.u32 [%r10], %r4;", 64, True),
+    "everybody adds": (
+        "mov.u32 %r10, buf;\nsetp.eq.u32 %p1, %r0, 0;\n@%p1 st.shared.u32 [%r10], 0;\n"
+        "bar.sync 0;\natom.shared.add.u32 %r4, [%r10], 1;", 64, False),
+    "global memory": (
+        FOUR + "st.global.u32 [%rd10], %r0;\nxor.b32 %r4, %r2, 1;\n"
+        "mad.wide.u32 %rd11, %r4, 4, %rd0;\nld.global.u32 %r5, [%rd11];", 64, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [Order.GIVEN, Order.BACKWARDS, Order.RANDOM])
+@pytest.mark.parametrize("name", RACES)
+def test_races(name, order):
+    code, threads, races = RACES[name]
+    report = run(kernel(code, 1, SHARED), [data()], threads=threads, order=order)
+    assert bool(report.races) == races, [r.text for r in report.races]
+    for race in report.races:
+        assert race.text.count("PTX line") == 2
+
+
+def test_one_of_the_lanes_may_win_where_that_is_meant():
+    for code, threads, races in ((OWN, 32, False), (OWN, 64, True)):
+        text = kernel(code + "st.shared.u32 [%r10], %r0;", 1, SHARED)
+        report = run(text, [data()], threads=threads, lanes_clash=True)
+        assert bool(report.races) == races
+
+
+LAST = """setp.eq.u32 %p1, %r0, 0;
+{fence}bar.sync 0;
+@!%p1 bra WAIT;
+atom.global.add.u32 %r5, [%rd1], 1;
+{acquire}st.shared.u32 [%r10], %r5;
+WAIT: bar.sync 0;
+ld.shared.u32 %r5, [%r10];
+setp.ne.u32 %p2, %r5, 1;
+@%p2 bra END;
+xor.b32 %r4, %r2, 64;
+mad.wide.u32 %rd11, %r4, 4, %rd0;
+ld.global.u32 %r6, [%rd11];
+END:
+"""
+
+
+@pytest.mark.parametrize("order", [Order.GIVEN, Order.BACKWARDS, Order.RANDOM])
+@pytest.mark.parametrize(
+    ("fence", "acquire", "races"),
+    [("membar.gl;", "membar.gl;", False), ("", "membar.gl;", True), ("membar.gl;", "", True),
+     ("membar.cta;", "membar.gl;", True), ("fence.acq_rel.gpu;", "fence.acq_rel.gpu;", False)],
+)  # fmt: skip
+def test_the_last_block_sees_what_fences_gave_out(fence, acquire, races, order):
+    code = FOUR + "mov.u32 %r10, buf;\nst.global.u32 [%rd10], %r0;\n"
+    code += LAST.format(fence=fence + "\n", acquire=acquire + "\n")
+    report = run(kernel(code, 2, SHARED), [data(128), data(1)], 2, 64, order=order)
+    assert bool(report.races) == races
+
+
+CLUSTER = """mov.u32 %r3, %cluster_ctarank;
+xor.b32 %r3, %r3, 1;
+st.shared.u32 [%r12], %r2;
+{barrier}
+cvt.u64.u32 %rd12, %r12;
+cvta.shared.u64 %rd12, %rd12;
+mapa.u64 %rd13, %rd12, %r3;
+ld.u32 %r4, [%rd13];
+st.global.u32 [%rd10], %r4;
+{end}
+"""
+
+
+def test_clusters_share_their_memory():
+    got = data(128)
+    code = OWN + FOUR + CLUSTER.format(barrier=BOTH, end=BOTH)
+    report = run(kernel(code, 1, SHARED), [got], 2, 64, cluster=2)
+    assert not report.races
+    np.testing.assert_array_equal(got, np.arange(128) ^ 64)
+    code = OWN + FOUR + CLUSTER.format(barrier="barrier.cluster.arrive.release;", end="")
+    with pytest.raises(PtxError, match="a block that may not have begun"):
+        run(kernel(code, 1, SHARED), [got], 2, 64, cluster=2)
+    start = "st.shared.u32 [%r12], 0;\n" + BOTH
+    for middle, races in (("bar.sync 0;", True), (BOTH, False)):
+        code = OWN + FOUR + start + "\n" + CLUSTER.format(barrier=middle, end=BOTH)
+        assert bool(run(kernel(code, 1, SHARED), [got], 2, 64, cluster=2).races) == races
+
+
+def test_a_block_of_a_cluster_has_to_be_there():
+    text = "a block that may have ended"
+    report = run(
+        kernel(OWN + FOUR + CLUSTER.format(barrier=BOTH, end=""), 1, SHARED),
+        [data(128)],
+        2,
+        64,
+        cluster=2,
+    )
+    assert [text in race.text for race in report.races] == [True]
+    with pytest.raises(PtxError, match="a block that may not have begun"):
+        run(
+            kernel(OWN + FOUR + CLUSTER.format(barrier="", end=BOTH), 1, SHARED),
+            [data(128)],
+            2,
+            64,
+            cluster=2,
+        )
+
+
+# ---- counts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stride", "sectors"), [(4, 4), (8, 8), (32, 32), (128, 32)])
+def test_sectors(stride, sectors):
+    code = f"mad.wide.u32 %rd10, %r0, {stride}, %rd0;\nld.global.u32 %r4, [%rd10];"
+    memory = np.zeros(32 * 128 + 256, np.uint8)
+    memory = memory[-memory.ctypes.data % 128 :][: 32 * 128]
+    report = run(kernel(code), [memory], counts=True)
+    assert report.total("sectors") == sectors
+    assert report.total("bytes") == 128
+    assert report.read == 128
+
+
+@pytest.mark.parametrize(("stride", "conflicts"), [(4, 0), (8, 1), (16, 3), (0, 0)])
+def test_bank_conflicts(stride, conflicts):
+    code = f"mov.u32 %r10, buf;\nmad.lo.s32 %r12, %r0, {stride}, %r10;\n"
+    one = "setp.eq.u32 %p1, %r0, 0;\n@%p1 st.shared.u32 [%r12], %r0;"
+    report = run(
+        kernel(code + (one if stride == 0 else "st.shared.u32 [%r12], %r0;"), 1, SHARED),
+        [data()], counts=True,
+    )  # fmt: skip
+    assert report.total("conflicts") == conflicts
+
+
+def test_chains_of_loads():
+    memory = np.zeros(4, np.uint64)
+    memory[:3] = memory.ctypes.data + np.array([8, 16, 24], np.uint64)
+    code = "ld.global.u64 %rd4, [%rd0];\nld.global.u64 %rd5, [%rd4];\nld.global.u64 %rd6, [%rd5];"
+    assert run(kernel(code), [memory], counts=True).chain == 3
+    code = "ld.global.u64 %rd4, [%rd0];\nld.global.u64 %rd5, [%rd0+8];"
+    assert run(kernel(code), [memory], counts=True).chain == 1
+
+
+def test_instructions_by_unit_and_branches_that_part():
+    code = """setp.lt.u32 %p1, %r0, 8;
+    @%p1 bra LOW;
+    add.f32 %f1, %f2, %f3;
+    LOW: fma.rn.f32 %f1, %f2, %f3, %f4;
+    ex2.approx.ftz.f32 %f1, %f1;
+    bar.sync 0;"""
+    report = run(kernel(code), [data()], threads=64)
+    units = report.by_unit()
+    assert (units["fma"], units["special"], units["barrier"]) == (4, 2, 2)
+    assert report.total("splits") == 1
+
+
+def test_orders_reach_the_same_result():
+    code = FOUR + "atom.global.add.u32 %r4, [%rd1], 1;\nst.global.u32 [%rd10], %r4;"
+    seen = {}
+    for order in (Order.GIVEN, Order.BACKWARDS, Order.RANDOM):
+        got = data(128)
+        run(kernel(code, 2), [got, data(1)], 2, 64, order=order)
+        assert sorted(got) == list(range(128))
+        seen[order] = got[0]
+    assert seen[Order.GIVEN] == 0
+    assert seen[Order.BACKWARDS] >= 96
+
+
+def test_parameters_have_to_fit():
+    with pytest.raises(PtxError, match="takes 8 bytes of parameters, got 3"):
+        Machine(kernel("")).run("k", 1, 32, b"abc")

@@ -1,0 +1,182 @@
+"""Runs the Triton kernels in the PTX machine: compiled for a GPU that is not here, launched by
+bahdanau_fast.backends.triton on CPU tensors."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+from machine.launch import Buffer, Machine
+from machine.parse import PtxError
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+
+from bahdanau_fast.backends.triton import backward, call, forward
+
+__all__ = ["TritonPtx"]
+
+# What torch.empty leaves: a NaN that nobody computes. Words that hold it count as unwritten.
+UNWRITTEN = 0x7FA5C3A5
+_PACKED = {
+    "i1": "b",
+    "i8": "b",
+    "i16": "h",
+    "i32": "i",
+    "i64": "q",
+    "u32": "I",
+    "u64": "Q",
+    "fp32": "f",
+}
+
+
+class _Driver:
+    """Triton's driver, as far as compiling and launching ask for one."""
+
+    def __init__(self, arch):
+        self.arch = arch
+        self.utils = self
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self):
+        return self.arch  # kernels are kept by device
+
+    def get_current_stream(self, _device):
+        return 0
+
+    def get_device_properties(self, _device):
+        return {"max_shared_mem": 227 * 1024 if self.arch >= 90 else 163 * 1024}
+
+
+def _empty(*args, **options):
+    made = _torch_empty(*args, **options)
+    storage = made.untyped_storage()
+    whole = torch.tensor([], dtype=torch.uint8).set_(storage).numpy()
+    words = whole[: whole.size // 4 * 4].view(np.uint32)
+    words[:] = UNWRITTEN
+    return made
+
+
+_torch_empty = torch.empty
+
+
+def _storage(tensor):
+    """A tensor's memory as a buffer; whole words that torch.empty left are unwritten."""
+    whole = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+    buffer = Buffer(
+        f"{tuple(tensor.shape)} {tensor.dtype}", whole, tensor.untyped_storage().data_ptr()
+    )
+    words = whole[: whole.size // 4 * 4].view(np.uint32)
+    buffer.known[: words.size * 4].reshape(-1, 4)[:] = (words != UNWRITTEN)[:, None]
+    return buffer
+
+
+class TritonPtx:
+    """Inside :meth:`here`, Triton's launches on CPU tensors go to the machine.
+
+    Args:
+        arch: 80 or 90.
+        processors: multiprocessors that plans are made for.
+        change: of the PTX, to plant a mistake.
+        options: for every ``Machine.run``.
+
+    Attributes:
+        reports: (kernel, report) of all launches.
+    """
+
+    def __init__(self, arch, processors=16, change=str, **options):
+        self.arch, self.processors, self.change, self.options = arch, processors, change, options
+        self.reports = []
+        self._machines = {}
+
+    @contextmanager
+    def here(self):
+        patched = [
+            mock.patch.object(CompiledKernel, "run", property(self._runner)),
+            mock.patch.object(CompiledKernel, "launch_metadata", return_value=None),
+            mock.patch.object(call, "native", return_value=True),
+            mock.patch.object(call, "processors", return_value=self.processors),
+            mock.patch.object(forward, "processors", return_value=self.processors),
+            mock.patch.object(torch, "empty", _empty),
+        ]
+        before = triton.runtime.driver._active
+        triton.runtime.driver.set_active(_Driver(self.arch))
+        try:
+            for patch in patched:
+                patch.start()
+            yield self
+        finally:
+            mock.patch.stopall()
+            triton.runtime.driver._active = before
+
+    def attend(self, queries, keys, values, w_v, valid_lens):
+        """Context and weights by the kernels, differentiable."""
+        return _Attend.apply(queries, keys, values, w_v, valid_lens, self)
+
+    def took(self):
+        """Names of the kernels of every launch since the last call."""
+        names = {name for name, _ in self.reports}
+        self.reports.clear()
+        return names
+
+    def _runner(self, kernel):
+        def run(x, y, z, _stream, _function, _packed, _metadata, _enter, _exit, *arguments):
+            self._launch(kernel, (x, y, z), arguments)
+
+        return run
+
+    def _launch(self, kernel, grid, arguments):
+        machine = self._machines.get(kernel.hash)
+        if machine is None:
+            machine = self._machines[kernel.hash] = Machine(self.change(kernel.asm["ptx"]))
+        (name,) = machine.module.names
+        params, buffers = b"", {}
+        for (key, kind), value in zip(kernel.src.signature.items(), arguments, strict=True):
+            if kind == "constexpr":
+                continue
+            if isinstance(value, torch.Tensor):
+                code, number = "Q", value.data_ptr()
+                if value.numel():
+                    buffers[value.untyped_storage().data_ptr()] = _storage(value)
+            else:
+                code, number = _PACKED[kind], value
+            size = struct.calcsize(code)
+            params += b"\0" * (-len(params) % size) + struct.pack(code, number)
+            del key
+        params += b"\0" * (machine.module.entry(name).params - len(params))  # scratch memory
+        # Lanes that hold a number twice may differ in its last bits (a product fused with one of
+        # two summands) and both store it: that one of the two wins is how Triton means it.
+        report = machine.run(
+            name, grid, 32 * kernel.metadata.num_warps, params, list(buffers.values()),
+            shared=kernel.metadata.shared, lanes_clash=True, **self.options,
+        )  # fmt: skip
+        self.reports.append((name, report))
+        if report.races:
+            raise PtxError("\n".join(race.text for race in report.races))
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, queries, keys, values, w_v, lens, machine):
+        with machine.here():
+            inputs = (queries, keys, None, None, values, w_v, lens, None, 0.0)
+            context, weights = forward.attend(*inputs, True)
+        ctx.save_for_backward(queries, keys, values, w_v)
+        ctx.lens, ctx.machine, ctx.weights = lens, machine, weights.clone()
+        ctx.set_materialize_grads(False)
+        return context, weights
+
+    @staticmethod
+    def backward(ctx, grad_context, grad_weights):
+        queries, keys, values, w_v = ctx.saved_tensors
+        with ctx.machine.here():
+            grads = backward.attend_backward(
+                queries, keys, None, None, values, w_v, ctx.lens, None, 0.0, ctx.weights,
+                grad_context, grad_weights, 15,
+            )  # fmt: skip
+        return *grads, None, None
