@@ -11,6 +11,7 @@ error about something else. Plain PyTorch operations do what they should. :func:
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import torch
@@ -19,6 +20,8 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: What may be applied to the sum inside a score.
+ACTIVATIONS = ("tanh", "relu", "leaky_relu")
 _WEIGHTS = (Parameter, Tensor)
 
 
@@ -29,10 +32,21 @@ def reject(error: type[Exception], name: str, requirement: str, actual: object) 
 
 def probability(name: str, value: float) -> None:
     """A number in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        reject(TypeError, name, "be a number", type(value).__name__)
+    _number(name, value)
     if not 0.0 <= value <= 1.0:
         reject(ValueError, name, "be between 0 and 1", value)
+
+
+def _number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        reject(TypeError, name, "be a number", type(value).__name__)
+
+
+def finite(name: str, value: float) -> None:
+    """A finite number."""
+    _number(name, value)
+    if not math.isfinite(value):
+        reject(ValueError, name, "be finite", value)
 
 
 def positive_int(name: str, value: int) -> None:
@@ -198,6 +212,27 @@ def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> N
     same_kind(name, tensor, "queries", like)
 
 
+def weights(
+    queries: Tensor,
+    keys: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    bias: Tensor | None,
+    usual: bool = False,
+) -> int:
+    """The weights of a function's call; returns H. ``usual`` is what :func:`usual` found."""
+    hidden = w_v.numel() if isinstance(w_v, Tensor) else 0
+    w_v_shape = (hidden,) if isinstance(w_v, Tensor) and w_v.dim() == 1 else (1, hidden)
+    weight("w_v", w_v, w_v_shape, queries)
+    if not (usual and w_q.shape[0] == w_k.shape[0] == hidden):
+        weight("w_q", w_q, (hidden, queries.shape[-1]), queries)
+        weight("w_k", w_k, (hidden, keys.shape[-1]), queries)
+    if bias is not None:
+        weight("bias", bias, (hidden,), queries)
+    return hidden
+
+
 def scores(tensor: Tensor) -> None:
     """Scores of every query against every key."""
     _floating("scores", tensor)
@@ -211,6 +246,33 @@ def features(name: str, tensor: Tensor, size: int) -> None:
         of = {"queries": ", query_size", "keys": ", key_size"}.get(name, "")
         need = f"have feature size {size} (that of its weight{of})"
         reject(ValueError, name, need, _shape(tensor))
+
+
+def inside(
+    features: Tensor | None,
+    w_f: Tensor | None,
+    activation: str,
+    negative_slope: float,
+    keys: Tensor,
+    hidden: int,
+) -> None:
+    """Features of the keys (B,Tk,C) with their weight (H,C), and the activation of a score."""
+    if activation not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        reject(ValueError, "activation", f"be one of {known}", repr(activation))
+    finite("negative_slope", negative_slope)
+    if features is None:
+        if w_f is not None:
+            reject(ValueError, "w_f", "be given with features only", "features None")
+        return
+    rows("features", features)
+    if features.shape[:2] != keys.shape[:2]:
+        need = f"have the batch size and length of keys, {_shape(keys)[:2]}"
+        reject(ValueError, "features", need, _shape(features))
+    same_kind("features", features, "keys", keys)
+    if w_f is None:
+        reject(ValueError, "w_f", "be given with features", None)
+    weight("w_f", w_f, (hidden, features.shape[2]), keys)
 
 
 def sequence(

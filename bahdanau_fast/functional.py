@@ -11,11 +11,13 @@ from torch import Tensor
 
 from bahdanau_fast import backends, checks, limits, ops, reference
 from bahdanau_fast.backends.route import Route
+from bahdanau_fast.general import attend_inside
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops import sharding, whole
 from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.projection import linear
 from bahdanau_fast.ops.shared_gradients import SharedNode
+from bahdanau_fast.reference import TANH, Inside
 
 __all__ = [
     "additive_attention",
@@ -64,11 +66,16 @@ def additive_attention(
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     need_weights: bool = True,
+    features: Tensor | None = None,
+    w_f: Tensor | None = None,
+    activation: str = "tanh",
+    negative_slope: float = 0.01,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``softmax_j(w_v . tanh(W_q q_i + W_k k_j + bias)) @ values``, fused.
+    """``softmax_j(w_v . tanh(W_q q_i + W_k k_j + W_f f_j + bias)) @ values``, fused.
 
-    Bahdanau, Cho and Bengio 2014, https://arxiv.org/abs/1409.0473, equation 6 and section A.1.2.
+    Bahdanau, Cho and Bengio 2014, https://arxiv.org/abs/1409.0473, equation 6 and section A.1.2;
+    features of the keys as in Chorowski et al. 2015, https://arxiv.org/abs/1506.07503, equation 9.
 
     Args:
         queries: (B,Tq,Dq), float32, bfloat16, float16 or float64.
@@ -81,6 +88,10 @@ def additive_attention(
         bias: (H,), optional.
         dropout_p: probability of dropping a weight on the way to the context.
         need_weights: return the weights too.
+        features: (B,Tk,C), of the keys, dtype of queries; optional.
+        w_f: (H,C); with features.
+        activation: "tanh", "relu" or "leaky_relu".
+        negative_slope: of leaky_relu.
         backend: "cuda", "triton", "cpu" or "reference"; None takes the fastest that is there.
 
     Returns:
@@ -88,7 +99,7 @@ def additive_attention(
 
     Raises:
         TypeError: something is not a floating tensor, or dtypes differ.
-        ValueError: ranks, sizes, devices, ``dropout_p`` or ``backend`` do not fit.
+        ValueError: ranks, sizes, devices, ``dropout_p``, ``activation`` or ``backend`` do not fit.
 
     >>> q, k = torch.zeros(1, 1, 2), torch.ones(1, 4, 2)
     >>> w = torch.ones(3, 2)
@@ -99,20 +110,30 @@ def additive_attention(
     usual = checks.usual(queries, keys, values, valid_lens, w_q, w_k)
     if not usual:
         checks.inputs(queries, keys, values, valid_lens)
-    hidden = w_v.numel() if isinstance(w_v, Tensor) else 0
-    w_v_shape = (hidden,) if isinstance(w_v, Tensor) and w_v.dim() == 1 else (1, hidden)
-    checks.weight("w_v", w_v, w_v_shape, queries)
-    if not (usual and w_q.shape[0] == w_k.shape[0] == hidden):
-        checks.weight("w_q", w_q, (hidden, queries.shape[-1]), queries)
-        checks.weight("w_k", w_k, (hidden, keys.shape[-1]), queries)
-    if bias is not None:
-        checks.weight("bias", bias, (hidden,), queries)
+    hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias, usual)
     checks.probability("dropout_p", dropout_p)
+    inside = TANH
+    if not (features is w_f is None and activation == "tanh"):
+        inside = Inside(features, w_f, activation, negative_slope)
+        checks.inside(*inside, keys, hidden)
     weights_given = (w_q, w_k, w_v)
     route = backends.decide(
-        queries, keys, values, *weights_given, bias, hidden, dropout_p, name=backend
+        queries,
+        keys,
+        values,
+        *weights_given,
+        bias,
+        hidden,
+        dropout_p,
+        general=inside is not TANH,
+        name=backend,
     )
-    if route.form == "one operator":
+    if inside is not TANH:
+        asked, known = linear(queries, w_q), linear(keys, w_k, bias)
+        context, weights = attend_inside(
+            route, asked, known, values, w_v, valid_lens, dropout_p, inside
+        )
+    elif route.form == "one operator":
         inputs = (queries, keys, values, *weights_given)
         context, weights = attend_small(route, inputs, bias, valid_lens, dropout_p)
     elif route.form in ("raw", "raw keys"):

@@ -2,24 +2,55 @@
 
 This is the only place where the formula is written in Python::
 
-    score[b,i,j]  = w_v . tanh(W_q q[b,i] + W_k k[b,j])
+    score[b,i,j]  = w_v . act(W_q q[b,i] + W_k k[b,j] + W_f f[b,j])
     weight[b,i,:] = softmax_j(score, positions j >= valid_len masked)
     context[b,i]  = sum_j dropout(weight)[b,i,j] v[b,j]
 
-It runs on any device, in any floating dtype, and autograd differentiates it to any order.
-Sizes: B batch, Tq queries, Tk keys, Dq/Dk/Dv feature sizes, H hidden units.
+where act is tanh unless another activation is asked for, and f are features of the keys, if there
+are any. It runs on any device, in any floating dtype, and autograd differentiates it to any order.
+Sizes: B batch, Tq queries, Tk keys, Dq/Dk/Dv feature sizes, C features of a key, H hidden units.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["additive_attention", "attend", "masked_softmax", "valid_mask"]
+__all__ = [
+    "TANH",
+    "Inside",
+    "additive_attention",
+    "additive_scores",
+    "attend",
+    "masked_softmax",
+    "projected_scores",
+    "valid_mask",
+]
+
+
+class Inside(NamedTuple):
+    """What a score has inside beside queries and keys: ``act(... + W_f f[b,j])``.
+
+    Attributes:
+        features: f, (B,Tk,C), or None.
+        w_f: (H,C); with features.
+        activation: "tanh", "relu" or "leaky_relu".
+        negative_slope: of leaky_relu.
+    """
+
+    features: Tensor | None = None
+    w_f: Tensor | None = None
+    activation: str = "tanh"
+    negative_slope: float = 0.01
+
+
+#: No features, and tanh.
+TANH = Inside()
 
 
 def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
@@ -71,6 +102,28 @@ def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
     return F.softmax(scores, dim=-1)
 
 
+def _activate(x: Tensor, inside: Inside) -> Tensor:
+    if inside.activation == "relu":
+        return F.relu(x)
+    if inside.activation == "leaky_relu":
+        return F.leaky_relu(x, inside.negative_slope)
+    return torch.tanh(x)
+
+
+def projected_scores(
+    queries: Tensor,
+    keys: Tensor,
+    w_v: Tensor | Callable[[Tensor], Tensor],
+    inside: Inside = TANH,
+) -> Tensor:
+    """The scores (B,Tq,Tk) of projected queries and keys; arguments as of :func:`attend`."""
+    if inside.features is not None and inside.w_f is not None:
+        keys = keys + F.linear(inside.features, inside.w_f)
+    hidden = _activate(queries.unsqueeze(2) + keys.unsqueeze(1), inside)
+    scores = F.linear(hidden, w_v.reshape(1, -1)) if isinstance(w_v, Tensor) else w_v(hidden)
+    return scores.squeeze(-1)
+
+
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -78,6 +131,7 @@ def attend(
     w_v: Tensor | Callable[[Tensor], Tensor],
     valid_lens: Tensor | None = None,
     dropout_p: float = 0.0,
+    inside: Inside = TANH,
 ) -> tuple[Tensor, Tensor]:
     """The part after the projections: scores, masked softmax, weighted sum.
 
@@ -88,13 +142,12 @@ def attend(
         w_v: (1,H) or (H,); or a layer from (B,Tq,Tk,H) to (B,Tq,Tk,1).
         valid_lens: None, (B,) or (B,Tq).
         dropout_p: dropout probability of the weights in the weighted sum.
+        inside: features of the keys, and the activation.
 
     Returns:
         Context (B,Tq,Dv) and the weights (B,Tq,Tk) before dropout.
     """
-    features = torch.tanh(queries.unsqueeze(2) + keys.unsqueeze(1))
-    scores = F.linear(features, w_v.reshape(1, -1)) if isinstance(w_v, Tensor) else w_v(features)
-    weights = masked_softmax(scores.squeeze(-1), valid_lens)
+    weights = masked_softmax(projected_scores(queries, keys, w_v, inside), valid_lens)
     context = torch.bmm(F.dropout(weights, dropout_p), values)
     return context, weights
 
@@ -111,6 +164,10 @@ def additive_attention(
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     need_weights: bool = True,
+    features: Tensor | None = None,
+    w_f: Tensor | None = None,
+    activation: str = "tanh",
+    negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor | None]:
     """Additive attention (Bahdanau et al. 2014, https://arxiv.org/abs/1409.0473), unfused.
 
@@ -125,12 +182,54 @@ def additive_attention(
         bias: (H,), added inside the tanh.
         dropout_p: dropout probability of the weights in the weighted sum.
         need_weights: also return the weights.
+        features: (B,Tk,C), of the keys; optional.
+        w_f: (H,C); with features.
+        activation: "tanh", "relu" or "leaky_relu".
+        negative_slope: of leaky_relu.
 
     Returns:
         Context (B,Tq,Dv), and the weights (B,Tq,Tk) before dropout or None.
     """
     projected_keys = F.linear(keys, w_k, bias)
+    inside = Inside(features, w_f, activation, negative_slope)
     context, weights = attend(
-        F.linear(queries, w_q), projected_keys, values, w_v, valid_lens, dropout_p
+        F.linear(queries, w_q), projected_keys, values, w_v, valid_lens, dropout_p, inside
     )
     return context, weights if need_weights else None
+
+
+def additive_scores(
+    queries: Tensor,
+    keys: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    *,
+    bias: Tensor | None = None,
+    features: Tensor | None = None,
+    w_f: Tensor | None = None,
+    activation: str = "tanh",
+    negative_slope: float = 0.01,
+    clip: float | None = None,
+) -> Tensor:
+    """The scores of :func:`additive_attention`, which has the arguments, before the softmax.
+
+    Args:
+        queries: (B,Tq,Dq).
+        keys: (B,Tk,Dk).
+        w_q: (H,Dq).
+        w_k: (H,Dk).
+        w_v: (1,H) or (H,).
+        bias: (H,).
+        features: (B,Tk,C).
+        w_f: (H,C).
+        activation: "tanh", "relu" or "leaky_relu".
+        negative_slope: of leaky_relu.
+        clip: scores u become ``clip * tanh(u)``.
+
+    Returns:
+        (B,Tq,Tk).
+    """
+    inside = Inside(features, w_f, activation, negative_slope)
+    scores = projected_scores(F.linear(queries, w_q), F.linear(keys, w_k, bias), w_v, inside)
+    return scores if clip is None else clip * torch.tanh(scores)

@@ -145,6 +145,7 @@ def decide(
     dropout_p: float,
     *,
     keys_projected: bool = False,
+    general: bool = False,
     name: str | None = None,
 ) -> Route:
     """How a call is computed: collects the facts and asks :func:`route.route`, once a call.
@@ -160,6 +161,8 @@ def decide(
         hidden: H.
         dropout_p: probability of dropping a weight.
         keys_projected: the keys are ``W_k k``.
+        general: as in :class:`Facts`; where a feature or ``w_f`` may want a gradient, the operator
+            finds out.
         name: a backend asked for by name; None takes that of ``use()``, else the fastest.
 
     Raises:
@@ -200,6 +203,7 @@ def decide(
         asked,
         _there(device),
         asked is not None and _INTERPRETED,
+        general,
     )
     if traced:
         return route(Facts(*facts), limits.LIMITS, limits.OTHER_GPU)
