@@ -57,6 +57,14 @@ def positive_int(name: str, value: int) -> None:
         reject(ValueError, name, "be at least 1", value)
 
 
+def positive(name: str, value: float) -> None:
+    """A number above zero."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        reject(TypeError, name, "be a number", type(value).__name__)
+    if not value > 0.0:
+        reject(ValueError, name, "be above 0", value)
+
+
 def _tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         reject(TypeError, name, "be a tensor", type(value).__name__)
@@ -134,7 +142,13 @@ def usual(
     )
 
 
-def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
+def inputs(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    valid_lens: Tensor | None,
+    mask: Tensor | None = None,
+) -> None:
     """Ranks, batch and length sizes, dtypes and devices of the inputs of attention.
 
     Raises:
@@ -155,23 +169,44 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
     same_kind("keys", keys, "queries", queries)
     same_kind("values", values, "queries", queries)
     lens(valid_lens, batch, queries_len, queries.device)
+    if mask is not None:
+        look(mask, batch, queries_len, keys_len, queries.device)
 
 
-def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> None:
-    """Queries for a memory, whose projected keys (B,Tk,H) were checked when it was made."""
+def queries_for(queries: Tensor, keys: Tensor, seen: Tensor | None, mask: Tensor | None) -> None:
+    """Queries, and a mask of their own, for a memory, which was checked when it was made.
+
+    Args:
+        queries: (B,Tq,Dq).
+        keys: (B,Tk,H), the memory's.
+        seen: the lengths or the mask of the memory.
+        mask: of the call.
+    """
     rows("queries", queries)
     batch, queries_len, _ = queries.shape
     if keys.shape[0] != batch:
         need = f"have the batch size of the memory, {keys.shape[0]}"
         reject(ValueError, "queries", need, _shape(queries))
     same_kind("queries", queries, "the memory", keys)
-    lens(valid_lens, batch, queries_len, queries.device)
+    if seen is not None:
+        if seen.dim() == 3:
+            look(seen, batch, queries_len, keys.shape[1], queries.device)
+        else:
+            lens(seen, batch, queries_len, queries.device)
+    if mask is not None:
+        look(mask, batch, queries_len, keys.shape[1], queries.device)
 
 
-def source(keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
-    """Keys, values and lengths of a memory, without queries."""
+def source(
+    keys: Tensor, values: Tensor, valid_lens: Tensor | None, mask: Tensor | None = None
+) -> None:
+    """Keys, values, lengths and mask of a memory, without queries."""
     rows("keys", keys)
     inputs(keys, keys, values, None)
+    if mask is not None:
+        _tensor("mask", mask)
+        queries_len = mask.shape[1] if mask.dim() == 3 else 0
+        look(mask, keys.shape[0], queries_len, keys.shape[1], keys.device)
     if valid_lens is not None:
         _tensor("valid_lens", valid_lens)
         queries_len = valid_lens.shape[1] if valid_lens.dim() == 2 else 0
@@ -192,7 +227,10 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
     if valid_lens is None:
         return
     _tensor("valid_lens", valid_lens)
-    if valid_lens.dtype.is_complex or valid_lens.dtype == torch.bool:
+    if valid_lens.dtype == torch.bool:
+        need = "have an integer or floating dtype (a bool mask is given as mask=)"
+        reject(TypeError, "valid_lens", need, valid_lens.dtype)
+    if valid_lens.dtype.is_complex:
         reject(TypeError, "valid_lens", "have an integer or floating dtype", valid_lens.dtype)
     shape = _shape(valid_lens)
     if shape not in ((batch,), (batch, queries_len)):
@@ -202,6 +240,22 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
         reject(
             ValueError, "valid_lens", f"be on the device of the data, {device}", valid_lens.device
         )
+
+
+def look(mask: Tensor, batch: int, queries_len: int, keys_len: int, device: torch.device) -> None:
+    """A mask: bool (B,Tk), (B,1,Tk) or (B,Tq,Tk), on the device of the data."""
+    _tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        reject(TypeError, "mask", "be bool, True where a query may look", mask.dtype)
+    if _shape(mask) not in (
+        (batch, keys_len),
+        (batch, 1, keys_len),
+        (batch, queries_len, keys_len),
+    ):
+        need = f"have shape ({batch}, {keys_len}) or ({batch}, {queries_len}, {keys_len})"
+        reject(ValueError, "mask", need, _shape(mask))
+    if mask.device != device:
+        reject(ValueError, "mask", f"be on the device of the data, {device}", mask.device)
 
 
 def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

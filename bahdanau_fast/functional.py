@@ -29,21 +29,25 @@ __all__ = [
 ]
 
 
-def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
-    """Softmax over the keys, positions past the length left out: d2l's ``masked_softmax``.
+def masked_softmax(
+    scores: Tensor, valid_lens: Tensor | None = None, *, mask: Tensor | None = None
+) -> Tensor:
+    """Softmax over the keys, masked positions left out: d2l's ``masked_softmax``.
 
-    A row with a length of zero or less is uniform over all positions.
+    A row with nothing to look at is uniform over all positions.
 
     Args:
         scores: (B,Tq,Tk), float32, bfloat16, float16 or float64.
         valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
+        mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
 
     Returns:
         Weights (B,Tq,Tk) in the dtype of ``scores``.
 
     Raises:
-        TypeError: ``scores`` is not floating, or ``valid_lens`` is not real numbers.
-        ValueError: ``scores`` has not 3 dimensions, or the shape of ``valid_lens`` does not fit.
+        TypeError: ``scores`` is not floating, ``valid_lens`` is not real numbers, or ``mask`` is
+            not bool.
+        ValueError: ``scores`` has not 3 dimensions, or the shape of lengths or mask does not fit.
 
     >>> weights = masked_softmax(torch.zeros(2, 1, 4), torch.tensor([2, 4]))
     >>> weights[:, 0].tolist()
@@ -51,7 +55,10 @@ def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
     """
     checks.scores(scores)
     checks.lens(valid_lens, scores.shape[0], scores.shape[1], scores.device)
-    return reference.masked_softmax(scores, valid_lens)
+    if mask is not None:
+        batch, queries_len, keys_len = scores.shape
+        checks.look(mask, batch, queries_len, keys_len, scores.device)
+    return reference.masked_softmax(scores, reference.visible(valid_lens, mask, scores.shape[2]))
 
 
 def additive_attention(
@@ -63,6 +70,7 @@ def additive_attention(
     w_v: Tensor,
     valid_lens: Tensor | None = None,
     *,
+    mask: Tensor | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     need_weights: bool = True,
@@ -85,6 +93,8 @@ def additive_attention(
         w_k: (H,Dk).
         w_v: (1,H) or (H,).
         valid_lens: None, (B,) or (B,Tq), any integer or float dtype: key j is kept when j < len.
+        mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold. A
+            query with nothing to look at weighs all keys alike.
         bias: (H,), optional.
         dropout_p: probability of dropping a weight on the way to the context.
         need_weights: return the weights too.
@@ -107,9 +117,10 @@ def additive_attention(
     >>> weights.tolist()
     [[[0.5, 0.5, 0.0, 0.0]]]
     """
-    usual = checks.usual(queries, keys, values, valid_lens, w_q, w_k)
+    usual = mask is None and checks.usual(queries, keys, values, valid_lens, w_q, w_k)
     if not usual:
-        checks.inputs(queries, keys, values, valid_lens)
+        checks.inputs(queries, keys, values, valid_lens, mask)
+        valid_lens = reference.visible(valid_lens, mask, keys.shape[1])
     hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias, usual)
     checks.probability("dropout_p", dropout_p)
     inside = TANH
@@ -118,14 +129,9 @@ def additive_attention(
         checks.inside(*inside, keys, hidden)
     weights_given = (w_q, w_k, w_v)
     route = backends.decide(
-        queries,
-        keys,
-        values,
-        *weights_given,
-        bias,
-        hidden,
-        dropout_p,
+        *(queries, keys, values, *weights_given, bias, hidden, dropout_p),
         general=inside is not TANH,
+        masked=mask is not None,
         name=backend,
     )
     if inside is not TANH:
@@ -167,7 +173,7 @@ def attend_queries(
         projected: the keys after ``W_k``, made for the same backend.
         values: (B,Tk,Dv).
         w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq).
+        valid_lens: None, (B,) or (B,Tq), or a mask from :func:`reference.visible`.
         dropout_p: probability of dropping a weight.
         need_weights: whether the second result is wanted; without, it may be empty.
 

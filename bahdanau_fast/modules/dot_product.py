@@ -42,7 +42,13 @@ class DotProductAttention(KeepsWeights):
         self.need_weights = need_weights
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid_length: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Attend to ``key`` and ``value``.
 
@@ -51,6 +57,7 @@ class DotProductAttention(KeepsWeights):
             key: (B,Tk,D).
             value: (B,Tk,Dv).
             valid_length: None, (B,) or (B,Tq).
+            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
 
         Returns:
             Context (B,Tq,Dv).
@@ -59,18 +66,24 @@ class DotProductAttention(KeepsWeights):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
-        checks.inputs(query, key, value, valid_length)
+        checks.inputs(query, key, value, valid_length, mask)
         checks.features("key", key, query.shape[-1])
+        seen = reference.visible(valid_length, mask, key.shape[1])
         if not self.need_weights:
             self._keep(None)
-            return self._without_weights(query, key, value, valid_length)
+            return self._without_weights(query, key, value, seen)
         scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
-        weights = reference.masked_softmax(scores, valid_length)
+        weights = reference.masked_softmax(scores, seen)
         self._keep(weights)
         return torch.bmm(self.dropout(weights), value)
 
     def memory(
-        self, keys: Tensor, values: Tensor | None = None, valid_lens: Tensor | None = None
+        self,
+        keys: Tensor,
+        values: Tensor | None = None,
+        valid_lens: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
     ) -> Memory:
         """Keys and values for any number of :meth:`attend` calls, as the additive modules have it.
 
@@ -78,20 +91,23 @@ class DotProductAttention(KeepsWeights):
             keys: (B,Tk,D).
             values: (B,Tk,Dv); the keys themselves unless given.
             valid_lens: None, (B,) or (B,Tq).
+            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
 
         Raises:
             TypeError, ValueError: as for calling the module.
         """
         values = keys if values is None else values
-        checks.source(keys, values, valid_lens)
-        return Memory(ProjectedKeys(keys, None, None), values, valid_lens)
+        checks.source(keys, values, valid_lens, mask)
+        seen = reference.visible(valid_lens, mask, keys.shape[1])
+        return Memory(ProjectedKeys(keys, None, None), values, seen)
 
-    def attend(self, queries: Tensor, memory: Memory) -> Tensor:
+    def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
         """Look at a memory with some queries.
 
         Args:
             queries: (B,Tq,D).
             memory: from :meth:`memory`.
+            mask: as in a call, of what the memory's own lengths and mask leave.
 
         Returns:
             Context (B,Tq,Dv); sets ``attention_weights`` too.
@@ -99,15 +115,22 @@ class DotProductAttention(KeepsWeights):
         Raises:
             TypeError, ValueError: as for calling the module.
         """
-        context: Tensor = self(queries, memory.projected.keys, memory.values, memory.valid_lens)
+        keys, lens = memory.projected.keys, memory.valid_lens
+        if memory.is_masked:
+            if mask is not None:
+                checks.rows("queries", queries)
+                batch, queries_len, _ = queries.shape
+                checks.look(mask, batch, queries_len, keys.shape[1], queries.device)
+            lens, mask = None, reference.visible(lens, mask, keys.shape[1])
+        context: Tensor = self(queries, keys, memory.values, lens, mask=mask)
         return context
 
     def _without_weights(
-        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None
     ) -> Tensor:
         mask = None
-        if valid_length is not None:
-            mask = reference.valid_mask(valid_length, key.shape[1])
+        if seen is not None:
+            mask = reference.valid_mask(seen, key.shape[1])
             # Nothing to look at means uniform weights: let such a row see zero scores everywhere.
             empty = ~mask.any(-1, keepdim=True)
             mask = mask | empty
