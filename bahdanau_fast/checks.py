@@ -57,14 +57,6 @@ def positive_int(name: str, value: int) -> None:
         reject(ValueError, name, "be at least 1", value)
 
 
-def positive(name: str, value: float) -> None:
-    """A number above zero."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        reject(TypeError, name, "be a number", type(value).__name__)
-    if not value > 0.0:
-        reject(ValueError, name, "be above 0", value)
-
-
 def _tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         reject(TypeError, name, "be a tensor", type(value).__name__)
@@ -142,13 +134,7 @@ def usual(
     )
 
 
-def inputs(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    valid_lens: Tensor | None,
-    mask: Tensor | None = None,
-) -> None:
+def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
     """Ranks, batch and length sizes, dtypes and devices of the inputs of attention.
 
     Raises:
@@ -169,8 +155,6 @@ def inputs(
     same_kind("keys", keys, "queries", queries)
     same_kind("values", values, "queries", queries)
     lens(valid_lens, batch, queries_len, queries.device)
-    if mask is not None:
-        look(mask, batch, queries_len, keys_len, queries.device)
 
 
 def queries_for(queries: Tensor, keys: Tensor, seen: Tensor | None, mask: Tensor | None) -> None:
@@ -190,11 +174,11 @@ def queries_for(queries: Tensor, keys: Tensor, seen: Tensor | None, mask: Tensor
     same_kind("queries", queries, "the memory", keys)
     if seen is not None:
         if seen.dim() == 3:
-            look(seen, batch, queries_len, keys.shape[1], queries.device)
+            look(seen, queries, keys)
         else:
             lens(seen, batch, queries_len, queries.device)
     if mask is not None:
-        look(mask, batch, queries_len, keys.shape[1], queries.device)
+        look(mask, queries, keys)
 
 
 def source(
@@ -205,8 +189,7 @@ def source(
     inputs(keys, keys, values, None)
     if mask is not None:
         _tensor("mask", mask)
-        queries_len = mask.shape[1] if mask.dim() == 3 else 0
-        look(mask, keys.shape[0], queries_len, keys.shape[1], keys.device)
+        look(mask, mask if mask.dim() == 3 else keys[:, :0], keys)  # of any number of queries
     if valid_lens is not None:
         _tensor("valid_lens", valid_lens)
         queries_len = valid_lens.shape[1] if valid_lens.dim() == 2 else 0
@@ -242,8 +225,10 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
         )
 
 
-def look(mask: Tensor, batch: int, queries_len: int, keys_len: int, device: torch.device) -> None:
-    """A mask: bool (B,Tk), (B,1,Tk) or (B,Tq,Tk), on the device of the data."""
+def look(mask: Tensor, queries: Tensor, keys: Tensor) -> None:
+    """A mask of queries (B,Tq,...) over keys (B,Tk,...): bool (B,Tk), (B,1,Tk) or (B,Tq,Tk)."""
+    batch, queries_len, _ = queries.shape
+    keys_len = keys.shape[1]
     _tensor("mask", mask)
     if mask.dtype != torch.bool:
         reject(TypeError, "mask", "be bool, True where a query may look", mask.dtype)
@@ -254,8 +239,8 @@ def look(mask: Tensor, batch: int, queries_len: int, keys_len: int, device: torc
     ):
         need = f"have shape ({batch}, {keys_len}) or ({batch}, {queries_len}, {keys_len})"
         reject(ValueError, "mask", need, _shape(mask))
-    if mask.device != device:
-        reject(ValueError, "mask", f"be on the device of the data, {device}", mask.device)
+    if mask.device != keys.device:
+        reject(ValueError, "mask", f"be on the device of the data, {keys.device}", mask.device)
 
 
 def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

@@ -13,6 +13,7 @@ from bahdanau_fast import backends, checks, limits, ops, reference
 from bahdanau_fast.backends.route import Route
 from bahdanau_fast.general import attend_inside
 from bahdanau_fast.memory import ProjectedKeys
+from bahdanau_fast.memory.shapes import as_rows, lengths
 from bahdanau_fast.ops import sharding, whole
 from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.projection import linear
@@ -54,10 +55,10 @@ def masked_softmax(
     [[0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]]
     """
     checks.scores(scores)
+    valid_lens = lengths(valid_lens, scores)
     checks.lens(valid_lens, scores.shape[0], scores.shape[1], scores.device)
     if mask is not None:
-        batch, queries_len, keys_len = scores.shape
-        checks.look(mask, batch, queries_len, keys_len, scores.device)
+        checks.look(mask, scores, scores.transpose(1, 2))
     return reference.masked_softmax(scores, reference.visible(valid_lens, mask, scores.shape[2]))
 
 
@@ -86,13 +87,15 @@ def additive_attention(
     features of the keys as in Chorowski et al. 2015, https://arxiv.org/abs/1506.07503, equation 9.
 
     Args:
-        queries: (B,Tq,Dq), float32, bfloat16, float16 or float64.
+        queries: (B,Tq,Dq), float32, bfloat16, float16 or float64; or a decoder state (B,Dq), which
+            leaves Tq out of the results. B may be any number of dimensions.
         keys: (B,Tk,Dk), dtype of queries.
         values: (B,Tk,Dv), dtype of queries.
         w_q: (H,Dq).
         w_k: (H,Dk).
         w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq), any integer or float dtype: key j is kept when j < len.
+        valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list: key j is kept when
+            j < len.
         mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold. A
             query with nothing to look at weighs all keys alike.
         bias: (H,), optional.
@@ -117,13 +120,20 @@ def additive_attention(
     >>> weights.tolist()
     [[[0.5, 0.5, 0.0, 0.0]]]
     """
-    usual = mask is None and checks.usual(queries, keys, values, valid_lens, w_q, w_k)
+    shape = None
+    usual = checks.usual(queries, keys, values, valid_lens, w_q, w_k)
     if not usual:
-        checks.inputs(queries, keys, values, valid_lens, mask)
+        given = as_rows(queries, keys, values, valid_lens, mask)
+        (queries, keys, values, valid_lens), mask, shape = given
+        checks.inputs(queries, keys, values, valid_lens)
+    if mask is not None:
+        checks.look(mask, queries, keys)
         valid_lens = reference.visible(valid_lens, mask, keys.shape[1])
     hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias, usual)
     checks.probability("dropout_p", dropout_p)
     inside = TANH
+    if shape is not None:
+        features = shape.flatten(features)
     if not (features is w_f is None and activation == "tanh"):
         inside = Inside(features, w_f, activation, negative_slope)
         checks.inside(*inside, keys, hidden)
@@ -150,7 +160,9 @@ def additive_attention(
         projected = ProjectedKeys(linear(keys, w_k, bias), None, None)
         rest = (valid_lens, dropout_p, need_weights)
         context, weights = attend_queries(route, queries, w_q, projected, values, w_v, *rest)
-    return context, weights if need_weights else None
+    if shape is None:
+        return context, weights if need_weights else None
+    return shape.restore(context), shape.restore(weights) if need_weights else None
 
 
 def attend_queries(

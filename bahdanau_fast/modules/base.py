@@ -18,6 +18,7 @@ from bahdanau_fast.backends import Route
 from bahdanau_fast.functional import attend_projected, attend_queries, attend_raw, attend_small
 from bahdanau_fast.memory import Memory, ProjectedKeys
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
+from bahdanau_fast.memory.shapes import Shape, as_rows
 from bahdanau_fast.modules.attention_weights import KeepsWeights
 from bahdanau_fast.modules.lazy import draw
 from bahdanau_fast.ops.projection import linear
@@ -61,7 +62,7 @@ class Additive(KeepsWeights):
         """Attend to a memory with some queries (one decoder step, or the beams of one step).
 
         Args:
-            queries: (B,Tq,Dq).
+            queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results.
             memory: from :meth:`memory`.
             mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what the memory's
                 own lengths and mask leave.
@@ -73,6 +74,9 @@ class Additive(KeepsWeights):
             TypeError, ValueError: as for calling the module; a memory of another module, or one
                 made before the key layer changed.
         """
+        if isinstance(queries, Tensor) and queries.dim() == 2:
+            context = Additive.attend(self, queries.unsqueeze(1), memory, mask=mask)
+            return self._restored(context, Shape(tuple(queries.shape[:1]), True))
         memory = self._checked(queries, memory, mask)
         self._draw(queries, None)
         w_q, _, w_v = self._plain_weights()
@@ -117,10 +121,11 @@ class Additive(KeepsWeights):
         """Attend to ``keys`` and ``values``.
 
         Args:
-            queries: (B,Tq,Dq), float32, bfloat16, float16 or float64.
+            queries: (B,Tq,Dq), float32, bfloat16, float16 or float64; or a decoder state (B,Dq),
+                which leaves Tq out of the results. B may be any number of dimensions.
             keys: (B,Tk,Dk), dtype of queries.
             values: (B,Tk,Dv), dtype of queries.
-            valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
+            valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list.
             mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold. A
                 query with nothing to look at weighs all keys alike.
 
@@ -132,18 +137,21 @@ class Additive(KeepsWeights):
             ValueError: ranks, sizes or devices do not fit together.
         """
         w_q, w_k, w_v = self._plain_weights()
-        if (
-            w_v is None
-            or mask is not None
-            or not checks.usual(queries, keys, values, valid_lens, w_q, w_k)
-        ):
-            checks.inputs(queries, keys, values, valid_lens, mask)
-            valid_lens = reference.visible(valid_lens, mask, keys.shape[1])
+        if w_v is None or not checks.usual(queries, keys, values, valid_lens, w_q, w_k):
+            given = as_rows(queries, keys, values, valid_lens, mask)
+            if given.shape is not None:
+                context = Additive.forward(self, *given.rows, mask=given.mask)
+                return self._restored(context, given.shape)
+            valid_lens = given.rows[3]
+            checks.inputs(queries, keys, values, valid_lens)
             if w_v is None:  # its layer, or all three, may be lazy
                 self._draw(queries, keys)
                 w_q, w_k, w_v = self._plain_weights()
             check_features("keys", keys, self._modules[self._key_layer])
             check_features("queries", queries, self._modules[self._query_layer])
+        if mask is not None:
+            checks.look(mask, queries, keys)
+            valid_lens = reference.visible(valid_lens, mask, keys.shape[1])
         dropout_p = self._dropout_p()
         route = backends.decide(
             *(queries, keys, values, w_q, w_k, w_v, self.bias, self.num_hiddens, dropout_p),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.memory import Memory, ProjectedKeys
+from bahdanau_fast.memory.shapes import Shape, as_rows, lengths
 from bahdanau_fast.modules.attention_weights import KeepsWeights
 
 __all__ = ["DotProductAttention"]
@@ -53,10 +54,10 @@ class DotProductAttention(KeepsWeights):
         """Attend to ``key`` and ``value``.
 
         Args:
-            query: (B,Tq,D).
+            query: (B,Tq,D), or a state (B,D). B may be any number of dimensions.
             key: (B,Tk,D).
             value: (B,Tk,Dv).
-            valid_length: None, (B,) or (B,Tq).
+            valid_length: None, (B,) or (B,Tq), also as a list.
             mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
 
         Returns:
@@ -66,8 +67,15 @@ class DotProductAttention(KeepsWeights):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
-        checks.inputs(query, key, value, valid_length, mask)
+        given = as_rows(query, key, value, valid_length, mask)
+        if given.shape is not None:
+            context = DotProductAttention.forward(self, *given.rows, mask=given.mask)
+            return self._restored(context, given.shape)
+        valid_length = given.rows[3]
+        checks.inputs(query, key, value, valid_length)
         checks.features("key", key, query.shape[-1])
+        if mask is not None:
+            checks.look(mask, query, key)
         seen = reference.visible(valid_length, mask, key.shape[1])
         if not self.need_weights:
             self._keep(None)
@@ -97,6 +105,7 @@ class DotProductAttention(KeepsWeights):
             TypeError, ValueError: as for calling the module.
         """
         values = keys if values is None else values
+        valid_lens = lengths(valid_lens, keys)
         checks.source(keys, values, valid_lens, mask)
         seen = reference.visible(valid_lens, mask, keys.shape[1])
         return Memory(ProjectedKeys(keys, None, None), values, seen)
@@ -115,15 +124,17 @@ class DotProductAttention(KeepsWeights):
         Raises:
             TypeError, ValueError: as for calling the module.
         """
+        if isinstance(queries, Tensor) and queries.dim() == 2:
+            context = self.attend(queries.unsqueeze(1), memory, mask=mask)
+            return self._restored(context, Shape(tuple(queries.shape[:1]), True))
         keys, lens = memory.projected.keys, memory.valid_lens
         if memory.is_masked:
             if mask is not None:
                 checks.rows("queries", queries)
-                batch, queries_len, _ = queries.shape
-                checks.look(mask, batch, queries_len, keys.shape[1], queries.device)
+                checks.look(mask, queries, keys)
             lens, mask = None, reference.visible(lens, mask, keys.shape[1])
-        context: Tensor = self(queries, keys, memory.values, lens, mask=mask)
-        return context
+        result: Tensor = self(queries, keys, memory.values, lens, mask=mask)
+        return result
 
     def _without_weights(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import backends, checks, reference
+from bahdanau_fast.general import scores_inside
 from bahdanau_fast.memory import Maker, Memory, ProjectedKeys, project
 from bahdanau_fast.memory.key_cache import may_share
+from bahdanau_fast.memory.shapes import as_rows, lengths
 from bahdanau_fast.modules.base import Additive, apply_layer, check_features, plain_weight
 from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.projection import shared_linear
+from bahdanau_fast.reference import TANH
 
 __all__ = ["Remembering"]
 
@@ -31,7 +34,7 @@ class Remembering(Additive):
         Args:
             keys: (B,Tk,Dk).
             values: (B,Tk,Dv); the keys themselves unless given.
-            valid_lens: None, (B,) or (B,Tq).
+            valid_lens: None, (B,) or (B,Tq), also as a list.
             mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
 
         Returns:
@@ -45,6 +48,7 @@ class Remembering(Additive):
             TypeError, ValueError: as for calling the module.
         """
         values = keys if values is None else values
+        valid_lens = lengths(valid_lens, keys)
         checks.source(keys, values, valid_lens, mask)
         self._draw(None, keys)
         layer = self._modules[self._key_layer]
@@ -75,27 +79,40 @@ class Remembering(Additive):
         sampling. Lengths and mask of the memory are left to it.
 
         Args:
-            queries: (B,Tq,Dq).
+            queries: (B,Tq,Dq), or a decoder state (B,Dq).
             memory: from :meth:`memory`.
             clip: give ``clip * tanh(score)``, as pointer networks do (Bello et al. 2016,
                 https://arxiv.org/abs/1611.09940); None gives the scores themselves.
 
         Returns:
-            (B,Tq,Tk), in the autograd graph; ``attention_weights`` stay as they are.
+            (B,Tq,Tk), for a state (B,Tk), in the autograd graph; ``attention_weights`` stay as
+            they are.
 
         Raises:
             TypeError, ValueError: as for :meth:`attend`; a clip that is no positive number.
         """
+        if isinstance(queries, Tensor) and queries.dim() == 2:
+            return self.scores(queries.unsqueeze(1), memory, clip).squeeze(1)
         memory = self._checked(queries, memory, None)
         self._draw(queries, None)
         check_features("queries", queries, self._modules[self._query_layer])
         if clip is not None:
-            checks.positive("clip", clip)
-        asked = apply_layer(self._modules[self._query_layer], queries)
+            checks.finite("clip", clip)
+        asked, keys = apply_layer(self._modules[self._query_layer], queries), memory.projected.keys
         layer = self._modules[self._score_layer]
         assert layer is not None
         w_v = plain_weight(layer)
-        return reference.scores(asked, memory.projected.keys, layer if w_v is None else w_v, clip)
+        if w_v is None:
+            scores = reference.projected_scores(asked, keys, layer)
+        else:
+            route = backends.decide(
+                *(asked, keys, memory.values, asked, None, w_v, None, self.num_hiddens, 0.0),
+                keys_projected=True,
+                general=True,
+            )
+            scores = scores_inside(route, asked, keys, w_v, TANH)
+        scores = scores.to(asked.dtype)
+        return scores if clip is None else clip * torch.tanh(scores)
 
     def explain(
         self,
@@ -122,8 +139,9 @@ class Remembering(Additive):
         if isinstance(keys, Memory):
             masked = masked or keys.is_masked
             w_k, values, keys = None, keys.values, keys.projected.keys
-        rest = (self.bias, self.num_hiddens, self._dropout_p())
         values = keys if values is None else values
+        queries, keys, values, _ = as_rows(queries, keys, values, None, None).rows
+        rest = (self.bias, self.num_hiddens, self._dropout_p())
         route = backends.decide(
             *(queries, keys, values, w_q, w_k, w_v, *rest), keys_projected=known, masked=masked
         )

@@ -94,25 +94,25 @@ def test_scores_far_apart_and_shifted_alike(dtype):
 
 
 @drawn
-@given(cases(torch.float32), st.sampled_from(sorted(WAYS)))
+@given(cases(torch.float32, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_fp32(case, way):
     check(case, torch.float32, WAYS[way])
 
 
 @drawn
-@given(cases(torch.float64, most=60_000), st.sampled_from(sorted(WAYS)))
+@given(cases(torch.float64, most=60_000, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_fp64(case, way):
     check(case, torch.float64, WAYS[way])
 
 
 @drawn
-@given(cases(torch.bfloat16), st.sampled_from(sorted(WAYS)))
+@given(cases(torch.bfloat16, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_bf16(case, way):
     check(case, torch.bfloat16, WAYS[way])
 
 
 @drawn
-@given(cases(torch.float16), st.sampled_from(sorted(WAYS)))
+@given(cases(torch.float16, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_fp16(case, way):
     check(case, torch.float16, WAYS[way])
 

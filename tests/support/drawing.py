@@ -10,8 +10,8 @@ SIZES = st.one_of(st.integers(1, 130), st.sampled_from([1, 2, 3, 7, 8, 16, 31, 3
 
 
 @st.composite
-def cases(draw, dtype, most=None):
-    """A case from the whole contract; ``most`` bounds B*Tq*Tk*H."""
+def cases(draw, dtype, most=None, masks=False):
+    """A case from the whole contract; ``most`` bounds B*Tq*Tk*H, ``masks`` draws masks too."""
     size = {
         "B": draw(st.integers(0, 5)),
         "Tq": draw(st.integers(0, 33)),
@@ -29,7 +29,7 @@ def cases(draw, dtype, most=None):
         length = torch.rand(shape, generator=generator) * (size["Tk"] + 8) - 4
         length = length.to(draw(st.sampled_from([torch.int64, torch.int32, torch.float32])))
     mask = None
-    if draw(st.integers(0, 2)) == 0:
+    if masks and draw(st.integers(0, 2)) == 0:
         shape = (
             (size["B"], size["Tk"]) if draw(st.booleans()) else [size[n] for n in ("B", "Tq", "Tk")]
         )
