@@ -11,6 +11,7 @@ import sys
 
 from bahdanau_fast import backends, reference
 from bahdanau_fast.functional import additive_attention, masked_softmax
+from bahdanau_fast.general import additive_scores
 from bahdanau_fast.memory import Memory, key_cache
 from bahdanau_fast.modules import AdditiveAttention, MLPAttention, attention_rnn, dot_product
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
@@ -28,6 +29,7 @@ __all__ = [
     "Memory",
     "__version__",
     "additive_attention",
+    "additive_scores",
     "backends",
     "decompositions",
     "masked_softmax",

@@ -11,6 +11,7 @@ error about something else. Plain PyTorch operations do what they should. :func:
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import torch
@@ -19,6 +20,8 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: What may be applied to the sum inside a score.
+ACTIVATIONS = ("tanh", "relu", "leaky_relu")
 _WEIGHTS = (Parameter, Tensor)
 
 
@@ -29,10 +32,21 @@ def reject(error: type[Exception], name: str, requirement: str, actual: object) 
 
 def probability(name: str, value: float) -> None:
     """A number in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        reject(TypeError, name, "be a number", type(value).__name__)
+    _number(name, value)
     if not 0.0 <= value <= 1.0:
         reject(ValueError, name, "be between 0 and 1", value)
+
+
+def _number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        reject(TypeError, name, "be a number", type(value).__name__)
+
+
+def finite(name: str, value: float) -> None:
+    """A finite number."""
+    _number(name, value)
+    if not math.isfinite(value):
+        reject(ValueError, name, "be finite", value)
 
 
 def positive_int(name: str, value: int) -> None:
@@ -143,21 +157,39 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
     lens(valid_lens, batch, queries_len, queries.device)
 
 
-def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> None:
-    """Queries for a memory, whose projected keys (B,Tk,H) were checked when it was made."""
+def queries_for(queries: Tensor, keys: Tensor, seen: Tensor | None, mask: Tensor | None) -> None:
+    """Queries, and a mask of their own, for a memory, which was checked when it was made.
+
+    Args:
+        queries: (B,Tq,Dq).
+        keys: (B,Tk,H), the memory's.
+        seen: the lengths or the mask of the memory.
+        mask: of the call.
+    """
     rows("queries", queries)
     batch, queries_len, _ = queries.shape
     if keys.shape[0] != batch:
         need = f"have the batch size of the memory, {keys.shape[0]}"
         reject(ValueError, "queries", need, _shape(queries))
     same_kind("queries", queries, "the memory", keys)
-    lens(valid_lens, batch, queries_len, queries.device)
+    if seen is not None:
+        if seen.dim() == 3:
+            look(seen, queries, keys)
+        else:
+            lens(seen, batch, queries_len, queries.device)
+    if mask is not None:
+        look(mask, queries, keys)
 
 
-def source(keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
-    """Keys, values and lengths of a memory, without queries."""
+def source(
+    keys: Tensor, values: Tensor, valid_lens: Tensor | None, mask: Tensor | None = None
+) -> None:
+    """Keys, values, lengths and mask of a memory, without queries."""
     rows("keys", keys)
     inputs(keys, keys, values, None)
+    if mask is not None:
+        _tensor("mask", mask)
+        look(mask, mask if mask.dim() == 3 else keys[:, :0], keys)  # of any number of queries
     if valid_lens is not None:
         _tensor("valid_lens", valid_lens)
         queries_len = valid_lens.shape[1] if valid_lens.dim() == 2 else 0
@@ -178,7 +210,10 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
     if valid_lens is None:
         return
     _tensor("valid_lens", valid_lens)
-    if valid_lens.dtype.is_complex or valid_lens.dtype == torch.bool:
+    if valid_lens.dtype == torch.bool:
+        need = "have an integer or floating dtype (a bool mask is given as mask=)"
+        reject(TypeError, "valid_lens", need, valid_lens.dtype)
+    if valid_lens.dtype.is_complex:
         reject(TypeError, "valid_lens", "have an integer or floating dtype", valid_lens.dtype)
     shape = _shape(valid_lens)
     if shape not in ((batch,), (batch, queries_len)):
@@ -190,12 +225,51 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
         )
 
 
+def look(mask: Tensor, queries: Tensor, keys: Tensor) -> None:
+    """A mask of queries (B,Tq,...) over keys (B,Tk,...): bool (B,Tk), (B,1,Tk) or (B,Tq,Tk)."""
+    batch, queries_len, _ = queries.shape
+    keys_len = keys.shape[1]
+    _tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        reject(TypeError, "mask", "be bool, True where a query may look", mask.dtype)
+    if _shape(mask) not in (
+        (batch, keys_len),
+        (batch, 1, keys_len),
+        (batch, queries_len, keys_len),
+    ):
+        need = f"have shape ({batch}, {keys_len}) or ({batch}, {queries_len}, {keys_len})"
+        reject(ValueError, "mask", need, _shape(mask))
+    if mask.device != keys.device:
+        reject(ValueError, "mask", f"be on the device of the data, {keys.device}", mask.device)
+
+
 def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     """A weight matrix: shape, dtype and device."""
     _floating(name, tensor)
     if _shape(tensor) != shape:
         reject(ValueError, name, f"have shape {shape}", _shape(tensor))
     same_kind(name, tensor, "queries", like)
+
+
+def weights(
+    queries: Tensor,
+    keys: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    bias: Tensor | None,
+    usual: bool = False,
+) -> int:
+    """The weights of a function's call; returns H. ``usual`` is what :func:`usual` found."""
+    hidden = w_v.numel() if isinstance(w_v, Tensor) else 0
+    w_v_shape = (hidden,) if isinstance(w_v, Tensor) and w_v.dim() == 1 else (1, hidden)
+    weight("w_v", w_v, w_v_shape, queries)
+    if not (usual and w_q.shape[0] == w_k.shape[0] == hidden):
+        weight("w_q", w_q, (hidden, queries.shape[-1]), queries)
+        weight("w_k", w_k, (hidden, keys.shape[-1]), queries)
+    if bias is not None:
+        weight("bias", bias, (hidden,), queries)
+    return hidden
 
 
 def scores(tensor: Tensor) -> None:
@@ -211,6 +285,33 @@ def features(name: str, tensor: Tensor, size: int) -> None:
         of = {"queries": ", query_size", "keys": ", key_size"}.get(name, "")
         need = f"have feature size {size} (that of its weight{of})"
         reject(ValueError, name, need, _shape(tensor))
+
+
+def inside(
+    features: Tensor | None,
+    w_f: Tensor | None,
+    activation: str,
+    negative_slope: float,
+    keys: Tensor,
+    hidden: int,
+) -> None:
+    """Features of the keys (B,Tk,C) with their weight (H,C), and the activation of a score."""
+    if activation not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        reject(ValueError, "activation", f"be one of {known}", repr(activation))
+    finite("negative_slope", negative_slope)
+    if features is None:
+        if w_f is not None:
+            reject(ValueError, "w_f", "be given with features only", "features None")
+        return
+    rows("features", features)
+    if features.shape[:2] != keys.shape[:2]:
+        need = f"have the batch size and length of keys, {_shape(keys)[:2]}"
+        reject(ValueError, "features", need, _shape(features))
+    same_kind("features", features, "keys", keys)
+    if w_f is None:
+        reject(ValueError, "w_f", "be given with features", None)
+    weight("w_f", w_f, (hidden, features.shape[2]), keys)
 
 
 def sequence(

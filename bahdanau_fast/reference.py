@@ -2,39 +2,93 @@
 
 This is the only place where the formula is written in Python::
 
-    score[b,i,j]  = w_v . tanh(W_q q[b,i] + W_k k[b,j])
+    score[b,i,j]  = w_v . act(W_q q[b,i] + W_k k[b,j] + W_f f[b,j])
     weight[b,i,:] = softmax_j(score, positions j >= valid_len masked)
     context[b,i]  = sum_j dropout(weight)[b,i,j] v[b,j]
 
-It runs on any device, in any floating dtype, and autograd differentiates it to any order.
-Sizes: B batch, Tq queries, Tk keys, Dq/Dk/Dv feature sizes, H hidden units.
+where act is tanh unless another activation is asked for, and f are features of the keys, if there
+are any. It runs on any device, in any floating dtype, and autograd differentiates it to any order.
+Sizes: B batch, Tq queries, Tk keys, Dq/Dk/Dv feature sizes, C features of a key, H hidden units.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["additive_attention", "attend", "masked_softmax", "valid_mask"]
+__all__ = [
+    "TANH",
+    "Inside",
+    "additive_attention",
+    "additive_scores",
+    "attend",
+    "masked_softmax",
+    "projected_scores",
+    "valid_mask",
+    "visible",
+]
+
+
+class Inside(NamedTuple):
+    """What a score has inside beside queries and keys: ``act(... + W_f f[b,j])``.
+
+    Attributes:
+        features: f, (B,Tk,C), or None.
+        w_f: (H,C); with features.
+        activation: "tanh", "relu" or "leaky_relu".
+        negative_slope: of leaky_relu.
+    """
+
+    features: Tensor | None = None
+    w_f: Tensor | None = None
+    activation: str = "tanh"
+    negative_slope: float = 0.01
+
+
+#: No features, and tanh.
+TANH = Inside()
 
 
 def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
     """The positions a query may attend to: ``mask[b,i,j] = j < valid_lens[b(,i)]``.
 
     Args:
-        valid_lens: (B,) or (B,Tq), any integer or float dtype; 2.5 allows three positions.
+        valid_lens: (B,) or (B,Tq), any integer or float dtype; 2.5 allows three positions. Or such
+            a mask already, as :func:`visible` makes it.
         keys_len: Tk.
 
     Returns:
         Boolean (B,1,Tk) for one length per row, (B,Tq,Tk) for one length per query.
     """
+    if valid_lens.dim() == 3:
+        return valid_lens
     lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
     positions = torch.arange(keys_len, device=valid_lens.device)
     return _replicate_like(valid_lens, positions) < lens.unsqueeze(-1)
+
+
+def visible(valid_lens: Tensor | None, mask: Tensor | None, keys_len: int) -> Tensor | None:
+    """Lengths and mask as one argument, which takes the place of the lengths from here on.
+
+    Args:
+        valid_lens: as for :func:`valid_mask`, or None.
+        mask: None or bool (B,Tk), (B,1,Tk) or (B,Tq,Tk), True where a query may look.
+        keys_len: Tk.
+
+    Returns:
+        ``valid_lens`` without a mask, else the positions that both allow, bool (B,1,Tk) or
+        (B,Tq,Tk).
+    """
+    if mask is None:
+        return valid_lens
+    if mask.dim() == 2:
+        mask = mask.unsqueeze(1)
+    return mask if valid_lens is None else mask & valid_mask(valid_lens, keys_len)
 
 
 def _replicate_like(tensor: Tensor, same: Tensor) -> Tensor:
@@ -50,14 +104,14 @@ def _replicate_like(tensor: Tensor, same: Tensor) -> Tensor:
 
 
 def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
-    """Softmax over the last axis of (B,Tq,Tk) scores, without the positions past the length.
+    """Softmax over the last axis of (B,Tq,Tk) scores, without masked positions.
 
     A row without valid positions is uniform over all Tk positions, as with the course's fill of
     -1e6; in fp16 that fill is -inf and gives NaN, while this function gives uniform weights.
 
     Args:
         scores: (B,Tq,Tk), floating.
-        valid_lens: None, (B,) or (B,Tq).
+        valid_lens: None, (B,) or (B,Tq), or a mask from :func:`visible`.
 
     Returns:
         Weights (B,Tq,Tk) in the dtype of ``scores``.
@@ -65,10 +119,31 @@ def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
     if valid_lens is None:
         return F.softmax(scores, dim=-1)
     valid = valid_mask(valid_lens, scores.shape[-1])
-    lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
-    none_valid = ~(lens.unsqueeze(-1) > 0)
+    none_valid = ~valid.any(-1, keepdim=True)
     scores = scores.masked_fill(~valid, float("-inf")).masked_fill(none_valid, 0.0)
     return F.softmax(scores, dim=-1)
+
+
+def _activate(x: Tensor, inside: Inside) -> Tensor:
+    if inside.activation == "relu":
+        return F.relu(x)
+    if inside.activation == "leaky_relu":
+        return F.leaky_relu(x, inside.negative_slope)
+    return torch.tanh(x)
+
+
+def projected_scores(
+    queries: Tensor,
+    keys: Tensor,
+    w_v: Tensor | Callable[[Tensor], Tensor],
+    inside: Inside = TANH,
+) -> Tensor:
+    """The scores (B,Tq,Tk) of projected queries and keys; arguments as of :func:`attend`."""
+    if inside.features is not None and inside.w_f is not None:
+        keys = keys + F.linear(inside.features, inside.w_f)
+    hidden = _activate(queries.unsqueeze(2) + keys.unsqueeze(1), inside)
+    scores = F.linear(hidden, w_v.reshape(1, -1)) if isinstance(w_v, Tensor) else w_v(hidden)
+    return scores.squeeze(-1)
 
 
 def attend(
@@ -78,6 +153,7 @@ def attend(
     w_v: Tensor | Callable[[Tensor], Tensor],
     valid_lens: Tensor | None = None,
     dropout_p: float = 0.0,
+    inside: Inside = TANH,
 ) -> tuple[Tensor, Tensor]:
     """The part after the projections: scores, masked softmax, weighted sum.
 
@@ -86,15 +162,14 @@ def attend(
         keys: (B,Tk,H), already ``W_k k``.
         values: (B,Tk,Dv).
         w_v: (1,H) or (H,); or a layer from (B,Tq,Tk,H) to (B,Tq,Tk,1).
-        valid_lens: None, (B,) or (B,Tq).
+        valid_lens: None, (B,) or (B,Tq), or a mask from :func:`visible`.
         dropout_p: dropout probability of the weights in the weighted sum.
+        inside: features of the keys, and the activation.
 
     Returns:
         Context (B,Tq,Dv) and the weights (B,Tq,Tk) before dropout.
     """
-    features = torch.tanh(queries.unsqueeze(2) + keys.unsqueeze(1))
-    scores = F.linear(features, w_v.reshape(1, -1)) if isinstance(w_v, Tensor) else w_v(features)
-    weights = masked_softmax(scores.squeeze(-1), valid_lens)
+    weights = masked_softmax(projected_scores(queries, keys, w_v, inside), valid_lens)
     context = torch.bmm(F.dropout(weights, dropout_p), values)
     return context, weights
 
@@ -108,9 +183,14 @@ def additive_attention(
     w_v: Tensor,
     valid_lens: Tensor | None = None,
     *,
+    mask: Tensor | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     need_weights: bool = True,
+    features: Tensor | None = None,
+    w_f: Tensor | None = None,
+    activation: str = "tanh",
+    negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor | None]:
     """Additive attention (Bahdanau et al. 2014, https://arxiv.org/abs/1409.0473), unfused.
 
@@ -122,15 +202,61 @@ def additive_attention(
         w_k: (H,Dk).
         w_v: (1,H) or (H,).
         valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
+        mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; None for all.
         bias: (H,), added inside the tanh.
         dropout_p: dropout probability of the weights in the weighted sum.
         need_weights: also return the weights.
+        features: (B,Tk,C), of the keys; optional.
+        w_f: (H,C); with features.
+        activation: "tanh", "relu" or "leaky_relu".
+        negative_slope: of leaky_relu.
 
     Returns:
         Context (B,Tq,Dv), and the weights (B,Tq,Tk) before dropout or None.
     """
     projected_keys = F.linear(keys, w_k, bias)
+    inside = Inside(features, w_f, activation, negative_slope)
     context, weights = attend(
-        F.linear(queries, w_q), projected_keys, values, w_v, valid_lens, dropout_p
+        *(F.linear(queries, w_q), projected_keys, values, w_v),
+        visible(valid_lens, mask, keys.shape[1]),
+        dropout_p,
+        inside,
     )
     return context, weights if need_weights else None
+
+
+def additive_scores(
+    queries: Tensor,
+    keys: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    *,
+    bias: Tensor | None = None,
+    features: Tensor | None = None,
+    w_f: Tensor | None = None,
+    activation: str = "tanh",
+    negative_slope: float = 0.01,
+    clip: float | None = None,
+) -> Tensor:
+    """The scores of :func:`additive_attention`, which has the arguments, before the softmax.
+
+    Args:
+        queries: (B,Tq,Dq).
+        keys: (B,Tk,Dk).
+        w_q: (H,Dq).
+        w_k: (H,Dk).
+        w_v: (1,H) or (H,).
+        bias: (H,).
+        features: (B,Tk,C).
+        w_f: (H,C).
+        activation: "tanh", "relu" or "leaky_relu".
+        negative_slope: of leaky_relu.
+        clip: scores u become ``clip * tanh(u)``.
+
+    Returns:
+        (B,Tq,Tk).
+    """
+    inside = Inside(features, w_f, activation, negative_slope)
+    scores = projected_scores(F.linear(queries, w_q), F.linear(keys, w_k, bias), w_v, inside)
+    return scores if clip is None else clip * torch.tanh(scores)

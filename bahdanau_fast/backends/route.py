@@ -67,6 +67,8 @@ class Facts(NamedTuple):
         asked: a backend asked for by name, or None.
         there: backends that can serve calls in this process.
         interpreted: Triton kernels run in its interpreter, on the CPU.
+        general: scores are the result, or have features or an activation other than tanh inside.
+        masked: a mask says where queries may look.
     """
 
     device: str
@@ -90,6 +92,8 @@ class Facts(NamedTuple):
     asked: str | None
     there: tuple[str, ...]
     interpreted: bool
+    general: bool = False
+    masked: bool = False
 
 
 class Route(NamedTuple):
@@ -130,6 +134,11 @@ def route(facts: Facts, limits: Limits, gpu: GpuLimits) -> Route:
     backend, why = choose_backend(
         facts.asked, facts.device, facts.dtype, facts.there, facts.plain_only, facts.interpreted
     )
+    if backend in ("cuda", "triton") and (facts.general or facts.masked):
+        what = "scores, features and activations other than tanh" if facts.general else "masks"
+        if facts.asked == backend:
+            checks.reject(ValueError, "backend", f"serve {what}", repr(backend))
+        backend, why = "reference", f"{what} have no GPU kernels"
     form, because = _form(facts, limits, gpu, backend)
     keys = facts.batch * facts.keys_len
     reuse = (
@@ -193,7 +202,9 @@ def _form(facts: Facts, limits: Limits, gpu: GpuLimits, backend: str) -> tuple[s
     if backend == "reference":
         return "reference", "as asked" if facts.asked == "reference" else "no kernels serve it"
     in_front = None
-    if facts.traced:
+    if facts.general:
+        in_front = "scores, features and other activations take projected queries and keys"
+    elif facts.traced:
         in_front = "one operator in compiled code, whatever the sizes"
     elif facts.autocast:
         in_front = "autocast gives the projections a dtype of their own"

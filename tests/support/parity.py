@@ -19,7 +19,7 @@ import torch
 import bahdanau_fast as bf
 from bahdanau_fast import parity, reference
 
-INPUTS = ("queries", "keys", "values", "w_q", "w_k", "w_v", "bias")
+INPUTS = ("queries", "keys", "values", "w_q", "w_k", "w_v", "bias", "features", "w_f")
 OUTPUTS = ("context", "weights")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NAN = float("nan")
@@ -84,8 +84,12 @@ class Case:
     Dk: int = 6
     Dv: int = 3
     lens: object = None
+    mask: object = None
     bias: bool = True
     tied: bool = False  # values is keys
+    C: int = 0  # features of a key; 0: none
+    activation: str = "tanh"
+    negative_slope: float = 0.01
     grads: str = "both"  # or "context", "weights": which outputs are differentiated
     scale: dict = dataclasses.field(default_factory=dict)
     layout: dict = dataclasses.field(default_factory=dict)
@@ -103,9 +107,11 @@ class Case:
             "w_v": (1, self.H),
             "bias": (self.H,),
         }
+        if self.C:
+            shapes |= {"features": (self.B, self.Tk, self.C), "w_f": (self.H, self.C)}
         shapes["context"] = (self.B, self.Tq, shapes["values"][2])
         shapes["weights"] = (self.B, self.Tq, self.Tk)
-        usual = {"w_q": self.Dq**-0.5, "w_k": self.Dk**-0.5}
+        usual = {"w_q": self.Dq**-0.5, "w_k": self.Dk**-0.5, "w_f": max(self.C, 1) ** -0.5}
         drawn = {}
         for name, shape in shapes.items():
             x = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -115,18 +121,30 @@ class Case:
             drawn[name] = x.to(dtype).double()
         return drawn
 
+    def options(self):
+        """What a function is called with beside its tensors."""
+        if self.activation == "tanh":
+            return {}
+        return {"activation": self.activation, "negative_slope": self.negative_slope}
+
 
 def run(function, case, drawn, dtype):
-    """Results of ``function(inputs, lens)`` by name, as long double; ``d <input>`` a gradient."""
+    """Results of ``function(inputs, lens)`` by name, as long double; ``d <input>`` a gradient.
+
+    A mask is one more argument.
+    """
     arrange = {n: LAYOUTS[case.layout.get(n, "plain")] for n in drawn}
     drawn = {n: x.to(DEVICE, dtype) for n, x in drawn.items()}
-    inputs = {n: arrange[n](drawn[n]).detach().requires_grad_() for n in INPUTS}
+    inputs = dict.fromkeys(INPUTS)
+    for name in drawn.keys() & inputs.keys():
+        inputs[name] = arrange[name](drawn[name]).detach().requires_grad_()
     if case.tied:
         inputs["values"] = inputs["keys"]
     if not case.bias:
         inputs["bias"] = None
     lens = None if case.lens is None else case.lens.to(DEVICE)
-    context, weights = function(inputs, lens)
+    masked = {} if case.mask is None else {"mask": case.mask.to(DEVICE)}
+    context, weights = function(inputs, lens, **masked, **case.options())
     outputs = dict(zip(OUTPUTS, (context, weights), strict=True))
     wanted = OUTPUTS if case.grads == "both" else (case.grads,)
     names = [n for n in INPUTS if inputs[n] is not None and not (case.tied and n == "values")]
@@ -144,25 +162,20 @@ def run(function, case, drawn, dtype):
     return {n: x.detach().double().cpu().numpy().astype(np.longdouble) for n, x in outputs.items()}
 
 
-def eager(inputs, lens):
+def eager(inputs, lens, **options):
     """The reference in the dtype of the inputs."""
-    rest = (inputs["w_q"], inputs["w_k"], inputs["w_v"], lens)
-    return reference.additive_attention(
-        inputs["queries"], inputs["keys"], inputs["values"], *rest, bias=inputs["bias"]
-    )
+    required, named = _arguments(inputs)
+    return reference.additive_attention(*required, lens, **named, **options)
 
 
-def fused(inputs, lens, backend="cpu"):
+def fused(inputs, lens, backend="cpu", **options):
     """The function under test."""
-    rest = (inputs["w_q"], inputs["w_k"], inputs["w_v"], lens)
-    return bf.additive_attention(
-        inputs["queries"],
-        inputs["keys"],
-        inputs["values"],
-        *rest,
-        bias=inputs["bias"],
-        backend=backend,
-    )
+    required, named = _arguments(inputs)
+    return bf.additive_attention(*required, lens, **named, **options, backend=backend)
+
+
+def _arguments(inputs):
+    return [inputs[n] for n in INPUTS[:6]], {n: inputs[n] for n in INPUTS[6:]}
 
 
 def module_of(inputs):
@@ -177,19 +190,19 @@ def module_of(inputs):
     return module
 
 
-def called(inputs, lens, backend="cpu"):
+def called(inputs, lens, backend="cpu", mask=None):
     """The module, called as the course calls it."""
     module = module_of(inputs)
     with bf.backends.use(backend):
-        context = module(inputs["queries"], inputs["keys"], inputs["values"], lens)
+        context = module(inputs["queries"], inputs["keys"], inputs["values"], lens, mask=mask)
     return context, module.attention_weights
 
 
-def attended(inputs, lens, backend="cpu"):
+def attended(inputs, lens, backend="cpu", mask=None):
     """The module with a memory, hence with a table made beforehand."""
     module = module_of(inputs)
     with bf.backends.use(backend):
-        memory = module.memory(inputs["keys"], inputs["values"], lens)
+        memory = module.memory(inputs["keys"], inputs["values"], lens, mask=mask)
         context = module.attend(inputs["queries"], memory)
     return context, module.attention_weights
 
@@ -206,8 +219,10 @@ def long_double(case, drawn):
         v = k
     a = q @ w_q.T
     c = k @ w_k.T + (x["bias"] if case.bias else 0)
+    if case.C:
+        c = c + x["features"] @ x["w_f"].T
     z = a[:, :, None, :] + c[:, None, :, :]
-    t = np.tanh(z)
+    t, slope = _activated(case, z)
     scores = t @ w
     keep, empty = _kept(case)
     scores = np.where(empty, np.longdouble(0), np.where(keep, scores, -np.inf))
@@ -217,8 +232,6 @@ def long_double(case, drawn):
     gc_, gw_ = x["context"] * (case.grads != "weights"), x["weights"] * (case.grads != "context")
     mean = (p * (gc_ @ v.swapaxes(1, 2) + gw_)).sum(-1, keepdims=True)
     ds = np.where(empty, np.longdouble(0), p * (gc_ @ v.swapaxes(1, 2) + gw_ - mean))
-    decay = np.exp(-2 * np.abs(z))
-    slope = 4 * decay / (1 + decay) ** 2
     dz = ds[..., None] * w * slope
     da, dc, dv = dz.sum(2), dz.sum(1), p.swapaxes(1, 2) @ gc_
     result = {
@@ -234,7 +247,20 @@ def long_double(case, drawn):
         result["d values"] = dv
     if case.bias:
         result["d bias"] = dz.sum((0, 1, 2))
+    if case.C:
+        result["d features"] = dc @ x["w_f"]
+        result["d w_f"] = np.tensordot(dc, x["features"], ((0, 1), (0, 1)))
     return result
+
+
+def _activated(case, z):
+    """The activation of z, and its slope."""
+    if case.activation == "tanh":
+        decay = np.exp(-2 * np.abs(z))
+        return np.tanh(z), 4 * decay / (1 + decay) ** 2
+    low = case.negative_slope if case.activation == "leaky_relu" else 0.0
+    slope = np.where(z > 0, np.longdouble(1), np.longdouble(low))
+    return z * slope, slope
 
 
 def _kept(case):
@@ -244,7 +270,10 @@ def _kept(case):
         given = case.lens.double().numpy()
         lens = np.broadcast_to(given[:, None] if given.ndim == 1 else given, lens.shape)
     keep = np.arange(case.Tk) < lens[..., None]
-    return keep, (lens <= 0)[..., None] & (case.Tk > 0)
+    if case.mask is not None:
+        mask = case.mask.numpy()
+        keep = keep & (mask[:, None] if mask.ndim == 2 else mask)
+    return keep, ~keep.any(-1, keepdims=True) & (case.Tk > 0)
 
 
 # ---- the rule ------------------------------------------------------------------------------------
@@ -297,7 +326,8 @@ def overflows(case, drawn, dtype):
     bias = inputs["bias"] if case.bias else None
     a = torch.nn.functional.linear(inputs["queries"], inputs["w_q"]).requires_grad_()
     c = torch.nn.functional.linear(inputs["keys"], inputs["w_k"], bias).requires_grad_()
-    outs = reference.attend(a, c, inputs["values"], inputs["w_v"], case.lens)
+    seen = reference.visible(case.lens, case.mask, case.Tk)
+    outs = reference.attend(a, c, inputs["values"], inputs["w_v"], seen)
     grads = torch.autograd.grad(outs, (a, c), [drawn[n] for n in OUTPUTS])
     largest = torch.finfo(dtype).max / 2  # partial sums count too
     return any(x.numel() and float(x.detach().abs().max()) > largest for x in (a, c, *grads))

@@ -29,7 +29,8 @@ std::vector<double> to_doubles(const Tensor& tensor, const char* name);
 void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, void* keys_max,
                  void* table);
 
-// A Problem, and all the memory it points to.
+// A Problem, and all the memory it points to. A mask, bool (B,1,Tk) or (B,Tq,Tk), may take the
+// place of valid_lens.
 struct Inputs {
   Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& table,
          const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
@@ -42,6 +43,7 @@ struct Inputs {
  private:
   void set_w(const std::vector<double>& w, double largest);
   void set_key_counts(const MaybeTensor& valid_lens);
+  void set_mask(const Tensor& mask);
   void set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bool make_table);
 
   std::vector<Tensor> owned_;

@@ -1,0 +1,140 @@
+"""Scores before the softmax, and attention with features or another activation inside a score.
+
+:func:`attend_inside` and :func:`scores_inside` carry out a route, as those of ``functional`` do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import backends, checks, reference
+from bahdanau_fast.backends.route import Route
+from bahdanau_fast.ops.projection import linear
+from bahdanau_fast.reference import Inside
+
+__all__ = ["additive_scores", "attend_inside", "scores_inside"]
+
+
+def additive_scores(
+    queries: Tensor,
+    keys: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    *,
+    bias: Tensor | None = None,
+    features: Tensor | None = None,
+    w_f: Tensor | None = None,
+    activation: str = "tanh",
+    negative_slope: float = 0.01,
+    clip: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``w_v . act(W_q q_i + W_k k_j + W_f f_j + bias)``: the scores before mask and softmax.
+
+    Bahdanau, Cho and Bengio 2014, https://arxiv.org/abs/1409.0473, section A.1.2; features of the
+    keys as in Chorowski et al. 2015, https://arxiv.org/abs/1506.07503, equation 9; ``clip`` as in
+    Bello et al. 2016, https://arxiv.org/abs/1611.09940, section A.1.
+
+    Args:
+        queries: (B,Tq,Dq), float32, bfloat16, float16 or float64.
+        keys: (B,Tk,Dk), dtype of queries.
+        w_q: (H,Dq).
+        w_k: (H,Dk).
+        w_v: (1,H) or (H,).
+        bias: (H,), optional.
+        features: (B,Tk,C), of the keys; optional.
+        w_f: (H,C); with features.
+        activation: "tanh", "relu" or "leaky_relu".
+        negative_slope: of leaky_relu.
+        clip: scores u become ``clip * tanh(u)``.
+        backend: "cpu" or "reference"; None takes the fastest that is there.
+
+    Returns:
+        Scores (B,Tq,Tk).
+
+    Raises:
+        TypeError: something is not a floating tensor or a number, or dtypes differ.
+        ValueError: ranks, sizes, devices, ``activation``, ``clip`` or ``backend`` do not fit.
+
+    >>> scores = additive_scores(
+    ...     torch.zeros(1, 1, 2), torch.ones(1, 4, 2), *torch.ones(2, 3, 2), torch.ones(3),
+    ...     activation="relu",
+    ... )
+    >>> scores.tolist()
+    [[[6.0, 6.0, 6.0, 6.0]]]
+    """
+    checks.inputs(queries, keys, keys, None)
+    hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias)
+    inside = Inside(features, w_f, activation, negative_slope)
+    checks.inside(*inside, keys, hidden)
+    if clip is not None:
+        checks.finite("clip", clip)
+    route = backends.decide(
+        queries, keys, keys, w_q, w_k, w_v, bias, hidden, 0.0, general=True, name=backend
+    )
+    asked, projected = linear(queries, w_q), linear(keys, w_k, bias)
+    scores = scores_inside(route, asked, projected, w_v, inside)
+    if clip is not None:
+        scores = clip * torch.tanh(scores)
+    return scores if scores.dtype == asked.dtype else scores.to(asked.dtype)
+
+
+def scores_inside(
+    route: Route, queries: Tensor, keys: Tensor, w_v: Tensor, inside: Inside
+) -> Tensor:
+    """The scores of projected queries and keys, as the route says.
+
+    Args:
+        route: of the call.
+        queries: (B,Tq,H), projected.
+        keys: (B,Tk,H), projected.
+        w_v: (1,H) or (H,).
+        inside: features and activation.
+
+    Returns:
+        (B,Tq,Tk).
+    """
+    keys, w_v, inside = _like(queries, keys, w_v, inside)
+    return reference.projected_scores(queries, keys, w_v, inside)
+
+
+def attend_inside(
+    route: Route,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None,
+    dropout_p: float,
+    inside: Inside,
+) -> tuple[Tensor, Tensor]:
+    """Attend with projected queries to projected keys, as the route says.
+
+    Args:
+        route: of the call.
+        queries: (B,Tq,H), projected.
+        keys: (B,Tk,H), projected.
+        values: (B,Tk,Dv).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+        dropout_p: probability of dropping a weight.
+        inside: features and activation.
+
+    Returns:
+        Context (B,Tq,Dv), weights (B,Tq,Tk).
+    """
+    keys, w_v, inside = _like(queries, keys, w_v, inside)
+    values = values.to(queries.dtype)
+    return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p, inside)
+
+
+def _like(
+    queries: Tensor, keys: Tensor, w_v: Tensor, inside: Inside
+) -> tuple[Tensor, Tensor, Inside]:
+    """Everything in the dtype of the projected queries, which under autocast is its own."""
+    features, w_f, *rest = inside
+    if features is not None and w_f is not None:
+        features, w_f = features.to(queries.dtype), w_f.to(queries.dtype)
+    return keys.to(queries.dtype), w_v.to(queries.dtype), Inside(features, w_f, *rest)

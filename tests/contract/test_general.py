@@ -1,0 +1,277 @@
+"""Features inside a score, other activations, and scores themselves: parity, errors, PyTorch."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from contract import CONTRACT, LARGE, lens
+from parity import DTYPES, INPUTS, Case, check
+
+import bahdanau_fast as bf
+from bahdanau_fast import parity, reference
+
+BACKENDS = [name for name in ("cpu", "reference") if name in bf.backends.available()]
+# Features that are more than a vector wide, or one alone (coverage).
+FORMS = {
+    "features": {"C": 10},
+    "one feature": {"C": 1},
+    "many features": {"C": 33},
+    "relu": {"activation": "relu"},
+    "leaky_relu": {"activation": "leaky_relu", "negative_slope": 0.2},
+    "leaky_relu upside down": {"activation": "leaky_relu", "negative_slope": -1.5},
+    "relu of features": {"C": 3, "activation": "relu"},
+}
+ROWS = (
+    "no lens",
+    "lens per query",
+    "whole row masked",
+    "B = 0",
+    "Tq = 0",
+    "Tk = 0",
+    "Dv = 0",
+    "values is keys",
+    "one of each",
+    "one past whole vectors",
+    "no bias",
+    "through the weights alone",
+    "many batch rows",
+    "decoder step",
+    "split keys, lens inside a chunk",
+    "fp32 in small",
+    "sliced inputs",
+    "batch_last inputs",
+    "expanded inputs",
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form, dtype):
+    check(Case(**LARGE, **FORMS[form], lens=lens(7, 53, 0)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["features", "leaky_relu"])
+@pytest.mark.parametrize("row", ROWS)
+def test_contract(row, form, dtype):
+    check(Case(**{**LARGE, **CONTRACT[row], **FORMS[form]}), dtype)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["queries", "keys", "features", "w_f", "w_v", "values"])
+def test_magnitudes(name, dtype, scale):
+    check(Case(**LARGE, C=10, scale={name: scale}, lens=lens(7, 53, 1)), dtype)
+
+
+@pytest.mark.parametrize("layout", ["strided", "transposed", "batch_last", "expanded"])
+def test_layouts_of_features(layout):
+    given = {"features": layout}
+    if layout != "expanded":
+        given["w_f"] = layout
+    check(Case(**LARGE, C=10, layout=given), torch.float32)
+
+
+# ---- scores --------------------------------------------------------------------------------------
+
+SCORED = {
+    "tanh": {},
+    "clipped": {"clip": 10.0},
+    "small inputs": {"scale": {"queries": 1e-5, "keys": 1e-5}},
+    **FORMS,
+    "decoder step": {"B": 16, "Tq": 1, "Tk": 50, "H": 96},
+    "Tk = 0": {"Tk": 0, "C": 3},
+    "fp32 in small": {"B": 1, "Tq": 2, "Tk": 8, "H": 5, "C": 3},
+}
+
+
+def scored(function, case, drawn, dtype, clip, **options):
+    """Scores and their gradients by name, in fp64."""
+    names = [n for n in INPUTS if n in drawn and n != "values"]
+    inputs = {n: drawn[n].to(dtype).requires_grad_() for n in names}
+    scores = function(**inputs, **case.options(), clip=clip, **options)
+    assert scores.dtype == dtype
+    grads = torch.autograd.grad(scores, list(inputs.values()), drawn["weights"].to(dtype))
+    named = zip(["scores", *(f"d {n}" for n in names)], [scores, *grads], strict=True)
+    return {n: x.detach().double().numpy() for n, x in named}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("row", SCORED)
+def test_scores(row, dtype, backend):
+    given = {**LARGE, **SCORED[row]}
+    clip = given.pop("clip", None)
+    case = Case(**given)
+    drawn = case.draw(dtype)
+    exact = scored(reference.additive_scores, case, drawn, torch.float64, clip)
+    eager = scored(reference.additive_scores, case, drawn, dtype, clip)
+    ours = scored(bf.additive_scores, case, drawn, dtype, clip, backend=backend)
+    for name, true in exact.items():
+        assert ours[name].shape == true.shape, name
+        if not true.size:
+            continue
+        # In fp64 there is nothing wider: both may be eight roundings of the largest sum away, as
+        # in parity.shares.
+        far = 8 * np.finfo(np.float64).eps * np.abs(true).max() if dtype == torch.float64 else 0.0
+        missed = np.abs(eager[name] - true).max() + far
+        allowed = parity.allowed(missed, np.abs(true).max(), dtype)
+        assert np.abs(ours[name] - true).max() <= allowed, name
+
+
+def test_scores_are_those_of_the_weights():
+    case = Case(C=3)
+    drawn = {n: x.float() for n, x in case.draw(torch.float32).items() if n in INPUTS}
+    values = drawn.pop("values")
+    valid = torch.tensor([4, 0])
+    scores = bf.additive_scores(**drawn)
+    _, weights = bf.additive_attention(values=values, **drawn, valid_lens=valid)
+    torch.testing.assert_close(bf.masked_softmax(scores, valid), weights)
+
+
+# ---- what PyTorch does with them -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["features", "leaky_relu"])
+@pytest.mark.parametrize("scores", [True, False])
+def test_gradcheck_and_second_derivatives(form, scores):
+    case = replace(Case(**FORMS[form]), C=FORMS[form].get("C", 0) and 2)
+    drawn = {n: x for n, x in case.draw(torch.float64).items() if n in INPUTS}
+    if scores:
+        del drawn["values"]
+    names = list(drawn)
+
+    def function(*tensors):
+        given = dict(zip(names, tensors, strict=True))
+        if scores:
+            return bf.additive_scores(**given, **case.options(), clip=3.0)
+        return bf.additive_attention(**given, **case.options(), valid_lens=torch.tensor([5, 0]))
+
+    inputs = [x.requires_grad_() for x in drawn.values()]
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+class Attention(torch.nn.Module):
+    """Everything at once, as a module that can be exported."""
+
+    def forward(self, inputs, valid_lens):
+        values = inputs["values"]
+        inputs = {n: x for n, x in inputs.items() if n != "values"}
+        attended = bf.additive_attention(
+            values=values, **inputs, valid_lens=valid_lens, activation="relu"
+        )
+        return (*attended, bf.additive_scores(**inputs, clip=10.0))
+
+
+def tensors(grad=False):
+    drawn = Case(**LARGE, C=4).draw(torch.float32)
+    return {n: x.float().requires_grad_(grad) for n, x in drawn.items() if n in INPUTS}
+
+
+def test_compile_in_one_graph():
+    inputs, valid = tensors(grad=True), torch.tensor([3, 53, 0])
+    want = Attention()(inputs, valid)
+    got = torch.compile(Attention(), fullgraph=True)(inputs, valid)
+    grads = []
+    for results in (want, got):
+        torch.testing.assert_close(results, want)
+        loss = sum((x * x).sum() for x in results)
+        grads.append(torch.autograd.grad(loss, list(inputs.values())))
+    torch.testing.assert_close(*grads, rtol=2e-4, atol=2e-4)
+
+
+def test_export():
+    given = (tensors(), torch.tensor([3, 53, 0]))
+    exported = torch.export.export(Attention(), given).module()
+    torch.testing.assert_close(exported(*given), Attention()(*given))
+
+
+def test_vmap_and_forward_mode():
+    inputs = tensors()
+    want = bf.additive_scores(**{n: x for n, x in inputs.items() if n != "values"})
+    keys = inputs.pop("keys")
+    del inputs["values"]
+    got = torch.vmap(lambda k: bf.additive_scores(keys=k, **inputs))(torch.stack([keys, keys + 1]))
+    torch.testing.assert_close(got[0], want)
+    got, _ = torch.func.jvp(
+        lambda k: bf.additive_scores(keys=k, **inputs), (keys,), (torch.ones_like(keys),)
+    )
+    torch.testing.assert_close(got, want)
+
+
+def test_autocast():
+    inputs = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        context, weights = bf.additive_attention(**inputs)
+    exact, _ = bf.additive_attention(**inputs)
+    assert context.dtype == weights.dtype == torch.bfloat16
+    torch.testing.assert_close(context.float(), exact, rtol=0.05, atol=0.05)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+ones = torch.ones
+BAD = [
+    ({"features": ones(2, 5)}, ValueError, "features must have 3 dimensions"),
+    ({"features": ones(2, 4, 3)}, ValueError, r"length of keys, \(2, 5\), got \(2, 4, 3\)"),
+    ({"features": ones(2, 5, 3).double()}, TypeError, "features must have the dtype of keys"),
+    ({"features": [1]}, TypeError, "features must be a tensor, got list"),
+    ({"w_f": None}, ValueError, "w_f must be given with features, got None"),
+    ({"features": None}, ValueError, "w_f must be given with features only"),
+    ({"w_f": ones(8, 4)}, ValueError, r"w_f must have shape \(8, 3\), got \(8, 4\)"),
+    ({"activation": "gelu"}, ValueError, "activation must be one of 'tanh', 'relu', 'leaky_relu'"),
+    ({"activation": None}, ValueError, "activation must be one of"),
+    ({"activation": "relu", "negative_slope": "0"}, TypeError, "negative_slope must be a number"),
+    ({"activation": "relu", "negative_slope": float("nan")}, ValueError, "must be finite, got nan"),
+    ({"clip": float("inf")}, ValueError, "clip must be finite, got inf"),
+    ({"clip": True}, TypeError, "clip must be a number, got bool"),
+    ({"queries": ones(1, 2, 3, 4)}, ValueError, "queries must have 3 dimensions"),
+    ({"w_q": ones(8, 5)}, ValueError, r"w_q must have shape \(8, 4\)"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), BAD)
+def test_errors(wrong, error, message):
+    given = {
+        "queries": torch.randn(2, 3, 4),
+        "keys": torch.randn(2, 5, 6),
+        "w_q": torch.randn(8, 4),
+        "w_k": torch.randn(8, 6),
+        "w_v": torch.randn(1, 8),
+        "features": torch.randn(2, 5, 3),
+        "w_f": torch.randn(8, 3),
+    }
+    given |= wrong
+    with pytest.raises(error, match=message):
+        bf.additive_scores(**given)
+    if "clip" not in wrong:
+        with pytest.raises(error, match=message):
+            bf.additive_attention(values=torch.randn(2, 5, 7), **given)
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_a_backend_of_gpus_is_not_taken_by_name(name):
+    facts = {"general": True, "asked": name, "there": (name, "reference"), "device": "cuda"}
+    with pytest.raises(ValueError, match=re.escape(f"activations other than tanh, got '{name}'")):
+        decided(**facts)
+    route = decided(**{**facts, "asked": None})
+    assert (route.backend, route.form) == ("reference", "reference")
+    assert "no GPU kernels" in route.reason
+    assert decided(**{**facts, "general": False}).backend == name
+
+
+def decided(**facts):
+    """The route of a decoder step, by facts that differ from the usual."""
+    from bahdanau_fast import limits
+    from bahdanau_fast.backends.route import Facts, route
+
+    sizes = dict.fromkeys(("batch", "queries_len", "keys_len", "query_size", "key_size"), 8)
+    usual = dict.fromkeys(("keys_projected", "query_weight", "key_weight", "score_weight"), True)
+    other = dict.fromkeys(("records", "drops", "traced", "plain_only", "autocast"), False)
+    rest = {"dtype": torch.float32, "value_size": 8, "hidden": 8, "interpreted": False}
+    return route(
+        Facts(**{**sizes, **usual, **other, **rest, **facts}), limits.LIMITS, limits.OTHER_GPU
+    )
