@@ -16,6 +16,7 @@ from bahdanau_fast.memory import Memory, key_cache
 from bahdanau_fast.modules import AdditiveAttention, MLPAttention, attention_rnn, dot_product
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
 from bahdanau_fast.modules.dot_product import DotProductAttention
+from bahdanau_fast.modules.location import LocationAttention
 from bahdanau_fast.ops import decompositions
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "AttentionGRU",
     "AttentionLSTM",
     "DotProductAttention",
+    "LocationAttention",
     "MLPAttention",
     "Memory",
     "__version__",
