@@ -191,10 +191,9 @@ def _like(
     queries: Tensor, keys: Tensor, w_v: Tensor, inside: Inside
 ) -> tuple[Tensor, Tensor, Inside]:
     """Everything in the dtype of the projected queries, which under autocast is its own."""
-    dtype, (features, w_f, *rest) = queries.dtype, inside
-    inside = Inside(
-        None if features is None else features.to(dtype),
-        None if w_f is None else w_f.to(dtype),
-        *rest,
+    dtype, features, w_f = queries.dtype, inside.features, inside.w_f
+    inside = inside._replace(
+        features=None if features is None else features.to(dtype),
+        w_f=None if w_f is None else w_f.to(dtype),
     )
     return keys.to(dtype), w_v.to(dtype), inside

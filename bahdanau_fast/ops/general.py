@@ -127,12 +127,12 @@ def _backward(
     again: Callable[..., Sequence[Tensor | None]],
     dropout_p: float,
     *grads: Tensor | None,
-) -> list[Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Gradients of all arguments; ``again`` is the reference on them."""
     inputs, left = _inputs(ctx)
     found: list[Tensor | None] = [None] * len(inputs)
     if all(grad is None for grad in grads):
-        return found
+        return tuple(found)
     needed = [bool(ctx.needs_input_grad[at]) for at in ctx.places]
     if torch.is_grad_enabled():
 
@@ -148,7 +148,7 @@ def _backward(
         results = operator(*inputs, *left, *grads, needs)
     for at, result, need in zip(ctx.places, results, needed, strict=True):
         found[at] = result if need else None
-    return found
+    return tuple(found)
 
 
 def inside_of(features: Any, w_f: Any, activation: int, negative_slope: float) -> Inside:
@@ -157,11 +157,13 @@ def inside_of(features: Any, w_f: Any, activation: int, negative_slope: float) -
 
 
 def _attend_again(*inputs: Any) -> Sequence[Tensor | None]:
-    return reference.attend(*inputs[:5], inside=inside_of(*inputs[5:9]))
+    queries, keys, values, w_v, valid_lens, *inside, _, _ = inputs
+    return reference.attend(queries, keys, values, w_v, valid_lens, 0.0, inside_of(*inside))
 
 
 def _scores_again(*inputs: Any) -> Sequence[Tensor | None]:
-    return (reference.projected_scores(*inputs[:3], inside_of(*inputs[3:])),)
+    queries, keys, w_v, *inside = inputs
+    return (reference.projected_scores(queries, keys, w_v, inside_of(*inside)),)
 
 
 def attend_backward(
@@ -187,20 +189,21 @@ def attend_backward(
     return found
 
 
-def _attend_backward(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
+def _attend_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return _backward(ctx, _attend_backward_op, _attend_again, ctx.inputs[-1], *grads)
 
 
-def _scores_backward(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
+def _scores_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     return _backward(ctx, _scores_backward_op, _scores_again, 0.0, grad)
 
 
-for _name, _fake in {
+_FAKES: dict[str, Callable[..., Any]] = {
     "general_attend": attend_fake,
     "general_attend_backward": _attend_backward_fake,
     "general_scores": _scores_fake,
     "general_scores_backward": _scores_backward_fake,
-}.items():
+}
+for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"bahdanau_fast::{_name}", _fake, lib=library)
 torch.library.register_autograd(
     "bahdanau_fast::general_attend",
@@ -241,7 +244,7 @@ def attend_inside(
     found: tuple[Tensor, Tensor] = _attend_op(
         queries, keys, values, w_v, valid_lens, *numbers(inside), seed, dropout_p
     )
-    return found
+    return tuple(found)
 
 
 def scores_inside(queries: Tensor, keys: Tensor, w_v: Tensor, inside: Inside) -> Tensor:

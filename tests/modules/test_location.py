@@ -132,7 +132,9 @@ def test_steps(form, dtype, backend):
         }
         if not wrong:
             return
-        again, _ = missed_by_eager(module, [moved(x, dtype, seed) for x in drawn], dtype)
+        again, near = missed_by_eager(module, [moved(x, dtype, seed) for x in drawn], dtype)
+        if dtype == torch.float64:  # nothing is wider: what a rounding of the inputs changes
+            again = {n: parity.error(near[n], true) for n, true in exact.items()}
         missed = {n: max(error, again[n]) for n, error in missed.items()}
     raise AssertionError(f"{wrong} times what is allowed")
 
