@@ -97,8 +97,8 @@ Tensor convolve(const Tensor& location, const Tensor& w, const MaybeTensor& bias
   Convolution p;
   p.B = location.size(0), p.inputs = location.size(1), p.Tk = location.size(2);
   p.C = w.size(0), p.taps = w.size(2);
-  STD_TORCH_CHECK(!bias.has_value() || (storage_kind(*bias, "b_conv") == kind &&
-                                        bias->dim() == 1 && bias->size(0) == p.C),
+  STD_TORCH_CHECK(!bias.has_value() || (storage_kind(*bias, "b_conv") == kind && bias->dim() == 1 &&
+                                        bias->size(0) == p.C),
                   "b_conv must have shape (C,) and the dtype of location");
   std::vector<Tensor> owned;
   p.location = view_of(location, owned);
@@ -123,15 +123,16 @@ Tensor convolve(const Tensor& location, const Tensor& w, const MaybeTensor& bias
 }
 
 // general_attend() with features from a convolution of the location; gives these too.
-std::tuple<Tensor, Tensor, Tensor> location_attend(
-    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-    MaybeTensor valid_lens, const Tensor& location, const Tensor& w_conv, MaybeTensor b_conv,
-    const Tensor& w_f, int64_t activation, double negative_slope, MaybeTensor seed,
-    double dropout_p) {
+std::tuple<Tensor, Tensor, Tensor> location_attend(const Tensor& queries, const Tensor& keys,
+                                                   const Tensor& values, const Tensor& w_v,
+                                                   MaybeTensor valid_lens, const Tensor& location,
+                                                   const Tensor& w_conv, MaybeTensor b_conv,
+                                                   const Tensor& w_f, int64_t activation,
+                                                   double negative_slope, MaybeTensor seed,
+                                                   double dropout_p) {
   const Tensor features = convolve(location, w_conv, b_conv);
-  const auto [context, weights] =
-      general_attend(queries, keys, values, w_v, valid_lens, features, w_f, activation,
-                     negative_slope, seed, dropout_p);
+  const auto [context, weights] = general_attend(queries, keys, values, w_v, valid_lens, features,
+                                                 w_f, activation, negative_slope, seed, dropout_p);
   return {context, weights, features};
 }
 
