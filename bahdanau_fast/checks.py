@@ -157,21 +157,39 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
     lens(valid_lens, batch, queries_len, queries.device)
 
 
-def queries_for(queries: Tensor, keys: Tensor, valid_lens: Tensor | None) -> None:
-    """Queries for a memory, whose projected keys (B,Tk,H) were checked when it was made."""
+def queries_for(queries: Tensor, keys: Tensor, seen: Tensor | None, mask: Tensor | None) -> None:
+    """Queries, and a mask of their own, for a memory, which was checked when it was made.
+
+    Args:
+        queries: (B,Tq,Dq).
+        keys: (B,Tk,H), the memory's.
+        seen: the lengths or the mask of the memory.
+        mask: of the call.
+    """
     rows("queries", queries)
     batch, queries_len, _ = queries.shape
     if keys.shape[0] != batch:
         need = f"have the batch size of the memory, {keys.shape[0]}"
         reject(ValueError, "queries", need, _shape(queries))
     same_kind("queries", queries, "the memory", keys)
-    lens(valid_lens, batch, queries_len, queries.device)
+    if seen is not None:
+        if seen.dim() == 3:
+            look(seen, queries, keys)
+        else:
+            lens(seen, batch, queries_len, queries.device)
+    if mask is not None:
+        look(mask, queries, keys)
 
 
-def source(keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
-    """Keys, values and lengths of a memory, without queries."""
+def source(
+    keys: Tensor, values: Tensor, valid_lens: Tensor | None, mask: Tensor | None = None
+) -> None:
+    """Keys, values, lengths and mask of a memory, without queries."""
     rows("keys", keys)
     inputs(keys, keys, values, None)
+    if mask is not None:
+        _tensor("mask", mask)
+        look(mask, mask if mask.dim() == 3 else keys[:, :0], keys)  # of any number of queries
     if valid_lens is not None:
         _tensor("valid_lens", valid_lens)
         queries_len = valid_lens.shape[1] if valid_lens.dim() == 2 else 0
@@ -192,7 +210,10 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
     if valid_lens is None:
         return
     _tensor("valid_lens", valid_lens)
-    if valid_lens.dtype.is_complex or valid_lens.dtype == torch.bool:
+    if valid_lens.dtype == torch.bool:
+        need = "have an integer or floating dtype (a bool mask is given as mask=)"
+        reject(TypeError, "valid_lens", need, valid_lens.dtype)
+    if valid_lens.dtype.is_complex:
         reject(TypeError, "valid_lens", "have an integer or floating dtype", valid_lens.dtype)
     shape = _shape(valid_lens)
     if shape not in ((batch,), (batch, queries_len)):
@@ -202,6 +223,24 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
         reject(
             ValueError, "valid_lens", f"be on the device of the data, {device}", valid_lens.device
         )
+
+
+def look(mask: Tensor, queries: Tensor, keys: Tensor) -> None:
+    """A mask of queries (B,Tq,...) over keys (B,Tk,...): bool (B,Tk), (B,1,Tk) or (B,Tq,Tk)."""
+    batch, queries_len, _ = queries.shape
+    keys_len = keys.shape[1]
+    _tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        reject(TypeError, "mask", "be bool, True where a query may look", mask.dtype)
+    if _shape(mask) not in (
+        (batch, keys_len),
+        (batch, 1, keys_len),
+        (batch, queries_len, keys_len),
+    ):
+        need = f"have shape ({batch}, {keys_len}) or ({batch}, {queries_len}, {keys_len})"
+        reject(ValueError, "mask", need, _shape(mask))
+    if mask.device != keys.device:
+        reject(ValueError, "mask", f"be on the device of the data, {keys.device}", mask.device)
 
 
 def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

@@ -13,6 +13,7 @@ from bahdanau_fast import backends, checks, limits, ops, reference
 from bahdanau_fast.backends.route import Route
 from bahdanau_fast.general import attend_inside
 from bahdanau_fast.memory import ProjectedKeys
+from bahdanau_fast.memory.shapes import as_rows, lengths
 from bahdanau_fast.ops import sharding, whole
 from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.projection import linear
@@ -29,29 +30,36 @@ __all__ = [
 ]
 
 
-def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
-    """Softmax over the keys, positions past the length left out: d2l's ``masked_softmax``.
+def masked_softmax(
+    scores: Tensor, valid_lens: Tensor | None = None, *, mask: Tensor | None = None
+) -> Tensor:
+    """Softmax over the keys, masked positions left out: d2l's ``masked_softmax``.
 
-    A row with a length of zero or less is uniform over all positions.
+    A row with nothing to look at is uniform over all positions.
 
     Args:
         scores: (B,Tq,Tk), float32, bfloat16, float16 or float64.
         valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
+        mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
 
     Returns:
         Weights (B,Tq,Tk) in the dtype of ``scores``.
 
     Raises:
-        TypeError: ``scores`` is not floating, or ``valid_lens`` is not real numbers.
-        ValueError: ``scores`` has not 3 dimensions, or the shape of ``valid_lens`` does not fit.
+        TypeError: ``scores`` is not floating, ``valid_lens`` is not real numbers, or ``mask`` is
+            not bool.
+        ValueError: ``scores`` has not 3 dimensions, or the shape of lengths or mask does not fit.
 
     >>> weights = masked_softmax(torch.zeros(2, 1, 4), torch.tensor([2, 4]))
     >>> weights[:, 0].tolist()
     [[0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]]
     """
     checks.scores(scores)
+    valid_lens = lengths(valid_lens, scores)
     checks.lens(valid_lens, scores.shape[0], scores.shape[1], scores.device)
-    return reference.masked_softmax(scores, valid_lens)
+    if mask is not None:
+        checks.look(mask, scores, scores.transpose(1, 2))
+    return reference.masked_softmax(scores, reference.visible(valid_lens, mask, scores.shape[2]))
 
 
 def additive_attention(
@@ -63,6 +71,7 @@ def additive_attention(
     w_v: Tensor,
     valid_lens: Tensor | None = None,
     *,
+    mask: Tensor | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     need_weights: bool = True,
@@ -78,13 +87,17 @@ def additive_attention(
     features of the keys as in Chorowski et al. 2015, https://arxiv.org/abs/1506.07503, equation 9.
 
     Args:
-        queries: (B,Tq,Dq), float32, bfloat16, float16 or float64.
+        queries: (B,Tq,Dq), float32, bfloat16, float16 or float64; or a decoder state (B,Dq), which
+            leaves Tq out of the results. B may be any number of dimensions.
         keys: (B,Tk,Dk), dtype of queries.
         values: (B,Tk,Dv), dtype of queries.
         w_q: (H,Dq).
         w_k: (H,Dk).
         w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq), any integer or float dtype: key j is kept when j < len.
+        valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list: key j is kept when
+            j < len.
+        mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold. A
+            query with nothing to look at weighs all keys alike.
         bias: (H,), optional.
         dropout_p: probability of dropping a weight on the way to the context.
         need_weights: return the weights too.
@@ -107,25 +120,28 @@ def additive_attention(
     >>> weights.tolist()
     [[[0.5, 0.5, 0.0, 0.0]]]
     """
+    shape = None
     usual = checks.usual(queries, keys, values, valid_lens, w_q, w_k)
     if not usual:
+        given = as_rows(queries, keys, values, valid_lens, mask)
+        (queries, keys, values, valid_lens), mask, shape = given
         checks.inputs(queries, keys, values, valid_lens)
+    if mask is not None:
+        checks.look(mask, queries, keys)
+        valid_lens = reference.visible(valid_lens, mask, keys.shape[1])
     hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias, usual)
     checks.probability("dropout_p", dropout_p)
     inside = TANH
+    if shape is not None:
+        features = shape.flatten(features)
     if not (features is w_f is None and activation == "tanh"):
         inside = Inside(features, w_f, activation, negative_slope)
         checks.inside(*inside, keys, hidden)
     weights_given = (w_q, w_k, w_v)
     route = backends.decide(
-        queries,
-        keys,
-        values,
-        *weights_given,
-        bias,
-        hidden,
-        dropout_p,
+        *(queries, keys, values, *weights_given, bias, hidden, dropout_p),
         general=inside is not TANH,
+        masked=mask is not None,
         name=backend,
     )
     if inside is not TANH:
@@ -144,7 +160,9 @@ def additive_attention(
         projected = ProjectedKeys(linear(keys, w_k, bias), None, None)
         rest = (valid_lens, dropout_p, need_weights)
         context, weights = attend_queries(route, queries, w_q, projected, values, w_v, *rest)
-    return context, weights if need_weights else None
+    if shape is None:
+        return context, weights if need_weights else None
+    return shape.restore(context), shape.restore(weights) if need_weights else None
 
 
 def attend_queries(
@@ -167,7 +185,7 @@ def attend_queries(
         projected: the keys after ``W_k``, made for the same backend.
         values: (B,Tk,Dv).
         w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq).
+        valid_lens: None, (B,) or (B,Tq), or a mask from :func:`reference.visible`.
         dropout_p: probability of dropping a weight.
         need_weights: whether the second result is wanted; without, it may be empty.
 

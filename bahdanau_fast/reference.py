@@ -30,6 +30,7 @@ __all__ = [
     "masked_softmax",
     "projected_scores",
     "valid_mask",
+    "visible",
 ]
 
 
@@ -57,15 +58,37 @@ def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
     """The positions a query may attend to: ``mask[b,i,j] = j < valid_lens[b(,i)]``.
 
     Args:
-        valid_lens: (B,) or (B,Tq), any integer or float dtype; 2.5 allows three positions.
+        valid_lens: (B,) or (B,Tq), any integer or float dtype; 2.5 allows three positions. Or such
+            a mask already, as :func:`visible` makes it.
         keys_len: Tk.
 
     Returns:
         Boolean (B,1,Tk) for one length per row, (B,Tq,Tk) for one length per query.
     """
+    if valid_lens.dim() == 3:
+        return valid_lens
     lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
     positions = torch.arange(keys_len, device=valid_lens.device)
     return _replicate_like(valid_lens, positions) < lens.unsqueeze(-1)
+
+
+def visible(valid_lens: Tensor | None, mask: Tensor | None, keys_len: int) -> Tensor | None:
+    """Lengths and mask as one argument, which takes the place of the lengths from here on.
+
+    Args:
+        valid_lens: as for :func:`valid_mask`, or None.
+        mask: None or bool (B,Tk), (B,1,Tk) or (B,Tq,Tk), True where a query may look.
+        keys_len: Tk.
+
+    Returns:
+        ``valid_lens`` without a mask, else the positions that both allow, bool (B,1,Tk) or
+        (B,Tq,Tk).
+    """
+    if mask is None:
+        return valid_lens
+    if mask.dim() == 2:
+        mask = mask.unsqueeze(1)
+    return mask if valid_lens is None else mask & valid_mask(valid_lens, keys_len)
 
 
 def _replicate_like(tensor: Tensor, same: Tensor) -> Tensor:
@@ -81,14 +104,14 @@ def _replicate_like(tensor: Tensor, same: Tensor) -> Tensor:
 
 
 def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
-    """Softmax over the last axis of (B,Tq,Tk) scores, without the positions past the length.
+    """Softmax over the last axis of (B,Tq,Tk) scores, without masked positions.
 
     A row without valid positions is uniform over all Tk positions, as with the course's fill of
     -1e6; in fp16 that fill is -inf and gives NaN, while this function gives uniform weights.
 
     Args:
         scores: (B,Tq,Tk), floating.
-        valid_lens: None, (B,) or (B,Tq).
+        valid_lens: None, (B,) or (B,Tq), or a mask from :func:`visible`.
 
     Returns:
         Weights (B,Tq,Tk) in the dtype of ``scores``.
@@ -96,8 +119,7 @@ def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
     if valid_lens is None:
         return F.softmax(scores, dim=-1)
     valid = valid_mask(valid_lens, scores.shape[-1])
-    lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
-    none_valid = ~(lens.unsqueeze(-1) > 0)
+    none_valid = ~valid.any(-1, keepdim=True)
     scores = scores.masked_fill(~valid, float("-inf")).masked_fill(none_valid, 0.0)
     return F.softmax(scores, dim=-1)
 
@@ -140,7 +162,7 @@ def attend(
         keys: (B,Tk,H), already ``W_k k``.
         values: (B,Tk,Dv).
         w_v: (1,H) or (H,); or a layer from (B,Tq,Tk,H) to (B,Tq,Tk,1).
-        valid_lens: None, (B,) or (B,Tq).
+        valid_lens: None, (B,) or (B,Tq), or a mask from :func:`visible`.
         dropout_p: dropout probability of the weights in the weighted sum.
         inside: features of the keys, and the activation.
 
@@ -161,6 +183,7 @@ def additive_attention(
     w_v: Tensor,
     valid_lens: Tensor | None = None,
     *,
+    mask: Tensor | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     need_weights: bool = True,
@@ -179,6 +202,7 @@ def additive_attention(
         w_k: (H,Dk).
         w_v: (1,H) or (H,).
         valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
+        mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; None for all.
         bias: (H,), added inside the tanh.
         dropout_p: dropout probability of the weights in the weighted sum.
         need_weights: also return the weights.
@@ -193,7 +217,10 @@ def additive_attention(
     projected_keys = F.linear(keys, w_k, bias)
     inside = Inside(features, w_f, activation, negative_slope)
     context, weights = attend(
-        F.linear(queries, w_q), projected_keys, values, w_v, valid_lens, dropout_p, inside
+        *(F.linear(queries, w_q), projected_keys, values, w_v),
+        visible(valid_lens, mask, keys.shape[1]),
+        dropout_p,
+        inside,
     )
     return context, weights if need_weights else None
 

@@ -146,6 +146,7 @@ def decide(
     *,
     keys_projected: bool = False,
     general: bool = False,
+    masked: bool = False,
     name: str | None = None,
 ) -> Route:
     """How a call is computed: collects the facts and asks :func:`route.route`, once a call.
@@ -163,6 +164,7 @@ def decide(
         keys_projected: the keys are ``W_k k``.
         general: as in :class:`Facts`; where a feature or ``w_f`` may want a gradient, the operator
             finds out.
+        masked: a mask says where queries may look.
         name: a backend asked for by name; None takes that of ``use()``, else the fastest.
 
     Raises:
@@ -204,6 +206,7 @@ def decide(
         _there(device),
         asked is not None and _INTERPRETED,
         general,
+        masked,
     )
     if traced:
         return route(Facts(*facts), limits.LIMITS, limits.OTHER_GPU)

@@ -68,6 +68,7 @@ class Facts(NamedTuple):
         there: backends that can serve calls in this process.
         interpreted: Triton kernels run in its interpreter, on the CPU.
         general: scores are the result, or have features or an activation other than tanh inside.
+        masked: a mask says where queries may look.
     """
 
     device: str
@@ -92,6 +93,7 @@ class Facts(NamedTuple):
     there: tuple[str, ...]
     interpreted: bool
     general: bool = False
+    masked: bool = False
 
 
 class Route(NamedTuple):
@@ -132,11 +134,11 @@ def route(facts: Facts, limits: Limits, gpu: GpuLimits) -> Route:
     backend, why = choose_backend(
         facts.asked, facts.device, facts.dtype, facts.there, facts.plain_only, facts.interpreted
     )
-    if facts.general and backend in ("cuda", "triton"):
+    if backend in ("cuda", "triton") and (facts.general or facts.masked):
+        what = "scores, features and activations other than tanh" if facts.general else "masks"
         if facts.asked == backend:
-            need = "serve scores, features and activations other than tanh"
-            checks.reject(ValueError, "backend", need, repr(backend))
-        backend, why = "reference", "scores, features and other activations have no GPU kernels"
+            checks.reject(ValueError, "backend", f"serve {what}", repr(backend))
+        backend, why = "reference", f"{what} have no GPU kernels"
     form, because = _form(facts, limits, gpu, backend)
     keys = facts.batch * facts.keys_len
     reuse = (

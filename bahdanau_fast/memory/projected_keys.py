@@ -141,7 +141,8 @@ class Memory:
     Attributes:
         projected: the projected keys.
         values: (B,Tk,Dv).
-        valid_lens: None, (B,) or (B,Tq).
+        valid_lens: None, (B,) or (B,Tq); made with a mask, the positions that lengths and mask
+            allow, bool (B,1,Tk) or (B,Tq,Tk).
         maker: the module that made the memory, and its key layer; None after unpickling.
     """
 
@@ -155,6 +156,11 @@ class Memory:
     def __post_init__(self) -> None:
         if self.projected.lifetime is not None:
             object.__setattr__(self, "_due", self.projected.lifetime.begin())
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether it was made with a mask."""
+        return self.valid_lens is not None and self.valid_lens.dim() == 3
 
     def __getitem__(self, rows: Any) -> Memory:
         """The memory of some batch rows, in the order given.
@@ -239,7 +245,8 @@ class Memory:
         keys, lens = self.projected.keys, self.valid_lens
         batch, keys_len, hidden = keys.shape
         shown = None if lens is None else tuple(lens.shape)
+        limit = "mask" if self.is_masked else "valid_lens"
         return (
             f"Memory(B={batch}, Tk={keys_len}, H={hidden}, Dv={self.values.shape[2]}, "
-            f"valid_lens={shown}, dtype={keys.dtype}, device={str(keys.device)!r})"
+            f"{limit}={shown}, dtype={keys.dtype}, device={str(keys.device)!r})"
         )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import checks
-from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.d2l_signature import additive_attention, read_signature, shows
+from bahdanau_fast.modules.remembering import Remembering
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["AdditiveAttention", "MLPAttention"]
 
 
-class AdditiveAttention(Additive):
+class AdditiveAttention(Remembering):
     """Additive attention, drop-in for ``d2l.AdditiveAttention`` of either signature.
 
     ``context_i = sum_j softmax_j(w_v . tanh(W_q q_i + W_k k_j)) v_j`` (Bahdanau, Cho and Bengio
@@ -162,7 +162,7 @@ class AdditiveAttention(Additive):
         return module
 
 
-class MLPAttention(Additive):
+class MLPAttention(Remembering):
     """Additive attention under the oldest name the course gave it.
 
     The same formula; in this naming ``W_k`` multiplies the query, ``W_q`` the key, and ``v``
@@ -204,7 +204,13 @@ class MLPAttention(Additive):
         self.bias = None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid_length: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Attend: query (B,Tq,ipt_dim), key (B,Tk,ipt_dim), value (B,Tk,Dv) to (B,Tq,Dv).
 
@@ -213,6 +219,7 @@ class MLPAttention(Additive):
             key: (B,Tk,ipt_dim).
             value: (B,Tk,Dv).
             valid_length: None, (B,) or (B,Tq).
+            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look.
 
         Returns:
             Context (B,Tq,Dv).
@@ -220,4 +227,4 @@ class MLPAttention(Additive):
         Raises:
             TypeError, ValueError: as for :class:`AdditiveAttention`.
         """
-        return super().forward(query, key, value, valid_length)
+        return super().forward(query, key, value, valid_length, mask=mask)

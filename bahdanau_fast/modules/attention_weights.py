@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import checks
+from bahdanau_fast.memory.shapes import Shape
 
 __all__ = ["KeepsWeights"]
 
@@ -55,6 +56,15 @@ class KeepsWeights(nn.Module):
         elif checks.in_transform():
             kept = None  # the tensors of a transform may not outlive it in compiled code
         object.__setattr__(self, "_weights", kept)
+
+    def _restored(self, context: Tensor, shape: Shape) -> Tensor:
+        """The context of the call that just ended in another shape, and the weights it kept."""
+        kept = self._weights
+        weights = kept.weights if isinstance(kept, _Boxed) else kept
+        exported = torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()
+        if weights is not None and not exported:  # else they are those of an earlier call
+            self._keep(shape.restore(weights))
+        return shape.restore(context)
 
     def __getstate__(self) -> dict[str, Any]:
         # The graph of the last call can be neither copied nor pickled.

@@ -1,4 +1,4 @@
-"""Base of the additive modules: the call, projections and their reuse, memories.
+"""Base of the additive modules: the call, on keys or on a memory, and the reuse of projections.
 
 Reading ``layer.weight`` is correct for an unmodified ``nn.Linear``. Hooks, LoRA, pruning,
 parametrizations, quantization and a ``forward`` set on the instance (as accelerate does) change
@@ -16,14 +16,14 @@ from torch.nn.modules import module as _torch
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.backends import Route
 from bahdanau_fast.functional import attend_projected, attend_queries, attend_raw, attend_small
-from bahdanau_fast.memory import Maker, Memory, ProjectedKeys, project
+from bahdanau_fast.memory import Memory, ProjectedKeys
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
+from bahdanau_fast.memory.shapes import Shape, as_rows
 from bahdanau_fast.modules.attention_weights import KeepsWeights
 from bahdanau_fast.modules.lazy import draw
-from bahdanau_fast.ops.lifetime import Lifetime
-from bahdanau_fast.ops.projection import linear, shared_linear
+from bahdanau_fast.ops.projection import linear
 
-__all__ = ["Additive", "apply_layer", "is_unchanged", "plain_weight"]
+__all__ = ["Additive", "apply_layer", "check_features", "is_unchanged", "plain_weight"]
 
 # Hooks of all modules of the process; torch changes these dicts in place.
 _forward_hooks = _torch._global_forward_hooks
@@ -58,55 +58,14 @@ class Additive(KeepsWeights):
         self.cache_keys = cache_keys
         self._cache = KeyCache()
 
-    def memory(
-        self, keys: Tensor, values: Tensor | None = None, valid_lens: Tensor | None = None
-    ) -> Memory:
-        """Project the keys once, for any number of :meth:`attend` calls.
-
-        Args:
-            keys: (B,Tk,Dk).
-            values: (B,Tk,Dv); the keys themselves unless given.
-            valid_lens: None, (B,) or (B,Tq).
-
-        Returns:
-            A memory; gradients flow through it to ``keys``, ``values`` and the key layer.
-
-        On a lazy module that was never called, this draws the weights of the key layer, then those
-        of the scoring layer; the first :meth:`attend` draws those of the query layer. (The first
-        call of the module itself draws the query layer's weights first, as the course's does.)
-
-        Raises:
-            TypeError, ValueError: as for calling the module.
-        """
-        values = keys if values is None else values
-        checks.source(keys, values, valid_lens)
-        self._draw(None, keys)
-        layer = self._modules[self._key_layer]
-        _check_features("keys", keys, layer)
-        if self.bias is not None:
-            checks.same_kind("keys", keys, "the module's bias", self.bias)
-        backend = backends.resolve(keys.device, dtype=keys.dtype)
-        weight, w_v = plain_weight(layer), plain_weight(self._modules[self._score_layer])
-        if torch.compiler.is_compiling() or not may_share(keys, weight, self.bias):
-            own, lifetime, weight = self._project(keys), None, None
-        else:
-            assert weight is not None
-            lifetime = Lifetime()
-            own, _ = shared_linear(keys, weight, self.bias, lifetime)
-        if w_v is None:  # attend will call the scoring layer instead of a kernel
-            projected = ProjectedKeys(own, None, None, None, lifetime)
-        else:
-            projected = project(own, backends.keeps_table(backend, own))
-            projected = projected._replace(lifetime=lifetime).share(values, w_v)
-        maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
-        return Memory(projected, values, valid_lens, maker)
-
-    def attend(self, queries: Tensor, memory: Memory) -> Tensor:
+    def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
         """Attend to a memory with some queries (one decoder step, or the beams of one step).
 
         Args:
-            queries: (B,Tq,Dq).
+            queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results.
             memory: from :meth:`memory`.
+            mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what the memory's
+                own lengths and mask leave.
 
         Returns:
             Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.
@@ -115,6 +74,26 @@ class Additive(KeepsWeights):
             TypeError, ValueError: as for calling the module; a memory of another module, or one
                 made before the key layer changed.
         """
+        if isinstance(queries, Tensor) and queries.dim() == 2:
+            context = Additive.attend(self, queries.unsqueeze(1), memory, mask=mask)
+            return self._restored(context, Shape(tuple(queries.shape[:1]), True))
+        memory = self._checked(queries, memory, mask)
+        self._draw(queries, None)
+        w_q, _, w_v = self._plain_weights()
+        check_features("queries", queries, self._modules[self._query_layer], w_q)
+        projected, values, seen = memory.projected, memory.values, memory.valid_lens
+        dropout_p, keys = self._dropout_p(), projected.keys
+        if mask is not None:
+            seen = reference.visible(seen, mask, keys.shape[1])
+        route = backends.decide(
+            *(queries, keys, values, w_q, None, w_v, None, self.num_hiddens, dropout_p),
+            keys_projected=True,
+            masked=seen is not None and seen.dim() == 3,
+        )
+        return self._attend(route, queries, projected, values, seen, w_q, w_v, dropout_p)
+
+    def _checked(self, queries: Tensor, memory: Memory, mask: Tensor | None) -> Memory:
+        """The memory, if it is this module's and fits the queries; in their dtype."""
         if not isinstance(memory, Memory):
             checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
         maker = memory.maker
@@ -127,50 +106,28 @@ class Additive(KeepsWeights):
                 checks.reject(ValueError, "memory", need, "an older one: call memory() again")
         if self._is_from_autocast(queries, memory):
             memory = memory.to(queries.dtype)
-        checks.queries_for(queries, memory.projected.keys, memory.valid_lens)
-        self._draw(queries, None)
-        w_q, _, w_v = self._plain_weights()
-        _check_features("queries", queries, self._modules[self._query_layer], w_q)
-        projected, values, lens = memory.projected, memory.values, memory.valid_lens
-        dropout_p, keys = self._dropout_p(), projected.keys
-        route = backends.decide(
-            *(queries, keys, values, w_q, None, w_v, None, self.num_hiddens, dropout_p),
-            keys_projected=True,
-        )
-        return self._attend(route, queries, projected, values, lens, w_q, w_v, dropout_p)
-
-    def explain(self, queries: Tensor, keys: Tensor | Memory, values: Tensor | None = None) -> str:
-        """How a call with these inputs would be computed, and why, without computing it.
-
-        Args:
-            queries: (B,Tq,Dq).
-            keys: (B,Tk,Dk), or a memory.
-            values: (B,Tk,Dv); the keys unless given.
-
-        Raises:
-            ValueError: the requested backend cannot serve the call.
-        """
-        w_q, w_k, w_v = self._plain_weights()
-        known = isinstance(keys, Memory)
-        if isinstance(keys, Memory):
-            w_k, values, keys = None, keys.values, keys.projected.keys
-        rest = (self.bias, self.num_hiddens, self._dropout_p())
-        values = keys if values is None else values
-        route = backends.decide(
-            *(queries, keys, values, w_q, w_k, w_v, *rest), keys_projected=known
-        )
-        return route.reason
+        checks.queries_for(queries, memory.projected.keys, memory.valid_lens, mask)
+        return memory
 
     def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None = None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid_lens: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Attend to ``keys`` and ``values``.
 
         Args:
-            queries: (B,Tq,Dq), float32, bfloat16, float16 or float64.
+            queries: (B,Tq,Dq), float32, bfloat16, float16 or float64; or a decoder state (B,Dq),
+                which leaves Tq out of the results. B may be any number of dimensions.
             keys: (B,Tk,Dk), dtype of queries.
             values: (B,Tk,Dv), dtype of queries.
-            valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
+            valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list.
+            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold. A
+                query with nothing to look at weighs all keys alike.
 
         Returns:
             Context (B,Tq,Dv), dtype of queries.
@@ -181,15 +138,24 @@ class Additive(KeepsWeights):
         """
         w_q, w_k, w_v = self._plain_weights()
         if w_v is None or not checks.usual(queries, keys, values, valid_lens, w_q, w_k):
+            given = as_rows(queries, keys, values, valid_lens, mask)
+            if given.shape is not None:
+                context = Additive.forward(self, *given.rows, mask=given.mask)
+                return self._restored(context, given.shape)
+            valid_lens = given.rows[3]
             checks.inputs(queries, keys, values, valid_lens)
             if w_v is None:  # its layer, or all three, may be lazy
                 self._draw(queries, keys)
                 w_q, w_k, w_v = self._plain_weights()
-            _check_features("keys", keys, self._modules[self._key_layer])
-            _check_features("queries", queries, self._modules[self._query_layer])
+            check_features("keys", keys, self._modules[self._key_layer])
+            check_features("queries", queries, self._modules[self._query_layer])
+        if mask is not None:
+            checks.look(mask, queries, keys)
+            valid_lens = reference.visible(valid_lens, mask, keys.shape[1])
         dropout_p = self._dropout_p()
         route = backends.decide(
-            queries, keys, values, w_q, w_k, w_v, self.bias, self.num_hiddens, dropout_p
+            *(queries, keys, values, w_q, w_k, w_v, self.bias, self.num_hiddens, dropout_p),
+            masked=mask is not None,
         )
         if route.form in ("one operator", "raw", "raw keys"):
             assert w_q is not None
@@ -294,9 +260,10 @@ class Additive(KeepsWeights):
             self.num_hiddens = int(self._modules[self._key_layer].out_features)  # type: ignore[arg-type, union-attr]
 
 
-def _check_features(
+def check_features(
     name: str, tensor: Tensor, layer: nn.Module | None, weight: Tensor | None = None
 ) -> None:
+    """Queries or keys must have the features, dtype and device of their layer's weight."""
     if (
         weight is not None
         and weight.shape[1] == tensor.shape[2]

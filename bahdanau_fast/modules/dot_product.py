@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.memory import Memory, ProjectedKeys
+from bahdanau_fast.memory.shapes import Shape, as_rows, lengths
 from bahdanau_fast.modules.attention_weights import KeepsWeights
 
 __all__ = ["DotProductAttention"]
@@ -42,15 +43,22 @@ class DotProductAttention(KeepsWeights):
         self.need_weights = need_weights
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid_length: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Attend to ``key`` and ``value``.
 
         Args:
-            query: (B,Tq,D).
+            query: (B,Tq,D), or a state (B,D). B may be any number of dimensions.
             key: (B,Tk,D).
             value: (B,Tk,Dv).
-            valid_length: None, (B,) or (B,Tq).
+            valid_length: None, (B,) or (B,Tq), also as a list.
+            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
 
         Returns:
             Context (B,Tq,Dv).
@@ -59,18 +67,31 @@ class DotProductAttention(KeepsWeights):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
+        given = as_rows(query, key, value, valid_length, mask)
+        if given.shape is not None:
+            context = DotProductAttention.forward(self, *given.rows, mask=given.mask)
+            return self._restored(context, given.shape)
+        valid_length = given.rows[3]
         checks.inputs(query, key, value, valid_length)
         checks.features("key", key, query.shape[-1])
+        if mask is not None:
+            checks.look(mask, query, key)
+        seen = reference.visible(valid_length, mask, key.shape[1])
         if not self.need_weights:
             self._keep(None)
-            return self._without_weights(query, key, value, valid_length)
+            return self._without_weights(query, key, value, seen)
         scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
-        weights = reference.masked_softmax(scores, valid_length)
+        weights = reference.masked_softmax(scores, seen)
         self._keep(weights)
         return torch.bmm(self.dropout(weights), value)
 
     def memory(
-        self, keys: Tensor, values: Tensor | None = None, valid_lens: Tensor | None = None
+        self,
+        keys: Tensor,
+        values: Tensor | None = None,
+        valid_lens: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
     ) -> Memory:
         """Keys and values for any number of :meth:`attend` calls, as the additive modules have it.
 
@@ -78,20 +99,24 @@ class DotProductAttention(KeepsWeights):
             keys: (B,Tk,D).
             values: (B,Tk,Dv); the keys themselves unless given.
             valid_lens: None, (B,) or (B,Tq).
+            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
 
         Raises:
             TypeError, ValueError: as for calling the module.
         """
         values = keys if values is None else values
-        checks.source(keys, values, valid_lens)
-        return Memory(ProjectedKeys(keys, None, None), values, valid_lens)
+        valid_lens = lengths(valid_lens, keys)
+        checks.source(keys, values, valid_lens, mask)
+        seen = reference.visible(valid_lens, mask, keys.shape[1])
+        return Memory(ProjectedKeys(keys, None, None), values, seen)
 
-    def attend(self, queries: Tensor, memory: Memory) -> Tensor:
+    def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
         """Look at a memory with some queries.
 
         Args:
             queries: (B,Tq,D).
             memory: from :meth:`memory`.
+            mask: as in a call, of what the memory's own lengths and mask leave.
 
         Returns:
             Context (B,Tq,Dv); sets ``attention_weights`` too.
@@ -99,15 +124,24 @@ class DotProductAttention(KeepsWeights):
         Raises:
             TypeError, ValueError: as for calling the module.
         """
-        context: Tensor = self(queries, memory.projected.keys, memory.values, memory.valid_lens)
-        return context
+        if isinstance(queries, Tensor) and queries.dim() == 2:
+            context = self.attend(queries.unsqueeze(1), memory, mask=mask)
+            return self._restored(context, Shape(tuple(queries.shape[:1]), True))
+        keys, lens = memory.projected.keys, memory.valid_lens
+        if memory.is_masked:
+            if mask is not None:
+                checks.rows("queries", queries)
+                checks.look(mask, queries, keys)
+            lens, mask = None, reference.visible(lens, mask, keys.shape[1])
+        result: Tensor = self(queries, keys, memory.values, lens, mask=mask)
+        return result
 
     def _without_weights(
-        self, query: Tensor, key: Tensor, value: Tensor, valid_length: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None
     ) -> Tensor:
         mask = None
-        if valid_length is not None:
-            mask = reference.valid_mask(valid_length, key.shape[1])
+        if seen is not None:
+            mask = reference.valid_mask(seen, key.shape[1])
             # Nothing to look at means uniform weights: let such a row see zero scores everywhere.
             empty = ~mask.any(-1, keepdim=True)
             mask = mask | empty

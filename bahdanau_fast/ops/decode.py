@@ -313,7 +313,7 @@ def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _for_all_steps(valid_lens: Tensor | None, steps: int) -> Tensor | None:
-    if valid_lens is None or valid_lens.dim() == 1:
+    if valid_lens is None or valid_lens.dim() != 2:
         return valid_lens
     return valid_lens.expand(-1, steps)
 

@@ -61,7 +61,8 @@ class AttendInputs(NamedTuple):
         keys_max: likewise.
         values: (B,Tk,Dv).
         w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq).
+        valid_lens: None, (B,) or (B,Tq); or a mask, bool (B,1,Tk) or (B,Tq,Tk), which the CPU's
+            kernels and the reference take.
         seed: (1,) int64, with dropout.
         dropout_p: probability of dropping a weight.
     """

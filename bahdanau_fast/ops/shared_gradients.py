@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bahdanau_fast import checks
+from bahdanau_fast import checks, reference
 from bahdanau_fast.ops.lifetime import Held, Lifetime
 
 __all__ = ["PendingGradients", "SharedNode", "StepGradients", "share"]
@@ -33,7 +33,7 @@ class StepGradients(NamedTuple):
     Attributes:
         queries: (B,Tq,H), projected.
         weights: (B,Tq,Tk), after dropout.
-        valid_lens: None, (B,) or (B,Tq).
+        valid_lens: None, (B,) or (B,Tq), or a mask (B,1,Tk) or (B,Tq,Tk).
         grad_context: (B,Tq,Dv) or None.
         grad_scores: (B,Tq,Tk).
     """
@@ -236,14 +236,26 @@ def _join_lens(
     lens: Sequence[Tensor | None], queries: Sequence[Tensor], keys_len: int
 ) -> Tensor | None:
     first = lens[0]
-    if all(each is first for each in lens) and (first is None or first.dim() == 1):
+    for_all = first is None or first.dim() == 1 or (first.dim() == 3 and first.shape[1] == 1)
+    if for_all and all(each is first for each in lens):
         return first
+    if any(each is not None and each.dim() == 3 for each in lens):
+        return _join_masks(lens, queries, keys_len)
     per_query = []
     for each, asked in zip(lens, queries, strict=True):
         whole = asked.new_full((), keys_len, dtype=torch.float64) if each is None else each.double()
         column = whole if whole.dim() != 1 else whole.unsqueeze(1)
         per_query.append(column.expand(asked.shape[:2]))
     return _join(per_query)
+
+
+def _join_masks(lens: Sequence[Tensor | None], queries: Sequence[Tensor], keys_len: int) -> Tensor:
+    masks = []
+    for each, asked in zip(lens, queries, strict=True):
+        whole = asked.new_ones((1, 1, keys_len), dtype=torch.bool)
+        mask = whole if each is None else reference.valid_mask(each, keys_len)
+        masks.append(mask.expand(*asked.shape[:2], keys_len))
+    return _join(masks)
 
 
 def _join_contexts(

@@ -98,7 +98,7 @@ def _gradients(ctx: Any, tensors: Sequence[Any], *grads: Tensor | None) -> list[
 
         def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
             *required, bias = tensors
-            return reference.additive_attention(*required, inputs[7], bias=bias)  # type: ignore[arg-type, misc]
+            return reference.additive_attention(*required, inputs[7], bias=bias)  # type: ignore[arg-type, call-arg]
 
         return differentiate_again(
             again, differentiated, needed, ctx.dropout_p, (grad_context, grad_weights)
@@ -182,7 +182,7 @@ def attend(
     if records:
         # Only plain operations may record tensors of inference mode.
         if True in map(Tensor.is_inference, inputs if bias is None else (*inputs, bias)):
-            return reference.additive_attention(*inputs, valid_lens, bias=bias, dropout_p=dropout_p)  # type: ignore[misc, return-value]
+            return reference.additive_attention(*inputs, valid_lens, bias=bias, dropout_p=dropout_p)  # type: ignore[call-arg, return-value]
         return _Whole.apply(*inputs, bias, (valid_lens, seed, dropout_p))  # type: ignore[no-any-return, no-untyped-call]
     if dropout_p > 0.0:
         with torch._C._AutoDispatchBelowAutograd():

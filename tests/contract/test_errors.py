@@ -26,7 +26,8 @@ def good():
 ones = torch.ones
 # argument, what it is set to, error, words of the message
 BAD = [
-    ("queries", ones(2, 4), ValueError, "3 dimensions"),
+    ("queries", ones(3, 4), ValueError, "batch dimensions of keys"),
+    ("queries", ones(4), ValueError, "3 dimensions"),
     ("queries", ones(1, 2, 3, 4), ValueError, "3 dimensions"),
     ("keys", ones(5, 6), ValueError, "3 dimensions"),
     ("values", ones(2, 5), ValueError, "3 dimensions"),
@@ -48,9 +49,22 @@ BAD = [
     ("valid_lens", ones(2, 1), ValueError, r"shape \(2,\) or \(2, 3\)"),
     ("valid_lens", ones(2, 3, 1), ValueError, r"shape \(2,\) or \(2, 3\)"),
     ("valid_lens", torch.tensor(3), ValueError, r"shape \(2,\) or \(2, 3\)"),
-    ("valid_lens", ones(2, dtype=torch.bool), TypeError, "torch.bool"),
+    ("valid_lens", ones(2, dtype=torch.bool), TypeError, "mask=.*, got torch.bool"),
+    ("valid_lens", ones(2, 5, dtype=torch.bool), TypeError, "mask=.*, got torch.bool"),
+    ("valid_lens", ones(2, 3, 5, dtype=torch.bool), TypeError, "mask=.*, got torch.bool"),
+    ("valid_lens", [True, False], TypeError, "mask=.*, got torch.bool"),
     ("valid_lens", ones(2, dtype=torch.complex64), TypeError, "torch.complex64"),
-    ("valid_lens", [1, 2], TypeError, "tensor, got list"),
+    ("valid_lens", [1, 2, 3], ValueError, r"shape \(2,\) or \(2, 3\)"),
+    ("valid_lens", ["1", "2"], TypeError, r"list of numbers, got \['1', '2'\]"),
+    ("mask", ones(2, 5), TypeError, "bool, True where a query may look, got torch.float32"),
+    ("mask", ones(2, 3, 5, dtype=torch.uint8), TypeError, "bool, .*got torch.uint8"),
+    ("mask", [[True] * 5] * 2, TypeError, "a tensor, got list"),
+    ("mask", ones(2) > 0, ValueError, r"shape \(2, 5\) or \(2, 3, 5\), got \(2,\)"),
+    ("mask", ones(2, 3) > 0, ValueError, r"shape \(2, 5\) or \(2, 3, 5\), got \(2, 3\)"),
+    ("mask", ones(1, 5) > 0, ValueError, r"shape \(2, 5\) or \(2, 3, 5\), got \(1, 5\)"),
+    ("mask", ones(2, 2, 5) > 0, ValueError, r"shape \(2, 5\) or \(2, 3, 5\)"),
+    ("mask", ones(2, 1, 3, 5) > 0, ValueError, r"shape \(2, 5\) or \(2, 3, 5\)"),
+    ("mask", ones(2, 5, dtype=torch.bool, device="meta"), ValueError, "device of the data"),
     ("valid_lens", 3, TypeError, "tensor, got int"),
     ("valid_lens", ones(2, device="meta"), ValueError, "device"),
     ("dropout_p", -0.1, ValueError, "between 0 and 1, got -0.1"),
@@ -125,7 +139,8 @@ MODULES = {
         ("keys", torch.float64, TypeError),
         ("values", "meta", ValueError),
         ("valid_lens", ones(4), ValueError),
-        ("valid_lens", [1], TypeError),
+        ("valid_lens", [1], ValueError),
+        ("valid_lens", ["1", "2"], TypeError),
         ("valid_lens", ones(2) > 0, TypeError),
     ],
 )
@@ -233,6 +248,16 @@ def test_memory_and_attend():
         module.memory(None)
     with pytest.raises(ValueError, match=r"valid_lens must have shape"):
         module.attend(ones(2, 3, 4), module.memory(ones(2, 5, 6), valid_lens=ones(7)))
+    with pytest.raises(ValueError, match=r"mask must have shape \(2, 5\)"):
+        module.memory(ones(2, 5, 6), mask=ones(2, 4) > 0)
+    per_query = module.memory(ones(2, 5, 6), mask=ones(2, 7, 5) > 0)
+    for mask in (None, ones(2, 5) > 0):
+        with pytest.raises(ValueError, match=r"mask must have shape .*, got \(2, 7, 5\)"):
+            module.attend(ones(2, 3, 4), per_query, mask=mask)
+    with pytest.raises(ValueError, match=r"mask must have shape .*, got \(2, 2, 5\)"):
+        module.attend(ones(2, 3, 4), module.memory(ones(2, 5, 6)), mask=ones(2, 2, 5) > 0)
+    with pytest.raises(TypeError, match=r"clip must be a number, got str"):
+        module.scores(ones(2, 3, 4), module.memory(ones(2, 5, 6)), clip="10")
     memory = module.memory(ones(2, 5, 6))
     with pytest.raises(ValueError, match="queries must have feature size 4"):
         module.attend(ones(2, 3, 5), memory)
@@ -248,6 +273,7 @@ def test_masked_softmax():
         (ones(2, 3, 4), ones(5), ValueError, "valid_lens must have shape"),
         (ones(2, 3, 4), ones(2) > 0, TypeError, "valid_lens must have an integer"),
         (ones(2, 3, 4), 3, TypeError, "valid_lens must be a tensor, got int"),
+        (ones(2, 3, 4), ones(2, 4) > 0, TypeError, "valid_lens .* mask="),
     ]:
         with pytest.raises(error, match=words) as raised:
             bf.masked_softmax(scores, valid)

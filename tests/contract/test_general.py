@@ -272,7 +272,7 @@ BAD = [
     ({"activation": "relu", "negative_slope": float("nan")}, ValueError, "must be finite, got nan"),
     ({"clip": float("inf")}, ValueError, "clip must be finite, got inf"),
     ({"clip": True}, TypeError, "clip must be a number, got bool"),
-    ({"queries": ones(2, 4)}, ValueError, "queries must have 3 dimensions"),
+    ({"queries": ones(1, 2, 3, 4)}, ValueError, "queries must have 3 dimensions"),
     ({"w_q": ones(8, 5)}, ValueError, r"w_q must have shape \(8, 4\)"),
 ]
 

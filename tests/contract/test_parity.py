@@ -9,7 +9,7 @@ import numpy as np
 import parity
 import pytest
 import torch
-from contract import CONTRACT, LARGE, lens, per_query
+from contract import CONTRACT, LARGE, MASKED, lens, per_query
 from drawing import cases, drawn
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,12 +18,13 @@ from parity import DTYPES, Case, attended, called, check, eager, fused, long_dou
 import bahdanau_fast as bf
 
 WAYS = {"function": fused, "module": called, "memory": attended}
+ROWS = CONTRACT | MASKED
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("row", CONTRACT)
+@pytest.mark.parametrize("row", ROWS)
 def test_contract(row, dtype):
-    check(Case(**{**LARGE, **CONTRACT[row]}), dtype)
+    check(Case(**{**LARGE, **ROWS[row]}), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -44,10 +45,14 @@ def test_contract(row, dtype):
         "fp32 in small",
         "all in one operator, lens",
         "all in one operator, values is keys",
+        "mask per row",
+        "mask per query and lens",
+        "mask, split keys",
+        "mask, all in one operator",
     ],
 )
 def test_contract_of_the_module(row, way, dtype):
-    check(Case(**{**LARGE, **CONTRACT[row]}), dtype, WAYS[way])
+    check(Case(**{**LARGE, **ROWS[row]}), dtype, WAYS[way])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -89,25 +94,25 @@ def test_scores_far_apart_and_shifted_alike(dtype):
 
 
 @drawn
-@given(cases(torch.float32), st.sampled_from(sorted(WAYS)))
+@given(cases(torch.float32, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_fp32(case, way):
     check(case, torch.float32, WAYS[way])
 
 
 @drawn
-@given(cases(torch.float64, most=60_000), st.sampled_from(sorted(WAYS)))
+@given(cases(torch.float64, most=60_000, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_fp64(case, way):
     check(case, torch.float64, WAYS[way])
 
 
 @drawn
-@given(cases(torch.bfloat16), st.sampled_from(sorted(WAYS)))
+@given(cases(torch.bfloat16, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_bf16(case, way):
     check(case, torch.bfloat16, WAYS[way])
 
 
 @drawn
-@given(cases(torch.float16), st.sampled_from(sorted(WAYS)))
+@given(cases(torch.float16, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_fp16(case, way):
     check(case, torch.float16, WAYS[way])
 
@@ -121,10 +126,11 @@ def test_drawn_cases_fp16(case, way):
         "Tk = 0",
         "values is keys",
         "through the weights alone",
+        "mask per query and lens",
     ],
 )
 def test_the_oracle_agrees_with_the_reference(row):
-    case = Case(**{**LARGE, "H": 11, **CONTRACT[row]})
+    case = Case(**{**LARGE, "H": 11, **ROWS[row]})
     inputs = case.draw(torch.float64)
     exact = long_double(case, inputs)
     plain = run(eager, case, inputs, torch.float64)
@@ -141,8 +147,8 @@ def test_no_result_of_torch_is_left_unwritten():
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.isnan(torch.empty(100)).all()
-        for row in CONTRACT:
-            check(Case(**{**LARGE, **CONTRACT[row]}), torch.float32, attended)
+        for row in ROWS:
+            check(Case(**{**LARGE, **ROWS[row]}), torch.float32, attended)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -166,5 +172,5 @@ def test_no_workspace_is_read_before_it_is_written():
 
 def check_every_row():
     for dtype in (torch.float32, torch.bfloat16):
-        for row in CONTRACT:
-            check(Case(**{**LARGE, **CONTRACT[row]}), dtype)
+        for row in ROWS:
+            check(Case(**{**LARGE, **ROWS[row]}), dtype)

@@ -65,6 +65,28 @@ def agree(got, want):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+class Masked(torch.nn.Module):
+    """A decoder state that looks where a mask of the keys lets it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = attention()
+
+    def forward(self, queries, keys, values, lens):
+        mask = torch.arange(keys.shape[1]) % 3 != lens.unsqueeze(1) % 3
+        return self.attention(queries[:, 0], keys, values, mask=mask)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_mask(strict):
+    model = Masked()
+    program = exported(model, strict=strict)
+    names = [str(node.target) for node in program.graph.nodes]
+    assert names.count("bahdanau_fast.attend.default") == 1
+    for some in (inputs(), OTHER):
+        agree(program.module()(*some), model(*some))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("hidden", [8, 300])
 def test_export(hidden, strict):

@@ -26,6 +26,8 @@ VARIED = {
     "a table": {"table": True},
     "lens": {"lens": torch.tensor([0, 3])},
     "lens per query": {"lens": torch.tensor([[1.5, 0, 9]] * 2)},
+    "mask": {"lens": torch.tensor([[[1, 0, 1, 1, 0]], [[0, 0, 0, 0, 1]]]) > 0},
+    "mask per query": {"table": True, "lens": torch.arange(30).reshape(2, 3, 5) % 4 == 1, "p": 0.5},
     "dropout": {"p": 0.5},
     "all of it": {"table": True, "lens": torch.tensor([2, 5]), "p": 0.25},
     "large": {"Tq": 33, "Tk": 64, "H": 70, "table": True},
@@ -146,6 +148,10 @@ def leaves(**sizes):
     ]
 
 
+MASK = torch.arange(15).reshape(3, 5) % 4 == 1
+MASKS = [torch.stack([MASK, ~MASK]), torch.tensor([[True, False, True, True, False], [False] * 5])]
+
+
 def attention(lens=None, weights=True, **options):
     def call(q, k, v, w_q, w_k, w_v, bias):
         out = bf.additive_attention(
@@ -162,6 +168,13 @@ def attention(lens=None, weights=True, **options):
 @pytest.mark.parametrize("weights", [True, False])
 def test_gradcheck(lens, weights):
     assert torch.autograd.gradcheck(attention(lens, weights), leaves())
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["per query", "per row"])
+def test_gradcheck_and_gradgradcheck_with_a_mask(mask):
+    function = attention(torch.tensor([4, 5]), mask=mask)
+    assert torch.autograd.gradcheck(function, leaves())
+    assert torch.autograd.gradgradcheck(function, leaves())
 
 
 def test_gradcheck_through_dropout():
@@ -233,6 +246,20 @@ def compiled_equals_eager(function, inputs, grads, backend):
 def test_compiled_function(backend, lens):
     inputs = [x.detach().float().requires_grad_() for x in leaves()]
     compiled_equals_eager(attention(lens), inputs, inputs, backend)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["per query", "per row"])
+def test_compiled_with_a_mask(mask):
+    module = bf.AdditiveAttention(3, 4, 6)
+    q, k, v = (x.detach().float().requires_grad_() for x in leaves()[:3])
+    of_one = mask if mask.dim() == 2 else mask[:, 0]
+
+    def call(q, k, v):
+        context = module(q, k, v, [5, 4], mask=mask)
+        of_state = module.attend(q[:, 0], module.memory(k, v), mask=of_one)
+        return context, module.attention_weights, of_state
+
+    compiled_equals_eager(call, (q, k, v), (q, k, v, *module.parameters()), "aot_eager")
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -77,6 +77,59 @@ CONTRACT = {
     "all in one operator, large inputs": {**SMALLEST, "scale": {"queries": 60.0, "keys": 60.0}},
     "table of the other precision": {"B": 1, "Tq": 80, "Tk": 41, "H": 43},
 }
+
+
+def scattered(*shape, seed=0, share=0.4):
+    """A mask without order."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def places(length, *seen):
+    """A mask over ``length`` keys with these ranges."""
+    mask = torch.zeros(length, dtype=torch.bool)
+    for first, end in seen:
+        mask[first:end] = True
+    return mask
+
+
+per_row = scattered(3, 53, seed=1)
+for_queries = scattered(3, 17, 53, seed=2)
+for_queries[0, 3] = for_queries[1] = False  # nothing to look at
+LONG = {"B": 1, "Tq": 2, "Tk": 1033, "H": 131}
+#: The same for masks, which only some backends have kernels for.
+MASKED = {
+    "mask per row": {"mask": per_row},
+    "mask per query": {"mask": for_queries},
+    "mask of all rows alike": {"mask": per_row[:1].expand(3, 53)},
+    "mask of all queries alike": {"mask": per_row.unsqueeze(1)},
+    "mask and lens": {"mask": per_row, "lens": lens(0, 26, 53)},
+    "mask and lens per query": {"mask": per_row, "lens": per_query},
+    "mask per query and lens": {"mask": for_queries, "lens": lens(50, 3, 99)},
+    "mask that is a length": {"mask": torch.arange(53) < lens(1, 26, 53)[:, None]},
+    "mask that leaves out the last": {"mask": places(53, (52, 53)).expand(3, 53)},
+    "mask of all": {"mask": torch.ones(3, 53, dtype=torch.bool)},
+    "mask of nothing": {"mask": torch.zeros(3, 53, dtype=torch.bool)},
+    "mask of odd strides": {"mask": for_queries.transpose(1, 2).contiguous().transpose(1, 2)},
+    "mask strided": {"mask": scattered(3, 106)[:, ::2]},
+    "mask with B = 0": {"B": 0, "mask": torch.zeros(0, 53, dtype=torch.bool)},
+    "mask with Tq = 0": {"Tq": 0, "mask": torch.zeros(3, 0, 53, dtype=torch.bool)},
+    "mask with Tk = 0": {"Tk": 0, "mask": torch.zeros(3, 0, dtype=torch.bool)},
+    "mask, values is keys": {"mask": for_queries, "tied": True},
+    "mask, weights alone": {"mask": for_queries, "grads": "weights"},
+    "mask, decoder step": {"B": 16, "Tq": 1, "Tk": 50, "H": 96, "mask": scattered(16, 50)},
+    "mask, split keys": {**LONG, "mask": scattered(1, 1033)},
+    "mask, split keys, chunks without any": {
+        **LONG,
+        "mask": places(1033, (3, 5), (900, 970))[None],
+    },
+    "mask, split keys, per query": {**LONG, "mask": scattered(1, 2, 1033, share=0.01)},
+    "mask, split keys, nothing": {**LONG, "mask": scattered(1, 2, 1033, share=0.0)},
+    "mask, fp32 in small": {"B": 1, "Tq": 2, "Tk": 8, "H": 5, "mask": scattered(1, 2, 8)},
+    "mask, all in one operator": {**SMALLEST, "mask": scattered(2, 7)},
+    "mask, all in one operator, per query": {**SMALLEST, "mask": scattered(2, 2, 7)},
+    "mask, large inputs": {"scale": {"queries": 60.0, "keys": 60.0}, "mask": for_queries},
+    "mask, many tiles without any": {"Tq": 3, "mask": places(53, (0, 1), (40, 44)).expand(3, 53)},
+}
 CONTRACT |= {
     f"{name} inputs": {
         "layout": dict.fromkeys(("queries", "keys", "values", "w_q", "w_k", "w_v", "bias"), name)

@@ -10,8 +10,8 @@ SIZES = st.one_of(st.integers(1, 130), st.sampled_from([1, 2, 3, 7, 8, 16, 31, 3
 
 
 @st.composite
-def cases(draw, dtype, most=None):
-    """A case from the whole contract; ``most`` bounds B*Tq*Tk*H."""
+def cases(draw, dtype, most=None, masks=False):
+    """A case from the whole contract; ``most`` bounds B*Tq*Tk*H, ``masks`` draws masks too."""
     size = {
         "B": draw(st.integers(0, 5)),
         "Tq": draw(st.integers(0, 33)),
@@ -28,12 +28,21 @@ def cases(draw, dtype, most=None):
         generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
         length = torch.rand(shape, generator=generator) * (size["Tk"] + 8) - 4
         length = length.to(draw(st.sampled_from([torch.int64, torch.int32, torch.float32])))
+    mask = None
+    if masks and draw(st.integers(0, 2)) == 0:
+        shape = (
+            (size["B"], size["Tk"]) if draw(st.booleans()) else [size[n] for n in ("B", "Tq", "Tk")]
+        )
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+        share = draw(st.sampled_from([0.02, 0.5, 0.98]))
+        mask = torch.rand(shape, generator=generator) < share
     scaled = ("queries", "keys", "values", "w_q", "w_k", "w_v", "bias", "context", "weights")
     some = draw(st.lists(st.sampled_from(scaled), max_size=4, unique=True))
     laid = draw(st.lists(st.sampled_from(scaled), max_size=4, unique=True))
     case = Case(
         **size,
         lens=length,
+        mask=mask,
         bias=draw(st.booleans()),
         tied=draw(st.booleans()),
         grads=draw(st.sampled_from(["both", "both", "context", "weights"])),

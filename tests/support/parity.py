@@ -84,6 +84,7 @@ class Case:
     Dk: int = 6
     Dv: int = 3
     lens: object = None
+    mask: object = None
     bias: bool = True
     tied: bool = False  # values is keys
     C: int = 0  # features of a key; 0: none
@@ -128,7 +129,10 @@ class Case:
 
 
 def run(function, case, drawn, dtype):
-    """Results of ``function(inputs, lens)`` by name, as long double; ``d <input>`` a gradient."""
+    """Results of ``function(inputs, lens)`` by name, as long double; ``d <input>`` a gradient.
+
+    A mask is one more argument.
+    """
     arrange = {n: LAYOUTS[case.layout.get(n, "plain")] for n in drawn}
     drawn = {n: x.to(DEVICE, dtype) for n, x in drawn.items()}
     inputs = dict.fromkeys(INPUTS)
@@ -139,7 +143,8 @@ def run(function, case, drawn, dtype):
     if not case.bias:
         inputs["bias"] = None
     lens = None if case.lens is None else case.lens.to(DEVICE)
-    context, weights = function(inputs, lens, **case.options())
+    masked = {} if case.mask is None else {"mask": case.mask.to(DEVICE)}
+    context, weights = function(inputs, lens, **masked, **case.options())
     outputs = dict(zip(OUTPUTS, (context, weights), strict=True))
     wanted = OUTPUTS if case.grads == "both" else (case.grads,)
     names = [n for n in INPUTS if inputs[n] is not None and not (case.tied and n == "values")]
@@ -185,19 +190,19 @@ def module_of(inputs):
     return module
 
 
-def called(inputs, lens, backend="cpu"):
+def called(inputs, lens, backend="cpu", mask=None):
     """The module, called as the course calls it."""
     module = module_of(inputs)
     with bf.backends.use(backend):
-        context = module(inputs["queries"], inputs["keys"], inputs["values"], lens)
+        context = module(inputs["queries"], inputs["keys"], inputs["values"], lens, mask=mask)
     return context, module.attention_weights
 
 
-def attended(inputs, lens, backend="cpu"):
+def attended(inputs, lens, backend="cpu", mask=None):
     """The module with a memory, hence with a table made beforehand."""
     module = module_of(inputs)
     with bf.backends.use(backend):
-        memory = module.memory(inputs["keys"], inputs["values"], lens)
+        memory = module.memory(inputs["keys"], inputs["values"], lens, mask=mask)
         context = module.attend(inputs["queries"], memory)
     return context, module.attention_weights
 
@@ -265,7 +270,10 @@ def _kept(case):
         given = case.lens.double().numpy()
         lens = np.broadcast_to(given[:, None] if given.ndim == 1 else given, lens.shape)
     keep = np.arange(case.Tk) < lens[..., None]
-    return keep, (lens <= 0)[..., None] & (case.Tk > 0)
+    if case.mask is not None:
+        mask = case.mask.numpy()
+        keep = keep & (mask[:, None] if mask.ndim == 2 else mask)
+    return keep, ~keep.any(-1, keepdims=True) & (case.Tk > 0)
 
 
 # ---- the rule ------------------------------------------------------------------------------------
@@ -318,7 +326,8 @@ def overflows(case, drawn, dtype):
     bias = inputs["bias"] if case.bias else None
     a = torch.nn.functional.linear(inputs["queries"], inputs["w_q"]).requires_grad_()
     c = torch.nn.functional.linear(inputs["keys"], inputs["w_k"], bias).requires_grad_()
-    outs = reference.attend(a, c, inputs["values"], inputs["w_v"], case.lens)
+    seen = reference.visible(case.lens, case.mask, case.Tk)
+    outs = reference.attend(a, c, inputs["values"], inputs["w_v"], seen)
     grads = torch.autograd.grad(outs, (a, c), [drawn[n] for n in OUTPUTS])
     largest = torch.finfo(dtype).max / 2  # partial sums count too
     return any(x.numel() and float(x.detach().abs().max()) > largest for x in (a, c, *grads))

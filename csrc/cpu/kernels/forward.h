@@ -1,14 +1,19 @@
 // Forward: scores, masked softmax and weighted sum of one task.
 //
-//   score[b,i,j] = w . tanh(query[b,i] + key[b,j]),  weights = softmax over j < key_counts[b,i]
+//   score[b,i,j] = w . tanh(query[b,i] + key[b,j]),  weights = softmax over j < key_counts[b,i],
+//   and of those over the j with mask[b,i,j], if there is a mask
 //   context[b,i] = sum_j dropout(weights)[b,i,j] value[b,j]
 //
 // A task is (batch row, block of queries, chunk of keys). It reads the table and the values of its
 // keys once, width + Dv numbers for each key; the constants, scores and contexts of its queries are
 // in its workspace. With several chunks, each computes sums relative to its own maximum, and
 // combine() adds them up.
+//
+// With a mask the scores of the other keys become -inf, so that their weights are zero; tiles of
+// keys that no query of the task may look at are neither scored nor read.
 #pragma once
 
+#include <cstring>
 #include <limits>
 
 #include "dropout.h"
@@ -28,6 +33,18 @@ struct Rows {
 };
 
 constexpr int64_t kTableRows = 32;
+
+// Whether any of n bytes is not zero.
+inline bool any(const uint8_t* bytes, int64_t n) {
+  uint64_t word = 0, all = 0;
+  int64_t j = 0;
+  for (; j + 8 <= n; j += 8) {
+    std::memcpy(&word, bytes + j, 8);
+    all |= word;
+  }
+  for (; j < n; ++j) all |= bytes[j];
+  return all != 0;
+}
 
 template <class T, class A>
 struct ForwardTask {
@@ -65,6 +82,16 @@ struct ForwardTask {
   bool uniform(int64_t i) const { return p.key_counts[b * p.Tq + i0 + i] == 0; }
   A* score_row(int64_t i) { return scores + i * plan.chunk; }
 
+  // Whether a mask decides which of its count(i) keys query i looks at.
+  bool masked(int64_t i) const { return p.mask.data != nullptr && !uniform(i); }
+  const uint8_t* mask_row(int64_t i) const {
+    const int64_t row = b * p.mask.batch_stride + (i0 + i) * p.mask.row_stride;
+    return static_cast<const uint8_t*>(p.mask.data) + row + j0;
+  }
+  bool sees(int64_t i, int64_t first, int64_t keys) const {
+    return keys > 0 && (!masked(i) || any(mask_row(i) + first, keys));
+  }
+
   void score() {
     if (p.general.used)
       return with_activation(p.general.activation,
@@ -77,9 +104,10 @@ struct ForwardTask {
     Form forms[kQueryBlock] = {};
     // Few keys at a time: they stay in the first-level cache for all queries. If the table is made
     // here, a tile of it stays in the second-level cache.
-    const int64_t tile = queries > 1 ? 8 : p.table == nullptr ? kTableRows : j1 - j0;
+    const bool whole = p.table != nullptr && p.mask.data == nullptr;
+    const int64_t tile = queries > 1 ? 8 : whole ? j1 - j0 : kTableRows;
     for (int64_t first = 0; first < j1 - j0; first += tile) {
-      const A* entries = table_rows(key_rows, first, tile, keys_max, form);
+      const A* entries = nullptr;
       for (int64_t i = 0; i < queries; ++i) {
         Query<A> q(constants + i * Query<A>::size(p.width), p.width);
         const T* row = query_rows[i0 + i];
@@ -89,7 +117,8 @@ struct ForwardTask {
           if (!uniform(i)) constant[i] = q.prepare(row, w, p.H, p.width, keys_max, factored);
         }
         const int64_t left = count(i) - first, keys = left < tile ? left : tile;
-        if (keys <= 0) continue;
+        if (!sees(i, first, keys)) continue;
+        if (entries == nullptr) entries = table_rows(key_rows, first, tile, keys_max, form);
         A* out = score_row(i) + first;
         if (uniform(i)) {
           for (int64_t j = 0; j < keys; ++j) out[j] = A(0);
@@ -152,12 +181,18 @@ struct ForwardTask {
     return own_table;
   }
 
-  // Multiplies the scores of query i by w_scale; returns the largest.
+  // Multiplies the scores of query i by w_scale; returns the largest. It is finite where a mask
+  // leaves none, so that their weights are zero.
   A finish_scores(int64_t i) {
     A* row = score_row(i);
-    const A scale = A(p.w_scale);
+    const A scale = A(p.w_scale), infinity = std::numeric_limits<A>::infinity();
     const int64_t n = count(i);
-    Vec<A> best = splat<A>(-std::numeric_limits<A>::infinity());
+    Vec<A> best = splat<A>(-infinity);
+    if (masked(i)) {
+      const uint8_t* seen = mask_row(i);
+      for (int64_t j = 0; j < n; ++j) row[j] = seen[j] ? row[j] : -infinity;
+      best = splat<A>(std::numeric_limits<A>::lowest());
+    }
     for (int64_t j = 0; j < n; j += kLanes<A>) {
       const Vec<A> scores = load_as<A>(row + j, n - j) * scale;
       store_as<A>(row + j, scores, n - j);
@@ -172,10 +207,36 @@ struct ForwardTask {
     for (int64_t i = 0, same; i < queries; i += same) {
       const int64_t keys = count(i);
       for (same = 1; i + same < queries && count(i + same) == keys;) ++same;
-      if (keys > 0)
-        weighted_sums<A>(score_row(i), plan.chunk, 1, values[j0], values.stride, keys, p.Dv, false,
-                         contexts + i * p.Dv, p.Dv, same);
+      A* out = contexts + i * p.Dv;
+      bool add = false;
+      for (int64_t first = 0, end; next_run(i, same, keys, &first, &end); first = end) {
+        weighted_sums<A>(score_row(i) + first, plan.chunk, 1, values[j0 + first], values.stride,
+                         end - first, p.Dv, add, out, p.Dv, same);
+        add = true;
+      }
+      for (int64_t k = 0; !add && k < same * p.Dv; ++k) out[k] = A(0);
     }
+  }
+
+  // The next keys from *first on, up to *end, that one of these queries may look at, in whole
+  // tiles; false if there are none.
+  bool next_run(int64_t i, int64_t same, int64_t keys, int64_t* first, int64_t* end) const {
+    const auto seen = [&](int64_t j) {
+      const int64_t tile = j + kTableRows < keys ? kTableRows : keys - j;
+      const int64_t rows = p.mask.row_stride == 0 ? 1 : same;
+      for (int64_t k = 0; k < rows; ++k)
+        if (sees(i + k, j, tile)) return true;
+      return false;
+    };
+    *end = keys;
+    if (p.mask.data == nullptr) return *first < keys;
+    while (*first < keys && !seen(*first)) *first += kTableRows;
+    for (int64_t j = *first + kTableRows; j < keys; j += kTableRows)
+      if (!seen(j)) {
+        *end = j;
+        break;
+      }
+    return *first < keys;
   }
 
   void drop(int64_t i) {

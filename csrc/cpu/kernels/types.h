@@ -43,6 +43,9 @@ struct Problem : Operands {
   const void* keys_max = nullptr;       // (B) in the sum type, max |c|
   double w_scale = 1.0;                 // power of two that brings every |w| to at most 1
   const int64_t* key_counts = nullptr;  // (B,Tq), from keys_within(); 0: uniform over all keys
+  // (B,Tq,Tk) bool, true where a query may look; null where key_counts say it all. A count is then
+  // that of the keys up to the last true one.
+  View mask;
   bool dropout = false;
   uint64_t seed = 0;
   General general;

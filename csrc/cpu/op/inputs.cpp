@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "common/lengths.h"
 #include "cpu/kernels/simd.h"
@@ -218,6 +219,7 @@ void Inputs::set_key_counts(const MaybeTensor& valid_lens) {
   problem.key_counts = key_counts_.data();
   if (!valid_lens.has_value()) return;
   const Tensor& lens = *valid_lens;
+  if (lens.scalar_type() == ScalarType::Bool) return set_mask(lens);
   const bool by_query = lens_by_query(lens, p, check_cpu);
   std::vector<double> row(by_query ? p.Tq : p.B);
   if (!by_query) read(lens, "valid_lens", 0, lens.stride(0), p.B, row.data());
@@ -226,6 +228,53 @@ void Inputs::set_key_counts(const MaybeTensor& valid_lens) {
     for (int64_t i = 0; i < p.Tq; ++i)
       key_counts_[b * p.Tq + i] = keys_within(row[by_query ? i : b], p.Tk);
   }
+}
+
+namespace {
+
+// The number of keys up to the last true one, and whether all of these are true.
+struct Seen {
+  int64_t keys;
+  bool prefix;
+};
+
+Seen seen_in(const uint8_t* row, int64_t Tk) {
+  const void* gap = std::memchr(row, 0, Tk);
+  if (gap == nullptr) return {Tk, true};
+  const int64_t first = static_cast<const uint8_t*>(gap) - row;
+  int64_t end = Tk;
+  for (uint64_t word = 0; end - first >= 8; end -= 8) {
+    std::memcpy(&word, row + end - 8, 8);
+    if (word != 0) break;
+  }
+  while (end > first && row[end - 1] == 0) --end;
+  return {end, end == first};
+}
+
+}  // namespace
+
+void Inputs::set_mask(const Tensor& mask) {
+  Problem& p = problem;
+  check_cpu(mask, "mask");
+  STD_TORCH_CHECK(mask.dim() == 3 && mask.size(0) == p.B &&
+                      (mask.size(1) == 1 || mask.size(1) == p.Tq) && mask.size(2) == p.Tk,
+                  "mask must have shape (B, 1, Tk) or (B, Tq, Tk)");
+  View view = view_of(mask, owned_);
+  if (mask.size(1) == 1) view.row_stride = 0;
+  bool prefixes = true;
+  for (int64_t b = 0; b < p.B; ++b)
+    for (int64_t i = 0; i < p.Tq; ++i) {
+      int64_t& count = key_counts_[b * p.Tq + i];
+      if (i > 0 && view.row_stride == 0) {
+        count = key_counts_[b * p.Tq];
+        continue;
+      }
+      const int64_t at = b * view.batch_stride + i * view.row_stride;
+      const Seen seen = seen_in(static_cast<const uint8_t*>(view.data) + at, p.Tk);
+      count = seen.keys;
+      prefixes = prefixes && seen.prefix;
+    }
+  if (!prefixes) p.mask = view;
 }
 
 void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bool make_table) {

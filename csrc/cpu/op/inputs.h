@@ -37,7 +37,8 @@ struct Inside {
   double negative_slope = 0.0;
 };
 
-// A Problem, and all the memory it points to.
+// A Problem, and all the memory it points to. A mask, bool (B,1,Tk) or (B,Tq,Tk), may take the
+// place of valid_lens.
 struct Inputs {
   Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& table,
          const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
@@ -51,6 +52,7 @@ struct Inputs {
  private:
   void set_w(const std::vector<double>& w, double largest);
   void set_key_counts(const MaybeTensor& valid_lens);
+  void set_mask(const Tensor& mask);
   void set_general(const Inside& inside);
   template <class A>
   void set_features(const Tensor& features, const Tensor& w_f);

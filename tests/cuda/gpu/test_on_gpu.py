@@ -7,7 +7,7 @@ import parity
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import CONTRACT, LARGE, lens
+from contract import CONTRACT, LARGE, MASKED, lens
 from drawing import cases, drawn
 from hypothesis import given
 from parity import DTYPES, Case, attended, called, check, fused
@@ -28,6 +28,12 @@ def on_gpu(monkeypatch):
 @pytest.mark.parametrize("row", CONTRACT)
 def test_contract(row, dtype):
     check(Case(**{**LARGE, **CONTRACT[row]}), dtype, WAYS["fused"])
+
+
+@pytest.mark.parametrize("row", MASKED)
+def test_masks(row):
+    auto = functools.partial(fused, backend=None)
+    check(Case(**{**LARGE, **MASKED[row]}), torch.float32, auto)
 
 
 @pytest.mark.parametrize("way", ["called", "attended"])

@@ -1,0 +1,272 @@
+"""Masks: a prefix is a length, what is left out is not read, and every way in takes one."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from contract import places, scattered
+from test_general import decided
+
+import bahdanau_fast as bf
+
+B, TQ, TK, D, H, DV = 3, 4, 70, 9, 37, 11
+LENS = torch.tensor([0, 41, 70])
+PREFIX = torch.arange(TK) < LENS[:, None]
+PER_ROW, PER_QUERY = scattered(B, TK), scattered(B, TQ, TK, seed=1)
+PER_QUERY[1, 2] = False
+needs_cpu = pytest.mark.skipif(
+    "cpu" not in bf.backends.available(), reason="tests the C++ operators"
+)
+
+
+@pytest.fixture
+def attention():
+    torch.manual_seed(0)
+    return bf.AdditiveAttention(D, D, H, bias=True)
+
+
+def inputs(queries=TQ, **how):
+    generator = torch.Generator().manual_seed(1)
+    shapes = (B, queries, D), (B, TK, D), (B, TK, DV)
+    return [torch.randn(s, generator=generator, **how) for s in shapes]
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def with_gradients(call, leaves):
+    """Results of a call, and gradients of all of them together."""
+    results = call()
+    grads = torch.autograd.grad(results, leaves, [x.detach().cos() for x in results])
+    return [*results, *grads]
+
+
+def plain(attention, queries, keys, values, lens, mask):
+    layers = (attention.W_q, attention.W_k, attention.w_v)
+    weights = [layer.weight for layer in layers]
+    return bf.reference.additive_attention(
+        queries, keys, values, *weights, lens, mask=mask, bias=attention.bias
+    )
+
+
+@needs_cpu
+@pytest.mark.parametrize("per_query", [False, True])
+@pytest.mark.parametrize("queries", [1, TQ])
+def test_a_prefix_is_a_length_to_the_bit(attention, queries, per_query):
+    q, k, v = inputs(queries, requires_grad=True)
+    mask = PREFIX.unsqueeze(1).expand(B, queries, TK) if per_query else PREFIX
+    leaves = [q, k, v, *attention.parameters()]
+    of_lens, of_mask = (
+        with_gradients(
+            lambda how=how: (attention(q, k, v, **how), attention.attention_weights), leaves
+        )
+        for how in ({"valid_lens": LENS}, {"mask": mask})
+    )
+    assert all(map(torch.equal, of_mask, of_lens))
+
+
+@needs_cpu
+@pytest.mark.parametrize("queries", [1, TQ])
+@pytest.mark.parametrize("table", [False, True])
+def test_blocks_with_nothing_to_look_at_are_not_read(attention, queries, table):
+    q, k, v = inputs(queries)
+    mask = places(TK, (0, 2), (64, 66)).expand(B, TK)
+
+    def call():
+        return (
+            attention.attend(q, attention.memory(k, v, mask=mask))
+            if table
+            else attention(q, k, v, mask=mask)
+        )
+
+    want = call()
+    k, v = k.clone(), v.clone()
+    k[:, 32:64] = 1e-3
+    v[:, 32:64] = float("nan")
+    close(call(), want)
+
+
+@pytest.mark.parametrize("lens", [None, LENS], ids=["no lens", "lens"])
+@pytest.mark.parametrize("mask", [PER_ROW, PER_QUERY], ids=["per row", "per query"])
+def test_every_way_in_takes_a_mask(attention, mask, lens):
+    q, k, v = inputs()
+    context, weights = plain(attention, q, k, v, lens, mask)
+    memory = attention.memory(k, v, lens, mask=mask)
+    ways = (
+        lambda: attention(q, k, v, lens, mask=mask),
+        lambda: attention.attend(q, memory),
+        lambda: attention.attend(q, attention.memory(k, v, lens), mask=mask),
+        lambda: attention.attend(q, attention.memory(k, v, lens, mask=mask), mask=mask),
+        lambda: attention.attend(q, pickle.loads(pickle.dumps(memory))),
+        lambda: attention.attend(q, copy.deepcopy(memory)),
+        lambda: attention.attend(q, memory.detach()),
+        lambda: attention.attend(q, memory.to(torch.float64).to(torch.float32)),
+    )
+    for call in ways:
+        close(call(), context)
+        close(attention.attention_weights, weights)
+
+
+def test_a_query_with_nothing_to_look_at_weighs_all_keys_alike(attention):
+    q, k, v = inputs()
+    attention(q, k, v, mask=PER_QUERY)
+    close(attention.attention_weights[1, 2], torch.full((TK,), 1 / TK))
+    attention(q, k, v, LENS, mask=~PREFIX)
+    close(attention.attention_weights, torch.full((B, TQ, TK), 1 / TK))
+    close(
+        bf.masked_softmax(torch.randn(B, TQ, TK), LENS, mask=~PREFIX)[2, 0].sum(), torch.tensor(1.0)
+    )
+
+
+def test_masked_softmax(attention):
+    scores = torch.randn(B, TQ, TK)
+    want = torch.softmax(scores.masked_fill(~PER_QUERY, -1e30), -1)
+    close(bf.masked_softmax(scores, mask=PER_QUERY), want)
+    both = bf.masked_softmax(scores, LENS, mask=PER_ROW)
+    close(both, bf.masked_softmax(scores, mask=PER_ROW & PREFIX))
+
+
+def test_rows_of_a_memory_keep_their_mask(attention):
+    q, k, v = inputs()
+    for mask in (PER_ROW, PER_QUERY):
+        memory = attention.memory(k, v, mask=mask)
+        want = attention.attend(q, memory)
+        for rows in ([2, 0], slice(1, 3), torch.tensor([True, False, True])):
+            close(attention.attend(q[rows], memory[rows]), want[rows])
+    assert "mask=(3, 4, 70)" in repr(memory)
+
+
+@pytest.mark.parametrize("form", ["memory", "course"])
+def test_gradients_left_to_the_last_step_know_the_masks(attention, form):
+    """A mask of its own for each step, lengths for another, nothing for a third."""
+    q, k, v = inputs(6, requires_grad=True)
+    looks = ({"mask": PER_ROW}, {"mask": PER_QUERY[:, 1:2]}, {"mask": PER_QUERY[:, 2:3]}, {}, {})
+    looks = (*looks, {"mask": PREFIX})
+    leaves = [q, k, v, *attention.parameters()]
+
+    def stepped():
+        memory = attention.memory(k, v)
+        for i, look in enumerate(looks):
+            query = q[:, i : i + 1]
+            if form == "memory":
+                yield attention.attend(query, memory, **look)
+            else:
+                yield attention(query, k, v, **look)
+
+    def wanted():
+        for i, look in enumerate(looks):
+            yield plain(attention, q[:, i : i + 1], k, v, None, look.get("mask"))[0]
+
+    got, want = (with_gradients(lambda of=of: list(of()), leaves) for of in (stepped, wanted))
+    for ours, exact in zip(got, want, strict=True):
+        close(ours, exact)
+
+
+@pytest.mark.parametrize("kind", [bf.AttentionGRU, bf.AttentionLSTM])
+def test_a_decoder_over_a_masked_memory(kind):
+    torch.manual_seed(0)
+    decoder = kind(5, 8, key_size=D, value_size=DV)
+    _, k, v = inputs(requires_grad=True)
+    steps = torch.randn(6, B, 5)
+    leaves = [k, v, *decoder.parameters()]
+
+    def call(backend):
+        with bf.backends.use(backend):
+            memory = decoder.attention.memory(k, v, mask=PER_ROW)
+            outputs, _ = decoder(steps, memory=memory)
+        return outputs, decoder.attention_weights
+
+    best = bf.backends.available()[-2:][0]
+    for ours, want in zip(
+        with_gradients(lambda: call(best), leaves),
+        with_gradients(lambda: call("reference"), leaves),
+        strict=True,
+    ):
+        close(ours, want)
+    assert not decoder.attention_weights[~PER_ROW.unsqueeze(1).expand(B, 6, TK)].any()
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("mask", [PER_ROW, PER_QUERY], ids=["per row", "per query"])
+def test_dot_product_attention(mask, need_weights):
+    dot = bf.DotProductAttention(need_weights=need_weights)
+    q, k, v = inputs()
+    seen = PREFIX.unsqueeze(1) & (mask.unsqueeze(1) if mask.dim() == 2 else mask)
+    scores = (q @ k.transpose(1, 2) / D**0.5).masked_fill(~seen, float("-inf"))
+    scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    want = torch.softmax(scores, -1) @ v
+    memories = dot.memory(k, v, LENS, mask=mask), dot.memory(k, v, LENS)
+    for got in (
+        dot(q, k, v, LENS, mask=mask),
+        dot.attend(q, memories[0]),
+        dot.attend(q, memories[0], mask=mask),
+        dot.attend(q, memories[1], mask=mask),
+    ):
+        close(got, want)
+
+
+def test_dropout_drops_what_is_seen(attention):
+    attention.dropout.p = 0.5
+    q, k, _ = inputs()
+    torch.manual_seed(3)
+    context = attention(q, k, torch.eye(TK).expand(B, TK, TK), mask=PER_ROW)
+    weights = attention.attention_weights
+    kept = context != 0
+    close(context[kept], 2 * weights[kept])
+    assert not kept[~PER_ROW.unsqueeze(1).expand(B, TQ, TK)].any()
+    assert 0.4 < kept.sum() / (weights > 0).sum() < 0.6
+
+
+def test_under_torch_func(attention):
+    q, k, v = inputs()
+    want = torch.stack([attention(q, k, v, mask=mask) for mask in (PER_ROW, ~PER_ROW)])
+    masks = torch.stack([PER_ROW, ~PER_ROW])
+    close(torch.func.vmap(lambda mask: attention(q, k, v, mask=mask))(masks), want)
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_gpus_take_plain_operations(name):
+    facts = {"masked": True, "asked": name, "there": (name, "reference"), "device": "cuda"}
+    with pytest.raises(ValueError, match=f"backend must serve masks, got '{name}'"):
+        decided(**facts)
+    route = decided(**{**facts, "asked": None})
+    assert (route.backend, route.form) == ("reference", "reference")
+    assert "masks have no GPU kernels" in route.reason
+    assert decided(**{**facts, "masked": False}).backend == name
+
+
+def test_the_reason_is_told(attention):
+    q, k, _ = inputs()
+    memory = attention.memory(k, mask=PER_ROW)
+    of_cpu = attention.explain(q, attention.memory(k))
+    assert attention.explain(q, memory) == attention.explain(q, memory, mask=PER_ROW) == of_cpu
+
+
+@pytest.mark.parametrize("clip", [None, 2.5])
+def test_scores_are_the_logits(attention, clip):
+    q, k, v = inputs(requires_grad=True)
+    memory = attention.memory(k, v, LENS, mask=PER_ROW)
+    context = attention.attend(q, memory)
+    weights, leaves = attention.attention_weights, [q, k, *attention.parameters()]
+
+    def wanted():
+        z = attention.W_q(q).unsqueeze(2) + (attention.W_k(k) + attention.bias).unsqueeze(1)
+        scores = attention.w_v(torch.tanh(z)).squeeze(-1)
+        return [scores if clip is None else clip * torch.tanh(scores)]
+
+    got = with_gradients(lambda: [attention.scores(q, memory, clip)], leaves)
+    for ours, want in zip(got, with_gradients(wanted, leaves), strict=True):
+        close(ours, want)
+    assert attention.attention_weights is weights
+    if clip is None:
+        close(bf.masked_softmax(got[0], LENS, mask=PER_ROW) @ v, context)
+        close(attention.scores(q[:, 1], memory), got[0][:, 1])
+
+
+def test_scores_call_a_layer_that_is_more_than_its_weight(attention):
+    q, k, _ = inputs()
+    want = attention.scores(q, attention.memory(k))
+    attention.w_v.register_forward_hook(lambda layer, given, result: 2 * result)
+    close(attention.scores(q, attention.memory(k)), 2 * want)
