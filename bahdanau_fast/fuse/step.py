@@ -176,7 +176,8 @@ class Step:
         kept = self._kept
         if kept is None or kept.keys() is not keys or kept.state != state:
             _, table, keys_max, *_ = project(keys, True)
-            kept = _Kept(weakref.ref(keys), state, table, keys_max, Lifetime(), None)
+            freed = self._drop_with(keys)
+            kept = _Kept(freed, state, table, keys_max, Lifetime(), None)
         self._kept = kept
         found = ProjectedKeys(keys, kept.table, kept.keys_max, None, kept.lifetime)
         if not route.records:
@@ -188,6 +189,17 @@ class Step:
         if found.shared is not None:
             self._kept = kept._replace(shared=weakref.ref(found.shared))
         return found
+
+    def _drop_with(self, keys: Tensor) -> weakref.ref[Tensor]:
+        """A reference to keys that frees what was derived from them together with them."""
+        this = weakref.ref(self)
+
+        def drop(freed: weakref.ref[Tensor]) -> None:
+            step = this()
+            if step is not None and step._kept is not None and step._kept.keys is freed:
+                step._kept = None
+
+        return weakref.ref(keys, drop)
 
     def scorer(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """``scale * weight``, the same tensor as long as nothing changes, for steps to share.

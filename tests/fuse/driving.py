@@ -133,7 +133,7 @@ def gnmt(module, draw):
         first = module.batch_first
         keys = draw(B, source, D) if first else draw(source, B, D)
         module.set_mask(lens_of(source), keys)
-        for shape in ((B, Q), (B, 3, Q) if first else (3, B, Q)):
+        for shape in ((B, Q), (B, 3, Q) if first else (3, B, Q), (B, Q)):
             context, weights = module(draw(*shape), keys)
             yield from (("context", context), ("weights", weights))
 

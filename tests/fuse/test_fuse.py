@@ -253,7 +253,10 @@ def test_kept_keys_that_change_are_noticed():
                     module(states, lens, state),
                     type(module)._original.forward(module, states, lens, state),
                 )
+    kept = module._bahdanau_fast_step
+    assert kept._kept.table is not None
     module.reset()
+    assert kept._kept is None  # freed with the keys
     other = torch.randn(4, 17, driving.D)
     assert module(other, driving.lens_of(17), state)[1].shape == (4, 17)
     assert module.precomputed_enc_h.shape == (4, 17, driving.H)
@@ -326,6 +329,13 @@ def test_a_lazy_module_is_fused_before_its_first_call():
     ours = module(queries, keys, keys, None)
     bf.unfuse(module)
     assert close([ours], [module(queries, keys, keys, None)])
+
+
+def test_it_compiles_in_one_graph():
+    module = tutorial()
+    bf.fuse(module)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert close(compiled(*inputs()), module(*inputs()))
 
 
 def test_what_is_no_module_is_said():
