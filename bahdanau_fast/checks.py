@@ -251,6 +251,16 @@ def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> N
     same_kind(name, tensor, "queries", like)
 
 
+def location(tensor: Tensor, inputs: int, keys: Tensor) -> None:
+    """Weights of earlier steps, (B,inputs,Tk), of the keys (B,Tk,H)."""
+    rows("location", tensor)
+    batch, keys_len, _ = keys.shape
+    if _shape(tensor) != (batch, inputs, keys_len):
+        need = f"have shape {(batch, inputs, keys_len)}"
+        reject(ValueError, "location", need, _shape(tensor))
+    same_kind("location", tensor, "keys", keys)
+
+
 def weights(
     queries: Tensor,
     keys: Tensor,

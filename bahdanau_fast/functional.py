@@ -147,7 +147,7 @@ def additive_attention(
     if inside is not TANH:
         asked, known = linear(queries, w_q), linear(keys, w_k, bias)
         context, weights = attend_inside(
-            route, asked, known, values, w_v, valid_lens, dropout_p, inside
+            route, asked, known, w_v, values, valid_lens, dropout_p, inside
         )
     elif route.form == "one operator":
         inputs = (queries, keys, values, *weights_given)
@@ -235,7 +235,7 @@ def attend_projected(
         w_v = w_v.to(queries.dtype)
     if route.backend == "reference":
         return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p)
-    seed = _seed(dropout_p, queries)
+    seed = sharding.dropout_seed(dropout_p, queries)
     inputs = ops.AttendInputs(
         queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p
     )
@@ -324,7 +324,7 @@ def attend_small(
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
-    seed = _seed(dropout_p, inputs[0])
+    seed = sharding.dropout_seed(dropout_p, inputs[0])
     context, weights = whole.attend(inputs, bias, valid_lens, seed, dropout_p, route.records)
     return context, _like(context, weights)
 
@@ -359,7 +359,7 @@ def attend_raw(
             queries, keys, values, w_q, *others = inputs
             assert w_q is not None
             inputs = (linear(queries, w_q), keys, values, None, *others)  # type: ignore[assignment]
-        seed = _seed(dropout_p, inputs[0])
+        seed = sharding.dropout_seed(dropout_p, inputs[0])
         context, weights = step_from_raw(*inputs, valid_lens, seed, dropout_p, need_weights)
     return context, _like(context, weights)
 
@@ -367,10 +367,3 @@ def attend_raw(
 def _like(context: Tensor, weights: Tensor) -> Tensor:
     """The weights in the dtype of the context; to ask first is quicker than a needless ``to``."""
     return weights if weights.dtype == context.dtype else weights.to(context.dtype)
-
-
-def _seed(dropout_p: float, queries: Tensor) -> Tensor | None:
-    """A seed for the dropout mask from torch's own generator, so that manual_seed governs it."""
-    if dropout_p <= 0.0:
-        return None
-    return sharding.seed_like(queries, torch.randint(2**62, (1,), device=queries.device))

@@ -10,10 +10,14 @@ from torch import Tensor
 
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.backends.route import Route
+from bahdanau_fast.ops import general
+from bahdanau_fast.ops.location import attend_location as location_op
+from bahdanau_fast.ops.location import convolved
 from bahdanau_fast.ops.projection import linear
+from bahdanau_fast.ops.sharding import dropout_seed
 from bahdanau_fast.reference import Inside
 
-__all__ = ["additive_scores", "attend_inside", "scores_inside"]
+__all__ = ["additive_scores", "attend_inside", "attend_location", "scores_inside"]
 
 
 def additive_scores(
@@ -97,15 +101,17 @@ def scores_inside(
         (B,Tq,Tk).
     """
     keys, w_v, inside = _like(queries, keys, w_v, inside)
-    return reference.projected_scores(queries, keys, w_v, inside)
+    if route.backend == "reference":
+        return reference.projected_scores(queries, keys, w_v, inside)
+    return general.scores_inside(queries, keys, w_v, inside)
 
 
 def attend_inside(
     route: Route,
     queries: Tensor,
     keys: Tensor,
-    values: Tensor,
     w_v: Tensor,
+    values: Tensor,
     valid_lens: Tensor | None,
     dropout_p: float,
     inside: Inside,
@@ -116,8 +122,8 @@ def attend_inside(
         route: of the call.
         queries: (B,Tq,H), projected.
         keys: (B,Tk,H), projected.
-        values: (B,Tk,Dv).
         w_v: (1,H) or (H,).
+        values: (B,Tk,Dv).
         valid_lens: None, (B,) or (B,Tq).
         dropout_p: probability of dropping a weight.
         inside: features and activation.
@@ -127,14 +133,67 @@ def attend_inside(
     """
     keys, w_v, inside = _like(queries, keys, w_v, inside)
     values = values.to(queries.dtype)
-    return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p, inside)
+    if route.backend == "reference":
+        return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p, inside)
+    seed = dropout_seed(dropout_p, queries)
+    context, weights = general.attend_inside(
+        queries, keys, values, w_v, valid_lens, inside, seed, dropout_p
+    )
+    return context, weights.to(context.dtype)
+
+
+def attend_location(
+    route: Route,
+    queries: Tensor,
+    keys: Tensor,
+    w_v: Tensor,
+    values: Tensor,
+    valid_lens: Tensor | None,
+    dropout_p: float,
+    location: Tensor,
+    w_conv: Tensor,
+    b_conv: Tensor | None,
+    inside: Inside,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attend_inside` with features that are a convolution of the location.
+
+    Args:
+        route: of the call.
+        queries: (B,Tq,H), projected.
+        keys: (B,Tk,H), projected.
+        w_v: (1,H) or (H,).
+        values: (B,Tk,Dv).
+        valid_lens: None, (B,) or (B,Tq).
+        dropout_p: probability of dropping a weight.
+        location: (B,inputs,Tk), the weights of earlier steps.
+        w_conv: (C,inputs,taps), an odd number of taps.
+        b_conv: (C,) or None.
+        inside: ``w_f`` (H,C) and the activation; its features are None.
+
+    Returns:
+        Context (B,Tq,Dv), weights (B,Tq,Tk).
+    """
+    if route.backend == "reference":
+        inside = inside._replace(features=convolved(location, w_conv, b_conv))
+        rest = (w_v, values, valid_lens, dropout_p, inside)
+        return attend_inside(route, queries, keys, *rest)
+    dtype = queries.dtype
+    keys, w_v, inside = _like(queries, keys, w_v, inside)
+    context, weights = location_op(
+        *(queries, keys, values.to(dtype), w_v, valid_lens),
+        *(location.to(dtype), w_conv.to(dtype), None if b_conv is None else b_conv.to(dtype)),
+        *(inside, dropout_seed(dropout_p, queries), dropout_p),
+    )
+    return context, weights.to(dtype)
 
 
 def _like(
     queries: Tensor, keys: Tensor, w_v: Tensor, inside: Inside
 ) -> tuple[Tensor, Tensor, Inside]:
     """Everything in the dtype of the projected queries, which under autocast is its own."""
-    features, w_f, *rest = inside
-    if features is not None and w_f is not None:
-        features, w_f = features.to(queries.dtype), w_f.to(queries.dtype)
-    return keys.to(queries.dtype), w_v.to(queries.dtype), Inside(features, w_f, *rest)
+    dtype, features, w_f = queries.dtype, inside.features, inside.w_f
+    inside = inside._replace(
+        features=None if features is None else features.to(dtype),
+        w_f=None if w_f is None else w_f.to(dtype),
+    )
+    return keys.to(dtype), w_v.to(dtype), inside

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["register_for", "seed_like"]
+__all__ = ["dropout_seed", "register_for"]
 
 
 def register_for(tensor: Tensor) -> None:
@@ -23,15 +23,25 @@ def register_for(tensor: Tensor) -> None:
         _register()
 
 
-def seed_like(tensor: Tensor, seed: Tensor) -> Tensor:
-    """A dropout seed for a call on ``tensor``; for a DTensor, one for each rank.
+def dropout_seed(dropout_p: float, queries: Tensor) -> Tensor | None:
+    """A seed for the dropout mask from torch's own generator, so that manual_seed governs it.
 
-    Ranks count their batch rows from zero each: with one seed they would drop the same weights.
+    For a DTensor, one for each rank: ranks count their batch rows from zero each, and with one seed
+    they would drop the same weights.
 
     Args:
-        tensor: the queries.
-        seed: (1,) int64, drawn on this rank.
+        dropout_p: probability of dropping a weight.
+        queries: of the call.
+
+    Returns:
+        (1,) int64; None without dropout.
     """
+    if dropout_p <= 0.0:
+        return None
+    return _seed_like(queries, torch.randint(2**62, (1,), device=queries.device))
+
+
+def _seed_like(tensor: Tensor, seed: Tensor) -> Tensor:
     if type(tensor) is Tensor or "torch.distributed.tensor" not in sys.modules:
         return seed
     from torch.distributed.tensor import DTensor, Shard

@@ -37,7 +37,14 @@ struct Gradients {
 };
 
 // The bits of the operators' argument `needs`: which gradients are wanted.
-enum Needs : int64_t { need_queries = 1, need_keys = 2, need_values = 4, need_w = 8 };
+enum Needs : int64_t {
+  need_queries = 1,
+  need_keys = 2,
+  need_values = 4,
+  need_w = 8,
+  need_features = 16,
+  need_w_f = 32
+};
 
 // How tanh(a + c) of a query's a and a key's c is computed. With E = exp(2a) exp(2c) it is
 // (E - 1) / (E + 1). All forms but the last two share one division among four fractions.

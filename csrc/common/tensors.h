@@ -20,13 +20,10 @@ inline ScalarType weights_dtype(Kind kind) {
   return kind == Kind::f64 ? ScalarType::Double : ScalarType::Float;
 }
 
-// A new contiguous tensor. Straight through torch's C interface: the boxed aten::empty takes longer
-// than a small problem.
-inline Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type, int32_t device_type,
-                         int32_t device_index) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t i = shape.size() - 1; i > 0; --i)
-    strides[i - 1] = strides[i] * (shape[i] > 1 ? shape[i] : 1);
+// A new tensor. Straight through torch's C interface: the boxed aten::empty takes longer than a
+// small problem.
+inline Tensor new_tensor(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
+                         ScalarType type, int32_t device_type, int32_t device_index) {
   AtenTensorHandle handle;
   const auto failed = aoti_torch_empty_strided(
       shape.size(), shape.data(), strides.data(),
@@ -35,6 +32,15 @@ inline Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type, int
   STD_TORCH_CHECK(failed == 0, "not enough memory for a result of ", shape[0] * strides[0],
                   " elements");
   return Tensor(handle);
+}
+
+// A new contiguous tensor.
+inline Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type, int32_t device_type,
+                         int32_t device_index) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size() - 1; i > 0; --i)
+    strides[i - 1] = strides[i] * (shape[i] > 1 ? shape[i] : 1);
+  return new_tensor(shape, strides, type, device_type, device_index);
 }
 
 // The shape of the gradient of a tensor; (0,) if it is not wanted.

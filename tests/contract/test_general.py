@@ -154,6 +154,50 @@ def test_gradcheck_and_second_derivatives(form, scores):
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
+ops = torch.ops.bahdanau_fast
+CHECKED = {
+    "features": {"C": 3},
+    "no features": {"activation": 2},
+    "tanh alone": {},
+    "large": {"C": 10, "B": 3, "Tq": 17, "Tk": 53, "H": 211},
+    "no batch": {"B": 0, "C": 3},
+    "no keys": {"Tk": 0, "C": 3},
+}
+
+
+def operands(dtype, B=2, Tq=3, Tk=5, H=7, C=0, activation=0):
+    """Projected queries and keys, values, w_v, and what is inside beside them."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, Tq, H), (B, Tk, H), (B, Tk, 4), (1, H)
+    shapes += ((B, Tk, C), (H, C)) if C else ()
+    made = [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for s in shapes
+    ]
+    features, w_f = made[4:] or (None, None)
+    return made[:4], (features, w_f, activation, 0.2)
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CHECKED)
+def test_opcheck(case, dtype):
+    (queries, keys, values, w_v), inside = operands(dtype, **CHECKED[case])
+    valid = torch.arange(len(keys))
+    scores = (queries, keys, w_v, *inside)
+    attend = (queries, keys, values, w_v, valid, *inside, torch.tensor([7]), 0.25)
+    torch.library.opcheck(ops.general_scores.default, scores)
+    torch.library.opcheck(ops.general_attend.default, attend)
+    with torch.no_grad():
+        context, weights = ops.general_attend(*attend)
+        grads = torch.randn_like(context), torch.randn_like(weights)
+        for needs in (63, 16, 41):
+            args = (*attend, weights, *grads, needs)
+            torch.library.opcheck(ops.general_attend_backward.default, args)
+            args = (*scores, grads[1], needs & ~4)
+            torch.library.opcheck(ops.general_scores_backward.default, args)
+
+
 class Attention(torch.nn.Module):
     """Everything at once, as a module that can be exported."""
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "cpu/kernels/backward.h"
+#include "cpu/kernels/general/convolution.h"
+#include "cpu/kernels/general/gradients.h"
 #include "cpu/kernels/grad_tanh.h"
 #include "cpu/kernels/hash.h"
 #include "cpu/kernels/project.h"
@@ -51,6 +53,10 @@ constexpr Kernels kernels_of() {
           grad_softmax<T, A>,
           GradTanh<T, A>::workspace,
           grad_tanh<T, A>,
+          GradGeneral<T, A>::workspace,
+          grad_general<T, A>,
+          convolve_workspace<T, A>,
+          convolve<T, A>,
           sum_rows<T, A>,
           project<T, A>,
           project_backward<T, A>,

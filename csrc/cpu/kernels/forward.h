@@ -17,8 +17,8 @@
 #include <limits>
 
 #include "dropout.h"
+#include "general/scores.h"
 #include "linear.h"
-#include "score.h"
 
 namespace bahdanau_fast {
 namespace {
@@ -93,6 +93,9 @@ struct ForwardTask {
   }
 
   void score() {
+    if (p.general.used)
+      return with_activation(p.general.activation,
+                             [&](auto act) { score_general<decltype(act)::value>(); });
     const Rows<T, A> query_rows(p.queries, b), key_rows(p.keys, b);
     const A keys_max = static_cast<const A*>(p.keys_max)[b];
     const Form form = choose_form(keys_max);
@@ -128,6 +131,41 @@ struct ForwardTask {
         } else {
           score_direct<A>(row, key_rows[j0 + first], key_rows.stride, w, p.H, keys, out);
         }
+      }
+    }
+  }
+
+  // score() with what General says inside.
+  template <Activation act>
+  void score_general() {
+    const Rows<T, A> query_rows(p.queries, b), key_rows(p.keys, b);
+    const A* w = static_cast<const A*>(p.w);
+    const A negative = A(p.general.negative_slope);
+    // Keys whose rows are of use as they are.
+    constexpr bool same = std::is_same<T, A>::value;
+    const bool stored = same && p.general.C == 0;
+    const int64_t stride = stored ? key_rows.stride : p.width, H = stored ? p.H : p.width;
+    int64_t used = 0;  // keys that any query uses
+    for (int64_t i = 0; i < queries; ++i) {
+      used = count(i) > used ? count(i) : used;
+      for (int64_t h = 0; h < p.width; h += kLanes<A>)
+        store(constants + i * p.width + h, load_row<A>(query_rows[i0 + i], h, p.H));
+    }
+    for (int64_t first = 0; first < used; first += kInnerRows) {
+      const int64_t most = used - first < kInnerRows ? used - first : kInnerRows;
+      const A* rows = own_table;
+      if constexpr (same)
+        if (stored) rows = key_rows[j0 + first];
+      if (!stored)
+        make_inner_rows(p, b, key_rows.base, key_rows.stride, j0 + first, most, 0, p.width,
+                        own_table);
+      for (int64_t i = 0; i < queries; ++i) {
+        const int64_t some = count(i) - first, keys = some < most ? some : most;
+        for (int64_t k = 0; k < keys; ++k)
+          score_row(i)[first + k] =
+              uniform(i)
+                  ? A(0)
+                  : inner_score<A, act>(constants + i * p.width, rows + k * stride, w, H, negative);
       }
     }
   }
@@ -253,6 +291,11 @@ void forward(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, i
     const int64_t row = task.b * p.Tq + task.i0 + i, n = task.count(i);
     A* weights = task.score_row(i);
     const A best = task.finish_scores(i);
+    if (out.logits != nullptr) {
+      using W = typename WeightOf<T>::type;
+      store_row(weights, n, static_cast<W*>(out.logits) + row * p.Tk + task.j0);
+      continue;
+    }
     if (plan.chunks > 1) store_row(weights, n, static_cast<A*>(out.scores) + row * p.Tk + task.j0);
     const A total = exponentiate(weights, n, best);
     if (plan.chunks > 1) {
@@ -264,6 +307,7 @@ void forward(const Problem& p, const ForwardPlan& plan, const ForwardOut& out, i
     }
     task.drop(i);
   }
+  if (out.logits != nullptr) return;
   task.weigh_values();
   for (int64_t i = 0; i < task.queries; ++i) {
     const int64_t row = task.b * p.Tq + task.i0 + i, n = task.count(i);

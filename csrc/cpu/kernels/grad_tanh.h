@@ -13,16 +13,6 @@ enum UnitRow { kRise, kOffset, kAlpha, kBase, kSign, kPartial, kUnitRows };
 
 constexpr int kGroup = 4;  // neighbouring keys that share one division
 
-// 1 - tanh^2 of a saturated unit is a rounding error: in fp64, with tanh one step from 1, it is
-// 2^-52 where the true value may be totals smaller, and where eager PyTorch gives 0. So below a few
-// steps it is set to 0, below more of them if the result is rounded to fp32. In fp32 eager's error
-// is as large.
-template <class T, class A>
-BF_INLINE Vec<A> visible(Vec<A> slope) {
-  if constexpr (sizeof(A) == 4) return slope;
-  return slope < (sizeof(T) == 8 ? A(3e-16) : A(1e-13)) ? Vec<A>{} : slope;
-}
-
 template <class A, Form form>
 BF_INLINE void denominators(const A* unit, const Vec<A>* m, Vec<A>* d) {
   const Vec<A> base = load_once(unit + kBase * kLanes<A>);

@@ -22,6 +22,20 @@ struct Range<double> {
 // A batch row whose every |c| is below this keeps expm1(2c) in its table, else exp(2c).
 constexpr double kShiftLimit = 0.5;
 
+// What is applied to the sum inside a score; the numbers are those of ops/general.py.
+enum class Activation : int { tanh = 0, relu = 1, leaky_relu = 2 };
+
+// What a score has inside beside query and key (general/scores.h).
+struct General {
+  bool used = false;  // else tanh without features, from tables
+  Activation activation = Activation::tanh;
+  double negative_slope = 0.0;
+  int64_t C = 0;              // features of a key
+  View features;              // (B,Tk,C) in the sum type
+  int64_t feature_step = 1;   // from one feature of a key to the next
+  const void* w_f = nullptr;  // (C,width) in the sum type, zero past H
+};
+
 struct Problem : Operands {
   // w has `width` elements in the sum type: w_v / w_scale, zero past H.
   int64_t width = 0;                    // of a table row: H rounded up to whole 64-byte lines
@@ -34,6 +48,7 @@ struct Problem : Operands {
   View mask;
   bool dropout = false;
   uint64_t seed = 0;
+  General general;
 };
 
 // How the forward is cut into tasks. It depends on the sizes only: results are the same for any
@@ -48,6 +63,8 @@ struct ForwardPlan {
 };
 
 struct ForwardOut {
+  // (B,Tq,Tk), contiguous, WeightOf: if not null, the scores are the only result.
+  void* logits = nullptr;
   void* context = nullptr;  // (B,Tq,Dv), contiguous, storage type
   void* weights = nullptr;  // (B,Tq,Tk), contiguous, WeightOf; may be null
   // In the sum type, if a row is cut into several chunks: the scores, and for each chunk their
@@ -66,6 +83,9 @@ struct Backward : Gradients {
   const void* grad_scores_in = nullptr;
   void* grad_scores_out = nullptr;
   void* dropped_weights = nullptr;
+  // Parts of the gradients of features and W_f, in the sum type; may be null.
+  void* grad_features = nullptr;  // (B,C,Tk): of a slice of hidden units
+  void* grad_w_f = nullptr;       // (B,C,width): of a batch row
 };
 
 // Rows (B,R,D) times a weight (H,D), plus a bias (H) that may be null.
@@ -74,6 +94,15 @@ struct Projection {
   int64_t B = 0, R = 0, D = 0, H = 0;
   const void* w = nullptr;
   const void* bias = nullptr;
+};
+
+// A convolution along the keys (general/convolution.h).
+struct Convolution {
+  View location;  // (B,inputs,Tk), storage type
+  int64_t B = 0, inputs = 0, Tk = 0, C = 0, taps = 0;
+  const void* w = nullptr;     // (C,inputs,taps), sum type
+  const void* bias = nullptr;  // (C), sum type; may be null
+  void* out = nullptr;         // (B,C,Tk), storage type
 };
 
 // The block that a fingerprint hashes at a time (hash.h).
@@ -111,6 +140,13 @@ struct Kernels {
   int64_t (*grad_tanh_workspace)(const Problem&, int64_t hidden);
   void (*grad_tanh)(const Problem&, const Backward&, int64_t b, int64_t h0, int64_t h1,
                     const void* scores, void* work);
+  // The same for General.
+  int64_t (*grad_general_workspace)(const Problem&, int64_t hidden);
+  void (*grad_general)(const Problem&, const Backward&, int64_t b, int64_t h0, int64_t h1,
+                       const void* scores, void* work);
+  // Channels [c0, c1) of batch row b.
+  int64_t (*convolve_workspace)(const Convolution&, int64_t channels);
+  void (*convolve)(const Convolution&, int64_t b, int64_t c0, int64_t c1, void* work);
   // out[h] = sum over `rows` rows of (rows, width) sums, in their order, in the storage type.
   void (*sum_rows)(const void* parts, int64_t rows, int64_t width, int64_t H, void* out);
   void (*project)(const Projection&, void* out, int64_t stride, void* work);

@@ -114,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
     if (d.empty())
       clear(g.grad_queries, B * d.F * d.bytes);
     else
-      run_backward(in, g, nullptr);
+      run_backward(in, g, {});
     query_weight.add(g.grad_queries, d.F, B, d.at(grad_h, (L - 1) * B * H), H);
   }
   return {grad_gates,    grad_first,  grad_first_cell, grad_queries,

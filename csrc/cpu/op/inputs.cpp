@@ -90,7 +90,7 @@ Norms norms(const std::vector<double>& w) {
 Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& table,
                const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
                const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
-               bool make_table) {
+               bool make_table, const Inside& inside) {
   check_cpu(queries, "queries");
   Problem& p = problem;
   kind = read_sizes(queries, keys, values, w_v, dropout_p, false, false, check_cpu, &p);
@@ -109,10 +109,11 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& tab
   if (p.dropout) {
     p.seed = static_cast<uint64_t>(*seed_data(seed, check_cpu));
   }
+  set_general(inside);
   if (p.empty()) return;
   set_w(w, w_norms.largest);
   set_key_counts(valid_lens);
-  set_table(table, keys_max, make_table);
+  if (!p.general.used) set_table(table, keys_max, make_table);
 }
 
 namespace {
@@ -154,6 +155,62 @@ void Inputs::set_w(const std::vector<double>& w, double largest) {
   };
   size_of(kind) == 8 ? fill(double{}) : fill(float{});
   problem.w = buffers_.back().get();
+}
+
+// W_f transposed; features as they are where their type is the sum type, else (B,C,Tk).
+template <class A>
+void Inputs::set_features(const Tensor& features, const Tensor& w_f) {
+  const Problem& p = problem;
+  General& g = problem.general;
+  std::vector<double> row(std::max(p.H, p.Tk));
+  buffers_.emplace_back(g.C * p.width * sizeof(A));
+  A* weight = static_cast<A*>(buffers_.back().get());
+  g.w_f = weight;
+  for (int64_t c = 0; c < g.C; ++c, weight += p.width) {
+    read(w_f, "w_f", c * w_f.stride(1), w_f.stride(0), p.H, row.data());
+    for (int64_t h = 0; h < p.width; ++h) weight[h] = h < p.H ? static_cast<A>(row[h]) : A(0);
+  }
+  if (features.element_size() == sizeof(A)) {
+    owned_.push_back(features);
+    g.features = {features.const_data_ptr(), features.stride(0), features.stride(1)};
+    g.feature_step = features.stride(2);
+    return;
+  }
+  buffers_.emplace_back(p.B * g.C * p.Tk * sizeof(A));
+  A* out = static_cast<A*>(buffers_.back().get());
+  g.features = {out, g.C * p.Tk, 1};
+  g.feature_step = p.Tk;
+  for (int64_t b = 0; b < p.B; ++b) {
+    for (int64_t c = 0; c < g.C; ++c, out += p.Tk) {
+      read(features, "features", b * features.stride(0) + c * features.stride(2),
+           features.stride(1), p.Tk, row.data());
+      for (int64_t j = 0; j < p.Tk; ++j) out[j] = static_cast<A>(row[j]);
+    }
+  }
+}
+
+void Inputs::set_general(const Inside& inside) {
+  Problem& p = problem;
+  General& g = p.general;
+  STD_TORCH_CHECK(inside.activation >= 0 && inside.activation <= 2,
+                  "activation must be 0 (tanh), 1 (relu) or 2 (leaky_relu)");
+  STD_TORCH_CHECK(inside.features.has_value() == inside.w_f.has_value(),
+                  "features and w_f must be given together");
+  g.activation = static_cast<Activation>(inside.activation);
+  g.negative_slope = inside.negative_slope;
+  g.used = inside.features.has_value() || g.activation != Activation::tanh;
+  if (!inside.features.has_value()) return;
+  const Tensor &features = *inside.features, &w_f = *inside.w_f;
+  for (const auto& [tensor, name] : {std::pair(&features, "features"), std::pair(&w_f, "w_f")}) {
+    check_cpu(*tensor, name);
+    STD_TORCH_CHECK(tensor->scalar_type() == storage, name, " must have the dtype of queries");
+  }
+  STD_TORCH_CHECK(features.dim() == 3 && features.size(0) == p.B && features.size(1) == p.Tk,
+                  "features must have 3 dimensions, and the batch size and length of keys");
+  g.C = features.size(2);
+  STD_TORCH_CHECK(w_f.dim() == 2 && w_f.size(0) == p.H && w_f.size(1) == g.C,
+                  "w_f must have shape (H, C)");
+  size_of(kind) == 8 ? set_features<double>(features, w_f) : set_features<float>(features, w_f);
 }
 
 void Inputs::set_key_counts(const MaybeTensor& valid_lens) {
@@ -242,6 +299,34 @@ void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bo
   fill_tables(kind, p.keys, p.B, p.Tk, p.H, maxima, entries);
   p.table = entries;
   p.keys_max = maxima;
+}
+
+const void* rows_like(const Tensor& tensor, ScalarType type, const char* name, const Problem& p,
+                      std::vector<Tensor>& owned) {
+  check_cpu(tensor, name);
+  view_like(packed(tensor), type, name, {p.B, p.Tq, p.Tk}, owned);
+  return owned.back().const_data_ptr();
+}
+
+Backward received(const Inputs& in, const Tensor& weights, const MaybeTensor& grad_context,
+                  const MaybeTensor& grad_weights, std::vector<Tensor>& owned) {
+  const Problem& p = in.problem;
+  const ScalarType weights_type = weights_dtype(in.kind);
+  const auto view = [&](const MaybeTensor& grad, ScalarType type, const char* name,
+                        int64_t columns) {
+    if (!grad.has_value()) return View{};
+    check_cpu(*grad, name);
+    return view_like(*grad, type, name, {p.B, p.Tq, columns}, owned);
+  };
+  Backward g;
+  g.weights = rows_like(weights, weights_type, "weights", p, owned);
+  g.grad_context = view(grad_context, in.storage, "grad_context", p.Dv);
+  g.grad_weights = view(grad_weights, weights_type, "grad_weights", p.Tk);
+  return g;
+}
+
+Tensor gradient(const Tensor& tensor, bool wanted) {
+  return new_tensor(gradient_shape(tensor, wanted), tensor.scalar_type());
 }
 
 }  // namespace bahdanau_fast

@@ -29,12 +29,21 @@ std::vector<double> to_doubles(const Tensor& tensor, const char* name);
 void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, void* keys_max,
                  void* table);
 
+// What a score has inside beside queries and keys; a tanh without features by default.
+struct Inside {
+  MaybeTensor features;  // (B,Tk,C)
+  MaybeTensor w_f;       // (H,C)
+  int64_t activation = 0;
+  double negative_slope = 0.0;
+};
+
 // A Problem, and all the memory it points to. A mask, bool (B,1,Tk) or (B,Tq,Tk), may take the
 // place of valid_lens.
 struct Inputs {
   Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& table,
          const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
-         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p, bool make_table);
+         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p, bool make_table,
+         const Inside& inside = {});
 
   Problem problem;
   Kind kind;  // that computes
@@ -44,11 +53,25 @@ struct Inputs {
   void set_w(const std::vector<double>& w, double largest);
   void set_key_counts(const MaybeTensor& valid_lens);
   void set_mask(const Tensor& mask);
+  void set_general(const Inside& inside);
+  template <class A>
+  void set_features(const Tensor& features, const Tensor& w_f);
   void set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bool make_table);
 
   std::vector<Tensor> owned_;
   std::vector<Buffer> buffers_;
   std::vector<int64_t> key_counts_;
 };
+
+// Contiguous weights, or gradients of the scores.
+const void* rows_like(const Tensor& tensor, ScalarType type, const char* name, const Problem& p,
+                      std::vector<Tensor>& owned);
+
+// The inputs of a backward; its results are still to be set.
+Backward received(const Inputs& in, const Tensor& weights, const MaybeTensor& grad_context,
+                  const MaybeTensor& grad_weights, std::vector<Tensor>& owned);
+
+// For the gradient of a tensor; of no elements if it is not wanted.
+Tensor gradient(const Tensor& tensor, bool wanted);
 
 }  // namespace bahdanau_fast

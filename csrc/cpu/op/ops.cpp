@@ -39,36 +39,6 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
   return {context, weights};
 }
 
-// Contiguous weights, or gradients of the scores.
-const void* rows_like(const Tensor& tensor, ScalarType type, const char* name, const Problem& p,
-                      std::vector<Tensor>& owned) {
-  check_cpu(tensor, name);
-  view_like(packed(tensor), type, name, {p.B, p.Tq, p.Tk}, owned);
-  return owned.back().const_data_ptr();
-}
-
-// The inputs of a backward; its results are still to be set.
-Backward received(const Inputs& in, const Tensor& weights, const MaybeTensor& grad_context,
-                  const MaybeTensor& grad_weights, std::vector<Tensor>& owned) {
-  const Problem& p = in.problem;
-  const ScalarType weights_type = weights_dtype(in.kind);
-  const auto view = [&](const MaybeTensor& grad, ScalarType type, const char* name,
-                        int64_t columns) {
-    if (!grad.has_value()) return View{};
-    check_cpu(*grad, name);
-    return view_like(*grad, type, name, {p.B, p.Tq, columns}, owned);
-  };
-  Backward g;
-  g.weights = rows_like(weights, weights_type, "weights", p, owned);
-  g.grad_context = view(grad_context, in.storage, "grad_context", p.Dv);
-  g.grad_weights = view(grad_weights, weights_type, "grad_weights", p.Tk);
-  return g;
-}
-
-Tensor gradient(const Tensor& tensor, bool wanted) {
-  return new_tensor(gradient_shape(tensor, wanted), tensor.scalar_type());
-}
-
 // The gradients that are sums over the queries.
 struct KeyGradients {
   KeyGradients(const Tensor& keys_, const Tensor& values_, const Tensor& w_v, int64_t needs_)
@@ -85,7 +55,7 @@ struct KeyGradients {
   void run(const Inputs& in, Backward g) {
     g.grad_keys = data_or_null(keys, needs & need_keys);
     g.grad_values = data_or_null(values, needs & need_values);
-    run_backward(in, g, data_or_null(w, needs & need_w));
+    run_backward(in, g, {data_or_null(w, needs & need_w)});
   }
 
   int64_t needs;
@@ -131,7 +101,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
   g.grad_queries = data_or_null(grad_queries, needed);
   g.grad_scores_out = grad_scores.mutable_data_ptr();
   g.dropped_weights = data_or_null(dropped_weights, p.dropout);
-  run_backward(in, g, nullptr);
+  run_backward(in, g, {});
   return {grad_queries, grad_scores, dropped_weights};
 }
 

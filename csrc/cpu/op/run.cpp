@@ -29,17 +29,12 @@ ForwardPlan plan_forward(const Problem& p) {
   return plan;
 }
 
-}  // namespace
-
-void run_forward(const Inputs& in, void* context, void* weights) {
+void forward(const Inputs& in, ForwardOut out) {
   const Problem& p = in.problem;
   const Kernels& k = kernels(in.kind);
   const ForwardPlan plan = plan_forward(p);
   const int64_t bytes = size_of(in.kind), rows = p.B * p.Tq;
-  ForwardOut out;
-  out.context = context;
-  out.weights = weights;
-  const bool split = plan.chunks > 1;
+  const bool split = plan.chunks > 1 && out.logits == nullptr;
   Buffer scores(split ? rows * p.Tk * bytes : 0);
   Buffer parts(split ? rows * plan.chunks * (2 + p.Dv) * bytes : 0);
   if (split) {
@@ -59,30 +54,56 @@ void run_forward(const Inputs& in, void* context, void* weights) {
         [&](int64_t row, int) { k.combine(p, plan, out, row); });
 }
 
-void run_backward(const Inputs& in, Backward g, void* grad_w) {
+}  // namespace
+
+void run_forward(const Inputs& in, void* context, void* weights) {
+  ForwardOut out;
+  out.context = context;
+  out.weights = weights;
+  forward(in, out);
+}
+
+void run_scores(const Inputs& in, void* scores) {
+  ForwardOut out;
+  out.logits = scores;
+  forward(in, out);
+}
+
+void run_backward(const Inputs& in, Backward g, const SummedGradients& summed) {
   const Problem& p = in.problem;
   const Kernels& k = kernels(in.kind);
+  const auto workspace = p.general.used ? k.grad_general_workspace : k.grad_tanh_workspace;
+  const auto gradients = p.general.used ? k.grad_general : k.grad_tanh;
   const int64_t bytes = size_of(in.kind);
-  Buffer w_parts(grad_w != nullptr ? p.B * p.width * bytes : 0);
-  if (grad_w != nullptr) g.grad_w = w_parts.get();
-  const bool through_tanh = g.grad_queries || g.grad_keys || g.grad_w;
+  const int64_t w_f_size = p.general.C * p.width, features_size = p.B * p.general.C * p.Tk;
+  Buffer w_parts(summed.w != nullptr ? p.B * p.width * bytes : 0);
+  Buffer w_f_parts(summed.w_f != nullptr ? p.B * w_f_size * bytes : 0);
+  if (summed.w != nullptr) g.grad_w = w_parts.get();
+  if (summed.w_f != nullptr) g.grad_w_f = w_f_parts.get();
+  const bool through_tanh =
+      g.grad_queries || g.grad_keys || g.grad_w || summed.features || summed.w_f;
 
   // Tasks are whole batch rows if there are enough of them, else chunks of keys and then slices of
   // hidden units. Slices are also taken if the queries of a row do not fit the second-level cache.
   const int64_t parts = parts_per_row(p.B), line = 64;
-  const int64_t fitting = kQueryBytes / (k.grad_tanh_workspace(p, line) * bytes) * line;
+  const int64_t fitting = kQueryBytes / (workspace(p, line) * bytes) * line;
   const int64_t even = ceil_div(ceil_div(p.width, parts), line) * line;
   const int64_t hidden = std::min({p.width, even, std::max(line, fitting)});
   const int64_t slices = hidden > 0 ? ceil_div(p.width, hidden) : 0;
   const int64_t chunk = parts == 1 ? p.Tk : std::max(line, ceil_div(p.Tk, parts));
   const int64_t chunks = ceil_div(p.Tk, chunk);
-  const int64_t area = p.Tq * p.Tk, work_bytes = k.grad_tanh_workspace(p, hidden) * bytes;
+  const int64_t area = p.Tq * p.Tk, work_bytes = workspace(p, hidden) * bytes;
+  const int64_t features_width = ceil_div(features_size, line) * line;  // for whole vectors
+  Buffer feature_parts(summed.features != nullptr ? slices * features_width * bytes : 0);
   const auto scores_chunk = [&](int64_t b, int64_t c, void* scores) {
     k.grad_scores(p, g, b, c * chunk, std::min(p.Tk, (c + 1) * chunk), scores);
   };
   const auto tanh_slice = [&](int64_t b, int64_t s, const void* scores, void* work) {
+    Backward of_slice = g;
+    if (summed.features != nullptr)
+      of_slice.grad_features = static_cast<char*>(feature_parts.get()) + s * features_width * bytes;
     if (through_tanh)
-      k.grad_tanh(p, g, b, s * hidden, std::min(p.width, (s + 1) * hidden), scores, work);
+      gradients(p, of_slice, b, s * hidden, std::min(p.width, (s + 1) * hidden), scores, work);
   };
   if (parts == 1) {
     parallel(
@@ -110,7 +131,10 @@ void run_backward(const Inputs& in, Backward g, void* grad_w) {
           tanh_slice(task / slices, task % slices, scores_of_row(task / slices), work.get());
         });
   }
-  if (grad_w != nullptr) k.sum_rows(w_parts.get(), p.B, p.width, p.H, grad_w);
+  if (summed.w != nullptr) k.sum_rows(w_parts.get(), p.B, p.width, p.H, summed.w);
+  if (summed.w_f != nullptr) k.sum_rows(w_f_parts.get(), p.B, w_f_size, w_f_size, summed.w_f);
+  if (summed.features != nullptr)
+    k.sum_rows(feature_parts.get(), slices, features_width, features_size, summed.features);
 }
 
 }  // namespace bahdanau_fast

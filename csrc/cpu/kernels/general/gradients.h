@@ -1,0 +1,152 @@
+// The third step of backward (backward.h) for General: with s = grad_score, x = a + c + W_f f,
+// y = act(x) and u the slope there,
+//
+//   grad_query[i] = w sum_j s u,  g[j] = grad_key[j] = w sum_i s u,  grad_w = sum_ij s y,
+//   grad_f[j] = W_f^T g[j],       grad_W_f = sum_j g[j] f[j]^T
+//
+// A task is a batch row and a slice of hidden units. It takes a few keys at a time, whose rows
+// c + W_f f and g stay in the first-level cache: nothing of size Tk x H is kept but grad_key, where
+// that is wanted. grad_f is a part for each slice, grad_W_f one for each batch row.
+#pragma once
+
+#include "cpu/kernels/forward.h"
+
+namespace bahdanau_fast {
+namespace {
+
+template <class T, class A>
+struct GradGeneral {
+  static constexpr int kKeys = 4;         // in registers
+  static constexpr int64_t kSettle = 64;  // keys in a partial sum
+
+  const Problem& p;
+  const Backward& g;
+  int64_t b, h0, n, valid;
+  Rows<T, A> key_rows;
+  const A *scores, *w;
+  // Rows of n numbers: queries; sums over the keys of grad_query and grad_w, in two levels; inner
+  // rows, and their gradients.
+  A *queries, *partial, *totals, *rows, *grads;
+
+  static int64_t workspace(const Problem& p, int64_t hidden) {
+    return (3 * p.Tq + 2 + 2 * kInnerRows) * hidden;
+  }
+
+  GradGeneral(const Problem& problem, const Backward& backward, int64_t row, int64_t begin,
+              int64_t end, const void* scores_in, void* work)
+      : p(problem), g(backward), b(row), h0(begin), n(end - begin), key_rows(p.keys, b) {
+    valid = (end < p.H ? end : p.H) - h0;
+    scores = static_cast<const A*>(scores_in);
+    w = static_cast<const A*>(p.w) + h0;
+    queries = static_cast<A*>(work);
+    partial = queries + p.Tq * n;
+    totals = partial + (p.Tq + 1) * n;
+    rows = totals + (p.Tq + 1) * n;
+    grads = rows + kInnerRows * n;
+    const Rows<T, A> query_rows(p.queries, b);
+    for (int64_t i = 0; i < p.Tq; ++i)
+      for (int64_t h = 0; h < n; h += kLanes<A>)
+        store(queries + i * n + h, load_row<A>(query_rows[i] + h0, h, valid));
+    for (A* sum = partial; sum < rows; ++sum) *sum = A(0);
+  }
+
+  // Adds the sums of keys [j + k, j + k + kKeys), `count` of which are there.
+  template <Activation act>
+  BF_INLINE void group(int64_t j, int64_t k, int64_t count) {
+    const A negative = A(p.general.negative_slope), scale = A(p.w_scale);
+    A* const partial_w = partial + p.Tq * n;
+    for (int64_t h = 0; h < n; h += kLanes<A>) {
+      Vec<A> c[kKeys], sums[kKeys] = {}, sum_w{};
+      for (int l = 0; l < kKeys; ++l) c[l] = load_once(rows + (k + l) * n + h);
+      for (int64_t i = 0; i < p.Tq; ++i) {
+        const Vec<A> a = load_once(queries + i * n + h);
+        const A* s = scores + i * p.Tk + j + k;
+        Vec<A> sum_query{};
+        for (int l = 0; l < kKeys; ++l) {
+          const Vec<A> x = a + c[l], y = activated<A, act>(x, negative);
+          const A share = l < count ? s[l] : A(0);
+          const Vec<A> su = share * slope_of<T, A, act>(x, y, negative);
+          sum_w += share * y;
+          sums[l] += su;
+          sum_query += su;
+        }
+        A* to = partial + i * n + h;
+        store(to, Vec<A>(load(to) + sum_query));
+      }
+      const Vec<A> weight = load(w + h) * scale;
+      for (int l = 0; l < kKeys; ++l) store(grads + (k + l) * n + h, Vec<A>(sums[l] * weight));
+      store(partial_w + h, Vec<A>(load(partial_w + h) + sum_w));
+    }
+  }
+
+  // totals += partial sums, partial sums = 0.
+  void settle() {
+    for (int64_t at = 0; at < (p.Tq + 1) * n; at += kLanes<A>) {
+      store(totals + at, Vec<A>(load(totals + at) + load(partial + at)));
+      store(partial + at, Vec<A>{});
+    }
+  }
+
+  A* feature_grads() const { return static_cast<A*>(g.grad_features) + b * p.general.C * p.Tk; }
+
+  // What the gradients of the inner rows of keys [j, j + count) are wanted for.
+  void use_grads(int64_t j, int64_t count) {
+    for (int64_t k = 0; g.grad_keys != nullptr && k < count; ++k)
+      store_row(grads + k * n, valid, static_cast<T*>(g.grad_keys) + (b * p.Tk + j + k) * p.H + h0);
+    const General& inside = p.general;
+    const A* w_f = static_cast<const A*>(inside.w_f) + h0;
+    if (g.grad_features != nullptr)
+      dot_rows<A>(w_f, p.width, inside.C, grads, n, count, n, feature_grads() + j, p.Tk);
+    if (g.grad_w_f == nullptr) return;
+    const A* f = static_cast<const A*>(inside.features.data) + b * inside.features.batch_stride;
+    weighted_sums<A>(f + j * inside.features.row_stride, inside.feature_step,
+                     inside.features.row_stride, grads, n, count, n, j > 0,
+                     static_cast<A*>(g.grad_w_f) + b * inside.C * p.width + h0, p.width, inside.C);
+  }
+
+  void zero_from(int64_t used) {
+    for (int64_t j = used; g.grad_keys != nullptr && j < p.Tk; ++j)
+      for (int64_t h = 0; h < valid; ++h)
+        narrow(A(0), static_cast<T*>(g.grad_keys) + (b * p.Tk + j) * p.H + h0 + h);
+    for (int64_t c = 0; g.grad_features != nullptr && c < p.general.C; ++c)
+      for (int64_t j = used; j < p.Tk; ++j) feature_grads()[c * p.Tk + j] = A(0);
+    for (int64_t c = 0; used == 0 && g.grad_w_f != nullptr && c < p.general.C; ++c)
+      for (int64_t h = 0; h < n; ++h)
+        static_cast<A*>(g.grad_w_f)[(b * p.general.C + c) * p.width + h0 + h] = A(0);
+  }
+
+  template <Activation act>
+  void run() {
+    int64_t used = 0;  // keys that any query uses
+    for (int64_t i = 0; i < p.Tq; ++i)
+      used = p.key_counts[b * p.Tq + i] > used ? p.key_counts[b * p.Tq + i] : used;
+    for (int64_t j = 0; j < used; j += kInnerRows) {
+      const int64_t count = used - j < kInnerRows ? used - j : kInnerRows;
+      make_inner_rows(p, b, key_rows.base, key_rows.stride, j, count, h0, n, rows);
+      for (A* row = rows + count * n; row < grads; ++row) *row = A(0);
+      for (int64_t k = 0; k < count; k += kKeys) group<act>(j, k, count - k);
+      use_grads(j, count);
+      if ((j + kInnerRows) % kSettle == 0 || j + kInnerRows >= used) settle();
+    }
+    zero_from(used);
+    for (int64_t i = 0; g.grad_queries != nullptr && i < p.Tq; ++i) {
+      T* out = static_cast<T*>(g.grad_queries) + (b * p.Tq + i) * p.H + h0;
+      for (int64_t h = 0; h < n; h += kLanes<A>)
+        store_as<A>(out + h, Vec<A>(load(totals + i * n + h) * (load(w + h) * A(p.w_scale))),
+                    valid - h);
+    }
+    for (int64_t h = 0; g.grad_w != nullptr && h < n; ++h)
+      static_cast<A*>(g.grad_w)[b * p.width + h0 + h] = totals[p.Tq * n + h];
+  }
+};
+
+template <class T, class A>
+void grad_general(const Problem& p, const Backward& g, int64_t b, int64_t h0, int64_t h1,
+                  const void* scores, void* work) {
+  GradGeneral<T, A> task(p, g, b, h0, h1, scores, work);
+  with_activation(p.general.activation,
+                  [&](auto act) { task.template run<decltype(act)::value>(); });
+}
+
+}  // namespace
+}  // namespace bahdanau_fast

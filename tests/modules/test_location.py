@@ -1,0 +1,243 @@
+"""bf.LocationAttention: parity over several steps, gradients through earlier ones, errors."""
+
+import pytest
+import torch
+from parity import DTYPES, NEIGHBOURS
+from torch import nn
+
+import bahdanau_fast as bf
+from bahdanau_fast import parity
+
+BACKENDS = [name for name in ("cpu", "reference") if name in bf.backends.available()]
+LENS = torch.tensor([37, 0, 12])
+# Rows in fp32 are computed in fp32 from 524 288 elements on, smaller ones in fp64.
+FORMS = {
+    "one channel in": {},
+    "two channels in": {"inputs": 2, "channels": 6, "kernel_size": 5},
+    "many channels": {"channels": 33, "kernel_size": 1},
+    "coverage": {"channels": None},
+    "no bias": {"bias": False},
+    "in fp32": {"num_hiddens": 300, "batch": 20, "keys_len": 90},
+    "longer than the keys": {"kernel_size": 101},
+}
+
+
+class Plain(nn.Module):
+    """The formula, step by step in plain PyTorch, on the parameters of a module."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def attend(self, queries, memory, location):
+        of, (keys, values, lens) = self.of, memory
+        features = location if of.conv is None else of.conv(location)
+        inner = of.W_k(keys) + of.W_q(queries) + of.W_f(features.transpose(1, 2))
+        if of.bias is not None:
+            inner = inner + of.bias
+        scores = of.w_v(torch.tanh(inner)).transpose(1, 2)
+        if lens is not None:
+            open_keys = torch.arange(keys.shape[1]) < lens[:, None]
+            open_keys |= lens[:, None] <= 0
+            scores = torch.where(lens[:, None, None] > 0, scores, torch.zeros_like(scores))
+            scores = scores.masked_fill(~open_keys[:, None], float("-inf"))
+        self.weights = scores.softmax(-1)
+        return self.weights @ values
+
+
+def made(batch=3, keys_len=37, num_hiddens=13, **form):
+    """A module, and keys, values, queries of three steps and the first location, in fp64."""
+    form = {"channels": 4, "kernel_size": 7, **form}
+    torch.manual_seed(0)
+    module = bf.LocationAttention(6, 5, num_hiddens, dtype=torch.float64, **form)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.5)
+    keys, values = torch.randn(batch, keys_len, 6), torch.randn(batch, keys_len, 4)
+    location = torch.rand(batch, form.get("inputs", 1), keys_len) / keys_len
+    return module, [keys, values, torch.randn(3, batch, 1, 5), location]
+
+
+def followed(attend, weights_of, memory, queries, location):
+    """Contexts of three steps, each seeing the weights of those before, and the last weights."""
+    contexts = []
+    for query in queries:
+        contexts.append(attend(query, memory, location))
+        weights = weights_of()
+        if location.shape[1] == 2:
+            location = torch.cat((weights, location[:, 1:] + weights), 1)
+        else:
+            location = weights
+    return torch.cat(contexts, 1), weights
+
+
+def steps(module, drawn, dtype, plain):
+    """Results and gradients, in fp64."""
+    module = module.to(dtype)
+    inputs = [x.to(dtype).requires_grad_() for x in drawn]
+    keys, values, queries, location = inputs
+    lens = LENS.repeat(7)[: len(keys)]
+    if plain:
+        other = Plain(module)
+        results = followed(
+            other.attend, lambda: other.weights, (keys, values, lens), queries, location
+        )
+    else:
+        memory = module.memory(keys, values, lens)
+        results = followed(
+            module.attend, lambda: module.attention_weights, memory, queries, location
+        )
+    generator = torch.Generator().manual_seed(5)
+    grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
+    assert {x.dtype for x in results} == {dtype}
+    named = dict(module.named_parameters())
+    found = torch.autograd.grad(results, [*inputs, *named.values()], [g.to(dtype) for g in grads])
+    names = ["context", "weights", "d keys", "d values", "d queries", "d location", *named]
+    return {n: x.detach().double() for n, x in zip(names, [*results, *found], strict=True)}
+
+
+def missed_by_eager(module, drawn, dtype):
+    """The errors of plain PyTorch in a dtype, by result, and the exact results."""
+    exact = steps(module, drawn, torch.float64, plain=True)
+    eager = steps(module, drawn, dtype, plain=True)
+    module.double()
+    return {n: parity.error(eager[n], true) for n, true in exact.items()}, exact
+
+
+def moved(x, dtype, seed):
+    """The same numbers, each moved by at most one rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    by = torch.randint(-1, 2, x.shape, generator=generator) * torch.finfo(dtype).eps
+    return (x * (1 + by)).to(dtype).double()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_steps(form, dtype, backend):
+    module, drawn = made(**FORMS[form])
+    # Values that the dtype holds.
+    module, drawn = module.to(dtype).double(), [x.to(dtype).double() for x in drawn]
+    missed, exact = missed_by_eager(module, drawn, dtype)
+    with bf.backends.use(backend):
+        ours = steps(module, drawn, dtype, plain=False)
+    module.double()
+    factor = 8 if dtype == torch.float64 else 2  # as in the support module parity: shares()
+    for seed in range(NEIGHBOURS + 1):  # and check(): eager's error on one input is a single draw
+        wrong = {
+            n: parity.error(ours[n], true) / limit
+            for n, true in exact.items()
+            for limit in [parity.allowed(missed[n], float(true.abs().max()), dtype, factor)]
+            if not parity.error(ours[n], true) <= limit
+        }
+        if not wrong:
+            return
+        again, near = missed_by_eager(module, [moved(x, dtype, seed) for x in drawn], dtype)
+        if dtype == torch.float64:  # nothing is wider: what a rounding of the inputs changes
+            again = {n: parity.error(near[n], true) for n, true in exact.items()}
+        missed = {n: max(error, again[n]) for n, error in missed.items()}
+    raise AssertionError(f"{wrong} times what is allowed")
+
+
+@pytest.mark.parametrize("form", ["one channel in", "two channels in", "coverage"])
+def test_second_derivatives(form):
+    module, drawn = made(batch=2, keys_len=5, num_hiddens=3, **FORMS[form])
+    memory_of = [x.double().requires_grad_() for x in drawn[:2]]
+    query = drawn[2][0].double().requires_grad_()
+    location = drawn[3].double().requires_grad_()
+
+    def function(keys, values, query, location, *_):
+        context = module(query, keys, values, location, torch.tensor([3, 0]))
+        return context, module.attention_weights
+
+    inputs = (*memory_of, query, location, *module.parameters())
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_a_step_is_one_operator_and_a_projection():
+    module, (keys, values, queries, location) = made()
+    module = module.float()
+    with torch.no_grad(), bf.backends.use("cpu"):
+        memory = module.memory(keys, values, LENS)
+        with torch.profiler.profile() as profile:
+            module.attend(queries[0], memory, location)
+    names = {e.key for e in profile.key_averages() if e.key.startswith("bahdanau_fast::")}
+    assert names == {"bahdanau_fast::location_attend"}
+    assert not any("conv" in e.key for e in profile.key_averages())
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck(dtype):
+    module, (keys, values, queries, location) = made(inputs=2)
+    module = module.to(dtype)
+    q, k = module.W_q(queries[0].to(dtype)).detach(), module.W_k(keys.to(dtype)).detach()
+    given = [q, k, values.to(dtype), module.w_v.weight.detach(), LENS, location.to(dtype)]
+    given += [module.conv.weight.detach(), None, module.W_f.weight.detach()]
+    leaves = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in given]
+    torch.library.opcheck(
+        torch.ops.bahdanau_fast.location_attend.default, (*leaves, 0, 0.01, None, 0.0)
+    )
+
+
+def test_compile_and_export():
+    module, (keys, values, queries, location) = made()
+    module = module.float()
+    given = (queries[0], keys, values, location, LENS)
+    want = module(*given)
+    torch.testing.assert_close(torch.compile(module, fullgraph=True)(*given), want)
+    torch.testing.assert_close(torch.export.export(module, given).module()(*given), want)
+
+
+@pytest.mark.parametrize("layer", ["W_q", "W_f", "w_v", "conv"])
+def test_a_changed_layer_is_called(layer):
+    module, (keys, values, queries, location) = made()
+    module, given = module.float(), (queries[0], keys, values, location, LENS)
+    want = module(*given)
+    calls = []
+    getattr(module, layer).register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(module(*given), want)
+    assert calls == [1]
+
+
+def test_dropout_is_reproducible():
+    module, (keys, values, queries, location) = made(dropout=0.5)
+    module = module.float()
+    contexts = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        contexts.append(module(queries[0], keys, values, location))
+    assert torch.equal(*contexts)
+    assert not torch.allclose(contexts[0], module.eval()(queries[0], keys, values, location))
+
+
+BAD = [
+    ({"location": torch.ones(3, 37)}, ValueError, "location must have 3 dimensions"),
+    ({"location": torch.ones(3, 2, 37)}, ValueError, r"shape \(3, 1, 37\), got \(3, 2, 37\)"),
+    ({"location": torch.ones(3, 1, 37).double()}, TypeError, "location must have the dtype"),
+    ({"queries": torch.ones(3, 1, 4)}, ValueError, "queries must have feature size 5"),
+    ({"keys": torch.ones(3, 37, 4)}, ValueError, "keys must have feature size 6"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), BAD)
+def test_errors(wrong, error, message):
+    module, (keys, values, queries, location) = made()
+    given = {"queries": queries[0], "keys": keys, "values": values, "location": location}
+    with pytest.raises(error, match=message):
+        module.float()(**{**given, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kernel_size": 4}, "kernel_size must be odd, got 4"),
+        ({"channels": 0}, "channels must be at least 1"),
+        ({"inputs": 0}, "inputs must be at least 1"),
+        ({"dropout": 2.0}, "dropout must be between 0 and 1"),
+    ],
+)
+def test_errors_of_the_sizes(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        bf.LocationAttention(6, 5, 4, **wrong)
