@@ -75,8 +75,7 @@ def _does_not_run() -> str | None:
     It may be built for other GPUs, or for a newer driver. The current GPU is asked, and the first
     of each other compute capability: asking takes memory there. GPUs too old for all are not.
     """
-    from bahdanau_fast import _C_cuda
-
+    binary = importlib.import_module("bahdanau_fast._C_cuda")
     asked = set()
     for device in (torch.cuda.current_device(), *range(torch.cuda.device_count())):
         capability = torch.cuda.get_device_capability(device)
@@ -84,7 +83,7 @@ def _does_not_run() -> str | None:
             continue
         asked.add(capability)
         with torch.cuda.device(device):
-            problem = _C_cuda.why_not()
+            problem: str | None = binary.why_not()
         if problem is not None:
             gpu = f"cuda:{device} (compute capability {'.'.join(map(str, capability))})"
             return f"the CUDA extension does not run on {gpu}: {problem}"

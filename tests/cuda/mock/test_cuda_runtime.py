@@ -1,43 +1,14 @@
 """What csrc/cuda asks of the CUDA runtime, on a mock of it (mock_cuda)."""
 
-import itertools
-import platform
-import re
-import shutil
-import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from mock_cuda import launches, mock, of
-
-pytestmark = [
-    pytest.mark.skipif(
-        platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
-        reason="the mock includes fibers for x86-64, and is compiled by g++",
-    ),
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="with a GPU, its extension defines the operators"
-    ),
-]
+from mock_cuda import kernel_of, launches, numbers, of
 
 LIMIT = 96 * 1024
 PER_THREAD = 2  # the handle of every thread's own default stream
 OLD_DRIVER, NO_IMAGE, IMPLICIT_CAPTURE = 35, 209, 906
-fresh = itertools.count()
-
-
-@pytest.fixture
-def gpu():
-    """A mock GPU that nothing was asked of."""
-    gpu = mock()
-    gpu.device = next(fresh)
-    gpu.set_device(gpu.device)
-    gpu.set_gpu(gpu.device)
-    gpu.set_stream(None)
-    gpu.calls()
-    gpu.last_error()
-    return gpu
 
 
 def step(gpu, features=512, batch=2, hidden=64, keys=150, raw=True):
@@ -62,12 +33,6 @@ def attend(gpu, queries=1, keys=300, batch=2, hidden=64, dtype=torch.bfloat16):
     return forward, gpu.calls()
 
 
-def kernels(calls):
-    """The kernels launched, by name, and their grids."""
-    pattern = r"_ZN13bahdanau_fast3gpu\d+([a-z_]+)I"
-    return [(re.match(pattern, call["kernel"])[1], call["grid"]) for call in launches(calls)]
-
-
 @pytest.mark.parametrize(
     ("queries", "forward", "backward"),
     [
@@ -84,17 +49,17 @@ def kernels(calls):
 )  # fmt: skip
 def test_launches_of_a_call(gpu, queries, forward, backward):
     for calls, names in zip(attend(gpu, queries), (forward, backward), strict=True):
-        assert [name for name, _ in kernels(calls)] == names
+        assert [kernel_of(call) for call in launches(calls)] == names
         assert all(call["error"] == 0 for call in calls)
 
 
 def test_a_launch_is_noted_with_its_parameters(gpu):
     calls = step(gpu, raw=False, batch=3, keys=150, hidden=64)
     (launch,) = launches(calls)
-    assert kernels(calls) == [("decode_forward", 16)]  # five blocks a row, in clusters of eight
-    assert (launch["block"], launch["cluster"], launch["stream"]) == (256, 8, 0)
-    problem = struct.unpack("<5q", bytes.fromhex(launch["parameters"])[:40])
-    assert problem == (3, 1, 150, 64, 64)  # B, Tq, Tk, H, Dv
+    assert kernel_of(launch) == "decode_forward"
+    sizes = [launch[name] for name in ("grid", "block", "cluster", "stream")]
+    assert sizes == [16, 256, 8, 0]  # four blocks for each of three rows, in clusters of eight
+    assert numbers(launch, 0, 5) == (3, 1, 150, 64, 64)  # B, Tq, Tk, H, Dv
 
 
 def test_captured_calls_have_counters_of_their_own(gpu):
@@ -123,7 +88,7 @@ def test_shared_memory_is_allowed_once_for_each_kernel_and_gpu(gpu):
 
     assert allowed(512)
     assert allowed(448) == allowed(512) == []
-    gpu.set_device(next(fresh))
+    gpu.new_gpu()
     assert set(allowed(448)) == {LIMIT}
 
 
@@ -148,7 +113,7 @@ def test_counters_are_those_of_a_stream_and_not_of_its_handle(gpu):
 
 def test_every_thread_has_counters_for_its_own_default_stream(gpu):
     def counters(_):
-        gpu.set_device(gpu.device)
+        gpu.use_gpu()
         return [gpu.counters(PER_THREAD, 4) for _ in range(2)]
 
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
@@ -163,7 +128,7 @@ def test_every_thread_has_counters_for_its_own_default_stream(gpu):
     [(8, 90, 8), (16, 90, 8), (4, 90, 4), (0, 90, 1), (8, 80, 1)],
 )
 def test_clusters_are_as_large_as_the_gpu_has_room_for(gpu, fits, ptx_version, cluster):
-    gpu.set_gpu(gpu.device, largest_cluster=fits, ptx_version=ptx_version)
+    gpu.set_gpu(largest_cluster=fits, ptx_version=ptx_version)
     for raw in (True, False):
         (forward,) = launches(step(gpu, batch=1, raw=raw))
         assert (forward["cluster"], forward["error"]) == (cluster, 0)
@@ -176,7 +141,7 @@ def test_clusters_are_as_large_as_the_gpu_has_room_for(gpu, fits, ptx_version, c
 def test_clusters_are_those_of_the_kernels_of_a_dtype(gpu):
     """Kernels of another dtype may take more registers."""
     assert launches(attend(gpu, batch=1)[1])[0]["cluster"] == 8
-    gpu.set_gpu(gpu.device, largest_cluster=2)
+    gpu.set_gpu(largest_cluster=2)
     assert launches(attend(gpu, batch=1, dtype=torch.float64)[1])[0]["cluster"] == 2
 
 
@@ -189,6 +154,6 @@ def test_clusters_are_those_of_the_kernels_of_a_dtype(gpu):
 )
 def test_a_gpu_that_the_binary_is_not_for_is_told_in_words(gpu, error, words):
     assert gpu.why_not() is None
-    gpu.set_gpu(gpu.device, loads=error)
+    gpu.set_gpu(loads=error)
     assert gpu.why_not().startswith(words)
     assert gpu.last_error() == 0

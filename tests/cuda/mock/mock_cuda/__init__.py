@@ -7,6 +7,8 @@ whatever memory held. :meth:`Mock.calls` gives the notes; docs/cuda.md says what
 import ctypes
 import functools
 import json
+import re
+import struct
 from pathlib import Path
 
 import torch
@@ -47,23 +49,33 @@ class Mock:
         for name in ("mock_calls", "mock_new_stream", "mock_counters"):
             getattr(self._library, name).restype = ctypes.c_void_p
         self._library.mock_why_not.restype = ctypes.c_char_p
+        self.device = -1
         self._then = []  # kept while the library may call them
 
-    def set_device(self, device):
-        """All tensors are on this device from now on, and it is the current one."""
-        self._library.mock_set_device(device)
+    def new_gpu(self, **like):
+        """A GPU that nothing was asked of; :meth:`set_gpu` has what it may be like.
 
-    def set_gpu(self, device, multiprocessors=132, largest_cluster=8, ptx_version=90, loads=0):
-        """What a GPU is like.
+        All tensors are there from now on, and it is the current one.
+        """
+        self.device += 1
+        self.set_gpu(**like)
+        self.use_gpu()
+
+    def use_gpu(self):
+        """Make the newest GPU the current one of this thread."""
+        self._library.mock_set_device(self.device)
+
+    def set_gpu(self, multiprocessors=132, largest_cluster=8, ptx_version=90, loads=0):
+        """What the newest GPU is like.
 
         Args:
-            device: its index.
             multiprocessors: how many it has.
             largest_cluster: blocks that fit.
             ptx_version: of the code that runs there.
             loads: the error that loading the code gives, or 0.
         """
-        self._library.mock_set_gpu(device, multiprocessors, largest_cluster, ptx_version, loads)
+        what = self.device, multiprocessors, largest_cluster, ptx_version, loads
+        self._library.mock_set_gpu(*what)
 
     def set_stream(self, stream):
         """The stream that torch gives in this thread."""
@@ -125,6 +137,16 @@ def of(calls, function):
 def launches(calls):
     """Those that launch a kernel."""
     return of(calls, "cudaLaunchKernelEx")
+
+
+def kernel_of(launch):
+    """The name of the kernel without its template's arguments."""
+    return re.match(r"_ZN13bahdanau_fast3gpu\d+([a-z_]+)I", launch["kernel"])[1]
+
+
+def numbers(launch, first, count):
+    """int64 numbers of a launch's parameters, from the byte ``first`` on."""
+    return struct.unpack_from(f"<{count}q", bytes.fromhex(launch["parameters"]), first)
 
 
 @functools.cache

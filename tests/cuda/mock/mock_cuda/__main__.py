@@ -16,6 +16,7 @@ CALLS = 200
 
 def main():
     gpu = mock()
+    gpu.new_gpu()
     print(f"{'call':<24}{'launches':>9}{'others':>8}{'host, us':>10}")
     for name, (batch, queries, keys, hidden) in SIZES.items():
         shapes = (batch, queries, hidden), (batch, keys, hidden), (batch, keys, hidden), (1, hidden)
