@@ -281,6 +281,12 @@ def test_parts_of_registers():
     np.testing.assert_array_equal(applied(code, "u8", x), want)
 
 
+def test_a_part_that_nobody_wants():
+    x = RANDOM.integers(0, 2**63, 64).astype(np.uint64)
+    got = applied("mov.b64 {_, %r10}, %a;\nmov.b32 {_, %h1}, %r10;\ncvt.u32.u16 %d, %h1;", "u4", x)
+    np.testing.assert_array_equal(got, x >> np.uint64(48))
+
+
 # ---- warps ---------------------------------------------------------------------------------------
 
 LANE = np.arange(32, dtype=np.uint32)

@@ -38,12 +38,7 @@ LEFT_OUT = {
     "before the keys of a chunk": (TANH, "atomicMax(mine.largest + 2", SYNC, MANY),
     "before the form of a chunk": (TANH, "atomicMax(mine.largest + 1, keys_max);", SYNC, MANY),
     "after scores are loaded": (TANH, "load_scores(i0, queries);", SYNC, MANY),
-    "between parts of queries and sums": (
-        TANH,
-        "mine.parts[(warp * QT + q) * kWarp",
-        SYNC,
-        LARGEST,
-    ),
+    "between parts of queries and sums": (TANH, "mine.parts[(warp * QT + q) * kW", SYNC, LARGEST),
     "before the sums of w": (TANH, "mine.parts[warp * kWarp + lane] = sum_w;", SYNC, MANY),
     "before a slice is loaded": ("matmul.h", "k0 += kProductSlice) {", SYNC, MANY),
     "after a slice is loaded": ("matmul.h", "load_slice(k0);", SYNC, MANY),

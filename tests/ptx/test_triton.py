@@ -19,7 +19,11 @@ FEW = [
     (80, "lens per query", "bf16"),
     (80, "decoder step", "fp32"),
     (80, "split keys, lens inside a chunk", "fp16"),
-    (90, "decoder step", "bf16"),
+    (
+        90,
+        "decoder step",
+        "fp32",
+    ),  # wgmma, which products of half types take there, is not known yet
 ]
 
 

@@ -321,4 +321,6 @@ class _Reader:
         slot = self._operand(guard.lstrip("!"))[0] if guard else -1
         written = " ".join(f"{at} {size}" for at, size in places)
         negated = int(guard.startswith("!"))
-        return f"run {slot} {negated} {opcode} {offsets[0]} {offsets[1]} {len(places)} {written}"
+        splits = int(bool(operands) and operands[0].startswith("{"))
+        numbers = f"{offsets[0]} {offsets[1]} {splits} {len(places)}"
+        return f"run {slot} {negated} {opcode} {numbers} {written}"

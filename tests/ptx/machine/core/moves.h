@@ -101,7 +101,7 @@ inline void resolve_mov(Form& f, Instr& i) {
     f.unknown();
   i.mode = bits_of(type);
   if (i.o.size() > 2)
-    i.run = i.o[0].size * 8 == i.mode ? pack : unpack;
+    i.run = i.splits ? unpack : pack;
   else if (i.mode == 16)
     i.run = unary<Copied, uint16_t>;
   else if (i.mode == 32)

@@ -51,6 +51,7 @@ struct Instr {
   int64_t offset = 0;         // of an address, or the target of a branch
   int64_t second_offset = 0;  // of a second address
   std::vector<Operand> o;
+  bool splits = false;  // a mov into several registers
   std::string opcode;
   uint32_t pc = 0;
   // Loads and stores.
@@ -136,7 +137,7 @@ struct Program {
     Instr instr;
     size_t operands = 0;
     line >> instr.guard >> instr.negated >> instr.opcode >> instr.offset;
-    line >> instr.second_offset >> operands;
+    line >> instr.second_offset >> instr.splits >> operands;
     instr.o.resize(operands);
     for (Operand& o : instr.o) line >> o.slot >> o.size;
     instr.pc = uint32_t(code.size());
