@@ -107,7 +107,7 @@ def make_table(call: Call, x: Tensor) -> Table:
 
 
 def precision() -> str:
-    """How fp32 products are made, in words of kernels/products.py: TF32 where the user allows it."""
+    """How fp32 products are made, as kernels/products.py says: TF32 where the user allows it."""
     if availability.interpreted():
         return "host"
     # Not allow_tf32: torch raises at reading it once a user has set the newer fp32_precision. This
