@@ -15,6 +15,7 @@ from bahdanau_fast.general import attend_inside
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.memory.shapes import as_rows, lengths
 from bahdanau_fast.ops import sharding, whole
+from bahdanau_fast.ops.by_name import attend_by
 from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.projection import linear
 from bahdanau_fast.ops.shared_gradients import SharedNode
@@ -270,7 +271,10 @@ def _call(
         sharding.register_for(queries)
     recorded = route.records and checks.needs_gradient(queries, keys, values, w_v)
     if route.traced:  # what traces the call has to meet the operator itself
-        return ops.attend_op(*inputs, need_weights or recorded)
+        wanted = need_weights or recorded
+        if route.backend in ops.without_key:
+            return attend_by(route.backend, *inputs, wanted)
+        return ops.attend_op(*inputs, wanted)
     if recorded:
         # Only plain operations may record tensors of inference mode.
         if True in map(Tensor.is_inference, (queries, keys, values, w_v)):

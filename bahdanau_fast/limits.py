@@ -119,6 +119,11 @@ class GpuLimits:
         "the same where fp32 values may be summed up in fp64",
         _GPU_REPORT,
     )
+    shared: int = _limit(
+        "bytes of shared memory",
+        "a Triton program of several queries keeps a tile of values in so many, or there is none",
+        "make budgets",
+    )
     own_queries: int = _limit(
         "queries per row of the batch",
         "up to here a launch may project its own queries, and in CUDA C++ its own keys",
@@ -218,6 +223,7 @@ OTHER_GPU = GpuLimits(
     step_queries=16,
     step_features=2048,
     step_features_fp64=256,
+    shared=64 * 1024,
     own_queries=4,
     own_weight=64 * 1024,
     cluster=1,
@@ -227,11 +233,14 @@ OTHER_GPU = GpuLimits(
     library_rate=750_000,
 )
 
-#: By compute capability: sm_80 from 8.0 on, sm_90 from 9.0 on. "other" is what no family is known
-#: of: AMD's GPUs, and Triton's interpreter.
+#: By compute capability: sm_80 is 8.0 and 8.7, sm_86 also 8.9, sm_90 from 9.0 on, sm_120 from 12.0.
+#: "other" is what no family is known of: AMD's GPUs, and Triton's interpreter. Shared memory is
+#: what the CUDA C++ Programming Guide gives a block.
 GPU_FAMILIES = {
-    "sm_80": replace(OTHER_GPU),
-    "sm_90": replace(OTHER_GPU, cluster=8),
+    "sm_80": replace(OTHER_GPU, shared=163 * 1024),
+    "sm_86": replace(OTHER_GPU, shared=99 * 1024),
+    "sm_90": replace(OTHER_GPU, shared=227 * 1024, cluster=8),
+    "sm_120": replace(OTHER_GPU, shared=99 * 1024, cluster=8),
     "other": OTHER_GPU,
 }
 
@@ -281,8 +290,11 @@ def of_gpu(device: torch.device) -> GpuLimits:
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return OTHER_GPU
-    has_clusters = torch.cuda.get_device_capability(device) >= (9, 0)
-    return GPU_FAMILIES["sm_90" if has_clusters else "sm_80"]
+    capability = torch.cuda.get_device_capability(device)
+    if capability in ((8, 6), (8, 9)):
+        return GPU_FAMILIES["sm_86"]
+    found = "sm_120" if capability >= (12, 0) else "sm_90" if capability >= (9, 0) else "sm_80"
+    return GPU_FAMILIES[found]
 
 
 #: Those in force. To be read where they are used (``limits.LIMITS``), so that :func:`using` works.

@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
 from bahdanau_fast import limits
@@ -33,12 +35,12 @@ from .workloads.shapes import LIST, STEPS_ON_MEMORY
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# Bytes of shared memory a program may have.
-SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+FAMILIES = {"sm_100": "sm_90", "gfx942": "other"}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -95,9 +97,14 @@ def _specialize(kernel: Any, arguments: dict[str, Any], warps: int) -> Launch:
     return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), warps)
 
 
+def limits_of(target: str) -> limits.GpuLimits:
+    """Those that launches on a target are planned by."""
+    return limits.GPU_FAMILIES[FAMILIES.get(target, target)]
+
+
 @contextmanager
-def recording(native: bool) -> Iterator[list[Launch]]:
-    """Inside, kernel launches are recorded instead of executed."""
+def recording(target: str) -> Iterator[list[Launch]]:
+    """Inside, kernel launches are recorded instead of executed, as planned for the target."""
     launches: list[Launch] = []
     jit = triton.JITFunction
 
@@ -106,16 +113,16 @@ def recording(native: bool) -> Iterator[list[Launch]]:
         arguments = dict(zip(names, args, strict=False)) | options
         launches.append(_specialize(self, arguments, num_warps))
 
-    before, native_before = jit.run, call.native
-    jit.run, call.native = run, lambda: native
-    try:
+    with (
+        patch.object(jit, "run", run),
+        patch.object(call, "native", lambda: target.startswith("sm")),
+        patch.object(limits, "of_gpu", lambda device: limits_of(target)),
+    ):
         yield launches
-    finally:
-        jit.run, call.native = before, native_before
 
 
 def launches_of(
-    shape: tuple[int, int, int, int, int], dtype: torch.dtype, native: bool, lens: bool = True
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype, target: str, lens: bool = True
 ) -> list[Launch]:
     """Every launch of forward and backward at (B,Tq,Tk,H,Dv), on tensors without data."""
     batch, queries_len, keys_len, hidden, features = shape
@@ -123,7 +130,7 @@ def launches_of(
     queries, keys = make(batch, queries_len, hidden), make(batch, keys_len, hidden)
     values, w_v = make(batch, keys_len, features), make(1, hidden)
     valid = torch.empty(batch, dtype=torch.int64, device="meta") if lens else None
-    with recording(native) as launches:
+    with recording(target) as launches:
         inputs = (queries, keys, None, None, values, w_v, valid, None, 0.0)
         context, weights = forward.attend(*inputs, True)
         backward.attend_backward(*inputs, weights, context, weights, 15)
@@ -146,15 +153,35 @@ class Budget:
     sass: str
 
 
-@functools.cache
-def compile_launch(launch: Launch, target: str) -> Budget:
-    """Compile for a target; raises what Triton raises where it does not compile."""
+def _compile(launch: Launch, target: str) -> Any:
     attributes = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
     names = [name for name, _ in launch.signature]
     constants = {(names.index(name),): value for name, value in launch.constants}
     source = ASTSource(launch.kernel, dict(launch.signature), constants, attributes)
-    options = {"num_warps": launch.warps}
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    return triton.compile(source, target=TARGETS[target], options={"num_warps": launch.warps})
+
+
+class _Allocated(Exception):
+    """Ends a compilation where shared memory has been allocated, with its bytes."""
+
+
+def shared_memory(launch: Launch, target: str) -> int:
+    """Bytes of shared memory of one program on an NVIDIA target, without its machine code."""
+
+    def stop(self: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> None:
+        raise _Allocated(metadata["shared"])
+
+    with patch.object(CUDABackend, "make_ptx", stop):
+        try:
+            return int(_compile(launch, target).metadata.shared)  # compiled before
+        except _Allocated as found:
+            return int(found.args[0])
+
+
+@functools.cache
+def compile_launch(launch: Launch, target: str) -> Budget:
+    """Compile for a target; raises what Triton raises where it does not compile."""
+    compiled = _compile(launch, target)
     shared = compiled.metadata.shared
     if target.startswith("gfx"):
         text = compiled.asm["amdgcn"]
@@ -246,8 +273,7 @@ ALL_SHAPES = tuple(
 def distinct(target: str, dtype: str, quick: bool) -> list[Launch]:
     """Each kernel in each configuration once."""
     shapes = FEW_SHAPES if quick else ALL_SHAPES
-    native = not target.startswith("gfx")
-    launches = (launches_of(shape, DTYPES[dtype], native) for shape in shapes)
+    launches = (launches_of(shape, DTYPES[dtype], target) for shape in shapes)
     return list(dict.fromkeys(itertools.chain.from_iterable(launches)))
 
 

@@ -33,14 +33,28 @@ class StepPlan(NamedTuple):
     blocks: dict[str, Any]
 
 
+# Keys that a product takes at least, and shared memory of a step beside its tile of values.
+_LEAST_KEYS, _ROOM = 16, 4 << 10
+
+
+def step_shared(queries_len: int, features: int, size: int) -> int:
+    """Bytes of shared memory that `step_kernel` needs at least, for elements of ``size`` bytes.
+
+    Several queries multiply their weights with a tile of values that lies there.
+    """
+    if queries_len == 1:
+        return _ROOM
+    return _LEAST_KEYS * max(power_of_two(features), 16) * size + _ROOM
+
+
 def step(
     batch: int, queries_len: int, keys_len: int, hidden: int, features: int, wide: bool,
-    processors: int, size: int, raw_keys: bool = False,
+    processors: int, size: int, shared: int, raw_keys: bool = False,
 ) -> list[StepPlan]:  # fmt: skip
     """Of `step_kernel`: a row of the batch each, or splits for two programs a multiprocessor.
 
-    ``size`` is bytes of an element. The model's plan first, then those with other tiles of keys
-    and other splits.
+    ``size`` is bytes of an element, ``shared`` those of shared memory, at least `step_shared`. The
+    model's plan first, then those with other tiles of keys and other splits.
     """
     block_q = 1 if queries_len == 1 else max(power_of_two(queries_len), 16)
     # Precise tanh, that of fp32, takes twice the registers.
@@ -50,7 +64,9 @@ def step(
     block_d = max(power_of_two(features), 16)
     # Fewer programs than multiprocessors: each takes more at once.
     warps = 8 if batch <= processors or block_d > 1024 else 4
-    most = max(min(8192 // size * warps // block_d, power_of_two(keys_len)), 16)
+    most = max(min(8192 // size * warps // block_d, power_of_two(keys_len)), _LEAST_KEYS)
+    while most > _LEAST_KEYS and queries_len > 1 and most * block_d * size + _ROOM > shared:
+        most //= 2
     block_k = min(8 * warps, most)
     block_x = 64
     if wide:

@@ -79,6 +79,11 @@ def why_not(name: str) -> str | None:
     return _cpu_problem if name == "cpu" else None
 
 
+# A constant of compiled code, as torch.compiler.assume_constant_result says, which takes as long to
+# import as all of torch.
+why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def explain(device: str | torch.device | None = None) -> str:
     """One line per backend: whether it is there, why not, and which one ``auto`` takes.
 
@@ -281,11 +286,6 @@ def _there(device: str) -> tuple[str, ...]:
 def _on_gpu() -> tuple[str, ...]:
     """The backends that can serve CUDA tensors."""
     return tuple(name for name in ("cuda", "triton", "reference") if why_not(name) is None)
-
-
-# A constant of compiled code, as torch.compiler.assume_constant_result says, which takes as long to
-# import as all of torch.
-_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _plain_only() -> bool:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from bahdanau_fast import checks
+from bahdanau_fast.kernels import plans
 from bahdanau_fast.limits import GpuLimits, Limits
 
 __all__ = [
@@ -241,7 +242,10 @@ def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, st
     if backend == "cuda" and facts.drops:
         return "projected", "weights are dropped"
     may_sum_in_fp64 = facts.dtype is torch.float32
-    if not is_gpu_step(facts.queries_len, facts.value_size, may_sum_in_fp64, limits):
+    sizes, shared = (facts.queries_len, facts.value_size), 0
+    if backend == "triton":
+        shared = plans.step_shared(*sizes, facts.dtype.itemsize)
+    if not is_gpu_step(*sizes, may_sum_in_fp64, shared, limits):
         return "projected", "many queries, or values of many features"
     own_queries = _projects_queries(facts, limits, backend)
     if _projects_keys(facts, limits, backend):
@@ -252,17 +256,20 @@ def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, st
     return "projected", "the library's products are faster"
 
 
-def is_gpu_step(queries_len: int, features: int, sums_in_fp64: bool, limits: GpuLimits) -> bool:
+def is_gpu_step(
+    queries_len: int, features: int, sums_in_fp64: bool, shared: int, limits: GpuLimits
+) -> bool:
     """Whether one launch on a GPU serves a call: scores, softmax and context.
 
     Args:
         queries_len: Tq.
         features: Dv.
         sums_in_fp64: the kernel may compute in fp64.
+        shared: bytes of shared memory that its least program needs.
         limits: of the GPU.
     """
     most = limits.step_features_fp64 if sums_in_fp64 else limits.step_features
-    return queries_len <= limits.step_queries and features <= most
+    return queries_len <= limits.step_queries and features <= most and shared <= limits.shared
 
 
 def _projects_queries(facts: Facts, limits: GpuLimits, backend: str) -> bool:

@@ -292,7 +292,8 @@ def is_unchanged(module: nn.Module) -> bool:
     if (
         torch.compiler.is_compiling()  # compiled code is for the forward that was looked at
         and not torch.compiler.is_exporting()  # which is done once
-        and getattr(module.forward, "__func__", None) is not type(module).forward
+        and getattr(module.forward, "__code__", None)  # the compiler knows no other __func__
+        is not getattr(type(module).forward, "__code__", None)
     ):
         return False
     return not (_is_changed(module) or _all_modules_have_hooks())

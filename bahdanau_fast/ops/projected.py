@@ -33,21 +33,27 @@ from bahdanau_fast.ops.lifetime import Lifetime, after_backward, save, saved
 from bahdanau_fast.ops.shared_gradients import SharedNode, StepGradients
 
 __all__ = [
+    "ATTEND_INPUTS",
     "NEED_KEYS",
     "NEED_QUERIES",
     "NEED_VALUES",
     "NEED_W_V",
     "TAGS",
     "AttendInputs",
+    "attend_backward_fake",
+    "attend_fake",
     "attend_op",
     "attend_recorded",
     "exp_keys_now",
     "exp_keys_op",
     "fingerprint",
+    "gradients",
     "implement",
     "implementations",
     "library",
+    "setup_context",
     "weights_dtype",
+    "without_key",
 ]
 
 
@@ -83,7 +89,7 @@ NEED_QUERIES, NEED_KEYS, NEED_VALUES, NEED_W_V = 1, 2, 4, 8
 
 library = torch.library.Library("bahdanau_fast", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
-_ATTEND_INPUTS = (
+ATTEND_INPUTS = (
     "Tensor queries, Tensor keys, Tensor? table, Tensor? keys_max, Tensor values, Tensor w_v, "
     "Tensor? valid_lens, Tensor? seed, float dropout_p"
 )
@@ -91,16 +97,16 @@ library.define(
     "exp_keys(Tensor keys, bool precise=True) -> (Tensor table, Tensor keys_max)", tags=TAGS
 )
 library.define(
-    f"attend({_ATTEND_INPUTS}, bool need_weights) -> (Tensor context, Tensor weights)", tags=TAGS
+    f"attend({ATTEND_INPUTS}, bool need_weights) -> (Tensor context, Tensor weights)", tags=TAGS
 )
 library.define(
-    f"attend_backward({_ATTEND_INPUTS}, Tensor weights, Tensor? grad_context, "
+    f"attend_backward({ATTEND_INPUTS}, Tensor weights, Tensor? grad_context, "
     "Tensor? grad_weights, int needs) -> (Tensor grad_queries, Tensor grad_keys, "
     "Tensor grad_values, Tensor grad_w_v)",
     tags=TAGS,
 )
 library.define(
-    f"attend_backward_queries({_ATTEND_INPUTS}, Tensor weights, Tensor? grad_context, "
+    f"attend_backward_queries({ATTEND_INPUTS}, Tensor weights, Tensor? grad_context, "
     "Tensor? grad_weights, bool needed) -> (Tensor grad_queries, Tensor grad_scores, "
     "Tensor dropped)",
     tags=TAGS,
@@ -133,7 +139,8 @@ def _exp_keys_fake(keys: Tensor, precise: bool = True) -> tuple[Tensor, Tensor]:
     return table, keys.new_empty((batch,), dtype=dtype)
 
 
-def _attend_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+def attend_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Shapes and dtypes of the results of ``attend``."""
     queries, values, need_weights = inputs[0], inputs[4], inputs[9]
     batch, queries_len, _ = queries.shape
     _, keys_len, features = values.shape
@@ -143,7 +150,8 @@ def _attend_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-def _attend_backward_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attend_backward_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Those of ``attend_backward``."""
     queries, keys, values, w_v, needs = (inputs[at] for at in (0, 1, 4, 5, 12))
     return (
         _gradient_fake(queries, needs & NEED_QUERIES),
@@ -175,7 +183,8 @@ def _backward_keys_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what the backward of ``attend`` needs."""
     *tensors, dropout_p, need_weights = inputs
     if not need_weights:
         raise RuntimeError("attend must be called with need_weights=True where a gradient is due")
@@ -185,7 +194,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
-def _gradients(
+def gradients(
     ctx: Any,
     tensors: Sequence[Any],
     backward: Callable[..., tuple[Tensor, ...]],
@@ -222,21 +231,19 @@ def _gradients(
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     needed = [ctx.needs_input_grad[at] for at in (0, 1, 4, 5)]
-    grad_q, grad_k, grad_v, grad_w = _gradients(
-        ctx, ctx.saved_tensors, _backward_op, needed, *grads
-    )
+    grad_q, grad_k, grad_v, grad_w = gradients(ctx, ctx.saved_tensors, _backward_op, needed, *grads)
     return grad_q, grad_k, None, None, grad_v, grad_w, None, None, None, None
 
 
 torch.library.register_fake("bahdanau_fast::exp_keys", _exp_keys_fake, lib=library)
-torch.library.register_fake("bahdanau_fast::attend", _attend_fake, lib=library)
-torch.library.register_fake("bahdanau_fast::attend_backward", _attend_backward_fake, lib=library)
+torch.library.register_fake("bahdanau_fast::attend", attend_fake, lib=library)
+torch.library.register_fake("bahdanau_fast::attend_backward", attend_backward_fake, lib=library)
 torch.library.register_fake(
     "bahdanau_fast::attend_backward_queries", _backward_queries_fake, lib=library
 )
 torch.library.register_fake("bahdanau_fast::attend_backward_keys", _backward_keys_fake, lib=library)
 torch.library.register_autograd(
-    "bahdanau_fast::attend", _backward, setup_context=_setup_context, lib=library
+    "bahdanau_fast::attend", _backward, setup_context=setup_context, lib=library
 )
 
 
@@ -286,7 +293,7 @@ class _Attend(torch.autograd.Function):
         queries, keys, values, w_v, table, keys_max, valid_lens, seed, weights = saved(ctx, nodes)
         tensors = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, weights)
         needed = list(ctx.needs_input_grad[:4])
-        results = _gradients(ctx, tensors, ctx.attend_backward, needed, *grads)
+        results = gradients(ctx, tensors, ctx.attend_backward, needed, *grads)
         after_backward(ctx)
         if ctx.due is not None and ctx.due.after_backward():
             ctx.shared = None
@@ -310,6 +317,8 @@ _backward_queries_op = torch.ops.bahdanau_fast.attend_backward_queries.default
 # What eager calls run: forward and backward of each backend, the CPU's behind its dispatch key.
 implementations: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Any]]]
 implementations = {"cpu": (_attend_now, _backward_op)}
+# Those of them that stand behind no dispatch key.
+without_key: set[str] = set()
 
 
 def implement(
@@ -328,6 +337,8 @@ def implement(
             code, say); None for a backend that is only called by name.
     """
     implementations[name] = (forward, backward)
-    if dispatch_key is not None:
+    if dispatch_key is None:
+        without_key.add(name)
+    else:
         library.impl("attend", forward, dispatch_key)
         library.impl("attend_backward", backward, dispatch_key)

@@ -95,9 +95,12 @@ def test_routes():
     ("capability", "hip", "family"),
     [
         ((8, 0), None, "sm_80"),
-        ((8, 9), None, "sm_80"),
+        ((8, 6), None, "sm_86"),
+        ((8, 7), None, "sm_80"),
+        ((8, 9), None, "sm_86"),
         ((9, 0), None, "sm_90"),
-        ((12, 0), None, "sm_90"),
+        ((10, 3), None, "sm_90"),
+        ((12, 0), None, "sm_120"),
         ((9, 4), "6.4", "other"),
     ],
 )
@@ -153,6 +156,10 @@ TRITON = {"there": ("triton", "reference")}
         ("sm_90", {"value_size": 2049}, "projected"),
         ("sm_80", {"query_size": 64, "value_size": 257}, "step"),
         ("sm_80", {"query_size": 32, "value_size": 257, "dtype": torch.float32}, "projected"),
+        # A tile of values: 16 of 2048 features, which Triton keeps in shared memory.
+        ("sm_86", {**TRITON, "query_size": 16, "queries_len": 2, "value_size": 2048}, "step"),
+        ("other", {**TRITON, "query_size": 16, "queries_len": 2, "value_size": 2048}, "projected"),
+        ("other", {"query_size": 16, "queries_len": 2, "value_size": 2048}, "step"),
         ("sm_90", {"keys_projected": False}, "raw"),
         ("sm_80", {"keys_projected": False}, "raw keys"),
         ("sm_80", {"keys_projected": False, "queries_len": 5}, "projected"),

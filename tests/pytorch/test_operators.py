@@ -274,6 +274,28 @@ def test_compiled_module(bias):
     compiled_equals_eager(call, (q, k, v), (q, k, v, *module.parameters()), "aot_eager")
 
 
+def operators_of(module, *inputs):
+    """The functions that a compiled module is made of."""
+    seen = []
+
+    def keep(graph, _):
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch.compile(module, fullgraph=True, backend=keep)(*inputs)
+    return seen
+
+
+def test_a_compiled_module_is_fused():
+    module, q = bf.AdditiveAttention(4, 4, 6), torch.randn(2, 3, 4)
+    assert ops.attend.default in operators_of(module, q, q, q)
+    for layer in (module.W_q, module.W_k, module.w_v):  # a layer that is called, and w_v's formula
+        layer.forward = lambda x, of=layer: torch.nn.functional.linear(x, 2 * of.weight)
+    patched = operators_of(module, q, q, q)
+    assert ops.attend.default not in patched
+    assert torch.tanh in patched
+
+
 def test_compiled_decoder_loop():
     module = bf.AdditiveAttention(3, 4, 6)
     q, k, v = (x.detach().float().requires_grad_() for x in leaves()[:3])

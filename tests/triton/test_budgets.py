@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.budgets import limits_of
+
 ROOT = Path(__file__).resolve().parents[2]
-# Bytes of shared memory a program may have.
-SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-RUNS = [(target, dtype) for target in SHARED for dtype in ("fp32", "fp16", "bf16")]
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+RUNS = [(target, dtype) for target in TARGETS for dtype in ("fp32", "fp16", "bf16")]
 FORWARD = {"step", "scores", "softmax", "tables"}
 BACKWARD = {"grad_weights", "grad_softmax", "grad_values", "grad_tanh"}
 
@@ -50,7 +51,7 @@ def test_every_kernel_in_every_dtype_for_every_target(rows):
 
 def test_shared_memory_is_within_the_limit(rows):
     for row in rows:
-        assert row["shared"] <= SHARED[row["target"]], row
+        assert row["shared"] <= limits_of(row["target"]).shared, row
 
 
 def test_nothing_spills(rows):

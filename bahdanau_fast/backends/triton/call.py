@@ -15,7 +15,7 @@ from bahdanau_fast.backends import availability
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.tables import tables_kernel
 
-__all__ = ["DTYPES", "Call", "Table", "make_table", "processors", "rows"]
+__all__ = ["DTYPES", "Call", "Table", "make_table", "precision", "processors", "rows"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -52,8 +52,7 @@ class Call:
             "PRECISE": single,
             "NATIVE": native(),
         }
-        tf32 = torch.backends.cuda.matmul.allow_tf32
-        self.precision = "host" if availability.interpreted() else "tf32" if tf32 else "ieee"
+        self.precision = precision()
         # Where there are no lengths or no dropout the kernels read neither.
         self.has_lens, self.drops = valid_lens is not None, dropout_p > 0.0
         self.lens = self.queries if valid_lens is None else valid_lens
@@ -105,6 +104,15 @@ def make_table(call: Call, x: Tensor) -> Table:
         x, entries, largest, x.numel(), length, hidden, *x.stride()[:2], PRECISE=precise, **blocks
     )
     return Table(entries, largest, True)
+
+
+def precision() -> str:
+    """How fp32 products are made, as kernels/products.py says: TF32 where the user allows it."""
+    if availability.interpreted():
+        return "host"
+    # Not allow_tf32: torch raises at reading it once a user has set the newer fp32_precision. This
+    # one knows what was set by either, and by torch.set_float32_matmul_precision.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def native() -> bool:

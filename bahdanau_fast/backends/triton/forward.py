@@ -37,7 +37,8 @@ def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     context, weights = _results(call, need_weights)
     if context.numel() + weights.numel() == 0 or call.keys_len == 0:
         return context, weights
-    step = is_gpu_step(call.queries_len, call.features, call.wide, call.limits)
+    shared = plans.step_shared(call.queries_len, call.features, call.size)
+    step = is_gpu_step(call.queries_len, call.features, call.wide, shared, call.limits)
     chunk = plans.query_chunk(call.batch, call.keys_len, call.limits.step_queries + 1)
     # A weight's place decides whether it is dropped: with dropout the queries stay together.
     if not need_weights and not step and chunk < call.queries_len and not call.drops:
@@ -117,8 +118,8 @@ def _step(
         call.batch, call.queries_len, call.keys_len, call.features,
     )  # fmt: skip
     sizes = (batch, queries_len, keys_len, call.hidden, features)
-    candidates = plans.step(*sizes, call.wide, processors(call.device), call.size, w_k is not None)
-
+    of_device = (processors(call.device), call.size, call.limits.shared)
+    candidates = plans.step(*sizes, call.wide, *of_device, w_k is not None)
     _launch_step(call, candidates[0], context, weights, w_q, w_k, bias)
 
 

@@ -1,0 +1,139 @@
+"""torch.compile on every backend: one graph, the backend that was asked for, sizes that vary."""
+
+import pytest
+import torch
+from parity import DEVICE
+
+import bahdanau_fast as bf
+from bahdanau_fast import backends, ops
+
+BACKENDS = [name for name in bf.backends.available() if DEVICE == "cuda" or name != "cuda"]
+BACKENDS = [name for name in BACKENDS if DEVICE == "cpu" or name != "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def draw(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+
+
+def drawn(Tq=3, Tk=5, Dv=2):
+    """Raw queries, keys and values; w_q, w_k, w_v."""
+    shapes = (2, Tq, 4), (2, Tk, 3), (2, Tk, Dv), (6, 4), (6, 3), (1, 6)
+    return [draw(*shape).requires_grad_() for shape in shapes]
+
+
+def by_name(backend):
+    def call(*inputs):
+        return bf.additive_attention(*inputs, torch.tensor([2, 9], device=DEVICE), backend=backend)
+
+    return call
+
+
+def same_results(function, inputs, leaves):
+    """Outputs and gradients, compiled and not; without a break, which fullgraph is an error of."""
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        outs = call(*inputs)
+        grads = torch.autograd.grad(outs, leaves, [x.detach().cos() for x in outs])
+        results.append([*outs, *grads])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """What the backend that is not behind a dispatch key is called with: "forward", "backward"."""
+    calls = []
+    if "triton" in ops.without_key:
+        real = ops.implementations["triton"]
+        spies = [
+            lambda *inputs, of=of, name=name: calls.append(name) or of(*inputs)
+            for of, name in zip(real, ("forward", "backward"), strict=True)
+        ]
+        monkeypatch.setitem(ops.implementations, "triton", tuple(spies))
+    return calls
+
+
+def test_there_is_triton():
+    assert "triton" in BACKENDS
+    assert "reference" in BACKENDS
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_asked_for_by_name(backend, ran):
+    inputs = drawn()
+    same_results(by_name(backend), inputs, inputs)
+    # Once in eager code, once in compiled code.
+    expected = ["forward", "backward"] * 2
+    assert ran == (expected if backend in ops.without_key else [])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_module_in_a_block(backend, ran):
+    module = bf.AdditiveAttention(3, 4, 6).to(DEVICE)
+    q, k, v, *_ = drawn()
+
+    def call(q, k, v):
+        memory = module.memory(k, v)
+        return module(q, k, v), module.attention_weights, module.attend(q[:, :1], memory)
+
+    with bf.backends.use(backend):
+        same_results(call, (q, k, v), (q, k, v, *module.parameters()))
+    assert len(ran) == (8 if backend in ops.without_key else 0)
+
+
+def test_a_block_inside_of_compiled_code():
+    inputs = [x.detach() for x in drawn()]
+
+    def call(*inputs):
+        with bf.backends.use("triton"):
+            return bf.additive_attention(*inputs)
+
+    got = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs)
+    for ours, eager in zip(got, call(*inputs), strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert backends._forced is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_graph_for_many_sizes(backend):
+    function = by_name(backend)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for Tq, Tk, Dv in ((5, 7, 8), (17, 9, 10), (5, 13, 19)):
+            inputs = drawn(Tq, Tk, Dv)
+            for got, want in zip(compiled(*inputs), function(*inputs), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_what_serves_cuda_tensors_is_a_constant_of_compiled_code():
+    def count(x):
+        return x + len(backends._on_gpu())
+
+    got = torch.compile(count, fullgraph=True, backend="eager")(torch.zeros(()))
+    assert int(got) == len(backends._on_gpu()) >= 2
+
+
+def test_the_operators_tell_torch_the_truth():
+    q, k, v, w = draw(2, 3, 5), draw(2, 4, 5), draw(2, 4, 6), draw(1, 5)
+    arguments = ("triton", q, k, None, None, v, w, torch.tensor([2, 4], device=DEVICE), None, 0.0)
+    context, weights = torch.ops.bahdanau_fast.attend_by(*arguments, True)
+    for x in (q, k, v, w):
+        x.requires_grad_()
+    torch.library.opcheck(torch.ops.bahdanau_fast.attend_by.default, (*arguments, True))
+    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    operator = torch.ops.bahdanau_fast.attend_backward_by.default
+    for needs in (15, 2):
+        torch.library.opcheck(operator, (*arguments, weights, context, weights, needs))
+
+
+def test_a_backend_that_is_not_loaded():
+    q, w = draw(1, 2, 3), draw(1, 3)
+    with pytest.raises(ValueError, match=r"backend must be loaded: .*, got 'other'"):
+        torch.ops.bahdanau_fast.attend_by("other", q, q, None, None, q, w, None, None, 0.0, True)
