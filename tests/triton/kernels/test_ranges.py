@@ -56,7 +56,7 @@ PLACES = [
 
 @pytest.fixture(autouse=True)
 def in_fp32(monkeypatch):
-    """Small problems too, since fp64 has a path of its own; judged by slopes that fp64 calls zero."""
+    """Small problems too: fp64 has a path of its own. Judged by slopes that fp64 calls zero."""
     monkeypatch.setattr(
         parity, "oracle", lambda case, drawn, dtype: parity.long_double(case, drawn)
     )
