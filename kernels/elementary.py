@@ -80,10 +80,17 @@ def two_slopes(e0, e1, NATIVE: tl.constexpr):
 
 @triton.jit
 def two_sums(t0, t1, u0, u1, NATIVE: tl.constexpr):
-    """Tanh of two sums from tanh of the terms, with one reciprocal."""
+    """Tanh of two sums and its slopes from tanh of the terms, with one reciprocal.
+
+    The slope is that of both terms over (1 + t u)^2: zero where a term's tanh is one.
+    """
     x0, x1 = t0 * u0 + 1.0, t1 * u1 + 1.0
     shared = reciprocal(x0 * x1, NATIVE)
-    return (t0 + u0) * (shared * x1), (t1 + u1) * (shared * x0)
+    sum0, sum1 = (t0 + u0) * (shared * x1), (t1 + u1) * (shared * x0)
+    slope0 = (1.0 - t0 * t0) * (1.0 - u0 * u0)
+    slope1 = (1.0 - t1 * t1) * (1.0 - u1 * u1)
+    r0, r1 = shared * x1, shared * x0
+    return sum0, sum1, slope0 * (r0 * r0), slope1 * (r1 * r1)
 
 
 @triton.jit

@@ -106,8 +106,7 @@ def grad_tanh_kernel(
                     entries += tl.where(small, second, 0)
                 e0, e1 = load_row(entries, h, H, ACC), load_row(entries, h + BLOCK_H, H, ACC)
                 if small:
-                    t0, t1 = two_sums(c0, c1, e0, e1, NATIVE)
-                    s0, s1 = 1.0 - t0 * t0, 1.0 - t1 * t1
+                    t0, t1, s0, s1 = two_sums(c0, c1, e0, e1, NATIVE)
                 else:
                     t0, t1, s0, s1 = two_slopes(c0 * e0, c1 * e1, NATIVE)
             else:

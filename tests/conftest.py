@@ -13,7 +13,8 @@ sys.path.append(str(HERE.parent))
 LONGEST = (
     "test_ways.py",
     "test_cuda_kernels.py",
-    "test_triton.py",
+    "test_interpreted_contract.py",
+    "test_interpreted_others.py",
     "test_operators.py",
     "test_budgets.py",
     "test_sequences.py",

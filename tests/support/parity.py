@@ -381,9 +381,13 @@ def check(case, dtype, function=fused):
 
 
 def poison(case, dtype):
-    """Leave NaN in freed memory of the sizes of the results, so that reading it would show."""
+    """Leave NaN in freed memory of the sizes of the results, so that reading it would show.
+
+    On the device that runs the tested function; the kernels' scratch is fp32 or fp64.
+    """
     sizes = [case.B * case.Tq * n for n in (case.Dq, case.Dv, case.Tk, case.H)]
     sizes += [case.B * case.Tk * n for n in (case.Dk, case.Dv, case.H, case.H + 16)]
-    held = [torch.full((max(n, 1),), NAN, dtype=d) for n in sizes for d in (dtype, torch.float64)]
+    types = {dtype, torch.float32, torch.float64}
+    held = [torch.full((max(n, 1),), NAN, dtype=d, device=DEVICE) for n in sizes for d in types]
     del held
     gc.collect(0)

@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: its kernels interpreted and compiled, and what is said."""
+"""The Triton backend without a GPU: what is said of it."""
 
 import os
 import re
@@ -24,16 +24,6 @@ def run(*arguments, interpreted=True, cwd=ROOT):
         text=True,
         check=False,
     )
-
-
-@no_gpu
-def test_kernels_in_the_interpreter():
-    result = run("-m", "pytest", "-q", "tests/triton/kernels")
-    print(result.stdout[-5000:], result.stderr[-2000:])
-    assert result.returncode == 0
-    passed = int(re.search(r"(\d+) passed", result.stdout)[1])
-    assert passed >= 130
-    assert "skipped" not in result.stdout
 
 
 @no_gpu

@@ -1,7 +1,7 @@
 """Tests of the Triton kernels: on a GPU where there is one, else in Triton's interpreter.
 
-The interpreter has to be asked for before anything is imported: test_triton.py runs this folder
-so. Alone, it is ``TRITON_INTERPRET=1 python -m pytest tests/triton/kernels``.
+The interpreter has to be asked for before anything is imported: ../test_interpreted_*.py run this
+folder so. Alone, it is ``TRITON_INTERPRET=1 python -m pytest tests/triton/kernels``.
 """
 
 import os

@@ -149,7 +149,7 @@ def test_projections_inside_the_step(queries, lens, dtype, monkeypatch):
     assert (own_keys is not None) == (dtype != torch.float32)
 
 
-few = hypothesis_settings(drawn, max_examples=35)
+few = hypothesis_settings(drawn, max_examples=15)
 
 
 @few

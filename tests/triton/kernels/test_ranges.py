@@ -1,0 +1,79 @@
+"""Both sides of every magnitude at which the kernels change path, or hold an exponential back.
+
+Drawn normal numbers never put four neighbours there at once: here all projections have one sign and
+nearly one size, forward and backward.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import parity
+import pytest
+import torch
+
+from bahdanau_fast import limits
+from bahdanau_fast.kernels import elementary
+
+# |a + c| where: four denominators are multiplied, or two; 2^(2 z / log 2) is held; fp32's tanh near
+# zero is a polynomial; and the table of queries overflows.
+FOUR, TWO, HELD, POLYNOMIAL, TABLE = 10.7, 21.4, 31 * math.log(2) / 2, 0.6, 128 * math.log(2) / 2
+SMALL = 1.0  # |c| up to which fp32 adds up tanh
+
+
+@dataclass
+class Near(parity.Case):
+    """Projections of one size: ``of_query`` and ``of_key``; negative in the second batch row."""
+
+    of_query: float = 0.0
+    of_key: float = 0.0
+
+    def draw(self, dtype):
+        """As for any case, but queries, keys and what projects them."""
+        drawn = super().draw(dtype)
+        generator = torch.Generator().manual_seed(self.seed)
+        for name, size in (("queries", self.of_query), ("keys", self.of_key)):
+            near = 1 + 0.08 * torch.rand(drawn[name].shape, generator=generator).double()
+            near[1] *= -1
+            drawn[name] = (size * near).to(dtype).double()
+        drawn["w_q"] = drawn["w_k"] = torch.eye(self.H, dtype=torch.float64)
+        return drawn
+
+
+# Units enough for four neighbours in one program, and queries enough for the tables, or a step.
+SIZES = {"B": 2, "Tk": 3, "H": 64, "Dq": 64, "Dk": 64, "Dv": 16, "bias": False}
+HALF = (torch.bfloat16, torch.float16)
+EVERY = (torch.float32, *HALF)
+PLACES = [
+    *(("four", 17, dtype, FOUR / 2, FOUR / 2) for dtype in EVERY),
+    *(("two", 17, dtype, TWO / 2, TWO / 2) for dtype in EVERY),
+    *(("table", 17, dtype, TABLE, 1.5) for dtype in EVERY),
+    ("small keys", 17, torch.float32, 0.3, SMALL),
+    ("small keys, large queries", 17, torch.float32, 30.0, SMALL),
+    ("polynomial", 2, torch.float32, POLYNOMIAL / 2, POLYNOMIAL / 2),
+    *(("held", 2, dtype, HELD / 2, HELD / 2) for dtype in HALF),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_fp32(monkeypatch):
+    """Small problems too: fp64 has a path of its own. Judged by slopes that fp64 calls zero."""
+    monkeypatch.setattr(
+        parity, "oracle", lambda case, drawn, dtype: parity.long_double(case, drawn)
+    )
+    monkeypatch.setattr(limits, "PRECISION", replace(limits.PRECISION, fp64_elements=0))
+
+
+def test_these_are_the_places():
+    values = (elementary.NEAR_FOUR, elementary.NEAR_TWO, elementary.SMALL)
+    assert tuple(constant.value for constant in values) == (FOUR, TWO, SMALL)
+    assert elementary.LARGEST.value * math.log(2) / 2 == HELD
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+@pytest.mark.parametrize(("place", "queries", "dtype", "of_query", "of_key"), PLACES, ids=str)
+def test_near(place, queries, dtype, of_query, of_key, factor):
+    sizes = (of_query if "large" in place else factor * of_query, factor * of_key)
+    # So large that fp16 has the gradients in full.
+    large = {"context": 1e3, "weights": 1e3} if dtype == torch.float16 else {}
+    case = Near(**SIZES, Tq=queries, scale=large, of_query=sizes[0], of_key=sizes[1])
+    parity.check(case, dtype, lambda *given: parity.fused(*given, backend="triton"))
