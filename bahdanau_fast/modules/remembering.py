@@ -89,7 +89,7 @@ class Remembering(Additive):
             they are.
 
         Raises:
-            TypeError, ValueError: as for :meth:`attend`; a clip that is no positive number.
+            TypeError, ValueError: as for :meth:`attend`; a clip that is no finite number.
         """
         if isinstance(queries, Tensor) and queries.dim() == 2:
             return self.scores(queries.unsqueeze(1), memory, clip).squeeze(1)
