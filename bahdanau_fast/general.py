@@ -14,7 +14,7 @@ from bahdanau_fast.ops import general
 from bahdanau_fast.ops.location import attend_location as location_op
 from bahdanau_fast.ops.location import convolved
 from bahdanau_fast.ops.projection import linear
-from bahdanau_fast.ops.sharding import dropout_seed
+from bahdanau_fast.ops.sharding import dropout_seed, is_sharded
 from bahdanau_fast.reference import Inside
 
 __all__ = ["additive_scores", "attend_inside", "attend_location", "scores_inside"]
@@ -101,7 +101,7 @@ def scores_inside(
         (B,Tq,Tk).
     """
     keys, w_v, inside = _like(queries, keys, w_v, inside)
-    if route.backend == "reference":
+    if _is_plain(route, queries):
         return reference.projected_scores(queries, keys, w_v, inside)
     return general.scores_inside(queries, keys, w_v, inside)
 
@@ -133,7 +133,7 @@ def attend_inside(
     """
     keys, w_v, inside = _like(queries, keys, w_v, inside)
     values = values.to(queries.dtype)
-    if route.backend == "reference":
+    if _is_plain(route, queries):
         return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p, inside)
     seed = dropout_seed(dropout_p, queries)
     context, weights = general.attend_inside(
@@ -173,7 +173,7 @@ def attend_location(
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
-    if route.backend == "reference":
+    if _is_plain(route, queries):
         inside = inside._replace(features=convolved(location, w_conv, b_conv))
         rest = (w_v, values, valid_lens, dropout_p, inside)
         return attend_inside(route, queries, keys, *rest)
@@ -185,6 +185,11 @@ def attend_location(
         *(inside, dropout_seed(dropout_p, queries), dropout_p),
     )
     return context, weights.to(dtype)
+
+
+def _is_plain(route: Route, queries: Tensor) -> bool:
+    """Whether plain PyTorch computes it: the operators have no rules for DTensors."""
+    return route.backend == "reference" or is_sharded(queries)
 
 
 def _like(

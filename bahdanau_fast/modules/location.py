@@ -79,7 +79,7 @@ class LocationAttention(KeepsWeights):
             checks.positive_int(name, size)
         if channels is not None:
             checks.positive_int("channels", channels)
-        if kernel_size % 2 == 0:
+        if not kernel_size % 2:
             checks.reject(ValueError, "kernel_size", "be odd", kernel_size)
         checks.probability("dropout", dropout)
         factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}

@@ -244,7 +244,7 @@ def attend_inside(
     found: tuple[Tensor, Tensor] = _attend_op(
         queries, keys, values, w_v, valid_lens, *numbers(inside), seed, dropout_p
     )
-    return tuple(found)
+    return found
 
 
 def scores_inside(queries: Tensor, keys: Tensor, w_v: Tensor, inside: Inside) -> Tensor:

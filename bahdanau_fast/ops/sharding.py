@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["dropout_seed", "register_for"]
+__all__ = ["dropout_seed", "is_sharded", "register_for"]
 
 
 def register_for(tensor: Tensor) -> None:
@@ -41,14 +41,21 @@ def dropout_seed(dropout_p: float, queries: Tensor) -> Tensor | None:
     return _seed_like(queries, torch.randint(2**62, (1,), device=queries.device))
 
 
-def _seed_like(tensor: Tensor, seed: Tensor) -> Tensor:
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
     if type(tensor) is Tensor or "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _seed_like(tensor: Tensor, seed: Tensor) -> Tensor:
+    if not is_sharded(tensor):
         return seed
     from torch.distributed.tensor import DTensor, Shard
 
-    if not isinstance(tensor, DTensor):
-        return seed
-    mesh = tensor.device_mesh
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     position = 0
     for size, at in zip(mesh.shape, mesh.get_coordinate() or (), strict=True):
         position = position * size + at

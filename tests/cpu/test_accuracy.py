@@ -168,3 +168,22 @@ def test_infinite_and_nan_inputs(dtype):
     torch.testing.assert_close(w[:4], want, rtol=1e-6, atol=1e-7)
     assert torch.isnan(w[4:7]).all()
     assert torch.equal(w[7:], torch.full_like(w[7:], 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", MAGNITUDES)
+@pytest.mark.parametrize("hidden", [1, 64], ids=["one division each", "four share a division"])
+def test_the_tanh_of_the_general_operator(hidden, size, dtype):
+    """4 ulp (csrc/cpu/kernels/general/activation.h); four alike add one rounding each, twice."""
+    n = 2 * N[dtype] // hidden + 1
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.rand(n, generator=generator, dtype=torch.float64) * 2 - 1) * size
+    x = x.to(dtype)
+    keys = x.reshape(1, n, 1).expand(1, n, hidden).contiguous()
+    queries, w = torch.zeros(1, 1, hidden, dtype=dtype), torch.full((hidden,), 1 / hidden).to(dtype)
+    features, w_f = torch.zeros(1, n, 1, dtype=dtype), torch.zeros(hidden, 1, dtype=dtype)
+    scores = torch.ops.bahdanau_fast.general_scores(queries, keys, w, features, w_f, 0, 0.0)
+    exact = np.tanh(x.double().numpy().astype(np.longdouble))
+    error = np.abs(scores[0, 0].numpy().astype(np.longdouble) - exact)
+    ulp = np.spacing(np.abs(exact.astype(scores.numpy().dtype)))
+    assert float((error / ulp).max()) <= (4 if hidden == 1 else 6)

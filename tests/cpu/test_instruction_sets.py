@@ -21,6 +21,13 @@ CASES = {
 }
 
 
+# Of the general operator; larger than what fp32 is computed in fp64 for.
+GENERAL = {
+    "features": Case(**{**SIZES, "H": 211}, C=10, lens=LENS),
+    "relu": Case(**{**SIZES, "H": 211}, activation="relu", lens=LENS),
+}
+
+
 def sets():
     """The names this processor takes."""
     before, found = extension.instruction_set(), []
@@ -44,6 +51,14 @@ def restored():
 def test_the_best_one_is_taken():
     assert sets()[0] == "baseline"
     assert extension.instruction_set() == sets()[-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", sets())
+@pytest.mark.parametrize("case", GENERAL)
+def test_parity_of_the_general_operator(case, name, dtype):
+    extension.set_instruction_set(name)
+    check(GENERAL[case], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
