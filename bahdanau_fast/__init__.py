@@ -11,6 +11,7 @@ import sys
 
 from bahdanau_fast import backends, reference
 from bahdanau_fast.functional import additive_attention, masked_softmax
+from bahdanau_fast.fuse import fuse, unfuse
 from bahdanau_fast.general import additive_scores
 from bahdanau_fast.memory import Memory, key_cache
 from bahdanau_fast.modules import AdditiveAttention, MLPAttention, attention_rnn, dot_product
@@ -34,8 +35,10 @@ __all__ = [
     "additive_scores",
     "backends",
     "decompositions",
+    "fuse",
     "masked_softmax",
     "reference",
+    "unfuse",
 ]
 
 # Where version 0.1.0 had them: pickles name the module of a class.

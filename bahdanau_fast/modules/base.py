@@ -23,7 +23,14 @@ from bahdanau_fast.modules.attention_weights import KeepsWeights
 from bahdanau_fast.modules.lazy import draw
 from bahdanau_fast.ops.projection import linear
 
-__all__ = ["Additive", "apply_layer", "check_features", "is_unchanged", "plain_weight"]
+__all__ = [
+    "Additive",
+    "apply_layer",
+    "check_features",
+    "is_unchanged",
+    "plain_parameters",
+    "plain_weight",
+]
 
 # Hooks of all modules of the process; torch changes these dicts in place.
 _forward_hooks = _torch._global_forward_hooks
@@ -273,7 +280,7 @@ def check_features(
     ):
         return  # the most frequent case, quickly
     # A lazy layer has no size yet; a modified one (LoRA, quantized, hooked) checks its own inputs.
-    parameters = _plain_parameters(layer)
+    parameters = plain_parameters(layer)
     if parameters is not None:
         weight = parameters["weight"]
         checks.features(name, tensor, weight.shape[1])
@@ -309,7 +316,7 @@ def _is_changed(module: nn.Module) -> bool:
     )
 
 
-def _plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
+def plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
     """``weight`` and ``bias`` of an unmodified ``nn.Linear``; None for any other layer.
 
     Of another layer nothing is known: its weight may be missing, a method, or on the meta device
@@ -323,7 +330,7 @@ def _plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
 
 def plain_weight(layer: nn.Module | None) -> Tensor | None:
     """The weight of an unmodified ``nn.Linear`` without bias; None for any other layer."""
-    parameters = _plain_parameters(layer)
+    parameters = plain_parameters(layer)
     if parameters is None or parameters.get("bias") is not None:
         return None
     weight: Tensor = parameters["weight"]
@@ -347,7 +354,7 @@ def _plain_weights(*layers: nn.Module | None) -> list[Tensor | None]:
 def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """``layer(x) + bias``, by :func:`linear` if the layer is an unmodified ``nn.Linear``."""
     assert layer is not None
-    parameters = _plain_parameters(layer)
+    parameters = plain_parameters(layer)
     if parameters is not None:
         own = parameters.get("bias")
         total = own if bias is None else bias if own is None else own + bias

@@ -27,6 +27,7 @@ ALLOWED = {
     "backends.availability.TORCH": "likewise",
     "backends.availability.TRITON": "likewise",
     "backends.availability._check_whole": "bytes of the header of an ELF file",
+    "fuse.checking.SAME": "how far two computations of the same formula may be apart",
     "memory.projected_keys.SAMPLED_ROWS": "rows looked at to see a change of the weight",
     "ops.decode._fake": "arguments of an operator",
 }

@@ -1,0 +1,108 @@
+"""Replacing a module's ``forward`` in place, and putting it back.
+
+The class of the module becomes a subclass of it, of the same name, with another ``forward``: the
+module's attributes, parameters, buffers and hooks are not touched, and ``copy``, ``pickle`` and
+``nn.DataParallel``, which make modules anew from class and attributes, keep working.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+
+from bahdanau_fast.fuse.families.family import Family
+from bahdanau_fast.fuse.step import Step
+
+__all__ = ["family_of", "put_back", "replace"]
+
+_STEP = "_bahdanau_fast_step"
+_EMPTY = inspect.Parameter.empty
+
+
+class _Fused(nn.Module):
+    """In front of the class of a module whose ``forward`` is replaced."""
+
+    _family: Family
+    _original: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        _, _, kept, *others = tuple(super().__reduce_ex__(protocol))
+        state = {name: each for name, each in kept.items() if name != _STEP}
+        return (_make, (self._original, self._family), state, *others)
+
+
+def _make(original: type[nn.Module], family: Family) -> nn.Module:
+    """An empty module of a replaced class, for ``copy`` and ``pickle`` to fill."""
+    made: nn.Module = object.__new__(_fused_class(original, family))
+    made.__dict__[_STEP] = Step()
+    return made
+
+
+def _fused_class(original: Any, family: Family) -> Any:
+    """The class of a replaced module.
+
+    Args:
+        original: class of the module.
+        family: of the module.
+    """
+    known = _classes.get((original, family))
+    if known is not None:
+        return known
+    own = original.forward
+    names = [(p.name, p.default) for p in inspect.signature(own).parameters.values()][1:]
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args
+        if kwargs:
+            named = {name: kwargs.get(name, default) for name, default in names[len(args) :]}
+            if not kwargs.keys() <= named.keys() or any(v is _EMPTY for v in named.values()):
+                return own(self, *args, **kwargs)  # which raises
+            inputs = (*args, *named.values())
+        result = family.forward(self, getattr(self, _STEP), *inputs)
+        return own(self, *args, **kwargs) if result is NotImplemented else result
+
+    body = {
+        "forward": forward,
+        "_family": family,
+        "_original": original,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    made = type(original)(original.__name__, (_Fused, original), body)
+    return _classes.setdefault((original, family), made)
+
+
+# One class for all modules of a class and family, so that copies are of the same class.
+_classes: dict[tuple[Any, Family], Any] = {}
+
+
+def replace(module: nn.Module, family: Family) -> None:
+    """Make a module's ``forward`` that of a family.
+
+    Args:
+        module: any but a replaced one.
+        family: whose reading of the module's layers it takes.
+    """
+    module.__class__ = _fused_class(type(module), family)
+    module.__dict__[_STEP] = Step()
+
+
+def family_of(module: nn.Module) -> Family | None:
+    """The family of a replaced module; None for another."""
+    return module._family if isinstance(module, _Fused) else None
+
+
+def put_back(module: nn.Module) -> None:
+    """Give a replaced module its own class, and so its ``forward``, back.
+
+    Args:
+        module: a replaced one.
+    """
+    assert isinstance(module, _Fused)
+    module.__dict__.pop(_STEP, None)
+    module.__class__ = module._original  # type: ignore[assignment]

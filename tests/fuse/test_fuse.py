@@ -1,0 +1,357 @@
+"""``fuse``: what it finds and leaves alone, and what keeps working on a fused module."""
+
+import copy
+import math
+
+import driving
+import pytest
+import told
+import torch
+from torch import nn
+
+import bahdanau_fast as bf
+
+
+class Model(nn.Module):
+    def __init__(self, **children):
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+class DotAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.key_layer = nn.Linear(8, 8)
+
+    def forward(self, query, keys):
+        return (query @ self.key_layer(keys).transpose(1, 2)).softmax(-1) @ keys
+
+
+class WithoutTanh(told.Tutorial):
+    def forward(self, query, keys):
+        scores = self.Va(torch.sigmoid(self.Wa(query) + self.Ua(keys)))
+        weights = torch.softmax(scores.squeeze(2).unsqueeze(1), dim=-1)
+        return torch.bmm(weights, keys), weights
+
+
+class WithSharpening(told.Tutorial):
+    def forward(self, query, keys):
+        scores = self.Va(torch.tanh(self.Wa(query) + self.Ua(keys))) * 1.001
+        weights = torch.softmax(scores.squeeze(2).unsqueeze(1), dim=-1)
+        return torch.bmm(weights, keys), weights
+
+
+class InTraining(told.Tutorial):
+    """Differs from the tutorial's in training mode, and in a gradient alone."""
+
+    def forward(self, query, keys):
+        found = super().forward(query, keys)
+        return (found[0], found[1].detach()) if self.training else found
+
+
+class Renamed(nn.Module):
+    """Other names, and the encoder's outputs first: known by its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.project_memory, self.project_state = nn.Linear(6, 8), nn.Linear(5, 8, bias=False)
+        self.energy = nn.Linear(8, 1)
+
+    def forward(self, memory, state):
+        both = self.project_state(state).unsqueeze(1) + self.project_memory(memory)
+        weights = self.energy(torch.tanh(both)).squeeze(-1).softmax(-1)
+        return (weights.unsqueeze(1) @ memory).squeeze(1), weights
+
+
+def tutorial(size=16):
+    torch.manual_seed(0)
+    return told.Tutorial(size)
+
+
+def inputs(size=16, batch=3, length=9):
+    torch.manual_seed(1)
+    return torch.randn(batch, 1, size), torch.randn(batch, length, size)
+
+
+def close(ours, theirs):
+    """As close as fp32 gets in sums of some dozen terms: 2**-18."""
+    return all(bool(((a - b).abs() < 2.0**-18).all()) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_report_prints_as_a_table():
+    model = Model(
+        decoder=Model(attention=tutorial(), out=nn.Linear(3, 3)),
+        other=WithoutTanh(16),
+        heads=nn.MultiheadAttention(8, 2),
+        dot=DotAttention(),
+        ours=bf.AdditiveAttention(8),
+    )
+    report = bf.fuse(model)
+    assert [entry.name for entry in report.fused] == ["decoder.attention"]
+    assert [entry.name for entry in report.left] == ["other", "dot"]
+    assert report.left[1].text == "no additive attention that is known has its layers"
+    lines = str(report).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["decoder.attention", "other", "dot"]
+    assert lines[0].split() == ["module", "class", "fused", "as", "how,", "or", "why", "not"]
+    assert "PyTorch tutorial" in lines[2]
+    assert "left alone" in lines[3]
+    assert bf.fuse(model).fused[0].text == "fused before"
+    assert bf.unfuse(model) == ["decoder.attention"]
+    assert bf.unfuse(model) == []
+    assert str(bf.fuse(nn.Linear(3, 3))) == "no module looks like additive attention"
+
+
+def test_a_module_is_known_by_its_layers():
+    torch.manual_seed(0)
+    module = Renamed()
+    memory, state = torch.randn(3, 7, 6), torch.randn(3, 5)
+    before = module(memory, state)
+    (entry,) = bf.fuse(module).entries
+    assert entry.family == "Show, Attend and Tell"
+    assert close(module(memory, state), before)
+    assert close(module(state=state, memory=memory), before)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'query'"):
+        module(memory, query=state)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        module(memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (WithoutTanh, "the context of step 1 differs by"),
+        (WithSharpening, "the context of step 1 differs by"),
+        (InTraining, "the gradient of"),
+    ],
+)
+def test_an_edited_copy_is_left_alone(kind, said):
+    torch.manual_seed(0)
+    module = kind(16)
+    before = module(*inputs())
+    (entry,) = bf.fuse(module).entries
+    assert entry.family is None
+    assert said in entry.text
+    assert type(module) is kind
+    assert all(torch.equal(a, b) for a, b in zip(module(*inputs()), before, strict=True))
+
+
+def test_edited_copies_of_published_modules_are_left_alone():
+    cases = {}
+    for name in ("joeynmt", "speechbrain location", "espnet", "opennmt", "coqui"):
+        module = driving.PEERS[name].make()
+        own = type(module).forward
+
+        def forward(self, *args, own=own, **kwargs):
+            result = own(self, *args, **kwargs)
+            return (result[0] * 1.01, *result[1:]) if isinstance(result, tuple) else result * 1.01
+
+        forward.__signature__ = __import__("inspect").signature(own)
+        module.__class__ = type("Edited", (type(module),), {"forward": forward})
+        (entry,) = bf.fuse(module).entries
+        cases[name] = entry.family, "differs by" in entry.text
+    assert cases == dict.fromkeys(cases, (None, True))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"windowing": True}, "its windowing is on"),
+        ({"norm": "sigmoid"}, "its norm is sigmoid"),
+        ({"forward_attn": True}, "its forward_attn is on"),
+    ],
+)
+def test_options_that_are_not_served_are_said(options, said):
+    (entry,) = bf.fuse(driving._coqui(**options)()).entries
+    assert entry.family is None
+    assert said in entry.text
+
+
+def test_other_attention_with_the_same_layers_is_left_alone():
+    module = driving._theirs(driving._ESPNET, "AttLocRec", 8, 9, 10, 4, 3)()
+    (entry,) = bf.fuse(module).entries
+    assert entry.family is None
+    assert "besides" in entry.text
+
+
+def test_a_forward_set_on_the_instance_is_left_alone():
+    module = tutorial()
+    module.forward = module.forward
+    (entry,) = bf.fuse(module).entries
+    assert entry.text == "its forward was replaced on the instance"
+
+
+def test_hooks_run_and_changed_layers_are_called():
+    module, seen = tutorial(), []
+    bf.fuse(module)
+    for name in ("", "Wa", "Ua", "Va"):
+        module.get_submodule(name).register_forward_hook(
+            lambda *_, name=name: seen.append(name) or None
+        )
+    before = told.Tutorial.forward(module, *inputs())
+    seen.clear()
+    assert close(module(*inputs()), before)
+    assert sorted(seen) == ["", "Ua", "Va", "Wa"]
+    module.Wa.weight.data.mul_(2.0)
+    module.Va = nn.Sequential(nn.Linear(16, 1))
+    assert close(module(*inputs()), told.Tutorial.forward(module, *inputs()))
+
+
+def test_hooks_do_not_run_during_the_check():
+    module, seen = tutorial(), []
+    module.Wa.register_forward_hook(lambda *_: seen.append(1))
+    module.register_forward_hook(lambda *_: seen.append(1))
+    state = torch.get_rng_state()
+    assert bf.fuse(module).fused
+    assert seen == []
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_training_changes_the_weights_of_the_module_itself():
+    ours, theirs = tutorial(), tutorial()
+    bf.fuse(ours)
+    losses = []
+    for module in (ours, theirs):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.1)
+        query, keys = inputs()
+        for _ in range(5):
+            for _ in range(3):  # steps with a loss each, whose gradients add up
+                module(query, keys)[0].square().sum().backward()
+            optimizer.step()
+            losses.append([p.grad.clone() for p in module.parameters()])
+            optimizer.zero_grad()
+    half = len(losses) // 2
+    for mine, other in zip(losses[:half], losses[half:], strict=True):
+        for a, b in zip(mine, other, strict=True):
+            # 27 rows of 9 weights a gradient, added up three times and through five updates.
+            assert float((a - b).abs().max()) <= 2.0**-16 * max(1.0, float(b.abs().max()))
+
+
+def test_a_replica_computes_with_its_own_attributes():
+    module = tutorial()
+    bf.fuse(module)
+    replica = module._replicate_for_data_parallel()
+    replica._modules = dict(copy.deepcopy(module)._modules)
+    with torch.no_grad():
+        replica.Va.weight.neg_()
+    assert close(replica(*inputs()), told.Tutorial.forward(replica, *inputs()))
+    assert not close(replica(*inputs()), module(*inputs()))
+
+
+def test_kept_keys_that_change_are_noticed():
+    module = driving.PEERS["speechbrain"].make()
+    states, state = torch.randn(4, 23, driving.D), torch.randn(4, driving.Q)
+    lens = driving.lens_of(23)
+    bf.fuse(module)
+    with torch.no_grad():
+        module(states, lens, state)
+        module(states, lens, state)
+        for change in (lambda keys: keys.mul_(-1.5), lambda keys: keys.numpy().fill(0.5)):
+            change(module.precomputed_enc_h)
+            with torch.inference_mode(False):
+                assert close(
+                    module(states, lens, state),
+                    type(module)._original.forward(module, states, lens, state),
+                )
+    kept = module._bahdanau_fast_step
+    assert kept._kept.table is not None
+    module.reset()
+    assert kept._kept is None  # freed with the keys
+    other = torch.randn(4, 17, driving.D)
+    assert module(other, driving.lens_of(17), state)[1].shape == (4, 17)
+    assert module.precomputed_enc_h.shape == (4, 17, driving.H)
+
+
+def test_a_row_with_nothing_to_look_at_is_uniform():
+    module = driving.PEERS["joeynmt"].make()
+    bf.fuse(module)
+    values = torch.randn(2, 5, driving.D)
+    module.compute_proj_keys(values)
+    mask = torch.tensor([[[True] * 5], [[False] * 5]])
+    _, weights = module(torch.randn(2, 1, driving.Q), mask, values)
+    assert weights[1].tolist() == [[pytest.approx(0.2)] * 5]
+    assert math.isclose(float(weights[0].detach().sum()), 1.0, rel_tol=1e-6)
+
+
+def test_course_modules_of_every_naming():
+    found = {}
+    for names in (("W_q", "W_k", "w_v"), ("W_k", "W_q", "v"), ("query", "memory", "energy")):
+        module = Course(*names)
+        queries, keys = torch.randn(3, 2, 5), torch.randn(3, 6, 7)
+        lens = torch.tensor([1, 6, 3])
+        before = module(queries, keys, keys, lens)
+        (entry,) = bf.fuse(module).entries
+        found[names[0]] = entry.family
+        assert close([module(queries, keys, keys, lens)], [before])
+        assert module.attention_weights.shape == (3, 2, 6)
+    assert found == dict.fromkeys(found, "d2l")
+
+
+class Course(nn.Module):
+    def __init__(self, query, key, score):
+        super().__init__()
+        self.names = query, key, score
+        for name, size in zip(self.names, (5, 7, 8), strict=True):
+            self.add_module(name, nn.Linear(size, 1 if name == score else 8, bias=False))
+        self.dropout = nn.Dropout(0.3)
+        self.eval()
+
+    def forward(self, queries, keys, values, valid_lens):
+        query, key, score = (self.get_submodule(name) for name in self.names)
+        both = query(queries).unsqueeze(2) + key(keys).unsqueeze(1)
+        scores = score(torch.tanh(both)).squeeze(-1)
+        self.attention_weights = bf.masked_softmax(scores, valid_lens)
+        return torch.bmm(self.dropout(self.attention_weights), values)
+
+
+class DropsQueries(Course):
+    def forward(self, queries, keys, values, valid_lens):
+        chance, self.dropout.p = self.dropout.p, 0.0
+        found = super().forward(
+            nn.functional.dropout(queries, chance, self.training), keys, values, valid_lens
+        )
+        self.dropout.p = chance
+        return found
+
+
+def test_dropout_in_another_place_is_left_alone():
+    (entry,) = bf.fuse(DropsQueries("W_q", "W_k", "w_v")).entries
+    assert entry.family is None
+    assert "everything dropped" in entry.text
+
+
+def test_a_lazy_module_is_fused_before_its_first_call():
+    torch.manual_seed(0)
+    module = driving.PEERS["d2l"].make()
+    assert [entry.family for entry in bf.fuse(module).entries] == ["d2l"]
+    assert isinstance(module.W_q.weight, nn.UninitializedParameter)
+    queries, keys = torch.randn(3, 2, 5), torch.randn(3, 6, 7)
+    ours = module(queries, keys, keys, None)
+    bf.unfuse(module)
+    assert close([ours], [module(queries, keys, keys, None)])
+
+
+def test_it_compiles_in_one_graph():
+    module = tutorial()
+    bf.fuse(module)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert close(compiled(*inputs()), module(*inputs()))
+
+
+def test_what_is_no_module_is_said():
+    for function in (bf.fuse, bf.unfuse):
+        with pytest.raises(TypeError, match=r"^model must be a torch\.nn\.Module, got dict$"):
+            function({})
+
+
+def test_a_call_that_is_not_served_is_the_modules_own():
+    torch.manual_seed(0)
+    module = driving.PEERS["espnet location"].make().eval()
+    states, state = torch.randn(1, 9, driving.D), torch.randn(1, driving.Q)
+    call = {"att_prev": None, "last_attended_idx": 2}
+    before = module(states, [9], state, **call)
+    module.reset()
+    bf.fuse(module)
+    after = module(states, [9], state, **call)
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert after[1][0, 5:].tolist() == [0.0] * 4  # the window
