@@ -134,7 +134,7 @@ class LocationAttention(KeepsWeights):
         if not isinstance(memory, Memory):
             checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
         keys, values, valid_lens = memory.projected.keys, memory.values, memory.valid_lens
-        checks.queries_for(queries, keys, valid_lens)
+        checks.queries_for(queries, keys, valid_lens, None)
         checks.features("queries", queries, self.W_q.in_features)
         inputs = self.W_f.in_features if self.conv is None else self.conv.in_channels
         checks.location(location, inputs, keys)
