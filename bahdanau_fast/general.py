@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.backends.route import Route
-from bahdanau_fast.ops import general
-from bahdanau_fast.ops.location import attend_location as location_op
-from bahdanau_fast.ops.location import convolved
+from bahdanau_fast.ops.inside import general
+from bahdanau_fast.ops.inside.location import attend_location as location_op
+from bahdanau_fast.ops.inside.location import convolved
 from bahdanau_fast.ops.projection import linear
 from bahdanau_fast.ops.sharding import dropout_seed, is_sharded
 from bahdanau_fast.reference import Inside

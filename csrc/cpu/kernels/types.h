@@ -22,7 +22,7 @@ struct Range<double> {
 // A batch row whose every |c| is below this keeps expm1(2c) in its table, else exp(2c).
 constexpr double kShiftLimit = 0.5;
 
-// What is applied to the sum inside a score; the numbers are those of ops/general.py.
+// What is applied to the sum inside a score; the numbers are those of ops/inside/general.py.
 enum class Activation : int { tanh = 0, relu = 1, leaky_relu = 2 };
 
 // What a score has inside beside query and key (general/scores.h).

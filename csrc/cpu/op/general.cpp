@@ -1,4 +1,4 @@
-// The operators of bahdanau_fast/ops/general.py for CPU tensors.
+// The operators of bahdanau_fast/ops/inside/general.py for CPU tensors.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

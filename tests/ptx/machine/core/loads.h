@@ -1,7 +1,7 @@
 // Loads, stores, atomic operations and copies.
 #pragma once
 
-#include "convert.h"
+#include "arithmetic/convert.h"
 #include "memory.h"
 
 namespace ptx {

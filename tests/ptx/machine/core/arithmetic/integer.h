@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "state.h"
+#include "../state.h"
 
 namespace ptx {
 

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bahdanau_fast import reference
-from bahdanau_fast.ops import TAGS, general, library
+from bahdanau_fast.ops import TAGS, library
 from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.inside import general
 from bahdanau_fast.reference import Inside
 
 __all__ = ["attend_location", "convolved"]

@@ -1,0 +1,1 @@
+"""Operators for scores with features or another activation inside."""
