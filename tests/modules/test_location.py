@@ -107,7 +107,7 @@ def missed_by_eager(module, drawn, dtype):
 def moved(x, dtype, seed):
     """The same numbers, each moved by at most one rounding."""
     generator = torch.Generator().manual_seed(seed)
-    by = torch.randint(-1, 2, x.shape, generator=generator) * torch.finfo(dtype).eps
+    by = torch.randint(-1, 2, x.shape, generator=generator).double() * torch.finfo(dtype).eps
     return (x * (1 + by)).to(dtype).double()
 
 
