@@ -246,7 +246,8 @@ def test_the_reason_is_told(attention):
 
 @pytest.mark.parametrize("clip", [None, 2.5])
 def test_scores_are_the_logits(attention, clip):
-    q, k, v = inputs(requires_grad=True)
+    attention.double()
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs())
     memory = attention.memory(k, v, LENS, mask=PER_ROW)
     context = attention.attend(q, memory)
     weights, leaves = attention.attention_weights, [q, k, *attention.parameters()]
