@@ -49,7 +49,7 @@ def core() -> Path:
     flags = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-frounding-math"]
     return made(
         "machine.so",
-        sorted(CORE.glob("*")),
+        sorted(path for path in CORE.rglob("*") if path.is_file()),
         ["g++", *flags, "-fPIC", "-shared", "-Wall", "-Wextra", source],
     )
 
