@@ -23,7 +23,7 @@ def on_the_cpu():
 
 def run(argument, **environment):
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/flow.py"), argument],
+        [sys.executable, str(ROOT / "tests/package/flow.py"), argument],
         env={**os.environ, **environment},
         cwd=ROOT,
         capture_output=True,

@@ -5,8 +5,8 @@ A file counts when one of its Python functions is called after ``AdditiveAttenti
 stands for it. ``nn.Module.__call__`` and all else of torch is torch's. Run as a program, it prints
 what it finds as JSON, for Triton's interpreter has to be asked for before Python starts::
 
-    TRITON_INTERPRET=1 python tests/support/flow.py triton
-    BAHDANAU_FAST_LIMITS=amd python tests/support/flow.py explain  # for docs/how-it-works.md
+    TRITON_INTERPRET=1 python tests/package/flow.py triton
+    BAHDANAU_FAST_LIMITS=amd python tests/package/flow.py explain  # for docs/how-it-works.md
 """
 
 import json
