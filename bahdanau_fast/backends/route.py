@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from bahdanau_fast import checks
-from bahdanau_fast.kernels import plans
 from bahdanau_fast.limits import GpuLimits, Limits
 
 __all__ = [
@@ -244,6 +243,8 @@ def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, st
     may_sum_in_fp64 = facts.dtype is torch.float32
     sizes, shared = (facts.queries_len, facts.value_size), 0
     if backend == "triton":
+        from bahdanau_fast.kernels import plans  # not there in a source tree alone
+
         shared = plans.step_shared(*sizes, facts.dtype.itemsize)
     if not is_gpu_step(*sizes, may_sum_in_fp64, shared, limits):
         return "projected", "many queries, or values of many features"

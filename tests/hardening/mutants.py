@@ -19,9 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
-from planted import cpu, cuda, find_tests, triton
-
 import build
+from planted import cpu, cuda, find_tests, triton
 
 sys.path.append(str(build.ROOT))
 from benchmarks.timing.machine import machine

@@ -5,9 +5,8 @@ import sys
 import textwrap
 from collections import Counter
 
-from planted import BARRIER, MASK, OTHER, SHARE, TAIL
-
 import build
+from planted import BARRIER, MASK, OTHER, SHARE, TAIL
 
 RESULTS = build.ROOT / "benchmarks" / "results" / "mutants.json"
 PAGE = build.ROOT / "docs" / "mutants.md"

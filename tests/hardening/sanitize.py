@@ -15,9 +15,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fuzz import TARGETS
-
 import build
+from fuzz import TARGETS
 
 HERE = Path(__file__).resolve().parent
 TESTS = build.ROOT / "tests"

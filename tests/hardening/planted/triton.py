@@ -109,8 +109,9 @@ MUTANTS = [
         "store_tile(target, r < R - 1, h, H, sum0 * w0)", MANY,
     ),
     Mutant(
-        "triton grad_tanh", SHARE, "", "kernels/elementary.py", "r0, r1 = shared * x1, shared * x0",
-        "r0, r1 = shared * x0, shared * x1", MANY,
+        "triton grad_tanh", SHARE, "", "kernels/elementary.py",
+        "r0, r1 = shared * x1, shared * x0\n    return 1.0",
+        "r0, r1 = shared * x0, shared * x1\n    return 1.0", MANY,
     ),
     Mutant(
         "triton grad_tanh", SHARE, "near zero", "kernels/elementary.py",

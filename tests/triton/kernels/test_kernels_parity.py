@@ -12,10 +12,10 @@ from hypothesis import settings as hypothesis_settings
 from parity import Case, attended, called, check, eager, fused
 
 import bahdanau_fast as bf
-from bahdanau_fast import functional
 from bahdanau_fast.backends.triton import call, forward
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.limits import OTHER_GPU, PRECISION
+from bahdanau_fast.ops import sharding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = {f.__name__: functools.partial(f, backend="triton") for f in (fused, called, attended)}
@@ -102,7 +102,7 @@ def test_dropout_draws_what_the_cpu_draws(queries, p):
         x = {n: inputs[n].float().to(device).requires_grad_() for n in parity.INPUTS[:6]}
         with_seed = {"seed": torch.tensor([2**61 + 12345], device=device)}
         monkey = pytest.MonkeyPatch()
-        monkey.setattr(functional, "_seed", lambda *_, given=with_seed: given["seed"])
+        monkey.setattr(sharding, "dropout_seed", lambda *_, given=with_seed: given["seed"])
         outputs = bf.additive_attention(
             *x.values(), torch.tensor([30, 37], device=device), dropout_p=p, backend=backend
         )
