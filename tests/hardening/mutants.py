@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
-import build
 from planted import cpu, cuda, find_tests, triton
+
+import build
 
 sys.path.append(str(build.ROOT))
 from benchmarks.timing.machine import machine

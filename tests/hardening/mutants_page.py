@@ -5,8 +5,9 @@ import sys
 import textwrap
 from collections import Counter
 
-import build
 from planted import BARRIER, MASK, OTHER, SHARE, TAIL
+
+import build
 
 RESULTS = build.ROOT / "benchmarks" / "results" / "mutants.json"
 PAGE = build.ROOT / "docs" / "mutants.md"

@@ -15,8 +15,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import build
 from fuzz import TARGETS
+
+import build
 
 HERE = Path(__file__).resolve().parent
 TESTS = build.ROOT / "tests"
