@@ -148,7 +148,9 @@ def route(facts: Facts, limits: Limits, gpu: GpuLimits) -> Route:
         and keys * facts.key_size >= limits.reuse_elements
     )
     share = not facts.traced and facts.queries_len < limits.table_queries
-    table = share and keeps_table(backend, keys * facts.hidden, facts.queries_len, limits)
+    elements = keys * facts.hidden
+    table = not (facts.traced or facts.general)  # operators for general scores read no table
+    table = table and keeps_table(backend, elements, facts.queries_len, limits)
     reason = f"{backend}: {why}; {form}: {because}"
     return Route(backend, form, reuse, share, table, facts.traced, facts.records, reason)
 

@@ -118,8 +118,6 @@ class Step:
             general=general,
             masked=seen is not None and seen.dim() == 3,
         )
-        if general:  # whose operators read no table
-            route = route._replace(table=False)
         if layer is None:
             projected = self._from_kept(route, keys, values, w_v)
         elif w_k is not None:
@@ -151,7 +149,6 @@ class Step:
         route = backends.decide(
             *(queries, keys, keys, None, w_k, w_v, bias, w_v.shape[-1], 0.0), general=True
         )
-        route = route._replace(table=False)  # which the operator does not read
         projected = self._project(route, keys, w_k, bias, keys, w_v).keys
         scores = scores_inside(route, queries, projected, w_v, TANH)
         return scores.to(queries.dtype), projected
