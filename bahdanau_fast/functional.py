@@ -236,7 +236,7 @@ def attend_projected(
         w_v = w_v.to(queries.dtype)
     if route.backend == "reference":
         return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p)
-    seed = sharding.dropout_seed(dropout_p, queries) if dropout_p > 0.0 else None
+    seed = _seed(dropout_p, queries)
     inputs = ops.AttendInputs(
         queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p
     )
@@ -328,7 +328,7 @@ def attend_small(
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
-    seed = sharding.dropout_seed(dropout_p, inputs[0]) if dropout_p > 0.0 else None
+    seed = _seed(dropout_p, inputs[0])
     context, weights = whole.attend(inputs, bias, valid_lens, seed, dropout_p, route.records)
     return context, _like(context, weights)
 
@@ -363,7 +363,7 @@ def attend_raw(
             queries, keys, values, w_q, *others = inputs
             assert w_q is not None
             inputs = (linear(queries, w_q), keys, values, None, *others)  # type: ignore[assignment]
-        seed = sharding.dropout_seed(dropout_p, inputs[0]) if dropout_p > 0.0 else None
+        seed = _seed(dropout_p, inputs[0])
         context, weights = step_from_raw(*inputs, valid_lens, seed, dropout_p, need_weights)
     return context, _like(context, weights)
 
@@ -371,3 +371,8 @@ def attend_raw(
 def _like(context: Tensor, weights: Tensor) -> Tensor:
     """The weights in the dtype of the context; to ask first is quicker than a needless ``to``."""
     return weights if weights.dtype == context.dtype else weights.to(context.dtype)
+
+
+def _seed(dropout_p: float, queries: Tensor) -> Tensor | None:
+    """A seed for the dropout mask; None without dropout."""
+    return sharding.dropout_seed(dropout_p, queries) if dropout_p > 0.0 else None

@@ -305,9 +305,8 @@ def _all_modules_have_hooks() -> bool:
 
 def _is_changed(module: nn.Module) -> bool:
     """True if the instance has hooks or a ``forward`` of its own."""
-    own = (
-        module.__dict__
-    )  # not through nn.Module's __getattr__: a small call comes here three times
+    # Not through nn.Module's __getattr__, which is slow: a small call comes here three times.
+    own = module.__dict__
     return bool(
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
