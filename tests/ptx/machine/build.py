@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
+
+from built import built
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "csrc"
 CORE = Path(__file__).resolve().parent / "core"
-BUILT = ROOT / "build" / "ptx"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-
-
-def made(name: str, files: list[Path], command: list[str]) -> Path:
-    """What ``command -o <path>`` makes of files, made once for their content.
-
-    Args:
-        name: of what is made, with its suffix.
-        files: that it depends on.
-        command: of a compiler.
-    """
-    known = hashlib.sha256(" ".join(command).encode())
-    for file in files:
-        known.update(file.read_bytes())
-    stem, dot, suffix = name.partition(".")
-    target = BUILT / f"{stem}-{known.hexdigest()[:16]}{dot}{suffix}"
-    if not target.exists():
-        BUILT.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=BUILT) as scratch:
-            path = Path(scratch) / name
-            done = subprocess.run(
-                [*command, "-o", str(path)], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-            for old in BUILT.glob(f"{stem}-*{dot}{suffix}"):
-                old.unlink()
-            shutil.move(path, target)
-    return target
 
 
 def core() -> Path:
     """The machine's library."""
     source = str(CORE / "machine.cpp")
     flags = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-frounding-math"]
-    return made(
-        "machine.so",
+    return built(
+        "ptx/machine.so",
         sorted(path for path in CORE.rglob("*") if path.is_file()),
         ["g++", *flags, "-fPIC", "-shared", "-Wall", "-Wextra", source],
     )
@@ -62,7 +32,7 @@ def ptx(kind: str, arch: str) -> str:
     source = SOURCES / "cuda" / "op" / f"kernels_{kind}.cu"
     command = [NVCC, *flags, f"-arch=sm_{arch}", str(source)]
     files = [source, *sorted(SOURCES.rglob("*.h"))]
-    return made(f"{kind}_{arch}.ptx", files, command).read_text()
+    return built(f"ptx/{kind}_{arch}", files, command).read_text()
 
 
 def driver(kind: str, stored: str, summed: str) -> Path:
@@ -82,4 +52,4 @@ def driver(kind: str, stored: str, summed: str) -> Path:
         *sorted(theirs.glob("*.[ch]*")),
         *sorted(SOURCES.rglob("*.h")),
     ]
-    return made(f"driver_{kind}", files, [*command, "-ldl"])
+    return built(f"ptx/driver_{kind}", files, [*command, "-ldl"])
