@@ -51,3 +51,12 @@ def test_no_file_is_long(top):
     }
     assert lines
     assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_every_module_of_tests_has_a_name_of_its_own():
+    # All their folders are on one path: of two modules of a name, one would hide the other.
+    files = [path for path in known("tests") if path.suffix == ".py" and path.stem != "conftest"]
+    packages = {path.parent for path in files if path.stem == "__init__"}
+    modules = sorted([*packages, *(path for path in files if path.parent not in packages)])
+    names = [path.stem for path in modules]
+    assert [path for path in modules if names.count(path.stem) > 1] == []

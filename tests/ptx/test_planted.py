@@ -4,9 +4,9 @@ import re
 
 import pytest
 from cases import ROWS, Drivers, measure_row, measure_step
+from edits import edited, line_of
 from machine import build
 from machine.parse import PtxError
-from planted import edited, line_of
 
 pytestmark = pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine")
 
