@@ -32,41 +32,33 @@ def attend(a, c, w=1.0, hidden=1):
     return context, weights, (queries, keys, weight)
 
 
-def pairs(size_a, size_c, dtype, n):
-    """n queries and keys (n,2) of given magnitudes; the second key is the mirror of the first."""
+def pairs(size_a, size_c, dtype, n, keys_len=2):
+    """n queries (n,) and keys (n,keys_len) of given magnitudes."""
     generator = torch.Generator().manual_seed(int(1e6 * (size_a + 7 * size_c)) % 2**31)
     a = (torch.rand(n, generator=generator, dtype=torch.float64) * 2 - 1) * size_a
-    c = (torch.rand(n, 2, generator=generator, dtype=torch.float64) * 2 - 1) * size_c
+    c = (torch.rand(n, keys_len, generator=generator, dtype=torch.float64) * 2 - 1) * size_c
     return a.to(dtype), c.to(dtype)
 
 
+def finer(*tensors):
+    """Arrays of a dtype whose roundings do not count: fp64 for fp32, long double for fp64."""
+    dtype = np.float64 if tensors[0].dtype == torch.float32 else np.longdouble
+    return (x.numpy().astype(dtype) for x in tensors)
+
+
 def exact_weights(a, c, w=1.0):
-    """Softmax of tanh(a + c) in long double."""
-    a, c = (x.double().numpy().astype(np.longdouble) for x in (a, c))
+    """Softmax of tanh(a + c)."""
+    a, c = finer(a, c)
     scores = w * np.tanh(a[:, None] + c)
     e = np.exp(scores - scores.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
 
 
-# Error of a weight in roundings. Weights w and 1 - w of scores s0, s1 err by w (1 - w) times the
-# error of s0 - s1, at most a quarter of it: exp(2a) and exp(2c) of 1.5 ulp make 3 roundings each
+# Error of a weight in roundings. A weight w errs by w (1 - w) times the error of a difference of
+# scores, at most a quarter of it: exp(2a) and exp(2c) of 1.5 ulp make 3 roundings each
 # of E, halved by d tanh / d log E <= 1/2; the quotient adds four roundings of tanh; twice over for
 # two scores; then exp, sum and division of the softmax: four.
 BOUND = 0.25 * 2 * (6 / 2 + 1 + 4) + 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size_a", MAGNITUDES)
-def test_error_of_the_forward(size_a, dtype):
-    n = N[dtype]
-    rounding = torch.finfo(dtype).eps / 2
-    for size_c in MAGNITUDES:
-        a, c = pairs(size_a, size_c, dtype, n)
-        context, weights, _ = attend(a, c)
-        exact = exact_weights(a, c)
-        for got in (weights, context):
-            error = np.abs(got[:, 0].detach().double().numpy() - exact).max()
-            assert error <= BOUND * rounding, (size_a, size_c, float(error / rounding))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -103,6 +95,7 @@ def test_small_arguments_keep_their_relative_precision():
 
 
 BORDERS = (0.5, 10.7, 43.0, 44.0, 88.0, 354.0, 355.0)
+SIZES = sorted((*MAGNITUDES, *BORDERS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -121,33 +114,38 @@ def test_around_the_switches(border, dtype):
             assert error <= BOUND * rounding, (border, share, sign, float(error / rounding))
 
 
-def exact_gradients(a, c):
-    """d weights[:, 0] / d a and / d c, summed as attend gets them, in long double."""
-    p = exact_weights(a, c)
-    a, c = (x.double().numpy().astype(np.longdouble) for x in (a, c))
+def exact_gradients(a, c, p):
+    """d p[:, 0] / d a and / d c of weights p, summed as attend gets them."""
+    a, c = finer(a, c)
     decay = np.exp(-2 * np.abs(a[:, None] + c))
     slope = 4 * decay / (1 + decay) ** 2
-    ds = p * (np.array([1.0, 0.0]) - p[:, :1])
+    ds = p * (np.eye(p.shape[1])[0] - p[:, :1])
     return (ds * slope).sum(-1), ds * slope
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size_a", [*MAGNITUDES, *BORDERS])
-def test_error_of_the_backward(size_a, dtype):
+@pytest.mark.parametrize("place", range(len(SIZES)))
+def test_errors_by_magnitude(place, dtype):
     # ds <= 1/4; slope = 1 - t^2 doubles the error of t (eight roundings); weights err by BOUND,
     # and are met three times.
     bound = 0.25 * (2 * 8 + 2) + 3 * BOUND
-    n = N[dtype]
-    for size_c in (*MAGNITUDES, *BORDERS):
-        a, c = pairs(size_a, size_c, dtype, n)
-        _, weights, (queries, keys, _) = attend(a, c)
+    rounding = torch.finfo(dtype).eps / 2
+    keys_len = 8
+    size_a = SIZES[place]
+    for size_c in SIZES[place % 2 :: 2]:
+        a, c = pairs(size_a, size_c, dtype, N[dtype] * 2 // keys_len, keys_len)
+        context, weights, (queries, keys, _) = attend(a, c)
+        exact = exact_weights(a, c)
+        for got in (weights, context):
+            error = np.abs(got[:, 0].detach().numpy() - exact).max()
+            assert error <= BOUND * rounding, (size_a, size_c, float(error / rounding))
         chosen = torch.zeros_like(weights)
         chosen[:, :, 0] = 1
         da, dc = torch.autograd.grad(weights, (queries, keys), chosen)
-        want_a, want_c = exact_gradients(a, c)
-        error_a = np.abs(da[:, 0, 0].double().numpy() - want_a).max()
-        error_c = np.abs(dc[:, :, 0].double().numpy() - want_c).max()
-        allowed = bound * torch.finfo(dtype).eps / 2
+        want_a, want_c = exact_gradients(a, c, exact)
+        error_a = np.abs(da[:, 0, 0].numpy() - want_a).max()
+        error_c = np.abs(dc[:, :, 0].numpy() - want_c).max()
+        allowed = bound * rounding
         assert error_c <= allowed, (size_a, size_c, float(error_c / allowed))
         assert error_a <= 2 * allowed, (size_a, size_c, float(error_a / allowed))
 
@@ -183,7 +181,8 @@ def test_the_tanh_of_the_general_operator(hidden, size, dtype):
     queries, w = torch.zeros(1, 1, hidden, dtype=dtype), torch.full((hidden,), 1 / hidden).to(dtype)
     features, w_f = torch.zeros(1, n, 1, dtype=dtype), torch.zeros(hidden, 1, dtype=dtype)
     scores = torch.ops.bahdanau_fast.general_scores(queries, keys, w, features, w_f, 0, 0.0)
-    exact = np.tanh(x.double().numpy().astype(np.longdouble))
-    error = np.abs(scores[0, 0].numpy().astype(np.longdouble) - exact)
+    (x,) = finer(x)
+    exact = np.tanh(x)
+    error = np.abs(scores[0, 0].numpy().astype(x.dtype) - exact)
     ulp = np.spacing(np.abs(exact.astype(scores.numpy().dtype)))
     assert float((error / ulp).max()) <= (4 if hidden == 1 else 6)
