@@ -30,7 +30,6 @@ KINDS = {
 SANITIZERS = {
     "plain": [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
-    "thread": ["-fsanitize=thread"],
 }
 
 
@@ -91,7 +90,6 @@ class Host:
             stderr=self.messages,
             env={
                 "ASAN_OPTIONS": "detect_stack_use_after_return=0",
-                "TSAN_OPTIONS": "halt_on_error=1 history_size=4",
                 "UBSAN_OPTIONS": "print_stacktrace=1",
             },
         )

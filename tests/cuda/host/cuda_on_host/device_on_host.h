@@ -2,15 +2,14 @@
 //
 // Every CUDA thread is a fiber (fibers.h); barriers and shuffles wait for all of the block or warp,
 // and a barrier that some never reach ends the program. Shared memory begins as garbage and is
-// exactly as large as the launch asked for. To ThreadSanitizer nothing orders fibers but what
-// orders CUDA threads: a barrier its block, a shuffle its warp, a fence and an atomic blocks among
-// each other, a launch the next. So accesses that race on a GPU race here, whatever order the
-// fibers ran in.
+// exactly as large as the launch asked for. Races are what the PTX machine looks for (tests/ptx).
 //
 // What the host cannot mean, approximations in machine code, has its plain equivalent below.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "fibers.h"
 
@@ -33,12 +32,12 @@ inline void __syncthreads() {
 }
 inline int __syncthreads_or(int x) {
   namespace host = bahdanau_fast::host;
-  host::Note<int>& ors = host::block().ors;
-  host::put(ors, host::look(ors) | (x != 0));
+  int& ors = host::block().ors;
+  ors |= x != 0;
   __syncthreads();
-  const int result = host::look(ors);
+  const int result = ors;
   __syncthreads();
-  host::put(ors, 0);
+  ors = 0;
   __syncthreads();
   return result;
 }
@@ -53,28 +52,10 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   }
   return x;
 }
-// What comes before a fence and an atomic is ordered before what comes after an atomic and a fence.
-inline void __threadfence() {
-  auto& me = bahdanau_fast::host::self();
-  me.fenced = true;
-  if (me.counted) bahdanau_fast::host::acquire(&bahdanau_fast::host::Machine::get().fence);
-}
-inline unsigned atomicAdd(unsigned* at, unsigned x) {
-  auto& me = bahdanau_fast::host::self();
-  if (me.fenced) bahdanau_fast::host::release(&bahdanau_fast::host::Machine::get().fence);
-  me.counted = true;
-  return __atomic_fetch_add(at, x, __ATOMIC_RELAXED);
-}
-inline unsigned atomicExch(unsigned* at, unsigned x) {
-  return __atomic_exchange_n(at, x, __ATOMIC_RELAXED);
-}
-inline unsigned atomicMax(unsigned* at, unsigned x) {
-  unsigned seen = __atomic_load_n(at, __ATOMIC_RELAXED);
-  while (seen < x &&
-         !__atomic_compare_exchange_n(at, &seen, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
-  return seen;
-}
+inline void __threadfence() {}
+inline unsigned atomicAdd(unsigned* at, unsigned x) { return std::exchange(*at, *at + x); }
+inline unsigned atomicExch(unsigned* at, unsigned x) { return std::exchange(*at, x); }
+inline unsigned atomicMax(unsigned* at, unsigned x) { return std::exchange(*at, std::max(*at, x)); }
 
 namespace bahdanau_fast::host {
 // Where the driver says what it was given, as opposed to what a kernel has to write first.
@@ -185,21 +166,9 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
   host::Machine& m = host::Machine::get();
   const std::function<void()> body = [&] { kernel(p); };
   m.backwards = !m.backwards;
-  std::vector<std::unique_ptr<host::Cluster>> clusters;
-#ifdef __SANITIZE_THREAD__
-  // An identity given back would be handed to a later block, and order it behind the earlier one.
-  if (at.blocks * at.threads > 8000) {
-    std::fprintf(stderr, "%s: more threads than ThreadSanitizer tells apart\n", at.name);
-    std::abort();
-  }
-#endif
   if (at.blocks % at.cluster != 0) std::abort();
   for (int64_t i = 0; i < at.blocks; i += at.cluster) {
-#ifndef __SANITIZE_THREAD__
-    clusters.clear();  // else kept: nothing orders another cluster's threads behind this one's
-#endif
-    clusters.push_back(std::make_unique<host::Cluster>());
-    host::Cluster& cluster = *clusters.back();
+    host::Cluster cluster;
     cluster.kernel = &body;
     for (int rank = 0; rank < at.cluster; ++rank) {
       cluster.blocks.push_back(std::make_unique<host::Block>());
@@ -212,15 +181,6 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
     cluster.step = m.backwards ? at.threads * at.cluster - 1 : 1;
     host::run(cluster);
   }
-  host::acquire(&m.finished);
-#ifdef __SANITIZE_THREAD__
-  for (auto& cluster : clusters) {
-    for (auto& block : cluster->blocks) block->shared.reset();
-    for (auto& fiber : cluster->fibers)
-      __tsan_destroy_fiber(host::look(fiber->of_thread_sanitizer));
-    (void)cluster.release();  // left: its last fibers read it on their way out, behind `finished`
-  }
-#endif
 }
 
 template <class P>

@@ -1,12 +1,11 @@
 // Threads for device_on_host.h: every CUDA thread is a fiber of its own, with a stack of its own.
 //
-// AddressSanitizer knows the stacks. To ThreadSanitizer fibers are threads that nothing orders but
-// what it is told. x86-64 and GCC or Clang.
+// All of them run on one thread of the machine, in turn. AddressSanitizer knows the stacks. x86-64
+// and GCC or Clang.
 #pragma once
 
 #include <sys/mman.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -19,51 +18,18 @@
 #error "fibers are written for x86-64"
 #endif
 
-#ifdef __SANITIZE_THREAD__
-#include <sanitizer/tsan_interface.h>
-#endif
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/common_interface_defs.h>
 #endif
 
 namespace bahdanau_fast::host {
 
-// ---- what the sanitizers are told
-// ----------------------------------------------------------------
-
-#ifdef __SANITIZE_THREAD__
-inline void release(void* at) { __tsan_release(at); }
-inline void acquire(void* at) { __tsan_acquire(at); }
-#else
-inline void release(void*) {}
-inline void acquire(void*) {}
-#endif
-
-// ---- fibers
-// --------------------------------------------------------------------------------------
-
 struct Index {
   unsigned x;
 };
 
-// All that follows runs on one thread of the machine; the atomics keep ThreadSanitizer from taking
-// the scheduler's own notes for shared data.
-template <class X>
-using Note = std::atomic<X>;
-template <class X>
-X look(const Note<X>& note) {
-  return note.load(std::memory_order_relaxed);
-}
-template <class X>
-void put(Note<X>& note, X x) {
-  note.store(x, std::memory_order_relaxed);
-}
-
 struct Barrier {
-  Note<int> arrived{0}, rounds{0};
-  // Addresses for the sanitizer, for even and odd rounds: who comes last runs on to the next round,
-  // and what it does on its way there must not seem ordered before the others go on from this one.
-  alignas(8) char order[2][8];
+  int arrived = 0, rounds = 0;
 };
 
 struct Warp {
@@ -80,21 +46,19 @@ struct Fiber {
   int place = 0;  // in its cluster
   void* stack_pointer = nullptr;
   char* stack = nullptr;
-  Note<bool> done{false};
-  int turn = 0;                          // which slots the next shuffle takes
-  bool fenced = false, counted = false;  // whether it has met a fence, an atomic addition
-  Note<void*> of_thread_sanitizer{nullptr};
+  bool done = false;
+  int turn = 0;  // which slots the next shuffle takes
   void* of_address_sanitizer = nullptr;
 };
 
 constexpr size_t kStack = 48 * 1024;
 
-// One block of a launch, made anew for each: what another one's threads did orders nothing here.
+// One block of a launch.
 struct Block {
   Index index{}, threads{};
   std::vector<std::unique_ptr<Warp>> warps;
   Barrier barrier;
-  Note<int> ors{0};
+  int ors = 0;
   std::unique_ptr<char[]> shared;
 };
 
@@ -103,17 +67,15 @@ struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
   Barrier barrier;
-  Note<int> idle{0};
+  int idle = 0;
   const std::function<void()>* kernel = nullptr;
   int step = 1;  // the order fibers run in
 };
 
 struct Machine {
-  Note<Fiber*> current{nullptr};
-  Note<Cluster*> cluster{nullptr};
+  Fiber* current = nullptr;
+  Cluster* cluster = nullptr;
   Fiber main;
-  alignas(8) char fence;  // addresses for the sanitizer, which tells eights of bytes apart
-  alignas(8) char finished;
   bool backwards = false;
 
   static Machine& get() {
@@ -122,14 +84,14 @@ struct Machine {
   }
 };
 
-inline Cluster& cluster() { return *look(Machine::get().cluster); }
-inline Fiber& self() { return *look(Machine::get().current); }
+inline Cluster& cluster() { return *Machine::get().cluster; }
+inline Fiber& self() { return *Machine::get().current; }
 inline Block& block() { return *self().block; }
 
 #ifdef __clang__
 #define BF_NAKED __attribute__((naked, noinline))
 #else
-#define BF_NAKED __attribute__((naked, noinline, noclone, no_sanitize("thread", "address")))
+#define BF_NAKED __attribute__((naked, noinline, noclone, no_sanitize("address")))
 #endif
 // Saves what a call preserves on this stack, its pointer in *save, and goes on on the stack `to`.
 BF_NAKED inline void switch_stacks(void** /*save*/, void* /*to*/) {
@@ -147,17 +109,16 @@ inline void arrive_on(Fiber* from) {
 }
 
 inline void go_to(Fiber* to) {
-  Fiber* from = look(Machine::get().current);
+  Fiber* from = Machine::get().current;
   if (from == to) return;
-  put(Machine::get().current, to);
+  Machine::get().current = to;
 #ifdef __SANITIZE_ADDRESS__
-  __sanitizer_start_switch_fiber(look(from->done) ? nullptr : &from->of_address_sanitizer,
-                                 to->stack, kStack);
+  __sanitizer_start_switch_fiber(from->done ? nullptr : &from->of_address_sanitizer, to->stack,
+                                 kStack);
 #endif
-#ifdef __SANITIZE_THREAD__
-  __tsan_switch_to_fiber(look(to->of_thread_sanitizer), 1 /* without ordering anything */);
-#endif
+  __asm__ volatile("" ::: "memory");  // others write while this one waits
   switch_stacks(&from->stack_pointer, to->stack_pointer);
+  __asm__ volatile("" ::: "memory");
   arrive_on(from);
 }
 
@@ -168,7 +129,7 @@ inline void yield(int at) {
   for (int tried = 0; tried < n; ++tried) {
     at = (at + all.step) % n;
     Fiber* next = all.fibers[size_t(at)].get();
-    if (!look(next->done)) return go_to(next);
+    if (!next->done) return go_to(next);
   }
   go_to(&Machine::get().main);
 }
@@ -176,33 +137,30 @@ inline void yield(int at) {
 // Until `count` fibers have come.
 inline void wait(Barrier& barrier, int count) {
   Cluster& all = cluster();
-  const int round = look(barrier.rounds), arrived = look(barrier.arrived) + 1;
-  release(barrier.order[round & 1]);
+  const int round = barrier.rounds, arrived = barrier.arrived + 1;
   if (arrived == count) {
-    put(barrier.arrived, 0);
-    put(barrier.rounds, round + 1);
-    put(all.idle, 0);
+    barrier.arrived = 0;
+    barrier.rounds = round + 1;
+    all.idle = 0;
   } else {
-    put(barrier.arrived, arrived);
-    while (look(barrier.rounds) == round) {
-      put(all.idle, look(all.idle) + 1);
-      if (look(all.idle) > 4 * int(all.fibers.size())) {
+    barrier.arrived = arrived;
+    while (barrier.rounds == round) {
+      ++all.idle;
+      if (all.idle > 4 * int(all.fibers.size())) {
         std::fprintf(stderr, "a barrier that not all threads reach\n");
         std::abort();
       }
       yield(self().place);
     }
-    put(all.idle, 0);
+    all.idle = 0;
   }
-  acquire(barrier.order[round & 1]);
 }
 
 [[noreturn]] inline void fiber_main() {
   arrive_on(&self());
   (*cluster().kernel)();
-  release(&Machine::get().finished);
-  put(self().done, true);
-  put(cluster().idle, 0);
+  self().done = true;
+  cluster().idle = 0;
   yield(self().place);
   std::abort();
 }
@@ -229,12 +187,8 @@ inline void run(Cluster& all) {
     std::memset(top, 0, 6 * sizeof(void*));
     fiber.stack_pointer = top;
   }
-  put(m.current, &m.main);
-  put(m.cluster, &all);
-#ifdef __SANITIZE_THREAD__
-  put(m.main.of_thread_sanitizer, __tsan_get_current_fiber());
-  for (auto& fiber : all.fibers) put(fiber->of_thread_sanitizer, __tsan_create_fiber(0));
-#endif
+  m.current = &m.main;
+  m.cluster = &all;
   yield(0);
   munmap(stacks, bytes);
 }
