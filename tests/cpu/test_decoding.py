@@ -32,9 +32,14 @@ def arguments(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=Fals
     return detached, decode.Rest(*entries, rest.valid_lens, mask, seed, p)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"masks": True, "p": 0.5, "table": True}, {"layers": 1}], ids=str
+    ("options", "dtype"),
+    [
+        ({}, torch.float64),
+        ({"masks": True, "p": 0.5, "table": True}, torch.float32),
+        ({"layers": 1}, torch.float32),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("cls", CELLS)
 def test_opcheck(cls, options, dtype):

@@ -1,6 +1,8 @@
 """Context, weights and every gradient keep the parity rule on the Triton backend."""
 
 import functools
+import re
+from dataclasses import replace
 
 import parity
 import pytest
@@ -12,9 +14,10 @@ from hypothesis import settings as hypothesis_settings
 from parity import Case, attended, called, check, eager, fused
 
 import bahdanau_fast as bf
+from bahdanau_fast import limits
 from bahdanau_fast.backends.triton import call, forward
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.limits import OTHER_GPU, PRECISION
+from bahdanau_fast.limits import OTHER_GPU
 from bahdanau_fast.ops import sharding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,8 +31,11 @@ def test_these_are_the_triton_kernels():
     assert SIZES["Tq"] > OTHER_GPU.step_queries
 
 
-# The interpreter takes a second for a small case: each row of the table in one dtype, turn by turn.
+# The interpreter takes seconds for a small case: each row of the table in one dtype, turn by turn.
 TURNS = [(row, DTYPES[i % len(DTYPES)]) for i, row in enumerate(CONTRACT)]
+# How lengths are stored, and sizes around a CPU's vectors, are the same to a step.
+STEP_ALONE = re.compile(r"lens (\w*int|bf|fp|of odd|expanded|just)|.*whole vectors")
+MANY = [turn for turn in TURNS if not STEP_ALONE.match(turn[0])]
 
 
 def sizes_of(row, **changed):
@@ -38,7 +44,7 @@ def sizes_of(row, **changed):
     return sizes | {"Tq": min(sizes["Tq"], 18), "Tk": min(sizes["Tk"], 70)}
 
 
-@pytest.mark.parametrize(("row", "dtype"), TURNS)
+@pytest.mark.parametrize(("row", "dtype"), MANY)
 def test_contract(row, dtype):
     check(Case(**sizes_of(row)), dtype, WAYS["fused"])
 
@@ -54,16 +60,16 @@ def test_contract_of_a_step(row, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_splits_of_one_long_row(dtype):
-    check(Case(B=2, Tq=1, Tk=997, H=40, Dv=33, lens=torch.tensor([701, 0])), dtype, WAYS["fused"])
-    check(Case(B=1, Tq=3, Tk=500, H=7, Dv=130), dtype, WAYS["called"])
+    check(Case(B=2, Tq=1, Tk=497, H=20, Dv=33, lens=torch.tensor([351, 0])), dtype, WAYS["fused"])
+    check(Case(B=1, Tq=3, Tk=300, H=7, Dv=130), dtype, WAYS["called"])
 
 
 @pytest.mark.parametrize(("queries", "scale"), [(1, 1.0), (18, 1.0), (18, 0.1), (18, 1e-3)])
-def test_fp32_too_large_for_fp64(queries, scale):
+def test_fp32_too_large_for_fp64(queries, scale, monkeypatch):
     # Near zero 1 - 2 r would lose what fp32 has.
-    sizes = {"B": 1, "Tq": queries, "Tk": 530000 // queries // 1023 + 1, "H": 1023}
-    assert sizes["Tq"] * sizes["Tk"] * sizes["H"] > PRECISION.fp64_elements
-    case = Case(**sizes, Dv=65, bias=False, scale={"queries": scale, "keys": scale})
+    monkeypatch.setattr(limits, "PRECISION", replace(limits.PRECISION, fp64_elements=0))
+    sizes = {"B": 1, "Tq": queries, "Tk": 21, "H": 131, "Dv": 17}
+    case = Case(**sizes, bias=False, scale={"queries": scale, "keys": scale})
     check(case, torch.float32, WAYS["fused"])
 
 
@@ -119,7 +125,7 @@ def test_dropout_draws_what_the_cpu_draws(queries, p):
 @pytest.mark.parametrize("queries", [2, 18])
 def test_magnitudes_near_and_far_in_one_call(queries, dtype):
     # Rows whose exponentials can be multiplied stand beside rows whose cannot.
-    case = Case(B=2, Tq=queries, Tk=40, H=70, scale={"queries": 8.0, "keys": 12.0})
+    case = Case(B=1, Tq=queries, Tk=40, H=40, scale={"queries": 8.0, "keys": 12.0})
     check(case, dtype, WAYS["fused"])
 
 
@@ -149,22 +155,22 @@ def test_projections_inside_the_step(queries, lens, dtype, monkeypatch):
     assert (own_keys is not None) == (dtype != torch.float32)
 
 
-few = hypothesis_settings(drawn, max_examples=15)
+few = hypothesis_settings(drawn, max_examples=10)
 
 
 @few
-@given(cases(torch.float32, most=6_000))
+@given(cases(torch.float32, most=3_000))
 def test_drawn_cases_fp32(case):
     check(case, torch.float32, WAYS["fused"])
 
 
 @few
-@given(cases(torch.bfloat16, most=6_000))
+@given(cases(torch.bfloat16, most=3_000))
 def test_drawn_cases_bf16(case):
     check(case, torch.bfloat16, WAYS["called"])
 
 
 @few
-@given(cases(torch.float16, most=6_000))
+@given(cases(torch.float16, most=3_000))
 def test_drawn_cases_fp16(case):
     check(case, torch.float16, WAYS["attended"])
