@@ -18,6 +18,10 @@ LONGEST = (
     "test_operators.py",
     "test_budgets.py",
     "test_sequences.py",
+    "test_cuda.py",
+    "test_accuracy.py",
+    "test_general.py",
+    "test_planted.py",
 )
 
 
