@@ -25,6 +25,7 @@ from bahdanau_fast.ops.projection import linear
 
 __all__ = [
     "Additive",
+    "Layered",
     "apply_layer",
     "check_features",
     "is_unchanged",
@@ -39,8 +40,8 @@ _backward_hooks = _torch._global_backward_hooks
 _backward_pre_hooks = _torch._global_backward_pre_hooks
 
 
-class Additive(KeepsWeights):
-    """Base of the additive modules; a subclass names its three layers.
+class Layered(KeepsWeights):
+    """Base of the modules that project keys; a subclass names its three layers.
 
     The layers are ordinary submodules of the subclass (hooks, LoRA and parametrizations work); the
     names of those for queries, keys and scores are class attributes.
@@ -52,16 +53,68 @@ class Additive(KeepsWeights):
 
     bias: Tensor | None
 
+    def __init__(self, num_hiddens: int, dropout: float) -> None:
+        super().__init__()
+        checks.probability("dropout", dropout)
+        self.num_hiddens = num_hiddens
+        self.dropout = nn.Dropout(dropout)
+
+    def _checked(self, queries: Tensor, memory: Memory, mask: Tensor | None) -> Memory:
+        """The memory, if it is this module's and fits the queries; in their dtype."""
+        if not isinstance(memory, Memory):
+            checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
+        maker = memory.maker
+        if maker is not None and not torch.compiler.is_compiling():
+            if maker.module is not self:
+                other = f"one made by another {type(maker.module).__name__}"
+                checks.reject(ValueError, "memory", "come from memory() of this module", other)
+            if maker.has_changed(plain_weight(self._modules[self._key_layer]), self.bias):
+                need = "be made after the last change of the key layer"
+                checks.reject(ValueError, "memory", need, "an older one: call memory() again")
+        if self._is_from_autocast(queries, memory):
+            memory = memory.to(queries.dtype)
+        checks.queries_for(queries, memory.projected.keys, memory.valid_lens, mask)
+        return memory
+
+    def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:
+        """True if the memory has the dtype of an autocast that has ended."""
+        dtype = memory.projected.keys.dtype
+        if not isinstance(queries, Tensor) or queries.dtype == dtype:
+            return False
+        w_q = plain_weight(self._modules[self._query_layer])
+        return (
+            (w_q is None or w_q.dtype == queries.dtype)
+            and dtype in (torch.bfloat16, torch.float16)
+            and checks.autocast_dtype(queries.device) is None
+        )
+
+    def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
+        layers = self._modules
+        score = layers[self._score_layer]
+        if type(score) is not nn.Linear:  # the scoring layer is drawn last
+            of_inputs = layers[self._query_layer], layers[self._key_layer]
+            draw((*of_inputs, score), queries, keys, self.num_hiddens)
+
+    def _dropout_p(self) -> float:
+        dropout = self._modules["dropout"]  # past nn.Module's __getattr__
+        assert dropout is not None
+        p: float = getattr(dropout, "p", 0.0) if dropout.training else 0.0
+        return p
+
+    def _project(self, keys: Tensor) -> Tensor:
+        return apply_layer(self._modules[self._key_layer], keys, self.bias)
+
+
+class Additive(Layered):
+    """Base of the additive modules: the call, on keys or on a memory."""
+
     def __init__(
         self, num_hiddens: int, dropout: float, cache_keys: bool | Literal["trust"]
     ) -> None:
-        super().__init__()
-        checks.probability("dropout", dropout)
+        super().__init__(num_hiddens, dropout)
         if cache_keys not in (True, False, "trust"):
             need = "be True, False or 'trust'"
             checks.reject(ValueError, "cache_keys", need, repr(cache_keys))
-        self.num_hiddens = num_hiddens
-        self.dropout = nn.Dropout(dropout)
         self.cache_keys = cache_keys
         self._cache = KeyCache()
 
@@ -98,23 +151,6 @@ class Additive(KeepsWeights):
             masked=seen is not None and seen.dim() == 3,
         )
         return self._attend(route, queries, projected, values, seen, w_q, w_v, dropout_p)
-
-    def _checked(self, queries: Tensor, memory: Memory, mask: Tensor | None) -> Memory:
-        """The memory, if it is this module's and fits the queries; in their dtype."""
-        if not isinstance(memory, Memory):
-            checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
-        maker = memory.maker
-        if maker is not None and not torch.compiler.is_compiling():
-            if maker.module is not self:
-                other = f"one made by another {type(maker.module).__name__}"
-                checks.reject(ValueError, "memory", "come from memory() of this module", other)
-            if maker.has_changed(plain_weight(self._modules[self._key_layer]), self.bias):
-                need = "be made after the last change of the key layer"
-                checks.reject(ValueError, "memory", need, "an older one: call memory() again")
-        if self._is_from_autocast(queries, memory):
-            memory = memory.to(queries.dtype)
-        checks.queries_for(queries, memory.projected.keys, memory.valid_lens, mask)
-        return memory
 
     def forward(
         self,
@@ -206,34 +242,6 @@ class Additive(KeepsWeights):
         ):
             return None
         return Source.of(keys, weight, self.bias, route.backend, trusted)
-
-    def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:
-        """True if the memory has the dtype of an autocast that has ended."""
-        dtype = memory.projected.keys.dtype
-        if not isinstance(queries, Tensor) or queries.dtype == dtype:
-            return False
-        w_q = plain_weight(self._modules[self._query_layer])
-        return (
-            (w_q is None or w_q.dtype == queries.dtype)
-            and dtype in (torch.bfloat16, torch.float16)
-            and checks.autocast_dtype(queries.device) is None
-        )
-
-    def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
-        layers = self._modules
-        score = layers[self._score_layer]
-        if type(score) is not nn.Linear:  # the scoring layer is drawn last
-            of_inputs = layers[self._query_layer], layers[self._key_layer]
-            draw((*of_inputs, score), queries, keys, self.num_hiddens)
-
-    def _dropout_p(self) -> float:
-        dropout = self._modules["dropout"]  # past nn.Module's __getattr__
-        assert dropout is not None
-        p: float = getattr(dropout, "p", 0.0) if dropout.training else 0.0
-        return p
-
-    def _project(self, keys: Tensor) -> Tensor:
-        return apply_layer(self._modules[self._key_layer], keys, self.bias)
 
     def _attend(
         self,

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.general import attend_inside, attend_location
-from bahdanau_fast.memory import Memory, ProjectedKeys
-from bahdanau_fast.modules.attention_weights import KeepsWeights
-from bahdanau_fast.modules.base import apply_layer, is_unchanged, plain_weight
+from bahdanau_fast.memory import Memory
+from bahdanau_fast.modules.base import apply_layer, check_features, is_unchanged, plain_weight
+from bahdanau_fast.modules.remembering import MakesMemories
 from bahdanau_fast.reference import TANH, Inside
 
 __all__ = ["LocationAttention"]
 
 
-class LocationAttention(KeepsWeights):
+class LocationAttention(MakesMemories):
     """``score_j = w_v . tanh(W_q q + W_k k_j + W_f f_j + bias)`` with features f of earlier steps.
 
     Chorowski et al. 2015, https://arxiv.org/abs/1506.07503, equations 8 and 9: f is a convolution,
@@ -58,6 +58,9 @@ class LocationAttention(KeepsWeights):
     (2, 1, 4)
     """
 
+    _query_layer, _key_layer, _score_layer = "W_q", "W_k", "w_v"
+    _reads_table = False
+
     def __init__(
         self,
         key_size: int,
@@ -72,7 +75,7 @@ class LocationAttention(KeepsWeights):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(num_hiddens, dropout)
         sizes = {"key_size": key_size, "query_size": query_size, "num_hiddens": num_hiddens}
         sizes |= {"kernel_size": kernel_size, "inputs": inputs}
         for name, size in sizes.items():
@@ -81,9 +84,7 @@ class LocationAttention(KeepsWeights):
             checks.positive_int("channels", channels)
         if not kernel_size % 2:
             checks.reject(ValueError, "kernel_size", "be odd", kernel_size)
-        checks.probability("dropout", dropout)
         factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
-        self.num_hiddens = num_hiddens
         self.W_q = nn.Linear(query_size, num_hiddens, **factory)
         self.W_k = nn.Linear(key_size, num_hiddens, **factory)
         self.w_v = nn.Linear(num_hiddens, 1, **factory)
@@ -95,55 +96,39 @@ class LocationAttention(KeepsWeights):
         self.bias = (
             nn.Parameter(torch.zeros(num_hiddens, device=device, dtype=dtype)) if bias else None
         )
-        self.dropout = nn.Dropout(dropout)
 
-    def memory(
-        self, keys: Tensor, values: Tensor | None = None, valid_lens: Tensor | None = None
-    ) -> Memory:
-        """Project the keys once, for any number of :meth:`attend` calls.
-
-        Args:
-            keys: (B,Tk,Dk).
-            values: (B,Tk,Dv); the keys themselves unless given.
-            valid_lens: None, (B,) or (B,1).
-
-        Raises:
-            TypeError, ValueError: as for calling the module.
-        """
-        values = keys if values is None else values
-        checks.source(keys, values, valid_lens)
-        checks.features("keys", keys, self.W_k.in_features)
-        return Memory(
-            ProjectedKeys(apply_layer(self.W_k, keys, self.bias), None, None), values, valid_lens
-        )
-
-    def attend(self, queries: Tensor, memory: Memory, location: Tensor) -> Tensor:
+    def attend(
+        self, queries: Tensor, memory: Memory, location: Tensor, *, mask: Tensor | None = None
+    ) -> Tensor:
         """One decoder step.
 
         Args:
             queries: (B,1,Dq).
             memory: from :meth:`memory`.
             location: (B,inputs,Tk), the weights of earlier steps.
+            mask: bool (B,Tk) or (B,1,Tk), True where this query may look, of what the memory's own
+                lengths and mask leave.
 
         Returns:
             Context (B,1,Dv); sets ``attention_weights`` (B,1,Tk) too.
 
         Raises:
-            TypeError, ValueError: as for calling the module.
+            TypeError, ValueError: as for calling the module; a memory of another module, or one
+                made before the key layer changed.
         """
-        if not isinstance(memory, Memory):
-            checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
-        keys, values, valid_lens = memory.projected.keys, memory.values, memory.valid_lens
-        checks.queries_for(queries, keys, valid_lens, None)
-        checks.features("queries", queries, self.W_q.in_features)
+        memory = self._checked(queries, memory, mask)
+        keys, values = memory.projected.keys, memory.values
+        seen = reference.visible(memory.valid_lens, mask, keys.shape[1])
+        check_features("queries", queries, self.W_q)
         inputs = self.W_f.in_features if self.conv is None else self.conv.in_channels
         checks.location(location, inputs, keys)
-        dropout_p = self.dropout.p if self.training else 0.0
+        dropout_p = self._dropout_p()
         w_q, w_f, w_v = (plain_weight(layer) for layer in (self.W_q, self.W_f, self.w_v))
         route = backends.decide(
             *(queries, keys, values, w_q, None, w_v, None, self.num_hiddens, dropout_p),
             keys_projected=True,
             general=True,
+            masked=seen is not None and seen.dim() == 3,
         )
         asked, inside = apply_layer(self.W_q, queries), Inside(None, w_f)
         conv = self.conv
@@ -153,7 +138,7 @@ class LocationAttention(KeepsWeights):
             keys, inside, conv = keys + self.W_f(features), TANH, None
         elif conv is None:
             inside = inside._replace(features=location.transpose(1, 2))
-        rest = (values, valid_lens, dropout_p)
+        rest = (values, seen, dropout_p)
         if w_v is None:
             context, weights = reference.attend(asked, keys, values, self.w_v, *rest[1:])
         elif conv is None:
@@ -171,6 +156,8 @@ class LocationAttention(KeepsWeights):
         values: Tensor,
         location: Tensor,
         valid_lens: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """:meth:`attend` to keys that are projected for this call alone.
 
@@ -179,7 +166,8 @@ class LocationAttention(KeepsWeights):
             keys: (B,Tk,Dk), dtype of queries.
             values: (B,Tk,Dv), dtype of queries.
             location: (B,inputs,Tk), dtype of queries.
-            valid_lens: None, (B,) or (B,1), any integer or float dtype.
+            valid_lens: None, (B,) or (B,1), any integer or float dtype, or a list.
+            mask: bool (B,Tk) or (B,1,Tk), True where the query may look; with lengths, both hold.
 
         Returns:
             Context (B,1,Dv), dtype of queries.
@@ -188,5 +176,4 @@ class LocationAttention(KeepsWeights):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
-        checks.inputs(queries, keys, values, valid_lens)
-        return self.attend(queries, self.memory(keys, values, valid_lens), location)
+        return self.attend(queries, self.memory(keys, values, valid_lens, mask=mask), location)

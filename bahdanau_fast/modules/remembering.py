@@ -1,4 +1,4 @@
-"""What an additive module does besides attending: memories, scores, and why a call goes where."""
+"""What a module does besides attending: memories, scores, and why a call goes where."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ from bahdanau_fast.general import scores_inside
 from bahdanau_fast.memory import Maker, Memory, ProjectedKeys, project
 from bahdanau_fast.memory.key_cache import may_share
 from bahdanau_fast.memory.shapes import as_rows, lengths
-from bahdanau_fast.modules.base import Additive, apply_layer, check_features, plain_weight
+from bahdanau_fast.modules.base import (
+    Additive,
+    Layered,
+    apply_layer,
+    check_features,
+    plain_weight,
+)
 from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.projection import shared_linear
 from bahdanau_fast.reference import TANH
 
-__all__ = ["Remembering"]
+__all__ = ["MakesMemories", "Remembering"]
 
 
-class Remembering(Additive):
-    """An additive module that projects keys once, for many calls; base of those with names."""
+class MakesMemories(Layered):
+    """A module that projects keys once, for many calls."""
+
+    #: Whether its operators read a table of exponentials.
+    _reads_table = True
 
     def memory(
         self,
@@ -66,11 +75,15 @@ class Remembering(Additive):
         if w_v is None:  # attend will call the scoring layer instead of a kernel
             projected = ProjectedKeys(own, None, None, None, lifetime)
         else:
-            projected = project(own, backends.keeps_table(backend, own))
+            projected = project(own, self._reads_table and backends.keeps_table(backend, own))
             projected = projected._replace(lifetime=lifetime).share(values, w_v)
         maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
         seen = reference.visible(valid_lens, mask, keys.shape[1])
         return Memory(projected, values, seen, maker)
+
+
+class Remembering(MakesMemories, Additive):
+    """An additive module with memories and scores; base of those with names."""
 
     def scores(self, queries: Tensor, memory: Memory, clip: float | None = None) -> Tensor:
         """The scores of a memory's keys, before any mask and the softmax.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from contract import scattered
 from parity import DTYPES, NEIGHBOURS
 from torch import nn
 
@@ -19,6 +20,12 @@ FORMS = {
     "no bias": {"bias": False},
     "in fp32": {"num_hiddens": 300, "batch": 20, "keys_len": 90},
     "longer than the keys": {"kernel_size": 101},
+    "masked": {"mask": scattered(3, 37)},
+    "a mask of a query": {"mask": scattered(3, 1, 37, seed=1)},
+    "a mask in fp32": {
+        **{"num_hiddens": 300, "batch": 20, "keys_len": 90},
+        "mask": scattered(20, 90, share=0.03),
+    },
 }
 
 
@@ -30,17 +37,14 @@ class Plain(nn.Module):
         self.of = of
 
     def attend(self, queries, memory, location):
-        of, (keys, values, lens) = self.of, memory
+        of, (keys, values, seen) = self.of, memory
         features = location if of.conv is None else of.conv(location)
         inner = of.W_k(keys) + of.W_q(queries) + of.W_f(features.transpose(1, 2))
         if of.bias is not None:
             inner = inner + of.bias
         scores = of.w_v(torch.tanh(inner)).transpose(1, 2)
-        if lens is not None:
-            open_keys = torch.arange(keys.shape[1]) < lens[:, None]
-            open_keys |= lens[:, None] <= 0
-            scores = torch.where(lens[:, None, None] > 0, scores, torch.zeros_like(scores))
-            scores = scores.masked_fill(~open_keys[:, None], float("-inf"))
+        empty = ~seen.any(-1, keepdim=True)
+        scores = scores.masked_fill(~seen, float("-inf")).masked_fill(empty, 0.0)
         self.weights = scores.softmax(-1)
         return self.weights @ values
 
@@ -71,7 +75,7 @@ def followed(attend, weights_of, memory, queries, location):
     return torch.cat(contexts, 1), weights
 
 
-def steps(module, drawn, dtype, plain):
+def steps(module, drawn, dtype, plain, mask=None):
     """Results and gradients, in fp64."""
     module = module.to(dtype)
     inputs = [x.to(dtype).requires_grad_() for x in drawn]
@@ -79,11 +83,14 @@ def steps(module, drawn, dtype, plain):
     lens = LENS.repeat(7)[: len(keys)]
     if plain:
         other = Plain(module)
+        seen = (torch.arange(keys.shape[1]) < lens[:, None])[:, None]
+        if mask is not None:
+            seen = seen & mask.view(len(keys), 1, -1)
         results = followed(
-            other.attend, lambda: other.weights, (keys, values, lens), queries, location
+            other.attend, lambda: other.weights, (keys, values, seen), queries, location
         )
     else:
-        memory = module.memory(keys, values, lens)
+        memory = module.memory(keys, values, lens, mask=mask)
         results = followed(
             module.attend, lambda: module.attention_weights, memory, queries, location
         )
@@ -96,10 +103,10 @@ def steps(module, drawn, dtype, plain):
     return {n: x.detach().double() for n, x in zip(names, [*results, *found], strict=True)}
 
 
-def missed_by_eager(module, drawn, dtype):
+def missed_by_eager(module, drawn, dtype, mask):
     """The errors of plain PyTorch in a dtype, by result, and the exact results."""
-    exact = steps(module, drawn, torch.float64, plain=True)
-    eager = steps(module, drawn, dtype, plain=True)
+    exact = steps(module, drawn, torch.float64, plain=True, mask=mask)
+    eager = steps(module, drawn, dtype, plain=True, mask=mask)
     module.double()
     return {n: parity.error(eager[n], true) for n, true in exact.items()}, exact
 
@@ -115,12 +122,14 @@ def moved(x, dtype, seed):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_steps(form, dtype, backend):
-    module, drawn = made(**FORMS[form])
+    given = dict(FORMS[form])
+    mask = given.pop("mask", None)
+    module, drawn = made(**given)
     # Values that the dtype holds.
     module, drawn = module.to(dtype).double(), [x.to(dtype).double() for x in drawn]
-    missed, exact = missed_by_eager(module, drawn, dtype)
+    missed, exact = missed_by_eager(module, drawn, dtype, mask)
     with bf.backends.use(backend):
-        ours = steps(module, drawn, dtype, plain=False)
+        ours = steps(module, drawn, dtype, plain=False, mask=mask)
     module.double()
     factor = 8 if dtype == torch.float64 else 2  # as in the support module parity: shares()
     for seed in range(NEIGHBOURS + 1):  # and check(): eager's error on one input is a single draw
@@ -132,22 +141,24 @@ def test_steps(form, dtype, backend):
         }
         if not wrong:
             return
-        again, near = missed_by_eager(module, [moved(x, dtype, seed) for x in drawn], dtype)
+        near = [moved(x, dtype, seed) for x in drawn]
+        again, near = missed_by_eager(module, near, dtype, mask)
         if dtype == torch.float64:  # nothing is wider: what a rounding of the inputs changes
             again = {n: parity.error(near[n], true) for n, true in exact.items()}
         missed = {n: max(error, again[n]) for n, error in missed.items()}
     raise AssertionError(f"{wrong} times what is allowed")
 
 
+@pytest.mark.parametrize("mask", [None, scattered(2, 5)], ids=["no mask", "mask"])
 @pytest.mark.parametrize("form", ["one channel in", "two channels in", "coverage"])
-def test_second_derivatives(form):
+def test_second_derivatives(form, mask):
     module, drawn = made(batch=2, keys_len=5, num_hiddens=3, **FORMS[form])
     memory_of = [x.double().requires_grad_() for x in drawn[:2]]
     query = drawn[2][0].double().requires_grad_()
     location = drawn[3].double().requires_grad_()
 
     def function(keys, values, query, location, *_):
-        context = module(query, keys, values, location, torch.tensor([3, 0]))
+        context = module(query, keys, values, location, torch.tensor([3, 0]), mask=mask)
         return context, module.attention_weights
 
     inputs = (*memory_of, query, location, *module.parameters())
@@ -163,17 +174,19 @@ def test_a_step_is_one_operator_and_a_projection():
         with torch.profiler.profile() as profile:
             module.attend(queries[0], memory, location)
     names = {e.key for e in profile.key_averages() if e.key.startswith("bahdanau_fast::")}
-    assert names == {"bahdanau_fast::location_attend"}
+    # The fingerprint is that of some rows of W_k, which must be those of the memory.
+    assert names == {"bahdanau_fast::location_attend", "bahdanau_fast::fingerprint"}
     assert not any("conv" in e.key for e in profile.key_averages())
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
+@pytest.mark.parametrize("seen", [LENS, scattered(3, 1, 37)], ids=["lens", "mask"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck(dtype):
+def test_opcheck(dtype, seen):
     module, (keys, values, queries, location) = made(inputs=2)
     module = module.to(dtype)
     q, k = module.W_q(queries[0].to(dtype)).detach(), module.W_k(keys.to(dtype)).detach()
-    given = [q, k, values.to(dtype), module.w_v.weight.detach(), LENS, location.to(dtype)]
+    given = [q, k, values.to(dtype), module.w_v.weight.detach(), seen, location.to(dtype)]
     given += [module.conv.weight.detach(), None, module.W_f.weight.detach()]
     leaves = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in given]
     torch.library.opcheck(
@@ -181,13 +194,45 @@ def test_opcheck(dtype):
     )
 
 
+class Masked(nn.Module):
+    """A call with a mask, as a module that can be exported."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def forward(self, *given):
+        return self.of(*given[:-1], mask=given[-1])
+
+
 def test_compile_and_export():
     module, (keys, values, queries, location) = made()
-    module = module.float()
-    given = (queries[0], keys, values, location, LENS)
+    module = Masked(module.float())
+    given = (queries[0], keys, values, location, LENS, scattered(3, 37))
     want = module(*given)
     torch.testing.assert_close(torch.compile(module, fullgraph=True)(*given), want)
     torch.testing.assert_close(torch.export.export(module, given).module()(*given), want)
+
+
+@pytest.mark.parametrize("lens", [None, LENS, LENS.tolist()], ids=["no lens", "lens", "a list"])
+def test_every_way_in_takes_a_mask(lens):
+    module, (keys, values, queries, location) = made()
+    query, mask = queries[0].double(), scattered(3, 37)
+    inputs = [x.double() for x in (keys, values)]
+    location = location.double()
+    seen = mask if lens is None else mask & (torch.arange(37) < torch.tensor(lens)[:, None])
+    memory = module.memory(*inputs, lens)
+    plain = Plain(module)
+    want = plain.attend(query, (*inputs, seen[:, None]), location)
+    for context in (
+        module(query, *inputs, location, lens, mask=mask),
+        module.attend(query, memory, location, mask=mask),
+        module.attend(query, memory, location, mask=mask.unsqueeze(1)),
+        module.attend(query, module.memory(*inputs, lens, mask=mask), location),
+        module.attend(query, module.memory(*inputs, mask=mask), location, mask=seen),
+    ):
+        torch.testing.assert_close(context, want)
+        torch.testing.assert_close(module.attention_weights, plain.weights)
 
 
 @pytest.mark.parametrize("layer", ["W_q", "W_f", "w_v", "conv"])
@@ -218,6 +263,14 @@ BAD = [
     ({"location": torch.ones(3, 1, 37).double()}, TypeError, "location must have the dtype"),
     ({"queries": torch.ones(3, 1, 4)}, ValueError, "queries must have feature size 5"),
     ({"keys": torch.ones(3, 37, 4)}, ValueError, "keys must have feature size 6"),
+    ({"queries": torch.ones(2, 1, 5)}, ValueError, "queries must have the batch size"),
+    ({"queries": torch.ones(3, 1, 5).double()}, TypeError, "queries must have the dtype"),
+    ({"values": torch.ones(3, 36, 4)}, ValueError, "values must have the batch size and length"),
+    ({"valid_lens": torch.ones(3, 2)}, ValueError, r"valid_lens must have shape \(3,\) or \(3, 1"),
+    ({"valid_lens": torch.ones(3, 37) > 0}, TypeError, "a bool mask is given as mask="),
+    ({"mask": torch.ones(3, 36) > 0}, ValueError, r"mask must have shape \(3, 37\)"),
+    ({"mask": torch.ones(3, 2, 37) > 0}, ValueError, r"or \(3, 1, 37\), got \(3, 2, 37\)"),
+    ({"mask": torch.ones(3, 37)}, TypeError, "mask must be bool"),
 ]
 
 

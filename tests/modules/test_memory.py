@@ -133,12 +133,36 @@ def test_made_under_autocast(attention, inputs, dtype):
     assert attention.W_k.weight.grad is not None
 
 
-def test_another_modules_memory(attention, inputs):
-    other = copy.deepcopy(attention)
+KINDS = {
+    "additive": lambda: bf.AdditiveAttention(D, D, H, bias=True),
+    "location": lambda: bf.LocationAttention(D, D, H, channels=3, kernel_size=5),
+}
+
+
+@pytest.fixture(params=KINDS)
+def either(request):
+    torch.manual_seed(0)
+    return KINDS[request.param]()
+
+
+def attended(module, queries, memory):
+    """The context of a step, for LocationAttention one that looked at all keys alike before."""
+    if isinstance(module, bf.LocationAttention):
+        return module.attend(queries[:, :1], memory, torch.full((B, 1, TK), 1 / TK))
+    return module.attend(queries, memory)
+
+
+def test_another_modules_memory(either, inputs):
+    other = copy.deepcopy(either)
     memory = other.memory(inputs[1])
-    need = "memory must come from memory\\(\\) of this module, got one made by another Additive"
-    with pytest.raises(ValueError, match=need):
-        attention.attend(inputs[0], memory)
+    need = "memory must come from memory\\(\\) of this module, got one made by another "
+    with pytest.raises(ValueError, match=need + type(either).__name__):
+        attended(either, inputs[0], memory)
+
+
+def test_no_memory_at_all(either, inputs):
+    with pytest.raises(TypeError, match="memory must come from memory\\(\\), got Tensor"):
+        attended(either, *inputs[:2])
 
 
 CHANGES = {
@@ -153,24 +177,24 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_older_than_a_change_of_the_key_layer(attention, inputs, change):
+def test_older_than_a_change_of_the_key_layer(either, inputs, change):
     with torch.no_grad():
-        memory = attention.memory(inputs[1])
-        attention.attend(inputs[0], memory)
-        CHANGES[change](attention)
+        memory = either.memory(inputs[1])
+        attended(either, inputs[0], memory)
+        CHANGES[change](either)
         with pytest.raises(ValueError, match="must be made after the last change of the key layer"):
-            attention.attend(inputs[0], memory)
-        attention.attend(inputs[0], attention.memory(inputs[1]))
+            attended(either, inputs[0], memory)
+        attended(either, inputs[0], either.memory(inputs[1]))
 
 
 @pytest.mark.parametrize("kind", ["fused", "foreach"])
-def test_older_than_an_optimizer_step(attention, inputs, kind):
-    optimizer = torch.optim.AdamW(attention.parameters(), **{kind: True})
-    memory = attention.memory(inputs[1])
-    attention.attend(inputs[0], memory).sum().backward()
+def test_older_than_an_optimizer_step(either, inputs, kind):
+    optimizer = torch.optim.AdamW(either.parameters(), **{kind: True})
+    memory = either.memory(inputs[1])
+    attended(either, inputs[0], memory).sum().backward()
     optimizer.step()
     with pytest.raises(ValueError, match="call memory\\(\\) again"):
-        attention.attend(inputs[0], memory)
+        attended(either, inputs[0], memory)
 
 
 def test_the_same_bytes_are_no_change(attention, inputs):
@@ -182,13 +206,15 @@ def test_the_same_bytes_are_no_change(attention, inputs):
     assert torch.equal(attention.attend(inputs[0], memory), want)
 
 
-def test_a_backward_for_each_step_on_a_memory(attention, inputs):
+def test_a_backward_for_each_step_on_a_memory(either, inputs):
     queries, keys, values = inputs
     keys.requires_grad_()
-    memory = attention.memory(keys, values, LENS)
+    memory = either.memory(keys, values, LENS)
     for step in range(3):
-        attention.attend(queries + step, memory).square().sum().backward()
+        attended(either, queries + step, memory).square().sum().backward()
     got = keys.grad
     keys.grad = None
-    sum(attention(queries + s, keys, values, LENS).square().sum() for s in range(3)).backward()
+    for step in range(3):
+        memory = either.memory(keys, values, LENS)
+        attended(either, queries + step, memory).square().sum().backward()
     torch.testing.assert_close(got, keys.grad, rtol=1e-4, atol=1e-5)
