@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.backends.route import Route
+from bahdanau_fast.memory.shapes import as_rows
 from bahdanau_fast.ops.inside import general
 from bahdanau_fast.ops.inside.location import attend_location as location_op
 from bahdanau_fast.ops.inside.location import convolved
@@ -42,7 +43,8 @@ def additive_scores(
     Bello et al. 2016, https://arxiv.org/abs/1611.09940, section A.1.
 
     Args:
-        queries: (B,Tq,Dq), float32, bfloat16, float16 or float64.
+        queries: (B,Tq,Dq), float32, bfloat16, float16 or float64; or a decoder state (B,Dq), which
+            leaves Tq out of the result. B may be any number of dimensions.
         keys: (B,Tk,Dk), dtype of queries.
         w_q: (H,Dq).
         w_k: (H,Dk).
@@ -69,7 +71,10 @@ def additive_scores(
     >>> scores.tolist()
     [[[6.0, 6.0, 6.0, 6.0]]]
     """
+    (queries, keys, _, _), _, shape = as_rows(queries, keys, keys, None, None)
     checks.inputs(queries, keys, keys, None)
+    if shape is not None:
+        features = shape.flatten(features)
     hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias)
     inside = Inside(features, w_f, activation, negative_slope)
     checks.inside(*inside, keys, hidden)
@@ -82,7 +87,8 @@ def additive_scores(
     scores = scores_inside(route, asked, projected, w_v, inside)
     if clip is not None:
         scores = clip * torch.tanh(scores)
-    return scores if scores.dtype == asked.dtype else scores.to(asked.dtype)
+    scores = scores if scores.dtype == asked.dtype else scores.to(asked.dtype)
+    return scores if shape is None else shape.restore(scores)
 
 
 def scores_inside(

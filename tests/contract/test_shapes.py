@@ -148,11 +148,33 @@ def test_features_of_any_batch():
     q, k, v, f = (torch.randn(B, n, d) for n, d in ((TQ, D), (TK, D), (TK, DV), (TK, 2)))
     w_q, w_k, w_v, w_f = (torch.randn(s) for s in ((H, D), (H, D), (H,), (H, 2)))
     options = {"w_f": w_f, "activation": "relu"}
-    want = bf.additive_attention(q, k, v, w_q, w_k, w_v, features=f, **options)
-    q, k, v, f = (x.unflatten(0, (2, 3)) for x in (q, k, v, f))
-    got = bf.additive_attention(q, k, v, w_q, w_k, w_v, features=f, **options)
-    for ours, exact in zip(got, want, strict=True):
-        close(ours.flatten(0, 1), exact)
+
+    def call(q, k, v, f):
+        results = bf.additive_attention(q, k, v, w_q, w_k, w_v, features=f, **options)
+        return *results, bf.additive_scores(q, k, w_q, w_k, w_v, features=f, clip=2.0, **options)
+
+    want = call(q, k, v, f)
+    rows = [x.unflatten(0, (2, 3)) for x in (q, k, v, f)]
+    for ours, exact in zip(call(*rows), want, strict=True):
+        close(ours, exact.unflatten(0, (2, 3)))
+    for i, state in enumerate(rows[0].unbind(2)):
+        for ours, exact in zip(call(state, *rows[1:]), want, strict=True):
+            close(ours, exact[:, i].unflatten(0, (2, 3)))
+    for ours, exact in zip(call(q[1, 2], k[1], v[1], f[1]), want, strict=True):  # without a batch
+        close(ours, exact[1, 2])
+
+
+@pytest.mark.parametrize("function", [bf.additive_scores, bf.additive_attention])
+def test_features_that_do_not_fit_the_batch(function):
+    ones = torch.ones
+    values = (ones(2, 3, TK, DV),) if function is bf.additive_attention else ()
+    weights = ones(H, D), ones(H, D), ones(H)
+    with pytest.raises(ValueError, match=r"features must have .*got \(3, 2, 13, 2\)"):
+        function(
+            *(ones(2, 3, D), ones(2, 3, TK, D), *values, *weights),
+            features=ones(3, 2, TK, 2),
+            w_f=ones(H, 2),
+        )
 
 
 def test_batches_that_differ(inputs):
