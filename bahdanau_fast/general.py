@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from bahdanau_fast import backends, checks, reference
@@ -84,15 +83,17 @@ def additive_scores(
         queries, keys, keys, w_q, w_k, w_v, bias, hidden, 0.0, general=True, name=backend
     )
     asked, projected = linear(queries, w_q), linear(keys, w_k, bias)
-    scores = scores_inside(route, asked, projected, w_v, inside)
-    if clip is not None:
-        scores = clip * torch.tanh(scores)
-    scores = scores if scores.dtype == asked.dtype else scores.to(asked.dtype)
+    scores = scores_inside(route, asked, projected, w_v, inside, clip)
     return scores if shape is None else shape.restore(scores)
 
 
 def scores_inside(
-    route: Route, queries: Tensor, keys: Tensor, w_v: Tensor, inside: Inside
+    route: Route,
+    queries: Tensor,
+    keys: Tensor,
+    w_v: Tensor,
+    inside: Inside,
+    clip: float | None = None,
 ) -> Tensor:
     """The scores of projected queries and keys, as the route says.
 
@@ -102,14 +103,17 @@ def scores_inside(
         keys: (B,Tk,H), projected.
         w_v: (1,H) or (H,).
         inside: features and activation.
+        clip: scores u become ``clip * tanh(u)``.
 
     Returns:
-        (B,Tq,Tk).
+        (B,Tq,Tk), in the dtype of the queries.
     """
     keys, w_v, inside = _like(queries, keys, w_v, inside)
     if _is_plain(route, queries):
-        return reference.projected_scores(queries, keys, w_v, inside)
-    return general.scores_inside(queries, keys, w_v, inside)
+        scores = reference.projected_scores(queries, keys, w_v, inside)
+    else:
+        scores = general.scores_inside(queries, keys, w_v, inside)
+    return reference.clipped(scores, clip).to(queries.dtype)
 
 
 def attend_inside(

@@ -27,6 +27,7 @@ __all__ = [
     "additive_attention",
     "additive_scores",
     "attend",
+    "clipped",
     "masked_softmax",
     "projected_scores",
     "valid_mask",
@@ -146,6 +147,11 @@ def projected_scores(
     return scores.squeeze(-1)
 
 
+def clipped(scores: Tensor, clip: float | None) -> Tensor:
+    """Scores u as ``clip * tanh(u)``; as they are where ``clip`` is None."""
+    return scores if clip is None else clip * torch.tanh(scores)
+
+
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -259,4 +265,4 @@ def additive_scores(
     """
     inside = Inside(features, w_f, activation, negative_slope)
     scores = projected_scores(F.linear(queries, w_q), F.linear(keys, w_k, bias), w_v, inside)
-    return scores if clip is None else clip * torch.tanh(scores)
+    return clipped(scores, clip)

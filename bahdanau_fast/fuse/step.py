@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends, checks, ops
+from bahdanau_fast import backends
 from bahdanau_fast.backends import Route
 from bahdanau_fast.functional import attend_projected
 from bahdanau_fast.general import attend_inside, attend_location, scores_inside
-from bahdanau_fast.memory import ProjectedKeys, project
+from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
 from bahdanau_fast.modules.base import apply_layer, plain_parameters
-from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.projection import linear
-from bahdanau_fast.ops.shared_gradients import SharedNode
 from bahdanau_fast.reference import TANH, Inside
 
 __all__ = ["Located", "Step"]
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class _Kept(NamedTuple):
-    """What was derived from the projected keys that a module keeps."""
-
-    keys: weakref.ref[Tensor]
-    state: tuple[object, ...]
-    table: Tensor | None
-    keys_max: Tensor | None
-    lifetime: Lifetime
-    shared: weakref.ref[SharedNode] | None
 
 
 class _Scorer(NamedTuple):
@@ -67,8 +53,7 @@ class Step:
     """
 
     def __init__(self) -> None:
-        self._raw = KeyCache()
-        self._kept: _Kept | None = None
+        self._cache = KeyCache()
         self._scorer: _Scorer | None = None
         self._own: nn.Module | None = None
 
@@ -118,12 +103,10 @@ class Step:
             general=general,
             masked=seen is not None and seen.dim() == 3,
         )
-        if layer is None:
-            projected = self._from_kept(route, keys, values, w_v)
-        elif w_k is not None:
-            projected = self._project(route, keys, w_k, bias, values, w_v)
-        else:
+        if layer is not None and w_k is None:
             projected = ProjectedKeys(apply_layer(layer, keys), None, None)
+        else:
+            projected = self._projected(route, keys, w_k, bias, values, w_v)
         if not general:
             return attend_projected(route, queries, projected, values, w_v, seen, 0.0)
         inputs = (queries, projected.keys, w_v, values, seen, 0.0)
@@ -149,57 +132,28 @@ class Step:
         route = backends.decide(
             *(queries, keys, keys, None, w_k, w_v, bias, w_v.shape[-1], 0.0), general=True
         )
-        projected = self._project(route, keys, w_k, bias, keys, w_v).keys
-        scores = scores_inside(route, queries, projected, w_v, TANH)
-        return scores.to(queries.dtype), projected
+        projected = self._projected(route, keys, w_k, bias, keys, w_v).keys
+        return scores_inside(route, queries, projected, w_v, TANH), projected
 
-    def _project(
+    def _projected(
         self,
         route: Route,
         keys: Tensor,
-        w_k: Tensor,
+        w_k: Tensor | None,
         bias: Tensor | None,
         values: Tensor,
         w_v: Tensor,
     ) -> ProjectedKeys:
-        """Projected keys, those of the step before if nothing has changed."""
-        if not (route.reuse and route.backend == "cpu" and may_share(keys, w_k, bias)):
-            return ProjectedKeys(linear(keys, w_k, bias), None, None)
+        """Projected keys, and what was derived from them at the step before if nothing has changed.
+
+        Without a weight the keys are projected: the module keeps them.
+        """
+        pays = route.table if w_k is None else route.reuse and route.backend == "cpu"
+        if not (pays and may_share(keys, keys if w_k is None else w_k, bias)):
+            own = keys if w_k is None else linear(keys, w_k, bias)
+            return ProjectedKeys(own, None, None)
         source = Source.of(keys, w_k, bias, route.backend, False)
-        return self._raw.project(source, values, w_v, route.table, route.records)
-
-    def _from_kept(self, route: Route, keys: Tensor, values: Tensor, w_v: Tensor) -> ProjectedKeys:
-        """Keys that the module projected, and what was derived from them at the step before."""
-        if not (route.table and may_share(keys, keys, None)):
-            return ProjectedKeys(keys, None, None)
-        state = (*_modes(keys), ops.fingerprint(keys, None, None))
-        kept = self._kept
-        if kept is None or kept.keys() is not keys or kept.state != state:
-            _, table, keys_max, *_ = project(keys, True)
-            freed = self._drop_with(keys)
-            kept = _Kept(freed, state, table, keys_max, Lifetime(), None)
-        self._kept = kept
-        found = ProjectedKeys(keys, kept.table, kept.keys_max, None, kept.lifetime)
-        if not route.records:
-            return found
-        shared = None if kept.shared is None else kept.shared()
-        if shared is not None and shared.fits(values, w_v):
-            return found._replace(shared=shared)
-        found = found.share(values, w_v)
-        if found.shared is not None:
-            self._kept = kept._replace(shared=weakref.ref(found.shared))
-        return found
-
-    def _drop_with(self, keys: Tensor) -> weakref.ref[Tensor]:
-        """A reference to keys that frees what was derived from them together with them."""
-        this = weakref.ref(self)
-
-        def drop(freed: weakref.ref[Tensor]) -> None:
-            step = this()
-            if step is not None and step._kept is not None and step._kept.keys is freed:
-                step._kept = None
-
-        return weakref.ref(keys, drop)
+        return self._cache.project(source, values, w_v, route.table, route.records)
 
     def scorer(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """``scale * weight``, the same tensor as long as nothing changes, for steps to share.
@@ -215,7 +169,7 @@ class Step:
         known = self._scorer
         same = not torch.compiler.is_compiling()
         same = same and weight.is_cpu and may_share(weight, weight, None)
-        state = (*_modes(weight), scale, ops.fingerprint(weight, None, bias)) if same else ()
+        state = (scale, *Source.of(weight, None, bias, "cpu", False).state) if same else ()
         if (
             known is not None
             and known.state == state
@@ -230,17 +184,3 @@ class Step:
         if same:
             self._scorer = _Scorer(weight, bias, state, w_v)
         return w_v
-
-
-def _modes(tensor: Tensor) -> tuple[Any, ...]:
-    """What decides, beside its bytes, what may be done with what was derived from a tensor."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        checks.autocast_dtype(tensor.device),
-        tensor.requires_grad,
-        tensor.data_ptr(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-    )

@@ -27,11 +27,11 @@ __all__ = ["KeyCache", "Source", "may_share"]
 
 
 class Source(NamedTuple):
-    """The inputs of a projection, ``keys @ weight.T + bias``.
+    """The inputs of a projection, ``keys @ weight.T + bias``; or keys that are projected.
 
     Attributes:
-        keys: (B,Tk,Dk).
-        weight: (H,Dk).
+        keys: (B,Tk,Dk); (B,Tk,H) without a weight.
+        weight: (H,Dk), or None.
         bias: (H,) or None.
         backend: that will serve the call.
         trusted: compare version counters, not bytes.
@@ -39,7 +39,7 @@ class Source(NamedTuple):
     """
 
     keys: Tensor
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
     backend: str
     trusted: bool
@@ -47,18 +47,18 @@ class Source(NamedTuple):
 
     @classmethod
     def of(
-        cls, keys: Tensor, weight: Tensor, bias: Tensor | None, backend: str, trusted: bool
+        cls, keys: Tensor, weight: Tensor | None, bias: Tensor | None, backend: str, trusted: bool
     ) -> Source:
         """Take the state before the projection.
 
         Args:
-            keys: (B,Tk,Dk).
-            weight: (H,Dk).
+            keys: (B,Tk,Dk); (B,Tk,H) without a weight.
+            weight: (H,Dk), or None.
             bias: (H,) or None.
             backend: of the call.
             trusted: compare version counters, not bytes.
         """
-        tensors = (keys, weight) if bias is None else (keys, weight, bias)
+        tensors = _present(keys, weight, bias)
         state: tuple[object, ...] = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -71,13 +71,13 @@ class Source(NamedTuple):
         )
         return cls(keys, weight, bias, backend, trusted, state)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Keys, weight and, if there is one, bias."""
-        return (self.keys, self.weight, *(() if self.bias is None else (self.bias,)))
-
     def grad_fns(self) -> tuple[Any, ...]:
         """The grad_fn of each tensor; None for leaves."""
-        return tuple(tensor.grad_fn for tensor in self.tensors())
+        return tuple(tensor.grad_fn for tensor in _present(*self[:3]))
+
+
+def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def may_share(
@@ -114,7 +114,8 @@ class _Entry:
     state: tuple[object, ...]
     trusted: tuple[Tensor | None, ...]  # weight and bias, if their bytes are not compared
     storage: weakref.ref[torch.UntypedStorage]  # of the keys; the entry is dropped with it
-    projected: Callable[[], Tensor | None]  # weak with a graph, which holds the keys
+    # Weak with a graph, which holds the keys, and where the keys came projected.
+    projected: Callable[[], Tensor | None]
     lifetime: Lifetime | None  # None as long as no gradient was asked for
     held: weakref.ref[Held] | None  # of the node in the graph
     table: Tensor | None = None
@@ -131,7 +132,7 @@ class _Entry:
         ):
             return False
         if self.held is None:
-            return True
+            return source.weight is not None or self.projected() is source.keys
         held = self.held()
         return held is not None and held.is_current and held.grad_fns == source.grad_fns()
 
@@ -158,9 +159,11 @@ class KeyCache:
         """
         entry = self._entry  # read once: another thread may replace it
         own = entry.projected() if entry is not None and entry.is_of(source) else None
+        # A table pays for keys that are asked for again, as those are that come projected.
+        pays = own is not None or source.weight is None
         if entry is None or own is None:
-            return self._store(source, records)
-        if table and entry.table is None:  # the second call on these keys: a table pays from now on
+            entry, own = self._store(source, records)
+        if table and pays and entry.table is None:
             made, keys_max = ops.exp_keys_op(own.detach(), torch.is_grad_enabled())
             entry = self._entry = replace(entry, table=made, keys_max=keys_max)
         if records and entry.lifetime is None:
@@ -176,15 +179,15 @@ class KeyCache:
             self._entry = replace(entry, shared=weakref.ref(found.shared))
         return found
 
-    def _store(self, source: Source, records: bool) -> ProjectedKeys:
+    def _store(self, source: Source, records: bool) -> tuple[_Entry, Tensor]:
         """Project, and remember it until the keys are freed or the last backward is done."""
         self._entry = None
         keys, weight, bias, _, _, state = source
-        if records:
-            lifetime = Lifetime()
+        lifetime = Lifetime() if records else None
+        own, held = keys, None
+        if weight is not None and lifetime is not None:
             own, held = shared_linear(keys, weight, bias, lifetime)
-        else:
-            lifetime, held = None, None
+        elif weight is not None:
             own = linear(keys, weight, bias)
         # The callback outlives this call in the autograd graph. It must not hold the cache or the
         # entry, which would keep that graph alive.
@@ -199,12 +202,13 @@ class KeyCache:
         if held is not None:
             held.on_release = drop
         # Of the storage, since tensors with weak references cannot be swapped.
-        self._entry = _Entry(
+        is_held = held is None and weight is not None
+        entry = self._entry = _Entry(
             state,
             (weight, bias) if source.trusted else (),
             weakref.ref(keys.untyped_storage(), drop),
-            (lambda: own) if held is None else weakref.ref(own),
+            (lambda: own) if is_held else weakref.ref(own),
             lifetime,
             None if held is None else weakref.ref(held),
         )
-        return ProjectedKeys(own, None, None, None, lifetime)
+        return entry, own

@@ -117,15 +117,13 @@ class Remembering(MakesMemories, Additive):
         w_v = plain_weight(layer)
         if w_v is None:
             scores = reference.projected_scores(asked, keys, layer)
-        else:
-            route = backends.decide(
-                *(asked, keys, memory.values, asked, None, w_v, None, self.num_hiddens, 0.0),
-                keys_projected=True,
-                general=True,
-            )
-            scores = scores_inside(route, asked, keys, w_v, TANH)
-        scores = scores.to(asked.dtype)
-        return scores if clip is None else clip * torch.tanh(scores)
+            return reference.clipped(scores, clip).to(asked.dtype)
+        route = backends.decide(
+            *(asked, keys, memory.values, asked, None, w_v, None, self.num_hiddens, 0.0),
+            keys_projected=True,
+            general=True,
+        )
+        return scores_inside(route, asked, keys, w_v, TANH, clip)
 
     def explain(
         self,

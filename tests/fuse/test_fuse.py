@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import bahdanau_fast as bf
+from bahdanau_fast.fuse.step import Step
 
 
 class Model(nn.Module):
@@ -253,13 +254,22 @@ def test_kept_keys_that_change_are_noticed():
                     module(states, lens, state),
                     type(module)._original.forward(module, states, lens, state),
                 )
-    kept = module._bahdanau_fast_step
-    assert kept._kept.table is not None
+    cache = module._bahdanau_fast_step._cache
+    assert cache._entry.table is not None
     module.reset()
-    assert kept._kept is None  # freed with the keys
+    assert cache._entry is None  # freed with the keys
     other = torch.randn(4, 17, driving.D)
     assert module(other, driving.lens_of(17), state)[1].shape == (4, 17)
     assert module.precomputed_enc_h.shape == (4, 17, driving.H)
+
+
+def test_a_scorer_is_made_anew_for_a_bias_that_is_to_learn():
+    weight, bias = torch.randn(1, 5), torch.randn(1)
+    step = Step()
+    assert step.scorer(weight, bias, 2.0) is step.scorer(weight, bias, 2.0)
+    bias.requires_grad_()
+    (grad,) = torch.autograd.grad(step.scorer(weight, bias, 2.0).sum(), bias)
+    assert grad.tolist() == [0.0]
 
 
 def test_a_row_with_nothing_to_look_at_is_uniform():
