@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from contract import CONTRACT, LARGE, lens
+from contract import CONTRACT, LARGE, MASKED, lens, scattered
 from parity import DTYPES, INPUTS, NEIGHBOURS, Case, check, neighbour
 
 import bahdanau_fast as bf
@@ -43,6 +43,12 @@ ROWS = (
     "sliced inputs",
     "batch_last inputs",
     "expanded inputs",
+    "mask per row",
+    "mask per query",
+    "mask and lens per query",
+    "mask of nothing",
+    "mask, split keys, chunks without any",
+    "mask, many tiles without any",
 )
 
 
@@ -56,7 +62,7 @@ def test_forms(form, dtype):
 @pytest.mark.parametrize("form", ["features", "leaky_relu"])
 @pytest.mark.parametrize("row", ROWS)
 def test_contract(row, form, dtype):
-    check(Case(**{**LARGE, **CONTRACT[row], **FORMS[form]}), dtype)
+    check(Case(**{**LARGE, **(CONTRACT | MASKED)[row], **FORMS[form]}), dtype)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
@@ -154,19 +160,21 @@ def test_scores_are_those_of_the_weights():
 
 
 @pytest.mark.parametrize("form", ["features", "leaky_relu"])
-@pytest.mark.parametrize("scores", [True, False])
-def test_gradcheck_and_second_derivatives(form, scores):
+@pytest.mark.parametrize("of", ["scores", "attention", "masked attention"])
+def test_gradcheck_and_second_derivatives(form, of):
     case = replace(Case(**FORMS[form]), C=FORMS[form].get("C", 0) and 2)
     drawn = {n: x for n, x in case.draw(torch.float64).items() if n in INPUTS}
-    if scores:
+    if of == "scores":
         del drawn["values"]
     names = list(drawn)
+    look = {"mask": scattered(case.B, case.Tq, case.Tk)} if of == "masked attention" else {}
 
     def function(*tensors):
         given = dict(zip(names, tensors, strict=True))
-        if scores:
+        if of == "scores":
             return bf.additive_scores(**given, **case.options(), clip=3.0)
-        return bf.additive_attention(**given, **case.options(), valid_lens=torch.tensor([5, 0]))
+        valid = torch.tensor([5, 0])
+        return bf.additive_attention(**given, **case.options(), valid_lens=valid, **look)
 
     inputs = [x.requires_grad_() for x in drawn.values()]
     assert torch.autograd.gradcheck(function, inputs)
@@ -176,6 +184,7 @@ def test_gradcheck_and_second_derivatives(form, scores):
 ops = torch.ops.bahdanau_fast
 CHECKED = {
     "features": {"C": 3},
+    "masked": {"C": 3, "mask": scattered(2, 3, 5)},
     "no features": {"activation": 2},
     "tanh alone": {},
     "large": {"C": 10, "B": 3, "Tq": 17, "Tk": 53, "H": 211},
@@ -202,8 +211,10 @@ def operands(dtype, B=2, Tq=3, Tk=5, H=7, C=0, activation=0):
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
 @pytest.mark.parametrize(("case", "dtype"), OPCHECKED, ids=str)
 def test_opcheck(case, dtype):
-    (queries, keys, values, w_v), inside = operands(dtype, **CHECKED[case])
-    valid = torch.arange(len(keys))
+    given = dict(CHECKED[case])
+    mask = given.pop("mask", None)
+    (queries, keys, values, w_v), inside = operands(dtype, **given)
+    valid = torch.arange(len(keys)) if mask is None else mask
     scores = (queries, keys, w_v, *inside)
     attend = (queries, keys, values, w_v, valid, *inside, torch.tensor([7]), 0.25)
     torch.library.opcheck(ops.general_scores.default, scores)
@@ -224,9 +235,9 @@ class Attention(torch.nn.Module):
     def forward(self, inputs, valid_lens):
         values = inputs["values"]
         inputs = {n: x for n, x in inputs.items() if n != "values"}
-        attended = bf.additive_attention(
-            values=values, **inputs, valid_lens=valid_lens, activation="relu"
-        )
+        look = {"valid_lens": valid_lens}
+        look["mask"] = torch.arange(values.shape[1]) % 3 != valid_lens.unsqueeze(1) % 3
+        attended = bf.additive_attention(values=values, **inputs, **look, activation="relu")
         return (*attended, bf.additive_scores(**inputs, clip=10.0))
 
 
@@ -345,6 +356,15 @@ def test_a_backend_of_gpus_is_not_taken_by_name(name):
     assert (route.backend, route.form) == ("reference", "reference")
     assert "no GPU kernels" in route.reason
     assert decided(**{**facts, "general": False}).backend == name
+
+
+@pytest.mark.parametrize("what", ["general", "masked"])
+def test_triton_in_its_interpreter_says_what_it_does_not_serve(what):
+    facts = {what: True, "device": "cpu", "there": ("cpu", "reference"), "interpreted": True}
+    with pytest.raises(ValueError, match=r"backend must serve (scores|masks).*, got 'triton'"):
+        decided(**facts, asked="triton")
+    assert decided(**facts, asked=None).backend == "cpu"
+    assert decided(**{**facts, what: False}, asked="triton").backend == "triton"
 
 
 def decided(**facts):

@@ -2,11 +2,12 @@
 
 import copy
 import pickle
+import time
 
 import pytest
 import torch
 from contract import places, scattered
-from test_general import decided
+from test_general import decided, operands
 
 import bahdanau_fast as bf
 
@@ -86,6 +87,70 @@ def test_blocks_with_nothing_to_look_at_are_not_read(attention, queries, table):
     k[:, 32:64] = 1e-3
     v[:, 32:64] = float("nan")
     close(call(), want)
+
+
+INSIDE = {"features": {"C": 3}, "relu": {"activation": 1}}
+
+
+@needs_cpu
+@pytest.mark.parametrize("form", INSIDE)
+@pytest.mark.parametrize("queries", [1, TQ])
+def test_keys_that_no_query_sees_are_not_scored(form, queries):
+    tensors, inside = operands(torch.float32, B=B, Tq=queries, Tk=TK, H=H, **INSIDE[form])
+    leaves = [*tensors, *(x for x in inside[:2] if x is not None)]
+    mask = places(TK, (17, 20), (41, 46)).expand(B, 1, TK)
+
+    def call():
+        return torch.ops.bahdanau_fast.general_attend(*tensors, mask, *inside, None, 0.0)
+
+    want = with_gradients(call, leaves)
+    with torch.no_grad():
+        for first, end in ((0, 16), (24, 40), (48, TK)):  # whole tiles of eight
+            tensors[1][:, first:end] = float("nan")
+    assert all(map(torch.equal, with_gradients(call, leaves), want))
+
+
+@needs_cpu
+@pytest.mark.parametrize("form", INSIDE)
+def test_a_prefix_is_a_length_to_the_bit_inside(form):
+    tensors, inside = operands(torch.float32, B=B, Tq=TQ, Tk=TK, H=H, **INSIDE[form])
+    leaves = [*tensors, *(x for x in inside[:2] if x is not None)]
+    attend = torch.ops.bahdanau_fast.general_attend
+    of_lens, of_mask = (
+        with_gradients(lambda seen=seen: attend(*tensors, seen, *inside, None, 0.0), leaves)
+        for seen in (LENS, PREFIX.unsqueeze(1))
+    )
+    assert all(map(torch.equal, of_mask, of_lens))
+
+
+@pytest.fixture
+def one_thread():
+    """Others would wait for work in loops, which takes processor time too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_cpu
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("backward", [False, True])
+def test_keys_that_no_query_sees_cost_little(backward):
+    """Of 4096 keys 64 are looked at: their scores take a 64th of the time that all take."""
+    (q, k, v, w), _ = operands(torch.float32, B=1, Tq=4, Tk=4096, H=256)
+    inside = (None, None, 1, 0.0)
+
+    def seconds(mask):
+        before = time.process_time()
+        with torch.set_grad_enabled(backward):
+            seen = mask.expand(1, 1, 4096)
+            out = torch.ops.bahdanau_fast.general_attend(q, k, v, w, seen, *inside, None, 0.0)
+        if backward:
+            torch.autograd.grad(out, (q, w), list(map(torch.ones_like, out)))
+        return time.process_time() - before
+
+    few, most = places(4096, (4000, 4064)), places(4096, (1, 4096))
+    assert min(seconds(most) for _ in range(7)) > 3 * min(seconds(few) for _ in range(7))
 
 
 @pytest.mark.parametrize("lens", [None, LENS], ids=["no lens", "lens"])
@@ -264,6 +329,14 @@ def test_scores_are_the_logits(attention, clip):
     if clip is None:
         close(bf.masked_softmax(got[0], LENS, mask=PER_ROW) @ v, context)
         close(attention.scores(q[:, 1], memory), got[0][:, 1])
+
+
+def test_clipped_scores_are_rounded_once(attention):
+    attention.bfloat16()
+    q, k, _ = inputs(dtype=torch.bfloat16)
+    weights = [layer.weight for layer in (attention.W_q, attention.W_k, attention.w_v)]
+    want = bf.additive_scores(q, k, *weights, bias=attention.bias, clip=10.0)
+    assert torch.equal(attention.scores(q, attention.memory(k), 10.0), want)
 
 
 def test_scores_call_a_layer_that_is_more_than_its_weight(attention):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from parity import DTYPES, Case, attended, check, fused, run
+from contract import scattered
+from parity import DTYPES, Case, attended, check, fused, run, scored
 
 extension = pytest.importorskip("bahdanau_fast._C_cpu")
 
@@ -18,6 +19,7 @@ CASES = {
     "split keys": Case(**{**SIZES, "B": 1, "Tq": 2, "Tk": 1033, "H": 131}),
     "whole vectors": Case(**{**SIZES, "H": 64, "Dv": 64}),
     "small": Case(lens=torch.tensor([3, 7])),
+    "mask": Case(**SIZES, mask=scattered(3, 17, 53)),
 }
 
 
@@ -25,6 +27,7 @@ CASES = {
 GENERAL = {
     "features": Case(**{**SIZES, "H": 211}, C=10, lens=LENS),
     "relu": Case(**{**SIZES, "H": 211}, activation="relu", lens=LENS),
+    "masked": Case(**{**SIZES, "H": 211}, C=3, mask=scattered(3, 17, 53)),
 }
 
 
@@ -59,6 +62,7 @@ def test_the_best_one_is_taken():
 def test_parity_of_the_general_operator(case, name, dtype):
     extension.set_instruction_set(name)
     check(GENERAL[case], dtype)
+    check(GENERAL[case], dtype, scored)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

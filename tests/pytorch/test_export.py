@@ -66,7 +66,7 @@ def agree(got, want):
 
 
 class Masked(torch.nn.Module):
-    """A decoder state that looks where a mask of the keys lets it."""
+    """A decoder state that looks where a mask of the keys lets it, and the scores of all keys."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,8 @@ class Masked(torch.nn.Module):
 
     def forward(self, queries, keys, values, lens):
         mask = torch.arange(keys.shape[1]) % 3 != lens.unsqueeze(1) % 3
-        return self.attention(queries[:, 0], keys, values, mask=mask)
+        context = self.attention(queries[:, 0], keys, values, mask=mask)
+        return context, self.attention.scores(queries, self.attention.memory(keys, values), 3.0)
 
 
 @pytest.mark.parametrize("strict", [False, True])

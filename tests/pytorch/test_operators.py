@@ -259,8 +259,9 @@ def test_compiled_with_a_mask(mask):
 
     def call(q, k, v):
         context = module(q, k, v, [5, 4], mask=mask)
-        of_state = module.attend(q[:, 0], module.memory(k, v), mask=of_one)
-        return context, module.attention_weights, of_state
+        memory = module.memory(k, v)
+        of_state = module.attend(q[:, 0], memory, mask=of_one)
+        return context, module.attention_weights, of_state, module.scores(q, memory, 3.0)
 
     compiled_equals_eager(call, (q, k, v), (q, k, v, *module.parameters()), "aot_eager")
 

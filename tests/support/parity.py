@@ -129,10 +129,7 @@ class Case:
 
 
 def run(function, case, drawn, dtype):
-    """Results of ``function(inputs, lens)`` by name, as long double; ``d <input>`` a gradient.
-
-    A mask is one more argument.
-    """
+    """Results of ``function(inputs, lens, mask=)`` by name, long double; ``d <name>``: gradient."""
     arrange = {n: LAYOUTS[case.layout.get(n, "plain")] for n in drawn}
     drawn = {n: x.to(DEVICE, dtype) for n, x in drawn.items()}
     inputs = dict.fromkeys(INPUTS)
@@ -205,6 +202,14 @@ def attended(inputs, lens, backend="cpu", mask=None):
         memory = module.memory(inputs["keys"], inputs["values"], lens, mask=mask)
         context = module.attend(inputs["queries"], memory)
     return context, module.attention_weights
+
+
+def scored(inputs, lens, backend="cpu", mask=None, **options):
+    """The function for scores, and the softmax of what it gives."""
+    given = {n: x for n, x in inputs.items() if n != "values"}
+    scores = bf.additive_scores(**given, **options, backend=backend)
+    weights = bf.masked_softmax(scores, lens, mask=mask)
+    return weights @ inputs["values"], weights
 
 
 # ---- the oracle ----------------------------------------------------------------------------------
@@ -327,7 +332,8 @@ def overflows(case, drawn, dtype):
     a = torch.nn.functional.linear(inputs["queries"], inputs["w_q"]).requires_grad_()
     c = torch.nn.functional.linear(inputs["keys"], inputs["w_k"], bias).requires_grad_()
     seen = reference.visible(case.lens, case.mask, case.Tk)
-    outs = reference.attend(a, c, inputs["values"], inputs["w_v"], seen)
+    inside = reference.Inside(inputs.get("features"), inputs.get("w_f"), **case.options())
+    outs = reference.attend(a, c, inputs["values"], inputs["w_v"], seen, inside=inside)
     grads = torch.autograd.grad(outs, (a, c), [drawn[n] for n in OUTPUTS])
     largest = torch.finfo(dtype).max / 2  # partial sums count too
     return any(x.numel() and float(x.detach().abs().max()) > largest for x in (a, c, *grads))

@@ -91,6 +91,13 @@ struct ForwardTask {
   bool sees(int64_t i, int64_t first, int64_t keys) const {
     return keys > 0 && (!masked(i) || any(mask_row(i) + first, keys));
   }
+  // Whether one of `some` queries does; with one mask for all of them, all do or none.
+  bool any_sees(int64_t i, int64_t some, int64_t first, int64_t keys) const {
+    const int64_t rows = p.mask.row_stride == 0 ? 1 : some;
+    for (int64_t k = 0; k < rows; ++k)
+      if (sees(i + k, first, keys)) return true;
+    return false;
+  }
 
   void score() {
     if (p.general.used)
@@ -153,6 +160,7 @@ struct ForwardTask {
     }
     for (int64_t first = 0; first < used; first += kInnerRows) {
       const int64_t most = used - first < kInnerRows ? used - first : kInnerRows;
+      if (!any_sees(0, queries, first, most)) continue;
       const A* rows = own_table;
       if constexpr (same)
         if (stored) rows = key_rows[j0 + first];
@@ -161,6 +169,7 @@ struct ForwardTask {
                         own_table);
       for (int64_t i = 0; i < queries; ++i) {
         const int64_t some = count(i) - first, keys = some < most ? some : most;
+        if (!sees(i, first, keys)) continue;
         for (int64_t k = 0; k < keys; ++k)
           score_row(i)[first + k] =
               uniform(i)
@@ -222,11 +231,7 @@ struct ForwardTask {
   // tiles; false if there are none.
   bool next_run(int64_t i, int64_t same, int64_t keys, int64_t* first, int64_t* end) const {
     const auto seen = [&](int64_t j) {
-      const int64_t tile = j + kTableRows < keys ? kTableRows : keys - j;
-      const int64_t rows = p.mask.row_stride == 0 ? 1 : same;
-      for (int64_t k = 0; k < rows; ++k)
-        if (sees(i + k, j, tile)) return true;
-      return false;
+      return any_sees(i, same, j, j + kTableRows < keys ? kTableRows : keys - j);
     };
     *end = keys;
     if (p.mask.data == nullptr) return *first < keys;

@@ -115,6 +115,16 @@ struct GradGeneral {
         static_cast<A*>(g.grad_w_f)[(b * p.general.C + c) * p.width + h0 + h] = A(0);
   }
 
+  // Whether a query looks at one of keys [j, j + count).
+  bool is_seen(int64_t j, int64_t count) const {
+    const auto* row = static_cast<const uint8_t*>(p.mask.data);
+    if (row == nullptr) return true;
+    row += b * p.mask.batch_stride + j;
+    for (int64_t i = 0; i < p.Tq; ++i, row += p.mask.row_stride)
+      if (any(row, count)) return true;
+    return false;
+  }
+
   template <Activation act>
   void run() {
     int64_t used = 0;  // keys that any query uses
@@ -122,9 +132,13 @@ struct GradGeneral {
       used = p.key_counts[b * p.Tq + i] > used ? p.key_counts[b * p.Tq + i] : used;
     for (int64_t j = 0; j < used; j += kInnerRows) {
       const int64_t count = used - j < kInnerRows ? used - j : kInnerRows;
-      make_inner_rows(p, b, key_rows.base, key_rows.stride, j, count, h0, n, rows);
-      for (A* row = rows + count * n; row < grads; ++row) *row = A(0);
-      for (int64_t k = 0; k < count; k += kKeys) group<act>(j, k, count - k);
+      if (is_seen(j, count)) {
+        make_inner_rows(p, b, key_rows.base, key_rows.stride, j, count, h0, n, rows);
+        for (A* row = rows + count * n; row < grads; ++row) *row = A(0);
+        for (int64_t k = 0; k < count; k += kKeys) group<act>(j, k, count - k);
+      } else {
+        for (A* grad = grads; grad < grads + count * n; ++grad) *grad = A(0);
+      }
       use_grads(j, count);
       if ((j + kInnerRows) % kSettle == 0 || j + kInnerRows >= used) settle();
     }
