@@ -134,22 +134,17 @@ def one_thread():
 
 @needs_cpu
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("backward", [False, True])
-def test_keys_that_no_query_sees_cost_little(backward):
+def test_keys_that_no_query_sees_cost_little():
     """Of 4096 keys 64 are looked at: their scores take a 64th of the time that all take."""
     (q, k, v, w), _ = operands(torch.float32, B=1, Tq=4, Tk=4096, H=256)
     inside = (None, None, 1, 0.0)
 
     def seconds(mask):
         before = time.process_time()
-        with torch.set_grad_enabled(backward):
-            seen = mask.expand(1, 1, 4096)
-            out = torch.ops.bahdanau_fast.general_attend(q, k, v, w, seen, *inside, None, 0.0)
-        if backward:
-            torch.autograd.grad(out, (q, w), list(map(torch.ones_like, out)))
+        torch.ops.bahdanau_fast.general_attend(q, k, v, w, mask, *inside, None, 0.0)
         return time.process_time() - before
 
-    few, most = places(4096, (4000, 4064)), places(4096, (1, 4096))
+    few, most = (places(4096, seen).view(1, 1, -1) for seen in ((4000, 4064), (1, 4096)))
     assert min(seconds(most) for _ in range(7)) > 3 * min(seconds(few) for _ in range(7))
 
 
