@@ -13,7 +13,7 @@ from contract import CONTRACT, LARGE, MASKED, lens, per_query
 from drawing import cases, drawn
 from hypothesis import given
 from hypothesis import strategies as st
-from parity import DTYPES, Case, attended, called, check, eager, fused, long_double, run, scored
+from parity import DTYPES, Case, attended, called, check, eager, fused, long_double, run
 
 import bahdanau_fast as bf
 
@@ -93,36 +93,28 @@ def test_scores_far_apart_and_shifted_alike(dtype):
     check(case, dtype)
 
 
-def check_drawn(case, dtype, way):
-    """Features and activations are for functions alone: scores stand in for the modules."""
-    if case.C > 0 or case.activation != "tanh":
-        check(case, dtype, fused if way == "function" else scored)
-    else:
-        check(case, dtype, WAYS[way])
-
-
 @drawn
 @given(cases(torch.float32, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_fp32(case, way):
-    check_drawn(case, torch.float32, way)
+    check(case, torch.float32, WAYS[way])
 
 
 @drawn
 @given(cases(torch.float64, most=60_000, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_fp64(case, way):
-    check_drawn(case, torch.float64, way)
+    check(case, torch.float64, WAYS[way])
 
 
 @drawn
 @given(cases(torch.bfloat16, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_bf16(case, way):
-    check_drawn(case, torch.bfloat16, way)
+    check(case, torch.bfloat16, WAYS[way])
 
 
 @drawn
 @given(cases(torch.float16, masks=True), st.sampled_from(sorted(WAYS)))
 def test_drawn_cases_fp16(case, way):
-    check_drawn(case, torch.float16, way)
+    check(case, torch.float16, WAYS[way])
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,7 @@ SIZES = st.one_of(st.integers(1, 130), st.sampled_from([1, 2, 3, 7, 8, 16, 31, 3
 
 @st.composite
 def cases(draw, dtype, most=None, masks=False):
-    """A case from the whole contract; ``most`` bounds B*Tq*Tk*H.
-
-    ``masks`` draws masks too, and features and activations, which only some backends serve.
-    """
+    """A case from the whole contract; ``most`` bounds B*Tq*Tk*H, ``masks`` draws masks too."""
     size = {
         "B": draw(st.integers(0, 5)),
         "Tq": draw(st.integers(0, 33)),
@@ -39,10 +36,6 @@ def cases(draw, dtype, most=None, masks=False):
         generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
         share = draw(st.sampled_from([0.02, 0.5, 0.98]))
         mask = torch.rand(shape, generator=generator) < share
-    inside = {}
-    if masks and draw(st.integers(0, 2)) == 0:
-        inside["C"] = draw(st.sampled_from([0, 1, 3, 10, 33]))
-        inside["activation"] = draw(st.sampled_from(["tanh", "relu", "leaky_relu"]))
     scaled = ("queries", "keys", "values", "w_q", "w_k", "w_v", "bias", "context", "weights")
     some = draw(st.lists(st.sampled_from(scaled), max_size=4, unique=True))
     laid = draw(st.lists(st.sampled_from(scaled), max_size=4, unique=True))
@@ -50,7 +43,6 @@ def cases(draw, dtype, most=None, masks=False):
         **size,
         lens=length,
         mask=mask,
-        **inside,
         bias=draw(st.booleans()),
         tied=draw(st.booleans()),
         grads=draw(st.sampled_from(["both", "both", "context", "weights"])),

@@ -332,8 +332,7 @@ def overflows(case, drawn, dtype):
     a = torch.nn.functional.linear(inputs["queries"], inputs["w_q"]).requires_grad_()
     c = torch.nn.functional.linear(inputs["keys"], inputs["w_k"], bias).requires_grad_()
     seen = reference.visible(case.lens, case.mask, case.Tk)
-    inside = reference.Inside(inputs.get("features"), inputs.get("w_f"), **case.options())
-    outs = reference.attend(a, c, inputs["values"], inputs["w_v"], seen, inside=inside)
+    outs = reference.attend(a, c, inputs["values"], inputs["w_v"], seen)
     grads = torch.autograd.grad(outs, (a, c), [drawn[n] for n in OUTPUTS])
     largest = torch.finfo(dtype).max / 2  # partial sums count too
     return any(x.numel() and float(x.detach().abs().max()) > largest for x in (a, c, *grads))
