@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.backends.route import Route
+from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.memory.shapes import as_rows
 from bahdanau_fast.ops.inside import general
 from bahdanau_fast.ops.inside.location import attend_location as location_op
@@ -155,7 +156,7 @@ def attend_inside(
 def attend_location(
     route: Route,
     queries: Tensor,
-    keys: Tensor,
+    projected: ProjectedKeys,
     w_v: Tensor,
     values: Tensor,
     valid_lens: Tensor | None,
@@ -170,7 +171,7 @@ def attend_location(
     Args:
         route: of the call.
         queries: (B,Tq,H), projected.
-        keys: (B,Tk,H), projected.
+        projected: the keys after ``W_k``, and what the calls on them share.
         w_v: (1,H) or (H,).
         values: (B,Tk,Dv).
         valid_lens: None, (B,) or (B,Tq).
@@ -183,6 +184,12 @@ def attend_location(
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
+    keys, _, _, shared, lifetime = projected
+    if shared is not None:
+        if route.share and shared.fits(values, w_v):
+            keys, values, w_v = shared.results
+        else:
+            shared = None
     if _is_plain(route, queries):
         inside = inside._replace(features=convolved(location, w_conv, b_conv))
         rest = (w_v, values, valid_lens, dropout_p, inside)
@@ -192,9 +199,9 @@ def attend_location(
     context, weights = location_op(
         *(queries, keys, values.to(dtype), w_v, valid_lens),
         *(location.to(dtype), w_conv.to(dtype), None if b_conv is None else b_conv.to(dtype)),
-        *(inside, dropout_seed(dropout_p, queries), dropout_p),
+        *(inside, dropout_seed(dropout_p, queries), dropout_p, route.traced, shared, lifetime),
     )
-    return context, weights.to(dtype)
+    return context, weights if weights.dtype == dtype else weights.to(dtype)
 
 
 def _is_plain(route: Route, queries: Tensor) -> bool:

@@ -106,13 +106,15 @@ class Step:
         if layer is not None and w_k is None:
             projected = ProjectedKeys(apply_layer(layer, keys), None, None)
         else:
-            projected = self._projected(route, keys, w_k, bias, values, w_v)
+            projected = self._projected(
+                route, keys, w_k, bias, values, w_v, located=located is not None
+            )
         if not general:
             return attend_projected(route, queries, projected, values, w_v, seen, 0.0)
-        inputs = (queries, projected.keys, w_v, values, seen, 0.0)
+        rest = (w_v, values, seen, 0.0)
         if located is None:
-            return attend_inside(route, *inputs, inside)
-        return attend_location(route, *inputs, *located, inside)
+            return attend_inside(route, queries, projected.keys, *rest, inside)
+        return attend_location(route, queries, projected, *rest, *located, inside)
 
     def scores(
         self, queries: Tensor, keys: Tensor, w_k: Tensor, bias: Tensor | None, w_v: Tensor
@@ -143,17 +145,24 @@ class Step:
         bias: Tensor | None,
         values: Tensor,
         w_v: Tensor,
+        located: bool = False,
     ) -> ProjectedKeys:
         """Projected keys, and what was derived from them at the step before if nothing has changed.
 
         Without a weight the keys are projected: the module keeps them.
         """
-        pays = route.table if w_k is None else route.reuse and route.backend == "cpu"
+        on_cpu = route.backend == "cpu"
+        # Calls with a location read no table; their gradients meet in one node all the same.
+        meet = located and on_cpu and route.records and not route.traced
+        pays = route.table or meet if w_k is None else route.reuse and on_cpu
         if not (pays and may_share(keys, keys if w_k is None else w_k, bias)):
             own = keys if w_k is None else linear(keys, w_k, bias)
             return ProjectedKeys(own, None, None)
-        source = Source.of(keys, w_k, bias, route.backend, False)
-        return self._cache.project(source, values, w_v, route.table, route.records)
+        # Where nothing is derived from the bytes of the keys, none are compared.
+        source = Source.of(keys, w_k, bias, route.backend, w_k is None and not route.table)
+        return self._cache.project(
+            source, values, w_v, route.table, route.records, reads_table=not located
+        )
 
     def scorer(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """``scale * weight``, the same tensor as long as nothing changes, for steps to share.

@@ -146,7 +146,13 @@ class KeyCache:
         self._entry: _Entry | None = None
 
     def project(
-        self, source: Source, values: Tensor, w_v: Tensor | None, table: bool, records: bool
+        self,
+        source: Source,
+        values: Tensor,
+        w_v: Tensor | None,
+        table: bool,
+        records: bool,
+        reads_table: bool = True,
     ) -> ProjectedKeys:
         """The projection of a source, remembered or new.
 
@@ -156,6 +162,7 @@ class KeyCache:
             w_v: (1,H) of the call, or None if unknown.
             table: make a table of exponentials once the keys are asked for again.
             records: a gradient may be asked for.
+            reads_table: as for :meth:`ProjectedKeys.share`.
         """
         entry = self._entry  # read once: another thread may replace it
         own = entry.projected() if entry is not None and entry.is_of(source) else None
@@ -174,7 +181,7 @@ class KeyCache:
         shared = None if entry.shared is None else entry.shared()
         if shared is not None and shared.fits(values, w_v):
             return found._replace(shared=shared)
-        found = found.share(values, w_v)
+        found = found.share(values, w_v, reads_table)
         if found.shared is not None:
             self._entry = replace(entry, shared=weakref.ref(found.shared))
         return found

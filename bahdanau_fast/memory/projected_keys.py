@@ -34,14 +34,15 @@ class ProjectedKeys(NamedTuple):
     shared: SharedNode | None = None
     lifetime: Lifetime | None = None
 
-    def share(self, values: Tensor, w_v: Tensor) -> ProjectedKeys:
+    def share(self, values: Tensor, w_v: Tensor, reads_table: bool = True) -> ProjectedKeys:
         """The same, for calls that share one node of the autograd graph.
 
         Args:
             values: (B,Tk,Dv) of those calls.
             w_v: (1,H) or (H,) of those calls.
+            reads_table: those calls read the table; where there is none, they do not share.
         """
-        if self.table is None:  # of another backend, or too small
+        if reads_table and self.table is None:  # of another backend, or too small
             return self
         lifetime = self.lifetime or Lifetime()
         shared = share(*self[:3], values, w_v, lifetime)

@@ -145,7 +145,8 @@ class LocationAttention(MakesMemories):
             context, weights = attend_inside(route, asked, keys, w_v, *rest, inside)
         else:
             convolution = (location, conv.weight, conv.bias)
-            context, weights = attend_location(route, asked, keys, w_v, *rest, *convolution, inside)
+            inputs = (asked, memory.projected, w_v, *rest, *convolution, inside)
+            context, weights = attend_location(route, *inputs)
         self._keep(weights)
         return context
 

@@ -76,7 +76,9 @@ class MakesMemories(Layered):
             projected = ProjectedKeys(own, None, None, None, lifetime)
         else:
             projected = project(own, self._reads_table and backends.keeps_table(backend, own))
-            projected = projected._replace(lifetime=lifetime).share(values, w_v)
+            projected = projected._replace(lifetime=lifetime)
+            if self._reads_table or (lifetime is not None and backend == "cpu"):
+                projected = projected.share(values, w_v, self._reads_table)
         maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
         seen = reference.visible(valid_lens, mask, keys.shape[1])
         return Memory(projected, values, seen, maker)

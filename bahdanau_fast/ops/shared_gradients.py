@@ -6,6 +6,10 @@ computes the first and leaves the gradients of its scores here, and when autogra
 all the steps and comes to the shared node, one pass over the keys makes the sums: no tensor of the
 size of the keys is made, or added up, per step.
 
+A step with features inside the tanh has no such pass, which would have to compute every tanh again:
+its backward adds the gradient of the keys to a sum that is kept here, and leaves what that of the
+values is made of.
+
 Whatever a step cannot leave (it is to be differentiated again, or autograd is not going to the
 shared node this time) it returns to autograd in the ordinary way, and the shared node adds that.
 
@@ -45,16 +49,68 @@ class StepGradients(NamedTuple):
     grad_scores: Tensor
 
 
+class KeptSums:
+    """What the backward of calls with features leaves.
+
+    Attributes:
+        keys: (B,Tk,H), the sum of the gradients of the keys so far; None if it is not wanted.
+    """
+
+    __slots__ = ("_contexts", "_weights", "keys")
+
+    def __init__(self, keys: Tensor | None) -> None:
+        self.keys: Tensor | None = None
+        if keys is not None:
+            self.keys = torch.zeros_like(keys, memory_format=torch.contiguous_format)
+        self._weights: list[Tensor] = []
+        self._contexts: list[Tensor] = []
+
+    def add(self, weights: Tensor, grad_context: Tensor) -> None:
+        """Leave a call's share of the gradient of the values.
+
+        Args:
+            weights: (B,Tq,Tk), after dropout.
+            grad_context: (B,Tq,Dv).
+        """
+        self._weights.append(weights)
+        self._contexts.append(grad_context)
+
+    def values(self) -> Tensor | None:
+        """(B,Tk,Dv), the gradient of the values; None where none was left."""
+        if not self._weights:
+            return None
+        weights, contexts = _join(self._weights), _join(self._contexts)
+        with torch.autocast(weights.device.type, enabled=False):
+            found = torch.bmm(weights.transpose(1, 2), contexts.to(weights.dtype))
+        return found.to(contexts.dtype)
+
+
 class PendingGradients:
     """The calls whose backward has run but whose share of the sums is still to be computed.
 
     They are kept apart by backward pass: several may go over one graph, also at once.
     """
 
-    __slots__ = ("_calls",)
+    __slots__ = ("_calls", "_sums")
 
     def __init__(self) -> None:
         self._calls: dict[int, list[StepGradients]] = {}
+        self._sums: dict[int, KeptSums] = {}
+
+    def sums(self, keys: Tensor | None) -> KeptSums:
+        """The sums of the backward pass that is running.
+
+        Args:
+            keys: (B,Tk,H), whose gradient is summed; None if it is not wanted.
+        """
+        task = torch._C._current_graph_task_id()
+        if task not in self._sums:
+            self._sums[task] = KeptSums(keys)
+        return self._sums[task]
+
+    def take_sums(self) -> KeptSums | None:
+        """The same, which are over now; None where there are none."""
+        return self._sums.pop(torch._C._current_graph_task_id(), None)
 
     def add(self, call: StepGradients) -> None:
         """Leave a call to the shared node."""
@@ -195,13 +251,15 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        calls = ctx.pending.take()
+        calls, kept = ctx.pending.take(), ctx.pending.take_sums()
         saved = ctx.held.get()
         ctx.held.after_backward()
-        if not calls:
-            return (*grads, None, None)
-        sums = _sums(calls, saved, ctx.needs_input_grad[:3])
-        return (*map(_add, sums, grads), None, None)
+        found: Sequence[Tensor | None] = grads
+        if calls:
+            found = tuple(map(_add, _sums(calls, saved, ctx.needs_input_grad[:3]), found))
+        if kept is not None:
+            found = tuple(map(_add, (kept.keys, kept.values(), None), found))
+        return (*found, None, None)
 
 
 def _sums(

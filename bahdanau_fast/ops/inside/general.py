@@ -37,10 +37,18 @@ _ATTEND = (
 )
 _SCORES = f"Tensor queries, Tensor keys, Tensor w_v, {_INSIDE}"
 library.define(f"general_attend({_ATTEND}) -> (Tensor context, Tensor weights)", tags=TAGS)
+_ATTEND_BACKWARD = f"{_ATTEND}, Tensor weights, Tensor? grad_context, Tensor? grad_weights"
+_OF_INPUTS = (
+    "(Tensor grad_queries, Tensor grad_keys, Tensor grad_values, Tensor grad_w_v, "
+    "Tensor grad_features, Tensor grad_w_f)"
+)
 library.define(
-    f"general_attend_backward({_ATTEND}, Tensor weights, Tensor? grad_context, "
-    "Tensor? grad_weights, int needs) -> (Tensor grad_queries, Tensor grad_keys, "
-    "Tensor grad_values, Tensor grad_w_v, Tensor grad_features, Tensor grad_w_f)",
+    f"general_attend_backward({_ATTEND_BACKWARD}, int needs) -> {_OF_INPUTS}", tags=TAGS
+)
+# The same, which adds the gradient of the keys to a sum.
+library.define(
+    f"general_attend_backward_onto({_ATTEND_BACKWARD}, int needs, Tensor(a!)? onto) -> "
+    f"{_OF_INPUTS}",
     tags=TAGS,
 )
 library.define(f"general_scores({_SCORES}) -> Tensor", tags=TAGS)
@@ -51,6 +59,7 @@ library.define(
 )
 _attend_op = torch.ops.bahdanau_fast.general_attend.default
 _attend_backward_op = torch.ops.bahdanau_fast.general_attend_backward.default
+_attend_backward_onto_op = torch.ops.bahdanau_fast.general_attend_backward_onto.default
 _scores_op = torch.ops.bahdanau_fast.general_scores.default
 _scores_backward_op = torch.ops.bahdanau_fast.general_scores_backward.default
 
@@ -76,6 +85,10 @@ def _scores_fake(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
 
 def _attend_backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
     return _gradients_fake(inputs, _OF_ATTEND)
+
+
+def _attend_backward_onto_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    return _gradients_fake(inputs[:-1], _OF_ATTEND)
 
 
 def _scores_backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
@@ -172,6 +185,7 @@ def attend_backward(
     grad_context: Tensor | None,
     grad_weights: Tensor | None,
     needed: Sequence[bool],
+    onto: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of queries, keys, values, w_v, features and w_f; not differentiable again.
 
@@ -181,11 +195,12 @@ def attend_backward(
         grad_context: gradient of its first result, or None.
         grad_weights: likewise of the second.
         needed: which gradients are wanted; the others are empty.
+        onto: (B,Tk,H), a sum to which the gradient of the keys is added, in the place of a result.
     """
     needs = sum(bit for bit, need in zip(_OF_ATTEND.values(), needed, strict=True) if need)
-    found: tuple[Tensor, ...] = _attend_backward_op(
-        *inputs, weights, grad_context, grad_weights, needs
-    )
+    given = (*inputs, weights, grad_context, grad_weights, needs)
+    found: tuple[Tensor, ...]
+    found = _attend_backward_op(*given) if onto is None else _attend_backward_onto_op(*given, onto)
     return found
 
 
@@ -200,6 +215,7 @@ def _scores_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]
 _FAKES: dict[str, Callable[..., Any]] = {
     "general_attend": attend_fake,
     "general_attend_backward": _attend_backward_fake,
+    "general_attend_backward_onto": _attend_backward_onto_fake,
     "general_scores": _scores_fake,
     "general_scores_backward": _scores_backward_fake,
 }

@@ -4,22 +4,24 @@
     score[b,0,j] = w_v . act(queries[b,0] + keys[b,j] + W_f features[b,j])
 
 ``location_attend`` gives context, weights and features. Its backward is that of ``general_attend``,
-and torch's gradient of a convolution behind it.
+and ``location_convolution_backward`` behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bahdanau_fast import reference
+from bahdanau_fast import checks, reference
 from bahdanau_fast.ops import TAGS, library
 from bahdanau_fast.ops.again import differentiate_again
 from bahdanau_fast.ops.inside import general
+from bahdanau_fast.ops.lifetime import Lifetime
+from bahdanau_fast.ops.shared_gradients import SharedNode
 from bahdanau_fast.reference import Inside
 
 __all__ = ["attend_location", "convolved"]
@@ -31,8 +33,16 @@ library.define(
     "Tensor features)",
     tags=TAGS,
 )
+# Bits of `needs`: 1 for the location, 2 for w_conv.
+library.define(
+    "location_convolution_backward(Tensor grad_features, Tensor location, Tensor w_conv, int needs)"
+    " -> (Tensor grad_location, Tensor grad_w_conv)",
+    tags=TAGS,
+)
 _op = torch.ops.bahdanau_fast.location_attend.default
-_convolution_backward = torch.ops.aten.convolution_backward.default
+# The same past OpOverload's __call__, for eager calls.
+_now = _op._op
+_convolution_backward = torch.ops.bahdanau_fast.location_convolution_backward.default
 # Where the differentiable inputs are among the arguments.
 _PLACES = (0, 1, 2, 3, 5, 6, 7, 8)
 
@@ -55,26 +65,41 @@ def _fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return context, weights, location.new_empty(shape).transpose(1, 2)
 
 
+def _convolution_backward_fake(
+    _: Tensor, location: Tensor, w_conv: Tensor, needs: int
+) -> tuple[Tensor, Tensor]:
+    return (
+        location.new_empty(location.shape if needs & 1 else (0,)),
+        w_conv.new_empty(w_conv.shape if needs & 2 else (0,)),
+    )
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     activation, negative_slope, seed, dropout_p = inputs[9:]
     ctx.save_for_backward(*inputs[:9], seed, *output[1:])
     ctx.numbers = activation, negative_slope, dropout_p
+    ctx.shared = None
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     needed = [bool(ctx.needs_input_grad[at]) for at in _PLACES]
-    grad_context, grad_weights, grad_features = grads
-    if grad_context is None and grad_weights is None and grad_features is None:
-        return (None,) * 13
+    results: list[Tensor | None] = [None] * 13
+    for at, gradient in zip(_PLACES, _found(ctx, needed, *grads), strict=True):
+        results[at] = gradient
+    return tuple(results)
+
+
+def _found(ctx: Any, needed: list[bool], *grads: Tensor | None) -> list[Tensor | None]:
+    """Gradients of the differentiable inputs, as far as they are needed."""
+    if all(grad is None for grad in grads):
+        return [None] * len(_PLACES)
+    found: Sequence[Tensor | None]
     if torch.is_grad_enabled():
-        found: Sequence[Tensor | None] = _again(ctx, needed, grads)
+        found = _again(ctx, needed, grads)
     else:
         found = _gradients(ctx, needed, *grads)
-    results: list[Tensor | None] = [None] * 13
-    for at, gradient, need in zip(_PLACES, found, needed, strict=True):
-        results[at] = gradient if need else None
-    return tuple(results)
+    return [gradient if need else None for gradient, need in zip(found, needed, strict=True)]
 
 
 def _gradients(
@@ -87,22 +112,25 @@ def _gradients(
     *tensors, location, w_conv, b_conv, w_f, seed, weights, features = ctx.saved_tensors
     activation, negative_slope, dropout_p = ctx.numbers
     through = any(needed[4:7])  # the convolution
+    onto = None
+    if ctx.shared is not None and ctx.shared.is_awaited():
+        kept = ctx.shared.pending.sums(tensors[1] if needed[1] else None)
+        onto, needed[1] = kept.keys, False
+        if needed[2] and grad_context is not None and dropout_p == 0.0:
+            kept.add(weights, grad_context)
+            needed[2] = False
     wanted = [*needed[:4], through, needed[7]]
     inputs = (*tensors, features, w_f, activation, negative_slope, seed, dropout_p)
     *found, grad, grad_w_f = general.attend_backward(
-        inputs, weights, grad_context, grad_weights, wanted
+        inputs, weights, grad_context, grad_weights, wanted, onto
     )
     if not through:
         return (*found, None, None, None, grad_w_f)
     if grad_features is not None:
         grad = grad + grad_features
-    bias_sizes = None if b_conv is None else [b_conv.shape[0]]
-    padding = [w_conv.shape[2] // 2]
-    convolution = _convolution_backward(
-        *(grad.transpose(1, 2), location, w_conv, bias_sizes),
-        *([1], padding, [1], False, [0], 1, needed[4:7]),
-    )
-    return (*found, *convolution, grad_w_f)
+    needs = needed[4] + 2 * needed[5]
+    convolution = _convolution_backward(grad, location, w_conv, needs) if needs else (None, None)
+    return (*found, *convolution, grad.sum((0, 1)) if needed[6] else None, grad_w_f)
 
 
 def _again(ctx: Any, needed: list[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -121,9 +149,43 @@ def _again(ctx: Any, needed: list[bool], grads: Sequence[Tensor | None]) -> list
 
 
 torch.library.register_fake("bahdanau_fast::location_attend", _fake, lib=library)
+torch.library.register_fake(
+    "bahdanau_fast::location_convolution_backward", _convolution_backward_fake, lib=library
+)
 torch.library.register_autograd(
     "bahdanau_fast::location_attend", _backward, setup_context=_setup_context, lib=library
 )
+
+
+class _Located(torch.autograd.Function):
+    """The same formulas for eager calls: the registered path takes longer, and knows no others."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *tensors, w_f, rest, ctx.shared, lifetime = inputs
+        valid_lens, *numbers = rest
+        given = (*tensors[:4], valid_lens, *tensors[4:], w_f, *numbers)
+        with torch._C._AutoDispatchBelowAutograd():
+            output = _now(*given)
+        shared = ctx.shared
+        _setup_context(ctx, given, output)
+        ctx.shared = shared
+        ctx.due = None if lifetime is None else lifetime.begin()
+        context, weights, _ = output
+        return context, weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = [bool(need) for need in ctx.needs_input_grad[: len(_PLACES)]]
+        found = _found(ctx, needed, *grads, None)
+        if ctx.due is not None and ctx.due.after_backward():
+            ctx.shared = None
+        return (*found, None, None, None)
+
+
+# With queries, keys, values, w_v, location, w_conv, b_conv, w_f, the other inputs, shared node and
+# lifetime.
+_located: Callable[..., tuple[Tensor, Tensor]] = _Located.apply
 
 
 def attend_location(
@@ -138,6 +200,9 @@ def attend_location(
     inside: Inside,
     seed: Tensor | None,
     dropout_p: float,
+    traced: bool,
+    shared: SharedNode | None,
+    lifetime: Lifetime | None,
 ) -> tuple[Tensor, Tensor]:
     """Context (B,Tq,Dv) and weights (B,Tq,Tk), these fp64 for fp64 and else fp32.
 
@@ -153,9 +218,20 @@ def attend_location(
         inside: ``w_f`` (H,C) and the activation; its features are None.
         seed: (1,) int64, with dropout.
         dropout_p: probability of dropping a weight.
+        traced: the call is traced: it has to be the operator itself.
+        shared: the node that keys, values and w_v are behind, which their gradients are left to.
+        lifetime: of the nodes that this call shares with others.
     """
     _, *others = general.numbers(inside)
-    context, weights, _ = _op(
-        queries, keys, values, w_v, valid_lens, location, w_conv, b_conv, *others, seed, dropout_p
-    )
+    w_f, *numbers = others
+    tensors = (queries, keys, values, w_v, location, w_conv, b_conv, w_f)
+    given = (*tensors[:4], valid_lens, *tensors[4:], *numbers, seed, dropout_p)
+    if traced:
+        context, weights, _ = _op(*given)
+    elif checks.needs_gradient(*tensors):
+        rest = (valid_lens, *numbers, seed, dropout_p)
+        context, weights = _located(*tensors, rest, shared, lifetime)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            context, weights, _ = _now(*given)
     return context, weights

@@ -57,6 +57,8 @@ constexpr Kernels kernels_of() {
           grad_general<T, A>,
           convolve_workspace<T, A>,
           convolve<T, A>,
+          convolve_backward_workspace<T, A>,
+          convolve_backward<T, A>,
           sum_rows<T, A>,
           project<T, A>,
           project_backward<T, A>,

@@ -83,6 +83,7 @@ struct Backward : Gradients {
   const void* grad_scores_in = nullptr;
   void* grad_scores_out = nullptr;
   void* dropped_weights = nullptr;
+  bool adds_to_keys = false;  // grad_keys holds a sum, which this call's are added to (General)
   // Parts of the gradients of features and W_f, in the sum type; may be null.
   void* grad_features = nullptr;  // (B,C,Tk): of a slice of hidden units
   void* grad_w_f = nullptr;       // (B,C,width): of a batch row
@@ -103,6 +104,14 @@ struct Convolution {
   const void* w = nullptr;     // (C,inputs,taps), sum type
   const void* bias = nullptr;  // (C), sum type; may be null
   void* out = nullptr;         // (B,C,Tk), storage type
+};
+
+struct ConvolutionGrads {
+  View features;             // of `out`
+  void* location = nullptr;  // (B,inputs,Tk), contiguous, storage type; may be null
+  // (B,C,inputs,taps) in the sum type, batch rows `w_stride` apart: of a batch row; may be null.
+  void* w = nullptr;
+  int64_t w_stride = 0;
 };
 
 // The block that a fingerprint hashes at a time (hash.h).
@@ -147,6 +156,8 @@ struct Kernels {
   // Channels [c0, c1) of batch row b.
   int64_t (*convolve_workspace)(const Convolution&, int64_t channels);
   void (*convolve)(const Convolution&, int64_t b, int64_t c0, int64_t c1, void* work);
+  int64_t (*convolve_backward_workspace)(const Convolution&);
+  void (*convolve_backward)(const Convolution&, const ConvolutionGrads&, int64_t b, void* work);
   // out[h] = sum over `rows` rows of (rows, width) sums, in their order, in the storage type.
   void (*sum_rows)(const void* parts, int64_t rows, int64_t width, int64_t H, void* out);
   void (*project)(const Projection&, void* out, int64_t stride, void* work);

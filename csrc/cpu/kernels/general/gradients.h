@@ -16,7 +16,7 @@ namespace {
 
 template <class T, class A>
 struct GradGeneral {
-  static constexpr int kKeys = 4;         // in registers
+  static constexpr int kKeys = 4;         // in registers; they share a division
   static constexpr int64_t kSettle = 64;  // keys in a partial sum
 
   const Problem& p;
@@ -61,12 +61,13 @@ struct GradGeneral {
       for (int64_t i = 0; i < p.Tq; ++i) {
         const Vec<A> a = load_once(queries + i * n + h);
         const A* s = scores + i * p.Tk + j + k;
-        Vec<A> sum_query{};
+        Vec<A> x[kKeys], y[kKeys], sum_query{};
+        for (int l = 0; l < kKeys; ++l) x[l] = a + c[l];
+        four_activated<A, act>(x, negative, y);
         for (int l = 0; l < kKeys; ++l) {
-          const Vec<A> x = a + c[l], y = activated<A, act>(x, negative);
           const A share = l < count ? s[l] : A(0);
-          const Vec<A> su = share * slope_of<T, A, act>(x, y, negative);
-          sum_w += share * y;
+          const Vec<A> su = share * slope_of<T, A, act>(x[l], y[l], negative);
+          sum_w += share * y[l];
           sums[l] += su;
           sum_query += su;
         }
@@ -91,21 +92,28 @@ struct GradGeneral {
 
   // What the gradients of the inner rows of keys [j, j + count) are wanted for.
   void use_grads(int64_t j, int64_t count) {
-    for (int64_t k = 0; g.grad_keys != nullptr && k < count; ++k)
-      store_row(grads + k * n, valid, static_cast<T*>(g.grad_keys) + (b * p.Tk + j + k) * p.H + h0);
     const General& inside = p.general;
     const A* w_f = static_cast<const A*>(inside.w_f) + h0;
     if (g.grad_features != nullptr)
       dot_rows<A>(w_f, p.width, inside.C, grads, n, count, n, feature_grads() + j, p.Tk);
-    if (g.grad_w_f == nullptr) return;
-    const A* f = static_cast<const A*>(inside.features.data) + b * inside.features.batch_stride;
-    weighted_sums<A>(f + j * inside.features.row_stride, inside.feature_step,
-                     inside.features.row_stride, grads, n, count, n, j > 0,
-                     static_cast<A*>(g.grad_w_f) + b * inside.C * p.width + h0, p.width, inside.C);
+    if (g.grad_w_f != nullptr) {
+      const A* f = static_cast<const A*>(inside.features.data) + b * inside.features.batch_stride;
+      weighted_sums<A>(f + j * inside.features.row_stride, inside.feature_step,
+                       inside.features.row_stride, grads, n, count, n, j > 0,
+                       static_cast<A*>(g.grad_w_f) + b * inside.C * p.width + h0, p.width,
+                       inside.C);
+    }
+    for (int64_t k = 0; g.grad_keys != nullptr && k < count; ++k) {
+      T* const out = static_cast<T*>(g.grad_keys) + (b * p.Tk + j + k) * p.H + h0;
+      A* const row = grads + k * n;
+      for (int64_t h = 0; g.adds_to_keys && h < valid; h += kLanes<A>)
+        store(row + h, Vec<A>(load(row + h) + load_as<A>(out + h, valid - h)));
+      store_row(row, valid, out);
+    }
   }
 
   void zero_from(int64_t used) {
-    for (int64_t j = used; g.grad_keys != nullptr && j < p.Tk; ++j)
+    for (int64_t j = used; g.grad_keys != nullptr && !g.adds_to_keys && j < p.Tk; ++j)
       for (int64_t h = 0; h < valid; ++h)
         narrow(A(0), static_cast<T*>(g.grad_keys) + (b * p.Tk + j) * p.H + h0 + h);
     for (int64_t c = 0; g.grad_features != nullptr && c < p.general.C; ++c)
