@@ -109,7 +109,7 @@ def _gradients(
     grad_weights: Tensor | None,
     grad_features: Tensor | None,
 ) -> Sequence[Tensor | None]:
-    *tensors, location, w_conv, b_conv, w_f, seed, weights, features = ctx.saved_tensors
+    *tensors, location, w_conv, _, w_f, seed, weights, features = ctx.saved_tensors
     activation, negative_slope, dropout_p = ctx.numbers
     through = any(needed[4:7])  # the convolution
     onto = None

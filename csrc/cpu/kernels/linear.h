@@ -110,19 +110,21 @@ void weighted_sums(const A* p, int64_t p_row, int64_t p_step, const T* rows, int
 template <class A, int NI, int NJ, class T>
 BF_INLINE void dot_tile(const T* left, int64_t left_stride, const T* right, int64_t right_stride,
                         int64_t columns, A* out, int64_t out_stride) {
-  Vec<A> total[NI][NJ] = {};
+  Vec<A> total[NI * NJ] = {};
+  A dots[NI * NJ];
   int64_t c = 0;
   for (; c + kLanes<A> <= columns; c += kLanes<A>) {
     Vec<A> x[NI];
     for (int i = 0; i < NI; ++i) x[i] = load_as<A>(left + i * left_stride + c);
     for (int j = 0; j < NJ; ++j) {
       const Vec<A> y = load_as<A>(right + j * right_stride + c);
-      for (int i = 0; i < NI; ++i) total[i][j] += x[i] * y;
+      for (int i = 0; i < NI; ++i) total[i * NJ + j] += x[i] * y;
     }
   }
+  sums<A, NI * NJ>(total, dots);
   for (int i = 0; i < NI; ++i) {
     for (int j = 0; j < NJ; ++j) {
-      A dot = sum<A>(total[i][j]);
+      A dot = dots[i * NJ + j];
       for (int64_t k = c; k < columns; ++k)
         dot += A(widen(left[i * left_stride + k])) * A(widen(right[j * right_stride + k]));
       out[i * out_stride + j] = dot;

@@ -62,6 +62,21 @@ BF_INLINE Vec<A> max(Vec<A> x, Vec<A> y) {
   return x > y ? x : y;
 }
 
+// Lane i is lane from(i) of x and y, one behind the other.
+template <class A, class From>
+BF_INLINE Vec<A> lanes_of(Vec<A> x, Vec<A> y, const From& from) {
+#if defined(__clang__)
+  Vec<A> out;
+  for (int i = 0; i < kLanes<A>; ++i)
+    out[i] = from(i) < kLanes<A> ? x[from(i)] : y[from(i) - kLanes<A>];
+  return out;
+#else
+  IntVec<A> index;
+  for (int i = 0; i < kLanes<A>; ++i) index[i] = from(i);
+  return __builtin_shuffle(x, y, index);
+#endif
+}
+
 // Combines x with itself rotated by n / 2 lanes, then by n / 4 and so on: in the end every lane
 // holds the result.
 template <class A, int n = kLanes<A>, class Combine>
@@ -69,14 +84,7 @@ BF_INLINE A reduce(Vec<A> x, const Combine& combine) {
   if constexpr (n == 1) {
     return x[0];
   } else {
-    IntVec<A> turned;
-    for (int i = 0; i < kLanes<A>; ++i) turned[i] = (i + n / 2) % kLanes<A>;
-#if defined(__clang__)
-    Vec<A> other;
-    for (int i = 0; i < kLanes<A>; ++i) other[i] = x[turned[i]];
-#else
-    const Vec<A> other = __builtin_shuffle(x, turned);
-#endif
+    const Vec<A> other = lanes_of<A>(x, x, [](int i) { return (i + n / 2) % kLanes<A>; });
     return reduce<A, n / 2>(combine(x, other), combine);
   }
 }
@@ -84,6 +92,33 @@ BF_INLINE A reduce(Vec<A> x, const Combine& combine) {
 template <class A>
 BF_INLINE A sum(Vec<A> x) {
   return reduce<A>(x, [](Vec<A> a, Vec<A> b) { return a + b; });
+}
+
+// out[k] = sum(v[k]), to the bit, for a power of two of vectors, which are overwritten. Each step
+// adds the halves of parts of n lanes, and brings the parts of two vectors into one.
+template <class A, int count, int n = kLanes<A>>
+BF_INLINE void sums(Vec<A>* v, A* out) {
+  if constexpr (n == 1 && count == 1) {
+    std::memcpy(out, v, sizeof(*v));
+  } else if constexpr (n == kLanes<A> && count > n) {
+    sums<A, count / 2>(v, out);
+    sums<A, count / 2>(v + count / 2, out + count / 2);
+  } else if constexpr (count == 1) {
+    for (int k = 0; k < kLanes<A> / n; ++k) {
+      const Vec<A> part = lanes_of<A>(v[0], v[0], [k](int i) { return (k * n + i) % kLanes<A>; });
+      out[k] = reduce<A, n>(part, [](Vec<A> a, Vec<A> b) { return a + b; });
+    }
+  } else {
+    constexpr int L = kLanes<A>, half = n / 2;
+    for (int k = 0; k < count / 2; ++k) {
+      const auto from = [](int i) { return (i / half % 2) * L + i / n * n + i % half; };
+      const Vec<A> low = lanes_of<A>(v[k], v[k + count / 2], from);
+      const Vec<A> high =
+          lanes_of<A>(v[k], v[k + count / 2], [from](int i) { return from(i) + half; });
+      v[k] = low + high;
+    }
+    sums<A, count / 2, half>(v, out);
+  }
 }
 
 template <class A>

@@ -21,30 +21,65 @@ constexpr double ln2_to_the(int n) {
   return n == 0 ? 1.0 : 0.693147180559945309417 * ln2_to_the(n - 1);
 }
 
-// (2^r - 1) / r, its Taylor series: sum of (ln 2)^n r^(n-1) / n! for n from `first` to `terms`.
-template <class A, int terms, int first = 1>
-BF_INLINE Vec<A> exp2m1_over_x(Vec<A> r) {
-  constexpr A coefficient = A(ln2_to_the(first) / factorial(first));
-  if constexpr (first == terms) {
-    return splat<A>(coefficient);
-  } else {
-    return exp2m1_over_x<A, terms, first + 1>(r) * r + coefficient;
-  }
+// (2^r - 1) / r is the sum over n from 1 of this times r^(n-1), its Taylor series.
+template <class A>
+constexpr A exp2m1_term(int n) {
+  return A(ln2_to_the(n) / factorial(n));
+}
+
+// f of the constants n, n - 1, ..., 1.
+template <int n, class F>
+BF_INLINE void terms(const F& f) {
+  f(std::integral_constant<int, n>{});
+  if constexpr (n > 1) terms<n - 1>(f);
+}
+
+// The larger, and the smaller, of x and a number; a NaN stays.
+template <class A>
+BF_INLINE Vec<A> at_least(Vec<A> x, A number) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4) return (Vec<A>)_mm512_max_ps((__m512)splat<A>(number), (__m512)x);
+#endif
+  return x < number ? splat<A>(number) : x;
 }
 
 template <class A>
-BF_INLINE Fraction<A> tanh_fraction(Vec<A> x) {
+BF_INLINE Vec<A> at_most(Vec<A> x, A number) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4) return (Vec<A>)_mm512_min_ps((__m512)splat<A>(number), (__m512)x);
+#endif
+  return x > number ? splat<A>(number) : x;
+}
+
+// So many vectors are taken step by step together: their chains of operations overlap, where a
+// processor that had to find them one behind the other would not look far enough.
+constexpr int kTogether = kVectorBytes == 64 ? 8 : 4;
+
+template <class A, int count>
+BF_INLINE void tanh_fractions(const Vec<A>* given, Fraction<A>* out) {
   using E = Exp<A>;
-  constexpr A scale = A(2 * 1.44269504088896340736);
+  constexpr A scale = A(2 * 1.44269504088896340736), most = kSaturates<A>;
   // Adding it rounds to an integer, and leaves that plus the bias of exponents in the lowest bits.
   constexpr A round = E::round + A(E::bias);
-  x = x < -kSaturates<A> ? splat<A>(-kSaturates<A>) : x;  // a NaN stays
-  x = x > kSaturates<A> ? splat<A>(kSaturates<A>) : x;
-  const Vec<A> shifted = x * scale + round;
-  const Vec<A> r = x * scale - (shifted - round);
-  const Vec<A> two_to_n = bitcast<Vec<A>>(bitcast<IntVec<A>>(shifted) << E::mantissa);
-  const Vec<A> expm1 = two_to_n * (r * exp2m1_over_x<A, E::exp_terms>(r)) + (two_to_n - 1);
-  return {expm1, expm1 + 2};
+  Vec<A> x[count], shifted[count], r[count], series[count];
+  const auto each = [](const auto& f) {
+    for (int k = 0; k < count; ++k) f(k);
+  };
+  each([&](int k) { x[k] = at_least<A>(given[k], -most); });
+  each([&](int k) { x[k] = at_most<A>(x[k], most); });
+  each([&](int k) { shifted[k] = x[k] * scale + round; });
+  each([&](int k) { r[k] = x[k] * scale - (shifted[k] - round); });
+  each([&](int k) { series[k] = splat<A>(exp2m1_term<A>(E::exp_terms)); });
+  terms<E::exp_terms - 1>([&](auto n) {
+    constexpr A coefficient = exp2m1_term<A>(decltype(n)::value);
+    each([&](int k) { series[k] = series[k] * r[k] + coefficient; });
+  });
+  each([&](int k) { series[k] *= r[k]; });
+  each([&](int k) {
+    shifted[k] = bitcast<Vec<A>>(bitcast<IntVec<A>>(shifted[k]) << E::mantissa);  // 2^n
+    out[k].n = shifted[k] * series[k] + (shifted[k] - 1);
+  });
+  each([&](int k) { out[k].d = out[k].n + 2; });
 }
 
 // The quotients of four fractions, by one division.
@@ -59,28 +94,19 @@ BF_INLINE void quotients(const Fraction<A>* f, Vec<A>* out) {
   out[3] = f[3].n * (inverse23 * f[2].d);
 }
 
-// act(x). `negative` is the slope of leaky_relu below zero.
-template <class A, Activation act>
-BF_INLINE Vec<A> activated(Vec<A> x, A negative) {
+// act(x) of a multiple of four x. `negative` is the slope of leaky_relu below zero.
+template <class A, Activation act, int count>
+BF_INLINE void activated(const Vec<A>* x, A negative, Vec<A>* out) {
   if constexpr (act == Activation::tanh) {
-    const Fraction<A> f = tanh_fraction<A>(x);
-    return quotient<A>(f.n, f.d);
-  } else if constexpr (act == Activation::relu) {
-    return x < 0 ? Vec<A>{} : x;
+    Fraction<A> f[count];
+    tanh_fractions<A, count>(x, f);
+    for (int k = 0; k < count; k += 4) quotients<A>(f + k, out + k);
   } else {
-    return x > 0 ? x : negative * x;
-  }
-}
-
-// The same of four x, which share one division.
-template <class A, Activation act>
-BF_INLINE void four_activated(const Vec<A>* x, A negative, Vec<A>* out) {
-  if constexpr (act == Activation::tanh) {
-    Fraction<A> f[4];
-    for (int k = 0; k < 4; ++k) f[k] = tanh_fraction<A>(x[k]);
-    quotients<A>(f, out);
-  } else {
-    for (int k = 0; k < 4; ++k) out[k] = activated<A, act>(x[k], negative);
+    for (int k = 0; k < count; ++k)
+      if constexpr (act == Activation::relu)
+        out[k] = x[k] < 0 ? Vec<A>{} : x[k];
+      else
+        out[k] = x[k] > 0 ? x[k] : negative * x[k];
   }
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 template <class T, class A>
 struct GradGeneral {
-  static constexpr int kKeys = 4;         // in registers; they share a division
+  static constexpr int kKeys = kTogether;
   static constexpr int64_t kSettle = 64;  // keys in a partial sum
 
   const Problem& p;
@@ -27,9 +27,10 @@ struct GradGeneral {
   // Rows of n numbers: queries; sums over the keys of grad_query and grad_w, in two levels; inner
   // rows, and their gradients.
   A *queries, *partial, *totals, *rows, *grads;
+  A* shares;  // (Tq,kKeys): the scores' gradients of a group of keys, zero past the last one
 
   static int64_t workspace(const Problem& p, int64_t hidden) {
-    return (3 * p.Tq + 2 + 2 * kInnerRows) * hidden;
+    return (3 * p.Tq + 2 + 2 * kInnerRows) * hidden + p.Tq * kKeys;
   }
 
   GradGeneral(const Problem& problem, const Backward& backward, int64_t row, int64_t begin,
@@ -43,6 +44,7 @@ struct GradGeneral {
     totals = partial + (p.Tq + 1) * n;
     rows = totals + (p.Tq + 1) * n;
     grads = rows + kInnerRows * n;
+    shares = grads + kInnerRows * n;
     const Rows<T, A> query_rows(p.queries, b);
     for (int64_t i = 0; i < p.Tq; ++i)
       for (int64_t h = 0; h < n; h += kLanes<A>)
@@ -55,17 +57,18 @@ struct GradGeneral {
   BF_INLINE void group(int64_t j, int64_t k, int64_t count) {
     const A negative = A(p.general.negative_slope), scale = A(p.w_scale);
     A* const partial_w = partial + p.Tq * n;
+    for (int64_t i = 0; i < p.Tq; ++i)
+      for (int64_t l = 0; l < kKeys; ++l)
+        shares[i * kKeys + l] = l < count ? scores[i * p.Tk + j + k + l] : A(0);
     for (int64_t h = 0; h < n; h += kLanes<A>) {
-      Vec<A> c[kKeys], sums[kKeys] = {}, sum_w{};
-      for (int l = 0; l < kKeys; ++l) c[l] = load_once(rows + (k + l) * n + h);
+      Vec<A> sums[kKeys] = {}, sum_w{};
       for (int64_t i = 0; i < p.Tq; ++i) {
         const Vec<A> a = load_once(queries + i * n + h);
-        const A* s = scores + i * p.Tk + j + k;
         Vec<A> x[kKeys], y[kKeys], sum_query{};
-        for (int l = 0; l < kKeys; ++l) x[l] = a + c[l];
-        four_activated<A, act>(x, negative, y);
+        for (int l = 0; l < kKeys; ++l) x[l] = a + load(rows + (k + l) * n + h);
+        activated<A, act, kKeys>(x, negative, y);
         for (int l = 0; l < kKeys; ++l) {
-          const A share = l < count ? s[l] : A(0);
+          const A share = shares[i * kKeys + l];
           const Vec<A> su = share * slope_of<T, A, act>(x[l], y[l], negative);
           sum_w += share * y[l];
           sums[l] += su;

@@ -39,34 +39,47 @@ void make_inner_rows(const Problem& p, int64_t b, const T* keys, int64_t key_str
                    count);
 }
 
-// sum_h w act(a + c) over rows of `H` numbers; w has whole vectors, zero past H. The vectors of an
-// iteration share one division.
+// w act(x) of `count` vectors, a multiple of four, added up; four share a division.
+template <class A, Activation act, int count>
+BF_INLINE Vec<A> weighted(const Vec<A>* x, const A* w, A negative) {
+  Vec<A> total{};
+  if constexpr (act == Activation::tanh) {
+    Fraction<A> f[count];
+    tanh_fractions<A, count>(x, f);
+    for (int v = 0; v < count; ++v) f[v].n *= load(w + v * kLanes<A>);
+    for (int v = 0; v < count; v += 4) {
+      const Fraction<A> all = add(add(f[v], f[v + 1]), add(f[v + 2], f[v + 3]));
+      total += quotient<A>(all.n, all.d);
+    }
+  } else {
+    Vec<A> y[count];
+    activated<A, act, count>(x, negative, y);
+    for (int v = 0; v < count; ++v) total += load(w + v * kLanes<A>) * y[v];
+  }
+  return total;
+}
+
+// sum_h w act(a + c) over rows of `H` numbers; w has whole vectors, zero past H.
 template <class A, Activation act>
 BF_INLINE A inner_score(const A* query, const A* key, const A* w, int64_t H, A negative) {
-  constexpr int L = kLanes<A>, together = 4;
-  Vec<A> total[together] = {};
+  constexpr int L = kLanes<A>;
+  Vec<A> total{}, x[kTogether];
   int64_t h = 0;
-  for (; h + together * L <= H; h += together * L) {
+  for (; h + kTogether * L <= H; h += kTogether * L) {
     __builtin_prefetch(key + h + kAhead<A>);
-    Vec<A> x[together];
-    for (int v = 0; v < together; ++v) x[v] = load(query + h + v * L) + load(key + h + v * L);
-    if constexpr (act == Activation::tanh) {
-      Fraction<A> f[together];
-      for (int v = 0; v < together; ++v) {
-        f[v] = tanh_fraction<A>(x[v]);
-        f[v].n *= load(w + h + v * L);
-      }
-      const Fraction<A> all = add(add(f[0], f[1]), add(f[2], f[3]));
-      total[0] += quotient<A>(all.n, all.d);
-    } else {
-      for (int v = 0; v < together; ++v)
-        total[v] += load(w + h + v * L) * activated<A, act>(x[v], negative);
-    }
+    for (int v = 0; v < kTogether; ++v) x[v] = load(query + h + v * L) + load(key + h + v * L);
+    total += weighted<A, act, kTogether>(x, w + h, negative);
   }
-  for (; h < H; h += L)
-    total[1] += load(w + h) *
-                activated<A, act>(load_row<A>(query, h, H) + load_row<A>(key, h, H), negative);
-  return sum<A>((total[0] + total[1]) + (total[2] + total[3]));
+  for (; h < H; h += 4 * L) {
+    A of_w[4 * L] = {};
+    for (int v = 0; v < 4; ++v) {
+      const int64_t at = h + v * L;
+      x[v] = load_row<A>(query, at, H) + load_row<A>(key, at, H);
+      if (at < H) store(of_w + v * L, load(w + at));
+    }
+    total += weighted<A, act, 4>(x, of_w, negative);
+  }
+  return sum<A>(total);
 }
 
 }  // namespace

@@ -1,0 +1,270 @@
+"""Steps of others' attention modules, before and after ``bf.fuse``, in one process and in turns.
+
+Run ``python -m benchmarks.family [--seconds S] [--json FILE]``. The modules come from the published
+wheels (:mod:`.contestants.published`). A loop of steps on one source, as a decoder takes them, is
+timed with the module as it is and fused, after parity with fp64 is checked:
+
+no grad     on keys that are projected already
+with grad   the same and its backward, to parameters, states, queries and projected keys
+source      with the projection of the keys, forward and backward, once in the loop
+
+A ratio is that of the fastest rounds, which a busy machine disturbs least. Three more rows: ReLU at
+captioning's shape against the eager formula, and compiled; a mask against the same length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import bahdanau_fast as bf
+from bahdanau_fast import parity
+from bahdanau_fast.ops.inside import general
+from bahdanau_fast.reference import Inside
+
+from .contestants.published import UnavailableError, load
+from .printing.tables import markdown
+from .timing.machine import save
+from .timing.measure import interleave
+
+STEPS, CHECKED = 20, 3  # of a loop: that is timed, and that is checked
+MODES = ("no grad", "with grad", "source")
+S, E = "speechbrain.nnet.attention", "espnet.nets.pytorch_backend.rnn.attentions"
+C = "TTS.tts.layers.tacotron.attentions"
+
+
+class Sizes(NamedTuple):
+    """Features of keys (and values) and of the decoder; channels and taps of the convolution."""
+
+    batch: int
+    keys: int
+    encoder: int
+    decoder: int
+    hidden: int
+    channels: int
+    taps: int
+
+
+SIZES = (Sizes(8, 400, 512, 512, 512, 10, 201), Sizes(32, 160, 512, 1024, 128, 32, 31))
+
+
+class Given(nn.Module):
+    """In the place of the layer that projects the keys: they are there."""
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__()
+        self.keys = keys.detach().requires_grad_()
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.keys
+
+
+class Loop:
+    """Steps of SpeechBrain's modules on one source."""
+
+    key_layer = "mlp_enc"
+
+    def __init__(self, module: Any, sizes: Sizes, mode: str, dtype: torch.dtype) -> None:
+        self.module, self.mode, self.sizes = module.to(dtype), mode, sizes
+        draw = torch.Generator().manual_seed(1)
+        shapes = [(sizes.keys, sizes.encoder), (1, sizes.encoder), *[(sizes.decoder,)] * STEPS]
+        drawn = [torch.randn(sizes.batch, *shape, generator=draw).to(dtype) for shape in shapes]
+        self.states, self.grad, *self.queries = (x.requires_grad_() for x in drawn)
+        if mode != "source":
+            setattr(module, self.key_layer, Given(getattr(module, self.key_layer)(self.states)))
+
+    def begin(self) -> None:
+        self.module.reset()
+        self.lens = torch.full((self.sizes.batch,), self.sizes.keys)
+
+    def step(self, query: Tensor) -> Tensor:
+        """The context."""
+        context: Tensor = self.module(self.states, self.lens, query)[0]
+        return context
+
+    def __call__(self, steps: int = STEPS) -> list[Tensor]:
+        """Contexts, and outside of "no grad" the gradients."""
+        queries = self.queries[:steps]
+        with torch.set_grad_enabled(self.mode != "no grad"):
+            self.begin()
+            contexts = torch.stack([self.step(query) for query in queries], 1)
+            if self.mode == "no grad":
+                return [contexts]
+            layer = getattr(self.module, self.key_layer)
+            asked = [p for p in self.module.parameters() if p.numel() > 1]
+            asked += [layer.keys] if isinstance(layer, Given) else []
+            grad = self.grad.detach().expand_as(contexts)
+            return [contexts, *torch.autograd.grad(contexts, [self.states, *queries, *asked], grad)]
+
+
+class EspnetLoop(Loop):
+    """Steps of ESPnet's modules: the decoder hands the weights on."""
+
+    def begin(self) -> None:
+        self.module.reset()
+        self.before: Tensor | None = None
+
+    def step(self, query: Tensor) -> Tensor:
+        lens = [self.sizes.keys] * self.sizes.batch
+        context, self.before = self.module(self.states, lens, query, self.before)
+        return context
+
+
+class CoquiLoop(Loop):
+    """Steps of coqui's module: projected keys are an argument."""
+
+    key_layer = "inputs_layer"
+
+    def begin(self) -> None:
+        self.module.init_states(self.states)
+        for name in ("attention_weights", "attention_weights_cum"):
+            if hasattr(self.module, name):
+                setattr(self.module, name, getattr(self.module, name).to(self.states.dtype))
+        self.keys = self.module.preprocess_inputs(self.states)
+        self.mask = torch.ones(self.sizes.batch, self.sizes.keys, dtype=torch.bool)
+
+    def step(self, query: Tensor) -> Tensor:
+        context: Tensor = self.module(query, self.states, self.keys, self.mask)
+        return context
+
+
+def _coqui(s: Sizes, location: bool) -> Any:
+    options = (location, s.channels, s.taps, False, "softmax", False, False, False)
+    return load(C, "OriginalAttention")(s.decoder, s.encoder, s.hidden, *options)
+
+
+def _plain(s: Sizes) -> tuple[int, int, int]:
+    return s.encoder, s.decoder, s.hidden
+
+
+PEERS: dict[str, tuple[type[Loop], Callable[[Sizes], Any]]] = {
+    "SpeechBrain content": (
+        Loop,
+        lambda s: load(S, "ContentBasedAttention")(*_plain(s), s.encoder),
+    ),
+    "SpeechBrain location": (
+        Loop,
+        lambda s: load(S, "LocationAwareAttention")(*_plain(s), s.encoder, s.channels, s.taps // 2),
+    ),
+    "ESPnet AttAdd": (EspnetLoop, lambda s: load(E, "AttAdd")(*_plain(s))),
+    "ESPnet AttLoc": (
+        EspnetLoop,
+        lambda s: load(E, "AttLoc")(*_plain(s), s.channels, s.taps // 2),
+    ),
+    "coqui content": (CoquiLoop, functools.partial(_coqui, location=False)),
+    "coqui location": (CoquiLoop, functools.partial(_coqui, location=True)),
+}
+
+
+def check(theirs: Any, ours: Any, loop: type[Loop], sizes: Sizes, mode: str) -> None:
+    """Raise RuntimeError where the fused module breaks the parity rule."""
+    results = [
+        loop(copy.deepcopy(module), sizes, mode, dtype)(CHECKED)
+        for module, dtype in (
+            (theirs, torch.float64),
+            (theirs, torch.float32),
+            (ours, torch.float32),
+        )
+    ]
+    for exact, eager, found in zip(*results, strict=True):
+        most = parity.allowed(parity.error(eager, exact), float(exact.abs().max()), torch.float32)
+        if not parity.error(found, exact) <= most:
+            raise RuntimeError(f"parity fails: {parity.error(found, exact)} of {most} allowed")
+
+
+def timed(calls: dict[str, Callable[[], Any]], seconds: float, steps: int = 1) -> dict[str, float]:
+    """Name to milliseconds of the fastest round."""
+    for call in calls.values():
+        call()
+    samples = interleave(calls, seconds, min_rounds=7).samples
+    return {name: 1e3 * min(times) / steps for name, times in samples.items()}
+
+
+def others(seconds: float) -> list[dict[str, Any]]:
+    """ReLU against eager and compiled code, and a mask against a length."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(32, 1, 512), torch.randn(32, 196, 512), torch.randn(32, 196, 512)
+    w, relu = torch.randn(1, 512) / 20, Inside(None, None, "relu", 0.01)
+
+    def eager() -> Tensor:
+        weights = torch.softmax(nn.functional.linear(torch.relu(k + q), w).squeeze(2), 1)
+        return (v * weights.unsqueeze(2)).sum(1)
+
+    def ours() -> Tensor:
+        return general.attend_inside(q, k, v, w, None, relu, None, 0.0)[0].squeeze(1)
+
+    attention, lens = bf.AdditiveAttention(512, 512, 512).eval(), torch.arange(1, 33) * 6
+    seen = torch.arange(196) < lens.unsqueeze(1)
+    compiled = torch.compile(eager)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(), eager())
+        lengths, masked = attention.memory(k, v, lens), attention.memory(k, v, mask=seen)
+        torch.testing.assert_close(attention.attend(q, masked), attention.attend(q, lengths))
+        pairs = {
+            ("ReLU, eager", "no grad"): (eager, ours),
+            ("ReLU, compiled", "no grad"): (compiled, ours),
+            ("length, then mask", "no grad"): (
+                lambda: attention.attend(q, lengths),
+                lambda: attention.attend(q, masked),
+            ),
+        }
+        return [
+            {"who": who, "sizes": [32, 196, 512], "mode": mode}
+            | timed({"theirs": theirs, "ours": mine}, seconds)
+            for (who, mode), (theirs, mine) in pairs.items()
+        ]
+
+
+def measure(seconds: float) -> list[dict[str, Any]]:
+    """Milliseconds of a step of every module."""
+    rows = []
+    for sizes in SIZES:
+        for who, (loop, make) in PEERS.items():
+            torch.manual_seed(0)
+            theirs = make(sizes)
+            ours = copy.deepcopy(theirs)
+            bf.fuse(ours)
+            for mode in MODES:
+                check(theirs, ours, loop, sizes, mode)
+                pair = {"theirs": copy.deepcopy(theirs), "ours": copy.deepcopy(ours)}
+                calls = {n: loop(m, sizes, mode, torch.float32) for n, m in pair.items()}
+                found = timed(dict(calls), seconds, STEPS)
+                rows.append({"who": who, "sizes": [*sizes], "mode": mode} | found)
+    return rows + others(seconds)
+
+
+def lines(rows: list[dict[str, Any]]) -> list[str]:
+    """A table, as Markdown."""
+    cells = [[row["who"], str(tuple(row["sizes"])), row["mode"]] for row in rows]
+    for cell, row in zip(cells, rows, strict=True):
+        theirs, ours = row["theirs"], row["ours"]
+        cell.extend((f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.2f}x"))
+    head = ["who", "sizes", "mode", "theirs (ms a step)", "fused (ms a step)", "theirs / fused"]
+    return markdown(head, cells)
+
+
+def main() -> None:
+    """Measure, print the table and write the figures."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.family", description="Others' modules, fused."
+    )
+    parser.add_argument("--seconds", type=float, default=8.0, help="of timing per row")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    options = parser.parse_args()
+    try:
+        rows = measure(options.seconds)
+    except UnavailableError as error:
+        raise SystemExit(f"family: nothing to compare with: {error}") from None
+    print("\n".join(lines(rows)))
+    save(options.json, {"steps": STEPS, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
