@@ -8,6 +8,7 @@ from torch import nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity
+from benchmarks.studies.peak_memory import allocator_events
 
 BACKENDS = [name for name in ("cpu", "reference") if name in bf.backends.available()]
 LENS = torch.tensor([37, 0, 12])
@@ -192,6 +193,86 @@ def test_opcheck(dtype, seen):
     torch.library.opcheck(
         torch.ops.bahdanau_fast.location_attend.default, (*leaves, 0, 0.01, None, 0.0)
     )
+
+
+def gradients_of_steps(backend, frozen=None, again=False, dropout=0.0):
+    """Gradients after three steps on one memory; one input may ask for none."""
+    module, (keys, values, queries, location) = made(inputs=2, dropout=dropout)
+    inputs = {"keys": keys, "values": values, "queries": queries, "location": location}
+    inputs = {name: x.double().requires_grad_(name != frozen) for name, x in inputs.items()}
+    torch.manual_seed(3)
+    with bf.backends.use(backend):
+        memory = module.memory(inputs["keys"], inputs["values"], LENS)
+        context, weights = followed(
+            module.attend,
+            lambda: module.attention_weights,
+            memory,
+            inputs["queries"],
+            inputs["location"],
+        )
+        if again:
+            context[:, :1].sum().backward(retain_graph=True)
+            context[:, 1:].square().sum().backward(retain_graph=True)
+        (context.square().sum() + weights.square().sum()).backward()
+    return {n: x.grad for n, x in [*inputs.items(), *module.named_parameters()] if x.requires_grad}
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
+@pytest.mark.parametrize("again", [False, True], ids=["one backward", "three"])
+@pytest.mark.parametrize("frozen", [None, "keys", "values", "location"])
+def test_gradients_of_steps_add_up(frozen, again):
+    ours = gradients_of_steps("cpu", frozen, again)
+    for name, exact in gradients_of_steps("reference", frozen, again).items():
+        # Some hundred roundings of fp64.
+        assert parity.error(ours[name], exact) <= 2.0**-44 * float(exact.abs().max()), name
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
+def test_dropped_weights_give_the_gradient_of_the_values():
+    module, (keys, values, queries, location) = made(dropout=0.5)
+    values = values.double().requires_grad_()
+    memory = module.memory(keys.double(), values)
+    context = module.attend(queries[0].double(), memory, location.double())
+    gradient = torch.autograd.grad(context.sum(), values)[0]
+    # The context is linear in the values.
+    assert parity.error((gradient * values).sum(1, keepdim=True), context) <= 2.0**-48
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
+def test_steps_add_no_gradient_of_the_size_of_the_keys():
+    def large(steps):
+        module, (keys, values, queries, location) = made(batch=2, keys_len=50, num_hiddens=64)
+        keys, values = keys.double().requires_grad_(), values.double().requires_grad_()
+        memory = module.memory(keys, values)
+        each = [q.double() for q in queries.repeat(2, 1, 1, 1)[:steps]]
+        contexts = [module.attend(q, memory, location.double()) for q in each]
+        loss = torch.cat(contexts, 1).sum()
+        return sum(size >= 8 * 2 * 50 * 64 for size in allocator_events(loss.backward))
+
+    assert 1 <= large(2) == large(5)
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("taps", [1, 7, 101])
+def test_gradients_of_the_convolution(taps, dtype):
+    torch.manual_seed(0)
+    location, w = torch.randn(3, 2, 37).to(dtype), torch.randn(5, 2, taps).to(dtype)
+    grad = torch.randn(3, 37, 5).to(dtype)
+    backward = torch.ops.bahdanau_fast.location_convolution_backward.default
+    torch.library.opcheck(backward, (grad, location, w, 3))
+
+    def theirs(dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (location, w)]
+        features = torch.conv1d(*inputs, padding=taps // 2).transpose(1, 2)
+        return torch.autograd.grad(features, inputs, grad.to(dtype))
+
+    found = backward(grad, location, w, 3)
+    for ours, eager, exact in zip(found, theirs(dtype), theirs(torch.float64), strict=True):
+        # fp64 is its own oracle: the roundings of as many terms as there are.
+        slack = 2.0**-45 * float(exact.abs().max()) if dtype == torch.float64 else 0.0
+        most = parity.allowed(parity.error(eager, exact), float(exact.abs().max()), dtype)
+        assert parity.error(ours, exact) <= most + slack
 
 
 class Masked(nn.Module):
