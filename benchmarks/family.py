@@ -82,7 +82,7 @@ class Loop:
 
     def begin(self) -> None:
         self.module.reset()
-        self.lens = torch.full((self.sizes.batch,), self.sizes.keys)
+        self.lens = self.states.new_full((self.sizes.batch,), self.sizes.keys)
 
     def step(self, query: Tensor) -> Tensor:
         """The context."""
@@ -101,7 +101,8 @@ class Loop:
             asked = [p for p in self.module.parameters() if p.numel() > 1]
             asked += [layer.keys] if isinstance(layer, Given) else []
             grad = self.grad.detach().expand_as(contexts)
-            return [contexts, *torch.autograd.grad(contexts, [self.states, *queries, *asked], grad)]
+            found = torch.autograd.grad(contexts, [self.states, *queries, *asked], grad)
+            return [contexts.detach(), *found]
 
 
 class EspnetLoop(Loop):
