@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -259,6 +260,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of timing per row")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
+    logging.disable(logging.WARNING)  # ESPnet's, at each source
     try:
         rows = measure(options.seconds)
     except UnavailableError as error:

@@ -42,9 +42,7 @@ _OF_INPUTS = (
     "(Tensor grad_queries, Tensor grad_keys, Tensor grad_values, Tensor grad_w_v, "
     "Tensor grad_features, Tensor grad_w_f)"
 )
-library.define(
-    f"general_attend_backward({_ATTEND_BACKWARD}, int needs) -> {_OF_INPUTS}", tags=TAGS
-)
+library.define(f"general_attend_backward({_ATTEND_BACKWARD}, int needs) -> {_OF_INPUTS}", tags=TAGS)
 # The same, which adds the gradient of the keys to a sum.
 library.define(
     f"general_attend_backward_onto({_ATTEND_BACKWARD}, int needs, Tensor(a!)? onto) -> "
