@@ -185,11 +185,11 @@ def attend_location(
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
     keys, _, _, shared, lifetime = projected
-    if shared is not None:
-        if route.share and shared.fits(values, w_v):
-            keys, values, w_v = shared.results
-        else:
-            shared = None
+    alike = keys.dtype == values.dtype == queries.dtype
+    if shared is not None and alike and route.share and shared.fits(values, w_v):
+        keys, values, w_v = shared.results
+    else:
+        shared = None
     if _is_plain(route, queries):
         inside = inside._replace(features=convolved(location, w_conv, b_conv))
         rest = (w_v, values, valid_lens, dropout_p, inside)
@@ -199,7 +199,10 @@ def attend_location(
     context, weights = location_op(
         *(queries, keys, values.to(dtype), w_v, valid_lens),
         *(location.to(dtype), w_conv.to(dtype), None if b_conv is None else b_conv.to(dtype)),
-        *(inside, dropout_seed(dropout_p, queries), dropout_p, route.traced, shared, lifetime),
+        *(inside, dropout_seed(dropout_p, queries), dropout_p),
+        traced=route.traced,
+        shared=shared,
+        lifetime=lifetime,
     )
     return context, weights if weights.dtype == dtype else weights.to(dtype)
 

@@ -145,8 +145,9 @@ class LocationAttention(MakesMemories):
             context, weights = attend_inside(route, asked, keys, w_v, *rest, inside)
         else:
             convolution = (location, conv.weight, conv.bias)
-            inputs = (asked, memory.projected, w_v, *rest, *convolution, inside)
-            context, weights = attend_location(route, *inputs)
+            context, weights = attend_location(
+                route, asked, memory.projected, w_v, *rest, *convolution, inside
+            )
         self._keep(weights)
         return context
 
