@@ -52,6 +52,7 @@ ptx: venv  ## run the GPU machine code of every kernel without a GPU; writes doc
 
 mutants: venv  ## plant a mistake in each kernel and see the suite notice (long)
 	$(BIN)/python tests/hardening/mutants.py --json benchmarks/results/mutants.json
+	$(BIN)/python tests/hardening/guards.py --json benchmarks/results/guards.json
 	$(BIN)/python tests/hardening/mutants_page.py
 
 # mypy and import-linter know no package_dir: they are given the layout as installed, kernels/ in its

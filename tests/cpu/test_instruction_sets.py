@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 from contract import scattered
+from instruction_sets import extension, sets
 from parity import DTYPES, Case, attended, check, fused, run, scored
-
-extension = pytest.importorskip("bahdanau_fast._C_cpu")
 
 SIZES = {"B": 3, "Tq": 17, "Tk": 53, "H": 61, "Dq": 19, "Dk": 23, "Dv": 29}
 LENS = torch.tensor([0, 26, 53])
@@ -29,19 +28,6 @@ GENERAL = {
     "relu": Case(**{**SIZES, "H": 211}, activation="relu", lens=LENS),
     "masked": Case(**{**SIZES, "H": 211}, C=3, mask=scattered(3, 17, 53)),
 }
-
-
-def sets():
-    """The names this processor takes."""
-    before, found = extension.instruction_set(), []
-    for name in ("baseline", "avx2", "avx512"):
-        try:
-            extension.set_instruction_set(name)
-            found.append(name)
-        except ValueError:
-            continue
-    extension.set_instruction_set(before)
-    return found
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,8 @@
 
 A mutant is a copy of the tree with one place changed, built, and held against the narrowest tests
 that should fail (planted/). Killed: they fail, or crash. Survived: they pass, and a test is
-missing. The CUDA kernels run on the host, the Triton kernels in the interpreter, which has one
-thread and cannot miss a barrier.
+missing. The CUDA kernels run on the host or, as machine code, in the PTX machine (tests/ptx), the
+Triton kernels in the interpreter, which has one thread and cannot miss a barrier.
 """
 
 import argparse
@@ -32,14 +32,17 @@ INSTALLED = {"bahdanau_fast": "bahdanau_fast", "kernels": "bahdanau_fast/kernels
 LONGEST = 600  # seconds of a mutant's tests: one that hangs is noticed too
 
 
-def check(tests, tree, package):
-    """Whether the tests pass, the last thing they said, and the test that failed, if one did."""
+def check(tests, tree, package, cxxflags="-O0"):
+    """Whether the tests pass, the last thing they said, and the test that failed, if one did.
+
+    ``cxxflags`` are for drivers of CUDA kernels: most of a mutant's time is spent compiling one.
+    """
     file, chosen = tests
     environment = build.environment(package, TRITON_INTERPRET=str(int("triton" in file)))
-    path = [package, tree / "tests" / "support", tree, tree / "tests" / "hardening"]
+    rooms = [tree / "tests" / room for room in ("support", "hardening", "cuda/host")]
+    path = [package, *rooms, tree]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
-    # For the drivers of CUDA kernels: most of a mutant's time is spent compiling one.
-    environment["CXXFLAGS"] = "-O0"
+    environment["CXXFLAGS"] = cxxflags
     environment["OMP_NUM_THREADS"] = "1"  # two lanes
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command += ["-p", "no_shrinking", "-c", str(tree / "pyproject.toml")]
@@ -69,6 +72,16 @@ def check(tests, tree, package):
     return process.returncode == 0, last[0].strip("= "), failed[1] if failed else ""
 
 
+def copy_tree(tree):
+    """What the package is built of, and the tests, into a folder."""
+    for part in ("bahdanau_fast", "kernels", "csrc", "tests", "benchmarks"):
+        shutil.rmtree(tree / part, ignore_errors=True)
+        ignored = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(build.ROOT / part, tree / part, ignore=ignored)
+    for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(build.ROOT / part, tree)
+
+
 class Lane:
     """A copy of the tree, and the package built of it, that mistakes are planted in by turns."""
 
@@ -80,12 +93,7 @@ class Lane:
         if self.planted.exists():
             shutil.rmtree(self.objects)
             self.planted.unlink()
-        for part in ("bahdanau_fast", "kernels", "csrc", "tests", "benchmarks"):
-            shutil.rmtree(self.tree / part, ignore_errors=True)
-            ignored = shutil.ignore_patterns("*.so", "__pycache__")
-            shutil.copytree(build.ROOT / part, self.tree / part, ignore=ignored)
-        for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
-            shutil.copy(build.ROOT / part, self.tree)
+        copy_tree(self.tree)
         self.lay_out()
 
     def lay_out(self):

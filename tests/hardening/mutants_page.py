@@ -6,10 +6,12 @@ import textwrap
 from collections import Counter
 
 from planted import BARRIER, MASK, OTHER, SHARE, TAIL
+from planted.guards import EXPLAINED, FACTORS
 
 import build
 
 RESULTS = build.ROOT / "benchmarks" / "results" / "mutants.json"
+GUARDS = build.ROOT / "benchmarks" / "results" / "guards.json"
 PAGE = build.ROOT / "docs" / "mutants.md"
 KINDS = (MASK, TAIL, BARRIER, SHARE, OTHER)
 
@@ -28,7 +30,20 @@ Killed of planted. A dash: there is nothing of that kind to get wrong (no length
 division is shared), or it cannot be shown. CPU kernels have no barriers: a task is one thread's,
 and the threads of a step have ended before the next begins. The Triton kernels run in the
 interpreter, which has one thread and cannot miss a barrier. The CUDA kernels run on the host, where
-ThreadSanitizer looks for barriers.
+ThreadSanitizer looks for barriers; two of these show in the PTX machine only (ptx.md).
+
+"""
+
+GUARDED = """
+## Guards
+
+The numbers in the kernels' headers that decide on a path, or at which something is cut off, are
+found by scanning the sources (`planted/guards.py`); `guards.py` makes each twice and half as large.
+The tests look at both sides of each magnitude: queries and keys of one sign and near one size
+(`test_cpu_ranges.py`, `test_cuda_ranges.py`). Where they pass, the results keep the parity rule
+with the wrong number too, and the reason is given.
+
+{found}
 
 """
 
@@ -78,9 +93,37 @@ def page(results):
     return head + "\n".join(lines) + "\n"
 
 
+def guarded(results):
+    """The part of the page on guards."""
+    rows, where = {}, results["machine"]
+    for row in results["guards"]:
+        rows.setdefault(row["guard"], {})[row["became"]] = row
+    killed = Counter(row["verdict"] for row in results["guards"])["killed"]
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in results["guards"]))
+    found = (
+        f"Of {len(results['guards'])} wrong guards {killed} were killed: {where['cpu']}, torch "
+        f"{where['torch']}, commit {commits}."
+    )
+
+    def told(name, way):
+        row = rows[name][way]
+        if row["verdict"] == "killed":
+            return f"`{row['by']}`"
+        return EXPLAINED.get((name, way), "**survived**")
+
+    lines = [[cell(name), *(told(name, way) for way in FACTORS)] for name in rows]
+    text = "\n".join(table([["guard", *FACTORS], *lines]))
+    return GUARDED.format(found=textwrap.fill(found, 100)) + text + "\n"
+
+
+def whole():
+    """The text of docs/mutants.md, from the committed results."""
+    return page(json.loads(RESULTS.read_text())) + guarded(json.loads(GUARDS.read_text()))
+
+
 def main():
     """Write the page."""
-    PAGE.write_text(page(json.loads(RESULTS.read_text())))
+    PAGE.write_text(whole())
     return 0
 
 

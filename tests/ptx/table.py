@@ -1,12 +1,16 @@
 """Runs every case on every entry of csrc/cuda and writes the table of docs/ptx.md.
 
-``python tests/ptx/table.py`` (``make ptx``) ends with 1 if a case fails.
+``python tests/ptx/table.py`` (``make ptx``) ends with 1 if a case fails. What cases gave is kept in
+build/ptx/table.json: a run that was stopped goes on where it was, until the sources change.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -23,6 +27,7 @@ from machine.parse import Module
 from benchmarks.machine_code.cuda import KINDS, Kernel
 
 PAGE = ROOT / "docs" / "ptx.md"
+KEPT = ROOT / "build" / "ptx" / "table.json"
 MARK = "<!-- make ptx writes what follows -->\n"
 
 
@@ -35,24 +40,61 @@ def cases(dtype):
             yield name, measure_step
 
 
-def run(arch, found):
-    """All cases of an architecture into (kind, entry) -> shares; what failed."""
-    failed = []
+def sources():
+    """What tells the sources of the kernels and of this machine from others."""
+    files = [*build.SOURCES.rglob("*.h"), *build.SOURCES.rglob("*.cu"), *HERE.rglob("*.[hcp]*")]
+    read = b"".join(path.read_bytes() for path in sorted(files) if path.suffix != ".pyc")
+    return hashlib.sha256(read).hexdigest()[:16]
+
+
+class Kept:
+    """Results of cases, by name, written after each."""
+
+    def __init__(self):
+        self.of, self.cases = sources(), {}
+        if KEPT.exists():
+            stored = json.loads(KEPT.read_text())
+            self.cases = stored["cases"] if stored["of"] == self.of else {}
+
+    def add(self, name, result):
+        self.cases[name] = result
+        KEPT.parent.mkdir(parents=True, exist_ok=True)
+        KEPT.write_text(json.dumps({"of": self.of, "cases": self.cases}, indent=1))
+
+
+def attempt(drivers, function, name, dtype):
+    """A case's share and the entries that it ran; or why it failed."""
+    try:
+        share = function(drivers, name, dtype)
+        return {"share": share, "entries": sorted(drivers.took())}
+    except Exception as error:
+        return {"failed": f"{error}"}
+
+
+def run(arch, kept):
+    """All cases of an architecture that are not kept yet."""
     for dtype in DTYPES:
         drivers = Drivers(arch)
         for name, function in cases(dtype):
-            try:
-                share = function(drivers, name, dtype)
-                if share > 1:
-                    print(f"sm_{arch} {dtype} {name}: {share:.3f} of what is allowed", flush=True)
-                for place in drivers.took():
-                    found[place].append(share)
-            except Exception as error:
-                failed.append(f"sm_{arch} {dtype} {name}: {error}")
-                print(failed[-1], flush=True)
+            case = f"sm_{arch} {dtype} {name}"
+            if "share" in kept.cases.get(case, {}):
+                continue
+            start = time.time()
+            result = attempt(drivers, function, name, dtype)
+            kept.add(case, {**result, "seconds": round(time.time() - start)})
+            print(case, kept.cases[case], flush=True)
+            if "failed" in result:
                 drivers = Drivers(arch)
-        print(f"sm_{arch} {dtype} done", flush=True)
-    return failed
+        drivers.close()
+
+
+def shares_of(arch, kept):
+    """(kind, entry) -> the shares of an architecture's cases that ran it."""
+    found = defaultdict(list)
+    for case, result in kept.cases.items():
+        for kind, entry in result.get("entries", ()) if case.startswith(f"sm_{arch} ") else ():
+            found[kind, entry].append(result["share"])
+    return found
 
 
 def short(kind, entry):
@@ -71,21 +113,22 @@ def lines(results):
     for place in entries:
         cells = [short(*place)]
         for arch in ARCHS:
-            shares = results[arch][place]
+            shares = results[arch].get(place, [])
             cells += [str(len(shares)), f"{max(shares):.2f}" if shares else "-"]
         yield f"| {' | '.join(cells)} |"
 
 
 def main():
-    results, failed, absent = {}, [], []
+    kept, results, absent = Kept(), {}, []
     for arch in ARCHS:
-        results[arch] = defaultdict(list)
-        failed += run(arch, results[arch])
+        run(arch, kept)
+        results[arch] = shares_of(arch, kept)
         for kind in KINDS:
             for entry in Module(build.ptx(kind, arch)).names:
-                if not results[arch][kind, entry]:
+                if (kind, entry) not in results[arch]:
                     absent.append(f"sm_{arch} {short(kind, entry)} never ran")
-    print("\n".join(absent))
+    failed = [case for case, result in kept.cases.items() if "failed" in result]
+    print("\n".join(absent + failed))
     head = re.split(re.escape(MARK), PAGE.read_text())[0]
     PAGE.write_text(head + MARK + "\n" + "\n".join(lines(results)) + "\n")
     return 1 if failed or absent else 0

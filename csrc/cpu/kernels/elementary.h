@@ -93,14 +93,15 @@ BF_INLINE TanhAndSlope<A> tanh_and_slope(Vec<A> x) {
   return {x < 0 ? -magnitude : magnitude, slope};
 }
 
-// 1 - tanh^2 of a saturated unit is a rounding error: in fp64, with tanh one step from 1, it is
-// 2^-52 where the true value may be totals smaller, and where eager PyTorch gives 0. So below a few
-// steps it is set to 0, below more of them if the result is rounded to fp32. In fp32 eager's error
-// is as large.
+// 1 - tanh^2 of a saturated unit is a rounding error: with tanh a few steps from 1 it is as many
+// times 2^-52 in fp64, or 2^-23, where the true value may be totals smaller, and where eager
+// PyTorch gives 0. So below a few steps it is set to 0, below more of them if the result has fewer
+// digits. Where the result is fp32 as well as the sum, eager's error is as large.
 template <class T, class A>
 BF_INLINE Vec<A> visible(Vec<A> slope) {
-  if constexpr (sizeof(A) == 4) return slope;
-  return slope < (sizeof(T) == 8 ? A(3e-16) : A(1e-13)) ? Vec<A>{} : slope;
+  if constexpr (sizeof(T) == 4 && sizeof(A) == 4) return slope;
+  constexpr A least = sizeof(A) == 4 ? A(1e-6) : sizeof(T) == 8 ? A(7e-16) : A(1e-13);
+  return slope < least ? Vec<A>{} : slope;
 }
 
 }  // namespace

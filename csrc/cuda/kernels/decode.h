@@ -153,7 +153,7 @@ struct DecodeTask {
     if constexpr (QT > 1 && sizeof(T) == 2 && exponentials) {
       largest = block_max(largest, mine.scratch);
       largest_w = block_max(largest_w, mine.scratch);
-      if (largest <= kClamped && largest_w <= kLargestW) form = Form::clamped;
+      if (largest <= kClamped && largest_w <= kLargestW<T>) form = Form::clamped;
       if (form == Form::clamped)
         for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads)
           mine.queries[at] = exp_of_two<T>(mine.queries[at]);

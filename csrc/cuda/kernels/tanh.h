@@ -21,9 +21,12 @@
 namespace bahdanau_fast::gpu {
 
 constexpr float kFactored = 9.5f, kClamped = 15.0f, kKeyLimit = 25.0f;
-constexpr float kLargestW = 1e8f;  // of |w|; above, a numerator could overflow
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kShrunk = 1.0f / (1 << 29);
+
+// Largest |w|: above, four numerators, w (E - 1) in fp32 and w, times three d could overflow.
+template <class T>
+constexpr float kLargestW = sizeof(T) == 4 ? 4e4f : 1e8f;
 
 // Least largest |a| + |c| for the factored form.
 template <class T>
@@ -31,7 +34,7 @@ constexpr float kSmallest = sizeof(T) == 4 ? 0.5f : 0.03f;
 
 template <class T, class A>
 __device__ __forceinline__ Form choose_form(float queries_max, float keys_max, float w_max) {
-  if (sizeof(A) == 8 || !(w_max <= kLargestW)) return Form::direct;
+  if (sizeof(A) == 8 || !(w_max <= kLargestW<T>)) return Form::direct;
   const float sum = queries_max + keys_max;
   if (sum <= kFactored && sum >= kSmallest<T>) return Form::factored;
   if (sizeof(T) == 2 && queries_max <= kClamped && sum > kFactored) return Form::clamped;

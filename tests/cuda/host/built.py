@@ -1,5 +1,6 @@
 """Programs and libraries that tests compile, kept for the next run."""
 
+import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -22,13 +23,21 @@ def built(name, files, command, keep_old=False):
     known.update(" ".join(command).encode())
     stem = ROOT / "build" / name
     target = stem.with_name(f"{stem.name}-{known.hexdigest()[:16]}")
-    if not target.exists():
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        if not keep_old:
-            for old in stem.parent.glob(f"{stem.name}-*"):
-                old.unlink()
-        with tempfile.TemporaryDirectory(dir=stem.parent) as scratch:
-            made = Path(scratch) / "made"
-            subprocess.run([*command, "-o", str(made)], check=True)
-            shutil.move(made, target)
+    if target.exists():
+        return target
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    with open(stem.with_name(f".{stem.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
+        if not target.exists():
+            make(command, target, "" if keep_old else f"{stem.name}-*")
     return target
+
+
+def make(command, target, old):
+    """Run a compiler, and put what it makes in the place of what a pattern finds beside it."""
+    for path in target.parent.glob(old) if old else ():
+        path.unlink()
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch) / "made"
+        subprocess.run([*command, "-o", str(made)], check=True)
+        shutil.move(made, target)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import CONTRACT, LARGE, lens
-from cuda_on_host import GPU, KERNELS, KINDS, Gpu, Host, attend, attend_step, build
+from cuda_on_host import KERNELS, KINDS, Drivers, Gpu, attend, attend_step, build, on
 from drawing import cases, drawn
 from hypothesis import given, settings
 from parity import DTYPES, Case, check
@@ -25,23 +25,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Drivers(dict):
-    """Running drivers by kind of numbers, started when they are first asked for."""
-
-    def __init__(self, sanitizer, sources=KERNELS):
-        super().__init__()
-        self.sanitizer, self.sources = sanitizer, sources
-
-    def __missing__(self, kind):
-        self[kind] = Host(kind, self.sanitizer, self.sources)
-        return self[kind]
-
-    def close(self):
-        """End them all; fails when a sanitizer had something to say."""
-        while self:
-            self.popitem()[1].close()
-
-
 @pytest.fixture(scope="module")
 def drivers(request):
     if len(request.session.items) > len(CONTRACT):  # fewer may not need all the kinds
@@ -50,19 +33,6 @@ def drivers(request):
     running = Drivers("address")
     yield running
     running.close()
-
-
-def on(drivers, gpu=GPU):
-    """The function :func:`parity.check` tests: projections by torch, the rest by the kernels."""
-
-    def function(inputs, valid_lens):
-        a = F.linear(inputs["queries"], inputs["w_q"])
-        c = F.linear(inputs["keys"], inputs["w_k"], inputs["bias"])
-        rest = (inputs["values"], inputs["w_v"], valid_lens)
-        context, weights = attend(drivers.__getitem__, a, c, *rest, gpu=gpu)
-        return context, weights.to(context.dtype)
-
-    return function
 
 
 # Rows of the contract that differ in what these kernels see.

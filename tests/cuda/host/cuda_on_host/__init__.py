@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from built import built
 
 from bahdanau_fast.limits import PRECISION
@@ -126,6 +127,23 @@ class Host:
         return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
+class Drivers(dict):
+    """Running drivers by kind of numbers, started when they are first asked for."""
+
+    def __init__(self, sanitizer, sources=KERNELS):
+        super().__init__()
+        self.sanitizer, self.sources = sanitizer, sources
+
+    def __missing__(self, kind):
+        self[kind] = Host(kind, self.sanitizer, self.sources)
+        return self[kind]
+
+    def close(self):
+        """End them all; fails when a sanitizer had something to say."""
+        while self:
+            self.popitem()[1].close()
+
+
 def _integers(*numbers):
     return struct.pack(f"<{len(numbers)}q", *numbers)
 
@@ -235,3 +253,16 @@ def attend(host_of, queries, keys, values, w_v, lens, seed=None, dropout_p=0.0, 
     """
     rest = (host_of, seed, dropout_p, gpu)
     return _Attend.apply(queries, keys, values, w_v, lens, rest)
+
+
+def on(drivers, gpu=GPU):
+    """The function :func:`parity.check` tests: projections by torch, the rest by the kernels."""
+
+    def function(inputs, valid_lens):
+        a = F.linear(inputs["queries"], inputs["w_q"])
+        c = F.linear(inputs["keys"], inputs["w_k"], inputs["bias"])
+        rest = (inputs["values"], inputs["w_v"], valid_lens)
+        context, weights = attend(drivers.__getitem__, a, c, *rest, gpu=gpu)
+        return context, weights.to(context.dtype)
+
+    return function

@@ -1,0 +1,58 @@
+"""Both sides of every magnitude at which the CPU kernels change path, on each instruction set."""
+
+import pytest
+import torch
+from instruction_sets import sets, using
+from near import FACTORS, check, near
+from parity import DTYPES, INPUTS, eager, fused
+
+from bahdanau_fast import parity
+
+# Queries and keys where: four denominators share a division, in fp32 and in fp64; exp(2c) is a
+# normal number, in fp32 and in fp64; a table keeps expm1; a unit is saturated for every key;
+# 1 - tanh^2 is a rounding error, for results in fp64 and in fp32.
+PLACES = {
+    "four share": (9.0, 9.0),
+    "four share, opposite": (-9.0, 9.0),
+    "four share in fp64": (80.0, 80.0),
+    "four share in fp64, opposite": (-80.0, 80.0),
+    "table": (-43.0, 43.0),
+    "table in fp64": (-354.0, 354.0),
+    "shifted table": (0.5, 0.5),
+    "shifted table, opposite": (-0.5, 0.5),
+    "saturated": (3.5, 2.0),
+    "saturated, opposite": (-3.5, 2.0),
+    "slope in fp64": (9.3, 9.3),
+    "slope for fp32": (7.8, 7.8),
+}
+SMALL = {"B": 2, "Tq": 3, "Tk": 6, "Dv": 5}
+LARGE = {"B": 2, "Tq": 17, "Tk": 128, "Dv": 5}  # fp32 that is computed in fp32
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_near(place, dtype, factor):
+    query, key = (factor * size for size in PLACES[place])
+    for name in sets():
+        with using(name):
+            check(near(SMALL, 64, of_query=query, of_key=key), dtype)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("place", PLACES)
+def test_near_in_fp32(place, factor):
+    """Forward: next to saturation 1 - tanh^2 has more roundings than eager's two (docs)."""
+    query, key = (factor * size for size in PLACES[place])
+    case = near(LARGE, 128, of_query=query, of_key=key)
+    drawn = dict.fromkeys(INPUTS) | case.draw(torch.float32)
+
+    def results(function, dtype):
+        with torch.no_grad():
+            return function({n: x if x is None else x.to(dtype) for n, x in drawn.items()}, None)
+
+    kinds = (fused, torch.float32), (eager, torch.float64), (eager, torch.float32)
+    for got, exact, theirs in zip(*(results(*kind) for kind in kinds), strict=True):
+        largest = float(exact.abs().max())
+        allowed = parity.allowed(parity.error(theirs, exact), largest, torch.float32)
+        assert parity.error(got, exact) <= allowed

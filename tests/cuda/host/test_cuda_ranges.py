@@ -1,0 +1,74 @@
+"""Both sides of every magnitude at which the CUDA kernels change path, or cut a number off."""
+
+import platform
+import shutil
+from dataclasses import replace
+
+import cuda_on_host
+import pytest
+import torch
+from cuda_on_host import Drivers, on
+from near import FACTORS, check, near
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
+    reason="the kernels are run on the host by fibers for x86-64, compiled by g++",
+)
+
+FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+HALF = (BF16, FP16)
+STEP, BEAMS, MANY = 1, 3, 17  # queries, which decide the kernel
+# Queries and keys, kernels and dtypes: where four denominators share a reciprocal; where tanh near
+# zero is taken from exponentials; where the exponential of a query is too large for that, and of a
+# key; where tanh is 1 to a 16-bit sum, or a product of four would overflow; where the cube of tanh
+# near zero is taken; where fp32's tanh is a polynomial; where 1 - tanh^2 is a rounding error.
+PLACES = {
+    "four share": (4.75, 4.75, (BEAMS, MANY), (FP32, *HALF)),
+    "near zero": (0.25, 0.25, (MANY,), (FP32,)),
+    "near zero in 16 bits": (0.015, 0.015, (STEP, MANY), HALF),
+    "large queries": (-15.0, 15.0, (BEAMS, MANY), HALF),
+    "large keys": (-14.0, 25.0, (BEAMS, MANY), HALF),
+    "tanh is 1": (5.4, 5.4, (STEP, BEAMS, MANY), HALF),
+    "polynomial": (0.3, 0.3, (STEP, BEAMS), (FP32,)),
+    "slope in fp64": (9.3, 9.3, (MANY,), (FP64,)),
+    "slope for fp32": (7.8, 7.8, (MANY,), ("fp32 in fp64",)),
+}
+CASES = [
+    (place, queries, dtype, a, c)
+    for place, (a, c, kernels, dtypes) in PLACES.items()
+    for queries in kernels
+    for dtype in dtypes
+]
+
+
+@pytest.fixture(scope="module")
+def drivers():
+    running = Drivers("address")
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize(("place", "queries", "dtype", "a", "c"), CASES, ids=str)
+def test_near(drivers, monkeypatch, place, queries, dtype, a, c, factor):
+    if dtype == "fp32 in fp64":
+        dtype = FP32
+    else:  # small problems too
+        own = replace(cuda_on_host.PRECISION, fp64_elements=0)
+        monkeypatch.setattr(cuda_on_host, "PRECISION", own)
+    sizes = {"B": 2, "Tq": queries, "Tk": 6, "Dv": 5}
+    # So large that fp16 has the gradients in full.
+    scale = {"context": 1e3, "weights": 1e3} if dtype == FP16 else {}
+    of_query = a if place == "large keys" else factor * a
+    case = near(sizes, 16, of_query=of_query, of_key=factor * c, scale=scale)
+    check(case, dtype, on(drivers))
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize(("dtype", "w_v", "place"), [(FP32, 4e4, 4.35), (BF16, 1e8, 7.0)], ids=str)
+def test_large_w_v(drivers, monkeypatch, dtype, w_v, place, factor):
+    """Numerators are w_v times three denominators, in fp32 four, that are as large as can be."""
+    own = replace(cuda_on_host.PRECISION, fp64_elements=0)
+    monkeypatch.setattr(cuda_on_host, "PRECISION", own)
+    sizes = {"B": 2, "Tq": MANY, "Tk": 6, "Dv": 5, "scale": {"w_v": factor * w_v}}
+    check(near(sizes, 16, of_query=place, of_key=place), dtype, on(drivers))

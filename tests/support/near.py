@@ -1,0 +1,65 @@
+"""Cases on either side of a magnitude at which kernels change path, or hold a number back.
+
+Drawn normal numbers never put four neighbours there at once: here all projections of a batch row
+have nearly one size.
+"""
+
+from dataclasses import dataclass
+
+import parity
+import torch
+from parity import Case
+
+# Twice and half a magnitude are wrong magnitudes too: on all of these, one of the two would show.
+FACTORS = (0.55, 0.9, 1.1, 1.8)
+
+
+@dataclass
+class Near(Case):
+    """Projections of nearly one size; those of every second batch row are negated.
+
+    Attributes:
+        of_query: the least of a query.
+        of_key: the least of a key. Of opposite signs, both leave a sum that is small beside them.
+        spread: what is added at random, as a share.
+    """
+
+    of_query: float = 0.0
+    of_key: float = 0.0
+    spread: float = 0.08
+
+    def draw(self, dtype):
+        """As for any case, but queries, keys and what projects them."""
+        drawn = super().draw(dtype)
+        generator = torch.Generator().manual_seed(self.seed)
+        for name, size in (("queries", self.of_query), ("keys", self.of_key)):
+            near = 1 + self.spread * torch.rand(drawn[name].shape, generator=generator).double()
+            near[1::2] *= -1
+            drawn[name] = (size * near).to(dtype).double()
+        drawn["w_q"] = drawn["w_k"] = torch.eye(self.H, dtype=torch.float64)
+        return drawn
+
+
+def near(sizes, hidden, **more):
+    """A case of Near whose queries and keys need no projection."""
+    widths = {"H": hidden, "Dq": hidden, "Dk": hidden, "bias": False}
+    return Near(**{**sizes, **widths, **more})
+
+
+def check(case, dtype, function=parity.fused):
+    """Assert the parity rule, judged by slopes that fp64 calls zero.
+
+    In fp64 eager's tanh of a saturated unit is one, without a rounding, and its scores are as exact
+    as their sum: its error there counts as a rounding of every term of a score.
+    """
+    drawn = case.draw(dtype)
+    exact = parity.long_double(case, drawn)
+    ours = parity.run(function, case, drawn, dtype)
+    others = parity.errors(parity.run(parity.eager, case, drawn, dtype), exact, dtype)
+    if dtype == torch.float64:
+        of_score = torch.finfo(dtype).eps / 2 * float(drawn["w_v"].abs().sum())
+        for name in ("context", "weights", "d values"):
+            others[name] = max(others[name], of_score * float(abs(exact[name]).max()))
+    found = parity.shares(ours, others, exact, dtype)
+    worst = {name: round(share, 3) for name, share in found.items() if not share <= 1}
+    assert not worst, f"{worst} times what is allowed, {dtype}, {case}"
