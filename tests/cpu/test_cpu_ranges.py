@@ -42,7 +42,7 @@ def test_near(place, dtype, factor):
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("place", PLACES)
 def test_near_in_fp32(place, factor):
-    """Forward: next to saturation 1 - tanh^2 has more roundings than eager's two (docs)."""
+    """Forward only: next to saturation eager's 1 - tanh^2 has two roundings of fp32, ours more."""
     query, key = (factor * size for size in PLACES[place])
     case = near(LARGE, 128, of_query=query, of_key=key)
     drawn = dict.fromkeys(INPUTS) | case.draw(torch.float32)
@@ -51,8 +51,11 @@ def test_near_in_fp32(place, factor):
         with torch.no_grad():
             return function({n: x if x is None else x.to(dtype) for n, x in drawn.items()}, None)
 
+    # Eager's tanh of a saturated unit is one: at least a rounding of every term of a score.
+    least = torch.finfo(torch.float32).eps / 2 * float(drawn["w_v"].abs().sum())
     kinds = (fused, torch.float32), (eager, torch.float64), (eager, torch.float32)
     for got, exact, theirs in zip(*(results(*kind) for kind in kinds), strict=True):
         largest = float(exact.abs().max())
-        allowed = parity.allowed(parity.error(theirs, exact), largest, torch.float32)
+        off = max(parity.error(theirs, exact), least * largest)
+        allowed = parity.allowed(off, largest, torch.float32)
         assert parity.error(got, exact) <= allowed

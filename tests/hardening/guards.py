@@ -7,7 +7,9 @@ is killed if the tests of both sides of its magnitude fail. Where they pass, EXP
 
 import argparse
 import json
+import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -45,7 +47,9 @@ static constexpr X guard(int place, X value) {
 
 def make_changeable(tree, chosen):
     """Every guard of a tree into a call; a file that is not there yet names the wrong one."""
-    (tree / "csrc" / "common" / "guard.h").write_text(READER.replace("PATH", str(chosen)))
+    reader = tree / "csrc" / "common" / "guard.h"
+    reader.write_text(READER.replace("PATH", str(chosen)))
+    shutil.copystat(__file__, reader)
     guards = scan(tree)
     files = {}
     for place, guard in enumerate(guards):
@@ -59,7 +63,9 @@ def make_changeable(tree, chosen):
             edits.append((start, "constexpr", f"{inline}const"))
         for at, old, new in sorted(edits, reverse=True):
             text = text[:at] + new + text[at + len(old) :]
+        times = path.stat()
         path.write_text(text.replace("#pragma once\n", '#pragma once\n#include "common/guard.h"\n'))
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # built again only if it changed
     return guards
 
 
