@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 
 from planted import BARRIER, MASK, OTHER, SHARE, TAIL
-from planted.guards import EXPLAINED, FACTORS
+from planted.guards import EXPLAINED, FACTORS, scan
 
 import build
 
@@ -30,7 +30,8 @@ Killed of planted. A dash: there is nothing of that kind to get wrong (no length
 division is shared), or it cannot be shown. CPU kernels have no barriers: a task is one thread's,
 and the threads of a step have ended before the next begins. The Triton kernels run in the
 interpreter, which has one thread and cannot miss a barrier. The CUDA kernels run on the host, where
-ThreadSanitizer looks for barriers; two of these show in the PTX machine only (ptx.md).
+ThreadSanitizer looks for barriers; two are judged by the PTX machine (ptx.md), which sees a race in
+whatever order the threads ran.
 
 """
 
@@ -100,9 +101,10 @@ def guarded(results):
         rows.setdefault(row["guard"], {})[row["became"]] = row
     killed = Counter(row["verdict"] for row in results["guards"])["killed"]
     commits = " and ".join(dict.fromkeys(row["commit"] for row in results["guards"]))
+    every = len(FACTORS) * len(scan(build.ROOT))
     found = (
-        f"Of {len(results['guards'])} wrong guards {killed} were killed: {where['cpu']}, torch "
-        f"{where['torch']}, commit {commits}."
+        f"Of {every} wrong guards {len(results['guards'])} were tried and {killed} killed: "
+        f"{where['cpu']}, torch {where['torch']}, commit {commits}."
     )
 
     def told(name, way):

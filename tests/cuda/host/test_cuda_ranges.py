@@ -28,7 +28,7 @@ PLACES = {
     "near zero in 16 bits": (0.015, 0.015, (STEP, MANY), HALF),
     "large queries": (-15.0, 15.0, (BEAMS, MANY), HALF),
     "large keys": (-14.0, 25.0, (BEAMS, MANY), HALF),
-    "tanh is 1": (5.4, 5.4, (STEP, BEAMS, MANY), HALF),
+    "saturated": (5.4, 5.4, (STEP, BEAMS, MANY), HALF),
     "polynomial": (0.3, 0.3, (STEP, BEAMS), (FP32,)),
     "slope in fp64": (9.3, 9.3, (MANY,), (FP64,)),
     "slope for fp32": (7.8, 7.8, (MANY,), ("fp32 in fp64",)),
