@@ -10,11 +10,12 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from mutants import check, copy_tree
+from mutants import copy_tree, of_pytest, verdict
 from planted.guards import EXPLAINED, FACTORS, scan, tests_of
 
 import build
@@ -80,13 +81,24 @@ class Guarded:
         copy_tree(self.tree)
         self.guards = make_changeable(self.tree, self.chosen)
         build.lay_out(self.package.name, "-O1", source=self.tree)
+        _, environment = of_pytest(("forked.py", ""), self.tree, self.package, "-O1")
+        self.forks = subprocess.Popen(
+            [sys.executable, self.tree / "tests" / "hardening" / "forked.py"],
+            cwd=self.package,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def check(self, files):
-        """Whether all these tests pass; what they said last, and which failed."""
+        """Whether all these tests pass; the one that failed, or what they said last."""
         passes, said, by = True, "", ""
-        for file, some in files:
+        for tests in files:
             if passes:
-                passes, said, by = check((file, some), self.tree, self.package, "-O1")
+                arguments, _ = of_pytest(tests, self.tree, self.package)
+                print(json.dumps(arguments), file=self.forks.stdin, flush=True)
+                passes, said, by = verdict(*json.loads(self.forks.stdout.readline()))
         return passes, by or said
 
     def attempt(self, place, way):

@@ -32,8 +32,8 @@ INSTALLED = {"bahdanau_fast": "bahdanau_fast", "kernels": "bahdanau_fast/kernels
 LONGEST = 600  # seconds of a mutant's tests: one that hangs is noticed too
 
 
-def check(tests, tree, package, cxxflags="-O0"):
-    """Whether the tests pass, the last thing they said, and the test that failed, if one did.
+def of_pytest(tests, tree, package, cxxflags="-O0"):
+    """Arguments of pytest for some tests of a tree on a package, and the environment.
 
     ``cxxflags`` are for drivers of CUDA kernels: most of a mutant's time is spent compiling one.
     """
@@ -44,11 +44,28 @@ def check(tests, tree, package, cxxflags="-O0"):
     environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     environment["CXXFLAGS"] = cxxflags
     environment["OMP_NUM_THREADS"] = "1"  # two lanes
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-p", "no_shrinking", "-c", str(tree / "pyproject.toml")]
-    command += ["-o", f"pythonpath={package}", str(find_tests(tree, file)), "-k", chosen]
+    arguments = ["-q", "-x", "-p", "no:cacheprovider"]
+    arguments += ["-p", "no_shrinking", "-c", str(tree / "pyproject.toml")]
+    arguments += ["-o", f"pythonpath={package}", str(find_tests(tree, file)), "-k", chosen]
+    return arguments, environment
+
+
+def verdict(status, said):
+    """Whether the tests passed, the last thing they said, and the test that failed, if one did."""
+    if status < 0:
+        return False, f"ended by {signal.Signals(-status).name}", ""
+    last = said.strip().splitlines()[-1:] or [""]
+    if status not in (0, 1) or ("failed" in last[0]) != (status == 1):
+        raise RuntimeError(f"the tests did not run: {said[-4000:]}")
+    failed = re.search(r"^FAILED (?:.*/)?(test_\S*::.*?)(?: - .*)?$", said, re.MULTILINE)
+    return status == 0, last[0].strip("= "), failed[1] if failed else ""
+
+
+def check(tests, tree, package):
+    """The verdict of tests in a process of their own."""
+    arguments, environment = of_pytest(tests, tree, package)
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "pytest", *arguments],
         cwd=package,
         env=environment,
         stdout=subprocess.PIPE,
@@ -63,13 +80,7 @@ def check(tests, tree, package, cxxflags="-O0"):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return False, f"no end after {LONGEST} s", ""
-    if process.returncode < 0:
-        return False, f"ended by {signal.Signals(-process.returncode).name}", ""
-    last = said.strip().splitlines()[-1:] or [""]
-    if process.returncode not in (0, 1) or ("failed" in last[0]) != (process.returncode == 1):
-        raise RuntimeError(f"the tests did not run: {said[-4000:]}")
-    failed = re.search(r"^FAILED (?:.*/)?(test_\S*::.*?)(?: - .*)?$", said, re.MULTILINE)
-    return process.returncode == 0, last[0].strip("= "), failed[1] if failed else ""
+    return verdict(process.returncode, said)
 
 
 def copy_tree(tree):

@@ -23,7 +23,7 @@ STEP, BEAMS, MANY = 1, 3, 17  # queries, which decide the kernel
 # key; where tanh is 1 to a 16-bit sum, or a product of four would overflow; where the cube of tanh
 # near zero is taken; where fp32's tanh is a polynomial; where 1 - tanh^2 is a rounding error.
 PLACES = {
-    "four share": (4.75, 4.75, (BEAMS, MANY), (FP32, *HALF)),
+    "four share": (4.75, 4.75, (MANY,), (FP32, *HALF)),
     "near zero": (0.25, 0.25, (MANY,), (FP32,)),
     "near zero in 16 bits": (0.015, 0.015, (STEP, MANY), HALF),
     "large queries": (-15.0, 15.0, (BEAMS, MANY), HALF),
