@@ -67,6 +67,8 @@ WRONG = [
     {"dropout_p": 1.5},
     {"dropout_p": float("nan")},
     {"dropout_p": 0.5},
+    {"dropout_p": -0.5, "seed": torch.tensor([1])},
+    {"dropout_p": 1.5, "seed": torch.tensor([1])},
     {"dropout_p": 0.5, "seed": ones(1)},
     {"dropout_p": 0.5, "seed": torch.tensor([1, 2])},
     {"dropout_p": 0.5, "seed": torch.tensor([], dtype=torch.int64)},
@@ -199,3 +201,8 @@ def test_empty_sizes_do_not_crash():
         [sys.executable, "-c", EMPTY], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-800:]}"
+
+
+def test_all_may_be_dropped():
+    context, _ = call_attend(dropout_p=1.0, seed=torch.tensor([1]))
+    assert not context.any()

@@ -22,11 +22,13 @@ class Near(Case):
         of_query: the least of a query.
         of_key: the least of a key. Of opposite signs, both leave a sum that is small beside them.
         spread: what is added at random, as a share.
+        fourth: what every fourth hidden unit is multiplied by: a neighbour of another size.
     """
 
     of_query: float = 0.0
     of_key: float = 0.0
     spread: float = 0.08
+    fourth: float = 1.0
 
     def draw(self, dtype):
         """As for any case, but queries, keys and what projects them."""
@@ -35,6 +37,7 @@ class Near(Case):
         for name, size in (("queries", self.of_query), ("keys", self.of_key)):
             near = 1 + self.spread * torch.rand(drawn[name].shape, generator=generator).double()
             near[1::2] *= -1
+            near[..., ::4] *= self.fourth
             drawn[name] = (size * near).to(dtype).double()
         drawn["w_q"] = drawn["w_k"] = torch.eye(self.H, dtype=torch.float64)
         return drawn

@@ -29,6 +29,7 @@ PLACES = {
     "large queries": (-15.0, 15.0, (BEAMS, MANY), HALF),
     "large keys": (-14.0, 25.0, (BEAMS, MANY), HALF),
     "saturated": (5.4, 5.4, (STEP, BEAMS, MANY), HALF),
+    "saturated, a fourth not": (5.4, 5.4, (STEP, BEAMS, MANY), HALF),
     "polynomial": (0.3, 0.3, (STEP, BEAMS), (FP32,)),
     "slope in fp64": (9.3, 9.3, (MANY,), (FP64,)),
     "slope for fp32": (7.8, 7.8, (MANY,), ("fp32 in fp64",)),
@@ -60,7 +61,8 @@ def test_near(drivers, monkeypatch, place, queries, dtype, a, c, factor):
     # So large that fp16 has the gradients in full.
     scale = {"context": 1e3, "weights": 1e3} if dtype == FP16 else {}
     of_query = a if place == "large keys" else factor * a
-    case = near(sizes, 16, of_query=of_query, of_key=factor * c, scale=scale)
+    sized = {"of_query": of_query, "of_key": factor * c, "fourth": 0.05 if "fourth" in place else 1}
+    case = near(sizes, 16, scale=scale, **sized)
     check(case, dtype, on(drivers))
 
 
