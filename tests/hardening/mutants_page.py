@@ -108,7 +108,9 @@ def guarded(results):
     )
 
     def told(name, way):
-        row = rows[name][way]
+        row = rows[name].get(way)
+        if row is None:
+            return "not tried yet"
         if row["verdict"] == "killed":
             return f"`{row['by']}`"
         return EXPLAINED.get((name, way), "**survived**")
