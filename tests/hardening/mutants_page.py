@@ -29,9 +29,8 @@ page is written.
 Killed of planted. A dash: there is nothing of that kind to get wrong (no lengths are looked at, no
 division is shared), or it cannot be shown. CPU kernels have no barriers: a task is one thread's,
 and the threads of a step have ended before the next begins. The Triton kernels run in the
-interpreter, which has one thread and cannot miss a barrier. The CUDA kernels run on the host, where
-ThreadSanitizer looks for barriers; two are judged by the PTX machine (ptx.md), which sees a race in
-whatever order the threads ran.
+interpreter, which has one thread and cannot miss a barrier. The CUDA kernels run on the host;
+barriers are judged by the PTX machine (ptx.md), which sees a race in any order of the threads.
 
 """
 

@@ -12,10 +12,8 @@ SPLIT = (FILE, "keys_are_cut and split")
 # Few queries: of those drawn most are many.
 STEP_BACK = (FILE, "keys_are_cut and (decoder or inside)")
 FIVE = (FILE, "drops_what_the_cpu_drops and 5")
-CUT = (FILE, "no_thread_races and cut")
-RACES = (FILE, "races")
 # The machine code, in which a race shows whatever the order of threads was.
-PTX = ("tests/ptx/test_cuda.py", "any_order and (decoder or query)")
+RACES = ("tests/ptx/test_cuda.py", "any_order or one_launch")
 
 SYNC = "__syncthreads();\n"
 
@@ -66,15 +64,15 @@ MUTANTS = [
     Mutant(
         "cuda split keys", BARRIER, "the last but one combines", "csrc/cuda/kernels/decode.h",
         "atomicAdd(d.arrived + b, 1u) == unsigned(d.splits - 1)",
-        "atomicAdd(d.arrived + b, 1u) == unsigned(d.splits - 2)", CUT,
+        "atomicAdd(d.arrived + b, 1u) == unsigned(d.splits - 2)", SPLIT,
     ),
     Mutant(
         "cuda split keys", BARRIER, "no fence before arriving", "csrc/cuda/kernels/decode.h",
-        f"    __threadfence();\n    {SYNC}    if", f"    {SYNC}    if", CUT,
+        f"    __threadfence();\n    {SYNC}    if", f"    {SYNC}    if", RACES,
     ),
     Mutant(
         "cuda split keys", OTHER, "the counter is left as it is", "csrc/cuda/kernels/decode.h",
-        "if (*mine.last) atomicExch(d.arrived + b, 0u);", "", CUT,
+        "if (*mine.last) atomicExch(d.arrived + b, 0u);", "", SPLIT,
     ),
     Mutant(
         "cuda W_q of a block", TAIL, "last feature", "csrc/cuda/kernels/decode.h",
@@ -136,7 +134,7 @@ MUTANTS = [
     Mutant(
         "cuda decode_backward", BARRIER, "before the sums of the warps",
         "csrc/cuda/kernels/decode_backward.h", f"meet_keys<vectors>(c0 + lane * U);\n      {SYNC}",
-        "meet_keys<vectors>(c0 + lane * U);\n", PTX,
+        "meet_keys<vectors>(c0 + lane * U);\n", RACES,
     ),
     Mutant(
         "cuda decode_grad_weights", TAIL, "last key of a split", "csrc/cuda/kernels/grad_scores.h",
@@ -214,7 +212,7 @@ MUTANTS = [
     ),
     Mutant(
         "cuda grad_tanh", BARRIER, "after the scores are loaded", "csrc/cuda/kernels/grad_tanh.h",
-        f"load_scores(i0, queries);\n      {SYNC}", "load_scores(i0, queries);\n", PTX,
+        f"load_scores(i0, queries);\n      {SYNC}", "load_scores(i0, queries);\n", RACES,
     ),
     Mutant(
         "cuda sum_parts", TAIL, "last sum", "csrc/cuda/kernels/grad_tanh.h",
