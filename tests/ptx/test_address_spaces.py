@@ -259,6 +259,37 @@ def test_chains_of_loads():
     assert run(kernel(code), [memory], counts=True).chain == 1
 
 
+LOADS = """mov.u32 %r12, 0;
+TURN: ld.global.u64 %rd4, [%rd0];
+ld.global.u64 %rd5, [%rd0+8];
+add.u64 %rd6, %rd4, %rd5;
+MORE add.u32 %r12, %r12, 1;
+setp.lt.u32 %p1, %r12, 3;
+@%p1 bra TURN;"""
+
+
+@pytest.mark.parametrize(
+    ("code", "trips"),
+    [
+        (LOADS.replace("MORE", ""), 3),  # two loads a turn, side by side
+        (LOADS.replace("MORE", "ld.global.u64 %rd7, [%rd0+16];"), 3),
+        (LOADS.replace("add.u64 %rd6, %rd4, %rd5;\nMORE", ""), 0),  # nobody waits for them
+        (LOADS.replace("MORE", "ld.global.u64 %rd7, [%rd6];\nadd.u64 %rd7, %rd7, 1;"), 6),
+        (LOADS.replace("MORE", "membar.gl;"), 6),
+    ],
+)
+def test_trips_to_memory(code, trips):
+    memory = np.zeros(3, np.uint64)
+    memory[1] = memory.ctypes.data
+    report = run(kernel(code), [memory], 2, 64, counts=True)
+    assert (report.trips, report.most_trips) == (2 * trips, trips)
+
+
+def test_a_part_of_the_clusters():
+    report = run(kernel("add.u32 %r3, %r0, 1;"), [data()], 8, cluster=2, clusters=(1, 3))
+    assert report.by_unit()["branch"] == 4
+
+
 def test_instructions_by_unit_and_branches_that_part():
     code = """setp.lt.u32 %p1, %r0, 8;
     @%p1 bra LOW;

@@ -81,6 +81,7 @@ class _Arguments(ctypes.Structure):
         ("buffers_count", ctypes.c_uint64),
         ("buffers", ctypes.POINTER(_Buffer)),
         ("clusters", ctypes.c_void_p),
+        ("clusters_count", ctypes.c_uint64),
         ("order", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
         ("counts", ctypes.c_int32),
@@ -92,6 +93,8 @@ class _Arguments(ctypes.Structure):
         ("distinct_read", ctypes.c_uint64),
         ("distinct_written", ctypes.c_uint64),
         ("longest", ctypes.c_uint64),
+        ("trips", ctypes.c_uint64),
+        ("most_trips", ctypes.c_uint64),
     ]
 
 
@@ -137,6 +140,9 @@ class Report:
         read: distinct bytes of global memory read.
         written: the same, written.
         chain: global loads that depend on each other, the longest such chain.
+        trips: how often a block waits for global memory, the sum of all blocks; loads between two
+            branches or barriers that do not depend on each other share a trip.
+        most_trips: of one block.
     """
 
     entry: Entry
@@ -145,6 +151,8 @@ class Report:
     read: int = 0
     written: int = 0
     chain: int = 0
+    trips: int = 0
+    most_trips: int = 0
 
     def by_unit(self) -> Counter[str]:
         """Instructions of warps by unit."""
@@ -198,6 +206,7 @@ class Machine:
         lanes_clash: bool = False,
         share: float = 1.0,
         fuel: int = 2_000_000_000,
+        clusters: Sequence[int] | None = None,
     ) -> Report:
         """One launch.
 
@@ -216,6 +225,7 @@ class Machine:
             lanes_clash: lanes of a warp may store to one place with one instruction: one wins.
             share: how much of the error that PTX allows approximations they may have.
             fuel: instructions of warps after which the kernel is said not to end.
+            clusters: numbers of those that run; all unless given.
 
         Raises:
             PtxError: the launch does not fit, or the kernel did something that it must not do.
@@ -227,11 +237,11 @@ class Machine:
         blocks = int(np.prod(sizes[0][:3]))
         if blocks % cluster:
             raise PtxError(f"{blocks} blocks are no whole clusters of {cluster}")
-        clusters = np.arange(blocks // cluster, dtype=np.uint32)
+        turns = np.array(range(blocks // cluster) if clusters is None else clusters, np.uint32)
         if order == Order.BACKWARDS:
-            clusters = clusters[::-1].copy()
+            turns = turns[::-1].copy()
         elif order == Order.RANDOM:
-            np.random.default_rng(seed).shuffle(clusters)
+            np.random.default_rng(seed).shuffle(turns)
         held = sorted((b for b in buffers if b.data.size), key=lambda b: b.address)
         of_instr = np.zeros((len(entry.opcodes), len(COUNTS)), np.uint64)
         arguments = _Arguments(
@@ -254,7 +264,8 @@ class Machine:
                     for b in held
                 )
             ),
-            clusters=clusters.ctypes.data,
+            clusters=turns.ctypes.data,
+            clusters_count=len(turns),
             order=order,
             seed=seed,
             counts=counts,
@@ -266,8 +277,8 @@ class Machine:
         )
         _core().ptx_run(program, ctypes.byref(arguments))
         columns = dict(zip(COUNTS, of_instr.T, strict=True))
-        measured = (arguments.distinct_read, arguments.distinct_written, arguments.longest)
-        report = Report(entry, columns, [], *measured)
+        measured = ("distinct_read", "distinct_written", "longest", "trips", "most_trips")
+        report = Report(entry, columns, [], *(getattr(arguments, name) for name in measured))
         for line in _core().ptx_message().decode().splitlines():
             self._said(entry, line, report)
         return report

@@ -53,7 +53,7 @@ struct Cluster {
   std::vector<Block> blocks;
   std::vector<Block*> mates;
   std::vector<std::vector<uint8_t>> files;
-  std::vector<std::vector<uint16_t>> depths;
+  std::vector<std::vector<Behind>> behind;
 
   explicit Cluster(Launch& of) : launch(of), blocks(of.cluster_size) {
     const size_t warps = (of.block_threads + kLanes - 1) / kLanes;
@@ -62,7 +62,7 @@ struct Cluster {
       block.warps.resize(warps);
     }
     files.resize(warps * blocks.size());
-    if (of.counts) depths.resize(files.size());
+    if (of.counts) behind.resize(files.size());
     for (auto& file : files) {
       file.resize(of.program->bytes);
       set_constants(file.data());
@@ -119,7 +119,8 @@ struct Cluster {
       w.index = int(k);
       w.size = int(std::min<size_t>(kLanes, launch.block_threads - k * kLanes));
       w.file = files[at].data();
-      if (launch.counts) depths[at].assign(program.bytes / 4 + 1, 0);
+      w.trips = w.needed = 0;
+      if (launch.counts) behind[at].assign(program.bytes / 4 + 1, Behind());
       for (int l = 0; l < kLanes; ++l) {
         w.lanes[l] = Thread();
         w.lanes[l].id = uint32_t(index * launch.block_threads + k * kLanes + size_t(l));
@@ -133,7 +134,7 @@ struct Cluster {
 
   void run_warp(Block& block, size_t k) {
     const size_t at = block.rank * block.warps.size() + k;
-    Runner(block.warps[k], launch.counts ? &depths[at] : nullptr).run();
+    Runner(block.warps[k], launch.counts ? &behind[at] : nullptr).run();
   }
 
   // `order`: 0 warps and blocks as they are, 1 backwards, else shuffled.
@@ -158,7 +159,12 @@ struct Cluster {
       }
       if (!ended && !moved) stuck();
     }
-    for (Block& block : blocks) check_visits(block);
+    for (Block& block : blocks) {
+      check_visits(block);
+      const uint64_t trips = most_trips(block);
+      launch.trips += trips;
+      launch.most_trips = std::max(launch.most_trips, trips);
+    }
   }
 
   // A block must not end before a cluster barrier behind the last visit to its shared memory.
@@ -200,14 +206,15 @@ struct Arguments {
   const uint8_t* params;
   uint64_t buffers_count;
   Buffer* buffers;
-  const uint32_t* clusters;  // in the order they run
+  const uint32_t* clusters;  // those that run, in their order
+  uint64_t clusters_count;
   int32_t order;
   uint32_t seed;
   int32_t counts, checks_races, lanes_clash;
   double share;  // of the error of approximations
   uint64_t fuel;
   Count* of_instr;  // results from here on
-  uint64_t distinct_read, distinct_written, longest;
+  uint64_t distinct_read, distinct_written, longest, trips, most_trips;
 };
 
 void run(const Program& program, Arguments& a, std::string* said) {
@@ -237,10 +244,9 @@ void run(const Program& program, Arguments& a, std::string* said) {
   random_seed = (uint64_t(a.seed) + 1) * 0x2545f4914f6cdd1du;
   random_share = a.share;
   std::mt19937 random(a.seed);
-  const uint32_t blocks = a.grid[0] * a.grid[1] * a.grid[2];
   try {
     Cluster cluster(launch);
-    for (uint32_t k = 0; k < blocks / a.cluster_size; ++k)
+    for (uint64_t k = 0; k < a.clusters_count; ++k)
       cluster.run(a.clusters[k] * a.cluster_size, a.order, random);
   } catch (const Fault& fault) {
     *said = "fault " + std::to_string(launch.pc) + " thread " +
@@ -250,6 +256,8 @@ void run(const Program& program, Arguments& a, std::string* said) {
   for (const auto& [pcs, race] : launch.races) *said += "race " + race + "\n";
   std::copy(launch.of_instr.begin(), launch.of_instr.end(), a.of_instr);
   a.longest = uint64_t(launch.longest);
+  a.trips = launch.trips;
+  a.most_trips = launch.most_trips;
   a.distinct_read = a.distinct_written = 0;
   for (const Region& region : launch.regions)
     for (const uint8_t touched : region.touched) {

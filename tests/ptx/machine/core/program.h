@@ -2,6 +2,7 @@
 // instruction has a handler and its operands.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -52,6 +53,7 @@ struct Instr {
   int64_t second_offset = 0;  // of a second address
   std::vector<Operand> o;
   bool splits = false;  // a mov into several registers
+  size_t results = 0;   // operands that it writes, the first ones
   std::string opcode;
   uint32_t pc = 0;
   // Loads and stores.
@@ -146,7 +148,10 @@ struct Program {
     if (known == opcodes().end()) form.unknown();
     known->second(form, instr);
     if (!form.parts.empty() || instr.run == nullptr) form.unknown();
-    const bool stores = instr.opcode.compare(0, 2, "st") == 0;
+    const auto begins = [&](const char* text) { return instr.opcode.rfind(text, 0) == 0; };
+    const bool stores = begins("st"), writes = !stores && !begins("red.") && !begins("bar");
+    instr.results = instr.splits ? operands - 1 : begins("ld") ? size_t(instr.count) : 1;
+    instr.results = writes ? std::min(instr.results, operands) : 0;
     if (stores && instr.width > 0 && instr.width < granule) granule = instr.width;
     code.push_back(instr);
   }

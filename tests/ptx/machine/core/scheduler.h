@@ -7,25 +7,32 @@
 
 namespace ptx {
 
-// One instruction for some of its lanes, with the length of the chain of loads behind its results.
-inline void execute(Warp& w, const Instr& i, Mask mask, std::vector<uint16_t>* depths) {
+// One instruction for some of its lanes, with what is behind its results: loads that depend on each
+// other, and trips to memory that the warp has waited for.
+inline void execute(Warp& w, const Instr& i, Mask mask, std::vector<Behind>* behind) {
   Launch& launch = *w.launch;
   launch.pc = i.pc;
   Count& count = launch.of_instr[i.pc];
   ++count.runs;
   count.lanes += uint64_t(__builtin_popcount(mask));
-  if (depths == nullptr || i.o.empty()) return i.run(w, i, mask);
-  w.depth_now = 0;
-  for (const Operand& o : i.o)
-    if (o.size > 0) w.depth_now = std::max(w.depth_now, (*depths)[o.slot / 4]);
+  if (behind == nullptr) return i.run(w, i, mask);
+  Behind now;
+  if (i.guard >= 0) now.trips = (*behind)[size_t(i.guard) / 4].trips;
+  for (size_t k = i.results; k < i.o.size(); ++k)
+    if (i.o[k].size > 0) now.join((*behind)[i.o[k].slot / 4]);
+  w.depth_now = now.loads;
   i.run(w, i, mask);
-  if (w.depth_now & 0x8000) w.depth_now = uint16_t((w.depth_now & 0x7fff) + 1);
-  launch.longest = std::max(launch.longest, int(w.depth_now));
-  const bool stores = i.opcode.compare(0, 2, "st") == 0 || i.opcode.compare(0, 3, "red.") == 0;
-  const size_t results = stores ? 0 : i.opcode.compare(0, 2, "ld") == 0 ? size_t(i.count) : 1;
-  for (size_t k = 0; k < results && k < i.o.size(); ++k) {
-    uint16_t& depth = (*depths)[i.o[k].slot / 4];
-    depth = mask == kAll ? w.depth_now : std::max(depth, w.depth_now);
+  w.needed = std::max(w.needed, now.trips);
+  now.loads = w.depth_now;
+  if (now.loads & 0x8000) {
+    now.loads = uint16_t((now.loads & 0x7fff) + 1);
+    now.trips = std::max(now.trips, w.trips) + 1;
+  }
+  launch.longest = std::max(launch.longest, int(now.loads));
+  for (size_t k = 0; k < i.results; ++k) {
+    Behind& result = (*behind)[i.o[k].slot / 4];
+    if (mask == kAll) result = now;
+    result.join(now);
   }
 }
 
@@ -33,12 +40,12 @@ struct Runner {
   Warp& w;
   Launch& launch;
   const std::vector<Instr>& code;
-  std::vector<uint16_t>* depths;
+  std::vector<Behind>* behind;
   uint32_t pc = 0, other = 0;  // of the lanes that run; the lowest of the others that could
   Mask running = 0;
 
-  Runner(Warp& warp, std::vector<uint16_t>* d)
-      : w(warp), launch(*warp.launch), code(warp.launch->program->code), depths(d) {}
+  Runner(Warp& warp, std::vector<Behind>* b)
+      : w(warp), launch(*warp.launch), code(warp.launch->program->code), behind(b) {}
 
   // Chooses the lanes that run next; false if all wait or have ended.
   bool choose() {
@@ -81,7 +88,7 @@ struct Runner {
     }
     if (--launch.fuel == 0) throw Fault(w.lanes[0].id, "the kernel does not end");
     if (i.kind == Kind::plain) {
-      if (on != 0) execute(w, i, on, depths);
+      if (on != 0) execute(w, i, on, behind);
       ++pc;
       if (pc >= other) move(running, pc);
       return true;
@@ -103,6 +110,9 @@ struct Runner {
 
   bool branch(const Instr& i, Mask on) {
     const uint32_t target = uint32_t(i.offset);
+    if (behind != nullptr && i.guard >= 0)
+      w.needed = std::max(w.needed, (*behind)[size_t(i.guard) / 4].trips);
+    w.trips = std::max(w.trips, w.needed);
     Count& count = launch.of_instr[i.pc];
     ++count.runs;
     count.lanes += uint64_t(__builtin_popcount(running));
@@ -155,7 +165,7 @@ struct Runner {
                       "waits for lane " + std::to_string(l) + ", which has ended");
       });
       if ((members & ~on) == 0) {
-        execute(w, i, members, depths);
+        execute(w, i, members, behind);
       } else {
         each(members & on, [&](int l) {
           w.lanes[l].waits_for = Wait::lanes;
@@ -169,6 +179,16 @@ struct Runner {
 
 // ---- blocks
 // --------------------------------------------------------------------------------------
+
+// The trips to memory that the last of some warps has waited for.
+inline uint32_t most_trips(const Block& block) {
+  uint32_t most = 0;
+  for (const Warp& warp : block.warps) most = std::max({most, warp.trips, warp.needed});
+  return most;
+}
+inline void wait_for(Block& block, uint32_t trips) {
+  for (Warp& warp : block.warps) warp.trips = trips;
+}
 
 template <class F>
 void each_thread(Block& block, F f) {
@@ -211,6 +231,7 @@ inline bool release_block(Block& block) {
     }
   }
   block.votes = block.voters = 0;
+  wait_for(block, most_trips(block));
   each_thread(block, [&](Warp&, Thread& thread, int) {
     block.known.add(thread.known);
     block.fenced.add(thread.fenced);
@@ -232,7 +253,9 @@ inline bool release_cluster(std::vector<Block*>& blocks) {
     });
   if (!some || !all) return false;
   Known known, fenced;
+  uint32_t trips = 0;
   for (Block* block : blocks) {
+    trips = std::max(trips, most_trips(*block));
     each_thread(*block, [&](Warp&, Thread& thread, int) {
       known.add(thread.known);
       fenced.add(thread.fenced);
@@ -243,6 +266,7 @@ inline bool release_cluster(std::vector<Block*>& blocks) {
   for (Block* block : blocks) {
     block->known.add(known);
     block->fenced.add(fenced);
+    wait_for(*block, trips);
     each_thread(*block, [&](Warp&, Thread& thread, int) {
       if (thread.waits_for != Wait::cluster) return;
       ++thread.waits;

@@ -39,6 +39,19 @@ struct Known {
   }
 };
 
+// What is behind a value: global loads that depend on each other, and trips to memory that a warp
+// has waited for when it has the value. A trip is shared by the loads between two branches or
+// barriers that do not depend on each other, which a compiler can put side by side.
+struct Behind {
+  uint16_t loads = 0;
+  uint32_t trips = 0;
+
+  void join(const Behind& other) {
+    loads = loads > other.loads ? loads : other.loads;
+    trips = trips > other.trips ? trips : other.trips;
+  }
+};
+
 // A copy from global to shared memory that is under way.
 struct Copy {
   uint64_t to;
@@ -64,6 +77,7 @@ struct Warp {
   uint8_t* file = nullptr;
   Thread lanes[kLanes];
   uint16_t depth_now = 0;
+  uint32_t trips = 0, needed = 0;  // behind the last branch or barrier, and behind what came since
 
   template <class T>
   T* of(const Operand& o) {

@@ -73,6 +73,7 @@ inline void resolve_barrier(Form& f, Instr& i) {
 
 inline void fence_all(Warp& w, const Instr&, Mask mask) {
   ++w.launch->time;
+  w.trips = std::max(w.trips, w.needed) + 1;  // until what the warp has written can be seen
   each(mask, [&](int l) { fence(w, l); });
 }
 inline void resolve_fence(Form& f, Instr& i) {

@@ -1,0 +1,124 @@
+"""What the model knows of GPUs, and where it is from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ASSUMED", "GPUS", "LIMITS", "SOURCES", "Assumed", "Gpu", "Limits"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What blocks share on a multiprocessor of an architecture."""
+
+    warps: int
+    blocks: int
+    shared: int  # bytes
+    registers: int = 65536
+    reserved: int = 1024  # bytes of shared memory that each block takes for the system
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU. Rates are of one multiprocessor and clock, for 32-bit lanes where not said otherwise.
+
+    Attributes:
+        code: architecture that ptxas makes machine code for.
+        ptx: architecture whose PTX runs there.
+        cluster: blocks of the largest cluster.
+        multiprocessors: how many.
+        clock: in GHz.
+        fma: fp32 multiply-adds.
+        fp64: those in fp64.
+        alu: integer and logic operations.
+        special: special-function operations.
+        tensor: multiply-adds of 16-bit ``mma.sync`` with fp32 sums.
+        dram: TB/s.
+        l2: TB/s.
+        l2_bytes: its size in MB.
+        l2_cycles: latency of a load that the L2 holds.
+        dram_cycles: of one that it does not.
+    """
+
+    code: str
+    ptx: str
+    cluster: int
+    multiprocessors: int
+    clock: float
+    fma: int
+    fp64: int
+    alu: int
+    special: int
+    tensor: int
+    dram: float
+    l2: float
+    l2_bytes: int
+    l2_cycles: int
+    dram_cycles: int
+
+
+# The warp schedulers, the lanes of a shuffle, and bytes of shared memory and of the way from the L2
+# are the same on all of them.
+SCHEDULERS, SHUFFLE, SHARED_BYTES, PORT_BYTES = 4, 32, 128, 64
+
+LIMITS = {
+    "80": Limits(64, 32, 164 * 1024),
+    "89": Limits(48, 24, 100 * 1024),
+    "90a": Limits(64, 32, 228 * 1024),
+}
+
+GPUS = {
+    "A100": Gpu("80", "80", 1, 108, 1.41, 64, 32, 64, 16, 1024, 2.04, 4.5, 40, 262, 466),
+    "H100": Gpu("90a", "90a", 8, 132, 1.98, 128, 64, 64, 16, 1280, 3.35, 5.5, 50, 281, 690),
+    "H200": Gpu("90a", "90a", 8, 132, 1.98, 128, 64, 64, 16, 1280, 4.80, 5.5, 50, 281, 690),
+    "RTX 4090": Gpu("89", "80", 1, 128, 2.52, 128, 2, 64, 16, 256, 1.01, 5.0, 72, 296, 636),
+    "B200": Gpu("90a", "90a", 8, 148, 1.965, 128, 64, 64, 16, 1280, 8.0, 9.0, 126, 295, 860),
+}
+
+SOURCES = {
+    "code": "CUDA C++ Programming Guide, technical specifications: the limits of 8.0, 8.9 and 9.0; 10.0 "
+    "has those of 9.0",
+    "ptx": "what is built for it; for the B200, sm_90a stands for sm_100, whose source is the same",
+    "cluster": "CUDA C++ Programming Guide, thread block clusters: 8 is the portable size from 9.0 on",
+    "multiprocessors": "NVIDIA's whitepapers (A100, H100, Ada) and data sheets; B200: chipsandcheese.com, B200",
+    "clock": "boost clock, NVIDIA's data sheets; B200: chipsandcheese.com; under load it is lower",
+    "fma": "CUDA C++ Programming Guide, throughput of native arithmetic instructions",
+    "fp64": "the same",
+    "alu": "the same; B200 estimated",
+    "special": "the same",
+    "tensor": "dense 16-bit rates of the data sheets; `mma.sync` reaches about 62 % of them on the H100 "
+    "(arXiv 2402.13499); B200 estimated to be no faster with `mma.sync`",
+    "dram": "NVIDIA's data sheets (A100: SXM of 80 GB; H100: SXM)",
+    "l2": "estimated, from chipsandcheese.com's articles on the RTX 4090 and the H100 (PCIe)",
+    "l2_bytes": "NVIDIA's whitepapers; B200: chipsandcheese.com",
+    "l2_cycles": "github.com/markdewing/AI_kernels, latency (H100, H200: its GH200); A100: arXiv 2402.13499",
+    "dram_cycles": "the same",
+}
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What the model assumes of every GPU, all of it estimated.
+
+    Attributes:
+        dram_share: of the bandwidth of the data sheet that a kernel reaches: copies reach 4.3 of
+            4.8 TB/s on an H200, 2.9 to 3.2 of 3.35 on an H100 (Azure's published results).
+        loaded: how much longer a load takes while all multiprocessors ask for memory.
+        dependent: clocks between two instructions of a warp: four for one that needs the result
+            of the last, half of that for code with two chains.
+        barrier: clocks that a barrier of a block takes.
+        launch: microseconds from one kernel of a graph to the next.
+        call: microseconds of the host for a call of an operator from Python.
+        host_launch: microseconds of the host for each launch.
+    """
+
+    dram_share: float = 0.9
+    loaded: float = 1.5
+    dependent: float = 2.0
+    barrier: float = 40.0
+    launch: float = 2.5
+    call: float = 15.0
+    host_launch: float = 4.0
+
+
+ASSUMED = Assumed()
