@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .sass import Block, hot, resident_warps
 
-__all__ = ["KINDS", "Kernel", "kernels", "machine_code", "rows", "run_tool", "tool"]
+__all__ = ["KINDS", "Kernel", "kernels", "machine_code", "reported", "rows", "run_tool", "tool"]
 
 ROOT = Path(__file__).resolve().parents[2]
 OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
@@ -70,10 +70,16 @@ def kernels() -> list[Kernel]:
     found = []
     for kind in KINDS:
         path = OBJECTS / f"kernels_{kind}.txt"
-        for report in _REPORT.findall(path.read_text() if path.exists() else ""):
-            entry, arch, stack, stores, loads, registers = report
-            spills = int(stores) + int(loads)
-            found.append(Kernel(entry, kind, arch, int(registers), int(stack), spills))
+        found += reported(kind, path.read_text() if path.exists() else "")
+    return found
+
+
+def reported(kind: str, text: str) -> list[Kernel]:
+    """The kernels of a kind that ptxas reported on."""
+    found = []
+    for entry, arch, stack, stores, loads, registers in _REPORT.findall(text):
+        spills = int(stores) + int(loads)
+        found.append(Kernel(entry, kind, arch, int(registers), int(stack), spills))
     return found
 
 

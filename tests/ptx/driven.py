@@ -96,29 +96,32 @@ class CudaPtx(Host):
             address, count = blocks, threads
             return self._fill(address, count)
         name, params = self._from.read(length).decode(), self._from.read(size)
-        buffers = []
+        before, self._held = self._held, {}
         for _ in range(pieces):
             serial, address, count, filled = self._numbers(4)
             data = np.frombuffer(self._from.read(count), np.uint8)
-            held = self._held.get(serial)
+            held = before.get(serial)
             if held is None:
                 held = Buffer(f"buffer {serial}", np.zeros(count, np.uint8), address, bool(filled))
-                self._held[serial] = held
                 for at, bytes_ in self._fills:
                     self._mark(held, at, bytes_)
             held.data[:] = data
-            buffers.append(held)
+            self._held[serial] = held
+        buffers = list(self._held.values())
         self._fills.clear()
-        report = self.machine.run(
-            name, blocks, threads, params, buffers, shared=shared - self.less_shared,
-            cluster=cluster, **self.options,
-        )  # fmt: skip
-        self.reports.append(report)
-        if report.races:
-            raise PtxError("\n".join(race.text for race in report.races))
+        self.run(name, blocks, threads, params, buffers, shared - self.less_shared, cluster)
         for held in buffers:
             self._to.write(held.data.tobytes())
         self._to.flush()
+
+    def run(self, name, blocks, threads, params, buffers, shared, cluster):
+        """One launch in the machine."""
+        report = self.machine.run(
+            name, blocks, threads, params, buffers, shared=shared, cluster=cluster, **self.options
+        )
+        self.reports.append(report)
+        if report.races:
+            raise PtxError("\n".join(race.text for race in report.races))
 
     def _fill(self, address, count):
         if not self.clears:

@@ -75,23 +75,24 @@ GPUS = {
     "B200": Gpu("90a", "90a", 8, 148, 1.965, 128, 64, 64, 16, 1280, 8.0, 9.0, 126, 295, 860),
 }
 
+GUIDE = "CUDA C++ Programming Guide, "
 SOURCES = {
-    "code": "CUDA C++ Programming Guide, technical specifications: the limits of 8.0, 8.9 and 9.0; 10.0 "
-    "has those of 9.0",
-    "ptx": "what is built for it; for the B200, sm_90a stands for sm_100, whose source is the same",
-    "cluster": "CUDA C++ Programming Guide, thread block clusters: 8 is the portable size from 9.0 on",
-    "multiprocessors": "NVIDIA's whitepapers (A100, H100, Ada) and data sheets; B200: chipsandcheese.com, B200",
+    "code": GUIDE + "technical specifications of 8.0, 8.9 and 9.0, which 10.0 has too",
+    "ptx": "what is built for it; for the B200, sm_90a stands for sm_100 of the same source",
+    "cluster": GUIDE + "thread block clusters: from 9.0 on, 8 is portable",
+    "multiprocessors": "NVIDIA's whitepapers and data sheets; B200: chipsandcheese.com",
     "clock": "boost clock, NVIDIA's data sheets; B200: chipsandcheese.com; under load it is lower",
-    "fma": "CUDA C++ Programming Guide, throughput of native arithmetic instructions",
+    "fma": GUIDE + "throughput of native arithmetic instructions",
     "fp64": "the same",
     "alu": "the same; B200 estimated",
     "special": "the same",
-    "tensor": "dense 16-bit rates of the data sheets; `mma.sync` reaches about 62 % of them on the H100 "
-    "(arXiv 2402.13499); B200 estimated to be no faster with `mma.sync`",
+    "tensor": "dense 16-bit rates of the data sheets; on the H100 the 62 % of them that `mma.sync` "
+    "reaches (arXiv 2402.13499); B200 estimated to be no faster with `mma.sync`",
     "dram": "NVIDIA's data sheets (A100: SXM of 80 GB; H100: SXM)",
-    "l2": "estimated, from chipsandcheese.com's articles on the RTX 4090 and the H100 (PCIe)",
+    "l2": "estimated, after chipsandcheese.com on the RTX 4090 and the H100 (PCIe)",
     "l2_bytes": "NVIDIA's whitepapers; B200: chipsandcheese.com",
-    "l2_cycles": "github.com/markdewing/AI_kernels, latency (H100, H200: its GH200); A100: arXiv 2402.13499",
+    "l2_cycles": "github.com/markdewing/AI_kernels, `latency` (H100 and H200: its GH200); "
+    "A100: arXiv 2402.13499",
     "dram_cycles": "the same",
 }
 

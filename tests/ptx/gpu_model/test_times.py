@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gpu_model.gpus import GPUS, LIMITS, SOURCES, Gpu
-from gpu_model.times import Work, modelled, resident_blocks
+from gpu_model.times import Time, Work, modelled, resident_blocks
 
 WORK = Work("a kernel", 1320, 8, 32, 0, {"fma": 1e6, "alu": 1e6}, sectors=1e7, moved=3.2e8)
 
@@ -61,6 +61,12 @@ def test_each_resource_takes_its_counts_over_its_rate():
     assert parts["issue"] == pytest.approx(2 * seconds / 4)
     assert parts["DRAM"] == pytest.approx(3.2e8 / 3.35e12 / 0.9)
     assert parts["L2"] == pytest.approx(3.2e8 / 5.5e12)
+    assert modelled(gpu, WORK).roof == pytest.approx(3.2e8 / 3.35e12)
+
+
+def test_what_overlaps_in_part_takes_longer_than_each():
+    even = Time(dict.fromkeys(("DRAM", "L2", "port", "shared", "latency", "issue"), 1.0), 1, 1, 1)
+    assert even.seconds == pytest.approx(3 ** (1 / 3))
 
 
 def test_blocks_on_a_part_of_the_multiprocessors_take_longer():
@@ -77,7 +83,9 @@ def test_twice_the_bytes_take_twice_the_time(name):
         for k in (1, 2)
     )
     assert once.bound == twice.bound == "DRAM"
-    assert twice.seconds == pytest.approx(2 * once.seconds)
+    assert twice.parts["DRAM"] == pytest.approx(2 * once.parts["DRAM"])
+    assert twice.seconds == pytest.approx(2 * once.seconds, rel=0.05)
+    assert twice.roof == pytest.approx(2 * once.roof)
 
 
 def test_a_chain_of_loads_takes_its_latency_a_wave():

@@ -21,6 +21,8 @@ __all__ = ["Time", "Work", "modelled", "resident_blocks"]
 LANES, SECTOR = 32, 32
 UNIT_RATES = {"fma": "fma", "fp64": "fp64", "alu": "alu", "special": "special"}
 MMA = 2048  # multiply-adds of an mma.m16n8k16
+MOVING = ("shared", "port", "L2", "DRAM")
+OVERLAP = 3  # 1 would be one after the other, infinity all at once
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,14 @@ class Time:
 
     Attributes:
         parts: seconds that each resource alone would take.
+        roof: seconds that the bytes take at the bandwidth of the data sheet, or the operations on
+            all multiprocessors, whichever is longer.
         waves: turns of blocks on the multiprocessor with most of them.
         resident: blocks that a multiprocessor holds at a time.
     """
 
     parts: dict[str, float]
+    roof: float
     waves: int
     resident: int
 
@@ -80,8 +85,11 @@ class Time:
 
     @property
     def seconds(self) -> float:
-        """Of the kernel, without its launch."""
-        return self.parts[self.bound]
+        """Of the kernel, without its launch: computing, moving bytes and waiting overlap in part."""
+        moving = max(self.parts[name] for name in MOVING)
+        waiting = self.parts["latency"]
+        computing = max(s for name, s in self.parts.items() if name not in (*MOVING, "latency"))
+        return (moving**OVERLAP + waiting**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP)
 
 
 def resident_blocks(gpu: Gpu, warps: int, registers: int, shared: int) -> int:
@@ -103,7 +111,7 @@ def resident_blocks(gpu: Gpu, warps: int, registers: int, shared: int) -> int:
 def modelled(gpu: Gpu, work: Work, assumed: Assumed = ASSUMED) -> Time:
     """The time of a launch on a GPU whose caches hold nothing of its inputs.
 
-    Each resource takes as long as it would alone; the longest is the time of the launch.
+    Each resource takes as long as it would alone; :attr:`Time.seconds` puts them together.
     """
     resident = resident_blocks(gpu, work.warps, work.registers, work.shared)
     if resident == 0:
@@ -122,7 +130,9 @@ def modelled(gpu: Gpu, work: Work, assumed: Assumed = ASSUMED) -> Time:
     parts["L2"] = bytes_asked / (gpu.l2 * 1e12)
     parts["DRAM"] = work.moved / (gpu.dram * 1e12 * assumed.dram_share)
     parts["latency"] = _in_turn(gpu, work, assumed, waves)
-    return Time(parts, waves, resident)
+    everywhere = gpu.multiprocessors * gpu.clock * 1e9
+    roof = max(work.moved / (gpu.dram * 1e12), max(units.values()) / everywhere)
+    return Time(parts, roof, waves, resident)
 
 
 def _in_turn(gpu: Gpu, work: Work, assumed: Assumed, waves: int) -> float:

@@ -24,7 +24,7 @@ def core() -> Path:
     )
 
 
-def ptx(kind: str, arch: str) -> str:
+def ptx_file(kind: str, arch: str) -> Path:
     """PTX of csrc/cuda/op/kernels_<kind>.cu for an architecture, such as "80" or "90a"."""
     if NVCC is None:
         raise FileNotFoundError("nvcc must be installed to compile csrc/cuda")
@@ -32,7 +32,19 @@ def ptx(kind: str, arch: str) -> str:
     source = SOURCES / "cuda" / "op" / f"kernels_{kind}.cu"
     command = [NVCC, *flags, f"-arch=sm_{arch}", str(source)]
     files = [source, *sorted(SOURCES.rglob("*.h"))]
-    return built(f"ptx/{kind}_{arch}", files, command).read_text()
+    return built(f"ptx/{kind}_{arch}", files, command)
+
+
+def ptx(kind: str, arch: str) -> str:
+    """The same as text."""
+    return ptx_file(kind, arch).read_text()
+
+
+def ptxas(kind: str, arch: str, code: str) -> str:
+    """What ptxas says of that PTX when it makes machine code for ``code``."""
+    path, program = ptx_file(kind, arch), shutil.which("ptxas") or Path(NVCC or "").parent / "ptxas"
+    script = f'exec {program} -v -arch=sm_{code} {path} -o /dev/null 2> "$1"'
+    return built(f"ptx/ptxas_{kind}_{arch}_{code}", [path], ["sh", "-c", script]).read_text()
 
 
 def driver(kind: str, stored: str, summed: str) -> Path:

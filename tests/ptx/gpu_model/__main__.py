@@ -1,0 +1,136 @@
+"""``make gpu-model``: prints the model's times and writes them into docs/gpu-model.md."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY, Shape
+
+from .counted import Problem, launches, works
+from .gpus import ASSUMED, GPUS, SOURCES, Assumed
+from .rivals import Rival, compiled, eager
+from .times import Time, Work, modelled
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "gpu-model.md"
+MARK = "<!-- make gpu-model writes what follows -->\n"
+SAID = "Modelled, not measured."
+SHAPES = (*LIST, *STEPS_ON_MEMORY)
+Call = dict[str, list[tuple[Work, Time]]]  # by GPU
+
+
+def problem(shape: Shape) -> Problem:
+    """A shape's call of projected queries and keys in bf16."""
+    lens = None
+    if shape.lens == "drawn":
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(1, shape.keys + 1, (shape.batch,), generator=generator)
+        lens = tuple(drawn.tolist())
+    sizes = shape.batch, shape.queries, shape.keys, shape.hidden, shape.value_size
+    return Problem(*sizes, lens=lens)
+
+
+def model(call: Problem, backward: bool) -> Call:
+    """The launches of a call on every GPU, with their times."""
+    found: Call = {}
+    for name, gpu in GPUS.items():
+        cut = works(launches(call, gpu, backward), gpu)
+        found[name] = [(work, modelled(gpu, work)) for work in cut]
+    return found
+
+
+def in_graph(launched: list[tuple[Work, Time]]) -> float:
+    """Microseconds of the launches in a CUDA graph."""
+    return sum(time.seconds * 1e6 + ASSUMED.launch for _, time in launched)
+
+
+def table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
+    """Lines of a table."""
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def kernel_rows(shape: Shape, found: Call) -> Iterator[list[str]]:
+    """A row for each kernel: microseconds, what bounds it, how near the roof it is."""
+    for at, (work, _) in enumerate(found["H200"]):
+        cells = []
+        for launched in found.values():
+            time = launched[at][1]
+            near = 100 * time.roof / time.seconds
+            cells.append(f"{time.seconds * 1e6:.3g}, {time.bound}, {near:.0f} %")
+        yield [str(shape) if at == 0 else "", f"{work.name} ({work.blocks})", *cells]
+
+
+def call_row(shape: Shape, found: Call, rivals: list[Rival]) -> list[str]:
+    """A row for a call: ours, then each rival's launches, bytes and floor on an H200."""
+    launched = found["H200"]
+    moved = sum(work.moved for work, _ in launched) / 1e6
+    host = ASSUMED.call + len(launched) * ASSUMED.host_launch
+    cells = [
+        str(shape),
+        f"{len(launched)}, {moved:.3g}",
+        f"{in_graph(launched):.3g}",
+        f"{host:.0f}",
+    ]
+    for rival in rivals:
+        floor = rival.floor(GPUS["H200"]) * 1e6
+        cells += [f"{rival.launches}, {rival.moved / 1e6:.3g}", f"{floor:.3g}"]
+    return cells
+
+
+def constants() -> Iterator[str]:
+    """The tables of constants with their sources."""
+    rows = []
+    for field, source in SOURCES.items():
+        rows.append([f"`{field}`", *(str(getattr(gpu, field)) for gpu in GPUS.values()), source])
+    yield from table(["", *GPUS, "from"], rows)
+    yield ""
+    described = re.findall(
+        r"^        (\w+): (.*?)(?=^        \w+: |\Z)", str(Assumed.__doc__), re.M | re.S
+    )
+    rows = [[f"`{k}`", str(getattr(ASSUMED, k)), " ".join(text.split())] for k, text in described]
+    yield from table(["of every GPU, estimated", "", ""], rows)
+
+
+def results() -> Iterator[str]:
+    """The tables of all shapes, forward and backward."""
+    for backward in (False, True):
+        name = "Backward" if backward else "Forward"
+        kernels, calls = [], []
+        for shape in SHAPES:
+            call = problem(shape)
+            found = model(call, backward)
+            kernels += kernel_rows(shape, found)
+            rivals = [eager(call, backward), compiled(call, backward)]
+            calls.append(call_row(shape, found, rivals))
+            print(f"{SAID} {name} of {shape} done", file=sys.stderr, flush=True)
+        yield f"### {name}, kernel by kernel\n"
+        yield f"{SAID} Microseconds, what bounds the kernel, share of the roof that it reaches. In brackets"
+        yield "blocks on an H200.\n"
+        yield from table(["B,Tq,Tk,H", "kernel (blocks)", *GPUS], kernels)
+        yield f"\n### {name}, a call on an H200\n"
+        yield f"{SAID} Launches and MB; microseconds in a CUDA graph; microseconds of the host from Python. Of"
+        yield "the others the least that their bytes, tanh and launches take.\n"
+        head = ["B,Tq,Tk,H", "ours: launches, MB", "graph", "host"]
+        for rival in ("eager", "compiled"):
+            head += [f"{rival}: launches, MB", "at least"]
+        yield from table(head, calls)
+        yield ""
+
+
+def main() -> int:
+    lines = [f"{SAID} bf16, projected queries and keys, nothing in the caches.\n", *constants(), ""]
+    text = "\n".join([*lines, *results()]).rstrip() + "\n"
+    print(text)
+    PAGE.write_text(PAGE.read_text().split(MARK)[0] + MARK + "\n" + text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Counts of real launches, from a few of their blocks in the PTX machine."""
+
+from __future__ import annotations
+
+import functools
+import re
+import struct
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from cuda_on_host import Gpu as HostGpu
+from cuda_on_host import attend, attend_step, kind_of
+from driven import ARCHS, CudaPtx
+from machine import build
+from machine.launch import Report, unit_of
+
+from benchmarks.machine_code.cuda import Kernel, reported
+
+from .gpus import Gpu
+from .times import Work
+
+__all__ = ["Counted", "Launch", "Problem", "launches", "works"]
+
+# What ptxas makes no instructions of, or none to speak of: registers are renamed, parameters are
+# operands of other instructions.
+FREE = re.compile(r"mov\.|cvta\.|ld\.param")
+BITS = re.compile(r"[bsuf](8|16|32|64)$|f16x2$|bf16$")
+MOST_BLOCKS = 16  # of a batch row that are counted, if all of them do the same
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call: ``scores`` of projected queries and keys, in 16 or 32 bits.
+
+    Attributes:
+        dtype: of its tensors.
+        query_size: if not 0, the queries are projected in the launch (forward only).
+        lens: of the rows, or None.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    hidden: int
+    value_size: int
+    dtype: torch.dtype = torch.bfloat16
+    query_size: int = 0
+    lens: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a launch is cut, and its counts over all blocks.
+
+    Attributes:
+        entry: name in the PTX.
+        kind: of numbers, a key of ``benchmarks.machine_code.cuda.KINDS``.
+        ptx: architecture.
+        counts: instructions by unit, and "turns", "sectors", "read" and "written" as in ``Work``.
+    """
+
+    entry: str
+    kind: str
+    ptx: str
+    blocks: int
+    threads: int
+    shared: int
+    counts: dict[str, float]
+    trips: float
+    most_trips: float
+
+
+class Counted(CudaPtx):
+    """Runs a few blocks of each launch and scales their counts to all.
+
+    Args:
+        kind: of numbers.
+        arch: of the PTX.
+
+    Attributes:
+        rows: of the batch; the blocks of a row follow each other.
+        alike: all rows do the same.
+        found: the launches since it was emptied.
+    """
+
+    def __init__(self, kind: str, arch: str):
+        super().__init__(kind, arch, counts=True, races=False, share=0.0)
+        self.kind, self.arch = kind, arch
+        self.rows, self.alike = 1, True
+        self.found: list[Launch] = []
+        self._known: dict[tuple, Launch] = {}
+
+    def run(self, name, blocks, threads, params, buffers, shared, cluster):
+        key = (name, blocks, shared, cluster, self.rows, self.alike, _sizes(params, buffers))
+        for buffer in buffers:  # what blocks that do not run would have written
+            buffer.known[:] = 1
+        if key not in self._known:
+            group = self._group(blocks, cluster)
+            run = functools.partial(
+                self.machine.run, name, blocks, threads, params, buffers, shared=shared,
+                cluster=cluster, **self.options,
+            )  # fmt: skip
+            self._known[key] = self._scaled(run, blocks, threads, shared, cluster, group)
+        self.found.append(self._known[key])
+
+    def _group(self, blocks: int, cluster: int) -> int:
+        """Clusters that are counted together: those of a batch row, or fewer of many."""
+        clusters = blocks // cluster
+        if not self.alike:
+            return clusters
+        if blocks % self.rows:
+            return 1
+        of_row = blocks // self.rows
+        joined = -(-of_row // cluster)
+        return joined if joined <= 4 * MOST_BLOCKS or self.rows == 1 else MOST_BLOCKS
+
+    def _scaled(self, run, blocks, threads, shared, cluster, group) -> Launch:
+        clusters = blocks // cluster
+        groups = clusters / group
+        if groups < 3:
+            report = run()
+            counts, ran = _numbers(report), blocks
+        else:
+            one = _numbers(run(clusters=range(group)))
+            report = run(clusters=range(2 * group))
+            two, ran = _numbers(report), 2 * group * cluster
+            counts = {k: one[k] + (groups - 1) * (two[k] - one[k]) for k in two}
+        return Launch(
+            report.entry.name, self.kind, self.arch, blocks, threads, report.entry.shared + shared,
+            counts, report.trips / ran, report.most_trips,
+        )  # fmt: skip
+
+
+def _sizes(params: bytes, buffers) -> tuple[int, ...]:
+    """The numbers of a launch's parameters, with 0 for addresses."""
+    words = struct.unpack(f"<{len(params) // 8}q", params[: len(params) // 8 * 8])
+    spans = [(b.address, b.address + b.data.size) for b in buffers]
+    return tuple(0 if any(a <= word <= b for a, b in spans) else word for word in words)
+
+
+def _numbers(report: Report) -> Counter[str]:
+    """The counts of a report by name."""
+    found: Counter[str] = Counter(read=report.read, written=report.written)
+    columns = zip(report.entry.opcodes, *report.counts.values(), strict=True)
+    for opcode, runs, lanes, _, requests, sectors, _, conflicts in columns:
+        if not runs or FREE.match(opcode):
+            continue
+        found[unit_of(opcode)] += int(runs)
+        found["sectors"] += int(sectors)
+        if requests and not sectors:  # of shared memory
+            found["turns"] += max(int(requests), int(lanes) * _width(opcode) / 128) + int(conflicts)
+    return found
+
+
+@functools.cache
+def _width(opcode: str) -> int:
+    """Bytes of a lane that a load or store moves."""
+    bits = BITS.search(opcode)
+    count = re.search(r"\.v(\d)\.", opcode)
+    element = 16 if bits and bits[0] == "bf16" else int(bits[1] or 32) if bits else 32
+    return (int(count[1]) if count else 1) * element // 8
+
+
+@functools.cache
+def _driver(kind: str, arch: str) -> Counted:
+    return Counted(kind, arch)
+
+
+def launches(problem: Problem, gpu: Gpu, backward: bool = False) -> list[Launch]:
+    """The launches of a call, forward or, alone, backward, as they are cut for a GPU."""
+    p = problem
+    elements = p.batch * p.queries * p.keys * p.hidden
+    driver = _driver(kind_of(p.dtype, elements), gpu.ptx)
+    driver.rows, driver.alike = p.batch, p.lens is None
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        one = torch.randn((1, *shape), generator=generator) * 0.577  # of nn.Linear's outputs
+        return one.to(p.dtype).repeat(p.batch, *(1 for _ in shape))
+
+    keys, values = draw(p.keys, p.hidden), draw(p.keys, p.value_size)
+    queries, w_q = draw(p.queries, p.query_size or p.hidden), None
+    if p.query_size:
+        w_q = draw(p.hidden, p.query_size)[0] * p.query_size**-0.5
+    w_v = draw(p.hidden)[:1] * p.hidden**-0.5
+    lens = None if p.lens is None else torch.tensor(p.lens)
+    cut = HostGpu(gpu.multiprocessors, min(gpu.cluster, ARCHS[gpu.ptx]))
+    of = {driver.kind: driver}.__getitem__
+    if not backward:
+        driver.found.clear()
+        attend_step(of, queries, w_q, keys, values, w_v, lens, gpu=cut)
+        return list(driver.found)
+    inputs = [x.requires_grad_() for x in (queries, keys, values, w_v)]
+    context, _ = attend(of, *inputs, lens, gpu=cut)
+    driver.found.clear()
+    context.backward(torch.ones_like(context))
+    return list(driver.found)
+
+
+@functools.cache
+def _registers(kind: str, arch: str, code: str) -> dict[str, int]:
+    text = build.ptxas(kind, arch, code)
+    return {kernel.entry: kernel.registers for kernel in reported(kind, text)}
+
+
+def works(found: list[Launch], gpu: Gpu) -> list[Work]:
+    """The same with the registers that ptxas gives them on a GPU."""
+    made = []
+    for launch in found:
+        registers = _registers(launch.kind, launch.ptx, gpu.code)[launch.entry]
+        name = Kernel(launch.entry, launch.kind, gpu.code, registers, 0, 0).name
+        units = dict(launch.counts)
+        turns, sectors = units.pop("turns", 0), units.pop("sectors", 0)
+        moved = units.pop("read") + units.pop("written")
+        last = launch.most_trips - launch.trips
+        cut = launch.blocks, launch.threads // 32, registers, launch.shared
+        made.append(Work(name, *cut, units, turns, sectors, moved, launch.trips, last))
+    return made
