@@ -17,6 +17,7 @@ namespace bahdanau_fast::host {
 
 struct Piece {
   int64_t serial, bytes, filled;
+  bool sent = false;
 };
 inline std::map<void*, Piece>& pieces() {
   static std::map<void*, Piece> all;
@@ -24,7 +25,8 @@ inline std::map<void*, Piece>& pieces() {
 }
 inline void* piece(size_t bytes) {
   static int64_t serial = 0;
-  void* at = std::malloc(bytes + 64);  // something nobody owns behind each
+  // Aligned as a GPU's allocators do, with something nobody owns behind each.
+  void* at = std::aligned_alloc(256, (bytes + 64 + 255) / 256 * 256);
   if (at == nullptr) throw std::bad_alloc();
   pieces()[at] = {serial++, int64_t(bytes), 0};
   return at;
@@ -62,6 +64,12 @@ inline void exchange_with_machine(void* data, size_t bytes, bool in) {
     bytes -= size_t(moved);
   }
 }
+// Whether memory stays in the machine: what was given is sent once, and nothing comes back. The
+// driver's results are then not the kernels'.
+inline bool machine_keeps() {
+  static const bool keeps = std::getenv("PTX_MACHINE_KEEPS") != nullptr;
+  return keeps;
+}
 inline void tell(int64_t x) { exchange_with_machine(&x, sizeof x, false); }
 
 template <class P>
@@ -81,7 +89,13 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
     for (const int64_t x :
          {piece.serial, int64_t(reinterpret_cast<uintptr_t>(address)), piece.bytes, piece.filled})
       tell(x);
+    if (machine_keeps() && (!piece.filled || piece.sent)) continue;
     exchange_with_machine(address, size_t(piece.bytes), false);
+    piece.sent = true;
+  }
+  if (machine_keeps()) {
+    char done;
+    return exchange_with_machine(&done, 1, true);
   }
   for (auto& [address, piece] : host::pieces())
     exchange_with_machine(address, size_t(piece.bytes), true);

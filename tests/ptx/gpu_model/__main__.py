@@ -1,4 +1,7 @@
-"""``make gpu-model``: prints the model's times and writes them into docs/gpu-model.md."""
+"""``make gpu-model``: prints the model's times and writes them into docs/gpu-model.md.
+
+``python -m gpu_model forward`` does so for one pass alone.
+"""
 
 from __future__ import annotations
 
@@ -98,10 +101,10 @@ def constants() -> Iterator[str]:
     yield from table(["of every GPU, estimated", "", ""], rows)
 
 
-def results() -> Iterator[str]:
-    """The tables of all shapes, forward and backward."""
-    for backward in (False, True):
-        name = "Backward" if backward else "Forward"
+def results(passes: list[str]) -> Iterator[str]:
+    """The tables of all shapes, forward or backward or both."""
+    for name in passes:
+        backward = name == "Backward"
         kernels, calls = [], []
         for shape in SHAPES:
             call = problem(shape)
@@ -111,12 +114,12 @@ def results() -> Iterator[str]:
             calls.append(call_row(shape, found, rivals))
             print(f"{SAID} {name} of {shape} done", file=sys.stderr, flush=True)
         yield f"### {name}, kernel by kernel\n"
-        yield f"{SAID} Microseconds, what bounds the kernel, share of the roof that it reaches. In brackets"
-        yield "blocks on an H200.\n"
+        yield f"{SAID} Microseconds, what bounds the kernel, the share of its roof that it reaches."
+        yield "In brackets: blocks on an H200.\n"
         yield from table(["B,Tq,Tk,H", "kernel (blocks)", *GPUS], kernels)
         yield f"\n### {name}, a call on an H200\n"
-        yield f"{SAID} Launches and MB; microseconds in a CUDA graph; microseconds of the host from Python. Of"
-        yield "the others the least that their bytes, tanh and launches take.\n"
+        yield f"{SAID} Launches and MB; microseconds in a CUDA graph; microseconds of the host from"
+        yield "Python. Of the others the least that their bytes, tanh and launches take.\n"
         head = ["B,Tq,Tk,H", "ours: launches, MB", "graph", "host"]
         for rival in ("eager", "compiled"):
             head += [f"{rival}: launches, MB", "at least"]
@@ -125,8 +128,9 @@ def results() -> Iterator[str]:
 
 
 def main() -> int:
+    passes = [name.capitalize() for name in sys.argv[1:]] or ["Forward", "Backward"]
     lines = [f"{SAID} bf16, projected queries and keys, nothing in the caches.\n", *constants(), ""]
-    text = "\n".join([*lines, *results()]).rstrip() + "\n"
+    text = "\n".join([*lines, *results(passes)]).rstrip() + "\n"
     print(text)
     PAGE.write_text(PAGE.read_text().split(MARK)[0] + MARK + "\n" + text)
     return 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import re
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+from cuda_on_host import KINDS, kind_of, launch_rows
 from cuda_on_host import Gpu as HostGpu
-from cuda_on_host import attend, attend_step, kind_of
 from driven import ARCHS, CudaPtx
 from machine import build
 from machine.launch import Report, unit_of
@@ -27,6 +30,7 @@ __all__ = ["Counted", "Launch", "Problem", "launches", "works"]
 FREE = re.compile(r"mov\.|cvta\.|ld\.param")
 BITS = re.compile(r"[bsuf](8|16|32|64)$|f16x2$|bf16$")
 MOST_BLOCKS = 16  # of a batch row that are counted, if all of them do the same
+MOST_ROWS = 24  # that are there: two clusters of eight are counted, or all of fewer than three
 
 
 @dataclass(frozen=True)
@@ -81,20 +85,39 @@ class Counted(CudaPtx):
     Attributes:
         rows: of the batch; the blocks of a row follow each other.
         alike: all rows do the same.
+        everything: count all blocks.
         found: the launches since it was emptied.
     """
 
     def __init__(self, kind: str, arch: str):
-        super().__init__(kind, arch, counts=True, races=False, share=0.0)
+        super().__init__(kind, arch, keeps=True, counts=True, races=False, share=0.0)
         self.kind, self.arch = kind, arch
-        self.rows, self.alike = 1, True
+        self.rows, self.alike, self.everything = 1, True, False
         self.found: list[Launch] = []
         self._known: dict[tuple, Launch] = {}
 
+    def count(self, p: Problem, gpu: Gpu, backward: bool) -> list[Launch]:
+        """The launches of a call, forward or, alone, backward, as they are cut for a GPU."""
+        self.rows, self.alike = p.batch, p.lens is None and not self.everything
+        rows = min(p.batch, MOST_ROWS) if self.alike else p.batch
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, scale: float = 0.577) -> torch.Tensor:  # that of nn.Linear's outputs
+            return (torch.randn(shape, generator=generator) * scale).to(p.dtype)
+
+        keys, values = draw(rows, p.keys, p.hidden), draw(rows, p.keys, p.value_size)
+        queries, w_q = draw(rows, p.queries, p.query_size or p.hidden), None
+        if p.query_size:
+            w_q = draw(p.hidden, p.query_size, scale=p.query_size**-0.5)
+        w_v = draw(1, p.hidden, scale=p.hidden**-0.5)
+        lens = None if p.lens is None else torch.tensor(p.lens)
+        self.found.clear()
+        inputs = queries, keys, values, w_v, lens
+        launch_rows(self, p.batch, inputs, cut_for(gpu), w_q, backward)
+        return list(self.found)
+
     def run(self, name, blocks, threads, params, buffers, shared, cluster):
         key = (name, blocks, shared, cluster, self.rows, self.alike, _sizes(params, buffers))
-        for buffer in buffers:  # what blocks that do not run would have written
-            buffer.known[:] = 1
         if key not in self._known:
             group = self._group(blocks, cluster)
             run = functools.partial(
@@ -120,7 +143,7 @@ class Counted(CudaPtx):
         groups = clusters / group
         if groups < 3:
             report = run()
-            counts, ran = _numbers(report), blocks
+            counts, ran = dict(_numbers(report)), blocks
         else:
             one = _numbers(run(clusters=range(group)))
             report = run(clusters=range(2 * group))
@@ -162,40 +185,32 @@ def _width(opcode: str) -> int:
     return (int(count[1]) if count else 1) * element // 8
 
 
+def cut_for(gpu: Gpu) -> HostGpu:
+    """What launchers ask of a GPU."""
+    return HostGpu(gpu.multiprocessors, min(gpu.cluster, ARCHS[gpu.ptx]))
+
+
 @functools.cache
 def _driver(kind: str, arch: str) -> Counted:
     return Counted(kind, arch)
 
 
 def launches(problem: Problem, gpu: Gpu, backward: bool = False) -> list[Launch]:
-    """The launches of a call, forward or, alone, backward, as they are cut for a GPU."""
+    """The launches of a call, forward or, alone, backward, as they are cut for a GPU.
+
+    What was counted is kept in ``build/`` for the same code.
+    """
     p = problem
-    elements = p.batch * p.queries * p.keys * p.hidden
-    driver = _driver(kind_of(p.dtype, elements), gpu.ptx)
-    driver.rows, driver.alike = p.batch, p.lens is None
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        one = torch.randn((1, *shape), generator=generator) * 0.577  # of nn.Linear's outputs
-        return one.to(p.dtype).repeat(p.batch, *(1 for _ in shape))
-
-    keys, values = draw(p.keys, p.hidden), draw(p.keys, p.value_size)
-    queries, w_q = draw(p.queries, p.query_size or p.hidden), None
-    if p.query_size:
-        w_q = draw(p.hidden, p.query_size)[0] * p.query_size**-0.5
-    w_v = draw(p.hidden)[:1] * p.hidden**-0.5
-    lens = None if p.lens is None else torch.tensor(p.lens)
-    cut = HostGpu(gpu.multiprocessors, min(gpu.cluster, ARCHS[gpu.ptx]))
-    of = {driver.kind: driver}.__getitem__
-    if not backward:
-        driver.found.clear()
-        attend_step(of, queries, w_q, keys, values, w_v, lens, gpu=cut)
-        return list(driver.found)
-    inputs = [x.requires_grad_() for x in (queries, keys, values, w_v)]
-    context, _ = attend(of, *inputs, lens, gpu=cut)
-    driver.found.clear()
-    context.backward(torch.ones_like(context))
-    return list(driver.found)
+    kind = kind_of(p.dtype, p.batch * p.queries * p.keys * p.hidden)
+    made = build.core(), build.ptx_file(kind, gpu.ptx), build.driver(kind, *KINDS[kind])
+    code = *(path.name for path in made), Path(__file__).read_text()
+    name = hashlib.sha256(repr((code, p, cut_for(gpu), backward)).encode()).hexdigest()[:24]
+    kept = build.ROOT / "build" / "gpu-model" / f"{name}.json"
+    if not kept.exists():
+        found = _driver(kind, gpu.ptx).count(p, gpu, backward)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps([asdict(launch) for launch in found]))
+    return [Launch(**fields) for fields in json.loads(kept.read_text())]
 
 
 @functools.cache
@@ -204,16 +219,16 @@ def _registers(kind: str, arch: str, code: str) -> dict[str, int]:
     return {kernel.entry: kernel.registers for kernel in reported(kind, text)}
 
 
-def works(found: list[Launch], gpu: Gpu) -> list[Work]:
-    """The same with the registers that ptxas gives them on a GPU."""
+def works(found: list[Launch], gpu: Gpu, registers=_registers) -> list[Work]:
+    """Launches with the registers of a thread on a GPU, which ptxas says unless given."""
     made = []
     for launch in found:
-        registers = _registers(launch.kind, launch.ptx, gpu.code)[launch.entry]
-        name = Kernel(launch.entry, launch.kind, gpu.code, registers, 0, 0).name
+        used = registers(launch.kind, launch.ptx, gpu.code)[launch.entry]
+        name = Kernel(launch.entry, launch.kind, gpu.code, used, 0, 0).name
         units = dict(launch.counts)
         turns, sectors = units.pop("turns", 0), units.pop("sectors", 0)
         moved = units.pop("read") + units.pop("written")
         last = launch.most_trips - launch.trips
-        cut = launch.blocks, launch.threads // 32, registers, launch.shared
+        cut = launch.blocks, launch.threads // 32, used, launch.shared
         made.append(Work(name, *cut, units, turns, sectors, moved, launch.trips, last))
     return made

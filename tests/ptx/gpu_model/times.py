@@ -85,7 +85,7 @@ class Time:
 
     @property
     def seconds(self) -> float:
-        """Of the kernel, without its launch: computing, moving bytes and waiting overlap in part."""
+        """Of the kernel without its launch: computing, moving and waiting overlap in part."""
         moving = max(self.parts[name] for name in MOVING)
         waiting = self.parts["latency"]
         computing = max(s for name, s in self.parts.items() if name not in (*MOVING, "latency"))
