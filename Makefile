@@ -12,7 +12,7 @@ CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-compare peers performance budgets old-triton gpu-report wheel clean torch-spec sanitize fuzz mutants ptx
+.PHONY: help venv demo test lint format bench bench-compare peers performance budgets old-triton gpu-report wheel clean torch-spec sanitize fuzz mutants ptx gpu-model
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -49,6 +49,9 @@ fuzz: venv  ## fuzz the C++ entry points, guided by coverage (minutes)
 
 ptx: venv  ## run the GPU machine code of every kernel without a GPU; writes docs/ptx.md (long)
 	$(BIN)/python tests/ptx/table.py
+
+gpu-model: venv  ## model the time of every CUDA kernel on five GPUs, without one; writes docs/gpu-model.md
+	PYTHONPATH=.:tests/ptx:tests/support:tests/cuda/host $(BIN)/python -m gpu_model
 
 mutants: venv  ## plant a mistake in each kernel and see the suite notice (long)
 	$(BIN)/python tests/hardening/mutants.py --json benchmarks/results/mutants.json
