@@ -29,7 +29,9 @@ __all__ = ["Counted", "Launch", "Problem", "launches", "works"]
 # operands of other instructions.
 FREE = re.compile(r"mov\.|cvta\.|ld\.param")
 BITS = re.compile(r"[bsuf](8|16|32|64)$|f16x2$|bf16$")
-MOST_BLOCKS = 16  # of a batch row that are counted, if all of them do the same
+# Of a batch row of so many blocks or more, tiles that do the same, only some are counted. Splits of
+# a row, which the last block joins, are fewer.
+MANY_BLOCKS, MOST_BLOCKS = 64, 16
 MOST_ROWS = 24  # that are there: two clusters of eight are counted, or all of fewer than three
 
 
@@ -136,7 +138,7 @@ class Counted(CudaPtx):
             return 1
         of_row = blocks // self.rows
         joined = -(-of_row // cluster)
-        return joined if joined <= 4 * MOST_BLOCKS or self.rows == 1 else MOST_BLOCKS
+        return MOST_BLOCKS if joined >= MANY_BLOCKS and self.rows > 1 else joined
 
     def _scaled(self, run, blocks, threads, shared, cluster, group) -> Launch:
         clusters = blocks // cluster

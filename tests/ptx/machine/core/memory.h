@@ -78,8 +78,8 @@ struct Launch {
   bool counts = false, checks_races = true, lanes_clash = false;
   uint32_t time = 0;
   uint64_t fuel = 0;
-  uint32_t pc = 0;  // of the instruction that runs
-  int longest = 0;  // chain of dependent global loads
+  uint32_t pc = 0;                     // of the instruction that runs
+  int longest = 0;                     // chain of dependent global loads
   uint64_t trips = 0, most_trips = 0;  // of blocks: summed, and of the one with most
   std::vector<Count> of_instr;
   std::map<std::pair<uint32_t, uint32_t>, std::string> races;
