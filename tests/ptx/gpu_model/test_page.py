@@ -30,7 +30,7 @@ def test_rows():
     (row,) = kernel_rows(TOY, FOUND)
     assert row[:2] == ["d2l-toy (2,1,10,8)", "a kernel (132)"]
     assert len(row) == 2 + len(GPUS)
-    assert re.fullmatch(r"\d+, DRAM, \d\d %", row[4])
+    assert re.fullmatch(r"[\d.]+, DRAM, \d\d %", row[4])
     assert call_row(TOY, FOUND, [eager(problem(TOY))])[:2] == ["d2l-toy (2,1,10,8)", "1, 320"]
 
 
