@@ -64,6 +64,7 @@ def additive_scores(
         TypeError: something is not a floating tensor or a number, or dtypes differ.
         ValueError: ranks, sizes, devices, ``activation``, ``clip`` or ``backend`` do not fit.
 
+    >>> import torch
     >>> scores = additive_scores(
     ...     torch.zeros(1, 1, 2), torch.ones(1, 4, 2), *torch.ones(2, 3, 2), torch.ones(3),
     ...     activation="relu",

@@ -33,5 +33,6 @@ def run(arguments):
         return os.waitstatus_to_exitcode(status), said.read()
 
 
-for line in sys.stdin:
-    print(json.dumps(run(json.loads(line))), flush=True)
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)

@@ -50,6 +50,10 @@ def cases(draw, dtype, most=None, masks=False):
         layout={name: draw(st.sampled_from(sorted(LAYOUTS))) for name in laid},
         seed=draw(st.integers(0, 2**31)),
     )
+    if dtype.itemsize == 2 and case.H <= 8:
+        # Eager in 16 bits weighs keys that nearly agree exactly alike. Gradients that are what is
+        # left of scores' gradients, which add up to zero, are zero then, by luck: not to be met.
+        case.scale = {n: s for n, s in case.scale.items() if n not in ("keys", "w_k") or s >= 1}
     # In fp16 a projection past 65504 is infinite before attention is asked: make it fit.
     while dtype == torch.float16 and overflows(case, case.draw(dtype), dtype):
         case.scale = {name: scale**0.5 for name, scale in case.scale.items()}

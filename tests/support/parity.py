@@ -396,6 +396,5 @@ def poison(case, dtype):
     sizes = [case.B * case.Tq * n for n in (case.Dq, case.Dv, case.Tk, case.H)]
     sizes += [case.B * case.Tk * n for n in (case.Dk, case.Dv, case.H, case.H + 16)]
     types = {dtype, torch.float32, torch.float64}
-    held = [torch.full((max(n, 1),), NAN, dtype=d, device=DEVICE) for n in sizes for d in types]
-    del held
+    [torch.full((max(n, 1),), NAN, dtype=d, device=DEVICE) for n in sizes for d in types]
     gc.collect(0)

@@ -16,7 +16,7 @@ FLOATING = r"\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+)f?"
 # right, up to where that ends, whole parentheses included; of clamp() and at_most(): the limit.
 GROUP = r"\((?:[^()]|\([^()]*\))*\)"
 COMPARED = re.compile(rf"(\S+) (<=?|>=?) ((?:{GROUP}|[^;?&|,{{}}()])*)")
-CLAMPED = re.compile(rf"\b(clamp|at_most)\((?:{GROUP}|[^(),])*, ([^()]*)\)")
+CLAMPED = re.compile(rf"\b(clamp|at_most|at_least)(?:<A>)?\((?:{GROUP}|[^(),])*, ([^()]*)\)")
 CONSTANT = re.compile(r"\bconstexpr (float|double|A) (\w+(?:<\w+>)? = [^;]*);")
 NUMBER = re.compile(rf"(?<![\w.])(?:{FLOATING}|(?<=A\()[1-9]\d*(?=\)))")
 
@@ -73,7 +73,6 @@ EXPLAINED = {
     (f"{TANH} u < 2e-9f (2)", "doubled"): EAGER,
     (f"{TANH} at_most 2147483648.0f", "doubled"): "four that are cut then add up to 0, not 2^-30",
     (f"{TANH} at_most 2147483648.0f (2)", "doubled"): "four that are cut then have tanh 1",
-    ("cpu/kernels/general/activation.h: kSaturates = 38.2", "doubled"): IN_RANGE,
     ("cpu/kernels/score.h: kSaturated = 1.5", "doubled"): SPEED,
     ("cpu/kernels/score.h: kSaturated = 1.5", "halved"): SPEED,
     (f"{TANH} kFactored = 9.5f", "halved"): SPEED,

@@ -58,15 +58,15 @@ constexpr int kTogether = kVectorBytes == 64 ? 8 : 4;
 template <class A, int count>
 BF_INLINE void tanh_fractions(const Vec<A>* given, Fraction<A>* out) {
   using E = Exp<A>;
-  constexpr A scale = A(2 * 1.44269504088896340736), most = kSaturates<A>;
+  constexpr A scale = A(2 * 1.44269504088896340736);
   // Adding it rounds to an integer, and leaves that plus the bias of exponents in the lowest bits.
   constexpr A round = E::round + A(E::bias);
   Vec<A> x[count], shifted[count], r[count], series[count];
   const auto each = [](const auto& f) {
     for (int k = 0; k < count; ++k) f(k);
   };
-  each([&](int k) { x[k] = at_least<A>(given[k], -most); });
-  each([&](int k) { x[k] = at_most<A>(x[k], most); });
+  each([&](int k) { x[k] = at_least<A>(given[k], -kSaturates<A>); });
+  each([&](int k) { x[k] = at_most<A>(x[k], kSaturates<A>); });
   each([&](int k) { shifted[k] = x[k] * scale + round; });
   each([&](int k) { r[k] = x[k] * scale - (shifted[k] - round); });
   each([&](int k) { series[k] = splat<A>(exp2m1_term<A>(E::exp_terms)); });
@@ -113,6 +113,8 @@ BF_INLINE void activated(const Vec<A>* x, A negative, Vec<A>* out) {
 // The slope at x, where act(x) is y.
 template <class T, class A, Activation act>
 BF_INLINE Vec<A> slope_of(Vec<A> x, Vec<A> y, A negative) {
+  // In fp64 1 - y^2 of a saturated unit would be a rounding error.
+  if constexpr (act == Activation::tanh && sizeof(A) == 8) return tanh_and_slope<A>(x).slope;
   if constexpr (act == Activation::tanh) return visible<T, A>(1 - y * y);
   if constexpr (act == Activation::relu) return x <= 0 ? Vec<A>{} : splat<A>(A(1));
   return x > 0 ? splat<A>(A(1)) : splat<A>(negative);
