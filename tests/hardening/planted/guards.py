@@ -49,6 +49,7 @@ SPEED = "only slower: what is done on the other side is as exact"
 EAGER = "eager's own error there is as large as the slope"
 LARGEST_EXP = "no larger exponent is asked for: a table holds keys up to `exponent`"
 IN_RANGE = "products of four are still in range: the limit has a margin of two"
+OF_16_BITS = "tanh is off by 2^-18 of itself at most, less than a rounding of 16 bits"
 TANH = "cuda/kernels/tanh.h:"
 ELEMENTARY, TYPES = "cpu/kernels/elementary.h:", "cpu/kernels/types.h:"
 EXPLAINED = {
@@ -83,6 +84,20 @@ EXPLAINED = {
     (f"{TANH} kLargestW = 4e4f", "halved"): SPEED,
     (f"{TANH} kLargestW = 1e8f", "doubled"): IN_RANGE,
     (f"{TANH} kLargestW = 1e8f", "halved"): SPEED,
+    (f"{TANH} kSmallest = 0.5f", "doubled"): SPEED,
+    (f"{TANH} kSmallest = 0.5f", "halved"): "a rounding of 1 + E is some of tanh from 1/4 on",
+    (f"{TANH} kSmallest = 0.03f", "doubled"): SPEED,
+    (f"{TANH} kSmallest = 0.03f", "halved"): OF_16_BITS,
+    (f"{TANH} size <= 0.6f", "halved"): "1 - 2 r is off by some roundings of tanh from 0.3 on",
+    (f"{TANH} fabsf(x[k]) < 0.03f", "doubled"): "x - x^3 / 3 is off by 2^-19 of tanh at 0.06",
+    (f"{TANH} fabsf(x[k]) < 0.03f", "halved"): OF_16_BITS,
+    (f"{TANH} u < 3e-16", "doubled"): EAGER,
+    (f"{TANH} u < 3e-16", "halved"): "tanh has one rounding there, as eager's has",
+    (f"{TANH} u < 1e-13", "doubled"): EAGER,
+    (f"{TANH} u < 1e-13", "halved"): "still hundreds of roundings of tanh",
+    (f"{TANH} at_most 2147483648.0f", "halved"): OF_16_BITS,
+    (f"{ELEMENTARY} y <= 1", "halved"): "1 - exp(-y) is off by a rounding or two from 1/2 on",
+    ("cpu/kernels/grad_tanh.h: (f.slope < 2.2e-16", "halved"): "the slope is exact there",
     (f"{TYPES} kShiftLimit = 0.5", "halved"): "exp(2c) above 1/4 is off by a rounding of tanh",
 }
 
