@@ -113,9 +113,16 @@ def planted(tmp_path, monkeypatch):
 
 
 def is_there(pid):
-    """Whether a process runs; one that is dead and not waited for does not."""
+    """Whether a process still runs; one that is dead and not waited for does not.
+
+    One that was killed may take a moment to go.
+    """
+    end = time.monotonic() + 5
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            if time.monotonic() > end:
+                return True
+            time.sleep(0.05)
     return False
 
 
