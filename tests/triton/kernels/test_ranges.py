@@ -5,11 +5,12 @@ nearly one size, forward and backward.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import parity
 import pytest
 import torch
+from near import Near
 
 from bahdanau_fast import limits
 from bahdanau_fast.kernels import elementary
@@ -18,25 +19,6 @@ from bahdanau_fast.kernels import elementary
 # zero is a polynomial; and the table of queries overflows.
 FOUR, TWO, HELD, POLYNOMIAL, TABLE = 10.7, 21.4, 31 * math.log(2) / 2, 0.6, 128 * math.log(2) / 2
 SMALL = 1.0  # |c| up to which fp32 adds up tanh
-
-
-@dataclass
-class Near(parity.Case):
-    """Projections of one size: ``of_query`` and ``of_key``; negative in the second batch row."""
-
-    of_query: float = 0.0
-    of_key: float = 0.0
-
-    def draw(self, dtype):
-        """As for any case, but queries, keys and what projects them."""
-        drawn = super().draw(dtype)
-        generator = torch.Generator().manual_seed(self.seed)
-        for name, size in (("queries", self.of_query), ("keys", self.of_key)):
-            near = 1 + 0.08 * torch.rand(drawn[name].shape, generator=generator).double()
-            near[1] *= -1
-            drawn[name] = (size * near).to(dtype).double()
-        drawn["w_q"] = drawn["w_k"] = torch.eye(self.H, dtype=torch.float64)
-        return drawn
 
 
 # Units enough for four neighbours in one program, and queries enough for the tables, or a step.
