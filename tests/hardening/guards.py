@@ -5,7 +5,6 @@ reads which one is wrong, and how wrong, from a file: the C++ is built once for 
 is killed if the tests of both sides of its magnitude fail. Where they pass, EXPLAINED says why.
 """
 
-import argparse
 import json
 import os
 import re
@@ -13,9 +12,8 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from mutants import copy_tree, of_pytest, verdict
+from mutants import asked, copy_tree, of_pytest, verdict
 from planted.guards import EXPLAINED, FACTORS, scan, tests_of
 
 import build
@@ -121,11 +119,7 @@ class Guarded:
 
 def main():
     """Try the guards asked for; 1 when one survives that nothing explains."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="those whose name this regular expression finds")
-    parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--again", action="store_true", help="but not those killed according to it")
-    arguments = parser.parse_args()
+    arguments = asked(__doc__)
     rows = {}
     if arguments.again:
         before = json.loads(arguments.json.read_text())["guards"]

@@ -240,13 +240,18 @@ class Results:
             self.add(lane.attempt(mutant))
 
 
-def main():
-    """Try the mutants asked for; 1 when one survives."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def asked(description):
+    """Which mistakes to try, and where the results go: arguments of the command."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--only", default="", help="those whose name this regular expression finds")
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--again", action="store_true", help="but not those killed according to it")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    """Try the mutants asked for; 1 when one survives."""
+    arguments = asked(__doc__)
     results = Results(arguments.json, arguments.again)
     lanes = wanted(arguments, results.before.values())
     with ThreadPoolExecutor(len(lanes)) as pool:
