@@ -141,10 +141,11 @@ def route(facts: Facts, limits: Limits, gpu: GpuLimits) -> Route:
         backend, why = "reference", f"{what} have no GPU kernels"
     form, because = _form(facts, limits, gpu, backend)
     keys = facts.batch * facts.keys_len
-    reuse = (
+    reuse = (  # by a decoder's loop, which has few queries at a time
         form in ("step", "projected")
         and not facts.traced
         and not facts.keys_projected
+        and facts.queries_len < facts.keys_len
         and keys * facts.key_size >= limits.reuse_elements
     )
     share = not facts.traced and facts.queries_len < limits.table_queries

@@ -51,11 +51,11 @@ def files(entered):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_passes_few_files(found, name):
-    """Of sizes that were seen before; for others the file of ``route`` comes on top."""
-    entered = files(found["seen"][name])
-    assert "modules/base.py" in entered
-    assert len(entered) <= MOST_FILES, sorted(entered)
-    assert files(found["first"][name]) - {"backends/route.py"} == entered
+    """Also where its sizes are new, and are not looked up in the routes of earlier calls."""
+    seen, first = (files(found[which][name]) for which in ("seen", "first"))
+    assert "modules/base.py" in seen
+    assert len(first) <= MOST_FILES, sorted(first)
+    assert first - {"backends/route.py"} == seen
 
 
 @pytest.mark.parametrize("name", CALLS)
