@@ -1,7 +1,12 @@
 """The files that take longest first, so that workers that share the suite end together."""
 
+import os
 import sys
 from pathlib import Path
+
+# Workers share the cores: a thread that waits must not spin, or numeric tests take four times as
+# long. OpenMP reads this when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # pytest has put this folder there. `import triton` must find the package or nothing, not a folder
 # of tests.

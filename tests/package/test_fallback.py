@@ -112,28 +112,21 @@ def another(folder):
 
 
 BREAKAGES = [missing, garbage, truncated, header_only, empty, another]
-WAYS = pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda f: f.__name__)
 
 
-@WAYS
-def test_the_package_works(copied, breakage):
+@pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda f: f.__name__)
+def test_the_package_works_and_info_says_why_it_is_slower(copied, breakage):
     reason = breakage(copied)
-    done = python(copied, "-c", WORKS)
+    done = python(copied, "-c", f"{WORKS}\nfrom bahdanau_fast.cli import main\nmain(['info'])")
     assert done.returncode == 0, done.stderr[-1500:]
-    warning, refusal = done.stdout.strip().splitlines()
+    warning, refusal, *info = done.stdout.strip().splitlines()
     assert re.search(reason, warning)
     assert "python -m bahdanau_fast info" in warning
     assert re.search(f"backend must be available here, got 'cpu': {reason}", refusal)
-
-
-@WAYS
-def test_info_says_why(copied, breakage):
-    reason = breakage(copied)
-    done = python(copied, "-m", "bahdanau_fast", "info")
-    assert done.returncode == 0, done.stderr[-1500:]
-    assert re.search(f"cpu +not available: {reason}", done.stdout)
-    assert "auto takes 'reference' for cpu tensors" in done.stdout
-    assert str(copied) in done.stdout
+    info = "\n".join(info)
+    assert re.search(f"cpu +not available: {reason}", info)
+    assert "auto takes 'reference' for cpu tensors" in info
+    assert str(copied) in info
     assert "Traceback" not in done.stderr
 
 

@@ -13,13 +13,13 @@ import pytest
 from benchmarks.budgets import limits_of
 
 ROOT = Path(__file__).resolve().parents[2]
-# Every real shape in one dtype on one target, the acceptance shapes elsewhere: a process each, two
-# at a time. `make budgets` compiles them all.
+# Every real shape in one dtype on one target, the acceptance shapes elsewhere, each target and each
+# dtype somewhere: a process each, two at a time. `make budgets` compiles them all.
 RUNS = {
     "real": (["sm_90"], ["bf16"], []),
-    "half": (["sm_90"], ["fp16"], ["--quick"]),
-    "quick": (["sm_80", "sm_100", "gfx942"], ["fp32", "bf16"], ["--quick"]),
-    "fp32": (["sm_90"], ["fp32"], ["--quick"]),
+    "fp32": (["sm_80", "sm_90", "gfx942"], ["fp32"], ["--quick"]),
+    "bf16": (["sm_80"], ["bf16"], ["--quick"]),
+    "fp16": (["sm_100"], ["fp16"], ["--quick"]),
 }
 FORWARD = {"step", "scores", "softmax", "tables"}
 BACKWARD = {"grad_weights", "grad_softmax", "grad_values", "grad_tanh"}
