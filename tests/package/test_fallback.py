@@ -115,7 +115,7 @@ BREAKAGES = [missing, garbage, truncated, header_only, empty, another]
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda f: f.__name__)
-def test_the_package_works_and_info_says_why_it_is_slower(copied, breakage):
+def test_the_package_works(copied, breakage):
     reason = breakage(copied)
     done = python(copied, "-c", f"{WORKS}\nfrom bahdanau_fast.cli import main\nmain(['info'])")
     assert done.returncode == 0, done.stderr[-1500:]

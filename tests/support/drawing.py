@@ -3,7 +3,12 @@
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 from parity import LAYOUTS, Case, overflows
+
+# Else numbers in the files that are loaded are drawn too: other cases in another worker.
+if hasattr(providers, "_get_local_constants"):  # not in old versions, which draw no such numbers
+    providers._get_local_constants = providers.Constants
 
 SCALES = st.sampled_from([1e-6, 1e-3, 0.03, 0.3, 1.0, 3.0, 10.0, 100.0, 1e4])
 SIZES = st.one_of(st.integers(1, 130), st.sampled_from([1, 2, 3, 7, 8, 16, 31, 32, 64, 67, 127]))
@@ -50,7 +55,7 @@ def cases(draw, dtype, most=None, masks=False):
         layout={name: draw(st.sampled_from(sorted(LAYOUTS))) for name in laid},
         seed=draw(st.integers(0, 2**31)),
     )
-    if dtype.itemsize == 2 and case.H <= 8:
+    if dtype.itemsize == 2 and min(case.H, case.Tk) <= 8:
         # Eager in 16 bits weighs keys that nearly agree exactly alike. Gradients that are what is
         # left of scores' gradients, which add up to zero, are zero then, by luck: not to be met.
         case.scale = {n: s for n, s in case.scale.items() if n not in ("keys", "w_k") or s >= 1}

@@ -75,7 +75,7 @@ def test_many_queries_take_a_quarter_of_a_reciprocal(rows):
             # The other branch takes an exponential per element.
             assert rates["direct"]["special"] >= 1.0, row
             seen += 1
-    assert seen >= 4
+    assert seen >= 3
 
 
 def test_a_step_computes_faster_than_memory_is_read(rows):

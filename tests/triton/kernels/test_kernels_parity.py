@@ -76,14 +76,13 @@ def test_fp32_too_large_for_fp64(queries, scale, monkeypatch):
     check(case, torch.float32, WAYS["fused"])
 
 
-@pytest.mark.parametrize("lens", [None, 7, (3, 45)], ids=["all", "rows", "queries"])
+@pytest.mark.parametrize("lens", [None, (3, 45)], ids=["all", "queries"])
 def test_without_weights_scores_take_bounded_memory(lens, monkeypatch):
     drawn = Case(B=3, Tq=45, Tk=30, H=8).draw(torch.float32)
     x = [drawn[n].float().to(parity.DEVICE) for n in parity.INPUTS[:6]]
     if lens is not None:
         generator = torch.Generator().manual_seed(0)
-        shape = lens if isinstance(lens, tuple) else (3,)
-        lens = torch.randint(0, 33, shape, generator=generator).to(parity.DEVICE)
+        lens = torch.randint(0, 33, lens, generator=generator).to(parity.DEVICE)
     whole, _ = bf.additive_attention(*x, lens, backend="triton")
     monkeypatch.setattr(plans, "_SCRATCH", 3 * 30 * 4 * 19)
     shapes = []
