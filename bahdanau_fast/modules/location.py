@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.general import attend_inside, attend_location
 from bahdanau_fast.memory import Memory
+from bahdanau_fast.memory.shapes import Shape
 from bahdanau_fast.modules.base import apply_layer, check_features, is_unchanged, plain_weight
 from bahdanau_fast.modules.remembering import MakesMemories
 from bahdanau_fast.reference import TANH, Inside
@@ -103,7 +104,7 @@ class LocationAttention(MakesMemories):
         """One decoder step.
 
         Args:
-            queries: (B,1,Dq).
+            queries: (B,1,Dq), or a decoder state (B,Dq), which leaves the one out of the results.
             memory: from :meth:`memory`.
             location: (B,inputs,Tk), the weights of earlier steps.
             mask: bool (B,Tk) or (B,1,Tk), True where this query may look, of what the memory's own
@@ -116,6 +117,10 @@ class LocationAttention(MakesMemories):
             TypeError, ValueError: as for calling the module; a memory of another module, or one
                 made before the key layer changed.
         """
+        if isinstance(queries, Tensor) and queries.dim() == 2:
+            steps = queries.unsqueeze(1)
+            context = LocationAttention.attend(self, steps, memory, location, mask=mask)
+            return self._restored(context, Shape(tuple(queries.shape[:1]), True))
         memory = self._checked(queries, memory, mask)
         keys, values = memory.projected.keys, memory.values
         seen = reference.visible(memory.valid_lens, mask, keys.shape[1])
@@ -164,7 +169,8 @@ class LocationAttention(MakesMemories):
         """:meth:`attend` to keys that are projected for this call alone.
 
         Args:
-            queries: (B,1,Dq), float32, bfloat16, float16 or float64.
+            queries: (B,1,Dq), float32, bfloat16, float16 or float64; or a decoder state (B,Dq),
+                which leaves the one out of the results.
             keys: (B,Tk,Dk), dtype of queries.
             values: (B,Tk,Dv), dtype of queries.
             location: (B,inputs,Tk), dtype of queries.

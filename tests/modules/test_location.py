@@ -301,7 +301,7 @@ def test_every_way_in_takes_a_mask(lens):
     query, mask = queries[0].double(), scattered(3, 37)
     inputs = [x.double() for x in (keys, values)]
     location = location.double()
-    seen = mask if lens is None else mask & (torch.arange(37) < torch.tensor(lens)[:, None])
+    seen = mask if lens is None else mask & (torch.arange(37) < torch.as_tensor(lens)[:, None])
     memory = module.memory(*inputs, lens)
     plain = Plain(module)
     want = plain.attend(query, (*inputs, seen[:, None]), location)
@@ -314,6 +314,18 @@ def test_every_way_in_takes_a_mask(lens):
     ):
         torch.testing.assert_close(context, want)
         torch.testing.assert_close(module.attention_weights, plain.weights)
+
+
+def test_a_decoder_state():
+    module, (keys, values, queries, location) = made()
+    given = [x.double() for x in (keys, values, location)]
+    want = module(queries[0].double(), *given, LENS, mask=scattered(3, 37))
+    weights = module.attention_weights
+    got = module(queries[0, :, 0].double(), *given, LENS, mask=scattered(3, 37))
+    assert torch.equal(got, want.squeeze(1))
+    assert torch.equal(module.attention_weights, weights.squeeze(1))
+    with pytest.raises(ValueError, match="queries must have the batch size of the memory, 3"):
+        module(queries[0, :2, 0].double(), *given)
 
 
 @pytest.mark.parametrize("layer", ["W_q", "W_f", "w_v", "conv"])
