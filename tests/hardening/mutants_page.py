@@ -31,8 +31,6 @@ division is shared), or it cannot be shown. CPU kernels have no barriers: a task
 and the threads of a step have ended before the next begins. The Triton kernels run in the
 interpreter, which has one thread and cannot miss a barrier. The CUDA kernels run on the host;
 barriers are judged by the PTX machine (ptx.md), which sees a race in any order of the threads.
-Those killed by a test of `test_cuda_kernels.py` named after races were judged by ThreadSanitizer at
-their commits, before that; those that name `test_cuda.py` were tried on an Intel Xeon 6.
 
 """
 
