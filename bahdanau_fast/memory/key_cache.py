@@ -98,7 +98,7 @@ def may_share(
     """
     return (
         weight is not None
-        and type(keys) is Tensor
+        and type(keys) in (Tensor, Parameter)
         and type(weight) in (Tensor, Parameter)
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and not checks.in_transform()

@@ -264,10 +264,14 @@ def test_kept_keys_that_change_are_noticed():
 
 
 def test_a_scorer_is_made_anew_for_a_bias_that_is_to_learn():
-    weight, bias = torch.randn(1, 5), torch.randn(1)
+    weight, bias = nn.Parameter(torch.randn(1, 5)), torch.randn(1)
     step = Step()
     assert step.scorer(weight, bias, 2.0) is step.scorer(weight, bias, 2.0)
+    with torch.no_grad():
+        weight.mul_(2.0)
+    assert torch.equal(step.scorer(weight, bias, 2.0), 2.0 * weight)
     bias.requires_grad_()
+    assert step.scorer(weight, bias) is step.scorer(weight, bias)
     (grad,) = torch.autograd.grad(step.scorer(weight, bias, 2.0).sum(), bias)
     assert grad.tolist() == [0.0]
 
