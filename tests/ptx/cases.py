@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from contract import CONTRACT, LARGE, lens
 from cuda_on_host import Gpu, attend, attend_step
 from driven import ARCHS, CudaPtx
-from parity import Case, measure
+from parity import OUTPUTS, Case, errors, long_double, measure, shares
 
-from bahdanau_fast import parity, reference
+from bahdanau_fast import reference
 
 __all__ = [
     "DTYPES",
@@ -39,6 +40,7 @@ ROWS = {
     "large step, beams": ({"B": 2, "Tq": 4, "Tk": 150, "H": 512, "lens": lens(150, 70)}, 4),
     "large step, 16 beams": ({"B": 2, "Tq": 16, "Tk": 150, "H": 131}, 4),
     "long step": ({"B": 1, "Tq": 1, "Tk": 4200, "H": 136, "Dv": 5}, 16),
+    "long step of few units": ({"B": 1, "Tq": 1, "Tk": 4200, "H": 100, "Dv": 5}, 16),
 }
 
 
@@ -136,19 +138,21 @@ def measure_step(drivers, name, dtype):
         raw = {"w_k": draw(step.H, step.Dk, scale=step.Dk**-0.5), "bias": draw(step.H)}
     valid_lens = None if step.lens is None else lens(*step.lens)
 
-    def formula(kind):
-        k = F.linear(keys.to(kind), *(x.to(kind) for x in raw.values())) if raw else keys.to(kind)
-        a = F.linear(queries.to(kind), w_q.to(kind))
-        return reference.attend(a, k, values.to(kind), w_v.to(kind), valid_lens)
-
+    k = F.linear(keys, *raw.values()) if raw else keys
+    eager = reference.attend(F.linear(queries, w_q), k, values, w_v, valid_lens)
     got = attend_step(
         drivers.__getitem__, queries, w_q, keys, values, w_v, valid_lens,
         gpu=drivers.gpu(step.multiprocessors), **raw,
     )  # fmt: skip
-    worst = 0.0
-    for ours, exact, eager in zip(got, formula(torch.float64), formula(kind), strict=True):
-        factor = 8.0 if kind == torch.float64 else 2.0  # parity.shares() of tests/support has why
-        largest = float(exact.abs().max())
-        allowed = parity.allowed(parity.error(eager, exact), largest, kind, factor)
-        worst = max(worst, parity.error(ours, exact) / allowed)
-    return worst
+    sizes = {name: getattr(step, name) for name in ("B", "Tq", "Tk", "H", "Dq", "Dv", "tied")}
+    case = Case(**sizes, Dk=features, lens=valid_lens, bias=bool(raw))
+    given = {"queries": queries, "keys": keys, "values": values, "w_q": w_q, "w_v": w_v}
+    given |= raw or {"w_k": torch.eye(step.H)}
+    given |= {name: torch.zeros_like(x) for name, x in zip(OUTPUTS, eager, strict=True)}
+    exact = long_double(case, {name: x.double() for name, x in given.items()})
+    exact = {name: exact[name] for name in OUTPUTS}
+    ours, theirs = (
+        {n: x.double().numpy().astype(np.longdouble) for n, x in zip(OUTPUTS, found, strict=True)}
+        for found in (got, eager)
+    )
+    return max(shares(ours, errors(theirs, exact, kind), exact, kind).values())
