@@ -1,15 +1,17 @@
 """Steps of others' attention modules, before and after ``bf.fuse``, in one process and in turns.
 
-Run ``python -m benchmarks.family [--seconds S] [--json FILE]``. The modules come from the published
-wheels (:mod:`.contestants.published`). A loop of steps on one source, as a decoder takes them, is
-timed with the module as it is and fused, after parity with fp64 is checked:
+Run ``python -m benchmarks.family [--seconds S] [--pairs FILE] [--json FILE]``. The modules come
+from the published wheels (:mod:`.contestants.published`). A loop of steps on one source, as a
+decoder takes them, is timed with the module as it is and fused, after parity with fp64 is checked:
 
 no grad     on keys that are projected already
 with grad   the same and its backward, to parameters, states, queries and projected keys
 source      with the projection of the keys, forward and backward, once in the loop
 
 A ratio is that of the fastest rounds, which a busy machine disturbs least. Three more rows: ReLU at
-captioning's shape against the eager formula, and compiled; a mask against the same length.
+captioning's shape against the eager formula, and compiled; a mask against the same length. The last
+row is a training step of a whole model, JoeyNMT's recurrent decoder behind a GRU, on ``--pairs
+FILE`` (a source, a tab and a target per line) or on dates; the losses have to be the same.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import copy
 import functools
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,13 +32,16 @@ import bahdanau_fast as bf
 from bahdanau_fast import parity
 from bahdanau_fast.ops.inside import general
 from bahdanau_fast.reference import Inside
+from bahdanau_fast.seq2seq.data import dates
 
 from .contestants.published import UnavailableError, load
+from .contestants.translator import Translator, train
 from .printing.tables import markdown
 from .timing.machine import save
 from .timing.measure import interleave
 
 STEPS, CHECKED = 20, 3  # of a loop: that is timed, and that is checked
+TRAINED, BATCH, SIZE = 50, 32, 256  # steps of the whole model, pairs of each, features
 MODES = ("no grad", "with grad", "source")
 S, E = "speechbrain.nnet.attention", "espnet.nets.pytorch_backend.rnn.attentions"
 C = "TTS.tts.layers.tacotron.attentions"
@@ -224,8 +230,36 @@ def others(seconds: float) -> list[dict[str, Any]]:
         ]
 
 
-def measure(seconds: float) -> list[dict[str, Any]]:
-    """Milliseconds of a step of every module."""
+def trained(pairs: list[tuple[str, str]], seconds: float) -> dict[str, Any]:
+    """Milliseconds of a training step of the whole model; RuntimeError where losses differ."""
+    torch.manual_seed(0)
+    theirs = Translator(SIZE)
+    ours = copy.deepcopy(theirs)
+    bf.fuse(ours)
+    losses = {}
+
+    def call(name: str, model: Translator) -> None:
+        losses[name] = train(copy.deepcopy(model), pairs, TRAINED, BATCH)
+
+    models = {"theirs": theirs, "ours": ours}
+    found = timed({n: functools.partial(call, n, m) for n, m in models.items()}, seconds, TRAINED)
+    apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
+    if apart > 1e-4:
+        raise RuntimeError(f"the losses of {TRAINED} steps are {apart} apart")
+    return {"who": "JoeyNMT, a model", "sizes": [BATCH, SIZE], "mode": "training"} | found
+
+
+def pairs_of(file: Path | None) -> list[tuple[str, str]]:
+    """Pairs of a file, in any order, or dates in words and in digits."""
+    if file is None:
+        return [(each.text, each.iso) for each in dates.generate(2 * TRAINED * BATCH)]
+    rows = (line.split("\t") for line in file.read_text(encoding="utf-8").splitlines())
+    pairs = [(source, target) for source, target, *_ in rows]
+    return random.Random(0).sample(pairs, min(len(pairs), 2 * TRAINED * BATCH))
+
+
+def measure(seconds: float, pairs: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Milliseconds of a step of every module, and of the other rows."""
     rows = []
     for sizes in SIZES:
         for who, (loop, make) in PEERS.items():
@@ -239,7 +273,7 @@ def measure(seconds: float) -> list[dict[str, Any]]:
                 calls = {n: loop(m, sizes, mode, torch.float32) for n, m in pair.items()}
                 found = timed(dict(calls), seconds, STEPS)
                 rows.append({"who": who, "sizes": [*sizes], "mode": mode} | found)
-    return rows + others(seconds)
+    return [*rows, *others(seconds), trained(pairs, seconds)]
 
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -258,11 +292,12 @@ def main() -> None:
         prog="benchmarks.family", description="Others' modules, fused."
     )
     parser.add_argument("--seconds", type=float, default=8.0, help="of timing per row")
+    parser.add_argument("--pairs", type=Path, help="sentences to train on: source, tab, target")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # ESPnet's, at each source
     try:
-        rows = measure(options.seconds)
+        rows = measure(options.seconds, pairs_of(options.pairs))
     except UnavailableError as error:
         raise SystemExit(f"family: nothing to compare with: {error}") from None
     print("\n".join(lines(rows)))
