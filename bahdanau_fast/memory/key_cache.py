@@ -140,10 +140,29 @@ class _Entry:
 class KeyCache:
     """One slot: the projection of the keys of the last call."""
 
-    __slots__ = ("__weakref__", "_entry")
+    __slots__ = ("__weakref__", "_entry", "_last", "_loops")
 
     def __init__(self) -> None:
         self._entry: _Entry | None = None
+        self._last: weakref.ref[torch.UntypedStorage] | None = None  # of the keys of the last call
+        self._loops = True  # those keys, or the ones before them, came again; until seen otherwise
+
+    def expects(self, keys: Tensor) -> bool:
+        """Whether keys are worth a fingerprint, which reads them once: they are likely to return.
+
+        They are those of the last call; or other ones, if the keys before them came more than once,
+        as in a decoder's loop. A module whose keys come once pays for the first ones alone.
+
+        Args:
+            keys: of the call.
+        """
+        storage, last = keys.untyped_storage(), self._last
+        if last is not None and last() is storage:
+            self._loops = True
+            return True
+        expected, self._loops = self._loops, False
+        self._last = weakref.ref(storage)
+        return expected
 
     def project(
         self,

@@ -239,6 +239,7 @@ class Additive(Layered):
             or weight is None
             or (route.backend != "cpu" and not trusted)  # comparing bytes would wait for a GPU
             or not may_share(keys, weight, self.bias, trusted)
+            or not (self._cache.expects(keys) or trusted)
         ):
             return None
         return Source.of(keys, weight, self.bias, route.backend, trusted)

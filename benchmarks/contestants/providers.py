@@ -124,9 +124,9 @@ def _weights(module: Module) -> Tensor:
 
 
 def _forget(module: Module) -> None:
-    """Our module keeps the projection of its last keys: the next call shall project them again."""
+    """Our module keeps the projection of its last keys: those of the next call are new to it."""
     if isinstance(module, bf.AdditiveAttention):
-        module._cache._entry = None
+        module._cache._entry = module._cache._last = None
 
 
 def _module(

@@ -24,6 +24,25 @@ def test_keys_are_projected_once(module, keys, query, grad):
     assert projections(loop) == 10
 
 
+def test_keys_that_come_once_are_not_remembered(module, query):
+    def seen(keys, calls=1):
+        for _ in range(calls):
+            agrees(module, query, keys)
+        entry = module._cache._entry
+        return entry is not None and entry.storage() is keys.untyped_storage()
+
+    sources = [torch.randn(B, TK, DK) for _ in range(6)]
+    assert seen(sources[0], calls=3)
+    assert seen(sources[1])  # in a loop, as the keys before them
+    assert not seen(sources[2])
+    assert not seen(sources[3])
+    assert seen(sources[3])  # a loop again
+    assert projections(lambda: [module(query, sources[3], sources[3]) for _ in range(5)]) == 0
+    assert seen(sources[4])
+    sources[4].mul_(2.0)
+    assert seen(sources[4])
+
+
 def test_without_cache_keys_nothing_is_held(keys, query):
     module = bf.AdditiveAttention(DK, DQ, H, cache_keys=False)
     agrees(module, query, keys)

@@ -300,7 +300,13 @@ WAYS = (
         changes.swapping(changes.load),
         without=GRAPHS,
     ),
-    Way("weights", "`half().double()`", lambda s: s.module.half().double(), pending=False),
+    Way(  # the weight may come to lie where it was
+        "weights",
+        "`half().double()`",
+        lambda s: s.module.half().double(),
+        pending=False,
+        unseen=True,
+    ),
     Way(
         "weights",
         "`half().double()`, tensors swapped",
