@@ -245,6 +245,11 @@ def shorter(s):
         x.resize_(x.shape[0], x.shape[1] - 3, x.shape[2])
 
 
+def halved(side):
+    """The parameters through fp16; their new memory may be where the old was."""
+    side.module.half().double()
+
+
 def to_dtype(s, dtype):
     s.module.to(dtype)
     s.encoder.to(dtype)

@@ -300,17 +300,11 @@ WAYS = (
         changes.swapping(changes.load),
         without=GRAPHS,
     ),
-    Way(  # the weight may come to lie where it was
-        "weights",
-        "`half().double()`",
-        lambda s: s.module.half().double(),
-        pending=False,
-        unseen=True,
-    ),
+    Way("weights", "`half().double()`", changes.halved, pending=False, unseen=True),
     Way(
         "weights",
         "`half().double()`, tensors swapped",
-        changes.swapping(lambda s: s.module.half().double()),
+        changes.swapping(changes.halved),
         without=GRAPHS,
     ),
     Way(
