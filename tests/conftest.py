@@ -1,4 +1,4 @@
-"""The files that take longest first, so that workers that share the suite end together."""
+"""Workers that share the suite keep out of each other's way, and end together."""
 
 import os
 import sys

@@ -232,14 +232,14 @@ class Additive(Layered):
         return context
 
     def _source(self, route: Route, keys: Tensor, weight: Tensor | None) -> Source | None:
-        """What the projection of the keys depends on; None if it must not be reused."""
+        """What the projection of the keys depends on; None if it is not to be remembered."""
         trusted = self.cache_keys == "trust"
         if (
             not (self.cache_keys and route.reuse)
             or weight is None
             or (route.backend != "cpu" and not trusted)  # comparing bytes would wait for a GPU
             or not may_share(keys, weight, self.bias, trusted)
-            or not (self._cache.expects(keys) or trusted)
+            or not (trusted or self._cache.expects(keys))
         ):
             return None
         return Source.of(keys, weight, self.bias, route.backend, trusted)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .published import load
 
-__all__ = ["VOCABULARY", "Translator", "batch_of", "train"]
+__all__ = ["Translator", "train"]
 
 VOCABULARY = 128  # letters; others are the last one
 

@@ -1,20 +1,19 @@
 """The real PTX of csrc/cuda, run without a GPU: right, without races, within its memory.
 
-A part of what ``make ptx`` runs, on every entry: fp32 and bf16 for sm_80, and the clusters of
-sm_90a, which no dtype changes. The other dtypes are the same templates.
+A part of what ``make ptx`` runs, on every entry for sm_80 and the clusters of sm_90a.
 """
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cases import STEPS, Drivers, measure_row, measure_step
-from cuda_on_host import KINDS as ALL_KINDS
+from cases import DTYPES, STEPS, Drivers, measure_row, measure_step
+from cuda_on_host import KINDS
 from machine import build
 from machine.launch import Order
 
 pytestmark = pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine")
 
-KINDS = {kind: ALL_KINDS[kind] for kind in ("f32", "f32_in_f64", "bf16")}
+# All dtypes on sm_80; of clusters, which no dtype changes, one.
 BUILT = [("80", kind) for kind in KINDS] + [("90a", "bf16")]
 FEW = (
     "no lens", "lens per query", "whole row masked", "one of each", "wide values", "decoder step",
@@ -44,7 +43,7 @@ def drivers(request):
 
 # Approximations may be off by all that PTX documents. The fp32 kernels then take more than the
 # parity rule allows (docs/ptx.md), and are held to it with approximations rounded to nearest.
-SHARE = {"bf16": 1.0, "fp32": 0.0}
+SHARE = {"fp32": 0.0, "fp64": 1.0, "bf16": 1.0, "fp16": 1.0}
 
 
 def check(drivers, measure, arch, name, dtype, **options):
@@ -54,8 +53,8 @@ def check(drivers, measure, arch, name, dtype, **options):
 
 @pytest.mark.parametrize("row", FEW)
 def test_contract(drivers, row):
-    dtypes = list(SHARE)
-    for dtype in {dtypes[FEW.index(row) % 2], "fp32" if "step" in row else "bf16"}:
+    dtypes = list(DTYPES)
+    for dtype in {dtypes[FEW.index(row) % 4], "fp32" if "step" in row else "bf16"}:
         check(drivers, measure_row, "80", row, dtype)
     check(drivers, measure_row, "90a", row, "bf16")
 
@@ -70,4 +69,4 @@ def test_any_order_of_blocks_and_warps(drivers, row, order):
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_in_one_launch(drivers, name):
     check(drivers, measure_step, "90a", name, "bf16")
-    check(drivers, measure_step, "80", name, "fp32" if STEPS[name].Dk is None else "bf16")
+    check(drivers, measure_step, "80", name, "fp32" if STEPS[name].Dk is None else "fp16")

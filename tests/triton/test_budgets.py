@@ -19,7 +19,7 @@ RUNS = {
     "real": (["sm_90"], ["bf16"], []),
     "fp32": (["sm_80", "sm_90", "gfx942"], ["fp32"], ["--quick"]),
     "bf16": (["sm_80"], ["bf16"], ["--quick"]),
-    "fp16": (["sm_100"], ["fp16"], ["--quick"]),
+    "fp16": (["sm_90", "sm_100"], ["fp16"], ["--quick"]),
 }
 FORWARD = {"step", "scores", "softmax", "tables"}
 BACKWARD = {"grad_weights", "grad_softmax", "grad_values", "grad_tanh"}
@@ -75,7 +75,7 @@ def test_many_queries_take_a_quarter_of_a_reciprocal(rows):
             # The other branch takes an exponential per element.
             assert rates["direct"]["special"] >= 1.0, row
             seen += 1
-    assert seen >= 3
+    assert seen >= 4
 
 
 def test_a_step_computes_faster_than_memory_is_read(rows):

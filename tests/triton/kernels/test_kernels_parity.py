@@ -76,7 +76,7 @@ def test_fp32_too_large_for_fp64(queries, scale, monkeypatch):
     check(case, torch.float32, WAYS["fused"])
 
 
-@pytest.mark.parametrize("lens", [None, (3, 45)], ids=["all", "queries"])
+@pytest.mark.parametrize("lens", [None, (3,), (3, 45)], ids=["all", "rows", "queries"])
 def test_without_weights_scores_take_bounded_memory(lens, monkeypatch):
     drawn = Case(B=3, Tq=45, Tk=30, H=8).draw(torch.float32)
     x = [drawn[n].float().to(parity.DEVICE) for n in parity.INPUTS[:6]]
