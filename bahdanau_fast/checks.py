@@ -128,7 +128,7 @@ def usual(
                 type(valid_lens) is Tensor
                 and valid_lens.dtype is torch.int64
                 and valid_lens.is_cpu
-                and valid_lens.shape == keys_shape[:1]
+                and valid_lens.shape == (queries_shape[0],)
             )
         )
     )

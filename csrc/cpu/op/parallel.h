@@ -5,27 +5,31 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <new>
 
 namespace bahdanau_fast {
 
-// Uninitialised memory, aligned to a cache line.
+// Uninitialised memory, aligned to a cache line; nullptr for no bytes. It comes from malloc, which
+// keeps small blocks at hand: an aligned allocation searches for one each time.
 class Buffer {
  public:
   explicit Buffer(int64_t bytes)
-      : data_(
-            ::operator new(static_cast<size_t>(bytes > 0 ? bytes : 1), kAlignment, std::nothrow)) {
-    STD_TORCH_CHECK(data_ != nullptr, "not enough memory for a workspace of ", bytes, " bytes");
+      : data_(bytes > 0 ? std::malloc(static_cast<size_t>(bytes) + kAlignment) : nullptr) {
+    STD_TORCH_CHECK(bytes <= 0 || data_ != nullptr, "not enough memory for a workspace of ", bytes,
+                    " bytes");
   }
-  void* get() const { return data_.get(); }
+  void* get() const {
+    const auto address = reinterpret_cast<uintptr_t>(data_.get());
+    return reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+  }
 
  private:
-  static constexpr std::align_val_t kAlignment{64};
+  static constexpr uintptr_t kAlignment = 64;
   struct Free {
-    void operator()(void* p) const { ::operator delete(p, kAlignment); }
+    void operator()(void* p) const { std::free(p); }
   };
   std::unique_ptr<void, Free> data_;
 };
