@@ -126,7 +126,8 @@ def _weights(module: Module) -> Tensor:
 def _forget(module: Module) -> None:
     """Our module keeps the projection of its last keys: those of the next call are new to it."""
     if isinstance(module, bf.AdditiveAttention):
-        module._cache._entry = module._cache._last = None
+        for name in {"_entry", "_last"}.intersection(type(module._cache).__slots__):
+            setattr(module._cache, name, None)
 
 
 def _module(
@@ -244,13 +245,20 @@ def _op_projected(inputs: Inputs, ready: bool = False) -> Runnable:
     backend = backends.resolve(inputs.keys.device)
     query, values, w_v = inputs.projected_queries, inputs.values, inputs.w_v
     projected = inputs.projected_keys
-    prepared = project(projected, backends.keeps_table(backend, projected)) if ready else None
+    prepared = _with_table(backend, projected) if ready else None
 
     def forward() -> Outputs:
         keys = prepared or ProjectedKeys(projected, None, None)
         return attend_projected(backend, query, keys, values, w_v, inputs.valid_lens)
 
     return Runnable(forward, inputs.leaves("projected"))
+
+
+def _with_table(backend: str, projected: Tensor) -> ProjectedKeys:
+    make: Callable[..., ProjectedKeys] = project
+    if not hasattr(backends, "keeps_table"):  # an older commit, compared with this tree
+        return make(projected, backend)
+    return make(projected, backends.keeps_table(backend, projected))
 
 
 def attend_projected(
