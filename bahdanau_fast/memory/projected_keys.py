@@ -46,7 +46,7 @@ class ProjectedKeys(NamedTuple):
             return self
         lifetime = self.lifetime or Lifetime()
         shared = share(*self[:3], values, w_v, lifetime)
-        return self._replace(shared=shared, lifetime=lifetime)
+        return self if shared is None else self._replace(shared=shared, lifetime=lifetime)
 
 
 def project(projected_keys: Tensor, table: bool) -> ProjectedKeys:

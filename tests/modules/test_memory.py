@@ -1,7 +1,9 @@
 """A memory: some of its rows, elsewhere, detached, copied; whose it is, and how old."""
 
 import copy
+import gc
 import pickle
+import sys
 
 import pytest
 import torch
@@ -218,3 +220,15 @@ def test_a_backward_for_each_step_on_a_memory(either, inputs):
         memory = either.memory(keys, values, LENS)
         attended(either, queries + step, memory).square().sum().backward()
     torch.testing.assert_close(got, keys.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_said_when_a_compiled_memory_is_freed(attention, inputs, monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    queries, keys, _ = inputs
+    torch.compile(
+        lambda: attention.attend(queries, attention.memory(keys)), fullgraph=True, backend="eager"
+    )()
+    torch.compiler.reset()
+    gc.collect()
+    assert said == []
