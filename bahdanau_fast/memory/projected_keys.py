@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import checks, ops
+from bahdanau_fast.memory.shapes import Shape, queries_as_rows
 from bahdanau_fast.ops import sharding
 from bahdanau_fast.ops.lifetime import Due, Lifetime
 from bahdanau_fast.ops.shared_gradients import SharedNode, share
@@ -133,6 +134,8 @@ class Memory:
     module. Beams are queries against one memory: nothing in it is copied per beam. ``memory[rows]``
     selects batch rows, e.g. those of unfinished sentences.
 
+    Keys may have any number of batch dimensions; a memory holds them as one, B, their product.
+
     A memory holds the projection of the keys at the time it was made. After a change of the keys or
     of the key layer (an optimizer step, loaded weights), make a new memory. ``attend`` raises if it
     detects a change of the key layer: on the CPU it compares a fingerprint of some rows of
@@ -145,12 +148,14 @@ class Memory:
         valid_lens: None, (B,) or (B,Tq); made with a mask, the positions that lengths and mask
             allow, bool (B,1,Tk) or (B,Tq,Tk).
         maker: the module that made the memory, and its key layer; None after unpickling.
+        batch: the batch dimensions of the keys; None where that is (B,).
     """
 
     projected: ProjectedKeys
     values: Tensor
     valid_lens: Tensor | None = None
     maker: Maker | None = None
+    batch: tuple[int, ...] | None = None
     # As long as the memory exists, another backward may come through its calls' shared node.
     _due: Due | None = field(default=None, init=False)
 
@@ -163,14 +168,38 @@ class Memory:
         """Whether it was made with a mask."""
         return self.valid_lens is not None and self.valid_lens.dim() == 3
 
+    def queries_as_rows(
+        self, queries: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Shape | None]:
+        """Queries of the keys as they were given, for the keys as they are held.
+
+        Args:
+            queries: (*batch,Tq,Dq), or a state (*batch,Dq).
+            mask: None, (*batch,Tk) or (*batch,Tq,Tk).
+
+        Returns:
+            Queries (B,Tq,Dq), mask (B,Tk) or (B,Tq,Tk), and the shape of the results; what is no
+            tensor is given back as it is.
+
+        Raises:
+            ValueError: other batch dimensions than those of the keys.
+        """
+        if not isinstance(queries, Tensor):
+            return queries, mask, None
+        rows, keys_len, _ = self.projected.keys.shape
+        batch = (rows,) if self.batch is None else self.batch
+        return queries_as_rows(queries, mask, batch, keys_len, "the memory")
+
     def __getitem__(self, rows: Any) -> Memory:
         """The memory of some batch rows, in the order given.
 
         Args:
-            rows: a slice, a list or a tensor, of numbers or booleans, along the batch.
+            rows: a slice, a list or a tensor, of numbers or booleans, along the batch, or along the
+                first of several batch dimensions.
 
         Raises:
             TypeError: another type; an int would remove the batch dimension.
+            ValueError: keys without a batch dimension.
         """
         if isinstance(rows, list):
             rows = torch.tensor(rows, device=self.values.device)
@@ -178,6 +207,12 @@ class Memory:
             checks.reject(
                 TypeError, "rows", "be a slice, a list or a tensor of one dimension", repr(rows)
             )
+        batch = self.batch
+        if batch == ():
+            checks.reject(ValueError, "memory", "have a batch dimension to be indexed", "none")
+        if batch is not None:
+            numbers = torch.arange(len(self.values), device=self.values.device).view(batch)[rows]
+            rows, batch = numbers.flatten(), tuple(numbers.shape)
         keys, table, keys_max = self.projected[:3]
         projected = ProjectedKeys(
             keys[rows],
@@ -185,7 +220,7 @@ class Memory:
             None if keys_max is None else keys_max[rows],
         )
         lens = None if self.valid_lens is None else self.valid_lens[rows]
-        return self._like(projected, self.values[rows], lens)
+        return self._like(projected, self.values[rows], lens, batch)
 
     def to(self, *args: Any, **kwargs: Any) -> Memory:
         """The memory on another device, or in another floating dtype; as :meth:`Tensor.to`."""
@@ -195,7 +230,7 @@ class Memory:
         if keys is self.projected.keys and values is self.values:
             return self
         table = self.projected.table is not None and keys.is_cpu
-        return self._like(project(keys, table), values, lens)
+        return self._like(project(keys, table), values, lens, self.batch)
 
     def detach(self) -> Memory:
         """The memory outside of the autograd graph; as :meth:`Tensor.detach`."""
@@ -206,11 +241,17 @@ class Memory:
             values=self.values.detach(),
         )
 
-    def _like(self, projected: ProjectedKeys, values: Tensor, valid_lens: Tensor | None) -> Memory:
+    def _like(
+        self,
+        projected: ProjectedKeys,
+        values: Tensor,
+        valid_lens: Tensor | None,
+        batch: tuple[int, ...] | None,
+    ) -> Memory:
         shared = self.projected.shared
         if shared is not None:
             projected = projected.share(values, shared.w_v)
-        return replace(self, projected=projected, values=values, valid_lens=valid_lens)
+        return Memory(projected, values, valid_lens, self.maker, batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         # Tensors are copied without their autograd graph, as attention_weights are in modules.
@@ -231,20 +272,23 @@ class Memory:
             "keys_max": keys_max,
             "values": self.values.detach(),
             "valid_lens": self.valid_lens,
+            "batch": self.batch,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Pickles of early builds of 0.1.0 hold the fields themselves.
+        # Pickles of early builds of 0.1.0 hold the fields themselves, and no batch dimensions.
         projected = state.get("projected")
         if projected is None:
             projected = ProjectedKeys(state["keys"], state["table"], state["keys_max"])
-        fields = (projected, state["values"], state["valid_lens"], None, None)
+        batch = state.get("batch")
+        fields = (projected, state["values"], state["valid_lens"], None, batch, None)
         for name, value in zip(self.__dataclass_fields__, fields, strict=True):
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         keys, lens = self.projected.keys, self.valid_lens
-        batch, keys_len, hidden = keys.shape
+        rows, keys_len, hidden = keys.shape
+        batch = rows if self.batch is None else self.batch
         shown = None if lens is None else tuple(lens.shape)
         limit = "mask" if self.is_masked else "valid_lens"
         return (

@@ -87,6 +87,8 @@ class _AttentionRNN(nn.Module):
         if memory is None:
             assert keys is not None
             memory = self.attention.memory(keys, values, valid_lens)
+        if memory.batch is not None:
+            checks.reject(ValueError, "keys", "have one batch dimension", memory.batch)
         checks.rows("inputs", inputs)
         steps = inputs.transpose(0, 1) if self.batch_first else inputs
         if hidden is None:

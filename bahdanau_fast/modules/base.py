@@ -59,8 +59,14 @@ class Layered(KeepsWeights):
         self.num_hiddens = num_hiddens
         self.dropout = nn.Dropout(dropout)
 
-    def _checked(self, queries: Tensor, memory: Memory, mask: Tensor | None) -> Memory:
-        """The memory, if it is this module's and fits the queries; in their dtype."""
+    def _checked(
+        self, queries: Tensor, memory: Memory, mask: Tensor | None
+    ) -> tuple[Tensor, Memory, Tensor | None, Shape | None]:
+        """Queries and mask in three dimensions, the memory, and the shape of the results.
+
+        The memory, if it is this module's and fits the queries, in their dtype; the shape None if
+        the results stay as they are.
+        """
         if not isinstance(memory, Memory):
             checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
         maker = memory.maker
@@ -73,8 +79,11 @@ class Layered(KeepsWeights):
                 checks.reject(ValueError, "memory", need, "an older one: call memory() again")
         if self._is_from_autocast(queries, memory):
             memory = memory.to(queries.dtype)
+        shape = None
+        if memory.batch is not None or (isinstance(queries, Tensor) and queries.dim() == 2):
+            queries, mask, shape = memory.queries_as_rows(queries, mask)
         checks.queries_for(queries, memory.projected.keys, memory.valid_lens, mask)
-        return memory
+        return queries, memory, mask, shape
 
     def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:
         """True if the memory has the dtype of an autocast that has ended."""
@@ -122,7 +131,8 @@ class Additive(Layered):
         """Attend to a memory with some queries (one decoder step, or the beams of one step).
 
         Args:
-            queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results.
+            queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results. B as
+                the memory's keys have it.
             memory: from :meth:`memory`.
             mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what the memory's
                 own lengths and mask leave.
@@ -134,10 +144,7 @@ class Additive(Layered):
             TypeError, ValueError: as for calling the module; a memory of another module, or one
                 made before the key layer changed.
         """
-        if isinstance(queries, Tensor) and queries.dim() == 2:
-            context = Additive.attend(self, queries.unsqueeze(1), memory, mask=mask)
-            return self._restored(context, Shape(tuple(queries.shape[:1]), True))
-        memory = self._checked(queries, memory, mask)
+        queries, memory, mask, shape = self._checked(queries, memory, mask)
         self._draw(queries, None)
         w_q, _, w_v = self._plain_weights()
         check_features("queries", queries, self._modules[self._query_layer], w_q)
@@ -150,7 +157,8 @@ class Additive(Layered):
             keys_projected=True,
             masked=seen is not None and seen.dim() == 3,
         )
-        return self._attend(route, queries, projected, values, seen, w_q, w_v, dropout_p)
+        context = self._attend(route, queries, projected, values, seen, w_q, w_v, dropout_p)
+        return context if shape is None else self._restored(context, shape)
 
     def forward(
         self,

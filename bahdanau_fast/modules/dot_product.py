@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.memory import Memory, ProjectedKeys
-from bahdanau_fast.memory.shapes import Shape, as_rows, lengths
+from bahdanau_fast.memory.shapes import as_rows, source_as_rows
 from bahdanau_fast.modules.attention_weights import KeepsWeights
 
 __all__ = ["DotProductAttention"]
@@ -96,25 +96,25 @@ class DotProductAttention(KeepsWeights):
         """Keys and values for any number of :meth:`attend` calls, as the additive modules have it.
 
         Args:
-            keys: (B,Tk,D).
+            keys: (B,Tk,D). B may be any number of dimensions.
             values: (B,Tk,Dv); the keys themselves unless given.
-            valid_lens: None, (B,) or (B,Tq).
+            valid_lens: None, (B,) or (B,Tq), also as a list.
             mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
 
         Raises:
             TypeError, ValueError: as for calling the module.
         """
         values = keys if values is None else values
-        valid_lens = lengths(valid_lens, keys)
+        keys, values, valid_lens, mask, batch = source_as_rows(keys, values, valid_lens, mask)
         checks.source(keys, values, valid_lens, mask)
         seen = reference.visible(valid_lens, mask, keys.shape[1])
-        return Memory(ProjectedKeys(keys, None, None), values, seen)
+        return Memory(ProjectedKeys(keys, None, None), values, seen, None, batch)
 
     def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
         """Look at a memory with some queries.
 
         Args:
-            queries: (B,Tq,D).
+            queries: (B,Tq,D), or a state (B,D); B as the memory's keys have it.
             memory: from :meth:`memory`.
             mask: as in a call, of what the memory's own lengths and mask leave.
 
@@ -124,9 +124,7 @@ class DotProductAttention(KeepsWeights):
         Raises:
             TypeError, ValueError: as for calling the module.
         """
-        if isinstance(queries, Tensor) and queries.dim() == 2:
-            context = self.attend(queries.unsqueeze(1), memory, mask=mask)
-            return self._restored(context, Shape(tuple(queries.shape[:1]), True))
+        queries, mask, shape = memory.queries_as_rows(queries, mask)
         keys, lens = memory.projected.keys, memory.valid_lens
         if memory.is_masked:
             if mask is not None:
@@ -134,7 +132,7 @@ class DotProductAttention(KeepsWeights):
                 checks.look(mask, queries, keys)
             lens, mask = None, reference.visible(lens, mask, keys.shape[1])
         result: Tensor = self(queries, keys, memory.values, lens, mask=mask)
-        return result
+        return result if shape is None else self._restored(result, shape)
 
     def _without_weights(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.general import attend_inside, attend_location
 from bahdanau_fast.memory import Memory
-from bahdanau_fast.memory.shapes import Shape
 from bahdanau_fast.modules.base import apply_layer, check_features, is_unchanged, plain_weight
 from bahdanau_fast.modules.remembering import MakesMemories
 from bahdanau_fast.reference import TANH, Inside
@@ -104,7 +103,8 @@ class LocationAttention(MakesMemories):
         """One decoder step.
 
         Args:
-            queries: (B,1,Dq), or a decoder state (B,Dq), which leaves the one out of the results.
+            queries: (B,1,Dq), or a decoder state (B,Dq), which leaves the one out of the results. B
+                as the memory's keys have it.
             memory: from :meth:`memory`.
             location: (B,inputs,Tk), the weights of earlier steps.
             mask: bool (B,Tk) or (B,1,Tk), True where this query may look, of what the memory's own
@@ -117,15 +117,13 @@ class LocationAttention(MakesMemories):
             TypeError, ValueError: as for calling the module; a memory of another module, or one
                 made before the key layer changed.
         """
-        if isinstance(queries, Tensor) and queries.dim() == 2:
-            steps = queries.unsqueeze(1)
-            context = LocationAttention.attend(self, steps, memory, location, mask=mask)
-            return self._restored(context, Shape(tuple(queries.shape[:1]), True))
-        memory = self._checked(queries, memory, mask)
+        queries, memory, mask, shape = self._checked(queries, memory, mask)
         keys, values = memory.projected.keys, memory.values
         seen = reference.visible(memory.valid_lens, mask, keys.shape[1])
         check_features("queries", queries, self.W_q)
         inputs = self.W_f.in_features if self.conv is None else self.conv.in_channels
+        if shape is not None:
+            location = shape.rows("location", location, (inputs, keys.shape[1]))
         checks.location(location, inputs, keys)
         dropout_p = self._dropout_p()
         w_q, w_f, w_v = (plain_weight(layer) for layer in (self.W_q, self.W_f, self.w_v))
@@ -154,7 +152,7 @@ class LocationAttention(MakesMemories):
                 route, asked, memory.projected, w_v, *rest, *convolution, inside
             )
         self._keep(weights)
-        return context
+        return context if shape is None else self._restored(context, shape)
 
     def forward(
         self,
@@ -170,7 +168,7 @@ class LocationAttention(MakesMemories):
 
         Args:
             queries: (B,1,Dq), float32, bfloat16, float16 or float64; or a decoder state (B,Dq),
-                which leaves the one out of the results.
+                which leaves the one out of the results. B may be any number of dimensions.
             keys: (B,Tk,Dk), dtype of queries.
             values: (B,Tk,Dv), dtype of queries.
             location: (B,inputs,Tk), dtype of queries.

@@ -9,7 +9,7 @@ from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.general import scores_inside
 from bahdanau_fast.memory import Maker, Memory, ProjectedKeys, project
 from bahdanau_fast.memory.key_cache import may_share
-from bahdanau_fast.memory.shapes import as_rows, lengths
+from bahdanau_fast.memory.shapes import as_rows, source_as_rows
 from bahdanau_fast.modules.base import (
     Additive,
     Layered,
@@ -41,7 +41,7 @@ class MakesMemories(Layered):
         """Project the keys once, for any number of :meth:`attend` calls.
 
         Args:
-            keys: (B,Tk,Dk).
+            keys: (B,Tk,Dk). B may be any number of dimensions.
             values: (B,Tk,Dv); the keys themselves unless given.
             valid_lens: None, (B,) or (B,Tq), also as a list.
             mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
@@ -57,7 +57,7 @@ class MakesMemories(Layered):
             TypeError, ValueError: as for calling the module.
         """
         values = keys if values is None else values
-        valid_lens = lengths(valid_lens, keys)
+        keys, values, valid_lens, mask, batch = source_as_rows(keys, values, valid_lens, mask)
         checks.source(keys, values, valid_lens, mask)
         self._draw(None, keys)
         layer = self._modules[self._key_layer]
@@ -81,7 +81,7 @@ class MakesMemories(Layered):
                 projected = projected.share(values, w_v, self._reads_table)
         maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
         seen = reference.visible(valid_lens, mask, keys.shape[1])
-        return Memory(projected, values, seen, maker)
+        return Memory(projected, values, seen, maker, batch)
 
 
 class Remembering(MakesMemories, Additive):
@@ -94,7 +94,7 @@ class Remembering(MakesMemories, Additive):
         sampling. Lengths and mask of the memory are left to it.
 
         Args:
-            queries: (B,Tq,Dq), or a decoder state (B,Dq).
+            queries: (B,Tq,Dq), or a decoder state (B,Dq); B as the memory's keys have it.
             memory: from :meth:`memory`.
             clip: give ``clip * tanh(score)``, as pointer networks do (Bello et al. 2016,
                 https://arxiv.org/abs/1611.09940); None gives the scores themselves.
@@ -106,9 +106,7 @@ class Remembering(MakesMemories, Additive):
         Raises:
             TypeError, ValueError: as for :meth:`attend`; a clip that is no finite number.
         """
-        if isinstance(queries, Tensor) and queries.dim() == 2:
-            return self.scores(queries.unsqueeze(1), memory, clip).squeeze(1)
-        memory = self._checked(queries, memory, None)
+        queries, memory, _, shape = self._checked(queries, memory, None)
         self._draw(queries, None)
         check_features("queries", queries, self._modules[self._query_layer])
         if clip is not None:
@@ -119,13 +117,15 @@ class Remembering(MakesMemories, Additive):
         w_v = plain_weight(layer)
         if w_v is None:
             scores = reference.projected_scores(asked, keys, layer)
-            return reference.clipped(scores, clip).to(asked.dtype)
-        route = backends.decide(
-            *(asked, keys, memory.values, asked, None, w_v, None, self.num_hiddens, 0.0),
-            keys_projected=True,
-            general=True,
-        )
-        return scores_inside(route, asked, keys, w_v, TANH, clip)
+            scores = reference.clipped(scores, clip).to(asked.dtype)
+        else:
+            route = backends.decide(
+                *(asked, keys, memory.values, asked, None, w_v, None, self.num_hiddens, 0.0),
+                keys_projected=True,
+                general=True,
+            )
+            scores = scores_inside(route, asked, keys, w_v, TANH, clip)
+        return scores if shape is None else shape.restore(scores)
 
     def explain(
         self,
@@ -151,6 +151,7 @@ class Remembering(MakesMemories, Additive):
         masked = mask is not None
         if isinstance(keys, Memory):
             masked = masked or keys.is_masked
+            queries, _, _ = keys.queries_as_rows(queries, None)
             w_k, values, keys = None, keys.values, keys.projected.keys
         values = keys if values is None else values
         queries, keys, values, _ = as_rows(queries, keys, values, None, None).rows
