@@ -155,11 +155,12 @@ class Step:
         # Calls with a location read no table; their gradients meet in one node all the same.
         meet = located and on_cpu and route.records and not route.traced
         pays = route.table or meet if w_k is None else route.reuse and on_cpu
-        if not (pays and may_share(keys, keys if w_k is None else w_k, bias)):
+        # Where nothing is derived from the bytes of the keys, none are compared.
+        trusted = w_k is None and not route.table
+        source = self._cache.source(keys, w_k, bias, route.backend, trusted) if pays else None
+        if source is None:
             own = keys if w_k is None else linear(keys, w_k, bias)
             return ProjectedKeys(own, None, None)
-        # Where nothing is derived from the bytes of the keys, none are compared.
-        source = Source.of(keys, w_k, bias, route.backend, w_k is None and not route.table)
         return self._cache.project(
             source, values, w_v, route.table, route.records, reads_table=not located
         )

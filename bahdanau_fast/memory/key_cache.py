@@ -147,22 +147,33 @@ class KeyCache:
         self._last: weakref.ref[torch.UntypedStorage] | None = None  # of the keys of the last call
         self._loops = True  # those keys, or the ones before them, came again; until seen otherwise
 
-    def expects(self, keys: Tensor) -> bool:
-        """Whether keys are worth a fingerprint, which reads them once: they are likely to return.
+    def source(
+        self, keys: Tensor, weight: Tensor | None, bias: Tensor | None, backend: str, trusted: bool
+    ) -> Source | None:
+        """What a projection depends on; None if it is not to be remembered.
 
-        They are those of the last call; or other ones, if the keys before them came more than once,
-        as in a decoder's loop. A module whose keys come once pays for the first ones alone.
+        A fingerprint, which reads the keys once, is taken of keys that are likely to return: those
+        of the last call; or other ones, if the keys before them came more than once, as in a
+        decoder's loop. A module whose keys come once pays for the first ones alone.
 
         Args:
-            keys: of the call.
+            keys: (B,Tk,Dk); (B,Tk,H) without a weight.
+            weight: (H,Dk), or None.
+            bias: (H,) or None.
+            backend: of the call.
+            trusted: compare version counters, not bytes.
         """
-        storage, last = keys.untyped_storage(), self._last
-        if last is not None and last() is storage:
-            self._loops = True
-            return True
-        expected, self._loops = self._loops, False
-        self._last = weakref.ref(storage)
-        return expected
+        if not may_share(keys, keys if weight is None else weight, bias, trusted):
+            return None
+        if not trusted:
+            storage, last = keys.untyped_storage(), self._last
+            again = last is not None and last() is storage
+            expected, self._loops = again or self._loops, again
+            if not again:
+                self._last = weakref.ref(storage)
+            if not expected:
+                return None
+        return Source.of(keys, weight, bias, backend, trusted)
 
     def project(
         self,

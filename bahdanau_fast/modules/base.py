@@ -17,7 +17,7 @@ from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.backends import Route
 from bahdanau_fast.functional import attend_projected, attend_queries, attend_raw, attend_small
 from bahdanau_fast.memory import Memory, ProjectedKeys
-from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
+from bahdanau_fast.memory.key_cache import KeyCache, Source
 from bahdanau_fast.memory.shapes import Shape, as_rows
 from bahdanau_fast.modules.attention_weights import KeepsWeights
 from bahdanau_fast.modules.lazy import draw
@@ -246,11 +246,9 @@ class Additive(Layered):
             not (self.cache_keys and route.reuse)
             or weight is None
             or (route.backend != "cpu" and not trusted)  # comparing bytes would wait for a GPU
-            or not may_share(keys, weight, self.bias, trusted)
-            or not (trusted or self._cache.expects(keys))
         ):
             return None
-        return Source.of(keys, weight, self.bias, route.backend, trusted)
+        return self._cache.source(keys, weight, self.bias, route.backend, trusted)
 
     def _attend(
         self,

@@ -7,9 +7,11 @@ import driving
 import pytest
 import told
 import torch
+from remembered import projections
 from torch import nn
 
 import bahdanau_fast as bf
+from bahdanau_fast import ops
 from bahdanau_fast.fuse.step import Step
 
 
@@ -261,6 +263,30 @@ def test_kept_keys_that_change_are_noticed():
     other = torch.randn(4, 17, driving.D)
     assert module(other, driving.lens_of(17), state)[1].shape == (4, 17)
     assert module.precomputed_enc_h.shape == (4, 17, driving.H)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_keys_that_come_once_take_no_fingerprint(monkeypatch, grad):
+    """Those of a loop take one at each step, and are projected once."""
+    module, taken, take = tutorial(), [], ops.fingerprint
+    bf.fuse(module)
+    monkeypatch.setattr(ops, "fingerprint", lambda *of: taken.append(of[0]) or take(*of))
+
+    def counts(calls):
+        query, keys = inputs(length=50)
+        with torch.set_grad_enabled(grad):
+            theirs = told.Tutorial.forward(module, query, keys)
+            ours = []
+            made = projections(
+                lambda: ours.extend(module(query, keys) for _ in range(calls)), keys.shape
+            )
+        assert all(close(each, theirs) for each in ours)
+        return made, sum(each is keys for each in taken)
+
+    assert [counts(1) for _ in range(4)] == [(1, 1), (1, 0), (1, 0), (1, 0)]
+    assert counts(4) == (2, 3)  # seen to be a loop at its second step
+    assert [counts(4) for _ in range(2)] == [(1, 4), (1, 4)]
+    assert [counts(1) for _ in range(3)] == [(1, 1), (1, 0), (1, 0)]
 
 
 def test_a_scorer_is_made_anew_for_a_bias_that_is_to_learn():
