@@ -98,9 +98,7 @@ def as_rows(
         ValueError: batch dimensions that differ.
     """
     lens = lengths(valid_lens, queries)
-    if not all(isinstance(each, Tensor) for each in (queries, keys, values)):
-        return Given((queries, keys, values, lens), mask, None)
-    dims = keys.dim()
+    dims = keys.dim() if all(isinstance(x, Tensor) for x in (queries, keys, values)) else 0
     if (
         dims < 2
         or values.dim() != dims
@@ -164,7 +162,7 @@ def source_as_rows(
     """
     lens = lengths(valid_lens, keys)
     both = isinstance(keys, Tensor) and isinstance(values, Tensor)
-    if not both or keys.dim() < 2 or keys.dim() == 3 or values.dim() != keys.dim():
+    if not both or keys.dim() < 2 or keys.dim() == 3:
         return keys, values, lens, mask, None
     shape, keys_len = Shape(tuple(keys.shape[:-2]), False), keys.shape[-2]
     keys, values, lens = _source(shape, keys, values, lens, _queries_len(shape, lens, 1))

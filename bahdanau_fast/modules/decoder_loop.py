@@ -151,7 +151,6 @@ def _has_operator(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Me
         and plain_weight(attention.w_v) is not None
         and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
-        and memory.batch is None
     )
     fused, _ = backends.decide_decoder(plain, dtype, memory.projected.keys, memory.values)
     return fused

@@ -225,6 +225,9 @@ def test_opcheck(case, dtype):
         for needs in (63, 16, 41):
             args = (*attend, weights, *grads, needs)
             torch.library.opcheck(ops.general_attend_backward.default, args)
+            for onto in (torch.ones_like(keys), None):
+                args = (*attend, weights, *grads, needs & ~2, onto)
+                torch.library.opcheck(ops.general_attend_backward_onto.default, args)
             args = (*scores, grads[1], needs & ~4)
             torch.library.opcheck(ops.general_scores_backward.default, args)
 

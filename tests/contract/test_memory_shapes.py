@@ -205,8 +205,10 @@ def test_what_is_said_of_it():
 
 
 WRONG = [
-    ({"keys": (2, 3, TK, D), "values": (3, 2, TK, DV)}, r"values must have .* keys, \(2, 3\)"),
-    ({"keys": (2, 3, TK, D), "values": (6, TK, DV)}, r"keys must have 3 dimensions"),
+    ({"values": (3, 2, TK, DV)}, r"values must have the batch dimensions of keys, \(2, 3\), got"),
+    ({"values": (6, TK, DV)}, r"batch dimensions of keys, \(2, 3\), got \(6, 13, 3\)"),
+    ({"values": (2, 3, TK)}, r"values must have 3 dimensions"),
+    ({"keys": (TK,)}, r"keys must have 3 dimensions"),
     ({"lens": (6,)}, r"valid_lens must have shape \(2, 3\) or \(2, 3, 1\), got \(6,\)"),
     ({"mask": (6, TK)}, r"mask must have shape \(2, 3, 13\) or \(2, 3, 1, 13\), got \(6, 13\)"),
     ({"queries": (6, 1, D)}, r"queries must have the batch dimensions of the memory, \(2, 3\)"),
