@@ -98,12 +98,12 @@ def as_rows(
         ValueError: batch dimensions that differ.
     """
     lens = lengths(valid_lens, queries)
-    dims = keys.dim() if all(isinstance(x, Tensor) for x in (queries, keys, values)) else 0
     if (
-        dims < 2
-        or values.dim() != dims
-        or queries.dim() not in (dims, dims - 1)
-        or queries.dim() == dims == 3
+        not all(isinstance(each, Tensor) for each in (queries, keys, values))
+        or keys.dim() < 2
+        or values.dim() != keys.dim()
+        or keys.dim() - queries.dim() not in (0, 1)
+        or queries.dim() == keys.dim() == 3
     ):
         return Given((queries, keys, values, lens), mask, None)
     batch, keys_len = tuple(keys.shape[:-2]), keys.shape[-2]
