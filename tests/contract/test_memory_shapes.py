@@ -151,6 +151,19 @@ def test_compiled(kind):
         torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.usefixtures("fresh")
+def test_compiled_once_for_many_sizes():
+    module = made("location", "all keys")[0]
+    compiled = torch.compile(attended, fullgraph=True, backend="aot_eager", dynamic=True)
+    sizes = {"queries": (1, D), "keys": (TK, D), "values": (TK, DV), "location": (2, TK)}
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch in ((8, 9), (10, 11)):  # unlike other sizes: torch guards equal ones
+            given = {n: torch.rand(*batch, *size).double() for n, size in sizes.items()}
+            want, got = attended(module, given), compiled(module, given)
+            for ours, exact in zip(got, want, strict=True):
+                torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
+
+
 ROWS = {
     "slice": slice(1, None),
     "list": [2, 0, 0],
