@@ -109,14 +109,16 @@ def run_tool(name: str, *arguments: str, folder: str | None = None) -> str:
 
 
 def machine_code(kind: str, arch: str) -> dict[str, str]:
-    """SASS by mangled name; empty without a disassembler."""
+    """SASS by mangled name; empty without a disassembler, or with one older than the compiler."""
     if tool("cuobjdump") is None or tool("nvdisasm") is None:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         objects = str(OBJECTS / f"kernels_{kind}.o")
         run_tool("cuobjdump", "-xelf", "all", objects, folder=folder)
-        (cubin,) = Path(folder).glob(f"*sm_{arch}.cubin")
-        listing = run_tool("nvdisasm", "-c", str(cubin))
+        cubins = [str(found) for found in Path(folder).glob(f"*sm_{arch}.cubin")]
+        if not cubins:
+            return {}
+        listing = run_tool("nvdisasm", "-c", *cubins)
     parts = re.split(r"\.section\s+\.text\.(\w+)", listing)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
