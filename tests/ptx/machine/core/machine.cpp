@@ -12,6 +12,7 @@ void add_opcodes() {
   add_memory_opcodes();
   add_sync_opcodes();
   add_matrix_opcodes();
+  opcodes()["wgmma"] = resolve_product;
 }
 
 uint32_t special(const std::string& name, const Block& b, const Launch& launch, uint32_t thread) {
@@ -120,6 +121,8 @@ struct Cluster {
       w.size = int(std::min<size_t>(kLanes, launch.block_threads - k * kLanes));
       w.file = files[at].data();
       w.trips = w.needed = 0;
+      w.products = Products();
+      if (program.has_products) w.products.registers.resize(program.bytes / 8 + 1);
       if (launch.counts) behind[at].assign(program.bytes / 4 + 1, Behind());
       for (int l = 0; l < kLanes; ++l) {
         w.lanes[l] = Thread();
@@ -161,6 +164,7 @@ struct Cluster {
     }
     for (Block& block : blocks) {
       check_visits(block);
+      check_products(block);
       const uint64_t trips = most_trips(block);
       launch.trips += trips;
       launch.most_trips = std::max(launch.most_trips, trips);

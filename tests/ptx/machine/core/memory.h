@@ -23,6 +23,7 @@ struct Access {
 struct Cell {
   Access written, read, read_too;  // the last reader, and one of another warp
   uint16_t depth = 0;              // global loads that the value depends on, one after another
+  uint16_t products = 0;           // that still read it
 };
 
 // The cells of a piece of memory, made when they are first touched.
@@ -228,6 +229,8 @@ inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool wri
       note_race(w, lane, c.written, writes ? "write and write" : "write and read", *place.region,
                 at);
     if (writes) {
+      if (c.products > 0)
+        note_race(w, lane, c.read, "read that is under way and write", *place.region, at);
       for (const Access* read : {&c.read, &c.read_too})
         if (!(atomic && read->atomic) && !ordered(*read, w, lane))
           note_race(w, lane, *read, "read and write", *place.region, at);

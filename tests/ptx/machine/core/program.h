@@ -52,8 +52,9 @@ struct Instr {
   int64_t offset = 0;         // of an address, or the target of a branch
   int64_t second_offset = 0;  // of a second address
   std::vector<Operand> o;
-  bool splits = false;  // a mov into several registers
-  size_t results = 0;   // operands that it writes, the first ones
+  bool splits = false;      // a mov into several registers
+  size_t results = 0;       // operands that it writes, the first ones
+  bool is_product = false;  // of a warpgroup
   std::string opcode;
   uint32_t pc = 0;
   // Loads and stores.
@@ -134,6 +135,7 @@ struct Program {
   std::vector<Special> specials;
   uint64_t bytes = 0, local_bytes = 0;  // of a warp's registers, of a thread's own memory
   int granule = 4;                      // bytes of the narrowest store, up to 4
+  bool has_products = false;            // of warpgroups
 
   void add(std::istringstream& line) {
     Instr instr;
@@ -150,8 +152,12 @@ struct Program {
     if (!form.parts.empty() || instr.run == nullptr) form.unknown();
     const auto begins = [&](const char* text) { return instr.opcode.rfind(text, 0) == 0; };
     const bool stores = begins("st"), writes = !stores && !begins("red.") && !begins("bar");
-    instr.results = instr.splits ? operands - 1 : begins("ld") ? size_t(instr.count) : 1;
+    instr.results = instr.is_product ? size_t(instr.count) / 2
+                    : instr.splits   ? operands - 1
+                    : begins("ld")   ? size_t(instr.count)
+                                     : 1;
     instr.results = writes ? std::min(instr.results, operands) : 0;
+    has_products = has_products || instr.is_product;
     if (stores && instr.width > 0 && instr.width < granule) granule = instr.width;
     code.push_back(instr);
   }

@@ -2,8 +2,8 @@
 // threads that went apart meet again where their ways join.
 #pragma once
 
-#include "matrix.h"
 #include "sync.h"
+#include "wgmma.h"
 
 namespace ptx {
 
@@ -15,6 +15,7 @@ inline void execute(Warp& w, const Instr& i, Mask mask, std::vector<Behind>* beh
   Count& count = launch.of_instr[i.pc];
   ++count.runs;
   count.lanes += uint64_t(__builtin_popcount(mask));
+  if (launch.program->has_products && !i.is_product) use_registers(w, i);
   if (behind == nullptr) return i.run(w, i, mask);
   Behind now;
   if (i.guard >= 0) now.trips = (*behind)[size_t(i.guard) / 4].trips;

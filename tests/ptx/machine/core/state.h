@@ -58,6 +58,27 @@ struct Copy {
   std::vector<uint8_t> bytes;
 };
 
+// A product of a warp (wgmma) that is under way: its registers, and where it reads shared memory.
+struct Product {
+  uint16_t columns = 0;
+  std::vector<Operand> targets, sources;
+  std::vector<uint64_t> pieces;
+};
+// Of a register: the columns of the product that computes it, whether one reads it, and whether
+// another instruction has used it since the last wgmma.fence.
+struct Use {
+  uint16_t target = 0;
+  bool source = false, touched = false;
+};
+struct Products {
+  std::vector<std::vector<Product>> groups{1};  // the open one last
+  std::vector<Use> registers;
+  bool fenced = false;
+  uint64_t trace = 0;  // of all of them
+
+  Use& of(const Operand& o) { return registers[o.slot / 8]; }
+};
+
 enum class Wait : uint8_t { no, lanes, barrier, cluster, forever };
 
 struct Thread {
@@ -65,6 +86,8 @@ struct Thread {
   Wait waits_for = Wait::no;
   // Barriers of the block, synchronisations of the warp, cluster barriers arrived at and passed.
   uint32_t bars = 0, syncs = 0, arrives = 0, waits = 0;
+  // Its last fence.proxy.async: when, past how many barriers; and when the last one before those.
+  uint32_t proxy_time = 0, proxy_bars = 0, proxy_before = 0;
   int barrier = 0;                        // the number of the one it waits at
   Known fenced, known, seen;              // `seen` by an atomic operation, but no fence came since
   std::vector<std::vector<Copy>> copies;  // by group, the open one last
@@ -76,6 +99,7 @@ struct Warp {
   int index = 0, size = kLanes;  // threads
   uint8_t* file = nullptr;
   Thread lanes[kLanes];
+  Products products;
   uint16_t depth_now = 0;
   uint32_t trips = 0, needed = 0;  // behind the last branch or barrier, and behind what came since
 

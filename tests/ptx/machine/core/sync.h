@@ -76,11 +76,21 @@ inline void fence_all(Warp& w, const Instr&, Mask mask) {
   w.trips = std::max(w.trips, w.needed) + 1;  // until what the warp has written can be seen
   each(mask, [&](int l) { fence(w, l); });
 }
+// Lets products (wgmma) see what was stored.
+inline void fence_proxy(Warp& w, const Instr&, Mask mask) {
+  ++w.launch->time;
+  each(mask, [&](int l) {
+    Thread& me = w.lanes[l];
+    if (me.proxy_bars < me.bars) me.proxy_before = me.proxy_time;
+    me.proxy_time = w.launch->time;
+    me.proxy_bars = me.bars;
+  });
+}
 inline void resolve_fence(Form& f, Instr& i) {
-  if (f.take("proxy")) {  // orders the asynchronous copies of TMA, of which there are none here
-    f.one_of({"async", "async.global", "async.shared::cta"});
+  if (f.take("proxy")) {
+    if (!f.take("async")) f.unknown();
+    i.run = f.take("global") ? nothing : fence_proxy;
     f.take("shared::cta");
-    i.run = nothing;
     return;
   }
   f.one_of({"sc", "acq_rel"});
