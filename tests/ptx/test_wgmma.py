@@ -210,7 +210,7 @@ MISTAKES = {
     "a store after the fence between proxies": (
         PROXY, PROXY + "\n" + STORE, "without fence.proxy.async",
     ),
-    "no barrier": ("bar.sync 0;", "", "race: write and read"),
+    "no barrier": ("bar.sync 0;", "", "race:|where nothing was written"),
     "a store before the wait": (COMMIT, f"{COMMIT}\nbar.sync 0;\n{STORE}", "under way and write"),
     "a store without a barrier": (WAIT, f"{WAIT}\n{STORE}", "race: write and read"),
     "a warp goes without": (
