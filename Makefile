@@ -48,7 +48,7 @@ fuzz: venv  ## fuzz the C++ entry points, guided by coverage (minutes)
 	$(BIN)/python tests/hardening/figures.py
 
 ptx: venv  ## run the GPU machine code of every kernel without a GPU; writes docs/ptx.md (long)
-	$(BIN)/python tests/ptx/table.py
+	$(BIN)/python tests/ptx/table.py $(BACKEND)
 
 gpu-model: venv  ## model the time of every CUDA kernel on five GPUs, without one; writes docs/gpu-model.md
 	PYTHONPATH=.:tests/ptx:tests/support:tests/cuda/host $(BIN)/python -m gpu_model

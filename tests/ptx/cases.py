@@ -1,4 +1,4 @@
-"""What the entries of csrc/cuda are run on in the PTX machine."""
+"""What the kernels of both backends are run on in the PTX machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ __all__ = [
     "Step",
     "measure_row",
     "measure_step",
-    "measure_with",
 ]
 
 DTYPES = {
@@ -76,7 +75,7 @@ STEPS = {
 
 
 class Drivers(dict):
-    """Running drivers of an architecture by kind of numbers, started when they are asked for."""
+    """csrc/cuda for an architecture: drivers by kind of numbers, started when asked for."""
 
     def __init__(self, arch, **options):
         super().__init__()
@@ -90,8 +89,15 @@ class Drivers(dict):
         while self:
             self.popitem()[1].close()
 
-    def gpu(self, multiprocessors):
-        return Gpu(multiprocessors, ARCHS[self.arch])
+    def attend(self, multiprocessors, *inputs):
+        """Context and weights of projected queries and keys, values, w_v and lengths."""
+        gpu = Gpu(multiprocessors, ARCHS[self.arch])
+        return attend(self.__getitem__, *inputs, gpu=gpu)
+
+    def step(self, multiprocessors, *inputs, **projected):
+        """The same of queries, w_q, keys, values, w_v and lengths; w_k and bias if keys are raw."""
+        gpu = Gpu(multiprocessors, ARCHS[self.arch])
+        return attend_step(self.__getitem__, *inputs, gpu=gpu, **projected)
 
     def took(self):
         """(kind, entry) of every launch since the last call."""
@@ -101,27 +107,25 @@ class Drivers(dict):
         return found
 
 
-def measure_row(drivers, name, dtype):
-    """The share of the parity rule that forward and backward of a row of ROWS take at worst."""
-    gpu = drivers.gpu(ROWS[name][1])
-    return measure_with(lambda *args: attend(drivers.__getitem__, *args, gpu=gpu), name, dtype)
+def measure_row(kernels, name, dtype):
+    """The share of the parity rule that forward and backward of a row of ROWS take at worst.
 
-
-def measure_with(attends, name, dtype):
-    """The same of a function that takes projected queries and keys, values, w_v and lengths."""
-    sizes, _ = ROWS[name]
+    ``kernels`` are Drivers, or a TritonPtx.
+    """
+    sizes, multiprocessors = ROWS[name]
 
     def function(inputs, valid_lens):
         a = F.linear(inputs["queries"], inputs["w_q"])
         c = F.linear(inputs["keys"], inputs["w_k"], inputs["bias"])
-        context, weights = attends(a, c, inputs["values"], inputs["w_v"], valid_lens)
+        rest = inputs["values"], inputs["w_v"], valid_lens
+        context, weights = kernels.attend(multiprocessors, a, c, *rest)
         return context, weights.to(context.dtype)
 
     shares = measure(Case(**{**LARGE, **sizes}), DTYPES[dtype], function)
     return max(shares.values(), default=0.0)
 
 
-def measure_step(drivers, name, dtype):
+def measure_step(kernels, name, dtype):
     """The same for a step of STEPS, forward only."""
     step, kind = STEPS[name], DTYPES[dtype]
     generator = torch.Generator().manual_seed(3)
@@ -140,10 +144,7 @@ def measure_step(drivers, name, dtype):
 
     k = F.linear(keys, *raw.values()) if raw else keys
     eager = reference.attend(F.linear(queries, w_q), k, values, w_v, valid_lens)
-    got = attend_step(
-        drivers.__getitem__, queries, w_q, keys, values, w_v, valid_lens,
-        gpu=drivers.gpu(step.multiprocessors), **raw,
-    )  # fmt: skip
+    got = kernels.step(step.multiprocessors, queries, w_q, keys, values, w_v, valid_lens, **raw)
     sizes = {name: getattr(step, name) for name in ("B", "Tq", "Tk", "H", "Dq", "Dv", "tied")}
     case = Case(**sizes, Dk=features, lens=valid_lens, bias=bool(raw))
     given = {"queries": queries, "keys": keys, "values": values, "w_q": w_q, "w_v": w_v}

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from cases import measure_with
+from cases import ROWS, measure_row, measure_step
 from machine.parse import PtxError
 from tritoned import TritonPtx
 
@@ -14,33 +14,40 @@ pytestmark = pytest.mark.skipif(
     reason="the machine's core is compiled by g++ for x86-64",
 )
 
-# A part of what make ptx runs; each row compiles its kernels for itself.
+MANY = {"scores_kernel", "softmax_kernel", "tables_kernel"}
+STEP = {"step_kernel", "grad_tanh_kernel"}
+# A part of what make ptx runs, and kernels that it takes; each compiles its kernels for itself.
 FEW = [
-    (80, "lens per query", "bf16"),
-    (80, "decoder step", "fp32"),
-    (80, "split keys, lens inside a chunk", "fp16"),
-    (
-        90,
-        "decoder step",
-        "fp32",
-    ),  # wgmma, which products of half types take there, is not known yet
+    ("80", "lens per query", "bf16", MANY),
+    ("80", "decoder step", "fp32", STEP),
+    ("80", "split keys, lens inside a chunk", "fp16", STEP | {"combine_kernel"}),
+    ("90", "decoder step", "fp32", STEP),
+    ("90", "no lens", "bf16", MANY | {"grad_values_kernel"}),
+    ("90", "keys projected", "fp16", {"step_kernel"}),
 ]
 
 
-@pytest.mark.parametrize(("arch", "row", "dtype"), FEW, ids=str)
-def test_contract(arch, row, dtype):
+def measured(machine, case, dtype):
+    return (measure_row if case in ROWS else measure_step)(machine, case, dtype)
+
+
+@pytest.mark.parametrize(("arch", "case", "dtype", "taken"), FEW, ids=str)
+def test_contract(arch, case, dtype, taken):
     machine = TritonPtx(arch)
-    assert measure_with(machine.attend, row, dtype) <= 1
-    names = {name for name, _ in machine.reports}
-    assert {"step_kernel", "grad_tanh_kernel"} <= names or {
-        "scores_kernel",
-        "softmax_kernel",
-    } <= names
+    assert measured(machine, case, dtype) <= 1
+    assert taken <= {name for _, name in machine.took()}
 
 
-def planted(text, number):
-    """PTX without the barrier of a number."""
-    places = [m.span() for m in re.finditer(r"bar\.sync\s+0;", text)]
+def test_half_types_take_products_of_warpgroups():
+    seen = []
+    machine = TritonPtx("90", change=lambda text: seen.append("wgmma.mma_async" in text) or text)
+    assert measured(machine, "decoder step", "bf16") <= 1
+    assert any(seen)
+
+
+def left_out(text, instruction, number):
+    """PTX without an instruction of a number, where it has as many."""
+    places = [m.span() for m in re.finditer(instruction, text)]
     if number >= len(places):
         return text
     start, end = places[number]
@@ -49,6 +56,27 @@ def planted(text, number):
 
 @pytest.mark.parametrize("number", range(3))
 def test_barriers_that_are_left_out_are_found(number):
-    machine = TritonPtx(80, change=lambda text: planted(text, number))
+    machine = TritonPtx("80", change=lambda text: left_out(text, r"bar\.sync\s+0;", number))
     with pytest.raises(PtxError, match=r"race:|where nothing was written"):
-        measure_with(machine.attend, "decoder step", "fp32")
+        measured(machine, "decoder step", "fp32")
+
+
+# What a kernel with products of warpgroups does without.
+PLACES = {
+    "the first barrier": (r"bar\.sync\s+0;", "race:|where nothing was written"),
+    "the fence between proxies": (r"fence\.proxy\.async[.:\w]*;", r"without fence\.proxy\.async"),
+    "the fence": (r"wgmma\.fence[.\w]*;", r"no wgmma\.fence"),
+    "the group": (r"wgmma\.commit_group[.\w]*;", "has not awaited"),
+    "the wait": (r"wgmma\.wait_group[.\w]*\s+\d+;", "has not awaited|under way"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_products_of_warpgroups_need_is_found(place):
+    instruction, said = PLACES[place]
+
+    def change(text):
+        return left_out(text, instruction, 0) if "wgmma.mma_async" in text else text
+
+    with pytest.raises(PtxError, match=said):
+        measured(TritonPtx("90", change=change), "decoder step", "bf16")

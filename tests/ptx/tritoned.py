@@ -3,6 +3,8 @@ bahdanau_fast.backends.triton on CPU tensors."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import struct
 from contextlib import contextmanager
 from unittest import mock
@@ -10,14 +12,18 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
+from cuda_on_host import kind_of
 from machine.launch import Buffer, Machine
 from machine.parse import PtxError
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
+import bahdanau_fast.kernels
+from bahdanau_fast import limits
 from bahdanau_fast.backends.triton import backward, call, forward
 
-__all__ = ["TritonPtx"]
+__all__ = ["TritonPtx", "kernels"]
 
 # What torch.empty leaves: a NaN that nobody computes. Words that hold it count as unwritten.
 UNWRITTEN = 0x7FA5C3A5
@@ -31,6 +37,15 @@ _PACKED = {
     "u64": "Q",
     "fp32": "f",
 }
+
+
+def kernels():
+    """Names of all kernels that Triton compiles for a launch."""
+    found = set()
+    for module in pkgutil.iter_modules(bahdanau_fast.kernels.__path__):
+        held = importlib.import_module(f"bahdanau_fast.kernels.{module.name}")
+        found |= {name for name, x in vars(held).items() if isinstance(x, JITFunction)}
+    return {name for name in found if name.endswith("_kernel")}
 
 
 class _Driver:
@@ -80,32 +95,33 @@ class TritonPtx:
     """Inside :meth:`here`, Triton's launches on CPU tensors go to the machine.
 
     Args:
-        arch: 80 or 90.
-        processors: multiprocessors that plans are made for.
+        arch: "80" or "90".
         change: of the PTX, to plant a mistake.
         options: for every ``Machine.run``.
 
     Attributes:
-        reports: (kernel, report) of all launches.
+        launched: (kind of numbers, kernel) of all launches.
     """
 
-    def __init__(self, arch, processors=16, change=str, **options):
-        self.arch, self.processors, self.change, self.options = arch, processors, change, options
-        self.reports = []
+    def __init__(self, arch, change=str, **options):
+        self.arch, self.change, self.options = arch, change, options
+        self.launched = set()
         self._machines = {}
+        self._call = None  # kind of numbers and multiprocessors of the call that runs
 
     @contextmanager
     def here(self):
+        processors, of_gpu = self._call[1], limits.GPU_FAMILIES[f"sm_{self.arch}"]
         patched = [
             mock.patch.object(CompiledKernel, "run", property(self._runner)),
             mock.patch.object(CompiledKernel, "launch_metadata", return_value=None),
             mock.patch.object(call, "native", return_value=True),
-            mock.patch.object(call, "processors", return_value=self.processors),
-            mock.patch.object(forward, "processors", return_value=self.processors),
+            mock.patch.object(limits, "of_gpu", return_value=of_gpu),
+            mock.patch.object(forward, "processors", return_value=processors),
             mock.patch.object(torch, "empty", _empty),
         ]
         before = triton.runtime.driver._active
-        triton.runtime.driver.set_active(_Driver(self.arch))
+        triton.runtime.driver.set_active(_Driver(int(self.arch)))
         try:
             for patch in patched:
                 patch.start()
@@ -114,15 +130,34 @@ class TritonPtx:
             mock.patch.stopall()
             triton.runtime.driver._active = before
 
-    def attend(self, queries, keys, values, w_v, valid_lens):
-        """Context and weights by the kernels, differentiable."""
+    def attend(self, multiprocessors, queries, keys, values, w_v, valid_lens):
+        """Context and weights of projected queries and keys by the kernels, differentiable."""
+        self._begin(multiprocessors, queries, keys, w_v)
         return _Attend.apply(queries, keys, values, w_v, valid_lens, self)
 
+    def step(
+        self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None
+    ):
+        """The same without gradients, from queries (and keys) that the kernel projects itself."""
+        self._begin(multiprocessors, queries, keys, w_v)
+        weights = w_q, w_k, bias, w_v
+        with self.here():
+            return forward.step_from_raw(
+                queries, keys, values, *weights, valid_lens, None, 0.0, True
+            )
+
+    def _begin(self, multiprocessors, queries, keys, w_v):
+        elements = queries.shape[0] * queries.shape[1] * keys.shape[1] * w_v.numel()
+        self._call = kind_of(queries.dtype, elements), multiprocessors
+
     def took(self):
-        """Names of the kernels of every launch since the last call."""
-        names = {name for name, _ in self.reports}
-        self.reports.clear()
-        return names
+        """(kind, kernel) of every launch since the last call."""
+        launched, self.launched = self.launched, set()
+        return launched
+
+    def close(self):
+        """Give the memory of the compiled kernels back."""
+        self._machines.clear()
 
     def _runner(self, kernel):
         def run(x, y, z, _stream, _function, _packed, _metadata, _enter, _exit, *arguments):
@@ -136,7 +171,7 @@ class TritonPtx:
             machine = self._machines[kernel.hash] = Machine(self.change(kernel.asm["ptx"]))
         (name,) = machine.module.names
         params, buffers = b"", {}
-        for (key, kind), value in zip(kernel.src.signature.items(), arguments, strict=True):
+        for kind, value in zip(kernel.src.signature.values(), arguments, strict=True):
             if kind == "constexpr":
                 continue
             if isinstance(value, torch.Tensor):
@@ -147,7 +182,6 @@ class TritonPtx:
                 code, number = _PACKED[kind], value
             size = struct.calcsize(code)
             params += b"\0" * (-len(params) % size) + struct.pack(code, number)
-            del key
         params += b"\0" * (machine.module.entry(name).params - len(params))  # scratch memory
         # Lanes that hold a number twice may differ in its last bits (a product fused with one of
         # two summands) and both store it: that one of the two wins is how Triton means it.
@@ -155,7 +189,7 @@ class TritonPtx:
             name, grid, 32 * kernel.metadata.num_warps, params, list(buffers.values()),
             shared=kernel.metadata.shared, lanes_clash=True, **self.options,
         )  # fmt: skip
-        self.reports.append((name, report))
+        self.launched.add((self._call[0], name))
         if report.races:
             raise PtxError("\n".join(race.text for race in report.races))
 
