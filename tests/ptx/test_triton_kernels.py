@@ -31,7 +31,9 @@ def measured(machine, case, dtype):
     return (measure_row if case in ROWS else measure_step)(machine, case, dtype)
 
 
-@pytest.mark.parametrize(("arch", "case", "dtype", "taken"), FEW, ids=str)
+@pytest.mark.parametrize(
+    ("arch", "case", "dtype", "taken"), FEW, ids=[" ".join(x[:3]) for x in FEW]
+)
 def test_contract(arch, case, dtype, taken):
     machine = TritonPtx(arch)
     assert measured(machine, case, dtype) <= 1

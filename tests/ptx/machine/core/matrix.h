@@ -35,29 +35,30 @@ struct tf32 {
   explicit operator double() const { return double(cast<float>(bits & ~0x1fffu)); }
 };
 
+// What the lanes hold of a fragment of `rows` rows, `count` numbers each: `per` of them in a
+// register.
+template <class T, int columns>
+void read_fragment(Warp& w, const Operand* o, int count, int per, int each, int rows,
+                   double (*to)[columns]) {
+  for (int l = 0; l < kLanes; ++l)
+    for (int k = 0; k < count; ++k) {
+      const Spot s = spot(l, k, each, rows);
+      to[s.row][s.column] = number_in<T>(w, o[k / per], l, k % per);
+    }
+}
+
 // d = a b + c of 16 (8 for fp64) by N by K; sums in double, rounded once.
 template <class T, class C, int M, int N, int K>
 void multiply(Warp& w, const Instr& i, Mask) {
   constexpr int per = sizeof(T) == 2 ? 2 : 1;    // numbers in a register of A and B
   constexpr int per_c = sizeof(C) == 2 ? 2 : 1;  // and of C and D
   constexpr int as = M * K / kLanes / per, bs = N * K / kLanes / per, cs = M * N / kLanes / per_c;
-  constexpr int pair = sizeof(C) == 8 ? 2 : 2;  // neighbours that C holds
+  constexpr int pair = 2;  // neighbours that C holds
   static double a[M][K], b[N][K], c[M][N];
   const Operand* o = i.o.data();
-  for (int l = 0; l < kLanes; ++l) {
-    for (int k = 0; k < as * per; ++k) {
-      const Spot s = spot(l, k, per, M);
-      a[s.row][s.column] = number_in<T>(w, o[cs + k / per], l, k % per);
-    }
-    for (int k = 0; k < bs * per; ++k) {
-      const Spot s = spot(l, k, per, N);
-      b[s.row][s.column] = number_in<T>(w, o[cs + as + k / per], l, k % per);
-    }
-    for (int k = 0; k < cs * per_c; ++k) {
-      const Spot s = spot(l, k, pair, M);
-      c[s.row][s.column] = number_in<C>(w, o[cs + as + bs + k / per_c], l, k % per_c);
-    }
-  }
+  read_fragment<T>(w, o + cs, as * per, per, per, M, a);
+  read_fragment<T>(w, o + cs + as, bs * per, per, per, N, b);
+  read_fragment<C>(w, o + cs + as + bs, cs * per_c, per_c, pair, M, c);
   for (int l = 0; l < kLanes; ++l)
     for (int k = 0; k < cs * per_c; ++k) {
       const Spot s = spot(l, k, pair, M);

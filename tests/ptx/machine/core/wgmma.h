@@ -149,6 +149,14 @@ void read_matrix(Warp& w, const Instr& i, Product& product, uint64_t descriptor,
 // ---- products
 // ------------------------------------------------------------------------------------
 
+// What all lanes have to have in common.
+inline uint64_t common(Warp& w, const Operand& o) {
+  const uint64_t bits = w.bits(o, 0);
+  for (int l = 1; l < kLanes; ++l)
+    if (w.bits(o, l) != bits) throw Fault(w.lanes[l].id, "lanes of a product that differ");
+  return bits;
+}
+
 // wgmma.mma_async d, a, b, scale-d, scale-a, scale-b{, transposed a}{, transposed b}; mode 1: a in
 // registers. Sums in double, rounded once.
 template <class T>
@@ -157,12 +165,6 @@ void multiply_group(Warp& w, const Instr& i, Mask) {
   static double a[M][K], b[256][K];
   const size_t results = size_t(i.count) / 2, a_registers = i.mode == 1 ? 4 : 1;
   const Operand *d = i.o.data(), *of_a = d + results, *of_b = of_a + a_registers, *rest = of_b + 1;
-  const auto whole = [&](const Operand& o) {
-    const uint64_t bits = w.bits(o, 0);
-    for (int l = 1; l < kLanes; ++l)
-      if (w.bits(o, l) != bits) throw Fault(w.lanes[l].id, "lanes of a product that differ");
-    return bits;
-  };
   if (size_t(w.index / kGroupWarps + 1) * kGroupWarps * kLanes > w.launch->block_threads)
     throw Fault(w.lanes[0].id, "a product of a warpgroup that is not whole");
   ++w.launch->time;
@@ -171,20 +173,14 @@ void multiply_group(Warp& w, const Instr& i, Mask) {
   product.targets.assign(d, d + results);
   if (i.mode == 1) product.sources.assign(of_a, of_b);
   take_registers(w, product);
-  const uint64_t adds = whole(rest[0]), to_b = whole(*of_b), to_a = i.mode == 1 ? 0 : whole(*of_a);
-  const bool halves = sizeof(T) == 2;
-  const auto transposed = [&](size_t k) { return halves && w.bits(rest[k], 0) != 0; };
-  if (i.mode == 1) {
-    for (int l = 0; l < kLanes; ++l)
-      for (int k = 0; k < 4 * per; ++k) {
-        const Spot s = spot(l, k, per, M);
-        a[s.row][s.column] = number_in<T>(w, of_a[k / per], l, k % per);
-      }
-  } else {
-    const int first = w.index % kGroupWarps * M;
-    read_matrix<T, K>(w, i, product, to_a, transposed(3), first, M, a);
-  }
-  read_matrix<T, K>(w, i, product, to_b, transposed(i.mode == 1 ? 3 : 4), 0, i.count, b);
+  const uint64_t adds = common(w, rest[0]), to_b = common(w, *of_b);
+  const uint64_t to_a = i.mode == 1 ? 0 : common(w, *of_a);
+  const auto transposed = [&](size_t k) { return per == 2 && w.bits(rest[k], 0) != 0; };
+  if (i.mode == 1)
+    read_fragment<T>(w, of_a, 4 * per, per, per, M, a);
+  else
+    read_matrix<T>(w, i, product, to_a, transposed(3), w.index % kGroupWarps * M, M, a);
+  read_matrix<T>(w, i, product, to_b, transposed(i.mode == 1 ? 3 : 4), 0, i.count, b);
   const double sign = double(int64_t(w.bits(rest[1], 0)) * int64_t(w.bits(rest[2], 0)));
   for (int l = 0; l < kLanes; ++l)
     for (int k = 0; k < int(results); ++k) {
