@@ -68,6 +68,7 @@ STEPS = {
     "fp32 beams in one launch": Step(B=2, Tq=4, H=512, Tk=300, Dv=8, multiprocessors=16),
     "keys projected": Step(Tk=150, Dk=64, H=300, lens=(150, 70), multiprocessors=1),
     "keys projected, cut": Step(Tk=150, Dk=104, H=32, lens=(150, 70)),
+    "keys of many features": Step(Tk=150, Dk=256, H=64, Dv=32, lens=(150, 70)),
     "keys projected, beams": Step(Tq=3, Tk=150, Dk=7, H=33, lens=(150, 70)),
     "keys are values": Step(B=3, Tk=150, Dk=104, tied=True, lens=(150, 70, 0), multiprocessors=16),
     "keys are values, beams": Step(B=3, Tq=3, Tk=150, Dk=7, tied=True, multiprocessors=1),

@@ -22,6 +22,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), *(str(HERE.parent / name) for name in ("ptx", "support", "cuda/host"))]
 
 # ruff: noqa: E402
+import torch
 import triton
 from cases import DTYPES, ROWS, STEPS, Drivers, measure_row, measure_step
 from driven import ARCHS
@@ -186,6 +187,7 @@ def write(name, results):
 
 
 def main(names):
+    torch.set_num_threads(1)  # the machine has one, too
     wrong = []
     for name in names or BACKENDS:
         backend = BACKENDS[name]

@@ -23,7 +23,7 @@ FEW = [
     ("80", "split keys, lens inside a chunk", "fp16", STEP | {"combine_kernel"}),
     ("90", "decoder step", "fp32", STEP),
     ("90", "no lens", "bf16", MANY | {"grad_values_kernel"}),
-    ("90", "keys projected", "fp16", {"step_kernel"}),
+    ("90", "keys of many features", "fp16", {"step_kernel"}),
 ]
 
 
@@ -40,10 +40,11 @@ def test_contract(arch, case, dtype, taken):
     assert taken <= {name for _, name in machine.took()}
 
 
-def test_half_types_take_products_of_warpgroups():
+@pytest.mark.parametrize("case", ["decoder step", "keys of many features"])
+def test_half_types_take_products_of_warpgroups(case):
     seen = []
     machine = TritonPtx("90", change=lambda text: seen.append("wgmma.mma_async" in text) or text)
-    assert measured(machine, "decoder step", "bf16") <= 1
+    assert measured(machine, case, "bf16") <= 1
     assert any(seen)
 
 
@@ -56,29 +57,41 @@ def left_out(text, instruction, number):
     return text[:start] + text[end:]
 
 
+BARRIER, COPIED = r"bar\.sync\s+0;", r"cp\.async\.wait_group\s+\d+;"
+PROXY, FENCE, GROUP, WAIT = (
+    r"fence\.proxy\.async[.:\w]*;", r"wgmma\.fence[.\w]*;", r"wgmma\.commit_group[.\w]*;",
+    r"wgmma\.wait_group[.\w]*\s+\d+;",
+)  # fmt: skip
+SHARED = r"race:|where nothing was written"
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_barriers_that_are_left_out_are_found(number):
-    machine = TritonPtx("80", change=lambda text: left_out(text, r"bar\.sync\s+0;", number))
-    with pytest.raises(PtxError, match=r"race:|where nothing was written"):
+    machine = TritonPtx("80", change=lambda text: left_out(text, BARRIER, number))
+    with pytest.raises(PtxError, match=SHARED):
         measured(machine, "decoder step", "fp32")
 
 
-# What a kernel with products of warpgroups does without.
-PLACES = {
-    "the first barrier": (r"bar\.sync\s+0;", "race:|where nothing was written"),
-    "the fence between proxies": (r"fence\.proxy\.async[.:\w]*;", r"without fence\.proxy\.async"),
-    "the fence": (r"wgmma\.fence[.\w]*;", r"no wgmma\.fence"),
-    "the group": (r"wgmma\.commit_group[.\w]*;", "has not awaited"),
-    "the wait": (r"wgmma\.wait_group[.\w]*\s+\d+;", "has not awaited|under way"),
+# What kernels with products of warpgroups do without: the gradient of values of a decoder step, and
+# a step whose keys are copied while products run.
+LEFT_OUT = {
+    **{f"barrier {number}": ("decoder step", BARRIER, number, SHARED) for number in range(4)},
+    "the fence between proxies": ("decoder step", PROXY, 0, r"without fence\.proxy\.async"),
+    "the fence": ("decoder step", FENCE, 0, r"no wgmma\.fence"),
+    "the group": ("decoder step", GROUP, 0, "has not awaited"),
+    "the wait": ("decoder step", WAIT, 0, "has not awaited"),
+    "the wait of a loop": ("keys of many features", WAIT, 0, "read that is under way and write"),
+    "the wait after a loop": ("keys of many features", WAIT, 1, "has not awaited"),
+    "the wait for copies": ("keys of many features", COPIED, 0, SHARED),
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", LEFT_OUT)
 def test_what_products_of_warpgroups_need_is_found(place):
-    instruction, said = PLACES[place]
+    case, instruction, number, said = LEFT_OUT[place]
 
     def change(text):
-        return left_out(text, instruction, 0) if "wgmma.mma_async" in text else text
+        return left_out(text, instruction, number) if "wgmma.mma_async" in text else text
 
     with pytest.raises(PtxError, match=said):
-        measured(TritonPtx("90", change=change), "decoder step", "bf16")
+        measured(TritonPtx("90", change=change), case, "bf16")

@@ -235,7 +235,7 @@ inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool wri
         if (!(atomic && read->atomic) && !ordered(*read, w, lane))
           note_race(w, lane, *read, "read and write", *place.region, at);
       c.written = now;
-      c.read = c.read_too = Access();
+      if (c.products == 0) c.read = c.read_too = Access();
     } else {
       if (c.read.thread / kLanes != now.thread / kLanes && !ordered(c.read, w, lane))
         c.read_too = c.read;
