@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from machine.parse import PtxError
 from small import kernel, run
-from test_warps import bits_of, pieces
+
+from .fragments import bits_of, pieces
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,

@@ -1,0 +1,1 @@
+"""Tests of what instructions mean in the PTX machine."""
