@@ -137,3 +137,42 @@ def test_ldmatrix(trans):
         x = halves[matrix].T if trans else halves[matrix]
         want = pieces(x, 2).astype(np.uint16).view(np.uint32).ravel()
         np.testing.assert_array_equal(got[:, matrix], want)
+
+
+STORED = """mov.u32 %r10, buf;
+    mad.wide.u32 %rd10, %r0, 16, %rd1;
+    ld.global.v4.u32 {{%r4, %r5, %r6, %r7}}, [%rd10];
+    and.b32 %r11, %r0, {rows};
+    mad.lo.u32 %r10, %r11, 16, %r10;
+    stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [%r10], {{%r4, %r5, %r6, %r7}};
+    bar.sync 0;
+    ld.shared.v4.u32 {{%r4, %r5, %r6, %r7}}, [%r10];
+    mad.wide.u32 %rd10, %r0, 16, %rd0;
+    st.global.v4.u32 [%rd10], {{%r4, %r5, %r6, %r7}};"""
+
+
+def stored(registers, trans="", rows=31):
+    """What threads find where stmatrix has stored, and the report; all warps store to one place."""
+    got = np.zeros_like(registers)
+    text = kernel(STORED.format(trans=trans, rows=rows), 2, ".shared .align 16 .b8 buf[512];")
+    return got, run(text, [got, registers], threads=len(registers), lanes_clash=True)
+
+
+@pytest.mark.parametrize("trans", ["", ".trans"])
+def test_stmatrix(trans):
+    halves = np.arange(4 * 64, dtype=np.uint16).reshape(4, 8, 8)
+    parts = [pieces(x.T if trans else x, 2).astype(np.uint16).view(np.uint32) for x in halves]
+    got, report = stored(np.ascontiguousarray(np.concatenate(parts, 1)), trans)
+    np.testing.assert_array_equal(got.view(np.uint16).reshape(4, 8, 8), halves)
+    assert not report.races
+
+
+def test_warps_may_store_the_same_matrices_to_one_place():
+    registers = RANDOM.integers(0, 2**32, (32, 4), dtype=np.uint32)
+    assert not stored(np.tile(registers, (2, 1)))[1].races
+    (race,) = stored(np.concatenate([registers, registers + 1]))[1].races
+    assert "write and write" in race.text
+
+
+def test_rows_of_a_matrix_may_be_stored_to_one_place():
+    assert not stored(np.ones((32, 4), np.uint32), rows=27)[1].races

@@ -97,33 +97,38 @@ inline void resolve_mma(Form& f, Instr& i) {
 }
 
 // ldmatrix and stmatrix: lane 8 m + r has the address of row r of matrix m, 16 bytes. Mode 1
-// transposes.
-template <bool loads>
-void matrices(Warp& w, const Instr& i, Mask) {
-  const int count = i.count, address = loads ? count : 0, first = loads ? 0 : 1;
-  ++w.launch->time;
-  uint8_t* rows[kLanes];
-  Request request;
-  for (int l = 0; l < 8 * count; ++l) {
-    const uint64_t at = address_of(w, i, i.o[size_t(address)], l);
-    const Place place = loads ? to_read(w, l, i, at, 16) : to_write(w, l, i, at, 16);
-    rows[l] = place.data();
-    request.add(place);
-  }
-  for (int m = 0; m < count; ++m)
+// transposes. Calls f(number, register, half) for each number of the rows.
+template <class F>
+void each_half(Warp& w, const Instr& i, size_t first, uint8_t (*rows)[16], F f) {
+  for (int m = 0; m < i.count; ++m)
     for (int l = 0; l < kLanes; ++l)
       for (int k = 0; k < 2; ++k) {
         const int row = i.mode ? 2 * (l % 4) + k : l / 4, column = i.mode ? l / 4 : 2 * (l % 4) + k;
-        uint8_t* number = rows[8 * m + row] + 2 * column;
-        uint32_t& reg = w.of<uint32_t>(i.o[size_t(first + m)])[l];
-        uint16_t half = uint16_t(reg >> 16 * k);
-        if (loads) {
-          std::memcpy(&half, number, 2);
-          reg = (reg & (0xffff0000u >> 16 * k)) | uint32_t(half) << 16 * k;
-        } else {
-          std::memcpy(number, &half, 2);
-        }
+        f(rows[8 * m + row] + 2 * column, w.of<uint32_t>(i.o[first + size_t(m)])[l], k);
       }
+}
+template <bool loads>
+void matrices(Warp& w, const Instr& i, Mask) {
+  uint8_t rows[kLanes][16];
+  Request request;
+  ++w.launch->time;
+  if (!loads)
+    each_half(w, i, 1, rows, [](uint8_t* number, const uint32_t& reg, int k) {
+      const uint16_t half = uint16_t(reg >> 16 * k);
+      std::memcpy(number, &half, 2);
+    });
+  for (int l = 0; l < 8 * i.count; ++l) {
+    const uint64_t at = address_of(w, i, i.o[loads ? size_t(i.count) : 0], l);
+    const Place place = loads ? to_read(w, l, i, at, 16) : to_write(w, l, i, at, 16, rows[l]);
+    if (loads) std::memcpy(rows[l], place.data(), 16);
+    request.add(place);
+  }
+  if (loads)
+    each_half(w, i, 0, rows, [](const uint8_t* number, uint32_t& reg, int k) {
+      uint16_t half;
+      std::memcpy(&half, number, 2);
+      reg = (reg & (0xffff0000u >> 16 * k)) | uint32_t(half) << 16 * k;
+    });
   request.count(*w.launch, 16);
 }
 template <bool loads>
