@@ -6,7 +6,7 @@ A part of what ``make ptx`` runs, on every entry for sm_80 and the clusters of s
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cases import DTYPES, STEPS, Drivers, measure_row, measure_step
+from cases import DTYPES, SHARE, STEPS, Drivers, measure_row, measure_step
 from cuda_on_host import KINDS
 from machine import build
 from machine.launch import Order
@@ -39,11 +39,6 @@ def drivers(request):
     yield of
     for each in running.values():
         each.close()
-
-
-# Approximations may be off by all that PTX documents. The fp32 kernels then take more than the
-# parity rule allows (docs/ptx.md), and are held to it with approximations rounded to nearest.
-SHARE = {"fp32": 0.0, "fp64": 1.0, "bf16": 1.0, "fp16": 1.0}
 
 
 def check(drivers, measure, arch, name, dtype, **options):

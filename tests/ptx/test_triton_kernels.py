@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from cases import ROWS, measure_row, measure_step
+from cases import ROWS, SHARE, measure_row, measure_step
 from machine.parse import PtxError
 from tritoned import TritonPtx
 
@@ -19,6 +19,7 @@ STEP = {"step_kernel", "grad_tanh_kernel"}
 # A part of what make ptx runs, and kernels that it takes; each compiles its kernels for itself.
 FEW = [
     ("80", "lens per query", "bf16", MANY),
+    ("80", "values is keys", "fp32", MANY),
     ("80", "decoder step", "fp32", STEP),
     ("80", "split keys, lens inside a chunk", "fp16", STEP | {"combine_kernel"}),
     ("90", "decoder step", "fp32", STEP),
@@ -35,7 +36,7 @@ def measured(machine, case, dtype):
     ("arch", "case", "dtype", "taken"), FEW, ids=[" ".join(x[:3]) for x in FEW]
 )
 def test_contract(arch, case, dtype, taken):
-    machine = TritonPtx(arch)
+    machine = TritonPtx(arch, share=SHARE[dtype])
     assert measured(machine, case, dtype) <= 1
     assert taken <= {name for _, name in machine.took()}
 
