@@ -7,6 +7,7 @@ import shutil
 import pytest
 from cases import ROWS, SHARE, measure_row, measure_step
 from machine.parse import PtxError
+from table import PAGE, short, triton_places
 from tritoned import TritonPtx
 
 pytestmark = pytest.mark.skipif(
@@ -47,6 +48,12 @@ def test_half_types_take_products_of_warpgroups(case):
     machine = TritonPtx("90", change=lambda text: seen.append("wgmma.mma_async" in text) or text)
     assert measured(machine, case, "bf16") <= 1
     assert any(seen)
+
+
+def test_the_page_has_every_kernel():
+    page, places = PAGE.read_text(), triton_places("80")
+    assert len(places) == 35  # nine kernels, four kinds of numbers; sums in fp64 read no tables
+    assert [short(*place) for place in places if f"| {short(*place)} |" not in page] == []
 
 
 def left_out(text, instruction, number):
