@@ -27,11 +27,33 @@ NEAR_FOUR, NEAR_TWO = tl.constexpr(10.7), tl.constexpr(21.4)
 
 
 @triton.jit
-def exp_twice(x):
-    """exp(2 x)."""
+def exp_twice(x, PRECISE: tl.constexpr):
+    """exp(2 x); PRECISE to an ulp for |x| <= 40, as 2^n exp(2 r) with |r| at most log(2) / 4.
+
+    NVIDIA's exp2 may be off by four times that much, which all scores of a row would have in them.
+    """
     if x.dtype == tl.float64:
         return tl.exp(2.0 * x)
-    return tl.exp2(x * TWO_LOG2_E)
+    if not PRECISE:
+        return tl.exp2(x * TWO_LOG2_E)
+    n = tl.floor(tl.minimum(tl.maximum(x * TWO_LOG2_E, -120.0), 120.0) + 0.5)
+    r = (x - n * 0.346572876) - n * 7.143034e-7
+    p = r * 0.0884116516 + 0.267803222
+    p = p * r + 0.666694403
+    p = p * r + 1.33332157
+    p = p * r + 1.99999976
+    p = (p * r + 2.0) * r + 1.0
+    return p * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_of(total):
+    """1 / total, rounded once: its error is in all weights of a row."""
+    if total.dtype == tl.float64:
+        result = 1.0 / total
+    else:
+        result = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)
+    return result
 
 
 @triton.jit

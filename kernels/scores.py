@@ -119,6 +119,12 @@ def scores_kernel(
                             part = tl.sum(
                                 sum_of_four(x0, x1, x2, x3, v0, v1, v2, v3, NATIVE), axis=1
                             )
+                        elif PRECISE:  # of tanh itself: nothing cancels
+                            v0, v1 = w0 * (c0 * e0 - 1.0), w1 * (c1 * e1 - 1.0)
+                            v2, v3 = w2 * (c2 * e2 - 1.0), w3 * (c3 * e3 - 1.0)
+                            part = tl.sum(
+                                sum_of_four(x0, x1, x2, x3, v0, v1, v2, v3, NATIVE), axis=1
+                            )
                         else:
                             shared = sum_of_four(x0, x1, x2, x3, w0, w1, w2, w3, NATIVE)
                             part = total - 2.0 * tl.sum(shared, axis=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import kept_keys, survivors
+from .elementary import inverse_of, kept_keys, survivors
 from .products import product
 from .tiles import program_blocks
 
@@ -64,7 +64,7 @@ def softmax_kernel(
         total = total * tl.exp(most - base) + tl.sum(tl.exp(s - base[:, None]), axis=1)
         most = higher
     most = tl.where(most == float("-inf"), 0.0, most)
-    inverse = 1.0 / total
+    inverse = inverse_of(total)
 
     d = d0 + tl.arange(0, BLOCK_D)
     sums = tl.zeros([BLOCK_Q, BLOCK_D], ACC)

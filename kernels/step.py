@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import kept_keys, survivors, two_direct
+from .elementary import inverse_of, kept_keys, survivors, two_direct
 from .products import product
 from .tiles import load_row, load_tile, program_blocks
 
@@ -170,7 +170,7 @@ def step_kernel(
         tl.store(sums + place, total, mask=real)
         tl.store(context + place[:, None] * Dv + d[None, :], acc, mask=inside)
     else:
-        inverse = 1.0 / tl.where(real, total, 1.0)
+        inverse = inverse_of(tl.where(real, total, 1.0))
         tl.store(context + row[:, None] * Dv + d[None, :], acc * inverse[:, None], mask=inside)
         if WEIGHTS:
             tl.debug_barrier()  # other threads stored the scores
@@ -278,7 +278,7 @@ def combine_kernel(
         share = tl.exp(tl.load(maxima + row * splits + split) - base)
         at = parts + (row * splits + split) * Dv + d
         acc += share * tl.load(at, mask=d < Dv, other=0.0)
-    inverse = 1.0 / total
+    inverse = inverse_of(total)
     tl.store(context + row * Dv + d, acc * inverse, mask=d < Dv)
     if WEIGHTS and tl.program_id(1) == 0:
         i, _, b = program_blocks(Tq, 1)

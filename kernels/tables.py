@@ -40,7 +40,7 @@ def tables_kernel(
         mask = inside[:, None] & (h < H)[None, :]
         value = tl.load(source[:, None] + h[None, :], mask=mask, other=0.0).to(tl.float32)
         entry = table + row[:, None] * H + h[None, :]
-        tl.store(entry, exp_twice(value), mask=mask)
+        tl.store(entry, exp_twice(value, PRECISE), mask=mask)
         if PRECISE:
             tl.store(entry + second, tanh_precise(value), mask=mask)
         most = tl.maximum(most, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)

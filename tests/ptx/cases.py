@@ -34,7 +34,7 @@ DTYPES = {
 
 # Approximations may be off by all that PTX documents. The fp32 kernels then take more than the
 # parity rule allows (docs/ptx.md), and are held to it with approximations rounded to nearest.
-SHARE = {"fp32": 0.0, "fp64": 1.0, "bf16": 1.0, "fp16": 1.0}
+SHARE = {"fp32": 1.0, "fp64": 1.0, "bf16": 1.0, "fp16": 1.0}
 
 # Rows of the contract that differ in what these kernels see, and, with a GPU, what only fp32 above
 # MAX_FP64_ELEMENTS has: its own kernels for few queries.
