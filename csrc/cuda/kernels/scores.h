@@ -135,7 +135,7 @@ struct ScoresTask {
   }
 
   template <Form form>
-  __device__ __forceinline__ void slice() {
+  __device__ __forceinline__ void add_slice(A (&sums)[4][4]) {
     for (int h = 0; h < kSlice; h += 4) {
       A query[4][4], key[4][4], w[4];  // [unit][row]
       load_four(mine.w + h, w);
@@ -160,6 +160,21 @@ struct ScoresTask {
             sums[i][j] += sum_of_four_fractions<T, form>(a, c, w);
           }
         }
+    }
+  }
+
+  // In fp32 the sums of a slice are added up first: one rounding in eight is one of a whole score.
+  template <Form form>
+  __device__ __forceinline__ void slice() {
+    if constexpr (sizeof(T) == 4 && sizeof(A) == 4) {
+      A part[4][4] = {};
+      add_slice<form>(part);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sums[i][j] += part[i][j];
+    } else {
+      add_slice<form>(sums);
     }
   }
 

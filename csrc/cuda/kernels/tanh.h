@@ -44,10 +44,23 @@ __device__ __forceinline__ Form choose_form(float queries_max, float keys_max, f
 __device__ __forceinline__ float exp_of(float x) { return expf(x); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
-// exp(2x) for the factored and clamped forms; for fp32 to two ulp.
+// exp(2x) for |x| <= 40 to 0.9 ulp, as 2^n exp(2r) with |r| at most log(2) / 4. ex2 may be off by
+// four times that much, which all scores of the query or the key would have in them.
+__device__ __forceinline__ float exp_of_two_within_an_ulp(float x) {
+  const float shifted = 2.0f * kLog2e * x + 12582912.0f;  // 1.5 * 2^23: its last bits are n
+  const float n = shifted - 12582912.0f, r = (x - 0.346572876f * n) - 7.143034e-7f * n;
+  float p = 0.0884116516f;
+  p = p * r + 0.267803222f;
+  p = p * r + 0.666694403f;
+  p = p * r + 1.33332157f;
+  p = p * r + 1.99999976f;
+  p = (p * r + 2.0f) * r + 1.0f;
+  return from_bits(to_bits(p) + (to_bits(shifted) << 23));
+}
+// exp(2x) for the factored and clamped forms.
 template <class T>
 __device__ __forceinline__ float exp_of_two(float x) {
-  if constexpr (sizeof(T) == 4) return expf(2.0f * x);
+  if constexpr (sizeof(T) == 4) return exp_of_two_within_an_ulp(x);
   return exp2_approx(2.0f * kLog2e * x);
 }
 template <class T>
