@@ -47,7 +47,7 @@ struct ScoresTask {
   ScoresShared<A> mine;
   int64_t b, i0, j0;
   int ti, tj;  // the thread's place among 16 x 16
-  A sums[4][4] = {}, sum_w = 0;
+  A sums[4][4] = {}, lost[4][4] = {}, sum_w = 0;
 
   __device__ explicit ScoresTask(const Scores& all) : p(all.p), mine(shared_memory()) {
     const int64_t across = ceil_div(p.Tk, kTile), down = ceil_div(p.Tq, kTile);
@@ -163,7 +163,7 @@ struct ScoresTask {
     }
   }
 
-  // In fp32 the sums of a slice are added up first: one rounding in eight is one of a whole score.
+  // In fp32 a slice is added up by itself, and added to those before with what was lost (Kahan).
   template <Form form>
   __device__ __forceinline__ void slice() {
     if constexpr (sizeof(T) == 4 && sizeof(A) == 4) {
@@ -172,7 +172,11 @@ struct ScoresTask {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sums[i][j] += part[i][j];
+        for (int j = 0; j < 4; ++j) {
+          const A x = part[i][j] - lost[i][j], sum = sums[i][j] + x;
+          lost[i][j] = (sum - sums[i][j]) - x;
+          sums[i][j] = sum;
+        }
     } else {
       add_slice<form>(sums);
     }
