@@ -17,7 +17,6 @@ from bahdanau_fast import reference
 __all__ = [
     "DTYPES",
     "ROWS",
-    "SHARE",
     "STEPS",
     "Drivers",
     "Step",
@@ -31,10 +30,6 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-
-# Approximations may be off by all that PTX documents. The fp32 kernels then take more than the
-# parity rule allows (docs/ptx.md), and are held to it with approximations rounded to nearest.
-SHARE = {"fp32": 1.0, "fp64": 1.0, "bf16": 1.0, "fp16": 1.0}
 
 # Rows of the contract that differ in what these kernels see, and, with a GPU, what only fp32 above
 # MAX_FP64_ELEMENTS has: its own kernels for few queries.

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cases import DTYPES, SHARE, STEPS, Drivers, measure_row, measure_step
+from cases import DTYPES, STEPS, Drivers, measure_row, measure_step
 from cuda_on_host import KINDS
 from machine import build
 from machine.launch import Order

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from cases import ROWS, SHARE, measure_row, measure_step
+from cases import ROWS, measure_row, measure_step
 from machine.parse import PtxError
 from table import PAGE, short, triton_places
 from tritoned import TritonPtx
@@ -37,7 +37,7 @@ def measured(machine, case, dtype):
     ("arch", "case", "dtype", "taken"), FEW, ids=[" ".join(x[:3]) for x in FEW]
 )
 def test_contract(arch, case, dtype, taken):
-    machine = TritonPtx(arch, share=SHARE[dtype])
+    machine = TritonPtx(arch)
     assert measured(machine, case, dtype) <= 1
     assert taken <= {name for _, name in machine.took()}
 
