@@ -178,13 +178,13 @@ class Memory:
             mask: None, (*batch,Tk) or (*batch,Tq,Tk).
 
         Returns:
-            Queries (B,Tq,Dq), mask (B,Tk) or (B,Tq,Tk), and the shape of the results; what is no
-            tensor is given back as it is.
+            Queries (B,Tq,Dq), mask (B,Tk) or (B,Tq,Tk), and the shape of the results; what needs no
+            other shape, or is no tensor, as it is, and None.
 
         Raises:
             ValueError: other batch dimensions than those of the keys.
         """
-        if not isinstance(queries, Tensor):
+        if not isinstance(queries, Tensor) or (self.batch is None and queries.dim() != 2):
             return queries, mask, None
         rows, keys_len, _ = self.projected.keys.shape
         batch = (rows,) if self.batch is None else self.batch

@@ -79,9 +79,7 @@ class Layered(KeepsWeights):
                 checks.reject(ValueError, "memory", need, "an older one: call memory() again")
         if self._is_from_autocast(queries, memory):
             memory = memory.to(queries.dtype)
-        shape = None
-        if memory.batch is not None or (isinstance(queries, Tensor) and queries.dim() == 2):
-            queries, mask, shape = memory.queries_as_rows(queries, mask)
+        queries, mask, shape = memory.queries_as_rows(queries, mask)
         checks.queries_for(queries, memory.projected.keys, memory.valid_lens, mask)
         return queries, memory, mask, shape
 

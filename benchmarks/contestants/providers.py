@@ -126,6 +126,7 @@ def _weights(module: Module) -> Tensor:
 def _forget(module: Module) -> None:
     """Our module keeps the projection of its last keys: those of the next call are new to it."""
     if isinstance(module, bf.AdditiveAttention):
+        # An older commit, compared with this tree, has the first alone.
         for name in {"_entry", "_last"}.intersection(type(module._cache).__slots__):
             setattr(module._cache, name, None)
 

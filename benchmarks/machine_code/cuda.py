@@ -115,10 +115,11 @@ def machine_code(kind: str, arch: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         objects = str(OBJECTS / f"kernels_{kind}.o")
         run_tool("cuobjdump", "-xelf", "all", objects, folder=folder)
-        cubins = [str(found) for found in Path(folder).glob(f"*sm_{arch}.cubin")]
+        cubins = list(Path(folder).glob(f"*sm_{arch}.cubin"))
         if not cubins:
             return {}
-        listing = run_tool("nvdisasm", "-c", *cubins)
+        (cubin,) = cubins
+        listing = run_tool("nvdisasm", "-c", str(cubin))
     parts = re.split(r"\.section\s+\.text\.(\w+)", listing)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 

@@ -98,7 +98,8 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& tab
   const bool float_table = table.has_value() && table->scalar_type() == ScalarType::Float;
   kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H,
                         float_table ? kMaxFp64ForwardTableElements : kMaxFp64Elements);
-  owned_.reserve(4), buffers_.reserve(4);  // as many as most calls have
+  owned_.reserve(4);  // as many as most calls have; likewise the buffers
+  buffers_.reserve(4);
   const std::vector<double> w = to_doubles(w_v, "w_v");
   const Norms w_norms = norms(w);
   if (kind == Kind::f32 && w_norms.length > kMaxFp32NormOfW) kind = Kind::f32_in_f64;

@@ -135,8 +135,7 @@ inline void resolve_access(Form& f, Instr& i, bool loads) {
     i.run = loads ? load : store;
 }
 
-// ---- atomic operations
-// ---------------------------------------------------------------------------
+// ---- atomic operations ----
 
 struct Exchange {
   template <class T>
@@ -241,8 +240,7 @@ inline void resolve_atomic(Form& f, Instr& i) {
   }
 }
 
-// ---- cp.async
-// ------------------------------------------------------------------------------------
+// ---- cp.async ----
 
 // cp.async to, from, bytes{, bytes from memory}: what is left of `bytes` is zero. The bytes arrive
 // at the wait; until then they are as good as never written.
@@ -317,8 +315,7 @@ inline void resolve_cp(Form& f, Instr& i) {
   }
 }
 
-// ---- addresses
-// -----------------------------------------------------------------------------------
+// ---- addresses ----
 
 // cvta between a space and the generic one; global addresses are generic ones. mode 1: to generic,
 // 2: to shared, 0: nothing to do.

@@ -109,8 +109,7 @@ struct Launch {
   size_t last_found = 0;
 };
 
-// ---- addresses
-// -----------------------------------------------------------------------------------
+// ---- addresses ----
 
 struct Place {
   Region* region;
@@ -165,8 +164,7 @@ inline Place place_of(Warp& w, int lane, Space space, uint64_t address, uint64_t
   return {found, address - found->address};
 }
 
-// ---- races
-// ---------------------------------------------------------------------------------------
+// ---- races ----
 
 inline bool knows(const Known& known, const Access& a, const Launch& launch) {
   const uint32_t block = a.thread / launch.block_threads;
@@ -246,8 +244,7 @@ inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool wri
   }
 }
 
-// ---- reading and writing
-// -------------------------------------------------------------------------
+// ---- reading and writing ----
 
 inline void touch(Warp& w, int lane, const Place& place, uint64_t width, bool writes,
                   bool constant) {
@@ -291,8 +288,7 @@ inline Place to_write(Warp& w, int lane, const Instr& i, uint64_t address, uint6
   return place;
 }
 
-// ---- what a request of a warp costs
-// ---------------------------------------------------------------
+// ---- what a request of a warp costs ----
 
 struct Request {
   uint64_t addresses[kLanes];

@@ -178,8 +178,7 @@ struct Runner {
   }
 };
 
-// ---- blocks
-// --------------------------------------------------------------------------------------
+// ---- blocks ----
 
 // The trips to memory that the last of some warps has waited for.
 inline uint32_t most_trips(const Block& block) {

@@ -148,8 +148,7 @@ To cast(const From& x) {
   return y;
 }
 
-// ---- storage types
-// -------------------------------------------------------------------------------
+// ---- storage types ----
 
 struct f16 {
   uint16_t bits;

@@ -7,8 +7,7 @@ namespace ptx {
 
 inline void nothing(Warp&, const Instr&, Mask) {}
 
-// ---- barriers and fences
-// -------------------------------------------------------------------------
+// ---- barriers and fences ----
 
 // What a barrier reduces: kinds 1 or, 2 and, 3 popc in `mode`.
 inline void vote_at_barrier(Warp& w, const Instr& i, Mask mask) {
@@ -99,8 +98,7 @@ inline void resolve_fence(Form& f, Instr& i) {
                                                            : nullptr;
 }
 
-// ---- warps
-// ---------------------------------------------------------------------------------------
+// ---- warps ----
 
 // shfl.sync d{|p}, a, b, c, mask: the modes are up, down, bfly, idx.
 inline void shuffle(Warp& w, const Instr& i, Mask mask) {

@@ -8,8 +8,7 @@ namespace ptx {
 
 constexpr int kGroupWarps = 4;
 
-// ---- registers
-// -----------------------------------------------------------------------------------
+// ---- registers ----
 
 // An instruction that is no product uses its registers: not those of a product under way.
 inline void use_registers(Warp& w, const Instr& i) {
@@ -46,8 +45,7 @@ inline void take_registers(Warp& w, const Product& product) {
   hold(w, product, true);
 }
 
-// ---- shared memory
-// -------------------------------------------------------------------------------
+// ---- shared memory ----
 
 // A matrix as its descriptor says: pieces of 16 bytes, which go along K, or along the rows of A
 // (the columns of B) if it is transposed.
@@ -146,8 +144,7 @@ void read_matrix(Warp& w, const Instr& i, Product& product, uint64_t descriptor,
     }
 }
 
-// ---- products
-// ------------------------------------------------------------------------------------
+// ---- products ----
 
 // What all lanes have to have in common.
 inline uint64_t common(Warp& w, const Operand& o) {

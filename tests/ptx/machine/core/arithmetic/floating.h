@@ -160,8 +160,7 @@ struct FCopysign {
   }
 };
 
-// ---- rounding modes
-// ------------------------------------------------------------------------------
+// ---- rounding modes ----
 
 inline int rounding(Form& f) {
   static const int modes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};

@@ -53,8 +53,7 @@ template <class T>
 using WideOf = std::conditional_t<std::is_signed_v<T>,
                                   std::conditional_t<(sizeof(T) < 8), int64_t, __int128>, Wide<T>>;
 
-// ---- operations
-// ----------------------------------------------------------------------------------
+// ---- operations ----
 
 struct Add {
   template <class T>

@@ -40,8 +40,7 @@ inline void unpack(Warp& w, const Instr& i, Mask mask) {
   });
 }
 
-// ---- opcodes
-// -------------------------------------------------------------------------------------
+// ---- opcodes ----
 
 template <class F>
 bool integer_binary(const std::string& type, Instr& i) {
