@@ -15,12 +15,7 @@ namespace {
 template <class T, class A>
 void keys_max(const View& keys, int64_t H, int64_t b, int64_t j0, int64_t j1, void* out) {
   const Rows<T, A> rows(keys, b);
-  A best = 0;
-  for (int64_t j = j0; j < j1 && best == best; ++j) {
-    const A m = max_abs<A>(rows[j], H);
-    best = m <= best ? best : m;
-  }
-  *static_cast<A*>(out) = best;
+  *static_cast<A*>(out) = max_abs<A>(rows[j0], rows.stride, j1 - j0, H);
 }
 
 template <class T, class A>

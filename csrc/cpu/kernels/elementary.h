@@ -36,44 +36,90 @@ struct Exp<double> {
 
 constexpr double factorial(int n) { return n < 2 ? 1.0 : n * factorial(n - 1); }
 
-// sum of x^(n-1)/n! for n from `first` to `terms`, times x^(1-first): (exp(x) - 1) / x for first 1.
-template <class A, int terms, int first = 1>
-BF_INLINE Vec<A> expm1_over_x(Vec<A> x) {
-  constexpr A coefficient = A(1.0 / factorial(first));
-  if constexpr (first == terms) {
-    return splat<A>(coefficient);
-  } else {
-    return expm1_over_x<A, terms, first + 1>(x) * x + coefficient;
-  }
+// So many vectors are taken step by step together: their chains of operations overlap, where a
+// processor that had to find them one behind the other would not look far enough.
+constexpr int kTogether = kVectorBytes == 64 ? 8 : 4;
+
+// f(0), f(1), ..., f(count - 1).
+template <int count, class F>
+BF_INLINE void each(const F& f) {
+  for (int k = 0; k < count; ++k) f(k);
+}
+
+// f(h, count) for the `count` vectors from h on, and so on up to `end`, a multiple of a vector;
+// count is a constant.
+template <class A, class F>
+BF_INLINE void together(int64_t end, const F& f) {
+  constexpr int64_t some = kTogether * kLanes<A>;
+  int64_t h = 0;
+  for (; h + some <= end; h += some) f(h, std::integral_constant<int, kTogether>{});
+  for (; h < end; h += kLanes<A>) f(h, std::integral_constant<int, 1>{});
+}
+
+// f of the constants n, n - 1, ..., 1.
+template <int n, class F>
+BF_INLINE void terms(const F& f) {
+  f(std::integral_constant<int, n>{});
+  if constexpr (n > 1) terms<n - 1>(f);
+}
+
+// (exp(x) - 1) / x: the sum of x^(n-1)/n! for n from 1 to `most`.
+template <class A, int count, int most>
+BF_INLINE void expm1_over_x(const Vec<A>* x, Vec<A>* out) {
+  each<count>([&](int k) { out[k] = splat<A>(A(1.0 / factorial(most))); });
+  terms<most - 1>([&](auto n) {
+    constexpr A coefficient = A(1.0 / factorial(decltype(n)::value));
+    each<count>([&](int k) { out[k] = out[k] * x[k] + coefficient; });
+  });
+}
+
+// exp of `count` vectors, in place. `normal`: where every result is a normal number, which takes
+// fewer operations to the same bits.
+template <class A, int count, bool normal = false>
+BF_INLINE void exp(Vec<A>* x) {
+  using E = Exp<A>;
+  // Adding it rounds to an integer, and leaves that plus the bias of exponents in the lowest bits.
+  constexpr A round = E::round + A(E::bias);
+  IntVec<A> below[count];
+  Vec<A> shifted[count], n[count], series[count];
+  if constexpr (!normal)
+    each<count>([&](int k) {
+      below[k] = x[k] < E::lowest;
+      x[k] = below[k] ? splat<A>(E::lowest) : x[k];
+      x[k] = x[k] > E::highest ? splat<A>(E::highest) : x[k];
+    });
+  each<count>([&](int k) { shifted[k] = x[k] * E::log2e + round; });
+  each<count>([&](int k) { n[k] = shifted[k] - round; });
+  each<count>([&](int k) { x[k] = x[k] - n[k] * E::ln2_high; });
+  each<count>([&](int k) { x[k] = x[k] - n[k] * E::ln2_low; });
+  expm1_over_x<A, count, E::exp_terms>(x, series);
+  each<count>([&](int k) { series[k] = 1 + x[k] * series[k]; });
+  const auto bits = [](Vec<A> number) { return bitcast<IntVec<A>>(number); };
+  const auto two_to = [](IntVec<A> biased) { return bitcast<Vec<A>>(biased << E::mantissa); };
+  each<count>([&](int k) {
+    if constexpr (normal) {
+      x[k] = series[k] * two_to(bits(shifted[k]));
+    } else {  // 2^n in two halves: n reaches below the smallest normal number
+      using Int = typename VecOf<A>::Int;
+      const IntVec<A> power = bits(shifted[k]) - bitcast<Int>(round), half = power >> 1;
+      const Vec<A> e = series[k] * two_to(half + E::bias) * two_to(power - half + E::bias);
+      x[k] = below[k] ? Vec<A>{} : e;
+    }
+  });
 }
 
 template <class A>
 BF_INLINE Vec<A> exp(Vec<A> x) {
-  using E = Exp<A>;
-  const IntVec<A> below = x < E::lowest;
-  x = below ? splat<A>(E::lowest) : x;
-  x = x > E::highest ? splat<A>(E::highest) : x;
-  const Vec<A> shifted = x * E::log2e + E::round;
-  const Vec<A> n = shifted - E::round;
-  const Vec<A> r = (x - n * E::ln2_high) - n * E::ln2_low;
-  const Vec<A> series = 1 + r * expm1_over_x<A, E::exp_terms>(r);
-  using Int = typename VecOf<A>::Int;
-  const Int round_bits = bitcast<Int>(E::round);
-  // 2^n in two halves: n reaches below the smallest normal number.
-  const IntVec<A> power = bitcast<IntVec<A>>(shifted) - round_bits, half = power >> 1;
-  const auto two_to = [](IntVec<A> k) { return bitcast<Vec<A>>((k + E::bias) << E::mantissa); };
-  return below ? Vec<A>{} : series * two_to(half) * two_to(power - half);
+  exp<A, 1>(&x);
+  return x;
 }
 
-// Only for |x| <= 1.
-template <class A>
-BF_INLINE Vec<A> expm1_near_zero(Vec<A> x) {
-  return x * expm1_over_x<A, Exp<A>::expm1_terms>(x);
-}
-
-template <class A>
-BF_INLINE Vec<A> expm1(Vec<A> x) {
-  return abs<A>(x) <= A(1) ? expm1_near_zero<A>(x) : exp<A>(x) - 1;
+// expm1 of `count` vectors, in place; only for |x| <= 1.
+template <class A, int count>
+BF_INLINE void expm1_near_zero(Vec<A>* x) {
+  Vec<A> series[count];
+  expm1_over_x<A, count, Exp<A>::expm1_terms>(x, series);
+  each<count>([&](int k) { x[k] *= series[k]; });
 }
 
 template <class A>
@@ -85,7 +131,8 @@ template <class A>
 BF_INLINE TanhAndSlope<A> tanh_and_slope(Vec<A> x) {
   const Vec<A> y = 2 * abs<A>(x);
   const Vec<A> e = exp<A>(-y);
-  const Vec<A> small = expm1_near_zero<A>(y);
+  Vec<A> small = y;
+  expm1_near_zero<A, 1>(&small);
   const Vec<A> magnitude = y <= A(1) ? small / (small + 2) : (1 - e) / (1 + e);
   // 1 - tanh^2 is the better form until it cancels.
   const Vec<A> slope =

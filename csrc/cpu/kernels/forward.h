@@ -119,7 +119,8 @@ struct ForwardTask {
         Query<A> q(constants + i * Query<A>::size(p.width), p.width);
         const T* row = query_rows[i0 + i];
         if (first == 0) {
-          const bool factored = form == Form::scaled && is_factored(max_abs<A>(row, p.H), keys_max);
+          const bool factored =
+              form == Form::scaled && is_factored(max_abs<A>(row, 0, 1, p.H), keys_max);
           forms[i] = factored ? Form::factored : form;
           if (!uniform(i)) constant[i] = q.prepare(row, w, p.H, p.width, keys_max, factored);
         }

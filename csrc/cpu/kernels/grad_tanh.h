@@ -115,12 +115,10 @@ struct GradTanh {
     keys_max = static_cast<const A*>(p.keys_max)[b];
     shift = table_shift(keys_max);
     form = choose_form(keys_max);
-    A queries_max = 0;
-    for (int64_t i = 0; form == Form::scaled && i < p.Tq && queries_max == queries_max; ++i) {
-      const A m = max_abs<A>(query_rows[i] + h0, valid);
-      queries_max = m <= queries_max ? queries_max : m;
-    }
-    if (form == Form::scaled && is_factored(queries_max, keys_max)) form = Form::factored;
+    const auto queries_max = [&] {
+      return max_abs<A>(query_rows[0] + h0, query_rows.stride, p.Tq, valid);
+    };
+    if (form == Form::scaled && is_factored(queries_max(), keys_max)) form = Form::factored;
     scores = static_cast<const A*>(scores_in);
     units = static_cast<A*>(work);
     partial_w = units + p.Tq * kUnitRows * n;
@@ -136,19 +134,13 @@ struct GradTanh {
 
   void prepare(int64_t i) {
     constexpr int L = kLanes<A>;
-    const T* row = query_rows[i] + h0;
-    for (int64_t h = 0; h < n; h += L) {
-      const Vec<A> a = load_row<A>(row, h, valid);
-      const Units<A> constants(a, keys_max, shift);
-      Vec<A> rows[kUnitRows] = {constants.rise, constants.offset, constants.alpha,
-                                constants.base, constants.sign,   Vec<A>{}};
-      if (form == Form::factored) {
-        rows[kBase] = exp<A>(-2 * a);
-      } else if (form == Form::direct) {
-        rows[kRise] = a;
-      }
-      for (int r = 0; r < kUnitRows; ++r) store(unit(h, i) + r * L, rows[r]);
-    }
+    const bool factored = form == Form::factored;
+    each_units(query_rows[i] + h0, valid, n, keys_max, factored,
+               [&](int64_t h, Vec<A> a, const Units<A>& of) {
+                 const Vec<A> first = form == Form::direct ? a : of.rise;
+                 const Vec<A> rows[kUnitRows] = {first, of.offset, of.alpha, of.base, of.sign, {}};
+                 for (int r = 0; r < kUnitRows; ++r) store(unit(h, i) + r * L, rows[r]);
+               });
   }
 
   // Table rows of a tile (in the direct form the keys themselves), padded to whole groups.

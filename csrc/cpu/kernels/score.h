@@ -54,44 +54,50 @@ BF_INLINE bool is_factored(A queries_max, A keys_max) {
          queries_max <= Range<A>::shared && queries_max <= keys_max + A(kSaturated);
 }
 
-// max |x| over a row; NaN when any element is.
+// max |x| over rows of n numbers; NaN when any of them is: its bits are, as an integer, above those
+// of every number. Four maxima are taken side by side, as each waits for the one before.
 template <class A, class T>
-inline A max_abs(const T* row, int64_t n) {
-  Vec<A> best{}, poison{};
-  int64_t i = 0;
-  for (; i + kLanes<A> <= n; i += kLanes<A>) {
-    const Vec<A> x = load_as<A>(row + i);
-    best = max<A>(abs<A>(x), best);
-    poison += x * A(0);  // max() loses a NaN, this keeps it
+inline A max_abs(const T* from, int64_t stride, int64_t rows, int64_t n) {
+  constexpr int L = kLanes<A>, side = 4;
+  const auto larger = [](Vec<A> x, Vec<A> y) {
+    return bitcast<IntVec<A>>(x) > bitcast<IntVec<A>>(y) ? x : y;
+  };
+  Vec<A> best[side] = {};
+  for (int64_t r = 0; r < rows; ++r, from += stride) {
+    int64_t h = 0;
+    for (; h + side * L <= n; h += side * L)
+      each<side>([&](int k) { best[k] = larger(abs<A>(load_as<A>(from + h + k * L)), best[k]); });
+    for (; h < n; h += L) best[0] = larger(abs<A>(load_as<A>(from + h, n - h)), best[0]);
   }
-  if (i < n) {
-    const Vec<A> x = load_as<A>(row + i, n - i);
-    best = max<A>(abs<A>(x), best);
-    poison += x * A(0);
-  }
-  return largest<A>(best) + sum<A>(poison);
+  return reduce<A>(larger(larger(best[0], best[1]), larger(best[2], best[3])), larger);
 }
 
+template <class A, class T>
+BF_INLINE Vec<A> load_row(const T* row, int64_t h, int64_t H) {
+  return h < H ? load_as<A>(row + h, H - h) : Vec<A>{};
+}
+
+// The table of one key: exp(2c), a normal number unless the form is direct, which reads no table.
 template <class T, class A>
 void fill_table(const T* row, int64_t H, int64_t width, A shift, A* out) {
-  int64_t h = 0;
-  const auto entry = [shift](Vec<A> c) {
-    return shift == A(1) ? expm1_near_zero<A>(2 * c) : exp<A>(2 * c);
-  };
-  for (; h + kLanes<A> <= H; h += kLanes<A>) store(out + h, entry(load_as<A>(row + h)));
-  for (; h < width; h += kLanes<A>) {
-    const Vec<A> m = h < H ? entry(load_as<A>(row + h, H - h)) : Vec<A>{};
-    for (int64_t i = 0; i < kLanes<A>; ++i) out[h + i] = h + i < H ? m[i] : A(0);
-  }
+  together<A>(width, [&](int64_t h, auto count) {
+    Vec<A> m[count];
+    each<count>([&](int k) { m[k] = 2 * load_row<A>(row, h + k * kLanes<A>, H); });
+    shift == A(1) ? expm1_near_zero<A, count>(m) : exp<A, count, true>(m);
+    each<count>([&](int k) { store(out + h + k * kLanes<A>, m[k]); });
+  });
 }
 
 // The constants of one vector of hidden units of a query.
 template <class A>
 struct Units {
-  Vec<A> rise, offset, alpha, base, sign;
+  Vec<A> rise{}, offset{}, alpha{}, base, sign{};
 
-  Units(Vec<A> a, A keys_max, A shift) {
-    const Vec<A> e = exp<A>(-2 * abs<A>(a)), one = splat<A>(A(1));
+  explicit Units(Vec<A> b) : base(b) {}
+
+  // e is exp(-2 |a|); near_zero is expm1(-2 |a|) where that is at least -1, if there is a shift.
+  Units(Vec<A> a, Vec<A> e, Vec<A> near_zero, A keys_max, A shift) {
+    const Vec<A> one = splat<A>(A(1));
     const auto up = a > 0;
     alpha = up ? one : e;
     const Vec<A> beta = up ? e : one;
@@ -99,7 +105,7 @@ struct Units {
     rise = alpha;
     offset = -beta;
     if (shift == A(1)) {
-      const Vec<A> part = expm1<A>(-2 * abs<A>(a));
+      const Vec<A> part = 2 * abs<A>(a) <= A(1) ? near_zero : e - 1;
       offset = up ? -part : part;
     }
     const auto saturated = abs<A>(a) > keys_max + A(kSaturated);
@@ -110,9 +116,27 @@ struct Units {
   }
 };
 
-template <class A, class T>
-BF_INLINE Vec<A> load_row(const T* row, int64_t h, int64_t H) {
-  return h < H ? load_as<A>(row + h, H - h) : Vec<A>{};
+// f(h, a, units) for the vectors a of hidden units of a query from h on; factored, only
+// units.base, exp(-2a), is set.
+template <class A, class T, class F>
+BF_INLINE void each_units(const T* row, int64_t H, int64_t width, A keys_max, bool factored,
+                          const F& f) {
+  const A shift = table_shift(keys_max);
+  together<A>(width, [&](int64_t h, auto count) {
+    Vec<A> a[count], e[count], near_zero[count];
+    each<count>([&](int k) { a[k] = load_row<A>(row, h + k * kLanes<A>, H); });
+    if (factored) {
+      each<count>([&](int k) { e[k] = -2 * a[k]; });
+      exp<A, count, true>(e);
+      return each<count>([&](int k) { f(h + k * kLanes<A>, a[k], Units<A>(e[k])); });
+    }
+    each<count>([&](int k) { e[k] = near_zero[k] = -2 * abs<A>(a[k]); });
+    exp<A, count>(e);
+    if (shift == A(1)) expm1_near_zero<A, count>(near_zero);
+    each<count>([&](int k) {
+      f(h + k * kLanes<A>, a[k], Units<A>(a[k], e[k], near_zero[k], keys_max, shift));
+    });
+  });
 }
 
 // The constants of one query, those of n already multiplied by w: four rows of `width`. Factored,
@@ -129,24 +153,15 @@ struct Query {
   // zero and d is not.
   template <class T>
   A prepare(const T* row, const A* w, int64_t H, int64_t width, A keys_max, bool factored) {
-    const A shift = table_shift(keys_max);
     Vec<A> constant{};
-    for (int64_t h = 0; h < width; h += kLanes<A>) {
-      const Vec<A> a = load_row<A>(row, h, H), wh = load(w + h);
-      if (factored) {
-        const Vec<A> b = exp<A>(-2 * a);
-        store(rise + h, wh);
-        store(offset + h, Vec<A>(-wh * b));
-        store(base + h, b);
-        continue;
-      }
-      const Units<A> units(a, keys_max, shift);
-      store(rise + h, Vec<A>(wh * units.rise));
-      store(offset + h, Vec<A>(wh * units.offset));
+    each_units(row, H, width, keys_max, factored, [&](int64_t h, Vec<A>, const Units<A>& units) {
+      const Vec<A> wh = load(w + h);
+      store(rise + h, Vec<A>(factored ? wh : wh * units.rise));
+      store(offset + h, Vec<A>(wh * (factored ? -units.base : units.offset)));
       store(alpha + h, units.alpha);
       store(base + h, units.base);
       constant += wh * units.sign;
-    }
+    });
     return sum<A>(constant);
   }
 };

@@ -219,7 +219,11 @@ BF_INLINE Vec<A> load_as(const T* p) {
     typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
     Half half;
     std::memcpy(&half, p, sizeof(half));
+#if defined(__AVX512F__)
+    return (Vec<A>)_mm512_cvtps_pd((__m256)half);  // of a convertvector GCC makes six instructions
+#else
     return __builtin_convertvector(half, Vec<A>);
+#endif
   } else {
     typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
     Half half;

@@ -27,13 +27,6 @@ constexpr A exp2m1_term(int n) {
   return A(ln2_to_the(n) / factorial(n));
 }
 
-// f of the constants n, n - 1, ..., 1.
-template <int n, class F>
-BF_INLINE void terms(const F& f) {
-  f(std::integral_constant<int, n>{});
-  if constexpr (n > 1) terms<n - 1>(f);
-}
-
 // The larger, and the smaller, of x and a number; a NaN stays.
 template <class A>
 BF_INLINE Vec<A> at_least(Vec<A> x, A number) {
@@ -51,10 +44,6 @@ BF_INLINE Vec<A> at_most(Vec<A> x, A number) {
   return x > number ? splat<A>(number) : x;
 }
 
-// So many vectors are taken step by step together: their chains of operations overlap, where a
-// processor that had to find them one behind the other would not look far enough.
-constexpr int kTogether = kVectorBytes == 64 ? 8 : 4;
-
 template <class A, int count>
 BF_INLINE void tanh_fractions(const Vec<A>* given, Fraction<A>* out) {
   using E = Exp<A>;
@@ -62,24 +51,21 @@ BF_INLINE void tanh_fractions(const Vec<A>* given, Fraction<A>* out) {
   // Adding it rounds to an integer, and leaves that plus the bias of exponents in the lowest bits.
   constexpr A round = E::round + A(E::bias);
   Vec<A> x[count], shifted[count], r[count], series[count];
-  const auto each = [](const auto& f) {
-    for (int k = 0; k < count; ++k) f(k);
-  };
-  each([&](int k) { x[k] = at_least<A>(given[k], -kSaturates<A>); });
-  each([&](int k) { x[k] = at_most<A>(x[k], kSaturates<A>); });
-  each([&](int k) { shifted[k] = x[k] * scale + round; });
-  each([&](int k) { r[k] = x[k] * scale - (shifted[k] - round); });
-  each([&](int k) { series[k] = splat<A>(exp2m1_term<A>(E::exp_terms)); });
+  each<count>([&](int k) { x[k] = at_least<A>(given[k], -kSaturates<A>); });
+  each<count>([&](int k) { x[k] = at_most<A>(x[k], kSaturates<A>); });
+  each<count>([&](int k) { shifted[k] = x[k] * scale + round; });
+  each<count>([&](int k) { r[k] = x[k] * scale - (shifted[k] - round); });
+  each<count>([&](int k) { series[k] = splat<A>(exp2m1_term<A>(E::exp_terms)); });
   terms<E::exp_terms - 1>([&](auto n) {
     constexpr A coefficient = exp2m1_term<A>(decltype(n)::value);
-    each([&](int k) { series[k] = series[k] * r[k] + coefficient; });
+    each<count>([&](int k) { series[k] = series[k] * r[k] + coefficient; });
   });
-  each([&](int k) { series[k] *= r[k]; });
-  each([&](int k) {
+  each<count>([&](int k) { series[k] *= r[k]; });
+  each<count>([&](int k) {
     shifted[k] = bitcast<Vec<A>>(bitcast<IntVec<A>>(shifted[k]) << E::mantissa);  // 2^n
     out[k].n = shifted[k] * series[k] + (shifted[k] - 1);
   });
-  each([&](int k) { out[k].d = out[k].n + 2; });
+  each<count>([&](int k) { out[k].d = out[k].n + 2; });
 }
 
 // The quotients of four fractions, by one division.
