@@ -9,8 +9,10 @@
 
 namespace bahdanau_fast {
 
-// The kind of a floating tensor; an error that names the argument for any other.
-inline Kind kind_of(const torch::stable::Tensor& tensor, const char* name) {
+// The kind of a floating tensor, or of rows like it; an error that names the argument for any
+// other.
+template <class Rows>
+Kind kind_of(const Rows& tensor, const char* name) {
   using torch::headeronly::ScalarType;
   switch (tensor.scalar_type()) {
     case ScalarType::Float:

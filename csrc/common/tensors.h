@@ -82,15 +82,16 @@ inline View view_like(const Tensor& tensor, ScalarType type, const char* name,
 
 // Checks the inputs of a call and takes their sizes into `p`; gives the kind they are stored in.
 // check_place(tensor, name) raises if a tensor is on another device. Queries and keys that are not
-// projected yet may have any number of features.
-template <class CheckPlace>
-Kind read_sizes(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
+// projected yet may have any number of features; they may be something else than tensors, which
+// has what is asked of them.
+template <class Queries, class Keys, class CheckPlace>
+Kind read_sizes(const Queries& queries, const Keys& keys, const Tensor& values, const Tensor& w_v,
                 double dropout_p, bool raw_queries, bool raw_keys, const CheckPlace& check_place,
                 Operands* p) {
   const Kind kind = kind_of(queries, "queries");
   STD_TORCH_CHECK(queries.dim() == 3 && keys.dim() == 3 && values.dim() == 3,
                   "queries, keys and values must have 3 dimensions");
-  const auto check_like = [&](const Tensor& tensor, const char* name) {
+  const auto check_like = [&](const auto& tensor, const char* name) {
     check_place(tensor, name);
     STD_TORCH_CHECK(kind_of(tensor, name) == kind, name, " must have the dtype of queries");
   };

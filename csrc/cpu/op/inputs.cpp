@@ -18,10 +18,6 @@ int64_t table_width(int64_t H, Kind kind) {
   return (H + line - 1) / line * line;
 }
 
-void check_cpu(const Tensor& tensor, const char* name) {
-  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the cpu");
-}
-
 Kind storage_kind(const Tensor& tensor, const char* name) {
   check_cpu(tensor, name);
   return kind_of(tensor, name);
@@ -87,7 +83,8 @@ Norms norms(const std::vector<double>& w) {
 
 }  // namespace
 
-Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& table,
+template <class Queries, class Keys>
+Inputs::Inputs(const Queries& queries, const Keys& keys, const MaybeTensor& table,
                const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
                const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
                bool make_table, const Inside& inside) {
@@ -117,6 +114,15 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& tab
   set_key_counts(valid_lens);
   if (!p.general.used) set_table(table, keys_max, make_table);
 }
+
+#define BF_INPUTS(Queries, Keys)                                                                \
+  template Inputs::Inputs(const Queries&, const Keys&, const MaybeTensor&, const MaybeTensor&,  \
+                          const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&, \
+                          double, bool, const Inside&);
+BF_INPUTS(Tensor, Tensor)
+BF_INPUTS(OwnRows, Tensor)
+BF_INPUTS(OwnRows, OwnRows)
+#undef BF_INPUTS
 
 namespace {
 

@@ -14,7 +14,31 @@ int64_t size_of(Kind kind);  // bytes of the sum type
 int64_t table_width(int64_t H, Kind kind);
 
 // Raises unless the tensor is on the CPU; the error names the argument.
-void check_cpu(const Tensor& tensor, const char* name);
+inline constexpr auto check_cpu = [](const auto& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the cpu");
+};
+
+// Contiguous rows (B,rows,columns) that an operator makes for itself: a tensor takes longer to make
+// than a small problem to solve.
+class OwnRows {
+ public:
+  OwnRows(int64_t B, int64_t rows, int64_t columns, ScalarType type, int64_t element_bytes)
+      : sizes_{B, rows, columns}, type_(type), memory_(B * rows * columns * element_bytes) {}
+  bool is_cpu() const { return true; }
+  int64_t dim() const { return 3; }
+  int64_t size(int64_t i) const { return sizes_[i]; }
+  ScalarType scalar_type() const { return type_; }
+  void* data() const { return memory_.get(); }
+
+ private:
+  int64_t sizes_[3];
+  ScalarType type_;
+  Buffer memory_;
+};
+
+inline View view_of(const OwnRows& rows, std::vector<Tensor>&) {
+  return {rows.data(), rows.size(1) * rows.size(2), rows.size(2)};
+}
 
 // The storage kind of a floating tensor on the CPU; an error that names the argument otherwise.
 Kind storage_kind(const Tensor& tensor, const char* name);
@@ -40,7 +64,9 @@ struct Inside {
 // A Problem, and all the memory it points to. A mask, bool (B,1,Tk) or (B,Tq,Tk), may take the
 // place of valid_lens.
 struct Inputs {
-  Inputs(const Tensor& queries, const Tensor& keys, const MaybeTensor& table,
+  // Queries are a Tensor or OwnRows, keys likewise.
+  template <class Queries, class Keys>
+  Inputs(const Queries& queries, const Keys& keys, const MaybeTensor& table,
          const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
          const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p, bool make_table,
          const Inside& inside = {});

@@ -22,10 +22,12 @@ std::tuple<Tensor, Tensor> exp_keys(const Tensor& keys, bool precise) {
   return {table, keys_max};
 }
 
-std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, MaybeTensor table,
-                                  MaybeTensor keys_max, const Tensor& values, const Tensor& w_v,
-                                  MaybeTensor valid_lens, MaybeTensor seed, double dropout_p,
-                                  bool need_weights) {
+template <class Queries, class Keys>
+std::tuple<Tensor, Tensor> attend_to(const Queries& queries, const Keys& keys,
+                                     const MaybeTensor& table, const MaybeTensor& keys_max,
+                                     const Tensor& values, const Tensor& w_v,
+                                     const MaybeTensor& valid_lens, const MaybeTensor& seed,
+                                     double dropout_p, bool need_weights) {
   const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
                   queries.dim() == 3 && queries.size(1) > kQueryBlock);
   const Problem& p = in.problem;
@@ -37,6 +39,14 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
 
   run_forward(in, context.mutable_data_ptr(), need_weights ? weights.mutable_data_ptr() : nullptr);
   return {context, weights};
+}
+
+std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, MaybeTensor table,
+                                  MaybeTensor keys_max, const Tensor& values, const Tensor& w_v,
+                                  MaybeTensor valid_lens, MaybeTensor seed, double dropout_p,
+                                  bool need_weights) {
+  return attend_to(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
+                   need_weights);
 }
 
 // The gradients that are sums over the queries.
@@ -148,10 +158,20 @@ struct Projected {
     p.bias = owned.back().const_data_ptr();
   }
 
-  Tensor forward() const {
+  OwnRows forward() const {
+    OwnRows out(p.B, p.R, p.H, owned[0].scalar_type(), owned[0].element_size());
+    forward(out.data());
+    return out;
+  }
+
+  Tensor new_forward() const {
     Tensor out = new_tensor({p.B, p.R, p.H}, owned[0].scalar_type());
-    const auto size = [](auto element) { return static_cast<int64_t>(sizeof(element)); };
-    const int64_t bytes = with_type_of(owned[0], "rows", size);
+    forward(out.mutable_data_ptr());
+    return out;
+  }
+
+  void forward(void* out) const {
+    const int64_t bytes = owned[0].element_size();
     // Threads take the columns a few at a time: their weights are then used from the cache, for all
     // rows.
     constexpr int64_t kColumns = 64;
@@ -163,10 +183,9 @@ struct Projected {
                part.H = std::min(kColumns, p.H - first);
                part.w = static_cast<const char*>(p.w) + first * p.D * bytes;
                if (p.bias != nullptr) part.bias = static_cast<const char*>(p.bias) + first * bytes;
-               char* const to = static_cast<char*>(out.mutable_data_ptr()) + first * bytes;
+               char* const to = static_cast<char*>(out) + first * bytes;
                kernels(kind).project(part, to, p.H, work.get());
              });
-    return out;
   }
 
   // Gradients of rows, weight and bias.
@@ -197,8 +216,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> additive_attention(
     const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_q,
     const Tensor& w_k, const Tensor& w_v, MaybeTensor bias, MaybeTensor valid_lens,
     MaybeTensor seed, double dropout_p) {
-  const Tensor projected_queries = Projected(queries, w_q, std::nullopt, "queries").forward();
-  const Tensor projected_keys = Projected(keys, w_k, bias, "keys").forward();
+  const Tensor projected_queries = Projected(queries, w_q, std::nullopt, "queries").new_forward();
+  const Tensor projected_keys = Projected(keys, w_k, bias, "keys").new_forward();
   const auto [context, weights] =
       attend(projected_queries, projected_keys, std::nullopt, std::nullopt, values, w_v, valid_lens,
              seed, dropout_p, true);
@@ -215,9 +234,12 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q,
   STD_TORCH_CHECK(!w_k.has_value() || !table.has_value(), "table must come without w_k");
   // Without w_k fp32 is projected in fp32, as by the matrix product this replaces.
   const int64_t limit = w_k.has_value() ? kMaxFp64Elements : 0;
-  return attend(Projected(queries, w_q, std::nullopt, "queries", limit).forward(),
-                w_k.has_value() ? Projected(keys, *w_k, bias, "keys").forward() : keys, table,
-                keys_max, values, w_v, valid_lens, std::nullopt, 0.0, true);
+  const OwnRows projected = Projected(queries, w_q, std::nullopt, "queries", limit).forward();
+  const auto to = [&](const auto& projected_keys) {
+    return attend_to(projected, projected_keys, table, keys_max, values, w_v, valid_lens,
+                     std::nullopt, 0.0, true);
+  };
+  return w_k.has_value() ? to(Projected(keys, *w_k, bias, "keys").forward()) : to(keys);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> additive_attention_backward(

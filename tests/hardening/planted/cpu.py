@@ -53,8 +53,8 @@ MUTANTS = [
     ),
     Mutant(
         "cpu exp_keys", TAIL, "last hidden unit",
-        "csrc/cpu/kernels/score.h", "h + i < H ? m[i] : A(0)",
-        "h + i < H - 1 ? m[i] : A(0)", PARITY,
+        "csrc/cpu/kernels/score.h", "m[k] = 2 * load_row<A>(row, h + k * kLanes<A>, H);",
+        "m[k] = 2 * load_row<A>(row, h + k * kLanes<A>, H - 1);", PARITY,
     ),
     Mutant(
         "cpu exp_keys", TAIL, "last chunk of keys", "csrc/cpu/op/inputs.cpp",
