@@ -23,6 +23,7 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: What may be applied to the sum inside a score.
 ACTIVATIONS = ("tanh", "relu", "leaky_relu")
 _WEIGHTS = (Parameter, Tensor)
+_INT64, _STRIDED = torch.int64, torch.strided
 
 
 def reject(error: type[Exception], name: str, requirement: str, actual: object) -> NoReturn:
@@ -120,13 +121,13 @@ def usual(
         and keys_shape[2] == w_k.shape[1]
         and dtype is keys.dtype is values.dtype is w_q.dtype is w_k.dtype
         and dtype in FLOATING
-        and queries.layout is keys.layout is values.layout is torch.strided
-        and w_q.layout is w_k.layout is torch.strided
+        and queries.layout is keys.layout is values.layout is _STRIDED
+        and w_q.layout is w_k.layout is _STRIDED
         and (
             valid_lens is None
             or (
                 type(valid_lens) is Tensor
-                and valid_lens.dtype is torch.int64
+                and valid_lens.dtype is _INT64
                 and valid_lens.is_cpu
                 and valid_lens.shape == (queries_shape[0],)
             )
@@ -345,10 +346,17 @@ def in_transform() -> bool:
 
     The first two are seen while code is compiled, too.
     """
+    if torch.compiler.is_compiling():
+        return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return in_eager_transform()
+
+
+def in_eager_transform() -> bool:
+    """:func:`in_transform` where nothing is compiled."""
     return (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or (not torch.compiler.is_compiling() and torch._C._is_tracing())
+        or torch._C._is_tracing()
     )
 
 

@@ -370,7 +370,7 @@ def attend_raw(
 
 def _like(context: Tensor, weights: Tensor) -> Tensor:
     """The weights in the dtype of the context; to ask first is quicker than a needless ``to``."""
-    return weights if weights.dtype == context.dtype else weights.to(context.dtype)
+    return weights if weights.dtype is context.dtype else weights.to(context.dtype)
 
 
 def _seed(dropout_p: float, queries: Tensor) -> Tensor | None:

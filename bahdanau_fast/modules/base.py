@@ -202,9 +202,10 @@ class Additive(Layered):
             checks.look(mask, queries, keys)
             valid_lens = reference.visible(valid_lens, mask, keys.shape[1])
         dropout_p = self._dropout_p()
+        bias, masked = self.bias, mask is not None
+        hidden = self.num_hiddens
         route = backends.decide(
-            *(queries, keys, values, w_q, w_k, w_v, self.bias, self.num_hiddens, dropout_p),
-            masked=mask is not None,
+            queries, keys, values, w_q, w_k, w_v, bias, hidden, dropout_p, masked=masked
         )
         if route.form in ("one operator", "raw", "raw keys"):
             assert w_q is not None
@@ -212,9 +213,9 @@ class Additive(Layered):
             assert w_v is not None
             if route.form == "one operator":
                 raw = (queries, keys, values, w_q, w_k, w_v)
-                results = attend_small(route, raw, self.bias, valid_lens, dropout_p)
+                results = attend_small(route, raw, bias, valid_lens, dropout_p)
             else:
-                inputs = (queries, keys, values, w_q, w_k, self.bias, w_v)
+                inputs = (queries, keys, values, w_q, w_k, bias, w_v)
                 results = attend_raw(route, inputs, valid_lens, dropout_p, True)
             return self._kept(results)
         source = self._source(route, keys, w_k)
@@ -309,18 +310,17 @@ def is_unchanged(module: nn.Module) -> bool:
         is not getattr(type(module).forward, "__code__", None)
     ):
         return False
-    return not (_is_changed(module) or _all_modules_have_hooks())
+    return not (_is_changed(module.__dict__) or _all_modules_have_hooks())
 
 
 def _all_modules_have_hooks() -> bool:
     return bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
 
 
-def _is_changed(module: nn.Module) -> bool:
-    """True if the instance has hooks or a ``forward`` of its own."""
+def _is_changed(own: dict[str, Any]) -> Any:
+    """Whether the instance with these attributes has hooks or a ``forward`` of its own."""
     # Not through nn.Module's __getattr__, which is slow: a small call comes here three times.
-    own = module.__dict__
-    return bool(
+    return (
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
@@ -357,8 +357,8 @@ def _plain_weights(*layers: nn.Module | None) -> list[Tensor | None]:
     weights: list[Tensor | None] = [None] * len(layers)
     if not _all_modules_have_hooks():
         for i, layer in enumerate(layers):
-            if type(layer) is nn.Linear and not _is_changed(layer):
-                parameters = layer._parameters
+            if type(layer) is nn.Linear and not _is_changed(own := layer.__dict__):
+                parameters = own["_parameters"]
                 if parameters.get("bias") is None:
                     weights[i] = parameters.get("weight")
     return weights
