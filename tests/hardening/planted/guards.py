@@ -51,7 +51,7 @@ LARGEST_EXP = "no larger exponent is asked for: a table holds keys up to `expone
 IN_RANGE = "products of four are still in range: the limit has a margin of two"
 OF_16_BITS = "tanh is off by 2^-18 of itself at most, less than a rounding of 16 bits"
 TANH = "cuda/kernels/tanh.h:"
-ELEMENTARY, TYPES = "cpu/kernels/elementary.h:", "cpu/kernels/types.h:"
+ELEMENTARY, TYPES, SCORE = (f"cpu/kernels/{name}.h:" for name in ("elementary", "types", "score"))
 EXPLAINED = {
     ("common/philox.h: p < 1.0", "doubled"): "where p is 1 nothing is kept, and no scale is used",
     (f"{ELEMENTARY} least = 1e-6", "doubled"): EAGER,
@@ -64,7 +64,7 @@ EXPLAINED = {
     (f"{TYPES} shared = 80.0", "halved"): SPEED,
     (f"{ELEMENTARY} highest = 88.0f", "doubled"): LARGEST_EXP,
     (f"{ELEMENTARY} highest = 709.0", "doubled"): LARGEST_EXP,
-    ("cpu/kernels/score.h: abs<A>(a) <= 1", "halved"): "exp(x) - 1 is off by a rounding of tanh there",
+    (f"{SCORE} abs<A>(a) <= 1", "halved"): "exp(x) - 1 is off by a rounding of tanh there",
     (f"{ELEMENTARY} y <= 1", "doubled"): "the series is off by some roundings of tanh up to 2",
     (f"{TANH} clamp 9.5f", "halved"): "tanh is off by 1.5e-4, less than a rounding of 16 bits",
     (f"{ELEMENTARY} magnitude < 0.875", "doubled"): "1 - tanh^2 is what eager computes",
@@ -75,8 +75,8 @@ EXPLAINED = {
     (f"{TANH} at_most 2147483648.0f", "doubled"): "four that are cut then add up to 0, not 2^-30",
     (f"{TANH} at_most 2147483648.0f (2)", "doubled"): "four that are cut then have tanh 1",
     ("cpu/kernels/general/activation.h: kSaturates = 19.1", "doubled"): IN_RANGE,
-    ("cpu/kernels/score.h: kSaturated = 1.5", "doubled"): SPEED,
-    ("cpu/kernels/score.h: kSaturated = 1.5", "halved"): SPEED,
+    (f"{SCORE} kSaturated = 1.5", "doubled"): SPEED,
+    (f"{SCORE} kSaturated = 1.5", "halved"): SPEED,
     (f"{TANH} kFactored = 9.5f", "halved"): SPEED,
     (f"{TANH} kClamped = 15.0f", "halved"): SPEED,
     (f"{TANH} kKeyLimit = 25.0f", "doubled"): "what is infinite is cut to 2^31 afterwards",
