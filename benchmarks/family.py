@@ -8,10 +8,13 @@ no grad     on keys that are projected already
 with grad   the same and its backward, to parameters, states, queries and projected keys
 source      with the projection of the keys, forward and backward, once in the loop
 
-A ratio is that of the fastest rounds, which a busy machine disturbs least. Three more rows: ReLU at
-captioning's shape against the eager formula, and compiled; a mask against the same length. The last
-row is a training step of a whole model, JoeyNMT's recurrent decoder behind a GRU, on ``--pairs
-FILE`` (a source, a tab and a target per line) or on dates; the losses have to be the same.
+A ratio is that of the fastest rounds, which a busy machine disturbs least. Beside it stands what
+the fastest step possible here would give: :func:`bound`.
+
+Three more rows: ReLU at captioning's shape against the eager formula, and compiled; a mask against
+the same length. The last row is a training step of a whole model, JoeyNMT's recurrent decoder
+behind a GRU, on ``--pairs FILE`` (a source, a tab and a target per line) or on dates; the losses
+have to be the same.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import copy
 import functools
 import logging
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -39,10 +43,12 @@ from .contestants.translator import Translator, train
 from .printing.tables import markdown
 from .timing.machine import save
 from .timing.measure import interleave
+from .timing.roofs import Reader, compute_roofs
 
 STEPS, CHECKED = 20, 3  # of a loop: that is timed, and that is checked
 TRAINED, BATCH, SIZE = 50, 32, 256  # steps of the whole model, pairs of each, features
 MODES = ("no grad", "with grad", "source")
+TANH_INSTRUCTIONS = 26  # instructions of a vector of elements, counted in csrc/cpu/kernels/general
 S, E = "speechbrain.nnet.attention", "espnet.nets.pytorch_backend.rnn.attentions"
 C = "TTS.tts.layers.tacotron.attentions"
 
@@ -170,6 +176,8 @@ PEERS: dict[str, tuple[type[Loop], Callable[[Sizes], Any]]] = {
     "coqui location": (CoquiLoop, functools.partial(_coqui, location=True)),
 }
 
+LOCATED = ("SpeechBrain location", "ESPnet AttLoc", "coqui location")
+
 
 def check(theirs: Any, ours: Any, loop: type[Loop], sizes: Sizes, mode: str) -> None:
     """Raise RuntimeError where the fused module breaks the parity rule."""
@@ -185,6 +193,33 @@ def check(theirs: Any, ours: Any, loop: type[Loop], sizes: Sizes, mode: str) -> 
         most = parity.allowed(parity.error(eager, exact), float(exact.abs().max()), torch.float32)
         if not parity.error(found, exact) <= most:
             raise RuntimeError(f"parity fails: {parity.error(found, exact)} of {most} allowed")
+
+
+def bound(
+    sizes: Sizes, location: bool, backward: bool, bytes_per_second: float, operations: float
+) -> float:
+    """The least milliseconds of a step on projected keys.
+
+    Forward reads projected keys and values once, backward once more; with a location, backward
+    adds to the gradient of the keys, which it reads and writes. With a location each pass computes
+    tanh, and a multiply-add for each channel, of each hidden unit of each key; backward two more,
+    of the gradients of the features and of their weight. Layers before and after are left out.
+
+    Args:
+        sizes: of the step.
+        location: whether the keys have one.
+        backward: with gradients.
+        bytes_per_second: read, from a buffer of the size of keys and values.
+        operations: multiply-adds per second of all cores.
+    """
+    keys, passes = sizes.batch * sizes.keys, 1 + backward
+    numbers = passes * (sizes.hidden + sizes.encoder)
+    instructions = 0
+    if location:
+        numbers += 2 * sizes.hidden * backward
+        channels = (passes + 2 * backward) * sizes.channels
+        instructions = sizes.hidden * (passes * TANH_INSTRUCTIONS + channels)
+    return 1e3 * keys * max(4 * numbers / bytes_per_second, instructions / operations)
 
 
 def timed(calls: dict[str, Callable[[], Any]], seconds: float, steps: int = 1) -> dict[str, float]:
@@ -261,7 +296,9 @@ def pairs_of(file: Path | None) -> list[tuple[str, str]]:
 def measure(seconds: float, pairs: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """Milliseconds of a step of every module, and of the other rows."""
     rows = []
+    operations = compute_roofs().get("multiply_add", math.inf)
     for sizes in SIZES:
+        read = Reader(4 * sizes.batch * sizes.keys * (sizes.hidden + sizes.encoder)).measure(50)
         for who, (loop, make) in PEERS.items():
             torch.manual_seed(0)
             theirs = make(sizes)
@@ -272,7 +309,11 @@ def measure(seconds: float, pairs: list[tuple[str, str]]) -> list[dict[str, Any]
                 pair = {"theirs": copy.deepcopy(theirs), "ours": copy.deepcopy(ours)}
                 calls = {n: loop(m, sizes, mode, torch.float32) for n, m in pair.items()}
                 found = timed(dict(calls), seconds, STEPS)
-                rows.append({"who": who, "sizes": [*sizes], "mode": mode} | found)
+                row = {"who": who, "sizes": [*sizes], "mode": mode} | found
+                if mode != "source":
+                    rates = read.bytes_per_second, operations
+                    row["bound"] = bound(sizes, who in LOCATED, mode == "with grad", *rates)
+                rows.append(row)
     return [*rows, *others(seconds), trained(pairs, seconds)]
 
 
@@ -282,7 +323,9 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
     for cell, row in zip(cells, rows, strict=True):
         theirs, ours = row["theirs"], row["ours"]
         cell.extend((f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.2f}x"))
+        cell.append(f"{theirs / row['bound']:.1f}x" if "bound" in row else "")
     head = ["who", "sizes", "mode", "theirs (ms a step)", "fused (ms a step)", "theirs / fused"]
+    head.append("theirs / bound")
     return markdown(head, cells)
 
 
