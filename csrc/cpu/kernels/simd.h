@@ -269,6 +269,17 @@ BF_INLINE void store_as(T* p, Vec<A> v, int64_t n) {
     if constexpr (sizeof(A) == 4) return _mm512_mask_storeu_ps(p, mask, (__m512)v);
     if constexpr (sizeof(A) == 8) return _mm512_mask_storeu_pd(p, mask, (__m512d)v);
 #endif
+  } else if constexpr (std::is_same<T, float>::value) {
+    if (n >= kLanes<A>) {
+      typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
+#if defined(__AVX512F__)
+      const Half half = (Half)_mm512_cvtpd_ps((__m512d)v);
+#else
+      const Half half = __builtin_convertvector(v, Half);
+#endif
+      std::memcpy(p, &half, sizeof(half));
+      return;
+    }
   } else if constexpr (std::is_same<T, bf16>::value) {
     if (n >= kLanes<A>) {
       typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
@@ -282,6 +293,15 @@ BF_INLINE void store_as(T* p, Vec<A> v, int64_t n) {
       return;
     }
   }
+#if defined(__AVX512F__)
+  if constexpr (std::is_same<T, f16>::value) {
+    if (n >= kLanes<A>) {
+      const __m256i half = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+      std::memcpy(p, &half, sizeof(half));
+      return;
+    }
+  }
+#endif
   for (int64_t i = 0; i < (n < kLanes<A> ? n : kLanes<A>); ++i) narrow(v[i], p + i);
 }
 
