@@ -35,6 +35,15 @@ BF_INLINE Vec<A> shared_inverse(const A* unit, const Vec<A>* m) {
   return reciprocal<A>((d[0] * d[1]) * (d[2] * d[3]));
 }
 
+// n / d from an inverse of d that went through many roundings: in fp32 they would show in
+// 1 - tanh^2.
+template <class A>
+BF_INLINE Vec<A> rounded_once(Vec<A> n, Vec<A> d, Vec<A> inverse) {
+  const Vec<A> quotient = n * inverse;
+  if constexpr (sizeof(A) == 8) return quotient;
+  return quotient + (n - quotient * d) * inverse;
+}
+
 // tanh of one query and a group of keys; m are their table entries, `inverse` is from
 // shared_inverse if the form shares a division.
 template <class A, Form form>
@@ -47,13 +56,13 @@ BF_INLINE void tanh_of_group(const A* unit, const Vec<A>* m, Vec<A> inverse, Vec
                                    inverse23 * d[2]};
   if constexpr (form == Form::factored) {
     const Vec<A> b = load_once(unit + kBase * L);
-    for (int k = 0; k < kGroup; ++k) t[k] = (m[k] - b) * inverses[k];
+    for (int k = 0; k < kGroup; ++k) t[k] = rounded_once<A>(m[k] - b, d[k], inverses[k]);
   } else {
     const Vec<A> rise = load_once(unit + kRise * L);
     const Vec<A> offset = load_once(unit + kOffset * L), sign = load_once(unit + kSign * L);
     for (int k = 0; k < kGroup; ++k) {
       const Vec<A> n = rise * m[k] + offset;
-      t[k] = (form == Form::scaled_each ? n / d[k] : n * inverses[k]) + sign;
+      t[k] = (form == Form::scaled_each ? n / d[k] : rounded_once<A>(n, d[k], inverses[k])) + sign;
     }
   }
 }
