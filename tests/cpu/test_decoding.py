@@ -68,6 +68,18 @@ def test_masks_between_layers(cls):
     same(all_of(decode.decode), all_of(decode.by_steps), **EXACT)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("cls", CELLS)
+def test_gates_of_any_size(cls, dtype):
+    # exp(-gate) overflows for some of them, and is zero for others.
+    made, rest = arguments(cls, 1, dtype)
+    made = made._replace(inputs=1e3 * made.inputs)
+    assert float(decode._input_gates(made).abs().max()) > 800
+    got, expected = decode.decode(made, rest), decode.by_steps(made, rest)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 EMPTY = {
     "B": lambda a: {
         **{n: x[:, :0] for n, x in a.items() if n in ("inputs", "hidden", "cell")},
