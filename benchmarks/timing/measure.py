@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import random
@@ -76,20 +75,6 @@ def prepare(runnable: Runnable, train: bool, grad_context: Tensor) -> Callable[[
     return step
 
 
-def keep_freed_memory() -> None:
-    """Let the C library keep what is freed, as long as the process lives.
-
-    glibc gives freed blocks of many MB back to the system. Whichever call needs such a block next
-    pays for it with page faults, up to a third of its time, and which one that is changes from run
-    to run. Other C libraries keep their own rules.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_max, 0)
-
-
 @contextmanager
 def _no_collection() -> Iterator[None]:
     gc.collect()
@@ -137,7 +122,6 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
             alone needs longer.
     """
     names = list(calls)
-    keep_freed_memory()
     with _no_collection():
         repeats, round_seconds = {}, 0.0
         for name, call in calls.items():

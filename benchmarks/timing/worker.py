@@ -25,7 +25,7 @@ from ..contestants import parity
 from ..contestants.parity import Verdict
 from ..gpu.isolation import take_stdout
 from ..workloads.shapes import Shape
-from .measure import keep_freed_memory, seconds_per_call
+from .measure import seconds_per_call
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -155,7 +155,6 @@ class _Server:
 
 def _serve() -> None:
     answers = take_stdout()
-    keep_freed_memory()
     server = _Server()
     for line in sys.stdin:
         request = json.loads(line)
