@@ -341,22 +341,20 @@ def sequence(
         same_kind("hidden", part, "inputs", inputs)
 
 
-def in_transform() -> bool:
+def in_transform(compiling: bool | None = None) -> bool:
     """Whether ``torch.func``, a forward-mode level or ``torch.jit.trace`` is at work.
 
     The first two are seen while code is compiled, too.
+
+    Args:
+        compiling: whether code is being compiled, from a caller that has asked.
     """
-    if torch.compiler.is_compiling():
-        return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return in_eager_transform()
-
-
-def in_eager_transform() -> bool:
-    """:func:`in_transform` where nothing is compiled."""
+    if compiling is None:
+        compiling = torch.compiler.is_compiling()
     return (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
+        or (not compiling and torch._C._is_tracing())
     )
 
 

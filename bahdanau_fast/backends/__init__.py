@@ -203,7 +203,7 @@ def decide(
         and (called or checks.needs_gradient(queries, keys, values, w_q, w_k, w_v, bias)),
         dropout_p > 0.0,
         traced,
-        _plain_only() if traced else checks.in_eager_transform(),
+        _plain_only() if traced else checks.in_transform(compiling=False),
         not traced
         and torch._C._is_any_autocast_enabled()
         and checks.autocast_dtype(queries.device) is not None,

@@ -202,8 +202,7 @@ class Additive(Layered):
             checks.look(mask, queries, keys)
             valid_lens = reference.visible(valid_lens, mask, keys.shape[1])
         dropout_p = self._dropout_p()
-        bias, masked = self.bias, mask is not None
-        hidden = self.num_hiddens
+        bias, hidden, masked = self.bias, self.num_hiddens, mask is not None
         route = backends.decide(
             queries, keys, values, w_q, w_k, w_v, bias, hidden, dropout_p, masked=masked
         )
