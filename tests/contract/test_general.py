@@ -67,7 +67,9 @@ def test_contract(row, form, dtype):
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["queries", "keys", "features", "w_f", "w_v", "values"])
+@pytest.mark.parametrize(
+    "name", ["queries", "keys", "w_k", "bias", "features", "w_f", "w_v", "values"]
+)
 def test_magnitudes(name, dtype, scale):
     check(Case(**LARGE, C=10, scale={name: scale}, lens=lens(7, 53, 1)), dtype)
 

@@ -35,15 +35,6 @@ BF_INLINE Vec<A> shared_inverse(const A* unit, const Vec<A>* m) {
   return reciprocal<A>((d[0] * d[1]) * (d[2] * d[3]));
 }
 
-// n / d from an inverse of d that went through many roundings: in fp32 they would show in
-// 1 - tanh^2.
-template <class A>
-BF_INLINE Vec<A> rounded_once(Vec<A> n, Vec<A> d, Vec<A> inverse) {
-  const Vec<A> quotient = n * inverse;
-  if constexpr (sizeof(A) == 8) return quotient;
-  return quotient + (n - quotient * d) * inverse;
-}
-
 // tanh of one query and a group of keys; m are their table entries, `inverse` is from
 // shared_inverse if the form shares a division.
 template <class A, Form form>

@@ -326,5 +326,14 @@ BF_INLINE Vec<A> quotient(Vec<A> x, Vec<A> y) {
   return x / y;
 }
 
+// n / d of a tanh from an inverse of d that went through many roundings: in fp32 they would show in
+// 1 - tanh^2, which is 0 where tanh is rounded to 1.
+template <class A>
+BF_INLINE Vec<A> rounded_once(Vec<A> n, Vec<A> d, Vec<A> inverse) {
+  const Vec<A> quotient = n * inverse;
+  if constexpr (sizeof(A) == 8) return quotient;
+  return quotient + (n - quotient * d) * inverse;
+}
+
 }  // namespace
 }  // namespace bahdanau_fast

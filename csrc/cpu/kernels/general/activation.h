@@ -74,10 +74,10 @@ BF_INLINE void quotients(const Fraction<A>* f, Vec<A>* out) {
   const Vec<A> d01 = f[0].d * f[1].d, d23 = f[2].d * f[3].d;
   const Vec<A> inverse = reciprocal<A>(d01 * d23);
   const Vec<A> inverse01 = inverse * d23, inverse23 = inverse * d01;
-  out[0] = f[0].n * (inverse01 * f[1].d);
-  out[1] = f[1].n * (inverse01 * f[0].d);
-  out[2] = f[2].n * (inverse23 * f[3].d);
-  out[3] = f[3].n * (inverse23 * f[2].d);
+  out[0] = rounded_once<A>(f[0].n, f[0].d, inverse01 * f[1].d);
+  out[1] = rounded_once<A>(f[1].n, f[1].d, inverse01 * f[0].d);
+  out[2] = rounded_once<A>(f[2].n, f[2].d, inverse23 * f[3].d);
+  out[3] = rounded_once<A>(f[3].n, f[3].d, inverse23 * f[2].d);
 }
 
 // act(x) of a multiple of four x. `negative` is the slope of leaky_relu below zero.
