@@ -303,7 +303,7 @@ def _table_for(queries_len: int, keys: Tensor) -> tuple[Tensor | None, Tensor | 
     if (
         keys.dtype is torch.float32
         and keys.numel() > limits.PRECISION.fp64_forward_table_elements
-        and queries_len * keys.numel() <= limits.PRECISION.fp64_elements
+        and queries_len * keys.numel() <= limits.PRECISION.fp64_cpu_elements
     ):
         return ops.exp_keys_now(keys, False)
     return None, None

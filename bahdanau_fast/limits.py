@@ -165,19 +165,19 @@ class GpuLimits:
 class PrecisionLimits:
     """What decides for exactness: the same on every processor; ``describe`` prints them."""
 
-    fp64_elements: int = _limit(
+    fp64_gpu_elements: int = _limit(
         "elements (query, key, hidden)",
-        "up to here fp32 calls are computed in fp64",
-        _ACCURACY,
+        "up to here fp32 calls are computed in fp64 on GPUs",
+        "python -m pytest tests/cuda/host/test_cuda_ranges.py",
     )
-    fp64_table_elements: int = _limit(
-        "elements (key, hidden)",
-        "up to here fp32 keys get their table in fp64 where gradients may be asked for",
+    fp64_cpu_elements: int = _limit(
+        "elements (query, key, hidden), of a table (key, hidden)",
+        "up to here fp32 calls and tables are computed in fp64 on the CPU",
         _ACCURACY,
     )
     fp64_forward_table_elements: int = _limit(
         "elements (key, hidden)",
-        "the same where no gradient will be asked for",
+        "the same of tables where no gradient will be asked for",
         _ACCURACY,
     )
     fp32_norm: int = _limit(
@@ -246,8 +246,8 @@ GPU_FAMILIES = {
 
 #: csrc/common/limits.h has those of fp64 and fp32 for the kernels; a test compares them.
 PRECISION = PrecisionLimits(
-    fp64_elements=524288,
-    fp64_table_elements=196608,
+    fp64_gpu_elements=524288,
+    fp64_cpu_elements=196608,
     fp64_forward_table_elements=16384,
     fp32_norm=64,
     onednn_terms=256,

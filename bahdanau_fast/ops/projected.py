@@ -130,7 +130,7 @@ def weights_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _exp_keys_fake(keys: Tensor, precise: bool = True) -> tuple[Tensor, Tensor]:
     batch, keys_len, hidden = keys.shape
-    most = PRECISION.fp64_table_elements if precise else PRECISION.fp64_forward_table_elements
+    most = PRECISION.fp64_cpu_elements if precise else PRECISION.fp64_forward_table_elements
     small = batch * keys_len * hidden <= most
     in_double = keys.dtype == torch.float64 or (keys.dtype == torch.float32 and small)
     dtype, per_line = (torch.float64, 8) if in_double else (torch.float32, 16)

@@ -7,12 +7,11 @@
 namespace bahdanau_fast {
 
 // fp32 problems of at most this many (query, key, hidden) elements are computed in fp64: that costs
-// little, and leaves only the rounding of the result as an error.
-constexpr int64_t kMaxFp64Elements = 524288;
-
-// The same for tables of keys (the CPU's exp_keys), in (key, hidden) elements: with gradients,
-// whose sums cancel more than those of scores, and without.
-constexpr int64_t kMaxFp64TableElements = 196608, kMaxFp64ForwardTableElements = 16384;
+// little, and leaves only the rounding of the result as an error. The CPU's limit is also that of
+// its tables (exp_keys), in (key, hidden) elements; a table made for calls without gradients, whose
+// sums cancel less, has the last one.
+constexpr int64_t kMaxFp64GpuElements = 524288, kMaxFp64CpuElements = 196608;
+constexpr int64_t kMaxFp64ForwardTableElements = 16384;
 // fp32 problems of any size are computed in fp64 on the CPU if the norm of w_v is above this: their
 // scores are in the hundreds, where the rounding of fp32 shows in the softmax.
 constexpr double kMaxFp32NormOfW = 64.0;
@@ -22,7 +21,7 @@ constexpr double kMaxFp32NormOfW = 64.0;
 constexpr int64_t kDecodeQueries = 16, kRawQueries = 4, kOwnWeight = 64 * 1024;
 
 // The kind that computes.
-constexpr Kind computing_kind(Kind storage, int64_t elements, int64_t limit = kMaxFp64Elements) {
+constexpr Kind computing_kind(Kind storage, int64_t elements, int64_t limit) {
   return storage == Kind::f32 && elements <= limit ? Kind::f32_in_f64 : storage;
 }
 

@@ -13,15 +13,15 @@ import torch
 
 from bahdanau_fast.limits import PRECISION
 
-# Pairs measured at a time; fp32 problems above PRECISION.fp64_elements run in the fp32 kernels.
-N = {torch.float32: PRECISION.fp64_elements // 2 + 999, torch.float64: 2_000}
+# Pairs measured at a time; fp32 problems above PRECISION.fp64_cpu_elements run in the fp32 kernels.
+N = {torch.float32: PRECISION.fp64_cpu_elements // 2 + 999, torch.float64: 2_000}
 MAGNITUDES = (1e-6, 1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 50.0, 1e3, 1e4)
 
 
 def attend(a, c, w=1.0, hidden=1):
     """Weights (n,1,Tk) for n queries (n,) and keys (n,Tk), each alike in all hidden units."""
     n, keys_len = c.shape
-    assert a.dtype == torch.float64 or n * keys_len * hidden > PRECISION.fp64_elements
+    assert a.dtype == torch.float64 or n * keys_len * hidden > PRECISION.fp64_cpu_elements
     queries = a[:, None, None].expand(n, 1, hidden).contiguous().requires_grad_()
     keys = c[:, :, None].expand(n, keys_len, hidden).contiguous().requires_grad_()
     weight = torch.full((hidden,), w / hidden, dtype=a.dtype, requires_grad=True)

@@ -12,7 +12,7 @@ from benchmarks.studies.peak_memory import allocator_events
 
 BACKENDS = [name for name in ("cpu", "reference") if name in bf.backends.available()]
 LENS = torch.tensor([37, 0, 12])
-# Rows in fp32 are computed in fp32 from 524 288 elements on, smaller ones in fp64.
+# Rows in fp32 are computed in fp32 from 196 608 elements on, smaller ones in fp64.
 FORMS = {
     "one channel in": {},
     "two channels in": {"inputs": 2, "channels": 6, "kernel_size": 5},

@@ -195,8 +195,8 @@ def test_ranks_and_limits_are_no_such_numbers(plain):
 
 # Of csrc/common/limits.h, by what the Python calls it.
 SHARED = {
-    "kMaxFp64Elements": PRECISION.fp64_elements,
-    "kMaxFp64TableElements": PRECISION.fp64_table_elements,
+    "kMaxFp64GpuElements": PRECISION.fp64_gpu_elements,
+    "kMaxFp64CpuElements": PRECISION.fp64_cpu_elements,
     "kMaxFp64ForwardTableElements": PRECISION.fp64_forward_table_elements,
     "kMaxFp32NormOfW": PRECISION.fp32_norm,
     "kDecodeQueries": limits.OTHER_GPU.step_queries,

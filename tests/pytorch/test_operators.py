@@ -109,7 +109,7 @@ def test_only_the_gradients_asked_for_are_made():
 
 def test_the_fakes_know_the_sizes_of_the_tables():
     # Right at the size where the table changes its precision.
-    for elements in (PRECISION.fp64_elements, PRECISION.fp64_elements + 1):
+    for elements in (PRECISION.fp64_cpu_elements, PRECISION.fp64_cpu_elements + 1):
         keys = torch.randn(1, elements, 1)
         real = ops.exp_keys(keys)
         fake = ops.exp_keys(keys.to("meta"))

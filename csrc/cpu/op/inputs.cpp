@@ -94,7 +94,7 @@ Inputs::Inputs(const Queries& queries, const Keys& keys, const MaybeTensor& tabl
   storage = queries.scalar_type();
   const bool float_table = table.has_value() && table->scalar_type() == ScalarType::Float;
   kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H,
-                        float_table ? kMaxFp64ForwardTableElements : kMaxFp64Elements);
+                        float_table ? kMaxFp64ForwardTableElements : kMaxFp64CpuElements);
   owned_.reserve(4);  // as many as most calls have; likewise the buffers
   buffers_.reserve(4);
   const std::vector<double> w = to_doubles(w_v, "w_v");

@@ -11,7 +11,7 @@ namespace {
 std::tuple<Tensor, Tensor> exp_keys(const Tensor& keys, bool precise) {
   STD_TORCH_CHECK(keys.dim() == 3, "keys must have 3 dimensions");
   const Kind kind = computing_kind(storage_kind(keys, "keys"), keys.numel(),
-                                   precise ? kMaxFp64TableElements : kMaxFp64ForwardTableElements);
+                                   precise ? kMaxFp64CpuElements : kMaxFp64ForwardTableElements);
   const int64_t B = keys.size(0), Tk = keys.size(1), H = keys.size(2);
   const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
   Tensor table = new_tensor({B, Tk, table_width(H, kind)}, type);
@@ -137,7 +137,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
 // A projection of queries or keys.
 struct Projected {
   Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias, const char* name,
-            int64_t limit = kMaxFp64Elements)
+            int64_t limit = kMaxFp64CpuElements)
       : kind(computing_kind(storage_kind(rows, name), rows.numel(), limit)) {
     STD_TORCH_CHECK(rows.dim() == 3, name, " must have 3 dimensions");
     STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == rows.size(2) && weight.is_cpu() &&
@@ -233,7 +233,7 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q,
   STD_TORCH_CHECK(w_k.has_value() || !bias.has_value(), "bias must come with w_k");
   STD_TORCH_CHECK(!w_k.has_value() || !table.has_value(), "table must come without w_k");
   // Without w_k fp32 is projected in fp32, as by the matrix product this replaces.
-  const int64_t limit = w_k.has_value() ? kMaxFp64Elements : 0;
+  const int64_t limit = w_k.has_value() ? kMaxFp64CpuElements : 0;
   const OwnRows projected = Projected(queries, w_q, std::nullopt, "queries", limit).forward();
   const auto to = [&](const auto& projected_keys) {
     return attend_to(projected, projected_keys, table, keys_max, values, w_v, valid_lens,

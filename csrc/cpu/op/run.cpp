@@ -21,7 +21,7 @@ ForwardPlan plan_forward(const Problem& p) {
   plan.chunk = p.Tk;
   const int64_t smallest =
       64;  // keys; combining the sums of smaller chunks takes longer than they save
-  if (p.Tk >= 2 * smallest && p.B * p.Tq * p.Tk * p.H > kMaxFp64TableElements) {
+  if (p.Tk >= 2 * smallest && p.B * p.Tq * p.Tk * p.H > kMaxFp64CpuElements) {
     const int64_t even = ceil_div(p.Tk, parts_per_row(p.B * plan.query_blocks));
     plan.chunk = even > smallest ? even : smallest;
   }

@@ -70,7 +70,7 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, 
   Problem& p = problem;
   kind = read_sizes(queries, keys, values, w_v, dropout_p, projections.has_value(), raw_keys, here,
                     &p);
-  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H);
+  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H, kMaxFp64GpuElements);
   if (dropout_p > 0.0) p.seed = seed_data(seed, here);
   if (valid_lens.has_value()) set_lens(*valid_lens);
   if (p.empty()) return;

@@ -80,7 +80,7 @@ LONG = {1: 513, 3: 171, 6: 86, 40: 13}
 
 def sizes_of(queries, dtype):
     """(Tk, H) of small problems that between them meet every kernel of a dtype."""
-    assert all(2 * tq * tk * 512 > PRECISION.fp64_elements for tq, tk in LONG.items())
+    assert all(2 * tq * tk * 512 > PRECISION.fp64_gpu_elements for tq, tk in LONG.items())
     return [(150, 40), (LONG[queries], 512)] if dtype == torch.float32 else [(150, 40)]
 
 

@@ -42,7 +42,7 @@ def in_fp32(monkeypatch):
     monkeypatch.setattr(
         parity, "oracle", lambda case, drawn, dtype: parity.long_double(case, drawn)
     )
-    monkeypatch.setattr(limits, "PRECISION", replace(limits.PRECISION, fp64_elements=0))
+    monkeypatch.setattr(limits, "PRECISION", replace(limits.PRECISION, fp64_gpu_elements=0))
 
 
 def test_these_are_the_places():
