@@ -77,12 +77,22 @@ BF_INLINE Vec<A> load_row(const T* row, int64_t h, int64_t H) {
   return h < H ? load_as<A>(row + h, H - h) : Vec<A>{};
 }
 
+// `count` vectors of a row from h on.
+template <class A, int count, class T>
+BF_INLINE void load_row(const T* row, int64_t h, int64_t H, Vec<A>* out) {
+  if (h + count * kLanes<A> <= H)
+    each<count>([&](int k) { out[k] = load_as<A>(row + h + k * kLanes<A>); });
+  else
+    each<count>([&](int k) { out[k] = load_row<A>(row, h + k * kLanes<A>, H); });
+}
+
 // The table of one key: exp(2c), a normal number unless the form is direct, which reads no table.
 template <class T, class A>
 void fill_table(const T* row, int64_t H, int64_t width, A shift, A* out) {
-  together<A>(width, [&](int64_t h, auto count) {
+  together<A>(width, [&](int64_t h, auto count) BF_INLINED {
     Vec<A> m[count];
-    each<count>([&](int k) { m[k] = 2 * load_row<A>(row, h + k * kLanes<A>, H); });
+    load_row<A, count>(row, h, H, m);
+    each<count>([&](int k) { m[k] += m[k]; });
     shift == A(1) ? expm1_near_zero<A, count>(m) : exp<A, count, true>(m);
     each<count>([&](int k) { store(out + h + k * kLanes<A>, m[k]); });
   });
@@ -122,9 +132,9 @@ template <class A, class T, class F>
 BF_INLINE void each_units(const T* row, int64_t H, int64_t width, A keys_max, bool factored,
                           const F& f) {
   const A shift = table_shift(keys_max);
-  together<A>(width, [&](int64_t h, auto count) {
+  together<A>(width, [&](int64_t h, auto count) BF_INLINED {
     Vec<A> a[count], e[count], near_zero[count];
-    each<count>([&](int k) { a[k] = load_row<A>(row, h + k * kLanes<A>, H); });
+    load_row<A, count>(row, h, H, a);
     if (factored) {
       each<count>([&](int k) { e[k] = -2 * a[k]; });
       exp<A, count, true>(e);

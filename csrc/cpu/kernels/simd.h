@@ -36,7 +36,8 @@ using IntVec = typename VecOf<A>::ints;
 template <class A>
 constexpr int kLanes = VecOf<A>::lanes;
 
-#define BF_INLINE inline __attribute__((always_inline))
+#define BF_INLINED __attribute__((always_inline))  // of a lambda
+#define BF_INLINE inline BF_INLINED
 
 template <class A>
 BF_INLINE Vec<A> splat(A x) {
