@@ -108,12 +108,12 @@ def _timed(call: Callable[[], Any], repeats: int) -> float:
 def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: int = 5) -> Timings:
     """Time calls in turn for about ``seconds``, at least ``min_rounds`` rounds.
 
-    A sample repeats a call of up to 50 ms at least five times and for about 5 ms, after as many
-    calls that are not timed: a decoder reads the same memory at every step and finds it in the
-    caches. The order of the calls is new in each round, so that no call always follows the same
-    other call. A pause before each sample lets the threads of the provider before go to sleep:
-    compiled code has an OpenMP pool of its own, which spins for some milliseconds on the cores that
-    the next provider needs.
+    A sample repeats a call at least five times and for about 5 ms, one of more than 5 ms twice and
+    one of more than 50 ms once, after as many calls that are not timed: a decoder reads the same
+    memory at every step and finds it in the caches. The order of the calls is new in each round, so
+    that no call always follows the same other call. A pause before each sample lets the threads of
+    the provider before go to sleep: compiled code has an OpenMP pool of its own, which spins for
+    some milliseconds on the cores that the next provider needs.
 
     Args:
         calls: the calls to time, already warm.
@@ -129,7 +129,8 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
             if once < SLOW_SECONDS:  # the first may still have been the warm-up
                 once = min(once, seconds_per_call(call, 1))
             enough = math.ceil(SAMPLE_SECONDS / max(once, 1e-9))
-            repeats[name] = min(500, max(5, enough)) if once < SLOW_SECONDS else 1
+            least = 5 if once < SAMPLE_SECONDS else 2
+            repeats[name] = min(500, max(least, enough)) if once < SLOW_SECONDS else 1
             round_seconds += once * repeats[name] * (2 if repeats[name] > 1 else 1) + PAUSE_SECONDS
         at_least = min_rounds if round_seconds < seconds else min(min_rounds, 3)
         rounds = max(at_least, min(MAX_ROUNDS, int(seconds / round_seconds)))
