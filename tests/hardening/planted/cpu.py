@@ -53,8 +53,8 @@ MUTANTS = [
     ),
     Mutant(
         "cpu exp_keys", TAIL, "last hidden unit",
-        "csrc/cpu/kernels/score.h", "m[k] = 2 * load_row<A>(row, h + k * kLanes<A>, H);",
-        "m[k] = 2 * load_row<A>(row, h + k * kLanes<A>, H - 1);", PARITY,
+        "csrc/cpu/kernels/score.h", "load_row<A, count>(row, h, H, m);",
+        "load_row<A, count>(row, h, H - 1, m);", PARITY,
     ),
     Mutant(
         "cpu exp_keys", TAIL, "last chunk of keys", "csrc/cpu/op/inputs.cpp",
