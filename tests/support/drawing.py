@@ -15,8 +15,11 @@ SIZES = st.one_of(st.integers(1, 130), st.sampled_from([1, 2, 3, 7, 8, 16, 31, 3
 
 
 @st.composite
-def cases(draw, dtype, most=None, masks=False):
-    """A case from the whole contract; ``most`` bounds B*Tq*Tk*H, ``masks`` draws masks too."""
+def cases(draw, dtype, most=None, masks=False, inside=False):
+    """A case from the whole contract.
+
+    ``most`` bounds B*Tq*Tk*H, ``masks`` draws masks too, ``inside`` features and activations.
+    """
     size = {
         "B": draw(st.integers(0, 5)),
         "Tq": draw(st.integers(0, 33)),
@@ -42,10 +45,17 @@ def cases(draw, dtype, most=None, masks=False):
         share = draw(st.sampled_from([0.02, 0.5, 0.98]))
         mask = torch.rand(shape, generator=generator) < share
     scaled = ("queries", "keys", "values", "w_q", "w_k", "w_v", "bias", "context", "weights")
+    form = {}
+    if inside:
+        # A slope that jumps where a sum in 16 bits is zero or nearly so is a matter of luck.
+        kinds = ["tanh", "tanh", "relu", "leaky_relu"] if dtype.itemsize > 2 else ["tanh"]
+        form["activation"] = draw(st.sampled_from(kinds))
+        form["C"] = draw(st.sampled_from([1, 3, 10, 33] + [0] * (form["activation"] != "tanh")))
     some = draw(st.lists(st.sampled_from(scaled), max_size=4, unique=True))
     laid = draw(st.lists(st.sampled_from(scaled), max_size=4, unique=True))
     case = Case(
         **size,
+        **form,
         lens=length,
         mask=mask,
         bias=draw(st.booleans()),

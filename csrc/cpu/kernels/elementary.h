@@ -124,7 +124,8 @@ BF_INLINE void expm1_near_zero(Vec<A>* x) {
 
 template <class A>
 struct TanhAndSlope {
-  Vec<A> tanh, slope;  // slope = 1 - tanh^2, to full relative precision
+  // slope = 1 - tanh^2, to full relative precision, and 0 where that of fp64 would be 0.
+  Vec<A> tanh, slope;
 };
 
 template <class A>
@@ -137,7 +138,7 @@ BF_INLINE TanhAndSlope<A> tanh_and_slope(Vec<A> x) {
   // 1 - tanh^2 is the better form until it cancels.
   const Vec<A> slope =
       magnitude < A(0.875) ? 1 - magnitude * magnitude : 4 * e / ((1 + e) * (1 + e));
-  return {x < 0 ? -magnitude : magnitude, slope};
+  return {x < 0 ? -magnitude : magnitude, slope < A(2.2e-16) ? Vec<A>{} : slope};
 }
 
 // 1 - tanh^2 of a saturated unit is a rounding error: with tanh a few steps from 1 it is as many

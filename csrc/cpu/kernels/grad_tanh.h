@@ -67,7 +67,7 @@ BF_INLINE void tanh_gradients(const A* unit, const Vec<A>* m, Vec<A> inverse, co
     for (int k = 0; k < kGroup; ++k) {
       const TanhAndSlope<A> f = tanh_and_slope<A>(a + m[k]);
       st[k] = s[k] * f.tanh;
-      su[k] = s[k] * (f.slope < A(2.2e-16) ? Vec<A>{} : f.slope);  // 0 as 1 - tanh^2 would be
+      su[k] = s[k] * f.slope;
     }
   } else {
     Vec<A> t[kGroup];

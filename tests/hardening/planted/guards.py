@@ -32,7 +32,7 @@ TESTS = {
     "cpu/.*shared ": ((CPU, "four"),),
     r"cpu/.*(kShiftLimit|abs<A>\(a\)) ": ((CPU, "shifted"),),
     "cpu/.*kSaturated ": ((CPU, "saturated"),),
-    r"cpu/.*(least|f\.slope) ": ((CPU, "slope or four"),),
+    r"cpu/.*(least|slope) ": ((CPU, "slope or four"),),
     "cpu/.*kSaturates ": (GENERAL,),
     "cpu/.*(y|magnitude) ": ((CPU, "sum"), GENERAL),
     "cuda/.*(kFactored|kLargestW) ": ((CUDA, "share or large_w"),),
@@ -71,7 +71,7 @@ EXPLAINED = {
     (f"{TANH} clamp 9.5f", "halved"): "tanh is off by 1.5e-4, less than a rounding of 16 bits",
     (f"{ELEMENTARY} magnitude < 0.875", "doubled"): "1 - tanh^2 is what eager computes",
     (f"{ELEMENTARY} magnitude < 0.875", "halved"): SPEED,
-    ("cpu/kernels/grad_tanh.h: (f.slope < 2.2e-16", "doubled"): EAGER,
+    (f"{ELEMENTARY} slope < 2.2e-16", "doubled"): EAGER,
     (f"{TANH} u < 2e-9f", "doubled"): EAGER,
     (f"{TANH} u < 2e-9f (2)", "doubled"): EAGER,
     (f"{TANH} at_most 2147483648.0f", "doubled"): "four that are cut then add up to 0, not 2^-30",
@@ -99,7 +99,7 @@ EXPLAINED = {
     (f"{TANH} u < 1e-13", "halved"): "still hundreds of roundings of tanh",
     (f"{TANH} at_most 2147483648.0f", "halved"): OF_16_BITS,
     (f"{ELEMENTARY} y <= 1", "halved"): "1 - exp(-y) is off by a rounding or two from 1/2 on",
-    ("cpu/kernels/grad_tanh.h: (f.slope < 2.2e-16", "halved"): "the slope is exact there",
+    (f"{ELEMENTARY} slope < 2.2e-16", "halved"): "the slope is exact there",
     (f"{TYPES} kShiftLimit = 0.5", "halved"): "exp(2c) above 1/4 is off by a rounding of tanh",
 }
 
