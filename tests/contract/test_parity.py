@@ -117,6 +117,30 @@ def test_drawn_cases_fp16(case, way):
     check(case, torch.float16, WAYS[way])
 
 
+@drawn
+@given(cases(torch.float32, masks=True, inside=True))
+def test_drawn_cases_with_features_fp32(case):
+    check(case, torch.float32)
+
+
+@drawn
+@given(cases(torch.float64, most=60_000, masks=True, inside=True))
+def test_drawn_cases_with_features_fp64(case):
+    check(case, torch.float64)
+
+
+@drawn
+@given(cases(torch.bfloat16, masks=True, inside=True))
+def test_drawn_cases_with_features_bf16(case):
+    check(case, torch.bfloat16)
+
+
+@drawn
+@given(cases(torch.float16, masks=True, inside=True))
+def test_drawn_cases_with_features_fp16(case):
+    check(case, torch.float16)
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -45,9 +45,11 @@ def cases(draw, dtype, most=None, masks=False, inside=False):
         share = draw(st.sampled_from([0.02, 0.5, 0.98]))
         mask = torch.rand(shape, generator=generator) < share
     scaled = ("queries", "keys", "values", "w_q", "w_k", "w_v", "bias", "context", "weights")
-    form = {}
+    form, scales = {}, SCALES
     if inside:
-        # A slope that jumps where a sum in 16 bits is zero or nearly so is a matter of luck.
+        scales = SCALES.filter(lambda scale: scale <= 100)
+        # A slope that jumps where a sum in 16 bits is zero or nearly so is a matter of luck, and so
+        # is, at 1e4, which unit of a thousand a rounded projection leaves unsaturated.
         kinds = ["tanh", "tanh", "relu", "leaky_relu"] if dtype.itemsize > 2 else ["tanh"]
         form["activation"] = draw(st.sampled_from(kinds))
         form["C"] = draw(st.sampled_from([1, 3, 10, 33] + [0] * (form["activation"] != "tanh")))
@@ -61,7 +63,7 @@ def cases(draw, dtype, most=None, masks=False, inside=False):
         bias=draw(st.booleans()),
         tied=draw(st.booleans()),
         grads=draw(st.sampled_from(["both", "both", "context", "weights"])),
-        scale={name: draw(SCALES) for name in some},
+        scale={name: draw(scales) for name in some},
         layout={name: draw(st.sampled_from(sorted(LAYOUTS))) for name in laid},
         seed=draw(st.integers(0, 2**31)),
     )
