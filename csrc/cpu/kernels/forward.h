@@ -143,16 +143,16 @@ struct ForwardTask {
     }
   }
 
-  // score() with what General says inside.
+  // score() as general/scores.h has it.
   template <Activation act>
   void score_general() {
     const Rows<T, A> query_rows(p.queries, b), key_rows(p.keys, b);
     const A* w = static_cast<const A*>(p.w);
     const A negative = A(p.general.negative_slope);
-    // Keys whose rows are of use as they are.
-    constexpr bool same = std::is_same<T, A>::value;
-    const bool stored = same && p.general.C == 0;
-    const int64_t stride = stored ? key_rows.stride : p.width, H = stored ? p.H : p.width;
+    const General& g = p.general;
+    const A* of_keys = static_cast<const A*>(g.features.data) + b * g.features.batch_stride;
+    Features<A> features = {
+        nullptr, static_cast<const A*>(g.w_f), g.features.row_stride, g.feature_step, p.width, g.C};
     int64_t used = 0;  // keys that any query uses
     for (int64_t i = 0; i < queries; ++i) {
       used = count(i) > used ? count(i) : used;
@@ -162,20 +162,22 @@ struct ForwardTask {
     for (int64_t first = 0; first < used; first += kInnerRows) {
       const int64_t most = used - first < kInnerRows ? used - first : kInnerRows;
       if (!any_sees(0, queries, first, most)) continue;
-      const A* rows = own_table;
-      if constexpr (same)
-        if (stored) rows = key_rows[j0 + first];
-      if (!stored)
+      if (queries > 1)
         make_inner_rows(p, b, key_rows.base, key_rows.stride, j0 + first, most, 0, p.width,
                         own_table);
+      features.f = of_keys + (j0 + first) * g.features.row_stride;
       for (int64_t i = 0; i < queries; ++i) {
         const int64_t some = count(i) - first, keys = some < most ? some : most;
         if (!sees(i, first, keys)) continue;
-        for (int64_t k = 0; k < keys; ++k)
-          score_row(i)[first + k] =
-              uniform(i)
-                  ? A(0)
-                  : inner_score<A, act>(constants + i * p.width, rows + k * stride, w, H, negative);
+        const A* query = constants + i * p.width;
+        A* out = score_row(i) + first;
+        if (uniform(i))
+          for (int64_t k = 0; k < keys; ++k) out[k] = A(0);
+        else if (queries > 1)
+          inner_scores<A, act>(query, own_table, p.width, {}, w, p.width, negative, keys, out);
+        else
+          inner_scores<A, act>(query, key_rows[j0 + first], key_rows.stride, features, w, p.H,
+                               negative, keys, out);
       }
     }
   }

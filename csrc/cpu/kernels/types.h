@@ -25,9 +25,9 @@ constexpr double kShiftLimit = 0.5;
 // What is applied to the sum inside a score; the numbers are those of ops/inside/general.py.
 enum class Activation : int { tanh = 0, relu = 1, leaky_relu = 2 };
 
-// What a score has inside beside query and key (general/scores.h).
+// What a score has inside beside query and key, where general/scores.h computes it.
 struct General {
-  bool used = false;  // else tanh without features, from tables
+  bool used = false;  // else from exponentials: tanh without features
   Activation activation = Activation::tanh;
   double negative_slope = 0.0;
   int64_t C = 0;              // features of a key

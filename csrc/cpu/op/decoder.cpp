@@ -127,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode(
     const Tensor& w_hidden, const Tensor& bias, MaybeTensor masks, MaybeTensor seed,
     double dropout_p, bool keep) {
   Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
-            true);
+            Exponentials::tabled);
   const Weights w{w_query, w_context, w_input, w_hidden, bias};
   const Decoder d(length(input_gates, 3, "input_gates"), hidden, cell, in, w, masks);
   d.check(input_gates, {d.T, d.B, d.G}, "input_gates");
@@ -161,7 +161,7 @@ std::tuple<Tensor, Tensor> decode_greedy(
     const Tensor& bias, const Tensor& w_dense, const Tensor& dense_bias, const Tensor& left_out,
     int64_t first, int64_t last, int64_t blank, int64_t max_steps) {
   Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, std::nullopt,
-            0.0, true);
+            0.0, Exponentials::tabled);
   const Weights w{w_query, w_context, w_input, w_hidden, bias};
   STD_TORCH_CHECK(max_steps > 0 && max_steps <= kMostSteps, "max_steps must be between 1 and ",
                   kMostSteps);

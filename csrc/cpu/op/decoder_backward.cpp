@@ -19,7 +19,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
     MaybeTensor grad_states, MaybeTensor grad_hidden, MaybeTensor grad_cell,
     MaybeTensor grad_weights) {
   Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
-            true);
+            Exponentials::tabled);
   const Decoder d(length(queries, 3, "queries"), hidden, cell, in,
                   {w_query, w_context, w_input, w_hidden, bias}, masks);
   const int64_t T = d.T, B = d.B, H = d.H, L = d.L;

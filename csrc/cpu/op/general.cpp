@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor> general_attend(const Tensor& queries, const Tensor& k
                                           double dropout_p) {
   const Inside inside{features, w_f, activation, negative_slope};
   const Inputs in(queries, keys, std::nullopt, std::nullopt, values, w_v, valid_lens, seed,
-                  dropout_p, true, inside);
+                  dropout_p, exponentials_for(queries), inside);
   const Problem& p = in.problem;
   Tensor context = new_tensor({p.B, p.Tq, p.Dv}, in.storage);
   Tensor weights = new_tensor({p.B, p.Tq, p.Tk}, weights_dtype(in.kind));
@@ -182,7 +182,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> general_attend_backwa
     MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs, MaybeTensor onto) {
   const Inside inside{features, w_f, activation, negative_slope};
   const Inputs in(queries, keys, std::nullopt, std::nullopt, values, w_v, valid_lens, seed,
-                  dropout_p, false, inside);
+                  dropout_p, Exponentials::as_read, inside);
   Tensor grad_queries = gradient(queries, needs & need_queries);
   Tensor grad_keys = gradient(keys, needs & need_keys);
   Tensor grad_values = gradient(values, needs & need_values);
@@ -221,9 +221,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> general_attend_backwa
 
 // Inputs of a call whose result are the scores: without values.
 Inputs scores_inputs(const Tensor& queries, const Tensor& keys, const Tensor& w_v,
-                     const Inside& inside, bool make_table) {
+                     const Inside& inside, Exponentials exponentials) {
   Inputs in(queries, keys, std::nullopt, std::nullopt, keys, w_v, std::nullopt, std::nullopt, 0.0,
-            make_table, inside);
+            exponentials, inside);
   in.problem.Dv = 0;
   return in;
 }
@@ -231,9 +231,8 @@ Inputs scores_inputs(const Tensor& queries, const Tensor& keys, const Tensor& w_
 Tensor general_scores(const Tensor& queries, const Tensor& keys, const Tensor& w_v,
                       MaybeTensor features, MaybeTensor w_f, int64_t activation,
                       double negative_slope) {
-  const bool many = queries.dim() == 3 && queries.size(1) > kQueryBlock;
-  const Inputs in =
-      scores_inputs(queries, keys, w_v, {features, w_f, activation, negative_slope}, many);
+  const Inputs in = scores_inputs(queries, keys, w_v, {features, w_f, activation, negative_slope},
+                                  exponentials_for(queries));
   const Problem& p = in.problem;
   Tensor scores = new_tensor({p.B, p.Tq, p.Tk}, weights_dtype(in.kind));
   if (!p.empty()) run_scores(in, scores.mutable_data_ptr());
@@ -245,7 +244,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> general_scores_backward(
     MaybeTensor w_f, int64_t activation, double negative_slope, const Tensor& grad_scores,
     int64_t needs) {
   const Inside inside{features, w_f, activation, negative_slope};
-  const Inputs in = scores_inputs(queries, keys, w_v, inside, false);
+  const Inputs in = scores_inputs(queries, keys, w_v, inside, Exponentials::as_read);
   Tensor grad_queries = gradient(queries, needs & need_queries);
   Tensor grad_keys = gradient(keys, needs & need_keys);
   Tensor grad_w = gradient(w_v, needs & need_w);

@@ -87,7 +87,7 @@ template <class Queries, class Keys>
 Inputs::Inputs(const Queries& queries, const Keys& keys, const MaybeTensor& table,
                const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
                const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
-               bool make_table, const Inside& inside) {
+               Exponentials exponentials, const Inside& inside) {
   check_cpu(queries, "queries");
   Problem& p = problem;
   kind = read_sizes(queries, keys, values, w_v, dropout_p, false, false, check_cpu, &p);
@@ -112,13 +112,13 @@ Inputs::Inputs(const Queries& queries, const Keys& keys, const MaybeTensor& tabl
   if (p.empty()) return;
   set_w(w, w_norms.largest);
   set_key_counts(valid_lens);
-  if (!p.general.used) set_table(table, keys_max, make_table);
+  if (!p.general.used) set_table(table, keys_max, exponentials);
 }
 
 #define BF_INPUTS(Queries, Keys)                                                                \
   template Inputs::Inputs(const Queries&, const Keys&, const MaybeTensor&, const MaybeTensor&,  \
                           const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&, \
-                          double, bool, const Inside&);
+                          double, Exponentials, const Inside&);
 BF_INPUTS(Tensor, Tensor)
 BF_INPUTS(OwnRows, Tensor)
 BF_INPUTS(OwnRows, OwnRows)
@@ -285,7 +285,8 @@ void Inputs::set_mask(const Tensor& mask) {
   if (!prefixes) p.mask = view;
 }
 
-void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bool make_table) {
+void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max,
+                       Exponentials exponentials) {
   Problem& p = problem;
   const ScalarType type = size_of(kind) == 8 ? ScalarType::Double : ScalarType::Float;
   // A table of the other precision was made for another number of queries; this call ignores it.
@@ -300,6 +301,11 @@ void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bo
     p.keys_max = keys_max->const_data_ptr();
     return;
   }
+  if (exponentials == Exponentials::unused && size_of(kind) == 4) {
+    p.general.used = true;
+    return;
+  }
+  const bool make_table = exponentials == Exponentials::tabled;
   buffers_.emplace_back(make_table ? p.B * p.Tk * p.width * size_of(kind) : 0);
   buffers_.emplace_back(p.B * size_of(kind));
   void* entries = make_table ? buffers_[buffers_.size() - 2].get() : nullptr;

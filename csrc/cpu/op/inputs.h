@@ -61,6 +61,23 @@ struct Inside {
   double negative_slope = 0.0;
 };
 
+// The exponentials of the keys, where no table of them is given.
+enum class Exponentials {
+  as_read,  // the kernels make them as they read the keys
+  tabled,   // made first, all of them
+  unused    // tanh of the sums instead; in fp64, where that is not faster, as_read
+};
+
+// Of a forward. A single query would use each of them once; where there are several blocks of
+// queries, each would make them again.
+template <class Queries>
+Exponentials exponentials_for(const Queries& queries) {
+  const int64_t Tq = queries.dim() == 3 ? queries.size(1) : 1;
+  return Tq == 1             ? Exponentials::unused
+         : Tq <= kQueryBlock ? Exponentials::as_read
+                             : Exponentials::tabled;
+}
+
 // A Problem, and all the memory it points to. A mask, bool (B,1,Tk) or (B,Tq,Tk), may take the
 // place of valid_lens.
 struct Inputs {
@@ -68,8 +85,8 @@ struct Inputs {
   template <class Queries, class Keys>
   Inputs(const Queries& queries, const Keys& keys, const MaybeTensor& table,
          const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
-         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p, bool make_table,
-         const Inside& inside = {});
+         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
+         Exponentials exponentials, const Inside& inside = {});
 
   Problem problem;
   Kind kind;  // that computes
@@ -82,7 +99,7 @@ struct Inputs {
   void set_general(const Inside& inside);
   template <class A>
   void set_features(const Tensor& features, const Tensor& w_f);
-  void set_table(const MaybeTensor& table, const MaybeTensor& keys_max, bool make_table);
+  void set_table(const MaybeTensor& table, const MaybeTensor& keys_max, Exponentials exponentials);
 
   std::vector<Tensor> owned_;
   std::vector<Buffer> buffers_;

@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> attend_to(const Queries& queries, const Keys& keys,
                                      const MaybeTensor& valid_lens, const MaybeTensor& seed,
                                      double dropout_p, bool need_weights) {
   const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
-                  queries.dim() == 3 && queries.size(1) > kQueryBlock);
+                  exponentials_for(queries));
   const Problem& p = in.problem;
   Tensor context = new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
@@ -77,7 +77,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, MaybeTensor seed,
     double dropout_p, const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights,
     int64_t needs) {
-  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p, false);
+  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
+                  Exponentials::as_read);
   Tensor grad_queries = gradient(queries, needs & need_queries);
   KeyGradients grads(keys, values, w_v, needs);
   if (in.problem.empty()) {
@@ -97,7 +98,8 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
     const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, MaybeTensor seed,
     double dropout_p, const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights,
     bool needed) {
-  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p, false);
+  const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
+                  Exponentials::as_read);
   const Problem& p = in.problem;
   Tensor grad_queries = gradient(queries, needed);
   Tensor grad_scores = gradient(weights, true);
@@ -120,7 +122,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
     const Tensor& values, const Tensor& w_v, MaybeTensor valid_lens, const Tensor& weights,
     MaybeTensor grad_context, const Tensor& grad_scores, int64_t needs) {
   const Inputs in(queries, keys, table, keys_max, values, w_v, valid_lens, std::nullopt, 0.0,
-                  false);
+                  Exponentials::as_read);
   KeyGradients grads(keys, values, w_v, needs);
   if (in.problem.empty()) {
     grads.zero();

@@ -1,4 +1,4 @@
-// Scores with features or another activation inside:
+// Scores with features or another activation inside, and those of a single query without a table:
 //
 //   score[i,j] = w . act(a[i] + c[j] + W_f f[j])
 //
@@ -7,9 +7,10 @@
 //   f    (Tk,C)      features, in the sum type, any strides
 //   W_f  (C,width)   transposed, in the sum type, zero past H
 //
-// Keys are taken a few at a time: their rows c + W_f f are made in the first-level cache, where all
-// queries of the task use them. Nothing of size Tk x H is written. Each key reads H numbers and C
-// features; per (query, key, hidden) element tanh takes some twenty instructions of a vector.
+// Keys are taken a few at a time. c + W_f f stays in registers for a single query; for several of
+// them its rows are made in the first-level cache. Nothing of size Tk x H is written. Each key
+// reads H numbers and C features; per (query, key, hidden) element tanh takes some twenty
+// instructions of a vector.
 #pragma once
 
 #include "activation.h"
@@ -39,47 +40,80 @@ void make_inner_rows(const Problem& p, int64_t b, const T* keys, int64_t key_str
                    count);
 }
 
-// w act(x) of `count` vectors, a multiple of four, added up; four share a division.
-template <class A, Activation act, int count>
-BF_INLINE Vec<A> weighted(const Vec<A>* x, const A* w, A negative) {
-  Vec<A> total{};
+// Vectors of a key that share a division, and keys that are taken together.
+constexpr int kScoreVectors = 4, kScoreKeys = kTogether / kScoreVectors;
+
+// total[k] += w act(x) of the vectors of key k, added up.
+template <class A, Activation act>
+BF_INLINE void add_weighted(const Vec<A>* x, const Vec<A>* w, A negative, Vec<A>* total) {
+  constexpr int K = kScoreKeys, V = kScoreVectors;
   if constexpr (act == Activation::tanh) {
-    Fraction<A> f[count];
-    tanh_fractions<A, count>(x, f);
-    for (int v = 0; v < count; ++v) f[v].n *= load(w + v * kLanes<A>);
-    for (int v = 0; v < count; v += 4) {
-      const Fraction<A> all = add(add(f[v], f[v + 1]), add(f[v + 2], f[v + 3]));
-      total += quotient<A>(all.n, all.d);
+    Fraction<A> f[K * V];
+    tanh_fractions<A, K * V>(x, f);
+    for (int i = 0; i < K * V; ++i) f[i].n *= w[i % V];
+    for (int k = 0; k < K; ++k) {
+      const Fraction<A>* of = f + k * V;
+      const Fraction<A> all = add(add(of[0], of[1]), add(of[2], of[3]));
+      total[k] += quotient<A>(all.n, all.d);
     }
   } else {
-    Vec<A> y[count];
-    activated<A, act, count>(x, negative, y);
-    for (int v = 0; v < count; ++v) total += load(w + v * kLanes<A>) * y[v];
+    Vec<A> y[K * V];
+    activated<A, act, K * V>(x, negative, y);
+    for (int i = 0; i < K * V; ++i) total[i / V] += w[i % V] * y[i];
   }
-  return total;
 }
 
-// sum_h w act(a + c) over rows of `H` numbers; w has whole vectors, zero past H.
-template <class A, Activation act>
-BF_INLINE A inner_score(const A* query, const A* key, const A* w, int64_t H, A negative) {
-  constexpr int L = kLanes<A>;
-  Vec<A> total{}, x[kTogether];
-  int64_t h = 0;
-  for (; h + kTogether * L <= H; h += kTogether * L) {
-    __builtin_prefetch(key + h + kAhead<A>);
-    for (int v = 0; v < kTogether; ++v) x[v] = load(query + h + v * L) + load(key + h + v * L);
-    total += weighted<A, act, kTogether>(x, w + h, negative);
-  }
-  for (; h < H; h += 4 * L) {
-    A of_w[4 * L] = {};
-    for (int v = 0; v < 4; ++v) {
-      const int64_t at = h + v * L;
-      x[v] = load_row<A>(query, at, H) + load_row<A>(key, at, H);
-      if (at < H) store(of_w + v * L, load(w + at));
+// Features of keys: those of key k from f + k * key_step on, C of them `step` apart. W_f has C rows
+// of `width`.
+template <class A>
+struct Features {
+  const A *f = nullptr, *w_f = nullptr;
+  int64_t key_step = 0, step = 0, width = 0, C = 0;
+};
+
+// out[k] = sum_h w act(a + c + W_f f) of `count` keys, rows of H numbers. The vectors of w are
+// whole, and zero past H.
+template <class A, Activation act, class T>
+void inner_scores(const A* query, const T* keys, int64_t stride, const Features<A>& features,
+                  const A* w, int64_t H, A negative, int64_t count, A* out) {
+  constexpr int L = kLanes<A>, K = kScoreKeys, V = kScoreVectors;
+  for (int64_t first = 0; first < count; first += K) {
+    const T* key[K];
+    const A* f[K];
+    Vec<A> total[K] = {};
+    for (int k = 0; k < K; ++k) {  // past the last one, that one again
+      const int64_t j = first + k < count ? first + k : count - 1;
+      key[k] = keys + j * stride;
+      f[k] = features.f + j * features.key_step;
     }
-    total += weighted<A, act, 4>(x, of_w, negative);
+    const auto add = [&](int64_t h, auto whole) BF_INLINED {
+      Vec<A> x[K * V], of_w[V];
+      const auto is_there = [&](int v) { return decltype(whole)::value || h + v * L < H; };
+      for (int v = 0; v < V; ++v) {
+        const int64_t at = h + v * L;
+        of_w[v] = is_there(v) ? load(w + at) : Vec<A>{};
+        const Vec<A> a = is_there(v) ? load(query + at) : Vec<A>{};
+        for (int k = 0; k < K; ++k)
+          x[k * V + v] =
+              a + (decltype(whole)::value ? load_as<A>(key[k] + at) : load_row<A>(key[k], at, H));
+      }
+      for (int64_t c = 0; c < features.C; ++c) {
+        const A* row = features.w_f + c * features.width + h;
+        Vec<A> by[K];
+        for (int k = 0; k < K; ++k) by[k] = splat<A>(f[k][c * features.step]);
+        for (int v = 0; v < V; ++v) {
+          if (!is_there(v)) continue;
+          const Vec<A> of_f = load_once(row + v * L);
+          for (int k = 0; k < K; ++k) x[k * V + v] += by[k] * of_f;
+        }
+      }
+      add_weighted<A, act>(x, of_w, negative, total);
+    };
+    int64_t h = 0;
+    for (; h + V * L <= H; h += V * L) add(h, std::true_type{});
+    if (h < H) add(h, std::false_type{});
+    for (int k = 0; k < K && first + k < count; ++k) out[first + k] = sum<A>(total[k]);
   }
-  return sum<A>(total);
 }
 
 }  // namespace
