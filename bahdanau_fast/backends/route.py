@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from bahdanau_fast import checks
-from bahdanau_fast.limits import GpuLimits, Limits
+from bahdanau_fast.limits import PRECISION, GpuLimits, Limits
 
 __all__ = [
     "FORMS",
@@ -152,6 +152,10 @@ def route(facts: Facts, limits: Limits, gpu: GpuLimits) -> Route:
     elements = keys * facts.hidden
     table = not (facts.traced or facts.general)  # operators for general scores read no table
     table = table and keeps_table(backend, elements, facts.queries_len, limits)
+    # In fp32 the kernels compute tanh for a single query in less time than it takes to read keys
+    # that came projected and see that they are those of the table.
+    alone = facts.keys_projected and facts.queries_len == 1 and not facts.records
+    table = table and not (alone and elements > PRECISION.fp64_cpu_elements)
     reason = f"{backend}: {why}; {form}: {because}"
     return Route(backend, form, reuse, share, table, facts.traced, facts.records, reason)
 

@@ -91,6 +91,13 @@ def test_routes():
     )
 
 
+@pytest.mark.skipif("cpu" not in backends.available(), reason="asks about the C++ kernels")
+def test_one_query_on_keys_that_came_projected_reads_a_table_only_in_fp64():
+    assert decided(1, 64, keys_projected=True).table
+    assert not decided(16, 512, keys_projected=True).table
+    assert decided(16, 512).table
+
+
 @pytest.mark.parametrize(
     ("capability", "hip", "family"),
     [
