@@ -98,6 +98,13 @@ class Limits:
         "from here on such a gradient goes through oneDNN, which does not share out its sum",
         _BENCH,
     )
+    turned_side: int = _limit(
+        "rows and columns of a weight",
+        "from here on fp32 projections of some rows are the transpose of an MKL product",
+        _BENCH,
+    )
+    turned_rows: int = _limit("rows", "from here on, for such a weight", _BENCH)
+    turned_rows_most: int = _limit("rows", "up to here, for such a weight", _BENCH)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,13 +216,21 @@ _AMD = Limits(
     onednn_work=1 << 20,
     onednn_rows=4,
     onednn_side=128,
+    turned_side=NEVER,
+    turned_rows=16,
+    turned_rows_most=48,
 )
 # MKL is Intel's own: nowhere slower there than oneDNN, and up to 3.7 times as fast.
-_INTEL = replace(_AMD, onednn_work=NEVER)
+_INTEL = replace(_AMD, onednn_work=NEVER, turned_side=512)
 
 #: By name. Nobody has measured "x86" (other makers) and "arm": they take what was right for AMD,
 #: where torch has MKL beside oneDNN, and torch's own products where it has not.
-FAMILIES = {"amd": _AMD, "intel": _INTEL, "x86": _AMD, "arm": _INTEL}
+FAMILIES = {
+    "amd": _AMD,
+    "intel": _INTEL,
+    "x86": _AMD,
+    "arm": replace(_INTEL, turned_side=NEVER),
+}
 
 # Modelled, not measured: rates are an H200's, a multiprocessor of which reads some 40 bytes a
 # nanosecond from L2.

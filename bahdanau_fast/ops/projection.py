@@ -1,13 +1,17 @@
-"""``x @ weight.T`` by the faster of the two matrix products that torch ships for the CPU.
+"""``x @ weight.T`` by the fastest of the matrix products that torch ships for the CPU.
 
 PyTorch multiplies fp32 matrices with MKL, which takes its AVX2 path on processors that are not
 Intel's. oneDNN, the other library inside torch, goes by what the processor can do: with AVX-512 on
 an AMD Zen 5 it is up to 2.3 times as fast (``bench --only limits``). On Intel's own MKL
 is nowhere slower and up to 3.7 times as fast. ``Limits.onednn_work`` has it both ways.
+
+Of 16 rows and a large weight MKL makes two to three times the time of 15, on Intel's processors; of
+their transpose, ``weight @ x.T``, it does not. ``Limits.turned_side`` says where that pays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +22,16 @@ from torch.nn import Parameter
 from bahdanau_fast import checks, limits
 from bahdanau_fast.ops.lifetime import Held, Lifetime
 
-__all__ = ["linear", "product", "shared_linear", "sum_of_products", "sums_pay"]
+__all__ = [
+    "linear",
+    "multiply",
+    "multiply_turned",
+    "product",
+    "shared_linear",
+    "sum_of_products",
+    "sums_pay",
+    "way",
+]
 
 
 def _find_onednn() -> Any:
@@ -45,12 +58,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (...,H).
     """
-    if not _pays(x, weight):
+    faster = way(x, weight)
+    if faster is None:
         return F.linear(x, weight, bias)
     if checks.needs_gradient(x, weight, bias):
         product: Tensor = _Linear.apply(x, weight, bias, None)  # type: ignore[no-untyped-call]
         return product
-    return _multiply(x, weight, bias)
+    return faster(x, weight, bias)
 
 
 def shared_linear(
@@ -84,17 +98,24 @@ def shared_linear(
     return _Linear.apply(x, weight, bias, held), held  # type: ignore[no-untyped-call]
 
 
-def _pays(x: Tensor, weight: Tensor) -> bool:
+def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """The product that takes the place of ``F.linear``; None where nothing does.
+
+    Args:
+        x: (...,D).
+        weight: (H,D).
+    """
     # Asked first: compiled code takes F.linear, and no size of x becomes a guard of it.
-    if _onednn is None or torch.compiler.is_compiling():
-        return False
-    elements = x.numel()
-    return (
-        elements * weight.shape[0] >= limits.LIMITS.onednn_work
-        and elements >= limits.LIMITS.onednn_rows * weight.shape[1]
-        and weight.is_contiguous()
-        and _is_plain(x, weight)
-    )
+    if torch.compiler.is_compiling():
+        return None
+    own, elements, (hidden, size) = limits.LIMITS, x.numel(), weight.shape
+    found = None
+    if elements * hidden >= own.onednn_work and elements >= own.onednn_rows * size:
+        found = None if _onednn is None else multiply
+    elif min(hidden, size) >= own.turned_side:
+        pays = own.turned_rows * size <= elements <= own.turned_rows_most * size
+        found = multiply_turned if pays else None
+    return found if found and weight.is_contiguous() and _is_plain(x, weight) else None
 
 
 def _is_plain(x: Tensor, weight: Tensor) -> bool:
@@ -111,8 +132,21 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``; the weight contiguous, or the transpose of what is."""
+def multiply_turned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` as the transpose of a product; arguments as of :func:`linear`."""
+    rows = x.flatten(0, -2).t()
+    product = weight @ rows if bias is None else torch.addmm(bias.unsqueeze(1), weight, rows)
+    return product.t().contiguous().unflatten(0, x.shape[:-1])
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` by oneDNN.
+
+    Args:
+        x: (...,D).
+        weight: (H,D), contiguous, or the transpose of what is.
+        bias: (H,) or None.
+    """
     terms, ready = weight.shape[1], not weight.is_contiguous()
     most = limits.PRECISION.onednn_terms
     if terms <= (most if ready else limits.PRECISION.onednn_copied_terms):
@@ -146,7 +180,7 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     left, right = left.flatten(0, -2), right.flatten(0, -2)
     if not pays:
         return left.t() @ right
-    return _multiply(left.contiguous().t(), right.contiguous().t())
+    return multiply(left.contiguous().t(), right.contiguous().t())
 
 
 def sums_pay(left: Tensor, right: Tensor) -> bool:
@@ -175,7 +209,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
         or not _is_plain(x, weight)
     ):
         return x @ weight
-    return _multiply(x.contiguous(), weight.contiguous().t())
+    return multiply(x.contiguous(), weight.contiguous().t())
 
 
 class _Linear(torch.autograd.Function):

@@ -206,10 +206,30 @@ CHOICES = (
             "MKL": _project(onednn_work=_ALWAYS),
             "oneDNN": _project(onednn_work=0, onednn_rows=0),
         },
-        lambda inputs: "oneDNN" if projection._pays(inputs.keys, inputs.w_k) else "MKL",
+        lambda inputs: (
+            "oneDNN" if projection.way(inputs.keys, inputs.w_k) is projection.multiply else "MKL"
+        ),
         (
             *map(_rows, (1, 2, 4, 8, 16, 64, 512, 1024, 3200)),
             *(_rows(64, 32, 32), _rows(1152, 256, 256), _rows(10240, 512, 128)),
+        ),
+    ),
+    Choice(
+        "matrix product of some rows",
+        ("turned_side", "turned_rows", "turned_rows_most"),
+        "",
+        {
+            "as it is": _project(turned_side=limits.NEVER),
+            "transposed": _project(turned_side=0, turned_rows=0, turned_rows_most=limits.NEVER),
+        },
+        lambda inputs: (
+            "transposed"
+            if projection.way(inputs.keys, inputs.w_k) is projection.multiply_turned
+            else "as it is"
+        ),
+        (
+            *map(_rows, (8, 16, 24, 32, 48, 64)),
+            *(_rows(32, 256, 256), _rows(16, 384, 512), _rows(16, 1024, 512), _rows(32, 2048, 512)),
         ),
     ),
     Choice(

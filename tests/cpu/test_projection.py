@@ -18,15 +18,22 @@ def of(*shape):
 @pytest.fixture(autouse=True)
 def family():
     """The limits of AMD's processors: on Intel's nothing goes through oneDNN."""
-    with limits.using(onednn_work=limits.FAMILIES["amd"].onednn_work):
+    amd = limits.FAMILIES["amd"]
+    with limits.using(onednn_work=amd.onednn_work, turned_side=amd.turned_side):
         yield
 
 
-@pytest.fixture(params=["as here", "without oneDNN"])
+@pytest.fixture(params=["as here", "without oneDNN", "transposed"])
 def onednn(request, monkeypatch):
-    if request.param == "without oneDNN":
+    if request.param != "as here":
         monkeypatch.setattr(projection, "_onednn", None)
-    return projection._onednn
+    if request.param == "transposed":
+        turned = {"turned_side": 0, "turned_rows": 0, "turned_rows_most": limits.NEVER}
+        with limits.using(onednn_work=limits.NEVER, **turned):
+            assert projection.way(of(3, D), of(H, D)) is projection.multiply_turned
+            yield None
+    else:
+        yield projection._onednn
 
 
 LAYOUTS = {
@@ -62,6 +69,17 @@ def test_values_and_gradients(onednn, layout, bias):
             strict=True,
         ):
             close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "turned"),
+    [(15, 512, False), (16, 512, True), (48, 512, True), (49, 512, False), (32, 511, False)],
+)
+def test_some_rows_of_a_large_weight_are_transposed_on_intel(rows, hidden, turned):
+    intel = limits.FAMILIES["intel"]
+    with limits.using(onednn_work=intel.onednn_work, turned_side=intel.turned_side):
+        found = projection.way(of(rows, 1, 512), of(hidden, 512))
+        assert (found is projection.multiply_turned) == turned
 
 
 def test_only_what_needs_a_gradient_gets_one():

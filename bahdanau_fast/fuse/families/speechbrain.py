@@ -53,7 +53,7 @@ class Content(Family):
         )
         weights = weights.squeeze(1)
         self._end(module, weights)
-        return module.mlp_out(context.squeeze(1)), weights
+        return apply_layer(module.mlp_out, context.squeeze(1)), weights
 
     def _begin(self, module: Any, enc_len: Tensor) -> None:
         """Set what a source begins with."""
