@@ -60,8 +60,11 @@ struct GradGeneral {
     for (int64_t i = 0; i < p.Tq; ++i)
       for (int64_t l = 0; l < kKeys; ++l)
         shares[i * kKeys + l] = l < count ? scores[i * p.Tk + j + k + l] : A(0);
+    const T* onto = g.adds_to_keys ? grad_key(j + k) : nullptr;
     for (int64_t h = 0; h < n; h += kLanes<A>) {
       Vec<A> sums[kKeys] = {}, sum_w{};
+      for (int64_t l = 0; onto != nullptr && l < kKeys; ++l)
+        __builtin_prefetch(onto + l * p.H + h);  // use_grads() reads it next
       for (int64_t i = 0; i < p.Tq; ++i) {
         const Vec<A> a = load_once(queries + i * n + h);
         Vec<A> x[kKeys], y[kKeys], sum_query{};
@@ -91,6 +94,7 @@ struct GradGeneral {
     }
   }
 
+  T* grad_key(int64_t j) const { return static_cast<T*>(g.grad_keys) + (b * p.Tk + j) * p.H + h0; }
   A* feature_grads() const { return static_cast<A*>(g.grad_features) + b * p.general.C * p.Tk; }
 
   // What the gradients of the inner rows of keys [j, j + count) are wanted for.
@@ -107,7 +111,7 @@ struct GradGeneral {
                        inside.C);
     }
     for (int64_t k = 0; g.grad_keys != nullptr && k < count; ++k) {
-      T* const out = static_cast<T*>(g.grad_keys) + (b * p.Tk + j + k) * p.H + h0;
+      T* const out = grad_key(j + k);
       A* const row = grads + k * n;
       for (int64_t h = 0; g.adds_to_keys && h < valid; h += kLanes<A>)
         store(row + h, Vec<A>(load(row + h) + load_as<A>(out + h, valid - h)));
