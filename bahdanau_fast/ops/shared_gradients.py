@@ -53,15 +53,14 @@ class KeptSums:
     """What the backward of calls with features leaves.
 
     Attributes:
-        keys: (B,Tk,H), the sum of the gradients of the keys so far; None if it is not wanted.
+        keys: (B,Tk,H), the gradient of the keys from the first of them, to which the others add
+            theirs; None before, and where it is not wanted.
     """
 
     __slots__ = ("_contexts", "_weights", "keys")
 
-    def __init__(self, keys: Tensor | None) -> None:
+    def __init__(self) -> None:
         self.keys: Tensor | None = None
-        if keys is not None:
-            self.keys = torch.zeros_like(keys, memory_format=torch.contiguous_format)
         self._weights: list[Tensor] = []
         self._contexts: list[Tensor] = []
 
@@ -97,16 +96,9 @@ class PendingGradients:
         self._calls: dict[int, list[StepGradients]] = {}
         self._sums: dict[int, KeptSums] = {}
 
-    def sums(self, keys: Tensor | None) -> KeptSums:
-        """The sums of the backward pass that is running.
-
-        Args:
-            keys: (B,Tk,H), whose gradient is summed; None if it is not wanted.
-        """
-        task = torch._C._current_graph_task_id()
-        if task not in self._sums:
-            self._sums[task] = KeptSums(keys)
-        return self._sums[task]
+    def sums(self) -> KeptSums:
+        """The sums of the backward pass that is running."""
+        return self._sums.setdefault(torch._C._current_graph_task_id(), KeptSums())
 
     def take_sums(self) -> KeptSums | None:
         """The same, which are over now; None where there are none."""

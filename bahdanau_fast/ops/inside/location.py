@@ -112,18 +112,20 @@ def _gradients(
     *tensors, location, w_conv, _, w_f, seed, weights, features = ctx.saved_tensors
     activation, negative_slope, dropout_p = ctx.numbers
     through = any(needed[4:7])  # the convolution
-    onto = None
+    kept = onto = None
     if ctx.shared is not None and ctx.shared.is_awaited():
-        kept = ctx.shared.pending.sums(tensors[1] if needed[1] else None)
-        onto, needed[1] = kept.keys, False
+        kept = ctx.shared.pending.sums()
+        onto = kept.keys
         if needed[2] and grad_context is not None and dropout_p == 0.0:
             kept.add(weights, grad_context)
             needed[2] = False
-    wanted = [*needed[:4], through, needed[7]]
+    wanted = [needed[0], needed[1] and onto is None, *needed[2:4], through, needed[7]]
     inputs = (*tensors, features, w_f, activation, negative_slope, seed, dropout_p)
     *found, grad, grad_w_f = general.attend_backward(
         inputs, weights, grad_context, grad_weights, wanted, onto
     )
+    if kept is not None and needed[1]:
+        kept.keys, needed[1] = found[1] if onto is None else onto, False
     if not through:
         return (*found, None, None, None, grad_w_f)
     if grad_features is not None:
