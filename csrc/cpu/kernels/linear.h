@@ -94,6 +94,9 @@ void weighted_sums(const A* p, int64_t p_row, int64_t p_step, const T* rows, int
     for (; c + wide <= columns; c += wide)
       product_tile<A, kProductVectors>(weights, p_row, p_step, rows + c, row_stride, count, add,
                                        to + c, out_stride);
+    for (; c + 2 * kLanes<A> <= columns; c += 2 * kLanes<A>)
+      product_tile<A, 2>(weights, p_row, p_step, rows + c, row_stride, count, add, to + c,
+                         out_stride);
     for (; c + kLanes<A> <= columns; c += kLanes<A>)
       product_tile<A, 1>(weights, p_row, p_step, rows + c, row_stride, count, add, to + c,
                          out_stride);

@@ -86,6 +86,7 @@ struct Backward : Gradients {
   bool adds_to_keys = false;  // grad_keys holds a sum, which this call's are added to (General)
   // Parts of the gradients of features and W_f, in the sum type; may be null.
   void* grad_features = nullptr;  // (B,C,Tk): of a slice of hidden units
+  const void* w_f = nullptr;      // (H,C) in the sum type; with grad_features
   void* grad_w_f = nullptr;       // (B,C,width): of a batch row
 };
 

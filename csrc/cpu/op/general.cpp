@@ -10,6 +10,17 @@
 namespace bahdanau_fast {
 namespace {
 
+// All elements of a contiguous tensor, in the sum type.
+Buffer in_sum_type(const Tensor& tensor, Kind kind, const char* name) {
+  const std::vector<double> from = to_doubles(tensor, name);
+  Buffer out(from.size() * size_of(kind));
+  if (size_of(kind) == 8)
+    std::copy(from.begin(), from.end(), static_cast<double*>(out.get()));
+  else
+    std::copy(from.begin(), from.end(), static_cast<float*>(out.get()));
+  return out;
+}
+
 // Gradients of features (B,Tk,C), in memory (B,C,Tk), and of W_f (H,C).
 class InsideGradients {
  public:
@@ -19,7 +30,8 @@ class InsideGradients {
                                               : std::vector<int64_t>{0},
                        inside.w_f.has_value() ? inside.w_f->scalar_type() : ScalarType::Float)),
         wants_features_(features.dim() == 3),
-        wants_w_f_(w_f.dim() == 2) {}
+        wants_w_f_(w_f.dim() == 2),
+        weight_(wants_features_ ? packed(*inside.w_f) : features) {}
 
   void zero() {
     torch::stable::zero_(features);
@@ -27,8 +39,10 @@ class InsideGradients {
   }
 
   // Fills them, and what else is named.
-  void run(const Inputs& in, const Backward& g, void* grad_w) {
+  void run(const Inputs& in, Backward g, void* grad_w) {
     const Problem& p = in.problem;
+    const Buffer by_unit = wants_features_ ? in_sum_type(weight_, in.kind, "w_f") : Buffer(0);
+    g.w_f = by_unit.get();
     const int64_t bytes = w_f.element_size(), C = p.general.C;
     const Buffer transposed(wants_w_f_ ? C * p.width * bytes : 0);
     run_backward(
@@ -55,6 +69,7 @@ class InsideGradients {
   }
 
   bool wants_features_, wants_w_f_;
+  Tensor weight_;  // W_f, contiguous
 };
 
 std::tuple<Tensor, Tensor> general_attend(const Tensor& queries, const Tensor& keys,
@@ -73,17 +88,6 @@ std::tuple<Tensor, Tensor> general_attend(const Tensor& queries, const Tensor& k
   if (p.Tk == 0) return {torch::stable::zero_(context), weights};
   run_forward(in, context.mutable_data_ptr(), weights.mutable_data_ptr());
   return {context, weights};
-}
-
-// All elements of a contiguous tensor, in the sum type.
-Buffer in_sum_type(const Tensor& tensor, Kind kind, const char* name) {
-  const std::vector<double> from = to_doubles(tensor, name);
-  Buffer out(from.size() * size_of(kind));
-  if (size_of(kind) == 8)
-    std::copy(from.begin(), from.end(), static_cast<double*>(out.get()));
-  else
-    std::copy(from.begin(), from.end(), static_cast<float*>(out.get()));
-  return out;
 }
 
 // The convolution of a location (B,inputs,Tk), and all the memory it points to.

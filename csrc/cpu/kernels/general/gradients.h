@@ -28,9 +28,10 @@ struct GradGeneral {
   // rows, and their gradients.
   A *queries, *partial, *totals, *rows, *grads;
   A* shares;  // (Tq,kKeys): the scores' gradients of a group of keys, zero past the last one
+  A* by_key;  // (kInnerRows,C): gradients of the features of some keys
 
   static int64_t workspace(const Problem& p, int64_t hidden) {
-    return (3 * p.Tq + 2 + 2 * kInnerRows) * hidden + p.Tq * kKeys;
+    return (3 * p.Tq + 2 + 2 * kInnerRows) * hidden + p.Tq * kKeys + kInnerRows * p.general.C;
   }
 
   GradGeneral(const Problem& problem, const Backward& backward, int64_t row, int64_t begin,
@@ -45,6 +46,7 @@ struct GradGeneral {
     rows = totals + (p.Tq + 1) * n;
     grads = rows + kInnerRows * n;
     shares = grads + kInnerRows * n;
+    by_key = shares + p.Tq * kKeys;
     const Rows<T, A> query_rows(p.queries, b);
     for (int64_t i = 0; i < p.Tq; ++i)
       for (int64_t h = 0; h < n; h += kLanes<A>)
@@ -100,9 +102,16 @@ struct GradGeneral {
   // What the gradients of the inner rows of keys [j, j + count) are wanted for.
   void use_grads(int64_t j, int64_t count) {
     const General& inside = p.general;
-    const A* w_f = static_cast<const A*>(inside.w_f) + h0;
-    if (g.grad_features != nullptr)
-      dot_rows<A>(w_f, p.width, inside.C, grads, n, count, n, feature_grads() + j, p.Tk);
+    if (g.grad_features != nullptr && inside.C % kLanes<A> == 0) {
+      weighted_sums<A>(grads, n, 1, static_cast<const A*>(g.w_f) + h0 * inside.C, inside.C, valid,
+                       inside.C, false, by_key, inside.C, count);
+      for (int64_t c = 0; c < inside.C; ++c)
+        for (int64_t k = 0; k < count; ++k)
+          feature_grads()[c * p.Tk + j + k] = by_key[k * inside.C + c];
+    } else if (g.grad_features != nullptr) {
+      dot_rows<A>(static_cast<const A*>(inside.w_f) + h0, p.width, inside.C, grads, n, count, n,
+                  feature_grads() + j, p.Tk);
+    }
     if (g.grad_w_f != nullptr) {
       const A* f = static_cast<const A*>(inside.features.data) + b * inside.features.batch_stride;
       weighted_sums<A>(f + j * inside.features.row_stride, inside.feature_step,
