@@ -154,8 +154,9 @@ def route(facts: Facts, limits: Limits, gpu: GpuLimits) -> Route:
     table = table and keeps_table(backend, elements, facts.queries_len, limits)
     # In fp32 the kernels compute tanh for a single query in less time than it takes to read keys
     # that came projected and see that they are those of the table.
+    in_fp32 = facts.dtype != torch.float64 and elements > PRECISION.fp64_cpu_elements
     alone = facts.keys_projected and facts.queries_len == 1 and not facts.records
-    table = table and not (alone and elements > PRECISION.fp64_cpu_elements)
+    table = table and not (alone and in_fp32)
     reason = f"{backend}: {why}; {form}: {because}"
     return Route(backend, form, reuse, share, table, facts.traced, facts.records, reason)
 
