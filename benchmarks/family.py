@@ -48,7 +48,8 @@ from .timing.roofs import Reader, compute_roofs
 STEPS, CHECKED = 20, 3  # of a loop: that is timed, and that is checked
 TRAINED, BATCH, SIZE = 50, 32, 256  # steps of the whole model, pairs of each, features
 MODES = ("no grad", "with grad", "source")
-TANH_INSTRUCTIONS = 26  # instructions of a vector of elements, counted in csrc/cpu/kernels/general
+# Of a vector of elements without its features, counted in csrc/cpu/kernels/general.
+FORWARD_INSTRUCTIONS, BACKWARD_INSTRUCTIONS = 21, 29
 S, E = "speechbrain.nnet.attention", "espnet.nets.pytorch_backend.rnn.attentions"
 C = "TTS.tts.layers.tacotron.attentions"
 
@@ -219,7 +220,8 @@ def bound(
     if location:
         numbers += 2 * sizes.hidden * backward
         channels = (passes + 2 * backward) * sizes.channels
-        instructions = sizes.hidden * (passes * TANH_INSTRUCTIONS + channels)
+        instructions = FORWARD_INSTRUCTIONS + backward * BACKWARD_INSTRUCTIONS + channels
+        instructions *= sizes.hidden
         instructions += passes * sizes.channels * sizes.taps
     return 1e3 * keys * max(4 * numbers / bytes_per_second, instructions / operations)
 
