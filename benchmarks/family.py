@@ -9,7 +9,8 @@ with grad   the same and its backward, to parameters, states, queries and projec
 source      with the projection of the keys, forward and backward, once in the loop
 
 A ratio is that of the fastest rounds, which a busy machine disturbs least. Beside it stands what
-kernels would give that are as fast as the processor: :func:`bound` and :func:`around`.
+kernels would give that are as fast as the processor: :func:`bound`, and what a fused step takes on a
+source of one key, the layers around it, autograd and Python.
 
 Three more rows: ReLU at captioning's shape against the eager formula, and compiled; a mask against
 the same length. The last row is a training step of a whole model, JoeyNMT's recurrent decoder
@@ -226,20 +227,6 @@ def bound(
     return 1e3 * keys * max(4 * numbers / bytes_per_second, instructions / operations)
 
 
-def around(module: Any, loop: type[Loop], sizes: Sizes, mode: str, seconds: float) -> float:
-    """Milliseconds of a step on a source of one key: other layers, autograd and Python.
-
-    Args:
-        module: fused.
-        loop: of its steps.
-        sizes: of the step.
-        mode: of the loop.
-        seconds: of timing.
-    """
-    call = loop(copy.deepcopy(module), sizes._replace(keys=1), mode, torch.float32)
-    return timed({"ours": call}, seconds, STEPS)["ours"]
-
-
 def timed(calls: dict[str, Callable[[], Any]], seconds: float, steps: int = 1) -> dict[str, float]:
     """Name to milliseconds of the fastest round."""
     for call in calls.values():
@@ -326,11 +313,12 @@ def measure(seconds: float, pairs: list[tuple[str, str]]) -> list[dict[str, Any]
                 check(theirs, ours, loop, sizes, mode)
                 pair = {"theirs": copy.deepcopy(theirs), "ours": copy.deepcopy(ours)}
                 calls = {n: loop(m, sizes, mode, torch.float32) for n, m in pair.items()}
+                one_key = sizes._replace(keys=1)
+                calls["around"] = loop(copy.deepcopy(ours), one_key, mode, torch.float32)
                 found = timed(dict(calls), seconds, STEPS)
                 row = {"who": who, "sizes": [*sizes], "mode": mode} | found
                 if mode != "source":
                     rates = read.bytes_per_second, operations
-                    row["around"] = around(ours, loop, sizes, mode, seconds / 4)
                     row["bound"] = bound(sizes, who in LOCATED, mode == "with grad", *rates)
                 rows.append(row)
     return [*rows, *others(seconds), trained(pairs, seconds)]
