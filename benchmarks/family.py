@@ -9,8 +9,8 @@ with grad   the same and its backward, to parameters, states, queries and projec
 source      with the projection of the keys, forward and backward, once in the loop
 
 A ratio is that of the fastest rounds, which a busy machine disturbs least. Beside it stands what
-kernels would give that are as fast as the processor: :func:`bound`, and what a fused step takes on a
-source of one key, the layers around it, autograd and Python.
+kernels as fast as the processor would give: :func:`bound`, and what a fused step takes on a source
+of one key, which is layers, autograd and Python.
 
 Three more rows: ReLU at captioning's shape against the eager formula, and compiled; a mask against
 the same length. The last row is a training step of a whole model, JoeyNMT's recurrent decoder
