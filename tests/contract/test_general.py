@@ -18,6 +18,7 @@ FORMS = {
     "features": {"C": 10},
     "one feature": {"C": 1},
     "many features": {"C": 33},
+    "whole vectors of features": {"C": 32},
     "relu": {"activation": "relu"},
     "leaky_relu": {"activation": "leaky_relu", "negative_slope": 0.2},
     "leaky_relu upside down": {"activation": "leaky_relu", "negative_slope": -1.5},

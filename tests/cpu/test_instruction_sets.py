@@ -15,6 +15,7 @@ CASES = {
     "small keys": Case(**SIZES, scale={"w_k": 1e-3}),  # the shifted table
     "clamped": Case(**SIZES, scale={"w_q": 4.0, "w_k": 4.0}, lens=LENS),
     "direct": Case(**SIZES, scale={"w_q": 40.0}, lens=LENS),
+    "one query": Case(**{**SIZES, "B": 40, "Tq": 1, "H": 131}),  # tanh of the sums, in fp32
     "split keys": Case(**{**SIZES, "B": 1, "Tq": 2, "Tk": 1033, "H": 131}),
     "whole vectors": Case(**{**SIZES, "H": 64, "Dv": 64}),
     "small": Case(lens=torch.tensor([3, 7])),
@@ -25,6 +26,8 @@ CASES = {
 # Of the general operator; larger than what fp32 is computed in fp64 for.
 GENERAL = {
     "features": Case(**{**SIZES, "H": 211}, C=10, lens=LENS),
+    "whole vectors of features": Case(**{**SIZES, "H": 211}, C=32, lens=LENS),
+    "features of one query": Case(**{**SIZES, "B": 40, "Tq": 1, "H": 131}, C=10),
     "relu": Case(**{**SIZES, "H": 211}, activation="relu", lens=LENS),
     "masked": Case(**{**SIZES, "H": 211}, C=3, mask=scattered(3, 17, 53)),
 }
