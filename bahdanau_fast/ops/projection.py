@@ -136,7 +136,7 @@ def multiply_turned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     """``x @ weight.T + bias`` as the transpose of a product; arguments as of :func:`linear`."""
     rows = x.flatten(0, -2).t()
     product = weight @ rows if bias is None else torch.addmm(bias.unsqueeze(1), weight, rows)
-    return product.t().contiguous().unflatten(0, x.shape[:-1])
+    return product.t().contiguous().view(*x.shape[:-1], weight.shape[0])
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
