@@ -35,24 +35,31 @@ float read_all(const float* x, long n) {
   for (; i < n; ++i) total += x[i];
   return total;
 }
-typedef float v16 __attribute__((vector_size(64)));
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float vec __attribute__((vector_size(4 * LANES)));
 #define CHAINS 12
 #define LOOP(NAME, STEP)                                              \
   float NAME(const float* x, long n) {                                \
-    v16 sums[CHAINS], a = {0}, b = {0};                               \
-    for (int k = 0; k < 16; ++k) a[k] = x[0], b[k] = x[1];            \
+    vec sums[CHAINS], a = {0}, b = {0};                               \
+    for (int k = 0; k < LANES; ++k) a[k] = x[0], b[k] = x[1];         \
     for (int j = 0; j < CHAINS; ++j) sums[j] = a + (float)j;          \
-    for (long i = 0; i < n; ++i)                                      \
+    for (long i = 0; i < n; i += CHAINS * LANES)                      \
       for (int j = 0; j < CHAINS; ++j) sums[j] = STEP;                \
     float total = 0;                                                  \
     for (int j = 0; j < CHAINS; ++j)                                  \
-      for (int k = 0; k < 16; ++k) total += sums[j][k];               \
+      for (int k = 0; k < LANES; ++k) total += sums[j][k];            \
     return total;                                                     \
   }
 LOOP(multiply_add, sums[j] * a + b)
 LOOP(divide, b / sums[j])
 """
-_PER_ROUND = 12 * 16  # CHAINS vectors of 16
+_OPERATIONS = 96_000_000  # of a call and thread
 
 
 @dataclass(frozen=True)
@@ -101,10 +108,10 @@ def compute_roofs(seconds: float = 0.3) -> dict[str, float]:
     x = torch.full((threads * (1 << 16),), 0.5)
     out = torch.empty_like(x)
     constants = torch.tensor([0.999, 0.001])  # the sums neither grow nor become denormal
-    rounds, starts = 500_000, [constants.data_ptr()] * threads
+    starts = [constants.data_ptr()] * threads
     with ThreadPoolExecutor(threads) as pool:
         calls: dict[str, tuple[Callable[[], object], int]] = {
-            name: (partial(_together, pool, name, starts, rounds), rounds * _PER_ROUND * threads)
+            name: (partial(_together, pool, name, starts, _OPERATIONS), _OPERATIONS * threads)
             for name in _build()
             if name != "read_all"
         }

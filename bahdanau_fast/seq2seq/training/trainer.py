@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -131,7 +131,7 @@ class Trainer:
         source, source_lens, target, target_lens = batch
         device = self.world.device.type
         net = self.net if self.model.training else self.model  # only one process validates
-        with torch.autocast(device, torch.bfloat16, enabled=self.settings.bf16):
+        with _autocast(device, self.settings.bf16):
             logits, _ = net(source, shift_right(target), source_lens)
         if logits.dtype == torch.bfloat16:
             logits = logits.float()
@@ -168,6 +168,23 @@ class Trainer:
         for name in ("losses", "seconds", "tokens"):
             getattr(self.history, name)[:] = state[name].tolist()
         self.history.validations[:] = state["validations"]
+
+
+@contextmanager
+def _autocast(device: str, bf16: bool) -> Iterator[None]:
+    """Autocast to bfloat16 where asked for.
+
+    Torch 2.13 asks oneDNN for its LSTM in bfloat16 also on processors where that has none; there
+    it does without oneDNN.
+    """
+    mkldnn = torch.backends.mkldnn
+    has_lstm = not mkldnn.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    without = bf16 and device == "cpu" and not has_lstm
+    with (
+        torch.autocast(device, torch.bfloat16, enabled=bf16),
+        mkldnn.flags(enabled=False) if without else nullcontext(),
+    ):
+        yield
 
 
 def steps_per_epoch(pairs: Pairs, settings: Settings, world: World | None = None) -> int:

@@ -49,14 +49,16 @@ def near(sizes, hidden, **more):
     return Near(**{**sizes, **widths, **more})
 
 
-def check(case, dtype, function=parity.fused):
-    """Assert the parity rule.
+def of_saturated(case, dtype):
+    """What eager's error is at least, by result, where units are saturated.
 
-    In fp64 eager's tanh of a saturated unit is one, without a rounding, and its scores are as exact
-    as their sum: its error there counts as a rounding of every term of a score at least.
+    Eager's tanh of such a unit is one, without a rounding, and its scores are as exact as their
+    sum: its error counts as a rounding of every term of a score at least.
     """
-    least = {}
-    if dtype == torch.float64:
-        of_score = torch.finfo(dtype).eps / 2 * float(case.draw(dtype)["w_v"].abs().sum())
-        least = dict.fromkeys(("context", "weights", "d values"), of_score)
-    parity.check(case, dtype, function, least)
+    of_score = torch.finfo(dtype).eps / 2 * float(case.draw(dtype)["w_v"].abs().sum())
+    return dict.fromkeys(("context", "weights", "d values"), of_score)
+
+
+def check(case, dtype, function=parity.fused):
+    """Assert the parity rule, in fp64 as :func:`of_saturated` says."""
+    parity.check(case, dtype, function, of_saturated(case, dtype) if dtype == torch.float64 else {})

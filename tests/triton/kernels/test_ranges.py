@@ -10,7 +10,7 @@ from dataclasses import replace
 import parity
 import pytest
 import torch
-from near import Near
+from near import Near, of_saturated
 
 from bahdanau_fast import limits
 from bahdanau_fast.kernels import elementary
@@ -28,7 +28,8 @@ EVERY = (torch.float32, *HALF)
 PLACES = [
     *(("four", 17, dtype, FOUR / 2, FOUR / 2) for dtype in EVERY),
     *(("two", 17, dtype, TWO / 2, TWO / 2) for dtype in EVERY),
-    *(("table", 17, dtype, TABLE, 1.5) for dtype in EVERY),
+    # Keys of the other sign: the interpreter turns fp32's subnormal slopes into wrong bf16 ones.
+    *(("table", 17, dtype, TABLE, -12.0) for dtype in EVERY),
     ("small keys", 17, torch.float32, 0.3, SMALL),
     ("small keys, large queries", 17, torch.float32, 30.0, SMALL),
     ("polynomial", 2, torch.float32, POLYNOMIAL / 2, POLYNOMIAL / 2),
@@ -58,4 +59,5 @@ def test_near(place, queries, dtype, of_query, of_key, factor):
     # So large that fp16 has the gradients in full.
     large = {"context": 1e3, "weights": 1e3} if dtype == torch.float16 else {}
     case = Near(**SIZES, Tq=queries, scale=large, of_query=sizes[0], of_key=sizes[1])
-    parity.check(case, dtype, lambda *given: parity.fused(*given, backend="triton"))
+    least = of_saturated(case, dtype) if "large" in place else {}
+    parity.check(case, dtype, lambda *given: parity.fused(*given, backend="triton"), least)
