@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
@@ -48,7 +50,9 @@ inline void after_others(void*) {}
 
 // Runs f(i, own) for i in [0, n), on several threads if there is enough work: `cost` is that of one
 // i in elements (query, key, hidden). `own` is made by make(), once for each thread. The f(i) must
-// write disjoint memory; the results are then the same for any number of threads.
+// write disjoint memory; the results are then the same for any number of threads, and whichever
+// takes an i. Each thread begins with a part of its own, whose memory its caches may have from the
+// call before; one that is through with it helps with the others'.
 template <class Make, class F>
 void parallel(int64_t n, int64_t cost, const Make& make, const F& f) {
   if (n <= 0) return;
@@ -59,16 +63,31 @@ void parallel(int64_t n, int64_t cost, const Make& make, const F& f) {
     for (int64_t i = 0; i < n; ++i) f(i, own);
     return;
   }
+  struct alignas(64) Part {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  const int64_t blocks = (n + grain - 1) / grain;
+  const int64_t count = std::min<int64_t>(torch::stable::get_num_threads(), blocks);
+  const std::unique_ptr<Part[]> parts(new Part[count]);
+  for (int64_t k = 0; k < count; ++k) {
+    parts[k].next = blocks * k / count * grain;
+    parts[k].end = std::min(n, blocks * (k + 1) / count * grain);
+  }
   // torch's C interface would lose the message of an exception: it is carried past it.
   std::exception_ptr failure;
   std::mutex failing;
   char begun, ended;
   before_others(&begun);
-  torch::stable::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, count, 1, [&](int64_t first, int64_t) {
     after_others(&begun);
     try {
       auto own = make();
-      for (int64_t i = begin; i < end; ++i) f(i, own);
+      for (int64_t k = first; k < first + count; ++k) {
+        Part& part = parts[k % count];
+        for (int64_t i; (i = part.next.fetch_add(grain, std::memory_order_relaxed)) < part.end;)
+          for (int64_t j = i; j < std::min(i + grain, part.end); ++j) f(j, own);
+      }
     } catch (...) {
       const std::lock_guard<std::mutex> lock(failing);
       failure = std::current_exception();
