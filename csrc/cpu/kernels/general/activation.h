@@ -32,6 +32,8 @@ template <class A>
 BF_INLINE Vec<A> at_least(Vec<A> x, A number) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(A) == 4) return (Vec<A>)_mm512_max_ps((__m512)splat<A>(number), (__m512)x);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(A) == 4) return (Vec<A>)_mm256_max_ps((__m256)splat<A>(number), (__m256)x);
 #endif
   return x < number ? splat<A>(number) : x;
 }
@@ -40,6 +42,8 @@ template <class A>
 BF_INLINE Vec<A> at_most(Vec<A> x, A number) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(A) == 4) return (Vec<A>)_mm512_min_ps((__m512)splat<A>(number), (__m512)x);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(A) == 4) return (Vec<A>)_mm256_min_ps((__m256)splat<A>(number), (__m256)x);
 #endif
   return x > number ? splat<A>(number) : x;
 }

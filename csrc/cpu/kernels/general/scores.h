@@ -40,8 +40,9 @@ void make_inner_rows(const Problem& p, int64_t b, const T* keys, int64_t key_str
                    count);
 }
 
-// Vectors of a key that share a division, and keys that are taken together.
-constexpr int kScoreVectors = 4, kScoreKeys = kTogether / kScoreVectors;
+// Vectors of a key that share a division, and keys that are taken together: eight chains of
+// operations, also where 16 registers do not hold them. Waiting for fewer takes longer.
+constexpr int kScoreVectors = 4, kScoreKeys = 2;
 
 // total[k] += w act(x) of the vectors of key k, added up.
 template <class A, Activation act>
@@ -59,7 +60,10 @@ BF_INLINE void add_weighted(const Vec<A>* x, const Vec<A>* w, A negative, Vec<A>
   } else {
     Vec<A> y[K * V];
     activated<A, act, K * V>(x, negative, y);
-    for (int i = 0; i < K * V; ++i) total[i / V] += w[i % V] * y[i];
+    for (int k = 0; k < K; ++k) {
+      const Vec<A>* of = y + k * V;
+      total[k] += (w[0] * of[0] + w[1] * of[1]) + (w[2] * of[2] + w[3] * of[3]);
+    }
   }
 }
 
