@@ -3,16 +3,23 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import family
 
 ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("family-*.json"))
 
 
-def test_the_page_has_the_figures():
-    found = json.loads(
-        (ROOT / "benchmarks/results/family-intel-xeon-6-207-2cores.json").read_text()
-    )
+def test_two_machines_are_there():
+    assert len(RESULTS) >= 2
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda path: path.stem)
+def test_the_page_has_the_figures(result):
+    found = json.loads(result.read_text())
     assert len(found["rows"]) == len(family.PEERS) * len(family.SIZES) * len(family.MODES) + 4
     page = (ROOT / "docs" / "family.md").read_text()
     assert "\n".join(family.lines(found["rows"])) in page
     assert found["machine"]["commit"] in page
+    assert result.name in page
