@@ -11,6 +11,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 
 namespace bahdanau_fast {
 
@@ -18,6 +19,8 @@ namespace bahdanau_fast {
 // keeps small blocks at hand: an aligned allocation searches for one each time.
 class Buffer {
  public:
+  static constexpr uintptr_t kAlignment = 64;
+
   explicit Buffer(int64_t bytes)
       : data_(bytes > 0 ? std::malloc(static_cast<size_t>(bytes) + kAlignment) : nullptr) {
     STD_TORCH_CHECK(bytes <= 0 || data_ != nullptr, "not enough memory for a workspace of ", bytes,
@@ -29,7 +32,6 @@ class Buffer {
   }
 
  private:
-  static constexpr uintptr_t kAlignment = 64;
   struct Free {
     void operator()(void* p) const { std::free(p); }
   };
@@ -63,17 +65,14 @@ void parallel(int64_t n, int64_t cost, const Make& make, const F& f) {
     for (int64_t i = 0; i < n; ++i) f(i, own);
     return;
   }
-  struct alignas(64) Part {
+  struct alignas(Buffer::kAlignment) Part {
     std::atomic<int64_t> next;
     int64_t end;
   };
-  const int64_t blocks = (n + grain - 1) / grain;
-  const int64_t count = std::min<int64_t>(torch::stable::get_num_threads(), blocks);
-  const std::unique_ptr<Part[]> parts(new Part[count]);
-  for (int64_t k = 0; k < count; ++k) {
-    parts[k].next = blocks * k / count * grain;
-    parts[k].end = std::min(n, blocks * (k + 1) / count * grain);
-  }
+  const int64_t count = std::min<int64_t>(torch::stable::get_num_threads(), (n - 1) / grain + 1);
+  const Buffer memory(count * sizeof(Part));
+  Part* const parts = static_cast<Part*>(memory.get());
+  for (int64_t k = 0; k < count; ++k) new (parts + k) Part{{n * k / count}, n * (k + 1) / count};
   // torch's C interface would lose the message of an exception: it is carried past it.
   std::exception_ptr failure;
   std::mutex failing;
