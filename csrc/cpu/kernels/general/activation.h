@@ -30,22 +30,12 @@ constexpr A exp2m1_term(int n) {
 // The larger, and the smaller, of x and a number; a NaN stays.
 template <class A>
 BF_INLINE Vec<A> at_least(Vec<A> x, A number) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(A) == 4) return (Vec<A>)_mm512_max_ps((__m512)splat<A>(number), (__m512)x);
-#elif defined(__AVX2__)
-  if constexpr (sizeof(A) == 4) return (Vec<A>)_mm256_max_ps((__m256)splat<A>(number), (__m256)x);
-#endif
-  return x < number ? splat<A>(number) : x;
+  return max<A>(splat<A>(number), x);
 }
 
 template <class A>
 BF_INLINE Vec<A> at_most(Vec<A> x, A number) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(A) == 4) return (Vec<A>)_mm512_min_ps((__m512)splat<A>(number), (__m512)x);
-#elif defined(__AVX2__)
-  if constexpr (sizeof(A) == 4) return (Vec<A>)_mm256_min_ps((__m256)splat<A>(number), (__m256)x);
-#endif
-  return x > number ? splat<A>(number) : x;
+  return min<A>(splat<A>(number), x);
 }
 
 template <class A, int count>
