@@ -178,8 +178,12 @@ def _autocast(device: str, bf16: bool) -> Iterator[None]:
     it does without oneDNN.
     """
     mkldnn = torch.backends.mkldnn
-    has_lstm = not mkldnn.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    without = bf16 and device == "cpu" and not has_lstm
+    without = (
+        bf16
+        and device == "cpu"
+        and mkldnn.is_available()
+        and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
     with (
         torch.autocast(device, torch.bfloat16, enabled=bf16),
         mkldnn.flags(enabled=False) if without else nullcontext(),
