@@ -173,39 +173,39 @@ MUTANTS = [
         "Vec<A>(dc * keep), n)", "Vec<A>(dc * in), n)", STEPS,
     ),
     Mutant(
-        "cpu decoder cells", TAIL, "last row of a batch", "csrc/cpu/op/decoder.h",
+        "cpu decoder cells", TAIL, "last row of a batch", "csrc/cpu/decoder/decoder.h",
         "block * some + some < B ? block * some + some : B;",
         "block * some + some < B ? block * some + some : B - 1;", STEPS,
     ),
     Mutant(
-        "cpu decode", MASK, "dropped out as at the step before", "csrc/cpu/op/decoder.cpp",
+        "cpu decode", MASK, "dropped out as at the step before", "csrc/cpu/decoder/decoder.cpp",
         "in.problem.seed = seed_of_step(first_seed_, t);",
         "in.problem.seed = seed_of_step(first_seed_, t > 0 ? t - 1 : 0);", STEPS,
     ),
     Mutant(
-        "cpu decode", MASK, "masked as the step before, between layers", "csrc/cpu/op/decoder.h",
+        "cpu decode", MASK, "masked as the step before, between layers", "csrc/cpu/decoder/decoder.h",
         "((l - 1) * T + t) * B * H", "((l - 1) * T + (t > 0 ? t - 1 : 0)) * B * H",
         ("tests/test_decoding.py", "masks_between_layers"),
     ),
     Mutant(
-        "cpu decode", TAIL, "last step", "csrc/cpu/op/decoder.cpp",
+        "cpu decode", TAIL, "last step", "csrc/cpu/decoder/decoder.cpp",
         "for (int64_t t = 0; t < d.T; ++t)", "for (int64_t t = 0; t < d.T - 1; ++t)", STEPS,
     ),
     Mutant(
         "cpu decode_backward", MASK, "dropped out as at the step before",
-        "csrc/cpu/op/decoder_backward.cpp", "in.problem.seed = seed_of_step(first_seed, t);",
+        "csrc/cpu/decoder/decoder_backward.cpp", "in.problem.seed = seed_of_step(first_seed, t);",
         "in.problem.seed = seed_of_step(first_seed, t > 0 ? t - 1 : 0);", STEPS,
     ),
     Mutant(
-        "cpu decode_backward", TAIL, "first step", "csrc/cpu/op/decoder_backward.cpp",
+        "cpu decode_backward", TAIL, "first step", "csrc/cpu/decoder/decoder_backward.cpp",
         "for (int64_t t = T - 1; t >= 0; --t)", "for (int64_t t = T - 1; t > 0; --t)", STEPS,
     ),
     Mutant(
-        "cpu decode_greedy", MASK, "the token after one left out", "csrc/cpu/op/decoder.cpp",
+        "cpu decode_greedy", MASK, "the token after one left out", "csrc/cpu/decoder/decoder.cpp",
         "if (left_out[i]) continue;", "if (i > 0 && left_out[i - 1]) continue;", GREEDY,
     ),
     Mutant(
-        "cpu decode_greedy", TAIL, "last token", "csrc/cpu/op/decoder.cpp",
+        "cpu decode_greedy", TAIL, "last token", "csrc/cpu/decoder/decoder.cpp",
         "for (int64_t i = 0; i < n; ++i) {\n    if (left_out",
         "for (int64_t i = 0; i < n - 1; ++i) {\n    if (left_out", GREEDY,
     ),

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "run.h"
+#include "cpu/op/run.h"
 
 namespace bahdanau_fast {
 
