@@ -146,7 +146,8 @@ def additive_attention(
         name=backend,
     )
     if inside is not TANH:
-        asked, known = linear(queries, w_q), linear(keys, w_k, bias)
+        plain = route.backend == "reference"
+        asked, known = linear(queries, w_q, None, plain), linear(keys, w_k, bias, plain)
         context, weights = attend_inside(
             route, asked, known, w_v, values, valid_lens, dropout_p, inside
         )
@@ -158,7 +159,8 @@ def additive_attention(
         context, weights = attend_raw(route, raw, valid_lens, dropout_p, need_weights)
     else:
         # No table: nobody asks these keys again, the kernels make it a few rows at a time.
-        projected = ProjectedKeys(linear(keys, w_k, bias), None, None)
+        known = linear(keys, w_k, bias, route.backend == "reference")
+        projected = ProjectedKeys(known, None, None)
         rest = (valid_lens, dropout_p, need_weights)
         context, weights = attend_queries(route, queries, w_q, projected, values, w_v, *rest)
     if shape is None:
@@ -206,7 +208,7 @@ def attend_queries(
     if route.form == "step":
         raw = (queries, projected.keys, values, w_q, None, None, w_v)
         return attend_raw(route, raw, valid_lens, dropout_p, need_weights)
-    asked = linear(queries, w_q)
+    asked = linear(queries, w_q, None, route.backend == "reference")
     rest = (valid_lens, dropout_p, need_weights)
     return attend_projected(route, asked, projected, values, w_v, *rest)
 

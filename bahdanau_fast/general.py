@@ -84,7 +84,8 @@ def additive_scores(
     route = backends.decide(
         queries, keys, keys, w_q, w_k, w_v, bias, hidden, 0.0, general=True, name=backend
     )
-    asked, projected = linear(queries, w_q), linear(keys, w_k, bias)
+    plain = route.backend == "reference"
+    asked, projected = linear(queries, w_q, None, plain), linear(keys, w_k, bias, plain)
     scores = scores_inside(route, asked, projected, w_v, inside, clip)
     return scores if shape is None else shape.restore(scores)
 

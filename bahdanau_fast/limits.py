@@ -105,6 +105,12 @@ class Limits:
     )
     turned_rows: int = _limit("rows", "from here on, for such a weight", _BENCH)
     turned_rows_most: int = _limit("rows", "up to here, for such a weight", _BENCH)
+    few_rows: int = _limit(
+        "rows",
+        "up to here, without oneDNN, fp32 projections by a large weight are this package's own",
+        _BENCH,
+    )
+    few_rows_side: int = _limit("rows and columns of a weight", "from here on, for so few", _BENCH)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,9 +225,11 @@ _AMD = Limits(
     turned_side=NEVER,
     turned_rows=16,
     turned_rows_most=48,
+    few_rows=16,
+    few_rows_side=256,
 )
 # MKL is Intel's own: nowhere slower there than oneDNN, and up to 3.7 times as fast.
-_INTEL = replace(_AMD, onednn_work=NEVER, turned_side=512)
+_INTEL = replace(_AMD, onednn_work=NEVER, turned_side=512, few_rows=0)
 
 #: By name. Nobody has measured "x86" (other makers) and "arm": they take what was right for AMD,
 #: where torch has MKL beside oneDNN, and torch's own products where it has not.

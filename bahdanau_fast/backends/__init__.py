@@ -10,7 +10,7 @@ import importlib
 import platform
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,9 @@ __all__ = [
     "resolve",
     "use",
 ]
+
+# Layers around the reference, too, are products of torch's.
+_REFERENCE_LIMITS = {"few_rows": 0}
 
 # Process-wide like torch's own backend flags: a plain global is what torch.compile can guard on.
 _forced: str | None = None
@@ -323,6 +326,7 @@ def use(name: str) -> Iterator[None]:
         _check_name(name)
     before, _forced = _forced, name
     try:
-        yield
+        with limits.using(**_REFERENCE_LIMITS) if name == "reference" else nullcontext():
+            yield
     finally:
         _forced = before

@@ -7,6 +7,9 @@ is nowhere slower and up to 3.7 times as fast. ``Limits.onednn_work`` has it bot
 
 Of 16 rows and a large weight MKL makes two to three times the time of 15, on Intel's processors; of
 their transpose, ``weight @ x.T``, it does not. ``Limits.turned_side`` says where that pays.
+
+Of few rows and a large weight MKL takes up to three times as long as this package's own product, on
+AMD's processors without AVX-512. ``Limits.few_rows`` says of how many.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bahdanau_fast import checks, limits
+from bahdanau_fast.ops import few_rows
 from bahdanau_fast.ops.lifetime import Held, Lifetime
 
 __all__ = [
@@ -47,18 +51,19 @@ def _find_onednn() -> Any:
 _onednn = _find_onednn()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plain: bool = False) -> Tensor:
     """``torch.nn.functional.linear``: same arguments, result and gradients.
 
     Args:
         x: (...,D).
         weight: (H,D).
         bias: (H,) or None.
+        plain: it is that function, whatever is faster: for the reference.
 
     Returns:
         (...,H).
     """
-    faster = way(x, weight)
+    faster = None if plain else way(x, weight)
     if faster is None:
         return F.linear(x, weight, bias)
     if checks.needs_gradient(x, weight, bias):
@@ -110,12 +115,20 @@ def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], 
         return None
     own, elements, (hidden, size) = limits.LIMITS, x.numel(), weight.shape
     found = None
-    if elements * hidden >= own.onednn_work and elements >= own.onednn_rows * size:
+    if _onednn is None and _is_few(elements, hidden, size):
+        found = few_rows.multiply
+    elif elements * hidden >= own.onednn_work and elements >= own.onednn_rows * size:
         found = None if _onednn is None else multiply
     elif min(hidden, size) >= own.turned_side:
         pays = own.turned_rows * size <= elements <= own.turned_rows_most * size
         found = multiply_turned if pays else None
     return found if found and weight.is_contiguous() and _is_plain(x, weight) else None
+
+
+def _is_few(elements: int, hidden: int, size: int) -> bool:
+    own = limits.LIMITS
+    few = elements <= own.few_rows * size and min(hidden, size) >= own.few_rows_side
+    return few and few_rows.is_there()
 
 
 def _is_plain(x: Tensor, weight: Tensor) -> bool:
@@ -221,23 +234,30 @@ class _Linear(torch.autograd.Function):
         if held is None:
             for_x, for_weight, _, _ = ctx.needs_input_grad
             ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
-        return linear(x.detach(), weight.detach(), None if bias is None else bias.detach())
+        inputs = x.detach(), weight.detach(), None if bias is None else bias.detach()
+        faster = way(*inputs[:2])
+        ctx.few = faster is few_rows.multiply
+        return (faster or F.linear)(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors if ctx.held is None else ctx.held.get()
         # create_graph=True: products that can be differentiated again.
         again = torch.is_grad_enabled()
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight if again else product(grad, weight)
-        if ctx.needs_input_grad[1]:
-            if again:
+        if ctx.few and not again and _is_plain(grad, grad):
+            wanted = x if for_weight else None, weight if for_x else None
+            grad_x, grad_weight, grad_bias = few_rows.gradients(grad, *wanted, for_bias)
+        else:
+            if for_x:
+                grad_x = grad @ weight if again else product(grad, weight)
+            if for_weight and again:
                 grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-            else:
+            elif for_weight:
                 grad_weight = sum_of_products(grad, x)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.flatten(0, -2).sum(0)
+            if for_bias:
+                grad_bias = grad.flatten(0, -2).sum(0)
         if ctx.held is not None:
             ctx.held.after_backward()
         return grad_x, grad_weight, grad_bias, None

@@ -17,7 +17,7 @@ from tqdm import tqdm
 import bahdanau_fast as bf
 from bahdanau_fast import backends, limits, memory
 from bahdanau_fast.functional import attend_queries
-from bahdanau_fast.ops import projection
+from bahdanau_fast.ops import few_rows, projection
 
 from ..contestants.parity import Oracle
 from ..contestants.providers import Runnable, attend_projected, by_name
@@ -68,10 +68,10 @@ def _op(backend: str | None, **moved: int) -> Way:
 
 
 def _project(**moved: int) -> Way:
-    """The projection of the keys, with limits moved."""
+    """The projection of the keys by a product of torch's, with limits moved."""
 
     def way(inputs: Inputs) -> Callable[[], Any]:
-        chosen = replace(limits.LIMITS, **moved)
+        chosen = replace(limits.LIMITS, few_rows=_NEVER, **moved)
 
         def call() -> Any:
             limits.LIMITS = chosen
@@ -80,6 +80,16 @@ def _project(**moved: int) -> Way:
         return call
 
     return way
+
+
+def _own(inputs: Inputs) -> Callable[[], Any]:
+    """The projection of the keys by this package's product, on every processor."""
+
+    def call() -> Any:
+        projection.way(inputs.keys, inputs.w_k)  # which auto asks in front of each product
+        return few_rows.multiply(inputs.keys, inputs.w_k, None)
+
+    return call
 
 
 def _sum(**moved: int) -> Way:
@@ -230,6 +240,19 @@ CHOICES = (
         (
             *map(_rows, (8, 16, 24, 32, 48, 64)),
             *(_rows(32, 256, 256), _rows(16, 384, 512), _rows(16, 1024, 512), _rows(32, 2048, 512)),
+        ),
+    ),
+    Choice(
+        "matrix product of few rows",
+        ("few_rows", "few_rows_side"),
+        "",
+        {"torch's": _project(), "our own": _own},
+        lambda inputs: (
+            "our own" if projection.way(inputs.keys, inputs.w_k) is few_rows.multiply else "torch's"
+        ),
+        (
+            *map(_rows, (1, 2, 4, 8, 16, 32)),
+            *(_rows(8, 64, 64), _rows(16, 256, 256), _rows(16, 8192, 64), _rows(8, 2048, 512)),
         ),
     ),
     Choice(

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import bahdanau_fast as bf
 from bahdanau_fast import limits
-from bahdanau_fast.ops import projection
+from bahdanau_fast.ops import few_rows, projection
 
 ROWS, D, H = 40, 192, 160
 
@@ -18,16 +19,24 @@ def of(*shape):
 @pytest.fixture(autouse=True)
 def family():
     """The limits of AMD's processors: on Intel's nothing goes through oneDNN."""
-    amd = limits.FAMILIES["amd"]
-    with limits.using(onednn_work=amd.onednn_work, turned_side=amd.turned_side):
+    with of_family("amd"):
         yield
 
 
-@pytest.fixture(params=["as here", "without oneDNN", "transposed"])
+def of_family(name):
+    fields = ("onednn_work", "turned_side", "few_rows")
+    return limits.using(**{each: getattr(limits.FAMILIES[name], each) for each in fields})
+
+
+@pytest.fixture(params=["as here", "without oneDNN", "transposed", "few rows"])
 def onednn(request, monkeypatch):
     if request.param != "as here":
         monkeypatch.setattr(projection, "_onednn", None)
-    if request.param == "transposed":
+    if request.param == "few rows":
+        with limits.using(few_rows=limits.NEVER, few_rows_side=0):
+            assert projection.way(of(3, D), of(H, D)) is few_rows.multiply
+            yield None
+    elif request.param == "transposed":
         turned = {"turned_side": 0, "turned_rows": 0, "turned_rows_most": limits.NEVER}
         with limits.using(onednn_work=limits.NEVER, **turned):
             assert projection.way(of(3, D), of(H, D)) is projection.multiply_turned
@@ -76,10 +85,99 @@ def test_values_and_gradients(onednn, layout, bias):
     [(15, 512, False), (16, 512, True), (48, 512, True), (49, 512, False), (32, 511, False)],
 )
 def test_some_rows_of_a_large_weight_are_transposed_on_intel(rows, hidden, turned):
-    intel = limits.FAMILIES["intel"]
-    with limits.using(onednn_work=intel.onednn_work, turned_side=intel.turned_side):
+    with of_family("intel"):
         found = projection.way(of(rows, 1, 512), of(hidden, 512))
         assert (found is projection.multiply_turned) == turned
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "few"),
+    [(1, 256, True), (16, 512, True), (17, 512, False), (8, 255, False)],
+)
+def test_few_rows_of_a_large_weight_are_our_own_on_amd(monkeypatch, rows, hidden, few):
+    x, weight = of(rows, 1, 512), of(hidden, 512)
+    monkeypatch.setattr(projection, "_onednn", None)
+    assert (projection.way(x, weight) is few_rows.multiply) == few
+    with of_family("intel"):
+        assert projection.way(x, weight) is not few_rows.multiply
+    monkeypatch.setattr(projection, "_onednn", F.linear)  # as with AVX-512
+    assert projection.way(x, weight) is not few_rows.multiply
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_the_reference_takes_torchs_own_products(monkeypatch, backend):
+    asked, own = [], few_rows.multiply
+    monkeypatch.setattr(projection, "_onednn", None)
+    monkeypatch.setattr(few_rows, "multiply", lambda *inputs: asked.append(1) or own(*inputs))
+    attention = bf.AdditiveAttention(512, 512, 512).eval()
+    features = bf.LocationAttention(512, 512, 512, channels=2, kernel_size=3).eval()
+    q, k, location = of(2, 1, 512).requires_grad_(), of(2, 3, 512), of(2, 1, 3)
+    weights = attention.W_q.weight, attention.W_k.weight, attention.w_v.weight
+    with bf.backends.use(backend):
+        attention(q, k, k)
+        attention.attend(q, attention.memory(k, k))
+        features.attend(q, features.memory(k, k), location)
+        assert bool(asked) == (backend == "cpu")
+    asked.clear()
+    for activation in ("tanh", "relu"):
+        bf.additive_attention(q, k, k, *weights, activation=activation, backend=backend)
+        bf.additive_scores(q, k, *weights, activation=activation, backend=backend)
+    assert bool(asked) == (backend == "cpu")
+
+
+@pytest.mark.parametrize("wanted", range(1, 8))
+@pytest.mark.parametrize("rows", [1, 4, 7])
+def test_gradients_that_are_wanted_and_no_others(rows, wanted):
+    x, weight, grad = of(2, rows, 19), of(21, 19), of(2, rows, 21)
+    leaves = [x, weight, of(21)]
+    asked = [leaf.requires_grad_() for k, leaf in enumerate(leaves) if wanted >> k & 1]
+    given = x if wanted & 2 else None, weight if wanted & 1 else None
+    with torch.no_grad():
+        found = few_rows.gradients(grad, *given, bool(wanted & 4))
+    assert [each is not None for each in found] == [bool(wanted >> k & 1) for k in range(3)]
+    expected = torch.autograd.grad(F.linear(*leaves), asked, grad)
+    for ours, theirs in zip([each for each in found if each is not None], expected, strict=True):
+        close(ours, theirs)
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 5), (5,), (0, 5), (3, 0), (2, 1, 3, 40)], ids=str)
+@pytest.mark.parametrize("hidden", [6, 0, 70])
+def test_the_operators_of_few_rows(dtype, shape, hidden):
+    x, weight, bias = (of(*s).to(dtype) for s in (shape, (hidden, shape[-1]), (hidden,)))
+    grad = of(*shape[:-1], hidden).to(dtype)
+    ops = torch.ops.bahdanau_fast
+    found = [ops.project(x, weight, bias), *ops.project_backward(grad, x, weight, True)]
+    exact = [each.double().requires_grad_() for each in (x, weight, bias)]
+    out = F.linear(*exact)
+    want = [out, *torch.autograd.grad(out, exact, grad.double())]
+    for ours, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, theirs.detach().to(dtype))
+
+
+def test_opcheck_of_few_rows():
+    x, weight, grad, ops = of(2, 3, 5), of(6, 5), of(2, 3, 6), torch.ops.bahdanau_fast
+    for bias in (None, of(6)):
+        torch.library.opcheck(ops.project.default, (x, weight, bias))
+    for inputs in ((x, weight, True), (x, None, False), (None, weight, True), (None, None, True)):
+        torch.library.opcheck(ops.project_backward.default, (grad, *inputs))
+
+
+def test_what_the_operators_of_few_rows_refuse():
+    x, weight, grad, ops = of(2, 3, 5), of(6, 5), of(2, 3, 6), torch.ops.bahdanau_fast
+    with pytest.raises(RuntimeError, match="weight must have shape"):
+        ops.project(x, of(6, 4), None)
+    with pytest.raises(RuntimeError, match="bias must have shape"):
+        ops.project(x, weight, of(5))
+    with pytest.raises(RuntimeError, match="x must have shape"):
+        ops.project_backward(grad, x[:1], weight, False)
+    with pytest.raises(RuntimeError, match="weight must have shape"):
+        ops.project_backward(grad, x, weight.double(), False)
+    with pytest.raises(RuntimeError, match="grad must have a dimension"):
+        ops.project_backward(grad.sum(), None, weight, False)
 
 
 def test_only_what_needs_a_gradient_gets_one():
@@ -101,17 +199,20 @@ def test_second_derivatives():
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-2)
 
 
-def test_the_same_bits_for_any_number_of_threads():
-    x, weight = of(64, 512), of(512, 512)
+@pytest.mark.parametrize("rows", [8, 64])
+def test_the_same_bits_for_any_number_of_threads(rows):
+    x, weight = of(rows, 512).requires_grad_(), of(512, 512).requires_grad_()
     before = torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, before):
             torch.set_num_threads(threads)
-            results.append(projection.linear(x, weight))
+            out = projection.linear(x, weight)
+            results.append((out, *torch.autograd.grad(out, (x, weight), of(rows, 512))))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(result, results[0]) for result in results)
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
 def test_what_oneDNN_is_not_asked_for(monkeypatch):

@@ -98,6 +98,9 @@ struct Projection {
   const void* bias = nullptr;
 };
 
+// Rows of a projection's weight that are taken at a time: they stay in the first-level cache.
+constexpr int64_t kProjectUnits = 4;
+
 // A convolution along the keys (general/convolution.h).
 struct Convolution {
   View location;  // (B,inputs,Tk), storage type
@@ -162,8 +165,10 @@ struct Kernels {
   // out[h] = sum over `rows` rows of (rows, width) sums, in their order, in the storage type.
   void (*sum_rows)(const void* parts, int64_t rows, int64_t width, int64_t H, void* out);
   void (*project)(const Projection&, void* out, int64_t stride, void* work);
-  void (*project_backward)(const Projection&, const void* grad, void* grad_rows, void* grad_w,
-                           void* grad_bias, void* work);
+  void (*project_grad_rows)(const Projection&, const void* grad, int64_t d0, int64_t d1,
+                            void* grad_rows, void* work);
+  void (*project_grad_weight)(const Projection&, const void* grad, int64_t h0, int64_t h1,
+                              void* grad_w, void* grad_bias, void* work);
   int64_t (*panel_columns)();
   void (*pack_panel)(const void* from, int64_t k_stride, int64_t n_stride, int64_t K, int64_t N,
                      int64_t index, void* out);

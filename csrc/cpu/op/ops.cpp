@@ -1,4 +1,5 @@
 // The operators of bahdanau_fast/ops for CPU tensors.
+#include "project.h"
 #include "run.h"
 
 #include <torch/csrc/stable/library.h>
@@ -135,84 +136,6 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
   }
   return {grads.keys, grads.values, grads.w};
 }
-
-// A projection of queries or keys.
-struct Projected {
-  Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias, const char* name,
-            int64_t limit = kMaxFp64CpuElements)
-      : kind(computing_kind(storage_kind(rows, name), rows.numel(), limit)) {
-    STD_TORCH_CHECK(rows.dim() == 3, name, " must have 3 dimensions");
-    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == rows.size(2) && weight.is_cpu() &&
-                        weight.scalar_type() == rows.scalar_type(),
-                    "the weight of ", name, " must have shape (H, features) and their dtype");
-    p.rows = view_of(rows, owned);
-    p.B = rows.size(0);
-    p.R = rows.size(1);
-    p.D = rows.size(2);
-    p.H = weight.size(0);
-    owned.push_back(packed(weight));
-    p.w = owned.back().const_data_ptr();
-    if (!bias.has_value()) return;
-    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == p.H && bias->is_cpu() &&
-                        bias->scalar_type() == rows.scalar_type(),
-                    "bias must have shape (H,) and the dtype of ", name);
-    owned.push_back(packed(*bias));
-    p.bias = owned.back().const_data_ptr();
-  }
-
-  OwnRows forward() const {
-    OwnRows out(p.B, p.R, p.H, owned[0].scalar_type(), owned[0].element_size());
-    forward(out.data());
-    return out;
-  }
-
-  Tensor new_forward() const {
-    Tensor out = new_tensor({p.B, p.R, p.H}, owned[0].scalar_type());
-    forward(out.mutable_data_ptr());
-    return out;
-  }
-
-  void forward(void* out) const {
-    const int64_t bytes = owned[0].element_size();
-    // Threads take the columns a few at a time: their weights are then used from the cache, for all
-    // rows.
-    constexpr int64_t kColumns = 64;
-    parallel((p.H + kColumns - 1) / kColumns, p.B * p.R * p.D * kColumns / 8,
-             [&] { return Buffer(std::min(p.H, kColumns) * size_of(kind)); },
-             [&](int64_t i, const Buffer& work) {
-               const int64_t first = i * kColumns;
-               Projection part = p;
-               part.H = std::min(kColumns, p.H - first);
-               part.w = static_cast<const char*>(p.w) + first * p.D * bytes;
-               if (p.bias != nullptr) part.bias = static_cast<const char*>(p.bias) + first * bytes;
-               char* const to = static_cast<char*>(out) + first * bytes;
-               kernels(kind).project(part, to, p.H, work.get());
-             });
-  }
-
-  // Gradients of rows, weight and bias.
-  std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad) const {
-    STD_TORCH_CHECK(grad.size(0) == p.B && grad.size(1) == p.R && grad.size(2) == p.H &&
-                        grad.scalar_type() == owned[0].scalar_type(),
-                    "the projections must be those additive_attention returned");
-    const ScalarType type = owned[0].scalar_type();
-    Tensor grad_rows = new_tensor({p.B, p.R, p.D}, type), grad_w = new_tensor({p.H, p.D}, type);
-    Tensor grad_bias = new_tensor({p.bias != nullptr ? p.H : 0}, type);
-    if (p.B * p.R == 0) torch::stable::zero_(grad_w);
-    const Buffer work((p.B * p.R * p.H + std::max(p.H, p.D)) * size_of(kind));
-    if (p.B * p.R > 0)
-      kernels(kind).project_backward(
-          p, grad.const_data_ptr(), grad_rows.mutable_data_ptr(), grad_w.mutable_data_ptr(),
-          p.bias != nullptr ? grad_bias.mutable_data_ptr() : nullptr, work.get());
-    else
-      torch::stable::zero_(grad_bias);
-    return {grad_rows, grad_w, grad_bias};
-  }
-
-  Kind kind;
-  Projection p;
-  std::vector<Tensor> owned;
-};
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> additive_attention(
     const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_q,

@@ -10,6 +10,7 @@ SPLIT = ("tests/test_parity.py", "test_contract and split")
 MAGNITUDES = ("tests/test_parity.py", "test_magnitudes and float32")
 SMALL = ("tests/test_parity.py", "test_contract and operator")
 STEP = ("tests/test_step.py", "")
+PRODUCTS = ("tests/test_projection.py", "few_rows or values_and_gradients")
 STEPS = (
     "tests/test_recurrent.py",
     "same_as_steps or test_sizes or test_dropout or gradient_with_dropout",
@@ -124,15 +125,15 @@ MUTANTS = [
     ),
     Mutant(
         "cpu project", TAIL, "last bias",
-        "csrc/cpu/kernels/project.h", "bias != nullptr && h < p.H; ++h)",
-        "bias != nullptr && h < p.H - 1; ++h)", SMALL,
+        "csrc/cpu/kernels/project.h", "bias == nullptr ? dot",
+        "bias == nullptr || h + k + 1 == p.H ? dot", SMALL,
     ),
     Mutant(
-        "cpu attend_step", TAIL, "last columns of the projection", "csrc/cpu/op/ops.cpp",
-        "parallel((p.H + kColumns - 1) / kColumns,", "parallel(p.H / kColumns,", STEP,
+        "cpu attend_step", TAIL, "last columns of the projection", "csrc/cpu/op/project.cpp",
+        "blocks(p.H), p.B * p.R", "p.H / kBlock, p.B * p.R", STEP,
     ),
     Mutant(
-        "cpu attend_step", OTHER, "columns of the first part in all", "csrc/cpu/op/ops.cpp",
+        "cpu attend_step", OTHER, "columns of the first part in all", "csrc/cpu/op/project.cpp",
         "part.w = static_cast<const char*>(p.w) + first * p.D * bytes;",
         "part.w = static_cast<const char*>(p.w);", STEP,
     ),
@@ -140,6 +141,19 @@ MUTANTS = [
         "cpu project_backward", TAIL, "last row", "csrc/cpu/kernels/project.h",
         "for (int64_t r = 0; r < count; ++r) total",
         "for (int64_t r = 0; r < count - 1; ++r) total", SMALL,
+    ),
+    Mutant(
+        "cpu project_backward", TAIL, "last columns of the rows", "csrc/cpu/op/project.cpp",
+        "of_rows ? blocks(p.D) : 0", "of_rows ? p.D / kBlock : 0", PRODUCTS,
+    ),
+    Mutant(
+        "cpu project_backward", TAIL, "last hidden units of a sum", "csrc/cpu/kernels/project.h",
+        "p.H - h < kUnits ? p.H - h : kUnits", "p.H - h < kUnits ? p.H - h - 1 : kUnits", PRODUCTS,
+    ),
+    Mutant(
+        "cpu project_backward", OTHER, "of a few hidden units those of the first",
+        "csrc/cpu/kernels/project.h", "grads + b * p.R * n + h, 1, n,",
+        "grads + b * p.R * n, 1, n,", PRODUCTS,
     ),
     Mutant(
         "cpu deferred sums", MASK, "a key too few for steps without lengths",
@@ -183,8 +197,9 @@ MUTANTS = [
         "in.problem.seed = seed_of_step(first_seed_, t > 0 ? t - 1 : 0);", STEPS,
     ),
     Mutant(
-        "cpu decode", MASK, "masked as the step before, between layers", "csrc/cpu/decoder/decoder.h",
-        "((l - 1) * T + t) * B * H", "((l - 1) * T + (t > 0 ? t - 1 : 0)) * B * H",
+        "cpu decode", MASK, "masked as the step before, between layers",
+        "csrc/cpu/decoder/decoder.h", "((l - 1) * T + t) * B * H",
+        "((l - 1) * T + (t > 0 ? t - 1 : 0)) * B * H",
         ("tests/test_decoding.py", "masks_between_layers"),
     ),
     Mutant(

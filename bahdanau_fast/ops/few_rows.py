@@ -1,0 +1,77 @@
+"""``x @ weight.T + bias`` of a few rows by this package's own product; fp32, on the CPU.
+
+A BLAS first copies a weight into the order its kernel reads it in, which for a few rows takes as
+long as the product. ``Limits.few_rows`` says up to where that is slower.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast.ops import TAGS, library
+
+__all__ = ["gradients", "is_there", "multiply"]
+
+library.define("project(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=TAGS)
+# Without a weight there is no gradient of x, without x none of the weight.
+library.define(
+    "project_backward(Tensor grad, Tensor? x, Tensor? weight, bool of_bias) -> "
+    "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    tags=TAGS,
+)
+_backward = torch.ops.bahdanau_fast.project_backward.default._op
+
+
+def _fake(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _backward_fake(
+    grad: Tensor, x: Tensor | None, weight: Tensor | None, of_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = grad.shape[-1]
+    return (
+        grad.new_empty((0,) if weight is None else (*grad.shape[:-1], weight.shape[1])),
+        grad.new_empty((0,) if x is None else (hidden, x.shape[-1])),
+        grad.new_empty((hidden if of_bias else 0,)),
+    )
+
+
+torch.library.register_fake("bahdanau_fast::project", _fake, lib=library)
+torch.library.register_fake("bahdanau_fast::project_backward", _backward_fake, lib=library)
+
+
+@functools.cache
+def is_there() -> bool:
+    """Whether the C++ extension is loaded; it is with the package, or never."""
+    has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has_kernel("bahdanau_fast::project", "CPU"))
+
+
+#: ``x @ weight.T + bias`` of x (...,D), weight (H,D) and bias (H,) or None; not differentiable.
+multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+multiply = torch.ops.bahdanau_fast.project.default._op
+
+
+def gradients(
+    grad: Tensor, x: Tensor | None, weight: Tensor | None, of_bias: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weight and bias; not differentiable again.
+
+    Args:
+        grad: (...,H).
+        x: (...,D), or None where the gradient of the weight is not wanted.
+        weight: (H,D), or None where that of x is not.
+        of_bias: whether that of the bias is.
+    """
+    of_x, of_weight, found = _backward(grad, x, weight, of_bias)
+    return (
+        None if weight is None else of_x,
+        None if x is None else of_weight,
+        found if of_bias else None,
+    )

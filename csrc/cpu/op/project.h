@@ -1,0 +1,31 @@
+// Rows times a weight, plus a bias: projections of queries or keys, and their gradients.
+#pragma once
+
+#include <tuple>
+
+#include "inputs.h"
+
+namespace bahdanau_fast {
+
+class Projected {
+ public:
+  // Rows (B,R,D), weight (H,D), bias (H); `name` is that of the rows in errors. fp32 of up to
+  // `limit` elements is computed in fp64.
+  Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias, const char* name,
+            int64_t limit = kMaxFp64CpuElements);
+
+  // (B,R,H), in memory of an operator's own, or as a tensor.
+  OwnRows forward() const;
+  Tensor new_forward() const;
+
+  // Gradients of rows, weight and bias; that of the bias is empty without one.
+  std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad) const;
+
+ private:
+  Kind kind_;
+  int64_t B_, R_;  // of the result, in the batch rows of the caller
+  std::vector<Tensor> owned_;
+  Projection p_;
+};
+
+}  // namespace bahdanau_fast
