@@ -42,9 +42,6 @@ __all__ = [
     "use",
 ]
 
-# Layers around the reference, too, are products of torch's.
-_REFERENCE_LIMITS = {"few_rows": 0}
-
 # Process-wide like torch's own backend flags: a plain global is what torch.compile can guard on.
 _forced: str | None = None
 
@@ -326,7 +323,8 @@ def use(name: str) -> Iterator[None]:
         _check_name(name)
     before, _forced = _forced, name
     try:
-        with limits.using(**_REFERENCE_LIMITS) if name == "reference" else nullcontext():
+        # Layers around the reference, too, are products of torch's.
+        with limits.using(few_rows=0) if name == "reference" else nullcontext():
             yield
     finally:
         _forced = before
