@@ -1,7 +1,7 @@
 """What PyTorch is told of the operators: schemas, shapes and gradients. Nothing here chooses.
 
 ``projected`` has the operators on projected queries and keys, ``whole`` those from raw ones,
-``decode`` those of whole decoders.
+``decode`` those of whole decoders, ``few_rows`` a projection by itself.
 """
 
 from bahdanau_fast.ops.projected import *  # noqa: F403

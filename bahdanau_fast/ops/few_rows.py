@@ -1,7 +1,6 @@
 """``x @ weight.T + bias`` of a few rows by this package's own product; fp32, on the CPU.
 
-A BLAS first copies a weight into the order its kernel reads it in, which for a few rows takes as
-long as the product. ``Limits.few_rows`` says up to where that is slower.
+``Limits.few_rows`` says up to how many rows it is faster than torch's.
 """
 
 from __future__ import annotations

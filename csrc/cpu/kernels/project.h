@@ -1,6 +1,5 @@
 // Projection of a few rows, out[r] = W x[r] + bias, and its gradients: for calls so small that a
-// BLAS call costs more than the arithmetic, and for rows so few that a BLAS reads the weight
-// slowly.
+// BLAS call costs more than the arithmetic, and for so few rows that MKL is slower (limits.py).
 #pragma once
 
 #include "forward.h"
