@@ -113,17 +113,22 @@ void weighted_sums(const A* p, int64_t p_row, int64_t p_step, const T* rows, int
 template <class A, int NI, int NJ, class T>
 BF_INLINE void dot_tile(const T* left, int64_t left_stride, const T* right, int64_t right_stride,
                         int64_t columns, A* out, int64_t out_stride) {
+  constexpr int L = kLanes<A>, V = kNeighbours;
   Vec<A> total[NI * NJ] = {};
   A dots[NI * NJ];
-  int64_t c = 0;
-  for (; c + kLanes<A> <= columns; c += kLanes<A>) {
-    Vec<A> x[NI];
-    for (int i = 0; i < NI; ++i) x[i] = load_as<A>(left + i * left_stride + c);
+  const auto add = [&](int64_t c, auto vectors) BF_INLINED {
+    constexpr int count = decltype(vectors)::value;
+    Vec<A> x[NI][count], y[count];
+    for (int i = 0; i < NI; ++i) load_neighbours<A, count>(left + i * left_stride + c, x[i]);
     for (int j = 0; j < NJ; ++j) {
-      const Vec<A> y = load_as<A>(right + j * right_stride + c);
-      for (int i = 0; i < NI; ++i) total[i * NJ + j] += x[i] * y;
+      load_neighbours<A, count>(right + j * right_stride + c, y);
+      for (int v = 0; v < count; ++v)
+        for (int i = 0; i < NI; ++i) total[i * NJ + j] += x[i][v] * y[v];
     }
-  }
+  };
+  int64_t c = 0;
+  for (; c + V * L <= columns; c += V * L) add(c, std::integral_constant<int, V>{});
+  for (; c + L <= columns; c += L) add(c, std::integral_constant<int, 1>{});
   sums<A, NI * NJ>(total, dots);
   for (int i = 0; i < NI; ++i) {
     for (int j = 0; j < NJ; ++j) {

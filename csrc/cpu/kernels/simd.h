@@ -263,6 +263,20 @@ BF_INLINE Vec<A> load_as(const T* p) {
   }
 }
 
+// As many vectors as it pays to load one right after the other. Of vectors of half a cache line
+// AMD's Zen 3 reads two in a cycle if they are the halves of one line, and not if they are the same
+// half of two: row by row, loads would limit a product.
+constexpr int kNeighbours = kVectorBytes == 32 ? 2 : 1;
+
+// Vectors that follow each other, loaded one right after the other and kept in registers.
+template <class A, int count, class T>
+BF_INLINE void load_neighbours(const T* p, Vec<A>* out) {
+  for (int k = 0; k < count; ++k) out[k] = load_as<A>(p + k * kLanes<A>);
+#if defined(__AVX2__)
+  if constexpr (count == 2) asm("" : "+x"(out[0]), "+x"(out[1]));
+#endif
+}
+
 // The first n lanes from memory, the others zero; n >= 1.
 template <class A, class T>
 BF_INLINE Vec<A> load_as(const T* p, int64_t n) {
