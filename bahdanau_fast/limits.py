@@ -110,7 +110,14 @@ class Limits:
         "up to here, without oneDNN, fp32 projections by a large weight are this package's own",
         _BENCH,
     )
-    few_rows_side: int = _limit("rows and columns of a weight", "from here on, for so few", _BENCH)
+    few_rows_features: int = _limit("features of a row", "from here on, for so few", _BENCH)
+    few_rows_hidden: int = _limit("rows of a weight", "from here on, for so few", _BENCH)
+    few_rows_weight: int = _limit(
+        "elements of a weight, for each row", "from here on, for so few", _BENCH
+    )
+    one_row_weight: int = _limit(
+        "elements of a weight", "the same for one row, of which MKL makes less work", _BENCH
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,8 +232,11 @@ _AMD = Limits(
     turned_side=NEVER,
     turned_rows=16,
     turned_rows_most=48,
-    few_rows=16,
-    few_rows_side=256,
+    few_rows=32,
+    few_rows_features=256,
+    few_rows_hidden=128,
+    few_rows_weight=4096,
+    one_row_weight=1 << 18,
 )
 # MKL is Intel's own: nowhere slower there than oneDNN, and up to 3.7 times as fast.
 _INTEL = replace(_AMD, onednn_work=NEVER, turned_side=512, few_rows=0)

@@ -127,8 +127,16 @@ def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], 
 
 def _is_few(elements: int, hidden: int, size: int) -> bool:
     own = limits.LIMITS
-    few = elements <= own.few_rows * size and min(hidden, size) >= own.few_rows_side
-    return few and few_rows.is_there()
+    if elements > own.few_rows * size:
+        return False
+    one = elements == size
+    weight = own.one_row_weight * size if one else own.few_rows_weight * elements
+    return (
+        size >= own.few_rows_features
+        and hidden >= own.few_rows_hidden
+        and hidden * size * size >= weight
+        and few_rows.is_there()
+    )
 
 
 def _is_plain(x: Tensor, weight: Tensor) -> bool:

@@ -244,15 +244,19 @@ CHOICES = (
     ),
     Choice(
         "matrix product of few rows",
-        ("few_rows", "few_rows_side"),
+        (
+            *("few_rows", "few_rows_features", "few_rows_hidden", "few_rows_weight"),
+            "one_row_weight",
+        ),
         "",
         {"torch's": _project(), "our own": _own},
         lambda inputs: (
             "our own" if projection.way(inputs.keys, inputs.w_k) is few_rows.multiply else "torch's"
         ),
         (
-            *map(_rows, (1, 2, 4, 8, 16, 32)),
-            *(_rows(8, 64, 64), _rows(16, 256, 256), _rows(16, 8192, 64), _rows(8, 2048, 512)),
+            *map(_rows, (1, 2, 4, 8, 16, 32, 64)),
+            *(_rows(1, 256, 256), _rows(8, 64, 64), _rows(16, 256, 256), _rows(32, 256, 256)),
+            *(_rows(16, 8192, 64), _rows(32, 1024, 128), _rows(32, 128, 1024), _rows(8, 2048)),
         ),
     ),
     Choice(

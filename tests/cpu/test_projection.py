@@ -33,7 +33,9 @@ def onednn(request, monkeypatch):
     if request.param != "as here":
         monkeypatch.setattr(projection, "_onednn", None)
     if request.param == "few rows":
-        with limits.using(few_rows=limits.NEVER, few_rows_side=0):
+        least = ("features", "hidden", "weight")
+        moved = {f"few_rows_{each}": 0 for each in least}
+        with limits.using(few_rows=limits.NEVER, one_row_weight=0, **moved):
             assert projection.way(of(3, D), of(H, D)) is few_rows.multiply
             yield None
     elif request.param == "transposed":
@@ -91,11 +93,15 @@ def test_some_rows_of_a_large_weight_are_transposed_on_intel(rows, hidden, turne
 
 
 @pytest.mark.parametrize(
-    ("rows", "hidden", "few"),
-    [(1, 256, True), (16, 512, True), (17, 512, False), (8, 255, False)],
+    ("rows", "features", "hidden", "few"),
+    [
+        *((1, 512, 512, True), (1, 512, 511, False), (2, 512, 128, True), (2, 512, 127, False)),
+        *((2, 256, 128, True), (2, 255, 512, False), (16, 512, 128, True), (17, 512, 128, False)),
+        *((32, 512, 512, True), (33, 512, 512, False)),
+    ],
 )
-def test_few_rows_of_a_large_weight_are_our_own_on_amd(monkeypatch, rows, hidden, few):
-    x, weight = of(rows, 1, 512), of(hidden, 512)
+def test_few_rows_of_a_large_weight_are_our_own_on_amd(monkeypatch, rows, features, hidden, few):
+    x, weight = of(rows, 1, features), of(hidden, features)
     monkeypatch.setattr(projection, "_onednn", None)
     assert (projection.way(x, weight) is few_rows.multiply) == few
     with of_family("intel"):
