@@ -230,9 +230,13 @@ def test_opcheck(case, dtype):
         for needs in (63, 16, 41):
             args = (*attend, weights, *grads, needs)
             torch.library.opcheck(ops.general_attend_backward.default, args)
+            args = (*attend, weights, *grads, needs & ~2)
             for onto in (torch.ones_like(keys), None):
-                args = (*attend, weights, *grads, needs & ~2, onto)
-                torch.library.opcheck(ops.general_attend_backward_onto.default, args)
+                torch.library.opcheck(ops.general_attend_backward_onto.default, (*args, onto))
+            added = torch.ones_like(keys)
+            ops.general_attend_backward_onto(*args, added)
+            expected = 1 + ops.general_attend_backward(*attend, weights, *grads, 2)[1]
+            torch.testing.assert_close(added, expected)
             args = (*scores, grads[1], needs & ~4)
             torch.library.opcheck(ops.general_scores_backward.default, args)
 

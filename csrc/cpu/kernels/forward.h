@@ -164,7 +164,7 @@ struct ForwardTask {
       if (!any_sees(0, queries, first, most)) continue;
       if (queries > 1)
         make_inner_rows(p, b, key_rows.base, key_rows.stride, j0 + first, most, 0, p.width,
-                        own_table);
+                        features.w_f, p.width, own_table);
       features.f = of_keys + (j0 + first) * g.features.row_stride;
       for (int64_t i = 0; i < queries; ++i) {
         const int64_t some = count(i) - first, keys = some < most ? some : most;
@@ -261,6 +261,15 @@ void store_row(const A* row, int64_t n, T* out) {
     else
       store_as<A>(out + k, load_as<A>(row + k, n - k), n - k);
   }
+}
+
+// out[k] += row[k] of whole vectors in row.
+template <class T, class A>
+void add_row(const A* row, int64_t n, T* out) {
+  int64_t k = 0;
+  for (; k + kLanes<A> <= n; k += kLanes<A>)
+    store_as<A>(out + k, Vec<A>(load(row + k) + load_as<A>(out + k)), kLanes<A>);
+  if (k < n) store_as<A>(out + k, Vec<A>(load(row + k) + load_as<A>(out + k, n - k)), n - k);
 }
 
 // row[j] = exp(row[j] - best); returns the sum.

@@ -185,8 +185,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> general_attend_backwa
     double negative_slope, MaybeTensor seed, double dropout_p, const Tensor& weights,
     MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs, MaybeTensor onto) {
   const Inside inside{features, w_f, activation, negative_slope};
-  const Inputs in(queries, keys, std::nullopt, std::nullopt, values, w_v, valid_lens, seed,
-                  dropout_p, Exponentials::as_read, inside);
+  Inputs in(queries, keys, std::nullopt, std::nullopt, values, w_v, valid_lens, seed, dropout_p,
+            Exponentials::as_read, inside);
+  in.problem.general.used |= onto.has_value();  // only that kernel adds to a sum
   Tensor grad_queries = gradient(queries, needs & need_queries);
   Tensor grad_keys = gradient(keys, needs & need_keys);
   Tensor grad_values = gradient(values, needs & need_values);

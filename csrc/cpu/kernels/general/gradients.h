@@ -16,7 +16,7 @@ namespace {
 
 template <class T, class A>
 struct GradGeneral {
-  static constexpr int kKeys = kTogether;
+  static constexpr int kKeys = kInnerRows;
   static constexpr int64_t kSettle = 64;  // keys in a partial sum
 
   const Problem& p;
@@ -27,11 +27,15 @@ struct GradGeneral {
   // Rows of n numbers: queries; sums over the keys of grad_query and grad_w, in two levels; inner
   // rows, and their gradients.
   A *queries, *partial, *totals, *rows, *grads;
+  // (C,n): these units of W_f and their gradient. What is used for each key is in one piece: pieces
+  // of memory can drive each other out of the first-level cache, whatever their sizes.
+  A *w_f, *grad_w_f;
   A* shares;  // (Tq,kKeys): the scores' gradients of a group of keys, zero past the last one
-  A* by_key;  // (kInnerRows,C): gradients of the features of some keys
+  A* by_key;  // (kKeys,C): gradients of the features of some keys
 
   static int64_t workspace(const Problem& p, int64_t hidden) {
-    return (3 * p.Tq + 2 + 2 * kInnerRows) * hidden + p.Tq * kKeys + kInnerRows * p.general.C;
+    const int64_t C = p.general.C;
+    return (3 * p.Tq + 2 + 2 * kKeys + 2 * C) * hidden + (p.Tq + C) * kKeys;
   }
 
   GradGeneral(const Problem& problem, const Backward& backward, int64_t row, int64_t begin,
@@ -44,9 +48,14 @@ struct GradGeneral {
     partial = queries + p.Tq * n;
     totals = partial + (p.Tq + 1) * n;
     rows = totals + (p.Tq + 1) * n;
-    grads = rows + kInnerRows * n;
-    shares = grads + kInnerRows * n;
+    grads = rows + kKeys * n;
+    w_f = grads + kKeys * n;
+    grad_w_f = w_f + p.general.C * n;
+    shares = grad_w_f + p.general.C * n;
     by_key = shares + p.Tq * kKeys;
+    for (int64_t c = 0; c < p.general.C; ++c)
+      std::memcpy(w_f + c * n, static_cast<const A*>(p.general.w_f) + c * p.width + h0,
+                  n * sizeof(A));
     const Rows<T, A> query_rows(p.queries, b);
     for (int64_t i = 0; i < p.Tq; ++i)
       for (int64_t h = 0; h < n; h += kLanes<A>)
@@ -54,23 +63,25 @@ struct GradGeneral {
     for (A* sum = partial; sum < rows; ++sum) *sum = A(0);
   }
 
-  // Adds the sums of keys [j + k, j + k + kKeys), `count` of which are there.
+  // Adds the sums of keys [j, j + kKeys), `count` of which are there.
   template <Activation act>
-  BF_INLINE void group(int64_t j, int64_t k, int64_t count) {
+  BF_INLINE void group(int64_t j, int64_t count) {
     const A negative = A(p.general.negative_slope), scale = A(p.w_scale);
     A* const partial_w = partial + p.Tq * n;
     for (int64_t i = 0; i < p.Tq; ++i)
       for (int64_t l = 0; l < kKeys; ++l)
-        shares[i * kKeys + l] = l < count ? scores[i * p.Tk + j + k + l] : A(0);
-    const T* onto = g.adds_to_keys ? grad_key(j + k) : nullptr;
+        shares[i * kKeys + l] = l < count ? scores[i * p.Tk + j + l] : A(0);
+    // Read next: by use_grads(), and by make_inner_rows().
+    const T* onto = g.adds_to_keys ? grad_key(j) : nullptr;
+    const T* next = key_rows[j + kKeys] + h0;
     for (int64_t h = 0; h < n; h += kLanes<A>) {
       Vec<A> sums[kKeys] = {}, sum_w{};
-      for (int64_t l = 0; onto != nullptr && l < kKeys; ++l)
-        __builtin_prefetch(onto + l * p.H + h);  // use_grads() reads it next
+      for (int64_t l = 0; onto != nullptr && l < kKeys; ++l) __builtin_prefetch(onto + l * p.H + h);
+      for (int64_t l = 0; l < kKeys; ++l) __builtin_prefetch(next + l * key_rows.stride + h);
       for (int64_t i = 0; i < p.Tq; ++i) {
         const Vec<A> a = load_once(queries + i * n + h);
         Vec<A> x[kKeys], y[kKeys], sum_query{};
-        for (int l = 0; l < kKeys; ++l) x[l] = a + load(rows + (k + l) * n + h);
+        for (int l = 0; l < kKeys; ++l) x[l] = a + load(rows + l * n + h);
         activated<A, act, kKeys>(x, negative, y);
         for (int l = 0; l < kKeys; ++l) {
           const A share = shares[i * kKeys + l];
@@ -83,7 +94,7 @@ struct GradGeneral {
         store(to, Vec<A>(load(to) + sum_query));
       }
       const Vec<A> weight = load(w + h) * scale;
-      for (int l = 0; l < kKeys; ++l) store(grads + (k + l) * n + h, Vec<A>(sums[l] * weight));
+      for (int l = 0; l < kKeys; ++l) store(grads + l * n + h, Vec<A>(sums[l] * weight));
       store(partial_w + h, Vec<A>(load(partial_w + h) + sum_w));
     }
   }
@@ -109,22 +120,19 @@ struct GradGeneral {
         for (int64_t k = 0; k < count; ++k)
           feature_grads()[c * p.Tk + j + k] = by_key[k * inside.C + c];
     } else if (g.grad_features != nullptr) {
-      dot_rows<A>(static_cast<const A*>(inside.w_f) + h0, p.width, inside.C, grads, n, count, n,
-                  feature_grads() + j, p.Tk);
+      dot_rows<A>(w_f, n, inside.C, grads, n, count, n, feature_grads() + j, p.Tk);
     }
     if (g.grad_w_f != nullptr) {
       const A* f = static_cast<const A*>(inside.features.data) + b * inside.features.batch_stride;
       weighted_sums<A>(f + j * inside.features.row_stride, inside.feature_step,
-                       inside.features.row_stride, grads, n, count, n, j > 0,
-                       static_cast<A*>(g.grad_w_f) + b * inside.C * p.width + h0, p.width,
+                       inside.features.row_stride, grads, n, count, n, j > 0, grad_w_f, n,
                        inside.C);
     }
     for (int64_t k = 0; g.grad_keys != nullptr && k < count; ++k) {
-      T* const out = grad_key(j + k);
-      A* const row = grads + k * n;
-      for (int64_t h = 0; g.adds_to_keys && h < valid; h += kLanes<A>)
-        store(row + h, Vec<A>(load(row + h) + load_as<A>(out + h, valid - h)));
-      store_row(row, valid, out);
+      if (g.adds_to_keys)
+        add_row(grads + k * n, valid, grad_key(j + k));
+      else
+        store_row(grads + k * n, valid, grad_key(j + k));
     }
   }
 
@@ -134,9 +142,10 @@ struct GradGeneral {
         narrow(A(0), static_cast<T*>(g.grad_keys) + (b * p.Tk + j) * p.H + h0 + h);
     for (int64_t c = 0; g.grad_features != nullptr && c < p.general.C; ++c)
       for (int64_t j = used; j < p.Tk; ++j) feature_grads()[c * p.Tk + j] = A(0);
-    for (int64_t c = 0; used == 0 && g.grad_w_f != nullptr && c < p.general.C; ++c)
-      for (int64_t h = 0; h < n; ++h)
-        static_cast<A*>(g.grad_w_f)[(b * p.general.C + c) * p.width + h0 + h] = A(0);
+    for (int64_t h = 0; used == 0 && h < p.general.C * n; ++h) grad_w_f[h] = A(0);
+    for (int64_t c = 0; g.grad_w_f != nullptr && c < p.general.C; ++c)
+      std::memcpy(static_cast<A*>(g.grad_w_f) + (b * p.general.C + c) * p.width + h0,
+                  grad_w_f + c * n, n * sizeof(A));
   }
 
   // Whether a query looks at one of keys [j, j + count).
@@ -154,17 +163,17 @@ struct GradGeneral {
     int64_t used = 0;  // keys that any query uses
     for (int64_t i = 0; i < p.Tq; ++i)
       used = p.key_counts[b * p.Tq + i] > used ? p.key_counts[b * p.Tq + i] : used;
-    for (int64_t j = 0; j < used; j += kInnerRows) {
-      const int64_t count = used - j < kInnerRows ? used - j : kInnerRows;
+    for (int64_t j = 0; j < used; j += kKeys) {
+      const int64_t count = used - j < kKeys ? used - j : kKeys;
       if (is_seen(j, count)) {
-        make_inner_rows(p, b, key_rows.base, key_rows.stride, j, count, h0, n, rows);
+        make_inner_rows(p, b, key_rows.base, key_rows.stride, j, count, h0, n, w_f, n, rows);
         for (A* row = rows + count * n; row < grads; ++row) *row = A(0);
-        for (int64_t k = 0; k < count; k += kKeys) group<act>(j, k, count - k);
+        group<act>(j, count);
       } else {
         for (A* grad = grads; grad < grads + count * n; ++grad) *grad = A(0);
       }
       use_grads(j, count);
-      if ((j + kInnerRows) % kSettle == 0 || j + kInnerRows >= used) settle();
+      if ((j + kKeys) % kSettle == 0 || j + kKeys >= used) settle();
     }
     zero_from(used);
     for (int64_t i = 0; g.grad_queries != nullptr && i < p.Tq; ++i) {

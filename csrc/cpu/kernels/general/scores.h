@@ -21,23 +21,26 @@ namespace {
 
 constexpr int64_t kInnerRows = 8;  // keys at a time
 
-// Rows of c + W_f f, hidden units [h0, h0 + columns) of them; `valid` of these are below H.
+// Rows of c + W_f f, hidden units [h0, h0 + columns) of them; `valid` of these are below H. w_f are
+// those units of W_f, in rows `w_stride` apart.
 template <class T, class A>
 void make_inner_rows(const Problem& p, int64_t b, const T* keys, int64_t key_stride, int64_t j,
-                     int64_t count, int64_t h0, int64_t columns, A* out) {
+                     int64_t count, int64_t h0, int64_t columns, const A* w_f, int64_t w_stride,
+                     A* out) {
   const int64_t valid = h0 + columns < p.H ? columns : p.H - h0;
   for (int64_t k = 0; k < count; ++k) {
     const T* key = keys + (j + k) * key_stride + h0;
     __builtin_prefetch(key + kInnerRows * key_stride);
-    for (int64_t h = 0; h < columns; h += kLanes<A>)
-      store(out + k * columns + h, load_row<A>(key, h, valid));
+    A* const row = out + k * columns;
+    int64_t h = 0;
+    for (; h + kLanes<A> <= valid; h += kLanes<A>) store(row + h, load_as<A>(key + h));
+    for (; h < columns; h += kLanes<A>) store(row + h, load_row<A>(key, h, valid));
   }
   const General& g = p.general;
   if (g.C == 0) return;
   const A* features = static_cast<const A*>(g.features.data) + b * g.features.batch_stride;
-  weighted_sums<A>(features + j * g.features.row_stride, g.features.row_stride, g.feature_step,
-                   static_cast<const A*>(g.w_f) + h0, p.width, g.C, columns, true, out, columns,
-                   count);
+  weighted_sums<A>(features + j * g.features.row_stride, g.features.row_stride, g.feature_step, w_f,
+                   w_stride, g.C, columns, true, out, columns, count);
 }
 
 // Vectors of a key that share a division, and keys that are taken together: eight chains of
