@@ -2,7 +2,7 @@
 
 The extension is built with GCC's -fsanitize-coverage=trace-pc (libFuzzer and fuzzers built on it
 want clang, which a machine that builds this package need not have). A case is a string of bytes,
-which fuzzing/entry_points.py and fuzzing/decoder_points.py turn into a call. Cases that reach a new
+which entry_points.py and its neighbours in fuzzing/ turn into a call. Cases that reach a new
 place of the C++ are kept and changed further. The seeds in fuzzing/seeds reach all of it together;
 every run of the suite plays them again.
 """
@@ -26,11 +26,14 @@ SEEDS = HERE / "seeds"
 LONGEST = 128
 # Its share of a hundred cases, and the module in fuzzing/ that holds its function.
 TARGETS = {
-    "attend": (35, "entry_points"),
-    "whole": (20, "entry_points"),
+    "attend": (25, "entry_points"),
+    "whole": (15, "entry_points"),
     "step": (10, "entry_points"),
-    "decode": (20, "decoder_points"),
-    "greedy": (15, "decoder_points"),
+    "decode": (15, "decoder_points"),
+    "greedy": (10, "decoder_points"),
+    "inside": (13, "family_points"),
+    "location": (7, "family_points"),
+    "project": (5, "family_points"),
 }
 
 
