@@ -126,15 +126,12 @@ def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], 
 
 
 def _is_few(elements: int, hidden: int, size: int) -> bool:
-    own = limits.LIMITS
-    if elements > own.few_rows * size:
-        return False
-    one = elements == size
-    weight = own.one_row_weight * size if one else own.few_rows_weight * elements
+    own, rows = limits.LIMITS, elements // max(size, 1)
     return (
-        size >= own.few_rows_features
+        rows <= own.few_rows
+        and size >= own.few_rows_features
         and hidden >= own.few_rows_hidden
-        and hidden * size * size >= weight
+        and hidden * size >= (own.one_row_weight if rows == 1 else own.few_rows_weight * rows)
         and few_rows.is_there()
     )
 

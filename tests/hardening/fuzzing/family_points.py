@@ -94,7 +94,8 @@ def _attend(read, made, lens, numbers, generator):
     results = ops.general_attend(*mistaken(read, inputs, 24))
     grads = gradients_of(read, *results, generator)
     needs, adds = read.number(64), read.number(2)
-    needs &= ~KEYS if adds and not read.mistake(20) else -1
+    if adds and not read.mistake(20):
+        needs &= ~KEYS
     onto = torch.randn(k.shape, generator=generator).to(k.dtype) if adds else None
     before = onto.clone() if adds else None
     given = [*inputs, results[1], *grads, needs, *([onto] if adds else [])]
@@ -176,9 +177,9 @@ def location(data):
     agree("weights", weights, want[1], dtype)
     if wide.requires_grad:
         of_both = torch.autograd.grad(wide, leaves, grad.double())
-        for name, got, real in zip(("d location", "d w_conv"), found, of_both, strict=True):
-            if needs >> ("d location", "d w_conv").index(name) & 1:
-                agree(name, got, real, dtype)
+        for at, (got, real) in enumerate(zip(found, of_both, strict=True)):
+            if needs >> at & 1:
+                agree(("d location", "d w_conv")[at], got, real, dtype)
     return "checked"
 
 

@@ -143,9 +143,6 @@ struct GradGeneral {
     for (int64_t c = 0; g.grad_features != nullptr && c < p.general.C; ++c)
       for (int64_t j = used; j < p.Tk; ++j) feature_grads()[c * p.Tk + j] = A(0);
     for (int64_t h = 0; used == 0 && h < p.general.C * n; ++h) grad_w_f[h] = A(0);
-    for (int64_t c = 0; g.grad_w_f != nullptr && c < p.general.C; ++c)
-      std::memcpy(static_cast<A*>(g.grad_w_f) + (b * p.general.C + c) * p.width + h0,
-                  grad_w_f + c * n, n * sizeof(A));
   }
 
   // Whether a query looks at one of keys [j, j + count).
@@ -182,6 +179,9 @@ struct GradGeneral {
         store_as<A>(out + h, Vec<A>(load(totals + i * n + h) * (load(w + h) * A(p.w_scale))),
                     valid - h);
     }
+    for (int64_t c = 0; g.grad_w_f != nullptr && c < p.general.C; ++c)
+      std::memcpy(static_cast<A*>(g.grad_w_f) + (b * p.general.C + c) * p.width + h0,
+                  grad_w_f + c * n, n * sizeof(A));
     for (int64_t h = 0; g.grad_w != nullptr && h < n; ++h)
       static_cast<A*>(g.grad_w)[b * p.width + h0 + h] = totals[p.Tq * n + h];
   }
