@@ -200,6 +200,23 @@ def test_hooks_run_and_changed_layers_are_called():
     assert close(module(*inputs()), told.Tutorial.forward(module, *inputs()))
 
 
+@pytest.mark.parametrize("name", ["query_layer", "query_layer.linear_layer"])
+def test_hooks_of_a_wrapped_layer_and_of_the_layer_inside_it_run(name):
+    peer = driving.PEERS["coqui"]
+    module = peer.make()
+    bf.fuse(module)
+    module.get_submodule(name).register_forward_hook(lambda _, __, result: -result)
+    draw = torch.Generator().manual_seed(0)
+    contexts = []
+    for one in (module, copy.deepcopy(module)):
+        if contexts:
+            bf.unfuse(one)
+        draw.manual_seed(0)
+        results = peer.drive(one, lambda *shape: torch.randn(shape, generator=draw))
+        contexts.append([result for kind, result in results if kind == "context"])
+    assert all(map(close, *contexts))
+
+
 def test_hooks_do_not_run_during_the_check():
     module, seen = tutorial(), []
     module.Wa.register_forward_hook(lambda *_: seen.append(1))

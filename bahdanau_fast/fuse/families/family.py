@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from bahdanau_fast.fuse.step import Located, Step
-from bahdanau_fast.modules.base import is_unchanged, plain_parameters
+from bahdanau_fast.modules.base import apply_layer, is_unchanged, plain_parameters
 from bahdanau_fast.reference import Inside
 
 __all__ = [
     "Draw",
     "Family",
     "Roles",
+    "applied",
     "arguments",
     "children",
     "linear_of",
@@ -129,6 +130,17 @@ def linear_of(layer: object) -> nn.Linear | None:
         if len(inner) == 1 and isinstance(inner[0], nn.Linear):
             return inner[0]
     return None
+
+
+def applied(layer: nn.Module, x: Tensor) -> Tensor:
+    """``layer(x)``; of an unmodified wrapper of an ``nn.Linear``, that of the inner layer.
+
+    Args:
+        layer: any.
+        x: its input.
+    """
+    inner = linear_of(layer)
+    return apply_layer(inner if inner is not None and is_unchanged(layer) else layer, x)
 
 
 def scoring(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:

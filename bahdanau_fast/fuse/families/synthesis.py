@@ -7,9 +7,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast.fuse.families.family import Draw, Family, Outputs, linear_of, located, scoring
+from bahdanau_fast.fuse.families.family import (
+    Draw,
+    Family,
+    Outputs,
+    applied,
+    linear_of,
+    located,
+    scoring,
+)
 from bahdanau_fast.fuse.step import Located, Step
-from bahdanau_fast.modules.base import apply_layer, is_unchanged
+from bahdanau_fast.modules.base import is_unchanged
 from bahdanau_fast.reference import TANH, Inside
 
 __all__ = ["Coqui", "Tacotron2"]
@@ -76,7 +84,7 @@ class Tacotron2(Family):
         score, added = scoring(module.v), _inside(module.location_layer, before)
         if score is None or added is None:
             return NotImplemented
-        asked = apply_layer(module.query_layer, state.unsqueeze(1))
+        asked = applied(module.query_layer, state.unsqueeze(1))
         seen = None if mask is None else ~mask.unsqueeze(1)
         w_v = step.scorer(*score)
         inside, convolution = added
@@ -145,7 +153,7 @@ class Coqui(Family):
             added = _inside(module.location_layer, torch.stack(before, 1))
         if score is None or added is None or self.objection(module) is not None:
             return NotImplemented
-        asked = apply_layer(module.query_layer, query.unsqueeze(1))
+        asked = applied(module.query_layer, query.unsqueeze(1))
         seen = None if mask is None else mask.unsqueeze(1)
         w_v = step.scorer(*score)
         inside, convolution = added
