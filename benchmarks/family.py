@@ -9,8 +9,9 @@ with grad   the same and its backward, to parameters, states, queries and projec
 source      with the projection of the keys, forward and backward, once in the loop
 
 A ratio is that of the fastest rounds, which a busy machine disturbs least. Beside it stands what
-kernels as fast as the processor would give: :func:`bound`, and what a fused step takes on a source
-of one key, which is layers, autograd and Python.
+kernels as fast as the processor would give: what a fused step takes on a source of few keys, which
+is mostly layers, autograd and Python, and :func:`bound` for the other keys. Few are the fewest that
+are computed in fp32.
 
 Three more rows: ReLU at captioning's shape against the eager formula, and compiled; a mask against
 the same length. The last row is a training step of a whole model, JoeyNMT's recurrent decoder
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity
+from bahdanau_fast.limits import PRECISION
 from bahdanau_fast.ops.inside import general
 from bahdanau_fast.reference import Inside
 from bahdanau_fast.seq2seq.data import dates
@@ -243,6 +245,11 @@ def bound(
     return 1e3 * keys * max(4 * numbers / bytes_per_second, instructions / operations)
 
 
+def fewest_keys(sizes: Sizes) -> int:
+    """The length of the shortest source that is computed in fp32, as that of these sizes is."""
+    return PRECISION.fp64_cpu_elements // (sizes.batch * sizes.hidden) + 1
+
+
 def timed(calls: dict[str, Callable[[], Any]], seconds: float, steps: int = 1) -> dict[str, float]:
     """Name to milliseconds of the fastest round."""
     for call in calls.values():
@@ -329,13 +336,14 @@ def measure(seconds: float, pairs: list[tuple[str, str]]) -> list[dict[str, Any]
                 check(theirs, ours, loop, sizes, mode)
                 pair = {"theirs": copy.deepcopy(theirs), "ours": copy.deepcopy(ours)}
                 calls = {n: loop(m, sizes, mode, torch.float32) for n, m in pair.items()}
-                one_key = sizes._replace(keys=1)
-                calls["around"] = loop(copy.deepcopy(ours), one_key, mode, torch.float32)
+                few = sizes._replace(keys=fewest_keys(sizes))
+                calls["around"] = loop(copy.deepcopy(ours), few, mode, torch.float32)
                 found = timed(dict(calls), seconds, STEPS)
                 row = {"who": who, "sizes": [*sizes], "mode": mode} | found
                 if mode != "source":
+                    rest = sizes._replace(keys=sizes.keys - few.keys)
                     rates = read.bytes_per_second, operations
-                    row["bound"] = bound(sizes, who in LOCATED, mode == "with grad", *rates)
+                    row["bound"] = bound(rest, who in LOCATED, mode == "with grad", *rates)
                 rows.append(row)
     return [*rows, *others(seconds), trained(pairs, seconds)]
 
