@@ -182,6 +182,13 @@ PEERS: dict[str, tuple[type[Loop], Callable[[Sizes], Any]]] = {
     "coqui location": (CoquiLoop, functools.partial(_coqui, location=True)),
 }
 
+# What docs/family.md says of them stands in the line of its first table that has these words.
+GAINS = {
+    "SpeechBrain `ContentBasedAttention`": ("SpeechBrain content", "ESPnet AttAdd"),
+    "SpeechBrain `LocationAwareAttention`": ("SpeechBrain location", "ESPnet AttLoc"),
+    "coqui `OriginalAttention`": ("coqui location",),
+    "Show, Attend and Tell": ("ReLU, eager", "ReLU, compiled"),
+}
 LOCATED = ("SpeechBrain location", "ESPnet AttLoc", "coqui location")
 
 
@@ -359,6 +366,12 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
     head = ["who", "sizes", "mode", "theirs (ms a step)", "fused (ms a step)", "theirs / fused"]
     head.append("theirs / bound")
     return markdown(head, cells)
+
+
+def gains(rows: list[dict[str, Any]], whose: tuple[str, ...]) -> str:
+    """The smallest and the largest ratio of theirs to fused, of all sizes and modes."""
+    ratios = [row["theirs"] / row["ours"] for row in rows if row["who"] in whose]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}x"
 
 
 def main() -> None:

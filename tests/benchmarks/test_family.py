@@ -23,3 +23,11 @@ def test_the_page_has_the_figures(result):
     assert "\n".join(family.lines(found["rows"])) in page
     assert found["machine"]["commit"] in page
     assert result.name in page
+
+
+@pytest.mark.parametrize("words", family.GAINS)
+def test_the_first_table_has_the_gains(words):
+    rows = [row for result in RESULTS for row in json.loads(result.read_text())["rows"]]
+    page = (ROOT / "docs" / "family.md").read_text().splitlines()
+    (line,) = (line for line in page if line.startswith("|") and words in line)
+    assert line.endswith(f" {family.gains(rows, family.GAINS[words])} |")
