@@ -93,6 +93,7 @@ SCORED = {
     "small inputs": {"scale": {"queries": 1e-5, "keys": 1e-5}},
     **FORMS,
     "decoder step": {"B": 16, "Tq": 1, "Tk": 50, "H": 96},
+    "one query, one past whole vectors": {"B": 16, "Tq": 1, "Tk": 200, "H": 65, "C": 3},
     "Tk = 0": {"Tk": 0, "C": 3},
     "fp32 in small": {"B": 1, "Tq": 2, "Tk": 8, "H": 5, "C": 3},
 }

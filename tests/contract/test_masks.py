@@ -89,6 +89,18 @@ def test_blocks_with_nothing_to_look_at_are_not_read(attention, queries, table):
     close(call(), want)
 
 
+@pytest.mark.parametrize("queries", [1, TQ])
+def test_one_key_before_the_last_is_seen_wherever_it_is(attention, queries):
+    """Keys are looked at in tiles, and a tile is skipped that has none."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = (TK, queries, D), (TK, TK, D), (TK, TK, DV)
+    drawn = [torch.randn(s, generator=generator) for s in shapes]
+    mask = torch.eye(TK, dtype=torch.bool)
+    mask[:, -1] = True
+    with torch.no_grad():
+        close(attention(*drawn, mask=mask), plain(attention, *drawn, None, mask)[0])
+
+
 INSIDE = {"features": {"C": 3}, "relu": {"activation": 1}}
 
 

@@ -19,6 +19,7 @@ FORMS = {
     "many channels": {"channels": 33, "kernel_size": 1},
     "coverage": {"channels": None},
     "no bias": {"bias": False},
+    "a convolution with a bias": {"channels": 10, "conv_bias": True},
     "in fp32": {"num_hiddens": 300, "batch": 20, "keys_len": 90},
     "longer than the keys": {"kernel_size": 101},
     "masked": {"mask": scattered(3, 37)},
@@ -50,11 +51,13 @@ class Plain(nn.Module):
         return self.weights @ values
 
 
-def made(batch=3, keys_len=37, num_hiddens=13, **form):
+def made(batch=3, keys_len=37, num_hiddens=13, conv_bias=False, **form):
     """A module, and keys, values, queries of three steps and the first location, in fp64."""
     form = {"channels": 4, "kernel_size": 7, **form}
     torch.manual_seed(0)
     module = bf.LocationAttention(6, 5, num_hiddens, dtype=torch.float64, **form)
+    if conv_bias:  # a layer of the user's own
+        module.conv.bias = nn.Parameter(torch.empty(form["channels"], dtype=torch.float64))
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=0.5)
@@ -151,7 +154,9 @@ def test_steps(form, dtype, backend):
 
 
 @pytest.mark.parametrize("mask", [None, scattered(2, 5)], ids=["no mask", "mask"])
-@pytest.mark.parametrize("form", ["one channel in", "two channels in", "coverage"])
+@pytest.mark.parametrize(
+    "form", ["one channel in", "two channels in", "coverage", "a convolution with a bias"]
+)
 def test_second_derivatives(form, mask):
     module, drawn = made(batch=2, keys_len=5, num_hiddens=3, **FORMS[form])
     memory_of = [x.double().requires_grad_() for x in drawn[:2]]
@@ -184,11 +189,12 @@ def test_a_step_is_one_operator_and_a_projection():
 @pytest.mark.parametrize("seen", [LENS, scattered(3, 1, 37)], ids=["lens", "mask"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype, seen):
-    module, (keys, values, queries, location) = made(inputs=2)
+    module, (keys, values, queries, location) = made(inputs=2, conv_bias=True)
     module = module.to(dtype)
     q, k = module.W_q(queries[0].to(dtype)).detach(), module.W_k(keys.to(dtype)).detach()
     given = [q, k, values.to(dtype), module.w_v.weight.detach(), seen, location.to(dtype)]
-    given += [module.conv.weight.detach(), None, module.W_f.weight.detach()]
+    layers = module.conv.weight, module.conv.bias, module.W_f.weight
+    given += [x.detach() for x in layers]
     leaves = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in given]
     torch.library.opcheck(
         torch.ops.bahdanau_fast.location_attend.default, (*leaves, 0, 0.01, None, 0.0)
