@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
-from planted import cpu, cuda, find_tests, triton
+from planted import cpu, cuda, find_tests, inside, triton
 
 import build
 
@@ -27,7 +27,7 @@ sys.path.append(str(build.ROOT))
 from benchmarks.timing.machine import machine
 
 # Side by side: the first has C++ to build for each mutant, the second a driver of CUDA kernels.
-LANES = (cpu.MUTANTS, triton.MUTANTS + cuda.MUTANTS)
+LANES = (cpu.MUTANTS + inside.MUTANTS, triton.MUTANTS + cuda.MUTANTS)
 INSTALLED = {"bahdanau_fast": "bahdanau_fast", "kernels": "bahdanau_fast/kernels"}
 LONGEST = 600  # seconds of a mutant's tests: one that hangs is noticed too
 

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import mutants_page
-from planted import cpu, cuda, find_tests, triton
+from mutants import LANES
+from planted import find_tests
 from planted.guards import EXPLAINED, FACTORS, scan
 
 ROOT = Path(__file__).resolve().parents[2]
-MUTANTS = cpu.MUTANTS + triton.MUTANTS + cuda.MUTANTS
+MUTANTS = [mutant for lane in LANES for mutant in lane]
 
 
 def test_every_mistake_has_its_place():
