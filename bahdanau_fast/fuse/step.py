@@ -13,7 +13,7 @@ from bahdanau_fast.functional import attend_projected
 from bahdanau_fast.general import attend_inside, attend_location, scores_inside
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
-from bahdanau_fast.modules.base import apply_layer, plain_parameters
+from bahdanau_fast.modules.layers import apply_layer, plain_parameters
 from bahdanau_fast.ops.projection import linear
 from bahdanau_fast.reference import TANH, Inside
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bahdanau_fast import backends
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.modules.base import is_unchanged, plain_weight
+from bahdanau_fast.modules.layers import is_unchanged, plain_weight
 from bahdanau_fast.ops import decode
 
 __all__ = ["attend_step", "decode_given", "decode_greedily"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.general import attend_inside, attend_location
 from bahdanau_fast.memory import Memory
-from bahdanau_fast.modules.base import apply_layer, check_features, is_unchanged, plain_weight
+from bahdanau_fast.modules.layers import apply_layer, check_features, is_unchanged, plain_weight
 from bahdanau_fast.modules.remembering import MakesMemories
 from bahdanau_fast.reference import TANH, Inside
 

@@ -10,13 +10,8 @@ from bahdanau_fast.general import scores_inside
 from bahdanau_fast.memory import Maker, Memory, ProjectedKeys, project
 from bahdanau_fast.memory.key_cache import may_share
 from bahdanau_fast.memory.shapes import as_rows, source_as_rows
-from bahdanau_fast.modules.base import (
-    Additive,
-    Layered,
-    apply_layer,
-    check_features,
-    plain_weight,
-)
+from bahdanau_fast.modules.base import Additive, Layered
+from bahdanau_fast.modules.layers import apply_layer, check_features, plain_weight
 from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.projection import shared_linear
 from bahdanau_fast.reference import TANH

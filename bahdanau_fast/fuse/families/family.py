@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from bahdanau_fast.fuse.step import Located, Step
-from bahdanau_fast.modules.base import apply_layer, is_unchanged, plain_parameters
+from bahdanau_fast.modules.layers import apply_layer, is_unchanged, plain_parameters
 from bahdanau_fast.reference import Inside
 
 __all__ = [

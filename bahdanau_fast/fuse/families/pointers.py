@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bahdanau_fast.fuse.families.family import Draw, Family, Outputs
 from bahdanau_fast.fuse.step import Step
-from bahdanau_fast.modules.base import apply_layer, is_unchanged
+from bahdanau_fast.modules.layers import apply_layer, is_unchanged
 
 __all__ = ["Pointer"]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bahdanau_fast.fuse.families.family import Draw, Family, Outputs, located, scoring
 from bahdanau_fast.fuse.step import Located, Step
-from bahdanau_fast.modules.base import apply_layer
+from bahdanau_fast.modules.layers import apply_layer
 from bahdanau_fast.reference import TANH, Inside
 
 __all__ = ["Content", "Location"]

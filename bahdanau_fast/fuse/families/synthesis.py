@@ -17,7 +17,7 @@ from bahdanau_fast.fuse.families.family import (
     scoring,
 )
 from bahdanau_fast.fuse.step import Located, Step
-from bahdanau_fast.modules.base import is_unchanged
+from bahdanau_fast.modules.layers import is_unchanged
 from bahdanau_fast.reference import TANH, Inside
 
 __all__ = ["Coqui", "Tacotron2"]

@@ -20,7 +20,8 @@ from bahdanau_fast.fuse.families.family import (
     scoring,
 )
 from bahdanau_fast.fuse.step import Step
-from bahdanau_fast.modules.base import Additive, apply_layer
+from bahdanau_fast.modules.base import Additive
+from bahdanau_fast.modules.layers import apply_layer
 from bahdanau_fast.reference import TANH, Inside
 
 __all__ = ["Course", "OneState", "TwoInputs"]

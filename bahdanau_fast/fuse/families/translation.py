@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bahdanau_fast import reference
 from bahdanau_fast.fuse.families.family import Draw, Family, Outputs, scoring
 from bahdanau_fast.fuse.step import Step
-from bahdanau_fast.modules.base import apply_layer
+from bahdanau_fast.modules.layers import apply_layer
 
 __all__ = ["AllenNLP", "Gnmt", "JoeyNMT", "OpenNMT"]
 

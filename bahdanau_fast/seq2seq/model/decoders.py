@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from bahdanau_fast import checks
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.modules.base import apply_layer
 from bahdanau_fast.modules.decoder_loop import attend_step, decode_given, decode_greedily
 from bahdanau_fast.modules.dot_product import DotProductAttention
+from bahdanau_fast.modules.layers import apply_layer
 from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD
 from bahdanau_fast.seq2seq.model.encoder_decoder import (
     AttentionDecoder,

@@ -1,0 +1,127 @@
+"""Is a layer more than its parameters? If not, the parameters are read; if so, it is called.
+
+Reading ``layer.weight`` is correct for an unmodified ``nn.Linear``. Hooks, LoRA, pruning,
+parametrizations, quantization and a ``forward`` set on the instance (as accelerate does) change
+what the layer computes: such a layer is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _torch
+
+from bahdanau_fast import checks
+from bahdanau_fast.ops.projection import linear
+
+__all__ = [
+    "apply_layer",
+    "check_features",
+    "is_unchanged",
+    "plain_parameters",
+    "plain_weight",
+    "plain_weights",
+]
+
+# Hooks of all modules of the process; torch changes these dicts in place.
+_forward_hooks = _torch._global_forward_hooks
+_forward_pre_hooks = _torch._global_forward_pre_hooks
+_backward_hooks = _torch._global_backward_hooks
+_backward_pre_hooks = _torch._global_backward_pre_hooks
+
+
+def check_features(
+    name: str, tensor: Tensor, layer: nn.Module | None, weight: Tensor | None = None
+) -> None:
+    """Queries or keys must have the features, dtype and device of their layer's weight."""
+    if (
+        weight is not None
+        and weight.shape[1] == tensor.shape[2]
+        and weight.dtype is tensor.dtype
+        and weight.is_cpu
+        and tensor.is_cpu
+    ):
+        return  # the most frequent case, quickly
+    # A lazy layer has no size yet; a modified one (LoRA, quantized, hooked) checks its own inputs.
+    parameters = plain_parameters(layer)
+    if parameters is not None:
+        weight = parameters["weight"]
+        checks.features(name, tensor, weight.shape[1])
+        checks.same_kind(name, tensor, "the module's weights", weight)
+
+
+def is_unchanged(module: nn.Module) -> bool:
+    """True if calling a module runs only its class's ``forward``."""
+    if (
+        torch.compiler.is_compiling()  # compiled code is for the forward that was looked at
+        and not torch.compiler.is_exporting()  # which is done once
+        and getattr(module.forward, "__code__", None)  # the compiler knows no other __func__
+        is not getattr(type(module).forward, "__code__", None)
+    ):
+        return False
+    return not (_is_changed(module.__dict__) or _all_modules_have_hooks())
+
+
+def _all_modules_have_hooks() -> bool:
+    return bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
+
+
+def _is_changed(own: dict[str, Any]) -> Any:
+    """Whether the instance with these attributes has hooks or a ``forward`` of its own."""
+    # Not through nn.Module's __getattr__, which is slow: a small call comes here three times.
+    return (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+    )
+
+
+def plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
+    """``weight`` and ``bias`` of an unmodified ``nn.Linear``; None for any other layer.
+
+    Of another layer nothing is known: its weight may be missing, a method, or on the meta device
+    until the layer is called.
+    """
+    if type(layer) is not nn.Linear or not is_unchanged(layer):
+        return None
+    parameters = layer._parameters
+    return None if parameters.get("weight") is None else parameters
+
+
+def plain_weight(layer: nn.Module | None) -> Tensor | None:
+    """The weight of an unmodified ``nn.Linear`` without bias; None for any other layer."""
+    parameters = plain_parameters(layer)
+    if parameters is None or parameters.get("bias") is not None:
+        return None
+    weight: Tensor = parameters["weight"]
+    return weight
+
+
+def plain_weights(*layers: nn.Module | None) -> list[Tensor | None]:
+    """:func:`plain_weight` of each; what does not depend on the layer is asked once."""
+    if torch.compiler.is_compiling():
+        return [plain_weight(layer) for layer in layers]
+    weights: list[Tensor | None] = [None] * len(layers)
+    if not _all_modules_have_hooks():
+        for i, layer in enumerate(layers):
+            if type(layer) is nn.Linear and not _is_changed(own := layer.__dict__):
+                parameters = own["_parameters"]
+                if parameters.get("bias") is None:
+                    weights[i] = parameters.get("weight")
+    return weights
+
+
+def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``layer(x) + bias``, by :func:`linear` if the layer is an unmodified ``nn.Linear``."""
+    assert layer is not None
+    parameters = plain_parameters(layer)
+    if parameters is not None:
+        own = parameters.get("bias")
+        total = own if bias is None else bias if own is None else own + bias
+        return linear(x, parameters["weight"], total)
+    projected: Tensor = layer(x)
+    return projected if bias is None else projected + bias
