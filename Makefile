@@ -126,7 +126,7 @@ wheel: venv  ## build the wheel into dist/
 
 clean:  ## remove build output and caches, keep .venv
 	rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	rm -f bahdanau_fast/*.so
+	rm -f bahdanau_fast/*.so bahdanau_fast/*.why.txt
 	find bahdanau_fast kernels tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # For .ci/run: the wheel is checked against the same torch.

@@ -309,8 +309,13 @@ class BuildExt(build_ext):
         for ext in list(self.extensions):
             build, _, variable = BACKENDS[ext.name]
             target = Path(self.get_ext_fullpath(ext.name)).resolve()
-            log = ROOT / "build" / f"{ext.name.rpartition('.')[2]}.log"
-            log.unlink(missing_ok=True)
+            short = ext.name.rpartition(".")[2]
+            log = ROOT / "build" / f"{short}.log"
+            # What the package says of a missing backend, beside where its binary would be.
+            folders = [target.parent, *([ROOT / "bahdanau_fast"] if self.editable_mode else [])]
+            reasons = [folder / f"{short}.why.txt" for folder in folders]
+            for path in (log, *reasons):
+                path.unlink(missing_ok=True)
             try:
                 if wanted(variable) == "0":
                     raise BuildError(f"{variable}=0")
@@ -323,10 +328,11 @@ class BuildExt(build_ext):
                 # pip hides the output of a build that succeeds; the Makefile shows this file.
                 log.parent.mkdir(exist_ok=True)
                 log.write_text(f"{line}\n{error.output}")
-                # A binary of older sources must not pass for this one.
-                target.unlink(missing_ok=True)
-                if self.editable_mode:
-                    (ROOT / "bahdanau_fast" / target.name).unlink(missing_ok=True)
+                for path in reasons:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(str(error), encoding="utf-8")
+                    # A binary of older sources must not pass for this one.
+                    path.with_name(target.name).unlink(missing_ok=True)
                 self.extensions.remove(ext)
 
 

@@ -7,7 +7,10 @@
 ((2, 1, 3), (2, 1, 10))
 """
 
+import importlib
 import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from bahdanau_fast import backends, reference
 from bahdanau_fast.functional import additive_attention, masked_softmax
@@ -38,8 +41,20 @@ __all__ = [
     "fuse",
     "masked_softmax",
     "reference",
+    "seq2seq",
     "unfuse",
 ]
+
+if TYPE_CHECKING:
+    from bahdanau_fast import seq2seq
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        """The translator: imported when it is asked for."""
+        if name == "seq2seq":
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # Where version 0.1.0 had them: pickles name the module of a class.
 sys.modules.update(

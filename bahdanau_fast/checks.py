@@ -22,6 +22,12 @@ from torch.nn import Parameter
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: What may be applied to the sum inside a score.
 ACTIVATIONS = ("tanh", "relu", "leaky_relu")
+#: What lengths may be, beside floating.
+INTEGER = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
+LENGTHS = "be None, a tensor or a list of numbers"
 _WEIGHTS = (Parameter, Tensor)
 _INT64, _STRIDED = torch.int64, torch.strided
 
@@ -149,7 +155,9 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
     keys_batch, keys_len, _ = keys.shape
     values_batch, values_len, _ = values.shape
     if keys_batch != batch:
-        reject(ValueError, "keys", f"have the batch size of queries, {batch}", _shape(keys))
+        first = ": the batch comes first" if keys_len == batch else ""
+        need = f"have the batch size of queries, {batch}"
+        reject(ValueError, "keys", need, f"{_shape(keys)}{first}")
     if values_batch != batch or values_len != keys_len:
         need = f"have the batch size and length of keys, ({batch}, {keys_len})"
         reject(ValueError, "values", need, _shape(values))
@@ -191,10 +199,10 @@ def source(
     if mask is not None:
         _tensor("mask", mask)
         look(mask, mask if mask.dim() == 3 else keys[:, :0], keys)  # of any number of queries
-    if valid_lens is not None:
-        _tensor("valid_lens", valid_lens)
-        queries_len = valid_lens.shape[1] if valid_lens.dim() == 2 else 0
-        lens(valid_lens, keys.shape[0], queries_len, keys.device)
+    queries_len = 0
+    if isinstance(valid_lens, Tensor) and valid_lens.dim() == 2:
+        queries_len = valid_lens.shape[1]
+    lens(valid_lens, keys.shape[0], queries_len, keys.device)
 
 
 def same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
@@ -210,12 +218,12 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
     """Lengths: None, (B,) or (B,Tq), real numbers, on the device of the data."""
     if valid_lens is None:
         return
-    _tensor("valid_lens", valid_lens)
-    if valid_lens.dtype == torch.bool:
-        need = "have an integer or floating dtype (a bool mask is given as mask=)"
-        reject(TypeError, "valid_lens", need, valid_lens.dtype)
-    if valid_lens.dtype.is_complex:
-        reject(TypeError, "valid_lens", "have an integer or floating dtype", valid_lens.dtype)
+    if not isinstance(valid_lens, Tensor):
+        reject(TypeError, "valid_lens", LENGTHS, type(valid_lens).__name__)
+    if valid_lens.dtype not in INTEGER and valid_lens.dtype not in FLOATING:
+        need = "have an integer dtype or float32, bfloat16, float16 or float64"
+        mask = " (a bool mask is given as mask=)" if valid_lens.dtype == torch.bool else ""
+        reject(TypeError, "valid_lens", need + mask, valid_lens.dtype)
     shape = _shape(valid_lens)
     if shape not in ((batch,), (batch, queries_len)):
         need = f"have shape ({batch},) or ({batch}, {queries_len})"

@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 _EXAMPLES = """\
 to begin with:
   python -m bahdanau_fast info
-  python -m bahdanau_fast demo --quick
+  python -m bahdanau_fast demo
   python -m bahdanau_fast train --data pairs.tsv --out model
   python -m bahdanau_fast translate model "Call us ." """
 
@@ -173,7 +173,7 @@ def _add_demo(commands: Any) -> None:
         "--seed", type=at_least(0, int), default=0, metavar="N", help="random seed (default: 0)"
     )
     command.add_argument(
-        "--quick", action="store_true", help="a tenth of the data; what it learns is not checked"
+        "--quick", action="store_true", help="a smoke run: a tenth of the data, too little to learn"
     )
     command.set_defaults(command=_demo)
 

@@ -13,9 +13,10 @@ from bahdanau_fast import backends, checks, limits, ops, reference
 from bahdanau_fast.backends.route import Route
 from bahdanau_fast.general import attend_inside
 from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.memory.shapes import as_rows, lengths
+from bahdanau_fast.memory.shapes import Shape, as_rows, finish, lengths
 from bahdanau_fast.ops import sharding, whole
 from bahdanau_fast.ops.by_name import attend_by
+from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.projection import linear
 from bahdanau_fast.ops.shared_gradients import SharedNode
@@ -149,23 +150,21 @@ def additive_attention(
         plain = route.backend == "reference"
         asked, known = linear(queries, w_q, None, plain), linear(keys, w_k, bias, plain)
         context, weights = attend_inside(
-            route, asked, known, w_v, values, valid_lens, dropout_p, inside
+            route, asked, known, w_v, values, valid_lens, dropout_p, inside, shape
         )
     elif route.form == "one operator":
         inputs = (queries, keys, values, *weights_given)
-        context, weights = attend_small(route, inputs, bias, valid_lens, dropout_p)
+        context, weights = attend_small(route, inputs, bias, valid_lens, dropout_p, shape)
     elif route.form in ("raw", "raw keys"):
         raw = (queries, keys, values, w_q, w_k, bias, w_v)
-        context, weights = attend_raw(route, raw, valid_lens, dropout_p, need_weights)
+        context, weights = attend_raw(route, raw, valid_lens, dropout_p, need_weights, shape)
     else:
         # No table: nobody asks these keys again, the kernels make it a few rows at a time.
         known = linear(keys, w_k, bias, route.backend == "reference")
         projected = ProjectedKeys(known, None, None)
-        rest = (valid_lens, dropout_p, need_weights)
+        rest = (valid_lens, dropout_p, need_weights, shape)
         context, weights = attend_queries(route, queries, w_q, projected, values, w_v, *rest)
-    if shape is None:
-        return context, weights if need_weights else None
-    return shape.restore(context), shape.restore(weights) if need_weights else None
+    return context, weights if need_weights else None
 
 
 def attend_queries(
@@ -178,6 +177,7 @@ def attend_queries(
     valid_lens: Tensor | None,
     dropout_p: float,
     need_weights: bool = True,
+    shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with raw queries to projected keys, as the route says; the caller has checked them.
 
@@ -191,6 +191,7 @@ def attend_queries(
         valid_lens: None, (B,) or (B,Tq), or a mask from :func:`reference.visible`.
         dropout_p: probability of dropping a weight.
         need_weights: whether the second result is wanted; without, it may be empty.
+        shape: of the results, where that is another one.
 
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
@@ -204,12 +205,12 @@ def attend_queries(
                 table, keys_max = _table_for(queries.shape[1], keys)
             inputs = (queries, w_q, keys, table, keys_max, values, w_v, valid_lens)
             context, weights = whole.step_now(*inputs)
-        return context, _like(context, weights)
+        return finish(context, _like(context, weights), shape)
     if route.form == "step":
         raw = (queries, projected.keys, values, w_q, None, None, w_v)
-        return attend_raw(route, raw, valid_lens, dropout_p, need_weights)
+        return attend_raw(route, raw, valid_lens, dropout_p, need_weights, shape)
     asked = linear(queries, w_q, None, route.backend == "reference")
-    rest = (valid_lens, dropout_p, need_weights)
+    rest = (valid_lens, dropout_p, need_weights, shape)
     return attend_projected(route, asked, projected, values, w_v, *rest)
 
 
@@ -222,9 +223,10 @@ def attend_projected(
     valid_lens: Tensor | None,
     dropout_p: float,
     need_weights: bool = True,
+    shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Everything after the projections: :func:`attend_queries`, its queries already ``W_q q``."""
-    keys, table, keys_max, shared, lifetime = projected
+    keys, table, keys_max, shared, lifetime, _ = projected
     if shared is not None:
         if route.share and shared.fits(values, w_v):
             keys, values, w_v = shared.results
@@ -237,16 +239,18 @@ def attend_projected(
     if w_v.dtype != queries.dtype:
         w_v = w_v.to(queries.dtype)
     if route.backend == "reference":
-        return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p)
+        results = reference.attend(queries, keys, values, w_v, valid_lens, dropout_p)
+        return finish(*results, shape)
     seed = _seed(dropout_p, queries)
     inputs = ops.AttendInputs(
         queries, keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p
     )
-    context, weights = _call(route, inputs, need_weights, shared, lifetime)
+    context, weights, link = _call(route, inputs, need_weights, shared, lifetime)
     wanted = queries.dtype
     if checks.softmax_in_fp32(queries.device):
         wanted = weights.dtype
-    return context, weights if weights.dtype == wanted else weights.to(wanted)
+    weights = weights if weights.dtype == wanted else weights.to(wanted)
+    return finish(context, weights, shape, link)
 
 
 def _call(
@@ -255,7 +259,7 @@ def _call(
     need_weights: bool,
     shared: SharedNode | None,
     lifetime: Lifetime | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor, Link | None]:
     """Call the operator ``attend`` by the shortest way that is right where the call comes from.
 
     Args:
@@ -266,7 +270,8 @@ def _call(
         lifetime: of the nodes that this call shares with others.
 
     Returns:
-        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32; (0,) if not wanted.
+        Context (B,Tq,Dv), weights (B,Tq,Tk), fp64 for fp64 and else fp32, (0,) if not wanted, and
+        None. Of a recorded call the context is in the link, which is the third result.
     """
     queries, keys, table, keys_max, values, w_v, *others = inputs
     if type(queries) is not Tensor:
@@ -275,21 +280,23 @@ def _call(
     if route.traced:  # what traces the call has to meet the operator itself
         wanted = need_weights or recorded
         if route.backend in ops.without_key:
-            return attend_by(route.backend, *inputs, wanted)
-        return ops.attend_op(*inputs, wanted)
+            return (*attend_by(route.backend, *inputs, wanted), None)
+        return (*ops.attend_op(*inputs, wanted), None)
     if recorded:
+        valid_lens, seed, dropout_p = inputs[6:]
         # Only plain operations may record tensors of inference mode.
         if True in map(Tensor.is_inference, (queries, keys, values, w_v)):
-            return reference.attend(queries, keys, values, w_v, inputs.valid_lens, inputs.dropout_p)
-        rest = [table, keys_max, *others]
-        return ops.attend_recorded(
-            queries, keys, values, w_v, rest, route.backend, shared, lifetime
+            return (*reference.attend(queries, keys, values, w_v, valid_lens, dropout_p), None)
+        rest, link = [table, keys_max, *others], Link(values, seed, dropout_p)
+        weights = ops.attend_recorded(
+            queries, keys, values, w_v, rest, route.backend, shared, lifetime, link
         )
+        return None, weights, link
     with torch._C._AutoDispatchBelowAutograd():
         if table is None and route.backend == "cpu":
             table, keys_max = _table_for(queries.shape[1], keys)
         forward, _ = ops.implementations[route.backend]
-        return forward(queries, keys, table, keys_max, values, w_v, *others, need_weights)
+        return (*forward(queries, keys, table, keys_max, values, w_v, *others, need_weights), None)
 
 
 def _table_for(queries_len: int, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -317,6 +324,7 @@ def attend_small(
     bias: Tensor | None,
     valid_lens: Tensor | None,
     dropout_p: float,
+    shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
     """All of it in one operator.
 
@@ -326,13 +334,14 @@ def attend_small(
         bias: (H,) or None.
         valid_lens: None, (B,) or (B,Tq).
         dropout_p: probability of dropping a weight.
+        shape: of the results, where that is another one.
 
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
     seed = _seed(dropout_p, inputs[0])
-    context, weights = whole.attend(inputs, bias, valid_lens, seed, dropout_p, route.records)
-    return context, _like(context, weights)
+    context, weights, link = whole.attend(inputs, bias, valid_lens, seed, dropout_p, route.records)
+    return finish(context, _like(inputs[0], weights), shape, link)
 
 
 def attend_raw(
@@ -341,6 +350,7 @@ def attend_raw(
     valid_lens: Tensor | None,
     dropout_p: float,
     need_weights: bool,
+    shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A step on a GPU with projections in its kernel; without gradients.
 
@@ -350,6 +360,7 @@ def attend_raw(
         valid_lens: None, (B,) or (B,Tq).
         dropout_p: probability of dropping a weight.
         need_weights: whether the weights are wanted.
+        shape: of the results, where that is another one.
 
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
@@ -367,12 +378,12 @@ def attend_raw(
             inputs = (linear(queries, w_q), keys, values, None, *others)  # type: ignore[assignment]
         seed = _seed(dropout_p, inputs[0])
         context, weights = step_from_raw(*inputs, valid_lens, seed, dropout_p, need_weights)
-    return context, _like(context, weights)
+    return finish(context, _like(context, weights), shape)
 
 
-def _like(context: Tensor, weights: Tensor) -> Tensor:
-    """The weights in the dtype of the context; to ask first is quicker than a needless ``to``."""
-    return weights if weights.dtype is context.dtype else weights.to(context.dtype)
+def _like(other: Tensor, weights: Tensor) -> Tensor:
+    """The weights in the dtype of another; to ask first is quicker than a needless ``to``."""
+    return weights if weights.dtype is other.dtype else weights.to(other.dtype)
 
 
 def _seed(dropout_p: float, queries: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.backends.route import Route
 from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.memory.shapes import as_rows
+from bahdanau_fast.memory.shapes import Shape, as_rows, finish
 from bahdanau_fast.ops.inside import general
 from bahdanau_fast.ops.inside.location import attend_location as location_op
 from bahdanau_fast.ops.inside.location import convolved
@@ -128,6 +128,7 @@ def attend_inside(
     valid_lens: Tensor | None,
     dropout_p: float,
     inside: Inside,
+    shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with projected queries to projected keys, as the route says.
 
@@ -140,6 +141,7 @@ def attend_inside(
         valid_lens: None, (B,) or (B,Tq).
         dropout_p: probability of dropping a weight.
         inside: features and activation.
+        shape: of the results, where that is another one.
 
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
@@ -147,12 +149,13 @@ def attend_inside(
     keys, w_v, inside = _like(queries, keys, w_v, inside)
     values = values.to(queries.dtype)
     if _is_plain(route, queries):
-        return reference.attend(queries, keys, values, w_v, valid_lens, dropout_p, inside)
+        results = reference.attend(queries, keys, values, w_v, valid_lens, dropout_p, inside)
+        return finish(*results, shape)
     seed = dropout_seed(dropout_p, queries)
-    context, weights = general.attend_inside(
-        queries, keys, values, w_v, valid_lens, inside, seed, dropout_p
+    context, weights, link = general.attend_inside(
+        queries, keys, values, w_v, valid_lens, inside, seed, dropout_p, route.traced
     )
-    return context, weights.to(context.dtype)
+    return finish(context, weights.to(queries.dtype), shape, link)
 
 
 def attend_location(
@@ -167,6 +170,7 @@ def attend_location(
     w_conv: Tensor,
     b_conv: Tensor | None,
     inside: Inside,
+    shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend_inside` with features that are a convolution of the location.
 
@@ -182,11 +186,12 @@ def attend_location(
         w_conv: (C,inputs,taps), an odd number of taps.
         b_conv: (C,) or None.
         inside: ``w_f`` (H,C) and the activation; its features are None.
+        shape: of the results, where that is another one.
 
     Returns:
         Context (B,Tq,Dv), weights (B,Tq,Tk).
     """
-    keys, _, _, shared, lifetime = projected
+    keys, _, _, shared, lifetime, _ = projected
     alike = keys.dtype == values.dtype == queries.dtype
     if shared is not None and alike and route.share and shared.fits(values, w_v):
         keys, values, w_v = shared.results
@@ -194,11 +199,11 @@ def attend_location(
         shared = None
     if _is_plain(route, queries):
         inside = inside._replace(features=convolved(location, w_conv, b_conv))
-        rest = (w_v, values, valid_lens, dropout_p, inside)
+        rest = (w_v, values, valid_lens, dropout_p, inside, shape)
         return attend_inside(route, queries, keys, *rest)
     dtype = queries.dtype
     keys, w_v, inside = _like(queries, keys, w_v, inside)
-    context, weights = location_op(
+    context, weights, link = location_op(
         *(queries, keys, values.to(dtype), w_v, valid_lens),
         *(location.to(dtype), w_conv.to(dtype), None if b_conv is None else b_conv.to(dtype)),
         *(inside, dropout_seed(dropout_p, queries), dropout_p),
@@ -206,7 +211,7 @@ def attend_location(
         shared=shared,
         lifetime=lifetime,
     )
-    return context, weights if weights.dtype == dtype else weights.to(dtype)
+    return finish(context, weights if weights.dtype == dtype else weights.to(dtype), shape, link)
 
 
 def _is_plain(route: Route, queries: Tensor) -> bool:

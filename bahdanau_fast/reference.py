@@ -69,6 +69,8 @@ def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
     if valid_lens.dim() == 3:
         return valid_lens
     lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
+    if lens.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch compares these with none
+        lens = lens.double()
     positions = torch.arange(keys_len, device=valid_lens.device)
     return _replicate_like(valid_lens, positions) < lens.unsqueeze(-1)
 

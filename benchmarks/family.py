@@ -276,7 +276,9 @@ def others(seconds: float) -> list[dict[str, Any]]:
         return (v * weights.unsqueeze(2)).sum(1)
 
     def ours() -> Tensor:
-        return general.attend_inside(q, k, v, w, None, relu, None, 0.0)[0].squeeze(1)
+        context, _, _ = general.attend_inside(q, k, v, w, None, relu, None, 0.0, False)
+        assert context is not None
+        return context.squeeze(1)
 
     attention, lens = bf.AdditiveAttention(512, 512, 512).eval(), torch.arange(1, 33) * 6
     seen = torch.arange(196) < lens.unsqueeze(1)

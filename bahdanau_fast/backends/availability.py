@@ -40,8 +40,7 @@ def _load(extension: str, kind: str, needs: str) -> str | None:
         _check_whole(module)
         importlib.import_module(module)
     except ModuleNotFoundError:
-        hidden = _hides_installed(extension)
-        return f"the {kind} extension is not built " + (hidden or f"(install with {needs} present)")
+        return f"the {kind} extension is not built{_why_not_built(extension, needs)}"
     except (ImportError, OSError) as error:
         return f"the {kind} extension is there but does not load: {_first_line(error)}"
     return None
@@ -93,6 +92,17 @@ def _does_not_run() -> str | None:
 def _too_old(capability: tuple[int, int]) -> str:
     needed, found = (".".join(map(str, version)) for version in (CAPABILITY, capability))
     return f"compute capability {needed} is needed, this GPU has {found}"
+
+
+def _why_not_built(extension: str, needs: str) -> str:
+    """What is known of an extension that is not there, to follow "is not built"."""
+    hidden = _hides_installed(extension)
+    if hidden is not None:
+        return f" {hidden}"
+    reason = Path(__file__).parents[1] / f"{extension}.why.txt"  # of setup.py
+    if reason.is_file():
+        return f": {' '.join(reason.read_text(encoding='utf-8').split())}"
+    return f" (install with {needs} present, and --no-build-isolation)"
 
 
 def _hides_installed(extension: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from bahdanau_fast import checks
@@ -55,7 +56,7 @@ def fuse(model: nn.Module) -> Report:
         family = family_of(module)
         if family is not None:
             entries.append(Entry(name, type(module).__name__, family.title, "fused before"))
-        elif not isinstance(module, KeepsWeights):  # this package's own
+        elif not isinstance(module, _OWN_OR_COMPILED):
             found = _find(module)
             if isinstance(found, Family):
                 replace(module, found)
@@ -82,6 +83,10 @@ def unfuse(model: nn.Module) -> list[str]:
     for _, module in fused:
         put_back(module)
     return [name for name, _ in fused]
+
+
+# What has no forward to replace: this package's modules, and code that torch.jit has compiled.
+_OWN_OR_COMPILED = (KeepsWeights, torch.jit.ScriptModule)
 
 
 def _find(module: nn.Module) -> Family | str | None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextlib import suppress
+from inspect import isfunction
 from typing import Any
 
+import torch
 from torch import nn
 
 from bahdanau_fast.fuse.families.family import Family
-from bahdanau_fast.fuse.step import Step
+from bahdanau_fast.fuse.step import NotServed, Step
 
 __all__ = ["family_of", "put_back", "replace"]
 
@@ -23,10 +26,33 @@ _EMPTY = inspect.Parameter.empty
 
 
 class _Fused(nn.Module):
-    """In front of the class of a module whose ``forward`` is replaced."""
+    """In front of the class of a module whose ``forward`` is replaced.
+
+    Attributes:
+        _methods: of the class when it was replaced, ``forward`` among them.
+    """
 
     _family: Family
     _original: type[nn.Module]
+    _methods: dict[str, Any]
+
+    def _is_patched(self) -> bool:
+        """Whether a method is another one since, on the instance or its class."""
+        own, original, compiling = self.__dict__, self._original, torch.compiler.is_compiling()
+        for name, method in self._methods.items():
+            if name in own or getattr(original, name, None) is not method:
+                return True
+            if compiling and name != "forward":  # compiled code is guarded by what it would call
+                found = getattr(getattr(self, name), "__code__", None)
+                if found is not getattr(method, "__code__", None):
+                    return True
+        return False
+
+    def __prepare_scriptable__(self) -> None:
+        raise RuntimeError(
+            f"torch.jit.script compiles a module's own code, which {type(self).__name__} has again "
+            "after bahdanau_fast.unfuse(model): call that first"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         _, _, kept, *others = tuple(super().__reduce_ex__(protocol))
@@ -48,8 +74,9 @@ def _fused_class(original: Any, family: Family) -> Any:
         original: class of the module.
         family: of the module.
     """
+    methods = _methods_of(original)
     known = _classes.get((original, family))
-    if known is not None:
+    if known is not None and known._methods == methods:
         return known
     own = original.forward
     names = [(p.name, p.default) for p in inspect.signature(own).parameters.values()][1:]
@@ -60,21 +87,33 @@ def _fused_class(original: Any, family: Family) -> Any:
         if kwargs:
             named = {name: kwargs.get(name, default) for name, default in names[len(args) :]}
             if not kwargs.keys() <= named.keys() or any(v is _EMPTY for v in named.values()):
-                return own(self, *args, **kwargs)  # which raises
+                return original.forward(self, *args, **kwargs)  # which raises
             inputs = (*args, *named.values())
-        result = family.forward(self, getattr(self, _STEP), *inputs)
-        return own(self, *args, **kwargs) if result is NotImplemented else result
+        result = NotImplemented
+        if not self._is_patched():
+            with suppress(NotServed):
+                result = family.forward(self, getattr(self, _STEP), *inputs)
+        return original.forward(self, *args, **kwargs) if result is NotImplemented else result
 
     body = {
         "forward": forward,
         "_family": family,
         "_original": original,
+        "_methods": methods,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
     made = type(original)(original.__name__, (_Fused, original), body)
-    return _classes.setdefault((original, family), made)
+    _classes[original, family] = made
+    return made
+
+
+def _methods_of(kind: type[nn.Module]) -> dict[str, Any]:
+    """The methods that a class adds to ``nn.Module``, by name."""
+    own = [vars(each) for each in kind.__mro__ if each not in nn.Module.__mro__]
+    names = {name for each in own for name, value in each.items() if isfunction(value)}
+    return {name: getattr(kind, name) for name in names}
 
 
 # One class for all modules of a class and family, so that copies are of the same class.

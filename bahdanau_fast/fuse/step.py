@@ -13,11 +13,12 @@ from bahdanau_fast.functional import attend_projected
 from bahdanau_fast.general import attend_inside, attend_location, scores_inside
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
+from bahdanau_fast.memory.shapes import Shape
 from bahdanau_fast.modules.layers import apply_layer, plain_parameters
 from bahdanau_fast.ops.projection import linear
 from bahdanau_fast.reference import TANH, Inside
 
-__all__ = ["Located", "Step"]
+__all__ = ["Located", "NotServed", "Step"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -43,6 +44,10 @@ class Located(NamedTuple):
     location: Tensor
     weight: Tensor
     bias: Tensor | None
+
+
+class NotServed(Exception):
+    """A call that is left to the module's own ``forward``, which has words for what is wrong."""
 
 
 class Step:
@@ -78,6 +83,7 @@ class Step:
         layer: nn.Module | None = None,
         inside: Inside = TANH,
         located: Located | None = None,
+        state: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Context and weights.
 
@@ -90,10 +96,15 @@ class Step:
             layer: projects the keys.
             inside: features of the keys, and the activation.
             located: what the features are made of, in place of those of ``inside``.
+            state: the query is a decoder state: Tq, one, is left out of the results.
 
         Returns:
             Context (B,Tq,Dv), weights (B,Tq,Tk).
+
+        Raises:
+            NotServed: sizes that do not fit together, or a mask that is not bool.
         """
+        _check(queries, keys, values, seen)
         parameters = plain_parameters(layer) or {}
         w_k, bias = parameters.get("weight"), parameters.get("bias")
         general = inside is not TANH
@@ -109,12 +120,13 @@ class Step:
             projected = self._projected(
                 route, keys, w_k, bias, values, w_v, located=located is not None
             )
+        shape = Shape((queries.shape[0],), True) if state else None
         if not general:
-            return attend_projected(route, queries, projected, values, w_v, seen, 0.0)
+            return attend_projected(route, queries, projected, values, w_v, seen, 0.0, shape=shape)
         rest = (w_v, values, seen, 0.0)
         if located is None:
-            return attend_inside(route, queries, projected.keys, *rest, inside)
-        return attend_location(route, queries, projected, *rest, *located, inside)
+            return attend_inside(route, queries, projected.keys, *rest, inside, shape)
+        return attend_location(route, queries, projected, *rest, *located, inside, shape)
 
     def scores(
         self, queries: Tensor, keys: Tensor, w_k: Tensor, bias: Tensor | None, w_v: Tensor
@@ -130,7 +142,11 @@ class Step:
 
         Returns:
             Scores (B,Tq,Tk), projected keys (B,Tk,H).
+
+        Raises:
+            NotServed: as :meth:`attend`.
         """
+        _check(queries, keys, keys, None)
         route = backends.decide(
             *(queries, keys, keys, None, w_k, w_v, bias, w_v.shape[-1], 0.0), general=True
         )
@@ -156,8 +172,8 @@ class Step:
         meet = located and on_cpu and route.records and not route.traced
         pays = route.table or meet if w_k is None else route.reuse and on_cpu
         # Where nothing is derived from the bytes of the keys, none are compared.
-        trusted = w_k is None and not route.table
-        source = self._cache.source(keys, w_k, bias, route.backend, trusted) if pays else None
+        by_version = w_k is None and not route.table
+        source = self._cache.source(keys, w_k, bias, route.backend, by_version) if pays else None
         if source is None:
             own = keys if w_k is None else linear(keys, w_k, bias)
             return ProjectedKeys(own, None, None)
@@ -179,7 +195,7 @@ class Step:
         known = self._scorer
         same = not torch.compiler.is_compiling()
         same = same and weight.is_cpu and may_share(weight, weight, None)
-        state = (scale, *Source.of(weight, None, bias, "cpu", False).state) if same else ()
+        state = (scale, *Source.of(weight, None, bias, "cpu").state) if same else ()
         if (
             known is not None
             and known.state == state
@@ -194,3 +210,17 @@ class Step:
         if same:
             self._scorer = _Scorer(weight, bias, state, w_v)
         return w_v
+
+
+def _check(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> None:
+    """Sizes as :meth:`Step.attend` needs them: a module's own code may add up others."""
+    if not queries.dim() == keys.dim() == values.dim() == 3:
+        raise NotServed
+    (batch, queries_len, _), keys_len = queries.shape, keys.shape[1]
+    if not (keys.shape[0] == batch and values.shape[:2] == keys.shape[:2]):
+        raise NotServed
+    if seen is None or (seen.dim() == 1 and seen.shape[0] == batch):
+        return
+    masks = ((batch, 1, keys_len), (batch, queries_len, keys_len))
+    if seen.dtype != torch.bool or tuple(seen.shape) not in masks:
+        raise NotServed

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from bahdanau_fast import checks, ops
 from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.ops.lifetime import Held, Lifetime
+from bahdanau_fast.ops.lifetime import Due, Held, Lifetime
 from bahdanau_fast.ops.projection import linear, shared_linear
 from bahdanau_fast.ops.shared_gradients import SharedNode
 
@@ -34,7 +34,6 @@ class Source(NamedTuple):
         weight: (H,Dk), or None.
         bias: (H,) or None.
         backend: that will serve the call.
-        trusted: compare version counters, not bytes.
         state: what has to be equal for the projection to be reused: sizes, modes, bytes.
     """
 
@@ -42,12 +41,16 @@ class Source(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     backend: str
-    trusted: bool
     state: tuple[object, ...]
 
     @classmethod
     def of(
-        cls, keys: Tensor, weight: Tensor | None, bias: Tensor | None, backend: str, trusted: bool
+        cls,
+        keys: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        backend: str,
+        by_version: bool = False,
     ) -> Source:
         """Take the state before the projection.
 
@@ -56,7 +59,7 @@ class Source(NamedTuple):
             weight: (H,Dk), or None.
             bias: (H,) or None.
             backend: of the call.
-            trusted: compare version counters, not bytes.
+            by_version: compare version counters, not bytes: where nothing is derived from bytes.
         """
         tensors = _present(keys, weight, bias)
         state: tuple[object, ...] = (
@@ -66,10 +69,12 @@ class Source(NamedTuple):
             backend,
             *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
             # Identity, for the gradient: a leaf lives as long as a graph node that leads to it.
-            *((id(t), t.output_nr) if trusted or t.requires_grad else None for t in tensors),
-            tuple(t._version for t in tensors) if trusted else ops.fingerprint(keys, weight, bias),
+            *((id(t), t.output_nr) if t.requires_grad else None for t in tensors),
+            tuple(t._version for t in tensors)
+            if by_version
+            else ops.fingerprint(keys, weight, bias),
         )
-        return cls(keys, weight, bias, backend, trusted, state)
+        return cls(keys, weight, bias, backend, state)
 
     def grad_fns(self) -> tuple[Any, ...]:
         """The grad_fn of each tensor; None for leaves."""
@@ -81,7 +86,7 @@ def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def may_share(
-    keys: Tensor, weight: Tensor | None, bias: Tensor | None, trusted: bool = False
+    keys: Tensor, weight: Tensor | None, bias: Tensor | None, by_version: bool = False
 ) -> bool:
     """True if calls may share one projection, and its node in the graph.
 
@@ -94,7 +99,7 @@ def may_share(
         keys: (B,Tk,Dk).
         weight: (H,Dk), or None for a modified key layer.
         bias: (H,) or None.
-        trusted: by version counters, not by bytes.
+        by_version: as for :meth:`Source.of`.
     """
     return (
         weight is not None
@@ -103,7 +108,7 @@ def may_share(
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and not checks.in_transform()
         and not (
-            (trusted or torch.is_grad_enabled())
+            (by_version or torch.is_grad_enabled())
             and any(t is not None and t.is_inference() for t in (keys, weight, bias))
         )
     )
@@ -112,7 +117,6 @@ def may_share(
 @dataclass(frozen=True, slots=True)
 class _Entry:
     state: tuple[object, ...]
-    trusted: tuple[Tensor | None, ...]  # weight and bias, if their bytes are not compared
     storage: weakref.ref[torch.UntypedStorage]  # of the keys; the entry is dropped with it
     # Weak with a graph, which holds the keys, and where the keys came projected.
     projected: Callable[[], Tensor | None]
@@ -125,11 +129,6 @@ class _Entry:
     def is_of(self, source: Source) -> bool:
         """True if the projection is that of the source."""
         if self.state != source.state:
-            return False
-        if source.trusted and any(
-            known is not now
-            for known, now in zip(self.trusted, (source.weight, source.bias), strict=True)
-        ):
             return False
         if self.held is None:
             return source.weight is not None or self.projected() is source.keys
@@ -148,7 +147,12 @@ class KeyCache:
         self._loops = True  # those keys, or the ones before them, came again; until seen otherwise
 
     def source(
-        self, keys: Tensor, weight: Tensor | None, bias: Tensor | None, backend: str, trusted: bool
+        self,
+        keys: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        backend: str,
+        by_version: bool = False,
     ) -> Source | None:
         """What a projection depends on; None if it is not to be remembered.
 
@@ -161,11 +165,11 @@ class KeyCache:
             weight: (H,Dk), or None.
             bias: (H,) or None.
             backend: of the call.
-            trusted: compare version counters, not bytes.
+            by_version: as for :meth:`Source.of`.
         """
-        if not may_share(keys, keys if weight is None else weight, bias, trusted):
+        if not may_share(keys, keys if weight is None else weight, bias, by_version):
             return None
-        if not trusted:
+        if not by_version:
             storage, last = keys.untyped_storage(), self._last
             again = last is not None and last() is storage
             expected, self._loops = again or self._loops, again
@@ -173,7 +177,7 @@ class KeyCache:
                 self._last = weakref.ref(storage)
             if not expected:
                 return None
-        return Source.of(keys, weight, bias, backend, trusted)
+        return Source.of(keys, weight, bias, backend, by_version)
 
     def project(
         self,
@@ -195,17 +199,19 @@ class KeyCache:
             reads_table: as for :meth:`ProjectedKeys.share`.
         """
         entry = self._entry  # read once: another thread may replace it
+        # Counted before it is looked at: what is there then waits for this call's backward.
+        due = None if entry is None or entry.lifetime is None else entry.lifetime.begin()
         own = entry.projected() if entry is not None and entry.is_of(source) else None
         # A table pays for keys that are asked for again, as those are that come projected.
         pays = own is not None or source.weight is None
         if entry is None or own is None:
-            entry, own = self._store(source, records)
+            entry, own, due = self._store(source, records)
         if table and pays and entry.table is None:
             made, keys_max = ops.exp_keys_op(own.detach(), torch.is_grad_enabled())
             entry = self._entry = replace(entry, table=made, keys_max=keys_max)
         if records and entry.lifetime is None:
             entry = self._entry = replace(entry, lifetime=Lifetime())
-        found = ProjectedKeys(own, entry.table, entry.keys_max, None, entry.lifetime)
+        found = ProjectedKeys(own, entry.table, entry.keys_max, None, entry.lifetime, due)
         if w_v is None or not records:
             return found
         shared = None if entry.shared is None else entry.shared()
@@ -216,11 +222,12 @@ class KeyCache:
             self._entry = replace(entry, shared=weakref.ref(found.shared))
         return found
 
-    def _store(self, source: Source, records: bool) -> tuple[_Entry, Tensor]:
+    def _store(self, source: Source, records: bool) -> tuple[_Entry, Tensor, Due | None]:
         """Project, and remember it until the keys are freed or the last backward is done."""
         self._entry = None
-        keys, weight, bias, _, _, state = source
+        keys, weight, bias, _, state = source
         lifetime = Lifetime() if records else None
+        due = None if lifetime is None else lifetime.begin()
         own, held = keys, None
         if weight is not None and lifetime is not None:
             own, held = shared_linear(keys, weight, bias, lifetime)
@@ -242,10 +249,9 @@ class KeyCache:
         is_held = held is None and weight is not None
         entry = self._entry = _Entry(
             state,
-            (weight, bias) if source.trusted else (),
             weakref.ref(keys.untyped_storage(), drop),
             (lambda: own) if is_held else weakref.ref(own),
             lifetime,
             None if held is None else weakref.ref(held),
         )
-        return entry, own
+        return entry, own, due

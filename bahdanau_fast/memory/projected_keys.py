@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ class ProjectedKeys(NamedTuple):
         keys_max: (B,), max|W_k k| per row, or None.
         shared: the node of the autograd graph that calls with these keys share, or None.
         lifetime: of the nodes that these calls share, or None.
+        due: as long as it exists another of these calls may come, and its backward.
     """
 
     keys: Tensor
@@ -34,6 +35,7 @@ class ProjectedKeys(NamedTuple):
     keys_max: Tensor | None
     shared: SharedNode | None = None
     lifetime: Lifetime | None = None
+    due: Due | None = None
 
     def share(self, values: Tensor, w_v: Tensor, reads_table: bool = True) -> ProjectedKeys:
         """The same, for calls that share one node of the autograd graph.
@@ -43,11 +45,14 @@ class ProjectedKeys(NamedTuple):
             w_v: (1,H) or (H,) of those calls.
             reads_table: those calls read the table; where there is none, they do not share.
         """
-        if reads_table and self.table is None:  # of another backend, or too small
-            return self
+        if torch.compiler.is_compiling() or (reads_table and self.table is None):
+            return self  # nothing is shared in a graph, by another backend, or of small sizes
         lifetime = self.lifetime or Lifetime()
         shared = share(*self[:3], values, w_v, lifetime)
-        return self if shared is None else self._replace(shared=shared, lifetime=lifetime)
+        if shared is None:
+            return self
+        due = self.due or lifetime.begin()
+        return self._replace(shared=shared, lifetime=lifetime, due=due)
 
 
 def project(projected_keys: Tensor, table: bool) -> ProjectedKeys:
@@ -156,12 +161,6 @@ class Memory:
     valid_lens: Tensor | None = None
     maker: Maker | None = None
     batch: tuple[int, ...] | None = None
-    # As long as the memory exists, another backward may come through its calls' shared node.
-    _due: Due | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if self.projected.lifetime is not None:
-            object.__setattr__(self, "_due", self.projected.lifetime.begin())
 
     @property
     def is_masked(self) -> bool:
@@ -281,7 +280,7 @@ class Memory:
         if projected is None:
             projected = ProjectedKeys(state["keys"], state["table"], state["keys_max"])
         batch = state.get("batch")
-        fields = (projected, state["values"], state["valid_lens"], None, batch, None)
+        fields = (projected, state["values"], state["valid_lens"], None, batch)
         for name, value in zip(self.__dataclass_fields__, fields, strict=True):
             object.__setattr__(self, name, value)
 

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
+from bahdanau_fast.ops.context import Link
 
 __all__ = [
     "Given",
     "Shape",
     "as_rows",
+    "finish",
     "lengths",
     "queries_as_rows",
     "source_as_rows",
@@ -77,6 +79,25 @@ class Given(NamedTuple):
     rows: tuple[Tensor, Tensor, Tensor, Tensor | None]
     mask: Tensor | None
     shape: Shape | None
+
+
+def finish(
+    context: Tensor | None, weights: Tensor, shape: Shape | None, link: Link | None = None
+) -> tuple[Tensor, Tensor]:
+    """Context and weights as the caller sees them, the gradient of the one through the other.
+
+    Args:
+        context: (B,Tq,Dv); None where it is in the link.
+        weights: (B,Tq,Tk); empty where they are not wanted.
+        shape: of the results; None for these.
+        link: to the node of the weights.
+    """
+    if shape is not None and weights.dim() == 3:
+        weights = shape.restore(weights)
+    if link is not None:
+        context = link.connect(weights)
+    assert context is not None
+    return context if shape is None else shape.restore(context), weights
 
 
 def as_rows(
@@ -214,4 +235,4 @@ def lengths(valid_lens: Any, like: Any) -> Tensor | None:
     try:
         return torch.as_tensor(valid_lens, device=like.device)
     except (TypeError, ValueError, RuntimeError):
-        checks.reject(TypeError, "valid_lens", "be a tensor or a list of numbers", valid_lens)
+        checks.reject(TypeError, "valid_lens", checks.LENGTHS, valid_lens)

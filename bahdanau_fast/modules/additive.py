@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -38,18 +38,15 @@ class AdditiveAttention(Remembering):
     with the one taken when they were projected, so a change is noticed however it was made. When
     gradients are needed, they also have to be the same tensors, with the same history. On a GPU
     nothing is reused automatically, since comparing would wait for the device: call
-    :meth:`memory`, or pass ``cache_keys="trust"``.
+    :meth:`memory`.
 
     Args:
         num_hiddens: H.
         dropout: probability of dropping an attention weight in training.
         key_size: Dk; with ``query_size``, Dq. Both or neither.
         bias: add a learnt (H,) bias inside the tanh.
-        cache_keys: reuse the projection of an unchanged ``keys`` tensor. "trust": on any device,
-            without comparing bytes, as long as keys, weight and bias are the same tensors at the
-            same address with the same version counters. Fused optimizers, ``.data``, NumPy,
-            DLPack, collectives and other processes do not increment version counters: after such a
-            change, results are silently wrong. False: project at each call.
+        cache_keys: reuse the projection of an unchanged ``keys`` tensor; False: project at each
+            call.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -96,7 +93,7 @@ class AdditiveAttention(Remembering):
         self,
         *sizes: Any,
         bias: bool = False,
-        cache_keys: bool | Literal["trust"] = True,
+        cache_keys: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **named: Any,
@@ -193,7 +190,7 @@ class MLPAttention(Remembering):
         ipt_dim: int,
         dropout: float = 0.0,
         *,
-        cache_keys: bool | Literal["trust"] = True,
+        cache_keys: bool = True,
     ) -> None:
         super().__init__(units, dropout, cache_keys)
         checks.positive_int("units", units)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from bahdanau_fast.modules.attention_weights import KeepsWeights
 from bahdanau_fast.modules.layers import (
     apply_layer,
     check_features,
+    plain_dropout,
     plain_weight,
     plain_weights,
 )
@@ -87,11 +88,34 @@ class Layered(KeepsWeights):
             of_inputs = layers[self._query_layer], layers[self._key_layer]
             draw((*of_inputs, score), queries, keys, self.num_hiddens)
 
-    def _dropout_p(self) -> float:
-        dropout = self._modules["dropout"]  # past nn.Module's __getattr__
-        assert dropout is not None
-        p: float = getattr(dropout, "p", 0.0) if dropout.training else 0.0
-        return p
+    def _dropout_p(self) -> float | None:
+        """The probability of dropping a weight; None where the layer has to be called."""
+        return plain_dropout(self._modules["dropout"])  # past nn.Module's __getattr__
+
+    def _kept(
+        self,
+        results: tuple[Tensor | None, Tensor],
+        values: Tensor,
+        dropout_p: float | None,
+        shape: Shape | None,
+    ) -> Tensor:
+        """Store ``attention_weights``; return the context, of called dropout if that has to be.
+
+        Args:
+            results: context, or None, and weights, in the shape of the results.
+            values: (B,Tk,Dv).
+            dropout_p: from :meth:`_dropout_p`.
+            shape: of the results, or None.
+        """
+        context, weights = results
+        self._keep(weights)
+        if context is not None and dropout_p is not None:
+            return context
+        dropped = self.dropout(weights)
+        if shape is None:
+            return torch.bmm(dropped, values)
+        queries_len = 1 if shape.state else weights.shape[-2]
+        return shape.restore(torch.bmm(dropped.reshape(-1, queries_len, values.shape[1]), values))
 
     def _project(self, keys: Tensor) -> Tensor:
         return apply_layer(self._modules[self._key_layer], keys, self.bias)
@@ -100,13 +124,10 @@ class Layered(KeepsWeights):
 class Additive(Layered):
     """Base of the additive modules: the call, on keys or on a memory."""
 
-    def __init__(
-        self, num_hiddens: int, dropout: float, cache_keys: bool | Literal["trust"]
-    ) -> None:
+    def __init__(self, num_hiddens: int, dropout: float, cache_keys: bool) -> None:
         super().__init__(num_hiddens, dropout)
-        if cache_keys not in (True, False, "trust"):
-            need = "be True, False or 'trust'"
-            checks.reject(ValueError, "cache_keys", need, repr(cache_keys))
+        if cache_keys not in (True, False):
+            checks.reject(ValueError, "cache_keys", "be True or False", repr(cache_keys))
         self.cache_keys = cache_keys
         self._cache = KeyCache()
 
@@ -136,12 +157,11 @@ class Additive(Layered):
         if mask is not None:
             seen = reference.visible(seen, mask, keys.shape[1])
         route = backends.decide(
-            *(queries, keys, values, w_q, None, w_v, None, self.num_hiddens, dropout_p),
+            *(queries, keys, values, w_q, None, w_v, None, self.num_hiddens, dropout_p or 0.0),
             keys_projected=True,
             masked=seen is not None and seen.dim() == 3,
         )
-        context = self._attend(route, queries, projected, values, seen, w_q, w_v, dropout_p)
-        return context if shape is None else self._restored(context, shape)
+        return self._attend(route, queries, projected, values, seen, w_q, w_v, dropout_p, shape)
 
     def forward(
         self,
@@ -171,12 +191,10 @@ class Additive(Layered):
             ValueError: ranks, sizes or devices do not fit together.
         """
         w_q, w_k, w_v = self._plain_weights()
+        shape = None
         if w_v is None or not checks.usual(queries, keys, values, valid_lens, w_q, w_k):
             given = as_rows(queries, keys, values, valid_lens, mask)
-            if given.shape is not None:
-                context = Additive.forward(self, *given.rows, mask=given.mask)
-                return self._restored(context, given.shape)
-            valid_lens = given.rows[3]
+            (queries, keys, values, valid_lens), mask, shape = given
             checks.inputs(queries, keys, values, valid_lens)
             if w_v is None:  # its layer, or all three, may be lazy
                 self._draw(queries, keys)
@@ -188,8 +206,9 @@ class Additive(Layered):
             valid_lens = reference.visible(valid_lens, mask, keys.shape[1])
         dropout_p = self._dropout_p()
         bias, hidden, masked = self.bias, self.num_hiddens, mask is not None
+        drops = dropout_p or 0.0
         route = backends.decide(
-            queries, keys, values, w_q, w_k, w_v, bias, hidden, dropout_p, masked=masked
+            queries, keys, values, w_q, w_k, w_v, bias, hidden, drops, masked=masked
         )
         if route.form in ("one operator", "raw", "raw keys"):
             assert w_q is not None
@@ -197,17 +216,18 @@ class Additive(Layered):
             assert w_v is not None
             if route.form == "one operator":
                 raw = (queries, keys, values, w_q, w_k, w_v)
-                results = attend_small(route, raw, bias, valid_lens, dropout_p)
+                results = attend_small(route, raw, bias, valid_lens, drops, shape)
             else:
                 inputs = (queries, keys, values, w_q, w_k, bias, w_v)
-                results = attend_raw(route, inputs, valid_lens, dropout_p, True)
-            return self._kept(results)
+                results = attend_raw(route, inputs, valid_lens, drops, True, shape)
+            return self._kept(results, values, dropout_p, shape)
         source = self._source(route, keys, w_k)
         if source is None:
             projected = ProjectedKeys(self._project(keys), None, None)
         else:
             projected = self._cache.project(source, values, w_v, route.table, route.records)
-        return self._attend(route, queries, projected, values, valid_lens, w_q, w_v, dropout_p)
+        rest = (values, valid_lens, w_q, w_v, dropout_p, shape)
+        return self._attend(route, queries, projected, *rest)
 
     def _plain_weights(self) -> list[Tensor | None]:
         """Weights of the query, key and scoring layers; None for a layer that must be called."""
@@ -216,22 +236,15 @@ class Additive(Layered):
             layers[self._query_layer], layers[self._key_layer], layers[self._score_layer]
         )
 
-    def _kept(self, results: tuple[Tensor, Tensor]) -> Tensor:
-        """Store ``attention_weights``; return the context."""
-        context, weights = results
-        self._keep(weights)
-        return context
-
     def _source(self, route: Route, keys: Tensor, weight: Tensor | None) -> Source | None:
         """What the projection of the keys depends on; None if it is not to be remembered."""
-        trusted = self.cache_keys == "trust"
         if (
             not (self.cache_keys and route.reuse)
             or weight is None
-            or (route.backend != "cpu" and not trusted)  # comparing bytes would wait for a GPU
+            or route.backend != "cpu"  # comparing bytes would wait for a GPU
         ):
             return None
-        return self._cache.source(keys, weight, self.bias, route.backend, trusted)
+        return self._cache.source(keys, weight, self.bias, route.backend)
 
     def _attend(
         self,
@@ -242,19 +255,25 @@ class Additive(Layered):
         valid_lens: Tensor | None,
         w_q: Tensor | None,
         w_v: Tensor | None,
-        dropout_p: float,
+        dropout_p: float | None,
+        shape: Shape | None,
     ) -> Tensor:
+        rest = (valid_lens, dropout_p or 0.0)
         if w_v is not None and w_q is not None:
-            return self._kept(
-                attend_queries(route, queries, w_q, projected, values, w_v, valid_lens, dropout_p)
+            results = attend_queries(
+                route, queries, w_q, projected, values, w_v, *rest, shape=shape
             )
+            return self._kept(results, values, dropout_p, shape)
         asked = apply_layer(self._modules[self._query_layer], queries)
-        rest = (valid_lens, dropout_p)
         if w_v is not None:
-            return self._kept(attend_projected(route, asked, projected, values, w_v, *rest))
+            results = attend_projected(route, asked, projected, values, w_v, *rest, shape=shape)
+            return self._kept(results, values, dropout_p, shape)
         score_layer = self._modules[self._score_layer]  # called, as the course's code does
         assert score_layer is not None
-        return self._kept(reference.attend(asked, projected.keys, values, score_layer, *rest))
+        scores = reference.projected_scores(asked, projected.keys, score_layer)
+        weights = reference.masked_softmax(scores, valid_lens)
+        weights = weights if shape is None else shape.restore(weights)
+        return self._kept((None, weights), values, dropout_p, shape)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cache": KeyCache()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
@@ -64,7 +64,7 @@ class Options(TypedDict, total=False):
     """What either signature may be followed by."""
 
     bias: bool
-    cache_keys: bool | Literal["trust"]
+    cache_keys: bool
     device: torch.device | str | None
     dtype: torch.dtype | None
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bahdanau_fast import backends
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.modules.layers import is_unchanged, plain_weight
+from bahdanau_fast.modules.layers import is_unchanged, plain_dropout, plain_weight
 from bahdanau_fast.ops import decode
 
 __all__ = ["attend_step", "decode_given", "decode_greedily"]
@@ -149,6 +149,7 @@ def _has_operator(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Me
         and type(rnn) in (nn.GRU, nn.LSTM)
         and plain_weight(attention.W_q) is not None
         and plain_weight(attention.w_v) is not None
+        and plain_dropout(attention.dropout) is not None
         and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
     )
@@ -167,7 +168,7 @@ def _decode(
     if rnn.training and rnn.dropout > 0.0 and len(w.above):
         shape = (len(w.above), *inputs.shape[:2], rnn.hidden_size)
         masks = nn.functional.dropout(inputs.new_ones(shape), rnn.dropout)
-    dropout_p = attention.dropout.p if attention.training else 0.0
+    dropout_p = plain_dropout(attention.dropout) or 0.0
     seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
     decoded = decode.decode(
         decode.Arguments(

@@ -12,6 +12,7 @@ from bahdanau_fast import checks, reference
 from bahdanau_fast.memory import Memory, ProjectedKeys
 from bahdanau_fast.memory.shapes import as_rows, source_as_rows
 from bahdanau_fast.modules.attention_weights import KeepsWeights
+from bahdanau_fast.modules.layers import plain_dropout
 
 __all__ = ["DotProductAttention"]
 
@@ -77,12 +78,13 @@ class DotProductAttention(KeepsWeights):
         if mask is not None:
             checks.look(mask, query, key)
         seen = reference.visible(valid_length, mask, key.shape[1])
-        if not self.need_weights:
+        dropout_p = plain_dropout(self.dropout)
+        if not self.need_weights and dropout_p is not None:
             self._keep(None)
-            return self._without_weights(query, key, value, seen)
+            return self._without_weights(query, key, value, seen, dropout_p)
         scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
         weights = reference.masked_softmax(scores, seen)
-        self._keep(weights)
+        self._keep(weights if self.need_weights else None)
         return torch.bmm(self.dropout(weights), value)
 
     def memory(
@@ -135,7 +137,7 @@ class DotProductAttention(KeepsWeights):
         return result if shape is None else self._restored(result, shape)
 
     def _without_weights(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, dropout_p: float
     ) -> Tensor:
         mask = None
         if seen is not None:
@@ -144,5 +146,4 @@ class DotProductAttention(KeepsWeights):
             empty = ~mask.any(-1, keepdim=True)
             mask = mask | empty
             query = query.masked_fill(empty.expand(-1, query.shape[1], -1), 0.0)
-        dropout_p = self.dropout.p if self.training else 0.0
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p)

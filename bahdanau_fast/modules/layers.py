@@ -20,6 +20,8 @@ __all__ = [
     "apply_layer",
     "check_features",
     "is_unchanged",
+    "plain_convolution",
+    "plain_dropout",
     "plain_parameters",
     "plain_weight",
     "plain_weights",
@@ -90,6 +92,37 @@ def plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
         return None
     parameters = layer._parameters
     return None if parameters.get("weight") is None else parameters
+
+
+def plain_dropout(layer: nn.Module | None) -> float | None:
+    """What an unmodified ``nn.Dropout`` drops with now, a probability; None for any other layer."""
+    if type(layer) is nn.Identity and is_unchanged(layer):
+        return 0.0
+    if type(layer) is not nn.Dropout or layer.inplace or not is_unchanged(layer):
+        return None
+    return layer.p if layer.training else 0.0
+
+
+def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
+    """Weight (C,inputs,taps) and bias of an unmodified convolution; None for any other layer.
+
+    Args:
+        layer: plain is a ``Conv1d``, or a ``Conv2d`` of one row, that has an odd number of taps
+            and zeros around, and gives as many places as it takes, each seen by every channel.
+    """
+    if not isinstance(layer, (nn.Conv1d, nn.Conv2d)) or not is_unchanged(layer):
+        return None
+    weight, taps = layer.weight, layer.kernel_size[-1]
+    ones = (1,) * (len(layer.kernel_size) - 1)
+    if (
+        type(layer) not in (nn.Conv1d, nn.Conv2d)
+        or layer.kernel_size != (*ones, taps)
+        or layer.padding not in ((*(0 for _ in ones), taps // 2), "same")
+        or not {1}.issuperset((*layer.stride, *layer.dilation, layer.groups, taps % 2))
+        or layer.padding_mode != "zeros"
+    ):
+        return None
+    return weight.reshape(*weight.shape[:2], taps), layer.bias
 
 
 def plain_weight(layer: nn.Module | None) -> Tensor | None:

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.general import attend_inside, attend_location
 from bahdanau_fast.memory import Memory
-from bahdanau_fast.modules.layers import apply_layer, check_features, is_unchanged, plain_weight
+from bahdanau_fast.modules.layers import (
+    apply_layer,
+    check_features,
+    plain_convolution,
+    plain_weight,
+)
 from bahdanau_fast.modules.remembering import MakesMemories
 from bahdanau_fast.reference import TANH, Inside
 
@@ -121,38 +126,43 @@ class LocationAttention(MakesMemories):
         keys, values = memory.projected.keys, memory.values
         seen = reference.visible(memory.valid_lens, mask, keys.shape[1])
         check_features("queries", queries, self.W_q)
-        inputs = self.W_f.in_features if self.conv is None else self.conv.in_channels
-        if shape is not None:
-            location = shape.rows("location", location, (inputs, keys.shape[1]))
-        checks.location(location, inputs, keys)
+        conv = plain_convolution(self.conv)
+        if self.conv is None or conv is not None:  # another convolution checks its own inputs
+            inputs = self.W_f.in_features if conv is None else conv[0].shape[1]
+            if shape is not None:
+                location = shape.rows("location", location, (inputs, keys.shape[1]))
+            checks.location(location, inputs, keys)
+        elif shape is not None:
+            location = shape.flatten(location)
         dropout_p = self._dropout_p()
         w_q, w_f, w_v = (plain_weight(layer) for layer in (self.W_q, self.W_f, self.w_v))
         route = backends.decide(
-            *(queries, keys, values, w_q, None, w_v, None, self.num_hiddens, dropout_p),
+            *(queries, keys, values, w_q, None, w_v, None, self.num_hiddens, dropout_p or 0.0),
             keys_projected=True,
             general=True,
             masked=seen is not None and seen.dim() == 3,
         )
         asked, inside = apply_layer(self.W_q, queries), Inside(None, w_f)
-        conv = self.conv
-        if w_v is None or w_f is None or not (conv is None or is_unchanged(conv)):
-            # A layer that is more than its weight is called.
-            features = (location if conv is None else conv(location)).transpose(1, 2)
-            keys, inside, conv = keys + self.W_f(features), TANH, None
+        if w_v is None or w_f is None or (conv is None and self.conv is not None):
+            # A layer that is more than its parameters is called.
+            features = location if self.conv is None else self.conv(location)
+            keys, inside, conv = keys + self.W_f(features.transpose(1, 2)), TANH, None
         elif conv is None:
             inside = inside._replace(features=location.transpose(1, 2))
-        rest = (values, seen, dropout_p)
+        rest = (values, seen, dropout_p or 0.0)
+        results: tuple[Tensor | None, Tensor]
         if w_v is None:
-            context, weights = reference.attend(asked, keys, values, self.w_v, *rest[1:])
-        elif conv is None:
-            context, weights = attend_inside(route, asked, keys, w_v, *rest, inside)
-        else:
-            convolution = (location, conv.weight, conv.bias)
-            context, weights = attend_location(
-                route, asked, memory.projected, w_v, *rest, *convolution, inside
+            weights = reference.masked_softmax(
+                reference.projected_scores(asked, keys, self.w_v), seen
             )
-        self._keep(weights)
-        return context if shape is None else self._restored(context, shape)
+            results = None, weights if shape is None else shape.restore(weights)
+        elif conv is None:
+            results = attend_inside(route, asked, keys, w_v, *rest, inside, shape)
+        else:
+            results = attend_location(
+                route, asked, memory.projected, w_v, *rest, location, *conv, inside, shape
+            )
+        return self._kept(results, values, dropout_p, shape)
 
     def forward(
         self,

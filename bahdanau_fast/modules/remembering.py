@@ -67,11 +67,12 @@ class MakesMemories(Layered):
             assert weight is not None
             lifetime = Lifetime()
             own, _ = shared_linear(keys, weight, self.bias, lifetime)
+        due = None if lifetime is None else lifetime.begin()
         if w_v is None:  # attend will call the scoring layer instead of a kernel
-            projected = ProjectedKeys(own, None, None, None, lifetime)
+            projected = ProjectedKeys(own, None, None, None, lifetime, due)
         else:
             projected = project(own, self._reads_table and backends.keeps_table(backend, own))
-            projected = projected._replace(lifetime=lifetime)
+            projected = projected._replace(lifetime=lifetime, due=due)
             if self._reads_table or (lifetime is not None and backend == "cpu"):
                 projected = projected.share(values, w_v, self._reads_table)
         maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
@@ -150,7 +151,7 @@ class Remembering(MakesMemories, Additive):
             w_k, values, keys = None, keys.values, keys.projected.keys
         values = keys if values is None else values
         queries, keys, values, _ = as_rows(queries, keys, values, None, None).rows
-        rest = (self.bias, self.num_hiddens, self._dropout_p())
+        rest = (self.bias, self.num_hiddens, self._dropout_p() or 0.0)
         route = backends.decide(
             *(queries, keys, values, w_q, w_k, w_v, *rest), keys_projected=known, masked=masked
         )

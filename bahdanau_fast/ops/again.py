@@ -24,7 +24,7 @@ def differentiate_again(
         inputs: what the operator was called with.
         needed: which of them want a gradient.
         dropout_p: of that call.
-        output_grads: gradients of the results.
+        output_grads: gradients of the results, the first that of the context.
 
     Returns:
         A gradient, or None, per input.
@@ -32,7 +32,7 @@ def differentiate_again(
     Raises:
         NotImplementedError: with dropout, whose mask the reference does not know.
     """
-    if dropout_p > 0.0:
+    if dropout_p > 0.0 and output_grads[0] is not None:
         raise NotImplementedError(
             "a second derivative through dropped-out attention weights is not implemented: "
             "use backend='reference', or dropout 0"

@@ -8,30 +8,38 @@ still come.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Due", "Held", "Lifetime", "after_backward", "save", "saved"]
+__all__ = ["Due", "Held", "Lifetime", "after_backward", "changed", "is_asked", "save", "saved"]
 
 
 class Lifetime:
-    """Counts the calls whose backward may still come to the nodes they share."""
+    """The calls whose backward may still come to the nodes they share, from any thread."""
 
-    __slots__ = ("_due",)
+    __slots__ = ("_due", "lock")
 
     def __init__(self) -> None:
-        self._due: set[int] = set()
+        # Of each call the backward pass that freed its graph, and is on its way to those nodes.
+        self._due: dict[int, int | None] = {}
+        self.lock = threading.Lock()  # a call begins before a node is freed, or after
 
     def begin(self) -> Due:
         """Count one more; to be kept by the node of the call in the graph."""
-        return Due(self._due)
+        with self.lock:
+            return Due(self._due)
 
-    def is_over(self) -> bool:
-        """Whether the backward that is running, and frees the graph, is the last one."""
-        return not self._due and not torch._C._autograd._get_current_graph_task_keep_graph()
+    def is_over(self, visits: set[int]) -> bool:
+        """Whether no backward will come to a node any more.
+
+        Args:
+            visits: the backward passes that have been there.
+        """
+        return all(visit in visits for visit in list(self._due.values()))
 
 
 class Due:
@@ -39,19 +47,19 @@ class Due:
 
     __slots__ = ("_due",)
 
-    def __init__(self, due: set[int]) -> None:
+    def __init__(self, due: dict[int, int | None]) -> None:
         self._due = due
-        due.add(id(self))
+        due[id(self)] = None
 
     def after_backward(self) -> bool:
-        """Stop counting, unless the running backward keeps the graph; whether it stopped."""
+        """Wait no longer, unless the running backward keeps the graph; whether it is the last."""
         if torch._C._autograd._get_current_graph_task_keep_graph():
             return False
-        self._due.discard(id(self))
+        self._due[id(self)] = torch._C._current_graph_task_id()
         return True
 
     def __del__(self) -> None:
-        self._due.discard(id(self))
+        self._due.pop(id(self), None)
 
 
 class Held:
@@ -69,6 +77,7 @@ class Held:
         "_memory",
         "_tensors",
         "_versions",
+        "_visits",
         "grad_fns",
         "on_release",
     )
@@ -77,6 +86,7 @@ class Held:
         self, lifetime: Lifetime, *tensors: Tensor | None, grad_fns: tuple[Any, ...] = ()
     ) -> None:
         self._lifetime = lifetime
+        self._visits: set[int] = set()
         self.grad_fns = grad_fns
         # The memory of now, whatever `.data =` gives the tensor later; it counts the same versions.
         self._memory = [None if t is None else t.detach() for t in tensors]
@@ -111,22 +121,27 @@ class Held:
         now = _versions(self._memory)
         for tensor, version, expected in zip(self._memory, now, self._versions, strict=True):
             if version != expected:
-                raise _changed(tensor, expected)
+                raise changed(tensor, expected)
         return self._tensors if torch.is_grad_enabled() else self._memory
 
     def after_backward(self) -> None:
         """Let go of the tensors, if that was the last backward."""
-        if self._lifetime.is_over():
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            return
+        with self._lifetime.lock:
+            self._visits.add(torch._C._current_graph_task_id())
+            if not self._lifetime.is_over(self._visits):
+                return
             self._tensors, self._memory, self.grad_fns = None, [], ()
-            if self.on_release is not None:
-                self.on_release()
+        if self.on_release is not None:
+            self.on_release()
 
 
 def _versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
     return [None if t is None or t.is_inference() else t._version for t in tensors]
 
 
-def _changed(tensor: Tensor | None, expected: int | None) -> RuntimeError:
+def changed(tensor: Tensor | None, expected: int | None) -> RuntimeError:
     """The error that autograd has for a saved tensor that was changed in place."""
     assert tensor is not None
     return RuntimeError(
@@ -140,7 +155,6 @@ def save(
     ctx: Any,
     inputs: Sequence[Tensor | None],
     others: Sequence[Tensor | None],
-    result: Tensor,
     uses: Sequence[Sequence[int]],
     rows: int = 0,
 ) -> None:
@@ -149,14 +163,13 @@ def save(
     Args:
         ctx: of an autograd function whose first arguments are ``inputs``.
         inputs: to be differentiated.
-        others: made by the function, and not returned.
-        result: of the function.
+        others: made by the function.
         uses: for each input, the inputs whose gradients need its value.
         rows: how many inputs, the first, plain code multiplies by a weight: of those it saves a
             copy where they do not lie together.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        ctx.save_for_backward(*inputs, *others, result)
+        ctx.save_for_backward(*inputs, *others)
         ctx.kept = None
         return
     # The memory of now, as in Held.
@@ -164,7 +177,7 @@ def save(
     for i, t in enumerate(inputs[:rows]):
         if t is not None and t.requires_grad and not t.is_contiguous():
             memory[i] = t.detach().flatten(0, -2).unflatten(0, t.shape[:-1])
-    ctx.save_for_backward(*others, result)
+    ctx.save_for_backward(*others)
     ctx.kept = (inputs, memory, _versions(memory), uses)
 
 
@@ -190,14 +203,14 @@ def saved(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tensor | Non
     now = _versions(memory)
     if now != versions:
         edges = iter(ctx.next_functions if nodes is None else nodes)
-        asked = [t is not None and _is_asked(next(edges)[0]) for t in memory]
+        asked = [t is not None and is_asked(next(edges)[0]) for t in memory]
         for i, t in enumerate(memory):
             if now[i] != versions[i] and (again or any(asked[use] for use in uses[i])):
-                raise _changed(t, versions[i])
+                raise changed(t, versions[i])
     return (*(inputs if again else memory), *tensors)
 
 
-def _is_asked(node: Any) -> bool:
+def is_asked(node: Any) -> bool:
     """Whether the backward that is running will come to a node."""
     try:
         return node is not None and bool(torch._C._will_engine_execute_node(node))

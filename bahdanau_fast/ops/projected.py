@@ -29,6 +29,7 @@ from torch import Tensor
 from bahdanau_fast import reference
 from bahdanau_fast.limits import PRECISION
 from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.lifetime import Lifetime, after_backward, save, saved
 from bahdanau_fast.ops.shared_gradients import SharedNode, StepGradients
 
@@ -254,7 +255,8 @@ _USES = ((0, 1, 3), (0, 1, 3), (0, 1, 3), (0, 1))
 class _Attend(torch.autograd.Function):
     """The same formulas for eager calls: the registered path takes several times as long.
 
-    Only what is differentiated is an argument of its own; each argument costs time.
+    Gives the weights; the context gets a node behind them, by the link. Only what is
+    differentiated is an argument of its own; each argument costs time.
     """
 
     @staticmethod
@@ -268,40 +270,44 @@ class _Attend(torch.autograd.Function):
         backend: str,
         shared: SharedNode | None,
         lifetime: Lifetime | None,
-    ) -> tuple[Tensor, Tensor]:
+        link: Link,
+    ) -> Tensor:
         table, keys_max, valid_lens, seed, ctx.dropout_p = rest
         forward, ctx.attend_backward = implementations[backend]
         with torch._C._AutoDispatchBelowAutograd():
-            output = forward(
+            link.context, weights = forward(
                 *(queries, keys, table, keys_max, values, w_v, valid_lens, seed, ctx.dropout_p),
                 True,
             )
         if valid_lens is not None:  # plain code makes a mask of it at once: it may change
             valid_lens = valid_lens.clone() if shared is None else shared.lens(valid_lens)
         ctx.set_materialize_grads(False)
-        made = (table, keys_max, valid_lens, seed)
-        save(ctx, (queries, keys, values, w_v), made, output[1], _USES)
-        ctx.shared = shared
+        made = (table, keys_max, valid_lens, seed, weights)
+        save(ctx, (queries, keys, values, w_v), made, _USES)
+        ctx.shared, ctx.link = shared, link
         ctx.due = None if lifetime is None else lifetime.begin()
-        return output
+        return weights
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
         nodes = None  # behind a shared node are those its gradients are for
         if ctx.shared is not None:
             nodes = (ctx.next_functions[0], *ctx.shared.node().next_functions)
         queries, keys, values, w_v, table, keys_max, valid_lens, seed, weights = saved(ctx, nodes)
         tensors = (queries, keys, table, keys_max, values, w_v, valid_lens, seed, weights)
-        needed = list(ctx.needs_input_grad[:4])
+        needed, grad_context = list(ctx.needs_input_grad[:4]), ctx.link.take()
+        needed[2] = needed[2] and grad_context is not None
+        grads = (grad_context, grad_weights)
         results = gradients(ctx, tensors, ctx.attend_backward, needed, *grads)
         after_backward(ctx)
         if ctx.due is not None and ctx.due.after_backward():
             ctx.shared = None
-        return (*results, None, None, None, None)
+        return (*results, None, None, None, None, None)
 
 
-# With queries, keys, values, w_v, the other inputs, backend, shared node and lifetime.
-attend_recorded: Callable[..., tuple[Tensor, Tensor]] = _Attend.apply
+# The weights; with queries, keys, values, w_v, the other inputs, backend, shared node, lifetime and
+# link.
+attend_recorded: Callable[..., Tensor] = _Attend.apply
 attend_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default
 # The same past OpOverload's __call__, for eager calls.
 _attend_now: Callable[..., tuple[Tensor, Tensor]] = torch.ops.bahdanau_fast.attend.default._op

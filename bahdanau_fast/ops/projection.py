@@ -14,6 +14,7 @@ AMD's processors without AVX-512. ``Limits.few_rows`` says of how many.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -195,7 +196,7 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
         (H,D).
     """
     pays = sums_pay(left, right)
-    left, right = left.flatten(0, -2), right.flatten(0, -2)
+    left, right = _rows(left), _rows(right)
     if not pays:
         return left.t() @ right
     return multiply(left.contiguous().t(), right.contiguous().t())
@@ -230,6 +231,11 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return multiply(x.contiguous(), weight.contiguous().t())
 
 
+def _rows(x: Tensor) -> Tensor:
+    """(...,D) as (rows,D); ``flatten`` is not known to a vectorized backward."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -258,11 +264,11 @@ class _Linear(torch.autograd.Function):
             if for_x:
                 grad_x = grad @ weight if again else product(grad, weight)
             if for_weight and again:
-                grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+                grad_weight = _rows(grad).t() @ _rows(x)
             elif for_weight:
                 grad_weight = sum_of_products(grad, x)
             if for_bias:
-                grad_bias = grad.flatten(0, -2).sum(0)
+                grad_bias = _rows(grad).sum(0)
         if ctx.held is not None:
             ctx.held.after_backward()
         return grad_x, grad_weight, grad_bias, None

@@ -17,6 +17,7 @@ from torch import Tensor
 from bahdanau_fast import reference
 from bahdanau_fast.ops import TAGS, library, sharding, weights_dtype
 from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.lifetime import after_backward, save, saved
 
 __all__ = ["attend", "step_now"]
@@ -138,21 +139,26 @@ class _Whole(torch.autograd.Function):
     """The same formulas for eager calls: the registered path takes several times as long."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        differentiated, rest = inputs[:7], inputs[7]
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        differentiated, valid_lens, link = inputs[:7], inputs[7], inputs[8]
+        rest = (valid_lens, link.seed, link.dropout_p)
         with torch._C._AutoDispatchBelowAutograd():
-            context, weights, *projected = _forward_now(*differentiated, *rest)
-        valid_lens, seed, ctx.dropout_p = rest
+            link.context, weights, *projected = _forward_now(*differentiated, *rest)
+        ctx.link, ctx.dropout_p = link, link.dropout_p
         ctx.set_materialize_grads(False)
         lens = None if valid_lens is None else valid_lens.clone()  # the caller may change it
-        save(ctx, differentiated, (lens, seed, *projected), weights, _USES, rows=2)
-        return context, weights
+        save(ctx, differentiated, (lens, link.seed, *projected, weights), _USES, rows=2)
+        made: Tensor = weights
+        return made
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        results = _gradients(ctx, saved(ctx), *grads)
+    def backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_context = ctx.link.take()
+        results = _gradients(ctx, saved(ctx), grad_context, grad_weights)
+        if grad_context is None:
+            results[2] = None
         after_backward(ctx)
-        return (*results, None)
+        return (*results, None, None)
 
 
 def attend(
@@ -162,7 +168,7 @@ def attend(
     seed: Tensor | None,
     dropout_p: float,
     records: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor, Link | None]:
     """Context and weights in one operator.
 
     Args:
@@ -175,19 +181,27 @@ def attend(
         records: autograd records the call, as the route says.
 
     Returns:
-        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp64 for fp64 and else fp32.
+        Context (B,Tq,Dv), weights (B,Tq,Tk), fp64 for fp64 and else fp32, and None. Of a recorded
+        call the context is in the link, which is the third result.
     """
     if type(inputs[0]) is not Tensor:
         sharding.register_for(inputs[0])
     if records:
         # Only plain operations may record tensors of inference mode.
         if True in map(Tensor.is_inference, inputs if bias is None else (*inputs, bias)):
-            return reference.additive_attention(*inputs, valid_lens, bias=bias, dropout_p=dropout_p)  # type: ignore[call-arg, return-value]
-        return _Whole.apply(*inputs, bias, (valid_lens, seed, dropout_p))  # type: ignore[no-any-return, no-untyped-call]
+            plain = reference.additive_attention(
+                *inputs,
+                valid_lens,
+                bias=bias,
+                dropout_p=dropout_p,  # type: ignore[call-arg]
+            )
+            return (*plain, None)  # type: ignore[return-value]
+        link = Link(inputs[2], seed, dropout_p)
+        return None, _Whole.apply(*inputs, bias, valid_lens, link), link  # type: ignore[no-untyped-call]
     if dropout_p > 0.0:
         with torch._C._AutoDispatchBelowAutograd():
             context, weights, _, _ = _forward_now(*inputs, bias, valid_lens, seed, dropout_p)
-        return context, weights
+        return context, weights, None
     queries, keys, values, w_q, w_k, w_v = inputs
     context, weights = step_now(queries, w_q, keys, None, None, values, w_v, valid_lens, w_k, bias)
-    return context, weights
+    return context, weights, None

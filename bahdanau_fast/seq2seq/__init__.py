@@ -2,6 +2,7 @@
 
 import sys
 
+from bahdanau_fast.seq2seq.cli.plots import show_heatmaps
 from bahdanau_fast.seq2seq.data import Batch, Pairs, Vocab, Vocabs, batches, encode
 from bahdanau_fast.seq2seq.model.decoders import (
     Seq2SeqAttentionDecoder,
@@ -51,6 +52,7 @@ __all__ = [
     "greedy",
     "init_xavier",
     "masked_cross_entropy",
+    "show_heatmaps",
     "train",
     "translate",
 ]

@@ -32,7 +32,8 @@ BAD = [
     ("keys", ones(5, 6), ValueError, "3 dimensions"),
     ("values", ones(2, 5), ValueError, "3 dimensions"),
     ("values", torch.tensor(1.0), ValueError, "3 dimensions"),
-    ("keys", ones(3, 5, 6), ValueError, "batch size of queries, 2"),
+    ("keys", ones(3, 5, 6), ValueError, r"batch size of queries, 2, got \(3, 5, 6\)$"),
+    ("keys", ones(5, 2, 6), ValueError, r"queries, 2, got \(5, 2, 6\): the batch comes first$"),
     ("values", ones(3, 5, 7), ValueError, "batch size and length of keys"),
     ("values", ones(2, 4, 7), ValueError, "batch size and length of keys"),
     ("w_q", ones(8, 5), ValueError, r"shape \(8, 4\)"),
@@ -54,6 +55,7 @@ BAD = [
     ("valid_lens", ones(2, 3, 5, dtype=torch.bool), TypeError, "mask=.*, got torch.bool"),
     ("valid_lens", [True, False], TypeError, "mask=.*, got torch.bool"),
     ("valid_lens", ones(2, dtype=torch.complex64), TypeError, "torch.complex64"),
+    ("valid_lens", ones(2).to(torch.float8_e5m2), TypeError, "integer dtype or .*float8"),
     ("valid_lens", [1, 2, 3], ValueError, r"shape \(2,\) or \(2, 3\)"),
     ("valid_lens", ["1", "2"], TypeError, r"list of numbers, got \['1', '2'\]"),
     ("mask", ones(2, 5), TypeError, "bool, True where a query may look, got torch.float32"),
@@ -65,7 +67,7 @@ BAD = [
     ("mask", ones(2, 2, 5) > 0, ValueError, r"shape \(2, 5\) or \(2, 3, 5\)"),
     ("mask", ones(2, 1, 3, 5) > 0, ValueError, r"shape \(2, 5\) or \(2, 3, 5\)"),
     ("mask", ones(2, 5, dtype=torch.bool, device="meta"), ValueError, "device of the data"),
-    ("valid_lens", 3, TypeError, "tensor, got int"),
+    ("valid_lens", 3, TypeError, "None, a tensor or a list of numbers, got int"),
     ("valid_lens", ones(2, device="meta"), ValueError, "device"),
     ("dropout_p", -0.1, ValueError, "between 0 and 1, got -0.1"),
     ("dropout_p", 1.1, ValueError, "between 0 and 1, got 1.1"),
@@ -248,6 +250,8 @@ def test_memory_and_attend():
         module.memory(None)
     with pytest.raises(ValueError, match=r"valid_lens must have shape"):
         module.attend(ones(2, 3, 4), module.memory(ones(2, 5, 6), valid_lens=ones(7)))
+    with pytest.raises(TypeError, match=r"valid_lens must be None, a tensor or a list .*, got int"):
+        module.memory(ones(2, 5, 6), valid_lens=3)
     with pytest.raises(ValueError, match=r"mask must have shape \(2, 5\)"):
         module.memory(ones(2, 5, 6), mask=ones(2, 4) > 0)
     per_query = module.memory(ones(2, 5, 6), mask=ones(2, 7, 5) > 0)
@@ -272,7 +276,7 @@ def test_masked_softmax():
         (ones(1, 2, 3, dtype=torch.int64), None, TypeError, "scores must be float32"),
         (ones(2, 3, 4), ones(5), ValueError, "valid_lens must have shape"),
         (ones(2, 3, 4), ones(2) > 0, TypeError, "valid_lens must have an integer"),
-        (ones(2, 3, 4), 3, TypeError, "valid_lens must be a tensor, got int"),
+        (ones(2, 3, 4), 3, TypeError, "valid_lens must be None, a tensor or a list .*, got int"),
         (ones(2, 3, 4), ones(2, 4) > 0, TypeError, "valid_lens .* mask="),
     ]:
         with pytest.raises(error, match=words) as raised:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bahdanau_fast as bf
+from bahdanau_fast import checks
 from bahdanau_fast.memory.key_cache import KeyCache
 
 B, TQ, TK, D, H, DV = 6, 4, 13, 5, 7, 3
@@ -111,6 +112,14 @@ def test_lists_as_lengths(call, inputs, lens):
     assert torch.equal(
         bf.masked_softmax(scores, lens), bf.masked_softmax(scores, torch.tensor(lens))
     )
+
+
+@pytest.mark.parametrize("dtype", [*checks.INTEGER, *checks.FLOATING], ids=str)
+def test_lengths_of_every_dtype(call, inputs, dtype):
+    lens, scores = torch.tensor(LENS), torch.randn(B, TQ, TK)
+    for got, want in zip(call(*inputs, lens.to(dtype)), call(*inputs, lens), strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(bf.masked_softmax(scores, lens.to(dtype)), bf.masked_softmax(scores, lens))
 
 
 @pytest.mark.parametrize("kind", [lambda: bf.AdditiveAttention(H), bf.DotProductAttention])

@@ -162,6 +162,12 @@ def test_another_modules_memory(either, inputs):
         attended(either, inputs[0], memory)
 
 
+def test_a_memory_copied_together_with_its_module(either, inputs):
+    memory = either.memory(inputs[1])
+    other, copied = copy.deepcopy((either, memory))
+    assert torch.equal(attended(other, inputs[0], copied), attended(either, inputs[0], memory))
+
+
 def test_no_memory_at_all(either, inputs):
     with pytest.raises(TypeError, match="memory must come from memory\\(\\), got Tensor"):
         attended(either, *inputs[:2])

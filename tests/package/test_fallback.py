@@ -82,6 +82,12 @@ def missing(folder):
     return r"the C\+\+ extension is not built"
 
 
+def left_out(folder):
+    reason = "torch cannot be imported at build time (No module named 'torch')\n  install it first"
+    (folder / "bahdanau_fast/_C_cpu.why.txt").write_text(reason)
+    return re.escape("the C++ extension is not built: " + " ".join(reason.split()))
+
+
 def garbage(folder):
     (folder / "bahdanau_fast/_C_cpu.abi3.so").write_bytes(b"not a library" * 100)
     return r"the C\+\+ extension is there but does not load: .*invalid ELF header"
@@ -111,7 +117,7 @@ def another(folder):
     return r"the C\+\+ extension is there but does not load: .*PyInit__C_cpu"
 
 
-BREAKAGES = [missing, garbage, truncated, header_only, empty, another]
+BREAKAGES = [missing, left_out, garbage, truncated, header_only, empty, another]
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda f: f.__name__)

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -32,14 +33,20 @@ def python(code, cwd=None, **more):
 # ---- building and loading ------------------------------------------------------------------------
 
 
-def build(tmp_path, **variables):
+@pytest.fixture
+def tree(tmp_path):
     tree = tmp_path / "tree"
-    for part in ("csrc", "bahdanau_fast", "kernels"):
-        shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("*.so"))
+    ignored = shutil.ignore_patterns("*.so", "*.why.txt", "*.json")
+    for part in ("csrc", "bahdanau_fast", "kernels", "benchmarks"):
+        shutil.copytree(ROOT / part, tree / part, ignore=ignored)
     for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / part, tree)
+    return tree
+
+
+def build(tree, *command, **variables):
     return subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "lib")],
+        [sys.executable, *command],
         cwd=tree,
         capture_output=True,
         text=True,
@@ -48,13 +55,45 @@ def build(tmp_path, **variables):
     )
 
 
-def test_without_a_compiler_the_build_says_so_and_goes_on(tmp_path):
-    done = build(tmp_path, CXX="no-such-compiler")
+def test_without_a_compiler_the_build_says_so_and_goes_on(tree):
+    command = ["setup.py", "-q", "build_ext", "--build-lib", str(tree / "lib")]
+    done = build(tree, *command, CXX="no-such-compiler")
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "_C_cpu not built" in line]
     assert len(said) == 1
     assert re.search(r"cannot run no-such-compiler \(No such file", said[0])
     assert "Traceback" not in done.stderr
+
+
+# Makes every file that it is asked for, empty.
+COMPILER = '#!/bin/sh\nwhile [ $# -gt 0 ]; do if [ "$1" = -o ]; then : >"$2"; fi; shift; done\n'
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_a_package_without_a_binary_holds_the_reason(tree, kind):
+    compiler = tree / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+
+    def built(**variables):
+        call = f"import setuptools.build_meta as made; made.build_{kind}('dist')"
+        done = build(tree, "-c", call, **variables)
+        assert done.returncode == 0, done.stderr
+        (wheel,) = (tree / "dist").glob("*.whl")
+        found = {path.name: path.read_bytes() for path in tree.glob("bahdanau_fast/_C_*")}
+        with zipfile.ZipFile(wheel) as packed:
+            for path in map(Path, packed.namelist()):
+                if path.match("bahdanau_fast/_C_*"):
+                    found[path.name] = packed.read(str(path))
+        wheel.unlink()
+        assert found.pop("_C_cuda.why.txt") == b"BAHDANAU_FAST_CUDA=0"
+        return found
+
+    for _ in range(2):  # nothing is left of the build before
+        found = built(CXX="no-such-compiler")
+        assert b"cannot run no-such-compiler (No such file or" in found.pop("_C_cpu.why.txt")
+        assert not found
+        assert built(CXX=str(compiler)) == {"_C_cpu.abi3.so": b""}
 
 
 OLD_TORCH = """

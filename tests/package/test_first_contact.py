@@ -71,7 +71,7 @@ def test_a_source_tree_alone_asks_for_a_compiler(tree):
     for binary in (site / "bahdanau_fast").glob("*.so"):
         binary.unlink()
     said = info(source, site).stderr
-    assert "not built (install with a C++17 compiler present)" in said
+    assert "not built (install with a C++17 compiler present, and --no-build-isolation)" in said
 
 
 def test_a_cuda_extension_that_is_hidden(tree, monkeypatch):
@@ -168,6 +168,28 @@ def test_dir_shows_public_names():
     for name in ("seq2seq", "ops", "functional"):
         assert inspect.ismodule(importlib.import_module(f"bahdanau_fast.{name}"))
     assert bf.functional.additive_attention is bf.additive_attention
+
+
+LAZY = """
+import sys
+import bahdanau_fast as bf
+assert "seq2seq" in dir(bf)
+assert not [name for name in sys.modules if name.startswith("bahdanau_fast.seq2seq")]
+assert issubclass(bf.seq2seq.Seq2SeqAttentionDecoder, bf.seq2seq.Decoder)
+assert callable(bf.seq2seq.show_heatmaps) and "matplotlib" not in sys.modules
+from bahdanau_fast import *
+assert seq2seq is bf.seq2seq and not hasattr(bf, "seq2sec")
+"""
+
+
+def test_the_translator_is_imported_when_it_is_asked_for():
+    subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, check=True)
+
+
+def test_readme_names_the_extra_before_the_commands_that_need_it():
+    section = README.partition("## A translator")[2]
+    install, train = "pip install --no-build-isolation '.[seq2seq]'", "bahdanau_fast train"
+    assert 0 < section.index(install) < section.index(train)
 
 
 def test_the_signature_that_help_and_notebooks_show():

@@ -117,6 +117,26 @@ def test_forward_mode(way, hidden, trained):
     close(way(attention, q, k, v, lens), plain(attention, q, k, v, lens))
 
 
+@pytest.mark.parametrize("derivative", ["jacobian", "hessian"])
+@pytest.mark.parametrize(("keys_len", "hidden"), [(5, 8), (300, 40)], ids=["small", "remembered"])
+def test_vectorized_derivatives(derivative, keys_len, hidden):
+    """With respect to keys that two calls project once."""
+    attention = module(hidden)
+    q, k, v = tensors((2, 1, 4), (2, keys_len, 3), (2, keys_len, 2))
+
+    of = getattr(torch.autograd.functional, derivative)
+    found = []
+    for one in (call, plain):
+
+        def twice(some, one=one):
+            keys = torch.cat([some, k[:, 4:]], 1)
+            context = one(attention, q, keys, v) + one(attention, 2 * q, keys, v)
+            return context.sin().sum((1, 2) if derivative == "jacobian" else None)
+
+        found.append(of(twice, k[:, :4], vectorize=True))
+    close(*found)
+
+
 def test_forward_mode_through_onednns_projection():
     # Sizes where an eager call multiplies by oneDNN, which knows no tangents.
     attention = bf.AdditiveAttention(256, 256, 256).requires_grad_(False)

@@ -10,6 +10,7 @@ from threads import one_thread  # noqa: F401
 
 from bahdanau_fast import cli
 from bahdanau_fast.seq2seq.cli import plots
+from bahdanau_fast.seq2seq.model import checkpoints
 
 TINY = ["--embed-size", "8", "--num-hiddens", "12", "--min-freq", "1", "--num-steps", "10"]
 TINY += ["--batch-size", "16", "--epochs", "1", "--validation", "0.1", "--test", "0.1"]
@@ -205,7 +206,7 @@ def bad_files(tmp_path):
         (["train", "--out", "{free}", "--data", "{gone}"], "data must be a readable file"),
         (["train", "--out", "{free}", "--data", "{free}"], "data must be a readable file"),
         (["train", "--out", "{free}", "--data", "{empty}.tsv"], "(an empty file)\n"),
-        (["train", "--out", "{free}", "--data", "{blank}.tsv"], "(an empty file)\n"),
+        (["train", "--out", "{free}", "--data", "{blank}.tsv"], "(only blank lines)\n"),
         (["train", "--out", "{free}", "--data", "{tabless}.tsv"], "(no line has a tab)\n"),
         (["train", "--out", "{free}", "--data", "{half}.tsv"], "line 2: no target"),
         (
@@ -246,6 +247,53 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, said_so, model, data, 
     line = refused(capsys, *(known.get(a, a).format(**names) for a in arguments))
     assert said_so in line
     assert not list((tmp_path / "free").iterdir())
+
+
+TRANSLATE, RESUME, PLOT = (
+    ["translate", "DIR", "hi"],
+    ["train", "--resume", "--out", "DIR"],
+    ["plot", "DIR"],
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "commands"),
+    [
+        ("settings", None, [TRANSLATE, RESUME]),
+        ("settings", {"colour": "red"}, [TRANSLATE, RESUME]),
+        ("text", None, [TRANSLATE, RESUME]),
+        ("text", [1], [TRANSLATE, RESUME]),
+        ("kinds", None, [TRANSLATE]),
+        ("kinds", 3, [TRANSLATE]),
+        ("source_vocab", None, [TRANSLATE, RESUME]),
+        ("target_vocab", 3, [TRANSLATE, RESUME]),
+        ("model", None, [TRANSLATE, RESUME]),
+        ("model", [1], [TRANSLATE, RESUME]),
+        ("model", {"encoder": 3}, [TRANSLATE, RESUME]),
+        ("digest", None, [RESUME]),
+        ("processes", None, [RESUME]),
+        ("optimizer", None, [RESUME]),
+        ("optimizer", [1], [RESUME]),
+        ("schedule", 3, [RESUME]),
+        ("losses", None, [RESUME, PLOT]),
+        ("losses", [1.0], [RESUME, PLOT]),
+        ("validations", None, [RESUME, PLOT]),
+        ("validations", [], [RESUME, PLOT]),
+        ("validations", [3], [PLOT]),
+    ],
+)
+def test_a_checkpoint_without_a_part_or_with_another(key, value, commands, model, tmp_path, capsys):
+    for name in (checkpoints.LAST, checkpoints.BEST):
+        payload = checkpoints.load(model / name)
+        del payload[key]
+        checkpoints.save(payload | ({} if value is None else {key: value}), tmp_path / name)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    said_so = rf"checkpoint must be a complete file written by train, got {tmp_path}/\w+.pt \("
+    lack = f"without '{key}'" if value is None else "its contents do not fit: "
+    for command in commands:
+        line = refused(capsys, *(tmp_path if word == "DIR" else word for word in command))
+        assert re.search(said_so + re.escape(lack), line), line
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
 @pytest.mark.parametrize("module", ["sacrebleu", "tensorboard", "matplotlib"])

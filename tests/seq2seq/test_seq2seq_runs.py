@@ -214,6 +214,8 @@ def test_what_is_no_checkpoint_is_refused_and_runs_nothing(tmp_path, monkeypatch
         with pytest.raises(ValueError, match="checkpoint must be") as caught:
             checkpoints.load(path)
         assert "\n" not in str(caught.value)
+        assert "weights_only" not in str(caught.value)
+    assert "; nothing in it was run)" in str(caught.value)
     assert not (tmp_path / "trapped").exists()
     with pytest.raises(ValueError, match=r"DIR must hold best.pt or last.pt.*gone \(not there\)"):
         checkpoints.find(tmp_path / "gone")

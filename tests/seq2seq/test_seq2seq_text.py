@@ -68,9 +68,23 @@ def test_a_file_is_read_and_what_is_left_out_is_named(tmp_path):
     assert many.note().endswith("line 6: no tab; and 3 more)")
 
 
+def test_the_line_ends_of_every_system(tmp_path):
+    lines = ["Hi.\tSalut.", "", "Go.\tVa !", "no tab"]
+    found = [
+        text.read(write(tmp_path / "a.tsv", end.join(lines) + last))
+        for end in ("\n", "\r\n", "\r")
+        for last in (end, "")
+    ]
+    assert found[0].pairs == [("Hi.", "Salut."), ("Go.", "Va !")]
+    assert found == found[:1] * 6
+    with pytest.raises(ValueError, match="byte 0xc9 in line 2"):
+        text.read(write(tmp_path / "a.tsv", "a\tb\rÉ\tx".encode("latin-1")))
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
+        (b"\n \r\n\r", r"hold pairs \(source, tab, target\), got .*a\.tsv \(only blank lines\)$"),
         (b"", r"hold pairs \(source, tab, target\), got .*a\.tsv \(an empty file\)$"),
         (b"one\ntwo\n", r"hold pairs .* got .*a\.tsv \(no line has a tab\)$"),
         ("Hi.\tSalut.\nÉté\tx".encode("latin-1"), r"be UTF-8 text, got .* \(byte 0xc9 in line 2\)"),

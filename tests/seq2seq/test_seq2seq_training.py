@@ -16,6 +16,7 @@ from bahdanau_fast.seq2seq import (
     build_model,
     greedy,
     masked_cross_entropy,
+    show_heatmaps,
     train,
     translate,
 )
@@ -220,12 +221,12 @@ def test_translate_gives_tokens_and_where_they_looked(pairs, trained):
 
 
 def test_heatmaps(trained, pairs, tmp_path):
-    figure = plots.show_heatmaps(torch.eye(4).reshape(1, 1, 4, 4), "keys", "queries", ["one"])
+    figure = show_heatmaps(torch.eye(4).reshape(1, 1, 4, 4), "keys", "queries", ["one"])
     image = figure.axes[0].images[0]
     assert torch.equal(torch.tensor(image.get_array().tolist()), torch.eye(4, dtype=torch.float))
     assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("keys", "queries")
     with pytest.raises(ValueError, match="matrices must have 4 dimensions"):
-        plots.show_heatmaps(torch.eye(4), "keys", "queries")
+        show_heatmaps(torch.eye(4), "keys", "queries")
 
     model, _ = trained
     args = (pairs.source_vocab, pairs.target_vocab, pairs.tensors.source.shape[1], 8)
@@ -237,14 +238,18 @@ def test_heatmaps(trained, pairs, tmp_path):
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_small_demo(tmp_path, capsys):
+@pytest.mark.parametrize("judged", [False, True])
+def test_a_small_demo(judged, tmp_path, capsys, monkeypatch):
     settings = Settings(embed_size=8, num_hiddens=16, epochs=1, batch_size=32)
     sizes = demo.Sizes(train=200, held_out=20, compared_steps=5)
-    assert demo.run(tmp_path / "deep" / "out", settings, sizes)
+    if judged:  # 200 dates teach too little for that
+        monkeypatch.setattr(demo, "Sizes", lambda: sizes)
+    assert demo.run(tmp_path / "deep" / "out", settings, sizes) != judged
     printed = capsys.readouterr().out
-    assert printed.count(" -> ") == 10
+    assert printed.startswith("a smoke run: too small to learn dates") != judged
+    assert printed.count(" -> ") == printed.count("WRONG") == 10 * judged
     assert "\r" not in printed
-    assert "----  exact match" in printed  # 200 dates teach too little to be judged
+    assert ("FAIL  exact match" if judged else "----  exact match") in printed
     assert "PASS  largest relative difference of the losses over 5 steps" in printed
     figures = json.loads((tmp_path / "deep" / "out" / "demo.json").read_text())
     assert figures["loss_max_relative_difference"] <= 1e-3

@@ -30,7 +30,8 @@ def attend_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         Gradients of queries, keys, values and w_v, as far as ``needs`` asks; else (0,).
 
     Raises:
-        TypeError: a dtype that these kernels do not compute.
+        TypeError: a dtype that these kernels do not compute, or lengths that are bool.
+        ValueError: a mask, or lengths of another shape or device.
     """
     given = ops.AttendInputs(*inputs[:9])
     weights, grad_context, grad_weights, needs = inputs[9:]
@@ -170,5 +171,5 @@ def _kept(call: Call) -> tuple[Tensor, int]:
         return lens, call.lens_strides[0]
     if lens.is_floating_point():  # a NaN keeps none
         lens = lens.nan_to_num(0.0, float("inf"), 0.0)
-    longest = lens.any(1) if lens.dtype == torch.bool else lens.amax(1)
+    longest = lens.amax(1)
     return longest, longest.stride(0)

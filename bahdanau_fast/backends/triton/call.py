@@ -27,7 +27,8 @@ class Call:
         inputs: of the operator.
 
     Raises:
-        TypeError: a dtype that these kernels do not compute.
+        TypeError: a dtype that these kernels do not compute, or lengths that are bool.
+        ValueError: a mask, or lengths of another shape or device.
     """
 
     def __init__(self, inputs: ops.AttendInputs) -> None:
@@ -39,6 +40,7 @@ class Call:
         self.batch, self.queries_len = queries.shape[:2]
         self.hidden = w_v.numel()
         self.keys_len, self.features = values.shape[1:]
+        _check_lens(valid_lens, queries)
         self.device, self.size = queries.device, queries.element_size()
         self.limits = limits.of_gpu(queries.device)
         elements = self.batch * self.queries_len * self.keys_len * self.hidden
@@ -73,6 +75,15 @@ class Call:
     def guard(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device: make that the one of the inputs."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def _check_lens(valid_lens: Tensor | None, queries: Tensor) -> None:
+    """The kernels would read whatever comes as lengths, also past its end."""
+    batch, queries_len = queries.shape[:2]
+    if valid_lens is not None and valid_lens.dim() == 3:
+        need = f"have shape ({batch},) or ({batch}, {queries_len}): Triton kernels take no mask"
+        checks.reject(ValueError, "valid_lens", need, tuple(valid_lens.shape))
+    checks.lens(valid_lens, batch, queries_len, queries.device)
 
 
 class Table(NamedTuple):

@@ -30,7 +30,8 @@ def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
         Context (B,Tq,Dv) and fp32 weights (B,Tq,Tk); (0,) if not wanted.
 
     Raises:
-        TypeError: a dtype that these kernels do not compute.
+        TypeError: a dtype that these kernels do not compute, or lengths that are bool.
+        ValueError: a mask, or lengths of another shape or device.
     """
     given, need_weights = AttendInputs(*inputs[:-1]), inputs[-1]
     call = Call(given)

@@ -68,8 +68,9 @@ class AttAdd(Family):
             ~module.mask.unsqueeze(1),
             inside=inside,
             located=convolution,
+            state=True,
         )
-        return context.squeeze(1), self._after(before, weights.squeeze(1))
+        return context, self._after(before, weights)
 
     def _first(self, enc_hs_pad: Tensor, lens: Tensor) -> Before:
         """The weights before the first step: uniform."""

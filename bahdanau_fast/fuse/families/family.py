@@ -11,7 +11,12 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from bahdanau_fast.fuse.step import Located, Step
-from bahdanau_fast.modules.layers import apply_layer, is_unchanged, plain_parameters
+from bahdanau_fast.modules.layers import (
+    apply_layer,
+    is_unchanged,
+    plain_convolution,
+    plain_parameters,
+)
 from bahdanau_fast.reference import Inside
 
 __all__ = [
@@ -170,15 +175,9 @@ def located(layer: nn.Module, location: Tensor, w_f: Tensor) -> tuple[Inside, Lo
         if child is None or not is_unchanged(inner):
             break
         inner = child
-    if isinstance(inner, (nn.Conv1d, nn.Conv2d)) and is_unchanged(inner):
-        size = inner.weight.numel() // (inner.out_channels * inner.in_channels)
-        kept = {1}.issuperset((*inner.stride, *inner.dilation, inner.groups))
-        along = (size,) if isinstance(inner, nn.Conv1d) else (1, size)
-        padding = tuple(taps // 2 for taps in along)
-        usual = inner.kernel_size == along and inner.padding == padding and bool(size % 2)
-        if kept and usual and inner.padding_mode == "zeros":
-            weight = inner.weight.reshape(inner.out_channels, inner.in_channels, size)
-            return Inside(None, w_f), Located(location, weight, inner.bias)
+    plain = plain_convolution(inner)
+    if plain is not None:
+        return Inside(None, w_f), Located(location, *plain)
     if isinstance(inner, nn.Conv2d):
         return Inside(layer(location.unsqueeze(2)).squeeze(2).transpose(1, 2), w_f), None
     return Inside(layer(location).transpose(1, 2), w_f), None

@@ -50,10 +50,10 @@ class Content(Family):
             (module.mask != 0).unsqueeze(1),
             inside=inside,
             located=convolution,
+            state=True,
         )
-        weights = weights.squeeze(1)
         self._end(module, weights)
-        return apply_layer(module.mlp_out, context.squeeze(1)), weights
+        return apply_layer(module.mlp_out, context), weights
 
     def _begin(self, module: Any, enc_len: Tensor) -> None:
         """Set what a source begins with."""

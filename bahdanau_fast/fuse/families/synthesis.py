@@ -88,10 +88,12 @@ class Tacotron2(Family):
         seen = None if mask is None else ~mask.unsqueeze(1)
         w_v = step.scorer(*score)
         inside, convolution = added
-        results = step.attend(
-            *(asked, processed_memory, memory, w_v, seen), inside=inside, located=convolution
+        return step.attend(
+            *(asked, processed_memory, memory, w_v, seen),
+            inside=inside,
+            located=convolution,
+            state=True,
         )
-        return tuple(each.squeeze(1) for each in results)
 
     def rehearse(self, module: Any, draw: Draw) -> Outputs:
         """As :meth:`Family.rehearse`."""
@@ -157,10 +159,12 @@ class Coqui(Family):
         seen = None if mask is None else mask.unsqueeze(1)
         w_v = step.scorer(*score)
         inside, convolution = added
-        results = step.attend(
-            *(asked, processed_inputs, inputs, w_v, seen), inside=inside, located=convolution
+        context, weights = step.attend(
+            *(asked, processed_inputs, inputs, w_v, seen),
+            inside=inside,
+            located=convolution,
+            state=True,
         )
-        context, weights = (each.squeeze(1) for each in results)
         if module.location_attention:
             module.update_location_attention(weights)
         module.attention_weights = weights

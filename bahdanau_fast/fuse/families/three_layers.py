@@ -46,7 +46,8 @@ class _Borrowed(Additive):
         theirs, own = module._modules, self._modules
         own["query"], own["key"] = theirs[names.query], theirs[names.key]
         own["score"] = theirs[names.score]
-        own["dropout"] = next((m for m in theirs.values() if isinstance(m, nn.Dropout)), None)
+        three = {names.query, names.key, names.score}
+        own["dropout"] = next(layer for name, layer in theirs.items() if name not in three)
         self.num_hiddens = getattr(own["query"], "out_features", 0)
 
 
@@ -81,7 +82,11 @@ class Course(Family):
         valid_lens: Tensor | None = None,
     ) -> Any:
         """The context (B,Tq,Dv); as :meth:`Family.forward`."""
-        if torch.compiler.is_compiling():  # which is not to see modules exchanged
+        if (
+            torch.compiler.is_compiling()  # which is not to see modules exchanged
+            or not queries.dim() == keys.dim() == values.dim() == 3
+            or not queries.shape[0] == keys.shape[0] == values.shape[0]
+        ):
             return NotImplemented
         own = step.own(_Borrowed)
         own.borrow(module, self.names)
@@ -160,14 +165,15 @@ class TwoInputs(Family):
         queries, keys = (first, second) if self.query_first else (second, first)
         layers = module._modules
         score = scoring(layers[self.names.score])
-        if score is None or keys.dim() != 3 or queries.dim() != 3 - self.one_query:
+        if score is None or queries.dim() != 3 - self.one_query:
             return NotImplemented
         w_v = step.scorer(*score)
         queries = queries.unsqueeze(1) if self.one_query else queries
+        if queries.shape[1] != 1:  # their own code adds up queries and keys of equal numbers
+            return NotImplemented
         asked = apply_layer(layers[self.names.query], queries)
-        layer, inside = layers[self.names.key], _inside(module)
-        context, weights = step.attend(asked, keys, keys, w_v, layer=layer, inside=inside)
-        return (context.squeeze(1), weights.squeeze(1)) if self.one_query else (context, weights)
+        layer, inside, state = layers[self.names.key], _inside(module), self.one_query
+        return step.attend(asked, keys, keys, w_v, layer=layer, inside=inside, state=state)
 
     def rehearse(self, module: Any, draw: Draw) -> Outputs:
         """As :meth:`Family.rehearse`."""

@@ -91,11 +91,9 @@ class OpenNMT(Family):
             seen = (places < src_len.unsqueeze(1)).unsqueeze(1)
         asked = apply_layer(module.linear_query, queries)
         w_v, layer = step.scorer(*score), module.linear_context
-        context, weights = step.attend(asked, enc_out, enc_out, w_v, seen, layer=layer)
-        states = module.linear_out(torch.cat([context, queries], 2))
-        if src.dim() == 2:
-            return states.squeeze(1), weights.squeeze(1)
-        return states, weights
+        state = src.dim() == 2
+        context, weights = step.attend(asked, enc_out, enc_out, w_v, seen, layer=layer, state=state)
+        return module.linear_out(torch.cat([context, src], -1)), weights
 
     def rehearse(self, module: Any, draw: Draw) -> Outputs:
         """As :meth:`Family.rehearse`."""
@@ -180,9 +178,9 @@ class Gnmt(Family):
         asked = apply_layer(module.linear_q, queries, bias)
         seen = None if module.mask is None else ~module.mask.unsqueeze(1)
         layer = module.linear_k
-        results = step.attend(asked, keys, keys, w_v.unsqueeze(0), seen, layer=layer)
+        results = step.attend(asked, keys, keys, w_v.unsqueeze(0), seen, layer=layer, state=one)
         if one:
-            return tuple(each.squeeze(1) for each in results)
+            return results
         return results if first else tuple(each.transpose(0, 1) for each in results)
 
     def rehearse(self, module: Any, draw: Draw) -> Outputs:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference
+from bahdanau_fast import checks, reference
 from bahdanau_fast.checks import ACTIVATIONS
 from bahdanau_fast.ops import TAGS, library, weights_dtype
 from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.context import Link
 from bahdanau_fast.reference import Inside
 
 __all__ = [
@@ -233,6 +234,29 @@ torch.library.register_autograd(
 )
 
 
+class _Attend(torch.autograd.Function):
+    """The same for eager calls: gives the weights; the context gets a node behind them."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *given, link = inputs
+        with torch._C._AutoDispatchBelowAutograd():
+            output = _attend_op(*given)
+        _setup(_OF_ATTEND)(ctx, tuple(given), output)
+        ctx.link = link
+        link.context, weights = output
+        made: Tensor = weights
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_context = ctx.link.take()
+        found = list(_attend_backward(ctx, grad_context, grad_weights))
+        if grad_context is None:
+            found[2] = None  # that of the values is the context's
+        return (*found, None)
+
+
 def attend_inside(
     queries: Tensor,
     keys: Tensor,
@@ -242,8 +266,11 @@ def attend_inside(
     inside: Inside,
     seed: Tensor | None,
     dropout_p: float,
-) -> tuple[Tensor, Tensor]:
-    """Context (B,Tq,Dv) and weights (B,Tq,Tk), these fp64 for fp64 and else fp32.
+    traced: bool,
+) -> tuple[Tensor | None, Tensor, Link | None]:
+    """Context (B,Tq,Dv) and weights (B,Tq,Tk), these fp64 for fp64 and else fp32; and None.
+
+    Of a recorded call the context is in the link, which is the third result.
 
     Args:
         queries: (B,Tq,H), projected.
@@ -254,11 +281,13 @@ def attend_inside(
         inside: features and activation, of the dtype of the queries.
         seed: (1,) int64, with dropout.
         dropout_p: probability of dropping a weight.
+        traced: the call is traced: it has to be the operator itself.
     """
-    found: tuple[Tensor, Tensor] = _attend_op(
-        queries, keys, values, w_v, valid_lens, *numbers(inside), seed, dropout_p
-    )
-    return found
+    given = (queries, keys, values, w_v, valid_lens, *numbers(inside), seed, dropout_p)
+    if traced or not checks.needs_gradient(*given[:4], *given[5:7]):
+        return (*_attend_op(*given), None)
+    link = Link(values, seed, dropout_p)
+    return None, _Attend.apply(*given, link), link  # type: ignore[no-untyped-call]
 
 
 def scores_inside(queries: Tensor, keys: Tensor, w_v: Tensor, inside: Inside) -> Tensor:

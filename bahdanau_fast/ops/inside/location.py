@@ -19,6 +19,7 @@ from torch import Tensor
 from bahdanau_fast import checks, reference
 from bahdanau_fast.ops import TAGS, library
 from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.inside import general
 from bahdanau_fast.ops.lifetime import Lifetime
 from bahdanau_fast.ops.shared_gradients import SharedNode
@@ -160,34 +161,36 @@ torch.library.register_autograd(
 
 
 class _Located(torch.autograd.Function):
-    """The same formulas for eager calls: the registered path takes longer, and knows no others."""
+    """The same for eager calls: gives the weights; the context gets a node behind them."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *tensors, w_f, rest, ctx.shared, lifetime = inputs
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, w_f, rest, shared, lifetime, link = inputs
         valid_lens, *numbers = rest
         given = (*tensors[:4], valid_lens, *tensors[4:], w_f, *numbers)
         with torch._C._AutoDispatchBelowAutograd():
             output = _now(*given)
-        shared = ctx.shared
         _setup_context(ctx, given, output)
-        ctx.shared = shared
+        ctx.shared, ctx.link = shared, link
         ctx.due = None if lifetime is None else lifetime.begin()
-        context, weights, _ = output
-        return context, weights
+        link.context, weights, _ = output
+        made: Tensor = weights
+        return made
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = [bool(need) for need in ctx.needs_input_grad[: len(_PLACES)]]
-        found = _found(ctx, needed, *grads, None)
+        grad_context = ctx.link.take()
+        needed[2] = needed[2] and grad_context is not None
+        found = _found(ctx, needed, grad_context, grad_weights, None)
         if ctx.due is not None and ctx.due.after_backward():
             ctx.shared = None
-        return (*found, None, None, None)
+        return (*found, None, None, None, None)
 
 
-# With queries, keys, values, w_v, location, w_conv, b_conv, w_f, the other inputs, shared node and
-# lifetime.
-_located: Callable[..., tuple[Tensor, Tensor]] = _Located.apply
+# The weights; with queries, keys, values, w_v, location, w_conv, b_conv, w_f, the other inputs,
+# shared node, lifetime and link.
+_located: Callable[..., Tensor] = _Located.apply
 
 
 def attend_location(
@@ -205,8 +208,10 @@ def attend_location(
     traced: bool,
     shared: SharedNode | None,
     lifetime: Lifetime | None,
-) -> tuple[Tensor, Tensor]:
-    """Context (B,Tq,Dv) and weights (B,Tq,Tk), these fp64 for fp64 and else fp32.
+) -> tuple[Tensor | None, Tensor, Link | None]:
+    """Context (B,Tq,Dv) and weights (B,Tq,Tk), these fp64 for fp64 and else fp32; and None.
+
+    Of a recorded call the context is in the link, which is the third result.
 
     Args:
         queries: (B,Tq,H), projected.
@@ -230,10 +235,10 @@ def attend_location(
     given = (*tensors[:4], valid_lens, *tensors[4:], *numbers, seed, dropout_p)
     if traced:
         context, weights, _ = _op(*given)
-    elif checks.needs_gradient(*tensors):
-        rest = (valid_lens, *numbers, seed, dropout_p)
-        context, weights = _located(*tensors, rest, shared, lifetime)
-    else:
-        with torch._C._AutoDispatchBelowAutograd():
-            context, weights, _ = _now(*given)
-    return context, weights
+        return context, weights, None
+    if checks.needs_gradient(*tensors):
+        rest, link = (valid_lens, *numbers, seed, dropout_p), Link(values, seed, dropout_p)
+        return None, _located(*tensors, rest, shared, lifetime, link), link
+    with torch._C._AutoDispatchBelowAutograd():
+        context, weights, _ = _now(*given)
+    return context, weights, None

@@ -255,12 +255,15 @@ def evaluate(options: argparse.Namespace) -> int:
 def _curves(where: Path) -> Any:
     """The losses of a training, and the validation of the epoch its ``best.pt`` holds."""
     best, last = (where.parent / name for name in (checkpoints.BEST, checkpoints.LAST))
-    payload = checkpoints.load(last if last.is_file() else where)
-    losses = payload["losses"].tolist()
+    path = last if last.is_file() else where
+    with checkpoints.fitting(path):
+        payload = checkpoints.load(path)
+        losses, validations = payload["losses"].tolist(), payload["validations"]
     if not losses:
         checks.reject(ValueError, "DIR", "hold a training with at least one step", where.parent)
-    chosen = checkpoints.load(best)["validations"][-1]["epoch"] if best.is_file() else None
-    return curves.training_curves(losses, payload["validations"], chosen)
+    with checkpoints.fitting(best):
+        chosen = checkpoints.load(best)["validations"][-1]["epoch"] if best.is_file() else None
+    return curves.training_curves(losses, validations, chosen)
 
 
 def plot(options: argparse.Namespace) -> int:

@@ -116,6 +116,8 @@ def read(path: str | Path) -> TextFile:
         content = path.read_bytes()
     except OSError as error:
         checks.reject(ValueError, "data", "be a readable file", f"{path} ({error.strerror})")
+    # The line ends of every system. Not splitlines(): it splits inside sentences too.
+    content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     try:
         # utf-8-sig: the byte order mark of some editors is not part of the first word.
         text = content.decode("utf-8-sig")
@@ -123,8 +125,7 @@ def read(path: str | Path) -> TextFile:
         where = content.count(b"\n", 0, error.start) + 1
         bad = f"{path} (byte 0x{content[error.start]:02x} in line {where})"
         checks.reject(ValueError, "data", "be UTF-8 text", bad)
-    # Not splitlines(), which also splits at characters that occur inside sentences.
-    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    lines = text.removesuffix("\n").split("\n")
     found = TextFile([])
     for number, line in enumerate(lines, 1):
         columns = line.split("\t")
@@ -136,15 +137,16 @@ def read(path: str | Path) -> TextFile:
         else:
             found.skipped.append((number, "no source" if target else "no target"))
     if not found.pairs:
-        checks.reject(ValueError, "data", "hold pairs (source, tab, target)", _hollow(path, found))
+        need = "hold pairs (source, tab, target)"
+        checks.reject(ValueError, "data", need, _hollow(path, found, text))
     return found
 
 
-def _hollow(path: Path, found: TextFile) -> str:
+def _hollow(path: Path, found: TextFile, text: str) -> str:
     """A file without pairs, and the reason."""
     reasons = {reason for _, reason in found.skipped}
     if reasons == {"empty"}:
-        return f"{path} (an empty file)"
+        return f"{path} ({'only blank lines' if text else 'an empty file'})"
     if reasons <= {"empty", "no tab"}:
         return f"{path} (no line has a tab)"
     return f"{path} ({found.note()})"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,12 @@ import torch
 
 from bahdanau_fast import checks
 
-__all__ = ["BEST", "LAST", "find", "load", "save"]
+__all__ = ["BEST", "LAST", "find", "fitting", "load", "save"]
 
 BEST, LAST = "best.pt", "last.pt"
 
 _FORMAT = 1
+_COMPLETE = "be a complete file written by train"
 
 
 def save(payload: dict[str, Any], path: Path) -> None:
@@ -54,15 +59,36 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         payload = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         checks.reject(ValueError, "checkpoint", "exist", f"{path} (no such file)")
-    except Exception as error:  # torch, zipfile and pickle raise a dozen kinds for a broken file
+    except pickle.UnpicklingError:  # its message tells how to run what is in the file
+        what = "not of tensors, numbers, strings, lists and dicts alone; nothing in it was run"
+        checks.reject(ValueError, "checkpoint", _COMPLETE, f"{path} ({what})")
+    except Exception as error:  # torch and zipfile raise a dozen kinds for a broken file
         lines = str(error).strip().splitlines()
         reason = f"{path} ({lines[0] if lines else type(error).__name__})"
-        checks.reject(ValueError, "checkpoint", "be a complete file written by train", reason)
+        checks.reject(ValueError, "checkpoint", _COMPLETE, reason)
     if not isinstance(payload, dict) or payload.get("format") != _FORMAT:
         found = payload.get("format") if isinstance(payload, dict) else type(payload).__name__
         need = f"be written by train, in format {_FORMAT}"
         checks.reject(ValueError, "checkpoint", need, f"{path} ({found})")
     return payload
+
+
+@contextmanager
+def fitting(path: Path) -> Iterator[None]:
+    """Around the use of a checkpoint: what is missing in it, or is of another kind, is told.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ValueError: instead of the errors that its contents raise.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+        lack = "without" if isinstance(error, KeyError) else "its contents do not fit:"
+        reason = f"{path} ({lack} {textwrap.shorten(str(error), 200)})"
+        checks.reject(ValueError, "checkpoint", _COMPLETE, reason)
 
 
 def find(where: Path) -> Path:

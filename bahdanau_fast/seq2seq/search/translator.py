@@ -82,7 +82,9 @@ class Translator:
         Raises:
             ValueError: no checkpoint there, or a broken one.
         """
-        translator = cls.of(checkpoints.load(checkpoints.find(Path(where)), device))
+        path = checkpoints.find(Path(where))
+        with checkpoints.fitting(path):
+            translator = cls.of(checkpoints.load(path, device))
         translator.model.to(device)
         return translator
 

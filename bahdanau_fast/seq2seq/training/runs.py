@@ -74,7 +74,8 @@ class Run:
         if self.corpus.parts.validation:
             require_sacrebleu()
         payload = checkpoints.load(out / LAST) if resume else None
-        vocabs = None if payload is None else self._continued(payload)
+        with checkpoints.fitting(out / LAST):
+            vocabs = None if payload is None else self._continued(payload)
         self.pairs = self.corpus.encode(self.corpus.parts.train, text, vocabs)
         validated = self.corpus.parts.validation
         both = Vocabs(self.pairs.source_vocab, self.pairs.target_vocab)
@@ -84,7 +85,8 @@ class Run:
         steps = total_steps(self.pairs, settings, self.world)
         self.trainer = Trainer(model, settings, steps, self.world)
         if payload is not None:
-            self.trainer.load_state_dict(payload)
+            with checkpoints.fitting(out / LAST):
+                self.trainer.load_state_dict(payload)
         self.translator = Translator(
             model,
             self.pairs.source_vocab,
@@ -100,7 +102,8 @@ class Run:
     def _chosen(self, payload: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
         """``best`` and ``note`` of a training to resume."""
         best = self.out / BEST
-        held = checkpoints.load(best)["validations"][-1] if best.is_file() else None
+        with checkpoints.fitting(best):
+            held = checkpoints.load(best)["validations"][-1] if best.is_file() else None
         if held is None or "best_metric" in payload["settings"]:
             return held, ""
         metric = METRICS[self.settings.best_metric]
@@ -125,8 +128,9 @@ class Run:
         Raises:
             ValueError: no checkpoint to resume.
         """
-        payload = checkpoints.load(out / LAST)
-        return Settings(**payload["settings"]), TextSettings(**payload["text"])
+        with checkpoints.fitting(out / LAST):
+            payload = checkpoints.load(out / LAST)
+            return Settings(**payload["settings"]), TextSettings(**payload["text"])
 
     @property
     def history(self) -> History:

@@ -118,6 +118,24 @@ def test_inputs_changed_in_place_before_backward(module, query, tk):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("tk", [2, TK])
+@pytest.mark.parametrize("changed", ["query", "keys", "values", "W_q", "W_k", "w_v"])
+def test_the_versions_that_an_error_names(module, query, changed, tk):
+    inputs = {"query": query, "keys": torch.randn(B, tk, DK), "values": torch.randn(B, tk, 4)}
+    layers = {name: getattr(module, name).weight for name in ("W_q", "W_k", "w_v")}
+    for number, x in enumerate([*inputs.values(), *layers.values()]):  # no two versions alike
+        for _ in range(10 * number):
+            x.detach().mul_(1.0)
+        x.requires_grad_()
+    context = module(*inputs.values())
+    x = (inputs | layers)[changed]
+    before = x._version
+    x.detach().add_(1.0)
+    said = rf"at version {before + 1}[,;] expected version {before}\b"  # autograd's has a ;
+    with pytest.raises(RuntimeError, match=said):
+        context.square().sum().backward()
+
+
 def test_a_history_that_is_cut(module, query):
     """Same bytes, same tensor, another node of the graph."""
     encoder, source = nn.Linear(4, DK), torch.randn(B, TK, 4)

@@ -45,6 +45,17 @@ def test_no_cycle_keeps_the_graph(module, query):
         gc.enable()
 
 
+def test_keys_die_after_the_last_backward_though_a_result_lives(module, query):
+    encoder, source = nn.Linear(4, DK), torch.randn(B, TK, 4)
+    keys = encoder(source)
+    context = module(query, keys, source)
+    context.sum().backward()
+    watched = weakref.ref(keys.untyped_storage())
+    del keys
+    assert watched() is None
+    assert context.grad_fn is not None
+
+
 def test_the_module_can_die(keys, query):
     module = bf.AdditiveAttention(DK, DQ, H)
     context = module(query, keys, keys)

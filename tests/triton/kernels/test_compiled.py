@@ -137,3 +137,33 @@ def test_a_backend_that_is_not_loaded():
     q, w = draw(1, 2, 3), draw(1, 3)
     with pytest.raises(ValueError, match=r"backend must be loaded: .*, got 'other'"):
         torch.ops.bahdanau_fast.attend_by("other", q, q, None, None, q, w, None, None, 0.0, True)
+
+
+MASK = torch.arange(36).reshape(2, 3, 6) % 4 == 1
+
+
+@pytest.mark.parametrize(
+    ("lens", "error", "message"),
+    [
+        (MASK, ValueError, r"have shape \(2,\) or \(2, 3\): .* no mask, got \(2, 3, 6\)"),
+        (MASK[:, :1], ValueError, r"have shape \(2,\) or \(2, 3\): .* no mask, got \(2, 1, 6\)"),
+        (MASK[..., 0], TypeError, "have an integer or floating dtype .*, got torch.bool"),
+        (torch.ones(3), ValueError, r"have shape \(2,\) or \(2, 3\), got \(3,\)"),
+    ],
+    ids=["mask per query", "mask per row", "bool", "another batch"],
+)
+def test_the_operators_of_triton_read_no_mask_as_lengths(lens, error, message):
+    q, k, v, w = draw(2, 3, 5), draw(2, 6, 5), draw(2, 6, 4), draw(1, 5)
+    forward, backward = ops.implementations["triton"]
+    arguments = (q, k, None, None, v, w)
+    context, weights = forward(*arguments, None, None, 0.0, True)
+    given, grads = (*arguments, lens.to(DEVICE), None, 0.0), (weights, context, weights, 15)
+    kernels = torch.ops.bahdanau_fast
+    for call in (
+        lambda: forward(*given, True),
+        lambda: backward(*given, *grads),
+        lambda: kernels.attend_by("triton", *given, True),
+        lambda: kernels.attend_backward_by("triton", *given, *grads),
+    ):
+        with pytest.raises(error, match=f"^valid_lens must {message}$"):
+            call()

@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from parity import Case, attended, called, check, eager, fused
 
 import bahdanau_fast as bf
-from bahdanau_fast import limits
+from bahdanau_fast import limits, reference
 from bahdanau_fast.backends.triton import call, forward
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.limits import OTHER_GPU
@@ -65,6 +65,21 @@ def test_contract_of_a_step(row, dtype):
 def test_splits_of_one_long_row(dtype):
     check(Case(B=2, Tq=1, Tk=497, H=20, Dv=33, lens=torch.tensor([351, 0])), dtype, WAYS["fused"])
     check(Case(B=1, Tq=3, Tk=300, H=7, Dv=130), dtype, WAYS["called"])
+
+
+def test_splits_of_rows_far_apart(monkeypatch):
+    # Splits that are no power of two: behind a row's last maximum is the first of the next row.
+    counts, real = [], plans.combine
+    monkeypatch.setattr(plans, "combine", lambda n, *size: counts.append(n) or real(n, *size))
+    keys = 0.1 * torch.randn(2, 100, 16, generator=torch.Generator().manual_seed(0)) - 1.0
+    keys[1] += 2.0  # scores near 730, those of the row before near -730
+    same, w_v = torch.eye(16), torch.full((16,), 60.0)
+    inputs = [x.to(parity.DEVICE) for x in (torch.zeros(2, 1, 16), keys, keys, same, same, w_v)]
+    got = bf.additive_attention(*inputs, backend="triton")
+    assert counts == [3]
+    want = reference.additive_attention(*(x.double() for x in inputs))
+    for ours, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("queries", "scale"), [(1, 1.0), (18, 1.0), (18, 0.1), (18, 1e-3)])

@@ -1,0 +1,155 @@
+"""The context as a node of the autograd graph behind the weights, where plain code has it.
+
+A kernel makes weights and context at once, and their gradients too. In the graph of plain code the
+context comes from weights and values, so that ``retain_grad``, hooks and ``autograd.grad`` find the
+gradient of the weights. Here a call has the same two nodes. In an ordinary backward the node of the
+context hands its gradient to that of the weights, whose kernel does all in one pass. Where somebody
+may look at the gradient of the weights, it is computed here, by plain operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast.ops.lifetime import changed, is_asked
+
+__all__ = ["Link"]
+
+# A leaf that no gradient comes to: a backward visits it unless it was told which gradients to find.
+with torch.inference_mode(False):
+    _LEAF = torch.zeros((), device="cpu", requires_grad=True)
+_AT_LEAF = torch.autograd.graph.get_gradient_edge(_LEAF).node
+
+
+class Link:
+    """What the two nodes of a call give each other.
+
+    Args:
+        values: (B,Tk,Dv).
+        seed: (1,) int64, with dropout.
+        dropout_p: probability of dropping a weight.
+
+    Attributes:
+        context: (B,Tq,Dv), from the kernel.
+    """
+
+    __slots__ = ("_grads", "_values", "context", "dropout_p", "seed")
+
+    def __init__(self, values: Tensor, seed: Tensor | None, dropout_p: float) -> None:
+        self._values: Tensor | None = values
+        self.context: Tensor | None = None
+        self.seed, self.dropout_p = seed, dropout_p
+        self._grads: dict[int, Tensor] = {}  # by backward pass
+
+    def connect(self, weights: Tensor) -> Tensor:
+        """The context (B,Tq,Dv), its gradient going through these weights, in any shape.
+
+        Args:
+            weights: (B,Tq,Tk) of the call, as the caller sees them.
+        """
+        values, self._values = self._values, None
+        connected: Tensor = _Context.apply(weights, values, _LEAF, self)  # type: ignore[no-untyped-call]
+        return connected
+
+    def leave(self, grad_context: Tensor) -> None:
+        """Hand the gradient of the context to the node of the weights."""
+        self._grads[torch._C._current_graph_task_id()] = grad_context
+
+    def take(self) -> Tensor | None:
+        """What was left in the backward pass that is running, or None."""
+        return self._grads.pop(torch._C._current_graph_task_id(), None)
+
+
+class _Context(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, values: Tensor, leaf: Tensor, link: Link) -> Tensor:
+        ctx.link = link
+        ctx.set_materialize_grads(False)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            ctx.kept = (weights, values), (weights._version, values._version)
+        else:
+            ctx.kept = None
+            ctx.save_for_backward(weights, values)
+        context, link.context = link.context, None
+        assert context is not None
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        found: tuple[Tensor | None, ...] = (None, None)
+        if grad is not None:
+            if _is_seen(ctx):
+                found = _gradients(ctx, grad)
+            else:
+                ctx.link.leave(grad)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.kept = None
+        return (*found, None, None)
+
+
+def _is_seen(ctx: Any) -> bool:
+    """Whether anything but the node of the weights may look at their gradient."""
+    if ctx.kept is None or torch.is_grad_enabled():
+        return True
+    weights = ctx.kept[0][0]
+    return bool(
+        weights._backward_hooks
+        or weights.retains_grad
+        or not torch._C._will_engine_execute_node(_AT_LEAF)
+    )
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of weights and values, as far as the backward that is running asks for them."""
+    saved = ctx.saved_tensors  # raises after the graph was freed
+    asked = [is_asked(node) for node, _ in ctx.next_functions[:2]]
+    if ctx.kept is not None:
+        saved, versions = ctx.kept
+        for tensor, version, needed in zip(saved, versions, (asked[1], asked[0]), strict=True):
+            if needed and tensor._version != version:
+                raise changed(tensor, version)
+    weights, values = saved
+    shape = (*grad.shape[:-1], values.shape[1])
+    factors = None
+    if ctx.link.dropout_p > 0.0:
+        factors = dropout_factors(ctx.link.seed, shape, ctx.link.dropout_p).to(weights.dtype)
+    found: list[Tensor | None] = [None, None]
+    with torch.autocast(grad.device.type, enabled=False):
+        if asked[0]:
+            looked = torch.bmm(grad, values.transpose(1, 2)).to(weights.dtype)
+            looked = looked if factors is None else looked * factors
+            found[0] = looked.reshape(weights.shape)
+        if asked[1]:
+            dropped = weights.reshape(shape)
+            dropped = dropped if factors is None else dropped * factors
+            found[1] = torch.bmm(dropped.transpose(1, 2).to(grad.dtype), grad)
+    return tuple(found)
+
+
+def dropout_factors(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> Tensor:
+    """What dropout multiplies each weight by: 0 or 1 / (1 - p), as csrc/common/philox.h has it.
+
+    Args:
+        seed: (1,) int64.
+        shape: (B,Tq,Tk).
+        dropout_p: probability of dropping a weight.
+    """
+    low = 2**32 - 1
+    rows = torch.arange(shape[0] * shape[1], device=seed.device).unsqueeze(1)
+    blocks = torch.arange(-(-shape[2] // 4), device=seed.device)
+    zeros = torch.zeros_like(rows * blocks)
+    counter = [zeros + blocks, zeros + (rows & low), zeros + (rows >> 32), zeros]
+    key = [seed & low, seed >> 32 & low]
+    for _ in range(10):
+        # Products of 32 bits wrap around in int64; their bits are those of unsigned ones.
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        left = (second >> 32 & low) ^ counter[1] ^ key[0]
+        right = (first >> 32 & low) ^ counter[3] ^ key[1]
+        counter = [left, second & low, right, first & low]
+        key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
+    numbers = torch.stack(counter, -1).flatten(1)[:, : shape[2]].view(shape)
+    scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+    return torch.where(numbers >= -int(-dropout_p * 2**32 // 1), scale, 0.0)
