@@ -114,10 +114,11 @@ def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] |
         return None
     weight, taps = layer.weight, layer.kernel_size[-1]
     ones = (1,) * (len(layer.kernel_size) - 1)
+    around = (*(0 for _ in ones), taps // 2)
     if (
         type(layer) not in (nn.Conv1d, nn.Conv2d)
         or layer.kernel_size != (*ones, taps)
-        or layer.padding not in ((*(0 for _ in ones), taps // 2), "same")
+        or layer.padding not in (around, "same")
         or not {1}.issuperset((*layer.stride, *layer.dilation, layer.groups, taps % 2))
         or layer.padding_mode != "zeros"
     ):

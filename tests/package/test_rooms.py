@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROOMS = ("bahdanau_fast", "csrc", "kernels", "benchmarks", "tests")
 SOURCES = {".py", ".cpp", ".cu", ".h", ".hpp", ".inc", ".c"}
-MOST_FILES, MOST_LINES = 12, 400
+MOST_FILES, MOST_LINES = 13, 400
 MOST_ROOT_FILES, MOST_ROOT_ROOMS = 9, 6
 
 

@@ -147,7 +147,7 @@ MASK = torch.arange(36).reshape(2, 3, 6) % 4 == 1
     [
         (MASK, ValueError, r"have shape \(2,\) or \(2, 3\): .* no mask, got \(2, 3, 6\)"),
         (MASK[:, :1], ValueError, r"have shape \(2,\) or \(2, 3\): .* no mask, got \(2, 1, 6\)"),
-        (MASK[..., 0], TypeError, "have an integer or floating dtype .*, got torch.bool"),
+        (MASK[..., 0], TypeError, "have an integer dtype .*, got torch.bool"),
         (torch.ones(3), ValueError, r"have shape \(2,\) or \(2, 3\), got \(3,\)"),
     ],
     ids=["mask per query", "mask per row", "bool", "another batch"],
