@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from contextlib import suppress
 from inspect import isfunction
 from typing import Any
@@ -30,14 +31,18 @@ class _Fused(nn.Module):
 
     Attributes:
         _methods: of the class when it was replaced, ``forward`` among them.
+        _wrappers: classes of the layers that hold layers, which the family's forward looks into.
     """
 
     _family: Family
     _original: type[nn.Module]
     _methods: dict[str, Any]
+    _wrappers: tuple[type[nn.Module], ...]
 
     def _is_patched(self) -> bool:
-        """Whether a method is another one since, on the instance or its class."""
+        """Whether a method is another one since, on the instance or its class, or a wrapper is."""
+        if tuple(_wrappers(self)) != self._wrappers:
+            return True
         own, original, compiling = self.__dict__, self._original, torch.compiler.is_compiling()
         for name, method in self._methods.items():
             if name in own or getattr(original, name, None) is not method:
@@ -57,25 +62,34 @@ class _Fused(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         _, _, kept, *others = tuple(super().__reduce_ex__(protocol))
         state = {name: each for name, each in kept.items() if name != _STEP}
-        return (_make, (self._original, self._family), state, *others)
+        return (_make, (self._original, self._family, self._wrappers), state, *others)
 
 
-def _make(original: type[nn.Module], family: Family) -> nn.Module:
+def _wrappers(module: nn.Module) -> Iterator[type[nn.Module]]:
+    """Classes of the layers inside a module that hold layers."""
+    for layer in module._modules.values():
+        if layer is not None and layer._modules:
+            yield type(layer)
+            yield from _wrappers(layer)
+
+
+def _make(original: type[nn.Module], family: Family, wrappers: tuple[type, ...]) -> nn.Module:
     """An empty module of a replaced class, for ``copy`` and ``pickle`` to fill."""
-    made: nn.Module = object.__new__(_fused_class(original, family))
+    made: nn.Module = object.__new__(_fused_class(original, family, wrappers))
     made.__dict__[_STEP] = Step()
     return made
 
 
-def _fused_class(original: Any, family: Family) -> Any:
+def _fused_class(original: Any, family: Family, wrappers: tuple[type, ...]) -> Any:
     """The class of a replaced module.
 
     Args:
         original: class of the module.
         family: of the module.
+        wrappers: classes of its layers that hold layers.
     """
     methods = _methods_of(original)
-    known = _classes.get((original, family))
+    known = _classes.get((original, family, wrappers))
     if known is not None and known._methods == methods:
         return known
     own = original.forward
@@ -100,12 +114,13 @@ def _fused_class(original: Any, family: Family) -> Any:
         "_family": family,
         "_original": original,
         "_methods": methods,
+        "_wrappers": wrappers,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
     made = type(original)(original.__name__, (_Fused, original), body)
-    _classes[original, family] = made
+    _classes[original, family, wrappers] = made
     return made
 
 
@@ -117,7 +132,7 @@ def _methods_of(kind: type[nn.Module]) -> dict[str, Any]:
 
 
 # One class for all modules of a class and family, so that copies are of the same class.
-_classes: dict[tuple[Any, Family], Any] = {}
+_classes: dict[tuple[Any, Family, tuple[type, ...]], Any] = {}
 
 
 def replace(module: nn.Module, family: Family) -> None:
@@ -127,7 +142,7 @@ def replace(module: nn.Module, family: Family) -> None:
         module: any but a replaced one.
         family: whose reading of the module's layers it takes.
     """
-    module.__class__ = _fused_class(type(module), family)
+    module.__class__ = _fused_class(type(module), family, tuple(_wrappers(module)))
     module.__dict__[_STEP] = Step()
 
 

@@ -7,62 +7,98 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["differentiate_again"]
+from bahdanau_fast import reference
+from bahdanau_fast.ops.context import Link, gradients_of_context
+
+__all__ = ["attend_again", "differentiate_again"]
 
 
-def differentiate_again(
-    function: Callable[..., Sequence[Tensor | None]],
+def attend_again(
+    scores: Callable[..., Sequence[Tensor]],
     inputs: Sequence[Tensor | None],
-    needed: list[bool],
-    dropout_p: float,
-    output_grads: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    weights: Tensor,
+    seen: Tensor | None,
+    link: Link,
+    grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Gradients that can be differentiated again (``create_graph=True``), by the reference.
+    """Gradients of attention that can be differentiated again (``create_graph=True``).
 
     Args:
-        function: the reference on ``inputs``, giving the results of the operator.
-        inputs: what the operator was called with.
+        scores: the reference on ``inputs``, giving the scores (B,Tq,Tk), and whatever the operator
+            gives beside context and weights.
+        inputs: to be differentiated; the third are the values (B,Tk,Dv).
         needed: which of them want a gradient.
-        dropout_p: of that call.
-        output_grads: gradients of the results, the first that of the context.
+        weights: (B,Tq,Tk), a result of the operator, in its graph.
+        seen: None, (B,) or (B,Tq), or a mask.
+        link: what dropout depends on.
+        grads: of context, weights and whatever follows, as far as they are there.
 
     Returns:
         A gradient, or None, per input.
-
-    Raises:
-        NotImplementedError: with dropout, whose mask the reference does not know.
     """
-    if dropout_p > 0.0 and output_grads[0] is not None:
-        raise NotImplementedError(
-            "a second derivative through dropped-out attention weights is not implemented: "
-            "use backend='reference', or dropout 0"
+    (grad_context, grad_weights, *others), values = grads, inputs[2]
+    grad_values = grad_scores = None
+    if grad_context is not None:
+        assert values is not None
+        looked, grad_values = gradients_of_context(
+            grad_context, weights, values, link, (True, needed[2])
         )
+        assert looked is not None
+        grad_weights = looked if grad_weights is None else looked + grad_weights
+    if grad_weights is not None:
+        grad_weights = grad_weights.to(weights.dtype)
+        grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
+        if seen is not None:  # where a query sees nothing the weights are constants
+            grad_scores = grad_scores.masked_fill(
+                ~reference.valid_mask(seen, weights.shape[2]), 0.0
+            )
+    asked = [need and i != 2 for i, need in enumerate(needed)]
+    found = differentiate_again(scores, inputs, asked, (grad_scores, *others))
+    found[2] = grad_values
+    return found
+
+
+def differentiate_again(
+    function: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Gradients that can be differentiated again, by the reference.
+
+    Args:
+        function: the reference on ``inputs``.
+        inputs: what the operator was called with.
+        needed: which of them want a gradient.
+        grads: of the function's results.
+
+    Returns:
+        A gradient, or None, per input.
+    """
+    if not any(needed):
+        return [None] * len(needed)
     # Aliases: where one input was computed from another (a query from the keys, projected keys from
     # values that are the keys) a gradient stops at the operator, and does not go on to that other.
     inputs = [
         _alias(tensor) if need and tensor is not None else tensor
         for tensor, need in zip(inputs, needed, strict=True)
     ]
-    outputs = function(*inputs)
     used = [
         (out.to(grad.dtype), grad)
-        for out, grad in zip(outputs, output_grads, strict=True)
-        if out is not None and grad is not None
+        for out, grad in zip(function(*inputs), grads, strict=True)
+        if grad is not None
     ]
-    grads = iter(
-        torch.autograd.grad(
-            [out for out, _ in used],
-            [
-                tensor
-                for tensor, need in zip(inputs, needed, strict=True)
-                if need and tensor is not None
-            ],
-            [grad for _, grad in used],
-            create_graph=True,
-            allow_unused=True,
-        )
+    wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
+    found = torch.autograd.grad(
+        [out for out, _ in used],
+        wanted,
+        [grad for _, grad in used],
+        create_graph=True,
+        allow_unused=True,
     )
-    return [next(grads) if need else None for need in needed]
+    each = iter(found)
+    return [next(each) if need else None for need in needed]
 
 
 def _alias(tensor: Tensor) -> Tensor:

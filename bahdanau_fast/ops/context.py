@@ -9,6 +9,7 @@ may look at the gradient of the weights, it is computed here, by plain operation
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from bahdanau_fast.ops.lifetime import changed, is_asked
 
-__all__ = ["Link"]
+__all__ = ["Link", "dropout_factors", "gradients_of_context"]
 
 # A leaf that no gradient comes to: a backward visits it unless it was told which gradients to find.
 with torch.inference_mode(False):
@@ -112,21 +113,36 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             if needed and tensor._version != version:
                 raise changed(tensor, version)
     weights, values = saved
+    return gradients_of_context(grad, weights, values, ctx.link, asked)
+
+
+def gradients_of_context(
+    grad: Tensor, weights: Tensor, values: Tensor, link: Link, asked: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of weights and values, as far as they are asked for, by plain operations.
+
+    Args:
+        grad: (B,Tq,Dv), of the context.
+        weights: (B,Tq,Tk), in any shape.
+        values: (B,Tk,Dv).
+        link: what dropout depends on.
+        asked: for the one and the other.
+    """
     shape = (*grad.shape[:-1], values.shape[1])
-    factors = None
-    if ctx.link.dropout_p > 0.0:
-        factors = dropout_factors(ctx.link.seed, shape, ctx.link.dropout_p).to(weights.dtype)
-    found: list[Tensor | None] = [None, None]
+    factors = grad_weights = grad_values = None
+    if link.dropout_p > 0.0:
+        assert link.seed is not None
+        factors = dropout_factors(link.seed, shape, link.dropout_p).to(weights.dtype)
     with torch.autocast(grad.device.type, enabled=False):
         if asked[0]:
             looked = torch.bmm(grad, values.transpose(1, 2)).to(weights.dtype)
             looked = looked if factors is None else looked * factors
-            found[0] = looked.reshape(weights.shape)
+            grad_weights = looked.reshape(weights.shape)
         if asked[1]:
             dropped = weights.reshape(shape)
             dropped = dropped if factors is None else dropped * factors
-            found[1] = torch.bmm(dropped.transpose(1, 2).to(grad.dtype), grad)
-    return tuple(found)
+            grad_values = torch.bmm(dropped.transpose(1, 2).to(grad.dtype), grad)
+    return grad_weights, grad_values
 
 
 def dropout_factors(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> Tensor:

@@ -226,11 +226,15 @@ class _Decode(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * (count + 1)
         if torch.is_grad_enabled():
+            if ctx.dropout_p > 0.0:
+                raise NotImplementedError(
+                    "a second derivative through dropped-out weights of a whole decoder is not "
+                    "implemented: attend() step by step, or dropout 0"
+                )
             again = differentiate_again(
                 lambda *tensors: by_steps(Arguments(*tensors), rest),
                 arguments,
                 [bool(need) for need in needed],
-                ctx.dropout_p,
                 grads,
             )
             return (*again, None)

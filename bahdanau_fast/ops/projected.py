@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bahdanau_fast import reference
 from bahdanau_fast.limits import PRECISION
-from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.again import attend_again
 from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.lifetime import Lifetime, after_backward, save, saved
 from bahdanau_fast.ops.shared_gradients import SharedNode, StepGradients
@@ -205,18 +205,17 @@ def gradients(
     """Of queries, keys, values and w_v, as far as they are needed."""
     grad_context, grad_weights = grads
     *inputs, weights = tensors
-    queries, keys, _, _, values, w_v, valid_lens, _ = inputs
+    queries, keys, _, _, values, w_v, valid_lens, seed = inputs
     if grad_context is None and grad_weights is None:
         return [None] * 4
     if torch.is_grad_enabled():
         differentiated = (queries, keys, values, w_v)
 
-        def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            return reference.attend(*tensors, valid_lens)  # type: ignore[arg-type, call-arg]
+        def scores(queries: Tensor, keys: Tensor, _: Tensor, w_v: Tensor) -> tuple[Tensor]:
+            return (reference.projected_scores(queries, keys, w_v),)
 
-        return differentiate_again(
-            again, differentiated, needed, ctx.dropout_p, (grad_context, grad_weights)
-        )
+        link = Link(values, seed, ctx.dropout_p)
+        return attend_again(scores, differentiated, needed, weights, valid_lens, link, grads)
     if ctx.shared is not None and ctx.shared.is_awaited():
         grad_queries, grad_scores, dropped = _backward_queries_op(
             *inputs, ctx.dropout_p, weights, grad_context, grad_weights, needed[0]

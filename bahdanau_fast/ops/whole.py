@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bahdanau_fast import reference
 from bahdanau_fast.ops import TAGS, library, sharding, weights_dtype
-from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.again import attend_again
 from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.lifetime import after_backward, save, saved
 
@@ -95,14 +95,14 @@ def _gradients(ctx: Any, tensors: Sequence[Any], *grads: Tensor | None) -> list[
     if grad_context is None and grad_weights is None:
         return [None] * 7
     if torch.is_grad_enabled():
-        differentiated = inputs[:7]
 
-        def again(*tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            *required, bias = tensors
-            return reference.additive_attention(*required, inputs[7], bias=bias)  # type: ignore[arg-type, call-arg]
+        def scores(queries: Tensor, keys: Tensor, _: Tensor, *others: Tensor) -> tuple[Tensor]:
+            w_q, w_k, w_v, bias = others
+            return (reference.additive_scores(queries, keys, w_q, w_k, w_v, bias=bias),)
 
-        return differentiate_again(
-            again, differentiated, needed, ctx.dropout_p, (grad_context, grad_weights)
+        link = Link(inputs[2], inputs[8], ctx.dropout_p)
+        return attend_again(
+            scores, inputs[:7], needed, weights, inputs[7], link, (grad_context, grad_weights)
         )
     results = _backward_op(
         *inputs,

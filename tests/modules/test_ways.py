@@ -7,7 +7,8 @@ from ranks import two_ranks
 from threads import one_thread  # noqa: F401
 from ways.modes import play, variants
 from ways.sides import DK, DQ, REMEMBERED, SMALL
-from ways.table import MODES, PAGE, WAYS, page
+from ways.table import WAYS
+from ways.way import MODES
 
 from bahdanau_fast import backends
 from bahdanau_fast.limits import LIMITS
@@ -83,7 +84,3 @@ def test_the_table_is_long_and_of_every_kind():
     assert len({(way.what, way.how) for way in WAYS}) == len(WAYS)
     assert len(TOGETHER) >= 5
     assert {mode for way in WAYS for mode in MODES if mode not in way.without} == set(MODES)
-
-
-def test_the_page_has_the_table():
-    assert page() == PAGE.read_text()

@@ -32,7 +32,7 @@ def _inside(layer: nn.Module, before: Tensor) -> tuple[Inside, Located | None] |
     """
     convolution, dense = layer.children()
     parameters = scoring(dense)
-    if parameters is None or not is_unchanged(layer):
+    if parameters is None or parameters[1] is not None or not is_unchanged(layer):
         return None
     return located(convolution, before, parameters[0])
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from bahdanau_fast import checks, reference
 from bahdanau_fast.checks import ACTIVATIONS
 from bahdanau_fast.ops import TAGS, library, weights_dtype
-from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.again import attend_again, differentiate_again
 from bahdanau_fast.ops.context import Link
 from bahdanau_fast.reference import Inside
 
@@ -134,27 +134,17 @@ def _inputs(ctx: Any) -> tuple[list[Any], list[Tensor]]:
 
 
 def _backward(
-    ctx: Any,
-    operator: Callable[..., tuple[Tensor, ...]],
-    again: Callable[..., Sequence[Tensor | None]],
-    dropout_p: float,
-    *grads: Tensor | None,
+    ctx: Any, operator: Callable[..., tuple[Tensor, ...]], *grads: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of all arguments; ``again`` is the reference on them."""
+    """Gradients of all arguments."""
     inputs, left = _inputs(ctx)
     found: list[Tensor | None] = [None] * len(inputs)
     if all(grad is None for grad in grads):
         return tuple(found)
     needed = [bool(ctx.needs_input_grad[at]) for at in ctx.places]
     if torch.is_grad_enabled():
-
-        def function(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-            given = dict(zip(ctx.places, tensors, strict=True))
-            return again(*(given.get(at, x) for at, x in enumerate(inputs)))
-
-        differentiated = [inputs[at] for at in ctx.places]
         results: Sequence[Tensor | None]
-        results = differentiate_again(function, differentiated, needed, dropout_p, grads)
+        results = _again(inputs, left, [inputs[at] for at in ctx.places], needed, grads)
     else:
         needs = sum(bit for bit, need in zip(ctx.places.values(), needed, strict=True) if need)
         results = operator(*inputs, *left, *grads, needs)
@@ -168,14 +158,26 @@ def inside_of(features: Any, w_f: Any, activation: int, negative_slope: float) -
     return Inside(features, w_f, ACTIVATIONS[activation], negative_slope)
 
 
-def _attend_again(*inputs: Any) -> Sequence[Tensor | None]:
-    queries, keys, values, w_v, valid_lens, *inside, _, _ = inputs
-    return reference.attend(queries, keys, values, w_v, valid_lens, 0.0, inside_of(*inside))
+def _again(
+    inputs: list[Any],
+    left: list[Tensor],
+    differentiated: list[Any],
+    needed: list[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Gradients that can be differentiated again; of the scores where no weights were left."""
 
+    def scores(queries: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor]:
+        *_, w_v, features, w_f = others
+        inside = inside_of(features, w_f, *numbers_inside)
+        return (reference.projected_scores(queries, keys, w_v, inside),)
 
-def _scores_again(*inputs: Any) -> Sequence[Tensor | None]:
-    queries, keys, w_v, *inside = inputs
-    return (reference.projected_scores(queries, keys, w_v, inside_of(*inside)),)
+    if not left:
+        numbers_inside = inputs[5:]
+        return differentiate_again(scores, differentiated, needed, grads)
+    valid_lens, _, _, *numbers_inside, seed, dropout_p = inputs[4:]
+    link = Link(inputs[2], seed, dropout_p)
+    return attend_again(scores, differentiated, needed, left[0], valid_lens, link, grads)
 
 
 def attend_backward(
@@ -204,11 +206,11 @@ def attend_backward(
 
 
 def _attend_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _backward(ctx, _attend_backward_op, _attend_again, ctx.inputs[-1], *grads)
+    return _backward(ctx, _attend_backward_op, *grads)
 
 
 def _scores_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _backward(ctx, _scores_backward_op, _scores_again, 0.0, grad)
+    return _backward(ctx, _scores_backward_op, grad)
 
 
 _FAKES: dict[str, Callable[..., Any]] = {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.ops import TAGS, library
-from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.again import attend_again
 from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.inside import general
 from bahdanau_fast.ops.lifetime import Lifetime
@@ -137,18 +137,18 @@ def _gradients(
 
 
 def _again(ctx: Any, needed: list[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    *inputs, _, _, _ = ctx.saved_tensors
+    *inputs, seed, weights, _ = ctx.saved_tensors
     activation, negative_slope, dropout_p = ctx.numbers
     valid_lens = inputs.pop(4)
 
-    def function(*tensors: Any) -> tuple[Tensor, ...]:
-        queries, keys, values, w_v, location, w_conv, b_conv, w_f = tensors
+    def scores(*tensors: Any) -> tuple[Tensor, Tensor]:
+        queries, keys, _, w_v, location, w_conv, b_conv, w_f = tensors
         features = convolved(location, w_conv, b_conv)
         inside = general.inside_of(features, w_f, activation, negative_slope)
-        attended = reference.attend(queries, keys, values, w_v, valid_lens, inside=inside)
-        return (*attended, features)
+        return reference.projected_scores(queries, keys, w_v, inside), features
 
-    return differentiate_again(function, inputs, needed, dropout_p, grads)
+    link = Link(inputs[2], seed, dropout_p)
+    return attend_again(scores, inputs, needed, weights, valid_lens, link, grads)
 
 
 torch.library.register_fake("bahdanau_fast::location_attend", _fake, lib=library)

@@ -107,12 +107,6 @@ def bias_of_the_same_id(s):
     s.module.bias = tried[-1]
 
 
-def new_key_layer(s):
-    hidden, size = w_k(s).shape
-    s.module.W_k = nn.Linear(size, hidden, bias=False, dtype=s.keys.dtype)
-    w_k(s).copy_(s.draw(hidden, size))
-
-
 def keys_of_the_same_address(s):
     """The old keys die first: what comes next is often where they were."""
     fresh, asked = 2 * s.draw(*s.keys.shape), s.keys.requires_grad
@@ -295,15 +289,19 @@ def adapted(s):
     s.module.W_k = Adapted(s.module.W_k, s.draw(size, 2), s.draw(2, hidden))
 
 
-def patched(s):
-    layer = s.module.W_k
-    before = layer.forward
-    layer.forward = lambda x: -1.5 * before(x)
-
-
 def called_with_others(s):
     others = {name: s.draw(*p.shape) for name, p in s.module.named_parameters()}
     return torch.func.functional_call(s.module, others, (s.queries, s.keys, s.values, s.lens))
+
+
+def turned_round(name):
+    """``requires_grad`` of an input, or of the module's bias."""
+
+    def change(s):
+        x = s.module.bias if name == "bias" else getattr(s, name)
+        x.requires_grad_(not x.requires_grad)
+
+    return change
 
 
 def inference_with_gradients(s):

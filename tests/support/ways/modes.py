@@ -2,7 +2,9 @@
 
 import torch
 
+from ways.kinds import KINDS
 from ways.sides import SMALL, Pair
+from ways.way import AFTER, UNFUSED
 
 MOVED = 1e-5  # of its size; by so much a change has to move the plain module's result
 
@@ -19,19 +21,35 @@ inductor = torch.compile(attend)
 class Run:
     """A way on a pair of sides.
 
+    Args:
+        way: of table.WAYS.
+        folder: for files.
+        when: of those of the way.
+        training: the mode of the modules.
+        options: of sides.Pair.
+
     Attributes:
+        between: whether there is a change between calls; else it is made before them.
         contexts: the plain results, in order; None for a call that failed.
     """
 
-    def __init__(self, way, folder, **options):
-        self.way, self.contexts = way, []
+    def __init__(self, way, folder, when=AFTER, training=True, **options):
+        self.way, self.when, self.contexts = way, when, []
+        self.between = when == AFTER or way.times > 1
         self.pair = Pair(dtype=way.dtype, **options)
         for side in self.pair.sides:
             side.notes["folder"] = folder
+            side.module.train(training)
+        if when != UNFUSED and not self.pair.fuse():
+            self.pair.wrong.append("the plain module cannot be fused")
 
     def prepare(self):
         if self.way.prepare is not None and not self.pair.do("prepare", self.way.prepare):
             self.pair.wrong.append("the plain module cannot be prepared")
+        if self.when != AFTER:
+            self._change()
+        if self.when == UNFUSED:
+            self.pair.fuse()
 
     def call(self, name):
         """A call of each side; its context is pending."""
@@ -47,8 +65,11 @@ class Run:
         self.contexts.append(None if context is None else context.detach().clone())
 
     def change(self):
-        """The way; that the plain module can have it."""
+        """The way, unless that is done; that the plain module can have it."""
+        if self.between:
+            self._change()
 
+    def _change(self):
         def step(side):
             with torch.set_grad_enabled(self.way.graph and torch.is_grad_enabled()):
                 self.way.change(side)
@@ -97,13 +118,22 @@ def encoder(run):
 
 
 def _train(run):
+    for _ in range(run.way.times):
+        for side in run.pair.sides:
+            side.pending.clear()
+        _around_a_change(run)
+
+
+def _around_a_change(run):
     """Of four calls the first has its backward after the change, the next two together."""
-    pending = run.way.pending
+    pending = run.way.pending and run.between
     for name in ("first", "second"):
         run.call(name)
     if not pending:
         run.backward("backward of 0", 0)
         run.backward("backward of 1", 1)
+    if not run.between:
+        return
     run.change()
     for name in ("third", "fourth", "fifth"):
         run.call(name)
@@ -189,13 +219,33 @@ MODES = {
 
 
 def variants(way, mode):
-    """With reuse and without, and at the size of one operator: names and options of ``play``."""
-    found = [(f"cache_keys={cache}", {"cache_keys": cache}) for cache in (True, False)]
-    if mode in ("compiled", "inductor"):  # each option is compiled by itself, which takes seconds
-        return found
-    if not way.unseen:
-        found.append(("cache_keys='trust'", {"cache_keys": "trust"}))
-    return [*found, ("one operator", {"size": SMALL})]
+    """Options of ``play``, by name: for each kind of module and each layer that a way is for.
+
+    In training also with the change at other times, in evaluation mode, and at the size of one
+    operator. Rarer modes take two layers of a kind, and compiled code the first of all: each is
+    compiled by itself, which takes seconds.
+    """
+    found, compiles = [], mode in ("compiled", "inductor")
+    for kind in way.kinds:
+        known = KINDS[kind].layers
+        places = [x for name in way.layers for x in known.get(name, ())] if way.layers else [None]
+        for place in places if mode in ("eager", "trained") else places[:2]:
+            plain = {"kind": kind, "place": place}
+            found.append(plain)
+            if kind == "additive" and not compiles and (mode == "trained" or not way.layers):
+                found.append(plain | {"size": SMALL})
+            if mode == "trained":
+                fused = KINDS[kind].ours is None
+                found += [plain | {"when": x} for x in way.whens[1:] if fused or x != UNFUSED]
+                if place == "dropout":
+                    found.append(plain | {"training": False})
+    if compiles:
+        found = found[:1]
+    if not way.layers:
+        found.append(found[0] | {"cache_keys": False})
+    return [
+        (", ".join(f"{n}={x}" for n, x in each.items() if x is not None), each) for each in found
+    ]
 
 
 def play(way, mode, folder, **options):
@@ -205,16 +255,17 @@ def play(way, mode, folder, **options):
         way: of ways.WAYS.
         mode: of MODES.
         folder: for files.
-        options: of sides.Pair.
+        options: of Run.
     """
     run = Run(way, folder, **options)
     MODES[mode](run)
     results = [context for context in run.contexts if context is not None]
-    if len(results) < 4:
+    if len(results) < (4 if run.between else 2):
         run.pair.wrong.append("the plain module cannot be called")
         return run.pair.wrong
     first, last = results[0], results[-1]
-    if way.moves and first.shape == last.shape and first.dtype == last.dtype:
+    moves = way.moves and run.when == AFTER and options.get("training", True)
+    if moves and first.shape == last.shape and first.dtype == last.dtype:
         moved = float((first - last).abs().max() / first.abs().max())
         if not moved > MOVED:
             run.pair.wrong.append(f"the change moves the result by {moved:.2g} of its size alone")

@@ -5,8 +5,6 @@ shortened and printed as lines that run.
 """
 
 import argparse
-import contextlib
-import copy
 import random
 import sys
 import time
@@ -15,18 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from ways.changes import array
-from ways.sides import REMEMBERED, SMALL, Pair
-from ways.table import WAYS
-
-# Not among sequences: what starts processes, or needs a place where keys come from.
-CHANGES = {
-    f"{way.what}, {way.how}": way
-    for way in WAYS
-    if way.ranks == 1
-    and way.prepare is None
-    and way.how not in ("the same bytes in another shape",)
-}
+from ways.actions import ACTIONS, CHANGES
+from ways.kinds import KINDS
+from ways.layers import OF_A_LAYER
+from ways.sides import REMEMBERED, SMALL, WATCHED, Pair
 
 
 class Step(NamedTuple):
@@ -43,193 +33,9 @@ class Plan(NamedTuple):
     steps: list
 
 
-def mode_of(side):
-    """The context that calls and changes are under."""
-    modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad}
-    return modes.get(side.notes["mode"], torch.inference_mode)()
-
-
-def keep(side, context):
-    """A result whose backward may come."""
-    if context.requires_grad:
-        side.pending.append(context)
-
-
-def call(side, queries_len, steps=1):
-    """A call, or several on the same keys that become one result."""
-    with mode_of(side):
-        contexts, weights = [], []
-        for _ in range(steps):
-            found = side.call(side.queries[:, :queries_len])
-            contexts.append(found[0])
-            weights.append(found[1])
-        context = torch.cat(contexts, 1)
-        keep(side, context)
-    return context, torch.cat(weights, 1)
-
-
-def remembered(side, queries_len, steps):
-    """The same by ``memory()`` and ``attend()``, where the module has them."""
-    if not hasattr(side.module, "memory"):
-        return call(side, queries_len, steps)
-    with mode_of(side):
-        queries, contexts, weights = side.queries[:, :queries_len], [], []
-        memory = side.module.memory(side.keys, side.values, side.lens_for(queries))
-        for _ in range(steps):
-            contexts.append(side.module.attend(queries, memory))
-            weights.append(side.module.attention_weights)
-        context = torch.cat(contexts, 1)
-        keep(side, context)
-    return context, torch.cat(weights, 1)
-
-
-def change(side, how):
-    way = CHANGES[how]
-    with mode_of(side), contextlib.nullcontext() if way.graph else torch.no_grad():
-        way.change(side)
-    # Data that replaces that of values before a backward: plain code saves the values by name and
-    # mixes new values with old weights; ours computes the gradient of the call (compatibility.md).
-    if not way.pending or (".data" in how and side.values is side.keys):
-        side.pending.clear()
-
-
-def lens(side, kind):
-    """Lengths of another shape."""
-    batch, rows = side.keys.shape[:2]
-    drawn = torch.rand((batch, side.queries.shape[1]), generator=side.generator) * (rows + 4) - 2
-    kinds = {"none": None, "row": drawn[:, 0].long(), "query": drawn, "few": drawn[:, 0] / 9}
-    side.lens = kinds[kind]
-
-
-def values(side, kind):
-    """The keys themselves, or numbers of their own."""
-    batch, rows = side.keys.shape[:2]
-    side.values = side.keys if kind == "keys" else side.draw(batch, rows, 4)
-    if kind == "leaf":
-        side.values.requires_grad_()
-
-
-def keys(side, kind):
-    """The other keys, which were put aside; new ones; or an encoder's."""
-    if kind == "other":
-        before = (side.keys, side.values)
-        side.keys, side.values = side.notes.get("aside") or before
-        side.notes["aside"] = before
-    elif kind == "encoder":
-        with mode_of(side):
-            side.encode()
-    elif kind == "data":
-        side.keys = side.keys.detach().clone()
-    else:
-        side.keys = side.draw(*side.keys.shape).requires_grad_()
-
-
-def backward(side, which, retain):
-    """Of the sum of some results; those are done with, unless their graph is retained."""
-    chosen = _take(side, which, retain)
-    if chosen:
-        torch.stack([x.square().sum() for x in chosen]).sum().backward(retain_graph=retain)
-
-
-def _take(side, which, retain):
-    pending = side.pending
-    places = sorted({i % len(pending) for i in which}) if pending else []
-    chosen = [pending[i] for i in places]
-    if not retain:
-        side.pending = [x for i, x in enumerate(pending) if i not in places]
-    return chosen
-
-
-def gradients(side, which, of, again):
-    """``torch.autograd.grad`` by some inputs; ``again``: backward of the gradients, too.
-
-    Not again where something changed since: second derivatives of ours compute the forward pass
-    anew, from inputs that may be others by then without a version counter that says so.
-    """
-    chosen = _take(side, which, False)
-    again = again and not any(old is x for old in side.notes.get("before", ()) for x in chosen)
-    again = again and not side.notes["single"]  # sums in another order, squared, would show
-    leaves = side.leaves() | {"keys": side.keys}
-    inputs = {name: leaves[name] for name in of if leaves[name].requires_grad}
-    if not chosen or not inputs:
-        return None
-    loss = torch.stack([x.square().sum() for x in chosen]).sum()
-    grads = torch.autograd.grad(loss, list(inputs.values()), create_graph=again, allow_unused=True)
-    if again:
-        sums = [g.square().sum() for g in grads if g is not None and g.requires_grad]
-        if sums:
-            torch.stack(sums).sum().backward()
-    return dict(zip(inputs, grads, strict=True))
-
-
-def train(side, kind, how):
-    """A call, its backward, and a step of an optimizer that the loop made before."""
-    if side.notes["single"]:  # the others divide by gradients: a rounding becomes a step
-        kind = "SGD"
-    with torch.enable_grad():
-        context, _ = side.call()
-        context.square().sum().backward()
-    options = {"eps": 1e-3} if kind != "SGD" else {}  # of zero and of nearly zero: the same step
-    options |= {name: name == how for name in ("foreach", "fused")}
-    with torch.no_grad():
-        optimizer = getattr(torch.optim, kind)(side.module.parameters(), lr=0.05, **options)
-        optimizer.step()
-        optimizer.zero_grad()
-    return context
-
-
-def zero(side, none):
-    for leaf in side.leaves().values():
-        if none or leaf.grad is None:
-            leaf.grad = None
-        else:
-            leaf.grad.zero_()
-
-
-def mode(side, name):
-    side.notes["mode"] = name
-
-
-def training(side, on):
-    side.module.train(on)
-
-
-def copied(side):
-    """The module goes on as a copy of itself; results of the old one stay."""
-    side.module.attention_weights = None
-    side.module.zero_grad()
-    side.module = copy.deepcopy(side.module)
-
-
-def reload(side, assign):
-    state = {name: x.clone() for name, x in side.module.state_dict().items()}
-    side.module.load_state_dict(state, assign=assign)
-
-
-def frozen(side, name):
-    parameter = dict(side.module.named_parameters())[name]
-    parameter.requires_grad_(not parameter.requires_grad)
-
-
-def queries(side, how):
-    """The next step's queries: another tensor, or the same one written to."""
-    if how == "new":
-        side.queries = side.draw(*side.queries.shape).requires_grad_()
-    elif how == "numpy":
-        array(side.queries).__imul__(-0.9)
-    else:
-        with torch.no_grad():
-            side.queries.mul_(-0.9)
-
-
-ACTIONS = {
-    function.__name__: function
-    for function in (
-        call, remembered, change, lens, values, keys, backward, gradients, train, zero, mode,
-        training, copied, reload, frozen, queries,
-    )
-}  # fmt: skip
 LEAVES = ("queries", "keys", "values", "W_k.weight", "W_q.weight", "w_v.weight")
+LAYERS = tuple(KINDS["additive"].layers)
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
 def draw_step(draw):
@@ -249,8 +55,8 @@ def draw_step(draw):
         return Step("gradients", {"which": which, "of": named, "again": draw.random() < 0.3})
     return of(
         (
-            Step("train", {"kind": of(KINDS), "how": of(("fused", "foreach", "plain"))}),
-            Step("train", {"kind": of(KINDS), "how": "fused"}),
+            Step("train", {"kind": of(OPTIMIZERS), "how": of(("fused", "foreach", "plain"))}),
+            Step("train", {"kind": of(OPTIMIZERS), "how": "fused"}),
             Step("lens", {"kind": of(("none", "row", "query", "few"))}),
             Step("values", {"kind": of(("keys", "leaf", "data"))}),
             Step("keys", {"kind": of(("other", "other", "encoder", "data", "leaf"))}),
@@ -259,13 +65,20 @@ def draw_step(draw):
             Step("training", {"on": of((True, False))}),
             Step("copied", {}),
             Step("reload", {"assign": of((True, False))}),
-            Step("frozen", {"name": of(LEAVES[3:])}),
+            Step("frozen", {"name": of((*LEAVES, *LEAVES[3:], "bias"))}),
+            _draw_layer(draw),
+            Step("look", {"how": of(list(WATCHED))}),
+            Step("threads", {"count": of((2, 3)), "before": of((True, False))}),
+            Step("batched", {"kind": of(("grads", "jacobian", "hessian"))}),
             Step("queries", {"how": of(("new", "numpy", "in place"))}),
         )
     )
 
 
-KINDS = ("SGD", "Adam", "AdamW", "Adagrad")
+def _draw_layer(draw):
+    name = draw.choice(LAYERS)
+    hows = [how for how, way in OF_A_LAYER.items() if name in way.layers and way.prepare is None]
+    return Step("layer", {"name": name, "how": draw.choice(hows)})
 
 
 def draw_plan(seed):
@@ -277,6 +90,7 @@ def draw_plan(seed):
         "bias": draw.random() < 0.5,
         "cache_keys": draw.random() < 0.85,
         "dtype": torch.float32 if draw.random() < 0.1 else torch.float64,
+        "kind": "fused course" if draw.random() < 0.15 else "additive",
     }
     steps = [
         Step("mode", {"name": draw.choice(("grad", "grad", "grad", "no_grad", "inference"))}),
@@ -290,6 +104,7 @@ def run(plan, ended=None):
     """What is wrong after the first step that is; nothing where all is right."""
     options = plan.options
     pair = Pair(**options, exact=options.get("dtype") == torch.float32)
+    assert pair.fuse()
     for side in pair.sides:
         side.notes |= {"mode": "grad", "single": options.get("dtype") == torch.float32}
         for name in ("queries", "values"):
@@ -298,7 +113,7 @@ def run(plan, ended=None):
         done = take(pair, action, arguments, f"step {number}, {action}", ended)
         if pair.wrong:
             return pair.wrong
-        if not done and action in ("change", "train"):
+        if not done and action in ("change", "layer", "train"):
             return []  # half done, maybe, and on one side further than on the other
     return []
 
@@ -309,10 +124,10 @@ def take(pair, action, arguments, name, ended):
     def step(side):
         return ACTIONS[action](side, **arguments)
 
-    if action in ("change", "train", "queries"):
+    if action in ("change", "layer", "train", "queries"):
         for side in pair.sides:
             side.notes["before"] = list(side.pending)
-    if action in ("backward", "gradients", "train"):
+    if action in ("backward", "gradients", "threads", "batched", "train"):
         done = pair.do(name, step)
         if done:
             pair.do(f"gradients after {name}", lambda side: side.grads())

@@ -1,13 +1,7 @@
-"""Ways to change what a call depends on, between two calls: the table of docs/compatibility.md.
-
-``PYTHONPATH=tests/support python -m ways.table`` writes the table into the page.
-"""
+"""Ways to change what a call depends on, between two calls; those of layers are in layers.py."""
 
 import copy
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,51 +9,15 @@ from torch import nn
 from torch.nn.utils import prune, vector_to_parameters
 
 from ways import changes
-from ways.sides import Side
-
-MODES = ("eager", "trained", "encoder", "compiled", "inference", "born in inference")
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "compatibility.md"
-HEAD = '| what changes | how | `cache_keys="trust"` sees it | not in |\n|---|---|---|---|\n'
-
-
-@dataclass(frozen=True)
-class Way:
-    """A change between two calls.
-
-    Attributes:
-        what: the column of the table: keys, values and so on.
-        how: its row, unique.
-        change: done to each side, under no_grad unless ``graph``.
-        prepare: done to each side before its first call.
-        unseen: whether version counters, identities and addresses do not show it.
-        graph: whether the change is one of the autograd graph: it runs in the mode of the calls.
-        moves: whether results change.
-        ranks: processes it takes.
-        pending: whether results of before the change may have their backward after it. What they
-            saved of a tensor whose data was replaced is the old data or the new, as it happens.
-        without: modes that cannot have it, where the plain module cannot either.
-    """
-
-    what: str
-    how: str
-    change: Callable[[Side], object]
-    prepare: Callable[[Side], object] | None = None
-    unseen: bool = False
-    graph: bool = False
-    moves: bool = True
-    ranks: int = 1
-    pending: bool = True
-    without: tuple[str, ...] = ()
-    dtype: torch.dtype = torch.float64
-
+from ways.kinds import KINDS
+from ways.layers import GRADIENTS, LAYERED
+from ways.sides import WATCHED
+from ways.way import AFTER, BEFORE, Way
 
 OWN_KEYS = ("encoder",)  # where the keys are computed, there is no place to prepare them
 DATA = ("trained", "encoder", "compiled")  # for keys that no gradient is asked of
-GRAPHS = (
-    "trained",
-    "encoder",
-    "compiled",
-)  # a graph holds the tensors, so that they cannot be swapped
+GRAPHS = DATA  # a graph holds the tensors, so that they cannot be swapped
+INFERENCE = ("inference", "born in inference")  # of its tensors no gradient can be asked
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 WAYS = (
@@ -77,14 +35,9 @@ WAYS = (
         without=("trained", "compiled"),
     ),
     Way("keys", "`keys.detach().mul_(-1.5)`", lambda s: s.keys.detach().mul_(-1.5)),
-    Way("keys", "`keys.data.mul_(-1.5)`", changes.times("keys.data"), unseen=True),
+    Way("keys", "`keys.data.mul_(-1.5)`", changes.times("keys.data")),
     Way("keys", "`keys.data = new`", changes.renew_data("keys")),
-    Way(
-        "keys",
-        "`keys.data` of other strides at the same address",
-        changes.other_strides,
-        unseen=True,
-    ),
+    Way("keys", "`keys.data` of other strides at the same address", changes.other_strides),
     Way("keys", "`keys.set_(new)`", lambda s: s.keys.set_(s.draw(*s.keys.shape))),
     Way("keys", "`keys.resize_()`, fewer of them", changes.shorter, without=DATA),
     Way(
@@ -107,9 +60,8 @@ WAYS = (
         "a version counter that is held back",
         changes.hidden_from_versions,
         without=("born in inference",),
-        unseen=True,
     ),
-    Way("keys", "`keys.numpy()`", changes.numpy_times("keys"), unseen=True),
+    Way("keys", "`keys.numpy()`", changes.numpy_times("keys")),
     Way(
         "keys",
         "`torch.from_numpy`, the array written",
@@ -119,7 +71,6 @@ WAYS = (
             changes.given(s, torch.from_numpy(s.notes["array"])),
         ),
         without=OWN_KEYS,
-        unseen=True,
     ),
     Way(
         "keys",
@@ -127,37 +78,26 @@ WAYS = (
         lambda s: memoryview(s.notes["buffer"]).__setitem__(slice(400), bytes(400)),
         changes.from_buffer,
         without=OWN_KEYS,
-        unseen=True,
     ),
     Way(
         "keys",
         "a `memoryview` written",
         lambda s: memoryview(changes.array(s.keys)).cast("B").__setitem__(slice(400), bytes(400)),
-        unseen=True,
     ),
-    Way("keys", "DLPack", lambda s: torch.from_dlpack(s.keys.detach()).mul_(-1.5), unseen=True),
-    Way("keys", "`untyped_storage().copy_()`", changes.storage_filled, unseen=True),
-    Way(
-        "keys", "storage freed, made anew and filled", changes.storage_freed_and_filled, unseen=True
-    ),
+    Way("keys", "DLPack", lambda s: torch.from_dlpack(s.keys.detach()).mul_(-1.5)),
+    Way("keys", "`untyped_storage().copy_()`", changes.storage_filled),
+    Way("keys", "storage freed, made anew and filled", changes.storage_freed_and_filled),
     Way(
         "keys",
         "`ctypes.memset` at `data_ptr()`",
         lambda s: ctypes.memset(s.keys.data_ptr(), 0, 400),
-        unseen=True,
     ),
-    Way("keys", "two rows exchanged through numpy", changes.swap_rows, unseen=True),
-    Way(
-        "keys",
-        "the first number's sign through numpy",
-        lambda s: changes.flip_a_sign(s, 0),
-        unseen=True,
-    ),
+    Way("keys", "two rows exchanged through numpy", changes.swap_rows),
+    Way("keys", "the first number's sign through numpy", lambda s: changes.flip_a_sign(s, 0)),
     Way(
         "keys",
         "the last number's sign that counts",
         lambda s: changes.flip_a_sign(s, 2 * s.keys[0].numel() - 1),
-        unseen=True,
     ),
     Way(
         "keys",
@@ -165,7 +105,6 @@ WAYS = (
         changes.numpy_times("keys"),
         changes.time_first,
         without=OWN_KEYS,
-        unseen=True,
     ),
     Way(
         "keys",
@@ -173,16 +112,14 @@ WAYS = (
         lambda s: changes.array(s.notes["row"]).__imul__(-1.5),
         changes.expanded,
         without=DATA,
-        unseen=True,
     ),
-    Way("keys", "written by another thread", changes.by_a_thread, unseen=True),
+    Way("keys", "written by another thread", changes.by_a_thread),
     Way(
         "keys",
         "`torch.from_file`, written by another process",
         changes.by_another_process,
         changes.mapped,
         without=OWN_KEYS,
-        unseen=True,
     ),
     Way(
         "keys",
@@ -190,18 +127,11 @@ WAYS = (
         changes.in_another_process,
         lambda s: changes.given(s, s.keys.detach().clone().share_memory_()),
         without=OWN_KEYS,
-        unseen=True,
     ),
-    Way("keys", "`dist.broadcast`", changes.broadcast_keys, ranks=2, unseen=True),
-    Way("keys", "`dist.recv`", changes.receive_keys, ranks=2, unseen=True),
+    Way("keys", "`dist.broadcast`", changes.broadcast_keys, ranks=2),
+    Way("keys", "`dist.recv`", changes.receive_keys, ranks=2),
     Way("keys", "`dist.all_gather`", changes.gather_keys, ranks=2),
-    Way(
-        "keys",
-        "`dist.all_reduce`",
-        lambda s: dist.all_reduce(s.keys.detach()),
-        ranks=2,
-        unseen=True,
-    ),
+    Way("keys", "`dist.all_reduce`", lambda s: dist.all_reduce(s.keys.detach()), ranks=2),
     Way(
         "graph",
         "`keys.detach_().requires_grad_()`",
@@ -211,20 +141,33 @@ WAYS = (
         without=("eager", "trained", "compiled", "inference", "born in inference"),
     ),
     Way("graph", "`keys.detach_()`", lambda s: s.keys.detach_(), graph=True, moves=False),
-    Way(
-        "graph",
-        "`keys.requires_grad_()` turned round",
-        lambda s: s.keys.requires_grad_(not s.keys.requires_grad),
-        graph=True,
-        moves=False,
-        without=("encoder", "inference", "born in inference"),
+    *(
+        Way(
+            "graph",
+            f"`{name}.requires_grad_()` turned round, and again",
+            changes.turned_round(name),
+            graph=True,
+            moves=False,
+            without=INFERENCE if name == "bias" else ("encoder", *INFERENCE),
+            kinds=("additive", "location") if name == "bias" else tuple(KINDS),
+            whens=(AFTER, BEFORE),
+            times=3,
+        )
+        for name in ("keys", "values", "queries", "bias")
     ),
-    Way(
-        "graph",
-        "`W_k.requires_grad_()` turned round",
-        lambda s: changes.w_k(s).requires_grad_(not changes.w_k(s).requires_grad),
-        graph=True,
-        moves=False,
+    GRADIENTS,
+    *(
+        Way(
+            "graph",
+            f"`attention_weights`: {how}",
+            lambda s, look=look: setattr(s, "look", look),
+            moves=False,
+            without=("compiled",),  # outputs of compiled code have no gradients of each other
+            kinds=tuple(KINDS),
+            whens=(AFTER, BEFORE),
+        )
+        for how, look in WATCHED.items()
+        if look is not None
     ),
     Way("graph", "a call with gradients turned round", changes.other_mode, graph=True, moves=False),
     Way(
@@ -255,15 +198,10 @@ WAYS = (
     Way("weights", "`w_v.weight.mul_(-1.5)`", changes.times("module.w_v.weight")),
     Way("weights", "`W_q.weight.data.mul_(-1.5)`", changes.times("module.W_q.weight.data")),
     Way("weights", "`w_v.weight.data.mul_(-1.5)`", changes.times("module.w_v.weight.data")),
-    Way("weights", "`p.data`: an exponential average", changes.exponential_average, unseen=True),
-    Way("weights", "`p.data`: an evolution strategy", changes.evolution, unseen=True),
+    Way("weights", "`p.data`: an exponential average", changes.exponential_average),
+    Way("weights", "`p.data`: an evolution strategy", changes.evolution),
     Way("weights", "`W_k.weight.data = new`", changes.renew_data("module.W_k.weight")),
-    Way(
-        "weights",
-        "`W_k.weight.data = new` at the same address",
-        changes.data_at_the_same_address,
-        unseen=True,
-    ),
+    Way("weights", "`W_k.weight.data = new` at the same address", changes.data_at_the_same_address),
     Way(
         "weights",
         "`W_k.weight = Parameter(new)`",
@@ -282,15 +220,13 @@ WAYS = (
         "`vector_to_parameters` again, the vector changed",
         changes.vector_again,
         changes.to_vector,
-        unseen=True,
     ),
     Way("weights", "rounded: `p.copy_(round(p))`", changes.rounded),
-    Way("weights", "`W_k.weight.numpy()`", changes.numpy_times("module.W_k.weight"), unseen=True),
+    Way("weights", "`W_k.weight.numpy()`", changes.numpy_times("module.W_k.weight")),
     Way(
         "weights",
         "`ctypes.memset` at `W_k.weight.data_ptr()`",
         lambda s: ctypes.memset(changes.w_k(s).data_ptr(), 0, 400),
-        unseen=True,
     ),
     Way("weights", "`load_state_dict`", changes.load),
     Way("weights", "`load_state_dict(assign=True)`", lambda s: changes.load(s, assign=True)),
@@ -300,7 +236,7 @@ WAYS = (
         changes.swapping(changes.load),
         without=GRAPHS,
     ),
-    Way("weights", "`half().double()`", changes.halved, pending=False, unseen=True),
+    Way("weights", "`half().double()`", changes.halved, pending=False),
     Way(
         "weights",
         "`half().double()`, tensors swapped",
@@ -315,12 +251,7 @@ WAYS = (
         pending=False,
     ),
     *(
-        Way(
-            "weights",
-            f"`{kind.__name__}`, {how}",
-            changes.optimizer(kind, how),
-            unseen=how == "fused",
-        )
+        Way("weights", f"`{kind.__name__}`, {how}", changes.optimizer(kind, how))
         for kind in OPTIMIZERS
         for how in ("fused", "foreach", "plain")
     ),
@@ -337,29 +268,21 @@ WAYS = (
             prune.remove(s.module.W_k, "weight"),
         ),
     ),
-    Way("weights", "`dist.all_reduce(p.data)`", changes.sum_weights, ranks=2, unseen=True),
-    Way("weights", "`dist.broadcast(p.data)`", changes.broadcast_weights, ranks=2, unseen=True),
-    Way("weights", "`ZeroRedundancyOptimizer`", changes.redundancy_free, ranks=2, unseen=True),
+    Way("weights", "`dist.all_reduce(p.data)`", changes.sum_weights, ranks=2),
+    Way("weights", "`dist.broadcast(p.data)`", changes.broadcast_weights, ranks=2),
+    Way("weights", "`ZeroRedundancyOptimizer`", changes.redundancy_free, ranks=2),
     Way("bias", "`bias.mul_(-1.5)`", changes.times("module.bias")),
-    Way("bias", "`bias.data.mul_(-1.5)`", changes.times("module.bias.data"), unseen=True),
+    Way("bias", "`bias.data.mul_(-1.5)`", changes.times("module.bias.data")),
     Way("bias", "`bias = Parameter(new)`", changes.new_bias),
     Way(
         "bias",
         "`bias = Parameter(new)` of the same id",
         changes.bias_of_the_same_id,
         changes.new_bias,
-        unseen=True,
     ),
     Way("bias", "`bias = None`", lambda s: setattr(s.module, "bias", None)),
-    Way("layers", "`W_k = Linear(...)`", changes.new_key_layer),
     Way("layers", "an adapter around `W_k`", changes.adapted),
-    Way(
-        "layers",
-        "a forward hook on `W_k`",
-        lambda s: s.module.W_k.register_forward_hook(lambda _, __, out: -1.5 * out),
-        without=("compiled",),  # compiled code does not ask for hooks that came later
-    ),
-    Way("layers", "`W_k.forward` patched on the instance", changes.patched),
+    *LAYERED,
     Way(
         "layers",
         "`deepcopy`, the copy changed and called",
@@ -378,23 +301,3 @@ WAYS = (
     ),
     Way("layers", "`functional_call` with other weights", changes.called_with_others, moves=False),
 )
-
-
-def table():
-    """The rows of the page."""
-    told = {False: "yes", True: "no"}
-    return [
-        f"| {way.what}{', two processes' if way.ranks > 1 else ''} | {way.how} "
-        f"| {told[way.unseen]} | {', '.join(way.without)} |"
-        for way in WAYS
-    ]
-
-
-def page():
-    """The page as it should be."""
-    before, _, after = PAGE.read_text().partition(HEAD)
-    return before + HEAD + "".join(f"{row}\n" for row in table()) + "\n" + after.split("\n\n", 1)[1]
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

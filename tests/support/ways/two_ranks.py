@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ways.modes import play, variants
-from ways.table import MODES, WAYS
+from ways.table import WAYS
+from ways.way import MODES
 
 
 def main():
