@@ -81,7 +81,7 @@ def differentiate_again(
     # Aliases: where one input was computed from another (a query from the keys, projected keys from
     # values that are the keys) a gradient stops at the operator, and does not go on to that other.
     inputs = [
-        _alias(tensor) if need and tensor is not None else tensor
+        None if tensor is None else _alias(tensor) if need else tensor.detach()
         for tensor, need in zip(inputs, needed, strict=True)
     ]
     used = [

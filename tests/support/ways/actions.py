@@ -140,15 +140,17 @@ def _take(side, which, retain):
 def gradients(side, which, of, again):
     """``torch.autograd.grad`` by some inputs; ``again``: backward of the gradients, too.
 
-    Not again where something changed since: second derivatives of ours compute the forward pass
-    anew, from inputs that may be others by then without a version counter that says so.
+    Not again where something changed since: second derivatives of ours compute the scores anew,
+    from inputs that may be others by then without a version counter that says so. Not of the values
+    alone where the gradient of the weights is looked at: plain code does not come to it, ours does
+    (compatibility.md).
     """
     chosen = _take(side, which, False)
     again = again and not any(old is x for old in side.notes.get("before", ()) for x in chosen)
     again = again and not side.notes["single"]  # sums in another order, squared, would show
     leaves = side.leaves() | {"keys": side.keys}
     inputs = {name: leaves[name] for name in of if name in leaves and leaves[name].requires_grad}
-    if not chosen or not inputs:
+    if not chosen or not inputs or (side.seen and inputs.keys() <= {"values"}):
         return None
     loss = torch.stack([x.square().sum() for x in chosen]).sum()
     grads = torch.autograd.grad(loss, list(inputs.values()), create_graph=again, allow_unused=True)

@@ -113,7 +113,7 @@ def run(plan, ended=None):
         done = take(pair, action, arguments, f"step {number}, {action}", ended)
         if pair.wrong:
             return pair.wrong
-        if not done and action in ("change", "layer", "train"):
+        if not done and action in ("change", "layer", "train", "threads", "batched"):
             return []  # half done, maybe, and on one side further than on the other
     return []
 

@@ -182,7 +182,8 @@ class Pair:
                 errors.append(None)
             except Exception as error:
                 results.append(None)
-                errors.append(error)
+                error.__context__ = None  # with its frames, which hold what the call had
+                errors.append(error.with_traceback(None))
         if errors[0] is not None:
             return False
         if errors[1] is not None:
