@@ -92,6 +92,7 @@ class Course(Family):
         own.borrow(module, self.names)
         context = own(queries, keys, values, valid_lens)
         module.attention_weights = own.attention_weights
+        own.attention_weights = None  # which would keep the graph of this call
         return context
 
     def rehearse(self, module: Any, draw: Draw) -> Outputs:

@@ -134,6 +134,7 @@ def take(pair, action, arguments, name, ended):
         else:  # of an error in the middle of a graph, part of which is gone
             for side in pair.sides:
                 side.forget()
+                side.module.attention_weights = None
                 side.keys, side.values = (
                     x.detach().clone().requires_grad_(x.requires_grad)
                     for x in (side.keys, side.values)
