@@ -114,8 +114,9 @@ class Layered(KeepsWeights):
         dropped = self.dropout(weights)
         if shape is None:
             return torch.bmm(dropped, values)
-        queries_len = 1 if shape.state else weights.shape[-2]
-        return shape.restore(torch.bmm(dropped.reshape(-1, queries_len, values.shape[1]), values))
+        rows, keys_len, _ = values.shape
+        dropped = dropped.reshape(rows, 1 if shape.state else weights.shape[-2], keys_len)
+        return shape.restore(torch.bmm(dropped, values))
 
     def _project(self, keys: Tensor) -> Tensor:
         return apply_layer(self._modules[self._key_layer], keys, self.bias)

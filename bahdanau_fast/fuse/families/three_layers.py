@@ -47,7 +47,7 @@ class _Borrowed(Additive):
         own["query"], own["key"] = theirs[names.query], theirs[names.key]
         own["score"] = theirs[names.score]
         three = {names.query, names.key, names.score}
-        own["dropout"] = next(layer for name, layer in theirs.items() if name not in three)
+        own["dropout"] = next((layer for name, layer in theirs.items() if name not in three), None)
         self.num_hiddens = getattr(own["query"], "out_features", 0)
 
 

@@ -179,9 +179,7 @@ class Gnmt(Family):
         seen = None if module.mask is None else ~module.mask.unsqueeze(1)
         layer = module.linear_k
         results = step.attend(asked, keys, keys, w_v.unsqueeze(0), seen, layer=layer, state=one)
-        if one:
-            return results
-        return results if first else tuple(each.transpose(0, 1) for each in results)
+        return results if one or first else tuple(each.transpose(0, 1) for each in results)
 
     def rehearse(self, module: Any, draw: Draw) -> Outputs:
         """As :meth:`Family.rehearse`."""

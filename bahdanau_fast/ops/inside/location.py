@@ -118,7 +118,7 @@ def _gradients(
         kept = ctx.shared.pending.sums()
         onto = kept.keys
         if needed[2] and grad_context is not None and dropout_p == 0.0:
-            kept.add(weights, grad_context)
+            kept.add(weights.detach(), grad_context)
             needed[2] = False
     wanted = [needed[0], needed[1] and onto is None, *needed[2:4], through, needed[7]]
     inputs = (*tensors, features, w_f, activation, negative_slope, seed, dropout_p)

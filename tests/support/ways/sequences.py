@@ -140,6 +140,7 @@ def take(pair, action, arguments, name, ended):
                     for x in (side.keys, side.values)
                 )
                 side.notes.pop("aside", None)
+            torch.zeros((), requires_grad=True).backward()  # takes what the other left in a queue
     else:
         done = pair.do(name, step)
         if not done:  # a call that plain code refuses leaves a result on the other side alone
