@@ -220,7 +220,7 @@ def gradients(
         grad_queries, grad_scores, dropped = _backward_queries_op(
             *inputs, ctx.dropout_p, weights, grad_context, grad_weights, needed[0]
         )
-        # Detached: a backward that fails half way leaves it there, and its graph is not to hold itself.
+        # Detached: a backward that fails half way leaves it there, and no graph is to hold itself.
         dropped = dropped if ctx.dropout_p > 0.0 else weights.detach()
         left = StepGradients(queries, dropped, valid_lens, grad_context, grad_scores)
         ctx.shared.pending.add(left)
