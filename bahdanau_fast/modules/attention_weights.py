@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bahdanau_fast import checks
 from bahdanau_fast.memory.shapes import Shape
+from bahdanau_fast.ops.context import Box
 
 __all__ = ["KeepsWeights"]
 
@@ -29,7 +30,7 @@ class KeepsWeights(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._weights: Tensor | _Boxed | None = None
+        self._weights: Tensor | _Boxed | Box | None = None
 
     @property
     def attention_weights(self) -> Tensor | None:
@@ -37,15 +38,19 @@ class KeepsWeights(nn.Module):
         if torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling():
             raise RuntimeError("attention_weights is not kept by torch.export with strict=True")
         kept = self._weights
-        return kept.weights if isinstance(kept, _Boxed) else kept
+        return kept.weights if isinstance(kept, (_Boxed, Box)) else kept
 
     @attention_weights.setter
     def attention_weights(self, weights: Tensor | None) -> None:
         self._keep(weights)
 
-    def _keep(self, weights: Tensor | None) -> None:
-        kept: Tensor | _Boxed | None = weights
+    def _keep(self, weights: Tensor | None, context: Tensor | None = None) -> None:
+        """Keep the weights; in the box that this context's node has, where there is one."""
+        kept: Tensor | _Boxed | Box | None = weights
         if not torch.compiler.is_compiling():
+            if context is not None:
+                box = getattr(context.grad_fn, "box", None)
+                kept = weights if box is None else box
             self.__dict__["_weights"] = kept  # nn.Module's __setattr__ takes as long as a kernel
             return
         if torch.compiler.is_exporting():
@@ -60,7 +65,7 @@ class KeepsWeights(nn.Module):
     def _restored(self, context: Tensor, shape: Shape) -> Tensor:
         """The context of the call that just ended in another shape, and the weights it kept."""
         kept = self._weights
-        weights = kept.weights if isinstance(kept, _Boxed) else kept
+        weights = kept.weights if isinstance(kept, (_Boxed, Box)) else kept
         exported = torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()
         if weights is not None and not exported:  # else they are those of an earlier call
             self._keep(shape.restore(weights))
@@ -69,6 +74,6 @@ class KeepsWeights(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The graph of the last call can be neither copied nor pickled.
         state = self.__dict__.copy()
-        if isinstance(self._weights, Tensor):
-            state["_weights"] = self._weights.detach()
+        kept = self._weights.weights if isinstance(self._weights, Box) else self._weights
+        state["_weights"] = kept.detach() if isinstance(kept, Tensor) else kept
         return state

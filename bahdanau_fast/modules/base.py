@@ -108,7 +108,7 @@ class Layered(KeepsWeights):
             shape: of the results, or None.
         """
         context, weights = results
-        self._keep(weights)
+        self._keep(weights, context)
         if context is not None and dropout_p is not None:
             return context
         dropped = self.dropout(weights)

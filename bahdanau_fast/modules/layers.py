@@ -96,11 +96,9 @@ def plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
 
 def plain_dropout(layer: nn.Module | None) -> float | None:
     """What an unmodified ``nn.Dropout`` drops with now, a probability; None for any other layer."""
-    if type(layer) is nn.Identity and is_unchanged(layer):
-        return 0.0
-    if type(layer) is not nn.Dropout or layer.inplace or not is_unchanged(layer):
-        return None
-    return layer.p if layer.training else 0.0
+    if type(layer) is nn.Dropout and not layer.inplace and is_unchanged(layer):
+        return layer.p if layer.training else 0.0
+    return 0.0 if type(layer) is nn.Identity and is_unchanged(layer) else None
 
 
 def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:

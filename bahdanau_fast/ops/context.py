@@ -4,12 +4,15 @@ A kernel makes weights and context at once, and their gradients too. In the grap
 context comes from weights and values, so that ``retain_grad``, hooks and ``autograd.grad`` find the
 gradient of the weights. Here a call has the same two nodes. In an ordinary backward the node of the
 context hands its gradient to that of the weights, whose kernel does all in one pass. Where somebody
-may look at the gradient of the weights, it is computed here, by plain operations.
+may look at the gradient of the weights, it is computed here, by plain operations: where they have
+hooks, and where gradients of named tensors are asked for and somebody else holds the weights.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from bahdanau_fast.ops.lifetime import changed, is_asked
 
-__all__ = ["Link", "dropout_factors", "gradients_of_context"]
+__all__ = ["Box", "Link", "dropout_factors", "gradients_of_context"]
 
 # A leaf that no gradient comes to: a backward visits it unless it was told which gradients to find.
 with torch.inference_mode(False):
@@ -46,10 +49,10 @@ class Link:
         self._grads: dict[int, Tensor] = {}  # by backward pass
 
     def connect(self, weights: Tensor) -> Tensor:
-        """The context (B,Tq,Dv), its gradient going through these weights, in any shape.
+        """The context (B,Tq,Dv), its gradient going through these weights.
 
         Args:
-            weights: (B,Tq,Tk) of the call, as the caller sees them.
+            weights: (B,Tq,Tk) of the call, as the caller sees them, in any shape.
         """
         values, self._values = self._values, None
         connected: Tensor = _Context.apply(weights, values, _LEAF, self)  # type: ignore[no-untyped-call]
@@ -64,15 +67,34 @@ class Link:
         return self._grads.pop(torch._C._current_graph_task_id(), None)
 
 
+class Box:
+    """The weights of a call as the caller sees them; a module that keeps them keeps the box.
+
+    Attributes:
+        weights: (B,Tq,Tk), in any shape.
+    """
+
+    __slots__ = ("weights",)
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+
+    def references(self) -> int:
+        """How often the weights are held, here and elsewhere."""
+        return sys.getrefcount(self.weights)
+
+
+_HELD_ALONE = Box(torch.ones(())).references()
+
+
 class _Context(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, values: Tensor, leaf: Tensor, link: Link) -> Tensor:
-        ctx.link = link
+        ctx.link, ctx.kept, ctx.box = link, None, None
         ctx.set_materialize_grads(False)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            ctx.kept = (weights, values), (weights._version, values._version)
+            ctx.box, ctx.kept = Box(weights), (values, (weights._version, values._version))
         else:
-            ctx.kept = None
             ctx.save_for_backward(weights, values)
         context, link.context = link.context, None
         assert context is not None
@@ -87,7 +109,7 @@ class _Context(torch.autograd.Function):
             else:
                 ctx.link.leave(grad)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.kept = None
+            ctx.kept = ctx.box = None
         return (*found, None, None)
 
 
@@ -95,50 +117,51 @@ def _is_seen(ctx: Any) -> bool:
     """Whether anything but the node of the weights may look at their gradient."""
     if ctx.kept is None or torch.is_grad_enabled():
         return True
-    weights = ctx.kept[0][0]
-    return bool(
-        weights._backward_hooks
-        or weights.retains_grad
-        or not torch._C._will_engine_execute_node(_AT_LEAF)
-    )
+    box = ctx.box
+    if box.references() > _HELD_ALONE and not torch._C._will_engine_execute_node(_AT_LEAF):
+        return True
+    weights = box.weights
+    return bool(weights._backward_hooks or weights.retains_grad)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Of weights and values, as far as the backward that is running asks for them."""
+    """Of weights and values; an error where one was changed that the other's gradient needs."""
     saved = ctx.saved_tensors  # raises after the graph was freed
-    asked = [is_asked(node) for node, _ in ctx.next_functions[:2]]
     if ctx.kept is not None:
-        saved, versions = ctx.kept
-        for tensor, version, needed in zip(saved, versions, (asked[1], asked[0]), strict=True):
-            if needed and tensor._version != version:
-                raise changed(tensor, version)
-    weights, values = saved
-    return gradients_of_context(grad, weights, values, ctx.link, asked)
+        values, versions = ctx.kept
+        saved = ctx.box.weights, values
+        if (saved[0]._version, values._version) != versions:
+            others = reversed(ctx.next_functions[:2])
+            for tensor, version, (other, _) in zip(saved, versions, others, strict=True):
+                if tensor._version != version and is_asked(other):
+                    raise changed(tensor, version)
+    return gradients_of_context(grad, *saved, ctx.link, ctx.needs_input_grad)
 
 
 def gradients_of_context(
-    grad: Tensor, weights: Tensor, values: Tensor, link: Link, asked: Sequence[bool]
+    grad: Tensor, weights: Tensor, values: Tensor, link: Link, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of weights and values, as far as they are asked for, by plain operations.
+    """Gradients of weights and values, as far as they are needed, by plain operations.
 
     Args:
         grad: (B,Tq,Dv), of the context.
         weights: (B,Tq,Tk), in any shape.
         values: (B,Tk,Dv).
         link: what dropout depends on.
-        asked: for the one and the other.
+        needed: the one and the other.
     """
     shape = (*grad.shape[:-1], values.shape[1])
     factors = grad_weights = grad_values = None
     if link.dropout_p > 0.0:
         assert link.seed is not None
         factors = dropout_factors(link.seed, shape, link.dropout_p).to(weights.dtype)
-    with torch.autocast(grad.device.type, enabled=False):
-        if asked[0]:
+    autocast = torch._C._is_any_autocast_enabled()
+    with torch.autocast(grad.device.type, enabled=False) if autocast else nullcontext():
+        if needed[0]:
             looked = torch.bmm(grad, values.transpose(1, 2)).to(weights.dtype)
             looked = looked if factors is None else looked * factors
             grad_weights = looked.reshape(weights.shape)
-        if asked[1]:
+        if needed[1]:
             dropped = weights.reshape(shape)
             dropped = dropped if factors is None else dropped * factors
             grad_values = torch.bmm(dropped.transpose(1, 2).to(grad.dtype), grad)

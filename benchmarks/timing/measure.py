@@ -69,7 +69,7 @@ def prepare(runnable: Runnable, train: bool, grad_context: Tensor) -> Callable[[
         return runnable.forward
 
     def step() -> tuple[Tensor, ...]:
-        context, _ = runnable.forward()
+        context = runnable.forward()[0]  # weights that nobody holds have no gradient to be found
         return torch.autograd.grad(context, runnable.leaves, grad_context)
 
     return step
