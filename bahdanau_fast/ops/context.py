@@ -135,7 +135,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             for tensor, version, (other, _) in zip(saved, versions, others, strict=True):
                 if tensor._version != version and is_asked(other):
                     raise changed(tensor, version)
-    return gradients_of_context(grad, *saved, ctx.link, ctx.needs_input_grad)
+    weights, values = saved
+    return gradients_of_context(grad, weights, values, ctx.link, ctx.needs_input_grad)
 
 
 def gradients_of_context(
