@@ -53,7 +53,7 @@ def attend_again(
             grad_scores = grad_scores.masked_fill(
                 ~reference.valid_mask(seen, weights.shape[2]), 0.0
             )
-    asked = [need and i != 2 for i, need in enumerate(needed)]
+    asked = [*needed[:2], False, *needed[3:]]
     found = differentiate_again(scores, inputs, asked, (grad_scores, *others))
     found[2] = grad_values
     return found
