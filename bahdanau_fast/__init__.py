@@ -8,7 +8,6 @@
 """
 
 import importlib
-import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,8 @@ from bahdanau_fast import backends, reference
 from bahdanau_fast.functional import additive_attention, masked_softmax
 from bahdanau_fast.fuse import fuse, unfuse
 from bahdanau_fast.general import additive_scores
-from bahdanau_fast.memory import Memory, key_cache
-from bahdanau_fast.modules import AdditiveAttention, MLPAttention, attention_rnn, dot_product
+from bahdanau_fast.memory import Memory
+from bahdanau_fast.modules import AdditiveAttention, MLPAttention
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
 from bahdanau_fast.modules.dot_product import DotProductAttention
 from bahdanau_fast.modules.location import LocationAttention
@@ -54,17 +53,6 @@ else:
         if name == "seq2seq":
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-# Where version 0.1.0 had them: pickles name the module of a class.
-sys.modules.update(
-    {
-        f"{__name__}.decompositions": decompositions,
-        f"{__name__}.dot_product": dot_product,
-        f"{__name__}.key_cache": key_cache,
-        f"{__name__}.recurrent": attention_rnn,
-    }
-)
 
 
 def __dir__() -> list[str]:

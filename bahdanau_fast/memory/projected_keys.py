@@ -275,12 +275,8 @@ class Memory:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Pickles of early builds of 0.1.0 hold the fields themselves, and no batch dimensions.
-        projected = state.get("projected")
-        if projected is None:
-            projected = ProjectedKeys(state["keys"], state["table"], state["keys_max"])
-        batch = state.get("batch")
-        fields = (projected, state["values"], state["valid_lens"], None, batch)
+        projected = ProjectedKeys(state["keys"], state["table"], state["keys_max"])
+        fields = (projected, state["values"], state["valid_lens"], None, state["batch"])
         for name, value in zip(self.__dataclass_fields__, fields, strict=True):
             object.__setattr__(self, name, value)
 

@@ -278,8 +278,3 @@ class Additive(Layered):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cache": KeyCache()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if "num_hiddens" not in self.__dict__:  # pickled by version 0.1.0
-            self.num_hiddens = int(self._modules[self._key_layer].out_features)  # type: ignore[arg-type, union-attr]

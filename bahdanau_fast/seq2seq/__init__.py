@@ -1,7 +1,5 @@
 """A sequence-to-sequence system around additive attention, with the course's names."""
 
-import sys
-
 from bahdanau_fast.seq2seq.cli.plots import show_heatmaps
 from bahdanau_fast.seq2seq.data import Batch, Pairs, Vocab, Vocabs, batches, encode
 from bahdanau_fast.seq2seq.model.decoders import (
@@ -56,19 +54,3 @@ __all__ = [
     "train",
     "translate",
 ]
-
-# Where version 0.1.0 had them: pickles name the module of a class.
-sys.modules.update(
-    {
-        f"{__name__}.{old}": sys.modules[f"{__name__}.{new}"]
-        for old, new in (
-            ("beam", "search.beam"),
-            ("decoders", "model.decoders"),
-            ("models", "model.encoder_decoder"),
-            ("scoring", "search.scoring"),
-            ("settings", "model.settings"),
-            ("translating", "search.translating"),
-            ("translator", "search.translator"),
-        )
-    }
-)
