@@ -12,9 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from bahdanau_fast import backends, reference
-from bahdanau_fast.functional import additive_attention, masked_softmax
+from bahdanau_fast.functional import additive_attention, additive_scores, masked_softmax
 from bahdanau_fast.fuse import fuse, unfuse
-from bahdanau_fast.general import additive_scores
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention, MLPAttention
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM

@@ -88,7 +88,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def usual(
+def is_common_case(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -166,14 +166,16 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
     lens(valid_lens, batch, queries_len, queries.device)
 
 
-def queries_for(queries: Tensor, keys: Tensor, seen: Tensor | None, mask: Tensor | None) -> None:
-    """Queries, and a mask of their own, for a memory, which was checked when it was made.
+def queries_for(
+    queries: Tensor, keys: Tensor, valid_lens: Tensor | None, mask: Tensor | None
+) -> None:
+    """Queries for a memory, which was checked when it was made.
 
     Args:
         queries: (B,Tq,Dq).
-        keys: (B,Tk,H), the memory's.
-        seen: the lengths or the mask of the memory.
-        mask: of the call.
+        keys: (B,Tk,H), the memory's; likewise the others.
+        valid_lens: None, (B,) or (B,Tq).
+        mask: None, or bool (B,1,Tk) or (B,Tq,Tk).
     """
     rows("queries", queries)
     batch, queries_len, _ = queries.shape
@@ -181,28 +183,30 @@ def queries_for(queries: Tensor, keys: Tensor, seen: Tensor | None, mask: Tensor
         need = f"have the batch size of the memory, {keys.shape[0]}"
         reject(ValueError, "queries", need, _shape(queries))
     same_kind("queries", queries, "the memory", keys)
-    if seen is not None:
-        if seen.dim() == 3:
-            look(seen, queries, keys)
-        else:
-            lens(seen, batch, queries_len, queries.device)
+    lens(valid_lens, batch, queries_len, queries.device)
     if mask is not None:
-        look(mask, queries, keys)
+        as_mask(mask, queries, keys)
 
 
 def source(
     keys: Tensor, values: Tensor, valid_lens: Tensor | None, mask: Tensor | None = None
-) -> None:
-    """Keys, values, lengths and mask of a memory, without queries."""
+) -> Tensor | None:
+    """Keys, values, lengths and mask of a memory, without queries.
+
+    Returns:
+        The mask in three dimensions.
+    """
     rows("keys", keys)
     inputs(keys, keys, values, None)
     if mask is not None:
         _tensor("mask", mask)
-        look(mask, mask if mask.dim() == 3 else keys[:, :0], keys)  # of any number of queries
+        some = mask if mask.dim() == 3 else keys[:, :0]  # of any number of queries
+        mask = as_mask(mask, some, keys)
     queries_len = 0
     if isinstance(valid_lens, Tensor) and valid_lens.dim() == 2:
         queries_len = valid_lens.shape[1]
     lens(valid_lens, keys.shape[0], queries_len, keys.device)
+    return mask
 
 
 def same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
@@ -234,8 +238,12 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
         )
 
 
-def look(mask: Tensor, queries: Tensor, keys: Tensor) -> None:
-    """A mask of queries (B,Tq,...) over keys (B,Tk,...): bool (B,Tk), (B,1,Tk) or (B,Tq,Tk)."""
+def as_mask(mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """A mask of queries (B,Tq,...) over keys (B,Tk,...): bool (B,Tk), (B,1,Tk) or (B,Tq,Tk).
+
+    Returns:
+        The mask in three dimensions.
+    """
     batch, queries_len, _ = queries.shape
     keys_len = keys.shape[1]
     _tensor("mask", mask)
@@ -250,6 +258,7 @@ def look(mask: Tensor, queries: Tensor, keys: Tensor) -> None:
         reject(ValueError, "mask", need, _shape(mask))
     if mask.device != keys.device:
         reject(ValueError, "mask", f"be on the device of the data, {keys.device}", mask.device)
+    return mask.unsqueeze(1) if mask.dim() == 2 else mask
 
 
 def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
@@ -277,13 +286,13 @@ def weights(
     w_k: Tensor,
     w_v: Tensor,
     bias: Tensor | None,
-    usual: bool = False,
+    common: bool = False,
 ) -> int:
-    """The weights of a function's call; returns H. ``usual`` is what :func:`usual` found."""
+    """The weights of a function's call; returns H. ``common``: by :func:`is_common_case`."""
     hidden = w_v.numel() if isinstance(w_v, Tensor) else 0
     w_v_shape = (hidden,) if isinstance(w_v, Tensor) and w_v.dim() == 1 else (1, hidden)
     weight("w_v", w_v, w_v_shape, queries)
-    if not (usual and w_q.shape[0] == w_k.shape[0] == hidden):
+    if not (common and w_q.shape[0] == w_k.shape[0] == hidden):
         weight("w_q", w_q, (hidden, queries.shape[-1]), queries)
         weight("w_k", w_k, (hidden, keys.shape[-1]), queries)
     if bias is not None:

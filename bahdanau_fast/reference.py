@@ -59,15 +59,12 @@ def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
     """The positions a query may attend to: ``mask[b,i,j] = j < valid_lens[b(,i)]``.
 
     Args:
-        valid_lens: (B,) or (B,Tq), any integer or float dtype; 2.5 allows three positions. Or such
-            a mask already, as :func:`visible` makes it.
+        valid_lens: (B,) or (B,Tq), any integer or float dtype; 2.5 allows three positions.
         keys_len: Tk.
 
     Returns:
         Boolean (B,1,Tk) for one length per row, (B,Tq,Tk) for one length per query.
     """
-    if valid_lens.dim() == 3:
-        return valid_lens
     lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
     if lens.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch compares these with none
         lens = lens.double()
@@ -76,7 +73,7 @@ def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
 
 
 def visible(valid_lens: Tensor | None, mask: Tensor | None, keys_len: int) -> Tensor | None:
-    """Lengths and mask as one argument, which takes the place of the lengths from here on.
+    """The positions that lengths and mask both allow.
 
     Args:
         valid_lens: as for :func:`valid_mask`, or None.
@@ -84,14 +81,14 @@ def visible(valid_lens: Tensor | None, mask: Tensor | None, keys_len: int) -> Te
         keys_len: Tk.
 
     Returns:
-        ``valid_lens`` without a mask, else the positions that both allow, bool (B,1,Tk) or
-        (B,Tq,Tk).
+        Boolean (B,1,Tk) or (B,Tq,Tk); None without both.
     """
-    if mask is None:
-        return valid_lens
-    if mask.dim() == 2:
+    if mask is not None and mask.dim() == 2:
         mask = mask.unsqueeze(1)
-    return mask if valid_lens is None else mask & valid_mask(valid_lens, keys_len)
+    if valid_lens is None:
+        return mask
+    within = valid_mask(valid_lens, keys_len)
+    return within if mask is None else mask & within
 
 
 def _replicate_like(tensor: Tensor, same: Tensor) -> Tensor:
@@ -106,7 +103,9 @@ def _replicate_like(tensor: Tensor, same: Tensor) -> Tensor:
     return DTensor.from_local(same, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
+def masked_softmax(
+    scores: Tensor, valid_lens: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
     """Softmax over the last axis of (B,Tq,Tk) scores, without masked positions.
 
     A row without valid positions is uniform over all Tk positions, as with the course's fill of
@@ -114,14 +113,15 @@ def masked_softmax(scores: Tensor, valid_lens: Tensor | None = None) -> Tensor:
 
     Args:
         scores: (B,Tq,Tk), floating.
-        valid_lens: None, (B,) or (B,Tq), or a mask from :func:`visible`.
+        valid_lens: None, (B,) or (B,Tq).
+        mask: None, or bool (B,Tk), (B,1,Tk) or (B,Tq,Tk); with lengths, both hold.
 
     Returns:
         Weights (B,Tq,Tk) in the dtype of ``scores``.
     """
-    if valid_lens is None:
+    valid = visible(valid_lens, mask, scores.shape[-1])
+    if valid is None:
         return F.softmax(scores, dim=-1)
-    valid = valid_mask(valid_lens, scores.shape[-1])
     none_valid = ~valid.any(-1, keepdim=True)
     scores = scores.masked_fill(~valid, float("-inf")).masked_fill(none_valid, 0.0)
     return F.softmax(scores, dim=-1)
@@ -162,6 +162,7 @@ def attend(
     valid_lens: Tensor | None = None,
     dropout_p: float = 0.0,
     inside: Inside = TANH,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The part after the projections: scores, masked softmax, weighted sum.
 
@@ -170,14 +171,15 @@ def attend(
         keys: (B,Tk,H), already ``W_k k``.
         values: (B,Tk,Dv).
         w_v: (1,H) or (H,); or a layer from (B,Tq,Tk,H) to (B,Tq,Tk,1).
-        valid_lens: None, (B,) or (B,Tq), or a mask from :func:`visible`.
+        valid_lens: None, (B,) or (B,Tq).
         dropout_p: dropout probability of the weights in the weighted sum.
         inside: features of the keys, and the activation.
+        mask: as for :func:`masked_softmax`.
 
     Returns:
         Context (B,Tq,Dv) and the weights (B,Tq,Tk) before dropout.
     """
-    weights = masked_softmax(projected_scores(queries, keys, w_v, inside), valid_lens)
+    weights = masked_softmax(projected_scores(queries, keys, w_v, inside), valid_lens, mask)
     context = torch.bmm(F.dropout(weights, dropout_p), values)
     return context, weights
 
@@ -226,9 +228,7 @@ def additive_attention(
     inside = Inside(features, w_f, activation, negative_slope)
     context, weights = attend(
         *(F.linear(queries, w_q), projected_keys, values, w_v),
-        visible(valid_lens, mask, keys.shape[1]),
-        dropout_p,
-        inside,
+        *(valid_lens, dropout_p, inside, mask),
     )
     return context, weights if need_weights else None
 

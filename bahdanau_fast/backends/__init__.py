@@ -29,6 +29,8 @@ from bahdanau_fast.backends.route import (
     route_decoder,
 )
 from bahdanau_fast.backends.route import keeps_table as _keeps_table
+from bahdanau_fast.call import Call
+from bahdanau_fast.reference import TANH
 
 __all__ = [
     "NAMES",
@@ -138,53 +140,33 @@ def resolve(
     return backend
 
 
-def decide(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    w_q: Tensor | None,
-    w_k: Tensor | None,
-    w_v: Tensor | None,
-    bias: Tensor | None,
-    hidden: int,
-    dropout_p: float,
-    *,
-    keys_projected: bool = False,
-    general: bool = False,
-    masked: bool = False,
-    name: str | None = None,
-) -> Route:
+def decide(call: Call) -> Route:
     """How a call is computed: collects the facts and asks :func:`route.route`, once a call.
 
     Args:
-        queries: (B,Tq,Dq).
-        keys: (B,Tk,Dk), or (B,Tk,H) with ``keys_projected``.
-        values: (B,Tk,Dv).
-        w_q: (H,Dq); None where its layer has to be called.
-        w_k: (H,Dk); likewise, and where the keys are projected.
-        w_v: (1,H) or (H,); likewise.
-        bias: (H,) or None.
-        hidden: H.
-        dropout_p: probability of dropping a weight.
-        keys_projected: the keys are ``W_k k``.
-        general: as in :class:`Facts`; where a feature or ``w_f`` may want a gradient, the operator
-            finds out.
-        masked: a mask says where queries may look.
-        name: a backend asked for by name; None takes that of ``use()``, else the fastest.
+        call: what is to be computed.
 
     Raises:
         ValueError: as :func:`resolve`.
     """
-    called = w_q is None or w_v is None or (w_k is None and not keys_projected)
+    queries, keys, values, w_v, w_q, w_k, bias, _, mask, dropout_p, inside, located, *_ = call
     traced = torch.compiler.is_compiling()
     device = "cpu" if queries.is_cpu else queries.device.type
+    called = not isinstance(w_v, Tensor)
     if traced:  # no size may decide, or code would be compiled anew for each
         batch = queries_len = query_size = keys_len = key_size = value_size = hidden = 0
     else:
         batch, queries_len, query_size = queries.shape
         _, keys_len, key_size = keys.shape
         value_size = values.shape[2]
-    asked = None if name is None and _forced is None else _asked(name)
+        hidden = query_size if called else w_v.shape[-1]  # type: ignore[union-attr]
+    differentiated = [queries, keys, values, w_q, w_k, bias]
+    if not called:
+        differentiated.append(w_v)  # type: ignore[arg-type]
+    general = call.scores_only or inside is not TANH or located is not None
+    if general:
+        differentiated += (*inside[:2], *(located or ()))
+    asked = None if call.backend is None and _forced is None else _asked(call.backend)
     facts = (
         device,
         queries.dtype,
@@ -195,12 +177,10 @@ def decide(
         key_size,
         value_size,
         hidden,
-        keys_projected,
-        w_q is not None,
-        keys_projected or w_k is not None,
-        w_v is not None,
-        torch.is_grad_enabled()
-        and (called or checks.needs_gradient(queries, keys, values, w_q, w_k, w_v, bias)),
+        w_q is None,
+        w_k is None,
+        called,
+        torch.is_grad_enabled() and (called or checks.needs_gradient(*differentiated)),
         dropout_p > 0.0,
         traced,
         _plain_only() if traced else checks.in_transform(compiling=False),
@@ -211,7 +191,7 @@ def decide(
         _there(device),
         asked is not None and _INTERPRETED,
         general,
-        masked,
+        mask is not None,
     )
     if traced:
         return route(Facts(*facts), limits.LIMITS, limits.OTHER_GPU)
@@ -285,7 +265,9 @@ def _there(device: str) -> tuple[str, ...]:
 
 def _on_gpu() -> tuple[str, ...]:
     """The backends that can serve CUDA tensors."""
-    return tuple(name for name in ("cuda", "triton", "reference") if why_not(name) is None)
+    # Triton is loaded where it is needed: eager calls of CUDA C++ then go past it.
+    found = "cuda" if why_not("cuda") is None else "triton" if why_not("triton") is None else None
+    return ("reference",) if found is None else (found, "reference")
 
 
 def _plain_only() -> bool:

@@ -48,7 +48,7 @@ def _load(extension: str, kind: str, needs: str) -> str | None:
 
 @functools.cache
 def cuda_problem() -> str | None:
-    """Import the CUDA C++ extension and register its kernels; None or what went wrong.
+    """Import the CUDA C++ extension, which registers its kernels; None or what went wrong.
 
     Only where torch has CUDA and sees a GPU: elsewhere it could not run.
     """
@@ -59,13 +59,7 @@ def cuda_problem() -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability < CAPABILITY:
         return _too_old(capability)
-    problem = _load("_C_cuda", "CUDA", "nvcc of torch's CUDA") or _does_not_run()
-    if problem is not None:
-        return problem
-    from bahdanau_fast.backends import cuda
-
-    cuda.register()
-    return None
+    return _load("_C_cuda", "CUDA", "nvcc of torch's CUDA") or _does_not_run()
 
 
 def _does_not_run() -> str | None:

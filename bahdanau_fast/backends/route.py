@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from bahdanau_fast import checks
-from bahdanau_fast.limits import PRECISION, GpuLimits, Limits
+from bahdanau_fast.limits import GpuLimits, Limits
 
 __all__ = [
     "FORMS",
@@ -54,10 +54,9 @@ class Facts(NamedTuple):
         key_size: Dk; H where the keys are projected.
         value_size: Dv.
         hidden: H.
-        keys_projected: the keys are ``W_k k``, from a memory.
-        query_weight: W_q is a weight; False where its layer has to be called.
-        key_weight: likewise W_k; also True where the keys are projected.
-        score_weight: likewise w_v.
+        queries_projected: the queries are ``W_q q``.
+        keys_projected: the keys are ``W_k k``.
+        called: w_v is a layer that has to be called.
         records: a gradient may be asked for.
         drops: weights are dropped.
         traced: torch.compile or torch.export is tracing the call.
@@ -80,10 +79,9 @@ class Facts(NamedTuple):
     key_size: int
     value_size: int
     hidden: int
+    queries_projected: bool
     keys_projected: bool
-    query_weight: bool
-    key_weight: bool
-    score_weight: bool
+    called: bool
     records: bool
     drops: bool
     traced: bool
@@ -92,8 +90,8 @@ class Facts(NamedTuple):
     asked: str | None
     there: tuple[str, ...]
     interpreted: bool
-    general: bool = False
-    masked: bool = False
+    general: bool
+    masked: bool
 
 
 class Route(NamedTuple):
@@ -152,11 +150,10 @@ def route(facts: Facts, limits: Limits, gpu: GpuLimits) -> Route:
     elements = keys * facts.hidden
     table = not (facts.traced or facts.general)  # operators for general scores read no table
     table = table and keeps_table(backend, elements, facts.queries_len, limits)
-    # In fp32 the kernels compute tanh for a single query in less time than it takes to read keys
-    # that came projected and see that they are those of the table.
-    in_fp32 = facts.dtype != torch.float64 and elements > PRECISION.fp64_cpu_elements
+    # For a single query the kernels compute tanh in less time than it takes to read keys that came
+    # projected and see that they are those of the table.
     alone = facts.keys_projected and facts.queries_len == 1 and not facts.records
-    table = table and not (alone and in_fp32)
+    table = table and not (alone and facts.dtype != torch.float64)
     reason = f"{backend}: {why}; {form}: {because}"
     return Route(backend, form, reuse, share, table, facts.traced, facts.records, reason)
 
@@ -205,7 +202,7 @@ def _check_serves(
 
 
 def _form(facts: Facts, limits: Limits, gpu: GpuLimits, backend: str) -> tuple[str, str]:
-    if not facts.score_weight:
+    if facts.called:
         return "called", "the layer w_v is more than its weight"
     if backend == "reference":
         return "reference", "as asked" if facts.asked == "reference" else "no kernels serve it"
@@ -216,8 +213,8 @@ def _form(facts: Facts, limits: Limits, gpu: GpuLimits, backend: str) -> tuple[s
         in_front = "one operator in compiled code, whatever the sizes"
     elif facts.autocast:
         in_front = "autocast gives the projections a dtype of their own"
-    elif not facts.query_weight:
-        in_front = "the layer of the queries is more than its weight"
+    elif facts.queries_projected:
+        in_front = "queries are projected already"
     if in_front is not None:
         return "projected", in_front
     if backend == "cpu":
@@ -227,7 +224,7 @@ def _form(facts: Facts, limits: Limits, gpu: GpuLimits, backend: str) -> tuple[s
 
 def _form_on_cpu(facts: Facts, limits: Limits) -> tuple[str, str]:
     queries = facts.batch * facts.queries_len * facts.query_size
-    if not facts.keys_projected and facts.key_weight:
+    if not facts.keys_projected:
         work = (queries + facts.batch * facts.keys_len * facts.key_size) * facts.hidden
         if work <= limits.one_operator_work:
             return "one operator", (
@@ -246,7 +243,7 @@ def _form_on_cpu(facts: Facts, limits: Limits) -> tuple[str, str]:
 def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, str]:
     if facts.records:
         return "projected", "a gradient may be asked for"
-    if backend == "cuda" and facts.drops:
+    if facts.drops:
         return "projected", "weights are dropped"
     may_sum_in_fp64 = facts.dtype is torch.float32
     sizes, shared = (facts.queries_len, facts.value_size), 0
@@ -294,7 +291,7 @@ def _projects_keys(facts: Facts, limits: GpuLimits, backend: str) -> bool:
     It costs what the kernel's product is slower than the library's. fp32 in full precision has no
     tensor cores to gain from.
     """
-    if facts.keys_projected or not facts.key_weight:
+    if facts.keys_projected:
         return False
     if facts.dtype not in (torch.bfloat16, torch.float16):
         return False

@@ -10,7 +10,8 @@ from bahdanau_fast.fuse.checking import difference
 from bahdanau_fast.fuse.families import FAMILIES, Family
 from bahdanau_fast.fuse.replacing import family_of, put_back, replace
 from bahdanau_fast.fuse.report import Entry, Report
-from bahdanau_fast.modules.attention_weights import KeepsWeights
+from bahdanau_fast.modules.base import Additive
+from bahdanau_fast.modules.dot_product import DotProductAttention
 
 __all__ = ["Entry", "Report", "fuse", "unfuse"]
 
@@ -86,7 +87,7 @@ def unfuse(model: nn.Module) -> list[str]:
 
 
 # What has no forward to replace: this package's modules, and code that torch.jit has compiled.
-_OWN_OR_COMPILED = (KeepsWeights, torch.jit.ScriptModule)
+_OWN_OR_COMPILED = (Additive, DotProductAttention, torch.jit.ScriptModule)
 
 
 def _find(module: nn.Module) -> Family | str | None:

@@ -7,18 +7,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends
-from bahdanau_fast.backends import Route
-from bahdanau_fast.functional import attend_projected
-from bahdanau_fast.general import attend_inside, attend_location, scores_inside
-from bahdanau_fast.memory import ProjectedKeys
+from bahdanau_fast import run
+from bahdanau_fast.call import Call, Located
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
 from bahdanau_fast.memory.shapes import Shape
 from bahdanau_fast.modules.layers import apply_layer, plain_parameters
-from bahdanau_fast.ops.projection import linear
 from bahdanau_fast.reference import TANH, Inside
 
-__all__ = ["Located", "NotServed", "Step"]
+__all__ = ["NotServed", "Step"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -30,20 +26,6 @@ class _Scorer(NamedTuple):
     bias: Tensor | None
     state: tuple[object, ...]
     w_v: Tensor
-
-
-class Located(NamedTuple):
-    """Features of the keys that are a convolution of where earlier steps looked.
-
-    Attributes:
-        location: (B,inputs,Tk).
-        weight: (C,inputs,taps).
-        bias: (C,) or None.
-    """
-
-    location: Tensor
-    weight: Tensor
-    bias: Tensor | None
 
 
 class NotServed(Exception):
@@ -106,27 +88,20 @@ class Step:
         """
         _check(queries, keys, values, seen)
         parameters = plain_parameters(layer) or {}
-        w_k, bias = parameters.get("weight"), parameters.get("bias")
-        general = inside is not TANH
-        route = backends.decide(
-            *(queries, keys, values, None, w_k, w_v, bias, w_v.shape[-1], 0.0),
-            keys_projected=layer is None,
-            general=general,
-            masked=seen is not None and seen.dim() == 3,
-        )
+        w_k, bias, cache = parameters.get("weight"), parameters.get("bias"), self._cache
         if layer is not None and w_k is None:
-            projected = ProjectedKeys(apply_layer(layer, keys), None, None)
-        else:
-            projected = self._projected(
-                route, keys, w_k, bias, values, w_v, located=located is not None
+            keys, cache = apply_layer(layer, keys), None
+        is_mask = seen is not None and seen.dtype is torch.bool
+        lens, mask = (None, seen) if is_mask else (seen, None)
+        return run.attend(
+            Call(
+                *(queries, keys, values, w_v, None, w_k, bias, lens, mask),
+                inside=inside,
+                located=located,
+                cache=cache,
+                shape=Shape((queries.shape[0],), True) if state else None,
             )
-        shape = Shape((queries.shape[0],), True) if state else None
-        if not general:
-            return attend_projected(route, queries, projected, values, w_v, seen, 0.0, shape=shape)
-        rest = (w_v, values, seen, 0.0)
-        if located is None:
-            return attend_inside(route, queries, projected.keys, *rest, inside, shape)
-        return attend_location(route, queries, projected, *rest, *located, inside, shape)
+        )
 
     def scores(
         self, queries: Tensor, keys: Tensor, w_k: Tensor, bias: Tensor | None, w_v: Tensor
@@ -147,39 +122,9 @@ class Step:
             NotServed: as :meth:`attend`.
         """
         _check(queries, keys, keys, None)
-        route = backends.decide(
-            *(queries, keys, keys, None, w_k, w_v, bias, w_v.shape[-1], 0.0), general=True
-        )
-        projected = self._projected(route, keys, w_k, bias, keys, w_v).keys
-        return scores_inside(route, queries, projected, w_v, TANH), projected
-
-    def _projected(
-        self,
-        route: Route,
-        keys: Tensor,
-        w_k: Tensor | None,
-        bias: Tensor | None,
-        values: Tensor,
-        w_v: Tensor,
-        located: bool = False,
-    ) -> ProjectedKeys:
-        """Projected keys, and what was derived from them at the step before if nothing has changed.
-
-        Without a weight the keys are projected: the module keeps them.
-        """
-        on_cpu = route.backend == "cpu"
-        # Calls with a location read no table; their gradients meet in one node all the same.
-        meet = located and on_cpu and route.records and not route.traced
-        pays = route.table or meet if w_k is None else route.reuse and on_cpu
-        # Where nothing is derived from the bytes of the keys, none are compared.
-        by_version = w_k is None and not route.table
-        source = self._cache.source(keys, w_k, bias, route.backend, by_version) if pays else None
-        if source is None:
-            own = keys if w_k is None else linear(keys, w_k, bias)
-            return ProjectedKeys(own, None, None)
-        return self._cache.project(
-            source, values, w_v, route.table, route.records, reads_table=not located
-        )
+        given = (queries, keys, keys, w_v, None, w_k, bias)
+        call = run.project(Call(*given, cache=self._cache, scores_only=True))
+        return run.scores(call), call.keys
 
     def scorer(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """``scale * weight``, the same tensor as long as nothing changes, for steps to share.

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bahdanau_fast import checks, ops
-from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.ops.lifetime import Due, Held, Lifetime
+from bahdanau_fast import checks
+from bahdanau_fast.memory.projected_keys import ProjectedKeys
+from bahdanau_fast.ops.attend import exp_keys, fingerprint
 from bahdanau_fast.ops.projection import linear, shared_linear
+from bahdanau_fast.ops.saved_tensors import BackwardToken, PendingBackwards, SavedTensors
 from bahdanau_fast.ops.shared_gradients import SharedNode
 
 __all__ = ["KeyCache", "Source", "may_share"]
@@ -72,7 +73,7 @@ class Source(NamedTuple):
             *((id(t), t.output_nr) if t.requires_grad else None for t in tensors),
             tuple(t._version for t in tensors)
             if by_version
-            else ops.fingerprint(keys, weight, bias),
+            else fingerprint.now(keys, weight, bias),
         )
         return cls(keys, weight, bias, backend, state)
 
@@ -120,8 +121,8 @@ class _Entry:
     storage: weakref.ref[torch.UntypedStorage]  # of the keys; the entry is dropped with it
     # Weak with a graph, which holds the keys, and where the keys came projected.
     projected: Callable[[], Tensor | None]
-    lifetime: Lifetime | None  # None as long as no gradient was asked for
-    held: weakref.ref[Held] | None  # of the node in the graph
+    backwards: PendingBackwards | None  # None as long as no gradient was asked for
+    saved: weakref.ref[SavedTensors] | None  # of the node in the graph
     table: Tensor | None = None
     keys_max: Tensor | None = None
     shared: weakref.ref[SharedNode] | None = None
@@ -130,21 +131,21 @@ class _Entry:
         """True if the projection is that of the source."""
         if self.state != source.state:
             return False
-        if self.held is None:
+        if self.saved is None:
             return source.weight is not None or self.projected() is source.keys
-        held = self.held()
-        return held is not None and held.is_current and held.grad_fns == source.grad_fns()
+        saved = self.saved()
+        return saved is not None and saved.is_current and saved.grad_fns == source.grad_fns()
 
 
 class KeyCache:
     """One slot: the projection of the keys of the last call."""
 
-    __slots__ = ("__weakref__", "_entry", "_last", "_loops")
+    __slots__ = ("__weakref__", "_entry", "_keys_repeat", "_last")
 
     def __init__(self) -> None:
         self._entry: _Entry | None = None
         self._last: weakref.ref[torch.UntypedStorage] | None = None  # of the keys of the last call
-        self._loops = True  # those keys, or the ones before them, came again; until seen otherwise
+        self._keys_repeat = True  # optimistic: take fingerprints until keys fail to come back
 
     def source(
         self,
@@ -172,7 +173,7 @@ class KeyCache:
         if not by_version:
             storage, last = keys.untyped_storage(), self._last
             again = last is not None and last() is storage
-            expected, self._loops = again or self._loops, again
+            expected, self._keys_repeat = again or self._keys_repeat, again
             if not again:
                 self._last = weakref.ref(storage)
             if not expected:
@@ -200,18 +201,18 @@ class KeyCache:
         """
         entry = self._entry  # read once: another thread may replace it
         # Counted before it is looked at: what is there then waits for this call's backward.
-        due = None if entry is None or entry.lifetime is None else entry.lifetime.begin()
+        token = None if entry is None or entry.backwards is None else entry.backwards.begin()
         own = entry.projected() if entry is not None and entry.is_of(source) else None
         # A table pays for keys that are asked for again, as those are that come projected.
         pays = own is not None or source.weight is None
         if entry is None or own is None:
-            entry, own, due = self._store(source, records)
+            entry, own, token = self._store(source, records)
         if table and pays and entry.table is None:
-            made, keys_max = ops.exp_keys_op(own.detach(), torch.is_grad_enabled())
+            made, keys_max = exp_keys.overload(own.detach(), torch.is_grad_enabled())
             entry = self._entry = replace(entry, table=made, keys_max=keys_max)
-        if records and entry.lifetime is None:
-            entry = self._entry = replace(entry, lifetime=Lifetime())
-        found = ProjectedKeys(own, entry.table, entry.keys_max, None, entry.lifetime, due)
+        if records and entry.backwards is None:
+            entry = self._entry = replace(entry, backwards=PendingBackwards())
+        found = ProjectedKeys(own, entry.table, entry.keys_max, None, entry.backwards, token)
         if w_v is None or not records:
             return found
         shared = None if entry.shared is None else entry.shared()
@@ -222,15 +223,15 @@ class KeyCache:
             self._entry = replace(entry, shared=weakref.ref(found.shared))
         return found
 
-    def _store(self, source: Source, records: bool) -> tuple[_Entry, Tensor, Due | None]:
+    def _store(self, source: Source, records: bool) -> tuple[_Entry, Tensor, BackwardToken | None]:
         """Project, and remember it until the keys are freed or the last backward is done."""
         self._entry = None
         keys, weight, bias, _, state = source
-        lifetime = Lifetime() if records else None
-        due = None if lifetime is None else lifetime.begin()
-        own, held = keys, None
-        if weight is not None and lifetime is not None:
-            own, held = shared_linear(keys, weight, bias, lifetime)
+        backwards = PendingBackwards() if records else None
+        token = None if backwards is None else backwards.begin()
+        own, saved = keys, None
+        if weight is not None and backwards is not None:
+            own, saved = shared_linear(keys, weight, bias, backwards)
         elif weight is not None:
             own = linear(keys, weight, bias)
         # The callback outlives this call in the autograd graph. It must not hold the cache or the
@@ -243,15 +244,15 @@ class KeyCache:
             if cache is not None and entry is not None and entry.state is state:
                 cache._entry = None
 
-        if held is not None:
-            held.on_release = drop
+        if saved is not None:
+            saved.on_release = drop
         # Of the storage, since tensors with weak references cannot be swapped.
-        is_held = held is None and weight is not None
+        is_held = saved is None and weight is not None
         entry = self._entry = _Entry(
             state,
             weakref.ref(keys.untyped_storage(), drop),
             (lambda: own) if is_held else weakref.ref(own),
-            lifetime,
-            None if held is None else weakref.ref(held),
+            backwards,
+            None if saved is None else weakref.ref(saved),
         )
-        return entry, own, due
+        return entry, own, token

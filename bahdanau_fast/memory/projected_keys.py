@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import checks, ops
+from bahdanau_fast import checks
 from bahdanau_fast.memory.shapes import Shape, queries_as_rows
 from bahdanau_fast.ops import sharding
-from bahdanau_fast.ops.lifetime import Due, Lifetime
+from bahdanau_fast.ops.attend import exp_keys, fingerprint
+from bahdanau_fast.ops.saved_tensors import BackwardToken, PendingBackwards
 from bahdanau_fast.ops.shared_gradients import SharedNode, share
 
 __all__ = ["Maker", "Memory", "ProjectedKeys", "project"]
@@ -26,16 +27,16 @@ class ProjectedKeys(NamedTuple):
         table: (B,Tk,H rounded up), exponentials for the C++ kernels, or None.
         keys_max: (B,), max|W_k k| per row, or None.
         shared: the node of the autograd graph that calls with these keys share, or None.
-        lifetime: of the nodes that these calls share, or None.
-        due: as long as it exists another of these calls may come, and its backward.
+        backwards: of the nodes that these calls share, or None.
+        token: as long as it exists another of these calls may come, and its backward.
     """
 
     keys: Tensor
     table: Tensor | None
     keys_max: Tensor | None
     shared: SharedNode | None = None
-    lifetime: Lifetime | None = None
-    due: Due | None = None
+    backwards: PendingBackwards | None = None
+    token: BackwardToken | None = None
 
     def share(self, values: Tensor, w_v: Tensor, reads_table: bool = True) -> ProjectedKeys:
         """The same, for calls that share one node of the autograd graph.
@@ -47,12 +48,12 @@ class ProjectedKeys(NamedTuple):
         """
         if torch.compiler.is_compiling() or (reads_table and self.table is None):
             return self  # nothing is shared in a graph, by another backend, or of small sizes
-        lifetime = self.lifetime or Lifetime()
-        shared = share(*self[:3], values, w_v, lifetime)
+        backwards = self.backwards or PendingBackwards()
+        shared = share(*self[:3], values, w_v, backwards)
         if shared is None:
             return self
-        due = self.due or lifetime.begin()
-        return self._replace(shared=shared, lifetime=lifetime, due=due)
+        token = self.token or backwards.begin()
+        return self._replace(shared=shared, backwards=backwards, token=token)
 
 
 def project(projected_keys: Tensor, table: bool) -> ProjectedKeys:
@@ -66,7 +67,7 @@ def project(projected_keys: Tensor, table: bool) -> ProjectedKeys:
         return ProjectedKeys(projected_keys, None, None)
     if type(projected_keys) is not Tensor:
         sharding.register_for(projected_keys)
-    made = ops.exp_keys_op(projected_keys.detach(), torch.is_grad_enabled())
+    made = exp_keys.overload(projected_keys.detach(), torch.is_grad_enabled())
     return ProjectedKeys(projected_keys, *made)
 
 
@@ -104,8 +105,8 @@ class Maker(NamedTuple):
             module,
             _seen(weight, bias),
             sample,
-            ops.fingerprint(sample, None, bias),
-            ops.fingerprint(weight, None, bias),
+            fingerprint.now(sample, None, bias),
+            fingerprint.now(weight, None, bias),
         )
 
     def has_changed(self, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -118,8 +119,8 @@ class Maker(NamedTuple):
         if weight is None or self.sample is None:
             return False
         if _seen(weight, bias) == self.seen:
-            return ops.fingerprint(self.sample, None, bias) != self.sample_bytes
-        return ops.fingerprint(weight, None, bias) != self.all_bytes
+            return fingerprint.now(self.sample, None, bias) != self.sample_bytes
+        return fingerprint.now(weight, None, bias) != self.all_bytes
 
 
 def _seen(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
@@ -150,8 +151,8 @@ class Memory:
     Attributes:
         projected: the projected keys.
         values: (B,Tk,Dv).
-        valid_lens: None, (B,) or (B,Tq); made with a mask, the positions that lengths and mask
-            allow, bool (B,1,Tk) or (B,Tq,Tk).
+        valid_lens: None, (B,) or (B,Tq).
+        mask: None, or bool (B,1,Tk) or (B,Tq,Tk); with lengths, both hold.
         maker: the module that made the memory, and its key layer; None after unpickling.
         batch: the batch dimensions of the keys; None where that is (B,).
     """
@@ -159,13 +160,9 @@ class Memory:
     projected: ProjectedKeys
     values: Tensor
     valid_lens: Tensor | None = None
+    mask: Tensor | None = None
     maker: Maker | None = None
     batch: tuple[int, ...] | None = None
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether it was made with a mask."""
-        return self.valid_lens is not None and self.valid_lens.dim() == 3
 
     def queries_as_rows(
         self, queries: Tensor, mask: Tensor | None
@@ -177,8 +174,8 @@ class Memory:
             mask: None, (*batch,Tk) or (*batch,Tq,Tk).
 
         Returns:
-            Queries (B,Tq,Dq), mask (B,Tk) or (B,Tq,Tk), and the shape of the results; what needs no
-            other shape, or is no tensor, as it is, and None.
+            Queries (B,Tq,Dq), mask (B,Tk) or (B,Tq,Tk), and the shape of the results; unchanged,
+            with None for the shape, if they are (B,Tq,Dq) already, or no tensor.
 
         Raises:
             ValueError: other batch dimensions than those of the keys.
@@ -218,18 +215,19 @@ class Memory:
             None if table is None else table[rows],
             None if keys_max is None else keys_max[rows],
         )
-        lens = None if self.valid_lens is None else self.valid_lens[rows]
-        return self._like(projected, self.values[rows], lens, batch)
+        lens, mask = (None if x is None else x[rows] for x in (self.valid_lens, self.mask))
+        return self._like(projected, self.values[rows], lens, mask, batch)
 
     def to(self, *args: Any, **kwargs: Any) -> Memory:
         """The memory on another device, or in another floating dtype; as :meth:`Tensor.to`."""
         keys = self.projected.keys.to(*args, **kwargs)
         values = self.values.to(*args, **kwargs)
-        lens = None if self.valid_lens is None else self.valid_lens.to(values.device)
+        seen = (self.valid_lens, self.mask)
+        lens, mask = (None if x is None else x.to(values.device) for x in seen)
         if keys is self.projected.keys and values is self.values:
             return self
         table = self.projected.table is not None and keys.is_cpu
-        return self._like(project(keys, table), values, lens, self.batch)
+        return self._like(project(keys, table), values, lens, mask, self.batch)
 
     def detach(self) -> Memory:
         """The memory outside of the autograd graph; as :meth:`Tensor.detach`."""
@@ -245,12 +243,13 @@ class Memory:
         projected: ProjectedKeys,
         values: Tensor,
         valid_lens: Tensor | None,
+        mask: Tensor | None,
         batch: tuple[int, ...] | None,
     ) -> Memory:
         shared = self.projected.shared
         if shared is not None:
             projected = projected.share(values, shared.w_v)
-        return Memory(projected, values, valid_lens, self.maker, batch)
+        return Memory(projected, values, valid_lens, mask, self.maker, batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         # Tensors are copied without their autograd graph, as attention_weights are in modules.
@@ -271,22 +270,23 @@ class Memory:
             "keys_max": keys_max,
             "values": self.values.detach(),
             "valid_lens": self.valid_lens,
+            "mask": self.mask,
             "batch": self.batch,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         projected = ProjectedKeys(state["keys"], state["table"], state["keys_max"])
-        fields = (projected, state["values"], state["valid_lens"], None, state["batch"])
-        for name, value in zip(self.__dataclass_fields__, fields, strict=True):
+        others = {name: state[name] for name in ("values", "valid_lens", "mask", "batch")}
+        for name, value in {"projected": projected, "maker": None, **others}.items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        keys, lens = self.projected.keys, self.valid_lens
+        keys = self.projected.keys
         rows, keys_len, hidden = keys.shape
         batch = rows if self.batch is None else self.batch
-        shown = None if lens is None else tuple(lens.shape)
-        limit = "mask" if self.is_masked else "valid_lens"
+        seen = (None if x is None else tuple(x.shape) for x in (self.valid_lens, self.mask))
+        lens, mask = seen
         return (
             f"Memory(B={batch}, Tk={keys_len}, H={hidden}, Dv={self.values.shape[2]}, "
-            f"{limit}={shown}, dtype={keys.dtype}, device={str(keys.device)!r})"
+            f"valid_lens={lens}, mask={mask}, dtype={keys.dtype}, device={str(keys.device)!r})"
         )

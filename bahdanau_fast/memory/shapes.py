@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
-from bahdanau_fast.ops.context import Link
 
 __all__ = [
     "Given",
     "Shape",
     "as_rows",
-    "finish",
     "lengths",
     "queries_as_rows",
     "source_as_rows",
@@ -39,7 +37,7 @@ class Shape(NamedTuple):
     state: bool
 
     def flatten(self, tensor: Any) -> Any:
-        """A tensor (*batch,...) as (B,...); what is none is given back as it is."""
+        """A tensor (*batch,...) as (B,...); non-tensors and other shapes pass through."""
         dims = len(self.batch)
         if not isinstance(tensor, Tensor) or tuple(tensor.shape[:dims]) != self.batch:
             return tensor
@@ -50,7 +48,7 @@ class Shape(NamedTuple):
 
         Args:
             name: of the argument.
-            tensor: what is none is given back as it is.
+            tensor: non-tensors pass through.
             rests: sizes that may follow the batch dimensions.
 
         Raises:
@@ -79,28 +77,6 @@ class Given(NamedTuple):
     rows: tuple[Tensor, Tensor, Tensor, Tensor | None]
     mask: Tensor | None
     shape: Shape | None
-
-
-def finish(
-    context: Tensor | None, weights: Tensor, shape: Shape | None, link: Link | None = None
-) -> tuple[Tensor, Tensor]:
-    """Context and weights as the caller sees them, the gradient of the one through the other.
-
-    Args:
-        context: (B,Tq,Dv); None where it is in the link.
-        weights: (B,Tq,Tk); empty where they are not wanted.
-        shape: of the results; None for these.
-        link: to the node of the weights.
-    """
-    if shape is None and link is None:
-        assert context is not None
-        return context, weights
-    if shape is not None and weights.dim() == 3:
-        weights = shape.restore(weights)
-    if link is not None:
-        context = link.connect(weights)
-    assert context is not None
-    return context if shape is None else shape.restore(context), weights
 
 
 def as_rows(

@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import checks
+from bahdanau_fast import backends, checks, run
+from bahdanau_fast.call import Call
+from bahdanau_fast.memory import Memory
+from bahdanau_fast.memory.key_cache import KeyCache
+from bahdanau_fast.memory.shapes import as_rows
+from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.d2l_signature import additive_attention, read_signature, shows
-from bahdanau_fast.modules.remembering import Remembering
+from bahdanau_fast.modules.layers import (
+    apply_layer,
+    check_features,
+    plain_dropout,
+    plain_weights,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["AdditiveAttention", "MLPAttention"]
 
 
-class AdditiveAttention(Remembering):
+class AdditiveAttention(Additive):
     """Additive attention, drop-in for ``d2l.AdditiveAttention`` of either signature.
 
     ``context_i = sum_j softmax_j(w_v . tanh(W_q q_i + W_k k_j)) v_j`` (Bahdanau, Cho and Bengio
@@ -99,7 +109,8 @@ class AdditiveAttention(Remembering):
         **named: Any,
     ) -> None:
         key_size, query_size, num_hiddens, dropout = read_signature(sizes, named)
-        super().__init__(num_hiddens, dropout, cache_keys)
+        super().__init__(num_hiddens, dropout)
+        self._remember(cache_keys)
         factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         if key_size is None or query_size is None:
             self.W_k: nn.Linear = nn.LazyLinear(num_hiddens, **factory)
@@ -112,6 +123,154 @@ class AdditiveAttention(Remembering):
         self.bias = (
             nn.Parameter(torch.zeros(num_hiddens, device=device, dtype=dtype)) if bias else None
         )
+
+    def _remember(self, cache_keys: bool) -> None:
+        if cache_keys not in (True, False):
+            checks.reject(ValueError, "cache_keys", "be True or False", repr(cache_keys))
+        self.cache_keys = cache_keys
+        self._cache = KeyCache()
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid_lens: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to ``keys`` and ``values``.
+
+        Args:
+            queries: (B,Tq,Dq), float32, bfloat16, float16 or float64; or a decoder state (B,Dq),
+                which leaves Tq out of the results. B may be any number of dimensions.
+            keys: (B,Tk,Dk), dtype of queries.
+            values: (B,Tk,Dv), dtype of queries.
+            valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list.
+            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold. A
+                query with nothing to look at weighs all keys alike.
+
+        Returns:
+            Context (B,Tq,Dv), dtype of queries.
+
+        Raises:
+            TypeError: something is not a floating tensor, or dtypes differ.
+            ValueError: ranks, sizes or devices do not fit together.
+        """
+        return self._attend(self._on_keys(queries, keys, values, valid_lens, mask))
+
+    def _on_keys(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid_lens: Tensor | None,
+        mask: Tensor | None,
+    ) -> Call:
+        """The call of some queries on keys, as :meth:`forward` has them."""
+        layers = [self._modules[n] for n in (self._query_layer, self._key_layer, self._score_layer)]
+        w_q, w_k, w_v = plain_weights(*layers)
+        bias, shape = self.bias, None
+        if w_v is None or not checks.is_common_case(queries, keys, values, valid_lens, w_q, w_k):
+            rows = as_rows(queries, keys, values, valid_lens, mask)
+            (queries, keys, values, valid_lens), mask, shape = rows
+            checks.inputs(queries, keys, values, valid_lens)
+            if w_v is None:  # its layer, or all three, may be lazy
+                self._draw(queries, keys)
+                w_q, w_k, w_v = plain_weights(*layers)
+            check_features("keys", keys, layers[1])
+            check_features("queries", queries, layers[0])
+        if mask is not None:
+            mask = checks.as_mask(mask, queries, keys)
+        # A layer that is more than its weight is called, in front.
+        cache = self._cache if self.cache_keys and w_k is not None else None
+        if w_q is None:
+            queries = apply_layer(layers[0], queries)
+        if w_k is None:
+            keys, bias = self._project(keys), None
+        scorer: Any = layers[2] if w_v is None else w_v
+        given = (queries, keys, values, scorer, w_q, w_k, bias, valid_lens, mask)
+        return Call(*given, cache=cache, shape=shape)
+
+    def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
+        """Attend to a memory with some queries (one decoder step, or the beams of one step).
+
+        Args:
+            queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results. B as
+                the memory's keys have it.
+            memory: from :meth:`memory`.
+            mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what the memory's
+                own lengths and mask leave.
+
+        Returns:
+            Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.
+
+        Raises:
+            TypeError, ValueError: as for calling the module; a memory of another module, or one
+                made before the key layer changed.
+        """
+        return self._attend(self._on_memory(queries, memory, mask))
+
+    def scores(self, queries: Tensor, memory: Memory, clip: float | None = None) -> Tensor:
+        """The scores of a memory's keys, before any mask and the softmax.
+
+        What is to be had instead of the softmax goes on top of them: log-probabilities, sparsemax,
+        sampling. Lengths and mask of the memory are left to it.
+
+        Args:
+            queries: (B,Tq,Dq), or a decoder state (B,Dq); B as the memory's keys have it.
+            memory: from :meth:`memory`.
+            clip: give ``clip * tanh(score)``, as pointer networks do (Bello et al. 2016,
+                https://arxiv.org/abs/1611.09940); None gives the scores themselves.
+
+        Returns:
+            (B,Tq,Tk), for a state (B,Tk), in the autograd graph; ``attention_weights`` stay as
+            they are.
+
+        Raises:
+            TypeError, ValueError: as for :meth:`attend`; a clip that is no finite number.
+        """
+        call = self._on_memory(queries, memory, None)
+        if clip is not None:
+            checks.finite("clip", clip)
+        return run.scores(call._replace(scores_only=True), clip)
+
+    def explain(
+        self,
+        queries: Tensor,
+        keys: Tensor | Memory,
+        values: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+    ) -> str:
+        """How a call with these inputs would be computed, and why, without computing it.
+
+        Args:
+            queries: (B,Tq,Dq).
+            keys: (B,Tk,Dk), or a memory.
+            values: (B,Tk,Dv); the keys unless given.
+            mask: of the call, or None.
+
+        Raises:
+            ValueError: the requested backend cannot serve the call.
+        """
+        layers = [self._modules[n] for n in (self._query_layer, self._key_layer, self._score_layer)]
+        w_q, w_k, w_v = plain_weights(*layers)
+        bias, projected = self.bias, None
+        if isinstance(keys, Memory):
+            queries, mask, _ = keys.queries_as_rows(queries, mask)
+            mask, values, w_k, bias = keys.mask if mask is None else mask, keys.values, None, None
+            projected = keys.projected
+            keys = projected.keys
+        values = keys if values is None else values
+        queries, keys, values, _ = as_rows(queries, keys, values, None, None).rows
+        scorer: Any = layers[2] if w_v is None else w_v
+        dropout_p = plain_dropout(self._modules["dropout"]) or 0.0
+        given = (queries, keys, values, scorer, w_q, w_k, bias, None, mask, dropout_p)
+        return backends.decide(Call(*given, projected=projected)).reason
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_cache": KeyCache()}
 
     @classmethod
     def from_concat(
@@ -159,7 +318,7 @@ class AdditiveAttention(Remembering):
         return module
 
 
-class MLPAttention(Remembering):
+class MLPAttention(AdditiveAttention):
     """Additive attention under the oldest name the course gave it.
 
     The same formula; in this naming ``W_k`` multiplies the query, ``W_q`` the key, and ``v``
@@ -192,7 +351,8 @@ class MLPAttention(Remembering):
         *,
         cache_keys: bool = True,
     ) -> None:
-        super().__init__(units, dropout, cache_keys)
+        Additive.__init__(self, units, dropout)
+        self._remember(cache_keys)
         checks.positive_int("units", units)
         checks.positive_int("ipt_dim", ipt_dim)
         self.W_k = nn.Linear(ipt_dim, units, bias=False)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bahdanau_fast import backends
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
+from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.layers import is_unchanged, plain_dropout, plain_weight
 from bahdanau_fast.ops import decode
 
@@ -131,10 +132,11 @@ def decode_greedily(
     projected, w_v = memory.projected, attention.w_v.weight
     w = _Weights.of(rnn, memory.values.shape[2])
     bias = dense.weight.new_zeros(len(dense.weight)) if dense.bias is None else dense.bias
-    tokens, weights = torch.ops.bahdanau_fast.decode_greedy(
+    tokens, weights = decode.decode_greedy.overload(
         *(embedding.weight.contiguous(), w.of_inputs, w.input_bias),
         *(h.contiguous(), None if c is None else c.contiguous()),
-        *(projected.keys, projected.table, projected.keys_max, memory.values, memory.valid_lens),
+        *(projected.keys, projected.table, projected.keys_max, memory.values),
+        *(memory.valid_lens, memory.mask),
         *(attention.W_q.weight.contiguous(), w_v, w.of_context, w.above, w.hidden, w.bias),
         *(dense.weight.contiguous(), bias.contiguous(), torch.tensor(left_out)),
         *marks,
@@ -186,10 +188,13 @@ def _decode(
             w.hidden,
             w.bias,
         ),
-        decode.Rest(projected.table, projected.keys_max, memory.valid_lens, masks, seed, dropout_p),
+        decode.Rest(
+            *(projected.table, projected.keys_max, memory.valid_lens, memory.mask),
+            *(masks, seed, dropout_p),
+        ),
     )
     weights = decoded.weights
-    object.__setattr__(attention, "attention_weights", weights[-1].unsqueeze(1))
+    keep(attention, weights[-1].unsqueeze(1))
     last = decoded.hidden if c is None else (decoded.hidden, decoded.cell)
     return Sequence(decoded.features, weights, last)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +12,18 @@ from torch import Tensor, nn
 from bahdanau_fast import checks, reference
 from bahdanau_fast.memory import Memory, ProjectedKeys
 from bahdanau_fast.memory.shapes import as_rows, source_as_rows
-from bahdanau_fast.modules.attention_weights import KeepsWeights
+from bahdanau_fast.modules.attention_weights import (
+    attention_weights,
+    keep,
+    restored,
+    state_of,
+)
 from bahdanau_fast.modules.layers import plain_dropout
 
 __all__ = ["DotProductAttention"]
 
 
-class DotProductAttention(KeepsWeights):
+class DotProductAttention(nn.Module):
     """Scaled dot-product attention of the course: ``softmax(q.k / sqrt(d)) v``.
 
     PyTorch's own ``scaled_dot_product_attention`` cannot give the weights, so it serves only
@@ -36,6 +42,8 @@ class DotProductAttention(KeepsWeights):
     >>> context.round(decimals=4).tolist()
     [[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]]
     """
+
+    attention_weights = attention_weights
 
     def __init__(self, dropout: float = 0.0, *, need_weights: bool = True) -> None:
         super().__init__()
@@ -71,20 +79,20 @@ class DotProductAttention(KeepsWeights):
         given = as_rows(query, key, value, valid_length, mask)
         if given.shape is not None:
             context = DotProductAttention.forward(self, *given.rows, mask=given.mask)
-            return self._restored(context, given.shape)
+            return restored(self, context, given.shape)
         valid_length = given.rows[3]
         checks.inputs(query, key, value, valid_length)
         checks.features("key", key, query.shape[-1])
         if mask is not None:
-            checks.look(mask, query, key)
-        seen = reference.visible(valid_length, mask, key.shape[1])
+            mask = checks.as_mask(mask, query, key)
         dropout_p = plain_dropout(self.dropout)
         if not self.need_weights and dropout_p is not None:
-            self._keep(None)
-            return self._without_weights(query, key, value, seen, dropout_p)
+            keep(self, None)
+            visible = reference.visible(valid_length, mask, key.shape[1])
+            return _without_weights(query, key, value, visible, dropout_p)
         scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
-        weights = reference.masked_softmax(scores, seen)
-        self._keep(weights if self.need_weights else None)
+        weights = reference.masked_softmax(scores, valid_length, mask)
+        keep(self, weights if self.need_weights else None)
         return torch.bmm(self.dropout(weights), value)
 
     def memory(
@@ -108,9 +116,8 @@ class DotProductAttention(KeepsWeights):
         """
         values = keys if values is None else values
         keys, values, valid_lens, mask, batch = source_as_rows(keys, values, valid_lens, mask)
-        checks.source(keys, values, valid_lens, mask)
-        seen = reference.visible(valid_lens, mask, keys.shape[1])
-        return Memory(ProjectedKeys(keys, None, None), values, seen, None, batch)
+        mask = checks.source(keys, values, valid_lens, mask)
+        return Memory(ProjectedKeys(keys, None, None), values, valid_lens, mask, None, batch)
 
     def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
         """Look at a memory with some queries.
@@ -128,22 +135,24 @@ class DotProductAttention(KeepsWeights):
         """
         queries, mask, shape = memory.queries_as_rows(queries, mask)
         keys, lens = memory.projected.keys, memory.valid_lens
-        if memory.is_masked:
+        if memory.mask is not None:
             if mask is not None:
                 checks.rows("queries", queries)
-                checks.look(mask, queries, keys)
-            lens, mask = None, reference.visible(lens, mask, keys.shape[1])
+                mask = checks.as_mask(mask, queries, keys)
+            mask = memory.mask if mask is None else mask & memory.mask
         result: Tensor = self(queries, keys, memory.values, lens, mask=mask)
-        return result if shape is None else self._restored(result, shape)
+        return result if shape is None else restored(self, result, shape)
 
-    def _without_weights(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, dropout_p: float
-    ) -> Tensor:
-        mask = None
-        if seen is not None:
-            mask = reference.valid_mask(seen, key.shape[1])
-            # Nothing to look at means uniform weights: let such a row see zero scores everywhere.
-            empty = ~mask.any(-1, keepdim=True)
-            mask = mask | empty
-            query = query.masked_fill(empty.expand(-1, query.shape[1], -1), 0.0)
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p)
+    def __getstate__(self) -> dict[str, Any]:
+        return state_of(self)
+
+
+def _without_weights(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, dropout_p: float
+) -> Tensor:
+    if visible is not None:
+        # Nothing to look at means uniform weights: let such a row see zero scores everywhere.
+        empty = ~visible.any(-1, keepdim=True)
+        visible = visible | empty
+        query = query.masked_fill(empty.expand(-1, query.shape[1], -1), 0.0)
+    return F.scaled_dot_product_attention(query, key, value, visible, dropout_p)

@@ -7,22 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends, checks, reference
-from bahdanau_fast.general import attend_inside, attend_location
+from bahdanau_fast import checks
+from bahdanau_fast.call import Located
 from bahdanau_fast.memory import Memory
-from bahdanau_fast.modules.layers import (
-    apply_layer,
-    check_features,
-    plain_convolution,
-    plain_weight,
-)
-from bahdanau_fast.modules.remembering import MakesMemories
-from bahdanau_fast.reference import TANH, Inside
+from bahdanau_fast.modules.base import Additive
+from bahdanau_fast.modules.layers import plain_convolution, plain_weight
+from bahdanau_fast.reference import Inside
 
 __all__ = ["LocationAttention"]
 
 
-class LocationAttention(MakesMemories):
+class LocationAttention(Additive):
     """``score_j = w_v . tanh(W_q q + W_k k_j + W_f f_j + bias)`` with features f of earlier steps.
 
     Chorowski et al. 2015, https://arxiv.org/abs/1506.07503, equations 8 and 9: f is a convolution,
@@ -122,11 +117,9 @@ class LocationAttention(MakesMemories):
             TypeError, ValueError: as for calling the module; a memory of another module, or one
                 made before the key layer changed.
         """
-        queries, memory, mask, shape = self._checked(queries, memory, mask)
-        keys, values = memory.projected.keys, memory.values
-        seen = reference.visible(memory.valid_lens, mask, keys.shape[1])
-        check_features("queries", queries, self.W_q)
-        conv = plain_convolution(self.conv)
+        call = self._on_memory(queries, memory, mask)
+        keys, shape = call.keys, call.shape
+        conv, w_f = plain_convolution(self.conv), plain_weight(self.W_f)
         if self.conv is None or conv is not None:  # another convolution checks its own inputs
             inputs = self.W_f.in_features if conv is None else conv[0].shape[1]
             if shape is not None:
@@ -134,35 +127,17 @@ class LocationAttention(MakesMemories):
             checks.location(location, inputs, keys)
         elif shape is not None:
             location = shape.flatten(location)
-        dropout_p = self._dropout_p()
-        w_q, w_f, w_v = (plain_weight(layer) for layer in (self.W_q, self.W_f, self.w_v))
-        route = backends.decide(
-            *(queries, keys, values, w_q, None, w_v, None, self.num_hiddens, dropout_p or 0.0),
-            keys_projected=True,
-            general=True,
-            masked=seen is not None and seen.dim() == 3,
-        )
-        asked, inside = apply_layer(self.W_q, queries), Inside(None, w_f)
-        if w_v is None or w_f is None or (conv is None and self.conv is not None):
+        is_called = not isinstance(call.w_v, Tensor) or w_f is None
+        if is_called or (conv is None and self.conv is not None):
             # A layer that is more than its parameters is called.
             features = location if self.conv is None else self.conv(location)
-            keys, inside, conv = keys + self.W_f(features.transpose(1, 2)), TANH, None
+            keys = keys + self.W_f(features.transpose(1, 2))
+            call = call._replace(keys=keys, projected=None)
         elif conv is None:
-            inside = inside._replace(features=location.transpose(1, 2))
-        rest = (values, seen, dropout_p or 0.0)
-        results: tuple[Tensor | None, Tensor]
-        if w_v is None:
-            weights = reference.masked_softmax(
-                reference.projected_scores(asked, keys, self.w_v), seen
-            )
-            results = None, weights if shape is None else shape.restore(weights)
-        elif conv is None:
-            results = attend_inside(route, asked, keys, w_v, *rest, inside, shape)
+            call = call._replace(inside=Inside(location.transpose(1, 2), w_f))
         else:
-            results = attend_location(
-                route, asked, memory.projected, w_v, *rest, location, *conv, inside, shape
-            )
-        return self._kept(results, values, dropout_p, shape)
+            call = call._replace(inside=Inside(None, w_f), located=Located(location, *conv))
+        return self._attend(call)
 
     def forward(
         self,

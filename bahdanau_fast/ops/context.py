@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast.ops.lifetime import changed, is_asked
+from bahdanau_fast.ops.saved_tensors import changed, is_asked
 
 __all__ = ["Box", "Link", "dropout_factors", "gradients_of_context"]
 

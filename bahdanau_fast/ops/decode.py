@@ -24,45 +24,12 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks, reference
-from bahdanau_fast.ops import (
-    NEED_KEYS,
-    NEED_VALUES,
-    NEED_W_V,
-    TAGS,
-    library,
-    weights_dtype,
-)
-from bahdanau_fast.ops.again import differentiate_again
+from bahdanau_fast.ops.attend import attend_backward_keys, needs_of, weights_dtype
+from bahdanau_fast.ops.operator import Operator
 from bahdanau_fast.ops.projection import linear, product, sum_of_products
+from bahdanau_fast.ops.second_derivatives import differentiate_again
 
-__all__ = ["Arguments", "Decoded", "Rest", "by_steps", "decode"]
-
-_INPUTS = (
-    "Tensor hidden, Tensor? cell, Tensor keys, Tensor? table, "
-    "Tensor? keys_max, Tensor values, Tensor? valid_lens, Tensor w_query, Tensor w_v, "
-    "Tensor w_context, Tensor w_input, Tensor w_hidden, Tensor bias, Tensor? masks, Tensor? seed, "
-    "float dropout_p"
-)
-library.define(
-    f"decode(Tensor input_gates, {_INPUTS}, bool keep=True) -> (Tensor states, Tensor cells, "
-    "Tensor contexts, Tensor queries, Tensor weights, Tensor gates)",
-    tags=TAGS,
-)
-library.define(
-    f"decode_backward({_INPUTS}, Tensor states, Tensor cells, Tensor queries, Tensor weights, "
-    "Tensor gates, Tensor? grad_states, Tensor? grad_hidden, Tensor? grad_cell, "
-    "Tensor? grad_weights) -> (Tensor grad_gates, Tensor grad_first, Tensor grad_first_cell, "
-    "Tensor grad_queries, Tensor grad_contexts, Tensor grad_scores, Tensor dropped)",
-    tags=TAGS,
-)
-library.define(
-    "decode_greedy(Tensor embedding, Tensor w_embedded, Tensor input_bias, Tensor hidden, "
-    "Tensor? cell, Tensor keys, Tensor? table, Tensor? keys_max, Tensor values, "
-    "Tensor? valid_lens, Tensor w_query, Tensor w_v, Tensor w_context, Tensor w_input, "
-    "Tensor w_hidden, Tensor bias, Tensor w_dense, Tensor dense_bias, Tensor left_out, int first, "
-    "int last, int blank, int max_steps) -> (Tensor tokens, Tensor weights)",
-    tags=TAGS,
-)
+__all__ = ["Arguments", "Decoded", "Rest", "by_steps", "decode", "decode_greedy"]
 
 
 class Arguments(NamedTuple):
@@ -106,6 +73,7 @@ class Rest(NamedTuple):
         table: of ``ops.exp_keys``, or None.
         keys_max: likewise.
         valid_lens: None, (B,) or (B,1).
+        mask: None, or bool (B,1,Tk).
         masks: (L-1,T,B,H), factors on what goes from layer to layer, or None.
         seed: (1,) int64, with dropout of the attention weights.
         dropout_p: probability of that.
@@ -114,6 +82,7 @@ class Rest(NamedTuple):
     table: Tensor | None = None
     keys_max: Tensor | None = None
     valid_lens: Tensor | None = None
+    mask: Tensor | None = None
     masks: Tensor | None = None
     seed: Tensor | None = None
     dropout_p: float = 0.0
@@ -157,7 +126,9 @@ def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
     units, side = hidden.shape[2], gates_in.shape[2]
     for t, input_gates in enumerate(gates_in.unbind(0)):
         queries = (states[-1] @ w_query.t()).unsqueeze(1)
-        context, step_weights = reference.attend(queries, keys, values, w_v, rest.valid_lens, 0.0)
+        context, step_weights = reference.attend(
+            queries, keys, values, w_v, rest.valid_lens, mask=rest.mask
+        )
         below = context.squeeze(1)
         for layer, before in enumerate(states):
             if layer == 0:
@@ -195,7 +166,7 @@ def _in_order(arguments: Arguments, rest: Rest) -> tuple[Any, ...]:
     a = arguments
     return (
         *(a.hidden, a.cell, a.keys, rest.table, rest.keys_max, a.values),
-        *(rest.valid_lens, a.w_query, a.w_v, a.w_context, a.w_input, a.w_hidden, a.bias),
+        *(rest.valid_lens, rest.mask, a.w_query, a.w_v, a.w_context, a.w_input, a.w_hidden, a.bias),
         *(rest.masks, rest.seed, rest.dropout_p),
     )
 
@@ -205,9 +176,7 @@ class _Decode(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         arguments, rest = Arguments(*inputs[:-1]), inputs[-1]
         keep = any(ctx.needs_input_grad)
-        results = torch.ops.bahdanau_fast.decode(
-            _input_gates(arguments), *_in_order(arguments, rest), keep
-        )
+        results = _decode.overload(_input_gates(arguments), *_in_order(arguments, rest), keep)
         states, cells, _, _, weights, _ = results
         if keep:
             ctx.save_for_backward(*arguments, *rest[:-1], *results)
@@ -220,8 +189,7 @@ class _Decode(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, len(Arguments._fields)
         arguments = Arguments(*saved[:count])
-        table, keys_max, valid_lens, masks, seed = saved[count:-6]
-        rest = Rest(table, keys_max, valid_lens, masks, seed, ctx.dropout_p)
+        rest = Rest(*saved[count:-6], ctx.dropout_p)
         needed = Arguments(*ctx.needs_input_grad[:-1])
         if all(grad is None for grad in grads):
             return (None,) * (count + 1)
@@ -257,7 +225,7 @@ def _gradients(
         None if grad is None else grad.contiguous() for grad in grads
     )
     grad_gates, grad_first, grad_first_cell, grad_queries, grad_contexts, grad_scores, dropped = (
-        torch.ops.bahdanau_fast.decode_backward(
+        _decode_backward.overload(
             *_in_order(arguments, rest),
             *(states, cells, queries, weights, gates),
             *(
@@ -272,19 +240,16 @@ def _gradients(
     grad_inputs, grad_states = grad_gates[..., :side], grad_gates[..., -side:]
     before, layers = states[:, :-1], range(len(states))
     below = states[:-1, 1:] if rest.masks is None else states[:-1, 1:] * rest.masks
-    needs = (
-        NEED_KEYS * bool(needed.keys)
-        + NEED_VALUES * bool(needed.values)
-        + NEED_W_V * bool(needed.w_v)
-    )
+    needs = needs_of(("keys", "values", "w_v"), (needed.keys, needed.values, needed.w_v))  # type: ignore[arg-type]
     grad_bias = grad_gates.sum((1, 2))
     dropped = weights if dropped.numel() == 0 else dropped
-    by_row = [part.transpose(0, 1) for part in (queries, dropped, grad_contexts, grad_scores)]
-    grad_keys, grad_values, grad_w_v = torch.ops.bahdanau_fast.attend_backward_keys(
-        by_row[0],
-        *(arguments.keys, rest.table, rest.keys_max, arguments.values, arguments.w_v),
+    by_row = [part.transpose(0, 1) for part in (dropped, grad_contexts, grad_scores, queries)]
+    grad_keys, grad_values, grad_w_v = attend_backward_keys.overload(
+        *by_row[:3],
+        needs,
+        *(by_row[3], arguments.keys, arguments.values, arguments.w_v),
         _for_all_steps(rest.valid_lens, len(queries)),
-        *(by_row[1], by_row[2], by_row[3], needs),
+        *(rest.mask, rest.table, rest.keys_max),
     )
     first = grad_inputs[0]
     return Arguments(
@@ -322,16 +287,16 @@ def _for_all_steps(valid_lens: Tensor | None, steps: int) -> Tensor | None:
     return valid_lens.expand(-1, steps)
 
 
-def _fake(*inputs: Any) -> tuple[Tensor, ...]:
-    gates, hidden, cell, keys, values = (inputs[i] for i in (0, 1, 2, 3, 6))
-    keep = inputs[17] if len(inputs) > 17 else True
-    return _results(gates.shape[0], keep, hidden, cell, keys, values)
-
-
-def _results(
-    steps: int, keep: bool, hidden: Tensor, cell: Tensor | None, keys: Tensor, values: Tensor
+def _fake(
+    input_gates: Tensor,
+    hidden: Tensor,
+    cell: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    keep: bool,
+    **_: Any,
 ) -> tuple[Tensor, ...]:
-    layers, batch, units = hidden.shape
+    (layers, batch, units), steps = hidden.shape, input_gates.shape[0]
     kept, cells = steps if keep else 1, 0 if cell is None else layers
     return (
         hidden.new_empty((layers, steps + 1, batch, units)),
@@ -343,12 +308,11 @@ def _results(
     )
 
 
-def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    hidden, cell, keys, values = (inputs[i] for i in (0, 1, 2, 5))
-    dropout_p, queries = inputs[15], inputs[18]
-    _, _, contexts, queries, weights, gates = _results(
-        len(queries), True, hidden, cell, keys, values
-    )
+def _backward_fake(
+    hidden: Tensor, cell: Tensor | None, queries: Tensor, dropout_p: float, **named: Any
+) -> tuple[Tensor, ...]:
+    named |= {"hidden": hidden, "cell": cell, "input_gates": queries, "keep": True}
+    _, _, contexts, queries, weights, gates = _fake(**named)
     return (
         gates,
         hidden.new_empty(hidden.shape),
@@ -360,8 +324,7 @@ def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _greedy_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
-    keys = inputs[5]
+def _greedy_fake(keys: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     steps = torch.library.get_ctx().new_dynamic_size(min=1)
     return (
         keys.new_empty((keys.shape[0], steps), dtype=torch.int64),
@@ -369,6 +332,29 @@ def _greedy_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-torch.library.register_fake("bahdanau_fast::decode_greedy", _greedy_fake, lib=library)
-torch.library.register_fake("bahdanau_fast::decode", _fake, lib=library)
-torch.library.register_fake("bahdanau_fast::decode_backward", _backward_fake, lib=library)
+_MEMORY = (
+    "Tensor hidden, Tensor? cell, Tensor keys, Tensor? table, Tensor? keys_max, Tensor values, "
+    "Tensor? valid_lens, Tensor? mask"
+)
+_WEIGHTS = (
+    "Tensor w_query, Tensor w_v, Tensor w_context, Tensor w_input, Tensor w_hidden, Tensor bias"
+)
+_INPUTS = f"{_MEMORY}, {_WEIGHTS}, Tensor? masks, Tensor? seed, float dropout_p"
+_decode = Operator(
+    f"decode(Tensor input_gates, {_INPUTS}, bool keep=True) -> (Tensor states, Tensor cells, "
+    "Tensor contexts, Tensor queries, Tensor weights, Tensor gates)",
+    _fake,
+)
+_decode_backward = Operator(
+    f"decode_backward({_INPUTS}, Tensor states, Tensor cells, Tensor queries, Tensor weights, "
+    "Tensor gates, Tensor? grad_states, Tensor? grad_hidden, Tensor? grad_cell, "
+    "Tensor? grad_weights) -> (Tensor grad_gates, Tensor grad_first, Tensor grad_first_cell, "
+    "Tensor grad_queries, Tensor grad_contexts, Tensor grad_scores, Tensor dropped)",
+    _backward_fake,
+)
+decode_greedy = Operator(
+    "decode_greedy(Tensor embedding, Tensor w_embedded, Tensor input_bias, "
+    f"{_MEMORY}, {_WEIGHTS}, Tensor w_dense, Tensor dense_bias, Tensor left_out, int first, "
+    "int last, int blank, int max_steps) -> (Tensor tokens, Tensor weights)",
+    _greedy_fake,
+)

@@ -14,24 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-import bahdanau_fast.ops  # noqa: F401  defines the operator
 from bahdanau_fast import reference
+from bahdanau_fast.ops.attend import attend, inside_of
 
 __all__ = ["TABLE"]
 
-_OPERATOR = torch.ops.bahdanau_fast.attend.default
-_NAMES = tuple(argument.name for argument in _OPERATOR._schema.arguments)
-
 
 def _attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    given = dict(zip(_NAMES, args, strict=False), **kwargs)
-    wanted = ("queries", "keys", "values", "w_v", "valid_lens", "dropout_p")
-    context, weights = reference.attend(*(given[name] for name in wanted))
-    return context, weights if given["need_weights"] else weights.new_empty((0,))
+    named = attend.named(*args, **kwargs)
+    inputs = (named[name] for name in ("queries", "keys", "values", "w_v", "valid_lens"))
+    context, weights = reference.attend(
+        *inputs, named["dropout_p"], inside_of(named), named["mask"]
+    )
+    return context, weights if named["need_weights"] else weights.new_empty((0,))
 
 
 #: For ``torch.export.ExportedProgram.run_decompositions``: plain operations for each operator.
-TABLE: dict[Any, Callable[..., Any]] = {_OPERATOR: _attend}
+TABLE: dict[Any, Callable[..., Any]] = {attend.overload: _attend}

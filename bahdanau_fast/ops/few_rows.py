@@ -1,33 +1,16 @@
-"""``x @ weight.T + bias`` of a few rows by this package's own product; fp32, on the CPU.
-
-``Limits.few_rows`` says up to how many rows it is faster than torch's.
-"""
+"""``x @ weight.T + bias`` of a few rows by this package's own product; fp32, on the CPU."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bahdanau_fast.ops import TAGS, library
+from bahdanau_fast.ops.operator import Operator
 
 __all__ = ["gradients", "is_there", "multiply"]
-
-library.define("project(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=TAGS)
-# Without a weight there is no gradient of x, without x none of the weight.
-library.define(
-    "project_backward(Tensor grad, Tensor? x, Tensor? weight, bool of_bias) -> "
-    "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
-    tags=TAGS,
-)
-_backward = torch.ops.bahdanau_fast.project_backward.default._op
-
-
-def _fake(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def _backward_fake(
@@ -41,8 +24,18 @@ def _backward_fake(
     )
 
 
-torch.library.register_fake("bahdanau_fast::project", _fake, lib=library)
-torch.library.register_fake("bahdanau_fast::project_backward", _backward_fake, lib=library)
+_project = Operator(
+    "project(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    lambda x, weight, bias: x.new_empty((*x.shape[:-1], weight.shape[0])),
+)
+# Without a weight there is no gradient of x, without x none of the weight.
+_project_backward = Operator(
+    "project_backward(Tensor grad, Tensor? x, Tensor? weight, bool of_bias) -> "
+    "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    _backward_fake,
+)
+#: ``x @ weight.T + bias`` of x (...,D), weight (H,D) and bias (H,) or None; not differentiable.
+multiply = _project.now
 
 
 @functools.cache
@@ -50,11 +43,6 @@ def is_there() -> bool:
     """Whether the C++ extension is loaded; it is with the package, or never."""
     has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has_kernel("bahdanau_fast::project", "CPU"))
-
-
-#: ``x @ weight.T + bias`` of x (...,D), weight (H,D) and bias (H,) or None; not differentiable.
-multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-multiply = torch.ops.bahdanau_fast.project.default._op
 
 
 def gradients(
@@ -68,7 +56,7 @@ def gradients(
         weight: (H,D), or None where that of x is not.
         of_bias: whether that of the bias is.
     """
-    of_x, of_weight, found = _backward(grad, x, weight, of_bias)
+    of_x, of_weight, found = _project_backward.now(grad, x, weight, of_bias)
     return (
         None if weight is None else of_x,
         None if x is None else of_weight,

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from bahdanau_fast import checks, limits
 from bahdanau_fast.ops import few_rows
-from bahdanau_fast.ops.lifetime import Held, Lifetime
+from bahdanau_fast.ops.saved_tensors import PendingBackwards, SavedTensors
 
 __all__ = [
     "linear",
@@ -74,15 +74,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plain: bool = 
 
 
 def shared_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lifetime: Lifetime
-) -> tuple[Tensor, Held | None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, backwards: PendingBackwards
+) -> tuple[Tensor, SavedTensors | None]:
     """:func:`linear`, its node in the graph one that several calls share.
 
     Args:
         x: (...,D).
         weight: (H,D).
         bias: (H,) or None.
-        lifetime: of what the calls share.
+        backwards: of what the calls share.
 
     Returns:
         (...,H), and what its node holds; None without a gradient.
@@ -95,13 +95,13 @@ def shared_linear(
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if x.requires_grad:  # where torch's own product copies rows together, it saves the copy
         x = x.flatten(0, -2).unflatten(0, x.shape[:-1])
-    held = Held(
-        lifetime,
+    saved = SavedTensors(
+        backwards,
         x if weight.requires_grad else None,
         weight if x.requires_grad else None,
         grad_fns=grad_fns,
     )
-    return _Linear.apply(x, weight, bias, held), held  # type: ignore[no-untyped-call]
+    return _Linear.apply(x, weight, bias, saved), saved  # type: ignore[no-untyped-call]
 
 
 def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
@@ -239,10 +239,10 @@ def _rows(x: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, held: Held | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, saved: SavedTensors | None
     ) -> Tensor:
-        ctx.held = held
-        if held is None:
+        ctx.saved = saved
+        if saved is None:
             for_x, for_weight, _, _ = ctx.needs_input_grad
             ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
         inputs = x.detach(), weight.detach(), None if bias is None else bias.detach()
@@ -252,7 +252,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors if ctx.held is None else ctx.held.get()
+        x, weight = ctx.saved_tensors if ctx.saved is None else ctx.saved.get()
         # create_graph=True: products that can be differentiated again.
         again = torch.is_grad_enabled()
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
@@ -269,6 +269,6 @@ class _Linear(torch.autograd.Function):
                 grad_weight = sum_of_products(grad, x)
             if for_bias:
                 grad_bias = _rows(grad).sum(0)
-        if ctx.held is not None:
-            ctx.held.after_backward()
+        if ctx.saved is not None:
+            ctx.saved.after_backward()
         return grad_x, grad_weight, grad_bias, None

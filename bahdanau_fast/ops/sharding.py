@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bahdanau_fast.ops.attend import NEED, attend, attend_backward, exp_keys
+from bahdanau_fast.ops.operator import Operator
+from bahdanau_fast.ops.whole import additive_attention, additive_attention_backward, attend_step
+
 __all__ = ["dropout_seed", "is_sharded", "register_for"]
 
 
@@ -69,37 +73,33 @@ def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     rows, whole, parts = Shard(0), Replicate(), Partial("sum")
-    ops = torch.ops.bahdanau_fast
-    # Positions of what has no batch rows, among the arguments of an operator.
-    weights = {
-        ops.exp_keys.default: (),
-        ops.attend.default: (5,),
-        ops.attend_backward.default: (5,),
-        ops.attend_step.default: (1, 6, 8, 9),
-        ops.additive_attention.default: (3, 4, 5, 6),
-        ops.additive_attention_backward.default: (3, 4, 5, 6),
-    }
-    results: dict[Any, list[Any]] = {
-        ops.exp_keys.default: [rows] * 2,
-        ops.attend.default: [rows] * 2,
-        ops.attend_backward.default: [rows, rows, rows, parts],
-        ops.attend_step.default: [rows] * 2,
-        ops.additive_attention.default: [rows] * 4,
-        ops.additive_attention_backward.default: [rows] * 3 + [parts] * 4,
+    # Names of what has no batch rows, among the arguments of an operator; and its results.
+    attended = {"w_v", "w_f"}, [rows] * 2
+    gradients = {"w_v", "w_f"}, [rows, rows, rows, parts, rows, parts]
+    weights = {"w_q", "w_k", "w_v", "bias"}
+    of_operators: dict[Operator, tuple[set[str], list[Any]]] = {
+        exp_keys: (set(), [rows] * 2),
+        attend: attended,
+        attend_backward: gradients,
+        attend_step: (weights, [rows] * 2),
+        additive_attention: (weights, [rows] * 4),
+        additive_attention_backward: (weights, [rows] * 3 + [parts] * 4),
     }
 
-    def placements(op: Any, outputs: list[Any], *args: Any) -> list[tuple[list[Any], list[Any]]]:
-        tensors = [hasattr(arg, "tensor_meta") for arg in args]
+    def placements(operator: Operator, *args: Any) -> list[tuple[list[Any], list[Any]]]:
+        without_rows, outputs = of_operators[operator]
+        tensors = {n: hasattr(x, "tensor_meta") for n, x in operator.named(*args).items()}
+        given = list(tensors.items())[: len(args)]
         one_by_one = [
-            (whole if i in weights[op] else rows) if is_tensor else None
-            for i, is_tensor in enumerate(tensors)
+            (whole if name in without_rows else rows) if tensor else None for name, tensor in given
         ]
-        alike = [whole if is_tensor else None for is_tensor in tensors]
-        if args[-1] is not None and op is ops.attend_backward.default:
+        alike = [whole if tensor else None for _, tensor in given]
+        if operator is attend_backward:
             # A gradient that is not asked for is empty, and has no rows.
-            asked = [bool(args[-1] >> bit & 1) for bit in range(4)]
+            needs = args[attend_backward.names.index("needs")]
+            asked = [bool(needs & NEED[name]) for name in attend.inputs]
             outputs = [out if ask else whole for out, ask in zip(outputs, asked, strict=True)]
         return [(outputs, one_by_one), ([whole] * len(outputs), alike)]
 
-    for op, outputs in results.items():
-        register_sharding(op)(functools.partial(placements, op, outputs))
+    for operator in of_operators:
+        register_sharding(operator.overload)(functools.partial(placements, operator))

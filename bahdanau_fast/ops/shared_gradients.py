@@ -14,7 +14,7 @@ Whatever a step cannot leave (it is to be differentiated again, or autograd is n
 shared node this time) it returns to autograd in the ordinary way, and the shared node adds that.
 
 Calls that share a node may still have a ``backward`` each, as if they shared nothing: see
-:class:`~bahdanau_fast.ops.lifetime.Lifetime`.
+:class:`~bahdanau_fast.ops.saved_tensors.PendingBackwards`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bahdanau_fast import checks, reference
-from bahdanau_fast.ops.lifetime import Held, Lifetime
+from bahdanau_fast import checks
+from bahdanau_fast.ops.attend import attend_backward_keys, fingerprint, needs_of
+from bahdanau_fast.ops.saved_tensors import PendingBackwards, SavedTensors
 
 __all__ = ["PendingGradients", "SharedNode", "StepGradients", "share"]
 
@@ -37,7 +38,8 @@ class StepGradients(NamedTuple):
     Attributes:
         queries: (B,Tq,H), projected.
         weights: (B,Tq,Tk), after dropout.
-        valid_lens: None, (B,) or (B,Tq), or a mask (B,1,Tk) or (B,Tq,Tk).
+        valid_lens: None, (B,) or (B,Tq).
+        mask: None, or bool (B,1,Tk) or (B,Tq,Tk).
         grad_context: (B,Tq,Dv) or None.
         grad_scores: (B,Tq,Tk).
     """
@@ -45,6 +47,7 @@ class StepGradients(NamedTuple):
     queries: Tensor
     weights: Tensor
     valid_lens: Tensor | None
+    mask: Tensor | None
     grad_context: Tensor | None
     grad_scores: Tensor
 
@@ -104,9 +107,10 @@ class PendingGradients:
         """The same, which are over now; None where there are none."""
         return self._sums.pop(torch._C._current_graph_task_id(), None)
 
-    def add(self, call: StepGradients) -> None:
-        """Leave a call to the shared node."""
-        self._calls.setdefault(torch._C._current_graph_task_id(), []).append(call)
+    def add(self, *step: Any) -> None:
+        """Leave a call to the shared node: what :class:`StepGradients` has."""
+        calls = self._calls.setdefault(torch._C._current_graph_task_id(), [])
+        calls.append(StepGradients(*step))
 
     def take(self) -> list[StepGradients]:
         """The calls of the backward pass that is running."""
@@ -122,7 +126,7 @@ class SharedNode:
     """
 
     __slots__ = (
-        *("__weakref__", "_bytes", "_grad_fns", "_held", "_lens", "_sources"),
+        *("__weakref__", "_bytes", "_copies", "_grad_fns", "_saved", "_sources"),
         *("pending", "results"),
     )
 
@@ -131,11 +135,11 @@ class SharedNode:
         values: Tensor,
         w_v: Tensor,
         results: tuple[Tensor, Tensor, Tensor],
-        held: Held,
+        saved: SavedTensors,
         pending: PendingGradients,
     ) -> None:
         self._sources = (values, w_v)
-        self._held = held
+        self._saved = saved
         self.results = results
         self.pending = pending
         self._grad_fns = (values.grad_fn, w_v.grad_fn)
@@ -143,7 +147,7 @@ class SharedNode:
         # the bytes of what came in have to be the same as well.
         copied = values.dtype != results[1].dtype or w_v.dtype != results[2].dtype
         self._bytes = _fingerprint(values, w_v) if copied else None
-        self._lens: Tensor | None = None
+        self._copies: dict[str, Tensor] = {}
 
     def node(self) -> Any:
         """The shared node."""
@@ -162,7 +166,7 @@ class SharedNode:
         """Whether a call with these may go by the shared node."""
         return (
             torch.is_grad_enabled()
-            and not self._held.released
+            and not self._saved.released
             and self._is(values, 0)
             and self._is(w_v, 1)
             and (self._bytes is None or self._bytes == _fingerprint(values, w_v))
@@ -181,19 +185,21 @@ class SharedNode:
             )
         )
 
-    def lens(self, valid_lens: Tensor | None) -> Tensor | None:
-        """A copy of the lengths of a call, for its backward; one copy for calls with the same."""
-        if valid_lens is None:
+    def copies(self, lens: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Of lengths and mask of a call, for its backward; the same for calls with the same."""
+        return self._copy("lens", lens), self._copy("mask", mask)
+
+    def _copy(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
             return None
-        kept = self._lens
-        if kept is not None and kept.dtype == valid_lens.dtype and torch.equal(kept, valid_lens):
-            return kept
-        self._lens = valid_lens.detach().clone()
-        return self._lens
+        kept = self._copies.get(name)
+        if kept is None or kept.dtype != tensor.dtype or not torch.equal(kept, tensor):
+            kept = self._copies[name] = tensor.detach().clone()
+        return kept
 
 
 def _fingerprint(values: Tensor, w_v: Tensor) -> Any:
-    return torch.ops.bahdanau_fast.fingerprint(values, w_v, None)
+    return fingerprint.now(values, w_v)
 
 
 def share(
@@ -202,7 +208,7 @@ def share(
     keys_max: Tensor | None,
     values: Tensor,
     w_v: Tensor,
-    lifetime: Lifetime,
+    backwards: PendingBackwards,
 ) -> SharedNode | None:
     """Put the shared node behind keys, values and w_v; None where no gradient will be asked for.
 
@@ -212,7 +218,7 @@ def share(
         keys_max: likewise.
         values: (B,Tk,Dv).
         w_v: (1,H) or (H,).
-        lifetime: of what the calls share.
+        backwards: of what the calls share.
     """
     if (
         torch.compiler.is_compiling()
@@ -225,16 +231,16 @@ def share(
         return None
     inputs = (keys, values.to(keys.dtype), w_v.to(keys.dtype))
     # The calls themselves save values and w_v as well, and see changes in place.
-    held = Held(lifetime, keys, inputs[1].data, inputs[2].data, table, keys_max)
+    saved = SavedTensors(backwards, keys, inputs[1].data, inputs[2].data, table, keys_max)
     pending = PendingGradients()
-    results = _Share.apply(*inputs, held, pending)  # type: ignore[no-untyped-call]
-    return SharedNode(values, w_v, results, held, pending)
+    results = _Share.apply(*inputs, saved, pending)  # type: ignore[no-untyped-call]
+    return SharedNode(values, w_v, results, saved, pending)
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *tensors, ctx.held, ctx.pending = inputs
+        *tensors, ctx.saved, ctx.pending = inputs
         ctx.set_materialize_grads(False)
         results = [tensor.detach() for tensor in tensors]
         asked = zip(results, ctx.needs_input_grad, strict=False)
@@ -244,8 +250,8 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         calls, kept = ctx.pending.take(), ctx.pending.take_sums()
-        saved = ctx.held.get()
-        ctx.held.after_backward()
+        saved = ctx.saved.get()
+        ctx.saved.after_backward()
         found: Sequence[Tensor | None] = grads
         if calls:
             found = tuple(map(_add, _sums(calls, saved, ctx.needs_input_grad[:3]), found))
@@ -261,19 +267,16 @@ def _sums(
     keys, values, w_v, table, keys_max = saved
     assert values is not None
     calls.reverse()  # backward ran from the last step to the first
-    queries, weights, lens, contexts, scores = zip(*calls, strict=True)
-    results = torch.ops.bahdanau_fast.attend_backward_keys(
-        _join(queries),
-        keys,
-        table,
-        keys_max,
-        values,
-        w_v,
-        _join_lens(lens, queries, values.shape[1]),
+    queries, weights, lens, masks, contexts, scores = zip(*calls, strict=True)
+    results = attend_backward_keys.overload(
         _join(weights),
         _join_contexts(contexts, queries, values),
         _join(scores),
-        sum(2 << i for i, need in enumerate(needed) if need),  # ops.NEED_KEYS and so on
+        needs_of(("keys", "values", "w_v"), needed),
+        *(_join(queries), keys, values, w_v),
+        _join_lens(lens, queries, values.shape[1]),
+        _join_masks(masks, queries, values.shape[1]),
+        *(table, keys_max),
     )
     return [grad if need else None for grad, need in zip(results, needed, strict=True)]
 
@@ -286,11 +289,8 @@ def _join_lens(
     lens: Sequence[Tensor | None], queries: Sequence[Tensor], keys_len: int
 ) -> Tensor | None:
     first = lens[0]
-    for_all = first is None or first.dim() == 1 or (first.dim() == 3 and first.shape[1] == 1)
-    if for_all and all(each is first for each in lens):
+    if (first is None or first.dim() == 1) and all(each is first for each in lens):
         return first
-    if any(each is not None and each.dim() == 3 for each in lens):
-        return _join_masks(lens, queries, keys_len)
     per_query = []
     for each, asked in zip(lens, queries, strict=True):
         whole = asked.new_full((), keys_len, dtype=torch.float64) if each is None else each.double()
@@ -299,13 +299,17 @@ def _join_lens(
     return _join(per_query)
 
 
-def _join_masks(lens: Sequence[Tensor | None], queries: Sequence[Tensor], keys_len: int) -> Tensor:
-    masks = []
-    for each, asked in zip(lens, queries, strict=True):
-        whole = asked.new_ones((1, 1, keys_len), dtype=torch.bool)
-        mask = whole if each is None else reference.valid_mask(each, keys_len)
-        masks.append(mask.expand(*asked.shape[:2], keys_len))
-    return _join(masks)
+def _join_masks(
+    masks: Sequence[Tensor | None], queries: Sequence[Tensor], keys_len: int
+) -> Tensor | None:
+    first = masks[0]
+    if (first is None or first.shape[1] == 1) and all(each is first for each in masks):
+        return first
+    per_query = []
+    for mask, asked in zip(masks, queries, strict=True):
+        whole = asked.new_ones((1, 1, keys_len), dtype=torch.bool) if mask is None else mask
+        per_query.append(whole.expand(*asked.shape[:2], keys_len))
+    return _join(per_query)
 
 
 def _join_contexts(

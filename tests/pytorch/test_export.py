@@ -10,7 +10,7 @@ import torch
 from torch.export import Dim
 
 import bahdanau_fast as bf
-from bahdanau_fast.decompositions import TABLE
+from bahdanau_fast.ops.decompositions import TABLE
 
 B, Tq, Tk = Dim("B", min=2, max=1024), Dim("Tq", min=2, max=4096), Dim("Tk", min=2, max=4096)
 DYNAMIC = ({0: B, 1: Tq}, {0: B, 1: Tk}, {0: B, 1: Tk}, {0: B})

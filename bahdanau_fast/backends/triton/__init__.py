@@ -1,10 +1,9 @@
 """The Triton backend: importing this module makes it an implementation of the operators."""
 
-from bahdanau_fast import ops
-from bahdanau_fast.backends.availability import cuda_problem, interpreted
+from bahdanau_fast.backends.availability import interpreted
 from bahdanau_fast.backends.triton.backward import attend_backward
-from bahdanau_fast.backends.triton.forward import attend
+from bahdanau_fast.backends.triton.forward import attend, attend_step
+from bahdanau_fast.ops.operator import implement
 
-# Behind the dispatch key stands the CUDA C++ backend, where it is there.
-behind_key = not interpreted() and cuda_problem() is not None
-ops.implement("triton", attend, attend_backward, "CUDA" if behind_key else None)
+_key = "CPU" if interpreted() else "CUDA"
+implement("triton", _key, attend=attend, attend_backward=attend_backward, attend_step=attend_step)

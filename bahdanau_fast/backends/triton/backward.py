@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import ops
 from bahdanau_fast.backends.triton.call import Call, Table, make_table, rows
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
@@ -16,48 +15,65 @@ from bahdanau_fast.kernels.backward import (
     grad_weights_kernel,
 )
 from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
+from bahdanau_fast.ops.attend import NEED
 
 __all__ = ["attend_backward"]
 
 
-def attend_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator ``attend_backward``.
-
-    Its arguments are those of ``AttendInputs``, then ``weights``, ``grad_context``,
-    ``grad_weights`` and ``needs``.
+def attend_backward(
+    weights: Tensor,
+    grad_context: Tensor | None,
+    grad_weights: Tensor | None,
+    needs: int,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    w_v: Tensor,
+    features: Tensor | None,
+    w_f: Tensor | None,
+    valid_lens: Tensor | None,
+    mask: Tensor | None,
+    table: Tensor | None,
+    keys_max: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    activation: int,
+    negative_slope: float,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    """The operator ``attend_backward``; see :mod:`ops.attend`.
 
     Returns:
-        Gradients of queries, keys, values and w_v, as far as ``needs`` asks; else (0,).
+        Gradients of queries, keys, values and w_v, as far as ``needs`` asks, else (0,); and two
+        that are empty.
 
     Raises:
         TypeError: a dtype that these kernels do not compute, or lengths that are bool.
-        ValueError: a mask, or lengths of another shape or device.
+        ValueError: a mask, features or another activation, or lengths of another shape or device.
     """
-    given = ops.AttendInputs(*inputs[:9])
-    weights, grad_context, grad_weights, needs = inputs[9:]
-    call = Call(given)
+    given = (valid_lens, mask, seed, dropout_p, features, activation)
+    call = Call(queries, keys, values, w_v, *given)
+    needed = {name: bool(needs & bit) for name, bit in NEED.items()}
 
-    def gradient(of: Tensor, bit: int) -> Tensor:
-        shape = tuple(of.shape) if needs & bit else (0,)
-        return torch.empty(shape, dtype=of.dtype, device=of.device)
+    def gradient(of: Tensor, name: str) -> Tensor:
+        return of.new_empty(of.shape if needed[name] else (0,))
 
-    grad_queries = gradient(given.queries, ops.NEED_QUERIES)
-    grad_keys = gradient(given.keys, ops.NEED_KEYS)
-    grad_values = gradient(given.values, ops.NEED_VALUES)
-    grad_w = gradient(given.w_v, ops.NEED_W_V)
+    grad_queries, grad_keys = gradient(queries, "queries"), gradient(keys, "keys")
+    grad_values, grad_w = gradient(values, "values"), gradient(w_v, "w_v")
     grads = (grad_queries, grad_keys, grad_values, grad_w)
+    none = (call.new(0, dtype=torch.float32), call.new(0, dtype=torch.float32))
     if call.batch * call.queries_len * call.keys_len == 0:
         for grad in grads:
             grad.zero_()
-        return grads
+        return (*grads, *none)
     weights = weights.contiguous()
     with call.guard():
-        if needs & ops.NEED_VALUES:
+        if needed["values"]:
             _grad_values(call, weights, grad_context, grad_values)
-        if needs & (ops.NEED_QUERIES | ops.NEED_KEYS | ops.NEED_W_V):
+        if needed["queries"] or needed["keys"] or needed["w_v"]:
             grad_scores = _grad_scores(call, weights, grad_context, grad_weights)
             _grad_tanh(call, grad_scores, *grads[:2], grad_w)
-    return grads
+    return (*grads, *none)
 
 
 def _grad_values(

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from bahdanau_fast import checks, limits, ops
+from bahdanau_fast import checks, limits
 from bahdanau_fast.backends import availability
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.tables import tables_kernel
@@ -24,15 +24,38 @@ class Call:
     """What the kernels of one call have in common.
 
     Args:
-        inputs: of the operator.
+        queries: (B,Tq,H), or raw queries; the others likewise, as the operators have them.
+        keys: (B,Tk,H).
+        values: (B,Tk,Dv).
+        w_v: (1,H) or (H,).
+        valid_lens: None, (B,) or (B,Tq).
+        mask: has to be None.
+        seed: (1,) int64, with dropout.
+        dropout_p: probability of dropping a weight.
+        features: have to be None.
+        activation: has to be 0, tanh.
 
     Raises:
         TypeError: a dtype that these kernels do not compute, or lengths that are bool.
-        ValueError: a mask, or lengths of another shape or device.
+        ValueError: a mask, features or another activation, or lengths of another shape or device.
     """
 
-    def __init__(self, inputs: ops.AttendInputs) -> None:
-        queries, keys, _, _, values, w_v, valid_lens, seed, dropout_p = inputs
+    def __init__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        w_v: Tensor,
+        valid_lens: Tensor | None,
+        mask: Tensor | None,
+        seed: Tensor | None = None,
+        dropout_p: float = 0.0,
+        features: Tensor | None = None,
+        activation: int = 0,
+    ) -> None:
+        if mask is not None or features is not None or activation != 0:
+            need = "take no mask, no features and no activation but tanh"
+            checks.reject(ValueError, "Triton kernels", need, "one")
         if queries.dtype not in DTYPES:
             checks.reject(TypeError, "queries", "be float32, bfloat16 or float16", queries.dtype)
         self.queries, self.keys, self.values = map(rows, (queries, keys, values))
@@ -40,7 +63,8 @@ class Call:
         self.batch, self.queries_len = queries.shape[:2]
         self.hidden = w_v.numel()
         self.keys_len, self.features = values.shape[1:]
-        _check_lens(valid_lens, queries)
+        # The kernels would read whatever comes as lengths, also past its end.
+        checks.lens(valid_lens, self.batch, self.queries_len, queries.device)
         self.device, self.size = queries.device, queries.element_size()
         self.limits = limits.of_gpu(queries.device)
         elements = self.batch * self.queries_len * self.keys_len * self.hidden
@@ -75,15 +99,6 @@ class Call:
     def guard(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device: make that the one of the inputs."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
-
-def _check_lens(valid_lens: Tensor | None, queries: Tensor) -> None:
-    """The kernels would read whatever comes as lengths, also past its end."""
-    batch, queries_len = queries.shape[:2]
-    if valid_lens is not None and valid_lens.dim() == 3:
-        need = f"have shape ({batch},) or ({batch}, {queries_len}): Triton kernels take no mask"
-        checks.reject(ValueError, "valid_lens", need, tuple(valid_lens.shape))
-    checks.lens(valid_lens, batch, queries_len, queries.device)
 
 
 class Table(NamedTuple):

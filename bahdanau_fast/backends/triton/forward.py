@@ -16,13 +16,30 @@ from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
 from bahdanau_fast.kernels.step import combine_kernel, step_kernel
-from bahdanau_fast.ops import AttendInputs
 
-__all__ = ["attend", "step_from_raw"]
+__all__ = ["attend", "attend_step"]
 
 
-def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """The operator ``attend``: its arguments, those of ``AttendInputs`` and ``need_weights``.
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    w_v: Tensor,
+    features: Tensor | None,
+    w_f: Tensor | None,
+    valid_lens: Tensor | None,
+    mask: Tensor | None,
+    table: Tensor | None,
+    keys_max: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    activation: int,
+    negative_slope: float,
+    need_weights: bool,
+    precise: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """The operator ``attend``; see :mod:`ops.attend`.
 
     ``table`` and ``keys_max`` are not read: these kernels make what they need in registers.
 
@@ -31,35 +48,36 @@ def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
 
     Raises:
         TypeError: a dtype that these kernels do not compute, or lengths that are bool.
-        ValueError: a mask, or lengths of another shape or device.
+        ValueError: a mask, features or another activation, or lengths of another shape or device.
     """
-    given, need_weights = AttendInputs(*inputs[:-1]), inputs[-1]
-    call = Call(given)
+    given = (valid_lens, mask, seed, dropout_p, features, activation)
+    call = Call(queries, keys, values, w_v, *given)
     context, weights = _results(call, need_weights)
     if context.numel() + weights.numel() == 0 or call.keys_len == 0:
         return context, weights
     shared = plans.step_shared(call.queries_len, call.features, call.size)
     step = is_gpu_step(call.queries_len, call.features, call.wide, shared, call.limits)
     chunk = plans.query_chunk(call.batch, call.keys_len, call.limits.step_queries + 1)
-    # A weight's place decides whether it is dropped: with dropout the queries stay together.
-    if not need_weights and not step and chunk < call.queries_len and not call.drops:
-        for part in range(0, call.queries_len, chunk):
-            some = slice(part, part + chunk)
-            lens = given.valid_lens
-            if lens is not None and lens.dim() == 2:
-                lens = lens[:, some]
-            part_of = given._replace(queries=given.queries[:, some], valid_lens=lens)
-            context[:, some] = attend(*part_of, False)[0]
-        return context, weights
     with call.guard():
         if step:
             _step(call, context, weights)
-        else:
+        # A weight's place decides whether it is dropped: with dropout the queries stay together.
+        elif need_weights or chunk >= call.queries_len or call.drops:
             _many(call, context, weights)
+        else:
+            for part in range(0, call.queries_len, chunk):
+                some = slice(part, part + chunk)
+                lens = valid_lens
+                if lens is not None and lens.dim() == 2:
+                    lens = lens[:, some]
+                part_of = Call(queries[:, some], keys, values, w_v, lens, None)
+                out, none = _results(part_of, False)
+                _many(part_of, out, none)
+                context[:, some] = out
     return context, weights
 
 
-def step_from_raw(
+def attend_step(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -68,29 +86,17 @@ def step_from_raw(
     bias: Tensor | None,
     w_v: Tensor,
     valid_lens: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
+    mask: Tensor | None,
+    table: Tensor | None,
+    keys_max: Tensor | None,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """A step that projects for itself; without gradients.
-
-    Args:
-        queries: (B,Tq,Dq), Tq at most 16; or (B,Tq,H) projected, with ``w_q`` None.
-        keys: (B,Tk,Dk); or (B,Tk,H) projected, with ``w_k`` None.
-        values: (B,Tk,Dv).
-        w_q: (H,Dq) or None.
-        w_k: (H,Dk) or None.
-        bias: (H,) or None; with ``w_k``.
-        w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq).
-        seed: (1,) int64, with dropout.
-        dropout_p: probability of dropping a weight.
-        need_weights: whether the weights are wanted.
+    """The operator ``attend_step``; see :mod:`ops.whole`. Tq is at most 16.
 
     Returns:
         Context (B,Tq,Dv) and fp32 weights (B,Tq,Tk); (0,) if not wanted.
     """
-    call = Call(AttendInputs(queries, keys, None, None, values, w_v, valid_lens, seed, dropout_p))
+    call = Call(queries, keys, values, w_v, valid_lens, mask)
     context, weights = _results(call, need_weights)
     if context.numel() + weights.numel() and call.keys_len:
         with call.guard():

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from bahdanau_fast.fuse.step import Located, Step
+from bahdanau_fast.call import Located
+from bahdanau_fast.fuse.step import Step
 from bahdanau_fast.modules.layers import (
     apply_layer,
     is_unchanged,

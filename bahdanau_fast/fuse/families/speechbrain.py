@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from bahdanau_fast.call import Located
 from bahdanau_fast.fuse.families.family import Draw, Family, Outputs, located, scoring
-from bahdanau_fast.fuse.step import Located, Step
+from bahdanau_fast.fuse.step import Step
 from bahdanau_fast.modules.layers import apply_layer
 from bahdanau_fast.reference import TANH, Inside
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from bahdanau_fast.call import Located
 from bahdanau_fast.fuse.families.family import (
     Draw,
     Family,
@@ -16,7 +17,7 @@ from bahdanau_fast.fuse.families.family import (
     located,
     scoring,
 )
-from bahdanau_fast.fuse.step import Located, Step
+from bahdanau_fast.fuse.step import Step
 from bahdanau_fast.modules.layers import is_unchanged
 from bahdanau_fast.reference import TANH, Inside
 

@@ -20,6 +20,7 @@ from bahdanau_fast.fuse.families.family import (
     scoring,
 )
 from bahdanau_fast.fuse.step import Step
+from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.layers import apply_layer
 from bahdanau_fast.reference import TANH, Inside
@@ -27,13 +28,14 @@ from bahdanau_fast.reference import TANH, Inside
 __all__ = ["Course", "OneState", "TwoInputs"]
 
 
-class _Borrowed(Additive):
+class _Borrowed(AdditiveAttention):
     """This package's module on the layers of another, which stay that other's."""
 
     _query_layer, _key_layer, _score_layer = "query", "key", "score"
 
     def __init__(self) -> None:
-        super().__init__(0, 0.0, True)
+        Additive.__init__(self, 0, 0.0)
+        self._remember(cache_keys=True)
         self.bias = None
 
     def borrow(self, module: nn.Module, names: Roles) -> None:

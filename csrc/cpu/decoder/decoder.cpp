@@ -1,5 +1,5 @@
 // A recurrent decoder that attends at every step, over a whole sequence in one call: given inputs,
-// or the likeliest token fed back. The operators of bahdanau_fast/decoding.py for CPU tensors.
+// or the likeliest token fed back. The operators of bahdanau_fast/ops/decode.py for CPU tensors.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -123,11 +123,12 @@ class Forward {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode(
     const Tensor& input_gates, const Tensor& hidden, MaybeTensor cell, const Tensor& keys,
     MaybeTensor table, MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens,
-    const Tensor& w_query, const Tensor& w_v, const Tensor& w_context, const Tensor& w_input,
-    const Tensor& w_hidden, const Tensor& bias, MaybeTensor masks, MaybeTensor seed,
-    double dropout_p, bool keep) {
-  Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
-            Exponentials::tabled);
+    MaybeTensor mask, const Tensor& w_query, const Tensor& w_v, const Tensor& w_context,
+    const Tensor& w_input, const Tensor& w_hidden, const Tensor& bias, MaybeTensor masks,
+    MaybeTensor seed, double dropout_p, bool keep) {
+  const Options options{std::nullopt, std::nullopt, valid_lens, mask,
+                        table,        keys_max,     seed,       dropout_p};
+  Inputs in(queries_of_step(keys), keys, values, w_v, options, Exponentials::tabled);
   const Weights w{w_query, w_context, w_input, w_hidden, bias};
   const Decoder d(length(input_gates, 3, "input_gates"), hidden, cell, in, w, masks);
   d.check(input_gates, {d.T, d.B, d.G}, "input_gates");
@@ -156,12 +157,12 @@ int64_t likeliest(const A* logits, int64_t n, const std::vector<char>& left_out)
 std::tuple<Tensor, Tensor> decode_greedy(
     const Tensor& embedding, const Tensor& w_embedded, const Tensor& input_bias,
     const Tensor& hidden, MaybeTensor cell, const Tensor& keys, MaybeTensor table,
-    MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens, const Tensor& w_query,
-    const Tensor& w_v, const Tensor& w_context, const Tensor& w_input, const Tensor& w_hidden,
-    const Tensor& bias, const Tensor& w_dense, const Tensor& dense_bias, const Tensor& left_out,
-    int64_t first, int64_t last, int64_t blank, int64_t max_steps) {
-  Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, std::nullopt,
-            0.0, Exponentials::tabled);
+    MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens, MaybeTensor mask,
+    const Tensor& w_query, const Tensor& w_v, const Tensor& w_context, const Tensor& w_input,
+    const Tensor& w_hidden, const Tensor& bias, const Tensor& w_dense, const Tensor& dense_bias,
+    const Tensor& left_out, int64_t first, int64_t last, int64_t blank, int64_t max_steps) {
+  const Options options{std::nullopt, std::nullopt, valid_lens, mask, table, keys_max};
+  Inputs in(queries_of_step(keys), keys, values, w_v, options, Exponentials::tabled);
   const Weights w{w_query, w_context, w_input, w_hidden, bias};
   STD_TORCH_CHECK(max_steps > 0 && max_steps <= kMostSteps, "max_steps must be between 1 and ",
                   kMostSteps);

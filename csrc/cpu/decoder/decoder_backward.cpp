@@ -1,6 +1,6 @@
 // Backward through all steps of a decoder. Gradients that no earlier step depends on (of the
 // weights, keys and values) are computed afterwards, by one product each over all steps
-// (decoding.py).
+// (ops/decode.py).
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -12,14 +12,15 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backward(
     const Tensor& hidden, MaybeTensor cell, const Tensor& keys, MaybeTensor table,
-    MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens, const Tensor& w_query,
-    const Tensor& w_v, const Tensor& w_context, const Tensor& w_input, const Tensor& w_hidden,
-    const Tensor& bias, MaybeTensor masks, MaybeTensor seed, double dropout_p, const Tensor& states,
-    const Tensor& cells, const Tensor& queries, const Tensor& weights, const Tensor& gates,
-    MaybeTensor grad_states, MaybeTensor grad_hidden, MaybeTensor grad_cell,
-    MaybeTensor grad_weights) {
-  Inputs in(queries_of_step(keys), keys, table, keys_max, values, w_v, valid_lens, seed, dropout_p,
-            Exponentials::tabled);
+    MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens, MaybeTensor mask,
+    const Tensor& w_query, const Tensor& w_v, const Tensor& w_context, const Tensor& w_input,
+    const Tensor& w_hidden, const Tensor& bias, MaybeTensor masks, MaybeTensor seed,
+    double dropout_p, const Tensor& states, const Tensor& cells, const Tensor& queries,
+    const Tensor& weights, const Tensor& gates, MaybeTensor grad_states, MaybeTensor grad_hidden,
+    MaybeTensor grad_cell, MaybeTensor grad_weights) {
+  const Options options{std::nullopt, std::nullopt, valid_lens, mask,
+                        table,        keys_max,     seed,       dropout_p};
+  Inputs in(queries_of_step(keys), keys, values, w_v, options, Exponentials::tabled);
   const Decoder d(length(queries, 3, "queries"), hidden, cell, in,
                   {w_query, w_context, w_input, w_hidden, bias}, masks);
   const int64_t T = d.T, B = d.B, H = d.H, L = d.L;

@@ -84,17 +84,18 @@ Norms norms(const std::vector<double>& w) {
 }  // namespace
 
 template <class Queries, class Keys>
-Inputs::Inputs(const Queries& queries, const Keys& keys, const MaybeTensor& table,
-               const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
-               const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
-               Exponentials exponentials, const Inside& inside) {
+Inputs::Inputs(const Queries& queries, const Keys& keys, const Tensor& values, const Tensor& w_v,
+               const Options& options, Exponentials exponentials) {
   check_cpu(queries, "queries");
   Problem& p = problem;
-  kind = read_sizes(queries, keys, values, w_v, dropout_p, false, false, check_cpu, &p);
+  kind = read_sizes(queries, keys, values, w_v, options.dropout_p, false, false, check_cpu, &p);
   storage = queries.scalar_type();
-  const bool float_table = table.has_value() && table->scalar_type() == ScalarType::Float;
+  const bool float_table =
+      options.table.has_value() && options.table->scalar_type() == ScalarType::Float;
+  const bool in_fp32 =
+      float_table || (!options.precise && p.B * p.Tk * p.H > kMaxFp64ForwardTableElements);
   kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H,
-                        float_table ? kMaxFp64ForwardTableElements : kMaxFp64CpuElements);
+                        in_fp32 ? kMaxFp64ForwardTableElements : kMaxFp64CpuElements);
   owned_.reserve(4);  // as many as most calls have; likewise the buffers
   buffers_.reserve(4);
   const std::vector<double> w = to_doubles(w_v, "w_v");
@@ -104,21 +105,21 @@ Inputs::Inputs(const Queries& queries, const Keys& keys, const MaybeTensor& tabl
   p.queries = view_of(queries, owned_);
   p.keys = view_of(keys, owned_);
   p.values = view_of(values, owned_);
-  p.dropout = dropout_p > 0.0;
-  if (p.dropout) {
-    p.seed = static_cast<uint64_t>(*seed_data(seed, check_cpu));
-  }
-  set_general(inside);
+  p.dropout = options.dropout_p > 0.0;
+  if (p.dropout) p.seed = static_cast<uint64_t>(*seed_data(options.seed, check_cpu));
+  set_general(options);
   if (p.empty()) return;
   set_w(w, w_norms.largest);
-  set_key_counts(valid_lens);
-  if (!p.general.used) set_table(table, keys_max, exponentials);
+  key_counts_.assign(p.B * p.Tq, p.Tk);
+  p.key_counts = key_counts_.data();
+  if (options.valid_lens.has_value()) set_key_counts(*options.valid_lens);
+  if (options.mask.has_value()) set_mask(*options.mask);
+  if (!p.general.used) set_table(options.table, options.keys_max, exponentials);
 }
 
-#define BF_INPUTS(Queries, Keys)                                                                \
-  template Inputs::Inputs(const Queries&, const Keys&, const MaybeTensor&, const MaybeTensor&,  \
-                          const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&, \
-                          double, Exponentials, const Inside&);
+#define BF_INPUTS(Queries, Keys)                                                     \
+  template Inputs::Inputs(const Queries&, const Keys&, const Tensor&, const Tensor&, \
+                          const Options&, Exponentials);
 BF_INPUTS(Tensor, Tensor)
 BF_INPUTS(OwnRows, Tensor)
 BF_INPUTS(OwnRows, OwnRows)
@@ -145,6 +146,17 @@ void read(const Tensor& t, const char* name, int64_t offset, int64_t stride, int
 std::vector<double> to_doubles(const Tensor& tensor, const char* name) {
   std::vector<double> out(tensor.numel());
   read(tensor, name, 0, tensor.numel() > 1 ? tensor.stride(-1) : 1, tensor.numel(), out.data());
+  return out;
+}
+
+// All elements of a contiguous tensor, in the sum type.
+Buffer in_sum_type(const Tensor& tensor, Kind kind, const char* name) {
+  const std::vector<double> from = to_doubles(tensor, name);
+  Buffer out(from.size() * size_of(kind));
+  if (size_of(kind) == 8)
+    std::copy(from.begin(), from.end(), static_cast<double*>(out.get()));
+  else
+    std::copy(from.begin(), from.end(), static_cast<float*>(out.get()));
   return out;
 }
 
@@ -197,7 +209,7 @@ void Inputs::set_features(const Tensor& features, const Tensor& w_f) {
   }
 }
 
-void Inputs::set_general(const Inside& inside) {
+void Inputs::set_general(const Options& inside) {
   Problem& p = problem;
   General& g = p.general;
   STD_TORCH_CHECK(inside.activation >= 0 && inside.activation <= 2,
@@ -221,13 +233,8 @@ void Inputs::set_general(const Inside& inside) {
   size_of(kind) == 8 ? set_features<double>(features, w_f) : set_features<float>(features, w_f);
 }
 
-void Inputs::set_key_counts(const MaybeTensor& valid_lens) {
+void Inputs::set_key_counts(const Tensor& lens) {
   const Problem& p = problem;
-  key_counts_.assign(p.B * p.Tq, p.Tk);
-  problem.key_counts = key_counts_.data();
-  if (!valid_lens.has_value()) return;
-  const Tensor& lens = *valid_lens;
-  if (lens.scalar_type() == ScalarType::Bool) return set_mask(lens);
   const bool by_query = lens_by_query(lens, p, check_cpu);
   std::vector<double> row(by_query ? p.Tq : p.B);
   if (!by_query) read(lens, "valid_lens", 0, lens.stride(0), p.B, row.data());
@@ -240,17 +247,17 @@ void Inputs::set_key_counts(const MaybeTensor& valid_lens) {
 
 namespace {
 
-// The number of keys up to the last true one, and whether all of these are true.
+// Of the first `count` keys: the number up to the last true one, and whether all of these are true.
 struct Seen {
   int64_t keys;
   bool prefix;
 };
 
-Seen seen_in(const uint8_t* row, int64_t Tk) {
-  const void* gap = std::memchr(row, 0, Tk);
-  if (gap == nullptr) return {Tk, true};
+Seen seen_in(const uint8_t* row, int64_t count) {
+  const void* gap = std::memchr(row, 0, count);
+  if (gap == nullptr) return {count, true};
   const int64_t first = static_cast<const uint8_t*>(gap) - row;
-  int64_t end = Tk;
+  int64_t end = count;
   for (uint64_t word = 0; end - first >= 8; end -= 8) {
     std::memcpy(&word, row + end - 8, 8);
     if (word != 0) break;
@@ -261,24 +268,22 @@ Seen seen_in(const uint8_t* row, int64_t Tk) {
 
 }  // namespace
 
+// Where the lengths leave nothing, or the mask nothing of that, a count is 0.
 void Inputs::set_mask(const Tensor& mask) {
   Problem& p = problem;
   check_cpu(mask, "mask");
-  STD_TORCH_CHECK(mask.dim() == 3 && mask.size(0) == p.B &&
-                      (mask.size(1) == 1 || mask.size(1) == p.Tq) && mask.size(2) == p.Tk,
-                  "mask must have shape (B, 1, Tk) or (B, Tq, Tk)");
+  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool && mask.dim() == 3 &&
+                      mask.size(0) == p.B && (mask.size(1) == 1 || mask.size(1) == p.Tq) &&
+                      mask.size(2) == p.Tk,
+                  "mask must be bool, (B, 1, Tk) or (B, Tq, Tk)");
   View view = view_of(mask, owned_);
   if (mask.size(1) == 1) view.row_stride = 0;
   bool prefixes = true;
   for (int64_t b = 0; b < p.B; ++b)
     for (int64_t i = 0; i < p.Tq; ++i) {
       int64_t& count = key_counts_[b * p.Tq + i];
-      if (i > 0 && view.row_stride == 0) {
-        count = key_counts_[b * p.Tq];
-        continue;
-      }
       const int64_t at = b * view.batch_stride + i * view.row_stride;
-      const Seen seen = seen_in(static_cast<const uint8_t*>(view.data) + at, p.Tk);
+      const Seen seen = seen_in(static_cast<const uint8_t*>(view.data) + at, count);
       count = seen.keys;
       prefixes = prefixes && seen.prefix;
     }

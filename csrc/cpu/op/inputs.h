@@ -49,16 +49,24 @@ Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type);
 // All elements of a one-dimensional (or (1, n)) tensor of any real dtype.
 std::vector<double> to_doubles(const Tensor& tensor, const char* name);
 
+// All elements of a contiguous tensor, in the sum type.
+Buffer in_sum_type(const Tensor& tensor, Kind kind, const char* name);
+
 // max |c| and, unless null, the table of keys (B,Tk,H), into memory of the right size.
 void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, void* keys_max,
                  void* table);
 
-// What a score has inside beside queries and keys; a tanh without features by default.
-struct Inside {
-  MaybeTensor features;  // (B,Tk,C)
-  MaybeTensor w_f;       // (H,C)
+// What a call may have beside queries, keys, values and w_v.
+struct Options {
+  MaybeTensor features, w_f;    // (B,Tk,C), (H,C)
+  MaybeTensor valid_lens;       // (B) or (B,Tq)
+  MaybeTensor mask;             // bool (B,1,Tk) or (B,Tq,Tk)
+  MaybeTensor table, keys_max;  // of exp_keys
+  MaybeTensor seed;             // one int64, with dropout
+  double dropout_p = 0.0;
   int64_t activation = 0;
   double negative_slope = 0.0;
+  bool precise = true;  // a gradient may be asked for
 };
 
 // The exponentials of the keys, where no table of them is given.
@@ -78,15 +86,12 @@ Exponentials exponentials_for(const Queries& queries) {
                              : Exponentials::tabled;
 }
 
-// A Problem, and all the memory it points to. A mask, bool (B,1,Tk) or (B,Tq,Tk), may take the
-// place of valid_lens.
+// A Problem, and all the memory it points to.
 struct Inputs {
   // Queries are a Tensor or OwnRows, keys likewise.
   template <class Queries, class Keys>
-  Inputs(const Queries& queries, const Keys& keys, const MaybeTensor& table,
-         const MaybeTensor& keys_max, const Tensor& values, const Tensor& w_v,
-         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
-         Exponentials exponentials, const Inside& inside = {});
+  Inputs(const Queries& queries, const Keys& keys, const Tensor& values, const Tensor& w_v,
+         const Options& options, Exponentials exponentials);
 
   Problem problem;
   Kind kind;  // that computes
@@ -94,9 +99,9 @@ struct Inputs {
 
  private:
   void set_w(const std::vector<double>& w, double largest);
-  void set_key_counts(const MaybeTensor& valid_lens);
+  void set_key_counts(const Tensor& valid_lens);
   void set_mask(const Tensor& mask);
-  void set_general(const Inside& inside);
+  void set_general(const Options& options);
   template <class A>
   void set_features(const Tensor& features, const Tensor& w_f);
   void set_table(const MaybeTensor& table, const MaybeTensor& keys_max, Exponentials exponentials);

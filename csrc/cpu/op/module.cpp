@@ -1,9 +1,10 @@
-// The Python module: importing it registers the operators of ops.cpp with the CPU dispatch key.
+// The Python module: importing it registers the operators with the CPU dispatch key.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <cstring>
 
+#include "common/limits.h"
 #include "cpu/isa/dispatch.h"
 
 namespace {
@@ -30,10 +31,18 @@ PyObject* set_instruction_set(PyObject*, PyObject* args) {
   return nullptr;
 }
 
+PyObject* most_table_elements_in_fp64(PyObject*, PyObject* precise) {
+  using namespace bahdanau_fast;
+  return PyLong_FromLongLong(PyObject_IsTrue(precise) ? kMaxFp64CpuElements
+                                                      : kMaxFp64ForwardTableElements);
+}
+
 PyMethodDef methods[] = {
     {"instruction_set", get_instruction_set, METH_NOARGS, "The instruction set in use."},
     {"set_instruction_set", set_instruction_set, METH_VARARGS,
      "Use a lesser instruction set, for tests: 'baseline', 'avx2' or 'avx512'."},
+    {"most_table_elements_in_fp64", most_table_elements_in_fp64, METH_O,
+     "Up to how many elements fp32 keys get a table in fp64, if precise or not."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference
 from bahdanau_fast.ops.context import Link, gradients_of_context
 
 __all__ = ["attend_again", "differentiate_again"]
@@ -30,7 +29,7 @@ def attend_again(
         inputs: to be differentiated; the third are the values (B,Tk,Dv).
         needed: which of them want a gradient.
         weights: (B,Tq,Tk), a result of the operator, in its graph.
-        seen: None, (B,) or (B,Tq), or a mask.
+        seen: from :func:`reference.visible`, or None.
         link: what dropout depends on.
         grads: of context, weights and whatever follows, as far as they are there.
 
@@ -50,9 +49,7 @@ def attend_again(
         grad_weights = grad_weights.to(weights.dtype)
         grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
         if seen is not None:  # where a query sees nothing the weights are constants
-            grad_scores = grad_scores.masked_fill(
-                ~reference.valid_mask(seen, weights.shape[2]), 0.0
-            )
+            grad_scores = grad_scores.masked_fill(~seen, 0.0)
     asked = [*needed[:2], False, *needed[3:]]
     found = differentiate_again(scores, inputs, asked, (grad_scores, *others))
     found[2] = grad_values
@@ -71,7 +68,7 @@ def differentiate_again(
         function: the reference on ``inputs``.
         inputs: what the operator was called with.
         needed: which of them want a gradient.
-        grads: of the function's results.
+        grads: of the function's results, as far as they are there.
 
     Returns:
         A gradient, or None, per input.
@@ -86,7 +83,7 @@ def differentiate_again(
     ]
     used = [
         (out.to(grad.dtype), grad)
-        for out, grad in zip(function(*inputs), grads, strict=True)
+        for out, grad in zip(function(*inputs), grads, strict=False)
         if grad is not None
     ]
     wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]

@@ -1,4 +1,4 @@
-"""How long the nodes of the autograd graph that several calls share keep what they were given.
+"""What nodes of the autograd graph save, and how long those keep it that several calls share.
 
 Autograd frees what a node saved once a backward has gone through it. Calls on the same keys share
 the node of the projection, and plain code, which projects at each call, may run a backward for each
@@ -15,23 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Due", "Held", "Lifetime", "after_backward", "changed", "is_asked", "save", "saved"]
+__all__ = [
+    "BackwardToken",
+    "PendingBackwards",
+    "SavedTensors",
+    "after_backward",
+    "changed",
+    "is_asked",
+    "save_inputs",
+    "saved_inputs",
+]
 
 
-class Lifetime:
+class PendingBackwards:
     """The calls whose backward may still come to the nodes they share, from any thread."""
 
-    __slots__ = ("_due", "lock")
+    __slots__ = ("_tokens", "lock")
 
     def __init__(self) -> None:
         # Of each call the backward pass that freed its graph, and is on its way to those nodes.
-        self._due: dict[int, int | None] = {}
+        self._tokens: dict[int, int | None] = {}
         self.lock = threading.Lock()  # a call begins before a node is freed, or after
 
-    def begin(self) -> Due:
+    def begin(self) -> BackwardToken:
         """Count one more; to be kept by the node of the call in the graph."""
         with self.lock:
-            return Due(self._due)
+            return BackwardToken(self._tokens)
 
     def is_over(self, visits: set[int]) -> bool:
         """Whether no backward will come to a node any more.
@@ -39,41 +48,41 @@ class Lifetime:
         Args:
             visits: the backward passes that have been there.
         """
-        return all(visit in visits for visit in list(self._due.values()))
+        return all(visit in visits for visit in list(self._tokens.values()))
 
 
-class Due:
+class BackwardToken:
     """A backward that may still come: until it has freed the graph, or the graph is dropped."""
 
-    __slots__ = ("_due",)
+    __slots__ = ("_tokens",)
 
-    def __init__(self, due: dict[int, int | None]) -> None:
-        self._due = due
-        due[id(self)] = None
+    def __init__(self, tokens: dict[int, int | None]) -> None:
+        self._tokens = tokens
+        tokens[id(self)] = None
 
     def after_backward(self) -> bool:
         """Wait no longer, unless the running backward keeps the graph; whether it is the last."""
         if torch._C._autograd._get_current_graph_task_keep_graph():
             return False
-        self._due[id(self)] = torch._C._current_graph_task_id()
+        self._tokens[id(self)] = torch._C._current_graph_task_id()
         return True
 
     def __del__(self) -> None:
-        self._due.pop(id(self), None)
+        self._tokens.pop(id(self), None)
 
 
-class Held:
+class SavedTensors:
     """What a shared node saves for its backward.
 
     Args:
-        lifetime: of the calls that share the node.
+        backwards: of the calls that share the node.
         tensors: to be saved; None for those that the backward will not need.
         grad_fns: nodes that the gradients go to.
     """
 
     __slots__ = (
         "__weakref__",
-        "_lifetime",
+        "_backwards",
         "_memory",
         "_tensors",
         "_versions",
@@ -83,9 +92,9 @@ class Held:
     )
 
     def __init__(
-        self, lifetime: Lifetime, *tensors: Tensor | None, grad_fns: tuple[Any, ...] = ()
+        self, backwards: PendingBackwards, *tensors: Tensor | None, grad_fns: tuple[Any, ...] = ()
     ) -> None:
-        self._lifetime = lifetime
+        self._backwards = backwards
         self._visits: set[int] = set()
         self.grad_fns = grad_fns
         # The memory of now, whatever `.data =` gives the tensor later; it counts the same versions.
@@ -128,9 +137,9 @@ class Held:
         """Let go of the tensors, if that was the last backward."""
         if torch._C._autograd._get_current_graph_task_keep_graph():
             return
-        with self._lifetime.lock:
+        with self._backwards.lock:
             self._visits.add(torch._C._current_graph_task_id())
-            if not self._lifetime.is_over(self._visits):
+            if not self._backwards.is_over(self._visits):
                 return
             self._tensors, self._memory, self.grad_fns = None, [], ()
         if self.on_release is not None:
@@ -151,14 +160,14 @@ def changed(tensor: Tensor | None, expected: int | None) -> RuntimeError:
     )
 
 
-def save(
+def save_inputs(
     ctx: Any,
     inputs: Sequence[Tensor | None],
     others: Sequence[Tensor | None],
     uses: Sequence[Sequence[int]],
     rows: int = 0,
 ) -> None:
-    """``ctx.save_for_backward``, to be read by :func:`saved`.
+    """``ctx.save_for_backward``, to be read by :func:`saved_inputs`.
 
     Args:
         ctx: of an autograd function whose first arguments are ``inputs``.
@@ -172,7 +181,7 @@ def save(
         ctx.save_for_backward(*inputs, *others)
         ctx.kept = None
         return
-    # The memory of now, as in Held.
+    # The memory of now, as in SavedTensors.
     memory = [None if t is None else t.detach() for t in inputs]
     for i, t in enumerate(inputs[:rows]):
         if t is not None and t.requires_grad and not t.is_contiguous():
@@ -181,7 +190,7 @@ def save(
     ctx.kept = (inputs, memory, _versions(memory), uses)
 
 
-def saved(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tensor | None]:
+def saved_inputs(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tensor | None]:
     """``ctx.saved_tensors``; it minds changes in place only where plain code does.
 
     A node of plain code saves what the gradients through it need, and one that a backward does not
@@ -219,6 +228,6 @@ def is_asked(node: Any) -> bool:
 
 
 def after_backward(ctx: Any) -> None:
-    """Let go of what :func:`save` kept, as autograd does, unless it keeps the graph."""
+    """Let go of what :func:`save_inputs` kept, as autograd does, unless it keeps the graph."""
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         ctx.kept = None

@@ -1,1 +1,0 @@
-"""Operators for scores with features or another activation inside."""

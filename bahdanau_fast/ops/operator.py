@@ -1,0 +1,334 @@
+"""An operator from one description: its schema, the shapes of its results, and its gradient.
+
+PyTorch is told of each operator once: :class:`Operator` defines the schema and registers the fake
+(results without numbers); :class:`Attention`, of operators that attend, the autograd formula of
+compiled code and the node of eager calls. Arguments have the names of the schema everywhere.
+
+The kernels live elsewhere, one per dispatch key: csrc/cpu registers the CPU key when its extension
+loads, csrc/cuda or ``backends.triton`` the CUDA key.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import checks, reference
+from bahdanau_fast.ops.context import Link
+from bahdanau_fast.ops.saved_tensors import (
+    PendingBackwards,
+    after_backward,
+    save_inputs,
+    saved_inputs,
+)
+from bahdanau_fast.ops.second_derivatives import attend_again
+
+__all__ = ["Attention", "Named", "Operator", "implement", "kernel", "name_for"]
+
+library = torch.library.Library("bahdanau_fast", "DEF")
+
+#: Arguments and results of a call, by their names in the schema.
+Named = dict[str, Any]
+#: Gradients of the inputs of an operator from :data:`Named`, which of them are needed, and the
+#: gradients of its results.
+Gradients = Callable[[Named, list[bool], Sequence[Tensor | None]], Sequence[Tensor | None]]
+#: All operators, by name.
+operators: dict[str, Operator] = {}
+
+
+class Operator:
+    """An operator of this package.
+
+    Args:
+        schema: as :mod:`torch.library` has it.
+        fake: results of the right shapes and dtypes; given all arguments by name.
+
+    Attributes:
+        name: in ``torch.ops.bahdanau_fast``.
+        names: of its arguments, in order.
+        defaults: of those that have one, by name.
+        overload: what compiled code calls.
+        now: the same past ``OpOverload.__call__``, for eager calls.
+    """
+
+    def __init__(self, schema: str, fake: Callable[..., Any]) -> None:
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        self.name = schema.partition("(")[0]
+        packet, _, overload = self.name.partition(".")
+        self.overload: Any = getattr(
+            getattr(torch.ops.bahdanau_fast, packet), overload or "default"
+        )
+        self.now: Callable[..., Any] = self.overload._op
+        arguments = self.overload._schema.arguments
+        self.names = tuple(argument.name for argument in arguments)
+        self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        torch.library.register_fake(
+            f"bahdanau_fast::{self.name}",
+            lambda *args, **kwargs: fake(**self.named(*args, **kwargs)),
+            lib=library,
+        )
+        operators[self.name] = self
+
+    def named(self, *args: Any, **kwargs: Any) -> Named:
+        """All arguments of a call by name; PyTorch leaves out those that are the default."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        return {name: given.get(name, self.defaults.get(name)) for name in self.names}
+
+    def differentiate(
+        self, names: Sequence[str], gradients: Gradients, results: Sequence[str] = ()
+    ) -> None:
+        """Register the autograd formula of compiled code.
+
+        Args:
+            names: of the arguments that are differentiated; they come first.
+            gradients: of these.
+            results: names of the last results, as far as the formula reads them.
+        """
+        arguments = self.overload._schema.arguments
+        tensors = [a.name for a in arguments if "Tensor" in str(a.type)]  # in front of numbers
+        count, saved = len(tensors), (*tensors, *results)
+        numbers = self.names[count:]
+
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            arguments = tuple(self.named(*inputs).values())
+            kept = output[-len(results) :] if results else ()
+            ctx.save_for_backward(*arguments[:count], *kept)
+            ctx.numbers, ctx.given = arguments[count:], len(inputs)
+            ctx.set_materialize_grads(False)
+
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            if all(grad is None for grad in grads):
+                return (None,) * ctx.given
+            named = dict(zip(saved, ctx.saved_tensors, strict=True))
+            named |= zip(numbers, ctx.numbers, strict=True)
+            asked = (*ctx.needs_input_grad, *[False] * len(names))
+            found = gradients(named, [bool(need) for need in asked[: len(names)]], grads)
+            return (*found, *[None] * ctx.given)[: ctx.given]
+
+        torch.library.register_autograd(
+            f"bahdanau_fast::{self.name}", backward, setup_context=setup_context, lib=library
+        )
+
+
+class Attention(Operator):
+    """An operator that gives context, weights and maybe more, and is differentiated.
+
+    Its schema has the differentiated inputs first, the values as the third of them; then the other
+    tensors, the last of them the seed of the dropout; then ``dropout_p`` and other numbers.
+
+    Args:
+        schema: as :mod:`torch.library` has it.
+        fake: as for :class:`Operator`.
+        uses: of each differentiated input, the inputs whose gradients need its value.
+        scores: by the reference, from :data:`Named`: the scores, and what the operator gives beside
+            context and weights.
+        gradients: not differentiable again; called with ``shared`` where a call has that.
+        rows: how many inputs, the first, are multiplied by a weight, as for :func:`save_inputs`.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        fake: Callable[..., Any],
+        uses: dict[str, tuple[str, ...]],
+        scores: Callable[[Named], Sequence[Tensor]],
+        gradients: Callable[..., Sequence[Tensor | None]],
+        rows: int = 0,
+    ) -> None:
+        super().__init__(schema, fake)
+        self.inputs, self._scores, self._gradients = tuple(uses), scores, gradients
+        self._uses = [[self.inputs.index(name) for name in use] for use in uses.values()]
+        self._rows = rows
+        _, *results = (result.name for result in self.overload._schema.returns)
+        arguments = self.overload._schema.arguments
+        tensors = [a.name for a in arguments if "Tensor" in str(a.type)]
+        self._saved, self._numbers = (*tensors, *results), self.names[len(tensors) :]
+        self.differentiate(self.inputs, self.gradients, results)
+
+    def gradients(
+        self,
+        named: Named,
+        needed: list[bool],
+        grads: Sequence[Tensor | None],
+        shared: Any = None,
+    ) -> list[Tensor | None]:
+        """Gradients of the inputs, as far as they are needed, in their order.
+
+        Args:
+            named: arguments and results, but the context.
+            needed: which of the inputs want one.
+            grads: of the results; those at the end may be left out.
+            shared: as for :meth:`record`.
+
+        Raises:
+            RuntimeError: the weights were not wanted, which are needed here.
+        """
+        if all(grad is None for grad in grads):
+            return [None] * len(needed)
+        if named.get("need_weights") is False:
+            need = "be called with need_weights=True where a gradient is due"
+            checks.reject(RuntimeError, self.name, need, "False")
+        if torch.is_grad_enabled():
+            return self._differentiable_again(named, needed, grads)
+        options = {} if shared is None else {"shared": shared}
+        found = self._gradients(named, needed, grads, **options)
+        return [grad if need else None for grad, need in zip(found, needed, strict=True)]
+
+    def _differentiable_again(
+        self, named: Named, needed: list[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        def scores(*tensors: Tensor | None) -> Sequence[Tensor]:
+            return self._scores({**named, **dict(zip(self.inputs, tensors, strict=True))})
+
+        inputs = [named[name] for name in self.inputs]
+        link = Link(named["values"], named["seed"], named["dropout_p"])
+        seen = reference.visible(named["valid_lens"], named["mask"], named["weights"].shape[2])
+        return attend_again(scores, inputs, needed, named["weights"], seen, link, grads)
+
+    def record(
+        self,
+        inputs: Sequence[Tensor | None],
+        others: Sequence[Tensor | None],
+        numbers: tuple[Any, ...],
+        shared: Any = None,
+        backwards: PendingBackwards | None = None,
+        backend: str = "cpu",
+    ) -> tuple[Tensor, Link]:
+        """Call it with a node in the autograd graph, in a fraction of the registered path's time.
+
+        Args:
+            inputs: the differentiated ones.
+            others: the other tensors.
+            numbers: all of them.
+            shared: the :class:`SharedNode` that keys, values and w_v are behind, which their
+                gradients are left to, or None.
+            backwards: those that the nodes it shares wait for, or None.
+            backend: that serves the call.
+
+        Returns:
+            Weights (B,Tq,Tk), and a link that has the context.
+        """
+        values = inputs[2]
+        assert values is not None
+        link = Link(values, others[-1], numbers[0])
+        call = (self, others, numbers, shared, backwards, link, backend)
+        weights: Tensor = _Recorded.apply(call, *inputs)  # type: ignore[no-untyped-call]
+        return weights, link
+
+    def forward(self, ctx: Any, inputs: Sequence[Tensor | None], call: tuple[Any, ...]) -> Tensor:
+        """What the node of an eager call does; it keeps in ``ctx`` what backward needs."""
+        _, others, numbers, shared, backwards, link, backend = call
+        with torch._C._AutoDispatchBelowAutograd():
+            link.context, *results = kernel(self, backend)(*inputs, *others, *numbers)
+        # Plain code makes a mask of lengths at once: the caller may change them.
+        lens, mask, *rest = others
+        if lens is not None or mask is not None:
+            lens, mask = (_copies if shared is None else shared.copies)(lens, mask)
+        save_inputs(ctx, inputs, (lens, mask, *rest, *results), self._uses, self._rows)
+        ctx.set_materialize_grads(False)
+        ctx.operator, ctx.numbers, ctx.shared, ctx.link = self, numbers, shared, link
+        ctx.token = None if backwards is None else backwards.begin()
+        weights: Tensor = results[0]
+        return weights
+
+    def backward(self, ctx: Any, grad_weights: Tensor | None) -> list[Tensor | None]:
+        """Gradients of the inputs, from what :meth:`forward` kept."""
+        nodes, shared = None, ctx.shared
+        if shared is not None:  # behind it are the nodes that its gradients are for
+            of_queries, *others = ctx.next_functions
+            nodes = (of_queries, *shared.node().next_functions, *others[3:])
+        named = dict(zip(self._saved, saved_inputs(ctx, nodes), strict=True))
+        named |= zip(self._numbers, ctx.numbers, strict=True)
+        needed, grad_context = list(ctx.needs_input_grad[1:]), ctx.link.take()
+        needed[2] = needed[2] and grad_context is not None
+        found = self.gradients(named, needed, (grad_context, grad_weights), shared)
+        after_backward(ctx)
+        if ctx.token is not None and ctx.token.after_backward():
+            ctx.shared = None
+        return found
+
+
+class _Recorded(torch.autograd.Function):
+    """The node of an eager call; the context gets a node behind it, by the link."""
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Any, ...], *inputs: Tensor | None) -> Tensor:
+        operator: Attention = call[0]
+        return operator.forward(ctx, inputs, call)
+
+    @staticmethod
+    def backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.operator.backward(ctx, grad_weights))
+
+
+def _copies(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.clone() for tensor in tensors]
+
+
+# Kernels of backends written in Python, by the name of the operator.
+_in_python: dict[str, dict[str, Callable[..., Any]]] = {}
+# Those whose dispatch key has other kernels, too.
+_beside_others: set[str] = set()
+
+
+def kernel(operator: Operator, backend: str) -> Callable[..., Any]:
+    """What an eager call of an operator runs.
+
+    Args:
+        operator: any.
+        backend: that serves the call.
+    """
+    written = _in_python.get(backend)
+    return operator.now if written is None else written[operator.name]
+
+
+def name_for(backend: str, traced: bool) -> str:
+    """The argument ``backend`` of an operator: empty for the kernel behind the dispatch key.
+
+    Args:
+        backend: that serves the call.
+        traced: the call is traced; its code may run where the key has other kernels.
+    """
+    return backend if backend in (_beside_others if traced else _in_python) else ""
+
+
+def implement(backend: str, dispatch_key: str, **kernels: Callable[..., Any]) -> None:
+    """Take in a backend written in Python, for a dispatch key that may have kernels already.
+
+    Eager calls run its kernels directly. Compiled code calls an operator, whose argument
+    ``backend`` then chooses between it and what was there.
+
+    Args:
+        backend: its name.
+        dispatch_key: of the tensors it serves.
+        kernels: by the name of the operator, with its arguments and results.
+    """
+    _in_python[backend] = kernels
+    for name, function in kernels.items():
+        if "backend" in operators[name].names:
+            _put_behind(dispatch_key, operators[name], backend, function)
+
+
+def _put_behind(key: str, operator: Operator, backend: str, function: Callable[..., Any]) -> None:
+    has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = f"bahdanau_fast::{operator.name}"
+    before: Any = torch.library.get_kernel(name, key) if has_kernel(name, key) else None
+    if before is not None:
+        _beside_others.add(backend)
+
+    def choose(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        named = operator.named(*args, **kwargs)
+        if named["backend"] == backend or (before is None and not named["backend"]):
+            return function(*(named[each] for each in operator.names))
+        if before is None:  # code exported by another process
+            need = "be loaded: call bahdanau_fast.backends.available()"
+            checks.reject(ValueError, "backend", need, repr(named["backend"]))
+        return before.call_boxed(keys, *(named[each] for each in operator.names))
+
+    with warnings.catch_warnings():  # that a kernel is registered in the place of another
+        warnings.simplefilter("ignore")
+        library.impl(operator.name, choose, key, with_keyset=True)

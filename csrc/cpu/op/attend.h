@@ -1,0 +1,46 @@
+// The forward and backward that several operators are made of.
+#pragma once
+
+#include "run.h"
+
+namespace bahdanau_fast {
+
+// Context (B,Tq,Dv), and weights (B,Tq,Tk) or none, (0). Queries and keys are a Tensor or OwnRows.
+template <class Queries, class Keys>
+std::tuple<Tensor, Tensor> attend_to(const Queries& queries, const Keys& keys, const Tensor& values,
+                                     const Tensor& w_v, const Options& options, bool need_weights) {
+  const Inputs in(queries, keys, values, w_v, options, exponentials_for(queries));
+  const Problem& p = in.problem;
+  Tensor context = new_tensor({p.B, p.Tq, p.Dv}, in.storage);
+  const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
+  Tensor weights = new_tensor(need_weights ? shape : none, weights_dtype(in.kind));
+  if (p.B == 0 || p.Tq == 0) return {context, weights};
+  if (p.Tk == 0) return {torch::stable::zero_(context), weights};
+  run_forward(in, context.mutable_data_ptr(), need_weights ? weights.mutable_data_ptr() : nullptr);
+  return {context, weights};
+}
+
+// The gradients that are sums over the queries.
+struct KeyGradients {
+  KeyGradients(const Tensor& keys_, const Tensor& values_, const Tensor& w_v, int64_t needs_)
+      : needs(needs_),
+        keys(gradient(keys_, needs & need_keys)),
+        values(gradient(values_, needs & need_values)),
+        w(gradient(w_v, needs & need_w)) {}
+
+  void zero() {
+    for (Tensor* t : {&keys, &values, &w}) torch::stable::zero_(*t);
+  }
+
+  // What of `g` they are; w_v's is apart.
+  void name_in(Backward* g) {
+    g->grad_keys = data_or_null(keys, needs & need_keys);
+    g->grad_values = data_or_null(values, needs & need_values);
+  }
+  void* w_data() { return data_or_null(w, needs & need_w); }
+
+  int64_t needs;
+  Tensor keys, values, w;
+};
+
+}  // namespace bahdanau_fast
