@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.backends import Route
-from bahdanau_fast.call import Call
+from bahdanau_fast.call import Call, Located
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops import sharding
 from bahdanau_fast.ops.attend import attend as attend_operator
@@ -205,7 +205,7 @@ def _projected(route: Route, call: Call) -> Call:
         features, w_f = (_to(x, dtype) for x in inside[:2])
         inside = inside._replace(features=features, w_f=w_f)
     if located is not None:
-        located = located._make(_to(x, dtype) for x in located)
+        located = Located(*(_to(x, dtype) for x in located))
     return call._replace(
         queries=_to(queries, dtype),
         keys=keys,

@@ -88,7 +88,8 @@ class Step:
         """
         _check(queries, keys, values, seen)
         parameters = plain_parameters(layer) or {}
-        w_k, bias, cache = parameters.get("weight"), parameters.get("bias"), self._cache
+        w_k, bias = parameters.get("weight"), parameters.get("bias")
+        cache: KeyCache | None = self._cache
         if layer is not None and w_k is None:
             keys, cache = apply_layer(layer, keys), None
         is_mask = seen is not None and seen.dtype is torch.bool

@@ -119,8 +119,8 @@ class Maker(NamedTuple):
         if weight is None or self.sample is None:
             return False
         if _seen(weight, bias) == self.seen:
-            return fingerprint.now(self.sample, None, bias) != self.sample_bytes
-        return fingerprint.now(weight, None, bias) != self.all_bytes
+            return bool(fingerprint.now(self.sample, None, bias) != self.sample_bytes)
+        return bool(fingerprint.now(weight, None, bias) != self.all_bytes)
 
 
 def _seen(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:

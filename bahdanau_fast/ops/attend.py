@@ -94,7 +94,7 @@ def gradient_like(tensor: Tensor, needed: int | bool) -> Tensor:
 
 def _gradients_like(needs: int, **tensors: Tensor | None) -> list[Tensor]:
     """Of each tensor, as the kernels give them."""
-    made = []
+    made: list[Tensor] = []
     for name, tensor in tensors.items():
         needed = needs & NEED[name]
         if tensor is None:
@@ -145,8 +145,8 @@ def _backward_fake(
     needs: int,
     **_: Any,
 ) -> list[Tensor]:
-    tensors = {"queries": queries, "keys": keys, "values": values, "w_v": w_v}
-    return _gradients_like(needs, **tensors, features=features, w_f=w_f)
+    inside = {"features": features, "w_f": w_f}
+    return _gradients_like(needs, queries=queries, keys=keys, values=values, w_v=w_v, **inside)
 
 
 def _backward_queries_fake(
@@ -176,7 +176,8 @@ def _scores_backward_fake(
     needs: int,
     **_: Any,
 ) -> list[Tensor]:
-    return _gradients_like(needs, queries=queries, keys=keys, w_v=w_v, features=features, w_f=w_f)
+    inside = {"features": features, "w_f": w_f}
+    return _gradients_like(needs, queries=queries, keys=keys, w_v=w_v, **inside)
 
 
 # ---- gradients ----
@@ -201,8 +202,8 @@ def _gradients(
         )
         # Detached: a backward that fails half way leaves it there, and no graph is to hold itself.
         dropped = dropped if named["dropout_p"] > 0.0 else weights.detach()
-        given = named["queries"], dropped, named["valid_lens"], named["mask"]
-        shared.pending.add(*given, grad_context, grad_scores)
+        lens, mask = named["valid_lens"], named["mask"]
+        shared.pending.add(named["queries"], dropped, lens, mask, grad_context, grad_scores)
         return (grad_queries, *[None] * 5)
     arguments = [named[name] for name in attend_backward.names[4:]]
     # An eager call goes straight to a backend in Python; the compiler has to meet the operator.

@@ -189,7 +189,7 @@ class _Decode(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, len(Arguments._fields)
         arguments = Arguments(*saved[:count])
-        rest = Rest(*saved[count:-6], ctx.dropout_p)
+        rest = Rest(*(*saved[count:-6], ctx.dropout_p))
         needed = Arguments(*ctx.needs_input_grad[:-1])
         if all(grad is None for grad in grads):
             return (None,) * (count + 1)

@@ -24,10 +24,9 @@ __all__ = ["TABLE"]
 
 def _attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     named = attend.named(*args, **kwargs)
-    inputs = (named[name] for name in ("queries", "keys", "values", "w_v", "valid_lens"))
-    context, weights = reference.attend(
-        *inputs, named["dropout_p"], inside_of(named), named["mask"]
-    )
+    names = ("queries", "keys", "values", "w_v", "valid_lens", "dropout_p", "mask")
+    given = {name: named[name] for name in names}
+    context, weights = reference.attend(**given, inside=inside_of(named))
     return context, weights if named["need_weights"] else weights.new_empty((0,))
 
 

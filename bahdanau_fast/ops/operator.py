@@ -107,7 +107,8 @@ class Operator:
             named |= zip(numbers, ctx.numbers, strict=True)
             asked = (*ctx.needs_input_grad, *[False] * len(names))
             found = gradients(named, [bool(need) for need in asked[: len(names)]], grads)
-            return (*found, *[None] * ctx.given)[: ctx.given]
+            results = (*found, *[None] * ctx.given)
+            return tuple(results[: ctx.given])
 
         torch.library.register_autograd(
             f"bahdanau_fast::{self.name}", backward, setup_context=setup_context, lib=library
