@@ -284,9 +284,9 @@ class Memory:
         keys = self.projected.keys
         rows, keys_len, hidden = keys.shape
         batch = rows if self.batch is None else self.batch
-        seen = (None if x is None else tuple(x.shape) for x in (self.valid_lens, self.mask))
-        lens, mask = seen
+        lens = None if self.valid_lens is None else tuple(self.valid_lens.shape)
+        mask = "" if self.mask is None else f"mask={tuple(self.mask.shape)}, "
         return (
             f"Memory(B={batch}, Tk={keys_len}, H={hidden}, Dv={self.values.shape[2]}, "
-            f"valid_lens={lens}, mask={mask}, dtype={keys.dtype}, device={str(keys.device)!r})"
+            f"valid_lens={lens}, {mask}dtype={keys.dtype}, device={str(keys.device)!r})"
         )

@@ -40,7 +40,7 @@ __all__ = [
     "NEED",
     "attend",
     "attend_backward",
-    "attend_backward_onto",
+    "attend_gradients",
     "attend_scores",
     "exp_keys",
     "fingerprint",
@@ -128,7 +128,8 @@ def attend_fake(
     queries: Tensor, values: Tensor, need_weights: bool = True, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Context and weights of any operator that attends."""
-    (batch, queries_len, _), (_, keys_len, features) = queries.shape, values.shape
+    batch, queries_len = queries.shape[:2]
+    keys_len, features = values.shape[1:]
     weights = (batch, queries_len, keys_len) if need_weights else (0,)
     return queries.new_empty((batch, queries_len, features)), queries.new_empty(
         weights, dtype=weights_dtype(queries.dtype)
@@ -145,7 +146,7 @@ def _backward_fake(
     needs: int,
     **_: Any,
 ) -> list[Tensor]:
-    inside = {"features": features, "w_f": w_f}
+    inside: dict[str, Any] = {"features": features, "w_f": w_f}
     return _gradients_like(needs, queries=queries, keys=keys, values=values, w_v=w_v, **inside)
 
 
@@ -176,7 +177,7 @@ def _scores_backward_fake(
     needs: int,
     **_: Any,
 ) -> list[Tensor]:
-    inside = {"features": features, "w_f": w_f}
+    inside: dict[str, Any] = {"features": features, "w_f": w_f}
     return _gradients_like(needs, queries=queries, keys=keys, w_v=w_v, **inside)
 
 
@@ -194,24 +195,56 @@ def _gradients(
     grads: Sequence[Tensor | None],
     shared: Any = None,
 ) -> Sequence[Tensor | None]:
+    is_plain = named["features"] is None and named["activation"] == 0
+    if not (is_plain and shared is not None and shared.is_awaited()):
+        needs = dict(zip(attend.inputs, needed, strict=True))
+        return attend_gradients(named, needs, grads, shared)
     weights, (grad_context, grad_weights) = named["weights"], grads
-    if shared is not None and shared.is_awaited():
-        given = [named[name] for name in attend_backward_queries.names[4:]]
-        grad_queries, grad_scores, dropped = attend_backward_queries.now(
-            weights, grad_context, grad_weights, needed[0], *given
-        )
-        # Detached: a backward that fails half way leaves it there, and no graph is to hold itself.
-        dropped = dropped if named["dropout_p"] > 0.0 else weights.detach()
-        lens, mask = named["valid_lens"], named["mask"]
-        shared.pending.add(named["queries"], dropped, lens, mask, grad_context, grad_scores)
-        return (grad_queries, *[None] * 5)
-    arguments = [named[name] for name in attend_backward.names[4:]]
-    # An eager call goes straight to a backend in Python; the compiler has to meet the operator.
-    eager = type(weights) is Tensor
-    run = kernel(attend_backward, named["backend"]) if eager else attend_backward.overload
-    found: Sequence[Tensor] = run(
-        weights, grad_context, grad_weights, needs_of(attend.inputs, needed), *arguments
+    given = [named[name] for name in attend_backward_queries.names[4:]]
+    grad_queries, grad_scores, dropped = attend_backward_queries.now(
+        weights, grad_context, grad_weights, needed[0], *given
     )
+    # Detached: a backward that fails half way leaves it there, and no graph is to hold itself.
+    dropped = dropped if named["dropout_p"] > 0.0 else weights.detach()
+    lens, mask = named["valid_lens"], named["mask"]
+    shared.pending.add(named["queries"], dropped, lens, mask, grad_context, grad_scores)
+    return (grad_queries, *[None] * 5)
+
+
+def attend_gradients(
+    named: Named, needs: dict[str, bool], grads: Sequence[Tensor | None], shared: Any = None
+) -> list[Tensor | None]:
+    """The six gradients, those of keys and values added to the sums of a shared node if there are.
+
+    Args:
+        named: arguments and results of ``attend``; what is missing is None.
+        needs: which gradients are needed.
+        grads: of context and weights.
+        shared: the :class:`SharedNode` of the call, or None.
+    """
+    weights, (grad_context, grad_weights, *_) = named["weights"], grads
+    sums = onto = None
+    if shared is not None and shared.is_awaited():
+        sums = shared.pending.sums()
+        onto = sums.keys
+        if needs["values"] and grad_context is not None and named["dropout_p"] == 0.0:
+            sums.add(weights.detach(), grad_context)
+            needs = {**needs, "values": False}
+    asked = needs if onto is None else {**needs, "keys": False}
+    given = (weights, grad_context, grad_weights, needs_of(tuple(asked), tuple(asked.values())))
+    arguments = [named.get(name) for name in attend_backward_onto.names[5:]]
+    if onto is None:
+        backend = named.get("backend", "")
+        # An eager call goes straight to a backend in Python; a compiler has to meet the operator.
+        eager = type(weights) is Tensor
+        run = kernel(attend_backward, backend) if eager else attend_backward.overload
+        found = list(run(*given, *arguments, backend))
+    else:
+        found = list(attend_backward_onto.overload(*given, onto, *arguments))
+    if sums is not None and needs["keys"]:
+        sums.keys, found[1] = found[1] if onto is None else onto, None
+    if not needs["values"]:
+        found[2] = None
     return found
 
 

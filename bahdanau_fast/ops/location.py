@@ -20,12 +20,10 @@ from bahdanau_fast.ops.attend import (
     ACTIVATION,
     DROPOUT,
     LENS,
-    attend_backward,
-    attend_backward_onto,
     attend_fake,
+    attend_gradients,
     gradient_like,
     inside_of,
-    needs_of,
 )
 from bahdanau_fast.ops.operator import Attention, Named, Operator
 
@@ -69,40 +67,20 @@ def _gradients(
     grads: Sequence[Tensor | None],
     shared: Any = None,
 ) -> list[Tensor | None]:
-    grad_context, grad_weights, *rest = grads
-    weights, needs = named["weights"], dict(zip(attend_location.inputs, needed, strict=True))
-    through = any([needs.pop(name) for name in ("location", "w_conv", "b_conv")])
-    needs["features"] = through
-    onto = sums = None
-    if shared is not None and shared.is_awaited():
-        sums = shared.pending.sums()
-        onto = sums.keys
-        needs["keys"] &= onto is None
-        if needs["values"] and grad_context is not None and named["dropout_p"] == 0.0:
-            sums.add(weights.detach(), grad_context)
-            needs["values"] = False
-    given = (weights, grad_context, grad_weights, needs_of(tuple(needs), tuple(needs.values())))
-    arguments = [named.get(name) for name in attend_backward_onto.names[5:]]
-    if onto is None:
-        found = attend_backward.overload(*given, *arguments)
-    else:
-        found = attend_backward_onto.overload(*given, onto, *arguments)
-    of_queries, of_keys, of_values, of_w_v, of_features, of_w_f = found
-    if sums is not None and needed[1]:
-        sums.keys, of_keys = of_keys if onto is None else onto, None
-    if sums is not None and not needs["values"]:
-        of_values = None
-    of_location = of_w_conv = of_b_conv = None
-    if through:
-        if rest and rest[0] is not None:
-            of_features = of_features + rest[0]
-        convolution = of_features, named["location"], named["w_conv"]
-        if needed[4] or needed[5]:
-            of_location, of_w_conv = convolution_backward.overload(
-                *convolution, needed[4] + 2 * needed[5]
-            )
-        of_b_conv = of_features.sum((0, 1)) if needed[6] else None
-    return [of_queries, of_keys, of_values, of_w_v, of_location, of_w_conv, of_b_conv, of_w_f]
+    needs = dict(zip(attend_location.inputs, needed, strict=True))
+    of_location, of_w_conv, of_b_conv = (needs.pop(n) for n in ("location", "w_conv", "b_conv"))
+    needs["features"] = of_location or of_w_conv or of_b_conv
+    found = attend_gradients(named, needs, grads, shared)
+    *others, grad, grad_w_f = found
+    if grad is None or not needs["features"]:
+        return [*others, None, None, None, grad_w_f]
+    if len(grads) > 2 and grads[2] is not None:
+        grad = grad + grads[2]
+    convolution: Sequence[Tensor | None] = (None, None)
+    if of_location or of_w_conv:
+        given = (grad, named["location"], named["w_conv"], of_location + 2 * of_w_conv)
+        convolution = convolution_backward.overload(*given)
+    return [*others, *convolution, grad.sum((0, 1)) if of_b_conv else None, grad_w_f]
 
 
 _THROUGH = ("queries", "keys", "w_v", "location", "w_conv", "b_conv", "w_f")

@@ -107,8 +107,9 @@ class Operator:
             named |= zip(numbers, ctx.numbers, strict=True)
             asked = (*ctx.needs_input_grad, *[False] * len(names))
             found = gradients(named, [bool(need) for need in asked[: len(names)]], grads)
-            results = (*found, *[None] * ctx.given)
-            return tuple(results[: ctx.given])
+            given: int = ctx.given
+            padded: list[Tensor | None] = [*found, *[None] * given]
+            return tuple(padded[:given])
 
         torch.library.register_autograd(
             f"bahdanau_fast::{self.name}", backward, setup_context=setup_context, lib=library

@@ -135,7 +135,7 @@ class AllenNLP(Family):
         if mask.dim() != 2:
             return NotImplemented
         seen = mask != 0  # a row with nothing to look at has no weights here
-        return reference.masked_softmax(scores, seen.unsqueeze(1)).squeeze(1) * seen
+        return reference.masked_softmax(scores, mask=seen.unsqueeze(1)).squeeze(1) * seen
 
     def rehearse(self, module: Any, draw: Draw) -> Outputs:
         """As :meth:`Family.rehearse`."""
