@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <array>
+#include <string>
 #include <tuple>
 
 #include "cuda/runtime/counters.h"
@@ -21,12 +22,23 @@ void queue(const Inputs& in, const Forward& f, Device device) {
   k.forward(f, device, workspace.mutable_data_ptr());
 }
 
+// What only the CPU's kernels and the reference compute.
+void check_plain(const MaybeTensor& mask, const MaybeTensor& features, int64_t activation) {
+  STD_TORCH_CHECK(!mask.has_value() && !features.has_value() && activation == 0,
+                  "CUDA kernels take no mask, no features and no activation but tanh");
+}
+
+void check_name(const std::string& backend) {
+  STD_TORCH_CHECK(backend.empty() || backend == "cuda", "backend must serve CUDA tensors, got ",
+                  backend);
+}
+
 // The table of exponentials (operator exp_keys) is not used: the special-function unit computes an
 // exponential faster than it could be read from memory.
-std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, MaybeTensor,
-                                  MaybeTensor, const Tensor& values, const Tensor& w_v,
-                                  MaybeTensor valid_lens, MaybeTensor seed, double dropout_p,
-                                  bool need_weights) {
+std::tuple<Tensor, Tensor> attend_to(const Tensor& queries, const Tensor& keys,
+                                     const Tensor& values, const Tensor& w_v,
+                                     const MaybeTensor& valid_lens, const MaybeTensor& seed,
+                                     double dropout_p, bool need_weights) {
   const Inputs in(queries, keys, values, w_v, valid_lens, seed, dropout_p);
   const Problem& p = in.problem;
   const DeviceGuard guard(in.device);
@@ -42,6 +54,17 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, May
   return {context, weights};
 }
 
+std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, const Tensor& values,
+                                  const Tensor& w_v, MaybeTensor features, MaybeTensor,
+                                  MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor,
+                                  MaybeTensor, MaybeTensor seed, double dropout_p,
+                                  int64_t activation, double, bool need_weights, bool,
+                                  std::string backend) {
+  check_plain(mask, features, activation);
+  check_name(backend);
+  return attend_to(queries, keys, values, w_v, valid_lens, seed, dropout_p, need_weights);
+}
+
 // torch.nn.functional.linear
 Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   using torch::stable::detail::from;
@@ -54,20 +77,23 @@ Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
 // Context and weights from queries (B,Tq,Dq) and, if W_k is given, keys (B,Tk,Dk) that are not
 // projected yet: in one launch if the kernels can, else after torch's products. Without gradients
 // and dropout.
-std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q, const Tensor& keys,
-                                       MaybeTensor w_k, MaybeTensor bias, const Tensor& values,
-                                       const Tensor& w_v, MaybeTensor valid_lens,
+std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& keys,
+                                       const Tensor& values, MaybeTensor w_q, MaybeTensor w_k,
+                                       MaybeTensor bias, const Tensor& w_v, MaybeTensor valid_lens,
+                                       MaybeTensor mask, MaybeTensor, MaybeTensor,
                                        bool need_weights) {
+  STD_TORCH_CHECK(w_q.has_value(), "w_q must be given on CUDA devices");
+  check_plain(mask, std::nullopt, 0);
   const Inputs in(queries, keys, values, w_v, valid_lens, std::nullopt, 0.0,
-                  Projections{w_q, w_k, bias});
+                  Projections{*w_q, w_k, bias});
   const Problem& p = in.problem;
   const DeviceGuard guard(in.device);
   const Device device = in.current();
   Forward f = in.forward;
   if (p.empty() || f.Dq == 0 || !kernels(in.kind).is_one_launch(f, device)) {
     const Tensor c = w_k.has_value() ? linear(keys, *w_k, bias) : keys;
-    return attend(linear(queries, w_q, std::nullopt), c, std::nullopt, std::nullopt, values, w_v,
-                  valid_lens, std::nullopt, 0.0, need_weights);
+    return attend_to(linear(queries, *w_q, std::nullopt), c, values, w_v, valid_lens, std::nullopt,
+                     0.0, need_weights);
   }
   Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
@@ -78,10 +104,14 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& w_q,
   return {context, weights};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
-    const Tensor& queries, const Tensor& keys, MaybeTensor, MaybeTensor, const Tensor& values,
-    const Tensor& w_v, MaybeTensor valid_lens, MaybeTensor seed, double dropout_p,
-    const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
+    const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs,
+    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
+    MaybeTensor features, MaybeTensor, MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor,
+    MaybeTensor, MaybeTensor seed, double dropout_p, int64_t activation, double,
+    std::string backend) {
+  check_plain(mask, features, activation);
+  check_name(backend);
   Inputs in(queries, keys, values, w_v, valid_lens, seed, dropout_p);
   const Problem& p = in.problem;
   const DeviceGuard guard(in.device);
@@ -90,11 +120,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
   };
   Tensor grad_queries = gradient(queries, need_queries), grad_keys = gradient(keys, need_keys);
   Tensor grad_values = gradient(values, need_values), grad_w = gradient(w_v, need_w);
+  const Tensor none = in.new_tensor({0}, ScalarType::Float),
+               nothing = in.new_tensor({0}, ScalarType::Float);
   if (p.empty() || p.H == 0) {
     for (Tensor* t : {&grad_queries, &grad_keys, &grad_w}) torch::stable::zero_(*t);
     if (p.empty()) {
       torch::stable::zero_(grad_values);
-      return {grad_queries, grad_keys, grad_values, grad_w};
+      return {grad_queries, grad_keys, grad_values, grad_w, none, nothing};
     }
   }
   const View weights_view = in.view_like(weights, weights_dtype(in.kind), "weights", p.Tk);
@@ -112,30 +144,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
   const Device device = in.current();
   Tensor workspace = in.new_tensor({k.backward_workspace(g, device)}, ScalarType::Byte);
   k.backward(g, device, workspace.mutable_data_ptr());
-  return {grad_queries, grad_keys, grad_values, grad_w};
-}
-
-// With their own names: the CUDA key of bahdanau_fast::attend chooses between these and Triton.
-STABLE_TORCH_LIBRARY_FRAGMENT(bahdanau_fast, m) {
-  m.def(
-      "attend_cuda(Tensor queries, Tensor keys, Tensor? table, Tensor? keys_max, Tensor values, "
-      "Tensor w_v, Tensor? valid_lens, Tensor? seed, float dropout_p, bool need_weights) -> "
-      "(Tensor context, Tensor weights)");
-  m.def(
-      "attend_step_cuda(Tensor queries, Tensor w_q, Tensor keys, Tensor? w_k, Tensor? bias, "
-      "Tensor values, Tensor w_v, Tensor? valid_lens, bool need_weights) -> "
-      "(Tensor context, Tensor weights)");
-  m.def(
-      "attend_backward_cuda(Tensor queries, Tensor keys, Tensor? table, Tensor? keys_max, "
-      "Tensor values, Tensor w_v, Tensor? valid_lens, Tensor? seed, float dropout_p, "
-      "Tensor weights, Tensor? grad_context, Tensor? grad_weights, int needs) -> "
-      "(Tensor grad_queries, Tensor grad_keys, Tensor grad_values, Tensor grad_w_v)");
+  return {grad_queries, grad_keys, grad_values, grad_w, none, nothing};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {
-  m.impl("attend_cuda", TORCH_BOX(&attend));
-  m.impl("attend_step_cuda", TORCH_BOX(&attend_step));
-  m.impl("attend_backward_cuda", TORCH_BOX(&attend_backward));
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("attend_step", TORCH_BOX(&attend_step));
+  m.impl("attend_backward", TORCH_BOX(&attend_backward));
 }
 
 }  // namespace
