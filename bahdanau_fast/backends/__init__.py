@@ -194,15 +194,15 @@ def decide(call: Call) -> Route:
         mask is not None,
     )
     if traced:
-        return route(Facts(*facts), limits.LIMITS, limits.OTHER_GPU)
+        return route(Facts(*facts), limits.OTHER_GPU)
     of_gpu = limits.of_gpu(queries.device) if device == "cuda" else limits.OTHER_GPU
     # Looked up rather than decided again: a small call takes little longer than the decision.
-    known = (limits.LIMITS, of_gpu, facts)
+    known = (of_gpu, facts)
     found = _routes.get(known)
     if found is None:
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        found = _routes[known] = route(Facts(*facts), limits.LIMITS, of_gpu)
+        found = _routes[known] = route(Facts(*facts), of_gpu)
     return found
 
 
@@ -220,7 +220,7 @@ def keeps_table(backend: str, projected_keys: Tensor, queries_len: int = 1) -> b
     """
     if torch.compiler.is_exporting():  # the precision of a table goes by the size
         return False
-    return _keeps_table(backend, projected_keys.numel(), queries_len, limits.LIMITS)
+    return _keeps_table(backend, projected_keys.numel(), queries_len)
 
 
 def decide_decoder(

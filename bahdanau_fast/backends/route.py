@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from bahdanau_fast import checks
-from bahdanau_fast.limits import GpuLimits, Limits
+from bahdanau_fast.limits import GpuLimits
 
 __all__ = [
     "FORMS",
@@ -39,6 +39,28 @@ FORMS = {
     "called": "w_v is more than its weight: its layer is called on every (query, key) pair",
     "reference": "plain PyTorch operations",
 }
+
+
+# A call of up to so many multiplications in both projections is one operator.
+ONE_OPERATOR_WORK = 32768
+# A step without gradients projects its queries in its operator, up to so many of them; or, where
+# they are narrow, up to so many multiplications.
+STEP_ROWS, STEP_WORK = 8, 1 << 20
+# Elements of projected keys from which on a table of their exponentials is kept for later steps,
+# and queries per row of the batch from which on kernels make them as they go.
+TABLE_ELEMENTS, TABLE_QUERIES = 513, 16
+# Elements of the keys from which on the projection of unchanged keys is remembered.
+REUSE_ELEMENTS = 513
+
+# On GPUs; modelled, not measured. One launch serves up to so many queries per row of the batch, and
+# values of so many features, which it keeps in registers; the last where it may sum up in fp64.
+GPU_STEP_QUERIES, GPU_STEP_FEATURES, GPU_STEP_FEATURES_FP64 = 16, 2048, 256
+# A launch projects up to so many queries, and in CUDA C++ the keys, where each block reads at most
+# so many bytes of W_q, times the queries.
+GPU_OWN_QUERIES, GPU_OWN_WEIGHT = 4, 64 * 1024
+# Keys projected in the kernel save a launch (in ns) and their way through memory (bytes/ns); what
+# it costs is that a library multiplies faster (operations/ns, 16 bits). An H200's rates.
+GPU_LAUNCH, GPU_MEMORY_RATE, GPU_OWN_RATE, GPU_LIBRARY_RATE = 2500, 4300, 400_000, 750_000
 
 
 class Facts(NamedTuple):
@@ -118,12 +140,11 @@ class Route(NamedTuple):
     reason: str
 
 
-def route(facts: Facts, limits: Limits, gpu: GpuLimits) -> Route:
+def route(facts: Facts, gpu: GpuLimits) -> Route:
     """The way to compute a call.
 
     Args:
         facts: about the call.
-        limits: of the processor.
         gpu: of the GPU that the data is on; read only for a backend of GPUs.
 
     Raises:
@@ -137,19 +158,19 @@ def route(facts: Facts, limits: Limits, gpu: GpuLimits) -> Route:
         if facts.asked == backend:
             checks.reject(ValueError, "backend", f"serve {what}", repr(backend))
         backend, why = "reference", f"{what} have no GPU kernels"
-    form, because = _form(facts, limits, gpu, backend)
+    form, because = _form(facts, gpu, backend)
     keys = facts.batch * facts.keys_len
     reuse = (  # by a decoder's loop, which has few queries at a time
         form in ("step", "projected")
         and not facts.traced
         and not facts.keys_projected
         and facts.queries_len < facts.keys_len
-        and keys * facts.key_size >= limits.reuse_elements
+        and keys * facts.key_size >= REUSE_ELEMENTS
     )
-    share = not facts.traced and facts.queries_len < limits.table_queries
+    share = not facts.traced and facts.queries_len < TABLE_QUERIES
     elements = keys * facts.hidden
     table = not (facts.traced or facts.general)  # operators for general scores read no table
-    table = table and keeps_table(backend, elements, facts.queries_len, limits)
+    table = table and keeps_table(backend, elements, facts.queries_len)
     # For a single query the kernels compute tanh in less time than it takes to read keys that came
     # projected and see that they are those of the table.
     alone = facts.keys_projected and facts.queries_len == 1 and not facts.records
@@ -201,7 +222,7 @@ def _check_serves(
         )
 
 
-def _form(facts: Facts, limits: Limits, gpu: GpuLimits, backend: str) -> tuple[str, str]:
+def _form(facts: Facts, gpu: GpuLimits, backend: str) -> tuple[str, str]:
     if facts.called:
         return "called", "the layer w_v is more than its weight"
     if backend == "reference":
@@ -218,23 +239,23 @@ def _form(facts: Facts, limits: Limits, gpu: GpuLimits, backend: str) -> tuple[s
     if in_front is not None:
         return "projected", in_front
     if backend == "cpu":
-        return _form_on_cpu(facts, limits)
+        return _form_on_cpu(facts)
     return _form_on_gpu(facts, gpu, backend)
 
 
-def _form_on_cpu(facts: Facts, limits: Limits) -> tuple[str, str]:
+def _form_on_cpu(facts: Facts) -> tuple[str, str]:
     queries = facts.batch * facts.queries_len * facts.query_size
     if not facts.keys_projected:
         work = (queries + facts.batch * facts.keys_len * facts.key_size) * facts.hidden
-        if work <= limits.one_operator_work:
+        if work <= ONE_OPERATOR_WORK:
             return "one operator", (
-                f"{work} multiplications to project, of at most {limits.one_operator_work}"
+                f"{work} multiplications to project, of at most {ONE_OPERATOR_WORK}"
             )
     if facts.records:
         return "projected", "a gradient may be asked for"
     if facts.drops:
         return "projected", "weights are dropped"
-    most = max(limits.step_rows * facts.query_size, limits.step_work // max(facts.hidden, 1))
+    most = max(STEP_ROWS * facts.query_size, STEP_WORK // max(facts.hidden, 1))
     if queries <= most:
         return "step", f"{queries} elements of queries, of at most {most}"
     return "projected", f"{queries} elements of queries, more than {most}"
@@ -254,7 +275,7 @@ def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, st
     if not is_gpu_step(*sizes, may_sum_in_fp64, shared, limits):
         return "projected", "many queries, or values of many features"
     own_queries = _projects_queries(facts, limits, backend)
-    if _projects_keys(facts, limits, backend):
+    if _projects_keys(facts, backend):
         why = "reading the keys once is worth more than the library's faster product"
         return ("raw" if own_queries else "raw keys"), why
     if own_queries:
@@ -274,18 +295,18 @@ def is_gpu_step(
         shared: bytes of shared memory that its least program needs.
         limits: of the GPU.
     """
-    most = limits.step_features_fp64 if sums_in_fp64 else limits.step_features
-    return queries_len <= limits.step_queries and features <= most and shared <= limits.shared
+    most = GPU_STEP_FEATURES_FP64 if sums_in_fp64 else GPU_STEP_FEATURES
+    return queries_len <= GPU_STEP_QUERIES and features <= most and shared <= limits.shared
 
 
 def _projects_queries(facts: Facts, limits: GpuLimits, backend: str) -> bool:
     """Whether a step's launch projects its queries: every block, or every cluster, reads W_q."""
     read = facts.queries_len * facts.query_size * facts.hidden * facts.dtype.itemsize
     blocks = limits.cluster if backend == "cuda" else 1
-    return facts.queries_len <= limits.own_queries and read <= limits.own_weight * blocks
+    return facts.queries_len <= GPU_OWN_QUERIES and read <= GPU_OWN_WEIGHT * blocks
 
 
-def _projects_keys(facts: Facts, limits: GpuLimits, backend: str) -> bool:
+def _projects_keys(facts: Facts, backend: str) -> bool:
     """Whether a step's launch projects its keys: saves their way through memory, and a launch.
 
     It costs what the kernel's product is slower than the library's. fp32 in full precision has no
@@ -295,26 +316,25 @@ def _projects_keys(facts: Facts, limits: GpuLimits, backend: str) -> bool:
         return False
     if facts.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if backend == "cuda" and facts.queries_len > limits.own_queries:
+    if backend == "cuda" and facts.queries_len > GPU_OWN_QUERIES:
         return False
     projected = facts.batch * facts.keys_len * facts.hidden
     operations = 2 * projected * facts.key_size
-    lost = operations / limits.own_rate - operations / limits.library_rate
-    saved = 2 * projected * facts.dtype.itemsize / limits.memory_rate + limits.launch
+    lost = operations / GPU_OWN_RATE - operations / GPU_LIBRARY_RATE
+    saved = 2 * projected * facts.dtype.itemsize / GPU_MEMORY_RATE + GPU_LAUNCH
     return lost <= saved
 
 
-def keeps_table(backend: str, elements: int, queries_len: int, limits: Limits) -> bool:
+def keeps_table(backend: str, elements: int, queries_len: int) -> bool:
     """Whether keys that will be looked at again get a table of exponentials.
 
     Args:
         backend: that serves the calls to come; only the CPU's kernels read a table.
         elements: of the projected keys.
         queries_len: Tq of the calls to come.
-        limits: of the processor.
     """
-    few = queries_len < limits.table_queries
-    return backend == "cpu" and few and elements >= limits.table_elements
+    few = queries_len < TABLE_QUERIES
+    return backend == "cpu" and few and elements >= TABLE_ELEMENTS
 
 
 class DecoderFacts(NamedTuple):

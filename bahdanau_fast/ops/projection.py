@@ -2,7 +2,7 @@
 
 PyTorch multiplies fp32 matrices with MKL, which takes its AVX2 path on processors that are not
 Intel's. oneDNN, the other library inside torch, goes by what the processor can do: with AVX-512 on
-an AMD Zen 5 it is up to 2.3 times as fast (``bench --only limits``). On Intel's own MKL
+an AMD Zen 5 it is up to 2.3 times as fast. On Intel's own MKL
 is nowhere slower and up to 3.7 times as fast. ``Limits.onednn_work`` has it both ways.
 
 Of 16 rows and a large weight MKL makes two to three times the time of 15, on Intel's processors; of
@@ -37,6 +37,22 @@ __all__ = [
     "sums_pay",
     "way",
 ]
+
+
+# Rows below which a projection only reads its weight, and MKL does that as fast as oneDNN.
+ONEDNN_ROWS = 4
+# Rows and columns of a weight's gradient from which on oneDNN, which does not share out its sum, is
+# worth it.
+ONEDNN_SIDE = 128
+# Longer sums are taken in parts: oneDNN adds up one by one, and would round more often. The second
+# holds where each part has to be copied first.
+ONEDNN_TERMS, ONEDNN_COPIED_TERMS = 256, 512
+# The rows that are worth the transpose of an MKL product.
+TURNED_ROWS, TURNED_ROWS_MOST = 16, 48
+# What this package's own product is worth: features of a row, rows of the weight, and elements of
+# the weight for each row; of one row, of which MKL makes less work, elements of the weight.
+FEW_ROWS_FEATURES, FEW_ROWS_HIDDEN, FEW_ROWS_WEIGHT = 256, 128, 4096
+ONE_ROW_WEIGHT = 1 << 18
 
 
 def _find_onednn() -> Any:
@@ -118,21 +134,21 @@ def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], 
     found = None
     if _onednn is None and _is_few(elements, hidden, size):
         found = few_rows.multiply
-    elif elements * hidden >= own.onednn_work and elements >= own.onednn_rows * size:
+    elif elements * hidden >= own.onednn_work and elements >= ONEDNN_ROWS * size:
         found = None if _onednn is None else multiply
     elif min(hidden, size) >= own.turned_side:
-        pays = own.turned_rows * size <= elements <= own.turned_rows_most * size
+        pays = TURNED_ROWS * size <= elements <= TURNED_ROWS_MOST * size
         found = multiply_turned if pays else None
     return found if found and weight.is_contiguous() and _is_plain(x, weight) else None
 
 
 def _is_few(elements: int, hidden: int, size: int) -> bool:
-    own, rows = limits.LIMITS, elements // max(size, 1)
+    rows = elements // max(size, 1)
     return (
-        rows <= own.few_rows
-        and size >= own.few_rows_features
-        and hidden >= own.few_rows_hidden
-        and hidden * size >= (own.one_row_weight if rows == 1 else own.few_rows_weight * rows)
+        rows <= limits.LIMITS.few_rows
+        and size >= FEW_ROWS_FEATURES
+        and hidden >= FEW_ROWS_HIDDEN
+        and hidden * size >= (ONE_ROW_WEIGHT if rows == 1 else FEW_ROWS_WEIGHT * rows)
         and few_rows.is_there()
     )
 
@@ -167,8 +183,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: (H,) or None.
     """
     terms, ready = weight.shape[1], not weight.is_contiguous()
-    most = limits.PRECISION.onednn_terms
-    if terms <= (most if ready else limits.PRECISION.onednn_copied_terms):
+    most = ONEDNN_TERMS
+    if terms <= (most if ready else ONEDNN_COPIED_TERMS):
         return _product(x, weight, bias)
     parts = [(x[..., i : i + most], weight[:, i : i + most]) for i in range(0, terms, most)]
     product = None
@@ -206,7 +222,7 @@ def sums_pay(left: Tensor, right: Tensor) -> bool:
     """Whether :func:`sum_of_products` goes through oneDNN; arguments as there."""
     return (
         _onednn is not None
-        and min(left.shape[-1], right.shape[-1]) >= limits.LIMITS.onednn_side
+        and min(left.shape[-1], right.shape[-1]) >= ONEDNN_SIDE
         and left.numel() * right.shape[-1] >= limits.LIMITS.onednn_work
         and _is_plain(left, right)
     )

@@ -1,5 +1,4 @@
-// Numbers that decide how a call is computed. bahdanau_fast/limits.py has them too, and
-// tests/package/test_numbers.py compares both. No torch in here.
+// Numbers that decide how a call is computed. No torch in here.
 #pragma once
 
 #include "common/kinds.h"

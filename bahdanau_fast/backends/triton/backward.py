@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton.call import Call, Table, make_table, rows
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
@@ -119,7 +120,7 @@ def _grad_tanh(
     call: Call, grad_scores: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_w: Tensor
 ) -> None:
     """Fill the gradients of queries, keys and w_v that are not empty."""
-    if call.queries_len <= call.limits.step_queries:  # all in one pass over the keys
+    if call.queries_len <= GPU_STEP_QUERIES:  # all in one pass over the keys
         w_parts, q_parts = _pass(
             call, grad_scores, grad_keys, True, grad_w.numel() > 0, grad_queries.numel() > 0
         )
@@ -153,7 +154,7 @@ def _pass(
         grad_scores = grad_scores.transpose(1, 2)
     else:
         rows_, others = others, rows_
-    factored = call.queries_len > call.limits.step_queries
+    factored = call.queries_len > GPU_STEP_QUERIES
     table = make_table(call, others) if factored else Table(others, others, False)
     kept, kept_batch = _kept(call)
     batch, others_len = others.shape[:2]

@@ -71,7 +71,7 @@ class Call:
         single = queries.dtype == torch.float32
         # Triton's fp64 products do not compile for every AMD GPU.
         exact = native() or availability.interpreted()
-        self.wide = single and elements <= limits.PRECISION.fp64_gpu_elements and exact
+        self.wide = single and elements <= limits.FP64_GPU_ELEMENTS and exact
         self.dtype = torch.float64 if self.wide else torch.float32
         self.kind = {
             "ACC": tl.float64 if self.wide else tl.float32,

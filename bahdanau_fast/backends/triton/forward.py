@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast.backends.route import is_gpu_step
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES, is_gpu_step
 from bahdanau_fast.backends.triton.call import Call, make_table, processors
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.scores import scores_kernel
@@ -57,7 +57,7 @@ def attend(
         return context, weights
     shared = plans.step_shared(call.queries_len, call.features, call.size)
     step = is_gpu_step(call.queries_len, call.features, call.wide, shared, call.limits)
-    chunk = plans.query_chunk(call.batch, call.keys_len, call.limits.step_queries + 1)
+    chunk = plans.query_chunk(call.batch, call.keys_len, GPU_STEP_QUERIES + 1)
     with call.guard():
         if step:
             _step(call, context, weights)
