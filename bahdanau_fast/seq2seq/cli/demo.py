@@ -23,7 +23,6 @@ from bahdanau_fast import backends, checks
 from bahdanau_fast.seq2seq.cli import curves, plots
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Pairs
-from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
 from bahdanau_fast.seq2seq.search.translating import Translation, translate
 from bahdanau_fast.seq2seq.training.compare import (
@@ -41,13 +40,7 @@ EXACT_MATCH_GOAL, LOSS_GOAL = 0.95, 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of the demo.
-
-    Attributes:
-        train: training pairs.
-        held_out: test pairs.
-        compared_steps: training steps that are repeated on the reference backend.
-    """
+    """Pairs for training and test, and training steps that the reference backend repeats."""
 
     train: int = 20_000
     held_out: int = 1_000
@@ -58,20 +51,10 @@ QUICK = Sizes(train=2_000, held_out=200, compared_steps=10)
 
 
 def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
-    """Run the demo; write attention.png, loss.png and demo.json.
+    """Run the demo; write attention.png, loss.png and demo.json into ``out``.
 
-    Args:
-        out: folder for the files, created if missing.
-        settings: of the model and its training.
-        sizes: of the data.
-
-    Returns:
-        True if exact match and loss agreement reached their goals; with smaller sizes only the
-        agreement counts.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
-        ValueError: the folder cannot be made.
+    True if exact match and loss agreement reached their goals; with smaller sizes only the
+    agreement counts.
     """
     plots.require_matplotlib()
     try:
@@ -98,23 +81,20 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
     seconds = time.perf_counter() - start
     print(f"trained in {seconds:.1f} s, {history.tokens_per_second:,.0f} target tokens/s\n")
 
-    translations = _translate(model, pairs, held_out)
+    texts, tensors = [example.text for example in held_out], pairs.tensors
+    source_steps, target_steps = tensors.source.shape[1], tensors.target.shape[1]
+    vocabs = (pairs.source_vocab, pairs.target_vocab)
+    translations = translate(model, texts, *vocabs, source_steps, target_steps)
     exact = _report_translations(translations, held_out, settings.seed, full)
 
     names = [fused, "reference"]
     steps = min(sizes.compared_steps, len(history.losses))
     compared = compare_training(pairs, settings, names, steps)
-    tensors = pairs.tensors
-    attention = attention_seconds(
-        names,
-        settings.batch_size,
-        tensors.source.shape[1],
-        settings.num_hiddens,
-        tensors.target.shape[1],
-    )
+    lengths = (settings.batch_size, source_steps, settings.num_hiddens, target_steps)
+    attention = attention_seconds(names, *lengths)
     difference = relative_difference(history.losses[:steps], compared.losses["reference"])
     agree = difference <= LOSS_GOAL
-    _report_backends(fused, compared, attention, steps, difference)
+    _report_backends(fused, compared, attention, steps)
 
     good = exact >= EXACT_MATCH_GOAL or not full
     verdict = ("PASS" if good else "FAIL") if full else "----"
@@ -159,14 +139,6 @@ def _versions() -> dict[str, Any]:
     }
 
 
-def _translate(
-    model: EncoderDecoder, pairs: Pairs, examples: Sequence[dates.Example]
-) -> list[Translation]:
-    num_steps, max_steps = pairs.tensors.source.shape[1], pairs.tensors.target.shape[1]
-    texts = [example.text for example in examples]
-    return translate(model, texts, pairs.source_vocab, pairs.target_vocab, num_steps, max_steps)
-
-
 def _report_translations(
     translations: Sequence[Translation], examples: Sequence[dates.Example], seed: int, judged: bool
 ) -> float:
@@ -185,11 +157,7 @@ def _report_translations(
 
 
 def _report_backends(
-    fused: str,
-    compared: Comparison,
-    attention: dict[str, float],
-    steps: int,
-    difference: float,
+    fused: str, compared: Comparison, attention: dict[str, float], steps: int
 ) -> None:
     print(f"the first {steps} steps on each backend, taking turns (medians):")
     print(f"  {'':<34}{fused:>12}{'reference':>12}{'ratio':>8}")
@@ -206,26 +174,17 @@ def _report_backends(
 
 def _alignments(translations: Sequence[Translation], examples: Sequence[dates.Example]) -> Any:
     """One long example per language with month names, preferably a correct one."""
-    chosen, undrawable = [], []
-    for language in dates.LANGUAGES:
-        best: tuple[int, Translation] | None = None
-        for translation, example in zip(translations, examples, strict=True):
-            if example.language != language or language == "numeric":
-                continue
-            right = "".join(translation.tokens) == example.iso
-            # Long, but not the longest, to stay readable; correct ones first.
-            rank = 100 * right - abs(len(translation.source) - 26)
-            if best is None or rank > best[0]:
-                best = (rank, translation)
-        if best is None:
-            continue
-        if plots.drawable("".join(best[1].source)):
-            chosen.append((language, best[1]))
-        else:
-            undrawable.append(language)
+    best: dict[str, tuple[int, Translation]] = {}
+    for translation, example in zip(translations, examples, strict=True):
+        right = "".join(translation.tokens) == example.iso
+        # Long, but not the longest, to stay readable; correct ones first.
+        rank = 100 * right - abs(len(translation.source) - 26)
+        if example.language not in best or rank > best[example.language][0]:
+            best[example.language] = (rank, translation)
+    there = [language for language in dates.LANGUAGES if language in best.keys() - {"numeric"}]
+    shown = [language for language in there if plots.drawable("".join(best[language][1].source))]
     note = "source characters (· is a space)"
-    if undrawable:
+    if undrawable := [language for language in there if language not in shown]:
         note += f"; no font here draws {' and '.join(undrawable)}"
-    titles = [language for language, _ in chosen]
     heading = "Where each character of the ISO date looked in the source"
-    return plots.alignments([translation for _, translation in chosen], titles, heading, note)
+    return plots.alignments([best[language][1] for language in shown], shown, heading, note)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bahdanau_fast import checks
+from bahdanau_fast.seq2seq import options
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Pairs, Vocabs
 from bahdanau_fast.seq2seq.data.text import (
@@ -20,51 +22,32 @@ from bahdanau_fast.seq2seq.data.text import (
     tokenize,
 )
 
-__all__ = ["Corpus", "TextSettings"]
+__all__ = ["Corpus", "TextSettings", "tokenized"]
 
 DATES = 22_000  # number of synthetic dates without a file
 
 
 @dataclass(frozen=True)
-class TextSettings:
-    """Tokenisation and split of a corpus.
+class TextSettings(options.Checked):
+    """File, tokenisation and split of a corpus; ``seed`` is that of the split and of the dates."""
 
-    Attributes:
-        data: path of the file of pairs; None for synthetic dates.
-        source_tokens: "words", "characters", or "auto" (by the script).
-        target_tokens: likewise.
-        min_freq: tokens that are rarer in the training part become <unk>.
-        num_steps: longer texts are truncated to this many tokens, <eos> included.
-        validation: share of the sources to choose the best epoch by.
-        test: share of the sources for evaluation.
-        limit: use only the first ``limit`` pairs; None uses all.
-        seed: of the split, and of the dates.
-
-    Raises:
-        TypeError, ValueError: a setting out of its range.
-    """
-
-    data: str | None = None
-    source_tokens: str = "auto"
-    target_tokens: str = "auto"
-    min_freq: int = 2
-    num_steps: int = 50
-    validation: float = 0.02
-    test: float = 0.05
-    limit: int | None = None
+    data: str | None = options.other(
+        None, "file of pairs (default: synthetic dates)", type=Path, metavar="FILE"
+    )
+    source_tokens: str = options.choice(
+        "auto",
+        "split sources into these; auto: characters for scripts without spaces",
+        ("auto", *TOKENS),
+    )
+    target_tokens: str = options.choice("auto", "the same for targets", ("auto", *TOKENS))
+    min_freq: int = options.count(2, "rarer tokens are read as <unk>")
+    num_steps: int = options.count(50, "longer texts are truncated to this many tokens")
+    validation: float = options.share(
+        0.02, "share of the sources to choose the best epoch by", "SHARE"
+    )
+    test: float = options.share(0.05, "share of the sources for evaluate", "SHARE")
+    limit: int | None = options.count(None, "use only the first N pairs of the file")
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("source_tokens", "target_tokens"):
-            if getattr(self, name) not in ("auto", *TOKENS):
-                need = "be one of 'auto', 'words', 'characters'"
-                checks.reject(ValueError, name, need, repr(getattr(self, name)))
-        checks.positive_int("min_freq", self.min_freq)
-        checks.positive_int("num_steps", self.num_steps)
-        checks.probability("validation", self.validation)
-        checks.probability("test", self.test)
-        if self.limit is not None:
-            checks.positive_int("limit", self.limit)
 
 
 @dataclass(frozen=True)
@@ -87,12 +70,12 @@ class Corpus:
 
     @classmethod
     def of(cls, settings: TextSettings) -> Corpus:
-        """Read the data.
-
-        Raises:
-            ValueError: the file cannot be read, or leaves nothing to train on.
-        """
-        found = _dates(settings.seed) if settings.data is None else read(settings.data)
+        """Read the data."""
+        if settings.data is None:
+            written = dates.generate(DATES, settings.seed)
+            found = TextFile([(example.text, example.iso) for example in written])
+        else:
+            found = read(settings.data)
         pairs = found.pairs[: settings.limit]
         guessed = [guess_tokens([pair[side] for pair in pairs[:1000]]) for side in (0, 1)]
         if settings.data is None:
@@ -103,41 +86,21 @@ class Corpus:
         digest = hashlib.sha256("\n".join(map("\t".join, pairs)).encode()).hexdigest()
         return cls(pairs, (source, target), parts, found.note(), digest)
 
-    def part(self, name: str) -> list[RawPair]:
-        """The pairs of "train", "validation" or "test", or "all" in the order of the file."""
-        if name == "all":
-            return self.pairs
-        pairs: list[RawPair] = getattr(self.parts, name)
-        return pairs
-
     def encode(
         self, pairs: Sequence[RawPair], settings: TextSettings, vocabs: Vocabs | None = None
     ) -> Pairs:
-        """Encode pairs as token indices.
-
-        Args:
-            pairs: some of the corpus.
-            settings: says how long they may be, and how rare a token.
-            vocabs: those of the training; new ones, of these pairs, unless given.
-
-        Raises:
-            ValueError: new vocabularies would hold no token.
-        """
+        """Token indices of some of the pairs, with new vocabularies of these unless given."""
         texts = [tokenized(pair, self.kinds) for pair in pairs]
-        if vocabs is None:
-            new = Pairs.of(texts, settings.min_freq, settings.num_steps)
-            for side, vocab in (("source", new.source_vocab), ("target", new.target_vocab)):
-                if not vocab.known:
-                    most = f"{settings.min_freq} (no {side} token is there so often)"
-                    checks.reject(ValueError, "min_freq", "leave tokens to learn", most)
-            return new
-        return Pairs.with_vocabs(texts, *vocabs, settings.num_steps)
+        if vocabs is not None:
+            return Pairs.with_vocabs(texts, *vocabs, settings.num_steps)
+        new = Pairs.of(texts, settings.min_freq, settings.num_steps)
+        for side, vocab in (("source", new.source_vocab), ("target", new.target_vocab)):
+            if not vocab.known:
+                most = f"{settings.min_freq} (no {side} token is there so often)"
+                checks.reject(ValueError, "min_freq", "leave tokens to learn", most)
+        return new
 
 
 def tokenized(pair: RawPair, kinds: Sequence[str]) -> tuple[list[str], list[str]]:
     """Both sides of a pair as tokens."""
     return tokenize(pair[0], kinds[0]), tokenize(pair[1], kinds[1])
-
-
-def _dates(seed: int) -> TextFile:
-    return TextFile([(example.text, example.iso) for example in dates.generate(DATES, seed)])

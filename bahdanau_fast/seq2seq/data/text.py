@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from bahdanau_fast import checks
 
@@ -34,14 +34,7 @@ _UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u
 
 
 def tokenize(text: str, tokens: str) -> list[str]:
-    """Split a text into tokens.
-
-    Args:
-        text: any.
-        tokens: "words" (lower case, punctuation by itself) or "characters" (as they are).
-
-    Raises:
-        ValueError: another kind of tokens.
+    """Split a text into "words" (lower case, punctuation by itself) or "characters" (as they are).
 
     >>> tokenize("I'm OK, go!", "words"), tokenize("嗨。", "characters")
     (["i'm", 'ok', ',', 'go', '!'], ['嗨', '。'])
@@ -77,17 +70,11 @@ def guess_tokens(texts: Sequence[str]) -> str:
     return "characters" if 2 * unspaced > len(texts) else "words"
 
 
-@dataclass(frozen=True)
-class TextFile:
-    """The contents of a file of pairs.
-
-    Attributes:
-        pairs: in the order of the file.
-        skipped: (line number from 1, reason) of every skipped line.
-    """
+class TextFile(NamedTuple):
+    """The pairs of a file, and (line number from 1, reason) of every skipped line."""
 
     pairs: list[RawPair]
-    skipped: list[tuple[int, str]] = field(default_factory=list)
+    skipped: Sequence[tuple[int, str]] = ()
 
     def note(self) -> str:
         """One line about the skipped lines; empty if there are none."""
@@ -102,14 +89,7 @@ class TextFile:
 def read(path: str | Path) -> TextFile:
     """Read a UTF-8 file of pairs: source, a tab, target; further columns are ignored.
 
-    The layout of Tatoeba and ManyThings. A line without a tab, or with an empty side, is
-    skipped and noted.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        ValueError: an unreadable file, not UTF-8, or without a valid line.
+    The layout of Tatoeba and ManyThings. A line without a tab, or with an empty side, is skipped.
     """
     path = Path(path)
     try:
@@ -126,17 +106,19 @@ def read(path: str | Path) -> TextFile:
         bad = f"{path} (byte 0x{content[error.start]:02x} in line {where})"
         checks.reject(ValueError, "data", "be UTF-8 text", bad)
     lines = text.removesuffix("\n").split("\n")
-    found = TextFile([])
+    pairs: list[RawPair] = []
+    skipped: list[tuple[int, str]] = []
     for number, line in enumerate(lines, 1):
         columns = line.split("\t")
         source, target = columns[0].strip(), columns[1].strip() if len(columns) > 1 else ""
         if source and target:
-            found.pairs.append((source, target))
+            pairs.append((source, target))
         elif len(columns) == 1:
-            found.skipped.append((number, "no tab" if source else "empty"))
+            skipped.append((number, "no tab" if source else "empty"))
         else:
-            found.skipped.append((number, "no source" if target else "no target"))
-    if not found.pairs:
+            skipped.append((number, "no source" if target else "no target"))
+    found = TextFile(pairs, skipped)
+    if not pairs:
         need = "hold pairs (source, tab, target)"
         checks.reject(ValueError, "data", need, _hollow(path, found, text))
     return found
@@ -152,8 +134,7 @@ def _hollow(path: Path, found: TextFile, text: str) -> str:
     return f"{path} ({found.note()})"
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """Training, validation and test pairs."""
 
     train: list[RawPair]
@@ -164,17 +145,8 @@ class Parts:
 def split(pairs: Sequence[RawPair], validation: float, test: float, seed: int) -> Parts:
     """Split pairs into three parts; pairs with equal sources (up to case and spaces) stay together.
 
-    So no source of the validation and test parts is in training. Each part keeps the order of
-    ``pairs``.
-
-    Args:
-        pairs: source and target texts.
-        validation: share of all sources, between 0 and 1.
-        test: likewise; some sources must be left for training.
-        seed: the same seed gives the same parts.
-
-    Raises:
-        ValueError: shares outside [0, 1], or nothing left to train on.
+    So no source of the validation and test parts, which are shares of all sources, is in training.
+    Each part keeps the order of ``pairs``.
 
     >>> parts = split([("Hi.", "Salut."), ("hi. ", "Bonjour."), ("Go.", "Va.")], 0.0, 0.4, seed=0)
     >>> len(parts.train), len(parts.validation), len(parts.test)

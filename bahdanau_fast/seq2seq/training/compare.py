@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -22,19 +22,12 @@ __all__ = ["Comparison", "attention_seconds", "compare_training", "relative_diff
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same first steps on several backends.
-
-    Attributes:
-        losses: per backend, one per step.
-        times: per backend, seconds of each step.
-        tokens_per_second: per backend.
-        models: per backend, after the steps.
-    """
+    """The same first steps on several backends, by their names."""
 
     losses: dict[str, list[float]]
-    times: dict[str, list[float]]
+    times: dict[str, list[float]]  # seconds of each step
     tokens_per_second: dict[str, float]
-    models: dict[str, EncoderDecoder]
+    models: dict[str, EncoderDecoder]  # after the steps
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -48,16 +41,7 @@ def compare_training(
     """Train one model per backend from the same seed on the same batches, taking turns.
 
     Every backend takes a step before any takes the next one, in alternating order, so that other
-    load on the machine affects all of them alike.
-
-    Args:
-        pairs: the training data.
-        settings: of the training.
-        names: backends; a repeated name is run once.
-        steps: number of steps, at most those of the training.
-
-    Returns:
-        Losses and the median time of a step, for every backend.
+    load on the machine affects all of them alike. A repeated name is run once.
     """
     schedule = total_steps(pairs, settings)
     models = {name: build_model(pairs, settings) for name in names}
@@ -89,20 +73,10 @@ def relative_difference(losses: Sequence[float], others: Sequence[float]) -> flo
 def attention_seconds(
     names: Sequence[str], batch: int, keys_len: int, hidden: int, steps: int, rounds: int = 15
 ) -> dict[str, float]:
-    """Time of a decoder's attention alone, forward and backward, without its recurrent net.
+    """Seconds of a decoder's attention alone, forward and backward, without its recurrent net.
 
-    One round projects the keys once, attends ``steps`` times with one query, and goes back.
-
-    Args:
-        names: backends, taking turns.
-        batch: B.
-        keys_len: Tk.
-        hidden: H, and the feature size of queries, keys and values.
-        steps: decoder steps per round.
-        rounds: the median of this many is taken, after two to warm up.
-
-    Returns:
-        Seconds per round, for every backend.
+    One round projects the keys (B,Tk,H) once, attends ``steps`` times with one query, and goes
+    back. Backends take turns; the median of the rounds is taken, after two to warm up.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -119,11 +93,7 @@ def attention_seconds(
     for _ in range(rounds + 2):
         for name, times in taken.items():
             with backends.use(name):
-                times.append(_timed(once))
+                start = time.perf_counter()
+                once()
+                times.append(time.perf_counter() - start)
     return {name: statistics.median(times[2:]) for name, times in taken.items()}
-
-
-def _timed(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
