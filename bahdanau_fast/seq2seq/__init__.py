@@ -20,7 +20,7 @@ from bahdanau_fast.seq2seq.search.beam import Beam, Hypotheses, beam_search
 from bahdanau_fast.seq2seq.search.scoring import bleu, corpus_scores
 from bahdanau_fast.seq2seq.search.translating import Translation, greedy, translate
 from bahdanau_fast.seq2seq.search.translator import Translator
-from bahdanau_fast.seq2seq.training import Trainer, masked_cross_entropy, train
+from bahdanau_fast.seq2seq.training.trainer import Trainer, masked_cross_entropy, train
 
 __all__ = [
     "AttentionDecoder",

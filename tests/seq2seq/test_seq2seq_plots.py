@@ -8,7 +8,7 @@ from threads import one_thread  # noqa: F401
 
 from bahdanau_fast.seq2seq import Pairs, Settings, build_model, translate
 from bahdanau_fast.seq2seq.cli import curves, plots
-from bahdanau_fast.seq2seq.data.text import tokenize
+from bahdanau_fast.seq2seq.data.corpus import tokenize
 from bahdanau_fast.seq2seq.search.beam import Beam
 from bahdanau_fast.seq2seq.search.translating import Translation
 

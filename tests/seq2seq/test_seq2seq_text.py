@@ -2,7 +2,7 @@
 
 import pytest
 
-from bahdanau_fast.seq2seq.data import text
+from bahdanau_fast.seq2seq.data import corpus as text
 
 
 def write(path, content):

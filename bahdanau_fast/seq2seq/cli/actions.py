@@ -16,8 +16,7 @@ import torch
 
 from bahdanau_fast import backends, checks
 from bahdanau_fast.seq2seq.cli import curves, plots
-from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings
-from bahdanau_fast.seq2seq.data.text import RawPair, read, tokenize
+from bahdanau_fast.seq2seq.data.corpus import Corpus, RawPair, TextSettings, read, tokenize
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.settings import METRICS, TRAINING, Settings
 from bahdanau_fast.seq2seq.search.beam import Beam

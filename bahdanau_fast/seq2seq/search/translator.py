@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from bahdanau_fast.seq2seq.data.corpus import TextSettings, tokenized
+from bahdanau_fast.seq2seq.data.corpus import RawPair, TextSettings, guess_tokens, join, tokenize
 from bahdanau_fast.seq2seq.data.pairs import Vocab, Vocabs
-from bahdanau_fast.seq2seq.data.text import RawPair, guess_tokens, join, tokenize
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
@@ -113,7 +112,7 @@ class Translator:
             ModuleNotFoundError: sacrebleu is not installed.
             ValueError: no pairs.
         """
-        wanted = [tokenized(pair, self.kinds)[1] for pair in pairs]
+        wanted = [tokenize(target, self.kinds[1]) for _, target in pairs]
         course = [bleu(t.tokens, label, 2) for t, label in zip(translations, wanted, strict=True)]
         characters = self.kinds[1] == "characters"
         chinese = characters and guess_tokens([target for _, target in pairs]) == "characters"

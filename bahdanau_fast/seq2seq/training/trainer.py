@@ -73,8 +73,7 @@ def masked_cross_entropy(
 
 def shift_right(target: Tensor) -> Tensor:
     """Decoder input for teacher forcing: (B,T) with <bos> in front, without the last token."""
-    first = torch.full_like(target[:, :1], BOS)
-    return torch.cat((first, target[:, :-1]), dim=1)
+    return F.pad(target[:, :-1], (1, 0), value=BOS)
 
 
 @dataclass
