@@ -30,8 +30,7 @@ from bahdanau_fast.seq2seq import (
     encode,
     greedy,
 )
-from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings
-from bahdanau_fast.seq2seq.data.text import tokenize
+from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings, tokenize
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.settings import TRAINING
 from bahdanau_fast.seq2seq.training.compare import compare_training, relative_difference
