@@ -1,7 +1,7 @@
 """A sequence-to-sequence system around additive attention, with the course's names."""
 
 from bahdanau_fast.seq2seq.cli.plots import show_heatmaps
-from bahdanau_fast.seq2seq.data import Batch, Pairs, Vocab, Vocabs, batches, encode
+from bahdanau_fast.seq2seq.data.pairs import Batch, Pairs, Vocab, Vocabs, batches, encode
 from bahdanau_fast.seq2seq.model.decoders import (
     Seq2SeqAttentionDecoder,
     Seq2SeqDecoder,

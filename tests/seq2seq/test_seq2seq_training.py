@@ -21,7 +21,8 @@ from bahdanau_fast.seq2seq import (
     translate,
 )
 from bahdanau_fast.seq2seq.cli import demo, plots
-from bahdanau_fast.seq2seq.data import EOS, PAD, Batch, dates
+from bahdanau_fast.seq2seq.data import dates
+from bahdanau_fast.seq2seq.data.pairs import EOS, PAD, Batch
 from bahdanau_fast.seq2seq.training.compare import compare_training, relative_difference
 from bahdanau_fast.seq2seq.training.distributed import World, shard
 from bahdanau_fast.seq2seq.training.trainer import shift_right
@@ -173,14 +174,15 @@ def test_backends_give_the_same_losses(pairs, cell):
     settings = Settings(**{**vars(TINY), "cell": cell, "epochs": 10})
     names = backends.available()
     compared = compare_training(pairs, settings, names, steps=25)
+    losses = {name: trainer.history.losses for name, trainer in compared.items()}
     for name in names:
-        assert len(compared.losses[name]) == 25
-        assert relative_difference(compared.losses[name], compared.losses["reference"]) <= 1e-3
-        assert compared.seconds[name] > 0
+        assert len(losses[name]) == 25
+        assert relative_difference(losses[name], losses["reference"]) <= 1e-3
+        assert min(compared[name].history.seconds) > 0
     # and they are the first losses of the training itself
     with backends.use("reference"):
         whole = train(build_model(pairs, settings), pairs, settings, progress=False).losses
-    assert whole[:25] == compared.losses["reference"]
+    assert whole[:25] == losses["reference"]
 
 
 def test_greedy_is_deterministic_and_independent_of_the_batch(pairs, trained):

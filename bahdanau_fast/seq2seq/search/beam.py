@@ -117,21 +117,14 @@ def beam_search(
     """The best targets found by beam search, for a whole batch.
 
     Keeps the K best hypotheses of every source, finished or not, at every step. Ends when no
-    source's best hypothesis can be overtaken any more.
-
-    Args:
-        model: its decoder is a :class:`StepDecoder`.
-        source: (B,Tk) tokens.
-        source_lens: (B,).
-        max_steps: the longest target.
-        beam: width and penalties; five beams unless given.
-        unknown: whether <unk> may be written.
+    source's best hypothesis can be overtaken any more. Arguments are those of :func:`greedy`, and
+    ``beam``: width and penalties, five beams unless given.
 
     Returns:
         Tokens (B,K,T), scores (B,K), weights (B,K,T,Tk) or None; the best hypothesis first.
 
     Raises:
-        TypeError: another kind of decoder.
+        TypeError: the decoder is no :class:`StepDecoder`.
         ValueError: ``max_steps`` is below 1, or a coverage penalty without attention.
     """
     with started(model, source, source_lens, max_steps, unknown) as start:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -13,52 +12,29 @@ import torch
 from bahdanau_fast import backends
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.seq2seq.data.pairs import Pairs
-from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
 from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches, total_steps
 
-__all__ = ["Comparison", "attention_seconds", "compare_training", "relative_difference"]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The same first steps on several backends, by their names."""
-
-    losses: dict[str, list[float]]
-    times: dict[str, list[float]]  # seconds of each step
-    tokens_per_second: dict[str, float]
-    models: dict[str, EncoderDecoder]  # after the steps
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Median time of a step, per backend."""
-        return {name: statistics.median(times) for name, times in self.times.items()}
+__all__ = ["attention_seconds", "compare_training", "relative_difference"]
 
 
 def compare_training(
     pairs: Pairs, settings: Settings, names: Sequence[str], steps: int
-) -> Comparison:
+) -> dict[str, Trainer]:
     """Train one model per backend from the same seed on the same batches, taking turns.
 
     Every backend takes a step before any takes the next one, in alternating order, so that other
     load on the machine affects all of them alike. A repeated name is run once.
     """
     schedule = total_steps(pairs, settings)
-    models = {name: build_model(pairs, settings) for name in names}
-    trainers = {name: Trainer(model, settings, schedule) for name, model in models.items()}
+    trainers = {name: Trainer(build_model(pairs, settings), settings, schedule) for name in names}
     order = list(trainers.items())
     for _, batch in islice(all_batches(pairs, settings), steps):
         for name, trainer in order:
             with backends.use(name):
                 trainer.step(batch)
         order.reverse()
-    histories = {name: trainer.history for name, trainer in trainers.items()}
-    return Comparison(
-        {name: history.losses for name, history in histories.items()},
-        {name: history.seconds for name, history in histories.items()},
-        {name: history.tokens_per_second for name, history in histories.items()},
-        models,
-    )
+    return trainers
 
 
 def relative_difference(losses: Sequence[float], others: Sequence[float]) -> float:
