@@ -224,7 +224,7 @@ def test_translate_gives_tokens_and_where_they_looked(pairs, trained):
 @pytest.mark.parametrize("judged", [False, True])
 def test_a_small_demo(judged, tmp_path, capsys, monkeypatch):
     settings = Settings(embed_size=8, num_hiddens=16, epochs=1, batch_size=32)
-    sizes = demo.Sizes(train=200, held_out=20, compared_steps=5)
+    sizes = demo.Sizes(train=200, held_out=10, compared_steps=5)
     if judged:  # 200 dates teach too little for that
         monkeypatch.setattr(demo, "Sizes", lambda: sizes)
     assert demo.run(tmp_path / "deep" / "out", settings, sizes) != judged

@@ -167,10 +167,12 @@ def _alignment(axes: Any, translation: Translation, title: str, families: Sequen
     for label in axes.get_xticklabels():
         label.set(**(turn or {"rotation": 90 * (label.get_text() == "<eos>")}))
     axes.set_yticks(range(len(translation.tokens)), map(_label, translation.tokens), **font)
-    axes.set_xticks([x - 0.5 for x in range(1, len(source))], minor=True)
-    axes.set_yticks([y - 0.5 for y in range(1, len(translation.tokens))], minor=True)
-    axes.grid(which="minor", color="#e5e5e5", linewidth=0.4)
-    axes.tick_params(which="both", length=0)
+    # Lines between the cells, as two artists: every tick of a grid would be one.
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    thin = {"colors": "#e5e5e5", "linewidth": 0.4}
+    axes.vlines([x + 0.5 for x in range(len(source) - 1)], bottom, top, **thin)
+    axes.hlines([y + 0.5 for y in range(len(translation.tokens) - 1)], left, right, **thin)
+    axes.tick_params(length=0)
     font = {"fontfamily": list(families), "fontsize": 10, "color": INK}
     axes.set_title(title, loc="left", **font)
     for side in axes.spines.values():
