@@ -20,9 +20,9 @@ from bahdanau_fast.seq2seq import (
     translate,
 )
 from bahdanau_fast.seq2seq.cli import demo
+from bahdanau_fast.seq2seq.cli.demo import compare_training, relative_difference
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import EOS, PAD, Batch
-from bahdanau_fast.seq2seq.training.compare import compare_training, relative_difference
 from bahdanau_fast.seq2seq.training.distributed import World, shard
 from bahdanau_fast.seq2seq.training.trainer import shift_right
 

@@ -1,1 +1,1 @@
-"""Training: one batch, a whole run, several processes, and the comparison with eager attention."""
+"""Training: one batch, a whole run, several processes."""
