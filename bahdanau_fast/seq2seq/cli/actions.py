@@ -30,11 +30,11 @@ __all__ = ["evaluate", "plot", "train", "translate"]
 def train(options: argparse.Namespace) -> int:
     """Train, or resume a training, in a folder."""
     settings, text = _settings(options)
-    given = {name: getattr(options, name) for name in ("resume", "save_every", "tensorboard")}
+    kept = {name: getattr(options, name) for name in ("resume", "save_every", "tensorboard")}
     with join(_device(options.device)) as world:
         # With --json the standard output is for scripts.
         file = sys.stderr if options.json else sys.stdout
-        run = Run(options.out, settings, text, world=world, **given)
+        run = Run(options.out, settings, text, world=world, **kept)
         first = world.rank == 0
         if first:
             for note in filter(None, (run.corpus.note, run.note)):
@@ -176,7 +176,8 @@ def _pairs(options: argparse.Namespace, translator: Translator) -> tuple[list[Ra
     if options.file is None or part != "all":
         data = text.data if options.file is None else str(options.file)
         corpus = Corpus.of(dataclasses.replace(text, data=data))
-        pairs, note = corpus.pairs if part == "all" else getattr(corpus.parts, part), corpus.note
+        pairs = corpus.pairs if part == "all" else getattr(corpus.parts, part)
+        note = corpus.note
     else:
         found = read(options.file)
         pairs, note = found.pairs, found.note()
