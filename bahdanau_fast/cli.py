@@ -19,7 +19,10 @@ from torch import Tensor
 import bahdanau_fast
 from bahdanau_fast import backends, parity, reference
 from bahdanau_fast.functional import additive_attention
-from bahdanau_fast.seq2seq.cli.commands import add_commands, at_least
+from bahdanau_fast.seq2seq.cli import demo
+from bahdanau_fast.seq2seq.cli.commands import add_commands
+from bahdanau_fast.seq2seq.model.settings import Settings
+from bahdanau_fast.seq2seq.options import at_least
 
 __all__ = ["check", "info", "main"]
 
@@ -191,11 +194,6 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from bahdanau_fast.seq2seq.cli import (
-        demo,  # pulls in the training code: only where it is needed
-    )
-    from bahdanau_fast.seq2seq.model.settings import Settings
-
     settings = Settings(seed=options.seed)
     if options.epochs is not None:
         settings = replace(settings, epochs=options.epochs)

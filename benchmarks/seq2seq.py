@@ -30,11 +30,10 @@ from bahdanau_fast.seq2seq import (
     encode,
     greedy,
 )
-from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings
-from bahdanau_fast.seq2seq.data.text import tokenize
+from bahdanau_fast.seq2seq.cli.demo import compare_training, relative_difference
+from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings, tokenize
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.settings import TRAINING
-from bahdanau_fast.seq2seq.training.compare import compare_training, relative_difference
 
 from .studies.peak_memory import allocator_events
 from .timing.machine import save

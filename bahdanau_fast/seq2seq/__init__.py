@@ -1,7 +1,7 @@
 """A sequence-to-sequence system around additive attention, with the course's names."""
 
 from bahdanau_fast.seq2seq.cli.plots import show_heatmaps
-from bahdanau_fast.seq2seq.data import Batch, Pairs, Vocab, Vocabs, batches, encode
+from bahdanau_fast.seq2seq.data.pairs import Batch, Pairs, Vocab, Vocabs, batches, encode
 from bahdanau_fast.seq2seq.model.decoders import (
     Seq2SeqAttentionDecoder,
     Seq2SeqDecoder,
@@ -16,11 +16,11 @@ from bahdanau_fast.seq2seq.model.encoder_decoder import (
     init_xavier,
 )
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
-from bahdanau_fast.seq2seq.search.beam import Beam, Hypotheses
+from bahdanau_fast.seq2seq.search.beam import Beam, Hypotheses, beam_search
 from bahdanau_fast.seq2seq.search.scoring import bleu, corpus_scores
-from bahdanau_fast.seq2seq.search.translating import Translation, beam_search, greedy, translate
+from bahdanau_fast.seq2seq.search.translating import Translation, greedy, translate
 from bahdanau_fast.seq2seq.search.translator import Translator
-from bahdanau_fast.seq2seq.training import Trainer, masked_cross_entropy, train
+from bahdanau_fast.seq2seq.training.trainer import Trainer, masked_cross_entropy, train
 
 __all__ = [
     "AttentionDecoder",

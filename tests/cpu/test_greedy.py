@@ -7,7 +7,7 @@ from translators import STEPS, TK, B, E, H, V, model, sources
 
 from bahdanau_fast.modules import decoder_loop as steps_module
 from bahdanau_fast.seq2seq import greedy
-from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, UNK
+from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
 
 ops = torch.ops.bahdanau_fast
 

@@ -18,7 +18,7 @@ from bahdanau_fast.seq2seq import (
     greedy,
     translate,
 )
-from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, UNK
+from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
 from benchmarks.seq2seq import allocations, copied
 
 TOKENS = 8  # <pad>, <bos>, <eos>, <unk> and four more

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from bahdanau_fast.seq2seq import Pairs, Vocab, batches, encode
-from bahdanau_fast.seq2seq.data import BOS, EOS, PAD, UNK, dates
+from bahdanau_fast.seq2seq.data import dates
+from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
 
 
 def test_vocab_orders_by_frequency_then_alphabet():

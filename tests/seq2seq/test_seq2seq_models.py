@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from course import CourseAttention
 from threads import one_thread  # noqa: F401
 from torch import nn
 
@@ -22,28 +23,12 @@ from bahdanau_fast.seq2seq import (
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
 
 
-class PlainAttention(nn.Module):
-    """The formula, one query at a time, without any of the package."""
-
-    def __init__(self, hidden):
-        super().__init__()
-        self.W_k = nn.Linear(hidden, hidden, bias=False)
-        self.W_q = nn.Linear(hidden, hidden, bias=False)
-        self.w_v = nn.Linear(hidden, 1, bias=False)
-
-    def forward(self, query, keys, lens):
-        scores = self.w_v(torch.tanh(self.W_q(query) + self.W_k(keys))).squeeze(-1)
-        positions = torch.arange(keys.shape[1])
-        weights = scores.masked_fill(positions >= lens[:, None], -1e6).softmax(-1)
-        return (weights.unsqueeze(-1) * keys).sum(1), weights
-
-
 class PlainDecoder(nn.Module):
-    """What the course's decoder computes, written a second time."""
+    """What the course's decoder computes, written a second time, without any of the package."""
 
     def __init__(self, vocab, embed, hidden, layers, cell):
         super().__init__()
-        self.attention = PlainAttention(hidden)
+        self.attention = CourseAttention(hidden, hidden, hidden)
         self.embedding = nn.Embedding(vocab, embed)
         self.rnn = CELLS[cell](hidden + embed, hidden, layers)
         self.dense = nn.Linear(hidden, vocab)
@@ -52,11 +37,11 @@ class PlainDecoder(nn.Module):
         keys, logits, seen = outputs.permute(1, 0, 2), [], []
         for t in range(tokens.shape[1]):
             top = (state[0] if isinstance(state, tuple) else state)[-1]
-            context, weights = self.attention(top.unsqueeze(1), keys, lens)
+            context = self.attention(top.unsqueeze(1), keys, keys, lens).squeeze(1)
             x = torch.cat([context, self.embedding(tokens[:, t])], dim=1)
             out, state = self.rnn(x[None], state)
             logits.append(self.dense(out[0]))
-            seen.append(weights)
+            seen.append(self.attention.attention_weights)
         return torch.stack(logits, 1), state, seen
 
 
@@ -67,14 +52,22 @@ class PlainEncoder(nn.Module):
         self.rnn = CELLS[cell](embed, hidden, layers)
 
 
+def course(layers=2, **options):
+    """An encoder and a decoder with the course's arguments."""
+    torch.manual_seed(0)
+    sizes = (10, 8, 16, layers)
+    return Seq2SeqEncoder(*sizes, **options).eval(), Seq2SeqAttentionDecoder(
+        *sizes, **options
+    ).eval()
+
+
 def hidden_parts(state):
     return list(state) if isinstance(state, tuple) else [state]
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_course_shapes(cell):
-    encoder = Seq2SeqEncoder(10, 8, 16, 2, cell=cell).eval()
-    decoder = Seq2SeqAttentionDecoder(10, 8, 16, 2, cell=cell).eval()
+    encoder, decoder = course(cell=cell)
     X = torch.zeros((4, 7), dtype=torch.long)
     outputs, hidden = encoder(X)
     assert outputs.shape == (7, 4, 16)
@@ -114,7 +107,7 @@ def test_a_course_checkpoint_gives_the_same_numbers_both_ways(cell, layers):
     for a, b in zip(hidden_parts(state[1]), hidden_parts(want_state), strict=True):
         torch.testing.assert_close(a, b, **close)
     for a, b in zip(decoder.attention_weights, want_weights, strict=True):
-        torch.testing.assert_close(a.squeeze(1), b, **close)
+        torch.testing.assert_close(a, b, **close)
     assert (decoder.attention_weights[0][1, 0, 1:] == 0).all()
 
     got.square().sum().backward()
@@ -128,9 +121,7 @@ def test_a_course_checkpoint_gives_the_same_numbers_both_ways(cell, layers):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_step_by_step_is_the_same_as_all_at_once(cell):
-    torch.manual_seed(0)
-    encoder = Seq2SeqEncoder(10, 8, 16, 2, cell=cell).eval()
-    decoder = Seq2SeqAttentionDecoder(10, 8, 16, 2, cell=cell).eval()
+    encoder, decoder = course(cell=cell)
     source, target = torch.randint(0, 10, (3, 6)), torch.randint(0, 10, (3, 5))
     lens = torch.tensor([6, 2, 4])
     with torch.no_grad():
@@ -145,9 +136,7 @@ def test_step_by_step_is_the_same_as_all_at_once(cell):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_sequences_that_share_a_source_share_its_memory(cell):
-    torch.manual_seed(0)
-    encoder = Seq2SeqEncoder(10, 8, 16, 1, cell=cell).eval()
-    decoder = Seq2SeqAttentionDecoder(10, 8, 16, 1, cell=cell).eval()
+    encoder, decoder = course(1, cell=cell)
     source, lens = torch.randint(0, 10, (3, 6)), torch.tensor([6, 2, 4])
     embedded = torch.randn(6, 8)  # two sequences per source
     with torch.no_grad():
@@ -162,7 +151,7 @@ def test_sequences_that_share_a_source_share_its_memory(cell):
 
 
 def test_the_keys_are_projected_once_per_call():
-    encoder, decoder = Seq2SeqEncoder(10, 8, 16, 1), Seq2SeqAttentionDecoder(10, 8, 16, 1)
+    encoder, decoder = course(1)
     calls = []
     decoder.attention.W_k.register_forward_hook(lambda *_: calls.append(1))
     X = torch.zeros((2, 9), dtype=torch.long)
@@ -171,8 +160,7 @@ def test_the_keys_are_projected_once_per_call():
 
 
 def test_a_used_decoder_can_be_copied_and_pickled():
-    torch.manual_seed(0)
-    model = EncoderDecoder(Seq2SeqEncoder(10, 8, 16, 1), Seq2SeqAttentionDecoder(10, 8, 16, 1))
+    model = EncoderDecoder(*course(1))
     X = torch.randint(0, 10, (2, 5))
     want, _ = model(X, X, torch.tensor([5, 3]))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -314,15 +302,15 @@ def test_the_decoder_without_attention_has_one_context(cell):
 
 
 def test_checkpoints_of_other_versions_of_the_course_load():
-    encoder, decoder = Seq2SeqEncoder(10, 8, 16, 2), Seq2SeqAttentionDecoder(10, 8, 16, 2)
-    model = EncoderDecoder(encoder, decoder)
-    want = model.state_dict()
+    want = EncoderDecoder(*course()).state_dict()
     renamed = {
         key.replace("encoder.rnn.", "encoder.rnn.rnn.").replace("attention.", "attention_cell."): v
         for key, v in want.items()
     }
     assert renamed.keys() != want.keys()
-    fresh = EncoderDecoder(Seq2SeqEncoder(10, 8, 16, 2), Seq2SeqAttentionDecoder(10, 8, 16, 2))
+    fresh = EncoderDecoder(*course())
+    for parameter in fresh.parameters():
+        nn.init.zeros_(parameter)
     fresh.load_state_dict(renamed, strict=True)
     assert all(torch.equal(fresh.state_dict()[key], value) for key, value in want.items())
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*attention\.more"):

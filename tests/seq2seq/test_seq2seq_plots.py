@@ -6,9 +6,9 @@ import pytest
 import torch
 from threads import one_thread  # noqa: F401
 
-from bahdanau_fast.seq2seq import Pairs, Settings, build_model, translate
+from bahdanau_fast.seq2seq import Pairs, Settings, build_model, show_heatmaps, translate
 from bahdanau_fast.seq2seq.cli import curves, plots
-from bahdanau_fast.seq2seq.data.text import tokenize
+from bahdanau_fast.seq2seq.data.corpus import tokenize
 from bahdanau_fast.seq2seq.search.beam import Beam
 from bahdanau_fast.seq2seq.search.translating import Translation
 
@@ -127,6 +127,15 @@ def test_compared_backends_are_drawn_over_each_other():
         assert not axes.get_legend().get_window_extent().overlaps(title)
 
 
+def test_heatmaps():
+    figure = show_heatmaps(torch.eye(4).reshape(1, 1, 4, 4), "keys", "queries", ["one"])
+    image = figure.axes[0].images[0]
+    assert torch.equal(torch.tensor(image.get_array().tolist()), torch.eye(4, dtype=torch.float))
+    assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("keys", "queries")
+    with pytest.raises(ValueError, match="matrices must have 4 dimensions"):
+        show_heatmaps(torch.eye(4), "keys", "queries")
+
+
 @pytest.fixture(scope="module")
 def translations():
     """Short sources, one as long as the model reads, one longer; greedy and by beams."""
@@ -155,6 +164,8 @@ def test_the_end_of_the_sentence_is_drawn(translations):
         labels = [label.get_text() for label in axes.get_xticklabels()]
         signs = ["·" if sign == " " else sign for sign in translation.source]
         assert labels == signs + ["<eos>"] * (translation.end_weights is not None)
+        words = ["·" if sign == " " else sign for sign in translation.tokens]
+        assert [label.get_text() for label in axes.get_yticklabels()] == words
         image = torch.tensor(axes.images[0].get_array().tolist())
         assert image.shape == (len(translation.tokens), len(labels))
         torch.testing.assert_close(image.sum(1), torch.ones(len(translation.tokens)))

@@ -1,4 +1,4 @@
-"""Trainings in a folder: checkpoints that survive a kill, going on, several processes."""
+"""Trainings in a folder: checkpoints that survive a kill, going on, which epoch is the best."""
 
 import dataclasses
 import json
@@ -12,16 +12,22 @@ import torch
 from threads import one_thread  # noqa: F401
 
 import bahdanau_fast
+from bahdanau_fast import cli
 from bahdanau_fast.seq2seq import Settings, Translator
 from bahdanau_fast.seq2seq.data.corpus import TextSettings
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.checkpoints import BEST, LAST
+from bahdanau_fast.seq2seq.search.scoring import CorpusScores
+from bahdanau_fast.seq2seq.search.translator import Scores
+from bahdanau_fast.seq2seq.training import runs
 from bahdanau_fast.seq2seq.training.distributed import World
 from bahdanau_fast.seq2seq.training.runs import Run
 
 ROOT = str(Path(bahdanau_fast.__file__).parents[1])
 SMALL = Settings(embed_size=8, num_hiddens=12, dropout=0.2, epochs=5, batch_size=16, lr=1e-2)
+FEW = dataclasses.replace(SMALL, epochs=4, batch_size=64)  # four epochs of four steps
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+TINY = ["--embed-size", "8", "--num-hiddens", "12", "--min-freq", "1", "--epochs", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +43,22 @@ def text_of(data, **changes):
     return TextSettings(str(data), min_freq=1, num_steps=8, validation=0.1, test=0.1, **changes)
 
 
+@pytest.fixture
+def few(data, tmp_path):
+    """Makes a short training in ``tmp_path``."""
+    return lambda **changes: Run(tmp_path, dataclasses.replace(FEW, **changes), text_of(data))
+
+
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """A training that nothing stopped."""
     run = Run(tmp_path_factory.mktemp("whole"), SMALL, text_of(data))
     run.train(progress=False)
     return run
+
+
+def resumed(out, **options):
+    return Run(out, *Run.settings_of(out), resume=True, **options)
 
 
 def test_a_run_leaves_checkpoints_losses_and_scores(whole):
@@ -59,11 +75,8 @@ def test_a_run_leaves_checkpoints_losses_and_scores(whole):
     assert not list(whole.out.glob("*.tmp"))
     assert checkpoints.find(whole.out) == whole.out / BEST
     translator = Translator.load(whole.out)
-    assert (translator.settings, translator.text, translator.kinds) == (
-        SMALL,
-        whole.text,
-        ("words", "words"),
-    )
+    assert (translator.settings, translator.text) == (SMALL, whole.text)
+    assert translator.kinds == ("words", "words")
     # What was validated is what is loaded.
     pairs = whole.corpus.parts.validation
     scores = translator.score(pairs, translator.translate([source for source, _ in pairs]))
@@ -75,23 +88,19 @@ def test_a_run_leaves_checkpoints_losses_and_scores(whole):
 def test_a_resumed_training_has_the_losses_of_one_that_nothing_stopped(
     whole, data, tmp_path, stop_at
 ):
-    class StopError(Exception):
-        pass
-
     run = Run(tmp_path, SMALL, text_of(data), save_every=1)
     step = run.trainer.step
 
     def stopping(batch):
         if len(run.history.losses) == stop_at:
-            raise StopError
+            raise KeyboardInterrupt
         return step(batch)
 
     run.trainer.step = stopping
-    with pytest.raises(StopError):
+    with pytest.raises(KeyboardInterrupt):
         run.train(progress=False)
     torch.manual_seed(stop_at)  # of no importance
-    settings, text = Run.settings_of(tmp_path)
-    again = Run(tmp_path, settings, text, resume=True)
+    again = resumed(tmp_path)
     assert again.history.losses == whole.history.losses[:stop_at]
     again.train(progress=False)
     assert again.history.losses == whole.history.losses
@@ -123,7 +132,7 @@ torch.set_num_threads(1)
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.training.runs import Run
 sys.path[:0] = ['tests/seq2seq', 'tests/support']
-from test_seq2seq_runs import SMALL, text_of
+from test_seq2seq_runs import SMALL, resumed, text_of
 
 data, out, kills, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 random.seed(seed)
@@ -134,11 +143,8 @@ for kill in range(kills):
     child = os.fork()
     if child == 0:
         os.fsync = lambda descriptor: (time.sleep(0.01), write(descriptor))  # a slow disk
-        if kill:
-            settings, text = Run.settings_of(out)
-        else:
-            settings, text = SMALL, text_of(data)
-        Run(out, settings, text, resume=kill > 0, save_every=1).train(progress=False)
+        run = resumed(out, save_every=1) if kill else Run(out, SMALL, text_of(data), save_every=1)
+        run.train(progress=False)
         os._exit(0)
     # From its first write on; before the very first there is nothing to lose.
     # Now and then a step later, or on a busy machine none would ever be finished.
@@ -169,10 +175,7 @@ def test_twenty_kills_leave_a_checkpoint_that_goes_on_to_the_same_losses(whole, 
     assert steps == sorted(steps)
     assert 0 < steps[-1] < len(whole.history.losses)
     assert unfinished > 0  # some hit a write
-    settings, text = Run.settings_of(tmp_path)
-    run = Run(tmp_path, settings, text, resume=True)
-    run.train(progress=False)
-    assert run.history.losses == whole.history.losses
+    assert resumed(tmp_path).train(progress=False).losses == whole.history.losses
 
 
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
@@ -221,27 +224,175 @@ def test_what_is_no_checkpoint_is_refused_and_runs_nothing(tmp_path, monkeypatch
         checkpoints.find(tmp_path / "gone")
 
 
-def launch(out, data, *options, processes=1):
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    launcher = [*launcher, "-m"] if processes > 1 else []
-    sizes = "--embed-size 8 --num-hiddens 12 --min-freq 1 --epochs 1 --dropout 0 --lr 0.01"
-    sizes += " --embed-dropout 0"
-    command = [sys.executable, "-m", *launcher, "bahdanau_fast", "train", "--out", str(out)]
-    command += ["--data", str(data), "--validation", "0.1", *sizes.split(), *options, "--json"]
+def test_two_processes_are_one_with_the_doubled_batch(data, tmp_path, capsys):
+    options = ["--data", str(data), "--validation", "0.1", "--dropout", "0", "--lr", "0.01"]
+    options = ["train", *TINY, *options, "--embed-dropout", "0", "--json"]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [sys.executable, "-m", *launcher, "bahdanau_fast", *options]
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment, timeout=120
+        [*command, "--batch-size", "6", "--out", str(tmp_path / "two")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    return json.loads(result.stdout), checkpoints.load(out / LAST)["losses"]
-
-
-def test_two_processes_are_one_with_the_doubled_batch(data, tmp_path):
-    two, losses = launch(tmp_path / "two", data, "--batch-size", "6", processes=2)
-    one, wanted = launch(tmp_path / "one", data, "--batch-size", "12")
+    assert cli.main([*options, "--batch-size", "12", "--out", str(tmp_path / "one")]) == 0
+    two, one = (
+        json.loads(out)["validations"][0] for out in (result.stdout, capsys.readouterr().out)
+    )
+    losses, wanted = (checkpoints.load(tmp_path / n / LAST)["losses"] for n in ("two", "one"))
     assert len(wanted) == len(losses) > 20
     difference = float((losses - wanted)[:20].abs().max())
     print(f"largest difference of the loss over 20 steps: {difference:.1e}")
     assert difference <= 1e-5
-    assert two["validations"][0]["loss"] == pytest.approx(one["validations"][0]["loss"], rel=1e-4)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Sets what the validations of the next training measure, an epoch after the other."""
+
+    def set_values(**values):
+        for name in ("bleu", "chrf"):
+            values[name] = iter(values.get(name, [0.0] * 9))
+
+        def score(*_):
+            return Scores(CorpusScores(next(values["bleu"]), next(values["chrf"]), ""), 0, 0, 0)
+
+        monkeypatch.setattr(Translator, "score", score)
+        if "loss" in values:
+            losses = iter(values["loss"])
+            monkeypatch.setattr(runs, "validation_loss", lambda *_: next(losses))
+
+    return set_values
+
+
+def kept(out):
+    """The epoch in best.pt; its weights are those of that epoch's end."""
+    payload = checkpoints.load(out / BEST)
+    epoch = payload["validations"][-1]["epoch"]
+    assert payload["schedule"]["last_epoch"] == len(payload["losses"]) == 4 * epoch
+    return epoch
+
+
+@pytest.mark.parametrize("metric", ["loss", "bleu", "chrf"])
+def test_the_last_epoch_is_best_where_the_loss_falls_and_bleu_stays_zero(
+    few, tmp_path, measured, metric
+):
+    measured(loss=[4.0, 3.0, 2.0, 1.0])
+    run = few(best_metric=metric)
+    run.train(progress=False)
+    assert [v["bleu"] for v in run.history.validations] == [0.0] * 4
+    assert kept(tmp_path) == run.best["epoch"] == 4
+    best, last = (checkpoints.load(tmp_path / name)["model"] for name in (BEST, LAST))
+    assert all(torch.equal(best[name], last[name]) for name in last)
+
+
+@pytest.mark.parametrize(("metric", "epoch"), [("loss", 2), ("bleu", 4), ("chrf", 1)])
+def test_the_metric_chooses(few, tmp_path, measured, metric, epoch):
+    measured(loss=[3.0, 1.0, 2.0, 1.0], bleu=[0.0, 1.0, 5.0, 5.0], chrf=[9.0, 1.0, 8.0, 2.0])
+    # Epochs 2 and 4 have the same loss: the earlier is kept. Epochs 3 and 4 have the same BLEU:
+    # the one with the lower loss is.
+    run = few(best_metric=metric)
+    run.train(progress=False)
+    assert kept(tmp_path) == run.best["epoch"] == epoch
+    assert run.best == run.history.validations[epoch - 1]
+
+
+def test_validation_loss_is_the_mean_over_all_target_tokens(few, monkeypatch):
+    monkeypatch.setattr(runs, "_TRANSLATED", 3)  # of the loss there is no sample
+    run = few(epochs=1, label_smoothing=0.3)
+    (measured,) = run.train(progress=False).validations
+    assert run.trainer.model.training
+    model, pairs = run.trainer.model.eval(), run.validated
+    assert len(pairs) == len(run.corpus.parts.validation) > 20
+    total, tokens = 0.0, 0
+    for source, lens, target, count in zip(*pairs.tensors, strict=True):
+        state = model.decoder.init_state(model.encoder(source[None], lens[None]), lens[None])
+        given = torch.tensor([[1, *target[: count - 1].tolist()]])  # <bos>, then what is wanted
+        logits = model.decoder(given, state)[0][0].double()
+        total += -logits.log_softmax(-1)[range(count), target[:count]].sum().item()
+        tokens += int(count)
+    # fp32 logits and sums of a few hundred terms: some 1e-7 relative each.
+    assert measured["loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_validation_loss_that_is_not_finite_is_an_error(few, tmp_path, measured, loss):
+    measured(loss=[3.0, loss])
+    said = rf"the validation loss must be finite, got {loss} after epoch 2"
+    with pytest.raises(ValueError, match=said):
+        few().train(progress=False)
+    assert kept(tmp_path) == 1
+    assert [v["loss"] for v in checkpoints.load(tmp_path / LAST)["validations"]] == [3.0]
+
+
+def test_a_stop_between_the_two_files_of_the_first_epoch(few, tmp_path, monkeypatch):
+    """best.pt is there, last.pt is that of step 0: going on writes best.pt again."""
+    run = few(epochs=1)
+    save = run._save
+
+    def stopping(name):
+        if name == LAST and run.history.losses:
+            raise KeyboardInterrupt
+        save(name)
+
+    monkeypatch.setattr(run, "_save", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(progress=False)
+    assert kept(tmp_path) == 1
+    again = resumed(tmp_path)
+    assert again.history.losses == []
+    again.train(progress=False)
+    assert kept(tmp_path) == again.best["epoch"] == 1
+
+
+def as_before(out, epoch):
+    """Make best.pt and last.pt what they were when BLEU chose, and best.pt that of ``epoch``."""
+    for name in (BEST, LAST):
+        payload = checkpoints.load(out / name)
+        del payload["settings"]["best_metric"], payload["format"]
+        payload["validations"] = payload["validations"][: epoch if name == BEST else None]
+        for validation in payload["validations"]:
+            del validation["chrf"]
+        checkpoints.save(payload, out / name)
+
+
+def test_a_training_from_before_the_choice_goes_on(few, tmp_path, measured, capsys):
+    measured(loss=[4.0, 3.0, 2.0, 2.5])
+    few(epochs=3).train(progress=False)
+    as_before(tmp_path, 1)
+    again = ["train", "--resume", "--out", str(tmp_path), "--json"]
+    # Nothing is left to train, and the epoch in last.pt is better than the one BLEU chose.
+    assert cli.main(again) == 0
+    out, err = capsys.readouterr()
+    assert "best.pt was chosen by BLEU until now; from here on by validation loss\n" in err
+    assert json.loads(out)["best"] == {"epoch": 3, "loss": 2.0, "bleu": 0.0}
+    measured(loss=[2.5])
+    assert cli.main([*again, "--epochs", "4"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["best"]["epoch"], len(figures["validations"])) == (3, 4)
+    assert kept(tmp_path) == 3
+    # The note is for the first time alone once an epoch has been written.
+    assert cli.main(again) == 0
+    assert "until now" not in capsys.readouterr().err
+
+
+def test_the_metric_is_an_option_of_train_and_kept_by_resume(data, tmp_path, capsys):
+    train = ["train", "--data", str(data), "--out", str(tmp_path), "--validation", "0.2"]
+    assert cli.main([*train, *TINY, "--best-metric", "chrf"]) == 0
+    assert "best.pt is epoch 1, the best by validation chrF (loss " in capsys.readouterr().out
+    assert Run.settings_of(tmp_path)[0].best_metric == "chrf"
+    assert cli.main(["train", "--resume", "--out", str(tmp_path), "--best-metric", "loss"]) == 2
+    assert "--best-metric must be left out with --resume" in capsys.readouterr().err
+
+
+def test_without_validation_pairs_no_epoch_is_called_the_best(data, tmp_path, capsys):
+    train = ["train", "--data", str(data), "--out", str(tmp_path), "--validation", "0"]
+    assert cli.main([*train, *TINY]) == 0
+    out = capsys.readouterr().out
+    assert "last.pt is the last epoch; no validation pairs, so there is no best one\n" in out
+    assert not (tmp_path / BEST).exists()

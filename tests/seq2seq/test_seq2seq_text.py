@@ -2,7 +2,7 @@
 
 import pytest
 
-from bahdanau_fast.seq2seq.data import text
+from bahdanau_fast.seq2seq.data import corpus as text
 
 
 def write(path, content):
@@ -86,35 +86,29 @@ def test_the_line_ends_of_every_system(tmp_path):
     [
         (b"\n \r\n\r", r"hold pairs \(source, tab, target\), got .*a\.tsv \(only blank lines\)$"),
         (b"", r"hold pairs \(source, tab, target\), got .*a\.tsv \(an empty file\)$"),
-        (b"one\ntwo\n", r"hold pairs .* got .*a\.tsv \(no line has a tab\)$"),
+        (b"Go. Va !\n\nRun. Cours !\n", r"hold pairs .* got .*a\.tsv \(no line has a tab\)$"),
+        (b"\tVa !\nRun.\t\n", r"hold pairs .* got .*a\.tsv \(skipped .*; line 2: no target\)\)$"),
         ("Hi.\tSalut.\nÉté\tx".encode("latin-1"), r"be UTF-8 text, got .* \(byte 0xc9 in line 2\)"),
         ("a\tb".encode("utf-16"), r"be UTF-8 text, got .* \(byte 0xff in line 1\)"),
         (None, r"be a readable file, got .*gone\.tsv \(No such file"),
+        ("a folder", r"be a readable file, got .* \(Is a directory"),
     ],
 )
 def test_a_file_that_is_no_file_of_pairs_is_a_clear_error(tmp_path, content, said):
-    path = tmp_path / "gone.tsv" if content is None else write(tmp_path / "a.tsv", content)
+    path = {None: tmp_path / "gone.tsv", "a folder": tmp_path}.get(content, tmp_path / "a.tsv")
+    if isinstance(content, bytes):
+        path.write_bytes(content)
     with pytest.raises(ValueError, match="^data must " + said):
         text.read(path)
-
-
-def test_a_folder_is_a_clear_error(tmp_path):
-    with pytest.raises(ValueError, match="data must be a readable file"):
-        text.read(tmp_path)
 
 
 def test_parts_share_no_source_and_follow_the_seed():
     pairs = [(f"Go {i // 2}." if i % 2 else f"go  {i // 2}. ", str(i)) for i in range(200)]
     parts = text.split(pairs, 0.1, 0.2, seed=3)
-    assert [len(part) for part in (parts.train, parts.validation, parts.test)] == [140, 20, 40]
+    assert [len(part) for part in parts] == [140, 20, 40]
     assert sorted(parts.train + parts.validation + parts.test) == sorted(pairs)
-    sources = [
-        {" ".join(s.lower().split()) for s, _ in part}
-        for part in (parts.train, parts.validation, parts.test)
-    ]
-    assert not sources[0] & sources[1]
-    assert not sources[0] & sources[2]
-    assert not sources[1] & sources[2]
+    sources = [{" ".join(s.lower().split()) for s, _ in part} for part in parts]
+    assert len(set.union(*sources)) == sum(map(len, sources))  # none is in two parts
     assert parts.train == [pair for pair in pairs if pair in set(parts.train)]  # order kept
     assert text.split(pairs, 0.1, 0.2, seed=3) == parts
     assert text.split(pairs, 0.1, 0.2, seed=4) != parts

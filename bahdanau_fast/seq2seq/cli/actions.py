@@ -16,16 +16,13 @@ import torch
 
 from bahdanau_fast import backends, checks
 from bahdanau_fast.seq2seq.cli import curves, plots
-from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings
-from bahdanau_fast.seq2seq.data.text import RawPair, read, tokenize
+from bahdanau_fast.seq2seq.data.corpus import Corpus, RawPair, TextSettings, read, tokenize
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.settings import METRICS, TRAINING, Settings
 from bahdanau_fast.seq2seq.search.beam import Beam
-from bahdanau_fast.seq2seq.search.translating import Translation
 from bahdanau_fast.seq2seq.search.translator import Translator
 from bahdanau_fast.seq2seq.training.distributed import join
-from bahdanau_fast.seq2seq.training.progress import described
-from bahdanau_fast.seq2seq.training.runs import Run
+from bahdanau_fast.seq2seq.training.runs import Run, described
 
 __all__ = ["evaluate", "plot", "train", "translate"]
 
@@ -33,18 +30,11 @@ __all__ = ["evaluate", "plot", "train", "translate"]
 def train(options: argparse.Namespace) -> int:
     """Train, or resume a training, in a folder."""
     settings, text = _settings(options)
+    kept = {name: getattr(options, name) for name in ("resume", "save_every", "tensorboard")}
     with join(_device(options.device)) as world:
         # With --json the standard output is for scripts.
         file = sys.stderr if options.json else sys.stdout
-        run = Run(
-            options.out,
-            settings,
-            text,
-            world=world,
-            resume=options.resume,
-            save_every=options.save_every,
-            tensorboard=options.tensorboard,
-        )
+        run = Run(options.out, settings, text, world=world, **kept)
         first = world.rank == 0
         if first:
             for note in filter(None, (run.corpus.note, run.note)):
@@ -52,25 +42,24 @@ def train(options: argparse.Namespace) -> int:
             print(_about(run), file=file, flush=True)
         start = time.perf_counter()
         history = run.train(file=file)
-        if not first:
-            return 0
+        seconds = time.perf_counter() - start
+    if first and options.json:
         figures = {
             "out": str(options.out),
             "steps": len(history.losses),
             "loss": history.losses[-1],
-            "seconds": time.perf_counter() - start,
+            "seconds": seconds,
             "tokens_per_second": history.tokens_per_second,
             "best": run.best,
             "validations": history.validations,
             "settings": dataclasses.asdict(settings),
             "text": dataclasses.asdict(text) | {"data": _name(text.data)},
         }
-        if options.json:
-            print(json.dumps(figures, indent=1, ensure_ascii=False))
-        else:
-            speed = f"{figures['tokens_per_second']:,.0f} target tokens/s"
-            print(f"wrote {options.out}{os.sep} in {figures['seconds']:.0f} s, {speed}")
-            print(_chosen(run))
+        print(json.dumps(figures, indent=1, ensure_ascii=False))
+    elif first:
+        speed = f"{history.tokens_per_second:,.0f} target tokens/s"
+        print(f"wrote {options.out}{os.sep} in {seconds:.0f} s, {speed}")
+        print(_chosen(run))
     return 0
 
 
@@ -158,24 +147,18 @@ def translate(options: argparse.Namespace) -> int:
     translations = translator.translate(sentences, _beam(options))
     _note_unknown(translator, sentences)
     texts = [translator.joined(translation) for translation in translations]
-    if options.json:
-        rows = zip(sentences, texts, translations, strict=True)
-        print(json.dumps([_row(*row) for row in rows], indent=1, ensure_ascii=False))
-    else:
+    if not options.json:
         print("\n".join(texts))
+        return 0
+    rows = []
+    for sentence, text, found in zip(sentences, texts, translations, strict=True):
+        row: dict[str, Any] = {"source": sentence, "translation": text, "score": found.score}
+        row |= {"source_tokens": found.source, "tokens": found.tokens, "attention": None}
+        if found.weights is not None:
+            row["attention"] = found.weights.double().round(decimals=4).tolist()
+        rows.append(row)
+    print(json.dumps(rows, indent=1, ensure_ascii=False))
     return 0
-
-
-def _row(sentence: str, text: str, translation: Translation) -> dict[str, Any]:
-    weights = translation.weights
-    return {
-        "source": sentence,
-        "translation": text,
-        "score": translation.score,
-        "source_tokens": translation.source,
-        "tokens": translation.tokens,
-        "attention": None if weights is None else weights.double().round(decimals=4).tolist(),
-    }
 
 
 def _note_unknown(translator: Translator, sentences: Sequence[str]) -> None:
@@ -193,7 +176,8 @@ def _pairs(options: argparse.Namespace, translator: Translator) -> tuple[list[Ra
     if options.file is None or part != "all":
         data = text.data if options.file is None else str(options.file)
         corpus = Corpus.of(dataclasses.replace(text, data=data))
-        pairs, note = corpus.part(part), corpus.note
+        pairs = corpus.pairs if part == "all" else getattr(corpus.parts, part)
+        note = corpus.note
     else:
         found = read(options.file)
         pairs, note = found.pairs, found.note()
@@ -212,15 +196,12 @@ def evaluate(options: argparse.Namespace) -> int:
     translations = translator.translate([source for source, _ in pairs], _beam(options))
     seconds = time.perf_counter() - start
     scores = translator.score(pairs, translations)
-    shown = range(0, len(pairs), max(1, len(pairs) // max(1, options.samples)))
-    samples = [
-        {
-            "source": pairs[i][0],
-            "translation": translator.joined(translations[i]),
-            "reference": pairs[i][1],
-        }
-        for i in list(shown)[: options.samples]
+    texts = map(translator.joined, translations)
+    rows = [
+        {"source": source, "translation": text, "reference": target}
+        for (source, target), text in zip(pairs, texts, strict=True)
     ]
+    samples = rows[:: max(1, len(pairs) // max(1, options.samples))][: options.samples]
     figures = {
         "pairs": len(pairs),
         "part": part,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,23 +12,12 @@ __all__ = ["loss_curves", "training_curves"]
 
 _ACCENT, _SECOND, _GREY = "#c2410c", "#1d4ed8", "#666666"
 _COLOURS = {"loss": _ACCENT, "bleu": _SECOND, "chrf": "#0f766e"}
-_TICKS = 8  # largest number on a logarithmic axis
-_DECADE = 10.0  # losses that fall further than this are drawn on a logarithmic axis
 
 
 def loss_curves(
     losses: Sequence[float], compared: Mapping[str, Sequence[float]], note: str = ""
 ) -> Any:
-    """The whole training on the left, the compared backends on the right.
-
-    Args:
-        losses: of every step of the training.
-        compared: the first steps again, by backend.
-        note: put under the right picture.
-
-    Returns:
-        A matplotlib figure.
-    """
+    """The whole training on the left, the same first steps by backend on the right."""
     figure = new_figure(10, 3.6)
     whole, first = figure.subplots(1, 2)
     _training(whole, losses, "cross-entropy per character")
@@ -52,15 +40,9 @@ def training_curves(
     validations: Sequence[Mapping[str, float]],
     best: int | None = None,
 ) -> Any:
-    """The loss of every step, then loss and scores of every validation.
+    """The loss of every step, then loss and scores of every validation, if there are any.
 
-    Args:
-        losses: of every step of the training.
-        validations: ``{"epoch", "loss", "bleu", "chrf"}``; without any only the steps are drawn.
-        best: the epoch to mark as the one ``best.pt`` holds.
-
-    Returns:
-        A matplotlib figure.
+    The epoch ``best`` is marked as the one that ``best.pt`` holds.
     """
     figure = new_figure(12.5 if validations else 5, 3.4)
     axes = figure.subplots(1, 3 if validations else 1, squeeze=False)[0]
@@ -122,14 +104,15 @@ def _line(points: int) -> dict[str, Any]:
 
 def _scaled(axes: Any, losses: Sequence[float]) -> None:
     """A vertical axis for losses: from zero, with plain numbers as ticks."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = min(losses), max(losses)
-    if low > 0 and high > _DECADE * low:
+    if low > 0 and high > 10 * low:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(FixedLocator(_round_numbers(low, high)))
+        factors = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
+        axes.yaxis.set_major_locator(LogLocator(subs=factors, numticks=8))
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(_number))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.10f}".rstrip("0").rstrip("."))
         return
     if high == low:
         axes.set_ylim(0.0, 2 * high or 1.0)
@@ -139,35 +122,15 @@ def _scaled(axes: Any, losses: Sequence[float]) -> None:
     axes.ticklabel_format(axis="y", style="plain", useOffset=False)
 
 
-def _round_numbers(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, fewer over many decades.
-
-    >>> _round_numbers(0.03, 0.6), _round_numbers(0.0004, 6.0)
-    ([0.05, 0.1, 0.2, 0.5], [0.001, 0.01, 0.1, 1.0])
-    """
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    inside: list[float] = []
-    for factors in ((1, 2, 5), (1,)):
-        ticks = [float(f"{factor}e{power}") for power in powers for factor in factors]
-        inside = [tick for tick in ticks if low <= tick <= high]
-        if len(inside) <= _TICKS:
-            break
-    return inside[:: math.ceil(len(inside) / _TICKS)]
-
-
-def _number(value: float, _: int) -> str:
-    return f"{value:.10f}".rstrip("0").rstrip(".")
-
-
 def _counted(axes: Any, what: str, first: int, last: int) -> None:
     """A horizontal axis for counts: only whole numbers."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     margin = 0.02 * (last - first) or 0.5
     axes.set_xlim(max(0.0, first - margin), last + margin)
     ticks = MaxNLocator(nbins=7, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
     axes.xaxis.set_major_locator(ticks)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel(what, color=INK)
 
 

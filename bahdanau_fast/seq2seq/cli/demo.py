@@ -13,41 +13,31 @@ import platform
 import random
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 import bahdanau_fast
 from bahdanau_fast import backends, checks
+from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.seq2seq.cli import curves, plots
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Pairs
-from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
 from bahdanau_fast.seq2seq.search.translating import Translation, translate
-from bahdanau_fast.seq2seq.training.compare import (
-    Comparison,
-    attention_seconds,
-    compare_training,
-    relative_difference,
-)
-from bahdanau_fast.seq2seq.training.trainer import train
+from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches, total_steps, train
 
-__all__ = ["Sizes", "run"]
+__all__ = ["Sizes", "compare_training", "relative_difference", "run"]
 
 EXACT_MATCH_GOAL, LOSS_GOAL = 0.95, 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of the demo.
-
-    Attributes:
-        train: training pairs.
-        held_out: test pairs.
-        compared_steps: training steps that are repeated on the reference backend.
-    """
+    """Pairs for training and test, and training steps that the reference backend repeats."""
 
     train: int = 20_000
     held_out: int = 1_000
@@ -58,20 +48,10 @@ QUICK = Sizes(train=2_000, held_out=200, compared_steps=10)
 
 
 def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
-    """Run the demo; write attention.png, loss.png and demo.json.
+    """Run the demo; write attention.png, loss.png and demo.json into ``out``.
 
-    Args:
-        out: folder for the files, created if missing.
-        settings: of the model and its training.
-        sizes: of the data.
-
-    Returns:
-        True if exact match and loss agreement reached their goals; with smaller sizes only the
-        agreement counts.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
-        ValueError: the folder cannot be made.
+    True if exact match and loss agreement reached their goals; with smaller sizes only the
+    agreement counts.
     """
     plots.require_matplotlib()
     try:
@@ -95,26 +75,25 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
     )
     start = time.perf_counter()
     history = train(model, pairs, settings)
-    seconds = time.perf_counter() - start
-    print(f"trained in {seconds:.1f} s, {history.tokens_per_second:,.0f} target tokens/s\n")
+    trained = time.perf_counter() - start
+    print(f"trained in {trained:.1f} s, {history.tokens_per_second:,.0f} target tokens/s\n")
 
-    translations = _translate(model, pairs, held_out)
+    texts, tensors = [example.text for example in held_out], pairs.tensors
+    source_steps, target_steps = tensors.source.shape[1], tensors.target.shape[1]
+    vocabs = (pairs.source_vocab, pairs.target_vocab)
+    translations = translate(model, texts, *vocabs, source_steps, target_steps)
     exact = _report_translations(translations, held_out, settings.seed, full)
 
     names = [fused, "reference"]
     steps = min(sizes.compared_steps, len(history.losses))
     compared = compare_training(pairs, settings, names, steps)
-    tensors = pairs.tensors
-    attention = attention_seconds(
-        names,
-        settings.batch_size,
-        tensors.source.shape[1],
-        settings.num_hiddens,
-        tensors.target.shape[1],
-    )
-    difference = relative_difference(history.losses[:steps], compared.losses["reference"])
+    lengths = (settings.batch_size, source_steps, settings.num_hiddens, target_steps)
+    attention = attention_seconds(names, *lengths)
+    losses = {name: trainer.history.losses for name, trainer in compared.items()}
+    seconds = {name: median(trainer.history.seconds) for name, trainer in compared.items()}
+    difference = relative_difference(history.losses[:steps], losses["reference"])
     agree = difference <= LOSS_GOAL
-    _report_backends(fused, compared, attention, steps, difference)
+    _report_backends(fused, seconds, attention, steps)
 
     good = exact >= EXACT_MATCH_GOAL or not full
     verdict = ("PASS" if good else "FAIL") if full else "----"
@@ -127,15 +106,15 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
 
     plots.save(_alignments(translations, held_out), out / "attention.png")
     note = f"losses of the two backends differ by at most {difference:.1e} (relative)"
-    plots.save(curves.loss_curves(history.losses, compared.losses, note), out / "loss.png")
+    plots.save(curves.loss_curves(history.losses, losses, note), out / "loss.png")
     figures = {
         "exact_match": exact,
-        "train_seconds": seconds,
+        "train_seconds": trained,
         "tokens_per_second": history.tokens_per_second,
         "backend": fused,
         "compared_steps": steps,
         "loss_max_relative_difference": difference,
-        "median_step_seconds": compared.seconds,
+        "median_step_seconds": seconds,
         "attention_forward_backward_seconds": attention,
         "passed": good and agree,
         "settings": dataclasses.asdict(settings),
@@ -148,6 +127,63 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
     return good and agree
 
 
+def compare_training(
+    pairs: Pairs, settings: Settings, names: Sequence[str], steps: int
+) -> dict[str, Trainer]:
+    """Train one model per backend from the same seed on the same batches, taking turns.
+
+    Every backend takes a step before any takes the next one, in alternating order, so that other
+    load on the machine affects all of them alike. A repeated name is run once.
+    """
+    schedule = total_steps(pairs, settings)
+    trainers = {name: Trainer(build_model(pairs, settings), settings, schedule) for name in names}
+    order = list(trainers.items())
+    for _, batch in islice(all_batches(pairs, settings), steps):
+        for name, trainer in order:
+            with backends.use(name):
+                trainer.step(batch)
+        order.reverse()
+    return trainers
+
+
+def relative_difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """The largest ``|a - b| / |b|`` of two loss curves.
+
+    >>> relative_difference([1.0, 2.0], [1.0, 2.5])
+    0.2
+    """
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
+
+
+def attention_seconds(
+    names: Sequence[str], batch: int, keys_len: int, hidden: int, steps: int, rounds: int = 15
+) -> dict[str, float]:
+    """Seconds of a decoder's attention alone, forward and backward, without its recurrent net.
+
+    One round projects the keys (B,Tk,H) once, attends ``steps`` times with one query, and goes
+    back. Backends take turns; the median of the rounds is taken, after two to warm up.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        attention = AdditiveAttention(hidden, hidden, hidden)
+        keys = torch.randn(batch, keys_len, hidden, requires_grad=True)
+        queries = torch.randn(steps, batch, 1, hidden, requires_grad=True)
+
+    def once() -> None:
+        memory = attention.memory(keys)
+        contexts = [attention.attend(query, memory) for query in queries]
+        torch.stack(contexts).sum().backward()
+
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds + 2):
+        for name, times in taken.items():
+            with backends.use(name):
+                start = time.perf_counter()
+                once()
+                times.append(time.perf_counter() - start)
+    return {name: median(times[2:]) for name, times in taken.items()}
+
+
 def _versions() -> dict[str, Any]:
     return {
         "bahdanau_fast": bahdanau_fast.__version__,
@@ -157,14 +193,6 @@ def _versions() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def _translate(
-    model: EncoderDecoder, pairs: Pairs, examples: Sequence[dates.Example]
-) -> list[Translation]:
-    num_steps, max_steps = pairs.tensors.source.shape[1], pairs.tensors.target.shape[1]
-    texts = [example.text for example in examples]
-    return translate(model, texts, pairs.source_vocab, pairs.target_vocab, num_steps, max_steps)
 
 
 def _report_translations(
@@ -185,16 +213,12 @@ def _report_translations(
 
 
 def _report_backends(
-    fused: str,
-    compared: Comparison,
-    attention: dict[str, float],
-    steps: int,
-    difference: float,
+    fused: str, whole: dict[str, float], attention: dict[str, float], steps: int
 ) -> None:
     print(f"the first {steps} steps on each backend, taking turns (medians):")
     print(f"  {'':<34}{fused:>12}{'reference':>12}{'ratio':>8}")
     for label, taken in (
-        ("whole training step", compared.seconds),
+        ("whole training step", whole),
         ("its attention alone, fwd and bwd", attention),
     ):
         ours, theirs = taken[fused], taken["reference"]
@@ -206,26 +230,17 @@ def _report_backends(
 
 def _alignments(translations: Sequence[Translation], examples: Sequence[dates.Example]) -> Any:
     """One long example per language with month names, preferably a correct one."""
-    chosen, undrawable = [], []
-    for language in dates.LANGUAGES:
-        best: tuple[int, Translation] | None = None
-        for translation, example in zip(translations, examples, strict=True):
-            if example.language != language or language == "numeric":
-                continue
-            right = "".join(translation.tokens) == example.iso
-            # Long, but not the longest, to stay readable; correct ones first.
-            rank = 100 * right - abs(len(translation.source) - 26)
-            if best is None or rank > best[0]:
-                best = (rank, translation)
-        if best is None:
-            continue
-        if plots.drawable("".join(best[1].source)):
-            chosen.append((language, best[1]))
-        else:
-            undrawable.append(language)
+    best: dict[str, tuple[int, Translation]] = {}
+    for translation, example in zip(translations, examples, strict=True):
+        right = "".join(translation.tokens) == example.iso
+        # Long, but not the longest, to stay readable; correct ones first.
+        rank = 100 * right - abs(len(translation.source) - 26)
+        if example.language not in best or rank > best[example.language][0]:
+            best[example.language] = (rank, translation)
+    there = [language for language in dates.LANGUAGES if language in best.keys() - {"numeric"}]
+    shown = [language for language in there if plots.drawable("".join(best[language][1].source))]
     note = "source characters (· is a space)"
-    if undrawable:
+    if undrawable := [language for language in there if language not in shown]:
         note += f"; no font here draws {' and '.join(undrawable)}"
-    titles = [language for language, _ in chosen]
     heading = "Where each character of the ISO date looked in the source"
-    return plots.alignments([translation for _, translation in chosen], titles, heading, note)
+    return plots.alignments([best[language][1] for language in shown], shown, heading, note)

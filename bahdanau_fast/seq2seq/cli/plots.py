@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
+from bahdanau_fast.seq2seq.extras import require
 from bahdanau_fast.seq2seq.search.translating import Translation
 
 __all__ = [
@@ -38,25 +39,12 @@ INK = "#222222"
 
 
 def require_matplotlib() -> None:
-    """Raise before any work is done if matplotlib is missing.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            'plots need matplotlib: pip install "bahdanau_fast[demo]"'
-        ) from error
+    """Say before any work is done that matplotlib is missing."""
+    require("matplotlib", "plots need", "demo")
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, its size in inches.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """An empty figure, its size in inches."""
     require_matplotlib()
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
@@ -67,14 +55,7 @@ _own: list[str] = []  # families of fonts the user named
 
 
 def add_font(path: Path) -> None:
-    """Draw tokens with a font from a file, in preference to installed ones.
-
-    Args:
-        path: a .ttf, .otf or .ttc file.
-
-    Raises:
-        ValueError: it is no font.
-    """
+    """Draw tokens with a font from a .ttf, .otf or .ttc file, in preference to installed ones."""
     require_matplotlib()
     from matplotlib import font_manager
 
@@ -110,19 +91,16 @@ def drawable(text: str) -> bool:
     return all(ord(character) in _fonts()[1] for character in text)
 
 
+def _drawn(text: str) -> str:
+    return text if drawable(text) else "□"
+
+
 def _label(token: str) -> str:
-    if token == " ":
-        return "·"
-    return token if drawable(token) else "□"
+    return "·" if token == " " else _drawn(token)
 
 
 def save(figure: Any, path: str | Path) -> None:
-    """Write a PNG, or the format of the suffix.
-
-    Args:
-        figure: from a function of this module.
-        path: its folder exists.
-    """
+    """Write a PNG, or the format of the suffix."""
     figure.savefig(path, facecolor="white")
 
 
@@ -189,10 +167,12 @@ def _alignment(axes: Any, translation: Translation, title: str, families: Sequen
     for label in axes.get_xticklabels():
         label.set(**(turn or {"rotation": 90 * (label.get_text() == "<eos>")}))
     axes.set_yticks(range(len(translation.tokens)), map(_label, translation.tokens), **font)
-    axes.set_xticks([x - 0.5 for x in range(1, len(source))], minor=True)
-    axes.set_yticks([y - 0.5 for y in range(1, len(translation.tokens))], minor=True)
-    axes.grid(which="minor", color="#e5e5e5", linewidth=0.4)
-    axes.tick_params(which="both", length=0)
+    # Lines between the cells, as two artists: every tick of a grid would be one.
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    thin = {"colors": "#e5e5e5", "linewidth": 0.4}
+    axes.vlines([x + 0.5 for x in range(len(source) - 1)], bottom, top, **thin)
+    axes.hlines([y + 0.5 for y in range(len(translation.tokens) - 1)], left, right, **thin)
+    axes.tick_params(length=0)
     font = {"fontfamily": list(families), "fontsize": 10, "color": INK}
     axes.set_title(title, loc="left", **font)
     for side in axes.spines.values():
@@ -203,19 +183,9 @@ def _alignment(axes: Any, translation: Translation, title: str, families: Sequen
 def alignments(
     translations: Sequence[Translation], titles: Sequence[str], heading: str, note: str = ""
 ) -> Any:
-    """Attention weights of translations: source tokens across, target tokens down.
+    """Attention weights, two translations to a row: source tokens across, target tokens down.
 
-    Args:
-        translations: two to a row.
-        titles: one each.
-        heading: above all of them.
-        note: put under the picture, e.g. what could not be drawn.
-
-    Returns:
-        A matplotlib figure. A character no font here has is drawn as a box.
-
-    Raises:
-        ValueError: nothing to draw.
+    A character that no font here has is drawn as a box.
     """
     if not translations:
         checks.reject(ValueError, "translations", "hold at least one", 0)
@@ -248,17 +218,7 @@ _TITLE = 60  # characters that fit above a panel
 
 
 def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
-    """Attention weights of translations, and one line about characters that no font has.
-
-    Args:
-        translations: from a decoder with attention, with a token on either side.
-
-    Returns:
-        A matplotlib figure, and the note: empty when everything could be drawn.
-
-    Raises:
-        ValueError: nothing to draw.
-    """
+    """Attention weights of translations, and one line about characters that no font has, if any."""
     signs = dict.fromkeys(sign for t in translations for sign in "".join(t.source + t.tokens))
     missing = "".join(sign for sign in signs if not drawable(sign))
     note = under = ""
@@ -267,10 +227,6 @@ def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
         under = f"□: {len(missing)} signs that no font here draws"
     titles = []
     for translation in translations:
-        text = "".join(map(_label_sign, " ".join(translation.source)))
+        text = " ".join("".join(map(_drawn, token)) for token in translation.source)
         titles.append(text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…")
     return alignments(translations, titles, "Attention weights of each target token", under), note
-
-
-def _label_sign(sign: str) -> str:
-    return sign if sign == " " else _label(sign)

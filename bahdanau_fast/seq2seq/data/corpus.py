@@ -1,70 +1,194 @@
-"""The data of a training: its file, tokenisation and split."""
+"""Parallel text: reading pairs from a file, tokenising them, and the split of a training."""
 
 from __future__ import annotations
 
 import hashlib
+import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from bahdanau_fast import checks
+from bahdanau_fast.seq2seq import options
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Pairs, Vocabs
-from bahdanau_fast.seq2seq.data.text import (
-    TOKENS,
-    Parts,
-    RawPair,
-    TextFile,
-    guess_tokens,
-    read,
-    split,
-    tokenize,
-)
 
-__all__ = ["Corpus", "TextSettings"]
+__all__ = ["Corpus", "RawPair", "TextSettings", "guess_tokens", "join", "read", "split", "tokenize"]
 
 DATES = 22_000  # number of synthetic dates without a file
 
+RawPair = tuple[str, str]
+"""Source and target as they stand in the file."""
+
+TOKENS = ("words", "characters")
+
+# Letters and digits, joined by apostrophes and hyphens (l'eau, rendez-vous); other signs alone.
+_WORD = re.compile(r"\w+(?:['’\-]\w+)*|[^\w\s]")
+# Scripts written without spaces: Chinese, Japanese kana, Thai, Lao, Khmer, Burmese.
+_UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+
+
+def tokenize(text: str, tokens: str) -> list[str]:
+    """Split a text into "words" (lower case, punctuation by itself) or "characters" (as they are).
+
+    >>> tokenize("I'm OK, go!", "words"), tokenize("嗨。", "characters")
+    (["i'm", 'ok', ',', 'go', '!'], ['嗨', '。'])
+    """
+    if tokens == "words":
+        return _WORD.findall(text.lower())
+    _check_kind(tokens)
+    return list(text.strip())
+
+
+def join(words: Sequence[str], tokens: str) -> str:
+    """Join tokens into a text: words with spaces, characters without.
+
+    >>> join(["i'm", "ok", "."], "words"), join("嗨。", "characters")
+    ("i'm ok .", '嗨。')
+    """
+    _check_kind(tokens)
+    return (" " if tokens == "words" else "").join(words)
+
+
+def _check_kind(tokens: str) -> None:
+    if tokens not in TOKENS:
+        checks.reject(ValueError, "tokens", "be 'words' or 'characters'", repr(tokens))
+
+
+def guess_tokens(texts: Sequence[str]) -> str:
+    """The kind of tokens for texts: "characters" for a script without spaces, else "words".
+
+    >>> guess_tokens(["嗨。", "OK。好"]), guess_tokens(["Salut !"])
+    ('characters', 'words')
+    """
+    unspaced = sum(1 for text in texts if _UNSPACED.search(text))
+    return "characters" if 2 * unspaced > len(texts) else "words"
+
+
+class TextFile(NamedTuple):
+    """The pairs of a file, and (line number from 1, reason) of every skipped line."""
+
+    pairs: list[RawPair]
+    skipped: Sequence[tuple[int, str]] = ()
+
+    def note(self) -> str:
+        """One line about the skipped lines; empty if there are none."""
+        if not self.skipped:
+            return ""
+        shown = "; ".join(f"line {number}: {reason}" for number, reason in self.skipped[:5])
+        more = f"; and {len(self.skipped) - 5} more" if len(self.skipped) > 5 else ""
+        lines = "line" if len(self.skipped) == 1 else "lines"
+        return f"skipped {len(self.skipped)} malformed {lines} ({shown}{more})"
+
+
+def read(path: str | Path) -> TextFile:
+    """Read a UTF-8 file of pairs: source, a tab, target; further columns are ignored.
+
+    The layout of Tatoeba and ManyThings. A line without a tab, or with an empty side, is skipped.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        checks.reject(ValueError, "data", "be a readable file", f"{path} ({error.strerror})")
+    # The line ends of every system. Not splitlines(): it splits inside sentences too.
+    content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    try:
+        # utf-8-sig: the byte order mark of some editors is not part of the first word.
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = content.count(b"\n", 0, error.start) + 1
+        bad = f"{path} (byte 0x{content[error.start]:02x} in line {where})"
+        checks.reject(ValueError, "data", "be UTF-8 text", bad)
+    lines = text.removesuffix("\n").split("\n")
+    pairs: list[RawPair] = []
+    skipped: list[tuple[int, str]] = []
+    for number, line in enumerate(lines, 1):
+        columns = line.split("\t")
+        source, target = columns[0].strip(), columns[1].strip() if len(columns) > 1 else ""
+        if source and target:
+            pairs.append((source, target))
+        elif len(columns) == 1:
+            skipped.append((number, "no tab" if source else "empty"))
+        else:
+            skipped.append((number, "no source" if target else "no target"))
+    found = TextFile(pairs, skipped)
+    if not pairs:
+        need = "hold pairs (source, tab, target)"
+        checks.reject(ValueError, "data", need, _hollow(path, found, text))
+    return found
+
+
+def _hollow(path: Path, found: TextFile, text: str) -> str:
+    """A file without pairs, and the reason."""
+    reasons = {reason for _, reason in found.skipped}
+    if reasons == {"empty"}:
+        return f"{path} ({'only blank lines' if text else 'an empty file'})"
+    if reasons <= {"empty", "no tab"}:
+        return f"{path} (no line has a tab)"
+    return f"{path} ({found.note()})"
+
+
+class Parts(NamedTuple):
+    """Training, validation and test pairs."""
+
+    train: list[RawPair]
+    validation: list[RawPair]
+    test: list[RawPair]
+
+
+def split(pairs: Sequence[RawPair], validation: float, test: float, seed: int) -> Parts:
+    """Split pairs into three parts; pairs with equal sources (up to case and spaces) stay together.
+
+    So no source of the validation and test parts, which are shares of all sources, is in training.
+    Each part keeps the order of ``pairs``.
+
+    >>> parts = split([("Hi.", "Salut."), ("hi. ", "Bonjour."), ("Go.", "Va.")], 0.0, 0.4, seed=0)
+    >>> len(parts.train), len(parts.validation), len(parts.test)
+    (2, 0, 1)
+    """
+    checks.probability("validation", validation)
+    checks.probability("test", test)
+    sources = sorted({_same(source) for source, _ in pairs})
+    random.Random(seed).shuffle(sources)
+    held = [round(share * len(sources)) for share in (validation, test)]
+    if sum(held) >= len(sources):
+        actual = f"shares {validation} and {test} of {len(sources)} sources"
+        checks.reject(ValueError, "validation and test", "leave something to train on", actual)
+    where = dict.fromkeys(sources[: held[0]], 1) | dict.fromkeys(sources[held[0] : sum(held)], 2)
+    parts: tuple[list[RawPair], ...] = ([], [], [])
+    for pair in pairs:
+        parts[where.get(_same(pair[0]), 0)].append(pair)
+    return Parts(*parts)
+
+
+def _same(source: str) -> str:
+    return " ".join(source.lower().split())
+
 
 @dataclass(frozen=True)
-class TextSettings:
-    """Tokenisation and split of a corpus.
+class TextSettings(options.Checked):
+    """File, tokenisation and split of a corpus; ``seed`` is that of the split and of the dates."""
 
-    Attributes:
-        data: path of the file of pairs; None for synthetic dates.
-        source_tokens: "words", "characters", or "auto" (by the script).
-        target_tokens: likewise.
-        min_freq: tokens that are rarer in the training part become <unk>.
-        num_steps: longer texts are truncated to this many tokens, <eos> included.
-        validation: share of the sources to choose the best epoch by.
-        test: share of the sources for evaluation.
-        limit: use only the first ``limit`` pairs; None uses all.
-        seed: of the split, and of the dates.
-
-    Raises:
-        TypeError, ValueError: a setting out of its range.
-    """
-
-    data: str | None = None
-    source_tokens: str = "auto"
-    target_tokens: str = "auto"
-    min_freq: int = 2
-    num_steps: int = 50
-    validation: float = 0.02
-    test: float = 0.05
-    limit: int | None = None
+    data: str | None = options.other(
+        None, "file of pairs (default: synthetic dates)", type=Path, metavar="FILE"
+    )
+    source_tokens: str = options.choice(
+        "auto",
+        "split sources into these; auto: characters for scripts without spaces",
+        ("auto", *TOKENS),
+    )
+    target_tokens: str = options.choice("auto", "the same for targets", ("auto", *TOKENS))
+    min_freq: int = options.count(2, "rarer tokens are read as <unk>")
+    num_steps: int = options.count(50, "longer texts are truncated to this many tokens")
+    validation: float = options.share(
+        0.02, "share of the sources to choose the best epoch by", "SHARE"
+    )
+    test: float = options.share(0.05, "share of the sources for evaluate", "SHARE")
+    limit: int | None = options.count(None, "use only the first N pairs of the file")
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("source_tokens", "target_tokens"):
-            if getattr(self, name) not in ("auto", *TOKENS):
-                need = "be one of 'auto', 'words', 'characters'"
-                checks.reject(ValueError, name, need, repr(getattr(self, name)))
-        checks.positive_int("min_freq", self.min_freq)
-        checks.positive_int("num_steps", self.num_steps)
-        checks.probability("validation", self.validation)
-        checks.probability("test", self.test)
-        if self.limit is not None:
-            checks.positive_int("limit", self.limit)
 
 
 @dataclass(frozen=True)
@@ -87,57 +211,33 @@ class Corpus:
 
     @classmethod
     def of(cls, settings: TextSettings) -> Corpus:
-        """Read the data.
-
-        Raises:
-            ValueError: the file cannot be read, or leaves nothing to train on.
-        """
-        found = _dates(settings.seed) if settings.data is None else read(settings.data)
-        pairs = found.pairs[: settings.limit]
-        guessed = [guess_tokens([pair[side] for pair in pairs[:1000]]) for side in (0, 1)]
+        """Read the data."""
         if settings.data is None:
-            guessed = ["characters", "characters"]
-        asked = (settings.source_tokens, settings.target_tokens)
-        source, target = (g if a == "auto" else a for a, g in zip(asked, guessed, strict=True))
+            written = dates.generate(DATES, settings.seed)
+            found = TextFile([(example.text, example.iso) for example in written])
+        else:
+            found = read(settings.data)
+        pairs = found.pairs[: settings.limit]
+        kinds = [settings.source_tokens, settings.target_tokens]
+        for side, kind in enumerate(kinds):
+            if kind == "auto":
+                sample = [pair[side] for pair in pairs[:1000]]
+                kinds[side] = "characters" if settings.data is None else guess_tokens(sample)
         parts = split(pairs, settings.validation, settings.test, settings.seed)
         digest = hashlib.sha256("\n".join(map("\t".join, pairs)).encode()).hexdigest()
-        return cls(pairs, (source, target), parts, found.note(), digest)
-
-    def part(self, name: str) -> list[RawPair]:
-        """The pairs of "train", "validation" or "test", or "all" in the order of the file."""
-        if name == "all":
-            return self.pairs
-        pairs: list[RawPair] = getattr(self.parts, name)
-        return pairs
+        return cls(pairs, (kinds[0], kinds[1]), parts, found.note(), digest)
 
     def encode(
         self, pairs: Sequence[RawPair], settings: TextSettings, vocabs: Vocabs | None = None
     ) -> Pairs:
-        """Encode pairs as token indices.
-
-        Args:
-            pairs: some of the corpus.
-            settings: says how long they may be, and how rare a token.
-            vocabs: those of the training; new ones, of these pairs, unless given.
-
-        Raises:
-            ValueError: new vocabularies would hold no token.
-        """
-        texts = [tokenized(pair, self.kinds) for pair in pairs]
-        if vocabs is None:
-            new = Pairs.of(texts, settings.min_freq, settings.num_steps)
-            for side, vocab in (("source", new.source_vocab), ("target", new.target_vocab)):
-                if not vocab.known:
-                    most = f"{settings.min_freq} (no {side} token is there so often)"
-                    checks.reject(ValueError, "min_freq", "leave tokens to learn", most)
-            return new
-        return Pairs.with_vocabs(texts, *vocabs, settings.num_steps)
-
-
-def tokenized(pair: RawPair, kinds: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Both sides of a pair as tokens."""
-    return tokenize(pair[0], kinds[0]), tokenize(pair[1], kinds[1])
-
-
-def _dates(seed: int) -> TextFile:
-    return TextFile([(example.text, example.iso) for example in dates.generate(DATES, seed)])
+        """Token indices of some of the pairs, with new vocabularies of these unless given."""
+        of_source, of_target = self.kinds
+        texts = [(tokenize(s, of_source), tokenize(t, of_target)) for s, t in pairs]
+        if vocabs is not None:
+            return Pairs.with_vocabs(texts, *vocabs, settings.num_steps)
+        new = Pairs.of(texts, settings.min_freq, settings.num_steps)
+        for side, vocab in (("source", new.source_vocab), ("target", new.target_vocab)):
+            if not vocab.known:
+                most = f"{settings.min_freq} (no {side} token is there so often)"
+                checks.reject(ValueError, "min_freq", "leave tokens to learn", most)
+        return new

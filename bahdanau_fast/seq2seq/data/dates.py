@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import random
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bahdanau_fast import checks
 
@@ -17,17 +17,8 @@ __all__ = ["LANGUAGES", "Example", "Language", "generate", "split", "write"]
 FIRST, LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
 
 
-@dataclass(frozen=True)
-class Language:
-    """How one language writes dates.
-
-    Attributes:
-        months: twelve names.
-        short_months: twelve abbreviations.
-        weekdays: seven names, Monday first.
-        short_weekdays: seven abbreviations.
-        styles: templates; the fields are those of :func:`write`.
-    """
+class Language(NamedTuple):
+    """How one language writes dates: names, the weekdays from Monday on, and styles for `write`."""
 
     months: list[str]
     short_months: list[str]
@@ -36,196 +27,109 @@ class Language:
     styles: tuple[str, ...]
 
 
-def _names(*rows: str) -> tuple[list[str], list[str], list[str], list[str]]:
-    months, short_months, weekdays, short_weekdays = (row.split() for row in rows)
-    return months, short_months, weekdays, short_weekdays
+def _language(*rows: str) -> Language:
+    """Four rows of names, separated by spaces, and rows of styles, separated by bars."""
+    months, short_months, weekdays, short_weekdays = (row.split() for row in rows[:4])
+    styles = tuple(style for row in rows[4:] for style in row.split(" | "))
+    return Language(months, short_months, weekdays, short_weekdays, styles)
 
 
-_ENGLISH = _names(
+_ENGLISH = (
     "January February March April May June July August September October November December",
     "Jan Feb Mar Apr May Jun Jul Aug Sept Oct Nov Dec",
     "Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
     "Mon Tue Wed Thu Fri Sat Sun",
 )
 
-LANGUAGES: dict[str, Language] = {
-    "American English": Language(
+LANGUAGES = {
+    "American English": _language(
         *_ENGLISH,
-        (
-            "{month} {d}, {y}",
-            "{mon} {d}, {y}",
-            "{mon}. {d} {y}",
-            "{month} {nth}, {y}",
-            "{weekday}, {month} {d}, {y}",
-            "{day}., {mon} {d}, {y}",
-            "{weekday} {month} {nth} {y}",
-            "{mon} {d} '{yy}",
-        ),
+        "{month} {d}, {y} | {mon} {d}, {y} | {mon}. {d} {y} | {month} {nth}, {y}",
+        "{weekday}, {month} {d}, {y} | {day}., {mon} {d}, {y} | {weekday} {month} {nth} {y}",
+        "{mon} {d} '{yy}",
     ),
-    "British English": Language(
+    "British English": _language(
         *_ENGLISH,
-        (
-            "{d} {month} {y}",
-            "{nth} {month} {y}",
-            "{d} {mon} {y}",
-            "the {nth} of {month}, {y}",
-            "{weekday} {d} {month} {y}",
-            "{day} {nth} {mon} {y}",
-            "{weekday}, the {nth} of {month} {y}",
-            "{dd}-{mon}-{y}",
-            "{d} {mon} '{yy}",
-        ),
+        "{d} {month} {y} | {nth} {month} {y} | {d} {mon} {y} | the {nth} of {month}, {y}",
+        "{weekday} {d} {month} {y} | {day} {nth} {mon} {y} | {weekday}, the {nth} of {month} {y}",
+        "{dd}-{mon}-{y} | {d} {mon} '{yy}",
     ),
-    "French": Language(
-        *_names(
-            "janvier février mars avril mai juin juillet août septembre octobre novembre décembre",
-            "janv. févr. mars avr. mai juin juil. août sept. oct. nov. déc.",
-            "lundi mardi mercredi jeudi vendredi samedi dimanche",
-            "lun. mar. mer. jeu. ven. sam. dim.",
-        ),
-        (
-            "{nth} {month} {y}",
-            "le {nth} {month} {y}",
-            "{weekday} {nth} {month} {y}",
-            "le {weekday} {nth} {month} {y}",
-            "{d} {mon} {y}",
-            "{day} {d} {mon} {y}",
-            "{d} {mon} {yy}",
-        ),
+    "French": _language(
+        "janvier février mars avril mai juin juillet août septembre octobre novembre décembre",
+        "janv. févr. mars avr. mai juin juil. août sept. oct. nov. déc.",
+        "lundi mardi mercredi jeudi vendredi samedi dimanche",
+        "lun. mar. mer. jeu. ven. sam. dim.",
+        "{nth} {month} {y} | le {nth} {month} {y} | {weekday} {nth} {month} {y}",
+        "le {weekday} {nth} {month} {y} | {d} {mon} {y} | {day} {d} {mon} {y} | {d} {mon} {yy}",
     ),
-    "German": Language(
-        *_names(
-            "Januar Februar März April Mai Juni Juli August September Oktober November Dezember",
-            "Jan. Feb. März Apr. Mai Juni Juli Aug. Sept. Okt. Nov. Dez.",
-            "Montag Dienstag Mittwoch Donnerstag Freitag Samstag Sonntag",
-            "Mo Di Mi Do Fr Sa So",
-        ),
-        (
-            "{d}. {month} {y}",
-            "{weekday}, {d}. {month} {y}",
-            "{weekday}, den {d}. {month} {y}",
-            "am {d}. {month} {y}",
-            "{day}, {d}. {mon} {y}",
-            "{d}. {mon} {yy}",
-            "{dd}.{mm}.{y}",
-            "{d}.{m}.{y}",
-            "{day}, {dd}.{mm}.{y}",
-        ),
+    "German": _language(
+        "Januar Februar März April Mai Juni Juli August September Oktober November Dezember",
+        "Jan. Feb. März Apr. Mai Juni Juli Aug. Sept. Okt. Nov. Dez.",
+        "Montag Dienstag Mittwoch Donnerstag Freitag Samstag Sonntag",
+        "Mo Di Mi Do Fr Sa So",
+        "{d}. {month} {y} | {weekday}, {d}. {month} {y} | {weekday}, den {d}. {month} {y}",
+        "am {d}. {month} {y} | {day}, {d}. {mon} {y} | {d}. {mon} {yy} | {dd}.{mm}.{y}",
+        "{d}.{m}.{y} | {day}, {dd}.{mm}.{y}",
     ),
-    "Spanish": Language(
-        *_names(
-            "enero febrero marzo abril mayo junio "
-            "julio agosto septiembre octubre noviembre diciembre",
-            "ene. feb. mar. abr. may. jun. jul. ago. sept. oct. nov. dic.",
-            "lunes martes miércoles jueves viernes sábado domingo",
-            "lun. mar. mié. jue. vie. sáb. dom.",
-        ),
-        (
-            "{d} de {month} de {y}",
-            "el {d} de {month} de {y}",
-            "{weekday}, {d} de {month} de {y}",
-            "el {weekday} {d} de {month} del {y}",
-            "{d} {mon} {y}",
-            "{day} {d} de {mon} de {y}",
-            "{d} {mon} {yy}",
-        ),
+    "Spanish": _language(
+        "enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre diciembre",
+        "ene. feb. mar. abr. may. jun. jul. ago. sept. oct. nov. dic.",
+        "lunes martes miércoles jueves viernes sábado domingo",
+        "lun. mar. mié. jue. vie. sáb. dom.",
+        "{d} de {month} de {y} | el {d} de {month} de {y} | {weekday}, {d} de {month} de {y}",
+        "el {weekday} {d} de {month} del {y} | {d} {mon} {y} | {day} {d} de {mon} de {y}",
+        "{d} {mon} {yy}",
     ),
-    "Italian": Language(
-        *_names(
-            "gennaio febbraio marzo aprile maggio giugno "
-            "luglio agosto settembre ottobre novembre dicembre",
-            "gen. feb. mar. apr. mag. giu. lug. ago. set. ott. nov. dic.",
-            "lunedì martedì mercoledì giovedì venerdì sabato domenica",
-            "lun. mar. mer. gio. ven. sab. dom.",
-        ),
-        (
-            "{nth} {month} {y}",
-            "il {nth} {month} {y}",
-            "{weekday} {nth} {month} {y}",
-            "{weekday}, {d} {month} {y}",
-            "{d} {mon} {y}",
-            "{day} {d} {mon} {y}",
-            "{d} {mon} '{yy}",
-        ),
+    "Italian": _language(
+        "gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre "
+        "dicembre",
+        "gen. feb. mar. apr. mag. giu. lug. ago. set. ott. nov. dic.",
+        "lunedì martedì mercoledì giovedì venerdì sabato domenica",
+        "lun. mar. mer. gio. ven. sab. dom.",
+        "{nth} {month} {y} | il {nth} {month} {y} | {weekday} {nth} {month} {y}",
+        "{weekday}, {d} {month} {y} | {d} {mon} {y} | {day} {d} {mon} {y} | {d} {mon} '{yy}",
     ),
-    "Portuguese": Language(
-        *_names(
-            "janeiro fevereiro março abril maio junho "
-            "julho agosto setembro outubro novembro dezembro",
-            "jan. fev. mar. abr. mai. jun. jul. ago. set. out. nov. dez.",
-            "segunda-feira terça-feira quarta-feira quinta-feira sexta-feira sábado domingo",
-            "seg. ter. qua. qui. sex. sáb. dom.",
-        ),
-        (
-            "{nth} de {month} de {y}",
-            "{weekday}, {nth} de {month} de {y}",
-            "em {d} de {month} de {y}",
-            "{d} de {mon} de {y}",
-            "{day}, {d} {mon} {y}",
-            "{d} {mon} {yy}",
-        ),
+    "Portuguese": _language(
+        "janeiro fevereiro março abril maio junho julho agosto setembro outubro novembro dezembro",
+        "jan. fev. mar. abr. mai. jun. jul. ago. set. out. nov. dez.",
+        "segunda-feira terça-feira quarta-feira quinta-feira sexta-feira sábado domingo",
+        "seg. ter. qua. qui. sex. sáb. dom.",
+        "{nth} de {month} de {y} | {weekday}, {nth} de {month} de {y} | em {d} de {month} de {y}",
+        "{d} de {mon} de {y} | {day}, {d} {mon} {y} | {d} {mon} {yy}",
     ),
-    "Dutch": Language(
-        *_names(
-            "januari februari maart april mei juni "
-            "juli augustus september oktober november december",
-            "jan. feb. mrt. apr. mei jun. jul. aug. sep. okt. nov. dec.",
-            "maandag dinsdag woensdag donderdag vrijdag zaterdag zondag",
-            "ma di wo do vr za zo",
-        ),
-        (
-            "{d} {month} {y}",
-            "{weekday} {d} {month} {y}",
-            "op {d} {month} {y}",
-            "{d} {mon} {y}",
-            "{day} {d} {mon} {y}",
-            "{d} {mon} '{yy}",
-        ),
+    "Dutch": _language(
+        "januari februari maart april mei juni juli augustus september oktober november december",
+        "jan. feb. mrt. apr. mei jun. jul. aug. sep. okt. nov. dec.",
+        "maandag dinsdag woensdag donderdag vrijdag zaterdag zondag",
+        "ma di wo do vr za zo",
+        "{d} {month} {y} | {weekday} {d} {month} {y} | op {d} {month} {y} | {d} {mon} {y}",
+        "{day} {d} {mon} {y} | {d} {mon} '{yy}",
     ),
-    "Chinese": Language(
-        *_names(
-            "1月 2月 3月 4月 5月 6月 7月 8月 9月 10月 11月 12月",
-            "一月 二月 三月 四月 五月 六月 七月 八月 九月 十月 十一月 十二月",
-            "星期一 星期二 星期三 星期四 星期五 星期六 星期日",
-            "周一 周二 周三 周四 周五 周六 周日",
-        ),
-        (
-            "{y}年{month}{d}日",
-            "{y}年{mon}{d}日",
-            "{y}年{month}{d}号",
-            "{y}年{month}{d}日{weekday}",
-            "{y}年{mon}{d}日 {day}",
-        ),
+    "Chinese": _language(
+        "1月 2月 3月 4月 5月 6月 7月 8月 9月 10月 11月 12月",
+        "一月 二月 三月 四月 五月 六月 七月 八月 九月 十月 十一月 十二月",
+        "星期一 星期二 星期三 星期四 星期五 星期六 星期日",
+        "周一 周二 周三 周四 周五 周六 周日",
+        "{y}年{month}{d}日 | {y}年{mon}{d}日 | {y}年{month}{d}号 | {y}年{month}{d}日{weekday}",
+        "{y}年{mon}{d}日 {day}",
     ),
-    "Japanese": Language(
-        *_names(
-            "1月 2月 3月 4月 5月 6月 7月 8月 9月 10月 11月 12月",
-            "01月 02月 03月 04月 05月 06月 07月 08月 09月 10月 11月 12月",
-            "月曜日 火曜日 水曜日 木曜日 金曜日 土曜日 日曜日",
-            "(月) (火) (水) (木) (金) (土) (日)",
-        ),
-        (
-            "{y}年{month}{d}日",
-            "{y}年{mon}{dd}日",
-            "{y}年{month}{d}日{weekday}",
-            "{y}年{month}{d}日{day}",
-        ),
+    "Japanese": _language(
+        "1月 2月 3月 4月 5月 6月 7月 8月 9月 10月 11月 12月",
+        "01月 02月 03月 04月 05月 06月 07月 08月 09月 10月 11月 12月",
+        "月曜日 火曜日 水曜日 木曜日 金曜日 土曜日 日曜日",
+        "(月) (火) (水) (木) (金) (土) (日)",
+        "{y}年{month}{d}日 | {y}年{mon}{dd}日 | {y}年{month}{d}日{weekday}",
+        "{y}年{month}{d}日{day}",
     ),
-    "numeric": Language(
-        *_ENGLISH, ("{y}-{mm}-{dd}", "{y}/{mm}/{dd}", "{y}/{m}/{d}", "{y}.{mm}.{dd}", "{y}{mm}{dd}")
+    "numeric": _language(
+        *_ENGLISH,
+        "{y}-{mm}-{dd} | {y}/{mm}/{dd} | {y}/{m}/{d} | {y}.{mm}.{dd} | {y}{mm}{dd}",
     ),
 }
 
 
-@dataclass(frozen=True)
-class Example:
-    """A date in some language.
-
-    Attributes:
-        text: as a person wrote it.
-        iso: year, month and day as ``2009-04-03``.
-        language: a key of :data:`LANGUAGES`.
-    """
+class Example(NamedTuple):
+    """A date as a person wrote it, as ``2009-04-03``, and the key of its language."""
 
     text: str
     iso: str
@@ -242,13 +146,10 @@ def _nth(day: int, language: str) -> str:
 
 
 def write(date: datetime.date, language: str, style: str) -> str:
-    """Fill in a style.
+    """Fill in a style of a language.
 
-    Args:
-        date: any.
-        language: a key of :data:`LANGUAGES`.
-        style: a template with ``{d} {dd} {nth}`` for the day, ``{m} {mm} {mon} {month}`` for the
-            month, ``{yy} {y}`` for the year, ``{day} {weekday}`` for the weekday.
+    A style has ``{d} {dd} {nth}`` for the day, ``{m} {mm} {mon} {month}`` for the month,
+    ``{yy} {y}`` for the year, ``{day} {weekday}`` for the weekday.
 
     >>> write(datetime.date(2009, 4, 3), "British English", "{weekday}, the {nth} of {month} {y}")
     'Friday, the 3rd of April 2009'
@@ -270,14 +171,7 @@ def write(date: datetime.date, language: str, style: str) -> str:
 
 
 def generate(count: int, seed: int = 0) -> list[Example]:
-    """Draw dates, no text twice.
-
-    Args:
-        count: how many.
-        seed: the same seed gives the same list, and a longer list starts with the shorter one.
-
-    Raises:
-        ValueError: ``count`` is below 1.
+    """Draw dates, no text twice; a longer list of a seed starts with the shorter one.
 
     >>> [example.iso[:4] < "2050" for example in generate(2)]
     [True, True]
@@ -298,12 +192,6 @@ def generate(count: int, seed: int = 0) -> list[Example]:
 
 
 def split(train: int, held_out: int, seed: int = 0) -> tuple[list[Example], list[Example]]:
-    """Two lists that share no text.
-
-    Args:
-        train: size of the first.
-        held_out: size of the second.
-        seed: as for :func:`generate`.
-    """
+    """Two lists of these sizes that share no text."""
     examples = generate(train + held_out, seed)
     return examples[:train], examples[train:]

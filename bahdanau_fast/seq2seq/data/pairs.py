@@ -34,8 +34,11 @@ class Vocab:
         counts = Counter(token for sequence in sequences for token in sequence)
         ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         kept = [token for token, n in ordered if n >= min_freq and token not in _SPECIAL]
-        self.tokens: tuple[str, ...] = (*_SPECIAL, *kept)
-        self._index = {token: i for i, token in enumerate(self.tokens)}
+        self._number((*_SPECIAL, *kept))
+
+    def _number(self, tokens: tuple[str, ...]) -> None:
+        self.tokens = tokens
+        self._index = {token: i for i, token in enumerate(tokens)}
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[str]) -> Vocab:
@@ -51,8 +54,7 @@ class Vocab:
         if tuple(tokens[:4]) != _SPECIAL or len(set(tokens)) != len(tokens):
             need = f"begin with {', '.join(_SPECIAL)} and hold no duplicates"
             checks.reject(ValueError, "tokens", need, f"{len(tokens)} tokens")
-        vocab.tokens = tuple(tokens)
-        vocab._index = {token: i for i, token in enumerate(vocab.tokens)}
+        vocab._number(tuple(tokens))
         return vocab
 
     def __len__(self) -> int:
@@ -205,11 +207,6 @@ def batches(pairs: Pairs, batch_size: int, seed: int, epoch: int = 0) -> Iterato
     for window in torch.split(order, batch_size * _WINDOW):
         chunks += torch.split(window[lens[window].argsort(stable=True)], batch_size)
     for i in torch.randperm(len(chunks), generator=generator).tolist():
-        yield cropped(Batch(*(tensor[chunks[i]] for tensor in pairs.tensors)))
-
-
-def cropped(batch: Batch) -> Batch:
-    """The batch without the columns that are padding in every row."""
-    source, source_lens, target, target_lens = batch
-    wide, long = (max(1, int(lens.max())) for lens in (source_lens, target_lens))
-    return Batch(source[:, :wide], source_lens, target[:, :long], target_lens)
+        source, source_lens, target, target_lens = (tensor[chunks[i]] for tensor in pairs.tensors)
+        wide, long = (int(lens.max()) for lens in (source_lens, target_lens))
+        yield Batch(source[:, :wide], source_lens, target[:, :long], target_lens)

@@ -25,11 +25,8 @@ _COMPLETE = "be a complete file written by train"
 def save(payload: dict[str, Any], path: Path) -> None:
     """Write a checkpoint so that a kill at any moment leaves either the old or the new one.
 
-    The file is written beside ``path``, synced to disk, then renamed over ``path``.
-
-    Args:
-        payload: tensors, numbers, strings, lists and dicts of them.
-        path: in a folder that exists.
+    It is written beside ``path``, synced to disk, then renamed over ``path``. It may hold tensors,
+    numbers, strings, lists and dicts of them.
     """
     beside = path.with_name(path.name + ".tmp")
     with beside.open("wb") as file:
@@ -46,15 +43,7 @@ def save(payload: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read a checkpoint; nothing in the file can run code (``weights_only=True``).
-
-    Args:
-        path: of the file.
-        device: where its tensors go.
-
-    Raises:
-        ValueError: no such file, or not a checkpoint of this package.
-    """
+    """Read a checkpoint; nothing in the file can run code (``weights_only=True``)."""
     try:
         payload = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
@@ -75,14 +64,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
 
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
-    """Around the use of a checkpoint: what is missing in it, or is of another kind, is told.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        ValueError: instead of the errors that its contents raise.
-    """
+    """Around the use of a checkpoint: a ValueError says what is missing or of another kind."""
     try:
         yield
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
@@ -92,14 +74,7 @@ def fitting(path: Path) -> Iterator[None]:
 
 
 def find(where: Path) -> Path:
-    """The best checkpoint of a folder, or the last if there is no best one.
-
-    Args:
-        where: the folder, or a checkpoint itself.
-
-    Raises:
-        ValueError: neither file exists.
-    """
+    """The best checkpoint of a folder, or the last if there is no best one; or a file itself."""
     if where.is_file():
         return where
     for name in (BEST, LAST):

@@ -1,13 +1,12 @@
-"""The settings and the history of a training, and the model that settings describe."""
+"""The settings of a training, and the model that they describe."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from bahdanau_fast import checks
+from bahdanau_fast.seq2seq import options
 from bahdanau_fast.seq2seq.data.pairs import Pairs, Vocabs
 from bahdanau_fast.seq2seq.model.decoders import (
     Seq2SeqAttentionDecoder,
@@ -16,78 +15,52 @@ from bahdanau_fast.seq2seq.model.decoders import (
 )
 from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder, Seq2SeqEncoder, init_xavier
 
-__all__ = ["CHOICES", "METRICS", "TRAINING", "History", "Settings", "build_model"]
+__all__ = ["METRICS", "TRAINING", "Settings", "build_model"]
 
 METRICS = {"loss": "loss", "bleu": "BLEU", "chrf": "chrF"}
 """Metrics of the validation set, and their names in print."""
 
-CHOICES = {
-    "cell": ("gru", "lstm"),
-    "attention": ("additive", "dot", "none"),
-    "schedule": ("cosine", "constant"),
-    "best_metric": tuple(METRICS),
-}
-"""Settings with a fixed set of values."""
-
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(options.Checked):
     """Everything a training depends on besides its data.
 
-    Attributes:
-        embed_size: E.
-        num_hiddens: H.
-        num_layers: L.
-        dropout: on the attention weights and between layers.
-        embed_dropout: on embeddings and on the inputs of the output layer.
-        cell: "gru" or "lstm".
-        attention: "additive", "dot", or "none" for one fixed context.
-        bidirectional: whether the encoder reads the source from both ends.
-        epochs: passes over the data.
-        batch_size: B, of each process.
-        lr: learning rate of Adam at its highest.
-        schedule: "cosine" lowers the learning rate to a twentieth, "constant" keeps it.
-        clip: largest norm of the gradient.
-        label_smoothing: probability spread evenly over all tokens.
-        bf16: compute in bfloat16 under autocast; the weights stay fp32.
-        seed: of weights, batches and dropout.
-        best_metric: metric of the validation set that chooses the best epoch: "loss" (lowest),
-            "bleu" or "chrf" (highest; the lowest loss decides between equal scores).
+    ``python -m bahdanau_fast train --help`` says what each field means. Where "bleu" or "chrf"
+    chooses the best epoch, the lowest loss decides between equal scores; the weights stay fp32
+    with ``bf16``, which is autocast.
 
     Raises:
         TypeError, ValueError: a setting out of its range.
     """
 
-    embed_size: int = 32
-    num_hiddens: int = 128
-    num_layers: int = 1
-    dropout: float = 0.0
-    embed_dropout: float = 0.0
-    cell: str = "gru"
-    attention: str = "additive"
-    bidirectional: bool = False
-    epochs: int = 3
-    batch_size: int = 128
-    lr: float = 3e-3
-    schedule: str = "cosine"
-    clip: float = 1.0
-    label_smoothing: float = 0.0
-    bf16: bool = False
-    seed: int = 0
-    best_metric: str = "loss"
-
-    def __post_init__(self) -> None:
-        for name in ("embed_size", "num_hiddens", "num_layers", "epochs", "batch_size"):
-            checks.positive_int(name, getattr(self, name))
-        for name in ("dropout", "embed_dropout", "label_smoothing"):
-            checks.probability(name, getattr(self, name))
-        for name in ("lr", "clip"):
-            if not getattr(self, name) > 0:
-                checks.reject(ValueError, name, "be above 0", getattr(self, name))
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                need = f"be one of {', '.join(map(repr, known))}"
-                checks.reject(ValueError, name, need, repr(getattr(self, name)))
+    embed_size: int = options.count(32, "size of an embedding")
+    num_hiddens: int = options.count(128, "size of a hidden state")
+    num_layers: int = options.count(1, "recurrent layers of the encoder, and of the decoder")
+    dropout: float = options.share(0.0, "dropout on attention weights and between layers")
+    embed_dropout: float = options.share(0.0, "dropout on embeddings and before the output layer")
+    cell: str = options.choice("gru", "kind of recurrent network", ("gru", "lstm"))
+    attention: str = options.choice(
+        "additive", "kind of attention; none: one fixed context", ("additive", "dot", "none")
+    )
+    bidirectional: bool = options.switch(False, "read the source from both ends")
+    epochs: int = options.count(3, "passes over the data")
+    batch_size: int = options.count(128, "pairs in a step (of each process)")
+    lr: float = options.amount(3e-3, "highest learning rate of Adam")
+    schedule: str = options.choice(
+        "cosine", "of the learning rate; cosine: down to a twentieth", ("cosine", "constant")
+    )
+    clip: float = options.amount(1.0, "a gradient with a larger norm is scaled down to it")
+    label_smoothing: float = options.share(0.0, "probability spread over all tokens")
+    bf16: bool = options.switch(False, "compute in bfloat16")
+    seed: int = options.other(
+        0,
+        "random seed of weights, splits, batches and dropout",
+        type=options.at_least(0, int),
+        metavar="N",
+    )
+    best_metric: str = options.choice(
+        "loss", "how best.pt is chosen: lowest loss, or highest BLEU or chrF", tuple(METRICS)
+    )
 
 
 TRAINING = Settings(
@@ -104,54 +77,27 @@ TRAINING = Settings(
 """The defaults of the command ``train``."""
 
 
-@dataclass
-class History:
-    """Losses, times and validations of a training.
-
-    Attributes:
-        losses: per step, cross-entropy per target token, smoothing included.
-        seconds: per step, wall time.
-        tokens: per step, target tokens of all processes.
-        validations: per epoch, ``{"epoch", "loss", "bleu", "chrf"}`` on the validation part.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    validations: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Over all steps; 0 before the first."""
-        return sum(self.tokens) / sum(self.seconds) if self.seconds else 0.0
-
-
 def build_model(vocabs: Vocabs | Pairs, settings: Settings) -> EncoderDecoder:
     """A new model for these vocabularies, with weights drawn from ``settings.seed``."""
     sizes = (settings.embed_size, settings.num_hiddens, settings.num_layers)
-    options = (settings.dropout, settings.cell)
+    arguments = (*sizes, settings.dropout, settings.cell)
+    dropout = settings.embed_dropout
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         encoder = Seq2SeqEncoder(
             len(vocabs.source_vocab),
-            *sizes,
-            *options,
+            *arguments,
             bidirectional=settings.bidirectional,
-            embed_dropout=settings.embed_dropout,
+            embed_dropout=dropout,
             packed=True,
         )
         decoder: StepDecoder
+        targets, keys = len(vocabs.target_vocab), encoder.output_size
         if settings.attention == "none":
-            decoder = Seq2SeqDecoder(
-                len(vocabs.target_vocab), *sizes, *options, embed_dropout=settings.embed_dropout
-            )
+            decoder = Seq2SeqDecoder(targets, *arguments, embed_dropout=dropout)
         else:
+            kind = settings.attention
             decoder = Seq2SeqAttentionDecoder(
-                len(vocabs.target_vocab),
-                *sizes,
-                *options,
-                embed_dropout=settings.embed_dropout,
-                attention=settings.attention,
-                key_size=encoder.output_size,
+                targets, *arguments, embed_dropout=dropout, attention=kind, key_size=keys
             )
         return EncoderDecoder(encoder, decoder).apply(init_xavier)

@@ -5,6 +5,8 @@ Sizes: B sources, K beams, V vocabulary, T steps, Tk source length.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,9 +16,9 @@ from torch import Tensor
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
 from bahdanau_fast.seq2seq.model.decoders import StepDecoder
-from bahdanau_fast.seq2seq.model.encoder_decoder import Hidden
+from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder, Hidden
 
-__all__ = ["Beam", "Hypotheses", "Start", "search"]
+__all__ = ["Beam", "Hypotheses", "beam_search", "started"]
 
 _MIN_COVERAGE = 1e-9  # summed attention of a source token is at least this, so that log is finite
 
@@ -48,35 +50,9 @@ class Beam:
             if not getattr(self, name) >= 0:
                 checks.reject(ValueError, name, "be at least 0", getattr(self, name))
 
-
-class Start(NamedTuple):
-    """Encoded sources, from which a search starts.
-
-    Attributes:
-        decoder: of the model.
-        memory: of the B sources.
-        hidden: (L,B,H) or a pair of those.
-        source_lens: (B,).
-        unknown: whether <unk> may be written.
-    """
-
-    decoder: StepDecoder
-    memory: Any
-    hidden: Hidden
-    source_lens: Tensor
-    unknown: bool = True
-
-    def logits(self, features: Tensor) -> Tensor:
-        """Logits of the next token in fp32 or better; -inf for excluded tokens."""
-        logits: Tensor = self.decoder.dense(features)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits[..., self.left_out] = float("-inf")
-        return logits
-
-    @property
-    def left_out(self) -> list[int]:
-        """Tokens that are excluded from targets."""
-        return [PAD, BOS] if self.unknown else [PAD, BOS, UNK]
+    def norm(self, lens: Tensor) -> Tensor:
+        """The divisor of log P for hypotheses of these lengths."""
+        return ((5.0 + lens) / 6.0) ** self.length_penalty
 
 
 class Hypotheses(NamedTuple):
@@ -93,93 +69,116 @@ class Hypotheses(NamedTuple):
     weights: Tensor | None
 
 
-def search(start: Start, beam: Beam, max_steps: int) -> Hypotheses:
-    """Keep the K best hypotheses of every source, finished or not, at every step.
+class Start(NamedTuple):
+    """Encoded sources, from which a search starts: what ``decoder.step`` is given."""
 
-    Ends when no source's best hypothesis can be overtaken any more.
+    decoder: StepDecoder
+    memory: Any
+    hidden: Hidden
+    left_out: list[int]  # tokens that are never written
 
-    Args:
-        start: the sources.
-        beam: how to search.
-        max_steps: the longest target.
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits of the next token in fp32 or better; -inf for excluded tokens."""
+        logits: Tensor = self.decoder.dense(features)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits[..., self.left_out] = float("-inf")
+        return logits
+
+
+@contextmanager
+def started(
+    model: EncoderDecoder, source: Tensor, source_lens: Tensor, max_steps: int, unknown: bool
+) -> Iterator[Start]:
+    """The model in evaluation mode, with the sources encoded."""
+    decoder = model.decoder
+    if not isinstance(decoder, StepDecoder):
+        checks.reject(TypeError, "model.decoder", "be a StepDecoder", type(decoder).__name__)
+    checks.positive_int("max_steps", max_steps)
+    was_training = model.training
+    model.eval()
+    try:
+        state = decoder.init_state(model.encoder(source, source_lens), source_lens)
+        left_out = [PAD, BOS] if unknown else [PAD, BOS, UNK]
+        yield Start(decoder, decoder.memory(state), state[1], left_out)
+    finally:
+        model.train(was_training)
+
+
+@torch.inference_mode()
+def beam_search(
+    model: EncoderDecoder,
+    source: Tensor,
+    source_lens: Tensor,
+    max_steps: int,
+    beam: Beam | None = None,
+    *,
+    unknown: bool = True,
+) -> Hypotheses:
+    """The best targets found by beam search, for a whole batch.
+
+    Keeps the K best hypotheses of every source, finished or not, at every step. Ends when no
+    source's best hypothesis can be overtaken any more. Arguments are those of :func:`greedy`, and
+    ``beam``: width and penalties, five beams unless given.
+
+    Returns:
+        Tokens (B,K,T), scores (B,K), weights (B,K,T,Tk) or None; the best hypothesis first.
 
     Raises:
-        ValueError: a coverage penalty for a decoder without attention.
+        TypeError: the decoder is no :class:`StepDecoder`.
+        ValueError: ``max_steps`` is below 1, or a coverage penalty without attention.
     """
-    decoder, memory, hidden, source_lens, _ = start
+    with started(model, source, source_lens, max_steps, unknown) as start:
+        return _search(start, source_lens, max_steps, beam or Beam())
+
+
+def _search(start: Start, source_lens: Tensor, max_steps: int, beam: Beam) -> Hypotheses:
     batch, width, device = len(source_lens), beam.width, source_lens.device
-    hidden = _map(hidden, lambda part: part.repeat_interleave(width, 1))
+    hidden = _map(start.hidden, lambda part: part.repeat_interleave(width, 1))
     token = torch.full((batch, width), BOS, device=device)
     # All beams start equal, so only the first may be continued.
-    log_p = torch.full((batch, width), float("-inf"), device=device)
+    scores = log_p = torch.full((batch, width), float("-inf"), device=device)
     log_p[:, 0] = 0.0
     lens, finished = torch.zeros_like(token), torch.zeros_like(token, dtype=torch.bool)
+    coverage = log_p.new_zeros(batch, width, 1)  # (B,K,Tk) from the first step on
     first = width * torch.arange(batch, device=device).unsqueeze(1)
-    score = _Score(beam, source_lens)
     tokens, parents, weights = [], [], []
-    scores = log_p
     for step in range(max_steps):
-        features, of_step, hidden = decoder.step(decoder.embedding(token.flatten()), hidden, memory)
+        embedded = start.decoder.embedding(token.flatten())
+        features, of_step, hidden = start.decoder.step(embedded, hidden, start.memory)
         if of_step is not None:
-            of_step = of_step.reshape(batch, width, of_step.shape[-1])
-            weights.append(of_step)
-        score.add_weights(of_step, finished)
+            weights.append(of_step.reshape(batch, width, of_step.shape[-1]))
         lens = lens + ~finished
         best, candidates = _continuations(start.logits(features), finished, width)
         totals = log_p.unsqueeze(-1) + best  # (B,K,n): n continuations of each hypothesis
-        scores, chosen = score(totals, lens).flatten(1).topk(width)
+        ranked = totals / beam.norm(lens).unsqueeze(-1)
+        if beam.coverage_penalty:
+            if not weights:
+                need = "be 0 for a decoder without attention"
+                checks.reject(ValueError, "coverage_penalty", need, beam.coverage_penalty)
+            coverage = coverage + weights[-1].float().masked_fill(finished.unsqueeze(-1), 0.0)
+            covered = _log_covered(coverage, source_lens).unsqueeze(-1)
+            ranked = ranked + beam.coverage_penalty * covered
+        scores, chosen = ranked.flatten(1).topk(width)
         parent = chosen // best.shape[-1]
         token, log_p = candidates.flatten(1).gather(1, chosen), totals.flatten(1).gather(1, chosen)
         lens, finished = lens.gather(1, parent), finished.gather(1, parent) | (token == EOS)
-        score.reorder(parent)
+        coverage = coverage.gather(1, parent.unsqueeze(-1).expand_as(coverage))
         rows = (first + parent).flatten()
         hidden = _map(hidden, lambda part, rows=rows: part.index_select(1, rows))
         tokens.append(token)
         parents.append(parent)
         # The best score an unfinished hypothesis can reach: at full length, all sources covered.
-        hope = log_p / score.norm(torch.full_like(lens, max_steps))
+        hope = log_p / beam.norm(torch.full_like(lens, max_steps))
         hope = hope.masked_fill(finished, float("-inf")).amax(1)
         if step + 1 < max_steps and bool((finished[:, 0] & (scores[:, 0] >= hope)).all()):
             break
     return _trace(tokens, parents, weights, scores)
 
 
-class _Score:
-    """The score of :class:`Beam`, step by step."""
-
-    def __init__(self, beam: Beam, source_lens: Tensor) -> None:
-        self.beam, self.source_lens = beam, source_lens
-        self.coverage: Tensor | None = None  # (B,K,Tk), the sum of the weights so far
-
-    def add_weights(self, weights: Tensor | None, finished: Tensor) -> None:
-        """Add the weights (B,K,Tk) of one step to those of unfinished hypotheses."""
-        if not self.beam.coverage_penalty:
-            return
-        if weights is None:
-            need = "be 0 for a decoder without attention"
-            checks.reject(ValueError, "coverage_penalty", need, self.beam.coverage_penalty)
-        added = weights.float().masked_fill(finished.unsqueeze(-1), 0.0)
-        self.coverage = added if self.coverage is None else self.coverage + added
-
-    def reorder(self, parent: Tensor) -> None:
-        """Hypothesis k continues ``parent[:, k]`` (B,K)."""
-        if self.coverage is not None:
-            chosen = parent.unsqueeze(-1).expand_as(self.coverage)
-            self.coverage = self.coverage.gather(1, chosen)
-
-    def norm(self, lens: Tensor) -> Tensor:
-        """The divisor of log P for hypotheses of these lengths."""
-        return ((5.0 + lens) / 6.0) ** self.beam.length_penalty
-
-    def __call__(self, log_p: Tensor, lens: Tensor) -> Tensor:
-        """Scores (B,K,n) of continuations with log P (B,K,n); their lengths (B,K)."""
-        scores = log_p / self.norm(lens).unsqueeze(-1)
-        if self.coverage is None:
-            return scores
-        beyond = torch.arange(self.coverage.shape[-1], device=lens.device)
-        beyond = (beyond >= self.source_lens.unsqueeze(1)).unsqueeze(1)
-        covered = self.coverage.clamp(_MIN_COVERAGE, 1.0).log().masked_fill(beyond, 0.0).sum(-1)
-        return scores + self.beam.coverage_penalty * covered.unsqueeze(-1)
+def _log_covered(coverage: Tensor, source_lens: Tensor) -> Tensor:
+    """Sum over a source of the logs of its tokens' summed weights, at most one each: (B,K)."""
+    beyond = torch.arange(coverage.shape[-1], device=coverage.device) >= source_lens[:, None, None]
+    return coverage.clamp(_MIN_COVERAGE, 1.0).log().masked_fill(beyond, 0.0).sum(-1)
 
 
 def _map(hidden: Hidden, function: Any) -> Hidden:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bahdanau_fast import checks
+from bahdanau_fast.seq2seq.extras import require
 
 __all__ = ["CorpusScores", "bleu", "corpus_scores", "require_sacrebleu"]
 
@@ -49,13 +50,7 @@ def bleu(pred: str | Sequence[str], label: str | Sequence[str], k: int) -> float
 
 @dataclass(frozen=True)
 class CorpusScores:
-    """Scores of a whole corpus.
-
-    Attributes:
-        bleu: 0 to 100.
-        chrf: 0 to 100.
-        signature: what sacrebleu needs to be told to give this BLEU again.
-    """
+    """BLEU and chrF of a corpus, 0 to 100, and what sacrebleu needs to give this BLEU again."""
 
     bleu: float
     chrf: float
@@ -63,18 +58,8 @@ class CorpusScores:
 
 
 def require_sacrebleu() -> Any:
-    """Import sacrebleu.
-
-    Raises:
-        ModuleNotFoundError: sacrebleu is not installed.
-    """
-    try:
-        import sacrebleu
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            'BLEU needs sacrebleu: pip install "bahdanau_fast[seq2seq]"'
-        ) from error
-    return sacrebleu
+    """Import sacrebleu, or say how to install it."""
+    return require("sacrebleu", "BLEU needs", "seq2seq")
 
 
 def corpus_scores(

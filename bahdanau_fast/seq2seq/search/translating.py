@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, Vocab, encode
-from bahdanau_fast.seq2seq.model.decoders import StepDecoder
 from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
-from bahdanau_fast.seq2seq.search.beam import Beam, Hypotheses, Start, search
+from bahdanau_fast.seq2seq.search.beam import Beam, beam_search, started
 
-__all__ = ["Translation", "beam_search", "greedy", "translate"]
+__all__ = ["Translation", "greedy", "translate"]
 
 
 @dataclass(frozen=True)
@@ -37,24 +34,6 @@ class Translation:
     weights: Tensor | None
     score: float | None = None
     end_weights: Tensor | None = None
-
-
-@contextmanager
-def _started(
-    model: EncoderDecoder, source: Tensor, source_lens: Tensor, max_steps: int, unknown: bool
-) -> Iterator[Start]:
-    """The model in evaluation mode, with the sources encoded."""
-    decoder = model.decoder
-    if not isinstance(decoder, StepDecoder):
-        checks.reject(TypeError, "model.decoder", "be a StepDecoder", type(decoder).__name__)
-    checks.positive_int("max_steps", max_steps)
-    was_training = model.training
-    model.eval()
-    try:
-        state = decoder.init_state(model.encoder(source, source_lens), source_lens)
-        yield Start(decoder, decoder.memory(state), state[1], source_lens, unknown)
-    finally:
-        model.train(was_training)
 
 
 @torch.inference_mode()
@@ -85,9 +64,9 @@ def greedy(
     """
     tokens: list[Tensor] = []
     weights: list[Tensor] = []
-    with _started(model, source, source_lens, max_steps, unknown) as start:
-        decoder, memory, hidden, *_ = start
-        written = decoder.write(hidden, memory, start.left_out, max_steps)
+    with started(model, source, source_lens, max_steps, unknown) as start:
+        decoder, memory, hidden, left_out = start
+        written = decoder.write(hidden, memory, left_out, max_steps)
         if written is not None:
             return written
         token = source.new_full((len(source),), BOS)
@@ -102,37 +81,6 @@ def greedy(
             if bool(finished.all()):
                 break
     return torch.stack(tokens, 1), torch.cat(weights, 1) if weights else None
-
-
-@torch.inference_mode()
-def beam_search(
-    model: EncoderDecoder,
-    source: Tensor,
-    source_lens: Tensor,
-    max_steps: int,
-    beam: Beam | None = None,
-    *,
-    unknown: bool = True,
-) -> Hypotheses:
-    """The best targets found by beam search, for a whole batch.
-
-    Args:
-        model: its decoder is a :class:`StepDecoder`.
-        source: (B,Tk) tokens.
-        source_lens: (B,).
-        max_steps: the longest target.
-        beam: width and penalties; five beams unless given.
-        unknown: whether <unk> may be written.
-
-    Returns:
-        Tokens (B,K,T), scores (B,K), weights (B,K,T,Tk) or None; the best hypothesis first.
-
-    Raises:
-        TypeError: another kind of decoder.
-        ValueError: ``max_steps`` is below 1, or a coverage penalty without attention.
-    """
-    with _started(model, source, source_lens, max_steps, unknown) as start:
-        return search(start, beam or Beam(), max_steps)
 
 
 def translate(
@@ -163,45 +111,32 @@ def translate(
     Returns:
         One translation per text, in order; empty for an empty text.
     """
+    device = next(model.parameters()).device
+    packed = getattr(model.encoder, "packed", False)
     order = sorted((i for i, text in enumerate(texts) if text), key=lambda i: len(texts[i]))
-    nothing = Translation([], [], torch.zeros(0, 0))
-    results = {i: nothing for i, text in enumerate(texts) if not text}
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        chunk = [texts[i] for i in chosen]
-        done = _translate_batch(model, chunk, source_vocab, num_steps, max_steps, beam, unknown)
-        for i, text, row, weights, score in zip(chosen, chunk, *done, strict=True):
+    results = {
+        i: Translation([], [], torch.zeros(0, 0)) for i, text in enumerate(texts) if not text
+    }
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        # Where padding does not matter, a batch is as wide as its last text, the longest.
+        width = min(num_steps, len(texts[chosen[-1]]) + 1) if packed else num_steps
+        encoded = encode([texts[i] for i in chosen], source_vocab, width)
+        source, lens = (tensor.to(device) for tensor in encoded)
+        scores: Sequence[float | None] = [None] * len(chosen)
+        if beam is None:
+            tokens, weights = greedy(model, source, lens, max_steps, unknown=unknown)
+        else:
+            found = beam_search(model, source, lens, max_steps, beam, unknown=unknown)
+            tokens, scores = found.tokens[:, 0], found.scores[:, 0].tolist()
+            weights = None if found.weights is None else found.weights[:, 0]
+        looked = [None] * len(chosen) if weights is None else weights.cpu()
+        for i, row, of_row, score in zip(chosen, tokens.tolist(), looked, scores, strict=True):
             length = next((n for n, token in enumerate(row) if token in (EOS, PAD)), len(row))
-            read = list(text)[:num_steps]
+            read, inner, end = list(texts[i])[:num_steps], None, None
+            if of_row is not None:
+                inner = of_row[:length, : len(read)].clone()
+                end = of_row[:length, len(read)].clone() if len(read) < num_steps else None
             words = target_vocab.to_tokens(row[:length])
-            inner = end = None
-            if weights is not None:
-                inner = weights[:length, : len(read)].clone()
-                end = weights[:length, len(read)].clone() if len(read) < num_steps else None
             results[i] = Translation(read, words, inner, score, end)
     return [results[i] for i in range(len(texts))]
-
-
-def _translate_batch(
-    model: EncoderDecoder,
-    texts: Sequence[Sequence[str]],
-    source_vocab: Vocab,
-    num_steps: int,
-    max_steps: int,
-    beam: Beam | None,
-    unknown: bool,
-) -> tuple[list[list[int]], Sequence[Tensor | None], Sequence[float | None]]:
-    """Target tokens, weights and scores of every text."""
-    device = next(model.parameters()).device
-    width = num_steps
-    if getattr(model.encoder, "packed", False):  # then padding does not matter
-        width = min(num_steps, max(map(len, texts)) + 1)
-    source, lens = (tensor.to(device) for tensor in encode(texts, source_vocab, width))
-    if beam is None:
-        tokens, weights = greedy(model, source, lens, max_steps, unknown=unknown)
-        scores: Sequence[float | None] = [None] * len(texts)
-    else:
-        found = beam_search(model, source, lens, max_steps, beam, unknown=unknown)
-        tokens, scores = found.tokens[:, 0], found.scores[:, 0].tolist()
-        weights = None if found.weights is None else found.weights[:, 0]
-    return tokens.tolist(), [None] * len(texts) if weights is None else list(weights.cpu()), scores

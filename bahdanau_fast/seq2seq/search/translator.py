@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bahdanau_fast.seq2seq.data.corpus import TextSettings, tokenized
+from bahdanau_fast.seq2seq.data.corpus import RawPair, TextSettings, guess_tokens, join, tokenize
 from bahdanau_fast.seq2seq.data.pairs import Vocab, Vocabs
-from bahdanau_fast.seq2seq.data.text import RawPair, guess_tokens, join, tokenize
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
@@ -19,24 +18,28 @@ from bahdanau_fast.seq2seq.search.beam import Beam
 from bahdanau_fast.seq2seq.search.scoring import CorpusScores, bleu, corpus_scores
 from bahdanau_fast.seq2seq.search.translating import Translation, translate
 
-__all__ = ["Scores", "Translator"]
+__all__ = ["Scores", "Translator", "settings_of", "vocabs_of"]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of translations against their references.
-
-    Attributes:
-        corpus: BLEU and chrF; references are tokenised and joined as translations are.
-        bleu_above_0: how many have the course's bleu(k=2) > 0.
-        bleu_above_08: how many have it > 0.8.
-        exact: how many equal the reference.
-    """
+    """Scores of translations against references that are tokenised and joined as they are."""
 
     corpus: CorpusScores
-    bleu_above_0: int
+    bleu_above_0: int  # how many have the course's bleu(k=2) > 0
     bleu_above_08: int
-    exact: int
+    exact: int  # how many equal the reference
+
+
+def settings_of(payload: Mapping[str, Any]) -> tuple[Settings, TextSettings]:
+    """The settings in a checkpoint."""
+    return Settings(**payload["settings"]), TextSettings(**payload["text"])
+
+
+def vocabs_of(payload: Mapping[str, Any]) -> Vocabs:
+    """The vocabularies in a checkpoint."""
+    source, target = (Vocab.of_tokens(payload[f"{side}_vocab"]) for side in ("source", "target"))
+    return Vocabs(source, target)
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,6 @@ class Translator:
     kinds: tuple[str, str]
 
     @classmethod
-    def of(cls, payload: dict[str, Any]) -> Translator:
-        """Build it from what :func:`checkpoints.load` returns; its weights are loaded strictly."""
-        settings, text = Settings(**payload["settings"]), TextSettings(**payload["text"])
-        vocabs = Vocabs(
-            *(Vocab.of_tokens(payload[f"{side}_vocab"]) for side in ("source", "target"))
-        )
-        model = build_model(vocabs, settings)
-        model.load_state_dict(payload["model"])
-        source_kind, target_kind = payload["kinds"]
-        return cls(model, *vocabs, settings, text, (source_kind, target_kind))
-
-    @classmethod
     def load(cls, where: str | Path, device: torch.device | str = "cpu") -> Translator:
         """Read a checkpoint.
 
@@ -84,9 +75,13 @@ class Translator:
         """
         path = checkpoints.find(Path(where))
         with checkpoints.fitting(path):
-            translator = cls.of(checkpoints.load(path, device))
-        translator.model.to(device)
-        return translator
+            payload = checkpoints.load(path, device)
+            vocabs, (settings, text) = vocabs_of(payload), settings_of(payload)
+            model = build_model(vocabs, settings)
+            model.load_state_dict(payload["model"])
+            source_kind, target_kind = payload["kinds"]
+        kinds = (source_kind, target_kind)
+        return cls(model.to(device), *vocabs, settings, text, kinds)
 
     def translate(
         self, sentences: Sequence[str], beam: Beam | None = None, batch_size: int = 256
@@ -117,7 +112,7 @@ class Translator:
             ModuleNotFoundError: sacrebleu is not installed.
             ValueError: no pairs.
         """
-        wanted = [tokenized(pair, self.kinds)[1] for pair in pairs]
+        wanted = [tokenize(target, self.kinds[1]) for _, target in pairs]
         course = [bleu(t.tokens, label, 2) for t, label in zip(translations, wanted, strict=True)]
         characters = self.kinds[1] == "characters"
         chinese = characters and guess_tokens([target for _, target in pairs]) == "characters"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,30 +13,32 @@ from torch import Tensor
 
 from bahdanau_fast.seq2seq.data.pairs import Batch
 
-__all__ = ["World", "join", "shard", "total"]
+__all__ = ["ALONE", "World", "join", "shard", "total"]
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class World:
-    """Rank and number of the processes that train together.
+    """Rank and number of the processes that train together, and the device of this one.
 
-    Attributes:
-        rank: from 0; rank 0 prints and writes.
-        size: number of processes.
-        device: of this process.
+    Rank 0 prints and writes.
     """
 
     rank: int = 0
     size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = _CPU
+
+
+ALONE = World()
+"""One process, on the CPU."""
 
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
     """Join the processes of ``torchrun``, if any: gloo on the CPU, NCCL on GPUs.
 
-    Args:
-        device: "cpu" or "cuda"; under torchrun a process takes the GPU of its local rank.
+    Under torchrun, "cuda" is the GPU of the process's local rank.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if device == "cuda":
@@ -53,20 +55,14 @@ def join(device: str) -> Iterator[World]:
 
 
 def shard(batch: Batch, world: World) -> Batch:
-    """The rows of one process, as wide as the whole batch; every process gets at least one.
+    """The rows of one process, every ``size``-th, as wide as the whole batch.
 
-    Args:
-        batch: of all processes together.
-        world: rank and size of this process.
-
-    Returns:
-        Every ``size``-th row. If there are fewer rows than processes, the remaining processes get
-        a row with target length 0, which adds nothing to a loss.
+    If there are fewer rows than processes, the remaining processes get a row with target length 0,
+    which adds nothing to a loss.
     """
     if world.size == 1:
         return batch
-    rows = len(batch.source)
-    if world.rank < rows:
+    if world.rank < len(batch.source):
         return Batch(*(tensor[world.rank :: world.size] for tensor in batch))
     source, source_lens, target, target_lens = (tensor[:1] for tensor in batch)
     return Batch(source, source_lens, target, torch.zeros_like(target_lens))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,18 +15,24 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.data.corpus import Corpus, TextSettings
-from bahdanau_fast.seq2seq.data.pairs import Pairs, Vocab, Vocabs, batches
-from bahdanau_fast.seq2seq.data.text import RawPair
+from bahdanau_fast.seq2seq.data.pairs import Batch, Pairs, Vocabs, batches
+from bahdanau_fast.seq2seq.extras import require
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.checkpoints import BEST, LAST
-from bahdanau_fast.seq2seq.model.settings import METRICS, History, Settings, build_model
+from bahdanau_fast.seq2seq.model.settings import METRICS, Settings, build_model
 from bahdanau_fast.seq2seq.search.scoring import require_sacrebleu
-from bahdanau_fast.seq2seq.search.translator import Translator
-from bahdanau_fast.seq2seq.training.distributed import World
-from bahdanau_fast.seq2seq.training.progress import Progress, described
-from bahdanau_fast.seq2seq.training.trainer import Trainer, steps_per_epoch, total_steps, train
+from bahdanau_fast.seq2seq.search.translator import Translator, settings_of, vocabs_of
+from bahdanau_fast.seq2seq.training.distributed import ALONE, World
+from bahdanau_fast.seq2seq.training.trainer import (
+    History,
+    Progress,
+    Trainer,
+    all_batches,
+    plain,
+    total_steps,
+)
 
-__all__ = ["Run"]
+__all__ = ["Run", "described"]
 
 # Most pairs that a validation translates; the validation loss is that of all pairs.
 _TRANSLATED = 1000
@@ -47,14 +54,9 @@ class Run:
         tensorboard: write scalars to ``out/tensorboard``.
 
     Attributes:
-        history: losses and validations so far.
         best: the validation of the epoch in ``best.pt``; None before the first.
         note: one line if ``best.pt`` was chosen by BLEU, before ``best_metric`` existed; otherwise
             empty.
-
-    Raises:
-        ModuleNotFoundError: sacrebleu or tensorboard is needed and not installed.
-        ValueError: unusable data; on resuming, data or a number of processes that have changed.
     """
 
     def __init__(
@@ -63,41 +65,38 @@ class Run:
         settings: Settings,
         text: TextSettings,
         *,
-        world: World | None = None,
+        world: World = ALONE,
         resume: bool = False,
         save_every: int = 0,
         tensorboard: bool = False,
     ) -> None:
         self.out, self.settings, self.text = out, settings, text
-        self.world, self.save_every = world or World(), save_every
+        self.world, self.save_every = world, save_every
         self.corpus = Corpus.of(text)
-        if self.corpus.parts.validation:
+        validated = self.corpus.parts.validation
+        if validated:
             require_sacrebleu()
         payload = checkpoints.load(out / LAST) if resume else None
         with checkpoints.fitting(out / LAST):
             vocabs = None if payload is None else self._continued(payload)
         self.pairs = self.corpus.encode(self.corpus.parts.train, text, vocabs)
-        validated = self.corpus.parts.validation
-        both = Vocabs(self.pairs.source_vocab, self.pairs.target_vocab)
-        self.validated = self.corpus.encode(validated, text, both) if validated else None
+        vocabs = Vocabs(self.pairs.source_vocab, self.pairs.target_vocab)
+        self.validated = self.corpus.encode(validated, text, vocabs) if validated else None
         self.best, self.note = (None, "") if payload is None else self._chosen(payload)
-        model = build_model(self.pairs, settings).to(self.world.device)
-        steps = total_steps(self.pairs, settings, self.world)
-        self.trainer = Trainer(model, settings, steps, self.world)
+        model = build_model(vocabs, settings).to(world.device)
+        self.translator = Translator(model, *vocabs, settings, text, self.corpus.kinds)
+        self.trainer = Trainer(model, settings, total_steps(self.pairs, settings, world), world)
         if payload is not None:
             with checkpoints.fitting(out / LAST):
                 self.trainer.load_state_dict(payload)
-        self.translator = Translator(
-            model,
-            self.pairs.source_vocab,
-            self.pairs.target_vocab,
-            settings,
-            text,
-            self.corpus.kinds,
-        )
         self.board = None
-        if tensorboard and self.world.rank == 0:
-            self.board = _board(out, len(self.history.losses))
+        if tensorboard and world.rank == 0:
+            require("tensorboard", "--tensorboard needs", "tensorboard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Drop the scalars of steps that are repeated after a resume.
+            done = len(self.history.losses)
+            self.board = SummaryWriter(str(out / "tensorboard"), purge_step=done)
 
     def _chosen(self, payload: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
         """``best`` and ``note`` of a training to resume."""
@@ -117,24 +116,17 @@ class Run:
         if payload["processes"] != self.world.size:
             need = f"equal those of the training to resume, {payload['processes']}"
             checks.reject(ValueError, "processes", need, self.world.size)
-        return Vocabs(
-            Vocab.of_tokens(payload["source_vocab"]), Vocab.of_tokens(payload["target_vocab"])
-        )
+        return vocabs_of(payload)
 
     @staticmethod
     def settings_of(out: Path) -> tuple[Settings, TextSettings]:
-        """The settings of the training in a folder.
-
-        Raises:
-            ValueError: no checkpoint to resume.
-        """
+        """The settings of the training in a folder."""
         with checkpoints.fitting(out / LAST):
-            payload = checkpoints.load(out / LAST)
-            return Settings(**payload["settings"]), TextSettings(**payload["text"])
+            return settings_of(checkpoints.load(out / LAST))
 
     @property
     def history(self) -> History:
-        """Losses and scores so far."""
+        """Losses and validations so far."""
         return self.trainer.history
 
     def train(self, *, progress: bool = True, file: TextIO | None = None) -> History:
@@ -144,54 +136,40 @@ class Run:
             progress: show losses and validations.
             file: where lines go; the standard output unless given.
         """
-        first = self.world.rank == 0
-        show = Progress(
-            self.trainer.total_steps,
-            self.settings.epochs,
-            self.history,
-            enabled=progress and first,
-            file=file,
-        )
+        first, done = self.world.rank == 0, len(self.history.losses)
         if first:
-            self._begin()
-        train(
-            self.trainer.model,
-            self.pairs,
-            self.settings,
-            trainer=self.trainer,
-            show=show,
-            after_step=self._after_step(show) if first else None,
-        )
+            self._begin(done)
+        with closing(Progress(self.trainer, progress and first, file)) as show:
+            for epoch, batch in all_batches(self.pairs, self.settings, done, self.world):
+                self.trainer.step(batch)
+                show.update(epoch)
+                if first:
+                    self._after_step(epoch, show)
         if self.board is not None:
             self.board.close()
         return self.history
 
-    def _begin(self) -> None:
+    def _begin(self, done: int) -> None:
         """Bring the folder into its state before the next step."""
         self.out.mkdir(parents=True, exist_ok=True)
-        done = len(self.history.losses)
-        per_epoch = steps_per_epoch(self.pairs, self.settings, self.world)
         if done == 0:
             self._save(LAST)
             (self.out / BEST).unlink(missing_ok=True)  # of the training that is replaced
             self.best = None
-        elif done % per_epoch == 0 and self.history.validations:
+        elif self.trainer.epoch_ended and self.history.validations:
             self._keep_best()  # the metric may have changed
 
-    def _after_step(self, show: Progress) -> Callable[[int, bool], None]:
-        def after(epoch: int, ended: bool) -> None:
-            done = len(self.history.losses)
-            self._scalars(done)
-            if ended:
-                if self.validated is not None:
-                    result = self._validate(epoch, self.validated, done)
-                    chosen = "; the best so far" if self._keep_best() else ""
-                    show.say(f"  validation: {described(result)}{chosen}")
-                self._save(LAST)
-            elif self.save_every and done % self.save_every == 0:
-                self._save(LAST)
-
-        return after
+    def _after_step(self, epoch: int, show: Progress) -> None:
+        done = len(self.history.losses)
+        self._scalars(done)
+        if self.trainer.epoch_ended:
+            if self.validated is not None:
+                result = self._validate(epoch, self.validated, done)
+                chosen = "; the best so far" if self._keep_best() else ""
+                show.say(f"  validation: {described(result)}{chosen}")
+            self._save(LAST)
+        elif self.save_every and done % self.save_every == 0:
+            self._save(LAST)
 
     def _validate(self, epoch: int, encoded: Pairs, done: int) -> dict[str, Any]:
         """Loss, BLEU and chrF of this epoch, added to the history."""
@@ -199,7 +177,9 @@ class Run:
         if not math.isfinite(loss):
             at = f"{loss} after epoch {epoch + 1} (a lower lr may help)"
             checks.reject(ValueError, "the validation loss", "be finite", at)
-        pairs = sample(self.corpus.parts.validation, _TRANSLATED)
+        pairs = self.corpus.parts.validation
+        if len(pairs) > _TRANSLATED:  # the same ones in every epoch
+            pairs = random.Random(0).sample(pairs, _TRANSLATED)
         translations = self.translator.translate([source for source, _ in pairs])
         scores = self.translator.score(pairs, translations).corpus
         result = {"epoch": epoch + 1, "loss": loss, "bleu": scores.bleu, "chrf": scores.chrf}
@@ -235,16 +215,24 @@ class Run:
             "kinds": list(self.corpus.kinds),
             "digest": self.corpus.digest,
             "processes": self.world.size,
-            "source_vocab": list(self.translator.source_vocab.tokens),
-            "target_vocab": list(self.translator.target_vocab.tokens),
+            "source_vocab": list(self.pairs.source_vocab.tokens),
+            "target_vocab": list(self.pairs.target_vocab.tokens),
             **self.trainer.state_dict(),
         }
         checkpoints.save(payload, self.out / name)
 
 
-def sample(pairs: list[RawPair], count: int) -> list[RawPair]:
-    """At most ``count`` pairs, the same ones in every epoch."""
-    return pairs if len(pairs) <= count else random.Random(0).sample(pairs, count)
+def described(validation: Mapping[str, float]) -> str:
+    """Metrics of the validation set as text.
+
+    >>> described({"epoch": 2, "loss": 2.1712, "bleu": 22.084, "chrf": 19.75})
+    'loss 2.171, BLEU 22.08, chrF 19.75'
+    """
+    return ", ".join(
+        f"{written} {plain(validation[name]) if name == 'loss' else f'{validation[name]:.2f}'}"
+        for name, written in METRICS.items()
+        if name in validation  # early checkpoints have no chrF
+    )
 
 
 def goodness(validation: Mapping[str, float], metric: str) -> tuple[float, ...]:
@@ -265,18 +253,7 @@ def validation_loss(trainer: Trainer, pairs: Pairs) -> float:
     trainer.model.eval()
     losses: list[Tensor] = []
     for batch in batches(pairs, 256, seed=0):
-        moved = type(batch)(*(tensor.to(trainer.world.device) for tensor in batch))
+        moved = Batch(*(tensor.to(trainer.world.device) for tensor in batch))
         losses.append(trainer.loss(moved) * batch.target.shape[1])
     trainer.model.train()
     return float(torch.stack(losses).sum()) / int(pairs.tensors.target_lens.sum())
-
-
-def _board(out: Path, done: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            '--tensorboard needs tensorboard: pip install "bahdanau_fast[tensorboard]"'
-        ) from error
-    # Drop the scalars of steps that are repeated after a resume.
-    return SummaryWriter(str(out / "tensorboard"), purge_step=done)

@@ -1,13 +1,16 @@
-"""Teacher forcing with masked cross-entropy."""
+"""Teacher forcing with masked cross-entropy, and what is shown meanwhile."""
 
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.data.pairs import BOS, Batch, Pairs, batches
-from bahdanau_fast.seq2seq.model.settings import History, Settings
-from bahdanau_fast.seq2seq.training.distributed import World, shard, total
-from bahdanau_fast.seq2seq.training.progress import Progress
+from bahdanau_fast.seq2seq.model.settings import Settings
+from bahdanau_fast.seq2seq.training.distributed import ALONE, World, shard, total
 
-__all__ = ["Trainer", "all_batches", "masked_cross_entropy", "shift_right", "total_steps", "train"]
+__all__ = [
+    "Progress",
+    "Trainer",
+    "all_batches",
+    "masked_cross_entropy",
+    "plain",
+    "shift_right",
+    "total_steps",
+    "train",
+]
 
 CHUNK = 2**20  # logits that fit the caches of a CPU
 
@@ -62,8 +73,29 @@ def masked_cross_entropy(
 
 def shift_right(target: Tensor) -> Tensor:
     """Decoder input for teacher forcing: (B,T) with <bos> in front, without the last token."""
-    first = torch.full_like(target[:, :1], BOS)
-    return torch.cat((first, target[:, :-1]), dim=1)
+    return F.pad(target[:, :-1], (1, 0), value=BOS)
+
+
+@dataclass
+class History:
+    """Losses, times and validations of a training.
+
+    Attributes:
+        losses: per step, cross-entropy per target token, smoothing included.
+        seconds: per step, wall time.
+        tokens: per step, target tokens of all processes.
+        validations: per epoch, ``{"epoch", "loss", "bleu", "chrf"}`` on the validation part.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all steps; 0 before the first."""
+        return sum(self.tokens) / sum(self.seconds) if self.seconds else 0.0
 
 
 class Trainer:
@@ -77,9 +109,9 @@ class Trainer:
     """
 
     def __init__(
-        self, model: nn.Module, settings: Settings, total_steps: int, world: World | None = None
+        self, model: nn.Module, settings: Settings, total_steps: int, world: World = ALONE
     ) -> None:
-        self.model, self.settings, self.world = model.train(), settings, world or World()
+        self.model, self.settings, self.world = model.train(), settings, world
         self.total_steps = total_steps
         # All gradients are summed at once, when the last step of the decoder has given its share.
         self.net = DistributedDataParallel(model) if self.world.size > 1 else model
@@ -91,6 +123,11 @@ class Trainer:
         if self.settings.schedule == "constant":
             return 1.0
         return 0.05 + 0.475 * (1 + math.cos(math.pi * min(1.0, step / self.total_steps)))
+
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether the last step was that of an epoch."""
+        return len(self.history.losses) % (self.total_steps // self.settings.epochs) == 0
 
     def step(self, batch: Batch) -> float:
         """Train on one batch.
@@ -191,45 +228,78 @@ def _autocast(device: str, bf16: bool) -> Iterator[None]:
         yield
 
 
-def steps_per_epoch(pairs: Pairs, settings: Settings, world: World | None = None) -> int:
-    """Steps of one pass over the data; a step takes ``batch_size`` pairs per process."""
-    return math.ceil(len(pairs) / (settings.batch_size * (world or World()).size))
-
-
-def total_steps(pairs: Pairs, settings: Settings, world: World | None = None) -> int:
-    """Steps of a whole training."""
-    return settings.epochs * steps_per_epoch(pairs, settings, world)
+def total_steps(pairs: Pairs, settings: Settings, world: World = ALONE) -> int:
+    """Steps of a whole training; a step takes ``batch_size`` pairs per process."""
+    return settings.epochs * math.ceil(len(pairs) / (settings.batch_size * world.size))
 
 
 def all_batches(
-    pairs: Pairs, settings: Settings, start: int = 0, world: World | None = None
+    pairs: Pairs, settings: Settings, start: int = 0, world: World = ALONE
 ) -> Iterator[tuple[int, Batch]]:
-    """(epoch, batch) of a whole training, in the order given by the seed.
-
-    Args:
-        pairs: the training data.
-        settings: epochs, batch size and seed.
-        start: number of steps to skip.
-        world: its processes share each batch.
-    """
-    first, inside = divmod(start, steps_per_epoch(pairs, settings, world))
-    size = settings.batch_size * (world or World()).size
+    """(epoch, batch) of a whole training from step ``start`` on, in the order given by the seed."""
+    first, inside = divmod(start, total_steps(pairs, settings, world) // settings.epochs)
     for epoch in range(first, settings.epochs):
-        order = batches(pairs, size, settings.seed, epoch)
+        order = batches(pairs, settings.batch_size * world.size, settings.seed, epoch)
         for batch in islice(order, inside if epoch == first else 0, None):
             yield epoch, batch
 
 
-def train(
-    model: nn.Module,
-    pairs: Pairs,
-    settings: Settings,
-    *,
-    progress: bool = True,
-    trainer: Trainer | None = None,
-    show: Progress | None = None,
-    after_step: Callable[[int, bool], None] | None = None,
-) -> History:
+def plain(loss: float) -> str:
+    """A loss without an exponent: three decimals, and more where it is near zero.
+
+    >>> plain(4.1239), plain(0.0312), plain(0.000123), plain(0.0)
+    ('4.124', '0.031', '0.00012', '0.000')
+    """
+    digits = 3 if loss == 0 else max(3, 1 - math.floor(math.log10(abs(loss))))
+    return f"{loss:.{digits}f}"
+
+
+class Progress:
+    """A tqdm bar on a terminal; otherwise (a log, or no tqdm) one line per epoch, in ``file``."""
+
+    def __init__(self, trainer: Trainer, enabled: bool = True, file: TextIO | None = None) -> None:
+        self.trainer, self.enabled, self.file = trainer, enabled, file or sys.stdout
+        self.bar = None
+        if enabled and sys.stderr.isatty():
+            with suppress(ImportError):
+                from tqdm import tqdm
+
+                # A recorded terminal may report zero columns or rows: tqdm would draw nothing.
+                size = {"ncols": min(100, shutil.get_terminal_size().columns or 80), "nrows": 24}
+                done, steps = len(trainer.history.losses), trainer.total_steps
+                self.bar = tqdm(total=steps, initial=done, unit="step", desc="training", **size)
+
+    def update(self, epoch: int) -> None:
+        """Count one more step, of an epoch from 0."""
+        epochs = self.trainer.settings.epochs
+        if self.bar is not None:
+            self.bar.set_postfix_str(self._figures(20), refresh=False)
+            self.bar.update()
+        elif self.trainer.epoch_ended:
+            figures = self._figures(self.trainer.total_steps // epochs)
+            self.say(f"epoch {epoch + 1}/{epochs}  {figures}")
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self.bar is not None:
+            self.bar.write(line, file=self.file)
+        elif self.enabled:
+            print(line, file=self.file, flush=True)
+
+    def _figures(self, steps: int) -> str:
+        """Means over the last ``steps`` steps."""
+        history = self.trainer.history
+        recent, seconds = history.losses[-steps:], history.seconds[-steps:]
+        speed = sum(history.tokens[-steps:]) / sum(seconds)
+        return f"loss {plain(sum(recent) / len(recent))}  {speed:,.0f} tokens/s"
+
+    def close(self) -> None:
+        """Close the bar."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def train(model: nn.Module, pairs: Pairs, settings: Settings, *, progress: bool = True) -> History:
     """Train for ``settings.epochs``; the same settings and data give the same losses.
 
     Args:
@@ -237,21 +307,13 @@ def train(
         pairs: the training data.
         settings: see :class:`Settings`.
         progress: show a bar with loss and tokens/s on a terminal, else a line per epoch.
-        trainer: of the model, to resume or to train with several processes.
-        show: a bar or lines of the caller, instead of ``progress``.
-        after_step: called with the epoch, and whether that was its last step.
 
     Returns:
         Loss, time and tokens of every step.
     """
-    trainer = trainer or Trainer(model, settings, total_steps(pairs, settings))
-    steps, world = trainer.total_steps, trainer.world
-    show = show or Progress(steps, settings.epochs, trainer.history, enabled=progress)
-    per_epoch = steps_per_epoch(pairs, settings, world)
-    for epoch, batch in all_batches(pairs, settings, len(trainer.history.losses), world):
-        trainer.step(batch)
-        show.update(epoch)
-        if after_step is not None:
-            after_step(epoch, len(trainer.history.losses) % per_epoch == 0)
-    show.close()
+    trainer = Trainer(model, settings, total_steps(pairs, settings))
+    with closing(Progress(trainer, progress)) as show:
+        for epoch, batch in all_batches(pairs, settings):
+            trainer.step(batch)
+            show.update(epoch)
     return trainer.history
