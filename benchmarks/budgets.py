@@ -1,8 +1,7 @@
 """Registers, shared memory and machine code of the GPU kernels; needs no GPU.
 
-``python -m benchmarks.budgets`` (``make budgets``) compiles every kernel with the tiles that it
-would be launched with, and reads registers, shared memory, spills and the machine code of its inner
-loop.
+``python -m benchmarks.budgets`` compiles every Triton kernel with the tiles that it would be
+launched with, and reads registers, shared memory, spills and the machine code of its inner loop.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from bahdanau_fast.backends.triton import backward, call, forward
 
 from .machine_code import cuda
 from .machine_code.sass import hot, resident_warps
+from .tables import markdown
 from .workloads.shapes import LIST, STEPS_ON_MEMORY
 
 TARGETS = {
@@ -258,16 +258,8 @@ def rates(launch: Launch, budget: Budget) -> list[Rate]:
 # (B,Tq,Tk,H,Dv) of the acceptance shapes; one of odd sizes needs every mask.
 FEW_SHAPES = ((256, 1, 400, 512, 512), (16, 512, 512, 512, 512))
 ODD_SHAPE = (3, 17, 53, 71, 29)
-ALL_SHAPES = tuple(
-    dict.fromkeys(
-        (
-            *FEW_SHAPES,
-            ODD_SHAPE,
-            *((s.batch, s.queries, s.keys, s.hidden, s.value_size) for s in LIST),
-            *((s.batch, s.queries, s.keys, s.hidden, s.value_size) for s in STEPS_ON_MEMORY),
-        )
-    )
-)
+_REAL = ((s.batch, s.queries, s.keys, s.hidden, s.value_size) for s in (*LIST, *STEPS_ON_MEMORY))
+ALL_SHAPES = tuple(dict.fromkeys((*FEW_SHAPES, ODD_SHAPE, *_REAL)))
 
 
 def distinct(target: str, dtype: str, quick: bool) -> list[Launch]:
@@ -298,24 +290,21 @@ def row(target: str, dtype: str, launch: Launch) -> dict[str, Any]:
     }
 
 
-def _line(row: dict[str, Any]) -> str:
-    cells = [str(row[name]) for name in ("kernel", "target", "dtype", "tiles", "registers")]
-    cells += [f"{row['shared'] / 1024:.1f}", str(row["spills"])]
-    cells.append("-" if row["warps"] is None else f"{row['warps']} of 64")
-    parts = "{way} {special:.2f} / {fma:.2f} / {loads:.2f}"
-    cells.append("; ".join(parts.format(**rate) for rate in row["rates"]) or "-")
-    cells.append("; ".join(f"{rate['bound'] / 1e12:.1f}" for rate in row["rates"]) or "-")
-    return f"| {' | '.join(cells)} |"
-
-
 HEAD = (
     *("kernel", "target", "dtype", "tiles", "registers", "shared KB", "spills", "warps per SM"),
     *("special / fma / loads per element", "10^12 elements/s at most"),
 )
-NOTE = """
-Reading Ek and v from the DRAM of an H200 (4.3 TB/s, copied) gives a step in bf16, H = Dv, at most
-1.1 10^12 elements/s: its loop has to stay above that. One tanh by the special-function unit per
-element would hold many queries at 4.2 10^12."""
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """The line of a row in the table."""
+    found = [str(row[name]) for name in ("kernel", "target", "dtype", "tiles", "registers")]
+    found += [f"{row['shared'] / 1024:.1f}", str(row["spills"])]
+    found.append("-" if row["warps"] is None else f"{row['warps']} of 64")
+    parts = "{way} {special:.2f} / {fma:.2f} / {loads:.2f}"
+    found.append("; ".join(parts.format(**rate) for rate in row["rates"]) or "-")
+    found.append("; ".join(f"{rate['bound'] / 1e12:.1f}" for rate in row["rates"]) or "-")
+    return found
 
 
 def main() -> None:
@@ -326,21 +315,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the acceptance shapes only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     arguments = parser.parse_args()
-    print(f"triton {triton.__version__}\n\n| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
-    rows = []
-    for target, dtype in itertools.product(arguments.targets, arguments.dtypes):
-        for launch in distinct(target, dtype, arguments.quick):
-            rows.append(row(target, dtype, launch))
-            print(_line(rows[-1]), flush=True)
-    if arguments.targets == list(TARGETS):
-        compiled = [f"| {' | '.join(cells)} |" for cells in cuda.rows()]
-        print(
-            "\n".join(compiled)
-            or "\nThe CUDA C++ kernels are not built here: BAHDANAU_FAST_CUDA=1."
-        )
-    print(NOTE)
+    rows = [
+        row(target, dtype, launch)
+        for target, dtype in itertools.product(arguments.targets, arguments.dtypes)
+        for launch in distinct(target, dtype, arguments.quick)
+    ]
+    print("\n".join([f"triton {triton.__version__}", "", *markdown(list(HEAD), map(cells, rows))]))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":
