@@ -13,8 +13,7 @@ from .contestants import peers
 from .contestants.baselines import Unavailable
 from .contestants.parity import Oracle, Verdict, build_in, family
 from .contestants.providers import PROVIDERS, Provider, eager_too_large
-from .timing.measure import Spread, Timings, interleave
-from .timing.roofs import Bandwidth, Reader
+from .timing.measure import MemoryRead, Spread, Timings, interleave
 from .timing.worker import Worker, WorkerError
 from .workloads.shapes import SUBJECT, Bound, Case, Inputs, Shape, draw
 
@@ -30,7 +29,7 @@ class Row:
         groups: group of each provider that was timed.
         skipped: why other providers were not run.
         verdicts: parity of each provider.
-        roof: the read bandwidth, if the row has a bound on it.
+        roof: bytes that are read per second, if the row has a bound on it.
         spent: seconds to compile, check and time all providers.
     """
 
@@ -39,7 +38,7 @@ class Row:
     groups: dict[str, str]
     skipped: dict[str, str]
     verdicts: dict[str, Verdict]
-    roof: Bandwidth | None = None
+    roof: float | None = None
     spent: float = 0.0
 
     def packed(self) -> dict[str, Any]:
@@ -63,7 +62,7 @@ class Row:
         if self.timings is not None:
             packed["rounds"] = timings.rounds
         if self.roof is not None:
-            packed["dram_read"] = vars(self.roof)
+            packed["dram_read"] = {"bytes_per_second": self.roof, "reader": "torch.sum"}
         packed["bounds"] = [self.check(bound) for bound in case.bounds]
         return packed
 
@@ -84,7 +83,7 @@ class Row:
         if against == "DRAM" and self.roof is not None:
             time, moved = self.timings.time(subject), self.case.shape.memory_bytes
             rates = (moved / seconds for seconds in (time.median, time.p80, time.p20))
-            return READ, Spread(*(rate / self.roof.bytes_per_second for rate in rates))
+            return READ, Spread(*(rate / self.roof for rate in rates))
         groups = ("eager", "compiled") if against == "baseline" else (against,)
         rivals = [n for n in self.timings.samples if n == against or self.groups[n] in groups]
         if not rivals:
@@ -107,7 +106,6 @@ class Runner:
     _shape: Shape | None = None
     _inputs: Inputs | None = None
     _oracles: dict[tuple[str, bool], Oracle] = field(default_factory=dict)
-    _reader: Reader | None = None
     _workers: dict[str, Worker] = field(default_factory=dict)
 
     def __enter__(self) -> Runner:
@@ -155,17 +153,11 @@ class Runner:
                 calls[provider.name] = call
             if not calls or not all(verdict.passed for verdict in verdicts.values()):
                 return Row(case, None, groups, skipped, verdicts)
-            roof = None
-            if case.task == "scan":
-                self._reader = self._reader or Reader()
-                roof = self._reader.measure()
-                calls[READ], groups[READ] = self._reader.readers[roof.reader], "roof"
+            read = MemoryRead() if case.task == "scan" else None
+            if read is not None:
+                calls[READ], groups[READ] = read, "roof"
             timings = interleave(calls, case.share * self.seconds * len(calls), self.min_rounds)
-        if self._reader is not None and roof is not None:
-            # The roof is the best rate before, during or after the timed rounds.
-            between = 4 * self._reader.buffer.numel() / min(timings.samples[READ])
-            rates = (roof, Bandwidth(between, roof.reader), self._reader.measure())
-            roof = max(rates, key=lambda rate: rate.bytes_per_second)
+        roof = read and read.bytes_per_second(timings, READ)
         return Row(case, timings, groups, skipped, verdicts, roof)
 
     def _build_elsewhere(self, provider: Provider, case: Case) -> tuple[Worker, Verdict]:

@@ -1,15 +1,13 @@
 """Writes docs/performance.md and README's table from the figures of runs.
 
 ``python -m benchmarks.page`` reads every file in ``benchmarks/results``; no figure is typed by
-hand. ``--check`` writes nothing and names what is out of date.
+hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -272,19 +270,13 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     }
 
 
-def main() -> int:
-    """Write, or with ``--check`` say what is out of date."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if out of date")
-    options = parser.parse_args()
-    old = [p for p, text in generated().items() if not p.exists() or p.read_text("utf-8") != text]
+def main() -> None:
+    """Write what is out of date."""
     for path, text in generated().items():
-        if path in old and not options.check:
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
-    said = "is older than benchmarks/results" if options.check else "written"
-    print("\n".join(f"{path.relative_to(ROOT)} {said}" for path in old) or "nothing to write")
-    return 1 if old and options.check else 0
+            print(f"wrote {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -143,6 +143,20 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
     return Timings(samples)
 
 
+class MemoryRead:
+    """Reads a buffer far larger than the caches, once a call."""
+
+    def __init__(self, nbytes: int = 768 << 20) -> None:
+        self._buffer = torch.ones(nbytes // 4)
+
+    def __call__(self) -> Tensor:
+        return self._buffer.sum()
+
+    def bytes_per_second(self, timings: Timings, name: str) -> float:
+        """The best rate of the rounds; the others were disturbed."""
+        return self._buffer.nbytes / min(timings.samples[name])
+
+
 class GpuCall:
     """A call on a GPU, whose samples are taken by events.
 

@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from benchmarks.contestants.providers import (
     Runnable,
     by_name,
 )
-from benchmarks.timing.measure import Spread, Timings, interleave, prepare
-from benchmarks.timing.roofs import Reader
+from benchmarks.timing.measure import MemoryRead, Spread, Timings, interleave, prepare
 from benchmarks.workloads.shapes import (
     LIST,
     SUBJECT,
@@ -210,22 +208,10 @@ def test_every_row_has_somebody_to_compare_and_quick_is_a_part_of_all():
     assert {case.table for case in cases(only="loop")} == {"loop"}
 
 
-@pytest.mark.parametrize("lens", ["none", "full", "drawn"])
-def test_inputs_are_the_same_each_time(lens):
-    shape = replace(SAME, lens=lens)
-    first, second = draw(shape), draw(shape)
-    assert first.values is first.keys
-    assert torch.equal(first.projected_keys, second.projected_keys)
-    assert (first.valid_lens is None) == (lens == "none")
-    if first.valid_lens is not None:
-        assert 1 <= first.valid_lens.min() <= first.valid_lens.max() <= shape.keys
-
-
-def test_the_readers_read_all_of_the_buffer():
-    reader = Reader(1 << 20)
-    for name, read in reader.readers.items():
-        assert float(read()) == reader.buffer.numel(), name
-    assert reader.measure(repeats=1).bytes_per_second > 0
+def test_the_bandwidth_is_of_all_of_the_buffer():
+    read = MemoryRead(1 << 20)
+    assert float(read()) == 1 << 18
+    assert read.bytes_per_second(Timings({"read": [2.0, 0.5, 1.0]}), "read") == 2 << 20
 
 
 def test_results_are_printed_and_packed():

@@ -1,7 +1,6 @@
 """What the rows of the GPU report compute, on the CPU and in Triton's interpreter."""
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -17,9 +16,7 @@ import torch
 from benchmarks import gpu_report
 from benchmarks.budgets import compile_launch, recording
 from benchmarks.contestants import tanh_approx
-from benchmarks.contestants.baselines import Unavailable
 from benchmarks.contestants.providers import by_name
-from benchmarks.contestants.rivals import RIVALS
 from benchmarks.gpu import figures, stages
 from benchmarks.gpu.figures import GpuCase
 from benchmarks.timing.measure import GpuCall, captured, interleave
@@ -87,18 +84,6 @@ def test_smoke_finds_results_that_are_not_written(monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("task", ["projected", "step"])
-@pytest.mark.parametrize("name", ["rewrite eager", "d2l eager", "JAX jit"])
-def test_rivals_compute_the_same(name, task):
-    (rival,) = (rival for rival in RIVALS if rival.name == name)
-    case = GpuCase("auto", replace(TINY, lens="drawn"), task, "float32")
-    if name == "JAX jit" and importlib.util.find_spec("jax") is None:
-        with pytest.raises(Unavailable, match="JAX is not installed"):
-            figures.times(case, rival, CPU)
-    else:
-        assert figures.times(case, rival, CPU)["passed"]
-
-
 # In Triton's interpreter, which has to be asked for before anything is imported.
 INTERPRETED = """
 import json, torch
@@ -147,25 +132,6 @@ def test_the_triton_rival_takes_the_gpus_tanh():
     assert budget.spills == 0
 
 
-def test_every_row_has_a_name_of_its_own():
-    for name in gpu_report.STAGES:
-        rows = getattr(stages, name)("cpu")
-        names = [row.name for row in rows]
-        assert len(set(names)) == len(names), name
-        assert all(0 < row.seconds <= stages.TOOL_SECONDS for row in rows)
-
-
-def test_smoke_has_every_dtype_and_the_acceptance_shapes_of_every_backend(monkeypatch):
-    monkeypatch.setattr(stages, "_backends", lambda _: ("cuda", "triton"))
-    names = [row.name for row in stages.smoke("cpu")]
-    for backend in ("cuda", "triton"):
-        for dtype in stages.DTYPES:
-            of = [n for n in names if n.startswith(f"{backend}: ") and n.endswith(dtype)]
-            for shape in ("(64,1,50,512)", "(256,1,400,512)", "(16,512,512,512)"):
-                assert any(shape in n for n in of)
-            assert len(of) >= 13
-
-
 @pytest.mark.parametrize(
     ("said", "code", "passed"),
     [
@@ -181,20 +147,6 @@ def test_a_sanitizer_passes_by_its_exit_and_its_words(said, code, passed):
     result = stages._command(words, stages.CLEAN)
     assert (result["passed"], result["exit"]) == (passed, code)
     assert result["said"] == said.replace("\\n", "\n").splitlines() or [""]
-
-
-def test_the_sanitizers_look_at_every_dtype_of_both_backends(monkeypatch):
-    monkeypatch.setattr(stages, "_backends", lambda _: ("cuda", "triton"))
-    monkeypatch.setattr(stages.shutil, "which", lambda name: f"/tools/{name}")
-    rows = {row.name: row.compute.args[0] for row in stages.sanitize("cpu")}
-    assert len(rows) == 5 * len(stages.DTYPES)
-    command = rows["triton: memcheck, float16"]
-    assert command[:3] == ["/tools/compute-sanitizer", "--tool", "memcheck"]
-    assert command[-3:] == ["benchmarks.gpu.stages", "triton", "float16"]
-    monkeypatch.setattr(stages.shutil, "which", lambda _: None)
-    (row,) = stages.sanitize("cpu")
-    if not Path("/usr/local/cuda/bin/compute-sanitizer").exists():
-        assert row.compute() == {"problem": "compute-sanitizer is not installed"}
 
 
 # ---- timing on a GPU, of which this machine has none ---------------------------------------------
