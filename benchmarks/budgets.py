@@ -29,8 +29,7 @@ from bahdanau_fast import limits
 from bahdanau_fast.backends.triton import backward, call, forward
 
 from .machine_code import cuda
-from .machine_code.sass import hot, resident_warps
-from .tables import markdown
+from .machine_code.sass import hot
 from .workloads.shapes import LIST, STEPS_ON_MEMORY
 
 TARGETS = {
@@ -199,13 +198,6 @@ def compile_launch(launch: Launch, target: str) -> Budget:
     return Budget(registers, shared, spills, launch.warps, sass)
 
 
-def occupancy(budget: Budget) -> int:
-    """Warps of this kernel that fit on a multiprocessor of an H200, of 64."""
-    by_shared = 227 * 1024 // (budget.shared + 1024)
-    by_registers = resident_warps(budget.registers, budget.warps)
-    return min(by_registers, by_shared * budget.warps, 32 * budget.warps)
-
-
 @dataclasses.dataclass(frozen=True)
 class Rate:
     """Instructions per (query, key, hidden unit) in the inner loop of a kernel.
@@ -272,7 +264,7 @@ def distinct(target: str, dtype: str, quick: bool) -> list[Launch]:
 def row(target: str, dtype: str, launch: Launch) -> dict[str, Any]:
     """The resources of one kernel on one architecture."""
     budget = compile_launch(launch, target)
-    nvidia = target.startswith("sm")
+    found = rates(launch, budget) if target.startswith("sm") else []
     return {
         "kernel": launch.name,
         "target": target,
@@ -281,46 +273,23 @@ def row(target: str, dtype: str, launch: Launch) -> dict[str, Any]:
         "registers": budget.registers,
         "shared": budget.shared,
         "spills": budget.spills,
-        "warps": occupancy(budget) if nvidia else None,
-        "rates": [
-            dataclasses.asdict(rate) | {"bound": rate.bound} for rate in rates(launch, budget)
-        ]
-        if nvidia
-        else [],
+        "rates": [dataclasses.asdict(rate) | {"bound": rate.bound} for rate in found],
     }
 
 
-HEAD = (
-    *("kernel", "target", "dtype", "tiles", "registers", "shared KB", "spills", "warps per SM"),
-    *("special / fma / loads per element", "10^12 elements/s at most"),
-)
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """The line of a row in the table."""
-    found = [str(row[name]) for name in ("kernel", "target", "dtype", "tiles", "registers")]
-    found += [f"{row['shared'] / 1024:.1f}", str(row["spills"])]
-    found.append("-" if row["warps"] is None else f"{row['warps']} of 64")
-    parts = "{way} {special:.2f} / {fma:.2f} / {loads:.2f}"
-    found.append("; ".join(parts.format(**rate) for rate in row["rates"]) or "-")
-    found.append("; ".join(f"{rate['bound'] / 1e12:.1f}" for rate in row["rates"]) or "-")
-    return found
-
-
 def main() -> None:
-    """Print the table."""
+    """Print the rows, a line of JSON each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__)
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--quick", action="store_true", help="the acceptance shapes only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     arguments = parser.parse_args()
-    rows = [
-        row(target, dtype, launch)
-        for target, dtype in itertools.product(arguments.targets, arguments.dtypes)
-        for launch in distinct(target, dtype, arguments.quick)
-    ]
-    print("\n".join([f"triton {triton.__version__}", "", *markdown(list(HEAD), map(cells, rows))]))
+    rows = []
+    for target, dtype in itertools.product(arguments.targets, arguments.dtypes):
+        for launch in distinct(target, dtype, arguments.quick):
+            rows.append(row(target, dtype, launch))
+            print(json.dumps(rows[-1]), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows))
 

@@ -67,12 +67,11 @@ GOALS = """\
 Goals are ratios that stand beside the rows and are the same for every processor. Most misses have
 one of these reasons:
 
-- A step of ours reads its memory nearly as fast as the machine can, so it takes as long as that
-  read; eager code takes as long as its tanh. Where memory is slow, the ratio is small. The memory
-  of the step of (16, 1, 400, 512) fits the last-level cache of a cloud processor only while other
-  tenants leave it room.
-- Eager code with many queries makes tensors of (B,Tq,Tk,H) in each call. What that costs differs
-  from machine to machine more than computing does, and is most in a process that has just started.
+- A step of ours reads its memory nearly as fast as the machine can, while eager code is held up by
+  its arithmetic: where memory is slow, the ratio is small. The memory of the step of (16, 1, 400,
+  512) fits the last-level cache of a cloud processor only while other tenants leave it room.
+- Eager code with many queries makes tensors of (B,Tq,Tk,H) in each call, which takes longer in a
+  process that has just started, and not as long on every machine.
 - AVX2 has half as many numbers in a vector as AVX-512."""
 
 OTHERS = """\
