@@ -96,7 +96,7 @@ NOT_MEASURED = """\
 - Half precision and fp64 on the CPU: the contract covers them, these tables are fp32.
 - Other libraries in training: only their forward passes are compared.
 - More cores than these machines have, more than one socket, and other processors.
-- Energy, and throughput with several processes at a time.
+- Energy, and several processes at a time.
 - Memory is not in these tables: `tests/cpu/test_memory_use.py` holds the peak of forward and
   backward to 1.2 times inputs, outputs, gradients and projections."""
 
