@@ -77,9 +77,8 @@ one of these reasons:
 OTHERS = """\
 ## Other libraries
 
-How many times as long as ours they take, each in a process of its own on the same tensors. `pip
-install` of the extra `peers` installs them; JoeyNMT comes by itself, without what it asks for
-([CONTRIBUTING.md](../CONTRIBUTING.md)). They differ from ours:
+How many times as long as ours they take, each in a process of its own on the same tensors.
+`pip install -e '.[peers]'` and `pip install --no-deps 'joeynmt>=2.3'` install them. They differ:
 """
 
 TRAINING = """\
