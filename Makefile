@@ -12,7 +12,7 @@ CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-compare peers performance budgets old-triton gpu-report wheel clean torch-spec sanitize fuzz mutants ptx gpu-model
+.PHONY: help venv demo test lint format bench bench-compare gpu-report wheel clean torch-spec sanitize fuzz mutants ptx gpu-model
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -75,32 +75,13 @@ format: venv  ## rewrite the sources in the house style
 	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
 
 OUT ?= benchmarks/results
-bench: venv  ## measure against d2l eager, torch.compile and peers; figures to OUT, plots to bench-output
-	@mkdir -p '$(OUT)'
-	$(BIN)/python -m bahdanau_fast bench --json '$(OUT)'
-
-performance: venv  ## write docs/performance.md, its plots and README's table from the committed figures
+bench: venv  ## measure against d2l eager, torch.compile and peers; figures to OUT, then docs/performance.md
+	$(BIN)/python -m benchmarks --out '$(OUT)'
 	$(BIN)/python -m benchmarks.page
 
 BASE ?= HEAD
 bench-compare: venv  ## is this working tree slower than BASE=<git ref>? both built, run in turns
 	$(BIN)/python -W ignore -m benchmarks.compare '$(BASE)'
-
-peers: venv  ## install the libraries that the benchmarks compare with, where they can be installed
-	$(BIN)/python -m pip install --no-build-isolation -e '.[peers]' "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')"
-	$(BIN)/python -m pip install --no-deps 'joeynmt>=2.3'
-
-budgets: venv  ## compile the GPU kernels, GPU or not; registers, spills, instructions
-	$(BIN)/python -m benchmarks.budgets
-
-# What torch 2.11 comes with, and the oldest that is served. It wants an older NumPy than the newest.
-OLD_TRITON ?= 3.6.0
-OLD := build/triton-$(OLD_TRITON)
-old-triton: venv  ## the same under the oldest Triton, and its interpreter on the kernel tests
-	[ -d '$(OLD)' ] || $(BIN)/python -m pip install --no-deps --target '$(OLD)' 'triton==$(OLD_TRITON)' 'numpy<2.4'
-	PYTHONPATH='$(OLD)' $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLD_TRITON)", triton'
-	PYTHONPATH='$(OLD)' $(BIN)/python -m benchmarks.budgets --quick
-	PYTHONPATH='$(OLD)' TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/triton/kernels
 
 # With the Python that is there and nothing installed: PYTHON=... for one beside .venv's. The
 # package is laid out as installed, kernels/ in its place.

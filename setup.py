@@ -371,13 +371,9 @@ setup(
     **license_metadata(),
     packages=[
         *setuptools.find_packages(include=["bahdanau_fast", "bahdanau_fast.*"]),
-        *("bahdanau_fast.kernels", "bahdanau_fast.benchmarks"),
-        *(
-            f"bahdanau_fast.benchmarks.{path.parent.name}"
-            for path in ROOT.glob("benchmarks/*/__init__.py")
-        ),
+        "bahdanau_fast.kernels",
     ],
-    package_dir={"bahdanau_fast.kernels": "kernels", "bahdanau_fast.benchmarks": "benchmarks"},
+    package_dir={"bahdanau_fast.kernels": "kernels"},
     package_data={"bahdanau_fast": ["py.typed"]},
     include_package_data=False,  # else an in-place binary listed by the VCS could enter the wheel
     ext_modules=[

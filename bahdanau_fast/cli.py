@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=bahdanau_fast.__version__)
-    names = "{info,check,bench,demo,train,translate,evaluate,plot}"
+    names = "{info,check,demo,train,translate,evaluate,plot}"
     commands = parser.add_subparsers(
         required=True, metavar=names, title="commands (each with its own --help)"
     )
@@ -113,7 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("check", help=what, description=what.capitalize() + more)
     command.set_defaults(command=lambda _: 0 if check() else 1)
 
-    _add_bench(commands)
     _add_demo(commands)
     add_commands(commands)
     parser.commands = tuple(commands.choices)
@@ -126,33 +125,6 @@ to begin with:
   python -m bahdanau_fast demo
   python -m bahdanau_fast train --data pairs.tsv --out model
   python -m bahdanau_fast translate model "Call us ." """
-
-
-def _add_bench(commands: Any) -> None:
-    what = "measure time and memory against the d2l module, torch.compile and other libraries"
-    more = ". Results are checked before they are timed."
-    command = commands.add_parser("bench", help=what, description=what.capitalize() + more)
-    command.add_argument("--quick", action="store_true", help="small shapes, short rounds")
-    command.add_argument(
-        "--only", metavar="NAME", help="only tables or shapes whose name contains NAME"
-    )
-    command.add_argument(
-        "--strict", action="store_true", help="exit code 1 if a speed bound is missed, too"
-    )
-    command.add_argument(
-        "--out",
-        type=Path,
-        default=Path("bench-output"),
-        metavar="DIR",
-        help="where the page and the plots go (default: %(default)s)",
-    )
-    command.add_argument(
-        "--json", type=Path, metavar="FILE", help="where the figures go (default: into DIR)"
-    )
-    command.add_argument(
-        "--note", default="", metavar="TEXT", help="text to store and show with the figures"
-    )
-    command.set_defaults(command=_bench)
 
 
 def _add_demo(commands: Any) -> None:
@@ -179,18 +151,6 @@ def _add_demo(commands: Any) -> None:
         "--quick", action="store_true", help="a smoke run: a tenth of the data, too little to learn"
     )
     command.set_defaults(command=_demo)
-
-
-def _bench(options: argparse.Namespace) -> int:
-    try:
-        from bahdanau_fast.benchmarks.command import Options, run
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'bench needs {error.name}; install the package with its extra, "bahdanau_fast[bench]"'
-        ) from error
-    chosen = {name: getattr(options, name) for name in Options.__dataclass_fields__}
-    result: int = run(Options(**chosen))
-    return result
 
 
 def _demo(options: argparse.Namespace) -> int:

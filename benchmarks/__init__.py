@@ -1,1 +1,10 @@
-"""Benchmarks: one list of shapes, one provider table, parity before time."""
+"""How fast ours is: a tool of a checkout, no part of the wheel.
+
+``python -m benchmarks`` (``make bench``) measures the tables, ``python -m benchmarks.compare BASE``
+(``make bench-compare``) two versions, ``python -m benchmarks.family`` others' modules before and
+after ``bf.fuse``, ``python -m benchmarks.training`` whole training steps, ``benchmarks.gpu_report``
+(``make gpu-report``) a GPU. How a row is timed, in the order of reading: ``workloads.shapes`` (the
+rows and their tensors), ``contestants.providers`` (who computes), ``contestants.parity`` (the check
+before the timing), ``timing.measure`` (calls in turns), ``bench`` (one row). ``page`` writes
+docs/performance.md and README's table from ``results``.
+"""

@@ -1,8 +1,7 @@
 """Registers, shared memory and machine code of the GPU kernels; needs no GPU.
 
-``python -m benchmarks.budgets`` (``make budgets``) compiles every kernel with the tiles that it
-would be launched with, and reads registers, shared memory, spills and the machine code of its inner
-loop.
+``python -m benchmarks.budgets`` compiles every Triton kernel with the tiles that it would be
+launched with, and reads registers, shared memory, spills and the machine code of its inner loop.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from bahdanau_fast import limits
 from bahdanau_fast.backends.triton import backward, call, forward
 
 from .machine_code import cuda
-from .machine_code.sass import hot, resident_warps
+from .machine_code.sass import hot
 from .workloads.shapes import LIST, STEPS_ON_MEMORY
 
 TARGETS = {
@@ -199,13 +198,6 @@ def compile_launch(launch: Launch, target: str) -> Budget:
     return Budget(registers, shared, spills, launch.warps, sass)
 
 
-def occupancy(budget: Budget) -> int:
-    """Warps of this kernel that fit on a multiprocessor of an H200, of 64."""
-    by_shared = 227 * 1024 // (budget.shared + 1024)
-    by_registers = resident_warps(budget.registers, budget.warps)
-    return min(by_registers, by_shared * budget.warps, 32 * budget.warps)
-
-
 @dataclasses.dataclass(frozen=True)
 class Rate:
     """Instructions per (query, key, hidden unit) in the inner loop of a kernel.
@@ -258,16 +250,8 @@ def rates(launch: Launch, budget: Budget) -> list[Rate]:
 # (B,Tq,Tk,H,Dv) of the acceptance shapes; one of odd sizes needs every mask.
 FEW_SHAPES = ((256, 1, 400, 512, 512), (16, 512, 512, 512, 512))
 ODD_SHAPE = (3, 17, 53, 71, 29)
-ALL_SHAPES = tuple(
-    dict.fromkeys(
-        (
-            *FEW_SHAPES,
-            ODD_SHAPE,
-            *((s.batch, s.queries, s.keys, s.hidden, s.value_size) for s in LIST),
-            *((s.batch, s.queries, s.keys, s.hidden, s.value_size) for s in STEPS_ON_MEMORY),
-        )
-    )
-)
+_REAL = ((s.batch, s.queries, s.keys, s.hidden, s.value_size) for s in (*LIST, *STEPS_ON_MEMORY))
+ALL_SHAPES = tuple(dict.fromkeys((*FEW_SHAPES, ODD_SHAPE, *_REAL)))
 
 
 def distinct(target: str, dtype: str, quick: bool) -> list[Launch]:
@@ -280,7 +264,7 @@ def distinct(target: str, dtype: str, quick: bool) -> list[Launch]:
 def row(target: str, dtype: str, launch: Launch) -> dict[str, Any]:
     """The resources of one kernel on one architecture."""
     budget = compile_launch(launch, target)
-    nvidia = target.startswith("sm")
+    found = rates(launch, budget) if target.startswith("sm") else []
     return {
         "kernel": launch.name,
         "target": target,
@@ -289,58 +273,25 @@ def row(target: str, dtype: str, launch: Launch) -> dict[str, Any]:
         "registers": budget.registers,
         "shared": budget.shared,
         "spills": budget.spills,
-        "warps": occupancy(budget) if nvidia else None,
-        "rates": [
-            dataclasses.asdict(rate) | {"bound": rate.bound} for rate in rates(launch, budget)
-        ]
-        if nvidia
-        else [],
+        "rates": [dataclasses.asdict(rate) | {"bound": rate.bound} for rate in found],
     }
 
 
-def _line(row: dict[str, Any]) -> str:
-    cells = [str(row[name]) for name in ("kernel", "target", "dtype", "tiles", "registers")]
-    cells += [f"{row['shared'] / 1024:.1f}", str(row["spills"])]
-    cells.append("-" if row["warps"] is None else f"{row['warps']} of 64")
-    parts = "{way} {special:.2f} / {fma:.2f} / {loads:.2f}"
-    cells.append("; ".join(parts.format(**rate) for rate in row["rates"]) or "-")
-    cells.append("; ".join(f"{rate['bound'] / 1e12:.1f}" for rate in row["rates"]) or "-")
-    return f"| {' | '.join(cells)} |"
-
-
-HEAD = (
-    *("kernel", "target", "dtype", "tiles", "registers", "shared KB", "spills", "warps per SM"),
-    *("special / fma / loads per element", "10^12 elements/s at most"),
-)
-NOTE = """
-Reading Ek and v from the DRAM of an H200 (4.3 TB/s, copied) gives a step in bf16, H = Dv, at most
-1.1 10^12 elements/s: its loop has to stay above that. One tanh by the special-function unit per
-element would hold many queries at 4.2 10^12."""
-
-
 def main() -> None:
-    """Print the table."""
+    """Print the rows, a line of JSON each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__)
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--quick", action="store_true", help="the acceptance shapes only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     arguments = parser.parse_args()
-    print(f"triton {triton.__version__}\n\n| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
     rows = []
     for target, dtype in itertools.product(arguments.targets, arguments.dtypes):
         for launch in distinct(target, dtype, arguments.quick):
             rows.append(row(target, dtype, launch))
-            print(_line(rows[-1]), flush=True)
-    if arguments.targets == list(TARGETS):
-        compiled = [f"| {' | '.join(cells)} |" for cells in cuda.rows()]
-        print(
-            "\n".join(compiled)
-            or "\nThe CUDA C++ kernels are not built here: BAHDANAU_FAST_CUDA=1."
-        )
-    print(NOTE)
+            print(json.dumps(rows[-1]), flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

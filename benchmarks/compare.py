@@ -32,7 +32,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .printing.tables import markdown
+from .contestants.parity import build_in
+from .tables import markdown
 from .timing.measure import Timings, interleave
 from .timing.worker import ROOT, Worker, WorkerError
 from .workloads.shapes import (
@@ -213,7 +214,7 @@ def _timed(workers: dict[str, Worker], row: Comparison, seconds: float) -> Timin
     """The timings of a row, or why there are none."""
     try:
         for name, worker in workers.items():
-            found = worker.build(row.source, row.provider, row.task, row.shape, row.mode)
+            found = build_in(worker, row.source, row.provider, row.task, row.shape, row.mode)
             if not found.passed:
                 share = f"{found.worst:.3g} of the allowed error"
                 return f"{name} fails parity, {found.where}: {share}"

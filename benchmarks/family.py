@@ -8,10 +8,7 @@ no grad     on keys that are projected already
 with grad   the same and its backward, to parameters, states, queries and projected keys
 source      with the projection of the keys, forward and backward, once in the loop
 
-A ratio is that of the fastest rounds, which a busy machine disturbs least. Beside it stands what
-kernels as fast as the processor would give: what a fused step takes on a source of few keys, which
-is mostly layers, autograd and Python, and :func:`bound` for the other keys. Few are the fewest that
-are computed in fp32.
+A ratio is that of the fastest rounds, which a busy machine disturbs least.
 
 Three more rows: ReLU at captioning's shape against the eager formula, and compiled; a mask against
 the same length. The last row is a training step of a whole model, JoeyNMT's recurrent decoder
@@ -24,8 +21,8 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 import logging
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -36,23 +33,19 @@ from torch import Tensor, nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity
-from bahdanau_fast.limits import PRECISION
 from bahdanau_fast.ops.inside import general
 from bahdanau_fast.reference import Inside
 from bahdanau_fast.seq2seq.data import dates
 
 from .contestants.published import UnavailableError, load
 from .contestants.translator import Translator, train
-from .printing.tables import markdown
+from .tables import markdown
 from .timing.machine import save
 from .timing.measure import interleave
-from .timing.roofs import Reader, compute_roofs
 
 STEPS, CHECKED = 20, 3  # of a loop: that is timed, and that is checked
 TRAINED, BATCH, SIZE = 50, 32, 256  # steps of the whole model, pairs of each, features
 MODES = ("no grad", "with grad", "source")
-# Of a vector of elements without its features, counted in csrc/cpu/kernels/general.
-FORWARD_INSTRUCTIONS, BACKWARD_INSTRUCTIONS = 21, 29
 S, E = "speechbrain.nnet.attention", "espnet.nets.pytorch_backend.rnn.attentions"
 C = "TTS.tts.layers.tacotron.attentions"
 
@@ -189,7 +182,6 @@ GAINS = {
     "coqui `OriginalAttention`": ("coqui location",),
     "Show, Attend and Tell": ("ReLU, eager", "ReLU, compiled"),
 }
-LOCATED = ("SpeechBrain location", "ESPnet AttLoc", "coqui location")
 
 
 def off(theirs: Any, ours: Any, loop: type[Loop], sizes: Sizes, mode: str, seed: int) -> float:
@@ -220,41 +212,6 @@ def check(theirs: Any, ours: Any, loop: type[Loop], sizes: Sizes, mode: str) -> 
     again = [off(theirs, ours, loop, sizes, mode, seed) for seed in (2, 3)]
     if not max(again) <= 1:
         raise RuntimeError(f"parity fails: {again} times what is allowed")
-
-
-def bound(
-    sizes: Sizes, location: bool, backward: bool, bytes_per_second: float, operations: float
-) -> float:
-    """The least milliseconds of what a step does with projected keys.
-
-    Forward reads projected keys and values once, backward once more; with a location, backward
-    adds to the gradient of the keys, which it reads and writes. With a location each pass computes
-    tanh, and a multiply-add for each channel, of each hidden unit of each key; backward two more,
-    of the gradients of the features and of their weight. The convolution is one multiply-add for
-    each channel and tap of a key, and so is the gradient of its weight.
-
-    Args:
-        sizes: of the step.
-        location: whether the keys have one.
-        backward: with gradients.
-        bytes_per_second: read, from a buffer of the size of keys and values.
-        operations: multiply-adds per second of all cores.
-    """
-    keys, passes = sizes.batch * sizes.keys, 1 + backward
-    numbers = passes * (sizes.hidden + sizes.encoder)
-    instructions = 0
-    if location:
-        numbers += 2 * sizes.hidden * backward
-        channels = (passes + 2 * backward) * sizes.channels
-        instructions = FORWARD_INSTRUCTIONS + backward * BACKWARD_INSTRUCTIONS + channels
-        instructions *= sizes.hidden
-        instructions += passes * sizes.channels * sizes.taps
-    return 1e3 * keys * max(4 * numbers / bytes_per_second, instructions / operations)
-
-
-def fewest_keys(sizes: Sizes) -> int:
-    """The length of the shortest source that is computed in fp32, as that of these sizes is."""
-    return PRECISION.fp64_cpu_elements // (sizes.batch * sizes.hidden) + 1
 
 
 def timed(calls: dict[str, Callable[[], Any]], seconds: float, steps: int = 1) -> dict[str, float]:
@@ -333,40 +290,28 @@ def pairs_of(file: Path | None) -> list[tuple[str, str]]:
 def measure(seconds: float, pairs: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """Milliseconds of a step of every module, and of the other rows."""
     rows = []
-    operations = compute_roofs().get("multiply_add", math.inf)
-    for sizes in SIZES:
-        read = Reader(4 * sizes.batch * sizes.keys * (sizes.hidden + sizes.encoder)).measure(50)
-        for who, (loop, make) in PEERS.items():
-            torch.manual_seed(0)
-            theirs = make(sizes)
-            ours = copy.deepcopy(theirs)
-            bf.fuse(ours)
-            for mode in MODES:
-                check(theirs, ours, loop, sizes, mode)
-                pair = {"theirs": copy.deepcopy(theirs), "ours": copy.deepcopy(ours)}
-                calls = {n: loop(m, sizes, mode, torch.float32) for n, m in pair.items()}
-                few = sizes._replace(keys=fewest_keys(sizes))
-                calls["around"] = loop(copy.deepcopy(ours), few, mode, torch.float32)
-                found = timed(dict(calls), seconds, STEPS)
-                row = {"who": who, "sizes": [*sizes], "mode": mode} | found
-                if mode != "source":
-                    rest = sizes._replace(keys=sizes.keys - few.keys)
-                    rates = read.bytes_per_second, operations
-                    row["bound"] = bound(rest, who in LOCATED, mode == "with grad", *rates)
-                rows.append(row)
+    for sizes, (who, (loop, make)) in itertools.product(SIZES, PEERS.items()):
+        torch.manual_seed(0)
+        theirs = make(sizes)
+        ours = copy.deepcopy(theirs)
+        bf.fuse(ours)
+        for mode in MODES:
+            check(theirs, ours, loop, sizes, mode)
+            pair = {"theirs": copy.deepcopy(theirs), "ours": copy.deepcopy(ours)}
+            calls = {n: loop(m, sizes, mode, torch.float32) for n, m in pair.items()}
+            found = timed(dict(calls), seconds, STEPS)
+            rows.append({"who": who, "sizes": [*sizes], "mode": mode} | found)
     return [*rows, *others(seconds), trained(pairs, seconds)]
 
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
     """A table, as Markdown."""
-    cells = [[row["who"], str(tuple(row["sizes"])), row["mode"]] for row in rows]
-    for cell, row in zip(cells, rows, strict=True):
+    cells = []
+    for row in rows:
         theirs, ours = row["theirs"], row["ours"]
-        cell.extend((f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.2f}x"))
-        least = row["around"] + row["bound"] if "bound" in row else math.inf
-        cell.append(f"{theirs / least:.1f}x" if "bound" in row else "")
+        figures = (f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.2f}x")
+        cells.append([row["who"], str(tuple(row["sizes"])), row["mode"], *figures])
     head = ["who", "sizes", "mode", "theirs (ms a step)", "fused (ms a step)", "theirs / fused"]
-    head.append("theirs / bound")
     return markdown(head, cells)
 
 

@@ -72,8 +72,8 @@ def right(result: dict[str, Any]) -> bool:
 
 def _us(result: dict[str, Any]) -> str:
     """Microseconds: called / from a graph / from a graph with a cold L2."""
-    states = (result.get(state) for state in ("called", "graph", "cold"))
-    return " / ".join(f"{1e6 * seconds[0]:.1f}" if seconds else "-" for seconds in states)
+    spreads = (result.get(state) for state in ("called", "graph", "cold"))
+    return " / ".join(f"{1e6 * spread['median']:.1f}" if spread else "-" for spread in spreads)
 
 
 def text(result: dict[str, Any]) -> str:
@@ -120,7 +120,7 @@ def _machine(device: str) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     # From a cold disk this can take longer than planned; then the stages have less.
     deadline = time.monotonic() + 2 * isolation.START_SECONDS
-    isolation.run(f"{ROWS}:machine", deadline, found.append, options=("--device", device))
+    isolation.Stage(f"{ROWS}:machine", deadline, found.append, device).run()
     where = found[0]
     if "problem" in where:
         where["problem"] += "".join(f": {line}" for line in where.get("said", [])[-1:])
@@ -154,7 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = given.out / f"{name}-{datetime.date.today().isoformat()}.jsonl"
     rows: list[dict[str, Any]] = []
     stages = given.stage or FIRST
-    options = ["--device", given.device, *(f"--only={words}" for words in given.only)]
     with path.open("a", encoding="utf-8") as file:
 
         def record(stage: str, result: dict[str, Any]) -> None:
@@ -165,8 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         record("machine", where)
         for stage, end in zip(stages, deadlines(stages, begin), strict=True):
-            of_stage = partial(record, stage)
-            isolation.run(f"{ROWS}:{stage}", end, of_stage, STAGES[stage].workers, options)
+            tell = partial(record, stage)
+            rows_of = isolation.Stage(f"{ROWS}:{stage}", end, tell, given.device, given.only)
+            rows_of.run(STAGES[stage].workers)
     print("\n".join(table(rows)))
     wrong = [row for row in rows if row["stage"] in OURS and not right(row)]
     print(f"{len(rows)} results, {len(wrong)} of ours not right; wrote {path}")

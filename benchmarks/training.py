@@ -31,10 +31,10 @@ from bahdanau_fast.seq2seq import (
 )
 
 from .contestants.baselines import CourseAttention
-from .printing.tables import markdown, spread_text
-from .studies.peak_memory import allocated_growth
+from .tables import markdown, spread_text
 from .timing.machine import save
 from .timing.measure import Timings, interleave
+from .timing.memory import allocated_growth
 
 COURSE, NONE, STEPS, OURS = "course", "no attention", "ours, step by step", "ours"
 OUR_LOSS = "no attention, our loss"
@@ -225,20 +225,27 @@ def _checks(
     yield at_most(what, (peaks[OURS] - peaks[OUR_LOSS]) / kept, 1.5)
 
 
-def lines(figures: list[dict[str, Any]]) -> list[str]:
-    """A table and the bounds, as Markdown."""
-    times, checks = [], []
+def times(figures: list[dict[str, Any]]) -> list[str]:
+    """Time and memory of every decoder, as Markdown."""
+    cells = []
     for row in figures:
-        setting = row["setting"]["name"]
         for name in row["train"]:
             spreads = (spread_text(row[task][name]) for task in ("train", "infer"))
-            times.append([setting, name, *spreads, f"{row['peak_bytes'][name] / 1e6:.0f}"])
+            peak = f"{row['peak_bytes'][name] / 1e6:.0f}"
+            cells.append([row["setting"]["name"], name, *spreads, peak])
+    heads = ["setting", "decoder", "training step (ms)", "inference (ms)", "peak memory (MB)"]
+    return markdown(heads, cells)
+
+
+def bounds(figures: list[dict[str, Any]]) -> list[str]:
+    """The bounds, and what was found, as Markdown."""
+    cells = []
+    for row in figures:
         for check in row["checks"]:
             holds = "holds" if check["holds"] else "**does not hold**"
-            checks.append([setting, check["what"], f"{check['found']:.2f}", check["bound"], holds])
-    heads = ["setting", "decoder", "training step (ms)", "inference (ms)", "peak memory (MB)"]
-    bounds = ["setting", "ratio in one run", "found", "bound", ""]
-    return [*markdown(heads, times), "", *markdown(bounds, checks)]
+            found = f"{check['found']:.2f}"
+            cells.append([row["setting"]["name"], check["what"], found, check["bound"], holds])
+    return markdown(["setting", "ratio in one run", "found", "bound", ""], cells)
 
 
 def main() -> int:
@@ -250,7 +257,7 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [setting for setting in SETTINGS if options.only in setting.name]
     figures = [compare(setting, options.seconds) for setting in chosen]
-    print("\n".join(lines(figures)))
+    print("\n".join([*times(figures), "", *bounds(figures)]))
     save(options.json, {"settings": figures})
     return 0 if all(check["holds"] for row in figures for check in row["checks"]) else 1
 

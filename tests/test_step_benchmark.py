@@ -1,4 +1,4 @@
-"""One decoder step under pytest-benchmark: ``pytest tests/test_step_benchmark.py``.
+"""One decoder step under pytest-benchmark: ``pytest tests/test_step_benchmark.py``, on a GPU too.
 
 pytest-benchmark shows one figure at a time, draws its histogram and compares saved runs. Ratios
 between providers come from ``make bench``, which takes turns. Where tests run side by side
@@ -10,18 +10,28 @@ import torch
 
 from benchmarks.contestants.parity import Oracle
 from benchmarks.contestants.providers import by_name
-from benchmarks.workloads.shapes import STEPS_ON_MEMORY, draw
+from benchmarks.gpu.figures import GpuCase, inputs_of, synchronize
+from benchmarks.workloads.shapes import STEPS_ON_MEMORY
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @pytest.mark.parametrize("provider", ["d2l eager", "rewrite eager", "ours memory"])
 @pytest.mark.parametrize("shape", STEPS_ON_MEMORY, ids=lambda shape: shape.name)
-def test_a_step_on_a_memory(benchmark, shape, provider):
-    inputs = draw(shape)
-    benchmark.group = str(shape)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_on_a_memory(benchmark, device, shape, provider):
+    where, chosen = torch.device(device), by_name(provider)
+    inputs = inputs_of(GpuCase("auto", shape, "step", "float32"), where)
+    benchmark.group = f"{shape}, {device}"
     with torch.no_grad():
-        chosen = by_name(provider)
         runnable = chosen.build("step", inputs)
         assert Oracle(inputs, shape, "step", False).check(runnable, chosen.group, False).passed
-        context, weights = benchmark.pedantic(runnable.forward, rounds=20, warmup_rounds=2)
+
+        def step():
+            results = runnable.forward()
+            synchronize(where)
+            return results
+
+        context, weights = benchmark.pedantic(step, rounds=20, warmup_rounds=2)
     assert context.shape == (shape.batch, 1, shape.value_size)
     assert weights.sum(-1).sub(1).abs().max() < 1e-5

@@ -27,6 +27,7 @@ from torch import Tensor
 from bahdanau_fast import parity, reference
 
 from ..timing.measure import prepare
+from ..timing.worker import Worker
 from ..workloads.shapes import DECODE_STEPS, Inputs, Shape, draw
 from .providers import Group, Provider, Runnable, decode
 
@@ -75,6 +76,18 @@ def checked_call(
     oracle = Oracle(inputs, Shape(**shape), task, mode == "train")
     call, verdict = oracle.checked(providers[name], task, mode == "train")
     return call, asdict(verdict)
+
+
+def build_in(
+    worker: Worker, source: str, provider: str, task: str, shape: Shape, mode: str = "forward"
+) -> Verdict:
+    """Let a process build the call that it will time, and check its parity; see above.
+
+    Raises:
+        WorkerError: the provider cannot be built, or is not installed.
+    """
+    given = (source, provider, task, asdict(shape), mode)
+    return Verdict(**worker.make(__name__, checked_call.__name__, *given))
 
 
 class Oracle:

@@ -1,6 +1,6 @@
 """Additive attention of other libraries on the same tensors, each in a process of its own.
 
-The libraries are optional (``make peers`` installs them); a row names those that are missing. Only
+The libraries are optional (extra ``peers``); a row names those that are missing. Only
 forward passes are compared. ``DIFFERENCES`` says how formula or result differ from ours.
 """
 

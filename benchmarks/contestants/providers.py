@@ -136,7 +136,6 @@ def _module(
     inputs: Inputs,
     steps: bool = False,
     known: bool = False,
-    compile_it: bool = False,
 ) -> Runnable:
     """A module's call, or with ``steps`` a loop of calls on the same keys.
 
@@ -145,13 +144,11 @@ def _module(
         inputs: of the calls.
         steps: each query depends on the context before it.
         known: the keys may be those of the call before.
-        compile_it: under torch.compile.
     """
     module = make(inputs)
-    call = compiled(module) if compile_it else module
 
     def step(query: Tensor) -> Outputs:
-        context = call(query, inputs.keys, inputs.values, inputs.valid_lens)
+        context = module(query, inputs.keys, inputs.values, inputs.valid_lens)
         return context, _weights(module)
 
     def forward() -> Outputs:
@@ -246,20 +243,14 @@ def _op_projected(inputs: Inputs, ready: bool = False) -> Runnable:
     backend = backends.resolve(inputs.keys.device)
     query, values, w_v = inputs.projected_queries, inputs.values, inputs.w_v
     projected = inputs.projected_keys
-    prepared = _with_table(backend, projected) if ready else None
+    prepared = ProjectedKeys(projected, None, None)
+    if ready:
+        prepared = project(projected, backends.keeps_table(backend, projected))
 
     def forward() -> Outputs:
-        keys = prepared or ProjectedKeys(projected, None, None)
-        return attend_projected(backend, query, keys, values, w_v, inputs.valid_lens)
+        return attend_projected(backend, query, prepared, values, w_v, inputs.valid_lens)
 
     return Runnable(forward, inputs.leaves("projected"))
-
-
-def _with_table(backend: str, projected: Tensor) -> ProjectedKeys:
-    make: Callable[..., ProjectedKeys] = project
-    if not hasattr(backends, "keeps_table"):  # an older commit, compared with this tree
-        return make(projected, backend)
-    return make(projected, backends.keeps_table(backend, projected))
 
 
 def attend_projected(
@@ -280,10 +271,6 @@ def attend_projected(
         w_v: (1,H).
         valid_lens: None, (B,) or (B,Tq).
     """
-    if not hasattr(backends, "decide"):  # an older commit, compared with this tree
-        return functional.attend_projected(
-            queries, keys, values, w_v, valid_lens, 0.0, True, backend
-        )
     given = (queries, keys.keys, values, None, None, w_v, None, w_v.shape[-1], 0.0)
     route = backends.decide(*given, keys_projected=True, name=backend)
     return functional.attend_projected(route, queries, keys, values, w_v, valid_lens, 0.0)
@@ -309,12 +296,6 @@ PROVIDERS: tuple[Provider, ...] = (
         },
     ),
     Provider("rewrite eager", "eager", _rewrites(lambda function: function)),
-    Provider(
-        "d2l compiled",
-        "compiled",
-        {"loop": partial(_COURSE, steps=True, compile_it=True)},
-        on_demand=True,
-    ),
     Provider("compiled", "compiled", _rewrites(compiled)),
     Provider("compiled max-autotune", "compiled", _rewrites(_AUTOTUNED), on_demand=True),
     Provider(

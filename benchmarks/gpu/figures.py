@@ -12,22 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import backends, limits
+from bahdanau_fast import backends
 from bahdanau_fast.kernels import plans
 
 from ..contestants.parity import Oracle
 from ..contestants.providers import Provider, by_name
-from ..timing.measure import Stopwatch, captured, prepare, read_bandwidth
+from ..timing.measure import GpuCall, captured, interleave, prepare
 from ..workloads.shapes import MANY_QUERIES, SUBJECT, Inputs, Shape, draw
 
 NAN = float("nan")
-# What makes route.py choose each form of a call from raw queries, whatever the sizes.
-FORMS: dict[str, dict[str, int]] = {
-    "raw": {"launch": limits.NEVER, "own_weight": limits.NEVER},
-    "raw keys": {"launch": limits.NEVER, "own_weight": 0},
-    "step": {"launch": -limits.NEVER, "own_weight": limits.NEVER},
-    "projected": {"launch": -limits.NEVER, "own_weight": 0},
-}
+SECONDS = 0.5  # of timing a row
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,6 @@ class GpuCase:
 
 
 _draw = functools.lru_cache(1)(draw)  # rows of one shape follow each other
-_stopwatch = functools.cache(Stopwatch)
 
 
 def inputs_of(case: GpuCase, device: torch.device) -> Inputs:
@@ -129,11 +122,6 @@ def smoke(case: GpuCase, device: torch.device) -> dict[str, Any]:
         return verdict(case, device)
 
 
-def _spread(stopwatch: Stopwatch, call: Callable[[], Any], cold: bool = False) -> tuple[float, ...]:
-    spread = stopwatch.interleave({"": call}, cold).time("")
-    return spread.median, spread.p20, spread.p80
-
-
 def _tensors(results: Any) -> tuple[Tensor, ...]:
     return tuple(tensor.detach() for tensor in results if tensor is not None)
 
@@ -159,16 +147,16 @@ def times(
     """
     with _settings(case):
         call, result = checked(case, provider, device)
-        stopwatch = _stopwatch(device)
-        result["called"] = _spread(stopwatch, call)
+        timed = {"called": GpuCall(call, device)}
         graph = captured(call) if replayed else "not asked for"
         if isinstance(graph, str):
-            return result | {"no graph": graph}
-        result["graph"] = _spread(stopwatch, graph)
-        result["cold"] = _spread(stopwatch, graph, cold=True)
-        if provider.group == "ours":
-            result["graph gives the same bits"] = repeats_bits(call, graph)
-        return result
+            result["no graph"] = graph
+        else:
+            timed["graph"] = GpuCall(graph, device)
+            timed["cold"] = GpuCall(graph, device, cold=True)
+            if provider.group == "ours":
+                result["graph gives the same bits"] = repeats_bits(call, graph)
+        return result | interleave(timed, SECONDS).packed()
 
 
 def kernels(case: GpuCase, device: torch.device, calls: int = 10) -> dict[str, Any]:
@@ -218,29 +206,21 @@ def candidates(case: GpuCase, device: torch.device, function: str) -> dict[str, 
     return {"plans": found}
 
 
-def forced(case: GpuCase, device: torch.device, form: str) -> dict[str, Any]:
-    """The times of a call from raw queries and keys in one of the forms of ``route.py``."""
-    names = vars(limits)
-    before = {name: names[name] for name in ("of_gpu", "OTHER_GPU")}
-    changed = replace(limits.of_gpu(device), **FORMS[form])
-    names.update(of_gpu=lambda _: changed, OTHER_GPU=changed)
-    try:
-        with _settings(case):
-            x = inputs_of(case, device)
-            given = (x.queries, x.keys, x.values, x.w_q, x.w_k, x.w_v, None, case.shape.hidden, 0.0)
-            route = backends.decide(*given)
-        return {"form": route.form, **times(case, by_name("ours op"), device)}
-    finally:
-        names.update(before)
-
-
 def floor(device: torch.device) -> dict[str, Any]:
     """Times of graphs of nothing and of one kernel, and the bandwidth of reading and copying."""
-    stopwatch, one = _stopwatch(device), torch.zeros(1, device=device)
-    result: dict[str, Any] = dict(read_bandwidth(stopwatch))
+    size, one = 1 << (30 if device.type == "cuda" else 20), torch.zeros(1, device=device)
+    x, y = torch.randn(size, device=device), torch.empty(size, device=device)
+    result: dict[str, Any] = {}
+    timed = {"read": GpuCall(x.sum, device), "copy": GpuCall(lambda: y.copy_(x), device)}
     for name, call in {"nothing": lambda: None, "one kernel": lambda: one.add_(1)}.items():
         graph = captured(call)
-        result[f"graph of {name}"] = graph if isinstance(graph, str) else _spread(stopwatch, graph)
+        if isinstance(graph, str):
+            result[f"graph of {name}"] = graph
+        else:
+            timed[f"graph of {name}"] = GpuCall(graph, device)
+    result |= interleave(timed, SECONDS).packed()
+    for name, moved in {"read": 4 * size, "copy": 8 * size}.items():
+        result[f"bytes per second, {name}"] = moved / result[name]["median"]
     return result
 
 

@@ -8,18 +8,14 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .sass import Block, hot, resident_warps
-
-__all__ = ["KINDS", "Kernel", "kernels", "machine_code", "reported", "rows", "run_tool", "tool"]
+__all__ = ["KINDS", "Kernel", "kernels", "machine_code", "reported", "run_tool", "tool"]
 
 ROOT = Path(__file__).resolve().parents[2]
 OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
 KINDS = {"f32": "fp32", "f64": "fp64", "bf16": "bf16", "f16": "fp16", "f32_in_f64": "fp32 in fp64"}
-THREADS = {"row_softmax": 128, "softmax_grad": 128}  # of a block; 256 else
 
 
 @dataclass(frozen=True)
@@ -51,11 +47,6 @@ class Kernel:
         size = int(found[1])
         number = re.search(r"L(?:i|NS\w*?E)(\d+)E", found[2][size:])
         return found[2][:size] + (f" {number[1]}" if number else "")
-
-    @property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return THREADS.get(self.name, 256) // 32
 
 
 _REPORT = re.compile(
@@ -122,29 +113,3 @@ def machine_code(kind: str, arch: str) -> dict[str, str]:
         listing = run_tool("nvdisasm", "-c", str(cubin))
     parts = re.split(r"\.section\s+\.text\.(\w+)", listing)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-def _rate(block: Block | None) -> str:
-    """Special-function operations, fma and loads per element; four elements share a reciprocal."""
-    if block is None:
-        return "-"
-    elements = 4 * block.counts["MUFU.RCP"]
-    counts = (block.special, block.fma, block.loads)
-    return "factored " + " / ".join(f"{count / elements:.2f}" for count in counts)
-
-
-def rows() -> Iterator[list[str]]:
-    """Lines for the table of benchmarks.budgets."""
-    code: dict[tuple[str, str], dict[str, str]] = {}
-    for kernel in kernels():
-        where = (kernel.kind, kernel.arch)
-        if where not in code:
-            code[where] = machine_code(*where)
-        sass = code[where].get(kernel.entry, "")
-        factored = kernel.name == "tile_scores" and "64" not in kernel.kind
-        resident = resident_warps(kernel.registers, kernel.warps)
-        yield [
-            *(f"{kernel.name} (C++)", f"sm_{kernel.arch}", KINDS[kernel.kind]),
-            *(f"{kernel.warps} warps", str(kernel.registers), "by sizes", str(kernel.spills)),
-            *(f"{resident} of 64 by registers", _rate(hot(sass, False)) if factored else "-", "-"),
-        ]

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["Block", "blocks", "hot", "resident_warps"]
+__all__ = ["Block", "blocks", "hot"]
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 # Issued to the fma pipe of sm_80 and later; FADD and FMUL are fma there.
@@ -69,14 +69,3 @@ def hot(sass: str, exponentials: bool) -> Block | None:
         if block.counts["MUFU.RCP"] and bool(block.counts["MUFU.EX2"]) == exponentials
     ]
     return max(wanted, key=lambda block: block.counts["MUFU.RCP"], default=None)
-
-
-def resident_warps(registers: int, warps: int) -> int:
-    """Warps that fit on a multiprocessor by registers, of 64.
-
-    Args:
-        registers: of a thread.
-        warps: of a block.
-    """
-    per_warp = -(-registers * 32 // 256) * 256
-    return min(65536 // (per_warp * warps), 64 // warps) * warps

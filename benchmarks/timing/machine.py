@@ -73,5 +73,16 @@ def _commit() -> str:
 def save(path: Path | None, figures: dict[str, Any]) -> None:
     """Write figures as JSON, this machine first unless they name theirs; nothing without a path."""
     if path is not None:
-        text = json.dumps({"machine": machine(), **figures}, indent=1, ensure_ascii=False)
-        path.write_text(text + "\n", encoding="utf-8")
+        path.write_text(rows_text({"machine": machine(), **figures}), encoding="utf-8")
+
+
+def rows_text(figures: dict[str, Any]) -> str:
+    """JSON with a line for each key, and for each row of a list of rows: git shows changed rows."""
+    lines = []
+    for name, value in figures.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = (json.dumps(row, ensure_ascii=False) for row in value)
+            text = "[\n" + ",\n".join(rows) + "\n]"
+        lines.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import random
@@ -20,7 +21,6 @@ SAMPLE_SECONDS = 5e-3
 SLOW_SECONDS = 0.05
 PAUSE_SECONDS = 0.01
 MAX_ROUNDS = 60
-GPU_SAMPLE_SECONDS, GPU_ROUNDS = 1e-3, 15
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ def _no_collection() -> Iterator[None]:
 
 
 def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
-    """One sample; a call into another process (:class:`.worker.Worker`) measures its own time."""
-    elsewhere = getattr(call, "seconds", None)
-    if elsewhere is not None:
-        return float(elsewhere(repeats))
+    """One sample.
+
+    A call that has a method ``seconds`` takes its own time: one in another process
+    (:class:`.worker.Worker`) or on a GPU (:class:`GpuCall`).
+    """
+    own = getattr(call, "seconds", None)
+    if own is not None:
+        return float(own(repeats))
     if repeats > 1:
         for _ in range(repeats):  # not timed: the provider before left its own data in the caches
             call()
-    return _timed(call, repeats)
-
-
-def _timed(call: Callable[[], Any], repeats: int) -> float:
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -143,50 +143,62 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
     return Timings(samples)
 
 
-class Stopwatch:
-    """Times calls on a GPU with events, of calls and of CUDA graphs, with a warm or a cold L2.
+class MemoryRead:
+    """Reads a buffer far larger than the caches, once a call."""
 
-    On a CPU it reads the clock, so that its users can be tested without a GPU.
+    def __init__(self, nbytes: int = 768 << 20) -> None:
+        self._buffer = torch.ones(nbytes // 4)
+
+    def __call__(self) -> Tensor:
+        return self._buffer.sum()
+
+    def bytes_per_second(self, timings: Timings, name: str) -> float:
+        """The best rate of the rounds; the others were disturbed."""
+        return self._buffer.nbytes / min(timings.samples[name])
+
+
+class GpuCall:
+    """A call on a GPU, whose samples are taken by events.
 
     Args:
-        device: of the data.
-        rounds: samples per call.
+        call: what is timed, or the replay of its graph.
+        device: of the data; for a CPU, where tests run, the clock is read.
+        cold: no input is in the L2 when a call begins.
     """
 
-    def __init__(self, device: torch.device, rounds: int = GPU_ROUNDS) -> None:
-        self.device, self.rounds = device, rounds
-        self.on_gpu = device.type == "cuda"
-        # Larger than any L2: reading it between samples evicts the inputs. Written lines would
-        # have to be written back while the next call runs.
-        self._flush = torch.zeros(64 << 20 if self.on_gpu else 16, device=device)
+    def __init__(self, call: Callable[[], Any], device: torch.device, cold: bool = False) -> None:
+        self._call, self._device, self._cold = call, device, cold
 
-    def once(self, call: Callable[[], Any], repeats: int = 1) -> float:
+    def __call__(self) -> Any:
+        return self._call()
+
+    def seconds(self, repeats: int) -> float:
         """Seconds per call of one sample."""
-        if not self.on_gpu:
-            return _timed(call, repeats)
-        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start_event.record()
+        if self._device.type != "cuda":
+            return seconds_per_call(self._call, repeats)
+        self._call()  # not timed: the call before left its own data in the L2
+        if not self._cold:
+            return self._between_events(repeats)
+        total = 0.0
         for _ in range(repeats):
-            call()
-        end_event.record()
-        torch.cuda.synchronize(self.device)
-        return float(start_event.elapsed_time(end_event)) * 1e-3 / repeats
+            # Read, not written: written lines would go back to memory while the next call runs.
+            _larger_than_any_l2(self._device).sum()
+            total += self._between_events(1)
+        return total / repeats
 
-    def interleave(self, calls: dict[str, Callable[[], Any]], cold: bool = False) -> Timings:
-        """Every call in each round, in random order."""
-        repeats = {}
-        for name, call in calls.items():
-            self.once(call, 3)
-            repeats[name] = (
-                1 if cold else max(1, min(200, int(GPU_SAMPLE_SECONDS / self.once(call))))
-            )
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(self.rounds):
-            for name in random.sample(sorted(calls), len(calls)):
-                if cold:
-                    self._flush.sum()
-                samples[name].append(self.once(calls[name], repeats[name]))
-        return Timings(samples)
+    def _between_events(self, repeats: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            self._call()
+        end.record()
+        torch.cuda.synchronize(self._device)
+        return float(start.elapsed_time(end)) * 1e-3 / repeats
+
+
+@functools.cache
+def _larger_than_any_l2(device: torch.device) -> Tensor:
+    return torch.zeros(64 << 20, device=device)
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any] | str:
@@ -215,15 +227,3 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any] | str:
         return kept  # what the graph writes into
 
     return replay
-
-
-def read_bandwidth(stopwatch: Stopwatch) -> dict[str, float]:
-    """Bytes per second of reading, and of copying (read and written counted), large tensors."""
-    size = (1 << 30) if stopwatch.on_gpu else 1 << 20
-    x: Tensor = torch.randn(size, device=stopwatch.device)
-    y = torch.empty_like(x)
-    reading = stopwatch.interleave({"read": x.sum, "copy": lambda: y.copy_(x)})
-    return {
-        "read": 4 * size / reading.time("read").median,
-        "copy": 8 * size / reading.time("copy").median,
-    }

@@ -1,8 +1,10 @@
-"""A provider in a process of its own, timed in turn with those of other processes.
+"""A process that builds, times and computes what it is asked for, one request after the other.
 
-This compares libraries that cannot share a process (Keras on two back ends) and two versions of
-this package. Each process builds its call and checks its parity. While one process is timed, the
-others wait on a pipe. Each process reads its own clock, so no message is part of a time.
+It serves whatever cannot share a process or may end one: libraries (Keras on two back ends), two
+versions of this package, rows that crash on a GPU. Requests and answers are lines of JSON. While
+one process is timed, the others wait on a pipe. Each process reads its own clock, so no message is
+part of a time. The module imports torch only where a request needs it: a report of a GPU whose
+driver hangs goes on without that process.
 """
 
 from __future__ import annotations
@@ -11,42 +13,37 @@ import gc
 import importlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import bahdanau_fast
-
-from ..contestants import parity
-from ..contestants.parity import Verdict
-from ..gpu.isolation import take_stdout
-from ..workloads.shapes import Shape
-from .measure import seconds_per_call
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+LAST_LINES = 12
 
 
 class WorkerError(Exception):
-    """The problem that a process reported instead of a result, in one line."""
+    """A process reported a problem, or it ended.
 
+    Attributes:
+        problem: what it reported, or how it ended, in one line.
+        said: the last lines of its standard error, if it has ended.
+    """
 
-def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment variables with which a process finds this package from any folder."""
-    variables = {**os.environ, **(extra or {})}
-    if (
-        __package__.partition(".")[0] == "benchmarks"
-    ):  # a checkout: installed, it is found as part of bahdanau_fast
-        paths = (str(ROOT), variables.get("PYTHONPATH", ""))
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return variables
+    def __init__(self, problem: str, said: Sequence[str] = ()) -> None:
+        super().__init__(": ".join((problem, *said[-1:])))
+        self.problem, self.said = problem, list(said)
 
 
 class Worker:
-    """A process that builds and times one call after the other.
+    """A process that takes requests until it is closed.
 
     Args:
         extra: variables set in its environment.
@@ -54,33 +51,19 @@ class Worker:
     """
 
     def __init__(self, extra: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
+        paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", f"{__package__}.worker"],
-            env=environment(extra),
+            [sys.executable, "-W", "ignore", "-m", __name__],
+            env={**variables, **(extra or {})},
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._said,
             text=True,
+            start_new_session=True,  # a group of its own, killed as a whole
         )
-
-    def build(
-        self, source: str, provider: str, task: str, shape: Shape, mode: str = "forward"
-    ) -> Verdict:
-        """Build the provider's call that will be timed, and check its parity.
-
-        Args:
-            source: name of the module whose ``PROVIDERS`` holds the provider.
-            provider: its name.
-            task: one of the tasks it serves.
-            shape: of the inputs, which each process draws alike.
-            mode: ``forward``, ``graph`` or ``train``.
-
-        Raises:
-            WorkerError: the provider cannot be built, or is not installed.
-        """
-        given = (source, provider, task, asdict(shape), mode)
-        return Verdict(**self.make(parity.__name__, parity.checked_call.__name__, *given))
 
     def make(self, source: str, function: str, *arguments: Any) -> dict[str, Any]:
         """Let a function of a module build the call that will be timed; returns its second result.
@@ -98,33 +81,55 @@ class Worker:
         """One call, to warm it up."""
         self.seconds(1)
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer.
+    def ask(self, within: float | None = None, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer, at most ``within`` seconds.
 
         Raises:
-            WorkerError: the answer is a problem, or the process has ended.
+            WorkerError: the answer is a problem, it does not come in time, or the process has
+                ended; after the last two there is nobody to ask.
         """
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("the process was started without pipes")
-        line = ""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            stdin.write(json.dumps(request) + "\n")
+            stdin.flush()
+        if not select.select([stdout], [], [], within)[0]:
+            raise WorkerError(f"not done in {within:g} s", self.close())
+        line = stdout.readline()
         if not line:
-            _, errors = self._process.communicate()
-            said = errors.strip().splitlines() or [f"exit code {self._process.returncode}"]
-            raise WorkerError(said[-1])
+            raise WorkerError(self._how_it_ended(), self.close())
         answer: dict[str, Any] = json.loads(line)
         if "problem" in answer:
             raise WorkerError(answer["problem"])
         return answer
 
-    def close(self) -> None:
-        """End the process."""
-        if self._process.poll() is None:
+    def _how_it_ended(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(1)
+            died = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            return f"the process {died}"
+        return "the process closed its output"
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> list[str]:
+        """End the process; the last lines of its standard error, once."""
+        if self._said.closed:
+            return []
+        self.kill()
+        # One that hangs in a driver cannot be killed; nothing waits for it.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        for pipe in (self._process.stdin, self._process.stdout):
             with suppress(BrokenPipeError):
-                self._process.communicate()  # closing its input ends it
+                pipe.close()  # type: ignore[union-attr]
+        with self._said:
+            self._said.seek(0)
+            return self._said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
 
     def __enter__(self) -> Worker:
         return self
@@ -133,11 +138,31 @@ class Worker:
         self.close()
 
 
+class Row(NamedTuple):
+    """One result to compute, of a list that a module's function returns.
+
+    Attributes:
+        name: unique in its list.
+        seconds: after which it counts as hanging.
+        compute: returns the result, which JSON can hold.
+    """
+
+    name: str
+    seconds: float
+    compute: Callable[[], dict[str, Any]]
+
+
 class _Server:
-    """The other end of the pipe: holds one call."""
+    """The other end of the pipe; its methods are the requests."""
 
     def __init__(self) -> None:
         self._call: Any = None
+        self._rows: dict[str, Row] = {}
+
+    def where(self) -> dict[str, Any]:
+        import bahdanau_fast
+
+        return {"folder": str(Path(bahdanau_fast.__file__).absolute().parent.parent)}
 
     def make(self, source: str, function: str, arguments: list[Any]) -> dict[str, Any]:
         self._call = None  # frees the call before, which can be large
@@ -146,24 +171,59 @@ class _Server:
         gc.disable()
         return dict(said)
 
-    def where(self) -> dict[str, Any]:
-        return {"folder": str(Path(bahdanau_fast.__file__).absolute().parent.parent)}
-
     def time(self, repeats: int) -> dict[str, Any]:
+        from .measure import seconds_per_call
+
         return {"seconds": seconds_per_call(self._call, repeats)}
+
+    def rows(self, source: str, function: str, device: str) -> dict[str, Any]:
+        found = getattr(importlib.import_module(source), function)(device)
+        self._rows = {row.name: row for row in found}
+        return {"rows": [(row.name, row.seconds) for row in found]}
+
+    def compute(self, name: str) -> dict[str, Any]:
+        """The result of a row, or its problem; and whether the GPU fails further ones too."""
+        result, start = dict[str, Any](), time.monotonic()
+        try:
+            result = self._rows[name].compute()
+            json.dumps(result)
+        except Exception as error:  # a library may raise anything; it becomes the result
+            said = traceback.format_exc().splitlines()[-8:]
+            result = {"problem": _in_one_line(error), "said": said}
+        result["seconds"] = round(time.monotonic() - start, 3)
+        dead = _gpu_problem()
+        return {"result": {"problem": dead, **result} if dead else result, "dead": bool(dead)}
+
+
+def _gpu_problem() -> str | None:
+    """What the GPU says of the launches so far; None where no GPU is in use."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        return _in_one_line(error)
+    return None
+
+
+def _in_one_line(error: BaseException) -> str:
+    said = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {said[0]}"[:300]
 
 
 def _serve() -> None:
-    answers = take_stdout()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
     server = _Server()
     for line in sys.stdin:
         request = json.loads(line)
         try:
             answer = getattr(server, request.pop("do"))(**request)
-        except Exception as error:  # a library may raise anything; it becomes the answer
-            said = str(error).strip().splitlines() or [""]
-            answer = {"problem": f"{type(error).__name__}: {said[0]}"[:300]}
+        except Exception as error:
+            answer = {"problem": _in_one_line(error)}
         print(json.dumps(answer), file=answers, flush=True)
+    os._exit(0)  # what libraries do at exit could hang
 
 
 if __name__ == "__main__":

@@ -99,26 +99,6 @@ STEPS_ON_MEMORY = (
 # The course decoder always passes lengths; full ones, so that there is no padding to skip.
 LOOP = Shape("loop-64", 64, 1, 50, 512, lens="full")
 
-_CENTRE = Shape("sweep", 2, 16, 256, 256)
-
-
-def _along(field: str, *sizes: int) -> tuple[Shape, ...]:
-    values = {"value_size": _CENTRE.value_size}  # the size of the outputs does not depend on H
-    return tuple(replace(_CENTRE, **{field: size, **values}) for size in sizes)
-
-
-# One size at a time by factors of four, B by factors of two, the others as in the middle of all.
-SWEEPS = {
-    "Tk": _along("keys", 64, 256, 1024, 4096),
-    "Tq": _along("queries", 1, 4, 16, 64),
-    "H": _along("hidden", 16, 64, 256, 1024),
-    "B": _along("batch", 2, 4, 8, 16),
-}
-# Of each sweep, growth is fitted to so many of the largest sizes, where fixed cost no longer shows.
-LARGEST = 3
-# The field of a shape that each sweep changes.
-AXES = {"Tk": "keys", "Tq": "queries", "H": "hidden", "B": "batch"}
-
 QUICK = ("d2l-toy", "d2l-nmt", "ocr", "pointer-generator")
 
 
@@ -192,12 +172,8 @@ def draw(shape: Shape, seed: int = 0) -> Inputs:
 Mode = Literal["forward", "graph", "train"]
 MODES = {"forward": "forward", "graph": "forward, graph kept", "train": "forward + backward"}
 
-# Peak memory of our op over inputs, outputs and gradients, at most.
-MEMORY_BOUND = 1.2
 # Share of the DRAM bandwidth that a step on a large memory reads with, at least.
 BANDWIDTH_BOUND = 0.8
-# Time of what auto takes near a limit, over that of the best way, at most.
-LIMIT_SLACK = 1.10
 
 # Above this, the projections take nearly all of a full call's time. They are the same BLAS calls in
 # all providers, so these shapes are compared on projected queries and keys.
@@ -221,7 +197,6 @@ TITLES = {
     "many-queries": "Many queries at once",
     "bandwidth": "One step on a projected query, against the DRAM read bandwidth",
     "shapes": "Every shape of the list",
-    **{f"sweep-{axis}": f"After the projections, by {axis}" for axis in SWEEPS},
     "peers": "Other libraries, each in a process of its own",
     "overhead": "What one call costs at the toy shape: nearly all of it is Python",
 }
@@ -299,16 +274,6 @@ def _shape_cases(quick: bool) -> Iterator[Case]:
                 yield Case("shapes", shape, task, mode, (Bound("baseline", 1.0),), share=share)
 
 
-def _sweep_cases(quick: bool) -> Iterator[Case]:
-    for axis, shapes in SWEEPS.items():
-        # Compiling a training step takes long: only the sizes that its exponent is fitted to.
-        chosen = {"forward": shapes[: 3 if quick else None]}
-        chosen |= {} if quick else {"train": shapes[-LARGEST:]}
-        for mode, of_mode in chosen.items():
-            for shape in of_mode:
-                yield Case(f"sweep-{axis}", shape, "projected", mode, share=0.5)
-
-
 def cases(quick: bool = False, only: str | None = None) -> list[Case]:
     """The rows in the order of the tables.
 
@@ -316,7 +281,7 @@ def cases(quick: bool = False, only: str | None = None) -> list[Case]:
         quick: leave out the large shapes, the compilations that take long, and the peers.
         only: keep the rows whose table or shape contains this.
     """
-    found = [*_SPEED, *_shape_cases(quick), *_OVERHEAD, *_sweep_cases(quick)]
+    found = [*_SPEED, *_shape_cases(quick), *_OVERHEAD]
     found = [replace(case, extra=()) for case in found] if quick else [*found, *_PEERS]
     if only:
         found = [case for case in found if only in case.table or only in case.shape.name]

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.compare import Difference, judge
+from benchmarks.contestants.parity import build_in
 from benchmarks.timing.measure import Timings
 from benchmarks.timing.worker import ROOT, Worker, WorkerError
 from benchmarks.workloads.shapes import TOY
@@ -138,13 +139,13 @@ def test_a_process_says_what_is_wrong_and_goes_on():
     with Worker() as worker:
         source = "benchmarks.contestants.providers"
         with pytest.raises(WorkerError, match="KeyError: 'scan'"):
-            worker.build(source, "d2l eager", "scan", TOY)
+            build_in(worker, source, "d2l eager", "scan", TOY)
         with pytest.raises(WorkerError, match="No module named 'nowhere'"):
-            worker.build("nowhere", "d2l eager", "full", TOY)
-        assert worker.build(source, "ours module", "full", TOY, "train").passed
+            build_in(worker, "nowhere", "d2l eager", "full", TOY)
+        assert build_in(worker, source, "ours module", "full", TOY, "train").passed
         assert 0 < worker.seconds(3) < 1
-        worker._process.kill()
-        with pytest.raises(WorkerError, match="exit code -9"):
+        worker.kill()
+        with pytest.raises(WorkerError, match="died of SIGKILL"):
             worker.seconds(1)
 
 

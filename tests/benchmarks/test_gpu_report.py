@@ -37,7 +37,7 @@ def test_without_a_gpu_it_is_one_line_and_exit_code_2(command, tmp_path):
 # Rows of a stage, as its module would have them; each good one tells its process.
 PLANTED = """
 import ctypes, os, signal, subprocess, sys, time, types
-from benchmarks.gpu.worker import Row
+from benchmarks.timing.worker import Row
 
 def good():
     return {"process": os.getpid(), "cache": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
@@ -97,6 +97,16 @@ def broken(device):
 def two(device):
     return [Row("one", 60, good), Row("two", 60, good)]
 
+def meets():  # a row that another process's row has to join
+    pids = os.environ["PLANTED_PIDS"]
+    print(os.getpid(), file=open(pids, "a"))
+    while len(open(pids).read().split()) < 2:
+        time.sleep(0.05)
+    return good()
+
+def joined(device):
+    return [Row("one", 60, meets), Row("two", 60, meets)]
+
 def machine(device):
     return [Row("machine", 60, lambda: {"gpu": "Planted X1, 7 multiprocessors"})]
 """
@@ -126,9 +136,10 @@ def is_there(pid):
     return False
 
 
-def rows_of(function, seconds, **options):
+def rows_of(function, seconds, workers=1):
     found = []
-    isolation.run(f"planted:{function}", time.monotonic() + seconds, found.append, **options)
+    source, end = f"planted:{function}", time.monotonic() + seconds
+    isolation.Stage(source, end, found.append, "cuda").run(workers)
     return {row.pop("row"): row for row in found}
 
 
@@ -178,12 +189,11 @@ def test_a_stage_ends_in_time_and_says_what_it_left_out(planted):
 def test_a_process_that_cannot_start_is_told_of_once(planted):
     (start,) = rows_of("broken", 30).items()
     assert start[0] == "start"
-    assert start[1]["problem"] == "the process ended with 1"
-    assert start[1]["said"][-1] == "OSError: no such driver"
+    assert start[1]["problem"] == "OSError: no such driver"
 
 
 def test_several_processes_share_the_rows(planted):
-    found = rows_of("two", 30, workers=2)
+    found = rows_of("joined", 60, workers=2)
     assert len({row["process"] for row in found.values()}) == 2
 
 
@@ -198,7 +208,7 @@ def test_a_report_with_failing_stages_has_everything_else(planted, tmp_path, mon
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["stage"] for line in lines][:2] == ["machine", "broken"]
     said = capsys.readouterr().out
-    assert "broken: start: PROBLEM: the process ended with 1" in said
+    assert "broken: start: PROBLEM: OSError: no such driver" in said
     failed = [n["row"] for n in lines if n["stage"] == "every" and "problem" in n]
     assert failed == ["hang that ignores", "out of memory", "no json"]
     assert "3 of ours not right" in said
@@ -212,7 +222,7 @@ def test_an_interrupted_report_leaves_no_process(planted, tmp_path):
     code = (
         "import signal, sys, time; from benchmarks.gpu import isolation\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-        "isolation.run('planted:slow', time.monotonic() + 60, print)"
+        "isolation.Stage('planted:slow', time.monotonic() + 60, print, 'cuda').run()"
     )
     report = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -250,17 +260,17 @@ def test_real_rows_on_the_cpu(tmp_path, monkeypatch):
 
 
 def test_the_table_has_who_by_call():
-    times = {"called": [3e-6] * 3, "graph": [2e-6] * 3, "cold": [4e-6] * 3}
+    times = {"called": {"median": 3e-6}, "graph": {"median": 2e-6}, "cold": {"median": 4e-6}}
     rows = [
         {"stage": "time", "row": "cuda: step", **times},
-        {"stage": "compiled", "row": "JAX jit: step", "called": [5e-5] * 3, "passed": False},
+        {"stage": "compiled", "row": "JAX jit: step", "called": {"median": 5e-5}, "passed": False},
         {"stage": "time", "row": "kernels of cuda: step", "kernels": {}},
-        {"stage": "plans", "row": "raw, cuda: step", **times},
+        {"stage": "plans", "row": "plans of step, triton: step", **times},
     ]
     head, _, line = gpu_report.table(rows)
     assert head == "| case | JAX jit | cuda |"
     assert line == "| step | 50.0 / - / -, wrong | 3.0 / 2.0 / 4.0 |"
     machine = {"gpu": "Planted X1", "torch": "2.11.0", "commit": "abc"}
-    text = page.page([], "", gpus=[{"machine": machine, "rows": rows}])
+    text = page.page([], [], [{"machine": machine, "rows": rows}])
     assert "## Planted X1\n\ntorch 2.11.0, commit abc.\n" in text
     assert line in text

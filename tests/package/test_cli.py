@@ -127,7 +127,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "bahdanau_fast: error: a command is missing, one of info, check, bench, demo, train,"),
+        ((), "bahdanau_fast: error: a command is missing, one of info, check, demo, train,"),
         (("trian",), "unknown command 'trian'; did you mean train?"),
         (("dance",), "unknown command 'dance' (see --help)"),
         (("--epochs", "3"), "unknown option --epochs (options follow their command)"),
@@ -150,7 +150,7 @@ def test_words_behind_two_dashes_are_no_options(capsys):
     assert "DIR must hold best.pt or last.pt" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["info", "check", "bench", "demo", "train"])
+@pytest.mark.parametrize("command", ["info", "check", "demo", "train"])
 def test_help_names_the_program_as_it_is_called(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main([command, "--help"])
@@ -158,29 +158,19 @@ def test_help_names_the_program_as_it_is_called(command, capsys):
     assert capsys.readouterr().out.startswith(f"usage: python -m bahdanau_fast {command} ")
 
 
-@pytest.mark.parametrize("command", ["demo", "bench"])
-def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_2(command, tmp_path, capsys):
+def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_2(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert cli.main([command, "--out", str(tmp_path / "file")]) == 2
+    assert cli.main(["demo", "--out", str(tmp_path / "file")]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert "--out must be a folder" in captured.err
     assert (tmp_path / "file").read_text() == ""
 
 
-@pytest.mark.parametrize("command", ["demo", "bench"])
-def test_missing_matplotlib_is_said_before_any_work(command, tmp_path, monkeypatch, capsys):
+def test_missing_matplotlib_is_said_before_any_work(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main([command, "--out", str(tmp_path / "out")]) == 2
+    assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert 'pip install "bahdanau_fast[demo]"' in captured.err
     assert not (tmp_path / "out").exists()
-
-
-def test_bench_without_its_code_is_one_line_and_exit_code_2(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "bahdanau_fast.benchmarks.command", None)
-    assert cli.main(["bench"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert "bench needs bahdanau_fast.benchmarks.command" in captured.err

@@ -12,8 +12,6 @@ import torch
 import bahdanau_fast as bf
 from bahdanau_fast import backends, limits
 from bahdanau_fast.backends.route import Facts, route
-from benchmarks import command
-from benchmarks.studies import dispatch_limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,13 +48,6 @@ def test_a_family_nobody_knows(monkeypatch):
     monkeypatch.setenv("BAHDANAU_FAST_LIMITS", "z80")
     with pytest.raises(ValueError, match="must be one of amd, intel, x86, arm, got 'z80'"):
         limits.family()
-
-
-def test_the_bench_measures_every_limit():
-    measured = [name for choice in dispatch_limits.CHOICES for name in choice.limits]
-    assert sorted(measured) == sorted(each.name for each in fields(limits.Limits))
-    commands = {each.metadata["measured by"] for each in fields(limits.Limits)}
-    assert commands == {f"python -m bahdanau_fast bench --only {command.LIMITS}"}
 
 
 def test_studies_pass_other_limits():

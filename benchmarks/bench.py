@@ -1,56 +1,23 @@
-"""``python -m bahdanau_fast bench``: measures every table in one run, prints and writes it."""
+"""How a row of the tables is measured: built, checked against fp64, then timed in turns."""
 
 from __future__ import annotations
 
-import itertools
-import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
-
-from bahdanau_fast.seq2seq.cli.plots import require_matplotlib
 
 from .contestants import peers
 from .contestants.baselines import Unavailable
-from .contestants.parity import Oracle, Verdict, family
+from .contestants.parity import Oracle, Verdict, build_in, family
 from .contestants.providers import PROVIDERS, Provider, eager_too_large
-from .page import write
-from .printing import tables
-from .studies import dispatch_limits
-from .studies.peak_memory import growth, measure
-from .timing.machine import machine, save, slug
-from .timing.measure import Spread, Timings, interleave
-from .timing.roofs import Bandwidth, Reader, compute_roofs
+from .timing.measure import MemoryRead, Spread, Timings, interleave
 from .timing.worker import Worker, WorkerError
-from .workloads.shapes import (
-    MANY_QUERIES,
-    SUBJECT,
-    SWEEPS,
-    TITLES,
-    Bound,
-    Case,
-    Inputs,
-    Shape,
-    cases,
-    draw,
-)
+from .workloads.shapes import SUBJECT, Bound, Case, Inputs, Shape, draw
 
-SECONDS_PER_PROVIDER = 0.1
 READ = "DRAM read"
-PEAKS = (
-    ("d2l eager", "projected"),
-    ("compiled", "projected"),
-    ("ours op", "projected"),
-    ("ours module", "full"),
-)
-GROWING = ("d2l eager", "compiled", "ours op")
-MEMORY, LIMITS, ROOFS = "peak-memory", "limits", "roofs"
 
 
 @dataclass(frozen=True)
@@ -62,7 +29,7 @@ class Row:
         groups: group of each provider that was timed.
         skipped: why other providers were not run.
         verdicts: parity of each provider.
-        roof: the read bandwidth, if the row has a bound on it.
+        roof: bytes that are read per second, if the row has a bound on it.
         spent: seconds to compile, check and time all providers.
     """
 
@@ -71,7 +38,7 @@ class Row:
     groups: dict[str, str]
     skipped: dict[str, str]
     verdicts: dict[str, Verdict]
-    roof: Bandwidth | None = None
+    roof: float | None = None
     spent: float = 0.0
 
     def packed(self) -> dict[str, Any]:
@@ -95,7 +62,7 @@ class Row:
         if self.timings is not None:
             packed["rounds"] = timings.rounds
         if self.roof is not None:
-            packed["dram_read"] = vars(self.roof)
+            packed["dram_read"] = {"bytes_per_second": self.roof, "reader": "torch.sum"}
         packed["bounds"] = [self.check(bound) for bound in case.bounds]
         return packed
 
@@ -116,7 +83,7 @@ class Row:
         if against == "DRAM" and self.roof is not None:
             time, moved = self.timings.time(subject), self.case.shape.memory_bytes
             rates = (moved / seconds for seconds in (time.median, time.p80, time.p20))
-            return READ, Spread(*(rate / self.roof.bytes_per_second for rate in rates))
+            return READ, Spread(*(rate / self.roof for rate in rates))
         groups = ("eager", "compiled") if against == "baseline" else (against,)
         rivals = [n for n in self.timings.samples if n == against or self.groups[n] in groups]
         if not rivals:
@@ -133,13 +100,12 @@ class Runner:
     """
 
     providers: Sequence[Provider] = (*PROVIDERS, *peers.PROVIDERS)
-    seconds: float = SECONDS_PER_PROVIDER
+    seconds: float = 0.1  # of a row, per provider
     min_rounds: int = 5
     _rows: dict[tuple[Any, ...], Row] = field(default_factory=dict)
     _shape: Shape | None = None
     _inputs: Inputs | None = None
     _oracles: dict[tuple[str, bool], Oracle] = field(default_factory=dict)
-    _reader: Reader | None = None
     _workers: dict[str, Worker] = field(default_factory=dict)
 
     def __enter__(self) -> Runner:
@@ -187,17 +153,11 @@ class Runner:
                 calls[provider.name] = call
             if not calls or not all(verdict.passed for verdict in verdicts.values()):
                 return Row(case, None, groups, skipped, verdicts)
-            roof = None
-            if case.task == "scan":
-                self._reader = self._reader or Reader()
-                roof = self._reader.measure()
-                calls[READ], groups[READ] = self._reader.readers[roof.reader], "roof"
+            read = MemoryRead() if case.task == "scan" else None
+            if read is not None:
+                calls[READ], groups[READ] = read, "roof"
             timings = interleave(calls, case.share * self.seconds * len(calls), self.min_rounds)
-        if self._reader is not None and roof is not None:
-            # The roof is the best rate before, during or after the timed rounds.
-            between = 4 * self._reader.buffer.numel() / min(timings.samples[READ])
-            rates = (roof, Bandwidth(between, roof.reader), self._reader.measure())
-            roof = max(rates, key=lambda rate: rate.bytes_per_second)
+        roof = read and read.bytes_per_second(timings, READ)
         return Row(case, timings, groups, skipped, verdicts, roof)
 
     def _build_elsewhere(self, provider: Provider, case: Case) -> tuple[Worker, Verdict]:
@@ -207,7 +167,8 @@ class Runner:
             if new and case.task in each.builders and _is_meant(each, case):
                 self._workers[each.name] = Worker(dict(each.process or ()))
         worker = self._workers[provider.name]
-        verdict = worker.build(peers.__name__, provider.name, case.task, case.shape, case.mode)
+        given = (provider.name, case.task, case.shape, case.mode)
+        verdict = build_in(worker, peers.__name__, *given)
         if not verdict.passed:
             raise Unavailable(f"its {verdict.where} differs: {verdict.worst:.3g} of the allowed")
         return worker, verdict
@@ -240,131 +201,3 @@ def _why_not(provider: Provider, case: Case) -> str | None:
         return ""
     allocates = provider.group == "eager" or (provider.group == "compiled" and case.mode == "train")
     return eager_too_large(case.shape) if allocates else None
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to measure, and where to write it.
-
-    Attributes:
-        quick: small shapes, short rounds, no peers.
-        only: tables or shapes whose name contains this.
-        strict: exit code 1 for a missed bound too.
-        out: folder for the page and the plots.
-        json: file for the figures, or folder for a file named after the machine; None: ``out``.
-        note: kept and shown with the figures.
-    """
-
-    quick: bool = False
-    only: str | None = None
-    strict: bool = False
-    out: Path = Path("bench-output")
-    json: Path | None = None
-    note: str = ""
-
-
-def _wanted(options: Options, name: str) -> bool:
-    return not options.only or options.only in name
-
-
-def _measure_tables(options: Options) -> list[dict[str, Any]]:
-    runner = Runner(seconds=0.05, min_rounds=3) if options.quick else Runner()
-    wanted = cases(options.quick, options.only)
-    rows: list[dict[str, Any]] = []
-    bar = tqdm(total=len(wanted), disable=not sys.stderr.isatty(), file=sys.stderr)
-    with runner, bar:
-        for table, group in itertools.groupby(wanted, key=lambda case: case.table):
-            done: list[dict[str, Any]] = []
-            for case in group:
-                bar.set_description(f"{table} {case.shape.name} {case.task} {case.mode}")
-                done.append(runner.row(case).packed())
-                bar.update()
-            bar.write(f"\n{TITLES[table]}; ms, median (p20-p80)\n", file=sys.stdout)
-            bar.write(
-                "\n".join([*tables.row_table(done), *tables.bound_lines(done)]), file=sys.stdout
-            )
-            sys.stdout.flush()
-            rows += done
-    return rows
-
-
-def _measure_memory(options: Options) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    if not _wanted(options, MEMORY):
-        return {}, []
-    shape = MANY_QUERIES[0]
-    peaks: dict[str, Any] = {}
-    for name, task in PEAKS:
-        peak = measure(name, task, shape)
-        peaks[f"{name}, {task}"] = {"error": peak} if isinstance(peak, str) else vars(peak)
-    print(f"\nPeak memory of forward and backward at {shape}\n")
-    print("\n".join(tables.peak_table(peaks)), flush=True)
-    return peaks, growth(GROWING, ("H",) if options.quick else tuple(SWEEPS))
-
-
-def _measure_limits(options: Options) -> list[dict[str, Any]]:
-    if not _wanted(options, LIMITS):
-        return []
-    found = dispatch_limits.measure(0.02 if options.quick else 0.1)
-    print("\nWhat auto chooses near its limits, every way timed\n")
-    print("\n".join([*tables.limit_table(found), *tables.missed_limits(found)]), flush=True)
-    return found
-
-
-def _measure_roofs(options: Options) -> dict[str, Any]:
-    if not _wanted(options, ROOFS):
-        return {}
-    return tables.roofs_of(compute_roofs(), Reader().measure().bytes_per_second)
-
-
-def _best(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The higher of two measurements of each roof."""
-    if not first:
-        return {}
-    rates = {name: max(rate, second["rates"][name]) for name, rate in first["rates"].items()}
-    return tables.roofs_of(rates, max(first["dram_read"], second["dram_read"]))
-
-
-def run(options: Options) -> int:
-    """Measure, print and write; returns the exit code.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        ValueError: ``only`` names nothing, or ``out`` or ``json`` cannot be written to.
-    """
-    require_matplotlib()  # wrong arguments shall fail before minutes of measuring
-    if options.out.exists() and not options.out.is_dir():
-        raise ValueError(f"--out must be a folder, got {options.out}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.json is not None and not options.json.parent.is_dir():
-        raise ValueError(f"--json must be in a folder that exists, got {options.json}")
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
-    start, where = time.perf_counter(), machine()
-    if options.note:
-        where["note"] = options.note
-    for name, value in where.items():
-        print(f"{name:<14} {value}")
-    roofs = _measure_roofs(options)
-    rows = _measure_tables(options)
-    limits = _measure_limits(options)
-    roofs = _best(roofs, _measure_roofs(options))
-    peaks, growing = _measure_memory(options)
-    if not (rows or peaks or limits or roofs):
-        raise ValueError(f"--only must name a table or a shape, got {options.only!r}")
-    data: dict[str, Any] = {
-        "machine": where,
-        "seconds": time.perf_counter() - start,
-        "rows": rows,
-        "peak_memory": peaks,
-        "memory_growth": growing,
-        "roofs": roofs,
-        "choices": limits,
-    }
-    held, count = tables.bounds_met(data)
-    wrong = sum(not all(found["passed"] for found in row["parity"].values()) for row in rows)
-    print(f"\n{held} of {count} bounds hold; {wrong} rows failed parity; {data['seconds']:.0f} s")
-    file = options.json or options.out
-    if options.json is None or file.is_dir():
-        file /= f"{slug(where)}.json"
-    save(file, data)
-    print("wrote " + ", ".join(map(str, (file, *write(data, options.out)))))
-    return 1 if wrong or (held < count and options.strict) else 0

@@ -1,0 +1,82 @@
+"""``python -m benchmarks`` measures every table, prints it, and keeps the figures as JSON.
+
+A call is timed only after its result has been checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .bench import Runner
+from .page import bounds_met
+from .tables import bound_lines, row_table
+from .timing.machine import machine, save, slug
+from .workloads.shapes import TITLES, cases
+
+
+def measure(runner: Runner, quick: bool = False, only: str | None = None) -> list[dict[str, Any]]:
+    """Every row as it is written in JSON; prints each table.
+
+    Raises:
+        ValueError: ``only`` names nothing.
+    """
+    wanted = cases(quick, only)
+    if not wanted:
+        raise ValueError(f"--only must name a table or a shape, got {only!r}")
+    rows: list[dict[str, Any]] = []
+    bar = tqdm(total=len(wanted), disable=not sys.stderr.isatty(), file=sys.stderr)
+    with runner, bar:
+        for table, group in itertools.groupby(wanted, key=lambda case: case.table):
+            done: list[dict[str, Any]] = []
+            for case in group:
+                bar.set_description(f"{table} {case.shape.name} {case.task} {case.mode}")
+                done.append(runner.row(case).packed())
+                bar.update()
+            lines = ["", f"{TITLES[table]}; ms, median (p20-p80)", ""]
+            bar.write("\n".join([*lines, *row_table(done), *bound_lines(done)]), file=sys.stdout)
+            sys.stdout.flush()
+            rows += done
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and write; 1 if a result is wrong, 2 for wrong use."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small shapes, short rounds, no peers")
+    parser.add_argument("--only", metavar="NAME", help="tables or shapes whose name contains NAME")
+    parser.add_argument("--strict", action="store_true", help="a missed bound is exit code 1, too")
+    parser.add_argument("--out", type=Path, default=Path("bench-output"), help="for the figures")
+    parser.add_argument("--note", default="", help="kept and shown with the figures")
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
+    start, where = time.perf_counter(), machine()
+    if options.note:
+        where["note"] = options.note
+    for name, value in where.items():
+        print(f"{name:<14} {value}")
+    runner = Runner(seconds=0.05, min_rounds=3) if options.quick else Runner()
+    try:
+        rows = measure(runner, options.quick, options.only)
+    except ValueError as error:
+        parser.error(str(error))
+    run = {"machine": where, "seconds": time.perf_counter() - start, "rows": rows}
+    held, count = bounds_met(run)
+    wrong = sum(not all(found["passed"] for found in row["parity"].values()) for row in rows)
+    print(f"\n{held} of {count} bounds hold; {wrong} rows failed parity; {run['seconds']:.0f} s")
+    file = options.out / f"{slug(where)}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save(file, run)
+    print(f"wrote {file}; python -m benchmarks.page writes the page")
+    return 1 if wrong or (held < count and options.strict) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Tables in Markdown and plots of result files."""

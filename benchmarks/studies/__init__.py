@@ -1,1 +1,0 @@
-"""What a run of ``bench`` measures beside its tables."""
