@@ -15,6 +15,12 @@ def test_two_machines_are_there():
     assert len(RESULTS) >= 2
 
 
+@pytest.mark.parametrize("result", RESULTS, ids=lambda path: path.stem)
+def test_a_result_has_every_row(result):
+    rows = json.loads(result.read_text())["rows"]
+    assert len(rows) == len(family.PEERS) * len(family.SIZES) * len(family.MODES) + 4
+
+
 @pytest.mark.parametrize("words", family.GAINS)
 def test_the_table_has_the_gains(words):
     rows = [row for result in RESULTS for row in json.loads(result.read_text())["rows"]]
