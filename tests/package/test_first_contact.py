@@ -257,7 +257,7 @@ def test_sizes_the_other_way_round_are_explained_at_the_call():
     assert "# three numbers: no dropout" in bf.AdditiveAttention.__doc__
 
 
-def test_what_readme_says_of_a_training_step_was_measured():
+def test_what_is_said_of_a_training_step_was_measured():
     figures = json.loads((ROOT / "benchmarks/results/training-amd-epyc-2cores.json").read_text())
     medians = {
         of["setting"]["name"]: [
@@ -265,7 +265,8 @@ def test_what_readme_says_of_a_training_step_was_measured():
         ]
         for of in figures["settings"]
     }
-    said = README[README.index("What a whole training step") :].partition("benchmarks.training")[0]
+    page = (ROOT / "docs/course.md").read_text()
+    said = page[page.index("What a whole training step") :].partition("benchmarks.training")[0]
     small = [float(x) for x in re.findall(r"([\d.]+) ms", said)]
     large = [float(x) for x in re.findall(r"([\d.]+) s\b", said)]
     assert small == [round(x * 1e3, 1) for x in medians["hidden 32"]]
