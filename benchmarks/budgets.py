@@ -26,6 +26,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
 from bahdanau_fast import limits
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import backward, call, forward
 
 from .machine_code import cuda
@@ -130,14 +131,13 @@ def launches_of(
     values, w_v = make(batch, keys_len, features), make(1, hidden)
     valid = torch.empty(batch, dtype=torch.int64, device="meta") if lens else None
     with recording(target) as launches:
-        inputs = (queries, keys, None, None, values, w_v, valid, None, 0.0)
-        context, weights = forward.attend(*inputs, True)
-        backward.attend_backward(*inputs, weights, context, weights, 15)
-        if queries_len <= limits.OTHER_GPU.step_queries and dtype != torch.float32:
+        inputs = (queries, keys, values, w_v)
+        context, weights = forward.attend(*inputs, valid_lens=valid)
+        grads = (weights, context, weights, 15)
+        backward.attend_backward(*grads, *inputs, valid_lens=valid)
+        if queries_len <= GPU_STEP_QUERIES and dtype != torch.float32:
             square = make(hidden, hidden)
-            forward.step_from_raw(
-                queries, keys, values, square, square, None, w_v, valid, None, 0.0, True
-            )
+            forward.attend_step(queries, keys, values, square, square, None, w_v, valid)
     return launches
 
 

@@ -33,8 +33,7 @@ from torch import Tensor, nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity
-from bahdanau_fast.ops.inside import general
-from bahdanau_fast.reference import Inside
+from bahdanau_fast.ops.attend import attend
 from bahdanau_fast.seq2seq.data import dates
 
 from .contestants.published import UnavailableError, load
@@ -226,15 +225,14 @@ def others(seconds: float) -> list[dict[str, Any]]:
     """ReLU against eager and compiled code, and a mask against a length."""
     torch.manual_seed(0)
     q, k, v = torch.randn(32, 1, 512), torch.randn(32, 196, 512), torch.randn(32, 196, 512)
-    w, relu = torch.randn(1, 512) / 20, Inside(None, None, "relu", 0.01)
+    w = torch.randn(1, 512) / 20
 
     def eager() -> Tensor:
         weights = torch.softmax(nn.functional.linear(torch.relu(k + q), w).squeeze(2), 1)
         return (v * weights.unsqueeze(2)).sum(1)
 
     def ours() -> Tensor:
-        context, _, _ = general.attend_inside(q, k, v, w, None, relu, None, 0.0, False)
-        assert context is not None
+        context: Tensor = attend.now(q, k, v, w, activation=1)[0]
         return context.squeeze(1)
 
     attention, lens = bf.AdditiveAttention(512, 512, 512).eval(), torch.arange(1, 33) * 6

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bahdanau_fast as bf
-from bahdanau_fast import backends, functional
+from bahdanau_fast import backends, run
+from bahdanau_fast.call import Call
 from bahdanau_fast.memory import ProjectedKeys, project
 
 from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
@@ -271,9 +272,10 @@ def attend_projected(
         w_v: (1,H).
         valid_lens: None, (B,) or (B,Tq).
     """
-    given = (queries, keys.keys, values, None, None, w_v, None, w_v.shape[-1], 0.0)
-    route = backends.decide(*given, keys_projected=True, name=backend)
-    return functional.attend_projected(route, queries, keys, values, w_v, valid_lens, 0.0)
+    call = Call(
+        *(queries, keys.keys, values, w_v), valid_lens=valid_lens, projected=keys, backend=backend
+    )
+    return run.attend(call)
 
 
 _AUTOTUNED = partial(compiled, mode="max-autotune")
