@@ -1,12 +1,8 @@
-"""From a call to its operator: the one place where a route is carried out.
-
-Traced code calls operators by the dispatcher. Eager code that autograd records calls their node,
-other eager code the kernel itself.
-"""
+"""From a call to its operator: the one place where a route is carried out."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,25 +11,17 @@ from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.backends import Route
 from bahdanau_fast.call import Call, Located
 from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.ops import sharding
 from bahdanau_fast.ops.attend import attend as attend_operator
 from bahdanau_fast.ops.attend import attend_scores
-from bahdanau_fast.ops.context import Link
+from bahdanau_fast.ops.dropout import is_sharded
 from bahdanau_fast.ops.location import attend_location, convolved
-from bahdanau_fast.ops.operator import kernel, name_for
+from bahdanau_fast.ops.operator import Results, Way, name_for
 from bahdanau_fast.ops.projection import linear
+from bahdanau_fast.ops.sharding import register_for
 from bahdanau_fast.ops.whole import additive_attention, attend_step
 from bahdanau_fast.reference import TANH
 
 __all__ = ["attend", "project", "scores"]
-
-
-class _Results(NamedTuple):
-    """Context (B,Tq,Dv), None where it is in the link, and weights (B,Tq,Tk), empty if unwanted."""
-
-    context: Tensor | None
-    weights: Tensor
-    link: Link | None = None
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
@@ -47,15 +35,9 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         ValueError: a backend was asked for that cannot serve the call.
     """
     route = backends.decide(call)
-    if type(call.queries) is not Tensor:
-        sharding.register_for(call.queries)
-    if route.form == "one operator" and (route.records or call.dropout_p > 0.0):
-        results = _whole(route, call)
-    elif route.form in ("one operator", "step", "raw", "raw keys"):
-        results = _step(route, call)
-    else:
-        results = _attend(route, call)
-    return _finish(call, *results)
+    call = _in_front(route, call)
+    results = _by_reference(call) if _is_plain(route, call) else _by_operator(route, call)
+    return _finish(call, results)
 
 
 def scores(call: Call, clip: float | None = None) -> Tensor:
@@ -69,13 +51,12 @@ def scores(call: Call, clip: float | None = None) -> Tensor:
         ValueError: as for :func:`attend`.
     """
     route = backends.decide(call)
-    call = _projected(route, call)
+    call = _in_front(route, call)
     queries, keys, w_v = call.queries, call.keys, call.w_v
     if _is_plain(route, call):
         found = reference.projected_scores(queries, keys, w_v, call.inside)
     else:
-        features, w_f, *numbers = _inside(call)
-        found = attend_scores.overload(queries, keys, w_v, features, w_f, *numbers)
+        found = attend_scores.overload(queries, keys, w_v, *_inside(call))
     found = reference.clipped(found, clip).to(queries.dtype)
     return found if call.shape is None else call.shape.restore(found)
 
@@ -86,113 +67,26 @@ def project(call: Call) -> Call:
     Raises:
         ValueError: as for :func:`attend`.
     """
-    return _projected(backends.decide(call), call)
+    return _in_front(backends.decide(call), call)
 
 
-def _whole(route: Route, call: Call) -> _Results:
-    """Projections and all in one operator that can be differentiated."""
-    inputs = (call.queries, call.keys, call.values, call.w_q, call.w_k, call.w_v, call.bias)
-    if route.records and _are_of_inference(inputs):
-        return _plain(_projected(route, call))
-    others = (call.valid_lens, call.mask, sharding.dropout_seed(call.dropout_p, call.queries))
-    if route.records:
-        weights, link = additive_attention.record(inputs, others, (call.dropout_p,))  # type: ignore[arg-type]
-        return _Results(None, weights, link)
-    with torch._C._AutoDispatchBelowAutograd():
-        context, weights, *_ = additive_attention.now(*inputs, *others, call.dropout_p)
-    return _Results(context, weights)
+def _in_front(route: Route, call: Call) -> Call:
+    """What is computed in front of the operator: the projections that the route does not leave it.
 
-
-def _step(route: Route, call: Call) -> _Results:
-    """Without gradients and dropout: projections in the operator, as far as the route says."""
-    queries, w_q, keys, w_k, bias = call.queries, call.w_q, call.keys, call.w_k, call.bias
-    table = keys_max = None
-    if route.form == "step":
-        keys, table, keys_max, *_ = _keys(route, call)
-        w_k = bias = None
-    elif route.form == "raw keys":
-        assert w_q is not None
-        queries, w_q = linear(queries, w_q), None
-    with torch._C._AutoDispatchBelowAutograd():
-        context, weights = kernel(attend_step, route.backend)(
-            *(queries, keys, call.values, w_q, w_k, bias, call.w_v),
-            *(call.valid_lens, call.mask, table, keys_max, call.need_weights),
-        )
-    return _Results(context, weights)
-
-
-def _attend(route: Route, call: Call) -> _Results:
-    """Projections in front of the operator."""
-    call = _projected(route, call)
-    if _is_plain(route, call):
-        return _plain(call)
-    features, w_f, *inside = _inside(call)
-    inputs: tuple[Any, ...] = (call.queries, call.keys, call.values, call.w_v)
-    others: tuple[Any, ...] = (call.valid_lens, call.mask)
-    numbers: tuple[Any, ...] = (call.dropout_p, *inside)
-    assert call.projected is not None
-    _, table, keys_max, shared, backwards, _ = call.projected
-    if call.located is not None:
-        operator = attend_location
-        inputs += (*call.located, w_f)
-    else:
-        operator = attend_operator
-        inputs, others = (*inputs, features, w_f), (*others, table, keys_max)
-    others += (sharding.dropout_seed(call.dropout_p, call.queries),)
-    recorded = route.records and checks.needs_gradient(*inputs)
-    if operator is attend_operator:
-        precise = recorded or route.traced
-        name = name_for(route.backend, route.traced)
-        numbers += (call.need_weights or recorded, precise, name)
-    if route.traced:  # what traces the call has to meet the operator itself
-        context, weights, *_ = operator.overload(*inputs, *others, *numbers)
-        return _Results(context, weights)
-    if recorded:
-        if _are_of_inference(inputs):
-            return _plain(call)
-        options = (shared, backwards, route.backend)
-        weights, link = operator.record(inputs, others, numbers, *options)
-        return _Results(None, weights, link)
-    with torch._C._AutoDispatchBelowAutograd():
-        context, weights, *_ = kernel(operator, route.backend)(*inputs, *others, *numbers)
-    return _Results(context, weights)
-
-
-def _plain(call: Call) -> _Results:
-    """By the reference; the call is projected."""
-    inside = call.inside
-    if call.located is not None:
-        inside = inside._replace(features=convolved(*call.located))
-    inputs = (call.queries, call.keys, call.values, call.w_v)
-    rest = (call.valid_lens, call.dropout_p, inside, call.mask)
-    return _Results(*reference.attend(*inputs, *rest))
-
-
-def _is_plain(route: Route, call: Call) -> bool:
-    """Whether plain PyTorch computes it: other operators have no rules for DTensors."""
-    if route.backend == "reference" or route.form == "called":
-        return True
-    others = call.scores_only or call.located is not None
-    return others and sharding.is_sharded(call.queries)
-
-
-def _are_of_inference(inputs: tuple[Any, ...]) -> bool:
-    """Whether there are tensors of inference mode: only plain operations may record them."""
-    return any(x is not None and x.is_inference() for x in inputs)
-
-
-def _inside(call: Call) -> tuple[Tensor | None, Tensor | None, int, float]:
-    """What is inside the activation, as operators take it."""
-    features, w_f, activation, negative_slope = call.inside
-    return features, w_f, checks.ACTIVATIONS.index(activation), float(negative_slope)
-
-
-def _projected(route: Route, call: Call) -> Call:
-    """The same with projected queries and keys, and all of it in one dtype."""
-    plain, queries = route.backend == "reference", call.queries
-    if call.w_q is not None:
+    With both of them, all of it comes out in one dtype.
+    """
+    if type(call.queries) is not Tensor:
+        register_for(call.queries)
+    plain, queries, form = route.backend == "reference", call.queries, route.form
+    if form in ("one operator", "raw"):
+        return call
+    if call.w_q is not None and form != "step":
         queries = linear(queries, call.w_q, None, plain)
+    if form == "raw keys":
+        return call._replace(queries=queries, w_q=None)
     projected = _keys(route, call)
+    if form == "step":
+        return call._replace(keys=projected.keys, w_k=None, bias=None, projected=projected)
     keys, values, w_v, shared = projected.keys, call.values, call.w_v, projected.shared
     if shared is not None:
         if route.share and isinstance(w_v, Tensor) and shared.fits(values, w_v):
@@ -220,11 +114,6 @@ def _projected(route: Route, call: Call) -> Call:
     )
 
 
-def _to(x: Any, dtype: torch.dtype) -> Any:
-    """A tensor in a dtype; to ask first is quicker than a needless ``to``."""
-    return x if not isinstance(x, Tensor) or x.dtype is dtype else x.to(dtype)
-
-
 def _keys(route: Route, call: Call) -> ProjectedKeys:
     """Projected keys: of a memory, of the last call if nothing has changed, or new."""
     if call.projected is not None:
@@ -247,15 +136,82 @@ def _keys(route: Route, call: Call) -> ProjectedKeys:
     return call.cache.project(source, call.values, w_v, route.table, route.records, reads_table)
 
 
-def _finish(
-    call: Call, context: Tensor | None, weights: Tensor, link: Link | None
-) -> tuple[Tensor, Tensor]:
+def _to(x: Any, dtype: torch.dtype) -> Any:
+    """A tensor in a dtype; to ask first is quicker than a needless ``to``."""
+    return x if not isinstance(x, Tensor) or x.dtype is dtype else x.to(dtype)
+
+
+def _is_plain(route: Route, call: Call) -> bool:
+    """Whether plain PyTorch computes it.
+
+    Some operators have no rules for DTensors, and only plain operations may record tensors of
+    inference mode.
+    """
+    if route.backend == "reference" or route.form == "called":
+        return True
+    if call.scores_only or call.located is not None:
+        return is_sharded(call.queries)
+    if not route.records or route.traced:
+        return False
+    inputs = (call.queries, call.keys, call.values, call.w_v, call.w_q, call.w_k, call.bias)
+    return any(x is not None and x.is_inference() for x in inputs)  # type: ignore[union-attr]
+
+
+def _by_reference(call: Call) -> Results:
+    inside = call.inside
+    if call.located is not None:
+        inside = inside._replace(features=convolved(*call.located))
+    queries, keys = call.queries, call.keys
+    if call.w_q is not None:
+        queries = linear(queries, call.w_q)
+    if call.w_k is not None:
+        keys = linear(keys, call.w_k, call.bias)
+    rest = (call.valid_lens, call.dropout_p, inside, call.mask)
+    return Results(*reference.attend(queries, keys, call.values, call.w_v, *rest))
+
+
+def _by_operator(route: Route, call: Call) -> Results:
+    queries, keys, values, w_v, w_q, w_k, bias, *seen = call[:9]
+    dropout_p, projected, form = call.dropout_p, call.projected, route.form
+    table, keys_max, shared, backwards = (None,) * 4
+    if projected is not None:
+        _, table, keys_max, shared, backwards, _ = projected
+    whole = form == "one operator" and (route.records or dropout_p > 0.0)
+    if form in ("step", "raw", "raw keys") or (form == "one operator" and not whole):
+        given = (queries, keys, values, w_q, w_k, bias, w_v, *seen, table, keys_max)
+        return Results(*attend_step.kernel(route.backend, *given, call.need_weights))
+    if whole:
+        way = Way(route.backend, route.traced, route.records)
+        inputs: tuple[Any, ...] = (queries, keys, values, w_q, w_k, w_v, bias)
+        return additive_attention.call(inputs, tuple(seen), (dropout_p,), way)
+    features, w_f, *inside = _inside(call)
+    numbers = (dropout_p, *inside)
+    if call.located is not None:
+        inputs = (queries, keys, values, w_v, *call.located, w_f)
+        recorded = route.records and checks.needs_gradient(*inputs)
+        way = Way(route.backend, route.traced, recorded, shared, backwards)
+        return attend_location.call(inputs, tuple(seen), numbers, way)
+    inputs = (queries, keys, values, w_v, features, w_f)
+    recorded = route.records and checks.needs_gradient(*inputs)
+    way = Way(route.backend, route.traced, recorded, shared, backwards)
+    numbers += (call.need_weights or recorded, recorded or route.traced)
+    numbers += (name_for(route.backend, route.traced),)
+    return attend_operator.call(inputs, (*seen, table, keys_max), numbers, way)
+
+
+def _inside(call: Call) -> tuple[Tensor | None, Tensor | None, int, float]:
+    """What is inside the activation, as operators take it."""
+    features, w_f, activation, negative_slope = call.inside
+    return features, w_f, checks.ACTIVATIONS.index(activation), float(negative_slope)
+
+
+def _finish(call: Call, results: Results) -> tuple[Tensor, Tensor]:
     """Context and weights as the caller sees them, the gradient of the one through the other."""
-    shape, made = call.shape, context if link is None else link.context
+    (context, weights, link), shape = results, call.shape
+    made = context if link is None else link.context
     assert made is not None
-    dtype = made.dtype
-    if weights.dtype is not dtype and not checks.softmax_in_fp32(weights.device):
-        weights = weights.to(dtype)
+    if weights.dtype is not made.dtype and not checks.softmax_in_fp32(weights.device):
+        weights = weights.to(made.dtype)
     if shape is not None and weights.dim() == 3:
         weights = shape.restore(weights)
     if call.dropout is not None:

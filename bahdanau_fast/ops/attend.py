@@ -32,7 +32,7 @@ from torch import Tensor
 
 from bahdanau_fast import reference
 from bahdanau_fast.checks import ACTIVATIONS
-from bahdanau_fast.ops.operator import Attention, Named, Operator, kernel
+from bahdanau_fast.ops.operator import Attention, Named, Operator, kernel_of
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 from bahdanau_fast.reference import Inside
 
@@ -237,7 +237,7 @@ def attend_gradients(
         backend = named.get("backend", "")
         # An eager call goes straight to a backend in Python; a compiler has to meet the operator.
         eager = type(weights) is Tensor
-        run = kernel(attend_backward, backend) if eager else attend_backward.overload
+        run = kernel_of(attend_backward, backend) if eager else attend_backward.overload
         found = list(run(*given, *arguments, backend))
     else:
         found = list(attend_backward_onto.overload(*given, onto, *arguments))

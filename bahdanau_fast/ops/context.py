@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.ops.saved_tensors import changed, is_asked
 
-__all__ = ["Box", "Link", "dropout_factors", "gradients_of_context"]
+__all__ = ["Box", "Link", "gradients_of_context"]
 
 # A leaf that no gradient comes to: a backward visits it unless it was told which gradients to find.
 with torch.inference_mode(False):
@@ -167,29 +168,3 @@ def gradients_of_context(
             dropped = dropped if factors is None else dropped * factors
             grad_values = torch.bmm(dropped.transpose(1, 2).to(grad.dtype), grad)
     return grad_weights, grad_values
-
-
-def dropout_factors(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> Tensor:
-    """What dropout multiplies each weight by: 0 or 1 / (1 - p), as csrc/common/philox.h has it.
-
-    Args:
-        seed: (1,) int64.
-        shape: (B,Tq,Tk).
-        dropout_p: probability of dropping a weight.
-    """
-    low = 2**32 - 1
-    rows = torch.arange(shape[0] * shape[1], device=seed.device).unsqueeze(1)
-    blocks = torch.arange(-(-shape[2] // 4), device=seed.device)
-    zeros = torch.zeros_like(rows * blocks)
-    counter = [zeros + blocks, zeros + (rows & low), zeros + (rows >> 32), zeros]
-    key = [seed & low, seed >> 32 & low]
-    for _ in range(10):
-        # Products of 32 bits wrap around in int64; their bits are those of unsigned ones.
-        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
-        left = (second >> 32 & low) ^ counter[1] ^ key[0]
-        right = (first >> 32 & low) ^ counter[3] ^ key[1]
-        counter = [left, second & low, right, first & low]
-        key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
-    numbers = torch.stack(counter, -1).flatten(1)[:, : shape[2]].view(shape)
-    scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
-    return torch.where(numbers >= -int(-dropout_p * 2**32 // 1), scale, 0.0)

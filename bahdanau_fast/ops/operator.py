@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.ops.context import Link
+from bahdanau_fast.ops.dropout import dropout_seed
 from bahdanau_fast.ops.saved_tensors import (
     PendingBackwards,
     after_backward,
@@ -27,7 +28,7 @@ from bahdanau_fast.ops.saved_tensors import (
 )
 from bahdanau_fast.ops.second_derivatives import attend_again
 
-__all__ = ["Attention", "Named", "Operator", "implement", "kernel", "name_for"]
+__all__ = ["Attention", "Named", "Operator", "Results", "Way", "implement", "kernel_of", "name_for"]
 
 library = torch.library.Library("bahdanau_fast", "DEF")
 
@@ -78,6 +79,16 @@ class Operator:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         return {name: given.get(name, self.defaults.get(name)) for name in self.names}
 
+    def kernel(self, backend: str, *args: Any) -> Any:
+        """Results of a backend's kernel, past autograd.
+
+        Args:
+            backend: its name.
+            args: all arguments.
+        """
+        with torch._C._AutoDispatchBelowAutograd():
+            return kernel_of(self, backend)(*args)
+
     def differentiate(
         self, names: Sequence[str], gradients: Gradients, results: Sequence[str] = ()
     ) -> None:
@@ -114,6 +125,33 @@ class Operator:
         torch.library.register_autograd(
             f"bahdanau_fast::{self.name}", backward, setup_context=setup_context, lib=library
         )
+
+
+class Results(NamedTuple):
+    """Context (B,Tq,Dv), None where it is in the link, and weights (B,Tq,Tk), empty if unwanted."""
+
+    context: Tensor | None
+    weights: Tensor
+    link: Link | None = None
+
+
+class Way(NamedTuple):
+    """Where a call of an operator comes from, and what it shares with others.
+
+    Attributes:
+        backend: that serves it.
+        traced: torch.compile or torch.export is tracing it.
+        records: autograd records it.
+        shared: the :class:`SharedNode` that keys, values and w_v are behind, which their gradients
+            are left to, or None.
+        backwards: those that the nodes it shares wait for, or None.
+    """
+
+    backend: str
+    traced: bool = False
+    records: bool = False
+    shared: Any = None
+    backwards: PendingBackwards | None = None
 
 
 class Attention(Operator):
@@ -164,7 +202,7 @@ class Attention(Operator):
             named: arguments and results, but the context.
             needed: which of the inputs want one.
             grads: of the results; those at the end may be left out.
-            shared: as for :meth:`record`.
+            shared: as for :class:`Way`.
 
         Raises:
             RuntimeError: the weights were not wanted, which are needed here.
@@ -191,41 +229,42 @@ class Attention(Operator):
         seen = reference.visible(named["valid_lens"], named["mask"], named["weights"].shape[2])
         return attend_again(scores, inputs, needed, named["weights"], seen, link, grads)
 
-    def record(
+    def call(
         self,
-        inputs: Sequence[Tensor | None],
-        others: Sequence[Tensor | None],
+        inputs: tuple[Tensor | None, ...],
+        others: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
-        shared: Any = None,
-        backwards: PendingBackwards | None = None,
-        backend: str = "cpu",
-    ) -> tuple[Tensor, Link]:
-        """Call it with a node in the autograd graph, in a fraction of the registered path's time.
+        way: Way,
+    ) -> Results:
+        """Call it: traced code by the dispatcher, recorded code with a node, else the kernel.
 
         Args:
             inputs: the differentiated ones.
-            others: the other tensors.
-            numbers: all of them.
-            shared: the :class:`SharedNode` that keys, values and w_v are behind, which their
-                gradients are left to, or None.
-            backwards: those that the nodes it shares wait for, or None.
-            backend: that serves the call.
-
-        Returns:
-            Weights (B,Tq,Tk), and a link that has the context.
+            others: the other tensors, but the seed.
+            numbers: all of them; the first is ``dropout_p``.
+            way: where the call comes from, and what it shares.
         """
-        values = inputs[2]
+        queries, _, values, *_ = inputs
+        assert queries is not None
         assert values is not None
-        link = Link(values, others[-1], numbers[0])
-        call = (self, others, numbers, shared, backwards, link, backend)
-        weights: Tensor = _Recorded.apply(call, *inputs)  # type: ignore[no-untyped-call]
-        return weights, link
+        others += (dropout_seed(numbers[0], queries),)
+        if way.traced:  # what traces the call has to meet the operator itself
+            context, weights, *_ = self.overload(*inputs, *others, *numbers)
+            return Results(context, weights)
+        if way.records:
+            # In a fraction of the time of the registered formula.
+            link = Link(values, others[-1], numbers[0])
+            call = (self, others, numbers, way, link)
+            weights = _Recorded.apply(call, *inputs)  # type: ignore[no-untyped-call]
+            return Results(None, weights, link)
+        context, weights, *_ = self.kernel(way.backend, *inputs, *others, *numbers)
+        return Results(context, weights)
 
     def forward(self, ctx: Any, inputs: Sequence[Tensor | None], call: tuple[Any, ...]) -> Tensor:
         """What the node of an eager call does; it keeps in ``ctx`` what backward needs."""
-        _, others, numbers, shared, backwards, link, backend = call
-        with torch._C._AutoDispatchBelowAutograd():
-            link.context, *results = kernel(self, backend)(*inputs, *others, *numbers)
+        _, others, numbers, way, link = call
+        shared = way.shared
+        link.context, *results = self.kernel(way.backend, *inputs, *others, *numbers)
         # Plain code makes a mask of lengths at once: the caller may change them.
         lens, mask, *rest = others
         if lens is not None or mask is not None:
@@ -233,7 +272,7 @@ class Attention(Operator):
         save_inputs(ctx, inputs, (lens, mask, *rest, *results), self._uses, self._rows)
         ctx.set_materialize_grads(False)
         ctx.operator, ctx.numbers, ctx.shared, ctx.link = self, numbers, shared, link
-        ctx.token = None if backwards is None else backwards.begin()
+        ctx.token = None if way.backwards is None else way.backwards.begin()
         weights: Tensor = results[0]
         return weights
 
@@ -277,7 +316,7 @@ _in_python: dict[str, dict[str, Callable[..., Any]]] = {}
 _beside_others: set[str] = set()
 
 
-def kernel(operator: Operator, backend: str) -> Callable[..., Any]:
+def kernel_of(operator: Operator, backend: str) -> Callable[..., Any]:
     """What an eager call of an operator runs.
 
     Args:

@@ -11,60 +11,19 @@ import functools
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bahdanau_fast.ops.attend import NEED, attend, attend_backward, exp_keys
 from bahdanau_fast.ops.operator import Operator
 from bahdanau_fast.ops.whole import additive_attention, additive_attention_backward, attend_step
 
-__all__ = ["dropout_seed", "is_sharded", "register_for"]
+__all__ = ["register_for"]
 
 
 def register_for(tensor: Tensor) -> None:
     """Register the rules below before an operator meets a subclass of Tensor."""
     if type(tensor) is not Tensor and "torch.distributed.tensor" in sys.modules:
         _register()
-
-
-def dropout_seed(dropout_p: float, queries: Tensor) -> Tensor | None:
-    """A seed for the dropout mask from torch's own generator, so that manual_seed governs it.
-
-    For a DTensor, one for each rank: ranks count their batch rows from zero each, and with one seed
-    they would drop the same weights.
-
-    Args:
-        dropout_p: probability of dropping a weight.
-        queries: of the call.
-
-    Returns:
-        (1,) int64; None without dropout.
-    """
-    if dropout_p <= 0.0:
-        return None
-    return _seed_like(queries, torch.randint(2**62, (1,), device=queries.device))
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    if type(tensor) is Tensor or "torch.distributed.tensor" not in sys.modules:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
-def _seed_like(tensor: Tensor, seed: Tensor) -> Tensor:
-    if not is_sharded(tensor):
-        return seed
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    position = 0
-    for size, at in zip(mesh.shape, mesh.get_coordinate() or (), strict=True):
-        position = position * size + at
-    seed = seed ^ (position << 40)
-    return DTensor.from_local(seed, mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import torch
 from course import CourseAttention
 
 import bahdanau_fast as bf
-from bahdanau_fast.ops.context import dropout_factors
+from bahdanau_fast.ops.dropout import dropout_factors
 
 DQ, DK, DV, H = 6, 5, 4, 8
 

@@ -1,0 +1,77 @@
+"""Dropout of attention weights: the seed of a call, and what it stands for."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["dropout_factors", "dropout_seed", "is_sharded"]
+
+
+def dropout_seed(dropout_p: float, queries: Tensor) -> Tensor | None:
+    """A seed for the dropout mask from torch's own generator, so that manual_seed governs it.
+
+    For a DTensor, one for each rank: ranks count their batch rows from zero each, and with one seed
+    they would drop the same weights.
+
+    Args:
+        dropout_p: probability of dropping a weight.
+        queries: of the call.
+
+    Returns:
+        (1,) int64; None without dropout.
+    """
+    if dropout_p <= 0.0:
+        return None
+    return _seed_like(queries, torch.randint(2**62, (1,), device=queries.device))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    if type(tensor) is Tensor or "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _seed_like(tensor: Tensor, seed: Tensor) -> Tensor:
+    if not is_sharded(tensor):
+        return seed
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    position = 0
+    for size, at in zip(mesh.shape, mesh.get_coordinate() or (), strict=True):
+        position = position * size + at
+    seed = seed ^ (position << 40)
+    return DTensor.from_local(seed, mesh, [Shard(0)] * mesh.ndim, run_check=False)
+
+
+def dropout_factors(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> Tensor:
+    """What dropout multiplies each weight by: 0 or 1 / (1 - p), as csrc/common/philox.h has it.
+
+    Args:
+        seed: (1,) int64.
+        shape: (B,Tq,Tk).
+        dropout_p: probability of dropping a weight.
+    """
+    low = 2**32 - 1
+    rows = torch.arange(shape[0] * shape[1], device=seed.device).unsqueeze(1)
+    blocks = torch.arange(-(-shape[2] // 4), device=seed.device)
+    zeros = torch.zeros_like(rows * blocks)
+    counter = [zeros + blocks, zeros + (rows & low), zeros + (rows >> 32), zeros]
+    key = [seed & low, seed >> 32 & low]
+    for _ in range(10):
+        # Products of 32 bits wrap around in int64; their bits are those of unsigned ones.
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        left = (second >> 32 & low) ^ counter[1] ^ key[0]
+        right = (first >> 32 & low) ^ counter[3] ^ key[1]
+        counter = [left, second & low, right, first & low]
+        key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
+    numbers = torch.stack(counter, -1).flatten(1)[:, : shape[2]].view(shape)
+    scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+    return torch.where(numbers >= -int(-dropout_p * 2**32 // 1), scale, 0.0)
