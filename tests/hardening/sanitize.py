@@ -46,7 +46,7 @@ ADDRESS = {
 THREAD = {
     "test_operators.py": "bitwise",
     "test_robustness.py": "eight or finite",
-    "test_key_cache_lifetime.py": "threads",
+    "test_key_cache.py": "threads",
     "test_parity.py": "test_contract or drawn_cases",
     "test_general.py": "forms",
     "test_location.py": "test_steps or gradients_of",
