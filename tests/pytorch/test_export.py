@@ -10,7 +10,6 @@ import torch
 from torch.export import Dim
 
 import bahdanau_fast as bf
-from bahdanau_fast.decompositions import TABLE
 
 B, Tq, Tk = Dim("B", min=2, max=1024), Dim("Tq", min=2, max=4096), Dim("Tk", min=2, max=4096)
 DYNAMIC = ({0: B, 1: Tq}, {0: B, 1: Tk}, {0: B, 1: Tk}, {0: B})
@@ -158,7 +157,7 @@ def of_model(model):
 
 def of_program(model):
     """Of one that holds the operator."""
-    return {"model": exported(model).run_decompositions(TABLE)}
+    return {"model": exported(model).run_decompositions(bf.decompositions.TABLE)}
 
 
 @pytest.mark.parametrize("source", [of_model, of_program])
