@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the C++ entry points: ``make fuzz``.
+"""Coverage-guided fuzzing of the C++ entry points: ``python tests/hardening/fuzz.py``.
 
 The extension is built with GCC's -fsanitize-coverage=trace-pc (libFuzzer and fuzzers built on it
 want clang, which a machine that builds this package need not have). A case is a string of bytes,

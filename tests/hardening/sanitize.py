@@ -1,4 +1,4 @@
-"""The suite on C++ compiled with sanitizers: ``make sanitize``.
+"""The suite on C++ compiled with sanitizers: ``python tests/hardening/sanitize.py``.
 
 AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer, side by side, each in a build
 of its own (build/hardening/address, .../thread). Only the extension is compiled with them; Python

@@ -1,4 +1,4 @@
-"""A short run of ``make fuzz``: the seeds it kept, and cases of chance."""
+"""A short run of ``fuzz.py``: the seeds it kept, and cases of chance."""
 
 import os
 import random
