@@ -8,10 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "hardening"
-# For sitecustomize: an editable install offers its own binary to any package of this name.
-WITHOUT_EDITABLE = """import sys
-sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]
-"""
+sys.path.append(str(ROOT / "tests" / "support"))
+from fresh import WITHOUT_EDITABLE  # noqa: E402
 
 
 def lay_out(name, cxxflags="", ldflags="", cxx="", source=ROOT):
