@@ -245,6 +245,7 @@ print(resident() - before[0], tensors() - before[1])
 """
 
 
+@pytest.mark.deep  # test_memory_use.py has a shorter loop
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ten_thousand_calls_leave_nothing_behind():
     done = subprocess.run(

@@ -84,6 +84,7 @@ def test_peak_of_forward_and_backward(what):
     assert peak < 4 * 128 * 128 * 512 * 4 / 2  # far from one (B,Tq,Tk,H)
 
 
+@pytest.mark.deep
 @linux
 def test_peak_of_a_large_problem():
     # (8,256,256,512) would be a gigabyte in fp32.
