@@ -4,9 +4,12 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 # Workers share the cores: a thread that waits must not spin, or numeric tests take four times as
 # long. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import torch
 
 # pytest has put this folder there. `import triton` must find the package or nothing, not a folder
 # of tests.
@@ -14,6 +17,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.remove(str(HERE))
 # Last, for `benchmarks`: an installed bahdanau_fast must stay the one that is tested.
 sys.path.append(str(HERE.parent))
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of torch's threads, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
 
 LONGEST = (
     "test_ways.py",

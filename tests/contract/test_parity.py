@@ -1,8 +1,5 @@
 """Context, weights and every gradient keep the parity rule (bahdanau_fast.parity) on any input."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +8,7 @@ import pytest
 import torch
 from contract import CONTRACT, LARGE, MASKED, lens, per_query
 from drawing import cases, drawn
+from fresh import python
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import DTYPES, Case, attended, called, check, eager, fused, long_double, run
@@ -155,15 +153,7 @@ def test_no_workspace_is_read_before_it_is_written():
     # What pytest puts in front of the path: this folder, and that of the helpers.
     helpers = str(Path(parity.__file__).parent)
     code = f"import sys; sys.path.append({helpers!r}); import test_parity as t; t.check_every_row()"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        text=True,
-        env={**os.environ, **tunables},
-        capture_output=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+    python("-c", code, cwd=Path(__file__).parent, **tunables)
 
 
 def check_every_row():

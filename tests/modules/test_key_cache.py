@@ -5,12 +5,12 @@ calls, is test_ways.py and test_sequences.py; here is what no way of theirs draw
 """
 
 import gc
-import threading
 import weakref
 
 import pytest
 import torch
 from remembered import DK, DQ, TK, TQ, B, H, agrees, held, projections, truth
+from threads import at_once
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -338,8 +338,6 @@ def test_the_module_can_die(keys, query):
 
 def test_threads_share_a_module(module):
     # Each thread its own keys: whoever's projection is in the slot, the result is one's own.
-    failures = []
-
     def work(seed):
         generator = torch.Generator().manual_seed(seed)
         keys = torch.randn(B, TK, DK, generator=generator)
@@ -347,12 +345,6 @@ def test_threads_share_a_module(module):
         weights = module.W_q.weight, module.W_k.weight, module.w_v.weight
         want = bf.additive_attention(query, keys, keys, *weights)[0]
         for _ in range(150):
-            if not torch.allclose(module(query, keys, keys), want, rtol=1e-5, atol=1e-6):
-                failures.append(seed)
+            torch.testing.assert_close(module(query, keys, keys), want, rtol=1e-5, atol=1e-6)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(work, 8)
