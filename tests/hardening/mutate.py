@@ -6,6 +6,7 @@ A mistake changes an operator, a number or an index, or drops a statement, of cs
 the package. Two workers make it in copies of the tree, build that where it is C++, and run the
 narrowest tests of the file (NARROW), then all of its language (SUITES). A row of JSON for each goes
 to ``--results``; a mistake that has a row there is not made again, so that a stopped run goes on.
+Its verdict is one of
 
 killed: a test fails that passes without the mistake, or the process ends or hangs.
 survived: all tests pass: one is missing, or the mistake changes nothing that anybody can see.
@@ -226,7 +227,7 @@ class Worker:
         rooms = (".", "tests/support", "tests/hardening", "tests/cuda/host")
         self.environment = {
             **os.environ,
-            **{"BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0", "CXXFLAGS": "-O1 -g0"},
+            **{"BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0", "CXXFLAGS": "-O2 -g0"},
             **{"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "CI": "true"},
             "BAHDANAU_FAST_OBJECTS": str(self.objects),
             "PYTHONPATH": os.pathsep.join(str(self.tree / room) for room in rooms),
