@@ -1,12 +1,11 @@
 """torch.export without a warning, AOTInductor in a fresh process, ONNX in onnxruntime."""
 
-import subprocess
-import sys
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from fresh import python
 from torch.export import Dim
 
 import bahdanau_fast as bf
@@ -145,10 +144,7 @@ def test_saved_and_compiled_ahead_of_time_for_a_fresh_process(tmp_path, monkeypa
         package_path=str(files[2]),
         inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
     )
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, *files], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip() == "same numbers", done.stderr[-3000:]
+    assert python("-c", LOAD, *files).stdout.strip() == "same numbers"
 
 
 def of_model(model):
