@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from course import CourseAttention
 from remembered import DK, DQ, TK, TQ, B, H, agrees, held, projections, truth
 from threads import at_once
 from torch import nn
@@ -265,6 +266,27 @@ def test_truncated_backpropagation(module, query):
 
     same([windows(called)], [windows(truth)])
     same_gradients(module, windows)
+
+
+@pytest.mark.parametrize("of", ["keys and values", "values"])
+def test_a_history_that_is_cut(module, keys, query, of):
+    """Same bytes, same tensor, another node of the graph."""
+    encoder, source = nn.Linear(4, DK), torch.randn(B, TK, 4)
+    plain = CourseAttention(DK, DQ, H)
+    plain.load_state_dict(module.state_dict())
+
+    def run(attention, values_of):
+        encoder.zero_grad()
+        h = encoder(source) * 1
+        used = h if of == "keys and values" else keys
+        first = sum(attention(query + i, used, values_of(h), None) for i in range(2))
+        h.detach_().requires_grad_()
+        attention(query, used, h, None).square().sum().backward()
+        first.sum().backward()
+        return [encoder.weight.grad, h.grad]
+
+    # The course's bmm keeps its values for backward, and would not have them cut.
+    same(run(module, lambda h: h), run(plain, lambda h: h.view_as(h)))
 
 
 def test_a_backward_that_stops_before_the_keys(module, keys, query):
