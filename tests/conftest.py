@@ -9,7 +9,6 @@ import pytest
 # Workers share the cores: a thread that waits must not spin, or numeric tests take four times as
 # long. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-import torch
 
 # pytest has put this folder there. `import triton` must find the package or nothing, not a folder
 # of tests.
@@ -17,6 +16,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.remove(str(HERE))
 # Last, for `benchmarks`: an installed bahdanau_fast must stay the one that is tested.
 sys.path.append(str(HERE.parent))
+
+import torch  # noqa: E402
 
 
 @pytest.fixture
