@@ -131,9 +131,8 @@ def of_python(text):
             yield line, column, old, SWAPPED[old]
 
 
-OPERATOR = re.compile(
-    r"(?<= )(?:[<>]=?|[=!]=|&&|\|\||[-+]=|[-+*])(?= )"
-)  # as clang-format has them
+# Between spaces, as clang-format has those of two sides.
+OPERATOR = re.compile(r"(?<= )(?:[<>]=?|[=!]=|&&|\|\||[-+]=|[-+*])(?= )")
 NUMBER = re.compile(r"(?<![\w.])(?:\d+\.\d*(?:e-?\d+)?f?|\d+)(?![\w.])")
 INDEX = re.compile(r"(?<=[\w\])])\[([^\[\]]+)\]")
 STATEMENT = re.compile(r"^ +((?:[\w:.>\[\]*-]+ [-+*/|&]?= .+|[\w:.>-]+\(.*\));)$")
@@ -278,12 +277,12 @@ class Worker:
                 status = None
         return status, self.log.read_text(errors="replace")
 
-    def test(self, tests, triton, *more, seconds):
+    def test(self, tests, *more):
         """The same of pytest."""
         there = [test for test in tests if (self.tree / test.split("::")[0]).exists()]
         options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no_shrinking", *more)
-        asked = {"TRITON_INTERPRET": "1"} if triton and tests != SUITES[True] else {}
-        return self.python("-m", "pytest", *options, *there, seconds=seconds, **asked)
+        asked = {"TRITON_INTERPRET": "1"} if tests[0].startswith("tests/triton/kernels") else {}
+        return self.python("-m", "pytest", *options, *there, seconds=LONGEST, **asked)
 
     def attempt(self, mutant, narrow_only):
         """Make a mistake, and add its row."""
@@ -301,20 +300,20 @@ class Worker:
         right = {path: text.encode(), self.extension: self.binary}
         if not verdict:
             wrong = {path: path.read_bytes() for path in right}
-            verdict, by = self.judge(suites, mutant.file.startswith(TRITON), right, wrong)
+            verdict, by = self.judge(suites, right, wrong)
         put(right)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         if path.suffix != ".py":
             self.restore()
         self.results.add(mutant, verdict, by, time.time() - start)
 
-    def judge(self, suites, triton, right, wrong):
+    def judge(self, suites, right, wrong):
         """Verdict and reason; a test that also fails without the mistake is left out from then."""
         for tests in suites:
             status = 1
             while status:
                 left_out = [word for test in self.failing for word in ("--deselect", test)]
-                status, said = self.test(tests, triton, "-x", *left_out, seconds=LONGEST)
+                status, said = self.test(tests, "-x", *left_out)
                 if status is None or status < 0:
                     return "killed", "no end" if status is None else signal.Signals(-status).name
                 failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.M)
@@ -322,7 +321,7 @@ class Worker:
                     return "killed", said.strip().splitlines()[-1]
                 if status:
                     put(right)
-                    if self.test((failed[1],), triton, seconds=LONGEST)[0] == 0:
+                    if self.test((failed[1],))[0] == 0:
                         return "killed", failed[1]
                     print(f"fails without a mistake: {failed[1]}", flush=True)
                     self.failing.append(failed[1])
