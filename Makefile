@@ -12,7 +12,7 @@ CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-compare gpu-report wheel clean torch-spec sanitize fuzz mutants ptx gpu-model
+.PHONY: help venv demo test lint format bench bench-compare gpu-report wheel clean torch-spec deep
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -39,24 +39,16 @@ demo: venv  ## train a date translator with this attention and plot what it look
 test: venv  ## run the whole test suite
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-sanitize: venv  ## run the numeric tests on C++ built with ASan, UBSan and TSan (long)
+# Each command by itself: CONTRIBUTING.md. The last one lists mistakes that no test noticed.
+deep: venv  ## what takes hours: sanitizers, the fuzzer, drawn sequences, GPU code in a simulator, mutants
 	$(BIN)/python tests/hardening/sanitize.py --json benchmarks/results/sanitize.json
-	$(BIN)/python tests/hardening/figures.py
-
-fuzz: venv  ## fuzz the C++ entry points, guided by coverage (minutes)
 	$(BIN)/python tests/hardening/fuzz.py --json benchmarks/results/fuzz.json
 	$(BIN)/python tests/hardening/figures.py
-
-ptx: venv  ## run the GPU machine code of every kernel without a GPU; writes docs/ptx.md (long)
-	$(BIN)/python tests/ptx/table.py $(BACKEND)
-
-gpu-model: venv  ## model the time of every CUDA kernel on five GPUs, without one; writes docs/gpu-model.md
+	PYTHONPATH=tests/support $(BIN)/python -m ways.sequences 50000
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m deep
+	$(BIN)/python tests/ptx/table.py
 	PYTHONPATH=.:tests/ptx:tests/support:tests/cuda/host $(BIN)/python -m gpu_model
-
-mutants: venv  ## plant a mistake in each kernel and see the suite notice (long)
-	$(BIN)/python tests/hardening/mutants.py --json benchmarks/results/mutants.json
-	$(BIN)/python tests/hardening/guards.py --json benchmarks/results/guards.json
-	$(BIN)/python tests/hardening/mutants_page.py
+	$(BIN)/python tests/hardening/mutate.py
 
 # mypy and import-linter know no package_dir: they are given the layout as installed, kernels/ in its
 # place.

@@ -171,7 +171,8 @@ def _by_reference(call: Call) -> Results:
 
 
 def _by_operator(route: Route, call: Call) -> Results:
-    queries, keys, values, w_v, w_q, w_k, bias, *seen = call[:9]
+    first: tuple[Any, ...] = call[:9]
+    queries, keys, values, w_v, w_q, w_k, bias, *seen = first
     dropout_p, projected, form = call.dropout_p, call.projected, route.form
     table, keys_max, shared, backwards = (None,) * 4
     if projected is not None:
@@ -185,7 +186,7 @@ def _by_operator(route: Route, call: Call) -> Results:
         inputs: tuple[Any, ...] = (queries, keys, values, w_q, w_k, w_v, bias)
         return additive_attention.call(inputs, tuple(seen), (dropout_p,), way)
     features, w_f, *inside = _inside(call)
-    numbers = (dropout_p, *inside)
+    numbers: tuple[Any, ...] = (dropout_p, *inside)
     if call.located is not None:
         inputs = (queries, keys, values, w_v, *call.located, w_f)
         recorded = route.records and checks.needs_gradient(*inputs)

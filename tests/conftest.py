@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 # Workers share the cores: a thread that waits must not spin, or numeric tests take four times as
 # long. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -14,6 +16,17 @@ HERE = Path(__file__).resolve().parent
 sys.path.remove(str(HERE))
 # Last, for `benchmarks`: an installed bahdanau_fast must stay the one that is tested.
 sys.path.append(str(HERE.parent))
+
+import torch  # noqa: E402
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of torch's threads, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
 
 LONGEST = (
     "test_ways.py",

@@ -135,19 +135,10 @@ def test_a_prefix_is_a_length_to_the_bit_inside(form):
     assert all(map(torch.equal, of_mask, of_lens))
 
 
-@pytest.fixture
-def one_thread():
-    """Others would wait for work in loops, which takes processor time too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @needs_cpu
-@pytest.mark.usefixtures("one_thread")
-def test_keys_that_no_query_sees_cost_little():
+def test_keys_that_no_query_sees_cost_little(threads):
     """Of 4096 keys 64 are looked at: their scores take a 64th of the time that all take."""
+    threads(1)  # others would wait for work in loops, which takes processor time too
     (q, k, v, w), _ = operands(torch.float32, B=1, Tq=4, Tk=4096, H=256)
     inside = (None, None, 1, 0.0)
 

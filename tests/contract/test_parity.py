@@ -1,8 +1,5 @@
 """Context, weights and every gradient keep the parity rule (bahdanau_fast.parity) on any input."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +8,7 @@ import pytest
 import torch
 from contract import CONTRACT, LARGE, MASKED, lens, per_query
 from drawing import cases, drawn
+from fresh import python
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import DTYPES, Case, attended, called, check, eager, fused, long_double, run
@@ -93,52 +91,24 @@ def test_scores_far_apart_and_shifted_alike(dtype):
     check(case, dtype)
 
 
+def most(dtype):
+    """The oracle of fp64 is slow."""
+    return 60_000 if dtype == torch.float64 else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @drawn
-@given(cases(torch.float32, masks=True), st.sampled_from(sorted(WAYS)))
-def test_drawn_cases_fp32(case, way):
-    check(case, torch.float32, WAYS[way])
+@given(data=st.data())
+def test_drawn_cases(dtype, data):
+    case = data.draw(cases(dtype, most(dtype), masks=True))
+    check(case, dtype, WAYS[data.draw(st.sampled_from(sorted(WAYS)))])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @drawn
-@given(cases(torch.float64, most=60_000, masks=True), st.sampled_from(sorted(WAYS)))
-def test_drawn_cases_fp64(case, way):
-    check(case, torch.float64, WAYS[way])
-
-
-@drawn
-@given(cases(torch.bfloat16, masks=True), st.sampled_from(sorted(WAYS)))
-def test_drawn_cases_bf16(case, way):
-    check(case, torch.bfloat16, WAYS[way])
-
-
-@drawn
-@given(cases(torch.float16, masks=True), st.sampled_from(sorted(WAYS)))
-def test_drawn_cases_fp16(case, way):
-    check(case, torch.float16, WAYS[way])
-
-
-@drawn
-@given(cases(torch.float32, masks=True, inside=True))
-def test_drawn_cases_with_features_fp32(case):
-    check(case, torch.float32)
-
-
-@drawn
-@given(cases(torch.float64, most=60_000, masks=True, inside=True))
-def test_drawn_cases_with_features_fp64(case):
-    check(case, torch.float64)
-
-
-@drawn
-@given(cases(torch.bfloat16, masks=True, inside=True))
-def test_drawn_cases_with_features_bf16(case):
-    check(case, torch.bfloat16)
-
-
-@drawn
-@given(cases(torch.float16, masks=True, inside=True))
-def test_drawn_cases_with_features_fp16(case):
-    check(case, torch.float16)
+@given(data=st.data())
+def test_drawn_cases_with_features(dtype, data):
+    check(data.draw(cases(dtype, most(dtype), masks=True, inside=True)), dtype)
 
 
 @pytest.mark.parametrize(
@@ -183,15 +153,7 @@ def test_no_workspace_is_read_before_it_is_written():
     # What pytest puts in front of the path: this folder, and that of the helpers.
     helpers = str(Path(parity.__file__).parent)
     code = f"import sys; sys.path.append({helpers!r}); import test_parity as t; t.check_every_row()"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        text=True,
-        env={**os.environ, **tunables},
-        capture_output=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+    python("-c", code, cwd=Path(__file__).parent, **tunables)
 
 
 def check_every_row():

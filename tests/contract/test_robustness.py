@@ -1,15 +1,15 @@
 """NaN and infinity stay in their rows; memory far apart; threads, forks and many calls."""
 
 import math
-import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 from drawing import drawn
+from fresh import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import at_once
 
 import bahdanau_fast as bf
 
@@ -164,22 +164,14 @@ def test_eight_threads_train_one_module():
             *torch.autograd.grad(out.square().sum(), [k, *attention.parameters()]),
         ]
 
-    wants, failures = [gradients(*x) for x in data], []
+    wants = [gradients(*x) for x in data]
 
     def work(n):
-        try:
-            for _ in range(20):
-                for got, want in zip(gradients(*data[n]), wants[n], strict=True):
-                    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-        except Exception as error:
-            failures.append(error)
+        for _ in range(20):
+            for got, want in zip(gradients(*data[n]), wants[n], strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(work, 8)
 
 
 FORKED = """
@@ -211,11 +203,8 @@ print("same bits")
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @pytest.mark.parametrize("before", [True, False])
 def test_forked_workers(before):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED.format(before=before)],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.stdout.strip() == "same bits", done.stderr[-3000:]
+    done = python("-W", "ignore", "-c", FORKED.format(before=before))
+    assert done.stdout.strip() == "same bits"
 
 
 LEAKS = """
@@ -245,12 +234,9 @@ print(resident() - before[0], tensors() - before[1])
 """
 
 
+@pytest.mark.deep  # test_memory_use.py has a shorter loop
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ten_thousand_calls_leave_nothing_behind():
-    done = subprocess.run(
-        [sys.executable, "-c", LEAKS], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    kilobytes, tensors = map(int, done.stdout.split())
+    kilobytes, tensors = map(int, python("-c", LEAKS).stdout.split())
     assert tensors <= 2  # the last call's weights
     assert kilobytes < 2000  # 200 bytes a call: the heap itself moves by a megabyte

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import bahdanau_fast as bf
 from bahdanau_fast.limits import PRECISION
 
 # Pairs measured at a time; fp32 problems above PRECISION.fp64_cpu_elements run in the fp32 kernels.
@@ -166,6 +167,29 @@ def test_infinite_and_nan_inputs(dtype):
     torch.testing.assert_close(w[:4], want, rtol=1e-6, atol=1e-7)
     assert torch.isnan(w[4:7]).all()
     assert torch.equal(w[7:], torch.full_like(w[7:], 0.5))
+
+
+@pytest.mark.parametrize("hidden", [4, PRECISION.fp64_cpu_elements], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 255), (torch.float16, 2047)], ids=str)
+def test_results_are_rounded_to_nearest_and_ties_to_even(dtype, most, hidden):
+    """Keys that are alike weigh a half each, and half of the sums of two integers are odd."""
+    generator = torch.Generator().manual_seed(4)
+    values = torch.randint(-most, most + 1, (1, 2, 999), generator=generator).to(dtype)
+    zeros = [torch.zeros(s, dtype=dtype) for s in ((1, 1, 1), (1, 2, 1), (hidden, 1), (1, hidden))]
+    queries, keys, weight, w_v = zeros
+    context, _ = bf.additive_attention(queries, keys, values, weight, weight, w_v, backend="cpu")
+    assert torch.equal(context[0, 0], values[0].float().mean(0).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_largest_key_is_found_in_any_unit(dtype):
+    units = 133
+    keys = torch.zeros(units, 16, units, dtype=dtype)  # large enough for the kernels of fp32
+    for unit in range(units):
+        keys[unit, unit % 16, unit] = (-1) ** unit * 50.0
+    assert torch.equal(
+        torch.ops.bahdanau_fast.exp_keys(keys)[1], torch.full((units,), 50.0).to(dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -1,11 +1,10 @@
 """Threads meet seldom in a small decoder: where others use the cores too, each meeting is long."""
 
-import os
 import shutil
 import subprocess
-import sys
 
 import pytest
+from fresh import python
 
 COUNT = """
 #define _GNU_SOURCE
@@ -47,13 +46,8 @@ def test_regions_of_threads_in_a_small_decoder(tmp_path):
     (tmp_path / "count.c").write_text(COUNT)
     command = ["gcc", "-shared", "-fPIC", str(tmp_path / "count.c"), "-o", str(library), "-ldl"]
     subprocess.run(command, check=True)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DECODE, str(library), "32", "256"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "LD_PRELOAD": str(library)},
-        check=True,
-    )
+    sizes = "32", "256"
+    done = python("-W", "ignore", "-c", DECODE, str(library), *sizes, LD_PRELOAD=str(library))
     small, large = (tuple(map(int, line.split())) for line in done.stdout.splitlines())
     steps = 10
     assert small[0] <= steps + 2  # the attention's of each step, and the keys'

@@ -42,7 +42,7 @@ def spread_of(place):
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_near(place, dtype, factor):
+def test_parity_around_each_switch(place, dtype, factor):
     query, key = (factor * size for size in PLACES[place])
     for name in sets():
         with using(name):
@@ -51,7 +51,7 @@ def test_near(place, dtype, factor):
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("place", PLACES)
-def test_near_in_fp32(place, factor):
+def test_fp32_around_each_switch(place, factor):
     """Forward only: next to saturation eager's 1 - tanh^2 has two roundings of fp32, ours more."""
     query, key = (factor * size for size in PLACES[place])
     case = near(LARGE, 128, of_query=query, of_key=key, spread=spread_of(place))

@@ -91,7 +91,7 @@ EMPTY = {
 
 @pytest.mark.parametrize("size", EMPTY)
 @pytest.mark.parametrize("cls", CELLS)
-def test_nobody_looks_or_there_is_nothing_to_see(cls, size):
+def test_an_empty_batch_and_empty_keys(cls, size):
     made, rest = arguments(cls, 2, torch.float64)
     given_ = {n: x for n, x in made._asdict().items() if x is not None}
     made = made._replace(**EMPTY[size](given_))

@@ -1,10 +1,9 @@
 """Peak memory: nothing of size (B,Tq,Tk,H) is ever made, and a loop does not grow."""
 
-import os
-import subprocess
 import sys
 
 import pytest
+from fresh import python
 
 MEASURE = """
 import gc, torch, bahdanau_fast as bf
@@ -60,15 +59,8 @@ print(*both({what}, B, Tq, Tk, H))
 def measure(what, sizes, threads=2):
     code = MEASURE.format(what=what, sizes=sizes, threads=threads)
     # Freed memory goes back at once, so that the peak is what is held.
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-1500:]
-    return map(int, result.stdout.split())
+    held = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    return map(int, python("-c", code, **held).stdout.split())
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -84,6 +76,7 @@ def test_peak_of_forward_and_backward(what):
     assert peak < 4 * 128 * 128 * 512 * 4 / 2  # far from one (B,Tq,Tk,H)
 
 
+@pytest.mark.deep
 @linux
 def test_peak_of_a_large_problem():
     # (8,256,256,512) would be a gigabyte in fp32.
@@ -119,10 +112,6 @@ for grad in (False, True):
 
 @linux
 def test_a_decoder_loop_does_not_grow():
-    result = subprocess.run(
-        [sys.executable, "-c", GROWTH], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-1500:]
     # A leaked context or weight a step would be 4000 * (2 to 200) KB; the heap moves by 2 MB.
-    for grown in map(int, result.stdout.split()):
+    for grown in map(int, python("-c", GROWTH).stdout.split()):
         assert grown < 4000, f"{grown} KB more after 4000 steps"

@@ -206,17 +206,13 @@ def test_second_derivatives():
 
 
 @pytest.mark.parametrize("rows", [8, 64])
-def test_the_same_bits_for_any_number_of_threads(rows):
+def test_the_same_bits_for_any_number_of_threads(rows, threads):
     x, weight = of(rows, 512).requires_grad_(), of(512, 512).requires_grad_()
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, before):
-            torch.set_num_threads(threads)
-            out = projection.linear(x, weight)
-            results.append((out, *torch.autograd.grad(out, (x, weight), of(rows, 512))))
-    finally:
-        torch.set_num_threads(before)
+    for count in (1, 2, torch.get_num_threads()):
+        threads(count)
+        out = projection.linear(x, weight)
+        results.append((out, *torch.autograd.grad(out, (x, weight), of(rows, 512))))
     for result in results:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 

@@ -101,16 +101,12 @@ def test_a_table_in_fp32_without_gradients(size, scale):
     parity.check(case, torch.float32, once)
 
 
-def test_rows_are_what_they_are_alone_and_for_any_number_of_threads():
+def test_rows_are_what_they_are_alone_and_for_any_number_of_threads(threads):
     module, q, k, v = drawn((8, 1, 30, 512, 512), torch.float32)
-    before = torch.get_num_threads()
     found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(module.attend(q, module.memory(k, v)))
-    finally:
-        torch.set_num_threads(before)
+    for count in (1, 2, 3):
+        threads(count)
+        found.append(module.attend(q, module.memory(k, v)))
     alone = [module.attend(q[i : i + 1], module.memory(k[i : i + 1], v[i : i + 1])) for i in (0, 7)]
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])

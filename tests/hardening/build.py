@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "hardening"
+sys.path.append(str(ROOT / "tests" / "support"))
+from fresh import WITHOUT_EDITABLE  # noqa: E402
 
 
 def lay_out(name, cxxflags="", ldflags="", cxx="", source=ROOT):
@@ -31,11 +33,7 @@ def lay_out(name, cxxflags="", ldflags="", cxx="", source=ROOT):
             ignore=shutil.ignore_patterns("*.so", "__pycache__"),
             dirs_exist_ok=True,
         )
-    # An editable install offers its own binary to any package of this name.
-    (folder / "sitecustomize.py").write_text(
-        "import sys\n"
-        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
-    )
+    (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     flags = {"CXXFLAGS": cxxflags, "LDFLAGS": ldflags, "CXX": cxx}
     environment = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""Writes the figures of ``make fuzz`` and ``make sanitize`` into docs/compatibility.md."""
+"""Writes the figures of ``fuzz.py`` and ``sanitize.py`` into docs/compatibility.md."""
 
 import json
 from pathlib import Path
@@ -19,11 +19,11 @@ def table():
     """Its lines, below the head."""
     fuzzed, sanitized = read("fuzz"), read("sanitize")
     return [
-        f"| `make fuzz`: {row['target']} | {row['cases']} cases, {row['checked']} compared, "
+        f"| `fuzz.py`: {row['target']} | {row['cases']} cases, {row['checked']} compared, "
         f"{row['refused']} refused | {row['wrong']} | {row['minutes']} |"
         for row in fuzzed.get("targets", [])
     ] + [
-        f"| `make sanitize`: {row['sanitizer']} | {row['tests']} tests, {row['drawn']} drawn cases "
+        f"| `sanitize.py`: {row['sanitizer']} | {row['tests']} tests, {row['drawn']} drawn cases "
         f"| {row['failures']} | {row['minutes']} |"
         for row in sanitized.get("sanitizers", [])
     ]

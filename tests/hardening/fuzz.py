@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the C++ entry points: ``make fuzz``.
+"""Coverage-guided fuzzing of the C++ entry points: ``python tests/hardening/fuzz.py``.
 
 The extension is built with GCC's -fsanitize-coverage=trace-pc (libFuzzer and fuzzers built on it
 want clang, which a machine that builds this package need not have). A case is a string of bytes,
@@ -88,6 +88,12 @@ class Coverage:
         before, self.reached = self.reached, now
         return now > before
 
+    def places_of(self, one, data):
+        """The places that a case reaches."""
+        ctypes.memset(self.map, 0, 1 << 16)
+        one(data)
+        return {place for place, hit in enumerate(bytes(self.map)) if hit}
+
 
 def _function(library, name):
     function = getattr(library, name)
@@ -125,9 +131,14 @@ def fuzz(target, cases, minutes, seed, coverage, last):
     return row, kept
 
 
-def write_seeds(target, kept):
-    """The cases that reached something new, into the tree."""
-    _file_of(target).write_text("".join(f"{data.hex()}\n" for data in kept))
+def write_seeds(target, kept, coverage):
+    """A few of the cases that reach together what all of them do, into the tree."""
+    reached = {data: coverage.places_of(function_of(target), data) for data in kept}
+    left, chosen = set().union(*reached.values()), []
+    while left:
+        chosen.append(max(reached, key=lambda data: len(reached[data] & left)))
+        left -= reached[chosen[-1]]
+    _file_of(target).write_text("".join(f"{data.hex()}\n" for data in chosen))
 
 
 def inside(arguments):
@@ -142,10 +153,11 @@ def inside(arguments):
     found = {"where": build.where(), "seed": arguments.seed, "targets": rows}
     for target, (share, _) in TARGETS.items():
         cases, minutes = arguments.cases * share // 100, arguments.minutes * share / 100
-        row, kept = fuzz(target, cases, minutes, arguments.seed, Coverage(library), last)
+        coverage = Coverage(library)
+        row, kept = fuzz(target, cases, minutes, arguments.seed, coverage, last)
         rows.append(row)
         if arguments.keep:
-            write_seeds(target, kept)
+            write_seeds(target, kept, coverage)
     last.unlink()
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

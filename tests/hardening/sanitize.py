@@ -1,4 +1,4 @@
-"""The suite on C++ compiled with sanitizers: ``make sanitize``.
+"""The suite on C++ compiled with sanitizers: ``python tests/hardening/sanitize.py``.
 
 AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer, side by side, each in a build
 of its own (build/hardening/address, .../thread). Only the extension is compiled with them; Python
@@ -46,7 +46,7 @@ ADDRESS = {
 THREAD = {
     "test_operators.py": "bitwise",
     "test_robustness.py": "eight or finite",
-    "test_key_cache_lifetime.py": "threads",
+    "test_key_cache.py": "threads",
     "test_parity.py": "test_contract or drawn_cases",
     "test_general.py": "forms",
     "test_location.py": "test_steps or gradients_of",

@@ -1,12 +1,12 @@
 """What decoder steps leave to the shared node: the same gradients, computed once per backward."""
 
 import gc
-import threading
 import weakref
 
 import parity
 import pytest
 import torch
+from threads import at_once
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
@@ -192,19 +192,6 @@ def test_a_checkpointed_loop(module, keys, queries, reentrant):
     same([x.grad for x in inputs], want)
 
 
-def test_steps_without_gradients_between(module, keys, queries):
-    memory = module.memory(keys, valid_lens=LENS)
-    contexts, others = [], apart(module, keys, queries)
-    for i, query in enumerate(queries):
-        with torch.set_grad_enabled(i % 2 == 0):
-            contexts.append(module.attend(query, memory))
-    inputs = inputs_of(module, keys, queries)
-    same(
-        torch.autograd.grad(loss(contexts[::2]), inputs),
-        torch.autograd.grad(loss(others[::2]), inputs),
-    )
-
-
 @pytest.mark.parametrize("frozen", ["keys", "queries", "w_v", "all but w_v", "all but queries"])
 def test_frozen_inputs(module, keys, queries, frozen):
     named = {
@@ -240,31 +227,6 @@ def test_steps_of_several_sizes_and_lengths(module, keys):
     same(torch.autograd.grad(value, inputs), torch.autograd.grad(loss(others), inputs))
 
 
-def test_other_values_do_not_share(module, keys, queries):
-    values = [torch.randn(B, TK, 4, requires_grad=True) for _ in queries]
-    weights = (module.W_q.weight, module.W_k.weight, module.w_v.weight)
-    pairs = list(zip(queries, values, strict=True))
-    inputs = [keys, *values, *module.parameters()]
-    contexts = [module(q, keys, v, LENS) for q, v in pairs]
-    others = [bf.reference.additive_attention(q, keys, v, *weights, LENS)[0] for q, v in pairs]
-    same(torch.autograd.grad(loss(contexts), inputs), torch.autograd.grad(loss(others), inputs))
-
-
-def test_values_and_w_v_changed_in_place_between_steps(module, queries):
-    keys = torch.randn(B, TK, D)
-    values, weights = torch.randn(B, TK, 4), (module.W_q.weight, module.W_k.weight)
-    for query in queries:
-        got = module(query, keys, values, LENS)
-        want = bf.reference.additive_attention(
-            query, keys, values, *weights, module.w_v.weight, LENS
-        )[0]
-        inputs = [queries, *weights, module.w_v.weight]
-        same(torch.autograd.grad(loss([got]), inputs), torch.autograd.grad(loss([want]), inputs))
-        values.mul_(0.7)
-        with torch.no_grad():
-            module.w_v.weight.mul_(1.5)
-
-
 def test_autocast(module, keys, queries):
     def gradients(form):
         with torch.autocast("cpu", torch.bfloat16):
@@ -283,22 +245,12 @@ def test_autocast(module, keys, queries):
 def test_threads_go_over_one_graph(module, keys, queries):
     contexts, inputs = attend(module, keys, queries), inputs_of(module, keys, queries)
     want = torch.autograd.grad(loss(contexts), inputs, retain_graph=True)
-    failures = []
 
-    def work():
-        try:
-            for _ in range(10):
-                value = loss(contexts)
-                same(torch.autograd.grad(value, inputs, retain_graph=True), want)
-        except Exception as error:
-            failures.append(error)
+    def work(_):
+        for _ in range(10):
+            same(torch.autograd.grad(loss(contexts), inputs, retain_graph=True), want)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(work, 4)
 
 
 def test_nothing_is_held_afterwards(module, queries):

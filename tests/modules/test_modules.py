@@ -268,22 +268,6 @@ def test_beams_as_queries():
         torch.testing.assert_close(together[:, i : i + 1], one, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_through_a_memory_used_many_times():
-    module, (q, k, v) = bf.AdditiveAttention(2, 20, 8), inputs(Tq=6)
-    k.requires_grad_()
-    memory = module.memory(k, v)
-    steps = torch.cat([module.attend(q[:, i : i + 1], memory) for i in range(6)], 1)
-    once = module(q, k, v)
-    grad = torch.randn(once.shape)
-    wanted = (k, *module.parameters())
-    for a, b in zip(
-        torch.autograd.grad(steps, wanted, grad),
-        torch.autograd.grad(once, wanted, grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_modules_in_other_dtypes(dtype):
     module, data = bf.AdditiveAttention(2, 20, 8), inputs()

@@ -151,18 +151,14 @@ def test_the_gradient_with_dropout():
     assert torch.autograd.gradcheck(function, list(tensors.values()), fast_mode=True)
 
 
-def test_threads_do_not_change_a_bit():
+def test_threads_do_not_change_a_bit(threads):
     module, tensors = (
         layer(bf.AttentionGRU, 2, torch.float32),
         given(bf.AttentionGRU, 2, torch.float32, B=37, Tk=70),
     )
     many = results(module, tensors, None)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1 if threads > 1 else 2)
-        same(results(module, tensors, None), many, rtol=0, atol=0)
-    finally:
-        torch.set_num_threads(threads)
+    threads(1 if torch.get_num_threads() > 1 else 2)
+    same(results(module, tensors, None), many, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("cls", "cell"), [(bf.AttentionGRU, "gru"), (bf.AttentionLSTM, "lstm")])

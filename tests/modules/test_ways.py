@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from ranks import two_ranks
 from threads import one_thread  # noqa: F401
+from ways.layers import EVERY
 from ways.modes import play, variants
 from ways.sides import DK, DQ, REMEMBERED, SMALL
 from ways.table import WAYS
@@ -19,9 +20,14 @@ TOGETHER = [way for way in WAYS if way.ranks == 2]
 BY_INDUCTOR = ("`keys.mul_(-1.5)`", "`keys.numpy()`", "`Adam`, fused", "`load_state_dict`")
 
 
+def marks(way, mode):
+    """Each way of a layer is compiled by itself: a second for each, of which four are enough."""
+    return [pytest.mark.deep] if mode == "compiled" and way.layers not in ((), EVERY) else []
+
+
 def cases(ways):
     return [
-        pytest.param(way, mode, id=f"{way.what}, {way.how}, {mode}")
+        pytest.param(way, mode, id=f"{way.what}, {way.how}, {mode}", marks=marks(way, mode))
         for way in ways
         for mode in MODES
         if mode not in way.without

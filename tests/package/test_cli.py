@@ -1,35 +1,17 @@
 """The command line as a user meets it."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from fresh import ROOT, python
 
 import bahdanau_fast
 from bahdanau_fast import backends, cli
 
-ROOT = str(Path(bahdanau_fast.__file__).parents[1])
-
-
-def run(*arguments, code=None):
-    """A fresh process: ``-m bahdanau_fast ...``, or ``-c code``."""
-    what = ["-c", code] if code else ["-m", "bahdanau_fast", *arguments]
-    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *what],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
 
 def test_info_in_a_fresh_process():
-    result = run("info")
-    assert result.returncode == 0
+    result = python("-W", "ignore", "-m", "bahdanau_fast", "info", path=ROOT)
     assert result.stderr == ""
     for text in (bahdanau_fast.__version__, torch.__version__, "auto takes", "reference"):
         assert text in result.stdout
@@ -65,8 +47,7 @@ importlib.import_module = broken
 from bahdanau_fast.cli import main
 sys.exit(main(["info"]))
 """
-    result = run(code=code)
-    assert result.returncode == 0, result.stderr
+    result = python("-W", "ignore", "-c", code, path=ROOT)
     assert said in result.stdout
     assert "auto takes 'reference'" in result.stdout
 

@@ -1,20 +1,18 @@
 """Without the extension, or with a broken one, the package works on the reference and says why."""
 
 import _ctypes
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fresh import HIDE, ROOT, copy_package, python
 
 import bahdanau_fast as bf
 from bahdanau_fast import backends
 
-PACKAGE = Path(bf.__file__).parent
 WORKS = """
 import warnings
 with warnings.catch_warnings(record=True) as caught:
@@ -54,27 +52,8 @@ print(refusal)
 
 @pytest.fixture
 def copied(tmp_path):
-    """A copy of the package without its binary, in front on the path."""
-    shutil.copytree(
-        PACKAGE, tmp_path / "bahdanau_fast", ignore=shutil.ignore_patterns("*.so", "__pycache__")
-    )
-    # An editable install offers its own binary to any package of this name.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
-    )
-    return tmp_path
-
-
-def python(where, *arguments):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=where,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(where)},
-        check=False,
-    )
+    """A copy of the package without its binary."""
+    return copy_package(tmp_path)
 
 
 def missing(folder):
@@ -123,8 +102,8 @@ BREAKAGES = [missing, left_out, garbage, truncated, header_only, empty, another]
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda f: f.__name__)
 def test_the_package_works(copied, breakage):
     reason = breakage(copied)
-    done = python(copied, "-c", f"{WORKS}\nfrom bahdanau_fast.cli import main\nmain(['info'])")
-    assert done.returncode == 0, done.stderr[-1500:]
+    code = f"{WORKS}\nfrom bahdanau_fast.cli import main\nmain(['info'])"
+    done = python("-c", code, cwd=copied, path=copied)
     warning, refusal, *info = done.stdout.strip().splitlines()
     assert re.search(reason, warning)
     assert "python -m bahdanau_fast info" in warning
@@ -136,23 +115,13 @@ def test_the_package_works(copied, breakage):
     assert "Traceback" not in done.stderr
 
 
-def test_an_import_hook_that_hides_it(tmp_path):
-    hook = """
-import sys
-class Hide:
-    def find_spec(self, name, path=None, target=None):
-        if name == "bahdanau_fast._C_cpu":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Hide())
-"""
-    done = python(PACKAGE.parent, "-c", hook + WORKS)
-    assert done.returncode == 0, done.stderr[-1500:]
+def test_an_import_hook_that_hides_it():
+    done = python("-c", HIDE.format(hidden=["bahdanau_fast._C_cpu"]) + WORKS, path=ROOT)
     assert "the C++ extension is not built" in done.stdout
 
 
 def test_the_whole_package_imports_without_a_warning_when_built():
-    done = python(PACKAGE.parent, "-W", "error", "-c", "import bahdanau_fast")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert python("-W", "error", "-c", "import bahdanau_fast", path=ROOT).stderr == ""
 
 
 # ---- choosing ------------------------------------------------------------------------------------

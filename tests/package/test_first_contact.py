@@ -3,21 +3,19 @@
 import importlib
 import inspect
 import json
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from course import inputs
+from fresh import HIDE, ROOT, copy_package, copy_tree, python
 
 import bahdanau_fast as bf
 from bahdanau_fast.backends import availability
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 
@@ -27,30 +25,15 @@ README = (ROOT / "README.md").read_text()
 @pytest.fixture
 def tree(tmp_path):
     """A source tree without its binary, and an installed package with one (on the path)."""
-    source, site = tmp_path / "source", tmp_path / "site"
-    plain = shutil.ignore_patterns("*.so", "__pycache__")
-    for folder in (source, site):
-        shutil.copytree(Path(bf.__file__).parent, folder / "bahdanau_fast", ignore=plain)
+    source, site = copy_package(tmp_path / "source"), copy_package(tmp_path / "site")
     (source / "setup.py").touch()
     binary = Path(sys.modules["bahdanau_fast._C_cpu"].__file__)
     shutil.copy(binary, site / "bahdanau_fast")
-    # An editable install offers its own binary to any package of this name.
-    (site / "sitecustomize.py").write_text(
-        "import sys\n"
-        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
-    )
     return source, site
 
 
 def info(folder, site):
-    return subprocess.run(
-        [sys.executable, "-m", "bahdanau_fast", "info"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        check=True,
-    )
+    return python("-m", "bahdanau_fast", "info", cwd=folder, path=site)
 
 
 def test_a_source_tree_that_hides_the_installed_package_says_so(tree, tmp_path):
@@ -88,41 +71,19 @@ def test_a_cuda_extension_that_is_hidden(tree, monkeypatch):
 
 # ---- installing ----------------------------------------------------------------------------------
 
-# What a fresh environment of setuptools 65 lacks.
-HIDE = """
-import sys
-class Hide:
-    def find_spec(self, name, path=None, target=None):
-        if name in {hidden}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Hide())
-"""
 
-
-def setup(tmp_path, hidden, *command):
-    for part in ("csrc", "bahdanau_fast", "kernels", "benchmarks"):
-        shutil.copytree(
-            ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.so", "*.json")
-        )
-    for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / part, tmp_path)
-    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
+def setup(tree, hidden, *command, check=True):
+    (copy_tree(tree) / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
     skip = {"BAHDANAU_FAST_CPU": "0", "BAHDANAU_FAST_CUDA": "0"}
-    return subprocess.run(
-        [sys.executable, "setup.py", "-q", *command],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), **skip},
-        check=False,
-    )
+    return python("setup.py", "-q", *command, cwd=tree, path=tree, check=check, **skip)
 
 
+# What a fresh environment of setuptools 65 lacks.
 OLD = ["setuptools.command.bdist_wheel", "wheel", "wheel.bdist_wheel"]
 
 
 def test_without_what_makes_wheels_it_says_what_to_install(tmp_path):
-    done = setup(tmp_path, OLD, "bdist_wheel")
+    done = setup(tmp_path, OLD, "bdist_wheel", check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
@@ -131,8 +92,7 @@ def test_without_what_makes_wheels_it_says_what_to_install(tmp_path):
 
 
 def test_without_what_makes_wheels_the_rest_works(tmp_path):
-    done = setup(tmp_path, OLD, "build", "--build-lib", "lib")
-    assert done.returncode == 0, done.stderr
+    setup(tmp_path, OLD, "build", "--build-lib", "lib")
     assert (tmp_path / "lib/bahdanau_fast/kernels").is_dir()
 
 
@@ -183,7 +143,7 @@ assert seq2seq is bf.seq2seq and not hasattr(bf, "seq2sec")
 
 
 def test_the_translator_is_imported_when_it_is_asked_for():
-    subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, check=True)
+    python("-c", LAZY, cwd=ROOT)
 
 
 def test_readme_names_the_extra_before_the_commands_that_need_it():

@@ -1,16 +1,14 @@
 """torch.export without a warning, AOTInductor in a fresh process, ONNX in onnxruntime."""
 
-import subprocess
-import sys
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from fresh import python
 from torch.export import Dim
 
 import bahdanau_fast as bf
-from bahdanau_fast.ops.decompositions import TABLE
 
 B, Tq, Tk = Dim("B", min=2, max=1024), Dim("Tq", min=2, max=4096), Dim("Tk", min=2, max=4096)
 DYNAMIC = ({0: B, 1: Tq}, {0: B, 1: Tk}, {0: B, 1: Tk}, {0: B})
@@ -146,10 +144,7 @@ def test_saved_and_compiled_ahead_of_time_for_a_fresh_process(tmp_path, monkeypa
         package_path=str(files[2]),
         inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
     )
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, *files], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip() == "same numbers", done.stderr[-3000:]
+    assert python("-c", LOAD, *files).stdout.strip() == "same numbers"
 
 
 def of_model(model):
@@ -158,7 +153,7 @@ def of_model(model):
 
 def of_program(model):
     """Of one that holds the operator."""
-    return {"model": exported(model).run_decompositions(TABLE)}
+    return {"model": exported(model).run_decompositions(bf.decompositions.TABLE)}
 
 
 @pytest.mark.parametrize("source", [of_model, of_program])

@@ -353,13 +353,6 @@ def test_no_size_is_a_guard():
 # ---- determinism ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 SHAPES = {
     "split": {"B": 1, "Tq": 1, "Tk": 5000, "H": 64, "Dv": 33},
     "split, few queries": {"B": 2, "Tq": 5, "Tk": 700, "H": 65, "Dv": 17},

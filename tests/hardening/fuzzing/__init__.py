@@ -1,1 +1,1 @@
-"""What ``make fuzz`` runs: cases of the C++ entry points, made of bytes."""
+"""What ``fuzz.py`` runs: cases of the C++ entry points, made of bytes."""

@@ -273,6 +273,7 @@ WAYS = (
     Way("weights", "`ZeroRedundancyOptimizer`", changes.redundancy_free, ranks=2),
     Way("bias", "`bias.mul_(-1.5)`", changes.times("module.bias")),
     Way("bias", "`bias.data.mul_(-1.5)`", changes.times("module.bias.data")),
+    Way("bias", "`bias.numpy()`", changes.numpy_times("module.bias")),
     Way("bias", "`bias = Parameter(new)`", changes.new_bias),
     Way(
         "bias",
