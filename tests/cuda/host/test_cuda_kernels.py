@@ -6,7 +6,10 @@ AddressSanitizer and UBSan, which fail on the first thing they see. Machine code
 
 import re
 import shutil
+from contextlib import closing
+from functools import partial
 
+import entry_points
 import pytest
 import torch
 from built import needs_compiler
@@ -22,6 +25,12 @@ pytestmark = needs_compiler
 
 # fp64 and fp16 are compiled from the same templates: they are for the deep run.
 DEEP = "fp64", "fp16"
+
+
+@pytest.fixture(scope="module")
+def drivers():
+    with closing(Drivers(partial(Host, sanitizer="address"))) as running:
+        yield running
 
 
 def in_every(names):
@@ -117,9 +126,9 @@ def test_dropout_drops_what_the_cpu_drops(drivers, queries):
     inputs = problem(queries, 150, 12, 20, torch.float32)
     got = results(drivers, inputs, lens(150, 70), seed=1234567890123, dropout_p=0.4)
     seed = torch.tensor([1234567890123])
-    queries_, keys, values, w_v = inputs
-    context, weights = torch.ops.bahdanau_fast.attend(
-        queries_, keys, None, None, values, w_v, lens(150, 70), seed, 0.4, True
+    of_cpu = entry_points.GENERAL[entry_points.FORWARD]
+    context, weights = entry_points.attend(
+        entry_points.on_gpu, *inputs, lens(150, 70), seed, 0.4, of_cpu
     )
     seeds = seeds_of((context, weights))
     want = [context, weights, *torch.autograd.grad((context, weights), inputs, seeds)]
@@ -187,6 +196,6 @@ PLANTED = {
 def test_a_planted_mistake_is_caught(tmp_path, mistake):
     sanitizer, file, old, new, message = PLANTED[mistake]
     sources = changed(tmp_path, file, old, new)
-    broken = Drivers(lambda kind: Host(kind, sanitizer, sources))
+    broken = Drivers(partial(Host, sanitizer=sanitizer, sources=sources))
     with pytest.raises(AssertionError, match=re.escape(message)):
         results(broken, problem(1, 66, 12, 9, torch.bfloat16, b=1))

@@ -1,12 +1,14 @@
 """Both sides of every magnitude at which the CUDA kernels change path, or cut a number off."""
 
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import cuda_on_host
 import pytest
 import torch
 from built import needs_compiler
-from cuda_on_host import on
+from cuda_on_host import Drivers, Host, on
 from near import FACTORS, check, near
 
 pytestmark = needs_compiler
@@ -40,6 +42,12 @@ CASES = [
     for queries in kernels
     for dtype in dtypes
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def drivers():
+    with closing(Drivers(partial(Host, sanitizer="address"))) as running:
+        yield running
 
 
 @pytest.mark.parametrize("factor", FACTORS)
