@@ -100,7 +100,7 @@ old-triton: venv  ## the same under the oldest Triton, and its interpreter on th
 	[ -d '$(OLD)' ] || $(BIN)/python -m pip install --no-deps --target '$(OLD)' 'triton==$(OLD_TRITON)' 'numpy<2.4'
 	PYTHONPATH='$(OLD)' $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLD_TRITON)", triton'
 	PYTHONPATH='$(OLD)' $(BIN)/python -m benchmarks.budgets --quick
-	PYTHONPATH='$(OLD)' TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/triton/kernels
+	PYTHONPATH='$(OLD)' TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m '' tests/triton/kernels
 
 # With the Python that is there and nothing installed: PYTHON=... for one beside .venv's. The
 # package is laid out as installed, kernels/ in its place.

@@ -24,7 +24,7 @@ from parity import Case, check
 pytestmark = needs_compiler
 
 # fp64 and fp16 are compiled from the same templates: they are for the deep run.
-DEEP = "fp64", "fp16"
+QUICK, DEEP = ("bf16", "fp32"), ("fp64", "fp16")
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +33,14 @@ def drivers():
         yield running
 
 
-def in_every(names):
-    """(name, dtype): each case in fp32 or bf16, in turn; deep in all the others."""
-    for number, name in enumerate(names):
-        quick = ("bf16", "fp32")[number % 2]
-        for dtype in DTYPES:
-            marks = () if dtype == quick else pytest.mark.deep
-            yield pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}")
+IN_TURN = [
+    pytest.param(row, dtypes[number % 2], marks=pytest.mark.deep if dtypes is DEEP else ())
+    for dtypes in (QUICK, DEEP)
+    for number, row in enumerate(ROWS)
+]
 
 
-@pytest.mark.parametrize(("row", "dtype"), list(in_every(ROWS)))
+@pytest.mark.parametrize(("row", "dtype"), IN_TURN)
 def test_contract(drivers, row, dtype):
     assert measured(drivers, row, dtype) <= 1
 
