@@ -1,9 +1,9 @@
 """``make ptx``: every case on every kernel of both GPU backends, as machine code.
 
 ``python tests/ptx/table.py [cuda] [triton]`` prints a row for each kernel with the worst share of
-what the parity rule allows, writes the rows to benchmarks/results/ptx.csv, and ends with 1 if a
-case fails or a kernel never ran. What cases gave is kept in build/ptx: a run that was stopped goes
-on where it was, until the sources change.
+what the parity rule allows, and ends with 1 if a case fails or a kernel never ran. Those of both
+backends are written to benchmarks/results/ptx.csv. What cases gave is kept in build/ptx: a run that
+was stopped goes on where it was, until the sources change.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Backend:
         """The file of what cases gave, for these sources."""
         folders = (*SOURCES, *self.sources)
         files = {file for folder in folders for file in folder.rglob("*.*")}
-        read = [file.read_bytes() for file in sorted(files) if file.suffix in (".py", ".h", ".cpp")]
+        code = (".py", ".h", ".cpp", ".cu")
+        read = [file.read_bytes() for file in sorted(files) if file.suffix in code]
         known = hashlib.sha256(b"".join([triton.__version__.encode(), *read])).hexdigest()
         return KEPT / f"table-{known[:16]}.jsonl"
 
@@ -93,7 +94,7 @@ BACKENDS = {
     ),
     "triton": Backend(
         ("80", "90"), ("fp32", "bf16", "fp16"), TritonPtx, triton_places,
-        (ROOT / "kernels", ROOT / "bahdanau_fast" / "backends" / "triton"),
+        (ROOT / "kernels", ROOT / "bahdanau_fast"),
     ),
 }  # fmt: skip
 

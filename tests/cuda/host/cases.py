@@ -12,13 +12,7 @@ from parity import OUTPUTS, Case, errors, long_double, measure, shares
 
 from bahdanau_fast import reference
 
-__all__ = [
-    "DTYPES",
-    "ROWS",
-    "STEPS",
-    "Step",
-    "measured",
-]
+__all__ = ["DTYPES", "ROWS", "STEPS", "Step", "measured"]
 
 DTYPES = {
     "fp32": torch.float32,
