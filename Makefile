@@ -47,10 +47,10 @@ fuzz: venv  ## fuzz the C++ entry points, guided by coverage (minutes)
 	$(BIN)/python tests/hardening/fuzz.py --json benchmarks/results/fuzz.json
 	$(BIN)/python tests/hardening/figures.py
 
-ptx: venv  ## run the GPU machine code of every kernel without a GPU, into benchmarks/results (long)
+ptx: venv  ## run the GPU machine code of every kernel without a GPU (long)
 	$(BIN)/python tests/ptx/table.py $(BACKEND)
 
-gpu-model: venv  ## model the time of every CUDA kernel on five GPUs, without one, into benchmarks/results (long)
+gpu-model: venv  ## model the time of every CUDA kernel on five GPUs, without one (minutes)
 	PYTHONPATH=.:tests/ptx:tests/support:tests/cuda/host $(BIN)/python -m gpu_model
 
 mutants: venv  ## plant a mistake in each kernel and see the suite notice (long)
