@@ -43,7 +43,6 @@ test: venv  ## run the whole test suite
 deep: venv  ## what takes hours: sanitizers, the fuzzer, drawn sequences, GPU code in a simulator, mutants
 	$(BIN)/python tests/hardening/sanitize.py --json benchmarks/results/sanitize.json
 	$(BIN)/python tests/hardening/fuzz.py --json benchmarks/results/fuzz.json
-	$(BIN)/python tests/hardening/figures.py
 	PYTHONPATH=tests/support $(BIN)/python -m ways.sequences 50000
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m deep
 	$(BIN)/python tests/ptx/table.py

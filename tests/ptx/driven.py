@@ -9,12 +9,12 @@ import tempfile
 import threading
 
 import numpy as np
-from cuda_on_host import KINDS, Host
+from cuda_on_host import KINDS, Drivers, Host
 from machine import build
 from machine.launch import Buffer, Machine, Order, Report
 from machine.parse import PtxError
 
-__all__ = ["ARCHS", "CudaPtx"]
+__all__ = ["ARCHS", "CudaPtx", "PtxDrivers"]
 
 # The largest cluster that launchers are told of.
 ARCHS = {"80": 1, "90a": 8}
@@ -140,3 +140,22 @@ class CudaPtx(Host):
         first = address - held.address
         if 0 <= first < held.known.size:
             held.known[first : first + count] = 1
+
+
+class PtxDrivers(Drivers):
+    """csrc/cuda for an architecture: drivers by kind of numbers, started when asked for.
+
+    Args:
+        arch: a key of ARCHS.
+        options: for every ``CudaPtx``.
+    """
+
+    def __init__(self, arch, **options):
+        super().__init__(lambda kind: CudaPtx(kind, arch, **options), ARCHS[arch])
+
+    def took(self):
+        """(kind, entry) of every launch since the last call."""
+        found = {(kind, r.entry.name) for kind, driver in self.items() for r in driver.reports}
+        for driver in self.values():
+            driver.reports.clear()
+        return found

@@ -20,8 +20,8 @@ TYPES = {
     np.dtype(np.float16): "b16",
 }
 REGISTERS = (
-    ".reg .pred %p<9>;\n.reg .b16 %h<9>;\n.reg .b32 %r<40>;\n.reg .f32 %f<40>;\n"
-    ".reg .b64 %rd<20>;\n.reg .f64 %fd<9>;\n"
+    ".reg .pred %p<9>;\n.reg .b16 %h<9>;\n.reg .b32 %r<60>;\n.reg .f32 %f<140>;\n"
+    ".reg .b64 %rd<30>;\n.reg .f64 %fd<40>;\n"
 )
 
 

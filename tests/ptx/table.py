@@ -1,17 +1,17 @@
-"""Runs every case on every kernel of both backends and writes the tables of docs/ptx.md.
+"""``make ptx``: every case on every kernel of both GPU backends, as machine code.
 
-``python tests/ptx/table.py [cuda] [triton]`` (``make ptx``) ends with 1 if a case fails or a kernel
-never ran. What cases gave is kept in build/ptx/table.json: a run that was stopped goes on where it
-was, until the sources change.
+``python tests/ptx/table.py [cuda] [triton]`` prints a row for each kernel with the worst share of
+what the parity rule allows, and ends with 1 if a case fails or a kernel never ran. Those of both
+backends are written to benchmarks/results/ptx.csv. What cases gave is kept in build/ptx: a run that
+was stopped goes on where it was, until the sources change.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
-import re
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,18 +24,19 @@ sys.path[:0] = [str(ROOT), *(str(HERE.parent / name) for name in ("ptx", "suppor
 # ruff: noqa: E402
 import torch
 import triton
-from cases import DTYPES, ROWS, STEPS, Drivers, measure_row, measure_step
-from driven import ARCHS
+from cases import DTYPES, ROWS, STEPS, measured
+from driven import ARCHS, PtxDrivers
 from machine import build
 from machine.parse import Module
 from tritoned import TritonPtx, kernels
 
 from benchmarks.machine_code.cuda import KINDS, Kernel
 
-PAGE = ROOT / "docs" / "ptx.md"
-KEPT = ROOT / "build" / "ptx" / "table.json"
-PACKAGE = ROOT / "bahdanau_fast"
-SUPPORT = HERE.parent / "support"
+RESULTS = ROOT / "benchmarks" / "results" / "ptx.csv"
+KEPT = ROOT / "build" / "ptx"
+COLUMNS = ("backend", "arch", "kernel", "numbers", "cases", "worst share")
+# What decides about the results of either backend.
+SOURCES = (HERE, HERE.parent / "cuda" / "host", HERE.parent / "support")
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Backend:
     Attributes:
         archs: architectures.
         dtypes: keys of DTYPES.
-        start: Drivers, or what does the same, for an architecture.
+        start: gives what runs the kernels of an architecture.
         places: (kind, entry) of all that an architecture has.
-        sources: files that decide about the results, beside those of the machine and the cases.
+        sources: folders that decide about the results.
     """
 
     archs: tuple[str, ...]
@@ -56,25 +57,23 @@ class Backend:
     places: Callable
     sources: tuple[Path, ...]
 
-    def cases(self, dtype):
-        """(name, function) of every case that a dtype has."""
-        for row in ROWS:
-            yield row, measure_row
-        for name, step in STEPS.items():
-            if step.Dk is None or dtype in ("bf16", "fp16"):
-                yield name, measure_step
+    def cases(self):
+        """(arch, dtype, name) of every case: steps that project keys have 16 bits."""
+        for arch in self.archs:
+            for dtype in self.dtypes:
+                for name in (*ROWS, *STEPS):
+                    step = STEPS.get(name)
+                    if step is None or step.Dk is None or dtype in ("bf16", "fp16"):
+                        yield arch, dtype, name
 
-    def version(self):
-        """What tells these sources from others."""
-        common = HERE / "machine", HERE / "cases.py", SUPPORT / "contract.py", SUPPORT / "parity.py"
-        files = [
-            file
-            for path in (*common, *self.sources)
-            for file in ([path] if path.is_file() else path.rglob("*.*"))
-            if file.suffix in (".py", ".h", ".cpp", ".cu")
-        ]
-        read = b"".join(path.read_bytes() for path in sorted(files))
-        return hashlib.sha256(triton.__version__.encode() + read).hexdigest()[:16]
+    def kept(self):
+        """The file of what cases gave, for these sources."""
+        folders = (*SOURCES, *self.sources)
+        files = {file for folder in folders for file in folder.rglob("*.*")}
+        code = (".py", ".h", ".cpp", ".cu")
+        read = [file.read_bytes() for file in sorted(files) if file.suffix in code]
+        known = hashlib.sha256(b"".join([triton.__version__.encode(), *read])).hexdigest()
+        return KEPT / f"table-{known[:16]}.jsonl"
 
 
 def cuda_places(arch):
@@ -90,116 +89,73 @@ def triton_places(_arch):
 
 BACKENDS = {
     "cuda": Backend(
-        tuple(ARCHS), tuple(DTYPES), Drivers, cuda_places,
-        (build.SOURCES / "cuda", build.SOURCES / "common", HERE / "driven.py", HERE / "driver",
-         HERE.parent / "cuda" / "host" / "cuda_on_host"),
+        tuple(ARCHS), tuple(DTYPES), PtxDrivers, cuda_places,
+        (build.SOURCES / "cuda", build.SOURCES / "common"),
     ),
     "triton": Backend(
         ("80", "90"), ("fp32", "bf16", "fp16"), TritonPtx, triton_places,
-        (ROOT / "kernels", PACKAGE / "backends" / "triton", PACKAGE / "limits.py",
-         HERE / "tritoned.py"),
+        (ROOT / "kernels", ROOT / "bahdanau_fast"),
     ),
 }  # fmt: skip
 
 
-class Kept:
-    """Results of a backend's cases, by name, written after each."""
-
-    def __init__(self, name, backend):
-        self.name, self.of = name, backend.version()
-        stored = self._stored().get(name, {})
-        self.cases = stored["cases"] if stored.get("of") == self.of else {}
-
-    @staticmethod
-    def _stored():
-        return json.loads(KEPT.read_text()) if KEPT.exists() else {}
-
-    def add(self, case, result):
-        self.cases[case] = result
-        KEPT.parent.mkdir(parents=True, exist_ok=True)
-        stored = self._stored() | {self.name: {"of": self.of, "cases": self.cases}}
-        KEPT.write_text(json.dumps(stored, indent=1))
-
-
-def attempt(running, function, name, dtype):
-    """A case's share and the entries that it ran; or why it failed."""
-    try:
-        share = function(running, name, dtype)
-        return {"share": share, "entries": sorted(running.took())}
-    except Exception as error:
-        return {"failed": f"{error}"}
+def run(backend):
+    """(case, result) of every case: its share and the entries that it ran, or why it failed."""
+    path, running, at = backend.kept(), None, None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text().splitlines() if path.exists() else []
+    known = {tuple(case): result for case, result in map(json.loads, lines)}
+    for case in backend.cases():
+        arch, dtype, name = case
+        if "share" not in known.get(case, {}):
+            if at != (arch, dtype):
+                if running is not None:
+                    running.close()
+                running, at = backend.start(arch), (arch, dtype)
+            try:
+                share = measured(running, name, dtype)
+                known[case] = {"share": share, "entries": sorted(running.took())}
+            except Exception as error:
+                known[case], running, at = {"failed": f"{error}"}, None, None
+            with path.open("a") as file:
+                file.write(json.dumps([case, known[case]]) + "\n")
+            print(*case, known[case].get("share", known[case]), file=sys.stderr, flush=True)
+        yield case, known[case]
 
 
-def run(backend, arch, kept):
-    """All cases of an architecture that are not kept yet."""
-    for dtype in backend.dtypes:
-        running = backend.start(arch)
-        for name, function in backend.cases(dtype):
-            case = f"sm_{arch} {dtype} {name}"
-            if "share" in kept.cases.get(case, {}):
-                continue
-            start = time.time()
-            result = attempt(running, function, name, dtype)
-            kept.add(case, {**result, "seconds": round(time.time() - start)})
-            print(case, kept.cases[case], flush=True)
-            if "failed" in result:
-                running = backend.start(arch)
-        running.close()
+def name_of(kind, entry):
+    """An entry as rows name it: function with template number, and kind of numbers."""
+    return Kernel(entry, kind, "", 0, 0, 0).name, KINDS[kind]
 
 
-def shares_of(arch, kept):
-    """(kind, entry) -> the shares of an architecture's cases that ran it."""
-    found = defaultdict(list)
-    for case, result in kept.cases.items():
-        for kind, entry in result.get("entries", ()) if case.startswith(f"sm_{arch} ") else ():
-            found[kind, entry].append(result["share"])
-    return found
-
-
-def short(kind, entry):
-    """An entry as the table names it: function, template numbers, kind of numbers."""
-    kernel = Kernel(entry, kind, "", 0, 0, 0)
-    return f"`{kernel.name}` {KINDS[kind]}"
-
-
-def lines(results):
-    """The table: an entry a line, cases and the worst share by architecture."""
-    yield "| entry | " + " | ".join(f"sm_{arch}: cases | worst share" for arch in results) + " |"
-    yield "|---" * (1 + 2 * len(results)) + "|"
-    entries = sorted(
-        {place for found in results.values() for place in found}, key=lambda e: short(*e)
-    )
-    for place in entries:
-        cells = [short(*place)]
-        for found in results.values():
-            shares = found.get(place, [])
-            cells += [str(len(shares)), f"{max(shares):.2f}" if shares else "-"]
-        yield f"| {' | '.join(cells)} |"
-
-
-def write(name, results):
-    """Put a backend's table where the page has its mark."""
-    table = f"<!-- make ptx: {name} -->\n\n" + "".join(f"{line}\n" for line in lines(results))
-    place = re.compile(rf"<!-- make ptx: {name} -->\n\n(\|.*\n)*")
-    page, count = place.subn(lambda _: table, PAGE.read_text())
-    assert count == 1, f"{PAGE} has {count} places for the table of {name}"
-    PAGE.write_text(page)
+def rows(name, wrong):
+    """COLUMNS for every kernel of a backend; what went wrong is added to ``wrong``."""
+    backend, shares = BACKENDS[name], defaultdict(list)
+    for (arch, *case), result in run(backend):
+        if "failed" in result:
+            wrong.append(f"sm_{arch} {case}: {result['failed']}")
+        for kind, entry in result.get("entries", ()):
+            shares[arch, kind, entry].append(result["share"])
+    for arch in backend.archs:
+        for kind, entry in sorted(backend.places(arch), key=lambda place: name_of(*place)):
+            found = shares[arch, kind, entry]
+            if not found:
+                wrong.append(f"sm_{arch} {name_of(kind, entry)} never ran")
+            worst = f"{max(found, default=0):.2f}"
+            yield name, f"sm_{arch}", *name_of(kind, entry), str(len(found)), worst
 
 
 def main(names):
     torch.set_num_threads(1)  # the machine has one, too
-    wrong = []
-    for name in names or BACKENDS:
-        backend = BACKENDS[name]
-        kept, results = Kept(name, backend), {}
-        for arch in backend.archs:
-            run(backend, arch, kept)
-            results[arch] = shares_of(arch, kept)
-            absent = backend.places(arch) - results[arch].keys()
-            wrong += [f"sm_{arch} {short(*place)} never ran" for place in sorted(absent)]
-        wrong += [case for case, result in kept.cases.items() if "failed" in result]
-        write(name, results)
-    print("\n".join(wrong))
+    wrong, found = [], [COLUMNS]
+    for name in BACKENDS:
+        if name in names or not names:
+            found += rows(name, wrong)
+    print(*("\t".join(row) for row in found), sep="\n")
+    print(*wrong, sep="\n", file=sys.stderr)
+    if not names:
+        with RESULTS.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(found)
     return 1 if wrong else 0
 
 

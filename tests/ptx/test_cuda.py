@@ -1,72 +1,52 @@
-"""The real PTX of csrc/cuda, run without a GPU: right, without races, within its memory.
+"""The machine code of csrc/cuda, run without a GPU: right, without races, within its memory.
 
-A part of what ``make ptx`` runs, on every entry for sm_80 and the clusters of sm_90a.
+What only the PTX machine proves: that the instructions nvcc made are right in any order of blocks
+and warps, race nowhere, and read nothing that was not written. Here every kernel runs once, in
+bf16; ``make ptx`` runs every case in every dtype.
 """
 
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cases import DTYPES, STEPS, Drivers, measure_row, measure_step
-from cuda_on_host import KINDS
+from built import needs_compiler
+from cases import STEPS, measured
+from driven import PtxDrivers
 from machine import build
 from machine.launch import Order
 from small import run
+from table import cuda_places, name_of
 
-pytestmark = pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine")
+pytestmark = [
+    needs_compiler,
+    pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine"),
+]
 
-# All dtypes on sm_80; of clusters, which no dtype changes, one.
-BUILT = [("80", kind) for kind in KINDS] + [("90a", "bf16")]
 FEW = (
-    "no lens", "lens per query", "whole row masked", "one of each", "wide values", "decoder step",
-    "split keys, lens inside a chunk", "sliced inputs", "large step", "large step, beams",
-    "large step, 16 beams", "long step",
+    "lens per query", "decoder step", "fp32 in small", "large step, 16 beams",
+    "long step of few units", "split keys, lens inside a chunk", "keys projected, cut",
+    "keys are values, beams", "a cluster shares W_q",
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def drivers(request):
-    if len(request.session.items) > len(FEW):  # fewer may not need all the kinds
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda each: build.ptx(each[1], each[0]), BUILT))
-            list(pool.map(lambda kind: build.driver(kind, *KINDS[kind]), KINDS))
-    running = {}
-
-    def of(arch, **options):
-        key = arch, tuple(options.items())
-        if key not in running:
-            running[key] = Drivers(arch, **options)
-        return running[key]
-
-    yield of
-    for each in running.values():
-        each.close()
+@pytest.mark.parametrize("arch", ["80", "90a"])
+def test_every_kernel_is_right(arch):
+    drivers = PtxDrivers(arch)
+    shares = {name: measured(drivers, name, "bf16") for name in FEW}
+    assert {name: share for name, share in shares.items() if not share <= 1} == {}
+    missed = {place for place in cuda_places(arch) if place[0] == "bf16"} - drivers.took()
+    assert sorted(name_of(*place) for place in missed) == []
+    drivers.close()
 
 
-def check(drivers, measure, arch, name, dtype, **options):
-    assert measure(drivers(arch, **options), name, dtype) <= 1
-
-
-@pytest.mark.parametrize("row", FEW)
-def test_contract(drivers, row):
-    dtypes = list(DTYPES)
-    for dtype in {dtypes[FEW.index(row) % 4], "fp32"}:
-        check(drivers, measure_row, "80", row, dtype)
-    check(drivers, measure_row, "90a", row, "bf16")
-
-
+@pytest.mark.deep
+@pytest.mark.parametrize("arch", ["80", "90a"])
 @pytest.mark.parametrize("order", [Order.BACKWARDS, Order.RANDOM])
-@pytest.mark.parametrize("row", ["decoder step", "split keys", "lens per query"])
-def test_any_order_of_blocks_and_warps(drivers, row, order):
-    for arch in ("80", "90a"):
-        check(drivers, measure_row, arch, row, "bf16", order=order, seed=1)
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_in_one_launch(drivers, name):
-    check(drivers, measure_step, "90a", name, "bf16")
-    check(drivers, measure_step, "80", name, "fp32" if STEPS[name].Dk is None else "fp16")
+@pytest.mark.parametrize("case", ["decoder step", "split keys", "lens per query", *STEPS])
+def test_any_order_of_blocks_and_warps(case, order, arch):
+    drivers = PtxDrivers(arch, order=order, seed=1)
+    assert measured(drivers, case, "bf16") <= 1
+    drivers.close()
 
 
 EXPONENTIAL = """
@@ -78,6 +58,7 @@ extern "C" __global__ void k(float* y, const float* x) {
 """
 
 
+@pytest.mark.deep
 def test_exponentials_of_queries_and_keys_are_exact_to_an_ulp(tmp_path):
     source, made = tmp_path / "k.cu", tmp_path / "k.ptx"
     source.write_text(EXPONENTIAL)

@@ -3,12 +3,17 @@
 import re
 
 import pytest
-from cases import ROWS, Drivers, measure_row, measure_step
-from edits import edited, line_of
+from built import needs_compiler
+from cases import measured
+from driven import PtxDrivers
 from machine import build
 from machine.parse import PtxError
 
-pytestmark = pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine")
+pytestmark = [
+    pytest.mark.deep,
+    needs_compiler,
+    pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine"),
+]
 
 SYNC, FENCE, CLUSTER = (
     ("__syncthreads()", "bar.sync"),
@@ -52,11 +57,42 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
+LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+))?")
+
+
+def line_of(file, after, word):
+    """The line of the first ``word`` from a piece of text on, which a kernel's file has once."""
+    text = (build.SOURCES / "cuda" / "kernels" / file).read_text()
+    assert text.count(after) == 1, f"{file} has changed: plant the mistake elsewhere"
+    return text[: text.index(word, text.index(after))].count("\n") + 1
+
+
+def edited(file, line, old, new=""):
+    """A function that puts ``new`` where ``old`` begins an instruction of a line of a file.
+
+    The place of an instruction is where it stands, and where that was called.
+    """
+
+    def change(text):
+        names = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"]*)"', text, re.MULTILINE))
+        lines, here, count = text.splitlines(), False, 0
+        for at, code in enumerate(lines):
+            if place := LOC.match(code):
+                pairs = (place[1], place[2]), (place[3], place[4])
+                here = any(f and names[f] == file and int(row) == line for f, row in pairs)
+            elif here and code.strip().startswith(old):
+                lines[at] = code.replace(old, new) if new else ""
+                count += 1
+        assert count, f"no {old} of {file}:{line}"
+        return "\n".join(lines)
+
+    return change
+
+
 def fails(case, arch="80", **mistake):
     """What the machine says of a case with a mistake in it."""
-    drivers = Drivers(arch, **mistake)
     with pytest.raises(PtxError) as caught:
-        (measure_row if case in ROWS else measure_step)(drivers, case, "bf16")
+        measured(PtxDrivers(arch, **mistake), case, "bf16")
     return str(caught.value)
 
 

@@ -46,7 +46,7 @@ def test_the_tile_of_values_fits(family):
         assert several == {2: 2048, 4: 2048 if large else 1024}[size] // (1 + (HAS[family] == 64))
 
 
-# The widest values of a step, and of its tiles of two sizes; 8 warps, and 4.
+# The widest values of a step, and of its tiles of two sizes; 8 warps, and 4. Quick: the first.
 WIDEST = [
     (torch.float32, "tf32", 16, 1024, 64),
     (torch.float32, "tf32", 2, 512, 999),
@@ -57,7 +57,10 @@ WIDEST = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "precision", "queries", "features", "batch"), WIDEST, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "precision", "queries", "features", "batch"),
+    [pytest.param(*case, marks=pytest.mark.deep if k else ()) for k, case in enumerate(WIDEST)],
+)
 def test_every_plan_compiles_within_what_sm_86_has(dtype, precision, queries, features, batch):
     step, taken, found = plans.step, [], {}
 

@@ -148,16 +148,17 @@ def test_without_a_gpu_it_says_so():
 
 LOADED = """
 import torch, bahdanau_fast, bahdanau_fast._C_cuda
+from entry_points import BACKWARD, FORWARD, GENERAL, STEP, attend, on_gpu
 ops = torch.ops.bahdanau_fast
-for name in ("attend_cuda", "attend_backward_cuda", "attend_step_cuda"):
+for name in (FORWARD, BACKWARD, STEP):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"bahdanau_fast::{name}", "CUDA"), name
-for ours, general in (("attend_cuda", "attend"), ("attend_backward_cuda", "attend_backward")):
+for ours, general in GENERAL.items():
     schemas = [getattr(ops, name).default._schema for name in (ours, general)]
     assert [[(a.name, str(a.type)) for a in s.arguments] for s in schemas[:1]] == [
         [(a.name, str(a.type)) for a in s.arguments] for s in schemas[1:]], ours
 x = torch.zeros(1, 1, 3)
 try:
-    ops.attend_cuda(x, x, None, None, x, x[0], None, None, 0.0, True)
+    attend(on_gpu, x, x, x, x[0])
 except NotImplementedError as error:
     assert "CPU" in str(error)
 else:
@@ -169,7 +170,9 @@ cuda.register()
 
 @built
 def test_it_loads_where_there_is_no_gpu_either():
-    subprocess.run([sys.executable, "-c", LOADED], check=True)
+    places = [str(ROOT / "tests" / "cuda" / "host"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+    subprocess.run([sys.executable, "-c", LOADED], env=env, check=True)
 
 
 @built

@@ -3,12 +3,14 @@
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
+import entry_points
 import parity
 import pytest
 import torch
 import torch.nn.functional as F
 from contract import CONTRACT, LARGE, MASKED, lens
 from drawing import cases, drawn
+from entry_points import on_gpu
 from hypothesis import given
 from parity import DTYPES, Case, attended, called, check, fused
 
@@ -21,7 +23,7 @@ WAYS = {f.__name__: functools.partial(f, backend="cuda") for f in (fused, called
 
 
 @pytest.fixture(autouse=True)
-def on_gpu(monkeypatch):
+def tested_on_gpu(monkeypatch):
     assert bf.backends.why_not("cuda") is None
     monkeypatch.setattr(parity, "DEVICE", "cuda")
 
@@ -66,12 +68,8 @@ def problem(queries, dtype=torch.bfloat16, device="cuda"):
 
 def attend(inputs, lens=None):
     """Context, weights and the four gradients."""
-    queries, keys, values, w_v = inputs
-    args = queries, keys, None, None, values, w_v, lens, None, 0.0
-    kernels = torch.ops.bahdanau_fast
-    context, weights = kernels.attend_cuda(*args, True)
-    grads = kernels.attend_backward_cuda(*args, weights, context, weights, 15)
-    return context, weights, *grads
+    results = entry_points.attend(on_gpu, *inputs, lens)
+    return *results, *entry_points.attend_backward(on_gpu, *inputs, lens, *results)
 
 
 # Keys that take so many queries, of two rows and 512 hidden units, past what fp32 computes in fp64.
@@ -103,8 +101,7 @@ def check_step(raw, w_q, keys, w_k, bias, values, w_v):
             k = F.linear(k, w_k.to(kind), None if bias is None else bias.to(kind))
         return reference.attend(F.linear(a, w_q.to(kind)), k, v, w, few)
 
-    args = raw, w_q, keys, w_k, bias, values, w_v, few, True
-    got = torch.ops.bahdanau_fast.attend_step_cuda(*args)
+    got = entry_points.step(on_gpu, raw, w_q, keys, w_k, bias, values, w_v, few)
     dtype, want = raw.dtype, formula(torch.float64)
     for ours, exact, eager in zip(got, want, formula(dtype), strict=True):
         largest = float(exact.abs().max())
@@ -147,8 +144,7 @@ def test_threads_with_unlike_shared_memory_do_not_disturb_each_other():
     def work(features):
         stream, args = torch.cuda.Stream(), raw_step(features)
         with torch.cuda.stream(stream):
-            step = torch.ops.bahdanau_fast.attend_step_cuda
-            results = [step(*args, None, True) for _ in range(200)]
+            results = [entry_points.step(on_gpu, *args) for _ in range(200)]
         stream.synchronize()
         return all(all(map(torch.equal, got, results[0])) for got in results)
 

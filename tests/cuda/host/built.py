@@ -2,12 +2,20 @@
 
 import fcntl
 import hashlib
+import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
+
+needs_compiler = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
+    reason="what runs the kernels is compiled by g++ for x86-64",
+)
 
 
 def built(name, files, command, keep_old=False):

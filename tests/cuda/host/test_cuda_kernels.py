@@ -1,59 +1,53 @@
 """The CUDA kernels meet the contract: their own source, compiled for the host (cuda_on_host).
 
-Every parity test runs under AddressSanitizer and UBSan, and fails on the first thing they see.
+What only the host proves: the whole contract table and drawn cases in seconds, under
+AddressSanitizer and UBSan, which fail on the first thing they see. Machine code is for tests/ptx.
 """
 
-import platform
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 
+import entry_points
 import pytest
 import torch
-import torch.nn.functional as F
-from contract import CONTRACT, LARGE, lens
-from cuda_on_host import KERNELS, KINDS, Drivers, Gpu, attend, attend_step, build, on
+from built import needs_compiler
+from cases import DTYPES, ROWS, STEPS, measured
+from contract import LARGE, lens
+from cuda_on_host import KERNELS, Drivers, Host, attend, attend_step, on
 from drawing import cases, drawn
 from hypothesis import given, settings
-from parity import DTYPES, Case, check
+from hypothesis import strategies as st
+from parity import Case, check
 
-from bahdanau_fast import reference
+pytestmark = needs_compiler
 
-pytestmark = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
-    reason="the kernels are run on the host by fibers for x86-64, compiled by g++",
-)
+# fp64 and fp16 are compiled from the same templates: they are for the deep run.
+QUICK, DEEP = ("bf16", "fp32"), ("fp64", "fp16")
 
 
 @pytest.fixture(scope="module")
-def drivers(request):
-    if len(request.session.items) > len(CONTRACT):  # fewer may not need all the kinds
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda kind: build(kind, "address"), KINDS))
-    running = Drivers("address")
-    yield running
-    running.close()
+def drivers():
+    with closing(Drivers(partial(Host, sanitizer="address"))) as running:
+        yield running
 
 
-# Rows of the contract that differ in what these kernels see.
-ROWS = [row for row in CONTRACT if not row.startswith("all in one operator")]
+IN_TURN = [
+    pytest.param(row, dtypes[number % 2], marks=pytest.mark.deep if dtypes is DEEP else ())
+    for dtypes in (QUICK, DEEP)
+    for number, row in enumerate(ROWS)
+]
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_contract(drivers, row):
-    case = {**LARGE, **CONTRACT[row]}
-    # Each row in one dtype of the four, in turn; the drawn cases meet them all.
-    check(Case(**case), DTYPES[ROWS.index(row) % 4], on(drivers))
+@pytest.mark.parametrize(("row", "dtype"), IN_TURN)
+def test_contract(drivers, row, dtype):
+    assert measured(drivers, row, dtype) <= 1
 
 
-@pytest.mark.parametrize("gpu", [Gpu(1, 8), Gpu(1000, 8), Gpu(1000, 1)], ids=str)
-@pytest.mark.parametrize(
-    "row", ["decoder step", "split keys", "split keys, lens inside a chunk", "whole row masked"]
-)
-def test_keys_are_cut_for_any_gpu(drivers, row, gpu):
-    case = {**LARGE, "Tq": 3, **CONTRACT[row]}
-    check(Case(**case), torch.bfloat16, on(drivers, gpu))
-    check(Case(**case, grads="weights"), torch.float32, on(drivers, gpu))
+@pytest.mark.parametrize("step", [name for name in STEPS if not name.startswith("fp32")])
+def test_a_step_that_projects(drivers, step):
+    assert measured(drivers, step, "bf16") <= 1
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
@@ -85,28 +79,15 @@ def test_the_largest_w_v(drivers, queries, size):
     assert raw[1].tolist() == [[[1.0, 0.0, 0.0]] * queries]
 
 
-@settings(drawn, max_examples=30)
-@given(cases(torch.float32))
-def test_drawn_cases_fp32(drivers, case):
-    check(case, torch.float32, on(drivers))
-
-
-@settings(drawn, max_examples=30)
-@given(cases(torch.float64, most=60_000))
-def test_drawn_cases_fp64(drivers, case):
-    check(case, torch.float64, on(drivers))
-
-
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=pytest.mark.deep if d in DEEP else ()) for d in DTYPES]
+)
 @settings(drawn, max_examples=40)
-@given(cases(torch.bfloat16))
-def test_drawn_cases_bf16(drivers, case):
-    check(case, torch.bfloat16, on(drivers))
-
-
-@settings(drawn, max_examples=40)
-@given(cases(torch.float16))
-def test_drawn_cases_fp16(drivers, case):
-    check(case, torch.float16, on(drivers))
+@given(data=st.data())
+def test_drawn_cases(drivers, dtype, data):
+    dtype = DTYPES[dtype]
+    case = data.draw(cases(dtype, most=60_000) if dtype == torch.float64 else cases(dtype))
+    check(case, dtype, on(drivers))
 
 
 def problem(tq, tk, h, dv, dtype, b=2):
@@ -143,9 +124,9 @@ def test_dropout_drops_what_the_cpu_drops(drivers, queries):
     inputs = problem(queries, 150, 12, 20, torch.float32)
     got = results(drivers, inputs, lens(150, 70), seed=1234567890123, dropout_p=0.4)
     seed = torch.tensor([1234567890123])
-    queries_, keys, values, w_v = inputs
-    context, weights = torch.ops.bahdanau_fast.attend(
-        queries_, keys, None, None, values, w_v, lens(150, 70), seed, 0.4, True
+    of_cpu = entry_points.GENERAL[entry_points.FORWARD]
+    context, weights = entry_points.attend(
+        entry_points.on_gpu, *inputs, lens(150, 70), seed, 0.4, of_cpu
     )
     seeds = seeds_of((context, weights))
     want = [context, weights, *torch.autograd.grad((context, weights), inputs, seeds)]
@@ -181,76 +162,6 @@ def test_nan_is_not_lost(drivers, queries, where):
     assert torch.isfinite(context[1]).all()
 
 
-def check_step(drivers, args, keys, **more):
-    """A step against the reference on keys that are projected exactly."""
-    raw, w_q, _, values, w_v, valid_lens = args
-    got = attend_step(drivers.__getitem__, *args, **more)
-    exact = [x.double() for x in (raw, w_q, values, w_v)]
-    want = reference.attend(exact[0] @ exact[1].T, keys, *exact[2:], valid_lens)
-    # A score sums H terms of at most |w|, each off by a few roundings of the type sums are taken
-    # in; the absolute error of a score is the relative one of a weight.
-    summed = torch.finfo(torch.float64 if raw.dtype.itemsize > 2 else torch.float32).eps
-    relative = 8 * summed * float(w_v.double().abs().sum())
-    for ours, truth in zip(got, want, strict=True):
-        allowed = (2 * torch.finfo(ours.dtype).eps + relative) * float(truth.abs().max())
-        assert float((ours.double() - truth).abs().max()) <= allowed
-
-
-@pytest.mark.parametrize("features", [7, 64])
-@pytest.mark.parametrize("queries", [1, 6])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_step_projects_its_queries(drivers, dtype, queries, features):
-    _, keys, values, w_v = (x.detach() for x in problem(1, 70, 40, 33, dtype))
-    raw, w_q = torch.randn(2, queries, features).to(dtype), torch.randn(40, features).to(dtype)
-    check_step(drivers, (raw, w_q, keys, values, w_v, lens(70, 9)), keys.double())
-
-
-@pytest.mark.parametrize("batch", [1, 3, 9])  # a cluster with helpers, one of several rows, two
-@pytest.mark.parametrize("queries", [1, 6])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_cluster_shares_the_projection(drivers, dtype, queries, batch):
-    hidden, features = (259, 64) if batch < 9 else (150, 61)
-    _, keys, values, w_v = (x.detach() for x in problem(1, 40, hidden, 9, dtype, b=batch))
-    w_v = w_v / hidden**0.5
-    raw = torch.randn(batch, queries, features).to(dtype)
-    w_q = (torch.randn(hidden, features) / features**0.5).to(dtype)
-    for gpu in (Gpu(4, 8), Gpu(4, 1)):
-        check_step(drivers, (raw, w_q, keys, values, w_v, None), keys.double(), gpu=gpu)
-
-
-@pytest.mark.parametrize(("features", "hidden"), [(7, 33), (64, 300), (104, 32)])
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_step_projects_its_keys_too(drivers, dtype, queries, features, hidden):
-    _, keys, values, _ = (x.detach() for x in problem(1, 150, features, 33, dtype))
-    w_v, bias = torch.randn(1, hidden).to(dtype), torch.randn(hidden).to(dtype)
-    raw, w_q = torch.randn(2, queries, 9).to(dtype), torch.randn(hidden, 9).to(dtype)
-    w_k = (torch.randn(hidden, features) * features**-0.5).to(dtype)
-    exact = F.linear(keys.double(), w_k.double(), bias.double())
-    for gpu in (Gpu(1), Gpu(4)):  # a block takes three tiles of 64 keys, or one
-        args = (raw, w_q, keys, values, w_v, lens(150, 70))
-        check_step(drivers, args, exact, w_k=w_k, bias=bias, gpu=gpu)
-
-
-@pytest.mark.parametrize(("features", "hidden"), [(7, 33), (104, 40)])
-@pytest.mark.parametrize("queries", [1, 3])
-def test_a_step_takes_the_context_from_the_keys_it_projects(drivers, queries, features, hidden):
-    keys = torch.randn(3, 150, features).bfloat16()
-    raw, w_q = torch.randn(3, queries, 9).bfloat16(), torch.randn(hidden, 9).bfloat16()
-    w_k = (3 * torch.randn(hidden, features) * features**-0.5).bfloat16()
-    w_v = torch.randn(1, hidden).bfloat16()
-    exact = F.linear(keys.double(), w_k.double())
-    for gpu in (Gpu(1), Gpu(16)):  # three tiles of 64 keys to a block, or one
-        for valid_lens in (lens(150, 70, 0), None):
-            args = (raw, w_q, keys, keys, w_v, valid_lens)
-            check_step(drivers, args, exact, w_k=w_k, gpu=gpu)
-            copied = (raw, w_q, keys, keys.clone(), w_v, valid_lens)
-            check_step(drivers, copied, exact, w_k=w_k, gpu=gpu)
-
-
-# ---- mistakes (races: tests/ptx) -----------------------------------------------------------------
-
-
 def changed(tmp_path, file, old, new):
     """A copy of the kernels' sources with one thing wrong."""
     shutil.copytree(KERNELS, tmp_path, dirs_exist_ok=True)
@@ -278,9 +189,11 @@ PLANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_caught(tmp_path, mistake):
     sanitizer, file, old, new, message = PLANTED[mistake]
-    broken = Drivers(sanitizer, changed(tmp_path, file, old, new))
+    sources = changed(tmp_path, file, old, new)
+    broken = Drivers(partial(Host, sanitizer=sanitizer, sources=sources))
     with pytest.raises(AssertionError, match=re.escape(message)):
         results(broken, problem(1, 66, 12, 9, torch.bfloat16, b=1))

@@ -1,19 +1,17 @@
 """Both sides of every magnitude at which the CUDA kernels change path, or cut a number off."""
 
-import platform
-import shutil
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import cuda_on_host
 import pytest
 import torch
-from cuda_on_host import Drivers, on
+from built import needs_compiler
+from cuda_on_host import Drivers, Host, on
 from near import FACTORS, check, near
 
-pytestmark = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
-    reason="the kernels are run on the host by fibers for x86-64, compiled by g++",
-)
+pytestmark = needs_compiler
 
 FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 HALF = (BF16, FP16)
@@ -34,23 +32,26 @@ PLACES = {
     "slope in fp64": (9.3, 9.3, (MANY,), (FP64,)),
     "slope for fp32": (7.8, 7.8, (MANY,), ("fp32 in fp64",)),
 }
+DEEP = FP64, FP16  # compiled from the same templates
 CASES = [
-    (place, queries, dtype, a, c)
+    pytest.param(
+        place, queries, dtype, a, c, marks=pytest.mark.deep if dtype in DEEP else (),
+        id=f"{place}-{queries}-{dtype}",
+    )
     for place, (a, c, kernels, dtypes) in PLACES.items()
     for queries in kernels
     for dtype in dtypes
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def drivers():
-    running = Drivers("address")
-    yield running
-    running.close()
+    with closing(Drivers(partial(Host, sanitizer="address"))) as running:
+        yield running
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize(("place", "queries", "dtype", "a", "c"), CASES, ids=str)
+@pytest.mark.parametrize(("place", "queries", "dtype", "a", "c"), CASES)
 def test_near(drivers, monkeypatch, place, queries, dtype, a, c, factor):
     if dtype == "fp32 in fp64":
         dtype = FP32

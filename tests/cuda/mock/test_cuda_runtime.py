@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import entry_points
 import pytest
 import torch
 from mock_cuda import kernel_of, launches, numbers, of
@@ -17,19 +18,17 @@ def step(gpu, features=512, batch=2, hidden=64, keys=150, raw=True):
     queries, w_q = torch.randn(batch, 1, features).bfloat16(), torch.randn(hidden, features)
     w_k, w_v = torch.randn(hidden, features).bfloat16(), torch.randn(1, hidden).bfloat16()
     w_k = w_k if raw else None
-    args = queries, w_q.bfloat16(), k, w_k, None, k, w_v, None, True
-    gpu.operator("attend_step_cuda", *args)
+    entry_points.step(gpu.operator, queries, w_q.bfloat16(), k, w_k, None, k, w_v)
     return gpu.calls()
 
 
 def attend(gpu, queries=1, keys=300, batch=2, hidden=64, dtype=torch.bfloat16):
     """The runtime's calls of forward and of backward, from projected queries and keys."""
     shapes = (batch, queries, hidden), (batch, keys, hidden), (batch, keys, 48), (1, hidden)
-    a, c, values, w_v = (torch.randn(shape).to(dtype) for shape in shapes)
-    args = a, c, None, None, values, w_v, None, None, 0.0
-    context, weights = gpu.operator("attend_cuda", *args, True)
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+    results = entry_points.attend(gpu.operator, *inputs)
     forward = gpu.calls()
-    gpu.operator("attend_backward_cuda", *args, weights, context, weights, 15)
+    entry_points.attend_backward(gpu.operator, *inputs, None, *results)
     return forward, gpu.calls()
 
 

@@ -6,6 +6,7 @@ Launches are noted by mock_cuda, which refuses too much shared memory and cluste
 import math
 import re
 
+import entry_points
 import pytest
 import torch
 from mock_cuda import kernel_of, launches, numbers
@@ -85,12 +86,11 @@ def test_every_launch_holds_its_work(gpu, shape, name):
     b, tq, tk, h, dv = shape.batch, shape.queries, shape.keys, shape.hidden, shape.value_size
     for dtype in DTYPES:
         sizes = (b, tq, h), (b, tk, h), (b, tk, dv), (1, h)
-        a, c, values, w_v = tensors(*sizes, dtype=dtype)
-        args = a, c, None, None, values, w_v, None, None, 0.0
-        context, weights = gpu.operator("attend_cuda", *args, True)
+        inputs = tensors(*sizes, dtype=dtype)
+        results = entry_points.attend(gpu.operator, *inputs)
         kernels = check(gpu, cluster)
         assert kernels[0] == ("decode_forward" if tq <= OTHER_GPU.step_queries else "tile_scores")
-        gpu.operator("attend_backward_cuda", *args, weights, context, weights, 15)
+        entry_points.attend_backward(gpu.operator, *inputs, None, *results)
         assert "sum_parts" in check(gpu, cluster)
 
 
@@ -106,6 +106,6 @@ def test_every_step_holds_its_work(gpu, shape, name):
     for own, features in ((w_k, keys), (None, tensors((b, tk, h), dtype=torch.bfloat16)[0])):
         if own is not None and shape.key_size > 512:
             continue  # a tile of them does not fit into shared memory: torch multiplies before
-        gpu.operator("attend_step_cuda", raw, w_q, features, own, None, values, w_v, None, True)
+        entry_points.step(gpu.operator, raw, w_q, features, own, None, values, w_v)
         kernels = check(gpu, cluster)
         assert kernels == ["raw_keys_forward" if own is not None else "decode_forward"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ASSUMED", "GPUS", "LIMITS", "SOURCES", "Assumed", "Gpu", "Limits"]
+__all__ = ["ASSUMED", "GPUS", "LIMITS", "Assumed", "Gpu", "Limits"]
 
 
 @dataclass(frozen=True)
@@ -22,22 +22,29 @@ class Limits:
 class Gpu:
     """A GPU. Rates are of one multiprocessor and clock, for 32-bit lanes where not said otherwise.
 
+    From the CUDA C++ Programming Guide (technical specifications; throughput of native arithmetic
+    instructions), NVIDIA's data sheets and whitepapers, and for the B200 chipsandcheese.com, unless
+    said otherwise.
+
     Attributes:
-        code: architecture that ptxas makes machine code for.
+        code: architecture that ptxas makes machine code for. For the B200, sm_90a stands for sm_100
+            of the same source.
         ptx: architecture whose PTX runs there.
-        cluster: blocks of the largest cluster.
+        cluster: blocks of the largest cluster that is portable.
         multiprocessors: how many.
-        clock: in GHz.
+        clock: boost, in GHz; under load it is lower.
         fma: fp32 multiply-adds.
         fp64: those in fp64.
-        alu: integer and logic operations.
+        alu: integer and logic operations; B200 estimated.
         special: special-function operations.
-        tensor: multiply-adds of 16-bit ``mma.sync`` with fp32 sums.
-        dram: TB/s.
-        l2: TB/s.
-        l2_bytes: its size in MB.
-        l2_cycles: latency of a load that the L2 holds.
-        dram_cycles: of one that it does not.
+        tensor: multiply-adds of 16-bit ``mma.sync`` with fp32 sums: the dense rates of the data
+            sheets; on the H100 the 62 % of them that ``mma.sync`` reaches (arXiv 2402.13499); B200
+            estimated to be no faster with ``mma.sync``.
+        dram: TB/s (A100: SXM of 80 GB; H100: SXM).
+        l2: TB/s, estimated after chipsandcheese.com on the RTX 4090 and the H100 (PCIe).
+        l2_cycles: latency of a load that the L2 holds (github.com/markdewing/AI_kernels; H100 and
+            H200: its GH200; A100: arXiv 2402.13499).
+        dram_cycles: of one that it does not; from the same.
     """
 
     code: str
@@ -52,7 +59,6 @@ class Gpu:
     tensor: int
     dram: float
     l2: float
-    l2_bytes: int
     l2_cycles: int
     dram_cycles: int
 
@@ -68,32 +74,11 @@ LIMITS = {
 }
 
 GPUS = {
-    "A100": Gpu("80", "80", 1, 108, 1.41, 64, 32, 64, 16, 1024, 2.04, 4.5, 40, 262, 466),
-    "H100": Gpu("90a", "90a", 8, 132, 1.98, 128, 64, 64, 16, 1280, 3.35, 5.5, 50, 281, 690),
-    "H200": Gpu("90a", "90a", 8, 132, 1.98, 128, 64, 64, 16, 1280, 4.80, 5.5, 50, 281, 690),
-    "RTX 4090": Gpu("89", "80", 1, 128, 2.52, 128, 2, 64, 16, 256, 1.01, 5.0, 72, 296, 636),
-    "B200": Gpu("90a", "90a", 8, 148, 1.965, 128, 64, 64, 16, 1280, 8.0, 9.0, 126, 295, 860),
-}
-
-GUIDE = "CUDA C++ Programming Guide, "
-SOURCES = {
-    "code": GUIDE + "technical specifications of 8.0, 8.9 and 9.0, which 10.0 has too",
-    "ptx": "what is built for it; for the B200, sm_90a stands for sm_100 of the same source",
-    "cluster": GUIDE + "thread block clusters: from 9.0 on, 8 is portable",
-    "multiprocessors": "NVIDIA's whitepapers and data sheets; B200: chipsandcheese.com",
-    "clock": "boost clock, NVIDIA's data sheets; B200: chipsandcheese.com; under load it is lower",
-    "fma": GUIDE + "throughput of native arithmetic instructions",
-    "fp64": "the same",
-    "alu": "the same; B200 estimated",
-    "special": "the same",
-    "tensor": "dense 16-bit rates of the data sheets; on the H100 the 62 % of them that `mma.sync` "
-    "reaches (arXiv 2402.13499); B200 estimated to be no faster with `mma.sync`",
-    "dram": "NVIDIA's data sheets (A100: SXM of 80 GB; H100: SXM)",
-    "l2": "estimated, after chipsandcheese.com on the RTX 4090 and the H100 (PCIe)",
-    "l2_bytes": "NVIDIA's whitepapers; B200: chipsandcheese.com",
-    "l2_cycles": "github.com/markdewing/AI_kernels, `latency` (H100 and H200: its GH200); "
-    "A100: arXiv 2402.13499",
-    "dram_cycles": "the same",
+    "A100": Gpu("80", "80", 1, 108, 1.41, 64, 32, 64, 16, 1024, 2.04, 4.5, 262, 466),
+    "H100": Gpu("90a", "90a", 8, 132, 1.98, 128, 64, 64, 16, 1280, 3.35, 5.5, 281, 690),
+    "H200": Gpu("90a", "90a", 8, 132, 1.98, 128, 64, 64, 16, 1280, 4.80, 5.5, 281, 690),
+    "RTX 4090": Gpu("89", "80", 1, 128, 2.52, 128, 2, 64, 16, 256, 1.01, 5.0, 296, 636),
+    "B200": Gpu("90a", "90a", 8, 148, 1.965, 128, 64, 64, 16, 1280, 8.0, 9.0, 295, 860),
 }
 
 

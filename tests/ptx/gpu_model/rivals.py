@@ -19,11 +19,13 @@ class Rival:
     """What a call launches and moves.
 
     Attributes:
+        name: of who does.
         launches: kernels.
         moved: bytes read and written.
         tanh: evaluations, each one operation of the special-function units.
     """
 
+    name: str
     launches: int
     moved: int
     tanh: int
@@ -53,10 +55,10 @@ def eager(p: Problem, backward: bool = False) -> Rival:
     size = p.dtype.itemsize
     if backward:
         moved = 2 * valued + 3 * s + projected + 3 * s + 7 * f
-        return Rival(8, moved * size, 0)
+        return Rival("eager", 8, moved * size, 0)
     masked = p.lens is not None
     moved = projected + 4 * f + 4 * s + valued + (6 * s if masked else 0)
-    return Rival(9 if masked else 5, moved * size, f)
+    return Rival("eager", 9 if masked else 5, moved * size, f)
 
 
 def compiled(p: Problem, backward: bool = False) -> Rival:
@@ -70,5 +72,5 @@ def compiled(p: Problem, backward: bool = False) -> Rival:
     size = p.dtype.itemsize
     if backward:
         moved = 2 * valued + 3 * s + 3 * s + 2 * projected + 5 * f
-        return Rival(7, moved * size, f)
-    return Rival(3, (projected + 4 * s + valued) * size, f)
+        return Rival("torch.compile", 7, moved * size, f)
+    return Rival("torch.compile", 3, (projected + 4 * s + valued) * size, f)

@@ -52,16 +52,7 @@ def driver(kind: str, stored: str, summed: str) -> Path:
     ours = CORE.parents[1] / "driver"
     theirs = ROOT / "tests" / "cuda" / "host" / "cuda_on_host"
     flags = ["-std=c++17", "-O0", "-w", "-rdynamic", f"-I{ours}", f"-I{theirs}", f"-I{SOURCES}"]
-    command = [
-        "g++",
-        *flags,
-        f"-DSTORED={stored}",
-        f"-DSUMMED={summed}",
-        str(theirs / "driver.cpp"),
-    ]
-    files = [
-        *sorted(ours.glob("*.h")),
-        *sorted(theirs.glob("*.[ch]*")),
-        *sorted(SOURCES.rglob("*.h")),
-    ]
-    return built(f"ptx/driver_{kind}", files, [*command, "-ldl"])
+    flags += [f"-DSTORED={stored}", f"-DSUMMED={summed}"]
+    found = *ours.glob("*.h"), *theirs.glob("*.[ch]*"), *SOURCES.rglob("*.h")
+    command = ["g++", *flags, str(theirs / "driver.cpp"), "-ldl"]
+    return built(f"ptx/driver_{kind}", sorted(found), command)

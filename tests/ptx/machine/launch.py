@@ -59,6 +59,11 @@ class Buffer:
         self.address = self.data.ctypes.data if address is None else address
         self.known = np.full(self.data.size, known, np.uint8)
 
+    def fields(self) -> tuple[bytes, int, int, int, int]:
+        """Those of ``_Buffer``."""
+        places = self.data.ctypes.data, self.known.ctypes.data
+        return self.name.encode(), self.address, self.data.size, *places
+
 
 class _Buffer(ctypes.Structure):
     _fields_ = [
@@ -252,18 +257,7 @@ class Machine:
             params_bytes=len(params),
             params=params,
             buffers_count=len(held),
-            buffers=(_Buffer * len(held))(
-                *(
-                    (
-                        b.name.encode(),
-                        b.address,
-                        b.data.size,
-                        b.data.ctypes.data,
-                        b.known.ctypes.data,
-                    )
-                    for b in held
-                )
-            ),
+            buffers=(_Buffer * len(held))(*(b.fields() for b in held)),
             clusters=turns.ctypes.data,
             clusters_count=len(turns),
             order=order,

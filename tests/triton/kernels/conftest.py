@@ -1,16 +1,32 @@
 """Tests of the Triton kernels: on a GPU where there is one, else in Triton's interpreter.
 
-The interpreter has to be asked for before anything is imported: ../test_interpreted_*.py run this
-folder so. Alone, it is ``TRITON_INTERPRET=1 python -m pytest tests/triton/kernels``.
+The interpreter has to be asked for before anything is imported: ../test_interpreted.py runs this
+folder so. Alone, it is ``TRITON_INTERPRET=1 python -m pytest tests/triton/kernels``; there, where a
+case takes up to seconds, most are deep (``-m deep``), and the same kernels run as machine code in
+tests/ptx. What only the interpreter proves: the backend as users call it, compiled or not.
 """
 
 import os
+import re
 
+import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+DEEP = re.compile(
+    r"test_contract\w*\[(?!lens per query-|whole row masked-|split keys-)|test_near|test_drawn|"
+    r"test_without_weights_scores|test_one_graph|test_splits_of_one_long|test_dropout.*\[18|"
+    r"test_magnitudes|test_fp32_too_large"
+)
+
 if INTERPRETED:
+
+    def pytest_collection_modifyitems(items):
+        for item in items:
+            if DEEP.match(item.name):
+                item.add_marker(pytest.mark.deep)
+
     from triton.runtime import interpreter
 
     patched = set()

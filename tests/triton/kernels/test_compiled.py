@@ -7,6 +7,8 @@ from parity import DEVICE
 import bahdanau_fast as bf
 from bahdanau_fast import backends, ops
 
+FORWARD = torch.ops.bahdanau_fast.attend_by.default
+BACKWARD = torch.ops.bahdanau_fast.attend_backward_by.default
 BACKENDS = [name for name in bf.backends.available() if DEVICE == "cuda" or name != "cuda"]
 BACKENDS = [name for name in BACKENDS if DEVICE == "cpu" or name != "cpu"]
 
@@ -123,20 +125,19 @@ def test_what_serves_cuda_tensors_is_a_constant_of_compiled_code():
 def test_the_operators_tell_torch_the_truth():
     q, k, v, w = draw(2, 3, 5), draw(2, 4, 5), draw(2, 4, 6), draw(1, 5)
     arguments = ("triton", q, k, None, None, v, w, torch.tensor([2, 4], device=DEVICE), None, 0.0)
-    context, weights = torch.ops.bahdanau_fast.attend_by(*arguments, True)
+    context, weights = FORWARD(*arguments, True)
     for x in (q, k, v, w):
         x.requires_grad_()
-    torch.library.opcheck(torch.ops.bahdanau_fast.attend_by.default, (*arguments, True))
+    torch.library.opcheck(FORWARD, (*arguments, True))
     arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-    operator = torch.ops.bahdanau_fast.attend_backward_by.default
     for needs in (15, 2):
-        torch.library.opcheck(operator, (*arguments, weights, context, weights, needs))
+        torch.library.opcheck(BACKWARD, (*arguments, weights, context, weights, needs))
 
 
 def test_a_backend_that_is_not_loaded():
     q, w = draw(1, 2, 3), draw(1, 3)
     with pytest.raises(ValueError, match=r"backend must be loaded: .*, got 'other'"):
-        torch.ops.bahdanau_fast.attend_by("other", q, q, None, None, q, w, None, None, 0.0, True)
+        FORWARD("other", q, q, None, None, q, w, None, None, 0.0, True)
 
 
 MASK = torch.arange(36).reshape(2, 3, 6) % 4 == 1
@@ -158,12 +159,11 @@ def test_the_operators_of_triton_read_no_mask_as_lengths(lens, error, message):
     arguments = (q, k, None, None, v, w)
     context, weights = forward(*arguments, None, None, 0.0, True)
     given, grads = (*arguments, lens.to(DEVICE), None, 0.0), (weights, context, weights, 15)
-    kernels = torch.ops.bahdanau_fast
     for call in (
         lambda: forward(*given, True),
         lambda: backward(*given, *grads),
-        lambda: kernels.attend_by("triton", *given, True),
-        lambda: kernels.attend_backward_by("triton", *given, *grads),
+        lambda: FORWARD("triton", *given, True),
+        lambda: BACKWARD("triton", *given, *grads),
     ):
         with pytest.raises(error, match=f"^valid_lens must {message}$"):
             call()

@@ -1,5 +1,8 @@
 """csrc/cuda/op and csrc/cuda/runtime on a machine without a GPU, on a mock CUDA runtime.
 
+What only it proves: which launches and other calls of the runtime an operator makes and what they
+cost the host, streams, captures and errors included.
+
 Calls of the operators take CPU tensors. Their launches are noted and not run, so results are
 whatever memory held. :meth:`Mock.calls` gives the notes: call (the function), device, error, and of
 a launch kernel (mangled), grid, block, cluster, shared (bytes), stream, parameters (hex bytes).

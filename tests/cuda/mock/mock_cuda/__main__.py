@@ -7,6 +7,7 @@ torch take beside them.
 import time
 
 import torch
+from entry_points import attend, attend_backward
 
 from . import launches, mock
 
@@ -21,17 +22,16 @@ def main():
     for name, (batch, queries, keys, hidden) in SIZES.items():
         shapes = (batch, queries, hidden), (batch, keys, hidden), (batch, keys, hidden), (1, hidden)
         a, c, values, w_v = (torch.randn(shape).bfloat16() for shape in shapes)
-        args = a, c, None, None, values, w_v, None, None, 0.0
-        context, weights = gpu.operator("attend_cuda", *args, True)
-        for way, operator, rest in (
-            ("forward", "attend_cuda", (True,)),
-            ("backward", "attend_backward_cuda", (weights, context, weights, 15)),
-        ):
+        inputs = gpu.operator, a, c, values, w_v, None
+        results = attend(*inputs)
+        for way, function, rest in (
+            ("forward", attend, ()), ("backward", attend_backward, results)
+        ):  # fmt: skip
             times = []
             for _ in range(CALLS):
                 gpu.calls()
                 start = time.perf_counter()
-                gpu.operator(operator, *args, *rest)
+                function(*inputs, *rest)
                 times.append(time.perf_counter() - start)
             calls = gpu.calls()
             made = len(launches(calls))

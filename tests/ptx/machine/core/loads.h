@@ -137,24 +137,9 @@ inline void resolve_access(Form& f, Instr& i, bool loads) {
 
 // ---- atomic operations ----
 
-struct Exchange {
-  template <class T>
-  T operator()(T, T b) const {
-    return b;
-  }
-};
-struct Increment {
-  template <class T>
-  T operator()(T a, T b) const {
-    return a >= b ? T(0) : T(a + 1);
-  }
-};
-struct Decrement {
-  template <class T>
-  T operator()(T a, T b) const {
-    return a == 0 || a > b ? b : T(a - 1);
-  }
-};
+using Exchange = decltype([]<class T>(T, T b) { return b; });
+using Increment = decltype([]<class T>(T a, T b) { return a >= b ? T(0) : T(a + 1); });
+using Decrement = decltype([]<class T>(T a, T b) { return a == 0 || a > b ? b : T(a - 1); });
 
 // mode 0: a result is wanted (atom), 1: none is (red).
 template <class T, class F>
@@ -195,49 +180,20 @@ inline void resolve_atomic(Form& f, Instr& i) {
   i.releases = order >= 2;
   skip_scope(f);
   f.take("noftz");
-  static const std::vector<std::string> all = {"add", "exch", "min", "max", "and",
-                                               "or",  "xor",  "cas", "inc", "dec"};
-  const int which = f.one_of(all);
+  static constexpr bool (*integers[])(const std::string&, Instr&) = {
+      atomic_integer<Add>,      atomic_integer<Exchange>, atomic_integer<Min>,
+      atomic_integer<Max>,      atomic_integer<And>,      atomic_integer<Or>,
+      atomic_integer<Xor>,      atomic_integer<void>,     atomic_integer<Increment>,
+      atomic_integer<Decrement>};
+  const int which =
+      f.one_of({"add", "exch", "min", "max", "and", "or", "xor", "cas", "inc", "dec"});
   const std::string type = f.last();
   i.atomic = true;
-  if (type.find('f') != std::string::npos) {
-    if (which == 0) with_float(type, [&](auto t) { i.run = atomic<decltype(t), Lifted<FAdd>>; });
-    return;
-  }
-  switch (which) {
-    case 0:
-      atomic_integer<Add>(type, i);
-      break;
-    case 1:
-      atomic_integer<Exchange>(type, i);
-      break;
-    case 2:
-      atomic_integer<Min>(type, i);
-      break;
-    case 3:
-      atomic_integer<Max>(type, i);
-      break;
-    case 4:
-      atomic_integer<And>(type, i);
-      break;
-    case 5:
-      atomic_integer<Or>(type, i);
-      break;
-    case 6:
-      atomic_integer<Xor>(type, i);
-      break;
-    case 7:
-      atomic_integer<void>(type, i);
-      break;
-    case 8:
-      atomic_integer<Increment>(type, i);
-      break;
-    case 9:
-      atomic_integer<Decrement>(type, i);
-      break;
-    default:
-      f.unknown();
-  }
+  if (which < 0) f.unknown();
+  if (type.find('f') == std::string::npos)
+    integers[which](type, i);
+  else if (which == 0)
+    with_float(type, [&](auto t) { i.run = atomic<decltype(t), Lifted<FAdd>>; });
 }
 
 // ---- cp.async ----

@@ -5,23 +5,12 @@
 
 namespace ptx {
 
+// The first twelve of comparisons(): the latter six are also true of what is unordered.
 template <class T>
 bool compare(int which, T a, T b) {
-  const bool unordered = a != a || b != b;
-  switch (which % 6) {
-    case 0:
-      return which < 6 ? a == b : unordered || a == b;
-    case 1:
-      return which < 6 ? a != b && !unordered : unordered || a != b;
-    case 2:
-      return (a < b) || (which >= 6 && unordered);
-    case 3:
-      return (a <= b) || (which >= 6 && unordered);
-    case 4:
-      return (a > b) || (which >= 6 && unordered);
-    default:
-      return (a >= b) || (which >= 6 && unordered);
-  }
+  if (a != a || b != b) return which >= 6;
+  const bool all[] = {a == b, a != b, (a < b), (a <= b), (a > b), (a >= b)};
+  return all[which % 6];
 }
 enum Compare { kNum = 12, kNaN = 13 };
 inline const std::vector<std::string>& comparisons() {

@@ -64,101 +64,36 @@ struct Saturated {
   }
 };
 
-struct FAdd {
-  template <class T>
-  T operator()(T a, T b) const {
-    return a + b;
-  }
-};
-struct FSub {
-  template <class T>
-  T operator()(T a, T b) const {
-    return a - b;
-  }
-};
-struct FMul {
-  template <class T>
-  T operator()(T a, T b) const {
-    return a * b;
-  }
-};
-struct FDiv {
-  template <class T>
-  T operator()(T a, T b) const {
-    return a / b;
-  }
-};
-struct FRcp {
-  template <class T>
-  T operator()(T a) const {
-    return T(1) / a;
-  }
-};
-struct FSqrt {
-  template <class T>
-  T operator()(T a) const {
-    return std::sqrt(a);
-  }
-};
-struct FFma {
-  template <class T>
-  T operator()(T a, T b, T c) const {
-    return std::fma(a, b, c);
-  }
-};
-struct FNeg {
-  template <class T>
-  T operator()(T a) const {
-    return -a;
-  }
-};
-struct FAbs {
-  template <class T>
-  T operator()(T a) const {
-    return std::fabs(a);
-  }
-};
-struct FRelu {
-  template <class T>
-  T operator()(T a, T b, T c) const {
-    const T x = std::fma(a, b, c);
-    return x != x ? x : x > 0 ? x : T(0);
-  }
-};
+using FAdd = decltype([]<class T>(T a, T b) { return a + b; });
+using FSub = decltype([]<class T>(T a, T b) { return a - b; });
+using FMul = decltype([]<class T>(T a, T b) { return a * b; });
+using FDiv = decltype([]<class T>(T a, T b) { return a / b; });
+using FRcp = decltype([]<class T>(T a) { return T(1) / a; });
+using FSqrt = decltype([]<class T>(T a) { return std::sqrt(a); });
+using FFma = decltype([]<class T>(T a, T b, T c) { return std::fma(a, b, c); });
+using FNeg = decltype([]<class T>(T a) { return -a; });
+using FAbs = decltype([]<class T>(T a) { return std::fabs(a); });
+using FRelu = decltype([]<class T>(T a, T b, T c) {
+  const T x = std::fma(a, b, c);
+  return x != x ? x : x > 0 ? x : T(0);
+});
 // The number of the two where one is NaN; -0 is below +0.
-struct FMin {
-  template <class T>
-  T operator()(T a, T b) const {
-    if (a != a) return b;
-    return b < a || (a == b && std::signbit(b)) ? b : a;
-  }
-};
-struct FMax {
-  template <class T>
-  T operator()(T a, T b) const {
-    if (a != a) return b;
-    return b > a || (a == b && std::signbit(a)) ? b : a;
-  }
-};
-struct FMinNaN {
-  template <class T>
-  T operator()(T a, T b) const {
-    return a != a || b != b ? std::numeric_limits<T>::quiet_NaN() : FMin()(a, b);
-  }
-};
-struct FMaxNaN {
-  template <class T>
-  T operator()(T a, T b) const {
-    return a != a || b != b ? std::numeric_limits<T>::quiet_NaN() : FMax()(a, b);
-  }
-};
+using FMin = decltype([]<class T>(T a, T b) {
+  if (a != a) return b;
+  return b < a || (a == b && std::signbit(b)) ? b : a;
+});
+using FMax = decltype([]<class T>(T a, T b) {
+  if (a != a) return b;
+  return b > a || (a == b && std::signbit(a)) ? b : a;
+});
+using FMinNaN = decltype([]<class T>(T a, T b) {
+  return a != a || b != b ? std::numeric_limits<T>::quiet_NaN() : FMin()(a, b);
+});
+using FMaxNaN = decltype([]<class T>(T a, T b) {
+  return a != a || b != b ? std::numeric_limits<T>::quiet_NaN() : FMax()(a, b);
+});
 // PTX: the sign of the first, the rest of the second.
-struct FCopysign {
-  template <class T>
-  T operator()(T a, T b) const {
-    return std::copysign(b, a);
-  }
-};
+using FCopysign = decltype([]<class T>(T a, T b) { return std::copysign(b, a); });
 
 // ---- rounding modes ----
 

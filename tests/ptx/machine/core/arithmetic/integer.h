@@ -55,192 +55,77 @@ using WideOf = std::conditional_t<std::is_signed_v<T>,
 
 // ---- operations ----
 
-struct Add {
-  template <class T>
-  T operator()(T a, T b) const {
-    return T(Wide<T>(a) + Wide<T>(b));
-  }
-};
-struct Sub {
-  template <class T>
-  T operator()(T a, T b) const {
-    return T(Wide<T>(a) - Wide<T>(b));
-  }
-};
-struct MulLo {
-  template <class T>
-  T operator()(T a, T b) const {
-    return T(Wide<T>(a) * Wide<T>(b));
-  }
-};
-struct MulHi {
-  template <class T>
-  T operator()(T a, T b) const {
-    return T(WideOf<T>(a) * WideOf<T>(b) >> 8 * sizeof(T));
-  }
-};
-struct MadLo {
-  template <class T>
-  T operator()(T a, T b, T c) const {
-    return T(Wide<T>(a) * Wide<T>(b) + Wide<T>(c));
-  }
-};
-struct MadHi {
-  template <class T>
-  T operator()(T a, T b, T c) const {
-    return Add()(MulHi()(a, b), c);
-  }
-};
-struct MulWide {
-  template <class T>
-  WideOf<T> operator()(T a, T b) const {
-    return WideOf<T>(a) * WideOf<T>(b);
-  }
-};
-struct MadWide {
-  template <class T, class R>
-  R operator()(T a, T b, R c) const {
-    return Add()(R(WideOf<T>(a) * WideOf<T>(b)), c);
-  }
-};
+using Add = decltype([]<class T>(T a, T b) { return T(Wide<T>(a) + Wide<T>(b)); });
+using Sub = decltype([]<class T>(T a, T b) { return T(Wide<T>(a) - Wide<T>(b)); });
+using MulLo = decltype([]<class T>(T a, T b) { return T(Wide<T>(a) * Wide<T>(b)); });
+using MulHi =
+    decltype([]<class T>(T a, T b) { return T(WideOf<T>(a) * WideOf<T>(b) >> 8 * sizeof(T)); });
+using MadLo =
+    decltype([]<class T>(T a, T b, T c) { return T(Wide<T>(a) * Wide<T>(b) + Wide<T>(c)); });
+using MadHi = decltype([]<class T>(T a, T b, T c) { return Add()(MulHi()(a, b), c); });
+using MulWide = decltype([]<class T>(T a, T b) { return WideOf<T>(a) * WideOf<T>(b); });
+using MadWide = decltype([]<class T, class R>(T a, T b, R c) {
+  return Add()(R(WideOf<T>(a) * WideOf<T>(b)), c);
+});
 // Division by zero gives all ones on the machines there are; PTX leaves it open.
-struct Div {
-  template <class T>
-  T operator()(T a, T b) const {
-    return b == 0 ? T(-1) : T(WideOf<T>(a) / WideOf<T>(b));
-  }
-};
-struct Rem {
-  template <class T>
-  T operator()(T a, T b) const {
-    return b == 0 ? a : T(WideOf<T>(a) % WideOf<T>(b));
-  }
-};
-struct Min {
-  template <class T>
-  T operator()(T a, T b) const {
-    return b < a ? b : a;
-  }
-};
-struct Max {
-  template <class T>
-  T operator()(T a, T b) const {
-    return b > a ? b : a;
-  }
-};
-struct Abs {
-  template <class T>
-  T operator()(T a) const {
-    return a < 0 ? T(-Wide<T>(a)) : a;
-  }
-};
-struct Neg {
-  template <class T>
-  T operator()(T a) const {
-    return T(-Wide<T>(a));
-  }
-};
-struct And {
-  template <class T>
-  T operator()(T a, T b) const {
-    return T(a & b);
-  }
-};
-struct Or {
-  template <class T>
-  T operator()(T a, T b) const {
-    return T(a | b);
-  }
-};
-struct Xor {
-  template <class T>
-  T operator()(T a, T b) const {
-    return T(a ^ b);
-  }
-};
-struct Not {
-  template <class T>
-  T operator()(T a) const {
-    return T(~a);
-  }
-};
-struct Copied {
-  template <class T>
-  T operator()(T a) const {
-    return a;
-  }
-};
-struct Shl {
-  template <class T>
-  T operator()(T a, uint32_t by) const {
-    return by >= 8 * sizeof(T) ? T(0) : T(Wide<T>(a) << by);
-  }
-};
-struct Shr {
-  template <class T>
-  T operator()(T a, uint32_t by) const {
-    const uint32_t most = 8 * sizeof(T) - 1;
-    if (by > most) return std::is_signed_v<T> ? T(a >> most) : T(0);
-    return T(a >> by);
-  }
-};
-struct Popc {
-  template <class T>
-  uint32_t operator()(T a) const {
-    return uint32_t(__builtin_popcountll(Bits<T>(a)));
-  }
-};
-struct Clz {
-  template <class T>
-  uint32_t operator()(T a) const {
-    return a == 0 ? 8 * sizeof(T) : uint32_t(__builtin_clzll(a)) - (64 - 8 * sizeof(T));
-  }
-};
-struct Brev {
-  template <class T>
-  T operator()(T a) const {
-    T b = 0;
-    for (size_t k = 0; k < 8 * sizeof(T); ++k) b = T(b << 1 | (a >> k & 1));
-    return b;
-  }
-};
+using Div =
+    decltype([]<class T>(T a, T b) { return b == 0 ? T(-1) : T(WideOf<T>(a) / WideOf<T>(b)); });
+using Rem = decltype([]<class T>(T a, T b) { return b == 0 ? a : T(WideOf<T>(a) % WideOf<T>(b)); });
+using Min = decltype([]<class T>(T a, T b) { return b < a ? b : a; });
+using Max = decltype([]<class T>(T a, T b) { return b > a ? b : a; });
+using Abs = decltype([]<class T>(T a) { return a < 0 ? T(-Wide<T>(a)) : a; });
+using Neg = decltype([]<class T>(T a) { return T(-Wide<T>(a)); });
+using And = decltype([]<class T>(T a, T b) { return T(a & b); });
+using Or = decltype([]<class T>(T a, T b) { return T(a | b); });
+using Xor = decltype([]<class T>(T a, T b) { return T(a ^ b); });
+using Not = decltype([]<class T>(T a) { return T(~a); });
+using Copied = decltype([]<class T>(T a) { return a; });
+using Shl = decltype([]<class T>(T a, uint32_t by) {
+  return by >= 8 * sizeof(T) ? T(0) : T(Wide<T>(a) << by);
+});
+using Shr = decltype([]<class T>(T a, uint32_t by) {
+  const uint32_t most = 8 * sizeof(T) - 1;
+  if (by > most) return std::is_signed_v<T> ? T(a >> most) : T(0);
+  return T(a >> by);
+});
+using Popc = decltype([]<class T>(T a) { return uint32_t(__builtin_popcountll(Bits<T>(a))); });
+using Clz = decltype([]<class T>(T a) -> uint32_t {
+  return a == 0 ? 8 * sizeof(T) : uint32_t(__builtin_clzll(a)) - (64 - 8 * sizeof(T));
+});
+using Brev = decltype([]<class T>(T a) {
+  T b = 0;
+  for (size_t k = 0; k < 8 * sizeof(T); ++k) b = T(b << 1 | (a >> k & 1));
+  return b;
+});
 // bfi d, a, b, position, length: a's low bits into b.
-struct Bfi {
-  template <class T>
-  T operator()(T a, T b, uint32_t c, uint32_t d) const {
-    const uint32_t at = c & 255, length = d & 255, bits = 8 * sizeof(T);
-    if (at >= bits || length == 0) return b;
-    const T ones = length >= bits ? T(~T(0)) : T((T(1) << length) - 1);
-    return T((b & T(~(ones << at))) | ((a & ones) << at));
+using Bfi = decltype([]<class T>(T a, T b, uint32_t c, uint32_t d) {
+  const uint32_t at = c & 255, length = d & 255, bits = 8 * sizeof(T);
+  if (at >= bits || length == 0) return b;
+  const T ones = length >= bits ? T(~T(0)) : T((T(1) << length) - 1);
+  return T((b & T(~(ones << at))) | ((a & ones) << at));
+});
+using Bfe = decltype([]<class T>(T a, uint32_t b, uint32_t c) {
+  const uint32_t at = b & 255, length = c & 255, bits = 8 * sizeof(T);
+  T result = 0;
+  const uint32_t top = at + length - 1 < bits - 1 ? at + length - 1 : bits - 1;
+  const bool sign = std::is_signed_v<T> && length > 0 && (Bits<T>(a) >> top & 1);
+  for (uint32_t k = 0; k < bits; ++k) {
+    const bool bit = k < length && at + k < bits ? Bits<T>(a) >> (at + k) & 1 : sign;
+    result = T(Bits<T>(result) | Bits<T>(bit) << k);
   }
-};
-struct Bfe {
-  template <class T>
-  T operator()(T a, uint32_t b, uint32_t c) const {
-    const uint32_t at = b & 255, length = c & 255, bits = 8 * sizeof(T);
-    T result = 0;
-    const uint32_t top = at + length - 1 < bits - 1 ? at + length - 1 : bits - 1;
-    const bool sign = std::is_signed_v<T> && length > 0 && (Bits<T>(a) >> top & 1);
-    for (uint32_t k = 0; k < bits; ++k) {
-      const bool bit = k < length && at + k < bits ? Bits<T>(a) >> (at + k) & 1 : sign;
-      result = T(Bits<T>(result) | Bits<T>(bit) << k);
-    }
-    return result;
+  return result;
+});
+using Prmt = decltype([](uint32_t a, uint32_t b, uint32_t select) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int k = 0; k < 4; ++k) {
+    const uint32_t nibble = select >> 4 * k & 15;
+    uint32_t byte = bytes >> 8 * (nibble & 7) & 255;
+    if (nibble & 8) byte = byte & 128 ? 255 : 0;
+    result |= byte << 8 * k;
   }
-};
-struct Prmt {
-  uint32_t operator()(uint32_t a, uint32_t b, uint32_t select) const {
-    const uint64_t bytes = uint64_t(b) << 32 | a;
-    uint32_t result = 0;
-    for (int k = 0; k < 4; ++k) {
-      const uint32_t nibble = select >> 4 * k & 15;
-      uint32_t byte = bytes >> 8 * (nibble & 7) & 255;
-      if (nibble & 8) byte = byte & 128 ? 255 : 0;
-      result |= byte << 8 * k;
-    }
-    return result;
-  }
-};
+  return result;
+});
 // lop3: the table's bit a b c.
 inline void lop3(Warp& w, const Instr& i, Mask mask) {
   uint32_t* d = w.of<uint32_t>(i.o[0]);

@@ -1,19 +1,13 @@
 """Products of warpgroups (wgmma) in the PTX machine: what they give, and the mistakes it sees."""
 
-import platform
-import shutil
-
 import numpy as np
 import pytest
+from built import needs_compiler
+from fragments import bits_of, pieces
 from machine.parse import PtxError
 from small import kernel, run
 
-from .fragments import bits_of, pieces
-
-pytestmark = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
-    reason="the machine's core is compiled by g++ for x86-64",
-)
+pytestmark = needs_compiler
 
 ROWS, THREADS, IMAGE, OF_B = 64, 128, 40960, 8192
 MODES = {0: 0, 32: 3, 64: 2, 128: 1}  # in a descriptor, by the bytes that are swizzled
@@ -155,7 +149,6 @@ class Product:
         """The result, of PTX where ``new`` stands in the place of ``old``."""
         assert old in self.body
         text = kernel(self.body.replace(old, new, 1), 4, f".shared .align 1024 .b8 buf[{IMAGE}];")
-        text = text.replace("%f<40>", "%f<140>").replace("%rd<20>", "%rd<30>")
         got = np.zeros((THREADS, self.columns // 2), np.float32)
         c = self.shared_out(self.c, 2).astype(np.float32)
         report = run(text, [got, self.image, c, self.fragments], threads=threads)

@@ -1,4 +1,4 @@
-"""What the kernels of both backends are run on in the PTX machine."""
+"""What the kernels of both GPU backends are run on, on the host and as machine code alike."""
 
 from __future__ import annotations
 
@@ -8,21 +8,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from contract import CONTRACT, LARGE, lens
-from cuda_on_host import Gpu, attend, attend_step
-from driven import ARCHS, CudaPtx
 from parity import OUTPUTS, Case, errors, long_double, measure, shares
 
 from bahdanau_fast import reference
 
-__all__ = [
-    "DTYPES",
-    "ROWS",
-    "STEPS",
-    "Drivers",
-    "Step",
-    "measure_row",
-    "measure_step",
-]
+__all__ = ["DTYPES", "ROWS", "STEPS", "Step", "measured"]
 
 DTYPES = {
     "fp32": torch.float32,
@@ -31,10 +21,19 @@ DTYPES = {
     "fp16": torch.float16,
 }
 
-# Rows of the contract that differ in what these kernels see, and, with a GPU, what only fp32 above
-# MAX_FP64_ELEMENTS has: its own kernels for few queries.
+SPLIT = CONTRACT["split keys"]
+# Rows of the contract that differ in what these kernels see, with a number of multiprocessors; how
+# keys are cut for other numbers; and what only fp32 of so many elements has: its own kernels for
+# few queries.
 ROWS = {
     **{row: (case, 4) for row, case in CONTRACT.items() if not row.startswith("all in one")},
+    "split keys, 1 processor": (SPLIT, 1),
+    "split keys, 1000 processors": (SPLIT, 1000),
+    "split keys, 1000 processors, weights alone": ({**SPLIT, "Tq": 3, "grads": "weights"}, 1000),
+    "split keys, lens at a chunk, 1000 processors": (CONTRACT["split keys, lens at a chunk"], 1000),
+    "decoder step, 1 processor": (CONTRACT["decoder step"], 1),
+    "decoder step, 1000 processors": (CONTRACT["decoder step"], 1000),
+    "beams, whole row masked": ({"Tq": 3, "lens": lens(0, -5, 7)}, 1000),
     "large step": ({"B": 8, "Tq": 1, "Tk": 150, "H": 512, "Dv": 40}, 4),
     "large step, beams": ({"B": 2, "Tq": 4, "Tk": 150, "H": 512, "lens": lens(150, 70)}, 4),
     "large step, 16 beams": ({"B": 2, "Tq": 16, "Tk": 150, "H": 131}, 4),
@@ -75,44 +74,19 @@ STEPS = {
 }  # fmt: skip
 
 
-class Drivers(dict):
-    """csrc/cuda for an architecture: drivers by kind of numbers, started when asked for."""
+def measured(kernels, name, dtype):
+    """The share of the parity rule that a case of ROWS or STEPS takes at worst.
 
-    def __init__(self, arch, **options):
-        super().__init__()
-        self.arch, self.options = arch, options
-
-    def __missing__(self, kind):
-        self[kind] = CudaPtx(kind, self.arch, **self.options)
-        return self[kind]
-
-    def close(self):
-        while self:
-            self.popitem()[1].close()
-
-    def attend(self, multiprocessors, *inputs):
-        """Context and weights of projected queries and keys, values, w_v and lengths."""
-        gpu = Gpu(multiprocessors, ARCHS[self.arch])
-        return attend(self.__getitem__, *inputs, gpu=gpu)
-
-    def step(self, multiprocessors, *inputs, **projected):
-        """The same of queries, w_q, keys, values, w_v and lengths; w_k and bias if keys are raw."""
-        gpu = Gpu(multiprocessors, ARCHS[self.arch])
-        return attend_step(self.__getitem__, *inputs, gpu=gpu, **projected)
-
-    def took(self):
-        """(kind, entry) of every launch since the last call."""
-        found = {(kind, r.entry.name) for kind, driver in self.items() for r in driver.reports}
-        for driver in self.values():
-            driver.reports.clear()
-        return found
-
-
-def measure_row(kernels, name, dtype):
-    """The share of the parity rule that forward and backward of a row of ROWS take at worst.
-
-    ``kernels`` are Drivers, or a TritonPtx.
+    Args:
+        kernels: what runs them: Drivers of cuda_on_host, on the host or in the PTX machine, or a
+            TritonPtx.
+        name: of the case. Rows are run forward and backward, steps forward.
+        dtype: a key of DTYPES.
     """
+    return (_row if name in ROWS else _step)(kernels, name, dtype)
+
+
+def _row(kernels, name, dtype):
     sizes, multiprocessors = ROWS[name]
 
     def function(inputs, valid_lens):
@@ -126,8 +100,7 @@ def measure_row(kernels, name, dtype):
     return max(shares.values(), default=0.0)
 
 
-def measure_step(kernels, name, dtype):
-    """The same for a step of STEPS, forward only."""
+def _step(kernels, name, dtype):
     step, kind = STEPS[name], DTYPES[dtype]
     generator = torch.Generator().manual_seed(3)
 

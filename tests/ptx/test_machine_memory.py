@@ -1,21 +1,18 @@
-"""The PTX machine sees what must not be done to memory, races and the cost of accesses."""
+"""The PTX machine sees what must not be done to memory, races, and what accesses cost."""
 
-import platform
 import re
-import shutil
 
 import numpy as np
 import pytest
+from built import needs_compiler
 from machine.launch import Buffer, Machine, Order
 from machine.parse import PtxError
 from small import kernel, run
 
-pytestmark = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
-    reason="the machine's core is compiled by g++ for x86-64",
-)
+pytestmark = needs_compiler
 
 RANDOM = np.random.default_rng(2)
+ORDERS = Order.GIVEN, Order.BACKWARDS, Order.RANDOM
 
 # ---- memory --------------------------------------------------------------------------------------
 
@@ -46,6 +43,12 @@ MISTAKES = {
     "own mask": ("shfl.sync.bfly.b32 %r4, %r0, 1, 31, 255;", "its own mask leaves out"),
     "parameters": ("ld.param.u64 %rd4, [p0+8];", "past the parameters"),
 }  # fmt: skip
+UNKNOWN = {
+    "frob.u32 %r4, %r5;": "frob.u32",
+    "add.frob.f32 %f1, %f2, %f3;": "add.frob.f32",
+    "mma.sync.aligned.m1n1k1.f32;": "mma.sync.aligned.m1n1k1.f32",
+    "mov.u32 %r4, %frob.x;": "%frob",
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -63,16 +66,15 @@ def test_a_workspace_has_to_be_written_before_it_is_read():
         run(kernel(code), [Buffer("workspace", data(32), known=False)])
 
 
-def test_unknown_words_are_named():
-    for code in (
-        "frob.u32 %r4, %r5;",
-        "add.frob.f32 %f1, %f2, %f3;",
-        "mma.sync.aligned.m1n1k1.f32;",
-    ):
-        with pytest.raises(PtxError, match=re.escape(code.split()[0].rstrip(";"))):
-            run(kernel(code), [data()])
-    with pytest.raises(PtxError, match="%frob"):
-        run(kernel("mov.u32 %r4, %frob.x;"), [data()])
+@pytest.mark.parametrize("code", UNKNOWN)
+def test_unknown_words_are_named(code):
+    with pytest.raises(PtxError, match=re.escape(UNKNOWN[code])):
+        run(kernel(code), [data()])
+
+
+def test_parameters_have_to_fit():
+    with pytest.raises(PtxError, match="takes 8 bytes of parameters, got 3"):
+        Machine(kernel("")).run("k", 1, 32, b"abc")
 
 
 def test_asynchronous_copies_arrive_at_the_wait():
@@ -131,7 +133,7 @@ RACES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("order", [Order.GIVEN, Order.BACKWARDS, Order.RANDOM])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", RACES)
 def test_races(name, order):
     code, threads, races = RACES[name]
@@ -164,7 +166,7 @@ END:
 """
 
 
-@pytest.mark.parametrize("order", [Order.GIVEN, Order.BACKWARDS, Order.RANDOM])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("fence", "acquire", "races"),
     [("membar.gl;", "membar.gl;", False), ("", "membar.gl;", True), ("membar.gl;", "", True),
@@ -190,39 +192,40 @@ st.global.u32 [%rd10], %r4;
 """
 
 
-def test_clusters_share_their_memory():
+def cluster(barrier, end, start=""):
+    """What blocks of a cluster of two read of each other, and the report."""
     got = data(128)
-    code = OWN + FOUR + CLUSTER.format(barrier=BOTH, end=BOTH)
-    report = run(kernel(code, 1, SHARED), [got], 2, 64, cluster=2)
+    code = OWN + FOUR + start + CLUSTER.format(barrier=barrier, end=end)
+    return got, run(kernel(code, 1, SHARED), [got], 2, 64, cluster=2)
+
+
+def test_clusters_share_their_memory():
+    got, report = cluster(BOTH, BOTH)
     assert not report.races
     np.testing.assert_array_equal(got, np.arange(128) ^ 64)
-    code = OWN + FOUR + CLUSTER.format(barrier="barrier.cluster.arrive.release;", end="")
-    with pytest.raises(PtxError, match="a block that may not have begun"):
-        run(kernel(code, 1, SHARED), [got], 2, 64, cluster=2)
     start = "st.shared.u32 [%r12], 0;\n" + BOTH
-    for middle, races in (("bar.sync 0;", True), (BOTH, False)):
-        code = OWN + FOUR + start + "\n" + CLUSTER.format(barrier=middle, end=BOTH)
-        assert bool(run(kernel(code, 1, SHARED), [got], 2, 64, cluster=2).races) == races
+    for barrier, races in (("bar.sync 0;", True), (BOTH, False)):
+        assert bool(cluster(barrier, BOTH, start)[1].races) == races
 
 
 def test_a_block_of_a_cluster_has_to_be_there():
-    text = "a block that may have ended"
-    report = run(
-        kernel(OWN + FOUR + CLUSTER.format(barrier=BOTH, end=""), 1, SHARED),
-        [data(128)],
-        2,
-        64,
-        cluster=2,
-    )
-    assert [text in race.text for race in report.races] == [True]
-    with pytest.raises(PtxError, match="a block that may not have begun"):
-        run(
-            kernel(OWN + FOUR + CLUSTER.format(barrier="", end=BOTH), 1, SHARED),
-            [data(128)],
-            2,
-            64,
-            cluster=2,
-        )
+    (race,) = cluster(BOTH, end="")[1].races
+    assert "a block that may have ended" in race.text
+    for barrier, end in (("", BOTH), ("barrier.cluster.arrive.release;", "")):
+        with pytest.raises(PtxError, match="a block that may not have begun"):
+            cluster(barrier, end)
+
+
+def test_orders_reach_the_same_result():
+    code = FOUR + "atom.global.add.u32 %r4, [%rd1], 1;\nst.global.u32 [%rd10], %r4;"
+    seen = {}
+    for order in ORDERS:
+        got = data(128)
+        run(kernel(code, 2), [got, data(1)], 2, 64, order=order)
+        assert sorted(got) == list(range(128))
+        seen[order] = got[0]
+    assert seen[Order.GIVEN] == 0
+    assert seen[Order.BACKWARDS] >= 96
 
 
 # ---- counts --------------------------------------------------------------------------------------
@@ -301,20 +304,3 @@ def test_instructions_by_unit_and_branches_that_part():
     units = report.by_unit()
     assert (units["fma"], units["special"], units["barrier"]) == (4, 2, 2)
     assert report.total("splits") == 1
-
-
-def test_orders_reach_the_same_result():
-    code = FOUR + "atom.global.add.u32 %r4, [%rd1], 1;\nst.global.u32 [%rd10], %r4;"
-    seen = {}
-    for order in (Order.GIVEN, Order.BACKWARDS, Order.RANDOM):
-        got = data(128)
-        run(kernel(code, 2), [got, data(1)], 2, 64, order=order)
-        assert sorted(got) == list(range(128))
-        seen[order] = got[0]
-    assert seen[Order.GIVEN] == 0
-    assert seen[Order.BACKWARDS] >= 96
-
-
-def test_parameters_have_to_fit():
-    with pytest.raises(PtxError, match="takes 8 bytes of parameters, got 3"):
-        Machine(kernel("")).run("k", 1, 32, b"abc")

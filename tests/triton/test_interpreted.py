@@ -1,7 +1,6 @@
-"""Runs a part of ``tests/triton/kernels`` in Triton's interpreter, in a process of its own.
+"""The Triton kernels in Triton's interpreter, in a process of its own.
 
-It has to be asked for before Python starts. Parts are files of their own, so that two workers share
-them.
+It has to be asked for before Python starts.
 """
 
 import os
@@ -10,14 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
-CONTRACT = "test_contract"
 
 
-def passes(chosen, least):
-    """Assert that the chosen tests pass, ``least`` of them at least, and that none is skipped."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("chosen", "least"),
+    [("not deep", 50), pytest.param("deep", 140, marks=pytest.mark.deep)],
+)
+def test_the_kernels_in_the_interpreter(chosen, least):
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/triton/kernels", "-k", chosen],
+        [sys.executable, "-m", "pytest", "-q", "tests/triton/kernels", "-m", chosen],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -1,1 +1,0 @@
-"""Tests of what instructions mean in the PTX machine."""

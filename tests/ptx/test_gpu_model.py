@@ -1,0 +1,195 @@
+"""The model of time: its arithmetic on cases worked out by hand; counts of a few blocks, scaled."""
+
+import dataclasses
+
+import pytest
+import torch
+from gpu_model import __main__ as program
+from gpu_model.counted import Counted, Problem, works
+from gpu_model.gpus import GPUS, LIMITS
+from gpu_model.rivals import compiled, eager
+from gpu_model.times import Time, Work, modelled, resident_blocks
+from machine import build
+
+from benchmarks.workloads.shapes import TOY
+
+WORK = Work("a kernel", 1320, 8, 32, 0, {"fma": 1e6, "alu": 1e6}, sectors=1e7, moved=3.2e8)
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+def test_constants_make_sense():
+    for gpu in GPUS.values():
+        assert gpu.code in LIMITS
+        assert all(value > 0 for value in dataclasses.astuple(gpu)[2:])
+        assert gpu.dram < gpu.l2
+        assert gpu.l2_cycles < gpu.dram_cycles
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"), [("A100", 19.5), ("H100", 67), ("H200", 67), ("RTX 4090", 82.6)]
+)
+def test_rates_are_those_of_the_data_sheets(name, tflops):
+    gpu = GPUS[name]
+    rate = 2 * gpu.fma * gpu.multiprocessors * gpu.clock / 1e3
+    assert rate == pytest.approx(tflops, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "warps", "registers", "shared", "blocks"),
+    [
+        ("H100", 8, 32, 0, 8),  # 64 warps
+        ("H100", 1, 32, 0, 32),  # 32 blocks
+        ("RTX 4090", 8, 32, 0, 6),  # 48 warps
+        ("H100", 8, 128, 0, 2),  # 4096 registers a warp, 16 warps
+        ("H100", 8, 129, 0, 1),  # 4352: three warps of a quarter
+        ("H100", 8, 186, 0, 1),
+        ("H100", 4, 32, 56 * 1024, 4),  # 57 KB with what is reserved
+        ("A100", 4, 32, 56 * 1024, 2),
+        ("RTX 4090", 4, 32, 100 * 1024, 0),
+    ],
+)
+def test_blocks_of_a_multiprocessor(name, warps, registers, shared, blocks):
+    assert resident_blocks(GPUS[name], warps, registers, shared) == blocks
+
+
+@pytest.mark.parametrize(("blocks", "waves"), [(1, 1), (132 * 8, 1), (132 * 8 + 1, 2)])
+def test_waves(blocks, waves):
+    assert modelled(GPUS["H100"], dataclasses.replace(WORK, blocks=blocks)).waves == waves
+
+
+def test_each_resource_takes_its_counts_over_its_rate():
+    gpu = GPUS["H100"]
+    parts = modelled(gpu, WORK).parts
+    seconds = 1e6 / 132 / 1.98e9  # ten blocks on every multiprocessor
+    assert parts["fma"] == pytest.approx(seconds / 4)
+    assert parts["alu"] == pytest.approx(seconds / 2)
+    assert parts["issue"] == pytest.approx(2 * seconds / 4)
+    assert parts["DRAM"] == pytest.approx(3.2e8 / 3.35e12 / 0.9)
+    assert parts["L2"] == pytest.approx(3.2e8 / 5.5e12)
+    assert modelled(gpu, WORK).roof == pytest.approx(3.2e8 / 3.35e12)
+
+
+def test_what_overlaps_in_part_takes_longer_than_each():
+    even = Time(dict.fromkeys(("DRAM", "L2", "port", "shared", "latency", "issue"), 1.0), 1, 1, 1)
+    assert even.seconds == pytest.approx(3 ** (1 / 3))
+
+
+def test_blocks_on_a_part_of_the_multiprocessors_take_longer():
+    few = modelled(GPUS["H100"], dataclasses.replace(WORK, blocks=66))
+    whole = modelled(GPUS["H100"], WORK)
+    assert few.parts["issue"] == pytest.approx(2 * whole.parts["issue"])
+    assert few.parts["port"] == pytest.approx(2 * whole.parts["port"])
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_twice_the_bytes_take_twice_the_time(name):
+    once, twice = (
+        modelled(GPUS[name], dataclasses.replace(WORK, sectors=k * 1e7, moved=k * 3.2e8))
+        for k in (1, 2)
+    )
+    assert once.bound == twice.bound == "DRAM"
+    assert twice.parts["DRAM"] == pytest.approx(2 * once.parts["DRAM"])
+    assert twice.seconds == pytest.approx(2 * once.seconds, rel=0.05)
+    assert twice.roof == pytest.approx(2 * once.roof)
+
+
+def test_a_chain_of_loads_takes_its_latency_a_wave():
+    gpu = GPUS["H100"]
+    chain = Work("a chain", 132, 1, 32, 0, trips=100, sectors=1, moved=32)
+    expected = 100 * gpu.dram_cycles * 1.5 / 1.98e9
+    assert modelled(gpu, chain).seconds == pytest.approx(expected)
+    assert modelled(gpu, chain).bound == "latency"
+    cached = dataclasses.replace(chain, moved=0)
+    assert modelled(gpu, cached).seconds == pytest.approx(100 * gpu.l2_cycles * 1.5 / 1.98e9)
+
+
+# ---- counts --------------------------------------------------------------------------------------
+
+needs_nvcc = pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine")
+A100 = dataclasses.replace(GPUS["A100"], multiprocessors=16)
+CALLS = {
+    "a block a row": Problem(5, 1, 40, 64, 48),
+    "rows in splits": Problem(4, 2, 70, 40, 24),
+    "tiles": Problem(5, 20, 70, 40, 24),
+}
+
+
+@pytest.fixture(scope="module")
+def driver():
+    running = Counted("bf16", "80")
+    yield running
+    running.close()
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_scaled_counts_are_those_of_all_blocks(driver, name, backward):
+    scaled = driver.count(CALLS[name], A100, backward)
+    driver.everything = True
+    try:
+        whole = driver.count(CALLS[name], A100, backward)
+    finally:
+        driver.everything = False
+    assert [(x.entry, x.blocks) for x in scaled] == [(x.entry, x.blocks) for x in whole]
+    for some, every in zip(scaled, whole, strict=True):
+        assert some.counts.keys() == every.counts.keys()
+        for unit, count in every.counts.items():
+            assert some.counts[unit] == pytest.approx(count, rel=0.01), (some.entry, unit)
+        assert some.trips == pytest.approx(every.trips, rel=0.01)
+
+
+@needs_nvcc
+def test_bytes_of_a_step_are_those_of_its_tensors(driver):
+    p = CALLS["a block a row"]
+    (launch,) = driver.count(p, A100, False)
+    read = p.batch * (p.keys * (p.hidden + p.value_size) + p.hidden) + p.hidden
+    assert launch.counts["read"] == 2 * read
+    assert launch.counts["written"] == p.batch * (2 * p.value_size + 4 * p.keys)
+
+
+@needs_nvcc
+def test_a_call_of_a_kernel_has_a_time(driver):
+    found = driver.count(CALLS["a block a row"], A100, False)
+    (work,) = works(found, A100, registers=lambda *_: {found[0].entry: 128})
+    assert (work.name, work.blocks, work.warps) == ("decode_forward 1", 5, 8)
+    time = modelled(A100, work)
+    assert time.resident == 2
+    assert 0 < time.roof < time.seconds < 1e-4
+
+
+def test_what_others_launch_and_move():
+    p = Problem(2, 3, 5, 7, 11, dtype=torch.float32)
+    f, s = 2 * 3 * 5 * 7, 2 * 3 * 5
+    inputs = 2 * (3 + 5) * 7 + 2 * (3 + 5) * 11
+    assert (eager(p).launches, compiled(p).launches) == (5, 3)
+    assert eager(p).moved == 4 * (4 * f + 4 * s + inputs)
+    assert compiled(p).moved == 4 * (4 * s + inputs)
+    masked = dataclasses.replace(p, lens=(1, 5))
+    assert eager(masked).launches == 9
+    least = eager(p).floor(GPUS["H100"])
+    assert least == pytest.approx(5 * 2.5e-6, rel=0.01)
+
+
+# ---- the program ---------------------------------------------------------------------------------
+
+
+def test_rows_of_a_shape(monkeypatch):
+    monkeypatch.setattr(program, "launches", lambda *_: None)
+    monkeypatch.setattr(program, "works", lambda *_: [WORK])
+    rows = [("forward", str(TOY), *row) for row in program.rows(TOY, backward=False)]
+    assert {len(row) for row in rows} == {len(program.COLUMNS)}
+    assert [row[3] for row in rows if row[2] == WORK.name] == list(GPUS)
+    of_calls = [row[2] for row in rows if row[2] != WORK.name]
+    assert of_calls == [
+        "call in a CUDA graph", "call, the host's time", "eager, at least",
+        "torch.compile, at least",
+    ]  # fmt: skip
+
+
+def test_the_committed_results_have_every_shape():
+    lines = program.RESULTS.read_text().splitlines()
+    for name in program.PASSES:
+        for shape in program.SHAPES:
+            assert any(line.startswith(f'{name},"{shape}",') for line in lines), (name, shape)
