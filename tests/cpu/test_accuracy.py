@@ -12,17 +12,18 @@ import pytest
 import torch
 
 import bahdanau_fast as bf
-from bahdanau_fast.limits import PRECISION
+from bahdanau_fast._C_cpu import most_table_elements_in_fp64
 
-# Pairs measured at a time; fp32 problems above PRECISION.fp64_cpu_elements run in the fp32 kernels.
-N = {torch.float32: PRECISION.fp64_cpu_elements // 2 + 999, torch.float64: 2_000}
+FP64_CPU_ELEMENTS = most_table_elements_in_fp64(True)
+# Pairs measured at a time; fp32 problems above FP64_CPU_ELEMENTS run in the fp32 kernels.
+N = {torch.float32: FP64_CPU_ELEMENTS // 2 + 999, torch.float64: 2_000}
 MAGNITUDES = (1e-6, 1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 50.0, 1e3, 1e4)
 
 
 def attend(a, c, w=1.0, hidden=1):
     """Weights (n,1,Tk) for n queries (n,) and keys (n,Tk), each alike in all hidden units."""
     n, keys_len = c.shape
-    assert a.dtype == torch.float64 or n * keys_len * hidden > PRECISION.fp64_cpu_elements
+    assert a.dtype == torch.float64 or n * keys_len * hidden > FP64_CPU_ELEMENTS
     queries = a[:, None, None].expand(n, 1, hidden).contiguous().requires_grad_()
     keys = c[:, :, None].expand(n, keys_len, hidden).contiguous().requires_grad_()
     weight = torch.full((hidden,), w / hidden, dtype=a.dtype, requires_grad=True)
@@ -169,7 +170,7 @@ def test_infinite_and_nan_inputs(dtype):
     assert torch.equal(w[7:], torch.full_like(w[7:], 0.5))
 
 
-@pytest.mark.parametrize("hidden", [4, PRECISION.fp64_cpu_elements], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("hidden", [4, FP64_CPU_ELEMENTS], ids=["fp64", "fp32"])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 255), (torch.float16, 2047)], ids=str)
 def test_results_are_rounded_to_nearest_and_ties_to_even(dtype, most, hidden):
     """Keys that are alike weigh a half each, and half of the sums of two integers are odd."""

@@ -142,9 +142,7 @@ class TritonPtx:
         self._begin(multiprocessors, queries, keys, w_v)
         weights = w_q, w_k, bias, w_v
         with self.here():
-            return forward.step_from_raw(
-                queries, keys, values, *weights, valid_lens, None, 0.0, True
-            )
+            return forward.attend_step(queries, keys, values, *weights, valid_lens)
 
     def _begin(self, multiprocessors, queries, keys, w_v):
         elements = queries.shape[0] * queries.shape[1] * keys.shape[1] * w_v.numel()
@@ -198,8 +196,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, queries, keys, values, w_v, lens, machine):
         with machine.here():
-            inputs = (queries, keys, None, None, values, w_v, lens, None, 0.0)
-            context, weights = forward.attend(*inputs, True)
+            context, weights = forward.attend(queries, keys, values, w_v, valid_lens=lens)
         ctx.save_for_backward(queries, keys, values, w_v)
         ctx.lens, ctx.machine, ctx.weights = lens, machine, weights.clone()
         ctx.set_materialize_grads(False)
@@ -209,8 +206,6 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad_context, grad_weights):
         queries, keys, values, w_v = ctx.saved_tensors
         with ctx.machine.here():
-            grads = backward.attend_backward(
-                queries, keys, None, None, values, w_v, ctx.lens, None, 0.0, ctx.weights,
-                grad_context, grad_weights, 15,
-            )  # fmt: skip
-        return *grads, None, None
+            given = (ctx.weights, grad_context, grad_weights, 15, queries, keys, values, w_v)
+            grads = backward.attend_backward(*given, valid_lens=ctx.lens)
+        return *grads[:4], None, None

@@ -3,11 +3,11 @@
 import torch
 from parity import INPUTS
 
-from bahdanau_fast.limits import PRECISION
+from bahdanau_fast.limits import FP64_GPU_ELEMENTS
 
 # Big enough that fp32 is computed by the fp32 kernels.
 LARGE = {"B": 3, "Tq": 17, "Tk": 53, "H": 211, "Dq": 19, "Dk": 23, "Dv": 29}
-assert LARGE["B"] * LARGE["Tq"] * LARGE["Tk"] * LARGE["H"] > PRECISION.fp64_gpu_elements
+assert LARGE["B"] * LARGE["Tq"] * LARGE["Tk"] * LARGE["H"] > FP64_GPU_ELEMENTS
 
 
 def lens(*values, dtype=torch.int64):

@@ -17,7 +17,7 @@ from parity import DTYPES, Case, attended, called, check, fused
 import bahdanau_fast as bf
 from bahdanau_fast import parity as rule
 from bahdanau_fast import reference
-from bahdanau_fast.limits import PRECISION
+from bahdanau_fast.limits import FP64_GPU_ELEMENTS
 
 WAYS = {f.__name__: functools.partial(f, backend="cuda") for f in (fused, called, attended)}
 
@@ -78,7 +78,7 @@ LONG = {1: 513, 3: 171, 6: 86, 40: 13}
 
 def sizes_of(queries, dtype):
     """(Tk, H) of small problems that between them meet every kernel of a dtype."""
-    assert all(2 * tq * tk * 512 > PRECISION.fp64_gpu_elements for tq, tk in LONG.items())
+    assert all(2 * tq * tk * 512 > FP64_GPU_ELEMENTS for tq, tk in LONG.items())
     return [(150, 40), (LONG[queries], 512)] if dtype == torch.float32 else [(150, 40)]
 
 

@@ -5,26 +5,33 @@
 
 import torch
 
-FORWARD, BACKWARD, STEP = "attend_cuda", "attend_backward_cuda", "attend_step_cuda"
-# Operators of every backend with the same arguments.
-GENERAL = {FORWARD: "attend", BACKWARD: "attend_backward"}
+FORWARD, BACKWARD, STEP = "attend", "attend_backward", "attend_step"
 
 
 def on_gpu(name, *arguments):
     return getattr(torch.ops.bahdanau_fast, name)(*arguments)
 
 
-def attend(call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0, name=FORWARD):
+def attend(call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0):
     """Context and weights of projected queries and keys."""
-    return call(name, queries, keys, None, None, values, w_v, lens, seed, dropout_p, True)
+    return call(
+        FORWARD, *_arguments(queries, keys, values, w_v, lens, seed, dropout_p), True, True, ""
+    )
 
 
 def attend_backward(call, queries, keys, values, w_v, lens, context, weights):
     """All four gradients, those of context and weights being themselves."""
-    inputs = queries, keys, None, None, values, w_v, lens, None, 0.0
-    return call(BACKWARD, *inputs, weights, context, weights, 15)
+    inputs = _arguments(queries, keys, values, w_v, lens)
+    return call(BACKWARD, weights, context, weights, 15, *inputs, "")[:4]
+
+
+def _arguments(queries, keys, values, w_v, lens, seed=None, dropout_p=0.0):
+    """Without features, mask and table, and with tanh."""
+    others = None, None, lens, None, None, None, seed
+    return queries, keys, values, w_v, *others, dropout_p, 0, 0.01
 
 
 def step(call, queries, w_q, keys, w_k, bias, values, w_v, lens=None):
     """Context and weights of queries, and keys if ``w_k`` is given, that the launch projects."""
-    return call(STEP, queries, w_q, keys, w_k, bias, values, w_v, lens, True)
+    rest = w_v, lens, None, None, None, True
+    return call(STEP, queries, keys, values, w_q, w_k, bias, *rest)

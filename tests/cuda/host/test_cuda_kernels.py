@@ -124,10 +124,8 @@ def test_dropout_drops_what_the_cpu_drops(drivers, queries):
     inputs = problem(queries, 150, 12, 20, torch.float32)
     got = results(drivers, inputs, lens(150, 70), seed=1234567890123, dropout_p=0.4)
     seed = torch.tensor([1234567890123])
-    of_cpu = entry_points.GENERAL[entry_points.FORWARD]
-    context, weights = entry_points.attend(
-        entry_points.on_gpu, *inputs, lens(150, 70), seed, 0.4, of_cpu
-    )
+    of_cpu = entry_points.on_gpu  # the operator of any device
+    context, weights = entry_points.attend(of_cpu, *inputs, lens(150, 70), seed, 0.4)
     seeds = seeds_of((context, weights))
     want = [context, weights, *torch.autograd.grad((context, weights), inputs, seeds)]
     for ours, theirs in zip(got, want, strict=True):

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from dataclasses import replace
 
 import parity
 import pytest
@@ -85,7 +84,7 @@ def test_splits_of_rows_far_apart(monkeypatch):
 @pytest.mark.parametrize(("queries", "scale"), [(1, 1.0), (18, 1.0), (18, 0.1), (18, 1e-3)])
 def test_fp32_too_large_for_fp64(queries, scale, monkeypatch):
     # Near zero 1 - 2 r would lose what fp32 has.
-    monkeypatch.setattr(limits, "PRECISION", replace(limits.PRECISION, fp64_gpu_elements=0))
+    monkeypatch.setattr(limits, "FP64_GPU_ELEMENTS", 0)
     sizes = {"B": 1, "Tq": queries, "Tk": 21, "H": 131, "Dv": 17}
     case = Case(**sizes, bias=False, scale={"queries": scale, "keys": scale})
     check(case, torch.float32, WAYS["fused"])

@@ -5,7 +5,6 @@ nearly one size, forward and backward.
 """
 
 import math
-from dataclasses import replace
 
 import parity
 import pytest
@@ -43,7 +42,7 @@ def in_fp32(monkeypatch):
     monkeypatch.setattr(
         parity, "oracle", lambda case, drawn, dtype: parity.long_double(case, drawn)
     )
-    monkeypatch.setattr(limits, "PRECISION", replace(limits.PRECISION, fp64_gpu_elements=0))
+    monkeypatch.setattr(limits, "FP64_GPU_ELEMENTS", 0)
 
 
 def test_these_are_the_places():

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from built import built
 
-from bahdanau_fast.limits import PRECISION
+from bahdanau_fast.limits import FP64_GPU_ELEMENTS
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[3] / "csrc"
@@ -59,7 +59,7 @@ LENS = (*INTEGERS, "float32", "float64", "bfloat16", "float16")
 def kind_of(dtype, elements):
     """The name of the kernels that serve a dtype: computing_kind() of csrc/common/limits.h."""
     if dtype == torch.float32:
-        return "f32_in_f64" if elements <= PRECISION.fp64_gpu_elements else "f32"
+        return "f32_in_f64" if elements <= FP64_GPU_ELEMENTS else "f32"
     return {torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
 
 
