@@ -15,7 +15,7 @@ from bahdanau_fast.ops.attend import attend as attend_operator
 from bahdanau_fast.ops.attend import attend_scores
 from bahdanau_fast.ops.dropout import is_sharded
 from bahdanau_fast.ops.location import attend_location, convolved
-from bahdanau_fast.ops.operator import Results, Way, name_for
+from bahdanau_fast.ops.operator import Results, Way, number_of
 from bahdanau_fast.ops.projection import linear
 from bahdanau_fast.ops.sharding import register_for
 from bahdanau_fast.ops.whole import additive_attention, attend_step
@@ -196,7 +196,7 @@ def _by_operator(route: Route, call: Call) -> Results:
     recorded = route.records and checks.needs_gradient(*inputs)
     way = Way(route.backend, route.traced, recorded, shared, backwards)
     numbers += (call.need_weights or recorded, recorded or route.traced)
-    numbers += (name_for(route.backend, route.traced),)
+    numbers += (number_of(route.backend, route.traced),)
     return attend_operator.call(inputs, (*seen, table, keys_max), numbers, way)
 
 

@@ -234,7 +234,7 @@ def attend_gradients(
     given = (weights, grad_context, grad_weights, needs_of(tuple(asked), tuple(asked.values())))
     arguments = [named.get(name) for name in attend_backward_onto.names[5:]]
     if onto is None:
-        backend = named.get("backend", "")
+        backend = named.get("backend", 0)
         # An eager call goes straight to a backend in Python; a compiler has to meet the operator.
         eager = type(weights) is Tensor
         run = kernel_of(attend_backward, backend) if eager else attend_backward.overload
@@ -258,7 +258,7 @@ fingerprint = Operator(
 # The inputs whose gradients go through the activation, which backward computes again.
 _THROUGH = ("queries", "keys", "w_v", "features", "w_f")
 attend = Attention(
-    f"attend({_ATTEND}, bool need_weights=True, bool precise=True, str backend='') -> "
+    f"attend({_ATTEND}, bool need_weights=True, bool precise=True, int backend=0) -> "
     "(Tensor context, Tensor weights)",
     attend_fake,
     {
@@ -273,7 +273,7 @@ attend = Attention(
     _gradients,
 )
 attend_backward = Operator(
-    f"attend_backward({GRADS}, int needs, {_ATTEND}, str backend='') -> {_GRADIENTS}",
+    f"attend_backward({GRADS}, int needs, {_ATTEND}, int backend=0) -> {_GRADIENTS}",
     _backward_fake,
 )
 attend_backward_onto = Operator(

@@ -28,7 +28,16 @@ from bahdanau_fast.ops.saved_tensors import (
 )
 from bahdanau_fast.ops.second_derivatives import attend_again
 
-__all__ = ["Attention", "Named", "Operator", "Results", "Way", "implement", "kernel_of", "name_for"]
+__all__ = [
+    "Attention",
+    "Named",
+    "Operator",
+    "Results",
+    "Way",
+    "implement",
+    "kernel_of",
+    "number_of",
+]
 
 library = torch.library.Library("bahdanau_fast", "DEF")
 
@@ -310,31 +319,35 @@ def _copies(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.clone() for tensor in tensors]
 
 
+#: Numbers that operators take as their argument ``backend``; 0 is what the dispatch key has.
+NUMBERS = {"triton": 1}
 # Kernels of backends written in Python, by the name of the operator.
 _in_python: dict[str, dict[str, Callable[..., Any]]] = {}
 # Those whose dispatch key has other kernels, too.
 _beside_others: set[str] = set()
 
 
-def kernel_of(operator: Operator, backend: str) -> Callable[..., Any]:
+def kernel_of(operator: Operator, backend: str | int) -> Callable[..., Any]:
     """What an eager call of an operator runs.
 
     Args:
         operator: any.
-        backend: that serves the call.
+        backend: that serves the call, or its number.
     """
-    written = _in_python.get(backend)
-    return operator.now if written is None else written[operator.name]
+    for name, written in _in_python.items():
+        if backend in (name, NUMBERS[name]):
+            return written[operator.name]
+    return operator.now
 
 
-def name_for(backend: str, traced: bool) -> str:
-    """The argument ``backend`` of an operator: empty for the kernel behind the dispatch key.
+def number_of(backend: str, traced: bool) -> int:
+    """The argument ``backend`` of an operator.
 
     Args:
         backend: that serves the call.
         traced: the call is traced; its code may run where the key has other kernels.
     """
-    return backend if backend in (_beside_others if traced else _in_python) else ""
+    return NUMBERS[backend] if backend in (_beside_others if traced else _in_python) else 0
 
 
 def implement(backend: str, dispatch_key: str, **kernels: Callable[..., Any]) -> None:
@@ -344,7 +357,7 @@ def implement(backend: str, dispatch_key: str, **kernels: Callable[..., Any]) ->
     ``backend`` then chooses between it and what was there.
 
     Args:
-        backend: its name.
+        backend: its name, one of :data:`NUMBERS`.
         dispatch_key: of the tensors it serves.
         kernels: by the name of the operator, with its arguments and results.
     """
@@ -363,12 +376,9 @@ def _put_behind(key: str, operator: Operator, backend: str, function: Callable[.
 
     def choose(keys: Any, *args: Any, **kwargs: Any) -> Any:
         named = operator.named(*args, **kwargs)
-        if named["backend"] == backend or (before is None and not named["backend"]):
-            return function(*(named[each] for each in operator.names))
-        if before is None:  # code exported by another process
-            need = "be loaded: call bahdanau_fast.backends.available()"
-            checks.reject(ValueError, "backend", need, repr(named["backend"]))
-        return before.call_boxed(keys, *(named[each] for each in operator.names))
+        if before is None or named["backend"] == NUMBERS[backend]:
+            return function(*named.values())
+        return before.call_boxed(keys, *named.values())
 
     with warnings.catch_warnings():  # that a kernel is registered in the place of another
         warnings.simplefilter("ignore")

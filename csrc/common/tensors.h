@@ -80,6 +80,11 @@ inline View view_like(const Tensor& tensor, ScalarType type, const char* name,
   return view_of(tensor, owned);
 }
 
+// The number of a backend that is written in Python may reach another one in exported code.
+inline void check_backend(int64_t backend) {
+  STD_TORCH_CHECK(backend == 0, "backend must be loaded: call bahdanau_fast.backends.available()");
+}
+
 // Checks the inputs of a call and takes their sizes into `p`; gives the kind they are stored in.
 // check_place(tensor, name) raises if a tensor is on another device. Queries and keys that are not
 // projected yet may have any number of features; they may be something else than tensors, which

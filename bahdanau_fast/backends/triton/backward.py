@@ -40,7 +40,7 @@ def attend_backward(
     dropout_p: float = 0.0,
     activation: int = 0,
     negative_slope: float = 0.01,
-    backend: str = "",
+    backend: int = 0,
 ) -> tuple[Tensor, ...]:
     """The operator ``attend_backward``; see :mod:`ops.attend`.
 

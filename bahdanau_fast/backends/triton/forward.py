@@ -37,7 +37,7 @@ def attend(
     negative_slope: float = 0.01,
     need_weights: bool = True,
     precise: bool = True,
-    backend: str = "",
+    backend: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The operator ``attend``; see :mod:`ops.attend`.
 

@@ -91,10 +91,9 @@ struct ForwardTask {
   bool sees(int64_t i, int64_t first, int64_t keys) const {
     return keys > 0 && (!masked(i) || any(mask_row(i) + first, keys));
   }
-  // Whether one of `some` queries does; with one mask for all of them, all do or none.
+  // Whether one of `some` queries does.
   bool any_sees(int64_t i, int64_t some, int64_t first, int64_t keys) const {
-    const int64_t rows = p.mask.row_stride == 0 ? 1 : some;
-    for (int64_t k = 0; k < rows; ++k)
+    for (int64_t k = 0; k < some; ++k)
       if (sees(i + k, first, keys)) return true;
     return false;
   }

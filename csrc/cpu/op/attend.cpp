@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string>
 #include <tuple>
 
 namespace bahdanau_fast {
@@ -83,9 +82,8 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, con
                                   MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table,
                                   MaybeTensor keys_max, MaybeTensor seed, double dropout_p,
                                   int64_t activation, double negative_slope, bool need_weights,
-                                  bool precise, std::string backend) {
-  STD_TORCH_CHECK(backend.empty() || backend == "cpu", "backend must serve CPU tensors, got ",
-                  backend);
+                                  bool precise, int64_t backend) {
+  check_backend(backend);
   const Options options{features, w_f,       valid_lens, mask,           table,  keys_max,
                         seed,     dropout_p, activation, negative_slope, precise};
   return attend_to(queries, keys, values, w_v, options, need_weights);
@@ -127,9 +125,8 @@ SixGradients attend_backward(const Tensor& weights, MaybeTensor grad_context,
                              MaybeTensor features, MaybeTensor w_f, MaybeTensor valid_lens,
                              MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
                              MaybeTensor seed, double dropout_p, int64_t activation,
-                             double negative_slope, std::string backend) {
-  STD_TORCH_CHECK(backend.empty() || backend == "cpu", "backend must serve CPU tensors, got ",
-                  backend);
+                             double negative_slope, int64_t backend) {
+  check_backend(backend);
   const Options options{features, w_f,  valid_lens, mask,       table,
                         keys_max, seed, dropout_p,  activation, negative_slope};
   return backward(queries, keys, values, w_v, options, weights, grad_context, grad_weights, needs,

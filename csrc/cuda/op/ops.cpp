@@ -2,7 +2,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <array>
-#include <string>
 #include <tuple>
 
 #include "cuda/runtime/counters.h"
@@ -26,11 +25,6 @@ void queue(const Inputs& in, const Forward& f, Device device) {
 void check_plain(const MaybeTensor& mask, const MaybeTensor& features, int64_t activation) {
   STD_TORCH_CHECK(!mask.has_value() && !features.has_value() && activation == 0,
                   "CUDA kernels take no mask, no features and no activation but tanh");
-}
-
-void check_name(const std::string& backend) {
-  STD_TORCH_CHECK(backend.empty() || backend == "cuda", "backend must serve CUDA tensors, got ",
-                  backend);
 }
 
 // The table of exponentials (operator exp_keys) is not used: the special-function unit computes an
@@ -59,9 +53,9 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, con
                                   MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor,
                                   MaybeTensor, MaybeTensor seed, double dropout_p,
                                   int64_t activation, double, bool need_weights, bool,
-                                  std::string backend) {
+                                  int64_t backend) {
   check_plain(mask, features, activation);
-  check_name(backend);
+  check_backend(backend);
   return attend_to(queries, keys, values, w_v, valid_lens, seed, dropout_p, need_weights);
 }
 
@@ -108,10 +102,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& weights, MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs,
     const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
     MaybeTensor features, MaybeTensor, MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor,
-    MaybeTensor, MaybeTensor seed, double dropout_p, int64_t activation, double,
-    std::string backend) {
+    MaybeTensor, MaybeTensor seed, double dropout_p, int64_t activation, double, int64_t backend) {
   check_plain(mask, features, activation);
-  check_name(backend);
+  check_backend(backend);
   Inputs in(queries, keys, values, w_v, valid_lens, seed, dropout_p);
   const Problem& p = in.problem;
   const DeviceGuard guard(in.device);

@@ -22,7 +22,7 @@ def attend(call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0
 def attend_backward(call, queries, keys, values, w_v, lens, context, weights):
     """All four gradients, those of context and weights being themselves."""
     inputs = _arguments(queries, keys, values, w_v, lens)
-    return call(BACKWARD, weights, context, weights, 15, *inputs, "")[:4]
+    return call(BACKWARD, weights, context, weights, 15, *inputs, 0)[:4]
 
 
 def _arguments(queries, keys, values, w_v, lens, seed=None, dropout_p=0.0):
