@@ -73,7 +73,7 @@ SUITES = {
     ),
 }
 SOURCES = ("csrc/cpu", "csrc/common", "kernels", "bahdanau_fast")
-LEFT_OUT = ("bahdanau_fast/seq2seq", "bahdanau_fast/backends/cuda")
+LEFT_OUT = ("bahdanau_fast/seq2seq",)
 ON_A_GPU = re.compile(
     r"cuda|gpu|\bhip\b|sm_\d|num_warps|num_stages|eviction|barrier", re.IGNORECASE
 )

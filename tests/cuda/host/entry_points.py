@@ -14,9 +14,8 @@ def on_gpu(name, *arguments):
 
 def attend(call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0):
     """Context and weights of projected queries and keys."""
-    return call(
-        FORWARD, *_arguments(queries, keys, values, w_v, lens, seed, dropout_p), True, True, ""
-    )
+    inputs = _arguments(queries, keys, values, w_v, lens, seed, dropout_p)
+    return call(FORWARD, *inputs, True, True, 0)
 
 
 def attend_backward(call, queries, keys, values, w_v, lens, context, weights):

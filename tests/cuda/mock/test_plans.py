@@ -11,7 +11,7 @@ import pytest
 import torch
 from mock_cuda import kernel_of, launches, numbers
 
-from bahdanau_fast.limits import OTHER_GPU
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
 
 SHAPES = (*LIST, *STEPS_ON_MEMORY)
@@ -89,7 +89,7 @@ def test_every_launch_holds_its_work(gpu, shape, name):
         inputs = tensors(*sizes, dtype=dtype)
         results = entry_points.attend(gpu.operator, *inputs)
         kernels = check(gpu, cluster)
-        assert kernels[0] == ("decode_forward" if tq <= OTHER_GPU.step_queries else "tile_scores")
+        assert kernels[0] == ("decode_forward" if tq <= GPU_STEP_QUERIES else "tile_scores")
         entry_points.attend_backward(gpu.operator, *inputs, None, *results)
         assert "sum_parts" in check(gpu, cluster)
 

@@ -14,9 +14,9 @@ from parity import Case, attended, called, check, eager, fused
 
 import bahdanau_fast as bf
 from bahdanau_fast import limits, reference
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import call, forward
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.limits import OTHER_GPU
 from bahdanau_fast.ops import sharding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ SIZES = {**LARGE, "B": 2, "Tk": 35, "H": 21}
 
 def test_these_are_the_triton_kernels():
     assert bf.backends.resolve(torch.device(parity.DEVICE), "triton") == "triton"
-    assert SIZES["Tq"] > OTHER_GPU.step_queries
+    assert SIZES["Tq"] > GPU_STEP_QUERIES
 
 
 # The interpreter takes seconds for a small case: each row of the table in one dtype, turn by turn.

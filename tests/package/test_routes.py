@@ -1,10 +1,4 @@
-"""Limits: one table, by family of processor, that the documents print from the code."""
-
-import os
-import subprocess
-import sys
-from dataclasses import fields, replace
-from pathlib import Path
+"""Where a call goes, by its sizes and the family of the processor."""
 
 import pytest
 import torch
@@ -12,79 +6,48 @@ import torch
 import bahdanau_fast as bf
 from bahdanau_fast import backends, limits
 from bahdanau_fast.backends.route import Facts, route
+from bahdanau_fast.call import Call
 
-ROOT = Path(__file__).parents[2]
-
-
-def test_the_page_prints_the_code():
-    page = (ROOT / "docs/limits.md").read_text()
-    tables = limits.describe().split("\n\n")
-    assert len(tables) == 3
-    for table in tables:
-        assert f"\n\n{table}\n" in page
+needs_cpu = pytest.mark.skipif("cpu" not in backends.available(), reason="asks about C++ kernels")
 
 
-@pytest.mark.parametrize("kind", [limits.Limits, limits.GpuLimits, limits.PrecisionLimits])
-def test_every_limit_says_what_it_is(kind):
-    for each in fields(kind):
-        assert list(each.metadata) == ["unit", "decides", "measured by"]
-        assert all(each.metadata.values())
+def test_this_processor_has_a_family():
+    assert limits.LIMITS is limits.FAMILIES[limits.family()]
+    with limits.using(few_rows=7):
+        assert limits.LIMITS.few_rows == 7
+    assert limits.LIMITS is limits.FAMILIES[limits.family()]
 
 
-@pytest.mark.parametrize("family", limits.FAMILIES)
-def test_a_family_can_be_forced(family):
-    code = "from bahdanau_fast import limits as l; print(l.family(), l.LIMITS.onednn_work)"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "BAHDANAU_FAST_LIMITS": family},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.split() == [family, str(limits.FAMILIES[family].onednn_work)]
-
-
-def test_a_family_nobody_knows(monkeypatch):
-    monkeypatch.setenv("BAHDANAU_FAST_LIMITS", "z80")
-    with pytest.raises(ValueError, match="must be one of amd, intel, x86, arm, got 'z80'"):
-        limits.family()
-
-
-def test_studies_pass_other_limits():
-    attention = bf.AdditiveAttention(8, 8, 8)
-    queries = torch.zeros(2, 1, 8)
-    keys = torch.zeros(2, 10, 8)
-    assert "one operator" in attention.explain(queries, keys)
-    with limits.using(one_operator_work=0):
-        assert "one operator" not in attention.explain(queries, keys)
-    assert "one operator" in attention.explain(queries, keys)
-
-
-def decided(batch, hidden, **options):
+def decided(batch, hidden, keys_projected=False, backend=None):
     queries, keys = torch.zeros(batch, 1, hidden), torch.zeros(batch, 50, hidden)
     weight, w_v = torch.zeros(hidden, hidden), torch.zeros(1, hidden)
-    given = (queries, keys, keys, weight, weight, w_v, None, hidden, 0.0)
-    return backends.decide(*given, **options)
+    w_k = None if keys_projected else weight
+    return backends.decide(Call(queries, keys, keys, w_v, weight, w_k, backend=backend))
 
 
-@pytest.mark.skipif("cpu" not in backends.available(), reason="asks about the C++ kernels")
+@needs_cpu
 def test_routes():
     assert decided(1, 8).form == "one operator"
     assert decided(64, 512).form == "projected"
     assert decided(1, 512).form == "step"
-    assert decided(1, 8, name="reference").form == "reference"
+    assert decided(1, 8, backend="reference").form == "reference"
     with torch.autocast("cpu", torch.bfloat16):
         assert decided(1, 512).form == "projected"
-    route = decided(1, 512)
-    assert (route.backend, route.reuse, route.records) == ("cpu", True, False)
-    assert route.reason == (
+    found = decided(1, 512)
+    assert (found.backend, found.reuse, found.records) == ("cpu", True, False)
+    assert found.reason == (
         "cpu: the fastest for CPU tensors; step: 512 elements of queries, of at most 4096"
     )
 
 
-@pytest.mark.skipif("cpu" not in backends.available(), reason="asks about the C++ kernels")
-def test_one_query_on_keys_that_came_projected_reads_a_table_only_in_fp64():
-    assert decided(1, 64, keys_projected=True).table
+@needs_cpu
+def test_a_module_says_where_a_call_goes():
+    attention = bf.AdditiveAttention(8, 8, 8)
+    assert "one operator" in attention.explain(torch.zeros(2, 1, 8), torch.zeros(2, 10, 8))
+
+
+@needs_cpu
+def test_one_query_on_keys_that_came_projected_reads_no_table():
     assert not decided(16, 512, keys_projected=True).table
     assert decided(16, 512).table
 
@@ -121,10 +84,9 @@ GPU_STEP = Facts(
     key_size=512,
     value_size=512,
     hidden=512,
+    queries_projected=False,
     keys_projected=True,
-    query_weight=True,
-    key_weight=True,
-    score_weight=True,
+    called=False,
     records=False,
     drops=False,
     traced=False,
@@ -133,6 +95,8 @@ GPU_STEP = Facts(
     asked=None,
     there=("cuda", "triton", "reference"),
     interpreted=False,
+    general=False,
+    masked=False,
 )
 TRITON = {"there": ("triton", "reference")}
 
@@ -150,7 +114,6 @@ TRITON = {"there": ("triton", "reference")}
         ("sm_80", {"query_size": 16, "queries_len": 5}, "projected"),
         ("sm_90", {"records": True}, "projected"),
         ("sm_90", {"drops": True}, "projected"),
-        ("other", {**TRITON, "query_size": 64, "drops": True}, "step"),
         ("sm_90", {"value_size": 2049}, "projected"),
         ("sm_80", {"query_size": 64, "value_size": 257}, "step"),
         ("sm_80", {"query_size": 32, "value_size": 257, "dtype": torch.float32}, "projected"),
@@ -168,9 +131,4 @@ TRITON = {"there": ("triton", "reference")}
 )
 def test_routes_of_gpus(family, changes, form):
     facts = GPU_STEP._replace(**changes)
-    assert route(facts, limits.LIMITS, limits.GPU_FAMILIES[family]).form == form
-
-
-def test_studies_pass_other_limits_of_a_gpu():
-    limited = replace(limits.GPU_FAMILIES["sm_90"], own_queries=0)
-    assert route(GPU_STEP, limits.LIMITS, limited).form == "projected"
+    assert route(facts, limits.GPU_FAMILIES[family]).form == form
