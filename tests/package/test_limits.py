@@ -12,6 +12,7 @@ import torch
 import bahdanau_fast as bf
 from bahdanau_fast import backends, limits
 from bahdanau_fast.backends.route import Facts, route
+from bahdanau_fast.call import Call
 from benchmarks import command
 from benchmarks.studies import dispatch_limits
 
@@ -69,11 +70,11 @@ def test_studies_pass_other_limits():
     assert "one operator" in attention.explain(queries, keys)
 
 
-def decided(batch, hidden, **options):
+def decided(batch, hidden, projected=False, backend=None):
     queries, keys = torch.zeros(batch, 1, hidden), torch.zeros(batch, 50, hidden)
     weight, w_v = torch.zeros(hidden, hidden), torch.zeros(1, hidden)
-    given = (queries, keys, keys, weight, weight, w_v, None, hidden, 0.0)
-    return backends.decide(*given, **options)
+    w_k = None if projected else weight
+    return backends.decide(Call(queries, keys, keys, w_v, weight, w_k, backend=backend))
 
 
 @pytest.mark.skipif("cpu" not in backends.available(), reason="asks about the C++ kernels")
@@ -81,7 +82,7 @@ def test_routes():
     assert decided(1, 8).form == "one operator"
     assert decided(64, 512).form == "projected"
     assert decided(1, 512).form == "step"
-    assert decided(1, 8, name="reference").form == "reference"
+    assert decided(1, 8, backend="reference").form == "reference"
     with torch.autocast("cpu", torch.bfloat16):
         assert decided(1, 512).form == "projected"
     route = decided(1, 512)
@@ -93,8 +94,8 @@ def test_routes():
 
 @pytest.mark.skipif("cpu" not in backends.available(), reason="asks about the C++ kernels")
 def test_one_query_on_keys_that_came_projected_reads_a_table_only_in_fp64():
-    assert decided(1, 64, keys_projected=True).table
-    assert not decided(16, 512, keys_projected=True).table
+    assert decided(1, 64, projected=True).table
+    assert not decided(16, 512, projected=True).table
     assert decided(16, 512).table
 
 
@@ -130,10 +131,9 @@ GPU_STEP = Facts(
     key_size=512,
     value_size=512,
     hidden=512,
+    queries_projected=False,
     keys_projected=True,
-    query_weight=True,
-    key_weight=True,
-    score_weight=True,
+    called=False,
     records=False,
     drops=False,
     traced=False,
