@@ -47,6 +47,7 @@ ROWS = (
     "mask per row",
     "mask per query",
     "mask and lens per query",
+    "mask and lens per query, some of them 0",
     "mask of nothing",
     "mask, split keys, chunks without any",
     "mask, many tiles without any",
