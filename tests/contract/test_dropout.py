@@ -63,8 +63,8 @@ def test_the_numbers_are_those_of_philox():
     B, Tq, Tk, seed = 2, 3, 11, 2**61 + 12345
     q, k, w = torch.randn(B, Tq, 4), torch.randn(B, Tk, 4), torch.randn(1, 4)
     values = torch.eye(Tk).expand(B, -1, -1).contiguous()
-    none, given = None, torch.tensor([seed])
-    seen, _ = torch.ops.bahdanau_fast.attend(q, k, none, none, values, w, none, given, 0.4, True)
+    given = {"seed": torch.tensor([seed]), "dropout_p": 0.4}
+    seen, _ = torch.ops.bahdanau_fast.attend(q, k, values, w, **given)
     rows = [[philox(seed, row, j // 4)[j % 4] for j in range(Tk)] for row in range(B * Tq)]
     want = torch.tensor(rows).reshape(B, Tq, Tk) >= 0.4 * 2**32
     assert torch.equal(seen != 0, want)

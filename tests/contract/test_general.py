@@ -47,6 +47,7 @@ ROWS = (
     "mask per row",
     "mask per query",
     "mask and lens per query",
+    "mask and lens per query, some of them 0",
     "mask of nothing",
     "mask, split keys, chunks without any",
     "mask, many tiles without any",
@@ -191,6 +192,7 @@ ops = torch.ops.bahdanau_fast
 CHECKED = {
     "features": {"C": 3},
     "masked": {"C": 3, "mask": scattered(2, 3, 5)},
+    "masked, lengths": {"C": 3, "mask": scattered(2, 1, 5), "lens": torch.tensor([3, 5])},
     "no features": {"activation": 2},
     "tanh alone": {},
     "large": {"C": 10, "B": 3, "Tq": 17, "Tk": 53, "H": 211},
@@ -202,7 +204,7 @@ OPCHECKED += [("features", dtype) for dtype in DTYPES if dtype != torch.float32]
 
 
 def operands(dtype, B=2, Tq=3, Tk=5, H=7, C=0, activation=0):
-    """Projected queries and keys, values, w_v, and what is inside beside them."""
+    """Projected queries and keys, values and w_v; by name, what is inside beside them."""
     generator = torch.Generator().manual_seed(0)
     shapes = (B, Tq, H), (B, Tk, H), (B, Tk, 4), (1, H)
     shapes += ((B, Tk, C), (H, C)) if C else ()
@@ -211,35 +213,37 @@ def operands(dtype, B=2, Tq=3, Tk=5, H=7, C=0, activation=0):
         for s in shapes
     ]
     features, w_f = made[4:] or (None, None)
-    return made[:4], (features, w_f, activation, 0.2)
+    numbers = {"activation": activation, "negative_slope": 0.2}
+    return made[:4], {"features": features, "w_f": w_f, **numbers}
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
 @pytest.mark.parametrize(("case", "dtype"), OPCHECKED, ids=str)
 def test_opcheck(case, dtype):
     given = dict(CHECKED[case])
-    mask = given.pop("mask", None)
-    (queries, keys, values, w_v), inside = operands(dtype, **given)
-    valid = torch.arange(len(keys)) if mask is None else mask
-    scores = (queries, keys, w_v, *inside)
-    attend = (queries, keys, values, w_v, valid, *inside, torch.tensor([7]), 0.25)
-    torch.library.opcheck(ops.general_scores.default, scores)
-    torch.library.opcheck(ops.general_attend.default, attend)
+    mask, lens = given.pop("mask", None), given.pop("lens", None)
+    tensors, inside = operands(dtype, **given)
+    queries, keys, _, w_v = tensors
+    if mask is None:
+        lens = torch.arange(len(keys))
+    options = {**inside, "valid_lens": lens, "mask": mask}
+    options |= {"seed": torch.tensor([7]), "dropout_p": 0.25}
+    opcheck, scored = torch.library.opcheck, (queries, keys, w_v)
+    opcheck(ops.attend_scores.default, scored, inside)
+    opcheck(ops.attend.default, tensors, options)
     with torch.no_grad():
-        context, weights = ops.general_attend(*attend)
+        context, weights = ops.attend(*tensors, **options)
         grads = torch.randn_like(context), torch.randn_like(weights)
         for needs in (63, 16, 41):
-            args = (*attend, weights, *grads, needs)
-            torch.library.opcheck(ops.general_attend_backward.default, args)
-            args = (*attend, weights, *grads, needs & ~2)
-            for onto in (torch.ones_like(keys), None):
-                torch.library.opcheck(ops.general_attend_backward_onto.default, (*args, onto))
+            opcheck(ops.attend_backward.default, (weights, *grads, needs, *tensors), options)
+            args = (weights, *grads, needs & ~2, torch.ones_like(keys), *tensors)
+            opcheck(ops.attend_backward.onto, args, options)
             added = torch.ones_like(keys)
-            ops.general_attend_backward_onto(*args, added)
-            expected = 1 + ops.general_attend_backward(*attend, weights, *grads, 2)[1]
-            torch.testing.assert_close(added, expected)
-            args = (*scores, grads[1], needs & ~4)
-            torch.library.opcheck(ops.general_scores_backward.default, args)
+            ops.attend_backward.onto(weights, *grads, needs & ~2, added, *tensors, **options)
+            of_keys = ops.attend_backward(weights, *grads, 2, *tensors, **options)[1]
+            torch.testing.assert_close(added, 1 + of_keys)
+            args = (grads[1], needs & ~4, *scored)
+            opcheck(ops.attend_scores_backward.default, args, inside)
 
 
 class Attention(torch.nn.Module):
@@ -386,9 +390,8 @@ def decided(**facts):
     from bahdanau_fast.backends.route import Facts, route
 
     sizes = dict.fromkeys(("batch", "queries_len", "keys_len", "query_size", "key_size"), 8)
-    usual = dict.fromkeys(("keys_projected", "query_weight", "key_weight", "score_weight"), True)
-    other = dict.fromkeys(("records", "drops", "traced", "plain_only", "autocast"), False)
-    rest = {"dtype": torch.float32, "value_size": 8, "hidden": 8, "interpreted": False}
-    return route(
-        Facts(**{**sizes, **usual, **other, **rest, **facts}), limits.LIMITS, limits.OTHER_GPU
-    )
+    no = ("queries_projected", "called", "records", "drops", "traced", "plain_only", "autocast")
+    no += ("interpreted", "general", "masked")
+    rest = {"dtype": torch.float32, "value_size": 8, "hidden": 8, "keys_projected": True}
+    usual = {**sizes, **dict.fromkeys(no, False), **rest}
+    return route(Facts(**{**usual, **facts}), limits.LIMITS, limits.OTHER_GPU)

@@ -109,11 +109,11 @@ INSIDE = {"features": {"C": 3}, "relu": {"activation": 1}}
 @pytest.mark.parametrize("queries", [1, TQ])
 def test_keys_that_no_query_sees_are_not_scored(form, queries):
     tensors, inside = operands(torch.float32, B=B, Tq=queries, Tk=TK, H=H, **INSIDE[form])
-    leaves = [*tensors, *(x for x in inside[:2] if x is not None)]
+    leaves = [*tensors, *(x for x in inside.values() if isinstance(x, torch.Tensor))]
     mask = places(TK, (17, 20), (41, 46)).expand(B, 1, TK)
 
     def call():
-        return torch.ops.bahdanau_fast.general_attend(*tensors, mask, *inside, None, 0.0)
+        return torch.ops.bahdanau_fast.attend(*tensors, mask=mask, **inside)
 
     want = with_gradients(call, leaves)
     with torch.no_grad():
@@ -126,11 +126,11 @@ def test_keys_that_no_query_sees_are_not_scored(form, queries):
 @pytest.mark.parametrize("form", INSIDE)
 def test_a_prefix_is_a_length_to_the_bit_inside(form):
     tensors, inside = operands(torch.float32, B=B, Tq=TQ, Tk=TK, H=H, **INSIDE[form])
-    leaves = [*tensors, *(x for x in inside[:2] if x is not None)]
-    attend = torch.ops.bahdanau_fast.general_attend
+    leaves = [*tensors, *(x for x in inside.values() if isinstance(x, torch.Tensor))]
+    attend = torch.ops.bahdanau_fast.attend
     of_lens, of_mask = (
-        with_gradients(lambda seen=seen: attend(*tensors, seen, *inside, None, 0.0), leaves)
-        for seen in (LENS, PREFIX.unsqueeze(1))
+        with_gradients(lambda seen=seen: attend(*tensors, **seen, **inside), leaves)
+        for seen in ({"valid_lens": LENS}, {"mask": PREFIX.unsqueeze(1)})
     )
     assert all(map(torch.equal, of_mask, of_lens))
 
@@ -139,12 +139,11 @@ def test_a_prefix_is_a_length_to_the_bit_inside(form):
 def test_keys_that_no_query_sees_cost_little(threads):
     """Of 4096 keys 64 are looked at: their scores take a 64th of the time that all take."""
     threads(1)  # others would wait for work in loops, which takes processor time too
-    (q, k, v, w), _ = operands(torch.float32, B=1, Tq=4, Tk=4096, H=256)
-    inside = (None, None, 1, 0.0)
+    tensors, inside = operands(torch.float32, B=1, Tq=4, Tk=4096, H=256, activation=1)
 
     def seconds(mask):
         before = time.process_time()
-        torch.ops.bahdanau_fast.general_attend(q, k, v, w, mask, *inside, None, 0.0)
+        torch.ops.bahdanau_fast.attend(*tensors, mask=mask, **inside)
         return time.process_time() - before
 
     few, most = (places(4096, seen).view(1, 1, -1) for seen in ((4000, 4064), (1, 4096)))

@@ -17,13 +17,8 @@ ops = torch.ops.bahdanau_fast
 INPUTS = {
     "queries": ones(2, 3, 8),
     "keys": ones(2, 5, 8),
-    "table": None,
-    "keys_max": None,
     "values": ones(2, 5, 7),
     "w_v": ones(8),
-    "valid_lens": None,
-    "seed": None,
-    "dropout_p": 0.0,
 }
 GRADS = {
     "weights": ones(2, 3, 5),
@@ -34,7 +29,7 @@ GRADS = {
 
 
 def call_attend(**changed):
-    return ops.attend(**{**INPUTS, "need_weights": True, **changed})
+    return ops.attend(**{**INPUTS, **changed})
 
 
 def call_backward(**changed):
@@ -63,6 +58,18 @@ WRONG = [
     {"valid_lens": torch.tensor(1)},
     {"valid_lens": ones(2) > 0},
     {"valid_lens": ones(2, dtype=torch.complex64)},
+    {"valid_lens": ones(2, 3, 5) > 0},
+    {"mask": ones(2, 3, 5)},
+    {"mask": ones(2, 5) > 0},
+    {"mask": ones(2, 2, 5) > 0},
+    {"mask": ones(3, 1, 5) > 0},
+    {"mask": ones(2, 1, 4) > 0},
+    {"features": ones(2, 5, 4)},
+    {"w_f": ones(8, 4)},
+    {"features": ones(2, 4, 4), "w_f": ones(8, 4)},
+    {"features": ones(2, 5, 4), "w_f": ones(8, 3)},
+    {"features": ones(2, 5, 4).double(), "w_f": ones(8, 4)},
+    {"activation": 3},
     {"dropout_p": -0.5},
     {"dropout_p": 1.5},
     {"dropout_p": float("nan")},

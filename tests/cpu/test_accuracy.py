@@ -28,9 +28,7 @@ def attend(a, c, w=1.0, hidden=1):
     keys = c[:, :, None].expand(n, keys_len, hidden).contiguous().requires_grad_()
     weight = torch.full((hidden,), w / hidden, dtype=a.dtype, requires_grad=True)
     values = torch.eye(keys_len, dtype=a.dtype).expand(n, -1, -1)
-    context, weights = torch.ops.bahdanau_fast.attend(
-        queries, keys, None, None, values, weight, None, None, 0.0, True
-    )
+    context, weights = torch.ops.bahdanau_fast.attend(queries, keys, values, weight)
     return context, weights, (queries, keys, weight)
 
 
@@ -205,7 +203,7 @@ def test_the_tanh_of_the_general_operator(hidden, size, dtype):
     keys = x.reshape(1, n, 1).expand(1, n, hidden).contiguous()
     queries, w = torch.zeros(1, 1, hidden, dtype=dtype), torch.full((hidden,), 1 / hidden).to(dtype)
     features, w_f = torch.zeros(1, n, 1, dtype=dtype), torch.zeros(hidden, 1, dtype=dtype)
-    scores = torch.ops.bahdanau_fast.general_scores(queries, keys, w, features, w_f, 0, 0.0)
+    scores = torch.ops.bahdanau_fast.attend_scores(queries, keys, w, features, w_f)
     (x,) = finer(x)
     exact = np.tanh(x)
     error = np.abs(scores[0, 0].numpy().astype(x.dtype) - exact)

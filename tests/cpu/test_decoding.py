@@ -29,7 +29,8 @@ def arguments(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=Fals
     mask = torch.rand(layers - 1, T, B, H).to(dtype) if masks else None
     seed = torch.tensor([3]) if p else None
     detached = decode.Arguments(*(x if x is None else x.detach() for x in made))
-    return detached, decode.Rest(*entries, rest.valid_lens, mask, seed, p)
+    made = {"table": entries[0], "keys_max": entries[1], "valid_lens": rest.valid_lens}
+    return detached, decode.Rest(**made, masks=mask, seed=seed, dropout_p=p)
 
 
 @pytest.mark.parametrize(

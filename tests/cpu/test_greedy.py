@@ -62,7 +62,7 @@ def test_with_a_hook_it_is_stepped(name):
 
 
 def arguments(layers=2, dtype=torch.float32):
-    """Of the operator, as greedy decoding makes them."""
+    """Of the operator by name, as greedy decoding makes them."""
     translator = model(layers=layers, dtype=dtype).eval()
     tokens, lens = sources()
     with torch.no_grad():
@@ -70,46 +70,46 @@ def arguments(layers=2, dtype=torch.float32):
         memory = translator.decoder.memory(state)
     decoder, projected = translator.decoder, memory.projected
     w = steps_module._Weights.of(decoder.rnn, H)
-    made = (
-        *(decoder.embedding.weight, w.of_inputs, w.input_bias, state[1], None, projected.keys),
-        *(None, None, memory.values, lens, decoder.attention.W_q.weight),
-        *(decoder.attention.w_v.weight, w.of_context, w.above, w.hidden, w.bias),
-        *(decoder.dense.weight, decoder.dense.bias, torch.tensor([PAD, BOS]), BOS, EOS, PAD),
-    )
-    return [x.detach() if isinstance(x, torch.Tensor) else x for x in made]
+    made = {
+        **{"embedding": decoder.embedding.weight, "w_embedded": w.of_inputs},
+        **{"input_bias": w.input_bias, "hidden": state[1], "cell": None, "keys": projected.keys},
+        **{"table": None, "keys_max": None, "values": memory.values},
+        **{"valid_lens": lens, "mask": None, "w_query": decoder.attention.W_q.weight},
+        **{"w_v": decoder.attention.w_v.weight, "w_context": w.of_context, "w_input": w.above},
+        **{"w_hidden": w.hidden, "bias": w.bias, "w_dense": decoder.dense.weight},
+        **{"dense_bias": decoder.dense.bias, "left_out": torch.tensor([PAD, BOS])},
+        **{"first": BOS, "last": EOS, "blank": PAD, "max_steps": STEPS},
+    }
+    return {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in made.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_opcheck(dtype):
-    torch.library.opcheck(ops.decode_greedy.default, (*arguments(dtype=dtype), STEPS))
+    torch.library.opcheck(ops.decode_greedy.default, (), arguments(dtype=dtype))
 
 
 def test_nan_ends_nothing_and_hangs_nothing():
     given = arguments()
-    given[3] = given[3] * float("nan")
-    tokens, _ = ops.decode_greedy(*given, STEPS)
+    given["hidden"] = given["hidden"] * float("nan")
+    tokens, _ = ops.decode_greedy(**given)
     assert tokens.shape[1] <= STEPS
     assert ((tokens >= 0) & (tokens < V)).all()
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
+    ("name", "value", "message"),
     [
-        (19, V, "first, last and blank must be tokens"),
-        (18, torch.tensor([V]), "left_out must hold tokens"),
-        (18, torch.tensor([[1, 2], [3, 4]]), "left_out must have 1 dimensions"),
-        (0, torch.zeros(E), "embedding must have 2 dimensions"),
-        (16, torch.zeros(V + 1, H), "w_dense must be contiguous and have the size"),
-        (0, torch.zeros(V, E, dtype=torch.float64), "embedding must be contiguous"),
-        (3, torch.zeros(2, B + 1, H), "hidden must be contiguous and have the size"),
+        ("first", V, "first, last and blank must be tokens"),
+        ("left_out", torch.tensor([V]), "left_out must hold tokens"),
+        ("left_out", torch.tensor([[1, 2], [3, 4]]), "left_out must have 1 dimensions"),
+        ("embedding", torch.zeros(E), "embedding must have 2 dimensions"),
+        ("w_dense", torch.zeros(V + 1, H), "w_dense must be contiguous and have the size"),
+        ("embedding", torch.zeros(V, E, dtype=torch.float64), "embedding must be contiguous"),
+        ("hidden", torch.zeros(2, B + 1, H), "hidden must be contiguous and have the size"),
+        ("max_steps", 0, "max_steps must be between 1 and"),
+        ("max_steps", 2**62, "max_steps must be between 1 and"),
     ],
 )
-def test_errors(place, value, message):
-    given = arguments()
-    given[place] = value
+def test_errors(name, value, message):
     with pytest.raises(RuntimeError, match=message):
-        ops.decode_greedy(*given, STEPS)
-    with pytest.raises(RuntimeError, match="max_steps must be between 1 and"):
-        ops.decode_greedy(*arguments(), 0)
-    with pytest.raises(RuntimeError, match="max_steps must be between 1 and"):
-        ops.decode_greedy(*arguments(), 2**62)
+        ops.decode_greedy(**{**arguments(), name: value})

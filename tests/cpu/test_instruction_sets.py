@@ -94,12 +94,10 @@ def test_a_table_of_one_serves_another():
     values, w = torch.randn(2, 40, 9), torch.randn(50)
     extension.set_instruction_set("baseline")
     table, keys_max = torch.ops.bahdanau_fast.exp_keys(keys)
-    want, _ = torch.ops.bahdanau_fast.attend(
-        queries, keys, table, keys_max, values, w, None, None, 0.0, True
-    )
+    given = {"queries": queries, "keys": keys, "values": values, "w_v": w}
+    given |= {"table": table, "keys_max": keys_max}
+    want, _ = torch.ops.bahdanau_fast.attend(**given)
     for name in sets():
         extension.set_instruction_set(name)
-        got, _ = torch.ops.bahdanau_fast.attend(
-            queries, keys, table, keys_max, values, w, None, None, 0.0, True
-        )
+        got, _ = torch.ops.bahdanau_fast.attend(**given)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import bahdanau_fast as bf
+from bahdanau_fast.call import Call
 from bahdanau_fast.ops import whole
 
 ops = torch.ops.bahdanau_fast
@@ -40,8 +41,9 @@ def drawn(size, dtype, seed=0):
 def taken(monkeypatch):
     """How often the operator was called."""
     calls = []
-    plain = whole.step_now
-    monkeypatch.setattr(whole, "step_now", lambda *given: calls.append(1) or plain(*given))
+    plain = whole.attend_step.now
+    spy = lambda *given: calls.append(1) or plain(*given)  # noqa: E731
+    monkeypatch.setattr(whole.attend_step, "now", spy)
     return calls
 
 
@@ -158,8 +160,7 @@ def test_where_it_is_taken(taken):
     for batch, form in ((8, "step"), (9, "projected")):
         queries, keys = torch.ones(batch, 1, 4096), torch.ones(batch, 2, 4096)
         w_q, w_v = torch.ones(1, 4096).expand(4096, 4096), torch.ones(1, 4096)
-        given = (queries, keys, keys, w_q, None, w_v, None, 4096, 0.0)
-        assert bf.backends.decide(*given, keys_projected=True).form == form
+        assert bf.backends.decide(Call(queries, keys, keys, w_v, w_q)).form == form
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -168,9 +169,10 @@ def test_opcheck(dtype):
     for table, valid in itertools.product((False, True), lens):
         module, q, k, v = drawn((2, 3, 7, 6, 5), dtype)
         keys = k @ module.W_k.weight.t()
-        tables = ops.exp_keys(keys) if table else (None, None)
-        args = (q, module.W_q.weight, keys, *tables, v, module.w_v.weight, valid)
-        torch.library.opcheck(ops.attend_step.default, args)
+        made, keys_max = ops.exp_keys(keys) if table else (None, None)
+        options = {"valid_lens": valid, "table": made, "keys_max": keys_max}
+        args = (q, keys, v, module.W_q.weight, None, None, module.w_v.weight)
+        torch.library.opcheck(ops.attend_step.default, args, options)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -181,8 +183,8 @@ def test_raw_keys_give_the_bits_of_the_operator_with_gradients(dtype, bias):
         w_q, w_k, w_v = module.W_q.weight, module.W_k.weight, module.w_v.weight
         own = torch.linspace(-1, 1, size[-1], dtype=dtype) if bias else None
         lens = torch.arange(size[0])
-        args = (q, w_q, k, None, None, v, w_v, lens, w_k, own)
-        want = ops.additive_attention(q, k, v, w_q, w_k, w_v, own, lens, None, 0.0)[:2]
+        args = (q, k, v, w_q, w_k, own, w_v, lens)
+        want = ops.additive_attention(q, k, v, w_q, w_k, w_v, own, lens)[:2]
         for one, other in zip(ops.attend_step(*args), want, strict=True):
             assert torch.equal(one, other)
         if size == (2, 3, 17, 16, 128):
@@ -210,26 +212,28 @@ def test_a_small_call_gives_the_same_bits_with_and_without_gradients(dtype, take
 def test_wrong_arguments_are_refused():
     module, q, k, v = drawn((2, 1, 7, 6, 5), torch.float32)
     keys = k @ module.W_k.weight.t()
-    good = [q, module.W_q.weight, keys, None, None, v, module.w_v.weight, None]
+    good = {"queries": q, "keys": keys, "values": v, "w_q": module.W_q.weight}
+    good |= {"w_k": None, "bias": None, "w_v": module.w_v.weight}
     wrong = [
-        (0, q[0], "queries must have 3 dimensions"),
-        (0, q.double(), "weight of queries"),
-        (0, q.int(), "queries must be float32"),
-        (1, torch.ones(5, 7), "weight of queries"),
-        (1, torch.ones(4, 6), "keys must have the batch and hidden size"),
-        (2, keys[:1], "keys must have the batch"),
-        (5, v[:, :3], "values must have"),
-        (6, torch.ones(4), "w_v must have"),
-        (7, torch.ones(3), "valid_lens must have"),
-        (8, torch.ones(5, 7), "the weight of keys must have"),
-        (9, torch.ones(5), "bias must come with w_k"),
+        ("queries", q[0], "queries must have 3 dimensions"),
+        ("queries", q.double(), "weight of queries"),
+        ("queries", q.int(), "queries must be float32"),
+        ("w_q", torch.ones(5, 7), "weight of queries"),
+        ("w_q", torch.ones(4, 6), "keys must have the batch and hidden size"),
+        ("w_q", None, "w_q must be given"),
+        ("keys", keys[:1], "keys must have the batch"),
+        ("values", v[:, :3], "values must have"),
+        ("w_v", torch.ones(4), "w_v must have"),
+        ("valid_lens", torch.ones(3), "valid_lens must have"),
+        ("mask", torch.ones(2, 1, 7), "mask must be bool"),
+        ("w_k", torch.ones(5, 7), "the weight of keys must have"),
+        ("bias", torch.ones(5), "bias must come with w_k"),
     ]
-    for position, argument, words in wrong:
-        given = [*good, None, None]
-        given[position] = argument
+    for name, argument, words in wrong:
         with pytest.raises(RuntimeError, match=words):
-            ops.attend_step(*given)
-    raw = [good[0], good[1], k, *ops.exp_keys(keys), *good[5:], module.W_k.weight]
+            ops.attend_step(**{**good, name: argument})
+    table, keys_max = ops.exp_keys(keys)
+    raw = {"keys": k, "w_k": module.W_k.weight, "table": table, "keys_max": keys_max}
     with pytest.raises(RuntimeError, match="table must come without w_k"):
-        ops.attend_step(*raw)
-    ops.attend_step(*good)
+        ops.attend_step(**{**good, **raw})
+    ops.attend_step(**good)

@@ -12,8 +12,8 @@ from torch import nn
 from tutorial import close, inputs, tutorial
 
 import bahdanau_fast as bf
-from bahdanau_fast import ops
 from bahdanau_fast.fuse.step import Step
+from bahdanau_fast.ops import attend
 
 
 def test_hooks_run_and_changed_layers_are_called():
@@ -107,9 +107,9 @@ def test_kept_keys_that_change_are_noticed():
 @pytest.mark.parametrize("grad", [True, False])
 def test_keys_that_come_once_take_no_fingerprint(monkeypatch, grad):
     """Those of a loop take one at each step, and are projected once."""
-    module, taken, take = tutorial(), [], ops.fingerprint
+    module, taken, take = tutorial(), [], attend.fingerprint.now
     bf.fuse(module)
-    monkeypatch.setattr(ops, "fingerprint", lambda *of: taken.append(of[0]) or take(*of))
+    monkeypatch.setattr(attend.fingerprint, "now", lambda *of: taken.append(of[0]) or take(*of))
 
     def counts(calls):
         query, keys = inputs(length=50)

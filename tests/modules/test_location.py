@@ -181,24 +181,26 @@ def test_a_step_is_one_operator_and_a_projection():
             module.attend(queries[0], memory, location)
     names = {e.key for e in profile.key_averages() if e.key.startswith("bahdanau_fast::")}
     # The fingerprint is that of some rows of W_k, which must be those of the memory.
-    assert names == {"bahdanau_fast::location_attend", "bahdanau_fast::fingerprint"}
+    assert names == {"bahdanau_fast::attend_location", "bahdanau_fast::fingerprint"}
     assert not any("conv" in e.key for e in profile.key_averages())
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
-@pytest.mark.parametrize("seen", [LENS, scattered(3, 1, 37)], ids=["lens", "mask"])
+@pytest.mark.parametrize(
+    "seen",
+    [{"valid_lens": LENS}, {"mask": scattered(3, 1, 37)}],
+    ids=["lens", "mask"],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype, seen):
     module, (keys, values, queries, location) = made(inputs=2, conv_bias=True)
     module = module.to(dtype)
     q, k = module.W_q(queries[0].to(dtype)).detach(), module.W_k(keys.to(dtype)).detach()
-    given = [q, k, values.to(dtype), module.w_v.weight.detach(), seen, location.to(dtype)]
+    given = [q, k, values.to(dtype), module.w_v.weight.detach(), location.to(dtype)]
     layers = module.conv.weight, module.conv.bias, module.W_f.weight
     given += [x.detach() for x in layers]
-    leaves = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in given]
-    torch.library.opcheck(
-        torch.ops.bahdanau_fast.location_attend.default, (*leaves, 0, 0.01, None, 0.0)
-    )
+    leaves = [x.requires_grad_() for x in given]
+    torch.library.opcheck(torch.ops.bahdanau_fast.attend_location.default, leaves, seen)
 
 
 def gradients_of_steps(backend, frozen=None, again=False, dropout=0.0):
@@ -265,7 +267,7 @@ def test_gradients_of_the_convolution(taps, dtype):
     torch.manual_seed(0)
     location, w = torch.randn(3, 2, 37).to(dtype), torch.randn(5, 2, taps).to(dtype)
     grad = torch.randn(3, 37, 5).to(dtype)
-    backward = torch.ops.bahdanau_fast.location_convolution_backward.default
+    backward = torch.ops.bahdanau_fast.convolution_backward.default
     torch.library.opcheck(backward, (grad, location, w, 3))
 
     def theirs(dtype):

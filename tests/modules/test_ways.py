@@ -12,6 +12,7 @@ from ways.table import WAYS
 from ways.way import MODES
 
 from bahdanau_fast import backends
+from bahdanau_fast.call import Call
 from bahdanau_fast.limits import LIMITS
 
 ALONE = [way for way in WAYS if way.ranks == 1]
@@ -79,7 +80,8 @@ def test_sizes():
     for (batch, keys_len, hidden), one_operator in ((REMEMBERED, False), (SMALL, True)):
         queries, keys = torch.empty(batch, 2, DQ), torch.empty(batch, keys_len, DK)
         weights = torch.empty(hidden, DQ), torch.empty(hidden, DK), torch.empty(1, hidden)
-        route = backends.decide(queries, keys, keys, *weights, None, hidden, 0.0)
+        w_q, w_k, w_v = weights
+        route = backends.decide(Call(queries, keys, keys, w_v, w_q, w_k))
         assert (route.form == "one operator") == one_operator
         assert keys.numel() >= LIMITS.reuse_elements
         assert batch * keys_len * hidden >= LIMITS.table_elements

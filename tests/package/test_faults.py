@@ -120,9 +120,8 @@ import resource, torch, bahdanau_fast as bf
 torch.set_num_threads({threads})
 ops = torch.ops.bahdanau_fast
 def problem(B, Tq, Tk, H, Dv):
-    # Queries, keys, no table, values: sizes without memory.
-    q, k, v = (torch.zeros(1, 1, 1).expand(B, n, m) for n, m in ((Tq, H), (Tk, H), (Tk, Dv)))
-    return q, k, None, None, v
+    # Queries, keys, values: sizes without memory.
+    return [torch.zeros(1, 1, 1).expand(B, n, m) for n, m in ((Tq, H), (Tk, H), (Tk, Dv))]
 def bounded(call):
     # Room for what is there, threads and their stacks, and little more.
     used = int(open("/proc/self/statm").read().split()[0]) * 4096
@@ -137,9 +136,9 @@ def bounded(call):
     raise SystemExit("there was memory enough")
 w = torch.ones(1, 64)
 small = [torch.randn(2, n, 64) for n in (3, 5, 5)]
-want = ops.attend(*small[:2], None, None, small[2], w, None, None, 0.0, True)
+want = ops.attend(*small, w)
 grads = torch.zeros_like(want[0]), torch.zeros_like(want[1])
-ops.attend_backward(*small[:2], None, None, small[2], w, None, None, 0.0, want[1], *grads, 15)
+ops.attend_backward(want[1], *grads, 15, *small, w)
 keys = problem(64, 1, 200_000, 64, 8)[1]     # a table of 3.2 GB
 many = problem(40, 400, 9000, 8, 8)          # weights of 576 MB
 split = problem(1, 1, 20_000_000, 1, 1)      # scores of 80 MB, for all threads
@@ -148,17 +147,17 @@ wide = problem(3, 4000, 4001, 2, 2)          # weights of 192 MB to be copied
 weights = torch.zeros(1).expand(3, 4000, 4001)
 calls = {{
     "table": lambda: ops.exp_keys(keys),
-    "result": lambda: ops.attend(*many, w[:, :8], None, None, 0.0, True),
-    "scores": lambda: ops.attend(*split, w[:, :1], None, None, 0.0, False),
-    "workspace": lambda: ops.attend(*rows, w[:, :1], None, None, 0.0, False),
+    "result": lambda: ops.attend(*many, w[:, :8]),
+    "scores": lambda: ops.attend(*split, w[:, :1], need_weights=False),
+    "workspace": lambda: ops.attend(*rows, w[:, :1], need_weights=False),
     "backward": lambda: ops.attend_backward(
-        *wide, w[:, :2], None, None, 0.0, weights, torch.zeros(1, 1, 1).expand(3, 4000, 2), None, 1
+        weights, torch.zeros(1, 1, 1).expand(3, 4000, 2), None, 1, *wide, w[:, :2]
     ),
 }}
 for name, call in calls.items():
     error = bounded(call)
     print(name, "|", type(error).__name__, "|", str(error).strip().splitlines()[0])
-    again = ops.attend(*small[:2], None, None, small[2], w, None, None, 0.0, True)
+    again = ops.attend(*small, w)
     assert all(torch.equal(x, y) for x, y in zip(again, want)), name
 """
 

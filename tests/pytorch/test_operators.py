@@ -27,8 +27,9 @@ VARIED = {
     "a table": {"table": True},
     "lens": {"lens": torch.tensor([0, 3])},
     "lens per query": {"lens": torch.tensor([[1.5, 0, 9]] * 2)},
-    "mask": {"lens": torch.tensor([[[1, 0, 1, 1, 0]], [[0, 0, 0, 0, 1]]]) > 0},
-    "mask per query": {"table": True, "lens": torch.arange(30).reshape(2, 3, 5) % 4 == 1, "p": 0.5},
+    "mask": {"mask": torch.tensor([[[1, 0, 1, 1, 0]], [[0, 0, 0, 0, 1]]]) > 0},
+    "mask per query": {"table": True, "mask": torch.arange(30).reshape(2, 3, 5) % 4 == 1, "p": 0.5},
+    "mask and lens": {"mask": torch.arange(30).view(2, 3, 5) % 3 > 0, "lens": torch.tensor([2, 4])},
     "dropout": {"p": 0.5},
     "all of it": {"table": True, "lens": torch.tensor([2, 5]), "p": 0.25},
     "large": {"Tq": 33, "Tk": 64, "H": 70, "table": True},
@@ -40,11 +41,14 @@ VARIED = {
 
 
 def arguments(dtype, case, grad=True):
+    """Tensors that ``attend`` is given by their places, and the others by name."""
     case = dict(case)
-    table, lens, p = case.pop("table", False), case.pop("lens", None), case.pop("p", 0.0)
-    q, k, v, w = given(dtype, grad=grad, **case)
-    tables = ops.exp_keys(k.detach()) if table else (None, None)
-    return (q, k, *tables, v, w, lens, SEED if p else None, p)
+    options = {"valid_lens": case.pop("lens", None), "mask": case.pop("mask", None)}
+    table, p = case.pop("table", False), case.pop("p", 0.0)
+    tensors = given(dtype, grad=grad, **case)
+    if table:
+        options["table"], options["keys_max"] = ops.exp_keys(tensors[1].detach())
+    return tensors, {**options, "seed": SEED if p else None, "dropout_p": p}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,46 +65,51 @@ OPCHECKED += [("all of it", dtype) for dtype in DTYPES[1:]]
 
 @pytest.mark.parametrize(("case", "dtype"), OPCHECKED, ids=str)
 def test_opcheck_attend(case, dtype):
-    torch.library.opcheck(ops.attend.default, (*arguments(dtype, VARIED[case]), True))
-    torch.library.opcheck(ops.attend.default, (*arguments(dtype, VARIED[case], grad=False), False))
+    torch.library.opcheck(ops.attend.default, *arguments(dtype, VARIED[case]))
+    tensors, options = arguments(dtype, VARIED[case], grad=False)
+    torch.library.opcheck(ops.attend.default, tensors, {**options, "need_weights": False})
 
 
 @pytest.mark.parametrize(("case", "dtype"), OPCHECKED, ids=str)
 def test_opcheck_attend_backward(case, dtype):
-    args = arguments(dtype, VARIED[case], grad=False)
-    context, weights = ops.attend(*args, True)
+    tensors, options = arguments(dtype, VARIED[case], grad=False)
+    context, weights = ops.attend(*tensors, **options)
     grads = torch.randn_like(context), torch.randn_like(weights)
     variants = [(*grads, 15), (None, grads[1], 10)]
     if case == "plain":
         variants += [(grads[0], None, 15), (*grads, 1), (*grads, 4), (*grads, 0)]
-    for grad_context, grad_weights, needs in variants:
-        torch.library.opcheck(
-            ops.attend_backward.default, (*args, weights, grad_context, grad_weights, needs)
-        )
+    for variant in variants:
+        torch.library.opcheck(ops.attend_backward.default, (weights, *variant, *tensors), options)
 
 
 @pytest.mark.parametrize(("case", "dtype"), OPCHECKED, ids=str)
 def test_opcheck_the_backward_in_two_parts(case, dtype):
-    args = arguments(dtype, VARIED[case], grad=False)
-    *tensors, valid_lens, _, _ = args
-    context, weights = ops.attend(*args, True)
+    tensors, options = arguments(dtype, VARIED[case], grad=False)
+    context, weights = ops.attend(*tensors, **options)
     grads = torch.randn_like(context), torch.randn_like(weights)
     for needed in (True, False):
-        torch.library.opcheck(ops.attend_backward_queries.default, (*args, weights, *grads, needed))
-    _, grad_scores, dropped = ops.attend_backward_queries(*args, weights, *grads, False)
+        args = (weights, *grads, needed, *tensors)
+        torch.library.opcheck(ops.attend_backward_queries.default, args, options)
+    args = (weights, *grads, False, *tensors)
+    _, grad_scores, dropped = ops.attend_backward_queries(*args, **options)
     seen = dropped if dropped.numel() else weights
+    rest = {name: x for name, x in options.items() if name not in ("seed", "dropout_p")}
     for grad_context, needs in ((grads[0], 14), (None, 14), (grads[0], 4)):
-        rest = (*tensors, valid_lens, seen, grad_context, grad_scores, needs)
-        torch.library.opcheck(ops.attend_backward_keys.default, rest)
+        args = (seen, grad_context, grad_scores, needs, *tensors)
+        torch.library.opcheck(ops.attend_backward_keys.default, args, rest)
 
 
-def test_only_the_gradients_asked_for_are_made():
-    args = arguments(torch.float32, VARIED["lens"], grad=False)
-    context, weights = ops.attend(*args, True)
+@pytest.mark.parametrize("features", [False, True])
+def test_only_the_gradients_asked_for_are_made(features):
+    tensors, options = arguments(torch.float32, VARIED["lens"], grad=False)
+    if features:
+        options |= {"features": torch.randn(2, 5, 3), "w_f": torch.randn(7, 3)}
+    all_needs = 63 if features else 15
+    context, weights = ops.attend(*tensors, **options)
     grads = torch.randn_like(context), torch.randn_like(weights)
-    everything = ops.attend_backward(*args, weights, *grads, 15)
-    for needs in range(16):
-        some = ops.attend_backward(*args, weights, *grads, needs)
+    everything = ops.attend_backward(weights, *grads, all_needs, *tensors, **options)
+    for needs in range(all_needs + 1):
+        some = ops.attend_backward(weights, *grads, needs, *tensors, **options)
         for bit, (one, all_) in enumerate(zip(some, everything, strict=True)):
             if needs >> bit & 1:
                 assert torch.equal(one, all_)
@@ -120,6 +129,7 @@ def test_the_fakes_know_the_sizes_of_the_tables():
 WHOLE = {
     "plain": {},
     "lens and bias": {"lens": torch.tensor([0, 3]), "bias": True},
+    "mask and lens": {"lens": torch.tensor([2, 4]), "mask": torch.arange(30).view(2, 3, 5) % 3 > 0},
     "dropout": {"p": 0.5, "bias": True},
     "no keys": {"Tk": 0},
 }
@@ -135,13 +145,16 @@ def test_opcheck_the_whole(case, dtype):
     q, k, v, w_q, w_k, w_v, b = (x.detach().to(dtype).requires_grad_() for x in leaves())
     if Tk == 0:
         k, v = (x.detach()[:, :0].clone().requires_grad_() for x in (k, v))
-    args = (q, k, v, w_q, w_k, w_v, b if bias else None, lens, SEED if p else None, p or 0.0)
-    torch.library.opcheck(ops.additive_attention.default, args)
-    args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
-    context, *saved = ops.additive_attention(*args)
+    tensors = (q, k, v, w_q, w_k, w_v, b if bias else None)
+    options = {"valid_lens": lens, "seed": SEED if p else None, "dropout_p": p or 0.0}
+    options["mask"] = WHOLE[case].get("mask")
+    torch.library.opcheck(ops.additive_attention.default, tensors, options)
+    tensors = tuple(None if x is None else x.detach() for x in tensors)
+    context, *saved = ops.additive_attention(*tensors, **options)
     grads = torch.randn_like(context), torch.randn_like(saved[0])
     for some in (grads, (None, grads[1]), (grads[0], None)):
-        torch.library.opcheck(ops.additive_attention_backward.default, (*args, *saved, *some))
+        args = (*saved, *some, *tensors)
+        torch.library.opcheck(ops.additive_attention_backward.default, args, options)
 
 
 def leaves(**sizes):
@@ -191,7 +204,7 @@ def test_gradcheck_of_a_step_with_a_location():
 
     def step(*tensors):
         lens = torch.tensor([2, 5])
-        return ops.location_attend(*tensors[:4], lens, *tensors[4:], 0, 0.01, None, 0.0)
+        return ops.attend_location(*tensors, valid_lens=lens)
 
     assert torch.autograd.gradcheck(step, inputs)
 
@@ -372,7 +385,8 @@ def test_bitwise_the_same_on_any_number_of_threads(shape, dtype, threads):
     for count in (1, 2, 4, 1, 3):
         threads(count)
         table, keys_max = ops.exp_keys(k.detach())
-        outs = ops.attend(q, k, table, keys_max, v, w, lens, SEED, 0.3, True)
+        options = {"table": table, "keys_max": keys_max, "seed": SEED, "dropout_p": 0.3}
+        outs = ops.attend(q, k, v, w, valid_lens=lens, **options)
         grads = torch.autograd.grad(outs, inputs, [x.detach().cos() for x in outs])
         results = [table[..., : q.shape[2]], keys_max, *outs, *grads]
         first = first or results

@@ -104,6 +104,11 @@ MASKED = {
     "mask of all queries alike": {"mask": per_row.unsqueeze(1)},
     "mask and lens": {"mask": per_row, "lens": lens(0, 26, 53)},
     "mask and lens per query": {"mask": per_row, "lens": per_query},
+    # By the same mask one query sees a tile that its neighbour, whose length is 0, weighs.
+    "mask and lens per query, some of them 0": {
+        **{"Tk": 153, "mask": places(153, (0, 2), (152, 153)).expand(3, 153)},
+        "lens": torch.tensor([160, 0, 2, -4]).repeat(13)[:51].reshape(3, 17),
+    },
     "mask per query and lens": {"mask": for_queries, "lens": lens(50, 3, 99)},
     "mask that is a length": {"mask": torch.arange(53) < lens(1, 26, 53)[:, None]},
     "mask that leaves out the last": {"mask": places(53, (52, 53)).expand(3, 53)},

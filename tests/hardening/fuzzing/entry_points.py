@@ -49,12 +49,13 @@ def attend(data):
         table = ops.exp_keys(k, bool(read.number(2))) if tabled else (None, None)
         if tabled == 2 and read.mistake(10):
             table = table[0][..., :-1], table[1]
-        inputs = (q, k, *table, v, w, lens, seed, dropout_p)
-        context, weights = ops.attend(*mistaken(read, [*inputs, need_weights], 32))
-        looked = weights if need_weights else ops.attend(*inputs, True)[1]
+        tensors, rest = (q, k, v, w), (lens, None, *table, seed, dropout_p)
+        inputs = (*tensors, None, None, *rest)
+        context, weights = ops.attend(*mistaken(read, [*inputs, 0, 0.01, need_weights], 32))
+        looked = weights if need_weights else ops.attend(*inputs)[1]
         grads = gradients_of(read, context, looked, generator)
-        found = ops.attend_backward(*inputs, looked, *grads, needs)
-        parts = _in_two_parts(read, inputs, looked, grads, needs)
+        found = ops.attend_backward(looked, *grads, needs, *inputs)[:4]
+        parts = _in_two_parts(read, tensors, rest, looked, grads, needs)
     except RuntimeError as error:
         in_words(read, error)
         return "refused"
@@ -78,13 +79,14 @@ def attend(data):
     return "checked"
 
 
-def _in_two_parts(read, inputs, looked, grads, needs):
+def _in_two_parts(read, tensors, rest, looked, grads, needs):
     """The four gradients, those of keys, values and w_v from what that of queries leaves."""
-    first = mistaken(read, [*inputs, looked, *grads, bool(needs & 1)], 16)
+    *looks, _, dropout_p = rest
+    first = mistaken(read, [looked, *grads, bool(needs & 1), *tensors, *rest], 16)
     of_queries, of_scores, dropped = ops.attend_backward_queries(*first)
-    seen = dropped if inputs[8] else looked
-    rest = [*inputs[:7], seen, grads[0], of_scores, needs & 14]
-    return of_queries, *ops.attend_backward_keys(*mistaken(read, rest, 16))
+    seen = dropped if dropout_p else looked
+    second = mistaken(read, [seen, grads[0], of_scores, needs & 14, *tensors, *looks], 16)
+    return of_queries, *ops.attend_backward_keys(*second)
 
 
 def whole(data):
@@ -106,11 +108,11 @@ def whole(data):
     if read.number(2):
         made[6] = None
     dropout_p, seed = dropout(read)
-    inputs = [*made, lens, seed, dropout_p]
+    inputs = [*made, lens, None, seed, dropout_p]
     try:
         context, *saved = ops.additive_attention(*mistaken(read, inputs, 16))
         grads = gradients_of(read, context, saved[0], generator)
-        found = ops.additive_attention_backward(*mistaken(read, [*inputs, *saved, *grads], 16))
+        found = ops.additive_attention_backward(*mistaken(read, [*saved, *grads, *inputs], 16))
     except RuntimeError as error:
         in_words(read, error)
         return "refused"
@@ -143,7 +145,7 @@ def step(data):
     q, w_q, k, v, w = made
     try:
         table = ops.exp_keys(k, bool(read.number(2))) if read.number(2) else (None, None)
-        inputs = [q, w_q, k, *table, v, w, lens]
+        inputs = [q, k, v, w_q, None, None, w, lens, None, *table]
         context, weights = ops.attend_step(*mistaken(read, inputs, 8))
     except RuntimeError as error:
         in_words(read, error)

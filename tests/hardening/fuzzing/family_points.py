@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from bahdanau_fast import checks, reference
-from bahdanau_fast.ops.inside.location import convolved
+from bahdanau_fast.ops.location import convolved
 from fuzzing.drawn import (
     DTYPES,
     SCALES,
@@ -31,26 +31,26 @@ TAPS = (1, 3, 5, 7, 9, 31, 33, 65)
 
 
 def inside(data):
-    """``general_attend`` and its backward, which may add to a sum; ``general_scores`` likewise."""
+    """``attend`` and its backward, which may add to a sum; ``attend_scores`` likewise."""
     read = Bytes(data)
     generator = torch.Generator().manual_seed(read.number(1 << 16))
     dtype, activation = read.of(DTYPES), read.number(3)
-    made, lens = _drawn(read, dtype, activation, generator)
+    made, look = _drawn(read, dtype, activation, generator)
     has_features = read.number(3) > 0
     odd = spoil(read, made if has_features else made[:4])
     if not has_features:
         made[4:] = None, None
-    numbers = [activation, 0.2]
+    numbers = (activation, 0.2)
     run = _scores if read.number(3) == 0 else _attend
     try:
-        results, grads, found, names = run(read, made, lens, numbers, generator)
+        results, grads, found, names = run(read, made, look, numbers, generator)
     except RuntimeError as error:
         in_words(read, error)
         return "refused"
     if read.broken or odd or results is None:
         return "ran"
     leaves = [x.detach().double().requires_grad_() for x in made if x is not None]
-    want = _wanted(run, leaves, lens, numbers)
+    want = _wanted(run, leaves, look, numbers)
     for name, got, true in zip(("result", "weights"), results, want, strict=False):
         agree(name, got, true.detach(), dtype)
     if _is_at_a_kink(leaves, activation):
@@ -63,7 +63,7 @@ def inside(data):
 
 
 def _drawn(read, dtype, activation, generator):
-    """Queries, keys, values, w_v, features and w_f, and lengths or a mask."""
+    """Queries, keys, values, w_v, features and w_f; lengths and a mask."""
     B, Tq, Tk, H, Dv, C = (read.of(SIZES[:k]) for k in (5, 12, 17, 17, 14, 17))
     while B * Tq * Tk * H > 20_000:
         Tk, H = (Tk + 1) // 2, (H + 1) // 2
@@ -76,42 +76,43 @@ def _drawn(read, dtype, activation, generator):
 
 
 def _looks(read, B, Tq, Tk, generator):
-    """Lengths, or a mask of every row or every query; now and then one of a wrong shape."""
+    """Lengths, a mask of every row or every query, or both; now and then of a wrong shape."""
     kind = read.number(4)
+    lens = lengths(read, B, Tq, Tk, generator) if kind in (0, 3) else None
     if kind == 0:
-        return lengths(read, B, Tq, Tk, generator)
+        return lens, None
     shape = (B, 1 if kind == 1 else Tq, Tk + read.mistake(40))
     mask = torch.rand(shape, generator=generator) < read.of((0.0, 0.1, 0.5, 0.9, 1.0))
     if read.number(3) == 0:  # a length
         mask = mask.sort(-1, descending=True).values
-    return mask.transpose(1, 2).contiguous().transpose(1, 2) if read.number(2) else mask
+    return lens, mask.transpose(1, 2).contiguous().transpose(1, 2) if read.number(2) else mask
 
 
-def _attend(read, made, lens, numbers, generator):
-    q, k, v, w, *features = made
+def _attend(read, made, look, numbers, generator):
+    keys = made[1]
     dropout_p, seed = dropout(read)
-    inputs = [q, k, v, w, lens, *features, *numbers, seed, dropout_p]
-    results = ops.general_attend(*mistaken(read, inputs, 24))
+    inputs = (*made, *look, None, None, seed, dropout_p, *numbers)
+    results = ops.attend(*mistaken(read, inputs, 24))
     grads = gradients_of(read, *results, generator)
     needs, adds = read.number(64), read.number(2)
     if adds and not read.mistake(20):
         needs &= ~KEYS
-    onto = torch.randn(k.shape, generator=generator).to(k.dtype) if adds else None
+    onto = torch.randn(keys.shape, generator=generator).to(keys.dtype) if adds else None
     before = onto.clone() if adds else None
-    given = [*inputs, results[1], *grads, needs, *([onto] if adds else [])]
-    backward = ops.general_attend_backward_onto if adds else ops.general_attend_backward
+    given = (results[1], *grads, needs, *([onto] if adds else []), *inputs)
+    backward = ops.attend_backward.onto if adds else ops.attend_backward
     found = _wished(backward(*mistaken(read, given, 16)), needs, (1, 2, 4, 8, 16, 32))
     if adds:
         found[1] = onto.double() - before.double()
     return None if dropout_p else results, grads, found, OF_ATTEND
 
 
-def _scores(read, made, lens, numbers, generator):
+def _scores(read, made, look, numbers, generator):
     q, k, _, w, *features = made
-    inputs = [q, k, w, *features, *numbers]
-    scores = ops.general_scores(*mistaken(read, inputs, 24))
+    inputs = (q, k, w, *features, *numbers)
+    scores = ops.attend_scores(*mistaken(read, inputs, 24))
     grad, needs = torch.randn(scores.shape, generator=generator).to(scores.dtype), read.number(64)
-    found = ops.general_scores_backward(*mistaken(read, [*inputs, grad, needs], 16))
+    found = ops.attend_scores_backward(*mistaken(read, (grad, needs, *inputs), 16))
     return (scores,), (grad,), _wished(found, needs, (1, 2, 8, 16, 32)), OF_SCORES
 
 
@@ -124,10 +125,11 @@ def _inside_of(leaves, numbers):
     return reference.Inside(features, w_f, checks.ACTIVATIONS[numbers[0]], numbers[1])
 
 
-def _wanted(run, leaves, lens, numbers):
+def _wanted(run, leaves, look, numbers):
     q, k, v, w = leaves[:4]
     if run is _attend:
-        return reference.attend(q, k, v, w, lens, 0.0, _inside_of(leaves, numbers))
+        lens, mask = look
+        return reference.attend(q, k, v, w, lens, 0.0, _inside_of(leaves, numbers), mask)
     return (reference.projected_scores(q, k, w, _inside_of(leaves, numbers)),)
 
 
@@ -142,11 +144,11 @@ def _is_at_a_kink(leaves, activation):
 
 
 def location(data):
-    """``location_attend`` and the backward of its convolution."""
+    """``attend_location`` and the backward of its convolution."""
     read = Bytes(data)
     generator = torch.Generator().manual_seed(read.number(1 << 16))
     dtype, activation = read.of(DTYPES), read.number(3)
-    made, lens = _drawn(read, dtype, activation, generator)
+    made, look = _drawn(read, dtype, activation, generator)
     q, k, v, w, features, w_f = made
     B, Tk, C = features.shape[:3] if features.dim() == 3 else (1, 2, 3)
     inputs, taps = read.of((0, 1, 2, 3)), read.of(TAPS) + read.mistake(30)
@@ -155,11 +157,11 @@ def location(data):
     odd = spoil(read, [q, k, v, w, x, w_conv, b_conv, w_f])
     dropout_p, seed = dropout(read)
     bias = b_conv if read.number(2) else None
-    given = [q, k, v, w, lens, x, w_conv, bias, w_f, activation, 0.2, seed, dropout_p]
+    given = (q, k, v, w, x, w_conv, bias, w_f, *look, seed, dropout_p, activation, 0.2)
     needs = read.number(4)
     try:
-        context, weights, features = ops.location_attend(*mistaken(read, given, 16))
-        found = ops.location_convolution_backward(*mistaken(read, [grad, x, w_conv, needs], 16))
+        context, weights, features = ops.attend_location(*mistaken(read, given, 16))
+        found = ops.convolution_backward(*mistaken(read, [grad, x, w_conv, needs], 16))
     except RuntimeError as error:
         in_words(read, error)
         return "refused"
@@ -172,7 +174,7 @@ def location(data):
     true = wide if bias is None else wide + bias.double()
     agree("features", features, true.detach(), dtype)
     tensors = [t.double() for t in (q, k, v, w, features, w_f)]
-    want = _wanted(_attend, tensors, lens, (activation, 0.2))
+    want = _wanted(_attend, tensors, look, (activation, 0.2))
     agree("context", context, want[0], dtype)
     agree("weights", weights, want[1], dtype)
     if wide.requires_grad:

@@ -5,10 +5,13 @@ import torch
 from parity import DEVICE
 
 import bahdanau_fast as bf
-from bahdanau_fast import backends, ops
+from bahdanau_fast import backends
+from bahdanau_fast.backends.triton import backward as triton_backward
+from bahdanau_fast.backends.triton import forward as triton_forward
+from bahdanau_fast.ops.attend import attend, attend_backward
+from bahdanau_fast.ops.operator import kernel_of
 
-FORWARD = torch.ops.bahdanau_fast.attend_by.default
-BACKWARD = torch.ops.bahdanau_fast.attend_backward_by.default
+ops = torch.ops.bahdanau_fast
 BACKENDS = [name for name in bf.backends.available() if DEVICE == "cuda" or name != "cuda"]
 BACKENDS = [name for name in BACKENDS if DEVICE == "cpu" or name != "cpu"]
 
@@ -50,15 +53,11 @@ def same_results(function, inputs, leaves):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """What the backend that is not behind a dispatch key is called with: "forward", "backward"."""
+    """What of Triton is called, from eager or compiled code: "forward", "backward"."""
     calls = []
-    if "triton" in ops.without_key:
-        real = ops.implementations["triton"]
-        spies = [
-            lambda *inputs, of=of, name=name: calls.append(name) or of(*inputs)
-            for of, name in zip(real, ("forward", "backward"), strict=True)
-        ]
-        monkeypatch.setitem(ops.implementations, "triton", tuple(spies))
+    for name, module in (("forward", triton_forward), ("backward", triton_backward)):
+        call = lambda *given, of=module.Call, name=name: calls.append(name) or of(*given)  # noqa: E731
+        monkeypatch.setattr(module, "Call", call)
     return calls
 
 
@@ -73,7 +72,7 @@ def test_asked_for_by_name(backend, ran):
     same_results(by_name(backend), inputs, inputs)
     # Once in eager code, once in compiled code.
     expected = ["forward", "backward"] * 2
-    assert ran == (expected if backend in ops.without_key else [])
+    assert ran == (expected if backend == "triton" else [])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -87,7 +86,7 @@ def test_module_in_a_block(backend, ran):
 
     with bf.backends.use(backend):
         same_results(call, (q, k, v), (q, k, v, *module.parameters()))
-    assert len(ran) == (8 if backend in ops.without_key else 0)
+    assert len(ran) == (8 if backend == "triton" else 0)
 
 
 def test_a_block_inside_of_compiled_code():
@@ -124,20 +123,22 @@ def test_what_serves_cuda_tensors_is_a_constant_of_compiled_code():
 
 def test_the_operators_tell_torch_the_truth():
     q, k, v, w = draw(2, 3, 5), draw(2, 4, 5), draw(2, 4, 6), draw(1, 5)
-    arguments = ("triton", q, k, None, None, v, w, torch.tensor([2, 4], device=DEVICE), None, 0.0)
-    context, weights = FORWARD(*arguments, True)
-    for x in (q, k, v, w):
+    tensors = (q, k, v, w)
+    options = {"valid_lens": torch.tensor([2, 4], device=DEVICE), "backend": 1}
+    context, weights = ops.attend(*tensors, **options)
+    for x in tensors:
         x.requires_grad_()
-    torch.library.opcheck(FORWARD, (*arguments, True))
-    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    torch.library.opcheck(ops.attend.default, tensors, options)
+    tensors = [x.detach() for x in tensors]
     for needs in (15, 2):
-        torch.library.opcheck(BACKWARD, (*arguments, weights, context, weights, needs))
+        given = (weights, context, weights, needs, *tensors)
+        torch.library.opcheck(ops.attend_backward.default, given, options)
 
 
 def test_a_backend_that_is_not_loaded():
     q, w = draw(1, 2, 3), draw(1, 3)
-    with pytest.raises(ValueError, match=r"backend must be loaded: .*, got 'other'"):
-        FORWARD("other", q, q, None, None, q, w, None, None, 0.0, True)
+    with pytest.raises(RuntimeError, match=r"backend must be loaded: "):
+        ops.attend(q, q, q, w, backend=2)
 
 
 MASK = torch.arange(36).reshape(2, 3, 6) % 4 == 1
@@ -146,24 +147,55 @@ MASK = torch.arange(36).reshape(2, 3, 6) % 4 == 1
 @pytest.mark.parametrize(
     ("lens", "error", "message"),
     [
-        (MASK, ValueError, r"have shape \(2,\) or \(2, 3\): .* no mask, got \(2, 3, 6\)"),
-        (MASK[:, :1], ValueError, r"have shape \(2,\) or \(2, 3\): .* no mask, got \(2, 1, 6\)"),
+        (MASK, TypeError, r"have an integer .* \(a bool mask is given as mask=\), got torch.bool"),
+        (MASK[:, :1], TypeError, r"have .* \(a bool mask is given as mask=\), got torch.bool"),
         (MASK[..., 0], TypeError, "have an integer dtype .*, got torch.bool"),
+        (MASK.double(), ValueError, r"have shape \(2,\) or \(2, 3\), got \(2, 3, 6\)"),
         (torch.ones(3), ValueError, r"have shape \(2,\) or \(2, 3\), got \(3,\)"),
     ],
-    ids=["mask per query", "mask per row", "bool", "another batch"],
+    ids=["mask per query", "mask per row", "bool", "numbers per key", "another batch"],
 )
 def test_the_operators_of_triton_read_no_mask_as_lengths(lens, error, message):
     q, k, v, w = draw(2, 3, 5), draw(2, 6, 5), draw(2, 6, 4), draw(1, 5)
-    forward, backward = ops.implementations["triton"]
-    arguments = (q, k, None, None, v, w)
-    context, weights = forward(*arguments, None, None, 0.0, True)
-    given, grads = (*arguments, lens.to(DEVICE), None, 0.0), (weights, context, weights, 15)
-    for call in (
-        lambda: forward(*given, True),
-        lambda: backward(*given, *grads),
-        lambda: FORWARD("triton", *given, True),
-        lambda: BACKWARD("triton", *given, *grads),
-    ):
+    for call in served_by_triton(q, k, v, w):
         with pytest.raises(error, match=f"^valid_lens must {message}$"):
-            call()
+            call(valid_lens=lens.to(DEVICE))
+
+
+NOT_SERVED = {
+    "a mask per query": {"mask": MASK},
+    "a mask per row": {"mask": MASK[:, :1]},
+    "features": {"features": torch.ones(2, 6, 3), "w_f": torch.ones(5, 3)},
+    "relu": {"activation": 1},
+}
+
+
+@pytest.mark.parametrize("what", NOT_SERVED)
+def test_the_operators_of_triton_refuse_what_they_do_not_serve(what):
+    inside = {
+        n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in NOT_SERVED[what].items()
+    }
+    tensors = draw(2, 3, 5), draw(2, 6, 5), draw(2, 6, 4), draw(1, 5)
+    for call in served_by_triton(*tensors):
+        with pytest.raises(ValueError, match="take no mask, no features and no activation but"):
+            call(**inside)
+
+
+def served_by_triton(*tensors):
+    """``attend`` and its backward, both as they are and by their operators."""
+    forward, backward = (kernel_of(of, "triton") for of in (attend, attend_backward))
+    context, weights = ops.attend(*tensors, backend=1)
+    grads = (weights, context, weights, 15)
+
+    def direct(of, function, *given):
+        return lambda **options: function(*of.named(*given, **options, backend=1).values())
+
+    def by_operator(function, *given):
+        return lambda **options: function(*given, **options, backend=1)
+
+    return (
+        direct(attend, forward, *tensors),
+        direct(attend_backward, backward, *grads, *tensors),
+        by_operator(ops.attend, *tensors),
+        by_operator(ops.attend_backward, *grads, *tensors),
+    )

@@ -15,9 +15,9 @@ from parity import Case, attended, called, check, eager, fused
 import bahdanau_fast as bf
 from bahdanau_fast import limits, reference
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from bahdanau_fast.backends.triton import call, forward
+from bahdanau_fast.backends.triton import call
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.ops import sharding
+from bahdanau_fast.ops import operator, sharding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = {f.__name__: functools.partial(f, backend="triton") for f in (fused, called, attended)}
@@ -162,8 +162,9 @@ OWN = [(d, n) for d in DTYPES for n in (1, 3, 9) if d != torch.float32 or n != 9
 @pytest.mark.parametrize("lens", [None, torch.tensor([0, 40, 7])], ids=["all", "some"])
 def test_projections_inside_the_step(queries, lens, dtype, monkeypatch):
     asked = []
-    real = forward.step_from_raw
-    monkeypatch.setattr(forward, "step_from_raw", lambda *a: asked.append((a[3], a[4])) or real(*a))
+    real = operator._in_python["triton"]["attend_step"]
+    step = lambda *given: asked.append(given[3:5]) or real(*given)  # noqa: E731
+    monkeypatch.setitem(operator._in_python["triton"], "attend_step", step)
     case = Case(B=3, Tq=queries, Tk=67, H=37, Dq=33, Dk=90, Dv=20, lens=lens)
     check(case, dtype, projecting)
     own_query, own_keys = asked[0]
