@@ -394,4 +394,4 @@ def decided(**facts):
     no += ("interpreted", "general", "masked")
     rest = {"dtype": torch.float32, "value_size": 8, "hidden": 8, "keys_projected": True}
     usual = {**sizes, **dict.fromkeys(no, False), **rest}
-    return route(Facts(**{**usual, **facts}), limits.LIMITS, limits.OTHER_GPU)
+    return route(Facts(**{**usual, **facts}), limits.OTHER_GPU)

@@ -208,8 +208,7 @@ def test_what_is_said_of_it():
     shaped = {n: x.unflatten(0, (2, 3)) for n, x in given.items()}
     memory = module.memory(shaped["keys"], shaped["values"], shaped["lens"])
     assert repr(memory) == (
-        "Memory(B=(2, 3), Tk=13, H=7, Dv=3, valid_lens=(6,), mask=None, "
-        "dtype=torch.float64, device='cpu')"
+        "Memory(B=(2, 3), Tk=13, H=7, Dv=3, valid_lens=(6,), dtype=torch.float64, device='cpu')"
     )
     of_rows = module.explain(given["queries"], module.memory(given["keys"], given["values"]))
     assert module.explain(shaped["queries"], memory) == of_rows

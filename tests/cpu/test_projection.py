@@ -33,14 +33,15 @@ def onednn(request, monkeypatch):
     if request.param != "as here":
         monkeypatch.setattr(projection, "_onednn", None)
     if request.param == "few rows":
-        least = ("features", "hidden", "weight")
-        moved = {f"few_rows_{each}": 0 for each in least}
-        with limits.using(few_rows=limits.NEVER, one_row_weight=0, **moved):
+        for least in ("FEW_ROWS_FEATURES", "FEW_ROWS_HIDDEN", "FEW_ROWS_WEIGHT", "ONE_ROW_WEIGHT"):
+            monkeypatch.setattr(projection, least, 0)
+        with limits.using(few_rows=limits.NEVER):
             assert projection.way(of(3, D), of(H, D)) is few_rows.multiply
             yield None
     elif request.param == "transposed":
-        turned = {"turned_side": 0, "turned_rows": 0, "turned_rows_most": limits.NEVER}
-        with limits.using(onednn_work=limits.NEVER, **turned):
+        monkeypatch.setattr(projection, "TURNED_ROWS", 0)
+        monkeypatch.setattr(projection, "TURNED_ROWS_MOST", limits.NEVER)
+        with limits.using(onednn_work=limits.NEVER, turned_side=0):
             assert projection.way(of(3, D), of(H, D)) is projection.multiply_turned
             yield None
     else:

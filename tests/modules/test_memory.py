@@ -116,8 +116,7 @@ def test_copies(attention, inputs, how):
 
 def test_a_short_repr(attention, inputs):
     assert repr(attention.memory(*inputs[1:], LENS)) == (
-        "Memory(B=5, Tk=53, H=19, Dv=7, valid_lens=(5,), mask=None, "
-        "dtype=torch.float32, device='cpu')"
+        "Memory(B=5, Tk=53, H=19, Dv=7, valid_lens=(5,), dtype=torch.float32, device='cpu')"
     )
     masked = attention.memory(*inputs[1:], mask=torch.ones(5, 53, dtype=torch.bool))
     assert "valid_lens=None, mask=(5, 1, 53)," in repr(masked)

@@ -12,8 +12,8 @@ from ways.table import WAYS
 from ways.way import MODES
 
 from bahdanau_fast import backends
+from bahdanau_fast.backends.route import REUSE_ELEMENTS, TABLE_ELEMENTS
 from bahdanau_fast.call import Call
-from bahdanau_fast.limits import LIMITS
 
 ALONE = [way for way in WAYS if way.ranks == 1]
 TOGETHER = [way for way in WAYS if way.ranks == 2]
@@ -83,8 +83,8 @@ def test_sizes():
         w_q, w_k, w_v = weights
         route = backends.decide(Call(queries, keys, keys, w_v, w_q, w_k))
         assert (route.form == "one operator") == one_operator
-        assert keys.numel() >= LIMITS.reuse_elements
-        assert batch * keys_len * hidden >= LIMITS.table_elements
+        assert keys.numel() >= REUSE_ELEMENTS
+        assert batch * keys_len * hidden >= TABLE_ELEMENTS
 
 
 def test_the_table_is_long_and_of_every_kind():

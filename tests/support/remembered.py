@@ -4,12 +4,12 @@ import torch
 from torch.profiler import profile
 
 import bahdanau_fast as bf
-from bahdanau_fast.limits import LIMITS
+from bahdanau_fast.backends.route import REUSE_ELEMENTS
 from bahdanau_fast.memory import ProjectedKeys
 
 B, TQ, TK, DK, DQ, H = 3, 1, 53, 17, 5, 19
 # Keys that are faster projected than remembered are not in question here.
-assert min(B * TK * DK, B * TK * H) >= LIMITS.reuse_elements
+assert min(B * TK * DK, B * TK * H) >= REUSE_ELEMENTS
 
 
 def held(module):

@@ -17,7 +17,7 @@ from bahdanau_fast import limits, reference
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import call
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.ops import operator, sharding
+from bahdanau_fast.ops import operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = {f.__name__: functools.partial(f, backend="triton") for f in (fused, called, attended)}
@@ -124,7 +124,7 @@ def test_dropout_draws_what_the_cpu_draws(queries, p):
         x = {n: inputs[n].float().to(device).requires_grad_() for n in parity.INPUTS[:6]}
         with_seed = {"seed": torch.tensor([2**61 + 12345], device=device)}
         monkey = pytest.MonkeyPatch()
-        monkey.setattr(sharding, "dropout_seed", lambda *_, given=with_seed: given["seed"])
+        monkey.setattr(operator, "dropout_seed", lambda *_, given=with_seed: given["seed"])
         outputs = bf.additive_attention(
             *x.values(), torch.tensor([30, 37], device=device), dropout_p=p, backend=backend
         )
