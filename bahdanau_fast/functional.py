@@ -32,6 +32,7 @@ def masked_softmax(
             not bool.
         ValueError: ``scores`` has not 3 dimensions, or the shape of lengths or mask does not fit.
 
+    >>> import torch
     >>> weights = masked_softmax(torch.zeros(2, 1, 4), torch.tensor([2, 4]))
     >>> weights[:, 0].tolist()
     [[0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]]
@@ -96,6 +97,7 @@ def additive_attention(
         TypeError: something is not a floating tensor, or dtypes differ.
         ValueError: ranks, sizes, devices, ``dropout_p``, ``activation`` or ``backend`` do not fit.
 
+    >>> import torch
     >>> q, k = torch.zeros(1, 1, 2), torch.ones(1, 4, 2)
     >>> w = torch.ones(3, 2)
     >>> context, weights = additive_attention(q, k, k, w, w, w[:, 0], torch.tensor([2]))

@@ -121,13 +121,13 @@ class Operator:
             ctx.set_materialize_grads(False)
 
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            given: int = ctx.given
             if all(grad is None for grad in grads):
-                return (None,) * ctx.given
+                return (None,) * given
             named = dict(zip(saved, ctx.saved_tensors, strict=True))
             named |= zip(numbers, ctx.numbers, strict=True)
             asked = (*ctx.needs_input_grad, *[False] * len(names))
             found = gradients(named, [bool(need) for need in asked[: len(names)]], grads)
-            given: int = ctx.given
             padded: list[Tensor | None] = [*found, *[None] * given]
             return tuple(padded[:given])
 

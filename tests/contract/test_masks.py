@@ -136,6 +136,7 @@ def test_a_prefix_is_a_length_to_the_bit_inside(form):
 
 
 @needs_cpu
+@torch.no_grad()  # the formula of compiled code takes longer than the few keys
 def test_keys_that_no_query_sees_cost_little(threads):
     """Of 4096 keys 64 are looked at: their scores take a 64th of the time that all take."""
     threads(1)  # others would wait for work in loops, which takes processor time too

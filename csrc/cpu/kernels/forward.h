@@ -91,10 +91,13 @@ struct ForwardTask {
   bool sees(int64_t i, int64_t first, int64_t keys) const {
     return keys > 0 && (!masked(i) || any(mask_row(i) + first, keys));
   }
-  // Whether one of `some` queries does.
+  // Whether one of `some` queries does. With one mask for all of them, all that are not uniform do
+  // or none.
   bool any_sees(int64_t i, int64_t some, int64_t first, int64_t keys) const {
-    for (int64_t k = 0; k < some; ++k)
-      if (sees(i + k, first, keys)) return true;
+    for (int64_t k = 0; k < some; ++k) {
+      const bool as_first = k > 0 && p.mask.row_stride == 0 && !uniform(i + k);
+      if (!as_first && sees(i + k, first, keys)) return true;
+    }
     return false;
   }
 

@@ -166,7 +166,8 @@ MUTANTS = [
     ),
     Mutant(
         "cpu deferred sums", OTHER, "gradients of the neighbour asked for",
-        "bahdanau_fast/ops/shared_gradients.py", "sum(2 << i for", "sum(1 << i for", DEFERRED,
+        "bahdanau_fast/ops/shared_gradients.py", 'needs_of(("keys", "values"',
+        'needs_of(("values", "keys"', DEFERRED,
     ),
     Mutant(
         "cpu decoder products", TAIL, "last column of a weight", "csrc/cpu/kernels/recurrent.h",
