@@ -18,8 +18,7 @@ CONVOLUTION = "csrc/cpu/kernels/general/convolution.h"
 MUTANTS = [
     Mutant(
         "cpu masks", MASK, "that of the first query alone", FORWARD,
-        "const int64_t rows = p.mask.row_stride == 0 ? 1 : some;", "const int64_t rows = 1;",
-        MASKED,
+        "k > 0 && p.mask.row_stride == 0 &&", "k > 0 &&", MASKED,
     ),
     Mutant(
         "cpu masks", MASK, "that of the key before", FORWARD,
