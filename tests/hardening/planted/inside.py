@@ -152,7 +152,7 @@ MUTANTS = [
         "for (int64_t j = 0; j < p.Tk - 1; ++j) out[before + j] =", STEPS,
     ),
     Mutant(
-        "cpu convolution", TAIL, "last channels", "csrc/cpu/op/general.cpp",
+        "cpu convolution", TAIL, "last channels", "csrc/cpu/op/location.cpp",
         "const int64_t parts = (p.C + kChannels - 1) / kChannels;",
         "const int64_t parts = p.C > kChannels ? p.C / kChannels : 1;", STEPS,
     ),
