@@ -77,11 +77,11 @@ def _floating(name: str, tensor: Tensor) -> None:
         reject(TypeError, name, "be a dense (strided) tensor", tensor.layout)
 
 
-def rows(name: str, tensor: Tensor) -> None:
+def rows(name: str, tensor: Tensor, of: str = "batch, length, features") -> None:
     """A floating tensor of three dimensions."""
     _floating(name, tensor)
     if tensor.dim() != 3:
-        reject(ValueError, name, "have 3 dimensions (batch, length, features)", _shape(tensor))
+        reject(ValueError, name, f"have 3 dimensions ({of})", _shape(tensor))
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
@@ -298,13 +298,6 @@ def weights(
     if bias is not None:
         weight("bias", bias, (hidden,), queries)
     return hidden
-
-
-def scores(tensor: Tensor) -> None:
-    """Scores of every query against every key."""
-    _floating("scores", tensor)
-    if tensor.dim() != 3:
-        reject(ValueError, "scores", "have 3 dimensions (B, Tq, Tk)", _shape(tensor))
 
 
 def features(name: str, tensor: Tensor, size: int) -> None:

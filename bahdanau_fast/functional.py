@@ -37,7 +37,7 @@ def masked_softmax(
     >>> weights[:, 0].tolist()
     [[0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]]
     """
-    checks.scores(scores)
+    checks.rows("scores", scores, "B, Tq, Tk")
     valid_lens = lengths(valid_lens, scores)
     checks.lens(valid_lens, scores.shape[0], scores.shape[1], scores.device)
     if mask is not None:

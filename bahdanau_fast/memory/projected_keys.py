@@ -186,6 +186,21 @@ class Memory:
         batch = (rows,) if self.batch is None else self.batch
         return queries_as_rows(queries, mask, batch, keys_len, "the memory")
 
+    def joined_mask(self, mask: Tensor | None, queries: Tensor) -> Tensor | None:
+        """What a call's own mask leaves of the memory's; bool (B,1,Tk) or (B,Tq,Tk), or None.
+
+        Args:
+            mask: bool (B,Tk), (B,1,Tk) or (B,Tq,Tk), or None.
+            queries: (B,Tq,...) of the call.
+
+        Raises:
+            TypeError, ValueError: another mask.
+        """
+        if mask is None:
+            return self.mask
+        mask = checks.as_mask(mask, queries, self.projected.keys)
+        return mask if self.mask is None else mask & self.mask
+
     def __getitem__(self, rows: Any) -> Memory:
         """The memory of some batch rows, in the order given.
 

@@ -168,7 +168,7 @@ class AdditiveAttention(Additive):
         mask: Tensor | None,
     ) -> Call:
         """The call of some queries on keys, as :meth:`forward` has them."""
-        layers = [self._modules[n] for n in (self._query_layer, self._key_layer, self._score_layer)]
+        layers = self._layers()
         w_q, w_k, w_v = plain_weights(*layers)
         bias, shape = self.bias, None
         if w_v is None or not checks.is_common_case(queries, keys, values, valid_lens, w_q, w_k):
@@ -254,7 +254,7 @@ class AdditiveAttention(Additive):
         Raises:
             ValueError: the requested backend cannot serve the call.
         """
-        layers = [self._modules[n] for n in (self._query_layer, self._key_layer, self._score_layer)]
+        layers = self._layers()
         w_q, w_k, w_v = plain_weights(*layers)
         bias, projected = self.bias, None
         if isinstance(keys, Memory):

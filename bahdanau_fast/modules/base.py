@@ -119,24 +119,21 @@ class Additive(nn.Module):
         """The call of some queries on a memory, which has to be this module's and fit them."""
         if not isinstance(memory, Memory):
             checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
-        layers, maker = self._modules, memory.maker
+        (query_layer, key_layer, score_layer), maker = self._layers(), memory.maker
         if maker is not None and not torch.compiler.is_compiling():
             if maker.module is not self:
                 other = f"one made by another {type(maker.module).__name__}"
                 checks.reject(ValueError, "memory", "come from memory() of this module", other)
-            if maker.has_changed(plain_weight(layers[self._key_layer]), self.bias):
+            if maker.has_changed(plain_weight(key_layer), self.bias):
                 need = "be made after the last change of the key layer"
                 checks.reject(ValueError, "memory", need, "an older one: call memory() again")
         if self._is_from_autocast(queries, memory):
             memory = memory.to(queries.dtype)
         queries, mask, shape = memory.queries_as_rows(queries, mask)
-        keys, visible = memory.projected.keys, memory.mask
-        checks.queries_for(queries, keys, memory.valid_lens, visible)
-        if mask is not None:
-            mask = checks.as_mask(mask, queries, keys)
-            visible = mask if visible is None else mask & visible
+        keys = memory.projected.keys
+        checks.queries_for(queries, keys, memory.valid_lens, memory.mask)
+        mask = memory.joined_mask(mask, queries)
         self._draw(queries, None)
-        query_layer, score_layer = layers[self._query_layer], layers[self._score_layer]
         w_q, w_v = plain_weights(query_layer, score_layer)
         check_features("queries", queries, query_layer, w_q)
         if w_q is None:
@@ -144,7 +141,7 @@ class Additive(nn.Module):
         scorer: Any = score_layer if w_v is None else w_v
         given = (queries, keys, memory.values, scorer, w_q)
         lens = memory.valid_lens
-        return Call(*given, valid_lens=lens, mask=visible, projected=memory.projected, shape=shape)
+        return Call(*given, valid_lens=lens, mask=mask, projected=memory.projected, shape=shape)
 
     def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:
         """True if the memory has the dtype of an autocast that has ended."""
@@ -159,11 +156,13 @@ class Additive(nn.Module):
         )
 
     def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
-        layers = self._modules
-        score = layers[self._score_layer]
-        if type(score) is not nn.Linear:  # the scoring layer is drawn last
-            of_inputs = layers[self._query_layer], layers[self._key_layer]
-            draw((*of_inputs, score), queries, keys, self.num_hiddens)
+        if type(self._modules[self._score_layer]) is not nn.Linear:  # which is drawn last
+            of_query, of_key, of_score = self._layers()
+            draw((of_query, of_key, of_score), queries, keys, self.num_hiddens)
+
+    def _layers(self) -> list[nn.Module | None]:
+        """Those of queries, keys and scores, past nn.Module's ``__getattr__``."""
+        return [self._modules[n] for n in (self._query_layer, self._key_layer, self._score_layer)]
 
     def _project(self, keys: Tensor) -> Tensor:
         return apply_layer(self._modules[self._key_layer], keys, self.bias)

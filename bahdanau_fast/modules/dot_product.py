@@ -136,10 +136,8 @@ class DotProductAttention(nn.Module):
         queries, mask, shape = memory.queries_as_rows(queries, mask)
         keys, lens = memory.projected.keys, memory.valid_lens
         if memory.mask is not None:
-            if mask is not None:
-                checks.rows("queries", queries)
-                mask = checks.as_mask(mask, queries, keys)
-            mask = memory.mask if mask is None else mask & memory.mask
+            checks.rows("queries", queries)
+            mask = memory.joined_mask(mask, queries)
         result: Tensor = self(queries, keys, memory.values, lens, mask=mask)
         return result if shape is None else restored(self, result, shape)
 

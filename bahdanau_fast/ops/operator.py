@@ -60,6 +60,7 @@ class Operator:
     Attributes:
         name: in ``torch.ops.bahdanau_fast``.
         names: of its arguments, in order.
+        tensors: of those that are tensors; numbers come behind them where it is differentiated.
         defaults: of those that have one, by name.
         overload: what compiled code calls.
         now: the same past ``OpOverload.__call__``, for eager calls.
@@ -75,6 +76,7 @@ class Operator:
         self.now: Callable[..., Any] = self.overload._op
         arguments = self.overload._schema.arguments
         self.names = tuple(argument.name for argument in arguments)
+        self.tensors = tuple(a.name for a in arguments if "Tensor" in str(a.type))
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
         torch.library.register_fake(
             f"bahdanau_fast::{self.name}",
@@ -108,9 +110,7 @@ class Operator:
             gradients: of these.
             results: names of the last results, as far as the formula reads them.
         """
-        arguments = self.overload._schema.arguments
-        tensors = [a.name for a in arguments if "Tensor" in str(a.type)]  # in front of numbers
-        count, saved = len(tensors), (*tensors, *results)
+        count, saved = len(self.tensors), (*self.tensors, *results)
         numbers = self.names[count:]
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -193,9 +193,8 @@ class Attention(Operator):
         self._uses = [[self.inputs.index(name) for name in use] for use in uses.values()]
         self._rows = rows
         _, *results = (result.name for result in self.overload._schema.returns)
-        arguments = self.overload._schema.arguments
-        tensors = [a.name for a in arguments if "Tensor" in str(a.type)]
-        self._saved, self._numbers = (*tensors, *results), self.names[len(tensors) :]
+        self._saved = (*self.tensors, *results)
+        self._numbers = self.names[len(self.tensors) :]
         self.differentiate(self.inputs, self.gradients, results)
 
     def gradients(
