@@ -1,11 +1,21 @@
 """Where a call goes, by its sizes and the family of the processor."""
 
+import math
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import bahdanau_fast as bf
 from bahdanau_fast import backends, limits
-from bahdanau_fast.backends.route import Facts, route
+from bahdanau_fast.backends.route import (
+    GPU_OWN_QUERIES,
+    GPU_OWN_WEIGHT,
+    GPU_STEP_QUERIES,
+    Facts,
+    route,
+)
 from bahdanau_fast.call import Call
 
 needs_cpu = pytest.mark.skipif("cpu" not in backends.available(), reason="asks about C++ kernels")
@@ -16,6 +26,19 @@ def test_this_processor_has_a_family():
     with limits.using(few_rows=7):
         assert limits.LIMITS.few_rows == 7
     assert limits.LIMITS is limits.FAMILIES[limits.family()]
+
+
+def test_numbers_that_stand_in_two_languages():
+    header = (Path(__file__).parents[2] / "csrc/common/limits.h").read_text()
+    numbers = {
+        "kMaxFp64GpuElements": limits.FP64_GPU_ELEMENTS,
+        "kDecodeQueries": GPU_STEP_QUERIES,
+        "kRawQueries": GPU_OWN_QUERIES,
+        "kOwnWeight": GPU_OWN_WEIGHT,
+    }
+    for name, ours in numbers.items():
+        factors = re.search(rf"\b{name} = ([\d *]+)", header)[1].split("*")
+        assert math.prod(map(int, factors)) == ours, name
 
 
 def decided(batch, hidden, keys_projected=False, backend=None):
