@@ -235,6 +235,8 @@ def expanded(s):
 
 
 def shorter(s):
+    # Weights of a call hold the node of its values, which knows their shape (compatibility.md).
+    s.module.attention_weights = None
     for x in (s.keys, s.values):
         x.resize_(x.shape[0], x.shape[1] - 3, x.shape[2])
 
