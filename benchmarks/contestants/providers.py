@@ -19,15 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bahdanau_fast as bf
-from bahdanau_fast import backends, run
-from bahdanau_fast.call import Call
+from bahdanau_fast import backends, functional
 from bahdanau_fast.memory import ProjectedKeys, project
 
 from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
@@ -272,10 +271,16 @@ def attend_projected(
         w_v: (1,H).
         valid_lens: None, (B,) or (B,Tq).
     """
-    call = Call(
-        *(queries, keys.keys, values, w_v), valid_lens=valid_lens, projected=keys, backend=backend
-    )
-    return run.attend(call)
+    try:
+        from bahdanau_fast import run
+        from bahdanau_fast.call import Call
+    except ImportError:  # an older commit, compared with this tree
+        old: Any = functional
+        given = (queries, keys.keys, values, None, None, w_v, None, w_v.shape[-1], 0.0)
+        route = old.backends.decide(*given, keys_projected=True, name=backend)
+        return old.attend_projected(route, queries, keys, values, w_v, valid_lens, 0.0)
+    inputs = (queries, keys.keys, values, w_v)
+    return run.attend(Call(*inputs, valid_lens=valid_lens, projected=keys, backend=backend))
 
 
 _AUTOTUNED = partial(compiled, mode="max-autotune")
