@@ -43,14 +43,14 @@ class Call(NamedTuple):
         valid_lens: None, (B,) or (B,Tq).
         mask: None, or bool (B,1,Tk) or (B,Tq,Tk); with lengths, both hold.
         dropout_p: probability of dropping a weight.
+        dropout: a layer that has to be called on the weights, in place of ``dropout_p``; or None.
+        cache: remembers the projection of the keys for the next call; or None.
+        shape: of the results, where that is another one.
+        projected: the keys and what is derived from them, of a memory; or None.
         inside: features of the keys and the activation.
         located: what the features are made of, in place of those of ``inside``.
-        projected: the keys and what is derived from them, of a memory; or None.
-        cache: remembers the projection of the keys for the next call; or None.
-        dropout: a layer that has to be called on the weights, in place of ``dropout_p``; or None.
         need_weights: whether the weights are wanted.
         scores_only: the result are the scores.
-        shape: of the results, where that is another one.
         backend: asked for by name, or None.
     """
 
@@ -64,12 +64,12 @@ class Call(NamedTuple):
     valid_lens: Tensor | None = None
     mask: Tensor | None = None
     dropout_p: float = 0.0
+    dropout: nn.Module | None = None
+    cache: KeyCache | None = None
+    shape: Shape | None = None
+    projected: ProjectedKeys | None = None
     inside: Inside = TANH
     located: Located | None = None
-    projected: ProjectedKeys | None = None
-    cache: KeyCache | None = None
-    dropout: nn.Module | None = None
     need_weights: bool = True
     scores_only: bool = False
-    shape: Shape | None = None
     backend: str | None = None

@@ -116,15 +116,19 @@ def is_common_case(
         or not (queries.is_cpu and keys.is_cpu and values.is_cpu and w_q.is_cpu and w_k.is_cpu)
     ):
         return False
+    try:
+        batch, _, query_size = queries.shape
+        keys_batch, keys_len, key_size = keys.shape
+        values_batch, values_len, _ = values.shape
+        (_, of_queries), (_, of_keys) = w_q.shape, w_k.shape
+    except ValueError:  # other numbers of dimensions
+        return False
     dtype = queries.dtype
-    queries_shape, keys_shape, values_shape = queries.shape, keys.shape, values.shape
     return (
-        len(queries_shape) == len(keys_shape) == len(values_shape) == 3
-        and queries_shape[0] == keys_shape[0] == values_shape[0]
-        and keys_shape[1] == values_shape[1]
-        and w_q.dim() == w_k.dim() == 2
-        and queries_shape[2] == w_q.shape[1]
-        and keys_shape[2] == w_k.shape[1]
+        batch == keys_batch == values_batch
+        and keys_len == values_len
+        and query_size == of_queries
+        and key_size == of_keys
         and dtype is keys.dtype is values.dtype is w_q.dtype is w_k.dtype
         and dtype in FLOATING
         and queries.layout is keys.layout is values.layout is _STRIDED
@@ -135,7 +139,7 @@ def is_common_case(
                 type(valid_lens) is Tensor
                 and valid_lens.dtype is _INT64
                 and valid_lens.is_cpu
-                and valid_lens.shape == (queries_shape[0],)
+                and valid_lens.shape == (batch,)
             )
         )
     )

@@ -120,7 +120,8 @@ def additive_attention(
         inside = Inside(features, w_f, activation, negative_slope)
         checks.inside(*inside, keys, hidden)
     call = Call(
-        *(queries, keys, values, w_v, w_q, w_k, bias, valid_lens, mask, dropout_p, inside),
+        *(queries, keys, values, w_v, w_q, w_k, bias, valid_lens, mask, dropout_p),
+        inside=inside,
         need_weights=need_weights,
         shape=shape,
         backend=backend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from bahdanau_fast.call import Call, Located
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops.attend import attend as attend_operator
 from bahdanau_fast.ops.attend import attend_scores
-from bahdanau_fast.ops.dropout import is_sharded
+from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.location import attend_location, convolved
 from bahdanau_fast.ops.operator import Results, Way, number_of
 from bahdanau_fast.ops.projection import linear
@@ -36,8 +37,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     """
     route = backends.decide(call)
     call = _in_front(route, call)
-    results = _by_reference(call) if _is_plain(route, call) else _by_operator(route, call)
-    return _finish(call, results)
+    return _finish(call, *_BY[route.operator](route, call))
 
 
 def scores(call: Call, clip: float | None = None) -> Tensor:
@@ -53,10 +53,10 @@ def scores(call: Call, clip: float | None = None) -> Tensor:
     route = backends.decide(call)
     call = _in_front(route, call)
     queries, keys, w_v = call.queries, call.keys, call.w_v
-    if _is_plain(route, call):
-        found = reference.projected_scores(queries, keys, w_v, call.inside)
-    else:
+    if route.operator:
         found = attend_scores.overload(queries, keys, w_v, *_inside(call))
+    else:
+        found = reference.projected_scores(queries, keys, w_v, call.inside)
     found = reference.clipped(found, clip).to(queries.dtype)
     return found if call.shape is None else call.shape.restore(found)
 
@@ -78,7 +78,7 @@ def _in_front(route: Route, call: Call) -> Call:
     if type(call.queries) is not Tensor:
         register_for(call.queries)
     plain, queries, form = route.backend == "reference", call.queries, route.form
-    if form in ("one operator", "raw"):
+    if form in ("one operator", "raw") or (form == "step" and call.projected is not None):
         return call
     if call.w_q is not None and form != "step":
         queries = linear(queries, call.w_q, None, plain)
@@ -141,23 +141,7 @@ def _to(x: Any, dtype: torch.dtype) -> Any:
     return x if not isinstance(x, Tensor) or x.dtype is dtype else x.to(dtype)
 
 
-def _is_plain(route: Route, call: Call) -> bool:
-    """Whether plain PyTorch computes it.
-
-    Some operators have no rules for DTensors, and only plain operations may record tensors of
-    inference mode.
-    """
-    if route.backend == "reference" or route.form == "called":
-        return True
-    if call.scores_only or call.located is not None:
-        return is_sharded(call.queries)
-    if not route.records or route.traced:
-        return False
-    inputs = (call.queries, call.keys, call.values, call.w_v, call.w_q, call.w_k, call.bias)
-    return any(x is not None and x.is_inference() for x in inputs)  # type: ignore[union-attr]
-
-
-def _by_reference(call: Call) -> Results:
+def _by_reference(_: Route, call: Call) -> Results:
     inside = call.inside
     if call.located is not None:
         inside = inside._replace(features=convolved(*call.located))
@@ -167,37 +151,52 @@ def _by_reference(call: Call) -> Results:
     if call.w_k is not None:
         keys = linear(keys, call.w_k, call.bias)
     rest = (call.valid_lens, call.dropout_p, inside, call.mask)
-    return Results(*reference.attend(queries, keys, call.values, call.w_v, *rest))
+    return (*reference.attend(queries, keys, call.values, call.w_v, *rest), None)
 
 
-def _by_operator(route: Route, call: Call) -> Results:
-    first: tuple[Any, ...] = call[:9]
-    queries, keys, values, w_v, w_q, w_k, bias, *seen = first
-    dropout_p, projected, form = call.dropout_p, call.projected, route.form
-    table, keys_max, shared, backwards = (None,) * 4
-    if projected is not None:
-        _, table, keys_max, shared, backwards, _ = projected
-    whole = form == "one operator" and (route.records or dropout_p > 0.0)
-    if form in ("step", "raw", "raw keys") or (form == "one operator" and not whole):
-        given = (queries, keys, values, w_q, w_k, bias, w_v, *seen, table, keys_max)
-        return Results(*attend_step.kernel(route.backend, *given, call.need_weights))
-    if whole:
-        way = Way(route.backend, route.traced, route.records)
-        inputs: tuple[Any, ...] = (queries, keys, values, w_q, w_k, w_v, bias)
-        return additive_attention.call(inputs, tuple(seen), (dropout_p,), way)
+def _by_attend_step(route: Route, call: Call) -> Results:
+    queries, keys, values, w_v, w_q, w_k, bias, lens, mask = call[:9]
+    table = keys_max = None
+    if call.projected is not None:
+        _, table, keys_max, *_ = call.projected
+    projections, seen = (w_q, w_k, bias), (lens, mask, table, keys_max, call.need_weights)
+    kernel = attend_step.kernel(route.backend)
+    context, weights = kernel(queries, keys, values, *projections, w_v, *seen)
+    return context, weights, None
+
+
+def _by_additive_attention(route: Route, call: Call) -> Results:
+    queries, keys, values, w_v, *projections = call[:7]
+    way = Way(route.backend, route.traced, route.records)
+    inputs: Any = (queries, keys, values, *projections[:2], w_v, projections[2])
+    return additive_attention.call(inputs, (call.valid_lens, call.mask), (call.dropout_p,), way)
+
+
+def _by_attend(route: Route, call: Call) -> Results:
+    """Also with a location."""
+    table = keys_max = shared = backwards = None
+    if call.projected is not None:
+        _, table, keys_max, shared, backwards, _ = call.projected
+    inputs: tuple[Any, ...] = call[:4]
+    lens, mask, located = call.valid_lens, call.mask, call.located
     features, w_f, *inside = _inside(call)
-    numbers: tuple[Any, ...] = (dropout_p, *inside)
-    if call.located is not None:
-        inputs = (queries, keys, values, w_v, *call.located, w_f)
-        recorded = route.records and checks.needs_gradient(*inputs)
-        way = Way(route.backend, route.traced, recorded, shared, backwards)
-        return attend_location.call(inputs, tuple(seen), numbers, way)
-    inputs = (queries, keys, values, w_v, features, w_f)
+    numbers = [call.dropout_p, *inside]
+    inputs += (features, w_f) if located is None else (*located, w_f)
     recorded = route.records and checks.needs_gradient(*inputs)
     way = Way(route.backend, route.traced, recorded, shared, backwards)
+    if located is not None:
+        return attend_location.call(inputs, (lens, mask), tuple(numbers), way)
     numbers += (call.need_weights or recorded, recorded or route.traced)
-    numbers += (number_of(route.backend, route.traced),)
-    return attend_operator.call(inputs, (*seen, table, keys_max), numbers, way)
+    numbers.append(number_of(route.backend, route.traced))
+    return attend_operator.call(inputs, (lens, mask, table, keys_max), tuple(numbers), way)
+
+
+_BY: dict[str, Callable[[Route, Call], Results]] = {
+    "": _by_reference,
+    "attend_step": _by_attend_step,
+    "additive_attention": _by_additive_attention,
+    "attend": _by_attend,
+}
 
 
 def _inside(call: Call) -> tuple[Tensor | None, Tensor | None, int, float]:
@@ -206,9 +205,11 @@ def _inside(call: Call) -> tuple[Tensor | None, Tensor | None, int, float]:
     return features, w_f, checks.ACTIVATIONS.index(activation), float(negative_slope)
 
 
-def _finish(call: Call, results: Results) -> tuple[Tensor, Tensor]:
+def _finish(
+    call: Call, context: Tensor | None, weights: Tensor, link: Link | None
+) -> tuple[Tensor, Tensor]:
     """Context and weights as the caller sees them, the gradient of the one through the other."""
-    (context, weights, link), shape = results, call.shape
+    shape = call.shape
     made = context if link is None else link.context
     assert made is not None
     if weights.dtype is not made.dtype and not checks.softmax_in_fp32(weights.device):

@@ -30,6 +30,7 @@ from bahdanau_fast.backends.route import (
 )
 from bahdanau_fast.backends.route import keeps_table as _keeps_table
 from bahdanau_fast.call import Call
+from bahdanau_fast.ops.dropout import is_sharded
 from bahdanau_fast.reference import TANH
 
 __all__ = [
@@ -149,7 +150,8 @@ def decide(call: Call) -> Route:
     Raises:
         ValueError: as :func:`resolve`.
     """
-    queries, keys, values, w_v, w_q, w_k, bias, _, mask, dropout_p, inside, located, *_ = call
+    queries, keys, values, w_v, w_q, w_k, bias, _, mask, dropout_p = call[:10]
+    inside, located = call.inside, call.located
     traced = torch.compiler.is_compiling()
     device = "cpu" if queries.is_cpu else queries.device.type
     called = not isinstance(w_v, Tensor)
@@ -160,12 +162,18 @@ def decide(call: Call) -> Route:
         _, keys_len, key_size = keys.shape
         value_size = values.shape[2]
         hidden = query_size if called else w_v.shape[-1]  # type: ignore[union-attr]
-    differentiated = [queries, keys, values, w_q, w_k, bias]
-    if not called:
-        differentiated.append(w_v)  # type: ignore[arg-type]
     general = call.scores_only or inside is not TANH or located is not None
-    if general:
-        differentiated += (*inside[:2], *(located or ()))
+    records = plain_inputs = False
+    if torch.is_grad_enabled():
+        inputs: list[Any] = [queries, keys, values, w_q, w_k, bias]
+        if not called:
+            inputs.append(w_v)
+        if general:
+            inputs += (*inside[:2], *(located or ()))
+        records = called or checks.needs_gradient(*inputs)
+        plain_inputs = records and not traced and _any_of_inference(inputs)
+    if call.scores_only or located is not None:
+        plain_inputs = plain_inputs or is_sharded(queries)
     asked = None if call.backend is None and _forced is None else _asked(call.backend)
     facts = (
         device,
@@ -180,7 +188,7 @@ def decide(call: Call) -> Route:
         w_q is None,
         w_k is None,
         called,
-        torch.is_grad_enabled() and (called or checks.needs_gradient(*differentiated)),
+        records,
         dropout_p > 0.0,
         traced,
         _plain_only() if traced else checks.in_transform(compiling=False),
@@ -190,20 +198,25 @@ def decide(call: Call) -> Route:
         asked,
         _there(device),
         asked is not None and _INTERPRETED,
+        plain_inputs,
         general,
         mask is not None,
     )
     if traced:
         return route(Facts(*facts), limits.OTHER_GPU)
-    of_gpu = limits.of_gpu(queries.device) if device == "cuda" else limits.OTHER_GPU
     # Looked up rather than decided again: a small call takes little longer than the decision.
-    known = (of_gpu, facts)
+    of_gpu = limits.of_gpu(queries.device) if device == "cuda" else None
+    known = facts if of_gpu is None else (of_gpu, facts)
     found = _routes.get(known)
     if found is None:
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        found = _routes[known] = route(Facts(*facts), of_gpu)
+        found = _routes[known] = route(Facts(*facts), of_gpu or limits.OTHER_GPU)
     return found
+
+
+def _any_of_inference(tensors: list[Any]) -> bool:
+    return True in map(Tensor.is_inference, [t for t in tensors if t is not None])
 
 
 _routes: dict[tuple[Any, ...], Route] = {}

@@ -88,6 +88,8 @@ class Facts(NamedTuple):
         asked: a backend asked for by name, or None.
         there: backends that can serve calls in this process.
         interpreted: Triton kernels run in its interpreter, on the CPU.
+        plain_inputs: no operator takes such inputs: a recorded call with tensors of inference mode,
+            or DTensors where the scores are the result or depend on a location.
         general: scores are the result, or have features or an activation other than tanh inside.
         masked: a mask says where queries may look.
     """
@@ -112,6 +114,7 @@ class Facts(NamedTuple):
     asked: str | None
     there: tuple[str, ...]
     interpreted: bool
+    plain_inputs: bool
     general: bool
     masked: bool
 
@@ -122,6 +125,8 @@ class Route(NamedTuple):
     Attributes:
         backend: a name from :data:`NAMES`.
         form: a name from :data:`FORMS`.
+        operator: ``attend_step``, ``additive_attention``, or ``attend`` and its kin for scores and
+            locations; empty where plain operations compute it.
         reuse: the projection of the keys may be remembered for the next call.
         share: calls with a gradient share one node of the autograd graph for keys, values and w_v.
         table: keys that are asked for again get a table of exponentials.
@@ -132,6 +137,7 @@ class Route(NamedTuple):
 
     backend: str
     form: str
+    operator: str
     reuse: bool
     share: bool
     table: bool
@@ -158,6 +164,8 @@ def route(facts: Facts, gpu: GpuLimits) -> Route:
         if facts.asked == backend:
             checks.reject(ValueError, "backend", f"serve {what}", repr(backend))
         backend, why = "reference", f"{what} have no GPU kernels"
+    if facts.plain_inputs and backend != "reference":
+        backend, why = "reference", "inference tensors to be recorded, or DTensors of a location"
     form, because = _form(facts, gpu, backend)
     keys = facts.batch * facts.keys_len
     reuse = (  # by a decoder's loop, which has few queries at a time
@@ -176,7 +184,16 @@ def route(facts: Facts, gpu: GpuLimits) -> Route:
     alone = facts.keys_projected and facts.queries_len == 1 and not facts.records
     table = table and not (alone and facts.dtype != torch.float64)
     reason = f"{backend}: {why}; {form}: {because}"
-    return Route(backend, form, reuse, share, table, facts.traced, facts.records, reason)
+    operator = _operator(facts, backend, form)
+    return Route(backend, form, operator, reuse, share, table, facts.traced, facts.records, reason)
+
+
+def _operator(facts: Facts, backend: str, form: str) -> str:
+    if backend == "reference" or form == "called":
+        return ""
+    if form != "one operator":
+        return "attend" if form == "projected" else "attend_step"
+    return "additive_attention" if facts.records or facts.drops else "attend_step"
 
 
 def choose_backend(

@@ -17,8 +17,7 @@ from bahdanau_fast.modules.d2l_signature import additive_attention, read_signatu
 from bahdanau_fast.modules.layers import (
     apply_layer,
     check_features,
-    plain_dropout,
-    plain_weights,
+    plain_parts,
 )
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ class AdditiveAttention(Additive):
     ) -> Call:
         """The call of some queries on keys, as :meth:`forward` has them."""
         layers = self._layers()
-        w_q, w_k, w_v = plain_weights(*layers)
+        w_q, w_k, w_v, dropout_p = plain_parts(*layers)
         bias, shape = self.bias, None
         if w_v is None or not checks.is_common_case(queries, keys, values, valid_lens, w_q, w_k):
             rows = as_rows(queries, keys, values, valid_lens, mask)
@@ -177,7 +176,7 @@ class AdditiveAttention(Additive):
             checks.inputs(queries, keys, values, valid_lens)
             if w_v is None:  # its layer, or all three, may be lazy
                 self._draw(queries, keys)
-                w_q, w_k, w_v = plain_weights(*layers)
+                w_q, w_k, w_v, _ = plain_parts(*layers)
             check_features("keys", keys, layers[1])
             check_features("queries", queries, layers[0])
         if mask is not None:
@@ -189,8 +188,9 @@ class AdditiveAttention(Additive):
         if w_k is None:
             keys, bias = self._project(keys), None
         scorer: Any = layers[2] if w_v is None else w_v
+        dropout = layers[3] if dropout_p is None else None
         given = (queries, keys, values, scorer, w_q, w_k, bias, valid_lens, mask)
-        return Call(*given, cache=cache, shape=shape)
+        return Call(*given, dropout_p or 0.0, dropout, cache, shape)
 
     def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
         """Attend to a memory with some queries (one decoder step, or the beams of one step).
@@ -255,7 +255,7 @@ class AdditiveAttention(Additive):
             ValueError: the requested backend cannot serve the call.
         """
         layers = self._layers()
-        w_q, w_k, w_v = plain_weights(*layers)
+        w_q, w_k, w_v, dropout_p = plain_parts(*layers)
         bias, projected = self.bias, None
         if isinstance(keys, Memory):
             queries, mask, _ = keys.queries_as_rows(queries, mask)
@@ -265,8 +265,7 @@ class AdditiveAttention(Additive):
         values = keys if values is None else values
         queries, keys, values, _ = as_rows(queries, keys, values, None, None).rows
         scorer: Any = layers[2] if w_v is None else w_v
-        dropout_p = plain_dropout(self._modules["dropout"]) or 0.0
-        given = (queries, keys, values, scorer, w_q, w_k, bias, None, mask, dropout_p)
+        given = (queries, keys, values, scorer, w_q, w_k, bias, None, mask, dropout_p or 0.0)
         return backends.decide(Call(*given, projected=projected)).reason
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,9 +16,8 @@ from bahdanau_fast.modules.attention_weights import attention_weights, keep, sta
 from bahdanau_fast.modules.layers import (
     apply_layer,
     check_features,
-    plain_dropout,
+    plain_parts,
     plain_weight,
-    plain_weights,
 )
 from bahdanau_fast.modules.lazy import draw
 from bahdanau_fast.ops.projection import shared_linear
@@ -104,13 +103,7 @@ class Additive(nn.Module):
         return Memory(projected, values, valid_lens, mask, maker, batch)
 
     def _attend(self, call: Call) -> Tensor:
-        """Context of a call, whose dropout is this module's; sets ``attention_weights``."""
-        layer = self._modules["dropout"]
-        dropout_p = plain_dropout(layer)
-        if dropout_p is None:
-            call = call._replace(dropout=layer)
-        elif dropout_p > 0.0:
-            call = call._replace(dropout_p=dropout_p)
+        """Context of a call; sets ``attention_weights``."""
         context, weights = run.attend(call)
         keep(self, weights, context)
         return context
@@ -119,7 +112,7 @@ class Additive(nn.Module):
         """The call of some queries on a memory, which has to be this module's and fit them."""
         if not isinstance(memory, Memory):
             checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
-        (query_layer, key_layer, score_layer), maker = self._layers(), memory.maker
+        (query_layer, key_layer, score_layer, dropout), maker = self._layers(), memory.maker
         if maker is not None and not torch.compiler.is_compiling():
             if maker.module is not self:
                 other = f"one made by another {type(maker.module).__name__}"
@@ -134,14 +127,15 @@ class Additive(nn.Module):
         checks.queries_for(queries, keys, memory.valid_lens, memory.mask)
         mask = memory.joined_mask(mask, queries)
         self._draw(queries, None)
-        w_q, w_v = plain_weights(query_layer, score_layer)
+        w_q, w_v, dropout_p = plain_parts(query_layer, score_layer, dropout)
         check_features("queries", queries, query_layer, w_q)
         if w_q is None:
             queries = apply_layer(query_layer, queries)
         scorer: Any = score_layer if w_v is None else w_v
-        given = (queries, keys, memory.values, scorer, w_q)
         lens = memory.valid_lens
-        return Call(*given, valid_lens=lens, mask=mask, projected=memory.projected, shape=shape)
+        dropout = dropout if dropout_p is None else None
+        given = (queries, keys, memory.values, scorer, w_q, None, None, lens, mask)
+        return Call(*given, dropout_p or 0.0, dropout, None, shape, memory.projected)
 
     def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:
         """True if the memory has the dtype of an autocast that has ended."""
@@ -157,12 +151,14 @@ class Additive(nn.Module):
 
     def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
         if type(self._modules[self._score_layer]) is not nn.Linear:  # which is drawn last
-            of_query, of_key, of_score = self._layers()
+            of_query, of_key, of_score, _ = self._layers()
             draw((of_query, of_key, of_score), queries, keys, self.num_hiddens)
 
-    def _layers(self) -> list[nn.Module | None]:
-        """Those of queries, keys and scores, past nn.Module's ``__getattr__``."""
-        return [self._modules[n] for n in (self._query_layer, self._key_layer, self._score_layer)]
+    def _layers(self) -> tuple[nn.Module | None, ...]:
+        """Those of queries, keys and scores, and the dropout, past ``nn.Module.__getattr__``."""
+        own = self._modules
+        of_score = own[self._score_layer]
+        return own[self._query_layer], own[self._key_layer], of_score, own["dropout"]
 
     def _project(self, keys: Tensor) -> Tensor:
         return apply_layer(self._modules[self._key_layer], keys, self.bias)

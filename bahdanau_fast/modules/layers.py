@@ -23,10 +23,12 @@ __all__ = [
     "plain_convolution",
     "plain_dropout",
     "plain_parameters",
+    "plain_parts",
     "plain_weight",
-    "plain_weights",
 ]
 
+_Linear = nn.Linear
+_DROPOUTS = (nn.Dropout, nn.Identity)
 # Hooks of all modules of the process; torch changes these dicts in place.
 _forward_hooks = _torch._global_forward_hooks
 _forward_pre_hooks = _torch._global_forward_pre_hooks
@@ -96,9 +98,15 @@ def plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
 
 def plain_dropout(layer: nn.Module | None) -> float | None:
     """What an unmodified ``nn.Dropout`` drops with now, a probability; None for any other layer."""
-    if type(layer) is nn.Dropout and not layer.inplace and is_unchanged(layer):
-        return layer.p if layer.training else 0.0
-    return 0.0 if type(layer) is nn.Identity and is_unchanged(layer) else None
+    if layer is None or type(layer) not in _DROPOUTS or not is_unchanged(layer):
+        return None
+    return _dropped(layer)
+
+
+def _dropped(layer: Any) -> float | None:
+    if type(layer) is nn.Identity:
+        return 0.0
+    return None if layer.inplace else layer.p if layer.training else 0.0
 
 
 def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
@@ -133,18 +141,24 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
     return weight
 
 
-def plain_weights(*layers: nn.Module | None) -> list[Tensor | None]:
-    """:func:`plain_weight` of each; what does not depend on the layer is asked once."""
+def plain_parts(*layers: nn.Module | None) -> list[Any]:
+    """:func:`plain_weight` of each layer but the last, of which it is :func:`plain_dropout`.
+
+    What does not depend on the layer is asked once, in eager code.
+    """
+    *linears, dropout = layers
     if torch.compiler.is_compiling():
-        return [plain_weight(layer) for layer in layers]
-    weights: list[Tensor | None] = [None] * len(layers)
+        return [*map(plain_weight, linears), plain_dropout(dropout)]
+    parts: list[Any] = [None] * len(layers)
     if not _all_modules_have_hooks():
-        for i, layer in enumerate(layers):
-            if type(layer) is nn.Linear and not _is_changed(own := layer.__dict__):
+        for i, layer in enumerate(linears):
+            if type(layer) is _Linear and not _is_changed(own := layer.__dict__):
                 parameters = own["_parameters"]
                 if parameters.get("bias") is None:
-                    weights[i] = parameters.get("weight")
-    return weights
+                    parts[i] = parameters.get("weight")
+        if type(dropout) in _DROPOUTS and not _is_changed(dropout.__dict__):
+            parts[-1] = _dropped(dropout)
+    return parts
 
 
 def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:

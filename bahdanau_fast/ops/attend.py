@@ -32,7 +32,7 @@ from torch import Tensor
 
 from bahdanau_fast import reference
 from bahdanau_fast.checks import ACTIVATIONS
-from bahdanau_fast.ops.operator import Attention, Named, Operator, kernel_of
+from bahdanau_fast.ops.operator import NUMBERS, Attention, Named, Operator
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 from bahdanau_fast.reference import Inside
 
@@ -235,9 +235,10 @@ def attend_gradients(
     arguments = [named.get(name) for name in attend_backward_onto.names[5:]]
     if onto is None:
         backend = named.get("backend", 0)
+        run = attend_backward.now
         # An eager call goes straight to a backend in Python; a compiler has to meet the operator.
-        eager = type(weights) is Tensor
-        run = kernel_of(attend_backward, backend) if eager else attend_backward.overload
+        if backend == NUMBERS["triton"] and type(weights) is Tensor:
+            run = attend_backward.in_python["triton"]
         found = list(run(*given, *arguments, backend))
     else:
         found = list(attend_backward_onto.overload(*given, onto, *arguments))

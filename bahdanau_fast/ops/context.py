@@ -21,12 +21,15 @@ from torch import Tensor
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.ops.saved_tensors import changed, is_asked
 
-__all__ = ["Box", "Link", "gradients_of_context"]
+__all__ = ["Box", "Link", "Node", "gradients_of_context"]
 
 # A leaf that no gradient comes to: a backward visits it unless it was told which gradients to find.
 with torch.inference_mode(False):
     _LEAF = torch.zeros((), device="cpu", requires_grad=True)
 _AT_LEAF = torch.autograd.graph.get_gradient_edge(_LEAF).node
+
+#: ``torch.autograd.Function`` without what its ``apply`` does, at every call, for ``torch.func``.
+Node = torch.autograd.function._SingleLevelFunction
 
 
 class Link:
@@ -56,7 +59,7 @@ class Link:
             weights: (B,Tq,Tk) of the call, as the caller sees them, in any shape.
         """
         values, self._values = self._values, None
-        connected: Tensor = _Context.apply(weights, values, _LEAF, self)  # type: ignore[no-untyped-call]
+        connected: Tensor = _Context.apply(weights, values, _LEAF, self)  # type: ignore[attr-defined]
         return connected
 
     def leave(self, grad_context: Tensor) -> None:
@@ -88,7 +91,7 @@ class Box:
 _HELD_ALONE = Box(torch.ones(())).references()
 
 
-class _Context(torch.autograd.Function):
+class _Context(Node):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, values: Tensor, leaf: Tensor, link: Link) -> Tensor:
         ctx.link, ctx.kept, ctx.box = link, None, None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks, reference
-from bahdanau_fast.ops.context import Link
+from bahdanau_fast.ops.context import Link, Node
 from bahdanau_fast.ops.dropout import dropout_seed
 from bahdanau_fast.ops.saved_tensors import (
     PendingBackwards,
@@ -35,7 +35,6 @@ __all__ = [
     "Results",
     "Way",
     "implement",
-    "kernel_of",
     "number_of",
 ]
 
@@ -64,6 +63,7 @@ class Operator:
         defaults: of those that have one, by name.
         overload: what compiled code calls.
         now: the same past ``OpOverload.__call__``, for eager calls.
+        in_python: kernels of backends written in Python, by the name of the backend.
     """
 
     def __init__(self, schema: str, fake: Callable[..., Any]) -> None:
@@ -74,6 +74,7 @@ class Operator:
             getattr(torch.ops.bahdanau_fast, packet), overload or "default"
         )
         self.now: Callable[..., Any] = self.overload._op
+        self.in_python: dict[str, Callable[..., Any]] = {}
         arguments = self.overload._schema.arguments
         self.names = tuple(argument.name for argument in arguments)
         self.tensors = tuple(a.name for a in arguments if "Tensor" in str(a.type))
@@ -90,15 +91,13 @@ class Operator:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         return {name: given.get(name, self.defaults.get(name)) for name in self.names}
 
-    def kernel(self, backend: str, *args: Any) -> Any:
-        """Results of a backend's kernel, past autograd.
+    def kernel(self, backend: str) -> Callable[..., Any]:
+        """What an eager call runs, from all arguments.
 
         Args:
-            backend: its name.
-            args: all arguments.
+            backend: that serves it.
         """
-        with torch._C._AutoDispatchBelowAutograd():
-            return kernel_of(self, backend)(*args)
+        return self.in_python.get(backend, self.now)
 
     def differentiate(
         self, names: Sequence[str], gradients: Gradients, results: Sequence[str] = ()
@@ -136,12 +135,9 @@ class Operator:
         )
 
 
-class Results(NamedTuple):
-    """Context (B,Tq,Dv), None where it is in the link, and weights (B,Tq,Tk), empty if unwanted."""
-
-    context: Tensor | None
-    weights: Tensor
-    link: Link | None = None
+#: Context (B,Tq,Dv), or None where it is in the link; weights (B,Tq,Tk), empty if unwanted; and the
+#: link of a recorded call.
+Results = tuple[Tensor | None, Tensor, Link | None]
 
 
 class Way(NamedTuple):
@@ -190,11 +186,10 @@ class Attention(Operator):
     ) -> None:
         super().__init__(schema, fake)
         self.inputs, self._scores, self._gradients = tuple(uses), scores, gradients
-        self._uses = [[self.inputs.index(name) for name in use] for use in uses.values()]
-        self._rows = rows
+        self.uses = [[self.inputs.index(name) for name in use] for use in uses.values()]
+        self.rows = rows
         _, *results = (result.name for result in self.overload._schema.returns)
-        self._saved = (*self.tensors, *results)
-        self._numbers = self.names[len(self.tensors) :]
+        self.kept = (*self.tensors, *results, *self.names[len(self.tensors) :])
         self.differentiate(self.inputs, self.gradients, results)
 
     def gradients(
@@ -215,7 +210,7 @@ class Attention(Operator):
         Raises:
             RuntimeError: the weights were not wanted, which are needed here.
         """
-        if all(grad is None for grad in grads):
+        if not [grad for grad in grads if grad is not None]:
             return [None] * len(needed)
         if named.get("need_weights") is False:
             need = "be called with need_weights=True where a gradient is due"
@@ -258,60 +253,53 @@ class Attention(Operator):
         others += (dropout_seed(numbers[0], queries),)
         if way.traced:  # what traces the call has to meet the operator itself
             context, weights, *_ = self.overload(*inputs, *others, *numbers)
-            return Results(context, weights)
+            return context, weights, None
         if way.records:
             # In a fraction of the time of the registered formula.
             link = Link(values, others[-1], numbers[0])
             call = (self, others, numbers, way, link)
-            weights = _Recorded.apply(call, *inputs)  # type: ignore[no-untyped-call]
-            return Results(None, weights, link)
-        context, weights, *_ = self.kernel(way.backend, *inputs, *others, *numbers)
-        return Results(context, weights)
-
-    def forward(self, ctx: Any, inputs: Sequence[Tensor | None], call: tuple[Any, ...]) -> Tensor:
-        """What the node of an eager call does; it keeps in ``ctx`` what backward needs."""
-        _, others, numbers, way, link = call
-        shared = way.shared
-        link.context, *results = self.kernel(way.backend, *inputs, *others, *numbers)
-        # Plain code makes a mask of lengths at once: the caller may change them.
-        lens, mask, *rest = others
-        if lens is not None or mask is not None:
-            lens, mask = (_copies if shared is None else shared.copies)(lens, mask)
-        save_inputs(ctx, inputs, (lens, mask, *rest, *results), self._uses, self._rows)
-        ctx.set_materialize_grads(False)
-        ctx.operator, ctx.numbers, ctx.shared, ctx.link = self, numbers, shared, link
-        ctx.token = None if way.backwards is None else way.backwards.begin()
-        weights: Tensor = results[0]
-        return weights
-
-    def backward(self, ctx: Any, grad_weights: Tensor | None) -> list[Tensor | None]:
-        """Gradients of the inputs, from what :meth:`forward` kept."""
-        nodes, shared = None, ctx.shared
-        if shared is not None:  # behind it are the nodes that its gradients are for
-            of_queries, *others = ctx.next_functions
-            nodes = (of_queries, *shared.node().next_functions, *others[3:])
-        named = dict(zip(self._saved, saved_inputs(ctx, nodes), strict=True))
-        named |= zip(self._numbers, ctx.numbers, strict=True)
-        needed, grad_context = list(ctx.needs_input_grad[1:]), ctx.link.take()
-        needed[2] = needed[2] and grad_context is not None
-        found = self.gradients(named, needed, (grad_context, grad_weights), shared)
-        after_backward(ctx)
-        if ctx.token is not None and ctx.token.after_backward():
-            ctx.shared = None
-        return found
+            weights = _Recorded.apply(call, *inputs)  # type: ignore[attr-defined]
+            return None, weights, link
+        with torch._C._AutoDispatchBelowAutograd():
+            context, weights, *_ = self.kernel(way.backend)(*inputs, *others, *numbers)
+        return context, weights, None
 
 
-class _Recorded(torch.autograd.Function):
+class _Recorded(Node):
     """The node of an eager call; the context gets a node behind it, by the link."""
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], *inputs: Tensor | None) -> Tensor:
-        operator: Attention = call[0]
-        return operator.forward(ctx, inputs, call)
+        of, others, numbers, way, link = call
+        shared = way.shared
+        with torch._C._AutoDispatchBelowAutograd():
+            link.context, *results = of.kernel(way.backend)(*inputs, *others, *numbers)
+        # Plain code makes a mask of lengths at once: the caller may change them.
+        lens, mask, *rest = others
+        if lens is not None or mask is not None:
+            lens, mask = (_copies if shared is None else shared.copies)(lens, mask)
+        save_inputs(ctx, inputs, (lens, mask, *rest, *results), of.uses, of.rows)
+        ctx.set_materialize_grads(False)
+        ctx.operator, ctx.numbers, ctx.shared, ctx.link = of, numbers, shared, link
+        ctx.token = None if way.backwards is None else way.backwards.begin()
+        weights: Tensor = results[0]
+        return weights
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.operator.backward(ctx, grad_weights))
+        nodes, shared = None, ctx.shared
+        if shared is not None:  # behind it are the nodes that its gradients are for
+            of_queries, *others = ctx.next_functions
+            nodes = (of_queries, *shared.node().next_functions, *others[3:])
+        kept = (*saved_inputs(ctx, nodes), *ctx.numbers)
+        named = dict(zip(ctx.operator.kept, kept, strict=True))
+        grad_context, needed = ctx.link.take(), list(ctx.needs_input_grad[1:])
+        needed[2] = needed[2] and grad_context is not None
+        found = ctx.operator.gradients(named, needed, (grad_context, grad_weights), shared)
+        after_backward(ctx)
+        if ctx.token is not None and ctx.token.after_backward():
+            ctx.shared = None
+        return (None, *found)
 
 
 def _copies(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -320,23 +308,9 @@ def _copies(*tensors: Tensor | None) -> list[Tensor | None]:
 
 #: Numbers that operators take as their argument ``backend``; 0 is what the dispatch key has.
 NUMBERS = {"triton": 1}
-# Kernels of backends written in Python, by the name of the operator.
-_in_python: dict[str, dict[str, Callable[..., Any]]] = {}
-# Those whose dispatch key has other kernels, too.
+# Backends written in Python, and those of them whose dispatch key has other kernels, too.
+_in_python: set[str] = set()
 _beside_others: set[str] = set()
-
-
-def kernel_of(operator: Operator, backend: str | int) -> Callable[..., Any]:
-    """What an eager call of an operator runs.
-
-    Args:
-        operator: any.
-        backend: that serves the call, or its number.
-    """
-    for name, written in _in_python.items():
-        if backend in (name, NUMBERS[name]):
-            return written[operator.name]
-    return operator.now
 
 
 def number_of(backend: str, traced: bool) -> int:
@@ -360,8 +334,9 @@ def implement(backend: str, dispatch_key: str, **kernels: Callable[..., Any]) ->
         dispatch_key: of the tensors it serves.
         kernels: by the name of the operator, with its arguments and results.
     """
-    _in_python[backend] = kernels
+    _in_python.add(backend)
     for name, function in kernels.items():
+        operators[name].in_python[backend] = function
         if "backend" in operators[name].names:
             _put_behind(dispatch_key, operators[name], backend, function)
 

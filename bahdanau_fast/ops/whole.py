@@ -51,8 +51,8 @@ def _gradients(
     named: Named, needed: list[bool], grads: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None]:
     made = named["weights"], named["projected_queries"], named["projected_keys"]
-    inputs = (named[name] for name in additive_attention.names)
-    found: Sequence[Tensor] = additive_attention_backward.overload(*made, *grads[:2], *inputs)
+    inputs = map(named.get, additive_attention.names)
+    found: Sequence[Tensor] = additive_attention_backward.now(*made, *grads[:2], *inputs)
     return found
 
 

@@ -391,7 +391,7 @@ def decided(**facts):
 
     sizes = dict.fromkeys(("batch", "queries_len", "keys_len", "query_size", "key_size"), 8)
     no = ("queries_projected", "called", "records", "drops", "traced", "plain_only", "autocast")
-    no += ("interpreted", "general", "masked")
+    no += ("interpreted", "plain_inputs", "general", "masked")
     rest = {"dtype": torch.float32, "value_size": 8, "hidden": 8, "keys_projected": True}
     usual = {**sizes, **dict.fromkeys(no, False), **rest}
     return route(Facts(**{**usual, **facts}), limits.OTHER_GPU)

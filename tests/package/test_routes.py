@@ -118,6 +118,7 @@ GPU_STEP = Facts(
     asked=None,
     there=("cuda", "triton", "reference"),
     interpreted=False,
+    plain_inputs=False,
     general=False,
     masked=False,
 )

@@ -9,7 +9,6 @@ from bahdanau_fast import backends
 from bahdanau_fast.backends.triton import backward as triton_backward
 from bahdanau_fast.backends.triton import forward as triton_forward
 from bahdanau_fast.ops.attend import attend, attend_backward
-from bahdanau_fast.ops.operator import kernel_of
 
 ops = torch.ops.bahdanau_fast
 BACKENDS = [name for name in bf.backends.available() if DEVICE == "cuda" or name != "cuda"]
@@ -183,7 +182,7 @@ def test_the_operators_of_triton_refuse_what_they_do_not_serve(what):
 
 def served_by_triton(*tensors):
     """``attend`` and its backward, both as they are and by their operators."""
-    forward, backward = (kernel_of(of, "triton") for of in (attend, attend_backward))
+    forward, backward = (of.in_python["triton"] for of in (attend, attend_backward))
     context, weights = ops.attend(*tensors, backend=1)
     grads = (weights, context, weights, 15)
 

@@ -18,6 +18,7 @@ from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import call
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.ops import operator
+from bahdanau_fast.ops.whole import attend_step
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = {f.__name__: functools.partial(f, backend="triton") for f in (fused, called, attended)}
@@ -162,9 +163,9 @@ OWN = [(d, n) for d in DTYPES for n in (1, 3, 9) if d != torch.float32 or n != 9
 @pytest.mark.parametrize("lens", [None, torch.tensor([0, 40, 7])], ids=["all", "some"])
 def test_projections_inside_the_step(queries, lens, dtype, monkeypatch):
     asked = []
-    real = operator._in_python["triton"]["attend_step"]
+    real = attend_step.in_python["triton"]
     step = lambda *given: asked.append(given[3:5]) or real(*given)  # noqa: E731
-    monkeypatch.setitem(operator._in_python["triton"], "attend_step", step)
+    monkeypatch.setitem(attend_step.in_python, "triton", step)
     case = Case(B=3, Tq=queries, Tk=67, H=37, Dq=33, Dk=90, Dv=20, lens=lens)
     check(case, dtype, projecting)
     own_query, own_keys = asked[0]
