@@ -97,7 +97,7 @@ def test_without_what_makes_wheels_the_rest_works(tmp_path):
 
 
 def test_readme_installs_first_what_an_old_environment_lacks():
-    block = re.search(r"next to your torch.*?```\n(.*?)```", README, re.DOTALL)[1]
+    block = re.search(r"beside your own.*?```\n(.*?)```", README, re.DOTALL)[1]
     assert block.splitlines() == [
         "pip install 'setuptools>=77' wheel",
         "pip install --no-build-isolation .",
