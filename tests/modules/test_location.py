@@ -51,7 +51,7 @@ class Plain(nn.Module):
         return self.weights @ values
 
 
-def made(batch=3, keys_len=37, num_hiddens=13, conv_bias=False, **form):
+def made(batch=3, keys_len=37, num_hiddens=17, conv_bias=False, **form):
     """A module, and keys, values, queries of three steps and the first location, in fp64."""
     form = {"channels": 4, "kernel_size": 7, **form}
     torch.manual_seed(0)
