@@ -2,12 +2,12 @@
 #pragma once
 
 #include "cpu/kernels/backward.h"
-#include "cpu/kernels/general/convolution.h"
-#include "cpu/kernels/general/gradients.h"
 #include "cpu/kernels/grad_tanh.h"
 #include "cpu/kernels/hash.h"
 #include "cpu/kernels/project.h"
 #include "cpu/kernels/recurrent.h"
+#include "cpu/kernels/sums/convolution.h"
+#include "cpu/kernels/sums/gradients.h"
 
 namespace bahdanau_fast {
 namespace {
@@ -48,8 +48,8 @@ constexpr Kernels kernels_of() {
           grad_softmax<T, A>,
           GradTanh<T, A>::workspace,
           grad_tanh<T, A>,
-          GradGeneral<T, A>::workspace,
-          grad_general<T, A>,
+          GradOfSums<T, A>::workspace,
+          grad_of_sums<T, A>,
           convolve_workspace<T, A>,
           convolve<T, A>,
           convolve_backward_workspace<T, A>,

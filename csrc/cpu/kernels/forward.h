@@ -17,8 +17,8 @@
 #include <limits>
 
 #include "dropout.h"
-#include "general/scores.h"
 #include "linear.h"
+#include "sums/scores.h"
 
 namespace bahdanau_fast {
 namespace {
@@ -102,9 +102,9 @@ struct ForwardTask {
   }
 
   void score() {
-    if (p.general.used)
-      return with_activation(p.general.activation,
-                             [&](auto act) { score_general<decltype(act)::value>(); });
+    if (p.from_sums)
+      return with_activation(p.inside.activation,
+                             [&](auto act) { score_of_sums<decltype(act)::value>(); });
     const Rows<T, A> query_rows(p.queries, b), key_rows(p.keys, b);
     const A keys_max = static_cast<const A*>(p.keys_max)[b];
     const Form form = choose_form(keys_max);
@@ -145,13 +145,13 @@ struct ForwardTask {
     }
   }
 
-  // score() as general/scores.h has it.
+  // score() as sums/scores.h has it.
   template <Activation act>
-  void score_general() {
+  void score_of_sums() {
     const Rows<T, A> query_rows(p.queries, b), key_rows(p.keys, b);
     const A* w = static_cast<const A*>(p.w);
-    const A negative = A(p.general.negative_slope);
-    const General& g = p.general;
+    const A negative = A(p.inside.negative_slope);
+    const Inside& g = p.inside;
     const A* of_keys = static_cast<const A*>(g.features.data) + b * g.features.batch_stride;
     Features<A> features = {
         nullptr, static_cast<const A*>(g.w_f), g.features.row_stride, g.feature_step, p.width, g.C};

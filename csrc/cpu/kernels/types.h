@@ -22,12 +22,11 @@ struct Range<double> {
 // A batch row whose every |c| is below this keeps expm1(2c) in its table, else exp(2c).
 constexpr double kShiftLimit = 0.5;
 
-// What is applied to the sum inside a score; the numbers are those of ops/inside/general.py.
+// What is applied to the sum inside a score; the numbers are those of checks.ACTIVATIONS.
 enum class Activation : int { tanh = 0, relu = 1, leaky_relu = 2 };
 
-// What a score has inside beside query and key, where general/scores.h computes it.
-struct General {
-  bool used = false;  // else from exponentials: tanh without features
+// What a score has inside beside query and key; sums/scores.h computes it.
+struct Inside {
   Activation activation = Activation::tanh;
   double negative_slope = 0.0;
   int64_t C = 0;              // features of a key
@@ -48,7 +47,9 @@ struct Problem : Operands {
   View mask;
   bool dropout = false;
   uint64_t seed = 0;
-  General general;
+  Inside inside;
+  // Scores are activations of sums; else tanh by products of exponentials, without features.
+  bool from_sums = false;
 };
 
 // How the forward is cut into tasks. It depends on the sizes only: results are the same for any
@@ -83,7 +84,7 @@ struct Backward : Gradients {
   const void* grad_scores_in = nullptr;
   void* grad_scores_out = nullptr;
   void* dropped_weights = nullptr;
-  bool adds_to_keys = false;  // grad_keys holds a sum, which this call's are added to (General)
+  bool adds_to_keys = false;  // grad_keys holds a sum, which this call's are added to (from_sums)
   // Parts of the gradients of features and W_f, in the sum type; may be null.
   void* grad_features = nullptr;  // (B,C,Tk): of a slice of hidden units
   const void* w_f = nullptr;      // (H,C) in the sum type; with grad_features
@@ -101,7 +102,7 @@ struct Projection {
 // Rows of a projection's weight that are taken at a time: they stay in the first-level cache.
 constexpr int64_t kProjectUnits = 4;
 
-// A convolution along the keys (general/convolution.h).
+// A convolution along the keys (sums/convolution.h).
 struct Convolution {
   View location;  // (B,inputs,Tk), storage type
   int64_t B = 0, inputs = 0, Tk = 0, C = 0, taps = 0;
@@ -153,9 +154,9 @@ struct Kernels {
   int64_t (*grad_tanh_workspace)(const Problem&, int64_t hidden);
   void (*grad_tanh)(const Problem&, const Backward&, int64_t b, int64_t h0, int64_t h1,
                     const void* scores, void* work);
-  // The same for General.
-  int64_t (*grad_general_workspace)(const Problem&, int64_t hidden);
-  void (*grad_general)(const Problem&, const Backward&, int64_t b, int64_t h0, int64_t h1,
+  // The same from sums.
+  int64_t (*grad_of_sums_workspace)(const Problem&, int64_t hidden);
+  void (*grad_of_sums)(const Problem&, const Backward&, int64_t b, int64_t h0, int64_t h1,
                        const void* scores, void* work);
   // Channels [c0, c1) of batch row b.
   int64_t (*convolve_workspace)(const Convolution&, int64_t channels);

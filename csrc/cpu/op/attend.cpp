@@ -46,7 +46,7 @@ class InsideGradients {
     const Problem& p = in.problem;
     const Buffer by_unit = wants_features_ ? in_sum_type(weight_, in.kind, "w_f") : Buffer(0);
     g.w_f = by_unit.get();
-    const int64_t bytes = w_f.element_size(), C = p.general.C;
+    const int64_t bytes = w_f.element_size(), C = p.inside.C;
     const Buffer transposed(wants_w_f_ ? C * p.width * bytes : 0);
     run_backward(
         in, g,
@@ -94,7 +94,7 @@ SixGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& v
                       MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs,
                       Tensor* onto) {
   Inputs in(queries, keys, values, w_v, options, Exponentials::as_read);
-  in.problem.general.used |= onto != nullptr;  // only that kernel adds to a sum
+  in.problem.from_sums |= onto != nullptr;  // only that kernel adds to a sum
   Tensor grad_queries = gradient(queries, needs & need_queries);
   KeyGradients grads(keys, values, w_v, needs);
   InsideGradients inside(options, needs);

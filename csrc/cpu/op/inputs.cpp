@@ -107,14 +107,14 @@ Inputs::Inputs(const Queries& queries, const Keys& keys, const Tensor& values, c
   p.values = view_of(values, owned_);
   p.dropout = options.dropout_p > 0.0;
   if (p.dropout) p.seed = static_cast<uint64_t>(*seed_data(options.seed, check_cpu));
-  set_general(options);
+  set_inside(options);
   if (p.empty()) return;
   set_w(w, w_norms.largest);
   key_counts_.assign(p.B * p.Tq, p.Tk);
   p.key_counts = key_counts_.data();
   if (options.valid_lens.has_value()) set_key_counts(*options.valid_lens);
   if (options.mask.has_value()) set_mask(*options.mask);
-  if (!p.general.used) set_table(options.table, options.keys_max, exponentials);
+  if (!p.from_sums) set_table(options.table, options.keys_max, exponentials);
 }
 
 #define BF_INPUTS(Queries, Keys)                                                     \
@@ -181,7 +181,7 @@ void Inputs::set_w(const std::vector<double>& w, double largest) {
 template <class A>
 void Inputs::set_features(const Tensor& features, const Tensor& w_f) {
   const Problem& p = problem;
-  General& g = problem.general;
+  Inside& g = problem.inside;
   std::vector<double> row(std::max(p.H, p.Tk));
   buffers_.emplace_back(g.C * p.width * sizeof(A));
   A* weight = static_cast<A*>(buffers_.back().get());
@@ -209,16 +209,16 @@ void Inputs::set_features(const Tensor& features, const Tensor& w_f) {
   }
 }
 
-void Inputs::set_general(const Options& inside) {
+void Inputs::set_inside(const Options& inside) {
   Problem& p = problem;
-  General& g = p.general;
+  Inside& g = p.inside;
   STD_TORCH_CHECK(inside.activation >= 0 && inside.activation <= 2,
                   "activation must be 0 (tanh), 1 (relu) or 2 (leaky_relu)");
   STD_TORCH_CHECK(inside.features.has_value() == inside.w_f.has_value(),
                   "features and w_f must be given together");
   g.activation = static_cast<Activation>(inside.activation);
   g.negative_slope = inside.negative_slope;
-  g.used = inside.features.has_value() || g.activation != Activation::tanh;
+  p.from_sums = inside.features.has_value() || g.activation != Activation::tanh;
   if (!inside.features.has_value()) return;
   const Tensor &features = *inside.features, &w_f = *inside.w_f;
   for (const auto& [tensor, name] : {std::pair(&features, "features"), std::pair(&w_f, "w_f")}) {
@@ -307,7 +307,7 @@ void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max,
     return;
   }
   if (exponentials == Exponentials::unused && size_of(kind) == 4) {
-    p.general.used = true;
+    p.from_sums = true;
     return;
   }
   const bool make_table = exponentials == Exponentials::tabled;

@@ -101,7 +101,7 @@ struct Inputs {
   void set_w(const std::vector<double>& w, double largest);
   void set_key_counts(const Tensor& valid_lens);
   void set_mask(const Tensor& mask);
-  void set_general(const Options& options);
+  void set_inside(const Options& options);
   template <class A>
   void set_features(const Tensor& features, const Tensor& w_f);
   void set_table(const MaybeTensor& table, const MaybeTensor& keys_max, Exponentials exponentials);

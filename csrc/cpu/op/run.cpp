@@ -72,10 +72,10 @@ void run_scores(const Inputs& in, void* scores) {
 void run_backward(const Inputs& in, Backward g, const SummedGradients& summed) {
   const Problem& p = in.problem;
   const Kernels& k = kernels(in.kind);
-  const auto workspace = p.general.used ? k.grad_general_workspace : k.grad_tanh_workspace;
-  const auto gradients = p.general.used ? k.grad_general : k.grad_tanh;
+  const auto workspace = p.from_sums ? k.grad_of_sums_workspace : k.grad_tanh_workspace;
+  const auto gradients = p.from_sums ? k.grad_of_sums : k.grad_tanh;
   const int64_t bytes = size_of(in.kind);
-  const int64_t w_f_size = p.general.C * p.width, features_size = p.B * p.general.C * p.Tk;
+  const int64_t w_f_size = p.inside.C * p.width, features_size = p.B * p.inside.C * p.Tk;
   Buffer w_parts(summed.w != nullptr ? p.B * p.width * bytes : 0);
   Buffer w_f_parts(summed.w_f != nullptr ? p.B * w_f_size * bytes : 0);
   if (summed.w != nullptr) g.grad_w = w_parts.get();

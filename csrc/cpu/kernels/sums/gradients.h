@@ -1,4 +1,4 @@
-// The third step of backward (backward.h) for General: with s = grad_score, x = a + c + W_f f,
+// The third step of backward (backward.h) from sums: with s = grad_score, x = a + c + W_f f,
 // y = act(x) and u the slope there,
 //
 //   grad_query[i] = w sum_j s u,  g[j] = grad_key[j] = w sum_i s u,  grad_w = sum_ij s y,
@@ -15,7 +15,7 @@ namespace bahdanau_fast {
 namespace {
 
 template <class T, class A>
-struct GradGeneral {
+struct GradOfSums {
   static constexpr int kKeys = kInnerRows;
   static constexpr int64_t kSettle = 64;  // keys in a partial sum
 
@@ -34,12 +34,12 @@ struct GradGeneral {
   A* by_key;  // (kKeys,C): gradients of the features of some keys
 
   static int64_t workspace(const Problem& p, int64_t hidden) {
-    const int64_t C = p.general.C;
+    const int64_t C = p.inside.C;
     return (3 * p.Tq + 2 + 2 * kKeys + 2 * C) * hidden + (p.Tq + C) * kKeys;
   }
 
-  GradGeneral(const Problem& problem, const Backward& backward, int64_t row, int64_t begin,
-              int64_t end, const void* scores_in, void* work)
+  GradOfSums(const Problem& problem, const Backward& backward, int64_t row, int64_t begin,
+             int64_t end, const void* scores_in, void* work)
       : p(problem), g(backward), b(row), h0(begin), n(end - begin), key_rows(p.keys, b) {
     valid = (end < p.H ? end : p.H) - h0;
     scores = static_cast<const A*>(scores_in);
@@ -50,11 +50,11 @@ struct GradGeneral {
     rows = totals + (p.Tq + 1) * n;
     grads = rows + kKeys * n;
     w_f = grads + kKeys * n;
-    grad_w_f = w_f + p.general.C * n;
-    shares = grad_w_f + p.general.C * n;
+    grad_w_f = w_f + p.inside.C * n;
+    shares = grad_w_f + p.inside.C * n;
     by_key = shares + p.Tq * kKeys;
-    for (int64_t c = 0; c < p.general.C; ++c)
-      std::memcpy(w_f + c * n, static_cast<const A*>(p.general.w_f) + c * p.width + h0,
+    for (int64_t c = 0; c < p.inside.C; ++c)
+      std::memcpy(w_f + c * n, static_cast<const A*>(p.inside.w_f) + c * p.width + h0,
                   n * sizeof(A));
     const Rows<T, A> query_rows(p.queries, b);
     for (int64_t i = 0; i < p.Tq; ++i)
@@ -66,7 +66,7 @@ struct GradGeneral {
   // Adds the sums of keys [j, j + kKeys), `count` of which are there.
   template <Activation act>
   BF_INLINE void group(int64_t j, int64_t count) {
-    const A negative = A(p.general.negative_slope), scale = A(p.w_scale);
+    const A negative = A(p.inside.negative_slope), scale = A(p.w_scale);
     A* const partial_w = partial + p.Tq * n;
     for (int64_t i = 0; i < p.Tq; ++i)
       for (int64_t l = 0; l < kKeys; ++l)
@@ -108,11 +108,11 @@ struct GradGeneral {
   }
 
   T* grad_key(int64_t j) const { return static_cast<T*>(g.grad_keys) + (b * p.Tk + j) * p.H + h0; }
-  A* feature_grads() const { return static_cast<A*>(g.grad_features) + b * p.general.C * p.Tk; }
+  A* feature_grads() const { return static_cast<A*>(g.grad_features) + b * p.inside.C * p.Tk; }
 
   // What the gradients of the inner rows of keys [j, j + count) are wanted for.
   void use_grads(int64_t j, int64_t count) {
-    const General& inside = p.general;
+    const Inside& inside = p.inside;
     if (g.grad_features != nullptr && inside.C % kLanes<A> == 0) {
       weighted_sums<A>(grads, n, 1, static_cast<const A*>(g.w_f) + h0 * inside.C, inside.C, valid,
                        inside.C, false, by_key, inside.C, count);
@@ -140,9 +140,9 @@ struct GradGeneral {
     for (int64_t j = used; g.grad_keys != nullptr && !g.adds_to_keys && j < p.Tk; ++j)
       for (int64_t h = 0; h < valid; ++h)
         narrow(A(0), static_cast<T*>(g.grad_keys) + (b * p.Tk + j) * p.H + h0 + h);
-    for (int64_t c = 0; g.grad_features != nullptr && c < p.general.C; ++c)
+    for (int64_t c = 0; g.grad_features != nullptr && c < p.inside.C; ++c)
       for (int64_t j = used; j < p.Tk; ++j) feature_grads()[c * p.Tk + j] = A(0);
-    for (int64_t h = 0; used == 0 && h < p.general.C * n; ++h) grad_w_f[h] = A(0);
+    for (int64_t h = 0; used == 0 && h < p.inside.C * n; ++h) grad_w_f[h] = A(0);
   }
 
   // Whether a query looks at one of keys [j, j + count).
@@ -179,8 +179,8 @@ struct GradGeneral {
         store_as<A>(out + h, Vec<A>(load(totals + i * n + h) * (load(w + h) * A(p.w_scale))),
                     valid - h);
     }
-    for (int64_t c = 0; g.grad_w_f != nullptr && c < p.general.C; ++c)
-      std::memcpy(static_cast<A*>(g.grad_w_f) + (b * p.general.C + c) * p.width + h0,
+    for (int64_t c = 0; g.grad_w_f != nullptr && c < p.inside.C; ++c)
+      std::memcpy(static_cast<A*>(g.grad_w_f) + (b * p.inside.C + c) * p.width + h0,
                   grad_w_f + c * n, n * sizeof(A));
     for (int64_t h = 0; g.grad_w != nullptr && h < n; ++h)
       static_cast<A*>(g.grad_w)[b * p.width + h0 + h] = totals[p.Tq * n + h];
@@ -188,10 +188,10 @@ struct GradGeneral {
 };
 
 template <class T, class A>
-void grad_general(const Problem& p, const Backward& g, int64_t b, int64_t h0, int64_t h1,
+void grad_of_sums(const Problem& p, const Backward& g, int64_t b, int64_t h0, int64_t h1,
                   const void* scores, void* work) {
-  GradGeneral<T, A> task(p, g, b, h0, h1, scores, work);
-  with_activation(p.general.activation,
+  GradOfSums<T, A> task(p, g, b, h0, h1, scores, work);
+  with_activation(p.inside.activation,
                   [&](auto act) { task.template run<decltype(act)::value>(); });
 }
 

@@ -36,7 +36,7 @@ void make_inner_rows(const Problem& p, int64_t b, const T* keys, int64_t key_str
     for (; h + kLanes<A> <= valid; h += kLanes<A>) store(row + h, load_as<A>(key + h));
     for (; h < columns; h += kLanes<A>) store(row + h, load_row<A>(key, h, valid));
   }
-  const General& g = p.general;
+  const Inside& g = p.inside;
   if (g.C == 0) return;
   const A* features = static_cast<const A*>(g.features.data) + b * g.features.batch_stride;
   weighted_sums<A>(features + j * g.features.row_stride, g.features.row_stride, g.feature_step, w_f,
