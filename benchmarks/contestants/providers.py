@@ -170,16 +170,15 @@ def _course_projected(inputs: Inputs) -> Runnable:
 Wrap = Callable[[Callable[..., Outputs]], Callable[..., Outputs]]
 
 
-def _rewrite_full(wrap: Wrap, inputs: Inputs) -> Runnable:
-    weights = (inputs.w_q, inputs.w_k, inputs.w_v)
-    given = (inputs.queries, inputs.keys, inputs.values, weights, inputs.valid_lens)
-    return Runnable(partial(wrap(baselines.rewrite_full), *given), inputs.leaves("full"))
+def _rewrite(wrap: Wrap, inputs: Inputs) -> Runnable:
+    given = (inputs.queries, inputs.keys, inputs.values, inputs.w_v, inputs.valid_lens)
+    call = partial(wrap(baselines.rewrite), *given, inputs.w_q, inputs.w_k)
+    return Runnable(call, inputs.leaves("full"))
 
 
 def _rewrite_step(wrap: Wrap, inputs: Inputs) -> Runnable:
-    weights = (inputs.w_q, inputs.w_v)
-    given = (inputs.queries, inputs.projected_keys, inputs.values, weights, inputs.valid_lens)
-    return Runnable(partial(wrap(baselines.rewrite_step), *given), ())
+    given = (inputs.queries, inputs.projected_keys, inputs.values, inputs.w_v, inputs.valid_lens)
+    return Runnable(partial(wrap(baselines.rewrite), *given, inputs.w_q), ())
 
 
 def _rewrite_projected(wrap: Wrap, inputs: Inputs) -> Runnable:
@@ -188,23 +187,22 @@ def _rewrite_projected(wrap: Wrap, inputs: Inputs) -> Runnable:
 
 
 def _rewrite_loop(wrap: Wrap, inputs: Inputs) -> Runnable:
-    call, weights = wrap(baselines.rewrite_step), (inputs.w_q, inputs.w_v)
+    call = wrap(baselines.rewrite)
 
     def forward() -> Outputs:
         keys = F.linear(inputs.keys, inputs.w_k)
-        rest = (keys, inputs.values, weights, inputs.valid_lens)
+        rest = (keys, inputs.values, inputs.w_v, inputs.valid_lens, inputs.w_q)
         return decode(lambda query: call(query, *rest), inputs.queries)
 
     return Runnable(forward, inputs.leaves("loop"))
 
 
-def _rewrites(wrap: Wrap) -> dict[str, Callable[[Inputs], Runnable]]:
+def rewrites(wrap: Wrap) -> dict[str, Callable[[Inputs], Runnable]]:
+    """The rewrite in every task, each function wrapped, for example compiled."""
     return {
-        "full": partial(_rewrite_full, wrap),
-        "step": partial(_rewrite_step, wrap),
-        "again": partial(_rewrite_step, wrap),
-        "projected": partial(_rewrite_projected, wrap),
-        "scan": partial(_rewrite_projected, wrap),
+        "full": partial(_rewrite, wrap),
+        **dict.fromkeys(("step", "again"), partial(_rewrite_step, wrap)),
+        **dict.fromkeys(("projected", "scan"), partial(_rewrite_projected, wrap)),
         "loop": partial(_rewrite_loop, wrap),
     }
 
@@ -302,9 +300,9 @@ PROVIDERS: tuple[Provider, ...] = (
             "loop": partial(_COURSE, steps=True),
         },
     ),
-    Provider("rewrite eager", "eager", _rewrites(lambda function: function)),
-    Provider("compiled", "compiled", _rewrites(compiled)),
-    Provider("compiled max-autotune", "compiled", _rewrites(_AUTOTUNED), on_demand=True),
+    Provider("rewrite eager", "eager", rewrites(lambda function: function)),
+    Provider("compiled", "compiled", rewrites(compiled)),
+    Provider("compiled max-autotune", "compiled", rewrites(_AUTOTUNED), on_demand=True),
     Provider(
         "ours module",
         "ours",

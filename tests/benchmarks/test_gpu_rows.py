@@ -7,15 +7,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import gpu_report
-from benchmarks.budgets import compile_launch, recording
-from benchmarks.contestants import tanh_approx
 from benchmarks.contestants.providers import by_name
 from benchmarks.gpu import figures, stages
 from benchmarks.gpu.figures import GpuCase
@@ -87,49 +84,28 @@ def test_smoke_finds_results_that_are_not_written(monkeypatch):
 # In Triton's interpreter, which has to be asked for before anything is imported.
 INTERPRETED = """
 import json, torch
-from dataclasses import replace
-from benchmarks.contestants.rivals import RIVALS
 from benchmarks.gpu import figures, stages
 from benchmarks.gpu.figures import GpuCase
 from benchmarks.workloads.shapes import Shape
 
 cpu = torch.device("cpu")
 figures.SECONDS = 1e-3
-tiny = Shape("tiny", 2, 3, 5, 8, lens="drawn")
-(rival,) = (rival for rival in RIVALS if rival.name == "Triton tanh.approx")
-rivals = [
-    figures.times(GpuCase("auto", tiny, task, "float32"), rival, cpu)["passed"]
-    for task in ("projected", "step")
-]
 long = GpuCase("triton", Shape("long", 1, 1, 300, 16), "projected")
 plans = figures.candidates(long, cpu, "step")["plans"]
-names = [row.name for row in stages.plans("cpu")]
-print(json.dumps([rivals, plans, names]))
+print(json.dumps([plans, [row.name for row in stages.plans("cpu")]]))
 """
 
 
-def test_plans_and_the_triton_rival_in_the_interpreter():
+def test_plans_in_the_interpreter():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INTERPRETED], cwd=ROOT, text=True, check=True,
         env={**os.environ, "TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE,
     )  # fmt: skip
-    rivals, plans, names = json.loads(done.stdout)
-    assert rivals == [True, True]
+    plans, names = json.loads(done.stdout)
     assert len(plans) >= 4
     assert len({plan.partition(": ")[2] for plan in plans}) == len(plans)
     assert all(figures["passed"] for figures in plans.values())
     assert any(name.startswith("plans of grad_tanh, triton: ") for name in names)
-
-
-def test_the_triton_rival_takes_the_gpus_tanh():
-    with recording(True) as launches:
-        meta = partial(torch.empty, dtype=torch.bfloat16, device="meta")
-        tanh_approx.attend(
-            meta(4, 1, 512), meta(4, 400, 512), meta(4, 400, 512), meta(1, 512), None
-        )
-    budget = compile_launch(launches[0], "sm_90")
-    assert "MUFU.TANH" in budget.sass
-    assert budget.spills == 0
 
 
 @pytest.mark.parametrize(
