@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +29,6 @@ class Row:
         skipped: why other providers were not run.
         verdicts: parity of each provider.
         roof: bytes that are read per second, if the row has a bound on it.
-        spent: seconds to compile, check and time all providers.
     """
 
     case: Case
@@ -39,28 +37,19 @@ class Row:
     skipped: dict[str, str]
     verdicts: dict[str, Verdict]
     roof: float | None = None
-    spent: float = 0.0
 
     def packed(self) -> dict[str, Any]:
         """The row as ``bench`` writes it in JSON."""
-        case, subject = self.case, SUBJECT[self.case.task]
-        timings = self.timings or Timings({})
-        ours = subject in timings.samples
+        case = self.case
         packed: dict[str, Any] = {
             "table": case.table,
             "shape": vars(case.shape),
             "task": case.task,
             "mode": case.mode,
-            "spent": self.spent,
             "skipped": self.skipped,
             "parity": {name: vars(verdict) for name, verdict in self.verdicts.items()},
-            "seconds": timings.packed(),
-            "ratio_to_ours": {
-                name: vars(timings.ratio(name, subject)) for name in timings.samples if ours
-            },
+            "seconds": {} if self.timings is None else self.timings.packed(),
         }
-        if self.timings is not None:
-            packed["rounds"] = timings.rounds
         if self.roof is not None:
             packed["dram_read"] = {"bytes_per_second": self.roof, "reader": "torch.sum"}
         packed["bounds"] = [self.check(bound) for bound in case.bounds]
@@ -119,10 +108,7 @@ class Runner:
         """Measure a case, or return the measurements of a case with the same key."""
         found = self._rows.get(case.key)
         if found is None:
-            start = time.perf_counter()
-            found = self._measure(case)
-            found = replace(found, spent=time.perf_counter() - start)
-            self._rows[case.key] = found
+            found = self._rows[case.key] = self._measure(case)
         return replace(found, case=case)
 
     def _measure(self, case: Case) -> Row:

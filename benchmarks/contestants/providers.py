@@ -139,11 +139,7 @@ def _module(
 ) -> Runnable:
     """A module's call, or with ``steps`` a loop of calls on the same keys.
 
-    Args:
-        make: builds the module.
-        inputs: of the calls.
-        steps: each query depends on the context before it.
-        known: the keys may be those of the call before.
+    ``known``: the keys may be those of the call before.
     """
     module = make(inputs)
 
@@ -259,16 +255,7 @@ def attend_projected(
     w_v: Tensor,
     valid_lens: Tensor | None,
 ) -> Outputs:
-    """Ours, after the projections.
-
-    Args:
-        backend: its name.
-        queries: (B,Tq,H), projected.
-        keys: projected.
-        values: (B,Tk,Dv).
-        w_v: (1,H).
-        valid_lens: None, (B,) or (B,Tq).
-    """
+    """Ours, after the projections of queries (B,Tq,H) and keys."""
     try:
         from bahdanau_fast import run
         from bahdanau_fast.call import Call

@@ -26,15 +26,7 @@ SECONDS = 0.5  # of timing a row
 
 @dataclass(frozen=True)
 class GpuCase:
-    """A call on a GPU.
-
-    Attributes:
-        backend: of ours.
-        shape: from :mod:`benchmarks.workloads.shapes`.
-        task: of the providers.
-        dtype: name in torch.
-        train: forward and backward.
-    """
+    """A call on a GPU, forward or with ``train`` forward and backward."""
 
     backend: str
     shape: Shape
@@ -139,11 +131,7 @@ def times(
 ) -> dict[str, Any]:
     """Seconds (median, p20, p80) of a call: called, from a graph, from a graph with a cold L2.
 
-    Args:
-        case: the call.
-        provider: who computes it.
-        device: of the data.
-        replayed: False where a graph cannot hold the call.
+    ``replayed`` is False where a graph cannot hold the call.
     """
     with _settings(case):
         call, result = checked(case, provider, device)

@@ -99,8 +99,6 @@ STEPS_ON_MEMORY = (
 # The course decoder always passes lengths; full ones, so that there is no padding to skip.
 LOOP = Shape("loop-64", 64, 1, 50, 512, lens="full")
 
-QUICK = ("d2l-toy", "d2l-nmt", "ocr", "pointer-generator")
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -264,25 +262,17 @@ _PEERS = (
 )
 
 
-def _shape_cases(quick: bool) -> Iterator[Case]:
+def _shape_cases() -> Iterator[Case]:
     for shape in LIST:
-        if not quick or shape.name in QUICK:
-            task = "full" if shape.projection_flops <= PROJECTION_FLOPS else "projected"
-            for mode in ("forward", "train") if shape.name in TRAINED else ("forward",):
-                # Matrix products are most of some rows: a few percent decide who is the faster.
-                share = 1.0 if quick else 10.0
-                yield Case("shapes", shape, task, mode, (Bound("baseline", 1.0),), share=share)
+        task = "full" if shape.projection_flops <= PROJECTION_FLOPS else "projected"
+        for mode in ("forward", "train") if shape.name in TRAINED else ("forward",):
+            # Matrix products are most of some rows: a few percent decide who is the faster.
+            yield Case("shapes", shape, task, mode, (Bound("baseline", 1.0),), share=10.0)
 
 
-def cases(quick: bool = False, only: str | None = None) -> list[Case]:
-    """The rows in the order of the tables.
-
-    Args:
-        quick: leave out the large shapes, the compilations that take long, and the peers.
-        only: keep the rows whose table or shape contains this.
-    """
-    found = [*_SPEED, *_shape_cases(quick), *_OVERHEAD]
-    found = [replace(case, extra=()) for case in found] if quick else [*found, *_PEERS]
+def cases(only: str | None = None) -> list[Case]:
+    """The rows in the order of the tables; with ``only`` those whose table or shape contains it."""
+    found = [*_SPEED, *_shape_cases(), *_OVERHEAD, *_PEERS]
     if only:
         found = [case for case in found if only in case.table or only in case.shape.name]
     return found

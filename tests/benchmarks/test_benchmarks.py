@@ -195,15 +195,13 @@ def test_a_training_step_gives_every_gradient():
             assert gradient.abs().max() > 0
 
 
-def test_every_row_has_somebody_to_compare_and_quick_is_a_part_of_all():
+def test_every_row_has_somebody_to_compare():
     for case in cases():
         able = [p for p in (*PROVIDERS, *peers.PROVIDERS) if case.task in p.builders]
         names = [provider.name for provider in able]
         assert SUBJECT[case.task] in names
         assert set(case.extra) <= {*names, *(provider.group for provider in able)}
         assert len(names) > 1
-    everything = {case.key[:3] for case in cases()}
-    assert {case.key[:3] for case in cases(quick=True)} < everything
     assert {case.shape for case in cases()} > set(LIST)
     assert {case.table for case in cases(only="loop")} == {"loop"}
 
@@ -224,6 +222,4 @@ def test_results_are_printed_and_packed():
     assert "small (3, 2, 7, 16)" in text
     assert text.count("PASS") == 1
     assert text.count("FAIL") == 2
-    assert packed["seconds"].keys() == packed["ratio_to_ours"].keys()
-    assert packed["ratio_to_ours"]["ours module"]["median"] == 1
     assert [bound["holds"] for bound in packed["bounds"]] == [True, False, False]
