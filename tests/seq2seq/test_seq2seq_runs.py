@@ -350,37 +350,6 @@ def test_a_stop_between_the_two_files_of_the_first_epoch(few, tmp_path, monkeypa
     assert kept(tmp_path) == again.best["epoch"] == 1
 
 
-def as_before(out, epoch):
-    """Make best.pt and last.pt what they were when BLEU chose, and best.pt that of ``epoch``."""
-    for name in (BEST, LAST):
-        payload = checkpoints.load(out / name)
-        del payload["settings"]["best_metric"], payload["format"]
-        payload["validations"] = payload["validations"][: epoch if name == BEST else None]
-        for validation in payload["validations"]:
-            del validation["chrf"]
-        checkpoints.save(payload, out / name)
-
-
-def test_a_training_from_before_the_choice_goes_on(few, tmp_path, measured, capsys):
-    measured(loss=[4.0, 3.0, 2.0, 2.5])
-    few(epochs=3).train(progress=False)
-    as_before(tmp_path, 1)
-    again = ["train", "--resume", "--out", str(tmp_path), "--json"]
-    # Nothing is left to train, and the epoch in last.pt is better than the one BLEU chose.
-    assert cli.main(again) == 0
-    out, err = capsys.readouterr()
-    assert "best.pt was chosen by BLEU until now; from here on by validation loss\n" in err
-    assert json.loads(out)["best"] == {"epoch": 3, "loss": 2.0, "bleu": 0.0}
-    measured(loss=[2.5])
-    assert cli.main([*again, "--epochs", "4"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert (figures["best"]["epoch"], len(figures["validations"])) == (3, 4)
-    assert kept(tmp_path) == 3
-    # The note is for the first time alone once an epoch has been written.
-    assert cli.main(again) == 0
-    assert "until now" not in capsys.readouterr().err
-
-
 def test_the_metric_is_an_option_of_train_and_kept_by_resume(data, tmp_path, capsys):
     train = ["train", "--data", str(data), "--out", str(tmp_path), "--validation", "0.2"]
     assert cli.main([*train, *TINY, "--best-metric", "chrf"]) == 0
