@@ -223,17 +223,6 @@ def test_gradgradcheck(lens):
     assert torch.autograd.gradgradcheck(attention(lens), inputs, fast_mode=True)
 
 
-def test_a_gradient_penalty():
-    inputs = leaves()
-    penalties = []
-    for backend in ("cpu", "reference"):
-        context, _ = bf.additive_attention(*inputs[:6], bias=inputs[6], backend=backend)
-        (grad,) = torch.autograd.grad(context.square().sum(), inputs[1], create_graph=True)
-        penalties.append(torch.autograd.grad(grad.square().sum(), inputs))
-    for ours, plain in zip(*penalties, strict=True):
-        torch.testing.assert_close(ours, plain)
-
-
 def test_gradients_of_some_inputs_only():
     for kept in range(7):
         inputs = leaves()
@@ -333,19 +322,6 @@ def test_compiled_decoder_loop():
         return torch.cat(steps, 1), torch.cat(again, 1)
 
     compiled_equals_eager(call, (q, k, v), (q, k, v, *module.parameters()), "aot_eager")
-
-
-def test_compiled_once_for_many_sizes():
-    function = torch.compile(attention(), fullgraph=True, backend="aot_eager", dynamic=True)
-    for Tq, Tk in ((3, 5), (4, 9), (7, 130)):
-        q, k, v, *rest = (x.detach() for x in leaves())
-        q, k, v = (
-            torch.randn(2, Tq, 4).double(),
-            torch.randn(2, Tk, 3).double(),
-            torch.randn(2, Tk, 2).double(),
-        )
-        for got, want in zip(function(q, k, v, *rest), attention()(q, k, v, *rest), strict=True):
-            torch.testing.assert_close(got, want)
 
 
 def test_no_size_is_a_guard():
