@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,7 +91,6 @@ class Runner:
     providers: Sequence[Provider] = (*PROVIDERS, *peers.PROVIDERS)
     seconds: float = 0.1  # of a row, per provider
     min_rounds: int = 5
-    _rows: dict[tuple[Any, ...], Row] = field(default_factory=dict)
     _shape: Shape | None = None
     _inputs: Inputs | None = None
     _oracles: dict[tuple[str, bool], Oracle] = field(default_factory=dict)
@@ -105,13 +104,7 @@ class Runner:
             self._workers.popitem()[1].close()
 
     def row(self, case: Case) -> Row:
-        """Measure a case, or return the measurements of a case with the same key."""
-        found = self._rows.get(case.key)
-        if found is None:
-            found = self._rows[case.key] = self._measure(case)
-        return replace(found, case=case)
-
-    def _measure(self, case: Case) -> Row:
+        """Measure a case."""
         train = case.mode == "train"
         self._draw(case.shape)
         oracle = self._oracle(case.task, train)

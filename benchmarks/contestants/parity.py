@@ -47,7 +47,7 @@ class Verdict:
 
 def family(task: str) -> str:
     """The task whose oracle serves this task: tasks with the same result share one."""
-    return {"again": "full", "step": "full", "scan": "projected"}.get(task, task)
+    return {"step": "full", "scan": "projected"}.get(task, task)
 
 
 def allowed_error(group: Group, eager_error: float, largest: float, dtype: torch.dtype) -> float:
@@ -118,8 +118,6 @@ class Oracle:
     ) -> tuple[Callable[[], Any], Verdict]:
         """A provider's call as it will be timed, and the verdict on it."""
         runnable = provider.build(task, self._inputs)
-        if task == "again":
-            runnable.forward()  # the checked call must not be the first on its keys
         verdict = self.check(runnable, provider.group, train)
         return prepare(runnable, train, self._inputs.grad_context), verdict
 

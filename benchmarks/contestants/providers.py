@@ -4,7 +4,6 @@
 task        what one call does
 =========== ==========================================================================
 full        the unchanged module call: projections of queries and keys included
-again       the unchanged module call on the keys of the call before
 step        one decoder step on keys projected beforehand; W_q included
 projected   queries and keys both projected beforehand
 scan        as projected, and our table of exponentials made beforehand too
@@ -33,7 +32,7 @@ from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
 from . import baselines
 from .baselines import CourseAttention, compiled
 
-TASKS = ("full", "again", "step", "projected", "scan", "loop")
+TASKS = ("full", "step", "projected", "scan", "loop")
 Group = Literal["eager", "compiled", "ours", "peer"]
 Outputs = tuple[Tensor, Tensor]
 Step = Callable[[Tensor], Outputs]
@@ -131,16 +130,8 @@ def _forget(module: Module) -> None:
             setattr(module._cache, name, None)
 
 
-def _module(
-    make: Callable[[Inputs], Module],
-    inputs: Inputs,
-    steps: bool = False,
-    known: bool = False,
-) -> Runnable:
-    """A module's call, or with ``steps`` a loop of calls on the same keys.
-
-    ``known``: the keys may be those of the call before.
-    """
+def _module(make: Callable[[Inputs], Module], inputs: Inputs, steps: bool = False) -> Runnable:
+    """A module's call on new keys, or with ``steps`` a loop of calls on the same keys."""
     module = make(inputs)
 
     def step(query: Tensor) -> Outputs:
@@ -148,8 +139,7 @@ def _module(
         return context, _weights(module)
 
     def forward() -> Outputs:
-        if not known:
-            _forget(module)
+        _forget(module)
         return decode(step, inputs.queries) if steps else step(inputs.queries)
 
     return Runnable(forward, _with_parameters(inputs, module))
@@ -197,7 +187,7 @@ def rewrites(wrap: Wrap) -> dict[str, Callable[[Inputs], Runnable]]:
     """The rewrite in every task, each function wrapped, for example compiled."""
     return {
         "full": partial(_rewrite, wrap),
-        **dict.fromkeys(("step", "again"), partial(_rewrite_step, wrap)),
+        "step": partial(_rewrite_step, wrap),
         **dict.fromkeys(("projected", "scan"), partial(_rewrite_projected, wrap)),
         "loop": partial(_rewrite_loop, wrap),
     }
@@ -282,7 +272,7 @@ PROVIDERS: tuple[Provider, ...] = (
         "d2l eager",
         "eager",
         {
-            **dict.fromkeys(("full", "again", "step"), _COURSE),
+            **dict.fromkeys(("full", "step"), _COURSE),
             "projected": _course_projected,
             "loop": partial(_COURSE, steps=True),
         },
@@ -293,7 +283,7 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider(
         "ours module",
         "ours",
-        {"full": _OURS, "again": partial(_OURS, known=True), "loop": partial(_OURS, steps=True)},
+        {"full": _OURS, "loop": partial(_OURS, steps=True)},
     ),
     Provider("ours memory", "ours", {"step": _memory_step, "loop": _memory_loop}),
     Provider("ours op", "ours", _OP),

@@ -167,8 +167,8 @@ def draw(shape: Shape, seed: int = 0) -> Inputs:
 
 # --- the tables of ``bench``: their rows, and the bounds that each row has to keep ----------------
 
-Mode = Literal["forward", "graph", "train"]
-MODES = {"forward": "forward", "graph": "forward, graph kept", "train": "forward + backward"}
+Mode = Literal["forward", "train"]
+MODES = {"forward": "forward", "train": "forward + backward"}
 
 # Share of the DRAM bandwidth that a step on a large memory reads with, at least.
 BANDWIDTH_BOUND = 0.8
@@ -182,7 +182,6 @@ TRAINED = ("d2l-toy", "d2l-nmt", "tacotron2", "tsp")
 # Our provider that is compared with the baselines in each task.
 SUBJECT = {
     "full": "ours module",
-    "again": "ours module",
     "step": "ours memory",
     "projected": "ours op",
     "scan": "ours op",
@@ -214,7 +213,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a task on a shape, as forward without gradients, forward with graph, or training."""
+    """One row: a task on a shape, as forward without gradients or as training."""
 
     table: str
     shape: Shape
@@ -223,11 +222,6 @@ class Case:
     bounds: tuple[Bound, ...] = ()
     extra: tuple[str, ...] = ()  # providers, or groups of them, that run in this row alone
     share: float = 1.0  # of the time that a row usually gets
-
-    @property
-    def key(self) -> tuple[Shape, str, Mode, tuple[str, ...]]:
-        """Rows with the same key are measured once."""
-        return self.shape, self.task, self.mode, self.extra
 
 
 def _named(*needed: float) -> tuple[Bound, ...]:
@@ -252,7 +246,6 @@ _SPEED = (
 )
 _OVERHEAD = (
     *(Case("overhead", TOY, "full", mode) for mode in MODES),
-    Case("overhead", TOY, "again"),
     Case("overhead", TOY, "step"),
     Case("overhead", replace(TOY, lens="none"), "full"),
 )
