@@ -2,14 +2,12 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from fresh import ROOT, python
 
 from benchmarks import gpu_report
 from benchmarks.contestants.providers import by_name
@@ -18,7 +16,6 @@ from benchmarks.gpu.figures import GpuCase
 from benchmarks.timing.measure import GpuCall, captured, interleave
 from benchmarks.workloads.shapes import SUBJECT, Shape
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 2, 1, 5, 8)
 
@@ -96,10 +93,7 @@ print(json.dumps([plans, [row.name for row in stages.plans("cpu")]]))
 
 
 def test_plans_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", INTERPRETED], cwd=ROOT, text=True, check=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE,
-    )  # fmt: skip
+    done = python("-W", "ignore", "-c", INTERPRETED, cwd=ROOT, TRITON_INTERPRET="1")
     plans, names = json.loads(done.stdout)
     assert len(plans) >= 4
     assert len({plan.partition(": ")[2] for plan in plans}) == len(plans)

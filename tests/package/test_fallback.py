@@ -106,7 +106,8 @@ def another_abi(folder):
 
 def old_torch(folder):
     shutil.copy(sys.modules["bahdanau_fast._C_cpu"].__file__, folder / "bahdanau_fast")
-    (folder / "sitecustomize.py").write_text("import torch; torch.__version__ = '2.9.1+cpu'")
+    with (folder / "sitecustomize.py").open("a") as file:
+        file.write("import torch; torch.__version__ = '2.9.1+cpu'")
     return r"the C\+\+ extension needs torch >= 2\.10, got 2\.9\.1\+cpu"
 
 

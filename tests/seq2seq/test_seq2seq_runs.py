@@ -4,15 +4,12 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from fresh import ROOT, python
 from threads import one_thread  # noqa: F401
 
-import bahdanau_fast
 from bahdanau_fast import cli
 from bahdanau_fast.seq2seq import Settings, Translator
 from bahdanau_fast.seq2seq.data.corpus import TextSettings
@@ -24,7 +21,6 @@ from bahdanau_fast.seq2seq.training import runs
 from bahdanau_fast.seq2seq.training.distributed import World
 from bahdanau_fast.seq2seq.training.runs import Run
 
-ROOT = str(Path(bahdanau_fast.__file__).parents[1])
 SMALL = Settings(embed_size=8, num_hiddens=12, dropout=0.2, epochs=5, batch_size=16, lr=1e-2)
 FEW = dataclasses.replace(SMALL, epochs=4, batch_size=64)  # four epochs of four steps
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -150,8 +146,7 @@ run.train(progress=False)
 def test_kills_in_the_middle_of_a_write_leave_a_checkpoint_that_goes_on(whole, data, tmp_path):
     # A checkpoint is synced before it is renamed, and its folder after that.
     for last, steps in ((3, 0), (9, 3), (20, 13)):
-        command = [sys.executable, "-c", KILLED, str(data), str(tmp_path), str(last)]
-        killed = subprocess.run(command, cwd=ROOT, check=False, timeout=120)
+        killed = python("-c", KILLED, data, tmp_path, str(last), cwd=ROOT, check=False)
         assert killed.returncode == -signal.SIGKILL
         assert (tmp_path / f"{LAST}.tmp").exists() == (last % 2 == 1)
         assert len(checkpoints.load(tmp_path / LAST)["losses"]) == steps
@@ -208,17 +203,8 @@ def test_two_processes_are_one_with_the_doubled_batch(data, tmp_path, capsys):
     options = ["--data", str(data), "--validation", "0.1", "--dropout", "0", "--lr", "0.01"]
     options = ["train", *TINY, *options, "--embed-dropout", "0", "--json"]
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command = [sys.executable, "-m", *launcher, "bahdanau_fast", *options]
-    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        [*command, "--batch-size", "6", "--out", str(tmp_path / "two")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+    command = ["-m", *launcher, "bahdanau_fast", *options, "--batch-size", "6", "--out"]
+    result = python(*command, tmp_path / "two", path=ROOT, OMP_NUM_THREADS="1")
     assert cli.main([*options, "--batch-size", "12", "--out", str(tmp_path / "one")]) == 0
     two, one = (
         json.loads(out)["validations"][0] for out in (result.stdout, capsys.readouterr().out)
