@@ -17,7 +17,7 @@ from bahdanau_fast.kernels import plans
 
 from ..contestants.parity import Oracle
 from ..contestants.providers import Provider, by_name
-from ..timing.measure import GpuCall, captured, interleave, prepare
+from ..timing.measure import GpuCall, captured, interleave
 from ..workloads.shapes import MANY_QUERIES, SUBJECT, Inputs, Shape, draw
 
 NAN = float("nan")
@@ -75,10 +75,9 @@ def checked(
     """A provider's call, and its verdict against fp64 by the rule for ours."""
     inputs = inputs_of(case, device)
     oracle = Oracle(inputs, case.shape, case.task, case.train)
-    runnable = provider.build(case.task, inputs)
-    verdict = oracle.check(runnable, "ours", case.train)
+    call, verdict = oracle.checked(replace(provider, group="ours"), case.task, case.train)
     synchronize(device)
-    return prepare(runnable, case.train, inputs.grad_context), asdict(verdict)
+    return call, asdict(verdict)
 
 
 @contextmanager

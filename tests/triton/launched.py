@@ -1,24 +1,19 @@
-"""The launches of Triton kernels, recorded and compiled for GPUs that are not here."""
+"""What a call would launch on a GPU that is not here: Triton's kernels, compiled for it."""
 
-import functools
 import re
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import cached_property, partial
 from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from bahdanau_fast import limits
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import backward, call, forward
 from benchmarks.machine_code import cuda
-from benchmarks.machine_code.sass import hot
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -28,14 +23,6 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 FAMILIES = {"sm_100": "sm_90", "gfx942": "other"}
-TYPES = {
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-}
 
 
 def limits_of(target):
@@ -43,66 +30,85 @@ def limits_of(target):
     return limits.GPU_FAMILIES[FAMILIES.get(target, target)]
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A kernel as it would be launched: argument types, constants and options."""
+class Driver:
+    """Triton's driver, as far as compiling asks for one."""
 
-    kernel: Any
-    signature: tuple
-    constants: tuple
-    aligned: tuple
-    warps: int
+    def __init__(self, target):
+        self.target = target
 
-    @classmethod
-    def of(cls, kernel, arguments, warps):
-        """With the argument types and constants that Triton's launcher makes of real arguments."""
-        signature, constants, aligned = [], [], []
-        for index, parameter in enumerate(kernel.params):
-            value, general = arguments[parameter.name], parameter.do_not_specialize
-            kind = "constexpr"
-            if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not general):
-                constants.append((parameter.name, value))
-            elif isinstance(value, torch.Tensor):
-                kind = TYPES[value.dtype]
-                aligned.append(index)
-            else:
-                kind = "i32" if -(2**31) <= value < 2**31 else "i64"
-                if value % 16 == 0 and not general:
-                    aligned.append(index)
-            signature.append((parameter.name, kind))
-        return cls(kernel, tuple(signature), tuple(constants), tuple(aligned), warps)
+    def get_current_target(self):
+        return TARGETS[self.target]
+
+    def get_current_device(self):
+        return self.target  # kernels are kept by device
+
+    def get_current_stream(self, _device):
+        return 0
+
+
+class Kernel:
+    """A compiled kernel and its resources."""
+
+    def __init__(self, made):
+        self.made, self.name = made, made.metadata.name.removesuffix("_kernel")
+        self.shared, self.warps = made.metadata.shared, made.metadata.num_warps
+        names = made.src.fn.arg_names
+        self.sizes = {names[place]: value for (place,), value in made.src.constants.items()}
+
+    @cached_property
+    def sass(self):
+        return self._said("nvdisasm", "-c")
 
     @property
-    def name(self):
-        return self.kernel.fn.__name__.removesuffix("_kernel")
+    def spills(self):
+        """Registers kept in memory, or bytes of a stack."""
+        if "amdgcn" in self.made.asm:
+            return int(re.search(r"\.vgpr_spill_count:\s+(\d+)", self.made.asm["amdgcn"])[1])
+        stack = re.search(r"STACK:(\d+)", self._said("cuobjdump", "-res-usage"))[1]
+        return int(stack) + len(re.findall(r"\b(?:STL|LDL)\b", self.sass))
+
+    def _said(self, *command):
+        """What a CUDA tool says of the binary."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.made.asm["cubin"])
+            file.flush()
+            return cuda.run_tool(*command, file.name)
 
 
 @contextmanager
-def recording(target):
-    """Inside, kernel launches are recorded instead of executed, as planned for the target."""
-    launches = []
+def compiling(target, only=""):
+    """Inside, kernels are compiled for the target as they would be launched, by hash.
 
-    def run(self, *args, num_warps=4, **options):
-        names = [parameter.name for parameter in self.params]
-        arguments = dict(zip(names, args, strict=False)) | options
-        launches.append(Launch.of(self, arguments, num_warps))
+    ``only``: of the kernels, those whose name contains this.
+    """
+    found, real = {}, triton.JITFunction.run
 
-    with (
-        patch.object(triton.JITFunction, "run", run),
-        patch.object(call, "native", lambda: target.startswith("sm")),
-        patch.object(limits, "of_gpu", lambda device: limits_of(target)),
-    ):
-        yield launches
+    def run(self, *args, warmup, **options):
+        if only in self.__name__:
+            made = real(self, *args, warmup=True, **options)
+            found[made.hash] = Kernel(made)
+
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(Driver(target))
+    try:
+        with (
+            patch.object(triton.JITFunction, "run", run),
+            patch.object(call, "native", lambda: target.startswith("sm")),
+            patch.object(limits, "of_gpu", lambda device: limits_of(target)),
+        ):
+            yield found
+    finally:
+        triton.runtime.driver._active = before
 
 
-def launches_of(shape, dtype, target):
-    """Every launch of forward and backward at (B,Tq,Tk,H,Dv), on tensors without data."""
+def kernels_of(shape, dtype, target, only=""):
+    """The kernels of forward and backward at (B,Tq,Tk,H,Dv), by hash; on tensors without data."""
     batch, queries_len, keys_len, hidden, features = shape
-    make = functools.partial(torch.empty, dtype=dtype, device="meta")
+    make = partial(torch.empty, dtype=dtype, device="meta")
     queries, keys = make(batch, queries_len, hidden), make(batch, keys_len, hidden)
     values, w_v = make(batch, keys_len, features), make(1, hidden)
     valid = torch.empty(batch, dtype=torch.int64, device="meta")
-    with recording(target) as launches:
+    with compiling(target, only) as found:
         inputs = (queries, keys, values, w_v)
         context, weights = forward.attend(*inputs, valid_lens=valid)
         grads = (weights, context, weights, 15)
@@ -110,51 +116,4 @@ def launches_of(shape, dtype, target):
         if queries_len <= GPU_STEP_QUERIES and dtype != torch.float32:
             square = make(hidden, hidden)
             forward.attend_step(queries, keys, values, square, square, None, w_v, valid)
-    return launches
-
-
-@dataclass
-class Budget:
-    """The resources of one compiled kernel; without SASS on AMD."""
-
-    shared: int
-    spills: int
-    sass: str
-
-
-@functools.cache
-def compiled(launch, target):
-    """Compile for a target; raises what Triton raises where it does not compile."""
-    names = [name for name, _ in launch.signature]
-    source = ASTSource(
-        launch.kernel,
-        dict(launch.signature),
-        {(names.index(name),): value for name, value in launch.constants},
-        {(index,): [["tt.divisibility", 16]] for index in launch.aligned},
-    )
-    made = triton.compile(source, target=TARGETS[target], options={"num_warps": launch.warps})
-    shared = made.metadata.shared
-    if target.startswith("gfx"):
-        spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", made.asm["amdgcn"])[1]
-        return Budget(shared, int(spills), "")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(made.asm["cubin"])
-        usage = cuda.run_tool("cuobjdump", "-res-usage", str(path))
-        sass = cuda.run_tool("nvdisasm", "-c", str(path))
-    stack = int(re.search(r"STACK:(\d+)", usage)[1])
-    return Budget(shared, stack + len(re.findall(r"\b(?:STL|LDL)\b", sass)), sass)
-
-
-def block_of(launch, sass, tiles, exponentials):
-    """The kernel's loop over tanh, and how many (query, key, hidden unit) a thread has in it.
-
-    Args:
-        launch: of the kernel.
-        sass: its machine code.
-        tiles: that one turn of the loop takes.
-        exponentials: whether each element takes one.
-    """
-    sizes = dict(launch.constants)
-    elements = sizes["BLOCK_K"] * tiles * sizes["BLOCK_H"]
-    return hot(sass, exponentials), elements / (32 * launch.warps)
+    return found

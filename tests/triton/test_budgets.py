@@ -1,11 +1,10 @@
 """Every Triton kernel compiles for GPUs that are not here, within what such a GPU has."""
 
-import itertools
-
 import pytest
 import torch
-from launched import block_of, compiled, launches_of, limits_of
+from launched import kernels_of, limits_of
 
+from benchmarks.machine_code.sass import hot
 from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
 
 # (B,Tq,Tk,H,Dv) of the acceptance shapes; one of odd sizes needs every mask.
@@ -29,44 +28,56 @@ KERNELS |= {"grad_weights", "grad_softmax", "grad_values", "grad_tanh"}
     scope="module", params=[QUICK, *(pytest.param(run, marks=pytest.mark.deep) for run in DEEP)]
 )
 def run(request):
-    """Target, dtype, and each kernel in each configuration once, compiled."""
+    """Target, dtype, and each kernel in each configuration once."""
     target, dtype, shapes = request.param
-    launches = dict.fromkeys(
-        itertools.chain.from_iterable(launches_of(shape, dtype, target) for shape in shapes)
-    )
-    return target, dtype, {launch: compiled(launch, target) for launch in launches}
+    kernels = {}
+    for shape in shapes:
+        kernels |= kernels_of(shape, dtype, target)
+    return target, dtype, kernels.values()
 
 
 def test_every_kernel_fits_and_nothing_spills(run):
-    target, _, budgets = run
-    assert {launch.name for launch in budgets} >= KERNELS
-    for launch, budget in budgets.items():
-        assert budget.shared <= limits_of(target).shared, launch
-        assert budget.spills == 0, launch
+    target, _, kernels = run
+    assert {kernel.name for kernel in kernels} >= KERNELS
+    for kernel in kernels:
+        assert kernel.shared <= limits_of(target).shared, kernel.made
+        assert kernel.spills == 0, kernel.made
 
 
 def of_half_types_on_sm_90(run, name):
-    target, dtype, budgets = run
+    target, dtype, kernels = run
     if target != "sm_90" or dtype == torch.float32:
         pytest.skip("machine code is read of half types on sm_90")
-    return [(launch, budget.sass) for launch, budget in budgets.items() if launch.name == name]
+    return [kernel for kernel in kernels if kernel.name == name]
+
+
+def counted(kernel, tiles, exponentials):
+    """The kernel's loop over tanh, and how many (query, key, hidden unit) a thread has in it.
+
+    Args:
+        kernel: compiled.
+        tiles: that one turn of the loop takes.
+        exponentials: whether each element takes one.
+    """
+    elements = kernel.sizes["BLOCK_K"] * tiles * kernel.sizes["BLOCK_H"]
+    return hot(kernel.sass, exponentials), elements / (32 * kernel.warps)
 
 
 def test_many_queries_take_a_quarter_of_a_reciprocal(run):
-    for launch, sass in of_half_types_on_sm_90(run, "scores"):
-        factored, elements = block_of(launch, sass, tiles=4, exponentials=False)
-        assert factored.special / elements <= 0.3, launch
-        assert factored.fma / elements <= 4.0, launch
+    for kernel in of_half_types_on_sm_90(run, "scores"):
+        factored, elements = counted(kernel, tiles=4, exponentials=False)
+        assert factored.special / elements <= 0.3, kernel.made
+        assert factored.fma / elements <= 4.0, kernel.made
         # The other branch takes an exponential per element.
-        direct, elements = block_of(launch, sass, tiles=2, exponentials=True)
-        assert direct.special / elements >= 1.0, launch
+        direct, elements = counted(kernel, tiles=2, exponentials=True)
+        assert direct.special / elements >= 1.0, kernel.made
 
 
 def test_a_step_computes_faster_than_memory_is_read(run):
-    for launch, sass in of_half_types_on_sm_90(run, "step"):
-        if dict(launch.constants)["BLOCK_Q"] == 1:
-            block, elements = block_of(launch, sass, tiles=2, exponentials=True)
+    for kernel in of_half_types_on_sm_90(run, "step"):
+        if kernel.sizes["BLOCK_Q"] == 1:
+            block, elements = counted(kernel, tiles=2, exponentials=True)
             cycles = max(block.special / 16, block.fma / 128, block.total / 128) / elements
             # An H200 has 132 multiprocessors at 1.98 GHz, and reads 4 bytes an element (half types,
             # H = Dv) at 4.3 TB/s.
-            assert 132 * 1.98e9 / cycles > 1.1e12, launch
+            assert 132 * 1.98e9 / cycles > 1.1e12, kernel.made
