@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ class Row:
         skipped: why other providers were not run.
         verdicts: parity of each provider.
         roof: bytes that are read per second, if the row has a bound on it.
-        spent: seconds to compile, check and time all providers.
     """
 
     case: Case
@@ -39,28 +37,19 @@ class Row:
     skipped: dict[str, str]
     verdicts: dict[str, Verdict]
     roof: float | None = None
-    spent: float = 0.0
 
     def packed(self) -> dict[str, Any]:
         """The row as ``bench`` writes it in JSON."""
-        case, subject = self.case, SUBJECT[self.case.task]
-        timings = self.timings or Timings({})
-        ours = subject in timings.samples
+        case = self.case
         packed: dict[str, Any] = {
             "table": case.table,
             "shape": vars(case.shape),
             "task": case.task,
             "mode": case.mode,
-            "spent": self.spent,
             "skipped": self.skipped,
             "parity": {name: vars(verdict) for name, verdict in self.verdicts.items()},
-            "seconds": timings.packed(),
-            "ratio_to_ours": {
-                name: vars(timings.ratio(name, subject)) for name in timings.samples if ours
-            },
+            "seconds": {} if self.timings is None else self.timings.packed(),
         }
-        if self.timings is not None:
-            packed["rounds"] = timings.rounds
         if self.roof is not None:
             packed["dram_read"] = {"bytes_per_second": self.roof, "reader": "torch.sum"}
         packed["bounds"] = [self.check(bound) for bound in case.bounds]
@@ -102,7 +91,6 @@ class Runner:
     providers: Sequence[Provider] = (*PROVIDERS, *peers.PROVIDERS)
     seconds: float = 0.1  # of a row, per provider
     min_rounds: int = 5
-    _rows: dict[tuple[Any, ...], Row] = field(default_factory=dict)
     _shape: Shape | None = None
     _inputs: Inputs | None = None
     _oracles: dict[tuple[str, bool], Oracle] = field(default_factory=dict)
@@ -116,16 +104,7 @@ class Runner:
             self._workers.popitem()[1].close()
 
     def row(self, case: Case) -> Row:
-        """Measure a case, or return the measurements of a case with the same key."""
-        found = self._rows.get(case.key)
-        if found is None:
-            start = time.perf_counter()
-            found = self._measure(case)
-            found = replace(found, spent=time.perf_counter() - start)
-            self._rows[case.key] = found
-        return replace(found, case=case)
-
-    def _measure(self, case: Case) -> Row:
+        """Measure a case."""
         train = case.mode == "train"
         self._draw(case.shape)
         oracle = self._oracle(case.task, train)

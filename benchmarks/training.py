@@ -1,19 +1,16 @@
 """What attention adds to a training step and to inference of a recurrent decoder.
 
-``python -m benchmarks.training`` runs five decoders on the same batches and weights, in turns in
-one process: the course's with attention, the course's without, the latter with our loss, and ours
-step by step in Python and as one operator. A training step is forward, loss, backward, clipping and
-Adam, encoder and output layer included. The course's loss keeps the vocabulary in the middle and
-needs more time and memory than ours, so ours is compared with the decoder without attention that
-has our loss. Inference is the forward with given targets. Losses are compared first.
-``--json OUT`` keeps the figures.
+``python -m benchmarks.training`` runs five decoders on the same batches and weights, in turns: the
+course's with attention and without, the latter with our loss (the course's keeps the vocabulary in
+the middle, which takes longer), and ours step by step in Python and as one operator. A step is
+forward, loss, backward, clipping and Adam, encoder and output layer included; inference is the
+forward with given targets. Losses are compared first. ``--json OUT`` keeps the figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,7 @@ from bahdanau_fast.seq2seq import (
 from .contestants.baselines import CourseAttention
 from .tables import markdown, spread_text
 from .timing.machine import save
-from .timing.measure import Timings, interleave
+from .timing.measure import interleave
 from .timing.memory import allocated_growth
 
 COURSE, NONE, STEPS, OURS = "course", "no attention", "ours, step by step", "ours"
@@ -43,14 +40,7 @@ PARITY = 1e-4  # relative difference of the losses
 
 @dataclass(frozen=True)
 class Setting:
-    """One model and batch, and bounds on ratios of medians in one run.
-
-    Attributes:
-        times_course: the course's training step over ours, at least.
-        steps: training step and inference of ours step by step, over those of the decoder without
-            attention and with our loss, at most.
-        ours: the same for ours as one operator.
-    """
+    """One model and batch."""
 
     name: str
     batch: int
@@ -60,15 +50,12 @@ class Setting:
     hidden: int
     layers: int
     vocab: int
-    times_course: float
-    steps: tuple[float, float] | None = (1.25, 1.2)
-    ours: tuple[float, float] | None = (1.0, 1.0)
 
 
 SETTINGS = (
-    Setting("hidden 512", 64, 50, 50, 256, 512, 1, 5000, 4.0),
-    Setting("hidden 256", 64, 30, 30, 256, 256, 2, 5000, 2.5),
-    Setting("hidden 32", 64, 10, 10, 32, 32, 2, 200, 1.5, None, None),
+    Setting("hidden 512", 64, 50, 50, 256, 512, 1, 5000),
+    Setting("hidden 256", 64, 30, 30, 256, 256, 2, 5000),
+    Setting("hidden 32", 64, 10, 10, 32, 32, 2, 200),
 )
 
 
@@ -178,7 +165,7 @@ def _works(setting: Setting) -> dict[str, _Work]:
 
 
 def compare(setting: Setting, seconds: float, min_rounds: int = 5) -> dict[str, Any]:
-    """Time and memory of one setting, and the bounds on them.
+    """Time and memory of one setting.
 
     Raises:
         RuntimeError: the losses of the three decoders with attention differ.
@@ -198,31 +185,7 @@ def compare(setting: Setting, seconds: float, min_rounds: int = 5) -> dict[str, 
         "train": trained.packed(),
         "infer": inferred.packed(),
         "peak_bytes": peaks,
-        "checks": list(_checks(setting, trained, inferred, peaks)),
     }
-
-
-def _checks(
-    setting: Setting, trained: Timings, inferred: Timings, peaks: dict[str, int]
-) -> Iterator[dict[str, Any]]:
-    """Each bound of a setting, and what was found."""
-
-    def at_most(what: str, found: float, bound: float) -> dict[str, Any]:
-        return {"what": what, "found": found, "bound": f"<= {bound}", "holds": found <= bound}
-
-    found, least = trained.ratio(COURSE, OURS).median, setting.times_course
-    what = "training step, course / ours"
-    yield {"what": what, "found": found, "bound": f">= {least}", "holds": found >= least}
-    timed = {"training step": trained, "inference": inferred}
-    for name, bounds in ((STEPS, setting.steps), (OURS, setting.ours)):
-        for (what, timings), bound in zip(timed.items(), bounds or (), strict=False):
-            ratio = timings.ratio(name, OUR_LOSS).median
-            yield at_most(f"{what}, {name} / {OUR_LOSS}", ratio, bound)
-    # Bytes that attention adds, over the bytes of memory, weights and queries.
-    s = setting
-    kept = 4 * s.batch * (2 * s.source * s.hidden + s.target * (s.source + s.hidden))
-    what = f"peak memory above {OUR_LOSS} / (keys, projected keys, weights, queries)"
-    yield at_most(what, (peaks[OURS] - peaks[OUR_LOSS]) / kept, 1.5)
 
 
 def times(figures: list[dict[str, Any]]) -> list[str]:
@@ -237,19 +200,8 @@ def times(figures: list[dict[str, Any]]) -> list[str]:
     return markdown(heads, cells)
 
 
-def bounds(figures: list[dict[str, Any]]) -> list[str]:
-    """The bounds, and what was found, as Markdown."""
-    cells = []
-    for row in figures:
-        for check in row["checks"]:
-            holds = "holds" if check["holds"] else "**does not hold**"
-            found = f"{check['found']:.2f}"
-            cells.append([row["setting"]["name"], check["what"], found, check["bound"], holds])
-    return markdown(["setting", "ratio in one run", "found", "bound", ""], cells)
-
-
-def main() -> int:
-    """Print the table; 1 if a bound does not hold."""
+def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(prog="benchmarks.training", description=__doc__)
     parser.add_argument("--seconds", type=float, default=40.0, help="of training per setting")
     parser.add_argument("--only", default="", help="settings whose name holds this")
@@ -257,10 +209,9 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [setting for setting in SETTINGS if options.only in setting.name]
     figures = [compare(setting, options.seconds) for setting in chosen]
-    print("\n".join([*times(figures), "", *bounds(figures)]))
+    print("\n".join(times(figures)))
     save(options.json, {"settings": figures})
-    return 0 if all(check["holds"] for row in figures for check in row["checks"]) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

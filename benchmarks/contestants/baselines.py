@@ -87,39 +87,23 @@ class CourseAttention(nn.Module):
 
 
 def rewrite(
-    queries: Tensor, keys: Tensor, values: Tensor, w_v: Tensor, valid_lens: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    w_v: Tensor,
+    valid_lens: Tensor | None,
+    w_q: Tensor | None = None,
+    w_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(tanh(q + k) * w).sum(-1)`` on projected queries and keys."""
+    """``(tanh(q + k) * w).sum(-1)``; queries and keys come projected where no weight is given."""
+    queries = queries if w_q is None else F.linear(queries, w_q)
+    keys = keys if w_k is None else F.linear(keys, w_k)
     scores = (torch.tanh(queries.unsqueeze(2) + keys.unsqueeze(1)) * w_v).sum(-1)
     if valid_lens is not None:
         keep = torch.arange(scores.shape[-1], device=scores.device) < valid_lens[:, None, None]
         scores = torch.where(keep, scores, MASKED)
     weights = F.softmax(scores, dim=-1)
     return torch.bmm(weights, values), weights
-
-
-def rewrite_step(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    weights: tuple[Tensor, Tensor],
-    valid_lens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The rewrite with the keys projected beforehand; ``weights`` are W_q and w_v."""
-    w_q, w_v = weights
-    return rewrite(F.linear(queries, w_q), keys, values, w_v, valid_lens)
-
-
-def rewrite_full(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    valid_lens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The rewrite with both projections inside; ``weights`` are W_q, W_k and w_v."""
-    w_q, w_k, w_v = weights
-    return rewrite(F.linear(queries, w_q), F.linear(keys, w_k), values, w_v, valid_lens)
 
 
 @functools.cache
@@ -146,7 +130,10 @@ def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[
         raise Unavailable(problem)
     if isinstance(function, types.FunctionType):
         function = types.FunctionType(
-            function.__code__.replace(), function.__globals__, function.__name__
+            function.__code__.replace(),
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
         )
     if mode is not None:
         from torch._inductor import config, select_algorithm  # takes seconds

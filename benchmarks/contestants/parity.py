@@ -47,7 +47,7 @@ class Verdict:
 
 def family(task: str) -> str:
     """The task whose oracle serves this task: tasks with the same result share one."""
-    return {"again": "full", "step": "full", "scan": "projected"}.get(task, task)
+    return {"step": "full", "scan": "projected"}.get(task, task)
 
 
 def allowed_error(group: Group, eager_error: float, largest: float, dtype: torch.dtype) -> float:
@@ -60,15 +60,7 @@ def allowed_error(group: Group, eager_error: float, largest: float, dtype: torch
 def checked_call(
     source: str, name: str, task: str, shape: dict[str, Any], mode: str
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """A provider's call as it will be timed, and the verdict on it; what a worker process makes.
-
-    Args:
-        source: name of the module whose ``PROVIDERS`` holds the provider.
-        name: of the provider.
-        task: one of the tasks it serves.
-        shape: of the inputs, as a dictionary.
-        mode: ``forward``, ``graph`` or ``train``.
-    """
+    """What a worker makes: a call of a provider in ``source.PROVIDERS``, and the verdict on it."""
     providers = {each.name: each for each in importlib.import_module(source).PROVIDERS}
     torch.set_grad_enabled(mode != "forward")  # for the timed calls too
     inputs = draw(Shape(**shape))
@@ -81,24 +73,13 @@ def checked_call(
 def build_in(
     worker: Worker, source: str, provider: str, task: str, shape: Shape, mode: str = "forward"
 ) -> Verdict:
-    """Let a process build the call that it will time, and check its parity; see above.
-
-    Raises:
-        WorkerError: the provider cannot be built, or is not installed.
-    """
+    """Let a process build the call that it will time, and check its parity; or WorkerError."""
     given = (source, provider, task, asdict(shape), mode)
     return Verdict(**worker.make(__name__, checked_call.__name__, *given))
 
 
 class Oracle:
-    """The result of a task in fp64, and the error of eager PyTorch in the tested dtype.
-
-    Args:
-        inputs: as every provider gets them.
-        shape: whose inputs they are.
-        task: any task; the tasks of one :func:`family` have the same result.
-        gradients: compute gradients too.
-    """
+    """The result of a task in fp64, and the error of eager PyTorch in the tested dtype."""
 
     def __init__(self, inputs: Inputs, shape: Shape, task: str, gradients: bool) -> None:
         self._inputs = inputs
@@ -137,8 +118,6 @@ class Oracle:
     ) -> tuple[Callable[[], Any], Verdict]:
         """A provider's call as it will be timed, and the verdict on it."""
         runnable = provider.build(task, self._inputs)
-        if task == "again":
-            runnable.forward()  # the checked call must not be the first on its keys
         verdict = self.check(runnable, provider.group, train)
         return prepare(runnable, train, self._inputs.grad_context), verdict
 

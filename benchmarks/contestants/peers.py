@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..workloads.shapes import Inputs
@@ -181,12 +180,10 @@ def _onnx_projected(inputs: Inputs) -> Runnable:
 
 
 def _onnx_step(inputs: Inputs) -> Runnable:
-    def step(
-        query: Tensor, key: Tensor, value: Tensor, w_q: Tensor, w_v: Tensor, lens: Tensor | None
-    ) -> Outputs:
-        return baselines.rewrite(F.linear(query, w_q), key, value, w_v, lens)
+    def step(w_q: Tensor, *given: Any) -> Outputs:
+        return baselines.rewrite(*given, w_q)
 
-    tensors = (inputs.queries, inputs.projected_keys, inputs.values, inputs.w_q, inputs.w_v)
+    tensors = (inputs.w_q, inputs.queries, inputs.projected_keys, inputs.values, inputs.w_v)
     return _onnx(step, tensors, inputs.valid_lens)
 
 

@@ -4,7 +4,6 @@
 task        what one call does
 =========== ==========================================================================
 full        the unchanged module call: projections of queries and keys included
-again       the unchanged module call on the keys of the call before
 step        one decoder step on keys projected beforehand; W_q included
 projected   queries and keys both projected beforehand
 scan        as projected, and our table of exponentials made beforehand too
@@ -33,7 +32,7 @@ from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
 from . import baselines
 from .baselines import CourseAttention, compiled
 
-TASKS = ("full", "again", "step", "projected", "scan", "loop")
+TASKS = ("full", "step", "projected", "scan", "loop")
 Group = Literal["eager", "compiled", "ours", "peer"]
 Outputs = tuple[Tensor, Tensor]
 Step = Callable[[Tensor], Outputs]
@@ -131,20 +130,8 @@ def _forget(module: Module) -> None:
             setattr(module._cache, name, None)
 
 
-def _module(
-    make: Callable[[Inputs], Module],
-    inputs: Inputs,
-    steps: bool = False,
-    known: bool = False,
-) -> Runnable:
-    """A module's call, or with ``steps`` a loop of calls on the same keys.
-
-    Args:
-        make: builds the module.
-        inputs: of the calls.
-        steps: each query depends on the context before it.
-        known: the keys may be those of the call before.
-    """
+def _module(make: Callable[[Inputs], Module], inputs: Inputs, steps: bool = False) -> Runnable:
+    """A module's call on new keys, or with ``steps`` a loop of calls on the same keys."""
     module = make(inputs)
 
     def step(query: Tensor) -> Outputs:
@@ -152,8 +139,7 @@ def _module(
         return context, _weights(module)
 
     def forward() -> Outputs:
-        if not known:
-            _forget(module)
+        _forget(module)
         return decode(step, inputs.queries) if steps else step(inputs.queries)
 
     return Runnable(forward, _with_parameters(inputs, module))
@@ -170,16 +156,15 @@ def _course_projected(inputs: Inputs) -> Runnable:
 Wrap = Callable[[Callable[..., Outputs]], Callable[..., Outputs]]
 
 
-def _rewrite_full(wrap: Wrap, inputs: Inputs) -> Runnable:
-    weights = (inputs.w_q, inputs.w_k, inputs.w_v)
-    given = (inputs.queries, inputs.keys, inputs.values, weights, inputs.valid_lens)
-    return Runnable(partial(wrap(baselines.rewrite_full), *given), inputs.leaves("full"))
+def _rewrite(wrap: Wrap, inputs: Inputs) -> Runnable:
+    given = (inputs.queries, inputs.keys, inputs.values, inputs.w_v, inputs.valid_lens)
+    call = partial(wrap(baselines.rewrite), *given, inputs.w_q, inputs.w_k)
+    return Runnable(call, inputs.leaves("full"))
 
 
 def _rewrite_step(wrap: Wrap, inputs: Inputs) -> Runnable:
-    weights = (inputs.w_q, inputs.w_v)
-    given = (inputs.queries, inputs.projected_keys, inputs.values, weights, inputs.valid_lens)
-    return Runnable(partial(wrap(baselines.rewrite_step), *given), ())
+    given = (inputs.queries, inputs.projected_keys, inputs.values, inputs.w_v, inputs.valid_lens)
+    return Runnable(partial(wrap(baselines.rewrite), *given, inputs.w_q), ())
 
 
 def _rewrite_projected(wrap: Wrap, inputs: Inputs) -> Runnable:
@@ -188,23 +173,22 @@ def _rewrite_projected(wrap: Wrap, inputs: Inputs) -> Runnable:
 
 
 def _rewrite_loop(wrap: Wrap, inputs: Inputs) -> Runnable:
-    call, weights = wrap(baselines.rewrite_step), (inputs.w_q, inputs.w_v)
+    call = wrap(baselines.rewrite)
 
     def forward() -> Outputs:
         keys = F.linear(inputs.keys, inputs.w_k)
-        rest = (keys, inputs.values, weights, inputs.valid_lens)
+        rest = (keys, inputs.values, inputs.w_v, inputs.valid_lens, inputs.w_q)
         return decode(lambda query: call(query, *rest), inputs.queries)
 
     return Runnable(forward, inputs.leaves("loop"))
 
 
-def _rewrites(wrap: Wrap) -> dict[str, Callable[[Inputs], Runnable]]:
+def rewrites(wrap: Wrap) -> dict[str, Callable[[Inputs], Runnable]]:
+    """The rewrite in every task, each function wrapped, for example compiled."""
     return {
-        "full": partial(_rewrite_full, wrap),
+        "full": partial(_rewrite, wrap),
         "step": partial(_rewrite_step, wrap),
-        "again": partial(_rewrite_step, wrap),
-        "projected": partial(_rewrite_projected, wrap),
-        "scan": partial(_rewrite_projected, wrap),
+        **dict.fromkeys(("projected", "scan"), partial(_rewrite_projected, wrap)),
         "loop": partial(_rewrite_loop, wrap),
     }
 
@@ -261,16 +245,7 @@ def attend_projected(
     w_v: Tensor,
     valid_lens: Tensor | None,
 ) -> Outputs:
-    """Ours, after the projections.
-
-    Args:
-        backend: its name.
-        queries: (B,Tq,H), projected.
-        keys: projected.
-        values: (B,Tk,Dv).
-        w_v: (1,H).
-        valid_lens: None, (B,) or (B,Tq).
-    """
+    """Ours, after the projections of queries (B,Tq,H) and keys."""
     try:
         from bahdanau_fast import run
         from bahdanau_fast.call import Call
@@ -297,18 +272,18 @@ PROVIDERS: tuple[Provider, ...] = (
         "d2l eager",
         "eager",
         {
-            **dict.fromkeys(("full", "again", "step"), _COURSE),
+            **dict.fromkeys(("full", "step"), _COURSE),
             "projected": _course_projected,
             "loop": partial(_COURSE, steps=True),
         },
     ),
-    Provider("rewrite eager", "eager", _rewrites(lambda function: function)),
-    Provider("compiled", "compiled", _rewrites(compiled)),
-    Provider("compiled max-autotune", "compiled", _rewrites(_AUTOTUNED), on_demand=True),
+    Provider("rewrite eager", "eager", rewrites(lambda function: function)),
+    Provider("compiled", "compiled", rewrites(compiled)),
+    Provider("compiled max-autotune", "compiled", rewrites(_AUTOTUNED), on_demand=True),
     Provider(
         "ours module",
         "ours",
-        {"full": _OURS, "again": partial(_OURS, known=True), "loop": partial(_OURS, steps=True)},
+        {"full": _OURS, "loop": partial(_OURS, steps=True)},
     ),
     Provider("ours memory", "ours", {"step": _memory_step, "loop": _memory_loop}),
     Provider("ours op", "ours", _OP),

@@ -17,7 +17,7 @@ from bahdanau_fast.kernels import plans
 
 from ..contestants.parity import Oracle
 from ..contestants.providers import Provider, by_name
-from ..timing.measure import GpuCall, captured, interleave, prepare
+from ..timing.measure import GpuCall, captured, interleave
 from ..workloads.shapes import MANY_QUERIES, SUBJECT, Inputs, Shape, draw
 
 NAN = float("nan")
@@ -26,15 +26,7 @@ SECONDS = 0.5  # of timing a row
 
 @dataclass(frozen=True)
 class GpuCase:
-    """A call on a GPU.
-
-    Attributes:
-        backend: of ours.
-        shape: from :mod:`benchmarks.workloads.shapes`.
-        task: of the providers.
-        dtype: name in torch.
-        train: forward and backward.
-    """
+    """A call on a GPU, forward or with ``train`` forward and backward."""
 
     backend: str
     shape: Shape
@@ -83,10 +75,9 @@ def checked(
     """A provider's call, and its verdict against fp64 by the rule for ours."""
     inputs = inputs_of(case, device)
     oracle = Oracle(inputs, case.shape, case.task, case.train)
-    runnable = provider.build(case.task, inputs)
-    verdict = oracle.check(runnable, "ours", case.train)
+    call, verdict = oracle.checked(replace(provider, group="ours"), case.task, case.train)
     synchronize(device)
-    return prepare(runnable, case.train, inputs.grad_context), asdict(verdict)
+    return call, asdict(verdict)
 
 
 @contextmanager
@@ -139,11 +130,7 @@ def times(
 ) -> dict[str, Any]:
     """Seconds (median, p20, p80) of a call: called, from a graph, from a graph with a cold L2.
 
-    Args:
-        case: the call.
-        provider: who computes it.
-        device: of the data.
-        replayed: False where a graph cannot hold the call.
+    ``replayed`` is False where a graph cannot hold the call.
     """
     with _settings(case):
         call, result = checked(case, provider, device)

@@ -29,10 +29,9 @@ class Stage:
     Args:
         source: ``module:function``; the function takes a device and returns the list of rows.
         deadline: of ``time.monotonic()``; rows that are left then are recorded as not run.
-        record: takes a dictionary with ``row``, its name, and the result, or a ``problem``, or why
-            it was ``not run``.
+        record: takes ``row``, its name, and the result, a ``problem``, or why it was ``not run``.
         device: name of the device.
-        only: of the rows, those whose name contains all of these.
+        only: words that a row's name has to contain.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["Block", "blocks", "hot"]
+__all__ = ["Block", "hot"]
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 # Issued to the fma pipe of sm_80 and later; FADD and FMUL are fma there.
@@ -37,13 +37,8 @@ class Block:
     def fma(self) -> int:
         return self.count(*FMA)
 
-    @property
-    def loads(self) -> int:
-        """From global and shared memory."""
-        return self.count("LDG", "LDS", "LDSM")
 
-
-def blocks(sass: str) -> list[Block]:
+def _blocks(sass: str) -> list[Block]:
     """The basic blocks of nvdisasm's or cuobjdump's listing."""
     found: list[Block] = []
     counts: Counter[str] = Counter()
@@ -65,7 +60,7 @@ def hot(sass: str, exponentials: bool) -> Block | None:
     """The block with most reciprocals, of those with exponentials or of those without."""
     wanted = [
         block
-        for block in blocks(sass)
+        for block in _blocks(sass)
         if block.counts["MUFU.RCP"] and bool(block.counts["MUFU.EX2"]) == exponentials
     ]
     return max(wanted, key=lambda block: block.counts["MUFU.RCP"], default=None)

@@ -88,11 +88,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
-    """One sample.
-
-    A call that has a method ``seconds`` takes its own time: one in another process
-    (:class:`.worker.Worker`) or on a GPU (:class:`GpuCall`).
-    """
+    """One sample; a :class:`.worker.Worker` or :class:`GpuCall` takes its own."""
     own = getattr(call, "seconds", None)
     if own is not None:
         return float(own(repeats))
@@ -106,20 +102,12 @@ def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
 
 
 def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: int = 5) -> Timings:
-    """Time calls in turn for about ``seconds``, at least ``min_rounds`` rounds.
+    """Time warm calls in turn for about ``seconds``, at least ``min_rounds`` rounds (or three).
 
     A sample repeats a call at least five times and for about 5 ms, one of more than 5 ms twice and
-    one of more than 50 ms once, after as many calls that are not timed: a decoder reads the same
-    memory at every step and finds it in the caches. The order of the calls is new in each round, so
-    that no call always follows the same other call. A pause before each sample lets the threads of
-    the provider before go to sleep: compiled code has an OpenMP pool of its own, which spins for
-    some milliseconds on the cores that the next provider needs.
-
-    Args:
-        calls: the calls to time, already warm.
-        seconds: for all calls together; the number of rounds follows from it.
-        min_rounds: rounds that are taken even if they need longer; three of them if one round
-            alone needs longer.
+    one of more than 50 ms once, after as many calls that are not timed: a decoder finds the memory
+    of the step before in the caches. No call always follows the same other call. A pause before
+    each sample lets the OpenMP threads of the provider before go to sleep.
     """
     names = list(calls)
     with _no_collection():
@@ -158,12 +146,9 @@ class MemoryRead:
 
 
 class GpuCall:
-    """A call on a GPU, whose samples are taken by events.
+    """A call, or the replay of its graph, on a GPU, timed by events; on a CPU by the clock.
 
-    Args:
-        call: what is timed, or the replay of its graph.
-        device: of the data; for a CPU, where tests run, the clock is read.
-        cold: no input is in the L2 when a call begins.
+    ``cold``: no input is in the L2 when a call begins.
     """
 
     def __init__(self, call: Callable[[], Any], device: torch.device, cold: bool = False) -> None:

@@ -1,10 +1,8 @@
 """A process that builds, times and computes what it is asked for, one request after the other.
 
-It serves whatever cannot share a process or may end one: libraries (Keras on two back ends), two
-versions of this package, rows that crash on a GPU. Requests and answers are lines of JSON. While
-one process is timed, the others wait on a pipe. Each process reads its own clock, so no message is
-part of a time. The module imports torch only where a request needs it: a report of a GPU whose
-driver hangs goes on without that process.
+For what cannot share a process or may end one: libraries (Keras on two back ends), two versions of
+this package, rows that crash on a GPU. Requests and answers are lines of JSON; each process reads
+its own clock. torch is imported only where a request needs it, since a driver may hang.
 """
 
 from __future__ import annotations
@@ -30,12 +28,7 @@ LAST_LINES = 12
 
 
 class WorkerError(Exception):
-    """A process reported a problem, or it ended.
-
-    Attributes:
-        problem: what it reported, or how it ended, in one line.
-        said: the last lines of its standard error, if it has ended.
-    """
+    """A process reported a ``problem``, or it ended: then ``said`` ends its standard error."""
 
     def __init__(self, problem: str, said: Sequence[str] = ()) -> None:
         super().__init__(": ".join((problem, *said[-1:])))
@@ -45,9 +38,7 @@ class WorkerError(Exception):
 class Worker:
     """A process that takes requests until it is closed.
 
-    Args:
-        extra: variables set in its environment.
-        folder: its working folder, the first place that its imports look in.
+    ``extra`` are variables of its environment; ``folder`` is where its imports look first.
     """
 
     def __init__(self, extra: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
@@ -66,11 +57,7 @@ class Worker:
         )
 
     def make(self, source: str, function: str, *arguments: Any) -> dict[str, Any]:
-        """Let a function of a module build the call that will be timed; returns its second result.
-
-        Raises:
-            WorkerError: the function raised.
-        """
+        """Let a function build the call that will be timed; returns its second result."""
         return self.ask(do="make", source=source, function=function, arguments=arguments)
 
     def seconds(self, repeats: int) -> float:
@@ -82,12 +69,7 @@ class Worker:
         self.seconds(1)
 
     def ask(self, within: float | None = None, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer, at most ``within`` seconds.
-
-        Raises:
-            WorkerError: the answer is a problem, it does not come in time, or the process has
-                ended; after the last two there is nobody to ask.
-        """
+        """Send a request and wait for its answer, at most ``within`` seconds, or WorkerError."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -139,13 +121,7 @@ class Worker:
 
 
 class Row(NamedTuple):
-    """One result to compute, of a list that a module's function returns.
-
-    Attributes:
-        name: unique in its list.
-        seconds: after which it counts as hanging.
-        compute: returns the result, which JSON can hold.
-    """
+    """One result to compute, which JSON can hold; it hangs if it takes longer than ``seconds``."""
 
     name: str
     seconds: float

@@ -99,8 +99,6 @@ STEPS_ON_MEMORY = (
 # The course decoder always passes lengths; full ones, so that there is no padding to skip.
 LOOP = Shape("loop-64", 64, 1, 50, 512, lens="full")
 
-QUICK = ("d2l-toy", "d2l-nmt", "ocr", "pointer-generator")
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -169,8 +167,8 @@ def draw(shape: Shape, seed: int = 0) -> Inputs:
 
 # --- the tables of ``bench``: their rows, and the bounds that each row has to keep ----------------
 
-Mode = Literal["forward", "graph", "train"]
-MODES = {"forward": "forward", "graph": "forward, graph kept", "train": "forward + backward"}
+Mode = Literal["forward", "train"]
+MODES = {"forward": "forward", "train": "forward + backward"}
 
 # Share of the DRAM bandwidth that a step on a large memory reads with, at least.
 BANDWIDTH_BOUND = 0.8
@@ -184,7 +182,6 @@ TRAINED = ("d2l-toy", "d2l-nmt", "tacotron2", "tsp")
 # Our provider that is compared with the baselines in each task.
 SUBJECT = {
     "full": "ours module",
-    "again": "ours module",
     "step": "ours memory",
     "projected": "ours op",
     "scan": "ours op",
@@ -216,7 +213,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a task on a shape, as forward without gradients, forward with graph, or training."""
+    """One row: a task on a shape, as forward without gradients or as training."""
 
     table: str
     shape: Shape
@@ -225,11 +222,6 @@ class Case:
     bounds: tuple[Bound, ...] = ()
     extra: tuple[str, ...] = ()  # providers, or groups of them, that run in this row alone
     share: float = 1.0  # of the time that a row usually gets
-
-    @property
-    def key(self) -> tuple[Shape, str, Mode, tuple[str, ...]]:
-        """Rows with the same key are measured once."""
-        return self.shape, self.task, self.mode, self.extra
 
 
 def _named(*needed: float) -> tuple[Bound, ...]:
@@ -254,7 +246,6 @@ _SPEED = (
 )
 _OVERHEAD = (
     *(Case("overhead", TOY, "full", mode) for mode in MODES),
-    Case("overhead", TOY, "again"),
     Case("overhead", TOY, "step"),
     Case("overhead", replace(TOY, lens="none"), "full"),
 )
@@ -264,25 +255,17 @@ _PEERS = (
 )
 
 
-def _shape_cases(quick: bool) -> Iterator[Case]:
+def _shape_cases() -> Iterator[Case]:
     for shape in LIST:
-        if not quick or shape.name in QUICK:
-            task = "full" if shape.projection_flops <= PROJECTION_FLOPS else "projected"
-            for mode in ("forward", "train") if shape.name in TRAINED else ("forward",):
-                # Matrix products are most of some rows: a few percent decide who is the faster.
-                share = 1.0 if quick else 10.0
-                yield Case("shapes", shape, task, mode, (Bound("baseline", 1.0),), share=share)
+        task = "full" if shape.projection_flops <= PROJECTION_FLOPS else "projected"
+        for mode in ("forward", "train") if shape.name in TRAINED else ("forward",):
+            # Matrix products are most of some rows: a few percent decide who is the faster.
+            yield Case("shapes", shape, task, mode, (Bound("baseline", 1.0),), share=10.0)
 
 
-def cases(quick: bool = False, only: str | None = None) -> list[Case]:
-    """The rows in the order of the tables.
-
-    Args:
-        quick: leave out the large shapes, the compilations that take long, and the peers.
-        only: keep the rows whose table or shape contains this.
-    """
-    found = [*_SPEED, *_shape_cases(quick), *_OVERHEAD]
-    found = [replace(case, extra=()) for case in found] if quick else [*found, *_PEERS]
+def cases(only: str | None = None) -> list[Case]:
+    """The rows in the order of the tables; with ``only`` those whose table or shape contains it."""
+    found = [*_SPEED, *_shape_cases(), *_OVERHEAD, *_PEERS]
     if only:
         found = [case for case in found if only in case.table or only in case.shape.name]
     return found

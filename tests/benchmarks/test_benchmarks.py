@@ -108,7 +108,7 @@ def test_a_wrong_row_among_unchecked_rows_is_all_that_can_pass(monkeypatch):
 )
 def test_every_provider_passes_the_gate(monkeypatch, shape, task):
     monkeypatch.setattr("benchmarks.contestants.providers.DECODE_STEPS", 3)
-    train = task not in ("step", "again")
+    train = task != "step"
     inputs = draw(shape)
     inputs.require_grad(True)
     oracle = Oracle(inputs, shape, task, train)
@@ -134,7 +134,7 @@ class _Projections(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize(("task", "expected"), [("full", 3), ("again", 1), ("loop", 3)])
+@pytest.mark.parametrize(("task", "expected"), [("full", 3), ("loop", 3)])
 def test_a_module_call_is_timed_with_its_projection_of_the_keys(task, expected, grad, monkeypatch):
     monkeypatch.setattr("benchmarks.contestants.providers.DECODE_STEPS", 3)
     inputs = draw(Shape("cached", 4, 1, 40, 64))  # smaller calls project inside the operator
@@ -195,15 +195,13 @@ def test_a_training_step_gives_every_gradient():
             assert gradient.abs().max() > 0
 
 
-def test_every_row_has_somebody_to_compare_and_quick_is_a_part_of_all():
+def test_every_row_has_somebody_to_compare():
     for case in cases():
         able = [p for p in (*PROVIDERS, *peers.PROVIDERS) if case.task in p.builders]
         names = [provider.name for provider in able]
         assert SUBJECT[case.task] in names
         assert set(case.extra) <= {*names, *(provider.group for provider in able)}
         assert len(names) > 1
-    everything = {case.key[:3] for case in cases()}
-    assert {case.key[:3] for case in cases(quick=True)} < everything
     assert {case.shape for case in cases()} > set(LIST)
     assert {case.table for case in cases(only="loop")} == {"loop"}
 
@@ -218,12 +216,9 @@ def test_results_are_printed_and_packed():
     runner = Runner(providers=EAGER_AND_OURS, seconds=0.001, min_rounds=3)
     bounds = (Bound("baseline", 1e-9), Bound("baseline", 1e9), Bound("compiled", 1.0))
     row = runner.row(Case("shapes", SMALL, "full", "forward", bounds))
-    assert runner.row(row.case).timings is row.timings  # measured once
     packed = json.loads(json.dumps(row.packed()))
     text = "\n".join([*tables.row_table([packed]), *tables.bound_lines([packed])])
     assert "small (3, 2, 7, 16)" in text
     assert text.count("PASS") == 1
     assert text.count("FAIL") == 2
-    assert packed["seconds"].keys() == packed["ratio_to_ours"].keys()
-    assert packed["ratio_to_ours"]["ours module"]["median"] == 1
     assert [bound["holds"] for bound in packed["bounds"]] == [True, False, False]

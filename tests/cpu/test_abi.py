@@ -22,14 +22,16 @@ RUNTIME = re.compile(
 FOREIGN = re.compile(r"c10|3c10|2at|N2at|5torch|caffe2|pybind11")
 
 
+def read(*command):
+    """What a tool of binutils says of a library; the build's compiler brings the tools."""
+    if sys.platform != "linux" or shutil.which(command[0]) is None:
+        pytest.fail(f"the audit needs Linux and {command[0]} (binutils)")
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def symbols():
     """(name, version or "") of what the binary takes from elsewhere."""
-    nm = shutil.which("nm")
-    if sys.platform != "linux" or nm is None:
-        pytest.fail("the audit needs Linux and nm (binutils); the build's compiler brings it")
-    lines = subprocess.run(
-        [nm, "-D", "--undefined-only", str(BINARY)], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    lines = read("nm", "-D", "--undefined-only", str(BINARY)).splitlines()
     return [line.split()[-1].partition("@") for line in lines if line.strip()]
 
 
@@ -57,20 +59,14 @@ def test_torch_and_python_are_really_used():
 
 
 def test_torch_offers_what_is_taken():
-    offered = subprocess.run(
-        ["nm", "-D", "--defined-only", str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
+    library = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
+    offered = read("nm", "-D", "--defined-only", str(library)).split()
     wanted = {name for name, *_ in symbols() if TORCH.match(name)}
     assert wanted <= set(offered)
 
 
 def test_only_the_entry_point_is_given():
-    lines = subprocess.run(
-        ["nm", "-D", "--defined-only", str(BINARY)], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    lines = read("nm", "-D", "--defined-only", str(BINARY)).splitlines()
     names = {line.split()[-1].partition("@")[0] for line in lines}
     assert "PyInit__C_cpu" in names
     strong = {line.split()[-1].partition("@")[0] for line in lines if line.split()[-2] in "TDBR"}
@@ -79,9 +75,7 @@ def test_only_the_entry_point_is_given():
 
 
 def test_the_libraries_it_names():
-    text = subprocess.run(
-        ["readelf", "-d", str(BINARY)], capture_output=True, text=True, check=True
-    ).stdout
+    text = read("readelf", "-d", str(BINARY))
     needed = re.findall(r"\(NEEDED\).*\[(.*?)\]", text)
     system = r"lib(stdc\+\+|m|gcc_s|c|pthread|dl)\.so|ld-linux"
     assert [x for x in needed if not re.match(system, x)] == ["libtorch_cpu.so"]

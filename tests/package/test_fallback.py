@@ -3,12 +3,14 @@
 import _ctypes
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from sysconfig import get_path
 
 import pytest
 import torch
-from fresh import HIDE, ROOT, copy_package, python
+from fresh import ROOT, copy_package, python
 
 import bahdanau_fast as bf
 from bahdanau_fast import backends
@@ -79,24 +81,37 @@ def truncated(folder):
     return r"the C\+\+ extension is there but does not load: "
 
 
-def header_only(folder):
-    real = Path(sys.modules["bahdanau_fast._C_cpu"].__file__).read_bytes()
-    (folder / "bahdanau_fast/_C_cpu.abi3.so").write_bytes(real[:300])
-    return r"the C\+\+ extension is there but does not load: "
-
-
-def empty(folder):
-    (folder / "bahdanau_fast/_C_cpu.abi3.so").touch()
-    return r"the C\+\+ extension is there but does not load: .*file too short"
-
-
 def another(folder):
     # A module of that name that is none of ours: no PyInit__C_cpu in it.
     shutil.copy(_ctypes.__file__, folder / "bahdanau_fast/_C_cpu.abi3.so")
     return r"the C\+\+ extension is there but does not load: .*PyInit__C_cpu"
 
 
-BREAKAGES = [missing, left_out, garbage, truncated, header_only, empty, another]
+OTHER_ABI = """
+#include <Python.h>
+int aoti_torch_of_another_version(void);
+PyMODINIT_FUNC PyInit__C_cpu(void) { return PyLong_FromLong(aoti_torch_of_another_version()); }
+"""
+
+
+def another_abi(folder):
+    if shutil.which("gcc") is None:
+        pytest.skip("makes a library with gcc")
+    (folder / "other.c").write_text(OTHER_ABI)
+    include, made = get_path("include"), folder / "bahdanau_fast/_C_cpu.abi3.so"
+    command = ["gcc", "-shared", "-fPIC", f"-I{include}", str(folder / "other.c"), "-o", str(made)]
+    subprocess.run(command, check=True)
+    return r"is there but does not load: .*undefined symbol: aoti_torch_of_another_version"
+
+
+def old_torch(folder):
+    shutil.copy(sys.modules["bahdanau_fast._C_cpu"].__file__, folder / "bahdanau_fast")
+    with (folder / "sitecustomize.py").open("a") as file:
+        file.write("import torch; torch.__version__ = '2.9.1+cpu'")
+    return r"the C\+\+ extension needs torch >= 2\.10, got 2\.9\.1\+cpu"
+
+
+BREAKAGES = [missing, left_out, garbage, truncated, another, another_abi, old_torch]
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda f: f.__name__)
@@ -107,17 +122,12 @@ def test_the_package_works(copied, breakage):
     warning, refusal, *info = done.stdout.strip().splitlines()
     assert re.search(reason, warning)
     assert "python -m bahdanau_fast info" in warning
-    assert re.search(f"backend must be available here, got 'cpu': {reason}", refusal)
+    assert re.search(f"backend must be available here, got 'cpu': .*{reason}", refusal)
     info = "\n".join(info)
-    assert re.search(f"cpu +not available: {reason}", info)
+    assert re.search(f"cpu +not available: .*{reason}", info)
     assert "auto takes 'reference' for cpu tensors" in info
     assert str(copied) in info
     assert "Traceback" not in done.stderr
-
-
-def test_an_import_hook_that_hides_it():
-    done = python("-c", HIDE.format(hidden=["bahdanau_fast._C_cpu"]) + WORKS, path=ROOT)
-    assert "the C++ extension is not built" in done.stdout
 
 
 def test_the_whole_package_imports_without_a_warning_when_built():

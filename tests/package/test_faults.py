@@ -1,15 +1,13 @@
 """Things that go wrong around a call: one clear message, nothing broken, the next call right."""
 
 import re
-import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from fresh import copy_package, copy_tree, python
+from fresh import copy_tree, python
 
 import bahdanau_fast as bf
 
@@ -63,54 +61,6 @@ def test_a_package_without_a_binary_holds_the_reason(tree, kind):
     assert b"cannot run no-such-compiler (No such file or" in found.pop("_C_cpu.why.txt")
     assert not found
     assert built(CXX=str(compiler)) == {"_C_cpu.abi3.so": b""}
-
-
-OLD_TORCH = """
-import warnings, torch
-torch.__version__ = "2.9.1+cpu"
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import bahdanau_fast as bf
-said = [str(w.message) for w in caught if "bahdanau_fast" in str(w.message)]
-assert len(said) == 1, said
-assert "the C++ extension needs torch >= 2.10, got 2.9.1+cpu" in said[0], said
-assert bf.backends.available() == ("reference",)
-x = torch.randn(2, 3, 4)
-bf.AdditiveAttention(4, 4, 8)(x, x, x).sum().backward()
-"""
-
-
-def test_an_old_torch_is_named():
-    python("-c", OLD_TORCH)
-
-
-OTHER_ABI = """
-#include <Python.h>
-int aoti_torch_of_another_version(void);
-PyMODINIT_FUNC PyInit__C_cpu(void) { return PyLong_FromLong(aoti_torch_of_another_version()); }
-"""
-LOADS = """
-import warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import bahdanau_fast as bf
-said = [str(w.message) for w in caught if "bahdanau_fast" in str(w.message)]
-assert len(said) == 1, said
-assert "is there but does not load" in said[0], said
-assert "undefined symbol: aoti_torch_of_another_version" in said[0], said
-assert bf.backends.available() == ("reference",)
-print(bf.__file__)
-"""
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="makes a library with gcc")
-def test_a_binary_of_another_abi(tmp_path):
-    package = copy_package(tmp_path) / "bahdanau_fast"
-    (tmp_path / "other.c").write_text(OTHER_ABI)
-    include = __import__("sysconfig").get_path("include")
-    command = ["gcc", "-shared", "-fPIC", f"-I{include}", str(tmp_path / "other.c")]
-    subprocess.run([*command, "-o", str(package / "_C_cpu.abi3.so")], check=True)
-    assert str(package) in python("-c", LOADS, cwd=tmp_path, path=tmp_path).stdout
 
 
 # ---- in the middle of a call ---------------------------------------------------------------------

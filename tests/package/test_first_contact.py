@@ -96,14 +96,6 @@ def test_without_what_makes_wheels_the_rest_works(tmp_path):
     assert (tmp_path / "lib/bahdanau_fast/kernels").is_dir()
 
 
-def test_readme_installs_first_what_an_old_environment_lacks():
-    block = re.search(r"beside your own.*?```\n(.*?)```", README, re.DOTALL)[1]
-    assert block.splitlines() == [
-        "pip install 'setuptools>=77' wheel",
-        "pip install --no-build-isolation .",
-    ]
-
-
 @pytest.mark.parametrize(
     ("version", "field"), [("65.5.0", "license"), ("77.0.3", "license_expression")]
 )
@@ -144,12 +136,6 @@ assert seq2seq is bf.seq2seq and not hasattr(bf, "seq2sec")
 
 def test_the_translator_is_imported_when_it_is_asked_for():
     python("-c", LAZY, cwd=ROOT)
-
-
-def test_readme_names_the_extra_before_the_commands_that_need_it():
-    section = README.partition("## A translator")[2]
-    install, train = "pip install --no-build-isolation '.[seq2seq]'", "bahdanau_fast train"
-    assert 0 < section.index(install) < section.index(train)
 
 
 def test_the_signature_that_help_and_notebooks_show():

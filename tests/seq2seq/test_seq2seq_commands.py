@@ -196,7 +196,7 @@ def bad_files(tmp_path):
         (["train"], "--out"),
         (["train", "--out", "{free}", "--data", "{gone}"], "data must be a readable file"),
         (["train", "--out", "{free}", "--data", "{free}"], "data must be a readable file"),
-        (["train", "--out", "{free}", "--data", "{empty}"], "(an empty file)\n"),
+        (["train", "--out", "{free}", "--data", "{empty}"], "hold pairs (source, tab, target)"),
         (["train", "--out", "{free}", "--data", "{one}"], "min_freq must leave tokens to learn"),
         (["train", "--out", "{free}", "--lr", "inf"], "must be finite, got inf"),
         (["train", "--out", "{free}", "--epochs", "1.5"], "must be a whole number, got '1.5'"),

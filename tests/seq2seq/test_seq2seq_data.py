@@ -1,7 +1,6 @@
 """Dates, vocabulary, encoding and batches."""
 
 import datetime
-import re
 
 import pytest
 import torch
@@ -97,28 +96,6 @@ def test_dates_are_reproducible_and_never_shared():
         day = datetime.date.fromisoformat(example.iso)
         assert dates.FIRST <= day <= dates.LAST
         assert example.text == example.text.strip()
-
-
-def test_every_style_of_every_language_says_year_month_and_day():
-    for language, names in dates.LANGUAGES.items():
-        for row, size in (
-            (names.months, 12),
-            (names.short_months, 12),
-            (names.weekdays, 7),
-            (names.short_weekdays, 7),
-        ):
-            assert len(row) == len(set(row)) == size, language
-        for style in names.styles:
-            fields = set(re.findall(r"{(\w+)}", style))
-            assert fields & {"y", "yy"}, style
-            assert fields & {"month", "mon", "m", "mm"}, style
-            assert fields & {"d", "dd", "nth"}, style
-            if "yy" in fields:  # two digits: only last, and only behind a month name
-                assert style.endswith("{yy}"), style
-                assert "{mon}" in style, style
-            if fields & {"m", "mm"} and not style.startswith("{y}"):
-                assert language == "German", style
-                assert "." in style, style
 
 
 def test_no_text_has_two_readings():

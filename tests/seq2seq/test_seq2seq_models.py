@@ -66,25 +66,6 @@ def hidden_parts(state):
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_course_shapes(cell):
-    encoder, decoder = course(cell=cell)
-    X = torch.zeros((4, 7), dtype=torch.long)
-    outputs, hidden = encoder(X)
-    assert outputs.shape == (7, 4, 16)
-    state = decoder.init_state((outputs, hidden), None)
-    output, state = decoder(X, state)
-    assert output.shape == (4, 7, 10)
-    assert len(state) == 3
-    assert state[0].shape == (4, 7, 16)
-    assert len(state[1]) == 2
-    assert state[1][0].shape == ((2, 4, 16) if cell == "lstm" else (4, 16))
-    # The same token everywhere, seven times: the four rows are one and the same.
-    assert torch.equal(output, output[:1].expand_as(output))
-    assert [tuple(w.shape) for w in decoder.attention_weights] == [(4, 1, 7)] * 7
-    torch.testing.assert_close(torch.stack(decoder.attention_weights).sum(-1), torch.ones(7, 4, 1))
-
-
-@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_course_checkpoint_gives_the_same_numbers_both_ways(cell, layers):
     torch.manual_seed(3)
@@ -132,22 +113,6 @@ def test_step_by_step_is_the_same_as_all_at_once(cell):
             piece, state = decoder(target[:, t : t + 1], state)
             pieces.append(piece)
     torch.testing.assert_close(torch.cat(pieces, 1), at_once)
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_sequences_that_share_a_source_share_its_memory(cell):
-    encoder, decoder = course(1, cell=cell)
-    source, lens = torch.randint(0, 10, (3, 6)), torch.tensor([6, 2, 4])
-    embedded = torch.randn(6, 8)  # two sequences per source
-    with torch.no_grad():
-        state = decoder.init_state(encoder(source, lens), lens)
-        twice = [part.repeat_interleave(2, 1) for part in hidden_parts(state[1])]
-        hidden = tuple(twice) if cell == "lstm" else twice[0]
-        shared, looked, _ = decoder.step(embedded, hidden, decoder.memory(state))
-        assert looked.shape == (3, 2, 6)
-        copied = [state[0].repeat_interleave(2, 0), None, lens.repeat_interleave(2)]
-        separate, _, _ = decoder.step(embedded, hidden, decoder.memory(copied))
-    torch.testing.assert_close(shared, separate)
 
 
 def test_the_keys_are_projected_once_per_call():

@@ -84,9 +84,8 @@ def test_the_line_ends_of_every_system(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"\n \r\n\r", r"hold pairs \(source, tab, target\), got .*a\.tsv \(only blank lines\)$"),
-        (b"", r"hold pairs \(source, tab, target\), got .*a\.tsv \(an empty file\)$"),
-        (b"Go. Va !\n\nRun. Cours !\n", r"hold pairs .* got .*a\.tsv \(no line has a tab\)$"),
+        (b"", r"hold pairs \(source, tab, target\), got .*a\.tsv \(skipped 1 .*line 1: empty\)\)$"),
+        (b"Go. Va !\n\nRun.\n", r"hold pairs .* got .*line 1: no tab; line 2: empty; line 3: no"),
         (b"\tVa !\nRun.\t\n", r"hold pairs .* got .*a\.tsv \(skipped .*; line 2: no target\)\)$"),
         ("Hi.\tSalut.\nÉté\tx".encode("latin-1"), r"be UTF-8 text, got .* \(byte 0xc9 in line 2\)"),
         ("a\tb".encode("utf-16"), r"be UTF-8 text, got .* \(byte 0xff in line 1\)"),

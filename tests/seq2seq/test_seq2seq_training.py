@@ -22,7 +22,7 @@ from bahdanau_fast.seq2seq import (
 from bahdanau_fast.seq2seq.cli import demo
 from bahdanau_fast.seq2seq.cli.demo import compare_training, relative_difference
 from bahdanau_fast.seq2seq.data import dates
-from bahdanau_fast.seq2seq.data.pairs import EOS, PAD, Batch
+from bahdanau_fast.seq2seq.data.pairs import Batch
 from bahdanau_fast.seq2seq.training.distributed import World, shard
 from bahdanau_fast.seq2seq.training.trainer import shift_right
 
@@ -184,25 +184,16 @@ def test_backends_give_the_same_losses(pairs, cell):
     assert whole[:25] == losses["reference"]
 
 
-def test_greedy_is_deterministic_and_independent_of_the_batch(pairs, trained):
+def test_greedy_sees_no_padding_and_leaves_the_mode_alone(pairs, trained):
     model, _ = trained
     source, lens = pairs.tensors.source, pairs.tensors.source_lens
     model.train()
     tokens, weights = greedy(model, source, lens, 6)
     assert model.training
     assert tokens.shape[:1] + weights.shape[2:] == source.shape
-    again, weights_again = greedy(model, source, lens, 6)
-    assert torch.equal(tokens, again)
-    assert torch.equal(weights, weights_again)
-    alone, weights_alone = greedy(model, source[7:8], lens[7:8], 6)
-    assert torch.equal(alone[0], tokens[7, : alone.shape[1]])
-    torch.testing.assert_close(weights_alone[0], weights[7, : alone.shape[1]])
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
     beyond = torch.arange(source.shape[1]) >= lens[:, None]
     assert (weights.masked_select(beyond[:, None].expand_as(weights)) == 0).all()
-    for row in tokens.tolist():
-        if EOS in row:
-            assert set(row[row.index(EOS) + 1 :]) <= {PAD}
     with pytest.raises(ValueError, match="max_steps must be at least 1"):
         greedy(model, source, lens, 0)
 

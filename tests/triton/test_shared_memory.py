@@ -6,12 +6,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from launched import kernels_of
 
 from bahdanau_fast.backends.route import is_gpu_step
 from bahdanau_fast.backends.triton import call
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.limits import GPU_FAMILIES
-from benchmarks import budgets
 
 KB = 1024
 HAS = {"sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_120": 99, "other": 64}
@@ -75,10 +75,7 @@ def test_every_plan_compiles_within_what_sm_86_has(dtype, precision, queries, fe
             patch.object(call, "precision", lambda: precision),
         ):
             shape = (batch, queries, 700, 64, features)
-            launches = budgets.launches_of(shape, dtype, "sm_86")
-        for launch in launches:
-            if launch.name == "step":
-                found[launch] = budgets.shared_memory(launch, "sm_86")
+            found |= kernels_of(shape, dtype, "sm_86", only="step_kernel")
     assert len(found) >= max(taken, default=0)
-    assert all(needs <= HAS["sm_86"] * KB for needs in found.values()), found
+    assert all(kernel.shared <= HAS["sm_86"] * KB for kernel in found.values())
     assert bool(found) == (features < 2048 or dtype != torch.float32 or queries == 1)

@@ -1,29 +1,14 @@
 """The Triton backend without a GPU: what is said of it."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from fresh import python
 
 import bahdanau_fast as bf
 
-ROOT = Path(__file__).resolve().parents[2]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-
-
-def run(*arguments, interpreted=True, cwd=ROOT):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @no_gpu
@@ -53,8 +38,7 @@ bf.additive_attention(x, x, x, w, w, w[:, 0])
 
 
 def test_float64_is_refused_by_name_and_served_by_the_next():
-    result = run("-c", ASK)
-    assert result.returncode == 0, result.stderr
+    result = python("-c", ASK, TRITON_INTERPRET="1")
     assert "triton     available: Triton kernels in its interpreter" in result.stdout
     assert "auto takes 'cpu' for cpu tensors" in result.stdout
     assert "served torch.float32" in result.stdout
@@ -83,6 +67,5 @@ assert "triton" not in bf.backends.available()
     ],
 )
 def test_without_triton_or_with_an_old_one(missing, reason):
-    result = run("-c", HIDE.format(missing=missing))
-    assert result.returncode == 0, result.stderr
+    result = python("-c", HIDE.format(missing=missing), TRITON_INTERPRET="1")
     assert f"not available: {reason}" in result.stdout

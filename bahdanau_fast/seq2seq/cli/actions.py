@@ -37,8 +37,8 @@ def train(options: argparse.Namespace) -> int:
         run = Run(options.out, settings, text, world=world, **kept)
         first = world.rank == 0
         if first:
-            for note in filter(None, (run.corpus.note, run.note)):
-                print(note, file=sys.stderr)
+            if run.corpus.note:
+                print(run.corpus.note, file=sys.stderr)
             print(_about(run), file=file, flush=True)
         start = time.perf_counter()
         history = run.train(file=file)

@@ -8,31 +8,10 @@ from typing import Any
 from bahdanau_fast.seq2seq.cli.plots import INK, new_figure
 from bahdanau_fast.seq2seq.model.settings import METRICS
 
-__all__ = ["loss_curves", "training_curves"]
+__all__ = ["training_curves"]
 
 _ACCENT, _SECOND, _GREY = "#c2410c", "#1d4ed8", "#666666"
 _COLOURS = {"loss": _ACCENT, "bleu": _SECOND, "chrf": "#0f766e"}
-
-
-def loss_curves(
-    losses: Sequence[float], compared: Mapping[str, Sequence[float]], note: str = ""
-) -> Any:
-    """The whole training on the left, the same first steps by backend on the right."""
-    figure = new_figure(10, 3.6)
-    whole, first = figure.subplots(1, 2)
-    _training(whole, losses, "cross-entropy per character")
-    styles: list[dict[str, Any]] = [
-        {"color": _ACCENT, "linewidth": 4, "alpha": 0.45},
-        {"color": _SECOND, "linewidth": 1.2},
-    ]
-    for (name, values), style in zip(compared.items(), styles, strict=False):
-        first.plot(range(1, len(values) + 1), values, label=name, **style)
-    steps = max(map(len, compared.values()))
-    _scaled(first, [loss for values in compared.values() for loss in values])
-    _counted(first, "step", 1, steps)
-    _tidy(first, f"First {steps} steps, by backend", "cross-entropy per character")
-    figure.supxlabel(note, fontsize=8, color=_GREY, x=0.99, ha="right")
-    return figure
 
 
 def training_curves(
@@ -52,8 +31,7 @@ def training_curves(
         _validation(loss, validations, ["loss"], best)
         _scaled(loss, [validation["loss"] for validation in validations])
         _tidy(loss, "Validation loss", "cross-entropy per token")
-        # Early checkpoints have no chrF.
-        names = [name for name in ("bleu", "chrf") if all(name in v for v in validations)]
+        names = ("bleu", "chrf")
         _validation(scores, validations, names, None)
         top = max(validation[name] for validation in validations for name in names)
         scores.set_ylim(0.0, max(1.0, 1.08 * top))
@@ -74,7 +52,7 @@ def _training(axes: Any, losses: Sequence[float], ylabel: str) -> None:
         label = f"mean of {window} steps"
         axes.plot(centres, means, color=_ACCENT, linewidth=1.8, label=label)
     _scaled(axes, losses)
-    _counted(axes, "step", 1, len(losses))
+    _counted(axes, "step")
     _tidy(axes, "Training loss", ylabel)
 
 
@@ -93,7 +71,7 @@ def _validation(
     if best in epochs:
         label = f"best.pt (epoch {best})"
         axes.axvline(best, color=_GREY, linewidth=0.9, linestyle=(0, (4, 3)), label=label, zorder=0)
-    _counted(axes, "epoch", epochs[0], epochs[-1])
+    _counted(axes, "epoch")
 
 
 def _line(points: int) -> dict[str, Any]:
@@ -103,7 +81,7 @@ def _line(points: int) -> dict[str, Any]:
 
 
 def _scaled(axes: Any, losses: Sequence[float]) -> None:
-    """A vertical axis for losses: from zero, with plain numbers as ticks."""
+    """A vertical axis for losses: none below zero, with plain numbers as ticks."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = min(losses), max(losses)
@@ -113,23 +91,17 @@ def _scaled(axes: Any, losses: Sequence[float]) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=factors, numticks=8))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.10f}".rstrip("0").rstrip("."))
-        return
-    if high == low:
-        axes.set_ylim(0.0, 2 * high or 1.0)
     else:
-        margin = 0.06 * (high - low)
-        axes.set_ylim(max(0.0, low - margin), high + margin)
-    axes.ticklabel_format(axis="y", style="plain", useOffset=False)
+        axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+        axes.ticklabel_format(axis="y", style="plain", useOffset=False)
 
 
-def _counted(axes: Any, what: str, first: int, last: int) -> None:
+def _counted(axes: Any, what: str) -> None:
     """A horizontal axis for counts: only whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
-    margin = 0.02 * (last - first) or 0.5
-    axes.set_xlim(max(0.0, first - margin), last + margin)
-    ticks = MaxNLocator(nbins=7, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
-    axes.xaxis.set_major_locator(ticks)
+    axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel(what, color=INK)
 

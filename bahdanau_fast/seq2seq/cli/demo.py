@@ -22,7 +22,6 @@ import torch
 
 import bahdanau_fast
 from bahdanau_fast import backends, checks
-from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.seq2seq.cli import curves, plots
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Pairs
@@ -87,13 +86,12 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
     names = [fused, "reference"]
     steps = min(sizes.compared_steps, len(history.losses))
     compared = compare_training(pairs, settings, names, steps)
-    lengths = (settings.batch_size, source_steps, settings.num_hiddens, target_steps)
-    attention = attention_seconds(names, *lengths)
-    losses = {name: trainer.history.losses for name, trainer in compared.items()}
     seconds = {name: median(trainer.history.seconds) for name, trainer in compared.items()}
-    difference = relative_difference(history.losses[:steps], losses["reference"])
+    difference = relative_difference(history.losses[:steps], compared["reference"].history.losses)
     agree = difference <= LOSS_GOAL
-    _report_backends(fused, seconds, attention, steps)
+    print(f"a training step, taking turns (medians of {steps}):")
+    for name, taken in seconds.items():
+        print(f"  {name:<12}{taken * 1e3:>9.2f} ms")
 
     good = exact >= EXACT_MATCH_GOAL or not full
     verdict = ("PASS" if good else "FAIL") if full else "----"
@@ -105,8 +103,7 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
     )
 
     plots.save(_alignments(translations, held_out), out / "attention.png")
-    note = f"losses of the two backends differ by at most {difference:.1e} (relative)"
-    plots.save(curves.loss_curves(history.losses, losses, note), out / "loss.png")
+    plots.save(curves.training_curves(history.losses, []), out / "loss.png")
     figures = {
         "exact_match": exact,
         "train_seconds": trained,
@@ -115,7 +112,6 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
         "compared_steps": steps,
         "loss_max_relative_difference": difference,
         "median_step_seconds": seconds,
-        "attention_forward_backward_seconds": attention,
         "passed": good and agree,
         "settings": dataclasses.asdict(settings),
         "sizes": dataclasses.asdict(sizes),
@@ -155,35 +151,6 @@ def relative_difference(losses: Sequence[float], others: Sequence[float]) -> flo
     return max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
 
 
-def attention_seconds(
-    names: Sequence[str], batch: int, keys_len: int, hidden: int, steps: int, rounds: int = 15
-) -> dict[str, float]:
-    """Seconds of a decoder's attention alone, forward and backward, without its recurrent net.
-
-    One round projects the keys (B,Tk,H) once, attends ``steps`` times with one query, and goes
-    back. Backends take turns; the median of the rounds is taken, after two to warm up.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        attention = AdditiveAttention(hidden, hidden, hidden)
-        keys = torch.randn(batch, keys_len, hidden, requires_grad=True)
-        queries = torch.randn(steps, batch, 1, hidden, requires_grad=True)
-
-    def once() -> None:
-        memory = attention.memory(keys)
-        contexts = [attention.attend(query, memory) for query in queries]
-        torch.stack(contexts).sum().backward()
-
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds + 2):
-        for name, times in taken.items():
-            with backends.use(name):
-                start = time.perf_counter()
-                once()
-                times.append(time.perf_counter() - start)
-    return {name: median(times[2:]) for name, times in taken.items()}
-
-
 def _versions() -> dict[str, Any]:
     return {
         "bahdanau_fast": bahdanau_fast.__version__,
@@ -210,22 +177,6 @@ def _report_translations(
         print(f"  {examples[i].text} -> {answers[i]}  {verdict}")
     print(f"exact match on {len(right):,} held-out dates: {exact:.1%}\n")
     return exact
-
-
-def _report_backends(
-    fused: str, whole: dict[str, float], attention: dict[str, float], steps: int
-) -> None:
-    print(f"the first {steps} steps on each backend, taking turns (medians):")
-    print(f"  {'':<34}{fused:>12}{'reference':>12}{'ratio':>8}")
-    for label, taken in (
-        ("whole training step", whole),
-        ("its attention alone, fwd and bwd", attention),
-    ):
-        ours, theirs = taken[fused], taken["reference"]
-        print(f"  {label:<34}{ours * 1e3:>9.2f} ms{theirs * 1e3:>9.2f} ms{theirs / ours:>7.2f}x")
-    if fused == "reference":
-        print("  (one backend compared with itself: says nothing about the fused op)")
-    print()
 
 
 def _alignments(translations: Sequence[Translation], examples: Sequence[dates.Example]) -> Any:

@@ -117,18 +117,8 @@ def read(path: str | Path) -> TextFile:
     found = TextFile(pairs, skipped)
     if not pairs:
         need = "hold pairs (source, tab, target)"
-        checks.reject(ValueError, "data", need, _hollow(path, found, text))
+        checks.reject(ValueError, "data", need, f"{path} ({found.note()})")
     return found
-
-
-def _hollow(path: Path, found: TextFile, text: str) -> str:
-    """A file without pairs, and the reason."""
-    reasons = {reason for _, reason in found.skipped}
-    if reasons == {"empty"}:
-        return f"{path} ({'only blank lines' if text else 'an empty file'})"
-    if reasons <= {"empty", "no tab"}:
-        return f"{path} (no line has a tab)"
-    return f"{path} ({found.note()})"
 
 
 class Parts(NamedTuple):

@@ -55,8 +55,6 @@ class Run:
 
     Attributes:
         best: the validation of the epoch in ``best.pt``; None before the first.
-        note: one line if ``best.pt`` was chosen by BLEU, before ``best_metric`` existed; otherwise
-            empty.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Run:
         self.pairs = self.corpus.encode(self.corpus.parts.train, text, vocabs)
         vocabs = Vocabs(self.pairs.source_vocab, self.pairs.target_vocab)
         self.validated = self.corpus.encode(validated, text, vocabs) if validated else None
-        self.best, self.note = (None, "") if payload is None else self._chosen(payload)
+        self.best = self._held() if resume else None
         model = build_model(vocabs, settings).to(world.device)
         self.translator = Translator(model, *vocabs, settings, text, self.corpus.kinds)
         self.trainer = Trainer(model, settings, total_steps(self.pairs, settings, world), world)
@@ -98,15 +96,11 @@ class Run:
             done = len(self.history.losses)
             self.board = SummaryWriter(str(out / "tensorboard"), purge_step=done)
 
-    def _chosen(self, payload: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-        """``best`` and ``note`` of a training to resume."""
+    def _held(self) -> dict[str, Any] | None:
+        """The validation of the epoch in ``best.pt``."""
         best = self.out / BEST
         with checkpoints.fitting(best):
-            held = checkpoints.load(best)["validations"][-1] if best.is_file() else None
-        if held is None or "best_metric" in payload["settings"]:
-            return held, ""
-        metric = METRICS[self.settings.best_metric]
-        return held, f"{BEST} was chosen by BLEU until now; from here on by validation {metric}"
+            return checkpoints.load(best)["validations"][-1] if best.is_file() else None
 
     def _continued(self, payload: dict[str, Any]) -> Vocabs:
         """The vocabularies of a training to resume; its data and processes must be the same."""
@@ -156,8 +150,6 @@ class Run:
             self._save(LAST)
             (self.out / BEST).unlink(missing_ok=True)  # of the training that is replaced
             self.best = None
-        elif self.trainer.epoch_ended and self.history.validations:
-            self._keep_best()  # the metric may have changed
 
     def _after_step(self, epoch: int, show: Progress) -> None:
         done = len(self.history.losses)
@@ -231,7 +223,6 @@ def described(validation: Mapping[str, float]) -> str:
     return ", ".join(
         f"{written} {plain(validation[name]) if name == 'loss' else f'{validation[name]:.2f}'}"
         for name, written in METRICS.items()
-        if name in validation  # early checkpoints have no chrF
     )
 
 

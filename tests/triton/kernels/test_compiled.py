@@ -60,11 +60,6 @@ def ran(monkeypatch):
     return calls
 
 
-def test_there_is_triton():
-    assert "triton" in BACKENDS
-    assert "reference" in BACKENDS
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_asked_for_by_name(backend, ran):
     inputs = drawn()

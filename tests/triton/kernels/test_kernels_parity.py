@@ -8,7 +8,7 @@ import pytest
 import torch
 from contract import CONTRACT, LARGE
 from drawing import cases, drawn
-from hypothesis import given
+from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 from parity import Case, attended, called, check, eager, fused
 
@@ -173,22 +173,8 @@ def test_projections_inside_the_step(queries, lens, dtype, monkeypatch):
     assert (own_keys is not None) == (dtype != torch.float32)
 
 
-few = hypothesis_settings(drawn, max_examples=10)
-
-
-@few
-@given(cases(torch.float32, most=3_000))
-def test_drawn_cases_fp32(case):
-    check(case, torch.float32, WAYS["fused"])
-
-
-@few
-@given(cases(torch.bfloat16, most=3_000))
-def test_drawn_cases_bf16(case):
-    check(case, torch.bfloat16, WAYS["called"])
-
-
-@few
-@given(cases(torch.float16, most=3_000))
-def test_drawn_cases_fp16(case):
-    check(case, torch.float16, WAYS["attended"])
+@pytest.mark.parametrize(("dtype", "way"), zip(DTYPES, WAYS, strict=True), ids=str)
+@hypothesis_settings(drawn, max_examples=10)
+@given(data=strategies.data())
+def test_drawn_cases(dtype, way, data):
+    check(data.draw(cases(dtype, most=3_000)), dtype, WAYS[way])

@@ -1,0 +1,119 @@
+"""What a call would launch on a GPU that is not here: Triton's kernels, compiled for it."""
+
+import re
+import tempfile
+from contextlib import contextmanager
+from functools import cached_property, partial
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from bahdanau_fast import limits
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
+from bahdanau_fast.backends.triton import backward, call, forward
+from benchmarks.machine_code import cuda
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+FAMILIES = {"sm_100": "sm_90", "gfx942": "other"}
+
+
+def limits_of(target):
+    """Those that launches on a target are planned by."""
+    return limits.GPU_FAMILIES[FAMILIES.get(target, target)]
+
+
+class Driver:
+    """Triton's driver, as far as compiling asks for one."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_target(self):
+        return TARGETS[self.target]
+
+    def get_current_device(self):
+        return self.target  # kernels are kept by device
+
+    def get_current_stream(self, _device):
+        return 0
+
+
+class Kernel:
+    """A compiled kernel and its resources."""
+
+    def __init__(self, made):
+        self.made, self.name = made, made.metadata.name.removesuffix("_kernel")
+        self.shared, self.warps = made.metadata.shared, made.metadata.num_warps
+        names = made.src.fn.arg_names
+        self.sizes = {names[place]: value for (place,), value in made.src.constants.items()}
+
+    @cached_property
+    def sass(self):
+        return self._said("nvdisasm", "-c")
+
+    @property
+    def spills(self):
+        """Registers kept in memory, or bytes of a stack."""
+        if "amdgcn" in self.made.asm:
+            return int(re.search(r"\.vgpr_spill_count:\s+(\d+)", self.made.asm["amdgcn"])[1])
+        stack = re.search(r"STACK:(\d+)", self._said("cuobjdump", "-res-usage"))[1]
+        return int(stack) + len(re.findall(r"\b(?:STL|LDL)\b", self.sass))
+
+    def _said(self, *command):
+        """What a CUDA tool says of the binary."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.made.asm["cubin"])
+            file.flush()
+            return cuda.run_tool(*command, file.name)
+
+
+@contextmanager
+def compiling(target, only=""):
+    """Inside, kernels are compiled for the target as they would be launched, by hash.
+
+    ``only``: of the kernels, those whose name contains this.
+    """
+    found, real = {}, triton.JITFunction.run
+
+    def run(self, *args, warmup, **options):
+        if only in self.__name__:
+            made = real(self, *args, warmup=True, **options)
+            found[made.hash] = Kernel(made)
+
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(Driver(target))
+    try:
+        with (
+            patch.object(triton.JITFunction, "run", run),
+            patch.object(call, "native", lambda: target.startswith("sm")),
+            patch.object(limits, "of_gpu", lambda device: limits_of(target)),
+        ):
+            yield found
+    finally:
+        triton.runtime.driver._active = before
+
+
+def kernels_of(shape, dtype, target, only=""):
+    """The kernels of forward and backward at (B,Tq,Tk,H,Dv), by hash; on tensors without data."""
+    batch, queries_len, keys_len, hidden, features = shape
+    make = partial(torch.empty, dtype=dtype, device="meta")
+    queries, keys = make(batch, queries_len, hidden), make(batch, keys_len, hidden)
+    values, w_v = make(batch, keys_len, features), make(1, hidden)
+    valid = torch.empty(batch, dtype=torch.int64, device="meta")
+    with compiling(target, only) as found:
+        inputs = (queries, keys, values, w_v)
+        context, weights = forward.attend(*inputs, valid_lens=valid)
+        grads = (weights, context, weights, 15)
+        backward.attend_backward(*grads, *inputs, valid_lens=valid)
+        if queries_len <= GPU_STEP_QUERIES and dtype != torch.float32:
+            square = make(hidden, hidden)
+            forward.attend_step(queries, keys, values, square, square, None, w_v, valid)
+    return found
