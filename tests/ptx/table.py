@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), *(str(HERE.parent / name) for name in ("ptx", "suppor
 import torch
 import triton
 from cases import DTYPES, ROWS, STEPS, measured
-from driven import ARCHS, PtxDrivers
+from driven import ARCHS, CudaPtx
 from machine import build
 from machine.parse import Module
 from tritoned import TritonPtx, kernels
@@ -89,7 +89,7 @@ def triton_places(_arch):
 
 BACKENDS = {
     "cuda": Backend(
-        tuple(ARCHS), tuple(DTYPES), PtxDrivers, cuda_places,
+        ARCHS, tuple(DTYPES), CudaPtx, cuda_places,
         (build.SOURCES / "cuda", build.SOURCES / "common"),
     ),
     "triton": Backend(
@@ -109,8 +109,6 @@ def run(backend):
         arch, dtype, name = case
         if "share" not in known.get(case, {}):
             if at != (arch, dtype):
-                if running is not None:
-                    running.close()
                 running, at = backend.start(arch), (arch, dtype)
             try:
                 share = measured(running, name, dtype)

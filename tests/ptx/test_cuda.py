@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from built import needs_compiler
 from cases import STEPS, measured
-from driven import PtxDrivers
+from driven import CudaPtx
 from machine import build
 from machine.launch import Order
 from small import run
@@ -31,12 +31,11 @@ FEW = (
 
 @pytest.mark.parametrize("arch", ["80", "90a"])
 def test_every_kernel_is_right(arch):
-    drivers = PtxDrivers(arch)
-    shares = {name: measured(drivers, name, "bf16") for name in FEW}
+    kernels = CudaPtx(arch)
+    shares = {name: measured(kernels, name, "bf16") for name in FEW}
     assert {name: share for name, share in shares.items() if not share <= 1} == {}
-    missed = {place for place in cuda_places(arch) if place[0] == "bf16"} - drivers.took()
+    missed = {place for place in cuda_places(arch) if place[0] == "bf16"} - kernels.took()
     assert sorted(name_of(*place) for place in missed) == []
-    drivers.close()
 
 
 @pytest.mark.deep
@@ -44,9 +43,7 @@ def test_every_kernel_is_right(arch):
 @pytest.mark.parametrize("order", [Order.BACKWARDS, Order.RANDOM])
 @pytest.mark.parametrize("case", ["decoder step", "split keys", "lens per query", *STEPS])
 def test_any_order_of_blocks_and_warps(case, order, arch):
-    drivers = PtxDrivers(arch, order=order, seed=1)
-    assert measured(drivers, case, "bf16") <= 1
-    drivers.close()
+    assert measured(CudaPtx(arch, order=order, seed=1), case, "bf16") <= 1
 
 
 EXPONENTIAL = """

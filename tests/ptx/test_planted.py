@@ -5,7 +5,7 @@ import re
 import pytest
 from built import needs_compiler
 from cases import measured
-from driven import PtxDrivers
+from driven import CudaPtx
 from machine import build
 from machine.parse import PtxError
 
@@ -92,7 +92,7 @@ def edited(file, line, old, new=""):
 def fails(case, arch="80", **mistake):
     """What the machine says of a case with a mistake in it."""
     with pytest.raises(PtxError) as caught:
-        measured(PtxDrivers(arch, **mistake), case, "bf16")
+        measured(CudaPtx(arch, **mistake), case, "bf16")
     return str(caught.value)
 
 

@@ -18,10 +18,10 @@ def attend(call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0
     return call(FORWARD, *inputs, True, True, 0)
 
 
-def attend_backward(call, queries, keys, values, w_v, lens, context, weights):
-    """All four gradients, those of context and weights being themselves."""
+def attend_backward(call, queries, keys, values, w_v, lens, weights, *grads):
+    """All four gradients, from weights and the gradients of context and weights (None if zero)."""
     inputs = _arguments(queries, keys, values, w_v, lens)
-    return call(BACKWARD, weights, context, weights, 15, *inputs, 0)[:4]
+    return call(BACKWARD, weights, *grads, 15, *inputs, 0)[:4]
 
 
 def _arguments(queries, keys, values, w_v, lens, seed=None, dropout_p=0.0):

@@ -49,20 +49,23 @@ class Buffer:
     Args:
         name: as messages give it.
         data: its bytes, changed in place.
-        address: where the kernel finds it; that of ``data`` unless given.
-        known: False where nothing was written yet (an array of uint8, kept from launch to launch).
+        known: zero where nothing was written yet (an array of uint8, kept from launch to launch);
+            None if all of it was.
     """
 
-    def __init__(self, name: str, data: np.ndarray, address: int | None = None, known: bool = True):
-        self.name = name
+    def __init__(self, name: str, data: np.ndarray, known: np.ndarray | None = None):
+        self.name, self.known = name, known
         self.data = data.reshape(-1).view(np.uint8)
-        self.address = self.data.ctypes.data if address is None else address
-        self.known = np.full(self.data.size, known, np.uint8)
 
-    def fields(self) -> tuple[bytes, int, int, int, int]:
+    @property
+    def address(self) -> int:
+        """Where the kernel finds it, which is where it is."""
+        return self.data.ctypes.data
+
+    def fields(self) -> tuple[bytes, int, int, int | None]:
         """Those of ``_Buffer``."""
-        places = self.data.ctypes.data, self.known.ctypes.data
-        return self.name.encode(), self.address, self.data.size, *places
+        known = None if self.known is None else self.known.ctypes.data
+        return self.name.encode(), self.address, self.data.size, known
 
 
 class _Buffer(ctypes.Structure):
@@ -70,7 +73,6 @@ class _Buffer(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("address", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
-        ("data", ctypes.c_void_p),
         ("known", ctypes.c_void_p),
     ]
 

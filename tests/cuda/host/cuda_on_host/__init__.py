@@ -1,8 +1,7 @@
 """The CUDA kernels of csrc/cuda, compiled for the host and driven from here.
 
 What only it proves: the whole contract table and drawn cases in seconds, with the source under
-AddressSanitizer and UBSan. Its driver also computes the launches that tests/ptx runs as machine
-code, which is the judge of everything else.
+AddressSanitizer and UBSan. The machine code, in tests/ptx, is the judge of everything else.
 
 One program per kind of numbers and per sanitizer (driver.cpp); problems go to it through pipes.
 :func:`attend` has the arguments of ``bahdanau_fast.ops.attend`` and is differentiable.
@@ -191,7 +190,7 @@ def _tensor(x, columns=True):
     )
 
 
-def _problem(backward, wanted, inputs, seed, dropout_p, gpu, projections=(None,) * 3, batch=None):
+def _problem(backward, wanted, inputs, seed, dropout_p, gpu, projections=(None,) * 3):
     queries, keys, values, w_v, lens = inputs
     sent = None if values is keys else values
     (b, tq, features), (_, tk, dv) = queries.shape, values.shape
@@ -204,7 +203,7 @@ def _problem(backward, wanted, inputs, seed, dropout_p, gpu, projections=(None,)
             _tensor(lens, columns=False),
             _integers(features, keys.shape[-1], lens_type, seed is not None, seed or 0),
             struct.pack("<d", dropout_p),
-            _integers(batch or b, tq, tk, h, dv),
+            _integers(b, tq, tk, h, dv),
         ]
     )
 
@@ -262,31 +261,6 @@ def attend_step(host_of, queries, w_q, keys, values, w_v, lens, w_k=None, bias=N
     request = _problem(0, 1, inputs, None, 0.0, gpu, (w_q, w_k, bias))
     host = host_of(kind_of(queries.dtype, b * tq * tk * w_v.numel()))
     return host.ask(request, [(queries.dtype, (b, tq, dv)), (held, (b, tq, tk))])
-
-
-def launch_rows(host, batch, inputs, gpu, w_q=None, backward=False):
-    """The launches of a larger batch, of which only these rows are there: no other may be touched.
-
-    Args:
-        host: the driver; its results are left alone.
-        batch: rows that the launches are cut for.
-        inputs: queries, keys, values, w_v and lengths of the rows that are there.
-        gpu: as in :func:`attend`.
-        w_q: of unprojected queries.
-        backward: the launches of the backward pass instead.
-    """
-    queries, keys, values, w_v, _ = inputs
-    (_, tq, _), (rows, tk, h), dv = queries.shape, keys.shape, values.shape[-1]
-    kind = queries.dtype
-    held = torch.float64 if kind == torch.float64 else torch.float32
-    projections = w_q, None, None
-    request = _problem(backward, 15 if backward else 1, inputs, None, 0.0, gpu, projections, batch)
-    if not backward:
-        return host.ask(request, [(kind, (batch, tq, dv)), (held, (batch, tq, tk))])
-    weights = torch.full((rows, tq, tk), 1 / tk, dtype=held)
-    request += b"".join(map(_tensor, (weights, queries.new_ones((rows, tq, dv)), None)))
-    shapes = (batch, tq, h), (batch, tk, h), (batch, tk, dv), w_v.shape
-    return host.ask(request, [(kind, shape) for shape in shapes])
 
 
 def attend(host_of, queries, keys, values, w_v, lens, seed=None, dropout_p=0.0, gpu=GPU):

@@ -37,7 +37,6 @@ struct Bytes {
   static Bytes sent() {
     Bytes bytes(number());
     transfer(0, bytes.data.get(), size_t(bytes.size), true);
-    host::filled(bytes.data.get(), bytes.size);
     return bytes;
   }
   void give() const { transfer(1, data.get(), size_t(size), false); }
@@ -63,7 +62,6 @@ struct Gpu : Device {
     this->multiprocessors = int(multiprocessors);
     this->cluster = int(cluster);
     std::memset(zeros.data.get(), 0, size_t(zeros.size));
-    host::filled(zeros.data.get(), zeros.size);
     counters = count > 0 ? reinterpret_cast<unsigned*>(zeros.data.get()) : nullptr;
   }
   ~Gpu() {
@@ -84,7 +82,6 @@ struct Request {
 
   Request() {
     transfer(0, seed.data.get(), sizeof(int64_t), true);
-    host::filled(seed.data.get(), seed.size);
     p.queries = queries.view();
     p.keys = keys.view();
     p.values = values.bytes.size == 0 ? p.keys : values.view();  // none sent: they are the keys

@@ -201,7 +201,7 @@ struct Cluster {
 struct Buffer {
   const char* name;
   uint64_t address, bytes;
-  uint8_t *data, *known;
+  uint8_t* known;  // null: all of it
 };
 
 struct Arguments {
@@ -241,7 +241,7 @@ void run(const Program& program, Arguments& a, std::string* said) {
     region.name = buffer.name;
     region.address = buffer.address;
     region.bytes = buffer.bytes;
-    region.data = buffer.data;
+    region.data = reinterpret_cast<uint8_t*>(buffer.address);
     region.known = buffer.known;
     launch.regions.push_back(std::move(region));
   }
@@ -262,12 +262,8 @@ void run(const Program& program, Arguments& a, std::string* said) {
   a.longest = uint64_t(launch.longest);
   a.trips = launch.trips;
   a.most_trips = launch.most_trips;
-  a.distinct_read = a.distinct_written = 0;
-  for (const Region& region : launch.regions)
-    for (const uint8_t touched : region.touched) {
-      a.distinct_read += (touched & kRead) != 0;
-      a.distinct_written += (touched & kWritten) != 0;
-    }
+  a.distinct_read = launch.distinct_read;
+  a.distinct_written = launch.distinct_written;
 }
 
 thread_local std::string message;

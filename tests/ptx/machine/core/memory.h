@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <set>
 
 #include "state.h"
@@ -39,6 +40,7 @@ struct Shadow {
   }
 };
 
+// By the launch that runs.
 enum Touched : uint8_t { kRead = 1, kWritten = 2, kConstant = 4 };
 
 // A buffer in global memory, the shared memory of a block, or what a thread has of its own.
@@ -46,8 +48,8 @@ struct Region {
   std::string name;
   Space space = Space::global;
   uint64_t address = 0, bytes = 0;
-  uint8_t *data = nullptr, *known = nullptr;  // `known`: not 0 where something was written
-  std::vector<uint8_t> touched;               // in this launch
+  uint8_t *data = nullptr, *known = nullptr;  // `known`: 0 where nothing was written; null: none
+  std::unique_ptr<uint8_t[], decltype(&std::free)> touched{nullptr, std::free};  // as Touched says
   Shadow shadow;
 };
 
@@ -82,6 +84,7 @@ struct Launch {
   uint32_t pc = 0;                     // of the instruction that runs
   int longest = 0;                     // chain of dependent global loads
   uint64_t trips = 0, most_trips = 0;  // of blocks: summed, and of the one with most
+  uint64_t distinct_read = 0, distinct_written = 0;  // bytes of global memory
   std::vector<Count> of_instr;
   std::map<std::pair<uint32_t, uint32_t>, std::string> races;
   std::unordered_map<uint64_t, Known> released;  // by the address of an atomic operation
@@ -250,18 +253,23 @@ inline void touch(Warp& w, int lane, const Place& place, uint64_t width, bool wr
                   bool constant) {
   Region& region = *place.region;
   if (region.space != Space::global) return;
-  if (region.touched.empty()) region.touched.resize(region.bytes);
+  if (!region.touched)  // pages that nobody touches take no memory
+    region.touched.reset(static_cast<uint8_t*>(std::calloc(region.bytes, 1)));
   const uint8_t clash = writes ? kConstant : constant ? kWritten : 0;
   const uint8_t mark = writes ? kWritten : constant ? kRead | kConstant : kRead;
   for (uint64_t k = place.at; k < place.at + width; ++k) {
     if (region.touched[k] & clash)
       throw Fault(w.lanes[lane].id, region.name + " + " + std::to_string(k) +
                                         " is written in a launch that reads it as constant");
+    const int first = mark & ~region.touched[k];
+    w.launch->distinct_read += (first & kRead) != 0;
+    w.launch->distinct_written += (first & kWritten) != 0;
     region.touched[k] |= mark;
   }
 }
 
 inline void check_known(Warp& w, int lane, const Place& place, uint64_t width) {
+  if (place.region->known == nullptr) return;
   for (uint64_t k = place.at; k < place.at + width; ++k)
     if (!place.region->known[k])
       throw Fault(w.lanes[lane].id, "read of " + place.region->name + " + " + std::to_string(k) +
@@ -284,7 +292,7 @@ inline Place to_write(Warp& w, int lane, const Instr& i, uint64_t address, uint6
   if (w.launch->checks_races && place.region->space != Space::local)
     meet(w, lane, place, width, true, i.atomic, bytes);
   if (bytes != nullptr) std::memcpy(place.data(), bytes, width);
-  std::memset(place.region->known + place.at, 1, width);
+  if (place.region->known != nullptr) std::memset(place.region->known + place.at, 1, width);
   return place;
 }
 

@@ -1,11 +1,13 @@
 // What the tests change and read of the mock runtime, through ctypes.
 #include <cstring>
+#include <utility>
 
 #include "cuda/kernels/types.h"
 #include "cuda/runtime/counters.h"
 #include "mock.h"
 
 using bahdanau_fast::mock::Gpus;
+using bahdanau_fast::mock::Runs;
 
 namespace {
 
@@ -28,8 +30,12 @@ void mock_set_stream(void* stream) { bahdanau_fast::mock::current_stream() = str
 void mock_set_gpu(int device, int multiprocessors, int largest_cluster, int ptx_version,
                   int loads) {
   change([&](Gpus& all) {
-    all.gpu[device] = {multiprocessors, largest_cluster, ptx_version, cudaError_t(loads), {}};
+    auto shared = std::move(all.gpu[device].shared);
+    all.gpu[device] = {multiprocessors, largest_cluster, ptx_version, cudaError_t(loads), shared};
   });
+}
+void mock_runs(decltype(Runs::launch) launch, decltype(Runs::memory) memory) {
+  Runs::get() = {launch, memory};
 }
 void mock_fail(const char* function, int error) {
   change([&](Gpus& all) { all.failing[function] = cudaError_t(error); });

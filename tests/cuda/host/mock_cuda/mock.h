@@ -1,6 +1,7 @@
 // What the mock GPUs are like, and what was asked of them.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <set>
@@ -34,6 +35,22 @@ struct Gpus {
   static Gpus& get() {
     static auto* const all = new Gpus;
     return *all;
+  }
+};
+
+// What runs launches, and is told of memory. Neither: nothing runs.
+enum Memory { kOfTensor, kOfGpu, kFilled };  // new, of a call; new, for good; something is written
+struct Runs {
+  void (*launch)(const char* kernel, int64_t blocks, int64_t threads, int64_t cluster,
+                 int64_t shared, const void* parameters, int64_t bytes) = nullptr;
+  void (*memory)(void* at, int64_t bytes, int which) = nullptr;
+
+  static Runs& get() {
+    static Runs runs;
+    return runs;
+  }
+  void tell(void* at, int64_t bytes, Memory which) const {
+    if (memory != nullptr && bytes > 0) memory(at, bytes, which);
   }
 };
 

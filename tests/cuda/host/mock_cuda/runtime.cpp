@@ -1,5 +1,4 @@
-// The mock CUDA runtime: notes each call as a line of JSON, refuses what a GPU would refuse, and
-// runs nothing.
+// The mock CUDA runtime: notes each call as a line of JSON and refuses what a GPU would refuse.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -14,7 +13,10 @@ namespace {
 using bahdanau_fast::mock::current_device;
 using bahdanau_fast::mock::Gpu;
 using bahdanau_fast::mock::Gpus;
+using bahdanau_fast::mock::kFilled;
+using bahdanau_fast::mock::kOfGpu;
 using bahdanau_fast::mock::last_error;
+using bahdanau_fast::mock::Runs;
 
 constexpr int kUsualShared = 48 * 1024;  // what a kernel may have without an attribute
 constexpr int kMostShared = 99 * 1024;   // what the smallest GPU from 8.0 on lets a block have
@@ -137,6 +139,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device) {
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   return Call("cudaMalloc").run([&](Gpus&) {
     *memory = std::malloc(bytes);
+    Runs::get().tell(*memory, int64_t(bytes), kOfGpu);
     return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
   });
 }
@@ -147,6 +150,7 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t 
   call.tell("bytes", (long long)(bytes));
   return call.run([&](Gpus&) {
     std::memset(memory, value, bytes);
+    Runs::get().tell(memory, int64_t(bytes), kFilled);
     return cudaSuccess;
   });
 }
@@ -238,6 +242,10 @@ cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
   call.tell("shared", (long long)(config->dynamicSmemBytes));
   call.tell("stream", config->stream);
   call.tell("parameters", quoted(hex(parameters, bytes)));
-  return call.run(
+  const cudaError_t error = call.run(
       [&](Gpus& all) { return check_launch(all.gpu[current_device()], kernel, *config); });
+  if (const auto launch = Runs::get().launch; launch != nullptr && error == cudaSuccess)
+    launch(name_of(kernel).c_str(), config->gridDim.x, config->blockDim.x, cluster_of(*config),
+           int64_t(config->dynamicSmemBytes), parameters, int64_t(bytes));
+  return error;
 }
