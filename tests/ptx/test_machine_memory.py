@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from built import needs_compiler
-from machine.launch import Buffer, Machine, Order
+from machine.launch import Buffer, Order
 from machine.parse import PtxError
 from small import kernel, run
 
@@ -34,9 +34,7 @@ MISTAKES = {
     "constant": (FOUR + "ld.global.nc.u32 %r4, [%rd10];\nst.global.u32 [%rd10], %r4;", "constant"),
     "endless": ("LOOP: bra LOOP;", "does not end"),
     "barrier": ("setp.lt.u32 %p1, %r0, 8;\n@%p1 ret;\nbar.sync 0;", "not all threads"),
-    "two barriers": (
-        "setp.lt.u32 %p1, %r0, 8;\n@%p1 bra ONE;\nbar.sync 1;\nONE: bar.sync 0;", "not all threads"
-    ),
+    "another barrier": ("bar.sync 1;", "not supported"),
     "lanes": (
         "setp.lt.u32 %p1, %r0, 8;\n@%p1 ret;\nshfl.sync.bfly.b32 %r4, %r0, 1, 31, -1;", "has ended"
     ),
@@ -63,18 +61,13 @@ def test_a_workspace_has_to_be_written_before_it_is_read():
     code = FOUR + "ld.global.u32 %r4, [%rd10];\nst.global.u32 [%rd10], %r4;"
     run(kernel(code), [data(32)])
     with pytest.raises(PtxError, match=r"workspace.*where nothing was written"):
-        run(kernel(code), [Buffer("workspace", data(32), known=False)])
+        run(kernel(code), [Buffer("workspace", data(32), np.zeros(128, np.uint8))])
 
 
 @pytest.mark.parametrize("code", UNKNOWN)
 def test_unknown_words_are_named(code):
     with pytest.raises(PtxError, match=re.escape(UNKNOWN[code])):
         run(kernel(code), [data()])
-
-
-def test_parameters_have_to_fit():
-    with pytest.raises(PtxError, match="takes 8 bytes of parameters, got 3"):
-        Machine(kernel("")).run("k", 1, 32, b"abc")
 
 
 def test_asynchronous_copies_arrive_at_the_wait():
@@ -100,7 +93,6 @@ def test_asynchronous_copies_arrive_at_the_wait():
 
 BOTH = "barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n"
 WRITE = OWN + "st.shared.u32 [%r12], 0;\nbar.sync 0;\nst.shared.u32 [%r12], %r0;\n"
-LANES = "bar.warp.sync -1;\n"
 NEXT = "xor.b32 %r13, %r11, {};\nadd.s32 %r13, %r10, %r13;\n"
 READ = "ld.shared.u32 %r4, [%r13];\n" + FOUR + "st.global.u32 [%rd10], %r4;\n"
 # Code, threads, whether it races. XOR 4 is the lane beside, XOR 128 one of another warp.
@@ -108,8 +100,6 @@ RACES = {
     "no barrier": (WRITE + NEXT.format(128) + READ, 64, True),
     "a barrier": (WRITE + NEXT.format(128) + "bar.sync 0;\n" + READ, 64, False),
     "lanes without a barrier": (WRITE + NEXT.format(4) + READ, 32, True),
-    "lanes with a barrier of theirs": (WRITE + NEXT.format(4) + LANES + READ, 32, False),
-    "warps with a barrier of lanes": (WRITE + NEXT.format(128) + LANES + READ, 64, True),
     "a shuffle is no barrier": (
         WRITE + NEXT.format(4) + "shfl.sync.bfly.b32 %r5, %r0, 1, 31, -1;\n" + READ, 32, True),
     "a barrier of a cluster of one": (
@@ -124,9 +114,9 @@ RACES = {
     "a reader among many": (
         WRITE + "bar.sync 0;\nld.shared.u32 %r4, [%r10];\nsetp.eq.u32 %p1, %r0, 63;\n"
         "@%p1 st.shared.u32 [%r10], %r4;", 64, True),
-    "everybody adds": (
+    "everybody takes part": (
         "mov.u32 %r10, buf;\nsetp.eq.u32 %p1, %r0, 0;\n@%p1 st.shared.u32 [%r10], 0;\n"
-        "bar.sync 0;\natom.shared.add.u32 %r4, [%r10], 1;", 64, False),
+        "bar.sync 0;\natom.shared.max.u32 %r4, [%r10], 1;", 64, False),
     "global memory": (
         FOUR + "st.global.u32 [%rd10], %r0;\nxor.b32 %r4, %r2, 1;\n"
         "mad.wide.u32 %rd11, %r4, 4, %rd0;\nld.global.u32 %r5, [%rd11];", 64, True),
@@ -169,8 +159,9 @@ END:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("fence", "acquire", "races"),
-    [("membar.gl;", "membar.gl;", False), ("", "membar.gl;", True), ("membar.gl;", "", True),
-     ("membar.cta;", "membar.gl;", True), ("fence.acq_rel.gpu;", "fence.acq_rel.gpu;", False)],
+    [
+        ("membar.gl;", "membar.gl;", False), ("", "membar.gl;", True), ("membar.gl;", "", True),
+    ],
 )  # fmt: skip
 def test_the_last_block_sees_what_fences_gave_out(fence, acquire, races, order):
     code = FOUR + "mov.u32 %r10, buf;\nst.global.u32 [%rd10], %r0;\n"
@@ -237,8 +228,7 @@ def test_sectors(stride, sectors):
     memory = np.zeros(32 * 128 + 256, np.uint8)
     memory = memory[-memory.ctypes.data % 128 :][: 32 * 128]
     report = run(kernel(code), [memory], counts=True)
-    assert report.total("sectors") == sectors
-    assert report.total("bytes") == 128
+    assert report.counts["sectors"].sum() == sectors
     assert report.read == 128
 
 
@@ -250,16 +240,7 @@ def test_bank_conflicts(stride, conflicts):
         kernel(code + (one if stride == 0 else "st.shared.u32 [%r12], %r0;"), 1, SHARED),
         [data()], counts=True,
     )  # fmt: skip
-    assert report.total("conflicts") == conflicts
-
-
-def test_chains_of_loads():
-    memory = np.zeros(4, np.uint64)
-    memory[:3] = memory.ctypes.data + np.array([8, 16, 24], np.uint64)
-    code = "ld.global.u64 %rd4, [%rd0];\nld.global.u64 %rd5, [%rd4];\nld.global.u64 %rd6, [%rd5];"
-    assert run(kernel(code), [memory], counts=True).chain == 3
-    code = "ld.global.u64 %rd4, [%rd0];\nld.global.u64 %rd5, [%rd0+8];"
-    assert run(kernel(code), [memory], counts=True).chain == 1
+    assert report.counts["conflicts"].sum() == conflicts
 
 
 LOADS = """mov.u32 %r12, 0;
@@ -290,17 +271,4 @@ def test_trips_to_memory(code, trips):
 
 def test_a_part_of_the_clusters():
     report = run(kernel("add.u32 %r3, %r0, 1;"), [data()], 8, cluster=2, clusters=(1, 3))
-    assert report.by_unit()["branch"] == 4
-
-
-def test_instructions_by_unit_and_branches_that_part():
-    code = """setp.lt.u32 %p1, %r0, 8;
-    @%p1 bra LOW;
-    add.f32 %f1, %f2, %f3;
-    LOW: fma.rn.f32 %f1, %f2, %f3, %f4;
-    ex2.approx.ftz.f32 %f1, %f1;
-    bar.sync 0;"""
-    report = run(kernel(code), [data()], threads=64)
-    units = report.by_unit()
-    assert (units["fma"], units["special"], units["barrier"]) == (4, 2, 2)
-    assert report.total("splits") == 1
+    assert report.counts["runs"][-1] == 4

@@ -126,7 +126,7 @@ def test_lanes_and_threads_are_all_there():
     mask = re.compile(r"(shfl\.sync\.bfly\.b32 [^;]*), %r\d+;")
     few = fails(STEP, change=lambda text: mask.sub(r"\1, 65535;", text))
     assert "which takes no part" in few
-    leave = "mov.u32 %r1, %laneid; setp.eq.s32 %p1, %r1, 0; @%p1 ret; bar.sync 0;"
+    leave = "mov.u32 %r1, %tid.x; setp.eq.s32 %p1, %r1, 0; @%p1 ret; bar.sync 0;"
     gone = fails(STEP, change=lambda text: text.replace("bar.sync \t0;", leave))
     assert "not all threads of the block reach" in gone
 

@@ -175,7 +175,7 @@ def _numbers(report: Report) -> Counter[str]:
     """The counts of a report by name."""
     found: Counter[str] = Counter(read=report.read, written=report.written)
     columns = zip(report.entry.opcodes, *report.counts.values(), strict=True)
-    for opcode, runs, lanes, _, requests, sectors, _, conflicts in columns:
+    for opcode, runs, lanes, requests, sectors, conflicts in columns:
         if not runs or FREE.match(opcode):
             continue
         found[unit_of(opcode)] += int(runs)

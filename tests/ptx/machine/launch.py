@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,17 +15,17 @@ from .parse import Entry, Module, PtxError
 
 __all__ = ["Buffer", "Machine", "Order", "Race", "Report"]
 
-COUNTS = ("runs", "lanes", "splits", "requests", "sectors", "bytes", "conflicts")
+COUNTS = ("runs", "lanes", "requests", "sectors", "conflicts")
 # Units that instructions are counted by, by base opcode; the rest are integer and logic ("alu").
 UNITS = {
-    **dict.fromkeys(("ex2", "lg2", "rsqrt", "sqrt", "tanh", "sin", "cos"), "special"),
+    "ex2": "special",
     **dict.fromkeys(("mma", "wgmma"), "tensor"),
-    **dict.fromkeys(("ld", "ldu", "ldmatrix", "cp"), "load"),
+    **dict.fromkeys(("ld", "ldmatrix", "cp"), "load"),
     **dict.fromkeys(("st", "stmatrix"), "store"),
-    **dict.fromkeys(("atom", "red"), "atomic"),
+    "atom": "atomic",
     **dict.fromkeys(("bar", "barrier", "membar", "fence"), "barrier"),
-    **dict.fromkeys(("shfl", "vote", "redux", "match", "elect"), "warp"),
-    **dict.fromkeys(("bra", "ret", "exit"), "branch"),
+    **dict.fromkeys(("shfl", "redux"), "warp"),
+    **dict.fromkeys(("bra", "ret"), "branch"),
 }
 
 
@@ -79,8 +78,8 @@ class _Buffer(ctypes.Structure):
 
 class _Arguments(ctypes.Structure):
     _fields_ = [
-        ("grid", ctypes.c_uint32 * 3),
-        ("threads", ctypes.c_uint32 * 3),
+        ("grid", ctypes.c_uint32 * 2),
+        ("threads", ctypes.c_uint32),
         ("cluster_size", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint64),
         ("params_bytes", ctypes.c_uint64),
@@ -99,7 +98,6 @@ class _Arguments(ctypes.Structure):
         ("of_instr", ctypes.c_void_p),
         ("distinct_read", ctypes.c_uint64),
         ("distinct_written", ctypes.c_uint64),
-        ("longest", ctypes.c_uint64),
         ("trips", ctypes.c_uint64),
         ("most_trips", ctypes.c_uint64),
     ]
@@ -146,7 +144,6 @@ class Report:
         races: that were found.
         read: distinct bytes of global memory read.
         written: the same, written.
-        chain: global loads that depend on each other, the longest such chain.
         trips: how often a block waits for global memory, the sum of all blocks; loads between two
             branches or barriers that do not depend on each other share a trip.
         most_trips: of one block.
@@ -157,21 +154,8 @@ class Report:
     races: list[Race] = field(default_factory=list)
     read: int = 0
     written: int = 0
-    chain: int = 0
     trips: int = 0
     most_trips: int = 0
-
-    def by_unit(self) -> Counter[str]:
-        """Instructions of warps by unit."""
-        found: Counter[str] = Counter()
-        for opcode, runs in zip(self.entry.opcodes, self.counts["runs"], strict=True):
-            if runs:
-                found[unit_of(opcode)] += int(runs)
-        return found
-
-    def total(self, name: str) -> int:
-        """A column of COUNTS, summed."""
-        return int(self.counts[name].sum())
 
 
 _loaded: dict[str, int] = {}  # programs of the core by their text
@@ -200,7 +184,7 @@ class Machine:
         self,
         name: str,
         grid: int | Sequence[int],
-        threads: int | Sequence[int],
+        threads: int,
         params: bytes,
         buffers: Sequence[Buffer] = (),
         *,
@@ -219,15 +203,15 @@ class Machine:
 
         Args:
             name: of the entry.
-            grid: blocks in each direction.
-            threads: of a block in each direction.
+            grid: blocks, in each of up to two directions.
+            threads: of a block.
             params: the bytes of all parameters.
             buffers: all of global memory.
             shared: bytes of dynamic shared memory.
             cluster: blocks of a cluster.
             order: of blocks and warps, see Order.
             seed: of approximations and of a random order.
-            counts: also count sectors, bank conflicts and chains of loads.
+            counts: also count sectors, bank conflicts and trips to memory.
             races: look for races.
             lanes_clash: lanes of a warp may store to one place with one instruction: one wins.
             share: how much of the error that PTX allows approximations they may have.
@@ -240,8 +224,10 @@ class Machine:
         program, entry = self._load(name), self.module.entry(name)
         if len(params) != entry.params:
             raise PtxError(f"{name} takes {entry.params} bytes of parameters, got {len(params)}")
-        sizes = [(*np.atleast_1d(x).tolist(), 1, 1) for x in (grid, threads)]
-        blocks = int(np.prod(sizes[0][:3]))
+        across, down, deep = (*np.atleast_1d(grid).tolist(), 1, 1)[:3]
+        if deep != 1:
+            raise PtxError(f"grid must have at most two directions, got {grid}")
+        blocks = across * down
         if blocks % cluster:
             raise PtxError(f"{blocks} blocks are no whole clusters of {cluster}")
         turns = np.array(range(blocks // cluster) if clusters is None else clusters, np.uint32)
@@ -252,8 +238,8 @@ class Machine:
         held = sorted((b for b in buffers if b.data.size), key=lambda b: b.address)
         of_instr = np.zeros((len(entry.opcodes), len(COUNTS)), np.uint64)
         arguments = _Arguments(
-            grid=sizes[0][:3],
-            threads=sizes[1][:3],
+            grid=(across, down),
+            threads=threads,
             cluster_size=cluster,
             shared_bytes=entry.shared + shared,
             params_bytes=len(params),
@@ -273,7 +259,7 @@ class Machine:
         )
         _core().ptx_run(program, ctypes.byref(arguments))
         columns = dict(zip(COUNTS, of_instr.T, strict=True))
-        measured = ("distinct_read", "distinct_written", "longest", "trips", "most_trips")
+        measured = ("distinct_read", "distinct_written", "trips", "most_trips")
         report = Report(entry, columns, [], *(getattr(arguments, name) for name in measured))
         for line in _core().ptx_message().decode().splitlines():
             self._said(entry, line, report)

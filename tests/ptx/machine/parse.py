@@ -130,7 +130,6 @@ class _Reader:
         self.entry = Entry(_ENTRY.match(lines[at])[1])  # type: ignore[index]
         self.files = files
         self.bytes = 8  # of registers; the first 8 are nobody's
-        self.local = 0
         self.scopes: list[dict[str, str]] = []  # register or prefix -> kind
         self.slots: dict[str, tuple[int, int]] = {}
         self.constants: dict[int, int] = {}
@@ -146,7 +145,7 @@ class _Reader:
         specials = [
             f"special {slot} {name[1:]}" for name, (slot, _) in self.slots.items() if name[0] == "%"
         ]
-        memory = f"bytes {self.bytes} {self.local}"
+        memory = f"bytes {self.bytes}"
         self.entry.text = "\n".join([memory, *constants, *specials, *run])
 
     # ---- statements ------------------------------------------------------------------------------
@@ -212,10 +211,6 @@ class _Reader:
             at = -(-self.entry.shared // align_to) * align_to
             self.symbols[name] = SHARED + at
             self.entry.shared = at + size
-        elif space == "local":
-            at = -(-self.local // align_to) * align_to
-            self.symbols[name] = at
-            self.local = -(-(at + size) // 16) * 16
         elif space == "param":
             align_to = max(step, size if "[" not in line else 1)
             at = -(-self.entry.params // align_to) * align_to

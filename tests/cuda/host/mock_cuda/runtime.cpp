@@ -242,8 +242,8 @@ cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
   call.tell("shared", (long long)(config->dynamicSmemBytes));
   call.tell("stream", config->stream);
   call.tell("parameters", quoted(hex(parameters, bytes)));
-  const cudaError_t error = call.run(
-      [&](Gpus& all) { return check_launch(all.gpu[current_device()], kernel, *config); });
+  const cudaError_t error =
+      call.run([&](Gpus& all) { return check_launch(all.gpu[current_device()], kernel, *config); });
   if (const auto launch = Runs::get().launch; launch != nullptr && error == cudaSuccess)
     launch(name_of(kernel).c_str(), config->gridDim.x, config->blockDim.x, cluster_of(*config),
            int64_t(config->dynamicSmemBytes), parameters, int64_t(bytes));

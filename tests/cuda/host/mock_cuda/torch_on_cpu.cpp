@@ -59,8 +59,8 @@ AOTITorchError __wrap_aoti_torch_empty_strided(int64_t ndim, const int64_t* size
                                                const int64_t* strides, int32_t dtype,
                                                int32_t device_type, int32_t device,
                                                AtenTensorHandle* made) {
-  const AOTITorchError error = __real_aoti_torch_empty_strided(ndim, sizes, strides, dtype,
-                                                               device_type, device, made);
+  const AOTITorchError error =
+      __real_aoti_torch_empty_strided(ndim, sizes, strides, dtype, device_type, device, made);
   if (error == 0) tell(*made, kOfTensor);
   return error;
 }
