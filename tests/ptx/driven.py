@@ -9,7 +9,8 @@ import ctypes
 
 import entry_points
 import numpy as np
-from calls import Calls
+import torch
+from launched import PtxCalls
 from machine import build
 from machine.launch import Buffer
 from mock_cuda import FILLED, OF_GPU, mock
@@ -19,14 +20,14 @@ __all__ = ["ARCHS", "CudaPtx"]
 ARCHS = ("80", "90a")
 
 
-class CudaPtx(Calls):
+class CudaPtx(PtxCalls):
     """csrc/cuda for an architecture of ARCHS.
 
     Args:
         less_shared: bytes of shared memory that launches lack, to plant a mistake.
         clears: whether what a launcher sets to zero is.
         all_known: no memory counts as unwritten.
-        more: as for Calls.
+        more: as for PtxCalls.
     """
 
     def __init__(self, arch, less_shared=0, clears=True, all_known=False, **more):
@@ -44,9 +45,9 @@ class CudaPtx(Calls):
     def forward(self, *inputs):
         return entry_points.attend(self._operator, *inputs)
 
-    def backward(self, weights, grad_context, grad_weights, *inputs):
+    def backward(self, weights, grad_context, grad_weights, needs, *inputs):
         grads = weights, grad_context, grad_weights
-        return entry_points.attend_backward(self._operator, *inputs, *grads)
+        return entry_points.attend_backward(self._operator, *inputs, *grads, needs=needs)
 
     def step(
         self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None
@@ -58,9 +59,8 @@ class CudaPtx(Calls):
 
     def _operator(self, name, *arguments):
         self._buffers = list(self._counters)
-        for x in arguments:
-            if hasattr(x, "untyped_storage"):
-                self._memory(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes(), FILLED)
+        for first, end in _spans(x for x in arguments if isinstance(x, torch.Tensor)):
+            self._memory(first, end - first, FILLED)
         self.gpu.calls()
         with self.gpu.runs(self._launch, self._memory):
             return self.gpu.operator(name, *arguments)
@@ -84,3 +84,16 @@ class CudaPtx(Calls):
         machine = self.machine(self.kind, lambda: build.ptx(self.kind, self.arch))
         launch = name.decode(), blocks, threads, ctypes.string_at(params, size), self._buffers
         self.run(machine, *launch, shared=shared - self.less_shared, cluster=cluster)
+
+
+def _spans(tensors):
+    """Beginning and end of the memory that tensors lie in."""
+    found = []
+    for x in sorted((x for x in tensors if x.numel()), key=torch.Tensor.data_ptr):
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        end = x.data_ptr() + (last + 1) * x.element_size()
+        if found and x.data_ptr() <= found[-1][1]:  # they share some
+            found[-1][1] = max(end, found[-1][1])
+        else:
+            found.append([x.data_ptr(), end])
+    return found

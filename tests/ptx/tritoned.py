@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
-from calls import Calls
+from launched import PtxCalls
 from machine.launch import Buffer
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
@@ -87,19 +87,18 @@ def _storage(tensor):
     return Buffer(f"{tuple(tensor.shape)} {tensor.dtype}", whole, known)
 
 
-class TritonPtx(Calls):
+class TritonPtx(PtxCalls):
     """Triton's launches on CPU tensors go to the machine.
 
     Args:
         arch: "80" or "90".
-        more: as for Calls.
+        more: as for PtxCalls.
     """
 
     def __init__(self, arch, **more):
         # Lanes that hold a number twice may differ in its last bits (a product fused with one of
         # two summands) and both store it: that one of the two wins is how Triton means it.
         super().__init__(arch, lanes_clash=True, **more)
-        self._processors = 1
 
     @contextmanager
     def here(self):
@@ -109,7 +108,7 @@ class TritonPtx(Calls):
             mock.patch.object(CompiledKernel, "launch_metadata", return_value=None),
             mock.patch.object(call, "native", return_value=True),
             mock.patch.object(limits, "of_gpu", return_value=of_gpu),
-            mock.patch.object(forward, "processors", return_value=self._processors),
+            mock.patch.object(forward, "processors", return_value=self.multiprocessors),
             mock.patch.object(torch, "empty", _empty),
         ]
         before = triton.runtime.driver._active
@@ -122,16 +121,12 @@ class TritonPtx(Calls):
             mock.patch.stopall()
             triton.runtime.driver._active = before
 
-    def begin(self, multiprocessors, queries, keys, w_v):
-        super().begin(multiprocessors, queries, keys, w_v)
-        self._processors = multiprocessors
-
     def forward(self, queries, keys, values, w_v, lens):
         with self.here():
             return forward.attend(queries, keys, values, w_v, valid_lens=lens)
 
-    def backward(self, weights, grad_context, grad_weights, queries, keys, values, w_v, lens):
-        given = weights, grad_context, grad_weights, 15, queries, keys, values, w_v
+    def backward(self, *given):
+        *given, lens = given
         with self.here():
             return backward.attend_backward(*given, valid_lens=lens)[:4]
 

@@ -18,10 +18,13 @@ def attend(call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0
     return call(FORWARD, *inputs, True, True, 0)
 
 
-def attend_backward(call, queries, keys, values, w_v, lens, weights, *grads):
-    """All four gradients, from weights and the gradients of context and weights (None if zero)."""
+def attend_backward(call, queries, keys, values, w_v, lens, weights, *grads, needs=15):
+    """The gradients that ``needs`` has a bit for, all four unless given.
+
+    ``grads`` are those of context and weights, None if zero.
+    """
     inputs = _arguments(queries, keys, values, w_v, lens)
-    return call(BACKWARD, weights, *grads, 15, *inputs, 0)[:4]
+    return call(BACKWARD, weights, *grads, needs, *inputs, 0)[:4]
 
 
 def _arguments(queries, keys, values, w_v, lens, seed=None, dropout_p=0.0):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from cuda_on_host import kind_of
+from calls import kind_of
 from driven import CudaPtx
 from machine import build
 from machine.launch import Report, unit_of
@@ -119,7 +119,7 @@ class Counted(CudaPtx):
             weights = torch.empty((p.batch, p.queries, p.keys))
             grad = torch.empty((p.batch, p.queries, p.value_size), dtype=p.dtype)
             weights[:drawn], grad[:drawn] = 1 / p.keys, 1
-            self.backward(weights, grad, None, *inputs)
+            self.backward(weights, grad, None, 15, *inputs)
         else:
             self.forward(*inputs)
         return list(self.found)

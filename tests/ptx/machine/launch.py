@@ -13,7 +13,7 @@ import numpy as np
 from . import build
 from .parse import Entry, Module, PtxError
 
-__all__ = ["Buffer", "Machine", "Order", "Race", "Report"]
+__all__ = ["Buffer", "Machine", "Order", "Report"]
 
 COUNTS = ("runs", "lanes", "requests", "sectors", "conflicts")
 # Units that instructions are counted by, by base opcode; the rest are integer and logic ("alu").
@@ -119,21 +119,6 @@ class Order:
     GIVEN, BACKWARDS, RANDOM = range(3)
 
 
-@dataclass(frozen=True)
-class Race:
-    """Two accesses that nothing orders, at least one a write.
-
-    Attributes:
-        first: instruction, as are
-        second: the later one in the order that was run.
-        text: who, where, and both instructions.
-    """
-
-    first: int
-    second: int
-    text: str
-
-
 @dataclass
 class Report:
     """What a launch did.
@@ -141,7 +126,8 @@ class Report:
     Attributes:
         entry: that ran.
         counts: by instruction, an array for each of COUNTS.
-        races: that were found.
+        races: two accesses that nothing orders, at least one a write: who, where, and both
+            instructions.
         read: distinct bytes of global memory read.
         written: the same, written.
         trips: how often a block waits for global memory, the sum of all blocks; loads between two
@@ -151,7 +137,7 @@ class Report:
 
     entry: Entry
     counts: dict[str, np.ndarray]
-    races: list[Race] = field(default_factory=list)
+    races: list[str] = field(default_factory=list)
     read: int = 0
     written: int = 0
     trips: int = 0
@@ -270,9 +256,8 @@ class Machine:
         what, rest = line.split(" ", 1)
         if what == "race":
             first, second, text = rest.split(" ", 2)
-            pcs = int(first), int(second)
-            text = f"race: {text}\n  {entry.where(pcs[0])}\n  {entry.where(pcs[1])}"
-            report.races.append(Race(*pcs, text))
+            places = f"{entry.where(int(first))}\n  {entry.where(int(second))}"
+            report.races.append(f"race: {text}\n  {places}")
         elif what == "fault":
             pc, text = rest.split(" ", 1)
             raise PtxError(f"{entry.name}: {text}\n  {entry.where(int(pc))}")
