@@ -10,18 +10,19 @@ import ctypes
 import entry_points
 import numpy as np
 import torch
+from cases import DTYPES
+from cuda_on_host import KINDS
 from launched import PtxCalls
 from machine import build
 from machine.launch import Buffer
+from machine.parse import Module
 from mock_cuda import FILLED, OF_GPU, mock
 
-__all__ = ["ARCHS", "CudaPtx"]
-
-ARCHS = ("80", "90a")
+__all__ = ["CudaPtx"]
 
 
 class CudaPtx(PtxCalls):
-    """csrc/cuda for an architecture of ARCHS.
+    """csrc/cuda for an architecture.
 
     Args:
         less_shared: bytes of shared memory that launches lack, to plant a mistake.
@@ -29,6 +30,8 @@ class CudaPtx(PtxCalls):
         all_known: no memory counts as unwritten.
         more: as for PtxCalls.
     """
+
+    archs, dtypes = ("80", "90a"), tuple(DTYPES)
 
     def __init__(self, arch, less_shared=0, clears=True, all_known=False, **more):
         super().__init__(arch, **more)
@@ -41,6 +44,10 @@ class CudaPtx(PtxCalls):
         super().begin(multiprocessors, queries, keys, w_v)
         self.gpu.use_gpu(self.device)
         self.gpu.set_gpu(multiprocessors=multiprocessors, ptx_version=int(self.arch.rstrip("a")))
+
+    def places(self):
+        """(kind, entry) of every kernel."""
+        return {(kind, e) for kind in KINDS for e in Module(build.ptx(kind, self.arch)).names}
 
     def forward(self, *inputs):
         return entry_points.attend(self._operator, *inputs)

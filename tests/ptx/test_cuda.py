@@ -15,7 +15,7 @@ from driven import CudaPtx
 from machine import build
 from machine.launch import Order
 from small import run
-from table import cuda_places, name_of
+from table import name_of
 
 pytestmark = [
     needs_compiler,
@@ -34,8 +34,8 @@ def test_every_kernel_is_right(arch):
     kernels = CudaPtx(arch)
     shares = {name: measured(kernels, name, "bf16") for name in FEW}
     assert {name: share for name, share in shares.items() if not share <= 1} == {}
-    missed = {place for place in cuda_places(arch) if place[0] == "bf16"} - kernels.took()
-    assert sorted(name_of(*place) for place in missed) == []
+    missed = {place for place in kernels.places() if place[0] == "bf16"} - kernels.took()
+    assert sorted(map(name_of, missed)) == []
 
 
 @pytest.mark.deep

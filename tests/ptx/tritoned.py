@@ -22,29 +22,11 @@ import bahdanau_fast.kernels
 from bahdanau_fast import limits
 from bahdanau_fast.backends.triton import backward, call, forward
 
-__all__ = ["TritonPtx", "kernels"]
+__all__ = ["TritonPtx"]
 
 # What torch.empty leaves: a NaN that nobody computes. Words that hold it count as unwritten.
 UNWRITTEN = 0x7FA5C3A5
-_PACKED = {
-    "i1": "b",
-    "i8": "b",
-    "i16": "h",
-    "i32": "i",
-    "i64": "q",
-    "u32": "I",
-    "u64": "Q",
-    "fp32": "f",
-}
-
-
-def kernels():
-    """Names of all kernels that Triton compiles for a launch."""
-    found = set()
-    for module in pkgutil.iter_modules(bahdanau_fast.kernels.__path__):
-        held = importlib.import_module(f"bahdanau_fast.kernels.{module.name}")
-        found |= {name for name, x in vars(held).items() if isinstance(x, JITFunction)}
-    return {name for name in found if name.endswith("_kernel")}
+_PACKED = {"i32": "i", "i64": "q", "fp32": "f"}
 
 
 class _Driver:
@@ -95,10 +77,22 @@ class TritonPtx(PtxCalls):
         more: as for PtxCalls.
     """
 
+    archs, dtypes = ("80", "90"), ("fp32", "bf16", "fp16")
+
     def __init__(self, arch, **more):
         # Lanes that hold a number twice may differ in its last bits (a product fused with one of
         # two summands) and both store it: that one of the two wins is how Triton means it.
         super().__init__(arch, lanes_clash=True, **more)
+
+    def places(self):
+        """(kind, name) of every kernel that is launched; what sums in fp64 reads no tables."""
+        found = set()
+        for module in pkgutil.iter_modules(bahdanau_fast.kernels.__path__):
+            held = importlib.import_module(f"bahdanau_fast.kernels.{module.name}")
+            found |= {name for name, x in vars(held).items() if isinstance(x, JITFunction)}
+        kernels = {name for name in found if name.endswith("_kernel")}
+        places = {(kind, name) for kind in ("f32", "f32_in_f64", "bf16", "f16") for name in kernels}
+        return places - {("f32_in_f64", "tables_kernel")}
 
     @contextmanager
     def here(self):
