@@ -63,9 +63,10 @@ class Mock:
 
     def __init__(self):
         self._library = ctypes.CDLL(str(library()))
-        for name in ("mock_calls", "mock_new_stream", "mock_counters"):
+        for name in ("mock_new_stream", "mock_counters"):
             getattr(self._library, name).restype = ctypes.c_void_p
-        self._library.mock_why_not.restype = ctypes.c_char_p
+        for name in ("mock_calls", "mock_why_not"):
+            getattr(self._library, name).restype = ctypes.c_char_p
         self.devices = self.device = -1
         self._then = []  # kept while the library may call them
 
@@ -124,10 +125,6 @@ class Mock:
         what = self.device, multiprocessors, largest_cluster, ptx_version, loads
         self._library.mock_set_gpu(*what)
 
-    def set_stream(self, stream):
-        """The stream that torch gives in this thread."""
-        self._library.mock_set_stream(ctypes.c_void_p(stream))
-
     def new_stream(self):
         """A stream; its handle may have been another's that was destroyed."""
         return self._library.mock_new_stream()
@@ -163,11 +160,7 @@ class Mock:
 
     def calls(self):
         """The runtime's calls since the last time: a list of dicts."""
-        text = self._library.mock_calls()
-        try:
-            return json.loads(ctypes.string_at(text))
-        finally:
-            self._library.mock_free(ctypes.c_void_p(text))
+        return json.loads(self._library.mock_calls())
 
     @staticmethod
     def operator(name, *args):

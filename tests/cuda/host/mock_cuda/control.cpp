@@ -1,5 +1,4 @@
 // What the tests change and read of the mock runtime, through ctypes.
-#include <cstring>
 #include <utility>
 
 #include "cuda/kernels/types.h"
@@ -26,7 +25,6 @@ void mock_set_device(int device) {
   bahdanau_fast::mock::current_device() = device;
   change([&](Gpus& all) { all.of_tensors = device; });
 }
-void mock_set_stream(void* stream) { bahdanau_fast::mock::current_stream() = stream; }
 void mock_set_gpu(int device, int multiprocessors, int largest_cluster, int ptx_version,
                   int loads) {
   change([&](Gpus& all) {
@@ -59,16 +57,17 @@ void* mock_new_stream() {
 void mock_destroy_stream(void* stream) { cudaStreamDestroy(static_cast<cudaStream_t>(stream)); }
 int mock_last_error() { return cudaGetLastError(); }
 
-// The calls since the last time, as a JSON list; to be given back to mock_free.
-char* mock_calls() {
-  std::string text;
+// The calls since the last time, as a JSON list.
+const char* mock_calls() {
+  static thread_local std::string text;
+  text.clear();
   change([&](Gpus& all) {
     for (const std::string& call : all.calls) text += (text.empty() ? "[" : ",\n ") + call;
     all.calls.clear();
   });
-  return strdup((text.empty() ? "[]" : text + "]").c_str());
+  text += text.empty() ? "[]" : "]";
+  return text.c_str();
 }
-void mock_free(char* text) { free(text); }
 
 const char* mock_why_not() { return bahdanau_fast::gpu::kernels_f32.why_not(); }
 void* mock_counters(void* stream, int64_t count) {

@@ -59,10 +59,6 @@ inline int& current_device() {
   static thread_local int device = 0;
   return device;
 }
-inline void*& current_stream() {
-  static thread_local void* stream = nullptr;
-  return stream;
-}
 inline cudaError_t& last_error() {
   static thread_local cudaError_t error = cudaSuccess;
   return error;

@@ -47,7 +47,7 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle guard) {
 }
 
 AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
-  *stream = bahdanau_fast::mock::current_stream();
+  *stream = nullptr;
   return 0;
 }
 
