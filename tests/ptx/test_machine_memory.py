@@ -1,4 +1,8 @@
-"""The PTX machine sees what must not be done to memory, races, and what accesses cost."""
+"""The PTX machine sees what must not be done to memory, races, and what accesses cost.
+
+Fences between blocks, clusters, asynchronous copies and products of warpgroups: in the kernels that
+have them, where test_planted.py and test_triton_kernels.py plant mistakes.
+"""
 
 import re
 
@@ -70,25 +74,6 @@ def test_unknown_words_are_named(code):
         run(kernel(code), [data()])
 
 
-def test_asynchronous_copies_arrive_at_the_wait():
-    body = (
-        OWN
-        + FOUR
-        + """mad.wide.u32 %rd11, %r2, 4, %rd1;
-    cp.async.ca.shared.global [%r12], [%rd11], 4;
-    cp.async.commit_group;
-    WAIT
-    ld.shared.u32 %r4, [%r12];
-    st.global.u32 [%rd10], %r4;"""
-    )
-    got, words = data(32), RANDOM.integers(0, 2**32, 32).astype(np.uint32)
-    run(kernel(body.replace("WAIT", "cp.async.wait_group 0;"), 2, SHARED), [got, words])
-    np.testing.assert_array_equal(got, words)
-    for wait in ("", "cp.async.wait_group 1;"):
-        with pytest.raises(PtxError, match="where nothing was written"):
-            run(kernel(body.replace("WAIT", wait), 2, SHARED), [got, words])
-
-
 # ---- races ---------------------------------------------------------------------------------------
 
 BOTH = "barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n"
@@ -138,85 +123,6 @@ def test_one_of_the_lanes_may_win_where_that_is_meant():
         text = kernel(code + "st.shared.u32 [%r10], %r0;", 1, SHARED)
         report = run(text, [data()], threads=threads, lanes_clash=True)
         assert bool(report.races) == races
-
-
-LAST = """setp.eq.u32 %p1, %r0, 0;
-{fence}bar.sync 0;
-@!%p1 bra WAIT;
-atom.global.add.u32 %r5, [%rd1], 1;
-{acquire}st.shared.u32 [%r10], %r5;
-WAIT: bar.sync 0;
-ld.shared.u32 %r5, [%r10];
-setp.ne.u32 %p2, %r5, 1;
-@%p2 bra END;
-xor.b32 %r4, %r2, 64;
-mad.wide.u32 %rd11, %r4, 4, %rd0;
-ld.global.u32 %r6, [%rd11];
-END:
-"""
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    ("fence", "acquire", "races"),
-    [
-        ("membar.gl;", "membar.gl;", False), ("", "membar.gl;", True), ("membar.gl;", "", True),
-    ],
-)  # fmt: skip
-def test_the_last_block_sees_what_fences_gave_out(fence, acquire, races, order):
-    code = FOUR + "mov.u32 %r10, buf;\nst.global.u32 [%rd10], %r0;\n"
-    code += LAST.format(fence=fence + "\n", acquire=acquire + "\n")
-    report = run(kernel(code, 2, SHARED), [data(128), data(1)], 2, 64, order=order)
-    assert bool(report.races) == races
-
-
-CLUSTER = """mov.u32 %r3, %cluster_ctarank;
-xor.b32 %r3, %r3, 1;
-st.shared.u32 [%r12], %r2;
-{barrier}
-cvt.u64.u32 %rd12, %r12;
-cvta.shared.u64 %rd12, %rd12;
-mapa.u64 %rd13, %rd12, %r3;
-ld.u32 %r4, [%rd13];
-st.global.u32 [%rd10], %r4;
-{end}
-"""
-
-
-def cluster(barrier, end, start=""):
-    """What blocks of a cluster of two read of each other, and the report."""
-    got = data(128)
-    code = OWN + FOUR + start + CLUSTER.format(barrier=barrier, end=end)
-    return got, run(kernel(code, 1, SHARED), [got], 2, 64, cluster=2)
-
-
-def test_clusters_share_their_memory():
-    got, report = cluster(BOTH, BOTH)
-    assert not report.races
-    np.testing.assert_array_equal(got, np.arange(128) ^ 64)
-    start = "st.shared.u32 [%r12], 0;\n" + BOTH
-    for barrier, races in (("bar.sync 0;", True), (BOTH, False)):
-        assert bool(cluster(barrier, BOTH, start)[1].races) == races
-
-
-def test_a_block_of_a_cluster_has_to_be_there():
-    (race,) = cluster(BOTH, end="")[1].races
-    assert "a block that may have ended" in race
-    for barrier, end in (("", BOTH), ("barrier.cluster.arrive.release;", "")):
-        with pytest.raises(PtxError, match="a block that may not have begun"):
-            cluster(barrier, end)
-
-
-def test_orders_reach_the_same_result():
-    code = FOUR + "atom.global.add.u32 %r4, [%rd1], 1;\nst.global.u32 [%rd10], %r4;"
-    seen = {}
-    for order in ORDERS:
-        got = data(128)
-        run(kernel(code, 2), [got, data(1)], 2, 64, order=order)
-        assert sorted(got) == list(range(128))
-        seen[order] = got[0]
-    assert seen[Order.GIVEN] == 0
-    assert seen[Order.BACKWARDS] >= 96
 
 
 # ---- counts --------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class _Buffer(ctypes.Structure):
 class _Arguments(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_uint32 * 2),
-        ("threads", ctypes.c_uint32),
+        ("block_threads", ctypes.c_uint32),
         ("cluster_size", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint64),
         ("params_bytes", ctypes.c_uint64),
@@ -225,7 +225,7 @@ class Machine:
         of_instr = np.zeros((len(entry.opcodes), len(COUNTS)), np.uint64)
         arguments = _Arguments(
             grid=(across, down),
-            threads=threads,
+            block_threads=threads,
             cluster_size=cluster,
             shared_bytes=entry.shared + shared,
             params_bytes=len(params),
@@ -245,8 +245,8 @@ class Machine:
         )
         _core().ptx_run(program, ctypes.byref(arguments))
         columns = dict(zip(COUNTS, of_instr.T, strict=True))
-        measured = ("distinct_read", "distinct_written", "trips", "most_trips")
-        report = Report(entry, columns, [], *(getattr(arguments, name) for name in measured))
+        found = arguments.distinct_read, arguments.distinct_written
+        report = Report(entry, columns, [], *found, arguments.trips, arguments.most_trips)
         for line in _core().ptx_message().decode().splitlines():
             self._said(entry, line, report)
         return report

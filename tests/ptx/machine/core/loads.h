@@ -34,14 +34,13 @@ inline void load(Warp& w, const Instr& i, Mask mask) {
 }
 
 inline void load_param(Warp& w, const Instr& i, Mask mask) {
-  const auto& params = w.launch->params;
   each(mask, [&](int l) {
     const uint64_t at = address_of(w, i, i.o[i.count], l) - kParam;
-    if (at + uint64_t(i.width) * i.count > params.size())
+    if (at + uint64_t(i.width) * i.count > w.launch->params_bytes)
       throw Fault(w.lanes[l].id, "read past the parameters");
     for (int k = 0; k < i.count; ++k) {
       uint64_t bits = 0;
-      std::memcpy(&bits, params.data() + at + k * i.width, size_t(i.width));
+      std::memcpy(&bits, w.launch->params + at + k * i.width, size_t(i.width));
       w.set_bits(i.o[k], l, extended(bits, i.width, i.is_signed));
     }
   });

@@ -160,70 +160,22 @@ struct Cluster {
   }
 };
 
-struct Buffer {
-  const char* name;
-  uint64_t address, bytes;
-  uint8_t* known;  // null: all of it
-};
-
-struct Arguments {
-  uint32_t grid[2], threads, cluster_size;
-  uint64_t shared_bytes, params_bytes;
-  const uint8_t* params;
-  uint64_t buffers_count;
-  Buffer* buffers;
-  const uint32_t* clusters;  // those that run, in their order
-  uint64_t clusters_count;
-  int32_t order;
-  uint32_t seed;
-  int32_t counts, checks_races, lanes_clash;
-  double share;  // of the error of approximations
-  uint64_t fuel;
-  Count* of_instr;  // results from here on
-  uint64_t distinct_read, distinct_written, trips, most_trips;
-};
-
-void run(const Program& program, Arguments& a, std::string* said) {
-  Launch launch;
-  launch.program = &program;
-  std::memcpy(launch.grid, a.grid, sizeof a.grid);
-  launch.cluster_size = a.cluster_size;
-  launch.block_threads = a.threads;
-  launch.shared_bytes = a.shared_bytes;
-  launch.params.assign(a.params, a.params + a.params_bytes);
-  launch.counts = a.counts;
-  launch.checks_races = a.checks_races;
-  launch.lanes_clash = a.lanes_clash;
-  launch.fuel = a.fuel;
-  launch.of_instr.resize(program.code.size());
-  for (uint64_t k = 0; k < a.buffers_count; ++k) {
-    const Buffer& buffer = a.buffers[k];
-    Region region;
-    region.name = buffer.name;
-    region.address = buffer.address;
-    region.bytes = buffer.bytes;
-    region.data = reinterpret_cast<uint8_t*>(buffer.address);
-    region.known = buffer.known;
-    launch.regions.push_back(std::move(region));
-  }
-  random_seed = (uint64_t(a.seed) + 1) * 0x2545f4914f6cdd1du;
-  random_share = a.share;
-  std::mt19937 random(a.seed);
+void run(const Program& program, Arguments& arguments, std::string* said) {
+  Launch launch(program, arguments);
+  random_seed = (uint64_t(launch.seed) + 1) * 0x2545f4914f6cdd1du;
+  random_share = launch.share;
+  std::mt19937 random(launch.seed);
   try {
     Cluster cluster(launch);
-    for (uint64_t k = 0; k < a.clusters_count; ++k)
-      cluster.run(a.clusters[k] * a.cluster_size, a.order, random);
+    for (uint64_t k = 0; k < launch.clusters_count; ++k)
+      cluster.run(launch.clusters[k] * launch.cluster_size, launch.order, random);
   } catch (const Fault& fault) {
     *said = "fault " + std::to_string(launch.pc) + " thread " +
             std::to_string(fault.thread % launch.block_threads) + " of block " +
             std::to_string(fault.thread / launch.block_threads) + ": " + fault.what() + "\n";
   }
   for (const auto& [pcs, race] : launch.races) *said += "race " + race + "\n";
-  std::copy(launch.of_instr.begin(), launch.of_instr.end(), a.of_instr);
-  a.trips = launch.trips;
-  a.most_trips = launch.most_trips;
-  a.distinct_read = launch.distinct_read;
-  a.distinct_written = launch.distinct_written;
+  arguments = launch;
 }
 
 thread_local std::string message;

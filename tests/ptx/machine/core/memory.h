@@ -70,21 +70,50 @@ struct Count {
   uint64_t runs = 0, lanes = 0, requests = 0, sectors = 0, conflicts = 0;
 };
 
-struct Launch {
-  const Program* program = nullptr;
-  uint32_t grid[2], cluster_size = 1, block_threads = 0;
-  uint64_t shared_bytes = 0;
-  std::vector<uint8_t> params;
-  std::vector<Region> regions;  // by address
-  bool counts = false, checks_races = true, lanes_clash = false;
+struct Buffer {
+  const char* name;
+  uint64_t address, bytes;
+  uint8_t* known;  // as of a Region
+};
+
+// What launch.py gives and gets.
+struct Arguments {
+  uint32_t grid[2], block_threads, cluster_size;
+  uint64_t shared_bytes, params_bytes;
+  const uint8_t* params;
+  uint64_t buffers_count;
+  Buffer* buffers;           // by address
+  const uint32_t* clusters;  // those that run, in their order
+  uint64_t clusters_count;
+  int32_t order;
+  uint32_t seed;
+  int32_t counts, checks_races, lanes_clash;
+  double share;  // of the error of approximations
+  uint64_t fuel;
+  Count* of_instr;                           // results from here on
+  uint64_t distinct_read, distinct_written;  // bytes of global memory
+  uint64_t trips, most_trips;                // of blocks: summed, and of the one with most
+};
+
+struct Launch : Arguments {
+  const Program* program;
+  std::vector<Region> regions;
   uint32_t time = 0;
-  uint64_t fuel = 0;
-  uint32_t pc = 0;                                   // of the instruction that runs
-  uint64_t trips = 0, most_trips = 0;                // of blocks: summed, and of the one with most
-  uint64_t distinct_read = 0, distinct_written = 0;  // bytes of global memory
-  std::vector<Count> of_instr;
+  uint32_t pc = 0;  // of the instruction that runs
   std::map<std::pair<uint32_t, uint32_t>, std::string> races;
   std::unordered_map<uint64_t, Known> released;  // by the address of an atomic operation
+
+  Launch(const Program& of, const Arguments& arguments) : Arguments(arguments), program(&of) {
+    for (uint64_t k = 0; k < buffers_count; ++k) {
+      regions.emplace_back();
+      Region& region = regions.back();
+      region.name = buffers[k].name;
+      region.address = buffers[k].address;
+      region.bytes = buffers[k].bytes;
+      region.data = reinterpret_cast<uint8_t*>(buffers[k].address);
+      region.known = buffers[k].known;
+    }
+  }
 
   Region* find(uint64_t address, uint64_t width) {
     Region& last = regions.empty() ? none : regions[last_found];
