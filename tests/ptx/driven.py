@@ -1,7 +1,4 @@
-"""Runs csrc/cuda in the PTX machine: its operators compute the launches, on the mock CUDA runtime.
-
-Where there is a GPU, that runs the operators, and not this.
-"""
+"""Runs csrc/cuda in the PTX machine, with launches that its operators compute on the mock runtime."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import ctypes
 
 import entry_points
 import numpy as np
+import pytest
 import torch
 from cases import DTYPES
 from cuda_on_host import KINDS
@@ -18,7 +16,12 @@ from machine.launch import Buffer
 from machine.parse import Module
 from mock_cuda import FILLED, OF_GPU, mock
 
-__all__ = ["CudaPtx"]
+__all__ = ["CudaPtx", "needs_nvcc"]
+
+needs_nvcc = pytest.mark.skipif(
+    build.NVCC is None or torch.cuda.is_available(),
+    reason="it takes nvcc, and no GPU, whose extension defines the operators",
+)
 
 
 class CudaPtx(PtxCalls):
@@ -73,12 +76,15 @@ class CudaPtx(PtxCalls):
             return self.gpu.operator(name, *arguments)
 
     def _memory(self, address, size, which):
-        for held in self._buffers:
-            first = address - held.address
-            if first >= 0 and first + size <= held.data.size:
-                if which == FILLED and self.clears and held.known is not None:
-                    held.known[first : first + size] = 1
+        end = address + size
+        for held in self._buffers if which == FILLED else ():
+            if held.address <= address and end <= held.address + held.data.size:
+                if self.clears and held.known is not None:
+                    held.known[address - held.address : end - held.address] = 1
                 return
+        self._buffers = [  # the others have been given back
+            b for b in self._buffers if end <= b.address or b.address + b.data.size <= address
+        ]
         data = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
         known = None
         if which != FILLED and not self.all_known:
@@ -99,7 +105,7 @@ def _spans(tensors):
     for x in sorted((x for x in tensors if x.numel()), key=torch.Tensor.data_ptr):
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         end = x.data_ptr() + (last + 1) * x.element_size()
-        if found and x.data_ptr() <= found[-1][1]:  # they share some
+        if found and x.data_ptr() < found[-1][1]:  # they share some
             found[-1][1] = max(end, found[-1][1])
         else:
             found.append([x.data_ptr(), end])

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 from built import needs_compiler
 from cases import STEPS, measured
-from driven import CudaPtx
+from driven import CudaPtx, needs_nvcc
 from machine import build
 from machine.launch import Order
 from small import run
 from table import name_of
 
-pytestmark = [
-    needs_compiler,
-    pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine"),
-]
+pytestmark = [needs_compiler, needs_nvcc]
 
 FEW = (
     "lens per query", "decoder step", "fp32 in small", "large step, 16 beams",

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from driven import needs_nvcc
 from gpu_model import __main__ as program
 from gpu_model.counted import Counted, Problem, works
 from gpu_model.gpus import GPUS, LIMITS
 from gpu_model.rivals import compiled, eager
 from gpu_model.times import Time, Work, modelled, resident_blocks
-from machine import build
 
 from benchmarks.workloads.shapes import TOY
 
@@ -97,7 +97,6 @@ def test_a_chain_of_loads_takes_its_latency_a_wave():
 
 # ---- counts --------------------------------------------------------------------------------------
 
-needs_nvcc = pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine")
 A100 = dataclasses.replace(GPUS["A100"], multiprocessors=16)
 CALLS = {
     "a block a row": Problem(5, 1, 40, 64, 48),

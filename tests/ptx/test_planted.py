@@ -5,14 +5,11 @@ import re
 import pytest
 from built import needs_compiler
 from cases import measured
-from driven import CudaPtx
+from driven import CudaPtx, needs_nvcc
 from machine import build
 from machine.parse import PtxError
 
-pytestmark = [
-    needs_compiler,
-    pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine"),
-]
+pytestmark = [needs_compiler, needs_nvcc]
 
 SYNC, FENCE, CLUSTER = (
     ("__syncthreads()", "bar.sync"),
