@@ -1,4 +1,4 @@
-"""Runs csrc/cuda in the PTX machine, with launches that its operators compute on the mock runtime."""
+"""Runs csrc/cuda in the PTX machine: its operators compute the launches, on mock_cuda."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ inline uint64_t address_of(Warp& w, const Instr& i, const Operand& o, int lane) 
 
 inline uint64_t extended(uint64_t bits, int width, bool is_signed) {
   const int unused = 64 - 8 * width;
-  if (unused == 0) return bits;
   return is_signed ? uint64_t(int64_t(bits << unused) >> unused) : bits << unused >> unused;
 }
 
