@@ -143,10 +143,8 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
     return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
   });
 }
-cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
   Call call("cudaMemsetAsync");
-  call.tell("stream", stream);
-  call.tell("address", memory);
   call.tell("bytes", (long long)(bytes));
   return call.run([&](Gpus&) {
     std::memset(memory, value, bytes);
@@ -197,10 +195,8 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   });
 }
 
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel) {
-  Call call("cudaFuncGetAttributes");
-  call.tell("kernel", quoted(name_of(kernel)));
-  return call.run([&](Gpus& all) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
+  return Call("cudaFuncGetAttributes").run([&](Gpus& all) {
     const Gpu& here = all.gpu[current_device()];
     found->ptxVersion = here.ptx_version;
     return here.loads;
@@ -208,7 +204,6 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel)
 }
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
   Call call("cudaFuncSetAttribute");
-  call.tell("kernel", quoted(name_of(kernel)));
   call.tell("value", (long long)(value));
   return call.run([&](Gpus& all) {
     if (value > kMostShared) return cudaErrorInvalidValue;
@@ -218,10 +213,7 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int valu
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
                                            const cudaLaunchConfig_t* config) {
-  Call call("cudaOccupancyMaxActiveClusters");
-  call.tell("kernel", quoted(name_of(kernel)));
-  call.tell("cluster", (long long)(cluster_of(*config)));
-  return call.run([&](Gpus& all) {
+  return Call("cudaOccupancyMaxActiveClusters").run([&](Gpus& all) {
     Gpu& here = all.gpu[current_device()];
     const int most = here.shared.count(kernel) ? here.shared[kernel] : kUsualShared;
     if (here.ptx_version < 90) return cudaErrorInvalidClusterSize;

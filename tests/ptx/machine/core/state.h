@@ -100,6 +100,10 @@ struct Warp {
   Mask& predicate(const Operand& o) {
     return *reinterpret_cast<Mask*>(file + o.slot + (o.size == 0 ? kConstantMask : 0));
   }
+  void set_predicate(const Operand& o, Mask lanes, Mask x) {
+    Mask& d = predicate(o);
+    d = (d & ~lanes) | (x & lanes);
+  }
   // The bits of a register of any size.
   uint64_t bits(const Operand& o, int lane) {
     if (o.size == 8 || o.size == 0) return of<uint64_t>(o)[lane];

@@ -14,9 +14,7 @@ inline void vote_at_barrier(Warp& w, const Instr& i, Mask mask) {
   if (i.mode == 1 && (w.predicate(i.o.back()) & mask) != 0) w.block->vote = true;
 }
 inline void give_vote(Warp& w, const Instr& i, Mask mask) {
-  if (i.mode == 0) return;
-  Mask& d = w.predicate(i.o[0]);
-  d = w.block->vote ? d | mask : d & ~mask;
+  if (i.mode == 1) w.set_predicate(i.o[0], mask, w.block->vote ? kAll : 0);
 }
 
 inline void arrive_at_cluster(Warp& w, const Instr&, Mask mask) {
@@ -82,7 +80,7 @@ inline void shuffle(Warp& w, const Instr& i, Mask mask) {
                   "shfl.sync from lane " + std::to_string(source) + ", which takes no part");
     w.of<uint32_t>(i.o[0])[l] = from[source];
   });
-  if (i.o.size() > 5) w.predicate(i.o[1]) |= mask;  // all are in range
+  if (i.o.size() > 5) w.set_predicate(i.o[1], mask, kAll);  // all are in range
 }
 inline void resolve_shfl(Form& f, Instr& i) {
   i.mode = f.one_of({"bfly", "idx"});

@@ -25,8 +25,7 @@ void compared(Warp& w, const Instr& i, Mask mask) {
     const bool is = i.mode == kNum ? !nan : i.mode == kNaN ? nan : compare(i.mode, x, y);
     yes |= Mask(is) << l;
   });
-  Mask& d = w.predicate(i.o[0]);
-  d = (d & ~mask) | yes;
+  w.set_predicate(i.o[0], mask, yes);
 }
 
 inline void resolve_setp(Form& f, Instr& i) {

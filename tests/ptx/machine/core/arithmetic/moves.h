@@ -10,8 +10,7 @@ void on_predicates(Warp& w, const Instr& i, Mask mask) {
   Mask result = w.predicate(i.o[1]);
   if constexpr (sources == 1) result = F()(result);
   if constexpr (sources == 2) result = F()(result, w.predicate(i.o[2]));
-  Mask& d = w.predicate(i.o[0]);
-  d = (d & ~mask) | (result & mask);
+  w.set_predicate(i.o[0], mask, result);
 }
 template <class T>
 void select(Warp& w, const Instr& i, Mask mask) {
@@ -25,9 +24,8 @@ inline void pack(Warp& w, const Instr& i, Mask mask) {
   const int parts = int(i.o.size()) - 1, bits = i.mode / parts;
   each(mask, [&](int l) {
     uint64_t all = 0;
-    for (int k = 0; k < parts; ++k) {
+    for (int k = 0; k < parts; ++k)
       all |= (w.bits(i.o[1 + k], l) & ((uint64_t(1) << bits) - 1)) << k * bits;
-    }
     w.set_bits(i.o[0], l, all);
   });
 }
