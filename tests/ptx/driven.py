@@ -52,8 +52,8 @@ class CudaPtx(PtxCalls):
         """(kind, entry) of every kernel."""
         return {(kind, e) for kind in KINDS for e in Module(build.ptx(kind, self.arch)).names}
 
-    def forward(self, *inputs):
-        return entry_points.attend(self._operator, *inputs)
+    def forward(self, need_weights, *inputs):
+        return entry_points.attend(self._operator, *inputs, need_weights=need_weights)
 
     def backward(self, weights, grad_context, grad_weights, needs, *inputs):
         grads = weights, grad_context, grad_weights

@@ -115,9 +115,10 @@ class TritonPtx(PtxCalls):
             mock.patch.stopall()
             triton.runtime.driver._active = before
 
-    def forward(self, queries, keys, values, w_v, lens):
+    def forward(self, need_weights, queries, keys, values, w_v, lens):
+        given = {"valid_lens": lens, "need_weights": need_weights}
         with self.here():
-            return forward.attend(queries, keys, values, w_v, valid_lens=lens)
+            return forward.attend(queries, keys, values, w_v, **given)
 
     def backward(self, *given):
         *given, lens = given

@@ -17,9 +17,10 @@ def kind_of(dtype, elements):
 class Calls:
     """The kernels of a backend on CPU tensors, as ``cases.measured`` calls them.
 
-    What is derived from it has ``step``, and ``forward(*inputs, *dropout)`` and ``backward(weights,
-    grad_context, grad_weights, needs, *inputs, *dropout)`` of queries, keys, values, w_v and
-    lengths; ``needs`` has a bit for each gradient.
+    What is derived from it has ``step``, ``forward(need_weights, *inputs)`` and ``backward(weights,
+    grad_context, grad_weights, needs, *inputs)``, where inputs are queries, keys, values, w_v and
+    lengths, with a seed and a probability if something is dropped, and ``needs`` has a bit for each
+    gradient.
 
     Attributes:
         kind: of the numbers of the call that runs.
@@ -44,7 +45,11 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, queries, keys, values, w_v, lens, calls, multiprocessors, dropout):
         calls.begin(multiprocessors, queries, keys, w_v)
-        context, weights = calls.forward(queries, keys, values, w_v, lens, *dropout)
+        inputs = queries, keys, values, w_v, lens, *dropout
+        context, weights = calls.forward(True, *inputs)
+        if weights.numel() * w_v.numel() < 100_000:
+            alone, _ = calls.forward(False, *inputs)
+            assert torch.equal(_bits(alone), _bits(context)), "the context depends on need_weights"
         ctx.save_for_backward(queries, keys, values, w_v)
         ctx.rest, ctx.weights = (lens, calls, multiprocessors, dropout), weights.clone()
         ctx.set_materialize_grads(False)
@@ -61,3 +66,7 @@ class _Attend(torch.autograd.Function):
         given = ctx.weights, grad_context, grad_weights, needs
         grads = calls.backward(*given, queries, keys, values, w_v, lens, *dropout)
         return *(g if needs >> i & 1 else None for i, g in enumerate(grads)), *[None] * 4
+
+
+def _bits(x):
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

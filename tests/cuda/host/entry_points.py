@@ -12,10 +12,12 @@ def on_gpu(name, *arguments):
     return getattr(torch.ops.bahdanau_fast, name)(*arguments)
 
 
-def attend(call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0):
+def attend(
+    call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0, need_weights=True
+):
     """Context and weights of projected queries and keys."""
     inputs = _arguments(queries, keys, values, w_v, lens, seed, dropout_p)
-    return call(FORWARD, *inputs, True, True, 0)
+    return call(FORWARD, *inputs, need_weights, True, 0)
 
 
 def attend_backward(call, queries, keys, values, w_v, lens, weights, *grads, needs=15):

@@ -121,7 +121,7 @@ class Counted(CudaPtx):
             weights[:drawn], grad[:drawn] = 1 / p.keys, 1
             self.backward(weights, grad, None, 15, *inputs)
         else:
-            self.forward(*inputs)
+            self.forward(True, *inputs)
         return list(self.found)
 
     def run(self, machine, name, blocks, threads, params, buffers, shared, cluster):
