@@ -1,161 +1,112 @@
-"""Runs csrc/cuda in the PTX machine, with the launches that its own launchers compute."""
+"""Runs csrc/cuda in the PTX machine: its operators compute the launches, on mock_cuda."""
 
 from __future__ import annotations
 
-import os
-import struct
-import subprocess
-import tempfile
-import threading
+import ctypes
 
+import entry_points
 import numpy as np
-from cuda_on_host import KINDS, Drivers, Host
+import pytest
+import torch
+from cases import DTYPES
+from cuda_on_host import KINDS
+from launched import PtxCalls
 from machine import build
-from machine.launch import Buffer, Machine, Order, Report
-from machine.parse import PtxError
+from machine.launch import Buffer
+from machine.parse import Module
+from mock_cuda import FILLED, OF_GPU, mock
 
-__all__ = ["ARCHS", "CudaPtx", "PtxDrivers"]
+__all__ = ["CudaPtx", "needs_nvcc"]
 
-# The largest cluster that launchers are told of.
-ARCHS = {"80": 1, "90a": 8}
+needs_nvcc = pytest.mark.skipif(
+    build.NVCC is None or torch.cuda.is_available(),
+    reason="it takes nvcc, and no GPU, whose extension defines the operators",
+)
 
 
-class CudaPtx(Host):
-    """What ``cuda_on_host.attend`` asks: the driver of a kind, launching into the machine.
+class CudaPtx(PtxCalls):
+    """csrc/cuda for an architecture.
 
     Args:
-        kind: a name from KINDS.
-        arch: a key of ARCHS.
-        change: of the PTX, to plant a mistake.
-        less_shared: bytes of shared memory that launches lack, to plant one.
+        less_shared: bytes of shared memory that launches lack, to plant a mistake.
         clears: whether what a launcher sets to zero is.
-        keeps: memory stays in the machine, all of it known: what the driver gives is not the
-            kernels' results. Cheap where only counts are wanted.
-        options: for every ``Machine.run``.
-
-    Attributes:
-        reports: of all launches.
+        all_known: no memory counts as unwritten.
+        more: as for PtxCalls.
     """
 
-    def __init__(self, kind, arch, change=str, less_shared=0, clears=True, keeps=False, **options):
-        self.messages = tempfile.TemporaryFile()  # noqa: SIM115  for as long as the driver
-        self.machine = Machine(change(build.ptx(kind, arch)))
-        self.options = {"order": Order.GIVEN, **options}
-        self.less_shared, self.clears, self.keeps = less_shared, clears, keeps
-        self.reports: list[Report] = []
-        self._held: dict[int, Buffer] = {}
-        self._fills: list[tuple[int, int]] = []  # set to zero since the last launch
-        self._failure: BaseException | None = None
-        self._start(kind)
+    archs, dtypes = ("80", "90a"), tuple(DTYPES)
 
-    def _start(self, kind):
-        out, self._their_out = os.pipe()
-        self._their_in, back = os.pipe()
-        self._from, self._to = os.fdopen(out, "rb"), os.fdopen(back, "wb")
-        path = build.driver(kind, *KINDS[kind])
-        fds = self._their_out, self._their_in
+    def __init__(self, arch, less_shared=0, clears=True, all_known=False, **more):
+        super().__init__(arch, **more)
+        self.less_shared, self.clears, self.all_known = less_shared, clears, all_known
+        self.gpu = mock()
+        self.device = self.gpu.new_gpu()
+        self._counters, self._buffers = [], []  # of the GPU, and of the operator that runs
 
-        self.process = subprocess.Popen(
-            ["bash", "-c", f"exec {path} 3>&{fds[0]} 4<&{fds[1]}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.messages,
-            pass_fds=fds,
-            env=os.environ | ({"PTX_MACHINE_KEEPS": "1"} if self.keeps else {}),
-        )
-        os.close(self._their_out)
-        os.close(self._their_in)
-        threading.Thread(target=self._serve, daemon=True).start()
+    def begin(self, multiprocessors, queries, keys, w_v):
+        super().begin(multiprocessors, queries, keys, w_v)
+        self.gpu.use_gpu(self.device)
+        self.gpu.set_gpu(multiprocessors=multiprocessors, ptx_version=int(self.arch.rstrip("a")))
 
-    def close(self):
-        super().close()
-        self._from.close()
-        self._to.close()
+    def places(self):
+        """(kind, entry) of every kernel."""
+        return {(kind, e) for kind in KINDS for e in Module(build.ptx(kind, self.arch)).names}
 
-    def ask(self, request, shapes):
-        """Send a request, receive tensors; raises what the machine said of a launch."""
-        try:
-            return super().ask(request, shapes)
-        except AssertionError:
-            if self._failure is None:
-                raise
-            raise self._failure from None
+    def forward(self, need_weights, *inputs):
+        return entry_points.attend(self._operator, *inputs, need_weights=need_weights)
 
-    def _serve(self):
-        try:
-            while head := self._from.read(56):
-                self._launch(*struct.unpack("<7q", head))
-        except ValueError:  # closed
-            return
-        except BaseException as error:
-            self._failure = error
-            self.process.kill()
+    def backward(self, weights, grad_context, grad_weights, needs, *inputs):
+        grads = weights, grad_context, grad_weights
+        return entry_points.attend_backward(self._operator, *inputs, *grads, needs=needs)
 
-    def _numbers(self, count):
-        return struct.unpack(f"<{count}q", self._from.read(8 * count))
+    def step(
+        self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None
+    ):
+        """The same without gradients, from queries (and keys) that the kernel projects itself."""
+        self.begin(multiprocessors, queries, keys, w_v)
+        inputs = queries, w_q, keys, w_k, bias, values, w_v, valid_lens
+        return entry_points.step(self._operator, *inputs)
 
-    def _launch(self, length, blocks, threads, shared, cluster, size, pieces):
-        if length == 0:  # fill_zero
-            address, count = blocks, threads
-            return self._fill(address, count)
-        name, params = self._from.read(length).decode(), self._from.read(size)
-        before, self._held = self._held, {}
-        for _ in range(pieces):
-            serial, address, count, filled = self._numbers(4)
-            held = before.get(serial)
-            sent = not self.keeps or (filled and held is None)
-            if held is None:
-                known = bool(filled) or self.keeps
-                held = Buffer(f"buffer {serial}", np.zeros(count, np.uint8), address, known)
-                for at, bytes_ in self._fills:
-                    self._mark(held, at, bytes_)
-            if sent:
-                held.data[:] = np.frombuffer(self._from.read(count), np.uint8)
-            self._held[serial] = held
-        buffers = list(self._held.values())
-        self._fills.clear()
-        self.run(name, blocks, threads, params, buffers, shared - self.less_shared, cluster)
-        for data in [b"1"] if self.keeps else [held.data.tobytes() for held in buffers]:
-            self._to.write(data)
-        self._to.flush()
+    def _operator(self, name, *arguments):
+        self._buffers = list(self._counters)
+        for first, end in _spans(x for x in arguments if isinstance(x, torch.Tensor)):
+            self._memory(first, end - first, FILLED)
+        self.gpu.calls()
+        with self.gpu.runs(self._launch, self._memory):
+            return self.gpu.operator(name, *arguments)
 
-    def run(self, name, blocks, threads, params, buffers, shared, cluster):
-        """One launch in the machine."""
-        report = self.machine.run(
-            name, blocks, threads, params, buffers, shared=shared, cluster=cluster, **self.options
-        )
-        self.reports.append(report)
-        if report.races:
-            raise PtxError("\n".join(race.text for race in report.races))
+    def _memory(self, address, size, which):
+        end = address + size
+        for held in self._buffers if which == FILLED else ():
+            if held.address <= address and end <= held.address + held.data.size:
+                if self.clears and held.known is not None:
+                    held.known[address - held.address : end - held.address] = 1
+                return
+        self._buffers = [  # the others have been given back
+            b for b in self._buffers if end <= b.address or b.address + b.data.size <= address
+        ]
+        data = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+        known = None
+        if which != FILLED and not self.all_known:
+            data[:], known = 0xFF, np.zeros(size, np.uint8)  # NaN: what is left unwritten shows
+        self._buffers.append(Buffer(f"buffer {len(self._buffers)}", data, known))
+        if which == OF_GPU:
+            self._counters.append(self._buffers[-1])
 
-    def _fill(self, address, count):
-        if not self.clears:
-            return
-        self._fills.append((address, count))
-        for held in self._held.values():
-            self._mark(held, address, count)
-
-    @staticmethod
-    def _mark(held, address, count):
-        first = address - held.address
-        if 0 <= first < held.known.size:
-            held.known[first : first + count] = 1
+    def _launch(self, name, blocks, threads, cluster, shared, params, size):
+        machine = self.machine(self.kind, lambda: build.ptx(self.kind, self.arch))
+        launch = name.decode(), blocks, threads, ctypes.string_at(params, size), self._buffers
+        self.run(machine, *launch, shared=shared - self.less_shared, cluster=cluster)
 
 
-class PtxDrivers(Drivers):
-    """csrc/cuda for an architecture: drivers by kind of numbers, started when asked for.
-
-    Args:
-        arch: a key of ARCHS.
-        options: for every ``CudaPtx``.
-    """
-
-    def __init__(self, arch, **options):
-        super().__init__(lambda kind: CudaPtx(kind, arch, **options), ARCHS[arch])
-
-    def took(self):
-        """(kind, entry) of every launch since the last call."""
-        found = {(kind, r.entry.name) for kind, driver in self.items() for r in driver.reports}
-        for driver in self.values():
-            driver.reports.clear()
-        return found
+def _spans(tensors):
+    """Beginning and end of the memory that tensors lie in."""
+    found = []
+    for x in sorted((x for x in tensors if x.numel()), key=torch.Tensor.data_ptr):
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        end = x.data_ptr() + (last + 1) * x.element_size()
+        if found and x.data_ptr() < found[-1][1]:  # they share some
+            found[-1][1] = max(end, found[-1][1])
+        else:
+            found.append([x.data_ptr(), end])
+    return found

@@ -11,7 +11,6 @@ HEAD = ".version 8.0\n.target sm_90a\n.address_size 64\n"
 TYPES = {
     np.dtype(np.float32): "f32",
     np.dtype(np.float64): "f64",
-    np.dtype(np.int16): "s16",
     np.dtype(np.uint16): "u16",
     np.dtype(np.int32): "s32",
     np.dtype(np.uint32): "u32",
@@ -20,8 +19,8 @@ TYPES = {
     np.dtype(np.float16): "b16",
 }
 REGISTERS = (
-    ".reg .pred %p<9>;\n.reg .b16 %h<9>;\n.reg .b32 %r<60>;\n.reg .f32 %f<140>;\n"
-    ".reg .b64 %rd<30>;\n.reg .f64 %fd<40>;\n"
+    ".reg .pred %p<9>;\n.reg .b16 %h<9>;\n.reg .b32 %r<60>;\n.reg .f32 %f<9>;\n"
+    ".reg .b64 %rd<30>;\n.reg .f64 %fd<9>;\n"
 )
 
 

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 from built import needs_compiler
 from cases import STEPS, measured
-from driven import PtxDrivers
+from driven import CudaPtx, needs_nvcc
 from machine import build
 from machine.launch import Order
 from small import run
-from table import cuda_places, name_of
+from table import name_of
 
-pytestmark = [
-    needs_compiler,
-    pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine"),
-]
+pytestmark = [needs_compiler, needs_nvcc]
 
 FEW = (
     "lens per query", "decoder step", "fp32 in small", "large step, 16 beams",
@@ -31,12 +28,11 @@ FEW = (
 
 @pytest.mark.parametrize("arch", ["80", "90a"])
 def test_every_kernel_is_right(arch):
-    drivers = PtxDrivers(arch)
-    shares = {name: measured(drivers, name, "bf16") for name in FEW}
+    kernels = CudaPtx(arch)
+    shares = {name: measured(kernels, name, "bf16") for name in FEW}
     assert {name: share for name, share in shares.items() if not share <= 1} == {}
-    missed = {place for place in cuda_places(arch) if place[0] == "bf16"} - drivers.took()
-    assert sorted(name_of(*place) for place in missed) == []
-    drivers.close()
+    missed = {place for place in kernels.places() if place[0] == "bf16"} - kernels.took()
+    assert sorted(map(name_of, missed)) == []
 
 
 @pytest.mark.deep
@@ -44,9 +40,7 @@ def test_every_kernel_is_right(arch):
 @pytest.mark.parametrize("order", [Order.BACKWARDS, Order.RANDOM])
 @pytest.mark.parametrize("case", ["decoder step", "split keys", "lens per query", *STEPS])
 def test_any_order_of_blocks_and_warps(case, order, arch):
-    drivers = PtxDrivers(arch, order=order, seed=1)
-    assert measured(drivers, case, "bf16") <= 1
-    drivers.close()
+    assert measured(CudaPtx(arch, order=order, seed=1), case, "bf16") <= 1
 
 
 EXPONENTIAL = """

@@ -5,15 +5,11 @@ import re
 import pytest
 from built import needs_compiler
 from cases import measured
-from driven import PtxDrivers
+from driven import CudaPtx, needs_nvcc
 from machine import build
 from machine.parse import PtxError
 
-pytestmark = [
-    pytest.mark.deep,
-    needs_compiler,
-    pytest.mark.skipif(build.NVCC is None, reason="nvcc is not on this machine"),
-]
+pytestmark = [needs_compiler, needs_nvcc]
 
 SYNC, FENCE, CLUSTER = (
     ("__syncthreads()", "bar.sync"),
@@ -92,11 +88,15 @@ def edited(file, line, old, new=""):
 def fails(case, arch="80", **mistake):
     """What the machine says of a case with a mistake in it."""
     with pytest.raises(PtxError) as caught:
-        measured(PtxDrivers(arch, **mistake), case, "bf16")
+        measured(CudaPtx(arch, **mistake), case, "bf16")
     return str(caught.value)
 
 
-@pytest.mark.parametrize("place", LEFT_OUT)
+QUICK = "the fence of the last block", "of a cluster, before its sums"
+PLACES = [pytest.param(p, marks=() if p in QUICK else pytest.mark.deep) for p in LEFT_OUT]
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_what_is_left_out_is_found(place):
     file, after, (word, opcode), case = LEFT_OUT[place]
     change = edited(file, line_of(file, after, word), opcode)
@@ -104,6 +104,7 @@ def test_what_is_left_out_is_found(place):
     assert "race:" in said or "where nothing was written" in said or "may not have begun" in said
 
 
+@pytest.mark.deep
 def test_rows_are_read_where_they_are():
     assert "misaligned access" in fails("whole vectors", change=lambda text: shifted(text, 4))
     assert "outside of every buffer" in fails(
@@ -122,18 +123,21 @@ def shifted(text, by):
     return "\n".join(lines)
 
 
+@pytest.mark.deep
 def test_lanes_and_threads_are_all_there():
     mask = re.compile(r"(shfl\.sync\.bfly\.b32 [^;]*), %r\d+;")
     few = fails(STEP, change=lambda text: mask.sub(r"\1, 65535;", text))
     assert "which takes no part" in few
-    leave = "mov.u32 %r1, %laneid; setp.eq.s32 %p1, %r1, 0; @%p1 ret; bar.sync 0;"
+    leave = "mov.u32 %r1, %tid.x; setp.eq.s32 %p1, %r1, 0; @%p1 ret; bar.sync 0;"
     gone = fails(STEP, change=lambda text: text.replace("bar.sync \t0;", leave))
     assert "not all threads of the block reach" in gone
 
 
+@pytest.mark.deep
 def test_shared_memory_is_no_larger_than_the_launch_says():
     assert "outside of shared memory" in fails(SPLIT, less_shared=16)
 
 
+@pytest.mark.deep
 def test_counters_have_to_be_cleared():
     assert "where nothing was written" in fails(SPLIT, clears=False)

@@ -9,7 +9,7 @@ import pytest
 from built import needs_compiler
 from cases import measured
 from machine.parse import PtxError
-from tritoned import TritonPtx, kernels
+from tritoned import TritonPtx
 
 pytestmark = needs_compiler
 
@@ -20,7 +20,7 @@ def test_every_kernel_is_right():
     machine = TritonPtx("90")
     shares = {name: measured(machine, name, "bf16") for name in FEW}
     assert {name: share for name, share in shares.items() if not share <= 1} == {}
-    assert kernels() - {name for _, name in machine.took()} == set()
+    assert {place for place in machine.places() if place[0] == "bf16"} - machine.took() == set()
 
 
 @pytest.mark.deep
@@ -32,13 +32,18 @@ def test_half_types_take_products_of_warpgroups(case):
     assert any(seen)
 
 
-def left_out(text, instruction, number):
-    """PTX without an instruction of a number, where it has as many."""
-    places = [m.span() for m in re.finditer(instruction, text)]
+def edited(text, instruction, number, new):
+    """PTX with ``new`` in the place of an instruction of a number, where it has as many.
+
+    In ``new`` an ampersand is the instruction, SUM a register of the first product.
+    """
+    places = list(re.finditer(instruction, text))
     if number >= len(places):
         return text
-    start, end = places[number]
-    return text[:start] + text[end:]
+    start, end = places[number].span()
+    register = re.compile(r"wgmma\.mma_async[^{;]*\{(%r\d+)").search(text)
+    new = new.replace("&", text[start:end]).replace("SUM", register[1] if register else "")
+    return text[:start] + new + text[end:]
 
 
 BARRIER, COPIED = r"bar\.sync\s+0;", r"cp\.async\.wait_group\s+\d+;"
@@ -52,32 +57,46 @@ SHARED = r"race:|where nothing was written"
 @pytest.mark.deep
 @pytest.mark.parametrize("number", range(3))
 def test_barriers_that_are_left_out_are_found(number):
-    machine = TritonPtx("80", change=lambda text: left_out(text, BARRIER, number))
+    machine = TritonPtx("80", change=lambda text: edited(text, BARRIER, number, ""))
     with pytest.raises(PtxError, match=SHARED):
         measured(machine, "decoder step", "fp32")
 
 
-# What kernels with products of warpgroups do without: the gradient of values of a decoder step, and
-# a step whose keys are copied while products run.
-LEFT_OUT = {
-    **{f"barrier {number}": ("decoder step", BARRIER, number, SHARED) for number in range(4)},
-    "the fence between proxies": ("decoder step", PROXY, 0, r"without fence\.proxy\.async"),
-    "the fence": ("decoder step", FENCE, 0, r"no wgmma\.fence"),
-    "the group": ("decoder step", GROUP, 0, "has not awaited"),
-    "the wait": ("decoder step", WAIT, 0, "has not awaited"),
-    "the wait of a loop": ("keys of many features", WAIT, 0, "read that is under way and write"),
-    "the wait after a loop": ("keys of many features", WAIT, 1, "has not awaited"),
-    "the wait for copies": ("keys of many features", COPIED, 0, SHARED),
-}
+# Mistakes in kernels with products of warpgroups: the gradient of values of a decoder step, and a
+# step whose keys are copied while products run.
+STEP, COPIES = "decoder step", "keys of many features"
+USED, READS = "mov.b32 SUM, SUM;", r"without fence\.proxy\.async"
+MISTAKES = {
+    **{f"no barrier {number}": (STEP, BARRIER, number, "", SHARED) for number in range(4)},
+    "no fence between proxies": (STEP, PROXY, 0, "", READS),
+    "no fence": (STEP, FENCE, 0, "", r"no wgmma\.fence"),
+    "a sum is used after the fence": (STEP, FENCE, 0, "&" + USED, r"no wgmma\.fence"),
+    "no group": (STEP, GROUP, 0, "", "has not awaited"),
+    "a sum is used before the wait": (STEP, WAIT, 0, f"{USED}&", "has not awaited"),
+    "no wait": (STEP, WAIT, 0, "", "has not awaited"),
+    "a wait for earlier groups": (STEP, WAIT, 0, "wgmma.wait_group.sync.aligned 1;",
+                                  "has not awaited"),
+    "no wait of a loop": (COPIES, WAIT, 0, "", "read that is under way and write"),
+    "no wait after a loop": (COPIES, WAIT, 1, "", "has not awaited"),
+    "no wait for copies": (COPIES, COPIED, 0, "", SHARED),
+}  # fmt: skip
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("place", LEFT_OUT)
-def test_what_products_of_warpgroups_need_is_found(place):
-    case, instruction, number, said = LEFT_OUT[place]
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_with_products_of_warpgroups_are_found(mistake):
+    case, *place, said = MISTAKES[mistake]
 
     def change(text):
-        return left_out(text, instruction, number) if "wgmma.mma_async" in text else text
+        return edited(text, *place) if "wgmma.mma_async" in text else text
 
     with pytest.raises(PtxError, match=said):
         measured(TritonPtx("90", change=change), case, "bf16")
+
+
+@pytest.mark.deep
+def test_the_fence_between_proxies_may_come_after_the_barrier():
+    def change(text):
+        return re.sub(rf"({PROXY})(\s*)({BARRIER})", r"\3\2\1", text)
+
+    assert measured(TritonPtx("90", change=change), STEP, "bf16") <= 1

@@ -12,9 +12,8 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
-from cuda_on_host import kind_of
-from machine.launch import Buffer, Machine
-from machine.parse import PtxError
+from launched import PtxCalls
+from machine.launch import Buffer
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -23,29 +22,11 @@ import bahdanau_fast.kernels
 from bahdanau_fast import limits
 from bahdanau_fast.backends.triton import backward, call, forward
 
-__all__ = ["TritonPtx", "kernels"]
+__all__ = ["TritonPtx"]
 
 # What torch.empty leaves: a NaN that nobody computes. Words that hold it count as unwritten.
 UNWRITTEN = 0x7FA5C3A5
-_PACKED = {
-    "i1": "b",
-    "i8": "b",
-    "i16": "h",
-    "i32": "i",
-    "i64": "q",
-    "u32": "I",
-    "u64": "Q",
-    "fp32": "f",
-}
-
-
-def kernels():
-    """Names of all kernels that Triton compiles for a launch."""
-    found = set()
-    for module in pkgutil.iter_modules(bahdanau_fast.kernels.__path__):
-        held = importlib.import_module(f"bahdanau_fast.kernels.{module.name}")
-        found |= {name for name, x in vars(held).items() if isinstance(x, JITFunction)}
-    return {name for name in found if name.endswith("_kernel")}
+_PACKED = {"i32": "i", "i64": "q", "fp32": "f"}
 
 
 class _Driver:
@@ -83,41 +64,45 @@ _torch_empty = torch.empty
 def _storage(tensor):
     """A tensor's memory as a buffer; whole words that torch.empty left are unwritten."""
     whole = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
-    buffer = Buffer(
-        f"{tuple(tensor.shape)} {tensor.dtype}", whole, tensor.untyped_storage().data_ptr()
-    )
-    words = whole[: whole.size // 4 * 4].view(np.uint32)
-    buffer.known[: words.size * 4].reshape(-1, 4)[:] = (words != UNWRITTEN)[:, None]
-    return buffer
+    words, known = whole[: whole.size // 4 * 4].view(np.uint32), np.ones(whole.size, np.uint8)
+    known[: words.size * 4].reshape(-1, 4)[:] = (words != UNWRITTEN)[:, None]
+    return Buffer(f"{tuple(tensor.shape)} {tensor.dtype}", whole, known)
 
 
-class TritonPtx:
-    """Inside :meth:`here`, Triton's launches on CPU tensors go to the machine.
+class TritonPtx(PtxCalls):
+    """Triton's launches on CPU tensors go to the machine.
 
     Args:
         arch: "80" or "90".
-        change: of the PTX, to plant a mistake.
-        options: for every ``Machine.run``.
-
-    Attributes:
-        launched: (kind of numbers, kernel) of all launches.
+        more: as for PtxCalls.
     """
 
-    def __init__(self, arch, change=str, **options):
-        self.arch, self.change, self.options = arch, change, options
-        self.launched = set()
-        self._machines = {}
-        self._call = None  # kind of numbers and multiprocessors of the call that runs
+    archs, dtypes = ("80", "90"), ("fp32", "bf16", "fp16")
+
+    def __init__(self, arch, **more):
+        # Lanes that hold a number twice may differ in its last bits (a product fused with one of
+        # two summands) and both store it: that one of the two wins is how Triton means it.
+        super().__init__(arch, lanes_clash=True, **more)
+
+    def places(self):
+        """(kind, name) of every kernel that is launched; what sums in fp64 reads no tables."""
+        found = set()
+        for module in pkgutil.iter_modules(bahdanau_fast.kernels.__path__):
+            held = importlib.import_module(f"bahdanau_fast.kernels.{module.name}")
+            found |= {name for name, x in vars(held).items() if isinstance(x, JITFunction)}
+        kernels = {name for name in found if name.endswith("_kernel")}
+        places = {(kind, name) for kind in ("f32", "f32_in_f64", "bf16", "f16") for name in kernels}
+        return places - {("f32_in_f64", "tables_kernel")}
 
     @contextmanager
     def here(self):
-        processors, of_gpu = self._call[1], limits.GPU_FAMILIES[f"sm_{self.arch}"]
+        of_gpu = limits.GPU_FAMILIES[f"sm_{self.arch}"]
         patched = [
             mock.patch.object(CompiledKernel, "run", property(self._runner)),
             mock.patch.object(CompiledKernel, "launch_metadata", return_value=None),
             mock.patch.object(call, "native", return_value=True),
             mock.patch.object(limits, "of_gpu", return_value=of_gpu),
-            mock.patch.object(forward, "processors", return_value=processors),
+            mock.patch.object(forward, "processors", return_value=self.multiprocessors),
             mock.patch.object(torch, "empty", _empty),
         ]
         before = triton.runtime.driver._active
@@ -130,32 +115,24 @@ class TritonPtx:
             mock.patch.stopall()
             triton.runtime.driver._active = before
 
-    def attend(self, multiprocessors, queries, keys, values, w_v, valid_lens):
-        """Context and weights of projected queries and keys by the kernels, differentiable."""
-        self._begin(multiprocessors, queries, keys, w_v)
-        return _Attend.apply(queries, keys, values, w_v, valid_lens, self)
+    def forward(self, need_weights, queries, keys, values, w_v, lens):
+        given = {"valid_lens": lens, "need_weights": need_weights}
+        with self.here():
+            return forward.attend(queries, keys, values, w_v, **given)
+
+    def backward(self, *given):
+        *given, lens = given
+        with self.here():
+            return backward.attend_backward(*given, valid_lens=lens)[:4]
 
     def step(
         self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None
     ):
         """The same without gradients, from queries (and keys) that the kernel projects itself."""
-        self._begin(multiprocessors, queries, keys, w_v)
+        self.begin(multiprocessors, queries, keys, w_v)
         weights = w_q, w_k, bias, w_v
         with self.here():
             return forward.attend_step(queries, keys, values, *weights, valid_lens)
-
-    def _begin(self, multiprocessors, queries, keys, w_v):
-        elements = queries.shape[0] * queries.shape[1] * keys.shape[1] * w_v.numel()
-        self._call = kind_of(queries.dtype, elements), multiprocessors
-
-    def took(self):
-        """(kind, kernel) of every launch since the last call."""
-        launched, self.launched = self.launched, set()
-        return launched
-
-    def close(self):
-        """Give the memory of the compiled kernels back."""
-        self._machines.clear()
 
     def _runner(self, kernel):
         def run(x, y, z, _stream, _function, _packed, _metadata, _enter, _exit, *arguments):
@@ -164,9 +141,7 @@ class TritonPtx:
         return run
 
     def _launch(self, kernel, grid, arguments):
-        machine = self._machines.get(kernel.hash)
-        if machine is None:
-            machine = self._machines[kernel.hash] = Machine(self.change(kernel.asm["ptx"]))
+        machine = self.machine(kernel.hash, lambda: kernel.asm["ptx"])
         (name,) = machine.module.names
         params, buffers = b"", {}
         for kind, value in zip(kernel.src.signature.values(), arguments, strict=True):
@@ -181,31 +156,5 @@ class TritonPtx:
             size = struct.calcsize(code)
             params += b"\0" * (-len(params) % size) + struct.pack(code, number)
         params += b"\0" * (machine.module.entry(name).params - len(params))  # scratch memory
-        # Lanes that hold a number twice may differ in its last bits (a product fused with one of
-        # two summands) and both store it: that one of the two wins is how Triton means it.
-        report = machine.run(
-            name, grid, 32 * kernel.metadata.num_warps, params, list(buffers.values()),
-            shared=kernel.metadata.shared, lanes_clash=True, **self.options,
-        )  # fmt: skip
-        self.launched.add((self._call[0], name))
-        if report.races:
-            raise PtxError("\n".join(race.text for race in report.races))
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, queries, keys, values, w_v, lens, machine):
-        with machine.here():
-            context, weights = forward.attend(queries, keys, values, w_v, valid_lens=lens)
-        ctx.save_for_backward(queries, keys, values, w_v)
-        ctx.lens, ctx.machine, ctx.weights = lens, machine, weights.clone()
-        ctx.set_materialize_grads(False)
-        return context, weights
-
-    @staticmethod
-    def backward(ctx, grad_context, grad_weights):
-        queries, keys, values, w_v = ctx.saved_tensors
-        with ctx.machine.here():
-            given = (ctx.weights, grad_context, grad_weights, 15, queries, keys, values, w_v)
-            grads = backward.attend_backward(*given, valid_lens=ctx.lens)
-        return *grads[:4], None, None
+        threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
+        self.run(machine, name, grid, threads, params, list(buffers.values()), shared=shared)

@@ -78,8 +78,7 @@ def measured(kernels, name, dtype):
     """The share of the parity rule that a case of ROWS or STEPS takes at worst.
 
     Args:
-        kernels: what runs them: Drivers of cuda_on_host, on the host or in the PTX machine, or a
-            TritonPtx.
+        kernels: what runs them, see Calls.
         name: of the case. Rows are run forward and backward, steps forward.
         dtype: a key of DTYPES.
     """

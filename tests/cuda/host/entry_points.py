@@ -12,16 +12,21 @@ def on_gpu(name, *arguments):
     return getattr(torch.ops.bahdanau_fast, name)(*arguments)
 
 
-def attend(call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0):
+def attend(
+    call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0, need_weights=True
+):
     """Context and weights of projected queries and keys."""
     inputs = _arguments(queries, keys, values, w_v, lens, seed, dropout_p)
-    return call(FORWARD, *inputs, True, True, 0)
+    return call(FORWARD, *inputs, need_weights, True, 0)
 
 
-def attend_backward(call, queries, keys, values, w_v, lens, context, weights):
-    """All four gradients, those of context and weights being themselves."""
+def attend_backward(call, queries, keys, values, w_v, lens, weights, *grads, needs=15):
+    """The gradients that ``needs`` has a bit for, all four unless given.
+
+    ``grads`` are those of context and weights, None if zero.
+    """
     inputs = _arguments(queries, keys, values, w_v, lens)
-    return call(BACKWARD, weights, context, weights, 15, *inputs, 0)[:4]
+    return call(BACKWARD, weights, *grads, needs, *inputs, 0)[:4]
 
 
 def _arguments(queries, keys, values, w_v, lens, seed=None, dropout_p=0.0):

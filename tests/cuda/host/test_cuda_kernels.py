@@ -15,7 +15,7 @@ import torch
 from built import needs_compiler
 from cases import DTYPES, ROWS, STEPS, measured
 from contract import LARGE, lens
-from cuda_on_host import KERNELS, Drivers, Host, attend, attend_step, on
+from cuda_on_host import KERNELS, Drivers, Host, on
 from drawing import cases, drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,13 +69,13 @@ def test_the_largest_w_v(drivers, queries, size):
     keys = torch.tensor([30.0, -30.0, 0.0]).reshape(1, 3, 1).expand(1, 3, 8).bfloat16()
     a, w_v = torch.zeros(1, queries, 8).bfloat16(), torch.full((1, 8), size).bfloat16()
     values = torch.tensor([2.0, 3.0, 5.0]).reshape(1, 3, 1).bfloat16()
-    context, weights = attend(drivers.__getitem__, a, keys, values, w_v, None)
+    context, weights = drivers.attend(4, a, keys, values, w_v, None)
     assert weights.tolist() == [[[1.0, 0.0, 0.0]] * queries]
     assert context.tolist() == [[[2.0]] * queries]
     if queries > 4:
         return
     eye = torch.eye(8).bfloat16()
-    raw = attend_step(drivers.__getitem__, a, eye, keys, values, w_v, None, w_k=eye)
+    raw = drivers.step(4, a, eye, keys, values, w_v, None, w_k=eye)
     assert raw[1].tolist() == [[[1.0, 0.0, 0.0]] * queries]
 
 
@@ -96,9 +96,9 @@ def problem(tq, tk, h, dv, dtype, b=2):
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-def results(drivers, inputs, valid_lens=None, **more):
+def results(drivers, inputs, valid_lens=None, *dropout):
     """Context, weights and the four gradients."""
-    outputs = attend(drivers.__getitem__, *inputs, valid_lens, **more)
+    outputs = drivers.attend(4, *inputs, valid_lens, *dropout)
     return [*outputs, *torch.autograd.grad(outputs, inputs, seeds_of(outputs))]
 
 
@@ -114,7 +114,7 @@ def test_same_bits_in_any_order_of_threads_and_blocks(drivers, queries, dtype):
     # The host runs every other launch backwards, blocks and threads.
     inputs = problem(queries, 150, 40, 33, dtype)
     first = results(drivers, inputs, lens(150, 70))
-    attend(drivers.__getitem__, *inputs, None)  # turns the order round
+    drivers.attend(4, *inputs, None)  # turns the order round
     for got, want in zip(results(drivers, inputs, lens(150, 70)), first, strict=True):
         assert torch.equal(got, want)
 
@@ -122,7 +122,7 @@ def test_same_bits_in_any_order_of_threads_and_blocks(drivers, queries, dtype):
 @pytest.mark.parametrize("queries", [1, 5, 40])
 def test_dropout_drops_what_the_cpu_drops(drivers, queries):
     inputs = problem(queries, 150, 12, 20, torch.float32)
-    got = results(drivers, inputs, lens(150, 70), seed=1234567890123, dropout_p=0.4)
+    got = results(drivers, inputs, lens(150, 70), 1234567890123, 0.4)
     seed = torch.tensor([1234567890123])
     of_cpu = entry_points.on_gpu  # the operator of any device
     context, weights = entry_points.attend(of_cpu, *inputs, lens(150, 70), seed, 0.4)
@@ -154,7 +154,7 @@ def test_nan_is_not_lost(drivers, queries, where):
     inputs = problem(queries, 70, 40, 33, torch.bfloat16)
     with torch.no_grad():
         inputs[where][0, 0, 3] = float("nan")
-    context, weights = attend(drivers.__getitem__, *inputs, None)
+    context, weights = drivers.attend(4, *inputs, None)
     assert torch.isnan(weights[0, 0]).all()
     assert torch.isnan(context[0, 0]).all()
     assert torch.isfinite(context[1]).all()

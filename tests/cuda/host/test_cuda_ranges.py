@@ -3,7 +3,7 @@
 from contextlib import closing
 from functools import partial
 
-import cuda_on_host
+import calls
 import pytest
 import torch
 from built import needs_compiler
@@ -55,7 +55,7 @@ def test_near(drivers, monkeypatch, place, queries, dtype, a, c, factor):
     if dtype == "fp32 in fp64":
         dtype = FP32
     else:  # small problems too
-        monkeypatch.setattr(cuda_on_host, "FP64_GPU_ELEMENTS", 0)
+        monkeypatch.setattr(calls, "FP64_GPU_ELEMENTS", 0)
     sizes = {"B": 2, "Tq": queries, "Tk": 6, "Dv": 5}
     # So large that fp16 has the gradients in full.
     scale = {"context": 1e3, "weights": 1e3} if dtype == FP16 else {}
@@ -69,6 +69,6 @@ def test_near(drivers, monkeypatch, place, queries, dtype, a, c, factor):
 @pytest.mark.parametrize(("dtype", "w_v", "place"), [(FP32, 4e4, 4.35), (BF16, 1e8, 7.0)], ids=str)
 def test_large_w_v(drivers, monkeypatch, dtype, w_v, place, factor):
     """Numerators are w_v times three denominators, in fp32 four, that are as large as can be."""
-    monkeypatch.setattr(cuda_on_host, "FP64_GPU_ELEMENTS", 0)
+    monkeypatch.setattr(calls, "FP64_GPU_ELEMENTS", 0)
     sizes = {"B": 2, "Tq": MANY, "Tk": 6, "Dv": 5, "scale": {"w_v": factor * w_v}}
     check(near(sizes, 16, of_query=place, of_key=place), dtype, on(drivers))

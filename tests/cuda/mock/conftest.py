@@ -17,7 +17,6 @@ def gpu():
         pytest.skip("with a GPU, its extension defines the operators")
     gpu = mock()
     gpu.new_gpu()
-    gpu.set_stream(None)
     gpu.calls()
     gpu.last_error()
     return gpu

@@ -26,9 +26,9 @@ def attend(gpu, queries=1, keys=300, batch=2, hidden=64, dtype=torch.bfloat16):
     """The runtime's calls of forward and of backward, from projected queries and keys."""
     shapes = (batch, queries, hidden), (batch, keys, hidden), (batch, keys, 48), (1, hidden)
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]
-    results = entry_points.attend(gpu.operator, *inputs)
+    context, weights = entry_points.attend(gpu.operator, *inputs)
     forward = gpu.calls()
-    entry_points.attend_backward(gpu.operator, *inputs, None, *results)
+    entry_points.attend_backward(gpu.operator, *inputs, None, weights, context, weights)
     return forward, gpu.calls()
 
 

@@ -87,10 +87,10 @@ def test_every_launch_holds_its_work(gpu, shape, name):
     for dtype in DTYPES:
         sizes = (b, tq, h), (b, tk, h), (b, tk, dv), (1, h)
         inputs = tensors(*sizes, dtype=dtype)
-        results = entry_points.attend(gpu.operator, *inputs)
+        context, weights = entry_points.attend(gpu.operator, *inputs)
         kernels = check(gpu, cluster)
         assert kernels[0] == ("decode_forward" if tq <= GPU_STEP_QUERIES else "tile_scores")
-        entry_points.attend_backward(gpu.operator, *inputs, None, *results)
+        entry_points.attend_backward(gpu.operator, *inputs, None, weights, context, weights)
         assert "sum_parts" in check(gpu, cluster)
 
 

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from cuda_on_host import KINDS, kind_of, launch_rows
-from cuda_on_host import Gpu as HostGpu
-from driven import ARCHS, CudaPtx
+from calls import kind_of
+from driven import CudaPtx
 from machine import build
 from machine.launch import Report, unit_of
+from mock_cuda import library
 
 from benchmarks.machine_code.cuda import Kernel, reported
 
@@ -41,7 +41,6 @@ class Problem:
 
     Attributes:
         dtype: of its tensors.
-        query_size: if not 0, the queries are projected in the launch (forward only).
         lens: of the rows, or None.
     """
 
@@ -51,7 +50,6 @@ class Problem:
     hidden: int
     value_size: int
     dtype: torch.dtype = torch.bfloat16
-    query_size: int = 0
     lens: tuple[int, ...] | None = None
 
 
@@ -81,7 +79,6 @@ class Counted(CudaPtx):
     """Runs a few blocks of each launch and scales their counts to all.
 
     Args:
-        kind: of numbers.
         arch: of the PTX.
 
     Attributes:
@@ -91,9 +88,8 @@ class Counted(CudaPtx):
         found: the launches since it was emptied.
     """
 
-    def __init__(self, kind: str, arch: str):
-        super().__init__(kind, arch, keeps=True, counts=True, races=False, share=0.0)
-        self.kind, self.arch = kind, arch
+    def __init__(self, arch: str):
+        super().__init__(arch, all_known=True, counts=True, races=False, share=0.0)
         self.rows, self.alike, self.everything = 1, True, False
         self.found: list[Launch] = []
         self._known: dict[tuple, Launch] = {}
@@ -101,29 +97,40 @@ class Counted(CudaPtx):
     def count(self, p: Problem, gpu: Gpu, backward: bool) -> list[Launch]:
         """The launches of a call, forward or, alone, backward, as they are cut for a GPU."""
         self.rows, self.alike = p.batch, p.lens is None and not self.everything
-        rows = min(p.batch, MOST_ROWS) if self.alike else p.batch
+        drawn = min(p.batch, MOST_ROWS) if self.alike else p.batch
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int, scale: float = 0.577) -> torch.Tensor:  # that of nn.Linear's outputs
             return (torch.randn(shape, generator=generator) * scale).to(p.dtype)
 
-        keys, values = draw(rows, p.keys, p.hidden), draw(rows, p.keys, p.value_size)
-        queries, w_q = draw(rows, p.queries, p.query_size or p.hidden), None
-        if p.query_size:
-            w_q = draw(p.hidden, p.query_size, scale=p.query_size**-0.5)
+        def rows(*shape: int) -> torch.Tensor:
+            whole = torch.empty((p.batch, *shape), dtype=p.dtype)
+            whole[:drawn] = draw(drawn, *shape)
+            return whole
+
+        keys, values = rows(p.keys, p.hidden), rows(p.keys, p.value_size)
+        queries = rows(p.queries, p.hidden)
         w_v = draw(1, p.hidden, scale=p.hidden**-0.5)
         lens = None if p.lens is None else torch.tensor(p.lens)
         self.found.clear()
+        self.begin(gpu.multiprocessors, queries, keys, w_v)
         inputs = queries, keys, values, w_v, lens
-        launch_rows(self, p.batch, inputs, cut_for(gpu), w_q, backward)
+        if backward:
+            weights = torch.empty((p.batch, p.queries, p.keys))
+            grad = torch.empty((p.batch, p.queries, p.value_size), dtype=p.dtype)
+            weights[:drawn], grad[:drawn] = 1 / p.keys, 1
+            self.backward(weights, grad, None, 15, *inputs)
+        else:
+            self.forward(True, *inputs)
         return list(self.found)
 
-    def run(self, name, blocks, threads, params, buffers, shared, cluster):
-        key = (name, blocks, shared, cluster, self.rows, self.alike, _sizes(params, buffers))
+    def run(self, machine, name, blocks, threads, params, buffers, shared, cluster):
+        sizes = _sizes(params, buffers)
+        key = (self.kind, name, blocks, shared, cluster, self.rows, self.alike, sizes)
         if key not in self._known:
             group = self._group(blocks, cluster)
             run = functools.partial(
-                self.machine.run, name, blocks, threads, params, buffers, shared=shared,
+                machine.run, name, blocks, threads, params, buffers, shared=shared,
                 cluster=cluster, **self.options,
             )  # fmt: skip
             self._known[key] = self._scaled(run, blocks, threads, shared, cluster, group)
@@ -168,7 +175,7 @@ def _numbers(report: Report) -> Counter[str]:
     """The counts of a report by name."""
     found: Counter[str] = Counter(read=report.read, written=report.written)
     columns = zip(report.entry.opcodes, *report.counts.values(), strict=True)
-    for opcode, runs, lanes, _, requests, sectors, _, conflicts in columns:
+    for opcode, runs, lanes, requests, sectors, conflicts in columns:
         if not runs or FREE.match(opcode):
             continue
         found[unit_of(opcode)] += int(runs)
@@ -187,14 +194,9 @@ def _width(opcode: str) -> int:
     return (int(count[1]) if count else 1) * element // 8
 
 
-def cut_for(gpu: Gpu) -> HostGpu:
-    """What launchers ask of a GPU."""
-    return HostGpu(gpu.multiprocessors, min(gpu.cluster, ARCHS[gpu.ptx]))
-
-
 @functools.cache
-def _driver(kind: str, arch: str) -> Counted:
-    return Counted(kind, arch)
+def _driver(arch: str) -> Counted:
+    return Counted(arch)
 
 
 def launches(problem: Problem, gpu: Gpu, backward: bool = False) -> list[Launch]:
@@ -204,12 +206,13 @@ def launches(problem: Problem, gpu: Gpu, backward: bool = False) -> list[Launch]
     """
     p = problem
     kind = kind_of(p.dtype, p.batch * p.queries * p.keys * p.hidden)
-    made = build.core(), build.ptx_file(kind, gpu.ptx), build.driver(kind, *KINDS[kind])
+    made = build.core(), build.ptx_file(kind, gpu.ptx), library()
     code = *(path.name for path in made), Path(__file__).read_text()
-    name = hashlib.sha256(repr((code, p, cut_for(gpu), backward)).encode()).hexdigest()[:24]
+    cut = gpu.ptx, gpu.multiprocessors
+    name = hashlib.sha256(repr((code, p, cut, backward)).encode()).hexdigest()[:24]
     kept = build.ROOT / "build" / "gpu-model" / f"{name}.json"
     if not kept.exists():
-        found = _driver(kind, gpu.ptx).count(p, gpu, backward)
+        found = _driver(gpu.ptx).count(p, gpu, backward)
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps([asdict(launch) for launch in found]))
     return [Launch(**fields) for fields in json.loads(kept.read_text())]

@@ -30,7 +30,6 @@ class Gpu:
         code: architecture that ptxas makes machine code for. For the B200, sm_90a stands for sm_100
             of the same source.
         ptx: architecture whose PTX runs there.
-        cluster: blocks of the largest cluster that is portable.
         multiprocessors: how many.
         clock: boost, in GHz; under load it is lower.
         fma: fp32 multiply-adds.
@@ -49,7 +48,6 @@ class Gpu:
 
     code: str
     ptx: str
-    cluster: int
     multiprocessors: int
     clock: float
     fma: int
@@ -74,11 +72,11 @@ LIMITS = {
 }
 
 GPUS = {
-    "A100": Gpu("80", "80", 1, 108, 1.41, 64, 32, 64, 16, 1024, 2.04, 4.5, 262, 466),
-    "H100": Gpu("90a", "90a", 8, 132, 1.98, 128, 64, 64, 16, 1280, 3.35, 5.5, 281, 690),
-    "H200": Gpu("90a", "90a", 8, 132, 1.98, 128, 64, 64, 16, 1280, 4.80, 5.5, 281, 690),
-    "RTX 4090": Gpu("89", "80", 1, 128, 2.52, 128, 2, 64, 16, 256, 1.01, 5.0, 296, 636),
-    "B200": Gpu("90a", "90a", 8, 148, 1.965, 128, 64, 64, 16, 1280, 8.0, 9.0, 295, 860),
+    "A100": Gpu("80", "80", 108, 1.41, 64, 32, 64, 16, 1024, 2.04, 4.5, 262, 466),
+    "H100": Gpu("90a", "90a", 132, 1.98, 128, 64, 64, 16, 1280, 3.35, 5.5, 281, 690),
+    "H200": Gpu("90a", "90a", 132, 1.98, 128, 64, 64, 16, 1280, 4.80, 5.5, 281, 690),
+    "RTX 4090": Gpu("89", "80", 128, 2.52, 128, 2, 64, 16, 256, 1.01, 5.0, 296, 636),
+    "B200": Gpu("90a", "90a", 148, 1.965, 128, 64, 64, 16, 1280, 8.0, 9.0, 295, 860),
 }
 
 

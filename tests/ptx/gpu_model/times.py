@@ -5,21 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from .gpus import (
-    ASSUMED,
-    LIMITS,
-    PORT_BYTES,
-    SCHEDULERS,
-    SHARED_BYTES,
-    SHUFFLE,
-    Assumed,
-    Gpu,
-)
+from .gpus import ASSUMED, LIMITS, PORT_BYTES, SCHEDULERS, SHARED_BYTES, SHUFFLE, Gpu
 
 __all__ = ["Time", "Work", "modelled", "resident_blocks"]
 
 LANES, SECTOR = 32, 32
-UNIT_RATES = {"fma": "fma", "fp64": "fp64", "alu": "alu", "special": "special"}
+UNITS = "fma", "fp64", "alu", "special"  # whose rates a Gpu has by their names
 MMA = 2048  # multiply-adds of an mma.m16n8k16
 MOVING = ("shared", "port", "L2", "DRAM")
 OVERLAP = 3  # 1 would be one after the other, infinity all at once
@@ -69,14 +60,10 @@ class Time:
         parts: seconds that each resource alone would take.
         roof: seconds that the bytes take at the bandwidth of the data sheet, or the operations on
             all multiprocessors, whichever is longer.
-        waves: turns of blocks on the multiprocessor with most of them.
-        resident: blocks that a multiprocessor holds at a time.
     """
 
     parts: dict[str, float]
     roof: float
-    waves: int
-    resident: int
 
     @property
     def bound(self) -> str:
@@ -108,7 +95,7 @@ def resident_blocks(gpu: Gpu, warps: int, registers: int, shared: int) -> int:
     return min(by_registers, by_shared, limits.warps // warps, limits.blocks)
 
 
-def modelled(gpu: Gpu, work: Work, assumed: Assumed = ASSUMED) -> Time:
+def modelled(gpu: Gpu, work: Work) -> Time:
     """The time of a launch on a GPU whose caches hold nothing of its inputs.
 
     Each resource takes as long as it would alone; :attr:`Time.seconds` puts them together.
@@ -120,7 +107,7 @@ def modelled(gpu: Gpu, work: Work, assumed: Assumed = ASSUMED) -> Time:
     waves = math.ceil(busiest / resident)
     share = busiest / work.blocks / (gpu.clock * 1e9)  # of that multiprocessor, and clocks
     bytes_asked = work.sectors * SECTOR
-    units = {name: work.units.get(name, 0) * LANES / getattr(gpu, name) for name in UNIT_RATES}
+    units = {name: work.units.get(name, 0) * LANES / getattr(gpu, name) for name in UNITS}
     units["warp"] = work.units.get("warp", 0) * LANES / SHUFFLE
     units["tensor"] = work.units.get("tensor", 0) * MMA / gpu.tensor
     parts = {name: clocks * share for name, clocks in units.items()}
@@ -128,20 +115,20 @@ def modelled(gpu: Gpu, work: Work, assumed: Assumed = ASSUMED) -> Time:
     parts["shared"] = work.turns * LANES * 4 / SHARED_BYTES * share
     parts["port"] = bytes_asked / PORT_BYTES * share
     parts["L2"] = bytes_asked / (gpu.l2 * 1e12)
-    parts["DRAM"] = work.moved / (gpu.dram * 1e12 * assumed.dram_share)
-    parts["latency"] = _in_turn(gpu, work, assumed, waves)
+    parts["DRAM"] = work.moved / (gpu.dram * 1e12 * ASSUMED.dram_share)
+    parts["latency"] = _in_turn(gpu, work, waves)
     everywhere = gpu.multiprocessors * gpu.clock * 1e9
     roof = max(work.moved / (gpu.dram * 1e12), max(units.values()) / everywhere)
-    return Time(parts, roof, waves, resident)
+    return Time(parts, roof)
 
 
-def _in_turn(gpu: Gpu, work: Work, assumed: Assumed, waves: int) -> float:
+def _in_turn(gpu: Gpu, work: Work, waves: int) -> float:
     """What a block does one thing after the other, wave by wave, and what the last block adds."""
     asked = work.sectors * SECTOR
     first = min(1.0, work.moved / asked) if asked else 0.0  # share of loads that go to DRAM
-    trip = (first * gpu.dram_cycles + (1 - first) * gpu.l2_cycles) * assumed.loaded
+    trip = (first * gpu.dram_cycles + (1 - first) * gpu.l2_cycles) * ASSUMED.loaded
     of_warp = work.instructions / work.blocks / work.warps
     barriers = work.units.get("barrier", 0) / work.blocks / work.warps
-    block = work.trips * trip + of_warp * assumed.dependent + barriers * assumed.barrier
-    last = work.last_trips * gpu.l2_cycles * assumed.loaded
+    block = work.trips * trip + of_warp * ASSUMED.dependent + barriers * ASSUMED.barrier
+    last = work.last_trips * gpu.l2_cycles * ASSUMED.loaded
     return (waves * block + last) / (gpu.clock * 1e9)

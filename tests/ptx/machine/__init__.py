@@ -4,13 +4,16 @@ What only it proves: that the machine code which nvcc and Triton made computes w
 order of blocks and warps, races nowhere, touches only its memory and reads nothing unwritten. It
 does not say how long that takes, nor what hardware adds to PTX.
 
-``parse.py`` reads a module, ``launch.py`` runs an entry on buffers, ``core`` has the instructions
-(in C++: half of a kernel's are masked, which NumPy is slow at). An opcode or modifier that it does
-not know is an error that names it.
+``parse.py`` reads a module, ``launch.py`` runs an entry on buffers. ``core``, in C++ (half of a
+kernel's instructions are masked, which NumPy is slow at), has the instructions, each entered in
+``opcodes()`` at the end of its file: arithmetic/ (moves, compare, convert), loads.h, sync.h,
+matrix.h (``mma``) and wgmma.h; scheduler.h runs the warps. Those that our kernels have are there:
+another opcode or modifier is an error that names it. What an instruction costs: ``unit_of`` in
+launch.py and ``Request`` in core/memory.h count, ``gpu_model/times.py`` prices.
 
-Threads: of a warp those that are furthest behind in the code run together. Shuffles, votes and
-``mma`` wait for the lanes of their mask, barriers for the block or the cluster; what never comes is
-an error. Blocks (clusters) run one after another: in order, backwards or shuffled, warps likewise.
+Threads: of a warp those that are furthest behind in the code run together. Shuffles and ``mma``
+wait for the lanes of their mask, barriers for the block or the cluster; what never comes is an
+error. Blocks (clusters) run one after another: in order, backwards or shuffled, warps likewise.
 
 Memory: every access is checked for bounds and for the alignment of its width. Shared memory and
 workspaces count as unwritten until a kernel writes them. Writing what the same launch reads as
@@ -19,12 +22,12 @@ touched only between a cluster barrier after it began and one before it ends. Wh
 copies is unwritten until the wait.
 
 Races: each cell, as wide as the kernel's narrowest store, remembers who wrote it last and two who
-read it since, with the counts of barriers of block, warp and cluster that each had passed. Two
-threads, one of them writing, and no count in between: a race, whatever the order was. Shuffles
-order nothing. Between blocks a fence and an atomic operation on the one side, and an atomic
-operation on the same address and a fence on the other, order what came before and after them.
+read it since, with the counts of barriers of block and cluster that each had passed. Two threads,
+one of them writing, and no count in between: a race, whatever the order was. Shuffles order
+nothing. Between blocks a fence and an atomic operation on the one side, and an atomic operation on
+the same address and a fence on the other, order what came before and after them.
 
-Approximations (``ex2``, ``rcp``, ``tanh``, ...) are off by a random part of the error that the PTX
+Approximations (``ex2``, ``rcp``, ``div.full``) are off by a random part of the error that the PTX
 ISA documents; powers of two by ``ex2`` are exact, as NVIDIA's own ``tanh`` in fp64 needs. Sums of
 ``mma`` and ``wgmma`` are taken in fp64 and rounded once; tensor cores add in another order and
 truncate.
@@ -36,6 +39,6 @@ wrote there needs ``fence.proxy.async``, by the thread that stored, before the b
 that read, after it. What ``cp.async`` copied needs none here: the PTX ISA does not except it, but
 CUTLASS leaves the fence out there, and so does Triton.
 
-Counts of a launch: instructions by unit, sectors of 32 bytes, bank conflicts, branches that part,
-distinct bytes, the longest chain of global loads that depend on each other, trips to memory.
+Counts of a launch: instructions by unit, sectors of 32 bytes, bank conflicts, distinct bytes, trips
+to memory.
 """

@@ -45,14 +45,3 @@ def ptxas(kind: str, arch: str, code: str) -> str:
     path, program = ptx_file(kind, arch), shutil.which("ptxas") or Path(NVCC or "").parent / "ptxas"
     script = f'exec {program} -v -arch=sm_{code} {path} -o /dev/null 2> "$1"'
     return built(f"ptx/ptxas_{kind}_{arch}_{code}", [path], ["sh", "-c", script]).read_text()
-
-
-def driver(kind: str, stored: str, summed: str) -> Path:
-    """The program of cuda_on_host for a kind of numbers, whose launches go to the machine."""
-    ours = CORE.parents[1] / "driver"
-    theirs = ROOT / "tests" / "cuda" / "host" / "cuda_on_host"
-    flags = ["-std=c++17", "-O0", "-w", "-rdynamic", f"-I{ours}", f"-I{theirs}", f"-I{SOURCES}"]
-    flags += [f"-DSTORED={stored}", f"-DSUMMED={summed}"]
-    found = *ours.glob("*.h"), *theirs.glob("*.[ch]*"), *SOURCES.rglob("*.h")
-    command = ["g++", *flags, str(theirs / "driver.cpp"), "-ldl"]
-    return built(f"ptx/driver_{kind}", sorted(found), command)

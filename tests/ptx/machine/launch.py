@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,19 +13,19 @@ import numpy as np
 from . import build
 from .parse import Entry, Module, PtxError
 
-__all__ = ["Buffer", "Machine", "Order", "Race", "Report"]
+__all__ = ["Buffer", "Machine", "Order", "Report"]
 
-COUNTS = ("runs", "lanes", "splits", "requests", "sectors", "bytes", "conflicts")
+COUNTS = ("runs", "lanes", "requests", "sectors", "conflicts")
 # Units that instructions are counted by, by base opcode; the rest are integer and logic ("alu").
 UNITS = {
-    **dict.fromkeys(("ex2", "lg2", "rsqrt", "sqrt", "tanh", "sin", "cos"), "special"),
+    "ex2": "special",
     **dict.fromkeys(("mma", "wgmma"), "tensor"),
-    **dict.fromkeys(("ld", "ldu", "ldmatrix", "cp"), "load"),
+    **dict.fromkeys(("ld", "ldmatrix", "cp"), "load"),
     **dict.fromkeys(("st", "stmatrix"), "store"),
-    **dict.fromkeys(("atom", "red"), "atomic"),
+    "atom": "atomic",
     **dict.fromkeys(("bar", "barrier", "membar", "fence"), "barrier"),
-    **dict.fromkeys(("shfl", "vote", "redux", "match", "elect"), "warp"),
-    **dict.fromkeys(("bra", "ret", "exit"), "branch"),
+    **dict.fromkeys(("shfl", "redux"), "warp"),
+    **dict.fromkeys(("bra", "ret"), "branch"),
 }
 
 
@@ -49,20 +48,23 @@ class Buffer:
     Args:
         name: as messages give it.
         data: its bytes, changed in place.
-        address: where the kernel finds it; that of ``data`` unless given.
-        known: False where nothing was written yet (an array of uint8, kept from launch to launch).
+        known: zero where nothing was written yet (an array of uint8, kept from launch to launch);
+            None if all of it was.
     """
 
-    def __init__(self, name: str, data: np.ndarray, address: int | None = None, known: bool = True):
-        self.name = name
+    def __init__(self, name: str, data: np.ndarray, known: np.ndarray | None = None):
+        self.name, self.known = name, known
         self.data = data.reshape(-1).view(np.uint8)
-        self.address = self.data.ctypes.data if address is None else address
-        self.known = np.full(self.data.size, known, np.uint8)
 
-    def fields(self) -> tuple[bytes, int, int, int, int]:
+    @property
+    def address(self) -> int:
+        """Where the kernel finds it, which is where it is."""
+        return self.data.ctypes.data
+
+    def fields(self) -> tuple[bytes, int, int, int | None]:
         """Those of ``_Buffer``."""
-        places = self.data.ctypes.data, self.known.ctypes.data
-        return self.name.encode(), self.address, self.data.size, *places
+        known = None if self.known is None else self.known.ctypes.data
+        return self.name.encode(), self.address, self.data.size, known
 
 
 class _Buffer(ctypes.Structure):
@@ -70,15 +72,14 @@ class _Buffer(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("address", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
-        ("data", ctypes.c_void_p),
         ("known", ctypes.c_void_p),
     ]
 
 
 class _Arguments(ctypes.Structure):
     _fields_ = [
-        ("grid", ctypes.c_uint32 * 3),
-        ("threads", ctypes.c_uint32 * 3),
+        ("grid", ctypes.c_uint32 * 2),
+        ("block_threads", ctypes.c_uint32),
         ("cluster_size", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint64),
         ("params_bytes", ctypes.c_uint64),
@@ -97,7 +98,6 @@ class _Arguments(ctypes.Structure):
         ("of_instr", ctypes.c_void_p),
         ("distinct_read", ctypes.c_uint64),
         ("distinct_written", ctypes.c_uint64),
-        ("longest", ctypes.c_uint64),
         ("trips", ctypes.c_uint64),
         ("most_trips", ctypes.c_uint64),
     ]
@@ -119,21 +119,6 @@ class Order:
     GIVEN, BACKWARDS, RANDOM = range(3)
 
 
-@dataclass(frozen=True)
-class Race:
-    """Two accesses that nothing orders, at least one a write.
-
-    Attributes:
-        first: instruction, as are
-        second: the later one in the order that was run.
-        text: who, where, and both instructions.
-    """
-
-    first: int
-    second: int
-    text: str
-
-
 @dataclass
 class Report:
     """What a launch did.
@@ -141,10 +126,10 @@ class Report:
     Attributes:
         entry: that ran.
         counts: by instruction, an array for each of COUNTS.
-        races: that were found.
+        races: two accesses that nothing orders, at least one a write: who, where, and both
+            instructions.
         read: distinct bytes of global memory read.
         written: the same, written.
-        chain: global loads that depend on each other, the longest such chain.
         trips: how often a block waits for global memory, the sum of all blocks; loads between two
             branches or barriers that do not depend on each other share a trip.
         most_trips: of one block.
@@ -152,24 +137,11 @@ class Report:
 
     entry: Entry
     counts: dict[str, np.ndarray]
-    races: list[Race] = field(default_factory=list)
+    races: list[str] = field(default_factory=list)
     read: int = 0
     written: int = 0
-    chain: int = 0
     trips: int = 0
     most_trips: int = 0
-
-    def by_unit(self) -> Counter[str]:
-        """Instructions of warps by unit."""
-        found: Counter[str] = Counter()
-        for opcode, runs in zip(self.entry.opcodes, self.counts["runs"], strict=True):
-            if runs:
-                found[unit_of(opcode)] += int(runs)
-        return found
-
-    def total(self, name: str) -> int:
-        """A column of COUNTS, summed."""
-        return int(self.counts[name].sum())
 
 
 _loaded: dict[str, int] = {}  # programs of the core by their text
@@ -198,7 +170,7 @@ class Machine:
         self,
         name: str,
         grid: int | Sequence[int],
-        threads: int | Sequence[int],
+        threads: int,
         params: bytes,
         buffers: Sequence[Buffer] = (),
         *,
@@ -217,15 +189,15 @@ class Machine:
 
         Args:
             name: of the entry.
-            grid: blocks in each direction.
-            threads: of a block in each direction.
+            grid: blocks, in each of up to two directions.
+            threads: of a block.
             params: the bytes of all parameters.
             buffers: all of global memory.
             shared: bytes of dynamic shared memory.
             cluster: blocks of a cluster.
             order: of blocks and warps, see Order.
             seed: of approximations and of a random order.
-            counts: also count sectors, bank conflicts and chains of loads.
+            counts: also count sectors, bank conflicts and trips to memory.
             races: look for races.
             lanes_clash: lanes of a warp may store to one place with one instruction: one wins.
             share: how much of the error that PTX allows approximations they may have.
@@ -238,8 +210,10 @@ class Machine:
         program, entry = self._load(name), self.module.entry(name)
         if len(params) != entry.params:
             raise PtxError(f"{name} takes {entry.params} bytes of parameters, got {len(params)}")
-        sizes = [(*np.atleast_1d(x).tolist(), 1, 1) for x in (grid, threads)]
-        blocks = int(np.prod(sizes[0][:3]))
+        across, down, deep = (*np.atleast_1d(grid).tolist(), 1, 1)[:3]
+        if deep != 1:
+            raise PtxError(f"grid must have at most two directions, got {grid}")
+        blocks = across * down
         if blocks % cluster:
             raise PtxError(f"{blocks} blocks are no whole clusters of {cluster}")
         turns = np.array(range(blocks // cluster) if clusters is None else clusters, np.uint32)
@@ -250,8 +224,8 @@ class Machine:
         held = sorted((b for b in buffers if b.data.size), key=lambda b: b.address)
         of_instr = np.zeros((len(entry.opcodes), len(COUNTS)), np.uint64)
         arguments = _Arguments(
-            grid=sizes[0][:3],
-            threads=sizes[1][:3],
+            grid=(across, down),
+            block_threads=threads,
             cluster_size=cluster,
             shared_bytes=entry.shared + shared,
             params_bytes=len(params),
@@ -271,8 +245,8 @@ class Machine:
         )
         _core().ptx_run(program, ctypes.byref(arguments))
         columns = dict(zip(COUNTS, of_instr.T, strict=True))
-        measured = ("distinct_read", "distinct_written", "longest", "trips", "most_trips")
-        report = Report(entry, columns, [], *(getattr(arguments, name) for name in measured))
+        found = arguments.distinct_read, arguments.distinct_written
+        report = Report(entry, columns, [], *found, arguments.trips, arguments.most_trips)
         for line in _core().ptx_message().decode().splitlines():
             self._said(entry, line, report)
         return report
@@ -282,9 +256,8 @@ class Machine:
         what, rest = line.split(" ", 1)
         if what == "race":
             first, second, text = rest.split(" ", 2)
-            pcs = int(first), int(second)
-            text = f"race: {text}\n  {entry.where(pcs[0])}\n  {entry.where(pcs[1])}"
-            report.races.append(Race(*pcs, text))
+            places = f"{entry.where(int(first))}\n  {entry.where(int(second))}"
+            report.races.append(f"race: {text}\n  {places}")
         elif what == "fault":
             pc, text = rest.split(" ", 1)
             raise PtxError(f"{entry.name}: {text}\n  {entry.where(int(pc))}")

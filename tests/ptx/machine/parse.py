@@ -50,7 +50,7 @@ class Entry:
 
 _ENTRY = re.compile(r"^\.(?:visible\s+|weak\s+)?(?:\.?)entry\s+(\S+?)\s*\(", re.MULTILINE)
 _VARIABLE = re.compile(
-    r"\.(shared|local|param|global|const)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
+    r"\.(shared|param)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
     r"(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?([\w$.]+)(?:\[(\d*)\])?"
 )
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+))?")
@@ -130,7 +130,6 @@ class _Reader:
         self.entry = Entry(_ENTRY.match(lines[at])[1])  # type: ignore[index]
         self.files = files
         self.bytes = 8  # of registers; the first 8 are nobody's
-        self.local = 0
         self.scopes: list[dict[str, str]] = []  # register or prefix -> kind
         self.slots: dict[str, tuple[int, int]] = {}
         self.constants: dict[int, int] = {}
@@ -146,7 +145,7 @@ class _Reader:
         specials = [
             f"special {slot} {name[1:]}" for name, (slot, _) in self.slots.items() if name[0] == "%"
         ]
-        memory = f"bytes {self.bytes} {self.local}"
+        memory = f"bytes {self.bytes}"
         self.entry.text = "\n".join([memory, *constants, *specials, *run])
 
     # ---- statements ------------------------------------------------------------------------------
@@ -207,22 +206,15 @@ class _Reader:
         step = int(align or 1)
         size = KINDS.get(kind, 1) if kind not in ("b8", "u8", "s8") else 1
         size *= int(count or (0 if "[" in line else 1))
-        align_to = max(step, 1)
         if space == "shared":
-            at = -(-self.entry.shared // align_to) * align_to
+            at = -(-self.entry.shared // step) * step
             self.symbols[name] = SHARED + at
             self.entry.shared = at + size
-        elif space == "local":
-            at = -(-self.local // align_to) * align_to
-            self.symbols[name] = at
-            self.local = -(-(at + size) // 16) * 16
-        elif space == "param":
-            align_to = max(step, size if "[" not in line else 1)
-            at = -(-self.entry.params // align_to) * align_to
+        else:
+            step = max(step, size if "[" not in line else 1)
+            at = -(-self.entry.params // step) * step
             self.symbols[name] = PARAM + at
             self.entry.params = at + size
-        else:
-            raise PtxError(f"unknown declaration: {line}")
 
     def _statement(self, text: str, number: int, place: str) -> None:
         if text.startswith(".reg"):
@@ -286,8 +278,6 @@ class _Reader:
             return self._place_of(name.replace("%", ""), kind, KINDS.get(kind, 0))
         if text == "_":
             return self._place_of("_", "b64", 8)
-        if text == "WARP_SZ":
-            return self._constant(LANES)
         value = _number(text)
         if value is not None:
             return self._constant(value)

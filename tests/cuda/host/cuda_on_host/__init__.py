@@ -1,11 +1,9 @@
 """The CUDA kernels of csrc/cuda, compiled for the host and driven from here.
 
 What only it proves: the whole contract table and drawn cases in seconds, with the source under
-AddressSanitizer and UBSan. Its driver also computes the launches that tests/ptx runs as machine
-code, which is the judge of everything else.
+AddressSanitizer and UBSan. The machine code, in tests/ptx, is the judge of everything else.
 
 One program per kind of numbers and per sanitizer (driver.cpp); problems go to it through pipes.
-:func:`attend` has the arguments of ``bahdanau_fast.ops.attend`` and is differentiable.
 """
 
 import os
@@ -14,13 +12,11 @@ import struct
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from built import built
-
-from bahdanau_fast.limits import FP64_GPU_ELEMENTS
+from calls import Calls
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[3] / "csrc"
@@ -38,29 +34,9 @@ SANITIZERS = {
 }
 
 
-class Gpu(NamedTuple):
-    """The GPU that kernels are cut for.
-
-    Attributes:
-        multiprocessors: how many it has.
-        cluster: blocks of its largest cluster; with 1 it stands for GPUs before 9.0.
-    """
-
-    multiprocessors: int = 4
-    cluster: int = 8
-
-
-GPU = Gpu()
 # In the order of LenType (csrc/cuda/kernels/types.h).
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 LENS = (*INTEGERS, "float32", "float64", "bfloat16", "float16")
-
-
-def kind_of(dtype, elements):
-    """The name of the kernels that serve a dtype: computing_kind() of csrc/common/limits.h."""
-    if dtype == torch.float32:
-        return "f32_in_f64" if elements <= FP64_GPU_ELEMENTS else "f32"
-    return {torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
 
 
 def build(kind, sanitizer, sources=KERNELS):
@@ -131,35 +107,70 @@ class Host:
         return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
-class Drivers(dict):
+class Drivers(Calls):
     """Running drivers by kind of numbers, started when they are first asked for.
 
     Args:
         start: gives the driver of a kind.
-        cluster: of the GPU that launches are cut for, see :class:`Gpu`.
     """
 
-    def __init__(self, start, cluster=GPU.cluster):
-        super().__init__()
-        self.start, self.cluster = start, cluster
-
-    def __missing__(self, kind):
-        self[kind] = self.start(kind)
-        return self[kind]
+    def __init__(self, start):
+        self._start, self._running = start, {}
 
     def close(self):
         """End them all; fails when a sanitizer had something to say."""
-        while self:
-            self.popitem()[1].close()
+        while self._running:
+            self._running.popitem()[1].close()
 
-    def attend(self, multiprocessors, *inputs):
-        """Context and weights of projected queries and keys, values, w_v and lengths."""
-        return attend(self.__getitem__, *inputs, gpu=Gpu(multiprocessors, self.cluster))
+    def _ask(self, request, shapes):
+        if self.kind not in self._running:
+            self._running[self.kind] = self._start(self.kind)
+        return self._running[self.kind].ask(request, shapes)
 
-    def step(self, multiprocessors, *inputs, **projected):
-        """The same of queries, w_q, keys, values, w_v and lengths; w_k and bias if keys are raw."""
-        gpu = Gpu(multiprocessors, self.cluster)
-        return attend_step(self.__getitem__, *inputs, gpu=gpu, **projected)
+    def forward(self, need_weights, queries, keys, values, w_v, lens, *dropout):
+        (b, tq, _), (_, tk, dv) = queries.shape, values.shape
+        held = torch.float64 if queries.dtype == torch.float64 else torch.float32
+        if 0 in (b, tq, tk):
+            return queries.new_zeros((b, tq, dv)), queries.new_zeros((b, tq, tk), dtype=held)
+        request = self._problem(0, need_weights, queries, keys, values, w_v, lens, *dropout)
+        shape = (b, tq, tk) if need_weights else (0,)
+        return self._ask(request, [(queries.dtype, (b, tq, dv)), (held, shape)])
+
+    def backward(self, weights, grad_context, grad_weights, needs, *inputs):
+        if 0 in weights.shape:
+            return [torch.zeros_like(x) for x in inputs[:4]]
+        request = self._problem(1, needs, *inputs)
+        request += b"".join(map(_tensor, (weights, grad_context, grad_weights)))
+        shapes = [x.shape if needs >> i & 1 else (0,) for i, x in enumerate(inputs[:4])]
+        return self._ask(request, [(inputs[0].dtype, shape) for shape in shapes])
+
+    def step(self, multiprocessors, queries, w_q, keys, values, w_v, lens, w_k=None, bias=None):
+        """Context and weights of queries (and keys) that the kernel projects itself."""
+        self.begin(multiprocessors, queries, keys, w_v)
+        (b, tq, _), (_, tk, dv) = queries.shape, values.shape
+        held = torch.float64 if queries.dtype == torch.float64 else torch.float32
+        inputs = queries, keys, values, w_v, lens
+        request = self._problem(0, 1, *inputs, projections=(w_q, w_k, bias))
+        return self._ask(request, [(queries.dtype, (b, tq, dv)), (held, (b, tq, tk))])
+
+    def _problem(
+        self, backward, wanted, queries, keys, values, w_v, lens, seed=None, dropout_p=0.0,
+        projections=(None,) * 3,
+    ):  # fmt: skip
+        sent = None if values is keys else values
+        (b, tq, features), (_, tk, dv) = queries.shape, values.shape
+        lens_type = 0 if lens is None else 1 + LENS.index(str(lens.dtype).removeprefix("torch."))
+        tensors = queries, keys, sent, w_v.reshape(-1).contiguous(), *projections
+        return b"".join(
+            [
+                _integers(backward, self.multiprocessors, wanted),
+                *map(_tensor, tensors),
+                _tensor(lens, columns=False),
+                _integers(features, keys.shape[-1], lens_type, seed is not None, seed or 0),
+                struct.pack("<d", dropout_p),
+                _integers(b, tq, tk, w_v.numel(), dv),
+            ]
+        )
 
 
 def _integers(*numbers):
@@ -191,121 +202,13 @@ def _tensor(x, columns=True):
     )
 
 
-def _problem(backward, wanted, inputs, seed, dropout_p, gpu, projections=(None,) * 3, batch=None):
-    queries, keys, values, w_v, lens = inputs
-    sent = None if values is keys else values
-    (b, tq, features), (_, tk, dv) = queries.shape, values.shape
-    h = w_v.numel()
-    lens_type = 0 if lens is None else 1 + LENS.index(str(lens.dtype).removeprefix("torch."))
-    return b"".join(
-        [
-            _integers(backward, *gpu, wanted),
-            *map(_tensor, (queries, keys, sent, w_v.reshape(-1).contiguous(), *projections)),
-            _tensor(lens, columns=False),
-            _integers(features, keys.shape[-1], lens_type, seed is not None, seed or 0),
-            struct.pack("<d", dropout_p),
-            _integers(batch or b, tq, tk, h, dv),
-        ]
-    )
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, queries, keys, values, w_v, lens, rest):
-        host_of, seed, dropout_p, gpu = rest
-        (b, tq, h), (_, tk, dv) = queries.shape, values.shape
-        kind = kind_of(queries.dtype, b * tq * tk * h)
-        held = torch.float64 if queries.dtype == torch.float64 else torch.float32
-        ctx.save_for_backward(queries, keys, values, w_v)
-        ctx.lens, ctx.rest, ctx.host = lens, rest, host_of(kind)
-        ctx.set_materialize_grads(False)
-        ctx.empty = 0 in (b, tq, tk)
-        if ctx.empty:
-            ctx.weights = queries.new_zeros((b, tq, tk), dtype=held)
-            return queries.new_zeros((b, tq, dv)), ctx.weights.clone()
-        inputs = (queries, keys, values, w_v, lens)
-        request = _problem(0, 1, inputs, seed, dropout_p, gpu)
-        shapes = [(queries.dtype, (b, tq, dv)), (held, (b, tq, tk))]
-        context, weights = ctx.host.ask(request, shapes)
-        if b * tq * tk * h < 100_000:
-            unseen = _problem(0, 0, inputs, seed, dropout_p, gpu)
-            alone, _ = ctx.host.ask(unseen, [shapes[0], (held, (0,))])
-            assert torch.equal(_bits(alone), _bits(context)), "the context depends on need_weights"
-        ctx.weights = weights.clone()
-        return context, weights
-
-    @staticmethod
-    def backward(ctx, grad_context, grad_weights):
-        inputs = ctx.saved_tensors
-        if ctx.empty:
-            return *(torch.zeros_like(x) for x in inputs), None, None
-        _, seed, dropout_p, gpu = ctx.rest
-        if grad_weights is not None:
-            grad_weights = grad_weights.to(ctx.weights.dtype)
-        needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[:4]) if need)
-        request = _problem(1, needs, (*inputs, ctx.lens), seed, dropout_p, gpu)
-        request += b"".join(map(_tensor, (ctx.weights, grad_context, grad_weights)))
-        shapes = [(x.dtype, x.shape if needs >> i & 1 else (0,)) for i, x in enumerate(inputs)]
-        grads = ctx.host.ask(request, shapes)
-        return *(g if needs >> i & 1 else None for i, g in enumerate(grads)), None, None
-
-
-def _bits(x):
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def attend_step(host_of, queries, w_q, keys, values, w_v, lens, w_k=None, bias=None, gpu=GPU):
-    """The same without gradients, from queries (and keys) that the kernel projects itself."""
-    (b, tq, _), (_, tk, dv) = queries.shape, values.shape
-    held = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    inputs = (queries, keys, values, w_v, lens)
-    request = _problem(0, 1, inputs, None, 0.0, gpu, (w_q, w_k, bias))
-    host = host_of(kind_of(queries.dtype, b * tq * tk * w_v.numel()))
-    return host.ask(request, [(queries.dtype, (b, tq, dv)), (held, (b, tq, tk))])
-
-
-def launch_rows(host, batch, inputs, gpu, w_q=None, backward=False):
-    """The launches of a larger batch, of which only these rows are there: no other may be touched.
-
-    Args:
-        host: the driver; its results are left alone.
-        batch: rows that the launches are cut for.
-        inputs: queries, keys, values, w_v and lengths of the rows that are there.
-        gpu: as in :func:`attend`.
-        w_q: of unprojected queries.
-        backward: the launches of the backward pass instead.
-    """
-    queries, keys, values, w_v, _ = inputs
-    (_, tq, _), (rows, tk, h), dv = queries.shape, keys.shape, values.shape[-1]
-    kind = queries.dtype
-    held = torch.float64 if kind == torch.float64 else torch.float32
-    projections = w_q, None, None
-    request = _problem(backward, 15 if backward else 1, inputs, None, 0.0, gpu, projections, batch)
-    if not backward:
-        return host.ask(request, [(kind, (batch, tq, dv)), (held, (batch, tq, tk))])
-    weights = torch.full((rows, tq, tk), 1 / tk, dtype=held)
-    request += b"".join(map(_tensor, (weights, queries.new_ones((rows, tq, dv)), None)))
-    shapes = (batch, tq, h), (batch, tk, h), (batch, tk, dv), w_v.shape
-    return host.ask(request, [(kind, shape) for shape in shapes])
-
-
-def attend(host_of, queries, keys, values, w_v, lens, seed=None, dropout_p=0.0, gpu=GPU):
-    """Context and weights of projected queries and keys, by the kernels on the host.
-
-    ``host_of`` gives the driver for a kind; ``gpu`` decides how the kernels cut their work.
-    """
-    rest = (host_of, seed, dropout_p, gpu)
-    return _Attend.apply(queries, keys, values, w_v, lens, rest)
-
-
-def on(drivers, gpu=GPU):
+def on(drivers):
     """The function :func:`parity.check` tests: projections by torch, the rest by the kernels."""
 
     def function(inputs, valid_lens):
         a = F.linear(inputs["queries"], inputs["w_q"])
         c = F.linear(inputs["keys"], inputs["w_k"], inputs["bias"])
-        rest = (inputs["values"], inputs["w_v"], valid_lens)
-        context, weights = attend(drivers.__getitem__, a, c, *rest, gpu=gpu)
+        context, weights = drivers.attend(4, a, c, inputs["values"], inputs["w_v"], valid_lens)
         return context, weights.to(context.dtype)
 
     return function

@@ -57,11 +57,6 @@ inline unsigned atomicAdd(unsigned* at, unsigned x) { return std::exchange(*at, 
 inline unsigned atomicExch(unsigned* at, unsigned x) { return std::exchange(*at, x); }
 inline unsigned atomicMax(unsigned* at, unsigned x) { return std::exchange(*at, std::max(*at, x)); }
 
-namespace bahdanau_fast::host {
-// Where the driver says what it was given, as opposed to what a kernel has to write first.
-inline void filled(void*, int64_t) {}
-}  // namespace bahdanau_fast::host
-
 // ---- the seam of device.h
 // ------------------------------------------------------------------------
 

@@ -37,7 +37,6 @@ struct Bytes {
   static Bytes sent() {
     Bytes bytes(number());
     transfer(0, bytes.data.get(), size_t(bytes.size), true);
-    host::filled(bytes.data.get(), bytes.size);
     return bytes;
   }
   void give() const { transfer(1, data.get(), size_t(size), false); }
@@ -54,16 +53,16 @@ struct Tensor {
   }
 };
 
+constexpr int kCluster = 8;  // blocks of the largest cluster
+
 // A GPU, with counters that have to be zero again after every launch.
 struct Gpu : Device {
   Bytes zeros;
 
-  Gpu(int64_t multiprocessors, int64_t cluster, int64_t count)
-      : zeros(count * int64_t(sizeof(unsigned))) {
+  Gpu(int64_t multiprocessors, int64_t count) : zeros(count * int64_t(sizeof(unsigned))) {
     this->multiprocessors = int(multiprocessors);
-    this->cluster = int(cluster);
+    cluster = kCluster;
     std::memset(zeros.data.get(), 0, size_t(zeros.size));
-    host::filled(zeros.data.get(), zeros.size);
     counters = count > 0 ? reinterpret_cast<unsigned*>(zeros.data.get()) : nullptr;
   }
   ~Gpu() {
@@ -76,7 +75,7 @@ struct Gpu : Device {
 };
 
 struct Request {
-  int64_t backward = number(), multiprocessors = number(), cluster = number(), wanted = number();
+  int64_t backward = number(), multiprocessors = number(), wanted = number();
   Problem p;
   Tensor queries, keys, values, w, w_q, w_k, bias, lens;
   int64_t features = number(), key_features = number(), lens_type = number(), dropped = number();
@@ -84,7 +83,6 @@ struct Request {
 
   Request() {
     transfer(0, seed.data.get(), sizeof(int64_t), true);
-    host::filled(seed.data.get(), seed.size);
     p.queries = queries.view();
     p.keys = keys.view();
     p.values = values.bytes.size == 0 ? p.keys : values.view();  // none sent: they are the keys
@@ -113,9 +111,8 @@ void forward(const Request& r, const Kernels& k, int64_t size, int64_t weight_si
   f.w_k = r.w_k.view().data;
   f.bias = r.bias.view().data;
   f.Dk = r.key_features;
-  // Of a GPU without clusters the counters are its own, too.
-  const Device bare{int(r.multiprocessors), nullptr, int(r.cluster)};
-  const Gpu device(r.multiprocessors, r.cluster, r.cluster > 1 ? k.counters(f, bare) : 0);
+  const Device bare{int(r.multiprocessors), nullptr, kCluster};
+  const Gpu device(r.multiprocessors, k.counters(f, bare));
   if (f.w_k != nullptr && !k.is_one_launch(f, device)) std::abort();
   Bytes workspace(k.forward_workspace(f, device));
   k.forward(f, device, workspace.data.get());
@@ -139,7 +136,7 @@ void backward(const Request& r, const Kernels& k, int64_t size) {
                     place(queries, need_queries), place(keys, need_keys),
                     place(values, need_values), place(w, need_w)},
                    p};
-  const Gpu gpu(r.multiprocessors, r.cluster, 0);
+  const Gpu gpu(r.multiprocessors, 0);
   Bytes workspace(k.backward_workspace(g, gpu));
   k.backward(g, gpu, workspace.data.get());
   for (const Bytes* grad : {&queries, &keys, &values, &w}) grad->give();

@@ -16,36 +16,13 @@ void add_opcodes() {
 }
 
 uint32_t special(const std::string& name, const Block& b, const Launch& launch, uint32_t thread) {
-  const uint32_t *n = launch.threads, *grid = launch.grid;
-  const uint32_t size = launch.cluster_size;
-  const std::map<std::string, uint32_t> all = {
-      {"tid.x", thread % n[0]},
-      {"tid.y", thread / n[0] % n[1]},
-      {"tid.z", thread / n[0] / n[1]},
-      {"ntid.x", n[0]},
-      {"ntid.y", n[1]},
-      {"ntid.z", n[2]},
-      {"ctaid.x", b.x},
-      {"ctaid.y", b.y},
-      {"ctaid.z", b.z},
-      {"nctaid.x", grid[0]},
-      {"nctaid.y", grid[1]},
-      {"nctaid.z", grid[2]},
-      {"laneid", thread % kLanes},
-      {"warpid", thread / kLanes},
-      {"cluster_ctarank", b.rank},
-      {"cluster_ctaid.x", b.rank},
-      {"cluster_nctarank", size},
-      {"cluster_nctaid.x", size},
-      {"clusterid.x", b.cluster},
-      {"nclusterid.x", grid[0] / size},
-      {"lanemask_lt", (Mask(1) << thread % kLanes) - 1},
-      {"lanemask_eq", Mask(1) << thread % kLanes},
-      {"dynamic_smem_size", uint32_t(launch.shared_bytes)},
-  };
-  const auto found = all.find(name);
-  if (found == all.end()) throw std::runtime_error("unknown special register: %" + name);
-  return found->second;
+  if (name == "tid.x") return thread;
+  if (name == "ntid.x") return launch.block_threads;
+  if (name == "ctaid.x") return b.x;
+  if (name == "ctaid.y") return b.y;
+  if (name == "cluster_ctarank") return b.rank;
+  if (name == "cluster_nctaid.x") return launch.cluster_size;
+  throw std::runtime_error("unknown special register: %" + name);
 }
 
 // The blocks of one cluster with the memory they run in, used for one cluster after another.
@@ -54,7 +31,6 @@ struct Cluster {
   std::vector<Block> blocks;
   std::vector<Block*> mates;
   std::vector<std::vector<uint8_t>> files;
-  std::vector<std::vector<Behind>> behind;
 
   explicit Cluster(Launch& of) : launch(of), blocks(of.cluster_size) {
     const size_t warps = (of.block_threads + kLanes - 1) / kLanes;
@@ -63,7 +39,6 @@ struct Cluster {
       block.warps.resize(warps);
     }
     files.resize(warps * blocks.size());
-    if (of.counts) behind.resize(files.size());
     for (auto& file : files) {
       file.resize(of.program->bytes);
       set_constants(file.data());
@@ -90,28 +65,21 @@ struct Cluster {
     b.cluster = index / launch.cluster_size;
     b.rank = uint32_t(rank);
     b.x = index % launch.grid[0];
-    b.y = index / launch.grid[0] % launch.grid[1];
-    b.z = index / launch.grid[0] / launch.grid[1];
+    b.y = index / launch.grid[0];
     b.launch = &launch;
     b.mates = &mates;
     b.known = b.fenced = Known();
-    b.votes = b.voters = 0;
+    b.vote = false;
     b.ended = false;
     b.visited = Access();
-    const auto memory = [&](Region& region, const char* name, Space space, size_t bytes,
-                            std::vector<uint8_t>& data, std::vector<uint8_t>& known) {
-      data.assign(bytes, 0xff);
-      known.assign(bytes, 0);
-      region = Region();
-      region.name = name;
-      region.space = space;
-      region.bytes = bytes;
-      region.data = data.data();
-      region.known = known.data();
-    };
-    memory(b.region, "shared memory", Space::shared, launch.shared_bytes, b.shared, b.shared_known);
-    memory(b.own_region, "local memory", Space::local, program.local_bytes * launch.block_threads,
-           b.own, b.own_known);
+    b.shared.assign(launch.shared_bytes, 0xff);
+    b.shared_known.assign(launch.shared_bytes, 0);
+    b.region = Region();
+    b.region.name = "shared memory";
+    b.region.space = Space::shared;
+    b.region.bytes = launch.shared_bytes;
+    b.region.data = b.shared.data();
+    b.region.known = b.shared_known.data();
     for (size_t k = 0; k < b.warps.size(); ++k) {
       Warp& w = b.warps[k];
       const size_t at = rank * b.warps.size() + k;
@@ -123,7 +91,7 @@ struct Cluster {
       w.trips = w.needed = 0;
       w.products = Products();
       if (program.has_products) w.products.registers.resize(program.bytes / 8 + 1);
-      if (launch.counts) behind[at].assign(program.bytes / 4 + 1, Behind());
+      if (launch.counts) w.trips_of.assign(program.bytes / 4 + 1, 0);
       for (int l = 0; l < kLanes; ++l) {
         w.lanes[l] = Thread();
         w.lanes[l].id = uint32_t(index * launch.block_threads + k * kLanes + size_t(l));
@@ -135,11 +103,6 @@ struct Cluster {
     }
   }
 
-  void run_warp(Block& block, size_t k) {
-    const size_t at = block.rank * block.warps.size() + k;
-    Runner(block.warps[k], launch.counts ? &behind[at] : nullptr).run();
-  }
-
   // `order`: 0 warps and blocks as they are, 1 backwards, else shuffled.
   void run(uint32_t first, int order, std::mt19937& random) {
     for (size_t rank = 0; rank < blocks.size(); ++rank) begin_block(rank, first + uint32_t(rank));
@@ -149,7 +112,7 @@ struct Cluster {
     if (order == 1) std::reverse(turns.begin(), turns.end());
     for (bool ended = false; !ended;) {
       if (order > 1) std::shuffle(turns.begin(), turns.end(), random);
-      for (const auto& [rank, k] : turns) run_warp(blocks[rank], k);
+      for (const auto& [rank, k] : turns) Runner(blocks[rank].warps[k]).run();
       bool moved = release_cluster(mates);
       ended = true;
       for (Block& block : blocks) {
@@ -164,7 +127,6 @@ struct Cluster {
     }
     for (Block& block : blocks) {
       check_visits(block);
-      check_products(block);
       const uint64_t trips = most_trips(block);
       launch.trips += trips;
       launch.most_trips = std::max(launch.most_trips, trips);
@@ -198,76 +160,22 @@ struct Cluster {
   }
 };
 
-struct Buffer {
-  const char* name;
-  uint64_t address, bytes;
-  uint8_t *data, *known;
-};
-
-struct Arguments {
-  uint32_t grid[3], threads[3], cluster_size;
-  uint64_t shared_bytes, params_bytes;
-  const uint8_t* params;
-  uint64_t buffers_count;
-  Buffer* buffers;
-  const uint32_t* clusters;  // those that run, in their order
-  uint64_t clusters_count;
-  int32_t order;
-  uint32_t seed;
-  int32_t counts, checks_races, lanes_clash;
-  double share;  // of the error of approximations
-  uint64_t fuel;
-  Count* of_instr;  // results from here on
-  uint64_t distinct_read, distinct_written, longest, trips, most_trips;
-};
-
-void run(const Program& program, Arguments& a, std::string* said) {
-  Launch launch;
-  launch.program = &program;
-  std::memcpy(launch.grid, a.grid, sizeof a.grid);
-  std::memcpy(launch.threads, a.threads, sizeof a.threads);
-  launch.cluster_size = a.cluster_size;
-  launch.block_threads = a.threads[0] * a.threads[1] * a.threads[2];
-  launch.shared_bytes = a.shared_bytes;
-  launch.params.assign(a.params, a.params + a.params_bytes);
-  launch.counts = a.counts;
-  launch.checks_races = a.checks_races;
-  launch.lanes_clash = a.lanes_clash;
-  launch.fuel = a.fuel;
-  launch.of_instr.resize(program.code.size());
-  for (uint64_t k = 0; k < a.buffers_count; ++k) {
-    const Buffer& buffer = a.buffers[k];
-    Region region;
-    region.name = buffer.name;
-    region.address = buffer.address;
-    region.bytes = buffer.bytes;
-    region.data = buffer.data;
-    region.known = buffer.known;
-    launch.regions.push_back(std::move(region));
-  }
-  random_seed = (uint64_t(a.seed) + 1) * 0x2545f4914f6cdd1du;
-  random_share = a.share;
-  std::mt19937 random(a.seed);
+void run(const Program& program, Arguments& arguments, std::string* said) {
+  Launch launch(program, arguments);
+  random_seed = (uint64_t(launch.seed) + 1) * 0x2545f4914f6cdd1du;
+  random_share = launch.share;
+  std::mt19937 random(launch.seed);
   try {
     Cluster cluster(launch);
-    for (uint64_t k = 0; k < a.clusters_count; ++k)
-      cluster.run(a.clusters[k] * a.cluster_size, a.order, random);
+    for (uint64_t k = 0; k < launch.clusters_count; ++k)
+      cluster.run(launch.clusters[k] * launch.cluster_size, launch.order, random);
   } catch (const Fault& fault) {
     *said = "fault " + std::to_string(launch.pc) + " thread " +
             std::to_string(fault.thread % launch.block_threads) + " of block " +
             std::to_string(fault.thread / launch.block_threads) + ": " + fault.what() + "\n";
   }
   for (const auto& [pcs, race] : launch.races) *said += "race " + race + "\n";
-  std::copy(launch.of_instr.begin(), launch.of_instr.end(), a.of_instr);
-  a.longest = uint64_t(launch.longest);
-  a.trips = launch.trips;
-  a.most_trips = launch.most_trips;
-  a.distinct_read = a.distinct_written = 0;
-  for (const Region& region : launch.regions)
-    for (const uint8_t touched : region.touched) {
-      a.distinct_read += (touched & kRead) != 0;
-      a.distinct_written += (touched & kWritten) != 0;
-    }
+  arguments = launch;
 }
 
 thread_local std::string message;

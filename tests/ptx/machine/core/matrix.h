@@ -29,12 +29,6 @@ double number_in(Warp& w, const Operand& o, int lane, int part) {
   }
 }
 
-// As mma.m16n8k8 reads single precision as tf32: the low 13 bits do not count.
-struct tf32 {
-  uint32_t bits;
-  explicit operator double() const { return double(cast<float>(bits & ~0x1fffu)); }
-};
-
 // What the lanes hold of a fragment of `rows` rows, `count` numbers each: `per` of them in a
 // register.
 template <class T, int columns>
@@ -47,29 +41,23 @@ void read_fragment(Warp& w, const Operand* o, int count, int per, int each, int 
     }
 }
 
-// d = a b + c of 16 (8 for fp64) by N by K; sums in double, rounded once.
+// d = a b + c of M by N by K; sums in double, rounded once.
 template <class T, class C, int M, int N, int K>
 void multiply(Warp& w, const Instr& i, Mask) {
-  constexpr int per = sizeof(T) == 2 ? 2 : 1;    // numbers in a register of A and B
-  constexpr int per_c = sizeof(C) == 2 ? 2 : 1;  // and of C and D
-  constexpr int as = M * K / kLanes / per, bs = N * K / kLanes / per, cs = M * N / kLanes / per_c;
+  constexpr int per = sizeof(T) == 2 ? 2 : 1;  // numbers in a register of A and B
+  constexpr int as = M * K / kLanes / per, bs = N * K / kLanes / per, cs = M * N / kLanes;
   constexpr int pair = 2;  // neighbours that C holds
   static double a[M][K], b[N][K], c[M][N];
   const Operand* o = i.o.data();
   read_fragment<T>(w, o + cs, as * per, per, per, M, a);
   read_fragment<T>(w, o + cs + as, bs * per, per, per, N, b);
-  read_fragment<C>(w, o + cs + as + bs, cs * per_c, per_c, pair, M, c);
+  read_fragment<C>(w, o + cs + as + bs, cs, 1, pair, M, c);
   for (int l = 0; l < kLanes; ++l)
-    for (int k = 0; k < cs * per_c; ++k) {
+    for (int k = 0; k < cs; ++k) {
       const Spot s = spot(l, k, pair, M);
       double sum = c[s.row][s.column];
       for (int x = 0; x < K; ++x) sum += a[s.row][x] * b[s.column][x];
-      if constexpr (sizeof(C) == 2) {
-        uint32_t& d = w.of<uint32_t>(o[k / 2])[l];
-        d = (d & (0xffff0000u >> 16 * (k % 2))) | uint32_t(C(sum).bits) << 16 * (k % 2);
-      } else {
-        w.of<C>(o[k])[l] = C(sum);
-      }
+      w.of<C>(o[k])[l] = C(sum);
     }
 }
 
@@ -82,15 +70,7 @@ inline void resolve_mma(Form& f, Instr& i) {
   static const std::map<std::string, Run> all = {
       {"m16n8k16 bf16 f32", multiply<bf16, float, 16, 8, 16>},
       {"m16n8k16 f16 f32", multiply<f16, float, 16, 8, 16>},
-      {"m16n8k16 f16 f16", multiply<f16, f16, 16, 8, 16>},
-      {"m16n8k8 bf16 f32", multiply<bf16, float, 16, 8, 8>},
-      {"m16n8k8 f16 f32", multiply<f16, float, 16, 8, 8>},
-      {"m16n8k8 tf32 f32", multiply<tf32, float, 16, 8, 8>},
-      {"m16n8k4 tf32 f32", multiply<tf32, float, 16, 8, 4>},
       {"m8n8k4 f64 f64", multiply<double, double, 8, 8, 4>},
-      {"m16n8k4 f64 f64", multiply<double, double, 16, 8, 4>},
-      {"m16n8k8 f64 f64", multiply<double, double, 16, 8, 8>},
-      {"m16n8k16 f64 f64", multiply<double, double, 16, 8, 16>},
   };
   const auto known = all.find(form);
   if (known != all.end()) i.run = known->second;

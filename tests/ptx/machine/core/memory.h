@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <set>
 
 #include "state.h"
@@ -10,19 +11,18 @@ namespace ptx {
 
 // Where spaces begin. A shared address of a block's own is kShared + offset; of block r of its
 // cluster that plus (r + 1) << 24; generic addresses of shared memory begin at kWindow.
-constexpr uint64_t kShared = 1024, kWindow = uint64_t(1) << 40, kLocalWindow = uint64_t(1) << 41;
+constexpr uint64_t kShared = 1024, kWindow = uint64_t(1) << 40;
 constexpr uint64_t kParam = 4096;
 
 constexpr uint32_t kNobody = 0xffffffffu;
 
 // When a thread was at a cell, in counts that barriers advance.
 struct Access {
-  uint32_t thread = kNobody, pc = 0, bars = 0, syncs = 0, arrives = 0, time = 0;
+  uint32_t thread = kNobody, pc = 0, bars = 0, arrives = 0, time = 0;
   bool atomic = false;
 };
 struct Cell {
   Access written, read, read_too;  // the last reader, and one of another warp
-  uint16_t depth = 0;              // global loads that the value depends on, one after another
   uint16_t products = 0;           // that still read it
 };
 
@@ -39,52 +39,81 @@ struct Shadow {
   }
 };
 
+// By the launch that runs.
 enum Touched : uint8_t { kRead = 1, kWritten = 2, kConstant = 4 };
 
-// A buffer in global memory, the shared memory of a block, or what a thread has of its own.
+// A buffer in global memory, or the shared memory of a block.
 struct Region {
   std::string name;
   Space space = Space::global;
   uint64_t address = 0, bytes = 0;
-  uint8_t *data = nullptr, *known = nullptr;  // `known`: not 0 where something was written
-  std::vector<uint8_t> touched;               // in this launch
+  uint8_t *data = nullptr, *known = nullptr;  // `known`: 0 where nothing was written; null: none
+  std::unique_ptr<uint8_t[], decltype(&std::free)> touched{nullptr, std::free};  // as Touched says
   Shadow shadow;
 };
 
 struct Block {
-  uint32_t index = 0, cluster = 0, rank = 0, x = 0, y = 0, z = 0;
+  uint32_t index = 0, cluster = 0, rank = 0, x = 0, y = 0;
   Launch* launch = nullptr;
   std::vector<Block*>* mates = nullptr;  // the blocks of its cluster
   std::vector<Warp> warps;
-  std::vector<uint8_t> shared, shared_known, own, own_known;
-  Region region, own_region;
+  std::vector<uint8_t> shared, shared_known;
+  Region region;
   Known known, fenced;
-  Mask votes = 0;  // of a barrier that reduces: 1 some, 2 not all
-  uint32_t voters = 0;
+  bool vote = false;  // of a barrier that reduces: whether any thread said so
   bool ended = false;
   Access visited;  // by another block of the cluster, after the most cluster barriers
 };
 
 // What one instruction of a program did, in all.
 struct Count {
-  uint64_t runs = 0, lanes = 0, splits = 0, requests = 0, sectors = 0, bytes = 0, conflicts = 0;
+  uint64_t runs = 0, lanes = 0, requests = 0, sectors = 0, conflicts = 0;
 };
 
-struct Launch {
-  const Program* program = nullptr;
-  uint32_t grid[3], threads[3], cluster_size = 1, block_threads = 0;
-  uint64_t shared_bytes = 0;
-  std::vector<uint8_t> params;
-  std::vector<Region> regions;  // by address
-  bool counts = false, checks_races = true, lanes_clash = false;
+struct Buffer {
+  const char* name;
+  uint64_t address, bytes;
+  uint8_t* known;  // as of a Region
+};
+
+// What launch.py gives and gets.
+struct Arguments {
+  uint32_t grid[2], block_threads, cluster_size;
+  uint64_t shared_bytes, params_bytes;
+  const uint8_t* params;
+  uint64_t buffers_count;
+  Buffer* buffers;           // by address
+  const uint32_t* clusters;  // those that run, in their order
+  uint64_t clusters_count;
+  int32_t order;
+  uint32_t seed;
+  int32_t counts, checks_races, lanes_clash;
+  double share;  // of the error of approximations
+  uint64_t fuel;
+  Count* of_instr;                           // results from here on
+  uint64_t distinct_read, distinct_written;  // bytes of global memory
+  uint64_t trips, most_trips;                // of blocks: summed, and of the one with most
+};
+
+struct Launch : Arguments {
+  const Program* program;
+  std::vector<Region> regions;
   uint32_t time = 0;
-  uint64_t fuel = 0;
-  uint32_t pc = 0;                     // of the instruction that runs
-  int longest = 0;                     // chain of dependent global loads
-  uint64_t trips = 0, most_trips = 0;  // of blocks: summed, and of the one with most
-  std::vector<Count> of_instr;
+  uint32_t pc = 0;  // of the instruction that runs
   std::map<std::pair<uint32_t, uint32_t>, std::string> races;
   std::unordered_map<uint64_t, Known> released;  // by the address of an atomic operation
+
+  Launch(const Program& of, const Arguments& arguments) : Arguments(arguments), program(&of) {
+    for (uint64_t k = 0; k < buffers_count; ++k) {
+      regions.emplace_back();
+      Region& region = regions.back();
+      region.name = buffers[k].name;
+      region.address = buffers[k].address;
+      region.bytes = buffers[k].bytes;
+      region.data = reinterpret_cast<uint8_t*>(buffers[k].address);
+      region.known = buffers[k].known;
+    }
+  }
 
   Region* find(uint64_t address, uint64_t width) {
     Region& last = regions.empty() ? none : regions[last_found];
@@ -130,7 +159,7 @@ inline void visit(Warp& w, int lane, Block& owner) {
   if (me.waits == 0)
     throw Fault(me.id, "access to the shared memory of a block that may not have begun");
   if (owner.visited.thread == kNobody || owner.visited.arrives < me.arrives)
-    owner.visited = {me.id, w.launch->pc, me.bars, me.syncs, me.arrives, w.launch->time, false};
+    owner.visited = {me.id, w.launch->pc, me.bars, me.arrives, w.launch->time, false};
 }
 
 inline Place place_of(Warp& w, int lane, Space space, uint64_t address, uint64_t width) {
@@ -141,15 +170,8 @@ inline Place place_of(Warp& w, int lane, Space space, uint64_t address, uint64_t
                 what + " at " + number(address) + ", " + std::to_string(width) + " bytes");
   };
   if (address % width != 0) wrong("misaligned access");
-  if (space == Space::generic && address >= kLocalWindow && address < 2 * kLocalWindow)
-    space = Space::local, address -= kLocalWindow;
   if (space == Space::generic && address >= kWindow && address < 2 * kWindow)
     space = Space::cluster, address -= kWindow;
-  if (space == Space::local) {
-    const uint64_t bytes = w.launch->program->local_bytes;
-    if (address >= bytes || bytes - address < width) wrong("access outside of local memory");
-    return {&block.own_region, (thread.id % w.launch->block_threads) * bytes + address};
-  }
   if (space == Space::shared || space == Space::cluster) {
     const uint64_t rank = address >> 24, offset = (address & 0xffffff) - kShared;
     if (rank > block.mates->size()) wrong("access to a block outside of the cluster");
@@ -179,12 +201,7 @@ inline bool ordered(const Access& a, const Warp& w, int lane) {
   if (a.thread == kNobody || a.thread == me.id) return true;
   const Launch& launch = *w.launch;
   const uint32_t theirs = a.thread / launch.block_threads;
-  if (theirs == w.block->index) {
-    if (a.bars < me.bars) return true;
-    if (a.thread / kLanes == me.id / kLanes && launch.block_threads % kLanes == 0 &&
-        a.syncs < me.syncs)
-      return true;
-  }
+  if (theirs == w.block->index && a.bars < me.bars) return true;
   if (theirs / launch.cluster_size == w.block->cluster && a.arrives < me.waits) return true;
   return knows(me.known, a, launch) || knows(w.block->known, a, launch);
 }
@@ -205,7 +222,7 @@ inline void note_race(Warp& w, int lane, const Access& before, const char* kinds
 
 inline Access access_of(const Warp& w, int lane, bool atomic) {
   const Thread& me = w.lanes[lane];
-  return {me.id, w.launch->pc, me.bars, me.syncs, me.arrives, w.launch->time, atomic};
+  return {me.id, w.launch->pc, me.bars, me.arrives, w.launch->time, atomic};
 }
 
 // Checks a read or write of whole cells against those before it, and remembers it. Threads that
@@ -250,18 +267,23 @@ inline void touch(Warp& w, int lane, const Place& place, uint64_t width, bool wr
                   bool constant) {
   Region& region = *place.region;
   if (region.space != Space::global) return;
-  if (region.touched.empty()) region.touched.resize(region.bytes);
+  if (!region.touched)  // pages that nobody touches take no memory
+    region.touched.reset(static_cast<uint8_t*>(std::calloc(region.bytes, 1)));
   const uint8_t clash = writes ? kConstant : constant ? kWritten : 0;
   const uint8_t mark = writes ? kWritten : constant ? kRead | kConstant : kRead;
   for (uint64_t k = place.at; k < place.at + width; ++k) {
     if (region.touched[k] & clash)
       throw Fault(w.lanes[lane].id, region.name + " + " + std::to_string(k) +
                                         " is written in a launch that reads it as constant");
+    const int first = mark & ~region.touched[k];
+    w.launch->distinct_read += (first & kRead) != 0;
+    w.launch->distinct_written += (first & kWritten) != 0;
     region.touched[k] |= mark;
   }
 }
 
 inline void check_known(Warp& w, int lane, const Place& place, uint64_t width) {
+  if (place.region->known == nullptr) return;
   for (uint64_t k = place.at; k < place.at + width; ++k)
     if (!place.region->known[k])
       throw Fault(w.lanes[lane].id, "read of " + place.region->name + " + " + std::to_string(k) +
@@ -272,8 +294,7 @@ inline Place to_read(Warp& w, int lane, const Instr& i, uint64_t address, uint64
   const Place place = place_of(w, lane, i.space, address, width);
   check_known(w, lane, place, width);
   touch(w, lane, place, width, false, i.constant);
-  if (!i.constant && w.launch->checks_races && place.region->space != Space::local)
-    meet(w, lane, place, width, false, i.atomic);
+  if (!i.constant && w.launch->checks_races) meet(w, lane, place, width, false, false);
   return place;
 }
 // Where the bytes go, unless they are given: then they are written.
@@ -281,10 +302,9 @@ inline Place to_write(Warp& w, int lane, const Instr& i, uint64_t address, uint6
                       const uint8_t* bytes = nullptr) {
   const Place place = place_of(w, lane, i.space, address, width);
   touch(w, lane, place, width, true, false);
-  if (w.launch->checks_races && place.region->space != Space::local)
-    meet(w, lane, place, width, true, i.atomic, bytes);
+  if (w.launch->checks_races) meet(w, lane, place, width, true, false, bytes);
   if (bytes != nullptr) std::memcpy(place.data(), bytes, width);
-  std::memset(place.region->known + place.at, 1, width);
+  if (place.region->known != nullptr) std::memset(place.region->known + place.at, 1, width);
   return place;
 }
 
@@ -304,27 +324,18 @@ struct Request {
     if (!launch.counts || lanes == 0) return;
     Count& c = launch.of_instr[launch.pc];
     ++c.requests;
-    c.bytes += distinct(1, width);
     if (shared)
       c.conflicts += conflicts(width);
     else
-      c.sectors += distinct(32, width);
+      c.sectors += sectors();
   }
 
  private:
-  // How many different pieces of `size` bytes the lanes touch.
-  uint64_t distinct(uint64_t size, uint64_t width) const {
-    std::vector<uint64_t> pieces;
-    const uint64_t step = size < width ? size : width;
-    if (size == 1) {  // accesses are aligned: either the same bytes or others
-      for (int l = 0; l < lanes; ++l) pieces.push_back(addresses[l]);
-    } else {
-      for (int l = 0; l < lanes; ++l)
-        for (uint64_t k = 0; k < width; k += step) pieces.push_back((addresses[l] + k) / size);
-    }
-    std::sort(pieces.begin(), pieces.end());
-    const uint64_t found = uint64_t(std::unique(pieces.begin(), pieces.end()) - pieces.begin());
-    return size == 1 ? found * width : found;
+  // How many different sectors of 32 bytes the lanes touch; accesses are aligned.
+  uint64_t sectors() const {
+    std::set<uint64_t> found;
+    for (int l = 0; l < lanes; ++l) found.insert(addresses[l] / 32);
+    return found.size();
   }
   // Turns of the 32 banks past the least that the width allows.
   uint64_t conflicts(uint64_t width) const {

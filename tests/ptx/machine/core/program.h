@@ -29,7 +29,7 @@ struct Operand {
   int size = 0;
 };
 
-enum class Space : uint8_t { generic, global, shared, cluster, param, local };
+enum class Space : uint8_t { generic, global, shared, cluster, param };
 
 // What the scheduler does with an instruction besides calling its handler.
 enum class Kind : uint8_t {
@@ -60,7 +60,7 @@ struct Instr {
   // Loads and stores.
   Space space = Space::generic;
   int width = 0, count = 1;  // bytes of an element, elements
-  bool is_signed = false, constant = false, atomic = false, acquires = false, releases = false;
+  bool is_signed = false, constant = false;
   Number (*from)(uint64_t) = nullptr;  // how a conversion reads its source
   int mode = 0;                        // what else a handler has to know
 };
@@ -133,9 +133,9 @@ struct Program {
   std::vector<Instr> code;
   std::vector<Constant> constants;
   std::vector<Special> specials;
-  uint64_t bytes = 0, local_bytes = 0;  // of a warp's registers, of a thread's own memory
-  int granule = 4;                      // bytes of the narrowest store, up to 4
-  bool has_products = false;            // of warpgroups
+  uint64_t bytes = 0;         // of a warp's registers
+  int granule = 4;            // bytes of the narrowest store, up to 4
+  bool has_products = false;  // of warpgroups
 
   void add(std::istringstream& line) {
     Instr instr;
@@ -151,7 +151,7 @@ struct Program {
     known->second(form, instr);
     if (!form.parts.empty() || instr.run == nullptr) form.unknown();
     const auto begins = [&](const char* text) { return instr.opcode.rfind(text, 0) == 0; };
-    const bool stores = begins("st"), writes = !stores && !begins("red.") && !begins("bar");
+    const bool stores = begins("st"), writes = !stores && !begins("bar");
     instr.results = instr.is_product ? size_t(instr.count) / 2
                     : instr.splits   ? operands - 1
                     : begins("ld")   ? size_t(instr.count)
@@ -168,7 +168,7 @@ struct Program {
       std::istringstream words(line);
       std::string what;
       words >> what;
-      if (what == "bytes") words >> bytes >> local_bytes;
+      if (what == "bytes") words >> bytes;
       if (what == "constant") {
         constants.emplace_back();
         words >> constants.back().slot >> constants.back().value;

@@ -7,33 +7,25 @@
 
 namespace ptx {
 
-// One instruction for some of its lanes, with what is behind its results: loads that depend on each
-// other, and trips to memory that the warp has waited for.
-inline void execute(Warp& w, const Instr& i, Mask mask, std::vector<Behind>* behind) {
+// One instruction for some of its lanes.
+inline void execute(Warp& w, const Instr& i, Mask mask) {
   Launch& launch = *w.launch;
   launch.pc = i.pc;
   Count& count = launch.of_instr[i.pc];
   ++count.runs;
   count.lanes += uint64_t(__builtin_popcount(mask));
   if (launch.program->has_products && !i.is_product) use_registers(w, i);
-  if (behind == nullptr) return i.run(w, i, mask);
-  Behind now;
-  if (i.guard >= 0) now.trips = (*behind)[size_t(i.guard) / 4].trips;
+  if (!launch.counts) return i.run(w, i, mask);
+  uint32_t behind = i.guard >= 0 ? w.trips_of[size_t(i.guard) / 4] : 0;
   for (size_t k = i.results; k < i.o.size(); ++k)
-    if (i.o[k].size > 0) now.join((*behind)[i.o[k].slot / 4]);
-  w.depth_now = now.loads;
+    if (i.o[k].size > 0) behind = std::max(behind, w.trips_of[i.o[k].slot / 4]);
+  w.loads = false;
   i.run(w, i, mask);
-  w.needed = std::max(w.needed, now.trips);
-  now.loads = w.depth_now;
-  if (now.loads & 0x8000) {
-    now.loads = uint16_t((now.loads & 0x7fff) + 1);
-    now.trips = std::max(now.trips, w.trips) + 1;
-  }
-  launch.longest = std::max(launch.longest, int(now.loads));
+  w.needed = std::max(w.needed, behind);
+  if (w.loads) behind = std::max(behind, w.trips) + 1;
   for (size_t k = 0; k < i.results; ++k) {
-    Behind& result = (*behind)[i.o[k].slot / 4];
-    if (mask == kAll) result = now;
-    result.join(now);
+    uint32_t& result = w.trips_of[i.o[k].slot / 4];
+    result = mask == kAll ? behind : std::max(result, behind);
   }
 }
 
@@ -41,12 +33,10 @@ struct Runner {
   Warp& w;
   Launch& launch;
   const std::vector<Instr>& code;
-  std::vector<Behind>* behind;
   uint32_t pc = 0, other = 0;  // of the lanes that run; the lowest of the others that could
   Mask running = 0;
 
-  Runner(Warp& warp, std::vector<Behind>* b)
-      : w(warp), launch(*warp.launch), code(warp.launch->program->code), behind(b) {}
+  explicit Runner(Warp& warp) : w(warp), launch(*warp.launch), code(warp.launch->program->code) {}
 
   // Chooses the lanes that run next; false if all wait or have ended.
   bool choose() {
@@ -89,7 +79,7 @@ struct Runner {
     }
     if (--launch.fuel == 0) throw Fault(w.lanes[0].id, "the kernel does not end");
     if (i.kind == Kind::plain) {
-      if (on != 0) execute(w, i, on, behind);
+      if (on != 0) execute(w, i, on);
       ++pc;
       if (pc >= other) move(running, pc);
       return true;
@@ -100,10 +90,10 @@ struct Runner {
     if (i.kind == Kind::collective || i.kind == Kind::whole_warp) {
       together(i, on);
     } else if (i.kind == Kind::end) {
-      if (on != 0) execute(w, i, on, nullptr);
+      if (on != 0) execute(w, i, on);
       each(on, [&](int l) { w.lanes[l].waits_for = Wait::forever; });
     } else if (on != 0) {
-      execute(w, i, on, nullptr);
+      execute(w, i, on);
       each(on, [&](int l) { wait(w.lanes[l], i, l); });
     }
     return false;
@@ -111,8 +101,8 @@ struct Runner {
 
   bool branch(const Instr& i, Mask on) {
     const uint32_t target = uint32_t(i.offset);
-    if (behind != nullptr && i.guard >= 0)
-      w.needed = std::max(w.needed, (*behind)[size_t(i.guard) / 4].trips);
+    if (launch.counts && i.guard >= 0)
+      w.needed = std::max(w.needed, w.trips_of[size_t(i.guard) / 4]);
     w.trips = std::max(w.trips, w.needed);
     Count& count = launch.of_instr[i.pc];
     ++count.runs;
@@ -122,7 +112,6 @@ struct Runner {
       move(running, pc);
       return true;
     }
-    ++count.splits;
     move(on, target);
     move(running & ~on, pc + 1);
     return false;
@@ -135,12 +124,8 @@ struct Runner {
       thread.waits_for = Wait::cluster;
       return;
     }
-    const size_t number = i.mode == 0 ? 0 : 1;
-    thread.barrier = int(w.bits(i.o[number], lane));
-    const size_t sizes = number + 1;
-    const bool sized = i.o.size() > sizes + (i.mode == 0 ? 0 : 1);
-    if (sized && w.bits(i.o[sizes], lane) != launch.block_threads)
-      throw Fault(thread.id, "a barrier of a part of the block is not supported");
+    if (w.bits(i.o[i.mode == 0 ? 0 : 1], lane) != 0)
+      throw Fault(thread.id, "another barrier than number 0 is not supported");
     thread.waits_for = Wait::barrier;
   }
 
@@ -166,7 +151,7 @@ struct Runner {
                       "waits for lane " + std::to_string(l) + ", which has ended");
       });
       if ((members & ~on) == 0) {
-        execute(w, i, members, behind);
+        execute(w, i, members);
       } else {
         each(members & on, [&](int l) {
           w.lanes[l].waits_for = Wait::lanes;
@@ -199,14 +184,9 @@ void each_thread(Block& block, F f) {
 // Lets the threads of a block past a barrier if all are there.
 inline bool release_block(Block& block) {
   uint32_t waiting = 0, ended = 0;
-  int number = -1;
-  bool same = true;
   each_thread(block, [&](Warp&, Thread& thread, int) {
     ended += thread.waits_for == Wait::forever;
-    if (thread.waits_for != Wait::barrier) return;
-    same = same && (waiting == 0 || thread.barrier == number);
-    number = thread.barrier;
-    ++waiting;
+    waiting += thread.waits_for == Wait::barrier;
   });
   const Launch& launch = *block.launch;
   if (waiting == 0) return false;
@@ -218,7 +198,7 @@ inline bool release_block(Block& block) {
                                  std::to_string(ended) + " have ended");
     });
   }
-  if (waiting < launch.block_threads || !same) return false;
+  if (waiting < launch.block_threads) return false;
   for (Warp& warp : block.warps) {
     Mask done = 0;
     for (int l = 0; l < warp.size; ++l) {
@@ -226,11 +206,11 @@ inline bool release_block(Block& block) {
       const uint32_t pc = warp.lanes[l].pc;
       Mask group = 0;
       for (int k = l; k < warp.size; ++k) group |= Mask(warp.lanes[k].pc == pc) << k;
-      give_votes(warp, launch.program->code[pc - 1], group);
+      give_vote(warp, launch.program->code[pc - 1], group);
       done |= group;
     }
   }
-  block.votes = block.voters = 0;
+  block.vote = false;
   wait_for(block, most_trips(block));
   each_thread(block, [&](Warp&, Thread& thread, int) {
     block.known.add(thread.known);

@@ -39,19 +39,6 @@ struct Known {
   }
 };
 
-// What is behind a value: global loads that depend on each other, and trips to memory that a warp
-// has waited for when it has the value. A trip is shared by the loads between two branches or
-// barriers that do not depend on each other, which a compiler can put side by side.
-struct Behind {
-  uint16_t loads = 0;
-  uint32_t trips = 0;
-
-  void join(const Behind& other) {
-    loads = loads > other.loads ? loads : other.loads;
-    trips = trips > other.trips ? trips : other.trips;
-  }
-};
-
 // A copy from global to shared memory that is under way.
 struct Copy {
   uint64_t to;
@@ -74,7 +61,6 @@ struct Products {
   std::vector<std::vector<Product>> groups{1};  // the open one last
   std::vector<Use> registers;
   bool fenced = false;
-  uint64_t trace = 0;  // of all of them
 
   Use& of(const Operand& o) { return registers[o.slot / 8]; }
 };
@@ -84,11 +70,10 @@ enum class Wait : uint8_t { no, lanes, barrier, cluster, forever };
 struct Thread {
   uint32_t id = 0, pc = 0;
   Wait waits_for = Wait::no;
-  // Barriers of the block, synchronisations of the warp, cluster barriers arrived at and passed.
-  uint32_t bars = 0, syncs = 0, arrives = 0, waits = 0;
+  // Barriers of the block, cluster barriers arrived at and passed.
+  uint32_t bars = 0, arrives = 0, waits = 0;
   // Its last fence.proxy.async: when, past how many barriers; and when the last one before those.
   uint32_t proxy_time = 0, proxy_bars = 0, proxy_before = 0;
-  int barrier = 0;                        // the number of the one it waits at
   Known fenced, known, seen;              // `seen` by an atomic operation, but no fence came since
   std::vector<std::vector<Copy>> copies;  // by group, the open one last
 };
@@ -100,8 +85,12 @@ struct Warp {
   uint8_t* file = nullptr;
   Thread lanes[kLanes];
   Products products;
-  uint16_t depth_now = 0;
-  uint32_t trips = 0, needed = 0;  // behind the last branch or barrier, and behind what came since
+  bool loads = false;  // the instruction that runs, from global memory
+  // Trips to memory that it has waited for: up to the last branch or barrier, since then, and when
+  // it has the value of a register (if they are counted). A trip is shared by the loads between two
+  // branches or barriers that do not depend on each other, which a compiler can put side by side.
+  uint32_t trips = 0, needed = 0;
+  std::vector<uint32_t> trips_of;
 
   template <class T>
   T* of(const Operand& o) {
@@ -110,6 +99,10 @@ struct Warp {
   }
   Mask& predicate(const Operand& o) {
     return *reinterpret_cast<Mask*>(file + o.slot + (o.size == 0 ? kConstantMask : 0));
+  }
+  void set_predicate(const Operand& o, Mask lanes, Mask x) {
+    Mask& d = predicate(o);
+    d = (d & ~lanes) | (x & lanes);
   }
   // The bits of a register of any size.
   uint64_t bits(const Operand& o, int lane) {
@@ -154,7 +147,6 @@ struct f16 {
   uint16_t bits;
   f16() = default;
   explicit f16(float x) : bits(cast<uint16_t>(_Float16(x))) {}
-  explicit f16(double x) : bits(cast<uint16_t>(_Float16(x))) {}
   operator float() const { return float(cast<_Float16>(bits)); }
 };
 
@@ -165,22 +157,7 @@ struct bf16 {
     const uint32_t all = cast<uint32_t>(x);
     bits = x != x ? 0x7fff : uint16_t((all + 0x7fff + (all >> 16 & 1)) >> 16);
   }
-  // Over float with its rounding to odd, so that nothing is rounded twice.
-  explicit bf16(double x) : bf16(odd(x)) {}
   operator float() const { return cast<float>(uint32_t(bits) << 16); }
-
- private:
-  static float odd(double x) {
-    const float near = float(x);
-    if (double(near) == x || x != x) return near;
-    const bool above = std::fabs(double(near)) > std::fabs(x);
-    return cast<float>((cast<uint32_t>(near) - above) | 1);
-  }
-};
-
-template <class T>
-struct Pair {
-  T x, y;
 };
 
 template <class T>
@@ -189,9 +166,5 @@ template <>
 inline constexpr bool is_half<f16> = true;
 template <>
 inline constexpr bool is_half<bf16> = true;
-template <class T>
-constexpr bool is_pair = false;
-template <class T>
-inline constexpr bool is_pair<Pair<T>> = true;
 
 }  // namespace ptx

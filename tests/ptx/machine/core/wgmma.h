@@ -154,11 +154,11 @@ inline uint64_t common(Warp& w, const Operand& o) {
   return bits;
 }
 
-// wgmma.mma_async d, a, b, scale-d, scale-a, scale-b{, transposed a}{, transposed b}; mode 1: a in
+// wgmma.mma_async d, a, b, scale-d, scale-a, scale-b{, transposed a}, transposed b; mode 1: a in
 // registers. Sums in double, rounded once.
 template <class T>
 void multiply_group(Warp& w, const Instr& i, Mask) {
-  constexpr int K = 32 / sizeof(T), M = 16, per = sizeof(T) == 2 ? 2 : 1;
+  constexpr int K = 16, M = 16, per = 2;
   static double a[M][K], b[256][K];
   const size_t results = size_t(i.count) / 2, a_registers = i.mode == 1 ? 4 : 1;
   const Operand *d = i.o.data(), *of_a = d + results, *of_b = of_a + a_registers, *rest = of_b + 1;
@@ -172,7 +172,7 @@ void multiply_group(Warp& w, const Instr& i, Mask) {
   take_registers(w, product);
   const uint64_t adds = common(w, rest[0]), to_b = common(w, *of_b);
   const uint64_t to_a = i.mode == 1 ? 0 : common(w, *of_a);
-  const auto transposed = [&](size_t k) { return per == 2 && w.bits(rest[k], 0) != 0; };
+  const auto transposed = [&](size_t k) { return w.bits(rest[k], 0) != 0; };
   if (i.mode == 1)
     read_fragment<T>(w, of_a, 4 * per, per, per, M, a);
   else
@@ -186,10 +186,7 @@ void multiply_group(Warp& w, const Instr& i, Mask) {
       for (int x = 0; x < K; ++x) sum += sign * a[s.row][x] * b[s.column][x];
       w.of<float>(d[k])[l] = float(sum);
     }
-  Products& mine = w.products;
-  for (const uint64_t what : {uint64_t(i.pc), adds, to_a, to_b})
-    mine.trace = (mine.trace ^ what) * 0x100000001b3u;
-  mine.groups.back().push_back(std::move(product));
+  w.products.groups.back().push_back(std::move(product));
 }
 
 inline void fence_products(Warp& w, const Instr&, Mask) {
@@ -214,15 +211,6 @@ inline void await_products(Warp& w, const Instr& i, Mask) {
     for (const Product& product : group) hold(w, product, true);
 }
 
-// The warps of a warpgroup run the same products.
-inline void check_products(const Block& block) {
-  for (const Warp& warp : block.warps) {
-    const Warp& first = block.warps[size_t(warp.index / kGroupWarps * kGroupWarps)];
-    if (warp.products.trace != first.products.trace)
-      throw Fault(warp.lanes[0].id, "warps of a warpgroup that ran different products");
-  }
-}
-
 inline void resolve_product(Form& f, Instr& i) {
   if (!f.take("sync") || !f.take("aligned")) f.unknown();
   i.kind = Kind::whole_warp;
@@ -237,17 +225,14 @@ inline void resolve_product(Form& f, Instr& i) {
     const std::string b = f.last(), a = f.last(), d = f.last(), shape = f.last();
     int n = 0, k = 0;
     if (std::sscanf(shape.c_str(), "m64n%dk%d", &n, &k) != 2 || n < 8 || n > 256 || n % 8 != 0 ||
-        a != b || d != "f32" || k != (a == "tf32" ? 8 : 16))
+        a != b || d != "f32" || k != 16)
       f.unknown();
     i.is_product = true;
     i.count = n;
-    const size_t others = i.o.size() - size_t(n) / 2, halves = a == "tf32" ? 0 : 1;
-    i.mode = others == 8 + halves ? 1 : 0;
-    if (i.mode == 0 && others != 5 + 2 * halves) f.unknown();
-    i.run = a == "bf16"   ? multiply_group<bf16>
-            : a == "f16"  ? multiply_group<f16>
-            : a == "tf32" ? multiply_group<tf32>
-                          : nullptr;
+    const size_t others = i.o.size() - size_t(n) / 2;
+    i.mode = others == 9 ? 1 : 0;
+    if (i.mode == 0 && others != 7) f.unknown();
+    i.run = a == "bf16" ? multiply_group<bf16> : a == "f16" ? multiply_group<f16> : nullptr;
   }
 }
 

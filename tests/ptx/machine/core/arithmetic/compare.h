@@ -5,74 +5,38 @@
 
 namespace ptx {
 
-// The first twelve of comparisons(): the latter six are also true of what is unordered.
+// The first twelve of resolve_setp: the latter six are also true of what is unordered.
 template <class T>
 bool compare(int which, T a, T b) {
   if (a != a || b != b) return which >= 6;
   const bool all[] = {a == b, a != b, (a < b), (a <= b), (a > b), (a >= b)};
   return all[which % 6];
 }
-enum Compare { kNum = 12, kNaN = 13 };
-inline const std::vector<std::string>& comparisons() {
-  static const std::vector<std::string> all = {"eq",  "ne",  "lt",  "le",  "gt",  "ge",
-                                               "equ", "neu", "ltu", "leu", "gtu", "geu",
-                                               "num", "nan", "lo",  "ls",  "hi",  "hs"};
-  return all;
-}
+constexpr int kNum = 12, kNaN = 13;
 
-template <class T, bool ftz>
+template <class T>
 void compared(Warp& w, const Instr& i, Mask mask) {
-  const int which = i.mode & 31, join = i.mode >> 5;
-  const size_t first = i.o.size() - (join == 0 ? 2 : 3);  // of the sources; two results or one
-  const T *a = w.of<T>(i.o[first]), *b = w.of<T>(i.o[first + 1]);
-  const auto read = [](T x) {
-    if constexpr (is_half<T>)
-      return float(x);
-    else if constexpr (ftz)
-      return flushed(x);
-    else
-      return x;
-  };
+  using Read = std::conditional_t<is_half<T>, float, T>;
+  const T *a = w.of<T>(i.o[1]), *b = w.of<T>(i.o[2]);
   Mask yes = 0;
   each(mask, [&](int l) {
-    const auto x = read(a[l]), y = read(b[l]);
+    const auto x = Read(a[l]), y = Read(b[l]);
     const bool nan = x != x || y != y;
-    const bool is = which == kNum ? !nan : which == kNaN ? nan : compare(which, x, y);
+    const bool is = i.mode == kNum ? !nan : i.mode == kNaN ? nan : compare(i.mode, x, y);
     yes |= Mask(is) << l;
   });
-  Mask no = ~yes;
-  if (join > 0) {
-    const Mask other = w.predicate(i.o[first + 2]);
-    const auto joined = [&](Mask x) {
-      return join == 1 ? x & other : join == 2 ? x | other : x ^ other;
-    };
-    yes = joined(yes), no = joined(no);
-  }
-  const auto put = [&](const Operand& o, Mask x) {
-    Mask& d = w.predicate(o);
-    d = (d & ~mask) | (x & mask);
-  };
-  put(i.o[0], yes);
-  if (first == 2) put(i.o[1], no);
+  w.set_predicate(i.o[0], mask, yes);
 }
 
 inline void resolve_setp(Form& f, Instr& i) {
-  int which = f.one_of(comparisons());
-  if (which < 0) f.unknown();
-  if (which > kNaN) which = (which - kNaN - 1) + 2;  // lo, ls, hi, hs are lt, le, gt, ge
-  const int join = f.one_of({"and", "or", "xor"}) + 1;
-  const bool ftz = f.take("ftz");
-  i.mode = which | join << 5;
+  i.mode = f.one_of(
+      {"eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"});
+  if (i.mode < 0 || i.o.size() != 3) f.unknown();
   const std::string type = f.last();
-  if (type == "f32" && ftz) {
-    i.run = compared<float, true>;
-    return;
-  }
-  if (with_integer(type, [&](auto t) { i.run = compared<decltype(t), false>; })) return;
-  with_float(type, [&](auto t) {
-    using T = decltype(t);
-    if constexpr (!is_pair<T>) i.run = compared<T, false>;
-  });
+  const auto pick = [&](auto t) { i.run = compared<decltype(t)>; };
+  if (type == "f16") pick(f16{});
+  if (type == "bf16") pick(bf16{});
+  if (!with_integer(type, pick)) with_float(type, pick);
 }
 
 inline void add_floating_opcodes() {
@@ -80,29 +44,22 @@ inline void add_floating_opcodes() {
   all["add"] = resolve_either<Add, FAdd, 2>;
   all["sub"] = resolve_either<Sub, FSub, 2>;
   all["neg"] = resolve_either<Neg, FNeg, 1>;
-  all["abs"] = resolve_either<Abs, FAbs, 1>;
+  all["abs"] = [](Form& f, Instr& i) {
+    if (!f.take("ftz")) return resolve_floating<FAbs, 1>(f, i);
+    if (f.last() == "f32") i.run = unary<FAbsFlushed, float>;
+  };
   all["min"] = resolve_extreme<Min, FMin, FMinNaN>;
   all["max"] = resolve_extreme<Max, FMax, FMaxNaN>;
   all["copysign"] = resolve_floating<FCopysign, 2>;
-  all["div"] = resolve_div;
   all["setp"] = resolve_setp;
   all["mul"] = [](Form& f, Instr& i) {
-    const bool floating = f.parts.back().find('f') != std::string::npos;
-    floating ? resolve_floating<FMul, 2>(f, i) : product<2>(f, i);
+    f.parts.back()[0] == 'f' ? resolve_floating<FMul, 2>(f, i) : product<2>(f, i);
   };
-  all["mad"] = [](Form& f, Instr& i) {
-    const bool floating = f.parts.back().find('f') != std::string::npos;
-    floating ? resolve_floating<FFma, 3>(f, i) : product<3>(f, i);
-  };
-  all["fma"] = [](Form& f, Instr& i) {
-    f.take("relu") ? resolve_floating<FRelu, 3>(f, i) : resolve_floating<FFma, 3>(f, i);
-  };
-  all["rcp"] = resolve_approximate_or_exact<Rcp, FRcp>;
-  all["sqrt"] = resolve_approximate_or_exact<Sqrt, FSqrt>;
-  all["ex2"] = resolve_approximation<Ex2>;
-  all["lg2"] = resolve_approximation<Lg2>;
-  all["rsqrt"] = resolve_approximation<Rsqrt>;
-  all["tanh"] = resolve_approximation<Tanh>;
+  all["mad"] = product<3>;
+  all["fma"] = resolve_floating<FFma, 3>;
+  all["div"] = resolve_div;
+  all["rcp"] = resolve_rcp;
+  all["ex2"] = resolve_ex2;
 }
 
 }  // namespace ptx

@@ -1,4 +1,4 @@
-// cvt and cvta.
+// cvt.
 #pragma once
 
 #include "compare.h"
@@ -26,13 +26,7 @@ void write(Warp& w, const Operand& o, int lane, D x) {
 }
 
 // What an instruction has to know about a conversion, in Instr::mode.
-enum Conversion {
-  kRounding = 0xffff,
-  kFlush = 1 << 16,
-  kSaturate = 1 << 17,
-  kToInteger = 1 << 18,
-  kRelu = 1 << 19
-};
+enum Conversion { kRounding = 0xffff, kFlush = 1 << 16, kSaturate = 1 << 17, kToInteger = 1 << 18 };
 
 template <class D>
 D clamped(double x) {
@@ -63,27 +57,17 @@ Number number_of(uint64_t bits) {
 
 template <class D>
 D converted(Number x, int mode) {
-  if (!x.whole) {
-    if (mode & kFlush) x.floating = double(flushed(float(x.floating)));
-    if (std::is_integral_v<D> || mode & kToInteger) x.floating = std::nearbyint(x.floating);
-    if (mode & kRelu && x.floating < 0) x.floating = 0;
-  }
-  if constexpr (std::is_integral_v<D>) {
-    if (!x.whole) return clamped<D>(x.floating);
-    if (!(mode & kSaturate)) return D(x.integer);
-    const __int128 low = std::numeric_limits<D>::min(), high = std::numeric_limits<D>::max();
-    return D(x.integer < low ? low : x.integer > high ? high : x.integer);
-  } else if constexpr (is_half<D>) {
-    return D(x.whole ? double(int64_t(x.integer)) : x.floating);
-  } else {
-    if (x.whole) return x.integer < 0 ? D(int64_t(x.integer)) : D(uint64_t(x.integer));
-    if (mode & kSaturate) x.floating = x.floating > 0 ? (x.floating < 1 ? x.floating : 1) : 0;
-    const D y = D(x.floating);
-    if constexpr (std::is_same_v<D, float>)
-      return mode & kFlush ? flushed(y) : y;
-    else
-      return y;
-  }
+  if (mode & kFlush) x.floating = double(flushed(float(x.floating)));
+  if (std::is_integral_v<D> || mode & kToInteger) x.floating = std::nearbyint(x.floating);
+  if (mode & kSaturate) x.floating = x.floating > 0 ? (x.floating < 1 ? x.floating : 1) : 0;
+  if constexpr (std::is_integral_v<D>)
+    return x.whole ? D(x.integer) : clamped<D>(x.floating);
+  else if constexpr (is_half<D>)
+    return D(float(x.floating));
+  else if (!x.whole)
+    return D(x.floating);
+  else
+    return x.integer < 0 ? D(int64_t(x.integer)) : D(uint64_t(x.integer));
 }
 
 template <class D>
@@ -102,54 +86,29 @@ void convert_pair(Warp& w, const Instr& i, Mask mask) {
     w.of<uint32_t>(i.o[0])[l] = uint32_t(y.bits) << 16 | x.bits;
   });
 }
-// To tf32, 10 bits of mantissa; mode 1 rounds halves away from zero, 0 to even.
-inline void convert_tf32(Warp& w, const Instr& i, Mask mask) {
-  each(mask, [&](int l) {
-    const float x = w.of<float>(i.o[1])[l];
-    uint32_t bits = cast<uint32_t>(x);
-    if (std::isfinite(x)) bits += i.mode == 1 ? 0x1000 : 0xfff + (bits >> 13 & 1);
-    w.of<uint32_t>(i.o[0])[l] = bits & ~0x1fffu;
-  });
-}
-
 template <class F>
 bool with_any(const std::string& type, F f) {
   if (type == "u8" || type == "b8") return f(uint8_t{}), true;
   if (type == "s8") return f(int8_t{}), true;
+  if (type == "f16") return f(f16{}), true;
+  if (type == "bf16") return f(bf16{}), true;
   return with_integer(type, f) || with_float(type, f);
 }
 
 inline void resolve_cvt(Form& f, Instr& i) {
   const std::string from = f.last(), to = f.last();
-  if (to == "tf32" && from == "f32") {
-    const bool away = f.take("rna");
-    if (!away) f.take("rn");
-    i.mode = away;
-    i.run = convert_tf32;
-    return;
-  }
   const int whole = f.one_of({"rni", "rzi", "rmi", "rpi"});
   static const int modes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};
-  i.mode = whole < 0 ? rounding(f) : modes[whole];
-  if (whole >= 0) i.mode |= kToInteger;
+  i.mode = whole < 0 ? rounding(f) : modes[whole] | kToInteger;
   if (f.take("ftz")) i.mode |= kFlush;
-  if (f.take("sat")) i.mode |= kSaturate;
-  if (f.take("relu")) i.mode |= kRelu;
-  const bool nearest = (i.mode & kRounding) == FE_TONEAREST;
-  if (to == "bf16x2" && nearest) i.run = convert_pair<bf16>;
-  if (to == "f16x2" && nearest) i.run = convert_pair<f16>;
+  if (from[0] == 'f' && f.take("sat")) i.mode |= kSaturate;
+  const bool halves = to.find("f16") != std::string::npos;
+  if (halves && (from != "f32" || (i.mode & kRounding) != FE_TONEAREST)) f.unknown();
+  if (to == "bf16x2") i.run = convert_pair<bf16>;
+  if (to == "f16x2") i.run = convert_pair<f16>;
   if (i.run != nullptr) return;
-  const bool halves = to == "bf16" || to == "f16";
-  if (halves && !nearest && from[0] == 'f') f.unknown();
-  with_any(from, [&](auto x) {
-    using S = decltype(x);
-    if constexpr (!is_pair<S>) i.from = number_of<S>;
-  });
-  if (i.from == nullptr) f.unknown();
-  with_any(to, [&](auto d) {
-    using D = decltype(d);
-    if constexpr (!is_pair<D>) i.run = convert<D>;
-  });
+  with_any(from, [&](auto x) { i.from = number_of<decltype(x)>; });
+  if (i.from != nullptr) with_any(to, [&](auto d) { i.run = convert<decltype(d)>; });
 }
 
 }  // namespace ptx

@@ -10,8 +10,7 @@ void on_predicates(Warp& w, const Instr& i, Mask mask) {
   Mask result = w.predicate(i.o[1]);
   if constexpr (sources == 1) result = F()(result);
   if constexpr (sources == 2) result = F()(result, w.predicate(i.o[2]));
-  Mask& d = w.predicate(i.o[0]);
-  d = (d & ~mask) | (result & mask);
+  w.set_predicate(i.o[0], mask, result);
 }
 template <class T>
 void select(Warp& w, const Instr& i, Mask mask) {
@@ -25,10 +24,8 @@ inline void pack(Warp& w, const Instr& i, Mask mask) {
   const int parts = int(i.o.size()) - 1, bits = i.mode / parts;
   each(mask, [&](int l) {
     uint64_t all = 0;
-    for (int k = 0; k < parts; ++k) {
-      const uint64_t part = w.bits(i.o[1 + k], l);
-      all |= (bits == 64 ? part : part & ((uint64_t(1) << bits) - 1)) << k * bits;
-    }
+    for (int k = 0; k < parts; ++k)
+      all |= (w.bits(i.o[1 + k], l) & ((uint64_t(1) << bits) - 1)) << k * bits;
     w.set_bits(i.o[0], l, all);
   });
 }
@@ -47,27 +44,24 @@ bool integer_binary(const std::string& type, Instr& i) {
   return with_integer(type, [&](auto t) { i.run = binary<F, decltype(t)>; });
 }
 
-// mul and mad: the low or high half of the product, or all of it.
+// mul and mad: the low half of the product, or all of it.
 template <int sources>
 void product(Form& f, Instr& i) {
-  const bool wide = f.take("wide"), hi = f.take("hi");
-  if (!wide && !hi && !f.take("lo")) f.unknown();
+  const bool wide = f.take("wide");
+  if (!wide && !f.take("lo")) f.unknown();
   const bool known = with_integer(f.last(), [&](auto t) {
     using T = decltype(t);
-    using Result =
-        std::conditional_t<sizeof(T) == 2,
-                           std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>, WideOf<T>>;
     if constexpr (sources == 2)
-      i.run = hi ? binary<MulHi, T> : binary<MulLo, T>;
+      i.run = binary<MulLo, T>;
     else
-      i.run = hi ? ternary<MadHi, T> : ternary<MadLo, T>;
+      i.run = ternary<MadLo, T>;
     if (!wide) return;
-    if constexpr (sizeof(T) == 8)
+    if constexpr (sizeof(T) != 4)
       f.unknown();
     else if constexpr (sources == 2)
-      i.run = map<Result, MulWide, T, T>;
+      i.run = map<WideOf<T>, MulWide, T, T>;
     else
-      i.run = map<Result, MadWide, T, T, Result>;
+      i.run = map<WideOf<T>, MadWide, T, T, WideOf<T>>;
   });
   if (!known) f.unknown();
 }
@@ -96,8 +90,7 @@ inline void resolve_mov(Form& f, Instr& i) {
     i.run = on_predicates<Copied, 1>;
     return;
   }
-  if (type != "b128" && (type.size() < 2 || std::string("busf").find(type[0]) == std::string::npos))
-    f.unknown();
+  if (type.size() < 2 || std::string("busf").find(type[0]) == std::string::npos) f.unknown();
   i.mode = bits_of(type);
   if (i.o.size() > 2)
     i.run = i.splits ? unpack : pack;
@@ -114,13 +107,6 @@ inline void resolve_selp(Form& f, Instr& i) {
   i.run = bits == 16 ? select<uint16_t> : bits == 32 ? select<uint32_t> : select<uint64_t>;
 }
 
-template <class F>
-void counting(Form& f, Instr& i) {
-  const std::string type = f.last();
-  if (type == "b32") i.run = map<uint32_t, F, uint32_t>;
-  if (type == "b64") i.run = map<uint32_t, F, uint64_t>;
-}
-
 inline void add_integer_opcodes() {
   auto& all = opcodes();
   all["and"] = logical<And>;
@@ -130,8 +116,9 @@ inline void add_integer_opcodes() {
   all["shr"] = shift<Shr>;
   all["mov"] = resolve_mov;
   all["selp"] = resolve_selp;
-  all["popc"] = counting<Popc>;
-  all["clz"] = counting<Clz>;
+  all["popc"] = [](Form& f, Instr& i) {
+    if (f.last() == "b32") i.run = map<uint32_t, Popc, uint32_t>;
+  };
   all["not"] = [](Form& f, Instr& i) {
     const std::string type = f.last();
     if (type == "pred")
@@ -140,10 +127,6 @@ inline void add_integer_opcodes() {
       with_integer(type, [&](auto t) { i.run = unary<Not, decltype(t)>; });
   };
   all["rem"] = [](Form& f, Instr& i) { integer_binary<Rem>(f.last(), i); };
-  all["brev"] = [](Form& f, Instr& i) {
-    const std::string type = f.last();
-    i.run = type == "b32" ? unary<Brev, uint32_t> : unary<Brev, uint64_t>;
-  };
   all["bfi"] = [](Form& f, Instr& i) {
     const bool wide = f.last() == "b64";
     i.run = wide ? map<uint64_t, Bfi, uint64_t, uint64_t, uint32_t, uint32_t>
@@ -157,15 +140,6 @@ inline void add_integer_opcodes() {
   };
   all["prmt"] = [](Form& f, Instr& i) {
     if (f.last() == "b32") i.run = ternary<Prmt, uint32_t>;
-  };
-  all["lop3"] = [](Form& f, Instr& i) {
-    if (f.last() == "b32") i.run = lop3;
-  };
-  all["shf"] = [](Form& f, Instr& i) {
-    i.mode = f.take("r") ? 1 : f.take("l") ? 0 : 4;
-    if (f.take("clamp")) i.mode |= 2;
-    f.take("wrap");
-    if (f.last() == "b32" && i.mode < 4) i.run = funnel;
   };
 }
 

@@ -1,4 +1,4 @@
-"""``PYTHONPATH=tests/cuda/host:tests/cuda/mock python -m mock_cuda``: what a call costs the host.
+"""``PYTHONPATH=tests/cuda/host python -m mock_cuda``: what a call costs the host.
 
 Launches and other calls of the CUDA runtime for each call of an operator, and the time that C++ and
 torch take beside them.
@@ -23,9 +23,9 @@ def main():
         shapes = (batch, queries, hidden), (batch, keys, hidden), (batch, keys, hidden), (1, hidden)
         a, c, values, w_v = (torch.randn(shape).bfloat16() for shape in shapes)
         inputs = gpu.operator, a, c, values, w_v, None
-        results = attend(*inputs)
+        context, weights = attend(*inputs)
         for way, function, rest in (
-            ("forward", attend, ()), ("backward", attend_backward, results)
+            ("forward", attend, ()), ("backward", attend_backward, (weights, context, weights))
         ):  # fmt: skip
             times = []
             for _ in range(CALLS):

@@ -3,9 +3,10 @@
 What only it proves: which launches and other calls of the runtime an operator makes and what they
 cost the host, streams, captures and errors included.
 
-Calls of the operators take CPU tensors. Their launches are noted and not run, so results are
-whatever memory held. :meth:`Mock.calls` gives the notes: call (the function), device, error, and of
-a launch kernel (mangled), grid, block, cluster, shared (bytes), stream, parameters (hex bytes).
+Calls of the operators take CPU tensors. Their launches are noted, and run where :meth:`Mock.runs`
+says so (tests/ptx does, in the PTX machine); else results are whatever memory held.
+:meth:`Mock.calls` gives the notes: call (the function), device, error, and of a launch kernel
+(mangled), grid, block, cluster, shared (bytes), stream, parameters (hex bytes).
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import functools
 import json
 import re
 import struct
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,15 +25,25 @@ import bahdanau_fast  # noqa: F401  defines the operators
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
-ON_HOST = ROOT / "tests" / "cuda" / "host" / "cuda_on_host"
+ON_HOST = HERE.parent / "cuda_on_host"
 SOURCES = (
     *sorted(HERE.glob("*.cpp")),
     *(ROOT / "csrc/cuda/op" / name for name in ("inputs.cpp", "ops.cpp")),
     *sorted((ROOT / "csrc/cuda/runtime").glob("*.cpp")),
 )
+# Functions of torch that give memory: torch_on_cpu.cpp says where.
+WRAPPED = "aoti_torch_empty_strided", "torch_call_dispatcher"
+# Kernel (mangled), blocks, threads, cluster, bytes of shared memory, parameters and their bytes.
+LAUNCH = ctypes.CFUNCTYPE(
+    None, ctypes.c_char_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64
+)
+# Address, bytes, and which: new, of a call; new, for good; something is written there.
+MEMORY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+OF_TENSOR, OF_GPU, FILLED = range(3)
 
 
-def _library():
+def library():
+    """The mock's own library, with csrc/cuda in it."""
     csrc = ROOT / "csrc"
     includes = [f"-I{folder}" for folder in (HERE, ON_HOST, csrc, csrc / "cuda" / "op")]
     includes += [f"-isystem{folder}" for folder in cpp_extension.include_paths()]
@@ -39,7 +51,8 @@ def _library():
     command = [
         *("g++", "-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-fno-gnu-unique"),
         *("-DTORCH_TARGET_VERSION=0x020a000000000000", *includes, *map(str, SOURCES)),
-        *("-Wl,-Bsymbolic", *libraries, "-ltorch_cpu", "-ldl"),
+        *("-Wl,-Bsymbolic", *(f"-Wl,--wrap={name}" for name in WRAPPED)),
+        *(*libraries, "-ltorch_cpu", "-ldl"),
     ]
     headers = [*HERE.glob("*.h"), *ON_HOST.glob("*.h"), *csrc.rglob("*.h"), *csrc.rglob("*.cu")]
     return built("mock_cuda/library", [*SOURCES, *sorted(headers)], command)
@@ -49,28 +62,59 @@ class Mock:
     """The mock GPUs, one set of them in a process: :func:`mock`."""
 
     def __init__(self):
-        self._library = ctypes.CDLL(str(_library()))
-        for name in ("mock_calls", "mock_new_stream", "mock_counters"):
+        self._library = ctypes.CDLL(str(library()))
+        for name in ("mock_new_stream", "mock_counters"):
             getattr(self._library, name).restype = ctypes.c_void_p
-        self._library.mock_why_not.restype = ctypes.c_char_p
-        self.device = -1
+        for name in ("mock_calls", "mock_why_not"):
+            getattr(self._library, name).restype = ctypes.c_char_p
+        self.devices = self.device = -1
         self._then = []  # kept while the library may call them
 
     def new_gpu(self, **like):
-        """A GPU that nothing was asked of; :meth:`set_gpu` has what it may be like.
+        """The number of a GPU that nothing was asked of; :meth:`set_gpu` has what it may be like.
 
         All tensors are there from now on, and it is the current one.
         """
-        self.device += 1
+        self.devices += 1
+        self.device = self.devices
         self.set_gpu(**like)
         self.use_gpu()
+        return self.device
 
-    def use_gpu(self):
-        """Make the newest GPU the current one of this thread."""
+    def use_gpu(self, device=None):
+        """Make a GPU, that of the tensors unless given, the current one of this thread."""
+        self.device = self.device if device is None else device
         self._library.mock_set_device(self.device)
 
+    @contextmanager
+    def runs(self, launch, memory):
+        """Inside, launches are run by ``launch`` (LAUNCH), and ``memory`` (MEMORY) is told of any.
+
+        What they raise is raised at the end; there are no more launches then.
+        """
+        failed = []
+
+        def guarded(function, *arguments):
+            try:
+                if not failed:
+                    function(*arguments)
+            except BaseException as error:
+                failed.append(error)
+
+        held = (
+            LAUNCH(functools.partial(guarded, launch)),
+            MEMORY(functools.partial(guarded, memory)),
+        )
+        self._library.mock_runs(*held)
+        try:
+            yield
+        finally:
+            self._library.mock_runs(None, None)
+        if failed:
+            raise failed[0]
+
     def set_gpu(self, multiprocessors=132, largest_cluster=8, ptx_version=90, loads=0):
-        """What the newest GPU is like.
+        """What the GPU of the tensors is like.
 
         Args:
             multiprocessors: how many it has.
@@ -80,10 +124,6 @@ class Mock:
         """
         what = self.device, multiprocessors, largest_cluster, ptx_version, loads
         self._library.mock_set_gpu(*what)
-
-    def set_stream(self, stream):
-        """The stream that torch gives in this thread."""
-        self._library.mock_set_stream(ctypes.c_void_p(stream))
 
     def new_stream(self):
         """A stream; its handle may have been another's that was destroyed."""
@@ -120,11 +160,7 @@ class Mock:
 
     def calls(self):
         """The runtime's calls since the last time: a list of dicts."""
-        text = self._library.mock_calls()
-        try:
-            return json.loads(ctypes.string_at(text))
-        finally:
-            self._library.mock_free(ctypes.c_void_p(text))
+        return json.loads(self._library.mock_calls())
 
     @staticmethod
     def operator(name, *args):

@@ -1,11 +1,12 @@
 // What the tests change and read of the mock runtime, through ctypes.
-#include <cstring>
+#include <utility>
 
 #include "cuda/kernels/types.h"
 #include "cuda/runtime/counters.h"
 #include "mock.h"
 
 using bahdanau_fast::mock::Gpus;
+using bahdanau_fast::mock::Runs;
 
 namespace {
 
@@ -24,12 +25,15 @@ void mock_set_device(int device) {
   bahdanau_fast::mock::current_device() = device;
   change([&](Gpus& all) { all.of_tensors = device; });
 }
-void mock_set_stream(void* stream) { bahdanau_fast::mock::current_stream() = stream; }
 void mock_set_gpu(int device, int multiprocessors, int largest_cluster, int ptx_version,
                   int loads) {
   change([&](Gpus& all) {
-    all.gpu[device] = {multiprocessors, largest_cluster, ptx_version, cudaError_t(loads), {}};
+    auto shared = std::move(all.gpu[device].shared);
+    all.gpu[device] = {multiprocessors, largest_cluster, ptx_version, cudaError_t(loads), shared};
   });
+}
+void mock_runs(decltype(Runs::launch) launch, decltype(Runs::memory) memory) {
+  Runs::get() = {launch, memory};
 }
 void mock_fail(const char* function, int error) {
   change([&](Gpus& all) { all.failing[function] = cudaError_t(error); });
@@ -53,16 +57,17 @@ void* mock_new_stream() {
 void mock_destroy_stream(void* stream) { cudaStreamDestroy(static_cast<cudaStream_t>(stream)); }
 int mock_last_error() { return cudaGetLastError(); }
 
-// The calls since the last time, as a JSON list; to be given back to mock_free.
-char* mock_calls() {
-  std::string text;
+// The calls since the last time, as a JSON list.
+const char* mock_calls() {
+  static thread_local std::string text;
+  text.clear();
   change([&](Gpus& all) {
     for (const std::string& call : all.calls) text += (text.empty() ? "[" : ",\n ") + call;
     all.calls.clear();
   });
-  return strdup((text.empty() ? "[]" : text + "]").c_str());
+  text += text.empty() ? "[]" : "]";
+  return text.c_str();
 }
-void mock_free(char* text) { free(text); }
 
 const char* mock_why_not() { return bahdanau_fast::gpu::kernels_f32.why_not(); }
 void* mock_counters(void* stream, int64_t count) {

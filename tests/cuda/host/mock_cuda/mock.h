@@ -1,6 +1,7 @@
 // What the mock GPUs are like, and what was asked of them.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <set>
@@ -37,14 +38,26 @@ struct Gpus {
   }
 };
 
+// What runs launches, and is told of memory. Neither: nothing runs.
+enum Memory { kOfTensor, kOfGpu, kFilled };  // new, of a call; new, for good; something is written
+struct Runs {
+  void (*launch)(const char* kernel, int64_t blocks, int64_t threads, int64_t cluster,
+                 int64_t shared, const void* parameters, int64_t bytes) = nullptr;
+  void (*memory)(void* at, int64_t bytes, int which) = nullptr;
+
+  static Runs& get() {
+    static Runs runs;
+    return runs;
+  }
+  void tell(void* at, int64_t bytes, Memory which) const {
+    if (memory != nullptr && bytes > 0) memory(at, bytes, which);
+  }
+};
+
 // Of the calling thread, as CUDA and torch have them.
 inline int& current_device() {
   static thread_local int device = 0;
   return device;
-}
-inline void*& current_stream() {
-  static thread_local void* stream = nullptr;
-  return stream;
 }
 inline cudaError_t& last_error() {
   static thread_local cudaError_t error = cudaSuccess;

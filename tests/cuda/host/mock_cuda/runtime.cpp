@@ -1,5 +1,4 @@
-// The mock CUDA runtime: notes each call as a line of JSON, refuses what a GPU would refuse, and
-// runs nothing.
+// The mock CUDA runtime: notes each call as a line of JSON and refuses what a GPU would refuse.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -14,7 +13,10 @@ namespace {
 using bahdanau_fast::mock::current_device;
 using bahdanau_fast::mock::Gpu;
 using bahdanau_fast::mock::Gpus;
+using bahdanau_fast::mock::kFilled;
+using bahdanau_fast::mock::kOfGpu;
 using bahdanau_fast::mock::last_error;
+using bahdanau_fast::mock::Runs;
 
 constexpr int kUsualShared = 48 * 1024;  // what a kernel may have without an attribute
 constexpr int kMostShared = 99 * 1024;   // what the smallest GPU from 8.0 on lets a block have
@@ -137,16 +139,16 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device) {
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   return Call("cudaMalloc").run([&](Gpus&) {
     *memory = std::malloc(bytes);
+    Runs::get().tell(*memory, int64_t(bytes), kOfGpu);
     return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
   });
 }
-cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
   Call call("cudaMemsetAsync");
-  call.tell("stream", stream);
-  call.tell("address", memory);
   call.tell("bytes", (long long)(bytes));
   return call.run([&](Gpus&) {
     std::memset(memory, value, bytes);
+    Runs::get().tell(memory, int64_t(bytes), kFilled);
     return cudaSuccess;
   });
 }
@@ -193,10 +195,8 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   });
 }
 
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel) {
-  Call call("cudaFuncGetAttributes");
-  call.tell("kernel", quoted(name_of(kernel)));
-  return call.run([&](Gpus& all) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
+  return Call("cudaFuncGetAttributes").run([&](Gpus& all) {
     const Gpu& here = all.gpu[current_device()];
     found->ptxVersion = here.ptx_version;
     return here.loads;
@@ -204,7 +204,6 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel)
 }
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
   Call call("cudaFuncSetAttribute");
-  call.tell("kernel", quoted(name_of(kernel)));
   call.tell("value", (long long)(value));
   return call.run([&](Gpus& all) {
     if (value > kMostShared) return cudaErrorInvalidValue;
@@ -214,10 +213,7 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int valu
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
                                            const cudaLaunchConfig_t* config) {
-  Call call("cudaOccupancyMaxActiveClusters");
-  call.tell("kernel", quoted(name_of(kernel)));
-  call.tell("cluster", (long long)(cluster_of(*config)));
-  return call.run([&](Gpus& all) {
+  return Call("cudaOccupancyMaxActiveClusters").run([&](Gpus& all) {
     Gpu& here = all.gpu[current_device()];
     const int most = here.shared.count(kernel) ? here.shared[kernel] : kUsualShared;
     if (here.ptx_version < 90) return cudaErrorInvalidClusterSize;
@@ -238,6 +234,10 @@ cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
   call.tell("shared", (long long)(config->dynamicSmemBytes));
   call.tell("stream", config->stream);
   call.tell("parameters", quoted(hex(parameters, bytes)));
-  return call.run(
-      [&](Gpus& all) { return check_launch(all.gpu[current_device()], kernel, *config); });
+  const cudaError_t error =
+      call.run([&](Gpus& all) { return check_launch(all.gpu[current_device()], kernel, *config); });
+  if (const auto launch = Runs::get().launch; launch != nullptr && error == cudaSuccess)
+    launch(name_of(kernel).c_str(), config->gridDim.x, config->blockDim.x, cluster_of(*config),
+           int64_t(config->dynamicSmemBytes), parameters, int64_t(bytes));
+  return error;
 }

@@ -1,0 +1,72 @@
+"""Calls of attention by kernels that run without a GPU: on the host, or as machine code."""
+
+import torch
+
+from bahdanau_fast.limits import FP64_GPU_ELEMENTS
+
+__all__ = ["Calls", "kind_of"]
+
+
+def kind_of(dtype, elements):
+    """The name of the kernels that serve a dtype: computing_kind() of csrc/common/limits.h."""
+    if dtype == torch.float32:
+        return "f32_in_f64" if elements <= FP64_GPU_ELEMENTS else "f32"
+    return {torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+
+
+class Calls:
+    """The kernels of a backend on CPU tensors, as ``cases.measured`` calls them.
+
+    What is derived from it has ``step``, ``forward(need_weights, *inputs)`` and ``backward(weights,
+    grad_context, grad_weights, needs, *inputs)``, where inputs are queries, keys, values, w_v and
+    lengths, with a seed and a probability if something is dropped, and ``needs`` has a bit for each
+    gradient.
+
+    Attributes:
+        kind: of the numbers of the call that runs.
+        multiprocessors: of the GPU that it is cut for.
+    """
+
+    kind, multiprocessors = None, 4
+
+    def begin(self, multiprocessors, queries, keys, w_v):
+        """A call begins."""
+        self.multiprocessors = multiprocessors
+        elements = queries.shape[0] * queries.shape[1] * keys.shape[1] * w_v.numel()
+        self.kind = kind_of(queries.dtype, elements)
+
+    def attend(self, multiprocessors, queries, keys, values, w_v, valid_lens, *dropout):
+        """Context and weights of projected queries and keys by the kernels, differentiable."""
+        inputs = queries, keys, values, w_v, valid_lens
+        return _Attend.apply(*inputs, self, multiprocessors, dropout)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, queries, keys, values, w_v, lens, calls, multiprocessors, dropout):
+        calls.begin(multiprocessors, queries, keys, w_v)
+        inputs = queries, keys, values, w_v, lens, *dropout
+        context, weights = calls.forward(True, *inputs)
+        if weights.numel() * w_v.numel() < 100_000:
+            alone, _ = calls.forward(False, *inputs)
+            assert torch.equal(_bits(alone), _bits(context)), "the context depends on need_weights"
+        ctx.save_for_backward(queries, keys, values, w_v)
+        ctx.rest, ctx.weights = (lens, calls, multiprocessors, dropout), weights.clone()
+        ctx.set_materialize_grads(False)
+        return context, weights
+
+    @staticmethod
+    def backward(ctx, grad_context, grad_weights):
+        lens, calls, multiprocessors, dropout = ctx.rest
+        queries, keys, values, w_v = ctx.saved_tensors
+        if grad_weights is not None:
+            grad_weights = grad_weights.to(ctx.weights.dtype)
+        needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[:4]) if need)
+        calls.begin(multiprocessors, queries, keys, w_v)
+        given = ctx.weights, grad_context, grad_weights, needs
+        grads = calls.backward(*given, queries, keys, values, w_v, lens, *dropout)
+        return *(g if needs >> i & 1 else None for i, g in enumerate(grads)), *[None] * 4
+
+
+def _bits(x):
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

@@ -1,0 +1,80 @@
+// To csrc/cuda/op, CPU tensors are tensors of the mock GPU: these functions of torch's C interface
+// take precedence over torch's own in this library.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+
+#include <cstring>
+
+#include "mock.h"
+
+using bahdanau_fast::mock::Gpus;
+using bahdanau_fast::mock::kFilled;
+using bahdanau_fast::mock::kOfTensor;
+
+namespace {
+
+void tell(AtenTensorHandle tensor, bahdanau_fast::mock::Memory which) {
+  void* at = nullptr;
+  int64_t bytes = 0;
+  aoti_torch_get_data_ptr(tensor, &at);
+  aoti_torch_get_storage_size(tensor, &bytes);
+  bahdanau_fast::mock::Runs::get().tell(at, bytes, which);
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
+
+AOTITorchError aoti_torch_get_device_index(AtenTensorHandle, int32_t* device) {
+  *device = Gpus::get().of_tensors;
+  return 0;
+}
+
+// The device that was current before.
+AOTITorchError aoti_torch_create_device_guard(int32_t device, DeviceGuardHandle* guard) {
+  int& current = bahdanau_fast::mock::current_device();
+  *guard = reinterpret_cast<DeviceGuardHandle>(new int(current));
+  current = device;
+  return 0;
+}
+AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle guard) {
+  int* before = reinterpret_cast<int*>(guard);
+  bahdanau_fast::mock::current_device() = *before;
+  delete before;
+  return 0;
+}
+
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
+
+// Calls of these two come here (--wrap): a new tensor, and an operator, which gives one tensor.
+decltype(aoti_torch_empty_strided) __real_aoti_torch_empty_strided;
+decltype(torch_call_dispatcher) __real_torch_call_dispatcher;
+
+AOTITorchError __wrap_aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes,
+                                               const int64_t* strides, int32_t dtype,
+                                               int32_t device_type, int32_t device,
+                                               AtenTensorHandle* made) {
+  const AOTITorchError error =
+      __real_aoti_torch_empty_strided(ndim, sizes, strides, dtype, device_type, device, made);
+  if (error == 0) tell(*made, kOfTensor);
+  return error;
+}
+AOTITorchError __wrap_torch_call_dispatcher(const char* name, const char* overload,
+                                            StableIValue* stack, uint64_t version) {
+  const AOTITorchError error = __real_torch_call_dispatcher(name, overload, stack, version);
+  if (error == 0) tell(reinterpret_cast<AtenTensorHandle>(stack[0]), kFilled);
+  return error;
+}
+
+// Where inputs.cpp looks for the stream.
+__attribute__((visibility("hidden"))) void* dlopen(const char*, int) { return &Gpus::get(); }
+__attribute__((visibility("hidden"))) void* dlsym(void*, const char* name) {
+  const bool known = std::strcmp(name, "aoti_torch_get_current_cuda_stream") == 0;
+  return known ? reinterpret_cast<void*>(&aoti_torch_get_current_cuda_stream) : nullptr;
+}
+}
