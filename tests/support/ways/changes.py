@@ -271,26 +271,6 @@ def pickled(module):
     return pickle.loads(pickle.dumps(module))
 
 
-class Adapted(nn.Module):
-    """A low-rank addition around a layer, as LoRA libraries put in its place."""
-
-    def __init__(self, layer, down, up):
-        super().__init__()
-        self.layer, self.down, self.up = layer, nn.Parameter(down), nn.Parameter(up)
-
-    @property
-    def weight(self):
-        return self.layer.weight
-
-    def forward(self, x):
-        return self.layer(x) + x @ self.down @ self.up
-
-
-def adapted(s):
-    hidden, size = s.module.W_k.weight.shape
-    s.module.W_k = Adapted(s.module.W_k, s.draw(size, 2), s.draw(2, hidden))
-
-
 def called_with_others(s):
     others = {name: s.draw(*p.shape) for name, p in s.module.named_parameters()}
     return torch.func.functional_call(s.module, others, (s.queries, s.keys, s.values, s.lens))

@@ -10,7 +10,7 @@ from torch.nn.utils import prune, vector_to_parameters
 
 from ways import changes
 from ways.kinds import KINDS
-from ways.layers import GRADIENTS, LAYERED
+from ways.layers import GRADIENTS, LAYERED, MADE_ANEW
 from ways.sides import WATCHED
 from ways.way import AFTER, BEFORE, Way
 
@@ -257,11 +257,6 @@ WAYS = (
     ),
     Way(
         "weights",
-        "`prune.l1_unstructured`",
-        lambda s: prune.l1_unstructured(s.module.W_k, "weight", 0.5),
-    ),
-    Way(
-        "weights",
         "`prune.remove`",
         lambda s: (
             prune.l1_unstructured(s.module.W_k, "weight", 0.5),
@@ -282,8 +277,8 @@ WAYS = (
         changes.new_bias,
     ),
     Way("bias", "`bias = None`", lambda s: setattr(s.module, "bias", None)),
-    Way("layers", "an adapter around `W_k`", changes.adapted),
     *LAYERED,
+    *MADE_ANEW,
     Way(
         "layers",
         "`deepcopy`, the copy changed and called",
