@@ -1,4 +1,11 @@
-"""Arguments of a raw C++ entry point out of any bytes, right ones and wrong ones."""
+"""Arguments of a raw C++ entry point out of any bytes, right ones and wrong ones.
+
+A case of an entry point is a function of :class:`Bytes` and a generator. It reads sizes, dtypes,
+strides, lengths, magnitudes and mistakes, calls operators forward and backward, and returns what
+holds their results against the reference in fp64; None where there is nothing to compare with.
+"""
+
+import functools
 
 import torch
 
@@ -43,6 +50,27 @@ class Bytes:
         now = self.rarely(times)
         self.broken |= now
         return now
+
+
+def case(function):
+    """Of bytes: "refused", "checked" or "ran"; an AssertionError where a result is wrong."""
+
+    @functools.wraps(function)
+    def run(data):
+        read = Bytes(data)
+        try:
+            compare = function(read, torch.Generator().manual_seed(read.number(1 << 16)))
+        except RuntimeError as error:
+            words = str(error)
+            assert read.broken, f"refused what is right: {words}"
+            assert "API call failed" not in words, words
+            return "refused"
+        if read.broken or compare is None:
+            return "ran"
+        compare()
+        return "checked"
+
+    return run
 
 
 def tensor(read, shape, dtype, generator, scale):
@@ -166,13 +194,6 @@ def _another(read, x):
         lambda: x.sum(0),
         lambda: x.unsqueeze(-1).expand(*x.shape, 2)[..., 0],
     )[what - 1]()
-
-
-def in_words(read, error):
-    """That an error was due, and says what was wrong."""
-    words = str(error)
-    assert read.broken, f"refused what is right: {words}"
-    assert "API call failed" not in words, words
 
 
 def exact(want, leaves, grads):
