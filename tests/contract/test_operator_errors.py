@@ -208,8 +208,3 @@ def test_empty_sizes_do_not_crash():
         [sys.executable, "-c", EMPTY], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-800:]}"
-
-
-def test_all_may_be_dropped():
-    context, _ = call_attend(dropout_p=1.0, seed=torch.tensor([1]))
-    assert not context.any()

@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 from course import CourseAttention
 from threads import one_thread  # noqa: F401
-from torch.autograd.functional import hessian, jacobian
 from ways import sides
 from ways.sequences import ACTIONS, Plan, Step, draw_plan, run, shorten, told
 
@@ -45,24 +44,6 @@ def test_threads_that_share_keys(kind, before):
     ended = Counter()
     assert run(Plan({"seed": 1, "kind": kind}, steps), ended) == []
     assert ended["threads", True] == 4
-
-
-@pytest.mark.parametrize("derivative", [jacobian, hessian])
-@pytest.mark.parametrize("kind", ["additive", "fused course"])
-def test_many_gradients_of_the_keys_at_once(kind, derivative):
-    """Keys that are remembered, though few: second derivatives are as many as their square."""
-    pair = sides.Pair(size=(3, 12, 60), kind=kind)
-    pair.fuse()
-
-    def step(side):
-        def loss(keys):
-            return side.module(side.queries, keys, side.values, side.lens).square().sum()
-
-        side.call()
-        return derivative(loss, side.keys, vectorize=True)
-
-    assert pair.do("twice", lambda side: [step(side), step(side)])
-    assert pair.wrong == []
 
 
 class Stale(CourseAttention):
