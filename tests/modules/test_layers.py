@@ -60,7 +60,7 @@ GLOBAL_HOOKS = {
 @SIZES
 @pytest.mark.parametrize("kind", ["additive", "memory", "location"])
 @pytest.mark.parametrize("register", GLOBAL_HOOKS)
-def test_hooks_of_all_modules(register, kind, size, tmp_path):
+def test_hooks_of_all_modules(register, kind, size):
     """They come between two calls, on the plain module; ours has them already."""
     register, hook = GLOBAL_HOOKS[register]
     seen = []
@@ -74,7 +74,7 @@ def test_hooks_of_all_modules(register, kind, size, tmp_path):
     handle = register(of_layers)
     try:
         nothing = Way("layers", "nothing", lambda s: None, moves=False)
-        assert play(nothing, "trained", tmp_path, kind=kind, size=size) == []
+        assert play(nothing, "trained", kind=kind, size=size) == []
     finally:
         handle.remove()
     called = {id(module) for module in seen}

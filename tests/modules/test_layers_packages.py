@@ -51,9 +51,9 @@ WAYS = ways(
 
 @pytest.mark.parametrize("mode", ["eager", "trained"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.how)
-def test_way(way, mode, tmp_path):
+def test_way(way, mode):
     for name, options in variants(way, mode):
-        assert play(way, mode, tmp_path, **options) == [], name
+        assert play(way, mode, **options) == [], name
 
 
 def pair(size=REMEMBERED, **options):

@@ -14,13 +14,12 @@ from ways.sides import WATCHED
 from ways.table import WAYS
 from ways.way import AFTER
 
-# Not among sequences: what starts processes, or needs a place where keys come from. What may come
-# before the first call has an action of its own.
+# Not among sequences: what needs a place where keys come from. What may come before the first call
+# has an action of its own.
 CHANGES = {
     f"{way.what}, {way.how}": way
     for way in WAYS
-    if way.ranks == 1
-    and way.prepare is None
+    if way.prepare is None
     and way.whens == (AFTER,)
     and way.how not in ("the same bytes in another shape",)
 }
