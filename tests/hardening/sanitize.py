@@ -32,7 +32,7 @@ ADDRESS = {
     "test_operator_errors.py": "",
     "test_parity.py": "not very_long",
     "test_general.py": "forms or test_contract or layouts or scores",
-    "test_location.py": "steps or gradients or mask",
+    "test_location.py": "steps or gradients",
     "test_masks.py": "not cost",
     "test_robustness.py": "finite or gradients or strides or eight",
     "test_instruction_sets.py": "",
@@ -43,7 +43,6 @@ ADDRESS = {
 THREAD = {
     "test_operators.py": "bitwise",
     "test_robustness.py": "eight or finite",
-    "test_key_cache.py": "threads",
     "test_parity.py": "test_contract or drawn_cases",
     "test_general.py": "forms",
     "test_location.py": "test_steps or gradients_of",
