@@ -10,10 +10,13 @@ from torch import nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import checks
+from bahdanau_fast.backends.route import TABLE_ELEMENTS
 from bahdanau_fast.memory.key_cache import KeyCache
 
-B, TQ, TK, D, H, DV = 6, 4, 13, 5, 7, 3
-LENS = torch.tensor([2, 13, 0, 7, 1, 20])
+# A memory of so many keys has a node of the graph that its steps share.
+B, TQ, TK, D, H, DV = 6, 4, 23, 5, 7, 3
+assert B * TK * min(D, H) >= TABLE_ELEMENTS
+LENS = torch.tensor([2, 23, 0, 7, 1, 30])
 
 
 class Function(nn.Module):
@@ -229,27 +232,33 @@ def test_compiled_once_for_many_sizes():
 
 # ---- memories ------------------------------------------------------------------------------------
 
+# Of so many in the first dimension.
 ROWS = {
-    "slice": slice(1, None),
-    "list": [2, 0, 0],
-    "numbers": torch.tensor([2, 1]),
-    "booleans": torch.tensor([True, False, True]),
-    "none": slice(0, 0),
-    "no booleans": torch.zeros(3, dtype=torch.bool),
+    "slice": lambda n: slice(1, None),
+    "list": lambda n: [2, 0, 0],
+    "numbers": lambda n: torch.tensor([2, 1]),
+    "booleans": lambda n: torch.arange(n) % 2 == 0,
+    "none": lambda n: slice(0, 0),
+    "no booleans": lambda n: torch.zeros(n, dtype=torch.bool),
 }
 
 
 @WITH_MEMORY
+@pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("batch", [(B,), (3, 2)])
 @pytest.mark.parametrize("look", ["lengths", "lengths per query", "a mask per query"])
-def test_rows_are_of_the_first_dimension(kind, rows, look):
-    module, given = made(kind, look, batch=(3, 2))
-    given, index = asked(given), ROWS[rows]
-    memory = module.memory(given["keys"], given["values"], given["lens"], mask=given.get("mask"))
+def test_rows_are_of_the_first_dimension(kind, look, batch, rows, trained):
+    module, given = made(kind, look, batch=batch)
+    given, index = asked(given), ROWS[rows](batch[0])
+    inputs = given["keys"], given["values"], given["lens"]
     location = (given["location"][index],) if "location" in given else ()
-    got = module.attend(given["queries"][index], memory[index], *location)
-    want = attended(module, {n: x[index] for n, x in given.items() if n != "step"})[0]
-    got, want = (with_gradients([context], module, given) for context in (got, want))
+    with torch.set_grad_enabled(trained):
+        memory = module.memory(*inputs, mask=given.get("mask"))[index]
+        got = [module.attend(given["queries"][index], memory, *location)]
+        want = attended(module, {n: x[index] for n, x in given.items() if n != "step"})[:1]
+    if trained:
+        got, want = (with_gradients(results, module, given) for results in (got, want))
     torch.testing.assert_close(got, want, **CLOSE)
 
 
@@ -278,8 +287,10 @@ def test_what_is_said_of_it():
     shaped = {n: x.unflatten(0, (2, 3)) for n, x in given.items()}
     memory = module.memory(shaped["keys"], shaped["values"], shaped["lens"])
     assert repr(memory) == (
-        "Memory(B=(2, 3), Tk=13, H=7, Dv=3, valid_lens=(6,), dtype=torch.float64, device='cpu')"
+        "Memory(B=(2, 3), Tk=23, H=7, Dv=3, valid_lens=(6,), dtype=torch.float64, device='cpu')"
     )
+    masked = module.memory(given["keys"], mask=torch.ones(B, TK, dtype=torch.bool))
+    assert "valid_lens=None, mask=(6, 1, 23)," in repr(masked)
     of_rows = module.explain(given["queries"], module.memory(given["keys"], given["values"]))
     assert module.explain(shaped["queries"], memory) == of_rows
     assert module.explain(shaped["queries"], shaped["keys"], shaped["values"]) == (
@@ -292,16 +303,16 @@ def test_what_is_said_of_it():
 DIFFER = [
     ({"values": (3, 2, TK, DV)}, r"values must have the batch dimensions of keys, \(2, 3\), got"),
     ({"lens": (6,)}, r"valid_lens must have shape \(2, 3\) or \(2, 3, 1\), got \(6,\)"),
-    ({"mask": (6, TK)}, r"mask must have shape \(2, 3, 13\) or \(2, 3, 1, 13\), got \(6, 13\)"),
+    ({"mask": (6, TK)}, r"mask must have shape \(2, 3, 23\) or \(2, 3, 1, 23\), got \(6, 23\)"),
     ({"queries": (6, 1, D)}, r"queries must have the batch dimensions of (the memory|keys), \(2,"),
 ]
 OF_A_MEMORY = [
-    ({"values": (6, TK, DV)}, r"batch dimensions of keys, \(2, 3\), got \(6, 13, 3\)"),
+    ({"values": (6, TK, DV)}, r"batch dimensions of keys, \(2, 3\), got \(6, 23, 3\)"),
     ({"values": (2, 3, TK)}, r"values must have 3 dimensions"),
     ({"keys": (TK,)}, r"keys must have 3 dimensions"),
     ({"queries": (2, 3, 1, 1, D)}, r"\(2, 3\), and one or two more, got \(2, 3, 1, 1, 5\)"),
     ({"queries": (2, 3)}, r"\(2, 3\), and one or two more, got \(2, 3\)"),
-    ({"step": (6, TK)}, r"mask must have shape \(2, 3, 13\) or \(2, 3, 1, 13\), got \(6, 13\)"),
+    ({"step": (6, TK)}, r"mask must have shape \(2, 3, 23\) or \(2, 3, 1, 23\), got \(6, 23\)"),
 ]
 
 
@@ -336,7 +347,7 @@ def test_a_memory_of_batches_that_differ(kind, wrong, message):
 def test_a_location_that_does_not_fit(location):
     module, given = made("location", "all keys", batch=(2, 3))
     given["location"] = torch.ones(location, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"location must have shape \(2, 3, 2, 13\), got"):
+    with pytest.raises(ValueError, match=r"location must have shape \(2, 3, 2, 23\), got"):
         attended(module, given)
 
 
@@ -345,7 +356,7 @@ def test_features_that_do_not_fit_the_batch(function):
     ones = torch.ones
     values = (ones(2, 3, TK, DV),) if function is bf.additive_attention else ()
     weights = ones(H, D), ones(H, D), ones(H)
-    with pytest.raises(ValueError, match=r"features must have .*got \(3, 2, 13, 2\)"):
+    with pytest.raises(ValueError, match=r"features must have .*got \(3, 2, 23, 2\)"):
         function(
             *(ones(2, 3, D), ones(2, 3, TK, D), *values, *weights),
             features=ones(3, 2, TK, 2),

@@ -31,38 +31,6 @@ def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-ROWS = {
-    "slice": slice(1, 4),
-    "list": [4, 0, 0],
-    "numbers": torch.tensor([2, 1]),
-    "booleans": torch.tensor([True, False, True, True, False]),
-    "none": torch.zeros(B, dtype=torch.bool),
-}
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("trained", [True, False])
-def test_some_rows(attention, inputs, rows, trained):
-    queries, keys, values = inputs
-    index = ROWS[rows]
-    keys.requires_grad_()
-    with torch.set_grad_enabled(trained):
-        memory = attention.memory(keys, values, LENS)[index]
-        got = [attention.attend(queries[index] + step, memory) for step in range(2)]
-        chosen = (keys[index], values[index], LENS[index])
-        want = [attention(queries[index] + step, *chosen) for step in range(2)]
-    for a, b in zip(got, want, strict=True):
-        close(a, b)
-    if trained:
-        leaves = [keys, *attention.parameters()]
-        for a, b in zip(
-            torch.autograd.grad(torch.cat(got).square().sum(), leaves),
-            torch.autograd.grad(torch.cat(want).square().sum(), leaves),
-            strict=True,
-        ):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 def test_without_values_the_keys_are(attention, inputs):
     queries, keys, _ = inputs
     memory = attention.memory(keys)
@@ -104,14 +72,6 @@ def test_copies(attention, inputs, how):
     close(attention.attend(queries, other), attention.attend(queries, memory))
     other.values.zero_()
     assert attention.attend(queries, memory).abs().max() > 0.01
-
-
-def test_a_short_repr(attention, inputs):
-    assert repr(attention.memory(*inputs[1:], LENS)) == (
-        "Memory(B=5, Tk=53, H=19, Dv=7, valid_lens=(5,), dtype=torch.float32, device='cpu')"
-    )
-    masked = attention.memory(*inputs[1:], mask=torch.ones(5, 53, dtype=torch.bool))
-    assert "valid_lens=None, mask=(5, 1, 53)," in repr(masked)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
