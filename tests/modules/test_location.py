@@ -22,6 +22,7 @@ FORMS = {
     "a convolution with a bias": {"channels": 10, "conv_bias": True},
     "in fp32": {"num_hiddens": 300, "batch": 20, "keys_len": 90},
     "longer than the keys": {"kernel_size": 101},
+    "one tap of odd strides": {"kernel_size": 1, "inputs": 2, "strides": (2, 1, 2)},
     "masked": {"mask": scattered(3, 37)},
     "a mask of a query": {"mask": scattered(3, 1, 37, seed=1)},
     "a mask in fp32": {
@@ -51,13 +52,16 @@ class Plain(nn.Module):
         return self.weights @ values
 
 
-def made(batch=3, keys_len=37, num_hiddens=13, conv_bias=False, **form):
+def made(batch=3, keys_len=37, num_hiddens=13, conv_bias=False, strides=None, **form):
     """A module, and keys, values, queries of three steps and the first location, in fp64."""
     form = {"channels": 4, "kernel_size": 7, **form}
     torch.manual_seed(0)
     module = bf.LocationAttention(6, 5, num_hiddens, dtype=torch.float64, **form)
     if conv_bias:  # a layer of the user's own
         module.conv.bias = nn.Parameter(torch.empty(form["channels"], dtype=torch.float64))
+    if strides:
+        weight = module.conv.weight.detach()
+        module.conv.weight = nn.Parameter(torch.empty_strided(weight.shape, strides).to(weight))
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=0.5)
