@@ -8,6 +8,7 @@ holds their results against the reference in fp64; None where there is nothing t
 import functools
 
 import torch
+from layouts import LAYOUTS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LENS = (
@@ -85,20 +86,7 @@ def tensor(read, shape, dtype, generator, scale):
         dtype = read.of((*DTYPES, *ODD))
     x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * scale
     x = x.to(dtype)
-    layout = read.number(6)
-    if x.dim() < 2 or layout == 0:
-        return x
-    if layout == 1:
-        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if layout == 2:
-        wide = torch.empty((*x.shape[:-1], 2 * x.shape[-1]), dtype=dtype)
-        return wide[..., ::2].copy_(x)
-    if layout == 3:
-        padded = torch.empty([n + 3 for n in x.shape], dtype=dtype)
-        return padded[tuple(slice(1, n + 1) for n in x.shape)].copy_(x)
-    if layout == 4:
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    return x[:1].expand(x.shape) if x.shape[0] else x
+    return read.of(list(LAYOUTS.values()))(x)
 
 
 def lengths(read, B, Tq, Tk, generator):
