@@ -196,9 +196,9 @@ def test_opcheck(dtype, seen):
     torch.library.opcheck(torch.ops.bahdanau_fast.attend_location.default, leaves, seen)
 
 
-def gradients_of_steps(backend, frozen=None, again=False, dropout=0.0):
+def gradients_of_steps(backend, frozen, again):
     """Gradients after three steps on one memory; one input may ask for none."""
-    module, (keys, values, queries, location) = made(inputs=2, dropout=dropout)
+    module, (keys, values, queries, location) = made(inputs=2)
     inputs = {"keys": keys, "values": values, "queries": queries, "location": location}
     inputs = {name: x.double().requires_grad_(name != frozen) for name, x in inputs.items()}
     torch.manual_seed(3)
