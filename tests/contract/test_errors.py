@@ -236,12 +236,6 @@ def test_constructors_value(make, words):
     assert SAID.match(str(raised.value))
 
 
-@pytest.mark.parametrize("thing", [None, torch.ones(2, 5, 6), (1, 2, 3), "memory"])
-def test_attend_wants_a_memory(thing):
-    with pytest.raises(TypeError, match=r"^memory must come from memory\(\), got "):
-        bf.AdditiveAttention(6, 4, 8).attend(ones(2, 3, 4), thing)
-
-
 def test_memory_and_attend():
     module = bf.AdditiveAttention(6, 4, 8)
     with pytest.raises(ValueError, match="values must have the batch size and length of keys"):

@@ -1,16 +1,14 @@
 """Features inside a score, other activations, and scores themselves: parity, errors, PyTorch."""
 
-import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from contract import CONTRACT, LARGE, MASKED, lens, scattered
-from parity import DTYPES, INPUTS, NEIGHBOURS, Case, check, neighbour
+from parity import DTYPES, INPUTS, Case, check, errors, keep_the_rule, neighbour, settled
 
 import bahdanau_fast as bf
-from bahdanau_fast import parity, reference
+from bahdanau_fast import reference
 
 BACKENDS = [name for name in ("cpu", "reference") if name in bf.backends.available()]
 # Features that are more than a vector wide, or one alone (coverage).
@@ -119,38 +117,18 @@ def test_scores(row, dtype, backend):
     clip = given.pop("clip", None)
     case = Case(**given)
     drawn = case.draw(dtype)
-    exact = scored(reference.additive_scores, case, drawn, torch.float64, clip)
-    ours = scored(bf.additive_scores, case, drawn, dtype, clip, backend=backend)
-    missed = missed_by_eager(case, drawn, dtype, clip, exact)
-    factor = 8 if dtype == torch.float64 else 2  # as in the support module parity: shares()
-    for seed in range(NEIGHBOURS + 1):  # and check(): eager's error on one input is a single draw
-        wrong = {}
-        for name, true in exact.items():
-            assert ours[name].shape == true.shape, name
-            limit = parity.allowed(missed[name], largest(true), dtype, factor)
-            if not largest(ours[name] - true) <= limit:
-                wrong[name] = largest(ours[name] - true) / limit
-        if not wrong:
-            return
+    plain = reference.additive_scores
+    exact = scored(plain, case, drawn, torch.float64, clip)
+
+    def again(seed):
         near = neighbour(case, drawn, dtype, seed)
-        if dtype == torch.float64:  # nothing is wider: what a rounding of the inputs changes
-            again = scored(reference.additive_scores, case, near, dtype, clip)
-            again = {n: largest(again[n] - true) for n, true in exact.items()}
-        else:
-            again = missed_by_eager(case, near, dtype, clip)
-        missed = {n: max(error, again[n]) for n, error in missed.items()}
-    raise AssertionError(f"{wrong} times what is allowed")
+        # Nothing is wider than fp64: what a rounding of the inputs changes.
+        of = exact if dtype == torch.float64 else scored(plain, case, near, torch.float64, clip)
+        return errors(scored(plain, case, near, dtype, clip), of, dtype)
 
-
-def missed_by_eager(case, drawn, dtype, clip, exact=None):
-    """The errors of plain PyTorch in a dtype, by result."""
-    exact = exact or scored(reference.additive_scores, case, drawn, torch.float64, clip)
-    eager = scored(reference.additive_scores, case, drawn, dtype, clip)
-    return {n: largest(eager[n] - true) for n, true in exact.items()}
-
-
-def largest(x):
-    return float(np.abs(x).max()) if x.size else 0.0
+    ours = scored(bf.additive_scores, case, drawn, dtype, clip, backend=backend)
+    others = errors(scored(plain, case, drawn, dtype, clip), exact, dtype)
+    keep_the_rule(settled(ours, others, exact, dtype, again), row)
 
 
 def test_scores_are_those_of_the_weights():
@@ -364,21 +342,25 @@ def test_errors(wrong, error, message):
             bf.additive_attention(values=torch.randn(2, 5, 7), **given)
 
 
+UNSERVED = {"general": "scores, features and activations other than tanh", "masked": "masks"}
+
+
+@pytest.mark.parametrize("what", UNSERVED)
 @pytest.mark.parametrize("name", ["triton", "cuda"])
-def test_a_backend_of_gpus_is_not_taken_by_name(name):
-    facts = {"general": True, "asked": name, "there": (name, "reference"), "device": "cuda"}
-    with pytest.raises(ValueError, match=re.escape(f"activations other than tanh, got '{name}'")):
+def test_a_backend_of_gpus_is_not_taken_by_name(name, what):
+    facts = {what: True, "asked": name, "there": (name, "reference"), "device": "cuda"}
+    with pytest.raises(ValueError, match=f"backend must serve {UNSERVED[what]}, got '{name}'"):
         decided(**facts)
     route = decided(**{**facts, "asked": None})
     assert (route.backend, route.form) == ("reference", "reference")
     assert "no GPU kernels" in route.reason
-    assert decided(**{**facts, "general": False}).backend == name
+    assert decided(**{**facts, what: False}).backend == name
 
 
-@pytest.mark.parametrize("what", ["general", "masked"])
+@pytest.mark.parametrize("what", UNSERVED)
 def test_triton_in_its_interpreter_says_what_it_does_not_serve(what):
     facts = {what: True, "device": "cpu", "there": ("cpu", "reference"), "interpreted": True}
-    with pytest.raises(ValueError, match=r"backend must serve (scores|masks).*, got 'triton'"):
+    with pytest.raises(ValueError, match=f"backend must serve {UNSERVED[what]}, got 'triton'"):
         decided(**facts, asked="triton")
     assert decided(**facts, asked=None).backend == "cpu"
     assert decided(**{**facts, what: False}, asked="triton").backend == "triton"

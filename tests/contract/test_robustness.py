@@ -205,38 +205,3 @@ print("same bits")
 def test_forked_workers(before):
     done = python("-W", "ignore", "-c", FORKED.format(before=before))
     assert done.stdout.strip() == "same bits"
-
-
-LEAKS = """
-import gc, torch, bahdanau_fast as bf
-torch.set_num_threads(1)
-def resident():
-    gc.collect()
-    return int(open("/proc/self/statm").read().split()[1]) * 4
-def tensors():
-    return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
-small, large = bf.AdditiveAttention(4, 4, 8, 0.1), bf.AdditiveAttention(32, 32, 16, 0.1)
-lens = torch.tensor([3, 5])
-def call(module, size, Tk):
-    q, k = torch.randn(2, 1, size), torch.randn(2, Tk, size, requires_grad=True)
-    module(q, k, k, lens)
-    (module(q, k, k, lens).sum() + module.attention_weights.square().sum()).backward()
-    weights = [layer.weight for layer in (module.W_q, module.W_k, module.w_v)]
-    bf.additive_attention(q, k, k, *weights, lens)[0].sum().backward()
-def many(n):
-    for _ in range(n):
-        call(small, 4, 6)
-        call(large, 32, 40)
-many(1000)  # until the heap has its size
-before = resident(), tensors()
-many(1700)  # 10 200 calls of the operators, forward, and 6 800 backward
-print(resident() - before[0], tensors() - before[1])
-"""
-
-
-@pytest.mark.deep  # test_memory_use.py has a shorter loop
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ten_thousand_calls_leave_nothing_behind():
-    kilobytes, tensors = map(int, python("-c", LEAKS).stdout.split())
-    assert tensors <= 2  # the last call's weights
-    assert kilobytes < 2000  # 200 bytes a call: the heap itself moves by a megabyte

@@ -1,141 +1,165 @@
-"""Decoder states, any number of batch dimensions, lists as lengths."""
+"""Any number of batch dimensions, decoder states, lists as lengths: what a loop over rows gives."""
+
+import copy
+import pickle
 
 import pytest
 import torch
+from contract import scattered
+from torch import nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import checks
+from bahdanau_fast.backends.route import TABLE_ELEMENTS
 from bahdanau_fast.memory.key_cache import KeyCache
 
-B, TQ, TK, D, H, DV = 6, 4, 13, 5, 7, 3
-LENS = [2, 13, 0, 7, 1, 20]
-MASK = torch.arange(B * TK).reshape(B, TK) % 3 != 1
-PER_QUERY = torch.arange(B * TQ * TK).reshape(B, TQ, TK) % 5 != 2
+# A memory of so many keys has a node of the graph that its steps share.
+B, TQ, TK, D, H, DV = 6, 4, 23, 5, 7, 3
+assert B * TK * min(D, H) >= TABLE_ELEMENTS
+LENS = torch.tensor([2, 23, 0, 7, 1, 30])
 
 
-def kinds():
+class Function(nn.Module):
+    """The function, called as a module; it has no memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.of = bf.AdditiveAttention(D, D, H, bias=True)
+
+    def forward(self, *inputs, mask=None):
+        of = self.of
+        given = (*inputs[:3], of.W_q.weight, of.W_k.weight, of.w_v.weight, *inputs[3:])
+        context, self.attention_weights = bf.additive_attention(*given, mask=mask, bias=of.bias)
+        return context
+
+
+KINDS = {
+    "function": Function,
+    "additive": lambda: bf.AdditiveAttention(D, D, H, bias=True),
+    "mlp": lambda: bf.MLPAttention(H, D),
+    "dot": bf.DotProductAttention,
+    "location": lambda: bf.LocationAttention(D, D, H, channels=4, kernel_size=5, inputs=2),
+    "coverage": lambda: bf.LocationAttention(D, D, H, channels=None),
+}
+WITH_MEMORY = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "function"])
+EVERY = pytest.mark.parametrize("kind", KINDS)
+OF_A_QUERY = ("location", "coverage")  # they take one query at a time
+BATCHES = [(2, 3), (3, 1, 2)]
+LOOKS = {
+    "all keys": {},
+    "lengths": {"lens": LENS},
+    "lengths per query": {"lens": LENS[:, None] + torch.arange(TQ)},
+    "a mask": {"mask": scattered(B, TK), "step": scattered(B, 1, TK, seed=1)},
+    "a mask per query": {"lens": LENS, "mask": scattered(B, TQ, TK), "step": scattered(B, TK)},
+}
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def made(kind, look, state=False, batch=(B,)):
+    """A module, its inputs by name, lengths and masks among them, in fp64."""
     torch.manual_seed(0)
-    additive = bf.AdditiveAttention(D, D, H, bias=True)
-    weights = [layer.weight for layer in (additive.W_q, additive.W_k, additive.w_v)]
-
-    def function(queries, keys, values, lens=None, mask=None):
-        return bf.additive_attention(
-            queries, keys, values, *weights, lens, mask=mask, bias=additive.bias
-        )
-
-    def called(module):
-        def call(*inputs, **options):
-            return module(*inputs, **options), module.attention_weights
-
-        return call
-
-    return {
-        "function": function,
-        "module": called(additive),
-        "mlp": called(bf.MLPAttention(H, D)),
-        "dot": called(bf.DotProductAttention()),
-    }
+    module = KINDS[kind]().double()
+    queries_len = 1 if state or kind in OF_A_QUERY else TQ
+    sizes = {"queries": (queries_len, D), "keys": (TK, D), "values": (TK, DV)}
+    if kind in OF_A_QUERY:
+        sizes["location"] = (2 if kind == "location" else 1, TK)
+    given = {n: torch.rand(B, *size, dtype=torch.float64) for n, size in sizes.items()}
+    look = dict(LOOKS[look])
+    if "lens" in look and look["lens"].dim() == 2:
+        look["lens"] = look["lens"][:, :queries_len]
+    if "mask" in look and look["mask"].dim() == 3:
+        look["mask"] = look["mask"][:, :queries_len]
+    return module, {n: x.unflatten(0, batch) for n, x in {**given, **look}.items()}
 
 
-@pytest.fixture(params=["function", "module", "mlp", "dot"])
-def call(request):
-    return kinds()[request.param]
+def attended(module, given, state=False):
+    """Contexts and weights of a call and of two steps on a memory, and scores, as far as it has."""
+    queries, keys, values = (given[name] for name in ("queries", "keys", "values"))
+    location = (given["location"],) if "location" in given else ()
+    lens, mask = given.get("lens"), given.get("mask")
+    found = []
+
+    def step(number):
+        return queries.squeeze(-2) + number if state else queries + number
+
+    found += [module(step(0), keys, values, *location, lens, mask=mask), module.attention_weights]
+    if hasattr(module, "memory"):
+        memory = module.memory(keys, values, lens, mask=mask)
+        for number in range(2):
+            found.append(module.attend(step(number), memory, *location, mask=given.get("step")))
+            found.append(module.attention_weights)
+            if hasattr(module, "scores"):
+                found.append(module.scores(step(number), memory))
+    return found
 
 
-@pytest.fixture
-def inputs():
-    generator = torch.Generator().manual_seed(1)
-    shapes = (B, TQ, D), (B, TK, D), (B, TK, DV)
-    return [torch.randn(s, generator=generator) for s in shapes]
+def row_by_row(module, given):
+    """The same of each row alone, with a batch of one."""
+    rows = [attended(module, {n: x[i : i + 1] for n, x in given.items()}) for i in range(B)]
+    return [torch.cat(parts) for parts in zip(*rows, strict=True)]
 
 
-def close(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+def with_gradients(results, module, given):
+    leaves = [*(x for x in given.values() if x.requires_grad), *module.parameters()]
+    loss = [x.cos().sum() for x in results]
+    return [*results, *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
 
-LOOKS = [
-    {},
-    {"lens": torch.tensor(LENS)},
-    {"lens": torch.tensor(LENS).unsqueeze(1).expand(B, TQ)},
-    {"mask": MASK},
-    {"mask": PER_QUERY},
-    {"lens": torch.tensor(LENS), "mask": MASK.unsqueeze(1)},
-]
+def asked(given):
+    """The same inputs, of which gradients are asked."""
+    for tensor in given.values():
+        tensor.requires_grad_(tensor.is_floating_point())
+    return given
 
 
+@EVERY
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("batch", [(6,), (2, 3), (3, 1, 2)])
-def test_any_number_of_batch_dimensions(call, inputs, batch, look):
-    def shaped(x):
-        return x.reshape(*batch, *x.shape[1:])
-
-    lens, mask = look.get("lens"), look.get("mask")
-    context, weights = call(*inputs, lens, mask=mask)
-    lens, mask = (None if x is None else shaped(x) for x in (lens, mask))
-    got = call(*map(shaped, inputs), lens, mask=mask)
-    for ours, want in zip(got, (context, weights), strict=True):
-        close(ours, shaped(want))
-
-
-@pytest.mark.parametrize("look", [*LOOKS[:2], LOOKS[3], LOOKS[5]])
-@pytest.mark.parametrize("batch", [(6,), (2, 3)])
-def test_a_decoder_state(call, inputs, batch, look):
-    def shaped(x):
-        return x.reshape(*batch, *x.shape[1:])
-
-    queries, keys, values = inputs
-    lens, mask = look.get("lens"), look.get("mask")
-    context, weights = call(queries[:, :1], keys, values, lens, mask=mask)
-    lens, mask = (None if x is None else shaped(x) for x in (lens, mask))
-    got = call(*map(shaped, (queries[:, 0], keys, values)), lens, mask=mask)
-    for ours, want in zip(got, (context, weights), strict=True):
-        close(ours, shaped(want.squeeze(1)))
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("state", [False, True], ids=["queries", "a state"])
+def test_as_a_loop_over_the_rows(kind, look, batch, state):
+    module, given = made(kind, look, state)
+    given = asked(given)
+    want = row_by_row(module, given)
+    got = attended(module, {n: x.unflatten(0, batch) for n, x in given.items()}, state)
+    for ours, exact in zip(got, want, strict=True):
+        shaped = (exact.squeeze(1) if state else exact).unflatten(0, batch)
+        torch.testing.assert_close(ours, shaped, **CLOSE)
+    got, want = (with_gradients(results, module, given)[len(got) :] for results in (got, want))
+    torch.testing.assert_close(got, want, **CLOSE)
 
 
-def test_without_a_batch(call, inputs):
-    context, weights = call(*inputs, torch.tensor(LENS), mask=MASK)
+@EVERY
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("state", [False, True], ids=["queries", "a state"])
+def test_without_a_batch(kind, look, state):
+    module, given = made(kind, look, state)
+    want = row_by_row(module, given)
     for row in range(B):
-        q, k, v = (x[row] for x in inputs)
-        for got, i in (
-            (call(q, k, v, torch.tensor(LENS[row]), mask=MASK[row]), slice(None)),
-            (call(q[1], k, v, torch.tensor(LENS[row]), mask=MASK[row]), 1),
-        ):
-            close(got[0], context[row, i])
-            close(got[1], weights[row, i])
+        got = attended(module, {n: x[row] for n, x in given.items()}, state)
+        for ours, exact in zip(got, want, strict=True):
+            of_row = exact[row].squeeze(0) if state else exact[row]
+            torch.testing.assert_close(ours, of_row, **CLOSE)
 
 
-@pytest.mark.parametrize("lens", [LENS, tuple(LENS), [[x + y for y in range(TQ)] for x in LENS]])
-def test_lists_as_lengths(call, inputs, lens):
-    for got, want in zip(call(*inputs, lens), call(*inputs, torch.tensor(lens)), strict=True):
-        assert torch.equal(got, want)
+@EVERY
+def test_lists_as_lengths(kind):
+    for batch in ((B,), (2, 3)):
+        for look in ("lengths", "lengths per query"):
+            module, given = made(kind, look, batch=batch)
+            got = attended(module, {**given, "lens": given["lens"].tolist()})
+            assert all(map(torch.equal, got, attended(module, given)))
     scores = torch.randn(B, TQ, TK)
-    assert torch.equal(
-        bf.masked_softmax(scores, lens), bf.masked_softmax(scores, torch.tensor(lens))
-    )
+    assert torch.equal(bf.masked_softmax(scores, LENS.tolist()), bf.masked_softmax(scores, LENS))
 
 
+@EVERY
 @pytest.mark.parametrize("dtype", [*checks.INTEGER, *checks.FLOATING], ids=str)
-def test_lengths_of_every_dtype(call, inputs, dtype):
-    lens, scores = torch.tensor(LENS), torch.randn(B, TQ, TK)
-    for got, want in zip(call(*inputs, lens.to(dtype)), call(*inputs, lens), strict=True):
-        assert torch.equal(got, want)
-    assert torch.equal(bf.masked_softmax(scores, lens.to(dtype)), bf.masked_softmax(scores, lens))
-
-
-@pytest.mark.parametrize("kind", [lambda: bf.AdditiveAttention(H), bf.DotProductAttention])
-def test_a_state_and_a_memory(inputs, kind):
-    attention = kind()
-    queries, keys, values = inputs
-    masked = attention.memory(keys, values, LENS, mask=MASK)
-    memory = attention.memory(keys, values, LENS)
-    want = attention.attend(queries, memory), attention.attention_weights
-    for i in range(TQ):
-        close(attention.attend(queries[:, i], memory), want[0][:, i])
-        close(attention.attention_weights, want[1][:, i])
-    want = attention(queries[:, :1], keys, values, LENS, mask=MASK)[:, 0]
-    for of in (memory, masked):
-        close(attention.attend(queries[:, 0], of, mask=MASK), want)
-    close(attention.attend(queries[:, 0], masked), want)
+def test_lengths_of_every_dtype(kind, dtype):
+    module, given = made(kind, "lengths")
+    got = attended(module, {**given, "lens": LENS.to(dtype)})
+    assert all(map(torch.equal, got, attended(module, given)))
+    scores = torch.randn(B, TQ, TK)
+    assert torch.equal(bf.masked_softmax(scores, LENS.to(dtype)), bf.masked_softmax(scores, LENS))
 
 
 @pytest.mark.skipif("cpu" not in bf.backends.available(), reason="the C++ operators remember keys")
@@ -154,8 +178,9 @@ def test_a_loop_over_states_projects_the_keys_once(monkeypatch):
 
 def test_features_of_any_batch():
     torch.manual_seed(0)
-    q, k, v, f = (torch.randn(B, n, d) for n, d in ((TQ, D), (TK, D), (TK, DV), (TK, 2)))
-    w_q, w_k, w_v, w_f = (torch.randn(s) for s in ((H, D), (H, D), (H,), (H, 2)))
+    sizes = (TQ, D), (TK, D), (TK, DV), (TK, 2)
+    q, k, v, f = (torch.randn(B, *size).double() for size in sizes)
+    w_q, w_k, w_v, w_f = (torch.randn(s).double() for s in ((H, D), (H, D), (H,), (H, 2)))
     options = {"w_f": w_f, "activation": "relu"}
 
     def call(q, k, v, f):
@@ -165,12 +190,165 @@ def test_features_of_any_batch():
     want = call(q, k, v, f)
     rows = [x.unflatten(0, (2, 3)) for x in (q, k, v, f)]
     for ours, exact in zip(call(*rows), want, strict=True):
-        close(ours, exact.unflatten(0, (2, 3)))
+        torch.testing.assert_close(ours, exact.unflatten(0, (2, 3)))
     for i, state in enumerate(rows[0].unbind(2)):
         for ours, exact in zip(call(state, *rows[1:]), want, strict=True):
-            close(ours, exact[:, i].unflatten(0, (2, 3)))
+            torch.testing.assert_close(ours, exact[:, i].unflatten(0, (2, 3)))
     for ours, exact in zip(call(q[1, 2], k[1], v[1], f[1]), want, strict=True):  # without a batch
-        close(ours, exact[1, 2])
+        torch.testing.assert_close(ours, exact[1, 2])
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("fresh")
+@WITH_MEMORY
+def test_compiled(kind):
+    module, given = made(kind, "a mask per query", batch=(2, 3))
+    given = asked(given)
+    compiled = torch.compile(attended, fullgraph=True, backend="aot_eager")
+    got, want = (with_gradients(of(module, given), module, given) for of in (compiled, attended))
+    torch.testing.assert_close(got, want, **CLOSE)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_compiled_once_for_many_sizes():
+    module = made("location", "all keys")[0]
+    compiled = torch.compile(attended, fullgraph=True, backend="aot_eager", dynamic=True)
+    sizes = {"queries": (1, D), "keys": (TK, D), "values": (TK, DV), "location": (2, TK)}
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch in ((8, 9), (10, 11)):  # unlike other sizes: torch guards equal ones
+            given = {n: torch.rand(*batch, *size).double() for n, size in sizes.items()}
+            want, got = attended(module, given), compiled(module, given)
+            torch.testing.assert_close(got, want, **CLOSE)
+
+
+# ---- memories ------------------------------------------------------------------------------------
+
+# Of so many in the first dimension.
+ROWS = {
+    "slice": lambda n: slice(1, None),
+    "list": lambda n: [2, 0, 0],
+    "numbers": lambda n: torch.tensor([2, 1]),
+    "booleans": lambda n: torch.arange(n) % 2 == 0,
+    "none": lambda n: slice(0, 0),
+    "no booleans": lambda n: torch.zeros(n, dtype=torch.bool),
+}
+
+
+@WITH_MEMORY
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("batch", [(B,), (3, 2)])
+@pytest.mark.parametrize("look", ["lengths", "lengths per query", "a mask per query"])
+def test_rows_are_of_the_first_dimension(kind, look, batch, rows, trained):
+    module, given = made(kind, look, batch=batch)
+    given, index = asked(given), ROWS[rows](batch[0])
+    inputs = given["keys"], given["values"], given["lens"]
+    location = (given["location"][index],) if "location" in given else ()
+    with torch.set_grad_enabled(trained):
+        memory = module.memory(*inputs, mask=given.get("mask"))[index]
+        got = [module.attend(given["queries"][index], memory, *location)]
+        want = attended(module, {n: x[index] for n, x in given.items() if n != "step"})[:1]
+    if trained:
+        got, want = (with_gradients(results, module, given) for results in (got, want))
+    torch.testing.assert_close(got, want, **CLOSE)
+
+
+HOW = {
+    "copied": copy.deepcopy,
+    "pickled": lambda memory: pickle.loads(pickle.dumps(memory)),
+    "detached": lambda memory: memory.detach(),
+    "in fp32": lambda memory: memory.to(torch.float32).to(torch.float64),
+}
+
+
+@WITH_MEMORY
+@pytest.mark.parametrize("how", HOW)
+def test_another_memory_has_the_same_batch_lengths_and_mask(kind, how):
+    module, given = made(kind, "a mask per query", batch=(2, 3))
+    del given["step"]
+    memory = module.memory(given["keys"], given["values"], given["lens"], mask=given["mask"])
+    location = (given["location"],) if "location" in given else ()
+    got = module.attend(given["queries"], HOW[how](memory), *location)
+    # In fp32, projected keys and values of at most 4 are off by 2**-22.
+    torch.testing.assert_close(got, attended(module, given)[0], rtol=0, atol=2**-20)
+
+
+def test_what_is_said_of_it():
+    module, given = made("additive", "lengths")
+    shaped = {n: x.unflatten(0, (2, 3)) for n, x in given.items()}
+    memory = module.memory(shaped["keys"], shaped["values"], shaped["lens"])
+    assert repr(memory) == (
+        "Memory(B=(2, 3), Tk=23, H=7, Dv=3, valid_lens=(6,), dtype=torch.float64, device='cpu')"
+    )
+    masked = module.memory(given["keys"], mask=torch.ones(B, TK, dtype=torch.bool))
+    assert "valid_lens=None, mask=(6, 1, 23)," in repr(masked)
+    of_rows = module.explain(given["queries"], module.memory(given["keys"], given["values"]))
+    assert module.explain(shaped["queries"], memory) == of_rows
+    assert module.explain(shaped["queries"], shaped["keys"], shaped["values"]) == (
+        module.explain(given["queries"], given["keys"], given["values"])
+    )
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+DIFFER = [
+    ({"values": (3, 2, TK, DV)}, r"values must have the batch dimensions of keys, \(2, 3\), got"),
+    ({"lens": (6,)}, r"valid_lens must have shape \(2, 3\) or \(2, 3, 1\), got \(6,\)"),
+    ({"mask": (6, TK)}, r"mask must have shape \(2, 3, 23\) or \(2, 3, 1, 23\), got \(6, 23\)"),
+    ({"queries": (6, 1, D)}, r"queries must have the batch dimensions of (the memory|keys), \(2,"),
+]
+OF_A_MEMORY = [
+    ({"values": (6, TK, DV)}, r"batch dimensions of keys, \(2, 3\), got \(6, 23, 3\)"),
+    ({"values": (2, 3, TK)}, r"values must have 3 dimensions"),
+    ({"keys": (TK,)}, r"keys must have 3 dimensions"),
+    ({"queries": (2, 3, 1, 1, D)}, r"\(2, 3\), and one or two more, got \(2, 3, 1, 1, 5\)"),
+    ({"queries": (2, 3)}, r"\(2, 3\), and one or two more, got \(2, 3\)"),
+    ({"step": (6, TK)}, r"mask must have shape \(2, 3, 23\) or \(2, 3, 1, 23\), got \(6, 23\)"),
+]
+
+
+def spoiled(kind, wrong):
+    """A module and its inputs: those of a call, the mask of a step, maybe a location."""
+    module, given = made(kind, "all keys", state=True, batch=(2, 3))
+    for name, shape in wrong.items():
+        tensor = torch.ones(shape, dtype=torch.float64)
+        given[name] = tensor > 0 if name in ("mask", "step") else tensor
+    location = (given["location"],) if "location" in given else ()
+    names = ("queries", "keys", "values", "lens", "mask", "step")
+    return module, *(given.get(name) for name in names), location
+
+
+@EVERY
+@pytest.mark.parametrize(("wrong", "message"), DIFFER)
+def test_a_call_of_batches_that_differ(kind, wrong, message):
+    module, queries, keys, values, lens, mask, _, location = spoiled(kind, wrong)
+    with pytest.raises(ValueError, match=message):
+        module(queries, keys, values, *location, lens, mask=mask)
+
+
+@WITH_MEMORY
+@pytest.mark.parametrize(("wrong", "message"), DIFFER + OF_A_MEMORY)
+def test_a_memory_of_batches_that_differ(kind, wrong, message):
+    module, queries, keys, values, lens, mask, step, location = spoiled(kind, wrong)
+    with pytest.raises(ValueError, match=message):
+        module.attend(queries, module.memory(keys, values, lens, mask=mask), *location, mask=step)
+
+
+@pytest.mark.parametrize("location", [(6, 2, TK), (2, 3, 1, TK), (2, 3, TK)])
+def test_a_location_that_does_not_fit(location):
+    module, given = made("location", "all keys", batch=(2, 3))
+    given["location"] = torch.ones(location, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"location must have shape \(2, 3, 2, 23\), got"):
+        attended(module, given)
 
 
 @pytest.mark.parametrize("function", [bf.additive_scores, bf.additive_attention])
@@ -178,7 +356,7 @@ def test_features_that_do_not_fit_the_batch(function):
     ones = torch.ones
     values = (ones(2, 3, TK, DV),) if function is bf.additive_attention else ()
     weights = ones(H, D), ones(H, D), ones(H)
-    with pytest.raises(ValueError, match=r"features must have .*got \(3, 2, 13, 2\)"):
+    with pytest.raises(ValueError, match=r"features must have .*got \(3, 2, 23, 2\)"):
         function(
             *(ones(2, 3, D), ones(2, 3, TK, D), *values, *weights),
             features=ones(3, 2, TK, 2),
@@ -186,17 +364,15 @@ def test_features_that_do_not_fit_the_batch(function):
         )
 
 
-def test_batches_that_differ(inputs):
-    attention = bf.AdditiveAttention(D, D, H)
-    q, k, v = (x.unflatten(0, (2, 3)) for x in inputs)
-    other = [x.transpose(0, 1) for x in (q, k, v)]
-    with pytest.raises(ValueError, match=r"queries must have the batch dimensions of keys, \(2, 3"):
-        attention(other[0], k, v)
-    with pytest.raises(ValueError, match=r"values must have the batch dimensions of keys, \(2, 3"):
-        attention(q, k, other[2])
-    with pytest.raises(ValueError, match=r"valid_lens must have shape \(2, 3\) or \(2, 3, 4\)"):
-        attention(q, k, v, torch.tensor(LENS))
-    with pytest.raises(ValueError, match=r"mask must have shape \(2, 3, 13\) or \(2, 3, 1, 13\)"):
-        attention(q, k, v, mask=MASK)
-    with pytest.raises(ValueError, match=r"values must have 3 dimensions"):
-        attention(inputs[0], inputs[1], v)
+def test_rows_of_a_memory_without_a_batch():
+    module, given = made("additive", "all keys")
+    memory = module.memory(given["keys"][0])
+    with pytest.raises(ValueError, match="memory must have a batch dimension to be indexed"):
+        memory[[0]]
+
+
+def test_recurrent_layers_take_one_batch_dimension():
+    layer = bf.AttentionGRU(2, D)
+    keys = torch.zeros(2, 3, TK, D)
+    with pytest.raises(ValueError, match=r"keys must have one batch dimension, got \(2, 3\)"):
+        layer(torch.zeros(4, 6, 2), keys=keys)

@@ -62,14 +62,15 @@ def environment(folder, **more):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
 
 
-def where():
-    """With what a run was made, for its file of figures."""
+def write(path, figures):
+    """A run's figures, with what it was made with; a line for each row."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
-    from benchmarks.timing.machine import machine
+    from benchmarks.timing.machine import machine, rows_text
 
     cxx = os.environ.get("CXX", "g++")
     said = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
     names = ("cpu", "cores", "torch", "python", "bahdanau_fast", "commit")
     found = machine()
-    return {**{name: found[name] for name in names}, "compiler": said.splitlines()[0]}
+    where = {**{name: found[name] for name in names}, "compiler": said.splitlines()[0]}
+    path.write_text(rows_text({"where": where, **figures}))

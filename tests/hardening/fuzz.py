@@ -3,14 +3,12 @@
 The extension is built with GCC's -fsanitize-coverage=trace-pc (libFuzzer and fuzzers built on it
 want clang, which a machine that builds this package need not have). A case is a string of bytes,
 which entry_points.py and its neighbours in fuzzing/ turn into a call. Cases that reach a new
-place of the C++ are kept and changed further. The seeds in fuzzing/seeds reach all of it together;
-every run of the suite plays them again.
+place of the C++ are kept and changed further. Every run of the suite plays cases of chance.
 """
 
 import argparse
 import ctypes
 import importlib
-import json
 import os
 import random
 import subprocess
@@ -22,29 +20,18 @@ from pathlib import Path
 import build
 
 HERE = Path(__file__).resolve().parent / "fuzzing"
-SEEDS = HERE / "seeds"
 LONGEST = 128
 # Its share of a hundred cases, and the module in fuzzing/ that holds its function.
 TARGETS = {
-    "attend": (25, "entry_points"),
-    "whole": (15, "entry_points"),
+    "attend": (35, "family_points"),
+    "scores": (4, "family_points"),
+    "location": (7, "family_points"),
+    "whole": (14, "entry_points"),
     "step": (10, "entry_points"),
+    "project": (5, "entry_points"),
     "decode": (15, "decoder_points"),
     "greedy": (10, "decoder_points"),
-    "inside": (13, "family_points"),
-    "location": (7, "family_points"),
-    "project": (5, "family_points"),
 }
-
-
-def _file_of(target):
-    """Its seeds, a line of hexadecimal digits each."""
-    return SEEDS / f"{target}.hex"
-
-
-def seeds_of(target):
-    """The cases of a target that the tree keeps."""
-    return [bytes.fromhex(line) for line in _file_of(target).read_text().splitlines()]
 
 
 def function_of(target):
@@ -88,12 +75,6 @@ class Coverage:
         before, self.reached = self.reached, now
         return now > before
 
-    def places_of(self, one, data):
-        """The places that a case reaches."""
-        ctypes.memset(self.map, 0, 1 << 16)
-        one(data)
-        return {place for place, hit in enumerate(bytes(self.map)) if hit}
-
 
 def _function(library, name):
     function = getattr(library, name)
@@ -102,13 +83,13 @@ def _function(library, name):
 
 
 def fuzz(target, cases, minutes, seed, coverage, last):
-    """Cases of one target; (row for the table, cases that reached something new).
+    """Cases of one target; a row for the table.
 
     Each case is in the file ``last`` before it runs, for those that end the process.
     """
-    one, draw, known = function_of(target), random.Random(seed), seeds_of(target)
+    one, draw = function_of(target), random.Random(seed)
     start, kinds, kept = time.time(), Counter(), []
-    todo = [*known, *(draw.randbytes(LONGEST) for _ in range(64))]
+    todo = [draw.randbytes(LONGEST) for _ in range(64)]
     tried = 0
     while tried < cases and time.time() - start < 60 * minutes:
         data = todo.pop() if todo else change(draw.choice(kept), kept, draw)
@@ -125,20 +106,10 @@ def fuzz(target, cases, minutes, seed, coverage, last):
             kept.append(data)
     row = {"target": target, "cases": tried}
     row |= {kind: kinds[kind] for kind in ("checked", "ran", "refused", "wrong")}
-    row |= {"seeds": len(known), "places": coverage.reached, "kept": len(kept)}
+    row |= {"places": coverage.reached, "kept": len(kept)}
     row["minutes"] = round((time.time() - start) / 60, 1)
     print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    return row, kept
-
-
-def write_seeds(target, kept, coverage):
-    """A few of the cases that reach together what all of them do, into the tree."""
-    reached = {data: coverage.places_of(function_of(target), data) for data in kept}
-    left, chosen = set().union(*reached.values()), []
-    while left:
-        chosen.append(max(reached, key=lambda data: len(reached[data] & left)))
-        left -= reached[chosen[-1]]
-    _file_of(target).write_text("".join(f"{data.hex()}\n" for data in chosen))
+    return row
 
 
 def inside(arguments):
@@ -150,17 +121,12 @@ def inside(arguments):
 
     torch.set_num_threads(1)
     last, rows = Path(os.environ["BAHDANAU_FAST_LAST_CASE"]), []
-    found = {"where": build.where(), "seed": arguments.seed, "targets": rows}
     for target, (share, _) in TARGETS.items():
         cases, minutes = arguments.cases * share // 100, arguments.minutes * share / 100
-        coverage = Coverage(library)
-        row, kept = fuzz(target, cases, minutes, arguments.seed, coverage, last)
-        rows.append(row)
-        if arguments.keep:
-            write_seeds(target, kept, coverage)
+        rows.append(fuzz(target, cases, minutes, arguments.seed, Coverage(library), last))
     last.unlink()
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        build.write(arguments.json, {"seed": arguments.seed, "targets": rows})
     tried, wrong = (sum(row[name] for row in rows) for name in ("cases", "wrong"))
     minutes = sum(row["minutes"] for row in rows)
     print(f"{tried} cases in {minutes:.1f} minutes, {wrong} wrong, seed {arguments.seed}")
@@ -173,7 +139,6 @@ def main():
     parser.add_argument("--cases", type=int, default=40_000)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", action="store_true", help="write the seeds of the tree anew")
     parser.add_argument(
         "--json", type=lambda path: Path(path).resolve(), help="write figures there"
     )

@@ -7,15 +7,12 @@ CUDA kernels run under the same sanitizers in test_cuda_kernels.py, in every run
 """
 
 import argparse
-import json
 import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-from fuzz import TARGETS
 
 import build
 
@@ -35,7 +32,7 @@ ADDRESS = {
     "test_operator_errors.py": "",
     "test_parity.py": "not very_long",
     "test_general.py": "forms or test_contract or layouts or scores",
-    "test_location.py": "steps or gradients or mask",
+    "test_location.py": "steps or gradients",
     "test_masks.py": "not cost",
     "test_robustness.py": "finite or gradients or strides or eight",
     "test_instruction_sets.py": "",
@@ -46,7 +43,6 @@ ADDRESS = {
 THREAD = {
     "test_operators.py": "bitwise",
     "test_robustness.py": "eight or finite",
-    "test_key_cache.py": "threads",
     "test_parity.py": "test_contract or drawn_cases",
     "test_general.py": "forms",
     "test_location.py": "test_steps or gradients_of",
@@ -98,9 +94,9 @@ def run(name, quick):
         selected = dict(list(selected.items())[:1])
     files = [run_file(name, file, chosen, folder, environment) for file, chosen in selected.items()]
     row = {"sanitizer": name, "flags": flags}
-    row |= {what: sum(f[what] for f in files) for what in ("tests", "drawn", "failures")}
+    row |= {what: sum(f[what] for f in files) for what in ("tests", "failures")}
     row |= {"minutes": round((time.time() - start) / 60, 1), "files": files}
-    told = ", ".join(f"{row[what]} {what}" for what in ("tests", "drawn", "failures", "minutes"))
+    told = ", ".join(f"{row[what]} {what}" for what in ("tests", "failures", "minutes"))
     print(f"{name}: {told}", flush=True)
     return row
 
@@ -109,20 +105,16 @@ def run_file(name, file, chosen, folder, environment):
     """The tests of one file whose names fit; a row of figures."""
     start = time.time()
     command = ["-m", "pytest", "-q", "--capture=sys", "-p", "no:cacheprovider"]
-    command += ["--hypothesis-show-statistics"]
     # The checkout, which pyproject.toml puts in front, has the usual build in it.
     command += ["-o", f"pythonpath={folder} {HERE} {TESTS / 'support'}", "-p", "imported"]
     command += ["-c", str(build.ROOT / "pyproject.toml"), str(next(TESTS.rglob(file)))]
     done = python([*command, "-k", chosen] if chosen else command, folder, environment)
     passed = re.search(r"(\d+) passed", done.stdout)
     failed = sum(map(int, re.findall(r"(\d+) (?:failed|error)", done.stdout)))
-    drawn = sum(map(int, re.findall(r"(\d+) passing", done.stdout)))
-    if file == "test_fuzz.py" and not done.returncode:
-        drawn += CHANCE * len(TARGETS)
     row = {"file": file, "chosen": chosen, "tests": int(passed[1]) if passed else 0}
     # What ends the process ends it before pytest can count.
-    row |= {"drawn": drawn, "failures": failed or int(done.returncode != 0)}
-    told = f"{row['tests']} tests, {drawn} drawn, {row['failures']} failures"
+    row |= {"failures": failed or int(done.returncode != 0)}
+    told = f"{row['tests']} tests, {row['failures']} failures"
     print(f"{name} {file}: {told}, {time.time() - start:.0f} s", flush=True)
     if done.returncode:
         print(done.stdout[-4000:], done.stderr[-8000:], flush=True)
@@ -148,18 +140,15 @@ def python(arguments, folder, environment):
 
 
 def main():
-    """Run the sanitizers asked for; 1 when one of them found something."""
+    """Run the sanitizers; 1 when one of them found something."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="address, thread; both unless given")
     parser.add_argument("--quick", action="store_true", help="the first file of each only")
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
-    names, where = arguments.names or list(SANITIZERS), build.where()
-    with ThreadPoolExecutor(len(names)) as both:
-        rows = list(both.map(lambda name: run(name, arguments.quick), names))
+    with ThreadPoolExecutor(len(SANITIZERS)) as both:
+        rows = list(both.map(lambda name: run(name, arguments.quick), SANITIZERS))
     if arguments.json is not None:
-        found = {"where": where, "sanitizers": rows}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        build.write(arguments.json, {"sanitizers": rows})
     return int(any(row["failures"] for row in rows))
 
 

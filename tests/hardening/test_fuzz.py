@@ -1,4 +1,4 @@
-"""A short run of ``fuzz.py``: the seeds it kept, and cases of chance."""
+"""A short run of ``fuzz.py``: cases of chance."""
 
 import os
 import random
@@ -12,14 +12,8 @@ CHANCE = int(os.environ.get("BAHDANAU_FAST_CHANCE", "300"))
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
-def test_seeds(target):
-    one, seeds = fuzz.function_of(target), fuzz.seeds_of(target)
-    ended = Counter(one(seed) for seed in seeds)
-    assert min(ended[kind] for kind in ("checked", "refused")) > 0
-
-
-@pytest.mark.parametrize("target", fuzz.TARGETS)
 def test_cases_of_chance(target):
     one, draw = fuzz.function_of(target), random.Random(7)
     ended = Counter(one(draw.randbytes(fuzz.LONGEST)) for _ in range(CHANCE))
     assert ended["checked"] > 0.2 * CHANCE
+    assert ended["refused"] > 0

@@ -183,31 +183,14 @@ def test_checkpointed_steps(module, keys, queries):
     same(torch.autograd.grad(loss(contexts), inputs), want)
 
 
+@pytest.mark.parametrize("form", [attend, in_course_form])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpointed_loop(module, keys, queries, reentrant):
+def test_a_checkpointed_loop(module, keys, queries, reentrant, form):
     inputs = inputs_of(module, keys, queries)
     want = torch.autograd.grad(loss(apart(module, keys, queries)), inputs)
-    loop = lambda k, q: loss(attend(module, k, q))  # noqa: E731
+    loop = lambda k, q: loss(form(module, k, q))  # noqa: E731
     checkpoint(loop, keys, queries, use_reentrant=reentrant).backward()
     same([x.grad for x in inputs], want)
-
-
-@pytest.mark.parametrize("frozen", ["keys", "queries", "w_v", "all but w_v", "all but queries"])
-def test_frozen_inputs(module, keys, queries, frozen):
-    named = {
-        "keys": keys,
-        "queries": queries,
-        "w_v": module.w_v.weight,
-        "W_k": module.W_k.weight,
-        "W_q": module.W_q.weight,
-    }
-    but = frozen.removeprefix("all but ")
-    for name, tensor in named.items():
-        tensor.requires_grad_((name == but) == frozen.startswith("all but"))
-    inputs = [tensor for tensor in named.values() if tensor.requires_grad]
-    want = torch.autograd.grad(loss(apart(module, keys, queries)), inputs)
-    for form in (attend, in_course_form):
-        same(torch.autograd.grad(loss(form(module, keys, queries)), inputs), want)
 
 
 def test_steps_of_several_sizes_and_lengths(module, keys):

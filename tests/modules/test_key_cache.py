@@ -11,9 +11,7 @@ import pytest
 import torch
 from course import CourseAttention
 from remembered import DK, DQ, TK, TQ, B, H, agrees, held, projections, truth
-from threads import at_once
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
 
@@ -102,15 +100,6 @@ def test_backend_changed(module, keys, query):
     agrees(module, query, keys)
 
 
-def test_autocast_changed(module, keys, query):
-    want = agrees(module, query, keys)
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            assert module(query, keys, keys).dtype == dtype
-            assert held(module).keys.dtype == dtype
-    assert torch.equal(module(query, keys, keys), want)
-
-
 # ---- fingerprints --------------------------------------------------------------------------------
 
 
@@ -190,21 +179,6 @@ def test_nothing_is_held_after_the_last_backward(module, keys, query, together):
 
     same_gradients(module, steps)
     called(module, query, keys).sum().backward()
-    assert held(module) is None
-
-
-def test_an_unchanged_loop_of_fifty_steps(module, keys):
-    lens = torch.tensor([3, 53, 0])
-    queries = torch.randn(50, B, TQ, DQ)
-    keys.requires_grad_()
-
-    def loop(function):
-        steps = torch.cat([function(q) for q in queries], 1)
-        grads = torch.autograd.grad(steps.square().sum(), [keys, *module.parameters()])
-        return [steps, *grads]
-
-    ours = loop(lambda q: module(q, keys, keys, lens))
-    same(ours, loop(lambda q: truth(module, q, keys, lens)))
     assert held(module) is None
 
 
@@ -295,15 +269,6 @@ def test_a_backward_that_stops_before_the_keys(module, keys, query):
     same_gradients(module, lambda by: by(module, query, keys).sum().backward())
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(module, keys, query, reentrant):
-    keys.requires_grad_()
-    want = torch.autograd.grad(truth(module, query, keys).square().sum(), (keys, module.W_k.weight))
-    out = checkpoint(lambda q, k: module(q, k, k), query, keys, use_reentrant=reentrant)
-    out.square().sum().backward()
-    same((keys.grad, module.W_k.weight.grad), want)
-
-
 # ---- what lives, and for how long ----------------------------------------------------------------
 
 
@@ -356,17 +321,3 @@ def test_the_module_can_die(keys, query):
     gc.collect()
     assert watched() is None
     context.sum().backward()  # the hook finds nobody to tell
-
-
-def test_threads_share_a_module(module):
-    # Each thread its own keys: whoever's projection is in the slot, the result is one's own.
-    def work(seed):
-        generator = torch.Generator().manual_seed(seed)
-        keys = torch.randn(B, TK, DK, generator=generator)
-        query = torch.randn(B, TQ, DQ, generator=generator)
-        weights = module.W_q.weight, module.W_k.weight, module.w_v.weight
-        want = bf.additive_attention(query, keys, keys, *weights)[0]
-        for _ in range(150):
-            torch.testing.assert_close(module(query, keys, keys), want, rtol=1e-5, atol=1e-6)
-
-    at_once(work, 8)

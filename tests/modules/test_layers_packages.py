@@ -1,103 +1,29 @@
 """PEFT and accelerate, the packages themselves, on each of the layers."""
 
-import copy
-
 import accelerate
 import peft
 import pytest
 import torch
 from accelerate import hooks
-from changed import (
-    EXACT,
-    LARGE,
-    LAYERS,
-    LENS,
-    SMALL,
-    changed,
-    decoder_inputs,
-    decoders,
-    inner,
-    inputs,
-    pair,
-    plain_decoder,
-    same_decoding,
-    same_results,
-    same_training,
-)
+from decoders import CELLS, EXACT, call, given, layer
+from ways.layers import there, ways
+from ways.modes import play, variants
+from ways.sides import REMEMBERED, SMALL, Pair
 
 import bahdanau_fast as bf
 
-SIZES = pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
-TARGETS = pytest.mark.parametrize("targets", [[name] for name in LAYERS] + [list(LAYERS)], ids=str)
-CELLS = pytest.mark.parametrize("cls", [bf.AttentionGRU, bf.AttentionLSTM])
+LAYERS = ("W_k", "W_q", "w_v")
+SIZES = pytest.mark.parametrize("size", [SMALL, REMEMBERED], ids=["small", "large"])
 
 
-def lora(module, targets, **options):
+def lora(side, targets, **options):
     """The module under PEFT, with adapters that are not zero as LoRA's are at first."""
     config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=targets, **options)
-    wrapped = peft.get_peft_model(module, config)
+    side.module = peft.get_peft_model(side.module, config)
     with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
+        for name, parameter in side.module.named_parameters():
             if "lora_" in name:
-                parameter.normal_(std=0.5)
-    return wrapped
-
-
-@SIZES
-@TARGETS
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=str)
-def test_lora(targets, sizes, options):
-    given = inputs(sizes)
-    ours, plain = (changed(module, lora, targets, **options) for module in pair(sizes))
-    trained = [name for name, p in ours.named_parameters() if p.requires_grad]
-    assert {name.split(".lora_")[0].split(".")[-1] for name in trained} == set(targets)
-    for _, _, _, grads in same_training(ours, plain, given):
-        assert all(grads[name].abs().max() > 0 for name in trained)
-    same_results(ours.eval(), plain.eval(), given)
-    with ours.disable_adapter(), plain.disable_adapter():
-        same_results(ours, plain, given)
-
-
-@SIZES
-@pytest.mark.parametrize("name", LAYERS)  # of several layers, each would draw the other's mask
-def test_lora_with_dropout(name, sizes):
-    given = inputs(sizes)
-    ours, plain = (changed(module, lora, [name], lora_dropout=0.5) for module in pair(sizes))
-    same_training(ours, plain, given)
-
-
-@SIZES
-@TARGETS
-def test_lora_merged_and_taken_out(targets, sizes):
-    given = inputs(sizes, grad=False)
-    ours, plain = (changed(module, lora, targets).eval() for module in pair(sizes))
-    before = ours(*given, LENS)
-    for module in (ours, plain):
-        module.merge_adapter()
-    same_results(ours, plain, given)
-    for module in (ours, plain):
-        module.unmerge_adapter()
-    same_results(ours, plain, given)
-    ours, plain = ours.merge_and_unload(), plain.merge_and_unload()
-    assert isinstance(ours, bf.AdditiveAttention)
-    same_results(ours, plain, given)
-    torch.testing.assert_close(ours(*given, LENS), before, **EXACT)
-
-
-@CELLS
-@TARGETS
-def test_lora_in_a_decoder(targets, cls):
-    def change(module, where):
-        return lora(module, where).eval().get_base_model()
-
-    (ours, got), (plain, want) = same_decoding(cls, change, targets, **EXACT)
-    got.square().sum().backward()
-    grads = {name: p.grad for name, p in ours.attention.named_parameters()}
-    want.square().sum().backward()
-    assert any("lora_" in name and grad is not None for name, grad in grads.items())
-    want = {name: p.grad for name, p in plain.named_parameters()}
-    # The recurrent layer is shared by both: only the attention's gradients are compared.
-    torch.testing.assert_close(grads, want, rtol=1e-8, atol=1e-10)
+                parameter.copy_(0.5 * side.draw(*parameter.shape))
 
 
 class Tripled(hooks.ModelHook):
@@ -110,56 +36,68 @@ class Tripled(hooks.ModelHook):
         return output * 3.0
 
 
-def hooked(module, *names):
-    for name in names:
-        hooks.add_hook_to_module(module.get_submodule(name), Tripled())
+WAYS = ways(
+    LAYERS,
+    {
+        "LoRA": lambda side: lora(side, [side.place]),
+        "DoRA": lambda side: lora(side, [side.place], use_dora=True),
+        "a hook of accelerate's": there(
+            lambda layer: hooks.add_hook_to_module(layer, Tripled()) and None
+        ),
+    },
+    kinds=("additive", "memory"),
+)
+
+
+@pytest.mark.parametrize("mode", ["eager", "trained"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.how)
+def test_way(way, mode):
+    for name, options in variants(way, mode):
+        assert play(way, mode, **options) == [], name
+
+
+def pair(size=REMEMBERED, **options):
+    made = Pair(size=size, kind="memory")
+    for side in made.sides:
+        lora(side, list(LAYERS), **options)
+    return made
 
 
 @SIZES
-@TARGETS
-def test_a_hook_of_accelerate(targets, sizes):
-    given = inputs(sizes)
-    ours, plain = pair(sizes)
-    before = ours(*given, LENS)
-    for module in (ours, plain):
-        changed(module, hooked, *targets)
-    same_training(ours, plain, given)
-    same_results(ours, plain, given)
-    for module in (ours, plain):
-        hooks.remove_hook_from_submodules(module)
-    same_training(ours, plain, given)
-    assert not torch.equal(ours(*given, LENS), before)
+def test_lora_of_all_layers_merged_and_taken_out(size):
+    made, before = pair(size), []
+    trained = [name for name, p in made.ours.module.named_parameters() if p.requires_grad]
+    assert {name.split(".lora_")[0].split(".")[-1] for name in trained} == set(LAYERS)
+    for method in ("eval", "merge_adapter", "unmerge_adapter", "merge_and_unload"):
+        for side in made.sides:
+            changed = getattr(side.module, method)()
+            side.module = side.module if changed is None else changed
+        assert made.do(method, lambda side: side.call())
+        before.append(made.ours.call()[0])
+        torch.testing.assert_close(before[-1], before[0])
+    assert made.wrong == []
+    assert isinstance(made.ours.module, bf.AdditiveAttention)
 
 
-@CELLS
-@TARGETS
-def test_a_hook_of_accelerate_in_a_decoder(targets, cls):
-    def change(module, names):
-        hooked(module, *names)
+def test_lora_turned_off():
+    made = pair()
+    with made.sides[0].module.disable_adapter(), made.ours.module.disable_adapter():
+        assert made.do("turned off", lambda side: side.call())
+    assert made.do("turned on", lambda side: side.call())
+    assert made.wrong == []
 
-    same_decoding(cls, change, targets, **EXACT)
 
+@pytest.mark.parametrize("name", LAYERS)  # of several layers, each would draw the other's mask
+def test_lora_with_dropout(name):
+    made = Pair()
 
-@SIZES
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", ["cpu_offload", "disk_offload", "dispatch_model"])
-def test_weights_that_are_there_in_the_call_alone(kind, bias, sizes, tmp_path):
-    given = inputs(sizes, grad=False)
-    ours, plain = pair(sizes, bias=bias)
-    with torch.no_grad():
-        want = plain(*given, LENS)
-        offloaded = offload(kind, ours, tmp_path)
-        assert all(p.is_meta for p in offloaded.parameters())
-        for _ in range(2):
-            torch.testing.assert_close(offloaded(*given, LENS), want, **EXACT)
-            torch.testing.assert_close(ours.attention_weights, plain.attention_weights, **EXACT)
-        assert all(p.is_meta for p in offloaded.parameters())
-        if bias:
-            with pytest.raises(ValueError, match="device of the module's bias, meta, got cpu"):
-                ours.memory(*given[1:], LENS)
-        else:
-            memory = ours.memory(*given[1:], LENS)
-            torch.testing.assert_close(ours.attend(given[0], memory), want, **EXACT)
+    def step(side):
+        lora(side, [name], lora_dropout=0.5)
+        torch.manual_seed(7)
+        return side.call()
+
+    assert made.do("dropped", step)
+    assert made.wrong == []
 
 
 def offload(kind, module, folder):
@@ -173,22 +111,31 @@ def offload(kind, module, folder):
     )
 
 
-@CELLS
-def test_a_decoder_with_its_weights_offloaded(cls):
-    ours, plain = decoders(cls)
-    rnn = copy.deepcopy(ours.rnn)
-    steps, hidden, keys, values = decoder_inputs(cls)
-    with torch.no_grad():
-        accelerate.cpu_offload(ours, execution_device=torch.device("cpu"))
-        got, _ = ours(steps, hidden, keys, values, LENS)
-        want, weights = plain_decoder(plain, rnn, steps, hidden, keys, values)
-    torch.testing.assert_close((got, ours.attention_weights), (want, weights), **EXACT)
-
-
 @SIZES
-def test_training_prepared_by_accelerate(sizes):
-    given = inputs(sizes)
-    ours, plain = pair(sizes)
-    prepared = accelerate.Accelerator(cpu=True).prepare(ours)
-    same_training(prepared, plain, given)
-    assert inner(prepared) is ours
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["cpu_offload", "disk_offload", "dispatch_model"])
+def test_weights_that_are_there_in_the_call_alone(kind, bias, size, tmp_path):
+    made = Pair(size=size, bias=bias)
+    ours = made.ours
+    with torch.no_grad():
+        ours.module = offload(kind, ours.module, tmp_path)
+        for _ in range(2):
+            assert made.do("offloaded", lambda side: side.call())
+        assert all(p.is_meta for p in ours.module.parameters())
+        if bias:
+            with pytest.raises(ValueError, match="device of the module's bias, meta, got cpu"):
+                ours.module.memory(ours.keys, ours.values, ours.lens)
+        else:
+            memory = ours.module.memory(ours.keys, ours.values, ours.lens)
+            got = ours.module.attend(ours.queries, memory)
+            torch.testing.assert_close(got, made.sides[0].call()[0], **EXACT)
+    assert made.wrong == []
+
+
+@pytest.mark.parametrize("cls", CELLS)
+def test_a_decoder_with_its_weights_offloaded(cls):
+    module, tensors = layer(cls, 2), given(cls, 2)
+    with torch.no_grad():
+        want = call(module, tensors)
+        accelerate.cpu_offload(module, execution_device=torch.device("cpu"))
+        torch.testing.assert_close(call(module, tensors), want, **EXACT)

@@ -58,8 +58,7 @@ def test_the_same_weights(sizes, bias, dtype, seed):
         ours, next_number = seeded(seed, lambda: bf.AdditiveAttention(*sizes, bias=bias), *data)
     equal(ours, course)
     assert next_number == then  # and what is drawn afterwards is the same too
-    if not bias:
-        torch.testing.assert_close(ours(*data), course(*data, None))
+    torch.testing.assert_close(ours(*data), course(*data, None))  # a bias is zero at first
     with_dtype, _ = seeded(seed, lambda: bf.AdditiveAttention(*sizes, dtype=dtype), *data)
     equal(with_dtype, course)
 

@@ -4,7 +4,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
-from parity import LAYOUTS, Case, overflows
+from layouts import LAYOUTS
+from parity import Case, overflows
 
 # Else numbers in the files that are loaded are drawn too: other cases in another worker.
 if hasattr(providers, "_get_local_constants"):  # not in old versions, which draw no such numbers

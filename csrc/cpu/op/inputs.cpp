@@ -151,7 +151,8 @@ std::vector<double> to_doubles(const Tensor& tensor, const char* name) {
 
 // All elements of a contiguous tensor, in the sum type.
 Buffer in_sum_type(const Tensor& tensor, Kind kind, const char* name) {
-  const std::vector<double> from = to_doubles(tensor, name);
+  std::vector<double> from(tensor.numel());
+  read(tensor, name, 0, 1, tensor.numel(), from.data());  // torch has any stride for one column
   Buffer out(from.size() * size_of(kind));
   if (size_of(kind) == 8)
     std::copy(from.begin(), from.end(), static_cast<double*>(out.get()));

@@ -1,4 +1,4 @@
-"""Calls of the decoder's C++ entry points out of any bytes, as those of entry_points.py.
+"""Calls of the decoder's C++ entry points out of any bytes.
 
 What comes back is held against the same decoder in plain PyTorch, step by step in fp64.
 """
@@ -9,10 +9,10 @@ from bahdanau_fast.ops import decode as operator
 from fuzzing.drawn import (
     NUMBERS,
     SIZES,
-    Bytes,
     agree,
+    case,
     dropout,
-    in_words,
+    exact,
     lengths,
     mistaken,
     spoil,
@@ -25,9 +25,8 @@ NEEDED = operator.Arguments(*[True] * len(operator.Arguments._fields))
 SCALES = (1.0, 1e-3, 0.1, 3.0, 10.0)
 
 
-def _arguments(read, T):
-    """Arguments and Rest of a decoder with ``T`` steps, and the generator to draw more with."""
-    generator = torch.Generator().manual_seed(read.number(1 << 16))
+def _arguments(read, generator, T):
+    """Arguments and Rest of a decoder with ``T`` steps."""
     dtype, lstm = read.of(DTYPES), read.number(2)
     if read.mistake(60):
         dtype = torch.bfloat16
@@ -59,7 +58,7 @@ def _arguments(read, T):
     )
     made.bias[0, :G] = 0.0  # that of the inputs stands for it
     lens = lengths(read, B, 1, Tk, generator)
-    return made, operator.Rest(valid_lens=lens), generator
+    return made, operator.Rest(valid_lens=lens)
 
 
 def _tabled(read, made, rest):
@@ -77,60 +76,52 @@ def _leaves(made):
     )
 
 
-def decode(data):
+@case
+def decode(read, generator):
     """``decode``, keeping what backward needs or not, ``decode_backward`` and what completes it."""
-    read = Bytes(data)
     T = read.of((1, 2, 3, 5, 0))
-    made, rest, generator = _arguments(read, T)
+    made, rest = _arguments(read, generator, T)
     odd = spoil(read, [made.inputs, made.keys, made.values, made.hidden])
     L, B, H = made.hidden.shape
     if read.number(2):
         masks = 2.0 * torch.randint(2, (L - 1, T, B, H), generator=generator)
         rest = rest._replace(masks=masks.to(made.hidden.dtype))
     dropout_p, seed = dropout(read)
-    rest = rest._replace(seed=seed, dropout_p=dropout_p)
-    try:
-        rest = _tabled(read, made, rest)
-        inputs = operator._in_order(made, rest)
-        gates = operator._input_gates(made)
-        results = ops.decode(*mistaken(read, [gates, *inputs, True], 10))
-        again = ops.decode(gates, *inputs, False)
-        states, cells, _, queries, weights, kept = results
-        grads = [
-            torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
-            if read.number(4)
-            else None
-            for x in (states[-1, 1:], states[:, -1], states[:, -1], weights)
-        ]
-        grads[2] = None if made.cell is None else grads[2]
-        saved = (states, cells, queries, weights, kept)
-        ops.decode_backward(*mistaken(read, [*inputs, *saved, *grads], 10))
-        found = operator._gradients(made, rest, results, grads, NEEDED)
-    except RuntimeError as error:
-        in_words(read, error)
-        return "refused"
-    if read.broken or odd:
-        return "ran"
-    for place in (0, 1, 4):
+    rest = _tabled(read, made, rest._replace(seed=seed, dropout_p=dropout_p))
+    inputs = operator._in_order(made, rest)
+    gates = operator._input_gates(made)
+    results = ops.decode(*mistaken(read, [gates, *inputs, True], 10))
+    again = ops.decode(gates, *inputs, False)
+    states, cells, _, queries, weights, kept = results
+    grads = [
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+        if read.number(4)
+        else None
+        for x in (states[-1, 1:], states[:, -1], states[:, -1], weights)
+    ]
+    grads[2] = None if made.cell is None else grads[2]
+    saved = (states, cells, queries, weights, kept)
+    ops.decode_backward(*mistaken(read, [*inputs, *saved, *grads], 10))
+    found = operator._gradients(made, rest, results, grads, NEEDED)
+    for place in () if read.broken or odd else (0, 1, 4):
         assert torch.equal(results[place], again[place]), f"result {place} is not the same again"
-    if dropout_p or 0 in (T, H):  # nothing to compare with
-        return "ran"
-    leaves, dtype = _leaves(made), made.hidden.dtype
-    masks = None if rest.masks is None else rest.masks.double()
-    want = operator.by_steps(leaves, operator.Rest(valid_lens=rest.valid_lens, masks=masks))
-    got = operator.Decoded(states[-1, 1:], states[:, -1], cells[:, -1], weights)
-    for name, a, b in zip(want._fields, got, want, strict=True):
-        agree(name, a, b.detach(), dtype)
-    used = [x for x in leaves if x is not None]
-    given = [(x, g.double()) for x, g in zip(want, grads, strict=True) if g is not None]
-    if not given:
-        return "checked"
-    outs, of_outs = zip(*given, strict=True)
-    exact = iter(torch.autograd.grad(outs, used, of_outs, materialize_grads=True))
-    for name, x, grad in zip(made._fields, made, found, strict=True):
-        if x is not None:
-            agree(f"d {name}", grad, _own(name, next(exact), made), dtype)
-    return "checked"
+
+    def compare():
+        leaves, dtype = _leaves(made), made.hidden.dtype
+        masks = None if rest.masks is None else rest.masks.double()
+        want = operator.by_steps(leaves, operator.Rest(valid_lens=rest.valid_lens, masks=masks))
+        got = operator.Decoded(states[-1, 1:], states[:, -1], cells[:, -1], weights)
+        for name, a, b in zip(want._fields, got, want, strict=True):
+            agree(name, a, b.detach(), dtype)
+        used = [x for x in leaves if x is not None]
+        if all(grad is None for grad in grads):
+            return
+        of_used = iter(exact(want, used, grads))
+        for name, x, grad in zip(made._fields, made, found, strict=True):
+            if x is not None:
+                agree(f"d {name}", grad, _own(name, next(of_used), made), dtype)
+
+    return None if odd or dropout_p or 0 in (T, H) else compare
 
 
 def _own(name, grad, made):
@@ -140,10 +131,10 @@ def _own(name, grad, made):
     return grad
 
 
-def greedy(data):
+@case
+def greedy(read, generator):
     """``decode_greedy``: at each step the likeliest token of those that follow its own choices."""
-    read = Bytes(data)
-    made, rest, generator = _arguments(read, 0)
+    made, rest = _arguments(read, generator, 0)
     dtype, E, H = made.hidden.dtype, made.inputs.shape[2], made.hidden.shape[2]
     V, most = read.of((1, 2, 3, 5, 17, 40)), 1 + read.number(7)
 
@@ -159,38 +150,36 @@ def greedy(data):
     if read.mistake(30):
         at = read.number(4)
         marks = (*marks[:at], read.of((*NUMBERS, V)), *marks[at + 1 :])
-    try:
-        rest = _tabled(read, made, rest)
-        inputs = [embedding, made.w_inputs, made.input_bias, *operator._in_order(made, rest)[:-3]]
-        inputs += [w_dense, dense_bias, left_out]
-        tokens, weights = ops.decode_greedy(*mistaken(read, inputs, 8), *marks)
-    except RuntimeError as error:
-        in_words(read, error)
-        return "refused"
+    rest = _tabled(read, made, rest)
+    inputs = [embedding, made.w_inputs, made.input_bias, *operator._in_order(made, rest)[:-3]]
+    inputs += [w_dense, dense_bias, left_out]
+    tokens, weights = ops.decode_greedy(*mistaken(read, inputs, 8), *marks)
     B, steps = tokens.shape
     assert ((tokens >= 0) & (tokens < len(embedding))).all() or read.broken, "no tokens"
-    if read.broken or odd:
-        return "ran"
-    assert steps <= most, f"{steps} steps of {most}"
-    told = torch.cat((torch.full((B, 1), first), tokens), 1)
-    ended = (tokens == last).cumsum(1) > 0
-    before = torch.cat((torch.zeros(B, 1, dtype=torch.bool), ended), 1)[:, :steps]
-    assert steps == most or bool(ended[:, -1:].all()), "stopped too early"
-    assert not before.all(0).any(), "stopped too late"
-    assert (tokens[before] == blank).all(), "something behind the end"
-    if 0 in (steps, H):
-        return "checked"
-    wide = _leaves(made)._replace(inputs=embedding.double()[told[:, :steps]].transpose(0, 1))
-    want = operator.by_steps(wide, operator.Rest(valid_lens=rest.valid_lens))
-    agree("weights", weights, want.weights.detach().transpose(0, 1), dtype)
-    logits = (want.features @ w_dense.double().t() + dense_bias.double()).detach().transpose(0, 1)
-    allowed = torch.ones(V, dtype=torch.bool)
-    allowed[left_out.long()] = False
-    if not allowed.any():
-        assert not tokens[~before].any(), "a token that was left out"
-        return "checked"
-    assert allowed[tokens[~before]].all(), "a token that was left out"
-    chosen = logits.gather(2, tokens.unsqueeze(2)).squeeze(2)
-    best = logits.masked_fill(~allowed, float("-inf")).amax(2)
-    agree("logits", chosen[~before], best[~before], dtype)
-    return "checked"
+
+    def compare():
+        assert steps <= most, f"{steps} steps of {most}"
+        told = torch.cat((torch.full((B, 1), first), tokens), 1)
+        ended = (tokens == last).cumsum(1) > 0
+        before = torch.cat((torch.zeros(B, 1, dtype=torch.bool), ended), 1)[:, :steps]
+        assert steps == most or bool(ended[:, -1:].all()), "stopped too early"
+        assert not before.all(0).any(), "stopped too late"
+        assert (tokens[before] == blank).all(), "something behind the end"
+        if 0 in (steps, H):
+            return
+        wide = _leaves(made)._replace(inputs=embedding.double()[told[:, :steps]].transpose(0, 1))
+        want = operator.by_steps(wide, operator.Rest(valid_lens=rest.valid_lens))
+        agree("weights", weights, want.weights.detach().transpose(0, 1), dtype)
+        logits = want.features @ w_dense.double().t() + dense_bias.double()
+        logits = logits.detach().transpose(0, 1)
+        allowed = torch.ones(V, dtype=torch.bool)
+        allowed[left_out.long()] = False
+        if not allowed.any():
+            assert not tokens[~before].any(), "a token that was left out"
+            return
+        assert allowed[tokens[~before]].all(), "a token that was left out"
+        chosen = logits.gather(2, tokens.unsqueeze(2)).squeeze(2)
+        best = logits.masked_fill(~allowed, float("-inf")).amax(2)
+        agree("logits", chosen[~before], best[~before], dtype)
+
+    return None if odd else compare

@@ -1,6 +1,14 @@
-"""Arguments of a raw C++ entry point out of any bytes, right ones and wrong ones."""
+"""Arguments of a raw C++ entry point out of any bytes, right ones and wrong ones.
+
+A case of an entry point is a function of :class:`Bytes` and a generator. It reads sizes, dtypes,
+strides, lengths, magnitudes and mistakes, calls operators forward and backward, and returns what
+holds their results against the reference in fp64; None where there is nothing to compare with.
+"""
+
+import functools
 
 import torch
+from layouts import LAYOUTS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LENS = (
@@ -45,6 +53,27 @@ class Bytes:
         return now
 
 
+def case(function):
+    """Of bytes: "refused", "checked" or "ran"; an AssertionError where a result is wrong."""
+
+    @functools.wraps(function)
+    def run(data):
+        read = Bytes(data)
+        try:
+            compare = function(read, torch.Generator().manual_seed(read.number(1 << 16)))
+        except RuntimeError as error:
+            words = str(error)
+            assert read.broken, f"refused what is right: {words}"
+            assert "API call failed" not in words, words
+            return "refused"
+        if read.broken or compare is None:
+            return "ran"
+        compare()
+        return "checked"
+
+    return run
+
+
 def tensor(read, shape, dtype, generator, scale):
     """A tensor in some layout; now and then of a wrong rank, size or dtype."""
     if read.mistake(60):
@@ -57,20 +86,8 @@ def tensor(read, shape, dtype, generator, scale):
         dtype = read.of((*DTYPES, *ODD))
     x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * scale
     x = x.to(dtype)
-    layout = read.number(6)
-    if x.dim() < 2 or layout == 0:
-        return x
-    if layout == 1:
-        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if layout == 2:
-        wide = torch.empty((*x.shape[:-1], 2 * x.shape[-1]), dtype=dtype)
-        return wide[..., ::2].copy_(x)
-    if layout == 3:
-        padded = torch.empty([n + 3 for n in x.shape], dtype=dtype)
-        return padded[tuple(slice(1, n + 1) for n in x.shape)].copy_(x)
-    if layout == 4:
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    return x[:1].expand(x.shape) if x.shape[0] else x
+    arranged = read.of(list(LAYOUTS.values()))
+    return x if dtype in ODD else arranged(x)  # which have no NaN
 
 
 def lengths(read, B, Tq, Tk, generator):
@@ -166,13 +183,6 @@ def _another(read, x):
         lambda: x.sum(0),
         lambda: x.unsqueeze(-1).expand(*x.shape, 2)[..., 0],
     )[what - 1]()
-
-
-def in_words(read, error):
-    """That an error was due, and says what was wrong."""
-    words = str(error)
-    assert read.broken, f"refused what is right: {words}"
-    assert "API call failed" not in words, words
 
 
 def exact(want, leaves, grads):

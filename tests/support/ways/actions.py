@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.autograd.functional import hessian, jacobian
-from torch.nn.utils.prune import is_pruned
 
 from ways.changes import array
 from ways.layers import OF_A_LAYER
@@ -15,13 +14,12 @@ from ways.sides import WATCHED
 from ways.table import WAYS
 from ways.way import AFTER
 
-# Not among sequences: what starts processes, or needs a place where keys come from. What may come
-# before the first call has an action of its own.
+# Not among sequences: what needs a place where keys come from. What may come before the first call
+# has an action of its own.
 CHANGES = {
     f"{way.what}, {way.how}": way
     for way in WAYS
-    if way.ranks == 1
-    and way.prepare is None
+    if way.prepare is None
     and way.whens == (AFTER,)
     and way.how not in ("the same bytes in another shape",)
 }
@@ -166,8 +164,6 @@ def threads(side, count, before):
 
     The threads meet in front of each backward, and in it where it comes to the queries.
     """
-    if is_pruned(side.module):  # which writes the weight in each call, for the other threads too
-        return None
     shape = side.queries.shape
     queries = [side.draw(*shape).requires_grad_() for _ in range(2 * count)]
     shared = [x for x in (side.keys, *side.module.parameters()) if x.requires_grad]

@@ -2,13 +2,10 @@
 
 import ctypes
 import pickle
-import subprocess
-import sys
 import threading
 from operator import attrgetter
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -64,13 +61,6 @@ def optimizer(kind, how):
 def exponential_average(s):
     for p in s.module.parameters():
         p.data.mul_(0.3).add_(s.draw(*p.shape), alpha=0.7)
-
-
-def evolution(s):
-    """Two members of a population, the second one's result wanted."""
-    for sign in (1.0, -2.0):
-        for p in s.module.parameters():
-            p.data.add_(s.draw(*p.shape), alpha=sign)
 
 
 def to_vector(s):
@@ -137,21 +127,6 @@ def rounded(s):
         p.copy_((p * 2).round() / 2)
 
 
-def by_another_process(s):
-    """Written into the file that the keys are mapped from."""
-    path = s.notes["file"]
-    write = "import sys; p = sys.argv[1]; n = 400; f = open(p, 'r+b'); f.seek(n); f.write(bytes(n))"
-    subprocess.run([sys.executable, "-S", "-c", write, str(path)], check=True)
-
-
-def mapped(s):
-    folder = s.notes["folder"]
-    path = s.notes["file"] = folder / f"keys{len(list(folder.iterdir()))}"
-    shape, n = s.keys.shape, s.keys.numel()
-    array(s.keys).tofile(path)
-    given(s, torch.from_file(str(path), shared=True, size=n, dtype=s.keys.dtype).view(shape))
-
-
 def in_another_process(s):
     """A forked child, as a data loader's worker is, writes into shared memory."""
     child = torch.multiprocessing.get_context("fork").Process(
@@ -172,17 +147,6 @@ def swap_rows(s):
     """The same numbers, in another order: a sum over bytes stays what it was."""
     numbers = array(s.keys)
     numbers[1, [3, 4]] = numbers[1, [4, 3]]
-
-
-def flip_a_sign(s, at):
-    """One bit of one byte."""
-    numbers = array(s.keys).reshape(-1)
-    numbers[at] = -numbers[at] if abs(numbers[at]) > 1 else 3.0
-
-
-def from_buffer(s):
-    s.notes["buffer"] = bytearray(array(s.keys).tobytes())
-    given(s, torch.frombuffer(s.notes["buffer"], dtype=s.keys.dtype).view(s.keys.shape))
 
 
 def storage_filled(s):
@@ -271,26 +235,6 @@ def pickled(module):
     return pickle.loads(pickle.dumps(module))
 
 
-class Adapted(nn.Module):
-    """A low-rank addition around a layer, as LoRA libraries put in its place."""
-
-    def __init__(self, layer, down, up):
-        super().__init__()
-        self.layer, self.down, self.up = layer, nn.Parameter(down), nn.Parameter(up)
-
-    @property
-    def weight(self):
-        return self.layer.weight
-
-    def forward(self, x):
-        return self.layer(x) + x @ self.down @ self.up
-
-
-def adapted(s):
-    hidden, size = s.module.W_k.weight.shape
-    s.module.W_k = Adapted(s.module.W_k, s.draw(size, 2), s.draw(2, hidden))
-
-
 def called_with_others(s):
     others = {name: s.draw(*p.shape) for name, p in s.module.named_parameters()}
     return torch.func.functional_call(s.module, others, (s.queries, s.keys, s.values, s.lens))
@@ -319,49 +263,3 @@ def other_mode(s):
 def under_autocast(s):
     with torch.autocast("cpu", torch.bfloat16):
         s.call()
-
-
-def first_rank_alone(s):
-    if dist.get_rank() == 0:
-        s.keys.mul_(-1.5)
-
-
-def broadcast_keys(s):
-    first_rank_alone(s)
-    dist.broadcast(s.keys.detach(), 0)
-
-
-def receive_keys(s):
-    first_rank_alone(s)
-    if dist.get_rank() == 0:
-        dist.send(s.keys.detach(), 1)
-    else:
-        dist.recv(s.keys.detach(), 0)
-
-
-def gather_keys(s):
-    rows = list(s.keys.detach())
-    dist.all_gather(rows[:2], 0.5 * s.draw(*rows[0].shape))
-
-
-def sum_weights(s):
-    for p in s.module.parameters():
-        dist.all_reduce(p.data)
-
-
-def broadcast_weights(s):
-    if dist.get_rank() == 0:
-        exponential_average(s)
-    for p in s.module.parameters():
-        dist.broadcast(p.data, 0)
-
-
-def redundancy_free(s):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    matrices = [p for p in s.module.parameters() if p.dim() == 2]
-    for p in matrices:
-        p.grad = s.draw(*p.shape)
-    ZeroRedundancyOptimizer(matrices, torch.optim.SGD, lr=0.5).step()
-    for p in matrices:
-        p.grad = None

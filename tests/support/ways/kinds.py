@@ -98,6 +98,15 @@ def at_once(side, *inputs):
     yield side.apply(*inputs), side.module.attention_weights
 
 
+def by_memory(side, queries, keys, values, lens):
+    """The same on a memory, where the module has them."""
+    if side.step is not None or not hasattr(side.module, "memory"):
+        yield from at_once(side, queries, keys, values, lens)
+    else:
+        memory = side.module.memory(keys, values, lens)
+        yield side.module.attend(queries, memory), side.module.attention_weights
+
+
 def nowhere(keys):
     """(B,2,Tk), where the first of some steps is told that earlier ones have looked."""
     return torch.arange(keys.shape[1], dtype=keys.dtype).cos().expand(len(keys), 2, -1)
@@ -157,15 +166,15 @@ _TACOTRON = {
     "conv": ("location_layer.location_conv.conv", "location_layer.location_conv"),
     "location": ("location_layer",),
 }
+
+
+def _additive(hidden, bias, cache_keys):
+    return bf.AdditiveAttention(DK, DQ, hidden, bias=bias, cache_keys=cache_keys)
+
+
 KINDS = {
-    "additive": Kind(
-        course,
-        lambda hidden, bias, cache_keys: bf.AdditiveAttention(
-            DK, DQ, hidden, bias=bias, cache_keys=cache_keys
-        ),
-        at_once,
-        _ADDITIVE,
-    ),
+    "additive": Kind(course, _additive, at_once, _ADDITIVE),
+    "memory": Kind(course, _additive, by_memory, _ADDITIVE),
     "location": Kind(
         Location,
         lambda hidden, bias, _: bf.LocationAttention(

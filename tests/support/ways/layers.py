@@ -2,7 +2,9 @@
 
 import copy
 
+import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from ways.kinds import KINDS, TAPS
 from ways.way import AFTER, BEFORE, UNFUSED, Way
@@ -28,6 +30,17 @@ class Around(nn.Module):
 
     def forward(self, x):
         return -1.5 * self.layer(x)
+
+
+class Adapted(Around):
+    """A low-rank addition around a layer, as LoRA libraries put in its place."""
+
+    def __init__(self, layer, down, up):
+        super().__init__(layer)
+        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
+
+    def forward(self, x):
+        return self.layer(x) + x @ self.down @ self.up
 
 
 class Half(nn.Module):
@@ -84,6 +97,29 @@ def convolution(taps=TAPS, padding=TAPS // 2, padded=nn.Identity, **options):
         return made if padded is nn.Identity else nn.Sequential(padded(), made)
 
     return replaced(make)
+
+
+def adapted(s, layer):
+    old = inner(layer, nn.Linear)
+    return Adapted(layer, s.draw(old.in_features, 2), s.draw(2, old.out_features))
+
+
+def lazy(s, layer):
+    """A layer that has no weight before its first call."""
+    old = inner(layer, nn.Linear)
+    made = nn.LazyLinear(old.out_features, bias=False, dtype=s.keys.dtype)
+    made.reset_parameters = lambda: made.weight.copy_(s.draw(*made.weight.shape))
+    return made
+
+
+def parametrized(function):
+    """The weight of a layer by a formula, whose own numbers are drawn by torch's generator."""
+
+    def change(s):
+        torch.manual_seed(5)
+        function(inner(s.layer, nn.Linear))
+
+    return change
 
 
 def subclass(_, layer):
@@ -152,12 +188,24 @@ LAYERED = (
                 lambda layer: layer.register_full_backward_hook(
                     lambda _, grads, __: (None if grads[0] is None else -0.5 * grads[0],)
                 )
-            )
+            ),
+            "a full backward pre-hook": there(
+                lambda layer: layer.register_full_backward_pre_hook(
+                    lambda _, grads: (-0.5 * grads[0],)
+                )
+            ),
         },
         without=LATER,
         moves=False,
     ),
-    *ways(LINEAR, {"`Linear(...)`": linear(False), "`Linear(..., bias=True)`": linear(True)}),
+    *ways(
+        LINEAR,
+        {
+            "`Linear(...)`": linear(False),
+            "`Linear(..., bias=True)`": linear(True),
+            "an adapter around it": replaced(adapted),
+        },
+    ),
     *ways(
         ("dropout",),
         {
@@ -189,6 +237,21 @@ LAYERED = (
             ),
         },
     ),
+)
+# Whose weight is not there yet, or made anew in each call: nothing to write to in a sequence.
+MADE_ANEW = (
+    *ways(
+        LINEAR,
+        {
+            "`LazyLinear(...)`": replaced(lazy),
+            "`spectral_norm`": parametrized(parametrizations.spectral_norm),
+            "`orthogonal`": parametrized(parametrizations.orthogonal),
+            "`prune.l1_unstructured`": parametrized(
+                lambda layer: prune.l1_unstructured(layer, "weight", 0.5)
+            ),
+        },
+    ),
+    *ways(LINEAR, {"`weight_norm`": parametrized(parametrizations.weight_norm)}, moves=False),
 )
 GRADIENTS = Way(
     "graph",

@@ -23,7 +23,6 @@ class Run:
 
     Args:
         way: of table.WAYS.
-        folder: for files.
         when: of those of the way.
         training: the mode of the modules.
         options: of sides.Pair.
@@ -33,12 +32,11 @@ class Run:
         contexts: the plain results, in order; None for a call that failed.
     """
 
-    def __init__(self, way, folder, when=AFTER, training=True, **options):
+    def __init__(self, way, when=AFTER, training=True, **options):
         self.way, self.when, self.contexts = way, when, []
         self.between = when == AFTER or way.times > 1
         self.pair = Pair(dtype=way.dtype, **options)
         for side in self.pair.sides:
-            side.notes["folder"] = folder
             side.module.train(training)
         if when != UNFUSED and not self.pair.fuse():
             self.pair.wrong.append("the plain module cannot be fused")
@@ -248,16 +246,15 @@ def variants(way, mode):
     ]
 
 
-def play(way, mode, folder, **options):
+def play(way, mode, **options):
     """What is wrong with a way, a line each; nothing where all is right.
 
     Args:
         way: of ways.WAYS.
         mode: of MODES.
-        folder: for files.
         options: of Run.
     """
-    run = Run(way, folder, **options)
+    run = Run(way, **options)
     MODES[mode](run)
     results = [context for context in run.contexts if context is not None]
     if len(results) < (4 if run.between else 2):

@@ -4,13 +4,12 @@ import copy
 import ctypes
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import prune, vector_to_parameters
 
 from ways import changes
 from ways.kinds import KINDS
-from ways.layers import GRADIENTS, LAYERED
+from ways.layers import GRADIENTS, LAYERED, MADE_ANEW
 from ways.sides import WATCHED
 from ways.way import AFTER, BEFORE, Way
 
@@ -26,7 +25,6 @@ WAYS = (
     Way("keys", "written through a view", lambda s: s.keys[:, 2:4].zero_()),
     Way("keys", "`keys.copy_(new)`", lambda s: s.keys.copy_(s.draw(*s.keys.shape))),
     Way("keys", "`torch.mul(keys, 2, out=keys)`", lambda s: torch.mul(s.keys, 2.0, out=s.keys)),
-    Way("keys", "`torch._foreach_mul_`", lambda s: torch._foreach_mul_([s.keys], -1.5)),
     Way(
         "keys",
         "in place in the autograd graph",
@@ -72,18 +70,6 @@ WAYS = (
         ),
         without=OWN_KEYS,
     ),
-    Way(
-        "keys",
-        "`torch.frombuffer`, the buffer written",
-        lambda s: memoryview(s.notes["buffer"]).__setitem__(slice(400), bytes(400)),
-        changes.from_buffer,
-        without=OWN_KEYS,
-    ),
-    Way(
-        "keys",
-        "a `memoryview` written",
-        lambda s: memoryview(changes.array(s.keys)).cast("B").__setitem__(slice(400), bytes(400)),
-    ),
     Way("keys", "DLPack", lambda s: torch.from_dlpack(s.keys.detach()).mul_(-1.5)),
     Way("keys", "`untyped_storage().copy_()`", changes.storage_filled),
     Way("keys", "storage freed, made anew and filled", changes.storage_freed_and_filled),
@@ -93,12 +79,6 @@ WAYS = (
         lambda s: ctypes.memset(s.keys.data_ptr(), 0, 400),
     ),
     Way("keys", "two rows exchanged through numpy", changes.swap_rows),
-    Way("keys", "the first number's sign through numpy", lambda s: changes.flip_a_sign(s, 0)),
-    Way(
-        "keys",
-        "the last number's sign that counts",
-        lambda s: changes.flip_a_sign(s, 2 * s.keys[0].numel() - 1),
-    ),
     Way(
         "keys",
         "time first, then transposed, through numpy",
@@ -116,22 +96,11 @@ WAYS = (
     Way("keys", "written by another thread", changes.by_a_thread),
     Way(
         "keys",
-        "`torch.from_file`, written by another process",
-        changes.by_another_process,
-        changes.mapped,
-        without=OWN_KEYS,
-    ),
-    Way(
-        "keys",
         "`share_memory_()`, written by another process",
         changes.in_another_process,
         lambda s: changes.given(s, s.keys.detach().clone().share_memory_()),
         without=OWN_KEYS,
     ),
-    Way("keys", "`dist.broadcast`", changes.broadcast_keys, ranks=2),
-    Way("keys", "`dist.recv`", changes.receive_keys, ranks=2),
-    Way("keys", "`dist.all_gather`", changes.gather_keys, ranks=2),
-    Way("keys", "`dist.all_reduce`", lambda s: dist.all_reduce(s.keys.detach()), ranks=2),
     Way(
         "graph",
         "`keys.detach_().requires_grad_()`",
@@ -199,7 +168,6 @@ WAYS = (
     Way("weights", "`W_q.weight.data.mul_(-1.5)`", changes.times("module.W_q.weight.data")),
     Way("weights", "`w_v.weight.data.mul_(-1.5)`", changes.times("module.w_v.weight.data")),
     Way("weights", "`p.data`: an exponential average", changes.exponential_average),
-    Way("weights", "`p.data`: an evolution strategy", changes.evolution),
     Way("weights", "`W_k.weight.data = new`", changes.renew_data("module.W_k.weight")),
     Way("weights", "`W_k.weight.data = new` at the same address", changes.data_at_the_same_address),
     Way(
@@ -257,20 +225,12 @@ WAYS = (
     ),
     Way(
         "weights",
-        "`prune.l1_unstructured`",
-        lambda s: prune.l1_unstructured(s.module.W_k, "weight", 0.5),
-    ),
-    Way(
-        "weights",
         "`prune.remove`",
         lambda s: (
             prune.l1_unstructured(s.module.W_k, "weight", 0.5),
             prune.remove(s.module.W_k, "weight"),
         ),
     ),
-    Way("weights", "`dist.all_reduce(p.data)`", changes.sum_weights, ranks=2),
-    Way("weights", "`dist.broadcast(p.data)`", changes.broadcast_weights, ranks=2),
-    Way("weights", "`ZeroRedundancyOptimizer`", changes.redundancy_free, ranks=2),
     Way("bias", "`bias.mul_(-1.5)`", changes.times("module.bias")),
     Way("bias", "`bias.data.mul_(-1.5)`", changes.times("module.bias.data")),
     Way("bias", "`bias.numpy()`", changes.numpy_times("module.bias")),
@@ -282,8 +242,8 @@ WAYS = (
         changes.new_bias,
     ),
     Way("bias", "`bias = None`", lambda s: setattr(s.module, "bias", None)),
-    Way("layers", "an adapter around `W_k`", changes.adapted),
     *LAYERED,
+    *MADE_ANEW,
     Way(
         "layers",
         "`deepcopy`, the copy changed and called",

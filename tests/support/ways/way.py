@@ -23,7 +23,6 @@ class Way:
         prepare: done to each side before its first call.
         graph: whether the change is one of the autograd graph: it runs in the mode of the calls.
         moves: whether results change.
-        ranks: processes it takes.
         pending: whether results of before the change may have their backward after it. What they
             saved of a tensor whose data was replaced is the old data or the new, as it happens.
         without: modes that cannot have it, where the plain module cannot either.
@@ -41,7 +40,6 @@ class Way:
     prepare: Callable[[Side], object] | None = None
     graph: bool = False
     moves: bool = True
-    ranks: int = 1
     pending: bool = True
     without: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
