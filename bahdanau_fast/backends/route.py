@@ -125,8 +125,7 @@ class Route(NamedTuple):
     Attributes:
         backend: a name from :data:`NAMES`.
         form: a name from :data:`FORMS`.
-        operator: ``attend_step``, ``additive_attention``, or ``attend`` and its kin for scores and
-            locations; empty where plain operations compute it.
+        operator: its name, ``attend`` for its kin too; empty where plain operations compute it.
         reuse: the projection of the keys may be remembered for the next call.
         share: calls with a gradient share one node of the autograd graph for keys, values and w_v.
         table: keys that are asked for again get a table of exponentials.
