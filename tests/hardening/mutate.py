@@ -45,7 +45,7 @@ NARROW = {
     "csrc/cpu/kernels/hash": ("tests/modules/test_key_cache.py", "tests/modules/test_ways.py"),
     "csrc/cpu/decoder": ("tests/cpu/test_decoding.py", "tests/cpu/test_greedy.py"),
     "csrc/cpu/kernels/recurrent": ("tests/cpu/test_decoding.py", "tests/cpu/test_greedy.py"),
-    "csrc/cpu/kernels/general": ("tests/contract/test_general.py",),
+    "csrc/cpu/kernels/sums": ("tests/contract/test_general.py",),
     "csrc/cpu/op/location": ("tests/modules/test_location.py",),
     "csrc": ("tests/contract/test_parity.py", "tests/cpu/test_step.py"),
     "kernels": ("tests/triton/kernels",),

@@ -337,13 +337,18 @@ def keep_the_rule(found, what):
     assert not worst, f"{worst} times what is allowed, {what}"
 
 
-def measure(case, dtype, function=fused):
-    """The shares of what the parity rule allows that a case takes, by result."""
+def measure(case, dtype, function=fused, least=None):
+    """The shares of what the parity rule allows that a case takes, by result.
+
+    ``least``: errors that eager is taken to have at least, by result, as shares of it.
+    """
     drawn = case.draw(dtype)
     exact = oracle(case, drawn, dtype)
     poison(case, dtype)
     ours = run(function, case, drawn, dtype)
     others = errors(run(eager, case, drawn, dtype), exact, dtype)
+    for name, share in (least or {}).items():
+        others[name] = max(others[name], share * float(np.abs(exact[name]).max()))
 
     def again(seed):
         near = neighbour(case, drawn, dtype, seed)
@@ -352,9 +357,9 @@ def measure(case, dtype, function=fused):
     return settled(ours, others, exact, dtype, again)
 
 
-def check(case, dtype, function=fused):
+def check(case, dtype, function=fused, least=None):
     """Assert the parity rule on one case; the shares of what is allowed."""
-    found = measure(case, dtype, function)
+    found = measure(case, dtype, function, least)
     keep_the_rule(found, f"{dtype}, {case}")
     return found
 

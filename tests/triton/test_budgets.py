@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launched import kernels_of, limits_of
+from warmed_up import kernels_of, limits_of
 
 from benchmarks.machine_code.sass import hot
 from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
