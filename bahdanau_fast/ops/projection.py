@@ -109,7 +109,7 @@ def shared_linear(
     dtype = checks.autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if x.requires_grad:  # where torch's own product copies rows together, it saves the copy
+    if x.requires_grad or not x.is_contiguous():  # torch's product saves the copy that it makes
         x = x.flatten(0, -2).unflatten(0, x.shape[:-1])
     saved = SavedTensors(
         backwards,

@@ -184,7 +184,7 @@ def save_inputs(
     # The memory of now, as in SavedTensors.
     memory = [None if t is None else t.detach() for t in inputs]
     for i, t in enumerate(inputs[:rows]):
-        if t is not None and t.requires_grad and not t.is_contiguous():
+        if t is not None and not t.is_contiguous():
             memory[i] = t.detach().flatten(0, -2).unflatten(0, t.shape[:-1])
     ctx.save_for_backward(*others)
     ctx.kept = (inputs, memory, _versions(memory), uses)
