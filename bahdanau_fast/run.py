@@ -166,9 +166,9 @@ def _by_attend_step(route: Route, call: Call) -> Results:
 
 
 def _by_additive_attention(route: Route, call: Call) -> Results:
-    queries, keys, values, w_v, *projections = call[:7]
+    queries, keys, values, w_v, w_q, w_k, bias = call[:7]
     way = Way(route.backend, route.traced, route.records)
-    inputs: Any = (queries, keys, values, *projections[:2], w_v, projections[2])
+    inputs: Any = (queries, keys, values, w_q, w_k, w_v, bias)
     return additive_attention.call(inputs, (call.valid_lens, call.mask), (call.dropout_p,), way)
 
 

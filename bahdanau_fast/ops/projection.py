@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from bahdanau_fast import checks, limits
 from bahdanau_fast.ops import few_rows
-from bahdanau_fast.ops.saved_tensors import PendingBackwards, SavedTensors
+from bahdanau_fast.ops.saved_tensors import PendingBackwards, SavedTensors, with_rows_together
 
 __all__ = [
     "linear",
@@ -109,8 +109,8 @@ def shared_linear(
     dtype = checks.autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if x.requires_grad or not x.is_contiguous():  # torch's product saves the copy that it makes
-        x = x.flatten(0, -2).unflatten(0, x.shape[:-1])
+    if x.requires_grad or not x.is_contiguous():
+        x = with_rows_together(x)
     saved = SavedTensors(
         backwards,
         x if weight.requires_grad else None,

@@ -24,6 +24,7 @@ __all__ = [
     "is_asked",
     "save_inputs",
     "saved_inputs",
+    "with_rows_together",
 ]
 
 
@@ -185,9 +186,15 @@ def save_inputs(
     memory = [None if t is None else t.detach() for t in inputs]
     for i, t in enumerate(inputs[:rows]):
         if t is not None and not t.is_contiguous():
-            memory[i] = t.detach().flatten(0, -2).unflatten(0, t.shape[:-1])
+            memory[i] = with_rows_together(t.detach())
     ctx.save_for_backward(*others)
     ctx.kept = (inputs, memory, _versions(memory), uses)
+
+
+def with_rows_together(x: Tensor) -> Tensor:
+    """What torch's product saves of (...,D): a copy where one stride does not fit all rows."""
+    together: Tensor = x.flatten(0, -2).unflatten(0, x.shape[:-1])
+    return together
 
 
 def saved_inputs(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tensor | None]:

@@ -102,8 +102,8 @@ def run(function, case, drawn, dtype):
     outputs = dict(zip(OUTPUTS, (context, weights), strict=True))
     wanted = OUTPUTS if case.grads == "both" else (case.grads,)
     names = [n for n in INPUTS if inputs[n] is not None and not (case.tied and n == "values")]
-    # Not autograd.grad, to which somebody who holds the weights may ask for their gradient: then
-    # plain operations stand in for a part of the kernels.
+    # By backward: where autograd.grad is asked for gradients while somebody holds the weights, as
+    # here, plain operations compute a part of them instead of the kernels.
     torch.autograd.backward([outputs[n] for n in wanted], [arrange[n](drawn[n]) for n in wanted])
     for name in names:
         of = inputs[name]
