@@ -12,6 +12,7 @@ error about something else. Plain PyTorch operations do what they should. :func:
 from __future__ import annotations
 
 import math
+import sys
 from typing import NoReturn
 
 import torch
@@ -192,7 +193,7 @@ def queries_for(
         as_mask(mask, queries, keys)
 
 
-def source(
+def keys_and_values(
     keys: Tensor, values: Tensor, valid_lens: Tensor | None, mask: Tensor | None = None
 ) -> Tensor | None:
     """Keys, values, lengths and mask of a memory, without queries.
@@ -339,22 +340,6 @@ def inside(
     weight("w_f", w_f, (hidden, features.shape[2]), keys)
 
 
-def sequence(
-    inputs: Tensor, size: int, hidden: object, layers: int, units: int, batch: int
-) -> None:
-    """Inputs (T,B,size) of a recurrent layer, and its state, for an LSTM a pair of tensors."""
-    features("inputs", inputs, size)
-    if inputs.shape[1] != batch:
-        need = f"have the batch size of the memory, {batch}"
-        reject(ValueError, "inputs", need, _shape(inputs))
-    for part in hidden if isinstance(hidden, tuple) else (hidden,):
-        _tensor("hidden", part)
-        if _shape(part) != (layers, batch, units):
-            need = f"have shape {(layers, batch, units)}"
-            reject(ValueError, "hidden", need, _shape(part))
-        same_kind("hidden", part, "inputs", inputs)
-
-
 def in_transform(compiling: bool | None = None) -> bool:
     """Whether ``torch.func``, a forward-mode level or ``torch.jit.trace`` is at work.
 
@@ -381,6 +366,20 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
         and bool(torch._C._any_requires_grad(*tensors))
         and not torch.is_inference_mode_enabled()  # even within enable_grad()
     )
+
+
+def any_of_inference(tensors: list[Tensor | None]) -> bool:
+    """Whether one of some tensors was made in inference mode."""
+    return True in map(Tensor.is_inference, [t for t in tensors if t is not None])
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    if type(tensor) is Tensor or "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -30,7 +30,6 @@ from bahdanau_fast.backends.route import (
 )
 from bahdanau_fast.backends.route import keeps_table as _keeps_table
 from bahdanau_fast.call import Call
-from bahdanau_fast.ops.dropout import is_sharded
 from bahdanau_fast.reference import TANH
 
 __all__ = [
@@ -154,6 +153,8 @@ def decide(call: Call) -> Route:
     inside, located = call.inside, call.located
     traced = torch.compiler.is_compiling()
     device = "cpu" if queries.is_cpu else queries.device.type
+    there = _there(device)
+    asked = None if call.backend is None and _forced is None else _asked(call.backend)
     called = not isinstance(w_v, Tensor)
     if traced:  # no size may decide, or code would be compiled anew for each
         batch = queries_len = query_size = keys_len = key_size = value_size = hidden = 0
@@ -171,10 +172,9 @@ def decide(call: Call) -> Route:
         if general:
             inputs += (*inside[:2], *(located or ()))
         records = called or checks.needs_gradient(*inputs)
-        plain_inputs = records and not traced and _any_of_inference(inputs)
+        plain_inputs = records and not traced and checks.any_of_inference(inputs)
     if call.scores_only or located is not None:
-        plain_inputs = plain_inputs or is_sharded(queries)
-    asked = None if call.backend is None and _forced is None else _asked(call.backend)
+        plain_inputs = plain_inputs or checks.is_sharded(queries)
     facts = (
         device,
         queries.dtype,
@@ -196,7 +196,7 @@ def decide(call: Call) -> Route:
         and torch._C._is_any_autocast_enabled()
         and checks.autocast_dtype(queries.device) is not None,
         asked,
-        _there(device),
+        there,
         asked is not None and _INTERPRETED,
         plain_inputs,
         general,
@@ -213,10 +213,6 @@ def decide(call: Call) -> Route:
             _routes.clear()
         found = _routes[known] = route(Facts(*facts), of_gpu or limits.OTHER_GPU)
     return found
-
-
-def _any_of_inference(tensors: list[Any]) -> bool:
-    return True in map(Tensor.is_inference, [t for t in tensors if t is not None])
 
 
 _routes: dict[tuple[Any, ...], Route] = {}

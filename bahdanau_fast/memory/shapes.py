@@ -144,7 +144,7 @@ def source_as_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[int, ...] | None]:
     """Keys and values of a memory, and what may be seen of them, in three dimensions.
 
-    What fits no shape is given back as it is, for :func:`checks.source` to reject.
+    What fits no shape is given back as it is, for :func:`checks.keys_and_values` to reject.
 
     Args:
         keys: (*batch,Tk,Dk).

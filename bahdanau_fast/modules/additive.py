@@ -14,11 +14,7 @@ from bahdanau_fast.memory.key_cache import KeyCache
 from bahdanau_fast.memory.shapes import as_rows
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.d2l_signature import additive_attention, read_signature, shows
-from bahdanau_fast.modules.layers import (
-    apply_layer,
-    check_features,
-    plain_parts,
-)
+from bahdanau_fast.modules.layers import plain_parts, project_if_changed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -169,24 +165,22 @@ class AdditiveAttention(Additive):
         """The call of some queries on keys, as :meth:`forward` has them."""
         layers = self._layers()
         w_q, w_k, w_v, dropout_p = plain_parts(*layers)
-        bias, shape = self.bias, None
-        if w_v is None or not checks.is_common_case(queries, keys, values, valid_lens, w_q, w_k):
+        shape = None
+        common = checks.is_common_case(queries, keys, values, valid_lens, w_q, w_k)
+        if not common:
             rows = as_rows(queries, keys, values, valid_lens, mask)
             (queries, keys, values, valid_lens), mask, shape = rows
             checks.inputs(queries, keys, values, valid_lens)
-            if w_v is None:  # its layer, or all three, may be lazy
-                self._draw(queries, keys)
-                w_q, w_k, w_v, _ = plain_parts(*layers)
-            check_features("keys", keys, layers[1])
-            check_features("queries", queries, layers[0])
         if mask is not None:
             mask = checks.as_mask(mask, queries, keys)
-        # A layer that is more than its weight is called, in front.
+        if w_v is None:  # its layer, or all three, may be lazy
+            self._draw(queries, keys)
+            w_q, w_k, w_v, _ = plain_parts(*layers)
+        bias = self.bias if w_k is not None else None
         cache = self._cache if self.cache_keys and w_k is not None else None
-        if w_q is None:
-            queries = apply_layer(layers[0], queries)
-        if w_k is None:
-            keys, bias = self._project(keys), None
+        if not common:
+            keys = project_if_changed("keys", keys, layers[1], w_k, self.bias)
+            queries = project_if_changed("queries", queries, layers[0], w_q)
         scorer: Any = layers[2] if w_v is None else w_v
         dropout = layers[3] if dropout_p is None else None
         given = (queries, keys, values, scorer, w_q, w_k, bias, valid_lens, mask)

@@ -96,14 +96,25 @@ class _AttentionRNN(nn.Module):
             hidden = (zeros, zeros) if isinstance(self.rnn, nn.LSTM) else zeros
         elif isinstance(self.rnn, nn.LSTM) and not isinstance(hidden, tuple):
             checks.reject(TypeError, "hidden", "be a pair of tensors", type(hidden).__name__)
-        batch, _, features = memory.values.shape
-        rnn = self.rnn
-        size = rnn.input_size - features
-        checks.sequence(steps, size, hidden, rnn.num_layers, rnn.hidden_size, batch)
+        self._check(steps, hidden, *memory.values.shape)
         decoded = decode_given(self.attention, self.rnn, steps, hidden, memory)
         self.attention_weights = decoded.weights.transpose(0, 1)
         outputs = decoded.features
         return outputs.transpose(0, 1) if self.batch_first else outputs, decoded.hidden
+
+    def _check(self, steps: Tensor, hidden: object, batch: int, _: int, value_size: int) -> None:
+        """Inputs (T,B,E) and the hidden state for values (B,Tk,Dv)."""
+        rnn = self.rnn
+        checks.features("inputs", steps, rnn.input_size - value_size)
+        if steps.shape[1] != batch:
+            need = f"have the batch size of the memory, {batch}"
+            checks.reject(ValueError, "inputs", need, tuple(steps.shape))
+        shape = (rnn.num_layers, batch, rnn.hidden_size)
+        for part in hidden if isinstance(hidden, tuple) else (hidden,):
+            checks.rows("hidden", part, "layers, batch, features")
+            if tuple(part.shape) != shape:
+                checks.reject(ValueError, "hidden", f"have shape {shape}", tuple(part.shape))
+            checks.same_kind("hidden", part, "inputs", steps)
 
     def __getstate__(self) -> dict[str, Any]:
         # Weights inside an autograd graph can be neither copied nor pickled.

@@ -18,6 +18,7 @@ from bahdanau_fast.modules.layers import (
     check_features,
     plain_parts,
     plain_weight,
+    project_if_changed,
 )
 from bahdanau_fast.modules.lazy import draw
 from bahdanau_fast.ops.projection import shared_linear
@@ -77,7 +78,7 @@ class Additive(nn.Module):
         """
         values = keys if values is None else values
         keys, values, valid_lens, mask, batch = source_as_rows(keys, values, valid_lens, mask)
-        mask = checks.source(keys, values, valid_lens, mask)
+        mask = checks.keys_and_values(keys, values, valid_lens, mask)
         self._draw(None, keys)
         layer = self._modules[self._key_layer]
         check_features("keys", keys, layer)
@@ -86,7 +87,7 @@ class Additive(nn.Module):
         backend = backends.resolve(keys.device, dtype=keys.dtype)
         weight, w_v = plain_weight(layer), plain_weight(self._modules[self._score_layer])
         if torch.compiler.is_compiling() or not may_share(keys, weight, self.bias):
-            own, backwards, weight = self._project(keys), None, None
+            own, backwards, weight = apply_layer(layer, keys, self.bias), None, None
         else:
             assert weight is not None
             backwards = PendingBackwards()
@@ -128,9 +129,7 @@ class Additive(nn.Module):
         mask = memory.joined_mask(mask, queries)
         self._draw(queries, None)
         w_q, w_v, dropout_p = plain_parts(query_layer, score_layer, dropout)
-        check_features("queries", queries, query_layer, w_q)
-        if w_q is None:
-            queries = apply_layer(query_layer, queries)
+        queries = project_if_changed("queries", queries, query_layer, w_q)
         scorer: Any = score_layer if w_v is None else w_v
         lens = memory.valid_lens
         dropout = dropout if dropout_p is None else None
@@ -159,9 +158,6 @@ class Additive(nn.Module):
         own = self._modules
         of_score = own[self._score_layer]
         return own[self._query_layer], own[self._key_layer], of_score, own["dropout"]
-
-    def _project(self, keys: Tensor) -> Tensor:
-        return apply_layer(self._modules[self._key_layer], keys, self.bias)
 
     def __getstate__(self) -> dict[str, Any]:
         return state_of(self)

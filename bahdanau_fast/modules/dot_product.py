@@ -116,7 +116,7 @@ class DotProductAttention(nn.Module):
         """
         values = keys if values is None else values
         keys, values, valid_lens, mask, batch = source_as_rows(keys, values, valid_lens, mask)
-        mask = checks.source(keys, values, valid_lens, mask)
+        mask = checks.keys_and_values(keys, values, valid_lens, mask)
         return Memory(ProjectedKeys(keys, None, None), values, valid_lens, mask, None, batch)
 
     def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:

@@ -25,6 +25,7 @@ __all__ = [
     "plain_parameters",
     "plain_parts",
     "plain_weight",
+    "project_if_changed",
 ]
 
 _Linear = nn.Linear
@@ -171,3 +172,19 @@ def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) 
         return linear(x, parameters["weight"], total)
     projected: Tensor = layer(x)
     return projected if bias is None else projected + bias
+
+
+def project_if_changed(
+    name: str, x: Tensor, layer: nn.Module | None, weight: Tensor | None, bias: Tensor | None = None
+) -> Tensor:
+    """Queries or keys that fit their layer; through it where it is more than its weight.
+
+    Args:
+        name: of the argument.
+        x: (B,T,D).
+        layer: its projection.
+        weight: of the layer, if that is all it is.
+        bias: added where the layer is called.
+    """
+    check_features(name, x, layer, weight)
+    return x if weight is not None else apply_layer(layer, x, bias)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["dropout_factors", "dropout_seed", "is_sharded"]
+from bahdanau_fast import checks
+
+__all__ = ["dropout_factors", "dropout_seed"]
 
 
 def dropout_seed(dropout_p: float, queries: Tensor) -> Tensor | None:
@@ -29,17 +30,8 @@ def dropout_seed(dropout_p: float, queries: Tensor) -> Tensor | None:
     return _seed_like(queries, torch.randint(2**62, (1,), device=queries.device))
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    if type(tensor) is Tensor or "torch.distributed.tensor" not in sys.modules:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
 def _seed_like(tensor: Tensor, seed: Tensor) -> Tensor:
-    if not is_sharded(tensor):
+    if not checks.is_sharded(tensor):
         return seed
     from torch.distributed.tensor import DTensor, Shard
 
