@@ -17,7 +17,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEEP = re.compile(
     r"test_contract\w*\[(?!lens per query-|whole row masked-|split keys-)|test_near|test_drawn|"
     r"test_without_weights_scores|test_one_graph|test_splits_of_one_long|test_dropout.*\[18|"
-    r"test_magnitudes|test_fp32_too_large"
+    r"test_magnitudes"
 )
 
 if INTERPRETED:
