@@ -16,8 +16,8 @@ constexpr int64_t kMaxFp64ForwardTableElements = 16384;
 constexpr double kMaxFp32NormOfW = 64.0;
 
 // On a GPU: the most queries of a row that one launch serves; the most for which it projects the
-// keys too; the most bytes of W_q, times the queries, that each of its blocks reads alone.
-constexpr int64_t kDecodeQueries = 16, kRawQueries = 4, kOwnWeight = 64 * 1024;
+// keys too.
+constexpr int64_t kDecodeQueries = 16, kRawQueries = 4;
 
 // The kind that computes.
 constexpr Kind computing_kind(Kind storage, int64_t elements, int64_t limit) {

@@ -11,7 +11,6 @@ import bahdanau_fast as bf
 from bahdanau_fast import backends, limits
 from bahdanau_fast.backends.route import (
     GPU_OWN_QUERIES,
-    GPU_OWN_WEIGHT,
     GPU_STEP_QUERIES,
     Facts,
     route,
@@ -34,7 +33,6 @@ def test_numbers_that_stand_in_two_languages():
         "kMaxFp64GpuElements": limits.FP64_GPU_ELEMENTS,
         "kDecodeQueries": GPU_STEP_QUERIES,
         "kRawQueries": GPU_OWN_QUERIES,
-        "kOwnWeight": GPU_OWN_WEIGHT,
     }
     for name, ours in numbers.items():
         factors = re.search(rf"\b{name} = ([\d *]+)", header)[1].split("*")

@@ -56,7 +56,8 @@ struct Attend {
     d->p = p;
     d->w_q = f.w_q;
     d->Dq = f.Dq;
-    if (f.w_q != nullptr && weight_bytes(f) >= kSharedWeight) d->cluster = device.cluster;
+    const int64_t weight_bytes = p.H * f.Dq * int64_t(sizeof(T));
+    if (f.w_q != nullptr && weight_bytes >= kSharedWeight) d->cluster = device.cluster;
     d->split = ceil_div(p.Tk, splits);
     if (raw) d->split = ceil_div(d->split, kRawTile) * kRawTile;
     d->splits = ceil_div(p.Tk, d->split);
@@ -97,11 +98,8 @@ struct Attend {
 
   static bool is_one_launch(const Forward& f, const Device& device) {
     DecodeForward d;
-    if (!plan_decode(f, device, &d)) return false;
-    return f.w_q == nullptr || f.w_k != nullptr || d.cluster > 1 ||
-           f.p.Tq * weight_bytes(f) <= kOwnWeight;
+    return plan_decode(f, device, &d);
   }
-  static int64_t weight_bytes(const Forward& f) { return f.p.H * f.Dq * int64_t(sizeof(T)); }
 
   static int64_t counters(const Forward& f, const Device& device) {
     DecodeForward d;
