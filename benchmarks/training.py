@@ -30,8 +30,7 @@ from bahdanau_fast.seq2seq import (
 from .contestants.baselines import CourseAttention
 from .tables import markdown, spread_text
 from .timing.machine import save
-from .timing.measure import interleave
-from .timing.memory import allocated_growth
+from .timing.measure import allocated_growth, interleave
 
 COURSE, NONE, STEPS, OURS = "course", "no attention", "ours, step by step", "ours"
 OUR_LOSS = "no attention, our loss"

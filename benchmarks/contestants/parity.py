@@ -26,7 +26,6 @@ from torch import Tensor
 
 from bahdanau_fast import parity, reference
 
-from ..timing.measure import prepare
 from ..timing.worker import Worker
 from ..workloads.shapes import DECODE_STEPS, Inputs, Shape, draw
 from .providers import Group, Provider, Runnable, decode
@@ -76,6 +75,18 @@ def build_in(
     """Let a process build the call that it will time, and check its parity; or WorkerError."""
     given = (source, provider, task, asdict(shape), mode)
     return Verdict(**worker.make(__name__, checked_call.__name__, *given))
+
+
+def prepare(runnable: Runnable, train: bool, grad_context: Tensor) -> Callable[[], Any]:
+    """The call to be timed: a forward, or with ``train`` a forward and all gradients."""
+    if not train:
+        return runnable.forward
+
+    def step() -> tuple[Tensor, ...]:
+        context = runnable.forward()[0]  # weights that nobody holds have no gradient to be found
+        return torch.autograd.grad(context, runnable.leaves, grad_context)
+
+    return step
 
 
 class Oracle:

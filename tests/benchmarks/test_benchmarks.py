@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import tables
 from benchmarks.bench import Runner
 from benchmarks.contestants import peers
-from benchmarks.contestants.parity import Oracle
+from benchmarks.contestants.parity import Oracle, prepare
 from benchmarks.contestants.providers import (
     PROVIDERS,
     TASKS,
@@ -18,7 +18,7 @@ from benchmarks.contestants.providers import (
     Runnable,
     by_name,
 )
-from benchmarks.timing.measure import MemoryRead, Spread, Timings, interleave, prepare
+from benchmarks.timing.measure import MemoryRead, Spread, Timings, interleave
 from benchmarks.workloads.shapes import (
     LIST,
     SUBJECT,
