@@ -153,8 +153,3 @@ def test_an_unknown_commit_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["compare", "no-such-commit"])
     assert compare.main() == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
-def test_every_row_is_one_of_ours():
-    assert len({str(row) for row in compare.ROWS}) == len(compare.ROWS)
-    assert all(row.provider.startswith("ours") for row in compare.ROWS)
