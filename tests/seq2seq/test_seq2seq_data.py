@@ -84,15 +84,14 @@ def test_pairs_of_a_known_vocabulary():
             Vocab.of_tokens(bad)
 
 
-def test_dates_are_reproducible_and_never_shared():
-    train, held_out = dates.split(3_000, 500, seed=4)
-    assert (train, held_out) == dates.split(3_000, 500, seed=4)
-    assert (len(train), len(held_out)) == (3_000, 500)
-    assert not {e.text for e in train} & {e.text for e in held_out}
-    assert train != dates.split(3_000, 500, seed=5)[0]
-    assert {e.language for e in train} == set(dates.LANGUAGES)
+def test_dates_are_reproducible_and_all_different():
+    drawn = dates.generate(3_000, seed=4)
+    assert drawn == dates.generate(3_500, seed=4)[:3_000]
+    assert drawn != dates.generate(3_000, seed=5)
+    assert len({example.text for example in drawn}) == 3_000
+    assert {example.language for example in drawn} == set(dates.LANGUAGES)
     assert len(dates.LANGUAGES) >= 7
-    for example in train:
+    for example in drawn:
         day = datetime.date.fromisoformat(example.iso)
         assert dates.FIRST <= day <= dates.LAST
         assert example.text == example.text.strip()
