@@ -57,10 +57,6 @@ class Timings:
     def fastest(self, names: list[str]) -> str:
         return min(names, key=lambda name: self.time(name).median)
 
-    @property
-    def rounds(self) -> int:
-        return len(next(iter(self.samples.values())))
-
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
