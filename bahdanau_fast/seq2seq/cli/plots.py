@@ -121,9 +121,6 @@ def show_heatmaps(
         figsize: inches; 2.5 per panel unless given.
         cmap: a matplotlib colour map.
 
-    Returns:
-        A matplotlib figure.
-
     Raises:
         ValueError: ``matrices`` has not 4 dimensions.
     """

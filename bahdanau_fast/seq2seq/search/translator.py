@@ -179,14 +179,9 @@ def vocabs_of(payload: Mapping[str, Any]) -> Vocabs:
 
 @dataclass(frozen=True)
 class Translator:
-    """A trained model and its vocabularies.
+    """A trained model, its vocabularies, and the settings of its training and of the data.
 
     Attributes:
-        model: encoder and decoder.
-        source_vocab: source tokens.
-        target_vocab: target tokens.
-        settings: of the training.
-        text: of its data.
         kinds: "words" or "characters", of source and target.
     """
 
@@ -199,11 +194,7 @@ class Translator:
 
     @classmethod
     def load(cls, where: str | Path, device: torch.device | str = "cpu") -> Translator:
-        """Read a checkpoint.
-
-        Args:
-            where: a folder that ``train`` wrote (its best checkpoint is taken), or a checkpoint.
-            device: where to translate.
+        """Read a checkpoint, or the best one of a folder that ``train`` wrote.
 
         Raises:
             ValueError: no checkpoint there, or a broken one.
@@ -221,16 +212,7 @@ class Translator:
     def translate(
         self, sentences: Sequence[str], beam: Beam | None = None, batch_size: int = 256
     ) -> list[Translation]:
-        """Translate plain sentences; translations hold no <unk>.
-
-        Args:
-            sentences: tokenised as in the training.
-            beam: how to search; greedy unless given.
-            batch_size: sentences at a time.
-
-        Returns:
-            One translation per sentence, in order.
-        """
+        """Translate plain sentences, greedily without a beam; translations hold no <unk>."""
         texts = [tokenize(sentence, self.kinds[0]) for sentence in sentences]
         steps = self.text.num_steps
         vocabs = (self.source_vocab, self.target_vocab)

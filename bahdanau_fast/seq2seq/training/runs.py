@@ -127,9 +127,7 @@ class Run:
     def train(self, *, progress: bool = True, file: TextIO | None = None) -> History:
         """Train to the last epoch; ``out`` holds a loadable checkpoint from the first step on.
 
-        Args:
-            progress: show losses and validations.
-            file: where lines go; the standard output unless given.
+        Lines of progress go to ``file``, the standard output unless given.
         """
         first, done = self.world.rank == 0, len(self.history.losses)
         if first:

@@ -192,13 +192,7 @@ class Trainer:
         return len(self.history.losses) % (self.total_steps // self.settings.epochs) == 0
 
     def step(self, batch: Batch) -> float:
-        """Train on one batch.
-
-        Args:
-            batch: source and target, of all processes together.
-
-        Returns:
-            Loss per target token, before the update.
+        """Train on one batch of all processes together; the loss per target token before it.
 
         Raises:
             ValueError: the loss is not finite; the model is unchanged.
@@ -362,13 +356,9 @@ class Progress:
 
 
 def train(model: nn.Module, pairs: Pairs, settings: Settings, *, progress: bool = True) -> History:
-    """Train for ``settings.epochs``; the same settings and data give the same losses.
+    """Train ``model`` in place; the same settings and data give the same losses.
 
-    Args:
-        model: changed in place.
-        pairs: the training data.
-        settings: see :class:`Settings`.
-        progress: show a bar with loss and tokens/s on a terminal, else a line per epoch.
+    ``progress`` shows a bar with loss and tokens/s on a terminal, elsewhere a line per epoch.
 
     Returns:
         Loss, time and tokens of every step.
