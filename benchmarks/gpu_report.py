@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from .timing.worker import Worker, WorkerError
 
 RESULTS = Path(__file__).resolve().parent / "results"
-ROWS = f"{__package__}.gpu.stages"
+SOURCE = f"{__package__}.gpu.stages"
 
 
 class Stage(NamedTuple):
@@ -217,7 +217,7 @@ def _machine(device: str) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     # From a cold disk this can take longer than planned; then the stages have less.
     deadline = time.monotonic() + 2 * START_SECONDS
-    Rows(f"{ROWS}:machine", deadline, found.append, device).run()
+    Rows(f"{SOURCE}:machine", deadline, found.append, device).run()
     where = found[0]
     if "problem" in where:
         where["problem"] += "".join(f": {line}" for line in where.get("said", [])[-1:])
@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record("machine", where)
         for stage, end in zip(stages, deadlines(stages, begin), strict=True):
             tell = partial(record, stage)
-            Rows(f"{ROWS}:{stage}", end, tell, given.device).run(STAGES[stage].workers)
+            Rows(f"{SOURCE}:{stage}", end, tell, given.device).run(STAGES[stage].workers)
     print("\n".join(table(rows)))
     wrong = [row for row in rows if row["stage"] in OURS and not right(row)]
     print(f"{len(rows)} results, {len(wrong)} of ours not right; wrote {path}")

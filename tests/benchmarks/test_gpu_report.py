@@ -181,7 +181,7 @@ def test_several_processes_share_the_rows(planted):
 
 def test_a_report_with_failing_stages_has_everything_else(planted, tmp_path, monkeypatch, capsys):
     out, seconds = tmp_path / "out", {"broken": 30, "mixed": 30}
-    monkeypatch.setattr(gpu_report, "ROWS", "planted")
+    monkeypatch.setattr(gpu_report, "SOURCE", "planted")
     monkeypatch.setattr(gpu_report, "STAGES", {n: gpu_report.Stage(s) for n, s in seconds.items()})
     monkeypatch.setattr(gpu_report, "OURS", ("mixed",))
     assert gpu_report.main(["--out", str(out), "--stage", *seconds]) == 1
