@@ -10,11 +10,11 @@ import torch
 
 from .contestants import peers
 from .contestants.baselines import Unavailable
-from .contestants.parity import Oracle, Verdict, build_in, family
+from .contestants.parity import Oracle, Verdict, build_in
 from .contestants.providers import PROVIDERS, Provider, eager_too_large
 from .timing.measure import MemoryRead, Spread, Timings, interleave
 from .timing.worker import Worker, WorkerError
-from .workloads.shapes import SUBJECT, Bound, Case, Inputs, Shape, draw
+from .workloads.shapes import SUBJECT, Bound, Case, draw
 
 READ = "DRAM read"
 
@@ -55,10 +55,6 @@ class Row:
         packed["bounds"] = [self.check(bound) for bound in case.bounds]
         return packed
 
-    @property
-    def failed(self) -> list[str]:
-        return [name for name, verdict in self.verdicts.items() if not verdict.passed]
-
     def check(self, bound: Bound) -> dict[str, Any]:
         """A bound with the rival and the figure found; None if it could not be measured."""
         rival, found = self._found(bound.against)
@@ -83,7 +79,7 @@ class Row:
 
 @dataclass
 class Runner:
-    """Measures cases one after the other; cases of the same shape share inputs and oracles.
+    """Measures cases one after the other.
 
     A context manager: its end ends the processes of the providers that have one.
     """
@@ -91,9 +87,6 @@ class Runner:
     providers: Sequence[Provider] = (*PROVIDERS, *peers.PROVIDERS)
     seconds: float = 0.1  # of a row, per provider
     min_rounds: int = 5
-    _shape: Shape | None = None
-    _inputs: Inputs | None = None
-    _oracles: dict[tuple[str, bool], Oracle] = field(default_factory=dict)
     _workers: dict[str, Worker] = field(default_factory=dict)
 
     def __enter__(self) -> Runner:
@@ -106,8 +99,9 @@ class Runner:
     def row(self, case: Case) -> Row:
         """Measure a case."""
         train = case.mode == "train"
-        self._draw(case.shape)
-        oracle = self._oracle(case.task, train)
+        inputs = draw(case.shape)
+        inputs.require_grad(True)
+        oracle = Oracle(inputs, case.shape, case.task, train)
         calls: dict[str, Callable[[], Any]] = {}
         groups: dict[str, str] = {}
         skipped: dict[str, str] = {}
@@ -141,10 +135,8 @@ class Runner:
 
     def _build_elsewhere(self, provider: Provider, case: Case) -> tuple[Worker, Verdict]:
         """Build in the provider's own process; a wrong result leaves out this provider alone."""
-        for each in self.providers:  # all together, since starting takes seconds
-            new = each.process is not None and each.name not in self._workers
-            if new and case.task in each.builders and _is_meant(each, case):
-                self._workers[each.name] = Worker(dict(each.process or ()))
+        if provider.name not in self._workers:
+            self._workers[provider.name] = Worker(dict(provider.process or ()))
         worker = self._workers[provider.name]
         given = (provider.name, case.task, case.shape, case.mode)
         verdict = build_in(worker, peers.__name__, *given)
@@ -152,31 +144,12 @@ class Runner:
             raise Unavailable(f"its {verdict.where} differs: {verdict.worst:.3g} of the allowed")
         return worker, verdict
 
-    def _draw(self, shape: Shape) -> None:
-        if shape != self._shape or self._inputs is None:
-            self._oracles, self._inputs = {}, None  # frees the old tensors first
-            self._shape, self._inputs = shape, draw(shape)
-            self._inputs.require_grad(True)
-
-    def _oracle(self, task: str, train: bool) -> Oracle:
-        if self._inputs is None or self._shape is None:
-            raise RuntimeError("no inputs have been drawn")
-        for gradients in (True, train):  # an oracle with gradients serves both modes
-            oracle = self._oracles.get((family(task), gradients))
-            if oracle is not None:
-                return oracle
-        oracle = Oracle(self._inputs, self._shape, task, train)
-        return self._oracles.setdefault((family(task), train), oracle)
-
-
-def _is_meant(provider: Provider, case: Case) -> bool:
-    """False for a provider that runs on demand, where the case does not ask for it."""
-    return not provider.on_demand or bool({provider.name, provider.group} & set(case.extra))
-
 
 def _why_not(provider: Provider, case: Case) -> str | None:
     """Why a provider is not run in a row: "" if the row is not for it, None if it is run."""
-    if case.task not in provider.builders or not _is_meant(provider, case):
+    # A provider on demand runs only where the case asks for it, or for its group.
+    meant = not provider.on_demand or {provider.name, provider.group} & set(case.extra)
+    if case.task not in provider.builders or not meant:
         return ""
     allocates = provider.group == "eager" or (provider.group == "compiled" and case.mode == "train")
     return eager_too_large(case.shape) if allocates else None

@@ -81,16 +81,10 @@ class Difference:
 
 
 def judge(pairs: list[Timings], new: str, old: str, rows: int = 1) -> Difference:
-    """The difference in one row.
-
-    Args:
-        pairs: timings of each pair of processes; at least two.
-        new: name of the new version in them.
-        old: name of the old version.
-        rows: how many rows are compared together.
+    """The difference in one row of so many that are compared together.
 
     Raises:
-        ValueError: fewer than two pairs.
+        ValueError: fewer than two pairs of processes.
     """
     if len(pairs) < 2:
         raise ValueError(f"pairs must be at least 2, got {len(pairs)}")
@@ -191,16 +185,8 @@ def build(ref: str) -> Side:
 
 
 @contextmanager
-def started(
-    sides: dict[str, Side], order: random.Random | None = None
-) -> Iterator[dict[str, Worker]]:
-    """A process of each version, until the end of the block.
-
-    Raises:
-        WorkerError: a process does not start, or does not import its own version.
-    """
-    # A random order: the process that starts first must not always be the same version.
-    names = sorted(sides) if order is None else order.sample(sorted(sides), len(sides))
+def _started(sides: dict[str, Side], names: Sequence[str]) -> Iterator[dict[str, Worker]]:
+    """A process of each version, started in the order of the names."""
     with ExitStack() as stack:
         workers = {n: stack.enter_context(Worker(folder=sides[n].folder)) for n in names}
         for name, worker in workers.items():
@@ -231,11 +217,8 @@ def compare(
 ) -> tuple[dict[Comparison, Difference], dict[Comparison, str]]:
     """The difference in each row, or why a row could not be compared.
 
-    Args:
-        sides: the two versions, ``new`` and ``old``.
-        rows: rows to compare.
-        pairs: how many times both are started.
-        seconds: timing per row and pair.
+    Both ``sides``, ``new`` and ``old``, are started ``pairs`` times; each time, a row is timed for
+    ``seconds``.
 
     Raises:
         WorkerError: a process does not start, or does not import its own version.
@@ -245,7 +228,8 @@ def compare(
     order = random.Random(0)
     with tqdm(total=pairs * len(rows), disable=not sys.stderr.isatty(), file=sys.stderr) as bar:
         for _ in range(pairs):
-            with started(sides, order) as workers:
+            # The process that starts first must not always be the same version.
+            with _started(sides, order.sample(sorted(sides), len(sides))) as workers:
                 for row in rows:
                     result = _timed(workers, row, seconds)
                     if isinstance(result, str):

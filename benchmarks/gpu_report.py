@@ -14,16 +14,19 @@ import json
 import re
 import signal
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .gpu import isolation
+from .timing.worker import Worker, WorkerError
 
 RESULTS = Path(__file__).resolve().parent / "results"
-ROWS = f"{isolation.__package__}.stages"
+SOURCE = f"{__package__}.gpu.stages"
 
 
 class Stage(NamedTuple):
@@ -44,10 +47,104 @@ STAGES = {
 FIRST = ("smoke", "time", "plans", "compiled")
 # What make gives the build; looking at the machine; all of it.
 BUILD_SECONDS, MACHINE_SECONDS, TOTAL_SECONDS = 150.0, 40.0, 580.0
+START_SECONDS = 90.0  # imports of torch from a cold disk
+TIME_IS_UP = "the time of the stage was up"
 # Of these stages every row is ours, and has to be right.
 OURS = ("smoke", "time", "plans", "parity", "sanitize")
 # Of these the calls are compared with each other.
 COMPARED = ("time", "compiled")
+
+Record = Callable[[dict[str, Any]], None]
+
+
+class Rows:
+    """The rows of a stage, handed out to threads that ask a process of their own for each.
+
+    Where a process dies, or a row takes longer than it may, the whole process group is killed, the
+    row is recorded with what happened, and a fresh process goes on with the next row.
+
+    Args:
+        source: ``module:function``; the function takes a device and returns the list of rows.
+        deadline: of ``time.monotonic()``; rows that are left then are recorded as not run.
+        record: takes ``row``, its name, and the result, a ``problem``, or why it was ``not run``.
+        device: name of the device.
+    """
+
+    def __init__(self, source: str, deadline: float, record: Record, device: str) -> None:
+        self._module, _, self._function = source.partition(":")
+        self._deadline, self._record, self._device = deadline, record, device
+        self._lock = threading.Lock()
+        self._left: deque[tuple[str, float]] | None = None
+        self._active: set[Worker] = set()
+        self._stopped = False
+
+    def run(self, workers: int = 1) -> None:
+        """Compute each row at most once, in so many processes."""
+        threads = [threading.Thread(target=self._work) for _ in range(workers)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            why = TIME_IS_UP if self._seconds_left() <= 0 else "no process starts"
+            for name, _ in self._left or ():
+                self._tell(row=name, **{"not run": why})
+        finally:  # an exception or a signal ends the report: no process may stay on the GPU
+            self._stopped = True
+            for worker in list(self._active):
+                worker.kill()
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _tell(self, **result: Any) -> None:
+        with self._lock:
+            if not self._stopped:
+                self._record(result)
+
+    def _work(self) -> None:
+        """Rows in one process, and where it is lost, in a fresh one."""
+        starts = True
+        while starts and (self._left is None or self._left) and self._seconds_left() > 0:
+            # A compilation that is killed half way leaves its cache unfit for the next process.
+            with (
+                tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache,
+                Worker({"TORCHINDUCTOR_CACHE_DIR": cache}) as worker,
+            ):
+                self._active.add(worker)
+                starts = not self._stopped and self._starts(worker)
+                while starts and self._row(worker):
+                    pass
+                self._active.discard(worker)
+
+    def _starts(self, worker: Worker) -> bool:
+        """Ask a fresh process for its rows; False if it has none to give."""
+        request = {"do": "rows", "source": self._module, "function": self._function}
+        within = min(START_SECONDS, self._seconds_left())
+        try:
+            rows = worker.ask(within, **request, device=self._device)["rows"]
+        except WorkerError as error:
+            self._tell(row="start", problem=error.problem, said=error.said)
+            return False
+        with self._lock:
+            if self._left is None:
+                self._left = deque((name, seconds) for name, seconds in rows)
+        return True
+
+    def _row(self, worker: Worker) -> bool:
+        """Compute the next row; False where there is none, or its process is lost."""
+        try:
+            name, seconds = self._left.popleft()  # type: ignore[union-attr]
+        except IndexError:
+            return False
+        try:
+            answer = worker.ask(min(seconds, self._seconds_left()), do="compute", name=name)
+        except WorkerError as error:
+            problem = error.problem if self._seconds_left() > 0 else f"stopped: {TIME_IS_UP}"
+            self._tell(row=name, problem=problem, said=error.said)
+            return False
+        self._tell(row=name, **answer["result"])
+        return not answer["dead"] and self._seconds_left() > 0
 
 
 def deadlines(names: Sequence[str], begin: float) -> list[float]:
@@ -119,8 +216,8 @@ def _machine(device: str) -> dict[str, Any]:
     """The machine, or with a ``problem`` why nothing can be measured."""
     found: list[dict[str, Any]] = []
     # From a cold disk this can take longer than planned; then the stages have less.
-    deadline = time.monotonic() + 2 * isolation.START_SECONDS
-    isolation.Stage(f"{ROWS}:machine", deadline, found.append, device).run()
+    deadline = time.monotonic() + 2 * START_SECONDS
+    Rows(f"{SOURCE}:machine", deadline, found.append, device).run()
     where = found[0]
     if "problem" in where:
         where["problem"] += "".join(f": {line}" for line in where.get("said", [])[-1:])
@@ -136,7 +233,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_report", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--stage", nargs="*", choices=list(STAGES), default=[])
-    parser.add_argument("--only", action="append", default=[], help="rows whose name contains this")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--started", type=float, help="when the build began, in seconds of the epoch"
@@ -165,8 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record("machine", where)
         for stage, end in zip(stages, deadlines(stages, begin), strict=True):
             tell = partial(record, stage)
-            rows_of = isolation.Stage(f"{ROWS}:{stage}", end, tell, given.device, given.only)
-            rows_of.run(STAGES[stage].workers)
+            Rows(f"{SOURCE}:{stage}", end, tell, given.device).run(STAGES[stage].workers)
     print("\n".join(table(rows)))
     wrong = [row for row in rows if row["stage"] in OURS and not right(row)]
     print(f"{len(rows)} results, {len(wrong)} of ours not right; wrote {path}")

@@ -14,9 +14,9 @@ from typing import Any
 
 from . import gpu_report, training
 from .contestants.peers import DIFFERENCES
-from .tables import found_text, markdown, milliseconds, shape_text
+from .tables import markdown, milliseconds, shape_text
 from .timing.worker import ROOT
-from .workloads.shapes import MODES
+from .workloads.shapes import MODES, SUBJECT
 
 Run = dict[str, Any]
 
@@ -146,12 +146,6 @@ def about(run: Run) -> str:
     return ", ".join(filter(None, parts))
 
 
-def bounds_met(run: Run) -> tuple[int, int]:
-    """How many goals of the run's rows were reached, and how many there are."""
-    held = [bound["holds"] for row in run["rows"] for bound in row["bounds"]]
-    return sum(held), len(held)
-
-
 def of_machine(run: Run) -> list[str]:
     """The summary of one run, and the goals that it missed."""
     cells = [
@@ -169,15 +163,14 @@ def of_machine(run: Run) -> list[str]:
     lines = [f"## {name_of(run)}", "", f"{about(run)}.", ""]
     lines += [*markdown([*heads, "fastest / ours"], cells), ""]
     shapes = [row for row in run["rows"] if row["table"] == "shapes"]
-    slower = sum(not bound["holds"] for row in shapes for bound in row["bounds"])
-    held, count = bounds_met(run)
+    slower = sum(not all(bound["holds"] for bound in row["bounds"]) for row in shapes)
+    held = [bound["holds"] for row in run["rows"] for bound in row["bounds"]]
     said = f"In {len(shapes) - slower} of {len(shapes)} rows of the list of shapes no baseline was "
-    lines += [f"{said}faster than ours. {held} of {count} goals were reached.", ""]
+    lines += [f"{said}faster than ours. {sum(held)} of {len(held)} goals were reached.", ""]
     for row in run["rows"]:
         for bound in row["bounds"]:
-            if bound["against"] == "DRAM":
-                read = found_text(row, bound).partition(";")[0]
-                lines += [f"On a large memory {shape_text(row['shape'])} {read}.", ""]
+            if bound["against"] == "DRAM" and bound["found"]:
+                lines += [_bandwidth(row, bound["found"]), ""]
     missed = [
         [_row(row), bound["rival"], f"{bound['at_least']:g}x", _found(bound["found"])]
         for row in run["rows"]
@@ -185,6 +178,17 @@ def of_machine(run: Run) -> list[str]:
         if not bound["holds"]
     ]
     return [*lines, *(markdown(["missed", "against", "goal", "found"], missed)), ""]
+
+
+def _bandwidth(row: dict[str, Any], found: dict[str, float]) -> str:
+    """What a step on a large memory reads, and the share of the roof that it is."""
+    subject, read = SUBJECT[row["task"]], row["dram_read"]
+    roof = read["bytes_per_second"] / 1e9
+    return (
+        f"On a large memory {shape_text(row['shape'])} {subject} reads "
+        f"{found['median'] * roof:.1f} GB/s, {found['median']:.0%} ({found['p20']:.0%}-"
+        f"{found['p80']:.0%}) of {roof:.1f} GB/s by {read['reader']}."
+    )
 
 
 def _row(row: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .workloads.shapes import MODES, SUBJECT
+from .workloads.shapes import MODES
 
 Packed = dict[str, Any]  # a row, as bench writes it in JSON
 
@@ -40,53 +40,19 @@ def shape_text(shape: dict[str, Any]) -> str:
     return "({batch}, {queries}, {keys}, {hidden})".format(**shape)
 
 
-def row_name(row: Packed) -> str:
-    """Shape, task and mode of a row in words."""
-    what = f"{row['task']}, {MODES[row['mode']]}"
-    return f"{row['shape']['name']} {shape_text(row['shape'])}, {what}"
-
-
 def row_table(rows: list[Packed]) -> list[str]:
-    """Milliseconds of each provider, then why a provider was not run."""
+    """Milliseconds of each provider; then who was not run and why, and whose results are wrong."""
     names = dict.fromkeys(name for row in rows for name in row["seconds"] if name != "DRAM read")
-    cells, gaps = [], []
+    cells, notes = [], []
     for row in rows:
         what = f"{row['shape']['name']} {shape_text(row['shape'])}"
         spreads = [row["seconds"].get(name) for name in names]
         cells.append([what, f"{row['task']}, {MODES[row['mode']]}", *map(spread_text, spreads)])
-        gap = f"- {what}, {row['task']}: {{}} was not run: {{}}"
-        gaps += [gap.format(*skipped) for skipped in row["skipped"].items()]
-    table = markdown(["shape (B, Tq, Tk, H)", "what", *names], cells)
-    return [*table, "", *([*dict.fromkeys(gaps), ""] if gaps else [])]
-
-
-def bound_lines(rows: list[Packed]) -> list[str]:
-    """PASS or FAIL for each bound, and FAIL for each wrong result."""
-    lines = []
-    for row in rows:
+        for name, why in row["skipped"].items():
+            notes.append(f"- {what}, {row['task']}: {name} was not run: {why}")
         for name, verdict in row["parity"].items():
             if not verdict["passed"]:
                 error = f"{verdict['where']}: {verdict['worst']:.3g} of the allowed error"
-                lines.append(f"FAIL  parity: {row_name(row)}: {name}, {error}")
-        for bound in row["bounds"]:
-            word = "PASS" if bound["holds"] else "FAIL"
-            lines.append(f"{word}  {row_name(row)}: {found_text(row, bound)}")
-    return lines
-
-
-def found_text(row: Packed, bound: dict[str, Any]) -> str:
-    """What was found for a bound of a row, and what is needed."""
-    subject, need, found = SUBJECT[row["task"]], bound["at_least"], bound["found"]
-    if found is None:
-        return str(bound["rival"])
-    median, p20, p80 = (found[key] for key in ("median", "p20", "p80"))
-    if bound["against"] == "DRAM":
-        roof = row["dram_read"]["bytes_per_second"] / 1e9
-        return (
-            f"{subject} reads {median * roof:.1f} GB/s, {median:.0%} ({p20:.0%}-{p80:.0%})"
-            f" of {roof:.1f} GB/s by {row['dram_read']['reader']}; needs {need:.0%}"
-        )
-    return (
-        f"{subject} is {median:.3g}x ({p20:.3g}-{p80:.3g}) as fast as {bound['rival']}; "
-        f"needs {need:g}x"
-    )
+                notes.append(f"- {what}, {row['task']}: {name} FAILS parity, {error}")
+    table = markdown(["shape (B, Tq, Tk, H)", "what", *names], cells)
+    return [*table, "", *([*dict.fromkeys(notes), ""] if notes else [])]

@@ -30,8 +30,7 @@ from bahdanau_fast.seq2seq import (
 from .contestants.baselines import CourseAttention
 from .tables import markdown, spread_text
 from .timing.machine import save
-from .timing.measure import interleave
-from .timing.memory import allocated_growth
+from .timing.measure import allocated_growth, interleave
 
 COURSE, NONE, STEPS, OURS = "course", "no attention", "ours, step by step", "ours"
 OUR_LOSS = "no attention, our loss"
@@ -97,12 +96,6 @@ DECODERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def _model(name: str, setting: Setting) -> EncoderDecoder:
-    torch.manual_seed(0)
-    sizes = (setting.vocab, setting.embed, setting.hidden, setting.layers)
-    return EncoderDecoder(Seq2SeqEncoder(*sizes), DECODERS[name](*sizes))  # type: ignore[arg-type]
-
-
 def _course_loss(logits: Tensor, labels: Tensor, valid_lens: Tensor) -> Tensor:
     """The course's masked cross-entropy (B,)."""
     weights = (torch.arange(labels.shape[1]) < valid_lens[:, None]).float()
@@ -110,27 +103,21 @@ def _course_loss(logits: Tensor, labels: Tensor, valid_lens: Tensor) -> Tensor:
     return (unweighted * weights).mean(dim=1)
 
 
-@dataclass
 class _Work:
-    """A model with its batch."""
+    """One of the decoders behind an encoder, with a batch."""
 
-    model: EncoderDecoder
-    source: Tensor
-    target: Tensor
-    source_lens: Tensor
-    target_lens: Tensor
-    measure: Callable[[Tensor, Tensor, Tensor], Tensor]
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, setting: Setting, *batch: Tensor) -> None:
+        torch.manual_seed(0)
+        sizes = (setting.vocab, setting.embed, setting.hidden, setting.layers)
+        self.model = EncoderDecoder(Seq2SeqEncoder(*sizes), DECODERS[name](*sizes))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
-
-    def loss(self) -> Tensor:
-        logits, _ = self.model(self.source, self.target, self.source_lens)
-        return self.measure(logits, self.target, self.target_lens).sum()
+        self.measure = _course_loss if name in (COURSE, NONE) else masked_cross_entropy
+        self.source, self.target, self.source_lens, self.target_lens = batch
 
     def train(self) -> float:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss()
+        logits, _ = self.model(self.source, self.target, self.source_lens)
+        loss = self.measure(logits, self.target, self.target_lens).sum()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -138,8 +125,7 @@ class _Work:
 
     def infer(self) -> Tensor:
         with torch.no_grad():
-            logits: Tensor = self.model(self.source, self.target, self.source_lens)[0]
-            return logits
+            return self.model(self.source, self.target, self.source_lens)[0]
 
 
 def _works(setting: Setting) -> dict[str, _Work]:
@@ -154,9 +140,7 @@ def _works(setting: Setting) -> dict[str, _Work]:
         draw(setting.source // 2, setting.source + 1, setting.batch),
         draw(setting.target // 2, setting.target + 1, setting.batch),
     )
-    losses = {name: masked_cross_entropy for name in DECODERS}
-    losses |= {name: _course_loss for name in (COURSE, NONE)}
-    works = {name: _Work(_model(name, setting), *batch, losses[name]) for name in DECODERS}
+    works = {name: _Work(name, setting, *batch) for name in DECODERS}
     drawn = works[COURSE].model.state_dict()
     weights = {name.replace(".course.", ".attention."): x for name, x in drawn.items()}
     for name in (OURS, STEPS):

@@ -18,8 +18,7 @@ from bahdanau_fast.seq2seq.model.encoder_decoder import (
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
 from bahdanau_fast.seq2seq.search.beam import Beam, Hypotheses, beam_search
 from bahdanau_fast.seq2seq.search.scoring import bleu, corpus_scores
-from bahdanau_fast.seq2seq.search.translating import Translation, greedy, translate
-from bahdanau_fast.seq2seq.search.translator import Translator
+from bahdanau_fast.seq2seq.search.translator import Translation, Translator, greedy, translate
 from bahdanau_fast.seq2seq.training.trainer import Trainer, masked_cross_entropy, train
 
 __all__ = [

@@ -94,9 +94,7 @@ class Checked:
 def add_options(group: Any, defaults: Any) -> None:
     """An option for every field that was made here; without it nothing is in the namespace.
 
-    Args:
-        group: of an argparse parser.
-        defaults: the settings that its help shows.
+    ``group`` is one of an argparse parser, ``defaults`` are the settings that its help shows.
     """
     for field in dataclasses.fields(defaults):
         if not field.metadata:

@@ -1,1 +1,1 @@
-"""The GPU report's stages, and the processes that they run in."""
+"""The GPU report's stages, and what their rows compute."""

@@ -1,4 +1,4 @@
-"""Interleaved timing: each round times every provider once, and ratios are taken within it."""
+"""Time, in turns: a round times every provider once, ratios are taken within it. Memory, too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..contestants.providers import Runnable
 
 SAMPLE_SECONDS = 5e-3
 SLOW_SECONDS = 0.05
@@ -57,22 +56,6 @@ class Timings:
 
     def fastest(self, names: list[str]) -> str:
         return min(names, key=lambda name: self.time(name).median)
-
-    @property
-    def rounds(self) -> int:
-        return len(next(iter(self.samples.values())))
-
-
-def prepare(runnable: Runnable, train: bool, grad_context: Tensor) -> Callable[[], Any]:
-    """The call to be timed: a forward, or with ``train`` a forward and all gradients."""
-    if not train:
-        return runnable.forward
-
-    def step() -> tuple[Tensor, ...]:
-        context = runnable.forward()[0]  # weights that nobody holds have no gradient to be found
-        return torch.autograd.grad(context, runnable.leaves, grad_context)
-
-    return step
 
 
 @contextmanager
@@ -143,6 +126,22 @@ class MemoryRead:
     def bytes_per_second(self, timings: Timings, name: str) -> float:
         """The best rate of the rounds; the others were disturbed."""
         return self._buffer.nbytes / min(timings.samples[name])
+
+
+def allocator_events(call: Callable[[], Any]) -> list[int]:
+    """Bytes that torch's allocator gave out (above 0) and took back during a call, in order."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        result = call()
+    del result
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def allocated_growth(call: Callable[[], Any]) -> int:
+    """Peak of the bytes that torch's allocator has given out during a call."""
+    return max(accumulate(allocator_events(call), initial=0))
 
 
 class GpuCall:

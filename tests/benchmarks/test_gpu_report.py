@@ -1,20 +1,29 @@
-"""The GPU report where there is no GPU: what it says, and rows that crash, hang or raise."""
+"""The GPU report where there is no GPU: rows that crash, hang or raise; what rows compute."""
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from fresh import ROOT, python
 
 from benchmarks import gpu_report, page
-from benchmarks.gpu import isolation
+from benchmarks.contestants.providers import by_name
+from benchmarks.gpu import figures, stages
+from benchmarks.gpu.figures import GpuCase
+from benchmarks.timing.measure import GpuCall, captured, interleave
+from benchmarks.workloads.shapes import Shape
 
-ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+TINY = Shape("tiny", 2, 1, 5, 8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -80,9 +89,6 @@ def slow(device):
 def broken(device):
     raise OSError("no such driver")
 
-def two(device):
-    return [Row("one", 60, good), Row("two", 60, good)]
-
 def meets():  # a row that another process's row has to join
     pids = os.environ["PLANTED_PIDS"]
     print(os.getpid(), file=open(pids, "a"))
@@ -92,6 +98,9 @@ def meets():  # a row that another process's row has to join
 
 def joined(device):
     return [Row("one", 60, meets), Row("two", 60, meets)]
+
+def mixed(device):
+    return [Row("one", 60, good), Row("raises", 60, FAILING["raises"]), Row("two", 60, good)]
 
 def machine(device):
     return [Row("machine", 60, lambda: {"gpu": "Planted X1, 7 multiprocessors"})]
@@ -125,7 +134,7 @@ def is_there(pid):
 def rows_of(function, seconds, workers=1):
     found = []
     source, end = f"planted:{function}", time.monotonic() + seconds
-    isolation.Stage(source, end, found.append, "cuda").run(workers)
+    gpu_report.Rows(source, end, found.append, "cuda").run(workers)
     return {row.pop("row"): row for row in found}
 
 
@@ -141,21 +150,17 @@ def test_a_row_that_crashes_hangs_or_raises_costs_that_row_alone(planted):
         "no json": "TypeError: Object of type set is not JSON serializable",
     }
     processes = {name: row["process"] for name, row in found.items() if "process" in row}
-    assert list(processes) == ["first", *(f"after {name}" for name in problems), "chatty"]
+    names = list(processes)
+    assert names == ["first", *(f"after {name}" for name in problems), "chatty"]
     # A fresh process where the one before is gone or not to be trusted, and only there.
-    went_on = {n for n in problems if processes[f"after {n}"] == before(processes, f"after {n}")}
-    assert went_on == {"raises", "no json"}
+    went_on = {b for a, b in pairwise(names) if processes[a] == processes[b]}
+    assert went_on == {"after raises", "after no json", "chatty"}
     (child,) = map(int, planted.read_text().split())
     assert not is_there(child)
     # Each process compiles into a folder of its own, which goes with it.
     caches = {row["process"]: row["cache"] for row in found.values() if "cache" in row}
     assert len(set(caches.values())) == len(caches) > 1
     assert not any(map(os.path.exists, caches.values()))
-
-
-def before(processes, name):
-    names = list(processes)
-    return processes[names[names.index(name) - 1]]
 
 
 def test_a_stage_ends_in_time_and_says_what_it_left_out(planted):
@@ -169,43 +174,34 @@ def test_a_stage_ends_in_time_and_says_what_it_left_out(planted):
     assert not is_there(child)
 
 
-def test_a_process_that_cannot_start_is_told_of_once(planted):
-    (start,) = rows_of("broken", 30).items()
-    assert start[0] == "start"
-    assert start[1]["problem"] == "OSError: no such driver"
-
-
 def test_several_processes_share_the_rows(planted):
     found = rows_of("joined", 60, workers=2)
     assert len({row["process"] for row in found.values()}) == 2
 
 
 def test_a_report_with_failing_stages_has_everything_else(planted, tmp_path, monkeypatch, capsys):
-    out, seconds = tmp_path / "out", {"broken": 30, "every": 60, "two": 20}
-    monkeypatch.setattr(gpu_report, "ROWS", "planted")
+    out, seconds = tmp_path / "out", {"broken": 30, "mixed": 30}
+    monkeypatch.setattr(gpu_report, "SOURCE", "planted")
     monkeypatch.setattr(gpu_report, "STAGES", {n: gpu_report.Stage(s) for n, s in seconds.items()})
-    monkeypatch.setattr(gpu_report, "OURS", ("every",))
-    assert gpu_report.main(["--out", str(out), "--stage", *seconds, "--only", "o"]) == 1
+    monkeypatch.setattr(gpu_report, "OURS", ("mixed",))
+    assert gpu_report.main(["--out", str(out), "--stage", *seconds]) == 1
     (path,) = out.iterdir()
     assert path.name.startswith("planted-x1-20")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["stage"] for line in lines][:2] == ["machine", "broken"]
+    assert len(path.read_text().splitlines()) == 5
     said = capsys.readouterr().out
-    assert "broken: start: PROBLEM: OSError: no such driver" in said
-    failed = [n["row"] for n in lines if n["stage"] == "every" and "problem" in n]
-    assert failed == ["no json"]
+    assert said.count("broken: start: PROBLEM: OSError: no such driver") == 1
     assert "1 of ours not right" in said
     (report,) = gpu_report.reports(out)
     assert report["machine"]["gpu"] == "Planted X1, 7 multiprocessors"
-    assert [line["row"] for line in report["rows"] if line["stage"] == "two"] == ["one", "two"]
+    assert [row["row"] for row in report["rows"] if "problem" not in row] == ["one", "two"]
 
 
-def test_an_interrupted_report_leaves_no_process(planted, tmp_path):
+def test_an_interrupted_report_leaves_no_process(planted):
     """A make that is stopped must not leave a process on the GPU."""
     code = (
-        "import signal, sys, time; from benchmarks.gpu import isolation\n"
+        "import signal, sys, time; from benchmarks import gpu_report\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-        "isolation.Stage('planted:slow', time.monotonic() + 60, print, 'cuda').run()"
+        "gpu_report.Rows('planted:slow', time.monotonic() + 60, print, 'cuda').run()"
     )
     report = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -218,28 +214,11 @@ def test_an_interrupted_report_leaves_no_process(planted, tmp_path):
 
 
 def test_the_stages_fit_in_ten_minutes():
-    first = sum(gpu_report.STAGES[name].seconds for name in gpu_report.FIRST)
-    spent = gpu_report.BUILD_SECONDS + gpu_report.MACHINE_SECONDS + first
-    assert spent <= gpu_report.TOTAL_SECONDS < 600 - 15  # the last one's processes are ended
+    assert gpu_report.TOTAL_SECONDS < 600 - 15  # the last one's processes are ended
     ends = gpu_report.deadlines(gpu_report.FIRST, 1000.0)
     assert ends == [1320.0, 1430.0, 1500.0, 1580.0]
     assert gpu_report.deadlines(["parity"], 0.0) == [gpu_report.TOTAL_SECONDS]
-    makefile = (ROOT / "Makefile").read_text()
-    assert f"timeout {gpu_report.BUILD_SECONDS:.0f} " in makefile
-
-
-def test_real_rows_on_the_cpu(tmp_path, monkeypatch):
-    stages = {name: gpu_report.Stage(250) for name in ("smoke", "parity")}
-    monkeypatch.setattr(gpu_report, "STAGES", stages)
-    monkeypatch.setattr(gpu_report, "TOTAL_SECONDS", 700)
-    only = ["--only=, float32", "--only=cpu: ", "--only=no lens"]
-    given = ["--device", "cpu", "--out", str(tmp_path), "--stage", *stages, *only]
-    assert gpu_report.main(given) == 0
-    (report,) = gpu_report.reports(tmp_path)
-    (row,) = report["rows"]
-    assert (row["stage"], row["row"]) == ("parity", "cpu: no lens, float32")
-    assert row["passed"]
-    assert 0 < row["worst"] <= 1
+    assert f"timeout {gpu_report.BUILD_SECONDS:.0f} " in (ROOT / "Makefile").read_text()
 
 
 def test_the_table_has_who_by_call():
@@ -250,10 +229,120 @@ def test_the_table_has_who_by_call():
         {"stage": "time", "row": "kernels of cuda: step", "kernels": {}},
         {"stage": "plans", "row": "plans of step, triton: step", **times},
     ]
-    head, _, line = gpu_report.table(rows)
-    assert head == "| case | JAX jit | cuda |"
-    assert line == "| step | 50.0 / - / -, wrong | 3.0 / 2.0 / 4.0 |"
     machine = {"gpu": "Planted X1", "torch": "2.11.0", "commit": "abc"}
     text = page.page([], [], [{"machine": machine, "rows": rows}])
     assert "## Planted X1\n\ntorch 2.11.0, commit abc.\n" in text
-    assert line in text
+    assert "| case | JAX jit | cuda |\n" in text
+    assert "\n| step | 50.0 / - / -, wrong | 3.0 / 2.0 / 4.0 |\n" in text
+
+
+# ---- what rows compute, on the CPU and in Triton's interpreter -----------------------------------
+
+
+def test_a_row_of_the_contract():
+    (row,) = [row for row in stages.parity("cpu") if row.name == "cpu: no lens, float32"]
+    found = row.compute()
+    assert found["passed"]
+    assert 0 < found["worst"] <= 1
+
+
+CASES = [
+    GpuCase("cpu", TINY, "step", "float32"),
+    GpuCase("reference", TINY, "projected", train=True),
+    GpuCase("cpu", TINY, "full", "float16"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_of_ours_is_checked_and_timed(case):
+    row = figures.times(case, figures.subject(case), CPU)
+    assert row["passed"]
+    assert 0 < row["worst"] <= 1
+    assert 0 < row["called"]["p20"] <= row["called"]["median"] <= row["called"]["p80"]
+    assert row["no graph"] == "no GPU"
+    found = figures.kernels(case, CPU, calls=3)
+    assert found["passed"]
+    assert all(launches > 0 <= us for launches, us in found["kernels"].values())
+    if case.backend == "cpu" and case.task == "full":
+        (named,) = [n for n in found["kernels"] if n.startswith("bahdanau_fast::")]
+        assert found["kernels"][named][0] == 1
+
+
+@pytest.mark.parametrize("kind", ["right", "a little off", "not written"])
+def test_a_wrong_result_is_wrong(kind, monkeypatch):
+    case, ours = GpuCase("cpu", TINY, "projected", "float32"), by_name("ours op")
+    built = ours.build("projected", figures.inputs_of(case, CPU))
+    results = {
+        "right": built.forward,
+        "a little off": lambda: [tensor * 1.00001 for tensor in built.forward()],
+        "not written": lambda: (torch.empty(2, 1, 8), torch.empty(2, 1, 5)),
+    }
+    changed = replace(built, forward=results[kind])
+    provider = replace(ours, builders={"projected": lambda _: changed})
+    monkeypatch.setattr(figures, "subject", lambda _: provider)
+    result = figures.smoke(case, CPU)
+    assert (
+        gpu_report.right(result) == result["passed"] == (result["worst"] <= 1) == (kind == "right")
+    )
+    assert math.isinf(result["worst"]) == (kind == "not written")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# In Triton's interpreter, which has to be asked for before anything is imported.
+INTERPRETED = """
+import json, torch
+from benchmarks.gpu import figures, stages
+from benchmarks.gpu.figures import GpuCase
+from benchmarks.workloads.shapes import Shape
+
+cpu = torch.device("cpu")
+figures.SECONDS = 1e-3
+long = GpuCase("triton", Shape("long", 1, 1, 300, 16), "projected")
+plans = figures.candidates(long, cpu, "step")["plans"]
+print(json.dumps([plans, [row.name for row in stages.plans("cpu")]]))
+"""
+
+
+def test_plans_in_the_interpreter():
+    done = python("-W", "ignore", "-c", INTERPRETED, cwd=ROOT, TRITON_INTERPRET="1")
+    plans, names = json.loads(done.stdout)
+    assert len(plans) >= 4
+    assert len({plan.partition(": ")[2] for plan in plans}) == len(plans)
+    assert all(figures["passed"] for figures in plans.values())
+    assert any(name.startswith("plans of grad_tanh, triton: ") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "passed"),
+    [
+        ("ERROR SUMMARY: 0 errors", 0, True),
+        ("RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, True),
+        ("ERROR SUMMARY: 12 errors", 0, False),
+        ("ERROR SUMMARY: 0 errors", 7, False),
+        ("", 0, False),
+    ],
+)
+def test_a_sanitizer_passes_by_its_exit_and_its_words(said, code, passed):
+    words = [sys.executable, "-c", f"import sys; print('{said}'); sys.exit({code})"]
+    assert stages._command(words, stages.CLEAN) == {"passed": passed, "exit": code, "said": [said]}
+
+
+def test_a_gpus_calls_are_timed_in_turns_as_all_others_are():
+    assert captured(lambda: None) == "no GPU"
+    calls = {"called": GpuCall(lambda: None, CPU), "cold": GpuCall(lambda: None, CPU, cold=True)}
+    timings = interleave(calls, 0.05)
+    assert len(timings.samples["called"]) >= 5
+    assert all(spread["median"] > 0 for spread in timings.packed().values())
+    assert figures.floor(CPU)["bytes per second, read"] > 0
+
+
+@pytest.mark.parametrize(("value", "same"), [(1.0, True), (None, False), (1.0000001, False)])
+def test_a_graph_that_writes_nothing_or_other_bits_is_found(value, same):
+    kept = torch.ones(3), None
+
+    def replay():
+        if value is not None:
+            kept[0].fill_(value)
+        return kept
+
+    assert figures.repeats_bits(lambda: (torch.ones(3), None), replay) == same

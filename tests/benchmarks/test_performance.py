@@ -1,14 +1,15 @@
-"""What the page and README say is what was measured, and a library is compared only if right."""
+"""What the pages say of speed is what was measured, and a library is compared only if right."""
 
 import json
 from importlib.util import find_spec
 
 import pytest
 import torch
+from fresh import ROOT
 from threads import one_thread  # noqa: F401
 
 from benchmarks import __main__ as command
-from benchmarks import page
+from benchmarks import family, page
 from benchmarks.bench import Runner
 from benchmarks.contestants import peers
 from benchmarks.contestants.baselines import Unavailable
@@ -22,48 +23,34 @@ PEER = Shape("peer", 3, 1, 7, 16, lens="drawn")
 
 
 def test_docs_and_readme_say_what_the_committed_figures_say():
+    measured = {path.stem for path in page.RESULTS.glob("cpu-*.json")}
+    assert measured == {slug(run["machine"]) for run in page.runs()}
+    assert len(measured) >= 2
     for path, text in page.generated().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: python -m benchmarks.page"
 
 
-def test_every_machine_has_its_figures_on_the_page():
-    measured = page.runs()
-    assert len(measured) >= 2
-    for run in measured:
-        text = "\n".join(page.of_machine(run))
-        line = next(x for x in text.splitlines() if "decoder step" in x)
-        row = next(row for row in run["rows"] if row["table"] == "step")
-        ours, d2l = (row["seconds"][name]["median"] for name in ("ours memory", "d2l eager"))
-        assert f"{1e3 * ours:.3g} ms" in line
-        assert f"{d2l / ours:.1f}x" in line
+# The words of a line in the table of docs/family.md, and whose rows it is about.
+GAINS = {
+    "SpeechBrain `ContentBasedAttention`": ("SpeechBrain content", "ESPnet AttAdd"),
+    "SpeechBrain `LocationAwareAttention`": ("SpeechBrain location", "ESPnet AttLoc"),
+    "coqui `OriginalAttention`": ("coqui location",),
+    "the same without location": ("coqui content",),
+    "Show, Attend and Tell": ("ReLU, eager", "ReLU, compiled"),
+}
 
 
-def test_every_goal_that_is_missed_is_named():
-    for run in page.runs():
-        lines = page.of_machine(run)
-        bounds = [(row, bound) for row in run["rows"] for bound in row["bounds"]]
-        missed = [(row, bound) for row, bound in bounds if not bound["holds"]]
-        assert any(f"{len(bounds) - len(missed)} of {len(bounds)} goals" in x for x in lines)
-        named = lines[next(i for i, x in enumerate(lines) if x.startswith("| missed")) + 2 :]
-        assert len([x for x in named if x]) == len(missed)
-        for line, (_, bound) in zip(named, missed, strict=False):
-            assert f"| {bound['rival']} " in line
-            assert f" {bound['at_least']:g}x " in line
-            assert f" {bound['found']['median']:.3g}x (" in line
-
-
-@pytest.mark.parametrize(
-    ("cpu", "name"),
-    [
-        ("AMD EPYC (family 26, model 2)", "cpu-amd-epyc-26-2-2cores"),
-        (
-            "Intel(R) Xeon(R) CPU E5-2680 v4 @ 2.40GHz (family 6, model 79)",
-            "cpu-intel-xeon-e5-2680-v4-6-79-2cores",
-        ),
-    ],
-)
-def test_a_file_is_named_after_processor_and_cores(cpu, name):
-    assert slug({"cpu": cpu, "cores": "2 (2 threads)"}) == name
+def test_the_gains_of_others_modules_are_those_of_two_machines():
+    results = page.runs(pattern="family-*.json")
+    assert len(results) >= 2
+    every = len(family.PEERS) * len(family.SIZES) * len(family.MODES) + 3
+    assert {len(result["rows"]) for result in results} == {every}
+    lines = (ROOT / "docs" / "family.md").read_text(encoding="utf-8").splitlines()
+    for words, whose in GAINS.items():
+        rows = [row for result in results for row in result["rows"] if row["who"] in whose]
+        ratios = [row["theirs"] / row["ours"] for row in rows]
+        (line,) = (line for line in lines if line.startswith("|") and words in line)
+        assert line.endswith(f" {min(ratios):.1f} to {max(ratios):.1f}x |")
 
 
 def test_a_file_has_a_line_for_each_row():
@@ -76,7 +63,7 @@ def test_a_file_has_a_line_for_each_row():
 def test_a_run_writes_figures_that_the_page_can_read(monkeypatch, tmp_path, capsys):
     wanted = [
         Case("step", TOY, "step", bounds=(Bound("eager", 1e-9),)),
-        Case("shapes", PEER, "full", bounds=(Bound("baseline", 1e9),)),
+        Case("shapes", PEER, "full", bounds=(Bound("baseline", 1e9), Bound("compiled", 1.0))),
     ]
     few = [provider for provider in PROVIDERS if provider.group != "compiled"]
     monkeypatch.setattr(command, "cases", lambda only: wanted)
@@ -86,8 +73,19 @@ def test_a_run_writes_figures_that_the_page_can_read(monkeypatch, tmp_path, caps
     text = "\n".join(page.of_machine(run))
     assert "a trial" in text
     assert "In 0 of 1 rows" in text
-    assert "1 of 2 goals were reached" in text
-    assert "FAIL  peer (3, 1, 7, 16), full, forward: ours module is" in capsys.readouterr().out
+    assert "1 of 3 goals were reached" in text
+    ours, d2l = (run["rows"][0]["seconds"][n]["median"] for n in ("ours memory", "d2l eager"))
+    (line,) = (line for line in text.splitlines() if line.startswith("| one decoder step (2, 1"))
+    assert f" {1e3 * ours:.3g} ms " in line
+    assert f" {d2l / ours:.1f}x " in line
+    rival, missing = run["rows"][1]["bounds"]
+    (line,) = (line for line in text.splitlines() if " 1e+09x " in line)
+    assert line.startswith(f"| (3, 1, 7, 16) full, forward | {rival['rival']} ")
+    assert f" {rival['found']['median']:.3g}x (" in line
+    assert (missing["holds"], missing["found"]) == (False, None)
+    printed = capsys.readouterr().out
+    assert "| peer (3, 1, 7, 16)   | full, forward " in printed
+    assert text in printed
 
 
 def test_nothing_of_that_name_is_wrong_use(capsys, tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 import bahdanau_fast as bf
 from bahdanau_fast.seq2seq.data import dates
-from benchmarks.contestants.translator import Translator, train
+from benchmarks.family import Translator, train
 
 STEPS, BATCH, SIZE = 50, 16, 32
 

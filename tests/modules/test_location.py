@@ -8,7 +8,7 @@ from torch import nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity
-from benchmarks.timing.memory import allocator_events
+from benchmarks.timing.measure import allocator_events
 
 BACKENDS = [name for name in ("cpu", "reference") if name in bf.backends.available()]
 LENS = torch.tensor([37, 0, 12])

@@ -22,7 +22,7 @@ from cases import ROWS, STEPS, measured
 from driven import CudaPtx
 from tritoned import TritonPtx
 
-from benchmarks.machine_code.cuda import KINDS, Kernel
+from benchmarks.machine_code import KINDS, Kernel
 
 RESULTS = ROOT / "benchmarks" / "results" / "ptx.csv"
 COLUMNS = ("backend", "arch", "kernel", "numbers", "cases", "worst share")

@@ -19,7 +19,7 @@ from bahdanau_fast.seq2seq import (
     translate,
 )
 from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
-from benchmarks.timing.memory import allocator_events
+from benchmarks.timing.measure import allocator_events
 
 TOKENS = 8  # <pad>, <bos>, <eos>, <unk> and four more
 

@@ -81,18 +81,23 @@ def test_train_tells_what_it_does(data, tmp_path, capsys, monkeypatch):
 
 
 def test_train_as_a_script_goes_on(data, tmp_path, capsys):
-    out, _ = said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--json")
+    train = ["train", "--data", data, "--out", tmp_path, *TINY, "--best-metric", "chrf"]
+    out, _ = said(capsys, *train, "--json")
     first = json.loads(out)
     assert (first["steps"], first["text"]["data"]) == (8, "pairs.tsv")
     moved = tmp_path / "moved.tsv"
     moved.write_bytes(data.read_bytes())
-    again = ["--data", moved, "--epochs", "2", "--json"]
-    out, _ = said(capsys, "train", "--resume", "--out", tmp_path, *again)
+    again = ["train", "--resume", "--out", tmp_path, "--data", moved, "--epochs", "2"]
+    line = refused(capsys, *again, "--best-metric", "loss")
+    assert "--best-metric must be left out with --resume" in line
+    out, _ = said(capsys, *again, "--json")
     second = json.loads(out)
     assert second["steps"] == 16
     assert second["settings"] == {**first["settings"], "epochs": 2}
     assert second["validations"][:1] == first["validations"] == [first["best"]]
-    assert second["best"] == min(second["validations"], key=lambda v: v["loss"])
+    assert second["best"] == max(second["validations"], key=lambda v: (v["chrf"], -v["loss"]))
+    out, _ = said(capsys, *again[:-1], "3")
+    assert re.search(r"best.pt is epoch \d, the best by validation chrF \(loss ", out)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +181,8 @@ def test_nothing_is_overwritten_without_saying_so(model, data, capsys):
 def test_overwrite_begins_anew(data, tmp_path, capsys):
     said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--epochs", "2")
     none = ["--validation", "0", "--overwrite"]  # so no epoch is called the best
-    said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, *none)
+    out, _ = said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, *none)
+    assert "last.pt is the last epoch; no validation pairs, so there is no best one\n" in out
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
     assert "116 pairs" not in said(capsys, "evaluate", tmp_path)[0]
 

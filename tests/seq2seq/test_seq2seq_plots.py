@@ -5,9 +5,9 @@ import torch
 from threads import one_thread  # noqa: F401
 
 from bahdanau_fast.seq2seq import Pairs, Settings, build_model, show_heatmaps, translate
-from bahdanau_fast.seq2seq.cli import curves, plots
+from bahdanau_fast.seq2seq.cli import plots
 from bahdanau_fast.seq2seq.search.beam import Beam
-from bahdanau_fast.seq2seq.search.translating import Translation
+from bahdanau_fast.seq2seq.search.translator import Translation
 
 
 def falling(steps, low, high=7.0):
@@ -37,7 +37,7 @@ CASES = {
 @pytest.fixture(params=CASES, scope="module")
 def drawn(request):
     """A picture of each kind, laid out."""
-    figure = curves.training_curves(*CASES[request.param])
+    figure = plots.training_curves(*CASES[request.param])
     figure.draw_without_rendering()
     return request.param, figure
 
@@ -89,7 +89,7 @@ def test_the_numbers_drawn_are_the_history(drawn):
 
 def test_means_are_those_of_whole_windows():
     losses = [float(i % 7) + 1 for i in range(205)]
-    _, means = curves.training_curves(losses, []).axes[0].lines
+    _, means = plots.training_curves(losses, []).axes[0].lines
     assert means.get_label() == "mean of 4 steps"
     assert len(means.get_ydata()) == 51
     assert means.get_ydata()[1] == sum(losses[4:8]) / 4

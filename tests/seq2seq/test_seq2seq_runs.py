@@ -18,8 +18,8 @@ from bahdanau_fast.seq2seq.model.checkpoints import BEST, LAST
 from bahdanau_fast.seq2seq.search.scoring import CorpusScores
 from bahdanau_fast.seq2seq.search.translator import Scores
 from bahdanau_fast.seq2seq.training import runs
-from bahdanau_fast.seq2seq.training.distributed import World
 from bahdanau_fast.seq2seq.training.runs import Run
+from bahdanau_fast.seq2seq.training.trainer import World
 
 SMALL = Settings(embed_size=8, num_hiddens=12, dropout=0.2, epochs=5, batch_size=16, lr=1e-2)
 FEW = dataclasses.replace(SMALL, epochs=4, batch_size=64)  # four epochs of four steps
@@ -301,20 +301,3 @@ def test_a_stop_between_the_two_files_of_the_first_epoch(few, tmp_path, monkeypa
     assert again.history.losses == []
     again.train(progress=False)
     assert kept(tmp_path) == again.best["epoch"] == 1
-
-
-def test_the_metric_is_an_option_of_train_and_kept_by_resume(data, tmp_path, capsys):
-    train = ["train", "--data", str(data), "--out", str(tmp_path), "--validation", "0.2"]
-    assert cli.main([*train, *TINY, "--best-metric", "chrf"]) == 0
-    assert "best.pt is epoch 1, the best by validation chrF (loss " in capsys.readouterr().out
-    assert Run.settings_of(tmp_path)[0].best_metric == "chrf"
-    assert cli.main(["train", "--resume", "--out", str(tmp_path), "--best-metric", "loss"]) == 2
-    assert "--best-metric must be left out with --resume" in capsys.readouterr().err
-
-
-def test_without_validation_pairs_no_epoch_is_called_the_best(data, tmp_path, capsys):
-    train = ["train", "--data", str(data), "--out", str(tmp_path), "--validation", "0"]
-    assert cli.main([*train, *TINY]) == 0
-    out = capsys.readouterr().out
-    assert "last.pt is the last epoch; no validation pairs, so there is no best one\n" in out
-    assert not (tmp_path / BEST).exists()

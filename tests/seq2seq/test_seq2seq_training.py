@@ -23,8 +23,7 @@ from bahdanau_fast.seq2seq.cli import demo
 from bahdanau_fast.seq2seq.cli.demo import compare_training, relative_difference
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Batch
-from bahdanau_fast.seq2seq.training.distributed import World, shard
-from bahdanau_fast.seq2seq.training.trainer import shift_right
+from bahdanau_fast.seq2seq.training.trainer import World, shard, shift_right
 
 TINY = Settings(embed_size=16, num_hiddens=32, epochs=40, batch_size=32, lr=1e-2)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from warmed_up import kernels_of, limits_of
 
-from benchmarks.machine_code.sass import hot
+from benchmarks.machine_code import hot
 from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
 
 # (B,Tq,Tk,H,Dv) of the acceptance shapes; one of odd sizes needs every mask.

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from bahdanau_fast import limits
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import backward, call, forward
-from benchmarks.machine_code import cuda
+from benchmarks.machine_code import run_tool
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -72,7 +72,7 @@ class Kernel:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.made.asm["cubin"])
             file.flush()
-            return cuda.run_tool(*command, file.name)
+            return run_tool(*command, file.name)
 
 
 @contextmanager

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from bahdanau_fast import backends, checks
-from bahdanau_fast.seq2seq.cli import curves, plots
+from bahdanau_fast.seq2seq.cli import plots
 from bahdanau_fast.seq2seq.data.corpus import Corpus, RawPair, TextSettings, read, tokenize
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.settings import METRICS, TRAINING, Settings
 from bahdanau_fast.seq2seq.search.beam import Beam
 from bahdanau_fast.seq2seq.search.translator import Translator
-from bahdanau_fast.seq2seq.training.distributed import join
 from bahdanau_fast.seq2seq.training.runs import Run, described
+from bahdanau_fast.seq2seq.training.trainer import join
 
 __all__ = ["evaluate", "plot", "train", "translate"]
 
@@ -244,7 +244,7 @@ def _curves(where: Path) -> Any:
         checks.reject(ValueError, "DIR", "hold a training with at least one step", where.parent)
     with checkpoints.fitting(best):
         chosen = checkpoints.load(best)["validations"][-1]["epoch"] if best.is_file() else None
-    return curves.training_curves(losses, validations, chosen)
+    return plots.training_curves(losses, validations, chosen)
 
 
 def plot(options: argparse.Namespace) -> int:

@@ -66,11 +66,7 @@ examples:
 
 
 def add_commands(commands: Any) -> None:
-    """Add the four commands.
-
-    Args:
-        commands: what ``add_subparsers`` returned.
-    """
+    """Add the four commands to what ``add_subparsers`` returned."""
 
     def command(
         action: Callable[[argparse.Namespace], int], what: str, description: str, end: str

@@ -22,11 +22,11 @@ import torch
 
 import bahdanau_fast
 from bahdanau_fast import backends, checks
-from bahdanau_fast.seq2seq.cli import curves, plots
+from bahdanau_fast.seq2seq.cli import plots
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Pairs
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
-from bahdanau_fast.seq2seq.search.translating import Translation, translate
+from bahdanau_fast.seq2seq.search.translator import Translation, translate
 from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches, total_steps, train
 
 __all__ = ["Sizes", "compare_training", "relative_difference", "run"]
@@ -65,8 +65,9 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
     if fused == "reference":
         print("the fused backend is not there: this run compares the reference with itself")
 
-    examples, held_out = dates.split(sizes.train, sizes.held_out, settings.seed)
-    pairs = Pairs.of([(example.text, example.iso) for example in examples])
+    examples = dates.generate(sizes.train + sizes.held_out, settings.seed)
+    held_out = examples[sizes.train :]
+    pairs = Pairs.of([(example.text, example.iso) for example in examples[: sizes.train]])
     model = build_model(pairs, settings)
     print(
         f"{len(pairs):,} dates to learn from, {len(held_out):,} held out; "
@@ -103,7 +104,7 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
     )
 
     plots.save(_alignments(translations, held_out), out / "attention.png")
-    plots.save(curves.training_curves(history.losses, []), out / "loss.png")
+    plots.save(plots.training_curves(history.losses, []), out / "loss.png")
     figures = {
         "exact_match": exact,
         "train_seconds": trained,

@@ -1,11 +1,11 @@
-"""Plots of attention weights. Needs matplotlib (extra ``demo``)."""
+"""Plots of attention weights, losses and scores. Needs matplotlib (extra ``demo``)."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.extras import require
-from bahdanau_fast.seq2seq.search.translating import Translation
+from bahdanau_fast.seq2seq.model.settings import METRICS
+from bahdanau_fast.seq2seq.search.translator import Translation
 
 __all__ = [
-    "INK",
     "add_font",
     "alignments",
     "attention_figure",
     "drawable",
-    "new_figure",
     "require_matplotlib",
     "save",
     "show_heatmaps",
+    "training_curves",
 ]
 
 # Families with Chinese and Japanese, if installed; DejaVu comes with matplotlib.
@@ -34,8 +34,7 @@ _CJK = (
     *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "IPAGothic", "Noto Serif"),
     *("PingFang SC", "Hiragino Sans", "Heiti TC", "Microsoft YaHei", "SimHei", "Arial Unicode MS"),
 )
-INK = "#222222"
-"""The colour of text."""
+_INK = "#222222"  # of text
 
 
 def require_matplotlib() -> None:
@@ -43,7 +42,7 @@ def require_matplotlib() -> None:
     require("matplotlib", "plots need", "demo")
 
 
-def new_figure(width: float, height: float) -> Any:
+def _new_figure(width: float, height: float) -> Any:
     """An empty figure, its size in inches."""
     require_matplotlib()
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
@@ -122,9 +121,6 @@ def show_heatmaps(
         figsize: inches; 2.5 per panel unless given.
         cmap: a matplotlib colour map.
 
-    Returns:
-        A matplotlib figure.
-
     Raises:
         ValueError: ``matrices`` has not 4 dimensions.
     """
@@ -132,7 +128,7 @@ def show_heatmaps(
         need = "have 4 dimensions (rows, columns, queries, keys)"
         checks.reject(ValueError, "matrices", need, tuple(matrices.shape))
     rows, columns = matrices.shape[:2]
-    figure = new_figure(*(figsize or (2.5 * columns + 0.8, 2.5 * rows)))
+    figure = _new_figure(*(figsize or (2.5 * columns + 0.8, 2.5 * rows)))
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     values = matrices.detach().float().cpu()
     limits = {"vmin": float(values.min()), "vmax": float(values.max())}
@@ -159,7 +155,7 @@ def _alignment(axes: Any, translation: Translation, title: str, families: Sequen
         weights = torch.cat((weights, translation.end_weights.unsqueeze(1)), 1)
         source.append("<eos>")
     image = axes.imshow(weights.tolist(), cmap="magma_r", vmin=0.0, vmax=1.0, aspect="auto")
-    font: dict[str, Any] = {"fontfamily": list(families), "fontsize": 9, "color": INK}
+    font: dict[str, Any] = {"fontfamily": list(families), "fontsize": 9, "color": _INK}
     axes.set_xticks(range(len(source)), source, **font)
     # Horizontal words would overlap; so would the last label beside single characters.
     slanted = max(map(len, translation.source)) > 2
@@ -173,7 +169,7 @@ def _alignment(axes: Any, translation: Translation, title: str, families: Sequen
     axes.vlines([x + 0.5 for x in range(len(source) - 1)], bottom, top, **thin)
     axes.hlines([y + 0.5 for y in range(len(translation.tokens) - 1)], left, right, **thin)
     axes.tick_params(length=0)
-    font = {"fontfamily": list(families), "fontsize": 10, "color": INK}
+    font = {"fontfamily": list(families), "fontsize": 10, "color": _INK}
     axes.set_title(title, loc="left", **font)
     for side in axes.spines.values():
         side.set_color("#bbbbbb")
@@ -198,7 +194,7 @@ def alignments(
     words = max(0.085 * max(map(len, titles)), 0.115 * len(heading) / columns)
     signs = all(len(token) <= 2 for t in translations for token in t.source)
     width = min(14.0, max((0.19 if signs else 0.27) * longest + 0.9, words + 0.4, 3.0))
-    figure = new_figure(width * columns + 0.7, height * rows + 0.7)
+    figure = _new_figure(width * columns + 0.7, height * rows + 0.7)
     families, _ = _fonts()
     axes = figure.subplots(rows, columns, squeeze=False)
     for i, spare in enumerate(axes.flat):
@@ -208,8 +204,8 @@ def alignments(
         image = _alignment(spare, translations[i], titles[i], families)
     bar = figure.colorbar(image, ax=axes, shrink=0.4 if rows > 1 else 0.8, pad=0.01)
     bar.outline.set_visible(False)
-    bar.set_label("attention weight", color=INK)
-    figure.suptitle(heading, fontsize=13, color=INK)
+    bar.set_label("attention weight", color=_INK)
+    figure.suptitle(heading, fontsize=13, color=_INK)
     figure.supxlabel(note, fontsize=9, color="#666666")
     return figure
 
@@ -230,3 +226,111 @@ def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
         text = " ".join("".join(map(_drawn, token)) for token in translation.source)
         titles.append(text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…")
     return alignments(translations, titles, "Attention weights of each target token", under), note
+
+
+# --- losses and scores ---------------------------------------------------------------------------
+
+_ACCENT, _SECOND, _GREY = "#c2410c", "#1d4ed8", "#666666"
+_COLOURS = {"loss": _ACCENT, "bleu": _SECOND, "chrf": "#0f766e"}
+
+
+def training_curves(
+    losses: Sequence[float], validations: Sequence[Mapping[str, float]], best: int | None = None
+) -> Any:
+    """The loss of every step, then loss and scores of every validation, if there are any.
+
+    The epoch ``best`` is marked as the one that ``best.pt`` holds.
+    """
+    figure = _new_figure(12.5 if validations else 5, 3.4)
+    axes = figure.subplots(1, 3 if validations else 1, squeeze=False)[0]
+    _training(axes[0], losses)
+    if validations:
+        loss, scores = axes[1:]
+        _validation(loss, validations, ["loss"], best)
+        _scaled(loss, [validation["loss"] for validation in validations])
+        _tidy(loss, "Validation loss", "cross-entropy per token")
+        names = ("bleu", "chrf")
+        _validation(scores, validations, names, None)
+        top = max(validation[name] for validation in validations for name in names)
+        scores.set_ylim(0.0, max(1.0, 1.08 * top))
+        _tidy(scores, "Validation scores", "score, 0 to 100")
+    return figure
+
+
+def _training(axes: Any, losses: Sequence[float]) -> None:
+    steps = range(1, len(losses) + 1)
+    window = max(1, len(losses) // 50)
+    if window == 1:
+        axes.plot(steps, losses, color=_ACCENT, **_line(len(losses)))
+    else:
+        axes.plot(steps, losses, color=_ACCENT, linewidth=0.5, alpha=0.35, label="each step")
+        starts = range(0, len(losses) - window + 1, window)
+        means = [sum(losses[i : i + window]) / window for i in starts]
+        centres = [i + (window + 1) / 2 for i in starts]
+        label = f"mean of {window} steps"
+        axes.plot(centres, means, color=_ACCENT, linewidth=1.8, label=label)
+    _scaled(axes, losses)
+    _counted(axes, "step")
+    _tidy(axes, "Training loss", "cross-entropy per token")
+
+
+def _validation(
+    axes: Any, validations: Sequence[Mapping[str, float]], names: Sequence[str], best: int | None
+) -> None:
+    epochs = [int(validation["epoch"]) for validation in validations]
+    for name in names:
+        values = [validation[name] for validation in validations]
+        # With one curve the title names it.
+        label = METRICS[name] if len(names) > 1 else None
+        axes.plot(epochs, values, label=label, color=_COLOURS[name], **_line(len(epochs)))
+    if best in epochs:
+        label = f"best.pt (epoch {best})"
+        axes.axvline(best, color=_GREY, linewidth=0.9, linestyle=(0, (4, 3)), label=label, zorder=0)
+    _counted(axes, "epoch")
+
+
+def _line(points: int) -> dict[str, Any]:
+    """Add dots if there is room: a single point has no line."""
+    marker = "o" if points <= 40 else ""
+    return {"linewidth": 1.6, "marker": marker, "markersize": 3.5, "clip_on": False, "zorder": 3}
+
+
+def _scaled(axes: Any, losses: Sequence[float]) -> None:
+    """A vertical axis for losses: none below zero, with plain numbers as ticks."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    low, high = min(losses), max(losses)
+    if low > 0 and high > 10 * low:
+        axes.set_yscale("log")
+        factors = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
+        axes.yaxis.set_major_locator(LogLocator(subs=factors, numticks=8))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.10f}".rstrip("0").rstrip("."))
+    else:
+        axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+        axes.ticklabel_format(axis="y", style="plain", useOffset=False)
+
+
+def _counted(axes: Any, what: str) -> None:
+    """A horizontal axis for counts: only whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel(what, color=_INK)
+
+
+def _tidy(axes: Any, title: str, ylabel: str) -> None:
+    axes.set_ylabel(ylabel, color=_INK)
+    axes.set_title(title, loc="left", fontsize=10.5, color=_INK)
+    axes.grid(color="#e5e5e5", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8.5, color="#bbbbbb")
+    if axes.get_legend_handles_labels()[0]:
+        # Above the plot, beside no curve.
+        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+        axes.legend(
+            frameon=False, fontsize=8.5, ncols=3, handlelength=1.4, columnspacing=1, **place
+        )

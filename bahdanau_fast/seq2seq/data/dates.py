@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bahdanau_fast import checks
 
-__all__ = ["LANGUAGES", "Example", "Language", "generate", "split", "write"]
+__all__ = ["LANGUAGES", "Example", "Language", "generate", "write"]
 
 FIRST, LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
 
@@ -189,9 +189,3 @@ def generate(count: int, seed: int = 0) -> list[Example]:
         text = rng.choice(recase)(text)
         examples.setdefault(text, Example(text, date.isoformat(), language))
     return list(examples.values())
-
-
-def split(train: int, held_out: int, seed: int = 0) -> tuple[list[Example], list[Example]]:
-    """Two lists of these sizes that share no text."""
-    examples = generate(train + held_out, seed)
-    return examples[:train], examples[train:]

@@ -44,11 +44,8 @@ class Vocab:
     def of_tokens(cls, tokens: Sequence[str]) -> Vocab:
         """The vocabulary with these :attr:`tokens`.
 
-        Args:
-            tokens: <pad>, <bos>, <eos>, <unk>, then the others, without duplicates.
-
         Raises:
-            ValueError: other tokens in front, or duplicates.
+            ValueError: not <pad>, <bos>, <eos>, <unk> in front, or duplicates.
         """
         vocab = cls(())
         if tuple(tokens[:4]) != _SPECIAL or len(set(tokens)) != len(tokens):
@@ -86,12 +83,7 @@ class Vocabs(NamedTuple):
 def encode(
     sequences: Sequence[Sequence[str]], vocab: Vocab, num_steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Token indices of every text with <eos> appended, truncated or padded to one length.
-
-    Args:
-        sequences: N tokenised texts.
-        vocab: maps tokens to indices.
-        num_steps: T.
+    """Token indices of N texts with <eos> appended, truncated or padded to ``num_steps``, T.
 
     Returns:
         Tokens (N,T) and valid lengths (N,), both int64.
@@ -127,13 +119,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Pairs:
-    """Encoded source and target texts.
-
-    Attributes:
-        tensors: the whole set as one :class:`Batch`.
-        source_vocab: of the source side.
-        target_vocab: of the target side.
-    """
+    """Encoded source and target texts: the whole set as one :class:`Batch`."""
 
     tensors: Batch
     source_vocab: Vocab

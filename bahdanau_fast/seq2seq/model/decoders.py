@@ -227,19 +227,8 @@ class Seq2SeqDecoder(StepDecoder):
     """The course's decoder without attention: one context for all steps.
 
     The context is the state of the encoder's top layer, appended to the token's embedding at every
-    step (Cho et al. 2014, https://arxiv.org/abs/1406.1078).
-
-    Args:
-        vocab_size: number of target tokens.
-        embed_size: E.
-        num_hiddens: H, of the encoder too.
-        num_layers: L, of the encoder too.
-        dropout: between the layers, in training.
-        cell: "gru" or "lstm".
-        embed_dropout: on the embeddings and on the inputs of ``dense``, in training.
-
-    Raises:
-        ValueError: an unknown cell, or a dropout outside [0, 1].
+    step (Cho et al. 2014, https://arxiv.org/abs/1406.1078). Arguments and errors are those of
+    :class:`Seq2SeqAttentionDecoder`.
 
     >>> from bahdanau_fast.seq2seq import Seq2SeqEncoder
     >>> encoder, decoder = Seq2SeqEncoder(10, 8, 16, 2), Seq2SeqDecoder(10, 8, 16, 2)

@@ -208,8 +208,7 @@ def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
 def init_xavier(module: nn.Module) -> None:
     """Xavier-uniform weights for linear and recurrent layers; use as ``net.apply(init_xavier)``.
 
-    Args:
-        module: changed in place when it is a Linear, GRU or LSTM; biases stay as they are.
+    A Linear, GRU or LSTM is changed in place; biases stay as they are.
     """
     if isinstance(module, (nn.Linear, nn.GRU, nn.LSTM)):
         for name, parameter in module.named_parameters(recurse=False):

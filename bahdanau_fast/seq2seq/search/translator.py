@@ -1,4 +1,4 @@
-"""A trained model with its vocabularies: plain sentences in, translations out."""
+"""Translating: tokens of a batch, tokenised texts, and plain sentences with a trained model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,152 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bahdanau_fast.seq2seq.data.corpus import RawPair, TextSettings, guess_tokens, join, tokenize
-from bahdanau_fast.seq2seq.data.pairs import Vocab, Vocabs
+from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, Vocab, Vocabs, encode
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
-from bahdanau_fast.seq2seq.search.beam import Beam
+from bahdanau_fast.seq2seq.search.beam import Beam, beam_search, started
 from bahdanau_fast.seq2seq.search.scoring import CorpusScores, bleu, corpus_scores
-from bahdanau_fast.seq2seq.search.translating import Translation, translate
 
-__all__ = ["Scores", "Translator", "settings_of", "vocabs_of"]
+__all__ = [
+    "Scores",
+    "Translation",
+    "Translator",
+    "greedy",
+    "settings_of",
+    "translate",
+    "vocabs_of",
+]
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One translated text.
+
+    Attributes:
+        source: source tokens, truncated as for the model, without <eos>.
+        tokens: target tokens, without <eos>.
+        weights: (len(tokens),len(source)), the attention weights. None from a decoder without
+            attention.
+        score: of the beam search; None when greedy.
+        end_weights: (len(tokens),), the weights of the source's <eos>: with ``weights`` each row
+            sums to one. None from a decoder without attention, and for a truncated source.
+    """
+
+    source: list[str]
+    tokens: list[str]
+    weights: Tensor | None
+    score: float | None = None
+    end_weights: Tensor | None = None
+
+
+@torch.inference_mode()
+def greedy(
+    model: EncoderDecoder,
+    source: Tensor,
+    source_lens: Tensor,
+    max_steps: int,
+    *,
+    unknown: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The most likely token at every step, for a whole batch.
+
+    Args:
+        model: its decoder is a :class:`StepDecoder`.
+        source: (B,Tk) tokens.
+        source_lens: (B,).
+        max_steps: the longest target.
+        unknown: allow <unk> in targets; otherwise the most likely known token is taken.
+
+    Returns:
+        Tokens (B,T), <pad> behind <eos>, and weights (B,T,Tk), with T <= ``max_steps``: decoding
+        stops when every text has its <eos>. The weights of a decoder without attention are None.
+
+    Raises:
+        TypeError: another kind of decoder.
+        ValueError: ``max_steps`` is below 1.
+    """
+    tokens: list[Tensor] = []
+    weights: list[Tensor] = []
+    with started(model, source, source_lens, max_steps, unknown) as start:
+        decoder, memory, hidden, left_out = start
+        written = decoder.write(hidden, memory, left_out, max_steps)
+        if written is not None:
+            return written
+        token = source.new_full((len(source),), BOS)
+        finished = torch.zeros_like(token, dtype=torch.bool)
+        for _ in range(max_steps):
+            features, of_step, hidden = decoder.step(decoder.embedding(token), hidden, memory)
+            token = start.logits(features).argmax(-1).masked_fill(finished, PAD)
+            tokens.append(token)
+            if of_step is not None:
+                weights.append(of_step)
+            finished = finished | (token == EOS)
+            if bool(finished.all()):
+                break
+    return torch.stack(tokens, 1), torch.cat(weights, 1) if weights else None
+
+
+def translate(
+    model: EncoderDecoder,
+    texts: Sequence[Sequence[str]],
+    source_vocab: Vocab,
+    target_vocab: Vocab,
+    num_steps: int,
+    max_steps: int,
+    batch_size: int = 256,
+    beam: Beam | None = None,
+    *,
+    unknown: bool = True,
+) -> list[Translation]:
+    """Translate tokenised texts.
+
+    Args:
+        model: trained.
+        texts: plain strings count as their characters; longer ones are truncated to ``num_steps``.
+        source_vocab: of the training.
+        target_vocab: of the training.
+        num_steps: the longest source, <eos> included.
+        max_steps: the longest target.
+        batch_size: texts per batch; texts of similar length share one.
+        beam: how to search; greedy unless given.
+        unknown: whether <unk> may be written.
+
+    Returns:
+        One translation per text, in order; empty for an empty text.
+    """
+    device = next(model.parameters()).device
+    packed = getattr(model.encoder, "packed", False)
+    order = sorted((i for i, text in enumerate(texts) if text), key=lambda i: len(texts[i]))
+    results = {
+        i: Translation([], [], torch.zeros(0, 0)) for i, text in enumerate(texts) if not text
+    }
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        # Where padding does not matter, a batch is as wide as its last text, the longest.
+        width = min(num_steps, len(texts[chosen[-1]]) + 1) if packed else num_steps
+        encoded = encode([texts[i] for i in chosen], source_vocab, width)
+        source, lens = (tensor.to(device) for tensor in encoded)
+        scores: Sequence[float | None] = [None] * len(chosen)
+        if beam is None:
+            tokens, weights = greedy(model, source, lens, max_steps, unknown=unknown)
+        else:
+            found = beam_search(model, source, lens, max_steps, beam, unknown=unknown)
+            tokens, scores = found.tokens[:, 0], found.scores[:, 0].tolist()
+            weights = None if found.weights is None else found.weights[:, 0]
+        looked = [None] * len(chosen) if weights is None else weights.cpu()
+        for i, row, of_row, score in zip(chosen, tokens.tolist(), looked, scores, strict=True):
+            length = next((n for n, token in enumerate(row) if token in (EOS, PAD)), len(row))
+            read, inner, end = list(texts[i])[:num_steps], None, None
+            if of_row is not None:
+                inner = of_row[:length, : len(read)].clone()
+                end = of_row[:length, len(read)].clone() if len(read) < num_steps else None
+            words = target_vocab.to_tokens(row[:length])
+            results[i] = Translation(read, words, inner, score, end)
+    return [results[i] for i in range(len(texts))]
 
 
 @dataclass(frozen=True)
@@ -44,14 +179,9 @@ def vocabs_of(payload: Mapping[str, Any]) -> Vocabs:
 
 @dataclass(frozen=True)
 class Translator:
-    """A trained model and its vocabularies.
+    """A trained model, its vocabularies, and the settings of its training and of the data.
 
     Attributes:
-        model: encoder and decoder.
-        source_vocab: source tokens.
-        target_vocab: target tokens.
-        settings: of the training.
-        text: of its data.
         kinds: "words" or "characters", of source and target.
     """
 
@@ -64,11 +194,7 @@ class Translator:
 
     @classmethod
     def load(cls, where: str | Path, device: torch.device | str = "cpu") -> Translator:
-        """Read a checkpoint.
-
-        Args:
-            where: a folder that ``train`` wrote (its best checkpoint is taken), or a checkpoint.
-            device: where to translate.
+        """Read a checkpoint, or the best one of a folder that ``train`` wrote.
 
         Raises:
             ValueError: no checkpoint there, or a broken one.
@@ -86,16 +212,7 @@ class Translator:
     def translate(
         self, sentences: Sequence[str], beam: Beam | None = None, batch_size: int = 256
     ) -> list[Translation]:
-        """Translate plain sentences; translations hold no <unk>.
-
-        Args:
-            sentences: tokenised as in the training.
-            beam: how to search; greedy unless given.
-            batch_size: sentences at a time.
-
-        Returns:
-            One translation per sentence, in order.
-        """
+        """Translate plain sentences, greedily without a beam; translations hold no <unk>."""
         texts = [tokenize(sentence, self.kinds[0]) for sentence in sentences]
         steps = self.text.num_steps
         vocabs = (self.source_vocab, self.target_vocab)

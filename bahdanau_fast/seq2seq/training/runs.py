@@ -22,11 +22,12 @@ from bahdanau_fast.seq2seq.model.checkpoints import BEST, LAST
 from bahdanau_fast.seq2seq.model.settings import METRICS, Settings, build_model
 from bahdanau_fast.seq2seq.search.scoring import require_sacrebleu
 from bahdanau_fast.seq2seq.search.translator import Translator, settings_of, vocabs_of
-from bahdanau_fast.seq2seq.training.distributed import ALONE, World
 from bahdanau_fast.seq2seq.training.trainer import (
+    ALONE,
     History,
     Progress,
     Trainer,
+    World,
     all_batches,
     plain,
     total_steps,
@@ -126,9 +127,7 @@ class Run:
     def train(self, *, progress: bool = True, file: TextIO | None = None) -> History:
         """Train to the last epoch; ``out`` holds a loadable checkpoint from the first step on.
 
-        Args:
-            progress: show losses and validations.
-            file: where lines go; the standard output unless given.
+        Lines of progress go to ``file``, the standard output unless given.
         """
         first, done = self.world.rank == 0, len(self.history.losses)
         if first:

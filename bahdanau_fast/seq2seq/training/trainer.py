@@ -1,8 +1,9 @@
-"""Teacher forcing with masked cross-entropy, and what is shown meanwhile."""
+"""Teacher forcing with masked cross-entropy, in one process or those that torchrun starts."""
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 import time
@@ -13,6 +14,7 @@ from itertools import islice
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,14 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.data.pairs import BOS, Batch, Pairs, batches
 from bahdanau_fast.seq2seq.model.settings import Settings
-from bahdanau_fast.seq2seq.training.distributed import ALONE, World, shard, total
 
 __all__ = [
+    "ALONE",
     "Progress",
     "Trainer",
+    "World",
     "all_batches",
+    "join",
     "masked_cross_entropy",
     "plain",
+    "shard",
     "shift_right",
     "total_steps",
     "train",
@@ -74,6 +79,63 @@ def masked_cross_entropy(
 def shift_right(target: Tensor) -> Tensor:
     """Decoder input for teacher forcing: (B,T) with <bos> in front, without the last token."""
     return F.pad(target[:, :-1], (1, 0), value=BOS)
+
+
+@dataclass(frozen=True)
+class World:
+    """Rank and number of the processes that train together, and the device of this one.
+
+    Rank 0 prints and writes.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  it cannot be changed
+
+
+ALONE = World()
+"""One process, on the CPU."""
+
+
+@contextmanager
+def join(device: str) -> Iterator[World]:
+    """Join the processes of ``torchrun``, if any: gloo on the CPU, NCCL on GPUs.
+
+    Under torchrun, "cuda" is the GPU of the process's local rank.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    if size == 1:
+        yield World(device=torch.device(device))
+        return
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield World(dist.get_rank(), size, torch.device(device))
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(batch: Batch, world: World) -> Batch:
+    """The rows of one process, every ``size``-th, as wide as the whole batch.
+
+    If there are fewer rows than processes, the remaining processes get a row with target length 0,
+    which adds nothing to a loss.
+    """
+    if world.size == 1:
+        return batch
+    if world.rank < len(batch.source):
+        return Batch(*(tensor[world.rank :: world.size] for tensor in batch))
+    source, source_lens, target, target_lens = (tensor[:1] for tensor in batch)
+    return Batch(source, source_lens, target, torch.zeros_like(target_lens))
+
+
+def total(values: Tensor, world: World) -> Tensor:
+    """The sum over all processes, in place."""
+    if world.size > 1:
+        dist.all_reduce(values)
+    return values
 
 
 @dataclass
@@ -130,13 +192,7 @@ class Trainer:
         return len(self.history.losses) % (self.total_steps // self.settings.epochs) == 0
 
     def step(self, batch: Batch) -> float:
-        """Train on one batch.
-
-        Args:
-            batch: source and target, of all processes together.
-
-        Returns:
-            Loss per target token, before the update.
+        """Train on one batch of all processes together; the loss per target token before it.
 
         Raises:
             ValueError: the loss is not finite; the model is unchanged.
@@ -300,13 +356,9 @@ class Progress:
 
 
 def train(model: nn.Module, pairs: Pairs, settings: Settings, *, progress: bool = True) -> History:
-    """Train for ``settings.epochs``; the same settings and data give the same losses.
+    """Train ``model`` in place; the same settings and data give the same losses.
 
-    Args:
-        model: changed in place.
-        pairs: the training data.
-        settings: see :class:`Settings`.
-        progress: show a bar with loss and tokens/s on a terminal, else a line per epoch.
+    ``progress`` shows a bar with loss and tokens/s on a terminal, elsewhere a line per epoch.
 
     Returns:
         Loss, time and tokens of every step.

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import bahdanau_fast as bf
-from benchmarks.machine_code import cuda as cuda_budgets
-from benchmarks.machine_code.sass import hot
+from benchmarks import machine_code as cuda_budgets
+from benchmarks.machine_code import hot
 
 ROOT = Path(__file__).resolve().parents[3]
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
@@ -91,7 +91,7 @@ def test_no_kernel_spills():
 def machine_code():
     """Mangled name -> SASS of the bf16 kernels for the newest GPU that was compiled for."""
     newest = max((k.arch for k in cuda_budgets.kernels()), key=lambda arch: int(arch.rstrip("af")))
-    code = cuda_budgets.machine_code("bf16", newest)
+    code = cuda_budgets.sass("bf16", newest)
     if not code:
         pytest.skip("no disassembler: that of the CUDA toolkit, or the triton package")
     return code

@@ -18,7 +18,7 @@ from machine import build
 from machine.launch import Report, unit_of
 from mock_cuda import library
 
-from benchmarks.machine_code.cuda import Kernel, reported
+from benchmarks.machine_code import Kernel, reported
 
 from .gpus import Gpu
 from .times import Work
@@ -59,7 +59,7 @@ class Launch:
 
     Attributes:
         entry: name in the PTX.
-        kind: of numbers, a key of ``benchmarks.machine_code.cuda.KINDS``.
+        kind: of numbers, a key of ``benchmarks.machine_code.KINDS``.
         ptx: architecture.
         counts: instructions by unit, and "turns", "sectors", "read" and "written" as in ``Work``.
     """

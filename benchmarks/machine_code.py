@@ -1,4 +1,4 @@
-"""Resources of the CUDA C++ kernels, as nvcc reported them when the extension was built."""
+"""What compilers made of the GPU kernels: their resources, their instructions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["KINDS", "Kernel", "kernels", "machine_code", "reported", "run_tool", "tool"]
+__all__ = ["KINDS", "Block", "Kernel", "hot", "kernels", "reported", "run_tool", "sass", "tool"]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
 KINDS = {"f32": "fp32", "f64": "fp64", "bf16": "bf16", "f16": "fp16", "f32_in_f64": "fp32 in fp64"}
 
@@ -99,7 +100,7 @@ def run_tool(name: str, *arguments: str, folder: str | None = None) -> str:
     return done.stdout
 
 
-def machine_code(kind: str, arch: str) -> dict[str, str]:
+def sass(kind: str, arch: str) -> dict[str, str]:
     """SASS by mangled name; empty without a disassembler, or with one older than the compiler."""
     if tool("cuobjdump") is None or tool("nvdisasm") is None:
         return {}
@@ -113,3 +114,61 @@ def machine_code(kind: str, arch: str) -> dict[str, str]:
         listing = run_tool("nvdisasm", "-c", str(cubin))
     parts = re.split(r"\.section\s+\.text\.(\w+)", listing)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+# Issued to the fma pipe of sm_80 and later; FADD and FMUL are fma there.
+FMA = ("FFMA", "FADD", "FMUL", "DFMA", "DADD", "DMUL")
+ENDS = ("BRA", "EXIT", "BSYNC", "BRX", "RET")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Instructions between two jumps, counted by opcode."""
+
+    counts: Counter[str]
+
+    def count(self, *opcodes: str) -> int:
+        """Number of instructions with one of these opcodes, any suffix."""
+        return sum(n for name, n in self.counts.items() if name.split(".")[0] in opcodes)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def special(self) -> int:
+        """Special-function operations: reciprocals, exponentials, square roots."""
+        return self.count("MUFU")
+
+    @property
+    def fma(self) -> int:
+        return self.count(*FMA)
+
+
+def _blocks(listing: str) -> list[Block]:
+    """The basic blocks of nvdisasm's or cuobjdump's listing."""
+    found: list[Block] = []
+    counts: Counter[str] = Counter()
+    for line in listing.splitlines():
+        if re.match(r"^\s*\.L_\w+:", line):
+            found.append(Block(counts))
+            counts = Counter()
+        match = _INSTRUCTION.search(line)
+        if match:
+            counts[match[1]] += 1
+            if match[1].split(".")[0] in ENDS:
+                found.append(Block(counts))
+                counts = Counter()
+    found.append(Block(counts))
+    return [block for block in found if block.counts]
+
+
+def hot(listing: str, exponentials: bool) -> Block | None:
+    """The block with most reciprocals, of those with exponentials or of those without."""
+    wanted = [
+        block
+        for block in _blocks(listing)
+        if block.counts["MUFU.RCP"] and bool(block.counts["MUFU.EX2"]) == exponentials
+    ]
+    return max(wanted, key=lambda block: block.counts["MUFU.RCP"], default=None)

@@ -1,1 +1,0 @@
-"""What compilers made of the GPU kernels."""
