@@ -4,8 +4,7 @@ import time
 
 import pytest
 import torch
-from contract import places, scattered
-from test_general import operands
+from contract import operands, places, scattered
 
 import bahdanau_fast as bf
 

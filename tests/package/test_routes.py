@@ -156,3 +156,28 @@ TRITON = {"there": ("triton", "reference")}
 def test_routes_of_gpus(family, changes, form):
     facts = GPU_STEP._replace(**changes)
     assert route(facts, limits.GPU_FAMILIES[family]).form == form
+
+
+UNSERVED = {"general": "scores, features and activations other than tanh", "masked": "masks"}
+
+
+@pytest.mark.parametrize("what", UNSERVED)
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_a_backend_of_gpus_is_not_taken_by_name(name, what):
+    facts = GPU_STEP._replace(**{what: True}, asked=name, there=(name, "reference"))
+    with pytest.raises(ValueError, match=f"backend must serve {UNSERVED[what]}, got '{name}'"):
+        route(facts, limits.OTHER_GPU)
+    found = route(facts._replace(asked=None), limits.OTHER_GPU)
+    assert (found.backend, found.form) == ("reference", "reference")
+    assert "no GPU kernels" in found.reason
+    assert route(facts._replace(**{what: False}), limits.OTHER_GPU).backend == name
+
+
+@pytest.mark.parametrize("what", UNSERVED)
+def test_triton_in_its_interpreter_says_what_it_does_not_serve(what):
+    facts = GPU_STEP._replace(device="cpu", there=("cpu", "reference"), interpreted=True)
+    unserved = facts._replace(**{what: True})
+    with pytest.raises(ValueError, match=f"backend must serve {UNSERVED[what]}, got 'triton'"):
+        route(unserved._replace(asked="triton"), limits.OTHER_GPU)
+    assert route(unserved, limits.OTHER_GPU).backend == "cpu"
+    assert route(facts._replace(asked="triton"), limits.OTHER_GPU).backend == "triton"
