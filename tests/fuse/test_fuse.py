@@ -4,17 +4,10 @@ import driving
 import pytest
 import told
 import torch
+from told import close, inputs, tutorial
 from torch import nn
-from tutorial import close, inputs, tutorial
 
 import bahdanau_fast as bf
-
-
-class Model(nn.Module):
-    def __init__(self, **children):
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
 
 
 class DotAttention(nn.Module):
@@ -63,12 +56,14 @@ class Renamed(nn.Module):
 
 
 def test_the_report_prints_as_a_table():
-    model = Model(
-        decoder=Model(attention=tutorial(), out=nn.Linear(3, 3)),
-        other=WithoutTanh(16),
-        heads=nn.MultiheadAttention(8, 2),
-        dot=DotAttention(),
-        ours=bf.AdditiveAttention(8),
+    model = nn.ModuleDict(
+        {
+            "decoder": nn.ModuleDict({"attention": tutorial(), "out": nn.Linear(3, 3)}),
+            "other": WithoutTanh(16),
+            "heads": nn.MultiheadAttention(8, 2),
+            "dot": DotAttention(),
+            "ours": bf.AdditiveAttention(8),
+        }
     )
     report = bf.fuse(model)
     assert [entry.name for entry in report.fused] == ["decoder.attention"]
