@@ -20,12 +20,12 @@ from decoders import (
     T,
     by_steps,
     call,
-    counts,
     given,
     hook,
     layer,
     same,
 )
+from profiled import counts
 from torch import nn
 
 import bahdanau_fast as bf

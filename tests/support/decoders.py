@@ -52,17 +52,6 @@ def same(got, want, **tolerance):
             torch.testing.assert_close(a, b, **tolerance)
 
 
-def counts(function):
-    """How often each operator of the package ran."""
-    with torch.profiler.profile() as record:
-        function()
-    return {
-        event.key.split("::")[-1]: event.count
-        for event in record.key_averages()
-        if "bahdanau" in event.key
-    }
-
-
 def hook(module, *_):
     return None
 
