@@ -142,24 +142,18 @@ def test_without_a_batch(kind, look, state):
 
 
 @EVERY
-def test_lists_as_lengths(kind):
+@pytest.mark.parametrize("form", ["list", *checks.INTEGER, *checks.FLOATING], ids=str)
+def test_lengths_of_every_form(kind, form):
+    def formed(lens):
+        return lens.tolist() if form == "list" else lens.to(form)
+
     for batch in ((B,), (2, 3)):
         for look in ("lengths", "lengths per query"):
             module, given = made(kind, look, batch=batch)
-            got = attended(module, {**given, "lens": given["lens"].tolist()})
+            got = attended(module, {**given, "lens": formed(given["lens"])})
             assert all(map(torch.equal, got, attended(module, given)))
     scores = torch.randn(B, TQ, TK)
-    assert torch.equal(bf.masked_softmax(scores, LENS.tolist()), bf.masked_softmax(scores, LENS))
-
-
-@EVERY
-@pytest.mark.parametrize("dtype", [*checks.INTEGER, *checks.FLOATING], ids=str)
-def test_lengths_of_every_dtype(kind, dtype):
-    module, given = made(kind, "lengths")
-    got = attended(module, {**given, "lens": LENS.to(dtype)})
-    assert all(map(torch.equal, got, attended(module, given)))
-    scores = torch.randn(B, TQ, TK)
-    assert torch.equal(bf.masked_softmax(scores, LENS.to(dtype)), bf.masked_softmax(scores, LENS))
+    assert torch.equal(bf.masked_softmax(scores, formed(LENS)), bf.masked_softmax(scores, LENS))
 
 
 @pytest.mark.skipif("cpu" not in bf.backends.available(), reason="the C++ operators remember keys")

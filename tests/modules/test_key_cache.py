@@ -252,22 +252,6 @@ def test_the_versions_that_an_error_names(module, query, changed, tk):
         context.square().sum().backward()
 
 
-def test_truncated_backpropagation(module, query):
-    # Encoder outputs used for several windows, each with a backward of its own.
-    encoder, source = nn.Linear(4, DK), torch.randn(B, TK, 4)
-
-    def windows(by):
-        encoder.zero_grad()
-        keys = encoder(source)
-        for i in range(3):
-            steps = [by(module, query + i + 0.1 * s, keys) for s in range(4)]
-            torch.cat(steps, 1).square().sum().backward(retain_graph=True)
-        return encoder.weight.grad.clone()
-
-    same([windows(called)], [windows(truth)])
-    same_gradients(module, windows)
-
-
 @pytest.mark.parametrize("of", ["keys and values", "values"])
 def test_a_history_that_is_cut(module, keys, query, of):
     """Same bytes, same tensor, another node of the graph."""
@@ -287,12 +271,6 @@ def test_a_history_that_is_cut(module, keys, query, of):
 
     # The course's bmm keeps its values for backward, and would not have them cut.
     same(run(module, lambda h: h), run(plain, lambda h: h.view_as(h)))
-
-
-def test_a_backward_that_stops_before_the_keys(module, keys, query):
-    values = keys.clone().requires_grad_()
-    torch.autograd.grad(module(query, keys, values).sum(), values)
-    same_gradients(module, lambda by: by(module, query, keys).sum().backward())
 
 
 # ---- what lives, and for how long ----------------------------------------------------------------

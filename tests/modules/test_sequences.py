@@ -66,8 +66,3 @@ def test_a_stale_projection_is_noticed_and_told_in_a_few_steps(monkeypatch):
     assert 0 < len(short.steps) <= 4
     assert all(not run(Plan(short.options, short.steps[:i])) for i in range(len(short.steps)))
     assert f"# seed {failed[0]}" in told(failed[0], draw_plan(failed[0]))
-
-
-def test_the_plain_module_agrees_with_itself():
-    call = Step("call", {"queries_len": 2, "steps": 1})
-    assert run(Plan({"seed": 1}, [call, Step("backward", {"which": [0], "retain": False})])) == []
