@@ -79,14 +79,14 @@ class Gnmt(nn.Module):
         return context.transpose(0, 1), weights.transpose(0, 1)
 
 
-def tutorial(size=16):
+def tutorial():
     torch.manual_seed(0)
-    return Tutorial(size)
+    return Tutorial(16)
 
 
-def inputs(size=16, batch=3, length=9):
+def inputs(length=9):
     torch.manual_seed(1)
-    return torch.randn(batch, 1, size), torch.randn(batch, length, size)
+    return torch.randn(3, 1, 16), torch.randn(3, length, 16)
 
 
 def close(ours, theirs):

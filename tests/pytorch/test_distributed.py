@@ -45,15 +45,15 @@ def attention(size=32, hidden=48, **more):
     return bf.AdditiveAttention(size, size, hidden, **more)
 
 
-def data(size=32, Tk=60):
+def data(size=32):
     generator = torch.Generator().manual_seed(1)
-    shapes = (4, 3, size), (4, Tk, size)
+    shapes = (4, 3, size), (4, 60, size)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def whole(module, q, k, lens=LENS):
+def whole(module, q, k):
     """The result and the gradients on one process."""
-    out = module(q, k, k, lens)
+    out = module(q, k, k, LENS)
     return out.detach(), torch.autograd.grad(out.square().sum(), list(module.parameters()))
 
 
@@ -110,9 +110,9 @@ def fsdp2_of_layers():
             close(parameter.grad.full_tensor() * RANKS, grad)
 
 
-def dtensor(size, hidden, Tk, way, hooked=False):
+def dtensor(size, hidden, way, hooked=False):
     """Nothing is sent, forward or backward: the gradients of weights stay parts of a sum."""
-    q, k = data(size, Tk)
+    q, k = data(size)
     want, grads = whole(attention(size, hidden), q, k)
     mesh = init_device_mesh("cpu", (RANKS,))
     module = distribute_module(attention(size, hidden), mesh)
@@ -161,12 +161,12 @@ THINGS = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2 of layers": fsdp2_of_layers,
-    "dtensor one operator": lambda: dtensor(4, 8, 60, "call"),
-    "dtensor": lambda: dtensor(32, 48, 60, "call"),
-    "dtensor memory": lambda: dtensor(32, 48, 60, "attend"),
+    "dtensor one operator": lambda: dtensor(4, 8, "call"),
+    "dtensor": lambda: dtensor(32, 48, "call"),
+    "dtensor memory": lambda: dtensor(32, 48, "attend"),
     "dtensor dropout": dtensor_dropout,
-    "dtensor called": lambda: dtensor(32, 48, 60, "call", hooked=True),
-    "dtensor memory called": lambda: dtensor(32, 48, 60, "attend", hooked=True),
+    "dtensor called": lambda: dtensor(32, 48, "call", hooked=True),
+    "dtensor memory called": lambda: dtensor(32, 48, "attend", hooked=True),
 }
 
 
