@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 import pydoc
 import re
 import runpy
@@ -16,9 +15,6 @@ from torch.nn.parameter import is_lazy
 
 import bahdanau_fast as bf
 from bahdanau_fast.backends import availability
-
-README = (ROOT / "README.md").read_text()
-
 
 # ---- a source tree in front of the installed package ---------------------------------------------
 
@@ -169,19 +165,3 @@ def test_the_signature_that_help_and_notebooks_show():
 def test_calls_that_fit_neither_form(arguments, named, said):
     with pytest.raises(TypeError, match=said):
         bf.AdditiveAttention(*arguments, **named)
-
-
-def test_what_is_said_of_a_training_step_was_measured():
-    figures = json.loads((ROOT / "benchmarks/results/training-amd-epyc-2cores.json").read_text())
-    medians = {
-        of["setting"]["name"]: [
-            of["train"][name]["median"] for name in ("course", "ours, step by step", "ours")
-        ]
-        for of in figures["settings"]
-    }
-    page = (ROOT / "docs/course.md").read_text()
-    said = page[page.index("What a whole training step") :].partition("benchmarks.training")[0]
-    small = [float(x) for x in re.findall(r"([\d.]+) ms", said)]
-    large = [float(x) for x in re.findall(r"([\d.]+) s\b", said)]
-    assert small == [round(x * 1e3, 1) for x in medians["hidden 32"]]
-    assert large == [round(x, 2) for x in medians["hidden 512"]]
