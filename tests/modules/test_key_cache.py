@@ -187,8 +187,7 @@ def grads_of(run, module):
 
 
 def same(got, want):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def same_gradients(module, steps):

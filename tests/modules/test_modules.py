@@ -151,12 +151,8 @@ def test_dot_product(need_weights, lens):
     else:
         assert module.attention_weights is None
     grad = torch.randn(got.shape)
-    for a, b in zip(
-        torch.autograd.grad(got, (q, k, v), grad),
-        torch.autograd.grad(weights @ v, (q, k, v), grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    grads = [torch.autograd.grad(of, (q, k, v), grad) for of in (got, weights @ v)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 # ---- attention_weights, copies, memory -----------------------------------------------------------

@@ -64,8 +64,7 @@ def ddp():
     out = module(q[MINE], k[MINE], k[MINE], LENS[MINE])
     out.square().sum().backward()
     close(out, want[MINE])
-    for parameter, grad in zip(module.parameters(), grads, strict=True):
-        close(parameter.grad * RANKS, grad)
+    close([p.grad * RANKS for p in module.parameters()], grads)
 
 
 def fsdp2():
@@ -79,8 +78,7 @@ def fsdp2():
         out.square().sum().backward()
         close(first, want[MINE])
         close(out, want[MINE])
-        for parameter, grad in zip(module.parameters(), grads, strict=True):
-            close(parameter.grad.full_tensor() * RANKS, grad)
+        close([p.grad.full_tensor() * RANKS for p in module.parameters()], grads)
         module.zero_grad()
     with torch.no_grad():  # a step of training, seen by the next call
         for parameter in module.parameters():
@@ -106,8 +104,7 @@ def fsdp2_of_layers():
         out = module(q[MINE], k[MINE], k[MINE], LENS[MINE])
         out.square().sum().backward()
         close(out, want[MINE])
-        for parameter, grad in zip(module.parameters(), grads, strict=True):
-            close(parameter.grad.full_tensor() * RANKS, grad)
+        close([p.grad.full_tensor() * RANKS for p in module.parameters()], grads)
 
 
 def dtensor(size, hidden, way, hooked=False):
@@ -133,8 +130,7 @@ def dtensor(size, hidden, way, hooked=False):
     with Sent() as sent:  # what is sent is seen
         close(out.full_tensor(), want)
     assert sent.count > 0
-    for parameter, grad in zip(module.parameters(), grads, strict=True):
-        close(parameter.grad.full_tensor(), grad)
+    close([p.grad.full_tensor() for p in module.parameters()], grads)
     with torch.no_grad(), Sent() as sent:  # few queries are projected by their operator
         out = module.attend(q, module.memory(k, None, lens))
     assert sent.count == 0

@@ -265,8 +265,7 @@ def compiled_equals_eager(function, inputs, grads, backend):
     for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
         outs = call(*inputs)
         results.append([*outs, *torch.autograd.grad(outs, grads, [x.detach().cos() for x in outs])])
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
