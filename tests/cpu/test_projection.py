@@ -75,7 +75,7 @@ def test_values_and_gradients(onednn, layout, bias):
     with torch.no_grad():
         close(projection.linear(x, weight, bias), want)
     for grad in (of(*want.shape), torch.ones(()).expand(want.shape)):
-        close(*(torch.autograd.grad(x, leaves, grad, retain_graph=True) for x in (got, want)))
+        close(*(torch.autograd.grad(out, leaves, grad, retain_graph=True) for out in (got, want)))
 
 
 @pytest.mark.parametrize(
