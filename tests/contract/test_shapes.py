@@ -200,11 +200,15 @@ def fresh():
 
 @pytest.mark.usefixtures("fresh")
 @WITH_MEMORY
-def test_compiled(kind):
-    module, given = made(kind, "a mask per query", batch=(2, 3))
+@pytest.mark.parametrize("state", [False, True], ids=["queries", "a state"])
+def test_compiled(kind, state):
+    module, given = made(kind, "a mask per query", state, batch=(2, 3))
     given = asked(given)
+    listed = {**given, "lens": given["lens"].tolist()}
     compiled = torch.compile(attended, fullgraph=True, backend="aot_eager")
-    got, want = (with_gradients(of(module, given), module, given) for of in (compiled, attended))
+    got, want = (
+        with_gradients(of(module, listed, state), module, given) for of in (compiled, attended)
+    )
     torch.testing.assert_close(got, want, **CLOSE)
 
 

@@ -275,21 +275,6 @@ def test_compiled_function(backend, lens):
     compiled_equals_eager(attention(lens), inputs, inputs, backend)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=["per query", "per row"])
-def test_compiled_with_a_mask(mask):
-    module = bf.AdditiveAttention(3, 4, 6)
-    q, k, v = (x.detach().float().requires_grad_() for x in leaves()[:3])
-    of_one = mask if mask.dim() == 2 else mask[:, 0]
-
-    def call(q, k, v):
-        context = module(q, k, v, [5, 4], mask=mask)
-        memory = module.memory(k, v)
-        of_state = module.attend(q[:, 0], memory, mask=of_one)
-        return context, module.attention_weights, of_state, module.scores(q, memory, 3.0)
-
-    compiled_equals_eager(call, (q, k, v), (q, k, v, *module.parameters()), "aot_eager")
-
-
 def operators_of(module, *inputs):
     """The functions that a compiled module is made of."""
     seen = []
