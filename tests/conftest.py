@@ -31,8 +31,7 @@ def threads():
 LONGEST = (
     "test_ways.py",
     "test_cuda_kernels.py",
-    "test_interpreted_contract.py",
-    "test_interpreted_others.py",
+    "test_interpreted.py",
     "test_operators.py",
     "test_budgets.py",
     "test_sequences.py",

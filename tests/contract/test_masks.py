@@ -4,8 +4,7 @@ import time
 
 import pytest
 import torch
-from contract import places, scattered
-from test_general import operands
+from contract import operands, places, scattered
 
 import bahdanau_fast as bf
 
@@ -196,8 +195,7 @@ def test_gradients_left_to_the_last_step_know_the_masks(attention, form):
             yield plain(attention, q[:, i : i + 1], k, v, None, look.get("mask"))[0]
 
     got, want = (with_gradients(lambda of=of: list(of()), leaves) for of in (stepped, wanted))
-    for ours, exact in zip(got, want, strict=True):
-        close(ours, exact)
+    close(got, want)
 
 
 @pytest.mark.parametrize("kind", [bf.AttentionGRU, bf.AttentionLSTM])
@@ -215,12 +213,10 @@ def test_a_decoder_over_a_masked_memory(kind):
         return outputs, decoder.attention_weights
 
     best = bf.backends.available()[-2:][0]
-    for ours, want in zip(
+    close(
         with_gradients(lambda: call(best), leaves),
         with_gradients(lambda: call("reference"), leaves),
-        strict=True,
-    ):
-        close(ours, want)
+    )
     assert not decoder.attention_weights[~PER_ROW.unsqueeze(1).expand(B, 6, TK)].any()
 
 
@@ -283,8 +279,7 @@ def test_scores_are_the_logits(attention, clip):
         return [scores if clip is None else clip * torch.tanh(scores)]
 
     got = with_gradients(lambda: [attention.scores(q, memory, clip)], leaves)
-    for ours, want in zip(got, with_gradients(wanted, leaves), strict=True):
-        close(ours, want)
+    close(got, with_gradients(wanted, leaves))
     assert attention.attention_weights is weights
     if clip is None:
         close(bf.masked_softmax(got[0], LENS, mask=PER_ROW) @ v, context)

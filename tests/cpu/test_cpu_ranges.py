@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from instruction_sets import sets, using
 from near import FACTORS, check, near
 from parity import DTYPES, INPUTS, eager, fused
+from test_instruction_sets import sets, using
 
 from bahdanau_fast import parity
 

@@ -75,12 +75,7 @@ def test_values_and_gradients(onednn, layout, bias):
     with torch.no_grad():
         close(projection.linear(x, weight, bias), want)
     for grad in (of(*want.shape), torch.ones(()).expand(want.shape)):
-        for ours, theirs in zip(
-            torch.autograd.grad(got, leaves, grad, retain_graph=True),
-            torch.autograd.grad(want, leaves, grad, retain_graph=True),
-            strict=True,
-        ):
-            close(ours, theirs)
+        close(*(torch.autograd.grad(out, leaves, grad, retain_graph=True) for out in (got, want)))
 
 
 @pytest.mark.parametrize(
@@ -143,8 +138,7 @@ def test_gradients_that_are_wanted_and_no_others(rows, wanted):
         found = few_rows.gradients(grad, *given, bool(wanted & 4))
     assert [each is not None for each in found] == [bool(wanted >> k & 1) for k in range(3)]
     expected = torch.autograd.grad(F.linear(*leaves), asked, grad)
-    for ours, theirs in zip([each for each in found if each is not None], expected, strict=True):
-        close(ours, theirs)
+    close([each for each in found if each is not None], expected)
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -161,8 +155,7 @@ def test_the_operators_of_few_rows(dtype, shape, hidden):
     exact = [each.double().requires_grad_() for each in (x, weight, bias)]
     out = F.linear(*exact)
     want = [out, *torch.autograd.grad(out, exact, grad.double())]
-    for ours, theirs in zip(found, want, strict=True):
-        torch.testing.assert_close(ours, theirs.detach().to(dtype))
+    torch.testing.assert_close(found, [x.detach().to(dtype) for x in want])
 
 
 def test_opcheck_of_few_rows():
@@ -202,8 +195,7 @@ def test_second_derivatives():
     for linear in (projection.linear, F.linear):
         (grad,) = torch.autograd.grad(linear(x, weight).pow(2).sum(), x, create_graph=True)
         twice.append(torch.autograd.grad(grad.pow(2).sum() / 1e6, (x, weight)))
-    for ours, theirs in zip(*twice, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(*twice, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("rows", [8, 64])

@@ -6,13 +6,23 @@ A driver yields (kind, tensor): outputs of steps and what the module keeps. Its 
 
 from dataclasses import dataclass
 
-import peers
+import pytest
 import told
 import torch
+
+from benchmarks.contestants import published
 
 B, STEPS = 4, 3
 SOURCES = (23, 17)  # lengths of two batches, one after the other
 D, Q, H = 40, 36, 48
+
+
+def load(module, name):
+    """A class of another package; the test is skipped where it cannot be had."""
+    try:
+        return published.load(module, name)
+    except published.UnavailableError as error:
+        pytest.skip(str(error))
 
 
 @dataclass(frozen=True)
@@ -22,14 +32,19 @@ class Peer:
     Attributes:
         family: title that the report has to have.
         make: makes the module.
-        drive: runs steps.
+        steps: runs steps on one batch.
         way: the method of ``Step`` that has to be called in each step.
     """
 
     family: str
     make: object
-    drive: object
+    steps: object
     way: str = "attend"
+
+    def drive(self, module, draw):
+        """Steps on two batches, one after the other."""
+        for source in SOURCES:
+            yield from self.steps(module, draw, source)
 
 
 def lens_of(source, dtype=torch.int64):
@@ -40,177 +55,164 @@ def mask_of(source):
     return (torch.arange(source) + torch.arange(B).unsqueeze(1)) % 3 > 0
 
 
-def d2l(module, draw):
-    for source in SOURCES:
-        keys, values = draw(B, source, D), draw(B, source, 7)
-        for _ in range(STEPS):
-            yield "context", module(draw(B, 2, Q), keys, values, lens_of(source))
-            yield "weights", module.attention_weights
+def named(found):
+    """Context and weights, with their kinds."""
+    return zip(("context", "weights"), found, strict=True)
 
 
-def two(module, draw):
-    for source in SOURCES:
-        keys = draw(B, source, Q)
-        for _ in range(STEPS):
-            context, weights = module(draw(B, 1, Q), keys)
-            yield from (("context", context), ("weights", weights))
+def d2l(module, draw, source):
+    keys, values = draw(B, source, D), draw(B, source, 7)
+    for _ in range(STEPS):
+        yield "context", module(draw(B, 2, Q), keys, values, lens_of(source))
+        yield "weights", module.attention_weights
 
 
-def captioning(module, draw):
-    for source in SOURCES:
-        keys = draw(B, source, D)
-        for _ in range(STEPS):
-            context, weights = module(keys, draw(B, Q))
-            yield from (("context", context), ("weights", weights))
+def two(module, draw, source):
+    keys = draw(B, source, Q)
+    for _ in range(STEPS):
+        yield from named(module(draw(B, 1, Q), keys))
 
 
-def joeynmt(module, draw):
-    for source in SOURCES:
-        values = draw(B, source, D)
-        module.compute_proj_keys(values)
-        for _ in range(STEPS):
-            mask = mask_of(source).unsqueeze(1)
-            context, weights = module(draw(B, 1, Q), mask, values)
-            yield from (("context", context), ("weights", weights))
+def captioning(module, draw, source):
+    keys = draw(B, source, D)
+    for _ in range(STEPS):
+        yield from named(module(keys, draw(B, Q)))
 
 
-def speechbrain(module, draw):
-    for source in SOURCES:
-        module.reset()
-        states = draw(B, source, D)
-        lens = lens_of(source, states.dtype)  # of the dtype, for fp64 to be possible
-        for _ in range(STEPS):
-            context, weights = module(states, lens, draw(B, Q))
-            yield from (("context", context), ("weights", weights))
-        yield "mask", module.mask
-        yield "keys", module.precomputed_enc_h
+def joeynmt(module, draw, source):
+    values = draw(B, source, D)
+    module.compute_proj_keys(values)
+    for _ in range(STEPS):
+        mask = mask_of(source).unsqueeze(1)
+        yield from named(module(draw(B, 1, Q), mask, values))
 
 
-def espnet(module, draw):
-    for source in SOURCES:
-        module.reset()
-        states, before = draw(B, source, D), None
-        for step in range(STEPS):
-            state = draw(B, Q) if step else None
-            context, before = module(states, lens_of(source).tolist(), state, before)
-            yield from (("context", context), ("weights", before))
-        yield "mask", module.mask
-        yield "keys", module.pre_compute_enc_h
+def speechbrain(module, draw, source):
+    module.reset()
+    states = draw(B, source, D)
+    lens = lens_of(source, states.dtype)  # of the dtype, for fp64 to be possible
+    for _ in range(STEPS):
+        yield from named(module(states, lens, draw(B, Q)))
+    yield "mask", module.mask
+    yield "keys", module.precomputed_enc_h
 
 
-def coverage(module, draw):
-    for source in SOURCES:
-        module.reset()
-        states, before = draw(B, source, D), [draw(B, source)]
-        for _ in range(STEPS):
-            lens = lens_of(source).tolist()
-            context, before = module(states, lens, draw(B, Q), before, scaling=1.5)
-            yield from (("context", context), ("weights", before[-1]))
+def espnet(module, draw, source):
+    module.reset()
+    states, before = draw(B, source, D), None
+    for step in range(STEPS):
+        state = draw(B, Q) if step else None
+        context, before = module(states, lens_of(source).tolist(), state, before)
+        yield from named((context, before))
+    yield "mask", module.mask
+    yield "keys", module.pre_compute_enc_h
 
 
-def opennmt(module, draw):
-    for source in SOURCES:
-        keys = draw(B, source, Q)
-        for shape, lens in (
-            ((B, Q), lens_of(source)),
-            ((B, 3, Q), lens_of(source)),
-            ((B, Q), None),
-        ):
-            states, weights = module(draw(*shape), keys, lens)
-            yield from (("states", states), ("weights", weights))
+def coverage(module, draw, source):
+    module.reset()
+    states, before = draw(B, source, D), [draw(B, source)]
+    for _ in range(STEPS):
+        lens = lens_of(source).tolist()
+        context, before = module(states, lens, draw(B, Q), before, scaling=1.5)
+        yield from named((context, before[-1]))
 
 
-def allennlp(module, draw):
-    for source in SOURCES:
-        keys = draw(B, source, D)
-        mask = mask_of(source) & (torch.arange(B).unsqueeze(1) > 0)  # nothing in the first row
-        for seen in (mask, mask, None):
-            yield "weights", module(draw(B, Q), keys, seen)
+def opennmt(module, draw, source):
+    keys = draw(B, source, Q)
+    for shape, lens in (
+        ((B, Q), lens_of(source)),
+        ((B, 3, Q), lens_of(source)),
+        ((B, Q), None),
+    ):
+        states, weights = module(draw(*shape), keys, lens)
+        yield from (("states", states), ("weights", weights))
 
 
-def gnmt(module, draw):
-    for source in SOURCES:
-        first = module.batch_first
-        keys = draw(B, source, D) if first else draw(source, B, D)
-        module.set_mask(lens_of(source), keys)
-        for shape in ((B, Q), (B, 3, Q) if first else (3, B, Q), (B, Q)):
-            context, weights = module(draw(*shape), keys)
-            yield from (("context", context), ("weights", weights))
+def allennlp(module, draw, source):
+    keys = draw(B, source, D)
+    mask = mask_of(source) & (torch.arange(B).unsqueeze(1) > 0)  # nothing in the first row
+    for seen in (mask, mask, None):
+        yield "weights", module(draw(B, Q), keys, seen)
 
 
-def pointer(module, draw):
-    for source in SOURCES:
-        ref = draw(source, B, Q)
-        for _ in range(STEPS):
-            keys, scores = module(draw(B, Q), ref)
-            yield from (("keys", keys), ("scores", scores))
+def gnmt(module, draw, source):
+    first = module.batch_first
+    keys = draw(B, source, D) if first else draw(source, B, D)
+    module.set_mask(lens_of(source), keys)
+    for shape in ((B, Q), (B, 3, Q) if first else (3, B, Q), (B, Q)):
+        yield from named(module(draw(*shape), keys))
 
 
-def tacotron(module, draw):
-    for source in SOURCES:
-        memory, before = draw(B, source, D), draw(B, 2, source)
-        keys = module.memory_layer(memory)
-        pad = torch.arange(source) >= lens_of(source).unsqueeze(1)
-        for _ in range(STEPS):
-            context, weights = module(draw(B, Q), memory, keys, before, pad)
-            yield from (("context", context), ("weights", weights))
-            before = torch.stack([weights, before[:, 1] + weights], 1)
+def pointer(module, draw, source):
+    ref = draw(source, B, Q)
+    for _ in range(STEPS):
+        keys, scores = module(draw(B, Q), ref)
+        yield from (("keys", keys), ("scores", scores))
 
 
-def coqui(module, draw):
-    for source in SOURCES:
-        inputs = draw(B, source, D)
-        module.init_states(inputs)
-        module.attention_weights = module.attention_weights.to(inputs.dtype)
-        if module.location_attention:
-            module.attention_weights_cum = module.attention_weights_cum.to(inputs.dtype)
-        keys = module.preprocess_inputs(inputs)
-        seen = torch.arange(source) < lens_of(source).unsqueeze(1)
-        for _ in range(STEPS):
-            yield "context", module(draw(B, Q), inputs, keys, seen)
-            yield "weights", module.attention_weights
+def tacotron(module, draw, source):
+    memory, before = draw(B, source, D), draw(B, 2, source)
+    keys = module.memory_layer(memory)
+    pad = torch.arange(source) >= lens_of(source).unsqueeze(1)
+    for _ in range(STEPS):
+        context, weights = module(draw(B, Q), memory, keys, before, pad)
+        yield from named((context, weights))
+        before = torch.stack([weights, before[:, 1] + weights], 1)
 
 
-def _theirs(module, name, *args, **kwargs):
-    return lambda: peers.load(module, name)(*args, **kwargs)
+def coqui(module, draw, source):
+    inputs = draw(B, source, D)
+    module.init_states(inputs)
+    module.attention_weights = module.attention_weights.to(inputs.dtype)
+    if module.location_attention:
+        module.attention_weights_cum = module.attention_weights_cum.to(inputs.dtype)
+    keys = module.preprocess_inputs(inputs)
+    seen = torch.arange(source) < lens_of(source).unsqueeze(1)
+    for _ in range(STEPS):
+        yield "context", module(draw(B, Q), inputs, keys, seen)
+        yield "weights", module.attention_weights
 
 
-def _coqui(**options):
+def theirs(module, name, *args, **kwargs):
+    return lambda: load(module, name)(*args, **kwargs)
+
+
+def coqui_of(**options):
     usual = {"windowing": False, "norm": "softmax", "forward_attn": False, "trans_agent": False}
     sizes = {"attention_location_n_filters": 4, "attention_location_kernel_size": 5}
     usual |= {"forward_attn_mask": False, "location_attention": True} | sizes | options
-    return _theirs("TTS.tts.layers.tacotron.attentions", "OriginalAttention", Q, D, H, **usual)
+    return theirs("TTS.tts.layers.tacotron.attentions", "OriginalAttention", Q, D, H, **usual)
 
 
-_SPEECHBRAIN, _ESPNET = "speechbrain.nnet.attention", "espnet.nets.pytorch_backend.rnn.attentions"
+_SPEECHBRAIN, ESPNET = "speechbrain.nnet.attention", "espnet.nets.pytorch_backend.rnn.attentions"
 _SIZES = (D, Q, H)
 
 PEERS = {
-    "d2l": Peer("d2l", _theirs("d2l.torch", "AdditiveAttention", H, 0.0), d2l, "own"),
+    "d2l": Peer("d2l", theirs("d2l.torch", "AdditiveAttention", H, 0.0), d2l, "own"),
     "tutorial": Peer("PyTorch tutorial", lambda: told.Tutorial(Q), two),
     "captioning": Peer("Show, Attend and Tell", lambda: told.Captioning(D, Q, H), captioning),
-    "joeynmt": Peer("JoeyNMT", _theirs("joeynmt.attention", "BahdanauAttention", H, D, Q), joeynmt),
+    "joeynmt": Peer("JoeyNMT", theirs("joeynmt.attention", "BahdanauAttention", H, D, Q), joeynmt),
     "speechbrain": Peer(
         "SpeechBrain",
-        _theirs(_SPEECHBRAIN, "ContentBasedAttention", *_SIZES, 5, scaling=1.5),
+        theirs(_SPEECHBRAIN, "ContentBasedAttention", *_SIZES, 5, scaling=1.5),
         speechbrain,
     ),
     "speechbrain location": Peer(
         "SpeechBrain",
-        _theirs(_SPEECHBRAIN, "LocationAwareAttention", *_SIZES, 5, 6, 4),
+        theirs(_SPEECHBRAIN, "LocationAwareAttention", *_SIZES, 5, 6, 4),
         speechbrain,
     ),
-    "espnet": Peer("ESPnet", _theirs(_ESPNET, "AttAdd", *_SIZES), espnet),
-    "espnet location": Peer("ESPnet", _theirs(_ESPNET, "AttLoc", *_SIZES, 6, 4), espnet),
-    "espnet coverage": Peer("ESPnet", _theirs(_ESPNET, "AttCov", *_SIZES), coverage),
+    "espnet": Peer("ESPnet", theirs(ESPNET, "AttAdd", *_SIZES), espnet),
+    "espnet location": Peer("ESPnet", theirs(ESPNET, "AttLoc", *_SIZES, 6, 4), espnet),
+    "espnet coverage": Peer("ESPnet", theirs(ESPNET, "AttCov", *_SIZES), coverage),
     "opennmt": Peer(
         "OpenNMT-py",
-        _theirs("onmt.modules.global_attention", "GlobalAttention", Q, attn_type="mlp"),
+        theirs("onmt.modules.global_attention", "GlobalAttention", Q, attn_type="mlp"),
         opennmt,
     ),
     "allennlp": Peer(
         "AllenNLP",
-        _theirs("allennlp.modules.attention.additive_attention", "AdditiveAttention", Q, D),
+        theirs("allennlp.modules.attention.additive_attention", "AdditiveAttention", Q, D),
         allennlp,
         "scores",
     ),
@@ -218,18 +220,18 @@ PEERS = {
     "gnmt batch first": Peer("GNMT", lambda: told.Gnmt(Q, D, H, False, True), gnmt),
     "rl4co pointer": Peer(
         "rl4co",
-        _theirs("rl4co.models.zoo.ptrnet.decoder", "SimpleAttention", Q, use_tanh=True, C=5),
+        theirs("rl4co.models.zoo.ptrnet.decoder", "SimpleAttention", Q, use_tanh=True, C=5),
         pointer,
         "scores",
     ),
     "rl4co glimpse": Peer(
-        "rl4co", _theirs("rl4co.models.zoo.ptrnet.decoder", "SimpleAttention", Q), pointer, "scores"
+        "rl4co", theirs("rl4co.models.zoo.ptrnet.decoder", "SimpleAttention", Q), pointer, "scores"
     ),
     "tacotron": Peer(
         "Tacotron 2",
-        _theirs("speechbrain.lobes.models.Tacotron2", "Attention", Q, D, H, 4, 5),
+        theirs("speechbrain.lobes.models.Tacotron2", "Attention", Q, D, H, 4, 5),
         tacotron,
     ),
-    "coqui": Peer("coqui TTS", _coqui(location_attention=False), coqui),
-    "coqui location": Peer("coqui TTS", _coqui(), coqui),
+    "coqui": Peer("coqui TTS", coqui_of(location_attention=False), coqui),
+    "coqui location": Peer("coqui TTS", coqui_of(), coqui),
 }

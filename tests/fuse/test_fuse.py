@@ -4,17 +4,10 @@ import driving
 import pytest
 import told
 import torch
+from told import close, inputs, tutorial
 from torch import nn
-from tutorial import close, inputs, tutorial
 
 import bahdanau_fast as bf
-
-
-class Model(nn.Module):
-    def __init__(self, **children):
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
 
 
 class DotAttention(nn.Module):
@@ -63,12 +56,14 @@ class Renamed(nn.Module):
 
 
 def test_the_report_prints_as_a_table():
-    model = Model(
-        decoder=Model(attention=tutorial(), out=nn.Linear(3, 3)),
-        other=WithoutTanh(16),
-        heads=nn.MultiheadAttention(8, 2),
-        dot=DotAttention(),
-        ours=bf.AdditiveAttention(8),
+    model = nn.ModuleDict(
+        {
+            "decoder": nn.ModuleDict({"attention": tutorial(), "out": nn.Linear(3, 3)}),
+            "other": WithoutTanh(16),
+            "heads": nn.MultiheadAttention(8, 2),
+            "dot": DotAttention(),
+            "ours": bf.AdditiveAttention(8),
+        }
     )
     report = bf.fuse(model)
     assert [entry.name for entry in report.fused] == ["decoder.attention"]
@@ -140,27 +135,6 @@ def test_edited_copies_of_published_modules_are_left_alone(edited):
     assert cases == dict.fromkeys(cases, (None, True))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"windowing": True}, "its windowing is on"),
-        ({"norm": "sigmoid"}, "its norm is sigmoid"),
-        ({"forward_attn": True}, "its forward_attn is on"),
-    ],
-)
-def test_options_that_are_not_served_are_said(options, said):
-    (entry,) = bf.fuse(driving._coqui(**options)()).entries
-    assert entry.family is None
-    assert said in entry.text
-
-
-def test_other_attention_with_the_same_layers_is_left_alone():
-    module = driving._theirs(driving._ESPNET, "AttLocRec", 8, 9, 10, 4, 3)()
-    (entry,) = bf.fuse(module).entries
-    assert entry.family is None
-    assert "besides" in entry.text
-
-
 def test_a_forward_set_on_the_instance_is_left_alone():
     module = tutorial()
     module.forward = module.forward
@@ -219,10 +193,20 @@ class DropsQueries(Course):
         return found
 
 
-def test_dropout_in_another_place_is_left_alone():
-    (entry,) = bf.fuse(DropsQueries("W_q", "W_k", "w_v")).entries
+LEFT_ALONE = {
+    "its windowing is on": driving.coqui_of(windowing=True),
+    "its norm is sigmoid": driving.coqui_of(norm="sigmoid"),
+    "its forward_attn is on": driving.coqui_of(forward_attn=True),
+    "besides": driving.theirs(driving.ESPNET, "AttLocRec", 8, 9, 10, 4, 3),
+    "everything dropped": lambda: DropsQueries("W_q", "W_k", "w_v"),
+}
+
+
+@pytest.mark.parametrize("said", LEFT_ALONE)
+def test_other_attention_with_the_same_layers_is_left_alone(said):
+    (entry,) = bf.fuse(LEFT_ALONE[said]()).entries
     assert entry.family is None
-    assert "everything dropped" in entry.text
+    assert said in entry.text
 
 
 def test_a_lazy_module_is_fused_before_its_first_call():

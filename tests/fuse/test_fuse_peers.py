@@ -1,4 +1,4 @@
-"""``fuse`` against the published code of others: outputs and gradients of several decoder steps."""
+"""``fuse`` against the published code of others: several decoder steps, and a training."""
 
 import copy
 
@@ -9,6 +9,8 @@ import torch
 import bahdanau_fast as bf
 from bahdanau_fast import parity
 from bahdanau_fast.fuse import step
+from bahdanau_fast.seq2seq.data import dates
+from benchmarks.family import Translator, train
 
 MODES = ("train", "eval")
 
@@ -115,3 +117,15 @@ def test_a_copy_and_a_pickle_compute_the_same(peer, module, tmp_path):
         again = run(other, peer.drive, torch.float32, "eval")
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(again, first, strict=True))
         assert bf.unfuse(other) == [""]
+
+
+def test_joeynmt_trains_to_the_same_losses():
+    driving.load("joeynmt.decoders", "RecurrentDecoder")
+    torch.manual_seed(0)
+    model = Translator(32)
+    fused = copy.deepcopy(model)
+    assert [entry.family for entry in bf.fuse(fused).fused] == ["JoeyNMT"]
+    pairs = [(example.text, example.iso) for example in dates.generate(200)]
+    before, after = (train(each, pairs, 50, 16) for each in (model, fused))
+    assert before[-1] < 0.8 * before[0]
+    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) <= 1e-4

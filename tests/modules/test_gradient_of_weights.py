@@ -81,8 +81,7 @@ def test_through_dropout(Tk):
         (grad,) = torch.autograd.grad(context.sin().sum(), weights, create_graph=True)
         (grad * weights).square().sum().backward()
         found.append([grad, *(x.grad for x in inputs)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
 
 
 def test_in_half_precision():

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from course import CourseAttention, CourseMLPAttention
-from decoders import counts
+from profiled import counts
 from torch import nn
 from torch.nn.modules import module as torch_module
 from ways.modes import play

@@ -61,15 +61,21 @@ def test_the_oldest_state_dict(lens):
     [
         ((2, 20, 8, 0.1), {}),
         ((2, 20, 8), {"dropout": 0.1}),
+        ((2, 20), {"num_hiddens": 8, "dropout": 0.1}),
+        ((2,), {"query_size": 20, "num_hiddens": 8, "dropout": 0.1}),
         ((), {"key_size": 2, "query_size": 20, "num_hiddens": 8, "dropout": 0.1}),
         ((8, 0.1), {}),
+        ((8, 0.1), {"query_size": 20, "key_size": 2}),
         ((8,), {"dropout": 0.1}),
         ((), {"num_hiddens": 8, "dropout": 0.1}),
+        ((2, 20, 8), {}),
+        ((2,), {"query_size": 20, "num_hiddens": 8}),
+        ((8,), {"query_size": 20, "key_size": 2}),
     ],
 )
 def test_signatures(arguments, named):
     module = bf.AdditiveAttention(*arguments, **named)
-    assert module.dropout.p == 0.1
+    assert module.dropout.p == (0.1 if 0.1 in (*arguments, *named.values()) else 0.0)
     module.eval()(*inputs())
     assert [tuple(p.shape) for p in module.state_dict().values()] == [(8, 2), (8, 20), (1, 8)]
     assert list(module.state_dict()) == ["W_k.weight", "W_q.weight", "w_v.weight"]
@@ -145,12 +151,8 @@ def test_dot_product(need_weights, lens):
     else:
         assert module.attention_weights is None
     grad = torch.randn(got.shape)
-    for a, b in zip(
-        torch.autograd.grad(got, (q, k, v), grad),
-        torch.autograd.grad(weights @ v, (q, k, v), grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    grads = [torch.autograd.grad(of, (q, k, v), grad) for of in (got, weights @ v)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 # ---- attention_weights, copies, memory -----------------------------------------------------------

@@ -20,12 +20,11 @@ from decoders import (
     T,
     by_steps,
     call,
-    counts,
     given,
     hook,
     layer,
-    same,
 )
+from profiled import counts
 from torch import nn
 
 import bahdanau_fast as bf
@@ -49,7 +48,7 @@ def results(module, tensors, lens=LENS, which=slice(None)):
 def test_the_same_as_steps(cls, layers, lens):
     module, tensors = layer(cls, layers), given(cls, layers)
     want = by_steps(lambda: results(module, tensors, lens))
-    same(results(module, tensors, lens), want, **EXACT)
+    torch.testing.assert_close(results(module, tensors, lens), want, **EXACT)
 
 
 @pytest.mark.parametrize("sizes", [{"T": 1}, {"B": 1}, {"Tk": 1}, {"B": 33, "T": 2, "Tk": 70}])
@@ -58,7 +57,7 @@ def test_sizes(cls, sizes):
     module, tensors = layer(cls, 2, num_hiddens=37), given(cls, 2, **sizes)
     lens = torch.arange(len(tensors["keys"])) % (tensors["keys"].shape[1] + 1)
     want = by_steps(lambda: results(module, tensors, lens))
-    same(results(module, tensors, lens), want, **EXACT)
+    torch.testing.assert_close(results(module, tensors, lens), want, **EXACT)
 
 
 @pytest.mark.parametrize("which", [slice(0, 1), slice(1, 2), slice(-1, None), slice(0, 2)], ids=str)
@@ -68,11 +67,10 @@ def test_gradients_of_some_results(cls, which):
     want = by_steps(lambda: results(module, tensors, which=which))
     got = results(module, tensors, which=which)
     filled = [
-        (a, torch.zeros_like(a) if a is not None and b is None else b)
+        torch.zeros_like(a) if a is not None and b is None else b
         for a, b in zip(got, want, strict=True)
     ]
-    for a, b in filled:
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close(got, filled, **EXACT)
 
 
 @pytest.mark.parametrize(("cls", "layers"), list(itertools.product(CELLS, (1, 2))))
@@ -127,7 +125,7 @@ def test_dropout(cls):
         return results(module, tensors)
 
     first = seeded()
-    same(seeded(), first, rtol=0, atol=0)
+    torch.testing.assert_close(seeded(), first, rtol=0, atol=0)
     assert not torch.equal(first[0], call(module, tensors)[0])
     module.eval()
     still = call(module, tensors)[0]
@@ -158,7 +156,7 @@ def test_threads_do_not_change_a_bit(threads):
     )
     many = results(module, tensors, None)
     threads(1 if torch.get_num_threads() > 1 else 2)
-    same(results(module, tensors, None), many, rtol=0, atol=0)
+    torch.testing.assert_close(results(module, tensors, None), many, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("cls", "cell"), [(bf.AttentionGRU, "gru"), (bf.AttentionLSTM, "lstm")])
@@ -237,7 +235,7 @@ def test_other_backends_and_modes_are_stepped():
     )
     want = call(module, tensors)
     with bf.backends.use("reference"):
-        assert counts(lambda: same(call(module, tensors), want)) == {}
+        assert counts(lambda: torch.testing.assert_close(call(module, tensors), want)) == {}
     with torch.autocast("cpu", torch.bfloat16):
         assert "decode" not in counts(lambda: call(module, tensors))
     halves = {n: x.to(torch.bfloat16) for n, x in tensors.items()}
@@ -265,20 +263,22 @@ def test_a_sequence_in_two_parts():
     memory = module.attention.memory(tensors["keys"], tensors["values"], LENS)
     first, state = module(tensors["inputs"][:2], tensors["hidden"], memory=memory)
     second, state = module(tensors["inputs"][2:], state, memory=memory)
-    same([torch.cat((first, second)), state], [whole, last], **EXACT)
+    torch.testing.assert_close([torch.cat((first, second)), state], [whole, last], **EXACT)
 
 
 def test_copies_and_pickles():
     module, tensors = layer(bf.AttentionGRU), given(bf.AttentionGRU)
     want = call(module, tensors)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        same(call(twin, tensors), want)
+        torch.testing.assert_close(call(twin, tensors), want)
 
 
 def test_inputs_without_features():
     module = bf.AttentionGRU(0, H, 1, key_size=DK, value_size=DV, num_hiddens=F).double()
     tensors = given(bf.AttentionGRU) | {"inputs": torch.zeros(T, B, 0).double().requires_grad_()}
-    same(results(module, tensors), by_steps(lambda: results(module, tensors)), **EXACT)
+    torch.testing.assert_close(
+        results(module, tensors), by_steps(lambda: results(module, tensors)), **EXACT
+    )
 
 
 def test_errors():

@@ -35,16 +35,6 @@ def test_parameters_of_inference_mode_are_trained_as_by_plain_code():
     assert run(Plan({"seed": 509, "bias": False}, steps)) == []
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["calls in threads", "calls before"])
-@pytest.mark.parametrize("kind", ["additive", "fused course"])
-def test_threads_that_share_keys(kind, before):
-    steps = [Step("keys", {"kind": "leaf"})]
-    steps += [Step("threads", {"count": count, "before": before}) for count in (2, 3, 2, 3)]
-    ended = Counter()
-    assert run(Plan({"seed": 1, "kind": kind}, steps), ended) == []
-    assert ended["threads", True] == 4
-
-
 class Stale(CourseAttention):
     """Reuses a projection until the keys are another tensor: what must never be."""
 
@@ -66,8 +56,3 @@ def test_a_stale_projection_is_noticed_and_told_in_a_few_steps(monkeypatch):
     assert 0 < len(short.steps) <= 4
     assert all(not run(Plan(short.options, short.steps[:i])) for i in range(len(short.steps)))
     assert f"# seed {failed[0]}" in told(failed[0], draw_plan(failed[0]))
-
-
-def test_the_plain_module_agrees_with_itself():
-    call = Step("call", {"queries_len": 2, "steps": 1})
-    assert run(Plan({"seed": 1}, [call, Step("backward", {"which": [0], "retain": False})])) == []

@@ -1,5 +1,6 @@
-"""Python in the pages runs as it stands, a page from top to bottom; and links lead somewhere."""
+"""Python in the pages runs as it stands, a page from top to bottom; links lead somewhere."""
 
+import json
 import re
 from pathlib import Path
 
@@ -42,3 +43,19 @@ def test_links_lead_somewhere(page):
             target = page.parent / path if path else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+def test_what_is_said_of_a_training_step_was_measured():
+    figures = json.loads((ROOT / "benchmarks/results/training-amd-epyc-2cores.json").read_text())
+    medians = {
+        of["setting"]["name"]: [
+            of["train"][name]["median"] for name in ("course", "ours, step by step", "ours")
+        ]
+        for of in figures["settings"]
+    }
+    page = (ROOT / "docs/course.md").read_text()
+    said = page[page.index("What a whole training step") :].partition("benchmarks.training")[0]
+    small = [float(x) for x in re.findall(r"([\d.]+) ms", said)]
+    large = [float(x) for x in re.findall(r"([\d.]+) s\b", said)]
+    assert small == [round(x * 1e3, 1) for x in medians["hidden 32"]]
+    assert large == [round(x, 2) for x in medians["hidden 512"]]

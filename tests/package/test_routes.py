@@ -1,7 +1,8 @@
-"""Where a call goes, by its sizes and the family of the processor."""
+"""Where a call goes: by its sizes, the family of the processor and the backend asked for."""
 
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,95 @@ TRITON = {"there": ("triton", "reference")}
 def test_routes_of_gpus(family, changes, form):
     facts = GPU_STEP._replace(**changes)
     assert route(facts, limits.GPU_FAMILIES[family]).form == form
+
+
+UNSERVED = {"general": "scores, features and activations other than tanh", "masked": "masks"}
+
+
+@pytest.mark.parametrize("what", UNSERVED)
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_a_backend_of_gpus_is_not_taken_by_name(name, what):
+    facts = GPU_STEP._replace(**{what: True}, asked=name, there=(name, "reference"))
+    with pytest.raises(ValueError, match=f"backend must serve {UNSERVED[what]}, got '{name}'"):
+        route(facts, limits.OTHER_GPU)
+    found = route(facts._replace(asked=None), limits.OTHER_GPU)
+    assert (found.backend, found.form) == ("reference", "reference")
+    assert "no GPU kernels" in found.reason
+    assert route(facts._replace(**{what: False}), limits.OTHER_GPU).backend == name
+
+
+@pytest.mark.parametrize("what", UNSERVED)
+def test_triton_in_its_interpreter_says_what_it_does_not_serve(what):
+    facts = GPU_STEP._replace(device="cpu", there=("cpu", "reference"), interpreted=True)
+    unserved = facts._replace(**{what: True})
+    with pytest.raises(ValueError, match=f"backend must serve {UNSERVED[what]}, got 'triton'"):
+        route(unserved._replace(asked="triton"), limits.OTHER_GPU)
+    assert route(unserved, limits.OTHER_GPU).backend == "cpu"
+    assert route(facts._replace(asked="triton"), limits.OTHER_GPU).backend == "triton"
+
+
+# ---- a backend by name ---------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+def test_use_nests_and_restores():
+    assert backends.resolve(CPU) == "cpu"
+    with backends.use("reference"):
+        assert backends.resolve(CPU) == "reference"
+        with backends.use("cpu"):
+            assert backends.resolve(CPU) == "cpu"
+            with backends.use("auto"):
+                assert backends.resolve(CPU) == "cpu"
+        assert backends.resolve(CPU) == "reference"
+        with backends.use("auto"):
+            assert backends.resolve(CPU) == "cpu"
+        assert backends.resolve(CPU, "cpu") == "cpu"
+    assert backends.resolve(CPU) == "cpu"
+
+
+def test_use_restores_after_an_error():
+    def fail():
+        with backends.use("reference"):
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert backends.resolve(CPU) == "cpu"
+
+
+def test_use_decides_who_computes(monkeypatch):
+    asked = []
+    real = bf.reference.attend
+    monkeypatch.setattr(bf.reference, "attend", lambda *a: asked.append(1) or real(*a))
+    q, w = torch.randn(2, 3, 4), torch.randn(5, 4)
+    call = (q, q, q, w, w, torch.randn(5))
+    results = [bf.additive_attention(*call)[0]]
+    assert asked == []
+    with backends.use("reference"):
+        results.append(bf.additive_attention(*call)[0])
+        assert len(asked) == 1
+        results.append(bf.additive_attention(*call, backend="cpu")[0])
+        assert len(asked) == 1
+    results.append(bf.additive_attention(*call, backend="reference")[0])
+    assert len(asked) == 2
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other)
+
+
+def test_explain():
+    text = backends.explain()
+    lines = text.splitlines()
+    assert lines[0] == "auto takes 'cpu' for cpu tensors"
+    name = sys.modules["bahdanau_fast._C_cpu"].instruction_set()
+    states = {line.split()[0]: line.split() for line in lines[1:]}
+    assert states["cpu"] == [
+        "cpu",
+        "available:",
+        *f"fused C++ for CPU tensors, {name} kernels".split(),
+    ]
+    assert states["reference"][:2] == ["reference", "available:"]
+    with backends.use("reference"):
+        assert "forced to 'reference'" in backends.explain()
+    assert backends.explain("meta").startswith("auto takes 'reference' for meta tensors")
+    assert backends.available() == ("cpu", "reference")

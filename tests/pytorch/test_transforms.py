@@ -193,8 +193,7 @@ def test_second_derivatives_where_inputs_come_from_one_another(way, hidden, rela
         loss = sum(x.square().sum() for x in first)
         second = torch.autograd.grad(loss, [*leaves, *attention.parameters()])
         results.append((*first, *second))
-    for got, want in zip(*results, strict=True):
-        close(got, want)
+    close(*results)
 
 
 @ways
@@ -210,8 +209,7 @@ def test_a_loop_of_steps_differentiated_twice(way):
             query = one(attention, query, keys, keys)
         (first,) = torch.autograd.grad(query.square().sum(), keys, create_graph=True)
         results.append(torch.autograd.grad(first.square().sum(), [keys, *attention.parameters()]))
-    for got, want in zip(*results, strict=True):
-        close(got, want)
+    close(*results)
 
 
 # ---- under torch.compile -------------------------------------------------------------------------

@@ -45,24 +45,6 @@ def call(module, tensors, lens=LENS):
     return [outputs, *(last if isinstance(last, tuple) else (last,)), module.attention_weights]
 
 
-def same(got, want, **tolerance):
-    for a, b in zip(got, want, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, **tolerance)
-
-
-def counts(function):
-    """How often each operator of the package ran."""
-    with torch.profiler.profile() as record:
-        function()
-    return {
-        event.key.split("::")[-1]: event.count
-        for event in record.key_averages()
-        if "bahdanau" in event.key
-    }
-
-
 def hook(module, *_):
     return None
 

@@ -11,6 +11,7 @@ type (torch fp64; long double for fp64), ``eager`` the reference in the tested d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 
 import numpy as np
@@ -311,23 +312,40 @@ def neighbour(case, drawn, dtype, seed):
 NEIGHBOURS = 32  # of a few thousand cases 12 left one, another one on each kind of processor
 
 
-def settled(ours, others, exact, dtype, again):
+def judged(ours, plain, drawn, near, dtype, exact=None, least=None):
     """The shares of what the parity rule allows that results take, by result.
 
     Eager's error on one input is a single draw: where one score or a sum that cancels decides it
     (d bias adds up rows of score gradients, each of which adds up to zero), it is now and then
     small by luck, and then eager with its hidden units in another order breaks the rule too. The
     factor stays 2; where the rule as it stands fails, eager's error is measured better, as its
-    worst over the input and NEIGHBOURS inputs that differ from it by roundings. ``others`` are
-    eager's errors, ``again(seed)`` those of a neighbour.
+    worst over the input and NEIGHBOURS inputs that differ from it by roundings.
+
+    Args:
+        ours: the results.
+        plain: gives those of plain code, of inputs and a dtype.
+        drawn: the inputs.
+        near: gives neighbours of them, of a seed.
+        exact: gives what is to be met; else plain code in fp64 does, whose own errors in fp64 are
+            what a rounding of the inputs changes.
+        least: errors that eager is taken to have at least, by result, as shares of it.
     """
-    found = shares(ours, others, exact, dtype)
+    truth = plain(drawn, torch.float64) if exact is None else exact(drawn)
+    others = errors(plain(drawn, dtype), truth, dtype)
+    for name, share in (least or {}).items():
+        others[name] = max(others[name], share * float(np.abs(truth[name]).max()))
+    found = shares(ours, others, truth, dtype)
     for seed in range(NEIGHBOURS):
         if all(share <= 1.0 for share in found.values()):
             return found
-        more = again(seed)
+        tensors, of = near(seed), truth
+        if exact is not None:
+            of = exact(tensors)
+        elif dtype != torch.float64:
+            of = plain(tensors, torch.float64)
+        more = errors(plain(tensors, dtype), of, dtype)
         others = {n: max(e, more.get(n, 0.0)) for n, e in others.items()}
-        found = shares(ours, others, exact, dtype)
+        found = shares(ours, others, truth, dtype)
     return found
 
 
@@ -338,23 +356,18 @@ def keep_the_rule(found, what):
 
 
 def measure(case, dtype, function=fused, least=None):
-    """The shares of what the parity rule allows that a case takes, by result.
-
-    ``least``: errors that eager is taken to have at least, by result, as shares of it.
-    """
+    """The shares of what the parity rule allows that a case takes, by result."""
     drawn = case.draw(dtype)
-    exact = oracle(case, drawn, dtype)
     poison(case, dtype)
-    ours = run(function, case, drawn, dtype)
-    others = errors(run(eager, case, drawn, dtype), exact, dtype)
-    for name, share in (least or {}).items():
-        others[name] = max(others[name], share * float(np.abs(exact[name]).max()))
-
-    def again(seed):
-        near = neighbour(case, drawn, dtype, seed)
-        return errors(run(eager, case, near, dtype), oracle(case, near, dtype), dtype)
-
-    return settled(ours, others, exact, dtype, again)
+    return judged(
+        run(function, case, drawn, dtype),
+        lambda tensors, dtype: run(eager, case, tensors, dtype),
+        drawn,
+        functools.partial(neighbour, case, drawn, dtype),
+        dtype,
+        lambda tensors: oracle(case, tensors, dtype),
+        least,
+    )
 
 
 def check(case, dtype, function=fused, least=None):

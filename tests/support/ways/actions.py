@@ -31,23 +31,19 @@ def mode_of(side):
     return modes.get(side.notes["mode"], torch.inference_mode)()
 
 
-def keep(side, context):
-    """A result whose backward may come."""
+def _joined(side, step, steps):
+    """Results of some steps, as one; its backward may come."""
+    contexts, weights = zip(*(step() for _ in range(steps)), strict=True)
+    context = torch.cat(contexts, 1)
     if context.requires_grad:
         side.pending.append(context)
+    return context, torch.cat(weights, 1)
 
 
 def call(side, queries_len, steps=1):
     """A call, or several on the same keys that become one result."""
     with mode_of(side):
-        contexts, weights = [], []
-        for _ in range(steps):
-            found = side.call(side.queries[:, :queries_len])
-            contexts.append(found[0])
-            weights.append(found[1])
-        context = torch.cat(contexts, 1)
-        keep(side, context)
-    return context, torch.cat(weights, 1)
+        return _joined(side, lambda: side.call(side.queries[:, :queries_len]), steps)
 
 
 def remembered(side, queries_len, steps):
@@ -55,15 +51,15 @@ def remembered(side, queries_len, steps):
     if not hasattr(side.module, "memory"):
         return call(side, queries_len, steps)
     with mode_of(side):
-        queries, contexts, weights = side.queries[:, :queries_len], [], []
+        queries = side.queries[:, :queries_len]
         memory = side.module.memory(side.keys, side.values, side.lens_for(queries))
-        for _ in range(steps):
-            contexts.append(side.module.attend(queries, memory))
-            weights.append(side.module.attention_weights)
-            side.watch(contexts[-1], weights[-1])
-        context = torch.cat(contexts, 1)
-        keep(side, context)
-    return context, torch.cat(weights, 1)
+
+        def step():
+            context = side.module.attend(queries, memory)
+            side.watch(context, side.module.attention_weights)
+            return context, side.module.attention_weights
+
+        return _joined(side, step, steps)
 
 
 def change(side, how):

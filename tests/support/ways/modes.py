@@ -91,14 +91,19 @@ class Run:
                 getattr(side, name).requires_grad_()
 
 
+def _twice_and_twice(run):
+    """Two calls, the change, and two calls."""
+    run.prepare()
+    for name in ("first", "second"):
+        run.call(name)
+    run.change()
+    for name in ("third", "fourth"):
+        run.call(name)
+
+
 def eager(run):
     with torch.no_grad():
-        run.prepare()
-        run.call("first")
-        run.call("second")
-        run.change()
-        run.call("third")
-        run.call("fourth")
+        _twice_and_twice(run)
 
 
 def trained(run):
@@ -181,12 +186,7 @@ def by_inductor(run):
 
 def inference(run):
     with torch.inference_mode():
-        run.prepare()
-        for name in ("first", "second"):
-            run.call(name)
-        run.change()
-        for name in ("third", "fourth"):
-            run.call(name)
+        _twice_and_twice(run)
     run.call("trained afterwards")
     run.backward("backward", -1)
 
@@ -197,12 +197,7 @@ def born_in_inference(run):
         for side in run.pair.sides:
             for name in ("queries", "keys", "values", "lens"):
                 setattr(side, name, getattr(side, name).clone())
-        run.prepare()
-        for name in ("first", "second"):
-            run.call(name)
-        run.change()
-        for name in ("third", "fourth"):
-            run.call(name)
+        _twice_and_twice(run)
 
 
 MODES = {
