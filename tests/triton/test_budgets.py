@@ -6,7 +6,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from warmed_up import kernels_of, limits_of
+from triton_target import limits_of
+from warmed_up import kernels_of
 
 from bahdanau_fast.backends.route import is_gpu_step
 from bahdanau_fast.backends.triton import call
