@@ -3,7 +3,7 @@
 // All of them run on one thread of the machine, in turn; barriers and shuffles wait for all of the
 // block or warp, and a barrier that some never reach ends the program. Shared memory begins as
 // garbage and is exactly as large as the launch asked for. AddressSanitizer knows the stacks.
-// x86-64 and GCC or Clang.
+// x86-64 and GCC.
 #pragma once
 
 #include <sys/mman.h>
@@ -90,13 +90,9 @@ inline Cluster& cluster() { return *Machine::get().cluster; }
 inline Fiber& self() { return *Machine::get().current; }
 inline Block& block() { return *self().block; }
 
-#ifdef __clang__
-#define BF_NAKED __attribute__((naked, noinline))
-#else
-#define BF_NAKED __attribute__((naked, noinline, noclone, no_sanitize("address")))
-#endif
 // Saves what a call preserves on this stack, its pointer in *save, and goes on on the stack `to`.
-BF_NAKED inline void switch_stacks(void** /*save*/, void* /*to*/) {
+__attribute__((naked, noinline, noclone, no_sanitize("address"))) inline void switch_stacks(
+    void** /*save*/, void* /*to*/) {
   __asm__(
       "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
       "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"
