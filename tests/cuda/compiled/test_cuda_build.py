@@ -53,12 +53,6 @@ def test_unset_it_says_in_a_line_why_not(tmp_path):
     ]
 
 
-def test_skipped_when_told_to(tmp_path):
-    code, said = setup(folder=str(tmp_path), BAHDANAU_FAST_CUDA="0")
-    assert code == 0
-    assert "bahdanau_fast._C_cuda not built: BAHDANAU_FAST_CUDA=0" in said
-
-
 @needs_nvcc
 def test_an_unknown_gpu_is_an_error(tmp_path):
     code, said = setup(
