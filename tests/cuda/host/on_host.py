@@ -38,10 +38,9 @@ class OnHost(CudaCalls):
     """
 
     def __init__(self, less_shared=0):
-        library(sanitized=True)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  for as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(less_shared)],
+            [sys.executable, __file__, library(sanitized=True), str(less_shared)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -97,9 +96,9 @@ def serve():
     """Answer calls from standard input until it ends."""
     calls, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed is no result
-    gpu = Mock(sanitized=True)
+    gpu = Mock(sys.argv[1])
     gpu.new_gpu()
-    gpu.run_on_fibers(int(sys.argv[1]))
+    gpu.run_on_fibers(int(sys.argv[2]))
     while True:
         try:
             multiprocessors, name, arguments = pickle.load(calls)

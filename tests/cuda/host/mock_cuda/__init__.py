@@ -64,10 +64,10 @@ def library(sanitized=False):
 
 
 class Mock:
-    """The mock GPUs, one set of them in a process: :func:`mock`."""
+    """The mock GPUs of a library, one set of them in a process: :func:`mock`."""
 
-    def __init__(self, sanitized=False):
-        self._library = ctypes.CDLL(str(library(sanitized)))
+    def __init__(self, path):
+        self._library = ctypes.CDLL(str(path))
         for name in ("mock_new_stream", "mock_counters"):
             getattr(self._library, name).restype = ctypes.c_void_p
         for name in ("mock_calls", "mock_why_not"):
@@ -201,4 +201,4 @@ def numbers(launch, first, count):
 @functools.cache
 def mock():
     """The mock GPUs of this process."""
-    return Mock()
+    return Mock(library())
