@@ -103,7 +103,7 @@ def serve():
         try:
             multiprocessors, name, arguments = pickle.load(calls)
         except EOFError:
-            return
+            os._exit(0)  # nothing is left to be told
         gpu.set_gpu(multiprocessors=multiprocessors)
         gpu.calls()
         try:

@@ -30,7 +30,7 @@ def kernels():
         yield running
 
 
-@pytest.mark.parametrize(("row", "dtype"), zip(ROWS, itertools.cycle(QUICK), strict=False))
+@pytest.mark.parametrize(("row", "dtype"), list(zip(ROWS, itertools.cycle(QUICK), strict=False)))
 def test_contract(kernels, row, dtype):
     assert measured(kernels, row, dtype) <= 1
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from built import built
-from torch.utils import cpp_extension
 
 import bahdanau_fast  # noqa: F401  defines the operators
 
@@ -44,6 +43,8 @@ OF_TENSOR, OF_GPU, FILLED = range(3)
 
 def library(sanitized=False):
     """The mock's own library, with csrc/cuda in it."""
+    from torch.utils import cpp_extension
+
     csrc = ROOT / "csrc"
     includes = [f"-I{folder}" for folder in (HERE, csrc, csrc / "cuda" / "op")]
     includes += [f"-isystem{folder}" for folder in cpp_extension.include_paths()]
