@@ -31,14 +31,13 @@ def threads():
 LONGEST = (
     "test_ways.py",
     "test_cuda_kernels.py",
-    "test_interpreted.py",
+    "test_triton.py",
     "test_operators.py",
     "test_budgets.py",
     "test_sequences.py",
     "test_cuda.py",
     "test_accuracy.py",
     "test_general.py",
-    "test_planted.py",
 )
 
 

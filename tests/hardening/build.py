@@ -12,32 +12,23 @@ sys.path.append(str(ROOT / "tests" / "support"))
 from fresh import WITHOUT_EDITABLE  # noqa: E402
 
 
-def lay_out(name, cxxflags="", ldflags="", cxx="", source=ROOT):
-    """Build into ``build/hardening/<name>``; the folder to put on the path.
-
-    Args:
-        name: of the folder.
-        cxxflags: compiler flags after the usual ones.
-        ldflags: linker flags after the usual ones.
-        cxx: another compiler.
-        source: the tree to build, if not this one.
-    """
+def lay_out(name, cxxflags):
+    """Build into ``build/hardening/<name>``, with more compiler flags; the folder for the path."""
     folder = BUILD / name
     folder.mkdir(parents=True, exist_ok=True)
     for part, target in (("bahdanau_fast", "bahdanau_fast"), ("kernels", "bahdanau_fast/kernels")):
         for old in (folder / target).glob("*.py"):
             old.unlink()
         shutil.copytree(
-            source / part,
+            ROOT / part,
             folder / target,
             ignore=shutil.ignore_patterns("*.so", "__pycache__"),
             dirs_exist_ok=True,
         )
     (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
-    flags = {"CXXFLAGS": cxxflags, "LDFLAGS": ldflags, "CXX": cxx}
     environment = {
         **os.environ,
-        **{variable: value for variable, value in flags.items() if value},
+        "CXXFLAGS": cxxflags,
         "BAHDANAU_FAST_CPU": "1",
         "BAHDANAU_FAST_CUDA": "0",
         "BAHDANAU_FAST_OBJECTS": str(folder / "objects"),
@@ -45,7 +36,7 @@ def lay_out(name, cxxflags="", ldflags="", cxx="", source=ROOT):
     # The target folder is another one than the checkout: its own binary stays as it is.
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder)],
-        cwd=source,
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,

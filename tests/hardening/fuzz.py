@@ -2,7 +2,7 @@
 
 The extension is built with GCC's -fsanitize-coverage=trace-pc (libFuzzer and fuzzers built on it
 want clang, which a machine that builds this package need not have). A case is a string of bytes,
-which entry_points.py and its neighbours in fuzzing/ turn into a call. Cases that reach a new
+which the files in fuzzing/ turn into a call. Cases that reach a new
 place of the C++ are kept and changed further. Every run of the suite plays cases of chance.
 """
 
@@ -23,12 +23,12 @@ HERE = Path(__file__).resolve().parent / "fuzzing"
 LONGEST = 128
 # Its share of a hundred cases, and the module in fuzzing/ that holds its function.
 TARGETS = {
-    "attend": (35, "family_points"),
-    "scores": (4, "family_points"),
-    "location": (7, "family_points"),
-    "whole": (14, "entry_points"),
-    "step": (10, "entry_points"),
-    "project": (5, "entry_points"),
+    "attend": (35, "attention_points"),
+    "scores": (4, "attention_points"),
+    "location": (7, "attention_points"),
+    "whole": (14, "attention_points"),
+    "step": (10, "attention_points"),
+    "project": (5, "attention_points"),
     "decode": (15, "decoder_points"),
     "greedy": (10, "decoder_points"),
 }
@@ -63,9 +63,8 @@ class Coverage:
     """The places reached so far, as fuzzing/coverage.c marks them."""
 
     def __init__(self, library):
-        self.map = (ctypes.c_uint8 * (1 << 16)).from_address(
-            ctypes.cast(_function(library, "coverage_map")(), ctypes.c_void_p).value
-        )
+        library.coverage_map.restype = ctypes.POINTER(ctypes.c_uint8 * (1 << 16))
+        self.map = library.coverage_map().contents
         ctypes.memset(self.map, 0, 1 << 16)
         self.reached = 0
 
@@ -74,12 +73,6 @@ class Coverage:
         now = bytes(self.map).count(1)
         before, self.reached = self.reached, now
         return now > before
-
-
-def _function(library, name):
-    function = getattr(library, name)
-    function.restype = ctypes.c_void_p
-    return function
 
 
 def fuzz(target, cases, minutes, seed, coverage, last):

@@ -1,22 +1,22 @@
-"""Runs csrc/cuda in the PTX machine: its operators compute the launches, on mock_cuda."""
+"""Calls of attention whose launches go to the PTX machine; csrc/cuda there, on mock_cuda."""
 
 from __future__ import annotations
 
 import ctypes
 
-import entry_points
 import numpy as np
 import pytest
 import torch
+from calls import Calls, CudaCalls
 from cases import DTYPES
-from cuda_on_host import KINDS
-from launched import PtxCalls
 from machine import build
-from machine.launch import Buffer
-from machine.parse import Module
+from machine.launch import Buffer, Machine
+from machine.parse import Module, PtxError
 from mock_cuda import FILLED, OF_GPU, mock
 
-__all__ = ["CudaPtx", "needs_nvcc"]
+from benchmarks.machine_code import KINDS
+
+__all__ = ["CudaPtx", "PtxCalls", "needs_nvcc"]
 
 needs_nvcc = pytest.mark.skipif(
     build.NVCC is None or torch.cuda.is_available(),
@@ -24,21 +24,52 @@ needs_nvcc = pytest.mark.skipif(
 )
 
 
-class CudaPtx(PtxCalls):
+class PtxCalls(Calls):
+    """The kernels of a backend for an architecture.
+
+    Args:
+        arch: as the backend names it.
+        change: of the PTX, to plant a mistake.
+        options: for every ``Machine.run``.
+    """
+
+    def __init__(self, arch, change=str, **options):
+        self.arch, self.change, self.options = arch, change, options
+        self._launched = set()
+        self._machines = {}
+
+    def machine(self, key, ptx):
+        """The machine of a module, whose text is ``ptx()``."""
+        if key not in self._machines:
+            self._machines[key] = Machine(self.change(ptx()))
+        return self._machines[key]
+
+    def run(self, machine, name, *launch, **more):
+        """One launch, without races."""
+        report = machine.run(name, *launch, **more, **self.options)
+        self._launched.add((self.kind, name))
+        if report.races:
+            raise PtxError("\n".join(report.races))
+
+    def took(self):
+        """(kind, entry) of every launch since the last call."""
+        launched, self._launched = self._launched, set()
+        return launched
+
+
+class CudaPtx(PtxCalls, CudaCalls):
     """csrc/cuda for an architecture.
 
     Args:
-        less_shared: bytes of shared memory that launches lack, to plant a mistake.
-        clears: whether what a launcher sets to zero is.
         all_known: no memory counts as unwritten.
         more: as for PtxCalls.
     """
 
     archs, dtypes = ("80", "90a"), tuple(DTYPES)
 
-    def __init__(self, arch, less_shared=0, clears=True, all_known=False, **more):
+    def __init__(self, arch, all_known=False, **more):
         super().__init__(arch, **more)
-        self.less_shared, self.clears, self.all_known = less_shared, clears, all_known
+        self.all_known = all_known
         self.gpu = mock()
         self.device = self.gpu.new_gpu()
         self._counters, self._buffers = [], []  # of the GPU, and of the operator that runs
@@ -48,26 +79,11 @@ class CudaPtx(PtxCalls):
         self.gpu.use_gpu(self.device)
         self.gpu.set_gpu(multiprocessors=multiprocessors, ptx_version=int(self.arch.rstrip("a")))
 
-    def places(self):
-        """(kind, entry) of every kernel."""
-        return {(kind, e) for kind in KINDS for e in Module(build.ptx(kind, self.arch)).names}
+    def places(self, kinds=KINDS):
+        """(kind, entry) of every kernel of some kinds of numbers."""
+        return {(kind, e) for kind in kinds for e in Module(build.ptx(kind, self.arch)).names}
 
-    def forward(self, need_weights, *inputs):
-        return entry_points.attend(self._operator, *inputs, need_weights=need_weights)
-
-    def backward(self, weights, grad_context, grad_weights, needs, *inputs):
-        grads = weights, grad_context, grad_weights
-        return entry_points.attend_backward(self._operator, *inputs, *grads, needs=needs)
-
-    def step(
-        self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None
-    ):
-        """The same without gradients, from queries (and keys) that the kernel projects itself."""
-        self.begin(multiprocessors, queries, keys, w_v)
-        inputs = queries, w_q, keys, w_k, bias, values, w_v, valid_lens
-        return entry_points.step(self._operator, *inputs)
-
-    def _operator(self, name, *arguments):
+    def operator(self, name, *arguments):
         self._buffers = list(self._counters)
         for first, end in _spans(x for x in arguments if isinstance(x, torch.Tensor)):
             self._memory(first, end - first, FILLED)
@@ -79,7 +95,7 @@ class CudaPtx(PtxCalls):
         end = address + size
         for held in self._buffers if which == FILLED else ():
             if held.address <= address and end <= held.address + held.data.size:
-                if self.clears and held.known is not None:
+                if held.known is not None:
                     held.known[address - held.address : end - held.address] = 1
                 return
         self._buffers = [  # the others have been given back
@@ -96,7 +112,7 @@ class CudaPtx(PtxCalls):
     def _launch(self, name, blocks, threads, cluster, shared, params, size):
         machine = self.machine(self.kind, lambda: build.ptx(self.kind, self.arch))
         launch = name.decode(), blocks, threads, ctypes.string_at(params, size), self._buffers
-        self.run(machine, *launch, shared=shared - self.less_shared, cluster=cluster)
+        self.run(machine, *launch, shared=shared, cluster=cluster)
 
 
 def _spans(tensors):

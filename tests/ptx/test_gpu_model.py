@@ -6,24 +6,14 @@ import pytest
 import torch
 from driven import needs_nvcc
 from gpu_model import __main__ as program
+from gpu_model.__main__ import compiled, eager
 from gpu_model.counted import Counted, Problem, works
-from gpu_model.gpus import GPUS, LIMITS
-from gpu_model.rivals import compiled, eager
+from gpu_model.gpus import GPUS
 from gpu_model.times import Time, Work, modelled, resident_blocks
-
-from benchmarks.workloads.shapes import TOY
 
 WORK = Work("a kernel", 1320, 8, 32, 0, {"fma": 1e6, "alu": 1e6}, sectors=1e7, moved=3.2e8)
 
 # ---- times ---------------------------------------------------------------------------------------
-
-
-def test_constants_make_sense():
-    for gpu in GPUS.values():
-        assert gpu.code in LIMITS
-        assert all(value > 0 for value in dataclasses.astuple(gpu)[2:])
-        assert gpu.dram < gpu.l2
-        assert gpu.l2_cycles < gpu.dram_cycles
 
 
 @pytest.mark.parametrize(
@@ -76,13 +66,6 @@ def test_each_resource_takes_its_counts_over_its_rate():
 def test_what_overlaps_in_part_takes_longer_than_each():
     even = Time(dict.fromkeys(("DRAM", "L2", "port", "shared", "latency", "issue"), 1.0), 1)
     assert even.seconds == pytest.approx(3 ** (1 / 3))
-
-
-def test_blocks_on_a_part_of_the_multiprocessors_take_longer():
-    few = modelled(GPUS["H100"], dataclasses.replace(WORK, blocks=66))
-    whole = modelled(GPUS["H100"], WORK)
-    assert few.parts["issue"] == pytest.approx(2 * whole.parts["issue"])
-    assert few.parts["port"] == pytest.approx(2 * whole.parts["port"])
 
 
 def test_a_chain_of_loads_takes_its_latency_a_wave():
@@ -160,19 +143,6 @@ def test_what_others_launch_and_move():
 
 
 # ---- the program ---------------------------------------------------------------------------------
-
-
-def test_rows_of_a_shape(monkeypatch):
-    monkeypatch.setattr(program, "launches", lambda *_: None)
-    monkeypatch.setattr(program, "works", lambda *_: [WORK])
-    rows = [("forward", str(TOY), *row) for row in program.rows(TOY, backward=False)]
-    assert {len(row) for row in rows} == {len(program.COLUMNS)}
-    assert [row[3] for row in rows if row[2] == WORK.name] == list(GPUS)
-    of_calls = [row[2] for row in rows if row[2] != WORK.name]
-    assert of_calls == [
-        "call in a CUDA graph", "call, the host's time", "eager, at least",
-        "torch.compile, at least",
-    ]  # fmt: skip
 
 
 def test_the_committed_results_have_every_shape():

@@ -1,7 +1,7 @@
 """The PTX machine sees what must not be done to memory, races, and what accesses cost.
 
 Fences between blocks, clusters, asynchronous copies and products of warpgroups: in the kernels that
-have them, where test_planted.py and test_triton_kernels.py plant mistakes.
+have them, where test_cuda.py and test_triton_kernels.py plant mistakes.
 """
 
 import re
@@ -43,6 +43,7 @@ MISTAKES = {
         "setp.lt.u32 %p1, %r0, 8;\n@%p1 ret;\nshfl.sync.bfly.b32 %r4, %r0, 1, 31, -1;", "has ended"
     ),
     "own mask": ("shfl.sync.bfly.b32 %r4, %r0, 1, 31, 255;", "its own mask leaves out"),
+    "other half": ("shfl.sync.bfly.b32 %r4, %r0, 16, 31, 65535;", "which takes no part"),
     "parameters": ("ld.param.u64 %rd4, [p0+8];", "past the parameters"),
 }  # fmt: skip
 UNKNOWN = {

@@ -7,46 +7,24 @@ import importlib
 import pkgutil
 import struct
 from contextlib import contextmanager
-from unittest import mock
+from unittest.mock import patch
 
 import numpy as np
 import torch
-import triton
-from launched import PtxCalls
+from driven import PtxCalls
 from machine.launch import Buffer
-from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
+from triton_target import target_is
 
 import bahdanau_fast.kernels
-from bahdanau_fast import limits
-from bahdanau_fast.backends.triton import backward, call, forward
+from bahdanau_fast.backends.triton import backward, forward
 
 __all__ = ["TritonPtx"]
 
 # What torch.empty leaves: a NaN that nobody computes. Words that hold it count as unwritten.
 UNWRITTEN = 0x7FA5C3A5
 _PACKED = {"i32": "i", "i64": "q", "fp32": "f"}
-
-
-class _Driver:
-    """Triton's driver, as far as compiling and launching ask for one."""
-
-    def __init__(self, arch):
-        self.arch = arch
-        self.utils = self
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self):
-        return self.arch  # kernels are kept by device
-
-    def get_current_stream(self, _device):
-        return 0
-
-    def get_device_properties(self, _device):
-        return {"max_shared_mem": 227 * 1024 if self.arch >= 90 else 163 * 1024}
 
 
 def _empty(*args, **options):
@@ -84,36 +62,26 @@ class TritonPtx(PtxCalls):
         # two summands) and both store it: that one of the two wins is how Triton means it.
         super().__init__(arch, lanes_clash=True, **more)
 
-    def places(self):
+    def places(self, kinds=("f32", "f32_in_f64", "bf16", "f16")):
         """(kind, name) of every kernel that is launched; what sums in fp64 reads no tables."""
         found = set()
         for module in pkgutil.iter_modules(bahdanau_fast.kernels.__path__):
             held = importlib.import_module(f"bahdanau_fast.kernels.{module.name}")
             found |= {name for name, x in vars(held).items() if isinstance(x, JITFunction)}
         kernels = {name for name in found if name.endswith("_kernel")}
-        places = {(kind, name) for kind in ("f32", "f32_in_f64", "bf16", "f16") for name in kernels}
+        places = {(kind, name) for kind in kinds for name in kernels}
         return places - {("f32_in_f64", "tables_kernel")}
 
     @contextmanager
     def here(self):
-        of_gpu = limits.GPU_FAMILIES[f"sm_{self.arch}"]
-        patched = [
-            mock.patch.object(CompiledKernel, "run", property(self._runner)),
-            mock.patch.object(CompiledKernel, "launch_metadata", return_value=None),
-            mock.patch.object(call, "native", return_value=True),
-            mock.patch.object(limits, "of_gpu", return_value=of_gpu),
-            mock.patch.object(forward, "processors", return_value=self.multiprocessors),
-            mock.patch.object(torch, "empty", _empty),
-        ]
-        before = triton.runtime.driver._active
-        triton.runtime.driver.set_active(_Driver(int(self.arch)))
-        try:
-            for patch in patched:
-                patch.start()
-            yield self
-        finally:
-            mock.patch.stopall()
-            triton.runtime.driver._active = before
+        with (
+            target_is(f"sm_{self.arch}"),
+            patch.object(CompiledKernel, "run", property(self._runner)),
+            patch.object(CompiledKernel, "launch_metadata", return_value=None),
+            patch.object(forward, "processors", return_value=self.multiprocessors),
+            patch.object(torch, "empty", _empty),
+        ):
+            yield
 
     def forward(self, need_weights, queries, keys, values, w_v, lens):
         given = {"valid_lens": lens, "need_weights": need_weights}

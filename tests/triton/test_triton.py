@@ -1,6 +1,13 @@
-"""The Triton backend without a GPU: what is said of it."""
+"""The Triton backend without a GPU: what is said of it, and its kernels in Triton's interpreter.
 
+The interpreter has to be asked for before Python starts: these tests run in processes of their own.
+"""
+
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +15,7 @@ from fresh import python
 
 import bahdanau_fast as bf
 
+ROOT = Path(__file__).resolve().parents[2]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -69,3 +77,23 @@ assert "triton" not in bf.backends.available()
 def test_without_triton_or_with_an_old_one(missing, reason):
     result = python("-c", HIDE.format(missing=missing), TRITON_INTERPRET="1")
     assert f"not available: {reason}" in result.stdout
+
+
+@no_gpu
+@pytest.mark.parametrize(
+    ("chosen", "least"),
+    [("not deep", 50), pytest.param("deep", 140, marks=pytest.mark.deep)],
+)
+def test_the_kernels_in_the_interpreter(chosen, least):
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/triton/kernels", "-m", chosen],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(result.stdout[-5000:], result.stderr[-2000:])
+    assert result.returncode == 0
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= least
+    assert "skipped" not in result.stdout

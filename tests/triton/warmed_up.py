@@ -8,42 +8,11 @@ from unittest.mock import patch
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from triton_target import target_is
 
-from bahdanau_fast import limits
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from bahdanau_fast.backends.triton import backward, call, forward
+from bahdanau_fast.backends.triton import backward, forward
 from benchmarks.machine_code import run_tool
-
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_86": GPUTarget("cuda", 86, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-FAMILIES = {"sm_100": "sm_90", "gfx942": "other"}
-
-
-def limits_of(target):
-    """Those that launches on a target are planned by."""
-    return limits.GPU_FAMILIES[FAMILIES.get(target, target)]
-
-
-class Driver:
-    """Triton's driver, as far as compiling asks for one."""
-
-    def __init__(self, target):
-        self.target = target
-
-    def get_current_target(self):
-        return TARGETS[self.target]
-
-    def get_current_device(self):
-        return self.target  # kernels are kept by device
-
-    def get_current_stream(self, _device):
-        return 0
 
 
 class Kernel:
@@ -88,17 +57,8 @@ def compiling(target, only=""):
             made = real(self, *args, warmup=True, **options)
             found[made.hash] = Kernel(made)
 
-    before = triton.runtime.driver._active
-    triton.runtime.driver.set_active(Driver(target))
-    try:
-        with (
-            patch.object(triton.JITFunction, "run", run),
-            patch.object(call, "native", lambda: target.startswith("sm")),
-            patch.object(limits, "of_gpu", lambda device: limits_of(target)),
-        ):
-            yield found
-    finally:
-        triton.runtime.driver._active = before
+    with target_is(target), patch.object(triton.JITFunction, "run", run):
+        yield found
 
 
 def kernels_of(shape, dtype, target, only=""):

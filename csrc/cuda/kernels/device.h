@@ -2,7 +2,7 @@
 // Nothing else contains PTX.
 //
 // nvcc compiles the kernels for GPUs. The tests compile the same headers with a C++ compiler and
-// tests/cuda/host/cuda_on_host/device_on_host.h in the place of the CUDA half of this file.
+// tests/cuda/host/mock_cuda/device_on_host.h in the place of the CUDA half of this file.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,7 @@
-"""The CUDA backend on a GPU: the contract, streams, threads, graphs and devices."""
+"""The CUDA backend on a GPU: the contract, streams, threads, graphs and devices.
+
+Without one, test_cuda_kernels.py runs the kernels' source on the host.
+"""
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +21,9 @@ import bahdanau_fast as bf
 from bahdanau_fast import parity as rule
 from bahdanau_fast import reference
 from bahdanau_fast.limits import FP64_GPU_ELEMENTS
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
 
 WAYS = {f.__name__: functools.partial(f, backend="cuda") for f in (fused, called, attended)}
 

@@ -18,14 +18,13 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def built(name, files, command, keep_old=False):
+def built(name, files, command):
     """What ``command -o <path>`` makes of files, made once for their content.
 
     Args:
-        name: its path in the folder ``build``.
+        name: its path in the folder ``build``; what was made of other files goes.
         files: that it depends on.
         command: of a compiler.
-        keep_old: what was made of other files or by another command stays.
     """
     known = hashlib.sha256(b"".join(path.read_bytes() for path in files))
     known.update(" ".join(command).encode())
@@ -37,15 +36,10 @@ def built(name, files, command, keep_old=False):
     with open(stem.with_name(f".{stem.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
         if not target.exists():
-            make(command, target, "" if keep_old else f"{stem.name}-*")
+            for old in stem.parent.glob(f"{stem.name}-*"):
+                old.unlink()
+            with tempfile.TemporaryDirectory(dir=stem.parent) as scratch:
+                made = Path(scratch) / "made"
+                subprocess.run([*command, "-o", str(made)], check=True)
+                shutil.move(made, target)
     return target
-
-
-def make(command, target, old):
-    """Run a compiler, and put what it makes in the place of what a pattern finds beside it."""
-    for path in target.parent.glob(old) if old else ():
-        path.unlink()
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch) / "made"
-        subprocess.run([*command, "-o", str(made)], check=True)
-        shutil.move(made, target)

@@ -1,10 +1,11 @@
 """Calls of attention by kernels that run without a GPU: on the host, or as machine code."""
 
+import entry_points
 import torch
 
 from bahdanau_fast.limits import FP64_GPU_ELEMENTS
 
-__all__ = ["Calls", "kind_of"]
+__all__ = ["Calls", "CudaCalls", "kind_of"]
 
 
 def kind_of(dtype, elements):
@@ -39,6 +40,26 @@ class Calls:
         """Context and weights of projected queries and keys by the kernels, differentiable."""
         inputs = queries, keys, values, w_v, valid_lens
         return _Attend.apply(*inputs, self, multiprocessors, dropout)
+
+
+class CudaCalls(Calls):
+    """The same of csrc/cuda, whose operators are run by ``operator(name, *arguments)``."""
+
+    def forward(self, need_weights, *inputs):
+        return entry_points.attend(self.operator, *inputs, need_weights=need_weights)
+
+    def backward(self, weights, grad_context, grad_weights, needs, *inputs):
+        given = *inputs[:5], weights, grad_context, grad_weights
+        dropout = inputs[5:] or (None, 0.0)
+        return entry_points.attend_backward(self.operator, *given, needs=needs, dropout=dropout)
+
+    def step(
+        self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None
+    ):
+        """The same without gradients, from queries (and keys) that the kernel projects itself."""
+        self.begin(multiprocessors, queries, keys, w_v)
+        inputs = queries, w_q, keys, w_k, bias, values, w_v, valid_lens
+        return entry_points.step(self.operator, *inputs)
 
 
 class _Attend(torch.autograd.Function):

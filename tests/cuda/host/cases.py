@@ -12,7 +12,7 @@ from parity import OUTPUTS, Case, errors, long_double, measure, shares
 
 from bahdanau_fast import reference
 
-__all__ = ["DTYPES", "ROWS", "STEPS", "Step", "measured"]
+__all__ = ["DTYPES", "ROWS", "STEPS", "Step", "measured", "on"]
 
 DTYPES = {
     "fp32": torch.float32,
@@ -85,8 +85,8 @@ def measured(kernels, name, dtype):
     return (_row if name in ROWS else _step)(kernels, name, dtype)
 
 
-def _row(kernels, name, dtype):
-    sizes, multiprocessors = ROWS[name]
+def on(kernels, multiprocessors=4):
+    """The function :func:`parity.check` tests: projections by torch, the rest by the kernels."""
 
     def function(inputs, valid_lens):
         a = F.linear(inputs["queries"], inputs["w_q"])
@@ -95,7 +95,13 @@ def _row(kernels, name, dtype):
         context, weights = kernels.attend(multiprocessors, a, c, *rest)
         return context, weights.to(context.dtype)
 
-    shares = measure(Case(**{**LARGE, **sizes}), DTYPES[dtype], function)
+    return function
+
+
+def _row(kernels, name, dtype):
+    sizes, multiprocessors = ROWS[name]
+    case = Case(**{**LARGE, **sizes})
+    shares = measure(case, DTYPES[dtype], on(kernels, multiprocessors))
     return max(shares.values(), default=0.0)
 
 

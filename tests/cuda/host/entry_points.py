@@ -20,16 +20,18 @@ def attend(
     return call(FORWARD, *inputs, need_weights, True, 0)
 
 
-def attend_backward(call, queries, keys, values, w_v, lens, weights, *grads, needs=15):
+def attend_backward(
+    call, queries, keys, values, w_v, lens, weights, *grads, needs=15, dropout=(None, 0.0)
+):
     """The gradients that ``needs`` has a bit for, all four unless given.
 
-    ``grads`` are those of context and weights, None if zero.
+    ``grads`` are those of context and weights, None if zero; ``dropout``: seed and probability.
     """
-    inputs = _arguments(queries, keys, values, w_v, lens)
+    inputs = _arguments(queries, keys, values, w_v, lens, *dropout)
     return call(BACKWARD, weights, *grads, needs, *inputs, 0)[:4]
 
 
-def _arguments(queries, keys, values, w_v, lens, seed=None, dropout_p=0.0):
+def _arguments(queries, keys, values, w_v, lens, seed, dropout_p):
     """Without features, mask and table, and with tanh."""
     others = None, None, lens, None, None, None, seed
     return queries, keys, values, w_v, *others, dropout_p, 0, 0.01

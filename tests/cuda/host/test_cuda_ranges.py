@@ -1,14 +1,15 @@
 """Both sides of every magnitude at which the CUDA kernels change path, or cut a number off."""
 
 from contextlib import closing
-from functools import partial
 
-import calls
 import pytest
 import torch
 from built import needs_compiler
-from cuda_on_host import Drivers, Host, on
+from cases import on
 from near import FACTORS, check, near
+from on_host import OnHost
+
+from bahdanau_fast.limits import FP64_GPU_ELEMENTS
 
 pytestmark = needs_compiler
 
@@ -37,38 +38,40 @@ CASES = [
         place, queries, dtype, a, c, marks=pytest.mark.deep if dtype in DEEP else (),
         id=f"{place}-{queries}-{dtype}",
     )
-    for place, (a, c, kernels, dtypes) in PLACES.items()
-    for queries in kernels
+    for place, (a, c, of_queries, dtypes) in PLACES.items()
+    for queries in of_queries
     for dtype in dtypes
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def drivers():
-    with closing(Drivers(partial(Host, sanitizer="address"))) as running:
+def kernels():
+    with closing(OnHost()) as running:
         yield running
+
+
+def near_of(queries, dtype, **more):
+    """A small case; in fp32 large enough not to be computed in fp64."""
+    hidden, keys = 16, 6
+    if dtype == FP32:
+        hidden, keys = 64, FP64_GPU_ELEMENTS // (2 * queries * 64) + 1
+    return near({"B": 2, "Tq": queries, "Tk": keys, "Dv": 5}, hidden, **more)
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize(("place", "queries", "dtype", "a", "c"), CASES)
-def test_near(drivers, monkeypatch, place, queries, dtype, a, c, factor):
-    if dtype == "fp32 in fp64":
-        dtype = FP32
-    else:  # small problems too
-        monkeypatch.setattr(calls, "FP64_GPU_ELEMENTS", 0)
-    sizes = {"B": 2, "Tq": queries, "Tk": 6, "Dv": 5}
+def test_near(kernels, place, queries, dtype, a, c, factor):
     # So large that fp16 has the gradients in full.
     scale = {"context": 1e3, "weights": 1e3} if dtype == FP16 else {}
     of_query = a if place == "large keys" else factor * a
     sized = {"of_query": of_query, "of_key": factor * c, "fourth": 0.05 if "fourth" in place else 1}
-    case = near(sizes, 16, scale=scale, **sized)
-    check(case, dtype, on(drivers))
+    case = near_of(queries, dtype, scale=scale, **sized)
+    check(case, FP32 if dtype == "fp32 in fp64" else dtype, on(kernels))
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize(("dtype", "w_v", "place"), [(FP32, 4e4, 4.35), (BF16, 1e8, 7.0)], ids=str)
-def test_large_w_v(drivers, monkeypatch, dtype, w_v, place, factor):
+def test_large_w_v(kernels, dtype, w_v, place, factor):
     """Numerators are w_v times three denominators, in fp32 four, that are as large as can be."""
-    monkeypatch.setattr(calls, "FP64_GPU_ELEMENTS", 0)
-    sizes = {"B": 2, "Tq": MANY, "Tk": 6, "Dv": 5, "scale": {"w_v": factor * w_v}}
-    check(near(sizes, 16, of_query=place, of_key=place), dtype, on(drivers))
+    scale = {"w_v": factor * w_v}
+    check(near_of(MANY, dtype, scale=scale, of_query=place, of_key=place), dtype, on(kernels))

@@ -1,15 +1,36 @@
-"""What csrc/cuda asks of the CUDA runtime, on a mock of it (mock_cuda)."""
+"""What csrc/cuda asks of the CUDA runtime, and how it cuts its work, on a mock of the runtime."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import entry_points
 import pytest
 import torch
-from mock_cuda import kernel_of, launches, numbers, of
+from built import needs_compiler
+from mock_cuda import kernel_of, launches, mock, numbers, of
+
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
+from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
+
+pytestmark = [
+    needs_compiler,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="with a GPU, its extension defines the operators"
+    ),
+]
 
 LIMIT = 96 * 1024
 PER_THREAD = 2  # the handle of every thread's own default stream
 OLD_DRIVER, NO_IMAGE, IMPLICIT_CAPTURE = 35, 209, 906
+
+
+@pytest.fixture
+def gpu():
+    """A mock GPU that nothing was asked of."""
+    gpu = mock()
+    gpu.new_gpu()
+    gpu.calls()
+    gpu.last_error()
+    return gpu
 
 
 def step(gpu, features=512, batch=2, hidden=64, keys=150, raw=True):
@@ -50,15 +71,6 @@ def test_launches_of_a_call(gpu, queries, forward, backward):
     for calls, names in zip(attend(gpu, queries), (forward, backward), strict=True):
         assert [kernel_of(call) for call in launches(calls)] == names
         assert all(call["error"] == 0 for call in calls)
-
-
-def test_a_launch_is_noted_with_its_parameters(gpu):
-    calls = step(gpu, raw=False, batch=3, keys=150, hidden=64)
-    (launch,) = launches(calls)
-    assert kernel_of(launch) == "decode_forward"
-    sizes = [launch[name] for name in ("grid", "block", "cluster", "stream")]
-    assert sizes == [16, 256, 8, 0]  # four blocks for each of three rows, in clusters of eight
-    assert numbers(launch, 0, 5) == (3, 1, 150, 64, 64)  # B, Tq, Tk, H, Dv
 
 
 def test_captured_calls_have_counters_of_their_own(gpu):
@@ -156,3 +168,79 @@ def test_a_gpu_that_the_binary_is_not_for_is_told_in_words(gpu, error, words):
     gpu.set_gpu(loads=error)
     assert gpu.why_not().startswith(words)
     assert gpu.last_error() == 0
+
+
+# ---- plans: the shapes of the benchmarks on GPUs of several sizes, all of the work, once ---------
+# The mock refuses too much shared memory and clusters that do not fit.
+
+SHAPES = (*LIST, *STEPS_ON_MEMORY)
+# Multiprocessors and the largest cluster: A100, RTX 4090, H100 and H200, B200.
+GPUS = {"108": (108, 1), "128": (128, 1), "132": (132, 8), "148": (148, 8)}
+DTYPES = (torch.float32, torch.bfloat16)
+# Bytes of the struct Problem, and where the numbers (splits, split) of a kernel's argument are.
+PROBLEM = 168
+SPLITS = {
+    "decode_forward": PROBLEM + 24,
+    "raw_keys_forward": PROBLEM + 24,
+    "decode_backward": PROBLEM,
+    "decode_grad_weights": PROBLEM,
+}
+
+
+def rows_of(launch):
+    """The blocks that the rows of a launch take, each in splits, which hold every key once."""
+    B, _, Tk = numbers(launch, 0, 3)
+    splits, split = numbers(launch, SPLITS[kernel_of(launch)], 2)
+    assert (splits - 1) * split < Tk <= splits * split  # no split is empty, no key left
+    return -(-B * splits // launch["cluster"]) * launch["cluster"]
+
+
+def check(gpu, largest_cluster):
+    """The launches since the last time are possible and hold all keys; their names."""
+    calls = gpu.calls()
+    found = launches(calls)
+    for launch in found:
+        assert launch["grid"] > 0
+        assert kernel_of(launch) not in SPLITS or launch["grid"] == rows_of(launch)
+        assert 0 < launch["shared"] <= LIMIT
+        assert launch["cluster"] <= largest_cluster
+    assert all(call["error"] == 0 for call in calls)
+    return [kernel_of(launch) for launch in found]
+
+
+def tensors(*shapes, dtype):
+    """Memory that nobody looks at."""
+    return [torch.empty(shape, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_every_launch_holds_its_work(gpu, shape, name):
+    multiprocessors, cluster = GPUS[name]
+    gpu.new_gpu(multiprocessors=multiprocessors, largest_cluster=cluster, ptx_version=90)
+    b, tq, tk, h, dv = shape.batch, shape.queries, shape.keys, shape.hidden, shape.value_size
+    for dtype in DTYPES:
+        sizes = (b, tq, h), (b, tk, h), (b, tk, dv), (1, h)
+        inputs = tensors(*sizes, dtype=dtype)
+        context, weights = entry_points.attend(gpu.operator, *inputs)
+        kernels = check(gpu, cluster)
+        assert kernels[0] == ("decode_forward" if tq <= GPU_STEP_QUERIES else "tile_scores")
+        entry_points.attend_backward(gpu.operator, *inputs, None, weights, context, weights)
+        assert "sum_parts" in check(gpu, cluster)
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.queries == 1], ids=lambda s: s.name)
+def test_every_step_holds_its_work(gpu, shape, name):
+    multiprocessors, cluster = GPUS[name]
+    gpu.new_gpu(multiprocessors=multiprocessors, largest_cluster=cluster, ptx_version=90)
+    b, tk, h, dv = shape.batch, shape.keys, shape.hidden, shape.value_size
+    sizes = (b, 1, shape.query_size), (h, shape.query_size), (b, tk, shape.key_size)
+    raw, w_q, keys = tensors(*sizes, dtype=torch.bfloat16)
+    w_k, values, w_v = tensors((h, shape.key_size), (b, tk, dv), (1, h), dtype=torch.bfloat16)
+    for own, features in ((w_k, keys), (None, tensors((b, tk, h), dtype=torch.bfloat16)[0])):
+        if own is not None and shape.key_size > 512:
+            continue  # a tile of them does not fit into shared memory: torch multiplies before
+        entry_points.step(gpu.operator, raw, w_q, features, own, None, values, w_v)
+        kernels = check(gpu, cluster)
+        assert kernels == ["raw_keys_forward" if own is not None else "decode_forward"]

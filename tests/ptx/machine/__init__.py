@@ -6,9 +6,9 @@ does not say how long that takes, nor what hardware adds to PTX.
 
 ``parse.py`` reads a module, ``launch.py`` runs an entry on buffers. ``core``, in C++ (half of a
 kernel's instructions are masked, which NumPy is slow at), has the instructions, each entered in
-``opcodes()`` at the end of its file: arithmetic/ (moves, compare, convert), loads.h, sync.h,
-matrix.h (``mma``) and wgmma.h; scheduler.h runs the warps. Those that our kernels have are there:
-another opcode or modifier is an error that names it. What an instruction costs: ``unit_of`` in
+``opcodes()`` at the end of its part: integers.h, floats.h, loads.h, tensor_cores.h (``mma`` and
+``wgmma``) and scheduler.h, which runs the warps. Those that our kernels have are there: another
+opcode or modifier is an error that names it. What an instruction costs: ``unit_of`` in
 launch.py and ``Request`` in core/memory.h count, ``gpu_model/times.py`` prices.
 
 Threads: of a warp those that are furthest behind in the code run together. Shuffles and ``mma``

@@ -151,11 +151,11 @@ class Machine:
     """Runs the entries of a module.
 
     Args:
-        module: parsed PTX, or its text.
+        text: PTX.
     """
 
-    def __init__(self, module: Module | str):
-        self.module = Module(module) if isinstance(module, str) else module
+    def __init__(self, text: str):
+        self.module = Module(text)
 
     def _load(self, name: str) -> int:
         text = self.module.entry(name).text

@@ -1,6 +1,6 @@
 """Tests of the Triton kernels: on a GPU where there is one, else in Triton's interpreter.
 
-The interpreter has to be asked for before anything is imported: ../test_interpreted.py runs this
+The interpreter has to be asked for before anything is imported: ../test_triton.py runs this
 folder so. Alone, it is ``TRITON_INTERPRET=1 python -m pytest tests/triton/kernels``; there, where a
 case takes up to seconds, most are deep (``-m deep``), and the same kernels run as machine code in
 tests/ptx. What only the interpreter proves: the backend as users call it, compiled or not.

@@ -3,8 +3,8 @@
 What only it proves: which launches and other calls of the runtime an operator makes and what they
 cost the host, streams, captures and errors included.
 
-Calls of the operators take CPU tensors. Their launches are noted, and run where :meth:`Mock.runs`
-says so (tests/ptx does, in the PTX machine); else results are whatever memory held.
+Calls of the operators take CPU tensors. Their launches are noted, and run as :meth:`Mock.runs` says
+(in the PTX machine, tests/ptx) or on fibers (on_host.py); else results are whatever memory held.
 :meth:`Mock.calls` gives the notes: call (the function), device, error, and of a launch kernel
 (mangled), grid, block, cluster, shared (bytes), stream, parameters (hex bytes).
 """
@@ -19,18 +19,17 @@ from pathlib import Path
 
 import torch
 from built import built
-from torch.utils import cpp_extension
 
 import bahdanau_fast  # noqa: F401  defines the operators
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
-ON_HOST = HERE.parent / "cuda_on_host"
 SOURCES = (
     *sorted(HERE.glob("*.cpp")),
     *(ROOT / "csrc/cuda/op" / name for name in ("inputs.cpp", "ops.cpp")),
     *sorted((ROOT / "csrc/cuda/runtime").glob("*.cpp")),
 )
+KERNELS = sorted((ROOT / "csrc/cuda/op").glob("*.cu"))
 # Functions of torch that give memory: torch_on_cpu.cpp says where.
 WRAPPED = "aoti_torch_empty_strided", "torch_call_dispatcher"
 # Kernel (mangled), blocks, threads, cluster, bytes of shared memory, parameters and their bytes.
@@ -42,27 +41,34 @@ MEMORY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
 OF_TENSOR, OF_GPU, FILLED = range(3)
 
 
-def library():
+def library(sanitized=False):
     """The mock's own library, with csrc/cuda in it."""
+    from torch.utils import cpp_extension
+
     csrc = ROOT / "csrc"
-    includes = [f"-I{folder}" for folder in (HERE, ON_HOST, csrc, csrc / "cuda" / "op")]
+    includes = [f"-I{folder}" for folder in (HERE, csrc, csrc / "cuda" / "op")]
     includes += [f"-isystem{folder}" for folder in cpp_extension.include_paths()]
     libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+    name, flags = "library", ["-O0"]
+    if sanitized:
+        name, flags = "sanitized", ["-O1", "-g1", "-fsanitize=address,undefined"]
+        flags.append("-fno-sanitize-recover=undefined")
     command = [
-        *("g++", "-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-fno-gnu-unique"),
+        *("g++", "-std=c++17", *flags, "-w", "-fPIC", "-shared", "-fno-gnu-unique"),
         *("-DTORCH_TARGET_VERSION=0x020a000000000000", *includes, *map(str, SOURCES)),
+        *("-x", "c++", *map(str, KERNELS), "-x", "none"),
         *("-Wl,-Bsymbolic", *(f"-Wl,--wrap={name}" for name in WRAPPED)),
         *(*libraries, "-ltorch_cpu", "-ldl"),
     ]
-    headers = [*HERE.glob("*.h"), *ON_HOST.glob("*.h"), *csrc.rglob("*.h"), *csrc.rglob("*.cu")]
-    return built("mock_cuda/library", [*SOURCES, *sorted(headers)], command)
+    headers = [*HERE.glob("*.h"), *csrc.rglob("*.h")]
+    return built(f"mock_cuda/{name}", [*SOURCES, *KERNELS, *sorted(headers)], command)
 
 
 class Mock:
-    """The mock GPUs, one set of them in a process: :func:`mock`."""
+    """The mock GPUs of a library, one set of them in a process: :func:`mock`."""
 
-    def __init__(self):
-        self._library = ctypes.CDLL(str(library()))
+    def __init__(self, path):
+        self._library = ctypes.CDLL(str(path))
         for name in ("mock_new_stream", "mock_counters"):
             getattr(self._library, name).restype = ctypes.c_void_p
         for name in ("mock_calls", "mock_why_not"):
@@ -112,6 +118,10 @@ class Mock:
             self._library.mock_runs(None, None)
         if failed:
             raise failed[0]
+
+    def run_on_fibers(self, less_shared):
+        """From now on launches run on the host, with so many bytes of shared memory too few."""
+        self._library.mock_run_on_fibers(less_shared)
 
     def set_gpu(self, multiprocessors=132, largest_cluster=8, ptx_version=90, loads=0):
         """What the GPU of the tensors is like.
@@ -192,4 +202,4 @@ def numbers(launch, first, count):
 @functools.cache
 def mock():
     """The mock GPUs of this process."""
-    return Mock()
+    return Mock(library())

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "cuda_runtime.h"
+#include "fibers.h"
 #include "mock.h"
 
 namespace {
@@ -225,19 +226,25 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
 }
 
 cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
-                        const void* parameters, size_t bytes) {
+                        const void* parameters, size_t bytes, const std::function<void()>& thread) {
+  const int64_t blocks = config->gridDim.x, shared = int64_t(config->dynamicSmemBytes);
+  const int threads = int(config->blockDim.x), cluster = int(cluster_of(*config));
   Call call("cudaLaunchKernelEx");
   call.tell("kernel", quoted(name_of(kernel)));
-  call.tell("grid", (long long)(config->gridDim.x));
-  call.tell("block", (long long)(config->blockDim.x));
-  call.tell("cluster", (long long)(cluster_of(*config)));
-  call.tell("shared", (long long)(config->dynamicSmemBytes));
+  call.tell("grid", blocks);
+  call.tell("block", threads);
+  call.tell("cluster", cluster);
+  call.tell("shared", shared);
   call.tell("stream", config->stream);
   call.tell("parameters", quoted(hex(parameters, bytes)));
   const cudaError_t error =
       call.run([&](Gpus& all) { return check_launch(all.gpu[current_device()], kernel, *config); });
-  if (const auto launch = Runs::get().launch; launch != nullptr && error == cudaSuccess)
-    launch(name_of(kernel).c_str(), config->gridDim.x, config->blockDim.x, cluster_of(*config),
-           int64_t(config->dynamicSmemBytes), parameters, int64_t(bytes));
-  return error;
+  const Runs& runs = Runs::get();
+  if (error != cudaSuccess) return error;
+  if (runs.launch != nullptr)
+    runs.launch(name_of(kernel).c_str(), blocks, threads, cluster, shared, parameters,
+                int64_t(bytes));
+  else if (runs.on_fibers)
+    bahdanau_fast::host::launch(thread, blocks, threads, shared - runs.less_shared, cluster);
+  return cudaSuccess;
 }

@@ -1,7 +1,7 @@
 // Loads, stores, atomic operations and copies.
 #pragma once
 
-#include "arithmetic/convert.h"
+#include "floats.h"
 #include "memory.h"
 
 namespace ptx {

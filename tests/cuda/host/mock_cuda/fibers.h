@@ -1,7 +1,9 @@
-// Threads for device_on_host.h: every CUDA thread is a fiber of its own, with a stack of its own.
+// Runs launches on the host: every CUDA thread is a fiber of its own, with a stack of its own.
 //
-// All of them run on one thread of the machine, in turn. AddressSanitizer knows the stacks. x86-64
-// and GCC or Clang.
+// All of them run on one thread of the machine, in turn; barriers and shuffles wait for all of the
+// block or warp, and a barrier that some never reach ends the program. Shared memory begins as
+// garbage and is exactly as large as the launch asked for. AddressSanitizer knows the stacks.
+// x86-64 and GCC.
 #pragma once
 
 #include <sys/mman.h>
@@ -88,13 +90,9 @@ inline Cluster& cluster() { return *Machine::get().cluster; }
 inline Fiber& self() { return *Machine::get().current; }
 inline Block& block() { return *self().block; }
 
-#ifdef __clang__
-#define BF_NAKED __attribute__((naked, noinline))
-#else
-#define BF_NAKED __attribute__((naked, noinline, noclone, no_sanitize("address")))
-#endif
 // Saves what a call preserves on this stack, its pointer in *save, and goes on on the stack `to`.
-BF_NAKED inline void switch_stacks(void** /*save*/, void* /*to*/) {
+__attribute__((naked, noinline, noclone, no_sanitize("address"))) inline void switch_stacks(
+    void** /*save*/, void* /*to*/) {
   __asm__(
       "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
       "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"
@@ -203,6 +201,27 @@ X exchange(X x, int from) {
   wait(warp.barrier, 32);
   std::memcpy(&x, slots[from], sizeof x);
   return x;
+}
+
+// Runs a launch: every other one backwards, blocks and threads.
+inline void launch(const std::function<void()>& kernel, int64_t blocks, int threads, int64_t shared,
+                   int blocks_of_cluster) {
+  Machine& m = Machine::get();
+  m.backwards = !m.backwards;
+  for (int64_t i = 0; i < blocks; i += blocks_of_cluster) {
+    Cluster all;
+    all.kernel = &kernel;
+    for (int rank = 0; rank < blocks_of_cluster; ++rank) {
+      all.blocks.push_back(std::make_unique<Block>());
+      Block& block = *all.blocks.back();
+      block.index.x = unsigned((m.backwards ? blocks - blocks_of_cluster - i : i) + rank);
+      block.threads.x = unsigned(threads);
+      block.shared = std::make_unique<char[]>(size_t(shared));
+      std::memset(block.shared.get(), 0xff, size_t(shared));  // NaN
+    }
+    all.step = m.backwards ? threads * blocks_of_cluster - 1 : 1;
+    run(all);
+  }
 }
 
 }  // namespace bahdanau_fast::host
