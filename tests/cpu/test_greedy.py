@@ -110,6 +110,16 @@ def test_opcheck(dtype):
     torch.library.opcheck(ops.decode_greedy.default, (), arguments(dtype=dtype))
 
 
+@pytest.mark.parametrize("token", [0, V - 1])
+def test_any_token_can_be_the_likeliest(token):
+    given = arguments()
+    given["left_out"] = torch.tensor([], dtype=torch.int64)
+    given["last"] = 1
+    given["dense_bias"] = 100.0 * torch.eye(V)[token]
+    tokens, _ = ops.decode_greedy(**given)
+    assert torch.equal(tokens, torch.full((B, STEPS), token))
+
+
 def test_nan_ends_nothing_and_hangs_nothing():
     given = arguments()
     given["hidden"] = given["hidden"] * float("nan")
@@ -122,6 +132,8 @@ def test_nan_ends_nothing_and_hangs_nothing():
     ("name", "value", "message"),
     [
         ("first", V, "first, last and blank must be tokens"),
+        ("last", V, "first, last and blank must be tokens"),
+        ("blank", V, "first, last and blank must be tokens"),
         ("left_out", torch.tensor([V]), "left_out must hold tokens"),
         ("left_out", torch.tensor([[1, 2], [3, 4]]), "left_out must have 1 dimensions"),
         ("embedding", torch.zeros(E), "embedding must have 2 dimensions"),
