@@ -72,6 +72,7 @@ def test_words(low, high, word):
     assert Difference(math.sqrt(low * high), low, high).word == word
 
 
+@pytest.mark.deep
 def test_two_versions_in_processes_of_their_own(tmp_path):
     sides = {}
     for name, slower in (("old", 1.0), ("new", 1.15)):

@@ -163,6 +163,7 @@ def test_a_row_that_crashes_hangs_or_raises_costs_that_row_alone(planted):
     assert not any(map(os.path.exists, caches.values()))
 
 
+@pytest.mark.deep
 def test_a_stage_ends_in_time_and_says_what_it_left_out(planted):
     start = time.monotonic()
     found = rows_of("slow", 10)
