@@ -14,7 +14,6 @@ from bahdanau_fast.call import Call, Located
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops.attend import attend as attend_operator
 from bahdanau_fast.ops.attend import attend_scores
-from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.location import attend_location, convolved
 from bahdanau_fast.ops.operator import Results, Way, number_of
 from bahdanau_fast.ops.projection import linear
@@ -37,7 +36,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     """
     route = backends.decide(call)
     call = _in_front(route, call)
-    return _finish(call, *_BY[route.operator](route, call))
+    return _finish(call, _BY[route.operator](route, call))
 
 
 def scores(call: Call, clip: float | None = None) -> Tensor:
@@ -75,11 +74,12 @@ def _in_front(route: Route, call: Call) -> Call:
 
     With both of them, all of it comes out in one dtype.
     """
-    if type(call.queries) is not Tensor:
-        register_for(call.queries)
-    plain, queries, form = route.backend == "reference", call.queries, route.form
+    queries, form = call.queries, route.form
+    if type(queries) is not Tensor:
+        register_for(queries)
     if form in ("one operator", "raw") or (form == "step" and call.projected is not None):
         return call
+    plain = route.backend == "reference"
     if call.w_q is not None and form != "step":
         queries = linear(queries, call.w_q, None, plain)
     if form == "raw keys":
@@ -156,12 +156,15 @@ def _by_reference(_: Route, call: Call) -> Results:
 
 def _by_attend_step(route: Route, call: Call) -> Results:
     queries, keys, values, w_v, w_q, w_k, bias, lens, mask = call[:9]
-    table = keys_max = None
-    if call.projected is not None:
-        _, table, keys_max, *_ = call.projected
-    projections, seen = (w_q, w_k, bias), (lens, mask, table, keys_max, call.need_weights)
-    kernel = attend_step.kernel(route.backend)
-    context, weights = kernel(queries, keys, values, *projections, w_v, *seen)
+    kernel, projected, wanted = attend_step.kernel(route.backend), call.projected, call.need_weights
+    # Each argument costs a small call; none is starred, as Python would make a list of them.
+    if mask is None and projected is None and wanted:
+        context, weights = kernel(queries, keys, values, w_q, w_k, bias, w_v, lens)
+        return context, weights, None
+    table, keys_max = (None, None) if projected is None else projected[1:3]
+    context, weights = kernel(
+        queries, keys, values, w_q, w_k, bias, w_v, lens, mask, table, keys_max, wanted
+    )
     return context, weights, None
 
 
@@ -205,10 +208,9 @@ def _inside(call: Call) -> tuple[Tensor | None, Tensor | None, int, float]:
     return features, w_f, checks.ACTIVATIONS.index(activation), float(negative_slope)
 
 
-def _finish(
-    call: Call, context: Tensor | None, weights: Tensor, link: Link | None
-) -> tuple[Tensor, Tensor]:
+def _finish(call: Call, results: Results) -> tuple[Tensor, Tensor]:
     """Context and weights as the caller sees them, the gradient of the one through the other."""
+    context, weights, link = results
     shape = call.shape
     made = context if link is None else link.context
     assert made is not None

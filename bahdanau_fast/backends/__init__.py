@@ -150,11 +150,12 @@ def decide(call: Call) -> Route:
         ValueError: as :func:`resolve`.
     """
     queries, keys, values, w_v, w_q, w_k, bias, _, mask, dropout_p = call[:10]
-    inside, located = call.inside, call.located
+    inside, located, scores_only = call.inside, call.located, call.scores_only
+    backend = call.backend
     traced = torch.compiler.is_compiling()
     device = "cpu" if queries.is_cpu else queries.device.type
-    there = _there(device)
-    asked = None if call.backend is None and _forced is None else _asked(call.backend)
+    there = _ON_CPU if device != "cuda" else _on_gpu()
+    asked = None if backend is None and _forced is None else _asked(backend)
     called = not isinstance(w_v, Tensor)
     if traced:  # no size may decide, or code would be compiled anew for each
         batch = queries_len = query_size = keys_len = key_size = value_size = hidden = 0
@@ -163,7 +164,7 @@ def decide(call: Call) -> Route:
         _, keys_len, key_size = keys.shape
         value_size = values.shape[2]
         hidden = query_size if called else w_v.shape[-1]  # type: ignore[union-attr]
-    general = call.scores_only or inside is not TANH or located is not None
+    general = scores_only or inside is not TANH or located is not None
     records = plain_inputs = False
     if torch.is_grad_enabled():
         inputs: list[Any] = [queries, keys, values, w_q, w_k, bias]
@@ -173,7 +174,7 @@ def decide(call: Call) -> Route:
             inputs += (*inside[:2], *(located or ()))
         records = called or checks.needs_gradient(*inputs)
         plain_inputs = records and not traced and checks.any_of_inference(inputs)
-    if call.scores_only or located is not None:
+    if scores_only or located is not None:
         plain_inputs = plain_inputs or checks.is_sharded(queries)
     facts = (
         device,
@@ -191,7 +192,7 @@ def decide(call: Call) -> Route:
         records,
         dropout_p > 0.0,
         traced,
-        _plain_only() if traced else checks.in_transform(compiling=False),
+        _plain_only() if traced else checks.in_transform(False),
         not traced
         and torch._C._is_any_autocast_enabled()
         and checks.autocast_dtype(queries.device) is not None,

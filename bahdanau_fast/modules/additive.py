@@ -152,19 +152,8 @@ class AdditiveAttention(Additive):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
-        return self._attend(self._on_keys(queries, keys, values, valid_lens, mask))
-
-    def _on_keys(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        valid_lens: Tensor | None,
-        mask: Tensor | None,
-    ) -> Call:
-        """The call of some queries on keys, as :meth:`forward` has them."""
         layers = self._layers()
-        w_q, w_k, w_v, dropout_p = plain_parts(*layers)
+        w_q, w_k, w_v, dropout_p = plain_parts(layers)
         shape = None
         common = checks.is_common_case(queries, keys, values, valid_lens, w_q, w_k)
         if not common:
@@ -175,7 +164,7 @@ class AdditiveAttention(Additive):
             mask = checks.as_mask(mask, queries, keys)
         if w_v is None:  # its layer, or all three, may be lazy
             self._draw(queries, keys)
-            w_q, w_k, w_v, _ = plain_parts(*layers)
+            w_q, w_k, w_v, _ = plain_parts(layers)
         bias = self.bias if w_k is not None else None
         cache = self._cache if self.cache_keys and w_k is not None else None
         if not common:
@@ -183,8 +172,23 @@ class AdditiveAttention(Additive):
             queries = project_if_changed("queries", queries, layers[0], w_q)
         scorer: Any = layers[2] if w_v is None else w_v
         dropout = layers[3] if dropout_p is None else None
-        given = (queries, keys, values, scorer, w_q, w_k, bias, valid_lens, mask)
-        return Call(*given, dropout_p or 0.0, dropout, cache, shape)
+        # Not starred: Python would make a list of them, which takes a microsecond of a small call.
+        call = Call(
+            queries,
+            keys,
+            values,
+            scorer,
+            w_q,
+            w_k,
+            bias,
+            valid_lens,
+            mask,
+            dropout_p or 0.0,
+            dropout,
+            cache,
+            shape,
+        )
+        return self._attend(call)
 
     def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
         """Attend to a memory with some queries (one decoder step, or the beams of one step).
@@ -249,7 +253,7 @@ class AdditiveAttention(Additive):
             ValueError: the requested backend cannot serve the call.
         """
         layers = self._layers()
-        w_q, w_k, w_v, dropout_p = plain_parts(*layers)
+        w_q, w_k, w_v, dropout_p = plain_parts(layers)
         bias, projected = self.bias, None
         if isinstance(keys, Memory):
             queries, mask, _ = keys.queries_as_rows(queries, mask)

@@ -54,8 +54,9 @@ def keep(module: nn.Module, weights: Tensor | None, context: Tensor | None = Non
     """
     kept: Any = weights
     if not torch.compiler.is_compiling():
-        if context is not None:
-            kept = getattr(context.grad_fn, "box", None) or weights
+        node = None if context is None else context.grad_fn
+        if node is not None:
+            kept = getattr(node, "box", None) or weights
         module.__dict__["_weights"] = kept  # nn.Module's __setattr__ takes as long as a kernel
         return
     if torch.compiler.is_exporting():

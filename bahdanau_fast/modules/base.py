@@ -128,7 +128,7 @@ class Additive(nn.Module):
         checks.queries_for(queries, keys, memory.valid_lens, memory.mask)
         mask = memory.joined_mask(mask, queries)
         self._draw(queries, None)
-        w_q, w_v, dropout_p = plain_parts(query_layer, score_layer, dropout)
+        w_q, w_v, dropout_p = plain_parts((query_layer, score_layer, dropout))
         queries = project_if_changed("queries", queries, query_layer, w_q)
         scorer: Any = score_layer if w_v is None else w_v
         lens = memory.valid_lens

@@ -142,23 +142,34 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
     return weight
 
 
-def plain_parts(*layers: nn.Module | None) -> list[Any]:
+def plain_parts(layers: tuple[nn.Module | None, ...]) -> list[Any]:
     """:func:`plain_weight` of each layer but the last, of which it is :func:`plain_dropout`.
 
     What does not depend on the layer is asked once, in eager code.
     """
-    *linears, dropout = layers
+    last = len(layers) - 1
     if torch.compiler.is_compiling():
-        return [*map(plain_weight, linears), plain_dropout(dropout)]
+        return [*map(plain_weight, layers[:last]), plain_dropout(layers[last])]
     parts: list[Any] = [None] * len(layers)
-    if not _all_modules_have_hooks():
-        for i, layer in enumerate(linears):
-            if type(layer) is _Linear and not _is_changed(own := layer.__dict__):
-                parameters = own["_parameters"]
-                if parameters.get("bias") is None:
-                    parts[i] = parameters.get("weight")
-        if type(dropout) in _DROPOUTS and not _is_changed(dropout.__dict__):
-            parts[-1] = _dropped(dropout)
+    if _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks:
+        return parts
+    for i, layer in enumerate(layers):
+        kind = type(layer)
+        if kind is not _Linear and kind not in _DROPOUTS:
+            continue
+        own = layer.__dict__
+        if (  # as _is_changed: a small call comes here four times
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+        ):
+            continue
+        if kind is not _Linear:
+            parts[i] = _dropped(layer) if i == last else None
+        elif i < last and (parameters := own["_parameters"]).get("bias") is None:
+            parts[i] = parameters.get("weight")
     return parts
 
 
