@@ -160,3 +160,11 @@ def test_every_plan_compiles_within_what_sm_86_has(dtype, precision, queries, fe
     assert len(found) >= max(taken, default=0)
     assert all(kernel.shared <= HAS["sm_86"] * KB for kernel in found.values())
     assert bool(found) == (features < 2048 or dtype != torch.float32 or queries == 1)
+
+
+@pytest.mark.parametrize("size", [1, 16, 100, 257, 3000])
+def test_blocks_are_powers_of_two(size):
+    """A compiler takes no others; the interpreter does."""
+    for plan in (plans.combine(size, size), plans.tables(size)):
+        for name, block in plan.items():
+            assert block & (block - 1) == 0, name
