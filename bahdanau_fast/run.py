@@ -156,12 +156,11 @@ def _by_reference(_: Route, call: Call) -> Results:
 
 def _by_attend_step(route: Route, call: Call) -> Results:
     queries, keys, values, w_v, w_q, w_k, bias, lens, mask = call[:9]
-    kernel, projected, wanted = attend_step.kernel(route.backend), call.projected, call.need_weights
-    # Each argument costs a small call; none is starred, as Python would make a list of them.
-    if mask is None and projected is None and wanted:
-        context, weights = kernel(queries, keys, values, w_q, w_k, bias, w_v, lens)
-        return context, weights, None
-    table, keys_max = (None, None) if projected is None else projected[1:3]
+    table = keys_max = None
+    if call.projected is not None:
+        _, table, keys_max, *_ = call.projected
+    kernel, wanted = attend_step.kernel(route.backend), call.need_weights
+    # Not starred, as for Call in modules/additive.py.
     context, weights = kernel(
         queries, keys, values, w_q, w_k, bias, w_v, lens, mask, table, keys_max, wanted
     )
