@@ -63,7 +63,7 @@ def test_opcheck_exp_keys(dtype):
 
 
 OPCHECKED = [(case, torch.float32) for case in VARIED]
-OPCHECKED += [(case, dtype) for case in ("all of it", "features") for dtype in DTYPES[1:]]
+OPCHECKED += [(case, dtype) for case in ("all of it", "features") for dtype in DTYPES[1:3]]
 GENERAL = [each for each in OPCHECKED if VARIED[each[0]].keys() & {"C", "activation"}]
 
 
