@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from bahdanau_fast import backends, reference
 from bahdanau_fast.functional import additive_attention, additive_scores, masked_softmax
 from bahdanau_fast.fuse import fuse, unfuse
+from bahdanau_fast.fuse.compiling import fuse_graph
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention, MLPAttention
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
@@ -37,6 +38,7 @@ __all__ = [
     "backends",
     "decompositions",
     "fuse",
+    "fuse_graph",
     "masked_softmax",
     "reference",
     "seq2seq",

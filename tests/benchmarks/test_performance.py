@@ -5,11 +5,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from fresh import ROOT
 from threads import one_thread  # noqa: F401
 
 from benchmarks import __main__ as command
-from benchmarks import family, page
+from benchmarks import page
 from benchmarks.bench import Runner
 from benchmarks.contestants import peers
 from benchmarks.contestants.baselines import Unavailable
@@ -28,29 +27,6 @@ def test_docs_and_readme_say_what_the_committed_figures_say():
     assert len(measured) >= 2
     for path, text in page.generated().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: python -m benchmarks.page"
-
-
-# The words of a line in the table of docs/family.md, and whose rows it is about.
-GAINS = {
-    "SpeechBrain `ContentBasedAttention`": ("SpeechBrain content", "ESPnet AttAdd"),
-    "SpeechBrain `LocationAwareAttention`": ("SpeechBrain location", "ESPnet AttLoc"),
-    "coqui `OriginalAttention`": ("coqui location",),
-    "the same without location": ("coqui content",),
-    "Show, Attend and Tell": ("ReLU, eager", "ReLU, compiled"),
-}
-
-
-def test_the_gains_of_others_modules_are_those_of_two_machines():
-    results = page.runs(pattern="family-*.json")
-    assert len(results) >= 2
-    every = len(family.PEERS) * len(family.SIZES) * len(family.MODES) + 3
-    assert {len(result["rows"]) for result in results} == {every}
-    lines = (ROOT / "docs" / "family.md").read_text(encoding="utf-8").splitlines()
-    for words, whose in GAINS.items():
-        rows = [row for result in results for row in result["rows"] if row["who"] in whose]
-        ratios = [row["theirs"] / row["ours"] for row in rows]
-        (line,) = (line for line in lines if line.startswith("|") and words in line)
-        assert line.endswith(f" {min(ratios):.1f} to {max(ratios):.1f}x |")
 
 
 def test_a_file_has_a_line_for_each_row():

@@ -30,16 +30,12 @@ class Peer:
     """A module and how it is driven.
 
     Attributes:
-        family: title that the report has to have.
         make: makes the module.
         steps: runs steps on one batch.
-        way: the method of ``Step`` that has to be called in each step.
     """
 
-    family: str
     make: object
     steps: object
-    way: str = "attend"
 
     def drive(self, module, draw):
         """Steps on two batches, one after the other."""
@@ -188,50 +184,40 @@ _SPEECHBRAIN, ESPNET = "speechbrain.nnet.attention", "espnet.nets.pytorch_backen
 _SIZES = (D, Q, H)
 
 PEERS = {
-    "d2l": Peer("d2l", theirs("d2l.torch", "AdditiveAttention", H, 0.0), d2l, "own"),
-    "tutorial": Peer("PyTorch tutorial", lambda: told.Tutorial(Q), two),
-    "captioning": Peer("Show, Attend and Tell", lambda: told.Captioning(D, Q, H), captioning),
-    "joeynmt": Peer("JoeyNMT", theirs("joeynmt.attention", "BahdanauAttention", H, D, Q), joeynmt),
+    "d2l": Peer(theirs("d2l.torch", "AdditiveAttention", H, 0.0), d2l),
+    "tutorial": Peer(lambda: told.Tutorial(Q), two),
+    "captioning": Peer(lambda: told.Captioning(D, Q, H), captioning),
+    "joeynmt": Peer(theirs("joeynmt.attention", "BahdanauAttention", H, D, Q), joeynmt),
     "speechbrain": Peer(
-        "SpeechBrain",
         theirs(_SPEECHBRAIN, "ContentBasedAttention", *_SIZES, 5, scaling=1.5),
         speechbrain,
     ),
     "speechbrain location": Peer(
-        "SpeechBrain",
         theirs(_SPEECHBRAIN, "LocationAwareAttention", *_SIZES, 5, 6, 4),
         speechbrain,
     ),
-    "espnet": Peer("ESPnet", theirs(ESPNET, "AttAdd", *_SIZES), espnet),
-    "espnet location": Peer("ESPnet", theirs(ESPNET, "AttLoc", *_SIZES, 6, 4), espnet),
-    "espnet coverage": Peer("ESPnet", theirs(ESPNET, "AttCov", *_SIZES), coverage),
+    "espnet": Peer(theirs(ESPNET, "AttAdd", *_SIZES), espnet),
+    "espnet location": Peer(theirs(ESPNET, "AttLoc", *_SIZES, 6, 4), espnet),
+    "espnet coverage": Peer(theirs(ESPNET, "AttCov", *_SIZES), coverage),
     "opennmt": Peer(
-        "OpenNMT-py",
         theirs("onmt.modules.global_attention", "GlobalAttention", Q, attn_type="mlp"),
         opennmt,
     ),
     "allennlp": Peer(
-        "AllenNLP",
         theirs("allennlp.modules.attention.additive_attention", "AdditiveAttention", Q, D),
         allennlp,
-        "scores",
     ),
-    "gnmt": Peer("GNMT", lambda: told.Gnmt(Q, D, H, True, False), gnmt),
-    "gnmt batch first": Peer("GNMT", lambda: told.Gnmt(Q, D, H, False, True), gnmt),
+    "gnmt": Peer(lambda: told.Gnmt(Q, D, H, True, False), gnmt),
+    "gnmt batch first": Peer(lambda: told.Gnmt(Q, D, H, False, True), gnmt),
     "rl4co pointer": Peer(
-        "rl4co",
         theirs("rl4co.models.zoo.ptrnet.decoder", "SimpleAttention", Q, use_tanh=True, C=5),
         pointer,
-        "scores",
     ),
-    "rl4co glimpse": Peer(
-        "rl4co", theirs("rl4co.models.zoo.ptrnet.decoder", "SimpleAttention", Q), pointer, "scores"
-    ),
+    "rl4co glimpse": Peer(theirs("rl4co.models.zoo.ptrnet.decoder", "SimpleAttention", Q), pointer),
     "tacotron": Peer(
-        "Tacotron 2",
         theirs("speechbrain.lobes.models.Tacotron2", "Attention", Q, D, H, 4, 5),
         tacotron,
     ),
-    "coqui": Peer("coqui TTS", coqui_of(location_attention=False), coqui),
-    "coqui location": Peer("coqui TTS", coqui_of(), coqui),
+    "coqui": Peer(coqui_of(location_attention=False), coqui),
+    "coqui location": Peer(coqui_of(), coqui),
 }

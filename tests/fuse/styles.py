@@ -1,0 +1,620 @@
+"""Additive attention as public code writes it: each style of computation in a few lines.
+
+``STYLES`` has each style by its name. Sizes differ from each other, so that no axis is taken for
+another, but at the end of the section on whole models. Where ``reason`` is not empty, ``fuse`` has
+to leave the style, and a comment says why.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+Draw = Callable[..., torch.Tensor]
+
+B, TQ, TK, DQ, DK, DV, H = 4, 5, 7, 10, 9, 13, 16
+HEADS, STEPS = 2, 3
+LENS = torch.tensor([7, 2, 4, 1])
+
+
+@dataclass(frozen=True)
+class Style:
+    """A module, its inputs, and a word of the reason for leaving it (empty: is recognised)."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[Draw], tuple]
+    reason: str = ""
+
+
+STYLES: dict[str, Style] = {}
+
+
+class Additive(nn.Module):
+    """The usual layers, for the styles of which the forward alone is of interest."""
+
+    def __init__(self, query=DQ, key=DK, hidden=H):
+        super().__init__()
+        self.W = nn.Linear(query, hidden)
+        self.U = nn.Linear(key, hidden, bias=False)
+        self.v = nn.Linear(hidden, 1, bias=False)
+
+    def energy(self, query, keys):
+        """Of one query (B,DQ)."""
+        return self.v(torch.tanh(self.W(query).unsqueeze(1) + self.U(keys))).squeeze(-1)
+
+    def energies(self, queries, keys):
+        """Of queries (B,TQ,DQ)."""
+        return self.v(torch.tanh(self.W(queries)[:, :, None] + self.U(keys)[:, None])).squeeze(-1)
+
+    def look(self, both, values):
+        """With this sum of addends."""
+        return attend(self.v(torch.tanh(both)).squeeze(-1), values)
+
+
+def style(inputs, reason=""):
+    """Registers a class."""
+
+    def add(module):
+        STYLES[module.__name__] = Style(module, inputs, reason)
+        return module
+
+    return add
+
+
+def add(name, inputs, function, reason="", **layers):
+    """Registers a forward: of a module with the usual layers and with these."""
+
+    def init(self):
+        Additive.__init__(self)
+        for attribute, layer in layers.items():
+            setattr(self, attribute, layer())
+
+    body = {"__init__": init, "forward": function, "__module__": __name__}
+    return style(inputs, reason)(type(name, (Additive,), body))
+
+
+def forward(inputs, reason="", **layers):
+    return lambda function: add(function.__name__, inputs, function, reason, **layers)
+
+
+def shapes(*sizes):
+    return lambda draw: tuple(draw(*size) for size in sizes)
+
+
+step = shapes((B, DQ), (B, TK, DK))  # a decoder state and keys
+many = shapes((B, TQ, DQ), (B, TK, DK))
+states = shapes((B, STEPS, DQ), (B, TK, DK))  # decoder states of some steps, and keys
+loop = shapes((B, STEPS, DV), (B, DQ), (B, TK, DK))  # inputs of steps, the first state, keys
+time_first = shapes((B, DQ), (TK, B, DK))
+same_size = shapes((B, DK), (B, TK, DK))
+keys_alone = shapes((B, TK, DK))
+
+
+def keep():
+    """True at the keys that are no padding."""
+    return torch.arange(TK) < LENS.unsqueeze(1)
+
+
+def masked(inputs, mask=keep):
+    return lambda draw: (*inputs(draw), mask())
+
+
+def linear(*sizes, bias=True):
+    return lambda: nn.Linear(*sizes, bias=bias)
+
+
+def conv(*sizes):
+    return lambda: nn.Conv1d(*sizes, padding=sizes[-1] // 2)
+
+
+def free(*shape):
+    """A parameter."""
+    return lambda: nn.Parameter(torch.randn(*shape) / math.sqrt(shape[-1]))
+
+
+def attend(scores, values):
+    weights = torch.softmax(scores, -1)
+    if weights.dim() == 2:
+        return torch.bmm(weights.unsqueeze(1), values).squeeze(1), weights
+    return weights @ values, weights
+
+
+# ---- one part written in its own way, the others as usual
+
+
+class Parts(Additive):
+    """A decoder state q (B,H) and keys k (B,TK,H), both projected; v (H,); a mask (B,TK)."""
+
+    join = staticmethod(lambda q, k: torch.tanh(q.unsqueeze(1) + k))
+    score = staticmethod(lambda h, v: h @ v)
+    weigh = staticmethod(lambda x, mask: torch.softmax(x, -1))
+
+    def forward(self, query, keys, mask):
+        scores = self.score(self.join(self.W(query), self.U(keys)), self.v.weight[0])
+        weights = self.weigh(scores, mask)
+        return torch.bmm(weights.unsqueeze(1), keys).squeeze(1), weights
+
+
+def added_in_place(q, k):
+    k += q.unsqueeze(1)
+    return torch.tanh(k)
+
+
+def mask_by_slices(x, mask):
+    for row, length in enumerate(LENS.tolist()):
+        x[row, length:] = -float("inf")
+    return x.softmax(1)
+
+
+def sparsemax(x, mask):
+    ordered = x.sort(dim=1, descending=True).values
+    above = ordered.cumsum(1) - 1
+    size = (torch.arange(1, TK + 1) * ordered > above).sum(1, keepdim=True)
+    return (x - above.gather(1, size - 1) / size).clamp(min=0)
+
+
+PARTS = {
+    "join": {
+        "added_in_place": added_in_place,
+        "tanh_in_place": lambda q, k: (q[:, None] + k).tanh_(),
+        "relu_in_place": lambda q, k: (q[:, None] + k).relu_(),
+        "module_tanh": lambda q, k: nn.Tanh()(k + q.unsqueeze(1)),
+        "leaky_relu": lambda q, k: F.leaky_relu(q.unsqueeze(1) + k, 0.2),
+        "expanded": lambda q, k: (q.unsqueeze(1).expand(B, TK, H) + k).tanh(),
+        "repeated": lambda q, k: torch.tanh(q.unsqueeze(1).repeat(1, TK, 1) + k),
+        "interleaved": lambda q, k: (q.repeat_interleave(TK, 0).view_as(k) + k).tanh(),
+        "stacked": lambda q, k: torch.tanh(torch.stack([q] * k.size(1), dim=1) + k),
+        "flattened": lambda q, k: (q.repeat(1, TK).view(-1, H) + k.view(-1, H)).tanh().view_as(k),
+        "scaled_add": lambda q, k: torch.add(k, q.unsqueeze(1), alpha=0.5).tanh(),
+        "difference": lambda q, k: torch.tanh(q.unsqueeze(1) - k),
+        "time_first": lambda q, k: (q + k.transpose(0, 1)).tanh().transpose(0, 1),
+        "hidden_first": lambda q, k: (q.T[..., None] + k.permute(2, 0, 1)).tanh().permute(1, 2, 0),
+    },
+    "score": {
+        "einsum": lambda h, v: torch.einsum("bkh,h->bk", h, v),
+        "vector_first": lambda h, v: v @ h.transpose(1, 2),
+        "bmm": lambda h, v: h.bmm(v.expand(B, H).unsqueeze(2)).squeeze(2),
+        "product_sum": lambda h, v: torch.sum(h * v, dim=2),
+        "flat_mv": lambda h, v: torch.mv(h.view(-1, H), v).view(B, TK),
+        "functional": lambda h, v: F.linear(h, v.view(1, -1)).squeeze(),
+        "conv1d": lambda h, v: F.conv1d(h.transpose(1, 2), v.view(1, H, 1))[:, 0],
+        "inner": torch.inner,
+    },
+    "weigh": {
+        "mask_infinite": lambda x, mask: x.masked_fill(~mask, -math.inf).softmax(-1),
+        "mask_in_place": lambda x, mask: F.softmax(x.masked_fill_(mask == 0, -1e10), dim=1),
+        "mask_where": lambda x, mask: torch.where(mask, x, torch.full_like(x, -1e10)).softmax(1),
+        "mask_float": lambda x, mask: (x + (1.0 - mask.to(x.dtype)) * -1e9).softmax(1),
+        "mask_log": lambda x, mask: torch.softmax(x + mask.to(x.dtype).log(), 1),
+        "mask_by_slices": mask_by_slices,
+        "mask_after_exp": lambda x, mask: (e := x.exp() * mask) / e.sum(1, keepdim=True),
+        "mask_after_softmax": lambda x, mask: (
+            (w := torch.softmax(x * mask, -1) * mask) / (w.sum(-1, keepdim=True) + 1e-13)
+        ),
+        "softmax_by_hand": lambda x, mask: (
+            (e := torch.exp(x - x.max(dim=1, keepdim=True)[0])) / e.sum(dim=1, keepdim=True)
+        ),
+        "softmax_module": lambda x, mask: nn.Softmax(dim=1)(x),
+        "softmax_first_axis": lambda x, mask: F.softmax(x.t(), dim=0).t(),
+        "log_softmax": lambda x, mask: F.log_softmax(x, 1).exp(),
+        "sharpened": lambda x, mask: torch.softmax(2.0 * x, 1),
+        "over_sqrt": lambda x, mask: torch.softmax(x / math.sqrt(H), 1),
+        "clipped": lambda x, mask: torch.softmax(10 * torch.tanh(x), 1),
+        "smoothed": lambda x, mask: torch.div(w := torch.sigmoid(x), w.sum(1, keepdim=True)),
+        "sparsemax": sparsemax,
+        "best_three": lambda x, mask: torch.zeros_like(x).scatter(
+            1, (best := x.topk(3, dim=1)).indices, best.values.softmax(1)
+        ),
+    },
+}
+LEFT = {
+    "join": {
+        "sigmoid": lambda q, k: torch.sigmoid(q[:, None] + k),  # an activation that is not served
+        "gelu": lambda q, k: F.gelu(q[:, None] + k),
+        "of_each": lambda q, k: torch.tanh(q)[:, None] + torch.tanh(k),  # no activation of the sum
+        "layer_norm": lambda q, k: F.layer_norm(q[:, None] + k, (H,)).tanh(),  # not of the sum
+        "product": lambda q, k: torch.tanh(q[:, None] * k),  # no sum
+        "gated": lambda q, k: torch.tanh(q[:, None] + k) * torch.sigmoid(k),  # more beside tanh
+        # One key at a time: nothing is broadcast.
+        "each_key": lambda q, k: torch.stack([torch.tanh(q + key) for key in k.unbind(1)], 1),
+    },
+    "score": {
+        "max": lambda h, v: (h * v).amax(2),  # no sum over the hidden axis
+        "relu_between": lambda h, v: (h * v).relu().sum(2),  # more beside the product
+        "vector_per_key": lambda h, v: (h * torch.outer(torch.arange(TK), v)).sum(2),  # no vector
+    },
+}
+for table, reason in ((PARTS, ""), (LEFT, "left")):
+    for part, ways in table.items():
+        for name, way in ways.items():
+            body = {part: staticmethod(way), "__module__": __name__}
+            style(masked(step), reason)(type(f"{part}_{name}", (Parts,), body))
+
+
+# ---- as users wrote it
+
+
+@forward(masked(many), W=linear(DQ, H), U=linear(DK, H), v=linear(H, 1))
+def linear_memory(self, query, memory, mask=None):
+    energy = self.v(torch.tanh(self.W(query).unsqueeze(2) + self.U(memory).unsqueeze(1)))
+    energy = energy.squeeze(-1)
+    if mask is not None:
+        energy = energy.masked_fill(~mask.unsqueeze(1), -1e9)
+    return attend(energy, memory)
+
+
+class Keyworded(Additive):
+    def forward(self, queries, keys, values, *, mask=None):
+        scores = self.energies(queries, keys)
+        if mask is not None:
+            scores = scores.masked_fill(mask[:, None] == 0, float("-inf"))
+        return torch.bmm(F.softmax(scores, dim=-1), values)
+
+
+@forward(masked(shapes((B, TQ, DQ), (B, TK, DK), (B, TK, DV))), attention=Keyworded)
+def mask_keyword(self, queries, keys, values, mask):
+    return self.attention(queries, keys, values, mask=mask)
+
+
+@forward(loop, W=free(H, DQ), U=free(H, DK), v=free(1, H), cell=lambda: nn.GRUCell(DV + DK, DQ))
+def functional_decoder(self, inputs, state, keys):
+    outputs, projected = [], F.linear(keys, self.U)
+    for x in inputs.unbind(1):
+        hidden = F.tanh(F.linear(state, self.W)[:, None] + projected)
+        weights = F.softmax(F.linear(hidden, self.v), dim=1)
+        state = self.cell(torch.cat([x, (weights * keys).sum(1)], 1), state)
+        outputs.append(state)
+    return torch.stack(outputs, 1), state
+
+
+@forward(step, v=lambda: nn.Sequential(nn.Linear(DQ + DK, H), nn.Tanh(), nn.Linear(H, 1)))
+def sequential_on_concat(self, query, keys):
+    both = torch.cat([query.unsqueeze(1).expand(-1, keys.size(1), -1), keys], dim=-1)
+    return attend(self.v(both).squeeze(-1), keys)
+
+
+@forward(masked(time_first), attn=linear(DQ + DK, H))
+def bentrevett(self, hidden, outputs, mask):
+    hidden = hidden.unsqueeze(1).repeat(1, outputs.shape[0], 1)
+    outputs = outputs.permute(1, 0, 2)
+    energy = torch.tanh(self.attn(torch.cat((hidden, outputs), dim=2)))
+    return F.softmax(self.v(energy).squeeze(2).masked_fill(mask == 0, -1e10), dim=1)
+
+
+@forward(shapes((1, B, DQ), (TK, B, DQ)), attn=linear(2 * DQ, H), v=free(H))
+def keon(self, hidden, outputs):
+    hidden = hidden.repeat(outputs.size(0), 1, 1).transpose(0, 1)
+    energy = F.tanh(self.attn(torch.cat([hidden, outputs.transpose(0, 1)], 2))).transpose(1, 2)
+    v = self.v.repeat(outputs.size(1), 1).unsqueeze(1)
+    return F.relu(F.softmax(torch.bmm(v, energy).squeeze(1), dim=1)).unsqueeze(1)
+
+
+CHANNELS_FIRST = {"W": conv(DQ, H, 1), "U": conv(DK, H, 1), "v": conv(H, 1, 1)}
+
+
+@forward(shapes((B, DQ, 1), (B, DK, TK)), **CHANNELS_FIRST)
+def conv1d_projections(self, query, keys):
+    weights = self.v(torch.tanh(self.W(query) + self.U(keys))).softmax(2)
+    return (keys * weights).sum(2), weights
+
+
+@forward(time_first)
+def time_first_throughout(self, query, keys):
+    weights = F.softmax(self.v(torch.tanh(self.W(query) + self.U(keys))), dim=0)
+    return (weights * keys).sum(0), weights.squeeze(2).t()
+
+
+@forward(step, U=linear(DK, H), v=linear(H, 1))
+def tensorflow_port(self, query, values):
+    score = self.v(torch.tanh(self.U(values) + self.W(query.unsqueeze(1))))
+    weights = torch.softmax(score, dim=1)
+    return torch.sum(weights * values, dim=1), weights
+
+
+class GivenKeys(Additive):
+    alphas = None
+
+    def forward(self, query, proj_key, value, mask):
+        scores = self.v(torch.tanh(self.W(query) + proj_key)).squeeze(2).unsqueeze(1)
+        scores.data.masked_fill_(mask == 0, -float("inf"))
+        alphas = F.softmax(scores, dim=-1)
+        self.alphas = alphas.detach()
+        return torch.bmm(alphas, value), alphas
+
+
+@forward(masked(states), attention=GivenKeys, rnn=lambda: nn.GRU(DQ + DK, DQ, batch_first=True))
+def annotated(self, inputs, memory, mask):
+    outputs, hidden = [], inputs.new_zeros(1, B, DQ)
+    proj_key = self.attention.U(memory)
+    for t in range(inputs.size(1)):
+        query = hidden[-1].unsqueeze(1)
+        context, _ = self.attention(query, proj_key, memory, mask.unsqueeze(1))
+        output, hidden = self.rnn(torch.cat([inputs[:, t : t + 1], context], 2), hidden)
+        outputs.append(output)
+    return torch.cat(outputs, 1), hidden
+
+
+@forward(shapes((B, 1, DK), (B, TK, DK)), W=linear(DK, H), v=linear(H, 1))
+def tutorial(self, query, keys):
+    scores = self.v(torch.tanh(self.W(query) + self.U(keys)))
+    weights = F.softmax(scores.squeeze(2).unsqueeze(1), dim=-1)
+    return torch.bmm(weights, keys), weights
+
+
+def captioning(self, encoder_out, hidden):
+    both = self.U(encoder_out) + self.W(hidden).unsqueeze(1)
+    alpha = self.softmax(self.v(self.act(both)).squeeze(2))
+    return (encoder_out * alpha.unsqueeze(2)).sum(dim=1), alpha
+
+
+for act in (nn.ReLU, nn.Tanh):
+    layers = {"v": linear(H, 1), "act": act, "softmax": partial(nn.Softmax, dim=1)}
+    add(f"captioning_{act.__name__}", lambda draw: step(draw)[::-1], captioning, **layers)
+
+
+# ---- projections, heads and axes
+
+
+@forward(many, w=free(H, DQ), u=free(H, DK), v=free(H))
+def einsum_throughout(self, query, keys):
+    q = torch.einsum("bqd,hd->bqh", query, self.w)
+    k = torch.einsum("bkd,hd->bkh", keys, self.u)
+    scores = torch.einsum("bqkh,h->bqk", torch.tanh(q.unsqueeze(2) + k.unsqueeze(1)), self.v)
+    return torch.einsum("bqk,bkd->bqd", torch.softmax(scores, 2), keys)
+
+
+@forward(masked(many), v=free(HEADS, 1, H // HEADS))
+def heads_first(self, query, keys, mask):
+    q = self.W(query).view(B, TQ, HEADS, -1).transpose(1, 2)
+    k = self.U(keys).view(B, TK, HEADS, -1).transpose(1, 2)
+    scores = ((q.unsqueeze(3) + k.unsqueeze(2)).tanh() @ self.v.mT[:, None]).squeeze(-1)
+    weights = scores.masked_fill(~mask[:, None, None], float("-inf")).softmax(-1)
+    return (weights @ k).transpose(1, 2).flatten(2), weights.mean(1)
+
+
+@forward(step, w=free(DQ, H), u=free(DK, H), b=free(H))
+def addmm_projections(self, query, keys):
+    q = torch.addmm(self.b, query, self.w)
+    k = torch.mm(keys.reshape(-1, DK), self.u).view(B, TK, H)
+    return self.look(k + q.view(B, 1, H), keys)
+
+
+@forward(step, attn=linear(DQ + DK, H))
+def sliced_weight(self, query, keys):
+    w_q, w_k = self.attn.weight.split([DQ, DK], dim=1)
+    return self.look(F.linear(query, w_q, self.attn.bias)[:, None] + F.linear(keys, w_k), keys)
+
+
+@forward(masked(time_first), v=free(H), g=free(1), b=free(H))
+def fairseq_normalised(self, query, value, mask):
+    normed = self.g * self.v / torch.norm(self.v)
+    both = self.W(query).unsqueeze(0) + self.U(value) + self.b
+    scores = (normed * torch.tanh(both)).sum(dim=2).masked_fill_(~mask.t(), float("-inf"))
+    scores = F.softmax(scores, dim=0)
+    return (scores.unsqueeze(2) * value).sum(dim=0), scores
+
+
+@forward(shapes((B, TQ, H), (B, TK, DV), (B, TK, H)), v=free(H))
+def keras_scale(self, query, value, key):
+    scores = torch.sum(self.v * torch.tanh(query[:, :, None] + key[:, None]), dim=-1)
+    return torch.matmul(F.softmax(scores, -1), value)
+
+
+# DA-RNN's second stage: hidden state, cell and keys in one Linear.
+@forward(shapes((1, B, DQ), (1, B, DQ), (B, TK, DK)), W=linear(2 * DQ + DK, H))
+def three_in_concat(self, hidden, cell, keys):
+    hidden, cell = (x.repeat(TK, 1, 1).permute(1, 0, 2) for x in (hidden, cell))
+    both = torch.cat((hidden, cell, keys), dim=2).view(-1, 2 * DQ + DK)
+    weights = F.softmax(self.v(torch.tanh(self.W(both))).view(-1, TK), dim=1)
+    return torch.bmm(weights.unsqueeze(1), keys)[:, 0, :]
+
+
+@forward(keys_alone, W=linear(DK, 3 * H))
+def self_attention(self, x):
+    q, k, values = self.W(x).chunk(3, dim=-1)
+    return self.look(q.unsqueeze(2) + k.unsqueeze(1), values)
+
+
+def causal(m, x):
+    later = torch.ones(TK, TK, dtype=torch.bool).triu(1)
+    return attend(m.energies(x, x).masked_fill(later, -math.inf), x)
+
+
+def co_attention(m, q, k):
+    scores = m.energies(q, k)
+    return F.softmax(scores, dim=2) @ k, F.softmax(scores, dim=1).transpose(1, 2) @ q
+
+
+def two_vectors(m, q, k):
+    hops = m.v(torch.tanh(m.W(q).unsqueeze(1) + m.U(k)))
+    return torch.bmm(F.softmax(hops, dim=1).transpose(1, 2), k).flatten(1)
+
+
+add("two_vectors", step, two_vectors, v=linear(H, 2))
+add("causal_self_attention", keys_alone, causal, W=linear(DK, H))
+add("co_attention", many, co_attention)
+add("scores_only", many, lambda m, q, k: m.v(F.relu(m.W(q).unsqueeze(2) + m.U(k).unsqueeze(1))))
+add(
+    "unbatched",
+    shapes((DQ,), (TK, DK)),
+    lambda m, q, k: torch.softmax(torch.tanh(m.W(q) + m.U(k)) @ m.v.weight[0], 0) @ k,
+)
+add(
+    "learned_queries",
+    keys_alone,
+    lambda m, k: m.look(m.queries[None, :, None] + m.U(k)[:, None], k),
+    queries=free(TQ, H),
+)
+add(
+    "bias_addend",
+    many,
+    lambda m, q, k: m.look(m.bias + m.W(q).unsqueeze(2) + m.U(k).unsqueeze(1), k),
+    bias=free(H),
+)
+
+
+# ---- what is done with scores and weights
+
+
+@forward(same_size, W=linear(DK, H))
+def plus_dot_product(self, query, keys):
+    dots = torch.bmm(keys, query.unsqueeze(2)).squeeze(2) / math.sqrt(DK)
+    return attend(self.energy(query, keys) + dots, keys)
+
+
+@forward(step, dropout=lambda: nn.Dropout(0.4))
+def dropout_on_weights(self, query, keys):
+    weights = self.dropout(F.softmax(self.energy(query, keys), dim=-1))
+    return torch.bmm(weights.unsqueeze(1), keys), weights
+
+
+@forward(step)
+def no_grad_keys(self, query, keys):
+    with torch.no_grad():
+        projected = self.U(keys)
+    return self.look(self.W(query).unsqueeze(1) + projected, keys)
+
+
+add(
+    "checkpointed", step, lambda m, q, k: attend(checkpoint(m.energy, q, k, use_reentrant=False), k)
+)
+add(
+    "temperature",
+    step,
+    lambda m, q, k: attend(m.energy(q, k) / m.temperature, k),
+    temperature=lambda: nn.Parameter(torch.tensor(1.7)),
+)
+
+# ---- images and graphs
+
+
+@forward(shapes((B, DQ), (B, 3, 6, DK)))
+def image_grid(self, query, image):
+    scores = self.v(torch.tanh(self.W(query)[:, None, None] + self.U(image)))
+    weights = scores.flatten(1).softmax(1).view(B, 3, 6, 1)
+    return (weights * image).sum((1, 2)), weights.squeeze(-1)
+
+
+def edges():
+    """From the next two nodes and from the node itself."""
+    return sum(torch.eye(TK).roll(shift, 1) for shift in range(3)) > 0
+
+
+@forward(masked(keys_alone, edges), W=linear(DK, H), a=free(HEADS, H // HEADS))
+def gatv2_dense(self, nodes, edges):
+    source, target = self.W(nodes).view(B, TK, HEADS, -1), self.U(nodes).view(B, TK, HEADS, -1)
+    hidden = F.leaky_relu(source.unsqueeze(1) + target.unsqueeze(2), negative_slope=0.2)
+    scores = (hidden * self.a).sum(dim=-1).masked_fill(~edges.unsqueeze(-1), float("-inf"))
+    weights = F.softmax(scores, dim=2)
+    return F.elu(torch.einsum("bijn,bjnd->bind", weights, source).flatten(2))
+
+
+# ---- whole models
+
+
+class Plain(Additive):
+    def forward(self, query, keys):
+        energy = self.energy if query.dim() == 2 else self.energies
+        return attend(energy(query, keys), keys)
+
+
+@forward(lambda draw: (draw(B * STEPS, DQ), draw(B, TK, DK)))
+def beams(self, query, keys):
+    keys = keys.repeat_interleave(query.size(0) // keys.size(0), dim=0)
+    context, weights = attend(self.energy(query, keys), keys)
+    return context.view(B, STEPS, DK), weights.view(B, STEPS, TK)
+
+
+def changed(change):
+    """A plain one, changed."""
+
+    def make():
+        module = Plain()
+        change(module)
+        return module
+
+    return make
+
+
+CHANGED = {
+    "weight_norm": lambda m: (weight_norm(m.W), weight_norm(m.v)),
+    "doubling_hook": lambda m: m.W.register_forward_hook(lambda module, inputs, out: 2 * out),
+    "frozen_keys": lambda m: m.U.requires_grad_(False),
+    "frozen_score": lambda m: (m.v.requires_grad_(False), m.W.bias.requires_grad_(False)),
+}
+for name, change in CHANGED.items():
+    STYLES[f"changed_{name}"] = Style(changed(change), step)
+
+
+EQUAL = {
+    "batch_and_keys": ((7, DQ), (7, 7, DK), H),
+    "queries_and_keys": ((B, 7, DQ), (B, 7, DK), H),
+    "keys_and_hidden": ((B, TQ, DQ), (B, 12, DK), 12),
+    "batch_and_queries": ((5, 5, DQ), (5, TK, DK), H),
+    "all": ((12, 12, 12), (12, 12, 12), 12),
+    "one_item_one_query": ((1, 1, DQ), (1, TK, DK), H),
+    "one_key": ((B, DQ), (B, 1, DK), H),
+}
+for name, (query, keys, hidden) in EQUAL.items():
+    make = partial(Plain, query[-1], keys[-1], hidden)
+    reason = "left" if name == "one_key" else ""  # nothing is broadcast
+    STYLES[f"equal_{name}"] = Style(
+        make, lambda draw, q=query, k=keys: (draw(*q), draw(*k)), reason
+    )
+
+
+# ---- left: something else is computed, or the same in pieces
+
+
+# A Linear of the concatenation for one key at a time: nothing is broadcast.
+@forward(time_first, "left", attn=linear(DQ + DK, H))
+def written_energies(self, hidden, outputs):
+    energies = hidden.new_zeros(len(outputs), len(hidden), 1)
+    for i, output in enumerate(outputs):
+        energies[i] = self.v(torch.tanh(self.attn(torch.cat((hidden, output), 1))))
+    return F.softmax(energies.permute(1, 2, 0), dim=2)
+
+
+# The first GAT: the activation comes after the sum over the hidden axis.
+@forward(masked(keys_alone, edges), "left", other=linear(H, 1))
+def gat_first(self, nodes, edges):
+    h = self.U(nodes)
+    scores = F.leaky_relu(self.v(h) + self.other(h).transpose(1, 2), 0.2)
+    return attend(scores.masked_fill(~edges, -9e15), h)
+
+
+# A product in the concatenation, which does not come apart into two addends.
+@forward(same_size, "left", attn=linear(3 * DK, H))
+def concat_with_product(self, query, keys):
+    query = query.unsqueeze(1).expand_as(keys)
+    return self.look(self.attn(torch.cat([query, keys, query * keys], -1)), keys)
+
+
+# A transducer's joint network: logits over a vocabulary for each pair.
+@forward(many, "left", out=linear(H, 23))
+def transducer_joint(self, predicted, encoded):
+    return self.out(torch.tanh(self.U(encoded).unsqueeze(2) + self.W(predicted).unsqueeze(1)))
+
+
+def dot_product(m, q, k):
+    return attend(m.W(q) @ m.U(k).transpose(1, 2) / math.sqrt(H), k)
+
+
+def tanh_of_scalars(m, q, k):
+    return attend(torch.tanh(m.W(q) + m.U(k).transpose(1, 2)), k)
+
+
+add("dot_product", many, dot_product, "left")
+# Without a query: one addend alone, and a table of positions for the other.
+add("self_pooling", keys_alone, lambda m, k: m.look(m.U(k), k), "left")
+# Both addends have the axis of the keys.
+streams = shapes((B, TK, DQ), (B, TK, DK))
+add("aligned_streams", streams, lambda m, one, two: m.look(m.W(one) + m.U(two), two), "left")
+# Both are summed over the hidden axis before tanh.
+add("tanh_of_scalars", many, tanh_of_scalars, "left", W=linear(DQ, 1), U=linear(DK, 1))

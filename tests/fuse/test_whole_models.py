@@ -1,0 +1,251 @@
+"""``fuse`` on whole models: their training, and the ways in which models are used besides.
+
+All of these ways are open to the plain models, but for torch.jit.script, which takes none of them.
+"""
+
+import copy
+import functools
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from whole import MODELS
+
+import bahdanau_fast as bf
+from bahdanau_fast import parity
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of exporters and tracers, about themselves
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def names(entries):
+    return tuple(entry.name for entry in entries)
+
+
+def fused(whole, model):
+    """The model, fused by an example."""
+    report = bf.fuse(model, whole.batch(0)[0])
+    assert (names(report.fused), report.waiting) == (whole.fused, ())
+    return model
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    threads(1)  # more would only wait: everything is small
+
+
+@pytest.fixture(params=MODELS)
+def whole(request):
+    return MODELS[request.param]
+
+
+@pytest.fixture
+def case(whole, tmp_path):
+    """A fused model in eval mode, its arguments, and what the plain one makes of them."""
+    inputs, plain = whole.batch(0)[0], whole.make().eval()
+    model = fused(whole, whole.make().eval())
+    want = plain(*inputs)
+    return SimpleNamespace(
+        whole=whole, model=model, plain=plain, inputs=inputs, want=want, folder=tmp_path
+    )
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def train(whole, model, steps=20):
+    """The losses; dropout is drawn from one seed."""
+    torch.manual_seed(1)
+    optimizer, losses = torch.optim.Adam(model.parameters(), 1e-2), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = whole.loss(model, whole.batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+@functools.cache
+def eager(whole):
+    return train(whole, whole.make())
+
+
+def same_losses(ours, theirs):
+    assert theirs[-1] < theirs[0]
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=False)) <= 1e-4
+
+
+@pytest.mark.parametrize("by", ["example", "step of training", "call without gradients"])
+def test_the_same_losses(whole, by):
+    model, inputs = whole.make(), whole.batch(0)[0]
+    report = bf.fuse(model, inputs if by == "example" else None)
+    if by != "example":
+        assert report.fused == ()
+        assert set(whole.fused) <= set(names(report.waiting))
+    if by == "call without gradients":
+        with torch.no_grad():
+            close(model.eval()(*inputs), whole.make().eval()(*inputs))
+    same_losses(train(whole, model.train()), eager(whole))
+    assert (names(report.fused), report.waiting) == (whole.fused, ())
+    for entry in report.fused:
+        kind = type(whole.make().get_submodule(entry.name))
+        lines, first = inspect.getsourcelines(kind)
+        file, _, line = entry.place.rpartition(":")
+        assert file.endswith("whole.py")
+        assert first < int(line) < first + len(lines)
+        assert entry.kind == kind.__name__
+        assert "tanh" in entry.formula
+        assert entry.name in str(report)
+
+
+def test_data_parallel(whole, tmp_path):
+    """The first call is checked: a backward pass through the model would be counted by DDP."""
+    model = whole.make()
+    report = bf.fuse(model)
+    dist.init_process_group("gloo", f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        losses = train(whole, DistributedDataParallel(model), 5)
+    finally:
+        dist.destroy_process_group()
+    same_losses(losses, eager(whole))
+    assert names(report.fused) == whole.fused
+
+
+def results(whole, model, dtype):
+    """The loss, the gradients of what is fused and those of the rest, each as one vector."""
+
+    def cast(x):
+        return x.double() if dtype == torch.float64 and x.is_floating_point() else x
+
+    inputs, target = torch.utils._pytree.tree_map(cast, whole.batch(0))
+    model = model.double() if dtype == torch.float64 else model
+    # oneDNN has no bf16 LSTM for inputs in fp32.
+    with torch.backends.mkldnn.flags(enabled=False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = whole.loss(model, (inputs, target))
+        loss.backward()
+    parts = [loss.detach().view(1)], [], []
+    for name, parameter in model.named_parameters():
+        parts[1 + name.startswith(whole.fused)].append(parameter.grad.flatten())
+    return [torch.cat(part) for part in parts]
+
+
+def test_autocast(whole, case):
+    """The parity rule, in eval mode: fp64 and bf16 draw dropout differently."""
+    exact = results(whole, whole.make().eval(), torch.float64)
+    theirs = results(whole, case.plain, torch.bfloat16)
+    ours = results(whole, case.model, torch.bfloat16)
+    for got, plain, want in zip(ours, theirs, exact, strict=True):
+        size = float(want.abs().max())
+        limit = parity.allowed(parity.error(plain, want), size, torch.bfloat16)
+        assert parity.error(got, want) <= limit < size / 2
+
+
+# ---- other ways to use a model -------------------------------------------------------------------
+
+
+def exported(case):
+    program = torch.export.export(case.model, case.inputs, strict=False)
+    assert "bahdanau" not in str(program.graph)
+    return program.module()
+
+
+def to_onnx(case):
+    pytest.importorskip("onnxruntime", reason="pip install 'bahdanau_fast[onnx]'")
+    program = torch.onnx.export(case.model, case.inputs, dynamo=True, verbose=False)
+    found = program(*case.inputs)
+    return lambda *_: tuple(found) if isinstance(case.want, tuple) else found[0]
+
+
+def traced(case):
+    found = torch.jit.trace(case.model, case.inputs)
+    assert "bahdanau" not in str(found.inlined_graph)
+    return found
+
+
+def loaded(case):
+    torch.save(case.model, case.folder / "model.pt")
+    return torch.load(case.folder / "model.pt", weights_only=False)
+
+
+def copied(case):
+    with torch.no_grad():  # no plain module that keeps a tensor with its history can be copied
+        case.model(*case.inputs)
+    other = copy.deepcopy(case.model)
+    assert all(a is not b for a, b in zip(other.parameters(), case.model.parameters(), strict=True))
+    return other
+
+
+def state_to_plain(case):
+    other = case.whole.make(7).eval()
+    other.load_state_dict(case.model.state_dict())
+    return other
+
+
+def state_from_plain(case):
+    other = fused(case.whole, case.whole.make(7).eval())
+    other.load_state_dict(case.plain.state_dict())
+    return other
+
+
+WAYS = (traced, loaded, copied, state_to_plain, state_from_plain)
+SLOW = {exported: ("pointer", "translator"), to_onnx: ("pointer",)}  # seconds each
+PAIRS = [(name, way) for way in WAYS for name in MODELS]
+PAIRS += [(name, way) for way, names in SLOW.items() for name in names]
+
+
+@pytest.mark.parametrize(("whole", "way"), PAIRS, indirect=["whole"])
+def test_a_way(case, way):
+    call = way(case)
+    close(call(*case.inputs), case.want)
+    close(case.model(*case.inputs), case.want)
+    assert bf.unfuse(case.model) == list(case.whole.fused)
+    if way in {loaded, copied, state_from_plain}:
+        close(call(*case.inputs), case.want)  # still fused, by itself
+        assert bf.unfuse(call) == list(case.whole.fused)
+
+
+@pytest.mark.parametrize("whole", ["pointer", "translator"], indirect=True)
+@pytest.mark.parametrize("fused_first", [False, True])
+def test_compile(whole, case, fused_first):
+    """Neither the code of the plain model nor that of a waiting one is kept for the fused one."""
+    torch.compiler.reset()
+    model = whole.make().eval()
+    call = torch.compile(model, backend="aot_eager")
+    report = bf.fuse(model) if fused_first else None
+    with torch.no_grad():
+        close(call(*case.inputs), case.want)
+        report = report or bf.fuse(model)
+        close(model(*case.inputs), case.want)
+    assert names(report.fused) == whole.fused
+    ours, theirs = (whole.loss(each, whole.batch(0)) for each in (call, case.plain))
+    close(
+        torch.autograd.grad(ours, list(model.parameters())),
+        torch.autograd.grad(theirs, list(case.plain.parameters())),
+    )
+
+
+def test_scripting_says_what_to_do(case):
+    with pytest.raises(Exception, match="unfuse"):
+        torch.jit.script(case.model)
+
+
+def test_unfuse_puts_everything_back(whole, case):
+    for part, other in zip(case.model.modules(), case.plain.modules(), strict=True):
+        assert type(part).__name__ == type(other).__name__
+        assert inspect.signature(part.forward) == inspect.signature(other.forward)
+    assert list(case.model.state_dict()) == list(case.plain.state_dict())
+    close(case.model(*case.inputs), case.want)
+    assert bf.unfuse(case.model) == list(whole.fused)
+    assert bf.unfuse(case.model) == []
+    for part, other in zip(case.model.modules(), case.plain.modules(), strict=True):
+        assert type(part) is type(other)
+        assert vars(part).keys() == vars(other).keys()
+    torch.testing.assert_close(case.model(*case.inputs), case.want, rtol=0, atol=0)
