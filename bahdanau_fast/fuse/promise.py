@@ -7,7 +7,7 @@ of the values below. Whoever needs its numbers gets them, computed as the module
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ __all__ = [
     "Sum",
     "Weighed",
     "now",
+    "sources",
+    "version",
 ]
 
 # The most features of a product that is a feature of the keys and not the keys.
@@ -481,6 +483,17 @@ _SEEN_FROM_OUTSIDE = {
         for name in ("shape", "ndim", "dtype", "device", "is_cuda", "is_cpu")
     ),
 }
+
+
+def sources(x: Any) -> Iterator[Tensor]:
+    """Tensors with values that a promise, or what it is of, is made of."""
+    if type(x) is Promise:
+        yield from sources(x.cell.state)
+    elif isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple):
+        for each in x:
+            yield from sources(each)
 
 
 def now(x: Any) -> Any:

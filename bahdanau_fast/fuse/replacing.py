@@ -115,7 +115,7 @@ def _forward(module: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if pays is None and record.checked[kind] >= CHECKED:
         if len(record.pays) > 4096:
             record.pays.clear()
-        record.pays[key] = watch.largest >= record.least
+        record.pays[key] = watch.paid
     return result
 
 

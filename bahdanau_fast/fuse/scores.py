@@ -117,7 +117,7 @@ def _scores(watch: Any, x: Any, total: Sum, hidden: int, vector: Tensor, layout:
     assert parts is not None
     queries = [total.addends[i].value for i in parts.of_queries]
     need(not all(isinstance(q, nn.Parameter) and q.dim() < 2 for q in queries))  # that is a bias
-    need(watch.pays(math.prod(total.sizes)))
+    need(watch.pays(math.prod(total.sizes), x.is_cpu))
     scores = Scores(total, parts, hidden, _whole(vector), watch.caches)
     made = watch.promise(scores, layout, x)
     watch.found(scores)

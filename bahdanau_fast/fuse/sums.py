@@ -204,10 +204,11 @@ def _linear(watch: Any, x: Any, weight: Any, bias: Any = None) -> Any:
         return _plus(watch, contract(watch, watch.view(x, layout), weight, -1), bias)
     need(weight.shape[0] > 1 and x.dtype is weight.dtype and not watch.autocast)
     if type(x) is not Promise or state_of(x, Convolution) is not None:
-        need(x.dim() == 3 and x.shape[-1] == weight.shape[1] and 1 not in x.shape[:2])
+        need(x.dim() == 3 and x.shape[-1] == weight.shape[1] and x.shape[1] > 1)
         sizes = (*x.shape[:-1], weight.shape[0])
-        addend = Addend(Product(x, weight, bias), (0, 1, 2), version(x))
-        return watch.promise(Sum(sizes, (addend,)), ((0,), (1,), (2,)), x)
+        axes = tuple([None if n == 1 else i for i, n in enumerate(sizes)])
+        addend = Addend(Product(x, weight, bias), axes, version(x))
+        return watch.promise(Sum(sizes, (addend,)), layout_of(sizes), x)
     joined = state_of(x, Concatenation)
     need(joined is not None and x.axes[-1] == (len(joined.sizes) - 1,))
     addends, begin, hidden = [], 0, len(joined.sizes) - 1

@@ -169,3 +169,47 @@ def test_what_is_no_module_is_said():
     for function in (bf.fuse, bf.unfuse):
         with pytest.raises(TypeError, match=r"^model must be a torch\.nn\.Module, got dict$"):
             function({})
+
+
+WRITERS = {
+    "mul_": lambda x: x.mul_(0.5),
+    "data": lambda x: x.data.mul_(0.5),
+    "a part": lambda x: x[0].zero_(),
+    "an index": lambda x: x.__setitem__(0, 0.0),
+    "numpy": lambda x: x.numpy().fill(0.5),
+    "out": lambda x: torch.add(x, 1.0, out=x),
+    "inplace": lambda x: torch.nn.functional.relu(x, True),
+    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+}
+
+
+class Writing(told.Tutorial):
+    """Writes to its keys when they are projected, and before anybody has asked for that.
+
+    What it writes to the query comes after the fused operator.
+    """
+
+    write = None
+
+    def forward(self, query, keys):
+        keys = keys.clone()
+        projected, query = self.Ua(keys), self.Wa(query)
+        self.write(keys)
+        weights = torch.softmax(self.Va(torch.tanh(query + projected)).squeeze(2), dim=-1)
+        context = torch.bmm(weights.unsqueeze(1), keys)
+        self.write(query)
+        return context + query.sum(), weights
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_is_promised_is_of_what_was_there(writer):
+    torch.manual_seed(0)
+    module = Writing(16)
+    module.write = WRITERS[writer]
+    with torch.no_grad():
+        theirs = call(module)
+        report = bf.fuse(module)
+        ours = call(module, 3)
+    assert report.fused
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
