@@ -8,6 +8,8 @@ other is computed as it was written.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -110,10 +112,12 @@ def _record(name: str, module: nn.Module) -> Record | None:
 
     It has an activation and a softmax or a layer with one output.
     """
-    kind = type(module)
+    kind: Any = type(module)
     if isinstance(module, torch.jit.ScriptModule) or _is_torchs(kind):
         return None
     words = {*_words(kind), *(type(layer).__name__ for layer in _layers(module))}
+    kept = vars(module).values()  # functions of torch, or their names
+    words |= {x if isinstance(x, str) else str(getattr(x, "__name__", "")) for x in kept}
     soft = bool(_SOFTMAXES & words)
     if not _ACTIVATIONS & words or not _has_vector(module, SEVERAL if soft else FEW):
         return None
@@ -124,8 +128,8 @@ def _record(name: str, module: nn.Module) -> Record | None:
     return record
 
 
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
+def _is_torchs(thing: Any) -> bool:
+    return str(thing.__module__).partition(".")[0] == "torch"
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -148,34 +152,26 @@ def _has_vector(module: nn.Module, most: int) -> bool:
     return False
 
 
-def _words(kind: type) -> Iterator[str]:
+@functools.cache
+def _words(kind: Any) -> frozenset[str]:
     """Names in the code of a class, and of the functions beside it that it calls."""
-    todo = [
-        f
-        for base in kind.__mro__
-        if not _is_torchs(base) and base is not object
-        for f in vars(base).values()
-    ]
+    own = [base for base in kind.__mro__ if not _is_torchs(base) and base is not object]
+    todo = [each for base in own for each in vars(base).values()]
     seen: set[Any] = set()
-    while todo:
-        function = todo.pop()
-        function = getattr(function, "__wrapped__", function)
+    words: set[str] = set()
+    while todo and len(seen) < 500:
+        function = inspect.unwrap(todo.pop())
         code = getattr(function, "__code__", None)
-        if code is None or code in seen or len(seen) > 500:
+        if code is None or code in seen:
             continue
         seen.add(code)
-        names = set(code.co_names)
-        for const in code.co_consts:
-            if isinstance(const, types.CodeType):
-                names |= set(const.co_names)
-        yield from names
+        inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        names = {name for each in (code, *inner) for name in each.co_names}
+        words |= names
         around = getattr(function, "__globals__", {})
-        todo += [
-            around[name]
-            for name in names
-            if isinstance(around.get(name), types.FunctionType)
-            and not (around[name].__module__ or "").startswith("torch")
-        ]
+        beside = (around.get(name) for name in names)
+        todo += [f for f in beside if inspect.isfunction(f) and not _is_torchs(f)]
+    return frozenset(words)
 
 
 def _check(model: nn.Module) -> None:

@@ -171,6 +171,23 @@ def test_what_is_no_module_is_said():
             function({})
 
 
+class Kept(told.Tutorial):
+    def __init__(self, size, activation):
+        super().__init__(size)
+        self.activation = activation
+
+    def forward(self, query, keys):
+        act = getattr(torch, self.activation) if isinstance(self.activation, str) else None
+        both = self.Wa(query) + self.Ua(keys)
+        scores = self.Va((act or self.activation)(both)).squeeze(2)
+        return torch.bmm(scores.softmax(-1).unsqueeze(1), keys), scores
+
+
+@pytest.mark.parametrize("activation", [torch.tanh, "tanh", nn.Tanh(), nn.functional.relu])
+def test_an_activation_may_be_kept(activation):
+    assert bf.fuse(Kept(16, activation), inputs()).fused
+
+
 WRITERS = {
     "mul_": lambda x: x.mul_(0.5),
     "data": lambda x: x.data.mul_(0.5),
