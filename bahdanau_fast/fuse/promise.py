@@ -44,16 +44,23 @@ class Leaked(BaseException):
 
 
 class Product(NamedTuple):
-    """``x @ weight.T + bias``; x may be a promise of a convolution."""
+    """``x @ weight.T + bias``; x may be a promise of a convolution.
+
+    Attributes:
+        made: its values, once somebody has computed them.
+    """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
+    made: list[Tensor]
 
     @property
     def now(self) -> Tensor:
         """Its values."""
-        return linear(now(self.x), self.weight, self.bias)
+        if not self.made:
+            self.made.append(linear(now(self.x), self.weight, self.bias))
+        return self.made[0]
 
 
 class Addend(NamedTuple):
@@ -275,14 +282,14 @@ class Scores(NamedTuple):
             and not rest
         ):
             of_keys[0].check()
-            x, w_k, bias = value
+            x, w_k, bias, made = value
             keys = self._gathered([Addend(x, lead, None)], parts.keys, None)
         else:
             keys = self._gathered(of_keys, parts.keys, self.hidden)
         cache, vector = self.caches.of(w_k, self.vector, self.after if self.soft else ())
         if values is None and torch.is_grad_enabled():
             cache = None  # scores have no way to say that their backward is yet to come
-        return Call(
+        call = Call(
             queries,
             keys,
             keys if values is None else values,
@@ -297,6 +304,11 @@ class Scores(NamedTuple):
             located=located,
             scores_only=values is None,
         )
+        if cache is not None and w_k is not None and keys is x and not made:
+            call = run.project(call)
+            if call.w_k is None:  # who asks for the projection itself gets the same
+                made.append(call.keys)
+        return call
 
     def _lead(self, axes: Axes) -> Axes | None:
         """Of a product's x, if it has all axes of the keys; -1 for its features."""

@@ -207,14 +207,14 @@ def _linear(watch: Any, x: Any, weight: Any, bias: Any = None) -> Any:
         need(x.dim() == 3 and x.shape[-1] == weight.shape[1] and x.shape[1] > 1)
         sizes = (*x.shape[:-1], weight.shape[0])
         axes = tuple([None if n == 1 else i for i, n in enumerate(sizes)])
-        addend = Addend(Product(x, weight, bias), axes, version(x))
+        addend = Addend(Product(x, weight, bias, []), axes, version(x))
         return watch.promise(Sum(sizes, (addend,)), layout_of(sizes), x)
     joined = state_of(x, Concatenation)
     need(joined is not None and x.axes[-1] == (len(joined.sizes) - 1,))
     addends, begin, hidden = [], 0, len(joined.sizes) - 1
     for part in joined.parts:
         tensor = part.now
-        product = Product(tensor, weight.narrow(1, begin, tensor.shape[-1]), None)
+        product = Product(tensor, weight.narrow(1, begin, tensor.shape[-1]), None, [])
         begin += tensor.shape[-1]
         addends.append(Addend(product, (*part.axes[:-1], hidden), version(tensor)))
     if bias is not None:

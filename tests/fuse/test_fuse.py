@@ -9,6 +9,7 @@ from torch import nn
 
 import bahdanau_fast as bf
 from bahdanau_fast.fuse import report as fuse_report
+from bahdanau_fast.memory import key_cache
 
 
 class DotAttention(nn.Module):
@@ -230,3 +231,23 @@ def test_what_is_promised_is_of_what_was_there(writer):
     assert report.fused
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_keys_are_projected_once_for_all_steps(monkeypatch, grad):
+    module, (query, _) = tutorial(), inputs()
+    keys = torch.randn(3, 40, 16)
+    bf.fuse(module)
+    made = []
+    for name in ("linear", "shared_linear"):
+        own = getattr(key_cache, name)
+        monkeypatch.setattr(
+            key_cache, name, lambda *a, own=own, **k: made.append(a[0]) or own(*a, **k)
+        )
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            module(query, keys)
+        made.clear()
+        others = keys + 1
+        contexts = [module(query + i, others)[0] for i in range(6)]
+    assert 1 <= len(made) <= 2 < len(contexts)
