@@ -59,7 +59,7 @@ def case(whole, tmp_path):
 # ---- training ------------------------------------------------------------------------------------
 
 
-def train(whole, model, steps=20):
+def train(whole, model, steps=50):
     """The losses; dropout is drawn from one seed."""
     torch.manual_seed(1)
     optimizer, losses = torch.optim.Adam(model.parameters(), 1e-2), []
