@@ -18,7 +18,11 @@ __all__ = [
     "Layout",
     "Parts",
     "Sizes",
+    "Unruled",
+    "broadcast_shape",
     "flat",
+    "layout_of",
+    "need",
     "parts_of",
     "place",
     "regrouped",
@@ -86,8 +90,8 @@ def flat(layout: Layout) -> tuple[int, ...]:
     return tuple(axis for group in layout for axis in group)
 
 
-def regrouped(layout: Layout, sizes: Sizes, shape: Sequence[int]) -> Layout | None:
-    """The layout after a view with another shape; None where an axis would be cut."""
+def regrouped(layout: Layout, sizes: Sizes, shape: Sequence[int]) -> Layout:
+    """The layout after a view with another shape, which cuts no axis."""
     left = list(flat(layout))
     groups = []
     for wanted in shape:
@@ -95,10 +99,10 @@ def regrouped(layout: Layout, sizes: Sizes, shape: Sequence[int]) -> Layout | No
         while size < wanted and left:
             group.append(left.pop(0))
             size *= sizes[group[-1]]
-        if size != wanted:
-            return None
+        need(size == wanted)
         groups.append(tuple(group))
-    return None if left else tuple(groups)
+    need(not left)
+    return tuple(groups)
 
 
 def place(x: Tensor, axes: Axes, order: Sequence[int]) -> Tensor:
@@ -147,26 +151,23 @@ class Parts(NamedTuple):
 
 
 @remembered
-def parts_of(addends: tuple[frozenset[int], ...], lead: frozenset[int]) -> Parts | None:
-    """Who is a query and who a key, by the axes of each addend; None if the sum is of other things.
+def parts_of(addends: tuple[frozenset[int], ...], lead: frozenset[int]) -> Parts:
+    """Who is a query and who a key in a sum of both, by the axes of each addend.
 
     Args:
         addends: axes of each, without that of the hidden features.
         lead: axes of the sum, without that.
     """
     largest = {each for each in addends if not any(each < other for other in addends)}
+    need(len(largest) < 3)
     if len(largest) == 1:  # all queries are constant along some axes of the keys
         (keys,) = largest
         rest = [each for each in addends if each != keys]
         queries = frozenset().union(*rest)
-        if not rest:
-            return None
-    elif len(largest) == 2:
-        queries, keys = sorted(largest, key=sorted)
+        need(rest)
     else:
-        return None
-    if queries | keys != lead or not keys - queries:
-        return None
+        queries, keys = sorted(largest, key=sorted)
+    need(queries | keys == lead and keys - queries)
     of_queries = tuple(i for i, each in enumerate(addends) if each <= queries)
     return Parts(
         tuple(sorted(queries & keys)),

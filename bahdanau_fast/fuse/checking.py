@@ -70,10 +70,8 @@ def trial(
         record.leave("something in it takes tensors past torch's functions")
         return False
     except Exception as error:
-        if not results:
-            record.leave(f"a copy of it does not run: {type(error).__name__}: {error}")
-            return False
-        record.leave(f"{type(error).__name__}: {error}")
+        what = "" if results else "a copy of it does not run: "
+        record.leave(f"{what}{type(error).__name__}: {error}")
         return False
     why = _difference(*results)
     if why is not None:

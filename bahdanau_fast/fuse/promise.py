@@ -93,6 +93,11 @@ def version(x: Tensor) -> int:
     return -1 if type(x) is Promise or x.is_inference() else x._version
 
 
+def range_of(sizes: Sizes) -> tuple[int, ...]:
+    """All axes, in their order: of the values of a sum, a concatenation and a convolution."""
+    return tuple(range(len(sizes)))
+
+
 class Sum(NamedTuple):
     """``act(sum of addends)``, broadcast.
 
@@ -108,16 +113,11 @@ class Sum(NamedTuple):
     activation: str | None = None
     slope: float = 0.01
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The axes of what :meth:`compute` gives."""
-        return tuple(range(len(self.sizes)))
-
     def compute(self) -> Tensor:
         """Its values."""
         total = None
         for addend in self.addends:
-            placed = place(addend.now, addend.axes, self.order)
+            placed = place(addend.now, addend.axes, range_of(self.sizes))
             total = placed if total is None else total + placed
         assert total is not None
         if total.shape != self.sizes:
@@ -136,15 +136,10 @@ class Concatenation(NamedTuple):
     sizes: Sizes
     parts: tuple[Addend, ...]
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The axes of what :meth:`compute` gives."""
-        return tuple(range(len(self.sizes)))
-
     def compute(self) -> Tensor:
         """Its values."""
         lead = self.sizes[:-1]
-        placed = [place(part.now, part.axes, self.order) for part in self.parts]
+        placed = [place(part.now, part.axes, range_of(self.sizes)) for part in self.parts]
         return torch.cat([x.expand(*lead, x.shape[-1]) for x in placed], -1)
 
 
@@ -157,11 +152,6 @@ class Convolution(NamedTuple):
     bias: Tensor | None
     row: bool
     arguments: tuple[Any, ...]
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The axes of what :meth:`compute` gives."""
-        return (0, 1, 2)
 
     def compute(self) -> Tensor:
         """Its values."""
@@ -369,22 +359,16 @@ class Weighed(NamedTuple):
 
     Attributes:
         promise: of an activated sum, or of weights.
-        other: a plain tensor.
-        layout: of the product.
+        other: what it is multiplied by; it may be a promise, too.
     """
 
     sizes: Sizes
     promise: Tensor
     other: Tensor
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The axes of what :meth:`compute` gives."""
-        return tuple(range(len(self.sizes)))
-
     def compute(self) -> Tensor:
         """Its values."""
-        found: Tensor = now(self.promise) * self.other
+        found: Tensor = now(self.promise) * now(self.other)
         return found
 
 
@@ -393,7 +377,7 @@ class Cell:
 
     __slots__ = ("__weakref__", "axes", "grad", "needed", "state", "value")
 
-    def __init__(self, state: Any, axes: Layout, needed: Callable[[Any], None] | None) -> None:
+    def __init__(self, state: Any, axes: Layout, needed: Callable[[Any], None]) -> None:
         self.state, self.axes, self.needed = state, axes, needed
         self.value: Tensor | None = None
         self.grad = torch.is_grad_enabled()
@@ -402,10 +386,10 @@ class Cell:
         """The values, in the layout of the promise that was made first."""
         if self.value is None:
             state = self.state
-            if self.needed is not None:
-                self.needed(state)
+            self.needed(state)
+            order = state.order if type(state) is Scores else range_of(state.sizes)
             with torch.set_grad_enabled(self.grad):
-                self.value = shown(state.compute(), state.order, self.axes, state.sizes)
+                self.value = shown(state.compute(), order, self.axes, state.sizes)
         return self.value
 
 

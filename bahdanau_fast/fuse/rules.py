@@ -171,9 +171,7 @@ def _reshape(watch: Any, x: Any, *shape: Any) -> Any:
         rest = -math.prod(asked)
         need(rest and x.numel() % rest == 0)
         asked[asked.index(-1)] = x.numel() // rest
-    layout = regrouped(x.axes, x.cell.state.sizes, asked)
-    need(layout is not None)
-    return watch.view(x, layout)
+    return watch.view(x, regrouped(x.axes, x.cell.state.sizes, asked))
 
 
 @rule(Tensor.view_as, Tensor.reshape_as)

@@ -113,8 +113,6 @@ def _scores(watch: Any, x: Any, total: Sum, hidden: int, vector: Tensor, layout:
     )
     lead = frozenset([i for i, n in enumerate(total.sizes) if n != 1 and i != hidden])
     parts = parts_of(present, lead)
-    need(parts is not None)
-    assert parts is not None
     queries = [total.addends[i].value for i in parts.of_queries]
     need(not all(isinstance(q, nn.Parameter) and q.dim() < 2 for q in queries))  # that is a bias
     need(watch.pays(math.prod(total.sizes), x.is_cpu))

@@ -144,12 +144,11 @@ class Watch(TorchFunctionMode):
         """Whether products have a dtype of their own."""
         return torch._C._is_any_autocast_enabled()
 
-    def promise(self, state: Any, layout: Layout, like: Tensor, shape: Any = None) -> Promise:
+    def promise(self, state: Any, layout: Layout, like: Tensor) -> Promise:
         """A promise of a new value."""
-        cell = Cell(state, layout, self._needed if self._told is not None else None)
+        cell = Cell(state, layout, self._needed)
         self._cells.append(weakref.ref(cell))
-        shape = shape_of(layout, state.sizes) if shape is None else shape
-        made = Promise.of(cell, layout, shape, like)
+        made = Promise.of(cell, layout, shape_of(layout, state.sizes), like)
         self._promises.append(weakref.ref(made))
         return made
 
@@ -163,9 +162,7 @@ class Watch(TorchFunctionMode):
     def write(self, target: Any) -> None:
         """Before somebody writes to a tensor: what depends on it is computed."""
         if type(target) is Promise:
-            if 0 in (value := target.cell.compute()).stride():
-                target.cell.value = value.contiguous()
-            target = target.cell.value
+            target = target.cell.compute()
         storage = _storage(target) if isinstance(target, Tensor) else None
         for ref in self._cells:
             cell = ref()
@@ -250,8 +247,7 @@ def _kept(x: Any) -> Any:
     """A result with values in the place of promises."""
     kind = type(x)
     if kind is Promise:
-        value = now(x)
-        return value.clone() if 0 in value.stride() and value.numel() > 1 else value
+        return now(x)
     if kind in (tuple, list):
         return kind(map(_kept, x))
     if kind is dict:

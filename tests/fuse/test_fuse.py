@@ -172,6 +172,20 @@ def test_what_is_no_module_is_said():
             function({})
 
 
+class Largest(told.Tutorial):
+    """A product with a broadcast vector, of which nobody takes the sum."""
+
+    def forward(self, query, keys):
+        both = torch.tanh(self.Wa(query) + self.Ua(keys))
+        weights = (both * self.Va.weight.expand(9, 16)).amax(-1).softmax(-1)
+        return torch.bmm(weights.unsqueeze(1), keys), weights
+
+
+def test_a_product_that_is_not_summed_has_values():
+    (entry,) = bf.fuse(Largest(16), inputs()).left
+    assert "its values are needed" in entry.text
+
+
 class Kept(told.Tutorial):
     def __init__(self, size, activation):
         super().__init__(size)
