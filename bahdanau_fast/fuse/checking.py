@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import backends
-from bahdanau_fast.fuse.promise import Leaked, Product, Scores, Sum
+from bahdanau_fast.fuse.promise import Leaked
 from bahdanau_fast.fuse.report import Record
+from bahdanau_fast.fuse.values import Product, Scores, Sum
 from bahdanau_fast.fuse.watch import Caches, Watch, is_watched, put_values, within
 
 __all__ = ["trial"]

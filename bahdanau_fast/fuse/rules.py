@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bahdanau_fast.fuse.axes import Layout, Unruled, flat, need, regrouped
-from bahdanau_fast.fuse.promise import Promise, Scores, Sum
+from bahdanau_fast.fuse.promise import Promise
+from bahdanau_fast.fuse.values import Scores, Sum
 
 __all__ = [
     "RULES",

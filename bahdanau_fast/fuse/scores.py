@@ -22,8 +22,9 @@ from bahdanau_fast.fuse.axes import (
     remembered,
     shape_of,
 )
-from bahdanau_fast.fuse.promise import Addend, Promise, Scores, Sum, Weighed, now, version
+from bahdanau_fast.fuse.promise import Promise, now, version
 from bahdanau_fast.fuse.rules import activated, became, dim_of, rule, state_of, weights_of, writes
+from bahdanau_fast.fuse.values import Addend, Scores, Sum, Weighed
 
 __all__ = ["MOST_VECTORS", "contract", "followed"]
 

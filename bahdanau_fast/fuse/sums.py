@@ -11,18 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bahdanau_fast.fuse.axes import Layout, broadcast_shape, layout_of, need, place
-from bahdanau_fast.fuse.promise import (
-    FEATURES,
-    Addend,
-    Concatenation,
-    Convolution,
-    Product,
-    Promise,
-    Scores,
-    Sum,
-    now,
-    version,
-)
+from bahdanau_fast.fuse.promise import Promise, now, version
 from bahdanau_fast.fuse.rules import (
     activated,
     became,
@@ -34,6 +23,16 @@ from bahdanau_fast.fuse.rules import (
     writes,
 )
 from bahdanau_fast.fuse.scores import MOST_VECTORS, contract, followed
+from bahdanau_fast.fuse.values import (
+    FEATURES,
+    Addend,
+    Concatenation,
+    Convolution,
+    Product,
+    Scores,
+    Sum,
+)
+from bahdanau_fast.modules.layers import keeps_places
 
 __all__ = ["add"]
 
@@ -231,56 +230,19 @@ def _plus(watch: Any, x: Any, bias: Any) -> Any:
     return x + bias if scores is None else followed(watch, x, scores, "+", bias)
 
 
-@rule(torch.conv1d, plain=True)
-def _conv1d(watch: Any, x: Any, weight: Any, bias: Any = None, *how: Any, **named: Any) -> Any:
-    return _convolution(watch, x, weight, bias, _Way(*how, **named), 1)
-
-
-@rule(torch.conv2d, plain=True)
-def _conv2d(watch: Any, x: Any, weight: Any, bias: Any = None, *how: Any, **named: Any) -> Any:
-    return _convolution(watch, x, weight, bias, _Way(*how, **named), 2)
-
-
-class _Way:
-    """Of a convolution, numbers as sequences."""
-
-    def __init__(
-        self, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-    ) -> None:
-        self.given = (stride, padding, dilation, groups)
-        self.padding = padding
-
-    def steps_by_one(self) -> bool:
-        stride, _, dilation, groups = self.given
-        return {1} == {*_each(stride), *_each(dilation), groups}
-
-    def pads(self, taps: Sequence[int]) -> bool:
-        """Whether it gives as many places as it takes."""
-        around = [n // 2 for n in taps]
-        padding = [*_each(self.padding)] if not isinstance(self.padding, str) else self.padding
-        return all(n % 2 for n in taps) and padding in (
-            "same",
-            around,
-            around[:1] * len(set(around)),
-        )
-
-
-def _each(x: Any) -> Sequence[int]:
-    return (x,) if isinstance(x, int) else x
-
-
-def _convolution(watch: Any, x: Any, weight: Any, bias: Any, way: _Way, spatial: int) -> Any:
+@rule(torch.conv1d, torch.conv2d, plain=True)
+def _convolution(watch: Any, x: Any, weight: Any, bias: Any = None, *how: Any, **named: Any) -> Any:
     """Of an activated sum, with one tap, scores; else features of the keys, where they looked."""
     taps = list(weight.shape[2:])
-    need(x.dim() == spatial + 2 and x.dtype is weight.dtype)
-    need(not watch.autocast and way.steps_by_one() and way.pads(taps))
+    need(x.dim() == weight.dim() and x.dtype is weight.dtype)
+    need(not watch.autocast and keeps_places(taps, *how, **named))
     if activated(x) is not None:
         need(weight.shape[0] == 1 == math.prod(taps))
         return _plus(watch, contract(watch, x, weight[0], 1, keep=True), bias)
-    row = spatial == 2
+    rows = x.shape[2:-1]
     need(type(x) is not Promise and x.shape[1] == weight.shape[1] and taps[-1] > 1)
-    need(1 < weight.shape[0] <= FEATURES and (not row or x.shape[2] == taps[0] == 1))
+    need(1 < weight.shape[0] <= FEATURES and all(n == 1 for n in (*rows, *taps[:-1])))
     sizes = (x.shape[0], weight.shape[0], x.shape[-1])
     batch, channels, keys = layout_of(sizes)
-    layout = (batch, channels, (), keys) if row else (batch, channels, keys)
-    return watch.promise(Convolution(sizes, x, weight, bias, row, way.given), layout, x)
+    layout = (batch, channels, *(() for _ in rows), keys)
+    return watch.promise(Convolution(sizes, x, weight, bias), layout, x)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bahdanau_fast.fuse.axes import Layout, Unruled, shape_of
-from bahdanau_fast.fuse.promise import Cell, Promise, Scores, Sum, now, sources
+from bahdanau_fast.fuse.promise import Cell, Promise, now, sources
 from bahdanau_fast.fuse.rules import RULES
+from bahdanau_fast.fuse.values import Scores, Sum
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
 
 __all__ = ["Caches", "Watch", "is_watched", "put_values", "within"]

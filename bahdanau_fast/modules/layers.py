@@ -7,6 +7,7 @@ what the layer computes: such a layer is called.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "apply_layer",
     "check_features",
     "is_unchanged",
+    "keeps_places",
     "plain_convolution",
     "plain_dropout",
     "plain_parameters",
@@ -119,18 +121,37 @@ def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] |
     """
     if not isinstance(layer, (nn.Conv1d, nn.Conv2d)) or not is_unchanged(layer):
         return None
-    weight, taps = layer.weight, layer.kernel_size[-1]
-    ones = (1,) * (len(layer.kernel_size) - 1)
-    around = (*(0 for _ in ones), taps // 2)
+    weight, (*rows, taps) = layer.weight, layer.kernel_size
+    how = layer.stride, layer.padding, layer.dilation, layer.groups
     if (
         type(layer) not in (nn.Conv1d, nn.Conv2d)
-        or layer.kernel_size != (*ones, taps)
-        or layer.padding not in (around, "same")
-        or not {1}.issuperset((*layer.stride, *layer.dilation, layer.groups, taps % 2))
+        or not {1}.issuperset(rows)
+        or not keeps_places(layer.kernel_size, *how)
         or layer.padding_mode != "zeros"
     ):
         return None
     return weight.reshape(*weight.shape[:2], taps), layer.bias
+
+
+def keeps_places(
+    taps: Sequence[int], stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> bool:
+    """Whether a convolution gives as many places as it takes, each seen by every channel.
+
+    Args:
+        taps: in each dimension.
+        stride: as torch takes it, like the others: a number, or one for each dimension.
+        padding: likewise.
+        dilation: likewise.
+        groups: of channels.
+    """
+
+    def each(x: Any) -> tuple[int, ...]:
+        given = (x,) if isinstance(x, int) else tuple(x)
+        return given * len(taps) if len(given) == 1 else given
+
+    around = padding == "same" or each(padding) == tuple(n // 2 for n in taps)
+    return around and {1} == {groups, *each(stride), *each(dilation), *(n % 2 for n in taps)}
 
 
 def plain_weight(layer: nn.Module | None) -> Tensor | None:
