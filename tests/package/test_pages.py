@@ -45,6 +45,19 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(target), link
 
 
+def test_what_is_said_of_fused_modules_was_measured():
+    path = ROOT / "benchmarks/results/family-amd-epyc-25-1-2cores.json"
+    rows = json.loads(path.read_text())["rows"]
+    gains = {
+        row["who"] + row["mode"] + str(row["sizes"]): row["theirs"] / row["ours"] for row in rows
+    }
+    modules = [g for who, g in gains.items() if who.startswith(("SpeechBrain", "ESPnet", "coqui"))]
+    (whole,) = (g for who, g in gains.items() if who.startswith("JoeyNMT"))
+    page = " ".join((ROOT / "docs/family.md").read_text().split())
+    assert f"were {min(modules):.2f} to {max(modules):.2f} times as fast" in page
+    assert f"took {whole:.2f} of its own speed" in page
+
+
 def test_what_is_said_of_a_training_step_was_measured():
     figures = json.loads((ROOT / "benchmarks/results/training-amd-epyc-2cores.json").read_text())
     medians = {
