@@ -176,6 +176,23 @@ def test_trips_to_memory(code, trips):
     assert (report.trips, report.most_trips) == (2 * trips, trips)
 
 
+COPY = "cp.async.cg.shared.global [%r10], [%rd0], 16;\ncp.async.commit_group;\n"
+
+
+@pytest.mark.parametrize(
+    ("turn", "trips"),
+    [
+        (COPY + "cp.async.wait_group 0;\n", 8),  # each waited for
+        (COPY, 1),  # all at once
+        (COPY + "cp.async.wait_group 1;\n", 4),  # two under way
+    ],
+)
+def test_copies_take_their_trips_when_they_are_waited_for(turn, trips):
+    code = "mov.u32 %r10, buf;\n" + 8 * turn + "cp.async.wait_group 0;"
+    report = run(kernel(code, 1, SHARED), [data()], threads=1, counts=True)
+    assert report.most_trips == trips
+
+
 def test_a_part_of_the_clusters():
     report = run(kernel("add.u32 %r3, %r0, 1;"), [data()], 8, cluster=2, clusters=(1, 3))
     assert report.counts["runs"][-1] == 4

@@ -145,6 +145,11 @@ inline void copy_async(Warp& w, const Instr& i, Mask mask) {
   to.space = Space::shared;
   to.offset = 0;
   const int width = int(w.bits(i.o[2], __builtin_ctz(mask)));
+  uint32_t trips = w.trips;  // as a load's, but that nobody has the bytes before the wait
+  if (w.launch->counts)
+    for (const Operand& o : i.o)
+      if (o.size > 0) trips = std::max(trips, w.trips_of[o.slot / 4]);
+  ++trips;
   each(mask, [&](int l) {
     const uint64_t source = w.bits(i.o[1], l) + uint64_t(i.second_offset);
     const uint64_t target = address_of(w, i, i.o[0], l);
@@ -161,7 +166,8 @@ inline void copy_async(Warp& w, const Instr& i, Mask mask) {
     std::memset(place.region->known + place.at, 0, size_t(width));
     auto& groups = w.lanes[l].copies;
     if (groups.empty()) groups.emplace_back();
-    groups.back().push_back(copy);
+    groups.back().all.push_back(copy);
+    groups.back().trips = std::max(groups.back().trips, trips);
   });
   request.count(*w.launch, uint64_t(width));
 }
@@ -181,10 +187,11 @@ inline void copy_wait(Warp& w, const Instr& i, Mask mask) {
     auto& groups = w.lanes[l].copies;
     const size_t open = 1 + size_t(w.bits(i.o[0], l));
     while (groups.size() > open) {
-      for (const Copy& copy : groups.front()) {
+      for (const Copy& copy : groups.front().all) {
         const Place place = to_write(w, l, to, copy.to, copy.bytes.size());
         std::memcpy(place.data(), copy.bytes.data(), copy.bytes.size());
       }
+      w.trips = std::max({w.trips, w.needed, groups.front().trips});
       groups.erase(groups.begin());
     }
   });

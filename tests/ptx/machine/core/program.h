@@ -151,7 +151,8 @@ struct Program {
     known->second(form, instr);
     if (!form.parts.empty() || instr.run == nullptr) form.unknown();
     const auto begins = [&](const char* text) { return instr.opcode.rfind(text, 0) == 0; };
-    const bool stores = begins("st"), writes = !stores && !begins("bar");
+    const bool stores = begins("st");
+    const bool writes = !stores && !begins("bar") && !begins("cp.");
     instr.results = instr.is_product ? size_t(instr.count) / 2
                     : instr.splits   ? operands - 1
                     : begins("ld")   ? size_t(instr.count)

@@ -39,10 +39,15 @@ struct Known {
   }
 };
 
-// A copy from global to shared memory that is under way.
+// Copies from global to shared memory that are under way together, and the trips to memory that a
+// warp which waits for them has waited for.
 struct Copy {
   uint64_t to;
   std::vector<uint8_t> bytes;
+};
+struct Copies {
+  std::vector<Copy> all;
+  uint32_t trips = 0;
 };
 
 // A product of a warp (wgmma) that is under way: its registers, and where it reads shared memory.
@@ -75,7 +80,7 @@ struct Thread {
   // Its last fence.proxy.async: when, past how many barriers; and when the last one before those.
   uint32_t proxy_time = 0, proxy_bars = 0, proxy_before = 0;
   Known fenced, known, seen;              // `seen` by an atomic operation, but no fence came since
-  std::vector<std::vector<Copy>> copies;  // by group, the open one last
+  std::vector<Copies> copies;  // by group, the open one last
 };
 
 struct Warp {
