@@ -86,8 +86,15 @@ struct DecodeTask {
     const T* w_q = static_cast<const T*>(d.w_q);
     cluster_barrier();  // every block has started, and is done with the last queries
     const int64_t step = blocks * kDecodeWarps * units;
-    for (int64_t h0 = (rank * kDecodeWarps + warp) * units; h0 < p.H; h0 += step)
-      for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i) {
+    int64_t offsets[most];  // of the queries of the cluster's blocks: a division is slow
+#pragma unroll
+    for (int m = 0; m < most; ++m) {
+      const uint32_t block = blockIdx.x - rank + smaller(m, blocks - 1);
+      offsets[m] = smaller(block / uint32_t(d.splits), p.B - 1) * p.queries.batch_stride;
+    }
+    for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i) {
+      const T* first = static_cast<const T*>(p.queries.data) + i * p.queries.row_stride;
+      for (int64_t h0 = (rank * kDecodeWarps + warp) * units; h0 < p.H; h0 += step) {
         A sums[most * units] = {};
         for (int64_t c = lane * U; c < d.Dq; c += kWarp * U) {
           A weight[units][U];
@@ -96,10 +103,8 @@ struct DecodeTask {
             load_units<T, A, vectors>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
 #pragma unroll
           for (int m = 0; m < most; ++m) {
-            const int64_t block = blockIdx.x - rank + smaller(m, blocks - 1);
-            const int64_t row = smaller(block / d.splits, p.B - 1);
             A query[U];
-            load_units<T, A, vectors>(row_at<T>(p.queries, row, i), c, d.Dq, query);
+            load_units<T, A, vectors>(first + offsets[m], c, d.Dq, query);
 #pragma unroll
             for (int x = 0; x < units; ++x)
 #pragma unroll
@@ -112,6 +117,7 @@ struct DecodeTask {
         A* place = mine.queries + (i - i0) * mine.width + h;
         if (lane % each == 0 && target < blocks && h < p.H) *in_block(place, target) = sum;
       }
+    }
     cluster_barrier();
   }
 
@@ -281,15 +287,24 @@ struct DecodeTask {
         A sums[QT][U] = {};
         const int64_t c = c0 + lane * U;
         if (c < p.Dv) {
-#pragma unroll 4
-          for (int64_t j = warp; j < keys; j += kDecodeWarps) {
-            A value[U];
-            load_units<T, A, vectors>(row_at<T>(p.values, b, j0 + j), c, p.Dv, value);
+          constexpr int V = QT == 1 ? 4 : 2;  // values of a warp at a time
+          for (int64_t first = warp; first < keys; first += V * kDecodeWarps) {
+            A value[V][U];
 #pragma unroll
-            for (int q = 0; q < QT; ++q) {
-              const A weight = mine.scores[smaller(i0 + q, p.Tq - 1) * d.split + j];
+            for (int v = 0; v < V; ++v)
+              load_units<T, A, vectors>(
+                  row_at<T>(p.values, b, j0 + smaller(first + v * kDecodeWarps, keys - 1)), c, p.Dv,
+                  value[v]);
 #pragma unroll
-              for (int k = 0; k < U; ++k) sums[q][k] += weight * value[k];
+            for (int v = 0; v < V; ++v) {
+              const int64_t j = first + v * kDecodeWarps;
+#pragma unroll
+              for (int q = 0; q < QT; ++q) {
+                const A weight =
+                    j < keys ? mine.scores[smaller(i0 + q, p.Tq - 1) * d.split + j] : A(0);
+#pragma unroll
+                for (int k = 0; k < U; ++k) sums[q][k] += weight * value[v][k];
+              }
             }
           }
         }

@@ -67,16 +67,26 @@ struct ScoresTask {
     return __syncthreads_or(threadIdx.x < kTile && mine.key_counts[threadIdx.x] > j0);
   }
 
-  // A slice of rows [first, first + kTile) of a view, transposed; returns the thread's max |x|.
-  __device__ float load_rows(const View& view, int64_t first, int64_t rows, int64_t h0, A* out) {
+  static constexpr int kRows = kTile / (kTileThreads / kSlice);
+  // The thread's part of a slice of rows [first, first + kTile) of a view; past the end anything.
+  __device__ void fetch_rows(const View& view, int64_t first, int64_t rows, int64_t h0, A* x) {
+    const int64_t h = smaller(h0 + threadIdx.x % kSlice, p.H - 1);
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      const int r = threadIdx.x / kSlice + k * (kTileThreads / kSlice);
+      x[k] = A(widen(row_at<T>(view, b, smaller(first + r, rows - 1))[h]));
+    }
+  }
+  // Writes it transposed, zero past the end; returns the thread's max |x|.
+  __device__ float load_rows(int64_t first, int64_t rows, int64_t h0, const A* x, A* out) {
     const int h = threadIdx.x % kSlice;
     float largest = 0;
 #pragma unroll
-    for (int r = threadIdx.x / kSlice; r < kTile; r += kTileThreads / kSlice) {
-      A x = 0;
-      if (first + r < rows && h0 + h < p.H) x = A(widen(row_at<T>(view, b, first + r)[h0 + h]));
-      out[h * kPitch + r] = x;
-      const float size = fabsf(float(x));
+    for (int k = 0; k < kRows; ++k) {
+      const int r = threadIdx.x / kSlice + k * (kTileThreads / kSlice);
+      const A y = first + r < rows && h0 + h < p.H ? x[k] : A(0);
+      out[h * kPitch + r] = y;
+      const float size = fabsf(float(y));
       largest = size > largest || size != size ? size : largest;
     }
     return largest;
@@ -97,8 +107,11 @@ struct ScoresTask {
   }
 
   __device__ Form load_slice(int64_t h0, int turn) {
-    const float a = load_rows(p.queries, i0, p.Tq, h0, mine.queries);
-    const float c = load_rows(p.keys, j0, p.Tk, h0, mine.keys);
+    A rows[2][kRows];
+    fetch_rows(p.queries, i0, p.Tq, h0, rows[0]);
+    fetch_rows(p.keys, j0, p.Tk, h0, rows[1]);
+    const float a = load_rows(i0, p.Tq, h0, rows[0], mine.queries);
+    const float c = load_rows(j0, p.Tk, h0, rows[1], mine.keys);
     A x = 0;
     if (threadIdx.x < kSlice) {
       if (h0 + threadIdx.x < p.H) x = A(widen(static_cast<const T*>(p.w)[h0 + threadIdx.x]));

@@ -50,7 +50,8 @@ struct Attend {
     if (p.Tq > (raw ? kRawQueries : kDecodeQueries) || (raw && sizeof(T) != 2)) return false;
     const int64_t smallest = raw ? kRawTile : 32;
     const int64_t room = 32 * 1024 / (p.Tq * int64_t(sizeof(A)));
-    int64_t splits = smaller(128, device.multiprocessors * int64_t(3) / 4 / p.B);
+    // Two blocks on each multiprocessor, none that is alone with a part of a pass.
+    int64_t splits = smaller(128, device.multiprocessors * int64_t(2) / p.B);
     splits = larger(1, smaller(splits, p.Tk / smallest));
     splits = larger(splits, ceil_div(p.Tk, room));
     d->p = p;
@@ -59,7 +60,7 @@ struct Attend {
     const int64_t weight_bytes = p.H * f.Dq * int64_t(sizeof(T));
     if (f.w_q != nullptr && weight_bytes >= kSharedWeight) d->cluster = device.cluster;
     d->split = ceil_div(p.Tk, splits);
-    if (raw) d->split = ceil_div(d->split, kRawTile) * kRawTile;
+    if (raw || splits > 1) d->split = ceil_div(d->split, smallest) * smallest;
     d->splits = ceil_div(p.Tk, d->split);
     return (raw ? raw_shared(raw_keys(f, *d)) : decode_shared(*d)) <= kSharedLimit;
   }
