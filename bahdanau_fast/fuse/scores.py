@@ -198,6 +198,16 @@ def _matmul(watch: Any, a: Any, b: Any) -> Any:
     return contract(watch, watch.view(b, layout), other, -2, given=a)
 
 
+@rule(torch.tensordot)
+def _tensordot(watch: Any, a: Any, b: Any, dims: Any = 2) -> Any:
+    """Over the last dimension of one and the first of the other, a product like others."""
+    if isinstance(dims, (tuple, list)):
+        (of_a,), (of_b,) = ([i] if isinstance(i, int) else i for i in dims)
+        need(dim_of(of_a, a.dim()) == a.dim() - 1 and dim_of(of_b, b.dim()) == 0)
+    need((isinstance(dims, (tuple, list)) or dims == 1) and b.dim() < 3)
+    return _matmul(watch, a, b)
+
+
 @rule(torch.einsum)
 def _einsum(watch: Any, equation: Any, *operands: Any) -> Any:
     given, arrow, out = equation.replace(" ", "").partition("->")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -151,6 +152,13 @@ def _expand(watch: Any, x: Any, *sizes: Any) -> Any:
 @rule(Tensor.expand_as, plain=True)
 def _expand_as(watch: Any, x: Any, other: Any) -> Any:
     return _expand(watch, x, *other.shape)
+
+
+@rule(torch.broadcast_tensors, plain=True)
+def _broadcast_tensors(watch: Any, *tensors: Any) -> Any:
+    given = numbers(tensors)
+    shape = functools.reduce(broadcast_shape, [list(x.shape) for x in given])
+    return tuple([x if list(x.shape) == shape else _expand(watch, x, shape) for x in given])
 
 
 @rule(Tensor.repeat, plain=True)

@@ -127,7 +127,9 @@ class Watch(TorchFunctionMode):
         if known is _UNKNOWN:
             known = RULES[func] = (_write, True) if _writes(func) else None
         kwargs = kwargs or {}
-        if kwargs and kwargs.get("out") is not None:
+        if kwargs and "out" in kwargs and kwargs["out"] is None:
+            kwargs = {name: each for name, each in kwargs.items() if name != "out"}
+        if kwargs and "out" in kwargs:
             self.write(kwargs["out"])
         elif known is not None and (known[1] or Promise in types):
             try:

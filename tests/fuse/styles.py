@@ -167,6 +167,7 @@ PARTS = {
         "module_tanh": lambda q, k: nn.Tanh()(k + q.unsqueeze(1)),
         "leaky_relu": lambda q, k: F.leaky_relu(q.unsqueeze(1) + k, 0.2),
         "expanded": lambda q, k: (q.unsqueeze(1).expand(B, TK, H) + k).tanh(),
+        "broadcast": lambda q, k: torch.add(*torch.broadcast_tensors(q[:, None], k)).tanh(),
         "repeated": lambda q, k: torch.tanh(q.unsqueeze(1).repeat(1, TK, 1) + k),
         "interleaved": lambda q, k: (q.repeat_interleave(TK, 0).view_as(k) + k).tanh(),
         "stacked": lambda q, k: torch.tanh(torch.stack([q] * k.size(1), dim=1) + k),
@@ -185,6 +186,8 @@ PARTS = {
         "functional": lambda h, v: F.linear(h, v.view(1, -1)).squeeze(),
         "conv1d": lambda h, v: F.conv1d(h.transpose(1, 2), v.view(1, H, 1))[:, 0],
         "inner": torch.inner,
+        "tensordot": lambda h, v: torch.tensordot(h, v, dims=([2], [0])),
+        "tensordot_matrix": lambda h, v: torch.tensordot(h, v[:, None], dims=1)[..., 0],
     },
     "weigh": {
         "mask_infinite": lambda x, mask: x.masked_fill(~mask, -math.inf).softmax(-1),
