@@ -9,10 +9,10 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
-PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks)
+PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks docs/conf.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-compare gpu-report wheel clean torch-spec deep
+.PHONY: help venv demo test lint format bench bench-compare gpu-report wheel site clean torch-spec deep
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -95,6 +95,15 @@ gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=smoke|ti
 wheel: venv  ## build the wheel into dist/
 	rm -rf dist build/lib* build/bdist*
 	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+build/.docs: build/.installed
+	$(BIN)/python -m pip install --no-build-isolation -e '.[docs]'
+	@touch $@
+
+# From nothing each time: Sphinx repeats no warning of a page that it does not read again.
+site: build/.docs  ## build the pages of docs/ as a site into build/site; a warning is an error
+	rm -rf build/site
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/site
 
 clean:  ## remove build output and caches, keep .venv
 	rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -46,7 +46,7 @@ class AdditiveAttention(Additive):
     :meth:`memory`.
 
     Args:
-        num_hiddens: H.
+        num_hiddens: number of hidden units, H.
         dropout: probability of dropping an attention weight in training.
         key_size: Dk; with ``query_size``, Dq. Both or neither.
         bias: add a learnt (H,) bias inside the tanh.
@@ -323,7 +323,7 @@ class MLPAttention(AdditiveAttention):
     independent of the query; here it is applied.
 
     Args:
-        units: H.
+        units: number of hidden units, H.
         ipt_dim: feature size of query and key.
         dropout: probability of dropping an attention weight in training.
         cache_keys: as for :class:`AdditiveAttention`.

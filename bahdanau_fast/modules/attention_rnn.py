@@ -134,9 +134,9 @@ class AttentionGRU(_AttentionRNN):
     loads into the other.
 
     Args:
-        input_size: E.
+        input_size: size of an input, E.
         hidden_size: H, the size of the queries too.
-        num_layers: L.
+        num_layers: number of layers, L.
         bias: of the GRU.
         batch_first: inputs and outputs are (B,T,...) instead of (T,B,...).
         dropout: between the layers, in training.

@@ -32,7 +32,7 @@ class LocationAttention(Additive):
     Args:
         key_size: Dk.
         query_size: Dq.
-        num_hiddens: H.
+        num_hiddens: number of hidden units, H.
         channels: C, of the convolution; None for no convolution.
         kernel_size: taps of the convolution, an odd number.
         inputs: channels of the location.

@@ -92,7 +92,7 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
 
     Args:
         vocab_size: number of target tokens.
-        embed_size: E.
+        embed_size: size of an embedding, E.
         num_hiddens: H, of the encoder too.
         num_layers: L, of the encoder too.
         dropout: on the attention weights and between the layers, in training.

@@ -119,9 +119,9 @@ class Seq2SeqEncoder(Encoder):
 
     Args:
         vocab_size: number of source tokens.
-        embed_size: E.
-        num_hiddens: H.
-        num_layers: L.
+        embed_size: size of an embedding, E.
+        num_hiddens: number of hidden units, H.
+        num_layers: number of layers, L.
         dropout: between the layers, in training.
         cell: "gru" or "lstm".
         bidirectional: read the source from both ends; outputs have 2H features.
