@@ -22,7 +22,7 @@ from bahdanau_fast.modules.dot_product import DotProductAttention
 from bahdanau_fast.modules.location import LocationAttention
 from bahdanau_fast.ops import decompositions
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdditiveAttention",

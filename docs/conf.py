@@ -31,7 +31,6 @@ autodoc_inherit_docstrings = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring, napoleon_use_ivar = False, True
-linkcheck_timeout, linkcheck_retries = 10, 1
 
 
 def relink(text: str, folder: Path) -> str:
