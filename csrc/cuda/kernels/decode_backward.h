@@ -42,7 +42,7 @@ struct DecodeBackwardShared {
   float *grads, *weights, *scores;  // (QT,width) and twice (QT,split): dropped out; s
   float* parts;                     // (8,QT + 1,columns of a warp)
   float* sums;                      // (QT + 1,H): over the block's keys, of s u and of s t
-  float* moments;  // (QT,2): over the block's keys, of weight and weight grad_weight
+  Sum* moments;  // (QT,2): over the block's keys, of weight and of weight grad_weight
   int64_t bytes, width;
 
   __host__ __device__ DecodeBackwardShared(char* base, const Problem& p, int64_t split) {
@@ -53,7 +53,7 @@ struct DecodeBackwardShared {
     scores = from.take<float>(QT * split);
     parts = from.take<float>(kDecodeWarps * (QT + 1) * kWarp * kVector<T>);
     sums = from.take<float>((QT + 1) * p.H);
-    moments = from.take<float>(QT * 2);
+    moments = from.take<Sum>(QT * 2);
     bytes = from.used;
   }
 };
@@ -174,10 +174,10 @@ struct DecodeBackwardTask {
     const int64_t row = b * p.Tq + warp, keys = warp < p.Tq ? count(warp) : 0;
     const float* weights = static_cast<const float*>(g.weights) + row * p.Tk + j0;
     float* scores = mine.scores + warp * g.split;
-    float total = 0, dot = 0;
+    Sum total, dot;
     for (int64_t j = lane; j < keys; j += kWarp) {
-      total += weights[j];
-      dot += weights[j] * scores[j];
+      total.add(weights[j]);
+      dot.add_product(weights[j], scores[j]);
     }
     total = warp_sum(total);
     dot = warp_sum(dot);
@@ -187,15 +187,16 @@ struct DecodeBackwardTask {
     }
     cluster_barrier();
     if (warp < p.Tq) {
-      total = dot = 0;
+      total = dot = Sum{};
       for (int k = 0; k < g.splits; ++k) {
-        const float* moments = in_block(mine.moments, k) + 2 * warp;
-        total += moments[0];
-        dot += moments[1];
+        const Sum* moments = in_block(mine.moments, k) + 2 * warp;
+        total.add(moments[0]);
+        dot.add(moments[1]);
       }
-      const float mean = dot / total;
+      const Sum mean = dot.over(total);
       for (int64_t j = lane; j < n; j += kWarp)
-        scores[j] = j < keys ? weights[j] / total * (scores[j] - mean) : 0.0f;
+        scores[j] =
+            j < keys ? weights[j] / total.high * ((scores[j] - mean.high) - mean.low) : 0.0f;
     }
     __syncthreads();
   }

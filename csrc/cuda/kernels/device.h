@@ -202,6 +202,37 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
+// A sum to twice the precision of fp32: rounded, and what was lost in rounding.
+struct Sum {
+  float high = 0, low = 0;
+
+  __device__ __forceinline__ void add(float x) {
+    const float sum = high + x, added = sum - high;
+    low += (high - (sum - added)) + (x - added);
+    high = sum;
+  }
+  __device__ __forceinline__ void add(const Sum& x) {
+    add(x.high);
+    low += x.low;
+  }
+  __device__ __forceinline__ void add_product(float x, float y) {
+    const float product = __fmul_rn(x, y);  // by itself, not as a part of add()
+    add(product);
+    low += fmaf(x, y, -product);
+  }
+  __device__ __forceinline__ Sum over(const Sum& y) const {
+    const float quotient = high / y.high;
+    return {quotient, (fmaf(-quotient, y.high, high) + (low - quotient * y.low)) / y.high};
+  }
+};
+__device__ __forceinline__ Sum warp_sum(Sum x) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    x.add(
+        Sum{__shfl_xor_sync(kAllLanes, x.high, offset), __shfl_xor_sync(kAllLanes, x.low, offset)});
+  return x;
+}
+
 // Sums over a warp of N values at once, N a power of two: of value lane / (32 / N), in each lane.
 template <int N, int offset = kWarp / 2>
 __device__ __forceinline__ float warp_sums(float* x, int lane) {
@@ -230,13 +261,14 @@ __device__ inline float block_max(float x, float* scratch) {
   __syncthreads();
   return warp_max(scratch[lane < warps ? lane : 0]);
 }
-__device__ inline float block_sum(float x, float* scratch) {
+template <class X>
+__device__ X block_sum(X x, X* scratch) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   x = warp_sum(x);
   __syncthreads();
   if (lane == 0) scratch[threadIdx.x / kWarp] = x;
   __syncthreads();
-  return warp_sum(lane < warps ? scratch[lane] : 0.0f);
+  return warp_sum(lane < warps ? scratch[lane] : X{});
 }
 
 }  // namespace bahdanau_fast::gpu

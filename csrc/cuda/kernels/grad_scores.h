@@ -139,23 +139,24 @@ struct SoftmaxGrad {
 constexpr int kGradRowThreads = 128;
 
 // The saved weights are rounded. Dividing them by their sum makes them add up to one again, and a
-// row of score gradients to zero, which the gradients of queries and w rely on.
+// row of score gradients to zero, which the gradients of queries and w rely on. Both sums, and the
+// mean, to twice the precision for that reason.
 template <class T>
 __global__ void __launch_bounds__(kGradRowThreads) softmax_grad(const SoftmaxGrad g) {
   Carver from{shared_memory()};
-  float* scratch = from.take<float>(kGradRowThreads / kWarp);
+  Sum* scratch = from.take<Sum>(kGradRowThreads / kWarp);
   const int64_t row = blockIdx.x, keys = key_count(g.p, row / g.p.Tq, row % g.p.Tq);
   const float* weights = static_cast<const float*>(g.weights) + row * g.p.Tk;
   float* grads = static_cast<float*>(g.grad_scores) + row * g.p.Tk;
-  float total = 0, dot = 0;
+  Sum total, dot;
   for (int64_t j = threadIdx.x; j < keys; j += kGradRowThreads) {
-    total += weights[j];
-    dot += weights[j] * grads[j];
+    total.add(weights[j]);
+    dot.add_product(weights[j], grads[j]);
   }
   total = block_sum(total, scratch);
-  const float mean = block_sum(dot, scratch) / total;
+  const Sum mean = block_sum(dot, scratch).over(total);
   for (int64_t j = threadIdx.x; j < g.p.Tk; j += kGradRowThreads)
-    grads[j] = j < keys ? weights[j] / total * (grads[j] - mean) : 0.0f;
+    grads[j] = j < keys ? weights[j] / total.high * ((grads[j] - mean.high) - mean.low) : 0.0f;
 }
 
 }  // namespace bahdanau_fast::gpu

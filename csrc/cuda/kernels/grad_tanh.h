@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kGradThreads, 2) grad_tanh(const GradTanh g) {
   GradTanhTask<T, QT>(g).run();
 }
 
-// out[x] = sum over parts of parts[part][x], in their order, a few at a time, in fp32.
+// out[x] = sum over parts of parts[part][x], in their order, a few at a time.
 struct SumParts {
   const void* parts = nullptr;  // (count, size) of fp32
   int64_t count = 0, size = 0;
