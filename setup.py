@@ -374,7 +374,7 @@ setup(
         "bahdanau_fast.kernels",
     ],
     package_dir={"bahdanau_fast.kernels": "kernels"},
-    package_data={"bahdanau_fast": ["py.typed"]},
+    package_data={"bahdanau_fast": ["py.typed", "seq2seq/attention.html"]},
     include_package_data=False,  # else an in-place binary listed by the VCS could enter the wheel
     ext_modules=[
         Extension(
