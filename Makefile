@@ -9,10 +9,10 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
-PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks docs/conf.py)
+PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks docs/conf.py hub/write.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-compare gpu-report wheel site clean torch-spec deep
+.PHONY: help venv demo test lint format bench bench-compare gpu-report wheel hub site clean torch-spec deep
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -95,6 +95,11 @@ gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=smoke|ti
 wheel: venv  ## build the wheel into dist/
 	rm -rf dist build/lib* build/bdist*
 	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+# With any Python >= 3.10 and nothing installed.
+hub:  ## write the Triton kernels as a kernel of the Hugging Face Hub into build/hub
+	rm -rf build/hub
+	$(PYTHON) hub/write.py build/hub
 
 build/.docs: build/.installed
 	$(BIN)/python -m pip install --no-build-isolation -e '.[docs]'
