@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
-PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks docs/conf.py hub/write.py)
+PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks examples docs/conf.py hub/write.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint format bench bench-compare gpu-report wheel hub site clean torch-spec deep
