@@ -41,6 +41,20 @@ def copy_tree(folder):
     return folder
 
 
+def program(path, text):
+    """A file that can be run; its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def empty_compiler(path):
+    """A compiler and linker that makes every file it is asked for, empty; its name."""
+    loop = 'while [ $# -gt 0 ]; do if [ "$1" = -o ]; then : >"$2"; fi; shift; done'
+    return program(path, f"#!/bin/sh\n{loop}\n")
+
+
 def python(*arguments, cwd=None, path=None, check=True, **variables):
     """A finished process of Python; with ``path`` in front where modules are looked for."""
     variables |= {} if path is None else {"PYTHONPATH": str(path)}
