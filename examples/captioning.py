@@ -73,7 +73,7 @@ if __name__ == "__main__":
     model = Captioner()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
     for step in range(1, 151):
-        picture, caption, _ = pictures(64)
+        picture, caption, _ = pictures(32)
         logits, _ = model(picture, caption)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), caption.flatten())
         optimizer.zero_grad()

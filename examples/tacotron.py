@@ -71,7 +71,7 @@ if __name__ == "__main__":
     model = Synthesizer()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(1, 81):
-        text, frames, place = speech(32, seed=step)
+        text, frames, place = speech(16, seed=step)
         found, ends, weights = model(text, frames)
         loss = nn.functional.mse_loss(found, frames) + far_off(weights, place)
         loss = loss + nn.functional.binary_cross_entropy_with_logits(ends, (place < 0).float())

@@ -1,5 +1,6 @@
 """Each example runs as it stands, and its figures are what it is there to show."""
 
+import json
 import re
 import runpy
 import subprocess
@@ -13,7 +14,7 @@ FALLS = r"loss ([\d.]+).* loss ([\d.]+).*"  # the first and the last
 SHOWS = {
     "captioning.py": (
         rf"{FALLS}\b(\d+)% of new captions.* (\d+)% of the cases",
-        lambda first, last, right, looked: last < first / 3 and right > 80 and looked > 70,
+        lambda first, last, right, looked: last < first / 3 and right > 70 and looked > 60,
     ),
     "d2l_chapter.py": (
         rf"{FALLS}\b(\d+)% of 40 sentences.*\nthe(?: \w+){{4}} <eos> -> les(?: \w+){{4}} <eos>",
@@ -38,7 +39,7 @@ SHOWS = {
     "tacotron.py": (
         rf"{FALLS}\b(\d+)% of the frames.* (\d+)% of the texts",
         # Of six places, 17 % are met by chance.
-        lambda first, last, looked, ends: last < first / 2 and looked > 50 and ends > 40,
+        lambda first, last, looked, ends: last < first / 2 and looked > 50 and ends > 30,
     ),
     "distributed.py": (
         rf"{FALLS}\ngradients were equal on 2 processes",
@@ -67,3 +68,17 @@ def test_an_example_shows(name, threads, tmp_path, monkeypatch, capfd):
     assert holds(*map(float, found.groups())), printed
     picture = tmp_path / "d2l_chapter.png"
     assert name != "d2l_chapter.py" or picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_lesson_prints_what_it_shows(threads, capsys):
+    threads(1)
+    names = {}
+    for cell in json.loads((FOLDER.parent / "docs/lesson.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            source = re.sub(r"^%.*", "", "".join(cell["source"]), flags=re.MULTILINE)
+            exec(compile(source, "lesson.ipynb", "exec"), names)
+            printed = capsys.readouterr().out
+            shown = "".join("".join(output.get("text", "")) for output in cell["outputs"])
+            # Times are the reader's own; what is learnt varies with the processor.
+            assert "model" in source or shown in ("", printed)
+    assert names["loss"] < 1
