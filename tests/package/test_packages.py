@@ -9,27 +9,18 @@ import tarfile
 import zipfile
 
 import pytest
-from fresh import ROOT, copy_tree, empty_compiler, program, python
+from fresh import ROOT, build_package, copy_tree, empty_compiler, program
 
 import bahdanau_fast as bf
 
 NVCC = "#!/bin/sh\necho Cuda compilation tools, release 12.8, V12.8.93\n"
 
 
-def made(folder, what, **variables):
-    """What a build of a source tree makes, and what was printed."""
-    call = f"import setuptools.build_meta as build; print(build.{what}('dist'))"
-    skip = {"BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0"}
-    (folder / "dist").mkdir(exist_ok=True)
-    done = python("-c", call, cwd=folder, **{**skip, **variables})
-    return folder / "dist" / done.stdout.split()[-1], done.stdout
-
-
 def test_the_source_package_builds_the_same_wheel(tmp_path):
     compiler = empty_compiler(tmp_path / "c++")
     tree = copy_tree(tmp_path / "a tree")
     shutil.copy(ROOT / "MANIFEST.in", tree)
-    with tarfile.open(made(tree, "build_sdist")[0]) as packed:
+    with tarfile.open(build_package(tree, "build_sdist")[0]) as packed:
         packed.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.glob("bahdanau_fast-*")
     files = [
@@ -39,7 +30,7 @@ def test_the_source_package_builds_the_same_wheel(tmp_path):
     assert files[0] == files[1]
     names = []
     for folder in (tree, unpacked):
-        wheel, printed = made(folder, "build_wheel", CXX=compiler)
+        wheel, printed = build_package(folder, "build_wheel", CXX=compiler)
         assert re.search(r"compiling .* (\d+) files.*\[\1/\1\]", printed, re.DOTALL)
         names.append(zipfile.ZipFile(wheel).namelist())
     assert set(names[0]) == set(names[1])
@@ -49,7 +40,7 @@ def test_the_source_package_builds_the_same_wheel(tmp_path):
 def test_a_wheel_with_cuda_is_named_after_its_version(tmp_path):
     program(tmp_path / "cuda/bin/nvcc", NVCC)
     demanded = {"BAHDANAU_FAST_CUDA": "1", "CUDA_HOME": "cuda"}
-    found, _ = made(copy_tree(tmp_path), "prepare_metadata_for_build_wheel", **demanded)
+    found, _ = build_package(copy_tree(tmp_path), "prepare_metadata_for_build_wheel", **demanded)
     assert found.name == f"bahdanau_fast-{bf.__version__}+cu128.dist-info"
 
 

@@ -69,3 +69,16 @@ def python(*arguments, cwd=None, path=None, check=True, **variables):
     )
     assert not check or done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
     return done
+
+
+def build_package(tree, what, **variables):
+    """What a hook of the build makes of a source tree, in its folder dist, and what it printed.
+
+    As frontends call it: the tree itself, whose kernels/ could hide a package, is not on the path.
+    """
+    call = "import sys; sys.path = [x for x in sys.path if x]; import setuptools.build_meta as made"
+    (tree / "dist").mkdir(exist_ok=True)
+    skip = {"BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0"}
+    arguments = ["-c", f"{call}; print(made.{what}('dist'))"]
+    printed = python(*arguments, cwd=tree, path="", **{**skip, **variables}).stdout
+    return tree / "dist" / printed.split()[-1], printed
