@@ -96,6 +96,7 @@ struct Warp {
   // branches or barriers that do not depend on each other, which a compiler can put side by side.
   uint32_t trips = 0, needed = 0;
   std::vector<uint32_t> trips_of;
+  std::unordered_map<uint32_t, uint32_t> turns;  // of loops that ptxas unrolls, by their branch
 
   template <class T>
   T* of(const Operand& o) {
