@@ -6,9 +6,10 @@ import pytest
 import torch
 from driven import needs_nvcc
 from gpu_model import __main__ as program
-from gpu_model.__main__ import compiled, eager
+from gpu_model.__main__ import compiled_backward, eager
 from gpu_model.counted import Counted, Problem, works
 from gpu_model.gpus import GPUS
+from gpu_model.rivals import compiled, expert
 from gpu_model.times import Time, Work, modelled, resident_blocks
 
 WORK = Work("a kernel", 1320, 8, 32, 0, {"fma": 1e6, "alu": 1e6}, sectors=1e7, moved=3.2e8,
@@ -142,13 +143,24 @@ def test_what_others_launch_and_move():
     p = Problem(2, 3, 5, 7, 11, dtype=torch.float32)
     f, s = 2 * 3 * 5 * 7, 2 * 3 * 5
     inputs = 2 * (3 + 5) * 7 + 2 * (3 + 5) * 11
-    assert (eager(p).launches, compiled(p).launches) == (5, 3)
+    assert (eager(p).launches, compiled_backward(p).launches) == (5, 7)
     assert eager(p).moved == 4 * (4 * f + 4 * s + inputs)
-    assert compiled(p).moved == 4 * (4 * s + inputs)
     masked = dataclasses.replace(p, lens=(1, 5))
     assert eager(masked).launches == 9
     least = eager(p).floor(GPUS["H100"])
     assert least == pytest.approx(5 * 1.3e-6, rel=0.01)
+
+
+@needs_nvcc
+def test_kernels_of_others_are_counted():
+    p = Problem(3, 2, 40, 100, 50, lens=(40, 7, 1))
+    f, s = 3 * 2 * 40 * 100, 3 * 2 * 40
+    for made, tanh in ((compiled, 2), (expert, 1)):  # an exponential and a reciprocal, or one
+        scores, softmax, product = made(p)
+        assert scores.units["special"] * 32 >= tanh * f
+        assert scores.moved == 2 * (3 * (2 + 40) * 100 + 100) + 4 * s
+        assert softmax.cold == pytest.approx(24, abs=8)  # of the lens: scores are in the L2
+        assert product.moved == 2 * 3 * (2 + 40) * 50
 
 
 # ---- the program ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from .gpus import Gpu
 from .sass import Code
 from .times import Work
 
-__all__ = ["Counted", "Launch", "Problem", "launch_of", "launches", "works"]
+__all__ = ["Counted", "Launch", "Problem", "launch_of", "launches", "scaled", "works"]
 
 BITS = re.compile(r"[bsuf](8|16|32|64)$|f16x2$|bf16$")
 # Of a batch row of so many blocks or more, tiles that do the same, only some are counted. Splits of
@@ -132,16 +132,17 @@ class Counted(CudaPtx):
         sizes = _sizes(params, buffers)
         key = (self.kind, name, blocks, shared, cluster, self.rows, self.alike, sizes)
         if key not in self._known:
-            made = self.kind, name
-            if made not in self._codes:
-                self._codes[made] = Code(build.ptx(self.kind, self.arch), name, self.code)
-            code = self._codes[made]
+            place = self.kind, name
+            if place not in self._codes:
+                self._codes[place] = Code(build.ptx(self.kind, self.arch), name, self.code)
+            code = self._codes[place]
             group = self._group(blocks, cluster)
             run = functools.partial(
                 machine.run, name, blocks, threads, params, buffers, shared=shared,
                 cluster=cluster, pace=code.pace, **self.options,
             )  # fmt: skip
-            self._known[key] = self._scaled(run, code, blocks, threads, shared, cluster, group)
+            made = run, code, blocks, threads, shared, self.kind
+            self._known[key] = scaled(*made, cluster, group)
         self.found.append(self._known[key])
 
     def _group(self, blocks: int, cluster: int) -> int:
@@ -155,18 +156,18 @@ class Counted(CudaPtx):
         joined = -(-of_row // cluster)
         return MOST_BLOCKS if joined >= MANY_BLOCKS and self.rows > 1 else joined
 
-    def _scaled(self, run, code, blocks, threads, shared, cluster, group) -> Launch:
-        clusters = blocks // cluster
-        groups = clusters / group
-        if groups < 3:
-            report = run()
-            return launch_of(report, code, blocks, threads, shared, self.kind)
-        one = _numbers(run(clusters=range(group)), code)
-        report = run(clusters=range(2 * group))
-        two, ran = _numbers(report, code), 2 * group * cluster
-        counts = {k: one[k] + (groups - 1) * (two[k] - one[k]) for k in two}
-        made = launch_of(report, code, ran, threads, shared, self.kind)
-        return replace(made, blocks=blocks, counts=counts)
+
+def scaled(run, code, blocks, threads, shared, kind, cluster=1, group=MOST_BLOCKS) -> Launch:
+    """A launch of which ``run`` runs some clusters: those of two groups, or all if that is few."""
+    groups = blocks // cluster / group
+    if groups < 3:
+        return launch_of(run(), code, blocks, threads, shared, kind)
+    one = _numbers(run(clusters=range(group)), code)
+    report = run(clusters=range(2 * group))
+    two, ran = _numbers(report, code), 2 * group * cluster
+    counts = {k: one[k] + (groups - 1) * (two[k] - one[k]) for k in two}
+    made = launch_of(report, code, ran, threads, shared, kind)
+    return replace(made, blocks=blocks, counts=counts)
 
 
 def launch_of(report: Report, code: Code, blocks: int, threads: int, shared=0, kind="") -> Launch:

@@ -45,8 +45,8 @@ class Gpu:
         l2_cycles: latency of a load that the L2 holds (github.com/markdewing/AI_kernels; H100 and
             H200: its GH200; A100: arXiv 2402.13499).
         dram_cycles: of one that it does not; from the same. H100 and H200: the chases over 45 to 61
-            MiB there take 520 to 540 on the GH200 and 540 to 655 on the H100; 690 is for more
-            than 64 MiB, where translations of addresses miss, too.
+            MiB there take 520 to 540 on the GH200 and 540 to 655 on the H100; 690 is for more than
+            64 MiB, probably because translations of addresses miss, too.
     """
 
     code: str
@@ -88,7 +88,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the model assumes of every GPU, all of it estimated.
+    """What the model assumes of every GPU, estimated where no source is named.
 
     Attributes:
         dram_share: of the bandwidth of the data sheet that a kernel reaches: copies reach 4.3 of
@@ -97,9 +97,10 @@ class Assumed:
         dependent: clocks between two instructions of a warp: four for one that needs the result
             of the last, half of that for code with two chains.
         barrier: clocks that a barrier of a block takes.
-        cluster: the same, of a cluster.
-        wait: clocks until a shuffle or a load from shared memory is there: 23 and some (RTX 4090 to
-            Volta, arXiv 1804.06826) to 29 (Hopper, arXiv 2402.13499).
+        cluster: the same, of a cluster; a load from another block's shared memory alone takes 180
+            (arXiv 2402.13499).
+        wait: clocks until a shuffle or a load from shared memory is there; the latter takes 23 on a
+            GTX 950 (github.com/leimingyu/gpuBenchmarking), 29 on an H800 (arXiv 2402.13499).
         fetch: clocks for each byte of code past what is small (CACHE): an instruction of 16 bytes
             takes 1.3, so that 40 KB take a microsecond.
         launch: microseconds from one kernel of a graph to the next.

@@ -2,8 +2,7 @@
 
 nvcc's ``.loc`` are replaced by one for each line of PTX, so that the disassembler names the line of
 PTX that an instruction of machine code is of. How often that runs follows from how often its PTX
-ran. Of a loop that ptxas unrolls (blocks with four, two and one copies of its loads, say) the
-largest copies take all the turns they can. Loads moved over a barrier are waited for behind it.
+ran; of a loop that ptxas unrolls, blocks with most copies take all the turns they can.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from machine.launch import Report
 from machine.parse import Module
 
 from benchmarks.machine_code import reported
-
-__all__ = ["Code"]
 
 # Units by the beginning of an opcode (Programming Guide: throughput of native instructions), the
 # first that fits; the rest are integer and logic ("alu").
@@ -53,21 +50,18 @@ class Instr(NamedTuple):
 
     @classmethod
     def parsed(cls, opcode: str, operands: str, at: int) -> Instr:
-        bare = re.sub(r"^U?P\w+,\s*", "", operands)
-        target, _, rest = bare.partition(",")
-        if opcode.startswith(("ST", "BRA")):
-            target, rest = "", bare
-        first, size = re.match(r"R(\d+)", target), re.search(r"\.(64|128)\b", opcode)
+        first = None if opcode.startswith("ST") else re.match(r"(?:U?P\w+,\s*)?R(\d+)", operands)
+        size = re.search(r"\.(64|128)\b", opcode)
         start, count = (int(first[1]), int(size[1]) // 32 if size else 1) if first else (0, 0)
-        read = [int(number) for number in re.findall(r"\bR(\d+)", rest)]
-        called = re.search(r"\((\$\S+)\)", operands) if opcode.startswith("CALL") else None
+        read = [int(number) for number in re.findall(r"\bR(\d+)", operands)[bool(first) :]]
+        called = re.search(r"\((\$\S+)\)", operands)
         return cls(opcode, at, range(start, start + count), read, called[1] if called else "")
 
 
 @dataclass
 class Block:
-    """Instructions between two labels or branches; how many copies of instructions of PTX they are;
-    whether they are for what does not happen: lanes gone apart, a cluster of one."""
+    """Instructions between two labels or branches; what they are copies of, and how many; whether
+    they are for what does not happen: lanes gone apart, a cluster of one."""
 
     code: list[Instr] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
@@ -90,13 +84,7 @@ class Block:
 
 
 class Code:
-    """The machine code that ptxas makes for ``arch`` of an entry of a PTX module.
-
-    Attributes:
-        registers: of a thread.
-        pace: for ``Machine.run``.
-        blocks: of machine code.
-    """
+    """What ptxas makes for ``arch`` of an entry of PTX; ``pace`` is for ``Machine.run``."""
 
     def __init__(self, text: str, name: str, arch: str):
         module = Module(text)
@@ -118,16 +106,15 @@ class Code:
         for row in listing.splitlines():
             found = _LINE.search(row)
             line, label, opcode, operands = found.groups() if found else (None,) * 4
-            if opcode == "NOP":
-                continue
-            if line:
-                at = of_line.get(int(line), -1)
-            elif label:
+            at = of_line.get(int(line), -1) if line else at
+            if label:
                 blocks.append(Block())
                 function = label if label.startswith("$") else function
-            elif function and opcode:
+            elif opcode in (None, "NOP"):
+                continue
+            elif function:
                 self._functions.setdefault(function, Counter())[unit_of(opcode)] += 1
-            elif opcode:
+            else:
                 blocks[-1].code.append(Instr.parsed(opcode, operands, at))
                 alone = opcode.startswith("BAR.") and "cluster" in self.entry.opcodes[at]
                 blocks[-1].cold |= "COLLECTIVE" in opcode or alone
@@ -194,8 +181,7 @@ class Code:
         return max(runs[to] - back, 1.0) * runs[at] / max(runs[to], 1.0)
 
     def counts(self, report: Report) -> tuple[Counter[str], int]:
-        """Instructions by unit, and "waits" for shared memory and shuffles, one after the other;
-        bytes of the code that ran."""
+        """Instructions by unit, and "waits", one by one, for _NEAR; bytes of the code that ran."""
         found: Counter[str] = Counter()
         ran = zip(self.blocks, self.runs(report), strict=True)
         for block, runs in (some := [(block, runs) for block, runs in ran if runs]):

@@ -64,6 +64,7 @@ class Module:
     """
 
     def __init__(self, text: str):
+        self.text = text
         self._lines = text.splitlines()
         self._files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE))
         self._at: dict[str, int] = {}
