@@ -24,24 +24,17 @@ SOURCE = r"""
 
 K(strided) { float s = 0; for (long i = T; i < n; i += 32) s += x[i]; y[T] = s; }
 K(not_unrolled) {
-  float s = 0;
-#pragma unroll 1
-  for (long i = T; i < n; i += 32) s += x[i];
-  y[T] = s;
+  float s = 0; _Pragma("unroll 1") for (long i = T; i < n; i += 32) s += x[i]; y[T] = s;
 }
 K(eight) { float s = 0; for (int i = 0; i < 8; ++i) s += x[i * 32 + T]; y[T] = s; }
 K(nested) {
-  for (int row = 0; row < 3; ++row) {
-    float s = 0;
-    for (long i = T; i < n; i += 32) s += x[row * n + i];
-    y[row * 32 + T] = s;
+  for (int j = 0; j < 3; ++j) {
+    float s = 0; for (long i = T; i < n; i += 32) s += x[j * n + i]; y[j * 32 + T] = s;
   }
 }
 K(chase) {
   const long* next = reinterpret_cast<const long*>(x);
-  long at = 0;
-  for (long k = 0; k < n; k += 32) at = next[at];
-  y[T] = float(at);
+  long at = 0; for (long k = 0; k < n; k += 32) at = next[at]; y[T] = float(at);
 }
 K(copied) { for (long i = T; i < n; i += 32) y[i] = x[i]; }
 K(with_barriers) {
@@ -53,9 +46,7 @@ K(with_barriers) {
   y[T] = s;
 }
 K(guarded) {
-  float s = 0;
-  for (long i = 0; i < n; i += 32) if (i + T < n - 8) s += x[i + T];
-  y[T] = s;
+  float s = 0; for (long i = 0; i < n; i += 32) if (i + T < n - 8) s += x[i + T]; y[T] = s;
 }
 
 K(awaited_copies) {
@@ -68,8 +59,7 @@ K(awaited_copies) {
 }
 template <int count> __device__ void straight(float* y, const float* x) {
   float s = x[T], t = s;
-#pragma unroll
-  for (int k = 0; k < count; ++k) s = s * t + float(k) * 1.7f;
+  _Pragma("unroll") for (int k = 0; k < count; ++k) s = s * t + float(k) * 1.7f;
   y[T] = s;
 }
 K(path_of_8_kb) { straight<500>(y, x); }
@@ -97,16 +87,13 @@ K(barriers) {
   y[MINE] = s;
 }
 K(shuffles) {
-  float s = x[T];
-  for (int k = 0; k < 1024; ++k) s += __shfl_xor_sync(~0u, s, 1);
-  y[MINE] = s;
+  float s = x[T]; for (int k = 0; k < 1024; ++k) s += __shfl_xor_sync(~0u, s, 1); y[MINE] = s;
 }
 K(shared) {
   __shared__ float4 rows[1024];
   rows[T] = FOUR(x)[T];
   __syncthreads();
   float s = 0;
-#pragma unroll 8
   for (int k = 0; k < 64; ++k) { float4 v = rows[(T + k) % 1024]; s += v.x + v.y + v.z + v.w; }
   y[MINE] = s;
 }
@@ -116,9 +103,7 @@ K(tickets) {
   if (s == n) counters[2] = 0;
 }
 K(divisions) {
-  long s = n + T;
-  for (int k = 0; k < 64; ++k) s = s * 0x123456789abcdef / (n + k);
-  y[MINE] = float(s);
+  long s = n + T; for (int k = 0; k < 64; ++k) s = s * 0x123456789abcdef / (n + k); y[MINE] = s;
 }
 K(clusters) {
   for (int k = 0; k < 64; ++k)
