@@ -138,6 +138,7 @@ class Code:
 
     def _pace(self) -> np.ndarray:
         pace = np.zeros(len(self.entry.opcodes), np.uint32)
+        pace[list(self.loops)] = 1
         for block in self.blocks:
             copies, (waits, _) = max(block.copies.values(), default=1), block.waits(_FAR, 2)
             before = block.waits(_FAR, 1)[1]
@@ -153,8 +154,7 @@ class Code:
         """How often each block ran: as often as the copies in it that ran most; if it has none, as
         what is in it and ran least, for the rest was moved there."""
         runs, taken = (report.counts[name].astype(float) for name in ("runs", "taken"))
-        places: dict[int, list[int]] = {}
-        ran = [0.0] * len(self.blocks)
+        places, ran = {}, [0.0] * len(self.blocks)
         for number, block in enumerate(self.blocks):
             for at in block.copies:
                 places.setdefault(at, []).append(number)

@@ -94,7 +94,7 @@ struct Arguments {
   double share;  // of the error of approximations
   uint64_t fuel;
   const uint32_t* pace;  // of each instruction, as sass.py says; null: of PTX as it stands
-  Count* of_instr;                           // results from here on
+  Count* of_instr;       // results from here on
   uint64_t distinct_read, distinct_written;  // bytes of global memory
   uint64_t fetched;                          // bytes of sectors read that the L2 does not hold
   uint64_t trips, most_trips;                // of blocks: summed, and of the one with most

@@ -79,7 +79,7 @@ struct Thread {
   uint32_t bars = 0, arrives = 0, waits = 0;
   // Its last fence.proxy.async: when, past how many barriers; and when the last one before those.
   uint32_t proxy_time = 0, proxy_bars = 0, proxy_before = 0;
-  Known fenced, known, seen;              // `seen` by an atomic operation, but no fence came since
+  Known fenced, known, seen;   // `seen` by an atomic operation, but no fence came since
   std::vector<Copies> copies;  // by group, the open one last
 };
 
