@@ -10,7 +10,7 @@ from gpu_model.__main__ import compiled_backward, eager
 from gpu_model.counted import Counted, Problem, works
 from gpu_model.gpus import GPUS
 from gpu_model.rivals import compiled, expert
-from gpu_model.times import Time, Work, modelled, resident_blocks
+from gpu_model.times import Time, Work, in_graph, modelled, resident_blocks
 
 WORK = Work("a kernel", 1320, 8, 32, 0, {"fma": 1e6, "alu": 1e6}, sectors=1e7, moved=3.2e8,
             cold=3.2e8)  # fmt: skip
@@ -137,6 +137,12 @@ def test_a_call_of_a_kernel_has_a_time(driver):
     assert (work.name, work.blocks, work.warps) == ("decode_forward 1", 5, 8)
     time = modelled(A100, work)
     assert 0 < time.roof < time.seconds < 1e-4
+
+
+def test_the_l2_holds_a_call_or_not():
+    gpu, chain = GPUS["H100"], Work("a chain", 1, 1, 32, 0, moved=3e7, cold=3e7, trips=9, sectors=1)
+    assert in_graph(gpu, [chain], True) < in_graph(gpu, [chain])
+    assert in_graph(gpu, [chain] * 2, True) == in_graph(gpu, [chain] * 2)
 
 
 def test_what_others_launch_and_move():

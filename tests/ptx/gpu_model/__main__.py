@@ -20,7 +20,7 @@ from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY, Shape
 from .counted import Problem, launches, works
 from .gpus import ASSUMED, GPUS, Gpu
 from .rivals import compiled, expert
-from .times import LANES, SCHEDULERS, in_graph, modelled
+from .times import LANES, SCHEDULERS, fits, in_graph, modelled
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "gpu-model.csv"
 SHAPES = (*LIST, *STEPS_ON_MEMORY)
@@ -114,7 +114,7 @@ def rows(shape: Shape, backward: bool) -> Iterator[tuple[str | int, ...]]:
     for name, gpu in GPUS.items():
         found = works(launches(call, gpu, backward))
         for work in found:
-            time, warm = (modelled(gpu, work, in_l2) for in_l2 in (False, True))
+            time, warm = (modelled(gpu, work, in_l2) for in_l2 in (False, fits(gpu, found)))
             near = f"{100 * time.roof / time.seconds:.0f}"
             us, hot = f"{time.seconds * 1e6:.3g}", f"{warm.seconds * 1e6:.3g}"
             yield (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from .gpus import ASSUMED, CACHE, LIMITS, PORT_BYTES, SCHEDULERS, SHARED_BYTES, SHUFFLE, Gpu
 
-__all__ = ["Time", "Work", "in_graph", "modelled", "resident_blocks"]
+__all__ = ["Time", "Work", "fits", "in_graph", "modelled", "resident_blocks"]
 
 LANES, SECTOR = 32, 32
 UNITS = "fma", "fp64", "alu", "special"  # whose rates a Gpu has by their names
@@ -100,7 +100,13 @@ def _together(*seconds: float) -> float:
 
 def in_graph(gpu: Gpu, works: list[Work], in_l2: bool = False) -> float:
     """Seconds that the launches of a call take in a CUDA graph, one after the other."""
+    in_l2 = in_l2 and fits(gpu, works)
     return sum(modelled(gpu, work, in_l2).seconds + ASSUMED.launch * 1e-6 for work in works)
+
+
+def fits(gpu: Gpu, works: list[Work]) -> bool:
+    """Whether the L2 holds all that the launches of a call read and write."""
+    return sum(work.moved for work in works) <= gpu.l2_mb * 1e6
 
 
 def resident_blocks(gpu: Gpu, warps: int, registers: int, shared: int) -> int:
@@ -128,20 +134,18 @@ def modelled(gpu: Gpu, work: Work, in_l2: bool = False) -> Time:
     Args:
         gpu: with its rates.
         work: of the launch.
-        in_l2: the L2 holds all that is read, if there is room; else nothing that the call was
-            given.
+        in_l2: the L2 holds all that is read and written; else nothing that the call was given.
     """
-    fits = in_l2 and work.moved <= gpu.l2_mb * 1e6
-    if fits:
+    if in_l2:
         work = replace(work, cold=0.0)
-    time = _modelled(gpu, work, fits, 1.0)
+    time = _modelled(gpu, work, in_l2, 1.0)
     for _ in range(20):
         share = min(1.0, time.parts["DRAM"] / time.seconds) if time.seconds else 0.0
-        time = _modelled(gpu, work, fits, 1 + ASSUMED.loaded * share)
+        time = _modelled(gpu, work, in_l2, 1 + ASSUMED.loaded * share)
     return time
 
 
-def _modelled(gpu: Gpu, work: Work, fits: bool, loaded: float) -> Time:
+def _modelled(gpu: Gpu, work: Work, in_l2: bool, loaded: float) -> Time:
     resident = resident_blocks(gpu, work.warps, work.registers, work.shared)
     if resident == 0:
         raise ValueError(f"{work.name} must fit on a multiprocessor, got {work}")
@@ -157,7 +161,7 @@ def _modelled(gpu: Gpu, work: Work, fits: bool, loaded: float) -> Time:
     parts["shared"] = work.turns * LANES * 4 / SHARED_BYTES * share
     parts["port"] = bytes_asked / PORT_BYTES * share
     parts["L2"] = bytes_asked / (gpu.l2 * 1e12)
-    to_dram = 0.0 if fits else work.cold + work.written
+    to_dram = 0.0 if in_l2 else work.cold + work.written
     parts["DRAM"] = to_dram / (gpu.dram * 1e12 * ASSUMED.dram_share)
     parts["latency"] = _in_turn(gpu, work, waves, loaded)
     of_warp = work.instructions / work.blocks / work.warps
