@@ -12,7 +12,7 @@ CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks examples docs/conf.py hub/write.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-compare gpu-report dist hub site clean torch-spec deep
+.PHONY: help venv demo test lint format bench bench-compare gpu-report dist hub site arm clean torch-spec deep
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -48,6 +48,12 @@ deep: venv  ## what takes hours: sanitizers, the fuzzer, drawn sequences, GPU co
 	$(BIN)/python tests/ptx/table.py
 	PYTHONPATH=.:tests/ptx:tests/support:tests/cuda/host $(BIN)/python -m gpu_model
 	$(BIN)/python tests/hardening/mutate.py
+
+build/arm/.made: tests/hardening/arm.sh
+	sh tests/hardening/arm.sh
+
+arm: build/arm/.made .venv/.made  ## the contract table on ARM, imitated by qemu (Debian)
+	$(BIN)/python tests/hardening/arm.py
 
 # mypy and import-linter know no package_dir: they are given the layout as installed, kernels/ in its
 # place.

@@ -10,7 +10,6 @@ NVCC_APPEND_FLAGS itself.
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -184,11 +183,13 @@ def build_cpu(sources: list[Path], target: Path) -> None:
     """Compile csrc/cpu and link the extension `_C_cpu`."""
     if os.name == "nt":
         raise BuildError("building on Windows is not supported")
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    compiler = cxx()
+    # Not this machine's: the compiler may be one for another.
+    built_for = run([*compiler, "-dumpmachine"], "asking the compiler's target", show=False)
+    if not built_for.startswith(("x86_64", "amd64")):
         sources = [source for source in sources if not isa_of(source)]
     if not sources:
         raise BuildError("no C++ sources in csrc/cpu")
-    compiler = cxx()
     version, includes, libraries = torch_paths()
     system = [f"-isystem{path}" for path in (*includes, python_include())]
     extra = shlex.split(os.environ.get("CXXFLAGS", ""))
