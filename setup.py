@@ -10,6 +10,7 @@ NVCC_APPEND_FLAGS itself.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import shutil
