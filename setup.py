@@ -18,7 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import ClassVar
 
@@ -51,6 +51,7 @@ ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x03
 CPU_FLAGS = [
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wall"),
+    "-Wno-unknown-warning-option",  # clang's, of warnings that only GCC has
 ]
 
 # The instruction set is picked at run time, so only the files named for one are compiled for it.
@@ -164,21 +165,32 @@ def compile_object(source: Path, target: Path, command: list[str], stamp: str) -
 
 
 def compile_all(jobs: list[tuple[Path, Path, list[str]]], stamp: str) -> None:
-    """Compile (source, object, command) side by side."""
-    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
-        for job in [pool.submit(compile_object, *job, stamp) for job in jobs]:
+    """Compile (source, object, command) side by side, and say how far it is."""
+    given = getattr(os, "sched_getaffinity", None)  # fewer than the machine has, in a container
+    cores = len(given(0)) if given else os.cpu_count() or 1
+    what = f"what changed of {len(jobs)} files on {cores} cores"
+    print(f"compiling {what}; all of them take minutes", flush=True)
+    start = time.time()
+    jobs = sorted(jobs, key=lambda job: not job[0].stem.startswith("kernels"))  # longest first
+    with ThreadPoolExecutor(max(2, cores)) as pool:
+        running = {pool.submit(compile_object, *job, stamp): job[0].name for job in jobs}
+        for count, job in enumerate(as_completed(running), 1):
             job.result()
+            took = time.time() - start
+            print(f"[{count}/{len(jobs)}] {running[job]} after {took:.0f} s", flush=True)
 
 
 def build_cpu(sources: list[Path], target: Path) -> None:
     """Compile csrc/cpu and link the extension `_C_cpu`."""
     if os.name == "nt":
         raise BuildError("building on Windows is not supported")
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    compiler = cxx()
+    # Not this machine's: the compiler may be one for another.
+    built_for = run([*compiler, "-dumpmachine"], "asking the compiler's target", show=False)
+    if not built_for.startswith(("x86_64", "amd64")):
         sources = [source for source in sources if not isa_of(source)]
     if not sources:
         raise BuildError("no C++ sources in csrc/cpu")
-    compiler = cxx()
     version, includes, libraries = torch_paths()
     system = [f"-isystem{path}" for path in (*includes, python_include())]
     extra = shlex.split(os.environ.get("CXXFLAGS", ""))
@@ -210,19 +222,19 @@ def link(command: list[str], target: Path, libraries: list[str]) -> None:
     run([*command, *last, "-o", str(target)], f"linking {target.name}")
 
 
-def find_nvcc() -> tuple[Path, int]:
-    """The CUDA compiler, of $CUDA_HOME, on the path or in the usual place; its major version."""
+def find_nvcc() -> tuple[Path, str]:
+    """The CUDA compiler, of $CUDA_HOME, on the path or in the usual place; its release, "13.0"."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     name = str(Path(home) / "bin" / "nvcc") if home else "nvcc"
     found = shutil.which(name) or (None if home else shutil.which("/usr/local/cuda/bin/nvcc"))
     if found is None:
         raise BuildError(f"nvcc not found (looked for {name})")
     release = re.search(
-        r"release (\d+)", run([found, "--version"], "asking nvcc's version", show=False)
+        r"release (\d+\.\d+)", run([found, "--version"], "asking nvcc's version", show=False)
     )
     if release is None:
         raise BuildError(f"{found} --version names no release")
-    return Path(found), int(release[1])
+    return Path(found), release[1]
 
 
 def cuda_folder(nvcc: Path) -> Path:
@@ -265,9 +277,9 @@ def build_cuda(sources: list[Path], target: Path) -> None:
     built_for = torch.version.cuda
     if built_for is None and wanted("BAHDANAU_FAST_CUDA") != "1":
         raise BuildError(f"torch {version} is built without CUDA")
-    nvcc, major = find_nvcc()
-    if built_for is not None and int(built_for.partition(".")[0]) != major:
-        raise BuildError(f"torch {version} is built for CUDA {built_for}, nvcc is of {major}")
+    nvcc, release = find_nvcc()
+    if built_for is not None and built_for.partition(".")[0] != release.partition(".")[0]:
+        raise BuildError(f"torch {version} is built for CUDA {built_for}, nvcc is of {release}")
     toolkit = cuda_folder(nvcc)
     compiler = cxx()
     system = [f"-isystem{path}" for path in (*includes, python_include(), toolkit / "include")]
@@ -289,8 +301,8 @@ def build_cuda(sources: list[Path], target: Path) -> None:
 
 # Extension module -> how to build it, from what, and the variable that demands (1) or skips (0) it.
 BACKENDS = {
-    "bahdanau_fast._C_cpu": (build_cpu, "csrc/cpu/*/*.cpp", "BAHDANAU_FAST_CPU"),
-    "bahdanau_fast._C_cuda": (build_cuda, "csrc/cuda/*/*.c*", "BAHDANAU_FAST_CUDA"),
+    "bahdanau_fast._C_cpu": (build_cpu, "cpu/*/*.cpp", "BAHDANAU_FAST_CPU"),
+    "bahdanau_fast._C_cuda": (build_cuda, "cuda/*/*.c*", "BAHDANAU_FAST_CUDA"),
 }
 
 
@@ -318,7 +330,7 @@ class BuildExt(build_ext):
                 path.unlink(missing_ok=True)
             try:
                 if wanted(variable) == "0":
-                    raise BuildError(f"{variable}=0")
+                    raise BuildError(f"left out of this build ({variable}=0)")
                 build([ROOT / source for source in ext.sources], target)
             except BuildError as error:
                 if wanted(variable) == "1":
@@ -367,6 +379,21 @@ def license_metadata() -> dict[str, str]:
     return {"license_expression" if known else "license": "Apache-2.0"}
 
 
+def local_version() -> str:
+    """What follows the version: "+cu130" where CUDA C++ is demanded, so that wheels differ."""
+    if wanted("BAHDANAU_FAST_CUDA") != "1":
+        return ""
+    try:
+        return f"+cu{find_nvcc()[1].replace('.', '')}"
+    except BuildError:  # the build itself will say so
+        return ""
+
+
+if sys.platform == "darwin":
+    # One architecture is compiled for, also by a Python that holds two: the wheel names that one.
+    macos = os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "11.0")
+    os.environ.setdefault("_PYTHON_HOST_PLATFORM", f"macosx-{macos}-{platform.machine()}")
+
 setup(
     **license_metadata(),
     packages=[
@@ -374,16 +401,22 @@ setup(
         "bahdanau_fast.kernels",
     ],
     package_dir={"bahdanau_fast.kernels": "kernels"},
-    package_data={"bahdanau_fast": ["py.typed"]},
+    package_data={"bahdanau_fast": ["py.typed", "seq2seq/attention.html"]},
     include_package_data=False,  # else an in-place binary listed by the VCS could enter the wheel
     ext_modules=[
         Extension(
             name,
-            sources=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)),
+            sources=sorted(
+                str(path.relative_to(ROOT))
+                for path in (*CSRC.glob(pattern), *CSRC.glob("common/*.cpp"))
+            ),
             py_limited_api=True,
         )
         for name, (_, pattern, _) in BACKENDS.items()
     ],
     cmdclass={"build_ext": BuildExt, "bdist_wheel": BdistWheel},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp310"},
+        "egg_info": {"tag_build": local_version()},
+    },
 )

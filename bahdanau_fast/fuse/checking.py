@@ -116,23 +116,23 @@ class _Told:
 
     def formula(self, scores: Scores) -> str:
         """Scores in words."""
-        text = f"{self._name(scores.vector, 'w')} . {self._sum(scores.sum)}"
+        text = f"{self._name(scores.vector, 'w')} . {self._sum(scores.sum, scores.parts.of_keys)}"
         for how, by in scores.after:
             text += f" {how} {self._name(by, 'c') if isinstance(by, Tensor) else f'{by:g}'}"
         if not scores.soft:
             return text
         return f"softmax({text}{', mask' if scores.mask is not None else ''})"
 
-    def _sum(self, total: Sum) -> str:
+    def _sum(self, total: Sum, of_keys: tuple[int, ...] = ()) -> str:
         terms = []
-        letters = iter("qkfghijlmn")
-        for value, axes, _ in total.addends:
-            if type(value) is Product:
-                terms.append(f"{self._name(value.weight, 'W')} {next(letters)}")
-            elif sum(axis is not None for axis in axes) == 1:
+        letters = iter("qrst"), iter("kfgh")
+        for i, (value, axes, _) in enumerate(total.addends):
+            if type(value) is not Product and sum(axis is not None for axis in axes) == 1:
                 terms.append(self._name(value, "b"))
-            else:
-                terms.append(next(letters))
+                continue
+            letter = next(letters[i in of_keys], "x")
+            name = type(value) is Product and self._name(value.weight, "W")
+            terms.append(f"{name} {letter}" if name else letter)
         return f"{total.activation}({' + '.join(terms)})"
 
     def _name(self, x: Tensor, other: str) -> str:

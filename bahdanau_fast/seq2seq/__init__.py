@@ -16,6 +16,7 @@ from bahdanau_fast.seq2seq.model.encoder_decoder import (
     init_xavier,
 )
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
+from bahdanau_fast.seq2seq.page import attention_page
 from bahdanau_fast.seq2seq.search.beam import Beam, Hypotheses, beam_search
 from bahdanau_fast.seq2seq.search.scoring import bleu, corpus_scores
 from bahdanau_fast.seq2seq.search.translator import Translation, Translator, greedy, translate
@@ -40,6 +41,7 @@ __all__ = [
     "Translator",
     "Vocab",
     "Vocabs",
+    "attention_page",
     "batches",
     "beam_search",
     "bleu",

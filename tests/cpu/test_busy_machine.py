@@ -47,7 +47,8 @@ def test_regions_of_threads_in_a_small_decoder(tmp_path):
     command = ["gcc", "-shared", "-fPIC", str(tmp_path / "count.c"), "-o", str(library), "-ldl"]
     subprocess.run(command, check=True)
     sizes = "32", "256"
-    done = python("-W", "ignore", "-c", DECODE, str(library), *sizes, LD_PRELOAD=str(library))
+    with_it = {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "2"}
+    done = python("-W", "ignore", "-c", DECODE, str(library), *sizes, **with_it)
     small, large = (tuple(map(int, line.split())) for line in done.stdout.splitlines())
     steps = 10
     assert small[0] <= steps + 2  # the attention's of each step, and the keys'

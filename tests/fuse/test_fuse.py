@@ -47,6 +47,16 @@ def call(module, calls=1):
     return [module(*inputs()) for _ in range(calls)][-1]
 
 
+class KeysFirst(told.Tutorial):
+    def forward(self, query, keys):
+        return self.Va(torch.tanh(self.Ua(keys) + self.Wa(query))).squeeze(2)
+
+
+def test_a_formula_names_queries_and_keys():
+    (entry,) = bf.fuse(KeysFirst(16), inputs()).fused
+    assert entry.formula == "Va . tanh(Ua k + q)"
+
+
 def test_the_report_prints_as_a_table():
     model = nn.ModuleDict(
         {

@@ -45,6 +45,13 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(target), link
 
 
+def test_the_gain_at_the_top_is_that_of_the_table():
+    readme = (ROOT / "README.md").read_text()
+    (said,) = re.findall(r"loop of 50 steps at (.*) then runs ([\d.]+) times as fast", readme)
+    (row,) = re.findall(r"d2l's loop of 50 steps (\(.*?\)) *\|[^|]*\| ([\d.]+)x", readme)
+    assert said == row
+
+
 def test_what_is_said_of_fused_modules_was_measured():
     path = ROOT / "benchmarks/results/family-amd-epyc-25-1-2cores.json"
     rows = json.loads(path.read_text())["rows"]

@@ -105,7 +105,8 @@ class CudaPtx(PtxCalls, CudaCalls):
         known = None
         if which != FILLED and not self.all_known:
             data[:], known = 0xFF, np.zeros(size, np.uint8)  # NaN: what is left unwritten shows
-        self._buffers.append(Buffer(f"buffer {len(self._buffers)}", data, known))
+        made = Buffer(f"buffer {len(self._buffers)}", data, known, hot=which != FILLED)
+        self._buffers.append(made)
         if which == OF_GPU:
             self._counters.append(self._buffers[-1])
 

@@ -72,6 +72,8 @@ with np.errstate(all="ignore"):
         ("mul.f32 %d, %a, %b;", "f4", (TINY, TINY[::-1]), TINY * TINY[::-1]),
         ("fma.rn.f64 %d, %a, %a, %b;", "f8",
          (np.array([1 + 2.0**-30, 3.0]), np.array([-1 - 2.0**-29, 2.0])), np.array([2.0**-60, 11])),
+        ("fma.rn.ftz.f32 %d, %a, %b, %b;", "f4", (TINY, np.float32([0, 1, 1e-40])),
+         np.array([0, 1, 0], "f4")),
         # libdevice's tanh in fp64 takes exact powers of two from ex2.approx.
         ("ex2.approx.ftz.f32 %d, %a;", "f4", (POWERS,), np.exp2(POWERS)),
         # Comparisons.
@@ -156,6 +158,7 @@ def test_fma_rounds_once(mode, low, high):
 APPROXIMATE = {
     "ex2.approx.ftz.f32": (np.exp2, 2.0**-22, X * 10),
     "rcp.approx.ftz.f32": (np.reciprocal, None, X),
+    "tanh.approx.f32": (np.tanh, 2.0**-11, X),
 }
 
 

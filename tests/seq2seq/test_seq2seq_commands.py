@@ -169,6 +169,19 @@ def test_plot(model, tmp_path, capsys):
     assert picture.read_bytes() != before
 
 
+def test_plot_writes_a_page_without_what_draws(model, tmp_path, capsys, monkeypatch):
+    for module in ("matplotlib", "sacrebleu"):
+        monkeypatch.setitem(sys.modules, module, None)
+    page = tmp_path / "attention.html"
+    plot = ["plot", model, "Go run 1!", "Wait go 2!", "--html", page]
+    assert said(capsys, *plot) == (f"wrote {page}\n", "")
+    before = page.read_bytes()
+    assert b'"source":["go","run","1","!","<eos>"]'.replace(b"<", rb"\u003c") in before
+    assert "--html must be a new path (--overwrite" in refused(capsys, *plot)
+    said(capsys, *plot, "--overwrite", "--beam", "1")
+    assert page.read_bytes().count(b'"steps":[]') == 2 > before.count(b'"steps":[]')
+
+
 def test_nothing_is_overwritten_without_saying_so(model, data, capsys):
     before = {path: path.read_bytes() for path in model.iterdir() if path.is_file()}
     line = refused(capsys, "train", "--data", data, "--out", model, *TINY)
@@ -224,6 +237,8 @@ def bad_files(tmp_path):
         (["evaluate", "MODEL", "{gone}"], "data must be a readable file"),
         (["evaluate", "MODEL", "--split", "most"], "invalid choice"),
         (["plot", "MODEL", ""], "at least one token"),
+        (["plot", "MODEL", "--html", "{free}/a.html"], "--html must come with at least one"),
+        (["plot", "MODEL", "Go!", "--html", "a", "--out", "b"], "not allowed with argument"),
         (["plot", "MODEL", "Go!", "--out", "{gone}/a.png"], "No such file"),
         (["plot", "MODEL", "Go!", "--out", "{free}/a.gone"], "gone"),
         (["plot", "MODEL", "Go!", "--out", "{free}/a.png", "--font", "{file}"], "a font file"),

@@ -41,6 +41,20 @@ def copy_tree(folder):
     return folder
 
 
+def program(path, text):
+    """A file that can be run; its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def empty_compiler(path):
+    """A compiler and linker that makes every file it is asked for, empty; its name."""
+    loop = 'while [ $# -gt 0 ]; do if [ "$1" = -o ]; then : >"$2"; fi; shift; done'
+    return program(path, f"#!/bin/sh\n{loop}\n")
+
+
 def python(*arguments, cwd=None, path=None, check=True, **variables):
     """A finished process of Python; with ``path`` in front where modules are looked for."""
     variables |= {} if path is None else {"PYTHONPATH": str(path)}
@@ -55,3 +69,16 @@ def python(*arguments, cwd=None, path=None, check=True, **variables):
     )
     assert not check or done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
     return done
+
+
+def build_package(tree, what, **variables):
+    """What a hook of the build makes of a source tree, in its folder dist, and what it printed.
+
+    As frontends call it: the tree itself, whose kernels/ could hide a package, is not on the path.
+    """
+    call = "import sys; sys.path = [x for x in sys.path if x]; import setuptools.build_meta as made"
+    (tree / "dist").mkdir(exist_ok=True)
+    skip = {"BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0"}
+    arguments = ["-c", f"{call}; print(made.{what}('dist'))"]
+    printed = python(*arguments, cwd=tree, path="", **{**skip, **variables}).stdout
+    return tree / "dist" / printed.split()[-1], printed

@@ -19,6 +19,7 @@ from bahdanau_fast.seq2seq.cli import plots
 from bahdanau_fast.seq2seq.data.corpus import Corpus, RawPair, TextSettings, read, tokenize
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.settings import METRICS, TRAINING, Settings
+from bahdanau_fast.seq2seq.page import attention_page
 from bahdanau_fast.seq2seq.search.beam import Beam
 from bahdanau_fast.seq2seq.search.translator import Translator
 from bahdanau_fast.seq2seq.training.runs import Run, described
@@ -130,10 +131,10 @@ def _device(name: str) -> str:
     return ("cuda" if there else "cpu") if name == "auto" else name
 
 
-def _beam(options: argparse.Namespace) -> Beam | None:
+def _beam(options: argparse.Namespace, record: bool = False) -> Beam | None:
     if options.beam == 1 and not options.coverage_penalty:
         return None
-    return Beam(options.beam, options.length_penalty, options.coverage_penalty)
+    return Beam(options.beam, options.length_penalty, options.coverage_penalty, record)
 
 
 def _load(options: argparse.Namespace) -> Translator:
@@ -248,24 +249,32 @@ def _curves(where: Path) -> Any:
 
 
 def plot(options: argparse.Namespace) -> int:
-    """Plot attention weights, or without sentences the losses."""
-    plots.require_matplotlib()
+    """Plot attention weights, as a picture or a page, or without sentences the losses."""
+    if options.html is None:
+        plots.require_matplotlib()
+    elif not options.sentences:
+        checks.reject(ValueError, "--html", "come with at least one sentence", "none")
     where = checkpoints.find(options.model)
     default = "attention.png" if options.sentences else "loss.png"
-    out: Path = options.out or where.parent / default
+    out: Path = options.html or options.out or where.parent / default
     if out.exists() and not options.overwrite:
         need = "be a new path (--overwrite replaces the file)"
-        checks.reject(ValueError, "--out", need, out)
+        checks.reject(ValueError, "--out" if options.html is None else "--html", need, out)
     if options.font is not None:
         plots.add_font(options.font)
     note = ""
-    if options.sentences:
+    if options.html is not None:
+        beam = _beam(options, record=True)
+        # Each sentence on its own: the search of a batch ends with its longest.
+        found = _load(options).translate(options.sentences, beam, batch_size=1)
+        out.write_text(attention_page(found), encoding="utf-8")
+    elif options.sentences:
         translator = _load(options)
         translations = translator.translate(options.sentences, _beam(options))
         figure, note = plots.attention_figure(translations)
+        plots.save(figure, out)
     else:
-        figure = _curves(where)
-    plots.save(figure, out)
+        plots.save(_curves(where), out)
     if options.json:
         print(json.dumps({"wrote": str(out), "note": note}, ensure_ascii=False))
     else:

@@ -62,6 +62,7 @@ down. Without a sentence, plot the losses of the training."""
 _PLOT_END = """\
 examples:
   python -m bahdanau_fast plot model "Call us ." "I'm OK ."
+  python -m bahdanau_fast plot model "Call us ." "I'm OK ." --html attention.html
   python -m bahdanau_fast plot model --out loss.png"""
 
 
@@ -133,10 +134,13 @@ def _evaluate_options(evaluate: argparse.ArgumentParser) -> None:
 def _plot_options(plot: argparse.ArgumentParser) -> None:
     _model(plot)
     _sentences(plot)
+    file = plot.add_mutually_exclusive_group()
     what = "picture to write (default: attention.png or loss.png in DIR)"
-    plot.add_argument("--out", type=Path, metavar="FILE", help=what)
-    plot.add_argument("--overwrite", action="store_true", help="replace the picture if it is there")
-    what = "a .ttf or .otf file to draw tokens with"
+    file.add_argument("--out", type=Path, metavar="FILE", help=what)
+    what = "write a page for a browser, not a picture: the weights word by word, and the search"
+    file.add_argument("--html", type=Path, metavar="FILE", help=what)
+    plot.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
+    what = "a .ttf or .otf file to draw a picture's tokens with"
     plot.add_argument("--font", type=Path, metavar="FILE", help=what)
     _search(plot)
     _common(plot)

@@ -223,7 +223,8 @@ def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
         under = f"□: {len(missing)} signs that no font here draws"
     titles = []
     for translation in translations:
-        text = " ".join("".join(map(_drawn, token)) for token in translation.source)
+        space = " " if max(map(len, translation.source), default=1) > 1 else ""
+        text = space.join("".join(map(_drawn, token)) for token in translation.source)
         titles.append(text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…")
     return alignments(translations, titles, "Attention weights of each target token", under), note
 

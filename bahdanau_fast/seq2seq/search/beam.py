@@ -5,7 +5,7 @@ Sizes: B sources, K beams, V vocabulary, T steps, Tk source length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
 from bahdanau_fast.seq2seq.model.decoders import StepDecoder
 from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder, Hidden
 
-__all__ = ["Beam", "Hypotheses", "beam_search", "started"]
+__all__ = ["Beam", "Hypotheses", "Step", "beam_search", "started"]
 
 _MIN_COVERAGE = 1e-9  # summed attention of a source token is at least this, so that log is finite
 
@@ -35,6 +35,7 @@ class Beam:
         width: K, the number of hypotheses; 1 is greedy decoding.
         length_penalty: 0 prefers short targets, 1 nearly removes that preference.
         coverage_penalty: weight of source tokens without attention in the score.
+        record: keep what was alive at each step, for :func:`attention_page`.
 
     Raises:
         TypeError, ValueError: a width below 1, a penalty below 0.
@@ -43,6 +44,7 @@ class Beam:
     width: int = 5
     length_penalty: float = 1.0
     coverage_penalty: float = 0.0
+    record: bool = False
 
     def __post_init__(self) -> None:
         checks.positive_int("width", self.width)
@@ -55,6 +57,22 @@ class Beam:
         return ((5.0 + lens) / 6.0) ** self.length_penalty
 
 
+class Step(NamedTuple):
+    """The hypotheses of a search after one of its steps, the best first.
+
+    Attributes:
+        tokens: (B,K), the last of each; <pad> behind <eos>.
+        parents: (B,K), the place of what it continues among the hypotheses of the step before.
+        scores: (B,K); -inf where there were fewer than K hypotheses.
+        weights: (B,K,Tk), where it looked for that token, or None from a decoder without attention.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    weights: Tensor | None
+
+
 class Hypotheses(NamedTuple):
     """Targets found by a search, the best first.
 
@@ -62,11 +80,13 @@ class Hypotheses(NamedTuple):
         tokens: (B,K,T), <pad> behind <eos>.
         scores: (B,K); -inf where there were fewer than K hypotheses.
         weights: (B,K,T,Tk), or None from a decoder without attention.
+        steps: T of them if ``Beam.record``, else none.
     """
 
     tokens: Tensor
     scores: Tensor
     weights: Tensor | None
+    steps: Sequence[Step] = ()
 
 
 class Start(NamedTuple):
@@ -142,6 +162,7 @@ def _search(start: Start, source_lens: Tensor, max_steps: int, beam: Beam) -> Hy
     coverage = log_p.new_zeros(batch, width, 1)  # (B,K,Tk) from the first step on
     first = width * torch.arange(batch, device=device).unsqueeze(1)
     tokens, parents, weights = [], [], []
+    steps: list[Step] = []
     for step in range(max_steps):
         embedded = start.decoder.embedding(token.flatten())
         features, of_step, hidden = start.decoder.step(embedded, hidden, start.memory)
@@ -167,12 +188,15 @@ def _search(start: Start, source_lens: Tensor, max_steps: int, beam: Beam) -> Hy
         hidden = _map(hidden, lambda part, rows=rows: part.index_select(1, rows))
         tokens.append(token)
         parents.append(parent)
+        if beam.record:
+            looked = weights[-1].flatten(0, 1)[rows].view_as(weights[-1]) if weights else None
+            steps.append(Step(token, parent, scores, looked))
         # The best score an unfinished hypothesis can reach: at full length, all sources covered.
         hope = log_p / beam.norm(torch.full_like(lens, max_steps))
         hope = hope.masked_fill(finished, float("-inf")).amax(1)
         if step + 1 < max_steps and bool((finished[:, 0] & (scores[:, 0] >= hope)).all()):
             break
-    return _trace(tokens, parents, weights, scores)
+    return _trace(tokens, parents, weights, scores)._replace(steps=steps)
 
 
 def _log_covered(coverage: Tensor, source_lens: Tensor) -> Tensor:

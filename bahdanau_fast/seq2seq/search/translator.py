@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, Vocab, Vocabs, encod
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
-from bahdanau_fast.seq2seq.search.beam import Beam, beam_search, started
+from bahdanau_fast.seq2seq.search.beam import Beam, Step, beam_search, started
 from bahdanau_fast.seq2seq.search.scoring import CorpusScores, bleu, corpus_scores
 
 __all__ = [
+    "Alive",
     "Scores",
     "Translation",
     "Translator",
@@ -27,6 +28,22 @@ __all__ = [
     "translate",
     "vocabs_of",
 ]
+
+
+class Alive(NamedTuple):
+    """A hypothesis after one step of a search.
+
+    Attributes:
+        token: its last; None behind <eos>.
+        parent: the place of what it continues among the hypotheses of the step before.
+        score: as :class:`Beam` has it.
+        weights: of its last token, over the source tokens and, if it was read, <eos>.
+    """
+
+    token: str | None
+    parent: int
+    score: float
+    weights: list[float]
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,7 @@ class Translation:
         score: of the beam search; None when greedy.
         end_weights: (len(tokens),), the weights of the source's <eos>: with ``weights`` each row
             sums to one. None from a decoder without attention, and for a truncated source.
+        steps: the hypotheses after each step, the best first, if ``Beam.record``; else None.
     """
 
     source: list[str]
@@ -48,6 +66,7 @@ class Translation:
     weights: Tensor | None
     score: float | None = None
     end_weights: Tensor | None = None
+    steps: list[list[Alive]] | None = None
 
 
 @torch.inference_mode()
@@ -138,22 +157,35 @@ def translate(
         encoded = encode([texts[i] for i in chosen], source_vocab, width)
         source, lens = (tensor.to(device) for tensor in encoded)
         scores: Sequence[float | None] = [None] * len(chosen)
+        steps: Sequence[Step] = ()
         if beam is None:
             tokens, weights = greedy(model, source, lens, max_steps, unknown=unknown)
         else:
             found = beam_search(model, source, lens, max_steps, beam, unknown=unknown)
             tokens, scores = found.tokens[:, 0], found.scores[:, 0].tolist()
+            steps = found.steps
             weights = None if found.weights is None else found.weights[:, 0]
         looked = [None] * len(chosen) if weights is None else weights.cpu()
-        for i, row, of_row, score in zip(chosen, tokens.tolist(), looked, scores, strict=True):
-            length = next((n for n, token in enumerate(row) if token in (EOS, PAD)), len(row))
+        rows = zip(chosen, tokens.tolist(), looked, scores, strict=True)
+        for n, (i, row, of_row, score) in enumerate(rows):
+            length = next((j for j, token in enumerate(row) if token in (EOS, PAD)), len(row))
             read, inner, end = list(texts[i])[:num_steps], None, None
             if of_row is not None:
                 inner = of_row[:length, : len(read)].clone()
                 end = of_row[:length, len(read)].clone() if len(read) < num_steps else None
             words = target_vocab.to_tokens(row[:length])
-            results[i] = Translation(read, words, inner, score, end)
+            alive = [_alive(step, n, target_vocab, len(read) + 1) for step in steps] or None
+            results[i] = Translation(read, words, inner, score, end, alive)
     return [results[i] for i in range(len(texts))]
+
+
+def _alive(step: Step, row: int, vocab: Vocab, width: int) -> list[Alive]:
+    """What a step of a batch's search left alive in one row; weights of ``width`` source tokens."""
+    scores = [score for score in step.scores[row].tolist() if score > float("-inf")]
+    tokens = [None if t == PAD else vocab.tokens[t] for t in step.tokens[row].tolist()]
+    parents: list[int] = step.parents[row].tolist()
+    weights = [[]] * len(scores) if step.weights is None else step.weights[row, :, :width].tolist()
+    return [Alive(*parts) for parts in zip(tokens, parents, scores, weights, strict=False)]
 
 
 @dataclass(frozen=True)

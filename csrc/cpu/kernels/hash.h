@@ -30,6 +30,8 @@ BF_INLINE Sums pair_products(Words x) {
   return (Sums)_mm256_mul_epu32((__m256i)x, _mm256_srli_epi64((__m256i)x, 32));
 #elif defined(__SSE2__)
   return (Sums)_mm_mul_epu32((__m128i)x, _mm_srli_epi64((__m128i)x, 32));
+#elif defined(__aarch64__)
+  return (Sums)vmull_u32(vmovn_u64((uint64x2_t)x), vshrn_n_u64((uint64x2_t)x, 32));
 #else
   const Sums pairs = bitcast<Sums>(x);
   return (pairs & 0xffffffff) * (pairs >> 32);

@@ -9,6 +9,8 @@
 
 #if defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace bahdanau_fast {
@@ -152,6 +154,8 @@ BF_INLINE float widen(bf16 x) { return bitcast<float>(uint32_t(x.bits) << 16); }
 BF_INLINE float widen(f16 x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
+#elif defined(__aarch64__)
+  return bitcast<__fp16>(x.bits);
 #else
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16;
   const uint32_t magnitude = x.bits & 0x7fff;
@@ -174,6 +178,8 @@ BF_INLINE void narrow(float x, bf16* out) {
 BF_INLINE void narrow(float x, f16* out) {
 #if defined(__F16C__)
   out->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+  out->bits = bitcast<uint16_t>(__fp16(x));
 #else
   const uint32_t bits = bitcast<uint32_t>(x);
   const uint32_t sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
@@ -239,6 +245,8 @@ BF_INLINE Vec<A> load_as(const T* p) {
     std::memcpy(&half, p, sizeof(half));
 #if defined(__AVX512F__)
     return (Vec<A>)_mm512_cvtps_pd((__m256)half);  // of a convertvector GCC makes six instructions
+#elif defined(__aarch64__)
+    return (Vec<A>)vcvt_f64_f32((float32x2_t)half);  // likewise
 #else
     return __builtin_convertvector(half, Vec<A>);
 #endif
@@ -247,13 +255,19 @@ BF_INLINE Vec<A> load_as(const T* p) {
     Half half;
     std::memcpy(&half, p, sizeof(half));
     if constexpr (std::is_same<T, bf16>::value) {
+#if defined(__aarch64__)
+      return (Vec<A>)vshll_n_u16((uint16x4_t)half, 16);  // likewise
+#else
       typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
       return bitcast<Vec<A>>(__builtin_convertvector(half, Bits) << 16);
+#endif
     } else {
 #if defined(__AVX512F__)
       return (Vec<A>)_mm512_cvtph_ps((__m256i)half);
 #elif defined(__F16C__)
       return (Vec<A>)_mm256_cvtph_ps((__m128i)half);
+#elif defined(__aarch64__)
+      return (Vec<A>)vcvt_f32_f16((float16x4_t)half);
 #else
       Vec<A> v{};
       for (int i = 0; i < kLanes<A>; ++i) v[i] = A(widen(p[i]));
@@ -325,10 +339,14 @@ BF_INLINE void store_as(T* p, Vec<A> v, int64_t n) {
       return;
     }
   }
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)
   if constexpr (std::is_same<T, f16>::value) {
     if (n >= kLanes<A>) {
+#if defined(__AVX512F__)
       const __m256i half = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+      const float16x4_t half = vcvt_f16_f32((float32x4_t)v);
+#endif
       std::memcpy(p, &half, sizeof(half));
       return;
     }

@@ -1,8 +1,8 @@
 """``make gpu-model``: prints modelled times and writes them to benchmarks/results/gpu-model.csv.
 
 ``python -m gpu_model forward`` prints those of one pass alone. A row for each kernel on each GPU,
-then what the whole call takes on an H200: ours in a CUDA graph, ours for the host from Python, and
-the least that others take.
+then what the whole call takes on an H200: ours in a CUDA graph, ours for the host from Python, what
+others take (rivals.py), or the least that they take.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY, Shape
 
 from .counted import Problem, launches, works
 from .gpus import ASSUMED, GPUS, Gpu
-from .times import modelled
+from .rivals import compiled, expert
+from .times import LANES, SCHEDULERS, fits, in_graph, modelled
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "gpu-model.csv"
 SHAPES = (*LIST, *STEPS_ON_MEMORY)
 PASSES = ("forward", "backward")
 COLUMNS = (
-    "pass", "B,Tq,Tk,H", "modelled", "GPU", "launches", "blocks", "MB", "us", "bound", "% of roof",
+    "pass", "B,Tq,Tk,H", "modelled", "GPU", "launches", "blocks", "MB", "us", "us in L2", "bound",
+    "% of roof",
 )  # fmt: skip
 OF_CALLS = "H200"
+OTHERS = {"torch.compile": compiled, "tanh.approx in Triton": expert}
 
 
 # ---- the least that others take ------------------------------------------------------------------
-# What plain PyTorch and torch.compile launch and move for the same, by the formula, for projected
+# What plain PyTorch and, backward, torch.compile launch and move, by the formula, for projected
 # queries and keys, as the kernels here are. Each kernel reads its inputs and writes its output
 # once; F is a tensor of (B,Tq,Tk,H), S one of (B,Tq,Tk).
 
@@ -44,7 +47,7 @@ class Rival:
         name: of who does.
         launches: kernels.
         moved: bytes read and written.
-        tanh: evaluations, each one operation of the special-function units.
+        tanh: evaluations, each 20 instructions of the CUDA library.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Rival:
 
     def floor(self, gpu: Gpu) -> float:
         """Seconds that it takes at least: its bytes or its tanh at full speed, and its launches."""
-        tanh = self.tanh / (gpu.special * gpu.multiprocessors * gpu.clock * 1e9)
+        tanh = self.tanh * 20 / (SCHEDULERS * LANES * gpu.multiprocessors * gpu.clock * 1e9)
         moved = self.moved / (gpu.dram * 1e12 * ASSUMED.dram_share)
         return max(tanh, moved) + self.launches * ASSUMED.launch * 1e-6
 
@@ -83,19 +86,12 @@ def eager(p: Problem, backward: bool = False) -> Rival:
     return Rival("eager", 9 if masked else 5, moved * size, f)
 
 
-def compiled(p: Problem, backward: bool = False) -> Rival:
-    """``(tanh(q + k) * w).sum(-1)``, softmax and product with the values, under torch.compile.
-
-    Forward: one kernel for the scores, F stays in registers; one for mask and softmax; one product.
-    Backward: two products with the values, softmax, tanh once more with two gradients of F written,
-    and three sums that read them.
-    """
+def compiled_backward(p: Problem) -> Rival:
+    """Two products with the values, softmax, tanh once more with two gradients of F written, and
+    three sums that read them."""
     f, s, projected, valued = _elements(p)
-    size = p.dtype.itemsize
-    if backward:
-        moved = 2 * valued + 3 * s + 3 * s + 2 * projected + 5 * f
-        return Rival("torch.compile", 7, moved * size, f)
-    return Rival("torch.compile", 3, (projected + 4 * s + valued) * size, f)
+    moved = 2 * valued + 3 * s + 3 * s + 2 * projected + 5 * f
+    return Rival("torch.compile", 7, moved * p.dtype.itemsize, f)
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -116,21 +112,37 @@ def rows(shape: Shape, backward: bool) -> Iterator[tuple[str | int, ...]]:
     """COLUMNS of a shape, from the third on."""
     call = problem(shape)
     for name, gpu in GPUS.items():
-        found = [(work, modelled(gpu, work)) for work in works(launches(call, gpu, backward), gpu)]
-        for work, time in found:
+        found = works(launches(call, gpu, backward))
+        for work in found:
+            time, warm = (modelled(gpu, work, in_l2) for in_l2 in (False, fits(gpu, found)))
             near = f"{100 * time.roof / time.seconds:.0f}"
-            us, moved = f"{time.seconds * 1e6:.3g}", f"{work.moved / 1e6:.3g}"
-            yield work.name, name, 1, work.blocks, moved, us, time.bound, near
+            us, hot = f"{time.seconds * 1e6:.3g}", f"{warm.seconds * 1e6:.3g}"
+            yield (
+                work.name,
+                name,
+                1,
+                work.blocks,
+                f"{work.moved / 1e6:.3g}",
+                us,
+                hot,
+                time.bound,
+                near,
+            )
         if name != OF_CALLS:
             continue
-        count, moved = len(found), f"{sum(work.moved for work, _ in found) / 1e6:.3g}"
-        in_graph = sum(time.seconds * 1e6 + ASSUMED.launch for _, time in found)
+        count, moved = len(found), f"{sum(work.moved for work in found) / 1e6:.3g}"
+        us, hot = (f"{in_graph(gpu, found, in_l2) * 1e6:.3g}" for in_l2 in (False, True))
         host = ASSUMED.call + count * ASSUMED.host_launch
-        yield "call in a CUDA graph", name, count, "", moved, f"{in_graph:.3g}", "", ""
-        yield "call, the host's time", name, count, "", "", f"{host:.3g}", "", ""
-        for rival in (eager(call, backward), compiled(call, backward)):
+        yield "call in a CUDA graph", name, count, "", moved, us, hot, "", ""
+        yield "call, the host's time", name, count, "", "", f"{host:.3g}", "", "", ""
+        for rival in (eager(call, backward), *([compiled_backward(call)] if backward else [])):
             moved, least = f"{rival.moved / 1e6:.3g}", f"{rival.floor(gpu) * 1e6:.3g}"
-            yield f"{rival.name}, at least", name, rival.launches, "", moved, least, "", ""
+            yield f"{rival.name}, at least", name, rival.launches, "", moved, least, "", "", ""
+        for of, made in {} if backward else OTHERS.items():
+            theirs = made(call)
+            us, hot = (f"{in_graph(gpu, theirs, in_l2) * 1e6:.3g}" for in_l2 in (False, True))
+            moved = f"{sum(work.moved for work in theirs) / 1e6:.3g}"
+            yield of, name, len(theirs), "", moved, us, hot, "", ""
 
 
 def main() -> int:

@@ -8,30 +8,29 @@ import json
 import re
 import struct
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from calls import KINDS
 from driven import CudaPtx
 from machine import build
-from machine.launch import Report, unit_of
+from machine.launch import Report
 from mock_cuda import library
 
-from benchmarks.machine_code import Kernel, reported
+from benchmarks.machine_code import Kernel
 
 from .gpus import Gpu
+from .sass import Code
 from .times import Work
 
-__all__ = ["Counted", "Launch", "Problem", "launches", "works"]
+__all__ = ["Counted", "Launch", "Problem", "launch_of", "launches", "scaled", "works"]
 
-# What ptxas makes no instructions of, or none to speak of: registers are renamed, parameters are
-# operands of other instructions.
-FREE = re.compile(r"mov\.|cvta\.|ld\.param")
 BITS = re.compile(r"[bsuf](8|16|32|64)$|f16x2$|bf16$")
 # Of a batch row of so many blocks or more, tiles that do the same, only some are counted. Splits of
 # a row, which the last block joins, are fewer.
 MANY_BLOCKS, MOST_BLOCKS = 64, 16
+SOURCES = "counted.py", "sass.py"
 MOST_ROWS = 24  # that are there: two clusters of eight are counted, or all of fewer than three
 
 
@@ -60,13 +59,16 @@ class Launch:
     Attributes:
         entry: name in the PTX.
         kind: of numbers, a key of ``benchmarks.machine_code.KINDS``.
-        ptx: architecture.
-        counts: instructions by unit, and "turns", "sectors", "read" and "written" as in ``Work``.
+        registers: of a thread.
+        code: bytes of machine code that ran.
+        counts: instructions by unit, and "waits", "turns", "sectors", "read", "cold" and "written"
+            as in ``Work``.
     """
 
     entry: str
     kind: str
-    ptx: str
+    registers: int
+    code: int
     blocks: int
     threads: int
     shared: int
@@ -80,6 +82,7 @@ class Counted(CudaPtx):
 
     Args:
         arch: of the PTX.
+        code: that ptxas makes machine code for.
 
     Attributes:
         rows: of the batch; the blocks of a row follow each other.
@@ -88,8 +91,9 @@ class Counted(CudaPtx):
         found: the launches since it was emptied.
     """
 
-    def __init__(self, arch: str):
+    def __init__(self, arch: str, code: str):
         super().__init__(arch, all_known=True, counts=True, races=False, share=0.0)
+        self.code, self._codes = code, {}
         self.rows, self.alike, self.everything = 1, True, False
         self.found: list[Launch] = []
         self._known: dict[tuple, Launch] = {}
@@ -128,12 +132,17 @@ class Counted(CudaPtx):
         sizes = _sizes(params, buffers)
         key = (self.kind, name, blocks, shared, cluster, self.rows, self.alike, sizes)
         if key not in self._known:
+            place = self.kind, name
+            if place not in self._codes:
+                self._codes[place] = Code(build.ptx(self.kind, self.arch), name, self.code)
+            code = self._codes[place]
             group = self._group(blocks, cluster)
             run = functools.partial(
                 machine.run, name, blocks, threads, params, buffers, shared=shared,
-                cluster=cluster, **self.options,
+                cluster=cluster, pace=code.pace, **self.options,
             )  # fmt: skip
-            self._known[key] = self._scaled(run, blocks, threads, shared, cluster, group)
+            made = run, code, blocks, threads, shared, self.kind
+            self._known[key] = scaled(*made, cluster, group)
         self.found.append(self._known[key])
 
     def _group(self, blocks: int, cluster: int) -> int:
@@ -147,21 +156,27 @@ class Counted(CudaPtx):
         joined = -(-of_row // cluster)
         return MOST_BLOCKS if joined >= MANY_BLOCKS and self.rows > 1 else joined
 
-    def _scaled(self, run, blocks, threads, shared, cluster, group) -> Launch:
-        clusters = blocks // cluster
-        groups = clusters / group
-        if groups < 3:
-            report = run()
-            counts, ran = dict(_numbers(report)), blocks
-        else:
-            one = _numbers(run(clusters=range(group)))
-            report = run(clusters=range(2 * group))
-            two, ran = _numbers(report), 2 * group * cluster
-            counts = {k: one[k] + (groups - 1) * (two[k] - one[k]) for k in two}
-        return Launch(
-            report.entry.name, self.kind, self.arch, blocks, threads, report.entry.shared + shared,
-            counts, report.trips / ran, report.most_trips,
-        )  # fmt: skip
+
+def scaled(run, code, blocks, threads, shared, kind, cluster=1, group=MOST_BLOCKS) -> Launch:
+    """A launch of which ``run`` runs some clusters: those of two groups, or all if that is few."""
+    groups = blocks // cluster / group
+    if groups < 3:
+        return launch_of(run(), code, blocks, threads, shared, kind)
+    one = _numbers(run(clusters=range(group)), code)
+    report = run(clusters=range(2 * group))
+    two, ran = _numbers(report, code), 2 * group * cluster
+    counts = {k: one[k] + (groups - 1) * (two[k] - one[k]) for k in two}
+    made = launch_of(report, code, ran, threads, shared, kind)
+    return replace(made, blocks=blocks, counts=counts)
+
+
+def launch_of(report: Report, code: Code, blocks: int, threads: int, shared=0, kind="") -> Launch:
+    """A launch whose blocks have all run, with so many bytes of dynamic shared memory."""
+    return Launch(
+        report.entry.name, kind, code.registers, code.counts(report)[1], blocks, threads,
+        report.entry.shared + shared, dict(_numbers(report, code)), report.trips / blocks,
+        report.most_trips,
+    )  # fmt: skip
 
 
 def _sizes(params: bytes, buffers) -> tuple[int, ...]:
@@ -171,14 +186,12 @@ def _sizes(params: bytes, buffers) -> tuple[int, ...]:
     return tuple(0 if any(a <= word <= b for a, b in spans) else word for word in words)
 
 
-def _numbers(report: Report) -> Counter[str]:
+def _numbers(report: Report, code: Code) -> Counter[str]:
     """The counts of a report by name."""
-    found: Counter[str] = Counter(read=report.read, written=report.written)
+    found, _ = code.counts(report)
+    found.update(read=report.read, cold=report.fetched, written=report.written)
     columns = zip(report.entry.opcodes, *report.counts.values(), strict=True)
-    for opcode, runs, lanes, requests, sectors, conflicts in columns:
-        if not runs or FREE.match(opcode):
-            continue
-        found[unit_of(opcode)] += int(runs)
+    for opcode, _, lanes, requests, sectors, conflicts, _ in columns:
         found["sectors"] += int(sectors)
         if requests and not sectors:  # of shared memory
             found["turns"] += max(int(requests), int(lanes) * _width(opcode) / 128) + int(conflicts)
@@ -195,8 +208,8 @@ def _width(opcode: str) -> int:
 
 
 @functools.cache
-def _driver(arch: str) -> Counted:
-    return Counted(arch)
+def _driver(arch: str, code: str) -> Counted:
+    return Counted(arch, code)
 
 
 def launches(problem: Problem, gpu: Gpu, backward: bool = False) -> list[Launch]:
@@ -207,33 +220,30 @@ def launches(problem: Problem, gpu: Gpu, backward: bool = False) -> list[Launch]
     p = problem
     kind = KINDS[p.dtype]
     made = build.core(), build.ptx_file(kind, gpu.ptx), library()
-    code = *(path.name for path in made), Path(__file__).read_text()
-    cut = gpu.ptx, gpu.multiprocessors
+    here = Path(__file__).parent
+    code = *(path.name for path in made), *((here / n).read_text() for n in SOURCES)
+    cut = gpu.ptx, gpu.code, gpu.multiprocessors
     name = hashlib.sha256(repr((code, p, cut, backward)).encode()).hexdigest()[:24]
     kept = build.ROOT / "build" / "gpu-model" / f"{name}.json"
     if not kept.exists():
-        found = _driver(gpu.ptx).count(p, gpu, backward)
+        found = _driver(gpu.ptx, gpu.code).count(p, gpu, backward)
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps([asdict(launch) for launch in found]))
     return [Launch(**fields) for fields in json.loads(kept.read_text())]
 
 
-@functools.cache
-def _registers(kind: str, arch: str, code: str) -> dict[str, int]:
-    text = build.ptxas(kind, arch, code)
-    return {kernel.entry: kernel.registers for kernel in reported(kind, text)}
-
-
-def works(found: list[Launch], gpu: Gpu, registers=_registers) -> list[Work]:
-    """Launches with the registers of a thread on a GPU, which ptxas says unless given."""
+def works(found: list[Launch]) -> list[Work]:
+    """Launches as the model of time takes them."""
     made = []
     for launch in found:
-        used = registers(launch.kind, launch.ptx, gpu.code)[launch.entry]
-        name = Kernel(launch.entry, launch.kind, gpu.code, used, 0, 0).name
+        name = Kernel(launch.entry, launch.kind, "", launch.registers, 0, 0).name
         units = dict(launch.counts)
-        turns, sectors = units.pop("turns", 0), units.pop("sectors", 0)
-        moved = units.pop("read") + units.pop("written")
+        others = {
+            key: units.pop(key, 0) for key in ("turns", "sectors", "waits", "cold", "written")
+        }
+        others["moved"] = units.pop("read") + others["written"]
         last = launch.most_trips - launch.trips
-        cut = launch.blocks, launch.threads // 32, used, launch.shared
-        made.append(Work(name, *cut, units, turns, sectors, moved, launch.trips, last))
+        cut = launch.blocks, launch.threads // 32, launch.registers, launch.shared
+        trips = {"trips": launch.trips, "last_trips": last, "code": launch.code}
+        made.append(Work(name, *cut, units, **others, **trips))
     return made

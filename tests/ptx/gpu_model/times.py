@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from .gpus import ASSUMED, LIMITS, PORT_BYTES, SCHEDULERS, SHARED_BYTES, SHUFFLE, Gpu
+from .gpus import ASSUMED, CACHE, LIMITS, PORT_BYTES, SCHEDULERS, SHARED_BYTES, SHUFFLE, Gpu
 
-__all__ = ["Time", "Work", "modelled", "resident_blocks"]
+__all__ = ["Time", "Work", "fits", "in_graph", "modelled", "resident_blocks"]
 
 LANES, SECTOR = 32, 32
 UNITS = "fma", "fp64", "alu", "special"  # whose rates a Gpu has by their names
@@ -26,10 +26,14 @@ class Work:
         warps: of a block.
         registers: of a thread.
         shared: bytes of a block.
-        units: instructions of warps, by unit (``machine.launch.unit_of``).
+        units: instructions of warps, by unit (``sass.unit_of``).
         turns: of the banks of shared memory.
         sectors: of 32 bytes that loads and stores of global memory ask for.
         moved: distinct bytes read and written.
+        written: those written.
+        cold: of the sectors read; without what this or an earlier launch of the call wrote.
+        waits: of warps for shared memory or a shuffle, one after the other.
+        code: bytes of machine code that ran.
         trips: to memory, one after the other, of a block.
         last_trips: more of them, of a block that joins the parts of others.
     """
@@ -43,6 +47,10 @@ class Work:
     turns: float = 0.0
     sectors: float = 0.0
     moved: float = 0.0
+    written: float = 0.0
+    cold: float = 0.0
+    waits: float = 0.0
+    code: float = 0.0
     trips: float = 0.0
     last_trips: float = 0.0
 
@@ -58,12 +66,14 @@ class Time:
 
     Attributes:
         parts: seconds that each resource alone would take.
+        dependent: seconds that a block takes for one instruction after the other.
         roof: seconds that the bytes take at the bandwidth of the data sheet, or the operations on
             all multiprocessors, whichever is longer.
     """
 
     parts: dict[str, float]
     roof: float
+    dependent: float = 0.0
 
     @property
     def bound(self) -> str:
@@ -72,11 +82,31 @@ class Time:
 
     @property
     def seconds(self) -> float:
-        """Of the kernel without its launch: computing, moving and waiting overlap in part."""
+        """Of the kernel without its launch: computing, moving and waiting overlap in part.
+
+        A warp's own instructions do not overlap with what it waits for. With many warps they are
+        part of what the multiprocessor computes, and count once.
+        """
         moving = max(self.parts[name] for name in MOVING)
         waiting = self.parts["latency"]
         computing = max(s for name, s in self.parts.items() if name not in (*MOVING, "latency"))
-        return (moving**OVERLAP + waiting**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP)
+        alone = _together(moving, waiting + self.dependent)
+        return max(alone, _together(moving, waiting, computing))
+
+
+def _together(*seconds: float) -> float:
+    return sum(s**OVERLAP for s in seconds) ** (1 / OVERLAP)
+
+
+def in_graph(gpu: Gpu, works: list[Work], in_l2: bool = False) -> float:
+    """Seconds that the launches of a call take in a CUDA graph, one after the other."""
+    in_l2 = in_l2 and fits(gpu, works)
+    return sum(modelled(gpu, work, in_l2).seconds + ASSUMED.launch * 1e-6 for work in works)
+
+
+def fits(gpu: Gpu, works: list[Work]) -> bool:
+    """Whether the L2 holds all that the launches of a call read and write."""
+    return sum(work.moved for work in works) <= gpu.l2_mb * 1e6
 
 
 def resident_blocks(gpu: Gpu, warps: int, registers: int, shared: int) -> int:
@@ -95,11 +125,27 @@ def resident_blocks(gpu: Gpu, warps: int, registers: int, shared: int) -> int:
     return min(by_registers, by_shared, limits.warps // warps, limits.blocks)
 
 
-def modelled(gpu: Gpu, work: Work) -> Time:
-    """The time of a launch on a GPU whose caches hold nothing of its inputs.
+def modelled(gpu: Gpu, work: Work, in_l2: bool = False) -> Time:
+    """The time of a launch on a GPU.
 
-    Each resource takes as long as it would alone; :attr:`Time.seconds` puts them together.
+    Each resource takes as long as it would alone; :attr:`Time.seconds` puts them together. How much
+    a load under load takes longer depends on the time itself, which is found in a few steps.
+
+    Args:
+        gpu: with its rates.
+        work: of the launch.
+        in_l2: the L2 holds all that is read and written; else nothing that the call was given.
     """
+    if in_l2:
+        work = replace(work, cold=0.0)
+    time = _modelled(gpu, work, in_l2, 1.0)
+    for _ in range(20):
+        share = min(1.0, time.parts["DRAM"] / time.seconds) if time.seconds else 0.0
+        time = _modelled(gpu, work, in_l2, 1 + ASSUMED.loaded * share)
+    return time
+
+
+def _modelled(gpu: Gpu, work: Work, in_l2: bool, loaded: float) -> Time:
     resident = resident_blocks(gpu, work.warps, work.registers, work.shared)
     if resident == 0:
         raise ValueError(f"{work.name} must fit on a multiprocessor, got {work}")
@@ -115,20 +161,26 @@ def modelled(gpu: Gpu, work: Work) -> Time:
     parts["shared"] = work.turns * LANES * 4 / SHARED_BYTES * share
     parts["port"] = bytes_asked / PORT_BYTES * share
     parts["L2"] = bytes_asked / (gpu.l2 * 1e12)
-    parts["DRAM"] = work.moved / (gpu.dram * 1e12 * ASSUMED.dram_share)
-    parts["latency"] = _in_turn(gpu, work, waves)
+    to_dram = 0.0 if in_l2 else work.cold + work.written
+    parts["DRAM"] = to_dram / (gpu.dram * 1e12 * ASSUMED.dram_share)
+    parts["latency"] = _in_turn(gpu, work, waves, loaded)
+    of_warp = work.instructions / work.blocks / work.warps
+    dependent = waves * of_warp * ASSUMED.dependent / (gpu.clock * 1e9)
     everywhere = gpu.multiprocessors * gpu.clock * 1e9
     roof = max(work.moved / (gpu.dram * 1e12), max(units.values()) / everywhere)
-    return Time(parts, roof)
+    return Time(parts, roof, dependent)
 
 
-def _in_turn(gpu: Gpu, work: Work, waves: int) -> float:
-    """What a block does one thing after the other, wave by wave, and what the last block adds."""
-    asked = work.sectors * SECTOR
-    first = min(1.0, work.moved / asked) if asked else 0.0  # share of loads that go to DRAM
-    trip = (first * gpu.dram_cycles + (1 - first) * gpu.l2_cycles) * ASSUMED.loaded
-    of_warp = work.instructions / work.blocks / work.warps
-    barriers = work.units.get("barrier", 0) / work.blocks / work.warps
-    block = work.trips * trip + of_warp * ASSUMED.dependent + barriers * ASSUMED.barrier
-    last = work.last_trips * gpu.l2_cycles * ASSUMED.loaded
-    return (waves * block + last) / (gpu.clock * 1e9)
+def _in_turn(gpu: Gpu, work: Work, waves: int, loaded: float) -> float:
+    """What a block waits for, one after the other, wave by wave; what the last block adds; and its
+    code, which the first wave meets cold."""
+    asked = work.sectors * SECTOR - work.written  # by loads
+    first = work.cold / max(asked, work.cold, 1.0)  # share of loads that go to DRAM
+    trip = (first * gpu.dram_cycles + (1 - first) * gpu.l2_cycles) * loaded
+    warps = work.blocks * work.warps
+    waits = work.waits * ASSUMED.wait + work.units.get("barrier", 0) * ASSUMED.barrier
+    waits += work.units.get("cluster", 0) * ASSUMED.cluster
+    block = work.trips * trip + waits / warps
+    last = work.last_trips * gpu.l2_cycles * loaded
+    fetched = max(0.0, work.code - CACHE) * ASSUMED.fetch
+    return (waves * block + last + fetched) / (gpu.clock * 1e9)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 
 from built import built
+
+from benchmarks.machine_code import tool
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "csrc"
@@ -40,8 +43,15 @@ def ptx(kind: str, arch: str) -> str:
     return ptx_file(kind, arch).read_text()
 
 
-def ptxas(kind: str, arch: str, code: str) -> str:
-    """What ptxas says of that PTX when it makes machine code for ``code``."""
-    path, program = ptx_file(kind, arch), shutil.which("ptxas") or Path(NVCC or "").parent / "ptxas"
-    script = f'exec {program} -v -arch=sm_{code} {path} -o /dev/null 2> "$1"'
-    return built(f"ptx/ptxas_{kind}_{arch}_{code}", [path], ["sh", "-c", script]).read_text()
+def machine_code(text: str, arch: str) -> str:
+    """What ptxas says of PTX, then its machine code, with the lines that it is of."""
+    path = ROOT / "build" / "sass" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.ptx"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.write_text(text)
+    ptxas = shutil.which("ptxas") or Path(NVCC or "").parent / "ptxas"
+    script = (
+        f'{ptxas} -v -lineinfo -arch=sm_{arch} {path} -o "$1.cubin" 2> "$1"'
+        f' && {tool("nvdisasm")} -g -c "$1.cubin" >> "$1"; rm "$1.cubin"'
+    )
+    return built(f"sass/{path.stem}_{arch}", [path], ["sh", "-c", script]).read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,31 +14,7 @@ from .parse import Entry, Module, PtxError
 
 __all__ = ["Buffer", "Machine", "Order", "Report"]
 
-COUNTS = ("runs", "lanes", "requests", "sectors", "conflicts")
-# Units that instructions are counted by, by base opcode; the rest are integer and logic ("alu").
-UNITS = {
-    "ex2": "special",
-    **dict.fromkeys(("mma", "wgmma"), "tensor"),
-    **dict.fromkeys(("ld", "ldmatrix", "cp"), "load"),
-    **dict.fromkeys(("st", "stmatrix"), "store"),
-    "atom": "atomic",
-    **dict.fromkeys(("bar", "barrier", "membar", "fence"), "barrier"),
-    **dict.fromkeys(("shfl", "redux"), "warp"),
-    **dict.fromkeys(("bra", "ret"), "branch"),
-}
-
-
-def unit_of(opcode: str) -> str:
-    """The unit that runs an opcode: a value of UNITS, "fma", "fp64" or "alu"."""
-    base = opcode.split(".", maxsplit=1)[0]
-    if base in ("rcp", "div"):
-        return "special" if opcode.endswith("f32") else "fp64" if opcode.endswith("f64") else "alu"
-    if base in UNITS:
-        return UNITS[base]
-    if opcode.endswith("f64") and base not in ("mov", "selp"):
-        return "fp64"
-    floating = re.search(r"\.(f32|f16|bf16|f16x2|bf16x2)$", opcode)
-    return "fma" if floating and base in ("add", "sub", "mul", "fma", "mad") else "alu"
+COUNTS = ("runs", "lanes", "requests", "sectors", "conflicts", "taken")
 
 
 class Buffer:
@@ -50,10 +25,13 @@ class Buffer:
         data: its bytes, changed in place.
         known: zero where nothing was written yet (an array of uint8, kept from launch to launch);
             None if all of it was.
+        hot: the L2 holds what is read of it: an earlier launch or this one has written it.
     """
 
-    def __init__(self, name: str, data: np.ndarray, known: np.ndarray | None = None):
-        self.name, self.known = name, known
+    def __init__(
+        self, name: str, data: np.ndarray, known: np.ndarray | None = None, hot: bool = False
+    ):
+        self.name, self.known, self.hot = name, known, hot
         self.data = data.reshape(-1).view(np.uint8)
 
     @property
@@ -61,10 +39,10 @@ class Buffer:
         """Where the kernel finds it, which is where it is."""
         return self.data.ctypes.data
 
-    def fields(self) -> tuple[bytes, int, int, int | None]:
+    def fields(self) -> tuple[bytes, int, int, int | None, bool]:
         """Those of ``_Buffer``."""
         known = None if self.known is None else self.known.ctypes.data
-        return self.name.encode(), self.address, self.data.size, known
+        return self.name.encode(), self.address, self.data.size, known, self.hot
 
 
 class _Buffer(ctypes.Structure):
@@ -73,6 +51,7 @@ class _Buffer(ctypes.Structure):
         ("address", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
         ("known", ctypes.c_void_p),
+        ("hot", ctypes.c_uint64),
     ]
 
 
@@ -95,9 +74,11 @@ class _Arguments(ctypes.Structure):
         ("lanes_clash", ctypes.c_int32),
         ("share", ctypes.c_double),
         ("fuel", ctypes.c_uint64),
+        ("pace", ctypes.c_void_p),
         ("of_instr", ctypes.c_void_p),
         ("distinct_read", ctypes.c_uint64),
         ("distinct_written", ctypes.c_uint64),
+        ("fetched", ctypes.c_uint64),
         ("trips", ctypes.c_uint64),
         ("most_trips", ctypes.c_uint64),
     ]
@@ -130,6 +111,7 @@ class Report:
             instructions.
         read: distinct bytes of global memory read.
         written: the same, written.
+        fetched: bytes of the sectors of 32 bytes read, without hot buffers.
         trips: how often a block waits for global memory, the sum of all blocks; loads between two
             branches or barriers that do not depend on each other share a trip.
         most_trips: of one block.
@@ -140,6 +122,7 @@ class Report:
     races: list[str] = field(default_factory=list)
     read: int = 0
     written: int = 0
+    fetched: int = 0
     trips: int = 0
     most_trips: int = 0
 
@@ -184,6 +167,7 @@ class Machine:
         share: float = 1.0,
         fuel: int = 2_000_000_000,
         clusters: Sequence[int] | None = None,
+        pace: np.ndarray | None = None,
     ) -> Report:
         """One launch.
 
@@ -203,6 +187,8 @@ class Machine:
             share: how much of the error that PTX allows approximations they may have.
             fuel: instructions of warps after which the kernel is said not to end.
             clusters: numbers of those that run; all unless given.
+            pace: of each instruction (uint32), how it waits for memory in the machine code
+                (``gpu_model.sass``); unless given, as the PTX stands.
 
         Raises:
             PtxError: the launch does not fit, or the kernel did something that it must not do.
@@ -241,11 +227,12 @@ class Machine:
             lanes_clash=lanes_clash,
             share=share,
             fuel=fuel,
+            pace=None if pace is None else pace.ctypes.data,
             of_instr=of_instr.ctypes.data,
         )
         _core().ptx_run(program, ctypes.byref(arguments))
         columns = dict(zip(COUNTS, of_instr.T, strict=True))
-        found = arguments.distinct_read, arguments.distinct_written
+        found = arguments.distinct_read, arguments.distinct_written, arguments.fetched
         report = Report(entry, columns, [], *found, arguments.trips, arguments.most_trips)
         for line in _core().ptx_message().decode().splitlines():
             self._said(entry, line, report)

@@ -26,6 +26,9 @@ using FMul = decltype([]<class T>(T a, T b) { return a * b; });
 using FDiv = decltype([]<class T>(T a, T b) { return a / b; });
 using FRcp = decltype([]<class T>(T a) { return T(1) / a; });
 using FFma = decltype([]<class T>(T a, T b, T c) { return std::fma(a, b, c); });
+using FFmaFlushed = decltype([](float a, float b, float c) {
+  return flushed(std::fma(flushed(a), flushed(b), flushed(c)));
+});
 using FNeg = decltype([]<class T>(T a) { return -a; });
 using FAbs = decltype([]<class T>(T a) { return std::fabs(a); });
 using FAbsFlushed = decltype([](float a) { return std::fabs(flushed(a)); });
@@ -147,6 +150,15 @@ inline void divide_approximately(Warp& w, const Instr& i, Mask mask) {
   each(mask, [&](int l) {
     const double a = w.of<float>(i.o[1])[l], b = w.of<float>(i.o[2])[l], y = a / b;
     w.of<float>(i.o[0])[l] = anywhere(a * 3 + b, y, std::fabs(y) * (0x1p-22 - 0x1p-24));
+  });
+}
+
+// tanh.approx: 2^-11 of the result.
+inline void tangent(Warp& w, const Instr& i, Mask mask) {
+  each(mask, [&](int l) {
+    const float x = w.of<float>(i.o[1])[l];
+    const double y = std::tanh(double(x));
+    w.of<float>(i.o[0])[l] = anywhere(x, y, std::fabs(y) * 0x1p-11);
   });
 }
 
@@ -326,7 +338,13 @@ inline void add_floating_opcodes() {
     f.parts.back()[0] == 'f' ? resolve_floating<FMul, 2>(f, i) : product<2>(f, i);
   };
   all["mad"] = product<3>;
-  all["fma"] = resolve_floating<FFma, 3>;
+  all["fma"] = [](Form& f, Instr& i) {
+    if (!f.take("ftz")) return resolve_floating<FFma, 3>(f, i);
+    if (f.take("rn") && f.last() == "f32") i.run = ternary<FFmaFlushed, float>;
+  };
+  all["tanh"] = [](Form& f, Instr& i) {
+    if (f.take("approx") && f.last() == "f32") i.run = tangent;
+  };
   all["div"] = resolve_div;
   all["rcp"] = resolve_rcp;
   all["ex2"] = resolve_ex2;

@@ -89,6 +89,7 @@ struct Cluster {
       w.size = int(std::min<size_t>(kLanes, launch.block_threads - k * kLanes));
       w.file = files[at].data();
       w.trips = w.needed = 0;
+      w.turns.clear();
       w.products = Products();
       if (program.has_products) w.products.registers.resize(program.bytes / 8 + 1);
       if (launch.counts) w.trips_of.assign(program.bytes / 4 + 1, 0);

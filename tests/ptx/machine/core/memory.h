@@ -40,7 +40,7 @@ struct Shadow {
 };
 
 // By the launch that runs.
-enum Touched : uint8_t { kRead = 1, kWritten = 2, kConstant = 4 };
+enum Touched : uint8_t { kRead = 1, kWritten = 2, kConstant = 4, kFetched = 8 };
 
 // A buffer in global memory, or the shared memory of a block.
 struct Region {
@@ -48,6 +48,7 @@ struct Region {
   Space space = Space::global;
   uint64_t address = 0, bytes = 0;
   uint8_t *data = nullptr, *known = nullptr;  // `known`: 0 where nothing was written; null: none
+  bool hot = false;
   std::unique_ptr<uint8_t[], decltype(&std::free)> touched{nullptr, std::free};  // as Touched says
   Shadow shadow;
 };
@@ -68,12 +69,14 @@ struct Block {
 // What one instruction of a program did, in all.
 struct Count {
   uint64_t runs = 0, lanes = 0, requests = 0, sectors = 0, conflicts = 0;
+  uint64_t taken = 0;  // of a branch
 };
 
 struct Buffer {
   const char* name;
   uint64_t address, bytes;
   uint8_t* known;  // as of a Region
+  uint64_t hot;    // not an input of the call: the L2 holds what is read of it
 };
 
 // What launch.py gives and gets.
@@ -90,8 +93,10 @@ struct Arguments {
   int32_t counts, checks_races, lanes_clash;
   double share;  // of the error of approximations
   uint64_t fuel;
-  Count* of_instr;                           // results from here on
+  const uint32_t* pace;  // of each instruction, as sass.py says; null: of PTX as it stands
+  Count* of_instr;       // results from here on
   uint64_t distinct_read, distinct_written;  // bytes of global memory
+  uint64_t fetched;                          // bytes of sectors read that the L2 does not hold
   uint64_t trips, most_trips;                // of blocks: summed, and of the one with most
 };
 
@@ -112,6 +117,7 @@ struct Launch : Arguments {
       region.bytes = buffers[k].bytes;
       region.data = reinterpret_cast<uint8_t*>(buffers[k].address);
       region.known = buffers[k].known;
+      region.hot = buffers[k].hot != 0;
     }
   }
 
@@ -279,6 +285,10 @@ inline void touch(Warp& w, int lane, const Place& place, uint64_t width, bool wr
     w.launch->distinct_read += (first & kRead) != 0;
     w.launch->distinct_written += (first & kWritten) != 0;
     region.touched[k] |= mark;
+    if (writes || region.hot) continue;
+    uint8_t& sector = region.touched[k - k % 32];
+    w.launch->fetched += (sector & kFetched) != 0 ? 0 : 32;
+    sector |= kFetched;
   }
 }
 

@@ -142,7 +142,11 @@ inline void execute(Warp& w, const Instr& i, Mask mask) {
   w.loads = false;
   i.run(w, i, mask);
   w.needed = std::max(w.needed, behind);
-  if (w.loads) behind = std::max(behind, w.trips) + 1;
+  if (w.loads) {
+    const uint32_t waited = w.trips + (launch.pace != nullptr ? launch.pace[i.pc] : 0);
+    w.needed = std::max(w.needed, waited);
+    behind = std::max(behind, waited) + 1;
+  }
   for (size_t k = 0; k < i.results; ++k) {
     uint32_t& result = w.trips_of[i.o[k].slot / 4];
     result = mask == kAll ? behind : std::max(result, behind);
@@ -219,13 +223,29 @@ struct Runner {
     return false;
   }
 
+  // Whether a branch parts the loads before it from those behind: one that is in the machine code
+  // does, but that of a loop only every `pace` turns of those that ptxas unrolls together. What is
+  // left of the turns it takes in halves.
+  bool waits(const Instr& i, bool taken) {
+    if (launch.pace == nullptr || launch.pace[i.pc] == 1) return true;
+    const uint32_t pace = launch.pace[i.pc];
+    if (pace == 0) return false;
+    uint32_t& turns = w.turns[i.pc];
+    const uint32_t rest = ++turns % pace;
+    if (taken) return rest == 0;
+    if (rest != 0 && w.needed > w.trips) w.needed += uint32_t(__builtin_popcount(rest)) - 1;
+    turns = 0;
+    return true;
+  }
+
   bool branch(const Instr& i, Mask on) {
     const uint32_t target = uint32_t(i.offset);
     if (launch.counts && i.guard >= 0)
       w.needed = std::max(w.needed, w.trips_of[size_t(i.guard) / 4]);
-    w.trips = std::max(w.trips, w.needed);
+    if (waits(i, on != 0)) w.trips = std::max(w.trips, w.needed);
     Count& count = launch.of_instr[i.pc];
     ++count.runs;
+    count.taken += on != 0;
     count.lanes += uint64_t(__builtin_popcount(running));
     if (on == running || on == 0) {
       pc = on == 0 ? pc + 1 : target;

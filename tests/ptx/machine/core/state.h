@@ -79,7 +79,7 @@ struct Thread {
   uint32_t bars = 0, arrives = 0, waits = 0;
   // Its last fence.proxy.async: when, past how many barriers; and when the last one before those.
   uint32_t proxy_time = 0, proxy_bars = 0, proxy_before = 0;
-  Known fenced, known, seen;              // `seen` by an atomic operation, but no fence came since
+  Known fenced, known, seen;   // `seen` by an atomic operation, but no fence came since
   std::vector<Copies> copies;  // by group, the open one last
 };
 
@@ -96,6 +96,7 @@ struct Warp {
   // branches or barriers that do not depend on each other, which a compiler can put side by side.
   uint32_t trips = 0, needed = 0;
   std::vector<uint32_t> trips_of;
+  std::unordered_map<uint32_t, uint32_t> turns;  // of loops that ptxas unrolls, by their branch
 
   template <class T>
   T* of(const Operand& o) {
