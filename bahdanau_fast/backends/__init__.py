@@ -228,7 +228,7 @@ def keeps_table(backend: str, projected_keys: Tensor, queries_len: int = 1) -> b
         projected_keys: (B,Tk,H).
         queries_len: Tq of the calls to come.
     """
-    if torch.compiler.is_exporting():  # the precision of a table goes by the size
+    if checks.is_exporting():  # the precision of a table goes by the size
         return False
     return _keeps_table(backend, projected_keys.numel(), queries_len)
 
@@ -282,9 +282,7 @@ def _on_gpu() -> tuple[str, ...]:
 
 def _plain_only() -> bool:
     """Whether only plain PyTorch operations will do: ONNX knows no operators but its own."""
-    return checks.in_transform() or (
-        torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
-    )
+    return checks.in_transform() or (checks.is_exporting() and torch.onnx.is_in_onnx_export())
 
 
 def _check_name(name: str) -> None:
