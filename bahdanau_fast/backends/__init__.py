@@ -30,7 +30,6 @@ from bahdanau_fast.backends.route import (
 )
 from bahdanau_fast.backends.route import keeps_table as _keeps_table
 from bahdanau_fast.call import Call
-from bahdanau_fast.reference import TANH
 
 __all__ = [
     "NAMES",
@@ -164,7 +163,8 @@ def decide(call: Call) -> Route:
         _, keys_len, key_size = keys.shape
         value_size = values.shape[2]
         hidden = query_size if called else w_v.shape[-1]  # type: ignore[union-attr]
-    general = scores_only or inside is not TANH or located is not None
+    plain = inside.features is None and inside.activation == "tanh"
+    general = scores_only or not plain or located is not None
     records = plain_inputs = False
     if torch.is_grad_enabled():
         inputs: list[Any] = [queries, keys, values, w_q, w_k, bias]
