@@ -384,8 +384,20 @@ struct DecodeTask {
       if (d.weights == nullptr) continue;
       const int64_t valid = key_count(p, b, i), keys = valid == 0 ? p.Tk : valid;
       float* weights = static_cast<float*>(d.weights) + row * p.Tk;
-      for (int64_t j = threadIdx.x; j < p.Tk; j += kDecodeThreads)
-        weights[j] = j < keys ? expf(weights[j] - best) / total : 0.0f;
+      constexpr int W = 8;  // loads in flight
+      for (int64_t first = threadIdx.x; first < p.Tk; first += W * kDecodeThreads) {
+        float score[W];
+#pragma unroll
+        for (int k = 0; k < W; ++k) {
+          const int64_t j = first + k * kDecodeThreads;
+          score[k] = j < keys ? weights[j] : 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < W; ++k) {
+          const int64_t j = first + k * kDecodeThreads;
+          if (j < p.Tk) weights[j] = j < keys ? expf(score[k] - best) / total : 0.0f;
+        }
+      }
     }
   }
 };
