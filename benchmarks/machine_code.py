@@ -16,7 +16,7 @@ __all__ = ["KINDS", "Block", "Kernel", "hot", "kernels", "reported", "run_tool",
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
-KINDS = {"f32": "fp32", "f64": "fp64", "bf16": "bf16", "f16": "fp16", "f32_in_f64": "fp32 in fp64"}
+KINDS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def explain(device: str | torch.device | None = None) -> str:
     chosen = resolve(torch.device(device))
     where = "in its interpreter, on the CPU" if _INTERPRETED else "for CUDA and ROCm tensors"
     what = {
-        "cuda": "CUDA C++ kernels for CUDA tensors",
+        "cuda": "CUDA C++ kernels for CUDA tensors; not float64",
         "triton": f"Triton kernels {where}; not float64",
         "cpu": f"fused C++ for CPU tensors, {_instruction_set()}",
         "reference": "plain PyTorch, any device",

@@ -53,8 +53,8 @@ TABLE_ELEMENTS, TABLE_QUERIES = 513, 16
 REUSE_ELEMENTS = 513
 
 # On GPUs; modelled, not measured. One launch serves up to so many queries per row of the batch, and
-# values of so many features, which it keeps in registers; the last where it may sum up in fp64.
-GPU_STEP_QUERIES, GPU_STEP_FEATURES, GPU_STEP_FEATURES_FP64 = 16, 2048, 256
+# values of so many features, which it keeps in registers.
+GPU_STEP_QUERIES, GPU_STEP_FEATURES = 16, 2048
 # A launch projects up to so many queries, and in CUDA C++ the keys, where each block reads at most
 # so many bytes of W_q, times the queries.
 GPU_OWN_QUERIES, GPU_OWN_WEIGHT = 4, 64 * 1024
@@ -213,12 +213,14 @@ def choose_backend(
         return asked, "asked for by name"
     if plain_only:
         return "reference", "a transform, a trace or an export knows plain operations only"
-    found, why = "reference", f"no kernels for {dtype} on {device} tensors are there"
+    found, why = "reference", f"no kernels for {device} tensors are there"
     if device == "cpu" and "cpu" in there:
         found, why = "cpu", "the fastest for CPU tensors"
+    elif device == "cuda" and dtype == torch.float64:
+        why = f"{dtype} has no GPU kernels"
     elif device == "cuda" and "cuda" in there:
         found, why = "cuda", "the fastest for CUDA tensors"
-    elif device == "cuda" and "triton" in there and dtype != torch.float64:
+    elif device == "cuda" and "triton" in there:
         found, why = "triton", "the CUDA C++ kernels are not there"
     return found, why
 
@@ -229,7 +231,7 @@ def _check_serves(
     serves = {"cpu": "cpu", "cuda": "cuda", "triton": "cpu" if interpreted else "cuda"}
     if device != serves.get(asked, device):
         checks.reject(ValueError, "backend", f"serve {device} tensors", repr(asked))
-    if asked == "triton" and dtype == torch.float64:
+    if asked in ("cuda", "triton") and dtype == torch.float64:
         checks.reject(ValueError, "backend", f"serve {dtype} tensors", repr(asked))
     if asked != "reference" and plain_only:
         where = "under torch.func, forward-mode differentiation, tracing and torch.onnx.export"
@@ -282,13 +284,12 @@ def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, st
         return "projected", "a gradient may be asked for"
     if facts.drops:
         return "projected", "weights are dropped"
-    may_sum_in_fp64 = facts.dtype is torch.float32
     sizes, shared = (facts.queries_len, facts.value_size), 0
     if backend == "triton":
         from bahdanau_fast.kernels import plans  # not there in a source tree alone
 
         shared = plans.step_shared(*sizes, facts.dtype.itemsize)
-    if not is_gpu_step(*sizes, may_sum_in_fp64, shared, limits):
+    if not is_gpu_step(*sizes, shared, limits):
         return "projected", "many queries, or values of many features"
     own_queries = _projects_queries(facts, limits, backend)
     if _projects_keys(facts, backend):
@@ -299,20 +300,17 @@ def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, st
     return "projected", "the library's products are faster"
 
 
-def is_gpu_step(
-    queries_len: int, features: int, sums_in_fp64: bool, shared: int, limits: GpuLimits
-) -> bool:
+def is_gpu_step(queries_len: int, features: int, shared: int, limits: GpuLimits) -> bool:
     """Whether one launch on a GPU serves a call: scores, softmax and context.
 
     Args:
         queries_len: Tq.
         features: Dv.
-        sums_in_fp64: the kernel may compute in fp64.
         shared: bytes of shared memory that its least program needs.
         limits: of the GPU.
     """
-    most = GPU_STEP_FEATURES_FP64 if sums_in_fp64 else GPU_STEP_FEATURES
-    return queries_len <= GPU_STEP_QUERIES and features <= most and shared <= limits.shared
+    few = queries_len <= GPU_STEP_QUERIES and features <= GPU_STEP_FEATURES
+    return few and shared <= limits.shared
 
 
 def _projects_queries(facts: Facts, limits: GpuLimits, backend: str) -> bool:

@@ -44,11 +44,6 @@ SMALL = (
     (Shape("small-raw", 2, 3, 150, 40, value_size=33, lens="drawn"), "full", False),
     (Shape("small-step", 2, 1, 150, 40, query_size=36, value_size=33), "step", False),
 )
-# So large that fp32 is not computed in fp64.
-SMALL_FP32 = (
-    (Shape("small-many-fp32", 2, 17, 120, 211, value_size=29, lens="drawn"), "projected", True),
-    (Shape("small-few-fp32", 2, 3, 500, 300, value_size=33, lens="drawn"), "projected", True),
-)
 WIDE = Shape("step-256", 256, 1, 400, 512)
 _BY_NAME = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
 STEP, PARALLEL = _BY_NAME["step-64"], (_BY_NAME["parallel-16"], *reversed(MANY_QUERIES))
@@ -91,7 +86,7 @@ def machine(device: str) -> list[Row]:
     return [Row("machine", ROW_SECONDS, found)]
 
 
-_SMALL = [*product(SMALL, DTYPES), *product(SMALL_FP32, ("float32",))]
+_SMALL = [*product(SMALL, DTYPES)]
 
 
 def _cases(ways: Any, where: torch.device) -> Iterator[GpuCase]:
@@ -277,15 +272,14 @@ def _contract(device: str, backend: str, name: str, dtype: torch.dtype) -> dict[
 def parity(device: str) -> list[Row]:
     """The contract table of each backend, row by row; then its tests, where pytest is."""
     table = _support("contract").CONTRACT
-    there, dtypes = _backends(torch.device(device)), (*DTYPES, "float64")
+    there = _backends(torch.device(device))
     rows = [
         Row(
             f"{backend}: {name}, {dtype}",
             ROW_SECONDS,
             partial(_contract, device, backend, name, getattr(torch, dtype)),
         )
-        for name, dtype, backend in product(table, dtypes, there)
-        if (backend, dtype) != ("triton", "float64")
+        for name, dtype, backend in product(table, DTYPES, there)
     ]
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     words = [sys.executable, "-m", "pytest", "-q", "--maxfail=25", "--tb=short", "-o", "addopts="]

@@ -5,12 +5,11 @@
 
 namespace bahdanau_fast {
 
-// fp32 problems of at most this many (query, key, hidden) elements are computed in fp64: that costs
-// little, and leaves only the rounding of the result as an error. The CPU's limit is also that of
-// its tables (exp_keys), in (key, hidden) elements; a table made for calls without gradients, whose
-// sums cancel less, has the last one.
-constexpr int64_t kMaxFp64GpuElements = 524288, kMaxFp64CpuElements = 196608;
-constexpr int64_t kMaxFp64ForwardTableElements = 16384;
+// fp32 problems of at most this many (query, key, hidden) elements are computed in fp64 on the CPU:
+// that costs little there, and leaves only the rounding of the result as an error. It is also the
+// limit of tables (exp_keys), in (key, hidden) elements; a table made for calls without gradients,
+// whose sums cancel less, has the second one.
+constexpr int64_t kMaxFp64CpuElements = 196608, kMaxFp64ForwardTableElements = 16384;
 // fp32 problems of any size are computed in fp64 on the CPU if the norm of w_v is above this: their
 // scores are in the hundreds, where the rounding of fp32 shows in the softmax.
 constexpr double kMaxFp32NormOfW = 64.0;

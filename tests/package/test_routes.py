@@ -31,7 +31,6 @@ def test_this_processor_has_a_family():
 def test_numbers_that_stand_in_two_languages():
     header = (Path(__file__).parents[2] / "csrc/common/limits.h").read_text()
     numbers = {
-        "kMaxFp64GpuElements": limits.FP64_GPU_ELEMENTS,
         "kDecodeQueries": GPU_STEP_QUERIES,
         "kRawQueries": GPU_OWN_QUERIES,
     }
@@ -139,7 +138,7 @@ TRITON = {"there": ("triton", "reference")}
         ("sm_90", {"drops": True}, "projected"),
         ("sm_90", {"value_size": 2049}, "projected"),
         ("sm_80", {"query_size": 64, "value_size": 257}, "step"),
-        ("sm_80", {"query_size": 32, "value_size": 257, "dtype": torch.float32}, "projected"),
+        ("sm_80", {"query_size": 32, "value_size": 257, "dtype": torch.float32}, "step"),
         # A tile of values: 16 of 2048 features, which Triton keeps in shared memory.
         ("sm_86", {**TRITON, "query_size": 16, "queries_len": 2, "value_size": 2048}, "step"),
         ("other", {**TRITON, "query_size": 16, "queries_len": 2, "value_size": 2048}, "projected"),
@@ -170,6 +169,16 @@ def test_a_backend_of_gpus_is_not_taken_by_name(name, what):
     assert (found.backend, found.form) == ("reference", "reference")
     assert "no GPU kernels" in found.reason
     assert route(facts._replace(**{what: False}), limits.OTHER_GPU).backend == name
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_the_reference_serves_float64_on_a_gpu(name):
+    facts = GPU_STEP._replace(dtype=torch.float64, there=(name, "reference"))
+    found = route(facts, limits.OTHER_GPU)
+    assert (found.backend, found.form) == ("reference", "reference")
+    assert found.reason.startswith("reference: torch.float64 has no GPU kernels")
+    with pytest.raises(ValueError, match=f"backend must serve torch.float64 tensors, got '{name}'"):
+        route(facts._replace(asked=name), limits.OTHER_GPU)
 
 
 @pytest.mark.parametrize("what", UNSERVED)

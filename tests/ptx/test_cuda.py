@@ -36,6 +36,10 @@ def test_every_kernel_is_right(arch):
     assert sorted(map(name_of, kernels.places(["bf16"]) - kernels.took())) == []
 
 
+def test_nothing_is_computed_in_fp64():
+    assert re.findall(r"\S*\.f64\S*", build.ptx("bf16", "80")) == []
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("arch", ["80", "90a"])
 @pytest.mark.parametrize("order", [Order.BACKWARDS, Order.RANDOM])

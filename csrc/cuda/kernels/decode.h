@@ -4,7 +4,7 @@
 //   context[b,i] = sum_j dropout(weights)[b,i,j] value[b,j]
 //
 //   queries (B,Tq,H), keys (B,Tk,H), values (B,Tk,Dv), w (H): T; context (B,Tq,Dv): T;
-//   weights (B,Tq,Tk): W; or queries (B,Tq,Dq) and W_q (H,Dq), projected in the same launch
+//   weights (B,Tq,Tk): fp32; or queries (B,Tq,Dq) and W_q (H,Dq), projected in the same launch
 //
 // A block is (batch row, split of its keys). Its warps take keys in turn; lanes hold neighbouring
 // hidden units, then neighbouring columns of the values, 16 bytes at a time. Reads the keys and
@@ -18,13 +18,13 @@
 
 namespace bahdanau_fast::gpu {
 
-template <class T, class A, int QT>
+template <class T, int QT>
 struct DecodeTask {
-  static constexpr int U = kUnits<T>;
+  static constexpr int U = kVector<T>;
   static constexpr int KU = QT == 1 ? 4 : sizeof(T) == 2 ? 2 : 1;  // keys of a warp at a time
   const DecodeForward& d;
   const Problem& p;
-  DecodeShared<T, A, QT> mine;
+  DecodeShared<T, QT> mine;
   int64_t b, s, j0, n;
   int lane, warp;
 
@@ -57,18 +57,18 @@ struct DecodeTask {
 #pragma unroll
     for (int q = 0; q < QT; ++q) rows[q] = row_at<T>(p.queries, b, smaller(i0 + q, p.Tq - 1));
     for (int64_t h = warp; h < p.H; h += kDecodeWarps) {
-      A sums[QT] = {};
+      float sums[QT] = {};
       for (int64_t c = lane * U; c < d.Dq; c += kWarp * U) {
-        A weight[U], query[U];
-        load_units<T, A, vectors>(static_cast<const T*>(d.w_q) + h * d.Dq, c, d.Dq, weight);
+        float weight[U], query[U];
+        load_units<T, vectors>(static_cast<const T*>(d.w_q) + h * d.Dq, c, d.Dq, weight);
 #pragma unroll
         for (int q = 0; q < QT; ++q) {
-          load_units<T, A, vectors>(rows[q], c, d.Dq, query);
+          load_units<T, vectors>(rows[q], c, d.Dq, query);
 #pragma unroll
           for (int k = 0; k < U; ++k) sums[q] += weight[k] * query[k];
         }
       }
-      const A sum = warp_sums<QT>(sums, lane);
+      const float sum = warp_sums<QT>(sums, lane);
       constexpr int each = kWarp / QT;
       if (lane % each == 0) mine.queries[lane / each * mine.width + h] = sum;
     }
@@ -95,26 +95,26 @@ struct DecodeTask {
     for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i) {
       const T* first = static_cast<const T*>(p.queries.data) + i * p.queries.row_stride;
       for (int64_t h0 = (rank * kDecodeWarps + warp) * units; h0 < p.H; h0 += step) {
-        A sums[most * units] = {};
+        float sums[most * units] = {};
         for (int64_t c = lane * U; c < d.Dq; c += kWarp * U) {
-          A weight[units][U];
+          float weight[units][U];
 #pragma unroll
           for (int x = 0; x < units; ++x)
-            load_units<T, A, vectors>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
+            load_units<T, vectors>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
 #pragma unroll
           for (int m = 0; m < most; ++m) {
-            A query[U];
-            load_units<T, A, vectors>(first + offsets[m], c, d.Dq, query);
+            float query[U];
+            load_units<T, vectors>(first + offsets[m], c, d.Dq, query);
 #pragma unroll
             for (int x = 0; x < units; ++x)
 #pragma unroll
               for (int k = 0; k < U; ++k) sums[m * units + x] += weight[x][k] * query[k];
           }
         }
-        const A sum = warp_sums<most * units>(sums, lane);
+        const float sum = warp_sums<most * units>(sums, lane);
         const int target = lane / each / units;
         const int64_t h = h0 + lane / each % units;
-        A* place = mine.queries + (i - i0) * mine.width + h;
+        float* place = mine.queries + (i - i0) * mine.width + h;
         if (lane % each == 0 && target < blocks && h < p.H) *in_block(place, target) = sum;
       }
     }
@@ -141,17 +141,17 @@ struct DecodeTask {
   template <bool exponentials>
   __device__ Form load_queries(int64_t i0) {
     if (d.w_q != nullptr) project(i0);
-    A largest = 0, largest_w = 0;
+    float largest = 0, largest_w = 0;
     for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads) {
       const int64_t i = i0 + at / mine.width, h = at % mine.width;
-      A a = 0;
+      float a = 0;
       if (i < p.Tq && h < p.H)
-        a = d.w_q != nullptr ? mine.queries[at] : A(widen(row_at<T>(p.queries, b, i)[h]));
+        a = d.w_q != nullptr ? mine.queries[at] : widen(row_at<T>(p.queries, b, i)[h]);
       mine.queries[at] = a;
       largest = fabs(a) > largest || a != a ? fabs(a) : largest;
     }
     for (int64_t h = threadIdx.x; h < mine.width; h += kDecodeThreads) {
-      const A x = h < p.H ? A(widen(static_cast<const T*>(p.w)[h])) : A(0);
+      const float x = h < p.H ? widen(static_cast<const T*>(p.w)[h]) : 0.0f;
       mine.w[h] = x;
       largest_w = fabs(x) > largest_w || x != x ? fabs(x) : largest_w;
     }
@@ -170,28 +170,28 @@ struct DecodeTask {
 
   template <Form form, bool vectors>
   __device__ __forceinline__ void score_keys(int64_t i0, int64_t keys) {
-    A sum_w = 0;
+    float sum_w = 0;
     if (form != Form::direct)
       for (int64_t h = lane * U; h < p.H; h += kWarp * U)
 #pragma unroll
         for (int k = 0; k < U; ++k) sum_w += mine.w[h + k];
     for (int64_t first = warp * KU; first < keys; first += kDecodeWarps * KU) {
-      A sums[KU * QT];
+      float sums[KU * QT];
 #pragma unroll
       for (int k = 0; k < KU * QT; ++k) sums[k] = sum_w;
       for (int64_t h = lane * U; h < p.H; h += kWarp * U) {
-        A key[KU][U];
+        float key[KU][U];
 #pragma unroll
         for (int k = 0; k < KU; ++k)
-          load_units<T, A, vectors>(row_at<T>(p.keys, b, j0 + smaller(first + k, keys - 1)), h, p.H,
-                                    key[k]);
-        const A* w = mine.w + h;
+          load_units<T, vectors>(row_at<T>(p.keys, b, j0 + smaller(first + k, keys - 1)), h, p.H,
+                                 key[k]);
+        const float* w = mine.w + h;
 #pragma unroll
         for (int k = 0; k < KU; ++k)
 #pragma unroll
           for (int u = 0; u < U; u += 4) {
             if constexpr (form != Form::direct) {
-              A e[4];
+              float e[4];
 #pragma unroll
               for (int x = 0; x < 4; ++x) e[x] = exp_of_key<T>(key[k][u + x], form);
 #pragma unroll
@@ -201,16 +201,16 @@ struct DecodeTask {
             } else {
 #pragma unroll
               for (int q = 0; q < QT; ++q) {
-                A x[4];
+                float x[4];
 #pragma unroll
                 for (int y = 0; y < 4; ++y)
                   x[y] = mine.queries[q * mine.width + h + u + y] + key[k][u + y];
-                sums[k * QT + q] += sum_of_four_tanh<T, A>(x, w + u);
+                sums[k * QT + q] += sum_of_four_tanh<T>(x, w + u);
               }
             }
           }
       }
-      const A sum = warp_sums<KU * QT>(sums, lane);
+      const float sum = warp_sums<KU * QT>(sums, lane);
       constexpr int each = kWarp / (KU * QT);
       const int64_t j = first + lane / each / QT, i = i0 + lane / each % QT;
       if (lane % each == 0 && j < keys && i < p.Tq) mine.scores[i * d.split + j] = sum;
@@ -244,34 +244,33 @@ struct DecodeTask {
   __device__ void softmax() {
     const Dropout dropout(p);
     for (int64_t i = warp; i < p.Tq; i += kDecodeWarps) {
-      A* row = mine.scores + i * d.split;
+      float* row = mine.scores + i * d.split;
       const int64_t keys = count(i), at = b * p.Tq + i;
       if (uniform(i))
-        for (int64_t j = lane; j < n; j += kWarp) row[j] = A(0);
-      A best = -INFINITY, total = 0;
+        for (int64_t j = lane; j < n; j += kWarp) row[j] = 0.0f;
+      float best = -INFINITY, total = 0;
       for (int64_t j = lane; j < keys; j += kWarp)
         best = row[j] > best || row[j] != row[j] ? row[j] : best;
       best = warp_max(best);
       for (int64_t j = lane; j < keys; j += kWarp) {
-        if (d.splits > 1 && d.scores != nullptr)
-          static_cast<A*>(d.scores)[at * p.Tk + j0 + j] = row[j];
-        row[j] = exp_of(row[j] - best);
+        if (d.splits > 1 && d.weights != nullptr)
+          static_cast<float*>(d.weights)[at * p.Tk + j0 + j] = row[j];
+        row[j] = expf(row[j] - best);
         total += row[j];
       }
       total = warp_sum(total);
       if (lane == 0) mine.totals[i] = total;
       if (d.splits > 1 && lane == 0) {
-        static_cast<A*>(d.maxima)[at * d.splits + s] = best;
-        static_cast<A*>(d.sums)[at * d.splits + s] = total;
+        static_cast<float*>(d.maxima)[at * d.splits + s] = best;
+        static_cast<float*>(d.sums)[at * d.splits + s] = total;
       }
       for (int64_t j = lane; j < n; j += kWarp) {
-        A x = j < keys ? row[j] : A(0);
+        float x = j < keys ? row[j] : 0.0f;
         if (d.splits == 1) {
           if (j < keys) x = x / total;
-          if (d.weights != nullptr)
-            narrow(x, static_cast<typename WeightOf<T>::type*>(d.weights) + at * p.Tk + j);
+          if (d.weights != nullptr) static_cast<float*>(d.weights)[at * p.Tk + j] = x;
         }
-        row[j] = x * dropout.factor<A>(at, j0 + j);
+        row[j] = x * dropout.factor(at, j0 + j);
       }
     }
     __syncthreads();
@@ -284,15 +283,15 @@ struct DecodeTask {
       int64_t keys = 0;
       for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i) keys = larger(keys, count(i));
       for (int64_t c0 = 0; c0 < p.Dv; c0 += columns) {
-        A sums[QT][U] = {};
+        float sums[QT][U] = {};
         const int64_t c = c0 + lane * U;
         if (c < p.Dv) {
           constexpr int V = QT == 1 ? 4 : 2;  // values of a warp at a time
           for (int64_t first = warp; first < keys; first += V * kDecodeWarps) {
-            A value[V][U];
+            float value[V][U];
 #pragma unroll
             for (int v = 0; v < V; ++v)
-              load_units<T, A, vectors>(
+              load_units<T, vectors>(
                   row_at<T>(p.values, b, j0 + smaller(first + v * kDecodeWarps, keys - 1)), c, p.Dv,
                   value[v]);
 #pragma unroll
@@ -300,8 +299,8 @@ struct DecodeTask {
               const int64_t j = first + v * kDecodeWarps;
 #pragma unroll
               for (int q = 0; q < QT; ++q) {
-                const A weight =
-                    j < keys ? mine.scores[smaller(i0 + q, p.Tq - 1) * d.split + j] : A(0);
+                const float weight =
+                    j < keys ? mine.scores[smaller(i0 + q, p.Tq - 1) * d.split + j] : 0.0f;
 #pragma unroll
                 for (int k = 0; k < U; ++k) sums[q][k] += weight * value[v][k];
               }
@@ -317,7 +316,7 @@ struct DecodeTask {
         for (int at = threadIdx.x; at < QT * columns; at += kDecodeThreads) {
           const int64_t i = i0 + at / columns, column = c0 + at % columns;
           if (i >= p.Tq || column >= p.Dv) continue;
-          A sum = 0;
+          float sum = 0;
           for (int k = 0; k < kDecodeWarps; ++k) sum += mine.parts[k * QT * columns + at];
           store_context(i, column, sum);
         }
@@ -341,12 +340,12 @@ struct DecodeTask {
   }
 
   // A column of the context of query i, summed over the keys of the block.
-  __device__ void store_context(int64_t i, int64_t column, A sum) {
+  __device__ void store_context(int64_t i, int64_t column, float sum) {
     const int64_t row = b * p.Tq + i;
     if (d.splits == 1)
       narrow(sum, static_cast<T*>(d.context) + row * p.Dv + column);
     else
-      static_cast<A*>(d.contexts)[(row * d.splits + s) * p.Dv + column] = sum;
+      static_cast<float*>(d.contexts)[(row * d.splits + s) * p.Dv + column] = sum;
   }
 
   // True in the block of a batch row that finishes last, which can then read what the others wrote.
@@ -365,37 +364,48 @@ struct DecodeTask {
   __device__ void combine() {
     for (int64_t i = 0; i < p.Tq; ++i) {
       const int64_t row = b * p.Tq + i;
-      const A* maxima = static_cast<const A*>(d.maxima) + row * d.splits;
-      A best = maxima[0], total = 0;
+      const float* maxima = static_cast<const float*>(d.maxima) + row * d.splits;
+      float best = maxima[0], total = 0;
       for (int64_t k = 1; k < d.splits; ++k)
         best = maxima[k] > best || maxima[k] != maxima[k] ? maxima[k] : best;
       __syncthreads();
       for (int64_t k = threadIdx.x; k < d.splits; k += kDecodeThreads)
-        mine.parts[k] = exp_of(maxima[k] - best);
+        mine.parts[k] = expf(maxima[k] - best);
       __syncthreads();
       for (int64_t k = 0; k < d.splits; ++k)
-        total += static_cast<const A*>(d.sums)[row * d.splits + k] * mine.parts[k];
+        total += static_cast<const float*>(d.sums)[row * d.splits + k] * mine.parts[k];
       for (int64_t c = threadIdx.x; c < p.Dv; c += kDecodeThreads) {
-        A sum = 0;
+        float sum = 0;
         for (int64_t k = 0; k < d.splits; ++k)
-          sum += static_cast<const A*>(d.contexts)[(row * d.splits + k) * p.Dv + c] * mine.parts[k];
+          sum += static_cast<const float*>(d.contexts)[(row * d.splits + k) * p.Dv + c] *
+                 mine.parts[k];
         narrow(sum / total, static_cast<T*>(d.context) + row * p.Dv + c);
       }
       if (d.weights == nullptr) continue;
       const int64_t valid = key_count(p, b, i), keys = valid == 0 ? p.Tk : valid;
-      for (int64_t j = threadIdx.x; j < p.Tk; j += kDecodeThreads) {
-        A x = 0;
-        if (j < keys) x = exp_of(static_cast<const A*>(d.scores)[row * p.Tk + j] - best) / total;
-        narrow(x, static_cast<typename WeightOf<T>::type*>(d.weights) + row * p.Tk + j);
+      float* weights = static_cast<float*>(d.weights) + row * p.Tk;
+      constexpr int W = 8;  // loads in flight
+      for (int64_t first = threadIdx.x; first < p.Tk; first += W * kDecodeThreads) {
+        float score[W];
+#pragma unroll
+        for (int k = 0; k < W; ++k) {
+          const int64_t j = first + k * kDecodeThreads;
+          score[k] = j < keys ? weights[j] : 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < W; ++k) {
+          const int64_t j = first + k * kDecodeThreads;
+          if (j < p.Tk) weights[j] = j < keys ? expf(score[k] - best) / total : 0.0f;
+        }
       }
     }
   }
 };
 
-template <class T, class A, int QT>
+template <class T, int QT>
 __global__ void __launch_bounds__(kDecodeThreads, QT == 1 && sizeof(T) == 2 ? 2 : 1)
     decode_forward(const DecodeForward d) {
-  DecodeTask<T, A, QT> task(d);
+  DecodeTask<T, QT> task(d);
   if (task.helped()) return;
   task.count_keys();
   task.score();

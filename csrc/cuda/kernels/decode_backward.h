@@ -8,7 +8,7 @@
 //   with t = tanh(query + key), u = 1 - t^2
 //
 //   queries (B,Tq,H), keys (B,Tk,H), values (B,Tk,Dv), w (H), grad_context (B,Tq,Dv), grad_queries,
-//   grad_keys, grad_values: T; weights, grad_weights (B,Tq,Tk): W; of grad_w a part (B,H): A
+//   grad_keys, grad_values: T; weights, grad_weights (B,Tq,Tk): fp32; of grad_w a part (B,H): fp32
 //
 // A cluster is a batch row, a block one part of its keys. Its warps take keys in turn; lanes hold
 // neighbouring columns, 16 bytes at a time: first of the values, which gives the gradients of
@@ -28,45 +28,44 @@ constexpr int64_t kBackwardQueries = 4;  // at most
 struct DecodeBackward {
   Problem p;
   int64_t splits = 1, split = 1;  // blocks of a cluster, and keys of each
-  const void* weights = nullptr;  // (B,Tq,Tk) of W
+  const void* weights = nullptr;  // (B,Tq,Tk) of fp32
   View grad_context;              // data may be null
   View grad_weights;              // data may be null
   void* grad_queries = nullptr;   // null: not asked for, here and below
   void* grad_keys = nullptr;
   void* grad_values = nullptr;
-  void* w_parts = nullptr;  // (B,H) of A
+  void* w_parts = nullptr;  // (B,H) of fp32
 };
 
-template <class T, class A, int QT>
+template <class T, int QT>
 struct DecodeBackwardShared {
-  A *grads, *weights, *scores;  // (QT,width) and twice (QT,split): dropped out; s
-  A* parts;                     // (8,QT + 1,columns of a warp)
-  A* sums;                      // (QT + 1,H): over the block's keys, of s u and of s t
-  double* moments;  // (QT,2): over the block's keys, of weight and of weight grad_weight
+  float *grads, *weights, *scores;  // (QT,width) and twice (QT,split): dropped out; s
+  float* parts;                     // (8,QT + 1,columns of a warp)
+  float* sums;                      // (QT + 1,H): over the block's keys, of s u and of s t
+  Sum* moments;  // (QT,2): over the block's keys, of weight and of weight grad_weight
   int64_t bytes, width;
 
   __host__ __device__ DecodeBackwardShared(char* base, const Problem& p, int64_t split) {
     Carver from{base};
-    width = ceil_div(p.Dv, kUnits<T>) * kUnits<T>;
-    grads = from.take<A>(QT * width);
-    weights = from.take<A>(QT * split);
-    scores = from.take<A>(QT * split);
-    parts = from.take<A>(kDecodeWarps * (QT + 1) * kWarp * kUnits<T>);
-    sums = from.take<A>((QT + 1) * p.H);
-    moments = from.take<double>(QT * 2);
+    width = ceil_div(p.Dv, kVector<T>) * kVector<T>;
+    grads = from.take<float>(QT * width);
+    weights = from.take<float>(QT * split);
+    scores = from.take<float>(QT * split);
+    parts = from.take<float>(kDecodeWarps * (QT + 1) * kWarp * kVector<T>);
+    sums = from.take<float>((QT + 1) * p.H);
+    moments = from.take<Sum>(QT * 2);
     bytes = from.used;
   }
 };
 
-template <class T, class A, int QT>
+template <class T, int QT>
 struct DecodeBackwardTask {
-  using W = typename WeightOf<T>::type;
-  static constexpr int U = kUnits<T>;
+  static constexpr int U = kVector<T>;
   // Values and keys of a warp at a time, as registers allow.
-  static constexpr int KV = QT == 1 && sizeof(A) == 4 ? 4 : 2, KU = KV == 4 ? 3 : 2;
+  static constexpr int KV = QT == 1 ? 4 : 2, KU = QT == 1 ? 3 : 2;
   const DecodeBackward& g;
   const Problem& p;
-  const DecodeBackwardShared<T, A, QT> mine;
+  const DecodeBackwardShared<T, QT> mine;
   const Dropout dropout;
   int64_t b, j0, n, used = 0;  // keys and values from `used` on may be anything
   int lane, warp, rank;
@@ -91,9 +90,9 @@ struct DecodeBackwardTask {
   // result is multiplied by zero.
   template <bool vectors>
   __device__ __forceinline__ void load_used(const View& view, int64_t j, int64_t c, int64_t end,
-                                            A* out) const {
+                                            float* out) const {
     if (used > 0) {
-      load_units<T, A, vectors>(row_at<T>(view, b, j0 + smaller(j, used - 1)), c, end, out);
+      load_units<T, vectors>(row_at<T>(view, b, j0 + smaller(j, used - 1)), c, end, out);
     } else {
 #pragma unroll
       for (int u = 0; u < U; ++u) out[u] = 0;
@@ -106,14 +105,13 @@ struct DecodeBackwardTask {
     for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads) {
       const int64_t i = at / mine.width, c = at % mine.width;
       const bool there = through_context && i < p.Tq && c < p.Dv;
-      mine.grads[at] = there ? A(widen(row_at<T>(g.grad_context, b, i)[c])) : A(0);
+      mine.grads[at] = there ? widen(row_at<T>(g.grad_context, b, i)[c]) : 0.0f;
     }
     for (int64_t at = threadIdx.x; at < QT * g.split; at += kDecodeThreads) {
       const int64_t i = at / g.split, j = at % g.split, row = b * p.Tq + i;
-      A x = 0;
+      float x = 0;
       if (i < p.Tq && j < n)
-        x = A(static_cast<const W*>(g.weights)[row * p.Tk + j0 + j]) *
-            dropout.factor<A>(row, j0 + j);
+        x = static_cast<const float*>(g.weights)[row * p.Tk + j0 + j] * dropout.factor(row, j0 + j);
       mine.weights[at] = x;
       mine.scores[at] = 0;
     }
@@ -126,14 +124,14 @@ struct DecodeBackwardTask {
   __device__ void meet_values() {
     const View out{g.grad_values, p.Tk * p.Dv, p.Dv};
     for (int64_t first = warp * KV; first < n; first += kDecodeWarps * KV) {
-      A weights[QT][KV], dots[KV * QT] = {};
+      float weights[QT][KV], dots[KV * QT] = {};
 #pragma unroll
       for (int q = 0; q < QT; ++q)
 #pragma unroll
         for (int k = 0; k < KV; ++k)
           weights[q][k] = mine.weights[q * g.split + smaller(first + k, n - 1)];
       for (int64_t c = lane * U; c < p.Dv; c += kWarp * U) {
-        A value[KV][U], grad[KV][U] = {};
+        float value[KV][U], grad[KV][U] = {};
 #pragma unroll
         for (int k = 0; k < KV; ++k) {
           load_used<vectors>(p.values, first + k, c, p.Dv, value[k]);
@@ -144,7 +142,7 @@ struct DecodeBackwardTask {
           for (int k = 0; k < KV; ++k)
 #pragma unroll
             for (int u = 0; u < U; ++u) {
-              const A grad_context = mine.grads[q * mine.width + c + u];
+              const float grad_context = mine.grads[q * mine.width + c + u];
               dots[k * QT + q] += grad_context * value[k][u];
               grad[k][u] += weights[q][k] * grad_context;
             }
@@ -152,14 +150,14 @@ struct DecodeBackwardTask {
 #pragma unroll
         for (int k = 0; k < KV; ++k)
           if (first + k < n)
-            store_units<T, A, vectors>(grad[k], row_of<T>(out, j0 + first + k), c, p.Dv);
+            store_units<T, vectors>(grad[k], row_of<T>(out, j0 + first + k), c, p.Dv);
       }
-      const A dot = warp_sums<KV * QT>(dots, lane);
+      const float dot = warp_sums<KV * QT>(dots, lane);
       constexpr int each = kWarp / (KV * QT);
       const int64_t j = first + lane / each / QT, i = lane / each % QT, row = b * p.Tq + i;
       if (lane % each != 0 || i >= p.Tq || j >= n) continue;
-      A x = dot * dropout.factor<A>(row, j0 + j);
-      if (g.grad_weights.data != nullptr) x += A(row_at<W>(g.grad_weights, b, i)[j0 + j]);
+      float x = dot * dropout.factor(row, j0 + j);
+      if (g.grad_weights.data != nullptr) x += row_at<float>(g.grad_weights, b, i)[j0 + j];
       mine.scores[i * g.split + j] = x;
     }
     __syncthreads();
@@ -174,12 +172,12 @@ struct DecodeBackwardTask {
 
   __device__ void meet_softmax() {
     const int64_t row = b * p.Tq + warp, keys = warp < p.Tq ? count(warp) : 0;
-    const W* weights = static_cast<const W*>(g.weights) + row * p.Tk + j0;
-    A* scores = mine.scores + warp * g.split;
-    double total = 0, dot = 0;
+    const float* weights = static_cast<const float*>(g.weights) + row * p.Tk + j0;
+    float* scores = mine.scores + warp * g.split;
+    Sum total, dot;
     for (int64_t j = lane; j < keys; j += kWarp) {
-      total += double(weights[j]);
-      dot += double(weights[j]) * double(scores[j]);
+      total.add(weights[j]);
+      dot.add_product(weights[j], scores[j]);
     }
     total = warp_sum(total);
     dot = warp_sum(dot);
@@ -189,15 +187,16 @@ struct DecodeBackwardTask {
     }
     cluster_barrier();
     if (warp < p.Tq) {
-      total = dot = 0;
+      total = dot = Sum{};
       for (int k = 0; k < g.splits; ++k) {
-        const double* moments = in_block(mine.moments, k) + 2 * warp;
-        total += moments[0];
-        dot += moments[1];
+        const Sum* moments = in_block(mine.moments, k) + 2 * warp;
+        total.add(moments[0]);
+        dot.add(moments[1]);
       }
-      const double mean = dot / total;
+      const Sum mean = dot.over(total);
       for (int64_t j = lane; j < n; j += kWarp)
-        scores[j] = j < keys ? A(double(weights[j]) / total * (double(scores[j]) - mean)) : A(0);
+        scores[j] =
+            j < keys ? weights[j] / total.high * ((scores[j] - mean.high) - mean.low) : 0.0f;
     }
     __syncthreads();
   }
@@ -208,13 +207,13 @@ struct DecodeBackwardTask {
   template <bool vectors>
   __device__ void meet_keys(int64_t c) {
     const View out{g.grad_keys, p.Tk * p.H, p.H};
-    A query[QT][U], w[U], grad_query[QT][U] = {}, grad_w[U] = {};
+    float query[QT][U], w[U], grad_query[QT][U] = {}, grad_w[U] = {};
 #pragma unroll
     for (int q = 0; q < QT; ++q)
-      load_units<T, A, false>(row_at<T>(p.queries, b, smaller(q, p.Tq - 1)), c, p.H, query[q]);
-    load_units<T, A, false>(static_cast<const T*>(p.w), c, p.H, w);
+      load_units<T, false>(row_at<T>(p.queries, b, smaller(q, p.Tq - 1)), c, p.H, query[q]);
+    load_units<T, false>(static_cast<const T*>(p.w), c, p.H, w);
     for (int64_t first = warp * KU; first < n && c < p.H; first += kDecodeWarps * KU) {
-      A key[KU][U];
+      float key[KU][U];
 #pragma unroll
       for (int k = 0; k < KU; ++k) {
         load_used<vectors>(p.keys, first + k, c, p.H, key[k]);
@@ -222,19 +221,19 @@ struct DecodeBackwardTask {
 #pragma unroll
       for (int k = 0; k < KU; ++k) {
         if (first + k >= n) continue;
-        A grad[U] = {};
+        float grad[U] = {};
 #pragma unroll
         for (int q = 0; q < QT; ++q) {
-          const A s = mine.scores[q * g.split + first + k];
+          const float s = mine.scores[q * g.split + first + k];
 #pragma unroll
           for (int u = 0; u < U; u += 4) {
-            A x[4], t[4], slope[4];
+            float x[4], t[4], slope[4];
 #pragma unroll
             for (int y = 0; y < 4; ++y) x[y] = query[q][u + y] + key[k][u + y];
-            four_tanh_of<T, A>(x, t, slope);
+            four_tanh_of<T>(x, t, slope);
 #pragma unroll
             for (int y = 0; y < 4; ++y) {
-              const A su = s * slope[y];
+              const float su = s * slope[y];
               grad_w[u + y] += s * t[y];
               grad_query[q][u + y] += su;
               grad[u + y] += su;
@@ -244,11 +243,11 @@ struct DecodeBackwardTask {
         if (g.grad_keys == nullptr) continue;
 #pragma unroll
         for (int u = 0; u < U; ++u) grad[u] *= w[u];
-        store_units<T, A, vectors>(grad, row_of<T>(out, j0 + first + k), c, p.H);
+        store_units<T, vectors>(grad, row_of<T>(out, j0 + first + k), c, p.H);
       }
     }
     constexpr int columns = kWarp * U;
-    A* part = mine.parts + warp * (QT + 1) * columns + lane * U;
+    float* part = mine.parts + warp * (QT + 1) * columns + lane * U;
 #pragma unroll
     for (int u = 0; u < U; ++u) {
 #pragma unroll
@@ -265,7 +264,7 @@ struct DecodeBackwardTask {
       __syncthreads();
       for (int at = threadIdx.x; at < (QT + 1) * columns; at += kDecodeThreads) {
         const int64_t h = c0 + at % columns;
-        A sum = 0;
+        float sum = 0;
         for (int k = 0; k < kDecodeWarps; ++k) sum += mine.parts[k * (QT + 1) * columns + at];
         if (h < p.H) mine.sums[at / columns * p.H + h] = sum;
       }
@@ -281,22 +280,22 @@ struct DecodeBackwardTask {
       const int64_t i = at / p.H, h = at % p.H;
       const bool is_w = i == QT;
       if (is_w ? g.w_parts == nullptr : i >= p.Tq || g.grad_queries == nullptr) continue;
-      A sum = 0;
+      float sum = 0;
       for (int k = 0; k < g.splits; ++k) sum += in_block(mine.sums, k)[at];
       if (is_w)
-        static_cast<A*>(g.w_parts)[b * p.H + h] = sum;
+        static_cast<float*>(g.w_parts)[b * p.H + h] = sum;
       else
-        narrow(sum * A(widen(static_cast<const T*>(p.w)[h])),
+        narrow(sum * widen(static_cast<const T*>(p.w)[h]),
                static_cast<T*>(g.grad_queries) + (b * p.Tq + i) * p.H + h);
     }
     cluster_barrier();  // no block ends while another reads its shared memory
   }
 };
 
-template <class T, class A, int QT>
-__global__ void __launch_bounds__(kDecodeThreads, QT == 1 && sizeof(A) == 4 ? 2 : 1)
+template <class T, int QT>
+__global__ void __launch_bounds__(kDecodeThreads, QT == 1 ? 2 : 1)
     decode_backward(const DecodeBackward g) {
-  DecodeBackwardTask<T, A, QT> task(g);
+  DecodeBackwardTask<T, QT> task(g);
   const Problem& p = g.p;
   task.load();
   const View grad_values{g.grad_values, p.Tk * p.Dv, p.Dv}, grad_keys{g.grad_keys, p.Tk * p.H, p.H};

@@ -1,9 +1,9 @@
-// The three matrix products around the weights, one per batch row, sums in A:
+// The three matrix products around the weights, one per batch row, sums in fp32:
 //
-//   context       C(i,c) = sum_j dropout(weight)[i,j] value[j,c]       T from A and T
-//   grad_values   C(j,c) = sum_i dropout(weight)[i,j] grad_context[i,c]  T from W and T
+//   context       C(i,c) = sum_j dropout(weight)[i,j] value[j,c]       T from fp32 and T
+//   grad_values   C(j,c) = sum_i dropout(weight)[i,j] grad_context[i,c]  T from fp32 and T
 //   grad_weights  C(i,j) = sum_c grad_context[i,c] value[j,c], dropped out, plus what came through
-//                 the returned weights                                  A from T and T
+//                 the returned weights                                  fp32 from T and T
 //
 // A block is (batch row, 64 x 64 of C), a thread 4 x 4; both factors pass in slices of 16 through
 // shared memory. Sums run over a slice, then over slices.
@@ -17,27 +17,26 @@ enum class Product { context, grad_values, grad_weights };
 
 struct Matmul {
   Problem p;
-  const void* weights = nullptr;  // (B,Tq,Tk), A for context, else W
+  const void* weights = nullptr;  // (B,Tq,Tk) of fp32
   View grad_context;              // (B,Tq,Dv) of T
-  View grad_weights;              // (B,Tq,Tk) of W; data may be null
+  View grad_weights;              // (B,Tq,Tk) of fp32; data may be null
   void* out = nullptr;            // contiguous
 };
 
 constexpr int kProductTile = 64, kProductSlice = 16, kProductThreads = 256;
 constexpr int kProductPitch = kProductTile + 4;
 
-template <class T, class A, Product product>
+template <class T, Product product>
 struct ProductTask {
-  using W = typename WeightOf<T>::type;
   const Matmul& all;
   const Problem& p;
   const Dropout dropout;
-  A *left, *right;  // (slice, pitch)
+  float *left, *right;  // (slice, pitch)
   int64_t* limit;
   int64_t b, m0, n0, M, N, K;
 
   static constexpr int64_t shared_bytes() {
-    return 2 * kProductSlice * kProductPitch * int64_t(sizeof(A)) + kProductTile * 8;
+    return 2 * kProductSlice * kProductPitch * int64_t(sizeof(float)) + kProductTile * 8;
   }
 
   __host__ __device__ static int64_t rows(const Problem& p) {
@@ -52,8 +51,8 @@ struct ProductTask {
 
   __device__ explicit ProductTask(const Matmul& m) : all(m), p(m.p), dropout(m.p) {
     Carver from{shared_memory()};
-    left = from.take<A>(kProductSlice * kProductPitch);
-    right = from.take<A>(kProductSlice * kProductPitch);
+    left = from.take<float>(kProductSlice * kProductPitch);
+    right = from.take<float>(kProductSlice * kProductPitch);
     limit = from.take<int64_t>(kProductTile);
     M = rows(p);
     N = columns(p);
@@ -77,25 +76,22 @@ struct ProductTask {
     return most;
   }
 
-  __device__ A weight(int64_t i, int64_t j) const {
+  __device__ float weight(int64_t i, int64_t j) const {
     const int64_t row = b * p.Tq + i;
-    if constexpr (product == Product::context)
-      return static_cast<const A*>(all.weights)[row * p.Tk + j] * dropout.factor<A>(row, j);
-    else
-      return A(static_cast<const W*>(all.weights)[row * p.Tk + j]) * dropout.factor<A>(row, j);
+    return static_cast<const float*>(all.weights)[row * p.Tk + j] * dropout.factor(row, j);
   }
-  __device__ A left_at(int64_t m, int64_t k) const {
-    if (m >= M || k >= K) return A(0);
+  __device__ float left_at(int64_t m, int64_t k) const {
+    if (m >= M || k >= K) return 0.0f;
     if constexpr (product == Product::context) return weight(m, k);
     if constexpr (product == Product::grad_values) return weight(k, m);
-    return A(widen(row_at<T>(all.grad_context, b, m)[k]));
+    return widen(row_at<T>(all.grad_context, b, m)[k]);
   }
-  __device__ A right_at(int64_t k, int64_t n) const {
-    if (n >= N || k >= K) return A(0);
-    if constexpr (product == Product::context) return A(widen(row_at<T>(p.values, b, k)[n]));
+  __device__ float right_at(int64_t k, int64_t n) const {
+    if (n >= N || k >= K) return 0.0f;
+    if constexpr (product == Product::context) return widen(row_at<T>(p.values, b, k)[n]);
     if constexpr (product == Product::grad_values)
-      return A(widen(row_at<T>(all.grad_context, b, k)[n]));
-    return A(widen(row_at<T>(p.values, b, n)[k]));
+      return widen(row_at<T>(all.grad_context, b, k)[n]);
+    return widen(row_at<T>(p.values, b, n)[k]);
   }
 
   // Neighbouring threads read neighbouring numbers.
@@ -114,13 +110,13 @@ struct ProductTask {
     }
   }
 
-  __device__ void store(int64_t m, int64_t n, A x) const {
+  __device__ void store(int64_t m, int64_t n, float x) const {
     if (m >= M || n >= N) return;
     if constexpr (product == Product::grad_weights) {
       const int64_t row = b * p.Tq + m;
-      x *= dropout.factor<A>(row, n);
-      if (all.grad_weights.data != nullptr) x += A(row_at<W>(all.grad_weights, b, m)[n]);
-      static_cast<A*>(all.out)[row * p.Tk + n] = x;
+      x *= dropout.factor(row, n);
+      if (all.grad_weights.data != nullptr) x += row_at<float>(all.grad_weights, b, m)[n];
+      static_cast<float*>(all.out)[row * p.Tk + n] = x;
     } else {
       narrow(x, static_cast<T*>(all.out) + (b * M + m) * N + n);
     }
@@ -128,12 +124,12 @@ struct ProductTask {
 
   __device__ void run() {
     const int tm = threadIdx.x / 16 * 4, tn = threadIdx.x % 16 * 4;
-    A totals[4][4] = {};
+    float totals[4][4] = {};
     for (int64_t k0 = 0; k0 < K; k0 += kProductSlice) {
       __syncthreads();
       load_slice(k0);
       __syncthreads();
-      A sums[4][4] = {};
+      float sums[4][4] = {};
 #pragma unroll
       for (int k = 0; k < kProductSlice; ++k)
 #pragma unroll
@@ -153,9 +149,9 @@ struct ProductTask {
   }
 };
 
-template <class T, class A, Product product>
+template <class T, Product product>
 __global__ void __launch_bounds__(kProductThreads) weights_product(const Matmul m) {
-  ProductTask<T, A, product>(m).run();
+  ProductTask<T, product>(m).run();
 }
 
 }  // namespace bahdanau_fast::gpu

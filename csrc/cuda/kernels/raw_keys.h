@@ -41,7 +41,7 @@ struct RawShared {
   int64_t bytes, features, pitch;
 
   __host__ __device__ RawShared(char* base, const RawKeys& r) {
-    Carver from{base, DecodeShared<T, float, QT>(nullptr, r.d).bytes};
+    Carver from{base, DecodeShared<T, QT>(nullptr, r.d).bytes};
     features = ceil_div(r.Dk, kRawFeatures) * kRawFeatures;
     pitch = ceil_div(r.Dk, 64) * 64 + 32;  // neighbouring rows are in different banks
     tile = from.take<T>(kRawTile * pitch);
@@ -55,8 +55,8 @@ struct RawShared {
 };
 
 template <class T, int QT>
-struct RawTask : DecodeTask<T, float, QT> {
-  using Base = DecodeTask<T, float, QT>;
+struct RawTask : DecodeTask<T, QT> {
+  using Base = DecodeTask<T, QT>;
   using Base::b;
   using Base::j0;
   using Base::lane;
@@ -142,7 +142,7 @@ struct RawTask : DecodeTask<T, float, QT> {
                                 a[8] + sums[m][n + 1][2 * half],
                                 a[9] + sums[m][n + 1][2 * half + 1]};
             const float weight[4] = {w[0], w[1], w[8], w[9]};
-            sum += sum_of_four_tanh<T, float>(x, weight);
+            sum += sum_of_four_tanh<T>(x, weight);
           }
           sum += __shfl_xor_sync(kAllLanes, sum, 1);
           sum += __shfl_xor_sync(kAllLanes, sum, 2);
@@ -222,10 +222,10 @@ struct RawTask : DecodeTask<T, float, QT> {
 #pragma unroll
     for (int k = 0; k < kRawTile / kWarp; ++k)
       raw.odds[warp * kRawTile + lane + k * kWarp] =
-          first + lane + k * kWarp < keys ? exp_of(scores[k] - best) : 0.0f;
+          first + lane + k * kWarp < keys ? expf(scores[k] - best) : 0.0f;
     if (lane != 0) return;
     raw.best[warp] = best;
-    raw.rescale[warp] = before == best ? 1.0f : exp_of(before - best);
+    raw.rescale[warp] = before == best ? 1.0f : expf(before - best);
   }
 
   __device__ void finish() {

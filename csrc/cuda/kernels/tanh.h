@@ -32,17 +32,14 @@ constexpr float kLargestW = sizeof(T) == 4 ? 4e4f : 1e8f;
 template <class T>
 constexpr float kSmallest = sizeof(T) == 4 ? 0.5f : 0.03f;
 
-template <class T, class A>
+template <class T>
 __device__ __forceinline__ Form choose_form(float queries_max, float keys_max, float w_max) {
-  if (sizeof(A) == 8 || !(w_max <= kLargestW<T>)) return Form::direct;
+  if (!(w_max <= kLargestW<T>)) return Form::direct;
   const float sum = queries_max + keys_max;
   if (sum <= kFactored && sum >= kSmallest<T>) return Form::factored;
   if (sizeof(T) == 2 && queries_max <= kClamped && sum > kFactored) return Form::clamped;
   return Form::direct;
 }
-
-__device__ __forceinline__ float exp_of(float x) { return expf(x); }
-__device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
 // exp(2x) for |x| <= 40 to 0.9 ulp, as 2^n exp(2r) with |r| at most log(2) / 4. ex2 may be off by
 // four times that much, which all scores of the query or the key would have in them.
@@ -79,24 +76,11 @@ __device__ __forceinline__ float tanh_of(float x) {
   const float large = 1.0f - 2.0f * reciprocal(1.0f + exp2_approx(2.0f * kLog2e * size));
   return size <= 0.6f ? x + x * s * p : x < 0.0f ? -large : large;
 }
-__device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
-
-// 1 - tanh^2, or 0 where it is a rounding error: in fp64, with tanh one step from 1, it is 2^-52
-// where the true value may be far smaller. The limit is higher if the result is rounded to fp32.
-template <class T>
-__device__ __forceinline__ float slope_of(float t) {
-  return 1.0f - t * t;
-}
-template <class T>
-__device__ __forceinline__ double slope_of(double t) {
-  const double u = 1.0 - t * t;
-  return u < (sizeof(T) == 8 ? 3e-16 : 1e-13) ? 0.0 : u;
-}
 
 // The sum of w tanh(x) over four x. For 16 bits d = 2^-29 (1 + E), which is at most 1/3: numerators
 // then stay below the largest |w|, however large, and products of four d above 2^-117.
-template <class T, class A>
-__device__ __forceinline__ A sum_of_four_tanh(const A* x, const A* w) {
+template <class T>
+__device__ __forceinline__ float sum_of_four_tanh(const float* x, const float* w) {
   if constexpr (sizeof(T) == 2) {
     float d[4];
 #pragma unroll
@@ -116,8 +100,8 @@ __device__ __forceinline__ A sum_of_four_tanh(const A* x, const A* w) {
 // with x clamped to 10.75, products of four d stay below e^86. tanh has an absolute error
 // of 1.2e-7, below 0.03 a relative one of 2e-7; the slope a relative one of 1e-6, or it is 0 where
 // tanh is 1 in fp32 (see four_tanh).
-template <class T, class A>
-__device__ __forceinline__ void four_tanh_of(const A* x, A* t, A* slope) {
+template <class T>
+__device__ __forceinline__ void four_tanh_of(const float* x, float* t, float* slope) {
   if constexpr (sizeof(T) == 2) {
     float e[4], d[4];
 #pragma unroll
@@ -138,7 +122,7 @@ __device__ __forceinline__ void four_tanh_of(const A* x, A* t, A* slope) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       t[k] = tanh_of(x[k]);
-      slope[k] = slope_of<T>(t[k]);
+      slope[k] = 1.0f - t[k] * t[k];
     }
   }
 }
@@ -166,33 +150,32 @@ __device__ __forceinline__ float score_of_fractions(float fractions, float sum_w
 
 // tanh and its slope of one query and four keys. The slope 4 E / (1 + E)^2 is accurate where
 // 1 - tanh^2 cancels; below 2e-9, where tanh is 1 in fp32, it is set to 0, as 1 - tanh^2 would be.
-template <class T, class A>
-__device__ __forceinline__ void four_tanh(A query, const A* key, Form form, A* t, A* slope) {
-  if constexpr (sizeof(A) == 4) {
-    if (form != Form::direct) {
-      float e[4], d[4];
+template <class T>
+__device__ __forceinline__ void four_tanh(float query, const float* key, Form form, float* t,
+                                          float* slope) {
+  if (form != Form::direct) {
+    float e[4], d[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        e[k] = query * key[k];
-        if (sizeof(T) == 2) e[k] = at_most(e[k], 2147483648.0f);
-        d[k] = e[k] + 1.0f;
-      }
-      const float d01 = d[0] * d[1], d23 = d[2] * d[3], inverse = reciprocal(d01 * d23);
-      const float inverse01 = inverse * d23, inverse23 = inverse * d01;
-      const float r[4] = {inverse01 * d[1], inverse01 * d[0], inverse23 * d[3], inverse23 * d[2]};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        t[k] = sizeof(T) == 4 ? (e[k] - 1.0f) * r[k] : 1.0f - 2.0f * r[k];
-        const float u = 4.0f * r[k] * (e[k] * r[k]);
-        slope[k] = u < 2e-9f ? 0.0f : u;
-      }
-      return;
+    for (int k = 0; k < 4; ++k) {
+      e[k] = query * key[k];
+      if (sizeof(T) == 2) e[k] = at_most(e[k], 2147483648.0f);
+      d[k] = e[k] + 1.0f;
     }
+    const float d01 = d[0] * d[1], d23 = d[2] * d[3], inverse = reciprocal(d01 * d23);
+    const float inverse01 = inverse * d23, inverse23 = inverse * d01;
+    const float r[4] = {inverse01 * d[1], inverse01 * d[0], inverse23 * d[3], inverse23 * d[2]};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      t[k] = sizeof(T) == 4 ? (e[k] - 1.0f) * r[k] : 1.0f - 2.0f * r[k];
+      const float u = 4.0f * r[k] * (e[k] * r[k]);
+      slope[k] = u < 2e-9f ? 0.0f : u;
+    }
+    return;
   }
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     t[k] = tanh_of(query + key[k]);
-    slope[k] = slope_of<T>(t[k]);
+    slope[k] = 1.0f - t[k] * t[k];
   }
 }
 

@@ -1,6 +1,6 @@
 // The interface between op/ and the kernels. No torch, no CUDA in here.
 //
-// T is the storage type of the tensors, A the sum type, W the type of the attention weights.
+// T is the storage type of the tensors. Sums, and the attention weights, are fp32.
 #pragma once
 
 #include "common/problem.h"
@@ -19,6 +19,8 @@ struct Lens {
 struct Problem : Operands {
   Lens lens;
   const int64_t* seed = nullptr;  // one number on the device; null: no dropout
+  uint64_t threshold = 0;         // dropout_threshold() and dropout_scale() of dropout_p
+  float scale = 1.0f;
 };
 
 // The GPU, as far as a launch depends on it.
@@ -42,7 +44,7 @@ struct Forward {
   const void* bias = nullptr;
   int64_t Dk = 0;
   void* context = nullptr;  // (B,Tq,Dv) of T, contiguous
-  void* weights = nullptr;  // (B,Tq,Tk) of W, contiguous; null: not wanted
+  void* weights = nullptr;  // (B,Tq,Tk) of fp32, contiguous; null: not wanted
 };
 
 // grad_w is (H) of T here.
@@ -67,7 +69,7 @@ struct Kernels {
   const char* (*why_not)();
 };
 
-// One table per Kind, each compiled in a file of its own.
-extern const Kernels kernels_f32, kernels_f64, kernels_bf16, kernels_f16, kernels_f32_in_f64;
+// One table per storage type, each compiled in a file of its own.
+extern const Kernels kernels_f32, kernels_bf16, kernels_f16;
 
 }  // namespace bahdanau_fast::gpu

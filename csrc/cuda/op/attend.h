@@ -15,16 +15,13 @@ namespace bahdanau_fast::gpu {
 // A cluster shares W_q from so many bytes on; below, each of its blocks reads all of it.
 constexpr int64_t kSharedWeight = 16 * 1024;
 
-template <class T, class A>
+template <class T>
 struct Attend {
-  using W = typename WeightOf<T>::type;
-  static constexpr bool scores_are_weights = sizeof(A) == sizeof(W);
-
   // ---- forward ----
 
   static int64_t decode_shared(const DecodeForward& d) {
-    return d.p.Tq == 1 ? DecodeShared<T, A, 1>(nullptr, d).bytes
-                       : DecodeShared<T, A, 4>(nullptr, d).bytes;
+    return d.p.Tq == 1 ? DecodeShared<T, 1>(nullptr, d).bytes
+                       : DecodeShared<T, 4>(nullptr, d).bytes;
   }
 
   static int64_t raw_shared(const RawKeys& r) {
@@ -49,7 +46,7 @@ struct Attend {
     const bool raw = f.w_k != nullptr;
     if (p.Tq > (raw ? kRawQueries : kDecodeQueries) || (raw && sizeof(T) != 2)) return false;
     const int64_t smallest = raw ? kRawTile : 32;
-    const int64_t room = 32 * 1024 / (p.Tq * int64_t(sizeof(A)));
+    const int64_t room = 32 * 1024 / (p.Tq * int64_t(sizeof(float)));
     // Two blocks on each multiprocessor, none that is alone with a part of a pass.
     int64_t splits = smaller(128, device.multiprocessors * int64_t(2) / p.B);
     splits = larger(1, smaller(splits, p.Tk / smallest));
@@ -74,20 +71,18 @@ struct Attend {
     const Problem& p = f.p;
     const int64_t parts = p.B * p.Tq * d->splits;
     d->arrived = device.counters != nullptr ? device.counters : from.take<unsigned>(p.B);
-    d->maxima = from.take<A>(parts);
-    d->sums = from.take<A>(parts);
-    d->contexts = from.take<A>(parts * p.Dv);
-    d->scores = f.weights;
-    if (f.weights != nullptr && !scores_are_weights) d->scores = from.take<A>(p.B * p.Tq * p.Tk);
+    d->maxima = from.take<float>(parts);
+    d->sums = from.take<float>(parts);
+    d->contexts = from.take<float>(parts * p.Dv);
     return from.used;
   }
 
   // Blocks of the largest cluster that every kernel launched in clusters can have.
   static int clusters() {
-    int least = smaller(largest_cluster(decode_forward<T, A, 1>, kDecodeThreads),
-                        largest_cluster(decode_forward<T, A, 4>, kDecodeThreads));
-    least = smaller(least, largest_cluster(decode_backward<T, A, 1>, kDecodeThreads));
-    least = smaller(least, largest_cluster(decode_backward<T, A, 4>, kDecodeThreads));
+    int least = smaller(largest_cluster(decode_forward<T, 1>, kDecodeThreads),
+                        largest_cluster(decode_forward<T, 4>, kDecodeThreads));
+    least = smaller(least, largest_cluster(decode_backward<T, 1>, kDecodeThreads));
+    least = smaller(least, largest_cluster(decode_backward<T, 4>, kDecodeThreads));
     if constexpr (sizeof(T) == 2) {
       least = smaller(least, largest_cluster(raw_keys_forward<T, 1>, kDecodeThreads));
       least = smaller(least, largest_cluster(raw_keys_forward<T, 4>, kDecodeThreads));
@@ -95,7 +90,7 @@ struct Attend {
     return least;
   }
 
-  static const char* problem() { return why_not(decode_forward<T, A, 1>); }
+  static const char* problem() { return why_not(decode_forward<T, 1>); }
 
   static bool is_one_launch(const Forward& f, const Device& device) {
     DecodeForward d;
@@ -110,8 +105,7 @@ struct Attend {
   static int64_t forward_workspace(const Forward& f, const Device& device) {
     DecodeForward d;
     if (plan_decode(f, device, &d)) return lay_out(&d, f, device, nullptr);
-    const bool own = f.weights == nullptr || !scores_are_weights;
-    return own ? f.p.B * f.p.Tq * f.p.Tk * int64_t(sizeof(A)) : 0;
+    return f.weights == nullptr ? f.p.B * f.p.Tq * f.p.Tk * int64_t(sizeof(float)) : 0;
   }
 
   static void forward(const Forward& f, const Device& device, void* workspace) {
@@ -139,29 +133,28 @@ struct Attend {
     const Launch at{"decode_forward",  blocks,        kDecodeThreads,
                     decode_shared(*d), device.stream, d->cluster};
     if (f.p.Tq == 1)
-      launch(decode_forward<T, A, 1>, at, *d);
+      launch(decode_forward<T, 1>, at, *d);
     else
-      launch(decode_forward<T, A, 4>, at, *d);
+      launch(decode_forward<T, 4>, at, *d);
   }
 
   static void many_queries(const Forward& f, const Device& device, void* workspace) {
     const Problem& p = f.p;
-    const bool own = f.weights == nullptr || !scores_are_weights;
-    void* scores = own ? workspace : f.weights;
+    void* scores = f.weights == nullptr ? workspace : f.weights;
     const int64_t tiles = p.B * ceil_div(p.Tq, kTile) * ceil_div(p.Tk, kTile);
-    launch(tile_scores<T, A>,
-           {"tile_scores", tiles, kTileThreads, ScoresShared<A>(nullptr).bytes, device.stream},
+    launch(tile_scores<T>,
+           {"tile_scores", tiles, kTileThreads, ScoresShared(nullptr).bytes, device.stream},
            Scores{p, scores});
     const int64_t scratch = kRowThreads / kWarp * 16;
-    launch(row_softmax<A, W>, {"row_softmax", p.B * p.Tq, kRowThreads, scratch, device.stream},
-           Softmax{p, scores, own ? f.weights : nullptr});
+    launch(row_softmax<T>, {"row_softmax", p.B * p.Tq, kRowThreads, scratch, device.stream},
+           Softmax{p, scores});
     product<Product::context>({p, scores, {}, {}, f.context}, device);
   }
 
   template <Product which>
   static void product(const Matmul& m, const Device& device) {
-    using Task = ProductTask<T, A, which>;
-    launch(weights_product<T, A, which>,
+    using Task = ProductTask<T, which>;
+    launch(weights_product<T, which>,
            {"weights_product", Task::blocks(m.p), kProductThreads, Task::shared_bytes(),
             device.stream},
            m);
@@ -170,17 +163,17 @@ struct Attend {
   // ---- backward ----
 
   struct BackwardSpace {
-    A *grad_scores, *queries_parts, *w_parts;
+    float *grad_scores, *queries_parts, *w_parts;
     int64_t bytes;
 
     BackwardSpace(const Backward& g, char* base) {
       const Problem& p = g.p;
       Carver from{base};
       const int64_t chunks = grad_chunks(p.Tk);
-      grad_scores = from.take<A>(p.B * p.Tq * p.Tk);
+      grad_scores = from.take<float>(p.B * p.Tq * p.Tk);
       const bool some = g.grad_queries != nullptr, some_w = g.grad_w != nullptr;
-      queries_parts = some ? from.take<A>(chunks * p.B * p.Tq * p.H) : nullptr;
-      w_parts = some_w ? from.take<A>(chunks * p.B * p.H) : nullptr;
+      queries_parts = some ? from.take<float>(chunks * p.B * p.Tq * p.H) : nullptr;
+      w_parts = some_w ? from.take<float>(chunks * p.B * p.H) : nullptr;
       bytes = from.used;
     }
   };
@@ -188,13 +181,13 @@ struct Attend {
   static int64_t backward_workspace(const Backward& g, const Device& device) {
     DecodeBackward d;
     if (plan_decode_backward(g, device, &d))
-      return g.grad_w != nullptr ? g.p.B * g.p.H * int64_t(sizeof(A)) : 0;
+      return g.grad_w != nullptr ? g.p.B * g.p.H * int64_t(sizeof(float)) : 0;
     return BackwardSpace(g, nullptr).bytes;
   }
 
   static int64_t decode_backward_shared(const DecodeBackward& d) {
-    return d.p.Tq == 1 ? DecodeBackwardShared<T, A, 1>(nullptr, d.p, d.split).bytes
-                       : DecodeBackwardShared<T, A, 4>(nullptr, d.p, d.split).bytes;
+    return d.p.Tq == 1 ? DecodeBackwardShared<T, 1>(nullptr, d.p, d.split).bytes
+                       : DecodeBackwardShared<T, 4>(nullptr, d.p, d.split).bytes;
   }
 
   // Aims at two blocks for each multiprocessor, within the size of a cluster and with at least 32
@@ -222,9 +215,9 @@ struct Attend {
     const Launch at{"decode_backward",          p.B * d->splits, kDecodeThreads,
                     decode_backward_shared(*d), device.stream,   int(d->splits)};
     if (p.Tq == 1)
-      launch(decode_backward<T, A, 1>, at, *d);
+      launch(decode_backward<T, 1>, at, *d);
     else
-      launch(decode_backward<T, A, 4>, at, *d);
+      launch(decode_backward<T, 4>, at, *d);
     if (g.grad_w != nullptr) sum(SumParts{workspace, p.B, p.H, g.grad_w}, device);
   }
 
@@ -236,7 +229,7 @@ struct Attend {
         g.grad_queries != nullptr || g.grad_keys != nullptr || g.grad_w != nullptr;
     if (!decode_scores(g, space, device)) many_scores(g, space, device, through_tanh);
     if (!through_tanh) return;
-    launch(softmax_grad<A, W>,
+    launch(softmax_grad<T>,
            {"softmax_grad", g.p.B * g.p.Tq, kGradRowThreads, kGradRowThreads / kWarp * 16,
             device.stream},
            SoftmaxGrad{g.p, g.weights, space.grad_scores});
@@ -252,9 +245,9 @@ struct Attend {
     const int64_t even = ceil_div(p.B * p.Tk, larger(1, device.multiprocessors * int64_t(4)));
     d.split = smaller(p.Tk, larger(kDecodeWarps, smaller(even, 256)));
     d.splits = ceil_div(p.Tk, d.split);
-    const int64_t shared = DecodeGradShared<T, A>(nullptr, p, d.split).bytes;
+    const int64_t shared = DecodeGradShared<T>(nullptr, p, d.split).bytes;
     if (shared > kSharedLimit) return false;
-    launch(decode_grad_weights<T, A>,
+    launch(decode_grad_weights<T>,
            {"decode_grad_weights", p.B * d.splits, kDecodeThreads, shared, device.stream}, d);
     return true;
   }
@@ -274,11 +267,11 @@ struct Attend {
     const GradTanh t{p, across, space.grad_scores, g.grad_keys, space.queries_parts, space.w_parts};
     Launch at{"grad_tanh", p.B * chunks * slices, kGradThreads, 0, device.stream};
     if (p.Tq == 1) {
-      at.shared = GradTanhShared<A, 1>(nullptr).bytes;
-      launch(grad_tanh<T, A, 1>, at, t);
+      at.shared = GradTanhShared<1>(nullptr).bytes;
+      launch(grad_tanh<T, 1>, at, t);
     } else {
-      at.shared = GradTanhShared<A, 4>(nullptr).bytes;
-      launch(grad_tanh<T, A, 4>, at, t);
+      at.shared = GradTanhShared<4>(nullptr).bytes;
+      launch(grad_tanh<T, 4>, at, t);
     }
     if (g.grad_queries != nullptr)
       sum(SumParts{space.queries_parts, chunks, p.B * p.Tq * p.H, g.grad_queries}, device);
@@ -286,16 +279,16 @@ struct Attend {
   }
 
   static void sum(const SumParts& s, const Device& device) {
-    launch(sum_parts<T, A>,
+    launch(sum_parts<T>,
            {"sum_parts", ceil_div(s.size, kWarp), kGradThreads,
-            kGradThreads * int64_t(sizeof(double)), device.stream},
+            kGradThreads * int64_t(sizeof(float)), device.stream},
            s);
   }
 };
 
-template <class T, class A>
+template <class T>
 constexpr Kernels kernels_of() {
-  using All = Attend<T, A>;
+  using All = Attend<T>;
   return {All::is_one_launch,      All::counters, All::forward_workspace, All::forward,
           All::backward_workspace, All::backward, All::clusters,          All::problem};
 }

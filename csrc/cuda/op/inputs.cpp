@@ -7,6 +7,8 @@
 #include <atomic>
 #include <string>
 
+#include "common/philox.h"
+
 namespace bahdanau_fast::gpu {
 namespace {
 
@@ -55,9 +57,7 @@ int largest_cluster(int device, Kind kind) {
 }  // namespace
 
 const Kernels& kernels(Kind kind) {
-  static const Kernels* const all[kKinds] = {&kernels_f32, &kernels_f64, &kernels_bf16,
-                                             &kernels_f16, &kernels_f32_in_f64};
-  return *all[static_cast<int>(kind)];
+  return kind == Kind::f32 ? kernels_f32 : kind == Kind::bf16 ? kernels_bf16 : kernels_f16;
 }
 
 Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
@@ -70,8 +70,10 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, 
   Problem& p = problem;
   kind = read_sizes(queries, keys, values, w_v, dropout_p, projections.has_value(), raw_keys, here,
                     &p);
-  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H, kMaxFp64GpuElements);
+  STD_TORCH_CHECK(kind != Kind::f64, "CUDA kernels take float32, bfloat16 or float16");
   if (dropout_p > 0.0) p.seed = seed_data(seed, here);
+  p.threshold = dropout_threshold(dropout_p);
+  p.scale = float(dropout_scale(dropout_p));
   if (valid_lens.has_value()) set_lens(*valid_lens);
   if (p.empty()) return;
   const torch::stable::accelerator::DeviceGuard guard(device);

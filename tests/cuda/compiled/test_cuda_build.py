@@ -95,6 +95,27 @@ def machine_code():
     return code
 
 
+FP64 = r"\bD(?:ADD|FMA|MMA|MNMX|MUL|SETP)\b|\b[A-Z][A-Z0-9_.]*(?:\.F64|64H)\b"
+
+
+def test_what_computes_in_fp64_is_known():
+    for opcode in ("DADD", "DSETP.GT.AND", "F2F.F32.F64", "I2F.F64.S64", "MUFU.RCP64H"):
+        assert re.search(FP64, f"/*0010*/ {opcode} R2, R4 ;"), opcode
+    for opcode in ("LDG.E.64", "FADD", "I2F.S64", "F2I.S64.TRUNC", "IMAD.WIDE.U32"):
+        assert not re.search(FP64, f"/*0010*/ {opcode} R2, R4 ;"), opcode
+
+
+@built
+def test_nothing_is_computed_in_fp64():
+    """A gaming GPU does one operation in fp64 in the time of 64 in fp32."""
+    for kind in cuda_budgets.KINDS:
+        for arch in {kernel.arch for kernel in cuda_budgets.kernels()}:
+            code = cuda_budgets.sass(kind, arch)
+            found = {name for name, text in code.items() if re.search(FP64, text)}
+            assert code or cuda_budgets.tool("nvdisasm") is None
+            assert found == set()
+
+
 def code_of(machine_code, name):
     (found,) = [text for entry, text in machine_code.items() if name in entry]
     return found
@@ -102,12 +123,12 @@ def code_of(machine_code, name):
 
 @built
 def test_streams_are_read_16_bytes_at_a_time(machine_code):
-    for name in ("14decode_forwardINS_4bf16EfLi1E", "14decode_forwardINS_4bf16EfLi4E"):
+    for name in ("14decode_forwardINS_4bf16ELi1E", "14decode_forwardINS_4bf16ELi4E"):
         assert len(re.findall(r"LDG\.E\.128", code_of(machine_code, name))) >= 4
     raw = code_of(machine_code, "16raw_keys_forwardINS_4bf16ELi1E")
     assert len(re.findall(r"LDG\.E\.128", raw)) >= 4
     assert "LDG.E.128" in code_of(machine_code, "decode_grad_weights")
-    backward = code_of(machine_code, "15decode_backwardINS_4bf16EfLi1E")
+    backward = code_of(machine_code, "15decode_backwardINS_4bf16ELi1E")
     assert len(re.findall(r"LDG\.E\.128", backward)) >= 7  # four values, three keys in flight
     assert len(re.findall(r"STG\.E\.128", backward)) >= 7
 

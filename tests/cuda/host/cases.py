@@ -16,15 +16,13 @@ __all__ = ["DTYPES", "ROWS", "STEPS", "Step", "measured", "on"]
 
 DTYPES = {
     "fp32": torch.float32,
-    "fp64": torch.float64,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
 
 SPLIT = CONTRACT["split keys"]
 # Rows of the contract that differ in what these kernels see, with a number of multiprocessors; how
-# keys are cut for other numbers; and what only fp32 of so many elements has: its own kernels for
-# few queries.
+# keys are cut for other numbers; and steps of many elements.
 ROWS = {
     **{row: (case, 4) for row, case in CONTRACT.items() if not row.startswith("all in one")},
     "split keys, 1 processor": (SPLIT, 1),
@@ -63,8 +61,6 @@ STEPS = {
     "queries projected, beams": Step(Tq=6, Dq=7),
     "a cluster shares W_q": Step(B=3, H=259, Tk=40, Dv=9),
     "a cluster of several rows": Step(B=9, H=150, Dq=61, Tk=40, Dv=9),
-    "fp32 in one launch": Step(B=4, H=512, Tk=300, Dv=64, multiprocessors=16),
-    "fp32 beams in one launch": Step(B=2, Tq=4, H=512, Tk=300, Dv=8, multiprocessors=16),
     "keys projected": Step(Tk=150, Dk=64, H=300, lens=(150, 70), multiprocessors=1),
     "keys projected, cut": Step(Tk=150, Dk=104, H=32, lens=(150, 70)),
     "keys of many features": Step(Tk=150, Dk=256, H=64, Dv=32, lens=(150, 70)),

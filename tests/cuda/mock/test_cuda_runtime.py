@@ -153,7 +153,12 @@ def test_clusters_are_those_of_the_kernels_of_a_dtype(gpu):
     """Kernels of another dtype may take more registers."""
     assert launches(attend(gpu, batch=1)[1])[0]["cluster"] == 8
     gpu.set_gpu(largest_cluster=2)
-    assert launches(attend(gpu, batch=1, dtype=torch.float64)[1])[0]["cluster"] == 2
+    assert launches(attend(gpu, batch=1, dtype=torch.float32)[1])[0]["cluster"] == 2
+
+
+def test_no_kernel_takes_float64(gpu):
+    with pytest.raises(RuntimeError, match="CUDA kernels take float32, bfloat16 or float16"):
+        attend(gpu, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +183,7 @@ SHAPES = (*LIST, *STEPS_ON_MEMORY)
 GPUS = {"108": (108, 1), "128": (128, 1), "132": (132, 8), "148": (148, 8)}
 DTYPES = (torch.float32, torch.bfloat16)
 # Bytes of the struct Problem, and where the numbers (splits, split) of a kernel's argument are.
-PROBLEM = 168
+PROBLEM = 184
 SPLITS = {
     "decode_forward": PROBLEM + 24,
     "raw_keys_forward": PROBLEM + 24,

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from calls import kind_of
+from calls import KINDS
 from driven import CudaPtx
 from machine import build
 from machine.launch import Report
@@ -117,7 +117,7 @@ class Counted(CudaPtx):
         w_v = draw(1, p.hidden, scale=p.hidden**-0.5)
         lens = None if p.lens is None else torch.tensor(p.lens)
         self.found.clear()
-        self.begin(gpu.multiprocessors, queries, keys, w_v)
+        self.begin(gpu.multiprocessors, p.dtype)
         inputs = queries, keys, values, w_v, lens
         if backward:
             weights = torch.empty((p.batch, p.queries, p.keys))
@@ -218,7 +218,7 @@ def launches(problem: Problem, gpu: Gpu, backward: bool = False) -> list[Launch]
     What was counted is kept in ``build/`` for the same code.
     """
     p = problem
-    kind = kind_of(p.dtype, p.batch * p.queries * p.keys * p.hidden)
+    kind = KINDS[p.dtype]
     made = build.core(), build.ptx_file(kind, gpu.ptx), library()
     here = Path(__file__).parent
     code = *(path.name for path in made), *((here / n).read_text() for n in SOURCES)
