@@ -12,7 +12,7 @@ from parity import OUTPUTS, Case, errors, long_double, measure, shares
 
 from bahdanau_fast import reference
 
-__all__ = ["DTYPES", "ROWS", "STEPS", "Step", "measured", "on"]
+__all__ = ["DTYPES", "ROWS", "STEPS", "Step", "few_queries", "measured", "on"]
 
 DTYPES = {
     "fp32": torch.float32,
@@ -94,9 +94,17 @@ def on(kernels, multiprocessors=4):
     return function
 
 
+def few_queries(case, most):
+    """The same case with at most so many queries."""
+    if case.Tq <= most:
+        return case
+    length = case.lens if case.lens is None or case.lens.dim() == 1 else case.lens[:, :most]
+    return dataclasses.replace(case, Tq=most, lens=length)
+
+
 def _row(kernels, name, dtype):
     sizes, multiprocessors = ROWS[name]
-    case = Case(**{**LARGE, **sizes})
+    case = few_queries(Case(**{**LARGE, **sizes}), kernels.most_queries)
     shares = measure(case, DTYPES[dtype], on(kernels, multiprocessors))
     return max(shares.values(), default=0.0)
 
