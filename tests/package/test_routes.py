@@ -171,7 +171,9 @@ def test_what_is_no_step_is_for_triton(changes):
     if facts.traced:  # its sizes are not known
         assert route(facts._replace(asked="cuda"), of_gpu).backend == "cuda"
         return
-    with pytest.raises(ValueError, match="backend must serve more than steps of at most 16 queries"):
+    with pytest.raises(
+        ValueError, match="backend must serve more than steps of at most 16 queries"
+    ):
         route(facts._replace(asked="cuda"), of_gpu)
 
 

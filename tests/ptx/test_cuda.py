@@ -21,7 +21,8 @@ pytestmark = [needs_compiler, needs_nvcc]
 FEW = (
     "lens per query", "decoder step", "fp32 in small", "large step, 16 beams",
     "long step of few units", "split keys, lens inside a chunk", "keys projected, cut",
-    "keys are values, beams", "a cluster shares W_q",
+    "keys are values, beams", "a cluster shares W_q", "whole vectors", "whole vectors, beams",
+    "decoder step, whole vectors", "long step, whole vectors",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 import torch
 from built import needs_compiler
-from cases import DTYPES, ROWS, STEPS, few_queries, measured, on
+from cases import DTYPES, ROWS, STEPS, measured, on
 from contract import LARGE, lens
 from drawing import cases, drawn
 from hypothesis import given, settings
@@ -80,7 +80,7 @@ def test_the_largest_w_v(kernels, queries, size):
 @given(data=st.data())
 def test_drawn_cases(kernels, dtype, data):
     dtype = DTYPES[dtype]
-    case = few_queries(data.draw(cases(dtype)), kernels.most_queries)
+    case = data.draw(cases(dtype)).of_at_most(kernels.most_queries)
     check(case, dtype, on(kernels))
 
 
