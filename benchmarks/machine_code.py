@@ -41,8 +41,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Name of the function, with its template number if it has one, and if it is the plain one
-        of two, for rows of any alignment."""
+        """Name of the function and its template number; "plain", for rows of any alignment."""
         found = re.search(r"3gpu(\d+)(\w+)", self.entry)
         if found is None:
             return self.entry

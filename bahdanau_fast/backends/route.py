@@ -216,8 +216,7 @@ def choose_backend(
 ) -> tuple[str, str]:
     """The backend that serves a call, and why; arguments as in :class:`Facts`.
 
-    Args:
-        step: CUDA C++ serves such sizes.
+    With ``step``, CUDA C++ serves such sizes.
 
     Raises:
         ValueError: as :func:`route`.
