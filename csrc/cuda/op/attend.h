@@ -180,7 +180,8 @@ struct Attend {
     d->grad_keys = g.grad_keys;
     d->grad_values = g.grad_values;
     d->w_parts = g.w_parts;
-    if (p.B * splits < device.multiprocessors && d->split > 512) return false;
+    const int64_t longest = device.cluster > 1 ? 512 : 128;
+    if (p.B * splits < device.multiprocessors && d->split > longest) return false;
     return decode_backward_shared(*d) <= kSharedLimit;
   }
 
