@@ -19,7 +19,6 @@ from bahdanau_fast.ops.operator import Results, Way, number_of
 from bahdanau_fast.ops.projection import linear
 from bahdanau_fast.ops.sharding import register_for
 from bahdanau_fast.ops.whole import additive_attention, attend_step
-from bahdanau_fast.reference import TANH
 
 __all__ = ["attend", "project", "scores"]
 
@@ -95,7 +94,7 @@ def _in_front(route: Route, call: Call) -> Call:
             projected = projected._replace(shared=None)
     # Autocast gives projections its dtype, and a memory may be made outside of it.
     dtype, inside, located = keys.dtype, call.inside, call.located
-    if inside is not TANH:
+    if inside.features is not None:
         features, w_f = (_to(x, dtype) for x in inside[:2])
         inside = inside._replace(features=features, w_f=w_f)
     if located is not None:

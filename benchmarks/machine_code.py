@@ -41,13 +41,14 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Name of the function, with its template number if it has one."""
+        """Name of the function and its template number; "plain", for rows of any alignment."""
         found = re.search(r"3gpu(\d+)(\w+)", self.entry)
         if found is None:
             return self.entry
         size = int(found[1])
         number = re.search(r"L(?:i|NS\w*?E)(\d+)E", found[2][size:])
-        return found[2][:size] + (f" {number[1]}" if number else "")
+        plain = " plain" if "ELb0EE" in self.entry else ""
+        return found[2][:size] + (f" {number[1]}" if number else "") + plain
 
 
 _REPORT = re.compile(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from bahdanau_fast import backends
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
 from ..contestants.baselines import MASKED
 from ..contestants.baselines import compiled as torch_compiled
@@ -91,7 +92,12 @@ _SMALL = [*product(SMALL, DTYPES)]
 
 def _cases(ways: Any, where: torch.device) -> Iterator[GpuCase]:
     for ((shape, task, train), dtype), backend in product(ways, _backends(where)):
-        yield GpuCase(backend, shape, task, dtype, train)
+        if _serves(backend, shape):
+            yield GpuCase(backend, shape, task, dtype, train)
+
+
+def _serves(backend: str, shape: Shape) -> bool:
+    return backend != "cuda" or shape.queries <= GPU_STEP_QUERIES
 
 
 def smoke(device: str) -> list[Row]:
@@ -122,7 +128,12 @@ def time(device: str) -> list[Row]:
         GpuCase("", WIDE, "full"),
         GpuCase("", PARALLEL[-1], "projected", "float32", True),
     ]
-    cases = [replace(case, backend=name) for case in wanted for name in _backends(where)]
+    cases = [
+        replace(case, backend=name)
+        for case in wanted
+        for name in _backends(where)
+        if _serves(name, case.shape)
+    ]
     timed = [
         Row(str(c), ROW_SECONDS, partial(figures.times, c, figures.subject(c), where))
         for c in cases
@@ -263,6 +274,8 @@ def _contract(device: str, backend: str, name: str, dtype: torch.dtype) -> dict[
     parity, contract = map(_support, ("parity", "contract"))
     parity.DEVICE = device
     case = parity.Case(**{**contract.LARGE, **contract.CONTRACT[name]})
+    if backend == "cuda":
+        case = case.of_at_most(GPU_STEP_QUERIES)
     with figures.unwritten_is_nan():
         shares = parity.check(case, dtype, partial(parity.fused, backend=backend))
     where = max(shares, key=shares.get)

@@ -19,6 +19,7 @@ constexpr int64_t keys_within(X length, int64_t Tk) {
     return keys < Tk ? keys : Tk;
   }
 }
+static_assert(keys_within(uint64_t{1} << 63, 7) == 7 && keys_within(~0u, 7) == 7);
 
 // The same of the bits of a double, by integers alone: GPUs have little fp64.
 constexpr int64_t keys_within_bits(uint64_t length, int64_t Tk) {

@@ -12,6 +12,7 @@ import bahdanau_fast as bf
 from bahdanau_fast import backends, limits
 from bahdanau_fast.backends.route import (
     GPU_OWN_QUERIES,
+    GPU_STEP_HIDDEN,
     GPU_STEP_QUERIES,
     Facts,
     route,
@@ -32,6 +33,7 @@ def test_numbers_that_stand_in_two_languages():
     header = (Path(__file__).parents[2] / "csrc/common/limits.h").read_text()
     numbers = {
         "kDecodeQueries": GPU_STEP_QUERIES,
+        "kDecodeHidden": GPU_STEP_HIDDEN,
         "kRawQueries": GPU_OWN_QUERIES,
     }
     for name, ours in numbers.items():
@@ -154,6 +156,25 @@ TRITON = {"there": ("triton", "reference")}
 def test_routes_of_gpus(family, changes, form):
     facts = GPU_STEP._replace(**changes)
     assert route(facts, limits.GPU_FAMILIES[family]).form == form
+
+
+@pytest.mark.parametrize("changes", [{"queries_len": 17}, {"hidden": 2049}, {"traced": True}])
+def test_what_is_no_step_is_for_triton(changes):
+    facts, of_gpu = GPU_STEP._replace(**changes), limits.GPU_FAMILIES["sm_90"]
+    why = "CUDA C++ has steps of at most 16 queries and 2048 hidden units alone"
+    assert route(GPU_STEP, of_gpu).backend == "cuda"
+    found = route(facts, of_gpu)
+    assert (found.backend, found.reason.startswith(f"triton: {why};")) == ("triton", True)
+    found = route(facts._replace(there=("cuda", "reference")), of_gpu)
+    assert (found.backend, found.form) == ("reference", "reference")
+    assert found.reason.startswith(f"reference: {why}, and Triton is not there")
+    if facts.traced:  # its sizes are not known
+        assert route(facts._replace(asked="cuda"), of_gpu).backend == "cuda"
+        return
+    with pytest.raises(
+        ValueError, match="backend must serve more than steps of at most 16 queries"
+    ):
+        route(facts._replace(asked="cuda"), of_gpu)
 
 
 UNSERVED = {"general": "scores, features and activations other than tanh", "masked": "masks"}

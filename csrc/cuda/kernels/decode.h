@@ -7,10 +7,11 @@
 //   weights (B,Tq,Tk): fp32; or queries (B,Tq,Dq) and W_q (H,Dq), projected in the same launch
 //
 // A block is (batch row, split of its keys). Its warps take keys in turn; lanes hold neighbouring
-// hidden units, then neighbouring columns of the values, 16 bytes at a time. Reads the keys and
-// values of the split once for up to four queries, (H + Dv) numbers for each key; further queries
-// read them from the caches. Splits compute sums relative to their own maximum; the last block of a
-// batch row to finish combines them, in the order of the splits.
+// hidden units, then neighbouring columns of the values, 16 bytes at a time (`vectors`), or number
+// by number where rows are not aligned so: a plain kernel, which projects nothing. Reads the keys
+// and values of the split once for up to four queries, (H + Dv) numbers for each key; further
+// queries read them from the caches. Splits compute sums relative to their own maximum; the last
+// block of a batch row to finish combines them, in the order of the splits.
 #pragma once
 
 #include "decode_plan.h"
@@ -18,7 +19,7 @@
 
 namespace bahdanau_fast::gpu {
 
-template <class T, int QT>
+template <class T, int QT, bool vectors>
 struct DecodeTask {
   static constexpr int U = kVector<T>;
   static constexpr int KU = QT == 1 ? 4 : sizeof(T) == 2 ? 2 : 1;  // keys of a warp at a time
@@ -51,7 +52,6 @@ struct DecodeTask {
 
   // W_q q of queries [i0, i0 + QT) into shared memory; a warp computes one hidden unit at a time.
   // Each block reads all of W_q, all but the first from the caches.
-  template <bool vectors>
   __device__ void project_queries(int64_t i0) {
     const T* rows[QT];  // past the last query, the last
 #pragma unroll
@@ -60,10 +60,10 @@ struct DecodeTask {
       float sums[QT] = {};
       for (int64_t c = lane * U; c < d.Dq; c += kWarp * U) {
         float weight[U], query[U];
-        load_units<T, vectors>(static_cast<const T*>(d.w_q) + h * d.Dq, c, d.Dq, weight);
+        load_units<T, true>(static_cast<const T*>(d.w_q) + h * d.Dq, c, d.Dq, weight);
 #pragma unroll
         for (int q = 0; q < QT; ++q) {
-          load_units<T, vectors>(rows[q], c, d.Dq, query);
+          load_units<T, true>(rows[q], c, d.Dq, query);
 #pragma unroll
           for (int k = 0; k < U; ++k) sums[q] += weight[k] * query[k];
         }
@@ -78,7 +78,6 @@ struct DecodeTask {
   // The same, together with the other blocks of the cluster: each computes a share of the hidden
   // units, two at a time in a warp, for the queries of all blocks, and writes them to the shared
   // memory of those. So W_q is read once for each cluster.
-  template <bool vectors>
   __device__ void project_for_cluster(int64_t i0) {
     constexpr int units = 2, most = 8;  // blocks of a cluster
     constexpr int each = kWarp / (most * units);
@@ -100,11 +99,11 @@ struct DecodeTask {
           float weight[units][U];
 #pragma unroll
           for (int x = 0; x < units; ++x)
-            load_units<T, vectors>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
+            load_units<T, true>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
 #pragma unroll
           for (int m = 0; m < most; ++m) {
             float query[U];
-            load_units<T, vectors>(first + offsets[m], c, d.Dq, query);
+            load_units<T, true>(first + offsets[m], c, d.Dq, query);
 #pragma unroll
             for (int x = 0; x < units; ++x)
 #pragma unroll
@@ -122,11 +121,7 @@ struct DecodeTask {
   }
 
   __device__ void project(int64_t i0) {
-    const bool vectors = in_vectors<T>({d.w_q, 0, d.Dq}, d.Dq) && in_vectors<T>(p.queries, d.Dq);
-    if (cluster_size() > 1)
-      vectors ? project_for_cluster<true>(i0) : project_for_cluster<false>(i0);
-    else
-      vectors ? project_queries<true>(i0) : project_queries<false>(i0);
+    cluster_size() > 1 ? project_for_cluster(i0) : project_queries(i0);
   }
 
   // True in a block past the last, which only completes a cluster, after its share of the
@@ -137,10 +132,10 @@ struct DecodeTask {
     return true;
   }
 
-  // Queries [i0, i0 + QT), or in the clamped form their exponentials, and w into shared memory.
-  template <bool exponentials>
-  __device__ Form load_queries(int64_t i0) {
-    if (d.w_q != nullptr) project(i0);
+  // Queries [i0, i0 + QT) and w into shared memory. True if the queries are exponentials there.
+  __device__ bool load_queries(int64_t i0, bool may_exponentiate = true) {
+    if constexpr (vectors)
+      if (d.w_q != nullptr) project(i0);
     float largest = 0, largest_w = 0;
     for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads) {
       const int64_t i = i0 + at / mine.width, h = at % mine.width;
@@ -155,23 +150,24 @@ struct DecodeTask {
       mine.w[h] = x;
       largest_w = fabs(x) > largest_w || x != x ? fabs(x) : largest_w;
     }
-    Form form = Form::direct;
-    if constexpr (QT > 1 && sizeof(T) == 2 && exponentials) {
-      largest = block_max(largest, mine.scratch);
-      largest_w = block_max(largest_w, mine.scratch);
-      if (largest <= kClamped && largest_w <= kLargestW<T>) form = Form::clamped;
-      if (form == Form::clamped)
-        for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads)
-          mine.queries[at] = exp_of_two<T>(mine.queries[at]);
+    bool exponentials = false;
+    if constexpr (QT > 1 && sizeof(T) == 2) {
+      if (may_exponentiate) {
+        largest = block_max(largest, mine.scratch);
+        largest_w = block_max(largest_w, mine.scratch);
+        exponentials = largest <= kClamped && largest_w <= kLargestW;
+      }
+      for (int64_t at = threadIdx.x; exponentials && at < QT * mine.width; at += kDecodeThreads)
+        mine.queries[at] = exp_of_two(mine.queries[at]);
     }
     __syncthreads();
-    return form;
+    return exponentials;
   }
 
-  template <Form form, bool vectors>
+  template <bool exponentials>
   __device__ __forceinline__ void score_keys(int64_t i0, int64_t keys) {
     float sum_w = 0;
-    if (form != Form::direct)
+    if (exponentials)
       for (int64_t h = lane * U; h < p.H; h += kWarp * U)
 #pragma unroll
         for (int k = 0; k < U; ++k) sum_w += mine.w[h + k];
@@ -189,26 +185,8 @@ struct DecodeTask {
 #pragma unroll
         for (int k = 0; k < KU; ++k)
 #pragma unroll
-          for (int u = 0; u < U; u += 4) {
-            if constexpr (form != Form::direct) {
-              float e[4];
-#pragma unroll
-              for (int x = 0; x < 4; ++x) e[x] = exp_of_key<T>(key[k][u + x], form);
-#pragma unroll
-              for (int q = 0; q < QT; ++q)
-                sums[k * QT + q] -= 2.0f * sum_of_four_fractions<T, form>(
-                                               mine.queries + q * mine.width + h + u, e, w + u);
-            } else {
-#pragma unroll
-              for (int q = 0; q < QT; ++q) {
-                float x[4];
-#pragma unroll
-                for (int y = 0; y < 4; ++y)
-                  x[y] = mine.queries[q * mine.width + h + u + y] + key[k][u + y];
-                sums[k * QT + q] += sum_of_four_tanh<T>(x, w + u);
-              }
-            }
-          }
+          for (int u = 0; u < U; u += 4)
+            add_four<exponentials>(h + u, key[k] + u, w + u, sums + k * QT);
       }
       const float sum = warp_sums<KU * QT>(sums, lane);
       constexpr int each = kWarp / (KU * QT);
@@ -217,25 +195,39 @@ struct DecodeTask {
     }
   }
 
-  template <bool vectors>
-  __device__ __forceinline__ void score_keys(int64_t i0, int64_t keys, Form form) {
-    if constexpr (QT > 1 && sizeof(T) == 2) {
-      if (form == Form::clamped) return score_keys<Form::clamped, vectors>(i0, keys);
+  // What four hidden units of a key add to its scores.
+  template <bool exponentials>
+  __device__ __forceinline__ void add_four(int64_t h, const float* key, const float* w,
+                                           float* sums) {
+    float e[4];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) e[x] = exponentials ? exp_of_key(key[x]) : key[x];
+#pragma unroll
+    for (int q = 0; q < QT; ++q) {
+      const float* query = mine.queries + q * mine.width + h;
+      if constexpr (exponentials) {
+        sums[q] -= 2.0f * sum_of_four_fractions(query, e, w);
+      } else {
+        const float x[4] = {query[0] + e[0], query[1] + e[1], query[2] + e[2], query[3] + e[3]};
+        sums[q] += sum_of_four_tanh<T>(x, w);
+      }
     }
-    score_keys<Form::direct, vectors>(i0, keys);
   }
 
   __device__ void score() {
     for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) {
       __syncthreads();
-      const Form form = load_queries<true>(i0);
+      const bool exponentials = load_queries(i0);
       int64_t keys = 0;
       for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i)
         if (!uniform(i)) keys = larger(keys, count(i));
-      if (in_vectors<T>(p.keys, p.H))
-        score_keys<true>(i0, keys, form);
-      else
-        score_keys<false>(i0, keys, form);
+      if constexpr (QT > 1 && sizeof(T) == 2) {
+        if (exponentials) {
+          score_keys<true>(i0, keys);
+          continue;
+        }
+      }
+      score_keys<false>(i0, keys);
     }
     __syncthreads();
   }
@@ -276,7 +268,6 @@ struct DecodeTask {
     __syncthreads();
   }
 
-  template <bool vectors>
   __device__ void weigh_values() {
     constexpr int columns = kWarp * U;
     for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) {
@@ -328,10 +319,7 @@ struct DecodeTask {
   // From the scores to the results of the block.
   __device__ void finish() {
     softmax();
-    if (in_vectors<T>(p.values, p.Dv))
-      weigh_values<true>();
-    else
-      weigh_values<false>();
+    weigh_values();
     join();
   }
 
@@ -384,16 +372,28 @@ struct DecodeTask {
       if (d.weights == nullptr) continue;
       const int64_t valid = key_count(p, b, i), keys = valid == 0 ? p.Tk : valid;
       float* weights = static_cast<float*>(d.weights) + row * p.Tk;
-      for (int64_t j = threadIdx.x; j < p.Tk; j += kDecodeThreads)
-        weights[j] = j < keys ? expf(weights[j] - best) / total : 0.0f;
+      constexpr int W = 8;  // loads in flight
+      for (int64_t first = threadIdx.x; first < p.Tk; first += W * kDecodeThreads) {
+        float score[W];
+#pragma unroll
+        for (int k = 0; k < W; ++k) {
+          const int64_t j = first + k * kDecodeThreads;
+          score[k] = j < keys ? weights[j] : 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < W; ++k) {
+          const int64_t j = first + k * kDecodeThreads;
+          if (j < p.Tk) weights[j] = j < keys ? expf(score[k] - best) / total : 0.0f;
+        }
+      }
     }
   }
 };
 
-template <class T, int QT>
+template <class T, int QT, bool vectors>
 __global__ void __launch_bounds__(kDecodeThreads, QT == 1 && sizeof(T) == 2 ? 2 : 1)
     decode_forward(const DecodeForward d) {
-  DecodeTask<T, QT> task(d);
+  DecodeTask<T, QT, vectors> task(d);
   if (task.helped()) return;
   task.count_keys();
   task.score();

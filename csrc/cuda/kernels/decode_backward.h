@@ -18,8 +18,7 @@
 // Without clusters, a block takes the whole row.
 #pragma once
 
-#include "grad_scores.h"
-#include "tanh.h"
+#include "backward_keys.h"
 
 namespace bahdanau_fast::gpu {
 
@@ -58,45 +57,32 @@ struct DecodeBackwardShared {
   }
 };
 
-template <class T, int QT>
-struct DecodeBackwardTask {
-  static constexpr int U = kVector<T>;
-  // Values and keys of a warp at a time, as registers allow.
-  static constexpr int KV = QT == 1 ? 4 : 2, KU = QT == 1 ? 3 : 2;
+template <class T, int QT, bool vectors>
+struct DecodeBackwardTask : KeysTask<T, QT, vectors> {
+  using Base = KeysTask<T, QT, vectors>;
+  using Base::b;
+  using Base::columns;
+  using Base::count;
+  using Base::j0;
+  using Base::lane;
+  using Base::n;
+  using Base::p;
+  using Base::U;
+  using Base::warp;
+  static constexpr int KV = QT == 1 ? 4 : 2;  // values of a warp at a time, as registers allow
   const DecodeBackward& g;
-  const Problem& p;
   const DecodeBackwardShared<T, QT> mine;
   const Dropout dropout;
-  int64_t b, j0, n, used = 0;  // keys and values from `used` on may be anything
-  int lane, warp, rank;
+  const int rank;
 
   __device__ explicit DecodeBackwardTask(const DecodeBackward& all)
-      : g(all), p(all.p), mine(shared_memory(), all.p, all.split), dropout(all.p) {
-    lane = threadIdx.x % kWarp;
-    warp = threadIdx.x / kWarp;
-    rank = int(blockIdx.x % g.splits);
-    b = blockIdx.x / g.splits;
-    j0 = rank * g.split;
-    n = larger(0, smaller(g.split, p.Tk - j0));
-    for (int64_t i = 0; i < p.Tq; ++i) used = larger(used, count(i));
-  }
-
-  // How many of the block's keys query i has.
-  __device__ int64_t count(int64_t i) const {
-    return larger(0, smaller(n, key_count(p, b, i) - j0));
-  }
-
-  // Part of row j of the keys or values. From `used` on it is the last used row instead, whose
-  // result is multiplied by zero.
-  template <bool vectors>
-  __device__ __forceinline__ void load_used(const View& view, int64_t j, int64_t c, int64_t end,
-                                            float* out) const {
-    if (used > 0) {
-      load_units<T, vectors>(row_at<T>(view, b, j0 + smaller(j, used - 1)), c, end, out);
-    } else {
-#pragma unroll
-      for (int u = 0; u < U; ++u) out[u] = 0;
-    }
+      : Base(all.p, all.grad_keys, all.splits, all.split),
+        g(all),
+        mine(shared_memory(), p, all.split),
+        dropout(p),
+        rank(int(blockIdx.x % all.splits)) {
+    this->scores = mine.scores;
+    this->parts = mine.parts;
   }
 
   // Gradients and weights are zero past the last query.
@@ -120,7 +106,6 @@ struct DecodeBackwardTask {
 
   // ---- values: gradients of weights and values ----
 
-  template <bool vectors>
   __device__ void meet_values() {
     const View out{g.grad_values, p.Tk * p.Dv, p.Dv};
     for (int64_t first = warp * KV; first < n; first += kDecodeWarps * KV) {
@@ -133,9 +118,7 @@ struct DecodeBackwardTask {
       for (int64_t c = lane * U; c < p.Dv; c += kWarp * U) {
         float value[KV][U], grad[KV][U] = {};
 #pragma unroll
-        for (int k = 0; k < KV; ++k) {
-          load_used<vectors>(p.values, first + k, c, p.Dv, value[k]);
-        }
+        for (int k = 0; k < KV; ++k) this->load_used(p.values, first + k, c, p.Dv, value[k]);
 #pragma unroll
         for (int q = 0; q < QT; ++q)
 #pragma unroll
@@ -150,7 +133,7 @@ struct DecodeBackwardTask {
 #pragma unroll
         for (int k = 0; k < KV; ++k)
           if (first + k < n)
-            store_units<T, vectors>(grad[k], row_of<T>(out, j0 + first + k), c, p.Dv);
+            store_units<T, vectors>(grad[k], this->row_of(out, j0 + first + k), c, p.Dv);
       }
       const float dot = warp_sums<KV * QT>(dots, lane);
       constexpr int each = kWarp / (KV * QT);
@@ -163,12 +146,7 @@ struct DecodeBackwardTask {
     __syncthreads();
   }
 
-  template <class X>
-  __device__ X* row_of(const View& out, int64_t j) const {
-    return const_cast<X*>(row_at<X>(out, b, j));
-  }
-
-  // ---- softmax, as in softmax_grad: a warp per query ----
+  // ---- softmax, as in grad_rows: a warp per query ----
 
   __device__ void meet_softmax() {
     const int64_t row = b * p.Tq + warp, keys = warp < p.Tq ? count(warp) : 0;
@@ -203,70 +181,13 @@ struct DecodeBackwardTask {
 
   // ---- keys: gradients of queries, keys and w ----
 
-  // Hidden units [c, c + U), the lane's, for the keys of the warp.
-  template <bool vectors>
-  __device__ void meet_keys(int64_t c) {
-    const View out{g.grad_keys, p.Tk * p.H, p.H};
-    float query[QT][U], w[U], grad_query[QT][U] = {}, grad_w[U] = {};
-#pragma unroll
-    for (int q = 0; q < QT; ++q)
-      load_units<T, false>(row_at<T>(p.queries, b, smaller(q, p.Tq - 1)), c, p.H, query[q]);
-    load_units<T, false>(static_cast<const T*>(p.w), c, p.H, w);
-    for (int64_t first = warp * KU; first < n && c < p.H; first += kDecodeWarps * KU) {
-      float key[KU][U];
-#pragma unroll
-      for (int k = 0; k < KU; ++k) {
-        load_used<vectors>(p.keys, first + k, c, p.H, key[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < KU; ++k) {
-        if (first + k >= n) continue;
-        float grad[U] = {};
-#pragma unroll
-        for (int q = 0; q < QT; ++q) {
-          const float s = mine.scores[q * g.split + first + k];
-#pragma unroll
-          for (int u = 0; u < U; u += 4) {
-            float x[4], t[4], slope[4];
-#pragma unroll
-            for (int y = 0; y < 4; ++y) x[y] = query[q][u + y] + key[k][u + y];
-            four_tanh_of<T>(x, t, slope);
-#pragma unroll
-            for (int y = 0; y < 4; ++y) {
-              const float su = s * slope[y];
-              grad_w[u + y] += s * t[y];
-              grad_query[q][u + y] += su;
-              grad[u + y] += su;
-            }
-          }
-        }
-        if (g.grad_keys == nullptr) continue;
-#pragma unroll
-        for (int u = 0; u < U; ++u) grad[u] *= w[u];
-        store_units<T, vectors>(grad, row_of<T>(out, j0 + first + k), c, p.H);
-      }
-    }
-    constexpr int columns = kWarp * U;
-    float* part = mine.parts + warp * (QT + 1) * columns + lane * U;
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-#pragma unroll
-      for (int q = 0; q < QT; ++q) part[q * columns + u] = grad_query[q][u];
-      part[QT * columns + u] = grad_w[u];
-    }
-  }
-
-  template <bool vectors>
-  __device__ void meet_keys() {
-    constexpr int columns = kWarp * U;
+  __device__ void meet_all_keys() {
     for (int64_t c0 = 0; c0 < p.H; c0 += columns) {
-      meet_keys<vectors>(c0 + lane * U);
+      this->meet_keys(0, c0);
       __syncthreads();
       for (int at = threadIdx.x; at < (QT + 1) * columns; at += kDecodeThreads) {
         const int64_t h = c0 + at % columns;
-        float sum = 0;
-        for (int k = 0; k < kDecodeWarps; ++k) sum += mine.parts[k * (QT + 1) * columns + at];
-        if (h < p.H) mine.sums[at / columns * p.H + h] = sum;
+        if (h < p.H) mine.sums[at / columns * p.H + h] = this->sum_of_parts(at);
       }
       __syncthreads();
     }
@@ -292,23 +213,15 @@ struct DecodeBackwardTask {
   }
 };
 
-template <class T, int QT>
+template <class T, int QT, bool vectors>
 __global__ void __launch_bounds__(kDecodeThreads, QT == 1 ? 2 : 1)
     decode_backward(const DecodeBackward g) {
-  DecodeBackwardTask<T, QT> task(g);
-  const Problem& p = g.p;
+  DecodeBackwardTask<T, QT, vectors> task(g);
   task.load();
-  const View grad_values{g.grad_values, p.Tk * p.Dv, p.Dv}, grad_keys{g.grad_keys, p.Tk * p.H, p.H};
-  if (in_vectors<T>(p.values, p.Dv) && in_vectors<T>(grad_values, p.Dv))
-    task.template meet_values<true>();
-  else
-    task.template meet_values<false>();
+  task.meet_values();
   if (g.grad_queries == nullptr && g.grad_keys == nullptr && g.w_parts == nullptr) return;
   task.meet_softmax();
-  if (in_vectors<T>(p.keys, p.H) && in_vectors<T>(grad_keys, p.H))
-    task.template meet_keys<true>();
-  else
-    task.template meet_keys<false>();
+  task.meet_all_keys();
   task.finish();
 }
 

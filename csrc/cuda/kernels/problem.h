@@ -78,12 +78,12 @@ constexpr int kVector = 16 / int(sizeof(T));
 
 // True if every row of `columns` of a view consists of aligned pieces of 16 bytes.
 template <class T>
-__device__ inline bool in_vectors(const View& view, int64_t columns) {
+inline bool in_vectors(const View& view, int64_t columns) {
   return (reinterpret_cast<uint64_t>(view.data) & 15) == 0 && view.batch_stride % kVector<T> == 0 &&
          view.row_stride % kVector<T> == 0 && columns % kVector<T> == 0;
 }
 
-// row[h..h+kVector) in fp32, zero from `end` on; `vectors` only if in_vectors().
+// row[h..h+kVector) in fp32, zero from `end` on; `vectors` only if in_vectors() was true.
 template <class T, bool vectors>
 __device__ __forceinline__ void load_units(const T* row, int64_t h, int64_t end, float* out) {
   if constexpr (vectors) {

@@ -47,24 +47,34 @@ struct Forward {
   void* weights = nullptr;  // (B,Tq,Tk) of fp32, contiguous; null: not wanted
 };
 
-// grad_w is (H) of T here.
+// Of w there are parts, which torch adds up.
 struct Backward : Gradients {
   Problem p;
+  void* w_parts = nullptr;  // (max(1, splits), B, H) of fp32; null: not wanted
+  // In several launches:
+  const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value; null: zero
+  void* grad_scores = nullptr;     // (B,Tq,Tk) of fp32; null: not wanted
+  void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout; null: not wanted
+  void* queries_parts = nullptr;   // (splits,B,Tq,H) of fp32; null: not wanted
 };
 
 // The launches of one kind. The workspace may hold anything before, and can be reused afterwards.
-// B, Tq and Tk must be at least one.
+// B, Tq and Tk must be at least one, and serves() true.
 struct Kernels {
-  // True if forward is one launch. Only then can it project queries and keys.
-  bool (*is_one_launch)(const Forward&, const Device&);
+  bool (*serves)(const Problem&);
+  // Whether forward can project what is not projected yet.
+  bool (*projects)(const Forward&, const Device&);
   // How many of the device's counters forward uses. Without them it needs a second launch, which
   // sets counters in the workspace to zero.
   int64_t (*counters)(const Forward&, const Device&);
   int64_t (*forward_workspace)(const Forward&, const Device&);
   void (*forward)(const Forward&, const Device&, void* workspace);
-  int64_t (*backward_workspace)(const Backward&, const Device&);
-  void (*backward)(const Backward&, const Device&, void* workspace);
-  int (*largest_cluster)();  // on the current GPU
+  // Parts of the keys of a row that backward takes in several launches; 0: one launch does it all.
+  int64_t (*backward_splits)(const Backward&, const Device&);
+  void (*backward)(const Backward&, const Device&);   // in one launch
+  void (*grad_rows)(const Backward&, const Device&);  // else: to scores,
+  void (*grad_keys)(const Backward&, const Device&);  // and from there
+  int (*largest_cluster)();                           // on the current GPU
   // What keeps them from running on the current GPU; null if nothing does.
   const char* (*why_not)();
 };

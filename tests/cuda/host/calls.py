@@ -1,7 +1,11 @@
 """Calls of attention by kernels that run without a GPU: on the host, or as machine code."""
 
+import math
+
 import entry_points
 import torch
+
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
 __all__ = ["KINDS", "Calls", "CudaCalls"]
 
@@ -21,9 +25,10 @@ class Calls:
     Attributes:
         kind: of the numbers of the call that runs.
         multiprocessors: of the GPU that it is cut for.
+        most_queries: of a call.
     """
 
-    kind, multiprocessors = None, 4
+    kind, multiprocessors, most_queries = None, 4, math.inf
 
     def begin(self, multiprocessors, dtype):
         """A call begins."""
@@ -37,6 +42,8 @@ class Calls:
 
 class CudaCalls(Calls):
     """The same of csrc/cuda, whose operators are run by ``operator(name, *arguments)``."""
+
+    most_queries = GPU_STEP_QUERIES
 
     def forward(self, need_weights, *inputs):
         return entry_points.attend(self.operator, *inputs, need_weights=need_weights)

@@ -6,6 +6,7 @@ have nearly one size.
 
 from dataclasses import dataclass
 
+import parity
 import torch
 from parity import Case
 
@@ -56,3 +57,8 @@ def of_saturated(case, dtype):
     """
     of_score = torch.finfo(dtype).eps / 2 * float(case.draw(dtype)["w_v"].abs().sum())
     return dict.fromkeys(("context", "weights", "d values"), of_score)
+
+
+def check(case, dtype, function=parity.fused):
+    """Assert the parity rule, in fp64 as :func:`of_saturated` says."""
+    parity.check(case, dtype, function, of_saturated(case, dtype) if dtype == torch.float64 else {})
