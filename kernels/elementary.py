@@ -152,23 +152,25 @@ def two_direct_slopes(a0, a1, c0, c1, PRECISE: tl.constexpr, NATIVE: tl.constexp
 def kept_keys(lens, offset, Tk, real=None):
     """Number of valid keys for a length, 0 to Tk; Tk without lengths."""
     if lens is None:
-        return Tk + (offset * 0).to(tl.int32)
-    length = tl.load(lens + offset, mask=real)
-    if length.dtype.is_floating():
-        length = tl.ceil(length.to(tl.float64))
-        bounded = tl.where(length > 0, tl.minimum(length, Tk * 1.0), 0.0)  # NaN: no key
-        return bounded.to(tl.int32)
-    wide = length.to(tl.int64)
-    return tl.where(wide > 0, tl.minimum(wide, Tk), 0).to(tl.int32)
+        kept = Tk + (offset * 0).to(tl.int32)
+    else:
+        length = tl.load(lens + offset, mask=real)
+        if length.dtype.is_floating():
+            length = tl.ceil(length.to(tl.float64))
+            kept = tl.where(length > 0, tl.minimum(length, Tk * 1.0), 0.0)  # NaN: no key
+        else:
+            length = length.to(tl.int64)
+            kept = tl.where(length > 0, tl.minimum(length, Tk), 0)
+    return kept.to(tl.int32)
 
 
 @triton.jit
 def seen_keys(mask, rows, keys, mask_key, there):
     """Of the pairs of queries and keys that are ``there``, those that a mask shows; else all."""
-    if mask is None:
-        return there
-    at = mask + rows[:, None] + keys.to(tl.int64)[None, :] * mask_key
-    return there & (tl.load(at, mask=there, other=0) != 0)
+    if mask is not None:
+        at = mask + rows[:, None] + keys.to(tl.int64)[None, :] * mask_key
+        there &= tl.load(at, mask=there, other=0) != 0
+    return there
 
 
 @triton.jit

@@ -45,7 +45,6 @@ def softmax_kernel(
     seed,
     threshold,
     scale_bits,
-    WEIGHTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -86,7 +85,7 @@ def softmax_kernel(
         j = k0 + tl.arange(0, BLOCK_K)
         s = masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K)
         p = tl.exp(s - most[:, None]) * inverse[:, None]
-        if WEIGHTS:
+        if weights is not None:
             if d0 == 0:
                 here = real[:, None] & (j < Tk)[None, :]
                 tl.store(weights + row[:, None] * Tk + j[None, :], p, mask=here)
@@ -101,7 +100,7 @@ def softmax_kernel(
         sums += product(p, v, PRECISION)
     out = context + row[:, None] * Dv + d[None, :]
     tl.store(out, sums, mask=real[:, None] & (d < Dv)[None, :])
-    if WEIGHTS:
+    if weights is not None:
         if d0 == 0:
             for k0 in range(tl.cdiv(longest, BLOCK_K) * BLOCK_K, Tk, BLOCK_K):
                 j = k0 + tl.arange(0, BLOCK_K)
@@ -110,9 +109,7 @@ def softmax_kernel(
 
 
 @triton.jit
-def masked_scores(
-    scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K: tl.constexpr
-):
+def masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K: tl.constexpr):
     """(rows,BLOCK_K) scores: -inf where a row does not look, zero in a row without valid keys."""
     j = k0 + tl.arange(0, BLOCK_K)
     within, empty = j[None, :] < end[:, None], (kept == 0)[:, None]
@@ -121,9 +118,7 @@ def masked_scores(
     return tl.where(seen | (within & empty), s, float("-inf"))
 
 
-@triton.jit(
-    do_not_specialize=["rows", "Tk", "lens_batch", "lens_row", "mask_batch", "mask_row"]
-)
+@triton.jit(do_not_specialize=["rows", "Tk", "lens_batch", "lens_row", "mask_batch", "mask_row"])
 def lengths_kernel(
     out,
     rows,

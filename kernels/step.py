@@ -103,8 +103,8 @@ def step_kernel(
     seen_rows = b * mask_batch + i.to(tl.int64) * mask_row
     end = kept
     if mask is not None:
-        within = tl.minimum(kept, stop)
-        end = last_seen(mask, seen_rows, mask_key, first, within, 1024 // BLOCK_Q)
+        end = tl.minimum(kept, stop)
+        end = last_seen(mask, seen_rows, mask_key, first, end, 1024 // BLOCK_Q)
         if tl.min(tl.where(real, end, 1), axis=0) == 0:  # there may be some in other splits
             kept = last_seen(mask, seen_rows, mask_key, 0, kept, 1024 // BLOCK_Q)
     # A row without valid keys is uniform over all keys: every score is zero.
@@ -178,7 +178,7 @@ def step_kernel(
             part = product(p, v, PRECISION)
         acc = acc * decay[:, None] + part
     if scores is not None:
-        for k0 in range(first + tl.cdiv(tl.maximum(last - first, 0), BLOCK_K) * BLOCK_K, stop, BLOCK_K):
+        for k0 in range(tl.maximum(first, tl.cdiv(last, BLOCK_K) * BLOCK_K), stop, BLOCK_K):
             j = k0 + tl.arange(0, BLOCK_K)
             here = real[:, None] & (j < Tk)[None, :]
             tl.store(scores + row[:, None] * Tk + j[None, :], float("-inf"), mask=here)
