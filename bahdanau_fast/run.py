@@ -52,7 +52,8 @@ def scores(call: Call, clip: float | None = None) -> Tensor:
     call = _in_front(route, call)
     queries, keys, w_v = call.queries, call.keys, call.w_v
     if route.operator:
-        found = attend_scores.overload(queries, keys, w_v, *_inside(call))
+        number = number_of(route.backend, route.traced)
+        found = attend_scores.overload(queries, keys, w_v, *_inside(call), number)
     else:
         found = reference.projected_scores(queries, keys, w_v, call.inside)
     found = reference.clipped(found, clip).to(queries.dtype)
@@ -181,6 +182,8 @@ def _by_attend(route: Route, call: Call) -> Results:
     inputs: tuple[Any, ...] = call[:4]
     lens, mask, located = call.valid_lens, call.mask, call.located
     features, w_f, *inside = _inside(call)
+    if located is not None and route.backend != "cpu":  # no kernel convolves there
+        features, located = convolved(*located), None
     numbers = [call.dropout_p, *inside]
     inputs += (features, w_f) if located is None else (*located, w_f)
     recorded = route.records and checks.needs_gradient(*inputs)

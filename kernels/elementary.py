@@ -21,6 +21,8 @@ TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 LARGEST = tl.constexpr(31.0)
 # |c| up to which 1 + tanh(a) tanh(c) is at least 0.24, whatever a is.
 SMALL = tl.constexpr(1.0)
+# Activations, by their places in bahdanau_fast.checks.
+TANH, RELU = tl.constexpr(0), tl.constexpr(1)
 # |a| + |c| up to which exp(2 a) exp(2 c) keeps to them: x log(2) / 2.
 NEAR_FOUR, NEAR_TWO = tl.constexpr(10.7), tl.constexpr(21.4)
 
@@ -124,19 +126,38 @@ def tanh_precise(z):
 
 
 @triton.jit
-def two_direct(a0, a1, c0, c1, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
-    """tanh(a0 + c0) and tanh(a1 + c1), for any magnitudes."""
-    if PRECISE:
-        return tanh_precise(a0 + c0), tanh_precise(a1 + c1)
-    x0 = 1.0 + held(c0 * TWO_LOG2_E + a0 * TWO_LOG2_E)
-    x1 = 1.0 + held(c1 * TWO_LOG2_E + a1 * TWO_LOG2_E)
-    return two_tanh(x0, x1, NATIVE)
+def rectified(z, slope, ACTIVATION: tl.constexpr):
+    """ReLU of z, or leaky ReLU; NaN of NaN."""
+    return tl.where(z <= 0.0, 0.0 if ACTIVATION == RELU else slope * z, z)
 
 
 @triton.jit
-def two_direct_slopes(a0, a1, c0, c1, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
-    """Tanh of a0 + c0 and of a1 + c1, and the slopes, for any magnitudes."""
-    if PRECISE:
+def two_direct(
+    a0, a1, c0, c1, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr
+):
+    """The activation of a0 + c0 and of a1 + c1, for any magnitudes."""
+    if ACTIVATION != TANH:
+        t0, t1 = rectified(a0 + c0, slope, ACTIVATION), rectified(a1 + c1, slope, ACTIVATION)
+    elif PRECISE:
+        t0, t1 = tanh_precise(a0 + c0), tanh_precise(a1 + c1)
+    else:
+        x0 = 1.0 + held(c0 * TWO_LOG2_E + a0 * TWO_LOG2_E)
+        x1 = 1.0 + held(c1 * TWO_LOG2_E + a1 * TWO_LOG2_E)
+        t0, t1 = two_tanh(x0, x1, NATIVE)
+    return t0, t1
+
+
+@triton.jit
+def two_direct_slopes(
+    a0, a1, c0, c1, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr
+):
+    """The activation of a0 + c0 and of a1 + c1, and the slopes, for any magnitudes."""
+    if ACTIVATION != TANH:
+        z0, z1 = a0 + c0, a1 + c1
+        t0, t1 = rectified(z0, slope, ACTIVATION), rectified(z1, slope, ACTIVATION)
+        below = 0.0 if ACTIVATION == RELU else slope
+        s0, s1 = tl.where(z0 > 0.0, 1.0, below), tl.where(z1 > 0.0, 1.0, below)
+    elif PRECISE:
         t0, t1 = tanh_precise(a0 + c0), tanh_precise(a1 + c1)
         s0, s1 = 1.0 - t0 * t0, 1.0 - t1 * t1
     else:

@@ -1,4 +1,4 @@
-"""Gradients through tanh: a tile of rows stays in registers in a loop over the others.
+"""Gradients through the activation: a tile of rows stays in registers in a loop over the others.
 
 The score is symmetric in queries and keys, so one kernel computes both gradients: its rows are the
 keys and the others the queries, or the reverse. Few queries need no second pass: the pass over the
@@ -40,14 +40,15 @@ def grad_tanh_kernel(
     g_row,
     g_other,
     kept_batch,
-    FACTORED: tl.constexpr,
+    slope,
+    ACTIVATION: tl.constexpr,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS_ARE_KEYS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """out[b,r] = sum_o grad_scores[b,r,o] w_v (1 - tanh^2(rows[b,r] + others[b,o])).
+    """out[b,r] = sum_o grad_scores[b,r,o] w_v act'(rows[b,r] + others[b,o]).
 
     One program: BLOCK_R rows, 2 BLOCK_H hidden units. A length per batch row, the largest of
     its queries, bounds the keys, which are the rows or the others.
@@ -55,7 +56,7 @@ def grad_tanh_kernel(
     Args:
         rows: (B,R,H), with ``r_batch`` and ``r_row``.
         others: (B,O,H), with ``o_batch`` and ``o_row``.
-        table: exp(2 others), (B,O,H) fp32, and from ``second`` on their tanh; read where FACTORED.
+        table: exp(2 others), (B,O,H) fp32, and from ``second`` on their tanh; or None.
         largest: max|others|, (B,O).
         w_v: (H,).
         grad_scores: (B,R,O) as ``g_batch``, ``g_row``, ``g_other`` lay it.
@@ -79,7 +80,7 @@ def grad_tanh_kernel(
     w0, w1 = load_row(w_v, h, H), load_row(w_v, h + BLOCK_H, H)
     c0 = load_tile(row_pointers, inside, h, H)
     c1 = load_tile(row_pointers, inside, h + BLOCK_H, H)
-    if FACTORED:
+    if table is not None:
         most = tl.maximum(largest_of(c0), largest_of(c1))
         small = False
         if PRECISE:
@@ -96,7 +97,7 @@ def grad_tanh_kernel(
         at = gradients + tl.cast(o, tl.int64) * g_other
         g = tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
         other = others + b * o_batch + tl.cast(o, tl.int64) * o_row
-        if FACTORED:
+        if table is not None:
             # In a small tile any other is valid.
             if small or tl.load(largest + b * O + o) + most <= NEAR_TWO:
                 entries = table + (b * O + o) * H
@@ -108,12 +109,14 @@ def grad_tanh_kernel(
                 else:
                     t0, t1, s0, s1 = two_slopes(c0 * e0, c1 * e1, NATIVE)
             else:
+                r0 = load_tile(row_pointers, inside, h, H)
+                r1 = load_tile(row_pointers, inside, h + BLOCK_H, H)
                 t0, t1, s0, s1 = direct_slopes(
-                    other, row_pointers, inside, g, h, H, PRECISE, NATIVE, BLOCK_H
+                    other, r0, r1, g, h, H, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_H
                 )
         else:
             t0, t1, s0, s1 = direct_slopes(
-                other, row_pointers, inside, g, h, H, PRECISE, NATIVE, BLOCK_H
+                other, c0, c1, g, h, H, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_H
             )
         s0, s1 = g * s0, g * s1
         sum0 += s0
@@ -138,24 +141,20 @@ def grad_tanh_kernel(
 @triton.jit
 def direct_slopes(
     other,
-    row_pointers,
-    inside,
+    c0,
+    c1,
     g,
     h,
     H,
+    slope,
+    ACTIVATION: tl.constexpr,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Tanh and slopes of rows and one other; zero where there is no gradient."""
-    t0, t1, s0, s1 = two_direct_slopes(
-        load_row(other, h, H),
-        load_row(other, h + BLOCK_H, H),
-        load_tile(row_pointers, inside, h, H),
-        load_tile(row_pointers, inside, h + BLOCK_H, H),
-        PRECISE,
-        NATIVE,
-    )
+    """The activation and slopes of rows and one other; zero where there is no gradient."""
+    a0, a1 = load_row(other, h, H), load_row(other, h + BLOCK_H, H)
+    t0, t1, s0, s1 = two_direct_slopes(a0, a1, c0, c1, slope, ACTIVATION, PRECISE, NATIVE)
     # NaN reaches only the queries that attend to it.
     none = g == 0.0
     t0, t1 = tl.where(none, 0.0, t0), tl.where(none, 0.0, t1)

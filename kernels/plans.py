@@ -117,12 +117,15 @@ def scores(
     ]
 
 
-def products(features: int, size: int) -> dict[str, Any]:
-    """Of `softmax_kernel`; fp32 products without tensor cores are unrolled, and kept short."""
+def products(features: int, size: int, masked: bool) -> dict[str, Any]:
+    """Of `softmax_kernel`; fp32 products without tensor cores are unrolled, and kept short.
+
+    Addresses of a mask take registers.
+    """
     if size == 4:
         return {"BLOCK_Q": 16, "BLOCK_K": 32, "BLOCK_D": 32, "num_warps": 4}
     block_d = min(max(power_of_two(features), 16), 128)
-    return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": block_d, "num_warps": 4}
+    return {"BLOCK_Q": 16, "BLOCK_K": 32 if masked else 64, "BLOCK_D": block_d, "num_warps": 4}
 
 
 def grad_products() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import NEAR_FOUR, SMALL, kept_keys, sum_of_four, two_direct
+from .elementary import NEAR_FOUR, SMALL, TANH, kept_keys, rectified, sum_of_four, two_direct
 from .tiles import four_rows, four_tiles, largest_of, load_row, load_tile, of_tile, program_blocks
 
 
@@ -25,7 +25,7 @@ def direct_scores(
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Scores of one query and some keys over 4 BLOCK_H hidden units; correct for any magnitude."""
+    """Scores of one query and some keys over 4 BLOCK_H units, of tanh; for any magnitude."""
     total = tl.zeros([BLOCK_K], tl.float32)
     for h1 in range(h0, h0 + 4 * BLOCK_H, 2 * BLOCK_H):
         h = h1 + tl.arange(0, BLOCK_H)
@@ -35,6 +35,8 @@ def direct_scores(
             load_row(query, upper, H),
             load_tile(key_rows, inside, h, H),
             load_tile(key_rows, inside, upper, H),
+            None,
+            TANH,
             PRECISE,
             NATIVE,
         )
@@ -62,14 +64,15 @@ def scores_kernel(
     lens,
     lens_batch,
     lens_row,
-    FACTORED: tl.constexpr,
+    slope,
+    ACTIVATION: tl.constexpr,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """scores[b,i,j] = w_v . tanh(queries[b,i] + keys[b,j]), for the valid keys.
+    """scores[b,i,j] = w_v . act(queries[b,i] + keys[b,j]), for the valid keys.
 
     One program: BLOCK_Q queries, BLOCK_K keys. Scores of padded keys are not written.
     """
@@ -87,8 +90,8 @@ def scores_kernel(
     for h0 in range(0, H, 4 * BLOCK_H):
         w0, w1, w2, w3 = four_rows(w_v, h0, H, BLOCK_H)
         total = tl.sum((w0 + w1) + (w2 + w3), axis=1)
-        if FACTORED:
-            c0, c1, c2, c3 = four_tiles(key_rows, inside, h0, H, BLOCK_H)
+        c0, c1, c2, c3 = four_tiles(key_rows, inside, h0, H, BLOCK_H)
+        if ACTIVATION == TANH:
             most = tl.maximum(
                 tl.maximum(largest_of(c0), largest_of(c1)),
                 tl.maximum(largest_of(c2), largest_of(c3)),
@@ -102,7 +105,7 @@ def scores_kernel(
             if k0 < kept_keys(lens, lengths + tl.cast(query, tl.int64) * lens_row, Tk):
                 row = b * Tq + query
                 a = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
-                if FACTORED:
+                if ACTIVATION == TANH:
                     # In a small tile any query is valid.
                     if small or tl.load(query_max + row) + most <= NEAR_FOUR:
                         entries = query_table + row * H
@@ -130,9 +133,12 @@ def scores_kernel(
                             a, key_rows, inside, w_v, h0, H, PRECISE, NATIVE, BLOCK_K, BLOCK_H
                         )
                 else:
-                    part = direct_scores(
-                        a, key_rows, inside, w_v, h0, H, PRECISE, NATIVE, BLOCK_K, BLOCK_H
-                    )
+                    e0, e1, e2, e3 = four_rows(a, h0, H, BLOCK_H)
+                    v0 = w0 * rectified(c0 + e0, slope, ACTIVATION)
+                    v1 = w1 * rectified(c1 + e1, slope, ACTIVATION)
+                    v2 = w2 * rectified(c2 + e2, slope, ACTIVATION)
+                    v3 = w3 * rectified(c3 + e3, slope, ACTIVATION)
+                    part = tl.sum((v0 + v1) + (v2 + v3), axis=1)
                 out = scores + row * Tk + j
                 if h0 > 0:
                     part += tl.load(out, mask=inside, other=0.0).to(tl.float32)

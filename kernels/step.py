@@ -66,6 +66,8 @@ def step_kernel(
     seed,
     threshold,
     scale_bits,
+    slope,
+    ACTIVATION: tl.constexpr,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -89,6 +91,7 @@ def step_kernel(
         split_keys: keys of one split, a multiple of BLOCK_K.
         w_q: (H,Dq), w_k: (H,Dk), bias: (H,): of the projections inside the kernel; or None.
         projected: (programs,Tq,H) in fp32, scratch for the queries with ``w_q``.
+        slope: of leaky ReLU, on the left.
         lens, mask, seed: None where there are no lengths, no mask, no dropout.
     """
     split, _, b = program_blocks(splits, 1)
@@ -152,7 +155,7 @@ def step_kernel(
                 if k0 < kept_keys(lens, lengths + tl.cast(query, tl.int64) * lens_row, Tk):
                     row_of = a + tl.cast(query, tl.int64) * a_row
                     a0, a1 = load_row(row_of, h, H), load_row(row_of, h1, H)
-                    t0, t1 = two_direct(a0, a1, c0, c1, PRECISE, NATIVE)
+                    t0, t1 = two_direct(a0, a1, c0, c1, slope, ACTIVATION, PRECISE, NATIVE)
                     part = tl.sum(t0 * w0 + t1 * w1, axis=1)
                     s += tl.where((i == query)[:, None], part[None, :], 0.0)
         s = tl.where(seen, s, tl.where(looked, 0.0, float("-inf")))

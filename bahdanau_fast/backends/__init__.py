@@ -164,10 +164,10 @@ def decide(call: Call) -> Route:
         _, keys_len, key_size = keys.shape
         value_size = values.shape[2]
         hidden = query_size if called else w_v.shape[-1]  # type: ignore[union-attr]
-    step = is_cuda_step(traced, queries_len, hidden)
-    there = _ON_CPU if device != "cuda" else _on_gpu(step)
     plain = inside.features is None and inside.activation == "tanh"
     general = scores_only or not plain or located is not None
+    step = is_cuda_step(traced, queries_len, hidden, general)
+    there = _ON_CPU if device != "cuda" else _on_gpu(step)
     records = plain_inputs = False
     if torch.is_grad_enabled():
         inputs: list[Any] = [queries, keys, values, w_q, w_k, bias]

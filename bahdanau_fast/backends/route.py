@@ -156,7 +156,7 @@ def route(facts: Facts, gpu: GpuLimits) -> Route:
     Raises:
         ValueError: a backend was asked for that cannot serve the call.
     """
-    step = is_cuda_step(facts.traced, facts.queries_len, facts.hidden)
+    step = is_cuda_step(facts.traced, facts.queries_len, facts.hidden, facts.general)
     backend, why = choose_backend(
         facts.asked,
         facts.device,
@@ -164,13 +164,8 @@ def route(facts: Facts, gpu: GpuLimits) -> Route:
         facts.there,
         facts.plain_only,
         facts.interpreted,
-        step or (facts.traced and facts.asked == "cuda"),
+        step or (facts.traced and facts.asked == "cuda" and not facts.general),
     )
-    if backend in ("cuda", "triton") and facts.general:
-        what = "scores, features and activations other than tanh"
-        if facts.asked == backend:
-            checks.reject(ValueError, "backend", f"serve {what}", repr(backend))
-        backend, why = "reference", f"{what} have no GPU kernels"
     if facts.plain_inputs and backend != "reference":
         backend, why = "reference", "inference tensors to be recorded, or DTensors of a location"
     form, because = _form(facts, gpu, backend)
@@ -214,7 +209,7 @@ def choose_backend(
 ) -> tuple[str, str]:
     """The backend that serves a call, and why; arguments as in :class:`Facts`.
 
-    With ``step``, CUDA C++ serves such sizes.
+    With ``step``, CUDA C++ serves such calls.
 
     Raises:
         ValueError: as :func:`route`.
@@ -241,12 +236,16 @@ def choose_backend(
     return found, why
 
 
-_STEPS = f"steps of at most {GPU_STEP_QUERIES} queries and {GPU_STEP_HIDDEN} hidden units"
+_STEPS = (
+    f"steps of at most {GPU_STEP_QUERIES} queries and {GPU_STEP_HIDDEN} hidden units, with nothing "
+    "but tanh inside,"
+)
 
 
-def is_cuda_step(traced: bool, queries_len: int, hidden: int) -> bool:
-    """Whether CUDA C++ serves calls of such sizes; those of traced code may change."""
-    return not traced and queries_len <= GPU_STEP_QUERIES and hidden <= GPU_STEP_HIDDEN
+def is_cuda_step(traced: bool, queries_len: int, hidden: int, general: bool) -> bool:
+    """Whether CUDA C++ serves such calls; the sizes of traced code may change."""
+    few = queries_len <= GPU_STEP_QUERIES and hidden <= GPU_STEP_HIDDEN
+    return few and not (traced or general)
 
 
 def _check_serves(

@@ -291,7 +291,7 @@ attend_backward_keys = Operator(
     f"{_INPUTS}, {LENS}, {TABLE}) -> (Tensor grad_keys, Tensor grad_values, Tensor grad_w_v)",
     _backward_keys_fake,
 )
-_SCORES = f"Tensor queries, Tensor keys, Tensor w_v, {_INSIDE}, {ACTIVATION}"
+_SCORES = f"Tensor queries, Tensor keys, Tensor w_v, {_INSIDE}, {ACTIVATION}, int backend=0"
 attend_scores = Operator(f"attend_scores({_SCORES}) -> Tensor", _scores_fake)
 attend_scores_backward = Operator(
     f"attend_scores_backward(Tensor grad_scores, int needs, {_SCORES}) -> (Tensor grad_queries, "
@@ -310,7 +310,7 @@ def _scores_gradients(
             return _scores_of({**named, **dict(zip(_SCORED, tensors, strict=True))})
 
         return differentiate_again(scores, inputs, needed, grads)
-    numbers = named["activation"], named["negative_slope"]
+    numbers = [named[name] for name in ("activation", "negative_slope", "backend")]
     needs = needs_of(_SCORED, needed)
     found = attend_scores_backward.overload(grads[0], needs, *inputs, *numbers)
     return [grad if need else None for grad, need in zip(found, needed, strict=True)]

@@ -5,24 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from contract import CONTRACT, LARGE, MASKED, lens, scattered
+from contract import CONTRACT, FORMS, LARGE, MASKED, lens, scattered
 from parity import DTYPES, INPUTS, Case, check, judged, keep_the_rule, neighbour
 
 import bahdanau_fast as bf
 from bahdanau_fast import reference
 
 BACKENDS = [name for name in ("cpu", "reference") if name in bf.backends.available()]
-# Features that are more than a vector wide, or one alone (coverage).
-FORMS = {
-    "features": {"C": 10},
-    "one feature": {"C": 1},
-    "many features": {"C": 33},
-    "whole vectors of features": {"C": 32},
-    "relu": {"activation": "relu"},
-    "leaky_relu": {"activation": "leaky_relu", "negative_slope": 0.2},
-    "leaky_relu upside down": {"activation": "leaky_relu", "negative_slope": -1.5},
-    "relu of features": {"C": 3, "activation": "relu"},
-}
 ROWS = (
     "no lens",
     "lens per query",

@@ -6,9 +6,12 @@ Here every kernel runs once, in bf16; ``make ptx`` runs every case in every dtyp
 import re
 
 import pytest
+import torch
 from built import needs_compiler
-from cases import measured
+from cases import measured, on
+from contract import LARGE
 from machine.parse import PtxError
+from parity import Case, measure
 from tritoned import TritonPtx
 
 pytestmark = needs_compiler
@@ -24,6 +27,13 @@ def test_every_kernel_is_right():
     shares = {name: measured(machine, name, "bf16") for name in FEW}
     assert {name: share for name, share in shares.items() if not share <= 1} == {}
     assert machine.places(["bf16"]) - machine.took() == set()
+
+
+@pytest.mark.parametrize("queries", [2, 18])
+def test_rectifiers_are_right(queries):
+    sizes = {**LARGE, "Tq": queries, "activation": "leaky_relu", "negative_slope": 0.2}
+    shares = measure(Case(**sizes), torch.bfloat16, on(TritonPtx("90")))
+    assert max(shares.values()) <= 1
 
 
 @pytest.mark.deep

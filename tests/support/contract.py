@@ -148,6 +148,18 @@ CONTRACT |= {
     for name in ("sliced", "strided", "transposed", "batch_last", "expanded")
 }
 
+#: What is inside a score: features that are more than a vector wide, or one alone (coverage).
+FORMS = {
+    "features": {"C": 10},
+    "one feature": {"C": 1},
+    "many features": {"C": 33},
+    "whole vectors of features": {"C": 32},
+    "relu": {"activation": "relu"},
+    "leaky_relu": {"activation": "leaky_relu", "negative_slope": 0.2},
+    "leaky_relu upside down": {"activation": "leaky_relu", "negative_slope": -1.5},
+    "relu of features": {"C": 3, "activation": "relu"},
+}
+
 
 def operands(dtype, B=2, Tq=3, Tk=5, H=7, Dv=4, C=0, activation=0, grad=True):
     """Of ``ops.attend``: projected queries and keys, values and w_v; what is inside, by name."""

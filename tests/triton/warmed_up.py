@@ -70,9 +70,13 @@ def kernels_of(shape, dtype, target, only=""):
     valid = torch.empty(batch, dtype=torch.int64, device="meta")
     with compiling(target, only) as found:
         inputs = (queries, keys, values, w_v)
-        context, weights = forward.attend(*inputs, valid_lens=valid)
-        grads = (weights, context, weights, 15)
-        backward.attend_backward(*grads, *inputs, valid_lens=valid)
+        for mask in (
+            None,
+            torch.empty(batch, queries_len, keys_len, dtype=torch.bool, device="meta"),
+        ):
+            seen = {"valid_lens": valid, "mask": mask}
+            context, weights = forward.attend(*inputs, **seen)
+            backward.attend_backward(weights, context, weights, 15, *inputs, **seen)
         if queries_len <= GPU_STEP_QUERIES and dtype != torch.float32:
             square = make(hidden, hidden)
             forward.attend_step(queries, keys, values, square, square, None, w_v, valid)

@@ -16,9 +16,9 @@ from bahdanau_fast.kernels.backward import (
     grad_weights_kernel,
 )
 from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
-from bahdanau_fast.ops.attend import NEED
+from bahdanau_fast.ops.attend import NEED, gradient_like
 
-__all__ = ["attend_backward"]
+__all__ = ["attend_backward", "attend_scores_backward"]
 
 
 def attend_backward(
@@ -45,37 +45,88 @@ def attend_backward(
     """The operator ``attend_backward``; see :mod:`ops.attend`.
 
     Returns:
-        Gradients of queries, keys, values and w_v, as far as ``needs`` asks, else (0,); and two
-        that are empty.
+        Gradients of queries, keys, values, w_v, features and w_f, as far as ``needs`` asks, else
+        (0,).
 
     Raises:
         TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
-        ValueError: features or another activation; lengths or a mask of another shape or device.
+        ValueError: lengths or a mask of another shape or device.
     """
-    given = (valid_lens, mask, seed, dropout_p, features, activation)
+    given = (valid_lens, mask, seed, dropout_p, features, w_f, activation, negative_slope)
     call = Call(queries, keys, values, w_v, *given)
-    needed = {name: bool(needs & bit) for name, bit in NEED.items()}
-
-    def gradient(of: Tensor, name: str) -> Tensor:
-        return of.new_empty(of.shape if needed[name] else (0,))
-
-    grad_queries, grad_keys = gradient(queries, "queries"), gradient(keys, "keys")
-    grad_values, grad_w = gradient(values, "values"), gradient(w_v, "w_v")
-    grads = (grad_queries, grad_keys, grad_values, grad_w)
-    none = (call.new(0, dtype=torch.float32), call.new(0, dtype=torch.float32))
+    grads = _Gradients(needs, queries, keys, values, w_v)
     if call.batch * call.queries_len * call.keys_len == 0:
-        for grad in grads:
+        grads.zero()
+    else:
+        weights = weights.contiguous()
+        with call.guard():
+            if needs & NEED["values"]:
+                _grad_values(call, weights, grad_context, grads.values)
+            if grads.through_scores:
+                bounds = lengths(call)
+                grad_scores = _grad_scores(call, weights, grad_context, grad_weights, bounds)
+                _grad_tanh(call, grad_scores, _of_rows(bounds["lens"]), grads)
+    of_keys, *inside = grads.of_keys(features, w_f)
+    return grads.queries, of_keys, grads.values, grads.w_v, *inside
+
+
+def attend_scores_backward(
+    grad_scores: Tensor,
+    needs: int,
+    queries: Tensor,
+    keys: Tensor,
+    w_v: Tensor,
+    features: Tensor | None = None,
+    w_f: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.01,
+    backend: int = 0,
+) -> tuple[Tensor, ...]:
+    """The operator ``attend_scores_backward``; see :mod:`ops.attend`.
+
+    Returns:
+        Gradients of queries, keys, w_v, features and w_f, as far as ``needs`` asks, else (0,).
+    """
+    given = (None, None, None, 0.0, features, w_f, activation, negative_slope)
+    call = Call(queries, keys, keys, w_v, *given)
+    grads = _Gradients(needs & ~NEED["values"], queries, keys, keys, w_v)
+    if grad_scores.numel() == 0:
+        grads.zero()
+    elif grads.through_scores:
+        with call.guard():
+            _grad_tanh(call, grad_scores, None, grads)
+    of_keys, *of_features = grads.of_keys(features, w_f)
+    return grads.queries, of_keys, grads.w_v, *of_features
+
+
+class _Gradients:
+    """Where gradients go: empty where they are not needed."""
+
+    def __init__(
+        self, needs: int, queries: Tensor, keys: Tensor, values: Tensor, w_v: Tensor
+    ) -> None:
+        self.needs, of_features = needs, NEED["features"] | NEED["w_f"]
+        self.through_scores = bool(needs & ~NEED["values"])
+        self.queries = gradient_like(queries, needs & NEED["queries"])
+        self.keys = gradient_like(keys, needs & (NEED["keys"] | of_features))
+        self.values = gradient_like(values, needs & NEED["values"])
+        self.w_v = gradient_like(w_v, needs & NEED["w_v"])
+
+    def zero(self) -> None:
+        for grad in (self.queries, self.keys, self.values, self.w_v):
             grad.zero_()
-        return (*grads, *none)
-    weights = weights.contiguous()
-    with call.guard():
-        if needed["values"]:
-            _grad_values(call, weights, grad_context, grad_values)
-        if needed["queries"] or needed["keys"] or needed["w_v"]:
-            bounds = lengths(call)
-            grad_scores = _grad_scores(call, weights, grad_context, grad_weights, bounds)
-            _grad_tanh(call, grad_scores, _of_rows(bounds["lens"]), *grads[:2], grad_w)
-    return (*grads, *none)
+
+    def of_keys(self, features: Tensor | None, w_f: Tensor | None) -> tuple[Tensor, ...]:
+        """Of the keys, and, since features were added to them, of features and w_f."""
+        grad_features, grad_w_f = (self.keys.new_empty(0, dtype=torch.float32) for _ in range(2))
+        if features is not None and w_f is not None:
+            grad_features, grad_w_f = gradient_like(features, False), gradient_like(w_f, False)
+            if self.needs & NEED["features"]:  # laid out as of any backend
+                grad_features = (w_f.t() @ self.keys.transpose(1, 2)).transpose(1, 2)
+            if self.needs & NEED["w_f"]:
+                grad_w_f = self.keys.flatten(0, 1).t() @ features.flatten(0, 1)
+        grad_keys = self.keys if self.needs & NEED["keys"] else gradient_like(self.keys, False)
+        return grad_keys, grad_features, grad_w_f
 
 
 def _grad_values(
@@ -124,11 +175,10 @@ def _grad_tanh(
     call: Call,
     grad_scores: Tensor,
     kept: Tensor | None,
-    grad_queries: Tensor,
-    grad_keys: Tensor,
-    grad_w: Tensor,
+    grads: _Gradients,
 ) -> None:
     """Fill the gradients of queries, keys and w_v that are not empty."""
+    grad_queries, grad_keys, grad_w = grads.queries, grads.keys, grads.w_v
     of, sum_w = (call, grad_scores, kept), grad_w.numel() > 0
     if call.queries_len <= GPU_STEP_QUERIES:  # all in one pass over the keys
         w_parts, q_parts = _pass(*of, grad_keys, True, sum_w, grad_queries.numel() > 0)
@@ -164,7 +214,7 @@ def _pass(
     else:
         rows_, others = others, rows_
     factored = call.queries_len > GPU_STEP_QUERIES
-    table = make_table(call, others) if factored else Table(None, None, False)
+    table = make_table(call, others) if factored else Table(None, None)
     batch, others_len = others.shape[:2]
     g_batch, g_row, g_other = grad_scores.stride()
     blocks = plans.grad_tanh(rows_.shape[1], call.hidden, sum_w)[0]
@@ -180,7 +230,7 @@ def _pass(
         out=out if out.numel() else None, w_parts=w_parts, other_parts=other_parts,
         R=rows_.shape[1], O=others_len, H=call.hidden, **strides(r=rows_, o=others),
         g_batch=g_batch, g_row=g_row, g_other=g_other,
-        kept_batch=0 if kept is None else kept.stride(0), **call.kind, FACTORED=table.factored,
+        kept_batch=0 if kept is None else kept.stride(0), **call.kind,
         ROWS_ARE_KEYS=rows_are_keys, **blocks,
     )  # fmt: skip
     return w_parts, other_parts

@@ -42,12 +42,14 @@ class Call:
         mask: None, or bool (B,Tk), (B,1,Tk) or (B,Tq,Tk).
         seed: (1,) int64, with dropout.
         dropout_p: probability of dropping a weight.
-        features: have to be None.
-        activation: has to be 0, tanh.
+        features: None, or (B,Tk,C), whose projection is added to the keys.
+        w_f: (H,C); with features.
+        activation: a place in ``checks.ACTIVATIONS``.
+        negative_slope: of leaky ReLU.
 
     Raises:
         TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
-        ValueError: features or another activation; lengths or a mask of another shape or device.
+        ValueError: lengths or a mask of another shape or device.
 
     Attributes:
         seen: lengths and mask as kernels take them, by name; what is absent is None.
@@ -65,13 +67,14 @@ class Call:
         seed: Tensor | None = None,
         dropout_p: float = 0.0,
         features: Tensor | None = None,
+        w_f: Tensor | None = None,
         activation: int = 0,
+        negative_slope: float = 0.0,
     ) -> None:
-        if features is not None or activation != 0:
-            need = "take no features and no activation but tanh"
-            checks.reject(ValueError, "Triton kernels", need, "one")
         if queries.dtype not in DTYPES:
             checks.reject(TypeError, "queries", "be float32, bfloat16 or float16", queries.dtype)
+        if features is not None and w_f is not None:
+            keys = torch.addmm(keys.flatten(0, 1), features.flatten(0, 1), w_f.t()).view_as(keys)
         self.queries, self.keys, self.values = map(rows, (queries, keys, values))
         self.w_v = w_v.reshape(-1).contiguous()
         self.batch, self.queries_len = queries.shape[:2]
@@ -82,7 +85,8 @@ class Call:
         mask = None if mask is None else checks.as_mask(mask, queries, values)
         self.device, self.size = queries.device, queries.element_size()
         self.limits = limits.of_gpu(queries.device)
-        self.kind = {"PRECISE": queries.dtype == torch.float32, "NATIVE": native()}
+        self.kind: dict[str, Any] = {"slope": float(negative_slope), "ACTIVATION": activation}
+        self.kind |= {"PRECISE": queries.dtype == torch.float32, "NATIVE": native()}
         self.precision = precision()
         self.seen: dict[str, Any] = {"lens": valid_lens, **strides(lens=valid_lens)}
         self.seen |= {"mask": mask, **strides(mask=mask)}
@@ -105,14 +109,10 @@ class Call:
 
 
 class Table(NamedTuple):
-    """exp(2 x) of projected rows, in fp32 tanh(x) after them, and max|x| of each row.
-
-    There is neither where FACTORED is false.
-    """
+    """Of projected rows exp(2 x), in fp32 tanh(x) after them, and max|x| of each; or neither."""
 
     entries: Tensor | None
     largest: Tensor | None
-    factored: bool
 
 
 def rows(x: Tensor) -> Tensor:
@@ -144,7 +144,9 @@ def lengths(call: Call) -> dict[str, Any]:
 
 
 def make_table(call: Call, x: Tensor) -> Table:
-    """Exponentials of projected rows, where the kernels take them."""
+    """Exponentials of projected rows, for tanh."""
+    if call.kind["ACTIVATION"]:
+        return Table(None, None)
     batch, length, hidden = x.shape
     precise = call.kind["PRECISE"]
     entries = call.new(1 + precise, batch, length, hidden)
@@ -154,7 +156,7 @@ def make_table(call: Call, x: Tensor) -> Table:
         x=x, table=entries, largest=largest, second=x.numel(), T=length, H=hidden, **strides(x=x),
         PRECISE=precise, **blocks,
     )  # fmt: skip
-    return Table(entries, largest, True)
+    return Table(entries, largest)
 
 
 def precision() -> str:

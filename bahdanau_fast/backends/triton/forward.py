@@ -5,6 +5,8 @@ Serves CUDA and ROCm tensors, and under ``TRITON_INTERPRET=1`` CPU tensors too, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
 from bahdanau_fast.kernels.step import combine_kernel, step_kernel
 
-__all__ = ["attend", "attend_step"]
+__all__ = ["attend", "attend_scores", "attend_step"]
 
 
 def attend(
@@ -46,9 +48,9 @@ def attend(
 
     Raises:
         TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
-        ValueError: features or another activation; lengths or a mask of another shape or device.
+        ValueError: lengths or a mask of another shape or device.
     """
-    given = (valid_lens, mask, seed, dropout_p, features, activation)
+    given = (valid_lens, mask, seed, dropout_p, features, w_f, activation, negative_slope)
     call = Call(queries, keys, values, w_v, *given)
     context, weights = _results(call, need_weights)
     if context.numel() + weights.numel() == 0 or call.keys_len == 0:
@@ -70,7 +72,8 @@ def attend(
                     lens = lens[:, some]
                 if seen is not None and seen.shape[1] > 1:
                     seen = seen[:, some]
-                part_of = Call(queries[:, some], keys, values, w_v, lens, seen)
+                given = (lens, seen, None, 0.0, None, None, activation, negative_slope)
+                part_of = Call(queries[:, some], call.keys, values, w_v, *given)
                 out, none = _results(part_of, False)
                 _many(part_of, out, none)
                 context[:, some] = out
@@ -102,6 +105,30 @@ def attend_step(
         with call.guard():
             _step(call, context, weights, w_q, w_k, bias)
     return context, weights
+
+
+def attend_scores(
+    queries: Tensor,
+    keys: Tensor,
+    w_v: Tensor,
+    features: Tensor | None = None,
+    w_f: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.01,
+    backend: int = 0,
+) -> Tensor:
+    """The operator ``attend_scores``; see :mod:`ops.attend`.
+
+    Returns:
+        fp32 (B,Tq,Tk).
+    """
+    given = (None, None, None, 0.0, features, w_f, activation, negative_slope)
+    call = Call(queries, keys, keys, w_v, *given)
+    scores = call.new(call.batch, call.queries_len, call.keys_len)
+    if scores.numel():
+        with call.guard():
+            _scores(call, scores, lengths(call))
+    return scores
 
 
 def _results(call: Call, need_weights: bool) -> tuple[Tensor, Tensor]:
@@ -159,20 +186,26 @@ def _many(call: Call, context: Tensor, weights: Tensor) -> None:
     )  # fmt: skip
     # Apart from the weights: programs of other features read them while the first writes weights.
     scores = call.new(batch, queries_len, keys_len)
-    table = make_table(call, call.queries)
     bounds = lengths(call)
+    _scores(call, scores, bounds)
+    blocks = plans.products(features, call.size, call.seen["mask"] is not None)
+    count = -(-queries_len // blocks["BLOCK_Q"]) * (-(-features // blocks["BLOCK_D"]) or 1)
+    softmax_kernel[(batch * count,)](
+        scores=scores, values=call.values, weights=weights if weights.numel() else None,
+        context=context, Tq=queries_len, Tk=keys_len, Dv=features, **strides(v=call.values),
+        **(call.seen | bounds), **call.dropout, PRECISION=call.precision, **blocks,
+    )  # fmt: skip
+
+
+def _scores(call: Call, scores: Tensor, bounds: dict[str, Any]) -> None:
+    """Scores of all keys within the lengths."""
+    batch, queries_len, keys_len = scores.shape
+    table = make_table(call, call.queries)
     blocks = plans.scores(batch, queries_len, keys_len, call.hidden, call.size)[0]
     count = -(-keys_len // blocks["BLOCK_K"]) * -(-queries_len // blocks["BLOCK_Q"])
     scores_kernel[(batch * count,)](
         queries=call.queries, query_table=table.entries, query_max=table.largest,
         second=call.queries.numel(), keys=call.keys, w_v=call.w_v, scores=scores, Tq=queries_len,
         Tk=keys_len, H=call.hidden, **strides(q=call.queries, k=call.keys), **bounds, **call.kind,
-        FACTORED=table.factored, **blocks,
-    )  # fmt: skip
-    blocks = plans.products(features, call.size)
-    count = -(-queries_len // blocks["BLOCK_Q"]) * (-(-features // blocks["BLOCK_D"]) or 1)
-    softmax_kernel[(batch * count,)](
-        scores=scores, values=call.values, weights=weights if weights.numel() else None,
-        context=context, Tq=queries_len, Tk=keys_len, Dv=features, **strides(v=call.values),
-        **(call.seen | bounds), **call.dropout, PRECISION=call.precision, **blocks,
+        **blocks,
     )  # fmt: skip

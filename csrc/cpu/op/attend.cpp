@@ -210,7 +210,8 @@ Options inside_of(const MaybeTensor& features, const MaybeTensor& w_f, int64_t a
 
 Tensor attend_scores(const Tensor& queries, const Tensor& keys, const Tensor& w_v,
                      MaybeTensor features, MaybeTensor w_f, int64_t activation,
-                     double negative_slope) {
+                     double negative_slope, int64_t backend) {
+  check_backend(backend);
   const Options options = inside_of(features, w_f, activation, negative_slope);
   const Inputs in = scores_inputs(queries, keys, w_v, options, exponentials_for(queries));
   const Problem& p = in.problem;
@@ -222,7 +223,8 @@ Tensor attend_scores(const Tensor& queries, const Tensor& keys, const Tensor& w_
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_scores_backward(
     const Tensor& grad_scores, int64_t needs, const Tensor& queries, const Tensor& keys,
     const Tensor& w_v, MaybeTensor features, MaybeTensor w_f, int64_t activation,
-    double negative_slope) {
+    double negative_slope, int64_t backend) {
+  check_backend(backend);
   const Options options = inside_of(features, w_f, activation, negative_slope);
   const Inputs in = scores_inputs(queries, keys, w_v, options, Exponentials::as_read);
   Tensor grad_queries = gradient(queries, needs & need_queries);

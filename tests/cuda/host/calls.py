@@ -20,7 +20,8 @@ class Calls:
     What is derived from it has ``step``, ``forward(need_weights, *inputs)`` and ``backward(weights,
     grad_context, grad_weights, needs, *inputs)``, where inputs are queries, keys, values, w_v and
     lengths, with a seed and a probability if something is dropped, and ``needs`` has a bit for each
-    gradient. Where there is a mask, ``mask=`` is given too.
+    gradient. Where there is a mask or an activation, ``mask=``, ``activation=`` and
+    ``negative_slope=`` are given too.
 
     Attributes:
         kind: of the numbers of the call that runs.
@@ -34,13 +35,14 @@ class Calls:
         """A call begins."""
         self.multiprocessors, self.kind = multiprocessors, KINDS[dtype]
 
-    def attend(self, multiprocessors, queries, keys, values, w_v, valid_lens, *dropout, mask=None):
+    def attend(
+        self, multiprocessors, queries, keys, values, w_v, valid_lens, *dropout, mask=None, **inside
+    ):
         """Context and weights of projected queries and keys by the kernels, differentiable."""
         inputs = queries, keys, values, w_v, valid_lens
-        if mask is not None and mask.dim() == 2:
-            mask = mask.unsqueeze(1)
-        masked = {} if mask is None else {"mask": mask}
-        return _Attend.apply(*inputs, self, multiprocessors, dropout, masked)
+        if mask is not None:
+            inside["mask"] = mask.unsqueeze(1) if mask.dim() == 2 else mask
+        return _Attend.apply(*inputs, self, multiprocessors, dropout, inside)
 
 
 class CudaCalls(Calls):

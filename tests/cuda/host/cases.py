@@ -11,6 +11,7 @@ from contract import CONTRACT, LARGE, MASKED, lens, scattered
 from parity import OUTPUTS, Case, errors, long_double, measure, shares
 
 from bahdanau_fast import reference
+from bahdanau_fast.checks import ACTIVATIONS
 
 __all__ = ["DTYPES", "ROWS", "STEPS", "Step", "measured", "on"]
 
@@ -98,11 +99,14 @@ def measured(kernels, name, dtype):
 def on(kernels, multiprocessors=4):
     """The function :func:`parity.check` tests: projections by torch, the rest by the kernels."""
 
-    def function(inputs, valid_lens, **masked):
+    def function(inputs, valid_lens, activation="tanh", negative_slope=0.0, **given):
+        if activation != "tanh":
+            given["activation"] = ACTIVATIONS.index(activation)
+            given["negative_slope"] = negative_slope
         a = F.linear(inputs["queries"], inputs["w_q"])
         c = F.linear(inputs["keys"], inputs["w_k"], inputs["bias"])
         rest = inputs["values"], inputs["w_v"], valid_lens
-        context, weights = kernels.attend(multiprocessors, a, c, *rest, **masked)
+        context, weights = kernels.attend(multiprocessors, a, c, *rest, **given)
         return context, weights.to(context.dtype)
 
     return function

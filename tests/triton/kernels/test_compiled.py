@@ -127,6 +127,11 @@ def test_the_operators_tell_torch_the_truth():
     for needs in (15, 2):
         given = (weights, context, weights, needs, *tensors)
         torch.library.opcheck(ops.attend_backward.default, given, options)
+    scored, inside = (q, k, w), {"activation": 1, "backend": 1}
+    torch.library.opcheck(ops.attend_scores.default, scored, inside)
+    scored = [x.detach() for x in scored]
+    given = (ops.attend_scores(*scored, **inside), 11, *scored)
+    torch.library.opcheck(ops.attend_scores_backward.default, given, inside)
 
 
 def test_a_backend_that_is_not_loaded():
@@ -154,23 +159,6 @@ def test_the_operators_of_triton_read_no_mask_as_lengths(lens, error, message):
     for call in served_by_triton(q, k, v, w):
         with pytest.raises(error, match=f"^valid_lens must {message}$"):
             call(valid_lens=lens.to(DEVICE))
-
-
-NOT_SERVED = {
-    "features": {"features": torch.ones(2, 6, 3), "w_f": torch.ones(5, 3)},
-    "relu": {"activation": 1},
-}
-
-
-@pytest.mark.parametrize("what", NOT_SERVED)
-def test_the_operators_of_triton_refuse_what_they_do_not_serve(what):
-    inside = {
-        n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in NOT_SERVED[what].items()
-    }
-    tensors = draw(2, 3, 5), draw(2, 6, 5), draw(2, 6, 4), draw(1, 5)
-    for call in served_by_triton(*tensors):
-        with pytest.raises(ValueError, match="take no features and no activation but"):
-            call(**inside)
 
 
 def served_by_triton(*tensors):
