@@ -9,7 +9,6 @@ from gpu_model import __main__ as program
 from gpu_model.__main__ import compiled_backward, eager
 from gpu_model.counted import Counted, Problem, works
 from gpu_model.gpus import GPUS
-from gpu_model.rivals import compiled, expert
 from gpu_model.times import Time, Work, in_graph, modelled, resident_blocks
 
 WORK = Work("a kernel", 1320, 8, 32, 0, {"fma": 1e6, "alu": 1e6}, sectors=1e7, moved=3.2e8,
@@ -155,18 +154,6 @@ def test_what_others_launch_and_move():
     assert eager(masked).launches == 9
     least = eager(p).floor(GPUS["H100"])
     assert least == pytest.approx(5 * 1.3e-6, rel=0.01)
-
-
-@needs_nvcc
-def test_kernels_of_others_are_counted():
-    p = Problem(3, 2, 40, 100, 50, lens=(40, 7, 1))
-    f, s = 3 * 2 * 40 * 100, 3 * 2 * 40
-    for made, tanh in ((compiled, 2), (expert, 1)):  # an exponential and a reciprocal, or one
-        scores, softmax, product = made(p)
-        assert scores.units["special"] * 32 >= tanh * f
-        assert scores.moved == 2 * (3 * (2 + 40) * 100 + 100) + 4 * s
-        assert softmax.cold == pytest.approx(24, abs=8)  # of the lens: scores are in the L2
-        assert product.moved == 2 * 3 * (2 + 40) * 50
 
 
 # ---- the program ---------------------------------------------------------------------------------

@@ -39,14 +39,6 @@ def _empty(*args, **options):
 _torch_empty = torch.empty
 
 
-def _storage(tensor):
-    """A tensor's memory as a buffer; whole words that torch.empty left are unwritten."""
-    whole = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
-    words, known = whole[: whole.size // 4 * 4].view(np.uint32), np.ones(whole.size, np.uint8)
-    known[: words.size * 4].reshape(-1, 4)[:] = (words != UNWRITTEN)[:, None]
-    return Buffer(f"{tuple(tensor.shape)} {tensor.dtype}", whole, known)
-
-
 class TritonPtx(PtxCalls):
     """Triton's launches on CPU tensors go to the machine.
 
@@ -71,6 +63,14 @@ class TritonPtx(PtxCalls):
         kernels = {name for name in found if name.endswith("_kernel")}
         places = {(kind, name) for kind in kinds for name in kernels}
         return places - {("f32_in_f64", "tables_kernel")}
+
+    @staticmethod
+    def storage(tensor):
+        """A tensor's memory as a buffer; whole words that torch.empty left are unwritten."""
+        whole = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+        words, known = whole[: whole.size // 4 * 4].view(np.uint32), np.ones(whole.size, np.uint8)
+        known[: words.size * 4].reshape(-1, 4)[:] = (words != UNWRITTEN)[:, None]
+        return Buffer(f"{tuple(tensor.shape)} {tensor.dtype}", whole, known)
 
     @contextmanager
     def here(self):
@@ -118,7 +118,7 @@ class TritonPtx(PtxCalls):
             if isinstance(value, torch.Tensor):
                 code, number = "Q", value.data_ptr()
                 if value.numel():
-                    buffers[value.untyped_storage().data_ptr()] = _storage(value)
+                    buffers[value.untyped_storage().data_ptr()] = self.storage(value)
             else:
                 code, number = _PACKED[kind], value
             size = struct.calcsize(code)
