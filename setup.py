@@ -74,9 +74,11 @@ NVCC_FLAGS = [
 
 # TORCH_CUDA_ARCH_LIST, as torch's own extensions read it: versions, "+PTX" for code that later
 # GPUs compile at load; "all" is what a wheel for everybody holds. Unset: the GPUs that are there,
-# else DEFAULT_ARCHS, which loads on everything from sm_80 on and builds in a few minutes.
-ALL_ARCHS = "8.0 8.6 8.9 9.0a 10.0 12.0+PTX"
-DEFAULT_ARCHS = "9.0a 8.0+PTX"
+# else DEFAULT_ARCHS, which loads on everything from sm_80 on. What a GPU compiles from the PTX of
+# 8.0 at load has no clusters. 10.0 and 12.0 serve 10.3 and 12.1, too; nvcc knows them from 12.8 on.
+ALL_ARCHS = "8.0+PTX 8.6 8.9 9.0a 10.0 12.0+PTX"
+DEFAULT_ARCHS = "8.0+PTX 9.0a 10.0 12.0"
+NEWEST_ARCHS, NEWEST_NVCC = ("10.0", "12.0", "12.0+PTX"), (12, 8)
 
 
 class BuildError(Exception):
@@ -247,18 +249,22 @@ def cuda_folder(nvcc: Path) -> Path:
     return Path(top[1].strip()).resolve()
 
 
-def gencodes() -> list[str]:
-    """The -gencode flags for TORCH_CUDA_ARCH_LIST."""
+def gencodes(release: str) -> list[str]:
+    """The -gencode flags for TORCH_CUDA_ARCH_LIST, of an nvcc of this release."""
     import torch
+
+    def known_to_nvcc(archs: str) -> str:
+        old = tuple(map(int, release.split("."))) < NEWEST_NVCC
+        return " ".join(a for a in archs.split() if not (old and a in NEWEST_ARCHS))
 
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     if wanted.lower() == "all":
-        wanted = ALL_ARCHS
+        wanted = known_to_nvcc(ALL_ARCHS)
     elif not wanted and torch.cuda.is_available():
         there = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
         wanted = " ".join(f"{a}.{b}{'a' if a == 9 else ''}" for a, b in sorted(set(there)))
     flags = []
-    for arch in re.split(r"[ ;,]+", wanted.strip() or DEFAULT_ARCHS):
+    for arch in re.split(r"[ ;,]+", wanted.strip() or known_to_nvcc(DEFAULT_ARCHS)):
         known = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", arch)
         if known is None or int(known[1]) < 8:
             raise BuildError(f"TORCH_CUDA_ARCH_LIST must name GPUs from 8.0 on, got {arch!r}")
@@ -284,7 +290,7 @@ def build_cuda(sources: list[Path], target: Path) -> None:
     compiler = cxx()
     system = [f"-isystem{path}" for path in (*includes, python_include(), toolkit / "include")]
     by_cxx = [*compiler, *CPU_FLAGS, *ABI_FLAGS, f"-I{CSRC}", *system]
-    by_nvcc = [str(nvcc), *NVCC_FLAGS, f"-I{CSRC}", *gencodes()]
+    by_nvcc = [str(nvcc), *NVCC_FLAGS, f"-I{CSRC}", *gencodes(release)]
     folder = OBJECTS / "cuda"
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [

@@ -115,15 +115,13 @@ def is_common_case(
         or w_k is None
         or not (type(w_q) in _WEIGHTS and type(w_k) in _WEIGHTS)
         or not (queries.is_cpu and keys.is_cpu and values.is_cpu and w_q.is_cpu and w_k.is_cpu)
+        or not (queries.ndim == keys.ndim == values.ndim == 3 and w_q.ndim == w_k.ndim == 2)
     ):
         return False
-    try:
-        batch, _, query_size = queries.shape
-        keys_batch, keys_len, key_size = keys.shape
-        values_batch, values_len, _ = values.shape
-        (_, of_queries), (_, of_keys) = w_q.shape, w_k.shape
-    except ValueError:  # other numbers of dimensions
-        return False
+    batch, _, query_size = queries.shape
+    keys_batch, keys_len, key_size = keys.shape
+    values_batch, values_len, _ = values.shape
+    (_, of_queries), (_, of_keys) = w_q.shape, w_k.shape
     dtype = queries.dtype
     return (
         batch == keys_batch == values_batch
@@ -338,6 +336,12 @@ def inside(
     if w_f is None:
         reject(ValueError, "w_f", "be given with features", None)
     weight("w_f", w_f, (hidden, features.shape[2]), keys)
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` is at work."""
+    # Dynamo of torch 2.10 takes torch.compiler.is_exporting() for true wherever it compiles.
+    return torch.compiler._is_exporting_flag
 
 
 def in_transform(compiling: bool | None = None) -> bool:

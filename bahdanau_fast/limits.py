@@ -18,7 +18,6 @@ import torch
 
 __all__ = [
     "FAMILIES",
-    "FP64_GPU_ELEMENTS",
     "GPU_FAMILIES",
     "LIMITS",
     "NEVER",
@@ -31,9 +30,6 @@ __all__ = [
 ]
 
 NEVER = 1 << 62
-#: fp32 calls of up to so many elements (query, key, hidden) are computed in fp64 on GPUs; as
-#: csrc/common/limits.h has it.
-FP64_GPU_ELEMENTS = 524288
 
 
 @dataclass(frozen=True)

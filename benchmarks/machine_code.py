@@ -16,7 +16,7 @@ __all__ = ["KINDS", "Block", "Kernel", "hot", "kernels", "reported", "run_tool",
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
-KINDS = {"f32": "fp32", "f64": "fp64", "bf16": "bf16", "f16": "fp16", "f32_in_f64": "fp32 in fp64"}
+KINDS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,14 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Name of the function, with its template number if it has one."""
+        """Name of the function and its template number; "plain", for rows of any alignment."""
         found = re.search(r"3gpu(\d+)(\w+)", self.entry)
         if found is None:
             return self.entry
         size = int(found[1])
         number = re.search(r"L(?:i|NS\w*?E)(\d+)E", found[2][size:])
-        return found[2][:size] + (f" {number[1]}" if number else "")
+        plain = " plain" if "ELb0EE" in self.entry else ""
+        return found[2][:size] + (f" {number[1]}" if number else "") + plain
 
 
 _REPORT = re.compile(

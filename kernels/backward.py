@@ -45,7 +45,6 @@ def grad_weights_kernel(
     lens_row,
     threshold,
     scale_bits,
-    ACC: tl.constexpr,
     HAS_LENS: tl.constexpr,
     DROPOUT: tl.constexpr,
     CONTEXT: tl.constexpr,
@@ -67,7 +66,7 @@ def grad_weights_kernel(
         return
     row = b * Tq + i
     wide_i, wide_j = i.to(tl.int64)[:, None], j.to(tl.int64)[None, :]
-    total = tl.zeros([BLOCK_Q, BLOCK_K], ACC)
+    total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     if CONTEXT:
         for d0 in range(0, Dv, BLOCK_D):
             d = d0 + tl.arange(0, BLOCK_D)
@@ -81,14 +80,14 @@ def grad_weights_kernel(
                 mask=(j < longest)[None, :] & (d < Dv)[:, None],
                 other=0.0,
             )
-            total += product(g, v, ACC, PRECISION)
+            total += product(g, v, PRECISION)
         if DROPOUT:
             keep = survivors(seed, threshold, scale_bits, row[:, None], j[None, :])
-            total *= keep.to(ACC)
+            total *= keep.to(tl.float32)
     there = real[:, None] & (j[None, :] < kept[:, None])
     if WEIGHTS:
         g = grad_weights + b * gw_batch + wide_i * gw_row + wide_j
-        total += tl.load(g, mask=there, other=0.0).to(ACC)
+        total += tl.load(g, mask=there, other=0.0).to(tl.float32)
     tl.store(out + row[:, None] * Tk + j[None, :], total, mask=there)
 
 
@@ -101,7 +100,6 @@ def grad_softmax_kernel(
     Tk,
     lens_batch,
     lens_row,
-    ACC: tl.constexpr,
     HAS_LENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -111,16 +109,16 @@ def grad_softmax_kernel(
     kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk, HAS_LENS)
     weights += row * Tk
     grads += row * Tk
-    total = tl.zeros([BLOCK_K], ACC)
+    total = tl.zeros([BLOCK_K], tl.float32)
     for k0 in range(0, kept, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
-        p = tl.load(weights + j, mask=j < kept, other=0.0).to(ACC)
-        total += p * tl.load(grads + j, mask=j < kept, other=0.0).to(ACC)
+        p = tl.load(weights + j, mask=j < kept, other=0.0).to(tl.float32)
+        total += p * tl.load(grads + j, mask=j < kept, other=0.0).to(tl.float32)
     mean = tl.sum(total, axis=0)
     for k0 in range(0, Tk, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
-        p = tl.load(weights + j, mask=j < kept, other=0.0).to(ACC)
-        g = tl.load(grads + j, mask=j < kept, other=0.0).to(ACC)
+        p = tl.load(weights + j, mask=j < kept, other=0.0).to(tl.float32)
+        g = tl.load(grads + j, mask=j < kept, other=0.0).to(tl.float32)
         tl.store(grads + j, tl.where(j < kept, p * (g - mean), 0.0), mask=j < Tk)
 
 
@@ -137,7 +135,6 @@ def grad_values_kernel(
     gc_row,
     threshold,
     scale_bits,
-    ACC: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -148,19 +145,19 @@ def grad_values_kernel(
     key_block, feature_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K), tl.cdiv(Dv, BLOCK_D))
     j = key_block * BLOCK_K + tl.arange(0, BLOCK_K)
     d = feature_block * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_K, BLOCK_D], ACC)
+    total = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     for q0 in range(0, Tq, BLOCK_Q):
         i = q0 + tl.arange(0, BLOCK_Q)
         row = b * Tq + i
         both = (j < Tk)[:, None] & (i < Tq)[None, :]
-        p = tl.load(weights + row[None, :] * Tk + j[:, None], mask=both, other=0.0).to(ACC)
+        p = tl.load(weights + row[None, :] * Tk + j[:, None], mask=both, other=0.0).to(tl.float32)
         if DROPOUT:
-            p *= survivors(seed, threshold, scale_bits, row[None, :], j[:, None]).to(ACC)
+            p *= survivors(seed, threshold, scale_bits, row[None, :], j[:, None])
         g = tl.load(
             grad_context + b * gc_batch + i.to(tl.int64)[:, None] * gc_row + d[None, :],
             mask=(i < Tq)[:, None] & (d < Dv)[None, :],
             other=0.0,
         )
-        total += product(p, g, ACC, PRECISION)
+        total += product(p, g, PRECISION)
     target = out + (b * Tk + j)[:, None] * Dv + d[None, :]
     tl.store(target, total, mask=(j < Tk)[:, None] & (d < Dv)[None, :])

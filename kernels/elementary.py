@@ -1,7 +1,6 @@
 """Functions that the kernels share: tanh by reciprocals, lengths, dropout.
 
-Sizes: B batch, Tq queries, Tk keys, H hidden units, Dv features of a value. ``ACC`` is the type
-computed in: fp32, or fp64 for fp32 problems so small that it costs nothing (`bahdanau_fast.ops`).
+Sizes: B batch, Tq queries, Tk keys, H hidden units, Dv features of a value. Sums are fp32.
 ``NATIVE`` allows NVIDIA instructions; without it the code is plain Triton, as the interpreter and
 other GPUs need it.
 
@@ -32,8 +31,6 @@ def exp_twice(x, PRECISE: tl.constexpr):
 
     NVIDIA's exp2 may be off by four times that much, which all scores of a row would have in them.
     """
-    if x.dtype == tl.float64:
-        return tl.exp(2.0 * x)
     if not PRECISE:
         return tl.exp2(x * TWO_LOG2_E)
     n = tl.floor(tl.minimum(tl.maximum(x * TWO_LOG2_E, -120.0), 120.0) + 0.5)
@@ -49,17 +46,13 @@ def exp_twice(x, PRECISE: tl.constexpr):
 @triton.jit
 def inverse_of(total):
     """1 / total, rounded once: its error is in all weights of a row."""
-    if total.dtype == tl.float64:
-        result = 1.0 / total
-    else:
-        result = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)
-    return result
+    return tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)
 
 
 @triton.jit
 def reciprocal(x, NATIVE: tl.constexpr):
     """1 / x, for x of ordinary size."""
-    if NATIVE and x.dtype == tl.float32:
+    if NATIVE:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
         )
@@ -121,8 +114,6 @@ def tanh_precise(z):
     e = tl.exp(-2.0 * tl.abs(z))
     away = (1.0 - e) / (1.0 + e)
     away = tl.where(z < 0, -away, away)
-    if z.dtype == tl.float64:
-        return away
     # A polynomial in z^2, fitted to tanh(z) / z over |z| <= 0.6: largest error 3e-9 of it.
     y = z * z
     p = -0.00590588 * y + 0.02080539
@@ -191,5 +182,5 @@ def survivors(seed, threshold, scale_bits, row, keys):
     lower = tl.where(lane == 0, lane0, lane1)
     upper = tl.where(lane == 2, lane2, lane3)
     number = tl.where(lane < 2, lower, upper).to(tl.uint32).to(tl.int64)
-    scale = scale_bits.to(tl.int64).to(tl.float64, bitcast=True)
+    scale = scale_bits.to(tl.int64).to(tl.float64, bitcast=True).to(tl.float32)
     return tl.where(number >= threshold, scale, 0.0)

@@ -40,7 +40,6 @@ def grad_tanh_kernel(
     g_row,
     g_other,
     kept_batch,
-    ACC: tl.constexpr,
     FACTORED: tl.constexpr,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -81,22 +80,25 @@ def grad_tanh_kernel(
     else:
         last = kept_keys(kept, b * kept_batch, O, HAS_LENS)
     row_pointers = rows + b * r_batch + r.to(tl.int64) * r_row
-    w0, w1 = load_row(w_v, h, H, ACC), load_row(w_v, h + BLOCK_H, H, ACC)
-    c0 = load_tile(row_pointers, inside, h, H, ACC)
-    c1 = load_tile(row_pointers, inside, h + BLOCK_H, H, ACC)
+    w0, w1 = load_row(w_v, h, H), load_row(w_v, h + BLOCK_H, H)
+    c0 = load_tile(row_pointers, inside, h, H)
+    c1 = load_tile(row_pointers, inside, h + BLOCK_H, H)
     if FACTORED:
         most = tl.maximum(largest_of(c0), largest_of(c1))
         small = False
         if PRECISE:
             small = most <= SMALL
         c0, c1 = of_tile(c0, small, PRECISE), of_tile(c1, small, PRECISE)
-    sum0, sum1 = tl.zeros([BLOCK_R, BLOCK_H], ACC), tl.zeros([BLOCK_R, BLOCK_H], ACC)
+    sum0, sum1 = tl.zeros([BLOCK_R, BLOCK_H], tl.float32), tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     if SUM_W:
-        w_sum0, w_sum1 = tl.zeros([BLOCK_R, BLOCK_H], ACC), tl.zeros([BLOCK_R, BLOCK_H], ACC)
+        w_sum0, w_sum1 = (
+            tl.zeros([BLOCK_R, BLOCK_H], tl.float32),
+            tl.zeros([BLOCK_R, BLOCK_H], tl.float32),
+        )
     gradients = grad_scores + b * g_batch + r.to(tl.int64) * g_row
     for o in range(0, last):
         at = gradients + tl.cast(o, tl.int64) * g_other
-        g = tl.load(at, mask=inside, other=0.0).to(ACC)[:, None]
+        g = tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
         other = others + b * o_batch + tl.cast(o, tl.int64) * o_row
         if FACTORED:
             # In a small tile any other is valid.
@@ -104,18 +106,18 @@ def grad_tanh_kernel(
                 entries = table + (b * O + o) * H
                 if PRECISE:
                     entries += tl.where(small, second, 0)
-                e0, e1 = load_row(entries, h, H, ACC), load_row(entries, h + BLOCK_H, H, ACC)
+                e0, e1 = load_row(entries, h, H), load_row(entries, h + BLOCK_H, H)
                 if small:
                     t0, t1, s0, s1 = two_sums(c0, c1, e0, e1, NATIVE)
                 else:
                     t0, t1, s0, s1 = two_slopes(c0 * e0, c1 * e1, NATIVE)
             else:
                 t0, t1, s0, s1 = direct_slopes(
-                    other, row_pointers, inside, g, h, H, ACC, PRECISE, NATIVE, BLOCK_H
+                    other, row_pointers, inside, g, h, H, PRECISE, NATIVE, BLOCK_H
                 )
         else:
             t0, t1, s0, s1 = direct_slopes(
-                other, row_pointers, inside, g, h, H, ACC, PRECISE, NATIVE, BLOCK_H
+                other, row_pointers, inside, g, h, H, PRECISE, NATIVE, BLOCK_H
             )
         s0, s1 = g * s0, g * s1
         sum0 += s0
@@ -145,17 +147,16 @@ def direct_slopes(
     g,
     h,
     H,
-    ACC: tl.constexpr,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Tanh and slopes of rows and one other; zero where there is no gradient."""
     t0, t1, s0, s1 = two_direct_slopes(
-        load_row(other, h, H, ACC),
-        load_row(other, h + BLOCK_H, H, ACC),
-        load_tile(row_pointers, inside, h, H, ACC),
-        load_tile(row_pointers, inside, h + BLOCK_H, H, ACC),
+        load_row(other, h, H),
+        load_row(other, h + BLOCK_H, H),
+        load_tile(row_pointers, inside, h, H),
+        load_tile(row_pointers, inside, h + BLOCK_H, H),
         PRECISE,
         NATIVE,
     )

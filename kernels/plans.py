@@ -48,7 +48,7 @@ def step_shared(queries_len: int, features: int, size: int) -> int:
 
 
 def step(
-    batch: int, queries_len: int, keys_len: int, hidden: int, features: int, wide: bool,
+    batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
     processors: int, size: int, shared: int, raw_keys: bool = False,
 ) -> list[StepPlan]:  # fmt: skip
     """Of `step_kernel`: a row of the batch each, or splits for two programs a multiprocessor.
@@ -68,10 +68,6 @@ def step(
     while most > _LEAST_KEYS and queries_len > 1 and most * block_d * size + _ROOM > shared:
         most //= 2
     block_k = min(8 * warps, most)
-    block_x = 64
-    if wide:
-        warps, block_k, most, block_x = 4, 16, 16, 16
-        block_h = min(block_h, 16) if raw_keys else block_h
     plans = []
     for tile in dict.fromkeys((block_k, max(block_k // 2, 16), min(2 * block_k, most))):
         tiles = -(-keys_len // tile)
@@ -80,7 +76,7 @@ def step(
         for number in dict.fromkeys((splits, max(splits // 2, 1), min(2 * splits, tiles))):
             each = -(-tiles // number)
             blocks = {"BLOCK_Q": block_q, "BLOCK_K": tile, "BLOCK_H": block_h, "BLOCK_D": block_d}
-            blocks |= {"BLOCK_X": block_x, "num_warps": warps}
+            blocks |= {"BLOCK_X": 64, "num_warps": warps}
             plans.append(StepPlan(-(-tiles // each), each * tile, blocks))
     return plans
 
@@ -105,7 +101,7 @@ def scores(
 ) -> list[dict[str, Any]]:
     """Of `scores_kernel`: 64 elements a thread in registers; fewer queries where work is short.
 
-    ``size`` is bytes of an element: fp32, in its precision or fp64, takes half as many at once.
+    ``size`` is bytes of an element: fp32, in its precision, takes half as many at once.
 
     The model's plan first, then half the elements a thread, and more warps.
     """
@@ -121,18 +117,16 @@ def scores(
     ]
 
 
-def products(features: int, wide: bool, size: int) -> dict[str, Any]:
+def products(features: int, size: int) -> dict[str, Any]:
     """Of `softmax_kernel`; fp32 products without tensor cores are unrolled, and kept short."""
-    if wide or size == 4:
+    if size == 4:
         return {"BLOCK_Q": 16, "BLOCK_K": 32, "BLOCK_D": 32, "num_warps": 4}
     block_d = min(max(power_of_two(features), 16), 128)
     return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": block_d, "num_warps": 4}
 
 
-def grad_products(wide: bool) -> dict[str, Any]:
+def grad_products() -> dict[str, Any]:
     """Of `grad_weights_kernel` and `grad_values_kernel`."""
-    if wide:
-        return {"BLOCK_Q": 16, "BLOCK_K": 32, "BLOCK_D": 32, "num_warps": 4}
     return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": 64, "num_warps": 4}
 
 
@@ -141,13 +135,13 @@ def grad_softmax(keys_len: int) -> dict[str, Any]:
     return {"BLOCK_K": 128 if keys_len <= 128 else 1024, "num_warps": 4}
 
 
-def grad_tanh(rows_len: int, hidden: int, wide: bool, sum_w: bool) -> list[dict[str, Any]]:
+def grad_tanh(rows_len: int, hidden: int, sum_w: bool) -> list[dict[str, Any]]:
     """Of `grad_tanh_kernel`: 16 or 32 elements a thread in registers, and their sums.
 
     The model's plan first, then half the elements a thread.
     """
     block_h = min(max(power_of_two(-(-hidden // 2)), 16), 32)
-    block_r = min(16 if sum_w or wide else 32, power_of_two(rows_len))
+    block_r = min(16 if sum_w else 32, power_of_two(rows_len))
     return [
         {"BLOCK_R": rows, "BLOCK_H": block_h, "num_warps": 4}
         for rows in dict.fromkeys((block_r, max(block_r // 2, 1)))

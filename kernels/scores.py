@@ -20,26 +20,25 @@ def direct_scores(
     w_v,
     h0,
     H,
-    ACC: tl.constexpr,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Scores of one query and some keys over 4 BLOCK_H hidden units; correct for any magnitude."""
-    total = tl.zeros([BLOCK_K], ACC)
+    total = tl.zeros([BLOCK_K], tl.float32)
     for h1 in range(h0, h0 + 4 * BLOCK_H, 2 * BLOCK_H):
         h = h1 + tl.arange(0, BLOCK_H)
         upper = h + BLOCK_H
         t0, t1 = two_direct(
-            load_row(query, h, H, ACC),
-            load_row(query, upper, H, ACC),
-            load_tile(key_rows, inside, h, H, ACC),
-            load_tile(key_rows, inside, upper, H, ACC),
+            load_row(query, h, H),
+            load_row(query, upper, H),
+            load_tile(key_rows, inside, h, H),
+            load_tile(key_rows, inside, upper, H),
             PRECISE,
             NATIVE,
         )
-        w0, w1 = load_row(w_v, h, H, ACC), load_row(w_v, upper, H, ACC)
+        w0, w1 = load_row(w_v, h, H), load_row(w_v, upper, H)
         total += tl.sum(t0 * w0 + t1 * w1, axis=1)
     return total
 
@@ -63,7 +62,6 @@ def scores_kernel(
     k_row,
     lens_batch,
     lens_row,
-    ACC: tl.constexpr,
     FACTORED: tl.constexpr,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -88,10 +86,10 @@ def scores_kernel(
     key_rows = keys + b * k_batch + j.to(tl.int64) * k_row
     last = tl.minimum(first + BLOCK_Q, Tq)
     for h0 in range(0, H, 4 * BLOCK_H):
-        w0, w1, w2, w3 = four_rows(w_v, h0, H, ACC, BLOCK_H)
+        w0, w1, w2, w3 = four_rows(w_v, h0, H, BLOCK_H)
         total = tl.sum((w0 + w1) + (w2 + w3), axis=1)
         if FACTORED:
-            c0, c1, c2, c3 = four_tiles(key_rows, inside, h0, H, ACC, BLOCK_H)
+            c0, c1, c2, c3 = four_tiles(key_rows, inside, h0, H, BLOCK_H)
             most = tl.maximum(
                 tl.maximum(largest_of(c0), largest_of(c1)),
                 tl.maximum(largest_of(c2), largest_of(c3)),
@@ -111,7 +109,7 @@ def scores_kernel(
                         entries = query_table + row * H
                         if PRECISE:
                             entries += tl.where(small, second, 0)
-                        e0, e1, e2, e3 = four_rows(entries, h0, H, ACC, BLOCK_H)
+                        e0, e1, e2, e3 = four_rows(entries, h0, H, BLOCK_H)
                         x0, x1, x2, x3 = c0 * e0 + 1.0, c1 * e1 + 1.0, c2 * e2 + 1.0, c3 * e3 + 1.0
                         if small:
                             v0, v1 = w0 * (c0 + e0), w1 * (c1 + e1)
@@ -130,15 +128,15 @@ def scores_kernel(
                             part = total - 2.0 * tl.sum(shared, axis=1)
                     else:
                         part = direct_scores(
-                            a, key_rows, inside, w_v, h0, H, ACC, PRECISE, NATIVE, BLOCK_K, BLOCK_H
+                            a, key_rows, inside, w_v, h0, H, PRECISE, NATIVE, BLOCK_K, BLOCK_H
                         )
                 else:
                     part = direct_scores(
-                        a, key_rows, inside, w_v, h0, H, ACC, PRECISE, NATIVE, BLOCK_K, BLOCK_H
+                        a, key_rows, inside, w_v, h0, H, PRECISE, NATIVE, BLOCK_K, BLOCK_H
                     )
                 out = scores + row * Tk + j
                 if h0 > 0:
-                    part += tl.load(out, mask=inside, other=0.0).to(ACC)
+                    part += tl.load(out, mask=inside, other=0.0).to(tl.float32)
                 tl.store(out, part, mask=inside)
         # The next hidden units add to scores that other threads stored.
         tl.debug_barrier()

@@ -30,7 +30,6 @@ def softmax_kernel(
     lens_row,
     threshold,
     scale_bits,
-    ACC: tl.constexpr,
     HAS_LENS: tl.constexpr,
     DROPOUT: tl.constexpr,
     WEIGHTS: tl.constexpr,
@@ -55,10 +54,10 @@ def softmax_kernel(
     end = tl.where(kept > 0, kept, Tk)
     longest = tl.max(end, axis=0)
 
-    most = tl.full([BLOCK_Q], float("-inf"), ACC)
-    total = tl.zeros([BLOCK_Q], ACC)
+    most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
     for k0 in range(0, longest, BLOCK_K):
-        s = masked_scores(scores, row, k0, kept, end, real, Tk, ACC, BLOCK_K)
+        s = masked_scores(scores, row, k0, kept, end, real, Tk, BLOCK_K)
         higher = tl.maximum(most, tl.max(s, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(most - base) + tl.sum(tl.exp(s - base[:, None]), axis=1)
@@ -67,23 +66,23 @@ def softmax_kernel(
     inverse = inverse_of(total)
 
     d = d0 + tl.arange(0, BLOCK_D)
-    sums = tl.zeros([BLOCK_Q, BLOCK_D], ACC)
+    sums = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for k0 in range(0, longest, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
-        s = masked_scores(scores, row, k0, kept, end, real, Tk, ACC, BLOCK_K)
+        s = masked_scores(scores, row, k0, kept, end, real, Tk, BLOCK_K)
         p = tl.exp(s - most[:, None]) * inverse[:, None]
         if WEIGHTS:
             if d0 == 0:
                 here = real[:, None] & (j < Tk)[None, :]
                 tl.store(weights + row[:, None] * Tk + j[None, :], p, mask=here)
         if DROPOUT:
-            p *= survivors(seed, threshold, scale_bits, row[:, None], j[None, :]).to(ACC)
+            p *= survivors(seed, threshold, scale_bits, row[:, None], j[None, :])
         v = tl.load(
             values + b * v_batch + j.to(tl.int64)[:, None] * v_row + d[None, :],
             mask=(j < longest)[:, None] & (d < Dv)[None, :],
             other=0.0,
         )
-        sums += product(p, v, ACC, PRECISION)
+        sums += product(p, v, PRECISION)
     out = context + row[:, None] * Dv + d[None, :]
     tl.store(out, sums, mask=real[:, None] & (d < Dv)[None, :])
     if WEIGHTS:
@@ -95,9 +94,9 @@ def softmax_kernel(
 
 
 @triton.jit
-def masked_scores(scores, row, k0, kept, end, real, Tk, ACC: tl.constexpr, BLOCK_K: tl.constexpr):
+def masked_scores(scores, row, k0, kept, end, real, Tk, BLOCK_K: tl.constexpr):
     """(rows,BLOCK_K) scores: -inf past a row's end, zero in a row without valid keys."""
     j = k0 + tl.arange(0, BLOCK_K)
     there = real[:, None] & (j[None, :] < kept[:, None])
-    s = tl.load(scores + row[:, None] * Tk + j[None, :], mask=there, other=0.0).to(ACC)
+    s = tl.load(scores + row[:, None] * Tk + j[None, :], mask=there, other=0.0).to(tl.float32)
     return tl.where(j[None, :] < end[:, None], s, float("-inf"))

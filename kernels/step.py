@@ -60,7 +60,6 @@ def step_kernel(
     scale_bits,
     splits,
     split_keys,
-    ACC: tl.constexpr,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
     HAS_LENS: tl.constexpr,
@@ -82,14 +81,14 @@ def step_kernel(
     Args:
         queries: (B,Tq,H) projected, or (B,Tq,Dq) with RAW_QUERIES.
         keys: (B,Tk,H) projected, or (B,Tk,Dk) with RAW_KEYS.
-        context: (B,Tq,Dv); with SPLIT the unscaled sums (B,Tq,splits,Dv) in ACC.
-        scores: (B,Tq,Tk), scratch in ACC.
+        context: (B,Tq,Dv); with SPLIT the unscaled sums (B,Tq,splits,Dv) in fp32.
+        scores: (B,Tq,Tk), scratch in fp32.
         weights: (B,Tq,Tk); with SPLIT left to `combine_kernel`.
         maxima: (B,Tq,splits) largest score, with SPLIT.
         sums: (B,Tq,splits) sum of exponentials, with SPLIT.
         split_keys: keys of one split, a multiple of BLOCK_K.
         w_q: (H,Dq), w_k: (H,Dk), bias: (H,): of the projections inside the kernel.
-        projected: (programs,Tq,H) in ACC, scratch for RAW_QUERIES.
+        projected: (programs,Tq,H) in fp32, scratch for RAW_QUERIES.
     """
     split, _, b = program_blocks(splits, 1)
     i = tl.arange(0, BLOCK_Q)
@@ -103,14 +102,14 @@ def step_kernel(
     first = split * split_keys
     last = tl.minimum(first + split_keys, tl.max(end, axis=0))
     d = tl.arange(0, BLOCK_D)
-    most = tl.full([BLOCK_Q], float("-inf"), ACC)
-    total = tl.zeros([BLOCK_Q], ACC)
-    acc = tl.zeros([BLOCK_Q, BLOCK_D], ACC)
+    most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     if RAW_QUERIES:
         a = projected + (b * splits + split) * Tq * H
         for query in range(0, 1 if BLOCK_Q == 1 else Tq):
             row_of = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
-            project_row(row_of, w_q, a + query * H, H, Dq, ACC, BLOCK_H, BLOCK_X)
+            project_row(row_of, w_q, a + query * H, H, Dq, BLOCK_H, BLOCK_X)
         a_row = H
         tl.debug_barrier()  # other threads stored parts of the row
     else:
@@ -118,7 +117,7 @@ def step_kernel(
         a_row = q_row
     for k0 in range(first, last, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
-        s = tl.zeros([BLOCK_Q, BLOCK_K], ACC)
+        s = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
         key_rows = keys + b * k_batch + j.to(tl.int64) * k_row
         for h0 in range(0, H, 2 * BLOCK_H):
             h = h0 + tl.arange(0, BLOCK_H)
@@ -126,17 +125,17 @@ def step_kernel(
             if RAW_KEYS:
                 c0, c1 = project_tiles(
                     key_rows, j < last, w_k, bias, h, h1, H, Dk,
-                    ACC, HAS_BIAS, PRECISION, BLOCK_K, BLOCK_H, BLOCK_X,
+                    HAS_BIAS, PRECISION, BLOCK_K, BLOCK_H, BLOCK_X,
                 )  # fmt: skip
             else:
-                c0 = load_tile(key_rows, j < last, h, H, ACC)
-                c1 = load_tile(key_rows, j < last, h1, H, ACC)
-            w0, w1 = load_row(w_v, h, H, ACC), load_row(w_v, h1, H, ACC)
+                c0 = load_tile(key_rows, j < last, h, H)
+                c1 = load_tile(key_rows, j < last, h1, H)
+            w0, w1 = load_row(w_v, h, H), load_row(w_v, h1, H)
             for query in range(0, 1 if BLOCK_Q == 1 else Tq):
                 keep = kept_keys(lens, tl.cast(query, tl.int64) * lens_row, Tk, HAS_LENS)
                 if k0 < keep:
                     row_of = a + tl.cast(query, tl.int64) * a_row
-                    a0, a1 = load_row(row_of, h, H, ACC), load_row(row_of, h1, H, ACC)
+                    a0, a1 = load_row(row_of, h, H), load_row(row_of, h1, H)
                     t0, t1 = two_direct(a0, a1, c0, c1, PRECISE, NATIVE)
                     part = tl.sum(t0 * w0 + t1 * w1, axis=1)
                     here = (i == query)[:, None] & (j < keep)[None, :]
@@ -152,16 +151,16 @@ def step_kernel(
             here = real[:, None] & (j < Tk)[None, :]
             tl.store(scores + row[:, None] * Tk + j[None, :], s, mask=here)
         if DROPOUT:
-            p *= survivors(seed, threshold, scale_bits, row[:, None], j[None, :]).to(ACC)
+            p *= survivors(seed, threshold, scale_bits, row[:, None], j[None, :])
         v = tl.load(
             values + b * v_batch + j.to(tl.int64)[:, None] * v_row + d[None, :],
             mask=(j < last)[:, None] & (d < Dv)[None, :],
             other=0.0,
         )
         if BLOCK_Q == 1:
-            part = tl.sum(tl.trans(p) * v.to(ACC), axis=0)[None, :]
+            part = tl.sum(tl.trans(p) * v.to(tl.float32), axis=0)[None, :]
         else:
-            part = product(p, v, ACC, PRECISION)
+            part = product(p, v, PRECISION)
         acc = acc * decay[:, None] + part
     inside = real[:, None] & (d < Dv)[None, :]
     if SPLIT:
@@ -174,21 +173,19 @@ def step_kernel(
         tl.store(context + row[:, None] * Dv + d[None, :], acc * inverse[:, None], mask=inside)
         if WEIGHTS:
             tl.debug_barrier()  # other threads stored the scores
-            scale_scores(scores, weights, row, most, inverse, end, real, Tk, ACC, 128)
+            scale_scores(scores, weights, row, most, inverse, end, real, Tk, 128)
 
 
 @triton.jit
-def project_row(
-    x, weight, out, H, D, ACC: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_X: tl.constexpr
-):
+def project_row(x, weight, out, H, D, BLOCK_H: tl.constexpr, BLOCK_X: tl.constexpr):
     """out[h] = weight[h] . x, one row on the plain units."""
     for h0 in range(0, H, BLOCK_H):
         h = h0 + tl.arange(0, BLOCK_H)
-        total = tl.zeros([BLOCK_H], ACC)
+        total = tl.zeros([BLOCK_H], tl.float32)
         for d0 in range(0, D, BLOCK_X):
             d = d0 + tl.arange(0, BLOCK_X)
-            tile = load_tile(weight + h.to(tl.int64) * D, h < H, d, D, ACC)
-            total += tl.sum(tile * load_row(x, d, D, ACC), axis=1)
+            tile = load_tile(weight + h.to(tl.int64) * D, h < H, d, D)
+            total += tl.sum(tile * load_row(x, d, D), axis=1)
         tl.store(out + h, total, mask=h < H)
 
 
@@ -202,7 +199,6 @@ def project_tiles(
     h1,
     H,
     D,
-    ACC: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -210,8 +206,8 @@ def project_tiles(
     BLOCK_X: tl.constexpr,
 ):
     """Rows times weight^T plus bias at the hidden units h0 and h1, on tensor cores."""
-    c0 = tl.zeros([BLOCK_K, BLOCK_H], ACC)
-    c1 = tl.zeros([BLOCK_K, BLOCK_H], ACC)
+    c0 = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
+    c1 = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
     for d0 in range(0, D, BLOCK_X):
         d = d0 + tl.arange(0, BLOCK_X)
         x = tl.load(rows[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
@@ -219,25 +215,23 @@ def project_tiles(
         at1 = weight + h1.to(tl.int64)[None, :] * D + d[:, None]
         part0 = tl.load(at0, mask=(d < D)[:, None] & (h0 < H)[None, :], other=0.0)
         part1 = tl.load(at1, mask=(d < D)[:, None] & (h1 < H)[None, :], other=0.0)
-        c0 += product(x, part0, ACC, PRECISION)
-        c1 += product(x, part1, ACC, PRECISION)
+        c0 += product(x, part0, PRECISION)
+        c1 += product(x, part1, PRECISION)
     if HAS_BIAS:
-        c0 += load_row(bias, h0, H, ACC)
-        c1 += load_row(bias, h1, H, ACC)
+        c0 += load_row(bias, h0, H)
+        c1 += load_row(bias, h1, H)
     return c0, c1
 
 
 @triton.jit
-def scale_scores(
-    scores, weights, row, most, inverse, end, real, Tk, ACC: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def scale_scores(scores, weights, row, most, inverse, end, real, Tk, BLOCK_K: tl.constexpr):
     """Weights from scores: exp(s - most) * inverse, zero past ``end``."""
     base = tl.where(most == float("-inf"), 0.0, most)
     for k0 in range(0, Tk, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
         at = row[:, None] * Tk + j[None, :]
         there = real[:, None] & (j[None, :] < end[:, None])
-        s = tl.load(scores + at, mask=there, other=float("-inf")).to(ACC)
+        s = tl.load(scores + at, mask=there, other=float("-inf")).to(tl.float32)
         p = tl.exp(s - base[:, None]) * inverse[:, None]
         tl.store(weights + at, tl.where(there, p, 0.0), mask=real[:, None] & (j < Tk)[None, :])
 
@@ -257,7 +251,6 @@ def combine_kernel(
     lens_batch,
     lens_row,
     splits,
-    ACC: tl.constexpr,
     HAS_LENS: tl.constexpr,
     WEIGHTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -273,7 +266,7 @@ def combine_kernel(
     base = tl.where(most == float("-inf"), 0.0, most)
     factor = tl.exp(highest - base)
     total = tl.sum(factor * tl.load(sums + part, mask=s < splits, other=0.0), axis=0)
-    acc = tl.zeros([BLOCK_D], ACC)
+    acc = tl.zeros([BLOCK_D], tl.float32)
     for split in range(0, splits):
         share = tl.exp(tl.load(maxima + row * splits + split) - base)
         at = parts + (row * splits + split) * Dv + d
@@ -285,6 +278,4 @@ def combine_kernel(
         kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk, HAS_LENS)
         one = tl.arange(0, 1)
         end = tl.where(kept == 0, Tk, kept) + one
-        scale_scores(
-            scores, weights, row + one, most + one, inverse + one, end, one == 0, Tk, ACC, 512
-        )
+        scale_scores(scores, weights, row + one, most + one, inverse + one, end, one == 0, Tk, 512)

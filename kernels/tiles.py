@@ -21,39 +21,39 @@ def program_blocks(first_blocks, second_blocks):
 
 
 @triton.jit
-def load_row(x, h, H, ACC: tl.constexpr):
+def load_row(x, h, H):
     """x[h] of one row as (1,BLOCK_H), zero past its end."""
-    return tl.load(x + h, mask=h < H, other=0.0).to(ACC)[None, :]
+    return tl.load(x + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def load_tile(rows, inside, h, H, ACC: tl.constexpr):
+def load_tile(rows, inside, h, H):
     """The same of several rows, (BLOCK,BLOCK_H); zero outside."""
     mask = inside[:, None] & (h < H)[None, :]
-    return tl.load(rows[:, None] + h[None, :], mask=mask, other=0.0).to(ACC)
+    return tl.load(rows[:, None] + h[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def four_rows(x, h0, H, ACC: tl.constexpr, BLOCK_H: tl.constexpr):
+def four_rows(x, h0, H, BLOCK_H: tl.constexpr):
     """Four neighbouring parts of one row."""
     h = h0 + tl.arange(0, BLOCK_H)
     return (
-        load_row(x, h, H, ACC),
-        load_row(x, h + BLOCK_H, H, ACC),
-        load_row(x, h + 2 * BLOCK_H, H, ACC),
-        load_row(x, h + 3 * BLOCK_H, H, ACC),
+        load_row(x, h, H),
+        load_row(x, h + BLOCK_H, H),
+        load_row(x, h + 2 * BLOCK_H, H),
+        load_row(x, h + 3 * BLOCK_H, H),
     )
 
 
 @triton.jit
-def four_tiles(rows, inside, h0, H, ACC: tl.constexpr, BLOCK_H: tl.constexpr):
+def four_tiles(rows, inside, h0, H, BLOCK_H: tl.constexpr):
     """Four neighbouring parts of several rows."""
     h = h0 + tl.arange(0, BLOCK_H)
     return (
-        load_tile(rows, inside, h, H, ACC),
-        load_tile(rows, inside, h + BLOCK_H, H, ACC),
-        load_tile(rows, inside, h + 2 * BLOCK_H, H, ACC),
-        load_tile(rows, inside, h + 3 * BLOCK_H, H, ACC),
+        load_tile(rows, inside, h, H),
+        load_tile(rows, inside, h + BLOCK_H, H),
+        load_tile(rows, inside, h + 2 * BLOCK_H, H),
+        load_tile(rows, inside, h + 3 * BLOCK_H, H),
     )
 
 

@@ -20,11 +20,13 @@ import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends 
 from bahdanau_fast import checks, limits
 from bahdanau_fast.backends import availability
 from bahdanau_fast.backends.route import (
+    GPU_STEP_QUERIES,
     NAMES,
     DecoderFacts,
     Facts,
     Route,
     choose_backend,
+    is_cuda_step,
     route,
     route_decoder,
 )
@@ -97,7 +99,7 @@ def explain(device: str | torch.device | None = None) -> str:
     chosen = resolve(torch.device(device))
     where = "in its interpreter, on the CPU" if _INTERPRETED else "for CUDA and ROCm tensors"
     what = {
-        "cuda": "CUDA C++ kernels for CUDA tensors",
+        "cuda": f"CUDA C++ for CUDA tensors, up to {GPU_STEP_QUERIES} queries; not float64",
         "triton": f"Triton kernels {where}; not float64",
         "cpu": f"fused C++ for CPU tensors, {_instruction_set()}",
         "reference": "plain PyTorch, any device",
@@ -134,7 +136,7 @@ def resolve(
     """
     kind = device.type
     backend, _ = choose_backend(
-        _asked(name), kind, dtype, _there(kind), _plain_only(), _INTERPRETED
+        _asked(name), kind, dtype, _there(kind), _plain_only(), _INTERPRETED, step=True
     )
     return backend
 
@@ -153,7 +155,6 @@ def decide(call: Call) -> Route:
     backend = call.backend
     traced = torch.compiler.is_compiling()
     device = "cpu" if queries.is_cpu else queries.device.type
-    there = _ON_CPU if device != "cuda" else _on_gpu()
     asked = None if backend is None and _forced is None else _asked(backend)
     called = not isinstance(w_v, Tensor)
     if traced:  # no size may decide, or code would be compiled anew for each
@@ -163,6 +164,8 @@ def decide(call: Call) -> Route:
         _, keys_len, key_size = keys.shape
         value_size = values.shape[2]
         hidden = query_size if called else w_v.shape[-1]  # type: ignore[union-attr]
+    step = is_cuda_step(traced, queries_len, hidden)
+    there = _ON_CPU if device != "cuda" else _on_gpu(step)
     plain = inside.features is None and inside.activation == "tanh"
     general = scores_only or not plain or located is not None
     records = plain_inputs = False
@@ -228,7 +231,7 @@ def keeps_table(backend: str, projected_keys: Tensor, queries_len: int = 1) -> b
         projected_keys: (B,Tk,H).
         queries_len: Tq of the calls to come.
     """
-    if torch.compiler.is_exporting():  # the precision of a table goes by the size
+    if checks.is_exporting():  # the precision of a table goes by the size
         return False
     return _keeps_table(backend, projected_keys.numel(), queries_len)
 
@@ -273,18 +276,18 @@ def _there(device: str) -> tuple[str, ...]:
     return found
 
 
-def _on_gpu() -> tuple[str, ...]:
-    """The backends that can serve CUDA tensors."""
-    # Triton is loaded where it is needed: eager calls of CUDA C++ then go past it.
-    found = "cuda" if why_not("cuda") is None else "triton" if why_not("triton") is None else None
-    return ("reference",) if found is None else (found, "reference")
+def _on_gpu(step: bool = True) -> tuple[str, ...]:
+    """The backends that can serve CUDA tensors; a step that CUDA C++ serves needs no other."""
+    has_cuda = why_not("cuda") is None
+    if has_cuda and step:  # Triton is loaded where it is needed
+        return ("cuda", "reference")
+    has_triton = why_not("triton") is None
+    return (*["cuda"] * has_cuda, *["triton"] * has_triton, "reference")
 
 
 def _plain_only() -> bool:
     """Whether only plain PyTorch operations will do: ONNX knows no operators but its own."""
-    return checks.in_transform() or (
-        torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
-    )
+    return checks.in_transform() or (checks.is_exporting() and torch.onnx.is_in_onnx_export())
 
 
 def _check_name(name: str) -> None:

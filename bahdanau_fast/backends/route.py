@@ -20,6 +20,7 @@ __all__ = [
     "Facts",
     "Route",
     "choose_backend",
+    "is_cuda_step",
     "is_gpu_step",
     "keeps_table",
     "route",
@@ -53,8 +54,10 @@ TABLE_ELEMENTS, TABLE_QUERIES = 513, 16
 REUSE_ELEMENTS = 513
 
 # On GPUs; modelled, not measured. One launch serves up to so many queries per row of the batch, and
-# values of so many features, which it keeps in registers; the last where it may sum up in fp64.
-GPU_STEP_QUERIES, GPU_STEP_FEATURES, GPU_STEP_FEATURES_FP64 = 16, 2048, 256
+# values of so many features, which it keeps in registers.
+GPU_STEP_QUERIES, GPU_STEP_FEATURES = 16, 2048
+# CUDA C++ serves these calls alone, of up to so many hidden units.
+GPU_STEP_HIDDEN = 2048
 # A launch projects up to so many queries, and in CUDA C++ the keys, where each block reads at most
 # so many bytes of W_q, times the queries.
 GPU_OWN_QUERIES, GPU_OWN_WEIGHT = 4, 64 * 1024
@@ -155,8 +158,15 @@ def route(facts: Facts, gpu: GpuLimits) -> Route:
     Raises:
         ValueError: a backend was asked for that cannot serve the call.
     """
+    step = is_cuda_step(facts.traced, facts.queries_len, facts.hidden)
     backend, why = choose_backend(
-        facts.asked, facts.device, facts.dtype, facts.there, facts.plain_only, facts.interpreted
+        facts.asked,
+        facts.device,
+        facts.dtype,
+        facts.there,
+        facts.plain_only,
+        facts.interpreted,
+        step or (facts.traced and facts.asked == "cuda"),
     )
     if backend in ("cuda", "triton") and (facts.general or facts.masked):
         what = "scores, features and activations other than tanh" if facts.general else "masks"
@@ -202,35 +212,60 @@ def choose_backend(
     there: tuple[str, ...],
     plain_only: bool,
     interpreted: bool,
+    step: bool,
 ) -> tuple[str, str]:
     """The backend that serves a call, and why; arguments as in :class:`Facts`.
+
+    With ``step``, CUDA C++ serves such sizes.
 
     Raises:
         ValueError: as :func:`route`.
     """
     if asked is not None and asked != "auto":
-        _check_serves(asked, device, dtype, plain_only, interpreted)
+        _check_serves(asked, device, dtype, plain_only, interpreted, step)
         return asked, "asked for by name"
     if plain_only:
         return "reference", "a transform, a trace or an export knows plain operations only"
-    found, why = "reference", f"no kernels for {dtype} on {device} tensors are there"
+    found, why = "reference", f"no kernels for {device} tensors are there"
     if device == "cpu" and "cpu" in there:
         found, why = "cpu", "the fastest for CPU tensors"
+    elif device == "cuda" and dtype == torch.float64:
+        why = f"{dtype} has no GPU kernels"
     elif device == "cuda" and "cuda" in there:
-        found, why = "cuda", "the fastest for CUDA tensors"
-    elif device == "cuda" and "triton" in there and dtype != torch.float64:
+        if step:
+            return "cuda", "the fastest for CUDA tensors"
+        why = f"CUDA C++ has {_STEPS} alone"
+        if "triton" in there:
+            return "triton", why
+        why = f"{why}, and Triton is not there"
+    elif device == "cuda" and "triton" in there:
         found, why = "triton", "the CUDA C++ kernels are not there"
     return found, why
 
 
+_STEPS = f"steps of at most {GPU_STEP_QUERIES} queries and {GPU_STEP_HIDDEN} hidden units"
+
+
+def is_cuda_step(traced: bool, queries_len: int, hidden: int) -> bool:
+    """Whether CUDA C++ serves calls of such sizes; those of traced code may change."""
+    return not traced and queries_len <= GPU_STEP_QUERIES and hidden <= GPU_STEP_HIDDEN
+
+
 def _check_serves(
-    asked: str, device: str, dtype: torch.dtype, plain_only: bool, interpreted: bool
+    asked: str,
+    device: str,
+    dtype: torch.dtype,
+    plain_only: bool,
+    interpreted: bool,
+    step: bool,
 ) -> None:
     serves = {"cpu": "cpu", "cuda": "cuda", "triton": "cpu" if interpreted else "cuda"}
     if device != serves.get(asked, device):
         checks.reject(ValueError, "backend", f"serve {device} tensors", repr(asked))
-    if asked == "triton" and dtype == torch.float64:
+    if asked in ("cuda", "triton") and dtype == torch.float64:
         checks.reject(ValueError, "backend", f"serve {dtype} tensors", repr(asked))
+    if asked == "cuda" and not step:
+        checks.reject(ValueError, "backend", f"serve more than {_STEPS}", repr(asked))
     if asked != "reference" and plain_only:
         where = "under torch.func, forward-mode differentiation, tracing and torch.onnx.export"
         checks.reject(
@@ -282,13 +317,12 @@ def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, st
         return "projected", "a gradient may be asked for"
     if facts.drops:
         return "projected", "weights are dropped"
-    may_sum_in_fp64 = facts.dtype is torch.float32
     sizes, shared = (facts.queries_len, facts.value_size), 0
     if backend == "triton":
         from bahdanau_fast.kernels import plans  # not there in a source tree alone
 
         shared = plans.step_shared(*sizes, facts.dtype.itemsize)
-    if not is_gpu_step(*sizes, may_sum_in_fp64, shared, limits):
+    if not is_gpu_step(*sizes, shared, limits):
         return "projected", "many queries, or values of many features"
     own_queries = _projects_queries(facts, limits, backend)
     if _projects_keys(facts, backend):
@@ -299,20 +333,17 @@ def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, st
     return "projected", "the library's products are faster"
 
 
-def is_gpu_step(
-    queries_len: int, features: int, sums_in_fp64: bool, shared: int, limits: GpuLimits
-) -> bool:
+def is_gpu_step(queries_len: int, features: int, shared: int, limits: GpuLimits) -> bool:
     """Whether one launch on a GPU serves a call: scores, softmax and context.
 
     Args:
         queries_len: Tq.
         features: Dv.
-        sums_in_fp64: the kernel may compute in fp64.
         shared: bytes of shared memory that its least program needs.
         limits: of the GPU.
     """
-    most = GPU_STEP_FEATURES_FP64 if sums_in_fp64 else GPU_STEP_FEATURES
-    return queries_len <= GPU_STEP_QUERIES and features <= most and shared <= limits.shared
+    few = queries_len <= GPU_STEP_QUERIES and features <= GPU_STEP_FEATURES
+    return few and shared <= limits.shared
 
 
 def _projects_queries(facts: Facts, limits: GpuLimits, backend: str) -> bool:

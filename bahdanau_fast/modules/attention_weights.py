@@ -38,7 +38,7 @@ def _get(module: Any) -> Tensor | None:
 
 
 def _is_exporting_strictly() -> bool:
-    return torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()
+    return checks.is_exporting() and torch.compiler.is_dynamo_compiling()
 
 
 def keep(module: nn.Module, weights: Tensor | None, context: Tensor | None = None) -> None:
@@ -59,7 +59,7 @@ def keep(module: nn.Module, weights: Tensor | None, context: Tensor | None = Non
             kept = getattr(node, "box", None) or weights
         module.__dict__["_weights"] = kept  # nn.Module's __setattr__ takes as long as a kernel
         return
-    if torch.compiler.is_exporting():
+    if checks.is_exporting():
         # Both kinds of export warn of a tensor that becomes an attribute, then drop it.
         if torch.compiler.is_dynamo_compiling():
             return

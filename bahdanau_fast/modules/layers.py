@@ -63,7 +63,7 @@ def is_unchanged(module: nn.Module) -> bool:
     """True if calling a module runs only its class's ``forward``."""
     if (
         torch.compiler.is_compiling()  # compiled code is for the forward that was looked at
-        and not torch.compiler.is_exporting()  # which is done once
+        and not checks.is_exporting()  # which is done once
         and getattr(module.forward, "__code__", None)  # the compiler knows no other __func__
         is not getattr(type(module).forward, "__code__", None)
     ):

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from bahdanau_fast import backends
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
 from ..contestants.baselines import MASKED
 from ..contestants.baselines import compiled as torch_compiled
@@ -43,11 +44,6 @@ SMALL = (
     (Shape("small-split", 2, 1, 997, 40, value_size=33, lens="drawn"), "projected", True),
     (Shape("small-raw", 2, 3, 150, 40, value_size=33, lens="drawn"), "full", False),
     (Shape("small-step", 2, 1, 150, 40, query_size=36, value_size=33), "step", False),
-)
-# So large that fp32 is not computed in fp64.
-SMALL_FP32 = (
-    (Shape("small-many-fp32", 2, 17, 120, 211, value_size=29, lens="drawn"), "projected", True),
-    (Shape("small-few-fp32", 2, 3, 500, 300, value_size=33, lens="drawn"), "projected", True),
 )
 WIDE = Shape("step-256", 256, 1, 400, 512)
 _BY_NAME = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
@@ -91,12 +87,17 @@ def machine(device: str) -> list[Row]:
     return [Row("machine", ROW_SECONDS, found)]
 
 
-_SMALL = [*product(SMALL, DTYPES), *product(SMALL_FP32, ("float32",))]
+_SMALL = [*product(SMALL, DTYPES)]
 
 
 def _cases(ways: Any, where: torch.device) -> Iterator[GpuCase]:
     for ((shape, task, train), dtype), backend in product(ways, _backends(where)):
-        yield GpuCase(backend, shape, task, dtype, train)
+        if _serves(backend, shape):
+            yield GpuCase(backend, shape, task, dtype, train)
+
+
+def _serves(backend: str, shape: Shape) -> bool:
+    return backend != "cuda" or shape.queries <= GPU_STEP_QUERIES
 
 
 def smoke(device: str) -> list[Row]:
@@ -127,7 +128,12 @@ def time(device: str) -> list[Row]:
         GpuCase("", WIDE, "full"),
         GpuCase("", PARALLEL[-1], "projected", "float32", True),
     ]
-    cases = [replace(case, backend=name) for case in wanted for name in _backends(where)]
+    cases = [
+        replace(case, backend=name)
+        for case in wanted
+        for name in _backends(where)
+        if _serves(name, case.shape)
+    ]
     timed = [
         Row(str(c), ROW_SECONDS, partial(figures.times, c, figures.subject(c), where))
         for c in cases
@@ -268,6 +274,8 @@ def _contract(device: str, backend: str, name: str, dtype: torch.dtype) -> dict[
     parity, contract = map(_support, ("parity", "contract"))
     parity.DEVICE = device
     case = parity.Case(**{**contract.LARGE, **contract.CONTRACT[name]})
+    if backend == "cuda":
+        case = case.of_at_most(GPU_STEP_QUERIES)
     with figures.unwritten_is_nan():
         shares = parity.check(case, dtype, partial(parity.fused, backend=backend))
     where = max(shares, key=shares.get)
@@ -277,15 +285,14 @@ def _contract(device: str, backend: str, name: str, dtype: torch.dtype) -> dict[
 def parity(device: str) -> list[Row]:
     """The contract table of each backend, row by row; then its tests, where pytest is."""
     table = _support("contract").CONTRACT
-    there, dtypes = _backends(torch.device(device)), (*DTYPES, "float64")
+    there = _backends(torch.device(device))
     rows = [
         Row(
             f"{backend}: {name}, {dtype}",
             ROW_SECONDS,
             partial(_contract, device, backend, name, getattr(torch, dtype)),
         )
-        for name, dtype, backend in product(table, dtypes, there)
-        if (backend, dtype) != ("triton", "float64")
+        for name, dtype, backend in product(table, DTYPES, there)
     ]
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     words = [sys.executable, "-m", "pytest", "-q", "--maxfail=25", "--tb=short", "-o", "addopts="]

@@ -5,19 +5,18 @@
 
 namespace bahdanau_fast {
 
-// fp32 problems of at most this many (query, key, hidden) elements are computed in fp64: that costs
-// little, and leaves only the rounding of the result as an error. The CPU's limit is also that of
-// its tables (exp_keys), in (key, hidden) elements; a table made for calls without gradients, whose
-// sums cancel less, has the last one.
-constexpr int64_t kMaxFp64GpuElements = 524288, kMaxFp64CpuElements = 196608;
-constexpr int64_t kMaxFp64ForwardTableElements = 16384;
+// fp32 problems of at most this many (query, key, hidden) elements are computed in fp64 on the CPU:
+// that costs little there, and leaves only the rounding of the result as an error. It is also the
+// limit of tables (exp_keys), in (key, hidden) elements; a table made for calls without gradients,
+// whose sums cancel less, has the second one.
+constexpr int64_t kMaxFp64CpuElements = 196608, kMaxFp64ForwardTableElements = 16384;
 // fp32 problems of any size are computed in fp64 on the CPU if the norm of w_v is above this: their
 // scores are in the hundreds, where the rounding of fp32 shows in the softmax.
 constexpr double kMaxFp32NormOfW = 64.0;
 
-// On a GPU: the most queries of a row that one launch serves; the most for which it projects the
-// keys too.
-constexpr int64_t kDecodeQueries = 16, kRawQueries = 4;
+// On a GPU: the most queries of a row and the most hidden units that CUDA C++ serves; the most
+// queries for which a launch projects the keys too.
+constexpr int64_t kDecodeQueries = 16, kDecodeHidden = 2048, kRawQueries = 4;
 
 // The kind that computes.
 constexpr Kind computing_kind(Kind storage, int64_t elements, int64_t limit) {

@@ -46,13 +46,12 @@ enum Needs : int64_t {
   need_w_f = 32
 };
 
-// How tanh(a + c) of a query's a and a key's c is computed. With E = exp(2a) exp(2c) it is
+// How the CPU computes tanh(a + c) of a query's a and a key's c. With E = exp(2a) exp(2c) it is
 // (E - 1) / (E + 1). All forms but the last two share one division among four fractions.
 enum class Form {
   factored,     // from exp(2a) and exp(2c) as they are: neither is large
-  scaled,       // numerator and denominator divided by max(1, exp(2a)), which cannot overflow (CPU)
-  clamped,      // factored, with c and E cut off where tanh no longer changes (CUDA, 16 bits)
-  scaled_each,  // scaled, one division per fraction: products of four would overflow (CPU)
+  scaled,       // numerator and denominator divided by max(1, exp(2a)), which cannot overflow
+  scaled_each,  // scaled, one division per fraction: products of four would overflow
   direct,       // tanh of the sum a + c: exp(2a) or exp(2c) would overflow, or is NaN
 };
 

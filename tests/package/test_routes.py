@@ -12,6 +12,7 @@ import bahdanau_fast as bf
 from bahdanau_fast import backends, limits
 from bahdanau_fast.backends.route import (
     GPU_OWN_QUERIES,
+    GPU_STEP_HIDDEN,
     GPU_STEP_QUERIES,
     Facts,
     route,
@@ -31,8 +32,8 @@ def test_this_processor_has_a_family():
 def test_numbers_that_stand_in_two_languages():
     header = (Path(__file__).parents[2] / "csrc/common/limits.h").read_text()
     numbers = {
-        "kMaxFp64GpuElements": limits.FP64_GPU_ELEMENTS,
         "kDecodeQueries": GPU_STEP_QUERIES,
+        "kDecodeHidden": GPU_STEP_HIDDEN,
         "kRawQueries": GPU_OWN_QUERIES,
     }
     for name, ours in numbers.items():
@@ -139,7 +140,7 @@ TRITON = {"there": ("triton", "reference")}
         ("sm_90", {"drops": True}, "projected"),
         ("sm_90", {"value_size": 2049}, "projected"),
         ("sm_80", {"query_size": 64, "value_size": 257}, "step"),
-        ("sm_80", {"query_size": 32, "value_size": 257, "dtype": torch.float32}, "projected"),
+        ("sm_80", {"query_size": 32, "value_size": 257, "dtype": torch.float32}, "step"),
         # A tile of values: 16 of 2048 features, which Triton keeps in shared memory.
         ("sm_86", {**TRITON, "query_size": 16, "queries_len": 2, "value_size": 2048}, "step"),
         ("other", {**TRITON, "query_size": 16, "queries_len": 2, "value_size": 2048}, "projected"),
@@ -157,6 +158,25 @@ def test_routes_of_gpus(family, changes, form):
     assert route(facts, limits.GPU_FAMILIES[family]).form == form
 
 
+@pytest.mark.parametrize("changes", [{"queries_len": 17}, {"hidden": 2049}, {"traced": True}])
+def test_what_is_no_step_is_for_triton(changes):
+    facts, of_gpu = GPU_STEP._replace(**changes), limits.GPU_FAMILIES["sm_90"]
+    why = "CUDA C++ has steps of at most 16 queries and 2048 hidden units alone"
+    assert route(GPU_STEP, of_gpu).backend == "cuda"
+    found = route(facts, of_gpu)
+    assert (found.backend, found.reason.startswith(f"triton: {why};")) == ("triton", True)
+    found = route(facts._replace(there=("cuda", "reference")), of_gpu)
+    assert (found.backend, found.form) == ("reference", "reference")
+    assert found.reason.startswith(f"reference: {why}, and Triton is not there")
+    if facts.traced:  # its sizes are not known
+        assert route(facts._replace(asked="cuda"), of_gpu).backend == "cuda"
+        return
+    with pytest.raises(
+        ValueError, match="backend must serve more than steps of at most 16 queries"
+    ):
+        route(facts._replace(asked="cuda"), of_gpu)
+
+
 UNSERVED = {"general": "scores, features and activations other than tanh", "masked": "masks"}
 
 
@@ -170,6 +190,16 @@ def test_a_backend_of_gpus_is_not_taken_by_name(name, what):
     assert (found.backend, found.form) == ("reference", "reference")
     assert "no GPU kernels" in found.reason
     assert route(facts._replace(**{what: False}), limits.OTHER_GPU).backend == name
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_the_reference_serves_float64_on_a_gpu(name):
+    facts = GPU_STEP._replace(dtype=torch.float64, there=(name, "reference"))
+    found = route(facts, limits.OTHER_GPU)
+    assert (found.backend, found.form) == ("reference", "reference")
+    assert found.reason.startswith("reference: torch.float64 has no GPU kernels")
+    with pytest.raises(ValueError, match=f"backend must serve torch.float64 tensors, got '{name}'"):
+        route(facts._replace(asked=name), limits.OTHER_GPU)
 
 
 @pytest.mark.parametrize("what", UNSERVED)

@@ -74,8 +74,8 @@ class CudaPtx(PtxCalls, CudaCalls):
         self.device = self.gpu.new_gpu()
         self._counters, self._buffers = [], []  # of the GPU, and of the operator that runs
 
-    def begin(self, multiprocessors, queries, keys, w_v):
-        super().begin(multiprocessors, queries, keys, w_v)
+    def begin(self, multiprocessors, dtype):
+        super().begin(multiprocessors, dtype)
         self.gpu.use_gpu(self.device)
         self.gpu.set_gpu(multiprocessors=multiprocessors, ptx_version=int(self.arch.rstrip("a")))
 

@@ -93,7 +93,7 @@ A100 = dataclasses.replace(GPUS["A100"], multiprocessors=16)
 CALLS = {
     "a block a row": Problem(5, 1, 40, 64, 48),
     "rows in splits": Problem(4, 2, 70, 40, 24),
-    "tiles": Problem(5, 20, 70, 40, 24),
+    "beams": Problem(5, 10, 70, 40, 24),
 }
 
 

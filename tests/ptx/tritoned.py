@@ -19,6 +19,7 @@ from triton_target import target_is
 
 import bahdanau_fast.kernels
 from bahdanau_fast.backends.triton import backward, forward
+from benchmarks.machine_code import KINDS
 
 __all__ = ["TritonPtx"]
 
@@ -54,15 +55,14 @@ class TritonPtx(PtxCalls):
         # two summands) and both store it: that one of the two wins is how Triton means it.
         super().__init__(arch, lanes_clash=True, **more)
 
-    def places(self, kinds=("f32", "f32_in_f64", "bf16", "f16")):
-        """(kind, name) of every kernel that is launched; what sums in fp64 reads no tables."""
+    def places(self, kinds=KINDS):
+        """(kind, name) of every kernel that is launched."""
         found = set()
         for module in pkgutil.iter_modules(bahdanau_fast.kernels.__path__):
             held = importlib.import_module(f"bahdanau_fast.kernels.{module.name}")
             found |= {name for name, x in vars(held).items() if isinstance(x, JITFunction)}
         kernels = {name for name in found if name.endswith("_kernel")}
-        places = {(kind, name) for kind in kinds for name in kernels}
-        return places - {("f32_in_f64", "tables_kernel")}
+        return {(kind, name) for kind in kinds for name in kernels}
 
     @staticmethod
     def storage(tensor):
@@ -97,7 +97,7 @@ class TritonPtx(PtxCalls):
         self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None
     ):
         """The same without gradients, from queries (and keys) that the kernel projects itself."""
-        self.begin(multiprocessors, queries, keys, w_v)
+        self.begin(multiprocessors, queries.dtype)
         weights = w_q, w_k, bias, w_v
         with self.here():
             return forward.attend_step(queries, keys, values, *weights, valid_lens)

@@ -79,6 +79,16 @@ class Case:
             drawn[name] = x.to(dtype).double()
         return drawn
 
+    def of_at_most(self, queries):
+        """The same case with no more queries."""
+        if self.Tq <= queries:
+            return self
+        lens, mask = (
+            x if x is None or x.dim() != dim else x[:, :queries]
+            for x, dim in ((self.lens, 2), (self.mask, 3))
+        )
+        return dataclasses.replace(self, Tq=queries, lens=lens, mask=mask)
+
     def options(self):
         """What a function is called with beside its tensors."""
         if self.activation == "tanh":

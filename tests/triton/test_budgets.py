@@ -107,17 +107,15 @@ def test_what_a_block_may_have():
 @pytest.mark.parametrize("family", GPU_FAMILIES)
 def test_the_tile_of_values_fits(family):
     limits, served = GPU_FAMILIES[family], set()
-    for size, wide, queries, batch in itertools.product(
-        (2, 4), (False, True), (1, 2, 16), (1, 999)
-    ):
+    for size, queries, batch in itertools.product((2, 4), (1, 2, 16), (1, 999)):
         for features in (1, 255, 256, 257, 511, 512, 513, 1024, 1025, 2047, 2048, 2049):
             needs = plans.step_shared(queries, features, size)
-            if (wide and size == 2) or not is_gpu_step(queries, features, wide, needs, limits):
+            if not is_gpu_step(queries, features, needs, limits):
                 continue
             served.add((size, queries, features))
-            sizes = (batch, queries, 1000, 512, features, wide)
+            sizes = (batch, queries, 1000, 512, features)
             for plan in plans.step(*sizes, 132, size, limits.shared):
-                values = plan.blocks["BLOCK_K"] * plan.blocks["BLOCK_D"] * (8 if wide else size)
+                values = plan.blocks["BLOCK_K"] * plan.blocks["BLOCK_D"] * size
                 assert queries == 1 or values + 4 * KB <= limits.shared, (plan, queries)
     for size in (2, 4):
         assert (size, 1, 2048) in served

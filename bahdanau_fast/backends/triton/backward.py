@@ -84,11 +84,11 @@ def _grad_values(
         grad_values.zero_()
         return
     grad = rows(grad_context)
-    blocks = plans.grad_products(call.wide)
+    blocks = plans.grad_products()
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.features // blocks["BLOCK_D"])
     grad_values_kernel[(call.batch * count,)](
         weights, grad, call.seed, grad_values, call.queries_len, call.keys_len, call.features,
-        *grad.stride()[:2], *call.dropout, ACC=call.kind["ACC"], DROPOUT=call.drops,
+        *grad.stride()[:2], *call.dropout, DROPOUT=call.drops,
         PRECISION=call.precision, **blocks,
     )  # fmt: skip
 
@@ -100,18 +100,18 @@ def _grad_scores(
     out = call.new(call.batch, call.queries_len, call.keys_len)
     from_context = call.values if grad_context is None else rows(grad_context)
     from_weights = weights if grad_weights is None else rows(grad_weights)
-    blocks = plans.grad_products(call.wide)
+    blocks = plans.grad_products()
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.queries_len // blocks["BLOCK_Q"])
     grad_weights_kernel[(call.batch * count,)](
         call.values, from_context, from_weights, call.lens, call.seed, out, call.queries_len,
         call.keys_len, call.features, *call.values.stride()[:2], *from_context.stride()[:2],
-        *from_weights.stride()[:2], *call.lens_strides, *call.dropout, ACC=call.kind["ACC"],
+        *from_weights.stride()[:2], *call.lens_strides, *call.dropout,
         HAS_LENS=call.has_lens, DROPOUT=call.drops, CONTEXT=grad_context is not None,
         WEIGHTS=grad_weights is not None, PRECISION=call.precision, **blocks,
     )  # fmt: skip
     grad_softmax_kernel[(call.batch * call.queries_len,)](
         weights, out, call.lens, call.queries_len, call.keys_len, *call.lens_strides,
-        ACC=call.kind["ACC"], HAS_LENS=call.has_lens, **plans.grad_softmax(call.keys_len),
+        HAS_LENS=call.has_lens, **plans.grad_softmax(call.keys_len),
     )  # fmt: skip
     return out
 
@@ -178,7 +178,7 @@ def _pass(
         )  # fmt: skip
         return w_parts, other_parts
 
-    return launch(plans.grad_tanh(rows_.shape[1], call.hidden, call.wide, sum_w)[0])
+    return launch(plans.grad_tanh(rows_.shape[1], call.hidden, sum_w)[0])
 
 
 def _kept(call: Call) -> tuple[Tensor, int]:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from bahdanau_fast import checks, limits
@@ -67,17 +66,7 @@ class Call:
         checks.lens(valid_lens, self.batch, self.queries_len, queries.device)
         self.device, self.size = queries.device, queries.element_size()
         self.limits = limits.of_gpu(queries.device)
-        elements = self.batch * self.queries_len * self.keys_len * self.hidden
-        single = queries.dtype == torch.float32
-        # Triton's fp64 products do not compile for every AMD GPU.
-        exact = native() or availability.interpreted()
-        self.wide = single and elements <= limits.FP64_GPU_ELEMENTS and exact
-        self.dtype = torch.float64 if self.wide else torch.float32
-        self.kind = {
-            "ACC": tl.float64 if self.wide else tl.float32,
-            "PRECISE": single,
-            "NATIVE": native(),
-        }
+        self.kind = {"PRECISE": queries.dtype == torch.float32, "NATIVE": native()}
         self.precision = precision()
         # Where there are no lengths or no dropout the kernels read neither.
         self.has_lens, self.drops = valid_lens is not None, dropout_p > 0.0
@@ -92,9 +81,9 @@ class Call:
         (bits,) = struct.unpack("q", struct.pack("d", scale))
         self.dropout = (-int(-dropout_p * 2**32 // 1), bits)
 
-    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor beside the inputs, of the type computed in unless told."""
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def guard(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device: make that the one of the inputs."""
@@ -119,8 +108,6 @@ def rows(x: Tensor) -> Tensor:
 
 def make_table(call: Call, x: Tensor) -> Table:
     """Exponentials of projected rows, where the kernels take them."""
-    if call.wide:
-        return Table(x, x, False)
     batch, length, hidden = x.shape
     precise = call.kind["PRECISE"]
     entries = call.new(1 + precise, batch, length, hidden)

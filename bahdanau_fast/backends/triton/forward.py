@@ -56,7 +56,7 @@ def attend(
     if context.numel() + weights.numel() == 0 or call.keys_len == 0:
         return context, weights
     shared = plans.step_shared(call.queries_len, call.features, call.size)
-    step = is_gpu_step(call.queries_len, call.features, call.wide, shared, call.limits)
+    step = is_gpu_step(call.queries_len, call.features, shared, call.limits)
     chunk = plans.query_chunk(call.batch, call.keys_len, GPU_STEP_QUERIES + 1)
     with call.guard():
         if step:
@@ -126,7 +126,7 @@ def _step(
     )  # fmt: skip
     sizes = (batch, queries_len, keys_len, call.hidden, features)
     of_device = (processors(call.device), call.size, call.limits.shared)
-    candidates = plans.step(*sizes, call.wide, *of_device, w_k is not None)
+    candidates = plans.step(*sizes, *of_device, w_k is not None)
     _launch_step(call, candidates[0], context, weights, w_q, w_k, bias)
 
 
@@ -168,7 +168,7 @@ def _launch_step(
         blocks = plans.combine(plan.splits, features)
         combine_kernel[(batch * queries_len, -(-features // blocks["BLOCK_D"]) or 1)](
             parts, maxima, sums, call.lens, context, scores, weights, queries_len, keys_len,
-            features, *call.lens_strides, plan.splits, ACC=call.kind["ACC"],
+            features, *call.lens_strides, plan.splits,
             HAS_LENS=call.has_lens, WEIGHTS=need_weights, **blocks,
         )  # fmt: skip
 
@@ -194,11 +194,11 @@ def _many(call: Call, context: Tensor, weights: Tensor) -> None:
 
     sizes = (batch, queries_len, keys_len, call.hidden)
     launch(plans.scores(*sizes, call.size)[0])
-    blocks = plans.products(features, call.wide, call.size)
+    blocks = plans.products(features, call.size)
     count = -(-queries_len // blocks["BLOCK_Q"]) * (-(-features // blocks["BLOCK_D"]) or 1)
     softmax_kernel[(batch * count,)](
         scores, call.values, call.lens, call.seed, weights, context, queries_len, keys_len,
         features, *call.values.stride()[:2], *call.lens_strides, *call.dropout,
-        ACC=call.kind["ACC"], HAS_LENS=call.has_lens, DROPOUT=call.drops, WEIGHTS=need_weights,
+        HAS_LENS=call.has_lens, DROPOUT=call.drops, WEIGHTS=need_weights,
         PRECISION=call.precision, **blocks,
     )  # fmt: skip

@@ -4,13 +4,14 @@
 //   context[b,i] = sum_j dropout(weights)[b,i,j] value[b,j]
 //
 //   queries (B,Tq,H), keys (B,Tk,H), values (B,Tk,Dv), w (H): T; context (B,Tq,Dv): T;
-//   weights (B,Tq,Tk): W; or queries (B,Tq,Dq) and W_q (H,Dq), projected in the same launch
+//   weights (B,Tq,Tk): fp32; or queries (B,Tq,Dq) and W_q (H,Dq), projected in the same launch
 //
 // A block is (batch row, split of its keys). Its warps take keys in turn; lanes hold neighbouring
-// hidden units, then neighbouring columns of the values, 16 bytes at a time. Reads the keys and
-// values of the split once for up to four queries, (H + Dv) numbers for each key; further queries
-// read them from the caches. Splits compute sums relative to their own maximum; the last block of a
-// batch row to finish combines them, in the order of the splits.
+// hidden units, then neighbouring columns of the values, 16 bytes at a time (`vectors`), or number
+// by number where rows are not aligned so: a plain kernel, which projects nothing. Reads the keys
+// and values of the split once for up to four queries, (H + Dv) numbers for each key; further
+// queries read them from the caches. Splits compute sums relative to their own maximum; the last
+// block of a batch row to finish combines them, in the order of the splits.
 #pragma once
 
 #include "decode_plan.h"
@@ -18,13 +19,13 @@
 
 namespace bahdanau_fast::gpu {
 
-template <class T, class A, int QT>
+template <class T, int QT, bool vectors>
 struct DecodeTask {
-  static constexpr int U = kUnits<T>;
+  static constexpr int U = kVector<T>;
   static constexpr int KU = QT == 1 ? 4 : sizeof(T) == 2 ? 2 : 1;  // keys of a warp at a time
   const DecodeForward& d;
   const Problem& p;
-  DecodeShared<T, A, QT> mine;
+  DecodeShared<T, QT> mine;
   int64_t b, s, j0, n;
   int lane, warp;
 
@@ -51,24 +52,23 @@ struct DecodeTask {
 
   // W_q q of queries [i0, i0 + QT) into shared memory; a warp computes one hidden unit at a time.
   // Each block reads all of W_q, all but the first from the caches.
-  template <bool vectors>
   __device__ void project_queries(int64_t i0) {
     const T* rows[QT];  // past the last query, the last
 #pragma unroll
     for (int q = 0; q < QT; ++q) rows[q] = row_at<T>(p.queries, b, smaller(i0 + q, p.Tq - 1));
     for (int64_t h = warp; h < p.H; h += kDecodeWarps) {
-      A sums[QT] = {};
+      float sums[QT] = {};
       for (int64_t c = lane * U; c < d.Dq; c += kWarp * U) {
-        A weight[U], query[U];
-        load_units<T, A, vectors>(static_cast<const T*>(d.w_q) + h * d.Dq, c, d.Dq, weight);
+        float weight[U], query[U];
+        load_units<T, true>(static_cast<const T*>(d.w_q) + h * d.Dq, c, d.Dq, weight);
 #pragma unroll
         for (int q = 0; q < QT; ++q) {
-          load_units<T, A, vectors>(rows[q], c, d.Dq, query);
+          load_units<T, true>(rows[q], c, d.Dq, query);
 #pragma unroll
           for (int k = 0; k < U; ++k) sums[q] += weight[k] * query[k];
         }
       }
-      const A sum = warp_sums<QT>(sums, lane);
+      const float sum = warp_sums<QT>(sums, lane);
       constexpr int each = kWarp / QT;
       if (lane % each == 0) mine.queries[lane / each * mine.width + h] = sum;
     }
@@ -78,7 +78,6 @@ struct DecodeTask {
   // The same, together with the other blocks of the cluster: each computes a share of the hidden
   // units, two at a time in a warp, for the queries of all blocks, and writes them to the shared
   // memory of those. So W_q is read once for each cluster.
-  template <bool vectors>
   __device__ void project_for_cluster(int64_t i0) {
     constexpr int units = 2, most = 8;  // blocks of a cluster
     constexpr int each = kWarp / (most * units);
@@ -95,26 +94,26 @@ struct DecodeTask {
     for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i) {
       const T* first = static_cast<const T*>(p.queries.data) + i * p.queries.row_stride;
       for (int64_t h0 = (rank * kDecodeWarps + warp) * units; h0 < p.H; h0 += step) {
-        A sums[most * units] = {};
+        float sums[most * units] = {};
         for (int64_t c = lane * U; c < d.Dq; c += kWarp * U) {
-          A weight[units][U];
+          float weight[units][U];
 #pragma unroll
           for (int x = 0; x < units; ++x)
-            load_units<T, A, vectors>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
+            load_units<T, true>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
 #pragma unroll
           for (int m = 0; m < most; ++m) {
-            A query[U];
-            load_units<T, A, vectors>(first + offsets[m], c, d.Dq, query);
+            float query[U];
+            load_units<T, true>(first + offsets[m], c, d.Dq, query);
 #pragma unroll
             for (int x = 0; x < units; ++x)
 #pragma unroll
               for (int k = 0; k < U; ++k) sums[m * units + x] += weight[x][k] * query[k];
           }
         }
-        const A sum = warp_sums<most * units>(sums, lane);
+        const float sum = warp_sums<most * units>(sums, lane);
         const int target = lane / each / units;
         const int64_t h = h0 + lane / each % units;
-        A* place = mine.queries + (i - i0) * mine.width + h;
+        float* place = mine.queries + (i - i0) * mine.width + h;
         if (lane % each == 0 && target < blocks && h < p.H) *in_block(place, target) = sum;
       }
     }
@@ -122,11 +121,7 @@ struct DecodeTask {
   }
 
   __device__ void project(int64_t i0) {
-    const bool vectors = in_vectors<T>({d.w_q, 0, d.Dq}, d.Dq) && in_vectors<T>(p.queries, d.Dq);
-    if (cluster_size() > 1)
-      vectors ? project_for_cluster<true>(i0) : project_for_cluster<false>(i0);
-    else
-      vectors ? project_queries<true>(i0) : project_queries<false>(i0);
+    cluster_size() > 1 ? project_for_cluster(i0) : project_queries(i0);
   }
 
   // True in a block past the last, which only completes a cluster, after its share of the
@@ -137,105 +132,102 @@ struct DecodeTask {
     return true;
   }
 
-  // Queries [i0, i0 + QT), or in the clamped form their exponentials, and w into shared memory.
-  template <bool exponentials>
-  __device__ Form load_queries(int64_t i0) {
-    if (d.w_q != nullptr) project(i0);
-    A largest = 0, largest_w = 0;
+  // Queries [i0, i0 + QT) and w into shared memory. True if the queries are exponentials there.
+  __device__ bool load_queries(int64_t i0, bool may_exponentiate = true) {
+    if constexpr (vectors)
+      if (d.w_q != nullptr) project(i0);
+    float largest = 0, largest_w = 0;
     for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads) {
       const int64_t i = i0 + at / mine.width, h = at % mine.width;
-      A a = 0;
+      float a = 0;
       if (i < p.Tq && h < p.H)
-        a = d.w_q != nullptr ? mine.queries[at] : A(widen(row_at<T>(p.queries, b, i)[h]));
+        a = d.w_q != nullptr ? mine.queries[at] : widen(row_at<T>(p.queries, b, i)[h]);
       mine.queries[at] = a;
       largest = fabs(a) > largest || a != a ? fabs(a) : largest;
     }
     for (int64_t h = threadIdx.x; h < mine.width; h += kDecodeThreads) {
-      const A x = h < p.H ? A(widen(static_cast<const T*>(p.w)[h])) : A(0);
+      const float x = h < p.H ? widen(static_cast<const T*>(p.w)[h]) : 0.0f;
       mine.w[h] = x;
       largest_w = fabs(x) > largest_w || x != x ? fabs(x) : largest_w;
     }
-    Form form = Form::direct;
-    if constexpr (QT > 1 && sizeof(T) == 2 && exponentials) {
-      largest = block_max(largest, mine.scratch);
-      largest_w = block_max(largest_w, mine.scratch);
-      if (largest <= kClamped && largest_w <= kLargestW<T>) form = Form::clamped;
-      if (form == Form::clamped)
-        for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads)
-          mine.queries[at] = exp_of_two<T>(mine.queries[at]);
+    bool exponentials = false;
+    if constexpr (QT > 1 && sizeof(T) == 2) {
+      if (may_exponentiate) {
+        largest = block_max(largest, mine.scratch);
+        largest_w = block_max(largest_w, mine.scratch);
+        exponentials = largest <= kClamped && largest_w <= kLargestW;
+      }
+      for (int64_t at = threadIdx.x; exponentials && at < QT * mine.width; at += kDecodeThreads)
+        mine.queries[at] = exp_of_two(mine.queries[at]);
     }
     __syncthreads();
-    return form;
+    return exponentials;
   }
 
-  template <Form form, bool vectors>
+  template <bool exponentials>
   __device__ __forceinline__ void score_keys(int64_t i0, int64_t keys) {
-    A sum_w = 0;
-    if (form != Form::direct)
+    float sum_w = 0;
+    if (exponentials)
       for (int64_t h = lane * U; h < p.H; h += kWarp * U)
 #pragma unroll
         for (int k = 0; k < U; ++k) sum_w += mine.w[h + k];
     for (int64_t first = warp * KU; first < keys; first += kDecodeWarps * KU) {
-      A sums[KU * QT];
+      float sums[KU * QT];
 #pragma unroll
       for (int k = 0; k < KU * QT; ++k) sums[k] = sum_w;
       for (int64_t h = lane * U; h < p.H; h += kWarp * U) {
-        A key[KU][U];
+        float key[KU][U];
 #pragma unroll
         for (int k = 0; k < KU; ++k)
-          load_units<T, A, vectors>(row_at<T>(p.keys, b, j0 + smaller(first + k, keys - 1)), h, p.H,
-                                    key[k]);
-        const A* w = mine.w + h;
+          load_units<T, vectors>(row_at<T>(p.keys, b, j0 + smaller(first + k, keys - 1)), h, p.H,
+                                 key[k]);
+        const float* w = mine.w + h;
 #pragma unroll
         for (int k = 0; k < KU; ++k)
 #pragma unroll
-          for (int u = 0; u < U; u += 4) {
-            if constexpr (form != Form::direct) {
-              A e[4];
-#pragma unroll
-              for (int x = 0; x < 4; ++x) e[x] = exp_of_key<T>(key[k][u + x], form);
-#pragma unroll
-              for (int q = 0; q < QT; ++q)
-                sums[k * QT + q] -= 2.0f * sum_of_four_fractions<T, form>(
-                                               mine.queries + q * mine.width + h + u, e, w + u);
-            } else {
-#pragma unroll
-              for (int q = 0; q < QT; ++q) {
-                A x[4];
-#pragma unroll
-                for (int y = 0; y < 4; ++y)
-                  x[y] = mine.queries[q * mine.width + h + u + y] + key[k][u + y];
-                sums[k * QT + q] += sum_of_four_tanh<T, A>(x, w + u);
-              }
-            }
-          }
+          for (int u = 0; u < U; u += 4)
+            add_four<exponentials>(h + u, key[k] + u, w + u, sums + k * QT);
       }
-      const A sum = warp_sums<KU * QT>(sums, lane);
+      const float sum = warp_sums<KU * QT>(sums, lane);
       constexpr int each = kWarp / (KU * QT);
       const int64_t j = first + lane / each / QT, i = i0 + lane / each % QT;
       if (lane % each == 0 && j < keys && i < p.Tq) mine.scores[i * d.split + j] = sum;
     }
   }
 
-  template <bool vectors>
-  __device__ __forceinline__ void score_keys(int64_t i0, int64_t keys, Form form) {
-    if constexpr (QT > 1 && sizeof(T) == 2) {
-      if (form == Form::clamped) return score_keys<Form::clamped, vectors>(i0, keys);
+  // What four hidden units of a key add to its scores.
+  template <bool exponentials>
+  __device__ __forceinline__ void add_four(int64_t h, const float* key, const float* w,
+                                           float* sums) {
+    float e[4];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) e[x] = exponentials ? exp_of_key(key[x]) : key[x];
+#pragma unroll
+    for (int q = 0; q < QT; ++q) {
+      const float* query = mine.queries + q * mine.width + h;
+      if constexpr (exponentials) {
+        sums[q] -= 2.0f * sum_of_four_fractions(query, e, w);
+      } else {
+        const float x[4] = {query[0] + e[0], query[1] + e[1], query[2] + e[2], query[3] + e[3]};
+        sums[q] += sum_of_four_tanh<T>(x, w);
+      }
     }
-    score_keys<Form::direct, vectors>(i0, keys);
   }
 
   __device__ void score() {
     for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) {
       __syncthreads();
-      const Form form = load_queries<true>(i0);
+      const bool exponentials = load_queries(i0);
       int64_t keys = 0;
       for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i)
         if (!uniform(i)) keys = larger(keys, count(i));
-      if (in_vectors<T>(p.keys, p.H))
-        score_keys<true>(i0, keys, form);
-      else
-        score_keys<false>(i0, keys, form);
+      if constexpr (QT > 1 && sizeof(T) == 2) {
+        if (exponentials) {
+          score_keys<true>(i0, keys);
+          continue;
+        }
+      }
+      score_keys<false>(i0, keys);
     }
     __syncthreads();
   }
@@ -244,55 +236,53 @@ struct DecodeTask {
   __device__ void softmax() {
     const Dropout dropout(p);
     for (int64_t i = warp; i < p.Tq; i += kDecodeWarps) {
-      A* row = mine.scores + i * d.split;
+      float* row = mine.scores + i * d.split;
       const int64_t keys = count(i), at = b * p.Tq + i;
       if (uniform(i))
-        for (int64_t j = lane; j < n; j += kWarp) row[j] = A(0);
-      A best = -INFINITY, total = 0;
+        for (int64_t j = lane; j < n; j += kWarp) row[j] = 0.0f;
+      float best = -INFINITY, total = 0;
       for (int64_t j = lane; j < keys; j += kWarp)
         best = row[j] > best || row[j] != row[j] ? row[j] : best;
       best = warp_max(best);
       for (int64_t j = lane; j < keys; j += kWarp) {
-        if (d.splits > 1 && d.scores != nullptr)
-          static_cast<A*>(d.scores)[at * p.Tk + j0 + j] = row[j];
-        row[j] = exp_of(row[j] - best);
+        if (d.splits > 1 && d.weights != nullptr)
+          static_cast<float*>(d.weights)[at * p.Tk + j0 + j] = row[j];
+        row[j] = expf(row[j] - best);
         total += row[j];
       }
       total = warp_sum(total);
       if (lane == 0) mine.totals[i] = total;
       if (d.splits > 1 && lane == 0) {
-        static_cast<A*>(d.maxima)[at * d.splits + s] = best;
-        static_cast<A*>(d.sums)[at * d.splits + s] = total;
+        static_cast<float*>(d.maxima)[at * d.splits + s] = best;
+        static_cast<float*>(d.sums)[at * d.splits + s] = total;
       }
       for (int64_t j = lane; j < n; j += kWarp) {
-        A x = j < keys ? row[j] : A(0);
+        float x = j < keys ? row[j] : 0.0f;
         if (d.splits == 1) {
           if (j < keys) x = x / total;
-          if (d.weights != nullptr)
-            narrow(x, static_cast<typename WeightOf<T>::type*>(d.weights) + at * p.Tk + j);
+          if (d.weights != nullptr) static_cast<float*>(d.weights)[at * p.Tk + j] = x;
         }
-        row[j] = x * dropout.factor<A>(at, j0 + j);
+        row[j] = x * dropout.factor(at, j0 + j);
       }
     }
     __syncthreads();
   }
 
-  template <bool vectors>
   __device__ void weigh_values() {
     constexpr int columns = kWarp * U;
     for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) {
       int64_t keys = 0;
       for (int64_t i = i0; i < smaller(i0 + QT, p.Tq); ++i) keys = larger(keys, count(i));
       for (int64_t c0 = 0; c0 < p.Dv; c0 += columns) {
-        A sums[QT][U] = {};
+        float sums[QT][U] = {};
         const int64_t c = c0 + lane * U;
         if (c < p.Dv) {
           constexpr int V = QT == 1 ? 4 : 2;  // values of a warp at a time
           for (int64_t first = warp; first < keys; first += V * kDecodeWarps) {
-            A value[V][U];
+            float value[V][U];
 #pragma unroll
             for (int v = 0; v < V; ++v)
-              load_units<T, A, vectors>(
+              load_units<T, vectors>(
                   row_at<T>(p.values, b, j0 + smaller(first + v * kDecodeWarps, keys - 1)), c, p.Dv,
                   value[v]);
 #pragma unroll
@@ -300,8 +290,8 @@ struct DecodeTask {
               const int64_t j = first + v * kDecodeWarps;
 #pragma unroll
               for (int q = 0; q < QT; ++q) {
-                const A weight =
-                    j < keys ? mine.scores[smaller(i0 + q, p.Tq - 1) * d.split + j] : A(0);
+                const float weight =
+                    j < keys ? mine.scores[smaller(i0 + q, p.Tq - 1) * d.split + j] : 0.0f;
 #pragma unroll
                 for (int k = 0; k < U; ++k) sums[q][k] += weight * value[v][k];
               }
@@ -317,7 +307,7 @@ struct DecodeTask {
         for (int at = threadIdx.x; at < QT * columns; at += kDecodeThreads) {
           const int64_t i = i0 + at / columns, column = c0 + at % columns;
           if (i >= p.Tq || column >= p.Dv) continue;
-          A sum = 0;
+          float sum = 0;
           for (int k = 0; k < kDecodeWarps; ++k) sum += mine.parts[k * QT * columns + at];
           store_context(i, column, sum);
         }
@@ -329,10 +319,7 @@ struct DecodeTask {
   // From the scores to the results of the block.
   __device__ void finish() {
     softmax();
-    if (in_vectors<T>(p.values, p.Dv))
-      weigh_values<true>();
-    else
-      weigh_values<false>();
+    weigh_values();
     join();
   }
 
@@ -341,12 +328,12 @@ struct DecodeTask {
   }
 
   // A column of the context of query i, summed over the keys of the block.
-  __device__ void store_context(int64_t i, int64_t column, A sum) {
+  __device__ void store_context(int64_t i, int64_t column, float sum) {
     const int64_t row = b * p.Tq + i;
     if (d.splits == 1)
       narrow(sum, static_cast<T*>(d.context) + row * p.Dv + column);
     else
-      static_cast<A*>(d.contexts)[(row * d.splits + s) * p.Dv + column] = sum;
+      static_cast<float*>(d.contexts)[(row * d.splits + s) * p.Dv + column] = sum;
   }
 
   // True in the block of a batch row that finishes last, which can then read what the others wrote.
@@ -365,37 +352,48 @@ struct DecodeTask {
   __device__ void combine() {
     for (int64_t i = 0; i < p.Tq; ++i) {
       const int64_t row = b * p.Tq + i;
-      const A* maxima = static_cast<const A*>(d.maxima) + row * d.splits;
-      A best = maxima[0], total = 0;
+      const float* maxima = static_cast<const float*>(d.maxima) + row * d.splits;
+      float best = maxima[0], total = 0;
       for (int64_t k = 1; k < d.splits; ++k)
         best = maxima[k] > best || maxima[k] != maxima[k] ? maxima[k] : best;
       __syncthreads();
       for (int64_t k = threadIdx.x; k < d.splits; k += kDecodeThreads)
-        mine.parts[k] = exp_of(maxima[k] - best);
+        mine.parts[k] = expf(maxima[k] - best);
       __syncthreads();
       for (int64_t k = 0; k < d.splits; ++k)
-        total += static_cast<const A*>(d.sums)[row * d.splits + k] * mine.parts[k];
+        total += static_cast<const float*>(d.sums)[row * d.splits + k] * mine.parts[k];
       for (int64_t c = threadIdx.x; c < p.Dv; c += kDecodeThreads) {
-        A sum = 0;
+        float sum = 0;
         for (int64_t k = 0; k < d.splits; ++k)
-          sum += static_cast<const A*>(d.contexts)[(row * d.splits + k) * p.Dv + c] * mine.parts[k];
+          sum += static_cast<const float*>(d.contexts)[(row * d.splits + k) * p.Dv + c] *
+                 mine.parts[k];
         narrow(sum / total, static_cast<T*>(d.context) + row * p.Dv + c);
       }
       if (d.weights == nullptr) continue;
       const int64_t valid = key_count(p, b, i), keys = valid == 0 ? p.Tk : valid;
-      for (int64_t j = threadIdx.x; j < p.Tk; j += kDecodeThreads) {
-        A x = 0;
-        if (j < keys) x = exp_of(static_cast<const A*>(d.scores)[row * p.Tk + j] - best) / total;
-        narrow(x, static_cast<typename WeightOf<T>::type*>(d.weights) + row * p.Tk + j);
+      float* weights = static_cast<float*>(d.weights) + row * p.Tk;
+      constexpr int W = 8;  // loads in flight
+      for (int64_t first = threadIdx.x; first < p.Tk; first += W * kDecodeThreads) {
+        float score[W];
+#pragma unroll
+        for (int k = 0; k < W; ++k) {
+          const int64_t j = first + k * kDecodeThreads;
+          score[k] = j < keys ? weights[j] : 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < W; ++k) {
+          const int64_t j = first + k * kDecodeThreads;
+          if (j < p.Tk) weights[j] = j < keys ? expf(score[k] - best) / total : 0.0f;
+        }
       }
     }
   }
 };
 
-template <class T, class A, int QT>
+template <class T, int QT, bool vectors>
 __global__ void __launch_bounds__(kDecodeThreads, QT == 1 && sizeof(T) == 2 ? 2 : 1)
     decode_forward(const DecodeForward d) {
-  DecodeTask<T, A, QT> task(d);
+  DecodeTask<T, QT, vectors> task(d);
   if (task.helped()) return;
   task.count_keys();
   task.score();

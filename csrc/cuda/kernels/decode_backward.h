@@ -8,7 +8,7 @@
 //   with t = tanh(query + key), u = 1 - t^2
 //
 //   queries (B,Tq,H), keys (B,Tk,H), values (B,Tk,Dv), w (H), grad_context (B,Tq,Dv), grad_queries,
-//   grad_keys, grad_values: T; weights, grad_weights (B,Tq,Tk): W; of grad_w a part (B,H): A
+//   grad_keys, grad_values: T; weights, grad_weights (B,Tq,Tk): fp32; of grad_w a part (B,H): fp32
 //
 // A cluster is a batch row, a block one part of its keys. Its warps take keys in turn; lanes hold
 // neighbouring columns, 16 bytes at a time: first of the values, which gives the gradients of
@@ -18,8 +18,7 @@
 // Without clusters, a block takes the whole row.
 #pragma once
 
-#include "grad_scores.h"
-#include "tanh.h"
+#include "backward_keys.h"
 
 namespace bahdanau_fast::gpu {
 
@@ -28,76 +27,62 @@ constexpr int64_t kBackwardQueries = 4;  // at most
 struct DecodeBackward {
   Problem p;
   int64_t splits = 1, split = 1;  // blocks of a cluster, and keys of each
-  const void* weights = nullptr;  // (B,Tq,Tk) of W
+  const void* weights = nullptr;  // (B,Tq,Tk) of fp32
   View grad_context;              // data may be null
   View grad_weights;              // data may be null
   void* grad_queries = nullptr;   // null: not asked for, here and below
   void* grad_keys = nullptr;
   void* grad_values = nullptr;
-  void* w_parts = nullptr;  // (B,H) of A
+  void* w_parts = nullptr;  // (B,H) of fp32
 };
 
-template <class T, class A, int QT>
+template <class T, int QT>
 struct DecodeBackwardShared {
-  A *grads, *weights, *scores;  // (QT,width) and twice (QT,split): dropped out; s
-  A* parts;                     // (8,QT + 1,columns of a warp)
-  A* sums;                      // (QT + 1,H): over the block's keys, of s u and of s t
-  double* moments;  // (QT,2): over the block's keys, of weight and of weight grad_weight
+  float *grads, *weights, *scores;  // (QT,width) and twice (QT,split): dropped out; s
+  float* parts;                     // (8,QT + 1,columns of a warp)
+  float* sums;                      // (QT + 1,H): over the block's keys, of s u and of s t
+  Sum* moments;  // (QT,2): over the block's keys, of weight and of weight grad_weight
   int64_t bytes, width;
 
   __host__ __device__ DecodeBackwardShared(char* base, const Problem& p, int64_t split) {
     Carver from{base};
-    width = ceil_div(p.Dv, kUnits<T>) * kUnits<T>;
-    grads = from.take<A>(QT * width);
-    weights = from.take<A>(QT * split);
-    scores = from.take<A>(QT * split);
-    parts = from.take<A>(kDecodeWarps * (QT + 1) * kWarp * kUnits<T>);
-    sums = from.take<A>((QT + 1) * p.H);
-    moments = from.take<double>(QT * 2);
+    width = ceil_div(p.Dv, kVector<T>) * kVector<T>;
+    grads = from.take<float>(QT * width);
+    weights = from.take<float>(QT * split);
+    scores = from.take<float>(QT * split);
+    parts = from.take<float>(kDecodeWarps * (QT + 1) * kWarp * kVector<T>);
+    sums = from.take<float>((QT + 1) * p.H);
+    moments = from.take<Sum>(QT * 2);
     bytes = from.used;
   }
 };
 
-template <class T, class A, int QT>
-struct DecodeBackwardTask {
-  using W = typename WeightOf<T>::type;
-  static constexpr int U = kUnits<T>;
-  // Values and keys of a warp at a time, as registers allow.
-  static constexpr int KV = QT == 1 && sizeof(A) == 4 ? 4 : 2, KU = KV == 4 ? 3 : 2;
+template <class T, int QT, bool vectors>
+struct DecodeBackwardTask : KeysTask<T, QT, vectors> {
+  using Base = KeysTask<T, QT, vectors>;
+  using Base::b;
+  using Base::columns;
+  using Base::count;
+  using Base::j0;
+  using Base::lane;
+  using Base::n;
+  using Base::p;
+  using Base::U;
+  using Base::warp;
+  static constexpr int KV = QT == 1 ? 4 : 2;  // values of a warp at a time, as registers allow
   const DecodeBackward& g;
-  const Problem& p;
-  const DecodeBackwardShared<T, A, QT> mine;
+  const DecodeBackwardShared<T, QT> mine;
   const Dropout dropout;
-  int64_t b, j0, n, used = 0;  // keys and values from `used` on may be anything
-  int lane, warp, rank;
+  const int rank;
 
   __device__ explicit DecodeBackwardTask(const DecodeBackward& all)
-      : g(all), p(all.p), mine(shared_memory(), all.p, all.split), dropout(all.p) {
-    lane = threadIdx.x % kWarp;
-    warp = threadIdx.x / kWarp;
-    rank = int(blockIdx.x % g.splits);
-    b = blockIdx.x / g.splits;
-    j0 = rank * g.split;
-    n = larger(0, smaller(g.split, p.Tk - j0));
-    for (int64_t i = 0; i < p.Tq; ++i) used = larger(used, count(i));
-  }
-
-  // How many of the block's keys query i has.
-  __device__ int64_t count(int64_t i) const {
-    return larger(0, smaller(n, key_count(p, b, i) - j0));
-  }
-
-  // Part of row j of the keys or values. From `used` on it is the last used row instead, whose
-  // result is multiplied by zero.
-  template <bool vectors>
-  __device__ __forceinline__ void load_used(const View& view, int64_t j, int64_t c, int64_t end,
-                                            A* out) const {
-    if (used > 0) {
-      load_units<T, A, vectors>(row_at<T>(view, b, j0 + smaller(j, used - 1)), c, end, out);
-    } else {
-#pragma unroll
-      for (int u = 0; u < U; ++u) out[u] = 0;
-    }
+      : Base(all.p, all.grad_keys, all.splits, all.split),
+        g(all),
+        mine(shared_memory(), p, all.split),
+        dropout(p),
+        rank(int(blockIdx.x % all.splits)) {
+    this->scores = mine.scores;
+    this->parts = mine.parts;
   }
 
   // Gradients and weights are zero past the last query.
@@ -106,14 +91,13 @@ struct DecodeBackwardTask {
     for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads) {
       const int64_t i = at / mine.width, c = at % mine.width;
       const bool there = through_context && i < p.Tq && c < p.Dv;
-      mine.grads[at] = there ? A(widen(row_at<T>(g.grad_context, b, i)[c])) : A(0);
+      mine.grads[at] = there ? widen(row_at<T>(g.grad_context, b, i)[c]) : 0.0f;
     }
     for (int64_t at = threadIdx.x; at < QT * g.split; at += kDecodeThreads) {
       const int64_t i = at / g.split, j = at % g.split, row = b * p.Tq + i;
-      A x = 0;
+      float x = 0;
       if (i < p.Tq && j < n)
-        x = A(static_cast<const W*>(g.weights)[row * p.Tk + j0 + j]) *
-            dropout.factor<A>(row, j0 + j);
+        x = static_cast<const float*>(g.weights)[row * p.Tk + j0 + j] * dropout.factor(row, j0 + j);
       mine.weights[at] = x;
       mine.scores[at] = 0;
     }
@@ -122,29 +106,26 @@ struct DecodeBackwardTask {
 
   // ---- values: gradients of weights and values ----
 
-  template <bool vectors>
   __device__ void meet_values() {
     const View out{g.grad_values, p.Tk * p.Dv, p.Dv};
     for (int64_t first = warp * KV; first < n; first += kDecodeWarps * KV) {
-      A weights[QT][KV], dots[KV * QT] = {};
+      float weights[QT][KV], dots[KV * QT] = {};
 #pragma unroll
       for (int q = 0; q < QT; ++q)
 #pragma unroll
         for (int k = 0; k < KV; ++k)
           weights[q][k] = mine.weights[q * g.split + smaller(first + k, n - 1)];
       for (int64_t c = lane * U; c < p.Dv; c += kWarp * U) {
-        A value[KV][U], grad[KV][U] = {};
+        float value[KV][U], grad[KV][U] = {};
 #pragma unroll
-        for (int k = 0; k < KV; ++k) {
-          load_used<vectors>(p.values, first + k, c, p.Dv, value[k]);
-        }
+        for (int k = 0; k < KV; ++k) this->load_used(p.values, first + k, c, p.Dv, value[k]);
 #pragma unroll
         for (int q = 0; q < QT; ++q)
 #pragma unroll
           for (int k = 0; k < KV; ++k)
 #pragma unroll
             for (int u = 0; u < U; ++u) {
-              const A grad_context = mine.grads[q * mine.width + c + u];
+              const float grad_context = mine.grads[q * mine.width + c + u];
               dots[k * QT + q] += grad_context * value[k][u];
               grad[k][u] += weights[q][k] * grad_context;
             }
@@ -152,34 +133,29 @@ struct DecodeBackwardTask {
 #pragma unroll
         for (int k = 0; k < KV; ++k)
           if (first + k < n)
-            store_units<T, A, vectors>(grad[k], row_of<T>(out, j0 + first + k), c, p.Dv);
+            store_units<T, vectors>(grad[k], this->row_of(out, j0 + first + k), c, p.Dv);
       }
-      const A dot = warp_sums<KV * QT>(dots, lane);
+      const float dot = warp_sums<KV * QT>(dots, lane);
       constexpr int each = kWarp / (KV * QT);
       const int64_t j = first + lane / each / QT, i = lane / each % QT, row = b * p.Tq + i;
       if (lane % each != 0 || i >= p.Tq || j >= n) continue;
-      A x = dot * dropout.factor<A>(row, j0 + j);
-      if (g.grad_weights.data != nullptr) x += A(row_at<W>(g.grad_weights, b, i)[j0 + j]);
+      float x = dot * dropout.factor(row, j0 + j);
+      if (g.grad_weights.data != nullptr) x += row_at<float>(g.grad_weights, b, i)[j0 + j];
       mine.scores[i * g.split + j] = x;
     }
     __syncthreads();
   }
 
-  template <class X>
-  __device__ X* row_of(const View& out, int64_t j) const {
-    return const_cast<X*>(row_at<X>(out, b, j));
-  }
-
-  // ---- softmax, as in softmax_grad: a warp per query ----
+  // ---- softmax, as in grad_rows: a warp per query ----
 
   __device__ void meet_softmax() {
     const int64_t row = b * p.Tq + warp, keys = warp < p.Tq ? count(warp) : 0;
-    const W* weights = static_cast<const W*>(g.weights) + row * p.Tk + j0;
-    A* scores = mine.scores + warp * g.split;
-    double total = 0, dot = 0;
+    const float* weights = static_cast<const float*>(g.weights) + row * p.Tk + j0;
+    float* scores = mine.scores + warp * g.split;
+    Sum total, dot;
     for (int64_t j = lane; j < keys; j += kWarp) {
-      total += double(weights[j]);
-      dot += double(weights[j]) * double(scores[j]);
+      total.add(weights[j]);
+      dot.add_product(weights[j], scores[j]);
     }
     total = warp_sum(total);
     dot = warp_sum(dot);
@@ -189,85 +165,29 @@ struct DecodeBackwardTask {
     }
     cluster_barrier();
     if (warp < p.Tq) {
-      total = dot = 0;
+      total = dot = Sum{};
       for (int k = 0; k < g.splits; ++k) {
-        const double* moments = in_block(mine.moments, k) + 2 * warp;
-        total += moments[0];
-        dot += moments[1];
+        const Sum* moments = in_block(mine.moments, k) + 2 * warp;
+        total.add(moments[0]);
+        dot.add(moments[1]);
       }
-      const double mean = dot / total;
+      const Sum mean = dot.over(total);
       for (int64_t j = lane; j < n; j += kWarp)
-        scores[j] = j < keys ? A(double(weights[j]) / total * (double(scores[j]) - mean)) : A(0);
+        scores[j] =
+            j < keys ? weights[j] / total.high * ((scores[j] - mean.high) - mean.low) : 0.0f;
     }
     __syncthreads();
   }
 
   // ---- keys: gradients of queries, keys and w ----
 
-  // Hidden units [c, c + U), the lane's, for the keys of the warp.
-  template <bool vectors>
-  __device__ void meet_keys(int64_t c) {
-    const View out{g.grad_keys, p.Tk * p.H, p.H};
-    A query[QT][U], w[U], grad_query[QT][U] = {}, grad_w[U] = {};
-#pragma unroll
-    for (int q = 0; q < QT; ++q)
-      load_units<T, A, false>(row_at<T>(p.queries, b, smaller(q, p.Tq - 1)), c, p.H, query[q]);
-    load_units<T, A, false>(static_cast<const T*>(p.w), c, p.H, w);
-    for (int64_t first = warp * KU; first < n && c < p.H; first += kDecodeWarps * KU) {
-      A key[KU][U];
-#pragma unroll
-      for (int k = 0; k < KU; ++k) {
-        load_used<vectors>(p.keys, first + k, c, p.H, key[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < KU; ++k) {
-        if (first + k >= n) continue;
-        A grad[U] = {};
-#pragma unroll
-        for (int q = 0; q < QT; ++q) {
-          const A s = mine.scores[q * g.split + first + k];
-#pragma unroll
-          for (int u = 0; u < U; u += 4) {
-            A x[4], t[4], slope[4];
-#pragma unroll
-            for (int y = 0; y < 4; ++y) x[y] = query[q][u + y] + key[k][u + y];
-            four_tanh_of<T, A>(x, t, slope);
-#pragma unroll
-            for (int y = 0; y < 4; ++y) {
-              const A su = s * slope[y];
-              grad_w[u + y] += s * t[y];
-              grad_query[q][u + y] += su;
-              grad[u + y] += su;
-            }
-          }
-        }
-        if (g.grad_keys == nullptr) continue;
-#pragma unroll
-        for (int u = 0; u < U; ++u) grad[u] *= w[u];
-        store_units<T, A, vectors>(grad, row_of<T>(out, j0 + first + k), c, p.H);
-      }
-    }
-    constexpr int columns = kWarp * U;
-    A* part = mine.parts + warp * (QT + 1) * columns + lane * U;
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-#pragma unroll
-      for (int q = 0; q < QT; ++q) part[q * columns + u] = grad_query[q][u];
-      part[QT * columns + u] = grad_w[u];
-    }
-  }
-
-  template <bool vectors>
-  __device__ void meet_keys() {
-    constexpr int columns = kWarp * U;
+  __device__ void meet_all_keys() {
     for (int64_t c0 = 0; c0 < p.H; c0 += columns) {
-      meet_keys<vectors>(c0 + lane * U);
+      this->meet_keys(0, c0);
       __syncthreads();
       for (int at = threadIdx.x; at < (QT + 1) * columns; at += kDecodeThreads) {
         const int64_t h = c0 + at % columns;
-        A sum = 0;
-        for (int k = 0; k < kDecodeWarps; ++k) sum += mine.parts[k * (QT + 1) * columns + at];
-        if (h < p.H) mine.sums[at / columns * p.H + h] = sum;
+        if (h < p.H) mine.sums[at / columns * p.H + h] = this->sum_of_parts(at);
       }
       __syncthreads();
     }
@@ -281,35 +201,27 @@ struct DecodeBackwardTask {
       const int64_t i = at / p.H, h = at % p.H;
       const bool is_w = i == QT;
       if (is_w ? g.w_parts == nullptr : i >= p.Tq || g.grad_queries == nullptr) continue;
-      A sum = 0;
+      float sum = 0;
       for (int k = 0; k < g.splits; ++k) sum += in_block(mine.sums, k)[at];
       if (is_w)
-        static_cast<A*>(g.w_parts)[b * p.H + h] = sum;
+        static_cast<float*>(g.w_parts)[b * p.H + h] = sum;
       else
-        narrow(sum * A(widen(static_cast<const T*>(p.w)[h])),
+        narrow(sum * widen(static_cast<const T*>(p.w)[h]),
                static_cast<T*>(g.grad_queries) + (b * p.Tq + i) * p.H + h);
     }
     cluster_barrier();  // no block ends while another reads its shared memory
   }
 };
 
-template <class T, class A, int QT>
-__global__ void __launch_bounds__(kDecodeThreads, QT == 1 && sizeof(A) == 4 ? 2 : 1)
+template <class T, int QT, bool vectors>
+__global__ void __launch_bounds__(kDecodeThreads, QT == 1 ? 2 : 1)
     decode_backward(const DecodeBackward g) {
-  DecodeBackwardTask<T, A, QT> task(g);
-  const Problem& p = g.p;
+  DecodeBackwardTask<T, QT, vectors> task(g);
   task.load();
-  const View grad_values{g.grad_values, p.Tk * p.Dv, p.Dv}, grad_keys{g.grad_keys, p.Tk * p.H, p.H};
-  if (in_vectors<T>(p.values, p.Dv) && in_vectors<T>(grad_values, p.Dv))
-    task.template meet_values<true>();
-  else
-    task.template meet_values<false>();
+  task.meet_values();
   if (g.grad_queries == nullptr && g.grad_keys == nullptr && g.w_parts == nullptr) return;
   task.meet_softmax();
-  if (in_vectors<T>(p.keys, p.H) && in_vectors<T>(grad_keys, p.H))
-    task.template meet_keys<true>();
-  else
-    task.template meet_keys<false>();
+  task.meet_all_keys();
   task.finish();
 }
 

@@ -14,18 +14,17 @@ struct DecodeForward {
   int cluster = 1;                // blocks that share the projection
   int64_t splits = 1, split = 1;  // parts of the keys, and keys in each
   void* context = nullptr;        // (B,Tq,Dv) of T
-  void* weights = nullptr;        // (B,Tq,Tk) of W; may be null
-  // With several splits:
-  void* scores = nullptr;       // (B,Tq,Tk) of A, where weights are wanted; may be `weights`
-  void* maxima = nullptr;       // (B,Tq,splits) of A, as are the sums of exp(score - maximum)
+  void* weights = nullptr;        // (B,Tq,Tk) of fp32; may be null
+  // With several splits, whose scores are where the weights go to:
+  void* maxima = nullptr;       // (B,Tq,splits) of fp32, as are the sums of exp(score - maximum)
   void* sums = nullptr;         // and, times Dv, the values weighted by that
   void* contexts = nullptr;     //
   unsigned* arrived = nullptr;  // (B), zero before and after
 };
 
-template <class T, class A, int QT>
+template <class T, int QT>
 struct DecodeShared {
-  A *queries, *w, *scores, *parts, *scratch, *totals;
+  float *queries, *w, *scores, *parts, *scratch, *totals;
   int64_t* counts;  // keys of the split that each query has; -1 - that if its weights are uniform
   int* last;
   int64_t bytes, width;
@@ -33,12 +32,12 @@ struct DecodeShared {
   __host__ __device__ DecodeShared(char* base, const DecodeForward& d) {
     Carver from{base};
     width = ceil_div(d.p.H, 32) * 32;
-    queries = from.take<A>(QT * width);
-    w = from.take<A>(width);
-    scores = from.take<A>(d.p.Tq * d.split);
-    parts = from.take<A>(larger(kDecodeWarps * QT * kWarp * kUnits<T>, d.splits));
-    scratch = from.take<A>(kDecodeWarps);
-    totals = from.take<A>(d.p.Tq);
+    queries = from.take<float>(QT * width);
+    w = from.take<float>(width);
+    scores = from.take<float>(d.p.Tq * d.split);
+    parts = from.take<float>(larger(kDecodeWarps * QT * kWarp * kVector<T>, d.splits));
+    scratch = from.take<float>(kDecodeWarps);
+    totals = from.take<float>(d.p.Tq);
     counts = from.take<int64_t>(d.p.Tq);
     last = from.take<int>(1);
     bytes = from.used;

@@ -89,9 +89,6 @@ __device__ __forceinline__ float at_most(float x, float limit) {
 }
 __device__ __forceinline__ float from_bits(uint32_t bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ uint32_t to_bits(float x) { return __float_as_uint(x); }
-__device__ __forceinline__ double from_bits(uint32_t low, uint32_t high) {
-  return __hiloint2double(int(high), int(low));
-}
 
 // 16 bytes that no thread writes during the launch; p is a multiple of 16.
 __device__ __forceinline__ Bytes16 load16(const void* p) {
@@ -168,10 +165,7 @@ namespace bahdanau_fast::gpu {
 
 __device__ __forceinline__ float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
 __device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ double widen(double x) { return x; }
 __device__ __forceinline__ void narrow(float x, float* out) { *out = x; }
-__device__ __forceinline__ void narrow(double x, float* out) { *out = float(x); }
-__device__ __forceinline__ void narrow(double x, double* out) { *out = x; }
 
 // Hands out shared memory piece by piece. The host runs the same code for the size.
 struct Carver {
@@ -194,35 +188,64 @@ __host__ __device__ constexpr int64_t larger(int64_t a, int64_t b) { return a > 
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-template <class A>
-__device__ __forceinline__ A warp_sum(A x) {
+__device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kAllLanes, x, offset);
   return x;
 }
-template <class A>
-__device__ __forceinline__ A warp_max(A x) {
+__device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    const A other = __shfl_xor_sync(kAllLanes, x, offset);
+    const float other = __shfl_xor_sync(kAllLanes, x, offset);
     x = other > x || other != other ? other : x;  // NaN wins
   }
   return x;
 }
 
+// A sum to twice the precision of fp32: rounded, and what was lost in rounding.
+struct Sum {
+  float high = 0, low = 0;
+
+  __device__ __forceinline__ void add(float x) {
+    const float sum = high + x, added = sum - high;
+    low += (high - (sum - added)) + (x - added);
+    high = sum;
+  }
+  __device__ __forceinline__ void add(const Sum& x) {
+    add(x.high);
+    low += x.low;
+  }
+  __device__ __forceinline__ void add_product(float x, float y) {
+    const float product = __fmul_rn(x, y);  // by itself, not as a part of add()
+    add(product);
+    low += fmaf(x, y, -product);
+  }
+  __device__ __forceinline__ Sum over(const Sum& y) const {
+    const float quotient = high / y.high;
+    return {quotient, (fmaf(-quotient, y.high, high) + (low - quotient * y.low)) / y.high};
+  }
+};
+__device__ __forceinline__ Sum warp_sum(Sum x) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    x.add(
+        Sum{__shfl_xor_sync(kAllLanes, x.high, offset), __shfl_xor_sync(kAllLanes, x.low, offset)});
+  return x;
+}
+
 // Sums over a warp of N values at once, N a power of two: of value lane / (32 / N), in each lane.
-template <int N, int offset = kWarp / 2, class A>
-__device__ __forceinline__ A warp_sums(A* x, int lane) {
+template <int N, int offset = kWarp / 2>
+__device__ __forceinline__ float warp_sums(float* x, int lane) {
   if constexpr (N > 1) {
     const bool upper = lane & offset;
 #pragma unroll
     for (int k = 0; k < N / 2; ++k) {
-      const A give = upper ? x[k] : x[k + N / 2], keep = upper ? x[k + N / 2] : x[k];
+      const float give = upper ? x[k] : x[k + N / 2], keep = upper ? x[k + N / 2] : x[k];
       x[k] = keep + __shfl_xor_sync(kAllLanes, give, offset);
     }
     return warp_sums<N / 2, offset / 2>(x, lane);
   } else {
-    A sum = x[0];
+    float sum = x[0];
 #pragma unroll
     for (int left = offset; left > 0; left /= 2) sum += __shfl_xor_sync(kAllLanes, sum, left);
     return sum;
@@ -230,8 +253,7 @@ __device__ __forceinline__ A warp_sums(A* x, int lane) {
 }
 
 // The whole block's maximum (NaN wins) or sum in every thread; `scratch` holds a number per warp.
-template <class A>
-__device__ A block_max(A x, A* scratch) {
+__device__ inline float block_max(float x, float* scratch) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   x = warp_max(x);
   __syncthreads();  // the last result may still be read
@@ -239,14 +261,14 @@ __device__ A block_max(A x, A* scratch) {
   __syncthreads();
   return warp_max(scratch[lane < warps ? lane : 0]);
 }
-template <class A>
-__device__ A block_sum(A x, A* scratch) {
+template <class X>
+__device__ X block_sum(X x, X* scratch) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   x = warp_sum(x);
   __syncthreads();
   if (lane == 0) scratch[threadIdx.x / kWarp] = x;
   __syncthreads();
-  return warp_sum(lane < warps ? scratch[lane] : A(0));
+  return warp_sum(lane < warps ? scratch[lane] : X{});
 }
 
 }  // namespace bahdanau_fast::gpu

@@ -2,7 +2,8 @@
 //
 //   score[b,i,j] = w . tanh(query[b,i] + W_k key[b,j] + bias), then as in decode.h
 //
-//   keys (B,Tk,Dk), W_k (H,Dk), bias (H): T, 16 bits of it; the rest as there
+//   keys (B,Tk,Dk), W_k (H,Dk), bias (H): T, 16 bits of it, in rows of whole aligned vectors; the
+//   rest as there
 //
 // A block is (batch row, split of its keys) and loads 64 keys at a time into shared memory. W_k is
 // read for each such tile, 16 bytes by each lane, 32 hidden units by each warp, and multiplied with
@@ -41,7 +42,7 @@ struct RawShared {
   int64_t bytes, features, pitch;
 
   __host__ __device__ RawShared(char* base, const RawKeys& r) {
-    Carver from{base, DecodeShared<T, float, QT>(nullptr, r.d).bytes};
+    Carver from{base, DecodeShared<T, QT>(nullptr, r.d).bytes};
     features = ceil_div(r.Dk, kRawFeatures) * kRawFeatures;
     pitch = ceil_div(r.Dk, 64) * 64 + 32;  // neighbouring rows are in different banks
     tile = from.take<T>(kRawTile * pitch);
@@ -55,8 +56,8 @@ struct RawShared {
 };
 
 template <class T, int QT>
-struct RawTask : DecodeTask<T, float, QT> {
-  using Base = DecodeTask<T, float, QT>;
+struct RawTask : DecodeTask<T, QT, true> {
+  using Base = DecodeTask<T, QT, true>;
   using Base::b;
   using Base::j0;
   using Base::lane;
@@ -70,33 +71,22 @@ struct RawTask : DecodeTask<T, float, QT> {
       : Base(all.d), r(all), raw(shared_memory(), all) {}
 
   // Features [c, c + 8) of a row, zero from Dk on.
-  template <bool vectors>
   __device__ __forceinline__ Bytes16 load_eight(const T* row, int64_t c) const {
-    Bytes16 bytes{};
-    if constexpr (vectors) {
-      if (c < r.Dk) bytes = load16(row + c);
-    } else {
-#pragma unroll
-      for (int k = 0; k < 8; ++k)
-        if (c + k < r.Dk) bytes.word[k / 2] |= uint32_t(row[c + k].bits) << (k % 2 * 16);
-    }
-    return bytes;
+    return c < r.Dk ? load16(row + c) : Bytes16{};
   }
 
-  template <bool vectors>
   __device__ void load_tile(int64_t first, int64_t keys) {
     const int64_t pieces = raw.features / 8;
     for (int64_t at = threadIdx.x; at < kRawTile * pieces; at += kDecodeThreads) {
       const int64_t j = at / pieces, c = at % pieces * 8;
       Bytes16 bytes{};
-      if (first + j < keys) bytes = load_eight<vectors>(row_at<T>(p.keys, b, j0 + first + j), c);
+      if (first + j < keys) bytes = load_eight(row_at<T>(p.keys, b, j0 + first + j), c);
       *reinterpret_cast<Bytes16*>(raw.tile + j * raw.pitch + c) = bytes;
     }
   }
 
   // sums[m][n]: 16 keys (m) by 8 hidden units (n) of the warp's 32, in the layout of the tensor
   // cores: lane 4g + q has keys g and g + 8, hidden units 2q and 2q + 1.
-  template <bool vectors>
   __device__ __forceinline__ void multiply(int64_t h0, float (&sums)[4][4][4]) {
     const int g = lane / 4, q = lane % 4;
     const T* w_k = static_cast<const T*>(r.w_k);
@@ -105,7 +95,7 @@ struct RawTask : DecodeTask<T, float, QT> {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const int64_t h = h0 + 8 * n + g;
-        weight[n] = h < p.H ? load_eight<vectors>(w_k + h * r.Dk, c) : Bytes16{};
+        weight[n] = h < p.H ? load_eight(w_k + h * r.Dk, c) : Bytes16{};
       }
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
@@ -142,7 +132,7 @@ struct RawTask : DecodeTask<T, float, QT> {
                                 a[8] + sums[m][n + 1][2 * half],
                                 a[9] + sums[m][n + 1][2 * half + 1]};
             const float weight[4] = {w[0], w[1], w[8], w[9]};
-            sum += sum_of_four_tanh<T, float>(x, weight);
+            sum += sum_of_four_tanh<T>(x, weight);
           }
           sum += __shfl_xor_sync(kAllLanes, sum, 1);
           sum += __shfl_xor_sync(kAllLanes, sum, 2);
@@ -150,17 +140,16 @@ struct RawTask : DecodeTask<T, float, QT> {
         }
   }
 
-  template <bool vectors>
   __device__ void score_tiles(int64_t keys) {
     for (int64_t first = 0; first < keys; first += kRawTile) {
       __syncthreads();
-      load_tile<vectors>(first, keys);
+      load_tile(first, keys);
       for (int at = threadIdx.x; at < kDecodeWarps * QT * kRawTile; at += kDecodeThreads)
         raw.parts[at] = 0;
       __syncthreads();
       for (int64_t h0 = warp * kRawUnits; h0 < p.H; h0 += kDecodeWarps * kRawUnits) {
         float sums[4][4][4] = {};
-        multiply<vectors>(h0, sums);
+        multiply(h0, sums);
         add_scores(h0, sums);
       }
       __syncthreads();
@@ -222,10 +211,10 @@ struct RawTask : DecodeTask<T, float, QT> {
 #pragma unroll
     for (int k = 0; k < kRawTile / kWarp; ++k)
       raw.odds[warp * kRawTile + lane + k * kWarp] =
-          first + lane + k * kWarp < keys ? exp_of(scores[k] - best) : 0.0f;
+          first + lane + k * kWarp < keys ? expf(scores[k] - best) : 0.0f;
     if (lane != 0) return;
     raw.best[warp] = best;
-    raw.rescale[warp] = before == best ? 1.0f : exp_of(before - best);
+    raw.rescale[warp] = before == best ? 1.0f : expf(before - best);
   }
 
   __device__ void finish() {
@@ -241,7 +230,7 @@ struct RawTask : DecodeTask<T, float, QT> {
 
   __device__ void score() {
     __syncthreads();
-    this->template load_queries<false>(0);
+    this->load_queries(0, false);
     if (r.bias != nullptr)
       for (int64_t at = threadIdx.x; at < QT * mine.width; at += kDecodeThreads)
         if (at % mine.width < p.H)
@@ -249,10 +238,7 @@ struct RawTask : DecodeTask<T, float, QT> {
     int64_t keys = 0;
     for (int64_t i = 0; i < p.Tq; ++i)
       if (r.values_are_keys || !this->uniform(i)) keys = larger(keys, this->count(i));
-    if (in_vectors<T>(p.keys, r.Dk) && in_vectors<T>({r.w_k, 0, r.Dk}, r.Dk))
-      score_tiles<true>(keys);
-    else
-      score_tiles<false>(keys);
+    score_tiles(keys);
     __syncthreads();
   }
 };

@@ -1,6 +1,6 @@
 // The interface between op/ and the kernels. No torch, no CUDA in here.
 //
-// T is the storage type of the tensors, A the sum type, W the type of the attention weights.
+// T is the storage type of the tensors. Sums, and the attention weights, are fp32.
 #pragma once
 
 #include "common/problem.h"
@@ -19,6 +19,8 @@ struct Lens {
 struct Problem : Operands {
   Lens lens;
   const int64_t* seed = nullptr;  // one number on the device; null: no dropout
+  uint64_t threshold = 0;         // dropout_threshold() and dropout_scale() of dropout_p
+  float scale = 1.0f;
 };
 
 // The GPU, as far as a launch depends on it.
@@ -42,32 +44,42 @@ struct Forward {
   const void* bias = nullptr;
   int64_t Dk = 0;
   void* context = nullptr;  // (B,Tq,Dv) of T, contiguous
-  void* weights = nullptr;  // (B,Tq,Tk) of W, contiguous; null: not wanted
+  void* weights = nullptr;  // (B,Tq,Tk) of fp32, contiguous; null: not wanted
 };
 
-// grad_w is (H) of T here.
+// Of w there are parts, which torch adds up.
 struct Backward : Gradients {
   Problem p;
+  void* w_parts = nullptr;  // (max(1, splits), B, H) of fp32; null: not wanted
+  // In several launches:
+  const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value; null: zero
+  void* grad_scores = nullptr;     // (B,Tq,Tk) of fp32; null: not wanted
+  void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout; null: not wanted
+  void* queries_parts = nullptr;   // (splits,B,Tq,H) of fp32; null: not wanted
 };
 
 // The launches of one kind. The workspace may hold anything before, and can be reused afterwards.
-// B, Tq and Tk must be at least one.
+// B, Tq and Tk must be at least one, and serves() true.
 struct Kernels {
-  // True if forward is one launch. Only then can it project queries and keys.
-  bool (*is_one_launch)(const Forward&, const Device&);
+  bool (*serves)(const Problem&);
+  // Whether forward can project what is not projected yet.
+  bool (*projects)(const Forward&, const Device&);
   // How many of the device's counters forward uses. Without them it needs a second launch, which
   // sets counters in the workspace to zero.
   int64_t (*counters)(const Forward&, const Device&);
   int64_t (*forward_workspace)(const Forward&, const Device&);
   void (*forward)(const Forward&, const Device&, void* workspace);
-  int64_t (*backward_workspace)(const Backward&, const Device&);
-  void (*backward)(const Backward&, const Device&, void* workspace);
-  int (*largest_cluster)();  // on the current GPU
+  // Parts of the keys of a row that backward takes in several launches; 0: one launch does it all.
+  int64_t (*backward_splits)(const Backward&, const Device&);
+  void (*backward)(const Backward&, const Device&);   // in one launch
+  void (*grad_rows)(const Backward&, const Device&);  // else: to scores,
+  void (*grad_keys)(const Backward&, const Device&);  // and from there
+  int (*largest_cluster)();                           // on the current GPU
   // What keeps them from running on the current GPU; null if nothing does.
   const char* (*why_not)();
 };
 
-// One table per Kind, each compiled in a file of its own.
-extern const Kernels kernels_f32, kernels_f64, kernels_bf16, kernels_f16, kernels_f32_in_f64;
+// One table per storage type, each compiled in a file of its own.
+extern const Kernels kernels_f32, kernels_bf16, kernels_f16;
 
 }  // namespace bahdanau_fast::gpu

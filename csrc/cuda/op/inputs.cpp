@@ -7,6 +7,8 @@
 #include <atomic>
 #include <string>
 
+#include "common/philox.h"
+
 namespace bahdanau_fast::gpu {
 namespace {
 
@@ -55,9 +57,7 @@ int largest_cluster(int device, Kind kind) {
 }  // namespace
 
 const Kernels& kernels(Kind kind) {
-  static const Kernels* const all[kKinds] = {&kernels_f32, &kernels_f64, &kernels_bf16,
-                                             &kernels_f16, &kernels_f32_in_f64};
-  return *all[static_cast<int>(kind)];
+  return kind == Kind::f32 ? kernels_f32 : kind == Kind::bf16 ? kernels_bf16 : kernels_f16;
 }
 
 Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
@@ -66,12 +66,17 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, 
   STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
   device = queries.get_device_index();
   const auto here = [&](const Tensor& tensor, const char* name) { check_place(tensor, name); };
+  const bool raw_queries = projections.has_value() && projections->w_q.has_value();
   const bool raw_keys = projections.has_value() && projections->w_k.has_value();
   Problem& p = problem;
-  kind = read_sizes(queries, keys, values, w_v, dropout_p, projections.has_value(), raw_keys, here,
-                    &p);
-  kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H, kMaxFp64GpuElements);
+  kind = read_sizes(queries, keys, values, w_v, dropout_p, raw_queries, raw_keys, here, &p);
+  dtype = queries.scalar_type();
+  STD_TORCH_CHECK(kind != Kind::f64, "CUDA kernels take float32, bfloat16 or float16");
+  STD_TORCH_CHECK(kernels(kind).serves(p), "CUDA kernels take at most ", kDecodeQueries,
+                  " queries and ", kDecodeHidden, " hidden units, got ", p.Tq, " and ", p.H);
   if (dropout_p > 0.0) p.seed = seed_data(seed, here);
+  p.threshold = dropout_threshold(dropout_p);
+  p.scale = float(dropout_scale(dropout_p));
   if (valid_lens.has_value()) set_lens(*valid_lens);
   if (p.empty()) return;
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -99,7 +104,7 @@ void Inputs::set_projections(const Projections& given, const Tensor& queries, co
   const int64_t H = problem.H;
   forward.Dq = queries.size(2);
   forward.Dk = keys.size(2);
-  forward.w_q = weight_of(given.w_q, "w_q", {H, forward.Dq});
+  if (given.w_q.has_value()) forward.w_q = weight_of(*given.w_q, "w_q", {H, forward.Dq});
   if (given.w_k.has_value()) forward.w_k = weight_of(*given.w_k, "w_k", {H, forward.Dk});
   if (given.bias.has_value()) forward.bias = weight_of(*given.bias, "bias", {H});
 }

@@ -12,10 +12,9 @@
 
 namespace bahdanau_fast::gpu {
 
-// The weights of queries, and maybe of keys, that are not projected yet.
+// The weights of queries and of keys that are not projected yet.
 struct Projections {
-  Tensor w_q;             // (H,Dq)
-  MaybeTensor w_k, bias;  // (H,Dk), (H)
+  MaybeTensor w_q, w_k, bias;  // (H,Dq), (H,Dk), (H)
 };
 
 // A Problem, and the tensors it points to. It has to live until the launches are queued: then the
@@ -34,7 +33,8 @@ struct Inputs {
 
   Problem problem;
   Forward forward;  // without its results
-  Kind kind;        // that computes
+  Kind kind;
+  ScalarType dtype;
   int device;
 
  private:

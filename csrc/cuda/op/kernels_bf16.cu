@@ -2,6 +2,6 @@
 
 namespace bahdanau_fast::gpu {
 
-const Kernels kernels_bf16 = kernels_of<bf16, float>();
+const Kernels kernels_bf16 = kernels_of<bf16>();
 
 }  // namespace bahdanau_fast::gpu

@@ -2,6 +2,6 @@
 
 namespace bahdanau_fast::gpu {
 
-const Kernels kernels_f16 = kernels_of<f16, float>();
+const Kernels kernels_f16 = kernels_of<f16>();
 
 }  // namespace bahdanau_fast::gpu

@@ -2,6 +2,6 @@
 
 namespace bahdanau_fast::gpu {
 
-const Kernels kernels_f32 = kernels_of<float, float>();
+const Kernels kernels_f32 = kernels_of<float>();
 
 }  // namespace bahdanau_fast::gpu

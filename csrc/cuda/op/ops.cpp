@@ -27,27 +27,23 @@ void check_plain(const MaybeTensor& mask, const MaybeTensor& features, int64_t a
                   "CUDA kernels take no mask, no features and no activation but tanh");
 }
 
-// The table of exponentials (operator exp_keys) is not used: the special-function unit computes an
-// exponential faster than it could be read from memory.
-std::tuple<Tensor, Tensor> attend_to(const Tensor& queries, const Tensor& keys,
-                                     const Tensor& values, const Tensor& w_v,
-                                     const MaybeTensor& valid_lens, const MaybeTensor& seed,
-                                     double dropout_p, bool need_weights) {
-  const Inputs in(queries, keys, values, w_v, valid_lens, seed, dropout_p);
+// Runs a forward; its problem is not empty.
+std::tuple<Tensor, Tensor> launched(const Inputs& in, const Device& device, bool need_weights) {
   const Problem& p = in.problem;
-  const DeviceGuard guard(in.device);
-  Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
+  Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, in.dtype);
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
-  Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(in.kind));
+  Tensor weights = in.new_tensor(need_weights ? shape : none, ScalarType::Float);
   if (p.Tk == 0) return {torch::stable::zero_(context), weights};
   if (p.empty()) return {context, weights};
   Forward f = in.forward;
   f.context = context.mutable_data_ptr();
-  f.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
-  queue(in, f, in.current());
+  f.weights = data_or_null(weights, need_weights);
+  queue(in, f, device);
   return {context, weights};
 }
 
+// The table of exponentials (operator exp_keys) is not used: the special-function unit computes an
+// exponential faster than it could be read from memory.
 std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, const Tensor& values,
                                   const Tensor& w_v, MaybeTensor features, MaybeTensor,
                                   MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor,
@@ -56,7 +52,9 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, con
                                   int64_t backend) {
   check_plain(mask, features, activation);
   check_backend(backend);
-  return attend_to(queries, keys, values, w_v, valid_lens, seed, dropout_p, need_weights);
+  const Inputs in(queries, keys, values, w_v, valid_lens, seed, dropout_p);
+  const DeviceGuard guard(in.device);
+  return launched(in, in.current(), need_weights);
 }
 
 // torch.nn.functional.linear
@@ -76,26 +74,78 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& keys
                                        MaybeTensor bias, const Tensor& w_v, MaybeTensor valid_lens,
                                        MaybeTensor mask, MaybeTensor, MaybeTensor,
                                        bool need_weights) {
-  STD_TORCH_CHECK(w_q.has_value(), "w_q must be given on CUDA devices");
   check_plain(mask, std::nullopt, 0);
   const Inputs in(queries, keys, values, w_v, valid_lens, std::nullopt, 0.0,
-                  Projections{*w_q, w_k, bias});
-  const Problem& p = in.problem;
+                  Projections{w_q, w_k, bias});
   const DeviceGuard guard(in.device);
   const Device device = in.current();
-  Forward f = in.forward;
-  if (p.empty() || f.Dq == 0 || !kernels(in.kind).is_one_launch(f, device)) {
-    const Tensor c = w_k.has_value() ? linear(keys, *w_k, bias) : keys;
-    return attend_to(linear(queries, *w_q, std::nullopt), c, values, w_v, valid_lens, std::nullopt,
-                     0.0, need_weights);
+  const bool raw = !in.problem.empty() && (!w_q.has_value() || in.forward.Dq > 0);
+  if (raw && kernels(in.kind).projects(in.forward, device))
+    return launched(in, device, need_weights);
+  const Tensor q = w_q.has_value() ? linear(queries, *w_q, std::nullopt) : queries;
+  const Tensor k = w_k.has_value() ? linear(keys, *w_k, bias) : keys;
+  const Inputs projected(q, k, values, w_v, valid_lens, std::nullopt, 0.0);
+  return launched(projected, device, need_weights);
+}
+
+// ---- backward ----
+
+// The sum of fp32 parts over the first dimension, in the shape and dtype of `like`.
+Tensor sum_of(const Tensor& parts, const Tensor& like) {
+  using namespace torch::stable;
+  return reshape(to(sum(parts, {{0}}), like.scalar_type()), like.sizes());
+}
+
+Tensor product(const Tensor& x, const Tensor& y) {  // in their dtype, autocast or not
+  return torch::stable::to(torch::stable::matmul(x, y), x.scalar_type());
+}
+
+struct Grads {
+  Tensor queries, keys, values, w;
+};
+
+// Everything but the sum of the parts of w in one launch.
+void in_one_launch(const Inputs& in, Backward g, const Device& device, int64_t needs,
+                   const Tensor& w_v, Grads* grads) {
+  const Problem& p = in.problem;
+  Tensor parts = in.new_tensor({needs & need_w ? p.B : 0, p.H}, ScalarType::Float);
+  g.w_parts = data_or_null(parts, needs & need_w);
+  kernels(in.kind).backward(g, device);
+  if (needs & need_w) grads->w = sum_of(parts, w_v);
+}
+
+// The products with the values are torch's, in the dtype of the inputs, as in plain code.
+void in_several(const Inputs& in, Backward g, const Device& device, int64_t splits, int64_t needs,
+                const Tensor& queries, const Tensor& values, const Tensor& w_v,
+                const MaybeTensor& grad_context, Grads* grads) {
+  using torch::stable::transpose;
+  const Problem& p = in.problem;
+  const Kernels& k = kernels(in.kind);
+  const bool through_tanh = needs & (need_queries | need_keys | need_w);
+  const bool with_values = needs & need_values && grad_context.has_value();
+  const auto wanted = [&](bool want, std::vector<int64_t> shape, ScalarType type) {
+    return in.new_tensor(want ? shape : std::vector<int64_t>{0}, type);
+  };
+  Tensor scores = wanted(through_tanh, {p.B, p.Tq, p.Tk}, ScalarType::Float);
+  Tensor dropped = wanted(with_values, {p.B, p.Tq, p.Tk}, in.dtype);
+  MaybeTensor products;
+  if (through_tanh && grad_context.has_value()) {
+    products = product(*grad_context, transpose(values, 1, 2));
+    g.products = products->const_data_ptr();
   }
-  Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, queries.scalar_type());
-  const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
-  Tensor weights = in.new_tensor(need_weights ? shape : none, weights_dtype(in.kind));
-  f.context = context.mutable_data_ptr();
-  f.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
-  queue(in, f, device);
-  return {context, weights};
+  g.grad_scores = data_or_null(scores, through_tanh);
+  g.dropped = data_or_null(dropped, with_values);
+  k.grad_rows(g, device);
+  if (with_values) grads->values = product(transpose(dropped, 1, 2), *grad_context);
+  if (needs & need_values && !with_values) torch::stable::zero_(grads->values);
+  if (!through_tanh || p.H == 0) return;
+  Tensor q = wanted(needs & need_queries, {splits, p.B, p.Tq, p.H}, ScalarType::Float);
+  Tensor w = wanted(needs & need_w, {splits * p.B, p.H}, ScalarType::Float);
+  g.queries_parts = data_or_null(q, needs & need_queries);
+  g.w_parts = data_or_null(w, needs & need_w);
+  k.grad_keys(g, device);
+  if (needs & need_queries) grads->queries = sum_of(q, queries);
+  if (needs & need_w) grads->w = sum_of(w, w_v);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
@@ -111,33 +161,36 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
   const auto gradient = [&](const Tensor& tensor, int64_t bit) {
     return in.new_tensor(gradient_shape(tensor, needs & bit), tensor.scalar_type());
   };
-  Tensor grad_queries = gradient(queries, need_queries), grad_keys = gradient(keys, need_keys);
-  Tensor grad_values = gradient(values, need_values), grad_w = gradient(w_v, need_w);
+  Grads grads{gradient(queries, need_queries), gradient(keys, need_keys),
+              gradient(values, need_values), gradient(w_v, need_w)};
   const Tensor none = in.new_tensor({0}, ScalarType::Float),
                nothing = in.new_tensor({0}, ScalarType::Float);
-  if (p.empty() || p.H == 0) {
-    for (Tensor* t : {&grad_queries, &grad_keys, &grad_w}) torch::stable::zero_(*t);
-    if (p.empty()) {
-      torch::stable::zero_(grad_values);
-      return {grad_queries, grad_keys, grad_values, grad_w, none, nothing};
-    }
+  const auto all = [&] {
+    return std::make_tuple(grads.queries, grads.keys, grads.values, grads.w, none, nothing);
+  };
+  if (p.empty() || p.H == 0)
+    for (Tensor* t : {&grads.queries, &grads.keys, &grads.w}) torch::stable::zero_(*t);
+  if (p.empty()) {
+    torch::stable::zero_(grads.values);
+    return all();
   }
-  const View weights_view = in.view_like(weights, weights_dtype(in.kind), "weights", p.Tk);
+  const View weights_view = in.view_like(weights, ScalarType::Float, "weights", p.Tk);
   STD_TORCH_CHECK(weights.is_contiguous(), "weights must be those attend returned");
   Backward g;
   g.p = p;
   g.weights = weights_view.data;
-  g.grad_context = in.view_like(grad_context, queries.scalar_type(), "grad_context", p.Dv);
-  g.grad_weights = in.view_like(grad_weights, weights.scalar_type(), "grad_weights", p.Tk);
-  g.grad_queries = data_or_null(grad_queries, needs & need_queries);
-  g.grad_keys = data_or_null(grad_keys, needs & need_keys);
-  g.grad_values = data_or_null(grad_values, needs & need_values);
-  g.grad_w = data_or_null(grad_w, needs & need_w);
-  const Kernels& k = kernels(in.kind);
+  g.grad_context = in.view_like(grad_context, in.dtype, "grad_context", p.Dv);
+  g.grad_weights = in.view_like(grad_weights, ScalarType::Float, "grad_weights", p.Tk);
+  g.grad_queries = data_or_null(grads.queries, needs & need_queries);
+  g.grad_keys = data_or_null(grads.keys, needs & need_keys);
+  g.grad_values = data_or_null(grads.values, needs & need_values);
   const Device device = in.current();
-  Tensor workspace = in.new_tensor({k.backward_workspace(g, device)}, ScalarType::Byte);
-  k.backward(g, device, workspace.mutable_data_ptr());
-  return {grad_queries, grad_keys, grad_values, grad_w, none, nothing};
+  const int64_t splits = kernels(in.kind).backward_splits(g, device);
+  if (splits == 0)
+    in_one_launch(in, g, device, needs, w_v, &grads);
+  else
+    in_several(in, g, device, splits, needs, queries, values, w_v, grad_context, &grads);
+  return all();
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {

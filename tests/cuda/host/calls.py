@@ -1,18 +1,17 @@
 """Calls of attention by kernels that run without a GPU: on the host, or as machine code."""
 
+import math
+
 import entry_points
 import torch
 
-from bahdanau_fast.limits import FP64_GPU_ELEMENTS
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
-__all__ = ["Calls", "CudaCalls", "kind_of"]
+__all__ = ["KINDS", "Calls", "CudaCalls"]
 
 
-def kind_of(dtype, elements):
-    """The name of the kernels that serve a dtype: computing_kind() of csrc/common/limits.h."""
-    if dtype == torch.float32:
-        return "f32_in_f64" if elements <= FP64_GPU_ELEMENTS else "f32"
-    return {torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+#: The names of the kernels that serve a dtype.
+KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class Calls:
@@ -26,15 +25,14 @@ class Calls:
     Attributes:
         kind: of the numbers of the call that runs.
         multiprocessors: of the GPU that it is cut for.
+        most_queries: of a call.
     """
 
-    kind, multiprocessors = None, 4
+    kind, multiprocessors, most_queries = None, 4, math.inf
 
-    def begin(self, multiprocessors, queries, keys, w_v):
+    def begin(self, multiprocessors, dtype):
         """A call begins."""
-        self.multiprocessors = multiprocessors
-        elements = queries.shape[0] * queries.shape[1] * keys.shape[1] * w_v.numel()
-        self.kind = kind_of(queries.dtype, elements)
+        self.multiprocessors, self.kind = multiprocessors, KINDS[dtype]
 
     def attend(self, multiprocessors, queries, keys, values, w_v, valid_lens, *dropout):
         """Context and weights of projected queries and keys by the kernels, differentiable."""
@@ -44,6 +42,8 @@ class Calls:
 
 class CudaCalls(Calls):
     """The same of csrc/cuda, whose operators are run by ``operator(name, *arguments)``."""
+
+    most_queries = GPU_STEP_QUERIES
 
     def forward(self, need_weights, *inputs):
         return entry_points.attend(self.operator, *inputs, need_weights=need_weights)
@@ -57,7 +57,7 @@ class CudaCalls(Calls):
         self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None
     ):
         """The same without gradients, from queries (and keys) that the kernel projects itself."""
-        self.begin(multiprocessors, queries, keys, w_v)
+        self.begin(multiprocessors, queries.dtype)
         inputs = queries, w_q, keys, w_k, bias, values, w_v, valid_lens
         return entry_points.step(self.operator, *inputs)
 
@@ -65,7 +65,7 @@ class CudaCalls(Calls):
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, queries, keys, values, w_v, lens, calls, multiprocessors, dropout):
-        calls.begin(multiprocessors, queries, keys, w_v)
+        calls.begin(multiprocessors, queries.dtype)
         inputs = queries, keys, values, w_v, lens, *dropout
         context, weights = calls.forward(True, *inputs)
         if weights.numel() * w_v.numel() < 100_000:
@@ -83,7 +83,7 @@ class _Attend(torch.autograd.Function):
         if grad_weights is not None:
             grad_weights = grad_weights.to(ctx.weights.dtype)
         needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[:4]) if need)
-        calls.begin(multiprocessors, queries, keys, w_v)
+        calls.begin(multiprocessors, queries.dtype)
         given = ctx.weights, grad_context, grad_weights, needs
         grads = calls.backward(*given, queries, keys, values, w_v, lens, *dropout)
         return *(g if needs >> i & 1 else None for i, g in enumerate(grads)), *[None] * 4

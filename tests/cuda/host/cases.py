@@ -16,15 +16,13 @@ __all__ = ["DTYPES", "ROWS", "STEPS", "Step", "measured", "on"]
 
 DTYPES = {
     "fp32": torch.float32,
-    "fp64": torch.float64,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
 
 SPLIT = CONTRACT["split keys"]
 # Rows of the contract that differ in what these kernels see, with a number of multiprocessors; how
-# keys are cut for other numbers; and what only fp32 of so many elements has: its own kernels for
-# few queries.
+# keys are cut for other numbers; and steps of many elements.
 ROWS = {
     **{row: (case, 4) for row, case in CONTRACT.items() if not row.startswith("all in one")},
     "split keys, 1 processor": (SPLIT, 1),
@@ -37,9 +35,14 @@ ROWS = {
     "large step": ({"B": 8, "Tq": 1, "Tk": 150, "H": 512, "Dv": 40}, 4),
     "large step, beams": ({"B": 2, "Tq": 4, "Tk": 150, "H": 512, "lens": lens(150, 70)}, 4),
     "large step, 16 beams": ({"B": 2, "Tq": 16, "Tk": 150, "H": 131}, 4),
+    "decoder step, whole vectors": (
+        {"B": 9, "Tq": 1, "Tk": 50, "H": 96, "Dv": 32, "lens": torch.arange(9) * 6}, 4,
+    ),
+    "whole vectors, beams": ({"B": 2, "Tq": 3, "Tk": 100, "H": 264, "Dv": 40}, 4),
+    "long step, whole vectors": ({"B": 1, "Tq": 1, "Tk": 4200, "H": 136, "Dv": 8}, 16),
     "long step": ({"B": 1, "Tq": 1, "Tk": 4200, "H": 136, "Dv": 5}, 16),
     "long step of few units": ({"B": 1, "Tq": 1, "Tk": 4200, "H": 100, "Dv": 5}, 16),
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Step:
     Tk: int = 70
     H: int = 40
     Dq: int = 64
-    Dv: int = 33
+    Dv: int = 32
     Dk: int | None = None
     tied: bool = False  # values is keys
     lens: tuple[int, ...] | None = None
@@ -60,17 +63,17 @@ class Step:
 
 STEPS = {
     "queries projected": Step(lens=(70, 9)),
-    "queries projected, beams": Step(Tq=6, Dq=7),
-    "a cluster shares W_q": Step(B=3, H=259, Tk=40, Dv=9),
-    "a cluster of several rows": Step(B=9, H=150, Dq=61, Tk=40, Dv=9),
-    "fp32 in one launch": Step(B=4, H=512, Tk=300, Dv=64, multiprocessors=16),
-    "fp32 beams in one launch": Step(B=2, Tq=4, H=512, Tk=300, Dv=8, multiprocessors=16),
+    "queries projected, beams": Step(Tq=6, Dq=8),
+    "a cluster shares W_q": Step(B=3, H=264, Tk=40, Dv=8),
+    "a cluster of several rows": Step(B=9, H=152, Dq=56, Tk=40, Dv=8),
+    "queries in rows of any alignment": Step(Tq=3, Dq=7, H=33, Dv=9),
     "keys projected": Step(Tk=150, Dk=64, H=300, lens=(150, 70), multiprocessors=1),
     "keys projected, cut": Step(Tk=150, Dk=104, H=32, lens=(150, 70)),
-    "keys of many features": Step(Tk=150, Dk=256, H=64, Dv=32, lens=(150, 70)),
-    "keys projected, beams": Step(Tq=3, Tk=150, Dk=7, H=33, lens=(150, 70)),
+    "keys of many features": Step(Tk=150, Dk=256, H=64, lens=(150, 70)),
+    "keys projected, beams": Step(Tq=3, Tk=150, Dk=8, H=33, lens=(150, 70)),
+    "keys in rows of any alignment": Step(Tk=150, Dk=7, H=33, lens=(150, 70)),
     "keys are values": Step(B=3, Tk=150, Dk=104, tied=True, lens=(150, 70, 0), multiprocessors=16),
-    "keys are values, beams": Step(B=3, Tq=3, Tk=150, Dk=7, tied=True, multiprocessors=1),
+    "keys are values, beams": Step(B=3, Tq=3, Tk=150, Dk=24, tied=True, multiprocessors=1),
 }  # fmt: skip
 
 
@@ -100,7 +103,7 @@ def on(kernels, multiprocessors=4):
 
 def _row(kernels, name, dtype):
     sizes, multiprocessors = ROWS[name]
-    case = Case(**{**LARGE, **sizes})
+    case = Case(**{**LARGE, **sizes}).of_at_most(kernels.most_queries)
     shares = measure(case, DTYPES[dtype], on(kernels, multiprocessors))
     return max(shares.values(), default=0.0)
 

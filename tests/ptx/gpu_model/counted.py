@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from calls import kind_of
+from calls import KINDS
 from driven import CudaPtx
 from machine import build
 from machine.launch import Report
@@ -118,7 +118,7 @@ class Counted(CudaPtx):
         w_v = draw(1, p.hidden, scale=p.hidden**-0.5)
         lens = None if p.lens is None else torch.tensor(p.lens)
         self.found.clear()
-        self.begin(gpu.multiprocessors, queries, keys, w_v)
+        self.begin(gpu.multiprocessors, p.dtype)
         inputs = queries, keys, values, w_v, lens
         if backward:
             weights = torch.empty((p.batch, p.queries, p.keys))
@@ -227,7 +227,7 @@ def kept(key: object, count: Callable[[], list[Launch]]) -> list[Launch]:
 def launches(problem: Problem, gpu: Gpu, backward: bool = False) -> list[Launch]:
     """The launches of a call, forward or, alone, backward, as they are cut for a GPU."""
     p = problem
-    kind = kind_of(p.dtype, p.batch * p.queries * p.keys * p.hidden)
+    kind = KINDS[p.dtype]
     code = [x.name for x in (build.core(), build.ptx_file(kind, gpu.ptx), library())]
     cut = gpu.ptx, gpu.code, gpu.multiprocessors
     return kept((code, p, cut, backward), lambda: _driver(*cut[:2]).count(p, gpu, backward))

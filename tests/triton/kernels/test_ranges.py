@@ -11,7 +11,6 @@ import pytest
 import torch
 from near import Near, of_saturated
 
-from bahdanau_fast import limits
 from bahdanau_fast.kernels import elementary
 
 # |a + c| where: four denominators are multiplied, or two; 2^(2 z / log 2) is held; fp32's tanh near
@@ -37,12 +36,11 @@ PLACES = [
 
 
 @pytest.fixture(autouse=True)
-def in_fp32(monkeypatch):
-    """Small problems too: fp64 has a path of its own. Judged by slopes that fp64 calls zero."""
+def exact(monkeypatch):
+    """Judged by slopes that fp64 calls zero."""
     monkeypatch.setattr(
         parity, "oracle", lambda case, drawn, dtype: parity.long_double(case, drawn)
     )
-    monkeypatch.setattr(limits, "FP64_GPU_ELEMENTS", 0)
 
 
 def test_these_are_the_places():

@@ -47,6 +47,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   }
   return x;
 }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline void __threadfence() {}
 inline unsigned atomicAdd(unsigned* at, unsigned x) { return std::exchange(*at, *at + x); }
 inline unsigned atomicExch(unsigned* at, unsigned x) { return std::exchange(*at, x); }

@@ -1,0 +1,264 @@
+// Backward through softmax and tanh: from the gradients of weights to those of queries, keys and w.
+//
+//   grad_score[b,i,j] = s = weight (grad_weight - sum_j weight grad_weight), masked places zero
+//   grad_query[b,i] = w sum_j s u,  grad_key[b,j] = w sum_i s u,  grad_w = sum_bij s t
+//   with t = tanh(query + key), u = 1 - t^2
+//
+// KeysTask is what every backward has; the two kernels here are for calls that decode_backward.h
+// does not serve in its one launch: more queries, or rows too long for a cluster. Torch's products
+// give them grad_context . value and take the weights after dropout; its sums add up their parts.
+#pragma once
+
+#include "decode_plan.h"
+#include "tanh.h"
+
+namespace bahdanau_fast::gpu {
+
+// Gradients through the tanh for a block's part of the keys of a row. Its warps take keys in turn;
+// lanes hold neighbouring hidden units, 16 bytes at a time.
+template <class T, int QT, bool vectors>
+struct KeysTask {
+  static constexpr int U = kVector<T>, columns = kWarp * U;
+  static constexpr int KU = QT == 1 ? 3 : 2;  // keys of a warp at a time, as registers allow
+  const Problem& p;
+  const View grad_keys;
+  const int64_t split;
+  const float* scores = nullptr;  // (Tq,split): s, zero past the last query and for masked keys
+  float* parts = nullptr;         // (8,QT + 1,columns): of warps
+  float* onto = nullptr;          // (split,columns): gradients of keys by the queries before
+  int64_t b, j0, n, used = 0;     // keys and values from `used` on may be anything
+  int lane, warp;
+
+  __device__ KeysTask(const Problem& problem, void* grads, int64_t splits, int64_t keys)
+      : p(problem), grad_keys{grads, p.Tk * p.H, p.H}, split(keys) {
+    lane = threadIdx.x % kWarp;
+    warp = threadIdx.x / kWarp;
+    b = blockIdx.x / splits;
+    j0 = blockIdx.x % splits * split;
+    n = larger(0, smaller(split, p.Tk - j0));
+    for (int64_t i = 0; i < p.Tq; ++i) used = larger(used, count(i));
+  }
+
+  // How many of the block's keys query i has.
+  __device__ int64_t count(int64_t i) const {
+    return larger(0, smaller(n, key_count(p, b, i) - j0));
+  }
+
+  // Part of row j of the keys or values. From `used` on it is the last used row instead, whose
+  // result is multiplied by zero.
+  __device__ __forceinline__ void load_used(const View& view, int64_t j, int64_t c, int64_t end,
+                                            float* out) const {
+    if (used > 0) {
+      load_units<T, vectors>(row_at<T>(view, b, j0 + smaller(j, used - 1)), c, end, out);
+    } else {
+#pragma unroll
+      for (int u = 0; u < U; ++u) out[u] = 0;
+    }
+  }
+
+  __device__ T* row_of(const View& out, int64_t j) const {
+    return const_cast<T*>(row_at<T>(out, b, j));
+  }
+
+  // Queries [i0, i0 + QT) and hidden units [c0, c0 + columns): gradients of keys, and into `parts`
+  // the sums over the keys of each warp, of s u and of s t.
+  __device__ void meet_keys(int64_t i0, int64_t c0) {
+    const int64_t c = c0 + lane * U;
+    float query[QT][U], w[U], grad_query[QT][U] = {}, grad_w[U] = {};
+    if (c < p.H) {
+#pragma unroll
+      for (int q = 0; q < QT; ++q)
+        load_units<T, vectors>(row_at<T>(p.queries, b, smaller(i0 + q, p.Tq - 1)), c, p.H,
+                               query[q]);
+      load_units<T, vectors>(static_cast<const T*>(p.w), c, p.H, w);
+    }
+    for (int64_t first = warp * KU; first < n && c < p.H; first += kDecodeWarps * KU) {
+      float key[KU][U];
+#pragma unroll
+      for (int k = 0; k < KU; ++k) load_used(p.keys, first + k, c, p.H, key[k]);
+#pragma unroll
+      for (int k = 0; k < KU; ++k) {
+        if (first + k >= n) continue;
+        float grad[U] = {};
+#pragma unroll
+        for (int q = 0; q < QT; ++q) {
+          const float s = scores[(i0 + q) * split + first + k];
+#pragma unroll
+          for (int u = 0; u < U; u += 4) {
+            float x[4], t[4], slope[4];
+#pragma unroll
+            for (int y = 0; y < 4; ++y) x[y] = query[q][u + y] + key[k][u + y];
+            four_tanh_of<T>(x, t, slope);
+#pragma unroll
+            for (int y = 0; y < 4; ++y) {
+              const float su = s * slope[y];
+              grad_w[u + y] += s * t[y];
+              grad_query[q][u + y] += su;
+              grad[u + y] += su;
+            }
+          }
+        }
+        if (grad_keys.data != nullptr) store_key(i0, first + k, c, w, grad);
+      }
+    }
+    float* part = parts + warp * (QT + 1) * columns + lane * U;
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+#pragma unroll
+      for (int q = 0; q < QT; ++q) part[q * columns + u] = grad_query[q][u];
+      part[QT * columns + u] = grad_w[u];
+    }
+  }
+
+  // Adds to the gradient of a key; stores it when no more queries follow.
+  __device__ __forceinline__ void store_key(int64_t i0, int64_t j, int64_t c, const float* w,
+                                            float* grad) const {
+    const int64_t at = j * columns + lane * U;
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      if (i0 > 0) grad[u] += onto[at + u];
+      if (i0 + QT < p.Tq) onto[at + u] = grad[u];
+      grad[u] *= w[u];
+    }
+    if (i0 + QT >= p.Tq) store_units<T, vectors>(grad, row_of(grad_keys, j0 + j), c, p.H);
+  }
+
+  // The sum over the warps of number `at` of a part.
+  __device__ float sum_of_parts(int at) const {
+    float sum = 0;
+    for (int k = 0; k < kDecodeWarps; ++k) sum += parts[k * (QT + 1) * columns + at];
+    return sum;
+  }
+};
+
+// ---- more queries, longer rows: gradients of scores, row by row ----
+
+constexpr int kRowThreads = 256;
+
+struct GradRows {
+  Problem p;
+  const void* weights = nullptr;   // (B,Tq,Tk) of fp32
+  const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value; null: zero
+  View grad_weights;               // (B,Tq,Tk) of fp32; data may be null
+  void* grad_scores = nullptr;     // (B,Tq,Tk) of fp32; null: not wanted
+  void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout; null: not wanted
+};
+
+// The saved weights are rounded. Dividing them by their sum makes them add up to one again, and a
+// row of score gradients to zero, which the gradients of queries and w rely on. Both sums, and the
+// mean, to twice the precision for that reason.
+template <class T>
+__global__ void __launch_bounds__(kRowThreads) grad_rows(const GradRows g) {
+  Carver from{shared_memory()};
+  Sum* scratch = from.take<Sum>(kRowThreads / kWarp);
+  const Problem& p = g.p;
+  const Dropout dropout(p);
+  const int64_t row = blockIdx.x, b = row / p.Tq, i = row % p.Tq, keys = key_count(p, b, i);
+  const float* weights = static_cast<const float*>(g.weights) + row * p.Tk;
+  const T* products = static_cast<const T*>(g.products);
+  const float* given = row_at<float>(g.grad_weights, b, i);
+  const auto grad_weight = [&](int64_t j) {
+    float x =
+        g.products == nullptr ? 0.0f : widen(products[row * p.Tk + j]) * dropout.factor(row, j);
+    return g.grad_weights.data == nullptr ? x : x + given[j];
+  };
+  if (g.dropped != nullptr)
+    for (int64_t j = threadIdx.x; j < p.Tk; j += kRowThreads)
+      narrow(weights[j] * dropout.factor(row, j), static_cast<T*>(g.dropped) + row * p.Tk + j);
+  if (g.grad_scores == nullptr) return;
+  Sum total, dot;
+#pragma unroll 4
+  for (int64_t j = threadIdx.x; j < keys; j += kRowThreads) {
+    total.add(weights[j]);
+    dot.add_product(weights[j], grad_weight(j));
+  }
+  total = block_sum(total, scratch);
+  const Sum mean = block_sum(dot, scratch).over(total);
+  float* out = static_cast<float*>(g.grad_scores) + row * p.Tk;
+  for (int64_t j = threadIdx.x; j < p.Tk; j += kRowThreads)
+    out[j] = j < keys ? weights[j] / total.high * ((grad_weight(j) - mean.high) - mean.low) : 0.0f;
+}
+
+// ---- and through the tanh, part by part of the keys ----
+
+struct GradKeys {
+  Problem p;
+  int64_t splits = 1, split = 1;
+  const void* grad_scores = nullptr;  // (B,Tq,Tk) of fp32
+  void* grad_keys = nullptr;          // (B,Tk,H) of T; null: not wanted, here and below
+  void* queries_parts = nullptr;      // (splits,B,Tq,H) of fp32
+  void* w_parts = nullptr;            // (splits,B,H) of fp32
+};
+
+template <class T, int QT>
+struct GradKeysShared {
+  float *scores, *parts, *onto;
+  int64_t bytes;
+
+  __host__ __device__ GradKeysShared(char* base, const Problem& p, int64_t split) {
+    constexpr int64_t columns = kWarp * kVector<T>;
+    Carver from{base};
+    scores = from.take<float>(ceil_div(p.Tq, QT) * QT * split);
+    parts = from.take<float>(kDecodeWarps * (QT + 1) * columns);
+    onto = from.take<float>(p.Tq > QT ? split * columns : 0);
+    bytes = from.used;
+  }
+};
+
+template <class T, int QT, bool vectors>
+struct GradKeysTask : KeysTask<T, QT, vectors> {
+  using Base = KeysTask<T, QT, vectors>;
+  using Base::b;
+  using Base::columns;
+  using Base::j0;
+  using Base::n;
+  using Base::p;
+  const GradKeys& g;
+
+  __device__ explicit GradKeysTask(const GradKeys& all)
+      : Base(all.p, all.grad_keys, all.splits, all.split), g(all) {
+    const GradKeysShared<T, QT> mine(shared_memory(), p, g.split);
+    const float* from = static_cast<const float*>(g.grad_scores) + b * p.Tq * p.Tk + j0;
+    for (int64_t at = threadIdx.x; at < ceil_div(p.Tq, QT) * QT * g.split; at += kDecodeThreads) {
+      const int64_t i = at / g.split, j = at % g.split;
+      mine.scores[at] = i < p.Tq && j < n ? from[i * p.Tk + j] : 0.0f;
+    }
+    this->scores = mine.scores;
+    this->parts = mine.parts;
+    this->onto = mine.onto;
+    __syncthreads();
+  }
+
+  __device__ void store_sums(int64_t i0, int64_t c0) {
+    const int64_t row = blockIdx.x % g.splits * p.B + b;
+    for (int at = threadIdx.x; at < (QT + 1) * columns; at += kDecodeThreads) {
+      const int64_t i = i0 + at / columns, h = c0 + at % columns;
+      if (h >= p.H) continue;
+      const float sum = this->sum_of_parts(at);
+      if (at >= QT * columns) {
+        float* out = static_cast<float*>(g.w_parts) + row * p.H + h;
+        if (g.w_parts != nullptr) *out = i0 == 0 ? sum : *out + sum;
+      } else if (i < p.Tq && g.queries_parts != nullptr) {
+        static_cast<float*>(g.queries_parts)[(row * p.Tq + i) * p.H + h] =
+            sum * widen(static_cast<const T*>(p.w)[h]);
+      }
+    }
+  }
+
+  __device__ void run() {
+    for (int64_t c0 = 0; c0 < p.H; c0 += columns)
+      for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) {
+        this->meet_keys(i0, c0);
+        __syncthreads();
+        store_sums(i0, c0);
+        __syncthreads();
+      }
+  }
+};
+
+template <class T, int QT, bool vectors>
+__global__ void __launch_bounds__(kDecodeThreads, QT == 1 ? 2 : 1) grad_keys(const GradKeys g) {
+  GradKeysTask<T, QT, vectors>(g).run();
+}
+
+}  // namespace bahdanau_fast::gpu
