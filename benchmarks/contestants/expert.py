@@ -1,7 +1,7 @@
-"""What an expert writes in an afternoon: Triton with ``tanh.approx``, no tensor of (B,Tq,Tk,H).
+"""What an expert writes in an afternoon: Triton, in 16 bits with ``tanh.approx``; no (B,Tq,Tk,H).
 
-Products with the values are the library's. Forward, a tile of keys stays in registers and a loop
-goes over the queries; backward likewise, with the sums over keys tile by tile.
+Products with the values and sums of parts are the library's. Forward, a tile of keys stays in
+registers and a loop goes over the queries; backward likewise, with the sums over keys tile by tile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-__all__ = ["EXPERT", "Attention", "Kernels", "column_sums"]
+__all__ = ["EXPERT", "Attention", "Kernels"]
 
 MASKED = tl.constexpr(-1e6)
 QUERIES, KEYS = 32, 8  # of a tile, forward
@@ -23,15 +23,15 @@ KEYS_BACKWARD, UNITS_BACKWARD = 16, 128
 
 
 @triton.jit
-def _tanh(x, NVIDIA: tl.constexpr):
-    if not NVIDIA:
+def _tanh(x, APPROXIMATE: tl.constexpr):
+    if not APPROXIMATE:
         return libdevice.tanh(x)
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32,
                                      is_pure=True, pack=1)  # fmt: skip
 
 
 @triton.jit
-def scores_kernel(queries, keys, w_v, scores, Tq, Tk, H, NVIDIA: tl.constexpr,
+def scores_kernel(queries, keys, w_v, scores, Tq, Tk, H, APPROXIMATE: tl.constexpr,
                   BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
     """Scores (B,Tq,Tk) of queries (B,Tq,H) and keys (B,Tk,H)."""
     b, tiles = tl.program_id(1), tl.cdiv(Tk, BLOCK_K)
@@ -43,7 +43,7 @@ def scores_kernel(queries, keys, w_v, scores, Tq, Tk, H, NVIDIA: tl.constexpr,
     first = tl.program_id(0) // tiles * BLOCK_Q
     for i in range(first, tl.minimum(first + BLOCK_Q, Tq)):
         q = tl.load(queries + (b * Tq + i) * H + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
-        t = _tanh(k + q, NVIDIA)
+        t = _tanh(k + q, APPROXIMATE)
         tl.store(scores + (b * Tq + i) * Tk + j, tl.sum(t * w, axis=1), mask=j < Tk)
 
 
@@ -73,7 +73,7 @@ def softmax_grad_kernel(weights, grads, lens, grad_scores, Tq, Tk, MASK: tl.cons
 
 @triton.jit
 def gradients_kernel(queries, keys, w_v, grad_scores, query_parts, grad_keys, w_parts, Tq, Tk, H,
-                     NVIDIA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+                     APPROXIMATE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
     """Of a tile of keys: grad_keys (B,Tk,H); its share of those of queries (B,tiles,Tq,H) and w_v."""
     b, tiles, parts = tl.program_id(1), tl.cdiv(Tk, BLOCK_K), tl.cdiv(H, BLOCK_H)
     tile = tl.program_id(0) // parts
@@ -88,7 +88,7 @@ def gradients_kernel(queries, keys, w_v, grad_scores, query_parts, grad_keys, w_
     for i in tl.range(0, Tq, num_stages=3):
         q = tl.load(queries + (b * Tq + i) * H + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
         g = tl.load(grad_scores + (b * Tq + i) * Tk + j, mask=j < Tk, other=0.0)[:, None]
-        t = _tanh(k + q, NVIDIA)
+        t = _tanh(k + q, APPROXIMATE)
         gt = g * t
         d = g - gt * t
         of_w += gt
@@ -99,36 +99,23 @@ def gradients_kernel(queries, keys, w_v, grad_scores, query_parts, grad_keys, w_
     tl.store(w_parts + (b * tiles + tile) * H + h, tl.sum(of_w, axis=0), mask=h < H)
 
 
-@triton.jit
-def sums_kernel(x, factor, out, rows, columns, LARGE: tl.constexpr, WEIGHTED: tl.constexpr,
-                BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
-    """Of x (O,rows,columns) over its rows, each times a factor (O,rows) if there is one."""
-    o = tl.program_id(1).to(tl.int64 if LARGE else tl.int32)
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for first in range(0, rows, BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        at = (o * rows + r)[:, None] * columns + c[None, :]
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            value *= tl.load(factor + o * rows + r, mask=r < rows, other=0.0)[:, None]
-        total += value
-    tl.store(out + o * columns + c, tl.sum(total, axis=0), mask=c < columns)
-
-
 # ---- launches ------------------------------------------------------------------------------------
+
+
+def _approximate(keys: Tensor) -> bool:
+    """Whether ``tanh.approx``, off by 2**-11, is there and right."""
+    return torch.version.hip is None and keys.dtype is not torch.float32
 
 
 def expert_scores(queries: Tensor, keys: Tensor, w_v: Tensor) -> Tensor:
     """Scores (B,Tq,Tk) in fp32."""
     (batch, queries_len, hidden), keys_len = queries.shape, keys.shape[1]
     scores = queries.new_empty((batch, queries_len, keys_len), dtype=torch.float32)
-    tile = min(QUERIES, triton.next_power_of_2(queries_len))
+    tile, block = min(QUERIES, triton.next_power_of_2(queries_len)), triton.next_power_of_2(hidden)
     grid = triton.cdiv(keys_len, KEYS) * triton.cdiv(queries_len, tile), batch
     scores_kernel[grid](
-        queries, keys, w_v, scores, queries_len, keys_len, hidden, torch.version.hip is None,
-        tile, KEYS, triton.next_power_of_2(hidden), num_warps=4,
+        queries, keys, w_v, scores, queries_len, keys_len, hidden, _approximate(keys), tile, KEYS,
+        block, num_warps=max(2, block // 256),
     )  # fmt: skip
     return scores
 
@@ -155,25 +142,6 @@ def softmax_grad(weights: Tensor, grads: Tensor, lens: Tensor | None) -> Tensor:
     return made
 
 
-def column_sums(x: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
-    """Of x (O,rows,columns), whose rows are weighted by a factor (O,rows): (O,columns).
-
-    One sum of many rows is one of parts, which are as many as divide them.
-    """
-    outer, rows, columns = x.shape
-    chunks = next(n for n in range(min(rows, 256), 0, -1) if rows % n == 0)
-    if outer == 1 and rows > 256 and chunks > 1:
-        shape = chunks, rows // chunks
-        parts = None if factor is None else factor.view(shape)
-        return column_sums(column_sums(x.view(*shape, columns), torch.float32, parts)[None], dtype)
-    out, block = x.new_empty((outer, columns), dtype=dtype), 128
-    sums_kernel[triton.cdiv(columns, block), outer](
-        x, x if factor is None else factor, out, rows, columns, x.numel() >= 1 << 31,
-        factor is not None, 16, block, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
 def expert_gradients(
     grad_scores: Tensor, queries: Tensor, keys: Tensor, w_v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,14 +150,14 @@ def expert_gradients(
     block_k = min(KEYS_BACKWARD, triton.next_power_of_2(keys_len))
     block_h = min(UNITS_BACKWARD, triton.next_power_of_2(hidden))
     tiles = triton.cdiv(keys_len, block_k)
-    query_parts = grad_scores.new_empty((batch, tiles, queries_len * hidden))
-    w_parts, grad_keys = grad_scores.new_empty((1, batch * tiles, hidden)), torch.empty_like(keys)
+    query_parts = grad_scores.new_empty((batch, tiles, queries_len, hidden))
+    w_parts, grad_keys = grad_scores.new_empty((batch * tiles, hidden)), torch.empty_like(keys)
     gradients_kernel[tiles * triton.cdiv(hidden, block_h), batch](
         queries, keys, w_v, grad_scores, query_parts, grad_keys, w_parts, queries_len, keys_len,
-        hidden, torch.version.hip is None, block_k, block_h, num_warps=2,
+        hidden, _approximate(keys), block_k, block_h, num_warps=2,
     )  # fmt: skip
-    grad_queries = column_sums(query_parts, queries.dtype).view_as(queries)
-    return grad_queries, grad_keys, column_sums(w_parts, w_v.dtype).view_as(w_v)
+    grad_queries = query_parts.sum(1, dtype=queries.dtype)
+    return grad_queries, grad_keys, w_parts.sum(0, dtype=w_v.dtype, keepdim=True)
 
 
 class Kernels(NamedTuple):

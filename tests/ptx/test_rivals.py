@@ -17,26 +17,25 @@ H100 = GPUS["H100"]
 SIZES = {"few queries": (3, 2, 70, 40, 24), "many queries": (2, 37, 33, 130, 16)}
 
 
-# In fp32 tanh.approx, off by 2**-11, is not right.
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize(
-    ("who", "dtype"),
-    [("compiled", torch.float32), ("compiled", torch.bfloat16), ("expert", torch.bfloat16)],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("who", RIVALS)
 def test_kernels_of_others_are_right(who, sizes, dtype):
     batch, queries_len, keys_len, hidden, features = sizes
     generator = torch.Generator().manual_seed(1)
     shapes = ((batch, queries_len, hidden), (batch, keys_len, hidden),
               (batch, keys_len, features), (1, hidden), (batch, queries_len, features))  # fmt: skip
-    *inputs, grad = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+    *inputs, grad = (torch.randn(s, generator=generator) for s in shapes)
+    inputs[3] *= hidden**-0.5  # that of nn.Linear
+    *inputs, grad = (x.to(dtype) for x in (*inputs, grad))
     lens = torch.randint(1, keys_len + 1, (batch,), generator=generator)
 
     def expected(to):
         leaves = [x.to(to).requires_grad_() for x in inputs]
         context, weights = reference.attend(*leaves, lens)
-        return context, weights, *torch.autograd.grad(context, leaves, grad.to(to))
+        return context.detach(), weights.detach(), *torch.autograd.grad(context, leaves, grad.to(to))
 
-    machine, kernels = TritonPtx("90", change=OLDER), RIVALS[who]
+    machine, kernels = TritonPtx("90"), RIVALS[who]
     machine.kind = "triton"
     with machine.here():
         context, weights = kernels.attend(*inputs, lens)
@@ -71,8 +70,8 @@ def test_kernels_of_others_are_counted():
         assert softmax.cold == pytest.approx(24, abs=8)  # of the lens: scores are in the L2
         assert product.moved == 2 * 3 * (2 + 40) * 50 + 2 * s
     backward = works(counted(p, H100, True, RIVALS["compiled"]))
-    # Two products; softmax; tanh and its gradient, written; the sums over both, that of w_v in two.
-    assert len(backward) == 8
+    # Two products; softmax; tanh and its gradient, written; the sums over both.
+    assert len(backward) == 7
     assert sum(work.written for work in backward) >= 2 * 2 * f
     # One that the L2 does not hold is read from memory.
     large = works(counted(Problem(40, 64, 64, 512, 8), H100, True, RIVALS["compiled"]))

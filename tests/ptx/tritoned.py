@@ -30,8 +30,9 @@ _PACKED = {"i32": "i", "i64": "q", "fp32": "f"}
 
 def _empty(*args, **options):
     made = _torch_empty(*args, **options)
-    storage = made.untyped_storage()
-    whole = torch.tensor([], dtype=torch.uint8).set_(storage).numpy()
+    if made.is_meta:
+        return made
+    whole = torch.tensor([], dtype=torch.uint8).set_(made.untyped_storage()).numpy()
     words = whole[: whole.size // 4 * 4].view(np.uint32)
     words[:] = UNWRITTEN
     return made

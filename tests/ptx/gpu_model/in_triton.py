@@ -32,25 +32,26 @@ __all__ = ["counted"]
 
 DRAWN_ROWS = 8  # of the batch; those of the others are zeros, and are not run
 # Operations of torch that launch a kernel.
-LIBRARY = ("bmm", "sum", "copy_", "zero_", "nan_to_num", "amax", "fill_")
+PRODUCTS, REST = ("mm", "bmm"), ("copy_", "zero_", "nan_to_num", "amax", "fill_")
 
 
 class _Library(TorchDispatchMode):
-    """Counts operations of torch; products are not computed."""
+    """Counts operations of torch; products and sums, which can be large, are not computed."""
 
     def __init__(self, of: _Counted):
         super().__init__()
         self.of = of
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name not in LIBRARY:
-            return func(*args, **(kwargs or {}))
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if name == "bmm":  # the largest
-            out = args[0].new_empty((*args[0].shape[:2], args[1].shape[2]))
+        if name in (*PRODUCTS, "sum"):
+            shapes = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in args]
+            out = torch.empty_like(func(*shapes, **kwargs), device="cpu")
         else:
-            out = func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
+            if name not in REST:
+                return out
         self.of.library(name, out, tensors[1:] if name.endswith("_") else tensors)
         return out
 
@@ -84,11 +85,11 @@ class _Counted(TritonPtx):
         cold = size(x for x in read if x.untyped_storage().data_ptr() in self.given)
         written = size([out])
         blocks, units = max(1, out.numel() // 1024), {}
-        if name == "bmm":
-            products = out.numel() * read[0].shape[2]
+        if name in PRODUCTS:
+            products = out.numel() * read[0].shape[-1]
             half = out.dtype is not torch.float32
             units = {"tensor": products / MMA} if half else {"fma": products / LANES}
-            blocks = out.shape[0] * math.prod(-(-n // 64) for n in out.shape[1:])
+            blocks = math.prod(out.shape[:-2]) * math.prod(-(-n // 64) for n in out.shape[-2:])
         moved = size(read) + written
         self.found.append(Launch(
             f"torch's {name}", self.kind, 64, 0, blocks, 128, 0,
