@@ -230,7 +230,10 @@ def page(measured: list[Run], trained: list[Run], gpus: list[Run]) -> str:
     for run in gpus:
         where = run["machine"]
         lines += [f"## {where['gpu']}", "", f"torch {where['torch']}, commit {where['commit']}."]
-        lines += ["Microseconds: called / from a graph / from a graph with a cold L2.", ""]
+        lines += [
+            "Microseconds: called / from a graph / from a graph with a cold L2, and the share"
+        ]
+        lines += ["of a copy's bandwidth that this is.", ""]
         lines += [*gpu_report.table(run["rows"]), ""]
     lines += [NOT_MEASURED]
     if not gpus:

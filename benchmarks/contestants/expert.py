@@ -73,8 +73,9 @@ def softmax_grad_kernel(weights, grads, lens, grad_scores, Tq, Tk, MASK: tl.cons
 
 @triton.jit
 def gradients_kernel(queries, keys, w_v, grad_scores, query_parts, grad_keys, w_parts, Tq, Tk, H,
-                     APPROXIMATE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
-    """Of a tile of keys: grad_keys (B,Tk,H); its share of those of queries (B,tiles,Tq,H) and w_v."""
+                     APPROXIMATE: tl.constexpr, BLOCK_K: tl.constexpr,
+                     BLOCK_H: tl.constexpr):  # fmt: skip
+    """Of a tile of keys: grad_keys (B,Tk,H); parts of grad_queries (B,tiles,Tq,H) and of w_v's."""
     b, tiles, parts = tl.program_id(1), tl.cdiv(Tk, BLOCK_K), tl.cdiv(H, BLOCK_H)
     tile = tl.program_id(0) // parts
     j = tile * BLOCK_K + tl.arange(0, BLOCK_K)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable
+from itertools import product
 from statistics import median
 
 from ..tables import markdown
@@ -14,8 +15,8 @@ from ..timing.worker import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu-model.csv"
 BEGIN, END = "<!-- modelled: begin -->", "<!-- modelled: end -->"
-OTHERS = ("eager", "compiled", "expert")
-COLUMNS = ("CUDA C++", "Triton", *OTHERS, "copy", "host")
+USUAL, EXPERT = ("eager", "compiled"), ("expert",)
+COLUMNS = ("CUDA C++", "Triton", *USUAL, *EXPERT, "copy", "host")
 # A step is what CUDA C++ serves; of other calls it has no figure.
 GROUPS = {
     f"{what}, {way}": (who, way, step)
@@ -39,22 +40,59 @@ def rows() -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def verdict(found: Iterable[Row], who: str) -> str:
-    """How often, and by how much, ours is ahead of the fastest of the others, and where behind."""
-    ratios, behind = [], dict[str, float]()
-    for row in found:
-        ratios.append(min(float(row[other]) for other in OTHERS) / float(row[who]))
-        if ratios[-1] < 1:
-            name = row["B,Tq,Tk,H"].split()[0]
-            behind[name] = min(behind.get(name, 1.0), ratios[-1])
-    ahead = sum(ratio >= 1 for ratio in ratios)
-    said = f"ahead in {ahead} of {len(ratios)} calls, {median(ratios):.2f} times as fast in the"
-    worst = ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(behind.items(), key=_second))
-    return f"{said} median" + (f"; behind, at worst: {worst}" if worst else "")
+def figures(gpu: str, shape: str, dtype: str, who: str, train: bool) -> dict[str, float]:
+    """Microseconds by where the inputs are; nothing for what is not in the file.
+
+    Args:
+        gpu: a name that one of the file's is part of.
+        shape: name and sizes.
+        dtype: torch's name.
+        who: a column.
+        train: forward and backward.
+    """
+    wanted, found = (shape, {"bfloat16": "bf16", "float32": "fp32"}.get(dtype)), dict[str, float]()
+    ways = ("forward", "backward") if train else ("forward",)
+    for row in rows():
+        same = row["pass"] in ways and (row["B,Tq,Tk,H"], row["dtype"]) == wanted
+        if same and row["GPU"] in gpu and row.get(who):
+            where = row["inputs in"]
+            found[where] = found.get(where, 0.0) + float(row[who])
+    return found
 
 
-def _second(pair: tuple[str, float]) -> float:
-    return pair[1]
+def ratios(found: Iterable[Row], who: str, others: tuple[str, ...]) -> list[tuple[float, str]]:
+    """How many times as fast as the fastest of the others ours is, and the shape's name; sorted."""
+    return sorted(
+        (min(float(row[o]) for o in others) / float(row[who]), row["B,Tq,Tk,H"].split()[0])
+        for row in found
+    )
+
+
+def verdict(found: Iterable[Row], who: str, others: tuple[str, ...]) -> str:
+    """In how many calls ours is ahead, by how much, and how far it is behind at worst."""
+    every = ratios(found, who, others)
+    middle, (least, shape) = median(ratio for ratio, _ in every), every[0]
+    return f"{_ahead(every)}; {middle:.2f}, at worst {least:.2f} ({shape})"
+
+
+def _ahead(every: list[tuple[float, str]]) -> str:
+    return f"{sum(ratio >= 1 for ratio, _ in every)} of {len(every)}"
+
+
+def summary(found: list[Row]) -> list[str]:
+    """The verdict in words, then by kind of call: CUDA C++ where it serves a call, Triton alone."""
+    routed = [row | {"ours": row["CUDA C++"] or row["Triton"]} for row in found]
+    usual, expert = (_ahead(ratios(routed, "ours", others)) for others in (USUAL, EXPERT))
+    lines = [
+        f"Ours is ahead of eager and compiled code in {usual} calls, of the expert's in {expert}."
+    ]
+    cells = []
+    for (title, (who, way, step)), dtype in product(GROUPS.items(), ("bf16", "fp32")):
+        of = [row for row in found if (row["pass"], row["dtype"]) == (way, dtype)]
+        of = [row for row in of if bool(row["CUDA C++"]) == step]
+        cells.append([title, dtype, *(verdict(of, who, others) for others in (USUAL, EXPERT))])
+    heads = ["ahead in calls; times as fast, median", "dtype", "eager and compiled", "expert"]
+    return [*lines, "", *markdown(heads, cells)]
 
 
 def table(found: list[Row], gpu: str) -> list[str]:
@@ -66,18 +104,19 @@ def table(found: list[Row], gpu: str) -> list[str]:
     lines = []
     for (shape, dtype), ways in sorted(cells.items(), key=lambda x: x[0][1]):
         if shape.split()[0] in SHOWN:
-            of = (" / ".join(row[who] for row in ways) if ways[0][who] else "" for who in COLUMNS)
-            lines.append([shape, dtype, *of])
+            of = (" / ".join(_number(row[who]) for row in ways) for who in COLUMNS)
+            lines.append([shape, dtype, *(each.strip(" /") for each in of)])
     return markdown(["call (B,Tq,Tk,H)", "dtype", *COLUMNS], lines)
+
+
+def _number(text: str) -> str:
+    return f"{float(text):.0f}" if "e" in text else text
 
 
 def block() -> str:
     """What docs/gpu.md has between its marks."""
     found = rows()
-    lines = []
-    for title, (who, way, step) in GROUPS.items():
-        of = [row for row in found if row["pass"] == way and bool(row["CUDA C++"]) == step]
-        lines.append(f"- {title}: {verdict(of, who)}.")
+    lines = summary(found)
     for gpu in dict.fromkeys(row["GPU"] for row in found):
         lines += ["", f"### {gpu}, modelled", "", *table(found, gpu)]
     return "\n".join([BEGIN, *lines, END])

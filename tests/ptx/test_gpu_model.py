@@ -10,7 +10,7 @@ from driven import needs_nvcc
 from gpu_model import __main__ as program
 from gpu_model.__main__ import eager
 from gpu_model.counted import Counted, Problem, works
-from gpu_model.gpus import GPUS
+from gpu_model.gpus import ASSUMED, GPUS
 from gpu_model.times import Time, Work, in_graph, modelled, resident_blocks
 
 WORK = Work("a kernel", 1320, 8, 32, 0, {"fma": 1e6, "alu": 1e6}, sectors=1e7, moved=3.2e8,
@@ -166,3 +166,19 @@ def test_the_committed_results_have_every_call():
         found = {tuple(row.values())[:4] for row in csv.DictReader(file)}
     calls = product(program.PASSES, map(str, program.SHAPES), program.DTYPES, GPUS)
     assert found == set(calls)
+
+
+def test_the_page_has_the_constants():
+    text = (program.RESULTS.parents[2] / "docs" / "gpu.md").read_text()
+    names = ("multiprocessors", "clock", "fma", "alu", "special", "tensor", "dram", "l2", "l2_mb",
+             "l2_cycles", "dram_cycles")  # fmt: skip
+    for name in names:
+        numbers = " | ".join(f"{getattr(gpu, name):g}" for gpu in GPUS.values())
+        assert f" | {numbers} |\n" in text, name
+    assumed = (ASSUMED.dram_share, "of the bandwidth"), (ASSUMED.launch, "us lie between")
+    for number, words in (
+        *assumed,
+        (ASSUMED.call, "us for a call"),
+        (ASSUMED.host_launch, "us for each"),
+    ):
+        assert f"{number:g} {words}" in text

@@ -1,5 +1,7 @@
 """What others take: their kernels are right, by the rule for ours, and as short as an expert's."""
 
+import re
+
 import pytest
 import torch
 from built import needs_compiler
@@ -11,6 +13,7 @@ from gpu_model.rivals import RIVALS
 from tritoned import TritonPtx
 
 from bahdanau_fast import parity, reference
+from benchmarks.gpu import settle
 
 pytestmark = needs_compiler
 H100 = GPUS["H100"]
@@ -33,7 +36,11 @@ def test_kernels_of_others_are_right(who, sizes, dtype):
     def expected(to):
         leaves = [x.to(to).requires_grad_() for x in inputs]
         context, weights = reference.attend(*leaves, lens)
-        return context.detach(), weights.detach(), *torch.autograd.grad(context, leaves, grad.to(to))
+        return (
+            context.detach(),
+            weights.detach(),
+            *torch.autograd.grad(context, leaves, grad.to(to)),
+        )
 
     machine, kernels = TritonPtx("90"), RIVALS[who]
     machine.kind = "triton"
@@ -87,3 +94,25 @@ def test_ours_in_triton_is_counted():
     names = [work.name for work in works(counted(p, H100, True))]
     assert "grad_tanh_kernel" in names
     assert "torch's sum" in names
+
+
+def test_kernels_that_settle_the_model_run():
+    waits = []  # for a launch before, which the machine has ended; it has no caches either
+
+    def alone(text):
+        text, count = re.subn(r"griddepcontrol\.\w+\s*;", "", text)
+        waits.append(count)
+        return text.replace(".cg", "")
+
+    machine = TritonPtx("90", change=alone)
+    machine.kind, x, out = "triton", torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    following = settle.chain(16, torch.device("cpu"))
+    with machine.here():
+        settle.one_kernel[(1,)](x, True, launch_pdl=True)
+        settle.chase_kernel[(1,)](following, out, 3)
+    assert x == 1
+    assert waits == [2, 0]
+    at = 0
+    for _ in range(4):
+        at = int(following[at])
+    assert out == at

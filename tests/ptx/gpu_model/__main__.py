@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -123,12 +124,14 @@ def rows(call: Problem, backward: bool) -> Iterator[dict[str, str]]:
             us["copy"] += ASSUMED.launch * 1e-6
             us["host"] = (ASSUMED.call + len(best) * ASSUMED.host_launch) * 1e-6
             where = {"GPU": name, "inputs in": "L2" if in_l2 else "memory"}
-            yield where | {"MB": f"{least / 1e6:.3g}"} | {k: f"{1e6 * x:.3g}" for k, x in us.items()}
+            yield (
+                where | {"MB": f"{least / 1e6:.3g}"} | {k: f"{1e6 * x:.3g}" for k, x in us.items()}
+            )
 
 
 def _results(p: Problem, backward: bool) -> int:
     """Bytes that a call has to write: context and weights, or the gradients."""
-    f, s, projected, valued = _elements(p)
+    _, s, projected, valued = _elements(p)
     rows_of_values = valued - p.batch * p.queries * p.value_size
     if backward:
         return (projected + rows_of_values + p.hidden) * p.dtype.itemsize
@@ -149,22 +152,28 @@ def kernels(shape: Shape) -> Iterator[tuple[str, ...]]:
                 yield way, dtype, name, backend, *cut, *us, time.bound, near
 
 
+def _written(asked: tuple[str, Shape, str]) -> list[dict[str, str]]:
+    """The rows of a pass, a shape and a dtype."""
+    way, shape, dtype = asked
+    call = {"pass": way, "B,Tq,Tk,H": str(shape), "dtype": dtype}
+    found = [call | row for row in rows(problem(shape, DTYPES[dtype]), way == "backward")]
+    print(way, shape, dtype, file=sys.stderr, flush=True)
+    return found
+
+
 def main() -> int:
     """Write all rows, or print the kernels of a shape."""
+    torch.set_num_threads(1)
     if sys.argv[1:]:
         (shape,) = (shape for shape in SHAPES if shape.name == sys.argv[1])
         for row in kernels(shape):
             print(*row, sep="\t", flush=True)
         return 0
-    found = []
-    for way, shape, dtype in product(PASSES, SHAPES, DTYPES):
-        print(way, shape, dtype, file=sys.stderr, flush=True)
-        call = {"pass": way, "B,Tq,Tk,H": str(shape), "dtype": dtype}
-        found += [call | row for row in rows(problem(shape, DTYPES[dtype]), way == "backward")]
-    with RESULTS.open("w", newline="") as file:
+    with ProcessPoolExecutor() as pool, RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(found)
+        for found in pool.map(_written, product(PASSES, SHAPES, DTYPES)):
+            writer.writerows(found)
     return 0
 
 

@@ -26,7 +26,7 @@ from benchmarks.contestants.expert import Kernels
 from .counted import MOST_BLOCKS, Launch, Problem, kept, scaled
 from .gpus import Gpu
 from .sass import Code
-from .times import LANES, MMA, Work
+from .times import LANES, MMA
 
 __all__ = ["counted"]
 
@@ -145,12 +145,13 @@ def counted(p: Problem, gpu: Gpu, backward: bool, kernels: Kernels | None = None
         backward: which of the two.
         kernels: of others; ours unless given.
     """
-    arch = gpu.ptx.rstrip("a")
+    arch, here = gpu.ptx.rstrip("a"), Path(__file__)
     folders = Path(bahdanau_fast.kernels.__file__).parent, Path(forward.__file__).parent
-    files = [*(f for folder in folders for f in sorted(folder.glob("*.py"))), Path(expert.__file__)]
-    files += [Path(__file__), Path(__file__).with_name("rivals.py")]
+    files = [f for folder in folders for f in sorted(folder.glob("*.py"))]
+    if kernels is not None:
+        files = [Path(expert.__file__), here.with_name("rivals.py")]
     who = "ours" if kernels is None else kernels.scores.__name__
-    code = triton.__version__, build.core().name, *(f.read_text() for f in files)
+    code = triton.__version__, build.core().name, *(f.read_text() for f in (here, *files))
     cut = arch, gpu.code, gpu.multiprocessors, gpu.l2_mb
 
     def count() -> list[Launch]:

@@ -33,7 +33,9 @@ def compiled_tanh_grad_kernel(queries, keys, w_v, grad_scores, tanh, grad, Tq: t
                               Tk: tl.constexpr, H: tl.constexpr, COUNT: tl.constexpr,
                               BLOCK: tl.constexpr):  # fmt: skip
     """tanh once more, and its gradient: both (B,Tq,Tk,H), a program for each 1024 elements."""
-    x = tl.program_id(0).to(tl.int64 if COUNT >= 1 << 31 else tl.int32) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.program_id(0).to(tl.int64 if COUNT >= 1 << 31 else tl.int32) * BLOCK + tl.arange(
+        0, BLOCK
+    )
     inside, h, at = x < COUNT, x % H, x // H
     pair = at // Tk
     row = pair // Tq * Tk + at % Tk
