@@ -56,6 +56,8 @@ REUSE_ELEMENTS = 513
 # On GPUs; modelled, not measured. One launch serves up to so many queries per row of the batch, and
 # values of so many features, which it keeps in registers.
 GPU_STEP_QUERIES, GPU_STEP_FEATURES = 16, 2048
+# Backends of GPUs whose kernels take masks.
+GPU_MASKS = ("cuda",)
 # CUDA C++ serves these calls alone, of up to so many hidden units.
 GPU_STEP_HIDDEN = 2048
 # A launch projects up to so many queries, and in CUDA C++ the keys, where each block reads at most
@@ -168,7 +170,8 @@ def route(facts: Facts, gpu: GpuLimits) -> Route:
         facts.interpreted,
         step or (facts.traced and facts.asked == "cuda"),
     )
-    if backend in ("cuda", "triton") and (facts.general or facts.masked):
+    masked = facts.masked and backend not in GPU_MASKS
+    if backend in ("cuda", "triton") and (facts.general or masked):
         what = "scores, features and activations other than tanh" if facts.general else "masks"
         if facts.asked == backend:
             checks.reject(ValueError, "backend", f"serve {what}", repr(backend))

@@ -180,8 +180,9 @@ def test_what_is_no_step_is_for_triton(changes):
 UNSERVED = {"general": "scores, features and activations other than tanh", "masked": "masks"}
 
 
-@pytest.mark.parametrize("what", UNSERVED)
-@pytest.mark.parametrize("name", ["triton", "cuda"])
+@pytest.mark.parametrize(
+    ("name", "what"), [("triton", "general"), ("cuda", "general"), ("triton", "masked")]
+)
 def test_a_backend_of_gpus_is_not_taken_by_name(name, what):
     facts = GPU_STEP._replace(**{what: True}, asked=name, there=(name, "reference"))
     with pytest.raises(ValueError, match=f"backend must serve {UNSERVED[what]}, got '{name}'"):
@@ -190,6 +191,12 @@ def test_a_backend_of_gpus_is_not_taken_by_name(name, what):
     assert (found.backend, found.form) == ("reference", "reference")
     assert "no GPU kernels" in found.reason
     assert route(facts._replace(**{what: False}), limits.OTHER_GPU).backend == name
+
+
+def test_cuda_serves_masks():
+    facts = GPU_STEP._replace(masked=True, there=("cuda", "triton", "reference"))
+    assert route(facts, limits.OTHER_GPU).backend == "cuda"
+    assert route(facts._replace(queries_len=17), limits.OTHER_GPU).backend == "reference"
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda"])
