@@ -56,8 +56,6 @@ REUSE_ELEMENTS = 513
 # On GPUs; modelled, not measured. One launch serves up to so many queries per row of the batch, and
 # values of so many features, which it keeps in registers.
 GPU_STEP_QUERIES, GPU_STEP_FEATURES = 16, 2048
-# Backends of GPUs whose kernels take masks.
-GPU_MASKS = ("cuda",)
 # CUDA C++ serves these calls alone, of up to so many hidden units.
 GPU_STEP_HIDDEN = 2048
 # A launch projects up to so many queries, and in CUDA C++ the keys, where each block reads at most
@@ -96,7 +94,6 @@ class Facts(NamedTuple):
         plain_inputs: no operator takes such inputs: a recorded call with tensors of inference mode,
             or DTensors where the scores are the result or depend on a location.
         general: scores are the result, or have features or an activation other than tanh inside.
-        masked: a mask says where queries may look.
     """
 
     device: str
@@ -121,7 +118,6 @@ class Facts(NamedTuple):
     interpreted: bool
     plain_inputs: bool
     general: bool
-    masked: bool
 
 
 class Route(NamedTuple):
@@ -170,9 +166,8 @@ def route(facts: Facts, gpu: GpuLimits) -> Route:
         facts.interpreted,
         step or (facts.traced and facts.asked == "cuda"),
     )
-    masked = facts.masked and backend not in GPU_MASKS
-    if backend in ("cuda", "triton") and (facts.general or masked):
-        what = "scores, features and activations other than tanh" if facts.general else "masks"
+    if backend in ("cuda", "triton") and facts.general:
+        what = "scores, features and activations other than tanh"
         if facts.asked == backend:
             checks.reject(ValueError, "backend", f"serve {what}", repr(backend))
         backend, why = "reference", f"{what} have no GPU kernels"

@@ -8,7 +8,6 @@ backends are written to benchmarks/results/ptx.csv.
 from __future__ import annotations
 
 import csv
-import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -36,11 +35,10 @@ def name_of(place):
     return Kernel(entry, kind, "", 0, 0, 0).name, KINDS[kind]
 
 
-def names_of_cases(dtype, masks):
-    """All, but that steps that project keys have 16 bits; those with a mask if ``masks``."""
+def names_of_cases(dtype):
+    """All, but that steps that project keys have 16 bits."""
     raw = [name for name, step in STEPS.items() if step.Dk is not None]
-    names = [n for n in (*ROWS, *STEPS) if n not in raw or dtype in ("bf16", "fp16")]
-    return [n for n in names if masks or not re.search(r"\bmask\b", n)]
+    return [n for n in (*ROWS, *STEPS) if n not in raw or dtype in ("bf16", "fp16")]
 
 
 def rows(name, arch, wrong):
@@ -48,7 +46,7 @@ def rows(name, arch, wrong):
     shares = defaultdict(list)
     for dtype in BACKENDS[name].dtypes:
         kernels = BACKENDS[name](arch)
-        for case in names_of_cases(dtype, kernels.masks):
+        for case in names_of_cases(dtype):
             try:
                 share = measured(kernels, case, dtype)
                 if not share <= 1:

@@ -26,10 +26,9 @@ class Calls:
         kind: of the numbers of the call that runs.
         multiprocessors: of the GPU that it is cut for.
         most_queries: of a call.
-        masks: whether calls may have one.
     """
 
-    kind, multiprocessors, most_queries, masks = None, 4, math.inf, False
+    kind, multiprocessors, most_queries = None, 4, math.inf
 
     def begin(self, multiprocessors, dtype):
         """A call begins."""
@@ -47,7 +46,7 @@ class Calls:
 class CudaCalls(Calls):
     """The same of csrc/cuda, whose operators are run by ``operator(name, *arguments)``."""
 
-    most_queries, masks = GPU_STEP_QUERIES, True
+    most_queries = GPU_STEP_QUERIES
 
     def forward(self, need_weights, *inputs, **masked):
         return entry_points.attend(self.operator, *inputs, need_weights=need_weights, **masked)
