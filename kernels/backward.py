@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import kept_keys, survivors
+from .elementary import kept_keys, seen_keys, survivors
 from .products import product
 from .tiles import program_blocks
 
@@ -21,6 +21,8 @@ from .tiles import program_blocks
         "gw_row",
         "lens_batch",
         "lens_row",
+        "mask_batch",
+        "mask_row",
         "threshold",
         "scale_bits",
     ]
@@ -29,8 +31,6 @@ def grad_weights_kernel(
     values,
     grad_context,
     grad_weights,
-    lens,
-    seed,
     out,
     Tq,
     Tk,
@@ -41,33 +41,41 @@ def grad_weights_kernel(
     gc_row,
     gw_batch,
     gw_row,
+    lens,
     lens_batch,
     lens_row,
+    mask,
+    mask_batch,
+    mask_row,
+    mask_key,
+    seed,
     threshold,
     scale_bits,
-    HAS_LENS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    CONTEXT: tl.constexpr,
-    WEIGHTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Out = dropout(grad_context @ values^T) + grad_weights, at the valid keys."""
+    """Out = dropout(grad_context @ values^T) + grad_weights, at the valid keys.
+
+    Zero at those of them that the mask hides. Of the gradients one may be None.
+    """
     key_block, query_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K), tl.cdiv(Tq, BLOCK_Q))
     j = key_block * BLOCK_K + tl.arange(0, BLOCK_K)
     i = query_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     real = i < Tq
     lengths = b * lens_batch + i.to(tl.int64) * lens_row
-    kept = tl.where(real, kept_keys(lens, lengths, Tk, HAS_LENS, mask=real), 0)
+    kept = tl.where(real, kept_keys(lens, lengths, Tk, real), 0)
     longest = tl.max(kept, axis=0)
     if tl.min(j, axis=0) >= longest:
         return
     row = b * Tq + i
+    there = real[:, None] & (j[None, :] < kept[:, None])
+    seen = seen_keys(mask, b * mask_batch + i.to(tl.int64) * mask_row, j, mask_key, there)
+    weighed = tl.max(seen.to(tl.int32), axis=0) > 0
     wide_i, wide_j = i.to(tl.int64)[:, None], j.to(tl.int64)[None, :]
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-    if CONTEXT:
+    if grad_context is not None:
         for d0 in range(0, Dv, BLOCK_D):
             d = d0 + tl.arange(0, BLOCK_D)
             g = tl.load(
@@ -77,36 +85,33 @@ def grad_weights_kernel(
             )
             v = tl.load(
                 values + b * v_batch + wide_j * v_row + d[:, None],
-                mask=(j < longest)[None, :] & (d < Dv)[:, None],
+                mask=weighed[None, :] & (d < Dv)[:, None],
                 other=0.0,
             )
             total += product(g, v, PRECISION)
-        if DROPOUT:
-            keep = survivors(seed, threshold, scale_bits, row[:, None], j[None, :])
-            total *= keep.to(tl.float32)
-    there = real[:, None] & (j[None, :] < kept[:, None])
-    if WEIGHTS:
+        if seed is not None:
+            total *= survivors(seed, threshold, scale_bits, row[:, None], j[None, :])
+    if grad_weights is not None:
         g = grad_weights + b * gw_batch + wide_i * gw_row + wide_j
-        total += tl.load(g, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + row[:, None] * Tk + j[None, :], total, mask=there)
+        total += tl.load(g, mask=seen, other=0.0).to(tl.float32)
+    tl.store(out + row[:, None] * Tk + j[None, :], tl.where(seen, total, 0.0), mask=there)
 
 
 @triton.jit(do_not_specialize=["Tq", "Tk", "lens_batch", "lens_row"])
 def grad_softmax_kernel(
     weights,
     grads,
-    lens,
     Tq,
     Tk,
+    lens,
     lens_batch,
     lens_row,
-    HAS_LENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Grads = weights * (grads - sum(weights * grads)) in place; zero at padded keys."""
     i, _, b = program_blocks(Tq, 1)
     row = b * Tq + i
-    kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk, HAS_LENS)
+    kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk)
     weights += row * Tk
     grads += row * Tk
     total = tl.zeros([BLOCK_K], tl.float32)
@@ -126,16 +131,15 @@ def grad_softmax_kernel(
 def grad_values_kernel(
     weights,
     grad_context,
-    seed,
     out,
     Tq,
     Tk,
     Dv,
     gc_batch,
     gc_row,
+    seed,
     threshold,
     scale_bits,
-    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -151,7 +155,7 @@ def grad_values_kernel(
         row = b * Tq + i
         both = (j < Tk)[:, None] & (i < Tq)[None, :]
         p = tl.load(weights + row[None, :] * Tk + j[:, None], mask=both, other=0.0).to(tl.float32)
-        if DROPOUT:
+        if seed is not None:
             p *= survivors(seed, threshold, scale_bits, row[None, :], j[:, None])
         g = tl.load(
             grad_context + b * gc_batch + i.to(tl.int64)[:, None] * gc_row + d[None, :],

@@ -149,17 +149,39 @@ def two_direct_slopes(a0, a1, c0, c1, PRECISE: tl.constexpr, NATIVE: tl.constexp
 
 
 @triton.jit
-def kept_keys(lens, offset, Tk, HAS_LENS: tl.constexpr, mask=None):
+def kept_keys(lens, offset, Tk, real=None):
     """Number of valid keys for a length, 0 to Tk; Tk without lengths."""
-    if not HAS_LENS:
-        return Tk + (offset * 0).to(tl.int32)
-    length = tl.load(lens + offset, mask=mask)
-    if length.dtype.is_floating():
-        length = tl.ceil(length.to(tl.float64))
-        bounded = tl.where(length > 0, tl.minimum(length, Tk * 1.0), 0.0)  # NaN: no key
-        return bounded.to(tl.int32)
-    wide = length.to(tl.int64)
-    return tl.where(wide > 0, tl.minimum(wide, Tk), 0).to(tl.int32)
+    if lens is None:
+        kept = Tk + (offset * 0).to(tl.int32)
+    else:
+        length = tl.load(lens + offset, mask=real)
+        if length.dtype.is_floating():
+            length = tl.ceil(length.to(tl.float64))
+            kept = tl.where(length > 0, tl.minimum(length, Tk * 1.0), 0.0)  # NaN: no key
+        else:
+            length = length.to(tl.int64)
+            kept = tl.where(length > 0, tl.minimum(length, Tk), 0)
+    return kept.to(tl.int32)
+
+
+@triton.jit
+def seen_keys(mask, rows, keys, mask_key, there):
+    """Of the pairs of queries and keys that are ``there``, those that a mask shows; else all."""
+    if mask is not None:
+        at = mask + rows[:, None] + keys.to(tl.int64)[None, :] * mask_key
+        there &= tl.load(at, mask=there, other=0) != 0
+    return there
+
+
+@triton.jit
+def last_seen(mask, rows, mask_key, first, end, BLOCK_K: tl.constexpr):
+    """One past the last key that a mask shows, from ``first`` to the row's end; 0 for none."""
+    found = end * 0
+    for k0 in range(first, tl.max(end, axis=0), BLOCK_K):
+        j = k0 + tl.arange(0, BLOCK_K)
+        seen = seen_keys(mask, rows, j, mask_key, j[None, :] < end[:, None])
+        found = tl.maximum(found, tl.max(tl.where(seen, j[None, :] + 1, 0), axis=1))
+    return found
 
 
 @triton.jit

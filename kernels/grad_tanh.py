@@ -44,10 +44,6 @@ def grad_tanh_kernel(
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS_ARE_KEYS: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-    OUT: tl.constexpr,
-    SUM_W: tl.constexpr,
-    SUM_OTHERS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -63,11 +59,11 @@ def grad_tanh_kernel(
         largest: max|others|, (B,O).
         w_v: (H,).
         grad_scores: (B,R,O) as ``g_batch``, ``g_row``, ``g_other`` lay it.
-        kept: (B,) lengths, with ``kept_batch``; where HAS_LENS.
-        out: (B,R,H), contiguous; where OUT.
-        w_parts: (B,row blocks,H), the program's part of the gradient of w_v; where SUM_W.
-        other_parts: (B,row blocks,O,H), of the gradient of the others; where SUM_OTHERS. Zero
-            beforehand where there are lengths.
+        kept: (B,) lengths, with ``kept_batch``; or None.
+        out: (B,R,H), contiguous; or None, as what follows.
+        w_parts: (B,row blocks,H), the program's part of the gradient of w_v.
+        other_parts: (B,row blocks,O,H), of the gradient of the others. Zero beforehand where there
+            are lengths.
     """
     row_blocks = tl.cdiv(R, BLOCK_R)
     block, hidden_block, b = program_blocks(row_blocks, tl.cdiv(H, 2 * BLOCK_H))
@@ -75,10 +71,10 @@ def grad_tanh_kernel(
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = r < R
     if ROWS_ARE_KEYS:
-        inside = r < kept_keys(kept, b * kept_batch, R, HAS_LENS)
+        inside = r < kept_keys(kept, b * kept_batch, R)
         last = tl.where(tl.max(inside.to(tl.int32), axis=0) > 0, O, 0)
     else:
-        last = kept_keys(kept, b * kept_batch, O, HAS_LENS)
+        last = kept_keys(kept, b * kept_batch, O)
     row_pointers = rows + b * r_batch + r.to(tl.int64) * r_row
     w0, w1 = load_row(w_v, h, H), load_row(w_v, h + BLOCK_H, H)
     c0 = load_tile(row_pointers, inside, h, H)
@@ -90,7 +86,7 @@ def grad_tanh_kernel(
             small = most <= SMALL
         c0, c1 = of_tile(c0, small, PRECISE), of_tile(c1, small, PRECISE)
     sum0, sum1 = tl.zeros([BLOCK_R, BLOCK_H], tl.float32), tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
-    if SUM_W:
+    if w_parts is not None:
         w_sum0, w_sum1 = (
             tl.zeros([BLOCK_R, BLOCK_H], tl.float32),
             tl.zeros([BLOCK_R, BLOCK_H], tl.float32),
@@ -122,18 +118,18 @@ def grad_tanh_kernel(
         s0, s1 = g * s0, g * s1
         sum0 += s0
         sum1 += s1
-        if SUM_W:
+        if w_parts is not None:
             w_sum0 += g * t0
             w_sum1 += g * t1
-        if SUM_OTHERS:
+        if other_parts is not None:
             part = other_parts + ((b * row_blocks + block) * O + o) * H
             store_row(part, h, H, tl.sum(s0, axis=0)[None, :] * w0)
             store_row(part, h + BLOCK_H, H, tl.sum(s1, axis=0)[None, :] * w1)
-    if OUT:
+    if out is not None:
         target = out + (b * R + r) * H
         store_tile(target, r < R, h, H, sum0 * w0)
         store_tile(target, r < R, h + BLOCK_H, H, sum1 * w1)
-    if SUM_W:
+    if w_parts is not None:
         part = w_parts + (b * row_blocks + block) * H
         store_row(part, h, H, tl.sum(w_sum0, axis=0)[None, :])
         store_row(part, h + BLOCK_H, H, tl.sum(w_sum1, axis=0)[None, :])

@@ -51,7 +51,6 @@ def scores_kernel(
     second,
     keys,
     w_v,
-    lens,
     scores,
     Tq,
     Tk,
@@ -60,12 +59,12 @@ def scores_kernel(
     q_row,
     k_batch,
     k_row,
+    lens,
     lens_batch,
     lens_row,
     FACTORED: tl.constexpr,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
-    HAS_LENS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -77,8 +76,8 @@ def scores_kernel(
     key_block, query_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K), tl.cdiv(Tq, BLOCK_Q))
     k0, first = key_block * BLOCK_K, query_block * BLOCK_Q
     i = first + tl.arange(0, BLOCK_Q)
-    lens += b * lens_batch
-    kept = kept_keys(lens, i.to(tl.int64) * lens_row, Tk, HAS_LENS, mask=i < Tq)
+    lengths = b * lens_batch
+    kept = kept_keys(lens, lengths + i.to(tl.int64) * lens_row, Tk, i < Tq)
     if k0 >= tl.max(tl.where(i < Tq, kept, 0), axis=0):
         return
     j = k0 + tl.arange(0, BLOCK_K)
@@ -100,7 +99,7 @@ def scores_kernel(
             c0, c1 = of_tile(c0, small, PRECISE), of_tile(c1, small, PRECISE)
             c2, c3 = of_tile(c2, small, PRECISE), of_tile(c3, small, PRECISE)
         for query in range(first, last):
-            if k0 < kept_keys(lens, tl.cast(query, tl.int64) * lens_row, Tk, HAS_LENS):
+            if k0 < kept_keys(lens, lengths + tl.cast(query, tl.int64) * lens_row, Tk):
                 row = b * Tq + query
                 a = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
                 if FACTORED:

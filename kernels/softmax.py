@@ -8,17 +8,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import inverse_of, kept_keys, survivors
+from .elementary import inverse_of, kept_keys, last_seen, seen_keys, survivors
 from .products import product
 from .tiles import program_blocks
 
 
-@triton.jit(do_not_specialize=["Tq", "Tk", "lens_batch", "lens_row", "threshold", "scale_bits"])
+@triton.jit(
+    do_not_specialize=[
+        "Tq",
+        "Tk",
+        "lens_batch",
+        "lens_row",
+        "mask_batch",
+        "mask_row",
+        "threshold",
+        "scale_bits",
+    ]
+)
 def softmax_kernel(
     scores,
     values,
-    lens,
-    seed,
     weights,
     context,
     Tq,
@@ -26,13 +35,16 @@ def softmax_kernel(
     Dv,
     v_batch,
     v_row,
+    lens,
     lens_batch,
     lens_row,
+    mask,
+    mask_batch,
+    mask_row,
+    mask_key,
+    seed,
     threshold,
     scale_bits,
-    HAS_LENS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    WEIGHTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -40,6 +52,7 @@ def softmax_kernel(
 ):
     """Weights = softmax(scores) over the valid keys, context = dropout(weights) @ values.
 
+    Lengths go to the last key that the mask shows, if there is one; see `lengths_kernel`.
     One program: BLOCK_Q queries, BLOCK_D features. The first features' program writes the weights.
     """
     feature_blocks = tl.maximum(tl.cdiv(Dv, BLOCK_D), 1)
@@ -49,43 +62,45 @@ def softmax_kernel(
     row = b * Tq + i
     real = i < Tq
     lengths = b * lens_batch + i.to(tl.int64) * lens_row
-    kept = tl.where(real, kept_keys(lens, lengths, Tk, HAS_LENS, mask=real), 1)
+    kept = kept_keys(lens, lengths, Tk, real)
+    seen_rows = b * mask_batch + i.to(tl.int64) * mask_row
     # A row without valid keys is uniform over all keys: every score is zero.
-    end = tl.where(kept > 0, kept, Tk)
+    end = tl.where(real, tl.where(kept > 0, kept, Tk), 0)
     longest = tl.max(end, axis=0)
 
     most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     for k0 in range(0, longest, BLOCK_K):
-        s = masked_scores(scores, row, k0, kept, end, real, Tk, BLOCK_K)
+        s = masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K)
         higher = tl.maximum(most, tl.max(s, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(most - base) + tl.sum(tl.exp(s - base[:, None]), axis=1)
         most = higher
     most = tl.where(most == float("-inf"), 0.0, most)
-    inverse = inverse_of(total)
+    inverse = inverse_of(tl.where(real, total, 1.0))
 
     d = d0 + tl.arange(0, BLOCK_D)
     sums = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for k0 in range(0, longest, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
-        s = masked_scores(scores, row, k0, kept, end, real, Tk, BLOCK_K)
+        s = masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K)
         p = tl.exp(s - most[:, None]) * inverse[:, None]
-        if WEIGHTS:
+        if weights is not None:
             if d0 == 0:
                 here = real[:, None] & (j < Tk)[None, :]
                 tl.store(weights + row[:, None] * Tk + j[None, :], p, mask=here)
-        if DROPOUT:
+        if seed is not None:
             p *= survivors(seed, threshold, scale_bits, row[:, None], j[None, :])
+        weighed = tl.max((s > float("-inf")).to(tl.int32), axis=0) > 0
         v = tl.load(
             values + b * v_batch + j.to(tl.int64)[:, None] * v_row + d[None, :],
-            mask=(j < longest)[:, None] & (d < Dv)[None, :],
+            mask=weighed[:, None] & (d < Dv)[None, :],
             other=0.0,
         )
         sums += product(p, v, PRECISION)
     out = context + row[:, None] * Dv + d[None, :]
     tl.store(out, sums, mask=real[:, None] & (d < Dv)[None, :])
-    if WEIGHTS:
+    if weights is not None:
         if d0 == 0:
             for k0 in range(tl.cdiv(longest, BLOCK_K) * BLOCK_K, Tk, BLOCK_K):
                 j = k0 + tl.arange(0, BLOCK_K)
@@ -94,9 +109,36 @@ def softmax_kernel(
 
 
 @triton.jit
-def masked_scores(scores, row, k0, kept, end, real, Tk, BLOCK_K: tl.constexpr):
-    """(rows,BLOCK_K) scores: -inf past a row's end, zero in a row without valid keys."""
+def masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K: tl.constexpr):
+    """(rows,BLOCK_K) scores: -inf where a row does not look, zero in a row without valid keys."""
     j = k0 + tl.arange(0, BLOCK_K)
-    there = real[:, None] & (j[None, :] < kept[:, None])
-    s = tl.load(scores + row[:, None] * Tk + j[None, :], mask=there, other=0.0).to(tl.float32)
-    return tl.where(j[None, :] < end[:, None], s, float("-inf"))
+    within, empty = j[None, :] < end[:, None], (kept == 0)[:, None]
+    seen = seen_keys(mask, seen_rows, j, mask_key, within & ~empty)
+    s = tl.load(scores + row[:, None] * Tk + j[None, :], mask=seen, other=0.0)
+    return tl.where(seen | (within & empty), s, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["rows", "Tk", "lens_batch", "lens_row", "mask_batch", "mask_row"])
+def lengths_kernel(
+    out,
+    rows,
+    Tk,
+    lens,
+    lens_batch,
+    lens_row,
+    mask,
+    mask_batch,
+    mask_row,
+    mask_key,
+    BLOCK_K: tl.constexpr,
+):
+    """Lengths (B,rows) up to the last key that the mask shows, of those within the lengths given.
+
+    One program: a row.
+    """
+    i, _, b = program_blocks(rows, 1)
+    one = tl.arange(0, 1)
+    kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk) + one
+    seen_row = b * mask_batch + i.to(tl.int64) * mask_row + one
+    length = last_seen(mask, seen_row, mask_key, 0, kept, BLOCK_K)
+    tl.store(out + b * rows + i + one, length)

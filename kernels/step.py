@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import inverse_of, kept_keys, survivors, two_direct
+from .elementary import inverse_of, kept_keys, last_seen, seen_keys, survivors, two_direct
 from .products import product
 from .tiles import load_row, load_tile, program_blocks
 
@@ -20,6 +20,8 @@ from .tiles import load_row, load_tile, program_blocks
         "Tk",
         "lens_batch",
         "lens_row",
+        "mask_batch",
+        "mask_row",
         "threshold",
         "scale_bits",
         "splits",
@@ -31,8 +33,6 @@ def step_kernel(
     keys,
     values,
     w_v,
-    lens,
-    seed,
     context,
     scores,
     weights,
@@ -54,21 +54,21 @@ def step_kernel(
     k_row,
     v_batch,
     v_row,
-    lens_batch,
-    lens_row,
-    threshold,
-    scale_bits,
     splits,
     split_keys,
+    lens,
+    lens_batch,
+    lens_row,
+    mask,
+    mask_batch,
+    mask_row,
+    mask_key,
+    seed,
+    threshold,
+    scale_bits,
     PRECISE: tl.constexpr,
     NATIVE: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    WEIGHTS: tl.constexpr,
     SPLIT: tl.constexpr,
-    RAW_QUERIES: tl.constexpr,
-    RAW_KEYS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -79,33 +79,43 @@ def step_kernel(
     """Context and weights of at most BLOCK_Q queries; of a split, their parts.
 
     Args:
-        queries: (B,Tq,H) projected, or (B,Tq,Dq) with RAW_QUERIES.
-        keys: (B,Tk,H) projected, or (B,Tk,Dk) with RAW_KEYS.
+        queries: (B,Tq,H) projected, or (B,Tq,Dq) with ``w_q``.
+        keys: (B,Tk,H) projected, or (B,Tk,Dk) with ``w_k``.
         context: (B,Tq,Dv); with SPLIT the unscaled sums (B,Tq,splits,Dv) in fp32.
-        scores: (B,Tq,Tk), scratch in fp32.
+        scores: (B,Tq,Tk), scratch in fp32; -inf where a query does not look. None without weights.
         weights: (B,Tq,Tk); with SPLIT left to `combine_kernel`.
         maxima: (B,Tq,splits) largest score, with SPLIT.
         sums: (B,Tq,splits) sum of exponentials, with SPLIT.
         split_keys: keys of one split, a multiple of BLOCK_K.
-        w_q: (H,Dq), w_k: (H,Dk), bias: (H,): of the projections inside the kernel.
-        projected: (programs,Tq,H) in fp32, scratch for RAW_QUERIES.
+        w_q: (H,Dq), w_k: (H,Dk), bias: (H,): of the projections inside the kernel; or None.
+        projected: (programs,Tq,H) in fp32, scratch for the queries with ``w_q``.
+        lens, mask, seed: None where there are no lengths, no mask, no dropout.
     """
     split, _, b = program_blocks(splits, 1)
     i = tl.arange(0, BLOCK_Q)
     real = i < Tq
     row = b * Tq + i
-    lens += b * lens_batch
-    kept = kept_keys(lens, i.to(tl.int64) * lens_row, Tk, HAS_LENS, mask=real)
+    lengths = b * lens_batch
+    kept = kept_keys(lens, lengths + i.to(tl.int64) * lens_row, Tk, real)
     kept = tl.where(real, kept, 0)
-    # A row without valid keys is uniform over all keys: every score is zero.
-    end = tl.where(real & (kept == 0), Tk, kept)
     first = split * split_keys
-    last = tl.minimum(first + split_keys, tl.max(end, axis=0))
+    stop = tl.minimum(first + split_keys, Tk)
+    seen_rows = b * mask_batch + i.to(tl.int64) * mask_row
+    end = kept
+    if mask is not None:
+        end = tl.minimum(kept, stop)
+        end = last_seen(mask, seen_rows, mask_key, first, end, 1024 // BLOCK_Q)
+        if tl.min(tl.where(real, end, 1), axis=0) == 0:  # there may be some in other splits
+            kept = last_seen(mask, seen_rows, mask_key, 0, kept, 1024 // BLOCK_Q)
+    # A row without valid keys is uniform over all keys: every score is zero.
+    empty = real & (kept == 0)
+    end = tl.where(empty, Tk, end)
+    last = tl.minimum(stop, tl.max(end, axis=0))
     d = tl.arange(0, BLOCK_D)
     most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    if RAW_QUERIES:
+    if w_q is not None:
         a = projected + (b * splits + split) * Tq * H
         for query in range(0, 1 if BLOCK_Q == 1 else Tq):
             row_of = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
@@ -119,42 +129,47 @@ def step_kernel(
         j = k0 + tl.arange(0, BLOCK_K)
         s = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
         key_rows = keys + b * k_batch + j.to(tl.int64) * k_row
-        for h0 in range(0, H, 2 * BLOCK_H):
+        within = j[None, :] < end[:, None]
+        seen = seen_keys(mask, seen_rows, j, mask_key, within & ~empty[:, None])
+        looked = seen | (within & empty[:, None])
+        units, weighed = H, j < last
+        if mask is not None:  # of keys that nobody looks at neither scores nor values are read
+            units = tl.where(tl.max(tl.max(seen.to(tl.int32), axis=1), axis=0) > 0, H, 0)
+            weighed = tl.max(looked.to(tl.int32), axis=0) > 0
+        for h0 in range(0, units, 2 * BLOCK_H):
             h = h0 + tl.arange(0, BLOCK_H)
             h1 = h + BLOCK_H
-            if RAW_KEYS:
+            if w_k is not None:
                 c0, c1 = project_tiles(
                     key_rows, j < last, w_k, bias, h, h1, H, Dk,
-                    HAS_BIAS, PRECISION, BLOCK_K, BLOCK_H, BLOCK_X,
+                    PRECISION, BLOCK_K, BLOCK_H, BLOCK_X,
                 )  # fmt: skip
             else:
                 c0 = load_tile(key_rows, j < last, h, H)
                 c1 = load_tile(key_rows, j < last, h1, H)
             w0, w1 = load_row(w_v, h, H), load_row(w_v, h1, H)
             for query in range(0, 1 if BLOCK_Q == 1 else Tq):
-                keep = kept_keys(lens, tl.cast(query, tl.int64) * lens_row, Tk, HAS_LENS)
-                if k0 < keep:
+                if k0 < kept_keys(lens, lengths + tl.cast(query, tl.int64) * lens_row, Tk):
                     row_of = a + tl.cast(query, tl.int64) * a_row
                     a0, a1 = load_row(row_of, h, H), load_row(row_of, h1, H)
                     t0, t1 = two_direct(a0, a1, c0, c1, PRECISE, NATIVE)
                     part = tl.sum(t0 * w0 + t1 * w1, axis=1)
-                    here = (i == query)[:, None] & (j < keep)[None, :]
-                    s += tl.where(here, part[None, :], 0.0)
-        s = tl.where(j[None, :] < end[:, None], s, float("-inf"))
+                    s += tl.where((i == query)[:, None], part[None, :], 0.0)
+        s = tl.where(seen, s, tl.where(looked, 0.0, float("-inf")))
         higher = tl.maximum(most, tl.max(s, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         decay = tl.exp(most - base)
         p = tl.exp(s - base[:, None])
         total = total * decay + tl.sum(p, axis=1)
         most = higher
-        if WEIGHTS:
+        if scores is not None:
             here = real[:, None] & (j < Tk)[None, :]
             tl.store(scores + row[:, None] * Tk + j[None, :], s, mask=here)
-        if DROPOUT:
+        if seed is not None:
             p *= survivors(seed, threshold, scale_bits, row[:, None], j[None, :])
         v = tl.load(
             values + b * v_batch + j.to(tl.int64)[:, None] * v_row + d[None, :],
-            mask=(j < last)[:, None] & (d < Dv)[None, :],
+            mask=weighed[:, None] & (d < Dv)[None, :],
             other=0.0,
         )
         if BLOCK_Q == 1:
@@ -162,6 +177,11 @@ def step_kernel(
         else:
             part = product(p, v, PRECISION)
         acc = acc * decay[:, None] + part
+    if scores is not None:
+        for k0 in range(tl.maximum(first, tl.cdiv(last, BLOCK_K) * BLOCK_K), stop, BLOCK_K):
+            j = k0 + tl.arange(0, BLOCK_K)
+            here = real[:, None] & (j < Tk)[None, :]
+            tl.store(scores + row[:, None] * Tk + j[None, :], float("-inf"), mask=here)
     inside = real[:, None] & (d < Dv)[None, :]
     if SPLIT:
         place = row * splits + split
@@ -171,9 +191,9 @@ def step_kernel(
     else:
         inverse = inverse_of(tl.where(real, total, 1.0))
         tl.store(context + row[:, None] * Dv + d[None, :], acc * inverse[:, None], mask=inside)
-        if WEIGHTS:
+        if scores is not None:
             tl.debug_barrier()  # other threads stored the scores
-            scale_scores(scores, weights, row, most, inverse, end, real, Tk, 128)
+            scale_scores(scores, weights, row, most, inverse, real, Tk, 128)
 
 
 @triton.jit
@@ -199,7 +219,6 @@ def project_tiles(
     h1,
     H,
     D,
-    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -217,42 +236,35 @@ def project_tiles(
         part1 = tl.load(at1, mask=(d < D)[:, None] & (h1 < H)[None, :], other=0.0)
         c0 += product(x, part0, PRECISION)
         c1 += product(x, part1, PRECISION)
-    if HAS_BIAS:
+    if bias is not None:
         c0 += load_row(bias, h0, H)
         c1 += load_row(bias, h1, H)
     return c0, c1
 
 
 @triton.jit
-def scale_scores(scores, weights, row, most, inverse, end, real, Tk, BLOCK_K: tl.constexpr):
-    """Weights from scores: exp(s - most) * inverse, zero past ``end``."""
+def scale_scores(scores, weights, row, most, inverse, real, Tk, BLOCK_K: tl.constexpr):
+    """Weights from scores: exp(s - most) * inverse."""
     base = tl.where(most == float("-inf"), 0.0, most)
     for k0 in range(0, Tk, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
         at = row[:, None] * Tk + j[None, :]
-        there = real[:, None] & (j[None, :] < end[:, None])
-        s = tl.load(scores + at, mask=there, other=float("-inf")).to(tl.float32)
-        p = tl.exp(s - base[:, None]) * inverse[:, None]
-        tl.store(weights + at, tl.where(there, p, 0.0), mask=real[:, None] & (j < Tk)[None, :])
+        here = real[:, None] & (j < Tk)[None, :]
+        s = tl.load(scores + at, mask=here, other=float("-inf"))
+        tl.store(weights + at, tl.exp(s - base[:, None]) * inverse[:, None], mask=here)
 
 
-@triton.jit(do_not_specialize=["Tq", "Tk", "lens_batch", "lens_row", "splits"])
+@triton.jit(do_not_specialize=["Tk", "splits"])
 def combine_kernel(
     parts,
     maxima,
     sums,
-    lens,
     context,
     scores,
     weights,
-    Tq,
     Tk,
     Dv,
-    lens_batch,
-    lens_row,
     splits,
-    HAS_LENS: tl.constexpr,
-    WEIGHTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -273,9 +285,7 @@ def combine_kernel(
         acc += share * tl.load(at, mask=d < Dv, other=0.0)
     inverse = inverse_of(total)
     tl.store(context + row * Dv + d, acc * inverse, mask=d < Dv)
-    if WEIGHTS and tl.program_id(1) == 0:
-        i, _, b = program_blocks(Tq, 1)
-        kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk, HAS_LENS)
-        one = tl.arange(0, 1)
-        end = tl.where(kept == 0, Tk, kept) + one
-        scale_scores(scores, weights, row + one, most + one, inverse + one, end, one == 0, Tk, 512)
+    if scores is not None:
+        if tl.program_id(1) == 0:
+            one = tl.arange(0, 1)
+            scale_scores(scores, weights, row + one, most + one, inverse + one, one == 0, Tk, 512)

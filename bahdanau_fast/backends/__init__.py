@@ -150,7 +150,7 @@ def decide(call: Call) -> Route:
     Raises:
         ValueError: as :func:`resolve`.
     """
-    queries, keys, values, w_v, w_q, w_k, bias, _, mask, dropout_p = call[:10]
+    queries, keys, values, w_v, w_q, w_k, bias, _, _, dropout_p = call[:10]
     inside, located, scores_only = call.inside, call.located, call.scores_only
     backend = call.backend
     traced = torch.compiler.is_compiling()
@@ -204,7 +204,6 @@ def decide(call: Call) -> Route:
         asked is not None and _INTERPRETED,
         plain_inputs,
         general,
-        mask is not None,
     )
     if traced:
         return route(Facts(*facts), limits.OTHER_GPU)

@@ -94,7 +94,6 @@ class Facts(NamedTuple):
         plain_inputs: no operator takes such inputs: a recorded call with tensors of inference mode,
             or DTensors where the scores are the result or depend on a location.
         general: scores are the result, or have features or an activation other than tanh inside.
-        masked: a mask says where queries may look.
     """
 
     device: str
@@ -119,7 +118,6 @@ class Facts(NamedTuple):
     interpreted: bool
     plain_inputs: bool
     general: bool
-    masked: bool
 
 
 class Route(NamedTuple):
@@ -168,8 +166,8 @@ def route(facts: Facts, gpu: GpuLimits) -> Route:
         facts.interpreted,
         step or (facts.traced and facts.asked == "cuda"),
     )
-    if backend in ("cuda", "triton") and (facts.general or facts.masked):
-        what = "scores, features and activations other than tanh" if facts.general else "masks"
+    if backend in ("cuda", "triton") and facts.general:
+        what = "scores, features and activations other than tanh"
         if facts.asked == backend:
             checks.reject(ValueError, "backend", f"serve {what}", repr(backend))
         backend, why = "reference", f"{what} have no GPU kernels"

@@ -120,7 +120,6 @@ GPU_STEP = Facts(
     interpreted=False,
     plain_inputs=False,
     general=False,
-    masked=False,
 )
 TRITON = {"there": ("triton", "reference")}
 
@@ -177,19 +176,18 @@ def test_what_is_no_step_is_for_triton(changes):
         route(facts._replace(asked="cuda"), of_gpu)
 
 
-UNSERVED = {"general": "scores, features and activations other than tanh", "masked": "masks"}
+UNSERVED = "scores, features and activations other than tanh"
 
 
-@pytest.mark.parametrize("what", UNSERVED)
 @pytest.mark.parametrize("name", ["triton", "cuda"])
-def test_a_backend_of_gpus_is_not_taken_by_name(name, what):
-    facts = GPU_STEP._replace(**{what: True}, asked=name, there=(name, "reference"))
-    with pytest.raises(ValueError, match=f"backend must serve {UNSERVED[what]}, got '{name}'"):
+def test_a_backend_of_gpus_is_not_taken_by_name(name):
+    facts = GPU_STEP._replace(general=True, asked=name, there=(name, "reference"))
+    with pytest.raises(ValueError, match=f"backend must serve {UNSERVED}, got '{name}'"):
         route(facts, limits.OTHER_GPU)
     found = route(facts._replace(asked=None), limits.OTHER_GPU)
     assert (found.backend, found.form) == ("reference", "reference")
     assert "no GPU kernels" in found.reason
-    assert route(facts._replace(**{what: False}), limits.OTHER_GPU).backend == name
+    assert route(facts._replace(general=False), limits.OTHER_GPU).backend == name
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda"])
@@ -202,11 +200,10 @@ def test_the_reference_serves_float64_on_a_gpu(name):
         route(facts._replace(asked=name), limits.OTHER_GPU)
 
 
-@pytest.mark.parametrize("what", UNSERVED)
-def test_triton_in_its_interpreter_says_what_it_does_not_serve(what):
+def test_triton_in_its_interpreter_says_what_it_does_not_serve():
     facts = GPU_STEP._replace(device="cpu", there=("cpu", "reference"), interpreted=True)
-    unserved = facts._replace(**{what: True})
-    with pytest.raises(ValueError, match=f"backend must serve {UNSERVED[what]}, got 'triton'"):
+    unserved = facts._replace(general=True)
+    with pytest.raises(ValueError, match=f"backend must serve {UNSERVED}, got 'triton'"):
         route(unserved._replace(asked="triton"), limits.OTHER_GPU)
     assert route(unserved, limits.OTHER_GPU).backend == "cpu"
     assert route(facts._replace(asked="triton"), limits.OTHER_GPU).backend == "triton"

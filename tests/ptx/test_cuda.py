@@ -22,7 +22,8 @@ FEW = (
     "lens per query", "decoder step", "fp32 in small", "large step, 16 beams",
     "long step of few units", "split keys, lens inside a chunk", "keys projected, cut",
     "keys are values, beams", "a cluster shares W_q", "whole vectors", "whole vectors, beams",
-    "decoder step, whole vectors", "long step, whole vectors",
+    "decoder step, whole vectors", "long step, whole vectors", "mask, decoder step",
+    "mask, split keys, 1000 processors", "keys are values, mask",
 )  # fmt: skip
 
 

@@ -13,7 +13,10 @@ from tritoned import TritonPtx
 
 pytestmark = needs_compiler
 
-FEW = "lens per query", "decoder step", "split keys, lens inside a chunk"
+FEW = (
+    "lens per query", "decoder step", "split keys, lens inside a chunk", "mask per query",
+    "mask, split keys, chunks without any",
+)  # fmt: skip
 
 
 def test_every_kernel_is_right():

@@ -84,24 +84,25 @@ class TritonPtx(PtxCalls):
         ):
             yield
 
-    def forward(self, need_weights, queries, keys, values, w_v, lens):
-        given = {"valid_lens": lens, "need_weights": need_weights}
+    def forward(self, need_weights, *inputs, **masked):
+        *inputs, lens = inputs
         with self.here():
-            return forward.attend(queries, keys, values, w_v, **given)
+            return forward.attend(*inputs, valid_lens=lens, need_weights=need_weights, **masked)
 
-    def backward(self, *given):
+    def backward(self, *given, **masked):
         *given, lens = given
         with self.here():
-            return backward.attend_backward(*given, valid_lens=lens)[:4]
+            return backward.attend_backward(*given, valid_lens=lens, **masked)[:4]
 
     def step(
-        self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None
-    ):
+        self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens,
+        w_k=None, bias=None, mask=None,
+    ):  # fmt: skip
         """The same without gradients, from queries (and keys) that the kernel projects itself."""
         self.begin(multiprocessors, queries.dtype)
         weights = w_q, w_k, bias, w_v
         with self.here():
-            return forward.attend_step(queries, keys, values, *weights, valid_lens)
+            return forward.attend_step(queries, keys, values, *weights, valid_lens, mask)
 
     def _runner(self, kernel):
         def run(x, y, z, _stream, _function, _packed, _metadata, _enter, _exit, *arguments):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from bahdanau_fast.backends.triton.call import Call, Table, make_table, rows
+from bahdanau_fast.backends.triton.call import Call, Table, lengths, make_table, rows, strides
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
     grad_softmax_kernel,
@@ -49,8 +49,8 @@ def attend_backward(
         that are empty.
 
     Raises:
-        TypeError: a dtype that these kernels do not compute, or lengths that are bool.
-        ValueError: a mask, features or another activation, or lengths of another shape or device.
+        TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
+        ValueError: features or another activation; lengths or a mask of another shape or device.
     """
     given = (valid_lens, mask, seed, dropout_p, features, activation)
     call = Call(queries, keys, values, w_v, *given)
@@ -72,8 +72,9 @@ def attend_backward(
         if needed["values"]:
             _grad_values(call, weights, grad_context, grad_values)
         if needed["queries"] or needed["keys"] or needed["w_v"]:
-            grad_scores = _grad_scores(call, weights, grad_context, grad_weights)
-            _grad_tanh(call, grad_scores, *grads[:2], grad_w)
+            bounds = lengths(call)
+            grad_scores = _grad_scores(call, weights, grad_context, grad_weights, bounds)
+            _grad_tanh(call, grad_scores, _of_rows(bounds["lens"]), *grads[:2], grad_w)
     return (*grads, *none)
 
 
@@ -87,51 +88,58 @@ def _grad_values(
     blocks = plans.grad_products()
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.features // blocks["BLOCK_D"])
     grad_values_kernel[(call.batch * count,)](
-        weights, grad, call.seed, grad_values, call.queries_len, call.keys_len, call.features,
-        *grad.stride()[:2], *call.dropout, DROPOUT=call.drops,
+        weights=weights, grad_context=grad, out=grad_values, Tq=call.queries_len,
+        Tk=call.keys_len, Dv=call.features, **strides(gc=grad), **call.dropout,
         PRECISION=call.precision, **blocks,
     )  # fmt: skip
 
 
 def _grad_scores(
-    call: Call, weights: Tensor, grad_context: Tensor | None, grad_weights: Tensor | None
+    call: Call,
+    weights: Tensor,
+    grad_context: Tensor | None,
+    grad_weights: Tensor | None,
+    bounds: dict[str, Any],
 ) -> Tensor:
-    """(B,Tq,Tk) gradients of the scores, zero at padded keys."""
+    """(B,Tq,Tk) gradients of the scores, zero where a query does not look."""
     out = call.new(call.batch, call.queries_len, call.keys_len)
-    from_context = call.values if grad_context is None else rows(grad_context)
-    from_weights = weights if grad_weights is None else rows(grad_weights)
+    of_context = None if grad_context is None else rows(grad_context)
+    of_weights = None if grad_weights is None else rows(grad_weights)
     blocks = plans.grad_products()
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.queries_len // blocks["BLOCK_Q"])
     grad_weights_kernel[(call.batch * count,)](
-        call.values, from_context, from_weights, call.lens, call.seed, out, call.queries_len,
-        call.keys_len, call.features, *call.values.stride()[:2], *from_context.stride()[:2],
-        *from_weights.stride()[:2], *call.lens_strides, *call.dropout,
-        HAS_LENS=call.has_lens, DROPOUT=call.drops, CONTEXT=grad_context is not None,
-        WEIGHTS=grad_weights is not None, PRECISION=call.precision, **blocks,
+        values=call.values, grad_context=of_context, grad_weights=of_weights, out=out,
+        Tq=call.queries_len, Tk=call.keys_len, Dv=call.features,
+        **strides(v=call.values, gc=of_context, gw=of_weights), **(call.seen | bounds),
+        **call.dropout, PRECISION=call.precision, **blocks,
     )  # fmt: skip
     grad_softmax_kernel[(call.batch * call.queries_len,)](
-        weights, out, call.lens, call.queries_len, call.keys_len, *call.lens_strides,
-        HAS_LENS=call.has_lens, **plans.grad_softmax(call.keys_len),
+        weights=weights, grads=out, Tq=call.queries_len, Tk=call.keys_len, **bounds,
+        **plans.grad_softmax(call.keys_len),
     )  # fmt: skip
     return out
 
 
 def _grad_tanh(
-    call: Call, grad_scores: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_w: Tensor
+    call: Call,
+    grad_scores: Tensor,
+    kept: Tensor | None,
+    grad_queries: Tensor,
+    grad_keys: Tensor,
+    grad_w: Tensor,
 ) -> None:
     """Fill the gradients of queries, keys and w_v that are not empty."""
+    of, sum_w = (call, grad_scores, kept), grad_w.numel() > 0
     if call.queries_len <= GPU_STEP_QUERIES:  # all in one pass over the keys
-        w_parts, q_parts = _pass(
-            call, grad_scores, grad_keys, True, grad_w.numel() > 0, grad_queries.numel() > 0
-        )
+        w_parts, q_parts = _pass(*of, grad_keys, True, sum_w, grad_queries.numel() > 0)
         if q_parts is not None:
             grad_queries.copy_(q_parts.sum(1))
     else:
         if grad_keys.numel():
-            _pass(call, grad_scores, grad_keys, True, False, False)
-        if grad_queries.numel() or grad_w.numel():
-            w_parts, _ = _pass(call, grad_scores, grad_queries, False, grad_w.numel() > 0, False)
-    if grad_w.numel():
+            _pass(*of, grad_keys, True, False, False)
+        if grad_queries.numel() or sum_w:
+            w_parts, _ = _pass(*of, grad_queries, False, sum_w, False)
+    if sum_w:
         assert w_parts is not None
         grad_w.copy_(w_parts.sum((0, 1)).view_as(grad_w))
 
@@ -139,6 +147,7 @@ def _grad_tanh(
 def _pass(
     call: Call,
     grad_scores: Tensor,
+    kept: Tensor | None,
     out: Tensor,
     rows_are_keys: bool,
     sum_w: bool,
@@ -155,38 +164,32 @@ def _pass(
     else:
         rows_, others = others, rows_
     factored = call.queries_len > GPU_STEP_QUERIES
-    table = make_table(call, others) if factored else Table(others, others, False)
-    kept, kept_batch = _kept(call)
+    table = make_table(call, others) if factored else Table(None, None, False)
     batch, others_len = others.shape[:2]
-
-    def launch(blocks: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-        row_blocks = -(-rows_.shape[1] // blocks["BLOCK_R"])
-        hidden_blocks = -(-call.hidden // (2 * blocks["BLOCK_H"]))
-        w_parts = call.new(batch, row_blocks, call.hidden) if sum_w else None
-        # Blocks of padded keys write no part.
-        other_parts = call.new(batch, row_blocks, others_len, call.hidden) if sum_others else None
-        if other_parts is not None and call.has_lens:
-            other_parts.zero_()
-        grad_tanh_kernel[(batch * row_blocks * hidden_blocks,)](
-            rows_, others, table.entries, table.largest, others.numel(), call.w_v, grad_scores,
-            kept, out, out if w_parts is None else w_parts,
-            out if other_parts is None else other_parts,
-            rows_.shape[1], others_len, call.hidden, *rows_.stride()[:2], *others.stride()[:2],
-            *grad_scores.stride(), kept_batch, **call.kind, FACTORED=table.factored,
-            ROWS_ARE_KEYS=rows_are_keys, HAS_LENS=call.has_lens, OUT=out.numel() > 0,
-            SUM_W=sum_w, SUM_OTHERS=sum_others, **blocks,
-        )  # fmt: skip
-        return w_parts, other_parts
-
-    return launch(plans.grad_tanh(rows_.shape[1], call.hidden, sum_w)[0])
+    g_batch, g_row, g_other = grad_scores.stride()
+    blocks = plans.grad_tanh(rows_.shape[1], call.hidden, sum_w)[0]
+    row_blocks = -(-rows_.shape[1] // blocks["BLOCK_R"])
+    hidden_blocks = -(-call.hidden // (2 * blocks["BLOCK_H"]))
+    w_parts = call.new(batch, row_blocks, call.hidden) if sum_w else None
+    other_parts = call.new(batch, row_blocks, others_len, call.hidden) if sum_others else None
+    if other_parts is not None and kept is not None:  # blocks of padded keys write no part
+        other_parts.zero_()
+    grad_tanh_kernel[(batch * row_blocks * hidden_blocks,)](
+        rows=rows_, others=others, table=table.entries, largest=table.largest,
+        second=others.numel(), w_v=call.w_v, grad_scores=grad_scores, kept=kept,
+        out=out if out.numel() else None, w_parts=w_parts, other_parts=other_parts,
+        R=rows_.shape[1], O=others_len, H=call.hidden, **strides(r=rows_, o=others),
+        g_batch=g_batch, g_row=g_row, g_other=g_other,
+        kept_batch=0 if kept is None else kept.stride(0), **call.kind, FACTORED=table.factored,
+        ROWS_ARE_KEYS=rows_are_keys, **blocks,
+    )  # fmt: skip
+    return w_parts, other_parts
 
 
-def _kept(call: Call) -> tuple[Tensor, int]:
-    """A length per batch row, of the query that looks at most keys, and its stride."""
-    lens = call.lens
-    if not call.has_lens or lens.dim() == 1:
-        return lens, call.lens_strides[0]
+def _of_rows(lens: Tensor | None) -> Tensor | None:
+    """A length per batch row, of the query that looks at most keys."""
+    if lens is None or lens.dim() == 1:
+        return lens
     if lens.is_floating_point():  # a NaN keeps none
         lens = lens.nan_to_num(0.0, float("inf"), 0.0)
-    longest = lens.amax(1)
-    return longest, longest.stride(0)
+    return lens.amax(1)

@@ -12,9 +12,20 @@ from torch import Tensor
 from bahdanau_fast import checks, limits
 from bahdanau_fast.backends import availability
 from bahdanau_fast.kernels import plans
+from bahdanau_fast.kernels.softmax import lengths_kernel
 from bahdanau_fast.kernels.tables import tables_kernel
 
-__all__ = ["DTYPES", "Call", "Table", "make_table", "precision", "processors", "rows"]
+__all__ = [
+    "DTYPES",
+    "Call",
+    "Table",
+    "lengths",
+    "make_table",
+    "precision",
+    "processors",
+    "rows",
+    "strides",
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,15 +39,19 @@ class Call:
         values: (B,Tk,Dv).
         w_v: (1,H) or (H,).
         valid_lens: None, (B,) or (B,Tq).
-        mask: has to be None.
+        mask: None, or bool (B,Tk), (B,1,Tk) or (B,Tq,Tk).
         seed: (1,) int64, with dropout.
         dropout_p: probability of dropping a weight.
         features: have to be None.
         activation: has to be 0, tanh.
 
     Raises:
-        TypeError: a dtype that these kernels do not compute, or lengths that are bool.
-        ValueError: a mask, features or another activation, or lengths of another shape or device.
+        TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
+        ValueError: features or another activation; lengths or a mask of another shape or device.
+
+    Attributes:
+        seen: lengths and mask as kernels take them, by name; what is absent is None.
+        dropout: the seed and the numbers of dropout, likewise.
     """
 
     def __init__(
@@ -52,8 +67,8 @@ class Call:
         features: Tensor | None = None,
         activation: int = 0,
     ) -> None:
-        if mask is not None or features is not None or activation != 0:
-            need = "take no mask, no features and no activation but tanh"
+        if features is not None or activation != 0:
+            need = "take no features and no activation but tanh"
             checks.reject(ValueError, "Triton kernels", need, "one")
         if queries.dtype not in DTYPES:
             checks.reject(TypeError, "queries", "be float32, bfloat16 or float16", queries.dtype)
@@ -64,22 +79,21 @@ class Call:
         self.keys_len, self.features = values.shape[1:]
         # The kernels would read whatever comes as lengths, also past its end.
         checks.lens(valid_lens, self.batch, self.queries_len, queries.device)
+        mask = None if mask is None else checks.as_mask(mask, queries, values)
         self.device, self.size = queries.device, queries.element_size()
         self.limits = limits.of_gpu(queries.device)
         self.kind = {"PRECISE": queries.dtype == torch.float32, "NATIVE": native()}
         self.precision = precision()
-        # Where there are no lengths or no dropout the kernels read neither.
-        self.has_lens, self.drops = valid_lens is not None, dropout_p > 0.0
-        self.lens = self.queries if valid_lens is None else valid_lens
-        per_query = valid_lens is not None and valid_lens.dim() == 2
-        self.lens_strides = (
-            self.lens.stride(0) if self.has_lens else 0,
-            self.lens.stride(1) if per_query else 0,
-        )
-        self.seed = self.queries if seed is None else seed
+        self.seen: dict[str, Any] = {"lens": valid_lens, **strides(lens=valid_lens)}
+        self.seen |= {"mask": mask, **strides(mask=mask)}
+        self.seen["mask_key"] = 0 if mask is None else mask.stride(2)
         scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
         (bits,) = struct.unpack("q", struct.pack("d", scale))
-        self.dropout = (-int(-dropout_p * 2**32 // 1), bits)
+        self.dropout = {
+            "seed": seed if dropout_p > 0.0 else None,
+            "threshold": -int(-dropout_p * 2**32 // 1),
+            "scale_bits": bits,
+        }
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor beside the inputs, of the type computed in unless told."""
@@ -93,17 +107,40 @@ class Call:
 class Table(NamedTuple):
     """exp(2 x) of projected rows, in fp32 tanh(x) after them, and max|x| of each row.
 
-    Of no use where FACTORED is false.
+    There is neither where FACTORED is false.
     """
 
-    entries: Tensor
-    largest: Tensor
+    entries: Tensor | None
+    largest: Tensor | None
     factored: bool
 
 
 def rows(x: Tensor) -> Tensor:
     """``x`` with its features side by side, as the kernels read it."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def strides(**tensors: Tensor | None) -> dict[str, int]:
+    """The first two strides of each, as kernels name them; 0 where a tensor is the same for all."""
+    found = {}
+    for name, x in tensors.items():
+        several = x is not None and x.dim() > 1 and x.shape[1] > 1
+        found[f"{name}_batch"] = 0 if x is None else x.stride(0)
+        found[f"{name}_row"] = x.stride(1) if x is not None and several else 0
+    return found
+
+
+def lengths(call: Call) -> dict[str, Any]:
+    """Lengths up to the last key that is seen, as kernels take them, by name."""
+    lens, mask = call.seen["lens"], call.seen["mask"]
+    if mask is not None:
+        per_query = mask.shape[1] > 1 or (lens is not None and lens.dim() == 2)
+        last = call.new(call.batch, call.queries_len if per_query else 1, dtype=torch.int32)
+        lengths_kernel[(last.numel(),)](
+            out=last, rows=last.shape[1], Tk=call.keys_len, **call.seen, BLOCK_K=1024
+        )
+        lens = last
+    return {"lens": lens, **strides(lens=lens)}
 
 
 def make_table(call: Call, x: Tensor) -> Table:
@@ -114,8 +151,9 @@ def make_table(call: Call, x: Tensor) -> Table:
     largest = call.new(batch, length)
     blocks = plans.tables(hidden)
     tables_kernel[(batch * -(-length // blocks["BLOCK_R"]),)](
-        x, entries, largest, x.numel(), length, hidden, *x.stride()[:2], PRECISE=precise, **blocks
-    )
+        x=x, table=entries, largest=largest, second=x.numel(), T=length, H=hidden, **strides(x=x),
+        PRECISE=precise, **blocks,
+    )  # fmt: skip
     return Table(entries, largest, True)
 
 

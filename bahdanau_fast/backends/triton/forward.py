@@ -5,13 +5,11 @@ Serves CUDA and ROCm tensors, and under ``TRITON_INTERPRET=1`` CPU tensors too, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES, is_gpu_step
-from bahdanau_fast.backends.triton.call import Call, make_table, processors
+from bahdanau_fast.backends.triton.call import Call, lengths, make_table, processors, strides
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
@@ -47,8 +45,8 @@ def attend(
         Context (B,Tq,Dv) and fp32 weights (B,Tq,Tk); (0,) if not wanted.
 
     Raises:
-        TypeError: a dtype that these kernels do not compute, or lengths that are bool.
-        ValueError: a mask, features or another activation, or lengths of another shape or device.
+        TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
+        ValueError: features or another activation; lengths or a mask of another shape or device.
     """
     given = (valid_lens, mask, seed, dropout_p, features, activation)
     call = Call(queries, keys, values, w_v, *given)
@@ -62,15 +60,17 @@ def attend(
         if step:
             _step(call, context, weights)
         # A weight's place decides whether it is dropped: with dropout the queries stay together.
-        elif need_weights or chunk >= call.queries_len or call.drops:
+        elif need_weights or chunk >= call.queries_len or dropout_p > 0.0:
             _many(call, context, weights)
         else:
             for part in range(0, call.queries_len, chunk):
                 some = slice(part, part + chunk)
-                lens = valid_lens
+                lens, seen = valid_lens, call.seen["mask"]
                 if lens is not None and lens.dim() == 2:
                     lens = lens[:, some]
-                part_of = Call(queries[:, some], keys, values, w_v, lens, None)
+                if seen is not None and seen.shape[1] > 1:
+                    seen = seen[:, some]
+                part_of = Call(queries[:, some], keys, values, w_v, lens, seen)
                 out, none = _results(part_of, False)
                 _many(part_of, out, none)
                 context[:, some] = out
@@ -126,50 +126,30 @@ def _step(
     )  # fmt: skip
     sizes = (batch, queries_len, keys_len, call.hidden, features)
     of_device = (processors(call.device), call.size, call.limits.shared)
-    candidates = plans.step(*sizes, *of_device, w_k is not None)
-    _launch_step(call, candidates[0], context, weights, w_q, w_k, bias)
-
-
-def _launch_step(
-    call: Call,
-    plan: plans.StepPlan,
-    context: Tensor,
-    weights: Tensor,
-    w_q: Tensor | None,
-    w_k: Tensor | None,
-    bias: Tensor | None,
-) -> None:
-    batch, queries_len, keys_len, features = (
-        call.batch, call.queries_len, call.keys_len, call.features,
-    )  # fmt: skip
-    need_weights = weights.numel() > 0
+    plan = plans.step(*sizes, *of_device, w_k is not None)[0]
     # Apart from the weights: a tile smaller than the program is read by several threads at once.
-    scores = call.new(batch, queries_len, keys_len) if need_weights else weights
-    split = plan.splits > 1
-    parts = call.new(batch, queries_len, plan.splits, features) if split else context
-    maxima, sums = (
-        (call.new(batch, queries_len, plan.splits) for _ in range(2)) if split else (parts, parts)
-    )
+    scores = call.new(batch, queries_len, keys_len) if weights.numel() else None
+    parts, maxima, sums, split = context, None, None, plan.splits > 1
+    if split:
+        parts = call.new(batch, queries_len, plan.splits, features)
+        maxima, sums = call.new(2, batch, queries_len, plan.splits)
     programs = batch * plan.splits
-    projected = call.new(programs, queries_len, call.hidden) if w_q is not None else parts
-    # What a flag turns off is not read; any tensor stands in its place.
-    weight_of = [call.queries if w is None else w.contiguous() for w in (w_q, w_k, bias)]
+    projected = None if w_q is None else call.new(programs, queries_len, call.hidden)
+    w_q, w_k, bias = (None if w is None else w.contiguous() for w in (w_q, w_k, bias))
     step_kernel[(programs,)](
-        call.queries, call.keys, call.values, call.w_v, call.lens, call.seed, parts, scores,
-        weights, maxima, sums, *weight_of, projected, queries_len, keys_len, call.hidden,
-        call.queries.shape[2], call.keys.shape[2], features,
-        *call.queries.stride()[:2], *call.keys.stride()[:2], *call.values.stride()[:2],
-        *call.lens_strides, *call.dropout, plan.splits, plan.split_keys,
-        **call.kind, HAS_LENS=call.has_lens, DROPOUT=call.drops, WEIGHTS=need_weights,
-        SPLIT=split, RAW_QUERIES=w_q is not None, RAW_KEYS=w_k is not None,
-        HAS_BIAS=bias is not None, PRECISION=call.precision, **plan.blocks,
+        queries=call.queries, keys=call.keys, values=call.values, w_v=call.w_v, context=parts,
+        scores=scores, weights=weights, maxima=maxima, sums=sums, w_q=w_q, w_k=w_k, bias=bias,
+        projected=projected, Tq=queries_len, Tk=keys_len, H=call.hidden,
+        Dq=call.queries.shape[2], Dk=call.keys.shape[2], Dv=features,
+        **strides(q=call.queries, k=call.keys, v=call.values), splits=plan.splits,
+        split_keys=plan.split_keys, **call.seen, **call.dropout, **call.kind, SPLIT=split,
+        PRECISION=call.precision, **plan.blocks,
     )  # fmt: skip
     if split:
         blocks = plans.combine(plan.splits, features)
         combine_kernel[(batch * queries_len, -(-features // blocks["BLOCK_D"]) or 1)](
-            parts, maxima, sums, call.lens, context, scores, weights, queries_len, keys_len,
-            features, *call.lens_strides, plan.splits,
-            HAS_LENS=call.has_lens, WEIGHTS=need_weights, **blocks,
+            parts=parts, maxima=maxima, sums=sums, context=context, scores=scores,
+            weights=weights, Tk=keys_len, Dv=features, splits=plan.splits, **blocks,
         )  # fmt: skip
 
 
@@ -177,28 +157,22 @@ def _many(call: Call, context: Tensor, weights: Tensor) -> None:
     batch, queries_len, keys_len, features = (
         call.batch, call.queries_len, call.keys_len, call.features,
     )  # fmt: skip
-    need_weights = weights.numel() > 0
     # Apart from the weights: programs of other features read them while the first writes weights.
     scores = call.new(batch, queries_len, keys_len)
     table = make_table(call, call.queries)
-
-    def launch(blocks: dict[str, Any]) -> None:
-        count = -(-keys_len // blocks["BLOCK_K"]) * -(-queries_len // blocks["BLOCK_Q"])
-        scores_kernel[(batch * count,)](
-            call.queries, table.entries, table.largest, call.queries.numel(), call.keys,
-            call.w_v, call.lens, scores,
-            queries_len, keys_len, call.hidden, *call.queries.stride()[:2],
-            *call.keys.stride()[:2], *call.lens_strides, **call.kind, FACTORED=table.factored,
-            HAS_LENS=call.has_lens, **blocks,
-        )  # fmt: skip
-
-    sizes = (batch, queries_len, keys_len, call.hidden)
-    launch(plans.scores(*sizes, call.size)[0])
+    bounds = lengths(call)
+    blocks = plans.scores(batch, queries_len, keys_len, call.hidden, call.size)[0]
+    count = -(-keys_len // blocks["BLOCK_K"]) * -(-queries_len // blocks["BLOCK_Q"])
+    scores_kernel[(batch * count,)](
+        queries=call.queries, query_table=table.entries, query_max=table.largest,
+        second=call.queries.numel(), keys=call.keys, w_v=call.w_v, scores=scores, Tq=queries_len,
+        Tk=keys_len, H=call.hidden, **strides(q=call.queries, k=call.keys), **bounds, **call.kind,
+        FACTORED=table.factored, **blocks,
+    )  # fmt: skip
     blocks = plans.products(features, call.size)
     count = -(-queries_len // blocks["BLOCK_Q"]) * (-(-features // blocks["BLOCK_D"]) or 1)
     softmax_kernel[(batch * count,)](
-        scores, call.values, call.lens, call.seed, weights, context, queries_len, keys_len,
-        features, *call.values.stride()[:2], *call.lens_strides, *call.dropout,
-        HAS_LENS=call.has_lens, DROPOUT=call.drops, WEIGHTS=need_weights,
-        PRECISION=call.precision, **blocks,
+        scores=scores, values=call.values, weights=weights if weights.numel() else None,
+        context=context, Tq=queries_len, Tk=keys_len, Dv=features, **strides(v=call.values),
+        **(call.seen | bounds), **call.dropout, PRECISION=call.precision, **blocks,
     )  # fmt: skip

@@ -44,9 +44,9 @@ struct DecodeTask {
     return mine.counts[i] < 0 ? -1 - mine.counts[i] : mine.counts[i];
   }
   __device__ void count_keys() {
-    for (int64_t i = threadIdx.x; i < p.Tq; i += kDecodeThreads) {
+    for (int64_t i = warp; i < p.Tq; i += kDecodeWarps) {
       const int64_t valid = key_count(p, b, i);
-      mine.counts[i] = valid == 0 ? -1 - n : larger(0, smaller(valid - j0, n));
+      if (lane == 0) mine.counts[i] = valid == 0 ? -1 - n : larger(0, smaller(valid - j0, n));
     }
   }
 
@@ -191,7 +191,8 @@ struct DecodeTask {
       const float sum = warp_sums<KU * QT>(sums, lane);
       constexpr int each = kWarp / (KU * QT);
       const int64_t j = first + lane / each / QT, i = i0 + lane / each % QT;
-      if (lane % each == 0 && j < keys && i < p.Tq) mine.scores[i * d.split + j] = sum;
+      if (lane % each == 0 && j < keys && i < p.Tq)
+        mine.scores[i * d.split + j] = sees(p, b, i, j0 + j) ? sum : -INFINITY;
     }
   }
 
@@ -247,7 +248,7 @@ struct DecodeTask {
       for (int64_t j = lane; j < keys; j += kWarp) {
         if (d.splits > 1 && d.weights != nullptr)
           static_cast<float*>(d.weights)[at * p.Tk + j0 + j] = row[j];
-        row[j] = expf(row[j] - best);
+        row[j] = odds(row[j], best);
         total += row[j];
       }
       total = warp_sum(total);
@@ -358,7 +359,7 @@ struct DecodeTask {
         best = maxima[k] > best || maxima[k] != maxima[k] ? maxima[k] : best;
       __syncthreads();
       for (int64_t k = threadIdx.x; k < d.splits; k += kDecodeThreads)
-        mine.parts[k] = expf(maxima[k] - best);
+        mine.parts[k] = odds(maxima[k], best);
       __syncthreads();
       for (int64_t k = 0; k < d.splits; ++k)
         total += static_cast<const float*>(d.sums)[row * d.splits + k] * mine.parts[k];

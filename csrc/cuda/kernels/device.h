@@ -202,6 +202,11 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
+// exp(score - best), also where no score was above that of a masked key.
+__device__ __forceinline__ float odds(float score, float best) {
+  return score == -INFINITY ? 0.0f : expf(score - best);
+}
+
 // A sum to twice the precision of fp32: rounded, and what was lost in rounding.
 struct Sum {
   float high = 0, low = 0;

@@ -13,8 +13,7 @@ __device__ inline const T* row_at(const View& view, int64_t b, int64_t i) {
   return static_cast<const T*>(view.data) + b * view.batch_stride + i * view.row_stride;
 }
 
-// How many keys query (b, i) has; 0: none is valid, and the softmax is uniform over all of them.
-__device__ inline int64_t key_count(const Problem& p, int64_t b, int64_t i) {
+__device__ inline int64_t keys_within_lens(const Problem& p, int64_t b, int64_t i) {
   const int64_t at = b * p.lens.batch_stride + i * p.lens.row_stride;
   const void* data = p.lens.data;
   switch (p.lens.type) {
@@ -45,6 +44,22 @@ __device__ inline int64_t key_count(const Problem& p, int64_t b, int64_t i) {
     case LenType::f16:
       return keys_within(widen(static_cast<const f16*>(data)[at]), p.Tk);
   }
+  return 0;
+}
+
+// Whether the mask lets query (b, i) see key j.
+__device__ inline bool sees(const Problem& p, int64_t b, int64_t i, int64_t j) {
+  const Mask& m = p.mask;
+  return m.data == nullptr || m.data[b * m.batch_stride + i * m.row_stride + j * m.key_stride];
+}
+
+// How many keys query (b, i) has, those that the mask hides among them; 0: it sees none, and the
+// softmax is uniform over all of them. For a whole warp, which looks at the mask together.
+__device__ inline int64_t key_count(const Problem& p, int64_t b, int64_t i) {
+  const int64_t keys = keys_within_lens(p, b, i);
+  if (p.mask.data == nullptr) return keys;
+  for (int64_t j = threadIdx.x % kWarp; j - threadIdx.x % kWarp < keys; j += kWarp)
+    if (warp_max(j < keys && sees(p, b, i, j) ? 1.0f : 0.0f) > 0) return keys;
   return 0;
 }
 

@@ -158,7 +158,7 @@ struct RawTask : DecodeTask<T, QT, true> {
         if (i >= p.Tq || j >= keys) continue;
         float sum = 0;
         for (int k = 0; k < kDecodeWarps; ++k) sum += raw.parts[k * QT * kRawTile + at];
-        mine.scores[i * this->d.split + j] = sum;
+        mine.scores[i * this->d.split + j] = sees(p, b, i, j0 + j) ? sum : -INFINITY;
       }
       if (r.values_are_keys) add_context(first);
     }
@@ -211,7 +211,7 @@ struct RawTask : DecodeTask<T, QT, true> {
 #pragma unroll
     for (int k = 0; k < kRawTile / kWarp; ++k)
       raw.odds[warp * kRawTile + lane + k * kWarp] =
-          first + lane + k * kWarp < keys ? expf(scores[k] - best) : 0.0f;
+          first + lane + k * kWarp < keys ? odds(scores[k], best) : 0.0f;
     if (lane != 0) return;
     raw.best[warp] = best;
     raw.rescale[warp] = before == best ? 1.0f : expf(before - best);

@@ -15,9 +15,16 @@ struct Lens {
   int64_t batch_stride = 0, row_stride = 0;
 };
 
+// True where a query may look: bool (B,1,Tk), with row_stride 0, or (B,Tq,Tk), any strides.
+struct Mask {
+  const bool* data = nullptr;  // null: everywhere
+  int64_t batch_stride = 0, row_stride = 0, key_stride = 0;
+};
+
 // w is (H) of T here.
 struct Problem : Operands {
   Lens lens;
+  Mask mask;
   const int64_t* seed = nullptr;  // one number on the device; null: no dropout
   uint64_t threshold = 0;         // dropout_threshold() and dropout_scale() of dropout_p
   float scale = 1.0f;

@@ -61,8 +61,8 @@ const Kernels& kernels(Kind kind) {
 }
 
 Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-               const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
-               const std::optional<Projections>& projections) {
+               const MaybeTensor& valid_lens, const MaybeTensor& mask, const MaybeTensor& seed,
+               double dropout_p, const std::optional<Projections>& projections) {
   STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
   device = queries.get_device_index();
   const auto here = [&](const Tensor& tensor, const char* name) { check_place(tensor, name); };
@@ -78,6 +78,7 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, 
   p.threshold = dropout_threshold(dropout_p);
   p.scale = float(dropout_scale(dropout_p));
   if (valid_lens.has_value()) set_lens(*valid_lens);
+  if (mask.has_value()) set_mask(*mask);
   if (p.empty()) return;
   const torch::stable::accelerator::DeviceGuard guard(device);
   p.queries = view_of(queries, owned_);
@@ -127,6 +128,17 @@ void Inputs::set_lens(const Tensor& lens) {
       lens, problem, [&](const Tensor& tensor, const char* name) { check_place(tensor, name); });
   const LenType type = with_type_of(lens, "valid_lens", [](auto x) { return len_type(x); });
   problem.lens = {lens.const_data_ptr(), type, lens.stride(0), by_query ? lens.stride(1) : 0};
+}
+
+void Inputs::set_mask(const Tensor& mask) {
+  const Problem& p = problem;
+  check_place(mask, "mask");
+  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool && mask.dim() == 3 &&
+                      mask.size(0) == p.B && (mask.size(1) == 1 || mask.size(1) == p.Tq) &&
+                      mask.size(2) == p.Tk,
+                  "mask must be bool, (B, 1, Tk) or (B, Tq, Tk)");
+  problem.mask = {static_cast<const bool*>(mask.const_data_ptr()), mask.stride(0),
+                  mask.size(1) == 1 ? 0 : mask.stride(1), mask.stride(2)};
 }
 
 Tensor Inputs::new_tensor(const std::vector<int64_t>& shape, ScalarType type) const {

@@ -21,8 +21,8 @@ struct Projections {
 // allocator reuses their memory in the order of the stream.
 struct Inputs {
   Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-         const MaybeTensor& valid_lens, const MaybeTensor& seed, double dropout_p,
-         const std::optional<Projections>& projections = std::nullopt);
+         const MaybeTensor& valid_lens, const MaybeTensor& mask, const MaybeTensor& seed,
+         double dropout_p, const std::optional<Projections>& projections = std::nullopt);
 
   // Weights or an incoming gradient: (B, Tq, columns) of this dtype, or none.
   View view_like(const MaybeTensor& tensor, ScalarType type, const char* name, int64_t columns);
@@ -41,6 +41,7 @@ struct Inputs {
   void set_projections(const Projections& given, const Tensor& queries, const Tensor& keys);
   const void* weight_of(const Tensor& tensor, const char* name, const std::vector<int64_t>& shape);
   void set_lens(const Tensor& lens);
+  void set_mask(const Tensor& mask);
   void check_place(const Tensor& tensor, const char* name) const;
 
   std::vector<Tensor> owned_;

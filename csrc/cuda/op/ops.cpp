@@ -22,9 +22,9 @@ void queue(const Inputs& in, const Forward& f, Device device) {
 }
 
 // What only the CPU's kernels and the reference compute.
-void check_plain(const MaybeTensor& mask, const MaybeTensor& features, int64_t activation) {
-  STD_TORCH_CHECK(!mask.has_value() && !features.has_value() && activation == 0,
-                  "CUDA kernels take no mask, no features and no activation but tanh");
+void check_plain(const MaybeTensor& features, int64_t activation) {
+  STD_TORCH_CHECK(!features.has_value() && activation == 0,
+                  "CUDA kernels take no features and no activation but tanh");
 }
 
 // Runs a forward; its problem is not empty.
@@ -50,9 +50,9 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, con
                                   MaybeTensor, MaybeTensor seed, double dropout_p,
                                   int64_t activation, double, bool need_weights, bool,
                                   int64_t backend) {
-  check_plain(mask, features, activation);
+  check_plain(features, activation);
   check_backend(backend);
-  const Inputs in(queries, keys, values, w_v, valid_lens, seed, dropout_p);
+  const Inputs in(queries, keys, values, w_v, valid_lens, mask, seed, dropout_p);
   const DeviceGuard guard(in.device);
   return launched(in, in.current(), need_weights);
 }
@@ -74,8 +74,7 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& keys
                                        MaybeTensor bias, const Tensor& w_v, MaybeTensor valid_lens,
                                        MaybeTensor mask, MaybeTensor, MaybeTensor,
                                        bool need_weights) {
-  check_plain(mask, std::nullopt, 0);
-  const Inputs in(queries, keys, values, w_v, valid_lens, std::nullopt, 0.0,
+  const Inputs in(queries, keys, values, w_v, valid_lens, mask, std::nullopt, 0.0,
                   Projections{w_q, w_k, bias});
   const DeviceGuard guard(in.device);
   const Device device = in.current();
@@ -84,7 +83,7 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& keys
     return launched(in, device, need_weights);
   const Tensor q = w_q.has_value() ? linear(queries, *w_q, std::nullopt) : queries;
   const Tensor k = w_k.has_value() ? linear(keys, *w_k, bias) : keys;
-  const Inputs projected(q, k, values, w_v, valid_lens, std::nullopt, 0.0);
+  const Inputs projected(q, k, values, w_v, valid_lens, mask, std::nullopt, 0.0);
   return launched(projected, device, need_weights);
 }
 
@@ -153,9 +152,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
     MaybeTensor features, MaybeTensor, MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor,
     MaybeTensor, MaybeTensor seed, double dropout_p, int64_t activation, double, int64_t backend) {
-  check_plain(mask, features, activation);
+  check_plain(features, activation);
   check_backend(backend);
-  Inputs in(queries, keys, values, w_v, valid_lens, seed, dropout_p);
+  Inputs in(queries, keys, values, w_v, valid_lens, mask, seed, dropout_p);
   const Problem& p = in.problem;
   const DeviceGuard guard(in.device);
   const auto gradient = [&](const Tensor& tensor, int64_t bit) {

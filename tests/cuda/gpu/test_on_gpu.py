@@ -44,8 +44,9 @@ def test_contract(row, dtype):
 
 @pytest.mark.parametrize("row", MASKED)
 def test_masks(row):
-    auto = functools.partial(fused, backend=None)
-    check(Case(**{**LARGE, **MASKED[row]}), torch.float32, auto)
+    case = Case(**{**LARGE, **MASKED[row]})
+    check(case, torch.float32, functools.partial(fused, backend=None))
+    check(case.of_at_most(FEW), torch.bfloat16, WAYS["fused"])
 
 
 @pytest.mark.parametrize("way", ["called", "attended"])

@@ -20,7 +20,7 @@ class Calls:
     What is derived from it has ``step``, ``forward(need_weights, *inputs)`` and ``backward(weights,
     grad_context, grad_weights, needs, *inputs)``, where inputs are queries, keys, values, w_v and
     lengths, with a seed and a probability if something is dropped, and ``needs`` has a bit for each
-    gradient.
+    gradient. Where there is a mask, ``mask=`` is given too.
 
     Attributes:
         kind: of the numbers of the call that runs.
@@ -34,10 +34,13 @@ class Calls:
         """A call begins."""
         self.multiprocessors, self.kind = multiprocessors, KINDS[dtype]
 
-    def attend(self, multiprocessors, queries, keys, values, w_v, valid_lens, *dropout):
+    def attend(self, multiprocessors, queries, keys, values, w_v, valid_lens, *dropout, mask=None):
         """Context and weights of projected queries and keys by the kernels, differentiable."""
         inputs = queries, keys, values, w_v, valid_lens
-        return _Attend.apply(*inputs, self, multiprocessors, dropout)
+        if mask is not None and mask.dim() == 2:
+            mask = mask.unsqueeze(1)
+        masked = {} if mask is None else {"mask": mask}
+        return _Attend.apply(*inputs, self, multiprocessors, dropout, masked)
 
 
 class CudaCalls(Calls):
@@ -45,48 +48,51 @@ class CudaCalls(Calls):
 
     most_queries = GPU_STEP_QUERIES
 
-    def forward(self, need_weights, *inputs):
-        return entry_points.attend(self.operator, *inputs, need_weights=need_weights)
+    def forward(self, need_weights, *inputs, **masked):
+        return entry_points.attend(self.operator, *inputs, need_weights=need_weights, **masked)
 
-    def backward(self, weights, grad_context, grad_weights, needs, *inputs):
+    def backward(self, weights, grad_context, grad_weights, needs, *inputs, **masked):
         given = *inputs[:5], weights, grad_context, grad_weights
         dropout = inputs[5:] or (None, 0.0)
-        return entry_points.attend_backward(self.operator, *given, needs=needs, dropout=dropout)
+        more = {"needs": needs, "dropout": dropout, **masked}
+        return entry_points.attend_backward(self.operator, *given, **more)
 
     def step(
-        self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None
-    ):
+        self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens,
+        w_k=None, bias=None, mask=None,
+    ):  # fmt: skip
         """The same without gradients, from queries (and keys) that the kernel projects itself."""
         self.begin(multiprocessors, queries.dtype)
-        inputs = queries, w_q, keys, w_k, bias, values, w_v, valid_lens
+        inputs = queries, w_q, keys, w_k, bias, values, w_v, valid_lens, mask
         return entry_points.step(self.operator, *inputs)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, queries, keys, values, w_v, lens, calls, multiprocessors, dropout):
+    def forward(ctx, queries, keys, values, w_v, lens, calls, multiprocessors, dropout, masked):
         calls.begin(multiprocessors, queries.dtype)
         inputs = queries, keys, values, w_v, lens, *dropout
-        context, weights = calls.forward(True, *inputs)
+        context, weights = calls.forward(True, *inputs, **masked)
         if weights.numel() * w_v.numel() < 100_000:
-            alone, _ = calls.forward(False, *inputs)
+            alone, _ = calls.forward(False, *inputs, **masked)
             assert torch.equal(_bits(alone), _bits(context)), "the context depends on need_weights"
         ctx.save_for_backward(queries, keys, values, w_v)
-        ctx.rest, ctx.weights = (lens, calls, multiprocessors, dropout), weights.clone()
+        ctx.rest = lens, calls, multiprocessors, dropout, masked
+        ctx.weights = weights.clone()
         ctx.set_materialize_grads(False)
         return context, weights
 
     @staticmethod
     def backward(ctx, grad_context, grad_weights):
-        lens, calls, multiprocessors, dropout = ctx.rest
+        lens, calls, multiprocessors, dropout, masked = ctx.rest
         queries, keys, values, w_v = ctx.saved_tensors
         if grad_weights is not None:
             grad_weights = grad_weights.to(ctx.weights.dtype)
         needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[:4]) if need)
         calls.begin(multiprocessors, queries.dtype)
         given = ctx.weights, grad_context, grad_weights, needs
-        grads = calls.backward(*given, queries, keys, values, w_v, lens, *dropout)
-        return *(g if needs >> i & 1 else None for i, g in enumerate(grads)), *[None] * 4
+        grads = calls.backward(*given, queries, keys, values, w_v, lens, *dropout, **masked)
+        return *(g if needs >> i & 1 else None for i, g in enumerate(grads)), *[None] * 5
 
 
 def _bits(x):

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 import torch.nn.functional as F
-from contract import CONTRACT, LARGE, lens
+from contract import CONTRACT, LARGE, MASKED, lens, scattered
 from parity import OUTPUTS, Case, errors, long_double, measure, shares
 
 from bahdanau_fast import reference
@@ -25,6 +25,9 @@ SPLIT = CONTRACT["split keys"]
 # keys are cut for other numbers; and steps of many elements.
 ROWS = {
     **{row: (case, 4) for row, case in CONTRACT.items() if not row.startswith("all in one")},
+    **{row: (case, 4) for row, case in MASKED.items() if "all in one" not in row},
+    "mask, split keys, 1000 processors": (MASKED["mask, split keys, chunks without any"], 1000),
+    "mask, split keys, nothing, 1000 processors": (MASKED["mask, split keys, nothing"], 1000),
     "split keys, 1 processor": (SPLIT, 1),
     "split keys, 1000 processors": (SPLIT, 1000),
     "split keys, 1000 processors, weights alone": ({**SPLIT, "Tq": 3, "grads": "weights"}, 1000),
@@ -58,6 +61,7 @@ class Step:
     Dk: int | None = None
     tied: bool = False  # values is keys
     lens: tuple[int, ...] | None = None
+    seen: float | None = None  # share of keys that a mask shows; the last row sees none
     multiprocessors: int = 4
 
 
@@ -66,6 +70,7 @@ STEPS = {
     "queries projected, beams": Step(Tq=6, Dq=8),
     "a cluster shares W_q": Step(B=3, H=264, Tk=40, Dv=8),
     "a cluster of several rows": Step(B=9, H=152, Dq=56, Tk=40, Dv=8),
+    "queries projected, mask": Step(Tq=3, seen=0.3),
     "queries in rows of any alignment": Step(Tq=3, Dq=7, H=33, Dv=9),
     "keys projected": Step(Tk=150, Dk=64, H=300, lens=(150, 70), multiprocessors=1),
     "keys projected, cut": Step(Tk=150, Dk=104, H=32, lens=(150, 70)),
@@ -74,6 +79,8 @@ STEPS = {
     "keys in rows of any alignment": Step(Tk=150, Dk=7, H=33, lens=(150, 70)),
     "keys are values": Step(B=3, Tk=150, Dk=104, tied=True, lens=(150, 70, 0), multiprocessors=16),
     "keys are values, beams": Step(B=3, Tq=3, Tk=150, Dk=24, tied=True, multiprocessors=1),
+    "keys projected, mask": Step(B=3, Tk=150, Dk=64, H=300, lens=(150, 70, 9), seen=0.02),
+    "keys are values, mask": Step(B=3, Tk=150, Dk=104, tied=True, seen=0.02, multiprocessors=1),
 }  # fmt: skip
 
 
@@ -91,11 +98,11 @@ def measured(kernels, name, dtype):
 def on(kernels, multiprocessors=4):
     """The function :func:`parity.check` tests: projections by torch, the rest by the kernels."""
 
-    def function(inputs, valid_lens):
+    def function(inputs, valid_lens, **masked):
         a = F.linear(inputs["queries"], inputs["w_q"])
         c = F.linear(inputs["keys"], inputs["w_k"], inputs["bias"])
         rest = inputs["values"], inputs["w_v"], valid_lens
-        context, weights = kernels.attend(multiprocessors, a, c, *rest)
+        context, weights = kernels.attend(multiprocessors, a, c, *rest, **masked)
         return context, weights.to(context.dtype)
 
     return function
@@ -123,12 +130,18 @@ def _step(kernels, name, dtype):
     if step.Dk is not None:
         raw = {"w_k": draw(step.H, step.Dk, scale=step.Dk**-0.5), "bias": draw(step.H)}
     valid_lens = None if step.lens is None else lens(*step.lens)
+    masked = {}
+    if step.seen is not None:
+        masked["mask"] = scattered(step.B, 1, step.Tk, share=step.seen)
+        masked["mask"][-1] = False
 
     k = F.linear(keys, *raw.values()) if raw else keys
-    eager = reference.attend(F.linear(queries, w_q), k, values, w_v, valid_lens)
-    got = kernels.step(step.multiprocessors, queries, w_q, keys, values, w_v, valid_lens, **raw)
+    eager = reference.attend(F.linear(queries, w_q), k, values, w_v, valid_lens, **masked)
+    got = kernels.step(
+        step.multiprocessors, queries, w_q, keys, values, w_v, valid_lens, **raw, **masked
+    )
     sizes = {name: getattr(step, name) for name in ("B", "Tq", "Tk", "H", "Dq", "Dv", "tied")}
-    case = Case(**sizes, Dk=features, lens=valid_lens, bias=bool(raw))
+    case = Case(**sizes, Dk=features, lens=valid_lens, bias=bool(raw), **masked)
     given = {"queries": queries, "keys": keys, "values": values, "w_q": w_q, "w_v": w_v}
     given |= raw or {"w_k": torch.eye(step.H)}
     given |= {name: torch.zeros_like(x) for name, x in zip(OUTPUTS, eager, strict=True)}

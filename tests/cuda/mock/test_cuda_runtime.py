@@ -185,7 +185,7 @@ SHAPES = (*LIST, *STEPS_ON_MEMORY)
 GPUS = {"108": (108, 1), "128": (128, 1), "132": (132, 8), "148": (148, 8)}
 DTYPES = (torch.float32, torch.bfloat16)
 # Bytes of the struct Problem, and where the numbers (splits, split) of a kernel's argument are.
-PROBLEM = 184
+PROBLEM = 216
 SPLITS = {
     "decode_forward": PROBLEM + 24,
     "raw_keys_forward": PROBLEM + 24,

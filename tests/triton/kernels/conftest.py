@@ -15,9 +15,9 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 DEEP = re.compile(
-    r"test_contract\w*\[(?!lens per query-|whole row masked-|split keys-)|test_near|test_drawn|"
-    r"test_without_weights_scores|test_one_graph|test_splits_of_one_long|test_dropout.*\[18|"
-    r"test_magnitudes"
+    r"test_contract\w*\[(?!lens per query-|whole row masked-|split keys-|mask per query-)|"
+    r"test_near|test_drawn|test_without_weights_scores|test_one_graph|test_splits_of_one_long|"
+    r"test_dropout.*\[18|test_magnitudes"
 )
 
 if INTERPRETED:

@@ -157,8 +157,6 @@ def test_the_operators_of_triton_read_no_mask_as_lengths(lens, error, message):
 
 
 NOT_SERVED = {
-    "a mask per query": {"mask": MASK},
-    "a mask per row": {"mask": MASK[:, :1]},
     "features": {"features": torch.ones(2, 6, 3), "w_f": torch.ones(5, 3)},
     "relu": {"activation": 1},
 }
@@ -171,7 +169,7 @@ def test_the_operators_of_triton_refuse_what_they_do_not_serve(what):
     }
     tensors = draw(2, 3, 5), draw(2, 6, 5), draw(2, 6, 4), draw(1, 5)
     for call in served_by_triton(*tensors):
-        with pytest.raises(ValueError, match="take no mask, no features and no activation but"):
+        with pytest.raises(ValueError, match="take no features and no activation but"):
             call(**inside)
 
 

@@ -6,7 +6,7 @@ import re
 import parity
 import pytest
 import torch
-from contract import CONTRACT, LARGE
+from contract import CONTRACT, LARGE, MASKED, scattered
 from drawing import cases, drawn
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
@@ -33,7 +33,8 @@ def test_these_are_the_triton_kernels():
 
 
 # The interpreter takes seconds for a small case: each row of the table in one dtype, turn by turn.
-TURNS = [(row, DTYPES[i % len(DTYPES)]) for i, row in enumerate(CONTRACT)]
+ROWS = CONTRACT | MASKED
+TURNS = [(row, DTYPES[i % len(DTYPES)]) for i, row in enumerate(ROWS)]
 # A step sees how lengths and gradients are stored, and sizes around a CPU's vectors, as well.
 STEP_ALONE = re.compile(r"lens (\w*int|bf|fp|of odd|expanded|just)|.*(whole vectors|t gradients)")
 MANY = [turn for turn in TURNS if not STEP_ALONE.match(turn[0])]
@@ -41,11 +42,15 @@ MANY = [turn for turn in TURNS if not STEP_ALONE.match(turn[0])]
 
 def sizes_of(row, **changed):
     """A row of the table at sizes that the interpreter gets through."""
-    sizes = {**SIZES, **changed, **CONTRACT[row]}
-    lens = sizes.get("lens")
+    sizes = {**SIZES, **changed, **ROWS[row]}
+    sizes |= {"Tq": min(sizes["Tq"], 18), "Tk": min(sizes["Tk"], 70)}
+    lens, mask = sizes.get("lens"), sizes.get("mask")
     if lens is not None:
         sizes["lens"] = lens[: sizes["B"]]
-    return sizes | {"Tq": min(sizes["Tq"], 18), "Tk": min(sizes["Tk"], 70)}
+    if mask is not None:
+        sizes["Tk"] = min(sizes["Tk"], mask.shape[-1])
+        sizes["mask"] = mask[: sizes["B"], ..., : sizes["Tk"]]
+    return sizes
 
 
 @pytest.mark.parametrize(("row", "dtype"), MANY)
@@ -59,6 +64,9 @@ def test_contract_of_a_step(row, dtype):
     lens = sizes.get("lens")
     if lens is not None and lens.shape[1:] == (SIZES["Tq"],):
         sizes["lens"] = lens[:, 5:7]
+    mask = sizes.get("mask")
+    if mask is not None and mask.dim() == 3 and mask.shape[1] == SIZES["Tq"]:
+        sizes["mask"] = mask[:, 2:4]
     check(Case(**sizes), dtype, WAYS["attended"])
 
 
@@ -94,13 +102,15 @@ def test_fp32_near_zero(queries, scale):
 
 
 @pytest.mark.parametrize("lens", [None, (3,), (3, 45)], ids=["all", "rows", "queries"])
-def test_without_weights_scores_take_bounded_memory(lens, monkeypatch):
+@pytest.mark.parametrize("masked", [False, True], ids=["lens", "mask"])
+def test_without_weights_scores_take_bounded_memory(lens, masked, monkeypatch):
     drawn = Case(B=3, Tq=45, Tk=30, H=8).draw(torch.float32)
     x = [drawn[n].float().to(parity.DEVICE) for n in parity.INPUTS[:6]]
     if lens is not None:
         generator = torch.Generator().manual_seed(0)
         lens = torch.randint(0, 33, lens, generator=generator).to(parity.DEVICE)
-    whole, _ = bf.additive_attention(*x, lens, backend="triton")
+    mask = scattered(3, 45, 30).to(parity.DEVICE) if masked else None
+    whole, _ = bf.additive_attention(*x, lens, mask=mask, backend="triton")
     monkeypatch.setattr(plans, "_SCRATCH", 3 * 30 * 4 * 19)
     shapes = []
     real = call.Call.new
@@ -110,7 +120,7 @@ def test_without_weights_scores_take_bounded_memory(lens, monkeypatch):
         return real(self, *shape, **kind)
 
     monkeypatch.setattr(call.Call, "new", new)
-    parts, none = bf.additive_attention(*x, lens, need_weights=False, backend="triton")
+    parts, none = bf.additive_attention(*x, lens, mask=mask, need_weights=False, backend="triton")
     assert none is None
     assert torch.equal(parts, whole)
     assert (3, 19, 30) in shapes
