@@ -226,6 +226,40 @@ def test_a_report_with_failing_stages_has_everything_else(planted, tmp_path, mon
     assert [row["row"] for row in report["rows"] if "problem" not in row] == ["one", "two"]
 
 
+# The stages with small shapes, as a module of their own.
+SMALL_STAGES = """
+from dataclasses import replace
+from benchmarks.gpu import figures, stages
+from benchmarks.gpu.stages import model, time
+
+def small(shape):
+    return replace(shape, batch=2, keys=5, hidden=8, query_size=8, key_size=8, value_size=8)
+
+figures.SECONDS = 1e-3
+for name in ("STEP", "WIDE", "ONE", "LONG", "LARGE", "LENS"):
+    setattr(stages, name, small(getattr(stages, name)))
+stages.CALLS = [replace(case, shape=small(case.shape)) for case in stages.CALLS]
+"""
+
+
+def test_a_report_of_the_cpu(tmp_path, monkeypatch, capsys):
+    (tmp_path / "planted.py").write_text(SMALL_STAGES)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
+    monkeypatch.setattr(gpu_report, "SOURCE", "planted")
+    out = tmp_path / "out"
+    gpu_report.main(["--device", "cpu", "--out", str(out), "--stage", "model", "time"])
+    (report,) = gpu_report.reports(out)
+    assert report["machine"]["triton"]
+    rows = {row["row"]: row for row in report["rows"]}
+    problems = {name for name, row in rows.items() if "problem" in row}
+    assert problems == {name for name in rows if name.startswith("peak memory")}  # of a GPU
+    timed = [row for row in rows.values() if "called" in row]
+    assert len(timed) > 20
+    assert all(row["passed"] and row["of roof"] > 0 for row in timed)
+    assert "d2l fused: step-64-lens (2,1,5,8), full, forward, bfloat16" in rows
+    assert "2 of ours not right" in capsys.readouterr().out
+
+
 def test_an_interrupted_report_leaves_no_process(planted):
     """A make that is stopped must not leave a process on the GPU."""
     code = (
