@@ -8,6 +8,7 @@ multiprocessor has work. Knows no torch.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 
@@ -15,6 +16,9 @@ def power_of_two(n: int) -> int:
     """The least power of two that is not below n, from 1 on."""
     return 1 << max(n - 1, 0).bit_length()
 
+
+# The plans of so many steps are kept: a decoder asks for the same one again and again.
+_CALLS = 1024
 
 # Bytes of scores of many queries at once, where nobody asked for weights.
 _SCRATCH = 64 << 20
@@ -47,6 +51,7 @@ def step_shared(queries_len: int, features: int, size: int) -> int:
     return _LEAST_KEYS * max(power_of_two(features), 16) * size + _ROOM
 
 
+@functools.lru_cache(_CALLS)
 def step(
     batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
     processors: int, size: int, shared: int, raw_keys: bool = False,
@@ -85,6 +90,7 @@ def step(
 DECODE_QUERIES, DECODE_HIDDEN, _DECODE_KEYS = 3, 2048, 64
 
 
+@functools.lru_cache(_CALLS)
 def decode(
     batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
     processors: int, size: int,
@@ -106,6 +112,7 @@ def decode(
     return StepPlan(-(-tiles // each), each * block_k, blocks)
 
 
+@functools.lru_cache(_CALLS)
 def combine(splits: int, features: int) -> dict[str, Any]:
     """Of `combine_kernel`: all splits of a few features at once."""
     block_s = max(power_of_two(splits), 2)
