@@ -44,6 +44,7 @@ _BY_NAME = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
 STEP, PARALLEL = _BY_NAME["step-64"], (_BY_NAME["parallel-16"], *reversed(MANY_QUERIES))
 ONE, LONG = _BY_NAME["step-1"], _BY_NAME["pooling"]
 LARGE, LENS = _BY_NAME["gnmt-infer"], replace(STEP, name="step-64-lens", lens="drawn")
+BEAMS = tuple(replace(STEP, name=f"beam-{n}", queries=n) for n in (4, 10))
 # What ours and the others are timed on.
 CALLS = (
     *(GpuCase("", shape, "step") for shape in (STEP, WIDE)),
@@ -129,8 +130,8 @@ def time(device: str) -> list[Row]:
     """Ours: every shape, in time and kernel by kernel; beams, masks, fused modules; peak memory."""
     where = torch.device(device)
     wanted = [*CALLS, GpuCase("", WIDE, "full")]
-    wanted += [GpuCase("", replace(STEP, name=f"beam-{n}", queries=n), "step") for n in (4, 10)]
     wanted += [
+        *(GpuCase("", shape, "step") for shape in BEAMS),
         GpuCase("", replace(STEP, name="step-64-long", keys=400), "step"),
         GpuCase("", ONE, "step"),
         GpuCase("", ONE, "step", "float32"),
@@ -152,7 +153,7 @@ def plans(device: str) -> list[Row]:
     """What the plans choose between: tiles and splits of the Triton kernels."""
     where, rows = torch.device(device), []
     for function, shapes, train, most in (
-        ("step", (WIDE, STEP, ONE), False, 9),
+        ("step", BEAMS, False, 9),
         ("scores", PARALLEL, False, 4),
         ("grad_tanh", (WIDE, *PARALLEL), True, 2),
     ):

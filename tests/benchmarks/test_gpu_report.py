@@ -238,6 +238,7 @@ def small(shape):
 figures.SECONDS = 1e-3
 for name in ("STEP", "WIDE", "ONE", "LONG", "LARGE", "LENS"):
     setattr(stages, name, small(getattr(stages, name)))
+stages.BEAMS = [small(shape) for shape in stages.BEAMS]
 stages.CALLS = [replace(case, shape=small(case.shape)) for case in stages.CALLS]
 """
 
@@ -398,8 +399,8 @@ from benchmarks.workloads.shapes import Shape
 
 cpu = torch.device("cpu")
 figures.SECONDS, settle.STEPS = 1e-3, 8
-long = GpuCase("triton", Shape("long", 1, 1, 300, 16), "projected")
-plans = [figures.plan(long, cpu, "step", number) for number in (0, 1, 99)]
+beam = GpuCase("triton", Shape("beam", 1, 4, 100, 16), "projected")
+plans = [figures.plan(beam, cpu, "step", number) for number in (0, 1, 99)]
 print(json.dumps([plans, settle.chase(cpu, {"L2": 1 << 12}), len(stages.plans("cpu"))]))
 """
 
