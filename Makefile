@@ -83,10 +83,9 @@ bench-compare: venv  ## is this working tree slower than BASE=<git ref>? both bu
 # With the Python that is there and nothing installed: PYTHON=... for one beside .venv's. The
 # package is laid out as installed, kernels/ in its place.
 GPU_PYTHON = $(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
-gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=smoke|time|plans|compiled|parity|sanitize
+gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=model|smoke|time|rivals|plans|parity|sanitize
 	@started=$$(date +%s); \
-	$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
-		{ echo 'gpu-report: no GPU that $(GPU_PYTHON) and its torch can see; nothing is measured' >&2; exit 2; }; \
+	$(GPU_PYTHON) -W ignore -m benchmarks.gpu.machine || exit 2; \
 	rm -rf build/gpu && mkdir -p build/gpu && \
 	cp -Rp bahdanau_fast benchmarks tests pyproject.toml build/gpu/ && \
 	cp -Rp kernels build/gpu/bahdanau_fast/kernels || exit 1; \

@@ -6,5 +6,5 @@ after ``bf.fuse``, ``python -m benchmarks.training`` whole training steps, ``ben
 (``make gpu-report``) a GPU. How a row is timed, in the order of reading: ``workloads.shapes`` (the
 rows and their tensors), ``contestants.providers`` (who computes), ``contestants.parity`` (the check
 before the timing), ``timing.measure`` (calls in turns), ``bench`` (one row). ``page`` writes
-docs/performance.md and README's table from ``results``.
+docs/performance.md and the tables of README and docs/gpu.md from ``results``.
 """

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from .timing.worker import Worker, WorkerError
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SOURCE = f"{__package__}.gpu.stages"
+SOURCE, MACHINE = f"{__package__}.gpu.stages", f"{__package__}.gpu.machine:machine"
 
 
 class Stage(NamedTuple):
@@ -37,22 +37,25 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "smoke": Stage(130, workers=5),
-    "time": Stage(110),
-    "plans": Stage(70),
-    "compiled": Stage(80),
+    "model": Stage(40),
+    "smoke": Stage(100, workers=5),
+    "time": Stage(90),
+    "build": Stage(50, workers=8),
+    "rivals": Stage(80),
+    "plans": Stage(30),
     "parity": Stage(200, workers=8),
     "sanitize": Stage(200, workers=4),
 }
-FIRST = ("smoke", "time", "plans", "compiled")
+FIRST = ("model", "smoke", "time", "build", "rivals", "plans")
 # What make gives the build; looking at the machine; all of it.
 BUILD_SECONDS, MACHINE_SECONDS, TOTAL_SECONDS = 150.0, 40.0, 580.0
 START_SECONDS = 90.0  # imports of torch from a cold disk
+COPY = "bytes per second, copy"  # by what a row calls the roof
 TIME_IS_UP = "the time of the stage was up"
 # Of these stages every row is ours, and has to be right.
-OURS = ("smoke", "time", "plans", "parity", "sanitize")
+OURS = ("model", "smoke", "time", "parity", "sanitize")
 # Of these the calls are compared with each other.
-COMPARED = ("time", "compiled")
+COMPARED = ("time", "rivals")
 
 Record = Callable[[dict[str, Any]], None]
 
@@ -68,9 +71,14 @@ class Rows:
         deadline: of ``time.monotonic()``; rows that are left then are recorded as not run.
         record: takes ``row``, its name, and the result, a ``problem``, or why it was ``not run``.
         device: name of the device.
+        cache: folder of what is compiled. A process after one that was killed, whose compilation
+            may be there by half, gets a folder of its own in it.
     """
 
-    def __init__(self, source: str, deadline: float, record: Record, device: str) -> None:
+    def __init__(
+        self, source: str, deadline: float, record: Record, device: str, cache: Path
+    ) -> None:
+        self._cache = cache
         self._module, _, self._function = source.partition(":")
         self._deadline, self._record, self._device = deadline, record, device
         self._lock = threading.Lock()
@@ -104,18 +112,15 @@ class Rows:
 
     def _work(self) -> None:
         """Rows in one process, and where it is lost, in a fresh one."""
-        starts = True
+        starts, cache = True, self._cache
         while starts and (self._left is None or self._left) and self._seconds_left() > 0:
-            # A compilation that is killed half way leaves its cache unfit for the next process.
-            with (
-                tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache,
-                Worker({"TORCHINDUCTOR_CACHE_DIR": cache}) as worker,
-            ):
+            with Worker({"TORCHINDUCTOR_CACHE_DIR": str(cache)}) as worker:
                 self._active.add(worker)
                 starts = not self._stopped and self._starts(worker)
                 while starts and self._row(worker):
                     pass
                 self._active.discard(worker)
+            cache = Path(tempfile.mkdtemp(dir=self._cache))
 
     def _starts(self, worker: Worker) -> bool:
         """Ask a fresh process for its rows; False if it has none to give."""
@@ -168,9 +173,10 @@ def right(result: dict[str, Any]) -> bool:
 
 
 def _us(result: dict[str, Any]) -> str:
-    """Microseconds: called / from a graph / from a graph with a cold L2."""
+    """Microseconds: called / from a graph / from a graph with a cold L2; of a copy's bandwidth."""
     spreads = (result.get(state) for state in ("called", "graph", "cold"))
-    return " / ".join(f"{1e6 * spread['median']:.1f}" if spread else "-" for spread in spreads)
+    us = " / ".join(f"{1e6 * spread['median']:.1f}" if spread else "-" for spread in spreads)
+    return us + (f", {result['of roof']:.0%}" if "of roof" in result else "")
 
 
 def text(result: dict[str, Any]) -> str:
@@ -181,8 +187,8 @@ def text(result: dict[str, Any]) -> str:
         said += f" error {result['worst']:.2f} of what is allowed"
     if "called" in result:
         said += f" {_us(result)} us"
-    for name, figures in result.get("plans", {}).items():
-        said += f"\n    {name}: {figures.get('problem') or _us(figures) + ' us'}"
+    if result.get("modelled us"):
+        said += f", modelled {result['modelled us']}"
     for name, (launches, us) in result.get("kernels", {}).items():
         said += f"\n    {us:8.1f} us x {launches:g}  {name[:100]}"
     return f"{result['stage']}: {result['row']}: {said.strip() or json.dumps(result)}"
@@ -212,12 +218,12 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _machine(device: str) -> dict[str, Any]:
+def _machine(device: str, cache: Path) -> dict[str, Any]:
     """The machine, or with a ``problem`` why nothing can be measured."""
     found: list[dict[str, Any]] = []
     # From a cold disk this can take longer than planned; then the stages have less.
     deadline = time.monotonic() + 2 * START_SECONDS
-    Rows(f"{SOURCE}:machine", deadline, found.append, device).run()
+    Rows(MACHINE, deadline, found.append, device, cache).run()
     where = found[0]
     if "problem" in where:
         where["problem"] += "".join(f": {line}" for line in where.get("said", [])[-1:])
@@ -241,7 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.monotonic() - BUILD_SECONDS
     if given.started is not None:
         begin = time.monotonic() - (time.time() - given.started)
-    where = _machine(given.device)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        return _report(given, begin, Path(cache))
+
+
+def _report(given: argparse.Namespace, begin: float, cache: Path) -> int:
+    where = _machine(given.device, cache)
     if "problem" in where:
         print(f"gpu-report: {where['problem']}; nothing is measured", file=sys.stderr)
         return 2
@@ -249,11 +260,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     path = given.out / f"{name}-{datetime.date.today().isoformat()}.jsonl"
     rows: list[dict[str, Any]] = []
-    stages = given.stage or FIRST
+    stages, copied = given.stage or FIRST, list[float]()
     with path.open("a", encoding="utf-8") as file:
 
         def record(stage: str, result: dict[str, Any]) -> None:
             result = {"stage": stage, **result}
+            if COPY in result:
+                copied.append(result[COPY])
+            if copied and "bytes" in result:
+                best = result.get("cold", result["called"])["median"]
+                result["of roof"] = result["bytes"] / copied[-1] / best
             print(json.dumps(result), file=file, flush=True)
             print(text(result), flush=True)
             rows.append(result)
@@ -261,7 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record("machine", where)
         for stage, end in zip(stages, deadlines(stages, begin), strict=True):
             tell = partial(record, stage)
-            Rows(f"{SOURCE}:{stage}", end, tell, given.device).run(STAGES[stage].workers)
+            of_stage = Rows(f"{SOURCE}:{stage}", end, tell, given.device, cache)
+            of_stage.run(STAGES[stage].workers)
     print("\n".join(table(rows)))
     wrong = [row for row in rows if row["stage"] in OURS and not right(row)]
     print(f"{len(rows)} results, {len(wrong)} of ours not right; wrote {path}")

@@ -1,4 +1,4 @@
-"""Writes docs/performance.md and README's table from the figures of runs.
+"""Writes docs/performance.md and the tables of README and docs/gpu.md from the figures of runs.
 
 ``python -m benchmarks.page`` reads every file in ``benchmarks/results``; no figure is typed by
 hand.
@@ -14,6 +14,7 @@ from typing import Any
 
 from . import gpu_report, training
 from .contestants.peers import DIFFERENCES
+from .gpu import modelled
 from .tables import markdown, milliseconds, shape_text
 from .timing.worker import ROOT
 from .workloads.shapes import MODES, SUBJECT
@@ -229,7 +230,10 @@ def page(measured: list[Run], trained: list[Run], gpus: list[Run]) -> str:
     for run in gpus:
         where = run["machine"]
         lines += [f"## {where['gpu']}", "", f"torch {where['torch']}, commit {where['commit']}."]
-        lines += ["Microseconds: called / from a graph / from a graph with a cold L2.", ""]
+        lines += [
+            "Microseconds: called / from a graph / from a graph with a cold L2, and the share"
+        ]
+        lines += ["of a copy's bandwidth that this is.", ""]
         lines += [*gpu_report.table(run["rows"]), ""]
     lines += [NOT_MEASURED]
     if not gpus:
@@ -253,22 +257,33 @@ def runs(results: Path = RESULTS, pattern: str = "cpu-*.json") -> list[Run]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(pattern))]
 
 
-def generated(root: Path = ROOT) -> dict[Path, str]:
-    """What docs/performance.md and README.md have to say by the committed figures.
+def _between(path: Path, begin: str, block: str, end: str) -> str:
+    """A page with what stands between its marks, and they themselves, replaced.
 
     Raises:
-        ValueError: README.md lacks a mark that the table stands between.
+        ValueError: it lacks a mark.
     """
-    results = root / "benchmarks" / "results"
-    measured, readme = runs(results), (root / "README.md").read_text(encoding="utf-8")
-    before, mark, rest = readme.partition(BEGIN)
-    _, closing, after = rest.partition(END)
+    before, mark, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, closing, after = rest.partition(end)
     if not mark or not closing:
-        raise ValueError(f"README.md must have {BEGIN} and {END}, got one of them or none")
+        raise ValueError(f"{path.name} must have {begin} and {end}, got one of them or none")
+    return before + block + after
+
+
+def generated(root: Path = ROOT) -> dict[Path, str]:
+    """What docs/performance.md, docs/gpu.md and README.md have to say by the committed figures.
+
+    Raises:
+        ValueError: a page lacks a mark that its tables stand between.
+    """
+    results, docs, readme = root / "benchmarks" / "results", root / "docs", root / "README.md"
+    measured = runs(results)
     trained, gpus = runs(results, "training-*.json"), gpu_report.reports(results)
+    of_gpus = modelled.BEGIN, modelled.block(), modelled.END
     return {
-        root / "docs" / "performance.md": page(measured, trained, gpus),
-        root / "README.md": before + readme_block(measured[0]) + after,
+        docs / "performance.md": page(measured, trained, gpus),
+        docs / "gpu.md": _between(docs / "gpu.md", *of_gpus),
+        readme: _between(readme, BEGIN, readme_block(measured[0]), END),
     }
 
 

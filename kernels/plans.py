@@ -8,6 +8,7 @@ multiprocessor has work. Knows no torch.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 
@@ -15,6 +16,9 @@ def power_of_two(n: int) -> int:
     """The least power of two that is not below n, from 1 on."""
     return 1 << max(n - 1, 0).bit_length()
 
+
+# The plans of so many steps are kept: a decoder asks for the same one again and again.
+_CALLS = 1024
 
 # Bytes of scores of many queries at once, where nobody asked for weights.
 _SCRATCH = 64 << 20
@@ -47,6 +51,7 @@ def step_shared(queries_len: int, features: int, size: int) -> int:
     return _LEAST_KEYS * max(power_of_two(features), 16) * size + _ROOM
 
 
+@functools.lru_cache(_CALLS)
 def step(
     batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
     processors: int, size: int, shared: int, raw_keys: bool = False,
@@ -81,13 +86,38 @@ def step(
     return plans
 
 
+# `decode_kernel` serves so many queries and hidden units; its splits have at least so many keys.
+DECODE_QUERIES, DECODE_HIDDEN, _DECODE_KEYS = 3, 2048, 64
+
+
+@functools.lru_cache(_CALLS)
+def decode(
+    batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
+    processors: int, size: int,
+) -> StepPlan:  # fmt: skip
+    """Of `decode_kernel`: 32 elements of a tile a thread, 16 in the precision of fp32.
+
+    Splits for two programs a multiprocessor; copies of two or three tiles in 48 KB.
+    """
+    block_h, block_d = (max(power_of_two(n), 16) for n in (hidden, features))
+    widest = max(block_h, block_d)
+    warps = 4 if widest <= 1024 else 8
+    block_k = min(max(2048 // size * warps // widest, 2), max(power_of_two(keys_len), 2), 64)
+    tiles = -(-keys_len // block_k)
+    programs = max(batch * queries_len, 1)
+    each = -(-tiles // max(min(2 * processors // programs, keys_len // _DECODE_KEYS), 1))
+    stages = 3 if 3 * block_k * (block_h + block_d) * size <= 48 << 10 else 2
+    blocks = {"BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d, "STAGES": stages}
+    blocks |= {"BLOCK_X": max(4096 // block_h, 4), "num_warps": warps}
+    return StepPlan(-(-tiles // each), each * block_k, blocks)
+
+
+@functools.lru_cache(_CALLS)
 def combine(splits: int, features: int) -> dict[str, Any]:
-    """Of `combine_kernel`."""
-    return {
-        "BLOCK_S": max(power_of_two(splits), 2),
-        "BLOCK_D": min(max(power_of_two(features), 16), 256),
-        "num_warps": 4,
-    }
+    """Of `combine_kernel`: all splits of a few features at once."""
+    block_s = max(power_of_two(splits), 2)
+    block_d = min(max(power_of_two(features), 16), max(8192 // block_s, 16), 256)
+    return {"BLOCK_S": block_s, "BLOCK_D": block_d, "num_warps": 4}
 
 
 def tables(hidden: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A decoder step in one launch: a few queries against projected keys, or against raw ones.
+"""A decoder step in one launch: 4 to 16 queries, or raw keys. Fewer: decode.py.
 
 Roof: reading keys and values once, ``B Tk (H + Dv)`` numbers. A program takes a split of one
 row's keys; if there are several splits, `combine_kernel` combines their parts.
@@ -281,13 +281,10 @@ def combine_kernel(
     base = tl.where(most == float("-inf"), 0.0, most)
     factor = tl.exp(highest - base)
     total = tl.sum(factor * tl.load(sums + part, mask=s < splits, other=0.0), axis=0)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for split in range(0, splits):
-        share = tl.exp(tl.load(maxima + row * splits + split) - base)
-        at = parts + (row * splits + split) * Dv + d
-        acc += share * tl.load(at, mask=d < Dv, other=0.0)
+    at = parts + part[:, None] * Dv + d[None, :]
+    tile = tl.load(at, mask=(s < splits)[:, None] & (d < Dv)[None, :], other=0.0)
     inverse = inverse_of(total)
-    tl.store(context + row * Dv + d, acc * inverse, mask=d < Dv)
+    tl.store(context + row * Dv + d, tl.sum(factor[:, None] * tile, axis=0) * inverse, mask=d < Dv)
     if scores is not None:
         if tl.program_id(1) == 0:
             one = tl.arange(0, 1)

@@ -10,12 +10,12 @@ import pytest
 # long. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# pytest has put this folder there. `import triton` must find the package or nothing, not a folder
-# of tests.
+# pytest has put this folder there, and `python -m` the root. `import triton` and `import kernels`
+# must find the packages or nothing, not a folder of ours. The root is last, for `benchmarks`: an
+# installed bahdanau_fast must stay the one that is tested.
 HERE = Path(__file__).resolve().parent
-sys.path.remove(str(HERE))
-# Last, for `benchmarks`: an installed bahdanau_fast must stay the one that is tested.
-sys.path.append(str(HERE.parent))
+FOLDERS = {str(HERE), str(HERE.parent), ""}
+sys.path[:] = [*(folder for folder in sys.path if folder not in FOLDERS), str(HERE.parent)]
 
 import torch  # noqa: E402
 

@@ -112,7 +112,7 @@ def _sharing_weights(cls: type[Module], inputs: Inputs) -> Module:
     return module
 
 
-_course = partial(_sharing_weights, CourseAttention)
+course = partial(_sharing_weights, CourseAttention)
 _ours = partial(_sharing_weights, bf.AdditiveAttention)
 
 
@@ -130,7 +130,7 @@ def _forget(module: Module) -> None:
             setattr(module._cache, name, None)
 
 
-def _module(make: Callable[[Inputs], Module], inputs: Inputs, steps: bool = False) -> Runnable:
+def on_new_keys(make: Callable[[Inputs], Module], inputs: Inputs, steps: bool = False) -> Runnable:
     """A module's call on new keys, or with ``steps`` a loop of calls on the same keys."""
     module = make(inputs)
 
@@ -146,7 +146,7 @@ def _module(make: Callable[[Inputs], Module], inputs: Inputs, steps: bool = Fals
 
 
 def _course_projected(inputs: Inputs) -> Runnable:
-    module, leaves = _course(inputs), inputs.leaves("projected")[:-1]
+    module, leaves = course(inputs), inputs.leaves("projected")[:-1]
     given = (*leaves, module.w_v, inputs.valid_lens)
     return Runnable(partial(baselines.course_attend, *given), (*leaves, module.w_v.weight))
 
@@ -259,8 +259,8 @@ def attend_projected(
 
 
 _AUTOTUNED = partial(compiled, mode="max-autotune")
-_COURSE = partial(_module, _course)
-_OURS = partial(_module, _ours)
+_COURSE = partial(on_new_keys, course)
+_OURS = partial(on_new_keys, _ours)
 _OP = {
     "full": _op_full,
     "projected": _op_projected,

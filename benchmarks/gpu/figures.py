@@ -19,9 +19,12 @@ from ..contestants.parity import Oracle
 from ..contestants.providers import Provider, by_name
 from ..timing.measure import GpuCall, captured, interleave
 from ..workloads.shapes import MANY_QUERIES, SUBJECT, Inputs, Shape, draw
+from . import modelled
 
 NAN = float("nan")
 SECONDS = 0.5  # of timing a row
+MODELLED = {"cuda": "CUDA C++", "triton": "Triton"}  # backends as the model names them
+CALLS = 20  # in a graph: one alone is shorter than the graph's own launch
 
 
 @dataclass(frozen=True)
@@ -125,72 +128,77 @@ def repeats_bits(call: Callable[[], Any], replay: Callable[[], Any]) -> bool:
     return all(map(torch.equal, _tensors(replay()), want))
 
 
-def times(
-    case: GpuCase, provider: Provider, device: torch.device, replayed: bool = True
-) -> dict[str, Any]:
+def least_bytes(case: GpuCase, results: Any, device: torch.device) -> int:
+    """What a call has to move: inputs, read once for each pass, and results."""
+    inputs = inputs_of(case, device)
+    read = inputs.leaves("full" if case.task == "full" else "projected")
+    passes = 2 if case.train else 1
+    return sum(t.nbytes for t in read) * passes + sum(t.nbytes for t in _tensors(results))
+
+
+def times(case: GpuCase, provider: Provider, device: torch.device) -> dict[str, Any]:
     """Seconds (median, p20, p80) of a call: called, from a graph, from a graph with a cold L2.
 
-    ``replayed`` is False where a graph cannot hold the call.
+    Of ours also microseconds by kernel.
     """
     with _settings(case):
         call, result = checked(case, provider, device)
+        result["bytes"] = least_bytes(case, call(), device)
         timed = {"called": GpuCall(call, device)}
-        graph = captured(call) if replayed else "not asked for"
-        if isinstance(graph, str):
-            result["no graph"] = graph
-        else:
-            timed["graph"] = GpuCall(graph, device)
+        graph = captured(call)
+        many = captured(call, CALLS) if callable(graph) else graph
+        if callable(graph) and callable(many):
+            timed["graph"] = GpuCall(many, device, holds=CALLS)
             timed["cold"] = GpuCall(graph, device, cold=True)
             if provider.group == "ours":
                 result["graph gives the same bits"] = repeats_bits(call, graph)
-        return result | interleave(timed, SECONDS).packed()
+        else:
+            result["no graph"] = many
+        result |= interleave(timed, SECONDS).packed()
+        if device.type == "cuda" and case.task == "projected":
+            gpu, who = torch.cuda.get_device_name(device), MODELLED.get(case.backend, provider.name)
+            sizes = str(case.shape), case.dtype
+            result["modelled us"] = modelled.figures(gpu, *sizes, who, case.train)
+        return result | (kernels(call, device) if provider.group == "ours" else {})
 
 
-def kernels(case: GpuCase, device: torch.device, calls: int = 10) -> dict[str, Any]:
+def kernels(call: Callable[[], Any], device: torch.device, calls: int = 10) -> dict[str, Any]:
     """Launches a call and microseconds a launch of every kernel, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
-    on_gpu = device.type == "cuda"
-    with _settings(case):
-        call, result = checked(case, subject(case), device)
-        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-        with profile(activities=[activity]) as profiled:
-            for _ in range(calls):
-                call()
-            synchronize(device)
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiled:
+        for _ in range(calls):
+            call()
+        synchronize(device)
     found = defaultdict(list)
     for event in profiled.events():
         if event.device_type.name == activity.name:
             found[event.name].append(event.time_range.elapsed_us())
-    each = {name: (len(us) / calls, sum(us) / len(us)) for name, us in found.items()}
-    return {**result, "kernels": each}
+    return {"kernels": {name: (len(us) / calls, sum(us) / len(us)) for name, us in found.items()}}
 
 
-def candidates(case: GpuCase, device: torch.device, function: str) -> dict[str, Any]:
-    """The times of every plan that a function of ``kernels/plans.py`` lists, the launched first."""
-    original = getattr(plans, function)
-    found: dict[str, Any] = {}
-    number, most = 0, 1
-    while number < most:
-        taken: list[Any] = []
+def built(case: GpuCase, provider: Provider, device: torch.device) -> dict[str, Any]:
+    """A call that is compiled and checked, so that a later process finds it in the cache."""
+    with _settings(case):
+        return checked(case, provider, device)[1]
 
-        def one(*sizes: Any, place: int = number, into: list[Any] = taken, **more: Any) -> Any:
-            nonlocal most
-            every = original(*sizes, **more)
-            most = max(most, len(every))
-            into.append(every[min(place, len(every) - 1)])
-            return into[-1:]
 
-        setattr(plans, function, one)
-        try:
-            figures = times(case, subject(case), device)
-        except Exception as error:  # one that needs too much shared memory, say
-            figures = {"problem": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-        finally:
-            setattr(plans, function, original)
-        found[f"{number}: {taken[0] if taken else 'not asked for'}"] = figures
-        number += 1
-    return {"plans": found}
+def plan(case: GpuCase, device: torch.device, function: str, number: int) -> dict[str, Any]:
+    """The times of one plan of those that a function of ``kernels/plans.py`` lists."""
+    original, taken = getattr(plans, function), list[Any]()
+
+    def one(*sizes: Any, **more: Any) -> Any:
+        taken[:] = original(*sizes, **more)[number : number + 1] or taken
+        return taken
+
+    setattr(plans, function, one)
+    try:
+        return times(case, subject(case), device) | {"plan": str(taken[0])}
+    except IndexError:
+        return {"not run": "there is no such plan"}
+    finally:
+        setattr(plans, function, original)
 
 
 def floor(device: torch.device) -> dict[str, Any]:

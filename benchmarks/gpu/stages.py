@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from bahdanau_fast import backends
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
-from ..contestants.baselines import MASKED
-from ..contestants.baselines import compiled as torch_compiled
-from ..contestants.peers import imported
-from ..contestants.providers import Outputs, Provider, Runnable, by_name, rewrites
-from ..timing.machine import machine as host
+from ..contestants.providers import Provider
 from ..timing.worker import ROOT, Row
-from ..workloads.shapes import LIST, MANY_QUERIES, STEPS_ON_MEMORY, Inputs, Shape
+from ..workloads.shapes import LIST, MANY_QUERIES, STEPS_ON_MEMORY, Shape
 from . import figures
 from .figures import GpuCase
+from .rivals import FUSED, IN_FRONT, MASKED_CALL, RIVALS
 
 DTYPES = ("bfloat16", "float32", "float16")
 ROW_SECONDS, TUNED_SECONDS, TOOL_SECONDS = 60.0, 90.0, 400.0
@@ -49,6 +43,16 @@ WIDE = Shape("step-256", 256, 1, 400, 512)
 _BY_NAME = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
 STEP, PARALLEL = _BY_NAME["step-64"], (_BY_NAME["parallel-16"], *reversed(MANY_QUERIES))
 ONE, LONG = _BY_NAME["step-1"], _BY_NAME["pooling"]
+LARGE, LENS = _BY_NAME["gnmt-infer"], replace(STEP, name="step-64-lens", lens="drawn")
+BEAMS = tuple(replace(STEP, name=f"beam-{n}", queries=n) for n in (4, 10))
+# What ours and the others are timed on.
+CALLS = (
+    *(GpuCase("", shape, "step") for shape in (STEP, WIDE)),
+    *(GpuCase("", shape, "projected", train=train) for shape in (WIDE, *PARALLEL)
+      for train in (False, True)),
+    *(GpuCase("", shape, "projected", "float32", True) for shape in (WIDE, PARALLEL[-1])),
+    GpuCase("", STEP, "step", "float32"),
+)  # fmt: skip
 ACCEPTANCE = (
     *((STEP, task, False) for task in ("step", "full")),
     *((WIDE, task, train) for task, train in (("step", False), ("full", False))),
@@ -64,27 +68,6 @@ def _backends(device: torch.device) -> tuple[str, ...]:
 
 def _rows(kind: Any, device: torch.device, *cases: GpuCase) -> list[Row]:
     return [Row(str(case), ROW_SECONDS, partial(kind, case, device)) for case in cases]
-
-
-def machine(device: str) -> list[Row]:
-    """What the figures come from; a problem where there is no GPU."""
-
-    def found() -> dict[str, Any]:
-        if device == "cuda" and not torch.cuda.is_available():
-            return {"problem": "no CUDA or ROCm device is visible"}
-        where = host() | {"backends": backends.explain(device)}
-        where["cuda"] = torch.version.cuda or torch.version.hip or "none"
-        if importlib.util.find_spec("triton"):
-            where["triton"] = importlib.metadata.version("triton")
-        if os.environ.get("BAHDANAU_FAST_COMMIT"):
-            where["commit"] = os.environ["BAHDANAU_FAST_COMMIT"]
-        where["gpu"] = device
-        if device == "cuda":
-            properties = torch.cuda.get_device_properties(0)
-            where["gpu"] = f"{properties.name}, {properties.multi_processor_count} multiprocessors"
-        return where
-
-    return [Row("machine", ROW_SECONDS, found)]
 
 
 _SMALL = [*product(SMALL, DTYPES)]
@@ -113,134 +96,93 @@ def small(device: str) -> list[Row]:
     return _rows(figures.verdict, where, *_cases(_SMALL, where))
 
 
-def time(device: str) -> list[Row]:
-    """Ours: every shape in time, then kernel by kernel; peak memory."""
+def _timed(where: torch.device, cases: Iterable[GpuCase]) -> list[Row]:
+    served = (case for case in cases if _serves(case.backend, case.shape))
+    return [
+        Row(str(c), ROW_SECONDS, partial(figures.times, c, figures.subject(c), where))
+        for c in served
+    ]
+
+
+def model(device: str) -> list[Row]:
+    """What settles the model of docs/gpu.md: five measurements; those of calls have its figures."""
     where = torch.device(device)
-    calls = [(STEP, "step"), (WIDE, "step"), (PARALLEL[0], "projected")]
-    wanted = [GpuCase("", shape, task) for shape, task in calls]
-    wanted += [GpuCase("", shape, "projected", train=True) for shape in (WIDE, *PARALLEL)]
-    wanted += [GpuCase("", shape, "projected") for shape in PARALLEL[1:]]
+    first = _backends(where)[:1]
+    rows = [Row("floor", ROW_SECONDS, partial(figures.floor, where))]
+    if backends.why_not("triton") is None:
+        from . import settle
+
+        rows += [
+            Row("loads one after the other", ROW_SECONDS, partial(settle.chase, where)),
+            Row("kernels of a graph", ROW_SECONDS, partial(settle.gap, where)),
+        ]
+    rows += _timed(where, (GpuCase(name, STEP, "projected") for name in first))
+    rows += _timed(where, (GpuCase(name, LARGE, "projected", train=True) for name in first))
+    for name in first:
+        case = GpuCase(name, STEP, "step")
+        rows += _timed(where, [case])
+        outside = partial(figures.times, case, IN_FRONT, where)
+        rows.append(Row(f"{name}, W_q in front: {case.call}", ROW_SECONDS, outside))
+    return rows
+
+
+def time(device: str) -> list[Row]:
+    """Ours: every shape, in time and kernel by kernel; beams, masks, fused modules; peak memory."""
+    where = torch.device(device)
+    wanted = [*CALLS, GpuCase("", WIDE, "full")]
     wanted += [
+        *(GpuCase("", shape, "step") for shape in BEAMS),
         GpuCase("", replace(STEP, name="step-64-long", keys=400), "step"),
         GpuCase("", ONE, "step"),
         GpuCase("", ONE, "step", "float32"),
         GpuCase("", LONG, "step"),
-        GpuCase("", WIDE, "full"),
-        GpuCase("", PARALLEL[-1], "projected", "float32", True),
     ]
-    cases = [
-        replace(case, backend=name)
-        for case in wanted
-        for name in _backends(where)
-        if _serves(name, case.shape)
-    ]
-    timed = [
-        Row(str(c), ROW_SECONDS, partial(figures.times, c, figures.subject(c), where))
-        for c in cases
-    ]
-    by_kernel = (
-        row._replace(name=f"kernels of {row.name}") for row in _rows(figures.kernels, where, *cases)
-    )
+    rows = _timed(where, (replace(c, backend=name) for c in wanted for name in _backends(where)))
+    for provider, train in product((MASKED_CALL, FUSED), (False, True)):
+        case = GpuCase("auto", LENS, "full", train=train)
+        call = partial(figures.times, case, provider, where)
+        rows.append(Row(f"{provider.name}: {case.call}", ROW_SECONDS, call))
     peaks = (
         Row(f"peak memory of {name}", ROW_SECONDS, partial(figures.peak, name, where))
         for name in ("d2l eager", "ours op")
     )
-    return [Row("floor", ROW_SECONDS, partial(figures.floor, where)), *timed, *by_kernel, *peaks]
-
-
-def _plans(where: torch.device) -> Iterator[Row]:
-    if "triton" not in _backends(where):
-        return
-    for function, shapes, train in (
-        ("step", (WIDE, STEP, ONE), False),
-        ("scores", PARALLEL, False),
-        ("grad_tanh", (WIDE, *PARALLEL), True),
-    ):
-        for shape in shapes:
-            case = GpuCase("triton", shape, "projected", train=train)
-            call = partial(figures.candidates, case, where, function)
-            yield Row(f"plans of {function}, {case}", ROW_SECONDS, call)
+    return [*rows, *peaks]
 
 
 def plans(device: str) -> list[Row]:
     """What the plans choose between: tiles and splits of the Triton kernels."""
-    return list(_plans(torch.device(device)))
+    where, rows = torch.device(device), []
+    for function, shapes, train, most in (
+        ("step", BEAMS, False, 9),
+        ("scores", PARALLEL, False, 4),
+        ("grad_tanh", (WIDE, *PARALLEL), True, 2),
+    ):
+        for shape, number in product(shapes, range(most)):
+            case = GpuCase("triton", shape, "projected", train=train)
+            call = partial(figures.plan, case, where, function, number)
+            rows.append(Row(f"plan {number} of {function}, {case}", ROW_SECONDS, call))
+    return rows if "triton" in _backends(where) else []
 
 
-# --- what ours is compared with: eager code, torch.compile in its modes, JAX ---------------------
+def _contests(kind: Callable[..., Any], device: str, among: Iterable[Provider]) -> list[Row]:
+    """Every rival in every call that it serves."""
+    where, rows = torch.device(device), []
+    for rival, case in product(among, (*CALLS, GpuCase("", WIDE, "full"))):
+        if case.task in rival.builders:
+            call = partial(kind, replace(case, backend="auto"), rival, where)
+            rows.append(Row(f"{rival.name}: {case.call}", TUNED_SECONDS, call))
+    return rows
 
 
-def _tuned(name: str, mode: str, tuned: bool = False) -> Provider:
-    def wrap(function: Callable[..., Any]) -> Any:
-        if tuned:
-            from torch._inductor import config
-
-            config.coordinate_descent_tuning = True
-        return torch_compiled(function, mode)
-
-    return Provider(name, "compiled", rewrites(wrap))
+def build(device: str) -> list[Row]:
+    """What the rivals compile, in several processes, for the next stage."""
+    slow = [rival for rival in RIVALS if "compiled" in rival.name]
+    return _contests(figures.built, device, slow)
 
 
-def _jax(inputs: Inputs, step: bool) -> Runnable:
-    """The rewrite in JAX under jit; a call waits for its result, as JAX has a stream of its own."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    jax = imported("jax", "JAX")
-    jnp = jax.numpy
-
-    def attend(query: Any, key: Any, value: Any, w_v: Any, lens: Any, w_q: Any) -> Any:
-        query = query if w_q is None else query @ w_q.T
-        scores = (jnp.tanh(query[:, :, None] + key[:, None]) * w_v).sum(-1)
-        if lens is not None:
-            keep = jnp.arange(scores.shape[-1]) < lens[:, None, None]
-            scores = jnp.where(keep, scores, MASKED)
-        weights = jax.nn.softmax(scores, -1)
-        return weights @ value, weights
-
-    def given(tensor: Tensor) -> Any:
-        tensor = tensor.detach()
-        return jax.dlpack.from_dlpack(tensor if tensor.is_floating_point() else tensor.int())
-
-    query, w_q = (inputs.queries, inputs.w_q) if step else (inputs.projected_queries, None)
-    tensors = (query, inputs.projected_keys, inputs.values, inputs.w_v, inputs.valid_lens, w_q)
-    arrays = [None if tensor is None else given(tensor) for tensor in tensors]
-    call = jax.jit(attend)
-
-    def forward() -> Outputs:
-        context, weights = jax.block_until_ready(call(*arrays))
-        return from_dlpack(context), from_dlpack(weights)
-
-    return Runnable(forward, ())
-
-
-_JAX = {"projected": partial(_jax, step=False), "step": partial(_jax, step=True)}
-
-# Those that take seconds to compile come after those that do not.
-RIVALS: tuple[Provider, ...] = (
-    by_name("rewrite eager"),
-    by_name("compiled"),
-    by_name("d2l eager"),
-    Provider("JAX jit", "peer", _JAX),
-    _tuned("compiled reduce-overhead", "reduce-overhead"),
-    _tuned("compiled tuned", "max-autotune-no-cudagraphs", tuned=True),
-)
-
-
-def compiled(device: str) -> list[Row]:
+def rivals(device: str) -> list[Row]:
     """What ours is compared with, rival by rival; the one that tunes itself last."""
-    where = torch.device(device)
-    cases = [GpuCase("auto", shape, "step") for shape in (STEP, WIDE)]
-    cases += [GpuCase("auto", shape, "projected") for shape in PARALLEL]
-    cases += [GpuCase("auto", shape, "projected", train=True) for shape in (PARALLEL[-1], WIDE)]
-    found = []
-    for rival, case in product(RIVALS, cases):
-        if rival.group == "peer" and case.train:  # forward only
-            continue
-        seconds = TUNED_SECONDS if rival.name.endswith("tuned") else ROW_SECONDS
-        # JAX has a stream of its own, and this mode graphs of its own.
-        replayed = rival.name not in ("JAX jit", "compiled reduce-overhead")
-        call = partial(figures.times, case, rival, where, replayed)
-        found.append(Row(f"{rival.name}: {case.call}", seconds, call))
-    return found
+    return _contests(figures.times, device, RIVALS)
 
 
 # --- the checks, each in a call of its own -------------------------------------------------------

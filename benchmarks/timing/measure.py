@@ -147,11 +147,13 @@ def allocated_growth(call: Callable[[], Any]) -> int:
 class GpuCall:
     """A call, or the replay of its graph, on a GPU, timed by events; on a CPU by the clock.
 
-    ``cold``: no input is in the L2 when a call begins.
+    ``cold``: no input is in the L2 when a call begins. ``holds``: calls that a replay makes.
     """
 
-    def __init__(self, call: Callable[[], Any], device: torch.device, cold: bool = False) -> None:
-        self._call, self._device, self._cold = call, device, cold
+    def __init__(
+        self, call: Callable[[], Any], device: torch.device, cold: bool = False, holds: int = 1
+    ) -> None:
+        self._call, self._device, self._cold, self._holds = call, device, cold, holds
 
     def __call__(self) -> Any:
         return self._call()
@@ -177,7 +179,7 @@ class GpuCall:
             self._call()
         end.record()
         torch.cuda.synchronize(self._device)
-        return float(start.elapsed_time(end)) * 1e-3 / repeats
+        return float(start.elapsed_time(end)) * 1e-3 / repeats / self._holds
 
 
 @functools.cache
@@ -185,8 +187,11 @@ def _larger_than_any_l2(device: torch.device) -> Tensor:
     return torch.zeros(64 << 20, device=device)
 
 
-def captured(call: Callable[[], Any]) -> Callable[[], Any] | str:
-    """``call`` as the replay of a CUDA graph, which returns the same, or why it cannot be one."""
+def captured(call: Callable[[], Any], times: int = 1) -> Callable[[], Any] | str:
+    """``call``, so many times, as the replay of a CUDA graph, or why it cannot be one.
+
+    The replay returns what the last call does.
+    """
     if not torch.cuda.is_available():
         return "no GPU"
     before = torch.cuda.current_stream()
@@ -200,7 +205,8 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any] | str:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = call()
+            for _ in range(times):
+                kept = call()
     except Exception as error:  # capture fails with many kinds of errors
         torch.cuda.set_stream(before)  # a capture that fails to end leaves its own
         torch.cuda.synchronize()

@@ -14,6 +14,7 @@ from benchmarks.contestants import peers
 from benchmarks.contestants.baselines import Unavailable
 from benchmarks.contestants.parity import Oracle, build_in
 from benchmarks.contestants.providers import PROVIDERS
+from benchmarks.gpu import modelled
 from benchmarks.timing.machine import rows_text, slug
 from benchmarks.timing.worker import Worker
 from benchmarks.workloads.shapes import TOY, Bound, Case, Shape, draw
@@ -27,6 +28,15 @@ def test_docs_and_readme_say_what_the_committed_figures_say():
     assert len(measured) >= 2
     for path, text in page.generated().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: python -m benchmarks.page"
+
+
+def test_a_verdict_is_against_the_fastest_of_the_others():
+    found = [
+        {"B,Tq,Tk,H": "a (1,1,1,1)", "Triton": "2", "eager": "8", "compiled": "4"},
+        {"B,Tq,Tk,H": "b (2,1,1,1)", "Triton": "2", "eager": "1", "compiled": "4"},
+    ]
+    said = modelled.verdict(found, "Triton", modelled.USUAL)
+    assert said == "1 of 2; 1.25, at worst 0.50 (b)"
 
 
 def test_a_file_has_a_line_for_each_row():

@@ -167,7 +167,9 @@ class Pointer(nn.Module):
 
     def forward(self, points, order):
         encoded, (h, c) = self.encoder(points)
-        return self.decoder(encoded, (h[-1], c[-1]), order)
+        # torch 2.10 exports these states with one dimension too many.
+        state = h.flatten(0, -3)[-1], c.flatten(0, -3)[-1]
+        return self.decoder(encoded, state, order)
 
 
 def pointer_batch(seed):

@@ -1,15 +1,16 @@
 """The model of time: its arithmetic on cases worked out by hand; counts of a few blocks, scaled."""
 
+import csv
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
 from driven import needs_nvcc
 from gpu_model import __main__ as program
-from gpu_model.__main__ import compiled_backward, eager
+from gpu_model.__main__ import eager
 from gpu_model.counted import Counted, Problem, works
-from gpu_model.gpus import GPUS
-from gpu_model.rivals import compiled, expert
+from gpu_model.gpus import ASSUMED, GPUS
 from gpu_model.times import Time, Work, in_graph, modelled, resident_blocks
 
 WORK = Work("a kernel", 1320, 8, 32, 0, {"fma": 1e6, "alu": 1e6}, sectors=1e7, moved=3.2e8,
@@ -145,11 +146,11 @@ def test_the_l2_holds_a_call_or_not():
     assert in_graph(gpu, [chain] * 2, True) == in_graph(gpu, [chain] * 2)
 
 
-def test_what_others_launch_and_move():
+def test_what_eager_code_launches_and_moves():
     p = Problem(2, 3, 5, 7, 11, dtype=torch.float32)
     f, s = 2 * 3 * 5 * 7, 2 * 3 * 5
     inputs = 2 * (3 + 5) * 7 + 2 * (3 + 5) * 11
-    assert (eager(p).launches, compiled_backward(p).launches) == (5, 7)
+    assert (eager(p).launches, eager(p, backward=True).launches) == (5, 8)
     assert eager(p).moved == 4 * (4 * f + 4 * s + inputs)
     masked = dataclasses.replace(p, lens=(1, 5))
     assert eager(masked).launches == 9
@@ -157,23 +158,27 @@ def test_what_others_launch_and_move():
     assert least == pytest.approx(5 * 1.3e-6, rel=0.01)
 
 
-@needs_nvcc
-def test_kernels_of_others_are_counted():
-    p = Problem(3, 2, 40, 100, 50, lens=(40, 7, 1))
-    f, s = 3 * 2 * 40 * 100, 3 * 2 * 40
-    for made, tanh in ((compiled, 2), (expert, 1)):  # an exponential and a reciprocal, or one
-        scores, softmax, product = made(p)
-        assert scores.units["special"] * 32 >= tanh * f
-        assert scores.moved == 2 * (3 * (2 + 40) * 100 + 100) + 4 * s
-        assert softmax.cold == pytest.approx(24, abs=8)  # of the lens: scores are in the L2
-        assert product.moved == 2 * 3 * (2 + 40) * 50
-
-
 # ---- the program ---------------------------------------------------------------------------------
 
 
-def test_the_committed_results_have_every_shape():
-    lines = program.RESULTS.read_text().splitlines()
-    for name in program.PASSES:
-        for shape in program.SHAPES:
-            assert any(line.startswith(f'{name},"{shape}",') for line in lines), (name, shape)
+def test_the_committed_results_have_every_call():
+    with program.RESULTS.open(newline="") as file:
+        found = {tuple(row.values())[:4] for row in csv.DictReader(file)}
+    calls = product(program.PASSES, map(str, program.SHAPES), program.DTYPES, GPUS)
+    assert found == set(calls)
+
+
+def test_the_page_has_the_constants():
+    text = (program.RESULTS.parents[2] / "docs" / "gpu.md").read_text()
+    names = ("multiprocessors", "clock", "fma", "alu", "special", "tensor", "dram", "l2", "l2_mb",
+             "l2_cycles", "dram_cycles")  # fmt: skip
+    for name in names:
+        numbers = " | ".join(f"{getattr(gpu, name):g}" for gpu in GPUS.values())
+        assert f" | {numbers} |\n" in text, name
+    assumed = (ASSUMED.dram_share, "of the bandwidth"), (ASSUMED.launch, "us lie between")
+    for number, words in (
+        *assumed,
+        (ASSUMED.call, "us for a call"),
+        (ASSUMED.host_launch, "us for each"),
+    ):
+        assert f"{number:g} {words}" in text

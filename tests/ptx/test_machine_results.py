@@ -100,6 +100,8 @@ with np.errstate(all="ignore"):
         ("cvt.s32.s8 %d, %a;", "i4", (WHOLE,), WHOLE.astype("i1")),
         # Integers.
         ("mul.wide.s32 %d, %a, %b;", "i8", (S, T), S.astype("i8") * T),
+        ("mul.hi.s32 %d, %a, %b;", "i4", (S, T), S.astype("i8") * T >> 32),
+        ("mul.hi.u32 %d, %a, %b;", "u4", (U, V), U.astype("u8") * V >> np.uint64(32)),
         ("mad.wide.u32 %d, %a, %b, 7;", "u8", (U, V), U.astype("u8") * V + np.uint64(7)),
         ("div.s32 %d, %a, %b;", "i4", (S, T), np.trunc(S / T)),
         ("rem.s32 %d, %a, %b;", "i4", (S, T), np.fmod(S, T)),

@@ -18,7 +18,7 @@ pytestmark = needs_compiler
 
 FEW = (
     "lens per query", "decoder step", "split keys, lens inside a chunk", "mask per query",
-    "mask, split keys, chunks without any",
+    "mask, split keys, chunks without any", "queries projected, beams",
 )  # fmt: skip
 
 
@@ -97,6 +97,14 @@ def test_mistakes_with_products_of_warpgroups_are_found(mistake):
 
     with pytest.raises(PtxError, match=said):
         measured(TritonPtx("90", change=change), case, "bf16")
+
+
+def test_a_step_waits_for_its_copies():
+    def change(text):
+        return edited(text, COPIED, 0, "") if "decode_kernel" in text else text
+
+    with pytest.raises(PtxError, match=SHARED):
+        measured(TritonPtx("90", change=change), "large step", "bf16")
 
 
 @pytest.mark.deep

@@ -30,22 +30,15 @@ _PACKED = {"i32": "i", "i64": "q", "fp32": "f"}
 
 def _empty(*args, **options):
     made = _torch_empty(*args, **options)
-    storage = made.untyped_storage()
-    whole = torch.tensor([], dtype=torch.uint8).set_(storage).numpy()
+    if made.is_meta:
+        return made
+    whole = torch.tensor([], dtype=torch.uint8).set_(made.untyped_storage()).numpy()
     words = whole[: whole.size // 4 * 4].view(np.uint32)
     words[:] = UNWRITTEN
     return made
 
 
 _torch_empty = torch.empty
-
-
-def _storage(tensor):
-    """A tensor's memory as a buffer; whole words that torch.empty left are unwritten."""
-    whole = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
-    words, known = whole[: whole.size // 4 * 4].view(np.uint32), np.ones(whole.size, np.uint8)
-    known[: words.size * 4].reshape(-1, 4)[:] = (words != UNWRITTEN)[:, None]
-    return Buffer(f"{tuple(tensor.shape)} {tensor.dtype}", whole, known)
 
 
 class TritonPtx(PtxCalls):
@@ -71,6 +64,14 @@ class TritonPtx(PtxCalls):
             found |= {name for name, x in vars(held).items() if isinstance(x, JITFunction)}
         kernels = {name for name in found if name.endswith("_kernel")}
         return {(kind, name) for kind in kinds for name in kernels}
+
+    @staticmethod
+    def storage(tensor):
+        """A tensor's memory as a buffer; whole words that torch.empty left are unwritten."""
+        whole = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+        words, known = whole[: whole.size // 4 * 4].view(np.uint32), np.ones(whole.size, np.uint8)
+        known[: words.size * 4].reshape(-1, 4)[:] = (words != UNWRITTEN)[:, None]
+        return Buffer(f"{tuple(tensor.shape)} {tensor.dtype}", whole, known)
 
     @contextmanager
     def here(self):
@@ -119,7 +120,7 @@ class TritonPtx(PtxCalls):
             if isinstance(value, torch.Tensor):
                 code, number = "Q", value.data_ptr()
                 if value.numel():
-                    buffers[value.untyped_storage().data_ptr()] = _storage(value)
+                    buffers[value.untyped_storage().data_ptr()] = self.storage(value)
             else:
                 code, number = _PACKED[kind], value
             size = struct.calcsize(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NO_DROPOUT: dict[str, Any] = {"seed": None, "threshold": 0, "scale_bits": 0}
 
 
 class Call:
@@ -87,17 +89,20 @@ class Call:
         self.limits = limits.of_gpu(queries.device)
         self.kind: dict[str, Any] = {"slope": float(negative_slope), "ACTIVATION": activation}
         self.kind |= {"PRECISE": queries.dtype == torch.float32, "NATIVE": native()}
-        self.precision = precision()
         self.seen: dict[str, Any] = {"lens": valid_lens, **strides(lens=valid_lens)}
         self.seen |= {"mask": mask, **strides(mask=mask)}
         self.seen["mask_key"] = 0 if mask is None else mask.stride(2)
-        scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
-        (bits,) = struct.unpack("q", struct.pack("d", scale))
-        self.dropout = {
-            "seed": seed if dropout_p > 0.0 else None,
-            "threshold": -int(-dropout_p * 2**32 // 1),
-            "scale_bits": bits,
-        }
+        self.dropout = NO_DROPOUT
+        if dropout_p > 0.0:
+            scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+            (bits,) = struct.unpack("q", struct.pack("d", scale))
+            threshold = -int(-dropout_p * 2**32 // 1)
+            self.dropout = {"seed": seed, "threshold": threshold, "scale_bits": bits}
+
+    @functools.cached_property
+    def precision(self) -> str:
+        """How products are made."""
+        return precision()
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor beside the inputs, of the type computed in unless told."""
@@ -168,11 +173,13 @@ def precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
+@functools.cache
 def native() -> bool:
     """Whether the kernels may hold NVIDIA instructions."""
     return not availability.interpreted() and torch.version.hip is None
 
 
+@functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a large one's where kernels are interpreted."""
     if device.type != "cuda":

@@ -13,6 +13,7 @@ from torch import Tensor
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES, is_gpu_step
 from bahdanau_fast.backends.triton.call import Call, lengths, make_table, processors, strides
 from bahdanau_fast.kernels import plans
+from bahdanau_fast.kernels.decode import decode_kernel
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
 from bahdanau_fast.kernels.step import combine_kernel, step_kernel
@@ -151,27 +152,46 @@ def _step(
     batch, queries_len, keys_len, features = (
         call.batch, call.queries_len, call.keys_len, call.features,
     )  # fmt: skip
-    sizes = (batch, queries_len, keys_len, call.hidden, features)
-    of_device = (processors(call.device), call.size, call.limits.shared)
-    plan = plans.step(*sizes, *of_device, w_k is not None)[0]
+    sizes = (
+        batch,
+        queries_len,
+        keys_len,
+        call.hidden,
+        features,
+        processors(call.device),
+        call.size,
+    )
+    few = queries_len <= plans.DECODE_QUERIES and call.hidden <= plans.DECODE_HIDDEN
+    rows_whole = few and w_k is None
+    if rows_whole:
+        plan = plans.decode(*sizes)
+    else:
+        plan = plans.step(*sizes, call.limits.shared, w_k is not None)[0]
     # Apart from the weights: a tile smaller than the program is read by several threads at once.
     scores = call.new(batch, queries_len, keys_len) if weights.numel() else None
     parts, maxima, sums, split = context, None, None, plan.splits > 1
     if split:
         parts = call.new(batch, queries_len, plan.splits, features)
         maxima, sums = call.new(2, batch, queries_len, plan.splits)
-    programs = batch * plan.splits
-    projected = None if w_q is None else call.new(programs, queries_len, call.hidden)
     w_q, w_k, bias = (None if w is None else w.contiguous() for w in (w_q, w_k, bias))
-    step_kernel[(programs,)](
-        queries=call.queries, keys=call.keys, values=call.values, w_v=call.w_v, context=parts,
-        scores=scores, weights=weights, maxima=maxima, sums=sums, w_q=w_q, w_k=w_k, bias=bias,
-        projected=projected, Tq=queries_len, Tk=keys_len, H=call.hidden,
-        Dq=call.queries.shape[2], Dk=call.keys.shape[2], Dv=features,
-        **strides(q=call.queries, k=call.keys, v=call.values), splits=plan.splits,
-        split_keys=plan.split_keys, **call.seen, **call.dropout, **call.kind, SPLIT=split,
-        PRECISION=call.precision, **plan.blocks,
-    )  # fmt: skip
+    given = {
+        "queries": call.queries, "keys": call.keys, "values": call.values, "w_v": call.w_v,
+        "context": parts, "scores": scores, "weights": weights, "maxima": maxima, "sums": sums,
+        "w_q": w_q, "Tq": queries_len, "Tk": keys_len, "H": call.hidden,
+        "Dq": call.queries.shape[2], "Dv": features, "splits": plan.splits,
+        "split_keys": plan.split_keys, "SPLIT": split,
+        **strides(q=call.queries, k=call.keys, v=call.values), **call.seen, **call.dropout,
+        **call.kind, **plan.blocks,
+    }  # fmt: skip
+    programs = batch * plan.splits
+    if rows_whole:
+        decode_kernel[(programs * queries_len,)](**given)
+    else:
+        projected = None if w_q is None else call.new(programs, queries_len, call.hidden)
+        step_kernel[(programs,)](
+            w_k=w_k, bias=bias, projected=projected, Dk=call.keys.shape[2],
+            PRECISION=call.precision, **given,
+        )  # fmt: skip
     if split:
         blocks = plans.combine(plan.splits, features)
         combine_kernel[(batch * queries_len, -(-features // blocks["BLOCK_D"]) or 1)](

@@ -8,6 +8,7 @@ import json
 import re
 import struct
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,13 +25,13 @@ from .gpus import Gpu
 from .sass import Code
 from .times import Work
 
-__all__ = ["Counted", "Launch", "Problem", "launch_of", "launches", "scaled", "works"]
+__all__ = ["Counted", "Launch", "Problem", "kept", "launch_of", "launches", "scaled", "works"]
 
 BITS = re.compile(r"[bsuf](8|16|32|64)$|f16x2$|bf16$")
 # Of a batch row of so many blocks or more, tiles that do the same, only some are counted. Splits of
 # a row, which the last block joins, are fewer.
 MANY_BLOCKS, MOST_BLOCKS = 64, 16
-SOURCES = "counted.py", "sass.py"
+SOURCES = Path(__file__), Path(__file__).with_name("sass.py")
 MOST_ROWS = 24  # that are there: two clusters of eight are counted, or all of fewer than three
 
 
@@ -212,24 +213,24 @@ def _driver(arch: str, code: str) -> Counted:
     return Counted(arch, code)
 
 
-def launches(problem: Problem, gpu: Gpu, backward: bool = False) -> list[Launch]:
-    """The launches of a call, forward or, alone, backward, as they are cut for a GPU.
+def kept(key: object, count: Callable[[], list[Launch]]) -> list[Launch]:
+    """What was counted, from ``build/`` if that was done before."""
+    name = hashlib.sha256(repr((key, *(x.read_text() for x in SOURCES))).encode()).hexdigest()[:24]
+    path = build.ROOT / "build" / "gpu-model" / f"{name}.json"
+    if not path.exists():
+        found = count()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([asdict(launch) for launch in found]))
+    return [Launch(**fields) for fields in json.loads(path.read_text())]
 
-    What was counted is kept in ``build/`` for the same code.
-    """
+
+def launches(problem: Problem, gpu: Gpu, backward: bool = False) -> list[Launch]:
+    """The launches of a call, forward or, alone, backward, as they are cut for a GPU."""
     p = problem
     kind = KINDS[p.dtype]
-    made = build.core(), build.ptx_file(kind, gpu.ptx), library()
-    here = Path(__file__).parent
-    code = *(path.name for path in made), *((here / n).read_text() for n in SOURCES)
+    code = [x.name for x in (build.core(), build.ptx_file(kind, gpu.ptx), library())]
     cut = gpu.ptx, gpu.code, gpu.multiprocessors
-    name = hashlib.sha256(repr((code, p, cut, backward)).encode()).hexdigest()[:24]
-    kept = build.ROOT / "build" / "gpu-model" / f"{name}.json"
-    if not kept.exists():
-        found = _driver(gpu.ptx, gpu.code).count(p, gpu, backward)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps([asdict(launch) for launch in found]))
-    return [Launch(**fields) for fields in json.loads(kept.read_text())]
+    return kept((code, p, cut, backward), lambda: _driver(*cut[:2]).count(p, gpu, backward))
 
 
 def works(found: list[Launch]) -> list[Work]:

@@ -1,0 +1,208 @@
+"""What an expert writes in an afternoon: Triton, in 16 bits with ``tanh.approx``; no (B,Tq,Tk,H).
+
+Products with the values and sums of parts are the library's. Forward, a tile of keys stays in
+registers and a loop goes over the queries; backward likewise, with the sums over keys tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+__all__ = ["EXPERT", "Attention", "Kernels"]
+
+MASKED = tl.constexpr(-1e6)
+QUERIES, KEYS = 32, 8  # of a tile, forward
+KEYS_BACKWARD, UNITS_BACKWARD = 16, 128
+
+
+@triton.jit
+def _tanh(x, APPROXIMATE: tl.constexpr):
+    if not APPROXIMATE:
+        return libdevice.tanh(x)
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32,
+                                     is_pure=True, pack=1)  # fmt: skip
+
+
+@triton.jit
+def scores_kernel(queries, keys, w_v, scores, Tq, Tk, H, APPROXIMATE: tl.constexpr,
+                  BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+    """Scores (B,Tq,Tk) of queries (B,Tq,H) and keys (B,Tk,H)."""
+    b, tiles = tl.program_id(1), tl.cdiv(Tk, BLOCK_K)
+    j, h = tl.program_id(0) % tiles * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_H)
+    inside = (j < Tk)[:, None] & (h < H)[None, :]
+    k = tl.load(keys + (b * Tk + j)[:, None] * H + h[None, :], mask=inside, other=0.0)
+    k = k.to(tl.float32)
+    w = tl.load(w_v + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+    first = tl.program_id(0) // tiles * BLOCK_Q
+    for i in range(first, tl.minimum(first + BLOCK_Q, Tq)):
+        q = tl.load(queries + (b * Tq + i) * H + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+        t = _tanh(k + q, APPROXIMATE)
+        tl.store(scores + (b * Tq + i) * Tk + j, tl.sum(t * w, axis=1), mask=j < Tk)
+
+
+@triton.jit
+def softmax_kernel(scores, lens, weights, Tq, Tk, MASK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Of a row, masked, into the dtype of the values."""
+    row, j = tl.program_id(0), tl.arange(0, BLOCK_K)
+    s = tl.load(scores + row * Tk + j, mask=j < Tk, other=float("-inf"))
+    if MASK:
+        s = tl.where((j < Tk) & (j >= tl.load(lens + row // Tq)), MASKED, s)
+    e = tl.exp(s - tl.max(s, axis=0))
+    tl.store(weights + row * Tk + j, e / tl.sum(e, axis=0), mask=j < Tk)
+
+
+@triton.jit
+def softmax_grad_kernel(weights, grads, lens, grad_scores, Tq, Tk, MASK: tl.constexpr,
+                        BLOCK_K: tl.constexpr):  # fmt: skip
+    """Of a row, into fp32; what is masked has none."""
+    row, j = tl.program_id(0), tl.arange(0, BLOCK_K)
+    p = tl.load(weights + row * Tk + j, mask=j < Tk, other=0.0).to(tl.float32)
+    g = tl.load(grads + row * Tk + j, mask=j < Tk, other=0.0).to(tl.float32)
+    g = p * (g - tl.sum(p * g, axis=0))
+    if MASK:
+        g = tl.where(j < tl.load(lens + row // Tq), g, 0.0)
+    tl.store(grad_scores + row * Tk + j, g, mask=j < Tk)
+
+
+@triton.jit
+def gradients_kernel(queries, keys, w_v, grad_scores, query_parts, grad_keys, w_parts, Tq, Tk, H,
+                     APPROXIMATE: tl.constexpr, BLOCK_K: tl.constexpr,
+                     BLOCK_H: tl.constexpr):  # fmt: skip
+    """Of a tile of keys: grad_keys (B,Tk,H); parts of grad_queries (B,tiles,Tq,H) and of w_v's."""
+    b, tiles, parts = tl.program_id(1), tl.cdiv(Tk, BLOCK_K), tl.cdiv(H, BLOCK_H)
+    tile = tl.program_id(0) // parts
+    j = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    h = tl.program_id(0) % parts * BLOCK_H + tl.arange(0, BLOCK_H)
+    at = (b * Tk + j)[:, None] * H + h[None, :]
+    inside = (j < Tk)[:, None] & (h < H)[None, :]
+    k = tl.load(keys + at, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(w_v + h, mask=h < H, other=0.0).to(tl.float32)
+    of_keys = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
+    of_w = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
+    for i in tl.range(0, Tq, num_stages=3):
+        q = tl.load(queries + (b * Tq + i) * H + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+        g = tl.load(grad_scores + (b * Tq + i) * Tk + j, mask=j < Tk, other=0.0)[:, None]
+        t = _tanh(k + q, APPROXIMATE)
+        gt = g * t
+        d = g - gt * t
+        of_w += gt
+        of_keys += d
+        part = query_parts + ((b * tiles + tile) * Tq + i) * H + h
+        tl.store(part, tl.sum(d, axis=0) * w, mask=h < H)
+    tl.store(grad_keys + at, of_keys * w[None, :], mask=inside)
+    tl.store(w_parts + (b * tiles + tile) * H + h, tl.sum(of_w, axis=0), mask=h < H)
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def _approximate(keys: Tensor) -> bool:
+    """Whether ``tanh.approx``, off by 2**-11, is there and right."""
+    return torch.version.hip is None and keys.dtype is not torch.float32
+
+
+def expert_scores(queries: Tensor, keys: Tensor, w_v: Tensor) -> Tensor:
+    """Scores (B,Tq,Tk) in fp32."""
+    (batch, queries_len, hidden), keys_len = queries.shape, keys.shape[1]
+    scores = queries.new_empty((batch, queries_len, keys_len), dtype=torch.float32)
+    tile, block = min(QUERIES, triton.next_power_of_2(queries_len)), triton.next_power_of_2(hidden)
+    grid = triton.cdiv(keys_len, KEYS) * triton.cdiv(queries_len, tile), batch
+    scores_kernel[grid](
+        queries, keys, w_v, scores, queries_len, keys_len, hidden, _approximate(keys), tile, KEYS,
+        block, num_warps=max(2, block // 256),
+    )  # fmt: skip
+    return scores
+
+
+def _row(keys_len: int) -> dict[str, int]:
+    block = triton.next_power_of_2(keys_len)
+    return {"BLOCK_K": block, "num_warps": min(max(block // 128, 2), 8)}
+
+
+def softmax(scores: Tensor, lens: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Weights of scores (B,Tq,Tk)."""
+    (batch, queries_len, keys_len), weights = scores.shape, torch.empty_like(scores, dtype=dtype)
+    given = scores, scores if lens is None else lens, weights, queries_len, keys_len
+    softmax_kernel[(batch * queries_len,)](*given, lens is not None, **_row(keys_len))
+    return weights
+
+
+def softmax_grad(weights: Tensor, grads: Tensor, lens: Tensor | None) -> Tensor:
+    """Gradient of the scores (B,Tq,Tk), in fp32."""
+    batch, queries_len, keys_len = weights.shape
+    made = torch.empty_like(weights, dtype=torch.float32)
+    given = weights, grads, weights if lens is None else lens, made, queries_len, keys_len
+    softmax_grad_kernel[(batch * queries_len,)](*given, lens is not None, **_row(keys_len))
+    return made
+
+
+def expert_gradients(
+    grad_scores: Tensor, queries: Tensor, keys: Tensor, w_v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and w_v."""
+    (batch, queries_len, hidden), keys_len = queries.shape, keys.shape[1]
+    block_k = min(KEYS_BACKWARD, triton.next_power_of_2(keys_len))
+    block_h = min(UNITS_BACKWARD, triton.next_power_of_2(hidden))
+    tiles = triton.cdiv(keys_len, block_k)
+    query_parts = grad_scores.new_empty((batch, tiles, queries_len, hidden))
+    w_parts, grad_keys = grad_scores.new_empty((batch * tiles, hidden)), torch.empty_like(keys)
+    gradients_kernel[tiles * triton.cdiv(hidden, block_h), batch](
+        queries, keys, w_v, grad_scores, query_parts, grad_keys, w_parts, queries_len, keys_len,
+        hidden, _approximate(keys), block_k, block_h, num_warps=2,
+    )  # fmt: skip
+    grad_queries = query_parts.sum(1, dtype=queries.dtype)
+    return grad_queries, grad_keys, w_parts.sum(0, dtype=w_v.dtype, keepdim=True)
+
+
+class Kernels(NamedTuple):
+    """Attention of projected queries and keys by kernels for its scores and their gradients.
+
+    Attributes:
+        scores: of queries, keys and w_v.
+        gradients: of queries, keys and w_v, from the gradient of the scores and the three.
+    """
+
+    scores: Callable[..., Tensor]
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, w_v: Tensor, lens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Context and weights."""
+        weights = softmax(self.scores(queries, keys, w_v), lens, values.dtype)
+        return torch.bmm(weights, values), weights
+
+    def backward(
+        self, weights: Tensor, grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
+        w_v: Tensor, lens: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Gradients of queries, keys, values and w_v, from that of the context."""
+        grad_scores = softmax_grad(weights, torch.bmm(grad, values.mT), lens)
+        of_queries, of_keys, of_w = self.gradients(grad_scores, queries, keys, w_v)
+        return of_queries, of_keys, torch.bmm(weights.mT, grad), of_w
+
+
+EXPERT = Kernels(expert_scores, expert_gradients)
+
+
+class Attention(torch.autograd.Function):
+    """The expert's: ``apply(queries, keys, values, w_v, lens)``, context and weights."""
+
+    @staticmethod
+    def forward(ctx, *given):  # type: ignore[no-untyped-def]
+        context, weights = EXPERT.attend(*given)
+        ctx.save_for_backward(weights, *given)
+        ctx.mark_non_differentiable(weights)
+        return context, weights
+
+    @staticmethod
+    def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+        weights, *given = ctx.saved_tensors
+        return *EXPERT.backward(weights, grad, *given), None
