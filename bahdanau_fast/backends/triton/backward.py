@@ -50,7 +50,7 @@ def attend_backward(
 
     Raises:
         TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
-        ValueError: lengths or a mask of another shape or device.
+        ValueError: lengths, a mask or features of another shape or device; no such activation.
     """
     given = (valid_lens, mask, seed, dropout_p, features, w_f, activation, negative_slope)
     call = Call(queries, keys, values, w_v, *given)

@@ -51,7 +51,7 @@ class Call:
 
     Raises:
         TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
-        ValueError: lengths or a mask of another shape or device.
+        ValueError: lengths, a mask or features of another shape or device; no such activation.
 
     Attributes:
         seen: lengths and mask as kernels take them, by name; what is absent is None.
@@ -75,6 +75,9 @@ class Call:
     ) -> None:
         if queries.dtype not in DTYPES:
             checks.reject(TypeError, "queries", "be float32, bfloat16 or float16", queries.dtype)
+        if features is not None or w_f is not None or activation != 0:
+            name = dict(enumerate(checks.ACTIVATIONS)).get(activation, str(activation))
+            checks.inside(features, w_f, name, negative_slope, keys, w_v.numel())
         if features is not None and w_f is not None:
             keys = torch.addmm(keys.flatten(0, 1), features.flatten(0, 1), w_f.t()).view_as(keys)
         self.queries, self.keys, self.values = map(rows, (queries, keys, values))

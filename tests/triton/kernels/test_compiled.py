@@ -161,6 +161,24 @@ def test_the_operators_of_triton_read_no_mask_as_lengths(lens, error, message):
             call(valid_lens=lens.to(DEVICE))
 
 
+WRONG_INSIDE = {
+    "w_f must be given with features": {"features": torch.ones(2, 6, 3)},
+    "features must have the batch size": {"features": torch.ones(6, 2, 3), "w_f": torch.ones(5, 3)},
+    "activation must be one of 'tanh', ": {"activation": 3},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_INSIDE)
+def test_the_operators_of_triton_check_what_is_inside(message):
+    inside = {
+        n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+        for n, x in WRONG_INSIDE[message].items()
+    }
+    for call in served_by_triton(draw(2, 3, 5), draw(2, 6, 5), draw(2, 6, 4), draw(1, 5)):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call(**inside)
+
+
 def served_by_triton(*tensors):
     """``attend`` and its backward, both as they are and by their operators."""
     forward, backward = (of.in_python["triton"] for of in (attend, attend_backward))
