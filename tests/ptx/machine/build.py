@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from pathlib import Path
 
@@ -47,8 +48,10 @@ def machine_code(text: str, arch: str) -> str:
     """What ptxas says of PTX, then its machine code, with the lines that it is of."""
     path = ROOT / "build" / "sass" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.ptx"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        path.write_text(text)
+    if not path.exists():  # whole or not there: another process may look at the same time
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(text)
+        own.replace(path)
     ptxas = shutil.which("ptxas") or Path(NVCC or "").parent / "ptxas"
     script = (
         f'{ptxas} -v -lineinfo -arch=sm_{arch} {path} -o "$1.cubin" 2> "$1"'
