@@ -95,7 +95,7 @@ def _in_front(route: Route, call: Call) -> Call:
             projected = projected._replace(shared=None)
     # Autocast gives projections its dtype, and a memory may be made outside of it.
     dtype, inside, located = keys.dtype, call.inside, call.located
-    if inside.features is not None:
+    if inside.w_f is not None:  # a location has one, too
         features, w_f = (_to(x, dtype) for x in inside[:2])
         inside = inside._replace(features=features, w_f=w_f)
     if located is not None:

@@ -305,3 +305,14 @@ def test_errors(wrong, error, message):
 def test_errors_of_the_sizes(wrong, message):
     with pytest.raises(ValueError, match=message):
         bf.LocationAttention(6, 5, 4, **wrong)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_under_autocast(backend):
+    torch.manual_seed(0)
+    module = bf.LocationAttention(5, 7, 6, 3, 9)
+    inputs = [torch.randn(s) for s in ((2, 1, 7), (2, 21, 5), (2, 21, 4), (2, 1, 21))]
+    with bf.backends.use(backend), torch.autocast("cpu", torch.bfloat16):
+        context = module(*inputs)
+    assert context.dtype == torch.bfloat16
+    torch.testing.assert_close(context.float(), module(*inputs), rtol=0.05, atol=0.02)
