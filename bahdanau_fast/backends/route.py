@@ -58,11 +58,11 @@ REUSE_ELEMENTS = 513
 GPU_STEP_QUERIES, GPU_STEP_FEATURES = 16, 2048
 # CUDA C++ serves these calls alone, of up to so many hidden units.
 GPU_STEP_HIDDEN = 2048
-# A launch projects up to so many queries, and in CUDA C++ the keys, where each block reads at most
-# so many bytes of W_q, times the queries.
+# A launch projects up to so many queries, where each block reads at most so many bytes of W_q,
+# times the queries.
 GPU_OWN_QUERIES, GPU_OWN_WEIGHT = 4, 64 * 1024
-# Keys projected in the kernel save a launch (in ns) and their way through memory (bytes/ns); what
-# it costs is that a library multiplies faster (operations/ns, 16 bits). An H200's rates.
+# Keys projected in Triton's kernel save a launch (in ns) and their way through memory (bytes/ns);
+# it costs that a library multiplies faster (operations/ns, 16 bits). An H200's rates.
 GPU_LAUNCH, GPU_MEMORY_RATE, GPU_OWN_RATE, GPU_LIBRARY_RATE = 2500, 4300, 400_000, 750_000
 
 
@@ -351,16 +351,14 @@ def _projects_queries(facts: Facts, limits: GpuLimits, backend: str) -> bool:
 
 
 def _projects_keys(facts: Facts, backend: str) -> bool:
-    """Whether a step's launch projects its keys: saves their way through memory, and a launch.
+    """Whether Triton's launch projects its keys: saves their way through memory, and a launch.
 
     It costs what the kernel's product is slower than the library's. fp32 in full precision has no
     tensor cores to gain from.
     """
-    if facts.keys_projected:
+    if backend == "cuda" or facts.keys_projected:
         return False
     if facts.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if backend == "cuda" and facts.queries_len > GPU_OWN_QUERIES:
         return False
     projected = facts.batch * facts.keys_len * facts.hidden
     operations = 2 * projected * facts.key_size

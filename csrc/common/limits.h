@@ -14,9 +14,8 @@ constexpr int64_t kMaxFp64CpuElements = 196608, kMaxFp64ForwardTableElements = 1
 // scores are in the hundreds, where the rounding of fp32 shows in the softmax.
 constexpr double kMaxFp32NormOfW = 64.0;
 
-// On a GPU: the most queries of a row and the most hidden units that CUDA C++ serves; the most
-// queries for which a launch projects the keys too.
-constexpr int64_t kDecodeQueries = 16, kDecodeHidden = 2048, kRawQueries = 4;
+// On a GPU: the most queries of a row and the most hidden units that CUDA C++ serves.
+constexpr int64_t kDecodeQueries = 16, kDecodeHidden = 2048;
 
 // The kind that computes.
 constexpr Kind computing_kind(Kind storage, int64_t elements, int64_t limit) {

@@ -11,7 +11,6 @@ import torch
 import bahdanau_fast as bf
 from bahdanau_fast import backends, limits
 from bahdanau_fast.backends.route import (
-    GPU_OWN_QUERIES,
     GPU_STEP_HIDDEN,
     GPU_STEP_QUERIES,
     Facts,
@@ -34,7 +33,6 @@ def test_numbers_that_stand_in_two_languages():
     numbers = {
         "kDecodeQueries": GPU_STEP_QUERIES,
         "kDecodeHidden": GPU_STEP_HIDDEN,
-        "kRawQueries": GPU_OWN_QUERIES,
     }
     for name, ours in numbers.items():
         factors = re.search(rf"\b{name} = ([\d *]+)", header)[1].split("*")
@@ -144,12 +142,12 @@ TRITON = {"there": ("triton", "reference")}
         ("sm_86", {**TRITON, "query_size": 16, "queries_len": 2, "value_size": 2048}, "step"),
         ("other", {**TRITON, "query_size": 16, "queries_len": 2, "value_size": 2048}, "projected"),
         ("other", {"query_size": 16, "queries_len": 2, "value_size": 2048}, "step"),
-        ("sm_90", {"keys_projected": False}, "raw"),
-        ("sm_80", {"keys_projected": False}, "raw keys"),
-        ("sm_80", {"keys_projected": False, "queries_len": 5}, "projected"),
+        ("sm_90", {"keys_projected": False}, "step"),
+        ("sm_80", {"keys_projected": False}, "projected"),
+        ("sm_90", {**TRITON, "keys_projected": False, "query_size": 64}, "raw"),
         ("other", {**TRITON, "keys_projected": False, "queries_len": 5}, "raw keys"),
-        ("sm_80", {"keys_projected": False, "keys_len": 10_000}, "projected"),
-        ("sm_90", {"keys_projected": False, "dtype": torch.float32}, "projected"),
+        ("sm_80", {**TRITON, "keys_projected": False, "keys_len": 10_000}, "projected"),
+        ("sm_90", {**TRITON, "keys_projected": False, "dtype": torch.float32}, "projected"),
     ],
 )
 def test_routes_of_gpus(family, changes, form):

@@ -22,8 +22,8 @@ FEW = (
     "lens per query", "decoder step", "fp32 in small", "large step, 16 beams",
     "long step of few units", "split keys, lens inside a chunk", "keys projected, cut",
     "keys are values, beams", "a cluster shares W_q", "whole vectors", "whole vectors, beams",
-    "decoder step, whole vectors", "long step, whole vectors", "mask, decoder step",
-    "mask, split keys, 1000 processors", "keys are values, mask",
+    "decoder step, whole vectors", "long step, whole vectors", "wide values, whole vectors",
+    "mask, decoder step", "mask, split keys, 1000 processors", "keys are values, mask",
 )  # fmt: skip
 
 
@@ -47,31 +47,47 @@ def test_any_order_of_blocks_and_warps(case, order, arch):
     assert measured(CudaPtx(arch, order=order, seed=1), case, "bf16") <= 1
 
 
-SYNC, FENCE, CLUSTER = (
+SYNC, FENCE, CLUSTER, WAIT = (
     ("__syncthreads()", "bar.sync"),
     ("__threadfence()", "membar"),
     ("cluster_barrier();", "barrier.cluster"),
+    ("wait_for_copies", "cp.async.wait_group"),
 )
-DECODE, BACKWARD, KEYS = "decode.h", "decode_backward.h", "backward_keys.h"
+BLOCK, DECODE = "decode_block.h", "decode.h"
+BACKWARD, KEYS = "decode_backward.h", "backward_keys.h"
 SPLIT, STEP, LARGEST = "split keys", "decoder step", "large step, 16 beams"
-SHARING, TIED = "a cluster shares W_q", "keys are values"
+VECTORS, SHARING = "decoder step, whole vectors", "a cluster shares W_q"
 # Mistakes in the machine code that may change no result: what is left out (the file, the text
 # before it, the words of source and PTX), and where it shows.
 LEFT_OUT = {
-    "between scores and softmax": (DECODE, "score_keys<false>(i0, keys);", SYNC, STEP),
+    "before queries are read": (BLOCK, "mine.sums[warp] = sum_w;", SYNC, STEP),
+    "the wait for a stage": (DECODE, "for (int t = 0, slot = 0;", WAIT, VECTORS),
+    "before parts lie where rings were": (DECODE, "void lay_down(", SYNC, STEP),
+    "before warps meet": (DECODE, "mine.sums[warp * QT + lane / each] = total;", SYNC, STEP),
     "the fence before a block is done": (DECODE, "bool is_last() {", FENCE, SPLIT),
-    "the barrier before a block is done": (DECODE, "bool is_last() {", SYNC, TIED),
+    "the barrier before a block is done": (DECODE, "bool is_last() {", SYNC, SPLIT),
     "the fence of the last block": (DECODE, "== unsigned(d.splits - 1);", FENCE, SPLIT),
-    "before all know the last block": (DECODE, "atomicExch(d.arrived", SYNC, SPLIT),
+    "before all know the last block": (DECODE, "d.arrived[row] = 0;", SYNC, SPLIT),
+    "before the maxima of a query": (DECODE, "void meet_splits() {", SYNC, SPLIT),
+    "after the maxima of a query": (DECODE, "const float top = warp_max(best);", SYNC, SPLIT),
     "between parts and gradients": (BACKWARD, "this->meet_keys(0, c0);", SYNC, STEP),
     "between parts and sums": (KEYS, "this->meet_keys(i0, c0);", SYNC, LARGEST),
     "between sums and parts": (KEYS, "store_sums(i0, c0);", SYNC, LARGEST),
     "after scores are loaded": (KEYS, "this->onto = mine.onto;", SYNC, LARGEST),
-    "before the odds of a tile": ("raw_keys.h", "if (warp < QT) weigh_tile(first);", SYNC, TIED),
     "of a cluster, before its sums": (BACKWARD, "void finish() {", CLUSTER, SPLIT),
     "of a cluster, before it ends": (BACKWARD, "* p.Tq + i) * p.H + h);\n    }", CLUSTER, SPLIT),
-    "of a cluster, before it shares": (DECODE, "const T* w_q = static_cast", CLUSTER, SHARING),
-    "of a cluster, after it shared": (DECODE, "*in_block(place, target) = sum;", CLUSTER, SHARING),
+    "of a cluster, before it shares": (BLOCK, "const T* w_q = static_cast", CLUSTER, SHARING),
+    "of a cluster, after it shared": (BLOCK, "*in_block(mine.queries", CLUSTER, SHARING),
+}  # fmt: skip
+# The same of what is there and wrong: the file, the text of its line, what PTX has instead of what.
+WRONG = {
+    "a stage is read too early": (
+        (DECODE, "wait_for_copies<kStages - 1>();"),
+        ("cp.async.wait_group 2", "cp.async.wait_group 3"), VECTORS,
+    ),
+    "splits are merged before the last": (
+        (DECODE, "== unsigned(d.splits - 1);"), ("setp.eq.s32", "setp.le.s32"), SPLIT,
+    ),
 }  # fmt: skip
 
 
@@ -82,30 +98,39 @@ def line_of(file, after, word):
     return text[: text.index(word, text.index(after))].count("\n") + 1
 
 
-def without(opcode, file, line):
-    """A function that takes the instructions of an opcode and a line of a file out of PTX."""
+def changed(opcode, file, line, new=""):
+    """A function that puts ``new`` in the place of what instructions of a line of a file begin with
+    in PTX; without it, they go."""
     place = re.compile(rf"(?<!\w){re.escape(file)}:{line}(?!\d)")
 
     def change(text):
         module, lines = Module(text), text.splitlines()
         for entry in map(module.entry, module.names):
             for found, at, places in zip(entry.opcodes, entry.lines, entry.places, strict=True):
-                if found.startswith(opcode) and place.search(places):
-                    lines[at - 1] = ""
+                if found.startswith(opcode.split()[0]) and place.search(places):
+                    lines[at - 1] = lines[at - 1].replace(opcode, new) if new else ""
         assert lines != text.splitlines(), f"no {opcode} of {file}:{line}"
         return "\n".join(lines)
 
     return change
 
 
-QUICK = "the fence of the last block", "of a cluster, before its sums"
+QUICK = "the wait for a stage", "the fence of the last block", "of a cluster, before its sums"
 PLACES = [pytest.param(p, marks=() if p in QUICK else pytest.mark.deep) for p in LEFT_OUT]
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_left_out_is_found(place):
     file, after, (word, opcode), case = LEFT_OUT[place]
-    change = without(opcode, file, line_of(file, after, word))
+    change = changed(opcode, file, line_of(file, after, word))
     arch = "90a" if word == CLUSTER[0] else "80"
     with pytest.raises(PtxError, match=r"race:|where nothing was written|may not have begun"):
         measured(CudaPtx(arch, change=change), case, "bf16")
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_what_is_wrong_is_found(mistake):
+    (file, text), (old, new), case = WRONG[mistake]
+    kernels = CudaPtx("80", change=changed(old, file, line_of(file, text, text), new))
+    with pytest.raises(PtxError, match="where nothing was written"):
+        measured(kernels, case, "bf16")

@@ -93,7 +93,7 @@ def test_a_load_takes_half_as_long_again_at_the_whole_bandwidth():
 
 A100 = dataclasses.replace(GPUS["A100"], multiprocessors=16)
 CALLS = {
-    "a block a row": Problem(5, 1, 40, 64, 48),
+    "a block a row": Problem(5, 1, 16, 256, 48),
     "rows in splits": Problem(4, 2, 70, 40, 24),
     "beams": Problem(5, 10, 70, 40, 24),
 }
@@ -135,7 +135,7 @@ def test_bytes_of_a_step_are_those_of_its_tensors(driver):
 def test_a_call_of_a_kernel_has_a_time(driver):
     found = driver.count(CALLS["a block a row"], A100, False)
     (work,) = works(found)
-    assert (work.name, work.blocks, work.warps) == ("decode_forward 1", 5, 8)
+    assert (work.name, work.blocks, work.warps) == ("decode_forward 1", 5, 4)
     time = modelled(A100, work)
     assert 0 < time.roof < time.seconds < 1e-4
 

@@ -9,10 +9,12 @@
 // give them grad_context . value and take the weights after dropout; its sums add up their parts.
 #pragma once
 
-#include "decode_plan.h"
+#include "problem.h"
 #include "tanh.h"
 
 namespace bahdanau_fast::gpu {
+
+constexpr int kDecodeThreads = 256, kDecodeWarps = kDecodeThreads / kWarp;
 
 // Gradients through the tanh for a block's part of the keys of a row. Its warps take keys in turn;
 // lanes hold neighbouring hidden units, 16 bytes at a time.

@@ -1,47 +1,96 @@
-// The parameters of decode.h, and its shared memory.
+// The parameters of decode.h, how it cuts its work, and its shared memory.
 #pragma once
 
 #include "problem.h"
 
 namespace bahdanau_fast::gpu {
 
-constexpr int kDecodeThreads = 256, kDecodeWarps = kDecodeThreads / kWarp;
+constexpr int kStages = 3;     // of a warp's ring: two are on their way while one is read
+constexpr int kMostWarps = 4;  // of a block
+
+// Where the parts of shared memory are, in bytes, and how large: computed once, on the host.
+struct DecodeLayout {
+  int width = 0;    // of a key, in whole pieces of 16 bytes
+  int values = 0;   // of the columns of a group of the values, likewise
+  int stage = 0;    // elements of a stage
+  int of_warp = 0;  // of a warp's ring, where its part of the context is at the end
+  int queries = 0, w = 0, scores = 0, scratch = 0, maxima = 0, sums = 0, counts = 0, seen = 0;
+  int bytes = 0;
+};
 
 struct DecodeForward {
   Problem p;
+  DecodeLayout layout;
   const void* w_q = nullptr;  // (H,Dq) of T: queries are (B,Tq,Dq) and projected here
   int64_t Dq = 0;
   int cluster = 1;                // blocks that share the projection
+  int warps = kMostWarps;         // of a block
+  int64_t query_groups = 1;       // of QT queries
+  int64_t column_groups = 1;      // of the values
   int64_t splits = 1, split = 1;  // parts of the keys, and keys in each
   void* context = nullptr;        // (B,Tq,Dv) of T
   void* weights = nullptr;        // (B,Tq,Tk) of fp32; may be null
-  // With several splits, whose scores are where the weights go to:
-  void* maxima = nullptr;       // (B,Tq,splits) of fp32, as are the sums of exp(score - maximum)
-  void* sums = nullptr;         // and, times Dv, the values weighted by that
+  // With several splits, whose scores are where the weights go to; a row is a batch row's group of
+  // queries and of columns:
+  void* maxima = nullptr;       // (rows,splits,QT) of fp32, as are the sums of exp(score - maximum)
+  void* sums = nullptr;         // and, for each column, the values weighted by that
   void* contexts = nullptr;     //
-  unsigned* arrived = nullptr;  // (B), zero before and after
+  unsigned* arrived = nullptr;  // (rows), zero before and after
 };
 
-template <class T, int QT>
-struct DecodeShared {
-  float *queries, *w, *scores, *parts, *scratch, *totals;
-  int64_t* counts;  // keys of the split that each query has; -1 - that if its weights are uniform
-  int* last;
-  int64_t bytes, width;
+// What a kernel for QT queries, which keeps `floats` columns of a context in each lane, takes.
+template <class T, int QT, int floats>
+struct DecodeSizes {
+  static constexpr int U = kVector<T>, columns = kWarp * floats;
+  static constexpr int KU = sizeof(T) == 2 && floats == 16 ? 2 : 1;  // keys of a stage
+  static constexpr int blocks = QT > 1 ? 2 : 3;                      // of a multiprocessor
 
-  __host__ __device__ DecodeShared(char* base, const DecodeForward& d) {
-    Carver from{base};
-    width = ceil_div(d.p.H, 32) * 32;
-    queries = from.take<float>(QT * width);
-    w = from.take<float>(width);
-    scores = from.take<float>(d.p.Tq * d.split);
-    parts = from.take<float>(larger(kDecodeWarps * QT * kWarp * kVector<T>, d.splits));
-    scratch = from.take<float>(kDecodeWarps);
-    totals = from.take<float>(d.p.Tq);
-    counts = from.take<int64_t>(d.p.Tq);
-    last = from.take<int>(1);
-    bytes = from.used;
+  static DecodeLayout layout(const DecodeForward& d) {
+    DecodeLayout of;
+    of.width = int(ceil_div(d.p.H, U)) * U;
+    of.values = int(ceil_div(smaller(d.p.Dv, columns), U)) * U;
+    of.stage = KU * (of.width + of.values);
+    of.of_warp =
+        int(larger(kStages * of.stage * int(sizeof(T)), QT * columns * int(sizeof(float))));
+    Carver from{nullptr};
+    from.take<char>(int64_t(d.warps) * of.of_warp);
+    const auto place = [&](int64_t bytes) {
+      const int64_t at = from.used;
+      from.take<char>(bytes);
+      return int(at);
+    };
+    constexpr int64_t number = sizeof(float);
+    of.queries = place(QT * of.width * number);
+    of.w = place(of.width * number);
+    of.scores = place(QT * d.split * number);
+    of.scratch = place(larger(d.warps, d.splits) * number);
+    of.maxima = place(d.warps * QT * number);
+    of.sums = place(d.warps * QT * number);
+    of.counts = place((QT + 1) * number);
+    of.seen = place(d.p.mask.data != nullptr ? QT * d.split : 0);
+    of.bytes = int(from.used);
+    return of;
   }
+};
+
+struct DecodeShared {
+  char* rings;
+  float *queries, *w, *scores, *scratch, *maxima, *sums;
+  int* counts;  // keys of the split that each query has; -1 - that if its weights are uniform
+  bool* seen;   // (QT,split), where there is a mask
+  int* last;    // whether the block is the last of its row
+
+  __device__ DecodeShared(char* base, const DecodeLayout& of, int queries_of_group)
+      : rings(base),
+        queries(reinterpret_cast<float*>(base + of.queries)),
+        w(reinterpret_cast<float*>(base + of.w)),
+        scores(reinterpret_cast<float*>(base + of.scores)),
+        scratch(reinterpret_cast<float*>(base + of.scratch)),
+        maxima(reinterpret_cast<float*>(base + of.maxima)),
+        sums(reinterpret_cast<float*>(base + of.sums)),
+        counts(reinterpret_cast<int*>(base + of.counts)),
+        seen(reinterpret_cast<bool*>(base + of.seen)),
+        last(counts + queries_of_group) {}
 };
 
 }  // namespace bahdanau_fast::gpu

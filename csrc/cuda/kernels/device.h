@@ -19,11 +19,6 @@ struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
 
-template <class T>
-constexpr bool is_bf16 = false;
-template <>
-inline constexpr bool is_bf16<bf16> = true;
-
 // Bytes of shared memory that a block can have on every GPU from sm_80 on.
 constexpr int64_t kSharedLimit = 96 * 1024;
 
@@ -82,6 +77,10 @@ __device__ __forceinline__ float clamp(float x, float limit) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(-limit));
   return y;
 }
+__device__ __forceinline__ float larger_or_nan(float x, float y) {
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(y));
+  return y;
+}
 __device__ __forceinline__ float at_most(float x, float limit) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
@@ -90,26 +89,33 @@ __device__ __forceinline__ float at_most(float x, float limit) {
 __device__ __forceinline__ float from_bits(uint32_t bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ uint32_t to_bits(float x) { return __float_as_uint(x); }
 
-// 16 bytes that no thread writes during the launch; p is a multiple of 16.
+// What no thread writes during the launch.
+__device__ __forceinline__ float read_only(const float* p) { return __ldg(p); }
+template <class T>
+__device__ __forceinline__ T read_only(const T* p) {
+  return {__ldg(&p->bits)};
+}
+// 16 bytes of that; p is a multiple of 16.
 __device__ __forceinline__ Bytes16 load16(const void* p) {
   const uint4 x = __ldg(static_cast<const uint4*>(p));
   return {{x.x, x.y, x.z, x.w}};
 }
 
-// sums (16,8) += a (16,16) b (16,8), spread over the warp as mma.m16n8k16 has it.
-template <class T>
-__device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
-                                             uint32_t b1) {
-#define BF_MMA(type)                                               \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
-      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-  if constexpr (is_bf16<T>)
-    BF_MMA("bf16");
-  else
-    BF_MMA("f16");
-#undef BF_MMA
+// 16 bytes from global to shared memory, asynchronously; both are multiples of 16.
+__device__ __forceinline__ void copy16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+// Ends a group of copies.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Until the thread's own copies are there, but for its last `groups` groups.
+template <int groups>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
 __device__ __forceinline__ char* shared_memory() {
@@ -195,16 +201,23 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    const float other = __shfl_xor_sync(kAllLanes, x, offset);
-    x = other > x || other != other ? other : x;  // NaN wins
-  }
+  for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    x = larger_or_nan(x, __shfl_xor_sync(kAllLanes, x, offset));
   return x;
 }
 
-// exp(score - best), also where no score was above that of a masked key.
-__device__ __forceinline__ float odds(float score, float best) {
-  return score == -INFINITY ? 0.0f : expf(score - best);
+__device__ __forceinline__ bool any_lane(bool x) {
+  return __reduce_max_sync(kAllLanes, unsigned(x)) != 0;
+}
+
+// Four neighbours, 16 bytes of aligned memory.
+__device__ __forceinline__ void load_four(const float* from, float* x) {
+  const Bytes16 bytes = *reinterpret_cast<const Bytes16*>(from);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) x[k] = from_bits(bytes.word[k]);
+}
+__device__ __forceinline__ void store_four(const float* x, float* to) {
+  *reinterpret_cast<Bytes16*>(to) = {{to_bits(x[0]), to_bits(x[1]), to_bits(x[2]), to_bits(x[3])}};
 }
 
 // A sum to twice the precision of fp32: rounded, and what was lost in rounding.

@@ -98,18 +98,23 @@ inline bool in_vectors(const View& view, int64_t columns) {
          view.row_stride % kVector<T> == 0 && columns % kVector<T> == 0;
 }
 
+// The numbers in 16 bytes, in fp32.
+template <class T>
+__device__ __forceinline__ void unpack(const Bytes16& bytes, float* out) {
+#pragma unroll
+  for (int k = 0; k < kVector<T>; ++k) {
+    if constexpr (sizeof(T) == 2)
+      out[k] = widen(T{uint16_t(bytes.word[k / 2] >> (k % 2 * 16))});
+    else
+      out[k] = from_bits(bytes.word[k]);
+  }
+}
+
 // row[h..h+kVector) in fp32, zero from `end` on; `vectors` only if in_vectors() was true.
 template <class T, bool vectors>
 __device__ __forceinline__ void load_units(const T* row, int64_t h, int64_t end, float* out) {
   if constexpr (vectors) {
-    const Bytes16 bytes = load16(row + h);
-#pragma unroll
-    for (int k = 0; k < kVector<T>; ++k) {
-      if constexpr (sizeof(T) == 2)
-        out[k] = widen(T{uint16_t(bytes.word[k / 2] >> (k % 2 * 16))});
-      else
-        out[k] = from_bits(bytes.word[k]);
-    }
+    unpack<T>(load16(row + h), out);
   } else {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) out[k] = h + k < end ? widen(row[h + k]) : 0.0f;

@@ -15,13 +15,25 @@ namespace bahdanau_fast::gpu {
 
 constexpr float kClamped = 15.0f, kKeyLimit = 25.0f;
 constexpr float kLog2e = 1.44269504088896341f;
-constexpr float kShrunk = 1.0f / (1 << 29);
+constexpr float kShrunk = 1.0f / (1 << 20), kSmallW = 1.0f / (1 << 24);
 
 // Largest |w|: above, w times three d could overflow.
 constexpr float kLargestW = 1e8f;
 
 __device__ __forceinline__ float exp_of_two(float x) { return exp2_approx(2.0f * kLog2e * x); }
 __device__ __forceinline__ float exp_of_key(float c) { return exp_of_two(clamp(c, kKeyLimit)); }
+
+// exp(x) of x up to 0. In 16 bits with a relative error of 2^-22 and, at the most, that of x.
+template <class T>
+__device__ __forceinline__ float exp_of(float x) {
+  return sizeof(T) == 2 ? exp2_approx(kLog2e * x) : expf(x);
+}
+template <class T>
+__device__ __forceinline__ float over(float x, float sum) {
+  return sizeof(T) == 2 ? x * reciprocal(sum) : x / sum;
+}
+// The largest score of none.
+constexpr float kLowest = -3.0e38f;
 
 // fp32 range, absolute error 1.2e-7, relative 4e-7; relative 2e-7 below 0.6.
 __device__ __forceinline__ float tanh_of(float x) {
@@ -33,25 +45,6 @@ __device__ __forceinline__ float tanh_of(float x) {
   p = p * s - 0.333332986f;
   const float large = 1.0f - 2.0f * reciprocal(1.0f + exp2_approx(2.0f * kLog2e * size));
   return size <= 0.6f ? x + x * s * p : x < 0.0f ? -large : large;
-}
-
-// The sum of w tanh(x) over four x. For 16 bits d = 2^-29 (1 + E), which is at most 1/3: numerators
-// then stay below the largest |w|, however large, and products of four d above 2^-117.
-template <class T>
-__device__ __forceinline__ float sum_of_four_tanh(const float* x, const float* w) {
-  if constexpr (sizeof(T) == 2) {
-    float d[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-      d[k] = kShrunk * exp2_approx(2.0f * kLog2e * clamp(x[k], 9.5f)) + kShrunk;
-    const float d01 = d[0] * d[1], d23 = d[2] * d[3];
-    const float n01 = w[0] * d[1] + w[1] * d[0], n23 = w[2] * d[3] + w[3] * d[2];
-    const float inverse = 2.0f * kShrunk * reciprocal(d01 * d23);
-    return ((w[0] + w[1]) + (w[2] + w[3])) - (n01 * d23 + n23 * d01) * inverse;
-  } else {
-    return (w[0] * tanh_of(x[0]) + w[1] * tanh_of(x[1])) +
-           (w[2] * tanh_of(x[2]) + w[3] * tanh_of(x[3]));
-  }
 }
 
 // tanh and its slope of four sums. For 16 bits from one exponential each and a shared reciprocal:
@@ -85,15 +78,36 @@ __device__ __forceinline__ void four_tanh_of(const float* x, float* t, float* sl
   }
 }
 
-// The sum of w / d over four hidden units, from exponentials of a query and of a key.
-__device__ __forceinline__ float sum_of_four_fractions(const float* query, const float* key,
-                                                       const float* w) {
-  float d[4];
-#pragma unroll
-  for (int k = 0; k < 4; ++k) d[k] = at_most(query[k] * key[k] + 1.0f, 2147483648.0f);
+// The sum of w / d over four.
+__device__ __forceinline__ float sum_of_fractions(const float* d, const float* w) {
   const float d01 = d[0] * d[1], d23 = d[2] * d[3];
   const float n01 = w[0] * d[1] + w[1] * d[0], n23 = w[2] * d[3] + w[3] * d[2];
   return (n01 * d23 + n23 * d01) * reciprocal(d01 * d23);
+}
+
+// What four hidden units of a key add to a score. fp32: w tanh(query + key). 16 bits: w / d, for
+// w tanh = w - 2 w / d, of w times kSmallW; from 2 log2(e) query, where d times kShrunk is at most
+// 176, or, with `exponentials`, from those of both sides. Numerators and denominators then stay in
+// the range of fp32, whatever w is, or up to kLargestW.
+template <class T, bool exponentials>
+__device__ __forceinline__ void add_four(const float* query, const float* key, const float* w,
+                                         float* sum) {
+  if constexpr (sizeof(T) != 2) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) *sum += w[k] * tanh_of(query[k] + key[k]);
+  } else {
+    float d[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if constexpr (exponentials) {
+        d[k] = at_most(query[k] * key[k] + 1.0f, 2147483648.0f);
+      } else {
+        const float x = at_most(2.0f * kLog2e * key[k] + query[k], 19.0f * kLog2e);
+        d[k] = kShrunk * exp2_approx(x) + kShrunk;
+      }
+    }
+    *sum += sum_of_fractions(d, w);
+  }
 }
 
 }  // namespace bahdanau_fast::gpu

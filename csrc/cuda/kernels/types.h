@@ -45,11 +45,6 @@ struct Forward {
   // To project queries (B,Tq,Dq): W_q (H,Dq), contiguous, of T. Null: they are projected already.
   const void* w_q = nullptr;
   int64_t Dq = 0;
-  // To project keys (B,Tk,Dk): W_k (H,Dk), contiguous, and a bias (H) or null, of T. Null: they are
-  // projected already.
-  const void* w_k = nullptr;
-  const void* bias = nullptr;
-  int64_t Dk = 0;
   void* context = nullptr;  // (B,Tq,Dv) of T, contiguous
   void* weights = nullptr;  // (B,Tq,Tk) of fp32, contiguous; null: not wanted
 };
@@ -69,8 +64,8 @@ struct Backward : Gradients {
 // B, Tq and Tk must be at least one, and serves() true.
 struct Kernels {
   bool (*serves)(const Problem&);
-  // Whether forward can project what is not projected yet.
-  bool (*projects)(const Forward&, const Device&);
+  // Whether forward can project the queries.
+  bool (*projects)(const Forward&);
   // How many of the device's counters forward uses. Without them it needs a second launch, which
   // sets counters in the workspace to zero.
   int64_t (*counters)(const Forward&, const Device&);

@@ -2,22 +2,23 @@
 #pragma once
 
 #include "common/limits.h"
+#include "cuda/kernels/decode.h"
 #include "cuda/kernels/decode_backward.h"
-#include "cuda/kernels/raw_keys.h"
 #include "cuda/kernels/types.h"
 
 namespace bahdanau_fast::gpu {
 
 // A cluster shares W_q from so many bytes on; below, each of its blocks reads all of it.
 constexpr int64_t kSharedWeight = 16 * 1024;
+// Forward: most splits of a row for the sake of idle multiprocessors, scores of a block, and bytes
+// of shared memory with rings and without scores.
+constexpr int64_t kMostSplits = 256, kMostScores = 4096, kRingLimit = 76 * 1024;
 
 template <class T>
 struct Attend {
   // The kernels for one query, for four at a time, and the plain one, for rows of any alignment.
   template <class P>
   using Entries = void (*const[3])(P);
-  static constexpr Entries<DecodeForward> decode_forwards = {
-      decode_forward<T, 1, true>, decode_forward<T, 4, true>, decode_forward<T, 4, false>};
   static constexpr Entries<DecodeBackward> decode_backwards = {
       decode_backward<T, 1, true>, decode_backward<T, 4, true>, decode_backward<T, 4, false>};
   static constexpr Entries<GradKeys> all_grad_keys = {
@@ -32,63 +33,64 @@ struct Attend {
 
   // ---- forward ----
 
-  static bool in_vectors_forward(const Forward& f) {
-    return in_vectors<T>(f.p.keys, f.w_k == nullptr ? f.p.H : f.Dk) &&
-           in_vectors<T>(f.p.values, f.p.Dv);
+  // A kernel of decode.h, and what cuts its work: queries, columns of the values and keys of a
+  // stage.
+  struct Step {
+    void (*kernel)(DecodeForward);
+    int queries, columns, keys, blocks;
+    DecodeLayout (*layout)(const DecodeForward&);
+  };
+  template <int QT, int floats, bool vectors>
+  static constexpr Step step() {
+    using Sizes = DecodeSizes<T, QT, floats>;
+    return {decode_forward<T, QT, floats, vectors>,
+            QT,
+            Sizes::columns,
+            Sizes::KU,
+            Sizes::blocks,
+            Sizes::layout};
+  }
+  static constexpr Step steps[] = {step<1, 16, true>(), step<1, 32, true>(), step<4, 16, true>(),
+                                   step<4, 16, false>()};
+
+  static const Step& step_of(const Problem& p) {
+    if (!in_vectors<T>(p.keys, p.H) || !in_vectors<T>(p.values, p.Dv)) return steps[3];
+    return steps[p.Tq > 1 ? 2 : p.Dv > steps[0].columns ? 1 : 0];
   }
 
-  // What a launch may project: rows in vectors, for tensor cores of 16 bits.
-  static bool projects(const Forward& f, const Device& device) {
-    if (!in_vectors_forward(f)) return false;
-    if (f.w_q != nullptr && !(in_vectors<T>(f.p.queries, f.Dq) && in_row(f.w_q, f.Dq)))
-      return false;
-    if (f.w_k == nullptr) return true;
-    if (sizeof(T) != 2 || f.p.Tq > kRawQueries || !in_row(f.w_k, f.Dk)) return false;
-    return raw_shared(raw_keys(f, plan(f, device))) <= kSharedLimit;
-  }
-
-  static int64_t decode_shared(const DecodeForward& d, bool vectors) {
-    return entry_of(d.p, vectors) == 0 ? DecodeShared<T, 1>(nullptr, d).bytes
-                                       : DecodeShared<T, 4>(nullptr, d).bytes;
-  }
-
-  static int64_t raw_shared(const RawKeys& r) {
-    if constexpr (sizeof(T) == 2)
-      return r.d.p.Tq == 1 ? RawShared<T, 1>(nullptr, r).bytes : RawShared<T, 4>(nullptr, r).bytes;
-    return 0;
-  }
-
-  static RawKeys raw_keys(const Forward& f, const DecodeForward& d) {
-    const View &keys = f.p.keys, &values = f.p.values;
-    RawKeys r{d, f.w_k, f.bias, f.Dk};
-    r.values_are_keys = values.data == keys.data && values.batch_stride == keys.batch_stride &&
-                        values.row_stride == keys.row_stride && f.p.Dv == f.Dk &&
-                        f.p.seed == nullptr;
-    return r;
+  // What a launch may project: rows in vectors, and all queries at once.
+  static bool projects(const Forward& f) {
+    const Step& step = step_of(f.p);
+    return &step != &steps[3] && f.p.Tq <= step.queries && in_vectors<T>(f.p.queries, f.Dq) &&
+           in_row(f.w_q, f.Dq);
   }
 
   // Splits the keys of a row if there are too few rows for the GPU, or if the scores of a whole row
   // need too much shared memory.
   static DecodeForward plan(const Forward& f, const Device& device) {
     const Problem& p = f.p;
+    const Step& step = step_of(p);
     DecodeForward d;
     d.p = p;
     d.w_q = f.w_q;
     d.Dq = f.Dq;
-    const int64_t smallest = f.w_k != nullptr ? kRawTile : 32;
-    // Two blocks on each multiprocessor, none that is alone with a part of a pass.
-    int64_t splits = smaller(128, device.multiprocessors * int64_t(2) / p.B);
-    splits = larger(1, smaller(splits, p.Tk / smallest));
-    d.split = 0;
-    const int64_t left = kSharedLimit - 1024 - decode_shared(d, false);
-    const int64_t room = smaller(32 * 1024, left) / (p.Tq * int64_t(sizeof(float)));
-    splits = larger(splits, ceil_div(p.Tk, room / 32 * 32));
-    const int64_t weight_bytes = p.H * f.Dq * int64_t(sizeof(T));
-    if (f.w_q != nullptr && weight_bytes >= kSharedWeight) d.cluster = device.cluster;
-    d.split = ceil_div(p.Tk, splits);
-    if (f.w_k != nullptr || splits > 1) d.split = ceil_div(d.split, smallest) * smallest;
+    d.query_groups = ceil_div(p.Tq, step.queries);
+    d.column_groups = larger(1, ceil_div(p.Dv, step.columns));
+    if (f.w_q != nullptr && p.H * f.Dq * int64_t(sizeof(T)) >= kSharedWeight)
+      d.cluster = device.cluster;
+    while (d.warps > 1 && step.layout(d).bytes > kRingLimit) d.warps /= 2;
+    const int64_t pass = d.warps * step.keys, least = ceil_div(d.warps * 4, pass) * pass;
+    int64_t splits = int64_t(device.multiprocessors) * step.blocks / rows_of(d);
+    splits = larger(1, smaller(smaller(splits, kMostSplits), ceil_div(p.Tk, least)));
+    splits = larger(splits, ceil_div(p.Tk, kMostScores / step.queries));
+    d.split = ceil_div(ceil_div(p.Tk, splits), pass) * pass;
     d.splits = ceil_div(p.Tk, d.split);
+    d.layout = step.layout(d);
     return d;
+  }
+
+  static int64_t rows_of(const DecodeForward& d) {
+    return d.p.B * d.query_groups * d.column_groups;
   }
 
   // Sets the pointers into the workspace at `base`; returns its size, also for a null base.
@@ -97,12 +99,12 @@ struct Attend {
     d->context = f.context;
     d->weights = f.weights;
     if (d->splits == 1) return 0;
-    const Problem& p = f.p;
-    const int64_t parts = p.B * p.Tq * d->splits;
-    d->arrived = device.counters != nullptr ? device.counters : from.take<unsigned>(p.B);
+    const Step& step = step_of(d->p);
+    const int64_t rows = rows_of(*d), parts = rows * d->splits * step.queries;
+    d->arrived = device.counters != nullptr ? device.counters : from.take<unsigned>(rows);
     d->maxima = from.take<float>(parts);
     d->sums = from.take<float>(parts);
-    d->contexts = from.take<float>(parts * p.Dv);
+    d->contexts = from.take<float>(parts * step.columns);
     return from.used;
   }
 
@@ -110,20 +112,17 @@ struct Attend {
   static int clusters() {
     int least = 8;
     for (int k = 0; k < 3; ++k) {
-      if (k < 2) least = smaller(least, largest_cluster(decode_forwards[k], kDecodeThreads));
+      least = smaller(least, largest_cluster(steps[k].kernel, kMostWarps * kWarp));
       least = smaller(least, largest_cluster(decode_backwards[k], kDecodeThreads));
-    }
-    if constexpr (sizeof(T) == 2) {
-      least = smaller(least, largest_cluster(raw_keys_forward<T, 1>, kDecodeThreads));
-      least = smaller(least, largest_cluster(raw_keys_forward<T, 4>, kDecodeThreads));
     }
     return least;
   }
 
-  static const char* problem() { return why_not(decode_forwards[0]); }
+  static const char* problem() { return why_not(steps[0].kernel); }
 
   static int64_t counters(const Forward& f, const Device& device) {
-    return plan(f, device).splits > 1 ? f.p.B : 0;
+    const DecodeForward d = plan(f, device);
+    return d.splits > 1 ? rows_of(d) : 0;
   }
 
   static int64_t forward_workspace(const Forward& f, const Device& device) {
@@ -134,22 +133,14 @@ struct Attend {
   static void forward(const Forward& f, const Device& device, void* workspace) {
     DecodeForward d = plan(f, device);
     lay_out(&d, f, device, static_cast<char*>(workspace));
+    const int64_t rows = rows_of(d);
     if (d.splits > 1 && device.counters == nullptr)
-      fill_zero(d.arrived, f.p.B * int64_t(sizeof(unsigned)), device.stream);
-    const int64_t blocks = ceil_div(f.p.B * d.splits, d.cluster) * d.cluster;
-    if constexpr (sizeof(T) == 2) {
-      if (f.w_k != nullptr) {
-        const RawKeys r = raw_keys(f, d);
-        const Launch at{"raw_keys_forward", blocks,        kDecodeThreads,
-                        raw_shared(r),      device.stream, d.cluster};
-        return f.p.Tq == 1 ? launch(raw_keys_forward<T, 1>, at, r)
-                           : launch(raw_keys_forward<T, 4>, at, r);
-      }
-    }
-    const bool vectors = in_vectors_forward(f);
-    const Launch at{"decode_forward",          blocks,        kDecodeThreads,
-                    decode_shared(d, vectors), device.stream, d.cluster};
-    launch(decode_forwards[entry_of(f.p, vectors)], at, d);
+      fill_zero(d.arrived, rows * int64_t(sizeof(unsigned)), device.stream);
+    const Step& step = step_of(f.p);
+    launch(step.kernel,
+           {"decode_forward", ceil_div(rows * d.splits, d.cluster) * d.cluster, d.warps * kWarp,
+            d.layout.bytes, device.stream, d.cluster},
+           d);
   }
 
   // ---- backward ----

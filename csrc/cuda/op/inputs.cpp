@@ -62,14 +62,12 @@ const Kernels& kernels(Kind kind) {
 
 Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
                const MaybeTensor& valid_lens, const MaybeTensor& mask, const MaybeTensor& seed,
-               double dropout_p, const std::optional<Projections>& projections) {
+               double dropout_p, const MaybeTensor& w_q) {
   STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
   device = queries.get_device_index();
   const auto here = [&](const Tensor& tensor, const char* name) { check_place(tensor, name); };
-  const bool raw_queries = projections.has_value() && projections->w_q.has_value();
-  const bool raw_keys = projections.has_value() && projections->w_k.has_value();
   Problem& p = problem;
-  kind = read_sizes(queries, keys, values, w_v, dropout_p, raw_queries, raw_keys, here, &p);
+  kind = read_sizes(queries, keys, values, w_v, dropout_p, w_q.has_value(), false, here, &p);
   dtype = queries.scalar_type();
   STD_TORCH_CHECK(kind != Kind::f64, "CUDA kernels take float32, bfloat16 or float16");
   STD_TORCH_CHECK(kernels(kind).serves(p), "CUDA kernels take at most ", kDecodeQueries,
@@ -86,28 +84,18 @@ Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, 
   p.values = view_of(values, owned_);
   owned_.push_back(packed(w_v));
   p.w = owned_.back().const_data_ptr();
-  if (projections.has_value()) set_projections(*projections, queries, keys);
+  if (w_q.has_value()) set_w_q(*w_q, queries);
   forward.p = p;
 }
 
-const void* Inputs::weight_of(const Tensor& tensor, const char* name,
-                              const std::vector<int64_t>& shape) {
-  bool fits = tensor.dim() == int64_t(shape.size());
-  for (size_t i = 0; fits && i < shape.size(); ++i) fits = tensor.size(i) == shape[i];
-  STD_TORCH_CHECK(fits && tensor.scalar_type() == owned_.front().scalar_type(), name,
-                  " must fit the projection and have the dtype of queries");
-  check_place(tensor, name);
-  owned_.push_back(packed(tensor));
-  return owned_.back().const_data_ptr();
-}
-
-void Inputs::set_projections(const Projections& given, const Tensor& queries, const Tensor& keys) {
-  const int64_t H = problem.H;
+void Inputs::set_w_q(const Tensor& w_q, const Tensor& queries) {
   forward.Dq = queries.size(2);
-  forward.Dk = keys.size(2);
-  if (given.w_q.has_value()) forward.w_q = weight_of(*given.w_q, "w_q", {H, forward.Dq});
-  if (given.w_k.has_value()) forward.w_k = weight_of(*given.w_k, "w_k", {H, forward.Dk});
-  if (given.bias.has_value()) forward.bias = weight_of(*given.bias, "bias", {H});
+  STD_TORCH_CHECK(w_q.dim() == 2 && w_q.size(0) == problem.H && w_q.size(1) == forward.Dq &&
+                      w_q.scalar_type() == dtype,
+                  "w_q must fit the projection and have the dtype of queries");
+  check_place(w_q, "w_q");
+  owned_.push_back(packed(w_q));
+  forward.w_q = owned_.back().const_data_ptr();
 }
 
 void Inputs::check_place(const Tensor& tensor, const char* name) const {

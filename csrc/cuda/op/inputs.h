@@ -12,17 +12,13 @@
 
 namespace bahdanau_fast::gpu {
 
-// The weights of queries and of keys that are not projected yet.
-struct Projections {
-  MaybeTensor w_q, w_k, bias;  // (H,Dq), (H,Dk), (H)
-};
-
-// A Problem, and the tensors it points to. It has to live until the launches are queued: then the
-// allocator reuses their memory in the order of the stream.
+// A Problem, and the tensors it points to. With w_q (H,Dq) the queries are not projected yet. It
+// has to live until the launches are queued: then the allocator reuses their memory in the order of
+// the stream.
 struct Inputs {
   Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
          const MaybeTensor& valid_lens, const MaybeTensor& mask, const MaybeTensor& seed,
-         double dropout_p, const std::optional<Projections>& projections = std::nullopt);
+         double dropout_p, const MaybeTensor& w_q = std::nullopt);
 
   // Weights or an incoming gradient: (B, Tq, columns) of this dtype, or none.
   View view_like(const MaybeTensor& tensor, ScalarType type, const char* name, int64_t columns);
@@ -38,8 +34,7 @@ struct Inputs {
   int device;
 
  private:
-  void set_projections(const Projections& given, const Tensor& queries, const Tensor& keys);
-  const void* weight_of(const Tensor& tensor, const char* name, const std::vector<int64_t>& shape);
+  void set_w_q(const Tensor& w_q, const Tensor& queries);
   void set_lens(const Tensor& lens);
   void set_mask(const Tensor& mask);
   void check_place(const Tensor& tensor, const char* name) const;

@@ -67,24 +67,24 @@ Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
 }
 
 // Context and weights from queries (B,Tq,Dq) and, if W_k is given, keys (B,Tk,Dk) that are not
-// projected yet: in one launch if the kernels can, else after torch's products. Without gradients
-// and dropout.
+// projected yet: keys by torch's product, queries in the launch if it can. Without gradients and
+// dropout.
 std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& keys,
                                        const Tensor& values, MaybeTensor w_q, MaybeTensor w_k,
                                        MaybeTensor bias, const Tensor& w_v, MaybeTensor valid_lens,
                                        MaybeTensor mask, MaybeTensor, MaybeTensor,
                                        bool need_weights) {
-  const Inputs in(queries, keys, values, w_v, valid_lens, mask, std::nullopt, 0.0,
-                  Projections{w_q, w_k, bias});
-  const DeviceGuard guard(in.device);
-  const Device device = in.current();
-  const bool raw = !in.problem.empty() && (!w_q.has_value() || in.forward.Dq > 0);
-  if (raw && kernels(in.kind).projects(in.forward, device))
-    return launched(in, device, need_weights);
-  const Tensor q = w_q.has_value() ? linear(queries, *w_q, std::nullopt) : queries;
   const Tensor k = w_k.has_value() ? linear(keys, *w_k, bias) : keys;
-  const Inputs projected(q, k, values, w_v, valid_lens, mask, std::nullopt, 0.0);
-  return launched(projected, device, need_weights);
+  if (w_q.has_value()) {
+    const Inputs in(queries, k, values, w_v, valid_lens, mask, std::nullopt, 0.0, w_q);
+    const DeviceGuard guard(in.device);
+    if (!in.problem.empty() && in.forward.Dq > 0 && kernels(in.kind).projects(in.forward))
+      return launched(in, in.current(), need_weights);
+  }
+  const Tensor q = w_q.has_value() ? linear(queries, *w_q, std::nullopt) : queries;
+  const Inputs in(q, k, values, w_v, valid_lens, mask, std::nullopt, 0.0);
+  const DeviceGuard guard(in.device);
+  return launched(in, in.current(), need_weights);
 }
 
 // ---- backward ----

@@ -79,8 +79,7 @@ def test_no_kernel_spills():
     if not torch.cuda.is_available() or os.environ.get("CI"):
         assert {"80", "90a"} <= archs
     for kind in cuda_budgets.KINDS:
-        each = 12 if kind in ("bf16", "f16") else 10
-        assert sum(kernel.kind == kind for kernel in found) == each * len(archs), kind
+        assert sum(kernel.kind == kind for kernel in found) == 11 * len(archs), kind
     assert [k for k in found if k.spills or k.stack or k.registers > 255] == []
 
 
@@ -122,20 +121,12 @@ def code_of(machine_code, name):
 
 @built
 def test_streams_are_read_16_bytes_at_a_time(machine_code):
-    for name in ("14decode_forwardINS_4bf16ELi1ELb1E", "14decode_forwardINS_4bf16ELi4ELb1E"):
-        assert len(re.findall(r"LDG\.E\.128", code_of(machine_code, name))) >= 4
-    raw = code_of(machine_code, "16raw_keys_forwardINS_4bf16ELi1E")
-    assert len(re.findall(r"LDG\.E\.128", raw)) >= 4
+    for name in ("14decode_forwardINS_4bf16ELi1ELi16E", "14decode_forwardINS_4bf16ELi4ELi16ELb1E"):
+        assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", code_of(machine_code, name))) >= 12
     assert "LDG.E.128" in code_of(machine_code, "9grad_keysINS_4bf16ELi1ELb1E")
     backward = code_of(machine_code, "15decode_backwardINS_4bf16ELi1ELb1E")
     assert len(re.findall(r"LDG\.E\.128", backward)) >= 7  # four values, three keys in flight
     assert len(re.findall(r"STG\.E\.128", backward)) >= 7
-
-
-@built
-def test_raw_keys_are_multiplied_on_tensor_cores(machine_code):
-    raw = code_of(machine_code, "16raw_keys_forwardINS_4bf16ELi1E")
-    assert len(re.findall(r"HMMA\.16816\.F32\.BF16", raw)) >= 32
 
 
 # ---- loading -------------------------------------------------------------------------------------

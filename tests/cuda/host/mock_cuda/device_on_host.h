@@ -37,6 +37,10 @@ inline int __syncthreads_or(int x) {
   return result;
 }
 template <class X>
+X __shfl_sync(unsigned, X x, int lane) {
+  return bahdanau_fast::host::exchange(x, lane);
+}
+template <class X>
 X __shfl_xor_sync(unsigned, X x, int mask) {
   return bahdanau_fast::host::exchange(x, int(threadIdx.x % 32) ^ mask);
 }
@@ -84,6 +88,7 @@ inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? 0.0f * x
 inline float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
 inline float reciprocal(float x) { return flushed(1.0f / flushed(x)); }
 inline float clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
+inline float larger_or_nan(float x, float y) { return y > x || y != y ? y : x; }
 inline float at_most(float x, float limit) { return x > limit ? limit : x; }
 
 inline float widen(f16 x) {
@@ -100,6 +105,10 @@ inline void narrow(float x, bf16* out) {
   out->bits = x != x ? 0x7fff : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+template <class T>
+T read_only(const T* p) {
+  return *p;
+}
 inline Bytes16 load16(const void* p) {
   if (reinterpret_cast<uintptr_t>(p) % 16 != 0) {
     std::fprintf(stderr, "a misaligned load of 16 bytes\n");
@@ -110,32 +119,13 @@ inline Bytes16 load16(const void* p) {
   return x;
 }
 
-inline float widen(bf16 x);
-
-// The tensor cores' product: every lane lays its parts open and adds up its own four results.
-template <class T>
-void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  host::Fiber& me = host::self();
-  host::Warp& warp = *host::block().warps[me.thread.x / 32];
-  auto& parts = warp.parts[me.turn ^= 1];
-  const unsigned lane = me.thread.x % 32;
-  const uint32_t own[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  std::memcpy(parts[lane], own, sizeof own);
-  host::wait(warp.barrier, 32);
-  const auto half = [&](unsigned of, unsigned part, unsigned k) {
-    T x;
-    x.bits = uint16_t(parts[of][part] >> (k % 2 * 16));
-    return widen(x);
-  };
-  for (unsigned result = 0; result < 4; ++result) {
-    const unsigned row = lane / 4, column = lane % 4 * 2 + result % 2;
-    for (unsigned k = 0; k < 16; ++k) {
-      const unsigned at = k % 8 / 2, upper = k / 8;
-      sums[result] +=
-          half(row * 4 + at, result / 2 + 2 * upper, k) * half(column * 4 + at, 4 + upper, k);
-    }
-  }
+inline void copy16(void* to, const void* from) {
+  const Bytes16 x = load16(from);
+  std::memcpy(to, &x, sizeof x);
 }
+inline void commit_copies() {}
+template <int>
+void wait_for_copies() {}
 
 inline char* shared_memory() { return host::block().shared.get(); }
 

@@ -37,7 +37,6 @@ struct Barrier {
 struct Warp {
   Barrier barrier;
   unsigned char slots[2][32][8];
-  uint32_t parts[2][32][6];
 };
 
 struct Block;

@@ -1,0 +1,213 @@
+// What a block of decode.h begins with: the rings of its warps, and what is the same for all keys.
+#pragma once
+
+#include "decode_plan.h"
+#include "tanh.h"
+
+namespace bahdanau_fast::gpu {
+
+template <class T, int QT, int floats, bool vectors>
+struct DecodeBlock {
+  using Sizes = DecodeSizes<T, QT, floats>;
+  static constexpr int U = Sizes::U, KU = Sizes::KU, N = KU * QT;
+  static constexpr int each = kWarp / N;  // lanes that have one score of a stage: (key, query)
+  static constexpr int piece = kWarp * U;
+  const DecodeForward& d;
+  const Problem& p;
+  const DecodeLayout& sizes;
+  const DecodeShared mine;
+  int64_t b, i0 = 0, c0 = 0, j0, row, s;
+  const T *next_key, *next_value;  // where the lane copies from next
+  int n, columns, lane, warp;      // n keys in the split; columns of the values in the group
+  int keys = 0;                    // that a query sees, of those
+  float half_w = 0;                // half the sum of w
+
+  __device__ explicit DecodeBlock(const DecodeForward& all)
+      : d(all), p(all.p), sizes(all.layout), mine(shared_memory(), all.layout, QT) {
+    const unsigned at = blockIdx.x / unsigned(d.splits);  // of 64 bits it is slow
+    s = blockIdx.x - at * unsigned(d.splits);
+    row = b = at;
+    if (d.column_groups > 1) {
+      b = at / unsigned(d.column_groups);
+      c0 = (at - b * d.column_groups) * Sizes::columns;
+    }
+    if (d.query_groups > 1) {
+      const unsigned of_queries = unsigned(b);
+      b = of_queries / unsigned(d.query_groups);
+      i0 = (of_queries - b * d.query_groups) * QT;
+    }
+    j0 = s * d.split;
+    n = int(smaller(d.split, p.Tk - j0));
+    columns = int(smaller(Sizes::columns, p.Dv - c0));
+    lane = threadIdx.x % kWarp;
+    warp = threadIdx.x / kWarp;
+    next_key = row_at<T>(p.keys, b, j0 + warp * KU) + lane * U;
+    next_value = row_at<T>(p.values, b, j0 + warp * KU) + c0 + lane * U;
+  }
+
+  // ---- the ring ----
+
+  __device__ T* stage(int slot) const {
+    return reinterpret_cast<T*>(mine.rings + warp * sizes.of_warp) + slot * sizes.stage;
+  }
+  // The first key of a stage.
+  __device__ int first_of(int t) const { return (t * d.warps + warp) * KU; }
+
+  // The lane's piece of a row; `left` numbers from there on.
+  static __device__ __forceinline__ void copy_piece(T* to, const T* from, int left) {
+    if constexpr (vectors) {
+      if (left > 0) copy16(to, from);
+    } else {
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+        if (left > 0) to[u] = u < left ? from[u] : T{};
+    }
+  }
+
+  // Begins to copy the keys of stage t, and their values; past the last key, that one again.
+  __device__ __forceinline__ void fill(int t, T* to) {
+    if (first_of(t) < n) {
+      const T *key = next_key, *value = next_value;
+      to += lane * U;
+#pragma unroll
+      for (int k = 0; k < KU; ++k) {
+        if (k > 0 && first_of(t) + k < n) {
+          key += p.keys.row_stride;
+          value += p.values.row_stride;
+        }
+        constexpr int most = vectors ? 4 : 1;
+#pragma unroll
+        for (int c = 0; c < most; ++c)
+          copy_piece(to + c * piece, key + c * piece, int(p.H) - lane * U - c * piece);
+        for (int c = most * piece; c < p.H; c += piece)
+          copy_piece(to + c, key + c, int(p.H) - lane * U - c);
+#pragma unroll
+        for (int c = 0; c < floats / U; ++c)
+          copy_piece(to + sizes.width + c * piece, value + c * piece,
+                     columns - lane * U - c * piece);
+        to += sizes.width + sizes.values;
+      }
+      next_key += d.warps * KU * p.keys.row_stride;
+      next_value += d.warps * KU * p.values.row_stride;
+    }
+    commit_copies();
+  }
+
+  // ---- what is the same for all keys ----
+
+  // W_q q into shared memory, together with the other blocks of the cluster, of which there are at
+  // most `most`: each computes a share of the hidden units, two at a time in a warp, for the
+  // queries of all blocks, and writes them to the shared memory of those. So W_q is read once for
+  // each cluster.
+  template <int most>
+  __device__ void project() {
+    constexpr int units = 2, of_sum = kWarp / (most * units);
+    const int blocks = cluster_size(), rank = cluster_rank();
+    const T* w_q = static_cast<const T*>(d.w_q);
+    cluster_barrier();      // every block has started
+    int64_t offsets[most];  // of the queries of the cluster's blocks: a division is slow
+#pragma unroll
+    for (int m = 0; m < most; ++m) {
+      const uint32_t block = blockIdx.x - rank + smaller(m, blocks - 1);
+      const uint32_t row_of_block = block / uint32_t(d.splits) / uint32_t(d.column_groups);
+      offsets[m] = smaller(row_of_block, p.B - 1) * p.queries.batch_stride;
+    }
+    for (int64_t i = 0; i < smaller(QT, p.Tq); ++i) {
+      const T* first = static_cast<const T*>(p.queries.data) + i * p.queries.row_stride;
+      for (int h0 = (rank * d.warps + warp) * units; h0 < p.H; h0 += blocks * d.warps * units) {
+        float sums[most * units] = {};
+        for (int64_t c = lane * U; c < d.Dq; c += piece) {
+          float weight[units][U];
+#pragma unroll
+          for (int x = 0; x < units; ++x)
+            load_units<T, true>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
+#pragma unroll
+          for (int m = 0; m < most; ++m) {
+            float query[U];
+            load_units<T, true>(first + offsets[m], c, d.Dq, query);
+#pragma unroll
+            for (int x = 0; x < units; ++x)
+#pragma unroll
+              for (int k = 0; k < U; ++k) sums[m * units + x] += weight[x][k] * query[k];
+          }
+        }
+        const float sum = warp_sums<most * units>(sums, lane);
+        const int target = lane / of_sum / units, h = h0 + lane / of_sum % units;
+        if (lane % of_sum == 0 && target < blocks && h < p.H)
+          *in_block(mine.queries + i * sizes.width + h, target) = sum;
+      }
+    }
+    cluster_barrier();
+  }
+
+  // True in a block past the last, which only completes a cluster, after its share of the work.
+  __device__ bool helps() {
+    if constexpr (vectors)
+      if (d.w_q != nullptr) cluster_size() > 1 ? project<8>() : project<1>();
+    return b >= p.B;
+  }
+
+  __device__ bool uniform(int q) const { return mine.counts[q] < 0; }
+  __device__ int count(int q) const {
+    return mine.counts[q] < 0 ? -1 - mine.counts[q] : mine.counts[q];
+  }
+
+  // How many keys each query has, and which of them the mask shows. A warp counts for a query.
+  __device__ void count_keys() {
+    for (int q = warp; q < QT; q += d.warps) {
+      const int64_t valid = i0 + q < p.Tq ? key_count(p, b, i0 + q) : 0;
+      const int here = int(larger(0, smaller(valid - j0, n)));
+      if (lane == 0) mine.counts[q] = i0 + q >= p.Tq ? 0 : valid == 0 ? -1 - n : here;
+    }
+    if (p.mask.data == nullptr) return;
+    for (int q = 0; q < QT && i0 + q < p.Tq; ++q)
+      for (int j = threadIdx.x; j < n; j += blockDim.x)
+        mine.seen[q * d.split + j] = sees(p, b, i0 + q, j0 + j);
+  }
+
+  // Queries and w as score() takes them, zero past the last; true if those are exponentials.
+  __device__ bool load_queries() {
+    const int units = int(p.H), last = int(smaller(QT, p.Tq - i0)) - 1;
+    const T* rows[QT];
+#pragma unroll
+    for (int q = 0; q < QT; ++q) rows[q] = row_at<T>(p.queries, b, i0 + (q < last ? q : last));
+    float largest = 0, largest_w = 0, sum_w = 0;
+#pragma unroll 4
+    for (int h = threadIdx.x; h < sizes.width; h += blockDim.x) {
+      const int there = h < units ? h : units - 1;
+      float x = widen(read_only(static_cast<const T*>(p.w) + there)), a[QT];
+      x = h < units ? x : 0.0f;
+#pragma unroll
+      for (int q = 0; q < QT; ++q) {
+        a[q] = d.w_q != nullptr ? mine.queries[(q < last ? q : last) * sizes.width + there]
+                                : widen(read_only(rows[q] + there));
+        a[q] = q <= last && h < units ? a[q] : 0.0f;
+      }
+      mine.w[h] = sizeof(T) == 2 ? kSmallW * x : x;
+      sum_w += x;
+      largest_w = larger_or_nan(largest_w, fabs(x));
+#pragma unroll
+      for (int q = 0; q < QT; ++q) {
+        mine.queries[q * sizes.width + h] = sizeof(T) == 2 ? 2.0f * kLog2e * a[q] : a[q];
+        largest = larger_or_nan(largest, fabs(a[q]));
+      }
+    }
+    bool exponentials = false;
+    if constexpr (QT > 1 && sizeof(T) == 2) {
+      largest = block_max(largest, mine.scratch);
+      largest_w = block_max(largest_w, mine.scratch);
+      exponentials = largest <= kClamped && largest_w <= kLargestW;
+      for (int at = threadIdx.x; exponentials && at < QT * sizes.width; at += blockDim.x)
+        mine.queries[at] = exp2_approx(mine.queries[at]);
+    }
+    sum_w = warp_sum(0.5f * sum_w);
+    if (lane == 0) mine.sums[warp] = sum_w;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kMostWarps; ++k) half_w += k < d.warps ? mine.sums[k] : 0.0f;
+    for (int q = 0; q < QT; ++q) keys = int(larger(keys, count(q)));
+    return exponentials;
+  }
+};
+
+}  // namespace bahdanau_fast::gpu
