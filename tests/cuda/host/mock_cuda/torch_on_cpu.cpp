@@ -13,11 +13,16 @@ using bahdanau_fast::mock::kOfTensor;
 
 namespace {
 
+// Of a view, from its first number to the end of the storage.
 void tell(AtenTensorHandle tensor, bahdanau_fast::mock::Memory which) {
   void* at = nullptr;
-  int64_t bytes = 0;
+  int64_t bytes = 0, offset = 0;
+  int32_t dtype = 0;
   aoti_torch_get_data_ptr(tensor, &at);
   aoti_torch_get_storage_size(tensor, &bytes);
+  aoti_torch_get_storage_offset(tensor, &offset);
+  aoti_torch_get_dtype(tensor, &dtype);
+  bytes -= offset * int64_t(aoti_torch_dtype_element_size(dtype));
   bahdanau_fast::mock::Runs::get().tell(at, bytes, which);
 }
 
