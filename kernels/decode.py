@@ -15,15 +15,14 @@ from .elementary import (
     TWO_LOG2_E,
     held,
     inverse_of,
-    kept_keys,
-    last_seen,
     rectified,
     sum_of_four,
     survivors,
     tanh_precise,
+    within_split,
 )
-from .step import scale_scores
-from .tiles import program_blocks
+from .step import hide_rest, project_one, scale_scores
+from .tiles import load_row, load_tile, program_blocks
 
 
 @triton.jit(
@@ -91,45 +90,33 @@ def decode_kernel(
     h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     query = queries + b * q_batch + i.to(tl.int64) * q_row
     if w_q is not None:
-        a = project_one(query, w_q, h, H, Dq, BLOCK_H, BLOCK_X)
+        a = project_one(query, w_q, h, H, Dq, BLOCK_H, BLOCK_X)[None, :]
     else:
-        a = tl.load(query + h, mask=h < H, other=0.0).to(tl.float32)
-    w = tl.load(w_v + h, mask=h < H, other=0.0).to(tl.float32)
+        a = load_row(query, h, H)
+    w = load_row(w_v, h, H)
     first = split * split_keys
     stop = tl.minimum(first + split_keys, Tk)
-    kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk)
-    end, seen_row = kept, b * mask_batch + i.to(tl.int64) * mask_row
-    if mask is not None:
-        one = tl.zeros([1], tl.int32)
-        limit = tl.minimum(kept, stop) + one
-        end = tl.max(last_seen(mask, seen_row + one, mask_key, first, limit, 1024), axis=0)
-        if end == 0:  # there may be some in other splits
-            limit = kept + one
-            kept = tl.max(last_seen(mask, seen_row + one, mask_key, 0, limit, 1024), axis=0)
-    # A row without valid keys is uniform over all keys: every score is zero.
-    empty = kept == 0
-    last = tl.minimum(stop, tl.where(empty, Tk, end))
+    one = tl.arange(0, 1)  # helpers take several queries
+    length = b * lens_batch + i.to(tl.int64) * lens_row
+    seen_row = b * mask_batch + i.to(tl.int64) * mask_row
+    alone, end = within_split(
+        lens, length + one, mask, seen_row + one, mask_key, first, stop, Tk, one == 0, 1024
+    )
+    empty = tl.max(alone.to(tl.int32), axis=0) > 0
+    last = tl.minimum(stop, tl.max(end, axis=0))
     most, total = float("-inf"), 0.0
     acc = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     for k0 in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         j = k0 + tl.arange(0, BLOCK_K)
-        there, at = j < last, j.to(tl.int64)[:, None]
-        c = tl.load(
-            keys + b * k_batch + at * k_row + h[None, :],
-            mask=there[:, None] & (h < H)[None, :],
-            other=0.0,
-        )
-        v = tl.load(
-            values + b * v_batch + at * v_row + d[None, :],
-            mask=there[:, None] & (d < Dv)[None, :],
-            other=0.0,
-        )
+        there, at = j < last, j.to(tl.int64)
+        c = load_tile(keys + b * k_batch + at * k_row, there, h, H)
+        v = load_tile(values + b * v_batch + at * v_row, there, d, Dv)
         seen = there
         if mask is not None:
-            shown = tl.load(mask + seen_row + j.to(tl.int64) * mask_key, mask=there, other=0)
+            shown = tl.load(mask + seen_row + at * mask_key, mask=there, other=0)
             seen = there & (empty | (shown != 0))
             v = tl.where(seen[:, None], v, 0.0)
-        s = row_scores(a, c.to(tl.float32), w, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_K, BLOCK_H)
+        s = row_scores(a, c, w, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_K, BLOCK_H)
         s = tl.where(seen, tl.where(empty, 0.0, s), float("-inf"))
         if scores is not None:
             tl.store(scores + row * Tk + j, s, mask=j < Tk)
@@ -141,11 +128,9 @@ def decode_kernel(
         most = higher
         if seed is not None:
             p *= survivors(seed, threshold, scale_bits, row, j)
-        acc = acc * decay + p[:, None] * v.to(tl.float32)
+        acc = acc * decay + p[:, None] * v
     if scores is not None:
-        for k0 in range(tl.maximum(first, tl.cdiv(last, BLOCK_K) * BLOCK_K), stop, BLOCK_K):
-            j = k0 + tl.arange(0, BLOCK_K)
-            tl.store(scores + row * Tk + j, float("-inf"), mask=j < Tk)
+        hide_rest(scores, row + one, one == 0, first, last, stop, Tk, BLOCK_K)
     result = tl.sum(acc, axis=0)
     if SPLIT:
         place = row * splits + split
@@ -153,26 +138,11 @@ def decode_kernel(
         tl.store(sums + place, total)
         tl.store(context + place * Dv + d, result, mask=d < Dv)
     else:
-        one = tl.arange(0, 1)
         inverse = inverse_of(total + tl.zeros([1], tl.float32))
         tl.store(context + row * Dv + d, result * tl.max(inverse, axis=0), mask=d < Dv)
         if scores is not None:
             tl.debug_barrier()  # other threads stored the scores
             scale_scores(scores, weights, row + one, most + one, inverse, one == 0, Tk, 128)
-
-
-@triton.jit
-def project_one(x, weight, h, H, D, BLOCK_H: tl.constexpr, BLOCK_X: tl.constexpr):
-    """The product weight @ x of one row, on the plain units."""
-    total = tl.zeros([BLOCK_H], tl.float32)
-    for d0 in range(0, D, BLOCK_X):
-        d = d0 + tl.arange(0, BLOCK_X)
-        at = weight + h.to(tl.int64)[:, None] * D + d[None, :]
-        tile = tl.load(at, mask=(h < H)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-        total += tl.sum(
-            tile * tl.load(x + d, mask=d < D, other=0.0).to(tl.float32)[None, :], axis=1
-        )
-    return total
 
 
 @triton.jit
@@ -187,17 +157,17 @@ def row_scores(
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The scores of one query (BLOCK_H) and keys (BLOCK_K,BLOCK_H)."""
+    """The scores of one query (1,BLOCK_H) and keys (BLOCK_K,BLOCK_H)."""
     if ACTIVATION != TANH:
-        s = tl.sum(rectified(c + a[None, :], slope, ACTIVATION) * w[None, :], axis=1)
+        s = tl.sum(rectified(c + a, slope, ACTIVATION) * w, axis=1)
     elif PRECISE:
-        s = tl.sum(tanh_precise(c + a[None, :]) * w[None, :], axis=1)
+        s = tl.sum(tanh_precise(c + a) * w, axis=1)
     else:
-        x = 1.0 + held(c * TWO_LOG2_E + (a * TWO_LOG2_E)[None, :])
+        x = 1.0 + held(c * TWO_LOG2_E + a * TWO_LOG2_E)
         x0, x1, x2, x3 = four_of(x, BLOCK_K, BLOCK_H)
-        w0, w1, w2, w3 = four_of(w[None, :], 1, BLOCK_H)
+        w0, w1, w2, w3 = four_of(w, 1, BLOCK_H)
         shared = tl.sum(sum_of_four(x0, x1, x2, x3, w0, w1, w2, w3, NATIVE), axis=1)
-        s = tl.sum(w, axis=0) - 2.0 * shared
+        s = tl.sum(w, axis=1) - 2.0 * shared
     return s
 
 

@@ -206,6 +206,24 @@ def last_seen(mask, rows, mask_key, first, end, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def within_split(
+    lens, lengths, mask, seen_rows, mask_key, first, stop, Tk, real, BLOCK_K: tl.constexpr
+):
+    """Of the real queries, which see no key at all, and where the keys end that they look at.
+
+    Those of a split, from ``first`` to ``stop``. A query that sees none is uniform over all keys.
+    """
+    kept = tl.where(real, kept_keys(lens, lengths, Tk, real), 0)
+    end = kept
+    if mask is not None:
+        end = last_seen(mask, seen_rows, mask_key, first, tl.minimum(kept, stop), BLOCK_K)
+        if tl.min(tl.where(real, end, 1), axis=0) == 0:  # there may be some in other splits
+            kept = last_seen(mask, seen_rows, mask_key, 0, kept, BLOCK_K)
+    empty = real & (kept == 0)
+    return empty, tl.where(empty, Tk, end)
+
+
+@triton.jit
 def survivors(seed, threshold, scale_bits, row, keys):
     """Factor of each weight under dropout, as csrc/common/philox.h draws it: 0 or 1 / (1 - p).
 

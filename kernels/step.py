@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import inverse_of, kept_keys, last_seen, seen_keys, survivors, two_direct
+from .elementary import inverse_of, kept_keys, seen_keys, survivors, two_direct, within_split
 from .products import product
 from .tiles import load_row, load_tile, program_blocks
 
@@ -99,20 +99,13 @@ def step_kernel(
     real = i < Tq
     row = b * Tq + i
     lengths = b * lens_batch
-    kept = kept_keys(lens, lengths + i.to(tl.int64) * lens_row, Tk, real)
-    kept = tl.where(real, kept, 0)
     first = split * split_keys
     stop = tl.minimum(first + split_keys, Tk)
     seen_rows = b * mask_batch + i.to(tl.int64) * mask_row
-    end = kept
-    if mask is not None:
-        end = tl.minimum(kept, stop)
-        end = last_seen(mask, seen_rows, mask_key, first, end, 1024 // BLOCK_Q)
-        if tl.min(tl.where(real, end, 1), axis=0) == 0:  # there may be some in other splits
-            kept = last_seen(mask, seen_rows, mask_key, 0, kept, 1024 // BLOCK_Q)
-    # A row without valid keys is uniform over all keys: every score is zero.
-    empty = real & (kept == 0)
-    end = tl.where(empty, Tk, end)
+    empty, end = within_split(
+        lens, lengths + i.to(tl.int64) * lens_row, mask, seen_rows, mask_key, first, stop, Tk, real,
+        1024 // BLOCK_Q,
+    )  # fmt: skip
     last = tl.minimum(stop, tl.max(end, axis=0))
     d = tl.arange(0, BLOCK_D)
     most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -181,10 +174,7 @@ def step_kernel(
             part = product(p, v, PRECISION)
         acc = acc * decay[:, None] + part
     if scores is not None:
-        for k0 in range(tl.maximum(first, tl.cdiv(last, BLOCK_K) * BLOCK_K), stop, BLOCK_K):
-            j = k0 + tl.arange(0, BLOCK_K)
-            here = real[:, None] & (j < Tk)[None, :]
-            tl.store(scores + row[:, None] * Tk + j[None, :], float("-inf"), mask=here)
+        hide_rest(scores, row, real, first, last, stop, Tk, BLOCK_K)
     inside = real[:, None] & (d < Dv)[None, :]
     if SPLIT:
         place = row * splits + split
@@ -200,16 +190,22 @@ def step_kernel(
 
 
 @triton.jit
+def project_one(x, weight, h, H, D, BLOCK_H: tl.constexpr, BLOCK_X: tl.constexpr):
+    """weight[h] . x of one row, (BLOCK_H,), on the plain units."""
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for d0 in range(0, D, BLOCK_X):
+        d = d0 + tl.arange(0, BLOCK_X)
+        tile = load_tile(weight + h.to(tl.int64) * D, h < H, d, D)
+        total += tl.sum(tile * load_row(x, d, D), axis=1)
+    return total
+
+
+@triton.jit
 def project_row(x, weight, out, H, D, BLOCK_H: tl.constexpr, BLOCK_X: tl.constexpr):
-    """out[h] = weight[h] . x, one row on the plain units."""
+    """out[h] = weight[h] . x for every h."""
     for h0 in range(0, H, BLOCK_H):
         h = h0 + tl.arange(0, BLOCK_H)
-        total = tl.zeros([BLOCK_H], tl.float32)
-        for d0 in range(0, D, BLOCK_X):
-            d = d0 + tl.arange(0, BLOCK_X)
-            tile = load_tile(weight + h.to(tl.int64) * D, h < H, d, D)
-            total += tl.sum(tile * load_row(x, d, D), axis=1)
-        tl.store(out + h, total, mask=h < H)
+        tl.store(out + h, project_one(x, weight, h, H, D, BLOCK_H, BLOCK_X), mask=h < H)
 
 
 @triton.jit
@@ -243,6 +239,15 @@ def project_tiles(
         c0 += load_row(bias, h0, H)
         c1 += load_row(bias, h1, H)
     return c0, c1
+
+
+@triton.jit
+def hide_rest(scores, row, real, first, last, stop, Tk, BLOCK_K: tl.constexpr):
+    """Minus infinity for what a split, ``first`` to ``stop``, has in tiles from ``last`` on."""
+    for k0 in range(tl.maximum(first, tl.cdiv(last, BLOCK_K) * BLOCK_K), stop, BLOCK_K):
+        j = k0 + tl.arange(0, BLOCK_K)
+        here = real[:, None] & (j < Tk)[None, :]
+        tl.store(scores + row[:, None] * Tk + j[None, :], float("-inf"), mask=here)
 
 
 @triton.jit
