@@ -42,11 +42,10 @@ STAGES = {
     "time": Stage(90),
     "build": Stage(50, workers=8),
     "rivals": Stage(80),
-    "plans": Stage(30),
     "parity": Stage(200, workers=8),
     "sanitize": Stage(200, workers=4),
 }
-FIRST = ("model", "smoke", "time", "build", "rivals", "plans")
+FIRST = ("model", "smoke", "time", "build", "rivals")
 # What make gives the build; looking at the machine; all of it.
 BUILD_SECONDS, MACHINE_SECONDS, TOTAL_SECONDS = 150.0, 40.0, 580.0
 START_SECONDS = 90.0  # imports of torch from a cold disk

@@ -1,6 +1,5 @@
 """How each kernel cuts its work: tile sizes, warps and key splits, from sizes alone.
 
-Where a function gives several plans, the first is the one to launch; the others are for studies.
 The model behind the choices: a warp holds tiles in at most about 128 registers a thread, so that
 four programs of four warps share a multiprocessor; small problems are cut finer until every
 multiprocessor has work. Knows no torch.
@@ -55,11 +54,10 @@ def step_shared(queries_len: int, features: int, size: int) -> int:
 def step(
     batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
     processors: int, size: int, shared: int, raw_keys: bool = False,
-) -> list[StepPlan]:  # fmt: skip
+) -> StepPlan:  # fmt: skip
     """Of `step_kernel`: a row of the batch each, or splits for two programs a multiprocessor.
 
-    ``size`` is bytes of an element, ``shared`` those of shared memory, at least `step_shared`. The
-    model's plan first, then those with other tiles of keys and other splits.
+    ``size`` is bytes of an element, ``shared`` those of shared memory, at least `step_shared`.
     """
     block_q = 1 if queries_len == 1 else max(power_of_two(queries_len), 16)
     # Precise tanh, that of fp32, takes twice the registers.
@@ -73,17 +71,12 @@ def step(
     while most > _LEAST_KEYS and queries_len > 1 and most * block_d * size + _ROOM > shared:
         most //= 2
     block_k = min(8 * warps, most)
-    plans = []
-    for tile in dict.fromkeys((block_k, max(block_k // 2, 16), min(2 * block_k, most))):
-        tiles = -(-keys_len // tile)
-        # Splits have to make up for the launch that combines them.
-        splits = max(min(2 * processors // max(batch, 1), tiles // 2), 1) if tiles >= 6 else 1
-        for number in dict.fromkeys((splits, max(splits // 2, 1), min(2 * splits, tiles))):
-            each = -(-tiles // number)
-            blocks = {"BLOCK_Q": block_q, "BLOCK_K": tile, "BLOCK_H": block_h, "BLOCK_D": block_d}
-            blocks |= {"BLOCK_X": 64, "num_warps": warps}
-            plans.append(StepPlan(-(-tiles // each), each * tile, blocks))
-    return plans
+    tiles = -(-keys_len // block_k)
+    # Splits have to make up for the launch that combines them.
+    splits = max(min(2 * processors // max(batch, 1), tiles // 2), 1) if tiles >= 6 else 1
+    each = -(-tiles // splits)
+    blocks = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d}
+    return StepPlan(-(-tiles // each), each * block_k, blocks | {"BLOCK_X": 64, "num_warps": warps})
 
 
 # `decode_kernel` serves so many queries and hidden units; its splits have at least so many keys.
@@ -126,25 +119,17 @@ def tables(hidden: int) -> dict[str, Any]:
     return {"BLOCK_R": 1024 // block_h, "BLOCK_H": block_h, "num_warps": 4}
 
 
-def scores(
-    batch: int, queries_len: int, keys_len: int, hidden: int, size: int
-) -> list[dict[str, Any]]:
+def scores(batch: int, queries_len: int, keys_len: int, hidden: int, size: int) -> dict[str, Any]:
     """Of `scores_kernel`: 64 elements a thread in registers; fewer queries where work is short.
 
     ``size`` is bytes of an element: fp32, in its precision, takes half as many at once.
-
-    The model's plan first, then half the elements a thread, and more warps.
     """
     block_h = min(max(power_of_two(-(-hidden // 4)), 16), 64)
     block_k = 16 if size == 4 else 32
     block_q = 64
     while block_q > 16 and batch * -(-keys_len // block_k) * -(-queries_len // block_q) < 1024:
         block_q //= 2
-    tiles = ((block_k, 4), (block_k // 2, 4), (block_k, 8), (2 * block_k, 8))
-    return [
-        {"BLOCK_Q": block_q, "BLOCK_K": rows, "BLOCK_H": block_h, "num_warps": warps}
-        for rows, warps in (tiles[:1] if size == 4 else tiles)
-    ]
+    return {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "num_warps": 4}
 
 
 def products(features: int, size: int, masked: bool) -> dict[str, Any]:

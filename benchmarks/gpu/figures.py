@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import backends
-from bahdanau_fast.kernels import plans
 
 from ..contestants.parity import Oracle
 from ..contestants.providers import Provider, by_name
@@ -182,23 +181,6 @@ def built(case: GpuCase, provider: Provider, device: torch.device) -> dict[str, 
     """A call that is compiled and checked, so that a later process finds it in the cache."""
     with _settings(case):
         return checked(case, provider, device)[1]
-
-
-def plan(case: GpuCase, device: torch.device, function: str, number: int) -> dict[str, Any]:
-    """The times of one plan of those that a function of ``kernels/plans.py`` lists."""
-    original, taken = getattr(plans, function), list[Any]()
-
-    def one(*sizes: Any, **more: Any) -> Any:
-        taken[:] = original(*sizes, **more)[number : number + 1] or taken
-        return taken
-
-    setattr(plans, function, one)
-    try:
-        return times(case, subject(case), device) | {"plan": str(taken[0])}
-    except IndexError:
-        return {"not run": "there is no such plan"}
-    finally:
-        setattr(plans, function, original)
 
 
 def floor(device: torch.device) -> dict[str, Any]:

@@ -149,21 +149,6 @@ def time(device: str) -> list[Row]:
     return [*rows, *peaks]
 
 
-def plans(device: str) -> list[Row]:
-    """What the plans choose between: tiles and splits of the Triton kernels."""
-    where, rows = torch.device(device), []
-    for function, shapes, train, most in (
-        ("step", BEAMS, False, 9),
-        ("scores", PARALLEL, False, 4),
-        ("grad_tanh", (WIDE, *PARALLEL), True, 2),
-    ):
-        for shape, number in product(shapes, range(most)):
-            case = GpuCase("triton", shape, "projected", train=train)
-            call = partial(figures.plan, case, where, function, number)
-            rows.append(Row(f"plan {number} of {function}, {case}", ROW_SECONDS, call))
-    return rows if "triton" in _backends(where) else []
-
-
 def _contests(kind: Callable[..., Any], device: str, among: Iterable[Provider]) -> list[Row]:
     """Every rival in every call that it serves."""
     where, rows = torch.device(device), []

@@ -152,21 +152,14 @@ def _step(
     batch, queries_len, keys_len, features = (
         call.batch, call.queries_len, call.keys_len, call.features,
     )  # fmt: skip
-    sizes = (
-        batch,
-        queries_len,
-        keys_len,
-        call.hidden,
-        features,
-        processors(call.device),
-        call.size,
-    )
+    sizes = batch, queries_len, keys_len, call.hidden, features
+    device = processors(call.device), call.size
     few = queries_len <= plans.DECODE_QUERIES and call.hidden <= plans.DECODE_HIDDEN
     rows_whole = few and w_k is None
     if rows_whole:
-        plan = plans.decode(*sizes)
+        plan = plans.decode(*sizes, *device)
     else:
-        plan = plans.step(*sizes, call.limits.shared, w_k is not None)[0]
+        plan = plans.step(*sizes, *device, call.limits.shared, w_k is not None)
     # Apart from the weights: a tile smaller than the program is read by several threads at once.
     scores = call.new(batch, queries_len, keys_len) if weights.numel() else None
     parts, maxima, sums, split = context, None, None, plan.splits > 1
@@ -221,7 +214,7 @@ def _scores(call: Call, scores: Tensor, bounds: dict[str, Any]) -> None:
     """Scores of all keys within the lengths."""
     batch, queries_len, keys_len = scores.shape
     table = make_table(call, call.queries)
-    blocks = plans.scores(batch, queries_len, keys_len, call.hidden, call.size)[0]
+    blocks = plans.scores(batch, queries_len, keys_len, call.hidden, call.size)
     count = -(-keys_len // blocks["BLOCK_K"]) * -(-queries_len // blocks["BLOCK_Q"])
     scores_kernel[(batch * count,)](
         queries=call.queries, query_table=table.entries, query_max=table.largest,
