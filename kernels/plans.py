@@ -114,7 +114,7 @@ def decode(
 def combine(splits: int, features: int) -> dict[str, Any]:
     """Of `combine_kernel`: all splits of a few features at once."""
     block_s = max(power_of_two(splits), 2)
-    block_d = min(max(power_of_two(features), 16), max(8192 // block_s, 16), 256)
+    block_d = min(max(power_of_two(features), 16), max(2048 // block_s, 16), 256)
     return {"BLOCK_S": block_s, "BLOCK_D": block_d, "num_warps": 4}
 
 
