@@ -106,7 +106,7 @@ def decode(
     each = -(-tiles // splits)
     stages = 3 if 3 * block_k * (block_h + block_d) * size <= 48 << 10 else 2
     blocks = {"BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d, "STAGES": stages}
-    blocks |= {"BLOCK_X": max(4096 // block_h, 4), "num_warps": warps}
+    blocks |= {"BLOCK_X": max(1024 * warps // block_h, 4), "num_warps": warps}
     return StepPlan(-(-tiles // each), each * block_k, blocks)
 
 
