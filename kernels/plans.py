@@ -97,7 +97,9 @@ def decode(
     widest = max(block_h, block_d)
     rows, keys = max(batch * queries_len, 1), max(power_of_two(keys_len), 2)
     least = 4 if widest <= 1024 else 8
-    warps = 16 if rows <= processors else 8 if rows <= 2 * processors else least
+    # Eight warps of wider rows spill on sm_80 under a mask.
+    two = widest <= 512 and rows <= 2 * processors
+    warps = 16 if rows <= processors else 8 if two else least
     warps = max(min(warps, keys * widest // 512), least)
     block_k = min(max(2048 // size * warps // widest, 2), keys, 64)
     tiles = -(-keys_len // block_k)
