@@ -142,7 +142,7 @@ def decode_kernel(
         tl.store(context + row * Dv + d, result * tl.max(inverse, axis=0), mask=d < Dv)
         if scores is not None:
             tl.debug_barrier()  # other threads stored the scores
-            scale_scores(scores, weights, row + one, most + one, inverse, one == 0, Tk, 128)
+            scale_scores(scores, weights, row + one, most + one, inverse, one == 0, 0, Tk, 1, 128)
 
 
 @triton.jit

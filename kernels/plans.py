@@ -79,8 +79,8 @@ def step(
     return StepPlan(-(-tiles // each), each * block_k, blocks | {"BLOCK_X": 64, "num_warps": warps})
 
 
-# `decode_kernel` serves so many queries and hidden units; its splits have at least so many keys.
-DECODE_QUERIES, DECODE_HIDDEN, _DECODE_KEYS = 3, 2048, 64
+# `decode_kernel` serves so many queries and hidden units.
+DECODE_QUERIES, DECODE_HIDDEN = 3, 2048
 
 
 @functools.lru_cache(_CALLS)
@@ -90,18 +90,25 @@ def decode(
 ) -> StepPlan:  # fmt: skip
     """Of `decode_kernel`: 32 elements of a tile a thread, 16 in the precision of fp32.
 
-    Splits for two programs a multiprocessor; copies of two or three tiles in 48 KB.
+    A multiprocessor has 16 warps: those of one program, if there are few, or of several. Copies of
+    two or three tiles are under way.
     """
     block_h, block_d = (max(power_of_two(n), 16) for n in (hidden, features))
     widest = max(block_h, block_d)
-    warps = 4 if widest <= 1024 else 8
-    block_k = min(max(2048 // size * warps // widest, 2), max(power_of_two(keys_len), 2), 64)
+    rows, keys = max(batch * queries_len, 1), max(power_of_two(keys_len), 2)
+    least = 4 if widest <= 1024 else 8
+    # Eight warps of wider rows spill on sm_80 under a mask.
+    two = widest <= 512 and rows <= 2 * processors
+    warps = 16 if rows <= processors else 8 if two else least
+    warps = max(min(warps, keys * widest // 512), least)
+    block_k = min(max(2048 // size * warps // widest, 2), keys, 64)
     tiles = -(-keys_len // block_k)
-    programs = max(batch * queries_len, 1)
-    each = -(-tiles // max(min(2 * processors // programs, keys_len // _DECODE_KEYS), 1))
+    # Splits have to make up for the launch that combines them.
+    splits = max(min(processors // rows, tiles), 1) if tiles > 4 else 1
+    each = -(-tiles // splits)
     stages = 3 if 3 * block_k * (block_h + block_d) * size <= 48 << 10 else 2
     blocks = {"BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d, "STAGES": stages}
-    blocks |= {"BLOCK_X": max(4096 // block_h, 4), "num_warps": warps}
+    blocks |= {"BLOCK_X": max(1024 * warps // block_h, 4), "num_warps": warps}
     return StepPlan(-(-tiles // each), each * block_k, blocks)
 
 
@@ -109,7 +116,7 @@ def decode(
 def combine(splits: int, features: int) -> dict[str, Any]:
     """Of `combine_kernel`: all splits of a few features at once."""
     block_s = max(power_of_two(splits), 2)
-    block_d = min(max(power_of_two(features), 16), max(8192 // block_s, 16), 256)
+    block_d = min(max(power_of_two(features), 16), max(2048 // block_s, 16), 256)
     return {"BLOCK_S": block_s, "BLOCK_D": block_d, "num_warps": 4}
 
 

@@ -186,7 +186,7 @@ def step_kernel(
         tl.store(context + row[:, None] * Dv + d[None, :], acc * inverse[:, None], mask=inside)
         if scores is not None:
             tl.debug_barrier()  # other threads stored the scores
-            scale_scores(scores, weights, row, most, inverse, real, Tk, 128)
+            scale_scores(scores, weights, row, most, inverse, real, 0, Tk, 1, 128)
 
 
 @triton.jit
@@ -251,10 +251,10 @@ def hide_rest(scores, row, real, first, last, stop, Tk, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def scale_scores(scores, weights, row, most, inverse, real, Tk, BLOCK_K: tl.constexpr):
-    """Weights from scores: exp(s - most) * inverse."""
+def scale_scores(scores, weights, row, most, inverse, real, part, Tk, parts, BLOCK_K: tl.constexpr):
+    """Weights from scores: exp(s - most) * inverse. One of ``parts`` that share a row."""
     base = tl.where(most == float("-inf"), 0.0, most)
-    for k0 in range(0, Tk, BLOCK_K):
+    for k0 in range(part * BLOCK_K, Tk, parts * BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
         at = row[:, None] * Tk + j[None, :]
         here = real[:, None] & (j < Tk)[None, :]
@@ -291,6 +291,8 @@ def combine_kernel(
     inverse = inverse_of(total)
     tl.store(context + row * Dv + d, tl.sum(factor[:, None] * tile, axis=0) * inverse, mask=d < Dv)
     if scores is not None:
-        if tl.program_id(1) == 0:
-            one = tl.arange(0, 1)
-            scale_scores(scores, weights, row + one, most + one, inverse + one, one == 0, Tk, 512)
+        one, programs = tl.arange(0, 1), tl.maximum(tl.cdiv(Dv, BLOCK_D), 1)
+        scale_scores(
+            scores, weights, row + one, most + one, inverse + one, one == 0, tl.program_id(1), Tk,
+            programs, 512,
+        )  # fmt: skip
