@@ -34,6 +34,18 @@ def load_tile(rows, inside, h, H):
 
 
 @triton.jit
+def store_row(x, h, H, value):
+    """Write a (1,BLOCK_H) row as far as it goes."""
+    tl.store((x + h)[None, :], value, mask=(h < H)[None, :])
+
+
+@triton.jit
+def store_tile(rows, inside, h, H, value):
+    """Write a (BLOCK,BLOCK_H) tile as far as it goes."""
+    tl.store(rows[:, None] + h[None, :], value, mask=inside[:, None] & (h < H)[None, :])
+
+
+@triton.jit
 def four_rows(x, h0, H, BLOCK_H: tl.constexpr):
     """Four neighbouring parts of one row."""
     h = h0 + tl.arange(0, BLOCK_H)

@@ -155,7 +155,7 @@ def plans(device: str) -> list[Row]:
     for function, shapes, train, most in (
         ("step", BEAMS, False, 9),
         ("scores", PARALLEL, False, 4),
-        ("grad_tanh", (WIDE, *PARALLEL), True, 2),
+        ("grad_tanh", PARALLEL, True, 2),
     ):
         for shape, number in product(shapes, range(most)):
             case = GpuCase("triton", shape, "projected", train=train)
