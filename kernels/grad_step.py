@@ -1,9 +1,10 @@
-"""Backward of a decoder step of up to 16 queries: whole rows of values and keys in a tile.
+"""Backward of a decoder step of up to 16 queries, in three launches.
 
 Roof: reading values and keys once and writing their gradients, ``2 B Tk (H + Dv)`` numbers; with
 several queries 20 instructions for each (query, key, hidden unit). A program takes a split of one
-row's keys. With one query, copies of the next tiles are under way while it computes, and sums over
-keys stay in a thread until the program ends. The last kernel adds up what programs left.
+row's keys, whole rows in a tile. With one query, copies of the next tiles are under way while it
+computes, and sums over keys stay in a thread until it ends. With several, a program of the keys is
+a warp with one tile of some hidden units. The last kernel adds up what programs left.
 """
 
 from __future__ import annotations
@@ -12,59 +13,17 @@ import triton
 import triton.language as tl
 
 from .elementary import kept_keys, survivors, with_slope
-from .tiles import load_row, load_tile, program_blocks, store_row, store_tile
+from .tiles import VARYING, load_row, load_tile, program_blocks, store_row, store_tile
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tk",
-        "gw_batch",
-        "gw_row",
-        "splits",
-        "split_keys",
-        "lens_batch",
-        "lens_row",
-        "mask_batch",
-        "mask_row",
-        "threshold",
-        "scale_bits",
-    ]
-)
+@triton.jit(do_not_specialize=VARYING)
 def step_values_kernel(
-    values,
-    weights,
-    grad_context,
-    grad_weights,
-    grad_values,
-    grads,
-    means,
-    Tk,
-    Dv,
-    v_batch,
-    v_row,
-    gc_batch,
-    gc_row,
-    gw_batch,
-    gw_row,
-    splits,
-    split_keys,
-    lens,
-    lens_batch,
-    lens_row,
-    mask,
-    mask_batch,
-    mask_row,
-    mask_key,
-    seed,
-    threshold,
-    scale_bits,
-    Tq: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """grads[b,i,j] = dropout(grad_context . value) + grad_weights; zero where a query looks not.
+    values, weights, grad_context, grad_weights, grad_values, grads, means, Tq, Tk, Dv, v_batch,
+    v_row, gc_batch, gc_row, gw_batch, gw_row, splits, split_keys, lens, lens_batch, lens_row, mask,
+    mask_batch, mask_row, mask_key, seed, threshold, scale_bits, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """grads[b,i,j] = dropout(grad_context . value) + grad_weights where i looks at j, else zero.
 
     Args:
         grad_context: (B,Tq,Dv), or None, as ``grad_weights`` (B,Tq,Tk).
@@ -76,7 +35,7 @@ def step_values_kernel(
     first = split * split_keys
     stop = tl.minimum(first + split_keys, Tk)
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_Q)
-    count, last = first_and_longest(lens, b * lens_batch, lens_row, Tk, Tq)
+    count, last = first_and_longest(lens, b * lens_batch, lens_row, Tq, Tk, BLOCK_Q)
     last = tl.minimum(stop, last)
     if grad_context is not None:
         context = load_row(grad_context + b * gc_batch, d, Dv)
@@ -87,10 +46,10 @@ def step_values_kernel(
         if grads is not None and grad_context is not None:
             v = load_tile(values + b * v_batch + at * v_row, j < last, d, Dv)
         of_values = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-        for query in tl.range(0, Tq, num_stages=STAGES):
+        for query in tl.range(0, 1 if BLOCK_Q == 1 else Tq, num_stages=STAGES):
             i = tl.cast(query, tl.int64)
             row = b * Tq + i
-            if Tq > 1:
+            if BLOCK_Q > 1:
                 count = kept_keys(lens, b * lens_batch + i * lens_row, Tk)
                 if grad_context is not None:
                     context = load_row(grad_context + b * gc_batch + i * gc_row, d, Dv)
@@ -120,59 +79,14 @@ def step_values_kernel(
         tl.store(means + (b * Tq + n) * splits + split, tl.sum(sums, axis=1), mask=n < Tq)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tk",
-        "g_batch",
-        "g_row",
-        "splits",
-        "split_keys",
-        "parts",
-        "lens_batch",
-        "lens_row",
-        "mask_batch",
-        "mask_row",
-    ]
-)
+@triton.jit(do_not_specialize=VARYING)
 def step_keys_kernel(
-    queries,
-    keys,
-    w_v,
-    weights,
-    grads,
-    means,
-    grad_keys,
-    q_parts,
-    w_parts,
-    Tk,
-    H,
-    q_batch,
-    q_row,
-    k_batch,
-    k_row,
-    g_batch,
-    g_row,
-    g_key,
-    splits,
-    split_keys,
-    parts,
-    lens,
-    lens_batch,
-    lens_row,
-    mask,
-    mask_batch,
-    mask_row,
-    mask_key,
-    slope,
-    ACTIVATION: tl.constexpr,
-    PRECISE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    Tq: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    queries, keys, w_v, weights, grads, means, grad_keys, q_parts, w_parts, Tq, Tk, H, q_batch,
+    q_row, k_batch, k_row, g_batch, g_row, g_key, splits, split_keys, parts, lens, lens_batch,
+    lens_row, mask, mask_batch, mask_row, mask_key, slope, ACTIVATION: tl.constexpr,
+    PRECISE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """grad_keys[b,j] = w_v sum_i s[b,i,j] act'(query + key), with s the gradients of the scores.
 
     Args:
@@ -193,7 +107,7 @@ def step_keys_kernel(
     a_row = tl.load(queries + b * q_batch + h, mask=h < H, other=0.0)
     if weights is not None:
         part = tl.load(means + b * Tq * parts + n, mask=n < parts, other=0.0)
-    count, last = first_and_longest(lens, b * lens_batch, lens_row, Tk, Tq)
+    count, last = first_and_longest(lens, b * lens_batch, lens_row, Tq, Tk, BLOCK_Q)
     last = tl.minimum(stop, last)
     w, a = w_row.to(tl.float32)[None, :], a_row.to(tl.float32)[None, :]
     if weights is not None:
@@ -205,15 +119,15 @@ def step_keys_kernel(
         inside, at = j < stop, j.to(tl.int64)
         c = load_tile(keys + b * k_batch + at * k_row, j < last, h, H)
         of_keys = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
-        for query in tl.range(0, Tq, num_stages=STAGES):
+        for query in tl.range(0, 1 if BLOCK_Q == 1 else Tq, num_stages=STAGES):
             i = tl.cast(query, tl.int64)
             row = b * Tq + i
             s = tl.load(grads + b * g_batch + i * g_row + at * g_key, mask=inside, other=0.0)
             s = s.to(tl.float32)
-            if Tq > 1:
+            if BLOCK_Q > 1:
                 a = load_row(queries + b * q_batch + i * q_row, h, H)
             if weights is not None:
-                if Tq > 1:
+                if BLOCK_Q > 1:
                     count = kept_keys(lens, b * lens_batch + i * lens_row, Tk)
                     part = tl.load(means + row * parts + n, mask=n < parts, other=0.0)
                     mean = tl.sum(part, axis=0)
@@ -229,25 +143,25 @@ def step_keys_kernel(
             if w_parts is not None:
                 w_sum += s * t
             if q_parts is not None:
-                if Tq == 1:
+                if BLOCK_Q == 1:
                     q_sum += u
                 else:
                     out = q_parts + (row * splits + split) * H
                     store_row(out, h, H, tl.sum(u, axis=0)[None, :] * w)
         if grad_keys is not None:
             store_tile(grad_keys + (b * Tk + at) * H, inside, h, H, of_keys * w)
-    if q_parts is not None and Tq == 1:
+    if q_parts is not None and BLOCK_Q == 1:
         store_row(q_parts + (b * splits + split) * H, h, H, tl.sum(q_sum, axis=0)[None, :] * w)
     if w_parts is not None:
         store_row(w_parts + (b * splits + split) * H, h, H, tl.sum(w_sum, axis=0)[None, :])
 
 
 @triton.jit
-def first_and_longest(lens, offset, lens_row, Tk, Tq: tl.constexpr):
+def first_and_longest(lens, offset, lens_row, Tq, Tk, BLOCK_Q: tl.constexpr):
     """Keys that the first query may see, and the most that one of the queries may."""
     count = kept_keys(lens, offset, Tk)
     most = count
-    for query in range(1, Tq):
+    for query in range(1, 1 if BLOCK_Q == 1 else Tq):
         most = tl.maximum(most, kept_keys(lens, offset + tl.cast(query, tl.int64) * lens_row, Tk))
     return count, most
 
@@ -261,20 +175,11 @@ def seen_by(count, mask, row, mask_key, j, inside):
     return seen
 
 
-@triton.jit(do_not_specialize=["splits", "w_rows"])
+@triton.jit(do_not_specialize=VARYING)
 def step_sums_kernel(
-    q_parts,
-    grad_queries,
-    w_parts,
-    grad_w,
-    splits,
-    w_rows,
-    H,
-    BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+    q_parts, grad_queries, w_parts, grad_w, splits, w_rows, H, BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """Adds up parts: of w_v (w_rows,H) to (H,), of queries (rows,splits,H) to (rows,H); or None."""
     program = tl.program_id(0)
     if w_parts is not None:

@@ -25,35 +25,11 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=["R", "O", "g_batch", "kept_batch"])
 def grad_tanh_kernel(
-    rows,
-    others,
-    table,
-    largest,
-    second,
-    w_v,
-    grad_scores,
-    kept,
-    out,
-    w_parts,
-    R,
-    O,
-    H,
-    r_batch,
-    r_row,
-    o_batch,
-    o_row,
-    g_batch,
-    g_row,
-    g_other,
-    kept_batch,
-    slope,
-    ACTIVATION: tl.constexpr,
-    PRECISE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    ROWS_ARE_KEYS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    rows, others, table, largest, second, w_v, grad_scores, kept, out, w_parts, R, O, H, r_batch,
+    r_row, o_batch, o_row, g_batch, g_row, g_other, kept_batch, slope, ACTIVATION: tl.constexpr,
+    PRECISE: tl.constexpr, NATIVE: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
-):
+):  # fmt: skip
     """out[b,r] = sum_o grad_scores[b,r,o] w_v act'(rows[b,r] + others[b,o]).
 
     One program: BLOCK_R rows, 2 BLOCK_H hidden units. A length per batch row, the largest of
@@ -140,18 +116,9 @@ def grad_tanh_kernel(
 
 @triton.jit
 def direct_slopes(
-    other,
-    c0,
-    c1,
-    g,
-    h,
-    H,
-    slope,
-    ACTIVATION: tl.constexpr,
-    PRECISE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    other, c0, c1, g, h, H, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """The activation and slopes of rows and one other; zero where there is no gradient."""
     # NaN reaches only the queries that attend to it.
     none = g == 0.0

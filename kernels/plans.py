@@ -149,9 +149,10 @@ def grad_step(
         keys, key_warps = _tile(block_h, 1024, keys_len, 1)
         each_key = keys
     splits, key_splits = (-(-keys_len // n) for n in (each, each_key))
-    values = {"BLOCK_Q": power_of_two(queries_len), "BLOCK_K": rows, "BLOCK_D": block_d}
+    block_q = {"BLOCK_Q": power_of_two(queries_len)}
+    values = block_q | {"BLOCK_K": rows, "BLOCK_D": block_d}
     values |= {"STAGES": _stages(rows * block_d * size), "num_warps": warps}
-    of_keys = {"BLOCK_S": power_of_two(splits), "BLOCK_K": keys, "BLOCK_H": block_h}
+    of_keys = block_q | {"BLOCK_S": power_of_two(splits), "BLOCK_K": keys, "BLOCK_H": block_h}
     of_keys |= {"STAGES": _stages(keys * block_h * size), "num_warps": key_warps}
     block_s = min(power_of_two(key_splits), 64)
     sums = {"BLOCK_S": block_s, "BLOCK_H": min(max(power_of_two(hidden), 16), 4096 // block_s, 512)}

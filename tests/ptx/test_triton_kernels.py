@@ -37,7 +37,7 @@ def test_rectifiers_are_right(queries):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("case", ["decoder step", "keys of many features"])
+@pytest.mark.parametrize("case", ["lens per query", "keys of many features"])
 def test_half_types_take_products_of_warpgroups(case):
     seen = []
     machine = TritonPtx("90", change=lambda text: seen.append("wgmma.mma_async" in text) or text)
