@@ -145,8 +145,8 @@ def grad_step(
         )
     else:
         block_h = min(block_h, 64)
-        rows, warps = _tile(block_d, 512, each, 16 if block_d > 512 else 8)
-        keys, key_warps = _tile(block_h, 1024, keys_len, 1)
+        rows, warps = _tile(block_d, 256, each, 16 if block_d > 512 else 8)
+        keys, key_warps = _tile(block_h, 512, keys_len, 1)
         each_key = keys
     splits, key_splits = (-(-keys_len // n) for n in (each, each_key))
     block_q = {"BLOCK_Q": power_of_two(queries_len)}
