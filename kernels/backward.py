@@ -10,52 +10,16 @@ import triton.language as tl
 
 from .elementary import kept_keys, seen_keys, survivors
 from .products import product
-from .tiles import program_blocks
+from .tiles import VARYING, program_blocks
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Tk",
-        "gw_batch",
-        "gw_row",
-        "lens_batch",
-        "lens_row",
-        "mask_batch",
-        "mask_row",
-        "threshold",
-        "scale_bits",
-    ]
-)
+@triton.jit(do_not_specialize=VARYING)
 def grad_weights_kernel(
-    values,
-    grad_context,
-    grad_weights,
-    out,
-    Tq,
-    Tk,
-    Dv,
-    v_batch,
-    v_row,
-    gc_batch,
-    gc_row,
-    gw_batch,
-    gw_row,
-    lens,
-    lens_batch,
-    lens_row,
-    mask,
-    mask_batch,
-    mask_row,
-    mask_key,
-    seed,
-    threshold,
-    scale_bits,
-    PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    values, grad_context, grad_weights, out, Tq, Tk, Dv, v_batch, v_row, gc_batch, gc_row, gw_batch,
+    gw_row, lens, lens_batch, lens_row, mask, mask_batch, mask_row, mask_key, seed, threshold,
+    scale_bits, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """Out = dropout(grad_context @ values^T) + grad_weights, at the valid keys.
 
     Zero at those of them that the mask hides. Of the gradients one may be None.
@@ -97,17 +61,10 @@ def grad_weights_kernel(
     tl.store(out + row[:, None] * Tk + j[None, :], tl.where(seen, total, 0.0), mask=there)
 
 
-@triton.jit(do_not_specialize=["Tq", "Tk", "lens_batch", "lens_row"])
+@triton.jit(do_not_specialize=VARYING)
 def grad_softmax_kernel(
-    weights,
-    grads,
-    Tq,
-    Tk,
-    lens,
-    lens_batch,
-    lens_row,
-    BLOCK_K: tl.constexpr,
-):
+    weights, grads, Tq, Tk, lens, lens_batch, lens_row, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Grads = weights * (grads - sum(weights * grads)) in place; zero at padded keys."""
     i, _, b = program_blocks(Tq, 1)
     row = b * Tq + i
@@ -127,24 +84,11 @@ def grad_softmax_kernel(
         tl.store(grads + j, tl.where(j < kept, p * (g - mean), 0.0), mask=j < Tk)
 
 
-@triton.jit(do_not_specialize=["Tq", "Tk", "threshold", "scale_bits"])
+@triton.jit(do_not_specialize=VARYING)
 def grad_values_kernel(
-    weights,
-    grad_context,
-    out,
-    Tq,
-    Tk,
-    Dv,
-    gc_batch,
-    gc_row,
-    seed,
-    threshold,
-    scale_bits,
-    PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    weights, grad_context, out, Tq, Tk, Dv, gc_batch, gc_row, seed, threshold, scale_bits,
+    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """out[b,j] = sum_i dropout(weights)[b,i,j] grad_context[b,i]."""
     key_block, feature_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K), tl.cdiv(Dv, BLOCK_D))
     j = key_block * BLOCK_K + tl.arange(0, BLOCK_K)

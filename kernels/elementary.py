@@ -148,25 +148,21 @@ def two_direct(
 
 
 @triton.jit
-def two_direct_slopes(
-    a0, a1, c0, c1, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr
-):
-    """The activation of a0 + c0 and of a1 + c1, and the slopes, for any magnitudes."""
+def with_slope(z, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
+    """The activation of z and its slope, for any magnitude."""
     if ACTIVATION != TANH:
-        z0, z1 = a0 + c0, a1 + c1
-        t0, t1 = rectified(z0, slope, ACTIVATION), rectified(z1, slope, ACTIVATION)
-        below = 0.0 if ACTIVATION == RELU else slope
-        s0, s1 = tl.where(z0 > 0.0, 1.0, below), tl.where(z1 > 0.0, 1.0, below)
+        t = rectified(z, slope, ACTIVATION)
+        u = tl.where(z > 0.0, 1.0, 0.0 if ACTIVATION == RELU else slope)
     elif PRECISE:
-        t0, t1 = tanh_precise(a0 + c0), tanh_precise(a1 + c1)
-        s0, s1 = 1.0 - t0 * t0, 1.0 - t1 * t1
+        t = tanh_precise(z)
+        u = 1.0 - t * t
     else:
-        e0 = held(c0 * TWO_LOG2_E + a0 * TWO_LOG2_E)
-        e1 = held(c1 * TWO_LOG2_E + a1 * TWO_LOG2_E)
-        t0, t1, s0, s1 = two_slopes(e0, e1, NATIVE)
-        # Where the exponential was held back the slope is less than fp16 has.
-        s0, s1 = tl.where(e0 < 2.0e9, s0, 0.0), tl.where(e1 < 2.0e9, s1, 0.0)
-    return t0, t1, s0, s1
+        e = tl.exp2(tl.abs(z) * -TWO_LOG2_E)
+        r = reciprocal(1.0 + e, NATIVE)
+        t = r - e * r
+        t = tl.where(z < 0.0, -t, t)
+        u = 4.0 * e * (r * r)  # where tanh is one, 1 - tanh^2 would be a rounding
+    return t, u
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """Gradients through the activation: a tile of rows stays in registers in a loop over the others.
 
 The score is symmetric in queries and keys, so one kernel computes both gradients: its rows are the
-keys and the others the queries, or the reverse. Few queries need no second pass: the pass over the
-keys also writes the parts of their gradients.
+keys and the others the queries, or the reverse. Few queries: grad_step.py.
 
 Roof, per (query, key, hidden unit) and pass: 6 fma-pipe operations and half a reciprocal.
 """
@@ -12,42 +11,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import NEAR_TWO, SMALL, kept_keys, two_direct_slopes, two_slopes, two_sums
-from .tiles import largest_of, load_row, load_tile, of_tile, program_blocks
+from .elementary import NEAR_TWO, SMALL, kept_keys, two_slopes, two_sums, with_slope
+from .tiles import (
+    largest_of,
+    load_row,
+    load_tile,
+    of_tile,
+    program_blocks,
+    store_row,
+    store_tile,
+)
 
 
 @triton.jit(do_not_specialize=["R", "O", "g_batch", "kept_batch"])
 def grad_tanh_kernel(
-    rows,
-    others,
-    table,
-    largest,
-    second,
-    w_v,
-    grad_scores,
-    kept,
-    out,
-    w_parts,
-    other_parts,
-    R,
-    O,
-    H,
-    r_batch,
-    r_row,
-    o_batch,
-    o_row,
-    g_batch,
-    g_row,
-    g_other,
-    kept_batch,
-    slope,
-    ACTIVATION: tl.constexpr,
-    PRECISE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    ROWS_ARE_KEYS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    rows, others, table, largest, second, w_v, grad_scores, kept, out, w_parts, R, O, H, r_batch,
+    r_row, o_batch, o_row, g_batch, g_row, g_other, kept_batch, slope, ACTIVATION: tl.constexpr,
+    PRECISE: tl.constexpr, NATIVE: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
-):
+):  # fmt: skip
     """out[b,r] = sum_o grad_scores[b,r,o] w_v act'(rows[b,r] + others[b,o]).
 
     One program: BLOCK_R rows, 2 BLOCK_H hidden units. A length per batch row, the largest of
@@ -63,8 +45,6 @@ def grad_tanh_kernel(
         kept: (B,) lengths, with ``kept_batch``; or None.
         out: (B,R,H), contiguous; or None, as what follows.
         w_parts: (B,row blocks,H), the program's part of the gradient of w_v.
-        other_parts: (B,row blocks,O,H), of the gradient of the others. Zero beforehand where there
-            are lengths.
     """
     row_blocks = tl.cdiv(R, BLOCK_R)
     block, hidden_block, b = program_blocks(row_blocks, tl.cdiv(H, 2 * BLOCK_H))
@@ -124,10 +104,6 @@ def grad_tanh_kernel(
         if w_parts is not None:
             w_sum0 += g * t0
             w_sum1 += g * t1
-        if other_parts is not None:
-            part = other_parts + ((b * row_blocks + block) * O + o) * H
-            store_row(part, h, H, tl.sum(s0, axis=0)[None, :] * w0)
-            store_row(part, h + BLOCK_H, H, tl.sum(s1, axis=0)[None, :] * w1)
     if out is not None:
         target = out + (b * R + r) * H
         store_tile(target, r < R, h, H, sum0 * w0)
@@ -140,34 +116,14 @@ def grad_tanh_kernel(
 
 @triton.jit
 def direct_slopes(
-    other,
-    c0,
-    c1,
-    g,
-    h,
-    H,
-    slope,
-    ACTIVATION: tl.constexpr,
-    PRECISE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    other, c0, c1, g, h, H, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """The activation and slopes of rows and one other; zero where there is no gradient."""
-    a0, a1 = load_row(other, h, H), load_row(other, h + BLOCK_H, H)
-    t0, t1, s0, s1 = two_direct_slopes(a0, a1, c0, c1, slope, ACTIVATION, PRECISE, NATIVE)
     # NaN reaches only the queries that attend to it.
     none = g == 0.0
-    t0, t1 = tl.where(none, 0.0, t0), tl.where(none, 0.0, t1)
-    return t0, t1, tl.where(none, 0.0, s0), tl.where(none, 0.0, s1)
-
-
-@triton.jit
-def store_row(x, h, H, value):
-    """Write a (1,BLOCK_H) row as far as it goes."""
-    tl.store((x + h)[None, :], value, mask=(h < H)[None, :])
-
-
-@triton.jit
-def store_tile(rows, inside, h, H, value):
-    """Write a (BLOCK,BLOCK_H) tile as far as it goes."""
-    tl.store(rows[:, None] + h[None, :], value, mask=inside[:, None] & (h < H)[None, :])
+    z0 = tl.where(none, 0.0, load_row(other, h, H) + c0)
+    z1 = tl.where(none, 0.0, load_row(other, h + BLOCK_H, H) + c1)
+    t0, s0 = with_slope(z0, slope, ACTIVATION, PRECISE, NATIVE)
+    t1, s1 = with_slope(z1, slope, ACTIVATION, PRECISE, NATIVE)
+    return t0, t1, s0, s1

@@ -81,6 +81,14 @@ def step(
 
 # `decode_kernel` serves so many queries and hidden units.
 DECODE_QUERIES, DECODE_HIDDEN = 3, 2048
+# A split backward has at least so many keys.
+_GRAD_KEYS = 8
+
+
+def _tile(width: int, elements: int, keys_len: int, warps: int = 0) -> tuple[int, int]:
+    """Rows of keys in a tile of so many elements a warp, and the warps, which may be given."""
+    warps = warps or (4 if width <= 1024 else 8)
+    return min(max(elements * warps // width, 2), max(power_of_two(keys_len), 2), 64), warps
 
 
 @functools.lru_cache(_CALLS)
@@ -101,15 +109,61 @@ def decode(
     two = widest <= 512 and rows <= 2 * processors
     warps = 16 if rows <= processors else 8 if two else least
     warps = max(min(warps, keys * widest // 512), least)
-    block_k = min(max(2048 // size * warps // widest, 2), keys, 64)
+    block_k, _ = _tile(widest, 2048 // size, keys_len, warps)
     tiles = -(-keys_len // block_k)
     # Splits have to make up for the launch that combines them.
     splits = max(min(processors // rows, tiles), 1) if tiles > 4 else 1
     each = -(-tiles // splits)
-    stages = 3 if 3 * block_k * (block_h + block_d) * size <= 48 << 10 else 2
-    blocks = {"BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d, "STAGES": stages}
+    blocks = {"BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d}
+    blocks["STAGES"] = _stages(block_k * (block_h + block_d) * size)
     blocks |= {"BLOCK_X": max(1024 * warps // block_h, 4), "num_warps": warps}
     return StepPlan(-(-tiles // each), each * block_k, blocks)
+
+
+class GradPlan(NamedTuple):
+    """Of a step's backward: splits of the values and of the keys, and what adds up their parts."""
+
+    values: StepPlan
+    keys: StepPlan
+    sums: dict[str, Any]
+
+
+@functools.lru_cache(_CALLS)
+def grad_step(
+    batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
+    processors: int, size: int,
+) -> GradPlan:  # fmt: skip
+    """Of the kernels of `grad_step`: splits for two programs a multiprocessor.
+
+    With several queries a program of the keys is a warp, which takes some of the hidden units.
+    """
+    splits = max(min(2 * processors // batch, keys_len // _GRAD_KEYS), 1)
+    each = each_key = -(-keys_len // splits)
+    block_h, block_d = (max(power_of_two(n), 16) for n in (hidden, features))
+    if queries_len == 1:
+        (rows, warps), (keys, key_warps) = (
+            _tile(width, 2048 // size, each) for width in (block_d, block_h)
+        )
+    else:
+        block_h = min(block_h, 64)
+        rows, warps = _tile(block_d, 256, each, 16 if block_d > 512 else 8)
+        keys, key_warps = _tile(block_h, 512, keys_len, 1)
+        each_key = keys
+    splits, key_splits = (-(-keys_len // n) for n in (each, each_key))
+    block_q = {"BLOCK_Q": power_of_two(queries_len)}
+    values = block_q | {"BLOCK_K": rows, "BLOCK_D": block_d}
+    values |= {"STAGES": _stages(rows * block_d * size), "num_warps": warps}
+    of_keys = block_q | {"BLOCK_S": power_of_two(splits), "BLOCK_K": keys, "BLOCK_H": block_h}
+    of_keys |= {"STAGES": _stages(keys * block_h * size), "num_warps": key_warps}
+    block_s = min(power_of_two(key_splits), 64)
+    sums = {"BLOCK_S": block_s, "BLOCK_H": min(max(power_of_two(hidden), 16), 4096 // block_s, 512)}
+    sums |= {"BLOCK_R": min(power_of_two(batch * key_splits), 512), "BLOCK_W": 8, "num_warps": 4}
+    return GradPlan(StepPlan(splits, each, values), StepPlan(key_splits, each_key, of_keys), sums)
+
+
+def _stages(tile: int) -> int:
+    """Tiles of so many bytes whose copies are under way: two or three, in 48 KB."""
+    return 3 if 3 * tile <= 48 << 10 else 2
 
 
 @functools.lru_cache(_CALLS)

@@ -7,6 +7,12 @@ import triton.language as tl
 
 from .elementary import exp_twice, tanh_precise
 
+# Numbers of a call backward by which no kernel is compiled anew.
+VARYING = [
+    "Tq", "Tk", "splits", "split_keys", "parts", "w_rows", "g_batch", "g_row", "gw_batch", "gw_row",
+    "lens_batch", "lens_row", "mask_batch", "mask_row", "threshold", "scale_bits",
+]  # fmt: skip
+
 
 @triton.jit
 def program_blocks(first_blocks, second_blocks):
@@ -31,6 +37,18 @@ def load_tile(rows, inside, h, H):
     """The same of several rows, (BLOCK,BLOCK_H); zero outside."""
     mask = inside[:, None] & (h < H)[None, :]
     return tl.load(rows[:, None] + h[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_row(x, h, H, value):
+    """Write a (1,BLOCK_H) row as far as it goes."""
+    tl.store((x + h)[None, :], value, mask=(h < H)[None, :])
+
+
+@triton.jit
+def store_tile(rows, inside, h, H, value):
+    """Write a (BLOCK,BLOCK_H) tile as far as it goes."""
+    tl.store(rows[:, None] + h[None, :], value, mask=inside[:, None] & (h < H)[None, :])
 
 
 @triton.jit

@@ -37,7 +37,7 @@ def test_rectifiers_are_right(queries):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("case", ["decoder step", "keys of many features"])
+@pytest.mark.parametrize("case", ["lens per query", "keys of many features"])
 def test_half_types_take_products_of_warpgroups(case):
     seen = []
     machine = TritonPtx("90", change=lambda text: seen.append("wgmma.mma_async" in text) or text)
@@ -67,19 +67,19 @@ PROXY, FENCE, GROUP, WAIT = (
 SHARED = r"race:|where nothing was written"
 
 
-# Mistakes in kernels with products of warpgroups: the gradient of values of a decoder step, and a
+# Mistakes in kernels with products of warpgroups: the gradient of values of many queries, and a
 # step whose keys are copied while products run.
-STEP, COPIES = "decoder step", "keys of many features"
+MANY, COPIES = "lens per query", "keys of many features"
 USED, READS = "mov.b32 SUM, SUM;", r"without fence\.proxy\.async"
 MISTAKES = {
-    **{f"no barrier {number}": (STEP, BARRIER, number, "", SHARED) for number in range(4)},
-    "no fence between proxies": (STEP, PROXY, 0, "", READS),
-    "no fence": (STEP, FENCE, 0, "", r"no wgmma\.fence"),
-    "a sum is used after the fence": (STEP, FENCE, 0, "&" + USED, r"no wgmma\.fence"),
-    "no group": (STEP, GROUP, 0, "", "has not awaited"),
-    "a sum is used before the wait": (STEP, WAIT, 0, f"{USED}&", "has not awaited"),
-    "no wait": (STEP, WAIT, 0, "", "has not awaited"),
-    "a wait for earlier groups": (STEP, WAIT, 0, "wgmma.wait_group.sync.aligned 1;",
+    **{f"no barrier {number}": (MANY, BARRIER, number, "", SHARED) for number in range(4)},
+    "no fence between proxies": (MANY, PROXY, 0, "", READS),
+    "no fence": (MANY, FENCE, 0, "", r"no wgmma\.fence"),
+    "a sum is used after the fence": (MANY, FENCE, 0, "&" + USED, r"no wgmma\.fence"),
+    "no group": (MANY, GROUP, 0, "", "has not awaited"),
+    "a sum is used before the wait": (MANY, WAIT, 0, f"{USED}&", "has not awaited"),
+    "no wait": (MANY, WAIT, 0, "", "has not awaited"),
+    "a wait for earlier groups": (MANY, WAIT, 0, "wgmma.wait_group.sync.aligned 1;",
                                   "has not awaited"),
     "no wait of a loop": (COPIES, WAIT, 0, "", "read that is under way and write"),
     "no wait after a loop": (COPIES, WAIT, 1, "", "has not awaited"),
@@ -99,9 +99,10 @@ def test_mistakes_with_products_of_warpgroups_are_found(mistake):
         measured(TritonPtx("90", change=change), case, "bf16")
 
 
-def test_a_step_waits_for_its_copies():
+@pytest.mark.parametrize("kernel", ["decode", "step_values", "step_keys"])
+def test_a_step_waits_for_its_copies(kernel):
     def change(text):
-        return edited(text, COPIED, 0, "") if "decode_kernel" in text else text
+        return edited(text, COPIED, 0, "") if f"{kernel}_kernel" in text else text
 
     with pytest.raises(PtxError, match=SHARED):
         measured(TritonPtx("90", change=change), "large step", "bf16")
@@ -112,4 +113,4 @@ def test_the_fence_between_proxies_may_come_after_the_barrier():
     def change(text):
         return re.sub(rf"({PROXY})(\s*)({BARRIER})", r"\3\2\1", text)
 
-    assert measured(TritonPtx("90", change=change), STEP, "bf16") <= 1
+    assert measured(TritonPtx("90", change=change), MANY, "bf16") <= 1

@@ -32,6 +32,7 @@ DEEP = [
 ]
 KERNELS = {"decode", "step", "scores", "softmax", "tables"}
 KERNELS |= {"grad_weights", "grad_softmax", "grad_values", "grad_tanh"}
+KERNELS |= {"step_values", "step_keys", "step_sums"}
 
 
 @pytest.fixture(

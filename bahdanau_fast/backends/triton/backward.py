@@ -7,13 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from bahdanau_fast.backends.triton.call import Call, Table, lengths, make_table, rows, strides
+from bahdanau_fast.backends.route import GPU_STEP_FEATURES, GPU_STEP_QUERIES
+from bahdanau_fast.backends.triton.call import (
+    Call,
+    lengths,
+    make_table,
+    processors,
+    rows,
+    strides,
+)
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
     grad_softmax_kernel,
     grad_values_kernel,
     grad_weights_kernel,
+)
+from bahdanau_fast.kernels.grad_step import (
+    step_keys_kernel,
+    step_sums_kernel,
+    step_values_kernel,
 )
 from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
 from bahdanau_fast.ops.attend import NEED, gradient_like
@@ -60,12 +72,10 @@ def attend_backward(
     else:
         weights = weights.contiguous()
         with call.guard():
-            if needs & NEED["values"]:
-                _grad_values(call, weights, grad_context, grads.values)
-            if grads.through_scores:
-                bounds = lengths(call)
-                grad_scores = _grad_scores(call, weights, grad_context, grad_weights, bounds)
-                _grad_tanh(call, grad_scores, _of_rows(bounds["lens"]), grads)
+            if _is_step(call):
+                _of_step(call, weights, grad_context, grad_weights, grads)
+            else:
+                _of_many(call, weights, grad_context, grad_weights, grads)
     of_keys, *inside = grads.of_keys(features, w_f)
     return grads.queries, of_keys, grads.values, grads.w_v, *inside
 
@@ -94,7 +104,10 @@ def attend_scores_backward(
         grads.zero()
     elif grads.through_scores:
         with call.guard():
-            _grad_tanh(call, grad_scores, None, grads)
+            if _is_step(call):
+                _through_keys(call, grad_scores, grads)
+            else:
+                _grad_tanh(call, grad_scores, None, grads)
     of_keys, *of_features = grads.of_keys(features, w_f)
     return grads.queries, of_keys, grads.w_v, *of_features
 
@@ -127,6 +140,99 @@ class _Gradients:
                 grad_w_f = self.keys.flatten(0, 1).t() @ features.flatten(0, 1)
         grad_keys = self.keys if self.needs & NEED["keys"] else gradient_like(self.keys, False)
         return grad_keys, grad_features, grad_w_f
+
+
+def _is_step(call: Call) -> bool:
+    """Whether the kernels of `grad_step` serve a call."""
+    few = call.queries_len <= GPU_STEP_QUERIES and call.hidden <= plans.DECODE_HIDDEN
+    return few and call.features <= GPU_STEP_FEATURES
+
+
+def _plan(call: Call) -> plans.GradPlan:
+    return plans.grad_step(
+        call.batch, call.queries_len, call.keys_len, call.hidden, call.features,
+        processors(call.device), call.size,
+    )  # fmt: skip
+
+
+def _of_step(
+    call: Call,
+    weights: Tensor,
+    grad_context: Tensor | None,
+    grad_weights: Tensor | None,
+    grads: _Gradients,
+) -> None:
+    """The gradients of few queries: a launch over values, one over keys, one to sum."""
+    plan, shape = _plan(call).values, (call.batch, call.queries_len)
+    of_context = None if grad_context is None or call.features == 0 else rows(grad_context)
+    of_weights = None if grad_weights is None else rows(grad_weights)
+    found, means = None, None
+    if grads.through_scores:
+        found, means = call.new(*shape, call.keys_len), call.new(*shape, plan.splits)
+    step_values_kernel[(call.batch * plan.splits,)](
+        values=call.values, weights=weights, grad_context=of_context, grad_weights=of_weights,
+        grad_values=_wanted(grads.values), grads=found, means=means, Tk=call.keys_len,
+        Dv=call.features, **strides(v=call.values, gc=of_context, gw=of_weights),
+        splits=plan.splits, split_keys=plan.split_keys, **call.seen, **call.dropout,
+        Tq=call.queries_len, **plan.blocks,
+    )  # fmt: skip
+    if found is not None:
+        _through_keys(call, found, grads, weights, means)
+
+
+def _through_keys(
+    call: Call,
+    grad_scores: Tensor,
+    grads: _Gradients,
+    weights: Tensor | None = None,
+    means: Tensor | None = None,
+) -> None:
+    """Gradients of queries, keys and w_v; with ``weights``, from the gradients of those."""
+    whole = _plan(call)
+    plan, sums, queries = whole.keys, whole.sums, call.batch * call.queries_len
+    grad_queries, grad_w, q_parts, w_parts = _wanted(grads.queries), _wanted(grads.w_v), None, None
+    if grad_queries is not None and plan.splits > 1:
+        q_parts = call.new(queries, plan.splits, call.hidden)
+    if grad_w is not None:
+        w_parts = call.new(call.batch * plan.splits, call.hidden)
+    g_batch, g_row, g_key = grad_scores.stride()
+    hidden_blocks = -(-call.hidden // plan.blocks["BLOCK_H"])
+    step_keys_kernel[(call.batch * plan.splits * hidden_blocks,)](
+        queries=call.queries, keys=call.keys, w_v=call.w_v, weights=weights, grads=grad_scores,
+        means=means, grad_keys=_wanted(grads.keys),
+        q_parts=grad_queries if q_parts is None else q_parts, w_parts=w_parts,
+        Tk=call.keys_len, H=call.hidden, **strides(q=call.queries, k=call.keys), g_batch=g_batch,
+        g_row=g_row, g_key=g_key, splits=plan.splits, split_keys=plan.split_keys,
+        parts=whole.values.splits, **call.seen, **call.kind, Tq=call.queries_len, **plan.blocks,
+    )  # fmt: skip
+    programs = 0 if w_parts is None else -(-call.hidden // sums["BLOCK_W"])
+    if q_parts is not None:
+        programs += queries * -(-call.hidden // sums["BLOCK_H"])
+    if programs:
+        step_sums_kernel[(programs,)](
+            q_parts=q_parts, grad_queries=grad_queries, w_parts=w_parts, grad_w=grad_w,
+            splits=plan.splits, w_rows=call.batch * plan.splits, H=call.hidden, **sums,
+        )  # fmt: skip
+
+
+def _wanted(grad: Tensor) -> Tensor | None:
+    """None for the gradient that is not needed."""
+    return grad if grad.numel() else None
+
+
+def _of_many(
+    call: Call,
+    weights: Tensor,
+    grad_context: Tensor | None,
+    grad_weights: Tensor | None,
+    grads: _Gradients,
+) -> None:
+    if grads.values.numel():
+        _grad_values(call, weights, grad_context, grads.values)
+    if grads.through_scores:
+        bounds = lengths(call)
+        grad_scores = _grad_scores(call, weights, grad_context, grad_weights, bounds)
+        _grad_tanh(call, grad_scores, _of_rows(bounds["lens"]), grads)
 
 
 def _grad_values(
@@ -178,20 +284,13 @@ def _grad_tanh(
     grads: _Gradients,
 ) -> None:
     """Fill the gradients of queries, keys and w_v that are not empty."""
-    grad_queries, grad_keys, grad_w = grads.queries, grads.keys, grads.w_v
-    of, sum_w = (call, grad_scores, kept), grad_w.numel() > 0
-    if call.queries_len <= GPU_STEP_QUERIES:  # all in one pass over the keys
-        w_parts, q_parts = _pass(*of, grad_keys, True, sum_w, grad_queries.numel() > 0)
-        if q_parts is not None:
-            grad_queries.copy_(q_parts.sum(1))
-    else:
-        if grad_keys.numel():
-            _pass(*of, grad_keys, True, False, False)
-        if grad_queries.numel() or sum_w:
-            w_parts, _ = _pass(*of, grad_queries, False, sum_w, False)
-    if sum_w:
-        assert w_parts is not None
-        grad_w.copy_(w_parts.sum((0, 1)).view_as(grad_w))
+    of = call, grad_scores, kept
+    if grads.keys.numel():
+        _pass(*of, grads.keys, True, False)
+    if grads.queries.numel() + grads.w_v.numel():
+        w_parts = _pass(*of, grads.queries, False, grads.w_v.numel() > 0)
+        if w_parts is not None:
+            grads.w_v.copy_(w_parts.sum((0, 1)).view_as(grads.w_v))
 
 
 def _pass(
@@ -201,39 +300,33 @@ def _pass(
     out: Tensor,
     rows_are_keys: bool,
     sum_w: bool,
-    sum_others: bool,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Tensor | None:
     """One pass: gradients of the rows into ``out`` unless empty.
 
     Returns:
-        Parts of the gradients of w_v (B,row blocks,H) and of the others (B,row blocks,O,H).
+        Parts of the gradient of w_v (B,row blocks,H).
     """
     rows_, others = call.keys, call.queries
     if rows_are_keys:
         grad_scores = grad_scores.transpose(1, 2)
     else:
         rows_, others = others, rows_
-    factored = call.queries_len > GPU_STEP_QUERIES
-    table = make_table(call, others) if factored else Table(None, None)
+    table = make_table(call, others)
     batch, others_len = others.shape[:2]
     g_batch, g_row, g_other = grad_scores.stride()
     blocks = plans.grad_tanh(rows_.shape[1], call.hidden, sum_w)[0]
     row_blocks = -(-rows_.shape[1] // blocks["BLOCK_R"])
     hidden_blocks = -(-call.hidden // (2 * blocks["BLOCK_H"]))
     w_parts = call.new(batch, row_blocks, call.hidden) if sum_w else None
-    other_parts = call.new(batch, row_blocks, others_len, call.hidden) if sum_others else None
-    if other_parts is not None and kept is not None:  # blocks of padded keys write no part
-        other_parts.zero_()
     grad_tanh_kernel[(batch * row_blocks * hidden_blocks,)](
         rows=rows_, others=others, table=table.entries, largest=table.largest,
         second=others.numel(), w_v=call.w_v, grad_scores=grad_scores, kept=kept,
-        out=out if out.numel() else None, w_parts=w_parts, other_parts=other_parts,
-        R=rows_.shape[1], O=others_len, H=call.hidden, **strides(r=rows_, o=others),
-        g_batch=g_batch, g_row=g_row, g_other=g_other,
+        out=out if out.numel() else None, w_parts=w_parts, R=rows_.shape[1], O=others_len,
+        H=call.hidden, **strides(r=rows_, o=others), g_batch=g_batch, g_row=g_row, g_other=g_other,
         kept_batch=0 if kept is None else kept.stride(0), **call.kind,
         ROWS_ARE_KEYS=rows_are_keys, **blocks,
     )  # fmt: skip
-    return w_parts, other_parts
+    return w_parts
 
 
 def _of_rows(lens: Tensor | None) -> Tensor | None:

@@ -1,0 +1,206 @@
+"""Backward of a decoder step of up to 16 queries, in three launches.
+
+Roof: reading values and keys once and writing their gradients, ``2 B Tk (H + Dv)`` numbers; with
+several queries 20 instructions for each (query, key, hidden unit). A program takes a split of one
+row's keys, whole rows in a tile. With one query, copies of the next tiles are under way while it
+computes, and sums over keys stay in a thread until it ends. With several, a program of the keys is
+a warp with one tile of some hidden units. The last kernel adds up what programs left.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .elementary import kept_keys, survivors, with_slope
+from .tiles import VARYING, load_row, load_tile, program_blocks, store_row, store_tile
+
+
+@triton.jit(do_not_specialize=VARYING)
+def step_values_kernel(
+    values, weights, grad_context, grad_weights, grad_values, grads, means, Tq, Tk, Dv, v_batch,
+    v_row, gc_batch, gc_row, gw_batch, gw_row, splits, split_keys, lens, lens_batch, lens_row, mask,
+    mask_batch, mask_row, mask_key, seed, threshold, scale_bits, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """grads[b,i,j] = dropout(grad_context . value) + grad_weights where i looks at j, else zero.
+
+    Args:
+        grad_context: (B,Tq,Dv), or None, as ``grad_weights`` (B,Tq,Tk).
+        grad_values: (B,Tk,Dv), sum_i dropout(weight) grad_context; or None.
+        grads: (B,Tq,Tk) in fp32; or None.
+        means: (B,Tq,splits), the split's part of sum_j weight grads.
+    """
+    split, _, b = program_blocks(splits, 1)
+    first = split * split_keys
+    stop = tl.minimum(first + split_keys, Tk)
+    d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_Q)
+    count, last = first_and_longest(lens, b * lens_batch, lens_row, Tq, Tk, BLOCK_Q)
+    last = tl.minimum(stop, last)
+    if grad_context is not None:
+        context = load_row(grad_context + b * gc_batch, d, Dv)
+    sums = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    for k0 in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
+        j = k0 + tl.arange(0, BLOCK_K)
+        inside, at = j < stop, j.to(tl.int64)
+        if grads is not None and grad_context is not None:
+            v = load_tile(values + b * v_batch + at * v_row, j < last, d, Dv)
+        of_values = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+        for query in tl.range(0, 1 if BLOCK_Q == 1 else Tq, num_stages=STAGES):
+            i = tl.cast(query, tl.int64)
+            row = b * Tq + i
+            if BLOCK_Q > 1:
+                count = kept_keys(lens, b * lens_batch + i * lens_row, Tk)
+                if grad_context is not None:
+                    context = load_row(grad_context + b * gc_batch + i * gc_row, d, Dv)
+            p = tl.load(weights + row * Tk + at, mask=inside, other=0.0)
+            dropped = p
+            if seed is not None:
+                factor = survivors(seed, threshold, scale_bits, row, j)
+                dropped = p * factor
+            if grads is not None:
+                g = tl.zeros([BLOCK_K], tl.float32)
+                if grad_context is not None:
+                    g = tl.sum(v * context, axis=1)
+                    if seed is not None:
+                        g *= factor
+                seen = seen_by(count, mask, b * mask_batch + i * mask_row, mask_key, j, inside)
+                if grad_weights is not None:
+                    of_weight = grad_weights + b * gw_batch + i * gw_row + at
+                    g += tl.load(of_weight, mask=seen, other=0.0).to(tl.float32)
+                g = tl.where(seen, g, 0.0)
+                tl.store(grads + row * Tk + at, g, mask=inside)
+                sums += tl.where((n == query)[:, None], (p * g)[None, :], 0.0)
+            if grad_values is not None and grad_context is not None:
+                of_values += dropped[:, None] * context
+        if grad_values is not None:
+            store_tile(grad_values + (b * Tk + at) * Dv, inside, d, Dv, of_values)
+    if grads is not None:
+        tl.store(means + (b * Tq + n) * splits + split, tl.sum(sums, axis=1), mask=n < Tq)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def step_keys_kernel(
+    queries, keys, w_v, weights, grads, means, grad_keys, q_parts, w_parts, Tq, Tk, H, q_batch,
+    q_row, k_batch, k_row, g_batch, g_row, g_key, splits, split_keys, parts, lens, lens_batch,
+    lens_row, mask, mask_batch, mask_row, mask_key, slope, ACTIVATION: tl.constexpr,
+    PRECISE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """grad_keys[b,j] = w_v sum_i s[b,i,j] act'(query + key), with s the gradients of the scores.
+
+    Args:
+        weights: (B,Tq,Tk), for s = weight (grads - mean) where a query looks; None if ``grads``,
+            laid as ``g_batch``, ``g_row`` and ``g_key`` say, are those of the scores.
+        means: (B,Tq,parts), which are added up.
+        grad_keys: (B,Tk,H); or None, as what follows.
+        q_parts: (B,Tq,splits,H), the split's part of the gradient of a query. With several queries
+            a split is one tile.
+        w_parts: (B,splits,H), that of w_v.
+    """
+    hidden_block, split, b = program_blocks(tl.cdiv(H, BLOCK_H), splits)
+    first = split * split_keys
+    stop = tl.minimum(first + split_keys, Tk)
+    h, n = hidden_block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_S)
+    # Only then what waits for a load, so that all of them are under way.
+    w_row = tl.load(w_v + h, mask=h < H, other=0.0)
+    a_row = tl.load(queries + b * q_batch + h, mask=h < H, other=0.0)
+    if weights is not None:
+        part = tl.load(means + b * Tq * parts + n, mask=n < parts, other=0.0)
+    count, last = first_and_longest(lens, b * lens_batch, lens_row, Tq, Tk, BLOCK_Q)
+    last = tl.minimum(stop, last)
+    w, a = w_row.to(tl.float32)[None, :], a_row.to(tl.float32)[None, :]
+    if weights is not None:
+        mean = tl.sum(part, axis=0)
+    q_sum = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
+    w_sum = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
+    for k0 in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
+        j = k0 + tl.arange(0, BLOCK_K)
+        inside, at = j < stop, j.to(tl.int64)
+        c = load_tile(keys + b * k_batch + at * k_row, j < last, h, H)
+        of_keys = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
+        for query in tl.range(0, 1 if BLOCK_Q == 1 else Tq, num_stages=STAGES):
+            i = tl.cast(query, tl.int64)
+            row = b * Tq + i
+            s = tl.load(grads + b * g_batch + i * g_row + at * g_key, mask=inside, other=0.0)
+            s = s.to(tl.float32)
+            if BLOCK_Q > 1:
+                a = load_row(queries + b * q_batch + i * q_row, h, H)
+            if weights is not None:
+                if BLOCK_Q > 1:
+                    count = kept_keys(lens, b * lens_batch + i * lens_row, Tk)
+                    part = tl.load(means + row * parts + n, mask=n < parts, other=0.0)
+                    mean = tl.sum(part, axis=0)
+                p = tl.load(weights + row * Tk + at, mask=inside, other=0.0)
+                seen = seen_by(count, mask, b * mask_batch + i * mask_row, mask_key, j, inside)
+                s = tl.where(seen, p * (s - mean), 0.0)
+            s = s[:, None]
+            # NaN reaches only the queries that attend to it.
+            z = tl.where(s == 0.0, 0.0, c + a)
+            t, u = with_slope(z, slope, ACTIVATION, PRECISE, NATIVE)
+            u *= s
+            of_keys += u
+            if w_parts is not None:
+                w_sum += s * t
+            if q_parts is not None:
+                if BLOCK_Q == 1:
+                    q_sum += u
+                else:
+                    out = q_parts + (row * splits + split) * H
+                    store_row(out, h, H, tl.sum(u, axis=0)[None, :] * w)
+        if grad_keys is not None:
+            store_tile(grad_keys + (b * Tk + at) * H, inside, h, H, of_keys * w)
+    if q_parts is not None and BLOCK_Q == 1:
+        store_row(q_parts + (b * splits + split) * H, h, H, tl.sum(q_sum, axis=0)[None, :] * w)
+    if w_parts is not None:
+        store_row(w_parts + (b * splits + split) * H, h, H, tl.sum(w_sum, axis=0)[None, :])
+
+
+@triton.jit
+def first_and_longest(lens, offset, lens_row, Tq, Tk, BLOCK_Q: tl.constexpr):
+    """Keys that the first query may see, and the most that one of the queries may."""
+    count = kept_keys(lens, offset, Tk)
+    most = count
+    for query in range(1, 1 if BLOCK_Q == 1 else Tq):
+        most = tl.maximum(most, kept_keys(lens, offset + tl.cast(query, tl.int64) * lens_row, Tk))
+    return count, most
+
+
+@triton.jit
+def seen_by(count, mask, row, mask_key, j, inside):
+    """Of the keys j that are ``inside``, those that a query looks at."""
+    seen = inside & (j < count)
+    if mask is not None:
+        seen &= tl.load(mask + row + j.to(tl.int64) * mask_key, mask=seen, other=0) != 0
+    return seen
+
+
+@triton.jit(do_not_specialize=VARYING)
+def step_sums_kernel(
+    q_parts, grad_queries, w_parts, grad_w, splits, w_rows, H, BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Adds up parts: of w_v (w_rows,H) to (H,), of queries (rows,splits,H) to (rows,H); or None."""
+    program = tl.program_id(0)
+    if w_parts is not None:
+        w_blocks = tl.cdiv(H, BLOCK_W)
+        if program < w_blocks:
+            add_parts(w_parts, grad_w, program * BLOCK_W, w_rows, H, BLOCK_R, BLOCK_W)
+        program -= w_blocks
+    if q_parts is not None:
+        if program >= 0:
+            blocks = tl.cdiv(H, BLOCK_H)
+            row, h0 = (program // blocks).to(tl.int64), program % blocks * BLOCK_H
+            of_row = q_parts + row * splits * H
+            add_parts(of_row, grad_queries + row * H, h0, splits, H, BLOCK_S, BLOCK_H)
+
+
+@triton.jit
+def add_parts(parts, out, h0, rows, H, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+    """out[h] = sum_r parts[r,h] at BLOCK_H of the hidden units."""
+    h = h0 + tl.arange(0, BLOCK_H)
+    total = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
+    for r0 in range(0, rows, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        total += load_tile(parts + r.to(tl.int64) * H, r < rows, h, H)
+    store_row(out, h, H, tl.sum(total, axis=0)[None, :])
