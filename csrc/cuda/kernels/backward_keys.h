@@ -135,7 +135,7 @@ struct KeysTask {
 
 // ---- more queries, longer rows: gradients of scores, row by row ----
 
-constexpr int kRowThreads = 256;
+constexpr int kRowThreads = 1024;  // at most
 
 struct GradRows {
   Problem p;
@@ -165,19 +165,19 @@ __global__ void __launch_bounds__(kRowThreads) grad_rows(const GradRows g) {
     return g.grad_weights.data == nullptr ? x : x + given[j];
   };
   if (g.dropped != nullptr)
-    for (int64_t j = threadIdx.x; j < p.Tk; j += kRowThreads)
+    for (int64_t j = threadIdx.x; j < p.Tk; j += blockDim.x)
       narrow(weights[j] * dropout.factor(row, j), static_cast<T*>(g.dropped) + row * p.Tk + j);
   if (g.grad_scores == nullptr) return;
   Sum total, dot;
 #pragma unroll 4
-  for (int64_t j = threadIdx.x; j < keys; j += kRowThreads) {
+  for (int64_t j = threadIdx.x; j < keys; j += blockDim.x) {
     total.add(weights[j]);
     dot.add_product(weights[j], grad_weight(j));
   }
   total = block_sum(total, scratch);
   const Sum mean = block_sum(dot, scratch).over(total);
   float* out = static_cast<float*>(g.grad_scores) + row * p.Tk;
-  for (int64_t j = threadIdx.x; j < p.Tk; j += kRowThreads)
+  for (int64_t j = threadIdx.x; j < p.Tk; j += blockDim.x)
     out[j] = j < keys ? weights[j] / total.high * ((grad_weight(j) - mean.high) - mean.low) : 0.0f;
 }
 

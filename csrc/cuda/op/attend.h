@@ -171,7 +171,7 @@ struct Attend {
     d->grad_keys = g.grad_keys;
     d->grad_values = g.grad_values;
     d->w_parts = g.w_parts;
-    const int64_t longest = device.cluster > 1 ? 512 : 128;
+    const int64_t longest = device.cluster > 1 ? 32 : 128;
     if (p.B * splits < device.multiprocessors && d->split > longest) return false;
     return decode_backward_shared(*d) <= kSharedLimit;
   }
@@ -199,8 +199,9 @@ struct Attend {
 
   static void grad_rows(const Backward& g, const Device& device) {
     const GradRows rows{g.p, g.weights, g.products, g.grad_weights, g.grad_scores, g.dropped};
+    const int64_t warps = smaller(kRowThreads / kWarp, ceil_div(g.p.Tk, kWarp));
     launch(gpu::grad_rows<T>,
-           {"grad_rows", g.p.B * g.p.Tq, kRowThreads, kRowThreads / kWarp * int64_t(sizeof(Sum)),
+           {"grad_rows", g.p.B * g.p.Tq, int(warps) * kWarp, warps * int64_t(sizeof(Sum)),
             device.stream},
            rows);
   }
