@@ -83,7 +83,7 @@ LEFT_OUT = {
 WRONG = {
     "a stage is read too early": (
         (DECODE, "wait_for_copies<kStages - 1>();"),
-        ("cp.async.wait_group 2", "cp.async.wait_group 3"), VECTORS,
+        ("cp.async.wait_group 1", "cp.async.wait_group 2"), VECTORS,
     ),
     "splits are merged before the last": (
         (DECODE, "== unsigned(d.splits - 1);"), ("setp.eq.s32", "setp.le.s32"), SPLIT,

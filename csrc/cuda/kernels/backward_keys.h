@@ -4,9 +4,9 @@
 //   grad_query[b,i] = w sum_j s u,  grad_key[b,j] = w sum_i s u,  grad_w = sum_bij s t
 //   with t = tanh(query + key), u = 1 - t^2
 //
-// KeysTask is what every backward has; the two kernels here are for calls that decode_backward.h
-// does not serve in its one launch: more queries, or rows too long for a cluster. Torch's products
-// give them grad_context . value and take the weights after dropout; its sums add up their parts.
+// KeysTask is what every backward has, and sum_parts; the other kernels here are for calls that
+// decode_backward.h does not serve in its one launch: more queries, or a few long rows. Torch's
+// products give them grad_context . value and take the weights after dropout.
 #pragma once
 
 #include "problem.h"
@@ -135,7 +135,7 @@ struct KeysTask {
 
 // ---- more queries, longer rows: gradients of scores, row by row ----
 
-constexpr int kRowThreads = 256;
+constexpr int kRowThreads = 1024;  // at most
 
 struct GradRows {
   Problem p;
@@ -165,19 +165,19 @@ __global__ void __launch_bounds__(kRowThreads) grad_rows(const GradRows g) {
     return g.grad_weights.data == nullptr ? x : x + given[j];
   };
   if (g.dropped != nullptr)
-    for (int64_t j = threadIdx.x; j < p.Tk; j += kRowThreads)
+    for (int64_t j = threadIdx.x; j < p.Tk; j += blockDim.x)
       narrow(weights[j] * dropout.factor(row, j), static_cast<T*>(g.dropped) + row * p.Tk + j);
   if (g.grad_scores == nullptr) return;
   Sum total, dot;
 #pragma unroll 4
-  for (int64_t j = threadIdx.x; j < keys; j += kRowThreads) {
+  for (int64_t j = threadIdx.x; j < keys; j += blockDim.x) {
     total.add(weights[j]);
     dot.add_product(weights[j], grad_weight(j));
   }
   total = block_sum(total, scratch);
   const Sum mean = block_sum(dot, scratch).over(total);
   float* out = static_cast<float*>(g.grad_scores) + row * p.Tk;
-  for (int64_t j = threadIdx.x; j < p.Tk; j += kRowThreads)
+  for (int64_t j = threadIdx.x; j < p.Tk; j += blockDim.x)
     out[j] = j < keys ? weights[j] / total.high * ((grad_weight(j) - mean.high) - mean.low) : 0.0f;
 }
 
@@ -261,6 +261,57 @@ struct GradKeysTask : KeysTask<T, QT, vectors> {
 template <class T, int QT, bool vectors>
 __global__ void __launch_bounds__(kDecodeThreads, QT == 1 ? 2 : 1) grad_keys(const GradKeys g) {
   GradKeysTask<T, QT, vectors>(g).run();
+}
+
+// ---- the sums of parts, over blocks and, of w, over the batch ----
+
+constexpr int kSumColumns = 4 * kWarp, kSumThreads = 1024;  // of a block, at most
+
+struct Parts {
+  const void* parts = nullptr;  // (rows,columns) of fp32
+  void* sums = nullptr;         // (columns) of T
+  int64_t rows = 0, columns = 0;
+};
+
+struct SumParts {
+  Parts w, queries;
+};
+
+template <class T>
+__global__ void __launch_bounds__(kSumThreads) sum_parts(const SumParts g) {
+  Carver from{shared_memory()};
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  float* sums = from.take<float>(warps * kSumColumns);
+  const int64_t of_w = ceil_div(g.w.columns, kSumColumns), block = blockIdx.x;
+  const bool is_w = block < of_w;
+  const int64_t rows = is_w ? g.w.rows : g.queries.rows,
+                c0 = (is_w ? block : block - of_w) * kSumColumns;
+  const int64_t columns = is_w ? g.w.columns : g.queries.columns;
+  const float* parts = static_cast<const float*>(is_w ? g.w.parts : g.queries.parts);
+  constexpr int W = 4;  // rows whose loads are in flight
+  float sum[4] = {};
+#pragma unroll 1
+  for (int64_t first = warp; first < rows; first += W * warps) {
+    float part[W][4];
+#pragma unroll
+    for (int k = 0; k < W; ++k)
+#pragma unroll
+      for (int u = 0; u < 4; ++u)
+        part[k][u] = parts[smaller(first + k * warps, rows - 1) * columns +
+                           smaller(c0 + u * kWarp + lane, columns - 1)];
+#pragma unroll
+    for (int k = 0; k < W; ++k)
+#pragma unroll
+      for (int u = 0; u < 4; ++u) sum[u] += first + k * warps < rows ? part[k][u] : 0.0f;
+  }
+#pragma unroll
+  for (int u = 0; u < 4; ++u) sums[warp * kSumColumns + u * kWarp + lane] = sum[u];
+  __syncthreads();
+  const int64_t c = c0 + threadIdx.x;
+  if (threadIdx.x >= kSumColumns || c >= columns) return;
+  float total = 0;
+  for (int k = 0; k < warps; ++k) total += sums[k * kSumColumns + threadIdx.x];
+  narrow(total, static_cast<T*>(is_w ? g.w.sums : g.queries.sums) + c);
 }
 
 }  // namespace bahdanau_fast::gpu

@@ -5,7 +5,7 @@
 
 namespace bahdanau_fast::gpu {
 
-constexpr int kStages = 3;     // of a warp's ring: two are on their way while one is read
+constexpr int kStages = 2;     // of a warp's ring: one is on its way while one is read
 constexpr int kMostWarps = 4;  // of a block
 
 // Where the parts of shared memory are, in bytes, and how large: computed once, on the host.

@@ -49,7 +49,7 @@ struct Forward {
   void* weights = nullptr;  // (B,Tq,Tk) of fp32, contiguous; null: not wanted
 };
 
-// Of w there are parts, which torch adds up.
+// Of w there are parts, which sum_parts adds up.
 struct Backward : Gradients {
   Problem p;
   void* w_parts = nullptr;  // (max(1, splits), B, H) of fp32; null: not wanted
@@ -76,7 +76,8 @@ struct Kernels {
   void (*backward)(const Backward&, const Device&);   // in one launch
   void (*grad_rows)(const Backward&, const Device&);  // else: to scores,
   void (*grad_keys)(const Backward&, const Device&);  // and from there
-  int (*largest_cluster)();                           // on the current GPU
+  void (*sum_parts)(const Backward&, int64_t splits, const Device&);
+  int (*largest_cluster)();  // on the current GPU
   // What keeps them from running on the current GPU; null if nothing does.
   const char* (*why_not)();
 };

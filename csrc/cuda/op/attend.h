@@ -171,8 +171,7 @@ struct Attend {
     d->grad_keys = g.grad_keys;
     d->grad_values = g.grad_values;
     d->w_parts = g.w_parts;
-    const int64_t longest = device.cluster > 1 ? 512 : 128;
-    if (p.B * splits < device.multiprocessors && d->split > longest) return false;
+    if (p.B * splits < device.multiprocessors && d->split > 32) return false;
     return decode_backward_shared(*d) <= kSharedLimit;
   }
 
@@ -199,8 +198,9 @@ struct Attend {
 
   static void grad_rows(const Backward& g, const Device& device) {
     const GradRows rows{g.p, g.weights, g.products, g.grad_weights, g.grad_scores, g.dropped};
+    const int64_t warps = smaller(kRowThreads / kWarp, ceil_div(g.p.Tk, kWarp));
     launch(gpu::grad_rows<T>,
-           {"grad_rows", g.p.B * g.p.Tq, kRowThreads, kRowThreads / kWarp * int64_t(sizeof(Sum)),
+           {"grad_rows", g.p.B * g.p.Tq, int(warps) * kWarp, warps * int64_t(sizeof(Sum)),
             device.stream},
            rows);
   }
@@ -214,6 +214,21 @@ struct Attend {
     launch(all_grad_keys[entry],
            {"grad_keys", g.p.B * splits, kDecodeThreads, shared, device.stream}, d);
   }
+
+  static void sum_parts(const Backward& g, int64_t splits, const Device& device) {
+    const Problem& p = g.p;
+    SumParts sums;
+    if (g.w_parts != nullptr) sums.w = {g.w_parts, g.grad_w, splits * p.B, p.H};
+    if (g.queries_parts != nullptr)
+      sums.queries = {g.queries_parts, g.grad_queries, splits, p.B * p.Tq * p.H};
+    const int64_t blocks =
+        ceil_div(sums.w.columns, kSumColumns) + ceil_div(sums.queries.columns, kSumColumns);
+    const int threads = sums.queries.columns > 0 ? kDecodeThreads : kSumThreads;  // few rows each
+    launch(gpu::sum_parts<T>,
+           {"sum_parts", blocks, threads, threads / kWarp * kSumColumns * int64_t(sizeof(float)),
+            device.stream},
+           sums);
+  }
 };
 
 template <class T>
@@ -221,7 +236,7 @@ constexpr Kernels kernels_of() {
   using All = Attend<T>;
   return {All::serves,    All::projects,        All::counters, All::forward_workspace,
           All::forward,   All::backward_splits, All::backward, All::grad_rows,
-          All::grad_keys, All::clusters,        All::problem};
+          All::grad_keys, All::sum_parts,       All::clusters, All::problem};
 }
 
 }  // namespace bahdanau_fast::gpu

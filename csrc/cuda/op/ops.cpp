@@ -89,12 +89,6 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& keys
 
 // ---- backward ----
 
-// The sum of fp32 parts over the first dimension, in the shape and dtype of `like`.
-Tensor sum_of(const Tensor& parts, const Tensor& like) {
-  using namespace torch::stable;
-  return reshape(to(sum(parts, {{0}}), like.scalar_type()), like.sizes());
-}
-
 Tensor product(const Tensor& x, const Tensor& y) {  // in their dtype, autocast or not
   return torch::stable::to(torch::stable::matmul(x, y), x.scalar_type());
 }
@@ -104,19 +98,17 @@ struct Grads {
 };
 
 // Everything but the sum of the parts of w in one launch.
-void in_one_launch(const Inputs& in, Backward g, const Device& device, int64_t needs,
-                   const Tensor& w_v, Grads* grads) {
+void in_one_launch(const Inputs& in, Backward g, const Device& device, int64_t needs) {
   const Problem& p = in.problem;
   Tensor parts = in.new_tensor({needs & need_w ? p.B : 0, p.H}, ScalarType::Float);
   g.w_parts = data_or_null(parts, needs & need_w);
   kernels(in.kind).backward(g, device);
-  if (needs & need_w) grads->w = sum_of(parts, w_v);
+  kernels(in.kind).sum_parts(g, 1, device);
 }
 
 // The products with the values are torch's, in the dtype of the inputs, as in plain code.
 void in_several(const Inputs& in, Backward g, const Device& device, int64_t splits, int64_t needs,
-                const Tensor& queries, const Tensor& values, const Tensor& w_v,
-                const MaybeTensor& grad_context, Grads* grads) {
+                const Tensor& values, const MaybeTensor& grad_context, Tensor* grad_values) {
   using torch::stable::transpose;
   const Problem& p = in.problem;
   const Kernels& k = kernels(in.kind);
@@ -135,16 +127,15 @@ void in_several(const Inputs& in, Backward g, const Device& device, int64_t spli
   g.grad_scores = data_or_null(scores, through_tanh);
   g.dropped = data_or_null(dropped, with_values);
   k.grad_rows(g, device);
-  if (with_values) grads->values = product(transpose(dropped, 1, 2), *grad_context);
-  if (needs & need_values && !with_values) torch::stable::zero_(grads->values);
+  if (with_values) *grad_values = product(transpose(dropped, 1, 2), *grad_context);
+  if (needs & need_values && !with_values) torch::stable::zero_(*grad_values);
   if (!through_tanh || p.H == 0) return;
   Tensor q = wanted(needs & need_queries, {splits, p.B, p.Tq, p.H}, ScalarType::Float);
   Tensor w = wanted(needs & need_w, {splits * p.B, p.H}, ScalarType::Float);
   g.queries_parts = data_or_null(q, needs & need_queries);
   g.w_parts = data_or_null(w, needs & need_w);
   k.grad_keys(g, device);
-  if (needs & need_queries) grads->queries = sum_of(q, queries);
-  if (needs & need_w) grads->w = sum_of(w, w_v);
+  k.sum_parts(g, splits, device);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
@@ -183,12 +174,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
   g.grad_queries = data_or_null(grads.queries, needs & need_queries);
   g.grad_keys = data_or_null(grads.keys, needs & need_keys);
   g.grad_values = data_or_null(grads.values, needs & need_values);
+  g.grad_w = data_or_null(grads.w, needs & need_w);
   const Device device = in.current();
   const int64_t splits = kernels(in.kind).backward_splits(g, device);
   if (splits == 0)
-    in_one_launch(in, g, device, needs, w_v, &grads);
+    in_one_launch(in, g, device, needs);
   else
-    in_several(in, g, device, splits, needs, queries, values, w_v, grad_context, &grads);
+    in_several(in, g, device, splits, needs, values, grad_context, &grads.values);
   return all();
 }
 

@@ -42,7 +42,7 @@ ROWS = {
     "decoder step, whole vectors": (
         {"B": 9, "Tq": 1, "Tk": 50, "H": 96, "Dv": 32, "lens": torch.arange(9) * 6}, 4,
     ),
-    "whole vectors, beams": ({"B": 2, "Tq": 3, "Tk": 100, "H": 264, "Dv": 40}, 4),
+    "whole vectors, beams": ({"B": 2, "Tq": 3, "Tk": 100, "H": 264, "Dv": 40}, 2),
     "wide values, whole vectors": ({"B": 2, "Tq": 1, "Tk": 40, "H": 64, "Dv": 1040}, 4),
     "long step, whole vectors": ({"B": 1, "Tq": 1, "Tk": 4200, "H": 136, "Dv": 8}, 16),
     "long step": ({"B": 1, "Tq": 1, "Tk": 4200, "H": 136, "Dv": 5}, 16),

@@ -1,10 +1,14 @@
-"""Counts of real launches, from a few of their blocks in the PTX machine."""
+"""Counts of real launches, from a few of their blocks in the PTX machine.
+
+What the library does (products, sums) is its bytes and multiply-adds, at full speed.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
+import math
 import re
 import struct
 from collections import Counter
@@ -18,14 +22,25 @@ from driven import CudaPtx
 from machine import build
 from machine.launch import Report
 from mock_cuda import library
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.machine_code import Kernel
 
 from .gpus import Gpu
 from .sass import Code
-from .times import Work
+from .times import LANES, MMA, Work
 
-__all__ = ["Counted", "Launch", "Problem", "kept", "launch_of", "launches", "scaled", "works"]
+__all__ = [
+    "Counted",
+    "Launch",
+    "Library",
+    "Problem",
+    "kept",
+    "launch_of",
+    "launches",
+    "scaled",
+    "works",
+]
 
 BITS = re.compile(r"[bsuf](8|16|32|64)$|f16x2$|bf16$")
 # Of a batch row of so many blocks or more, tiles that do the same, only some are counted. Splits of
@@ -78,6 +93,55 @@ class Launch:
     most_trips: float
 
 
+# Operations of torch that launch a kernel.
+PRODUCTS, REST = ("mm", "bmm"), ("copy_", "zero_", "nan_to_num", "amax", "fill_")
+
+
+class Library(TorchDispatchMode):
+    """Counts operations of torch; products and sums, which can be large, are not computed.
+
+    Args:
+        of: what they are added to: ``found`` in turn, beside launches of a ``kind``, and ``given``,
+            where the tensors of the call lie.
+    """
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if name in (*PRODUCTS, "sum"):
+            shapes = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in args]
+            out = torch.empty_like(func(*shapes, **kwargs), device="cpu")
+        else:
+            out = func(*args, **kwargs)
+            if name not in REST:
+                return out
+        self._add(name, out, tensors[1:] if name.endswith("_") else tensors)
+        return out
+
+    def _add(self, name, out, read) -> None:
+        def size(tensors):
+            return sum(x.numel() * x.element_size() for x in tensors)
+
+        cold = size(x for x in read if x.untyped_storage().data_ptr() in self.of.given)
+        written = size([out])
+        blocks, units = max(1, out.numel() // 1024), {}
+        if name in PRODUCTS:
+            products = out.numel() * read[0].shape[-1]
+            half = out.dtype is not torch.float32
+            units = {"tensor": products / MMA} if half else {"fma": products / LANES}
+            blocks = math.prod(out.shape[:-2]) * math.prod(-(-n // 64) for n in out.shape[-2:])
+        moved = size(read) + written
+        self.of.found.append(Launch(
+            f"torch's {name}", self.of.kind, 64, 0, blocks, 128, 0,
+            {**units, "turns": 0, "sectors": moved / 32, "read": moved - written, "cold": cold,
+             "written": written}, 1, 1,
+        ))  # fmt: skip
+
+
 class Counted(CudaPtx):
     """Runs a few blocks of each launch and scales their counts to all.
 
@@ -90,6 +154,7 @@ class Counted(CudaPtx):
         alike: all rows do the same.
         everything: count all blocks.
         found: the launches since it was emptied.
+        given: where the tensors of the call lie.
     """
 
     def __init__(self, arch: str, code: str):
@@ -97,6 +162,7 @@ class Counted(CudaPtx):
         self.code, self._codes = code, {}
         self.rows, self.alike, self.everything = 1, True, False
         self.found: list[Launch] = []
+        self.given: set[int] = set()
         self._known: dict[tuple, Launch] = {}
 
     def count(self, p: Problem, gpu: Gpu, backward: bool) -> list[Launch]:
@@ -124,9 +190,13 @@ class Counted(CudaPtx):
             weights = torch.empty((p.batch, p.queries, p.keys))
             grad = torch.empty((p.batch, p.queries, p.value_size), dtype=p.dtype)
             weights[:drawn], grad[:drawn] = 1 / p.keys, 1
-            self.backward(weights, grad, None, 15, *inputs)
+            call = functools.partial(self.backward, weights, grad, None, 15, *inputs)
+            inputs = *inputs, weights, grad
         else:
-            self.forward(True, *inputs)
+            call = functools.partial(self.forward, True, *inputs)
+        self.given = {x.untyped_storage().data_ptr() for x in inputs if x is not None}
+        with Library(self):
+            call()
         return list(self.found)
 
     def run(self, machine, name, blocks, threads, params, buffers, shared, cluster):
@@ -137,7 +207,8 @@ class Counted(CudaPtx):
             if place not in self._codes:
                 self._codes[place] = Code(build.ptx(self.kind, self.arch), name, self.code)
             code = self._codes[place]
-            group = self._group(blocks, cluster)
+            # Sums of w and of queries are not alike, and short.
+            group = blocks if "sum_parts" in name else self._group(blocks, cluster)
             run = functools.partial(
                 machine.run, name, blocks, threads, params, buffers, shared=shared,
                 cluster=cluster, pace=code.pace, **self.options,

@@ -1,6 +1,5 @@
 """Counts of what is written in Triton, ours and that of others: compiled without a GPU, run in the
-PTX machine a few blocks of each launch. What the library does (products, sums) is its bytes and
-multiply-adds, at full speed."""
+PTX machine a few blocks of each launch."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ import torch
 import triton
 from machine import build
 from machine.launch import Buffer
-from torch.utils._python_dispatch import TorchDispatchMode
 from tritoned import TritonPtx
 
 import bahdanau_fast.kernels
@@ -23,37 +21,13 @@ from bahdanau_fast.backends.triton import forward
 from benchmarks.contestants import expert
 from benchmarks.contestants.expert import Kernels
 
-from .counted import MOST_BLOCKS, Launch, Problem, kept, scaled
+from .counted import MOST_BLOCKS, Launch, Library, Problem, kept, scaled
 from .gpus import Gpu
 from .sass import Code
-from .times import LANES, MMA
 
 __all__ = ["counted"]
 
 DRAWN_ROWS = 8  # of the batch; those of the others are zeros, and are not run
-# Operations of torch that launch a kernel.
-PRODUCTS, REST = ("mm", "bmm"), ("copy_", "zero_", "nan_to_num", "amax", "fill_")
-
-
-class _Library(TorchDispatchMode):
-    """Counts operations of torch; products and sums, which can be large, are not computed."""
-
-    def __init__(self, of: _Counted):
-        super().__init__()
-        self.of = of
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if name in (*PRODUCTS, "sum"):
-            shapes = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in args]
-            out = torch.empty_like(func(*shapes, **kwargs), device="cpu")
-        else:
-            out = func(*args, **kwargs)
-            if name not in REST:
-                return out
-        self.of.library(name, out, tensors[1:] if name.endswith("_") else tensors)
-        return out
 
 
 class _Counted(TritonPtx):
@@ -77,25 +51,6 @@ class _Counted(TritonPtx):
         data = torch.tensor([], dtype=torch.uint8).set_(storage).numpy()
         hot = storage.data_ptr() not in self.given and storage.nbytes() <= self.l2
         return Buffer(f"{tuple(tensor.shape)} {tensor.dtype}", data, None, hot)
-
-    def library(self, name, out, read) -> None:
-        def size(tensors):
-            return sum(x.numel() * x.element_size() for x in tensors)
-
-        cold = size(x for x in read if x.untyped_storage().data_ptr() in self.given)
-        written = size([out])
-        blocks, units = max(1, out.numel() // 1024), {}
-        if name in PRODUCTS:
-            products = out.numel() * read[0].shape[-1]
-            half = out.dtype is not torch.float32
-            units = {"tensor": products / MMA} if half else {"fma": products / LANES}
-            blocks = math.prod(out.shape[:-2]) * math.prod(-(-n // 64) for n in out.shape[-2:])
-        moved = size(read) + written
-        self.found.append(Launch(
-            f"torch's {name}", self.kind, 64, 0, blocks, 128, 0,
-            {**units, "turns": 0, "sectors": moved / 32, "read": moved - written, "cold": cold,
-             "written": written}, 1, 1,
-        ))  # fmt: skip
 
     def run(self, machine, name, grid, threads, params, buffers, shared):
         codes = self._codes.setdefault(machine, {})
@@ -171,7 +126,7 @@ def counted(p: Problem, gpu: Gpu, backward: bool, kernels: Kernels | None = None
             call, given = kernels.attend, ()
             if backward:
                 call, given = kernels.backward, (weights, grad)
-        with driver.here(), torch.no_grad(), _Library(driver):
+        with driver.here(), torch.no_grad(), Library(driver):
             call(*given, *inputs)
         return driver.found
 
