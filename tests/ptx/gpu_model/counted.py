@@ -47,6 +47,7 @@ BITS = re.compile(r"[bsuf](8|16|32|64)$|f16x2$|bf16$")
 # a row, which the last block joins, are fewer.
 MANY_BLOCKS, MOST_BLOCKS = 64, 16
 SOURCES = Path(__file__), Path(__file__).with_name("sass.py")
+NOT_ALIKE = "sum_parts", "step_sums_kernel"  # blocks sum those of w, or of queries; all are run
 MOST_ROWS = 24  # that are there: two clusters of eight are counted, or all of fewer than three
 
 
@@ -207,8 +208,8 @@ class Counted(CudaPtx):
             if place not in self._codes:
                 self._codes[place] = Code(build.ptx(self.kind, self.arch), name, self.code)
             code = self._codes[place]
-            # Sums of w and of queries are not alike, and short.
-            group = blocks if "sum_parts" in name else self._group(blocks, cluster)
+            unlike = any(kernel in name for kernel in NOT_ALIKE)
+            group = blocks if unlike else self._group(blocks, cluster)
             run = functools.partial(
                 machine.run, name, blocks, threads, params, buffers, shared=shared,
                 cluster=cluster, pace=code.pace, **self.options,

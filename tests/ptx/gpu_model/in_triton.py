@@ -21,7 +21,7 @@ from bahdanau_fast.backends.triton import forward
 from benchmarks.contestants import expert
 from benchmarks.contestants.expert import Kernels
 
-from .counted import MOST_BLOCKS, Launch, Library, Problem, kept, scaled
+from .counted import MOST_BLOCKS, NOT_ALIKE, Launch, Library, Problem, kept, scaled
 from .gpus import Gpu
 from .sass import Code
 
@@ -62,7 +62,7 @@ class _Counted(TritonPtx):
             **self.options,
         )  # fmt: skip
         blocks = math.prod(grid)
-        group = blocks if self.whole else MOST_BLOCKS
+        group = blocks if self.whole or name in NOT_ALIKE else MOST_BLOCKS
         made = scaled(run, code, blocks, threads, shared, self.kind, group=group)
         # Blocks that were not run read what those that were have read, too.
         cold, every = (sum(b.data.size for b in buffers if not (c and b.hot)) for c in (1, 0))
