@@ -22,68 +22,18 @@ from .elementary import (
     within_split,
 )
 from .step import hide_rest, project_one, scale_scores
-from .tiles import load_row, load_tile, program_blocks
+from .tiles import VARYING, load_row, load_tile, program_blocks
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Tk",
-        "lens_batch",
-        "lens_row",
-        "mask_batch",
-        "mask_row",
-        "threshold",
-        "scale_bits",
-        "splits",
-        "split_keys",
-    ]
-)
+@triton.jit(do_not_specialize=VARYING)
 def decode_kernel(
-    queries,
-    keys,
-    values,
-    w_v,
-    context,
-    scores,
-    weights,
-    maxima,
-    sums,
-    w_q,
-    Tq,
-    Tk,
-    H,
-    Dq,
-    Dv,
-    q_batch,
-    q_row,
-    k_batch,
-    k_row,
-    v_batch,
-    v_row,
-    splits,
-    split_keys,
-    lens,
-    lens_batch,
-    lens_row,
-    mask,
-    mask_batch,
-    mask_row,
-    mask_key,
-    seed,
-    threshold,
-    scale_bits,
-    slope,
-    ACTIVATION: tl.constexpr,
-    PRECISE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_X: tl.constexpr,
+    queries, keys, values, w_v, context, scores, weights, maxima, sums, w_q, Tq, Tk, H, Dq, Dv,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, splits, split_keys, lens, lens_batch, lens_row,
+    mask, mask_batch, mask_row, mask_key, seed, threshold, scale_bits, slope,
+    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Context and weights of one query; of a split, their parts. Arguments as `step_kernel` has."""
     split, i, b = program_blocks(splits, Tq)
     row = b * Tq + i
@@ -147,16 +97,9 @@ def decode_kernel(
 
 @triton.jit
 def row_scores(
-    a,
-    c,
-    w,
-    slope,
-    ACTIVATION: tl.constexpr,
-    PRECISE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    a, c, w, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """The scores of one query (1,BLOCK_H) and keys (BLOCK_K,BLOCK_H)."""
     if ACTIVATION != TANH:
         s = tl.sum(rectified(c + a, slope, ACTIVATION) * w, axis=1)

@@ -62,7 +62,7 @@ def step(
     block_q = 1 if queries_len == 1 else max(power_of_two(queries_len), 16)
     # Precise tanh, that of fp32, takes twice the registers.
     block_h = min(max(power_of_two(-(-hidden // 2)), 16), 32 if size == 4 else 64)
-    if raw_keys and hidden <= 64:
+    if raw_keys and (hidden <= 64 or queries_len > 1):
         block_h = 32
     block_d = max(power_of_two(features), 16)
     # Fewer programs than multiprocessors: each takes more at once.
@@ -150,11 +150,13 @@ def grad_step(
         keys, key_warps = _tile(block_h, 512, keys_len, 1)
         each_key = keys
     splits, key_splits = (-(-keys_len // n) for n in (each, each_key))
+    stages, key_stages = _stages(rows * block_d * size), _stages(keys * block_h * size)
+    if queries_len > 1:  # more take registers that sm_80 does not have
+        stages, key_stages = 2, 1
     block_q = {"BLOCK_Q": power_of_two(queries_len)}
-    values = block_q | {"BLOCK_K": rows, "BLOCK_D": block_d}
-    values |= {"STAGES": _stages(rows * block_d * size), "num_warps": warps}
+    values = block_q | {"BLOCK_K": rows, "BLOCK_D": block_d, "STAGES": stages, "num_warps": warps}
     of_keys = block_q | {"BLOCK_S": power_of_two(splits), "BLOCK_K": keys, "BLOCK_H": block_h}
-    of_keys |= {"STAGES": _stages(keys * block_h * size), "num_warps": key_warps}
+    of_keys |= {"STAGES": key_stages, "num_warps": key_warps}
     block_s = min(power_of_two(key_splits), 64)
     sums = {"BLOCK_S": block_s, "BLOCK_H": min(max(power_of_two(hidden), 16), 4096 // block_s, 512)}
     sums |= {"BLOCK_R": min(power_of_two(batch * key_splits), 512), "BLOCK_W": 8, "num_warps": 4}
@@ -214,14 +216,8 @@ def grad_softmax(keys_len: int) -> dict[str, Any]:
     return {"BLOCK_K": 128 if keys_len <= 128 else 1024, "num_warps": 4}
 
 
-def grad_tanh(rows_len: int, hidden: int, sum_w: bool) -> list[dict[str, Any]]:
-    """Of `grad_tanh_kernel`: 16 or 32 elements a thread in registers, and their sums.
-
-    The model's plan first, then half the elements a thread.
-    """
+def grad_tanh(rows_len: int, hidden: int, sum_w: bool) -> dict[str, Any]:
+    """Of `grad_tanh_kernel`: 16 or 32 elements a thread in registers, and their sums."""
     block_h = min(max(power_of_two(-(-hidden // 2)), 16), 32)
     block_r = min(16 if sum_w else 32, power_of_two(rows_len))
-    return [
-        {"BLOCK_R": rows, "BLOCK_H": block_h, "num_warps": 4}
-        for rows in dict.fromkeys((block_r, max(block_r // 2, 1)))
-    ]
+    return {"BLOCK_R": block_r, "BLOCK_H": block_h, "num_warps": 4}

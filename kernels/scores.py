@@ -9,22 +9,23 @@ import triton
 import triton.language as tl
 
 from .elementary import NEAR_FOUR, SMALL, TANH, kept_keys, rectified, sum_of_four, two_direct
-from .tiles import four_rows, four_tiles, largest_of, load_row, load_tile, of_tile, program_blocks
+from .tiles import (
+    VARYING,
+    four_rows,
+    four_tiles,
+    largest_of,
+    load_row,
+    load_tile,
+    of_tile,
+    program_blocks,
+)
 
 
 @triton.jit
 def direct_scores(
-    query,
-    key_rows,
-    inside,
-    w_v,
-    h0,
-    H,
-    PRECISE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    query, key_rows, inside, w_v, h0, H, PRECISE: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """Scores of one query and some keys over 4 BLOCK_H units, of tanh; for any magnitude."""
     total = tl.zeros([BLOCK_K], tl.float32)
     for h1 in range(h0, h0 + 4 * BLOCK_H, 2 * BLOCK_H):
@@ -45,33 +46,12 @@ def direct_scores(
     return total
 
 
-@triton.jit(do_not_specialize=["Tq", "Tk", "lens_batch", "lens_row"])
+@triton.jit(do_not_specialize=VARYING)
 def scores_kernel(
-    queries,
-    query_table,
-    query_max,
-    second,
-    keys,
-    w_v,
-    scores,
-    Tq,
-    Tk,
-    H,
-    q_batch,
-    q_row,
-    k_batch,
-    k_row,
-    lens,
-    lens_batch,
-    lens_row,
-    slope,
-    ACTIVATION: tl.constexpr,
-    PRECISE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    queries, query_table, query_max, second, keys, w_v, scores, Tq, Tk, H, q_batch, q_row, k_batch,
+    k_row, lens, lens_batch, lens_row, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """scores[b,i,j] = w_v . act(queries[b,i] + keys[b,j]), for the valid keys.
 
     One program: BLOCK_Q queries, BLOCK_K keys. Scores of padded keys are not written.

@@ -10,46 +10,15 @@ import triton.language as tl
 
 from .elementary import inverse_of, kept_keys, last_seen, seen_keys, survivors
 from .products import product
-from .tiles import program_blocks
+from .tiles import VARYING, program_blocks
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Tk",
-        "lens_batch",
-        "lens_row",
-        "mask_batch",
-        "mask_row",
-        "threshold",
-        "scale_bits",
-    ]
-)
+@triton.jit(do_not_specialize=VARYING)
 def softmax_kernel(
-    scores,
-    values,
-    weights,
-    context,
-    Tq,
-    Tk,
-    Dv,
-    v_batch,
-    v_row,
-    lens,
-    lens_batch,
-    lens_row,
-    mask,
-    mask_batch,
-    mask_row,
-    mask_key,
-    seed,
-    threshold,
-    scale_bits,
-    PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    scores, values, weights, context, Tq, Tk, Dv, v_batch, v_row, lens, lens_batch, lens_row, mask,
+    mask_batch, mask_row, mask_key, seed, threshold, scale_bits, PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Weights = softmax(scores) over the valid keys, context = dropout(weights) @ values.
 
     Lengths go to the last key that the mask shows, if there is one; see `lengths_kernel`.
@@ -118,20 +87,11 @@ def masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLO
     return tl.where(seen | (within & empty), s, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["rows", "Tk", "lens_batch", "lens_row", "mask_batch", "mask_row"])
+@triton.jit(do_not_specialize=VARYING)
 def lengths_kernel(
-    out,
-    rows,
-    Tk,
-    lens,
-    lens_batch,
-    lens_row,
-    mask,
-    mask_batch,
-    mask_row,
-    mask_key,
+    out, rows, Tk, lens, lens_batch, lens_row, mask, mask_batch, mask_row, mask_key,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """Lengths (B,rows) up to the last key that the mask shows, of those within the lengths given.
 
     One program: a row.

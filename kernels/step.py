@@ -11,73 +11,18 @@ import triton.language as tl
 
 from .elementary import inverse_of, kept_keys, seen_keys, survivors, two_direct, within_split
 from .products import product
-from .tiles import load_row, load_tile, program_blocks
+from .tiles import VARYING, load_row, load_tile, program_blocks
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Tk",
-        "lens_batch",
-        "lens_row",
-        "mask_batch",
-        "mask_row",
-        "threshold",
-        "scale_bits",
-        "splits",
-        "split_keys",
-    ]
-)
+@triton.jit(do_not_specialize=VARYING)
 def step_kernel(
-    queries,
-    keys,
-    values,
-    w_v,
-    context,
-    scores,
-    weights,
-    maxima,
-    sums,
-    w_q,
-    w_k,
-    bias,
-    projected,
-    Tq,
-    Tk,
-    H,
-    Dq,
-    Dk,
-    Dv,
-    q_batch,
-    q_row,
-    k_batch,
-    k_row,
-    v_batch,
-    v_row,
-    splits,
-    split_keys,
-    lens,
-    lens_batch,
-    lens_row,
-    mask,
-    mask_batch,
-    mask_row,
-    mask_key,
-    seed,
-    threshold,
-    scale_bits,
-    slope,
-    ACTIVATION: tl.constexpr,
-    PRECISE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-):
+    queries, keys, values, w_v, context, scores, weights, maxima, sums, w_q, w_k, bias, projected,
+    Tq, Tk, H, Dq, Dk, Dv, q_batch, q_row, k_batch, k_row, v_batch, v_row, splits, split_keys, lens,
+    lens_batch, lens_row, mask, mask_batch, mask_row, mask_key, seed, threshold, scale_bits, slope,
+    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
     """Context and weights of at most BLOCK_Q queries; of a split, their parts.
 
     Args:
@@ -210,19 +155,9 @@ def project_row(x, weight, out, H, D, BLOCK_H: tl.constexpr, BLOCK_X: tl.constex
 
 @triton.jit
 def project_tiles(
-    rows,
-    inside,
-    weight,
-    bias,
-    h0,
-    h1,
-    H,
-    D,
-    PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-):
+    rows, inside, weight, bias, h0, h1, H, D, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
     """Rows times weight^T plus bias at the hidden units h0 and h1, on tensor cores."""
     c0 = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
     c1 = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
@@ -262,20 +197,11 @@ def scale_scores(scores, weights, row, most, inverse, real, part, Tk, parts, BLO
         tl.store(weights + at, tl.exp(s - base[:, None]) * inverse[:, None], mask=here)
 
 
-@triton.jit(do_not_specialize=["Tk", "splits"])
+@triton.jit(do_not_specialize=VARYING)
 def combine_kernel(
-    parts,
-    maxima,
-    sums,
-    context,
-    scores,
-    weights,
-    Tk,
-    Dv,
-    splits,
-    BLOCK_S: tl.constexpr,
+    parts, maxima, sums, context, scores, weights, Tk, Dv, splits, BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """Context and weights of one query from the parts of its splits; BLOCK_D features a program."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -11,18 +11,9 @@ from .tiles import program_blocks
 
 @triton.jit(do_not_specialize=["T"])
 def tables_kernel(
-    x,
-    table,
-    largest,
-    second,
-    T,
-    H,
-    x_batch,
-    x_row,
-    PRECISE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    x, table, largest, second, T, H, x_batch, x_row, PRECISE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
-):
+):  # fmt: skip
     """table[row] = exp(2 x[row]) in fp32 and largest[row] = max|x[row]|; NaN where x has one.
 
     With PRECISE tanh(x) too, in the table's second half, which begins at ``second``.

@@ -7,10 +7,10 @@ import triton.language as tl
 
 from .elementary import exp_twice, tanh_precise
 
-# Numbers of a call backward by which no kernel is compiled anew.
+# Numbers by which no kernel is compiled anew.
 VARYING = [
-    "Tq", "Tk", "splits", "split_keys", "parts", "w_rows", "g_batch", "g_row", "gw_batch", "gw_row",
-    "lens_batch", "lens_row", "mask_batch", "mask_row", "threshold", "scale_bits",
+    "Tq", "Tk", "rows", "splits", "split_keys", "parts", "w_rows", "g_batch", "g_row", "gw_batch",
+    "gw_row", "lens_batch", "lens_row", "mask_batch", "mask_row", "threshold", "scale_bits",
 ]  # fmt: skip
 
 

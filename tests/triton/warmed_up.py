@@ -30,11 +30,20 @@ class Kernel:
 
     @property
     def spills(self):
-        """Registers kept in memory, or bytes of a stack."""
+        """Registers kept in memory: on NVIDIA's GPUs, times that a loop stores or loads one.
+
+        What a program stores once before its loop, and loads once behind it, costs nothing.
+        """
         if "amdgcn" in self.made.asm:
             return int(re.search(r"\.vgpr_spill_count:\s+(\d+)", self.made.asm["amdgcn"])[1])
-        stack = re.search(r"STACK:(\d+)", self._said("cuobjdump", "-res-usage"))[1]
-        return int(stack) + len(re.findall(r"\b(?:STL|LDL)\b", self.sass))
+        lines, labels, inside = self.sass.splitlines(), {}, set()
+        for number, line in enumerate(lines):
+            if label := re.match(r"(\.L_x_\d+):", line.strip()):
+                labels[label[1]] = number
+            target = re.search(r"\bBRA.*`\((\.L_x_\d+)\)", line)
+            if target and target[1] in labels:
+                inside.update(range(labels[target[1]], number))
+        return sum(bool(re.search(r"\b(?:STL|LDL)\b", lines[number])) for number in inside)
 
     def _said(self, *command):
         """What a CUDA tool says of the binary."""

@@ -314,7 +314,7 @@ def _pass(
     table = make_table(call, others)
     batch, others_len = others.shape[:2]
     g_batch, g_row, g_other = grad_scores.stride()
-    blocks = plans.grad_tanh(rows_.shape[1], call.hidden, sum_w)[0]
+    blocks = plans.grad_tanh(rows_.shape[1], call.hidden, sum_w)
     row_blocks = -(-rows_.shape[1] // blocks["BLOCK_R"])
     hidden_blocks = -(-call.hidden // (2 * blocks["BLOCK_H"]))
     w_parts = call.new(batch, row_blocks, call.hidden) if sum_w else None
