@@ -60,7 +60,7 @@ GPU_STEP_QUERIES, GPU_STEP_FEATURES = 16, 2048
 GPU_STEP_HIDDEN = 2048
 # A launch projects up to so many queries, where each block reads at most so many bytes of W_q,
 # times the queries.
-GPU_OWN_QUERIES, GPU_OWN_WEIGHT = 4, 64 * 1024
+GPU_OWN_QUERIES, GPU_OWN_WEIGHT = 4, 16 * 1024
 # Keys projected in Triton's kernel save a launch (in ns) and their way through memory (bytes/ns);
 # it costs that a library multiplies faster (operations/ns, 16 bits). An H200's rates.
 GPU_LAUNCH, GPU_MEMORY_RATE, GPU_OWN_RATE, GPU_LIBRARY_RATE = 2500, 4300, 400_000, 750_000
