@@ -30,10 +30,7 @@ class Kernel:
 
     @property
     def spills(self):
-        """Registers kept in memory: on NVIDIA's GPUs, times that a loop stores or loads one.
-
-        What a program stores once before its loop, and loads once behind it, costs nothing.
-        """
+        """Registers kept in memory: on NVIDIA's GPUs, times that a loop stores or loads one."""
         if "amdgcn" in self.made.asm:
             return int(re.search(r"\.vgpr_spill_count:\s+(\d+)", self.made.asm["amdgcn"])[1])
         lines, labels, inside = self.sass.splitlines(), {}, set()
@@ -44,6 +41,13 @@ class Kernel:
             if target and target[1] in labels:
                 inside.update(range(labels[target[1]], number))
         return sum(bool(re.search(r"\b(?:STL|LDL)\b", lines[number])) for number in inside)
+
+    @property
+    def stack(self):
+        """Bytes of registers in memory, those that no loop stores or loads among them."""
+        if "amdgcn" in self.made.asm:
+            return 0
+        return int(re.search(r"STACK:(\d+)", self._said("cuobjdump", "-res-usage"))[1])
 
     def _said(self, *command):
         """What a CUDA tool says of the binary."""

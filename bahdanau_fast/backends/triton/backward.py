@@ -70,12 +70,11 @@ def attend_backward(
     if call.batch * call.queries_len * call.keys_len == 0:
         grads.zero()
     else:
-        weights = weights.contiguous()
+        of_context = None if grad_context is None or call.features == 0 else rows(grad_context)
+        of_weights = None if grad_weights is None else rows(grad_weights)
+        through = _of_step if _is_step(call) else _of_many
         with call.guard():
-            if _is_step(call):
-                _of_step(call, weights, grad_context, grad_weights, grads)
-            else:
-                _of_many(call, weights, grad_context, grad_weights, grads)
+            through(call, weights.contiguous(), of_context, of_weights, grads)
     of_keys, *inside = grads.of_keys(features, w_f)
     return grads.queries, of_keys, grads.values, grads.w_v, *inside
 
@@ -164,15 +163,13 @@ def _of_step(
 ) -> None:
     """The gradients of few queries: a launch over values, one over keys, one to sum."""
     plan, shape = _plan(call).values, (call.batch, call.queries_len)
-    of_context = None if grad_context is None or call.features == 0 else rows(grad_context)
-    of_weights = None if grad_weights is None else rows(grad_weights)
     found, means = None, None
     if grads.through_scores:
         found, means = call.new(*shape, call.keys_len), call.new(*shape, plan.splits)
     step_values_kernel[(call.batch * plan.splits,)](
-        values=call.values, weights=weights, grad_context=of_context, grad_weights=of_weights,
+        values=call.values, weights=weights, grad_context=grad_context, grad_weights=grad_weights,
         grad_values=_wanted(grads.values), grads=found, means=means, Tk=call.keys_len,
-        Dv=call.features, **strides(v=call.values, gc=of_context, gw=of_weights),
+        Dv=call.features, **strides(v=call.values, gc=grad_context, gw=grad_weights),
         splits=plan.splits, split_keys=plan.split_keys, **call.seen, **call.dropout,
         Tq=call.queries_len, **plan.blocks,
     )  # fmt: skip
@@ -238,15 +235,14 @@ def _of_many(
 def _grad_values(
     call: Call, weights: Tensor, grad_context: Tensor | None, grad_values: Tensor
 ) -> None:
-    if grad_context is None or call.features == 0:
+    if grad_context is None:
         grad_values.zero_()
         return
-    grad = rows(grad_context)
     blocks = plans.grad_products()
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.features // blocks["BLOCK_D"])
     grad_values_kernel[(call.batch * count,)](
-        weights=weights, grad_context=grad, out=grad_values, Tq=call.queries_len,
-        Tk=call.keys_len, Dv=call.features, **strides(gc=grad), **call.dropout,
+        weights=weights, grad_context=grad_context, out=grad_values, Tq=call.queries_len,
+        Tk=call.keys_len, Dv=call.features, **strides(gc=grad_context), **call.dropout,
         PRECISION=call.precision, **blocks,
     )  # fmt: skip
 
@@ -260,14 +256,12 @@ def _grad_scores(
 ) -> Tensor:
     """(B,Tq,Tk) gradients of the scores, zero where a query does not look."""
     out = call.new(call.batch, call.queries_len, call.keys_len)
-    of_context = None if grad_context is None else rows(grad_context)
-    of_weights = None if grad_weights is None else rows(grad_weights)
     blocks = plans.grad_products()
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.queries_len // blocks["BLOCK_Q"])
     grad_weights_kernel[(call.batch * count,)](
-        values=call.values, grad_context=of_context, grad_weights=of_weights, out=out,
+        values=call.values, grad_context=grad_context, grad_weights=grad_weights, out=out,
         Tq=call.queries_len, Tk=call.keys_len, Dv=call.features,
-        **strides(v=call.values, gc=of_context, gw=of_weights), **(call.seen | bounds),
+        **strides(v=call.values, gc=grad_context, gw=grad_weights), **(call.seen | bounds),
         **call.dropout, PRECISION=call.precision, **blocks,
     )  # fmt: skip
     grad_softmax_kernel[(call.batch * call.queries_len,)](
@@ -321,7 +315,7 @@ def _pass(
     grad_tanh_kernel[(batch * row_blocks * hidden_blocks,)](
         rows=rows_, others=others, table=table.entries, largest=table.largest,
         second=others.numel(), w_v=call.w_v, grad_scores=grad_scores, kept=kept,
-        out=out if out.numel() else None, w_parts=w_parts, R=rows_.shape[1], O=others_len,
+        out=_wanted(out), w_parts=w_parts, R=rows_.shape[1], O=others_len,
         H=call.hidden, **strides(r=rows_, o=others), g_batch=g_batch, g_row=g_row, g_other=g_other,
         kept_batch=0 if kept is None else kept.stride(0), **call.kind,
         ROWS_ARE_KEYS=rows_are_keys, **blocks,
