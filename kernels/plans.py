@@ -151,8 +151,8 @@ def grad_step(
         each_key = keys
     splits, key_splits = (-(-keys_len // n) for n in (each, each_key))
     stages, key_stages = _stages(rows * block_d * size), _stages(keys * block_h * size)
-    if queries_len > 1:  # more take registers that sm_80 does not have
-        stages, key_stages = 2, 1
+    if queries_len > 1:  # other numbers spill: in 16 bits on sm_80, in fp32 on sm_90
+        stages, key_stages = 2, 3 if size == 4 else 1
     block_q = {"BLOCK_Q": power_of_two(queries_len)}
     values = block_q | {"BLOCK_K": rows, "BLOCK_D": block_d, "STAGES": stages, "num_warps": warps}
     of_keys = block_q | {"BLOCK_S": power_of_two(splits), "BLOCK_K": keys, "BLOCK_H": block_h}
