@@ -122,7 +122,10 @@ def _instruction_set() -> str:
 
 
 def resolve(
-    device: torch.device, name: str | None = None, dtype: torch.dtype = torch.float32
+    device: torch.device,
+    name: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    step: bool = True,
 ) -> str:
     """The backend that serves a call on ``device``.
 
@@ -130,13 +133,15 @@ def resolve(
         device: where the data is.
         name: a backend asked for by name; None takes that of ``use()``, else the fastest.
         dtype: of the data.
+        step: CUDA C++ could serve it, by its size.
 
     Raises:
         ValueError: the name is unknown, or that backend cannot serve this device or dtype here.
     """
     kind = device.type
+    there = _there(kind, step)
     backend, _ = choose_backend(
-        _asked(name), kind, dtype, _there(kind), _plain_only(), _INTERPRETED, step=True
+        _asked(name), kind, dtype, there, _plain_only(), _INTERPRETED, step=step
     )
     return backend
 
@@ -237,8 +242,8 @@ def keeps_table(backend: str, projected_keys: Tensor, queries_len: int = 1) -> b
 
 def decide_decoder(
     plain: bool, dtype: torch.dtype, projected_keys: Tensor, values: Tensor
-) -> tuple[bool, str]:
-    """Whether all steps of a decoder are one operator, and why.
+) -> tuple[str | None, str]:
+    """The backend that has all steps of a decoder in one operator, or None; and why.
 
     Args:
         plain: nothing but the parameters of its layers decides what they compute.
@@ -249,9 +254,11 @@ def decide_decoder(
     Raises:
         ValueError: as :func:`resolve`.
     """
+    step = is_cuda_step(False, 1, projected_keys.shape[2], general=False)
     facts = DecoderFacts(
         plain=plain,
-        backend=resolve(values.device, dtype=dtype),
+        device=values.device.type,
+        backend=resolve(values.device, dtype=dtype, step=step),
         dtype=dtype,
         dtypes=(projected_keys.dtype, values.dtype),
         empty=0 in values.shape,
@@ -259,7 +266,8 @@ def decide_decoder(
         traced=torch.compiler.is_compiling(),
         plain_only=checks.in_transform(),
     )
-    return route_decoder(facts)
+    fused, why = route_decoder(facts)
+    return facts.backend if fused else None, why
 
 
 def _asked(name: str | None) -> str | None:
@@ -269,9 +277,9 @@ def _asked(name: str | None) -> str | None:
     return wanted
 
 
-def _there(device: str) -> tuple[str, ...]:
+def _there(device: str, step: bool) -> tuple[str, ...]:
     """The backends that may serve tensors of a kind of device."""
-    found: tuple[str, ...] = _ON_CPU if device != "cuda" else _on_gpu()
+    found: tuple[str, ...] = _ON_CPU if device != "cuda" else _on_gpu(step)
     return found
 
 

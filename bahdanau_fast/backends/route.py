@@ -384,6 +384,7 @@ class DecoderFacts(NamedTuple):
 
     Attributes:
         plain: nothing but the parameters of its layers decides what they compute.
+        device: as in :class:`Facts`.
         backend: that serves its attention.
         dtype: of the inputs.
         dtypes: of projected keys and values.
@@ -394,6 +395,7 @@ class DecoderFacts(NamedTuple):
     """
 
     plain: bool
+    device: str
     backend: str
     dtype: torch.dtype
     dtypes: tuple[torch.dtype, torch.dtype]
@@ -410,12 +412,14 @@ def route_decoder(facts: DecoderFacts) -> tuple[bool, str]:
         facts: about the decoder and its memory.
     """
     dtypes = {facts.dtype, *facts.dtypes}
+    of_cpu = facts.backend == "cpu"
     against = (
         (facts.traced, "compiled code takes them one by one"),
         (facts.plain_only, "a transform or a trace knows plain operations only"),
-        (facts.backend != "cpu", f"{facts.backend} has no operator for all of them"),
+        (facts.backend == "reference", "the reference has no operator for all of them"),
+        (not of_cpu and facts.device != "cuda", "torch's cells are one kernel on a GPU alone"),
         (len(dtypes) > 1, "dtypes differ"),
-        (facts.dtype not in (torch.float32, torch.float64), f"no operator takes {facts.dtype}"),
+        (of_cpu and facts.dtype.itemsize < 4, f"no operator takes {facts.dtype} on a CPU"),
         (facts.autocast, "autocast gives the products a dtype of their own"),
         (facts.empty, "there is nothing to compute"),
         (not facts.plain, "a layer is more than its parameters"),
@@ -423,4 +427,4 @@ def route_decoder(facts: DecoderFacts) -> tuple[bool, str]:
     why = next((reason for holds, reason in against if holds), None)
     if why is not None:
         return False, f"step by step: {why}"
-    return True, "one operator: the fastest for CPU tensors"
+    return True, "one operator: nothing but its launches is left of a step"

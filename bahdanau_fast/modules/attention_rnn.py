@@ -128,9 +128,9 @@ class _AttentionRNN(nn.Module):
 class AttentionGRU(_AttentionRNN):
     """A GRU that attends at every step (Bahdanau, Cho and Bengio 2014), over given inputs.
 
-    ``context_t = attention(h_top[t-1], keys)`` goes in front of input t into the first layer. On
-    the CPU all steps are one operator, forward and backward; see :func:`decoder_loop.decode_given`.
-    Its ``attention`` and ``rnn`` have the names of the course's decoder, so a ``state_dict`` of one
+    ``context_t = attention(h_top[t-1], keys)`` goes in front of input t into the first layer.
+    All steps are one operator, forward and backward; see :func:`decoder_loop.decode_given`. Its
+    ``attention`` and ``rnn`` have the names of the course's decoder, so a ``state_dict`` of one
     loads into the other.
 
     Args:

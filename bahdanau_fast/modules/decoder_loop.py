@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends
+from bahdanau_fast import backends, checks
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.layers import is_unchanged, plain_dropout, plain_weight
 from bahdanau_fast.ops import decode
+from bahdanau_fast.ops.dropout import dropout_seed
 
 __all__ = ["attend_step", "decode_given", "decode_greedily"]
 
@@ -67,10 +68,10 @@ def decode_given(
 ) -> Sequence:
     """All steps of given inputs, in one operator if possible.
 
-    It is possible on the CPU, in fp32 and fp64, if the layers are unmodified (no hooks, no replaced
-    or patched layers) and there is no autocast, no transform and no compilation; otherwise
-    :func:`attend_step` runs step by step. Both give the same results, except for the order of sums
-    and of random numbers.
+    It is possible on the CPU, in fp32 and fp64, and on a GPU in what its kernels compute, if the
+    layers are unmodified (no hooks, no replaced or patched layers) and there is no autocast, no
+    transform and no compilation; otherwise :func:`attend_step` runs step by step. Both give the
+    same results, except for the order of sums and of random numbers.
 
     Args:
         attention: an :class:`AdditiveAttention`, or a module with its methods.
@@ -84,8 +85,9 @@ def decode_given(
         Features (T,B,H), weights (T,B,Tk), the last hidden state.
     """
     if step is None:
-        if 0 not in inputs.shape[:2] and _has_operator(attention, rnn, inputs.dtype, memory):
-            return _decode(attention, rnn, inputs, hidden, memory)
+        backend = _backend(attention, rnn, inputs.dtype, memory)
+        if backend is not None and 0 not in inputs.shape[:2]:
+            return _decode(backend, attention, rnn, inputs, hidden, memory)
         step = partial(attend_step, attention, rnn)
     features, weights = [], []
     for of_step in inputs.unbind(0):
@@ -125,27 +127,19 @@ def decode_greedily(
         and is_unchanged(embedding)
         and is_unchanged(dense)
         and embedding.weight.dtype == dense.weight.dtype
-        and _has_operator(attention, rnn, embedding.weight.dtype, memory)
     ):
         return None
-    h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
-    projected, w_v = memory.projected, attention.w_v.weight
-    w = _Weights.of(rnn, memory.values.shape[2])
+    backend = _backend(attention, rnn, embedding.weight.dtype, memory)
+    if backend is None:
+        return None
+    arguments, rest = _inputs(attention, rnn, embedding.weight, hidden, memory)
     bias = dense.weight.new_zeros(len(dense.weight)) if dense.bias is None else dense.bias
-    tokens, weights = decode.decode_greedy.overload(
-        *(embedding.weight.contiguous(), w.of_inputs, w.input_bias),
-        *(h.contiguous(), None if c is None else c.contiguous()),
-        *(projected.keys, projected.table, projected.keys_max, memory.values),
-        *(memory.valid_lens, memory.mask),
-        *(attention.W_q.weight.contiguous(), w_v, w.of_context, w.above, w.hidden, w.bias),
-        *(dense.weight.contiguous(), bias.contiguous(), torch.tensor(left_out)),
-        *marks,
-        max_steps,
-    )
-    return tokens, weights
+    given = (arguments, rest, (dense.weight, bias), left_out, marks, max_steps)
+    return decode.decode_greedily(*given, backend)
 
 
-def _has_operator(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Memory) -> bool:
+def _backend(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Memory) -> str | None:
+    """That has all steps in one operator; None where they run one by one."""
     plain = (
         type(attention) is AdditiveAttention
         and type(rnn) in (nn.GRU, nn.LSTM)
@@ -155,47 +149,59 @@ def _has_operator(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Me
         and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
     )
-    fused, _ = backends.decide_decoder(plain, dtype, memory.projected.keys, memory.values)
-    return fused
+    return backends.decide_decoder(plain, dtype, memory.projected.keys, memory.values)[0]
+
+
+def _inputs(
+    attention: AdditiveAttention, rnn: nn.Module, inputs: Tensor, hidden: Any, memory: Memory
+) -> tuple[decode.Arguments, decode.Rest]:
+    """What the operators take, without dropout."""
+    h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
+    w, lens = _Weights.of(rnn, memory.values.shape[2]), memory.valid_lens
+    # The shared node is not needed: one operator sums the gradients of all steps anyway.
+    projected = memory.projected
+    arguments = decode.Arguments(
+        inputs,
+        w.of_inputs,
+        w.input_bias,
+        h.contiguous(),
+        None if c is None else c.contiguous(),
+        projected.keys,
+        memory.values,
+        attention.W_q.weight.contiguous(),
+        attention.w_v.weight,
+        w.of_context,
+        w.above,
+        w.hidden,
+        w.bias,
+    )
+    if lens is not None and lens.dim() == 2:  # of one query
+        lens = lens.squeeze(1)
+    return arguments, decode.Rest(projected.table, projected.keys_max, lens, memory.mask)
 
 
 def _decode(
-    attention: AdditiveAttention, rnn: nn.GRU | nn.LSTM, inputs: Tensor, hidden: Any, memory: Memory
+    backend: str,
+    attention: AdditiveAttention,
+    rnn: nn.GRU | nn.LSTM,
+    inputs: Tensor,
+    hidden: Any,
+    memory: Memory,
 ) -> Sequence:
-    h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
-    w = _Weights.of(rnn, memory.values.shape[2])
-    # The shared node is not needed: one operator sums the gradients of all steps anyway.
-    projected, w_v = memory.projected, attention.w_v.weight
+    arguments, rest = _inputs(attention, rnn, inputs, hidden, memory)
     masks = None
-    if rnn.training and rnn.dropout > 0.0 and len(w.above):
-        shape = (len(w.above), *inputs.shape[:2], rnn.hidden_size)
+    if rnn.training and rnn.dropout > 0.0 and rnn.num_layers > 1:
+        shape = (rnn.num_layers - 1, *inputs.shape[:2], rnn.hidden_size)
         masks = nn.functional.dropout(inputs.new_ones(shape), rnn.dropout)
     dropout_p = plain_dropout(attention.dropout) or 0.0
-    seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
-    decoded = decode.decode(
-        decode.Arguments(
-            inputs,
-            w.of_inputs,
-            w.input_bias,
-            h.contiguous(),
-            None if c is None else c.contiguous(),
-            projected.keys,
-            memory.values,
-            attention.W_q.weight.contiguous(),
-            w_v,
-            w.of_context,
-            w.above,
-            w.hidden,
-            w.bias,
-        ),
-        decode.Rest(
-            *(projected.table, projected.keys_max, memory.valid_lens, memory.mask),
-            *(masks, seed, dropout_p),
-        ),
-    )
+    seed = dropout_seed(dropout_p, inputs)
+    rest = rest._replace(masks=masks, seed=seed, dropout_p=dropout_p)
+    decoded = decode.decode(arguments, rest, backend)
     weights = decoded.weights
+    if not checks.softmax_in_fp32(weights.device):
+        weights = weights.to(inputs.dtype)
     keep(attention, weights[-1].unsqueeze(1))
-    last = decoded.hidden if c is None else (decoded.hidden, decoded.cell)
+    last = decoded.hidden if arguments.cell is None else (decoded.hidden, decoded.cell)
     return Sequence(decoded.features, weights, last)
 
 

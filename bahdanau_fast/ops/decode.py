@@ -7,7 +7,8 @@ first layer, beside inputs whose part of the gates is computed for all steps in 
     context_t = attention(W_query h_top[t-1]),  gates_t = input_gates_t + W_context context_t + ...
 
 ``decode`` leaves behind what backward needs, or with ``keep=False`` of the last step only;
-``decode_greedy`` feeds back the likeliest token until every row has ended.
+``decode_greedy`` feeds back the likeliest token until every row has ended. These operators are for
+CPU tensors; :mod:`ops.decode_on_gpu` does what they do for those of a GPU.
 
 What does not have to wait for a step is left out of the loop: the gradients of all weights are one
 product each over all steps, those of keys, values and w_v one pass over the keys.
@@ -18,74 +19,21 @@ the hidden side; LSTM i f g o. :mod:`steps` makes these arguments of an ``nn.GRU
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bahdanau_fast import checks, reference
+from bahdanau_fast.ops import decode_on_gpu
 from bahdanau_fast.ops.attend import attend_backward_keys, needs_of, weights_dtype
+from bahdanau_fast.ops.decode_arguments import Arguments, Rest
 from bahdanau_fast.ops.operator import Operator
 from bahdanau_fast.ops.projection import linear, product, sum_of_products
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 
-__all__ = ["Arguments", "Decoded", "Rest", "by_steps", "decode", "decode_greedy"]
-
-
-class Arguments(NamedTuple):
-    """The differentiable inputs of :func:`decode`.
-
-    Attributes:
-        inputs: (T,B,E), float32 or float64.
-        w_inputs: (G,E), of the first layer.
-        input_bias: (G,), likewise.
-        hidden: (L,B,H), the first states.
-        cell: (L,B,H) of an LSTM, None for a GRU.
-        keys: (B,Tk,F), projected.
-        values: (B,Tk,Dv).
-        w_query: (F,H).
-        w_v: (1,F) or (F,).
-        w_context: (G,Dv).
-        w_input: (L-1,G,H), of the layers above the first.
-        w_hidden: (L,G,H).
-        bias: (L,4H), of all the gates; of the first layer only what ``input_bias`` leaves out.
-    """
-
-    inputs: Tensor
-    w_inputs: Tensor
-    input_bias: Tensor
-    hidden: Tensor
-    cell: Tensor | None
-    keys: Tensor
-    values: Tensor
-    w_query: Tensor
-    w_v: Tensor
-    w_context: Tensor
-    w_input: Tensor
-    w_hidden: Tensor
-    bias: Tensor
-
-
-class Rest(NamedTuple):
-    """The other inputs of :func:`decode`.
-
-    Attributes:
-        table: of ``ops.exp_keys``, or None.
-        keys_max: likewise.
-        valid_lens: None, (B,) or (B,1).
-        mask: None, or bool (B,1,Tk).
-        masks: (L-1,T,B,H), factors on what goes from layer to layer, or None.
-        seed: (1,) int64, with dropout of the attention weights.
-        dropout_p: probability of that.
-    """
-
-    table: Tensor | None = None
-    keys_max: Tensor | None = None
-    valid_lens: Tensor | None = None
-    mask: Tensor | None = None
-    masks: Tensor | None = None
-    seed: Tensor | None = None
-    dropout_p: float = 0.0
+__all__ = ["Arguments", "Decoded", "Rest", "by_steps", "decode", "decode_greedily"]
 
 
 class Decoded(NamedTuple):
@@ -104,15 +52,55 @@ class Decoded(NamedTuple):
     weights: Tensor
 
 
-def decode(arguments: Arguments, rest: Rest) -> Decoded:
-    """Decode all steps in C++, forward and backward.
+def decode(arguments: Arguments, rest: Rest, backend: str = "cpu") -> Decoded:
+    """Decode all steps, forward and backward.
+
+    Args:
+        arguments: the differentiable inputs.
+        rest: the others.
+        backend: that attends.
 
     Raises:
         RuntimeError: sizes or dtypes that do not fit together.
     """
     if not checks.needs_gradient(*arguments):
         arguments = Arguments(*(None if x is None else x.detach() for x in arguments))  # type: ignore[arg-type]
-    return Decoded(*_Decode.apply(*arguments, rest))  # type: ignore[no-untyped-call]
+    return Decoded(*_Decode.apply(*arguments, rest, backend))  # type: ignore[no-untyped-call]
+
+
+def decode_greedily(
+    arguments: Arguments,
+    rest: Rest,
+    dense: tuple[Tensor, Tensor],
+    left_out: list[int],
+    marks: tuple[int, int, int],
+    max_steps: int,
+    backend: str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    """Decode greedily until every row has ended; without gradients.
+
+    Args:
+        arguments: with the embedding (V,E) for inputs.
+        rest: without dropout.
+        dense: the output layer's weight (V,H) and bias (V,).
+        left_out: tokens that are excluded from the output.
+        marks: the first input, the token that ends a row, and the padding after it.
+        max_steps: largest number of steps.
+        backend: that attends.
+
+    Returns:
+        Tokens (B,T) and weights (B,T,Tk).
+    """
+    if backend != "cpu":
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            return decode_on_gpu.write(backend, arguments, rest, dense, left_out, marks, max_steps)
+    a = arguments
+    tokens, weights = decode_greedy.overload(
+        *(a.inputs.contiguous(), a.w_inputs, a.input_bias, *_in_order(a, rest)[:-3]),
+        *(dense[0].contiguous(), dense[1].contiguous()),
+        *(torch.tensor(left_out, dtype=torch.int64), *marks, max_steps),
+    )
+    return tokens, weights
 
 
 def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
@@ -174,13 +162,18 @@ def _in_order(arguments: Arguments, rest: Rest) -> tuple[Any, ...]:
 class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        arguments, rest = Arguments(*inputs[:-1]), inputs[-1]
-        keep = any(ctx.needs_input_grad)
-        results = _decode.overload(_input_gates(arguments), *_in_order(arguments, rest), keep)
+        *tensors, rest, backend = inputs
+        arguments, keep = Arguments(*tensors), any(ctx.needs_input_grad)
+        gates = _input_gates(arguments)
+        if backend == "cpu":
+            results = _decode.overload(gates, *_in_order(arguments, rest), keep)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                results = decode_on_gpu.forward(backend, gates, arguments, rest, keep)
         states, cells, _, _, weights, _ = results
         if keep:
             ctx.save_for_backward(*arguments, *rest[:-1], *results)
-        ctx.dropout_p = rest.dropout_p
+        ctx.dropout_p, ctx.backend = rest.dropout_p, backend
         ctx.set_materialize_grads(False)
         last_cell = cells[:, -1] if len(cells) else states.new_empty((0, *states.shape[2:]))
         return states[-1, 1:], states[:, -1], last_cell, weights
@@ -190,9 +183,9 @@ class _Decode(torch.autograd.Function):
         saved, count = ctx.saved_tensors, len(Arguments._fields)
         arguments = Arguments(*saved[:count])
         rest = Rest(*(*saved[count:-6], ctx.dropout_p))
-        needed = Arguments(*ctx.needs_input_grad[:-1])
+        needed = Arguments(*ctx.needs_input_grad[:count])
         if all(grad is None for grad in grads):
-            return (None,) * (count + 1)
+            return (None,) * (count + 2)
         if torch.is_grad_enabled():
             if ctx.dropout_p > 0.0:
                 raise NotImplementedError(
@@ -205,11 +198,11 @@ class _Decode(torch.autograd.Function):
                 [bool(need) for need in needed],
                 grads,
             )
-            return (*again, None)
-        found = _gradients(arguments, rest, saved[-6:], grads, needed)
+            return (*again, None, None)
+        found = _gradients(arguments, rest, saved[-6:], grads, needed, ctx.backend)
         return (
             *(grad if need else None for grad, need in zip(found, needed, strict=True)),
-            None,
+            *(None, None),
         )
 
 
@@ -219,38 +212,20 @@ def _gradients(
     results: tuple[Tensor, ...],
     grads: tuple[Tensor | None, ...],
     needed: Arguments,
+    backend: str,
 ) -> Arguments:
-    states, cells, contexts, queries, weights, gates = results
-    grad_features, grad_hidden, grad_cell, grad_weights = (
-        None if grad is None else grad.contiguous() for grad in grads
-    )
-    grad_gates, grad_first, grad_first_cell, grad_queries, grad_contexts, grad_scores, dropped = (
-        _decode_backward.overload(
-            *_in_order(arguments, rest),
-            *(states, cells, queries, weights, gates),
-            *(
-                grad_features,
-                grad_hidden,
-                None if arguments.cell is None else grad_cell,
-                grad_weights,
-            ),
-        )
+    states, _, contexts, *_ = results
+    needs = needs_of(("keys", "values", "w_v"), (needed.keys, needed.values, needed.w_v))  # type: ignore[arg-type]
+    through = _through_steps if backend == "cpu" else partial(decode_on_gpu.backward, backend)
+    grad_gates, grad_first, grad_first_cell, grad_queries, of_memory = through(
+        arguments, rest, results, grads, needs
     )
     side = len(arguments.w_inputs)
     grad_inputs, grad_states = grad_gates[..., :side], grad_gates[..., -side:]
     before, layers = states[:, :-1], range(len(states))
     below = states[:-1, 1:] if rest.masks is None else states[:-1, 1:] * rest.masks
-    needs = needs_of(("keys", "values", "w_v"), (needed.keys, needed.values, needed.w_v))  # type: ignore[arg-type]
     grad_bias = grad_gates.sum((1, 2))
-    dropped = weights if dropped.numel() == 0 else dropped
-    by_row = [part.transpose(0, 1) for part in (dropped, grad_contexts, grad_scores, queries)]
-    grad_keys, grad_values, grad_w_v = attend_backward_keys.overload(
-        *by_row[:3],
-        needs,
-        *(by_row[3], arguments.keys, arguments.values, arguments.w_v),
-        _for_all_steps(rest.valid_lens, len(queries)),
-        *(rest.mask, rest.table, rest.keys_max),
-    )
+    grad_keys, grad_values, grad_w_v = of_memory
     first = grad_inputs[0]
     return Arguments(
         product(first, arguments.w_inputs) if needed.inputs else None,  # type: ignore[arg-type]
@@ -271,6 +246,38 @@ def _gradients(
     )
 
 
+def _through_steps(
+    arguments: Arguments,
+    rest: Rest,
+    results: tuple[Tensor, ...],
+    grads: tuple[Tensor | None, ...],
+    needs: int,
+) -> tuple[Any, ...]:
+    """As :func:`decode_on_gpu.backward`."""
+    states, cells, _, queries, weights, gates = results
+    grad_features, grad_hidden, grad_cell, grad_weights = (
+        None if grad is None else grad.contiguous() for grad in grads
+    )
+    if arguments.cell is None:
+        grad_cell = None
+    grad_gates, grad_first, grad_first_cell, grad_queries, grad_contexts, grad_scores, dropped = (
+        _decode_backward.overload(
+            *_in_order(arguments, rest),
+            *(states, cells, queries, weights, gates),
+            *(grad_features, grad_hidden, grad_cell, grad_weights),
+        )
+    )
+    dropped = weights if dropped.numel() == 0 else dropped
+    by_row = [part.transpose(0, 1) for part in (dropped, grad_contexts, grad_scores, queries)]
+    of_memory = attend_backward_keys.overload(
+        *by_row[:3],
+        needs,
+        *(by_row[3], arguments.keys, arguments.values, arguments.w_v),
+        *(rest.valid_lens, rest.mask, rest.table, rest.keys_max),
+    )
+    return grad_gates, grad_first, grad_first_cell, grad_queries, of_memory
+
+
 def _without_inputs(grad_bias: Tensor, side: int) -> Tensor:
     grad_bias = grad_bias.clone()
     grad_bias[0, :side] = 0.0  # the first layer's are those of input_bias
@@ -279,12 +286,6 @@ def _without_inputs(grad_bias: Tensor, side: int) -> Tensor:
 
 def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(parts) if parts else torch.empty_like(like)
-
-
-def _for_all_steps(valid_lens: Tensor | None, steps: int) -> Tensor | None:
-    if valid_lens is None or valid_lens.dim() != 2:
-        return valid_lens
-    return valid_lens.expand(-1, steps)
 
 
 def _fake(

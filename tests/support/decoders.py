@@ -52,5 +52,5 @@ def hook(module, *_):
 def by_steps(function):
     """What a function gives without the operator over all decoder_loop."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_loop, "_has_operator", lambda *_: False)
+        patch.setattr(decoder_loop, "_backend", lambda *_: None)
         return function()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import CONTRACT, LARGE, MASKED, lens
+from decoders import CELLS, by_steps
 from drawing import cases, drawn
 from entry_points import on_gpu
 from hypothesis import given
@@ -195,6 +196,45 @@ def test_a_graph_replays_on_new_data(queries):
         torch.cuda.synchronize()
         want = attend(inputs)
         assert all(map(torch.equal, results, want))
+
+
+def decoder(cls, dtype):
+    """Both kinds of results of a decoder, one of which is captured."""
+    torch.manual_seed(0)
+    module = cls(16, 32, 2, device="cuda", dtype=dtype)
+    inputs = torch.randn(7, 4, 16, device="cuda", dtype=dtype, requires_grad=True)
+    keys = torch.randn(4, 50, 32, device="cuda", dtype=dtype, requires_grad=True)
+
+    def results():
+        outputs, _ = module(inputs, None, keys)
+        found = outputs, module.attention_weights
+        loss = sum(x.float().square().sum() for x in found)
+        return [*found, *torch.autograd.grad(loss, [inputs, keys, *module.parameters()])]
+
+    return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cls", CELLS)
+def test_all_steps_of_a_decoder(cls, dtype):
+    results = decoder(cls, dtype)
+    got, want = results(), by_steps(results)
+    near = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(got, want, **near)
+
+
+@pytest.mark.parametrize("cls", CELLS)
+def test_a_graph_of_all_steps(cls):
+    results = decoder(cls, torch.float32)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        want = results()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = results()
+    graph.replay()
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("hidden", [33, 300])
