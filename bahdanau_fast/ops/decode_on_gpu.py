@@ -1,8 +1,8 @@
 """What :mod:`ops.decode` computes, on GPUs: torch's products and cells, and the step kernel.
 
-Of a step nothing is left but its launches: with one layer three products, the attention and the
-cell, and no module or node of the autograd graph around them. What no step waits for is in front of
-the loop or behind it, one product each over all steps.
+Of a step nothing is left but its launches, forward with one layer two products, the attention and
+the cell: no module and no node of the autograd graph is around them. What no step waits for is in
+front of the loop or behind it, one product each over all steps.
 
 The cells are those that ``nn.GRUCell`` and ``nn.LSTMCell`` launch on a GPU. A GRU's gates have
 their order, r z n on both sides, in here; arguments and results have that of :mod:`ops.decode`.
@@ -36,13 +36,17 @@ class _Loop:
         a = arguments
         self._a, self._rest, self._keep = a, rest, keep
         self._attend, self._number = attend.kernel(backend), NUMBERS.get(backend, 0)
-        self._w_query = a.w_query.t()
+        *below, top = a.w_hidden.unbind(0)
+        # The top layer's state is multiplied once, for the queries and for its own gates.
+        self._w_hidden = [*below, torch.cat((a.w_query, top))]
         self._w_inputs = [w.t() for w in _input_weights(a)]
-        self._w_hidden = [w.t() for w in a.w_hidden.unbind(0)]
         lstm, units, side = a.cell is not None, a.hidden.shape[2], a.w_hidden.shape[1]
-        # Of the layers above the first, and that of the new gate on a GRU's hidden side.
-        self._bias = _as_in_cells(a.bias[:, :side], lstm).unbind(0)
-        self._bias_hidden = None if lstm else F.pad(a.bias[:, side:], (2 * units, 0)).unbind(0)
+        self._sides = [len(a.w_query), side]
+        self._bias = _as_in_cells(a.bias[:, :side], lstm).unbind(0)  # of the layers above the first
+        self._bias_hidden: list[Tensor | None] = [None] * len(a.w_hidden)
+        if not lstm:  # of the new gate
+            *others, last = F.pad(a.bias[:, side:], (2 * units, 0)).unbind(0)
+            self._bias_hidden = [*others, F.pad(last, (len(a.w_query), 0))]
         self.states = [[h] for h in a.hidden.unbind(0)]
         self.cells = [] if a.cell is None else [[c] for c in a.cell.unbind(0)]
         self.spaces: list[list[Tensor]] = [[] for _ in self.states]
@@ -53,7 +57,8 @@ class _Loop:
     def step(self, input_gates: Tensor, seed: Tensor | None) -> Tensor:
         """The top layer's new state (B,H), from gates (B,G) in the order of the cells."""
         a, rest, t = self._a, self._rest, len(self.weights)
-        queries = (self.states[-1][-1] @ self._w_query).unsqueeze(1)
+        queries, top = self._through(-1).split(self._sides, 1)
+        queries = queries.unsqueeze(1)
         context, weights = self._attend(
             *(queries, a.keys, a.values, a.w_v, None, None, rest.valid_lens, rest.mask, None, None),
             *(seed, rest.dropout_p, 0, 0.0, True, True, self._number),
@@ -67,18 +72,20 @@ class _Loop:
             if i and rest.masks is not None:
                 below = below * rest.masks[i - 1, t]
             into = self._bias[i] if i else input_gates
-            below = self._cell(i, torch.addmm(into, below, self._w_inputs[i]))
+            through = top if i + 1 == len(self.states) else self._through(i)
+            below = self._cell(i, torch.addmm(into, below, self._w_inputs[i]), through)
         return below
 
-    def _cell(self, i: int, inputs: Tensor) -> Tensor:
-        before = self.states[i][-1]
-        if self._bias_hidden is None:
-            through = before @ self._w_hidden[i]
+    def _through(self, i: int) -> Tensor:
+        """What a layer's state before the step is multiplied to."""
+        return F.linear(self.states[i][-1], self._w_hidden[i], self._bias_hidden[i])
+
+    def _cell(self, i: int, inputs: Tensor, through: Tensor) -> Tensor:
+        if self.cells:
             state, cell, space = _aten._thnn_fused_lstm_cell(inputs, through, self.cells[i][-1])
             self.cells[i].append(cell)
         else:
-            through = torch.addmm(self._bias_hidden[i], before, self._w_hidden[i])
-            state, space = _aten._thnn_fused_gru_cell(inputs, through, before)
+            state, space = _aten._thnn_fused_gru_cell(inputs, through, self.states[i][-1])
         self.states[i].append(state)
         if self._keep:
             self.spaces[i].append(space)

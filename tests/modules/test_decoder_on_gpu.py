@@ -3,8 +3,7 @@
 import cells
 import pytest
 import torch
-from decoders import CELLS, EXACT, LENS, by_steps, call, given, layer
-from test_recurrent import results
+from decoders import CELLS, EXACT, LENS, by_steps, call, given, layer, results
 
 import bahdanau_fast as bf
 from bahdanau_fast.backends.route import DecoderFacts, route_decoder

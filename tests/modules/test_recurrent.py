@@ -23,24 +23,13 @@ from decoders import (
     given,
     hook,
     layer,
+    results,
 )
 from profiled import counts
 from torch import nn
 
 import bahdanau_fast as bf
 from bahdanau_fast.seq2seq import Seq2SeqAttentionDecoder
-
-
-def results(module, tensors, lens=LENS, which=slice(None)):
-    """Outputs and the gradients of a sum of some of them that tells every element apart."""
-    outputs = call(module, tensors, lens)
-    generator = torch.Generator().manual_seed(7)
-    factors = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
-    loss = sum(
-        (x * f.to(x.dtype)).sum() for x, f in list(zip(outputs, factors, strict=True))[which]
-    )
-    of = [*tensors.values(), *module.parameters()]
-    return [*outputs, *torch.autograd.grad(loss, of, allow_unused=True)]
 
 
 @pytest.mark.parametrize("lens", [None, LENS, LENS.unsqueeze(1)], ids=["none", "lens", "column"])

@@ -45,6 +45,18 @@ def call(module, tensors, lens=LENS):
     return [outputs, *(last if isinstance(last, tuple) else (last,)), module.attention_weights]
 
 
+def results(module, tensors, lens=LENS, which=slice(None)):
+    """Outputs and the gradients of a sum of some of them that tells every element apart."""
+    outputs = call(module, tensors, lens)
+    generator = torch.Generator().manual_seed(7)
+    factors = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
+    loss = sum(
+        (x * f.to(x.dtype)).sum() for x, f in list(zip(outputs, factors, strict=True))[which]
+    )
+    of = [*tensors.values(), *module.parameters()]
+    return [*outputs, *torch.autograd.grad(loss, of, allow_unused=True)]
+
+
 def hook(module, *_):
     return None
 
