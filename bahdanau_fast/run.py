@@ -77,13 +77,11 @@ def _in_front(route: Route, call: Call) -> Call:
     queries, form = call.queries, route.form
     if type(queries) is not Tensor:
         register_for(queries)
-    if form in ("one operator", "raw") or (form == "step" and call.projected is not None):
+    if form == "one operator" or (form == "step" and call.projected is not None):
         return call
     plain = route.backend == "reference"
     if call.w_q is not None and form != "step":
         queries = linear(queries, call.w_q, None, plain)
-    if form == "raw keys":
-        return call._replace(queries=queries, w_q=None)
     projected = _keys(route, call)
     if form == "step":
         return call._replace(keys=projected.keys, w_k=None, bias=None, projected=projected)

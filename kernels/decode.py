@@ -1,4 +1,4 @@
-"""A decoder step of one to three queries in one launch: whole rows of keys and values in a tile.
+"""A decoder step of up to 16 queries in one launch: whole rows of keys and values in a tile.
 
 Roof: reading keys and values once, ``B Tk (H + Dv)`` numbers. A program takes one query and a split
 of its row's keys; copies of the next tiles are under way while it computes. If there are several

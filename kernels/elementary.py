@@ -132,13 +132,9 @@ def rectified(z, slope, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def two_direct(
-    a0, a1, c0, c1, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr
-):
-    """The activation of a0 + c0 and of a1 + c1, for any magnitudes."""
-    if ACTIVATION != TANH:
-        t0, t1 = rectified(a0 + c0, slope, ACTIVATION), rectified(a1 + c1, slope, ACTIVATION)
-    elif PRECISE:
+def two_direct(a0, a1, c0, c1, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
+    """tanh of a0 + c0 and of a1 + c1, for any magnitudes."""
+    if PRECISE:
         t0, t1 = tanh_precise(a0 + c0), tanh_precise(a1 + c1)
     else:
         x0 = 1.0 + held(c0 * TWO_LOG2_E + a0 * TWO_LOG2_E)

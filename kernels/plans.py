@@ -36,51 +36,6 @@ class StepPlan(NamedTuple):
     blocks: dict[str, Any]
 
 
-# Keys that a product takes at least, and shared memory of a step beside its tile of values.
-_LEAST_KEYS, _ROOM = 16, 4 << 10
-
-
-def step_shared(queries_len: int, features: int, size: int) -> int:
-    """Bytes of shared memory that `step_kernel` needs at least, for elements of ``size`` bytes.
-
-    Several queries multiply their weights with a tile of values that lies there.
-    """
-    if queries_len == 1:
-        return _ROOM
-    return _LEAST_KEYS * max(power_of_two(features), 16) * size + _ROOM
-
-
-@functools.lru_cache(_CALLS)
-def step(
-    batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
-    processors: int, size: int, shared: int, raw_keys: bool = False,
-) -> StepPlan:  # fmt: skip
-    """Of `step_kernel`: a row of the batch each, or splits for two programs a multiprocessor.
-
-    ``size`` is bytes of an element, ``shared`` those of shared memory, at least `step_shared`.
-    """
-    block_q = 1 if queries_len == 1 else max(power_of_two(queries_len), 16)
-    # Precise tanh, that of fp32, takes twice the registers.
-    block_h = min(max(power_of_two(-(-hidden // 2)), 16), 32 if size == 4 else 64)
-    if raw_keys and (hidden <= 64 or queries_len > 1):
-        block_h = 32
-    block_d = max(power_of_two(features), 16)
-    # Fewer programs than multiprocessors: each takes more at once.
-    warps = 8 if batch <= processors or block_d > 1024 else 4
-    most = max(min(8192 // size * warps // block_d, power_of_two(keys_len)), _LEAST_KEYS)
-    while most > _LEAST_KEYS and queries_len > 1 and most * block_d * size + _ROOM > shared:
-        most //= 2
-    block_k = min(8 * warps, most)
-    tiles = -(-keys_len // block_k)
-    # Splits have to make up for the launch that combines them.
-    splits = max(min(2 * processors // max(batch, 1), tiles // 2), 1) if tiles >= 6 else 1
-    each = -(-tiles // splits)
-    blocks = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d}
-    return StepPlan(-(-tiles // each), each * block_k, blocks | {"BLOCK_X": 64, "num_warps": warps})
-
-
-# `decode_kernel` serves so many queries and hidden units.
-DECODE_QUERIES, DECODE_HIDDEN = 3, 2048
 # A split backward has at least so many keys.
 _GRAD_KEYS = 8
 
@@ -183,14 +138,18 @@ def tables(hidden: int) -> dict[str, Any]:
 
 
 def scores(batch: int, queries_len: int, keys_len: int, hidden: int, size: int) -> dict[str, Any]:
-    """Of `scores_kernel`: 64 elements a thread in registers; fewer queries where work is short.
+    """Of `scores_kernel`: 64 elements a thread in registers; less of all where work is short.
 
     ``size`` is bytes of an element: fp32, in its precision, takes half as many at once.
     """
+
+    def programs(block_q: int, block_k: int) -> int:
+        return batch * -(-keys_len // block_k) * -(-queries_len // block_q)
+
     block_h = min(max(power_of_two(-(-hidden // 4)), 16), 64)
-    block_k = 16 if size == 4 else 32
+    block_k = 32 if size == 2 and programs(64, 32) >= 512 else 16
     block_q = 64
-    while block_q > 16 and batch * -(-keys_len // block_k) * -(-queries_len // block_q) < 1024:
+    while block_q > 4 and programs(block_q, block_k) < 512:
         block_q //= 2
     return {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "num_warps": 4}
 

@@ -36,8 +36,6 @@ def direct_scores(
             load_row(query, upper, H),
             load_tile(key_rows, inside, h, H),
             load_tile(key_rows, inside, upper, H),
-            None,
-            TANH,
             PRECISE,
             NATIVE,
         )
@@ -84,6 +82,8 @@ def scores_kernel(
         for query in range(first, last):
             if k0 < kept_keys(lens, lengths + tl.cast(query, tl.int64) * lens_row, Tk):
                 row = b * Tq + query
+                out = scores + row * Tk + j
+                before = tl.load(out, mask=inside & (h0 > 0), other=0.0)
                 a = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
                 if ACTIVATION == TANH:
                     # In a small tile any query is valid.
@@ -119,9 +119,6 @@ def scores_kernel(
                     v2 = w2 * rectified(c2 + e2, slope, ACTIVATION)
                     v3 = w3 * rectified(c3 + e3, slope, ACTIVATION)
                     part = tl.sum((v0 + v1) + (v2 + v3), axis=1)
-                out = scores + row * Tk + j
-                if h0 > 0:
-                    part += tl.load(out, mask=inside, other=0.0).to(tl.float32)
-                tl.store(out, part, mask=inside)
+                tl.store(out, before + part, mask=inside)
         # The next hidden units add to scores that other threads stored.
         tl.debug_barrier()

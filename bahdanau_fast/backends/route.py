@@ -34,8 +34,6 @@ NAMES = ("cuda", "triton", "cpu", "reference")
 FORMS = {
     "one operator": "raw queries and keys; the projections are part of the operator",
     "step": "raw queries, projected keys; the queries are projected in the operator",
-    "raw": "raw queries and keys; a GPU's launch projects both",
-    "raw keys": "raw keys, which a GPU's launch projects; queries are projected in front",
     "projected": "queries and keys are projected in front, by matrix products",
     "called": "w_v is more than its weight: its layer is called on every (query, key) pair",
     "reference": "plain PyTorch operations",
@@ -53,17 +51,12 @@ TABLE_ELEMENTS, TABLE_QUERIES = 513, 16
 # Elements of the keys from which on the projection of unchanged keys is remembered.
 REUSE_ELEMENTS = 513
 
-# On GPUs; modelled, not measured. One launch serves up to so many queries per row of the batch, and
-# values of so many features, which it keeps in registers.
-GPU_STEP_QUERIES, GPU_STEP_FEATURES = 16, 2048
-# CUDA C++ serves these calls alone, of up to so many hidden units.
-GPU_STEP_HIDDEN = 2048
+# On GPUs; modelled, not measured. One launch serves up to so many queries per row of the batch,
+# hidden units and features of the values. CUDA C++ serves these calls alone.
+GPU_STEP_QUERIES, GPU_STEP_HIDDEN, GPU_STEP_FEATURES = 16, 2048, 2048
 # A launch projects up to so many queries, where each block reads at most so many bytes of W_q,
 # times the queries.
 GPU_OWN_QUERIES, GPU_OWN_WEIGHT = 4, 16 * 1024
-# Keys projected in Triton's kernel save a launch (in ns) and their way through memory (bytes/ns);
-# it costs that a library multiplies faster (operations/ns, 16 bits). An H200's rates.
-GPU_LAUNCH, GPU_MEMORY_RATE, GPU_OWN_RATE, GPU_LIBRARY_RATE = 2500, 4300, 400_000, 750_000
 
 
 class Facts(NamedTuple):
@@ -244,8 +237,7 @@ _STEPS = (
 
 def is_cuda_step(traced: bool, queries_len: int, hidden: int, general: bool) -> bool:
     """Whether CUDA C++ serves such calls; the sizes of traced code may change."""
-    few = queries_len <= GPU_STEP_QUERIES and hidden <= GPU_STEP_HIDDEN
-    return few and not (traced or general)
+    return is_gpu_step(queries_len, hidden, 0) and not (traced or general)
 
 
 def _check_serves(
@@ -314,33 +306,23 @@ def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, st
         return "projected", "a gradient may be asked for"
     if facts.drops:
         return "projected", "weights are dropped"
-    sizes, shared = (facts.queries_len, facts.value_size), 0
-    if backend == "triton":
-        from bahdanau_fast.kernels import plans  # not there in a source tree alone
-
-        shared = plans.step_shared(*sizes, facts.dtype.itemsize)
-    if not is_gpu_step(*sizes, shared, limits):
+    if not is_gpu_step(facts.queries_len, facts.hidden, facts.value_size):
         return "projected", "many queries, or values of many features"
-    own_queries = _projects_queries(facts, limits, backend)
-    if _projects_keys(facts, backend):
-        why = "reading the keys once is worth more than the library's faster product"
-        return ("raw" if own_queries else "raw keys"), why
-    if own_queries:
+    if _projects_queries(facts, limits, backend):
         return "step", "W_q is small enough for a launch to read it"
     return "projected", "the library's products are faster"
 
 
-def is_gpu_step(queries_len: int, features: int, shared: int, limits: GpuLimits) -> bool:
+def is_gpu_step(queries_len: int, hidden: int, features: int) -> bool:
     """Whether one launch on a GPU serves a call: scores, softmax and context.
 
     Args:
         queries_len: Tq.
+        hidden: H.
         features: Dv.
-        shared: bytes of shared memory that its least program needs.
-        limits: of the GPU.
     """
-    few = queries_len <= GPU_STEP_QUERIES and features <= GPU_STEP_FEATURES
-    return few and shared <= limits.shared
+    few = queries_len <= GPU_STEP_QUERIES and hidden <= GPU_STEP_HIDDEN
+    return few and features <= GPU_STEP_FEATURES
 
 
 def _projects_queries(facts: Facts, limits: GpuLimits, backend: str) -> bool:
@@ -348,23 +330,6 @@ def _projects_queries(facts: Facts, limits: GpuLimits, backend: str) -> bool:
     read = facts.queries_len * facts.query_size * facts.hidden * facts.dtype.itemsize
     blocks = limits.cluster if backend == "cuda" else 1
     return facts.queries_len <= GPU_OWN_QUERIES and read <= GPU_OWN_WEIGHT * blocks
-
-
-def _projects_keys(facts: Facts, backend: str) -> bool:
-    """Whether Triton's launch projects its keys: saves their way through memory, and a launch.
-
-    It costs what the kernel's product is slower than the library's. fp32 in full precision has no
-    tensor cores to gain from.
-    """
-    if backend == "cuda" or facts.keys_projected:
-        return False
-    if facts.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    projected = facts.batch * facts.keys_len * facts.hidden
-    operations = 2 * projected * facts.key_size
-    lost = operations / GPU_OWN_RATE - operations / GPU_LIBRARY_RATE
-    saved = 2 * projected * facts.dtype.itemsize / GPU_MEMORY_RATE + GPU_LAUNCH
-    return lost <= saved
 
 
 def keeps_table(backend: str, elements: int, queries_len: int) -> bool:

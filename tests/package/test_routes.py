@@ -138,16 +138,10 @@ TRITON = {"there": ("triton", "reference")}
         ("sm_90", {"value_size": 2049}, "projected"),
         ("sm_80", {"query_size": 16, "value_size": 257}, "step"),
         ("sm_80", {"query_size": 8, "value_size": 257, "dtype": torch.float32}, "step"),
-        # A tile of values: 16 of 2048 features, which Triton keeps in shared memory.
         ("sm_86", {**TRITON, "query_size": 8, "queries_len": 2, "value_size": 2048}, "step"),
-        ("other", {**TRITON, "query_size": 8, "queries_len": 2, "value_size": 2048}, "projected"),
-        ("other", {"query_size": 8, "queries_len": 2, "value_size": 2048}, "step"),
         ("sm_90", {"keys_projected": False, "query_size": 128}, "step"),
         ("sm_80", {"keys_projected": False}, "projected"),
-        ("sm_90", {**TRITON, "keys_projected": False, "query_size": 16}, "raw"),
-        ("other", {**TRITON, "keys_projected": False, "queries_len": 5}, "raw keys"),
-        ("sm_80", {**TRITON, "keys_projected": False, "keys_len": 10_000}, "projected"),
-        ("sm_90", {**TRITON, "keys_projected": False, "dtype": torch.float32}, "projected"),
+        ("sm_90", {**TRITON, "keys_projected": False, "query_size": 16}, "step"),
     ],
 )
 def test_routes_of_gpus(family, changes, form):

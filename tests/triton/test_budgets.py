@@ -1,6 +1,5 @@
 """Every Triton kernel compiles for GPUs that are not here, within what such a GPU has."""
 
-import itertools
 import sys
 from unittest.mock import patch
 
@@ -10,8 +9,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton_target import limits_of, target_is
 from warmed_up import kernels_of
 
-from bahdanau_fast.backends.route import is_gpu_step
-from bahdanau_fast.backends.triton import call, forward
+from bahdanau_fast.backends.triton import forward
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.limits import GPU_FAMILIES
 from benchmarks.machine_code import hot
@@ -30,7 +28,7 @@ DEEP = [
     ("sm_80", torch.bfloat16, FEW),
     *((target, torch.float16, FEW) for target in ("sm_90", "sm_100")),
 ]
-KERNELS = {"decode", "step", "scores", "softmax", "tables"}
+KERNELS = {"decode", "scores", "softmax", "tables"}
 KERNELS |= {"grad_weights", "grad_softmax", "grad_values", "grad_tanh"}
 KERNELS |= {"step_values", "step_keys", "step_sums"}
 
@@ -134,46 +132,25 @@ def test_what_a_block_may_have():
     }
 
 
-@pytest.mark.parametrize("family", GPU_FAMILIES)
-def test_the_tile_of_values_fits(family):
-    limits, served = GPU_FAMILIES[family], set()
-    for size, queries, batch in itertools.product((2, 4), (1, 2, 16), (1, 999)):
-        for features in (1, 255, 256, 257, 511, 512, 513, 1024, 1025, 2047, 2048, 2049):
-            needs = plans.step_shared(queries, features, size)
-            if not is_gpu_step(queries, features, needs, limits):
-                continue
-            served.add((size, queries, features))
-            sizes = (batch, queries, 1000, 512, features)
-            plan = plans.step(*sizes, 132, size, limits.shared)
-            values = plan.blocks["BLOCK_K"] * plan.blocks["BLOCK_D"] * size
-            assert queries == 1 or values + 4 * KB <= limits.shared, (plan, queries)
-    for size in (2, 4):
-        assert (size, 1, 2048) in served
-        # 16 values of 1025 features are a tile of 2048, 128 KB in fp32.
-        several = max(features for of, queries, features in served if of == size and queries > 1)
-        large = HAS[family] > 128
-        assert several == {2: 2048, 4: 2048 if large else 1024}[size] // (1 + (HAS[family] == 64))
-
-
-# The widest values of a step, and of its tiles of two sizes; 8 warps, and 4. Quick: the first.
+# The widest keys and values of a step. Quick: the first.
 WIDEST = [
-    (torch.float32, "tf32", 16, 1024, 64),
-    (torch.float32, "tf32", 4, 512, 999),
-    (torch.float32, "tf32", 4, 2048, 64),  # no step: 128 KB
-    (torch.bfloat16, "ieee", 16, 2048, 64),
-    (torch.float16, "ieee", 4, 1024, 64),
+    ("sm_86", torch.float32, 2048, 2048),
+    ("sm_86", torch.bfloat16, 2048, 2048),
+    ("gfx942", torch.float32, 2048, 2048),
+    ("gfx942", torch.float16, 64, 2048),
 ]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "precision", "queries", "features", "batch"),
+    ("target", "dtype", "hidden", "features"),
     [pytest.param(*case, marks=pytest.mark.deep if k else ()) for k, case in enumerate(WIDEST)],
 )
-def test_the_plan_compiles_within_what_sm_86_has(dtype, precision, queries, features, batch):
-    with patch.object(call, "precision", lambda: precision):
-        found = kernels_of((batch, queries, 700, 64, features), dtype, "sm_86", only="step_kernel")
-    assert all(kernel.shared <= HAS["sm_86"] * KB for kernel in found.values())
-    assert bool(found) == (features < 2048 or dtype != torch.float32)
+def test_the_widest_step_compiles_within_what_a_gpu_has(target, dtype, hidden, features):
+    for batch in (16, 999):
+        shape = (batch, 16, 700, hidden, features)
+        found = kernels_of(shape, dtype, target, only="decode_kernel")
+        assert found
+        assert all(kernel.shared <= limits_of(target).shared for kernel in found.values())
 
 
 @pytest.mark.parametrize("size", [1, 16, 100, 257, 3000])

@@ -92,5 +92,5 @@ def kernels_of(shape, dtype, target, only=""):
             backward.attend_backward(weights, context, weights, 15, *inputs, **seen)
         if queries_len <= GPU_STEP_QUERIES and dtype != torch.float32:
             square = make(hidden, hidden)
-            forward.attend_step(queries, keys, values, square, square, None, w_v, valid)
+            forward.attend_step(queries, keys, values, square, None, None, w_v, valid)
     return found

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast.backends.route import GPU_STEP_FEATURES, GPU_STEP_QUERIES
+from bahdanau_fast.backends.route import is_gpu_step
 from bahdanau_fast.backends.triton.call import (
     Call,
     lengths,
@@ -143,8 +143,7 @@ class _Gradients:
 
 def _is_step(call: Call) -> bool:
     """Whether the kernels of `grad_step` serve a call."""
-    few = call.queries_len <= GPU_STEP_QUERIES and call.hidden <= plans.DECODE_HIDDEN
-    return few and call.features <= GPU_STEP_FEATURES
+    return is_gpu_step(call.queries_len, call.hidden, call.features)
 
 
 def _plan(call: Call) -> plans.GradPlan:

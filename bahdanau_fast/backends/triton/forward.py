@@ -16,7 +16,7 @@ from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.decode import decode_kernel
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
-from bahdanau_fast.kernels.step import combine_kernel, step_kernel
+from bahdanau_fast.kernels.step import combine_kernel
 
 __all__ = ["attend", "attend_scores", "attend_step"]
 
@@ -56,8 +56,7 @@ def attend(
     context, weights = _results(call, need_weights)
     if context.numel() + weights.numel() == 0 or call.keys_len == 0:
         return context, weights
-    shared = plans.step_shared(call.queries_len, call.features, call.size)
-    step = is_gpu_step(call.queries_len, call.features, shared, call.limits)
+    step = is_gpu_step(call.queries_len, call.hidden, call.features)
     chunk = plans.query_chunk(call.batch, call.keys_len, GPU_STEP_QUERIES + 1)
     with call.guard():
         if step:
@@ -95,16 +94,20 @@ def attend_step(
     keys_max: Tensor | None = None,
     need_weights: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The operator ``attend_step``; see :mod:`ops.whole`. Tq is at most 16.
+    """The operator ``attend_step``; see :mod:`ops.whole`. Tq is at most 16, H and Dv 2048.
+
+    Keys are projected by torch's product.
 
     Returns:
         Context (B,Tq,Dv) and fp32 weights (B,Tq,Tk); (0,) if not wanted.
     """
+    if w_k is not None:
+        keys = torch.nn.functional.linear(keys, w_k, bias)
     call = Call(queries, keys, values, w_v, valid_lens, mask)
     context, weights = _results(call, need_weights)
     if context.numel() + weights.numel() and call.keys_len:
         with call.guard():
-            _step(call, context, weights, w_q, w_k, bias)
+            _step(call, context, weights, w_q)
     return context, weights
 
 
@@ -140,51 +143,29 @@ def _results(call: Call, need_weights: bool) -> tuple[Tensor, Tensor]:
     return (context if call.keys_len else context.zero_()), weights
 
 
-def _step(
-    call: Call,
-    context: Tensor,
-    weights: Tensor,
-    w_q: Tensor | None = None,
-    w_k: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> None:
-    """One launch and, where keys are split, one to combine; projects what has a weight here."""
+def _step(call: Call, context: Tensor, weights: Tensor, w_q: Tensor | None = None) -> None:
+    """One launch and, where keys are split, one to combine; projects queries if W_q is given."""
     batch, queries_len, keys_len, features = (
         call.batch, call.queries_len, call.keys_len, call.features,
     )  # fmt: skip
     sizes = batch, queries_len, keys_len, call.hidden, features
-    device = processors(call.device), call.size
-    few = queries_len <= plans.DECODE_QUERIES and call.hidden <= plans.DECODE_HIDDEN
-    rows_whole = few and w_k is None
-    if rows_whole:
-        plan = plans.decode(*sizes, *device)
-    else:
-        plan = plans.step(*sizes, *device, call.limits.shared, w_k is not None)
+    plan = plans.decode(*sizes, processors(call.device), call.size)
     # Apart from the weights: a tile smaller than the program is read by several threads at once.
     scores = call.new(batch, queries_len, keys_len) if weights.numel() else None
     parts, maxima, sums, split = context, None, None, plan.splits > 1
     if split:
         parts = call.new(batch, queries_len, plan.splits, features)
         maxima, sums = call.new(2, batch, queries_len, plan.splits)
-    w_q, w_k, bias = (None if w is None else w.contiguous() for w in (w_q, w_k, bias))
     given = {
         "queries": call.queries, "keys": call.keys, "values": call.values, "w_v": call.w_v,
         "context": parts, "scores": scores, "weights": weights, "maxima": maxima, "sums": sums,
-        "w_q": w_q, "Tq": queries_len, "Tk": keys_len, "H": call.hidden,
-        "Dq": call.queries.shape[2], "Dv": features, "splits": plan.splits,
+        "w_q": None if w_q is None else w_q.contiguous(), "Tq": queries_len, "Tk": keys_len,
+        "H": call.hidden, "Dq": call.queries.shape[2], "Dv": features, "splits": plan.splits,
         "split_keys": plan.split_keys, "SPLIT": split,
         **strides(q=call.queries, k=call.keys, v=call.values), **call.seen, **call.dropout,
         **call.kind, **plan.blocks,
     }  # fmt: skip
-    programs = batch * plan.splits
-    if rows_whole:
-        decode_kernel[(programs * queries_len,)](**given)
-    else:
-        projected = None if w_q is None else call.new(programs, queries_len, call.hidden)
-        step_kernel[(programs,)](
-            w_k=w_k, bias=bias, projected=projected, Dk=call.keys.shape[2],
-            PRECISION=call.precision, **given,
-        )  # fmt: skip
+    decode_kernel[(batch * plan.splits * queries_len,)](**given)
     if split:
         blocks = plans.combine(plan.splits, features)
         combine_kernel[(batch * queries_len, -(-features // blocks["BLOCK_D"]) or 1)](

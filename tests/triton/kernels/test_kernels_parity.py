@@ -190,7 +190,7 @@ def test_magnitudes_near_and_far_in_one_call(queries, dtype):
 
 
 def projecting(inputs, lens):
-    """Forward only: a step that makes its projections in the kernel, and the gradients of none."""
+    """Forward only: a step that projects its queries in the kernel, and the gradients of none."""
     with torch.no_grad():
         got = fused(inputs, lens, "triton")
     outputs = eager(inputs, lens)
@@ -198,13 +198,10 @@ def projecting(inputs, lens):
     return tuple(out + (ours - out).detach() for ours, out in zip(got, outputs, strict=True))
 
 
-# Nine queries in fp32: both projections are the library's.
-OWN = [(d, n) for d in DTYPES for n in (1, 3, 9) if d != torch.float32 or n != 9]
-
-
-@pytest.mark.parametrize(("dtype", "queries"), OWN)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("lens", [None, torch.tensor([0, 40, 7])], ids=["all", "some"])
-def test_projections_inside_the_step(queries, lens, dtype, monkeypatch):
+def test_a_projection_inside_the_step(queries, lens, dtype, monkeypatch):
     asked = []
     real = attend_step.in_python["triton"]
     step = lambda *given: asked.append(given[3:5]) or real(*given)  # noqa: E731
@@ -212,8 +209,8 @@ def test_projections_inside_the_step(queries, lens, dtype, monkeypatch):
     case = Case(B=3, Tq=queries, Tk=67, H=37, Dq=33, Dk=90, Dv=20, lens=lens)
     check(case, dtype, projecting)
     own_query, own_keys = asked[0]
-    assert (own_query is not None) == (queries <= 4)
-    assert (own_keys is not None) == (dtype != torch.float32)
+    assert own_query is not None
+    assert own_keys is None
 
 
 @pytest.mark.parametrize(("dtype", "way"), zip(DTYPES, WAYS, strict=False), ids=str)
