@@ -133,7 +133,7 @@ def rectified(z, slope, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def two_direct(a0, a1, c0, c1, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
-    """tanh of a0 + c0 and of a1 + c1, for any magnitudes."""
+    """Tanh of a0 + c0 and of a1 + c1, for any magnitudes."""
     if PRECISE:
         t0, t1 = tanh_precise(a0 + c0), tanh_precise(a1 + c1)
     else:
