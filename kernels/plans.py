@@ -148,8 +148,8 @@ def scores(batch: int, queries_len: int, keys_len: int, hidden: int, size: int) 
 
     block_h = min(max(power_of_two(-(-hidden // 4)), 16), 64)
     block_k = 32 if size == 2 and programs(64, 32) >= 512 else 16
-    block_q = 64
-    while block_q > 4 and programs(block_q, block_k) < 512:
+    block_q, least = 64, 4 if block_h == 64 else 16  # fewer of narrow tiles spill on sm_90
+    while block_q > least and programs(block_q, block_k) < 512:
         block_q //= 2
     return {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "num_warps": 4}
 
