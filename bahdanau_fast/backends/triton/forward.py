@@ -156,10 +156,14 @@ def _step(
     device = processors(call.device), call.size
     few = queries_len <= plans.DECODE_QUERIES and call.hidden <= plans.DECODE_HIDDEN
     rows_whole = few and w_k is None
+    channels = 0 if call.inside is None else call.inside[1].shape[1]
     if rows_whole:
-        plan = plans.decode(*sizes, *device)
+        plan = plans.decode(*sizes, *device, call.limits.shared, channels)
     else:
         plan = plans.step(*sizes, *device, call.limits.shared, w_k is not None)
+    own = plan.blocks.get("BLOCK_C")
+    of_keys, w_f = call.inside if own and call.inside else (None, None)
+    keys = call.plain_keys if own else call.keys
     # Apart from the weights: a tile smaller than the program is read by several threads at once.
     scores = call.new(batch, queries_len, keys_len) if weights.numel() else None
     parts, maxima, sums, split = context, None, None, plan.splits > 1
@@ -168,17 +172,20 @@ def _step(
         maxima, sums = call.new(2, batch, queries_len, plan.splits)
     w_q, w_k, bias = (None if w is None else w.contiguous() for w in (w_q, w_k, bias))
     given = {
-        "queries": call.queries, "keys": call.keys, "values": call.values, "w_v": call.w_v,
+        "queries": call.queries, "keys": keys, "values": call.values, "w_v": call.w_v,
         "context": parts, "scores": scores, "weights": weights, "maxima": maxima, "sums": sums,
         "w_q": w_q, "Tq": queries_len, "Tk": keys_len, "H": call.hidden,
         "Dq": call.queries.shape[2], "Dv": features, "splits": plan.splits,
         "split_keys": plan.split_keys, "SPLIT": split,
-        **strides(q=call.queries, k=call.keys, v=call.values), **call.seen, **call.dropout,
+        **strides(q=call.queries, k=keys, v=call.values), **call.seen, **call.dropout,
         **call.kind, **plan.blocks,
     }  # fmt: skip
     programs = batch * plan.splits
     if rows_whole:
-        decode_kernel[(programs * queries_len,)](**given)
+        decode_kernel[(programs * queries_len,)](
+            features=of_keys, w_f=w_f, C=channels, PRECISION=call.precision,
+            **strides(f=of_keys), **given,
+        )  # fmt: skip
     else:
         projected = None if w_q is None else call.new(programs, queries_len, call.hidden)
         step_kernel[(programs,)](
