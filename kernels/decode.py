@@ -21,20 +21,36 @@ from .elementary import (
     tanh_precise,
     within_split,
 )
+from .products import product
 from .step import hide_rest, project_one, scale_scores
 from .tiles import VARYING, load_row, load_tile, program_blocks
 
 
 @triton.jit(do_not_specialize=VARYING)
 def decode_kernel(
-    queries, keys, values, w_v, context, scores, weights, maxima, sums, w_q, Tq, Tk, H, Dq, Dv,
-    q_batch, q_row, k_batch, k_row, v_batch, v_row, splits, split_keys, lens, lens_batch, lens_row,
-    mask, mask_batch, mask_row, mask_key, seed, threshold, scale_bits, slope,
-    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
-    STAGES: tl.constexpr,
+    queries, keys, values, w_v, context, scores, weights, maxima, sums, w_q, features, w_f, Tq, Tk,
+    H, Dq, Dv, C, q_batch, q_row, k_batch, k_row, v_batch, v_row, f_batch, f_row, splits,
+    split_keys, lens, lens_batch, lens_row, mask, mask_batch, mask_row, mask_key, seed, threshold,
+    scale_bits, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Context and weights of one query; of a split, their parts. Arguments as `step_kernel` has."""
+    """Context and weights of one query; of a split, their parts.
+
+    Args:
+        queries: (B,Tq,H) projected, or (B,Tq,Dq) with ``w_q``.
+        keys: (B,Tk,H) projected.
+        context: (B,Tq,Dv); with SPLIT the unscaled sums (B,Tq,splits,Dv) in fp32.
+        scores: (B,Tq,Tk), scratch in fp32; -inf where a query does not look. None without weights.
+        weights: (B,Tq,Tk); with SPLIT left to `combine_kernel`.
+        maxima: (B,Tq,splits) largest score, with SPLIT.
+        sums: (B,Tq,splits) sum of exponentials, with SPLIT.
+        w_q: (H,Dq), or None.
+        features: (B,Tk,C), which times ``w_f`` (H,C) is added to the keys; or None.
+        split_keys: keys of one split, a multiple of BLOCK_K.
+        slope: of leaky ReLU, on the left.
+        lens, mask, seed: None where there are no lengths, no mask, no dropout.
+    """
     split, i, b = program_blocks(splits, Tq)
     row = b * Tq + i
     h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
@@ -56,18 +72,32 @@ def decode_kernel(
     last = tl.minimum(stop, tl.max(end, axis=0))
     most, total = float("-inf"), 0.0
     acc = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    # What is too narrow for copies, mask and features, is loaded a tile ahead.
+    j = first + tl.arange(0, BLOCK_K)
+    if mask is not None:
+        shown = tl.load(mask + seen_row + j.to(tl.int64) * mask_key, mask=j < stop, other=0)
+    if features is not None:
+        f, of_row = tl.arange(0, BLOCK_C), features + b * f_batch
+        weight = tl.load(w_f + h * C + f[:, None], mask=(f < C)[:, None] & (h < H), other=0.0)
+        x = load_tile(of_row + j.to(tl.int64) * f_row, j < stop, f, C)
     for k0 in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         j = k0 + tl.arange(0, BLOCK_K)
         there, at = j < last, j.to(tl.int64)
+        next_there, next_at = j + BLOCK_K < last, at + BLOCK_K
         c = load_tile(keys + b * k_batch + at * k_row, there, h, H)
-        v = load_tile(values + b * v_batch + at * v_row, there, d, Dv)
+        if features is not None:
+            c += product(x, weight, PRECISION)
+            x = load_tile(of_row + next_at * f_row, next_there, f, C)
         seen = there
         if mask is not None:
-            shown = tl.load(mask + seen_row + at * mask_key, mask=there, other=0)
             seen = there & (empty | (shown != 0))
-            v = tl.where(seen[:, None], v, 0.0)
+            shown = tl.load(mask + seen_row + next_at * mask_key, mask=next_there, other=0)
         s = row_scores(a, c, w, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_K, BLOCK_H)
         s = tl.where(seen, tl.where(empty, 0.0, s), float("-inf"))
+        # Only here, since it takes registers.
+        v = load_tile(values + b * v_batch + at * v_row, there, d, Dv)
+        if mask is not None:
+            v = tl.where(seen[:, None], v, 0.0)
         if scores is not None:
             tl.store(scores + row * Tk + j, s, mask=j < Tk)
         higher = tl.maximum(most, tl.max(s, axis=0))

@@ -46,15 +46,20 @@ def _tile(width: int, elements: int, keys_len: int, warps: int = 0) -> tuple[int
     return min(max(elements * warps // width, 2), max(power_of_two(keys_len), 2), 64), warps
 
 
+# Queries of a `decode_kernel` that projects its features, each of them anew.
+OWN_FEATURES = 3
+
+
 @functools.lru_cache(_CALLS)
 def decode(
     batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
-    processors: int, size: int,
+    processors: int, size: int, shared: int, channels: int = 0,
 ) -> StepPlan:  # fmt: skip
     """Of `decode_kernel`: 32 elements of a tile a thread, 16 in the precision of fp32.
 
     A multiprocessor has 16 warps: those of one program, if there are few, or of several. Copies of
-    two or three tiles are under way.
+    two or three tiles are under way. Of features there are ``channels``; BLOCK_C is 0 where a
+    library projects them.
     """
     block_h, block_d = (max(power_of_two(n), 16) for n in (hidden, features))
     widest = max(block_h, block_d)
@@ -65,11 +70,19 @@ def decode(
     warps = 16 if rows <= processors else 8 if two else least
     warps = max(min(warps, keys * widest // 512), least)
     block_k, _ = _tile(widest, 2048 // size, keys_len, warps)
+    block_c = max(power_of_two(channels), 16)
+    # W_f stays in registers, or in a quarter of the shared memory. Without tensor cores, or for
+    # several queries, a library is faster, in spite of its way through memory.
+    fits = widest <= 1024 and block_c * block_h <= min(2048 * warps, shared // 8)
+    if channels and size == 2 and queries_len <= OWN_FEATURES and fits:
+        block_k = min(block_k, 512 * warps // block_h)  # a product takes registers
+    else:
+        block_c = 0
     tiles = -(-keys_len // block_k)
     # Splits have to make up for the launch that combines them.
     splits = max(min(processors // rows, tiles), 1) if tiles > 4 else 1
     each = -(-tiles // splits)
-    blocks = {"BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d}
+    blocks = {"BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d, "BLOCK_C": block_c}
     blocks["STAGES"] = _stages(block_k * (block_h + block_d) * size)
     blocks |= {"BLOCK_X": max(1024 * warps // block_h, 4), "num_warps": warps}
     return StepPlan(-(-tiles // each), each * block_k, blocks)

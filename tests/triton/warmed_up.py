@@ -12,6 +12,7 @@ from triton_target import target_is
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import backward, forward
+from bahdanau_fast.kernels import plans
 from benchmarks.machine_code import run_tool
 
 
@@ -90,6 +91,9 @@ def kernels_of(shape, dtype, target, only=""):
             seen = {"valid_lens": valid, "mask": mask}
             context, weights = forward.attend(*inputs, **seen)
             backward.attend_backward(weights, context, weights, 15, *inputs, **seen)
+            if queries_len <= plans.OWN_FEATURES:
+                inside = make(batch, keys_len, 32), make(hidden, 32)
+                forward.attend(*inputs, *inside, **seen)
         if queries_len <= GPU_STEP_QUERIES and dtype != torch.float32:
             square = make(hidden, hidden)
             forward.attend_step(queries, keys, values, square, None, None, w_v, valid)

@@ -54,6 +54,7 @@ class Call:
         ValueError: lengths, a mask or features of another shape or device; no such activation.
 
     Attributes:
+        inside: features and w_f, or None; ``plain_keys`` are the keys without them.
         seen: lengths and mask as kernels take them, by name; what is absent is None.
         dropout: the seed and the numbers of dropout, likewise.
     """
@@ -78,9 +79,10 @@ class Call:
         if features is not None or w_f is not None or activation != 0:
             name = dict(enumerate(checks.ACTIVATIONS)).get(activation, str(activation))
             checks.inside(features, w_f, name, negative_slope, keys, w_v.numel())
+        self.inside: tuple[Tensor, Tensor] | None = None
         if features is not None and w_f is not None:
-            keys = torch.addmm(keys.flatten(0, 1), features.flatten(0, 1), w_f.t()).view_as(keys)
-        self.queries, self.keys, self.values = map(rows, (queries, keys, values))
+            self.inside = rows(features), w_f.contiguous()
+        self.queries, self.plain_keys, self.values = map(rows, (queries, keys, values))
         self.w_v = w_v.reshape(-1).contiguous()
         self.batch, self.queries_len = queries.shape[:2]
         self.hidden = w_v.numel()
@@ -101,6 +103,16 @@ class Call:
             (bits,) = struct.unpack("q", struct.pack("d", scale))
             threshold = -int(-dropout_p * 2**32 // 1)
             self.dropout = {"seed": seed, "threshold": threshold, "scale_bits": bits}
+
+    @functools.cached_property
+    def keys(self) -> Tensor:
+        """The keys, with the projected features added."""
+        keys = self.plain_keys
+        if self.inside is not None:
+            features, w_f = self.inside
+            keys = torch.addmm(keys.flatten(0, 1), features.flatten(0, 1), w_f.t())
+            keys = keys.view_as(self.plain_keys)
+        return keys
 
     @functools.cached_property
     def precision(self) -> str:

@@ -149,7 +149,11 @@ def _step(call: Call, context: Tensor, weights: Tensor, w_q: Tensor | None = Non
         call.batch, call.queries_len, call.keys_len, call.features,
     )  # fmt: skip
     sizes = batch, queries_len, keys_len, call.hidden, features
-    plan = plans.decode(*sizes, processors(call.device), call.size)
+    channels = 0 if call.inside is None else call.inside[1].shape[1]
+    plan = plans.decode(*sizes, processors(call.device), call.size, call.limits.shared, channels)
+    own = plan.blocks.get("BLOCK_C")
+    of_keys, w_f = call.inside if own and call.inside else (None, None)
+    keys = call.plain_keys if own else call.keys
     # Apart from the weights: a tile smaller than the program is read by several threads at once.
     scores = call.new(batch, queries_len, keys_len) if weights.numel() else None
     parts, maxima, sums, split = context, None, None, plan.splits > 1
@@ -157,15 +161,18 @@ def _step(call: Call, context: Tensor, weights: Tensor, w_q: Tensor | None = Non
         parts = call.new(batch, queries_len, plan.splits, features)
         maxima, sums = call.new(2, batch, queries_len, plan.splits)
     given = {
-        "queries": call.queries, "keys": call.keys, "values": call.values, "w_v": call.w_v,
+        "queries": call.queries, "keys": keys, "values": call.values, "w_v": call.w_v,
         "context": parts, "scores": scores, "weights": weights, "maxima": maxima, "sums": sums,
         "w_q": None if w_q is None else w_q.contiguous(), "Tq": queries_len, "Tk": keys_len,
         "H": call.hidden, "Dq": call.queries.shape[2], "Dv": features, "splits": plan.splits,
         "split_keys": plan.split_keys, "SPLIT": split,
-        **strides(q=call.queries, k=call.keys, v=call.values), **call.seen, **call.dropout,
+        **strides(q=call.queries, k=keys, v=call.values), **call.seen, **call.dropout,
         **call.kind, **plan.blocks,
     }  # fmt: skip
-    decode_kernel[(batch * plan.splits * queries_len,)](**given)
+    decode_kernel[(batch * plan.splits * queries_len,)](
+        features=of_keys, w_f=w_f, C=channels, PRECISION=call.precision, **strides(f=of_keys),
+        **given,
+    )  # fmt: skip
     if split:
         blocks = plans.combine(plan.splits, features)
         combine_kernel[(batch * queries_len, -(-features // blocks["BLOCK_D"]) or 1)](
