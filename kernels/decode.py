@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .combine import hide_rest, project_one, scale_scores
 from .elementary import (
     TANH,
     TWO_LOG2_E,
@@ -22,7 +23,6 @@ from .elementary import (
     within_split,
 )
 from .products import product
-from .step import hide_rest, project_one, scale_scores
 from .tiles import VARYING, load_row, load_tile, program_blocks
 
 

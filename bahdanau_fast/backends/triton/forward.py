@@ -13,10 +13,10 @@ from torch import Tensor
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES, is_gpu_step
 from bahdanau_fast.backends.triton.call import Call, lengths, make_table, processors, strides
 from bahdanau_fast.kernels import plans
+from bahdanau_fast.kernels.combine import combine_kernel
 from bahdanau_fast.kernels.decode import decode_kernel
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
-from bahdanau_fast.kernels.step import combine_kernel
 
 __all__ = ["attend", "attend_scores", "attend_step"]
 
