@@ -14,7 +14,7 @@ def arguments(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=Fals
     module, tensors = layer(cls, layers, dtype), given(cls, layers, dtype)
     caught = []
 
-    def catch(arguments, rest):
+    def catch(arguments, rest, _):
         caught.append((arguments, rest))
         return decode.by_steps(arguments, rest)
 

@@ -102,7 +102,7 @@ def decode(read, generator):
     grads[2] = None if made.cell is None else grads[2]
     saved = (states, cells, queries, weights, kept)
     ops.decode_backward(*mistaken(read, [*inputs, *saved, *grads], 10))
-    found = operator._gradients(made, rest, results, grads, NEEDED)
+    found = operator._gradients(made, rest, results, grads, NEEDED, "cpu")
     for place in () if read.broken or odd else (0, 1, 4):
         assert torch.equal(results[place], again[place]), f"result {place} is not the same again"
 
