@@ -102,7 +102,9 @@ def decode(read, generator):
     grads[2] = None if made.cell is None else grads[2]
     saved = (states, cells, queries, weights, kept)
     ops.decode_backward(*mistaken(read, [*inputs, *saved, *grads], 10))
-    found = operator._gradients(made, rest, results, grads, NEEDED, "cpu")
+    by_row = None if rest.valid_lens is None else rest.valid_lens.reshape(B)  # as modules give them
+    whole = rest._replace(valid_lens=by_row)
+    found = operator._gradients(made, whole, results, grads, NEEDED, "cpu")
     for place in () if read.broken or odd else (0, 1, 4):
         assert torch.equal(results[place], again[place]), f"result {place} is not the same again"
 
