@@ -202,7 +202,7 @@ def backward(
     w_inputs, w_hidden = _input_weights(a), a.w_hidden.unbind(0)
     of_cells, of_spaces = ([x.unbind(0) for x in kept.unbind(0)] for kept in (cells, spaces))
     of_inputs: list[list[Tensor]] = [[] for _ in h]
-    of_hidden: list[list[Tensor]] = [[] for _ in h]
+    of_new: list[list[Tensor]] = [[] for _ in h]  # of a GRU's new gate, on the hidden side
     of_queries: list[Tensor] = []
     attention = _Attention(backend, a, rest, weights, grad_weights, needs)
     seeds = _seeds(rest.seed, steps)
@@ -215,14 +215,14 @@ def backward(
                 inputs, c[i], _ = _aten._thnn_fused_lstm_cell_backward_impl(
                     h[i], c[i], before, after, of_spaces[i][t], False
                 )
-                through, h[i] = inputs, inputs @ w_hidden[i]
+                h[i] = inputs @ w_hidden[i]
             else:
                 inputs, through, past, _, _ = _aten._thnn_fused_gru_cell_backward(
                     h[i], of_spaces[i][t], False
                 )
                 h[i] = torch.addmm(past, through, w_hidden[i])
+                of_new[i].append(through[:, 2 * units :])
             of_inputs[i].append(inputs)
-            of_hidden[i].append(through)
             below = inputs @ w_inputs[i]
             if i:
                 below = below if rest.masks is None else below * rest.masks[i - 1, t]
@@ -232,8 +232,8 @@ def backward(
     grad_gates = _by_layer([made[::-1] for made in of_inputs])
     if not lstm:  # n of the inputs, r, z, n of the hidden side
         reset_and_update, new = grad_gates.split([2 * units, units], -1)
-        of_new = _by_layer([made[::-1] for made in of_hidden])[..., 2 * units :]
-        grad_gates = torch.cat((new, reset_and_update, of_new), -1)
+        on_hidden = _by_layer([made[::-1] for made in of_new])
+        grad_gates = torch.cat((new, reset_and_update, on_hidden), -1)
     grad_queries = torch.stack(of_queries[::-1])
     of_memory = attention.of_memory(queries)
     return grad_gates, torch.stack(h), torch.stack(c), grad_queries, of_memory
