@@ -1,4 +1,4 @@
-"""What the programs of a decoder step share: scores to weights, parts of splits to a whole."""
+"""What ends a decoder step: weights from scores, and a whole from the parts of splits."""
 
 from __future__ import annotations
 
@@ -6,27 +6,7 @@ import triton
 import triton.language as tl
 
 from .elementary import inverse_of
-from .tiles import VARYING, load_row, load_tile
-
-
-@triton.jit
-def project_one(x, weight, h, H, D, BLOCK_H: tl.constexpr, BLOCK_X: tl.constexpr):
-    """weight[h] . x of one row, (BLOCK_H,), on the plain units."""
-    total = tl.zeros([BLOCK_H], tl.float32)
-    for d0 in range(0, D, BLOCK_X):
-        d = d0 + tl.arange(0, BLOCK_X)
-        tile = load_tile(weight + h.to(tl.int64) * D, h < H, d, D)
-        total += tl.sum(tile * load_row(x, d, D), axis=1)
-    return total
-
-
-@triton.jit
-def hide_rest(scores, row, real, first, last, stop, Tk, BLOCK_K: tl.constexpr):
-    """Minus infinity for what a split, ``first`` to ``stop``, has in tiles from ``last`` on."""
-    for k0 in range(tl.maximum(first, tl.cdiv(last, BLOCK_K) * BLOCK_K), stop, BLOCK_K):
-        j = k0 + tl.arange(0, BLOCK_K)
-        here = real[:, None] & (j < Tk)[None, :]
-        tl.store(scores + row[:, None] * Tk + j[None, :], float("-inf"), mask=here)
+from .tiles import VARYING
 
 
 @triton.jit

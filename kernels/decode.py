@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .combine import hide_rest, project_one, scale_scores
+from .combine import scale_scores
 from .elementary import (
     TANH,
     TWO_LOG2_E,
@@ -151,3 +151,23 @@ def four_of(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     x0, x2 = tl.split(tl.reshape(even, ROWS, COLUMNS // 4, 2))
     x1, x3 = tl.split(tl.reshape(odd, ROWS, COLUMNS // 4, 2))
     return x0, x1, x2, x3
+
+
+@triton.jit
+def project_one(x, weight, h, H, D, BLOCK_H: tl.constexpr, BLOCK_X: tl.constexpr):
+    """weight[h] . x of one row, (BLOCK_H,), on the plain units."""
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for d0 in range(0, D, BLOCK_X):
+        d = d0 + tl.arange(0, BLOCK_X)
+        tile = load_tile(weight + h.to(tl.int64) * D, h < H, d, D)
+        total += tl.sum(tile * load_row(x, d, D), axis=1)
+    return total
+
+
+@triton.jit
+def hide_rest(scores, row, real, first, last, stop, Tk, BLOCK_K: tl.constexpr):
+    """Minus infinity for what a split, ``first`` to ``stop``, has in tiles from ``last`` on."""
+    for k0 in range(tl.maximum(first, tl.cdiv(last, BLOCK_K) * BLOCK_K), stop, BLOCK_K):
+        j = k0 + tl.arange(0, BLOCK_K)
+        here = real[:, None] & (j < Tk)[None, :]
+        tl.store(scores + row[:, None] * Tk + j[None, :], float("-inf"), mask=here)
