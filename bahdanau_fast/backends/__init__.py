@@ -242,8 +242,8 @@ def keeps_table(backend: str, projected_keys: Tensor, queries_len: int = 1) -> b
 
 def decide_decoder(
     plain: bool, dtype: torch.dtype, projected_keys: Tensor, values: Tensor
-) -> tuple[str | None, str]:
-    """The backend that has all steps of a decoder in one operator, or None; and why.
+) -> tuple[str, torch.dtype | None, str]:
+    """The backend that attends in a decoder, the dtype of one operator for all steps, and why.
 
     Args:
         plain: nothing but the parameters of its layers decides what they compute.
@@ -251,23 +251,28 @@ def decide_decoder(
         projected_keys: (B,Tk,H) of its memory.
         values: (B,Tk,Dv) of its memory.
 
+    Returns:
+        The backend; the dtype, or None where steps go one by one; the reason.
+
     Raises:
         ValueError: as :func:`resolve`.
     """
     step = is_cuda_step(False, 1, projected_keys.shape[2], general=False)
+    dtypes = {dtype, projected_keys.dtype, values.dtype}
+    autocast = checks.autocast_dtype(values.device)
+    if torch.float64 in dtypes:  # which autocast leaves alone
+        autocast = None
     facts = DecoderFacts(
         plain=plain,
         device=values.device.type,
-        backend=resolve(values.device, dtype=dtype, step=step),
-        dtype=dtype,
-        dtypes=(projected_keys.dtype, values.dtype),
+        backend=resolve(values.device, dtype=autocast or dtype, step=step),
+        dtypes=frozenset(dtypes if autocast is None else {autocast}),
+        autocast=autocast is not None,
         empty=0 in values.shape,
-        autocast=checks.autocast_dtype(values.device) is not None,
         traced=torch.compiler.is_compiling(),
         plain_only=checks.in_transform(),
     )
-    fused, why = route_decoder(facts)
-    return facts.backend if fused else None, why
+    return facts.backend, *route_decoder(facts)
 
 
 def _asked(name: str | None) -> str | None:

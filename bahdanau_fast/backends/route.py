@@ -351,10 +351,9 @@ class DecoderFacts(NamedTuple):
         plain: nothing but the parameters of its layers decides what they compute.
         device: as in :class:`Facts`.
         backend: that serves its attention.
-        dtype: of the inputs.
-        dtypes: of projected keys and values.
+        dtypes: of inputs, projected keys and values; or that of autocast, which they are cast to.
+        autocast: products take another dtype than that of the inputs.
         empty: a size is zero.
-        autocast: matrix products take another dtype.
         traced: as in :class:`Facts`.
         plain_only: likewise.
     """
@@ -362,34 +361,34 @@ class DecoderFacts(NamedTuple):
     plain: bool
     device: str
     backend: str
-    dtype: torch.dtype
-    dtypes: tuple[torch.dtype, torch.dtype]
-    empty: bool
+    dtypes: frozenset[torch.dtype]
     autocast: bool
+    empty: bool
     traced: bool
     plain_only: bool
 
 
-def route_decoder(facts: DecoderFacts) -> tuple[bool, str]:
-    """Whether all steps of a decoder are one operator, and why.
+def route_decoder(facts: DecoderFacts) -> tuple[torch.dtype | None, str]:
+    """The dtype that one operator computes all steps of a decoder in, or None; and why.
 
     Args:
         facts: about the decoder and its memory.
     """
-    dtypes = {facts.dtype, *facts.dtypes}
+    dtype, *others = facts.dtypes
     of_cpu = facts.backend == "cpu"
+    if of_cpu and facts.autocast:  # more exact, and one operator in fp32 is the faster way
+        dtype = torch.float32
     against = (
-        (facts.traced, "compiled code takes them one by one"),
+        (facts.traced, "traced code takes them one by one"),
         (facts.plain_only, "a transform or a trace knows plain operations only"),
         (facts.backend == "reference", "the reference has no operator for all of them"),
         (not of_cpu and facts.device != "cuda", "torch's cells are one kernel on a GPU alone"),
-        (len(dtypes) > 1, "dtypes differ"),
-        (of_cpu and facts.dtype.itemsize < 4, f"no operator takes {facts.dtype} on a CPU"),
-        (facts.autocast, "autocast gives the products a dtype of their own"),
+        (bool(others), "dtypes differ"),
+        (of_cpu and dtype.itemsize < 4, f"no operator takes {dtype} on a CPU"),
         (facts.empty, "there is nothing to compute"),
         (not facts.plain, "a layer is more than its parameters"),
     )
     why = next((reason for holds, reason in against if holds), None)
     if why is not None:
-        return False, f"step by step: {why}"
-    return True, "one operator: nothing but its launches is left of a step"
+        return None, f"step by step: {why}"
+    return dtype, "one operator: nothing but its launches is left of a step"

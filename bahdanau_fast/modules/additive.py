@@ -157,6 +157,8 @@ class AdditiveAttention(Additive):
         shape = None
         common = checks.is_common_case(queries, keys, values, valid_lens, w_q, w_k)
         if not common:
+            if isinstance(keys, Memory):  # a step of AttentionGRU, for the hooks of this module
+                return self.attend(queries, keys, mask=mask)
             rows = as_rows(queries, keys, values, valid_lens, mask)
             (queries, keys, values, valid_lens), mask, shape = rows
             checks.inputs(queries, keys, values, valid_lens)

@@ -131,7 +131,8 @@ class AttentionGRU(_AttentionRNN):
     ``context_t = attention(h_top[t-1], keys)`` goes in front of input t into the first layer.
     All steps are one operator, forward and backward; see :func:`decoder_loop.decode_given`. Its
     ``attention`` and ``rnn`` have the names of the course's decoder, so a ``state_dict`` of one
-    loads into the other.
+    loads into the other. Hooks of ``attention`` run at every step, with queries and memory as its
+    arguments.
 
     Args:
         input_size: size of an input, E.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import backends, checks
-from bahdanau_fast.memory import Memory
+from bahdanau_fast.memory import Memory, project
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.layers import is_unchanged, plain_dropout, plain_weight
@@ -51,10 +52,14 @@ def attend_step(
     """
     top = (hidden[0] if isinstance(hidden, tuple) else hidden)[-1]
     batch = memory.values.shape[0]
-    queries = top.unflatten(0, (batch, top.shape[0] // max(batch, 1)))
-    context = attention.attend(queries, memory).flatten(0, 1)
+    queries = top.unflatten(0, (batch, top.shape[0] // batch if batch else 1))
+    if isinstance(attention, AdditiveAttention) and not is_unchanged(attention):
+        context = attention(queries, memory, None)  # attend() runs no hooks
+    else:
+        context = attention.attend(queries, memory)
     weights = attention.attention_weights
-    features, hidden = rnn(torch.cat((context, inputs), dim=-1).unsqueeze(0), hidden)
+    below = torch.cat((context.flatten(0, 1), inputs), dim=-1)
+    features, hidden = rnn(below.unsqueeze(0), hidden)
     return features.squeeze(0), weights, hidden
 
 
@@ -69,9 +74,10 @@ def decode_given(
     """All steps of given inputs, in one operator if possible.
 
     It is possible on the CPU, in fp32 and fp64, and on a GPU in what its kernels compute, if the
-    layers are unmodified (no hooks, no replaced or patched layers) and there is no autocast, no
-    transform and no compilation; otherwise :func:`attend_step` runs step by step. Both give the
-    same results, except for the order of sums and of random numbers.
+    layers are unmodified (no hooks, no replaced or patched layers) and there is no transform and no
+    compilation; otherwise :func:`attend_step` runs step by step. Both give the same results, except
+    for the order of sums and of random numbers. Under autocast one operator computes in its dtype,
+    on the CPU in fp32.
 
     Args:
         attention: an :class:`AdditiveAttention`, or a module with its methods.
@@ -83,11 +89,46 @@ def decode_given(
 
     Returns:
         Features (T,B,H), weights (T,B,Tk), the last hidden state.
+
+    Raises:
+        ValueError: no steps.
     """
+    if inputs.shape[0] == 0:
+        checks.reject(ValueError, "inputs", "have at least one step", tuple(inputs.shape))
+    run = _between_graphs if _breaks_graphs() else _decode_given
+    return run(attention, rnn, inputs, hidden, memory, step)
+
+
+def _breaks_graphs() -> bool:
+    """Whether compiled code would break its graph at every step: the compiler knows no nn.GRU."""
+    global _between_graphs
+    if (
+        "torch._dynamo" not in sys.modules
+        or checks.is_exporting()
+        or torch._dynamo.config.allow_rnn
+    ):
+        return False
+    if _between_graphs is _decode_given:
+        _between_graphs = torch.compiler.disable(_decode_given)
+    return True
+
+
+# Asked while code is compiled, as backends.why_not.
+_breaks_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _decode_given(
+    attention: Any,
+    rnn: nn.GRU | nn.LSTM,
+    inputs: Tensor,
+    hidden: Any,
+    memory: Memory,
+    step: Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]] | None,
+) -> Sequence:
     if step is None:
-        backend = _backend(attention, rnn, inputs.dtype, memory)
-        if backend is not None and 0 not in inputs.shape[:2]:
-            return _decode(backend, attention, rnn, inputs, hidden, memory)
+        backend, dtype = _operator(attention, rnn, inputs.dtype, memory)
+        if dtype is not None:
+            return _decode(backend, dtype, attention, rnn, inputs, hidden, memory)
         step = partial(attend_step, attention, rnn)
     features, weights = [], []
     for of_step in inputs.unbind(0):
@@ -95,6 +136,9 @@ def decode_given(
         features.append(feature)
         weights.append(looked.squeeze(1))
     return Sequence(torch.stack(features), torch.stack(weights), hidden)
+
+
+_between_graphs: Callable[..., Sequence] = _decode_given
 
 
 def decode_greedily(
@@ -129,19 +173,24 @@ def decode_greedily(
         and embedding.weight.dtype == dense.weight.dtype
     ):
         return None
-    backend = _backend(attention, rnn, embedding.weight.dtype, memory)
-    if backend is None:
+    backend, dtype = _operator(attention, rnn, embedding.weight.dtype, memory)
+    if dtype is None:
         return None
-    arguments, rest = _inputs(attention, rnn, embedding.weight, hidden, memory)
+    arguments, rest = _inputs(dtype, attention, rnn, embedding.weight, hidden, memory)
     bias = dense.weight.new_zeros(len(dense.weight)) if dense.bias is None else dense.bias
-    given = (arguments, rest, (dense.weight, bias), left_out, marks, max_steps)
+    of_dense = dense.weight.to(dtype), bias.to(dtype)
+    given = (arguments, rest, of_dense, left_out, marks, max_steps)
     return decode.decode_greedily(*given, backend)
 
 
-def _backend(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Memory) -> str | None:
-    """That has all steps in one operator; None where they run one by one."""
+def _operator(
+    attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Memory
+) -> tuple[str, torch.dtype | None]:
+    """The backend of one operator for all steps, and its dtype; None where they run one by one."""
     plain = (
         type(attention) is AdditiveAttention
+        and is_unchanged(attention)
+        and "attend" not in attention.__dict__
         and type(rnn) in (nn.GRU, nn.LSTM)
         and plain_weight(attention.W_q) is not None
         and plain_weight(attention.w_v) is not None
@@ -149,17 +198,24 @@ def _backend(attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Memory)
         and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
     )
-    return backends.decide_decoder(plain, dtype, memory.projected.keys, memory.values)[0]
+    return backends.decide_decoder(plain, dtype, memory.projected.keys, memory.values)[:2]
 
 
 def _inputs(
-    attention: AdditiveAttention, rnn: nn.Module, inputs: Tensor, hidden: Any, memory: Memory
+    dtype: torch.dtype,
+    attention: AdditiveAttention,
+    rnn: nn.Module,
+    inputs: Tensor,
+    hidden: Any,
+    memory: Memory,
 ) -> tuple[decode.Arguments, decode.Rest]:
     """What the operators take, without dropout."""
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     w, lens = _Weights.of(rnn, memory.values.shape[2]), memory.valid_lens
     # The shared node is not needed: one operator sums the gradients of all steps anyway.
     projected = memory.projected
+    if projected.keys.dtype is not dtype:
+        projected = project(projected.keys.to(dtype), projected.table is not None)
     arguments = decode.Arguments(
         inputs,
         w.of_inputs,
@@ -175,6 +231,8 @@ def _inputs(
         w.hidden,
         w.bias,
     )
+    if any(x is not None and x.dtype is not dtype for x in arguments):  # under autocast
+        arguments = decode.Arguments(*(None if x is None else x.to(dtype) for x in arguments))  # type: ignore[arg-type]
     if lens is not None and lens.dim() == 2:  # of one query
         lens = lens.squeeze(1)
     return arguments, decode.Rest(projected.table, projected.keys_max, lens, memory.mask)
@@ -182,27 +240,41 @@ def _inputs(
 
 def _decode(
     backend: str,
+    dtype: torch.dtype,
     attention: AdditiveAttention,
     rnn: nn.GRU | nn.LSTM,
     inputs: Tensor,
     hidden: Any,
     memory: Memory,
 ) -> Sequence:
-    arguments, rest = _inputs(attention, rnn, inputs, hidden, memory)
+    arguments, rest = _inputs(dtype, attention, rnn, inputs, hidden, memory)
     masks = None
     if rnn.training and rnn.dropout > 0.0 and rnn.num_layers > 1:
         shape = (rnn.num_layers - 1, *inputs.shape[:2], rnn.hidden_size)
-        masks = nn.functional.dropout(inputs.new_ones(shape), rnn.dropout)
+        masks = nn.functional.dropout(arguments.inputs.new_ones(shape), rnn.dropout)
     dropout_p = plain_dropout(attention.dropout) or 0.0
     seed = dropout_seed(dropout_p, inputs)
     rest = rest._replace(masks=masks, seed=seed, dropout_p=dropout_p)
     decoded = decode.decode(arguments, rest, backend)
-    weights = decoded.weights
-    if not checks.softmax_in_fp32(weights.device):
-        weights = weights.to(inputs.dtype)
+    of_states, of_weights = _dtypes_of_steps(rnn, inputs, dtype)
+    weights = decoded.weights.to(of_weights)
     keep(attention, weights[-1].unsqueeze(1))
-    last = decoded.hidden if arguments.cell is None else (decoded.hidden, decoded.cell)
-    return Sequence(decoded.features, weights, last)
+    features, *last = (x.to(of_states) for x in decoded[:3])
+    return Sequence(features, weights, last[0] if arguments.cell is None else tuple(last))
+
+
+def _dtypes_of_steps(
+    rnn: nn.Module, inputs: Tensor, dtype: torch.dtype
+) -> tuple[torch.dtype, torch.dtype]:
+    """Of states and weights, as single steps give them where one operator computes in ``dtype``."""
+    autocast = checks.autocast_dtype(inputs.device)
+    if autocast is None or dtype == torch.float64:
+        return dtype, dtype
+    if not inputs.is_cpu:
+        return autocast, torch.float32
+    # On the CPU a GRU's state is added up in its own dtype; an LSTM is an operator of autocast's.
+    own = torch.promote_types(autocast, inputs.dtype) if type(rnn) is nn.GRU else autocast
+    return own, autocast
 
 
 class _Weights(NamedTuple):

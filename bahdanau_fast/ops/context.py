@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.ops.saved_tensors import changed, is_asked
 
-__all__ = ["Box", "Link", "Node", "gradients_of_context"]
+__all__ = ["Box", "Link", "Node", "gradients_of_context", "without_autocast"]
 
 # A leaf that no gradient comes to: a backward visits it unless it was told which gradients to find.
 with torch.inference_mode(False):
@@ -143,6 +143,13 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return gradients_of_context(grad, weights, values, ctx.link, ctx.needs_input_grad)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Products take the dtype of what is multiplied, autocast or not."""
+    if torch._C._is_any_autocast_enabled():
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 def gradients_of_context(
     grad: Tensor, weights: Tensor, values: Tensor, link: Link, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -160,8 +167,7 @@ def gradients_of_context(
     if link.dropout_p > 0.0:
         assert link.seed is not None
         factors = dropout_factors(link.seed, shape, link.dropout_p).to(weights.dtype)
-    autocast = torch._C._is_any_autocast_enabled()
-    with torch.autocast(grad.device.type, enabled=False) if autocast else nullcontext():
+    with without_autocast(grad.device):
         if needed[0]:
             looked = torch.bmm(grad, values.transpose(1, 2)).to(weights.dtype)
             looked = looked if factors is None else looked * factors

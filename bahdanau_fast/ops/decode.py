@@ -28,6 +28,7 @@ from torch import Tensor
 from bahdanau_fast import checks, reference
 from bahdanau_fast.ops import decode_on_gpu
 from bahdanau_fast.ops.attend import attend_backward_keys, needs_of, weights_dtype
+from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.decode_arguments import Arguments, Rest
 from bahdanau_fast.ops.operator import Operator
 from bahdanau_fast.ops.projection import linear, product, sum_of_products
@@ -63,9 +64,10 @@ def decode(arguments: Arguments, rest: Rest, backend: str = "cpu") -> Decoded:
     Raises:
         RuntimeError: sizes or dtypes that do not fit together.
     """
-    if not checks.needs_gradient(*arguments):
-        arguments = Arguments(*(None if x is None else x.detach() for x in arguments))  # type: ignore[arg-type]
-    return Decoded(*_Decode.apply(*arguments, rest, backend))  # type: ignore[no-untyped-call]
+    with without_autocast(arguments.keys.device):
+        if checks.needs_gradient(*arguments):
+            return Decoded(*_Decode.apply(*arguments, *rest, backend))  # type: ignore[no-untyped-call]
+        return _decoded(_forward(arguments, rest, backend, keep=False))
 
 
 def decode_greedily(
@@ -92,7 +94,8 @@ def decode_greedily(
         Tokens (B,T) and weights (B,T,Tk).
     """
     if backend != "cpu":
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        below = torch._C._AutoDispatchBelowAutograd
+        with torch.no_grad(), without_autocast(arguments.keys.device), below():
             return decode_on_gpu.write(backend, arguments, rest, dense, left_out, marks, max_steps)
     a = arguments
     tokens, weights = decode_greedy.overload(
@@ -159,24 +162,32 @@ def _in_order(arguments: Arguments, rest: Rest) -> tuple[Any, ...]:
     )
 
 
+def _forward(arguments: Arguments, rest: Rest, backend: str, keep: bool) -> tuple[Tensor, ...]:
+    """The results of the operator ``decode``."""
+    gates = _input_gates(arguments)
+    if backend == "cpu":
+        results: tuple[Tensor, ...] = _decode.overload(gates, *_in_order(arguments, rest), keep)
+        return results
+    with torch._C._AutoDispatchBelowAutograd():
+        return decode_on_gpu.forward(backend, gates, arguments, rest, keep)
+
+
+def _decoded(results: tuple[Tensor, ...]) -> Decoded:
+    states, cells, _, _, weights, _ = results
+    last_cell = cells[:, -1] if len(cells) else states.new_empty((0, *states.shape[2:]))
+    return Decoded(states[-1, 1:], states[:, -1], last_cell, weights)
+
+
 class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *tensors, rest, backend = inputs
-        arguments, keep = Arguments(*tensors), any(ctx.needs_input_grad)
-        gates = _input_gates(arguments)
-        if backend == "cpu":
-            results = _decode.overload(gates, *_in_order(arguments, rest), keep)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                results = decode_on_gpu.forward(backend, gates, arguments, rest, keep)
-        states, cells, _, _, weights, _ = results
-        if keep:
-            ctx.save_for_backward(*arguments, *rest[:-1], *results)
+        count = len(Arguments._fields)
+        arguments, rest, backend = Arguments(*inputs[:count]), Rest(*inputs[count:-1]), inputs[-1]
+        results = _forward(arguments, rest, backend, keep=True)
+        ctx.save_for_backward(*arguments, *rest[:-1], *results)
         ctx.dropout_p, ctx.backend = rest.dropout_p, backend
         ctx.set_materialize_grads(False)
-        last_cell = cells[:, -1] if len(cells) else states.new_empty((0, *states.shape[2:]))
-        return states[-1, 1:], states[:, -1], last_cell, weights
+        return _decoded(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -184,26 +195,33 @@ class _Decode(torch.autograd.Function):
         arguments = Arguments(*saved[:count])
         rest = Rest(*(*saved[count:-6], ctx.dropout_p))
         needed = Arguments(*ctx.needs_input_grad[:count])
+        others = (None,) * (len(Rest._fields) + 1)
         if all(grad is None for grad in grads):
-            return (None,) * (count + 2)
-        if torch.is_grad_enabled():
-            if ctx.dropout_p > 0.0:
-                raise NotImplementedError(
-                    "a second derivative through dropped-out weights of a whole decoder is not "
-                    "implemented: attend() step by step, or dropout 0"
-                )
-            again = differentiate_again(
-                lambda *tensors: by_steps(Arguments(*tensors), rest),
-                arguments,
-                [bool(need) for need in needed],
-                grads,
-            )
-            return (*again, None, None)
-        found = _gradients(arguments, rest, saved[-6:], grads, needed, ctx.backend)
-        return (
-            *(grad if need else None for grad, need in zip(found, needed, strict=True)),
-            *(None, None),
+            return (None,) * count + others
+        with without_autocast(arguments.keys.device):
+            if torch.is_grad_enabled():
+                found = _gradients_again(arguments, rest, grads, needed)
+            else:
+                found = _gradients(arguments, rest, saved[-6:], grads, needed, ctx.backend)
+        return (*(g if need else None for g, need in zip(found, needed, strict=True)), *others)
+
+
+def _gradients_again(
+    arguments: Arguments, rest: Rest, grads: tuple[Tensor | None, ...], needed: Arguments
+) -> Arguments:
+    """Differentiable once more."""
+    if rest.dropout_p > 0.0:
+        raise NotImplementedError(
+            "a second derivative through dropped-out weights of a whole decoder is not "
+            "implemented: attend() step by step, or dropout 0"
         )
+    found = differentiate_again(
+        lambda *tensors: by_steps(Arguments(*tensors), rest),
+        arguments,
+        [bool(need) for need in needed],
+        grads,
+    )
+    return Arguments(*found)  # type: ignore[arg-type]
 
 
 def _gradients(

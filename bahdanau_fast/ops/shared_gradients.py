@@ -27,6 +27,7 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 from bahdanau_fast.ops.attend import attend_backward_keys, fingerprint, needs_of
+from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.saved_tensors import PendingBackwards, SavedTensors
 
 __all__ = ["PendingGradients", "SharedNode", "StepGradients", "share"]
@@ -82,7 +83,7 @@ class KeptSums:
         if not self._weights:
             return None
         weights, contexts = _join(self._weights), _join(self._contexts)
-        with torch.autocast(weights.device.type, enabled=False):
+        with without_autocast(weights.device):
             found = torch.bmm(weights.transpose(1, 2), contexts.to(weights.dtype))
         return found.to(contexts.dtype)
 

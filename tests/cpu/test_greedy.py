@@ -1,5 +1,7 @@
 """Greedy decoding in one operator against greedy decoding step by step."""
 
+import copy
+
 import pytest
 import torch
 from decoders import by_steps, hook
@@ -71,6 +73,29 @@ def test_one_operator_serves_it():
     seen = counts(lambda: greedy(translator, *sources(), STEPS))
     assert seen["decode_greedy"] == 1
     assert "attend" not in seen
+
+
+def test_an_embedding_that_renorms_is_stepped():
+    translator = model()
+    translator.decoder.embedding.max_norm = 0.5
+    twin = copy.deepcopy(translator)
+    tokens, weights = greedy(translator, *sources(), STEPS)
+    want_tokens, want_weights = by_steps(lambda: greedy(twin, *sources(), STEPS))
+    assert torch.equal(tokens, want_tokens)
+    torch.testing.assert_close(weights, want_weights, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_autocast_is_one_operator(bf16):
+    translator = model(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        tokens, weights = greedy(translator, *sources(), STEPS)
+        of_steps, looked = by_steps(lambda: greedy(translator, *sources(), STEPS))
+        assert counts(lambda: greedy(translator, *sources(), STEPS))["decode_greedy"] == 1
+    # The scores of tokens may lie as near to each other as bf16 tells apart.
+    same = (tokens == of_steps).cumprod(1).bool()
+    assert same.float().mean() > 0.8
+    torch.testing.assert_close(weights[same], looked.to(weights.dtype)[same], rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("name", ["embedding", "dense", "rnn", "attention.W_q"])

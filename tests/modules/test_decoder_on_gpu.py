@@ -1,15 +1,23 @@
 """The loop of a decoder on a GPU, with attention and cells for CPU tensors, against its steps."""
 
+import copy
+
 import cells
 import pytest
 import torch
 from decoders import CELLS, EXACT, LENS, by_steps, call, given, layer, results
 
 import bahdanau_fast as bf
+from bahdanau_fast import checks
 from bahdanau_fast.backends.route import DecoderFacts, route_decoder
 from bahdanau_fast.modules import decoder_loop
 from bahdanau_fast.ops import decode_on_gpu
 from bahdanau_fast.seq2seq import Seq2SeqAttentionDecoder
+
+
+def operator_of(backend):
+    cpu = torch.device("cpu")
+    return lambda _attention, _rnn, dtype, _: (backend, checks.autocast_dtype(cpu) or dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +29,7 @@ def loop(monkeypatch):
         monkeypatch.setattr(
             decode_on_gpu, name, lambda *args, f=function, n=name: ran.append(n) or f(*args)
         )
-    monkeypatch.setattr(decoder_loop, "_backend", lambda *_: "cuda")
+    monkeypatch.setattr(decoder_loop, "_operator", operator_of("cuda"))
     with cells.on_the_cpu():
         yield ran
 
@@ -89,6 +97,21 @@ def test_every_step_drops_other_weights():
 
 
 @pytest.mark.parametrize("cls", CELLS)
+def test_autocast_is_as_exact_as_its_steps(cls, loop):
+    module, tensors = layer(cls, 2, torch.float32), given(cls, 2, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = results(module, tensors)
+        of_steps = by_steps(lambda: results(module, tensors))
+    assert loop == ["forward", "backward"]
+    doubled = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
+    exact = by_steps(lambda: results(copy.deepcopy(module).double(), doubled))
+    for a, b, c in zip(got, of_steps, exact, strict=True):
+        assert a.dtype == b.dtype
+        allowed = 2 * (b - c).abs().max() + 2 * torch.finfo(torch.bfloat16).eps * c.abs().max()
+        assert (a - c).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("cls", CELLS)
 def test_second_derivatives(cls):
     module, tensors = layer(cls), given(cls, T=2, B=2, Tk=3)
 
@@ -120,7 +143,7 @@ def test_greedy(loop):
             never = [0, 1] if seed % 3 else []
             tokens, weights = decoder.write(hidden, memory, never, 20)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(decoder_loop, "_backend", lambda *_: "cpu")
+                patch.setattr(decoder_loop, "_operator", operator_of("cpu"))
                 want = decoder.write(hidden, memory, never, 20)
         assert torch.equal(tokens, want[0])
         torch.testing.assert_close(weights, want[1])
@@ -130,26 +153,31 @@ def test_greedy(loop):
 
 
 @pytest.mark.parametrize(
-    ("change", "fused"),
+    ("change", "dtype"),
     [
-        ({}, True),
-        ({"backend": "triton", "dtype": torch.bfloat16, "dtypes": (torch.bfloat16,) * 2}, True),
-        ({"backend": "reference"}, False),
-        ({"backend": "triton", "device": "cpu"}, False),
-        ({"dtypes": (torch.float32, torch.bfloat16)}, False),
-        ({"autocast": True}, False),
+        ({}, torch.float32),
+        ({"backend": "triton", "dtypes": {torch.bfloat16}}, torch.bfloat16),
+        ({"backend": "reference"}, None),
+        ({"backend": "triton", "device": "cpu"}, None),
+        ({"dtypes": {torch.float32, torch.bfloat16}}, None),
+        ({"dtypes": {torch.float16}, "autocast": True}, torch.float16),
+        ({"backend": "cpu", "device": "cpu", "dtypes": {torch.bfloat16}}, None),
+        (
+            {"backend": "cpu", "device": "cpu", "dtypes": {torch.bfloat16}, "autocast": True},
+            torch.float32,
+        ),
+        ({"traced": True}, None),
     ],
 )
-def test_where_the_loop_is_taken(change, fused):
+def test_where_the_loop_is_taken(change, dtype):
     facts = DecoderFacts(
         plain=True,
         device="cuda",
         backend="cuda",
-        dtype=torch.float32,
-        dtypes=(torch.float32, torch.float32),
-        empty=False,
+        dtypes=frozenset({torch.float32}),
         autocast=False,
+        empty=False,
         traced=False,
         plain_only=False,
     )
-    assert route_decoder(facts._replace(**change))[0] == fused
+    assert route_decoder(facts._replace(**change))[0] == dtype

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from profiled import counts
 from torch import nn
 
 import bahdanau_fast as bf
+from bahdanau_fast.modules.decoder_loop import attend_step, decode_given
 from bahdanau_fast.seq2seq import Seq2SeqAttentionDecoder
 
 
@@ -47,6 +49,18 @@ def test_sizes(cls, sizes):
     lens = torch.arange(len(tensors["keys"])) % (tensors["keys"].shape[1] + 1)
     want = by_steps(lambda: results(module, tensors, lens))
     torch.testing.assert_close(results(module, tensors, lens), want, **EXACT)
+
+
+@pytest.mark.parametrize("cls", CELLS)
+def test_an_empty_batch_and_no_steps(cls):
+    module, tensors = layer(cls, 2), given(cls, 2, B=0)
+    outputs, *last, weights = call(module, tensors, None)
+    assert (outputs.shape, weights.shape) == ((T, 0, H), (0, T, TK))
+    assert {x.shape for x in last} == {(2, 0, H)}
+    outputs.sum().backward()
+    assert not any(p.grad.any() for p in module.rnn.parameters())
+    with pytest.raises(ValueError, match=r"inputs must have at least one step, got \(0, 5, 3\)"):
+        call(module, given(cls, 2, T=0))
 
 
 @pytest.mark.parametrize("which", [slice(0, 1), slice(1, 2), slice(-1, None), slice(0, 2)], ids=str)
@@ -179,11 +193,18 @@ class Low(nn.Module):
         return self.base(x) + self.more(x)
 
 
+def halved(module, inputs, outputs):
+    return 0.5 * outputs
+
+
 CHANGES = {
     "a hook on the rnn": lambda m: m.rnn.register_forward_hook(hook),
     "a hook on W_q": lambda m: m.attention.W_q.register_forward_hook(hook),
     "a hook on w_v": lambda m: m.attention.w_v.register_forward_hook(hook),
     "a replaced layer": lambda m: setattr(m.attention, "W_q", Low(m.attention.W_q).double()),
+    "a hook on the dropout": lambda m: m.attention.dropout.register_forward_hook(hook),
+    "a replaced dropout": lambda m: setattr(m.attention, "dropout", nn.Sequential()),
+    "a hook on the attention": lambda m: m.attention.register_forward_hook(hook),
     "another attention": lambda m: (
         setattr(m, "attention", copy.copy(m.attention))
         or setattr(m.attention, "__class__", type("Own", (bf.AdditiveAttention,), {}))
@@ -199,6 +220,39 @@ def test_changed_layers_are_stepped(change):
     seen = counts(lambda: call(module, tensors))
     assert "decode" not in seen
     assert seen.get("attend", 0) == (0 if "w_v" in change else T)  # its scores are plain PyTorch's
+
+
+def test_the_attention_of_a_layer_is_called_with_its_hooks():
+    module, tensors = layer(bf.AttentionGRU), given(bf.AttentionGRU)
+    seen = []
+    handle = module.attention.register_forward_pre_hook(lambda m, inputs: seen.append(inputs))
+    module.attention.register_forward_hook(lambda *_: seen.append("after"))
+    want = by_steps(lambda: call(layer(bf.AttentionGRU), tensors))
+    torch.testing.assert_close(call(module, tensors), want, **EXACT)
+    assert seen[1::2] == ["after"] * T
+    queries, memory, values = seen[-2]
+    assert (queries.shape, memory.values.shape, values) == ((B, 1, H), (B, TK, DV), None)
+    handle.remove()
+    module.attention.register_forward_hook(halved)
+    patched = layer(bf.AttentionGRU)
+    own = patched.attention.attend
+    patched.attention.attend = lambda *args: 0.5 * own(*args)
+    changed = call(patched, tensors)
+    assert not torch.allclose(changed[0], want[0])
+    torch.testing.assert_close(call(module, tensors), changed, **EXACT)
+
+
+def test_an_lstm_whose_state_is_projected_is_stepped():
+    torch.manual_seed(0)
+    attention = bf.AdditiveAttention(DK, 4, F, dtype=torch.float64)
+    rnn = nn.LSTM(DV + E, H, proj_size=4, dtype=torch.float64)
+    tensors = given(bf.AttentionLSTM)
+    memory = attention.memory(tensors["keys"], tensors["values"], LENS)
+    hidden = tensors["cell"][..., :4], tensors["cell"]
+    found = decode_given(attention, rnn, tensors["inputs"], hidden, memory)
+    step = partial(attend_step, attention, rnn)
+    want = decode_given(attention, rnn, tensors["inputs"], hidden, memory, step)
+    torch.testing.assert_close(found, want, **EXACT)
 
 
 def test_a_decoder_with_a_step_of_its_own():
@@ -225,10 +279,66 @@ def test_other_backends_and_modes_are_stepped():
     want = call(module, tensors)
     with bf.backends.use("reference"):
         assert counts(lambda: torch.testing.assert_close(call(module, tensors), want)) == {}
-    with torch.autocast("cpu", torch.bfloat16):
-        assert "decode" not in counts(lambda: call(module, tensors))
     halves = {n: x.to(torch.bfloat16) for n, x in tensors.items()}
     assert "decode" not in counts(lambda: call(module.bfloat16(), halves))
+
+
+def trained(cls, dtype, precision):
+    """Losses of 30 steps of training, and the dtypes of the results."""
+    module, tensors = layer(cls, 2, dtype, dropout=0.0), given(cls, 2, dtype)
+    optimizer, losses = torch.optim.SGD(module.parameters(), 0.2), []
+    for _ in range(30):
+        with torch.autocast("cpu", precision, enabled=precision is not None):
+            found = call(module, tensors)
+            loss = sum((x.to(dtype) - 0.5).square().mean() for x in found)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses, dtype=torch.float64), [x.dtype for x in found]
+
+
+@pytest.mark.parametrize("cls", CELLS)
+def test_autocast_is_one_operator_as_exact_as_its_steps(cls):
+    losses, dtypes = trained(cls, torch.float32, torch.bfloat16)
+    of_steps, same = by_steps(lambda: trained(cls, torch.float32, torch.bfloat16))
+    exact, _ = trained(cls, torch.float64, None)
+    assert dtypes == same
+    assert (losses - exact).abs().max() <= (of_steps - exact).abs().max()
+    assert losses[-1] < losses[0] - 0.1, "it learns"
+    with torch.autocast("cpu", torch.bfloat16):
+        module = layer(cls, dtype=torch.float32)
+        assert counts(lambda: call(module, given(cls, dtype=torch.float32)))["decode"] == 1
+
+
+@pytest.mark.parametrize("cls", CELLS)
+def test_autocast_leaves_fp64_alone(cls):
+    module, tensors = layer(cls, 2), given(cls, 2)
+    want = results(module, tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(results(module, tensors), want, rtol=0, atol=0)
+
+
+def test_backward_under_autocast():
+    module, tensors = layer(bf.AttentionGRU, 2, torch.float32), given(bf.AttentionGRU, 2).items()
+    tensors = {name: x.detach().float().requires_grad_() for name, x in tensors}
+    found = []
+    for inside in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = call(module, tensors)[0].sum()
+            if inside:
+                found.append(torch.autograd.grad(loss, list(module.parameters())))
+        if not inside:
+            found.append(torch.autograd.grad(loss, list(module.parameters())))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_compiled_code_calls_one_operator():
+    module, tensors = layer(bf.AttentionGRU), given(bf.AttentionGRU)
+    want = results(module, tensors)
+    compiled = torch.compile(module, backend="eager")
+    assert counts(lambda: call(compiled, tensors))["decode"] == 1
+    torch.testing.assert_close(results(compiled, tensors), want, **EXACT)
 
 
 def test_layouts_and_defaults():

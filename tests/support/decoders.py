@@ -64,5 +64,5 @@ def hook(module, *_):
 def by_steps(function):
     """What a function gives without the operator over all decoder_loop."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_loop, "_backend", lambda *_: None)
+        patch.setattr(decoder_loop, "_operator", lambda *_: ("cpu", None))
         return function()
