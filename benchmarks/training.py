@@ -4,14 +4,15 @@
 course's with attention and without, the latter with our loss (the course's keeps the vocabulary in
 the middle, which takes longer), and ours step by step in Python and as one operator. A step is
 forward, loss, backward, clipping and Adam, encoder and output layer included; inference is the
-forward with given targets. Losses are compared first. ``--json OUT`` keeps the figures.
+forward with given targets. Losses are compared first. ``--bf16`` has the forward under autocast;
+``--json OUT`` keeps the figures.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from .timing.measure import allocated_growth, interleave
 
 COURSE, NONE, STEPS, OURS = "course", "no attention", "ours, step by step", "ours"
 OUR_LOSS = "no attention, our loss"
-PARITY = 1e-4  # relative difference of the losses
+PARITY = {False: 1e-4, True: 2.0**-7}  # relative difference of the losses; a bf16 has 8 bits
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Setting:
     hidden: int
     layers: int
     vocab: int
+    bf16: bool = False
 
 
 SETTINGS = (
@@ -113,11 +115,16 @@ class _Work:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         self.measure = _course_loss if name in (COURSE, NONE) else masked_cross_entropy
         self.source, self.target, self.source_lens, self.target_lens = batch
+        self.bf16 = setting.bf16
+
+    def forward(self) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            logits: Tensor = self.model(self.source, self.target, self.source_lens)[0]
+        return logits.float()
 
     def train(self) -> float:
         self.optimizer.zero_grad(set_to_none=True)
-        logits, _ = self.model(self.source, self.target, self.source_lens)
-        loss = self.measure(logits, self.target, self.target_lens).sum()
+        loss = self.measure(self.forward(), self.target, self.target_lens).sum()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -125,7 +132,7 @@ class _Work:
 
     def infer(self) -> Tensor:
         with torch.no_grad():
-            return self.model(self.source, self.target, self.source_lens)[0]
+            return self.forward()
 
 
 def _works(setting: Setting) -> dict[str, _Work]:
@@ -158,7 +165,7 @@ def compare(setting: Setting, seconds: float, min_rounds: int = 5) -> dict[str, 
     losses = {name: [work.train() for _ in range(3)] for name, work in works.items()}
     for name in (STEPS, OURS):
         for a, b in zip(losses[name], losses[COURSE], strict=True):
-            if not abs(a - b) <= PARITY * abs(b):
+            if not abs(a - b) <= PARITY[setting.bf16] * abs(b):
                 raise RuntimeError(f"{setting.name}: losses of {name!r} are {losses[name]}, "
                                    f"of the course {losses[COURSE]}")  # fmt: skip
     trained = interleave({n: w.train for n, w in works.items()}, seconds, min_rounds)
@@ -189,9 +196,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.training", description=__doc__)
     parser.add_argument("--seconds", type=float, default=40.0, help="of training per setting")
     parser.add_argument("--only", default="", help="settings whose name holds this")
+    parser.add_argument("--bf16", action="store_true", help="forward under autocast")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
-    chosen = [setting for setting in SETTINGS if options.only in setting.name]
+    chosen = [replace(s, bf16=options.bf16) for s in SETTINGS if options.only in s.name]
     figures = [compare(setting, options.seconds) for setting in chosen]
     print("\n".join(times(figures)))
     save(options.json, {"settings": figures})
