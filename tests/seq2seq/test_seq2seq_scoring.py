@@ -19,7 +19,8 @@ from bahdanau_fast.seq2seq import bleu, corpus_scores
         ("a b c d", "a b", 2, (2 / 4) ** 0.5 * (1 / 3) ** 0.25),  # too long: no penalty of its own
         ("a b", "c d", 2, 0.0),
         ("b a", "a b", 2, 0.0),
-        ("a", "a", 2, 0.0),  # fewer tokens than k
+        ("va !", "va !", 4, 1.0),  # fewer tokens than k: as far as they go
+        ("a", "a b", 2, math.exp(1 - 2)),
         ("", "a", 1, 0.0),
         ("a", "", 1, 0.0),
     ],

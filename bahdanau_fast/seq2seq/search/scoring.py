@@ -15,7 +15,7 @@ __all__ = ["CorpusScores", "bleu", "corpus_scores", "require_sacrebleu"]
 
 
 def bleu(pred: str | Sequence[str], label: str | Sequence[str], k: int) -> float:
-    """The course's BLEU of one text: ``exp(min(0, 1 - m/n)) prod_{i<=k} p_i^(1/2^i)``.
+    """The course's BLEU of one text: ``exp(min(0, 1 - m/n)) prod_{i<=min(k,n)} p_i^(1/2^i)``.
 
     n and m are the lengths of prediction and label, p_i the share of the prediction's i-grams
     that the label has too, each counted as often as the label has it (after Papineni et al. 2002).
@@ -26,7 +26,7 @@ def bleu(pred: str | Sequence[str], label: str | Sequence[str], k: int) -> float
         k: the longest n-grams.
 
     Returns:
-        Between 0 and 1. 0 where the prediction has fewer than k tokens.
+        Between 0 and 1. 0 for an empty prediction.
 
     Raises:
         TypeError, ValueError: ``k`` is no integer of at least 1.
@@ -36,10 +36,10 @@ def bleu(pred: str | Sequence[str], label: str | Sequence[str], k: int) -> float
     """
     checks.positive_int("k", k)
     words, wanted = (x.split() if isinstance(x, str) else list(x) for x in (pred, label))
-    if len(words) < k:
+    if not words:
         return 0.0
     score = math.exp(min(0.0, 1.0 - len(wanted) / len(words)))
-    for n in range(1, k + 1):
+    for n in range(1, min(k, len(words)) + 1):
         ours, theirs = (
             Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
             for tokens in (words, wanted)
