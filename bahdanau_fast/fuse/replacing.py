@@ -17,6 +17,7 @@ from bahdanau_fast.fuse.checking import trial
 from bahdanau_fast.fuse.promise import Leaked
 from bahdanau_fast.fuse.report import Record
 from bahdanau_fast.fuse.watch import Watch, is_watched, put_values, within
+from bahdanau_fast.modules.unscriptable import Unscriptable
 
 __all__ = ["put_back", "record_of", "replace"]
 
@@ -25,16 +26,11 @@ _RECORD = "_bahdanau_fast"
 CHECKED = 2
 
 
-class _Watched(nn.Module):
+class _Watched(Unscriptable):
     """In front of the class of a module that is watched."""
 
     _original: type[nn.Module]
-
-    def __prepare_scriptable__(self) -> None:
-        raise RuntimeError(
-            f"torch.jit.script compiles a module's own code, which {type(self).__name__} has again "
-            "after bahdanau_fast.unfuse(model): call that first"
-        )
+    _instead = "its own code is back after bahdanau_fast.unfuse(model): call that first"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         _, _, kept, *others = tuple(super().__reduce_ex__(protocol))

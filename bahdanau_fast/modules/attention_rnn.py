@@ -11,11 +11,12 @@ from bahdanau_fast import checks
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.decoder_loop import decode_given
+from bahdanau_fast.modules.unscriptable import Unscriptable
 
 __all__ = ["AttentionGRU", "AttentionLSTM"]
 
 
-class _AttentionRNN(nn.Module):
+class _AttentionRNN(Unscriptable):
     """Base of both layers; a subclass sets ``_cell``."""
 
     _cell: type[nn.GRU] | type[nn.LSTM]

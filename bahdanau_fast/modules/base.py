@@ -21,13 +21,14 @@ from bahdanau_fast.modules.layers import (
     project_if_changed,
 )
 from bahdanau_fast.modules.lazy import draw
+from bahdanau_fast.modules.unscriptable import Unscriptable
 from bahdanau_fast.ops.projection import shared_linear
 from bahdanau_fast.ops.saved_tensors import PendingBackwards
 
 __all__ = ["Additive"]
 
 
-class Additive(nn.Module):
+class Additive(Unscriptable):
     """Base of the additive modules; a subclass names its three layers.
 
     The layers are ordinary submodules of the subclass (hooks, LoRA and parametrizations work); the

@@ -19,11 +19,12 @@ from bahdanau_fast.modules.attention_weights import (
     state_of,
 )
 from bahdanau_fast.modules.layers import plain_dropout
+from bahdanau_fast.modules.unscriptable import Unscriptable
 
 __all__ = ["DotProductAttention"]
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(Unscriptable):
     """Scaled dot-product attention of the course: ``softmax(q.k / sqrt(d)) v``.
 
     PyTorch's own ``scaled_dot_product_attention`` cannot give the weights, so it serves only

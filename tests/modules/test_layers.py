@@ -179,6 +179,33 @@ def test_traced_by_jit_inside_a_decoder():
         torch.testing.assert_close(traced(steps * 2, hidden, keys + 1, values, lens), want)
 
 
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(2, 2), bf.MLPAttention(4, 4, 0.0)])
+
+    def forward(self, x: torch.Tensor):
+        return self.parts[0](x)
+
+
+SCRIPTED = {
+    "AdditiveAttention": bf.AdditiveAttention(4),
+    "LocationAttention": bf.LocationAttention(4, 4, 4),
+    "AttentionGRU": bf.AttentionGRU(4, 4),
+    "AttentionLSTM": bf.AttentionLSTM(4, 4),
+    "DotProductAttention": bf.DotProductAttention(),
+    "MLPAttention": Holder(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+@pytest.mark.parametrize("kind", SCRIPTED)
+def test_scripting_says_what_to_do(kind):
+    said = rf"cannot compile {kind}: use torch\.export or torch\.jit\.trace"
+    with pytest.raises(RuntimeError, match=said):
+        torch.jit.script(SCRIPTED[kind])
+
+
 def test_plain_layers_take_the_fast_way():
     ours, given = made(19), inputs()
     assert all(layers.plain_weight(ours.get_submodule(name)) is not None for name in LAYERS)
