@@ -42,6 +42,8 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
+        if self.commands and not self.given:
+            self.print_help(sys.stderr)
         name = self.prog.removeprefix("python -m ")
         self.exit(2, f"{name}: error: {self._unknown() or message}\n")
 
@@ -86,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = " ".join(str(error).split()) or type(error).__name__
         print(f"bahdanau_fast: error: {line}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("bahdanau_fast: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print("; ".join(("bahdanau_fast: interrupted", *stopped.args)), file=sys.stderr)
         return 130
 
 
@@ -110,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
     what = "compare the results of every available backend with those of plain PyTorch"
     more = ", forward and backward. The last line says PASS or FAIL; FAIL is exit code 1."
-    command = commands.add_parser("check", help=what, description=what.capitalize() + more)
+    command = commands.add_parser("check", help=what, description=what[0].upper() + what[1:] + more)
     command.set_defaults(command=lambda _: 0 if check() else 1)
 
     _add_demo(commands)

@@ -78,7 +78,7 @@ def test_check_fails_on_a_wrong_answer(factor, said, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "bahdanau_fast: error: a command is missing, one of info, check, demo, train,"),
+        (("--",), "bahdanau_fast: error: a command is missing, one of info, check, demo, train,"),
         (("trian",), "unknown command 'trian'; did you mean train?"),
         (("dance",), "unknown command 'dance' (see --help)"),
         (("--epochs", "3"), "unknown option --epochs (options follow their command)"),
@@ -103,6 +103,17 @@ def test_wrong_use_is_one_line_that_names_what_was_likely_meant(arguments, said,
     assert said in captured.err
 
 
+def test_no_command_shows_the_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("usage: python -m bahdanau_fast ")
+    assert "to begin with:\n" in captured.err
+    assert "bahdanau_fast: error: a command is missing, one of info," in captured.err
+
+
 def test_words_behind_two_dashes_are_no_options(capsys):
     assert cli.main(["translate", "--", "nowhere", "--epocs"]) == 2
     assert "DIR must hold best.pt or last.pt" in capsys.readouterr().err
@@ -113,7 +124,9 @@ def test_help_names_the_program_as_it_is_called(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main([command, "--help"])
     assert stopped.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: python -m bahdanau_fast {command} ")
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: python -m bahdanau_fast {command} ")
+    assert "pytorch" not in out
 
 
 def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_2(tmp_path, capsys):

@@ -88,8 +88,9 @@ def test_train_as_a_script_goes_on(data, tmp_path, capsys):
     moved = tmp_path / "moved.tsv"
     moved.write_bytes(data.read_bytes())
     again = ["train", "--resume", "--out", tmp_path, "--data", moved, "--epochs", "2"]
-    line = refused(capsys, *again, "--best-metric", "loss")
-    assert "--best-metric must be left out with --resume" in line
+    line = refused(capsys, *again, "--best-metric", "loss", "--lr", "1")
+    left_out = "--lr and --best-metric must be left out with --resume"
+    assert line.endswith(f"{left_out}, which keeps the training's settings\n")
     out, _ = said(capsys, *again, "--json")
     second = json.loads(out)
     assert second["steps"] == 16
@@ -97,7 +98,26 @@ def test_train_as_a_script_goes_on(data, tmp_path, capsys):
     assert second["validations"][:1] == first["validations"] == [first["best"]]
     assert second["best"] == max(second["validations"], key=lambda v: (v["chrf"], -v["loss"]))
     out, _ = said(capsys, *again[:-1], "3")
-    assert re.search(r"best.pt is epoch \d, the best by validation chrF \(loss ", out)
+    assert "\nwrote " in out
+    chosen = r"best.pt is epoch \d, the best by validation chrF \(loss "
+    assert re.search(chosen, out)
+    before = (tmp_path / "last.pt").read_bytes()
+    out, _ = said(capsys, *again[:-2])
+    assert re.search(rf"backend \w+\nall epochs are done \(3\); --epochs N goes on\n{chosen}", out)
+    assert (tmp_path / "last.pt").read_bytes() == before
+
+
+def test_an_interrupted_training_says_how_to_go_on(data, tmp_path, capsys, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    train = ["train", "--out", tmp_path, *TINY]
+    with monkeypatch.context() as patch:
+        patch.setattr("bahdanau_fast.seq2seq.training.runs.Run._after_step", stop)
+        _, err = said(capsys, *train, "--data", data, code=130)
+    *_, line = err.splitlines()
+    assert line == f"bahdanau_fast: interrupted; --resume --out {tmp_path} goes on"
+    assert "epoch 1/1  loss" in said(capsys, "train", "--resume", "--out", tmp_path)[0]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +155,34 @@ def test_translate_reads_the_standard_input(model, capsys, monkeypatch):
     assert out.count("\n") == 3
     assert out.split("\n")[1] == ""
     assert err == "note: not in the vocabulary, read as <unk>: unheard of\n"
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]])
+def test_what_a_long_sentence_loses_is_said(model, capsys, json_too):
+    ten, more = "go run wait stop come look go run wait stop", " come gone come"
+    assert said(capsys, "translate", model, ten, *json_too)[1] == ""
+    err = said(capsys, "translate", model, "heard go", ten + more, *json_too)[1]
+    assert err == (
+        "note: not in the vocabulary, read as <unk>: heard\n"
+        "note: cut to the model's 10 tokens, without: come gone\n"
+    )
+
+
+def test_no_sentence_gives_no_line(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert said(capsys, "translate", model) == ("", "")
+
+
+@pytest.mark.parametrize("beam", ["1", "3"])
+def test_the_weights_of_a_row_in_json_sum_to_one(model, capsys, beam):
+    ten = "go run wait stop come look go run wait stop"  # as many as the model reads: no <eos>
+    out, _ = said(capsys, "translate", model, "go run 1!", ten, "--json", "--beam", beam)
+    short, long = json.loads(out)
+    assert len(short["end_attention"]) == len(short["tokens"]) > 0
+    rows = zip(short["attention"], short["end_attention"], strict=True)
+    sums = [sum(row) + end for row, end in rows]
+    assert sums == pytest.approx([1] * len(sums), abs=3e-4)  # rounded to four digits
+    assert long["end_attention"] is None
 
 
 def test_evaluate(model, data, capsys):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bahdanau_fast import backends, checks
 from bahdanau_fast.seq2seq.cli import plots
@@ -21,7 +22,7 @@ from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.settings import METRICS, TRAINING, Settings
 from bahdanau_fast.seq2seq.page import attention_page
 from bahdanau_fast.seq2seq.search.beam import Beam
-from bahdanau_fast.seq2seq.search.translator import Translator
+from bahdanau_fast.seq2seq.search.translator import Translation, Translator
 from bahdanau_fast.seq2seq.training.runs import Run, described
 from bahdanau_fast.seq2seq.training.trainer import join
 
@@ -41,8 +42,11 @@ def train(options: argparse.Namespace) -> int:
             if run.corpus.note:
                 print(run.corpus.note, file=sys.stderr)
             print(_about(run), file=file, flush=True)
-        start = time.perf_counter()
-        history = run.train(file=file)
+        before, start = len(run.history.losses), time.perf_counter()
+        try:
+            history = run.train(file=file)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"--resume --out {options.out} goes on") from None
         seconds = time.perf_counter() - start
     if first and options.json:
         figures = {
@@ -58,8 +62,11 @@ def train(options: argparse.Namespace) -> int:
         }
         print(json.dumps(figures, indent=1, ensure_ascii=False))
     elif first:
-        speed = f"{history.tokens_per_second:,.0f} target tokens/s"
-        print(f"wrote {options.out}{os.sep} in {seconds:.0f} s, {speed}")
+        if before == len(history.losses):
+            print(f"all epochs are done ({settings.epochs}); --epochs N goes on")
+        else:
+            speed = f"{history.tokens_per_second:,.0f} target tokens/s"
+            print(f"wrote {options.out}{os.sep} in {seconds:.0f} s, {speed}")
         print(_chosen(run))
     return 0
 
@@ -82,8 +89,8 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, TextSettings]:
         data = texts.pop("data", text.data)  # the file may have been moved
         extra = [f"--{name.replace('_', '-')}" for name in {**chosen, **texts}]
         if extra:
-            need = "be left out with --resume, which keeps the training's settings"
-            checks.reject(ValueError, " and ".join(extra), need, "given")
+            need = "must be left out with --resume, which keeps the training's settings"
+            raise ValueError(f"{' and '.join(extra)} {need}")
         if epochs < settings.epochs:
             need = f"be at least {settings.epochs}, the epochs of the training"
             checks.reject(ValueError, "--epochs", need, epochs)
@@ -146,28 +153,43 @@ def translate(options: argparse.Namespace) -> int:
     translator = _load(options)
     sentences: list[str] = options.sentences or [line.rstrip("\n") for line in sys.stdin]
     translations = translator.translate(sentences, _beam(options))
-    _note_unknown(translator, sentences)
+    _note_unread(translator, sentences, translations)
     texts = [translator.joined(translation) for translation in translations]
     if not options.json:
-        print("\n".join(texts))
+        for text in texts:
+            print(text)
         return 0
     rows = []
     for sentence, text, found in zip(sentences, texts, translations, strict=True):
         row: dict[str, Any] = {"source": sentence, "translation": text, "score": found.score}
-        row |= {"source_tokens": found.source, "tokens": found.tokens, "attention": None}
-        if found.weights is not None:
-            row["attention"] = found.weights.double().round(decimals=4).tolist()
+        row |= {"source_tokens": found.source, "tokens": found.tokens}
+        row |= {"attention": _rounded(found.weights), "end_attention": _rounded(found.end_weights)}
         rows.append(row)
     print(json.dumps(rows, indent=1, ensure_ascii=False))
     return 0
 
 
-def _note_unknown(translator: Translator, sentences: Sequence[str]) -> None:
-    tokens = [t for sentence in sentences for t in tokenize(sentence, translator.kinds[0])]
-    unknown = list(dict.fromkeys(t for t in tokens if t not in translator.source_vocab))
-    if unknown:
-        shown = " ".join(unknown[:8]) + (" ..." if len(unknown) > 8 else "")
-        print(f"note: not in the vocabulary, read as <unk>: {shown}", file=sys.stderr)
+def _rounded(weights: Tensor | None) -> Any:
+    return None if weights is None else weights.double().round(decimals=4).tolist()
+
+
+def _note_unread(
+    translator: Translator, sentences: Sequence[str], translations: Sequence[Translation]
+) -> None:
+    """Say which tokens the model does not know, and which lie behind the last that it reads."""
+    known, unknown, unread = translator.source_vocab, [], []
+    for sentence, found in zip(sentences, translations, strict=True):
+        unknown += [token for token in found.source if token not in known]
+        unread += tokenize(sentence, translator.kinds[0])[len(found.source) :]
+    _note("not in the vocabulary, read as <unk>", unknown)
+    _note(f"cut to the model's {translator.text.num_steps} tokens, without", unread)
+
+
+def _note(what: str, tokens: Sequence[str]) -> None:
+    different = list(dict.fromkeys(tokens))
+    if different:
+        shown = " ".join(different[:8]) + (" ..." if len(different) > 8 else "")
+        print(f"note: {what}: {shown}", file=sys.stderr)
 
 
 def _pairs(options: argparse.Namespace, translator: Translator) -> tuple[list[RawPair], str]:
