@@ -6,6 +6,8 @@ On the CPU with gloo, on GPUs with NCCL. The attention is an ordinary module to 
 look up: each source holds pairs of a key and a value, and the query is one of the keys.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,6 +47,8 @@ def same_everywhere(tensors):
 
 
 def main():
+    if "RANK" not in os.environ:
+        raise SystemExit(f"start it by torchrun --standalone --nproc-per-node 2 {__file__}")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")

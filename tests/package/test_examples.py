@@ -70,6 +70,12 @@ def test_an_example_shows(name, threads, tmp_path, monkeypatch, capfd):
     assert name != "d2l_chapter.py" or picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_distributed_example_alone_says_how_to_start_it(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match=r"^start it by torchrun --standalone --nproc-per-node 2 "):
+        runpy.run_path(str(FOLDER / "distributed.py"), run_name="__main__")
+
+
 def test_the_lesson_prints_what_it_shows(threads, capsys):
     threads(1)
     names = {}
