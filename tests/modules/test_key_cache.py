@@ -4,6 +4,7 @@ That results and gradients are those of code that remembers nothing, whatever ch
 calls, is test_ways.py and test_sequences.py; here is what no way of theirs draws.
 """
 
+import copy
 import gc
 import weakref
 
@@ -124,6 +125,23 @@ def test_backend_changed(module, keys, query):
     with bf.backends.use("reference"):
         agrees(module, query, keys)
     agrees(module, query, keys)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
+def test_autocast_begins_or_ends(module, keys, query, first, grad):
+    def called_in(dtype, attention):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return attention(query, keys, keys)
+
+    then = torch.float32 if first == torch.bfloat16 else torch.bfloat16
+    with torch.set_grad_enabled(grad):
+        want = called_in(then, copy.deepcopy(module))
+        for _ in range(2):
+            called_in(first, module)
+        got = called_in(then, module)
+    assert got.dtype == then
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 # ---- fingerprints --------------------------------------------------------------------------------
