@@ -175,6 +175,15 @@ def test_checkpointed_steps(module, keys, queries):
     same(torch.autograd.grad(loss(contexts), inputs), want)
 
 
+def test_a_checkpointed_step_before_a_plain_one(module, keys, queries):
+    # What is kept of the second is there when the first runs again.
+    first = checkpoint(module, queries[0], keys, keys, LENS, use_reentrant=False)
+    contexts = [first, module(queries[1], keys, keys, LENS)]
+    inputs = inputs_of(module, keys, queries)
+    for got, want in zip(contexts, apart(module, keys, queries[:2]), strict=True):
+        same(torch.autograd.grad(loss([got]), inputs), torch.autograd.grad(loss([want]), inputs))
+
+
 @pytest.mark.parametrize("form", [attend, in_course_form])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_loop(module, keys, queries, reentrant, form):

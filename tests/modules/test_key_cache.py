@@ -251,6 +251,23 @@ def test_inputs_changed_in_place_before_backward(module, query, tk):
     same_gradients(module, lambda by: run(by, 0))
 
 
+@pytest.mark.parametrize("changed", ["query", "W_q"])
+def test_a_graph_of_gradients_needs_inputs_as_they_were(module, query, changed):
+    """Of those too whose own gradient nobody asks for: it is made of all of them."""
+    keys = torch.randn(B, 2, DK, requires_grad=True)  # so few that a call is one operator
+
+    def grad(by, change):
+        inputs = {"query": query.clone().requires_grad_(), "W_q": module.W_q.weight}
+        loss = by(module, inputs["query"], keys).square().sum()
+        if change:
+            inputs[changed].detach().add_(1.0)
+        return torch.autograd.grad(loss, keys, create_graph=True)
+
+    same(grad(called, change=False), grad(truth, change=False))
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        grad(called, change=True)
+
+
 @pytest.mark.parametrize("tk", [2, TK])
 @pytest.mark.parametrize("changed", ["query", "keys", "values", "W_q", "W_k", "w_v"])
 def test_the_versions_that_an_error_names(module, query, changed, tk):
