@@ -71,8 +71,9 @@ unsigned* counters_of(int device, void* stream, int64_t count) {
   const auto handle = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   Stream known;
+  // In a capture the id is not needed, and to ask for it would end the capture.
   if (cudaStreamIsCapturing(handle, &capture) != cudaSuccess ||
-      identify(handle, &known) != cudaSuccess) {
+      (capture == cudaStreamCaptureStatusNone && identify(handle, &known) != cudaSuccess)) {
     (void)cudaGetLastError();  // it is dealt with here: nobody else is to find it
     return nullptr;
   }

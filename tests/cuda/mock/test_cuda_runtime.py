@@ -1,5 +1,6 @@
 """What csrc/cuda asks of the CUDA runtime, and how it cuts its work, on a mock of the runtime."""
 
+import ctypes
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,7 +8,7 @@ import entry_points
 import pytest
 import torch
 from built import needs_compiler
-from mock_cuda import kernel_of, launches, mock, numbers, of
+from mock_cuda import kernel_of, launches, numbers, of
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
@@ -22,16 +23,6 @@ pytestmark = [
 LIMIT = 96 * 1024
 PER_THREAD = 2  # the handle of every thread's own default stream
 OLD_DRIVER, NO_IMAGE, IMPLICIT_CAPTURE = 35, 209, 906
-
-
-@pytest.fixture
-def gpu():
-    """A mock GPU that nothing was asked of."""
-    gpu = mock()
-    gpu.new_gpu()
-    gpu.calls()
-    gpu.last_error()
-    return gpu
 
 
 def step(gpu, hidden=512, batch=2, keys=150):
@@ -69,9 +60,8 @@ def test_launches_of_a_call(gpu, queries, forward, backward):
 def test_captured_calls_have_counters_of_their_own(gpu):
     stream = gpu.new_stream()
     eager = gpu.counters(stream, 4)
-    gpu.capture(stream)
-    captured = [gpu.counters(stream, 4) for _ in range(2)]
-    gpu.capture(stream, begins=False)
+    with gpu.capture(stream):
+        captured = [gpu.counters(stream, 4) for _ in range(2)]
     assert len({eager, *captured}) == 3
     assert gpu.counters(stream, 4) == eager
 
@@ -109,7 +99,7 @@ def test_counters_are_those_of_a_stream_and_not_of_its_handle(gpu):
     first = gpu.new_stream()
     counters = gpu.counters(first, 4)
     assert gpu.counters(first, 4) == counters
-    gpu.destroy_stream(first)
+    gpu.runtime("cudaStreamDestroy", ctypes.c_void_p(first))
     second = gpu.new_stream()
     assert second == first
     assert gpu.counters(second, 4) not in (counters, None)

@@ -39,6 +39,8 @@ LAUNCH = ctypes.CFUNCTYPE(
 # Address, bytes, and which: new, of a call; new, for good; something is written there.
 MEMORY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
 OF_TENSOR, OF_GPU, FILLED = range(3)
+NON_BLOCKING = 1  # a flag of streams: the legacy stream does not wait for it
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of a capture
 
 
 def library(sanitized=False):
@@ -69,8 +71,7 @@ class Mock:
 
     def __init__(self, path):
         self._library = ctypes.CDLL(str(path))
-        for name in ("mock_new_stream", "mock_counters"):
-            getattr(self._library, name).restype = ctypes.c_void_p
+        self._library.mock_counters.restype = ctypes.c_void_p
         for name in ("mock_calls", "mock_why_not"):
             getattr(self._library, name).restype = ctypes.c_char_p
         self.devices = self.device = -1
@@ -135,16 +136,30 @@ class Mock:
         what = self.device, multiprocessors, largest_cluster, ptx_version, loads
         self._library.mock_set_gpu(*what)
 
-    def new_stream(self):
+    def runtime(self, function, *arguments):
+        """Call a function of the runtime; the error that it gives."""
+        return getattr(self._library, function)(*arguments)
+
+    def new_stream(self, flags=NON_BLOCKING):
         """A stream; its handle may have been another's that was destroyed."""
-        return self._library.mock_new_stream()
+        stream = ctypes.c_void_p()
+        self.runtime("cudaStreamCreateWithFlags", ctypes.byref(stream), flags)
+        return stream.value
 
-    def destroy_stream(self, stream):
-        self._library.mock_destroy_stream(ctypes.c_void_p(stream))
+    @contextmanager
+    def capture(self, stream, mode=GLOBAL):
+        """Inside, ``stream`` is the current one, and what is queued on it goes into a graph.
 
-    def capture(self, stream, begins=True):
-        """From now on what is queued on a stream goes into a graph, or no longer does."""
-        self._library.mock_capture(ctypes.c_void_p(stream), begins)
+        Raises:
+            RuntimeError: no graph comes of it, since a call could not be captured.
+        """
+        self._library.mock_begin_capture(ctypes.c_void_p(stream), mode)
+        try:
+            yield
+        finally:
+            error = self._library.mock_end_capture(ctypes.c_void_p(stream))
+        if error:
+            raise RuntimeError(f"the capture ended with error {error}")
 
     def fail(self, function, error):
         """The next call of a function of the runtime gives an error."""
@@ -157,7 +172,7 @@ class Mock:
 
     def last_error(self):
         """The error left in this thread, which is taken away."""
-        return self._library.mock_last_error()
+        return self.runtime("cudaGetLastError")
 
     def why_not(self):
         """What keeps the kernels from running on the current device, in words, or None."""

@@ -46,21 +46,22 @@ void mock_fail(const char* function, int error) {
 void mock_after(const char* function, void (*then)()) {
   change([&](Gpus& all) { all.after[function] = then; });
 }
-void mock_capture(void* stream, bool begins) {
+// This thread begins to capture a stream of its own, which is torch's current one until it ends.
+void mock_begin_capture(void* stream, int mode) {
+  const auto handle = static_cast<cudaStream_t>(stream);
+  bahdanau_fast::mock::current_stream() = handle;
+  change([&](Gpus& all) { all.captures[handle] = {cudaStreamCaptureMode(mode)}; });
+}
+int mock_end_capture(void* stream) {
+  const auto handle = static_cast<cudaStream_t>(stream);
+  bool valid = true;
+  bahdanau_fast::mock::current_stream() = nullptr;
   change([&](Gpus& all) {
-    if (begins)
-      all.captured.insert(static_cast<cudaStream_t>(stream));
-    else
-      all.captured.erase(static_cast<cudaStream_t>(stream));
+    valid = all.captures.at(handle).valid;
+    all.captures.erase(handle);
   });
+  return valid ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
 }
-void* mock_new_stream() {
-  cudaStream_t stream = nullptr;
-  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-  return stream;
-}
-void mock_destroy_stream(void* stream) { cudaStreamDestroy(static_cast<cudaStream_t>(stream)); }
-int mock_last_error() { return cudaGetLastError(); }
 
 // The calls since the last time, as a JSON list.
 const char* mock_calls() {

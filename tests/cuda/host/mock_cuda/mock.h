@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda_runtime_api.h"
@@ -20,6 +20,18 @@ struct Gpu {
   std::map<const void*, int> shared;  // most dynamic shared memory, by kernel
 };
 
+struct Stream {
+  unsigned long long id = 0;
+  bool blocking = false;  // the legacy stream waits for it
+};
+
+// What is queued on a stream goes into a graph.
+struct Capture {
+  cudaStreamCaptureMode mode;
+  std::thread::id began_in = std::this_thread::get_id();
+  bool valid = true;  // nothing was asked that a capture cannot have
+};
+
 // All of it may be read and changed by any thread that holds `lock`.
 struct Gpus {
   std::mutex lock;
@@ -28,9 +40,9 @@ struct Gpus {
   std::vector<std::string> calls;              // JSON
   std::map<std::string, cudaError_t> failing;  // functions, and what their next call gives
   std::map<std::string, void (*)()> after;     // functions, and what their next call runs last
-  std::set<cudaStream_t> captured;
-  std::map<cudaStream_t, unsigned long long> streams;  // that live, and their ids
-  std::vector<cudaStream_t> unused;                    // handles given back, the last one first
+  std::map<cudaStream_t, Capture> captures;    // by stream, until they are ended
+  std::map<cudaStream_t, Stream> streams;      // that live
+  std::vector<cudaStream_t> unused;            // handles given back, the last one first
 
   static Gpus& get() {
     static auto* const all = new Gpus;
@@ -60,6 +72,14 @@ struct Runs {
 inline int& current_device() {
   static thread_local int device = 0;
   return device;
+}
+inline cudaStream_t& current_stream() {
+  static thread_local cudaStream_t stream = nullptr;
+  return stream;
+}
+inline cudaStreamCaptureMode& capture_mode() {
+  static thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  return mode;
 }
 inline cudaError_t& last_error() {
   static thread_local cudaError_t error = cudaSuccess;

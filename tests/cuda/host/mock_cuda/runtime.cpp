@@ -11,6 +11,8 @@
 
 namespace {
 
+using bahdanau_fast::mock::Capture;
+using bahdanau_fast::mock::capture_mode;
 using bahdanau_fast::mock::current_device;
 using bahdanau_fast::mock::Gpu;
 using bahdanau_fast::mock::Gpus;
@@ -82,6 +84,52 @@ struct Call {
   }
 };
 
+// ---- what a capture refuses, by the CUDA programming guide (stream capture) and by the entry of
+// ---- cudaThreadExchangeStreamCaptureMode: what is asked for all the same ends the capture
+
+cudaError_t end(Capture* capture, cudaError_t error) {
+  capture->valid = false;
+  return error;
+}
+
+// Any use of a stream. The legacy stream would wait for blocking ones.
+cudaError_t use(Gpus& all, cudaStream_t stream) {
+  if (const auto found = all.captures.find(stream); found != all.captures.end())
+    return found->second.valid ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
+  if (stream != nullptr && stream != cudaStreamLegacy) return cudaSuccess;
+  for (auto& [captured, capture] : all.captures)
+    if (all.streams[captured].blocking) return end(&capture, cudaErrorStreamCaptureImplicit);
+  return cudaSuccess;
+}
+
+// What a stream that captures cannot answer: which one it is, whether its work is done.
+cudaError_t ask(Gpus& all, cudaStream_t stream) {
+  const cudaError_t error = use(all, stream);
+  const auto found = all.captures.find(stream);
+  if (error != cudaSuccess || found == all.captures.end()) return error;
+  return end(&found->second, cudaErrorStreamCaptureUnsupported);
+}
+
+// What is done at once and would be missing from the graph: allocations, and waiting.
+cudaError_t do_at_once(Gpus& all) {
+  if (capture_mode() == cudaStreamCaptureModeRelaxed) return cudaSuccess;
+  cudaError_t error = cudaSuccess;
+  for (auto& [stream, capture] : all.captures) {
+    const bool mine = capture.began_in == std::this_thread::get_id();
+    const bool everywhere = capture_mode() == cudaStreamCaptureModeGlobal &&
+                            capture.mode == cudaStreamCaptureModeGlobal;
+    if (everywhere || (mine && capture.mode != cudaStreamCaptureModeRelaxed))
+      error = end(&capture, cudaErrorStreamCaptureUnsupported);
+  }
+  return error;
+}
+
+bool captures(cudaStream_t stream) {
+  Gpus& all = Gpus::get();
+  const std::lock_guard<std::mutex> guard(all.lock);
+  return all.captures.count(stream) != 0;
+}
+
 unsigned cluster_of(const cudaLaunchConfig_t& config) {
   return config.numAttrs == 0 ? 1 : config.attrs[0].val.clusterDim.x;
 }
@@ -119,6 +167,10 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "no kernel image is available for execution on the device";
     case cudaErrorInvalidClusterSize:
       return "cluster misconfiguration";
+    case cudaErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated:
+      return "operation failed due to a previous error during capture";
     case cudaErrorStreamCaptureImplicit:
       return "operation would make the legacy stream depend on a capturing blocking stream";
     default:
@@ -138,29 +190,33 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device) {
 }
 
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
-  return Call("cudaMalloc").run([&](Gpus&) {
+  return Call("cudaMalloc").run([&](Gpus& all) {
+    if (const cudaError_t error = do_at_once(all); error != cudaSuccess) return error;
     *memory = std::malloc(bytes);
     Runs::get().tell(*memory, int64_t(bytes), kOfGpu);
     return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
   });
 }
-cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
   Call call("cudaMemsetAsync");
   call.tell("bytes", (long long)(bytes));
-  return call.run([&](Gpus&) {
+  call.tell("stream", stream);
+  return call.run([&](Gpus& all) {
+    const cudaError_t error = use(all, stream);
+    if (error != cudaSuccess || all.captures.count(stream) != 0) return error;
     std::memset(memory, value, bytes);
     Runs::get().tell(memory, int64_t(bytes), kFilled);
     return cudaSuccess;
   });
 }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return Call("cudaStreamCreateWithFlags").run([&](Gpus& all) {
     static unsigned long long made = 16;
     if (all.unused.empty()) all.unused.push_back(reinterpret_cast<cudaStream_t>(64 * made));
     *stream = all.unused.back();
     all.unused.pop_back();
-    all.streams[*stream] = ++made;
+    all.streams[*stream] = {++made, (flags & cudaStreamNonBlocking) == 0};
     return cudaSuccess;
   });
 }
@@ -171,27 +227,31 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return cudaSuccess;
   });
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t) {
-  return Call("cudaStreamSynchronize").run([](Gpus&) { return cudaSuccess; });
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return Call("cudaStreamSynchronize").run([&](Gpus& all) {
+    const cudaError_t error = ask(all, stream);
+    return error != cudaSuccess ? error : do_at_once(all);
+  });
 }
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
   return Call("cudaStreamGetId").run([&](Gpus& all) {
     const auto found = all.streams.find(stream);
-    *id = found == all.streams.end() ? uintptr_t(stream) : found->second;
-    return cudaSuccess;
+    *id = found == all.streams.end() ? uintptr_t(stream) : found->second.id;
+    return ask(all, stream);
   });
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   return Call("cudaStreamIsCapturing").run([&](Gpus& all) {
-    *status =
-        all.captured.count(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    const auto found = all.captures.find(stream);
+    *status = found == all.captures.end() ? cudaStreamCaptureStatusNone
+              : found->second.valid       ? cudaStreamCaptureStatusActive
+                                          : cudaStreamCaptureStatusInvalidated;
     return cudaSuccess;
   });
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  static thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
   return Call("cudaThreadExchangeStreamCaptureMode").run([&](Gpus&) {
-    std::swap(current, *mode);
+    std::swap(capture_mode(), *mode);
     return cudaSuccess;
   });
 }
@@ -237,10 +297,13 @@ cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
   call.tell("shared", shared);
   call.tell("stream", config->stream);
   call.tell("parameters", quoted(hex(parameters, bytes)));
-  const cudaError_t error =
-      call.run([&](Gpus& all) { return check_launch(all.gpu[current_device()], kernel, *config); });
+  const cudaError_t error = call.run([&](Gpus& all) {
+    const cudaError_t refused = use(all, config->stream);
+    return refused != cudaSuccess ? refused
+                                  : check_launch(all.gpu[current_device()], kernel, *config);
+  });
   const Runs& runs = Runs::get();
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess || captures(config->stream)) return error;
   if (runs.launch != nullptr)
     runs.launch(name_of(kernel).c_str(), blocks, threads, cluster, shared, parameters,
                 int64_t(bytes));

@@ -1,0 +1,177 @@
+"""Every call of csrc/cuda in a CUDA graph: on the mock, which refuses what a capture refuses."""
+
+import ctypes
+from contextlib import contextmanager
+from functools import partial
+
+import entry_points
+import pytest
+import torch
+from built import needs_compiler
+from mock_cuda import GLOBAL, RELAXED, THREAD_LOCAL, kernel_of, launches, of
+
+pytestmark = [
+    needs_compiler,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="with a GPU, its extension defines the operators"
+    ),
+]
+
+UNSUPPORTED, INVALIDATED, IMPLICIT = 900, 901, 906
+LEGACY, BLOCKING = 0, 0
+ALL_COUNTERS = 1 << 18
+
+
+# ---- the mock ----
+
+
+def address(handle=None):
+    return ctypes.byref(ctypes.c_void_p()) if handle is None else ctypes.c_void_p(handle)
+
+
+def identify(gpu, stream):
+    return gpu.runtime("cudaStreamGetId", address(stream), address())
+
+
+def wait(gpu, stream):
+    return gpu.runtime("cudaStreamSynchronize", address(stream))
+
+
+def allocate(gpu, _):
+    return gpu.runtime("cudaMalloc", address(), ctypes.c_size_t(4))
+
+
+def queue(gpu, stream):
+    memory = ctypes.create_string_buffer(1)
+    return gpu.runtime("cudaMemsetAsync", memory, 0, ctypes.c_size_t(1), address(stream))
+
+
+@contextmanager
+def ended(gpu, *capture):
+    """A capture of which no graph comes."""
+    with pytest.raises(RuntimeError, match="ended with error 901"), gpu.capture(*capture):
+        yield
+
+
+@pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED])
+@pytest.mark.parametrize("asks", [identify, wait, allocate])
+def test_what_a_capture_refuses_ends_it(gpu, asks, mode):
+    stream = gpu.new_stream()
+    if asks is allocate and mode == RELAXED:
+        with gpu.capture(stream, mode):
+            assert allocate(gpu, stream) == queue(gpu, stream) == 0
+        return
+    with ended(gpu, stream, mode):
+        assert queue(gpu, stream) == 0
+        assert asks(gpu, stream) == UNSUPPORTED
+        assert queue(gpu, stream) == identify(gpu, stream) == INVALIDATED
+    assert queue(gpu, stream) == asks(gpu, stream) == 0
+
+
+@pytest.mark.parametrize("asks", [wait, allocate])
+def test_a_relaxed_thread_may_allocate_and_wait_for_another_stream(gpu, asks):
+    other, stream, mode = gpu.new_stream(), gpu.new_stream(), ctypes.c_int(RELAXED)
+    with gpu.capture(stream):
+        gpu.runtime("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        assert asks(gpu, other) == 0
+        gpu.runtime("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    with ended(gpu, stream):
+        assert asks(gpu, other) == UNSUPPORTED
+
+
+@pytest.mark.parametrize("asks", [identify, wait, queue])
+def test_the_legacy_stream_ends_the_capture_of_a_blocking_one(gpu, asks):
+    with gpu.capture(gpu.new_stream()):
+        assert queue(gpu, LEGACY) == 0
+    with ended(gpu, gpu.new_stream(BLOCKING)):
+        assert asks(gpu, LEGACY) == IMPLICIT
+
+
+# ---- the calls ----
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+KEYS = {"whole": 10, "split": 240, "long": 2000}
+SEEN = "all", "lens", "mask", "dropout"
+
+
+def problem(queries, keys, dtype, seen="all"):
+    """Projected queries and keys, values, w_v, and by name what is seen of them."""
+    generator = torch.Generator().manual_seed(queries)
+    shapes = (2, queries, 64), (2, keys, 64), (2, keys, 48), (1, 64)
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    given = {
+        "all": {},
+        "lens": {"lens": torch.tensor([keys, 3])},
+        "mask": {"mask": torch.ones(2, 1, keys, dtype=torch.bool)},
+        "dropout": {"seed": torch.tensor([7]), "dropout_p": 0.5},
+    }
+    return inputs, given[seen]
+
+
+def captured(gpu, call, kernels, split):
+    """Captures a call, the first and a second time on a GPU; its launches are these kernels."""
+    stream = gpu.new_stream(BLOCKING)  # which the legacy stream may not be used beside
+    for _ in range(2):
+        gpu.calls()
+        with gpu.capture(stream):
+            call()
+        calls = gpu.calls()
+        found = launches(calls)
+        assert [kernel_of(launch) for launch in found] == kernels
+        assert {launch["stream"] for launch in found} == {stream}
+        assert all(call["error"] == 0 for call in calls)
+        assert stream not in [call["stream"] for call in of(calls, "cudaMemsetAsync")]
+        assert bool(of(calls, "cudaStreamIsCapturing")) == split  # for counters
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 3, 6, 16])
+@pytest.mark.parametrize("keys", KEYS)
+def test_forward(gpu, keys, queries, dtype):
+    for seen in SEEN:
+        inputs, given = problem(queries, KEYS[keys], dtype, seen)
+        for weights in (True, False):
+            call = partial(entry_points.attend, gpu.operator, *inputs, need_weights=weights)
+            captured(gpu, partial(call, **given), ["decode_forward"], keys != "whole")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 3, 6, 16])
+@pytest.mark.parametrize("keys", KEYS)
+def test_backward(gpu, keys, queries, dtype):
+    # Few long rows leave much of the GPU idle in one launch, as many queries do not fit in one.
+    several = queries > 4 or keys == "long"
+    kernels = ["grad_rows", "grad_keys"] if several else ["decode_backward"]
+    for seen in SEEN:
+        inputs, given = problem(queries, KEYS[keys], dtype, seen)
+        context, weights = entry_points.attend(gpu.operator, *inputs, **given)
+        lens, mask = given.get("lens"), given.get("mask")
+        dropout = given.get("seed"), given.get("dropout_p", 0.0)
+        for grads in ((context, weights), (context, None), (None, weights)):
+            arguments = gpu.operator, *inputs, lens, weights, *grads
+            call = partial(entry_points.attend_backward, *arguments, dropout=dropout, mask=mask)
+            captured(gpu, call, [*kernels, "sum_parts"], False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 3, 6])
+@pytest.mark.parametrize("projected", [True, False])
+@pytest.mark.parametrize("keys", KEYS)
+def test_a_step_that_projects(gpu, keys, projected, queries, dtype):
+    (_, k, values, w_v), given = problem(queries, KEYS[keys], dtype, "lens")
+    raw, w_q, w_k = (torch.ones(s).to(dtype) for s in ((2, queries, 512), (64, 512), (64, 64)))
+    inputs = raw, w_q, k, None if projected else w_k, None, values, w_v, given["lens"]
+    call = partial(entry_points.step, gpu.operator, *inputs)
+    captured(gpu, call, ["decode_forward"], keys != "whole")
+
+
+def test_without_counters_they_are_cleared_in_the_graph(gpu):
+    stream = gpu.new_stream()
+    assert gpu.counters(stream, ALL_COUNTERS) is not None
+    inputs, _ = problem(1, KEYS["split"], torch.bfloat16)
+    gpu.calls()
+    with gpu.capture(stream):
+        entry_points.attend(gpu.operator, *inputs)
+    calls = gpu.calls()
+    assert [call["stream"] for call in calls if "stream" in call] == [stream] * 2
+    assert [len(of(calls, name)) for name in ("cudaMemsetAsync", "cudaLaunchKernelEx")] == [1, 1]
