@@ -149,7 +149,7 @@ def write(
     never = torch.cat(each) if each else None
     token = torch.full_like(a.hidden[0, :, 0], first, dtype=torch.int64)
     ended = torch.zeros_like(token, dtype=torch.bool)
-    captured = token.is_cuda and torch.cuda.is_current_stream_capturing()
+    captured = not token.is_cpu and torch.cuda.is_current_stream_capturing()
     written: list[Tensor] = []
     for t in range(max_steps):
         embedded = F.embedding(token, a.inputs)

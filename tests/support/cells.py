@@ -1,4 +1,4 @@
-"""The cells that torch launches on a GPU, in plain PyTorch for CPU tensors."""
+"""The cells that torch launches on a GPU, in plain PyTorch for other tensors."""
 
 from contextlib import contextmanager
 
@@ -39,15 +39,16 @@ def gru_backward(grad, space, has_bias):
 
 
 @contextmanager
-def on_the_cpu():
-    """Have them for CPU tensors, which torch itself has not."""
+def on_the_cpu(key="CPU"):
+    """Have them for CPU tensors, or those of another dispatch key, which torch itself has not."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_thnn_fused_lstm_cell", lstm, "CPU")
-    library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_backward, "CPU")
-    library.impl("_thnn_fused_gru_cell", gru, "CPU")
-    library.impl(
-        "_thnn_fused_gru_cell_backward", lambda *args: (*gru_backward(*args), None, None), "CPU"
-    )
+    for name, function in {
+        "_thnn_fused_lstm_cell": lstm,
+        "_thnn_fused_lstm_cell_backward_impl": lstm_backward,
+        "_thnn_fused_gru_cell": gru,
+        "_thnn_fused_gru_cell_backward": lambda *args: (*gru_backward(*args), None, None),
+    }.items():
+        library.impl(name, function, key, allow_override=True)
     try:
         yield
     finally:
