@@ -1,14 +1,14 @@
-"""A capture in a CUDA graph where there is no GPU, of everything but the runtime's calls.
+"""Calls on a GPU in a CUDA graph; where there is no GPU, all of it but the calls of the runtime.
 
-Tensors on the meta device, which have no data, stand for those of a GPU: as the GPU has computed
-nothing while a graph is captured, nothing may look at what they hold, go by it, or copy it to the
-CPU. Nor may anything come from there: a graph would read that memory at each replay. Launches of
-Triton are noted, and not made; operators of csrc/cuda give results without data, and
+There tensors on the meta device, which have no data, stand for those of a GPU: as the GPU has
+computed nothing while a graph is captured, nothing may look at what they hold, go by it, or copy it
+to the CPU. Nor may anything come from there: a graph would read that memory at each replay.
+Launches of Triton are noted, and not made; operators of csrc/cuda give results without data, and
 tests/cuda/mock captures them on a mock of the runtime.
 """
 
 from contextlib import ExitStack, contextmanager
-from functools import partialmethod
+from functools import partial, partialmethod
 from unittest.mock import patch
 
 import cells
@@ -21,9 +21,66 @@ import bahdanau_fast.backends.triton  # noqa: F401  its functions are operators'
 from bahdanau_fast import backends, limits
 from bahdanau_fast.ops.operator import operators
 
-__all__ = ["GPU", "capturing"]
+__all__ = ["GPU", "captured", "capturing"]
 
-GPU = torch.device("meta")
+GPU = torch.device("cuda" if torch.cuda.is_available() else "meta")
+
+
+def captured(there, call, leaves, same=True, recorded=(False, True)):
+    """Captures a call; replayed on new data, it gives what it gives without a graph.
+
+    Args:
+        there: the backends that are there, of "cuda" and "triton".
+        call: gives tensors, or None among them.
+        leaves: the tensors of GPU that it reads and that want a gradient.
+        same: False where something is drawn, and no two calls give the same.
+        recorded: without gradients, with backward, or both, one after the other.
+
+    Returns:
+        The operators and Triton's kernels that ran, by name; None on a GPU, where the kernels do.
+    """
+    if GPU.type == "meta":
+        with capturing(*there) as ran:
+            for records in recorded:
+                results(call, leaves, records)
+        return ran
+    with patch.object(backends, "why_not", lambda name: None if name in there else "left out"):
+        for records in recorded:
+            replayed(partial(results, call, leaves, records), leaves, same)
+    return None
+
+
+def results(call, leaves, records):
+    """Outputs and, of a recorded call, gradients."""
+    with torch.set_grad_enabled(records):
+        outputs = [x for x in call() if x is not None]
+    if not records:
+        return outputs
+    loss = sum(x.float().square().sum() for x in outputs)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [*outputs, *(x for x in grads if x is not None)]
+
+
+def replayed(function, leaves, same):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is loaded and tried out at a first call
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = function()
+    for _ in range(2):
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.copy_(torch.randn_like(leaf))
+        graph.replay()
+        if same:
+            torch.testing.assert_close(got, function(), rtol=1e-4, atol=1e-4)
+        assert all(x.isfinite().all() for x in got)
+
+
+# ---- without a GPU ----
 
 
 class _Capture(TorchDispatchMode):
@@ -48,8 +105,8 @@ def launch(kernel, ran, *args, **kwargs):
 
 def refuse_cpu(function, *given):
     for x in tree_leaves(given):
-        if isinstance(x, torch.Tensor) and x.device != GPU:
-            raise RuntimeError(f"a graph cannot capture {function}: a tensor is on the {x.device}")
+        if isinstance(x, torch.Tensor) and x.device.type == "cpu":
+            raise RuntimeError(f"a graph cannot capture {function}: a tensor is on the CPU")
 
 
 def of_numbers(*_, **__):
@@ -58,7 +115,7 @@ def of_numbers(*_, **__):
 
 @contextmanager
 def capturing(*there):
-    """Inside, calls with tensors of GPU take the way of a GPU, an H100, and what is refused raises.
+    """Inside, calls with tensors of "meta" take the way of an H100, and what is refused raises.
 
     Args:
         *there: the backends that are there, of "cuda" and "triton".
