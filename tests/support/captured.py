@@ -7,6 +7,7 @@ Launches of Triton are noted, and not made; operators of csrc/cuda give results 
 tests/cuda/mock captures them on a mock of the runtime.
 """
 
+import importlib
 from contextlib import ExitStack, contextmanager
 from functools import partial, partialmethod
 from unittest.mock import patch
@@ -17,13 +18,16 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import bahdanau_fast.backends.triton  # noqa: F401  its functions are operators' in_python
 from bahdanau_fast import backends, limits
 from bahdanau_fast.ops.operator import operators
 
 __all__ = ["GPU", "captured", "capturing"]
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "meta")
+if GPU.type == "cuda":
+    backends.available()  # loads them, CUDA C++ first
+else:
+    importlib.import_module("bahdanau_fast.backends.triton")
 
 
 def captured(there, call, leaves, same=True, recorded=(False, True)):
