@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import kept_keys, seen_keys, survivors
+from .elementary import kept_keys, seen_keys, survivors, weigh_difference
 from .products import product
 from .tiles import VARYING, program_blocks
 
@@ -81,7 +81,7 @@ def grad_softmax_kernel(
         j = k0 + tl.arange(0, BLOCK_K)
         p = tl.load(weights + j, mask=j < kept, other=0.0).to(tl.float32)
         g = tl.load(grads + j, mask=j < kept, other=0.0).to(tl.float32)
-        tl.store(grads + j, tl.where(j < kept, p * (g - mean), 0.0), mask=j < Tk)
+        tl.store(grads + j, tl.where(j < kept, weigh_difference(p, g, mean), 0.0), mask=j < Tk)
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -52,6 +52,16 @@ def inverse_of(total):
 
 
 @triton.jit
+def weigh_difference(weight, x, mean):
+    """Weight * (x - mean).
+
+    The difference itself, of one mean and many x of a size, would be rounded to the same side for
+    all of them, which adds up over a row.
+    """
+    return weight * x - weight * mean
+
+
+@triton.jit
 def reciprocal(x, NATIVE: tl.constexpr):
     """1 / x, for x of ordinary size."""
     if NATIVE:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import kept_keys, survivors, with_slope
-from .tiles import VARYING, load_row, load_tile, program_blocks, store_row, store_tile
+from .elementary import kept_keys, survivors, weigh_difference, with_slope
+from .tiles import RUN, VARYING, load_row, load_tile, program_blocks, store_row, store_tile
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -133,7 +133,7 @@ def step_keys_kernel(
                     mean = tl.sum(part, axis=0)
                 p = tl.load(weights + row * Tk + at, mask=inside, other=0.0)
                 seen = seen_by(count, mask, b * mask_batch + i * mask_row, mask_key, j, inside)
-                s = tl.where(seen, p * (s - mean), 0.0)
+                s = tl.where(seen, weigh_difference(p, s, mean), 0.0)
             s = s[:, None]
             # NaN reaches only the queries that attend to it.
             z = tl.where(s == 0.0, 0.0, c + a)
@@ -200,7 +200,10 @@ def add_parts(parts, out, h0, rows, H, BLOCK_R: tl.constexpr, BLOCK_H: tl.conste
     """out[h] = sum_r parts[r,h] at BLOCK_H of the hidden units."""
     h = h0 + tl.arange(0, BLOCK_H)
     total = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
-    for r0 in range(0, rows, BLOCK_R):
-        r = r0 + tl.arange(0, BLOCK_R)
-        total += load_tile(parts + r.to(tl.int64) * H, r < rows, h, H)
+    for first in range(0, rows, RUN * BLOCK_R):
+        run = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
+        for r0 in range(first, tl.minimum(rows, first + RUN * BLOCK_R), BLOCK_R):
+            r = r0 + tl.arange(0, BLOCK_R)
+            run += load_tile(parts + r.to(tl.int64) * H, r < rows, h, H)
+        total += run
     store_row(out, h, H, tl.sum(total, axis=0)[None, :])

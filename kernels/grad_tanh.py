@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .elementary import NEAR_TWO, SMALL, kept_keys, two_slopes, two_sums, with_slope
 from .tiles import (
+    RUN,
     largest_of,
     load_row,
     load_tile,
@@ -66,44 +67,49 @@ def grad_tanh_kernel(
         if PRECISE:
             small = most <= SMALL
         c0, c1 = of_tile(c0, small, PRECISE), of_tile(c1, small, PRECISE)
-    sum0, sum1 = tl.zeros([BLOCK_R, BLOCK_H], tl.float32), tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
-    if w_parts is not None:
-        w_sum0, w_sum1 = (
-            tl.zeros([BLOCK_R, BLOCK_H], tl.float32),
-            tl.zeros([BLOCK_R, BLOCK_H], tl.float32),
-        )
+    zero = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
+    sum0, sum1 = zero, zero
+    w_sum0, w_sum1 = zero, zero
     gradients = grad_scores + b * g_batch + r.to(tl.int64) * g_row
-    for o in range(0, last):
-        at = gradients + tl.cast(o, tl.int64) * g_other
-        g = tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
-        other = others + b * o_batch + tl.cast(o, tl.int64) * o_row
-        if table is not None:
-            # In a small tile any other is valid.
-            if small or tl.load(largest + b * O + o) + most <= NEAR_TWO:
-                entries = table + (b * O + o) * H
-                if PRECISE:
-                    entries += tl.where(small, second, 0)
-                e0, e1 = load_row(entries, h, H), load_row(entries, h + BLOCK_H, H)
-                if small:
-                    t0, t1, s0, s1 = two_sums(c0, c1, e0, e1, NATIVE)
+    for first in range(0, last, RUN):
+        run0, run1 = zero, zero
+        w_run0, w_run1 = zero, zero
+        for o in range(first, tl.minimum(last, first + RUN)):
+            at = gradients + tl.cast(o, tl.int64) * g_other
+            g = tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
+            other = others + b * o_batch + tl.cast(o, tl.int64) * o_row
+            if table is not None:
+                # In a small tile any other is valid.
+                if small or tl.load(largest + b * O + o) + most <= NEAR_TWO:
+                    entries = table + (b * O + o) * H
+                    if PRECISE:
+                        entries += tl.where(small, second, 0)
+                    e0, e1 = load_row(entries, h, H), load_row(entries, h + BLOCK_H, H)
+                    if small:
+                        t0, t1, s0, s1 = two_sums(c0, c1, e0, e1, NATIVE)
+                    else:
+                        t0, t1, s0, s1 = two_slopes(c0 * e0, c1 * e1, NATIVE)
                 else:
-                    t0, t1, s0, s1 = two_slopes(c0 * e0, c1 * e1, NATIVE)
+                    r0 = load_tile(row_pointers, inside, h, H)
+                    r1 = load_tile(row_pointers, inside, h + BLOCK_H, H)
+                    t0, t1, s0, s1 = direct_slopes(
+                        other, r0, r1, g, h, H, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_H
+                    )
             else:
-                r0 = load_tile(row_pointers, inside, h, H)
-                r1 = load_tile(row_pointers, inside, h + BLOCK_H, H)
                 t0, t1, s0, s1 = direct_slopes(
-                    other, r0, r1, g, h, H, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_H
+                    other, c0, c1, g, h, H, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_H
                 )
-        else:
-            t0, t1, s0, s1 = direct_slopes(
-                other, c0, c1, g, h, H, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_H
-            )
-        s0, s1 = g * s0, g * s1
-        sum0 += s0
-        sum1 += s1
+            s0, s1 = g * s0, g * s1
+            run0 += s0
+            run1 += s1
+            if w_parts is not None:
+                w_run0 += g * t0
+                w_run1 += g * t1
+        sum0 += run0
+        sum1 += run1
         if w_parts is not None:
-            w_sum0 += g * t0
-            w_sum1 += g * t1
+            w_sum0 += w_run0
+            w_sum1 += w_run1
     if out is not None:
         target = out + (b * R + r) * H
         store_tile(target, r < R, h, H, sum0 * w0)

@@ -38,6 +38,8 @@ class StepPlan(NamedTuple):
 
 # A split backward has at least so many keys.
 _GRAD_KEYS = 8
+# Tiles of a split that fp32 adds up one after the other: roundings grow with the sum.
+_MOST_IN_TURN = 128
 
 
 def _tile(width: int, elements: int, keys_len: int, warps: int = 0) -> tuple[int, int]:
@@ -81,6 +83,8 @@ def decode(
     tiles = -(-keys_len // block_k)
     # Splits have to make up for the launch that combines them.
     splits = max(min(processors // rows, tiles), 1) if tiles > 4 else 1
+    if size == 4:
+        splits = max(splits, -(-tiles // _MOST_IN_TURN))
     each = -(-tiles // splits)
     blocks = {"BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d, "BLOCK_C": block_c}
     blocks["STAGES"] = _stages(block_k * (block_h + block_d) * size)
@@ -106,8 +110,11 @@ def grad_step(
     With several queries a program of the keys is a warp, which takes some of the hidden units.
     """
     splits = max(min(2 * processors // batch, keys_len // _GRAD_KEYS), 1)
-    each = each_key = -(-keys_len // splits)
     block_h, block_d = (max(power_of_two(n), 16) for n in (hidden, features))
+    if size == 4:
+        least, _ = _tile(max(block_h, block_d), 2048 // size, keys_len)
+        splits = max(splits, -(-keys_len // (least * _MOST_IN_TURN)))
+    each = each_key = -(-keys_len // splits)
     if queries_len == 1:
         (rows, warps), (keys, key_warps) = (
             _tile(width, 2048 // size, each) for width in (block_d, block_h)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .elementary import inverse_of, kept_keys, last_seen, seen_keys, survivors
 from .products import product
-from .tiles import VARYING, program_blocks
+from .tiles import RUN, VARYING, program_blocks
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -39,17 +39,23 @@ def softmax_kernel(
 
     most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
-    for k0 in range(0, longest, BLOCK_K):
-        s = masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K)
-        higher = tl.maximum(most, tl.max(s, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(most - base) + tl.sum(tl.exp(s - base[:, None]), axis=1)
-        most = higher
+    for first in range(0, longest, RUN * BLOCK_K):
+        run = tl.zeros([BLOCK_Q], tl.float32)
+        for k0 in range(first, tl.minimum(longest, first + RUN * BLOCK_K), BLOCK_K):
+            s = masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K)
+            higher = tl.maximum(most, tl.max(s, axis=1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            decay = tl.exp(most - base)
+            total *= decay
+            run = run * decay + tl.sum(tl.exp(s - base[:, None]), axis=1)
+            most = higher
+        total += run
     most = tl.where(most == float("-inf"), 0.0, most)
     inverse = inverse_of(tl.where(real, total, 1.0))
 
     d = d0 + tl.arange(0, BLOCK_D)
     sums = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    run = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for k0 in range(0, longest, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
         s = masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K)
@@ -66,7 +72,14 @@ def softmax_kernel(
             mask=weighed[:, None] & (d < Dv)[None, :],
             other=0.0,
         )
-        sums += product(p, v, PRECISION)
+        if values.dtype.element_ty == tl.float32:  # adds up BLOCK_K of them one after the other
+            run += product(p, v, PRECISION)
+            full = k0 % (4 * BLOCK_K) == 3 * BLOCK_K
+            sums += tl.where(full, run, 0.0)
+            run = tl.where(full, 0.0, run)
+        else:
+            sums += product(p, v, PRECISION)
+    sums += run
     out = context + row[:, None] * Dv + d[None, :]
     tl.store(out, sums, mask=real[:, None] & (d < Dv)[None, :])
     if weights is not None:

@@ -14,6 +14,11 @@ VARYING = [
 ]  # fmt: skip
 
 
+# Numbers that are added up one after the other grow, and with them each rounding: after so many
+# turns of a loop their sum goes to another one. See parity.py.
+RUN = tl.constexpr(32)
+
+
 @triton.jit
 def program_blocks(first_blocks, second_blocks):
     """The block of this program on both axes, and its batch row in 64 bits.

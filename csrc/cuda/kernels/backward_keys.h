@@ -15,6 +15,9 @@
 namespace bahdanau_fast::gpu {
 
 constexpr int kDecodeThreads = 256, kDecodeWarps = kDecodeThreads / kWarp;
+// Numbers that are added up one after the other grow, and with them each rounding: after so many
+// turns of a loop their sum goes to another one.
+constexpr int kRun = 16;
 
 // Gradients through the tanh for a block's part of the keys of a row. Its warps take keys in turn;
 // lanes hold neighbouring hidden units, 16 bytes at a time.
@@ -65,8 +68,8 @@ struct KeysTask {
   // Queries [i0, i0 + QT) and hidden units [c0, c0 + columns): gradients of keys, and into `parts`
   // the sums over the keys of each warp, of s u and of s t.
   __device__ void meet_keys(int64_t i0, int64_t c0) {
-    const int64_t c = c0 + lane * U;
-    float query[QT][U], w[U], grad_query[QT][U] = {}, grad_w[U] = {};
+    const int64_t c = c0 + lane * U, run = kRun * kDecodeWarps * KU;
+    float query[QT][U], w[U];
     if (c < p.H) {
 #pragma unroll
       for (int q = 0; q < QT; ++q)
@@ -74,7 +77,24 @@ struct KeysTask {
                                query[q]);
       load_units<T, vectors>(static_cast<const T*>(p.w), c, p.H, w);
     }
-    for (int64_t first = warp * KU; first < n && c < p.H; first += kDecodeWarps * KU) {
+    float* part = parts + warp * (QT + 1) * columns + lane * U;
+#pragma unroll 1
+    for (int64_t from = 0; from == 0 || from < n; from += run) {
+      float sums[QT + 1][U] = {};
+      if (c < p.H) meet_run(i0, c, from, smaller(n, from + run), query, w, sums);
+#pragma unroll
+      for (int q = 0; q <= QT; ++q)
+#pragma unroll
+        for (int u = 0; u < U; ++u)
+          part[q * columns + u] = from == 0 ? sums[q][u] : part[q * columns + u] + sums[q][u];
+    }
+  }
+
+  // The same of the warp's keys in [from, end), into registers: of each query, and of w.
+  __device__ __forceinline__ void meet_run(int64_t i0, int64_t c, int64_t from, int64_t end,
+                                           const float (&query)[QT][U], const float (&w)[U],
+                                           float (&sums)[QT + 1][U]) const {
+    for (int64_t first = from + warp * KU; first < end; first += kDecodeWarps * KU) {
       float key[KU][U];
 #pragma unroll
       for (int k = 0; k < KU; ++k) load_used(p.keys, first + k, c, p.H, key[k]);
@@ -94,21 +114,14 @@ struct KeysTask {
 #pragma unroll
             for (int y = 0; y < 4; ++y) {
               const float su = s * slope[y];
-              grad_w[u + y] += s * t[y];
-              grad_query[q][u + y] += su;
+              sums[QT][u + y] += s * t[y];
+              sums[q][u + y] += su;
               grad[u + y] += su;
             }
           }
         }
         if (grad_keys.data != nullptr) store_key(i0, first + k, c, w, grad);
       }
-    }
-    float* part = parts + warp * (QT + 1) * columns + lane * U;
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-#pragma unroll
-      for (int q = 0; q < QT; ++q) part[q * columns + u] = grad_query[q][u];
-      part[QT * columns + u] = grad_w[u];
     }
   }
 
@@ -178,7 +191,7 @@ __global__ void __launch_bounds__(kRowThreads) grad_rows(const GradRows g) {
   const Sum mean = block_sum(dot, scratch).over(total);
   float* out = static_cast<float*>(g.grad_scores) + row * p.Tk;
   for (int64_t j = threadIdx.x; j < p.Tk; j += blockDim.x)
-    out[j] = j < keys ? weights[j] / total.high * ((grad_weight(j) - mean.high) - mean.low) : 0.0f;
+    out[j] = j < keys ? weigh_difference(weights[j] / total.high, grad_weight(j), mean) : 0.0f;
 }
 
 // ---- and through the tanh, part by part of the keys ----
@@ -291,18 +304,24 @@ __global__ void __launch_bounds__(kSumThreads) sum_parts(const SumParts g) {
   constexpr int W = 4;  // rows whose loads are in flight
   float sum[4] = {};
 #pragma unroll 1
-  for (int64_t first = warp; first < rows; first += W * warps) {
-    float part[W][4];
+  for (int64_t from = warp; from < rows; from += kRun * W * warps) {
+    float of_run[4] = {};
+#pragma unroll 1
+    for (int64_t first = from; first < smaller(rows, from + kRun * W * warps); first += W * warps) {
+      float part[W][4];
 #pragma unroll
-    for (int k = 0; k < W; ++k)
+      for (int k = 0; k < W; ++k)
 #pragma unroll
-      for (int u = 0; u < 4; ++u)
-        part[k][u] = parts[smaller(first + k * warps, rows - 1) * columns +
-                           smaller(c0 + u * kWarp + lane, columns - 1)];
+        for (int u = 0; u < 4; ++u)
+          part[k][u] = parts[smaller(first + k * warps, rows - 1) * columns +
+                             smaller(c0 + u * kWarp + lane, columns - 1)];
 #pragma unroll
-    for (int k = 0; k < W; ++k)
+      for (int k = 0; k < W; ++k)
 #pragma unroll
-      for (int u = 0; u < 4; ++u) sum[u] += first + k * warps < rows ? part[k][u] : 0.0f;
+        for (int u = 0; u < 4; ++u) of_run[u] += first + k * warps < rows ? part[k][u] : 0.0f;
+    }
+#pragma unroll
+    for (int u = 0; u < 4; ++u) sum[u] += of_run[u];
   }
 #pragma unroll
   for (int u = 0; u < 4; ++u) sums[warp * kSumColumns + u * kWarp + lane] = sum[u];

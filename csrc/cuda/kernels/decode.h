@@ -291,13 +291,16 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
 #pragma unroll
         for (int k = 0; k < W; ++k)  // past the last, the first of them
           load_four(from + (first + k < splits ? k * QT * Sizes::columns : 0), part[k]);
+        float sums[4] = {};
 #pragma unroll
         for (int k = 0; k < W; ++k) {
           const float factor =
               first + k < splits ? exp_of<T>(mine.scratch[first + k] - best) : 0.0f;
 #pragma unroll
-          for (int u = 0; u < 4; ++u) context[u] += factor * part[k][u];
+          for (int u = 0; u < 4; ++u) sums[u] += factor * part[k][u];
         }
+#pragma unroll
+        for (int u = 0; u < 4; ++u) context[u] += sums[u];
       }
       store_context(context, total, at, c);
     }

@@ -173,8 +173,7 @@ struct DecodeBackwardTask : KeysTask<T, QT, vectors> {
       }
       const Sum mean = dot.over(total);
       for (int64_t j = lane; j < n; j += kWarp)
-        scores[j] =
-            j < keys ? weights[j] / total.high * ((scores[j] - mean.high) - mean.low) : 0.0f;
+        scores[j] = j < keys ? weigh_difference(weights[j] / total.high, scores[j], mean) : 0.0f;
     }
     __syncthreads();
   }

@@ -243,6 +243,13 @@ struct Sum {
     return {quotient, (fmaf(-quotient, y.high, high) + (low - quotient * y.low)) / y.high};
   }
 };
+// weight (x - mean). The difference of one mean and many x of a size, rounded to fp32, would lean
+// to the same side for all of them, which adds up over a row.
+__device__ __forceinline__ float weigh_difference(float weight, float x, const Sum& mean) {
+  Sum difference{x};
+  difference.add(-mean.high);
+  return fmaf(weight, difference.high, weight * (difference.low - mean.low));
+}
 __device__ __forceinline__ Sum warp_sum(Sum x) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2)

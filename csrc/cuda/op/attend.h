@@ -10,9 +10,10 @@ namespace bahdanau_fast::gpu {
 
 // A cluster shares W_q from so many bytes on; below, each of its blocks reads all of it.
 constexpr int64_t kSharedWeight = 16 * 1024;
-// Forward: most splits of a row for the sake of idle multiprocessors, scores of a block, and bytes
-// of shared memory with rings and without scores.
-constexpr int64_t kMostSplits = 256, kMostScores = 4096, kRingLimit = 76 * 1024;
+// Forward: most splits of a row for the sake of idle multiprocessors, scores of a block, keys that
+// a warp adds up one after the other in fp32, whose roundings grow with the sum, and bytes of
+// shared memory with rings and without scores.
+constexpr int64_t kMostSplits = 256, kMostScores = 4096, kMostInTurn = 128, kRingLimit = 76 * 1024;
 
 template <class T>
 struct Attend {
@@ -83,6 +84,7 @@ struct Attend {
     int64_t splits = int64_t(device.multiprocessors) * step.blocks / rows_of(d);
     splits = larger(1, smaller(smaller(splits, kMostSplits), ceil_div(p.Tk, least)));
     splits = larger(splits, ceil_div(p.Tk, kMostScores / step.queries));
+    if (sizeof(T) == 4) splits = larger(splits, ceil_div(p.Tk, kMostInTurn * d.warps));
     d.split = ceil_div(ceil_div(p.Tk, splits), pass) * pass;
     d.splits = ceil_div(p.Tk, d.split);
     d.layout = step.layout(d);
