@@ -160,8 +160,9 @@ def _by_attend_step(route: Route, call: Call) -> Results:
     kernel, wanted = attend_step.kernel(route.backend), call.need_weights
     # Not starred, as for Call in modules/additive.py.
     context, weights = kernel(
-        queries, keys, values, w_q, w_k, bias, w_v, lens, mask, table, keys_max, wanted
-    )
+        queries, keys, values, w_q, w_k, bias, w_v, lens, mask, table, keys_max, wanted,
+        not checks.softmax_in_fp32(queries.device),
+    )  # fmt: skip
     return context, weights, None
 
 
@@ -178,6 +179,7 @@ def _by_attend(route: Route, call: Call) -> Results:
     if call.projected is not None:
         _, table, keys_max, shared, backwards, _ = call.projected
     inputs: tuple[Any, ...] = call[:4]
+    queries = call.queries
     lens, mask, located = call.valid_lens, call.mask, call.located
     features, w_f, *inside = _inside(call)
     if located is not None and route.backend != "cpu":  # no kernel convolves there
@@ -190,6 +192,8 @@ def _by_attend(route: Route, call: Call) -> Results:
         return attend_location.call(inputs, (lens, mask), tuple(numbers), way)
     numbers += (call.need_weights or recorded, recorded or route.traced)
     numbers.append(number_of(route.backend, route.traced))
+    # On the CPU backward takes weights of fp32.
+    numbers.append(route.backend != "cpu" and not checks.softmax_in_fp32(queries.device))
     return attend_operator.call(inputs, (lens, mask, table, keys_max), tuple(numbers), way)
 
 

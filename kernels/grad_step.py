@@ -5,6 +5,11 @@ several queries 20 instructions for each (query, key, hidden unit). A program ta
 row's keys, whole rows in a tile. With one query, copies of the next tiles are under way while it
 computes, and sums over keys stay in a thread until it ends. With several, a program of the keys is
 a warp with one tile of some hidden units. The last kernel adds up what programs left.
+
+Weights of a half type are rounded, and add up to one no more. Divided by their sum they do again:
+then they are the softmax of scores that are off by a rounding at most, and the gradients of the
+scores of a row add up to zero. Undivided, a weight near one would leave of its gradient, ``p (g -
+sum p g)``, little but the rounding of p.
 """
 
 from __future__ import annotations
@@ -18,10 +23,10 @@ from .tiles import RUN, VARYING, load_row, load_tile, program_blocks, store_row,
 
 @triton.jit(do_not_specialize=VARYING)
 def step_values_kernel(
-    values, weights, grad_context, grad_weights, grad_values, grads, means, Tq, Tk, Dv, v_batch,
-    v_row, gc_batch, gc_row, gw_batch, gw_row, splits, split_keys, lens, lens_batch, lens_row, mask,
-    mask_batch, mask_row, mask_key, seed, threshold, scale_bits, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    values, weights, grad_context, grad_weights, grad_values, grads, means, masses, Tq, Tk, Dv,
+    v_batch, v_row, gc_batch, gc_row, gw_batch, gw_row, splits, split_keys, lens, lens_batch,
+    lens_row, mask, mask_batch, mask_row, mask_key, seed, threshold, scale_bits,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """grads[b,i,j] = dropout(grad_context . value) + grad_weights where i looks at j, else zero.
 
@@ -30,6 +35,7 @@ def step_values_kernel(
         grad_values: (B,Tk,Dv), sum_i dropout(weight) grad_context; or None.
         grads: (B,Tq,Tk) in fp32; or None.
         means: (B,Tq,splits), the split's part of sum_j weight grads.
+        masses: that of sum_j weight, where they are of a half type, else None.
     """
     split, _, b = program_blocks(splits, 1)
     first = split * split_keys
@@ -39,7 +45,7 @@ def step_values_kernel(
     last = tl.minimum(stop, last)
     if grad_context is not None:
         context = load_row(grad_context + b * gc_batch, d, Dv)
-    sums = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    sums, mass = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32), tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for k0 in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
         j = k0 + tl.arange(0, BLOCK_K)
         inside, at = j < stop, j.to(tl.int64)
@@ -53,7 +59,7 @@ def step_values_kernel(
                 count = kept_keys(lens, b * lens_batch + i * lens_row, Tk)
                 if grad_context is not None:
                     context = load_row(grad_context + b * gc_batch + i * gc_row, d, Dv)
-            p = tl.load(weights + row * Tk + at, mask=inside, other=0.0)
+            p = tl.load(weights + row * Tk + at, mask=inside, other=0.0).to(tl.float32)
             dropped = p
             if seed is not None:
                 factor = survivors(seed, threshold, scale_bits, row, j)
@@ -71,19 +77,23 @@ def step_values_kernel(
                 g = tl.where(seen, g, 0.0)
                 tl.store(grads + row * Tk + at, g, mask=inside)
                 sums += tl.where((n == query)[:, None], (p * g)[None, :], 0.0)
+                if masses is not None:
+                    mass += tl.where((n == query)[:, None], p[None, :], 0.0)
             if grad_values is not None and grad_context is not None:
                 of_values += dropped[:, None] * context
         if grad_values is not None:
             store_tile(grad_values + (b * Tk + at) * Dv, inside, d, Dv, of_values)
     if grads is not None:
         tl.store(means + (b * Tq + n) * splits + split, tl.sum(sums, axis=1), mask=n < Tq)
+        if masses is not None:
+            tl.store(masses + (b * Tq + n) * splits + split, tl.sum(mass, axis=1), mask=n < Tq)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def step_keys_kernel(
-    queries, keys, w_v, weights, grads, means, grad_keys, q_parts, w_parts, Tq, Tk, H, q_batch,
-    q_row, k_batch, k_row, g_batch, g_row, g_key, splits, split_keys, parts, lens, lens_batch,
-    lens_row, mask, mask_batch, mask_row, mask_key, slope, ACTIVATION: tl.constexpr,
+    queries, keys, w_v, weights, grads, means, masses, grad_keys, q_parts, w_parts, Tq, Tk, H,
+    q_batch, q_row, k_batch, k_row, g_batch, g_row, g_key, splits, split_keys, parts, lens,
+    lens_batch, lens_row, mask, mask_batch, mask_row, mask_key, slope, ACTIVATION: tl.constexpr,
     PRECISE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +102,7 @@ def step_keys_kernel(
     Args:
         weights: (B,Tq,Tk), for s = weight (grads - mean) where a query looks; None if ``grads``,
             laid as ``g_batch``, ``g_row`` and ``g_key`` say, are those of the scores.
-        means: (B,Tq,parts), which are added up.
+        means: (B,Tq,parts), which are added up; ``masses`` likewise, or None.
         grad_keys: (B,Tk,H); or None, as what follows.
         q_parts: (B,Tq,splits,H), the split's part of the gradient of a query. With several queries
             a split is one tile.
@@ -107,11 +117,16 @@ def step_keys_kernel(
     a_row = tl.load(queries + b * q_batch + h, mask=h < H, other=0.0)
     if weights is not None:
         part = tl.load(means + b * Tq * parts + n, mask=n < parts, other=0.0)
+        if masses is not None:
+            mass = tl.load(masses + b * Tq * parts + n, mask=n < parts, other=0.0)
     count, last = first_and_longest(lens, b * lens_batch, lens_row, Tq, Tk, BLOCK_Q)
     last = tl.minimum(stop, last)
     w, a = w_row.to(tl.float32)[None, :], a_row.to(tl.float32)[None, :]
     if weights is not None:
         mean = tl.sum(part, axis=0)
+        if masses is not None:
+            inverse = 1.0 / tl.sum(mass, axis=0)
+            mean *= inverse
     q_sum = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
     w_sum = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
     for k0 in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
@@ -131,7 +146,13 @@ def step_keys_kernel(
                     count = kept_keys(lens, b * lens_batch + i * lens_row, Tk)
                     part = tl.load(means + row * parts + n, mask=n < parts, other=0.0)
                     mean = tl.sum(part, axis=0)
-                p = tl.load(weights + row * Tk + at, mask=inside, other=0.0)
+                    if masses is not None:
+                        mass = tl.load(masses + row * parts + n, mask=n < parts, other=0.0)
+                        inverse = 1.0 / tl.sum(mass, axis=0)
+                        mean *= inverse
+                p = tl.load(weights + row * Tk + at, mask=inside, other=0.0).to(tl.float32)
+                if masses is not None:
+                    p *= inverse
                 seen = seen_by(count, mask, b * mask_batch + i * mask_row, mask_key, j, inside)
                 s = tl.where(seen, weigh_difference(p, s, mean), 0.0)
             s = s[:, None]

@@ -5,8 +5,8 @@
 ===========================  ===================================================================
 ``exp_keys``                 table of exp(2 c) (or expm1(2 c) where every c is small) and max|c| per
                              row; ``precise`` where gradients may be asked for
-``attend``                   context, and weights in no less than fp32, since backward takes
-                             differences of them
+``attend``                   context, and weights in no less than fp32, or ``narrow``, in the dtype
+                             of the context; on GPUs backward takes either
 ``attend_backward``          the gradients of ``attend``; ``attend_backward.onto`` adds that of the
                              keys to a sum
 ``attend_backward_queries``  that of the queries alone, with what the others can be taken from
@@ -69,7 +69,7 @@ _GRADIENTS = (
 
 
 def weights_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the operators give attention weights in: backward takes differences of them."""
+    """What the operators give attention weights in where they are not ``narrow``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -125,14 +125,15 @@ def _exp_keys_fake(keys: Tensor, precise: bool) -> tuple[Tensor, Tensor]:
 
 
 def attend_fake(
-    queries: Tensor, values: Tensor, need_weights: bool = True, **_: Any
+    queries: Tensor, values: Tensor, need_weights: bool = True, narrow: bool = False, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Context and weights of any operator that attends."""
     batch, queries_len = queries.shape[:2]
     keys_len, features = values.shape[1:]
     weights = (batch, queries_len, keys_len) if need_weights else (0,)
+    dtype = queries.dtype if narrow else weights_dtype(queries.dtype)
     return queries.new_empty((batch, queries_len, features)), queries.new_empty(
-        weights, dtype=weights_dtype(queries.dtype)
+        weights, dtype=dtype
     )
 
 
@@ -259,8 +260,8 @@ fingerprint = Operator(
 # The inputs whose gradients go through the activation, which backward computes again.
 _THROUGH = ("queries", "keys", "w_v", "features", "w_f")
 attend = Attention(
-    f"attend({_ATTEND}, bool need_weights=True, bool precise=True, int backend=0) -> "
-    "(Tensor context, Tensor weights)",
+    f"attend({_ATTEND}, bool need_weights=True, bool precise=True, int backend=0, "
+    "bool narrow=False) -> (Tensor context, Tensor weights)",
     attend_fake,
     {
         "queries": _THROUGH,

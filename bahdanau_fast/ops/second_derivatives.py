@@ -46,6 +46,7 @@ def attend_again(
         assert looked is not None
         grad_weights = looked if grad_weights is None else looked + grad_weights
     if grad_weights is not None:
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         grad_weights = grad_weights.to(weights.dtype)
         grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
         if seen is not None:  # where a query sees nothing the weights are constants

@@ -83,7 +83,8 @@ additive_attention_backward = Operator(
 )
 attend_step = Operator(
     "attend_step(Tensor queries, Tensor keys, Tensor values, Tensor? w_q, Tensor? w_k, "
-    f"Tensor? bias, Tensor w_v, {LENS}, {TABLE}, bool need_weights=True) -> "
+    f"Tensor? bias, Tensor w_v, {LENS}, {TABLE}, bool need_weights=True, "
+    "bool narrow=False) -> "
     "(Tensor context, Tensor weights)",
     attend_fake,
 )

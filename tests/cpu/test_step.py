@@ -173,6 +173,10 @@ def test_opcheck(dtype):
         options = {"valid_lens": valid, "table": made, "keys_max": keys_max}
         args = (q, keys, v, module.W_q.weight, None, None, module.w_v.weight)
         torch.library.opcheck(ops.attend_step.default, args, options)
+        wide = ops.attend_step(*args, **options)[1]
+        narrow = {**options, "narrow": True}
+        assert torch.equal(ops.attend_step(*args, **narrow)[1], wide.to(dtype))
+        torch.library.opcheck(ops.attend_step.default, args, narrow)
 
 
 @pytest.mark.parametrize("bias", [False, True])

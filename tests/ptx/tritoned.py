@@ -105,7 +105,9 @@ class TritonPtx(PtxCalls):
         self.begin(multiprocessors, queries.dtype)
         weights = w_q, w_k, bias, w_v
         with self.here():
-            return forward.attend_step(queries, keys, values, *weights, valid_lens, mask)
+            return forward.attend_step(
+                queries, keys, values, *weights, valid_lens, mask, narrow=True
+            )
 
     def _runner(self, kernel):
         def run(x, y, z, _stream, _function, _packed, _metadata, _enter, _exit, *arguments):

@@ -89,12 +89,12 @@ def kernels_of(shape, dtype, target, only=""):
             torch.empty(batch, queries_len, keys_len, dtype=torch.bool, device="meta"),
         ):
             seen = {"valid_lens": valid, "mask": mask}
-            context, weights = forward.attend(*inputs, **seen)
+            context, weights = forward.attend(*inputs, **seen, narrow=True)
             backward.attend_backward(weights, context, weights, 15, *inputs, **seen)
             if queries_len <= plans.OWN_FEATURES:
                 inside = make(batch, keys_len, 32), make(hidden, 32)
-                forward.attend(*inputs, *inside, **seen)
+                forward.attend(*inputs, *inside, **seen, narrow=True)
         if queries_len <= GPU_STEP_QUERIES and dtype != torch.float32:
             square = make(hidden, hidden)
-            forward.attend_step(queries, keys, values, square, None, None, w_v, valid)
+            forward.attend_step(queries, keys, values, square, None, None, w_v, valid, narrow=True)
     return found

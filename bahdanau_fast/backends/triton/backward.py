@@ -162,18 +162,21 @@ def _of_step(
 ) -> None:
     """The gradients of few queries: a launch over values, one over keys, one to sum."""
     plan, shape = _plan(call).values, (call.batch, call.queries_len)
-    found, means = None, None
+    found, means, masses = None, None, None
     if grads.through_scores:
         found, means = call.new(*shape, call.keys_len), call.new(*shape, plan.splits)
+        if weights.dtype != torch.float32:
+            masses = call.new(*shape, plan.splits)
     step_values_kernel[(call.batch * plan.splits,)](
         values=call.values, weights=weights, grad_context=grad_context, grad_weights=grad_weights,
-        grad_values=_wanted(grads.values), grads=found, means=means, Tk=call.keys_len,
-        Dv=call.features, **strides(v=call.values, gc=grad_context, gw=grad_weights),
+        grad_values=_wanted(grads.values), grads=found, means=means, masses=masses,
+        Tk=call.keys_len, Dv=call.features,
+        **strides(v=call.values, gc=grad_context, gw=grad_weights),
         splits=plan.splits, split_keys=plan.split_keys, **call.seen, **call.dropout,
         Tq=call.queries_len, **plan.blocks,
     )  # fmt: skip
     if found is not None:
-        _through_keys(call, found, grads, weights, means)
+        _through_keys(call, found, grads, weights, means, masses)
 
 
 def _through_keys(
@@ -182,6 +185,7 @@ def _through_keys(
     grads: _Gradients,
     weights: Tensor | None = None,
     means: Tensor | None = None,
+    masses: Tensor | None = None,
 ) -> None:
     """Gradients of queries, keys and w_v; with ``weights``, from the gradients of those."""
     whole = _plan(call)
@@ -195,7 +199,7 @@ def _through_keys(
     hidden_blocks = -(-call.hidden // plan.blocks["BLOCK_H"])
     step_keys_kernel[(call.batch * plan.splits * hidden_blocks,)](
         queries=call.queries, keys=call.keys, w_v=call.w_v, weights=weights, grads=grad_scores,
-        means=means, grad_keys=_wanted(grads.keys),
+        means=means, masses=masses, grad_keys=_wanted(grads.keys),
         q_parts=grad_queries if q_parts is None else q_parts, w_parts=w_parts,
         Tk=call.keys_len, H=call.hidden, **strides(q=call.queries, k=call.keys), g_batch=g_batch,
         g_row=g_row, g_key=g_key, splits=plan.splits, split_keys=plan.split_keys,

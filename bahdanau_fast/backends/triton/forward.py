@@ -39,13 +39,14 @@ def attend(
     need_weights: bool = True,
     precise: bool = True,
     backend: int = 0,
+    narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The operator ``attend``; see :mod:`ops.attend`.
 
     ``table`` and ``keys_max`` are not read: these kernels make what they need in registers.
 
     Returns:
-        Context (B,Tq,Dv) and fp32 weights (B,Tq,Tk); (0,) if not wanted.
+        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp32 or ``narrow``; (0,) if not wanted.
 
     Raises:
         TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
@@ -53,7 +54,7 @@ def attend(
     """
     given = (valid_lens, mask, seed, dropout_p, features, w_f, activation, negative_slope)
     call = Call(queries, keys, values, w_v, *given)
-    context, weights = _results(call, need_weights)
+    context, weights = _results(call, need_weights, narrow)
     if context.numel() + weights.numel() == 0 or call.keys_len == 0:
         return context, weights
     step = is_gpu_step(call.queries_len, call.hidden, call.features)
@@ -93,18 +94,19 @@ def attend_step(
     table: Tensor | None = None,
     keys_max: Tensor | None = None,
     need_weights: bool = True,
+    narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The operator ``attend_step``; see :mod:`ops.whole`. Tq is at most 16, H and Dv 2048.
 
     Keys are projected by torch's product.
 
     Returns:
-        Context (B,Tq,Dv) and fp32 weights (B,Tq,Tk); (0,) if not wanted.
+        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp32 or ``narrow``; (0,) if not wanted.
     """
     if w_k is not None:
         keys = torch.nn.functional.linear(keys, w_k, bias)
     call = Call(queries, keys, values, w_v, valid_lens, mask)
-    context, weights = _results(call, need_weights)
+    context, weights = _results(call, need_weights, narrow)
     if context.numel() + weights.numel() and call.keys_len:
         with call.guard():
             _step(call, context, weights, w_q)
@@ -135,11 +137,12 @@ def attend_scores(
     return scores
 
 
-def _results(call: Call, need_weights: bool) -> tuple[Tensor, Tensor]:
+def _results(call: Call, need_weights: bool, narrow: bool = False) -> tuple[Tensor, Tensor]:
     """Where context and weights go; a context of no keys is zero."""
-    shape = (call.batch, call.queries_len, call.keys_len) if need_weights else (0,)
-    weights = call.new(*shape, dtype=torch.float32)
-    context = call.new(call.batch, call.queries_len, call.features, dtype=call.queries.dtype)
+    shape, dtype = (call.batch, call.queries_len, call.keys_len), call.queries.dtype
+    of_weights = dtype if narrow else torch.float32
+    weights = call.new(*(shape if need_weights else (0,)), dtype=of_weights)
+    context = call.new(*shape[:2], call.features, dtype=dtype)
     return (context if call.keys_len else context.zero_()), weights
 
 

@@ -82,11 +82,11 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, con
                                   MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table,
                                   MaybeTensor keys_max, MaybeTensor seed, double dropout_p,
                                   int64_t activation, double negative_slope, bool need_weights,
-                                  bool precise, int64_t backend) {
+                                  bool precise, int64_t backend, bool narrow) {
   check_backend(backend);
   const Options options{features, w_f,       valid_lens, mask,           table,  keys_max,
                         seed,     dropout_p, activation, negative_slope, precise};
-  return attend_to(queries, keys, values, w_v, options, need_weights);
+  return attend_to(queries, keys, values, w_v, options, need_weights, narrow);
 }
 
 SixGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& values,

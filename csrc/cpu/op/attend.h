@@ -5,19 +5,22 @@
 
 namespace bahdanau_fast {
 
-// Context (B,Tq,Dv), and weights (B,Tq,Tk) or none, (0). Queries and keys are a Tensor or OwnRows.
+// Context (B,Tq,Dv), and weights (B,Tq,Tk) or none, (0), in no less than fp32 or `narrow` as the
+// context. Queries and keys are a Tensor or OwnRows.
 template <class Queries, class Keys>
 std::tuple<Tensor, Tensor> attend_to(const Queries& queries, const Keys& keys, const Tensor& values,
-                                     const Tensor& w_v, const Options& options, bool need_weights) {
+                                     const Tensor& w_v, const Options& options, bool need_weights,
+                                     bool narrow = false) {
   const Inputs in(queries, keys, values, w_v, options, exponentials_for(queries));
   const Problem& p = in.problem;
   Tensor context = new_tensor({p.B, p.Tq, p.Dv}, in.storage);
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
   Tensor weights = new_tensor(need_weights ? shape : none, weights_dtype(in.kind));
-  if (p.B == 0 || p.Tq == 0) return {context, weights};
-  if (p.Tk == 0) return {torch::stable::zero_(context), weights};
-  run_forward(in, context.mutable_data_ptr(), need_weights ? weights.mutable_data_ptr() : nullptr);
-  return {context, weights};
+  if (p.Tk == 0) torch::stable::zero_(context);
+  if (!p.empty())
+    run_forward(in, context.mutable_data_ptr(),
+                need_weights ? weights.mutable_data_ptr() : nullptr);
+  return {context, narrow ? torch::stable::to(weights, in.storage) : weights};
 }
 
 // The gradients that are sums over the queries.

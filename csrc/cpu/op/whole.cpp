@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& keys
                                        const Tensor& values, MaybeTensor w_q, MaybeTensor w_k,
                                        MaybeTensor bias, const Tensor& w_v, MaybeTensor valid_lens,
                                        MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
-                                       bool need_weights) {
+                                       bool need_weights, bool narrow) {
   STD_TORCH_CHECK(w_q.has_value(), "w_q must be given on the cpu");
   STD_TORCH_CHECK(w_k.has_value() || !bias.has_value(), "bias must come with w_k");
   STD_TORCH_CHECK(!w_k.has_value() || !table.has_value(), "table must come without w_k");
@@ -40,9 +40,9 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& keys
   // Without w_k fp32 is projected in fp32, as by the matrix product this replaces.
   const int64_t limit = w_k.has_value() ? kMaxFp64CpuElements : 0;
   const OwnRows asked = Projected(queries, *w_q, std::nullopt, "queries", limit).forward();
-  if (!w_k.has_value()) return attend_to(asked, keys, values, w_v, options, need_weights);
+  if (!w_k.has_value()) return attend_to(asked, keys, values, w_v, options, need_weights, narrow);
   return attend_to(asked, Projected(keys, *w_k, bias, "keys").forward(), values, w_v, options,
-                   need_weights);
+                   need_weights, narrow);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> additive_attention_backward(

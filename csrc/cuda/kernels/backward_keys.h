@@ -152,11 +152,12 @@ constexpr int kRowThreads = 1024;  // at most
 
 struct GradRows {
   Problem p;
-  const void* weights = nullptr;   // (B,Tq,Tk) of fp32
+  const void* weights = nullptr;   // (B,Tq,Tk) of fp32, or `narrow` of T
   const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value; null: zero
-  View grad_weights;               // (B,Tq,Tk) of fp32; data may be null
+  View grad_weights;               // (B,Tq,Tk) as the weights; data may be null
   void* grad_scores = nullptr;     // (B,Tq,Tk) of fp32; null: not wanted
   void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout; null: not wanted
+  bool narrow = false;
 };
 
 // The saved weights are rounded. Dividing them by their sum makes them add up to one again, and a
@@ -169,29 +170,28 @@ __global__ void __launch_bounds__(kRowThreads) grad_rows(const GradRows g) {
   const Problem& p = g.p;
   const Dropout dropout(p);
   const int64_t row = blockIdx.x, b = row / p.Tq, i = row % p.Tq, keys = key_count(p, b, i);
-  const float* weights = static_cast<const float*>(g.weights) + row * p.Tk;
+  const auto weight = [&](int64_t j) { return weight_at<T>(g.weights, g.narrow, row * p.Tk + j); };
   const T* products = static_cast<const T*>(g.products);
-  const float* given = row_at<float>(g.grad_weights, b, i);
   const auto grad_weight = [&](int64_t j) {
     float x =
         g.products == nullptr ? 0.0f : widen(products[row * p.Tk + j]) * dropout.factor(row, j);
-    return g.grad_weights.data == nullptr ? x : x + given[j];
+    return g.grad_weights.data == nullptr ? x : x + given_at<T>(g.grad_weights, g.narrow, b, i, j);
   };
   if (g.dropped != nullptr)
     for (int64_t j = threadIdx.x; j < p.Tk; j += blockDim.x)
-      narrow(weights[j] * dropout.factor(row, j), static_cast<T*>(g.dropped) + row * p.Tk + j);
+      narrow(weight(j) * dropout.factor(row, j), static_cast<T*>(g.dropped) + row * p.Tk + j);
   if (g.grad_scores == nullptr) return;
   Sum total, dot;
 #pragma unroll 4
   for (int64_t j = threadIdx.x; j < keys; j += blockDim.x) {
-    total.add(weights[j]);
-    dot.add_product(weights[j], grad_weight(j));
+    total.add(weight(j));
+    dot.add_product(weight(j), grad_weight(j));
   }
   total = block_sum(total, scratch);
   const Sum mean = block_sum(dot, scratch).over(total);
   float* out = static_cast<float*>(g.grad_scores) + row * p.Tk;
   for (int64_t j = threadIdx.x; j < p.Tk; j += blockDim.x)
-    out[j] = j < keys ? weigh_difference(weights[j] / total.high, grad_weight(j), mean) : 0.0f;
+    out[j] = j < keys ? weigh_difference(weight(j) / total.high, grad_weight(j), mean) : 0.0f;
 }
 
 // ---- and through the tanh, part by part of the keys ----

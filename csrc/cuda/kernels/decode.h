@@ -4,7 +4,7 @@
 //   context[b,i] = sum_j dropout(weights)[b,i,j] value[b,j]
 //
 //   queries (B,Tq,H), keys (B,Tk,H), values (B,Tk,Dv), w (H): T; context (B,Tq,Dv): T;
-//   weights (B,Tq,Tk): fp32; or queries (B,Tq,Dq) and W_q (H,Dq), projected in the same launch
+//   weights (B,Tq,Tk): fp32 or T; or queries (B,Tq,Dq) and W_q (H,Dq), projected in the same launch
 //
 // A block is (batch row, up to QT queries, columns of the values, split of the keys). Each of its
 // warps takes a few keys in turn and has a ring of stages in shared memory for them, which it fills
@@ -215,13 +215,23 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
         static_cast<float*>(d.sums)[part] = total;
       }
       if (d.weights == nullptr || c0 > 0) continue;
-      float* weights = static_cast<float*>(d.weights) + at * p.Tk + j0;
+      const int64_t first = at * p.Tk + j0;
       for (int j = threadIdx.x; j < n; j += blockDim.x) {
         const float x = j < count(q) ? mine.scores[q * d.split + j] : -INFINITY;
-        weights[j] = d.splits > 1 ? x : over<T>(exp_of<T>(x - best), total);
+        if (d.splits > 1)
+          static_cast<float*>(d.scores)[first + j] = x;
+        else
+          store_weight(over<T>(exp_of<T>(x - best), total), first + j);
       }
     }
     if (d.splits > 1 && is_last()) meet_splits();
+  }
+
+  __device__ __forceinline__ void store_weight(float x, int64_t at) const {
+    if (d.narrow)
+      narrow(x, static_cast<T*>(d.weights) + at);
+    else
+      static_cast<float*>(d.weights)[at] = x;
   }
 
   // Columns [c, c + 4) of the context of a query.
@@ -273,8 +283,7 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
       total = warp_sum(total * exp_of<T>(best - top));
       __syncthreads();
       meet_contexts(static_cast<const float*>(d.contexts) + first * Sizes::columns, top, total, at);
-      if (d.weights != nullptr && c0 == 0)
-        meet_scores(static_cast<float*>(d.weights) + at * p.Tk, top, total);
+      if (d.weights != nullptr && c0 == 0) meet_scores(at * p.Tk, top, total);
     }
   }
 
@@ -306,19 +315,20 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
     }
   }
 
-  // From the scores of a row to its weights.
-  __device__ void meet_scores(float* weights, float best, float total) {
+  // From the scores of a row to its weights, which begin at `row`.
+  __device__ void meet_scores(int64_t row, float best, float total) {
+    const float* of_row = static_cast<const float*>(d.scores) + row;
     constexpr int W = 16;  // loads in flight
 #pragma unroll 1
     for (int64_t first = threadIdx.x; first < p.Tk; first += W * blockDim.x) {
       const int left = int(smaller(p.Tk - first, W * blockDim.x)), step = int(blockDim.x);
       float scores[W];
 #pragma unroll
-      for (int k = 0; k < W; ++k) scores[k] = weights[first + (k * step < left ? k * step : 0)];
+      for (int k = 0; k < W; ++k) scores[k] = of_row[first + (k * step < left ? k * step : 0)];
 #pragma unroll
       for (int k = 0; k < W; ++k)
         if (k * step < left)
-          weights[first + k * step] = over<T>(exp_of<T>(scores[k] - best), total);
+          store_weight(over<T>(exp_of<T>(scores[k] - best), total), row + first + k * step);
     }
   }
 };

@@ -8,7 +8,8 @@
 //   with t = tanh(query + key), u = 1 - t^2
 //
 //   queries (B,Tq,H), keys (B,Tk,H), values (B,Tk,Dv), w (H), grad_context (B,Tq,Dv), grad_queries,
-//   grad_keys, grad_values: T; weights, grad_weights (B,Tq,Tk): fp32; of grad_w a part (B,H): fp32
+//   grad_keys, grad_values: T; weights, grad_weights (B,Tq,Tk): both fp32 or both T; of grad_w a
+//   part (B,H): fp32
 //
 // A cluster is a batch row, a block one part of its keys. Its warps take keys in turn; lanes hold
 // neighbouring columns, 16 bytes at a time: first of the values, which gives the gradients of
@@ -27,10 +28,11 @@ constexpr int64_t kBackwardQueries = 4;  // at most
 struct DecodeBackward {
   Problem p;
   int64_t splits = 1, split = 1;  // blocks of a cluster, and keys of each
-  const void* weights = nullptr;  // (B,Tq,Tk) of fp32
+  const void* weights = nullptr;  // (B,Tq,Tk) of fp32, or `narrow` of T
   View grad_context;              // data may be null
-  View grad_weights;              // data may be null
-  void* grad_queries = nullptr;   // null: not asked for, here and below
+  View grad_weights;              // (B,Tq,Tk) likewise; data may be null
+  bool narrow = false;
+  void* grad_queries = nullptr;  // null: not asked for, here and below
   void* grad_keys = nullptr;
   void* grad_values = nullptr;
   void* w_parts = nullptr;  // (B,H) of fp32
@@ -97,7 +99,7 @@ struct DecodeBackwardTask : KeysTask<T, QT, vectors> {
       const int64_t i = at / g.split, j = at % g.split, row = b * p.Tq + i;
       float x = 0;
       if (i < p.Tq && j < n)
-        x = static_cast<const float*>(g.weights)[row * p.Tk + j0 + j] * dropout.factor(row, j0 + j);
+        x = weight_at<T>(g.weights, g.narrow, row * p.Tk + j0 + j) * dropout.factor(row, j0 + j);
       mine.weights[at] = x;
       mine.scores[at] = 0;
     }
@@ -140,7 +142,7 @@ struct DecodeBackwardTask : KeysTask<T, QT, vectors> {
       const int64_t j = first + lane / each / QT, i = lane / each % QT, row = b * p.Tq + i;
       if (lane % each != 0 || i >= p.Tq || j >= n) continue;
       float x = dot * dropout.factor(row, j0 + j);
-      if (g.grad_weights.data != nullptr) x += row_at<float>(g.grad_weights, b, i)[j0 + j];
+      if (g.grad_weights.data != nullptr) x += given_at<T>(g.grad_weights, g.narrow, b, i, j0 + j);
       mine.scores[i * g.split + j] = x;
     }
     __syncthreads();
@@ -150,12 +152,14 @@ struct DecodeBackwardTask : KeysTask<T, QT, vectors> {
 
   __device__ void meet_softmax() {
     const int64_t row = b * p.Tq + warp, keys = warp < p.Tq ? count(warp) : 0;
-    const float* weights = static_cast<const float*>(g.weights) + row * p.Tk + j0;
+    const auto weight = [&](int64_t j) {
+      return weight_at<T>(g.weights, g.narrow, row * p.Tk + j0 + j);
+    };
     float* scores = mine.scores + warp * g.split;
     Sum total, dot;
     for (int64_t j = lane; j < keys; j += kWarp) {
-      total.add(weights[j]);
-      dot.add_product(weights[j], scores[j]);
+      total.add(weight(j));
+      dot.add_product(weight(j), scores[j]);
     }
     total = warp_sum(total);
     dot = warp_sum(dot);
@@ -173,7 +177,7 @@ struct DecodeBackwardTask : KeysTask<T, QT, vectors> {
       }
       const Sum mean = dot.over(total);
       for (int64_t j = lane; j < n; j += kWarp)
-        scores[j] = j < keys ? weigh_difference(weights[j] / total.high, scores[j], mean) : 0.0f;
+        scores[j] = j < keys ? weigh_difference(weight(j) / total.high, scores[j], mean) : 0.0f;
     }
     __syncthreads();
   }

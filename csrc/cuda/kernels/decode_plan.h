@@ -29,9 +29,10 @@ struct DecodeForward {
   int64_t column_groups = 1;      // of the values
   int64_t splits = 1, split = 1;  // parts of the keys, and keys in each
   void* context = nullptr;        // (B,Tq,Dv) of T
-  void* weights = nullptr;        // (B,Tq,Tk) of fp32; may be null
-  // With several splits, whose scores are where the weights go to; a row is a batch row's group of
-  // queries and of columns:
+  void* weights = nullptr;        // (B,Tq,Tk) of fp32, or `narrow` of T; may be null
+  bool narrow = false;
+  // With several splits; a row is a batch row's group of queries and of columns:
+  void* scores = nullptr;       // (B,Tq,Tk) of fp32, where the weights go to if those are of fp32
   void* maxima = nullptr;       // (rows,splits,QT) of fp32, as are the sums of exp(score - maximum)
   void* sums = nullptr;         // and, for each column, the values weighted by that
   void* contexts = nullptr;     //

@@ -121,6 +121,19 @@ __device__ __forceinline__ void load_units(const T* row, int64_t h, int64_t end,
   }
 }
 
+// Attention weights, or their gradients: of fp32, or `narrow` of T.
+template <class T>
+__device__ __forceinline__ float weight_at(const void* weights, bool narrow, int64_t at) {
+  return narrow ? widen(static_cast<const T*>(weights)[at])
+                : static_cast<const float*>(weights)[at];
+}
+
+template <class T>
+__device__ __forceinline__ float given_at(const View& grads, bool narrow, int64_t b, int64_t i,
+                                          int64_t j) {
+  return weight_at<T>(grads.data, narrow, b * grads.batch_stride + i * grads.row_stride + j);
+}
+
 // x into row[h..h+kVector), up to `end`.
 template <class T, bool vectors>
 __device__ __forceinline__ void store_units(const float* x, T* row, int64_t h, int64_t end) {

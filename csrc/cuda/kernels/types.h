@@ -47,11 +47,13 @@ struct Forward {
   int64_t Dq = 0;
   void* context = nullptr;  // (B,Tq,Dv) of T, contiguous
   void* weights = nullptr;  // (B,Tq,Tk) of fp32, contiguous; null: not wanted
+  bool narrow = false;      // weights are of T
 };
 
 // Of w there are parts, which sum_parts adds up.
 struct Backward : Gradients {
   Problem p;
+  bool narrow = false;      // weights and grad_weights are of T instead of fp32
   void* w_parts = nullptr;  // (max(1, splits), B, H) of fp32; null: not wanted
   // In several launches:
   const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value; null: zero

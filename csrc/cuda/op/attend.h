@@ -100,6 +100,7 @@ struct Attend {
     Carver from{base};
     d->context = f.context;
     d->weights = f.weights;
+    d->narrow = f.narrow;
     if (d->splits == 1) return 0;
     const Step& step = step_of(d->p);
     const int64_t rows = rows_of(*d), parts = rows * d->splits * step.queries;
@@ -107,6 +108,8 @@ struct Attend {
     d->maxima = from.take<float>(parts);
     d->sums = from.take<float>(parts);
     d->contexts = from.take<float>(parts * step.columns);
+    const bool apart = f.narrow && f.weights != nullptr;
+    d->scores = apart ? from.take<float>(d->p.B * d->p.Tq * d->p.Tk) : f.weights;
     return from.used;
   }
 
@@ -168,7 +171,7 @@ struct Attend {
     while (2 * splits <= device.cluster && p.B * splits < 2 * device.multiprocessors &&
            p.Tk > 32 * splits)
       splits *= 2;
-    *d = {p, splits, ceil_div(p.Tk, splits), g.weights, g.grad_context, g.grad_weights};
+    *d = {p, splits, ceil_div(p.Tk, splits), g.weights, g.grad_context, g.grad_weights, g.narrow};
     d->grad_queries = g.grad_queries;
     d->grad_keys = g.grad_keys;
     d->grad_values = g.grad_values;
@@ -199,7 +202,8 @@ struct Attend {
   }
 
   static void grad_rows(const Backward& g, const Device& device) {
-    const GradRows rows{g.p, g.weights, g.products, g.grad_weights, g.grad_scores, g.dropped};
+    const GradRows rows{g.p,           g.weights, g.products, g.grad_weights,
+                        g.grad_scores, g.dropped, g.narrow};
     const int64_t warps = smaller(kRowThreads / kWarp, ceil_div(g.p.Tk, kWarp));
     launch(gpu::grad_rows<T>,
            {"grad_rows", g.p.B * g.p.Tq, int(warps) * kWarp, warps * int64_t(sizeof(Sum)),

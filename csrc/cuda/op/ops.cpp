@@ -28,16 +28,19 @@ void check_plain(const MaybeTensor& features, int64_t activation) {
 }
 
 // Runs a forward; its problem is not empty.
-std::tuple<Tensor, Tensor> launched(const Inputs& in, const Device& device, bool need_weights) {
+std::tuple<Tensor, Tensor> launched(const Inputs& in, const Device& device, bool need_weights,
+                                    bool narrow) {
   const Problem& p = in.problem;
   Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, in.dtype);
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
-  Tensor weights = in.new_tensor(need_weights ? shape : none, ScalarType::Float);
+  Tensor weights =
+      in.new_tensor(need_weights ? shape : none, narrow ? in.dtype : ScalarType::Float);
   if (p.Tk == 0) return {torch::stable::zero_(context), weights};
   if (p.empty()) return {context, weights};
   Forward f = in.forward;
   f.context = context.mutable_data_ptr();
   f.weights = data_or_null(weights, need_weights);
+  f.narrow = narrow;
   queue(in, f, device);
   return {context, weights};
 }
@@ -49,12 +52,12 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, con
                                   MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor,
                                   MaybeTensor, MaybeTensor seed, double dropout_p,
                                   int64_t activation, double, bool need_weights, bool,
-                                  int64_t backend) {
+                                  int64_t backend, bool narrow) {
   check_plain(features, activation);
   check_backend(backend);
   const Inputs in(queries, keys, values, w_v, valid_lens, mask, seed, dropout_p);
   const DeviceGuard guard(in.device);
-  return launched(in, in.current(), need_weights);
+  return launched(in, in.current(), need_weights, narrow);
 }
 
 // torch.nn.functional.linear
@@ -73,18 +76,18 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& keys
                                        const Tensor& values, MaybeTensor w_q, MaybeTensor w_k,
                                        MaybeTensor bias, const Tensor& w_v, MaybeTensor valid_lens,
                                        MaybeTensor mask, MaybeTensor, MaybeTensor,
-                                       bool need_weights) {
+                                       bool need_weights, bool narrow) {
   const Tensor k = w_k.has_value() ? linear(keys, *w_k, bias) : keys;
   if (w_q.has_value()) {
     const Inputs in(queries, k, values, w_v, valid_lens, mask, std::nullopt, 0.0, w_q);
     const DeviceGuard guard(in.device);
     if (!in.problem.empty() && in.forward.Dq > 0 && kernels(in.kind).projects(in.forward))
-      return launched(in, in.current(), need_weights);
+      return launched(in, in.current(), need_weights, narrow);
   }
   const Tensor q = w_q.has_value() ? linear(queries, *w_q, std::nullopt) : queries;
   const Inputs in(q, k, values, w_v, valid_lens, mask, std::nullopt, 0.0);
   const DeviceGuard guard(in.device);
-  return launched(in, in.current(), need_weights);
+  return launched(in, in.current(), need_weights, narrow);
 }
 
 // ---- backward ----
@@ -164,13 +167,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
     torch::stable::zero_(grads.values);
     return all();
   }
-  const View weights_view = in.view_like(weights, ScalarType::Float, "weights", p.Tk);
+  const ScalarType type = weights.scalar_type() == in.dtype ? in.dtype : ScalarType::Float;
+  const View weights_view = in.view_like(weights, type, "weights", p.Tk);
   STD_TORCH_CHECK(weights.is_contiguous(), "weights must be those attend returned");
   Backward g;
   g.p = p;
   g.weights = weights_view.data;
+  g.narrow = type == in.dtype;
   g.grad_context = in.view_like(grad_context, in.dtype, "grad_context", p.Dv);
-  g.grad_weights = in.view_like(grad_weights, ScalarType::Float, "grad_weights", p.Tk);
+  g.grad_weights = in.view_like(grad_weights, type, "grad_weights", p.Tk);
   g.grad_queries = data_or_null(grads.queries, needs & need_queries);
   g.grad_keys = data_or_null(grads.keys, needs & need_keys);
   g.grad_values = data_or_null(grads.values, needs & need_values);

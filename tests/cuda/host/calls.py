@@ -21,7 +21,8 @@ class Calls:
     grad_context, grad_weights, needs, *inputs)``, where inputs are queries, keys, values, w_v and
     lengths, with a seed and a probability if something is dropped, and ``needs`` has a bit for each
     gradient. Where there is a mask or an activation, ``mask=``, ``activation=`` and
-    ``negative_slope=`` are given too.
+    ``negative_slope=`` are given too, and forward is told by ``narrow=`` whether weights are to
+    come in the dtype of the inputs.
 
     Attributes:
         kind: of the numbers of the call that runs.
@@ -74,10 +75,15 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, queries, keys, values, w_v, lens, calls, multiprocessors, dropout, masked):
         calls.begin(multiprocessors, queries.dtype)
         inputs = queries, keys, values, w_v, lens, *dropout
-        context, weights = calls.forward(True, *inputs, **masked)
+        # With lengths backward takes narrow weights, without them wide ones.
+        context, weights = calls.forward(True, *inputs, **masked, narrow=lens is not None)
         if weights.numel() * w_v.numel() < 100_000:
             alone, _ = calls.forward(False, *inputs, **masked)
             assert torch.equal(_bits(alone), _bits(context)), "the context depends on need_weights"
+            _, others = calls.forward(True, *inputs, **masked, narrow=lens is None)
+            assert {others.dtype, weights.dtype} == {torch.float32, queries.dtype}
+            one, other = (_bits(x.to(queries.dtype)) for x in (weights, others))
+            assert torch.equal(one, other), "narrow weights are not those of fp32, rounded"
         ctx.save_for_backward(queries, keys, values, w_v)
         ctx.rest = lens, calls, multiprocessors, dropout, masked
         ctx.weights = weights.clone()

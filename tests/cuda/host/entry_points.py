@@ -14,11 +14,11 @@ def on_gpu(name, *arguments):
 
 def attend(
     call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0, need_weights=True,
-    mask=None,
+    mask=None, narrow=False,
 ):  # fmt: skip
     """Context and weights of projected queries and keys."""
     inputs = _arguments(queries, keys, values, w_v, lens, mask, seed, dropout_p)
-    return call(FORWARD, *inputs, need_weights, True, 0)
+    return call(FORWARD, *inputs, need_weights, True, 0, narrow)
 
 
 def attend_backward(
@@ -41,5 +41,5 @@ def _arguments(queries, keys, values, w_v, lens, mask, seed, dropout_p):
 
 def step(call, queries, w_q, keys, w_k, bias, values, w_v, lens=None, mask=None):
     """Context and weights of queries, and keys if ``w_k`` is given, that the launch projects."""
-    rest = w_v, lens, mask, None, None, True
+    rest = w_v, lens, mask, None, None, True, True
     return call(STEP, queries, keys, values, w_q, w_k, bias, *rest)
