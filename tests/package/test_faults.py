@@ -40,6 +40,34 @@ def test_without_a_compiler_the_build_says_so_and_goes_on(tree):
     assert "Traceback" not in done.stderr
 
 
+def linked(tree, flags, *sources):
+    """The binary of these sources alone, linked with these flags, or why there is none."""
+    for path in tree.glob("csrc/cpu/*/*.cpp"):
+        path.unlink()
+    for number, text in enumerate(sources):
+        (tree / f"csrc/cpu/op/part{number}.cpp").write_text(text)
+    command = ["setup.py", "-q", "build_ext", "--build-lib", str(tree / "lib")]
+    said = build(tree, *command, LDFLAGS=flags).stderr
+    why = re.search(r"_C_cpu not built: (.*)", said)
+    return why[1] if why else tree / "lib/bahdanau_fast/_C_cpu.abi3.so"
+
+
+def tool(*command):
+    """What a program prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of GCC's runtime")
+def test_a_static_runtime_may_have_what_older_systems_lack(tree):
+    if not Path(tool("c++", "-print-file-name=libstdc++.a").strip()).is_absolute():
+        pytest.skip("the compiler has no static libstdc++")
+    throws = "#include <vector>\nint f(const std::vector<int>& x) { return x.at(7); }"
+    binary = linked(tree, "-static-libstdc++", throws)
+    needed = tool("readelf", "-d", binary)
+    assert "libc.so" in needed
+    assert "libstdc++" not in needed
+
+
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_a_package_without_a_binary_holds_the_reason(tree, kind):
     compiler = empty_compiler(tree / "compiler")
