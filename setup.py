@@ -94,6 +94,16 @@ def isa_of(source: Path) -> str:
     return next((isa for isa in ISA_FLAGS if isa and source.stem.endswith(isa)), "")
 
 
+def fault(output: str) -> str:
+    """The line of a failed tool's output that says why: marked as an error, or a linker's first."""
+    aside = r"warning:|note:|in function [`']|skipping incompatible"
+    by_caller = r"ld returned|linker command failed"
+    lines = [line.strip() for line in output.splitlines()]
+    lines = [x for x in lines if x and not re.search(f"{aside}|{by_caller}", x, re.IGNORECASE)]
+    marked = [line for line in lines if re.search(r"\b(error|fatal)\s*:", line, re.IGNORECASE)]
+    return next(iter([*marked, *lines]), "no error text")
+
+
 def run(command: list[str], doing: str, show: bool = True) -> str:
     """Run a compiler or linker; its warnings are shown, its failure is a BuildError."""
     if show:
@@ -104,8 +114,7 @@ def run(command: list[str], doing: str, show: bool = True) -> str:
         raise BuildError(f"{doing}: cannot run {command[0]} ({error.strerror})") from error
     output = result.stdout + result.stderr
     if result.returncode:
-        first = next((line for line in output.splitlines() if "error" in line), "no error text")
-        raise BuildError(f"{doing}: {command[0]} failed ({first.strip()})", output)
+        raise BuildError(f"{doing}: {command[0]} failed ({fault(output)})", output)
     if show:
         print(output, end="", flush=True)
     return output

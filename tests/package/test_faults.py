@@ -52,6 +52,19 @@ def linked(tree, flags, *sources):
     return why[1] if why else tree / "lib/bahdanau_fast/_C_cpu.abi3.so"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the words of Linux's linkers")
+@pytest.mark.parametrize(
+    ("reason", "flags", "sources"),
+    [
+        (r"multiple definition of .f\(\)", "", ["int f() { return 1; }"] * 2),
+        (r"undefined reference to .g\(\)", "-Wl,-z,defs", ["int g(); int f() { return g(); }"]),
+        ("cannot find -lno_such_library", "-lno_such_library", [""]),
+    ],
+)
+def test_the_reason_for_a_failed_link_is_the_linkers(tree, reason, flags, sources):
+    assert re.search(f"^linking _C_cpu.abi3.so: .*{reason}", linked(tree, flags, *sources))
+
+
 def tool(*command):
     """What a program prints."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
