@@ -1,5 +1,6 @@
 // The operators of bahdanau_fast/ops for CUDA tensors.
 #include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <array>
 #include <tuple>
@@ -64,7 +65,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, con
 Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   using torch::stable::detail::from;
   std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
