@@ -227,7 +227,9 @@ def link(command: list[str], target: Path, libraries: list[str]) -> None:
     if sys.platform == "darwin":
         command += ["-undefined", "dynamic_lookup"]
     else:
-        command += [*(f"-L{path}" for path in libraries), "-Wl,--as-needed", "-ltorch_cpu"]
+        # Seen by others, a static libstdc++ mixes with torch's shared one and writes no numbers.
+        command += ["-Wl,--exclude-libs,ALL", *(f"-L{path}" for path in libraries)]
+        command += ["-Wl,--as-needed", "-ltorch_cpu"]
     target.parent.mkdir(parents=True, exist_ok=True)
     last = shlex.split(os.environ.get("LDFLAGS", ""))
     run([*command, *last, "-o", str(target)], f"linking {target.name}")
