@@ -20,7 +20,7 @@ Draw = Callable[..., torch.Tensor]
 
 B, TQ, TK, DQ, DK, DV, H = 4, 5, 7, 10, 9, 13, 16
 HEADS, STEPS = 2, 3
-LENS = torch.tensor([7, 2, 4, 1])
+LENS = 7, 2, 4, 1
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ keys_alone = shapes((B, TK, DK))
 
 def keep():
     """True at the keys that are no padding."""
-    return torch.arange(TK) < LENS.unsqueeze(1)
+    return torch.arange(TK) < torch.tensor(LENS).unsqueeze(1)
 
 
 def masked(inputs, mask=keep):
@@ -147,7 +147,7 @@ def added_in_place(q, k):
 
 
 def mask_by_slices(x, mask):
-    for row, length in enumerate(LENS.tolist()):
+    for row, length in enumerate(LENS):
         x[row, length:] = -float("inf")
     return x.softmax(1)
 

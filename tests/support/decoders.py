@@ -22,7 +22,7 @@ def layer(cls, layers=1, dtype=torch.float64, **options):
     return made
 
 
-def given(cls, layers=1, dtype=torch.float64, T=T, B=B, Tk=TK, seed=1):
+def given(cls, layers=1, dtype=torch.float64, T=T, B=B, Tk=TK, seed=1, device="cpu"):
     generator = torch.Generator().manual_seed(seed)
     shapes = {
         "inputs": (T, B, E),
@@ -34,7 +34,7 @@ def given(cls, layers=1, dtype=torch.float64, T=T, B=B, Tk=TK, seed=1):
     if cls is bf.AttentionGRU:
         del shapes["cell"]
     drawn = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
-    return {n: x.to(dtype).requires_grad_() for n, x in drawn.items()}
+    return {n: x.to(device, dtype).requires_grad_() for n, x in drawn.items()}
 
 
 def call(module, tensors, lens=LENS):
@@ -50,9 +50,7 @@ def results(module, tensors, lens=LENS, which=slice(None)):
     outputs = call(module, tensors, lens)
     generator = torch.Generator().manual_seed(7)
     factors = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
-    loss = sum(
-        (x * f.to(x.dtype)).sum() for x, f in list(zip(outputs, factors, strict=True))[which]
-    )
+    loss = sum((x * f.to(x)).sum() for x, f in list(zip(outputs, factors, strict=True))[which])
     of = [*tensors.values(), *module.parameters()]
     return [*outputs, *torch.autograd.grad(loss, of, allow_unused=True)]
 
@@ -62,7 +60,11 @@ def hook(module, *_):
 
 
 def by_steps(function):
-    """What a function gives without the operator over all decoder_loop."""
-    with pytest.MonkeyPatch.context() as patch:
+    """What a function gives without the operator over all decoder_loop.
+
+    In full precision: on a GPU torch's recurrent layers would take TF32.
+    """
+    cudnn = torch.backends.cudnn
+    with pytest.MonkeyPatch.context() as patch, cudnn.flags(cudnn.enabled, allow_tf32=False):
         patch.setattr(decoder_loop, "_operator", lambda *_: ("cpu", None))
         return function()

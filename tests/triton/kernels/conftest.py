@@ -8,9 +8,15 @@ tests/ptx. What only the interpreter proves: the backend as users call it, compi
 
 import os
 import re
+from contextlib import ExitStack
+from unittest.mock import patch
 
+import parity
+import pretended
 import pytest
 import torch
+
+import bahdanau_fast as bf
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -21,6 +27,19 @@ DEEP = re.compile(
     r"test_a_fused_module_launches_kernels\[(?!tacotron\])|"
     r"test_a_fused_style_launches_kernels\[(?!join_expanded|join_leaky)"
 )
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(request):
+    """On a pretended one in the interpreter, but where torch's functions are watched already."""
+    assert bf.backends.why_not("triton") is None  # loads it
+    watched = "launches" in request.fixturenames or request.module.__name__ == "test_compiled"
+    with ExitStack() as stack:
+        if INTERPRETED and not watched:
+            stack.enter_context(patch.object(parity, "DEVICE", "cuda"))
+            stack.enter_context(pretended.gpu("triton"))
+        yield
+
 
 if INTERPRETED:
 
@@ -45,8 +64,6 @@ if INTERPRETED:
 
     interpreter.InterpretedFunction.__call__ = call
 elif torch.cuda.is_available():
-    import parity
-
     parity.DEVICE = "cuda"
 else:
     collect_ignore_glob = ["test_*.py"]

@@ -1,5 +1,6 @@
 """The attention of others' modules, and every style of writing it, reaches a Triton kernel."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from styles import STYLES
 from test_styles import run as with_gradients
 from test_styles import same
 
+FUSED = [name for name, style in STYLES.items() if not style.reason]
+
 
 @pytest.fixture
 def launches(monkeypatch):
@@ -25,24 +28,64 @@ def launches(monkeypatch):
     kind, found = type(decode_kernel), []  # compiled, or interpreted
     run_one = kind.run
     monkeypatch.setattr(kind, "run", lambda *a, **k: found.append(a) or run_one(*a, **k))
-    torch.manual_seed(0)
     return found
+
+
+@pytest.fixture(autouse=True)
+def device():
+    """Where masks and lengths are made, too."""
+    torch.manual_seed(0)
+    with torch.device(parity.DEVICE):
+        yield
+
+
+def drawing(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, device="cpu").to(parity.DEVICE)
+
+    return draw
+
+
+def peer(name):
+    """A peer's module, and a function that takes steps with it."""
+    module = driving.PEERS[name].make().eval().to(parity.DEVICE)
+
+    def run():
+        with torch.no_grad():
+            return [result.clone() for _, result in driving.PEERS[name].drive(module, drawing(3))]
+
+    run()  # makes what is lazy
+    return module, run
+
+
+def style(name):
+    """A module of a style, and a function that gives its results and gradients."""
+    module, leaves, draw = STYLES[name].make().eval().to(parity.DEVICE), [], drawing(1)
+
+    def leaf(*shape):
+        leaves.append(draw(*shape).requires_grad_())
+        return leaves[-1]
+
+    inputs = STYLES[name].inputs(leaf)
+    return module, functools.partial(with_gradients, module, inputs, leaves)
+
+
+# But what is checkpointed: torch looks past pretended.py then.
+ALL = [*((peer, name) for name in driving.PEERS), *((style, name) for name in FUSED)]
+ALL.remove((style, "checkpointed"))
+
+
+@pytest.mark.parametrize(("make", "name"), ALL)
+def test_everything_is_on_one_device(make, name):
+    _, run = make(name)
+    run()
 
 
 @pytest.mark.parametrize("name", driving.PEERS)
 def test_a_fused_module_launches_kernels(name, launches):
-    module = driving.PEERS[name].make().eval().to(parity.DEVICE)
-
-    def run():
-        generator = torch.Generator().manual_seed(3)
-
-        def draw(*shape):
-            return torch.randn(shape, generator=generator).to(parity.DEVICE)
-
-        with torch.no_grad():
-            return [result.clone() for _, result in driving.PEERS[name].drive(module, draw)]
-
-    run()  # makes what is lazy
+    module, run = peer(name)
     plain = run()
     assert bf.fuse(module)
     with bf.backends.use("triton"):
@@ -54,23 +97,16 @@ def test_a_fused_module_launches_kernels(name, launches):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, style in STYLES.items() if not style.reason])
+@pytest.mark.parametrize("name", FUSED)
 def test_a_fused_style_launches_kernels(name, launches):
-    module, leaves = STYLES[name].make().eval().to(parity.DEVICE), []
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape):
-        leaves.append(torch.randn(shape, generator=generator).to(parity.DEVICE).requires_grad_())
-        return leaves[-1]
-
-    inputs = STYLES[name].inputs(draw)
-    plain = with_gradients(module, inputs, leaves)
+    module, run = style(name)
+    plain = run()
     assert bf.fuse(module)
     with bf.backends.use("triton"):
         for _ in range(2):  # are checked
-            with_gradients(module, inputs, leaves)
+            run()
         launches.clear()
-        fused = with_gradients(module, inputs, leaves)
+        fused = run()
     assert len(launches) >= 2  # forward and backward
     for ours, theirs in zip(fused, plain, strict=True):
         same(ours, theirs, torch.float32)

@@ -2,9 +2,9 @@
 
 from functools import partial
 
+import parity
 import pytest
 import torch
-from parity import DEVICE
 
 import bahdanau_fast as bf
 from bahdanau_fast.backends import availability
@@ -52,7 +52,7 @@ def restored():
 
 @pytest.mark.parametrize(("settings", "wanted"), MIXES.items(), ids=str)
 def test_every_mix_of_flags(settings, wanted, monkeypatch):
-    x, w = torch.ones(1, 2, 3, device=DEVICE), torch.ones(4, 3, device=DEVICE)
+    x, w = (torch.ones(*s, device=parity.DEVICE) for s in ((1, 2, 3), (4, 3)))
     before, _ = bf.additive_attention(x, x, x, w, w, w[:, 0], backend="reference")
     for name in settings:
         SET[name]()
