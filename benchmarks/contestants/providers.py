@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import backends, functional
+from bahdanau_fast.backends.route import is_cuda_step
 from bahdanau_fast.memory import ProjectedKeys, project
 
 from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
@@ -224,7 +225,8 @@ def _op_full(inputs: Inputs) -> Runnable:
 
 
 def _op_projected(inputs: Inputs, ready: bool = False) -> Runnable:
-    backend = backends.resolve(inputs.keys.device)
+    step = is_cuda_step(False, inputs.queries.shape[1], inputs.w_v.shape[1], general=False)
+    backend = backends.resolve(inputs.keys.device, step=step)
     query, values, w_v = inputs.projected_queries, inputs.values, inputs.w_v
     projected = inputs.projected_keys
     prepared = ProjectedKeys(projected, None, None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bahdanau_fast import backends
 
-from ..contestants.parity import Oracle
+from ..contestants.parity import Oracle, prepare
 from ..contestants.providers import Provider, by_name
 from ..timing.measure import GpuCall, captured, interleave
 from ..workloads.shapes import MANY_QUERIES, SUBJECT, Inputs, Shape, draw
@@ -97,6 +97,15 @@ def verdict(case: GpuCase, device: torch.device) -> dict[str, Any]:
     """One call against fp64."""
     with _settings(case):
         return checked(case, subject(case), device)[1]
+
+
+def alone(case: GpuCase, device: torch.device) -> dict[str, Any]:
+    """One call, and nothing else but what copies its inputs: the reference is not run."""
+    with _settings(case):
+        inputs = inputs_of(case, device)
+        prepare(subject(case).build(case.task, inputs), case.train, inputs.grad_context)()
+    synchronize(device)
+    return {}
 
 
 @contextmanager

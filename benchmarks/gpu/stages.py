@@ -93,7 +93,7 @@ def smoke(device: str) -> list[Row]:
 def small(device: str) -> list[Row]:
     """The small calls, for a sanitizer: unwritten memory is left for it to find."""
     where = torch.device(device)
-    return _rows(figures.verdict, where, *_cases(_SMALL, where))
+    return _rows(figures.alone, where, *_cases(_SMALL, where))
 
 
 def _timed(where: torch.device, cases: Iterable[GpuCase]) -> list[Row]:
@@ -234,8 +234,9 @@ def parity(device: str) -> list[Row]:
 
 
 def sanitize(device: str) -> list[Row]:
-    """compute-sanitizer over the small rows of smoke, a process for each tool and dtype.
+    """compute-sanitizer over the small calls of smoke, a process for each tool and dtype.
 
+    No reference runs there: what is said is said of our calls.
     Two tools do not understand how Triton orders accesses. Every tensor gets memory of its own;
     otherwise an overrun could end in another tensor of the same allocator and go unnoticed.
     """
@@ -260,15 +261,12 @@ def sanitize(device: str) -> list[Row]:
     return rows
 
 
-def main(backend: str, dtype: str) -> None:
-    """What a sanitizer runs: the small rows of a backend in a dtype, in this process."""
-    for row in small("cuda"):
+def main(backend: str, dtype: str, device: str = "cuda") -> None:
+    """What a sanitizer runs: the small calls of a backend in a dtype, in this process."""
+    for row in small(device):
         if row.name.startswith(f"{backend}:") and dtype in row.name:
-            result = row.compute()
-            figures.synchronize(torch.device("cuda"))
-            print(row.name, result)
-            if not result["passed"]:
-                raise RuntimeError(f"{row.name} must keep the parity rule, got {result}")
+            row.compute()
+            print(row.name)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,8 @@ class _Functions(TorchFunctionMode):
                 self.memory.take(made)
             return made
         on_gpu = _is_gpu(kwargs["device"])
-        if kwargs.get("generator") is not None and kwargs["generator"].on_gpu != on_gpu:
+        drawn_by = kwargs.get("generator")
+        if drawn_by is not None and getattr(drawn_by, "on_gpu", False) != on_gpu:
             raise RuntimeError("generator must be on the device of what it draws")
         made = func(*args, **{**kwargs, "device": CPU})
         if any(isinstance(x, torch.Tensor) for x in args):  # like another

@@ -1,0 +1,209 @@
+"""What rows of the GPU report compute, on the CPU and in Triton's interpreter."""
+
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+
+import pretended
+import pytest
+import torch
+from fresh import ROOT, python
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
+from benchmarks import gpu_report
+from benchmarks.contestants.providers import by_name
+from benchmarks.gpu import figures, modelled, rivals, settle, stages
+from benchmarks.gpu.figures import GpuCase
+from benchmarks.timing.measure import GpuCall, captured, interleave
+from benchmarks.workloads.shapes import Shape
+
+CPU = torch.device("cpu")
+TINY = Shape("tiny", 2, 1, 5, 8)
+
+
+def test_a_row_of_the_contract():
+    (row,) = [row for row in stages.parity("cpu") if row.name == "cpu: no lens, float32"]
+    found = row.compute()
+    assert found["passed"]
+    assert 0 < found["worst"] <= 1
+
+
+CASES = [
+    GpuCase("cpu", TINY, "step", "float32"),
+    GpuCase("reference", TINY, "projected", train=True),
+    GpuCase("cpu", TINY, "full", "float16"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_of_ours_is_checked_and_timed(case):
+    row = figures.times(case, figures.subject(case), CPU)
+    assert row["passed"]
+    assert 0 < row["worst"] <= 1
+    assert 0 < row["called"]["p20"] <= row["called"]["median"] <= row["called"]["p80"]
+    assert row["no graph"] == "no GPU"
+    assert all(launches > 0 <= us for launches, us in row["kernels"].values())
+    if case.backend == "cpu" and case.task == "full":
+        (named,) = [n for n in row["kernels"] if n.startswith("bahdanau_fast::")]
+        assert row["kernels"][named][0] == 1
+
+
+def test_what_a_call_has_to_move():
+    # Queries, keys, values and w_v; twice and their gradients, or context and weights.
+    read = 4 * (2 * 8 + 2 * 2 * 5 * 8 + 8)
+    case = GpuCase("cpu", TINY, "projected", "float32")
+    assert figures.times(case, by_name("ours op"), CPU)["bytes"] == read + 4 * 2 * (8 + 5)
+    assert figures.times(replace(case, train=True), by_name("ours op"), CPU)["bytes"] == 3 * read
+
+
+LENS = replace(TINY, lens="drawn")
+FORMS = [
+    (rivals.IN_FRONT, GpuCase("cpu", TINY, "step", "float32")),
+    (rivals.MASKED_CALL, GpuCase("cpu", LENS, "full", "float32", True)),
+    (rivals.FUSED, GpuCase("cpu", LENS, "full", "float32", True)),
+    (next(r for r in rivals.RIVALS if r.name == "ours compiled"),
+     GpuCase("cpu", TINY, "full", "float32")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("provider", "case"), FORMS, ids=lambda x: getattr(x, "name", ""))
+def test_ours_as_users_meet_it_is_right(provider, case):
+    assert figures.built(case, provider, CPU)["passed"]
+
+
+def test_every_row_has_a_name_and_every_call_of_the_model_its_figures():
+    for stage in gpu_report.FIRST:
+        names = [row.name for row in getattr(stages, stage)("cpu")]
+        assert len(set(names)) == len(names)
+    given = "NVIDIA H100 80GB HBM3", str(stages.STEP), "bfloat16", "CUDA C++"
+    forward, both = (modelled.figures(*given, train) for train in (False, True))
+    assert 1 < forward["L2"] < forward["memory"] < both["memory"] < 100
+    assert modelled.figures("Planted X1", *given[1:], False) == {}
+
+
+def test_a_chain_leads_through_every_line():
+    following, at = settle.chain(64, CPU), 0
+    seen = {at := int(following[at]) for _ in range(64)}
+    assert seen == {settle.LINE * n for n in range(64)}
+
+
+# The smallest that a step's kernels on a GPU do not serve.
+MANY = replace(TINY, queries=GPU_STEP_QUERIES + 1)
+
+
+def test_peak_memory_is_that_of_the_backend_that_serves_many_queries(monkeypatch):
+    monkeypatch.setattr(figures, "MANY_QUERIES", [MANY])
+    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    with pretended.gpu("cuda"):
+        found = figures.peak("ours op", torch.device("cuda"))
+    queries, weights = 2 * 17 * 8, 2 * 17 * 5
+    leaves = queries + 2 * (2 * 5 * 8) + 8
+    assert found == {"peak": leaves / (2 * leaves + queries + weights)}
+
+
+class Names(TorchDispatchMode):
+    """Takes down which operators are called."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_sanitizer_sees_nothing_of_the_reference(capsys):
+    names = Names()
+    names.found = set()
+    with names:
+        stages.main("cpu", "float32", "cpu")
+    shapes = [shape.name for shape, *_ in stages.SMALL]
+    assert re.findall(r"cpu: (small-\w+) ", capsys.readouterr().out) == shapes
+    assert {"bahdanau_fast::attend", "bahdanau_fast::attend_backward"} <= names.found
+    assert not re.search("masked_fill|tanh|softmax", " ".join(names.found))
+
+
+@pytest.mark.parametrize("kind", ["right", "a little off", "not written"])
+def test_a_wrong_result_is_wrong(kind, monkeypatch):
+    case, ours = GpuCase("cpu", TINY, "projected", "float32"), by_name("ours op")
+    built = ours.build("projected", figures.inputs_of(case, CPU))
+    results = {
+        "right": built.forward,
+        "a little off": lambda: [tensor * 1.00001 for tensor in built.forward()],
+        "not written": lambda: (torch.empty(2, 1, 8), torch.empty(2, 1, 5)),
+    }
+    changed = replace(built, forward=results[kind])
+    provider = replace(ours, builders={"projected": lambda _: changed})
+    monkeypatch.setattr(figures, "subject", lambda _: provider)
+    result = figures.smoke(case, CPU)
+    assert (
+        gpu_report.right(result) == result["passed"] == (result["worst"] <= 1) == (kind == "right")
+    )
+    assert math.isinf(result["worst"]) == (kind == "not written")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# In Triton's interpreter, which has to be asked for before anything is imported.
+INTERPRETED = """
+import json, torch
+from benchmarks.gpu import figures, settle
+from benchmarks.gpu.figures import GpuCase
+from benchmarks.workloads.shapes import Shape
+
+cpu = torch.device("cpu")
+figures.SECONDS, settle.STEPS = 1e-3, 8
+beam = GpuCase("triton", Shape("beam", 1, 4, 100, 16), "projected")
+timed = figures.times(beam, figures.subject(beam), cpu)
+following, place, after = settle.chain(32, cpu), torch.zeros(1, dtype=torch.int64), 0
+for _ in range(3):
+    settle.chase_kernel[(1,)](following, place, 8)
+for _ in range(24):
+    after = int(following[after])
+chased = settle.chase(cpu, {"L2": 1 << 12, "memory": 1 << 13})
+print(json.dumps([timed, chased, [int(place), after]]))
+"""
+
+
+def test_rows_in_the_interpreter():
+    done = python("-W", "ignore", "-c", INTERPRETED, cwd=ROOT, TRITON_INTERPRET="1")
+    timed, chased, (stopped, after_24) = json.loads(done.stdout)
+    assert timed["passed"]
+    assert chased["ns, L2"] > 0 < chased["ns, memory"]
+    assert stopped == after_24  # each launch goes on where the one before stopped
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "passed"),
+    [
+        ("ERROR SUMMARY: 0 errors", 0, True),
+        ("RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, True),
+        ("ERROR SUMMARY: 12 errors", 0, False),
+        ("ERROR SUMMARY: 0 errors", 7, False),
+        ("", 0, False),
+    ],
+)
+def test_a_sanitizer_passes_by_its_exit_and_its_words(said, code, passed):
+    words = [sys.executable, "-c", f"import sys; print('{said}'); sys.exit({code})"]
+    assert stages._command(words, stages.CLEAN) == {"passed": passed, "exit": code, "said": [said]}
+
+
+def test_a_gpus_calls_are_timed_in_turns_as_all_others_are():
+    assert captured(lambda: None) == "no GPU"
+    calls = {"called": GpuCall(lambda: None, CPU), "cold": GpuCall(lambda: None, CPU, cold=True)}
+    timings = interleave(calls, 0.05)
+    assert len(timings.samples["called"]) >= 5
+    assert all(spread["median"] > 0 for spread in timings.packed().values())
+    assert figures.floor(CPU)["bytes per second, read"] > 0
+
+
+@pytest.mark.parametrize(("value", "same"), [(1.0, True), (None, False), (1.0000001, False)])
+def test_a_graph_that_writes_nothing_or_other_bits_is_found(value, same):
+    kept = torch.ones(3), None
+
+    def replay():
+        if value is not None:
+            kept[0].fill_(value)
+        return kept
+
+    assert figures.repeats_bits(lambda: (torch.ones(3), None), replay) == same
