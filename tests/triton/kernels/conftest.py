@@ -25,6 +25,7 @@ DEEP = re.compile(
     r"test_near|test_drawn|test_without_weights_scores|test_one_graph|test_splits_of_one_long|"
     r"test_dropout.*\[18|test_magnitudes|test_inside\[(?!tanh-18|relu of f|leaky_relu-2)|"
     r"test_a_fused_module_launches_kernels\[(?!tacotron\])|"
+    r"test_everything_is_on_one_device\[peer-(?!tacotron\])|"
     r"test_a_fused_style_launches_kernels\[(?!join_expanded|join_leaky)"
 )
 
