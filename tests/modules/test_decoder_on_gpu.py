@@ -5,19 +5,13 @@ import copy
 import cells
 import pytest
 import torch
-from decoders import CELLS, EXACT, LENS, by_steps, call, given, layer, results
+from decoders import CELLS, EXACT, LENS, by_steps, call, given, layer, operator_of, results
 
 import bahdanau_fast as bf
-from bahdanau_fast import checks
 from bahdanau_fast.backends.route import DecoderFacts, route_decoder
 from bahdanau_fast.modules import decoder_loop
 from bahdanau_fast.ops import decode_on_gpu
 from bahdanau_fast.seq2seq import Seq2SeqAttentionDecoder
-
-
-def operator_of(backend):
-    cpu = torch.device("cpu")
-    return lambda _attention, _rnn, dtype, _: (backend, checks.autocast_dtype(cpu) or dtype)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import bahdanau_fast as bf
+from bahdanau_fast import checks
 from bahdanau_fast.modules import decoder_loop
 
 B, T, TK, E, H, DK, DV, F = 5, 6, 11, 3, 9, 7, 4, 6
@@ -57,6 +58,12 @@ def results(module, tensors, lens=LENS, which=slice(None)):
 
 def hook(module, *_):
     return None
+
+
+def operator_of(backend):
+    """What decides over a decoder, where all its steps are one operator of a backend for a GPU."""
+    cpu = torch.device("cpu")
+    return lambda _attention, _rnn, dtype, _: (backend, checks.autocast_dtype(cpu) or dtype)
 
 
 def by_steps(function):

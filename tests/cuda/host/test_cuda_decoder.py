@@ -7,7 +7,7 @@ import cells
 import pytest
 import torch
 from built import needs_compiler
-from decoders import CELLS, by_steps, given, layer, results
+from decoders import CELLS, by_steps, given, layer, operator_of, results
 from on_host import OnHost
 
 from bahdanau_fast.modules import decoder_loop
@@ -31,7 +31,7 @@ def test_the_same_as_steps(kernels, cls, lens, monkeypatch):
     want = by_steps(lambda: results(module, tensors, lens))
     for operator in (attend, attend_backward):
         monkeypatch.setitem(operator.in_python, "cuda", partial(kernels.operator, operator.name))
-    monkeypatch.setattr(decoder_loop, "_backend", lambda *_: "cuda")
+    monkeypatch.setattr(decoder_loop, "_operator", operator_of("cuda"))
     with cells.on_the_cpu():
         got = results(module, tensors, lens)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

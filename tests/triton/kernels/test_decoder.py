@@ -3,7 +3,7 @@
 import parity
 import pytest
 import torch
-from decoders import CELLS, by_steps, given, layer, results
+from decoders import CELLS, by_steps, given, layer, operator_of, results
 
 from bahdanau_fast.modules import decoder_loop
 
@@ -20,7 +20,7 @@ def test_the_same_as_steps(cls, dropped, monkeypatch):
         torch.manual_seed(0)
         return results(module, tensors, lens)
 
-    monkeypatch.setattr(decoder_loop, "_backend", lambda *_: "triton")
+    monkeypatch.setattr(decoder_loop, "_operator", operator_of("triton"))
     got = run()
     if dropped:  # by other numbers than step by step; the same from the same seed
         torch.testing.assert_close(run(), got, rtol=0, atol=0)
