@@ -6,7 +6,7 @@
 ``exp_keys``                 table of exp(2 c) (or expm1(2 c) where every c is small) and max|c| per
                              row; ``precise`` where gradients may be asked for
 ``attend``                   context, and weights in no less than fp32, or ``narrow``, in the dtype
-                             of the context; on GPUs backward takes either
+                             of the context; backward takes either
 ``attend_backward``          the gradients of ``attend``; ``attend_backward.onto`` adds that of the
                              keys to a sum
 ``attend_backward_queries``  that of the queries alone, with what the others can be taken from

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bahdanau_fast import backends, limits
+from bahdanau_fast.backends import availability
 from bahdanau_fast.ops.operator import operators
 
 __all__ = ["gpu"]
@@ -54,7 +55,8 @@ class _Operations(TorchDispatchMode):
         if len(places) > 1 and func is not torch.ops.aten.copy_.default:
             raise RuntimeError(f"{func}: tensors must be on one device, got cuda:0 and cpu")
         own = operators.get(func.name().removeprefix("bahdanau_fast::"))
-        if own is not None and "triton" in own.in_python:  # in Python, which asks for devices, too
+        in_python = own is not None and availability.interpreted() and "triton" in own.in_python
+        if in_python:  # and asks for devices, too
             with _Operations(self.memory), _Functions(self.memory):
                 results = own.in_python["triton"](*own.named(*args, **(kwargs or {})).values())
         else:

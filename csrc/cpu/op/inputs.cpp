@@ -338,10 +338,15 @@ Backward received(const Inputs& in, const Tensor& weights, const MaybeTensor& gr
     check_cpu(*grad, name);
     return view_like(*grad, type, name, {p.B, p.Tq, columns}, owned);
   };
+  const auto widened = [&](const Tensor& x) {  // narrow weights have the dtype of the context
+    return x.scalar_type() == in.storage ? torch::stable::to(x, weights_type) : x;
+  };
   Backward g;
-  g.weights = rows_like(weights, weights_type, "weights", p, owned);
+  g.weights = rows_like(widened(weights), weights_type, "weights", p, owned);
   g.grad_context = view(grad_context, in.storage, "grad_context", p.Dv);
-  g.grad_weights = view(grad_weights, weights_type, "grad_weights", p.Tk);
+  g.grad_weights =
+      view(grad_weights.has_value() ? MaybeTensor(widened(*grad_weights)) : grad_weights,
+           weights_type, "grad_weights", p.Tk);
   return g;
 }
 
