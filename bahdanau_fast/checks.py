@@ -272,21 +272,11 @@ def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> N
     same_kind(name, tensor, "queries", like)
 
 
-def location(tensor: Tensor, inputs: int, keys: Tensor) -> None:
-    """Weights of earlier steps, (B,inputs,Tk), of the keys (B,Tk,H)."""
-    rows("location", tensor)
-    batch, keys_len, _ = keys.shape
-    if _shape(tensor) != (batch, inputs, keys_len):
-        need = f"have shape {(batch, inputs, keys_len)}"
-        reject(ValueError, "location", need, _shape(tensor))
-    same_kind("location", tensor, "keys", keys)
-
-
 def weights(
     queries: Tensor,
     keys: Tensor,
-    w_q: Tensor,
-    w_k: Tensor,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
     w_v: Tensor,
     bias: Tensor | None,
     common: bool = False,
@@ -295,9 +285,13 @@ def weights(
     hidden = w_v.numel() if isinstance(w_v, Tensor) else 0
     w_v_shape = (hidden,) if isinstance(w_v, Tensor) and w_v.dim() == 1 else (1, hidden)
     weight("w_v", w_v, w_v_shape, queries)
-    if not (common and w_q.shape[0] == w_k.shape[0] == hidden):
-        weight("w_q", w_q, (hidden, queries.shape[-1]), queries)
-        weight("w_k", w_k, (hidden, keys.shape[-1]), queries)
+    if w_q is None or w_k is None or not (common and w_q.shape[0] == w_k.shape[0] == hidden):
+        for name, w, of, x in (("w_q", w_q, "queries", queries), ("w_k", w_k, "keys", keys)):
+            if w is not None:
+                weight(name, w, (hidden, x.shape[-1]), queries)
+            elif x.shape[-1] != hidden:
+                need = f"have feature size {hidden} (that of w_v) where {name} is None"
+                reject(ValueError, of, need, _shape(x))
     if bias is not None:
         weight("bias", bias, (hidden,), queries)
     return hidden
@@ -311,6 +305,14 @@ def features(name: str, tensor: Tensor, size: int) -> None:
         reject(ValueError, name, need, _shape(tensor))
 
 
+def known_activation(activation: str, negative_slope: float) -> None:
+    """One of :data:`ACTIVATIONS`."""
+    if activation not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        reject(ValueError, "activation", f"be one of {known}", repr(activation))
+    finite("negative_slope", negative_slope)
+
+
 def inside(
     features: Tensor | None,
     w_f: Tensor | None,
@@ -320,10 +322,7 @@ def inside(
     hidden: int,
 ) -> None:
     """Features of the keys (B,Tk,C) with their weight (H,C), and the activation of a score."""
-    if activation not in ACTIVATIONS:
-        known = ", ".join(map(repr, ACTIVATIONS))
-        reject(ValueError, "activation", f"be one of {known}", repr(activation))
-    finite("negative_slope", negative_slope)
+    known_activation(activation, negative_slope)
     if features is None:
         if w_f is not None:
             reject(ValueError, "w_f", "be given with features only", "features None")

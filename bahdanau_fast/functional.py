@@ -49,8 +49,8 @@ def additive_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    w_q: Tensor,
-    w_k: Tensor,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
     w_v: Tensor,
     valid_lens: Tensor | None = None,
     *,
@@ -74,14 +74,14 @@ def additive_attention(
             leaves Tq out of the results. B may be any number of dimensions.
         keys: (B,Tk,Dk), dtype of queries.
         values: (B,Tk,Dv), dtype of queries.
-        w_q: (H,Dq).
-        w_k: (H,Dk).
+        w_q: (H,Dq); None for queries (B,Tq,H) that are projected.
+        w_k: (H,Dk); None for keys (B,Tk,H) that are projected.
         w_v: (1,H) or (H,).
         valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list: key j is kept when
             j < len.
         mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold. A
             query with nothing to look at weighs all keys alike.
-        bias: (H,), optional.
+        bias: (H,), optional; without ``w_k`` it is added to the keys in each call.
         dropout_p: probability of dropping a weight on the way to the context.
         need_weights: return the weights too.
         features: (B,Tk,C), of the keys, dtype of queries; optional.
@@ -133,8 +133,8 @@ def additive_attention(
 def additive_scores(
     queries: Tensor,
     keys: Tensor,
-    w_q: Tensor,
-    w_k: Tensor,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
     w_v: Tensor,
     *,
     bias: Tensor | None = None,
@@ -155,10 +155,10 @@ def additive_scores(
         queries: (B,Tq,Dq), float32, bfloat16, float16 or float64; or a decoder state (B,Dq), which
             leaves Tq out of the result. B may be any number of dimensions.
         keys: (B,Tk,Dk), dtype of queries.
-        w_q: (H,Dq).
-        w_k: (H,Dk).
+        w_q: (H,Dq); None for queries (B,Tq,H) that are projected.
+        w_k: (H,Dk); None for keys (B,Tk,H) that are projected.
         w_v: (1,H) or (H,).
-        bias: (H,), optional.
+        bias: (H,), optional; without ``w_k`` it is added to the keys in each call.
         features: (B,Tk,C), of the keys; optional.
         w_f: (H,C); with features.
         activation: "tanh", "relu" or "leaky_relu".

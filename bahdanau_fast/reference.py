@@ -154,6 +154,12 @@ def clipped(scores: Tensor, clip: float | None) -> Tensor:
     return scores if clip is None else clip * torch.tanh(scores)
 
 
+def _projected(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    if weight is not None:
+        return F.linear(x, weight, bias)
+    return x if bias is None else x + bias
+
+
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -188,8 +194,8 @@ def additive_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    w_q: Tensor,
-    w_k: Tensor,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
     w_v: Tensor,
     valid_lens: Tensor | None = None,
     *,
@@ -208,8 +214,8 @@ def additive_attention(
         queries: (B,Tq,Dq).
         keys: (B,Tk,Dk).
         values: (B,Tk,Dv).
-        w_q: (H,Dq).
-        w_k: (H,Dk).
+        w_q: (H,Dq); None for queries (B,Tq,H) that are projected.
+        w_k: (H,Dk); None for keys (B,Tk,H) that are projected.
         w_v: (1,H) or (H,).
         valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
         mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; None for all.
@@ -224,10 +230,9 @@ def additive_attention(
     Returns:
         Context (B,Tq,Dv), and the weights (B,Tq,Tk) before dropout or None.
     """
-    projected_keys = F.linear(keys, w_k, bias)
     inside = Inside(features, w_f, activation, negative_slope)
     context, weights = attend(
-        *(F.linear(queries, w_q), projected_keys, values, w_v),
+        *(_projected(queries, w_q), _projected(keys, w_k, bias), values, w_v),
         *(valid_lens, dropout_p, inside, mask),
     )
     return context, weights if need_weights else None
@@ -236,8 +241,8 @@ def additive_attention(
 def additive_scores(
     queries: Tensor,
     keys: Tensor,
-    w_q: Tensor,
-    w_k: Tensor,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
     w_v: Tensor,
     *,
     bias: Tensor | None = None,
@@ -252,8 +257,8 @@ def additive_scores(
     Args:
         queries: (B,Tq,Dq).
         keys: (B,Tk,Dk).
-        w_q: (H,Dq).
-        w_k: (H,Dk).
+        w_q: (H,Dq); None for queries (B,Tq,H) that are projected.
+        w_k: (H,Dk); None for keys (B,Tk,H) that are projected.
         w_v: (1,H) or (H,).
         bias: (H,).
         features: (B,Tk,C).
@@ -266,5 +271,6 @@ def additive_scores(
         (B,Tq,Tk).
     """
     inside = Inside(features, w_f, activation, negative_slope)
-    scores = projected_scores(F.linear(queries, w_q), F.linear(keys, w_k, bias), w_v, inside)
+    projected = _projected(queries, w_q), _projected(keys, w_k, bias)
+    scores = projected_scores(*projected, w_v, inside)
     return clipped(scores, clip)

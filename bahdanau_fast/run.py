@@ -117,10 +117,12 @@ def _keys(route: Route, call: Call) -> ProjectedKeys:
     if call.projected is not None:
         return call.projected
     keys, w_k, bias = call.keys, call.w_k, call.bias
+    if w_k is None and bias is not None:
+        keys, bias = keys + bias, None
     source = None
     if call.cache is not None and route.backend == "cpu":
-        # Calls with a location read no table; their gradients meet in one node all the same.
-        reads_table = call.located is None
+        # General scores read no table; their gradients meet in one node all the same.
+        reads_table = not route.general
         meet = not reads_table and route.records and not route.traced
         # Where nothing is derived from the bytes of the keys, none are compared.
         by_version = w_k is None and not route.table

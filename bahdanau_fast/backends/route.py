@@ -125,6 +125,7 @@ class Route(NamedTuple):
         table: keys that are asked for again get a table of exponentials.
         traced: as in :class:`Facts`.
         records: likewise.
+        general: likewise.
         reason: why, in words.
     """
 
@@ -136,6 +137,7 @@ class Route(NamedTuple):
     table: bool
     traced: bool
     records: bool
+    general: bool
     reason: str
 
 
@@ -180,7 +182,8 @@ def route(facts: Facts, gpu: GpuLimits) -> Route:
     table = table and not (alone and facts.dtype != torch.float64)
     reason = f"{backend}: {why}; {form}: {because}"
     operator = _operator(facts, backend, form)
-    return Route(backend, form, operator, reuse, share, table, facts.traced, facts.records, reason)
+    of_facts = facts.traced, facts.records, facts.general
+    return Route(backend, form, operator, reuse, share, table, *of_facts, reason)
 
 
 def _operator(facts: Facts, backend: str, form: str) -> str:

@@ -52,6 +52,8 @@ class AdditiveAttention(Additive):
         bias: add a learnt (H,) bias inside the tanh.
         cache_keys: reuse the projection of an unchanged ``keys`` tensor; False: project at each
             call.
+        activation: "tanh", "relu" or "leaky_relu", in the place of the tanh.
+        negative_slope: of leaky_relu.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -61,7 +63,7 @@ class AdditiveAttention(Additive):
 
     Raises:
         TypeError: arguments that fit neither signature.
-        ValueError: a size below 1, a dropout outside [0, 1].
+        ValueError: a size below 1, a dropout outside [0, 1], another activation.
 
     >>> attention = AdditiveAttention(8, dropout=0.1).eval()
     >>> queries, keys = torch.zeros(2, 1, 20), torch.ones(2, 10, 2)
@@ -99,12 +101,14 @@ class AdditiveAttention(Additive):
         *sizes: Any,
         bias: bool = False,
         cache_keys: bool = True,
+        activation: str = "tanh",
+        negative_slope: float = 0.01,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **named: Any,
     ) -> None:
         key_size, query_size, num_hiddens, dropout = read_signature(sizes, named)
-        super().__init__(num_hiddens, dropout)
+        super().__init__(num_hiddens, dropout, activation, negative_slope)
         self._remember(cache_keys)
         factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         if key_size is None or query_size is None:
@@ -189,6 +193,8 @@ class AdditiveAttention(Additive):
             dropout,
             cache,
             shape,
+            None,
+            self._inside,
         )
         return self._attend(call)
 
@@ -266,14 +272,24 @@ class AdditiveAttention(Additive):
         queries, keys, values, _ = as_rows(queries, keys, values, None, None).rows
         scorer: Any = layers[2] if w_v is None else w_v
         given = (queries, keys, values, scorer, w_q, w_k, bias, None, mask, dropout_p or 0.0)
-        return backends.decide(Call(*given, projected=projected)).reason
+        call = Call(*given, projected=projected, inside=self._inside)
+        return backends.decide(call).reason
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows beside the layers."""
+        return f"{super().extra_repr()}, cache_keys={self.cache_keys}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cache": KeyCache()}
 
     @classmethod
     def from_concat(
-        cls, linear: nn.Linear, v: nn.Linear, query_size: int | None = None, dropout: float = 0.0
+        cls,
+        linear: nn.Linear,
+        v: nn.Linear,
+        query_size: int | None = None,
+        dropout: float = 0.0,
+        **options: Unpack[Options],
     ) -> AdditiveAttention:
         """Take the concat form, ``v(tanh(linear(concat(query, key))))``: the same thing.
 
@@ -282,6 +298,7 @@ class AdditiveAttention(Additive):
             v: ``Linear(H, 1)``; its bias shifts every score alike and so changes no weight.
             query_size: Dq; half of the input size unless given.
             dropout: probability of dropping an attention weight in training.
+            **options: of the module, such as ``activation``; bias, device and dtype are linear's.
 
         Returns:
             A module with copies of those weights.
@@ -299,15 +316,8 @@ class AdditiveAttention(Additive):
         if tuple(v.weight.shape) != (1, hidden):
             checks.reject(ValueError, "v", f"be Linear({hidden}, 1)", tuple(v.weight.shape))
         weight = linear.weight.detach()
-        module = cls(
-            total - query_size,
-            query_size,
-            hidden,
-            dropout,
-            bias=linear.bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        own: Any = {"bias": linear.bias is not None, "device": weight.device, "dtype": weight.dtype}
+        module = cls(total - query_size, query_size, hidden, dropout, **own, **options)
         with torch.no_grad():
             module.W_q.weight.copy_(weight[:, :query_size])
             module.W_k.weight.copy_(weight[:, query_size:])

@@ -24,6 +24,7 @@ from bahdanau_fast.modules.lazy import draw
 from bahdanau_fast.modules.unscriptable import Unscriptable
 from bahdanau_fast.ops.projection import shared_linear
 from bahdanau_fast.ops.saved_tensors import PendingBackwards
+from bahdanau_fast.reference import TANH, Inside
 
 __all__ = ["Additive"]
 
@@ -38,18 +39,45 @@ class Additive(Unscriptable):
     _query_layer: str
     _key_layer: str
     _score_layer: str
-    #: Whether its operators read a table of exponentials.
-    _reads_table = True
+    _inside = TANH  # of modules that were pickled before there was a choice
 
     bias: Tensor | None
     attention_weights = attention_weights
 
-    def __init__(self, num_hiddens: int, dropout: float) -> None:
+    def __init__(
+        self,
+        num_hiddens: int,
+        dropout: float,
+        activation: str = "tanh",
+        negative_slope: float = 0.01,
+    ) -> None:
         super().__init__()
         checks.probability("dropout", dropout)
+        checks.known_activation(activation, negative_slope)
+        self._inside = Inside(None, None, activation, negative_slope)
         self.num_hiddens = num_hiddens
         self.dropout = nn.Dropout(dropout)
         self._weights: Any = None
+
+    @property
+    def activation(self) -> str:
+        """Of the scores: "tanh", "relu" or "leaky_relu"."""
+        return self._inside.activation
+
+    @property
+    def negative_slope(self) -> float:
+        """Of leaky_relu."""
+        return self._inside.negative_slope
+
+    @property
+    def _reads_table(self) -> bool:
+        """Whether its operators read a table of exponentials."""
+        return self.activation == "tanh"
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows beside the layers."""
+        slope = f", negative_slope={self.negative_slope}" * (self.activation == "leaky_relu")
+        return f"bias={self.bias is not None}, activation={self.activation!r}{slope}"
 
     def memory(
         self,
@@ -135,7 +163,7 @@ class Additive(Unscriptable):
         lens = memory.valid_lens
         dropout = dropout if dropout_p is None else None
         given = (queries, keys, memory.values, scorer, w_q, None, None, lens, mask)
-        return Call(*given, dropout_p or 0.0, dropout, None, shape, memory.projected)
+        return Call(*given, dropout_p or 0.0, dropout, None, shape, memory.projected, self._inside)
 
     def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:
         """True if the memory has the dtype of an autocast that has ended."""

@@ -65,6 +65,8 @@ class Options(TypedDict, total=False):
 
     bias: bool
     cache_keys: bool
+    activation: str
+    negative_slope: float
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -77,6 +79,8 @@ def additive_attention(
     query_size: int | None = None,
     bias: bool = False,
     cache_keys: bool = True,
+    activation: str = "tanh",
+    negative_slope: float = 0.01,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:

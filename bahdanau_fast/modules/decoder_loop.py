@@ -191,6 +191,7 @@ def _operator(
         type(attention) is AdditiveAttention
         and is_unchanged(attention)
         and "attend" not in attention.__dict__
+        and attention.activation == "tanh"
         and type(rnn) in (nn.GRU, nn.LSTM)
         and plain_weight(attention.W_q) is not None
         and plain_weight(attention.w_v) is not None

@@ -124,7 +124,7 @@ class LocationAttention(Additive):
             inputs = self.W_f.in_features if conv is None else conv[0].shape[1]
             if shape is not None:
                 location = shape.rows("location", location, (inputs, keys.shape[1]))
-            checks.location(location, inputs, keys)
+            _check(location, inputs, keys)
         elif shape is not None:
             location = shape.flatten(location)
         is_called = not isinstance(call.w_v, Tensor) or w_f is None
@@ -168,3 +168,12 @@ class LocationAttention(Additive):
             ValueError: ranks, sizes or devices do not fit together.
         """
         return self.attend(queries, self.memory(keys, values, valid_lens, mask=mask), location)
+
+
+def _check(location: Tensor, inputs: int, keys: Tensor) -> None:
+    """Weights of earlier steps, (B,inputs,Tk), of the keys (B,Tk,H)."""
+    checks.rows("location", location)
+    shape = (keys.shape[0], inputs, keys.shape[1])
+    if tuple(location.shape) != shape:
+        checks.reject(ValueError, "location", f"have shape {shape}", tuple(location.shape))
+    checks.same_kind("location", location, "keys", keys)

@@ -90,7 +90,14 @@ for _name in TENSORS:
         (_name, torch.float16, TypeError, r"dtype of|torch.float16"),
         (_name, "meta", ValueError, "device of"),
     ]
-BAD += [(name, None, TypeError, "a tensor, got NoneType") for name in TENSORS[:-1]]
+BAD += [
+    ("w_q", None, ValueError, r"feature size 8 \(that of w_v\) where w_q is None, got \(2, 3, 4\)"),
+    ("w_k", None, ValueError, r"feature size 8 \(that of w_v\) where w_k is None, got \(2, 5, 6\)"),
+]
+BAD += [
+    (name, None, TypeError, "a tensor, got NoneType")
+    for name in ("queries", "keys", "values", "w_v")
+]
 
 
 def spoil(value, was):
@@ -114,7 +121,8 @@ def test_function(number, backend):
     text = str(raised.value)
     assert SAID.match(text), text
     # A wrong first tensor is told as itself or as what the next must be like.
-    assert text.startswith(name) or f"of {name}" in text or name in ("queries", "w_v"), text
+    told = text.startswith(name) or f"of {name}" in text or f"where {name}" in text
+    assert told or name in ("queries", "w_v"), text
 
 
 MODULES = {

@@ -6,7 +6,20 @@ from functools import partial
 import pytest
 import torch
 from contract import CONTRACT, FORMS, LARGE, MASKED, lens, scattered
-from parity import DTYPES, INPUTS, Case, check, judged, keep_the_rule, neighbour
+from parity import (
+    DTYPES,
+    INPUTS,
+    Case,
+    attended,
+    called,
+    check,
+    fused,
+    judged,
+    keep_the_rule,
+    module_of,
+    neighbour,
+)
+from torch.nn.functional import linear
 
 import bahdanau_fast as bf
 from bahdanau_fast import reference
@@ -53,6 +66,78 @@ def test_forms(form, dtype):
 @pytest.mark.parametrize("row", ROWS)
 def test_contract(row, form, dtype):
     check(Case(**{**LARGE, **(CONTRACT | MASKED)[row], **FORMS[form]}), dtype)
+
+
+def stepped(inputs, lens, backend="cpu", remembered=True, **options):
+    """The module with a call for each query, on a memory or on the same keys."""
+    module, found = module_of(inputs, **options), []
+    source = inputs["keys"], inputs["values"], lens
+    with bf.backends.use(backend):
+        memory = module.memory(*source) if remembered else None
+        for query in inputs["queries"].split(1, 1):
+            context = module.attend(query, memory) if remembered else module(query, *source)
+            found.append((context, module.attention_weights))
+    return [torch.cat(of_steps, 1) for of_steps in zip(*found, strict=True)]
+
+
+def hoisted(inputs, lens, sides="qk", **options):
+    """The function with queries or keys or both projected in front of it."""
+    given = dict(inputs)
+    if "q" in sides:
+        given |= {"queries": linear(inputs["queries"], inputs["w_q"]), "w_q": None}
+    if "k" in sides:
+        keys = linear(inputs["keys"], inputs["w_k"], inputs["bias"])
+        given |= {"keys": keys, "w_k": None, "bias": None}
+    return fused(given, lens, **options)
+
+
+MODULES = {
+    "call": called,
+    "memory": attended,
+    "steps on a memory": stepped,
+    "a loop": partial(stepped, remembered=False),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", MODULES)
+@pytest.mark.parametrize("form", ["relu", "leaky_relu"])
+def test_modules(form, how, dtype, backend):
+    # Of so many rows that single steps are computed in fp32, too.
+    case = Case(**LARGE | {"B": 30, "Tq": 3}, **FORMS[form], lens=torch.arange(30) * 2)
+    check(case, dtype, partial(MODULES[how], backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sides", ["q", "k", "qk"])
+@pytest.mark.parametrize("form", [{}, FORMS["relu"], FORMS["features"]], ids=str)
+def test_projected_in_front(form, sides, dtype, backend):
+    case = Case(**LARGE, **form, lens=lens(7, 53, 0))
+    check(case, dtype, partial(hoisted, sides=sides, backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize("sizes", [LARGE, {}, {"B": 1, "Tq": 1}], ids=["large", "small", "step"])
+def test_projected_keys_and_a_bias(sizes, activation, grad, backend):
+    """The bias is inside without a projection of the keys, too; of the reference likewise."""
+    drawn = Case(**sizes).draw(torch.float64)
+    given = {n: drawn[n].requires_grad_(grad) for n in INPUTS if n in drawn}
+    want, weights = reference.additive_attention(**given, activation=activation)
+    scores = reference.additive_scores(
+        **{n: x for n, x in given.items() if n != "values"}, activation=activation
+    )
+    given["keys"] = linear(given["keys"], given["w_k"])
+    given["w_k"] = None
+    for of in (bf, reference):
+        how = {"activation": activation} | ({"backend": backend} if of is bf else {})
+        got = of.additive_attention(**given, **how)
+        torch.testing.assert_close(got, (want, weights), rtol=1e-12, atol=1e-12)
+        got = of.additive_scores(**{n: x for n, x in given.items() if n != "values"}, **how)
+        torch.testing.assert_close(got, scores, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
@@ -260,6 +345,8 @@ BAD = [
     ({"clip": True}, TypeError, "clip must be a number, got bool"),
     ({"queries": ones(1, 2, 3, 4)}, ValueError, "queries must have 3 dimensions"),
     ({"w_q": ones(8, 5)}, ValueError, r"w_q must have shape \(8, 4\)"),
+    ({"w_q": None}, ValueError, r"queries must have feature size 8 .*, got \(2, 3, 4\)"),
+    ({"w_k": None}, ValueError, r"keys must have feature size 8 .*, got \(2, 5, 6\)"),
 ]
 
 

@@ -188,3 +188,11 @@ def test_copies(sizes, how):
         other.W_k.weight.add_(1)
         other.W_q.weight.mul_(-2)
     assert not torch.allclose(other(*inputs()), module(*inputs()), atol=1e-4)
+
+
+def test_what_print_shows():
+    shown = str(bf.AdditiveAttention(8, 8, 16, bias=True, cache_keys=False))
+    assert "\n  bias=True, activation='tanh', cache_keys=False\n" in shown
+    shown = str(bf.AdditiveAttention(8, activation="leaky_relu", negative_slope=0.2))
+    assert "\n  bias=False, activation='leaky_relu', negative_slope=0.2, cache_keys=True\n" in shown
+    assert "\n  bias=True, activation='tanh'\n" in str(bf.LocationAttention(4, 4, 8))

@@ -38,7 +38,7 @@ def test_parameters_of_inference_mode_are_trained_as_by_plain_code():
 class Stale(CourseAttention):
     """Reuses a projection until the keys are another tensor: what must never be."""
 
-    def __init__(self, *sizes, cache_keys, **options):
+    def __init__(self, *sizes, cache_keys, activation="tanh", **options):
         super().__init__(*sizes, **options)
         self.kept = None
 

@@ -24,9 +24,9 @@ def inputs(batch=2, queries=3, keys=60, seed=0):
 OTHER = inputs(5, 4, 71, seed=1)
 
 
-def attention(hidden=300):
+def attention(hidden=300, **options):
     torch.manual_seed(0)
-    return bf.AdditiveAttention(3, 4, hidden, 0.1).eval()
+    return bf.AdditiveAttention(3, 4, hidden, 0.1, **options).eval()
 
 
 class Decoder(torch.nn.Module):
@@ -152,7 +152,11 @@ def of_program(model):
 
 
 @pytest.mark.parametrize("source", [of_model, of_program])
-@pytest.mark.parametrize("model", [attention(), Decoder(memory=True)], ids=["call", "loop"])
+@pytest.mark.parametrize(
+    "model",
+    [attention(), attention(activation="leaky_relu"), Decoder(memory=True)],
+    ids=["call", "leaky_relu", "loop"],
+)
 def test_onnx(model, source, tmp_path):
     runtime = pytest.importorskip("onnxruntime", reason="pip install 'bahdanau_fast[onnx]'")
     file = str(tmp_path / "model.onnx")

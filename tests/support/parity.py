@@ -140,11 +140,12 @@ def _arguments(inputs):
     return [inputs[n] for n in INPUTS[:6]], {n: inputs[n] for n in INPUTS[6:]}
 
 
-def module_of(inputs):
+def module_of(inputs, **options):
     """A module whose parameters are the weights in ``inputs``, put back there as parameters."""
     hidden, query_size = inputs["w_q"].shape
     has_bias = inputs["bias"] is not None
-    module = bf.AdditiveAttention(inputs["w_k"].shape[1], query_size, hidden, bias=has_bias)
+    sizes = inputs["w_k"].shape[1], query_size, hidden
+    module = bf.AdditiveAttention(*sizes, bias=has_bias, **options)
     for name, layer in (("w_q", module.W_q), ("w_k", module.W_k), ("w_v", module.w_v)):
         layer.weight = inputs[name] = torch.nn.Parameter(inputs[name].detach())
     if has_bias:
@@ -152,17 +153,17 @@ def module_of(inputs):
     return module
 
 
-def called(inputs, lens, backend="cpu", mask=None):
+def called(inputs, lens, backend="cpu", mask=None, **options):
     """The module, called as the course calls it."""
-    module = module_of(inputs)
+    module = module_of(inputs, **options)
     with bf.backends.use(backend):
         context = module(inputs["queries"], inputs["keys"], inputs["values"], lens, mask=mask)
     return context, module.attention_weights
 
 
-def attended(inputs, lens, backend="cpu", mask=None):
+def attended(inputs, lens, backend="cpu", mask=None, **options):
     """The module with a memory, hence with a table made beforehand."""
-    module = module_of(inputs)
+    module = module_of(inputs, **options)
     with bf.backends.use(backend):
         memory = module.memory(inputs["keys"], inputs["values"], lens, mask=mask)
         context = module.attend(inputs["queries"], memory)

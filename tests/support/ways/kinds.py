@@ -1,6 +1,7 @@
 """Kinds of attention modules, for each a plain one and ours; ours may be the plain one, fused."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,16 @@ class Location(nn.Module):
 
     def forward(self, queries, keys, values, location, lens):
         return self.attend(queries, self.memory(keys, values, lens), location)
+
+
+class Rectified(CourseAttention):
+    """The course's module with ReLU in the place of the tanh."""
+
+    def forward(self, queries, keys, values, valid_lens):
+        keys = self.W_k(keys) if self.bias is None else self.W_k(keys) + self.bias
+        features = torch.relu(self.W_q(queries).unsqueeze(2) + keys.unsqueeze(1))
+        self.attention_weights = course_softmax(self.score(features).squeeze(-1), valid_lens)
+        return self.dropout(self.attention_weights) @ values
 
 
 class LinearNorm(nn.Module):
@@ -168,13 +179,19 @@ _TACOTRON = {
 }
 
 
-def _additive(hidden, bias, cache_keys):
-    return bf.AdditiveAttention(DK, DQ, hidden, bias=bias, cache_keys=cache_keys)
+def _additive(hidden, bias, cache_keys, **options):
+    return bf.AdditiveAttention(DK, DQ, hidden, bias=bias, cache_keys=cache_keys, **options)
 
 
 KINDS = {
     "additive": Kind(course, _additive, at_once, _ADDITIVE),
     "memory": Kind(course, _additive, by_memory, _ADDITIVE),
+    "relu": Kind(
+        lambda hidden, bias: Rectified(DK, DQ, hidden, bias=bias),
+        partial(_additive, activation="relu"),
+        at_once,
+        _ADDITIVE,
+    ),
     "location": Kind(
         Location,
         lambda hidden, bias, _: bf.LocationAttention(

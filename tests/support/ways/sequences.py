@@ -92,6 +92,9 @@ def draw_plan(seed):
         "dtype": torch.float32 if draw.random() < 0.1 else torch.float64,
         "kind": "fused course" if draw.random() < 0.15 else "additive",
     }
+    # In fp32 a rounding may take a unit over the kink.
+    if seed % 4 == 3 and options["kind"] == "additive" and options["dtype"] == torch.float64:
+        options["kind"] = "relu"
     steps = [
         Step("mode", {"name": draw.choice(("grad", "grad", "grad", "no_grad", "inference"))}),
         Step("keys", {"kind": draw.choice(("leaf", "leaf", "encoder", "data"))}),
