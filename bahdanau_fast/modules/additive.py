@@ -198,6 +198,9 @@ class AdditiveAttention(Additive):
         )
         return self._attend(call)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
         """Attend to a memory with some queries (one decoder step, or the beams of one step).
 
@@ -394,3 +397,6 @@ class MLPAttention(AdditiveAttention):
             TypeError, ValueError: as for :class:`AdditiveAttention`.
         """
         return super().forward(query, key, value, valid_length, mask=mask)
+
+    if TYPE_CHECKING:
+        __call__ = forward  # type: ignore[assignment]

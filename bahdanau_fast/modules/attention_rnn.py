@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,9 @@ class _AttentionRNN(Unscriptable):
         self.attention_weights = decoded.weights.transpose(0, 1)
         outputs = decoded.features
         return outputs.transpose(0, 1) if self.batch_first else outputs, decoded.hidden
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _check(self, steps: Tensor, hidden: object, batch: int, _: int, value_size: int) -> None:
         """Inputs (T,B,E) and the hidden state for values (B,Tk,Dv)."""

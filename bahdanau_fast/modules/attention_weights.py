@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +69,8 @@ def keep(module: nn.Module, weights: Tensor | None, context: Tensor | None = Non
     object.__setattr__(module, "_weights", kept)
 
 
-#: The property of a module; a call sets it by :func:`keep`.
-attention_weights = property(_get, keep)
+#: The property of a module, with the type of what it gives; a call sets it by :func:`keep`.
+attention_weights: Tensor | None = cast(Any, property(_get, keep))
 
 
 def restored(module: nn.Module, context: Tensor, shape: Shape) -> Tensor:

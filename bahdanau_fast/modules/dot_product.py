@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +96,9 @@ class DotProductAttention(Unscriptable):
         keep(self, weights if self.need_weights else None)
         return torch.bmm(self.dropout(weights), value)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def memory(
         self,
         keys: Tensor,
@@ -139,7 +142,7 @@ class DotProductAttention(Unscriptable):
         if memory.mask is not None:
             checks.rows("queries", queries)
             mask = memory.joined_mask(mask, queries)
-        result: Tensor = self(queries, keys, memory.values, lens, mask=mask)
+        result = self(queries, keys, memory.values, lens, mask=mask)
         return result if shape is None else restored(self, result, shape)
 
     def __getstate__(self) -> dict[str, Any]:

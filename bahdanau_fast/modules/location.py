@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +168,9 @@ class LocationAttention(Additive):
             ValueError: ranks, sizes or devices do not fit together.
         """
         return self.attend(queries, self.memory(keys, values, valid_lens, mask=mask), location)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 def _check(location: Tensor, inputs: int, keys: Tensor) -> None:

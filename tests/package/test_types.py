@@ -1,0 +1,47 @@
+"""What a type checker sees of the package, as strict as it can be."""
+
+import pytest
+from fresh import copy_package, python
+
+SCRIPT = """\
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import bahdanau_fast as bf
+
+x = torch.zeros(2, 3, 4)
+attention = bf.AdditiveAttention(8, activation="relu", negative_slope=0.1)
+assert_type(attention(x, x, x), Tensor)
+assert_type(attention(x, x, x, mask=x > 0), Tensor)
+assert_type(attention.attention_weights, Tensor | None)
+assert_type(attention.activation, str)
+assert_type(attention.attend(x, attention.memory(x)), Tensor)
+assert_type(bf.MLPAttention(8, 4)(x, x, value=x), Tensor)
+assert_type(bf.DotProductAttention()(x, x, x), Tensor)
+location = bf.LocationAttention(4, 4, 8)
+assert_type(location(x, x, x, x), Tensor)
+assert_type(location.attention_weights, Tensor | None)
+assert_type(bf.AttentionGRU(4, 8)(x, keys=x)[0], Tensor)
+assert_type(bf.AttentionLSTM(4, 8).attention_weights, Tensor | None)
+assert_type(bf.additive_scores(x, x, None, None, x[0, :1]), Tensor)
+"""
+WRONG = """
+attention(x)
+attention(x, x, x, masks=None)
+attention.attention_weights.shape
+bf.AdditiveAttention(8, activation=torch.relu)
+"""
+CODES = ["call-arg", "call-arg", "union-attr", "call-overload"]
+
+
+def test_of_a_users_script(tmp_path):
+    pytest.importorskip("mypy", reason="pip install 'bahdanau_fast[lint]'")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + WRONG)
+    package = copy_package(tmp_path / "package")
+    options = ["--strict", "--follow-imports=silent", "--no-pretty", "--cache-dir", str(tmp_path)]
+    done = python("-m", "mypy", *options, str(script), check=False, MYPYPATH=str(package))
+    found = [line for line in done.stdout.splitlines() if ": error: " in line]
+    codes = [line.rsplit("[")[-1].rstrip("]") for line in found]
+    assert codes == CODES, done.stdout + done.stderr
