@@ -1,8 +1,9 @@
 """Captions: attention over the regions of a picture, with ReLU inside (Xu et al. 2015 in PyTorch).
 
 The popular code for "Show, Attend and Tell" scores a region with w_v . relu(W_q h + W_k a + b):
-`activation="relu"`. The pictures hold two coloured shapes somewhere on a grid of regions, and the
-caption names them in the order of reading: "red cross blue square".
+`activation="relu"`. A memory projects the regions once for all words. The pictures hold two
+coloured shapes somewhere on a grid of regions, and the caption names them in the order of reading:
+"red cross blue square".
 """
 
 import torch
@@ -40,9 +41,7 @@ class Captioner(nn.Module):
         super().__init__()
         self.see = nn.Conv2d(3, SIZE, TILE, stride=TILE)  # one feature vector for each region
         self.place = nn.Parameter(0.1 * torch.randn(GRID * GRID, SIZE))
-        self.query = nn.Linear(SIZE, SIZE)  # its bias is the one inside the ReLU
-        self.key = nn.Linear(SIZE, SIZE, bias=False)
-        self.score = nn.Linear(SIZE, 1, bias=False)
+        self.attention = bf.AdditiveAttention(SIZE, SIZE, SIZE, bias=True, activation="relu")
         self.embedding = nn.Embedding(len(WORDS), SIZE)
         self.cell = nn.LSTMCell(2 * SIZE, SIZE)
         self.output = nn.Linear(SIZE, len(WORDS))
@@ -50,20 +49,16 @@ class Captioner(nn.Module):
     def forward(self, picture, caption=None):
         """Logits (B,4,words) and weights (B,4,regions); with a caption, by teacher forcing."""
         regions = self.see(picture).flatten(2).transpose(1, 2).relu() + self.place  # (B,16,SIZE)
+        memory = self.attention.memory(regions)
         hidden = cell = regions.mean(1)
         word = torch.zeros(len(picture), dtype=torch.long)  # <bos>
         logits, looked = [], []
         for t in range(4):
-            context, weights = bf.additive_attention(
-                *(hidden, regions, regions),
-                *(self.query.weight, self.key.weight, self.score.weight),
-                bias=self.query.bias,
-                activation="relu",
-            )  # (B,SIZE), (B,16)
+            context = self.attention.attend(hidden, memory)  # (B,SIZE)
             both = torch.cat((self.embedding(word), context), dim=1)
             hidden, cell = self.cell(both, (hidden, cell))
             logits.append(self.output(hidden))
-            looked.append(weights)
+            looked.append(self.attention.attention_weights)  # (B,16)
             word = logits[-1].argmax(1) if caption is None else caption[:, t]
         return torch.stack(logits, dim=1), torch.stack(looked, dim=1)
 

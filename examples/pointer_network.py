@@ -1,9 +1,9 @@
 """A pointer network for tours: the scores of additive attention are the output.
 
 At each step the decoder points at the next city (Vinyals et al. 2015; Bello et al. 2016). There are
-no values and no context: `additive_scores` gives the scores alone, clipped to 10 tanh(score), the
-cities that were visited are masked, and a log-softmax makes them a policy. It imitates the tours
-that always go to the nearest city.
+no values and no context: `scores` gives the scores alone, clipped to 10 tanh(score), of a memory
+that projects the cities once for all steps. Those that were visited are masked, and a log-softmax
+makes them a policy. It imitates the tours that always go to the nearest city.
 """
 
 import torch
@@ -20,13 +20,11 @@ class Pointer(nn.Module):
         self.embedding = nn.Linear(2, SIZE)
         self.encoder = nn.GRU(SIZE, SIZE, batch_first=True)
         self.decoder = nn.GRU(SIZE, SIZE, batch_first=True)
-        self.w_q = nn.Parameter(torch.randn(SIZE, SIZE) / SIZE**0.5)
-        self.w_k = nn.Parameter(torch.randn(SIZE, SIZE) / SIZE**0.5)
-        self.w_v = nn.Parameter(torch.randn(SIZE) / SIZE**0.5)
+        self.attention = bf.AdditiveAttention(SIZE, SIZE, SIZE)
 
-    def point(self, queries, keys, visited):
+    def point(self, queries, memory, visited):
         """Log-probabilities (B,Tq,CITIES) of the next city, where `visited` is not True."""
-        scores = bf.additive_scores(queries, keys, self.w_q, self.w_k, self.w_v, clip=10.0)
+        scores = self.attention.scores(queries, memory, clip=10.0)
         return scores.masked_fill(visited, -torch.inf).log_softmax(-1)
 
     def forward(self, cities, tours):
@@ -37,13 +35,14 @@ class Pointer(nn.Module):
             embedded.gather(1, tours[:, :-1, None].expand(-1, -1, SIZE)), state
         )
         seen = nn.functional.one_hot(tours[:, :-1], CITIES).cumsum(1) > 0
-        return self.point(queries, keys, seen)
+        return self.point(queries, self.attention.memory(keys), seen)
 
     @torch.no_grad()
     def tour(self, cities, sample=False):
         """Tours (B,CITIES) from city 0, greedily or sampled."""
         embedded = self.embedding(cities)
         keys, state = self.encoder(embedded)
+        memory = self.attention.memory(keys)
         rows = torch.arange(len(cities))
         city = torch.zeros_like(rows)
         visited = torch.zeros(len(cities), 1, CITIES, dtype=torch.bool)
@@ -51,7 +50,7 @@ class Pointer(nn.Module):
         for _ in range(CITIES - 1):
             visited[rows, 0, city] = True
             query, state = self.decoder(embedded[rows, city, None], state)
-            log_probs = self.point(query, keys, visited)[:, 0]
+            log_probs = self.point(query, memory, visited)[:, 0]
             city = log_probs.exp().multinomial(1)[:, 0] if sample else log_probs.argmax(1)
             tour.append(city)
         return torch.stack(tour, dim=1)
