@@ -54,7 +54,8 @@ def attend_step(
     batch = memory.values.shape[0]
     queries = top.unflatten(0, (batch, top.shape[0] // batch if batch else 1))
     if isinstance(attention, AdditiveAttention) and not is_unchanged(attention):
-        context = attention(queries, memory, None)  # attend() runs no hooks
+        hooked: Any = attention  # attend() runs no hooks
+        context = hooked(queries, memory, None)
     else:
         context = attention.attend(queries, memory)
     weights = attention.attention_weights

@@ -1,8 +1,8 @@
 """Nothing is launched beside the kernels to bring weights into their dtype."""
 
+import parity
 import pytest
 import torch
-from parity import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bahdanau_fast as bf
@@ -22,9 +22,9 @@ class Casts(TorchDispatchMode):
 
 
 def drawn(dtype, queries):
-    module = bf.AdditiveAttention(8, 8, 8).to(DEVICE, dtype)
+    module = bf.AdditiveAttention(8, 8, 8).to(parity.DEVICE, dtype)
     shapes = (2, queries, 8), (2, 5, 8)
-    return module, *(torch.randn(s, dtype=dtype, device=DEVICE) for s in shapes)
+    return module, *(torch.randn(s, dtype=dtype, device=parity.DEVICE) for s in shapes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
