@@ -229,6 +229,16 @@ def test_all_steps_of_a_decoder(cls, dtype):
     torch.testing.assert_close(got, want, **near)
 
 
+@needs_gpu  # autocast of "cuda" is off without one
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("cls", CELLS)
+def test_all_steps_of_a_decoder_under_autocast(cls, dtype):
+    results = decoder(cls, torch.float32)
+    with torch.autocast("cuda", dtype):
+        got, want = results(), by_steps(results)
+    torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)  # in dtypes, too
+
+
 @needs_gpu
 @pytest.mark.parametrize("cls", CELLS)
 def test_a_graph_of_all_steps(cls):
