@@ -194,7 +194,7 @@ def _by_attend(route: Route, call: Call) -> Results:
         return attend_location.call(inputs, (lens, mask), tuple(numbers), way)
     numbers += (call.need_weights or recorded, recorded or route.traced)
     numbers.append(number_of(route.backend, route.traced))
-    # On the CPU backward takes weights of fp32.
+    # On the CPU backward is given weights of fp32, which are more exact.
     numbers.append(route.backend != "cpu" and not checks.softmax_in_fp32(queries.device))
     return attend_operator.call(inputs, (lens, mask, table, keys_max), tuple(numbers), way)
 

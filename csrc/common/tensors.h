@@ -53,6 +53,11 @@ inline void* data_or_null(Tensor& tensor, bool wanted) {
   return wanted ? tensor.mutable_data_ptr() : nullptr;
 }
 
+// The tensor itself, or a copy in this dtype.
+inline Tensor cast(const Tensor& tensor, ScalarType type) {
+  return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
+}
+
 // The tensor itself, or a contiguous copy.
 inline Tensor packed(const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;  // asking torch takes longer than a small problem

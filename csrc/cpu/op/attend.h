@@ -20,7 +20,7 @@ std::tuple<Tensor, Tensor> attend_to(const Queries& queries, const Keys& keys, c
   if (!p.empty())
     run_forward(in, context.mutable_data_ptr(),
                 need_weights ? weights.mutable_data_ptr() : nullptr);
-  return {context, narrow ? torch::stable::to(weights, in.storage) : weights};
+  return {context, narrow ? cast(weights, in.storage) : weights};
 }
 
 // The gradients that are sums over the queries.

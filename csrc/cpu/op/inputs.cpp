@@ -339,7 +339,7 @@ Backward received(const Inputs& in, const Tensor& weights, const MaybeTensor& gr
     return view_like(*grad, type, name, {p.B, p.Tq, columns}, owned);
   };
   const auto widened = [&](const Tensor& x) {  // narrow weights have the dtype of the context
-    return x.scalar_type() == in.storage ? torch::stable::to(x, weights_type) : x;
+    return x.scalar_type() == in.storage ? cast(x, weights_type) : x;
   };
   Backward g;
   g.weights = rows_like(widened(weights), weights_type, "weights", p, owned);

@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& keys
 // ---- backward ----
 
 Tensor product(const Tensor& x, const Tensor& y) {  // in their dtype, autocast or not
-  return torch::stable::to(torch::stable::matmul(x, y), x.scalar_type());
+  return cast(torch::stable::matmul(x, y), x.scalar_type());
 }
 
 struct Grads {
