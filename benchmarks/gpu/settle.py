@@ -23,6 +23,7 @@ def chase_kernel(following, place, steps):
     at = tl.load(place)
     for _ in range(steps):
         at = tl.load(following + at, cache_modifier=".cg")
+    tl.debug_barrier()  # every thread has read where it stopped
     tl.store(place, at)
 
 
