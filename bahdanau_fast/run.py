@@ -13,7 +13,7 @@ from bahdanau_fast.backends import Route
 from bahdanau_fast.call import Call, Located
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops.attend import attend as attend_operator
-from bahdanau_fast.ops.attend import attend_scores
+from bahdanau_fast.ops.attend import attend_counted, attend_scores
 from bahdanau_fast.ops.location import attend_location, convolved
 from bahdanau_fast.ops.operator import Results, Way, number_of
 from bahdanau_fast.ops.projection import linear
@@ -184,18 +184,20 @@ def _by_attend(route: Route, call: Call) -> Results:
     queries = call.queries
     lens, mask, located = call.valid_lens, call.mask, call.located
     features, w_f, *inside = _inside(call)
-    if located is not None and route.backend != "cpu":  # no kernel convolves there
+    on_gpu = route.backend != "cpu"
+    if located is not None and on_gpu:  # no kernel convolves there
         features, located = convolved(*located), None
     numbers = [call.dropout_p, *inside]
     inputs += (features, w_f) if located is None else (*located, w_f)
     recorded = route.records and checks.needs_gradient(*inputs)
-    way = Way(route.backend, route.traced, recorded, shared, backwards)
+    counted = attend_counted if on_gpu else None
+    way = Way(route.backend, route.traced, recorded, shared, backwards, counted)
     if located is not None:
         return attend_location.call(inputs, (lens, mask), tuple(numbers), way)
     numbers += (call.need_weights or recorded, recorded or route.traced)
     numbers.append(number_of(route.backend, route.traced))
     # On the CPU backward is given weights of fp32, which are more exact.
-    numbers.append(route.backend != "cpu" and not checks.softmax_in_fp32(queries.device))
+    numbers.append(on_gpu and not checks.softmax_in_fp32(queries.device))
     return attend_operator.call(inputs, (lens, mask, table, keys_max), tuple(numbers), way)
 
 

@@ -31,9 +31,10 @@ def decode_kernel(
     queries, keys, values, w_v, context, scores, weights, maxima, sums, w_q, features, w_f, Tq, Tk,
     H, Dq, Dv, C, q_batch, q_row, k_batch, k_row, v_batch, v_row, f_batch, f_row, splits,
     split_keys, lens, lens_batch, lens_row, mask, mask_batch, mask_row, mask_key, seed, threshold,
-    scale_bits, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    scale_bits, slope, counts, counts_row, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr,
+    NATIVE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Context and weights of one query; of a split, their parts.
 
@@ -50,6 +51,7 @@ def decode_kernel(
         split_keys: keys of one split, a multiple of BLOCK_K.
         slope: of leaky ReLU, on the left.
         lens, mask, seed: None where there are no lengths, no mask, no dropout.
+        counts: (B,counts_row), how many keys the lengths leave, or None; without a mask.
     """
     split, i, b = program_blocks(splits, Tq)
     row = b * Tq + i
@@ -69,6 +71,9 @@ def decode_kernel(
         lens, length + one, mask, seen_row + one, mask_key, first, stop, Tk, one == 0, 1024
     )
     empty = tl.max(alone.to(tl.int32), axis=0) > 0
+    if counts is not None:
+        count = tl.where(empty, 0, tl.max(end, axis=0))
+        tl.store(counts + b * counts_row + i, count, mask=(split == 0) & (i < counts_row))
     last = tl.minimum(stop, tl.max(end, axis=0))
     most, total = float("-inf"), 0.0
     acc = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)

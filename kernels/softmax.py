@@ -16,12 +16,13 @@ from .tiles import RUN, VARYING, program_blocks
 @triton.jit(do_not_specialize=VARYING)
 def softmax_kernel(
     scores, values, weights, context, Tq, Tk, Dv, v_batch, v_row, lens, lens_batch, lens_row, mask,
-    mask_batch, mask_row, mask_key, seed, threshold, scale_bits, PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    mask_batch, mask_row, mask_key, seed, threshold, scale_bits, counts, counts_row,
+    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Weights = softmax(scores) over the valid keys, context = dropout(weights) @ values.
 
-    Lengths go to the last key that the mask shows, if there is one; see `lengths_kernel`.
+    Lengths go to the last key that the mask shows, if there is one; see `lengths_kernel`. Without
+    one they are written to ``counts`` (B,counts_row), unless that is None.
     One program: BLOCK_Q queries, BLOCK_D features. The first features' program writes the weights.
     """
     feature_blocks = tl.maximum(tl.cdiv(Dv, BLOCK_D), 1)
@@ -32,6 +33,9 @@ def softmax_kernel(
     real = i < Tq
     lengths = b * lens_batch + i.to(tl.int64) * lens_row
     kept = kept_keys(lens, lengths, Tk, real)
+    if counts is not None:
+        if d0 == 0:
+            tl.store(counts + b * counts_row + i, kept, mask=i < counts_row)
     seen_rows = b * mask_batch + i.to(tl.int64) * mask_row
     # A row without valid keys is uniform over all keys: every score is zero.
     end = tl.where(real, tl.where(kept > 0, kept, Tk), 0)

@@ -7,6 +7,8 @@
                              row; ``precise`` where gradients may be asked for
 ``attend``                   context, and weights in no less than fp32, or ``narrow``, in the dtype
                              of the context; backward takes either
+``attend.counted``           the same on GPUs, and how many keys the lengths leave, int32 of their
+                             shape, which backward takes for them; with lengths and without a mask
 ``attend_backward``          the gradients of ``attend``; ``attend_backward.onto`` adds that of the
                              keys to a sum
 ``attend_backward_queries``  that of the queries alone, with what the others can be taken from
@@ -40,6 +42,7 @@ __all__ = [
     "NEED",
     "attend",
     "attend_backward",
+    "attend_counted",
     "attend_gradients",
     "attend_scores",
     "exp_keys",
@@ -61,6 +64,7 @@ _INSIDE = "Tensor? features=None, Tensor? w_f=None"
 ACTIVATION = "int activation=0, float negative_slope=0.01"
 DROPOUT = "Tensor? seed=None, float dropout_p=0.0"
 _ATTEND = f"{_INPUTS}, {_INSIDE}, {LENS}, {TABLE}, {DROPOUT}, {ACTIVATION}"
+_FORWARD = f"{_ATTEND}, bool need_weights=True, bool precise=True, int backend=0, bool narrow=False"
 GRADS = "Tensor weights, Tensor? grad_context, Tensor? grad_weights"
 _GRADIENTS = (
     "(Tensor grad_queries, Tensor grad_keys, Tensor grad_values, Tensor grad_w_v, "
@@ -135,6 +139,11 @@ def attend_fake(
     return queries.new_empty((batch, queries_len, features)), queries.new_empty(
         weights, dtype=dtype
     )
+
+
+def _counted_fake(valid_lens: Tensor, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+    counts = valid_lens.new_empty(valid_lens.shape, dtype=torch.int32)
+    return *attend_fake(**named), counts
 
 
 def _backward_fake(
@@ -260,8 +269,7 @@ fingerprint = Operator(
 # The inputs whose gradients go through the activation, which backward computes again.
 _THROUGH = ("queries", "keys", "w_v", "features", "w_f")
 attend = Attention(
-    f"attend({_ATTEND}, bool need_weights=True, bool precise=True, int backend=0, "
-    "bool narrow=False) -> (Tensor context, Tensor weights)",
+    f"attend({_FORWARD}) -> (Tensor context, Tensor weights)",
     attend_fake,
     {
         "queries": _THROUGH,
@@ -273,6 +281,9 @@ attend = Attention(
     },
     _scores_of,
     _gradients,
+)
+attend_counted = Operator(
+    f"attend.counted({_FORWARD}) -> (Tensor context, Tensor weights, Tensor counts)", _counted_fake
 )
 attend_backward = Operator(
     f"attend_backward({GRADS}, int needs, {_ATTEND}, int backend=0) -> {_GRADIENTS}",

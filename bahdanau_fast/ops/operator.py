@@ -150,6 +150,8 @@ class Way(NamedTuple):
         shared: the :class:`SharedNode` that keys, values and w_v are behind, which their gradients
             are left to, or None.
         backwards: those that the nodes it shares wait for, or None.
+        counted: the operator that serves a recorded call with lengths, and no mask, and has behind
+            its results what backward takes for the lengths; None where they are copied.
     """
 
     backend: str
@@ -157,6 +159,7 @@ class Way(NamedTuple):
     records: bool = False
     shared: Any = None
     backwards: PendingBackwards | None = None
+    counted: Operator | None = None
 
 
 class Attention(Operator):
@@ -271,12 +274,15 @@ class _Recorded(Node):
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], *inputs: Tensor | None) -> Tensor:
         of, others, numbers, way, link = call
-        shared = way.shared
+        shared, (lens, mask, *rest) = way.shared, others
+        counted = way.counted if lens is not None and mask is None else None
         with torch._C._AutoDispatchBelowAutograd():
-            link.context, *results = of.kernel(way.backend)(*inputs, *others, *numbers)
+            kernel = (counted or of).kernel(way.backend)
+            link.context, *results = kernel(*inputs, *others, *numbers)
         # Plain code makes a mask of lengths at once: the caller may change them.
-        lens, mask, *rest = others
-        if lens is not None or mask is not None:
+        if counted is not None:
+            lens = results.pop()
+        elif lens is not None or mask is not None:
             lens, mask = (_copies if shared is None else shared.copies)(lens, mask)
         save_inputs(ctx, inputs, (lens, mask, *rest, *results), of.uses, of.rows)
         ctx.set_materialize_grads(False)

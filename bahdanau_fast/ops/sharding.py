@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bahdanau_fast.ops.attend import NEED, attend, attend_backward, exp_keys
+from bahdanau_fast.ops.attend import NEED, attend, attend_backward, attend_counted, exp_keys
 from bahdanau_fast.ops.operator import Operator
 from bahdanau_fast.ops.whole import additive_attention, additive_attention_backward, attend_step
 
@@ -39,6 +39,7 @@ def _register() -> None:
     of_operators: dict[Operator, tuple[set[str], list[Any]]] = {
         exp_keys: (set(), [rows] * 2),
         attend: attended,
+        attend_counted: (attended[0], [rows] * 3),
         attend_backward: gradients,
         attend_step: (weights, [rows] * 2),
         additive_attention: (weights, [rows] * 4),

@@ -21,6 +21,7 @@ from triton_target import target_is
 
 import bahdanau_fast.kernels
 from bahdanau_fast.backends.triton import backward, forward
+from bahdanau_fast.ops.attend import attend_counted
 from benchmarks.machine_code import KINDS
 
 __all__ = ["TritonPtx"]
@@ -87,10 +88,12 @@ class TritonPtx(PtxCalls):
         ):
             yield
 
-    def forward(self, need_weights, *inputs, **masked):
+    def forward(self, need_weights, *inputs, counted=False, **masked):
         *inputs, lens = inputs
+        given = {"valid_lens": lens, "need_weights": need_weights, **masked}
+        attend = forward.attend_counted if counted else forward.attend
         with self.here():
-            return forward.attend(*inputs, valid_lens=lens, need_weights=need_weights, **masked)
+            return attend(*attend_counted.named(*inputs, **given).values())
 
     def backward(self, *given, **masked):
         *given, lens = given

@@ -13,6 +13,7 @@ from triton_target import target_is
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import backward, forward
 from bahdanau_fast.kernels import plans
+from bahdanau_fast.ops.attend import attend_counted
 from benchmarks.machine_code import run_tool
 
 
@@ -90,6 +91,9 @@ def kernels_of(shape, dtype, target, only=""):
         ):
             seen = {"valid_lens": valid, "mask": mask}
             context, weights = forward.attend(*inputs, **seen, narrow=True)
+            if mask is None:
+                given = attend_counted.named(*inputs, **seen, narrow=True)
+                forward.attend_counted(*given.values())
             backward.attend_backward(weights, context, weights, 15, *inputs, **seen)
             if queries_len <= plans.OWN_FEATURES:
                 inside = make(batch, keys_len, 32), make(hidden, 32)

@@ -57,6 +57,7 @@ class Call:
         inside: features and w_f, or None; ``plain_keys`` are the keys without them.
         seen: lengths and mask as kernels take them, by name; what is absent is None.
         dropout: the seed and the numbers of dropout, likewise.
+        counted: where forward writes how many keys the lengths leave, likewise.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Call:
         self.seen: dict[str, Any] = {"lens": valid_lens, **strides(lens=valid_lens)}
         self.seen |= {"mask": mask, **strides(mask=mask)}
         self.seen["mask_key"] = 0 if mask is None else mask.stride(2)
+        self.counted: dict[str, Any] = {"counts": None, "counts_row": 0}
         self.dropout = NO_DROPOUT
         if dropout_p > 0.0:
             scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bahdanau_fast import checks
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES, is_gpu_step
 from bahdanau_fast.backends.triton.call import Call, lengths, make_table, processors, strides
 from bahdanau_fast.kernels import plans
@@ -18,7 +19,7 @@ from bahdanau_fast.kernels.decode import decode_kernel
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
 
-__all__ = ["attend", "attend_scores", "attend_step"]
+__all__ = ["attend", "attend_counted", "attend_scores", "attend_step"]
 
 
 def attend(
@@ -40,10 +41,13 @@ def attend(
     precise: bool = True,
     backend: int = 0,
     narrow: bool = False,
+    *,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The operator ``attend``; see :mod:`ops.attend`.
 
-    ``table`` and ``keys_max`` are not read: these kernels make what they need in registers.
+    ``table`` and ``keys_max`` are not read: these kernels make what they need in registers. How
+    many keys the lengths leave is written to ``counts``, of their shape.
 
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp32 or ``narrow``; (0,) if not wanted.
@@ -54,6 +58,8 @@ def attend(
     """
     given = (valid_lens, mask, seed, dropout_p, features, w_f, activation, negative_slope)
     call = Call(queries, keys, values, w_v, *given)
+    if counts is not None:
+        call.counted = {"counts": counts, "counts_row": call.queries_len if counts.dim() > 1 else 1}
     context, weights = _results(call, need_weights, narrow)
     if context.numel() + weights.numel() == 0 or call.keys_len == 0:
         return context, weights
@@ -63,7 +69,7 @@ def attend(
         if step:
             _step(call, context, weights)
         # A weight's place decides whether it is dropped: with dropout the queries stay together.
-        elif need_weights or chunk >= call.queries_len or dropout_p > 0.0:
+        elif need_weights or counts is not None or chunk >= call.queries_len or dropout_p > 0.0:
             _many(call, context, weights)
         else:
             for part in range(0, call.queries_len, chunk):
@@ -79,6 +85,20 @@ def attend(
                 _many(part_of, out, none)
                 context[:, some] = out
     return context, weights
+
+
+def attend_counted(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator ``attend.counted``; see :mod:`ops.attend`.
+
+    Raises:
+        ValueError: no lengths, or a mask beside them.
+    """
+    lens, mask = given[6:8]
+    if lens is None or mask is not None:
+        got = "None" if lens is None else "both"
+        checks.reject(ValueError, "valid_lens", "be given, without a mask", got)
+    counts = torch.empty(lens.shape, dtype=torch.int32, device=lens.device)
+    return *attend(*given, counts=counts), counts
 
 
 def attend_step(
@@ -170,7 +190,7 @@ def _step(call: Call, context: Tensor, weights: Tensor, w_q: Tensor | None = Non
         "H": call.hidden, "Dq": call.queries.shape[2], "Dv": features, "splits": plan.splits,
         "split_keys": plan.split_keys, "SPLIT": split,
         **strides(q=call.queries, k=keys, v=call.values), **call.seen, **call.dropout,
-        **call.kind, **plan.blocks,
+        **call.kind, **call.counted, **plan.blocks,
     }  # fmt: skip
     decode_kernel[(batch * plan.splits * queries_len,)](
         features=of_keys, w_f=w_f, C=channels, PRECISION=call.precision, **strides(f=of_keys),
@@ -197,7 +217,7 @@ def _many(call: Call, context: Tensor, weights: Tensor) -> None:
     softmax_kernel[(batch * count,)](
         scores=scores, values=call.values, weights=weights if weights.numel() else None,
         context=context, Tq=queries_len, Tk=keys_len, Dv=features, **strides(v=call.values),
-        **(call.seen | bounds), **call.dropout, PRECISION=call.precision, **blocks,
+        **(call.seen | bounds), **call.dropout, **call.counted, PRECISION=call.precision, **blocks,
     )  # fmt: skip
 
 

@@ -158,6 +158,8 @@ struct DecodeBlock {
       const int64_t valid = i0 + q < p.Tq ? key_count(p, b, i0 + q) : 0;
       const int here = int(larger(0, smaller(valid - j0, n)));
       if (lane == 0) mine.counts[q] = i0 + q >= p.Tq ? 0 : valid == 0 ? -1 - n : here;
+      if (lane == 0 && s == 0 && c0 == 0 && i0 + q < d.counts_row)
+        d.counts[b * d.counts_row + i0 + q] = int32_t(valid);
     }
     if (p.mask.data == nullptr) return;
     for (int q = 0; q < QT && i0 + q < p.Tq; ++q)

@@ -37,6 +37,8 @@ struct DecodeForward {
   void* sums = nullptr;         // and, for each column, the values weighted by that
   void* contexts = nullptr;     //
   unsigned* arrived = nullptr;  // (rows), zero before and after
+  int32_t* counts = nullptr;    // as in Forward
+  int64_t counts_row = 0;
 };
 
 // What a kernel for QT queries, which keeps `floats` columns of a context in each lane, takes.

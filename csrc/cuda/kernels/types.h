@@ -48,6 +48,9 @@ struct Forward {
   void* context = nullptr;  // (B,Tq,Dv) of T, contiguous
   void* weights = nullptr;  // (B,Tq,Tk) of fp32, contiguous; null: not wanted
   bool narrow = false;      // weights are of T
+  // (B,counts_row): how many keys the lengths leave, of the first queries; null: not wanted.
+  int32_t* counts = nullptr;
+  int64_t counts_row = 0;
 };
 
 // Of w there are parts, which sum_parts adds up.

@@ -101,6 +101,8 @@ struct Attend {
     d->context = f.context;
     d->weights = f.weights;
     d->narrow = f.narrow;
+    d->counts = f.counts;
+    d->counts_row = f.counts_row;
     if (d->splits == 1) return 0;
     const Step& step = step_of(d->p);
     const int64_t rows = rows_of(*d), parts = rows * d->splits * step.queries;

@@ -61,6 +61,28 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, con
   return launched(in, in.current(), need_weights, narrow);
 }
 
+// The same, and how many keys the lengths leave, of their shape.
+std::tuple<Tensor, Tensor, Tensor> attend_counted(
+    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
+    MaybeTensor features, MaybeTensor, MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor,
+    MaybeTensor, MaybeTensor seed, double dropout_p, int64_t activation, double, bool need_weights,
+    bool, int64_t backend, bool narrow) {
+  check_plain(features, activation);
+  check_backend(backend);
+  STD_TORCH_CHECK(valid_lens.has_value() && !mask.has_value(),
+                  "valid_lens must be given, without a mask");
+  Inputs in(queries, keys, values, w_v, valid_lens, mask, seed, dropout_p);
+  const DeviceGuard guard(in.device);
+  const bool by_query = valid_lens->dim() > 1;
+  std::vector<int64_t> shape = {in.problem.B};
+  if (by_query) shape.push_back(in.problem.Tq);
+  Tensor counts = in.new_tensor(shape, ScalarType::Int);
+  in.forward.counts = static_cast<int32_t*>(counts.mutable_data_ptr());
+  in.forward.counts_row = by_query ? in.problem.Tq : 1;
+  auto [context, weights] = launched(in, in.current(), need_weights, narrow);
+  return {context, weights, counts};
+}
+
 // torch.nn.functional.linear
 Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   using torch::stable::detail::from;
@@ -192,6 +214,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {
   m.impl("attend", TORCH_BOX(&attend));
+  m.impl("attend.counted", TORCH_BOX(&attend_counted));
   m.impl("attend_step", TORCH_BOX(&attend_step));
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
 }

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import entry_points
+import lengths
 import parity
 import pretended
 import pytest
@@ -101,6 +102,13 @@ def test_float64_is_for_the_reference():
     check(Case(**LARGE), torch.float64, functools.partial(fused, backend=None))
     with pytest.raises(ValueError, match=r"backend must serve torch\.float64 tensors, got 'cuda'"):
         check(Case(**LARGE), torch.float64, WAYS["fused"])
+
+
+@pytest.mark.parametrize("kind", lengths.LENGTHS)
+@pytest.mark.parametrize("queries", [1, 6])
+def test_lengths_of_a_recorded_call(queries, kind):
+    assert lengths.operators_for("cuda", queries, kind) == {}
+    lengths.check_changes("cuda", queries, kind)
 
 
 def test_more_queries_are_for_triton():

@@ -22,7 +22,7 @@ class Calls:
     lengths, with a seed and a probability if something is dropped, and ``needs`` has a bit for each
     gradient. Where there is a mask or an activation, ``mask=``, ``activation=`` and
     ``negative_slope=`` are given too, and forward is told by ``narrow=`` whether weights are to
-    come in the dtype of the inputs.
+    come in the dtype of the inputs, and by ``counted=`` whether to count what lengths leave.
 
     Attributes:
         kind: of the numbers of the call that runs.
@@ -76,7 +76,13 @@ class _Attend(torch.autograd.Function):
         calls.begin(multiprocessors, queries.dtype)
         inputs = queries, keys, values, w_v, lens, *dropout
         # With lengths backward takes narrow weights, without them wide ones.
-        context, weights = calls.forward(True, *inputs, **masked, narrow=lens is not None)
+        given = {**masked, "narrow": lens is not None}
+        counted = lens is not None and "mask" not in masked
+        context, weights, *counts = calls.forward(True, *inputs, **given, counted=counted)
+        if counted:
+            seen = torch.arange(keys.shape[1]) < lens.double().unsqueeze(-1)
+            assert torch.equal(*counts, seen.sum(-1).int()) or weights.numel() == 0
+            lens = counts[0].clone()
         if weights.numel() * w_v.numel() < 100_000:
             alone, _ = calls.forward(False, *inputs, **masked)
             assert torch.equal(_bits(alone), _bits(context)), "the context depends on need_weights"

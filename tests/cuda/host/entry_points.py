@@ -3,22 +3,22 @@
 ``call(name, *arguments)`` runs an operator: :func:`on_gpu`, or ``operator`` of a mock.
 """
 
-import torch
+from bahdanau_fast.ops.operator import operators
 
-FORWARD, BACKWARD, STEP = "attend", "attend_backward", "attend_step"
+FORWARD, COUNTED, BACKWARD, STEP = "attend", "attend.counted", "attend_backward", "attend_step"
 
 
 def on_gpu(name, *arguments):
-    return getattr(torch.ops.bahdanau_fast, name)(*arguments)
+    return operators[name].overload(*arguments)
 
 
 def attend(
     call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0, need_weights=True,
-    mask=None, narrow=False,
+    mask=None, narrow=False, counted=False,
 ):  # fmt: skip
-    """Context and weights of projected queries and keys."""
+    """Context and weights of projected queries and keys; ``counted``, and what lengths leave."""
     inputs = _arguments(queries, keys, values, w_v, lens, mask, seed, dropout_p)
-    return call(FORWARD, *inputs, need_weights, True, 0, narrow)
+    return call(COUNTED if counted else FORWARD, *inputs, need_weights, True, 0, narrow)
 
 
 def attend_backward(

@@ -130,9 +130,9 @@ def captured(gpu, call, kernels, split):
 def test_forward(gpu, keys, queries, dtype):
     for seen in SEEN:
         inputs, given = problem(queries, KEYS[keys], dtype, seen)
-        for weights in (True, False):
-            call = partial(entry_points.attend, gpu.operator, *inputs, need_weights=weights)
-            captured(gpu, partial(call, **given), ["decode_forward"], keys != "whole")
+        for how in ({}, {"need_weights": False}, {"counted": True})[: 2 + (seen == "lens")]:
+            call = partial(entry_points.attend, gpu.operator, *inputs, **given, **how)
+            captured(gpu, call, ["decode_forward"], keys != "whole")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

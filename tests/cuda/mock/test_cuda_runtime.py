@@ -23,6 +23,7 @@ pytestmark = [
 LIMIT = 96 * 1024
 PER_THREAD = 2  # the handle of every thread's own default stream
 OLD_DRIVER, NO_IMAGE, IMPLICIT_CAPTURE = 35, 209, 906
+LENS, MASK = torch.tensor([2, 0]), torch.ones(2, 1, 3, dtype=torch.bool)
 
 
 def step(gpu, hidden=512, batch=2, keys=150):
@@ -141,6 +142,13 @@ def test_clusters_are_those_of_the_kernels_of_a_dtype(gpu):
 def test_no_kernel_takes_float64(gpu):
     with pytest.raises(RuntimeError, match="CUDA kernels take float32, bfloat16 or float16"):
         attend(gpu, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("given", [{}, {"lens": LENS, "mask": MASK}], ids=["no lengths", "both"])
+def test_lengths_are_counted_without_a_mask(gpu, given):
+    inputs = tensors((2, 1, 4), (2, 3, 4), (2, 3, 5), (1, 4), dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="valid_lens must be given, without a mask"):
+        entry_points.attend(gpu.operator, *inputs, counted=True, **given)
 
 
 @pytest.mark.parametrize(("queries", "hidden"), [(17, 64), (1, 2049)])

@@ -126,6 +126,7 @@ def test_the_operators_tell_torch_the_truth():
         x.requires_grad_()
     torch.library.opcheck(ops.attend.default, tensors, options)
     tensors = [x.detach() for x in tensors]
+    torch.library.opcheck(ops.attend.counted, tensors, options)
     for needs in (15, 2):
         given = (weights, context, weights, needs, *tensors)
         torch.library.opcheck(ops.attend_backward.default, given, options)
@@ -134,6 +135,14 @@ def test_the_operators_tell_torch_the_truth():
     scored = [x.detach() for x in scored]
     given = (ops.attend_scores(*scored, **inside), 11, *scored)
     torch.library.opcheck(ops.attend_scores_backward.default, given, inside)
+
+
+@pytest.mark.parametrize("given", [(), ("valid_lens", "mask")])
+def test_lengths_are_counted_without_a_mask(given):
+    q, k, w = draw(2, 3, 5), draw(2, 4, 5), draw(1, 5)
+    of = {"valid_lens": torch.tensor([2, 4]), "mask": torch.ones(2, 1, 4, dtype=torch.bool)}
+    with pytest.raises(ValueError, match="valid_lens must be given, without a mask, got"):
+        ops.attend.counted(q, k, k, w, **{name: of[name].to(DEVICE) for name in given}, backend=1)
 
 
 def test_a_backend_that_is_not_loaded():

@@ -1,5 +1,6 @@
-"""Nothing is launched beside the kernels to bring weights into their dtype."""
+"""Nothing is launched beside the kernels to bring weights into their dtype, or to keep lengths."""
 
+import lengths
 import parity
 import pytest
 import torch
@@ -46,3 +47,10 @@ def test_weights_of_a_recorded_call_come_in_the_dtype_of_the_module(queries):
         (context.sum() + module.attention_weights.sum()).backward()
     assert module.attention_weights.dtype == torch.bfloat16
     assert seen.dtypes == []
+
+
+@pytest.mark.parametrize("kind", lengths.LENGTHS)
+@pytest.mark.parametrize("queries", [1, 18])
+def test_lengths_of_a_recorded_call(queries, kind):
+    assert lengths.operators_for("triton", queries, kind) == {}
+    lengths.check_changes("triton", queries, kind)

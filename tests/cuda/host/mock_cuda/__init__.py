@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from built import built
 
-import bahdanau_fast  # noqa: F401  defines the operators
+import bahdanau_fast.ops  # noqa: F401  defines the operators
+from bahdanau_fast.ops.operator import operators
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
@@ -190,8 +191,7 @@ class Mock:
     @staticmethod
     def operator(name, *args):
         """Call an operator of ``torch.ops.bahdanau_fast`` on CPU tensors, as if on CUDA tensors."""
-        operator = getattr(torch.ops.bahdanau_fast, name).default
-        return operator._op_dk(torch._C.DispatchKey.CUDA, *args)
+        return operators[name].overload._op_dk(torch._C.DispatchKey.CUDA, *args)
 
 
 def of(calls, function):
