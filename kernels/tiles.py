@@ -16,7 +16,7 @@ VARYING = [
 
 
 # Numbers that are added up one after the other grow, and with them each rounding: after so many
-# turns of a loop their sum goes to another one. See parity.py.
+# turns of a loop their sum goes to another one.
 RUN = tl.constexpr(32)
 
 

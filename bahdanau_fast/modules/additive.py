@@ -180,22 +180,9 @@ class AdditiveAttention(Additive):
         dropout = layers[3] if dropout_p is None else None
         # Not starred: Python would make a list of them, which takes a microsecond of a small call.
         call = Call(
-            queries,
-            keys,
-            values,
-            scorer,
-            w_q,
-            w_k,
-            bias,
-            valid_lens,
-            mask,
-            dropout_p or 0.0,
-            dropout,
-            cache,
-            shape,
-            None,
-            self._inside,
-        )
+            queries, keys, values, scorer, w_q, w_k, bias, valid_lens, mask, dropout_p or 0.0,
+            dropout, cache, shape, None, self._inside,
+        )  # fmt: skip
         return self._attend(call)
 
     if TYPE_CHECKING:
