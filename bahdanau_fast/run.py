@@ -160,11 +160,11 @@ def _by_attend_step(route: Route, call: Call) -> Results:
     if call.projected is not None:
         _, table, keys_max, *_ = call.projected
     kernel, wanted = attend_step.kernel(route.backend), call.need_weights
+    narrow = route.backend == "cpu" or not checks.softmax_in_fp32(queries.device)
     # Not starred, as for Call in modules/additive.py.
     context, weights = kernel(
-        queries, keys, values, w_q, w_k, bias, w_v, lens, mask, table, keys_max, wanted,
-        not checks.softmax_in_fp32(queries.device),
-    )  # fmt: skip
+        queries, keys, values, w_q, w_k, bias, w_v, lens, mask, table, keys_max, wanted, narrow
+    )
     return context, weights, None
 
 
