@@ -75,10 +75,10 @@ def decode_given(
     """All steps of given inputs, in one operator if possible.
 
     It is possible on the CPU, in fp32 and fp64, and on a GPU in what its kernels compute, if the
-    layers are unmodified (no hooks, no replaced or patched layers) and there is no transform and no
-    compilation; otherwise :func:`attend_step` runs step by step. Both give the same results, except
-    for the order of sums and of random numbers. Under autocast one operator computes in its dtype,
-    on the CPU in fp32.
+    layers are unmodified (no hooks, no replaced or patched layers) and nothing traces or transforms
+    the call, which compiled code leaves out of its graphs; otherwise :func:`attend_step` runs step
+    by step. Both give the same results, except for the order of sums and of random numbers. Under
+    autocast one operator computes in its dtype, on the CPU in fp32.
 
     Args:
         attention: an :class:`AdditiveAttention`, or a module with its methods.
