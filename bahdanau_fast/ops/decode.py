@@ -66,7 +66,7 @@ def decode(arguments: Arguments, rest: Rest, backend: str = "cpu") -> Decoded:
     """
     with without_autocast(arguments.keys.device):
         if checks.needs_gradient(*arguments):
-            return Decoded(*_Decode.apply(*arguments, *rest, backend))  # type: ignore[no-untyped-call]
+            return Decoded(*_Decode.apply(*arguments, rest, backend))  # type: ignore[no-untyped-call]
         return _decoded(_forward(arguments, rest, backend, keep=False))
 
 
@@ -181,8 +181,8 @@ def _decoded(results: tuple[Tensor, ...]) -> Decoded:
 class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        count = len(Arguments._fields)
-        arguments, rest, backend = Arguments(*inputs[:count]), Rest(*inputs[count:-1]), inputs[-1]
+        *tensors, rest, backend = inputs
+        arguments = Arguments(*tensors)
         results = _forward(arguments, rest, backend, keep=True)
         ctx.save_for_backward(*arguments, *rest[:-1], *results)
         ctx.dropout_p, ctx.backend = rest.dropout_p, backend
@@ -195,15 +195,15 @@ class _Decode(torch.autograd.Function):
         arguments = Arguments(*saved[:count])
         rest = Rest(*(*saved[count:-6], ctx.dropout_p))
         needed = Arguments(*ctx.needs_input_grad[:count])
-        others = (None,) * (len(Rest._fields) + 1)
         if all(grad is None for grad in grads):
-            return (None,) * count + others
+            return (None,) * (count + 2)
         with without_autocast(arguments.keys.device):
             if torch.is_grad_enabled():
                 found = _gradients_again(arguments, rest, grads, needed)
             else:
                 found = _gradients(arguments, rest, saved[-6:], grads, needed, ctx.backend)
-        return (*(g if need else None for g, need in zip(found, needed, strict=True)), *others)
+        wanted = (grad if need else None for grad, need in zip(found, needed, strict=True))
+        return (*wanted, None, None)
 
 
 def _gradients_again(
