@@ -4,7 +4,7 @@
 (``make bench-compare``) two versions, ``python -m benchmarks.family`` others' modules before and
 after ``bf.fuse``, ``python -m benchmarks.training`` whole training steps, ``benchmarks.gpu_report``
 (``make gpu-report``) a GPU. How a row is timed, in the order of reading: ``workloads.shapes`` (the
-rows and their tensors), ``contestants.providers`` (who computes), ``contestants.parity`` (the check
+rows and their tensors), ``contestants.registry`` (who computes), ``contestants.parity`` (the check
 before the timing), ``timing.measure`` (calls in turns), ``bench`` (one row). ``page`` writes
 docs/performance.md and the tables of README and docs/gpu.md from ``results``.
 """

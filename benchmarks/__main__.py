@@ -38,7 +38,7 @@ def measure(runner: Runner, only: str | None = None) -> list[dict[str, Any]]:
             done: list[dict[str, Any]] = []
             for case in group:
                 bar.set_description(f"{table} {case.shape.name} {case.task} {case.mode}")
-                done.append(runner.row(case).packed())
+                done.append(runner.row(case))
                 bar.update()
             title = f"{TITLES[table]}; ms, median (p20-p80)"
             bar.write("\n".join(["", title, "", *row_table(done)]), file=sys.stdout)

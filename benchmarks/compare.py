@@ -103,7 +103,7 @@ class Comparison:
     task: str
     shape: Shape
     mode: Mode = "forward"
-    source: str = f"{__package__}.contestants.providers"
+    source: str = f"{__package__}.contestants.registry"
 
     def __str__(self) -> str:
         return f"{self.provider}, {self.shape}, {self.task}, {MODES[self.mode]}"

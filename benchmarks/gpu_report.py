@@ -37,24 +37,24 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "model": Stage(40),
-    "smoke": Stage(100, workers=5),
-    "time": Stage(90),
-    "build": Stage(50, workers=8),
-    "rivals": Stage(80),
-    "parity": Stage(200, workers=8),
-    "sanitize": Stage(200, workers=4),
+    "user": Stage(150),
+    "smoke": Stage(60, workers=5),
+    "time": Stage(80),
+    "build": Stage(40, workers=8),
+    "rivals": Stage(60),
+    "parity": Stage(390),
+    "sanitize": Stage(390, workers=4),
 }
-FIRST = ("model", "smoke", "time", "build", "rivals")
+FIRST = ("user", "smoke", "time", "build", "rivals")
 # What make gives the build; looking at the machine; all of it.
 BUILD_SECONDS, MACHINE_SECONDS, TOTAL_SECONDS = 150.0, 40.0, 580.0
 START_SECONDS = 90.0  # imports of torch from a cold disk
 COPY = "bytes per second, copy"  # by what a row calls the roof
 TIME_IS_UP = "the time of the stage was up"
 # Of these stages every row is ours, and has to be right.
-OURS = ("model", "smoke", "time", "parity", "sanitize")
-# Of these the calls are compared with each other.
-COMPARED = ("time", "rivals")
+OURS = ("user", "smoke", "time", "parity", "sanitize")
+# Tables at the end, of stages whose calls are compared with each other.
+COMPARED = {"What a user feels": ("user",), "Calls": ("time", "rivals")}
 
 Record = Callable[[dict[str, Any]], None]
 
@@ -173,8 +173,10 @@ def right(result: dict[str, Any]) -> bool:
 
 def _us(result: dict[str, Any]) -> str:
     """Microseconds: called / from a graph / from a graph with a cold L2; of a copy's bandwidth."""
+    if "host us" in result:
+        return f"{result['host us']:.4g}"
     spreads = (result.get(state) for state in ("called", "graph", "cold"))
-    us = " / ".join(f"{1e6 * spread['median']:.1f}" if spread else "-" for spread in spreads)
+    us = " / ".join(f"{1e6 * spread['median']:.4g}" if spread else "-" for spread in spreads)
     return us + (f", {result['of roof']:.0%}" if "of roof" in result else "")
 
 
@@ -184,37 +186,28 @@ def text(result: dict[str, Any]) -> str:
     said = said or ("" if right(result) else "WRONG ")
     if "worst" in result:
         said += f" error {result['worst']:.2f} of what is allowed"
-    if "called" in result:
+    if _is_timed(result):
         said += f" {_us(result)} us"
-    if result.get("modelled us"):
-        said += f", modelled {result['modelled us']}"
     for name, (launches, us) in result.get("kernels", {}).items():
         said += f"\n    {us:8.1f} us x {launches:g}  {name[:100]}"
     return f"{result['stage']}: {result['row']}: {said.strip() or json.dumps(result)}"
 
 
+def _is_timed(result: dict[str, Any]) -> bool:
+    return "called" in result or "host us" in result
+
+
 def table(rows: Iterable[dict[str, Any]]) -> list[str]:
     """Microseconds by call and by who computes it, ours and the others."""
     cells: dict[str, dict[str, str]] = {}
-    for row in rows:
-        if row["stage"] in COMPARED and "called" in row:
-            who, _, call = row["row"].partition(": ")
-            cells.setdefault(call, {})[who] = _us(row) if right(row) else f"{_us(row)}, wrong"
+    for row in filter(_is_timed, rows):
+        who, _, call = row["row"].partition(": ")
+        cells.setdefault(call, {})[who] = _us(row) if right(row) else f"{_us(row)}, wrong"
     names = sorted({who for of_call in cells.values() for who in of_call})
-    lines = [f"| case | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines = [f"| call | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for call, of_call in cells.items():
         lines.append(f"| {call} | {' | '.join(of_call.get(name, '') for name in names)} |")
     return lines
-
-
-def reports(folder: Path) -> list[dict[str, Any]]:
-    """The reports in a folder, each with its machine and the latest of each row."""
-    found = []
-    for path in sorted(folder.glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        latest = {(line["stage"], line["row"]): line for line in lines}
-        found.append({"machine": latest.pop(("machine", "machine")), "rows": [*latest.values()]})
-    return found
 
 
 def _machine(device: str, cache: Path) -> dict[str, Any]:
@@ -278,7 +271,10 @@ def _report(given: argparse.Namespace, begin: float, cache: Path) -> int:
             tell = partial(record, stage)
             of_stage = Rows(f"{SOURCE}:{stage}", end, tell, given.device, cache)
             of_stage.run(STAGES[stage].workers)
-    print("\n".join(table(rows)))
+    for title, of in COMPARED.items():
+        compared = [row for row in rows if row["stage"] in of]
+        if compared:
+            print("\n".join(["", title, *table(compared)]))
     wrong = [row for row in rows if row["stage"] in OURS and not right(row)]
     print(f"{len(rows)} results, {len(wrong)} of ours not right; wrote {path}")
     return 1 if wrong else 0

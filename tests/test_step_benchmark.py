@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.contestants.parity import Oracle
-from benchmarks.contestants.providers import by_name
+from benchmarks.contestants.registry import by_name
 from benchmarks.gpu.figures import GpuCase, inputs_of, synchronize
 from benchmarks.workloads.shapes import STEPS_ON_MEMORY
 

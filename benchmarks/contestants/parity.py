@@ -31,7 +31,7 @@ from bahdanau_fast import parity, reference
 from ..timing.worker import Worker
 from ..workloads.shapes import DECODE_STEPS, Inputs, Shape, draw
 from . import rounding
-from .providers import Group, Provider, Runnable, decode
+from .provider import Group, Provider, Runnable, decode
 
 # Elements of (B,Tq,Tk,H) that the oracle computes at most, in fp64 and in the tested dtype.
 CHECKED_ELEMENTS = 16_000_000

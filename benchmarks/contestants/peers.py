@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..workloads.shapes import Inputs
-from . import baselines
-from .baselines import Unavailable
-from .providers import Outputs, Provider, Runnable
+from .baselines import MASKED, Unavailable, rewrite
+from .provider import Builder, Outputs, Provider, Runnable
 
 DIFFERENCES = {
     "Keras (torch)": "no W_q and W_k of its own, so it is given projected queries and keys; run as "
@@ -51,14 +50,18 @@ def _mask(inputs: Inputs) -> Tensor | None:
     return torch.arange(inputs.keys.shape[1]) < inputs.valid_lens[:, None]
 
 
-# --- Keras --------------------------------------------------------------------------------------
+def _projected(inputs: Inputs) -> list[Tensor]:
+    """Projected queries and keys, and values."""
+    given = inputs.projected_queries, inputs.projected_keys, inputs.values
+    return [tensor.detach() for tensor in given]
 
 
-def _keras(backend: str, inputs: Inputs) -> tuple[Any, Callable[..., Any]]:
+def _keras(backend: str, inputs: Inputs) -> Runnable:
     if os.environ.get("KERAS_BACKEND") != backend:
         raise Unavailable(f"KERAS_BACKEND must be {backend} from the start of the process")
+    jax = imported("jax", "jax") if backend == "jax" else None
     keras = imported("keras", "keras")
-    query, key, value = inputs.projected_queries, inputs.projected_keys, inputs.values
+    (query, key, value), mask = _projected(inputs), _mask(inputs)
     layer = keras.layers.AdditiveAttention(use_scale=True)
     layer.build([tuple(query.shape), tuple(value.shape), tuple(key.shape)])
     layer.set_weights([inputs.w_v.detach().reshape(-1).numpy()])
@@ -67,33 +70,16 @@ def _keras(backend: str, inputs: Inputs) -> tuple[Any, Callable[..., Any]]:
         masks = None if mask is None else [None, mask]
         return layer([query, value, key], mask=masks, return_attention_scores=True)
 
-    return keras, call
-
-
-def _keras_torch(inputs: Inputs) -> Runnable:
-    _, call = _keras("torch", inputs)
-    mask = _mask(inputs)
-    tensors = [t.detach() for t in (inputs.projected_queries, inputs.values, inputs.projected_keys)]
-    return Runnable(lambda: call(*tensors, mask), ())
-
-
-def _keras_jax(inputs: Inputs) -> Runnable:
-    jax = imported("jax", "jax")
-    _, call = _keras("jax", inputs)
-    mask = _mask(inputs)
-    tensors = (inputs.projected_queries, inputs.values, inputs.projected_keys)
-    arrays = [jax.numpy.asarray(tensor.detach().numpy()) for tensor in tensors]
-    arrays.append(None if mask is None else jax.numpy.asarray(mask.numpy()))
+    if jax is None:
+        return Runnable(lambda: call(query, value, key, mask), ())
+    given = [x if x is None else jax.numpy.asarray(x.numpy()) for x in (query, value, key, mask)]
     jitted = jax.jit(call)
 
     def forward() -> Outputs:
-        context, weights = jax.block_until_ready(jitted(*arrays))
+        context, weights = jax.block_until_ready(jitted(*given))
         return torch.from_dlpack(context), torch.from_dlpack(weights)
 
     return Runnable(forward, ())
-
-
-# --- JoeyNMT ------------------------------------------------------------------------------------
 
 
 def _joeynmt(inputs: Inputs) -> Runnable:
@@ -112,17 +98,14 @@ def _joeynmt(inputs: Inputs) -> Runnable:
     return Runnable(lambda: module(inputs.queries, mask, inputs.values), ())
 
 
-# --- KeOps --------------------------------------------------------------------------------------
-
-
 def _keops(inputs: Inputs) -> Runnable:
     lazy: Any = imported("pykeops.torch", "pykeops").LazyTensor
-    query = inputs.projected_queries.detach()[:, :, None].contiguous()  # (B,Tq,1,H)
-    key = inputs.projected_keys.detach()[:, None].contiguous()  # (B,1,Tk,H)
-    value = inputs.values.detach()[:, None].contiguous()
+    query, key, value = _projected(inputs)
+    query = query[:, :, None].contiguous()  # (B,Tq,1,H)
+    key, value = key[:, None].contiguous(), value[:, None].contiguous()  # (B,1,Tk,H)
     w_v = inputs.w_v.detach().reshape(1, 1, 1, -1)
     mask = _mask(inputs)
-    bias = None if mask is None else torch.where(mask, 0.0, baselines.MASKED)[:, None, :, None]
+    bias = None if mask is None else torch.where(mask, 0.0, MASKED)[:, None, :, None]
 
     def forward() -> tuple[Tensor, None]:
         doubled = 2 * (lazy(query) + lazy(key))
@@ -134,38 +117,31 @@ def _keops(inputs: Inputs) -> Runnable:
     return Runnable(forward, ())  # type: ignore[arg-type]  # the parity check allows missing weights
 
 
-# --- ONNX Runtime -------------------------------------------------------------------------------
-
-
 class _Graph(nn.Module):
-    """A function of tensors as the module that torch.onnx exports."""
+    """The rewrite as the module that torch.onnx exports."""
 
-    def __init__(self, function: Callable[..., Outputs]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *tensors: Tensor) -> Outputs:
-        return self.function(*tensors)
+    def forward(self, *given: Any) -> Outputs:
+        return rewrite(*given)
 
 
-def _onnx(
-    function: Callable[..., Outputs], tensors: tuple[Tensor, ...], lens: Tensor | None
-) -> Runnable:
+def _onnx(step: bool, inputs: Inputs) -> Runnable:
     runtime = imported("onnxruntime", "onnxruntime")
     for package in ("onnx", "onnxscript"):
         imported(package, package)
-    arguments = tuple(tensor.detach() for tensor in tensors)
-    arguments += () if lens is None else (lens,)
-    module = _Graph(lambda *given: function(*given, *(() if lens is not None else (None,)))).eval()
+    queries, keys, values = _projected(inputs)
+    given = (queries, keys, values, inputs.w_v.detach(), inputs.valid_lens)
+    if step:
+        given = (inputs.queries.detach(), *given[1:], inputs.w_q.detach())
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "attention.onnx"))
-        torch.onnx.export(module, arguments, path, dynamo=True, verbose=False)
+        torch.onnx.export(_Graph().eval(), given, path, dynamo=True, verbose=False)
         session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    names = [given.name for given in session.get_inputs()]
-    feeds = {name: tensor.numpy() for name, tensor in zip(names, arguments, strict=True)}
+    names = [each.name for each in session.get_inputs()]
+    tensors = [x.numpy() for x in given if x is not None]
+    feeds = dict(zip(names, tensors, strict=True))
 
     def forward() -> Outputs:
         context, weights = session.run(None, feeds)
@@ -174,29 +150,14 @@ def _onnx(
     return Runnable(forward, ())
 
 
-def _onnx_projected(inputs: Inputs) -> Runnable:
-    tensors = (inputs.projected_queries, inputs.projected_keys, inputs.values, inputs.w_v)
-    return _onnx(baselines.rewrite, tensors, inputs.valid_lens)
-
-
-def _onnx_step(inputs: Inputs) -> Runnable:
-    def step(w_q: Tensor, *given: Any) -> Outputs:
-        return baselines.rewrite(*given, w_q)
-
-    tensors = (inputs.w_q, inputs.queries, inputs.projected_keys, inputs.values, inputs.w_v)
-    return _onnx(step, tensors, inputs.valid_lens)
-
-
-def _peer(
-    name: str, builders: dict[str, Callable[[Inputs], Runnable]], **variables: str
-) -> Provider:
+def _peer(name: str, builders: dict[str, Builder], **variables: str) -> Provider:
     return Provider(name, "peer", builders, on_demand=True, process=tuple(variables.items()))
 
 
 PROVIDERS: tuple[Provider, ...] = (
-    _peer("Keras (torch)", {"projected": _keras_torch}, KERAS_BACKEND="torch"),
-    _peer("Keras (JAX)", {"projected": _keras_jax}, KERAS_BACKEND="jax"),
+    _peer("Keras (torch)", {"projected": partial(_keras, "torch")}, KERAS_BACKEND="torch"),
+    _peer("Keras (JAX)", {"projected": partial(_keras, "jax")}, KERAS_BACKEND="jax"),
     _peer("JoeyNMT", {"step": _joeynmt}),
     _peer("KeOps", {"projected": _keops}),
-    _peer("ONNX Runtime", {"projected": _onnx_projected, "step": _onnx_step}),
+    _peer("ONNX Runtime", {task: partial(_onnx, task == "step") for task in ("projected", "step")}),
 )

@@ -15,14 +15,13 @@ from torch import Tensor
 from bahdanau_fast import backends
 
 from ..contestants.parity import Oracle, prepare
-from ..contestants.providers import Provider, by_name
+from ..contestants.provider import Provider
+from ..contestants.registry import by_name
 from ..timing.measure import GpuCall, captured, interleave
 from ..workloads.shapes import MANY_QUERIES, SUBJECT, Inputs, Shape, draw
-from . import modelled
 
 NAN = float("nan")
 SECONDS = 0.5  # of timing a row
-MODELLED = {"cuda": "CUDA C++", "triton": "Triton"}  # backends as the model names them
 CALLS = 20  # in a graph: one alone is shorter than the graph's own launch
 
 
@@ -93,12 +92,6 @@ def subject(case: GpuCase) -> Provider:
     return by_name(SUBJECT[case.task])
 
 
-def verdict(case: GpuCase, device: torch.device) -> dict[str, Any]:
-    """One call against fp64."""
-    with _settings(case):
-        return checked(case, subject(case), device)[1]
-
-
 def alone(case: GpuCase, device: torch.device) -> dict[str, Any]:
     """One call, and nothing else but what copies its inputs: the reference is not run."""
     with _settings(case):
@@ -119,9 +112,9 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def smoke(case: GpuCase, device: torch.device) -> dict[str, Any]:
-    """The same where memory that is not written holds NaN."""
+    """One call against fp64, where memory that is not written holds NaN."""
     with unwritten_is_nan():
-        return verdict(case, device)
+        return built(case, subject(case), device)
 
 
 def _tensors(results: Any) -> tuple[Tensor, ...]:
@@ -163,10 +156,6 @@ def times(case: GpuCase, provider: Provider, device: torch.device) -> dict[str, 
         else:
             result["no graph"] = many
         result |= interleave(timed, SECONDS).packed()
-        if device.type == "cuda" and case.task == "projected":
-            gpu, who = torch.cuda.get_device_name(device), MODELLED.get(case.backend, provider.name)
-            sizes = str(case.shape), case.dtype
-            result["modelled us"] = modelled.figures(gpu, *sizes, who, case.train)
         return result | (kernels(call, device) if provider.group == "ours" else {})
 
 

@@ -1,4 +1,4 @@
-"""The rows of each stage of the GPU report, the most telling first."""
+"""The rows of each stage of the GPU report, the most telling first; of ``user``, in user.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -19,12 +19,15 @@ import torch
 from bahdanau_fast import backends
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
-from ..contestants.providers import Provider
+from ..contestants.provider import Provider
+from ..contestants.registry import by_name
 from ..timing.worker import ROOT, Row
 from ..workloads.shapes import LIST, MANY_QUERIES, STEPS_ON_MEMORY, Shape
 from . import figures
 from .figures import GpuCase
-from .rivals import FUSED, IN_FRONT, MASKED_CALL, RIVALS
+from .user import user
+
+__all__ = ["build", "parity", "rivals", "sanitize", "smoke", "time", "user"]
 
 DTYPES = ("bfloat16", "float32", "float16")
 ROW_SECONDS, TUNED_SECONDS, TOOL_SECONDS = 60.0, 90.0, 400.0
@@ -42,9 +45,7 @@ SMALL = (
 WIDE = Shape("step-256", 256, 1, 400, 512)
 _BY_NAME = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
 STEP, PARALLEL = _BY_NAME["step-64"], (_BY_NAME["parallel-16"], *reversed(MANY_QUERIES))
-ONE, LONG = _BY_NAME["step-1"], _BY_NAME["pooling"]
-LARGE, LENS = _BY_NAME["gnmt-infer"], replace(STEP, name="step-64-lens", lens="drawn")
-BEAMS = tuple(replace(STEP, name=f"beam-{n}", queries=n) for n in (4, 10))
+LENS = replace(STEP, name="step-64-lens", lens="drawn")
 # What ours and the others are timed on.
 CALLS = (
     *(GpuCase("", shape, "step") for shape in (STEP, WIDE)),
@@ -52,12 +53,25 @@ CALLS = (
       for train in (False, True)),
     *(GpuCase("", shape, "projected", "float32", True) for shape in (WIDE, PARALLEL[-1])),
     GpuCase("", STEP, "step", "float32"),
+    GpuCase("", WIDE, "full"),
 )  # fmt: skip
+# And ours alone: beams, more keys, a single row, a projected query, the largest.
+OURS_ALONE = (
+    *(GpuCase("", replace(STEP, name=f"beam-{n}", queries=n), "step") for n in (4, 10)),
+    GpuCase("", replace(STEP, name="step-64-long", keys=400), "step"),
+    GpuCase("", _BY_NAME["step-1"], "step"),
+    GpuCase("", _BY_NAME["step-1"], "step", "float32"),
+    GpuCase("", _BY_NAME["pooling"], "step"),
+    GpuCase("", STEP, "projected"),
+    GpuCase("", _BY_NAME["gnmt-infer"], "projected", train=True),
+)
 ACCEPTANCE = (
     *((STEP, task, False) for task in ("step", "full")),
     *((WIDE, task, train) for task, train in (("step", False), ("full", False))),
     *((shape, "projected", True) for shape in (WIDE, *PARALLEL)),
 )
+# Who is compared, the one that tunes itself last.
+RIVALS = ("expert", "rewrite eager", "compiled", "d2l eager", "ours compiled", "compiled, tuned")
 
 
 def _backends(device: torch.device) -> tuple[str, ...]:
@@ -66,111 +80,68 @@ def _backends(device: torch.device) -> tuple[str, ...]:
     return tuple(name for name in names if backends.why_not(name) is None)
 
 
-def _rows(kind: Any, device: torch.device, *cases: GpuCase) -> list[Row]:
-    return [Row(str(case), ROW_SECONDS, partial(kind, case, device)) for case in cases]
+def _served(cases: Iterable[GpuCase], device: torch.device) -> list[GpuCase]:
+    """Each case on every backend that has kernels for it."""
+    each = (replace(case, backend=name) for case in cases for name in _backends(device))
+    return [c for c in each if c.backend != "cuda" or c.shape.queries <= GPU_STEP_QUERIES]
 
 
-_SMALL = [*product(SMALL, DTYPES)]
-
-
-def _cases(ways: Any, where: torch.device) -> Iterator[GpuCase]:
-    for ((shape, task, train), dtype), backend in product(ways, _backends(where)):
-        if _serves(backend, shape):
-            yield GpuCase(backend, shape, task, dtype, train)
-
-
-def _serves(backend: str, shape: Shape) -> bool:
-    return backend != "cuda" or shape.queries <= GPU_STEP_QUERIES
+def _of_each_dtype(ways: Iterable[tuple[Shape, str, bool]]) -> list[GpuCase]:
+    return [GpuCase("", *way[:2], dtype, way[2]) for way, dtype in product(ways, DTYPES)]
 
 
 def smoke(device: str) -> list[Row]:
     """Every kernel of every backend in each dtype, small calls first."""
     where = torch.device(device)
-    ways = [*_SMALL, *product(ACCEPTANCE, DTYPES)]
-    return _rows(figures.smoke, where, *_cases(ways, where))
+    cases = _served(_of_each_dtype([*SMALL, *ACCEPTANCE]), where)
+    return [Row(str(case), ROW_SECONDS, partial(figures.smoke, case, where)) for case in cases]
 
 
-def small(device: str) -> list[Row]:
-    """The small calls, for a sanitizer: unwritten memory is left for it to find."""
-    where = torch.device(device)
-    return _rows(figures.alone, where, *_cases(_SMALL, where))
-
-
-def _timed(where: torch.device, cases: Iterable[GpuCase]) -> list[Row]:
-    served = (case for case in cases if _serves(case.backend, case.shape))
-    return [
-        Row(str(c), ROW_SECONDS, partial(figures.times, c, figures.subject(c), where))
-        for c in served
-    ]
-
-
-def model(device: str) -> list[Row]:
-    """What settles the model of docs/gpu.md: five measurements; those of calls have its figures."""
-    where = torch.device(device)
-    first = _backends(where)[:1]
-    rows = [Row("floor", ROW_SECONDS, partial(figures.floor, where))]
-    if backends.why_not("triton") is None:
-        from . import settle
-
-        rows += [
-            Row("loads one after the other", ROW_SECONDS, partial(settle.chase, where)),
-            Row("kernels of a graph", ROW_SECONDS, partial(settle.gap, where)),
-        ]
-    rows += _timed(where, (GpuCase(name, STEP, "projected") for name in first))
-    rows += _timed(where, (GpuCase(name, LARGE, "projected", train=True) for name in first))
-    for name in first:
-        case = GpuCase(name, STEP, "step")
-        rows += _timed(where, [case])
-        outside = partial(figures.times, case, IN_FRONT, where)
-        rows.append(Row(f"{name}, W_q in front: {case.call}", ROW_SECONDS, outside))
-    return rows
+def _contest(
+    kind: Callable[..., Any], name: str, case: GpuCase, who: Provider, where: torch.device
+) -> Row:
+    seconds = TUNED_SECONDS if "compiled" in who.name else ROW_SECONDS
+    return Row(f"{name}: {case.call}", seconds, partial(kind, case, who, where))
 
 
 def time(device: str) -> list[Row]:
-    """Ours: every shape, in time and kernel by kernel; beams, masks, fused modules; peak memory."""
+    """The roof; ours, every shape in time and kernel by kernel; masks, fused modules; memory."""
     where = torch.device(device)
-    wanted = [*CALLS, GpuCase("", WIDE, "full")]
-    wanted += [
-        *(GpuCase("", shape, "step") for shape in BEAMS),
-        GpuCase("", replace(STEP, name="step-64-long", keys=400), "step"),
-        GpuCase("", ONE, "step"),
-        GpuCase("", ONE, "step", "float32"),
-        GpuCase("", LONG, "step"),
+    rows = [Row("floor", ROW_SECONDS, partial(figures.floor, where))]
+    for case in _served((*CALLS, *OURS_ALONE), where):
+        rows.append(_contest(figures.times, case.backend, case, figures.subject(case), where))
+    forms = [("W_q in front", GpuCase("auto", STEP, "step"))]
+    forms += [
+        (name, GpuCase("auto", LENS, "full", train=train))
+        for name, train in product(("ours, masked", "d2l fused"), (False, True))
     ]
-    rows = _timed(where, (replace(c, backend=name) for c in wanted for name in _backends(where)))
-    for provider, train in product((MASKED_CALL, FUSED), (False, True)):
-        case = GpuCase("auto", LENS, "full", train=train)
-        call = partial(figures.times, case, provider, where)
-        rows.append(Row(f"{provider.name}: {case.call}", ROW_SECONDS, call))
-    peaks = (
+    rows += [_contest(figures.times, name, case, by_name(name), where) for name, case in forms]
+    return rows + [
         Row(f"peak memory of {name}", ROW_SECONDS, partial(figures.peak, name, where))
         for name in ("d2l eager", "ours op")
-    )
-    return [*rows, *peaks]
+    ]
 
 
-def _contests(kind: Callable[..., Any], device: str, among: Iterable[Provider]) -> list[Row]:
+def _contests(kind: Callable[..., Any], device: str, among: Iterable[str]) -> list[Row]:
     """Every rival in every call that it serves."""
-    where, rows = torch.device(device), []
-    for rival, case in product(among, (*CALLS, GpuCase("", WIDE, "full"))):
-        if case.task in rival.builders:
-            call = partial(kind, replace(case, backend="auto"), rival, where)
-            rows.append(Row(f"{rival.name}: {case.call}", TUNED_SECONDS, call))
-    return rows
+    return [
+        _contest(kind, name, replace(case, backend="auto"), by_name(name), torch.device(device))
+        for name, case in product(among, CALLS)
+        if case.task in by_name(name).builders
+    ]
 
 
 def build(device: str) -> list[Row]:
     """What the rivals compile, in several processes, for the next stage."""
-    slow = [rival for rival in RIVALS if "compiled" in rival.name]
-    return _contests(figures.built, device, slow)
+    return _contests(figures.built, device, [name for name in RIVALS if "compiled" in name])
 
 
 def rivals(device: str) -> list[Row]:
-    """What ours is compared with, rival by rival; the one that tunes itself last."""
+    """What ours is compared with, rival by rival."""
     return _contests(figures.times, device, RIVALS)
 
 
-# --- the checks, each in a call of its own -------------------------------------------------------
+# --- the checks, each in a process of its own -----------------------------------------------------
 
 
 def _command(words: list[str], passes: str = "", **variables: str) -> dict[str, Any]:
@@ -188,48 +159,18 @@ def _command(words: list[str], passes: str = "", **variables: str) -> dict[str, 
     return {"passed": bool(right), "exit": process.returncode, "said": lines[-150:]}
 
 
-def _support(name: str) -> Any:
-    """A module that the tests share."""
-    folder = str(ROOT / "tests" / "support")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)
-
-
-def _contract(device: str, backend: str, name: str, dtype: torch.dtype) -> dict[str, Any]:
-    """A row of the contract table by the parity rule, without pytest: the worst error."""
-    parity, contract = map(_support, ("parity", "contract"))
-    parity.DEVICE = device
-    case = parity.Case(**{**contract.LARGE, **contract.CONTRACT[name]})
-    if backend == "cuda":
-        case = case.of_at_most(GPU_STEP_QUERIES)
-    with figures.unwritten_is_nan():
-        shares = parity.check(case, dtype, partial(parity.fused, backend=backend))
-    where = max(shares, key=shares.get)
-    return {"passed": True, "worst": shares[where], "where": where}
-
-
 def parity(device: str) -> list[Row]:
-    """The contract table of each backend, row by row; then its tests, where pytest is."""
-    table = _support("contract").CONTRACT
-    there = _backends(torch.device(device))
-    rows = [
-        Row(
-            f"{backend}: {name}, {dtype}",
-            ROW_SECONDS,
-            partial(_contract, device, backend, name, getattr(torch, dtype)),
-        )
-        for name, dtype, backend in product(table, DTYPES, there)
-    ]
+    """The tests of each backend that is there, the contract among them, where pytest is."""
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     words = [sys.executable, "-m", "pytest", "-q", "--maxfail=25", "--tb=short", "-o", "addopts="]
     words += ["-p", "no:cacheprovider", *(("-n", "8") if importlib.util.find_spec("xdist") else ())]
-    for backend, folder in (("cuda", "tests/cuda/gpu"), ("triton", "tests/triton/kernels")):
-        if backend in there:
-            call = partial(_command, [*words, folder])
-            if missing:
-                call = partial(dict, {"skipped": f"{' and '.join(missing)} not installed"})
-            rows.append(Row(f"{backend}: pytest {folder}", TOOL_SECONDS, call))
+    folders = {"cuda": "tests/cuda/gpu", "triton": "tests/triton/kernels"}
+    rows = []
+    for backend in folders.keys() & _backends(torch.device(device)):
+        call = partial(_command, [*words, folders[backend]])
+        if missing:
+            call = partial(dict, {"skipped": f"{' and '.join(missing)} not installed"})
+        rows.append(Row(f"{backend}: pytest {folders[backend]}", TOOL_SECONDS, call))
     return rows
 
 
@@ -245,17 +186,16 @@ def sanitize(device: str) -> list[Row]:
     if tool is None:
         problem = {"problem": "compute-sanitizer is not installed"}
         return [Row("sanitizer", ROW_SECONDS, lambda: problem)]
-    there = _backends(torch.device(device))
     checks = [(check, "cuda") for check in ("memcheck", "racecheck", "initcheck", "synccheck")]
     checks.insert(1, ("memcheck", "triton"))
-    words = [sys.executable, "-W", "ignore", "-m", __name__]
     rows = []
     for dtype, (check, backend) in product(DTYPES, checks):
-        if backend not in there:
+        if backend not in _backends(torch.device(device)):
             continue
         # Races are checked in our kernels alone; reads need to know what torch's kernels wrote.
         ours = ["--kernel-regex", "kns=bahdanau_fast"] if check == "racecheck" else []
-        command = [tool, "--tool", check, *ours, "--error-exitcode", "7", *words, backend, dtype]
+        command = [tool, "--tool", check, *ours, "--error-exitcode", "7"]
+        command += [sys.executable, "-W", "ignore", "-m", __name__, backend, dtype]
         call = partial(_command, command, CLEAN, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         rows.append(Row(f"{backend}: {check}, {dtype}", TOOL_SECONDS, call))
     return rows
@@ -263,10 +203,10 @@ def sanitize(device: str) -> list[Row]:
 
 def main(backend: str, dtype: str, device: str = "cuda") -> None:
     """What a sanitizer runs: the small calls of a backend in a dtype, in this process."""
-    for row in small(device):
-        if row.name.startswith(f"{backend}:") and dtype in row.name:
-            row.compute()
-            print(row.name)
+    for case in _served(_of_each_dtype(SMALL), torch.device(device)):
+        if (case.backend, case.dtype) == (backend, dtype):
+            figures.alone(case, torch.device(device))
+            print(case)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shapes of real uses and of the speed bounds, the tensors of a shape, and the rows of the tables.
+"""Shapes of real uses, the tensors of a shape, and the rows of the tables.
 
 The tensors are drawn once and given to every provider and to the oracle.
 """
@@ -165,13 +165,10 @@ def draw(shape: Shape, seed: int = 0) -> Inputs:
     )
 
 
-# --- the tables of ``bench``: their rows, and the bounds that each row has to keep ----------------
+# --- the tables of ``bench`` and their rows -------------------------------------------------------
 
 Mode = Literal["forward", "train"]
 MODES = {"forward": "forward", "train": "forward + backward"}
-
-# Share of the DRAM bandwidth that a step on a large memory reads with, at least.
-BANDWIDTH_BOUND = 0.8
 
 # Above this, the projections take nearly all of a full call's time. They are the same BLAS calls in
 # all providers, so these shapes are compared on projected queries and keys.
@@ -200,18 +197,6 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class Bound:
-    """Ours must be at least so many times as fast as the fastest of the named providers.
-
-    ``against`` is a provider, a group of them, ``baseline`` for all that are not ours, or
-    ``DRAM`` for the share of the bandwidth.
-    """
-
-    against: str
-    at_least: float
-
-
-@dataclass(frozen=True)
 class Case:
     """One row: a task on a shape, as forward without gradients or as training."""
 
@@ -219,30 +204,22 @@ class Case:
     shape: Shape
     task: str
     mode: Mode = "forward"
-    bounds: tuple[Bound, ...] = ()
     extra: tuple[str, ...] = ()  # providers, or groups of them, that run in this row alone
     share: float = 1.0  # of the time that a row usually gets
 
 
-def _named(*needed: float) -> tuple[Bound, ...]:
-    return tuple(map(Bound, ("compiled", "eager"), needed))
-
-
 _PARALLEL = MANY_QUERIES[0]
-_STEPS = tuple(
-    # Tuning takes long, so one row has it.
-    Case("step", shape, "step", bounds=_named(least), extra=() if i else ("compiled max-autotune",))
-    for i, (shape, least) in enumerate(zip(STEPS_ON_MEMORY, (5, 8, 6, 2), strict=True))
-)
 _SPEED = (
-    *_STEPS,
-    Case("loop", LOOP, "loop", "forward", (Bound("d2l eager", 25),)),
-    Case("loop", LOOP, "loop", "train", (Bound("d2l eager", 15),)),
-    Case("many-queries", _PARALLEL, "projected", "forward", _named(15, 100)),
-    Case("many-queries", _PARALLEL, "projected", "train", _named(20, 50)),
-    Case("many-queries", _PARALLEL, "full", "forward", _named(5, 28)),
-    Case("many-queries", _PARALLEL, "full", "train", _named(7, 16)),
-    Case("bandwidth", SCAN, "scan", bounds=(Bound("DRAM", BANDWIDTH_BOUND),)),
+    # Tuning takes long, so one row has it.
+    Case("step", STEPS_ON_MEMORY[0], "step", extra=("compiled max-autotune",)),
+    *(Case("step", shape, "step") for shape in STEPS_ON_MEMORY[1:]),
+    *(Case("loop", LOOP, "loop", mode) for mode in MODES),
+    *(
+        Case("many-queries", _PARALLEL, task, mode)
+        for task in ("projected", "full")
+        for mode in MODES
+    ),
+    Case("bandwidth", SCAN, "scan"),
 )
 _OVERHEAD = (
     *(Case("overhead", TOY, "full", mode) for mode in MODES),
@@ -260,7 +237,7 @@ def _shape_cases() -> Iterator[Case]:
         task = "full" if shape.projection_flops <= PROJECTION_FLOPS else "projected"
         for mode in ("forward", "train") if shape.name in TRAINED else ("forward",):
             # Matrix products are most of some rows: a few percent decide who is the faster.
-            yield Case("shapes", shape, task, mode, (Bound("baseline", 1.0),), share=10.0)
+            yield Case("shapes", shape, task, mode, share=10.0)
 
 
 def cases(only: str | None = None) -> list[Case]:

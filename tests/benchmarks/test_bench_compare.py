@@ -17,7 +17,8 @@ from benchmarks.workloads.shapes import TOY
 PLANTED = """
     import os
     import random
-    from benchmarks.contestants.providers import Provider, Runnable, by_name
+    from benchmarks.contestants.provider import Provider, Runnable
+    from benchmarks.contestants.registry import by_name
 
     class Timed:
         def __init__(self, result, seconds):
@@ -106,7 +107,7 @@ def test_a_process_that_imports_something_else_is_not_measured(tmp_path):
 
 def test_a_process_says_what_is_wrong_and_goes_on():
     with Worker() as worker:
-        source = "benchmarks.contestants.providers"
+        source = "benchmarks.contestants.registry"
         with pytest.raises(WorkerError, match="KeyError: 'scan'"):
             build_in(worker, source, "d2l eager", "scan", TOY)
         with pytest.raises(WorkerError, match="No module named 'nowhere'"):

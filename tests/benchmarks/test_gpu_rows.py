@@ -14,21 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from benchmarks import gpu_report
-from benchmarks.contestants.providers import by_name
-from benchmarks.gpu import figures, modelled, rivals, settle, stages
+from benchmarks.contestants.registry import by_name
+from benchmarks.gpu import figures, stages
 from benchmarks.gpu.figures import GpuCase
 from benchmarks.timing.measure import GpuCall, captured, interleave
 from benchmarks.workloads.shapes import Shape
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 2, 1, 5, 8)
-
-
-def test_a_row_of_the_contract():
-    (row,) = [row for row in stages.parity("cpu") if row.name == "cpu: no lens, float32"]
-    found = row.compute()
-    assert found["passed"]
-    assert 0 < found["worst"] <= 1
 
 
 CASES = [
@@ -61,33 +54,23 @@ def test_what_a_call_has_to_move():
 
 LENS = replace(TINY, lens="drawn")
 FORMS = [
-    (rivals.IN_FRONT, GpuCase("cpu", TINY, "step", "float32")),
-    (rivals.MASKED_CALL, GpuCase("cpu", LENS, "full", "float32", True)),
-    (rivals.FUSED, GpuCase("cpu", LENS, "full", "float32", True)),
-    (next(r for r in rivals.RIVALS if r.name == "ours compiled"),
-     GpuCase("cpu", TINY, "full", "float32")),
-]  # fmt: skip
+    ("W_q in front", GpuCase("cpu", TINY, "step", "float32")),
+    ("ours, masked", GpuCase("cpu", LENS, "full", "float32", True)),
+    ("d2l fused", GpuCase("cpu", LENS, "full", "float32", True)),
+    ("ours compiled", GpuCase("cpu", TINY, "full", "float32")),
+]
 
 
-@pytest.mark.parametrize(("provider", "case"), FORMS, ids=lambda x: getattr(x, "name", ""))
-def test_ours_as_users_meet_it_is_right(provider, case):
-    assert figures.built(case, provider, CPU)["passed"]
+@pytest.mark.parametrize(("name", "case"), FORMS, ids=lambda x: x if isinstance(x, str) else "")
+def test_ours_as_users_meet_it_is_right(name, case):
+    assert figures.built(case, by_name(name), CPU)["passed"]
 
 
-def test_every_row_has_a_name_and_every_call_of_the_model_its_figures():
+def test_every_row_has_a_name():
     for stage in gpu_report.FIRST:
         names = [row.name for row in getattr(stages, stage)("cpu")]
+        assert names
         assert len(set(names)) == len(names)
-    given = "NVIDIA H100 80GB HBM3", str(stages.STEP), "bfloat16", "CUDA C++"
-    forward, both = (modelled.figures(*given, train) for train in (False, True))
-    assert 1 < forward["L2"] < forward["memory"] < both["memory"] < 100
-    assert modelled.figures("Planted X1", *given[1:], False) == {}
-
-
-def test_a_chain_leads_through_every_line():
-    following, at = settle.chain(64, CPU), 0
-    seen = {at := int(following[at]) for _ in range(64)}
-    assert seen == {settle.LINE * n for n in range(64)}
 
 
 # The smallest that a step's kernels on a GPU do not serve.
@@ -147,30 +130,19 @@ def test_a_wrong_result_is_wrong(kind, monkeypatch):
 # In Triton's interpreter, which has to be asked for before anything is imported.
 INTERPRETED = """
 import json, torch
-from benchmarks.gpu import figures, settle
+from benchmarks.gpu import figures
 from benchmarks.gpu.figures import GpuCase
 from benchmarks.workloads.shapes import Shape
 
-cpu = torch.device("cpu")
-figures.SECONDS, settle.STEPS = 1e-3, 8
+figures.SECONDS = 1e-3
 beam = GpuCase("triton", Shape("beam", 1, 4, 100, 16), "projected")
-timed = figures.times(beam, figures.subject(beam), cpu)
-following, place, after = settle.chain(32, cpu), torch.zeros(1, dtype=torch.int64), 0
-for _ in range(3):
-    settle.chase_kernel[(1,)](following, place, 8)
-for _ in range(24):
-    after = int(following[after])
-chased = settle.chase(cpu, {"L2": 1 << 12, "memory": 1 << 13})
-print(json.dumps([timed, chased, [int(place), after]]))
+print(json.dumps(figures.times(beam, figures.subject(beam), torch.device("cpu"))))
 """
 
 
-def test_rows_in_the_interpreter():
+def test_a_row_in_the_interpreter():
     done = python("-W", "ignore", "-c", INTERPRETED, cwd=ROOT, TRITON_INTERPRET="1")
-    timed, chased, (stopped, after_24) = json.loads(done.stdout)
-    assert timed["passed"]
-    assert chased["ns, L2"] > 0 < chased["ns, memory"]
-    assert stopped == after_24  # each launch goes on where the one before stopped
+    assert json.loads(done.stdout)["passed"]
 
 
 @pytest.mark.parametrize(
