@@ -83,7 +83,7 @@ bench-compare: venv  ## is this working tree slower than BASE=<git ref>? both bu
 # With the Python that is there and nothing installed: PYTHON=... for one beside .venv's. The
 # package is laid out as installed, kernels/ in its place.
 GPU_PYTHON = $(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
-gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=user|smoke|time|rivals|parity|sanitize
+gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=user|smoke|time|build|rivals
 	@started=$$(date +%s); \
 	$(GPU_PYTHON) -W ignore -m benchmarks.gpu.machine || exit 2; \
 	rm -rf build/gpu && mkdir -p build/gpu && \

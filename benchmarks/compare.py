@@ -178,9 +178,6 @@ def build(ref: str) -> Side:
         except ValueError as error:
             raise ValueError(f"{ref} must build, got: {error}") from error
         (built / "done").touch()
-    rule = built / "bahdanau_fast" / "parity.py"
-    if not rule.exists():  # one rule checks both versions; older commits had it elsewhere
-        shutil.copy(ROOT / "bahdanau_fast" / "parity.py", rule)
     return Side(f"{ref} ({commit})", built)
 
 

@@ -6,16 +6,13 @@ registers and a loop goes over the queries; backward likewise, with the sums ove
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-__all__ = ["EXPERT", "Attention", "Kernels"]
+__all__ = ["Attention"]
 
 MASKED = tl.constexpr(-1e6)
 QUERIES, KEYS = 32, 8  # of a tile, forward
@@ -108,17 +105,17 @@ def _approximate(keys: Tensor) -> bool:
     return torch.version.hip is None and keys.dtype is not torch.float32
 
 
-def expert_scores(queries: Tensor, keys: Tensor, w_v: Tensor) -> Tensor:
+def scores(queries: Tensor, keys: Tensor, w_v: Tensor) -> Tensor:
     """Scores (B,Tq,Tk) in fp32."""
     (batch, queries_len, hidden), keys_len = queries.shape, keys.shape[1]
-    scores = queries.new_empty((batch, queries_len, keys_len), dtype=torch.float32)
+    made = queries.new_empty((batch, queries_len, keys_len), dtype=torch.float32)
     tile, block = min(QUERIES, triton.next_power_of_2(queries_len)), triton.next_power_of_2(hidden)
     grid = triton.cdiv(keys_len, KEYS) * triton.cdiv(queries_len, tile), batch
     scores_kernel[grid](
-        queries, keys, w_v, scores, queries_len, keys_len, hidden, _approximate(keys), tile, KEYS,
+        queries, keys, w_v, made, queries_len, keys_len, hidden, _approximate(keys), tile, KEYS,
         block, num_warps=max(2, block // 256),
     )  # fmt: skip
-    return scores
+    return made
 
 
 def _row(keys_len: int) -> dict[str, int]:
@@ -126,10 +123,10 @@ def _row(keys_len: int) -> dict[str, int]:
     return {"BLOCK_K": block, "num_warps": min(max(block // 128, 2), 8)}
 
 
-def softmax(scores: Tensor, lens: Tensor | None, dtype: torch.dtype) -> Tensor:
+def softmax(scored: Tensor, lens: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Weights of scores (B,Tq,Tk)."""
-    (batch, queries_len, keys_len), weights = scores.shape, torch.empty_like(scores, dtype=dtype)
-    given = scores, scores if lens is None else lens, weights, queries_len, keys_len
+    (batch, queries_len, keys_len), weights = scored.shape, torch.empty_like(scored, dtype=dtype)
+    given = scored, scored if lens is None else lens, weights, queries_len, keys_len
     softmax_kernel[(batch * queries_len,)](*given, lens is not None, **_row(keys_len))
     return weights
 
@@ -143,7 +140,7 @@ def softmax_grad(weights: Tensor, grads: Tensor, lens: Tensor | None) -> Tensor:
     return made
 
 
-def expert_gradients(
+def gradients(
     grad_scores: Tensor, queries: Tensor, keys: Tensor, w_v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and w_v."""
@@ -161,48 +158,19 @@ def expert_gradients(
     return grad_queries, grad_keys, w_parts.sum(0, dtype=w_v.dtype, keepdim=True)
 
 
-class Kernels(NamedTuple):
-    """Attention of projected queries and keys by kernels for its scores and their gradients.
-
-    Attributes:
-        scores: of queries, keys and w_v.
-        gradients: of queries, keys and w_v, from the gradient of the scores and the three.
-    """
-
-    scores: Callable[..., Tensor]
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-    def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, w_v: Tensor, lens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Context and weights."""
-        weights = softmax(self.scores(queries, keys, w_v), lens, values.dtype)
-        return torch.bmm(weights, values), weights
-
-    def backward(
-        self, weights: Tensor, grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
-        w_v: Tensor, lens: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Gradients of queries, keys, values and w_v, from that of the context."""
-        grad_scores = softmax_grad(weights, torch.bmm(grad, values.mT), lens)
-        of_queries, of_keys, of_w = self.gradients(grad_scores, queries, keys, w_v)
-        return of_queries, of_keys, torch.bmm(weights.mT, grad), of_w
-
-
-EXPERT = Kernels(expert_scores, expert_gradients)
-
-
 class Attention(torch.autograd.Function):
-    """The expert's: ``apply(queries, keys, values, w_v, lens)``, context and weights."""
+    """``apply(queries, keys, values, w_v, lens)``: context and weights."""
 
     @staticmethod
-    def forward(ctx, *given):  # type: ignore[no-untyped-def]
-        context, weights = EXPERT.attend(*given)
-        ctx.save_for_backward(weights, *given)
+    def forward(ctx, queries, keys, values, w_v, lens):  # type: ignore[no-untyped-def]
+        weights = softmax(scores(queries, keys, w_v), lens, values.dtype)
+        ctx.save_for_backward(weights, queries, keys, values, w_v, lens)
         ctx.mark_non_differentiable(weights)
-        return context, weights
+        return torch.bmm(weights, values), weights
 
     @staticmethod
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
-        weights, *given = ctx.saved_tensors
-        return *EXPERT.backward(weights, grad, *given), None
+        weights, queries, keys, values, w_v, lens = ctx.saved_tensors
+        grad_scores = softmax_grad(weights, torch.bmm(grad, values.mT), lens)
+        of_queries, of_keys, of_w = gradients(grad_scores, queries, keys, w_v)
+        return of_queries, of_keys, torch.bmm(weights.mT, grad), of_w, None

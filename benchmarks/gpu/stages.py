@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -21,17 +16,16 @@ from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
 from ..contestants.provider import Provider
 from ..contestants.registry import by_name
-from ..timing.worker import ROOT, Row
+from ..timing.worker import Row
 from ..workloads.shapes import LIST, MANY_QUERIES, STEPS_ON_MEMORY, Shape
 from . import figures
 from .figures import GpuCase
 from .user import user
 
-__all__ = ["build", "parity", "rivals", "sanitize", "smoke", "time", "user"]
+__all__ = ["build", "rivals", "smoke", "time", "user"]
 
 DTYPES = ("bfloat16", "float32", "float16")
-ROW_SECONDS, TUNED_SECONDS, TOOL_SECONDS = 60.0, 90.0, 400.0
-CLEAN = r"SUMMARY: 0 (errors|hazards)"  # what a sanitizer says at its end
+ROW_SECONDS, TUNED_SECONDS = 60.0, 90.0
 
 # Odd sizes, which need every mask, and every way of cutting a call: many queries; few, whose
 # gradient takes two kernels; long rows in splits; both projections in the launch.
@@ -141,68 +135,8 @@ def rivals(device: str) -> list[Row]:
     return _contests(figures.times, device, RIVALS)
 
 
-# --- the checks, each in a process of its own -----------------------------------------------------
-
-
-def _command(words: list[str], passes: str = "", **variables: str) -> dict[str, Any]:
-    """Run a command; it passed if it exits with 0 and, if given, a line matches ``passes``."""
-    process = subprocess.Popen(
-        words, cwd=ROOT, env={**os.environ, **variables}, text=True, errors="replace",
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line.rstrip())
-        print(lines[-1], file=sys.stderr)  # kept if the row is killed
-    right = process.wait() == 0 and (not passes or re.search(passes, "\n".join(lines)))
-    return {"passed": bool(right), "exit": process.returncode, "said": lines[-150:]}
-
-
-def parity(device: str) -> list[Row]:
-    """The tests of each backend that is there, the contract among them, where pytest is."""
-    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
-    words = [sys.executable, "-m", "pytest", "-q", "--maxfail=25", "--tb=short", "-o", "addopts="]
-    words += ["-p", "no:cacheprovider", *(("-n", "8") if importlib.util.find_spec("xdist") else ())]
-    folders = {"cuda": "tests/cuda/gpu", "triton": "tests/triton/kernels"}
-    rows = []
-    for backend in folders.keys() & _backends(torch.device(device)):
-        call = partial(_command, [*words, folders[backend]])
-        if missing:
-            call = partial(dict, {"skipped": f"{' and '.join(missing)} not installed"})
-        rows.append(Row(f"{backend}: pytest {folders[backend]}", TOOL_SECONDS, call))
-    return rows
-
-
-def sanitize(device: str) -> list[Row]:
-    """compute-sanitizer over the small calls of smoke, a process for each tool and dtype.
-
-    No reference runs there: what is said is said of our calls.
-    Two tools do not understand how Triton orders accesses. Every tensor gets memory of its own;
-    otherwise an overrun could end in another tensor of the same allocator and go unnoticed.
-    """
-    usual = "/usr/local/cuda/bin/compute-sanitizer"
-    tool = shutil.which("compute-sanitizer") or shutil.which(usual)
-    if tool is None:
-        problem = {"problem": "compute-sanitizer is not installed"}
-        return [Row("sanitizer", ROW_SECONDS, lambda: problem)]
-    checks = [(check, "cuda") for check in ("memcheck", "racecheck", "initcheck", "synccheck")]
-    checks.insert(1, ("memcheck", "triton"))
-    rows = []
-    for dtype, (check, backend) in product(DTYPES, checks):
-        if backend not in _backends(torch.device(device)):
-            continue
-        # Races are checked in our kernels alone; reads need to know what torch's kernels wrote.
-        ours = ["--kernel-regex", "kns=bahdanau_fast"] if check == "racecheck" else []
-        command = [tool, "--tool", check, *ours, "--error-exitcode", "7"]
-        command += [sys.executable, "-W", "ignore", "-m", __name__, backend, dtype]
-        call = partial(_command, command, CLEAN, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        rows.append(Row(f"{backend}: {check}, {dtype}", TOOL_SECONDS, call))
-    return rows
-
-
 def main(backend: str, dtype: str, device: str = "cuda") -> None:
-    """What a sanitizer runs: the small calls of a backend in a dtype, in this process."""
+    """The small calls of a backend in a dtype, for a sanitizer: no reference runs beside them."""
     for case in _served(_of_each_dtype(SMALL), torch.device(device)):
         if (case.backend, case.dtype) == (backend, dtype):
             figures.alone(case, torch.device(device))
