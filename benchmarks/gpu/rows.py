@@ -1,0 +1,130 @@
+"""What was measured on GPUs: ``benchmarks/results/gpu-*.csv``, a file a GPU, a line a row.
+
+``python -m benchmarks.gpu.rows REPORT.jsonl`` adds the rows of a report of ``make gpu-report``, in
+place of those of the same name. A line with # has machine, versions and commit of all rows up to
+the next. A row is named as in the report, "who: call". Times are medians in microseconds: until
+the result is there, called, from a graph, and from a graph with a cold L2; of all kernels of a call
+of ours; of the host alone, until the call returns. ``roof`` is the share of a copy's bandwidth,
+``worst`` the error's share of what the parity rule allows.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+TIMES = ("called", "graph", "cold")
+COLUMNS = ("stage", "row", *TIMES, "kernels", "host", "roof", "worst", "note")
+COPY = "bytes per second, copy"
+
+Row = dict[str, str]  # the columns, and ``where``: the machine
+
+
+def gpus(folder: Path = RESULTS) -> list[list[Row]]:
+    """The rows of each GPU, in the order of their files' names."""
+    return [[*read(path).values()] for path in sorted(folder.glob("gpu-*.csv"))]
+
+
+def read(path: Path) -> dict[str, Row]:
+    """The rows of a file by name."""
+    found, where = dict[str, Row](), ""
+    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+        if line.startswith("# "):
+            where = line.removeprefix("# ")
+        else:
+            row = dict(zip(COLUMNS, next(csv.reader([line])), strict=True))
+            found[row["row"]] = row | {"where": where}
+    return found
+
+
+def write(path: Path, found: Iterable[Row]) -> None:
+    """The rows of each machine below a line that names it."""
+    runs: dict[str, list[Row]] = {}
+    for row in found:
+        runs.setdefault(row["where"], []).append(row)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        out = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        out.writeheader()
+        for where, of_run in runs.items():
+            file.write(f"# {where}\n")
+            out.writerows(of_run)
+
+
+def of_report(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Row]]:
+    """The rows that are figures, by name, for each GPU's short name."""
+    runs: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    for line in lines:
+        if line["stage"] == "machine":
+            runs.append((line, []))
+        else:
+            runs[-1][1].append(line)
+    found: dict[str, dict[str, Row]] = {}
+    for machine, results in runs:
+        made = [_timed(r) for r in results if "called" in r or "host us" in r]
+        made += _checked(r for r in results if "worst" in r and "called" not in r)
+        where = _where(machine, results)
+        name = re.search(r"\b[A-Za-z]*\d+\w*", machine["gpu"])
+        of_gpu = found.setdefault(name[0].lower() if name else "none", {})
+        of_gpu.update((row["row"], row | {"where": where}) for row in made)
+    return found
+
+
+def _where(machine: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    copied = [f"copies {r[COPY] / 1e12:.3g} TB/s" for r in results if COPY in r]
+    versions = [f"{name} {machine[name]}" for name in ("torch", "triton") if name in machine]
+    cpu = f"{machine['cpu']}, {machine['cores'].split()[0]} cores"
+    return "; ".join([machine["gpu"], *copied, cpu, *versions, f"commit {machine['commit']}"])
+
+
+def digits(value: float, count: int = 4) -> str:
+    """A number with so many digits that count, and no exponent."""
+    return f"{float(f'{value:.{count}g}'):.12g}"
+
+
+def _timed(result: dict[str, Any]) -> Row:
+    row = dict.fromkeys(COLUMNS, "") | {name: result[name] for name in ("stage", "row")}
+    row |= {name: digits(1e6 * result[name]["median"]) for name in TIMES if name in result}
+    if "kernels" in result:
+        row["kernels"] = digits(sum(n * us for n, us in result["kernels"].values()))
+    shares = {"roof": "of roof", "worst": "worst"}
+    row |= {name: digits(result[key], 3) for name, key in shares.items() if key in result}
+    if "host us" in result:
+        row["host"] = digits(result["host us"])
+    right = result.get("passed", True) and result.get("graph gives the same bits", True)
+    notes = {"no graph": "no graph" in result, "wrong": not right}
+    return row | {"note": ", ".join(note for note, holds in notes.items() if holds)}
+
+
+def _checked(results: Iterable[dict[str, Any]]) -> list[Row]:
+    """A row for the checks of a stage, backend and dtype, with the worst of them."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        who, dtype = result["row"].split(": ")[0], result["row"].split(", ")[-1]
+        kinds.setdefault(f"{who}: {result['stage']}, {dtype}", []).append(result)
+    made = []
+    for name, of_kind in kinds.items():
+        wrong = sum(not result["passed"] for result in of_kind)
+        cells = {"stage": of_kind[0]["stage"], "row": name, "note": f"{len(of_kind)} calls"}
+        cells["note"] += f", {wrong} wrong" if wrong else ""
+        cells["worst"] = digits(max(result["worst"] for result in of_kind), 3)
+        made.append(dict.fromkeys(COLUMNS, "") | cells)
+    return made
+
+
+def main(report: str, folder: Path = RESULTS) -> None:
+    """Add a report's rows to the files of its GPUs."""
+    lines = Path(report).read_text(encoding="utf-8").splitlines()
+    for name, found in of_report(map(json.loads, lines)).items():
+        path = folder / f"gpu-{name}.csv"
+        write(path, ((read(path) if path.exists() else {}) | found).values())
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
