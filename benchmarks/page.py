@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import gpu_report, training
+from . import training
 from .contestants.peers import DIFFERENCES
-from .gpu import modelled
+from .gpu import rows, summary
 from .tables import markdown, milliseconds, shape_text
 from .timing.worker import ROOT
-from .workloads.shapes import MODES, SUBJECT
+from .workloads.shapes import SUBJECT, Shape
 
 Run = dict[str, Any]
 
@@ -62,19 +62,6 @@ disturbance of the machine affects all of them. Figures are medians, in brackets
 on its `memory()`, whose keys are projected already for all, or the operator behind both.
 `benchmarks/workloads/shapes.py` lists all rows, and the files have every provider of each."""
 
-GOALS = """\
-## Why goals are missed
-
-Goals are ratios that stand beside the rows and are the same for every processor. Most misses have
-one of these reasons:
-
-- A step of ours reads its memory nearly as fast as the machine can, while eager code is held up by
-  its arithmetic: where memory is slow, the ratio is small. The memory of the step of (16, 1, 400,
-  512) fits the last-level cache of a cloud processor only while other tenants leave it room.
-- Eager code with many queries makes tensors of (B,Tq,Tk,H) in each call, which takes longer in a
-  process that has just started, and not as long on every machine.
-- AVX2 has half as many numbers in a vector as AVX-512."""
-
 OTHERS = """\
 ## Other libraries
 
@@ -96,7 +83,7 @@ NOT_MEASURED = """\
 - Half precision and fp64 on the CPU: the contract covers them, these tables are fp32.
 - Other libraries in training: only their forward passes are compared.
 - More cores than these machines have, more than one socket, and other processors.
-- Energy, and several processes at a time.
+- Energy, and several processes at a time. [GPUs](gpu.md) have a page of their own.
 - Memory is not in these tables: `tests/cpu/test_memory_use.py` holds the peak of forward and
   backward to 1.2 times inputs, outputs, gradients and projections."""
 
@@ -148,7 +135,7 @@ def about(run: Run) -> str:
 
 
 def of_machine(run: Run) -> list[str]:
-    """The summary of one run, and the goals that it missed."""
+    """The summary of one run."""
     cells = [
         [
             each.what,
@@ -164,40 +151,32 @@ def of_machine(run: Run) -> list[str]:
     lines = [f"## {name_of(run)}", "", f"{about(run)}.", ""]
     lines += [*markdown([*heads, "fastest / ours"], cells), ""]
     shapes = [row for row in run["rows"] if row["table"] == "shapes"]
-    slower = sum(not all(bound["holds"] for bound in row["bounds"]) for row in shapes)
-    held = [bound["holds"] for row in run["rows"] for bound in row["bounds"]]
-    said = f"In {len(shapes) - slower} of {len(shapes)} rows of the list of shapes no baseline was "
-    lines += [f"{said}faster than ours. {sum(held)} of {len(held)} goals were reached.", ""]
+    said = f"In {sum(map(leads, shapes))} of {len(shapes)} rows of the list of shapes no baseline"
+    lines += [f"{said} was faster than ours.", ""]
     for row in run["rows"]:
-        for bound in row["bounds"]:
-            if bound["against"] == "DRAM" and bound["found"]:
-                lines += [_bandwidth(row, bound["found"]), ""]
-    missed = [
-        [_row(row), bound["rival"], f"{bound['at_least']:g}x", _found(bound["found"])]
-        for row in run["rows"]
-        for bound in row["bounds"]
-        if not bound["holds"]
-    ]
-    return [*lines, *(markdown(["missed", "against", "goal", "found"], missed)), ""]
+        if "dram_read" in row and SUBJECT[row["task"]] in row["seconds"]:
+            lines += [_bandwidth(row), ""]
+    return lines
 
 
-def _bandwidth(row: dict[str, Any], found: dict[str, float]) -> str:
+def leads(row: dict[str, Any]) -> bool:
+    """Whether ours is there and no baseline is faster."""
+    medians = {name: spread["median"] for name, spread in row["seconds"].items()}
+    ours = medians.get(SUBJECT[row["task"]])
+    others = (t for n, t in medians.items() if not n.startswith("ours") and n not in DIFFERENCES)
+    return ours is not None and ours <= min(others, default=ours)
+
+
+def _bandwidth(row: dict[str, Any]) -> str:
     """What a step on a large memory reads, and the share of the roof that it is."""
-    subject, read = SUBJECT[row["task"]], row["dram_read"]
-    roof = read["bytes_per_second"] / 1e9
+    subject, roof = SUBJECT[row["task"]], row["dram_read"]["bytes_per_second"]
+    moved, seconds = Shape(**row["shape"]).memory_bytes, row["seconds"][subject]
+    rate, low, high = (moved / seconds[name] for name in ("median", "p80", "p20"))
     return (
-        f"On a large memory {shape_text(row['shape'])} {subject} reads "
-        f"{found['median'] * roof:.1f} GB/s, {found['median']:.0%} ({found['p20']:.0%}-"
-        f"{found['p80']:.0%}) of {roof:.1f} GB/s by {read['reader']}."
+        f"On a large memory {shape_text(row['shape'])} {subject} reads {rate / 1e9:.1f} GB/s, "
+        f"{rate / roof:.0%} ({low / roof:.0%}-{high / roof:.0%}) of {roof / 1e9:.1f} GB/s by "
+        f"{row['dram_read']['reader']}."
     )
-
-
-def _row(row: dict[str, Any]) -> str:
-    return f"{shape_text(row['shape'])} {row['task']}, {MODES[row['mode']]}"
-
-
-def _found(spread: dict[str, float] | None) -> str:
-    return "{median:.3g}x ({p20:.3g}-{p80:.3g})".format(**spread) if spread else "not measured"
 
 
 def _peers(runs: list[Run]) -> list[str]:
@@ -215,41 +194,30 @@ def _peers(runs: list[Run]) -> list[str]:
     return [OTHERS, *differ, "", *markdown(["machine", "library", *shapes], rows), ""]
 
 
-def page(measured: list[Run], trained: list[Run], gpus: list[Run]) -> str:
+def page(measured: list[Run], trained: list[Run]) -> str:
     """docs/performance.md in Markdown.
 
     Args:
         measured: a run of ``bench`` of each machine.
         trained: runs of ``benchmarks.training``.
-        gpus: reports of GPUs.
     """
     lines = [INTRODUCTION, "", *(line for run in measured for line in of_machine(run))]
-    lines += [GOALS, "", *_peers(measured), TRAINING, ""]
+    lines += [*_peers(measured), TRAINING, ""]
     for run in trained:
         lines += [f"{name_of(run)}, {about(run)}.", "", *training.times(run["settings"]), ""]
-    for run in gpus:
-        where = run["machine"]
-        lines += [f"## {where['gpu']}", "", f"torch {where['torch']}, commit {where['commit']}."]
-        lines += [
-            "Microseconds: called / from a graph / from a graph with a cold L2, and the share"
-        ]
-        lines += ["of a copy's bandwidth that this is.", ""]
-        lines += [*gpu_report.table(run["rows"]), ""]
-    lines += [NOT_MEASURED]
-    if not gpus:
-        lines += ["- A GPU: no result of one is committed. `make gpu-report` makes one."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, NOT_MEASURED, ""])
 
 
-def readme_block(run: Run) -> str:
-    """The summary of one machine, as README has it between its marks."""
+def readme_block(run: Run, of_gpu: list[rows.Row]) -> str:
+    """The summary of one machine and of one GPU, as README has it between its marks."""
     cells = []
     for each in chosen(run, SUMMARY):
         fastest = f"{each.times(each.fastest):.1f}x ({each.fastest})"
         ours = f"{milliseconds(each.ours)} ms"
         cells.append([each.what, ours, f"{each.times('d2l eager'):.1f}x", fastest])
     table = markdown(["what (B, Tq, Tk, H)", "ours", "d2l", "fastest baseline"], cells)
-    return "\n".join([BEGIN, f"{name_of(run)}, {about(run)}:", "", *table, "", END])
+    lines = [f"{name_of(run)}, {about(run)}:", "", *table, "", *summary.sentence(of_gpu)]
+    return "\n".join([BEGIN, *lines, END])
 
 
 def runs(results: Path = RESULTS, pattern: str = "cpu-*.json") -> list[Run]:
@@ -257,16 +225,16 @@ def runs(results: Path = RESULTS, pattern: str = "cpu-*.json") -> list[Run]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(pattern))]
 
 
-def _between(path: Path, begin: str, block: str, end: str) -> str:
+def _between(path: Path, block: str) -> str:
     """A page with what stands between its marks, and they themselves, replaced.
 
     Raises:
         ValueError: it lacks a mark.
     """
-    before, mark, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, closing, after = rest.partition(end)
+    before, mark, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, closing, after = rest.partition(END)
     if not mark or not closing:
-        raise ValueError(f"{path.name} must have {begin} and {end}, got one of them or none")
+        raise ValueError(f"{path.name} must have {BEGIN} and {END}, got one of them or none")
     return before + block + after
 
 
@@ -277,13 +245,12 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
         ValueError: a page lacks a mark that its tables stand between.
     """
     results, docs, readme = root / "benchmarks" / "results", root / "docs", root / "README.md"
-    measured = runs(results)
-    trained, gpus = runs(results, "training-*.json"), gpu_report.reports(results)
-    of_gpus = modelled.BEGIN, modelled.block(), modelled.END
+    measured, gpus = runs(results), rows.gpus(results)
+    of_gpus = [line for of_gpu in gpus for line in summary.block(of_gpu)]
     return {
-        docs / "performance.md": page(measured, trained, gpus),
-        docs / "gpu.md": _between(docs / "gpu.md", *of_gpus),
-        readme: _between(readme, BEGIN, readme_block(measured[0]), END),
+        docs / "performance.md": page(measured, runs(results, "training-*.json")),
+        docs / "gpu.md": _between(docs / "gpu.md", "\n".join([BEGIN, *of_gpus, END])),
+        readme: _between(readme, readme_block(measured[0], gpus[0])),
     }
 
 
