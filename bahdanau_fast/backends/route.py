@@ -51,11 +51,18 @@ TABLE_ELEMENTS, TABLE_QUERIES = 513, 16
 # Elements of the keys from which on the projection of unchanged keys is remembered.
 REUSE_ELEMENTS = 513
 
-# On GPUs; modelled, not measured. One launch serves up to so many queries per row of the batch,
-# hidden units and features of the values. CUDA C++ serves these calls alone.
+# On GPUs one launch serves up to so many queries per row of the batch, hidden units and features of
+# the values. CUDA C++ serves these calls alone.
+# measured: gpu-h100.csv, called, "cuda: beam-10 (64,10,50,512), step, forward, bfloat16" takes less
+# than "triton: beam-10 (64,10,50,512), step, forward, bfloat16", as every step does; on the
+# device alone Triton is ahead in "triton: step-1 (1,1,1000,512), step, forward, float32" and in
+# "triton: step-256 (256,1,400,512), projected, forward + backward, bfloat16".
+# not measured: more than 10 queries or 1024 units; in both backends (64,16,50,512), (64,1,50,2048).
 GPU_STEP_QUERIES, GPU_STEP_HIDDEN, GPU_STEP_FEATURES = 16, 2048, 2048
 # A launch projects up to so many queries, where each block reads at most so many bytes of W_q,
 # times the queries.
+# not measured: all rows with W_q have 512 KB of it or more; steps of 128 and 256 hidden units with
+# W_q inside and in front would tell.
 GPU_OWN_QUERIES, GPU_OWN_WEIGHT = 4, 16 * 1024
 
 
