@@ -101,7 +101,7 @@ def _contest(
 def time(device: str) -> list[Row]:
     """The roof; ours, every shape in time and kernel by kernel; masks, fused modules; memory."""
     where = torch.device(device)
-    rows = [Row("floor", ROW_SECONDS, partial(figures.floor, where))]
+    rows = [Row("roof", ROW_SECONDS, partial(figures.roof, where))]
     for case in _served((*CALLS, *OURS_ALONE), where):
         rows.append(_contest(figures.times, case.backend, case, figures.subject(case), where))
     forms = [("W_q in front", GpuCase("auto", STEP, "step"))]

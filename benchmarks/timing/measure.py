@@ -54,9 +54,6 @@ class Timings:
         """Median, p20 and p80 by name, as they are written in JSON."""
         return {name: asdict(self.time(name)) for name in self.samples}
 
-    def fastest(self, names: list[str]) -> str:
-        return min(names, key=lambda name: self.time(name).median)
-
 
 @contextmanager
 def _no_collection() -> Iterator[None]:

@@ -290,7 +290,7 @@ def test_the_table_has_who_by_call():
         {"row": "cuda: step", **times, "of roof": 0.754},
         {"row": "expert: step", "called": {"median": 5e-5}, "passed": False},
         {"row": "d2l: module", "host us": 160.25},
-        {"row": "floor", "copy": times},
+        {"row": "roof", "copy": times},
     ]
     head, _, *lines = gpu_report.table(rows)
     assert head == "| call | cuda | d2l | expert |"

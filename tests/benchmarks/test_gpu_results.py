@@ -98,7 +98,7 @@ def spread(us):
 REPORT = [
     {"stage": "machine", "row": "machine", "gpu": "Planted X1, 7 multiprocessors", "cpu": "x",
      "cores": "16 (16 threads)", "torch": "2.11.0", "commit": "abc"},
-    {"stage": "time", "row": "floor", rows.COPY: 2.5e12},
+    {"stage": "time", "row": "roof", rows.COPY: 2.5e12},
     {"stage": "smoke", "row": "cuda: a (1,1,1,1), step, float32", "passed": True, "worst": 0.25},
     {"stage": "smoke", "row": "cuda: b (1,1,1,1), step, float32", "passed": False, "worst": 1.5},
     {"stage": "time", "row": "cuda: a (1,1,1,1), step, forward, bfloat16", "passed": True,
