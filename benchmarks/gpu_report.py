@@ -18,11 +18,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .gpu import rows as measured
+from .gpu import summary
 from .timing.worker import Worker, WorkerError
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -50,8 +52,6 @@ COPY = "bytes per second, copy"  # by what a row calls the roof
 TIME_IS_UP = "the time of the stage was up"
 # Of these stages every row is ours, and has to be right.
 OURS = ("smoke", "time")
-# Tables at the end, of stages whose calls are compared with each other.
-COMPARED = {"What a user feels": ("user",), "Calls": ("time", "rivals")}
 
 Record = Callable[[dict[str, Any]], None]
 
@@ -168,43 +168,22 @@ def right(result: dict[str, Any]) -> bool:
     return "problem" not in result and all(checks)
 
 
-def _us(result: dict[str, Any]) -> str:
-    """Microseconds: called / from a graph / from a graph with a cold L2; of a copy's bandwidth."""
-    if "host us" in result:
-        return f"{result['host us']:.4g}"
-    spreads = (result.get(state) for state in ("called", "graph", "cold"))
-    us = " / ".join(f"{1e6 * spread['median']:.4g}" if spread else "-" for spread in spreads)
-    return us + (f", {result['of roof']:.0%}" if "of roof" in result else "")
-
-
 def text(result: dict[str, Any]) -> str:
     """A result in one line."""
     said = f"PROBLEM: {result['problem']}" if "problem" in result else ""
     said = said or ("" if right(result) else "WRONG ")
     if "worst" in result:
         said += f" error {result['worst']:.2f} of what is allowed"
-    if _is_timed(result):
-        said += f" {_us(result)} us"
+    for state in ("called", "graph", "cold"):
+        if state in result:
+            said += f" {state} {1e6 * result[state]['median']:.4g} us"
+    if "host us" in result:
+        said += f" host {result['host us']:.4g} us"
+    if "of roof" in result:
+        said += f", {result['of roof']:.0%} of a copy's bandwidth"
     for name, (launches, us) in result.get("kernels", {}).items():
         said += f"\n    {us:8.1f} us x {launches:g}  {name[:100]}"
     return f"{result['stage']}: {result['row']}: {said.strip() or json.dumps(result)}"
-
-
-def _is_timed(result: dict[str, Any]) -> bool:
-    return "called" in result or "host us" in result
-
-
-def table(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Microseconds by call and by who computes it, ours and the others."""
-    cells: dict[str, dict[str, str]] = {}
-    for row in filter(_is_timed, rows):
-        who, _, call = row["row"].partition(": ")
-        cells.setdefault(call, {})[who] = _us(row) if right(row) else f"{_us(row)}, wrong"
-    names = sorted({who for of_call in cells.values() for who in of_call})
-    lines = [f"| call | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for call, of_call in cells.items():
-        lines.append(f"| {call} | {' | '.join(of_call.get(name, '') for name in names)} |")
-    return lines
 
 
 def _machine(device: str, cache: Path) -> dict[str, Any]:
@@ -268,10 +247,8 @@ def _report(given: argparse.Namespace, begin: float, cache: Path) -> int:
             tell = partial(record, stage)
             of_stage = Rows(f"{SOURCE}:{stage}", end, tell, given.device, cache)
             of_stage.run(STAGES[stage].workers)
-    for title, of in COMPARED.items():
-        compared = [row for row in rows if row["stage"] in of]
-        if compared:
-            print("\n".join(["", title, *table(compared)]))
+    for found in filter(None, measured.of_report(rows).values()):
+        print("\n".join(["", *summary.block([*found.values()]), ""]))
     wrong = [row for row in rows if row["stage"] in OURS and not right(row)]
     wrong += [row for row in rows if row["stage"] == "user" and not row.get("passed", True)]
     print(f"{len(rows)} results, {len(wrong)} of ours not right; wrote {path}")

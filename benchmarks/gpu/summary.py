@@ -78,7 +78,7 @@ def checks(found: list[Row]) -> str:
     checked = [row for row in found if row["stage"] in ("smoke", "parity")]
     counts = [[int(n) for n in re.findall(r"\d+", row["note"])] for row in checked]
     calls, wrong = (sum(n[i] for n in counts if len(n) > i) for i in (0, 1))
-    worst = max((row["worst"] for row in checked), key=float)
+    worst = max((row["worst"] for row in checked), key=float, default="nothing")
     return f"Of {calls} checked calls {wrong} exceed the parity rule; the worst has {worst} of it."
 
 
@@ -108,9 +108,8 @@ def kernels(found: list[Row]) -> list[str]:
 
 def block(found: list[Row]) -> list[str]:
     """What docs/gpu.md has of a GPU between its marks."""
-    report, felt = (
-        next(row["where"] for row in found if row["stage"] == stage) for stage in ("rivals", "user")
-    )
+    report = found[0]["where"]
+    felt = next((row["where"] for row in found if row["stage"] == "user"), report)
     other = [part for part in felt.split("; ") if part not in report.split("; ")]
     lines = [*_wrapped(f"{report}. {checks(found)}"), "", *users(found), ""]
     lines += [*_wrapped(f"Of this table: {'; '.join(other)}."), ""] if other else []

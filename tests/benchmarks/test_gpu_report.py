@@ -119,7 +119,8 @@ def mixed(device):
     return [Row("one", 60, good), Row("raises", 60, FAILING["raises"]), Row("two", 60, good)]
 
 def machine(device):
-    return [Row("machine", 60, lambda: {"gpu": "Planted X1, 7 multiprocessors"})]
+    said = {"gpu": "Planted X1, 7 multiprocessors", "cpu": "x", "cores": "2 (2 threads)"}
+    return [Row("machine", 60, lambda: said | {"torch": "2.11.0", "commit": "abc"})]
 """
 
 
@@ -282,19 +283,3 @@ def test_the_stages_fit_in_ten_minutes():
     assert ends == [1340.0, 1400.0, 1480.0, 1520.0, 1580.0]
     assert gpu_report.deadlines(["time"], 0.0) == [gpu_report.TOTAL_SECONDS]
     assert f"timeout {gpu_report.BUILD_SECONDS:.0f} " in (ROOT / "Makefile").read_text()
-
-
-def test_the_table_has_who_by_call():
-    times = {"called": {"median": 3e-6}, "graph": {"median": 2e-6}, "cold": {"median": 4e-6}}
-    rows = [
-        {"row": "cuda: step", **times, "of roof": 0.754},
-        {"row": "expert: step", "called": {"median": 5e-5}, "passed": False},
-        {"row": "d2l: module", "host us": 160.25},
-        {"row": "roof", "copy": times},
-    ]
-    head, _, *lines = gpu_report.table(rows)
-    assert head == "| call | cuda | d2l | expert |"
-    assert lines == [
-        "| step | 3 / 2 / 4, 75% |  | 50 / - / -, wrong |",
-        "| module |  | 160.2 |  |",
-    ]
