@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .gpu import rows as measured
-from .gpu import summary
 from .timing.worker import Worker, WorkerError
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -247,6 +245,9 @@ def _report(given: argparse.Namespace, begin: float, cache: Path) -> int:
             tell = partial(record, stage)
             of_stage = Rows(f"{SOURCE}:{stage}", end, tell, given.device, cache)
             of_stage.run(STAGES[stage].workers)
+    from .gpu import rows as measured
+    from .gpu import summary  # imports torch
+
     for found in filter(None, measured.of_report(rows).values()):
         print("\n".join(["", *summary.block([*found.values()]), ""]))
     wrong = [row for row in rows if row["stage"] in OURS and not right(row)]

@@ -245,7 +245,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
         ValueError: a page lacks a mark that its tables stand between.
     """
     results, docs, readme = root / "benchmarks" / "results", root / "docs", root / "README.md"
-    measured, gpus = runs(results), rows.gpus(results)
+    measured, gpus = runs(results), rows.measured("gpu", results)
     of_gpus = [line for of_gpu in gpus for line in summary.block(of_gpu)]
     return {
         docs / "performance.md": page(measured, runs(results, "training-*.json")),

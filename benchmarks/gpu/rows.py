@@ -1,4 +1,4 @@
-"""What was measured on GPUs: ``benchmarks/results/gpu-*.csv``, a file a GPU, a line a row.
+"""What ``make gpu-report`` measured: ``benchmarks/results/*.csv``, a file a GPU, a line a row.
 
 ``python -m benchmarks.gpu.rows REPORT.jsonl`` adds the rows of a report of ``make gpu-report``, in
 place of those of the same name. A line with # has machine, versions and commit of all rows up to
@@ -26,9 +26,9 @@ COPY = "bytes per second, copy"
 Row = dict[str, str]  # the columns, and ``where``: the machine
 
 
-def gpus(folder: Path = RESULTS) -> list[list[Row]]:
-    """The rows of each GPU, in the order of their files' names."""
-    return [[*read(path).values()] for path in sorted(folder.glob("gpu-*.csv"))]
+def measured(kind: str = "gpu", folder: Path = RESULTS) -> list[list[Row]]:
+    """The rows of each GPU, or with ``cpu`` processor, in the order of their files' names."""
+    return [[*read(path).values()] for path in sorted(folder.glob(f"{kind}-*.csv"))]
 
 
 def read(path: Path) -> dict[str, Row]:
@@ -57,7 +57,7 @@ def write(path: Path, found: Iterable[Row]) -> None:
 
 
 def of_report(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Row]]:
-    """The rows that are figures, by name, for each GPU's short name."""
+    """The rows that are figures, by name, for each file's name."""
     runs: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
     for line in lines:
         if line["stage"] == "machine":
@@ -69,17 +69,25 @@ def of_report(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Row]]:
         made = [_timed(r) for r in results if "called" in r or "host us" in r]
         made += _checked(r for r in results if "worst" in r and "called" not in r)
         where = _where(machine, results)
-        name = re.search(r"\b[A-Za-z]*\d+\w*", machine["gpu"])
-        of_gpu = found.setdefault(name[0].lower() if name else "none", {})
-        of_gpu.update((row["row"], row | {"where": where}) for row in made)
+        of_file = found.setdefault(_file(machine), {})
+        of_file.update((row["row"], row | {"where": where}) for row in made)
     return found
 
 
+def _file(machine: dict[str, Any]) -> str:
+    """``gpu-h100.csv``; ``cpu-`` and the processor where it served itself."""
+    of_gpu = re.search(r"\b[A-Za-z]*\d+\w*", machine["gpu"])
+    if of_gpu:
+        return f"gpu-{of_gpu[0].lower()}.csv"
+    return f"cpu-{re.sub(r'[^a-z0-9]+', '-', machine['cpu'].lower()).strip('-')}.csv"
+
+
 def _where(machine: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    of_gpu = [machine["gpu"]] if machine["gpu"] != "cpu" else []
     copied = [f"copies {r[COPY] / 1e12:.3g} TB/s" for r in results if COPY in r]
     versions = [f"{name} {machine[name]}" for name in ("torch", "triton") if name in machine]
     cpu = f"{machine['cpu']}, {machine['cores'].split()[0]} cores"
-    return "; ".join([machine["gpu"], *copied, cpu, *versions, f"commit {machine['commit']}"])
+    return "; ".join([*of_gpu, *copied, cpu, *versions, f"commit {machine['commit']}"])
 
 
 def digits(value: float, count: int = 4) -> str:
@@ -118,10 +126,10 @@ def _checked(results: Iterable[dict[str, Any]]) -> list[Row]:
 
 
 def main(report: str, folder: Path = RESULTS) -> None:
-    """Add a report's rows to the files of its GPUs."""
+    """Add a report's rows to the files of its machines."""
     lines = Path(report).read_text(encoding="utf-8").splitlines()
     for name, found in of_report(map(json.loads, lines)).items():
-        path = folder / f"gpu-{name}.csv"
+        path = folder / name
         write(path, ((read(path) if path.exists() else {}) | found).values())
         print(f"wrote {path}")
 

@@ -133,7 +133,7 @@ def test_a_report_becomes_rows(tmp_path, capsys):
     later = [{**REPORT[0], "commit": "def"}, again]
     report.write_text("\n".join(map(json.dumps, later)))
     rows.main(report, tmp_path)
-    (found,) = rows.gpus(tmp_path)
+    (found,) = rows.measured(folder=tmp_path)
     assert [row["where"][-3:] for row in found] == ["def", "abc", "abc"]
     assert [found[0][name] for name in (*rows.TIMES, "note")] == ["2", "1", "3", "wrong"]
 
