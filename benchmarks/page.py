@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import training
+from . import decoders
 from .contestants.peers import DIFFERENCES
 from .gpu import rows, summary
 from .tables import markdown, milliseconds, shape_text
@@ -75,7 +75,7 @@ TRAINING = """\
 A training step includes encoder, output layer, loss, clipping and Adam. *Course* is the course's
 loop, *no attention* its decoder without attention; both have the course's loss, which keeps the
 vocabulary in the middle. All decoders with attention have the same losses. Measured by
-`python -m benchmarks.training`:"""
+`python -m benchmarks.decoders`:"""
 
 NOT_MEASURED = """\
 ## What was not measured
@@ -199,12 +199,12 @@ def page(measured: list[Run], trained: list[Run]) -> str:
 
     Args:
         measured: a run of ``bench`` of each machine.
-        trained: runs of ``benchmarks.training``.
+        trained: runs of ``benchmarks.decoders``.
     """
     lines = [INTRODUCTION, "", *(line for run in measured for line in of_machine(run))]
     lines += [*_peers(measured), TRAINING, ""]
     for run in trained:
-        lines += [f"{name_of(run)}, {about(run)}.", "", *training.times(run["settings"]), ""]
+        lines += [f"{name_of(run)}, {about(run)}.", "", *decoders.times(run["settings"]), ""]
     return "\n".join([*lines, NOT_MEASURED, ""])
 
 

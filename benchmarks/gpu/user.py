@@ -1,0 +1,288 @@
+"""What a user feels: whole decoders, calls until they return, models of others.
+
+A row is ``WHO: CALL``. Each is checked against the own module in fp64, then timed: in float32 with
+TF32, or under autocast in bfloat16; where a call can be captured, from a CUDA graph too. A decoder
+that is ``graphed`` is in ``make_graphed_callables``; what is ``compiled`` is so by
+``torch.compile``, of ``fuse`` with its backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import bahdanau_fast as bf
+from bahdanau_fast import backends
+from bahdanau_fast.seq2seq import masked_cross_entropy
+
+from ..contestants.baselines import CourseAttention
+from ..decoders import DROP_IN, FUSE, OURS, OWN, TASKS, Judge, Setting, Work, worst
+from ..timing.measure import GpuCall, captured, interleave
+from ..timing.worker import ROOT, Row
+from . import figures
+
+ROW_SECONDS, COMPILED_SECONDS = 60.0, 90.0
+GRAPHED, COMPILED = ", graphed", ", compiled"
+CALLS = {"forward": False, "forward + backward": True}
+
+Sizes = dict[str, Any]
+SIZES: Sizes = {
+    "decoder": Setting("user", 64, 50, 50, 256, 512, 1, 8000),
+    "call": (64, 1, 50, 512),  # B, Tq, Tk, H
+    "host": (2, 1, 10, 32),
+    "tacotron": (64, 160, 1024, 512, 128, 32, 31),  # B, Tk, Dq, Dk, H, channels, taps
+    "captioner": (32, 196, 2048, 512),  # B, Tk, Dk, H
+    "compiled": None,  # so many rows of compiled code; None for all
+}
+TINY = {
+    "decoder": Setting("tiny", 3, 5, 4, 4, 8, 1, 20),
+    **dict.fromkeys(("call", "host"), (2, 1, 5, 8)),
+    **{"tacotron": (2, 9, 6, 5, 8, 2, 3), "captioner": (2, 6, 5, 8), "compiled": 1},
+}
+
+
+def _written_again(module: str, name: str, *sizes: int) -> nn.Module:
+    """A module of tests/fuse, where public code is written again."""
+    folder = str(ROOT / "tests" / "fuse")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    made: nn.Module = getattr(importlib.import_module(module), name)(*sizes)
+    return made
+
+
+def _tacotron(*sizes: int) -> nn.Module:
+    module = _written_again("whole", "LocationSensitive", *sizes)
+    del module.memory_layer  # the keys come projected
+    return module
+
+
+class Step(NamedTuple):
+    """A call of somebody's module: shapes of its inputs, what readies it, and ours beside it."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    shapes: tuple[tuple[int, ...], ...]
+    ready: Callable[..., Callable[[], Any]] = partial
+    ours: str = FUSE
+
+
+def _lens(query: Tensor, keys: Tensor) -> Tensor:
+    return 1 + torch.arange(len(query), device=query.device) % keys.shape[1]
+
+
+READY: dict[str, Callable[..., Callable[[], Any]]] = {
+    "module": lambda m, q, k: partial(m, q, k, k, _lens(q, k)),
+    "attend": lambda m, q, k: partial(m.attend, q, m.memory(k, valid_lens=_lens(q, k))),
+    "function": lambda m, q, k: partial(
+        bf.additive_attention, q, k, k, m.W_q.weight, m.W_k.weight, m.w_v.weight, _lens(q, k)
+    ),
+}
+
+
+def _course(name: str, sizes: tuple[int, ...]) -> Step:
+    batch, queries, keys, hidden = sizes
+    shapes = ((batch, queries, hidden), (batch, keys, hidden))
+    make = partial(CourseAttention, hidden, hidden, hidden)
+    return Step(name, make, shapes, READY["module"], DROP_IN)
+
+
+def _steps() -> tuple[Step, ...]:
+    b, t, query, keys, hidden, *taps = SIZES["tacotron"]
+    n, regions, region, state = SIZES["captioner"]
+    return (
+        _course(f"module call {_text(SIZES['call'])}", SIZES["call"]),
+        Step(
+            f"Tacotron step {_text(SIZES['tacotron'])}",
+            partial(_tacotron, query, keys, hidden, *taps),
+            ((b, query), (b, t, keys), (b, t, hidden), (b, 2, t)),
+            lambda m, *given: partial(m, *given, given[1].new_zeros((b, t), dtype=torch.bool)),
+        ),
+        Step(
+            f"captioner step {_text(SIZES['captioner'])}",
+            partial(_written_again, "told", "Captioning", region, state, state),
+            ((n, regions, region), (n, state)),
+        ),
+    )
+
+
+def _text(sizes: tuple[int, ...]) -> str:
+    return str(sizes).replace(" ", "")
+
+
+class _Host(GpuCall):
+    """Until a call returns, whether or not the GPU is done."""
+
+    def seconds(self, repeats: int) -> float:
+        figures.synchronize(self._device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            self._call()
+        took = time.perf_counter() - start
+        figures.synchronize(self._device)
+        return took / repeats
+
+
+def _timed(call: Callable[[], Any], device: torch.device, holds: int) -> dict[str, Any]:
+    """Seconds of a call, and from a graph of so many unless there are none."""
+    timed, why = {"called": GpuCall(call, device)}, {}
+    replay = captured(call, holds) if holds else None
+    if callable(replay):
+        timed["graph"] = GpuCall(replay, device, holds=holds)
+    elif replay:
+        why = {"no graph": replay}
+    return interleave(timed, figures.SECONDS).packed() | why
+
+
+def _told(share: float, report: Any, who: str) -> dict[str, Any]:
+    """The verdict, and whether ``fuse`` computes the calls: it leaves small ones alone."""
+    told = {"passed": share <= 1, "worst": share}
+    if report is not None and who == FUSE:
+        told["fused"] = any(any(record.pays.values()) for record in report._records)
+    return told
+
+
+def _compile(module: nn.Module, who: str) -> None:
+    if who.endswith(COMPILED):
+        module.compile(backend="bahdanau_fast" if FUSE in who else "inductor")
+
+
+def _call(
+    who: str, step: Step, train: bool, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Callable[[], dict[int, Tensor]], Any]:
+    """A call of who's module, its weights those of the own one; the report of ``fuse``."""
+    torch.manual_seed(0)
+    module, drawn = step.make(), [torch.randn(shape) for shape in step.shapes]
+    if who.startswith(DROP_IN):
+        own, module = module, bf.AdditiveAttention(*[step.shapes[0][-1]] * 3)
+        module.load_state_dict(own.state_dict())
+    module.to(device, dtype)
+    report = bf.fuse(module) if who == FUSE else None
+    _compile(module, who)
+    inputs = [x.to(device, dtype).requires_grad_(train) for x in drawn]
+    # A number that is added to all scores has no gradient but rounding.
+    asked = [*inputs, *(p for _, p in sorted(module.named_parameters()) if p.numel() > 1)]
+    run = step.ready(module, *inputs)
+
+    def call() -> dict[int, Tensor]:
+        found = run()
+        found = found if isinstance(found, Tensor) else found[0]
+        grads = torch.autograd.grad(found, asked, torch.ones_like(found)) if train else ()
+        return dict(enumerate((found.detach(), *grads)))
+
+    return call, report
+
+
+def _step(
+    who: str, step: Step, train: bool, device: torch.device, ready: str = "", backend: str = "auto"
+) -> dict[str, Any]:
+    """A call, checked and timed: with ``ready`` until it returns, else until it is done."""
+    ours = step._replace(ready=READY[ready]) if ready else step
+    with torch.set_grad_enabled(train), backends.use(backend):
+        exact = _call(OWN, step, train, device, torch.float64)[0]()
+        own = _call(OWN, step, train, device)[0]()
+        call, report = _call(who, ours, train, device)
+        for _ in range(2):  # fuse checks itself at the first two calls
+            call()
+        told = _told(worst(call(), own, exact), report, who)
+        if not ready:
+            return told | _timed(call, device, figures.CALLS)
+        host = interleave({"host": _Host(call, device)}, figures.SECONDS).time("host")
+        return told | {"host us": 1e6 * host.median}
+
+
+_judge = functools.lru_cache(1)(Judge)
+
+
+def _decoder(who: str, task: str, bf16: bool, device: torch.device) -> dict[str, Any]:
+    """A training step or a greedy decoding, with one loss for all."""
+    setting, kind = replace(SIZES["decoder"], bf16=bf16), who.partition(",")[0]
+    judge, work = _judge(setting, task, device), Work(kind, setting, device)
+    work.kind = work.kind._replace(loss=masked_cross_entropy)
+    encoder, decoder = work.model.encoder, work.model.decoder
+    _compile(decoder, who)
+    if who.endswith(GRAPHED):
+        for _ in range(2):
+            work.gradients()
+        state = decoder.init_state(encoder(work.source), work.source_lens)
+        given = [x.detach().requires_grad_(x.is_floating_point()) for x in state]
+        torch.cuda.make_graphed_callables(decoder, (work.target, given))
+    told = _told(judge.worst(work), work.report, who)
+    return told | _timed(getattr(work, task), device, holds=int(task == "decode"))
+
+
+def _row(who: str, call: str, compute: Callable[..., dict[str, Any]], *given: Any) -> Row:
+    def with_tf32() -> dict[str, Any]:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            return compute(who, *given)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    seconds = COMPILED_SECONDS if who.endswith(COMPILED) else ROW_SECONDS
+    return Row(f"{who}: {call}", seconds, with_tf32)
+
+
+def _host(where: torch.device) -> list[Row]:
+    step, rows = _course("", SIZES["host"]), []
+    for ready, train in (
+        ("module", False),
+        ("module", True),
+        ("attend", False),
+        ("function", False),
+    ):
+        whos = {OWN: "auto"} if ready == "module" else {}
+        whos |= {f"{DROP_IN}, {name}": name for name in _serving(where)}
+        call = f"host, {ready}, {'forward + backward' if train else 'forward'}"
+        for who, backend in whos.items():
+            rows.append(_row(who, call, _step, step, train, where, ready, backend))
+    return rows
+
+
+def _serving(where: torch.device) -> Iterator[str]:
+    """The backends that compute on a device."""
+    for name in backends.available():
+        with suppress(ValueError):
+            yield backends.resolve(where, name)
+
+
+def user(device: str) -> list[Row]:
+    """What matters first; compiled code, which takes its time, last."""
+    where, s = torch.device(device), SIZES["decoder"]
+
+    def decoders(task: str, bf16: bool, way: str, *whos: str) -> list[Row]:
+        sizes = _text((s.batch, s.target, s.source, s.hidden))
+        call = f"{TASKS[task]} {sizes}, {'bfloat16' if bf16 else 'float32'}"
+        return [_row(who + way, call, _decoder, task, bf16, where) for who in whos]
+
+    def steps(way: str) -> list[Row]:
+        return [
+            _row(who + way, f"{step.name}, {call}", _step, step, train, where)
+            for step, (call, train) in product(_steps(), CALLS.items())
+            for who in ((OWN,) if way and step.ours == FUSE else (OWN, step.ours))
+        ]
+
+    every = (OWN, DROP_IN, FUSE, OURS)
+    rows = decoders("train", False, "", *every)
+    if where.type == "cuda":
+        rows += decoders("train", False, GRAPHED, *every)
+    for task, bf16 in (("train", True), ("decode", False), ("decode", True)):
+        rows += decoders(task, bf16, "", *every)
+    compiled = [
+        *steps(COMPILED),
+        *decoders("train", False, COMPILED, OWN, OURS),
+        *decoders("decode", False, COMPILED, OWN, DROP_IN, FUSE),
+        *decoders("train", False, COMPILED, DROP_IN, FUSE),
+    ]
+    return [*rows, *_host(where), *steps(""), *compiled[: SIZES["compiled"]]]
