@@ -8,19 +8,19 @@ no grad     on keys that are projected already
 with grad   the same and its backward, to parameters, states, queries and projected keys
 source      with the projection of the keys, forward and backward, once in the loop
 
-A ratio is that of the fastest rounds, which a busy machine disturbs least. Two more rows: ReLU at
-captioning's shape against the eager formula, and compiled. The last row is a training step of a
-whole model, JoeyNMT's recurrent decoder behind a GRU, on dates.
+A ratio is that of the fastest rounds, which a busy machine disturbs least. The last row is a
+training step of a whole model, JoeyNMT's recurrent decoder behind a GRU, on dates.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import itertools
 import logging
+from collections import namedtuple
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 import bahdanau_fast as bf
-from bahdanau_fast.ops.attend import attend
 from bahdanau_fast.seq2seq.data import dates
 
 from .contestants.published import UnavailableError, load
@@ -40,22 +39,10 @@ STEPS = 20  # of a loop
 VOCABULARY = 128  # letters of the whole model; others are the last one
 TRAINED, BATCH, SIZE = 50, 32, 256  # steps of the whole model, pairs of each, features
 MODES = ("no grad", "with grad", "source")
-S, E = "speechbrain.nnet.attention", "espnet.nets.pytorch_backend.rnn.attentions"
-C = "TTS.tts.layers.tacotron.attentions"
 
 
-class Sizes(NamedTuple):
-    """Features of keys (and values) and of the decoder; channels and taps of the convolution."""
-
-    batch: int
-    keys: int
-    encoder: int
-    decoder: int
-    hidden: int
-    channels: int
-    taps: int
-
-
+# Features of keys (and values) and of the decoder; channels and taps of the convolution.
+Sizes = namedtuple("Sizes", "batch keys encoder decoder hidden channels taps")
 SIZES = (Sizes(8, 400, 512, 512, 512, 10, 201), Sizes(32, 160, 512, 1024, 128, 32, 31))
 
 
@@ -70,97 +57,81 @@ class Given(nn.Module):
         return self.keys
 
 
+def _speechbrain(module: Any, s: Sizes, states: Tensor, queries: Sequence[Tensor]) -> list[Tensor]:
+    module.reset()
+    lens = states.new_full((s.batch,), s.keys)
+    return [module(states, lens, query)[0] for query in queries]
+
+
+def _espnet(module: Any, s: Sizes, states: Tensor, queries: Sequence[Tensor]) -> list[Tensor]:
+    module.reset()
+    contexts, before = [], None
+    for query in queries:  # the decoder hands the weights on
+        context, before = module(states, [s.keys] * s.batch, query, before)
+        contexts.append(context)
+    return contexts
+
+
+def _coqui(module: Any, s: Sizes, states: Tensor, queries: Sequence[Tensor]) -> list[Tensor]:
+    module.init_states(states)
+    keys = module.preprocess_inputs(states)
+    mask = torch.ones(s.batch, s.keys, dtype=torch.bool)
+    return [module(query, states, keys, mask) for query in queries]
+
+
+class Peer(NamedTuple):
+    """A module of others: its file and class, what it takes, its steps, its key layer."""
+
+    file: str
+    name: str
+    options: Callable[[Sizes], tuple[Any, ...]]
+    steps: Callable[..., list[Tensor]]
+    key_layer: str = "mlp_enc"
+
+
+def _original(location: bool, s: Sizes) -> tuple[Any, ...]:
+    usual = (False, "softmax", False, False, False)
+    return (s.decoder, s.encoder, s.hidden, location, s.channels, s.taps, *usual)
+
+
+_S = partial(Peer, "speechbrain.nnet.attention", steps=_speechbrain)
+_E = partial(Peer, "espnet.nets.pytorch_backend.rnn.attentions", steps=_espnet)
+_C = partial(Peer, "TTS.tts.layers.tacotron.attentions", "OriginalAttention", steps=_coqui)
+PEERS = {
+    "SpeechBrain content": _S("ContentBasedAttention", lambda s: (*s[2:5], s.encoder)),
+    "SpeechBrain location": _S(
+        "LocationAwareAttention", lambda s: (*s[2:5], s.encoder, s.channels, s.taps // 2)
+    ),
+    "ESPnet AttAdd": _E("AttAdd", lambda s: s[2:5]),
+    "ESPnet AttLoc": _E("AttLoc", lambda s: (*s[2:5], s.channels, s.taps // 2)),
+    "coqui content": _C(partial(_original, False), key_layer="inputs_layer"),
+    "coqui location": _C(partial(_original, True), key_layer="inputs_layer"),
+}
+
+
 class Loop:
-    """Steps of SpeechBrain's modules on one source."""
+    """Steps of a module on one source, outside of "no grad" with the gradients."""
 
-    key_layer = "mlp_enc"
-
-    def __init__(self, module: Any, sizes: Sizes, mode: str) -> None:
-        self.module, self.mode, self.sizes = module, mode, sizes
+    def __init__(self, peer: Peer, module: nn.Module, sizes: Sizes, mode: str) -> None:
         draw = torch.Generator().manual_seed(1)
         shapes = [(sizes.keys, sizes.encoder), (1, sizes.encoder), *[(sizes.decoder,)] * STEPS]
         drawn = [torch.randn(sizes.batch, *shape, generator=draw) for shape in shapes]
         self.states, self.grad, *self.queries = (x.requires_grad_() for x in drawn)
+        self.asked = [self.states, *self.queries]
         if mode != "source":
-            setattr(module, self.key_layer, Given(getattr(module, self.key_layer)(self.states)))
-
-    def begin(self) -> None:
-        self.module.reset()
-        self.lens = self.states.new_full((self.sizes.batch,), self.sizes.keys)
-
-    def step(self, query: Tensor) -> Tensor:
-        """The context."""
-        context: Tensor = self.module(self.states, self.lens, query)[0]
-        return context
+            given = Given(getattr(module, peer.key_layer)(self.states))
+            setattr(module, peer.key_layer, given)
+            self.asked.append(given.keys)
+        self.asked += [p for p in module.parameters() if p.numel() > 1]
+        self.steps = partial(peer.steps, module, sizes, self.states, self.queries)
+        self.mode = mode
 
     def __call__(self) -> None:
-        """All steps, and outside of "no grad" the gradients."""
         with torch.set_grad_enabled(self.mode != "no grad"):
-            self.begin()
-            contexts = torch.stack([self.step(query) for query in self.queries], 1)
-            if self.mode == "no grad":
-                return
-            layer = getattr(self.module, self.key_layer)
-            asked = [p for p in self.module.parameters() if p.numel() > 1]
-            asked += [layer.keys] if isinstance(layer, Given) else []
-            grad = self.grad.detach().expand_as(contexts)
-            torch.autograd.grad(contexts, [self.states, *self.queries, *asked], grad)
-
-
-class EspnetLoop(Loop):
-    """Steps of ESPnet's modules: the decoder hands the weights on."""
-
-    def begin(self) -> None:
-        self.module.reset()
-        self.before: Tensor | None = None
-
-    def step(self, query: Tensor) -> Tensor:
-        lens = [self.sizes.keys] * self.sizes.batch
-        context, self.before = self.module(self.states, lens, query, self.before)
-        return context
-
-
-class CoquiLoop(Loop):
-    """Steps of coqui's module: projected keys are an argument."""
-
-    key_layer = "inputs_layer"
-
-    def begin(self) -> None:
-        self.module.init_states(self.states)
-        self.keys = self.module.preprocess_inputs(self.states)
-        self.mask = torch.ones(self.sizes.batch, self.sizes.keys, dtype=torch.bool)
-
-    def step(self, query: Tensor) -> Tensor:
-        context: Tensor = self.module(query, self.states, self.keys, self.mask)
-        return context
-
-
-def _coqui(s: Sizes, location: bool) -> Any:
-    options = (location, s.channels, s.taps, False, "softmax", False, False, False)
-    return load(C, "OriginalAttention")(s.decoder, s.encoder, s.hidden, *options)
-
-
-def _plain(s: Sizes) -> tuple[int, int, int]:
-    return s.encoder, s.decoder, s.hidden
-
-
-PEERS: dict[str, tuple[type[Loop], Callable[[Sizes], Any]]] = {
-    "SpeechBrain content": (
-        Loop,
-        lambda s: load(S, "ContentBasedAttention")(*_plain(s), s.encoder),
-    ),
-    "SpeechBrain location": (
-        Loop,
-        lambda s: load(S, "LocationAwareAttention")(*_plain(s), s.encoder, s.channels, s.taps // 2),
-    ),
-    "ESPnet AttAdd": (EspnetLoop, lambda s: load(E, "AttAdd")(*_plain(s))),
-    "ESPnet AttLoc": (
-        EspnetLoop,
-        lambda s: load(E, "AttLoc")(*_plain(s), s.channels, s.taps // 2),
-    ),
-    "coqui content": (CoquiLoop, functools.partial(_coqui, location=False)),
-    "coqui location": (CoquiLoop, functools.partial(_coqui, location=True)),
-}
+            contexts = torch.stack(self.steps(), 1)
+            if self.mode != "no grad":
+                grad = self.grad.detach().expand_as(contexts)
+                torch.autograd.grad(contexts, self.asked, grad)
 
 
 def timed(calls: dict[str, Callable[[], Any]], seconds: float, steps: int = 1) -> dict[str, float]:
@@ -171,51 +142,14 @@ def timed(calls: dict[str, Callable[[], Any]], seconds: float, steps: int = 1) -
     return {name: 1e3 * min(times) / steps for name, times in samples.items()}
 
 
-def others(seconds: float) -> list[dict[str, Any]]:
-    """ReLU against eager and compiled code."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(32, 1, 512), torch.randn(32, 196, 512), torch.randn(32, 196, 512)
-    w = torch.randn(1, 512) / 20
-
-    def eager() -> Tensor:
-        weights = torch.softmax(nn.functional.linear(torch.relu(k + q), w).squeeze(2), 1)
-        return (v * weights.unsqueeze(2)).sum(1)
-
-    def ours() -> Tensor:
-        context: Tensor = attend.now(q, k, v, w, activation=1)[0]
-        return context.squeeze(1)
-
-    with torch.no_grad():
-        torch.testing.assert_close(ours(), eager())
-        return [
-            {"who": who, "sizes": [32, 196, 512], "mode": "no grad"}
-            | timed({"theirs": theirs, "ours": ours}, seconds)
-            for who, theirs in (("ReLU, eager", eager), ("ReLU, compiled", torch.compile(eager)))
-        ]
-
-
-class _Encoder(nn.GRU):
-    """A GRU that says how wide its states are, as JoeyNMT's decoder asks."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size, size, batch_first=True)
-        self.output_size = size
-
-
 class Translator(nn.Module):
-    """Letters to letters: an embedding, a GRU and JoeyNMT's recurrent decoder.
-
-    Args:
-        size: features of embeddings and states.
-
-    Raises:
-        UnavailableError: JoeyNMT cannot be downloaded.
-    """
+    """Letters to letters: an embedding, a GRU and JoeyNMT's decoder, all of so many features."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, size, padding_idx=0)
-        self.encoder = _Encoder(size)
+        self.encoder: Any = nn.GRU(size, size, batch_first=True)
+        self.encoder.output_size = size  # JoeyNMT's decoder asks for it
         self.decoder = load("joeynmt.decoders", "RecurrentDecoder")(
             emb_size=size, hidden_size=size, encoder=self.encoder, vocab_size=VOCABULARY
         )
@@ -224,14 +158,8 @@ class Translator(nn.Module):
         """Cross entropy of the letters of (B,T) targets, from (B,S) sources."""
         states, last = self.encoder(self.embedding(source))
         given, wanted = self.embedding(target[:, :-1]), target[:, 1:]
-        scores, *_ = self.decoder(
-            trg_embed=given,
-            encoder_output=states,
-            encoder_hidden=last[-1],
-            src_mask=(source > 0).unsqueeze(1),
-            unroll_steps=given.shape[1],
-            trg_mask=None,
-        )
+        mask, steps = (source > 0).unsqueeze(1), given.shape[1]
+        scores, *_ = self.decoder(given, states, last[-1], mask, steps, trg_mask=None)
         return nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten(), ignore_index=0)
 
 
@@ -241,9 +169,7 @@ def batch_of(texts: Sequence[str]) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def train(
-    model: Translator, pairs: Sequence[tuple[str, str]], steps: int, batch: int
-) -> list[float]:
+def train(model: Translator, pairs: Sequence[Any], steps: int, batch: int) -> list[float]:
     """The losses of some steps of Adam."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     losses = []
@@ -263,54 +189,48 @@ def trained(seconds: float) -> dict[str, Any]:
     """Milliseconds of a training step of the whole model."""
     torch.manual_seed(0)
     theirs = Translator(SIZE)
-    ours = copy.deepcopy(theirs)
-    bf.fuse(ours)
+    models = {"theirs": theirs, "ours": copy.deepcopy(theirs)}
+    bf.fuse(models["ours"])
     pairs = [(each.text, each.iso) for each in dates.generate(2 * TRAINED * BATCH)]
-
-    def call(model: Translator) -> list[float]:
-        return train(copy.deepcopy(model), pairs, TRAINED, BATCH)
-
-    models = {"theirs": theirs, "ours": ours}
-    calls = {name: functools.partial(call, model) for name, model in models.items()}
+    calls = {
+        name: lambda model=model: train(copy.deepcopy(model), pairs, TRAINED, BATCH)
+        for name, model in models.items()
+    }
     found = timed(calls, seconds, TRAINED)
     return {"who": "JoeyNMT, a model", "sizes": [BATCH, SIZE], "mode": "training"} | found
 
 
 def measure(seconds: float) -> list[dict[str, Any]]:
-    """Milliseconds of a step of every module, and of the other rows."""
+    """Milliseconds of a step of every module, and of the model."""
     rows = []
-    for sizes, (who, (loop, make)) in itertools.product(SIZES, PEERS.items()):
+    for sizes, (who, peer) in itertools.product(SIZES, PEERS.items()):
         torch.manual_seed(0)
-        theirs = make(sizes)
-        ours = copy.deepcopy(theirs)
+        theirs = load(peer.file, peer.name)(*peer.options(sizes))
         for mode in MODES:
-            pair = {"theirs": copy.deepcopy(theirs), "ours": copy.deepcopy(ours)}
+            pair = {name: copy.deepcopy(theirs) for name in ("theirs", "ours")}
             report = bf.fuse(pair["ours"])
-            calls = {name: loop(module, sizes, mode) for name, module in pair.items()}
+            calls = {name: Loop(peer, module, sizes, mode) for name, module in pair.items()}
             calls["ours"]()
             if not report.fused:
                 raise RuntimeError(f"{who} was not fused:\n{report}")
-            found = timed(dict(calls), seconds, STEPS)
-            rows.append({"who": who, "sizes": [*sizes], "mode": mode} | found)
-    return [*rows, *others(seconds), trained(seconds)]
+            row = {"who": who, "sizes": [*sizes], "mode": mode}
+            rows.append(row | timed(dict(calls), seconds, STEPS))
+    return [*rows, trained(seconds)]
 
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
     """A table, as Markdown."""
     cells = []
-    for row in rows:
-        theirs, ours = row["theirs"], row["ours"]
+    for who, sizes, mode, theirs, ours in map(dict.values, rows):
         figures = (f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.2f}x")
-        cells.append([row["who"], str(tuple(row["sizes"])), row["mode"], *figures])
+        cells.append([who, str(tuple(sizes)), mode, *figures])
     head = ["who", "sizes", "mode", "theirs (ms a step)", "fused (ms a step)", "theirs / fused"]
     return markdown(head, cells)
 
 
 def main() -> None:
     """Measure, print the table and write the figures."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.family", description="Others' modules, fused."
-    )
+    parser = argparse.ArgumentParser(prog="benchmarks.family", description=__doc__)
     parser.add_argument("--seconds", type=float, default=8.0, help="of timing per row")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
