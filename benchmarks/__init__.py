@@ -1,10 +1,10 @@
 """How fast ours is: a tool of a checkout, no part of the wheel.
 
 ``python -m benchmarks`` (``make bench``) measures the tables, ``python -m benchmarks.compare BASE``
-(``make bench-compare``) two versions, ``python -m benchmarks.family`` others' modules before and
-after ``bf.fuse``, ``python -m benchmarks.decoders`` whole decoders, ``benchmarks.gpu_report``
-(``make gpu-report``) a GPU. How a row is timed, in the order of reading: ``workloads.shapes`` (the
-rows and their tensors), ``contestants.registry`` (who computes), ``contestants.parity`` (the check
-before the timing), ``timing.measure`` (calls in turns), ``bench`` (one row). ``page`` writes
-docs/performance.md and the tables of README and docs/gpu.md from ``results``.
+(``make bench-compare``) two versions, ``benchmarks.gpu_report`` (``make gpu-report``) a GPU and
+what a user feels, on a processor too. How a row is timed, in the order of reading:
+``workloads.shapes`` (the rows and their tensors), ``contestants.registry`` (who computes),
+``contestants.parity`` (the check before the timing), ``timing.measure`` (calls in turns), ``bench``
+(one row). ``page`` writes docs/performance.md and the tables of README and docs/gpu.md from
+``results``.
 """

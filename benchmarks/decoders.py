@@ -1,20 +1,15 @@
-"""The course's decoder by everybody who computes its attention: training, inference, decoding.
+"""The course's decoder by everybody who computes its attention: training and greedy decoding.
 
-``python -m benchmarks.decoders`` runs each of ``DECODERS`` on the same batches and weights, in
-turns. A step is forward, loss, backward, clipping and Adam, encoder and output layer included;
-inference is the forward with given targets; greedy decoding feeds the most likely token back. The
-course's loss, which keeps the vocabulary in the middle and takes longer, goes with the course's
-loop. Loss, gradients and tokens are checked first. ``--bf16`` has the forward under autocast;
-``--json OUT`` keeps the figures.
+Each of ``DECODERS`` gets the same batch, weights and loss. A training step is forward, loss,
+backward, clipping and Adam, encoder and output layer included; greedy decoding feeds the most
+likely token back. :class:`Judge` compares loss, gradients and tokens with the own module's.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +29,9 @@ from bahdanau_fast.seq2seq import (
 from bahdanau_fast.seq2seq.data.pairs import BOS, UNK
 
 from .contestants.baselines import CourseAttention
-from .tables import markdown, spread_text
-from .timing.machine import save
-from .timing.measure import GpuCall, allocated_growth, interleave
 
-OWN, DROP_IN, FUSE, STEPS, OURS = "own module", "drop-in", "fuse", "step by step", "AttentionGRU"
-TASKS = {"train": "training step", "infer": "inference", "decode": "greedy decode"}
+OWN, DROP_IN, FUSE, OURS, NONE = "own module", "drop-in", "fuse", "AttentionGRU", "no attention"
+TASKS = {"train": "training step", "decode": "greedy decode"}
 # Share of the largest element that an error may be, beside four times the own module's.
 PARITY = {False: 1e-3, True: 2.0**-7}
 
@@ -48,7 +40,6 @@ PARITY = {False: 1e-3, True: 2.0**-7}
 class Setting:
     """One model and batch."""
 
-    name: str
     batch: int
     source: int
     target: int
@@ -57,13 +48,6 @@ class Setting:
     layers: int
     vocab: int
     bf16: bool = False
-
-
-SETTINGS = (
-    Setting("hidden 512", 64, 50, 50, 256, 512, 1, 5000),
-    Setting("hidden 256", 64, 30, 30, 256, 256, 2, 5000),
-    Setting("hidden 32", 64, 10, 10, 32, 32, 2, 200),
-)
 
 
 class _CourseDecoder(Seq2SeqAttentionDecoder):
@@ -86,20 +70,6 @@ class _CourseDecoder(Seq2SeqAttentionDecoder):
         return logits.permute(1, 0, 2), [enc_outputs, hidden, lens]
 
 
-class _SteppedDecoder(Seq2SeqAttentionDecoder):
-    """Ours step by step: a decoder that overrides ``step`` does not take the operator."""
-
-    def step(self, embedded: Tensor, hidden: Any, memory: Any) -> Any:
-        return super().step(embedded, hidden, memory)
-
-
-def _course_loss(logits: Tensor, labels: Tensor, valid_lens: Tensor) -> Tensor:
-    """The course's masked cross-entropy (B,)."""
-    weights = torch.arange(labels.shape[1], device=labels.device) < valid_lens[:, None]
-    unweighted = F.cross_entropy(logits.permute(0, 2, 1), labels, reduction="none")
-    return (unweighted * weights.float()).mean(dim=1)
-
-
 def _course_greedy(model: Any, source: Tensor, lens: Tensor, steps: int) -> tuple[Tensor, Any]:
     """The course's prediction, of a whole batch: tokens (B,T) and the last state."""
     state = model.decoder.init_state(model.encoder(source, lens), lens)
@@ -111,23 +81,19 @@ def _course_greedy(model: Any, source: Tensor, lens: Tensor, steps: int) -> tupl
 
 
 class Kind(NamedTuple):
-    """Makes a decoder from vocabulary, embedding, hidden units and layers; its loss and search."""
+    """Makes a decoder from vocabulary, embedding, hidden units and layers; how it searches."""
 
     make: Callable[..., nn.Module]
-    loss: Callable[..., Tensor] = masked_cross_entropy
-    search: Callable[..., Any] = greedy
+    search: Callable[..., Any] = _course_greedy
 
 
-_COURSE = (_course_loss, _course_greedy)
 DECODERS = {
-    OWN: Kind(partial(_CourseDecoder, CourseAttention), *_COURSE),
-    "no attention": Kind(Seq2SeqDecoder, _course_loss),
-    "no attention, our loss": Kind(Seq2SeqDecoder),
-    DROP_IN: Kind(partial(_CourseDecoder, bf.AdditiveAttention), *_COURSE),
-    FUSE: Kind(partial(_CourseDecoder, CourseAttention), *_COURSE),
-    STEPS: Kind(_SteppedDecoder),
+    OWN: Kind(partial(_CourseDecoder, CourseAttention)),
+    DROP_IN: Kind(partial(_CourseDecoder, bf.AdditiveAttention)),
+    FUSE: Kind(partial(_CourseDecoder, CourseAttention)),
     # What AttentionGRU does, all steps in one operator, and with greedy decoding in another.
-    OURS: Kind(Seq2SeqAttentionDecoder),
+    OURS: Kind(Seq2SeqAttentionDecoder, greedy),
+    NONE: Kind(Seq2SeqDecoder),
 }
 
 
@@ -137,9 +103,10 @@ class Work:
     def __init__(
         self, name: str, setting: Setting, device: str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
-        self.kind, self.setting, self.device = DECODERS[name], setting, torch.device(device)
+        self.setting, self.device = setting, torch.device(device)
+        make, self._search = DECODERS[name]
         sizes = (setting.vocab, setting.embed, setting.hidden, setting.layers)
-        self.model: Any = EncoderDecoder(Seq2SeqEncoder(*sizes), self.kind.make(*sizes))
+        self.model: Any = EncoderDecoder(Seq2SeqEncoder(*sizes), make(*sizes))
         self.report = bf.fuse(self.model.decoder) if name == FUSE else None
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -157,19 +124,21 @@ class Work:
         wanted = (*words, (batch, length)), (length // 2, length + 1, (batch,))
         return [torch.randint(*each, generator=draw).to(self.device) for each in wanted]
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.setting.bf16)
+    def autocast(self, cache: bool = True) -> torch.autocast:
+        bf16 = self.setting.bf16
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=cache)
 
     def forward(self, target: Tensor) -> Tensor:
         """Logits."""
-        with self._autocast():
+        with self.autocast():
             logits: Tensor = self.model(self.source, target, self.source_lens)[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def gradients(self) -> dict[str, Tensor]:
         """Of all parameters, and the loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.kind.loss(self.forward(self.target), self.target, self.target_lens).sum()
+        logits = self.forward(self.target)
+        loss = masked_cross_entropy(logits, self.target, self.target_lens).sum()
         loss.backward()
         return {"loss": loss.detach(), **{n: p.grad for n, p in self.model.named_parameters()}}
 
@@ -180,15 +149,11 @@ class Work:
         return loss
 
     @torch.no_grad()
-    def infer(self) -> Tensor:
-        return self.forward(self.target)
-
-    @torch.no_grad()
     def decode(self) -> Tensor:
         """Tokens (B,T)."""
-        with self._autocast():
+        with self.autocast():
             steps = self.setting.target
-            tokens: Tensor = self.kind.search(self.model, self.source, self.source_lens, steps)[0]
+            tokens: Tensor = self._search(self.model, self.source, self.source_lens, steps)[0]
         return tokens
 
 
@@ -227,67 +192,3 @@ class Judge:
         for _ in range(2):  # fuse checks itself at the first two calls
             self._result(work)
         return worst(self._result(work), self._own, self._want, self._bf16)
-
-
-def _peak(call: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that a call takes beside what is there."""
-    if device.type != "cuda":
-        return allocated_growth(call)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def compare(
-    setting: Setting, seconds: float, min_rounds: int = 5, device: str = "cpu"
-) -> dict[str, Any]:
-    """Time and memory of one setting.
-
-    Raises:
-        RuntimeError: a decoder with attention gives another loss, gradient or token.
-    """
-    works = {name: Work(name, setting, device) for name in DECODERS}
-    for task in ("train", "decode"):
-        judge = Judge(setting, task, device)
-        for name in (DROP_IN, FUSE, STEPS, OURS):
-            share = judge.worst(works[name])
-            if not share <= 1:
-                what = f"{TASKS[task]} of {name!r} is wrong by {share:.3g} of what is allowed"
-                raise RuntimeError(f"{setting.name}: {what}")
-    figures: dict[str, Any] = {"setting": asdict(setting)}
-    for task, part in (("train", 1.0), ("infer", 0.5), ("decode", 0.5)):
-        calls = {name: GpuCall(getattr(w, task), w.device) for name, w in works.items()}
-        figures[task] = interleave(calls, part * seconds, min_rounds).packed()
-    return figures | {"peak_bytes": {name: _peak(w.train, w.device) for name, w in works.items()}}
-
-
-def times(figures: list[dict[str, Any]]) -> list[str]:
-    """Time and memory of every decoder, as Markdown."""
-    cells, tasks = [], [task for task in TASKS if all(task in row for row in figures)]
-    for row in figures:
-        for name in row["train"]:
-            spreads = (spread_text(row[task][name]) for task in tasks)
-            peak = f"{row['peak_bytes'][name] / 1e6:.0f}"
-            cells.append([row["setting"]["name"], name, *spreads, peak])
-    timed = [f"{TASKS[task]} (ms)" for task in tasks]
-    return markdown(["setting", "decoder", *timed, "peak memory (MB)"], cells)
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="benchmarks.decoders", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of training per setting")
-    parser.add_argument("--only", default="", help="settings whose name holds this")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--bf16", action="store_true", help="forward under autocast")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    options = parser.parse_args()
-    chosen = [replace(s, bf16=options.bf16) for s in SETTINGS if options.only in s.name]
-    figures = [compare(setting, options.seconds, device=options.device) for setting in chosen]
-    print("\n".join(times(figures)))
-    save(options.json, {"settings": figures})
-
-
-if __name__ == "__main__":
-    main()

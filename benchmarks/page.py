@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import decoders
 from .contestants.peers import DIFFERENCES
 from .gpu import rows, summary
 from .tables import markdown, milliseconds, shape_text
@@ -69,13 +68,14 @@ How many times as long as ours they take, each in a process of its own on the sa
 `pip install -e '.[peers]'` and `pip install --no-deps 'joeynmt>=2.3'` install them. They differ:
 """
 
-TRAINING = """\
-## Training a decoder
+USERS = """\
+## What a user feels
 
-A training step includes encoder, output layer, loss, clipping and Adam. *Course* is the course's
-loop, *no attention* its decoder without attention; both have the course's loss, which keeps the
-vocabulary in the middle. All decoders with attention have the same losses. Measured by
-`python -m benchmarks.decoders`:"""
+Steps of models, once each beside the own module of their authors, whose results ours has to give:
+the course's decoder of (sentences, steps, keys, hidden units), encoder, output layer, loss,
+clipping and Adam included; a call of the module of (B, Tq, Tk, H); steps of Tacotron 2 and of a
+captioner. By `python -m benchmarks.gpu_report --device cpu --stage user`.
+"""
 
 NOT_MEASURED = """\
 ## What was not measured
@@ -194,17 +194,17 @@ def _peers(runs: list[Run]) -> list[str]:
     return [OTHERS, *differ, "", *markdown(["machine", "library", *shapes], rows), ""]
 
 
-def page(measured: list[Run], trained: list[Run]) -> str:
+def page(measured: list[Run], felt: list[list[rows.Row]]) -> str:
     """docs/performance.md in Markdown.
 
     Args:
         measured: a run of ``bench`` of each machine.
-        trained: runs of ``benchmarks.decoders``.
+        felt: rows of ``user`` of each machine.
     """
     lines = [INTRODUCTION, "", *(line for run in measured for line in of_machine(run))]
-    lines += [*_peers(measured), TRAINING, ""]
-    for run in trained:
-        lines += [f"{name_of(run)}, {about(run)}.", "", *decoders.times(run["settings"]), ""]
+    lines += [*_peers(measured), USERS]
+    for of_one in felt:
+        lines += [f"{of_one[0]['where']}.", "", *summary.users(of_one), summary.hosts(of_one), ""]
     return "\n".join([*lines, NOT_MEASURED, ""])
 
 
@@ -220,9 +220,11 @@ def readme_block(run: Run, of_gpu: list[rows.Row]) -> str:
     return "\n".join([BEGIN, *lines, END])
 
 
-def runs(results: Path = RESULTS, pattern: str = "cpu-*.json") -> list[Run]:
+def runs(results: Path = RESULTS) -> list[Run]:
     """The figures of each machine, in the order of their files' names."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(pattern))]
+    return [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("cpu-*.json"))
+    ]
 
 
 def _between(path: Path, block: str) -> str:
@@ -248,7 +250,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     measured, gpus = runs(results), rows.measured("gpu", results)
     of_gpus = [line for of_gpu in gpus for line in summary.block(of_gpu)]
     return {
-        docs / "performance.md": page(measured, runs(results, "training-*.json")),
+        docs / "performance.md": page(measured, rows.measured("cpu", results)),
         docs / "gpu.md": _between(docs / "gpu.md", "\n".join([BEGIN, *of_gpus, END])),
         readme: _between(readme, readme_block(measured[0], gpus[0])),
     }

@@ -10,7 +10,7 @@ from ..tables import markdown, milliseconds
 from .rows import Row, digits
 
 # Columns of the tables: who computes what a user calls, and kernels.
-USERS = ("own module", "drop-in", "fuse", "AttentionGRU")
+USERS = ("own module", "drop-in", "fuse", "AttentionGRU", "no attention")
 KERNELS = {
     "cuda": "CUDA C++",
     "triton": "Triton",
@@ -30,7 +30,7 @@ def _by_call(found: Iterable[Row]) -> dict[str, dict[str, Row]]:
     calls: dict[str, dict[str, Row]] = {}
     for row in found:
         who, _, call = row["row"].partition(": ")
-        base, _, means = who.rpartition(" ")
+        base, _, means = who.rpartition(", ")
         if base in USERS and means in MEANS:
             who, call = base, f"{call}, {means}"
         calls.setdefault(call, {})[who] = row

@@ -13,7 +13,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -24,21 +24,20 @@ from torch import Tensor, nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import backends
-from bahdanau_fast.seq2seq import masked_cross_entropy
 
 from ..contestants.baselines import CourseAttention
-from ..decoders import DROP_IN, FUSE, OURS, OWN, TASKS, Judge, Setting, Work, worst
+from ..decoders import DROP_IN, FUSE, NONE, OURS, OWN, TASKS, Judge, Setting, Work, worst
 from ..timing.measure import GpuCall, captured, interleave
 from ..timing.worker import ROOT, Row
 from . import figures
 
 ROW_SECONDS, COMPILED_SECONDS = 60.0, 90.0
 GRAPHED, COMPILED = ", graphed", ", compiled"
-CALLS = {"forward": False, "forward + backward": True}
-
-Sizes = dict[str, Any]
-SIZES: Sizes = {
-    "decoder": Setting("user", 64, 50, 50, 256, 512, 1, 8000),
+WAYS = {False: "forward", True: "forward + backward"}
+HOST = (("module", False), ("module", True), ("attend", False), ("function", False))
+SIZES: dict[str, Any] = {
+    "decoder": Setting(64, 50, 50, 256, 512, 1, 8000),
+    "chapter": Setting(64, 10, 10, 32, 32, 2, 200),  # of the course
     "call": (64, 1, 50, 512),  # B, Tq, Tk, H
     "host": (2, 1, 10, 32),
     "tacotron": (64, 160, 1024, 512, 128, 32, 31),  # B, Tk, Dq, Dk, H, channels, taps
@@ -46,7 +45,8 @@ SIZES: Sizes = {
     "compiled": None,  # so many rows of compiled code; None for all
 }
 TINY = {
-    "decoder": Setting("tiny", 3, 5, 4, 4, 8, 1, 20),
+    "decoder": Setting(3, 5, 4, 4, 8, 1, 20),
+    "chapter": Setting(2, 4, 3, 4, 8, 2, 20),
     **dict.fromkeys(("call", "host"), (2, 1, 5, 8)),
     **{"tacotron": (2, 9, 6, 5, 8, 2, 3), "captioner": (2, 6, 5, 8), "compiled": 1},
 }
@@ -134,14 +134,13 @@ class _Host(GpuCall):
 
 
 def _timed(call: Callable[[], Any], device: torch.device, holds: int) -> dict[str, Any]:
-    """Seconds of a call, and from a graph of so many unless there are none."""
-    timed, why = {"called": GpuCall(call, device)}, {}
-    replay = captured(call, holds) if holds else None
+    """Seconds of a call, and from a graph of so many."""
+    timed = {"called": GpuCall(call, device)}
+    replay = captured(call, holds) if holds else "not asked for"
     if callable(replay):
         timed["graph"] = GpuCall(replay, device, holds=holds)
-    elif replay:
-        why = {"no graph": replay}
-    return interleave(timed, figures.SECONDS).packed() | why
+    told = {} if callable(replay) else {"no graph": replay}
+    return interleave(timed, figures.SECONDS).packed() | told
 
 
 def _told(share: float, report: Any, who: str) -> dict[str, Any]:
@@ -154,12 +153,13 @@ def _told(share: float, report: Any, who: str) -> dict[str, Any]:
 
 def _compile(module: nn.Module, who: str) -> None:
     if who.endswith(COMPILED):
+        torch._dynamo.reset()  # beyond a few compilations of the same code it would stay eager
         module.compile(backend="bahdanau_fast" if FUSE in who else "inductor")
 
 
 def _call(
     who: str, step: Step, train: bool, device: torch.device, dtype: torch.dtype = torch.float32
-) -> tuple[Callable[[], dict[int, Tensor]], Any]:
+) -> tuple[Callable[[], Any], Any]:
     """A call of who's module, its weights those of the own one; the report of ``fuse``."""
     torch.manual_seed(0)
     module, drawn = step.make(), [torch.randn(shape) for shape in step.shapes]
@@ -174,27 +174,42 @@ def _call(
     asked = [*inputs, *(p for _, p in sorted(module.named_parameters()) if p.numel() > 1)]
     run = step.ready(module, *inputs)
 
-    def call() -> dict[int, Tensor]:
+    def both() -> tuple[Tensor, ...]:
         found = run()
         found = found if isinstance(found, Tensor) else found[0]
-        grads = torch.autograd.grad(found, asked, torch.ones_like(found)) if train else ()
-        return dict(enumerate((found.detach(), *grads)))
+        return found, *torch.autograd.grad(found, asked, torch.ones_like(found))
 
-    return call, report
+    return both if train else run, report
 
 
+def _named(found: Any) -> dict[str, Tensor]:
+    found = (found,) if isinstance(found, Tensor) else found
+    return {f"result {i}": x.detach() for i, x in enumerate(found)}
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@_tf32()
 def _step(
     who: str, step: Step, train: bool, device: torch.device, ready: str = "", backend: str = "auto"
 ) -> dict[str, Any]:
     """A call, checked and timed: with ``ready`` until it returns, else until it is done."""
     ours = step._replace(ready=READY[ready]) if ready else step
     with torch.set_grad_enabled(train), backends.use(backend):
-        exact = _call(OWN, step, train, device, torch.float64)[0]()
-        own = _call(OWN, step, train, device)[0]()
+        exact = _named(_call(OWN, step, train, device, torch.float64)[0]())
+        own = _named(_call(OWN, step, train, device)[0]())
         call, report = _call(who, ours, train, device)
         for _ in range(2):  # fuse checks itself at the first two calls
             call()
-        told = _told(worst(call(), own, exact), report, who)
+        told = _told(worst(_named(call()), own, exact), report, who)
         if not ready:
             return told | _timed(call, device, figures.CALLS)
         host = interleave({"host": _Host(call, device)}, figures.SECONDS).time("host")
@@ -204,49 +219,38 @@ def _step(
 _judge = functools.lru_cache(1)(Judge)
 
 
-def _decoder(who: str, task: str, bf16: bool, device: torch.device) -> dict[str, Any]:
-    """A training step or a greedy decoding, with one loss for all."""
-    setting, kind = replace(SIZES["decoder"], bf16=bf16), who.partition(",")[0]
-    judge, work = _judge(setting, task, device), Work(kind, setting, device)
-    work.kind = work.kind._replace(loss=masked_cross_entropy)
-    encoder, decoder = work.model.encoder, work.model.decoder
+@_tf32()
+def _decoder(who: str, task: str, setting: Setting, device: torch.device) -> dict[str, Any]:
+    """A training step or a greedy decoding."""
+    kind, told = who.partition(",")[0], {}
+    work = Work(kind, setting, device)
+    decoder = work.model.decoder
     _compile(decoder, who)
     if who.endswith(GRAPHED):
-        for _ in range(2):
+        for _ in range(2):  # fuse checks itself at the first two calls
             work.gradients()
-        state = decoder.init_state(encoder(work.source), work.source_lens)
-        given = [x.detach().requires_grad_(x.is_floating_point()) for x in state]
-        torch.cuda.make_graphed_callables(decoder, (work.target, given))
-    told = _told(judge.worst(work), work.report, who)
+        with work.autocast(cache=False):
+            state = decoder.init_state(work.model.encoder(work.source), work.source_lens)
+            given = [x.detach().requires_grad_(x.is_floating_point()) for x in state]
+            torch.cuda.make_graphed_callables(decoder, (work.target, given))
+    if kind != NONE:
+        told = _told(_judge(setting, task, device).worst(work), work.report, who)
     return told | _timed(getattr(work, task), device, holds=int(task == "decode"))
 
 
 def _row(who: str, call: str, compute: Callable[..., dict[str, Any]], *given: Any) -> Row:
-    def with_tf32() -> dict[str, Any]:
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = True
-        try:
-            return compute(who, *given)
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
-
     seconds = COMPILED_SECONDS if who.endswith(COMPILED) else ROW_SECONDS
-    return Row(f"{who}: {call}", seconds, with_tf32)
+    return Row(f"{who}: {call}", seconds, partial(compute, who, *given))
 
 
 def _host(where: torch.device) -> list[Row]:
     step, rows = _course("", SIZES["host"]), []
-    for ready, train in (
-        ("module", False),
-        ("module", True),
-        ("attend", False),
-        ("function", False),
-    ):
+    for ready, train in HOST:
         whos = {OWN: "auto"} if ready == "module" else {}
         whos |= {f"{DROP_IN}, {name}": name for name in _serving(where)}
-        call = f"host, {ready}, {'forward + backward' if train else 'forward'}"
         for who, backend in whos.items():
-            rows.append(_row(who, call, _step, step, train, where, ready, backend))
+            given = (step, train, where, ready, backend)
+            rows.append(_row(who, f"host, {ready}, {WAYS[train]}", _step, *given))
     return rows
 
 
@@ -259,30 +263,34 @@ def _serving(where: torch.device) -> Iterator[str]:
 
 def user(device: str) -> list[Row]:
     """What matters first; compiled code, which takes its time, last."""
-    where, s = torch.device(device), SIZES["decoder"]
+    where = torch.device(device)
+    single = "float32 with TF32" if where.type == "cuda" else "float32"
 
-    def decoders(task: str, bf16: bool, way: str, *whos: str) -> list[Row]:
+    def decoders(name: str, task: str, bf16: bool, way: str, *whos: str) -> list[Row]:
+        s = replace(SIZES[name], bf16=bf16)
         sizes = _text((s.batch, s.target, s.source, s.hidden))
-        call = f"{TASKS[task]} {sizes}, {'bfloat16' if bf16 else 'float32'}"
-        return [_row(who + way, call, _decoder, task, bf16, where) for who in whos]
+        call = f"{TASKS[task]} {sizes}, {'bfloat16 autocast' if bf16 else single}"
+        return [_row(who + way, call, _decoder, task, s, where) for who in whos]
 
     def steps(way: str) -> list[Row]:
         return [
-            _row(who + way, f"{step.name}, {call}", _step, step, train, where)
-            for step, (call, train) in product(_steps(), CALLS.items())
+            _row(who + way, f"{step.name}, {WAYS[train]}", _step, step, train, where)
+            for step, train in product(_steps(), WAYS)
             for who in ((OWN,) if way and step.ours == FUSE else (OWN, step.ours))
         ]
 
-    every = (OWN, DROP_IN, FUSE, OURS)
-    rows = decoders("train", False, "", *every)
-    if where.type == "cuda":
-        rows += decoders("train", False, GRAPHED, *every)
-    for task, bf16 in (("train", True), ("decode", False), ("decode", True)):
-        rows += decoders(task, bf16, "", *every)
+    every, rows = (OWN, DROP_IN, FUSE, OURS), list[Row]()
+    for task, bf16 in product(TASKS, (False, True)):
+        rows += decoders("decoder", task, bf16, "", *every, *(() if bf16 else (NONE,)))
+        if task == "train" and where.type == "cuda":
+            rows += decoders("decoder", task, bf16, GRAPHED, *every)
+    rows += [*_host(where), *steps("")]
+    for task in TASKS:
+        rows += decoders("chapter", task, False, "", *every, NONE)
     compiled = [
         *steps(COMPILED),
-        *decoders("train", False, COMPILED, OWN, OURS),
-        *decoders("decode", False, COMPILED, OWN, DROP_IN, FUSE),
-        *decoders("train", False, COMPILED, DROP_IN, FUSE),
+        *decoders("decoder", "train", False, COMPILED, OWN, OURS),
+        *decoders("decoder", "decode", False, COMPILED, OWN, DROP_IN, FUSE),
+        *decoders("decoder", "train", False, COMPILED, DROP_IN, FUSE),
     ]
-    return [*rows, *_host(where), *steps(""), *compiled[: SIZES["compiled"]]]
+    return [*rows, *compiled[: SIZES["compiled"]]]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import torch
 from fresh import ROOT
 
 from benchmarks import gpu_report
+from benchmarks.decoders import DROP_IN, FUSE, NONE, OURS, OWN
 
 # What stands in for a torch that finds no GPU.
 BLIND = """
@@ -223,13 +225,17 @@ def test_a_report_with_failing_stages_has_everything_else(planted, tmp_path, mon
 # The stages with small shapes, as a module of their own.
 SMALL_STAGES = """
 from dataclasses import replace
+import benchmarks.gpu.user as of_users
+from bahdanau_fast.fuse import report
 from benchmarks.gpu import figures, stages
 from benchmarks.gpu.stages import *
+from benchmarks.timing import measure
 
 def small(shape):
     return replace(shape, batch=2, keys=5, hidden=8, query_size=8, key_size=8, value_size=8)
 
-figures.SECONDS = 1e-3
+figures.SECONDS, measure.SAMPLE_SECONDS, measure.PAUSE_SECONDS = 1e-3, 1e-4, 0.0
+of_users.SIZES, report.LEAST = of_users.TINY, 0  # fuse leaves small calls to their own code
 stages.STEP, stages.LENS, stages.ACCEPTANCE = small(stages.STEP), small(stages.LENS), ()
 stages.RIVALS = ("rewrite eager", "d2l eager")  # a compilation takes seconds, the expert a GPU
 for name in ("CALLS", "OURS_ALONE"):
@@ -242,9 +248,9 @@ def test_a_report_of_the_cpu(tmp_path, monkeypatch, capsys):
     (tmp_path / "planted.py").write_text(SMALL_STAGES)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
     monkeypatch.setattr(gpu_report, "SOURCE", "planted")
-    out = tmp_path / "out"
     stages = {name: stage._replace(workers=1) for name, stage in gpu_report.STAGES.items()}
     monkeypatch.setattr(gpu_report, "STAGES", stages)
+    out = tmp_path / "out"
     gpu_report.main(["--device", "cpu", "--out", str(out)])
     (path,) = out.iterdir()
     machine, *found = read(path)
@@ -252,11 +258,37 @@ def test_a_report_of_the_cpu(tmp_path, monkeypatch, capsys):
     rows = {row["row"]: row for row in found}
     problems = {name for name, row in rows.items() if "problem" in row}
     assert problems == {name for name in rows if name.startswith("peak memory")}  # of a GPU
-    timed = [row for row in rows.values() if "called" in row]
+    timed = [row for row in rows.values() if "called" in row and row["stage"] != "user"]
     assert len(timed) > 20
     assert all(row["passed"] and row["of roof"] > 0 for row in timed)
     assert "d2l fused: step-64-lens (2,1,5,8), full, forward, bfloat16" in rows
-    assert "2 of ours not right" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 of ours not right" in said
+    felt = {name: row for name, row in rows.items() if row["stage"] == "user"}
+    every_row_is_felt(felt)
+    assert re.search(r"\| training step \(3,4,5,8\), float32 +\| \d", said)
+
+
+def every_row_is_felt(rows):
+    calls = {}
+    for name, row in rows.items():
+        who, _, call = name.partition(": ")
+        calls.setdefault(call, set()).add(who)
+        assert row.get("passed", who == NONE), name
+        assert 0 < (1e-6 * row["host us"] if "host us" in row else row["called"]["median"]) < 10
+        assert ("fused" in row) == (who == FUSE), name
+    assert rows[f"{FUSE}: training step (3,4,5,8), float32"]["fused"]
+    every = {OWN, DROP_IN, FUSE, OURS}
+    for task in ("training step", "greedy decode"):
+        assert calls.pop(f"{task} (3,4,5,8), bfloat16 autocast") == every
+        for sizes in ("(3,4,5,8)", "(2,3,4,8)"):
+            assert calls.pop(f"{task} {sizes}, float32") == {*every, NONE}
+    for way in ("forward", "forward + backward"):
+        assert {OWN, FUSE} <= calls.pop(f"Tacotron step (2,9,6,5,8,2,3), {way}")
+        assert {OWN, FUSE} <= calls.pop(f"captioner step (2,6,5,8), {way}")
+        assert {OWN, DROP_IN} <= calls.pop(f"module call (2,1,5,8), {way}")
+    assert {call.split(", ")[0] for call in calls} == {"host"}
+    assert any("compiled" in name for name in rows)
 
 
 def test_an_interrupted_report_leaves_no_process(planted):

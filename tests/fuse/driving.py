@@ -6,11 +6,10 @@ A driver yields (kind, tensor): outputs of steps and what the module keeps. Its 
 
 from dataclasses import dataclass
 
+import published
 import pytest
 import told
 import torch
-
-from benchmarks.contestants import published
 
 B, STEPS = 4, 3
 SOURCES = (23, 17)  # lengths of two batches, one after the other

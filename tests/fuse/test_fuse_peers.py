@@ -5,12 +5,12 @@ import copy
 import driving
 import pytest
 import torch
+from torch import nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity
 from bahdanau_fast import run as operators
 from bahdanau_fast.seq2seq.data import dates
-from benchmarks.family import Translator, train
 
 MODES = ("train", "eval")
 
@@ -130,8 +130,53 @@ def test_a_copy_and_a_pickle_compute_the_same(peer, module, tmp_path):
         assert bf.unfuse(other) == [""]
 
 
+VOCABULARY = 128  # letters; others are the last one
+
+
+class Translator(nn.Module):
+    """Letters to letters: an embedding, a GRU and JoeyNMT's decoder, all of so many features."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, size, padding_idx=0)
+        self.encoder = nn.GRU(size, size, batch_first=True)
+        self.encoder.output_size = size  # JoeyNMT's decoder asks for it
+        self.decoder = driving.load("joeynmt.decoders", "RecurrentDecoder")(
+            emb_size=size, hidden_size=size, encoder=self.encoder, vocab_size=VOCABULARY
+        )
+
+    def loss(self, source, target):
+        """Cross entropy of the letters of (B,T) targets, from (B,S) sources."""
+        states, last = self.encoder(self.embedding(source))
+        given, wanted = self.embedding(target[:, :-1]), target[:, 1:]
+        mask, steps = (source > 0).unsqueeze(1), given.shape[1]
+        scores, *_ = self.decoder(given, states, last[-1], mask, steps, trg_mask=None)
+        return nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten(), ignore_index=0)
+
+
+def batch_of(texts):
+    """(B,T): 1 to begin, letters, 2 to end, then zeros."""
+    rows = [torch.tensor([1, *(min(ord(c), VOCABULARY - 1) for c in text), 2]) for text in texts]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def train(model, pairs, steps, batch):
+    """The losses of some steps of Adam."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    losses = []
+    for step in range(steps):
+        at = step * batch % (len(pairs) - batch)
+        sources, targets = zip(*pairs[at : at + batch], strict=True)
+        optimizer.zero_grad()
+        loss = model.loss(batch_of(sources), batch_of(targets))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def test_joeynmt_trains_to_the_same_losses():
-    driving.load("joeynmt.decoders", "RecurrentDecoder")
     torch.manual_seed(0)
     model = Translator(32)
     fused = copy.deepcopy(model)
