@@ -18,7 +18,7 @@ from ..contestants.parity import Oracle, prepare
 from ..contestants.provider import Provider
 from ..contestants.registry import by_name
 from ..timing.measure import GpuCall, captured, interleave
-from ..workloads.shapes import MANY_QUERIES, SUBJECT, Inputs, Shape, draw
+from ..workloads.shapes import SUBJECT, Inputs, Shape, draw
 
 NAN = float("nan")
 SECONDS = 0.5  # of timing a row
@@ -180,19 +180,3 @@ def roof(device: torch.device) -> dict[str, Any]:
     x, y = torch.randn(size, device=device), torch.empty(size, device=device)
     found = interleave({"copy": GpuCall(lambda: y.copy_(x), device)}, SECONDS).packed()
     return found | {"bytes per second, copy": 8 * size / found["copy"]["median"]}
-
-
-def peak(name: str, device: torch.device) -> dict[str, Any]:
-    """Peak memory of forward and backward over inputs, outputs and gradients, (4,128,128,512)."""
-    case = GpuCase("auto", MANY_QUERIES[0], "projected", "float32", train=True)
-    inputs = inputs_of(case, device)
-    runnable = by_name(name).build("projected", inputs)
-    torch.autograd.grad(runnable.forward()[0], runnable.leaves, inputs.grad_context)
-    synchronize(device)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    context, weights = runnable.forward()
-    grads = torch.autograd.grad(context, runnable.leaves, inputs.grad_context)
-    needed = sum(t.nbytes for t in (*runnable.leaves, context, weights, *grads))
-    growth = torch.cuda.max_memory_allocated() - before
-    return {"peak": (growth + sum(t.nbytes for t in runnable.leaves)) / needed}

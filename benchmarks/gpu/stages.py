@@ -99,7 +99,7 @@ def _contest(
 
 
 def time(device: str) -> list[Row]:
-    """The roof; ours, every shape in time and kernel by kernel; masks, fused modules; memory."""
+    """The roof; ours, every shape in time and kernel by kernel; masks, fused modules."""
     where = torch.device(device)
     rows = [Row("roof", ROW_SECONDS, partial(figures.roof, where))]
     for case in _served((*CALLS, *OURS_ALONE), where):
@@ -109,11 +109,7 @@ def time(device: str) -> list[Row]:
         (name, GpuCase("auto", LENS, "full", train=train))
         for name, train in product(("ours, masked", "d2l fused"), (False, True))
     ]
-    rows += [_contest(figures.times, name, case, by_name(name), where) for name, case in forms]
-    return rows + [
-        Row(f"peak memory of {name}", ROW_SECONDS, partial(figures.peak, name, where))
-        for name in ("d2l eager", "ours op")
-    ]
+    return rows + [_contest(figures.times, n, case, by_name(n), where) for n, case in forms]
 
 
 def _contests(kind: Callable[..., Any], device: str, among: Iterable[str]) -> list[Row]:

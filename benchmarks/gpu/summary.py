@@ -18,7 +18,12 @@ KERNELS = {
     "compiled, tuned": "compiled, tuned",
     "expert": "expert",
 }
-HOSTS = ("own module", "cuda", "triton")
+HOSTS = {
+    "own module": "own",
+    "drop-in, cuda": "CUDA C++",
+    "drop-in, triton": "Triton",
+    "drop-in, cpu": "ours",
+}
 MEANS = ("graphed", "compiled")  # what else is done with what a user calls
 TRAINING = "course decoder (64, 50 steps, 50 keys, H 512, V 8000), training step, float32 with TF32"
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -57,20 +62,22 @@ def _named_once(calls: Iterable[str]) -> list[str]:
 def users(found: list[Row]) -> list[str]:
     """Milliseconds of what a user calls, /in a graph where it was captured."""
     felt = _by_call(row for row in found if row["stage"] == "user" and row["called"])
-    felt = {call: of for call, of in felt.items() if of.keys() & set(USERS)}
-    cells = [[text, *(_felt(of.get(who)) for who in USERS)]
+    felt = {call: of for call, of in felt.items() if USERS[0] in of}
+    whos = [who for who in USERS if any(who in of for of in felt.values())]
+    cells = [[text, *(_felt(of.get(who)) for who in whos)]
              for text, of in zip(_named_once(felt), felt.values(), strict=True)]  # fmt: skip
     notes = {row["note"]: "" for of in felt.values() for row in of.values() if OPEN in row["note"]}
-    return [*markdown(["milliseconds", *USERS], cells), "", *(f"\\* {note}." for note in notes)]
+    return [*markdown(["milliseconds", *whos], cells), "", *(f"\\* {note}." for note in notes)]
 
 
 def hosts(found: list[Row]) -> str:
     """Microseconds until a call returns, in one sentence."""
     calls = _by_call(row for row in found if row["host"])
-    cells = ["/".join(of[who]["host"] if who in of else "-" for who in HOSTS)
+    whos = [who for who in HOSTS if any(who in of for of in calls.values())]
+    cells = ["/".join(of[who]["host"] if who in of else "-" for who in whos)
              for of in calls.values()]  # fmt: skip
     said = "; ".join(map(" ".join, zip(_named_once(calls), cells, strict=True)))
-    return f"Until a call returns, microseconds, d2l/CUDA C++/Triton: {said}."
+    return f"Until a call returns, microseconds, {'/'.join(HOSTS[who] for who in whos)}: {said}."
 
 
 def checks(found: list[Row]) -> str:

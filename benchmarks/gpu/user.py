@@ -9,11 +9,10 @@ that is ``graphed`` is in ``make_graphed_callables``; what is ``compiled`` is so
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -31,6 +30,7 @@ from ..timing.measure import GpuCall, captured, interleave
 from ..timing.worker import ROOT, Row
 from . import figures
 
+sys.path.append(str(ROOT / "tests" / "fuse"))  # where public code is written again
 ROW_SECONDS, COMPILED_SECONDS = 60.0, 90.0
 GRAPHED, COMPILED = ", graphed", ", compiled"
 WAYS = {False: "forward", True: "forward + backward"}
@@ -50,21 +50,6 @@ TINY = {
     **dict.fromkeys(("call", "host"), (2, 1, 5, 8)),
     **{"tacotron": (2, 9, 6, 5, 8, 2, 3), "captioner": (2, 6, 5, 8), "compiled": 1},
 }
-
-
-def _written_again(module: str, name: str, *sizes: int) -> nn.Module:
-    """A module of tests/fuse, where public code is written again."""
-    folder = str(ROOT / "tests" / "fuse")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    made: nn.Module = getattr(importlib.import_module(module), name)(*sizes)
-    return made
-
-
-def _tacotron(*sizes: int) -> nn.Module:
-    module = _written_again("whole", "LocationSensitive", *sizes)
-    del module.memory_layer  # the keys come projected
-    return module
 
 
 class Step(NamedTuple):
@@ -97,7 +82,17 @@ def _course(name: str, sizes: tuple[int, ...]) -> Step:
     return Step(name, make, shapes, READY["module"], DROP_IN)
 
 
+def _tacotron(*sizes: int) -> nn.Module:
+    from whole import LocationSensitive
+
+    module: nn.Module = LocationSensitive(*sizes)
+    del module.memory_layer  # the keys come projected
+    return module
+
+
 def _steps() -> tuple[Step, ...]:
+    from told import Captioning
+
     b, t, query, keys, hidden, *taps = SIZES["tacotron"]
     n, regions, region, state = SIZES["captioner"]
     return (
@@ -110,7 +105,7 @@ def _steps() -> tuple[Step, ...]:
         ),
         Step(
             f"captioner step {_text(SIZES['captioner'])}",
-            partial(_written_again, "told", "Captioning", region, state, state),
+            partial(Captioning, region, state, state),
             ((n, regions, region), (n, state)),
         ),
     )
@@ -187,17 +182,6 @@ def _named(found: Any) -> dict[str, Tensor]:
     return {f"result {i}": x.detach() for i, x in enumerate(found)}
 
 
-@contextmanager
-def _tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@_tf32()
 def _step(
     who: str, step: Step, train: bool, device: torch.device, ready: str = "", backend: str = "auto"
 ) -> dict[str, Any]:
@@ -219,7 +203,6 @@ def _step(
 _judge = functools.lru_cache(1)(Judge)
 
 
-@_tf32()
 def _decoder(who: str, task: str, setting: Setting, device: torch.device) -> dict[str, Any]:
     """A training step or a greedy decoding."""
     kind, told = who.partition(",")[0], {}
@@ -235,7 +218,12 @@ def _decoder(who: str, task: str, setting: Setting, device: torch.device) -> dic
             torch.cuda.make_graphed_callables(decoder, (work.target, given))
     if kind != NONE:
         told = _told(_judge(setting, task, device).worst(work), work.report, who)
-    return told | _timed(getattr(work, task), device, holds=int(task == "decode"))
+    told |= _timed(getattr(work, task), device, holds=int(task == "decode"))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        getattr(work, task)()
+        told["peak MB"] = torch.cuda.max_memory_allocated() >> 20
+    return told
 
 
 def _row(who: str, call: str, compute: Callable[..., dict[str, Any]], *given: Any) -> Row:
@@ -262,7 +250,8 @@ def _serving(where: torch.device) -> Iterator[str]:
 
 
 def user(device: str) -> list[Row]:
-    """What matters first; compiled code, which takes its time, last."""
+    """What matters first; compiled code, which takes its time, last. This process gets TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = True
     where = torch.device(device)
     single = "float32 with TF32" if where.type == "cuda" else "float32"
 

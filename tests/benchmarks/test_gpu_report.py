@@ -251,19 +251,18 @@ def test_a_report_of_the_cpu(tmp_path, monkeypatch, capsys):
     stages = {name: stage._replace(workers=1) for name, stage in gpu_report.STAGES.items()}
     monkeypatch.setattr(gpu_report, "STAGES", stages)
     out = tmp_path / "out"
-    gpu_report.main(["--device", "cpu", "--out", str(out)])
+    assert gpu_report.main(["--device", "cpu", "--out", str(out)]) == 0
     (path,) = out.iterdir()
     machine, *found = read(path)
     assert machine["triton"]
     rows = {row["row"]: row for row in found}
-    problems = {name for name, row in rows.items() if "problem" in row}
-    assert problems == {name for name in rows if name.startswith("peak memory")}  # of a GPU
+    assert not [name for name, row in rows.items() if "problem" in row]
     timed = [row for row in rows.values() if "called" in row and row["stage"] != "user"]
     assert len(timed) > 20
     assert all(row["passed"] and row["of roof"] > 0 for row in timed)
     assert "d2l fused: step-64-lens (2,1,5,8), full, forward, bfloat16" in rows
     said = capsys.readouterr().out
-    assert "2 of ours not right" in said
+    assert "0 of ours not right" in said
     felt = {name: row for name, row in rows.items() if row["stage"] == "user"}
     every_row_is_felt(felt)
     assert re.search(r"\| training step \(3,4,5,8\), float32 +\| \d", said)

@@ -6,13 +6,11 @@ import os
 import re
 from dataclasses import replace
 
-import pretended
 import pytest
 import torch
 from fresh import ROOT, python
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from benchmarks import gpu_report
 from benchmarks.contestants.registry import by_name
 from benchmarks.gpu import figures, stages
@@ -71,21 +69,6 @@ def test_every_row_has_a_name():
         names = [row.name for row in getattr(stages, stage)("cpu")]
         assert names
         assert len(set(names)) == len(names)
-
-
-# The smallest that a step's kernels on a GPU do not serve.
-MANY = replace(TINY, queries=GPU_STEP_QUERIES + 1)
-
-
-def test_peak_memory_is_that_of_the_backend_that_serves_many_queries(monkeypatch):
-    monkeypatch.setattr(figures, "MANY_QUERIES", [MANY])
-    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    with pretended.gpu("cuda"):
-        found = figures.peak("ours op", torch.device("cuda"))
-    queries, weights = 2 * 17 * 8, 2 * 17 * 5
-    leaves = queries + 2 * (2 * 5 * 8) + 8
-    assert found == {"peak": leaves / (2 * leaves + queries + weights)}
 
 
 class Names(TorchDispatchMode):

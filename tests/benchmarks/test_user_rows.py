@@ -3,11 +3,13 @@
 from functools import partial
 
 import pytest
+import torch
+from torch.utils._pytree import tree_leaves
 
 from bahdanau_fast.fuse import report
 from benchmarks import decoders
 from benchmarks.contestants.baselines import CourseAttention
-from benchmarks.decoders import DROP_IN, OWN
+from benchmarks.decoders import DROP_IN, FUSE, OURS, OWN
 from benchmarks.gpu import figures, user
 from benchmarks.timing import measure
 
@@ -21,6 +23,8 @@ def tiny(monkeypatch):
     monkeypatch.setattr(figures, "SECONDS", 1e-3)
     monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def rows(part=""):
@@ -34,6 +38,24 @@ def test_compiled_rows_come_last_and_take_longer(monkeypatch):
     assert {s for s, _ in seconds} == {user.ROW_SECONDS, user.COMPILED_SECONDS}
     assert any("training step" in name for name in rows("compiled"))
     assert not any("graphed" in name for name in rows())  # which needs a GPU
+
+
+@pytest.mark.parametrize("who", [OWN, DROP_IN, FUSE, OURS])
+def test_a_decoder_is_what_a_graph_can_be_made_of(who, monkeypatch):
+    made = []
+
+    def make(module, arguments):  # runs what CUDA would capture, and asks for the same gradients
+        given, found = tree_leaves(arguments), tree_leaves(module(*arguments))
+        assert all(isinstance(x, torch.Tensor) for x in given)
+        outputs = [x for x in found if x.requires_grad]
+        asked = [x for x in (*given, *module.parameters()) if x.requires_grad]
+        made.extend(torch.autograd.grad(outputs, asked, [torch.ones_like(x) for x in outputs]))
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make)
+    result = user._decoder(f"{who}, graphed", "train", user.TINY["decoder"], torch.device("cpu"))
+    assert result["passed"]
+    assert len(made) == 12  # source and state, three of attention, seven of other layers
+    assert all(x.any() for x in made)
 
 
 class Wrong(CourseAttention):
