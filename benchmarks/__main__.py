@@ -13,8 +13,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from .bench import Runner
 from .page import of_machine
 from .tables import row_table
@@ -32,17 +30,11 @@ def measure(runner: Runner, only: str | None = None) -> list[dict[str, Any]]:
     if not wanted:
         raise ValueError(f"--only must name a table or a shape, got {only!r}")
     rows: list[dict[str, Any]] = []
-    bar = tqdm(total=len(wanted), disable=not sys.stderr.isatty(), file=sys.stderr)
-    with runner, bar:
+    with runner:
         for table, group in itertools.groupby(wanted, key=lambda case: case.table):
-            done: list[dict[str, Any]] = []
-            for case in group:
-                bar.set_description(f"{table} {case.shape.name} {case.task} {case.mode}")
-                done.append(runner.row(case))
-                bar.update()
+            done = [runner.row(case) for case in group]
             title = f"{TITLES[table]}; ms, median (p20-p80)"
-            bar.write("\n".join(["", title, "", *row_table(done)]), file=sys.stdout)
-            sys.stdout.flush()
+            print("\n".join(["", title, "", *row_table(done)]), flush=True)
             rows += done
     return rows
 

@@ -30,8 +30,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from .contestants.parity import build_in
 from .tables import markdown
 from .timing.measure import Timings, interleave
@@ -137,14 +135,8 @@ def _run(*command: str, folder: Path = ROOT, **variables: str) -> str:
     Raises:
         ValueError: it fails; its last line.
     """
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**os.environ, **variables}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ValueError((done.stderr.strip().splitlines() or [f"{command[0]} failed"])[-1])
     return done.stdout.strip()
@@ -223,17 +215,15 @@ def compare(
     timings: dict[Comparison, list[Timings]] = {row: [] for row in rows}
     problems: dict[Comparison, str] = {}
     order = random.Random(0)
-    with tqdm(total=pairs * len(rows), disable=not sys.stderr.isatty(), file=sys.stderr) as bar:
-        for _ in range(pairs):
-            # The process that starts first must not always be the same version.
-            with _started(sides, order.sample(sorted(sides), len(sides))) as workers:
-                for row in rows:
-                    result = _timed(workers, row, seconds)
-                    if isinstance(result, str):
-                        problems[row] = result
-                    else:
-                        timings[row].append(result)
-                    bar.update()
+    for _ in range(pairs):
+        # The process that starts first must not always be the same version.
+        with _started(sides, order.sample(sorted(sides), len(sides))) as workers:
+            for row in rows:
+                result = _timed(workers, row, seconds)
+                if isinstance(result, str):
+                    problems[row] = result
+                else:
+                    timings[row].append(result)
     verdicts = {
         row: judge(of_row, NEW, OLD, len(rows))
         for row, of_row in timings.items()

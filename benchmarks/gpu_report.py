@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .timing.worker import Worker, WorkerError
 
@@ -29,20 +29,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 SOURCE, MACHINE = f"{__package__}.gpu.stages", f"{__package__}.gpu.machine:machine"
 
 
-class Stage(NamedTuple):
-    """Seconds that a stage may take, and processes that share its rows: one where time is taken."""
-
-    seconds: float
-    workers: int = 1
-
-
-STAGES = {
-    "user": Stage(150),
-    "smoke": Stage(60, workers=5),
-    "time": Stage(80),
-    "build": Stage(40, workers=8),
-    "rivals": Stage(60),
-}
+# Seconds that a stage may take, and processes that share its rows: one where time is taken.
+STAGES = {"user": (150, 1), "smoke": (60, 5), "time": (80, 1), "build": (40, 8), "rivals": (60, 1)}
 # What make gives the build; looking at the machine; all of it.
 BUILD_SECONDS, MACHINE_SECONDS, TOTAL_SECONDS = 150.0, 40.0, 580.0
 START_SECONDS = 90.0  # imports of torch from a cold disk
@@ -155,7 +143,7 @@ def deadlines(names: Sequence[str], begin: float) -> list[float]:
     """
     ends, end = [], begin + BUILD_SECONDS + MACHINE_SECONDS
     for name in names:
-        end += STAGES[name].seconds
+        end += STAGES[name][0]
         ends.append(min(end, begin + TOTAL_SECONDS))
     return [*ends[:-1], begin + TOTAL_SECONDS]
 
@@ -244,7 +232,7 @@ def _report(given: argparse.Namespace, begin: float, cache: Path) -> int:
         for stage, end in zip(stages, deadlines(stages, begin), strict=True):
             tell = partial(record, stage)
             of_stage = Rows(f"{SOURCE}:{stage}", end, tell, given.device, cache)
-            of_stage.run(STAGES[stage].workers)
+            of_stage.run(STAGES[stage][1])
     from .gpu import rows as measured
     from .gpu import summary  # imports torch
 

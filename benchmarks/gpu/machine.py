@@ -5,8 +5,10 @@ torch is imported only when asked for: it may be missing, and a driver may hang.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 from ..timing.worker import Row
@@ -31,32 +33,26 @@ def machine(device: str) -> list[Row]:
 
     def found() -> dict[str, Any]:
         problem = missing() if device == "cuda" else None
-        return {"problem": problem} if problem else _described(device)
+        if problem:
+            return {"problem": problem}
+        import torch
+
+        from bahdanau_fast import backends
+
+        from ..timing.machine import machine as host
+
+        where = host() | {"backends": backends.explain(device), "gpu": device}
+        where["cuda"] = torch.version.cuda or torch.version.hip or "none"
+        with suppress(ImportError):  # of several distributions: triton, pytorch-triton-rocm
+            where["triton"] = importlib.import_module("triton").__version__
+        if os.environ.get("BAHDANAU_FAST_COMMIT"):
+            where["commit"] = os.environ["BAHDANAU_FAST_COMMIT"]
+        if device == "cuda":
+            gpu = torch.cuda.get_device_properties(0)
+            where["gpu"] = f"{gpu.name}, {gpu.multi_processor_count} multiprocessors"
+        return where
 
     return [Row("machine", 60.0, found)]
-
-
-def _described(device: str) -> dict[str, Any]:
-    import torch
-
-    from bahdanau_fast import backends
-
-    from ..timing.machine import machine as host
-
-    where = host() | {"backends": backends.explain(device), "gpu": device}
-    where["cuda"] = torch.version.cuda or torch.version.hip or "none"
-    try:
-        import triton
-    except ImportError:
-        pass
-    else:  # of several distributions: triton, pytorch-triton-rocm
-        where["triton"] = triton.__version__
-    if os.environ.get("BAHDANAU_FAST_COMMIT"):
-        where["commit"] = os.environ["BAHDANAU_FAST_COMMIT"]
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        where["gpu"] = f"{properties.name}, {properties.multi_processor_count} multiprocessors"
-    return where
 
 
 if __name__ == "__main__":

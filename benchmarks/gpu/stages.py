@@ -49,9 +49,11 @@ CALLS = (
     GpuCase("", STEP, "step", "float32"),
     GpuCase("", WIDE, "full"),
 )  # fmt: skip
-# And ours alone: beams, more keys, a single row, a projected query, the largest.
+# And ours alone: beams, narrow and wide, more keys, a single row, a projected query, the largest.
+HIDDEN = {n: Shape(f"step-64-h{n}", 64, 1, 50, n) for n in (128, 256, 2048)}
 OURS_ALONE = (
-    *(GpuCase("", replace(STEP, name=f"beam-{n}", queries=n), "step") for n in (4, 10)),
+    *(GpuCase("", replace(STEP, name=f"beam-{n}", queries=n), "step") for n in (4, 10, 16)),
+    *(GpuCase("", shape, "step") for shape in HIDDEN.values()),
     GpuCase("", replace(STEP, name="step-64-long", keys=400), "step"),
     GpuCase("", _BY_NAME["step-1"], "step"),
     GpuCase("", _BY_NAME["step-1"], "step", "float32"),
@@ -104,7 +106,7 @@ def time(device: str) -> list[Row]:
     rows = [Row("roof", ROW_SECONDS, partial(figures.roof, where))]
     for case in _served((*CALLS, *OURS_ALONE), where):
         rows.append(_contest(figures.times, case.backend, case, figures.subject(case), where))
-    forms = [("W_q in front", GpuCase("auto", STEP, "step"))]
+    forms = [("W_q in front", GpuCase("auto", HIDDEN[n], "step")) for n in (128, 256)]
     forms += [
         (name, GpuCase("auto", LENS, "full", train=train))
         for name, train in product(("ours, masked", "d2l fused"), (False, True))

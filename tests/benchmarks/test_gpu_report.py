@@ -208,7 +208,7 @@ def test_a_report_with_failing_stages_has_everything_else(planted, tmp_path, mon
     out, seconds = tmp_path / "out", {"broken": 30, "mixed": 30}
     monkeypatch.setattr(gpu_report, "SOURCE", "planted")
     monkeypatch.setattr(gpu_report, "MACHINE", "planted:machine")
-    monkeypatch.setattr(gpu_report, "STAGES", {n: gpu_report.Stage(s) for n, s in seconds.items()})
+    monkeypatch.setattr(gpu_report, "STAGES", {n: (s, 1) for n, s in seconds.items()})
     monkeypatch.setattr(gpu_report, "OURS", ("mixed",))
     assert gpu_report.main(["--out", str(out), "--stage", *seconds]) == 1
     (path,) = out.iterdir()
@@ -238,6 +238,7 @@ figures.SECONDS, measure.SAMPLE_SECONDS, measure.PAUSE_SECONDS = 1e-3, 1e-4, 0.0
 of_users.SIZES, report.LEAST = of_users.TINY, 0  # fuse leaves small calls to their own code
 stages.STEP, stages.LENS, stages.ACCEPTANCE = small(stages.STEP), small(stages.LENS), ()
 stages.RIVALS = ("rewrite eager", "d2l eager")  # a compilation takes seconds, the expert a GPU
+stages.HIDDEN = {n: small(shape) for n, shape in stages.HIDDEN.items()}
 for name in ("CALLS", "OURS_ALONE"):
     cases = [replace(case, shape=small(case.shape)) for case in getattr(stages, name)]
     setattr(stages, name, cases)
@@ -248,7 +249,7 @@ def test_a_report_of_the_cpu(tmp_path, monkeypatch, capsys):
     (tmp_path / "planted.py").write_text(SMALL_STAGES)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
     monkeypatch.setattr(gpu_report, "SOURCE", "planted")
-    stages = {name: stage._replace(workers=1) for name, stage in gpu_report.STAGES.items()}
+    stages = {name: (seconds, 1) for name, (seconds, _) in gpu_report.STAGES.items()}
     monkeypatch.setattr(gpu_report, "STAGES", stages)
     out = tmp_path / "out"
     assert gpu_report.main(["--device", "cpu", "--out", str(out)]) == 0
