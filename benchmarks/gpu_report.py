@@ -134,18 +134,19 @@ class Rows:
         return not answer["dead"] and self._seconds_left() > 0
 
 
-def deadlines(names: Sequence[str], begin: float) -> list[float]:
+def deadlines(names: Sequence[str], begin: float, seconds: float = TOTAL_SECONDS) -> list[float]:
     """When each stage has to end: what one leaves goes to the next, and the last gets all of it.
 
     Args:
         names: of the stages, in their order.
         begin: when the build began.
+        seconds: of all of it.
     """
     ends, end = [], begin + BUILD_SECONDS + MACHINE_SECONDS
     for name in names:
         end += STAGES[name][0]
-        ends.append(min(end, begin + TOTAL_SECONDS))
-    return [*ends[:-1], begin + TOTAL_SECONDS]
+        ends.append(min(end, begin + seconds))
+    return [*ends[:-1], begin + seconds]
 
 
 def right(result: dict[str, Any]) -> bool:
@@ -194,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--stage", nargs="*", choices=list(STAGES), default=[])
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="build included")
     parser.add_argument(
         "--started", type=float, help="when the build began, in seconds of the epoch"
     )
@@ -229,7 +231,7 @@ def _report(given: argparse.Namespace, begin: float, cache: Path) -> int:
             rows.append(result)
 
         record("machine", where)
-        for stage, end in zip(stages, deadlines(stages, begin), strict=True):
+        for stage, end in zip(stages, deadlines(stages, begin, given.seconds), strict=True):
             tell = partial(record, stage)
             of_stage = Rows(f"{SOURCE}:{stage}", end, tell, given.device, cache)
             of_stage.run(STAGES[stage][1])

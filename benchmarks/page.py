@@ -75,7 +75,7 @@ USERS = """\
 Steps of models, once each beside the own module of their authors, whose results ours has to give:
 the course's decoder of (sentences, steps, keys, hidden units), encoder, output layer, loss,
 clipping and Adam included; a call of the module of (B, Tq, Tk, H); steps of Tacotron 2 and of a
-captioner. By `python -m benchmarks.gpu_report --device cpu --stage user`.
+captioner. By `python -m benchmarks.gpu_report --device cpu --stage user --seconds 3600`.
 """
 
 NOT_MEASURED = """\

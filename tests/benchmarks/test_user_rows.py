@@ -31,13 +31,16 @@ def rows(part=""):
     return {row.name: row for row in user.user("cpu") if part in row.name}
 
 
-def test_compiled_rows_come_last_and_take_longer(monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_compiled_rows_come_last_and_graphs_need_a_gpu(device, monkeypatch):
     monkeypatch.setattr(user, "SIZES", user.TINY | {"compiled": None})
-    seconds = [(row.seconds, "compiled" in row.name) for row in user.user("cpu")]
-    assert seconds == sorted(seconds)
-    assert {s for s, _ in seconds} == {user.ROW_SECONDS, user.COMPILED_SECONDS}
-    assert any("training step" in name for name in rows("compiled"))
-    assert not any("graphed" in name for name in rows())  # which needs a GPU
+    found = [(row.name, row.seconds) for row in user.user(device)]
+    compiled = ["compiled" in name for name, _ in found]
+    assert compiled == sorted(compiled)
+    wanted = {user.ROW_SECONDS[device], user.COMPILED_SECONDS}
+    assert {seconds for _, seconds in found} == wanted
+    for part in ("graphed: training step", "compiled: training step"):
+        assert any(part in name for name, _ in found) == (device == "cuda")
 
 
 @pytest.mark.parametrize("who", [OWN, DROP_IN, FUSE, OURS])
@@ -52,7 +55,7 @@ def test_a_decoder_is_what_a_graph_can_be_made_of(who, monkeypatch):
         made.extend(torch.autograd.grad(outputs, asked, [torch.ones_like(x) for x in outputs]))
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", make)
-    result = user._decoder(f"{who}, graphed", "train", user.TINY["decoder"], torch.device("cpu"))
+    result = user._decoder(f"{who}, graphed", torch.device("cpu"), "train", user.TINY["decoder"])
     assert result["passed"]
     assert len(made) == 12  # source and state, three of attention, seven of other layers
     assert all(x.any() for x in made)
