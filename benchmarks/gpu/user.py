@@ -35,7 +35,7 @@ ROW_SECONDS = {"cuda": 60.0, "cpu": 300.0}
 COMPILED_SECONDS = 90.0
 GRAPHED, COMPILED = ", graphed", ", compiled"
 WAYS = {False: "forward", True: "forward + backward"}
-HOST = (("module", False), ("module", True), ("attend", False), ("function", False))
+HOST = (*product(("module", "function"), WAYS), ("attend", False))
 SIZES: dict[str, Any] = {
     "decoder": Setting(64, 50, 50, 256, 512, 1, 8000),
     "chapter": Setting(64, 10, 10, 32, 32, 2, 200),  # of the course
