@@ -46,7 +46,6 @@ deep: venv  ## what takes hours: sanitizers, the fuzzer, drawn sequences, GPU co
 	PYTHONPATH=tests/support $(BIN)/python -m ways.sequences 50000
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m deep
 	$(BIN)/python tests/ptx/table.py
-	PYTHONPATH=.:tests/ptx:tests/support:tests/cuda/host $(BIN)/python -m gpu_model
 	$(BIN)/python tests/hardening/mutate.py
 
 build/arm/.made: tests/hardening/arm.sh

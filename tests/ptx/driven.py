@@ -12,9 +12,8 @@ from cases import DTYPES
 from machine import build
 from machine.launch import Buffer, Machine
 from machine.parse import Module, PtxError
+from machine_code import KINDS
 from mock_cuda import FILLED, OF_GPU, mock
-
-from benchmarks.machine_code import KINDS
 
 __all__ = ["CudaPtx", "PtxCalls", "needs_nvcc"]
 
@@ -46,10 +45,10 @@ class PtxCalls(Calls):
 
     def run(self, machine, name, *launch, **more):
         """One launch, without races."""
-        report = machine.run(name, *launch, **more, **self.options)
+        races = machine.run(name, *launch, **more, **self.options)
         self._launched.add((self.kind, name))
-        if report.races:
-            raise PtxError("\n".join(report.races))
+        if races:
+            raise PtxError("\n".join(races))
 
     def took(self):
         """(kind, entry) of every launch since the last call."""
@@ -58,18 +57,12 @@ class PtxCalls(Calls):
 
 
 class CudaPtx(PtxCalls, CudaCalls):
-    """csrc/cuda for an architecture.
-
-    Args:
-        all_known: no memory counts as unwritten.
-        more: as for PtxCalls.
-    """
+    """csrc/cuda for an architecture, as PtxCalls says."""
 
     archs, dtypes = ("80", "90a"), tuple(DTYPES)
 
-    def __init__(self, arch, all_known=False, **more):
+    def __init__(self, arch, **more):
         super().__init__(arch, **more)
-        self.all_known = all_known
         self.gpu = mock()
         self.device = self.gpu.new_gpu()
         self._counters, self._buffers = [], []  # of the GPU, and of the operator that runs
@@ -103,10 +96,9 @@ class CudaPtx(PtxCalls, CudaCalls):
         ]
         data = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
         known = None
-        if which != FILLED and not self.all_known:
+        if which != FILLED:
             data[:], known = 0xFF, np.zeros(size, np.uint8)  # NaN: what is left unwritten shows
-        made = Buffer(f"buffer {len(self._buffers)}", data, known, hot=which != FILLED)
-        self._buffers.append(made)
+        self._buffers.append(Buffer(f"buffer {len(self._buffers)}", data, known))
         if which == OF_GPU:
             self._counters.append(self._buffers[-1])
 

@@ -41,7 +41,7 @@ def kernel(body: str, params: int = 1, head: str = "") -> str:
 
 
 def run(text, buffers, grid=1, threads=32, **options):
-    """Runs a module's entry ``k`` on arrays, which may also be Buffers; its report."""
+    """Runs a module's entry ``k`` on arrays, which may also be Buffers; its races."""
     held = [b if isinstance(b, Buffer) else Buffer(f"p{k}", b) for k, b in enumerate(buffers)]
     params = struct.pack(f"<{len(held)}Q", *(b.address for b in held))
     return Machine(text).run("k", grid, threads, params, held, **options)

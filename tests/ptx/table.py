@@ -1,13 +1,11 @@
 """``make ptx``: every case on every kernel of both GPU backends, as machine code.
 
 ``python tests/ptx/table.py [cuda] [triton]`` prints a row for each kernel with the worst share of
-what the parity rule allows, and ends with 1 if a case fails or a kernel never ran. Those of both
-backends are written to benchmarks/results/ptx.csv.
+what the parity rule allows, and ends with 1 if a case fails or a kernel never ran.
 """
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -20,11 +18,9 @@ sys.path[:0] = [str(ROOT), *(str(HERE.parent / name) for name in ("ptx", "suppor
 import torch
 from cases import ROWS, STEPS, measured
 from driven import CudaPtx
+from machine_code import KINDS, Kernel
 from tritoned import TritonPtx
 
-from benchmarks.machine_code import KINDS, Kernel
-
-RESULTS = ROOT / "benchmarks" / "results" / "ptx.csv"
 COLUMNS = ("backend", "arch", "kernel", "numbers", "cases", "worst share")
 BACKENDS = {"cuda": CudaPtx, "triton": TritonPtx}
 
@@ -72,9 +68,6 @@ def main(names):
             found += rows(name, arch, wrong)
     print(*("\t".join(row) for row in found), sep="\n")
     print(*wrong, sep="\n", file=sys.stderr)
-    if not names:
-        with RESULTS.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(found)
     return 1 if wrong else 0
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from driven import PtxCalls
 from machine.launch import Buffer
+from machine_code import KINDS
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton_target import target_is
@@ -22,7 +23,6 @@ from triton_target import target_is
 import bahdanau_fast.kernels
 from bahdanau_fast.backends.triton import backward, forward
 from bahdanau_fast.ops.attend import attend_counted
-from benchmarks.machine_code import KINDS
 
 __all__ = ["TritonPtx"]
 

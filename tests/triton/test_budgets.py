@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from machine_code import hot
 from triton.compiler.compiler import CompiledKernel
 from triton_target import limits_of, target_is
 from warmed_up import kernels_of
@@ -12,7 +13,6 @@ from warmed_up import kernels_of
 from bahdanau_fast.backends.triton import forward
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.limits import GPU_FAMILIES
-from benchmarks.machine_code import hot
 from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
 
 # (B,Tq,Tk,H,Dv) of the acceptance shapes; one of odd sizes needs every mask.

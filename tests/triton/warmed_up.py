@@ -8,13 +8,13 @@ from unittest.mock import patch
 
 import torch
 import triton
+from machine_code import run_tool
 from triton_target import target_is
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import backward, forward
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.ops.attend import attend_counted
-from benchmarks.machine_code import run_tool
 
 
 class Kernel:

@@ -12,12 +12,12 @@ import sys
 import types
 from pathlib import Path
 
+import machine_code
 import pytest
 import torch
 
 import bahdanau_fast as bf
 from bahdanau_fast.backends import availability
-from benchmarks import machine_code as cuda_budgets
 
 ROOT = Path(__file__).resolve().parents[3]
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
@@ -73,58 +73,37 @@ built = pytest.mark.skipif(
 
 @built
 def test_no_kernel_spills():
-    found = cuda_budgets.kernels()
+    found = machine_code.kernels()
     archs = {kernel.arch for kernel in found}
     assert archs
     if not torch.cuda.is_available() or os.environ.get("CI"):
         assert {"80", "90a"} <= archs
-    for kind in cuda_budgets.KINDS:
+    for kind in machine_code.KINDS:
         assert sum(kernel.kind == kind for kernel in found) == 12 * len(archs), kind
     assert [k for k in found if k.spills or k.stack or k.registers > 255] == []
 
 
 @pytest.fixture(scope="module")
-def machine_code():
+def listings():
     """Mangled name -> SASS of the bf16 kernels for the newest GPU that was compiled for."""
-    newest = max((k.arch for k in cuda_budgets.kernels()), key=lambda arch: int(arch.rstrip("af")))
-    code = cuda_budgets.sass("bf16", newest)
+    newest = max((k.arch for k in machine_code.kernels()), key=lambda arch: int(arch.rstrip("af")))
+    code = machine_code.sass("bf16", newest)
     if not code:
         pytest.skip("no disassembler: that of the CUDA toolkit, or the triton package")
     return code
 
 
-FP64 = r"\bD(?:ADD|FMA|MMA|MNMX|MUL|SETP)\b|\b[A-Z][A-Z0-9_.]*(?:\.F64|64H)\b"
-
-
-def test_what_computes_in_fp64_is_known():
-    for opcode in ("DADD", "DSETP.GT.AND", "F2F.F32.F64", "I2F.F64.S64", "MUFU.RCP64H"):
-        assert re.search(FP64, f"/*0010*/ {opcode} R2, R4 ;"), opcode
-    for opcode in ("LDG.E.64", "FADD", "I2F.S64", "F2I.S64.TRUNC", "IMAD.WIDE.U32"):
-        assert not re.search(FP64, f"/*0010*/ {opcode} R2, R4 ;"), opcode
-
-
-@built
-def test_nothing_is_computed_in_fp64():
-    """A gaming GPU does one operation in fp64 in the time of 64 in fp32."""
-    for kind in cuda_budgets.KINDS:
-        for arch in {kernel.arch for kernel in cuda_budgets.kernels()}:
-            code = cuda_budgets.sass(kind, arch)
-            found = {name for name, text in code.items() if re.search(FP64, text)}
-            assert code or cuda_budgets.tool("nvdisasm") is None
-            assert found == set()
-
-
-def code_of(machine_code, name):
-    (found,) = [text for entry, text in machine_code.items() if name in entry]
+def code_of(listings, name):
+    (found,) = [text for entry, text in listings.items() if name in entry]
     return found
 
 
 @built
-def test_streams_are_read_16_bytes_at_a_time(machine_code):
+def test_streams_are_read_16_bytes_at_a_time(listings):
     for name in ("14decode_forwardINS_4bf16ELi1ELi16E", "14decode_forwardINS_4bf16ELi4ELi16ELb1E"):
-        assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", code_of(machine_code, name))) >= 12
-    assert "LDG.E.128" in code_of(machine_code, "9grad_keysINS_4bf16ELi1ELb1E")
-    backward = code_of(machine_code, "15decode_backwardINS_4bf16ELi1ELb1E")
+        assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", code_of(listings, name))) >= 12
+    assert "LDG.E.128" in code_of(listings, "9grad_keysINS_4bf16ELi1ELb1E")
+    backward = code_of(listings, "15decode_backwardINS_4bf16ELi1ELb1E")
     assert len(re.findall(r"LDG\.E\.128", backward)) >= 7  # four values, three keys in flight
     assert len(re.findall(r"STG\.E\.128", backward)) >= 7
 

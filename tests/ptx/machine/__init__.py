@@ -8,8 +8,7 @@ does not say how long that takes, nor what hardware adds to PTX.
 kernel's instructions are masked, which NumPy is slow at), has the instructions, each entered in
 ``opcodes()`` at the end of its part: integers.h, floats.h, loads.h, tensor_cores.h (``mma`` and
 ``wgmma``) and scheduler.h, which runs the warps. Those that our kernels have are there: another
-opcode or modifier is an error that names it. What an instruction costs: ``Request`` in
-core/memory.h and ``gpu_model/sass.py`` count, ``gpu_model/times.py`` prices.
+opcode or modifier is an error that names it.
 
 Threads: of a warp those that are furthest behind in the code run together. Shuffles and ``mma``
 wait for the lanes of their mask, barriers for the block or the cluster; what never comes is an
@@ -38,7 +37,4 @@ read, and one that touched its registers before asks for a ``wgmma.fence``. What
 wrote there needs ``fence.proxy.async``, by the thread that stored, before the barrier, or by those
 that read, after it. What ``cp.async`` copied needs none here: the PTX ISA does not except it, but
 CUTLASS leaves the fence out there, and so does Triton.
-
-Counts of a launch: runs of each instruction, sectors of 32 bytes, bank conflicts, distinct bytes,
-trips to memory.
 """

@@ -76,30 +76,6 @@ class Module:
         self._head = [line for line in self._lines[:first] if ".shared" in line]
         self._read: dict[str, Entry] = {}
 
-    def numbered(self, name: str) -> str:
-        """A module with one of the entries alone, each of whose statements names the line here
-        that it ends in."""
-        at, first = self._at[name], min(self._at.values())
-        end = min((x for x in self._at.values() if x > at), default=len(self._lines))
-        made, statement, inside = self._lines[:first], [], False
-        for number, row in enumerate(self._lines[at:end], at + 1):
-            bare = row.split("//")[0].strip()
-            if bare.startswith((".section", ".file")):
-                break
-            if bare and not bare.startswith(".loc"):
-                statement.append(row)
-            if (
-                inside
-                and bare.endswith((";", "}"))
-                and bare != "}"
-                and statement[0].strip()[0] != "."
-            ):
-                made.append(f".loc 1 {number} 0")
-            if not inside or bare.endswith((";", "{", "}", ":")):
-                made, statement = made + statement, []
-            inside = inside or bare.startswith("{")
-        return "\n".join([*made, *statement, '.file 1 "k.ptx"', ""])
-
     @property
     def names(self) -> list[str]:
         """Of the entries."""

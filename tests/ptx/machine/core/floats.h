@@ -99,15 +99,14 @@ void resolve_extreme(Form& f, Instr& i) {
 
 // ---- approximations: anywhere inside the error that PTX gives them ----
 
-// A number in [-1, 1) that an operand and a launch's seed decide, times the share of the documented
-// error that the launch uses. Hardware, too, gives the same result for the same operand.
+// A number in [-1, 1) that an operand and a launch's seed decide. Hardware, too, gives the same
+// result for the same operand.
 inline uint64_t random_seed = 1;
-inline double random_share = 1;
 inline double random_step(double operand) {
   uint64_t x = cast<uint64_t>(operand) * 0x9e3779b97f4a7c15u + random_seed;
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
   x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-  return double(int64_t(x ^ x >> 31)) * 0x1p-63 * random_share;
+  return double(int64_t(x ^ x >> 31)) * 0x1p-63;
 }
 
 // Somewhere within `room` of x, in single precision: the error that PTX gives, without the half ulp

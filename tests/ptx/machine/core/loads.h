@@ -18,7 +18,6 @@ inline uint64_t extended(uint64_t bits, int width, bool is_signed) {
 inline void load(Warp& w, const Instr& i, Mask mask) {
   const uint64_t all = uint64_t(i.width) * i.count;
   ++w.launch->time;
-  Request request;
   each(mask, [&](int l) {
     const Place from = to_read(w, l, i, address_of(w, i, i.o[i.count], l), all);
     for (int k = 0; k < i.count; ++k) {
@@ -26,10 +25,7 @@ inline void load(Warp& w, const Instr& i, Mask mask) {
       std::memcpy(&bits, from.data() + k * i.width, size_t(i.width));
       w.set_bits(i.o[k], l, extended(bits, i.width, i.is_signed));
     }
-    if (w.launch->counts) request.add(from);
-    w.loads = w.loads || from.region->space == Space::global;
   });
-  request.count(*w.launch, all);
 }
 
 inline void load_param(Warp& w, const Instr& i, Mask mask) {
@@ -66,7 +62,6 @@ inline void publish(Warp& w, int lane, uint64_t address) {
 inline void store(Warp& w, const Instr& i, Mask mask) {
   const uint64_t all = uint64_t(i.width) * i.count;
   ++w.launch->time;
-  Request request;
   each(mask, [&](int l) {
     const uint64_t address = address_of(w, i, i.o[0], l);
     uint8_t bytes[64];
@@ -74,10 +69,8 @@ inline void store(Warp& w, const Instr& i, Mask mask) {
       const uint64_t bits = w.bits(i.o[1 + k], l);
       std::memcpy(bytes + k * i.width, &bits, size_t(i.width));
     }
-    const Place to = to_write(w, l, i, address, all, bytes);
-    if (w.launch->counts) request.add(to);
+    to_write(w, l, i, address, all, bytes);
   });
-  request.count(*w.launch, all);
 }
 
 inline Space space_of(Form& f) {
@@ -111,14 +104,13 @@ void atomic(Warp& w, const Instr& i, Mask mask) {
     const Place at = place_of(w, l, i.space, address, sizeof(T));
     check_known(w, l, at, sizeof(T));
     touch(w, l, at, sizeof(T), true, false);
-    if (w.launch->checks_races) meet(w, l, at, sizeof(T), true, true);
+    meet(w, l, at, sizeof(T), true, true);
     w.lanes[l].seen.add(w.launch->released[address]);
     T old;
     std::memcpy(&old, at.data(), sizeof old);
     const T next = F()(old, read<T>(w, i.o[2], l));
     std::memcpy(at.data(), &next, sizeof next);
     write<T>(w, i.o[0], l, old);
-    w.loads = w.loads || at.region->space == Space::global;
   });
 }
 
@@ -139,17 +131,11 @@ inline void resolve_atomic(Form& f, Instr& i) {
 // at the wait; until then they are as good as never written.
 inline void copy_async(Warp& w, const Instr& i, Mask mask) {
   ++w.launch->time;
-  Request request;
   Instr from = i, to = i;
   from.space = Space::global;
   to.space = Space::shared;
   to.offset = 0;
   const int width = int(w.bits(i.o[2], __builtin_ctz(mask)));
-  uint32_t trips = w.trips;  // as a load's, but that nobody has the bytes before the wait
-  if (w.launch->counts)
-    for (const Operand& o : i.o)
-      if (o.size > 0) trips = std::max(trips, w.trips_of[o.slot / 4]);
-  ++trips;
   each(mask, [&](int l) {
     const uint64_t source = w.bits(i.o[1], l) + uint64_t(i.second_offset);
     const uint64_t target = address_of(w, i, i.o[0], l);
@@ -157,19 +143,13 @@ inline void copy_async(Warp& w, const Instr& i, Mask mask) {
     Copy copy{target, std::vector<uint8_t>(size_t(width))};
     if (size > uint64_t(width)) throw Fault(w.lanes[l].id, "cp.async of more bytes than it has");
     if (source % width != 0) throw Fault(w.lanes[l].id, "misaligned cp.async");
-    if (size > 0) {
-      for (uint64_t k = 0; k < size; ++k)
-        copy.bytes[k] = *to_read(w, l, from, source + k, 1).data();
-      request.add(place_of(w, l, Space::global, source, 1));
-    }
+    for (uint64_t k = 0; k < size; ++k) copy.bytes[k] = *to_read(w, l, from, source + k, 1).data();
     const Place place = to_write(w, l, to, target, uint64_t(width));
     std::memset(place.region->known + place.at, 0, size_t(width));
     auto& groups = w.lanes[l].copies;
     if (groups.empty()) groups.emplace_back();
-    groups.back().all.push_back(copy);
-    groups.back().trips = std::max(groups.back().trips, trips);
+    groups.back().push_back(copy);
   });
-  request.count(*w.launch, uint64_t(width));
 }
 inline void copy_commit(Warp& w, const Instr&, Mask mask) {
   each(mask, [&](int l) {
@@ -187,11 +167,10 @@ inline void copy_wait(Warp& w, const Instr& i, Mask mask) {
     auto& groups = w.lanes[l].copies;
     const size_t open = 1 + size_t(w.bits(i.o[0], l));
     while (groups.size() > open) {
-      for (const Copy& copy : groups.front().all) {
+      for (const Copy& copy : groups.front()) {
         const Place place = to_write(w, l, to, copy.to, copy.bytes.size());
         std::memcpy(place.data(), copy.bytes.data(), copy.bytes.size());
       }
-      w.trips = std::max({w.trips, w.needed, groups.front().trips});
       groups.erase(groups.begin());
     }
   });

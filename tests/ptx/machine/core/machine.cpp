@@ -88,11 +88,8 @@ struct Cluster {
       w.index = int(k);
       w.size = int(std::min<size_t>(kLanes, launch.block_threads - k * kLanes));
       w.file = files[at].data();
-      w.trips = w.needed = 0;
-      w.turns.clear();
       w.products = Products();
       if (program.has_products) w.products.registers.resize(program.bytes / 8 + 1);
-      if (launch.counts) w.trips_of.assign(program.bytes / 4 + 1, 0);
       for (int l = 0; l < kLanes; ++l) {
         w.lanes[l] = Thread();
         w.lanes[l].id = uint32_t(index * launch.block_threads + k * kLanes + size_t(l));
@@ -126,12 +123,7 @@ struct Cluster {
       }
       if (!ended && !moved) stuck();
     }
-    for (Block& block : blocks) {
-      check_visits(block);
-      const uint64_t trips = most_trips(block);
-      launch.trips += trips;
-      launch.most_trips = std::max(launch.most_trips, trips);
-    }
+    for (Block& block : blocks) check_visits(block);
   }
 
   // A block must not end before a cluster barrier behind the last visit to its shared memory.
@@ -161,10 +153,9 @@ struct Cluster {
   }
 };
 
-void run(const Program& program, Arguments& arguments, std::string* said) {
+void run(const Program& program, const Arguments& arguments, std::string* said) {
   Launch launch(program, arguments);
   random_seed = (uint64_t(launch.seed) + 1) * 0x2545f4914f6cdd1du;
-  random_share = launch.share;
   std::mt19937 random(launch.seed);
   try {
     Cluster cluster(launch);
@@ -176,7 +167,6 @@ void run(const Program& program, Arguments& arguments, std::string* said) {
             std::to_string(fault.thread / launch.block_threads) + ": " + fault.what() + "\n";
   }
   for (const auto& [pcs, race] : launch.races) *said += "race " + race + "\n";
-  arguments = launch;
 }
 
 thread_local std::string message;
@@ -203,7 +193,7 @@ void* ptx_load(const char* text) {
 // <instruction> <what>"; empty if all is well.
 const char* ptx_message() { return ptx::message.c_str(); }
 
-void ptx_run(const void* program, ptx::Arguments* arguments) {
+void ptx_run(const void* program, const ptx::Arguments* arguments) {
   ptx::message.clear();
   try {
     ptx::run(*static_cast<const ptx::Program*>(program), *arguments, &ptx::message);

@@ -40,7 +40,7 @@ struct Shadow {
 };
 
 // By the launch that runs.
-enum Touched : uint8_t { kRead = 1, kWritten = 2, kConstant = 4, kFetched = 8 };
+enum Touched : uint8_t { kWritten = 1, kConstant = 2 };
 
 // A buffer in global memory, or the shared memory of a block.
 struct Region {
@@ -48,7 +48,6 @@ struct Region {
   Space space = Space::global;
   uint64_t address = 0, bytes = 0;
   uint8_t *data = nullptr, *known = nullptr;  // `known`: 0 where nothing was written; null: none
-  bool hot = false;
   std::unique_ptr<uint8_t[], decltype(&std::free)> touched{nullptr, std::free};  // as Touched says
   Shadow shadow;
 };
@@ -66,38 +65,25 @@ struct Block {
   Access visited;  // by another block of the cluster, after the most cluster barriers
 };
 
-// What one instruction of a program did, in all.
-struct Count {
-  uint64_t runs = 0, lanes = 0, requests = 0, sectors = 0, conflicts = 0;
-  uint64_t taken = 0;  // of a branch
-};
-
 struct Buffer {
   const char* name;
   uint64_t address, bytes;
   uint8_t* known;  // as of a Region
-  uint64_t hot;    // not an input of the call: the L2 holds what is read of it
 };
 
-// What launch.py gives and gets.
+// What launch.py gives.
 struct Arguments {
   uint32_t grid[2], block_threads, cluster_size;
   uint64_t shared_bytes, params_bytes;
   const uint8_t* params;
   uint64_t buffers_count;
   Buffer* buffers;           // by address
-  const uint32_t* clusters;  // those that run, in their order
+  const uint32_t* clusters;  // in the order they run in
   uint64_t clusters_count;
   int32_t order;
   uint32_t seed;
-  int32_t counts, checks_races, lanes_clash;
-  double share;  // of the error of approximations
+  int32_t lanes_clash;
   uint64_t fuel;
-  const uint32_t* pace;  // of each instruction, as sass.py says; null: of PTX as it stands
-  Count* of_instr;       // results from here on
-  uint64_t distinct_read, distinct_written;  // bytes of global memory
-  uint64_t fetched;                          // bytes of sectors read that the L2 does not hold
-  uint64_t trips, most_trips;                // of blocks: summed, and of the one with most
 };
 
 struct Launch : Arguments {
@@ -117,7 +103,6 @@ struct Launch : Arguments {
       region.bytes = buffers[k].bytes;
       region.data = reinterpret_cast<uint8_t*>(buffers[k].address);
       region.known = buffers[k].known;
-      region.hot = buffers[k].hot != 0;
     }
   }
 
@@ -276,19 +261,12 @@ inline void touch(Warp& w, int lane, const Place& place, uint64_t width, bool wr
   if (!region.touched)  // pages that nobody touches take no memory
     region.touched.reset(static_cast<uint8_t*>(std::calloc(region.bytes, 1)));
   const uint8_t clash = writes ? kConstant : constant ? kWritten : 0;
-  const uint8_t mark = writes ? kWritten : constant ? kRead | kConstant : kRead;
+  const uint8_t mark = writes ? kWritten : constant ? kConstant : 0;
   for (uint64_t k = place.at; k < place.at + width; ++k) {
     if (region.touched[k] & clash)
       throw Fault(w.lanes[lane].id, region.name + " + " + std::to_string(k) +
                                         " is written in a launch that reads it as constant");
-    const int first = mark & ~region.touched[k];
-    w.launch->distinct_read += (first & kRead) != 0;
-    w.launch->distinct_written += (first & kWritten) != 0;
     region.touched[k] |= mark;
-    if (writes || region.hot) continue;
-    uint8_t& sector = region.touched[k - k % 32];
-    w.launch->fetched += (sector & kFetched) != 0 ? 0 : 32;
-    sector |= kFetched;
   }
 }
 
@@ -304,7 +282,7 @@ inline Place to_read(Warp& w, int lane, const Instr& i, uint64_t address, uint64
   const Place place = place_of(w, lane, i.space, address, width);
   check_known(w, lane, place, width);
   touch(w, lane, place, width, false, i.constant);
-  if (!i.constant && w.launch->checks_races) meet(w, lane, place, width, false, false);
+  if (!i.constant) meet(w, lane, place, width, false, false);
   return place;
 }
 // Where the bytes go, unless they are given: then they are written.
@@ -312,55 +290,10 @@ inline Place to_write(Warp& w, int lane, const Instr& i, uint64_t address, uint6
                       const uint8_t* bytes = nullptr) {
   const Place place = place_of(w, lane, i.space, address, width);
   touch(w, lane, place, width, true, false);
-  if (w.launch->checks_races) meet(w, lane, place, width, true, false, bytes);
+  meet(w, lane, place, width, true, false, bytes);
   if (bytes != nullptr) std::memcpy(place.data(), bytes, width);
   if (place.region->known != nullptr) std::memset(place.region->known + place.at, 1, width);
   return place;
 }
-
-// ---- what a request of a warp costs ----
-
-struct Request {
-  uint64_t addresses[kLanes];
-  int lanes = 0;
-  bool shared = false;
-
-  void add(const Place& place) {
-    shared = place.region->space == Space::shared;
-    addresses[lanes++] = shared ? place.at : place.region->address + place.at;
-  }
-
-  void count(Launch& launch, uint64_t width) {
-    if (!launch.counts || lanes == 0) return;
-    Count& c = launch.of_instr[launch.pc];
-    ++c.requests;
-    if (shared)
-      c.conflicts += conflicts(width);
-    else
-      c.sectors += sectors();
-  }
-
- private:
-  // How many different sectors of 32 bytes the lanes touch; accesses are aligned.
-  uint64_t sectors() const {
-    std::set<uint64_t> found;
-    for (int l = 0; l < lanes; ++l) found.insert(addresses[l] / 32);
-    return found.size();
-  }
-  // Turns of the 32 banks past the least that the width allows.
-  uint64_t conflicts(uint64_t width) const {
-    const int at_once = width <= 4 ? 32 : width == 8 ? 16 : 8;
-    uint64_t extra = 0;
-    for (int first = 0; first < lanes; first += at_once) {
-      std::set<uint64_t> words;
-      for (int l = first; l < std::min(lanes, first + at_once); ++l)
-        for (uint64_t k = 0; k < width; k += 4) words.insert((addresses[l] + k) / 4);
-      uint64_t of_bank[32] = {}, most = 1;
-      for (const uint64_t word : words) most = std::max(most, ++of_bank[word % 32]);
-      extra += most - 1;
-    }
-    return extra;
-  }
-};
 
 }  // namespace ptx

@@ -53,7 +53,6 @@ struct Instr {
   int64_t second_offset = 0;  // of a second address
   std::vector<Operand> o;
   bool splits = false;      // a mov into several registers
-  size_t results = 0;       // operands that it writes, the first ones
   bool is_product = false;  // of a warpgroup
   std::string opcode;
   uint32_t pc = 0;
@@ -150,16 +149,9 @@ struct Program {
     if (known == opcodes().end()) form.unknown();
     known->second(form, instr);
     if (!form.parts.empty() || instr.run == nullptr) form.unknown();
-    const auto begins = [&](const char* text) { return instr.opcode.rfind(text, 0) == 0; };
-    const bool stores = begins("st");
-    const bool writes = !stores && !begins("bar") && !begins("cp.");
-    instr.results = instr.is_product ? size_t(instr.count) / 2
-                    : instr.splits   ? operands - 1
-                    : begins("ld")   ? size_t(instr.count)
-                                     : 1;
-    instr.results = writes ? std::min(instr.results, operands) : 0;
     has_products = has_products || instr.is_product;
-    if (stores && instr.width > 0 && instr.width < granule) granule = instr.width;
+    if (instr.opcode.rfind("st", 0) == 0 && instr.width > 0 && instr.width < granule)
+      granule = instr.width;
     code.push_back(instr);
   }
 

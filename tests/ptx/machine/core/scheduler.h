@@ -47,7 +47,6 @@ inline void resolve_barrier(Form& f, Instr& i) {
 
 inline void fence_all(Warp& w, const Instr&, Mask mask) {
   ++w.launch->time;
-  w.trips = std::max(w.trips, w.needed) + 1;  // until what the warp has written can be seen
   each(mask, [&](int l) { fence(w, l); });
 }
 // Lets products (wgmma) see what was stored.
@@ -129,28 +128,9 @@ inline void add_sync_opcodes() {
 
 // One instruction for some of its lanes.
 inline void execute(Warp& w, const Instr& i, Mask mask) {
-  Launch& launch = *w.launch;
-  launch.pc = i.pc;
-  Count& count = launch.of_instr[i.pc];
-  ++count.runs;
-  count.lanes += uint64_t(__builtin_popcount(mask));
-  if (launch.program->has_products && !i.is_product) use_registers(w, i);
-  if (!launch.counts) return i.run(w, i, mask);
-  uint32_t behind = i.guard >= 0 ? w.trips_of[size_t(i.guard) / 4] : 0;
-  for (size_t k = i.results; k < i.o.size(); ++k)
-    if (i.o[k].size > 0) behind = std::max(behind, w.trips_of[i.o[k].slot / 4]);
-  w.loads = false;
+  w.launch->pc = i.pc;
+  if (w.launch->program->has_products && !i.is_product) use_registers(w, i);
   i.run(w, i, mask);
-  w.needed = std::max(w.needed, behind);
-  if (w.loads) {
-    const uint32_t waited = w.trips + (launch.pace != nullptr ? launch.pace[i.pc] : 0);
-    w.needed = std::max(w.needed, waited);
-    behind = std::max(behind, waited) + 1;
-  }
-  for (size_t k = 0; k < i.results; ++k) {
-    uint32_t& result = w.trips_of[i.o[k].slot / 4];
-    result = mask == kAll ? behind : std::max(result, behind);
-  }
 }
 
 struct Runner {
@@ -223,30 +203,8 @@ struct Runner {
     return false;
   }
 
-  // Whether a branch parts the loads before it from those behind: one that is in the machine code
-  // does, but that of a loop only every `pace` turns of those that ptxas unrolls together. What is
-  // left of the turns it takes in halves.
-  bool waits(const Instr& i, bool taken) {
-    if (launch.pace == nullptr || launch.pace[i.pc] == 1) return true;
-    const uint32_t pace = launch.pace[i.pc];
-    if (pace == 0) return false;
-    uint32_t& turns = w.turns[i.pc];
-    const uint32_t rest = ++turns % pace;
-    if (taken) return rest == 0;
-    if (rest != 0 && w.needed > w.trips) w.needed += uint32_t(__builtin_popcount(rest)) - 1;
-    turns = 0;
-    return true;
-  }
-
   bool branch(const Instr& i, Mask on) {
     const uint32_t target = uint32_t(i.offset);
-    if (launch.counts && i.guard >= 0)
-      w.needed = std::max(w.needed, w.trips_of[size_t(i.guard) / 4]);
-    if (waits(i, on != 0)) w.trips = std::max(w.trips, w.needed);
-    Count& count = launch.of_instr[i.pc];
-    ++count.runs;
-    count.taken += on != 0;
-    count.lanes += uint64_t(__builtin_popcount(running));
     if (on == running || on == 0) {
       pc = on == 0 ? pc + 1 : target;
       move(running, pc);
@@ -305,16 +263,6 @@ struct Runner {
 
 // ---- blocks ----
 
-// The trips to memory that the last of some warps has waited for.
-inline uint32_t most_trips(const Block& block) {
-  uint32_t most = 0;
-  for (const Warp& warp : block.warps) most = std::max({most, warp.trips, warp.needed});
-  return most;
-}
-inline void wait_for(Block& block, uint32_t trips) {
-  for (Warp& warp : block.warps) warp.trips = trips;
-}
-
 template <class F>
 void each_thread(Block& block, F f) {
   for (Warp& warp : block.warps)
@@ -351,7 +299,6 @@ inline bool release_block(Block& block) {
     }
   }
   block.vote = false;
-  wait_for(block, most_trips(block));
   each_thread(block, [&](Warp&, Thread& thread, int) {
     block.known.add(thread.known);
     block.fenced.add(thread.fenced);
@@ -373,9 +320,7 @@ inline bool release_cluster(std::vector<Block*>& blocks) {
     });
   if (!some || !all) return false;
   Known known, fenced;
-  uint32_t trips = 0;
   for (Block* block : blocks) {
-    trips = std::max(trips, most_trips(*block));
     each_thread(*block, [&](Warp&, Thread& thread, int) {
       known.add(thread.known);
       fenced.add(thread.fenced);
@@ -386,7 +331,6 @@ inline bool release_cluster(std::vector<Block*>& blocks) {
   for (Block* block : blocks) {
     block->known.add(known);
     block->fenced.add(fenced);
-    wait_for(*block, trips);
     each_thread(*block, [&](Warp&, Thread& thread, int) {
       if (thread.waits_for != Wait::cluster) return;
       ++thread.waits;

@@ -39,15 +39,10 @@ struct Known {
   }
 };
 
-// Copies from global to shared memory that are under way together, and the trips to memory that a
-// warp which waits for them has waited for.
+// A copy from global to shared memory that is under way.
 struct Copy {
   uint64_t to;
   std::vector<uint8_t> bytes;
-};
-struct Copies {
-  std::vector<Copy> all;
-  uint32_t trips = 0;
 };
 
 // A product of a warp (wgmma) that is under way: its registers, and where it reads shared memory.
@@ -79,8 +74,8 @@ struct Thread {
   uint32_t bars = 0, arrives = 0, waits = 0;
   // Its last fence.proxy.async: when, past how many barriers; and when the last one before those.
   uint32_t proxy_time = 0, proxy_bars = 0, proxy_before = 0;
-  Known fenced, known, seen;   // `seen` by an atomic operation, but no fence came since
-  std::vector<Copies> copies;  // by group, the open one last
+  Known fenced, known, seen;              // `seen` by an atomic operation, but no fence came since
+  std::vector<std::vector<Copy>> copies;  // by group, the open one last
 };
 
 struct Warp {
@@ -90,13 +85,6 @@ struct Warp {
   uint8_t* file = nullptr;
   Thread lanes[kLanes];
   Products products;
-  bool loads = false;  // the instruction that runs, from global memory
-  // Trips to memory that it has waited for: up to the last branch or barrier, since then, and when
-  // it has the value of a register (if they are counted). A trip is shared by the loads between two
-  // branches or barriers that do not depend on each other, which a compiler can put side by side.
-  uint32_t trips = 0, needed = 0;
-  std::vector<uint32_t> trips_of;
-  std::unordered_map<uint32_t, uint32_t> turns;  // of loops that ptxas unrolls, by their branch
 
   template <class T>
   T* of(const Operand& o) {

@@ -95,7 +95,6 @@ void each_half(Warp& w, const Instr& i, size_t first, uint8_t (*rows)[16], F f) 
 template <bool loads>
 void matrices(Warp& w, const Instr& i, Mask) {
   uint8_t rows[kLanes][16];
-  Request request;
   ++w.launch->time;
   if (!loads)
     each_half(w, i, 1, rows, [](uint8_t* number, const uint32_t& reg, int k) {
@@ -106,7 +105,6 @@ void matrices(Warp& w, const Instr& i, Mask) {
     const uint64_t at = address_of(w, i, i.o[loads ? size_t(i.count) : 0], l);
     const Place place = loads ? to_read(w, l, i, at, 16) : to_write(w, l, i, at, 16, rows[l]);
     if (loads) std::memcpy(rows[l], place.data(), 16);
-    request.add(place);
   }
   if (loads)
     each_half(w, i, 0, rows, [](const uint8_t* number, uint32_t& reg, int k) {
@@ -114,7 +112,6 @@ void matrices(Warp& w, const Instr& i, Mask) {
       std::memcpy(&half, number, 2);
       reg = (reg & (0xffff0000u >> 16 * k)) | uint32_t(half) << 16 * k;
     });
-  request.count(*w.launch, 16);
 }
 template <bool loads>
 void resolve_matrices(Form& f, Instr& i) {
@@ -231,7 +228,6 @@ inline const uint8_t* read_piece(Warp& w, const Instr& i, Product& product, uint
   each_reader(w, i, address, [&](int lane, const Place& place) {
     found = place.data();
     check_known(w, lane, place, 16);
-    if (!w.launch->checks_races) return;
     each_cell(w, place, [&](Cell& cell) {
       if (ordered(cell.written, w, lane) && !proxied(w, lane, cell.written))
         throw Fault(w.lanes[lane].id, "wgmma reads shared memory + " + std::to_string(place.at) +
@@ -244,7 +240,6 @@ inline const uint8_t* read_piece(Warp& w, const Instr& i, Product& product, uint
 }
 // Once more at the end: what is stored from then on has to come after it.
 inline void end_reading(Warp& w, const Instr& i, const Product& product) {
-  if (!w.launch->checks_races) return;
   for (const uint64_t address : product.pieces)
     each_reader(w, i, address, [&](int lane, const Place& place) {
       each_cell(w, place, [](Cell& cell) { --cell.products; });

@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["KINDS", "Block", "Kernel", "hot", "kernels", "reported", "run_tool", "sass", "tool"]
+__all__ = ["KINDS", "Block", "Kernel", "hot", "kernels", "run_tool", "sass", "tool"]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
 KINDS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}
 
@@ -63,16 +63,10 @@ def kernels() -> list[Kernel]:
     found = []
     for kind in KINDS:
         path = OBJECTS / f"kernels_{kind}.txt"
-        found += reported(kind, path.read_text() if path.exists() else "")
-    return found
-
-
-def reported(kind: str, text: str) -> list[Kernel]:
-    """The kernels of a kind that ptxas reported on."""
-    found = []
-    for entry, arch, stack, stores, loads, registers in _REPORT.findall(text):
-        spills = int(stores) + int(loads)
-        found.append(Kernel(entry, kind, arch, int(registers), int(stack), spills))
+        text = path.read_text() if path.exists() else ""
+        for entry, arch, stack, stores, loads, registers in _REPORT.findall(text):
+            spills = int(stores) + int(loads)
+            found.append(Kernel(entry, kind, arch, int(registers), int(stack), spills))
     return found
 
 
