@@ -2,8 +2,7 @@
 
 AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer, side by side, each in a build
 of its own (build/hardening/address, .../thread). Only the extension is compiled with them; Python
-and torch are not, hence the preloaded runtime and the files of suppressions beside this one. The
-CUDA kernels run under the same sanitizers in test_cuda_kernels.py, in every run of the suite.
+and torch are not, hence the preloaded runtime and the files of suppressions beside this one.
 """
 
 import argparse

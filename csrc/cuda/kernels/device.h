@@ -1,13 +1,9 @@
-// What is particular to the GPU: storage types, approximations, shared memory, clusters, launches.
-// Nothing else contains PTX.
-//
-// nvcc compiles the kernels for GPUs. The tests compile the same headers with a C++ compiler and
-// tests/cuda/host/mock_cuda/device_on_host.h in the place of the CUDA half of this file.
+// What is particular to the GPU: approximations, memory, clusters. Nothing else contains PTX.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
 #include "types.h"
 
@@ -18,34 +14,6 @@ constexpr int kWarp = 32;
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
-
-// Bytes of shared memory that a block can have on every GPU from sm_80 on.
-constexpr int64_t kSharedLimit = 96 * 1024;
-
-// A launch of a kernel with one argument, its parameters by value. The grid is one-dimensional. The
-// blocks of a cluster are neighbours, run at the same time and can access each other's shared
-// memory.
-struct Launch {
-  const char* name;
-  int64_t blocks;
-  int threads;
-  int64_t shared;  // bytes, at most kSharedLimit
-  void* stream;
-  int cluster = 1;
-};
-
-inline void check_blocks(const Launch& at) {
-  if (at.blocks > 2147483647)
-    throw std::runtime_error(std::string(at.name) + ": more blocks than a grid holds (" +
-                             std::to_string(at.blocks) + ")");
-}
-
-}  // namespace bahdanau_fast::gpu
-
-#ifdef __CUDACC__
-#include <cuda_runtime.h>
-
-namespace bahdanau_fast::gpu {
 
 // Relative error 2^-22; 0 and infinity past the range.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -159,15 +127,6 @@ __device__ __forceinline__ X* in_block(X* mine, int rank) {
   return mine;
 #endif
 }
-
-}  // namespace bahdanau_fast::gpu
-
-#include "cuda/runtime/launch.h"
-#else
-#include "device_on_host.h"
-#endif
-
-namespace bahdanau_fast::gpu {
 
 __device__ __forceinline__ float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
 __device__ __forceinline__ float widen(float x) { return x; }

@@ -5,6 +5,7 @@
 #include "cuda/kernels/decode.h"
 #include "cuda/kernels/decode_backward.h"
 #include "cuda/kernels/types.h"
+#include "cuda/runtime/launch.h"
 
 namespace bahdanau_fast::gpu {
 

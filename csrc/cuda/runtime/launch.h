@@ -3,18 +3,29 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <mutex>
 #include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "cuda/kernels/device.h"
-
 namespace bahdanau_fast::gpu {
 
-// Bytes of shared memory that a block can have without asking.
-constexpr int64_t kUsualShared = 48 * 1024;
+// Bytes of shared memory that a block can have without asking, and on every GPU from sm_80 on.
+constexpr int64_t kUsualShared = 48 * 1024, kSharedLimit = 96 * 1024;
+
+// A launch of a kernel with one argument, its parameters by value. The grid is one-dimensional. The
+// blocks of a cluster are neighbours, run at the same time and can access each other's shared
+// memory.
+struct Launch {
+  const char* name;
+  int64_t blocks;
+  int threads;
+  int64_t shared;  // bytes, at most kSharedLimit
+  void* stream;
+  int cluster = 1;
+};
 
 inline void check_cuda(cudaError_t error, const char* name) {
   if (error == cudaSuccess) return;
@@ -64,7 +75,9 @@ struct LaunchConfig : cudaLaunchConfig_t {
 template <class P>
 void launch(void (*kernel)(P), const Launch& at, const P& p) {
   if (at.blocks <= 0) return;
-  check_blocks(at);
+  if (at.blocks > 2147483647)
+    throw std::runtime_error(std::string(at.name) + ": more blocks than a grid holds (" +
+                             std::to_string(at.blocks) + ")");
   if (at.shared > kUsualShared) allow_shared_memory(kernel, at.name);
   const LaunchConfig config(at);
   check_cuda(cudaLaunchKernelEx(&config, kernel, p), at.name);

@@ -1,4 +1,4 @@
-"""Calls of attention by kernels that run without a GPU: on the host, or as machine code."""
+"""Calls of attention by kernels that run without a GPU."""
 
 import math
 

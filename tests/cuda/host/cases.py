@@ -1,4 +1,4 @@
-"""What the kernels of both GPU backends are run on, on the host and as machine code alike."""
+"""What the kernels of both GPU backends are run on."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ What only it proves: which launches and other calls of the runtime an operator m
 cost the host, streams, captures and errors included.
 
 Calls of the operators take CPU tensors. Their launches are noted, and run as :meth:`Mock.runs` says
-(in the PTX machine, tests/ptx) or on fibers (on_host.py); else results are whatever memory held.
+(in the PTX machine, tests/ptx); else results are whatever memory held.
 :meth:`Mock.calls` gives the notes: call (the function), device, error, and of a launch kernel
 (mangled), grid, block, cluster, shared (bytes), stream, parameters (hex bytes).
 """
@@ -44,7 +44,7 @@ NON_BLOCKING = 1  # a flag of streams: the legacy stream does not wait for it
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of a capture
 
 
-def library(sanitized=False):
+def library():
     """The mock's own library, with csrc/cuda in it."""
     from torch.utils import cpp_extension
 
@@ -52,26 +52,23 @@ def library(sanitized=False):
     includes = [f"-I{folder}" for folder in (HERE, csrc, csrc / "cuda" / "op")]
     includes += [f"-isystem{folder}" for folder in cpp_extension.include_paths()]
     libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
-    name, flags = "library", ["-O0"]
-    if sanitized:
-        name, flags = "sanitized", ["-O1", "-g1", "-fsanitize=address,undefined"]
-        flags.append("-fno-sanitize-recover=undefined")
     command = [
-        *("g++", "-std=c++17", *flags, "-w", "-fPIC", "-shared", "-fno-gnu-unique"),
+        *("g++", "-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-fno-gnu-unique"),
         *("-DTORCH_TARGET_VERSION=0x020a000000000000", *includes, *map(str, SOURCES)),
         *("-x", "c++", *map(str, KERNELS), "-x", "none"),
         *("-Wl,-Bsymbolic", *(f"-Wl,--wrap={name}" for name in WRAPPED)),
         *(*libraries, "-ltorch_cpu", "-ldl"),
     ]
-    headers = [*HERE.glob("*.h"), *csrc.rglob("*.h")]
-    return built(f"mock_cuda/{name}", [*SOURCES, *KERNELS, *sorted(headers)], command)
+    folders = HERE, csrc / "common", csrc / "cuda"
+    headers = [path for folder in folders for path in folder.rglob("*.h")]
+    return built("mock_cuda/library", [*SOURCES, *KERNELS, *sorted(headers)], command)
 
 
 class Mock:
-    """The mock GPUs of a library, one set of them in a process: :func:`mock`."""
+    """The mock GPUs, one set of them in a process: :func:`mock`."""
 
-    def __init__(self, path):
-        self._library = ctypes.CDLL(str(path))
+    def __init__(self):
+        self._library = ctypes.CDLL(str(library()))
         self._library.mock_counters.restype = ctypes.c_void_p
         for name in ("mock_calls", "mock_why_not"):
             getattr(self._library, name).restype = ctypes.c_char_p
@@ -120,10 +117,6 @@ class Mock:
             self._library.mock_runs(None, None)
         if failed:
             raise failed[0]
-
-    def run_on_fibers(self, less_shared):
-        """From now on launches run on the host, with so many bytes of shared memory too few."""
-        self._library.mock_run_on_fibers(less_shared)
 
     def set_gpu(self, multiprocessors=132, largest_cluster=8, ptx_version=90, loads=0):
         """What the GPU of the tensors is like.
@@ -217,4 +210,4 @@ def numbers(launch, first, count):
 @functools.cache
 def mock():
     """The mock GPUs of this process."""
-    return Mock(library())
+    return Mock()

@@ -36,10 +36,6 @@ void mock_runs(decltype(Runs::launch) launch, decltype(Runs::memory) memory) {
   Runs::get().launch = launch;
   Runs::get().memory = memory;
 }
-void mock_run_on_fibers(int less_shared) {
-  Runs::get().on_fibers = true;
-  Runs::get().less_shared = less_shared;
-}
 void mock_fail(const char* function, int error) {
   change([&](Gpus& all) { all.failing[function] = cudaError_t(error); });
 }

@@ -50,14 +50,12 @@ struct Gpus {
   }
 };
 
-// What runs launches, and is told of memory. Neither: nothing runs, or fibers on the host.
+// What runs launches, and is told of memory. Neither: nothing runs.
 enum Memory { kOfTensor, kOfGpu, kFilled };  // new, of a call; new, for good; something is written
 struct Runs {
   void (*launch)(const char* kernel, int64_t blocks, int64_t threads, int64_t cluster,
                  int64_t shared, const void* parameters, int64_t bytes) = nullptr;
   void (*memory)(void* at, int64_t bytes, int which) = nullptr;
-  bool on_fibers = false;
-  int64_t less_shared = 0;  // bytes that launches on fibers lack, to plant a mistake
 
   static Runs& get() {
     static Runs runs;

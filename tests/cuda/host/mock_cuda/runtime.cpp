@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "cuda_runtime.h"
-#include "fibers.h"
 #include "mock.h"
 
 namespace {
@@ -286,7 +285,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
 }
 
 cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
-                        const void* parameters, size_t bytes, const std::function<void()>& thread) {
+                        const void* parameters, size_t bytes) {
   const int64_t blocks = config->gridDim.x, shared = int64_t(config->dynamicSmemBytes);
   const int threads = int(config->blockDim.x), cluster = int(cluster_of(*config));
   Call call("cudaLaunchKernelEx");
@@ -307,7 +306,5 @@ cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
   if (runs.launch != nullptr)
     runs.launch(name_of(kernel).c_str(), blocks, threads, cluster, shared, parameters,
                 int64_t(bytes));
-  else if (runs.on_fibers)
-    bahdanau_fast::host::launch(thread, blocks, threads, shared - runs.less_shared, cluster);
   return cudaSuccess;
 }

@@ -1,40 +1,50 @@
-"""The CUDA kernels meet the contract: their own source, compiled for the host (on_host.py).
+"""The machine code of csrc/cuda meets the contract: every row, drawn cases, both sides of every
+magnitude at which it changes path, NaN, padding, dropout, and all steps of a decoder.
 
-What only the host proves: the whole contract table and drawn cases in seconds, under
-AddressSanitizer and UBSan, which fail on the first thing they see. Machine code is for tests/ptx.
+The templates are compiled once for each dtype: rows take bf16 and fp32 in turn. ``make ptx`` runs
+every row in every dtype on both architectures.
 """
 
 import itertools
-from contextlib import closing
+from functools import partial
 
+import cells
 import pytest
 import torch
 from built import needs_compiler
 from cases import DTYPES, ROWS, STEPS, measured, on
 from contract import LARGE, lens
+from decoders import CELLS, by_steps, given, layer, operator_of
+from decoders import results as of_decoder
 from drawing import cases, drawn
-from hypothesis import given, settings
+from driven import CudaPtx, needs_nvcc
+from hypothesis import given as given_
+from hypothesis import settings
 from hypothesis import strategies as st
-from on_host import OnHost
+from machine.launch import Order
+from near import FACTORS, near
 from parity import Case, check
 
 from bahdanau_fast import reference
+from bahdanau_fast.modules import decoder_loop
+from bahdanau_fast.ops.attend import attend, attend_backward
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.parity import allowed, error
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, needs_nvcc]
 
-QUICK = "bf16", "fp32"  # the others are compiled from the same templates; make ptx runs all of them
+FP32, BF16, FP16 = DTYPES["fp32"], DTYPES["bf16"], DTYPES["fp16"]
+QUICK = "bf16", "fp32"
+STEP, BEAMS, MANY = 1, 5, 16  # queries, which decide the kernel
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    with closing(OnHost()) as running:
-        yield running
+    return CudaPtx("90a")
 
 
 @pytest.mark.parametrize(("row", "dtype"), list(zip(ROWS, itertools.cycle(QUICK), strict=False)))
-def test_contract(kernels, row, dtype):
+def test_rows(kernels, row, dtype):
     assert measured(kernels, row, dtype) <= 1
 
 
@@ -73,15 +83,63 @@ def test_the_largest_w_v(kernels, queries, size):
     assert raw[1].tolist() == [[[1.0, 0.0, 0.0]] * queries]
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=() if d in QUICK else pytest.mark.deep) for d in DTYPES]
-)
+@pytest.mark.parametrize("dtype", DTYPES)
 @settings(drawn, max_examples=40)
-@given(data=st.data())
+@given_(data=st.data())
 def test_drawn_cases(kernels, dtype, data):
     dtype = DTYPES[dtype]
     case = data.draw(cases(dtype)).of_at_most(kernels.most_queries)
     check(case, dtype, on(kernels))
+
+
+# Queries and keys, kernels and dtypes: where the exponential of a query is too large for that of a
+# sum to be taken from it, and of a key; where tanh is 1 to a 16-bit sum, or a product of four would
+# overflow; where the cube of tanh near zero is taken; where fp32's tanh is a polynomial.
+HALF = (BF16, FP16)
+PLACES = {
+    "four share": (4.75, 4.75, (MANY,), (FP32, *HALF)),
+    "near zero in 16 bits": (0.015, 0.015, (STEP, MANY), HALF),
+    "large queries": (-15.0, 15.0, (BEAMS, MANY), HALF),
+    "large keys": (-14.0, 25.0, (BEAMS, MANY), HALF),
+    "saturated": (5.4, 5.4, (STEP, BEAMS, MANY), HALF),
+    "saturated, a fourth not": (5.4, 5.4, (STEP, BEAMS, MANY), HALF),
+    "polynomial": (0.3, 0.3, (STEP, BEAMS, MANY), (FP32,)),
+}
+CASES = [
+    pytest.param(
+        place, queries, dtype, a, c, marks=pytest.mark.deep if dtype == FP16 else (),
+        id=f"{place}-{queries}-{dtype}",
+    )
+    for place, (a, c, of_queries, dtypes) in PLACES.items()
+    for queries in of_queries
+    for dtype in dtypes
+]  # fmt: skip
+
+
+def near_of(queries, **more):
+    return near({"B": 2, "Tq": queries, "Tk": 6, "Dv": 5}, 16, **more)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize(("place", "queries", "dtype", "a", "c"), CASES)
+def test_near(kernels, place, queries, dtype, a, c, factor):
+    # So large that fp16 has the gradients in full.
+    scale = {"context": 1e3, "weights": 1e3} if dtype == FP16 else {}
+    of_query = a if place == "large keys" else factor * a
+    sized = {"of_query": of_query, "of_key": factor * c, "fourth": 0.05 if "fourth" in place else 1}
+    case = near_of(queries, scale=scale, **sized)
+    check(case, dtype, on(kernels))
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize(("dtype", "w_v", "place"), [(FP32, 4e4, 4.35), (BF16, 1e8, 7.0)], ids=str)
+def test_large_w_v(kernels, dtype, w_v, place, factor):
+    """Numerators are w_v times three denominators, in fp32 four, that are as large as can be."""
+    scale = {"w_v": factor * w_v}
+    check(near_of(MANY, scale=scale, of_query=place, of_key=place), dtype, on(kernels))
+
+
+# ---- results without a rule ----
 
 
 def problem(tq, tk, h, dv, dtype, b=2):
@@ -103,23 +161,21 @@ def seeds_of(outputs):
 
 
 @pytest.mark.parametrize("queries", [1, 5, 16])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_same_bits_in_any_order_of_threads_and_blocks(kernels, queries, dtype):
-    # The host runs every other launch backwards, blocks and threads.
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_same_bits_in_any_order_of_warps_and_blocks(queries, dtype):
     inputs = problem(queries, 150, 40, 33, dtype)
-    first = results(kernels, inputs, lens(150, 70))
-    kernels.attend(4, *inputs, None)  # turns the order round
-    for got, want in zip(results(kernels, inputs, lens(150, 70)), first, strict=True):
-        assert torch.equal(got, want)
+    orders = Order.GIVEN, Order.BACKWARDS, Order.RANDOM
+    first, *others = (
+        results(CudaPtx("90a", order=order), inputs, lens(150, 70)) for order in orders
+    )
+    for other in others:
+        for got, want in zip(other, first, strict=True):
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("queries", [1, 5, 16])
 def test_dropout_drops_what_every_backend_drops(kernels, queries):
-    inputs, seed, p = (
-        problem(queries, 150, 12, 20, torch.float32),
-        torch.tensor([1234567890123]),
-        0.4,
-    )
+    inputs, seed, p = problem(queries, 150, 12, 20, FP32), torch.tensor([1234567890123]), 0.4
     got = results(kernels, inputs, lens(150, 70), seed, p)
     factors = dropout_factors(seed, got[1].shape, p)
 
@@ -181,7 +237,16 @@ def test_nan_is_not_lost(kernels, queries, where):
     assert torch.isfinite(context[1]).all()
 
 
-def test_shared_memory_that_is_too_small_is_seen():
-    """The kernels are under the sanitizer, also on the stacks of fibers."""
-    with pytest.raises(AssertionError, match="heap-buffer-overflow"):
-        results(OnHost(less_shared=16), problem(1, 66, 12, 9, torch.bfloat16))
+@pytest.mark.parametrize("lens", [None, torch.tensor([5, 2])], ids=["none", "lens"])
+@pytest.mark.parametrize("cls", CELLS)
+def test_all_steps_of_a_decoder(kernels, cls, lens, monkeypatch):
+    module = layer(cls, 2, torch.float32)
+    tensors = given(cls, 2, torch.float32, T=18, B=2, Tk=5)
+    want = by_steps(lambda: of_decoder(module, tensors, lens))
+    kernels.begin(4, torch.float32)
+    for operator in (attend, attend_backward):
+        monkeypatch.setitem(operator.in_python, "cuda", partial(kernels.operator, operator.name))
+    monkeypatch.setattr(decoder_loop, "_operator", operator_of("cuda"))
+    with cells.on_the_cpu():
+        got = of_decoder(module, tensors, lens)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
