@@ -228,7 +228,7 @@ class Worker:
         for part in ("kernels", "benchmarks"):  # as installed
             (self.tree / "bahdanau_fast" / part).symlink_to(self.tree / part)
         (self.tree / "sitecustomize.py").write_text(build.WITHOUT_EDITABLE)
-        rooms = (".", "tests/support", "tests/hardening", "tests/cuda/host")
+        rooms = (".", "tests/support", "tests/hardening", "tests/cuda")
         self.environment = {
             **os.environ,
             **{"BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0", "CXXFLAGS": "-O2 -g0"},

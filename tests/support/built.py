@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 needs_compiler = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,

@@ -24,7 +24,7 @@ import bahdanau_fast.ops  # noqa: F401  defines the operators
 from bahdanau_fast.ops.operator import operators
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[3]
+ROOT = HERE.parents[2]
 SOURCES = (
     *sorted(HERE.glob("*.cpp")),
     *(ROOT / "csrc/cuda/op" / name for name in ("inputs.cpp", "ops.cpp")),
