@@ -2,14 +2,14 @@
 
 What only the PTX machine proves: that the instructions nvcc made are right in any order of blocks
 and warps, race nowhere, and read nothing that was not written. Here every kernel runs once, in
-bf16; ``make ptx`` runs every case in every dtype.
+bf16; test_cuda_contract.py has the contract.
 """
 
 import re
 
 import pytest
 from built import needs_compiler
-from cases import STEPS, measured
+from cases import FEW, STEPS, measured
 from driven import CudaPtx, needs_nvcc
 from machine import build
 from machine.launch import Order
@@ -18,18 +18,9 @@ from table import name_of
 
 pytestmark = [needs_compiler, needs_nvcc]
 
-FEW = (
-    "lens per query", "decoder step", "fp32 in small", "large step, 16 beams",
-    "long step of few units", "split keys, lens inside a chunk", "keys projected, cut",
-    "keys are values, beams", "a cluster shares W_q", "whole vectors", "whole vectors, beams",
-    "decoder step, whole vectors", "long step, whole vectors", "wide values, whole vectors",
-    "mask, decoder step", "mask, split keys, 1000 processors", "keys are values, mask",
-)  # fmt: skip
 
-
-@pytest.mark.parametrize("arch", ["80", "90a"])
-def test_every_kernel_is_right(arch):
-    kernels = CudaPtx(arch)
+def test_every_kernel_is_right():
+    kernels = CudaPtx("90a")
     shares = {name: measured(kernels, name, "bf16") for name in FEW}
     assert {name: share for name, share in shares.items() if not share <= 1} == {}
     assert sorted(map(name_of, kernels.places(["bf16"]) - kernels.took())) == []
@@ -37,7 +28,7 @@ def test_every_kernel_is_right(arch):
 
 def test_nothing_is_computed_in_fp64():
     """A gaming GPU does one operation in fp64 in the time of 64 in fp32."""
-    for kind, arch in (("bf16", "80"), ("bf16", "90a"), ("f32", "90a")):
+    for kind, arch in (("bf16", "90a"), ("f32", "80")):
         assert re.findall(r"\S*\.f64\S*", build.ptx(kind, arch)) == []
 
 
@@ -125,14 +116,13 @@ PLACES = [pytest.param(p, marks=() if p in QUICK else pytest.mark.deep) for p in
 def test_what_is_left_out_is_found(place):
     file, after, (word, opcode), case = LEFT_OUT[place]
     change = changed(opcode, file, line_of(file, after, word))
-    arch = "90a" if word == CLUSTER[0] else "80"
     with pytest.raises(PtxError, match=r"race:|where nothing was written|may not have begun"):
-        measured(CudaPtx(arch, change=change), case, "bf16")
+        measured(CudaPtx("90a", change=change), case, "bf16")
 
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_what_is_wrong_is_found(mistake):
     (file, text), (old, new), case = WRONG[mistake]
-    kernels = CudaPtx("80", change=changed(old, file, line_of(file, text, text), new))
+    kernels = CudaPtx("90a", change=changed(old, file, line_of(file, text, text), new))
     with pytest.raises(PtxError, match="where nothing was written"):
         measured(kernels, case, "bf16")

@@ -10,12 +10,7 @@ import torch
 from built import needs_compiler
 from mock_cuda import GLOBAL, RELAXED, THREAD_LOCAL, kernel_of, launches, of
 
-pytestmark = [
-    needs_compiler,
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="with a GPU, its extension defines the operators"
-    ),
-]
+pytestmark = needs_compiler
 
 UNSUPPORTED, INVALIDATED, IMPLICIT = 900, 901, 906
 LEGACY, BLOCKING = 0, 0

@@ -13,16 +13,12 @@ from mock_cuda import kernel_of, launches, numbers, of
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
 
-pytestmark = [
-    needs_compiler,
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="with a GPU, its extension defines the operators"
-    ),
-]
+pytestmark = needs_compiler
 
 LIMIT = 96 * 1024
 PER_THREAD = 2  # the handle of every thread's own default stream
-OLD_DRIVER, NO_IMAGE, IMPLICIT_CAPTURE = 35, 209, 906
+IMPLICIT_CAPTURE = 906
+WORDS = {209: "no kernel image is available", 35: "CUDA driver version is insufficient"}
 LENS, MASK = torch.tensor([2, 0]), torch.ones(2, 1, 3, dtype=torch.bool)
 
 
@@ -88,7 +84,7 @@ def test_shared_memory_is_allowed_once_for_each_kernel_and_gpu(gpu):
 
 
 def test_a_failing_capture_query_leaves_no_error(gpu):
-    """The call takes counters from its workspace, and clears them."""
+    # Counters come from the workspace, and are cleared.
     gpu.fail("cudaStreamIsCapturing", IMPLICIT_CAPTURE)
     forward, _ = attend(gpu)
     assert of(forward, "cudaStreamIsCapturing")[0]["error"] == IMPLICIT_CAPTURE
@@ -139,11 +135,6 @@ def test_clusters_are_those_of_the_kernels_of_a_dtype(gpu):
     assert launches(attend(gpu, batch=100, dtype=torch.float32)[1])[0]["cluster"] == 2
 
 
-def test_no_kernel_takes_float64(gpu):
-    with pytest.raises(RuntimeError, match="CUDA kernels take float32, bfloat16 or float16"):
-        attend(gpu, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("given", [{}, {"lens": LENS, "mask": MASK}], ids=["no lengths", "both"])
 def test_lengths_are_counted_without_a_mask(gpu, given):
     inputs = tensors((2, 1, 4), (2, 3, 4), (2, 3, 5), (1, 4), dtype=torch.float32)
@@ -151,26 +142,27 @@ def test_lengths_are_counted_without_a_mask(gpu, given):
         entry_points.attend(gpu.operator, *inputs, counted=True, **given)
 
 
-@pytest.mark.parametrize(("queries", "hidden"), [(17, 64), (1, 2049)])
-def test_what_is_no_step_is_told_in_words(gpu, queries, hidden):
-    words = (
-        f"CUDA kernels take at most 16 queries and 2048 hidden units, got {queries} and {hidden}"
-    )
-    with pytest.raises(RuntimeError, match=words):
-        attend(gpu, queries, hidden=hidden)
+AT_MOST = "CUDA kernels take at most 16 queries and 2048 hidden units, got "
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("given", "words"),
     [
-        (NO_IMAGE, "no kernel image is available"),
-        (OLD_DRIVER, "CUDA driver version is insufficient"),
+        ({"queries": 17}, f"{AT_MOST}17 and 64"),
+        ({"hidden": 2049}, f"{AT_MOST}1 and 2049"),
+        ({"dtype": torch.float64}, "CUDA kernels take float32, bfloat16 or float16"),
     ],
 )
-def test_a_gpu_that_the_binary_is_not_for_is_told_in_words(gpu, error, words):
+def test_what_no_kernel_takes_is_told_in_words(gpu, given, words):
+    with pytest.raises(RuntimeError, match=words):
+        attend(gpu, **given)
+
+
+@pytest.mark.parametrize("error", WORDS)
+def test_a_gpu_that_the_binary_is_not_for_is_told_in_words(gpu, error):
     assert gpu.why_not() is None
     gpu.set_gpu(loads=error)
-    assert gpu.why_not().startswith(words)
+    assert gpu.why_not().startswith(WORDS[error])
     assert gpu.last_error() == 0
 
 
@@ -232,15 +224,7 @@ def test_every_launch_holds_its_work(gpu, shape, name):
         *kernels, last = check(gpu, cluster)
         assert kernels in (["decode_backward"], ["grad_rows", "grad_keys"])
         assert last == "sum_parts"
-
-
-@pytest.mark.parametrize("name", GPUS)
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s.queries == 1], ids=lambda s: s.name)
-def test_every_step_holds_its_work(gpu, shape, name):
-    multiprocessors, cluster = GPUS[name]
-    gpu.new_gpu(multiprocessors=multiprocessors, largest_cluster=cluster, ptx_version=90)
-    b, tk, h, dv = shape.batch, shape.keys, shape.hidden, shape.value_size
-    sizes = (b, 1, shape.query_size), (h, shape.query_size), (b, tk, h), (b, tk, dv), (1, h)
-    queries, w_q, keys, values, w_v = tensors(*sizes, dtype=torch.bfloat16)
-    entry_points.step(gpu.operator, queries, w_q, keys, None, None, values, w_v)
-    assert check(gpu, cluster) == ["decode_forward"]
+    if tq == 1:  # its inputs are those of bf16
+        raw, w_q = tensors((b, 1, shape.query_size), (h, shape.query_size), dtype=dtype)
+        entry_points.step(gpu.operator, raw, w_q, inputs[1], None, None, *inputs[2:])
+        assert check(gpu, cluster) == ["decode_forward"]

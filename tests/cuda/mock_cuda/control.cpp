@@ -5,8 +5,7 @@
 #include "cuda/runtime/counters.h"
 #include "mock.h"
 
-using bahdanau_fast::mock::Gpus;
-using bahdanau_fast::mock::Runs;
+using namespace bahdanau_fast::mock;
 
 namespace {
 
@@ -22,7 +21,7 @@ void change(const Change& what) {
 extern "C" {
 
 void mock_set_device(int device) {
-  bahdanau_fast::mock::current_device() = device;
+  current_device() = device;
   change([&](Gpus& all) { all.of_tensors = device; });
 }
 void mock_set_gpu(int device, int multiprocessors, int largest_cluster, int ptx_version,
@@ -45,13 +44,13 @@ void mock_after(const char* function, void (*then)()) {
 // This thread begins to capture a stream of its own, which is torch's current one until it ends.
 void mock_begin_capture(void* stream, int mode) {
   const auto handle = static_cast<cudaStream_t>(stream);
-  bahdanau_fast::mock::current_stream() = handle;
+  current_stream() = handle;
   change([&](Gpus& all) { all.captures[handle] = {cudaStreamCaptureMode(mode)}; });
 }
 int mock_end_capture(void* stream) {
   const auto handle = static_cast<cudaStream_t>(stream);
   bool valid = true;
-  bahdanau_fast::mock::current_stream() = nullptr;
+  current_stream() = nullptr;
   change([&](Gpus& all) {
     valid = all.captures.at(handle).valid;
     all.captures.erase(handle);
@@ -73,6 +72,6 @@ const char* mock_calls() {
 
 const char* mock_why_not() { return bahdanau_fast::gpu::kernels_f32.why_not(); }
 void* mock_counters(void* stream, int64_t count) {
-  return bahdanau_fast::gpu::counters_of(bahdanau_fast::mock::current_device(), stream, count);
+  return bahdanau_fast::gpu::counters_of(current_device(), stream, count);
 }
 }

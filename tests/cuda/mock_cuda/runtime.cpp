@@ -10,15 +10,7 @@
 
 namespace {
 
-using bahdanau_fast::mock::Capture;
-using bahdanau_fast::mock::capture_mode;
-using bahdanau_fast::mock::current_device;
-using bahdanau_fast::mock::Gpu;
-using bahdanau_fast::mock::Gpus;
-using bahdanau_fast::mock::kFilled;
-using bahdanau_fast::mock::kOfGpu;
-using bahdanau_fast::mock::last_error;
-using bahdanau_fast::mock::Runs;
+using namespace bahdanau_fast::mock;
 
 constexpr int kUsualShared = 48 * 1024;  // what a kernel may have without an attribute
 constexpr int kMostShared = 99 * 1024;   // what the smallest GPU from 8.0 on lets a block have

@@ -7,14 +7,12 @@
 
 #include "mock.h"
 
-using bahdanau_fast::mock::Gpus;
-using bahdanau_fast::mock::kFilled;
-using bahdanau_fast::mock::kOfTensor;
+using namespace bahdanau_fast::mock;
 
 namespace {
 
 // Of a view, from its first number to the end of the storage.
-void tell(AtenTensorHandle tensor, bahdanau_fast::mock::Memory which) {
+void tell(AtenTensorHandle tensor, Memory which) {
   void* at = nullptr;
   int64_t bytes = 0, offset = 0;
   int32_t dtype = 0;
@@ -23,7 +21,7 @@ void tell(AtenTensorHandle tensor, bahdanau_fast::mock::Memory which) {
   aoti_torch_get_storage_offset(tensor, &offset);
   aoti_torch_get_dtype(tensor, &dtype);
   bytes -= offset * int64_t(aoti_torch_dtype_element_size(dtype));
-  bahdanau_fast::mock::Runs::get().tell(at, bytes, which);
+  Runs::get().tell(at, bytes, which);
 }
 
 }  // namespace
@@ -39,20 +37,20 @@ AOTITorchError aoti_torch_get_device_index(AtenTensorHandle, int32_t* device) {
 
 // The device that was current before.
 AOTITorchError aoti_torch_create_device_guard(int32_t device, DeviceGuardHandle* guard) {
-  int& current = bahdanau_fast::mock::current_device();
+  int& current = current_device();
   *guard = reinterpret_cast<DeviceGuardHandle>(new int(current));
   current = device;
   return 0;
 }
 AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle guard) {
   int* before = reinterpret_cast<int*>(guard);
-  bahdanau_fast::mock::current_device() = *before;
+  current_device() = *before;
   delete before;
   return 0;
 }
 
 AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
-  *stream = bahdanau_fast::mock::current_stream();
+  *stream = current_stream();
   return 0;
 }
 
