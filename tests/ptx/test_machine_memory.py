@@ -102,7 +102,7 @@ RACES = {
         "@%p1 st.shared.u32 [%r10], %r4;", 64, True),
     "everybody takes part": (
         "mov.u32 %r10, buf;\nsetp.eq.u32 %p1, %r0, 0;\n@%p1 st.shared.u32 [%r10], 0;\n"
-        "bar.sync 0;\natom.shared.max.u32 %r4, [%r10], 1;", 64, False),
+        "bar.sync 0;\natom.shared.add.u32 %r4, [%r10], 1;", 64, False),
     "global memory": (
         FOUR + "st.global.u32 [%rd10], %r0;\nxor.b32 %r4, %r2, 1;\n"
         "mad.wide.u32 %rd11, %r4, 4, %rd0;\nld.global.u32 %r5, [%rd11];", 64, True),

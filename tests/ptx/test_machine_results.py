@@ -68,12 +68,7 @@ with np.errstate(all="ignore"):
         ("max.NaN.f32 %d, %a, %b;", "f4", (A[~ZERO], B[~ZERO]), np.maximum(A, B)[~ZERO]),
         ("max.f32 %d, %a, %b;", "f4", (A[~ZERO], B[~ZERO]), np.fmax(A, B)[~ZERO]),
         ("min.f32 %d, %a, %b;", "f4", (PLUS, MINUS), np.full(2, -0.0, "f4")),
-        ("abs.ftz.f32 %d, %a;", "f4", (TINY,), np.array([0, 1e-30, 0], "f4")),
         ("mul.f32 %d, %a, %b;", "f4", (TINY, TINY[::-1]), TINY * TINY[::-1]),
-        ("fma.rn.f64 %d, %a, %a, %b;", "f8",
-         (np.array([1 + 2.0**-30, 3.0]), np.array([-1 - 2.0**-29, 2.0])), np.array([2.0**-60, 11])),
-        ("fma.rn.ftz.f32 %d, %a, %b, %b;", "f4", (TINY, np.float32([0, 1, 1e-40])),
-         np.array([0, 1, 0], "f4")),
         # libdevice's tanh in fp64 takes exact powers of two from ex2.approx.
         ("ex2.approx.ftz.f32 %d, %a;", "f4", (POWERS,), np.exp2(POWERS)),
         # Comparisons.
@@ -100,8 +95,6 @@ with np.errstate(all="ignore"):
         ("cvt.s32.s8 %d, %a;", "i4", (WHOLE,), WHOLE.astype("i1")),
         # Integers.
         ("mul.wide.s32 %d, %a, %b;", "i8", (S, T), S.astype("i8") * T),
-        ("mul.hi.s32 %d, %a, %b;", "i4", (S, T), S.astype("i8") * T >> 32),
-        ("mul.hi.u32 %d, %a, %b;", "u4", (U, V), U.astype("u8") * V >> np.uint64(32)),
         ("mad.wide.u32 %d, %a, %b, 7;", "u8", (U, V), U.astype("u8") * V + np.uint64(7)),
         ("div.s32 %d, %a, %b;", "i4", (S, T), np.trunc(S / T)),
         ("rem.s32 %d, %a, %b;", "i4", (S, T), np.fmod(S, T)),
@@ -160,7 +153,6 @@ def test_fma_rounds_once(mode, low, high):
 APPROXIMATE = {
     "ex2.approx.ftz.f32": (np.exp2, 2.0**-22, X * 10),
     "rcp.approx.ftz.f32": (np.reciprocal, None, X),
-    "tanh.approx.f32": (np.tanh, 2.0**-11, X),
 }
 
 

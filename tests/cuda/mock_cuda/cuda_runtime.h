@@ -48,7 +48,6 @@ struct uint4 {
 static const dim3 threadIdx, blockIdx, blockDim;
 
 inline void __syncthreads() {}
-inline int __syncthreads_or(int x) { return x; }
 inline void __threadfence() {}
 template <class X>
 X __shfl_sync(unsigned, X x, int) {
@@ -60,8 +59,6 @@ X __shfl_xor_sync(unsigned, X x, int) {
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned x) { return x; }
 inline unsigned atomicAdd(unsigned* at, unsigned) { return *at; }
-inline unsigned atomicExch(unsigned* at, unsigned) { return *at; }
-inline unsigned atomicMax(unsigned* at, unsigned) { return *at; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __uint_as_float(unsigned x) { return float(x); }
 inline unsigned __float_as_uint(float x) { return unsigned(x); }

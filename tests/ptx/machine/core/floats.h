@@ -24,14 +24,9 @@ using FAdd = decltype([]<class T>(T a, T b) { return a + b; });
 using FSub = decltype([]<class T>(T a, T b) { return a - b; });
 using FMul = decltype([]<class T>(T a, T b) { return a * b; });
 using FDiv = decltype([]<class T>(T a, T b) { return a / b; });
-using FRcp = decltype([]<class T>(T a) { return T(1) / a; });
 using FFma = decltype([]<class T>(T a, T b, T c) { return std::fma(a, b, c); });
-using FFmaFlushed = decltype([](float a, float b, float c) {
-  return flushed(std::fma(flushed(a), flushed(b), flushed(c)));
-});
 using FNeg = decltype([]<class T>(T a) { return -a; });
 using FAbs = decltype([]<class T>(T a) { return std::fabs(a); });
-using FAbsFlushed = decltype([](float a) { return std::fabs(flushed(a)); });
 // The number of the two where one is NaN; -0 is below +0.
 using FMin = decltype([]<class T>(T a, T b) {
   if (a != a) return b;
@@ -47,8 +42,6 @@ using FMinNaN = decltype([]<class T>(T a, T b) {
 using FMaxNaN = decltype([]<class T>(T a, T b) {
   return a != a || b != b ? std::numeric_limits<T>::quiet_NaN() : FMax()(a, b);
 });
-// PTX: the sign of the first, the rest of the second.
-using FCopysign = decltype([]<class T>(T a, T b) { return std::copysign(b, a); });
 
 // ---- rounding modes ----
 
@@ -133,17 +126,6 @@ inline void reciprocal(Warp& w, const Instr& i, Mask mask) {
     w.of<float>(i.o[0])[l] = flushed(anywhere(x, y, std::ldexp(1.0, std::ilogb(y) - 24)));
   });
 }
-// rcp.approx.ftz.f64: the upper half of an approximation, the lower one zero.
-inline void reciprocal_start(Warp& w, const Instr& i, Mask mask) {
-  each(mask, [&](int l) {
-    double x = w.of<double>(i.o[1])[l];
-    if (std::fabs(x) < std::numeric_limits<double>::min()) x = std::copysign(0.0, x);
-    const uint64_t up = random_step(x) < 0 ? uint64_t(1) << 32 : 0;
-    const uint64_t bits = cast<uint64_t>(1 / x);
-    const bool finite = x != 0 && std::isfinite(x);
-    w.of<double>(i.o[0])[l] = finite ? cast<double>((bits + up) & ~uint64_t(0xffffffff)) : 1 / x;
-  });
-}
 // div.full: two ulp.
 inline void divide_approximately(Warp& w, const Instr& i, Mask mask) {
   each(mask, [&](int l) {
@@ -152,22 +134,12 @@ inline void divide_approximately(Warp& w, const Instr& i, Mask mask) {
   });
 }
 
-// tanh.approx: 2^-11 of the result.
-inline void tangent(Warp& w, const Instr& i, Mask mask) {
-  each(mask, [&](int l) {
-    const float x = w.of<float>(i.o[1])[l];
-    const double y = std::tanh(double(x));
-    w.of<float>(i.o[0])[l] = anywhere(x, y, std::fabs(y) * 0x1p-11);
-  });
-}
-
 inline void resolve_ex2(Form& f, Instr& i) {
   const bool ftz = f.take("ftz");
   if (f.take("approx") && f.last() == "f32") i.run = ftz ? exponential<true> : exponential<false>;
 }
 inline void resolve_rcp(Form& f, Instr& i) {
-  if (!f.take("approx")) return resolve_floating<FRcp, 1>(f, i);
-  if (f.take("ftz")) i.run = f.last() == "f64" ? reciprocal_start : reciprocal;
+  if (f.take("approx") && f.take("ftz") && f.last() == "f32") i.run = reciprocal;
 }
 inline void resolve_div(Form& f, Instr& i) {
   if (!f.take("full")) return resolve_either<Div, FDiv, 2>(f, i);
@@ -295,7 +267,6 @@ void convert_pair(Warp& w, const Instr& i, Mask mask) {
 }
 template <class F>
 bool with_any(const std::string& type, F f) {
-  if (type == "u8" || type == "b8") return f(uint8_t{}), true;
   if (type == "s8") return f(int8_t{}), true;
   if (type == "f16") return f(f16{}), true;
   if (type == "bf16") return f(bf16{}), true;
@@ -325,25 +296,15 @@ inline void add_floating_opcodes() {
   all["add"] = resolve_either<Add, FAdd, 2>;
   all["sub"] = resolve_either<Sub, FSub, 2>;
   all["neg"] = resolve_either<Neg, FNeg, 1>;
-  all["abs"] = [](Form& f, Instr& i) {
-    if (!f.take("ftz")) return resolve_floating<FAbs, 1>(f, i);
-    if (f.last() == "f32") i.run = unary<FAbsFlushed, float>;
-  };
+  all["abs"] = resolve_floating<FAbs, 1>;
   all["min"] = resolve_extreme<Min, FMin, FMinNaN>;
   all["max"] = resolve_extreme<Max, FMax, FMaxNaN>;
-  all["copysign"] = resolve_floating<FCopysign, 2>;
   all["setp"] = resolve_setp;
   all["mul"] = [](Form& f, Instr& i) {
     f.parts.back()[0] == 'f' ? resolve_floating<FMul, 2>(f, i) : product<2>(f, i);
   };
   all["mad"] = product<3>;
-  all["fma"] = [](Form& f, Instr& i) {
-    if (!f.take("ftz")) return resolve_floating<FFma, 3>(f, i);
-    if (f.take("rn") && f.last() == "f32") i.run = ternary<FFmaFlushed, float>;
-  };
-  all["tanh"] = [](Form& f, Instr& i) {
-    if (f.take("approx") && f.last() == "f32") i.run = tangent;
-  };
+  all["fma"] = resolve_floating<FFma, 3>;
   all["div"] = resolve_div;
   all["rcp"] = resolve_rcp;
   all["ex2"] = resolve_ex2;

@@ -55,8 +55,6 @@ using WideOf = std::conditional_t<std::is_signed_v<T>,
 
 using Add = decltype([]<class T>(T a, T b) { return T(Wide<T>(a) + Wide<T>(b)); });
 using Sub = decltype([]<class T>(T a, T b) { return T(Wide<T>(a) - Wide<T>(b)); });
-using MulHi =
-    decltype([]<class T>(T a, T b) { return T(WideOf<T>(a) * WideOf<T>(b) >> 8 * sizeof(T)); });
 using MulLo = decltype([]<class T>(T a, T b) { return T(Wide<T>(a) * Wide<T>(b)); });
 using MadLo =
     decltype([]<class T>(T a, T b, T c) { return T(Wide<T>(a) * Wide<T>(b) + Wide<T>(c)); });
@@ -76,7 +74,6 @@ using Or = decltype([]<class T>(T a, T b) { return T(a | b); });
 using Xor = decltype([]<class T>(T a, T b) { return T(a ^ b); });
 using Not = decltype([]<class T>(T a) { return T(~a); });
 using Copied = decltype([]<class T>(T a) { return a; });
-using Exchange = decltype([]<class T>(T, T b) { return b; });
 using Shl = decltype([]<class T>(T a, uint32_t by) {
   return by >= 8 * sizeof(T) ? T(0) : T(Wide<T>(a) << by);
 });
@@ -155,15 +152,15 @@ bool integer_binary(const std::string& type, Instr& i) {
   return with_integer(type, [&](auto t) { i.run = binary<F, decltype(t)>; });
 }
 
-// mul and mad: the low half of the product, or all of it; mul: also the high half.
+// mul and mad: the low half of the product, or all of it.
 template <int sources>
 void product(Form& f, Instr& i) {
-  const bool wide = f.take("wide"), high = sources == 2 && f.take("hi");
-  if (!wide && !high && !f.take("lo")) f.unknown();
+  const bool wide = f.take("wide");
+  if (!wide && !f.take("lo")) f.unknown();
   const bool known = with_integer(f.last(), [&](auto t) {
     using T = decltype(t);
     if constexpr (sources == 2)
-      i.run = high ? binary<MulHi, T> : binary<MulLo, T>;
+      i.run = binary<MulLo, T>;
     else
       i.run = ternary<MadLo, T>;
     if (!wide) return;

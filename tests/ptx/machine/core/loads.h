@@ -94,9 +94,9 @@ inline void resolve_access(Form& f, Instr& i, bool loads) {
 
 // ---- atomic operations ----
 
-// atom: relaxed, for all of the GPU.
-template <class T, class F>
-void atomic(Warp& w, const Instr& i, Mask mask) {
+// atom.add.u32: relaxed, for all of the GPU.
+inline void atomic(Warp& w, const Instr& i, Mask mask) {
+  using T = uint32_t;
   ++w.launch->time;
   each(mask, [&](int l) {
     const uint64_t address = address_of(w, i, i.o[1], l);
@@ -108,7 +108,7 @@ void atomic(Warp& w, const Instr& i, Mask mask) {
     w.lanes[l].seen.add(w.launch->released[address]);
     T old;
     std::memcpy(&old, at.data(), sizeof old);
-    const T next = F()(old, read<T>(w, i.o[2], l));
+    const T next = old + read<T>(w, i.o[2], l);
     std::memcpy(at.data(), &next, sizeof next);
     write<T>(w, i.o[0], l, old);
   });
@@ -116,13 +116,7 @@ void atomic(Warp& w, const Instr& i, Mask mask) {
 
 inline void resolve_atomic(Form& f, Instr& i) {
   i.space = space_of(f);
-  const int which = f.one_of({"add", "exch", "max"});
-  const bool known = with_integer(f.last(), [&](auto t) {
-    using T = decltype(t);
-    constexpr Run runs[] = {atomic<T, Add>, atomic<T, Exchange>, atomic<T, Max>};
-    if (which >= 0) i.run = runs[which];
-  });
-  if (!known) f.unknown();
+  if (f.take("add") && f.last() == "u32") i.run = atomic;
 }
 
 // ---- cp.async ----

@@ -69,7 +69,6 @@ struct Cluster {
     b.launch = &launch;
     b.mates = &mates;
     b.known = b.fenced = Known();
-    b.vote = false;
     b.ended = false;
     b.visited = Access();
     b.shared.assign(launch.shared_bytes, 0xff);

@@ -60,7 +60,6 @@ struct Block {
   std::vector<uint8_t> shared, shared_known;
   Region region;
   Known known, fenced;
-  bool vote = false;  // of a barrier that reduces: whether any thread said so
   bool ended = false;
   Access visited;  // by another block of the cluster, after the most cluster barriers
 };

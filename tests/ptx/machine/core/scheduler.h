@@ -10,14 +10,6 @@ inline void nothing(Warp&, const Instr&, Mask) {}
 
 // ---- barriers and fences ----
 
-// bar.red.or: mode 1.
-inline void vote_at_barrier(Warp& w, const Instr& i, Mask mask) {
-  if (i.mode == 1 && (w.predicate(i.o.back()) & mask) != 0) w.block->vote = true;
-}
-inline void give_vote(Warp& w, const Instr& i, Mask mask) {
-  if (i.mode == 1) w.set_predicate(i.o[0], mask, w.block->vote ? kAll : 0);
-}
-
 inline void arrive_at_cluster(Warp& w, const Instr&, Mask mask) {
   each(mask, [&](int l) {
     Thread& me = w.lanes[l];
@@ -39,10 +31,7 @@ inline void resolve_barrier(Form& f, Instr& i) {
     return;
   }
   i.kind = Kind::barrier;
-  i.mode = f.take("red");
-  const bool known = i.mode ? f.take("or") && f.last() == "pred" && i.o.size() == 3
-                            : f.take("sync") && i.o.size() == 1;
-  if (known) i.run = vote_at_barrier;
+  if (f.take("sync") && i.o.size() == 1) i.run = nothing;
 }
 
 inline void fence_all(Warp& w, const Instr&, Mask mask) {
@@ -222,7 +211,7 @@ struct Runner {
       thread.waits_for = Wait::cluster;
       return;
     }
-    if (w.bits(i.o[i.mode == 0 ? 0 : 1], lane) != 0)
+    if (w.bits(i.o[0], lane) != 0)
       throw Fault(thread.id, "another barrier than number 0 is not supported");
     thread.waits_for = Wait::barrier;
   }
@@ -287,18 +276,6 @@ inline bool release_block(Block& block) {
     });
   }
   if (waiting < launch.block_threads) return false;
-  for (Warp& warp : block.warps) {
-    Mask done = 0;
-    for (int l = 0; l < warp.size; ++l) {
-      if (done >> l & 1) continue;
-      const uint32_t pc = warp.lanes[l].pc;
-      Mask group = 0;
-      for (int k = l; k < warp.size; ++k) group |= Mask(warp.lanes[k].pc == pc) << k;
-      give_vote(warp, launch.program->code[pc - 1], group);
-      done |= group;
-    }
-  }
-  block.vote = false;
   each_thread(block, [&](Warp&, Thread& thread, int) {
     block.known.add(thread.known);
     block.fenced.add(thread.fenced);

@@ -10,75 +10,52 @@ namespace ptx {
 
 // ---- mma, ldmatrix, stmatrix ----
 
-// A fragment of `rows` x `columns` numbers (of A, C and D; of B transposed): lane l holds pieces of
-// neighbouring columns in row l / 4, 8 rows and then 4 pieces further from one register to the
-// next.
+// A fragment of `rows` x `columns` numbers (of A, C and D; of B transposed): lane l holds pairs of
+// neighbouring columns in row l / 4, 8 rows and then 4 pairs further from one pair to the next.
 struct Spot {
   int row, column;
 };
-// Number `k` of lane `l`, where `each` neighbours make up a piece. 8 rows by 4 pieces are a block;
-// blocks go down the rows first.
-inline Spot spot(int l, int k, int each, int rows) {
-  const int block = k / each, down = rows / 8;
-  return {l / 4 + block % down * 8, (l % 4) * each + block / down * 4 * each + k % each};
+// Number `k` of lane `l`. 8 rows by 4 pairs are a block; blocks go down the rows first.
+inline Spot spot(int l, int k, int rows) {
+  const int block = k / 2, down = rows / 8;
+  return {l / 4 + block % down * 8, (l % 4) * 2 + block / down * 8 + k % 2};
 }
 
-template <class T>
-double number_in(Warp& w, const Operand& o, int lane, int part) {
-  if constexpr (sizeof(T) == 2) {
-    T x;
-    x.bits = uint16_t(w.of<uint32_t>(o)[lane] >> 16 * part);
-    return double(float(x));
-  } else {
-    return double(w.of<T>(o)[lane]);
-  }
-}
-
-// What the lanes hold of a fragment of `rows` rows, `count` numbers each: `per` of them in a
-// register.
+// What the lanes hold of a fragment of `rows` rows, two numbers in each of `count` registers.
 template <class T, int columns>
-void read_fragment(Warp& w, const Operand* o, int count, int per, int each, int rows,
-                   double (*to)[columns]) {
+void read_fragment(Warp& w, const Operand* o, int count, int rows, double (*to)[columns]) {
   for (int l = 0; l < kLanes; ++l)
-    for (int k = 0; k < count; ++k) {
-      const Spot s = spot(l, k, each, rows);
-      to[s.row][s.column] = number_in<T>(w, o[k / per], l, k % per);
+    for (int k = 0; k < 2 * count; ++k) {
+      const Spot s = spot(l, k, rows);
+      T x;
+      x.bits = uint16_t(w.of<uint32_t>(o[k / 2])[l] >> 16 * (k % 2));
+      to[s.row][s.column] = double(float(x));
     }
 }
 
-// d = a b + c of M by N by K; sums in double, rounded once.
-template <class T, class C, int M, int N, int K>
+// d = a b + c of 16 by 8 by 16; sums in double, rounded once.
+template <class T>
 void multiply(Warp& w, const Instr& i, Mask) {
-  constexpr int per = sizeof(T) == 2 ? 2 : 1;  // numbers in a register of A and B
-  constexpr int as = M * K / kLanes / per, bs = N * K / kLanes / per, cs = M * N / kLanes;
-  constexpr int pair = 2;  // neighbours that C holds
-  static double a[M][K], b[N][K], c[M][N];
+  constexpr int M = 16, N = 8, K = 16, as = 4, bs = 2, cs = 4;  // registers of a, b, and c and d
+  static double a[M][K], b[N][K];
   const Operand* o = i.o.data();
-  read_fragment<T>(w, o + cs, as * per, per, per, M, a);
-  read_fragment<T>(w, o + cs + as, bs * per, per, per, N, b);
-  read_fragment<C>(w, o + cs + as + bs, cs, 1, pair, M, c);
+  read_fragment<T>(w, o + cs, as, M, a);
+  read_fragment<T>(w, o + cs + as, bs, N, b);
   for (int l = 0; l < kLanes; ++l)
     for (int k = 0; k < cs; ++k) {
-      const Spot s = spot(l, k, pair, M);
-      double sum = c[s.row][s.column];
+      const Spot s = spot(l, k, M);
+      double sum = double(w.of<float>(o[cs + as + bs + k])[l]);
       for (int x = 0; x < K; ++x) sum += a[s.row][x] * b[s.column][x];
-      w.of<C>(o[k])[l] = C(sum);
+      w.of<float>(o[k])[l] = float(sum);
     }
 }
 
 inline void resolve_mma(Form& f, Instr& i) {
   if (!f.take("sync") || !f.take("aligned") || !f.take("row") || !f.take("col")) f.unknown();
-  const std::string c = f.last(), b = f.last(), a = f.last(), d = f.last(), shape = f.last();
-  if (a != b || c != d) f.unknown();
+  const std::string c = f.last(), b = f.last(), a = f.last(), d = f.last();
+  if (a != b || c != "f32" || d != "f32" || !f.take("m16n8k16")) f.unknown();
   i.kind = Kind::whole_warp;
-  const std::string form = shape + " " + a + " " + c;
-  static const std::map<std::string, Run> all = {
-      {"m16n8k16 bf16 f32", multiply<bf16, float, 16, 8, 16>},
-      {"m16n8k16 f16 f32", multiply<f16, float, 16, 8, 16>},
-      {"m8n8k4 f64 f64", multiply<double, double, 8, 8, 4>},
-  };
-  const auto known = all.find(form);
-  if (known != all.end()) i.run = known->second;
+  i.run = a == "bf16" ? multiply<bf16> : a == "f16" ? multiply<f16> : nullptr;
 }
 
 // ldmatrix and stmatrix: lane 8 m + r has the address of row r of matrix m, 16 bytes. Mode 1
@@ -281,7 +258,7 @@ inline uint64_t common(Warp& w, const Operand& o) {
 // registers. Sums in double, rounded once.
 template <class T>
 void multiply_group(Warp& w, const Instr& i, Mask) {
-  constexpr int K = 16, M = 16, per = 2;
+  constexpr int K = 16, M = 16;
   static double a[M][K], b[256][K];
   const size_t results = size_t(i.count) / 2, a_registers = i.mode == 1 ? 4 : 1;
   const Operand *d = i.o.data(), *of_a = d + results, *of_b = of_a + a_registers, *rest = of_b + 1;
@@ -297,14 +274,14 @@ void multiply_group(Warp& w, const Instr& i, Mask) {
   const uint64_t to_a = i.mode == 1 ? 0 : common(w, *of_a);
   const auto transposed = [&](size_t k) { return w.bits(rest[k], 0) != 0; };
   if (i.mode == 1)
-    read_fragment<T>(w, of_a, 4 * per, per, per, M, a);
+    read_fragment<T>(w, of_a, 4, M, a);
   else
     read_matrix<T>(w, i, product, to_a, transposed(3), w.index % kGroupWarps * M, M, a);
   read_matrix<T>(w, i, product, to_b, transposed(i.mode == 1 ? 3 : 4), 0, i.count, b);
   const double sign = double(int64_t(w.bits(rest[1], 0)) * int64_t(w.bits(rest[2], 0)));
   for (int l = 0; l < kLanes; ++l)
     for (int k = 0; k < int(results); ++k) {
-      const Spot s = spot(l, k, 2, M);
+      const Spot s = spot(l, k, M);
       double sum = adds ? double(w.of<float>(d[k])[l]) : 0.0;
       for (int x = 0; x < K; ++x) sum += sign * a[s.row][x] * b[s.column][x];
       w.of<float>(d[k])[l] = float(sum);
