@@ -45,7 +45,6 @@ deep: venv  ## what takes hours: sanitizers, the fuzzer, drawn sequences, GPU co
 	$(BIN)/python tests/hardening/fuzz.py --json benchmarks/results/fuzz.json
 	PYTHONPATH=tests/support $(BIN)/python -m ways.sequences 50000
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m deep
-	$(BIN)/python tests/ptx/table.py
 	$(BIN)/python tests/hardening/mutate.py
 
 build/arm/.made: tests/hardening/arm.sh

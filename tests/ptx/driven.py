@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
+import entry_points
 import numpy as np
 import pytest
 import torch
-from calls import Calls, CudaCalls
-from cases import DTYPES
 from machine import build
 from machine.launch import Buffer, Machine
 from machine.parse import Module, PtxError
-from machine_code import KINDS
 from mock_cuda import FILLED, OF_GPU, mock
+
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
 __all__ = ["CudaPtx", "PtxCalls", "needs_nvcc"]
 
@@ -21,21 +22,50 @@ needs_nvcc = pytest.mark.skipif(
     build.NVCC is None or torch.cuda.is_available(),
     reason="it takes nvcc, and no GPU, whose extension defines the operators",
 )
+#: The names of the kernels that serve a dtype.
+KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-class PtxCalls(Calls):
-    """The kernels of a backend for an architecture.
+class PtxCalls:
+    """The kernels of a backend on CPU tensors, as ``cases.measured`` calls them.
+
+    What is derived from it has ``step``, ``forward(need_weights, *inputs)`` and ``backward(weights,
+    grad_context, grad_weights, needs, *inputs)``, where inputs are queries, keys, values, w_v and
+    lengths, with a seed and a probability if something is dropped, and ``needs`` has a bit for each
+    gradient. Where there is a mask or an activation, ``mask=``, ``activation=`` and
+    ``negative_slope=`` are given too, and forward is told by ``narrow=`` whether weights are to
+    come in the dtype of the inputs, and by ``counted=`` whether to count what lengths leave.
 
     Args:
         arch: as the backend names it.
         change: of the PTX, to plant a mistake.
         options: for every ``Machine.run``.
+
+    Attributes:
+        launched: names of entries.
+        kind: of the numbers of the call that runs.
+        multiprocessors: of the GPU that it is cut for.
+        most_queries: of a call.
     """
+
+    kind, multiprocessors, most_queries = None, 4, math.inf
 
     def __init__(self, arch, change=str, **options):
         self.arch, self.change, self.options = arch, change, options
-        self._launched = set()
-        self._machines = {}
+        self.launched, self._machines = set(), {}
+
+    def begin(self, multiprocessors, dtype):
+        """A call begins."""
+        self.multiprocessors, self.kind = multiprocessors, KINDS[dtype]
+
+    def attend(
+        self, multiprocessors, queries, keys, values, w_v, valid_lens, *dropout, mask=None, **inside
+    ):
+        """Context and weights of projected queries and keys by the kernels, differentiable."""
+        inputs = queries, keys, values, w_v, valid_lens
+        if mask is not None:
+            inside["mask"] = mask.unsqueeze(1) if mask.dim() == 2 else mask
+        return _Attend.apply(*inputs, self, multiprocessors, dropout, inside)
 
     def machine(self, key, ptx):
         """The machine of a module, whose text is ``ptx()``."""
@@ -46,20 +76,15 @@ class PtxCalls(Calls):
     def run(self, machine, name, *launch, **more):
         """One launch, without races."""
         races = machine.run(name, *launch, **more, **self.options)
-        self._launched.add((self.kind, name))
+        self.launched.add(name)
         if races:
             raise PtxError("\n".join(races))
 
-    def took(self):
-        """(kind, entry) of every launch since the last call."""
-        launched, self._launched = self._launched, set()
-        return launched
 
-
-class CudaPtx(PtxCalls, CudaCalls):
+class CudaPtx(PtxCalls):
     """csrc/cuda for an architecture, as PtxCalls says."""
 
-    archs, dtypes = ("80", "90a"), tuple(DTYPES)
+    most_queries = GPU_STEP_QUERIES
 
     def __init__(self, arch, **more):
         super().__init__(arch, **more)
@@ -72,9 +97,27 @@ class CudaPtx(PtxCalls, CudaCalls):
         self.gpu.use_gpu(self.device)
         self.gpu.set_gpu(multiprocessors=multiprocessors, ptx_version=int(self.arch.rstrip("a")))
 
-    def places(self, kinds=KINDS):
-        """(kind, entry) of every kernel of some kinds of numbers."""
-        return {(kind, e) for kind in kinds for e in Module(build.ptx(kind, self.arch)).names}
+    def forward(self, need_weights, *inputs, **masked):
+        return entry_points.attend(self.operator, *inputs, need_weights=need_weights, **masked)
+
+    def backward(self, weights, grad_context, grad_weights, needs, *inputs, **masked):
+        given = *inputs[:5], weights, grad_context, grad_weights
+        dropout = inputs[5:] or (None, 0.0)
+        more = {"needs": needs, "dropout": dropout, **masked}
+        return entry_points.attend_backward(self.operator, *given, **more)
+
+    def step(
+        self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens,
+        w_k=None, bias=None, mask=None,
+    ):  # fmt: skip
+        """The same without gradients, from queries (and keys) that the kernel projects itself."""
+        self.begin(multiprocessors, queries.dtype)
+        inputs = queries, w_q, keys, w_k, bias, values, w_v, valid_lens, mask
+        return entry_points.step(self.operator, *inputs)
+
+    def places(self, kind):
+        """Every kernel of a kind of numbers."""
+        return set(Module(build.ptx(kind, self.arch)).names)
 
     def operator(self, name, *arguments):
         self._buffers = list(self._counters)
@@ -106,6 +149,49 @@ class CudaPtx(PtxCalls, CudaCalls):
         machine = self.machine(self.kind, lambda: build.ptx(self.kind, self.arch))
         launch = name.decode(), blocks, threads, ctypes.string_at(params, size), self._buffers
         self.run(machine, *launch, shared=shared, cluster=cluster)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, queries, keys, values, w_v, lens, calls, multiprocessors, dropout, masked):
+        calls.begin(multiprocessors, queries.dtype)
+        inputs = queries, keys, values, w_v, lens, *dropout
+        # With lengths backward takes narrow weights, without them wide ones.
+        given = {**masked, "narrow": lens is not None}
+        counted = lens is not None and "mask" not in masked
+        context, weights, *counts = calls.forward(True, *inputs, **given, counted=counted)
+        if counted:
+            seen = torch.arange(keys.shape[1]) < lens.double().unsqueeze(-1)
+            assert torch.equal(*counts, seen.sum(-1).int()) or weights.numel() == 0
+            lens = counts[0].clone()
+        if weights.numel() * w_v.numel() < 100_000:
+            alone, _ = calls.forward(False, *inputs, **masked)
+            assert torch.equal(_bits(alone), _bits(context)), "the context depends on need_weights"
+            _, others = calls.forward(True, *inputs, **masked, narrow=lens is None)
+            assert {others.dtype, weights.dtype} == {torch.float32, queries.dtype}
+            one, other = (x.to(queries.dtype) for x in (weights, others))
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        ctx.save_for_backward(queries, keys, values, w_v)
+        ctx.rest = lens, calls, multiprocessors, dropout, masked
+        ctx.weights = weights.clone()
+        ctx.set_materialize_grads(False)
+        return context, weights
+
+    @staticmethod
+    def backward(ctx, grad_context, grad_weights):
+        lens, calls, multiprocessors, dropout, masked = ctx.rest
+        queries, keys, values, w_v = ctx.saved_tensors
+        if grad_weights is not None:
+            grad_weights = grad_weights.to(ctx.weights.dtype)
+        needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[:4]) if need)
+        calls.begin(multiprocessors, queries.dtype)
+        given = ctx.weights, grad_context, grad_weights, needs
+        grads = calls.backward(*given, queries, keys, values, w_v, lens, *dropout, **masked)
+        return *(g if needs >> i & 1 else None for i, g in enumerate(grads)), *[None] * 5
+
+
+def _bits(x):
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _spans(tensors):

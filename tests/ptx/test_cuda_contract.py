@@ -1,8 +1,7 @@
 """The machine code of csrc/cuda meets the contract: every row, drawn cases, both sides of every
 magnitude at which it changes path, NaN, padding, dropout, and all steps of a decoder.
 
-fp32 runs as compiled for sm_80, half types for sm_90a; rows take the two in turn. ``table.py`` runs
-every row in every dtype on both.
+In the suite fp32 runs as compiled for sm_80 and bf16 for sm_90a, and rows take the two in turn.
 """
 
 import functools
@@ -12,7 +11,7 @@ import cells
 import pytest
 import torch
 from built import needs_compiler
-from cases import DTYPES, FEW, ROWS, STEPS, measured, on
+from cases import DTYPES, FEW, ROWS, STEPS, every, measured, on
 from contract import LARGE, lens
 from decoders import CELLS, by_steps, given, layer, operator_of
 from decoders import results as of_decoder
@@ -38,26 +37,24 @@ STEP, BEAMS, MANY = 1, 5, 16  # queries, which decide the kernel
 
 
 @functools.cache
+def compiled_for(arch):
+    return CudaPtx(arch)
+
+
 def kernels(dtype):
-    return CudaPtx("80" if dtype == FP32 else "90a")
+    return compiled_for("80" if dtype == FP32 else "90a")
 
 
+IN_FP32, IN_BF16 = ("fp32", "80"), ("bf16", "90a")
+QUICK = {(row, *which) for row, which in zip(ROWS, itertools.cycle((IN_FP32, IN_BF16)))}
+QUICK |= {(step, *IN_BF16) for step in STEPS}
 # In bf16, FEW is for test_cuda.py.
-IN_TURN = [
-    (row, "fp32" if row in FEW else dtype)
-    for row, dtype in zip(ROWS, itertools.cycle(("fp32", "bf16")), strict=False)
-]
+QUICK = {case for case in QUICK if case[0] not in FEW} | {(name, *IN_FP32) for name in FEW}
 
 
-@pytest.mark.parametrize(("row", "dtype"), IN_TURN)
-def test_rows(row, dtype):
-    assert measured(kernels(DTYPES[dtype]), row, dtype) <= 1
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_step_that_projects(step):
-    assert measured(kernels(BF16), step, "bf16") <= 1
-    assert STEPS[step].Dk is not None or measured(kernels(FP32), step, "fp32") <= 1
+@pytest.mark.parametrize(("name", "dtype", "arch"), every(("80", "90a"), QUICK))
+def test_every_case(name, dtype, arch):
+    assert measured(compiled_for(arch), name, dtype) <= 1
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from driven import PtxCalls
 from machine.launch import Buffer
-from machine_code import KINDS
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton_target import target_is
@@ -52,21 +51,18 @@ class TritonPtx(PtxCalls):
         more: as for PtxCalls.
     """
 
-    archs, dtypes = ("80", "90"), ("fp32", "bf16", "fp16")
-
     def __init__(self, arch, **more):
         # Lanes that hold a number twice may differ in its last bits (a product fused with one of
         # two summands) and both store it: that one of the two wins is how Triton means it.
         super().__init__(arch, lanes_clash=True, **more)
 
-    def places(self, kinds=KINDS):
-        """(kind, name) of every kernel that is launched."""
+    def places(self):
+        """Every kernel that is launched."""
         found = set()
         for module in pkgutil.iter_modules(bahdanau_fast.kernels.__path__):
             held = importlib.import_module(f"bahdanau_fast.kernels.{module.name}")
             found |= {name for name, x in vars(held).items() if isinstance(x, JITFunction)}
-        kernels = {name for name in found if name.endswith("_kernel")}
-        return {(kind, name) for kind in kinds for name in kernels}
+        return {name for name in found if name.endswith("_kernel")}
 
     @staticmethod
     def storage(tensor):

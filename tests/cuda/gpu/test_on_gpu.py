@@ -14,7 +14,8 @@ import parity
 import pretended
 import pytest
 import torch
-import torch.nn.functional as F
+from cases import DTYPES as BY_NAME
+from cases import STEPS, measured
 from contract import CONTRACT, LARGE, MASKED, lens
 from decoders import CELLS, by_steps
 from drawing import cases, drawn
@@ -23,8 +24,6 @@ from hypothesis import given
 from parity import Case, attended, called, check, fused
 
 import bahdanau_fast as bf
-from bahdanau_fast import parity as rule
-from bahdanau_fast import reference
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
 GPUS = torch.cuda.device_count()
@@ -115,48 +114,29 @@ def test_what_it_does_not_serve_others_do(dtype, what):
         check(Case(**LARGE), dtype, WAYS["fused"])
 
 
-def check_step(raw, w_q, keys, w_k, bias, values, w_v):
-    """Holds a step that projects queries, and keys if ``w_k`` is given, to the parity rule."""
-    few = lens(*(keys.shape[1] // (1 + row % 2) for row in range(len(keys)))).cuda()
+class OnGpu:
+    """The kernels of a step as ``cases.measured`` calls them."""
 
-    def formula(kind):
-        a, k, v, w = (x.to(kind) for x in (raw, keys, values, w_v))
-        if w_k is not None:
-            k = F.linear(k, w_k.to(kind), None if bias is None else bias.to(kind))
-        return reference.attend(F.linear(a, w_q.to(kind)), k, v, w, few)
-
-    got = entry_points.step(on_gpu, raw, w_q, keys, w_k, bias, values, w_v, few)
-    dtype, want = raw.dtype, formula(torch.float64)
-    for ours, exact, eager in zip(got, want, formula(dtype), strict=True):
-        largest = float(exact.abs().max())
-        theirs = rule.error(eager, exact)
-        assert rule.error(ours, exact) <= rule.allowed(theirs, largest, dtype)
+    def step(self, _, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None, mask=None):
+        given = queries, w_q, keys, w_k, bias, values, w_v, valid_lens, mask
+        there = {id(x): x if x is None else x.cuda() for x in given}  # values may be keys
+        found = entry_points.step(on_gpu, *(there[id(x)] for x in given))
+        return [x.cpu() for x in found]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("queries", [1, 3, 6])
-def test_every_kernel_once_of_a_step(queries, dtype):
-    """Small, likewise. Keys are values, and projected here or not."""
-    shapes = (2, queries, 256), (40, 256), (2, 150, 40), (40, 40), (1, 40)
-    drawn = (torch.randn(shape, device="cuda") for shape in shapes)
-    raw, w_q, k, w_k, w_v = (x.to(dtype) for x in drawn)
-    w_q, w_k, w_v = w_q / 16, w_k / 40**0.5, w_v / 40**0.5
-    for own in (w_k, None):
-        check_step(raw, w_q, k, own, None, k, w_v)
+@pytest.mark.parametrize("dtype", BY_NAME)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_projects(name, dtype):
+    assert measured(OnGpu(), name, dtype) <= 1
 
 
-def raw_step(features):
-    """A step that projects keys of so many features; it needs more than 48 KB of shared memory."""
-    generator = torch.Generator("cuda").manual_seed(features)
-    shapes = (4, 1, 64), (256, 64), (4, 300, features), (256, features), (1, 256)
+def step_of(hidden):
+    """A step that needs more than 48 KB of shared memory, as much as the units ask for."""
+    generator = torch.Generator("cuda").manual_seed(hidden)
+    shapes = (4, 1, 64), (hidden, 64), (4, 300, hidden), (1, hidden)
     drawn = [torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes]
-    raw, w_q, keys, w_k, w_v = drawn
-    return raw, w_q / 8, keys, w_k / features**0.5, None, keys, w_v
-
-
-@pytest.mark.parametrize("features", [448, 512])
-def test_more_shared_memory_than_usual(features):
-    check_step(*raw_step(features))
+    raw, w_q, keys, w_v = drawn
+    return functools.partial(entry_points.step, on_gpu, raw, w_q, keys, None, None, keys, w_v)
 
 
 def check_beside_each_other(calls, times):
@@ -176,8 +156,7 @@ def check_beside_each_other(calls, times):
 
 
 def test_threads_with_unlike_shared_memory_do_not_disturb_each_other():
-    steps = [functools.partial(entry_points.step, on_gpu, *raw_step(f)) for f in (512, 448)]
-    check_beside_each_other(2 * steps, 200)
+    check_beside_each_other(2 * [step_of(1504), step_of(1536)], 200)
 
 
 @pytest.mark.parametrize("queries", [1, 5, 16])
@@ -218,17 +197,6 @@ def test_all_steps_of_a_decoder_under_autocast(cls, dtype):
     with torch.autocast("cuda", dtype):
         got, want = results(), by_steps(results)
     torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)  # in dtypes, too
-
-
-@pytest.mark.parametrize("hidden", [33, 300])
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_step_projects_queries_and_keys(dtype, queries, hidden):
-    make = functools.partial(torch.randn, device="cuda")
-    raw, keys, values = make(2, queries, 9), make(2, 150, 64), make(2, 150, 33)
-    w_q, w_k, bias = make(hidden, 9) / 3, make(hidden, 64) / 8, make(hidden)
-    w_v = make(1, hidden) / hidden**0.5
-    check_step(*(x.to(dtype) for x in (raw, w_q, keys, w_k, bias, values, w_v)))
 
 
 @needs_gpu

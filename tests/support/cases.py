@@ -1,10 +1,12 @@
-"""What the kernels of both GPU backends are run on."""
+"""What the kernels of both GPU backends are run on, on a GPU and as machine code."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from contract import CONTRACT, LARGE, MASKED, lens, scattered
@@ -13,7 +15,7 @@ from parity import OUTPUTS, Case, errors, long_double, measure, shares
 from bahdanau_fast import reference
 from bahdanau_fast.checks import ACTIVATIONS
 
-__all__ = ["DTYPES", "FEW", "ROWS", "STEPS", "Step", "measured", "on"]
+__all__ = ["DTYPES", "FEW", "ROWS", "STEPS", "Step", "every", "measured", "on"]
 
 DTYPES = {
     "fp32": torch.float32,
@@ -85,6 +87,7 @@ STEPS = {
     "keys are values, beams": Step(B=3, Tq=3, Tk=150, Dk=24, tied=True, multiprocessors=1),
     "keys projected, mask": Step(B=3, Tk=150, Dk=64, H=300, lens=(150, 70, 9), seen=0.02),
     "keys are values, mask": Step(B=3, Tk=150, Dk=104, tied=True, seen=0.02, multiprocessors=1),
+    "more shared memory than usual": Step(B=1, Tk=20, H=1504, Dq=8, tied=True),
 }  # fmt: skip
 # Those that take every kernel of csrc/cuda between them.
 FEW = (
@@ -94,6 +97,12 @@ FEW = (
     "decoder step, whole vectors", "long step, whole vectors", "wide values, whole vectors",
     "mask, decoder step", "mask, split keys, 1000 processors", "keys are values, mask",
 )  # fmt: skip
+
+
+def every(archs, quick=()):
+    """Parameters (name, dtype, arch): each case in each dtype, but for those of ``quick`` deep."""
+    for case in itertools.product((*ROWS, *STEPS), DTYPES, archs):
+        yield pytest.param(*case, marks=() if case in quick else pytest.mark.deep)
 
 
 def measured(kernels, name, dtype):
