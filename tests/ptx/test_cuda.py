@@ -50,8 +50,9 @@ BACKWARD, KEYS = "decode_backward.h", "backward_keys.h"
 SPLIT, STEP, LARGEST = "split keys", "decoder step", "large step, 16 beams"
 VECTORS, SHARING = "decoder step, whole vectors", "a cluster shares W_q"
 # Mistakes in the machine code that may change no result: what is left out (the file, the text
-# before it, the words of source and PTX), and where it shows.
-LEFT_OUT = {
+# before it, the words of source and PTX) or, where there is a third word, becomes that; and where
+# it shows.
+MISTAKES = {
     "before queries are read": (BLOCK, "mine.sums[warp] = sum_w;", SYNC, STEP),
     "the wait for a stage": (DECODE, "for (int t = 0, slot = 0;", WAIT, VECTORS),
     "before parts lie where rings were": (DECODE, "void lay_down(", SYNC, STEP),
@@ -70,17 +71,18 @@ LEFT_OUT = {
     "of a cluster, before it ends": (BACKWARD, "* p.Tq + i) * p.H + h);\n    }", CLUSTER, SPLIT),
     "of a cluster, before it shares": (BLOCK, "const T* w_q = static_cast", CLUSTER, SHARING),
     "of a cluster, after it shared": (BLOCK, "*in_block(mine.queries", CLUSTER, SHARING),
-}  # fmt: skip
-# The same of what is there and wrong: the file, the text of its line, what PTX has instead of what.
-WRONG = {
     "a stage is read too early": (
-        (DECODE, "wait_for_copies<kStages - 1>();"),
-        ("cp.async.wait_group 1", "cp.async.wait_group 2"), VECTORS,
+        DECODE, "wait_for_copies<kStages - 1>();",
+        ("wait_for", "cp.async.wait_group 1", "cp.async.wait_group 2"), VECTORS,
     ),
     "splits are merged before the last": (
-        (DECODE, "== unsigned(d.splits - 1);"), ("setp.eq.s32", "setp.le.s32"), SPLIT,
+        DECODE, "== unsigned(d.splits - 1);", ("==", "setp.eq.s32", "setp.le.s32"), SPLIT,
     ),
 }  # fmt: skip
+QUICK = (
+    "the wait for a stage", "the fence of the last block", "of a cluster, before its sums",
+    "a stage is read too early", "splits are merged before the last",
+)  # fmt: skip
 
 
 def line_of(file, after, word):
@@ -107,21 +109,11 @@ def changed(opcode, file, line, new=""):
     return change
 
 
-QUICK = "the wait for a stage", "the fence of the last block", "of a cluster, before its sums"
-PLACES = [pytest.param(p, marks=() if p in QUICK else pytest.mark.deep) for p in LEFT_OUT]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_what_is_left_out_is_found(place):
-    file, after, (word, opcode), case = LEFT_OUT[place]
-    change = changed(opcode, file, line_of(file, after, word))
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(m, marks=() if m in QUICK else pytest.mark.deep) for m in MISTAKES]
+)
+def test_mistakes_are_found(mistake):
+    file, after, (word, opcode, *new), case = MISTAKES[mistake]
+    change = changed(opcode, file, line_of(file, after, word), *new)
     with pytest.raises(PtxError, match=r"race:|where nothing was written|may not have begun"):
         measured(CudaPtx("90a", change=change), case, "bf16")
-
-
-@pytest.mark.parametrize("mistake", WRONG)
-def test_what_is_wrong_is_found(mistake):
-    (file, text), (old, new), case = WRONG[mistake]
-    kernels = CudaPtx("90a", change=changed(old, file, line_of(file, text, text), new))
-    with pytest.raises(PtxError, match="where nothing was written"):
-        measured(kernels, case, "bf16")

@@ -58,8 +58,7 @@ class _Arguments(ctypes.Structure):
         ("params", ctypes.c_char_p),
         ("buffers_count", ctypes.c_uint64),
         ("buffers", ctypes.POINTER(_Buffer)),
-        ("clusters", ctypes.c_void_p),
-        ("clusters_count", ctypes.c_uint64),
+        ("clusters", ctypes.c_uint64),
         ("order", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
         ("lanes_clash", ctypes.c_int32),
@@ -150,11 +149,6 @@ class Machine:
         blocks = across * down
         if blocks % cluster:
             raise PtxError(f"{blocks} blocks are no whole clusters of {cluster}")
-        turns = np.arange(blocks // cluster, dtype=np.uint32)
-        if order == Order.BACKWARDS:
-            turns = turns[::-1].copy()
-        elif order == Order.RANDOM:
-            np.random.default_rng(seed).shuffle(turns)
         held = sorted((b for b in buffers if b.data.size), key=lambda b: b.address)
         arguments = _Arguments(
             grid=(across, down),
@@ -165,8 +159,7 @@ class Machine:
             params=params,
             buffers_count=len(held),
             buffers=(_Buffer * len(held))(*(b.fields() for b in held)),
-            clusters=turns.ctypes.data,
-            clusters_count=len(turns),
+            clusters=blocks // cluster,
             order=order,
             seed=seed,
             lanes_clash=lanes_clash,

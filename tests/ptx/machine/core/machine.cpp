@@ -1,4 +1,5 @@
 // The machine as a library: load a program, run a launch. launch.py beside this folder calls it.
+#include <numeric>
 #include <random>
 
 #include "scheduler.h"
@@ -23,6 +24,13 @@ uint32_t special(const std::string& name, const Block& b, const Launch& launch, 
   if (name == "cluster_ctarank") return b.rank;
   if (name == "cluster_nctaid.x") return launch.cluster_size;
   throw std::runtime_error("unknown special register: %" + name);
+}
+
+// `order`: as Order of launch.py says.
+template <class T>
+void arrange(std::vector<T>& turns, int order, std::mt19937& random) {
+  if (order == 1) std::reverse(turns.begin(), turns.end());
+  if (order == 2) std::shuffle(turns.begin(), turns.end(), random);
 }
 
 // The blocks of one cluster with the memory they run in, used for one cluster after another.
@@ -100,15 +108,14 @@ struct Cluster {
     }
   }
 
-  // `order`: 0 warps and blocks as they are, 1 backwards, else shuffled.
   void run(uint32_t first, int order, std::mt19937& random) {
     for (size_t rank = 0; rank < blocks.size(); ++rank) begin_block(rank, first + uint32_t(rank));
     std::vector<std::pair<size_t, size_t>> turns;
     for (size_t rank = 0; rank < blocks.size(); ++rank)
       for (size_t k = 0; k < blocks[rank].warps.size(); ++k) turns.emplace_back(rank, k);
-    if (order == 1) std::reverse(turns.begin(), turns.end());
+    if (order == 1) arrange(turns, order, random);
     for (bool ended = false; !ended;) {
-      if (order > 1) std::shuffle(turns.begin(), turns.end(), random);
+      if (order == 2) arrange(turns, order, random);
       for (const auto& [rank, k] : turns) Runner(blocks[rank].warps[k]).run();
       bool moved = release_cluster(mates);
       ended = true;
@@ -158,8 +165,10 @@ void run(const Program& program, const Arguments& arguments, std::string* said) 
   std::mt19937 random(launch.seed);
   try {
     Cluster cluster(launch);
-    for (uint64_t k = 0; k < launch.clusters_count; ++k)
-      cluster.run(launch.clusters[k] * launch.cluster_size, launch.order, random);
+    std::vector<uint32_t> turns(launch.clusters);
+    std::iota(turns.begin(), turns.end(), 0u);
+    arrange(turns, launch.order, random);
+    for (const uint32_t turn : turns) cluster.run(turn * launch.cluster_size, launch.order, random);
   } catch (const Fault& fault) {
     *said = "fault " + std::to_string(launch.pc) + " thread " +
             std::to_string(fault.thread % launch.block_threads) + " of block " +

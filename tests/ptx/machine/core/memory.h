@@ -76,9 +76,8 @@ struct Arguments {
   uint64_t shared_bytes, params_bytes;
   const uint8_t* params;
   uint64_t buffers_count;
-  Buffer* buffers;           // by address
-  const uint32_t* clusters;  // in the order they run in
-  uint64_t clusters_count;
+  Buffer* buffers;  // by address
+  uint64_t clusters;
   int32_t order;
   uint32_t seed;
   int32_t lanes_clash;
@@ -109,17 +108,13 @@ struct Launch : Arguments {
     Region& last = regions.empty() ? none : regions[last_found];
     if (address - last.address < last.bytes && last.bytes - (address - last.address) >= width)
       return &last;
-    size_t low = 0, high = regions.size();
-    while (low < high) {
-      const size_t middle = (low + high) / 2;
-      (regions[middle].address <= address ? low : high) =
-          middle + (regions[middle].address <= address);
-    }
-    if (low == 0) return nullptr;
-    Region& found = regions[low - 1];
+    const auto after = [](uint64_t a, const Region& region) { return a < region.address; };
+    const auto end = std::upper_bound(regions.begin(), regions.end(), address, after);
+    if (end == regions.begin()) return nullptr;
+    Region& found = *(end - 1);
     const uint64_t at = address - found.address;
     if (at >= found.bytes || found.bytes - at < width) return nullptr;
-    last_found = low - 1;
+    last_found = size_t(end - 1 - regions.begin());
     return &found;
   }
 
