@@ -31,10 +31,9 @@ class PtxCalls:
 
     What is derived from it has ``step``, ``forward(need_weights, *inputs)`` and ``backward(weights,
     grad_context, grad_weights, needs, *inputs)``, where inputs are queries, keys, values, w_v and
-    lengths, with a seed and a probability if something is dropped, and ``needs`` has a bit for each
-    gradient. Where there is a mask or an activation, ``mask=``, ``activation=`` and
-    ``negative_slope=`` are given too, and forward is told by ``narrow=`` whether weights are to
-    come in the dtype of the inputs, and by ``counted=`` whether to count what lengths leave.
+    lengths, with a seed and a probability if something is dropped. Named are ``mask``,
+    ``activation``, ``negative_slope``, and in forward ``narrow`` (weights come in the dtype of the
+    inputs) and ``counted``. ``needs`` has a bit for each gradient.
 
     Args:
         arch: as the backend names it.

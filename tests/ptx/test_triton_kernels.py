@@ -41,15 +41,6 @@ def test_rectifiers_are_right(queries):
     assert max(shares.values()) <= 1
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("case", ["lens per query", "keys of many features"])
-def test_half_types_take_products_of_warpgroups(case):
-    seen = []
-    machine = TritonPtx("90", change=lambda text: seen.append("wgmma.mma_async" in text) or text)
-    assert measured(machine, case, "bf16") <= 1
-    assert any(seen)
-
-
 def edited(text, instruction, number, new):
     """PTX with ``new`` in the place of an instruction of a number, where it has as many.
 

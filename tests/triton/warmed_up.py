@@ -47,7 +47,7 @@ class Kernel:
     @property
     def stack(self):
         """Bytes of registers in memory, those that no loop stores or loads among them."""
-        if "amdgcn" in self.made.asm:
+        if "amdgcn" in self.made.asm or not re.search(r"\b(?:STL|LDL)\b", self.sass):
             return 0
         return int(re.search(r"STACK:(\d+)", self._said("cuobjdump", "-res-usage"))[1])
 

@@ -260,22 +260,10 @@ void each_thread(Block& block, F f) {
 
 // Lets the threads of a block past a barrier if all are there.
 inline bool release_block(Block& block) {
-  uint32_t waiting = 0, ended = 0;
-  each_thread(block, [&](Warp&, Thread& thread, int) {
-    ended += thread.waits_for == Wait::forever;
-    waiting += thread.waits_for == Wait::barrier;
-  });
-  const Launch& launch = *block.launch;
-  if (waiting == 0) return false;
-  if (ended > 0) {
-    each_thread(block, [&](Warp& w, Thread& thread, int) {
-      if (thread.waits_for != Wait::barrier) return;
-      w.launch->pc = thread.pc - 1;
-      throw Fault(thread.id, "a barrier that not all threads of the block reach: " +
-                                 std::to_string(ended) + " have ended");
-    });
-  }
-  if (waiting < launch.block_threads) return false;
+  bool all = true;
+  each_thread(block,
+              [&](Warp&, Thread& thread, int) { all = all && thread.waits_for == Wait::barrier; });
+  if (!all) return false;
   each_thread(block, [&](Warp&, Thread& thread, int) {
     block.known.add(thread.known);
     block.fenced.add(thread.fenced);
