@@ -8,16 +8,9 @@ import numpy as np
 from machine.launch import Buffer, Machine
 
 HEAD = ".version 8.0\n.target sm_90a\n.address_size 64\n"
-TYPES = {
-    np.dtype(np.float32): "f32",
-    np.dtype(np.float64): "f64",
-    np.dtype(np.uint16): "u16",
-    np.dtype(np.int32): "s32",
-    np.dtype(np.uint32): "u32",
-    np.dtype(np.int64): "s64",
-    np.dtype(np.uint64): "u64",
-    np.dtype(np.float16): "b16",
-}
+KINDS = {"f4": "f32", "f8": "f64", "u2": "u16", "f2": "b16"}
+KINDS |= {"i4": "s32", "u4": "u32", "i8": "s64", "u8": "u64"}
+TYPES = {np.dtype(name): kind for name, kind in KINDS.items()}
 REGISTERS = (
     ".reg .pred %p<9>;\n.reg .b16 %h<9>;\n.reg .b32 %r<60>;\n.reg .f32 %f<9>;\n"
     ".reg .b64 %rd<30>;\n.reg .f64 %fd<9>;\n"

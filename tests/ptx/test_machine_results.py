@@ -55,10 +55,6 @@ ODD: bra TOGETHER;
 END:"""
 
 
-def u32(x):
-    return np.uint32(x)
-
-
 # Statements, dtype of the result, the inputs, and what the result is.
 with np.errstate(all="ignore"):
     EXACT = [
@@ -95,23 +91,15 @@ with np.errstate(all="ignore"):
         ("cvt.s32.s8 %d, %a;", "i4", (WHOLE,), WHOLE.astype("i1")),
         # Integers.
         ("mul.wide.s32 %d, %a, %b;", "i8", (S, T), S.astype("i8") * T),
-        ("mad.wide.u32 %d, %a, %b, 7;", "u8", (U, V), U.astype("u8") * V + np.uint64(7)),
         ("div.s32 %d, %a, %b;", "i4", (S, T), np.trunc(S / T)),
         ("rem.s32 %d, %a, %b;", "i4", (S, T), np.fmod(S, T)),
         ("shl.b32 %d, %a, 32;", "u4", (U,), 0 * U),
         ("shr.s32 %d, %a, 40;", "i4", (S,), S >> 31),
         ("popc.b32 %d, %a;", "u4", (U,), [x.bit_count() for x in U.tolist()]),
-        ("bfe.u32 %d, %a, 5, 9;", "u4", (U,), U >> u32(5) & u32(511)),
-        ("bfe.s32 %d, %a, 5, 9;", "i4", (S,), S << 18 >> 23),
         ("bfe.s32 %d, %a, 20, 20;", "i4", (S,), S >> 20),
-        ("bfi.b32 %d, %a, %b, 8, 4;", "u4", (U, V), V & ~u32(0xF00) | (U & u32(15)) << u32(8)),
-        ("prmt.b32 %d, %a, %b, 0x3276;", "u4", (U, V), V >> u32(16) | U >> u32(16) << u32(16)),
-        ("mov.b64 {%r10, %r11}, %a;\nmov.b64 %d, {%r11, %r10};", "u8", (LONG,),
-         LONG >> np.uint64(32) | LONG << np.uint64(32)),
         ("mov.b64 {_, %r10}, %a;\nmov.b32 {_, %h1}, %r10;\ncvt.u32.u16 %d, %h1;", "u4", (LONG,),
          LONG >> np.uint64(48)),
         # Lanes of a warp.
-        ("redux.sync.max.u32 %d, %a, -1;", "u4", (WARP,), np.full(32, WARP.max())),
         ("redux.sync.min.s32 %d, %a, -1;", "i4", (SIGNED,), np.full(32, SIGNED.min())),
         (MEET, "u4", (LANE,), np.full(32, 4)),
         (AWAIT, "u4", (LANE,), LANE ^ 1),
@@ -135,13 +123,6 @@ def test_results(code, out, inputs, want):
 
 @pytest.mark.parametrize(("mode", "low", "high"), [("rn", -0.5, 0.5), ("rm", -1, 0)])
 def test_fma_rounds_once(mode, low, high):
-    x = np.float32(1 + 2**-12)
-    a, b = np.full(2, x), np.array([x, -x])
-    c = np.array([-1, 1], np.float32)
-    exact = 2.0**-11 + 2.0**-24
-    np.testing.assert_array_equal(
-        applied(f"fma.{mode}.f32 %d, %a, %b, %c;", "f4", a, b, c), [exact, -exact]
-    )
     got = applied(f"fma.{mode}.f32 %d, %a, %b, %c;", "f4", X, Y, Z).astype(np.longdouble)
     true = X.astype(np.longdouble) * Y + Z
     ulp = np.spacing(np.abs(got).astype(np.float32))

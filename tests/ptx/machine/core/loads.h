@@ -44,9 +44,9 @@ inline void load_param(Warp& w, const Instr& i, Mask mask) {
 // A fence of all of the GPU: what came before it can be released.
 inline void fence(Warp& w, int lane) {
   Thread& me = w.lanes[lane];
-  me.fenced.time_of_thread[me.id] = w.launch->time + 1;
-  me.fenced.bars_of_block[w.block->index] = me.bars;
-  me.fenced.waits_of_cluster[w.block->cluster] = me.waits;
+  me.fenced.until(By::thread, me.id) = w.launch->time + 1;
+  me.fenced.until(By::block, w.block->index) = me.bars;
+  me.fenced.until(By::cluster, w.block->cluster) = me.waits;
   me.known.add(me.seen);
   me.seen.clear();
   me.fenced.add(me.known);

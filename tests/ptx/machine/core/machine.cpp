@@ -81,12 +81,8 @@ struct Cluster {
     b.visited = Access();
     b.shared.assign(launch.shared_bytes, 0xff);
     b.shared_known.assign(launch.shared_bytes, 0);
-    b.region = Region();
-    b.region.name = "shared memory";
-    b.region.space = Space::shared;
-    b.region.bytes = launch.shared_bytes;
-    b.region.data = b.shared.data();
-    b.region.known = b.shared_known.data();
+    b.region = {"shared memory",     Space::shared,   0,
+                launch.shared_bytes, b.shared.data(), b.shared_known.data()};
     for (size_t k = 0; k < b.warps.size(); ++k) {
       Warp& w = b.warps[k];
       const size_t at = rank * b.warps.size() + k;

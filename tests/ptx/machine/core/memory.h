@@ -93,15 +93,9 @@ struct Launch : Arguments {
   std::unordered_map<uint64_t, Known> released;  // by the address of an atomic operation
 
   Launch(const Program& of, const Arguments& arguments) : Arguments(arguments), program(&of) {
-    for (uint64_t k = 0; k < buffers_count; ++k) {
-      regions.emplace_back();
-      Region& region = regions.back();
-      region.name = buffers[k].name;
-      region.address = buffers[k].address;
-      region.bytes = buffers[k].bytes;
-      region.data = reinterpret_cast<uint8_t*>(buffers[k].address);
-      region.known = buffers[k].known;
-    }
+    for (const Buffer* b = buffers; b != buffers + buffers_count; ++b)
+      regions.push_back({b->name, Space::global, b->address, b->bytes,
+                         reinterpret_cast<uint8_t*>(b->address), b->known});
   }
 
   Region* find(uint64_t address, uint64_t width) {
@@ -175,9 +169,8 @@ inline Place place_of(Warp& w, int lane, Space space, uint64_t address, uint64_t
 
 inline bool knows(const Known& known, const Access& a, const Launch& launch) {
   const uint32_t block = a.thread / launch.block_threads;
-  return Known::has(known.time_of_thread, a.thread, a.time) ||
-         Known::has(known.bars_of_block, block, a.bars) ||
-         Known::has(known.waits_of_cluster, block / launch.cluster_size, a.arrives);
+  return known.has(By::thread, a.thread, a.time) || known.has(By::block, block, a.bars) ||
+         known.has(By::cluster, block / launch.cluster_size, a.arrives);
 }
 
 // Whether something orders an earlier access before what a thread does now.

@@ -14,29 +14,20 @@ struct Launch;
 
 // What fences have made visible: everything that a thread did up to a time, a block before its
 // barrier of a number, and a cluster before its wait of a number.
-struct Known {
-  std::unordered_map<uint32_t, uint32_t> time_of_thread, bars_of_block, waits_of_cluster;
+enum class By : uint8_t { thread, block, cluster };
+class Known {
+  std::unordered_map<uint64_t, uint32_t> all_;
 
+ public:
+  uint32_t& until(By by, uint32_t of) { return all_[uint64_t(by) << 32 | of]; }
+  bool has(By by, uint32_t of, uint32_t now) const {
+    const auto found = all_.find(uint64_t(by) << 32 | of);
+    return found != all_.end() && now < found->second;
+  }
   void add(const Known& others) {
-    join(time_of_thread, others.time_of_thread);
-    join(bars_of_block, others.bars_of_block);
-    join(waits_of_cluster, others.waits_of_cluster);
+    for (const auto& [of, until] : others.all_) all_[of] = std::max(all_[of], until);
   }
-  // Whether something at `now` of `of` is known.
-  static bool has(const std::unordered_map<uint32_t, uint32_t>& all, uint32_t of, uint32_t now) {
-    const auto found = all.find(of);
-    return found != all.end() && now < found->second;
-  }
-  void clear() { *this = Known(); }
-
- private:
-  static void join(std::unordered_map<uint32_t, uint32_t>& mine,
-                   const std::unordered_map<uint32_t, uint32_t>& theirs) {
-    for (const auto& [of, until] : theirs) {
-      uint32_t& here = mine[of];
-      here = here > until ? here : until;
-    }
-  }
+  void clear() { all_.clear(); }
 };
 
 // A copy from global to shared memory that is under way.
