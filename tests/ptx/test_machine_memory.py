@@ -18,8 +18,6 @@ pytestmark = needs_compiler
 RANDOM = np.random.default_rng(2)
 ORDERS = Order.GIVEN, Order.BACKWARDS, Order.RANDOM
 
-# ---- memory --------------------------------------------------------------------------------------
-
 FOUR = "mad.wide.u32 %rd10, %r2, 4, %rd0;\n"
 SHARED = ".shared .align 16 .b8 buf[1024];"
 OWN = "mov.u32 %r10, buf;\nshl.b32 %r11, %r0, 2;\nadd.s32 %r12, %r10, %r11;\n"
@@ -66,8 +64,6 @@ def test_a_workspace_has_to_be_written_before_it_is_read():
     with pytest.raises(PtxError, match=r"workspace.*where nothing was written"):
         run(kernel(code), [Buffer("workspace", data(32), np.zeros(128, np.uint8))])
 
-
-# ---- races ---------------------------------------------------------------------------------------
 
 BOTH = "barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n"
 WRITE = OWN + "st.shared.u32 [%r12], 0;\nbar.sync 0;\nst.shared.u32 [%r12], %r0;\n"

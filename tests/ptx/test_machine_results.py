@@ -26,7 +26,6 @@ U, V = S.view(np.uint32), T.view(np.uint32)
 LONG = RANDOM.integers(0, 2**63, 64).astype(np.uint64)
 FEW = RANDOM.integers(0, 5, (2, 64)) - 2
 LANE = np.arange(32, dtype=np.uint32)
-WARP, SIGNED = U[:32], S[:32]
 
 LIMITS = np.array([1.5, 2.5, -1.5, 3e9, -3e9, np.nan, np.inf], np.float32)
 TOP, LOW = 2**31 - 1, -(2**31)
@@ -100,7 +99,6 @@ with np.errstate(all="ignore"):
         ("mov.b64 {_, %r10}, %a;\nmov.b32 {_, %h1}, %r10;\ncvt.u32.u16 %d, %h1;", "u4", (LONG,),
          LONG >> np.uint64(48)),
         # Lanes of a warp.
-        ("redux.sync.min.s32 %d, %a, -1;", "i4", (SIGNED,), np.full(32, SIGNED.min())),
         (MEET, "u4", (LANE,), np.full(32, 4)),
         (AWAIT, "u4", (LANE,), LANE ^ 1),
     ]  # fmt: skip

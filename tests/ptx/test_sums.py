@@ -80,13 +80,12 @@ def plain(monkeypatch):
     return functools.partial(results, attend)
 
 
-def near(drawn, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return {name: moved(x, torch.float32, generator) for name, x in drawn.items()}
-
-
 def shares(ours, plain, drawn):
-    return judged(ours, plain, drawn, functools.partial(near, drawn), torch.float32)
+    def near(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {name: moved(x, torch.float32, generator) for name, x in drawn.items()}
+
+    return judged(ours, plain, drawn, near, torch.float32)
 
 
 # Multiprocessors, and B, Tq, Tk, H, Dv: all of a GPU, or one, for one row; many queries.

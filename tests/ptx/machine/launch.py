@@ -143,12 +143,7 @@ class Machine:
         program, entry = self._load(name), self.module.entry(name)
         if len(params) != entry.params:
             raise PtxError(f"{name} takes {entry.params} bytes of parameters, got {len(params)}")
-        across, down, deep = (*np.atleast_1d(grid).tolist(), 1, 1)[:3]
-        if deep != 1:
-            raise PtxError(f"grid must have at most two directions, got {grid}")
-        blocks = across * down
-        if blocks % cluster:
-            raise PtxError(f"{blocks} blocks are no whole clusters of {cluster}")
+        across, down = (*np.atleast_1d(grid).tolist(), 1)[:2]
         held = sorted((b for b in buffers if b.data.size), key=lambda b: b.address)
         arguments = _Arguments(
             grid=(across, down),
@@ -159,7 +154,7 @@ class Machine:
             params=params,
             buffers_count=len(held),
             buffers=(_Buffer * len(held))(*(b.fields() for b in held)),
-            clusters=blocks // cluster,
+            clusters=across * down // cluster,
             order=order,
             seed=seed,
             lanes_clash=lanes_clash,

@@ -64,7 +64,6 @@ class Module:
     """
 
     def __init__(self, text: str):
-        self.text = text
         self._lines = text.splitlines()
         self._files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE))
         self._at: dict[str, int] = {}
@@ -82,13 +81,7 @@ class Module:
         return list(self._at)
 
     def entry(self, name: str) -> Entry:
-        """An entry by its name.
-
-        Raises:
-            PtxError: the module has none of that name, or it is not understood.
-        """
-        if name not in self._at:
-            raise PtxError(f"no entry {name}")
+        """An entry by its name; PtxError if it is not understood."""
         if name not in self._read:
             at = self._at[name]
             end = min((x for x in self._at.values() if x > at), default=len(self._lines))

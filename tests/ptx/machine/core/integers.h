@@ -236,9 +236,7 @@ inline void add_integer_opcodes() {
   };
   all["rem"] = [](Form& f, Instr& i) { integer_binary<Rem>(f.last(), i); };
   all["bfi"] = [](Form& f, Instr& i) {
-    const bool wide = f.last() == "b64";
-    i.run = wide ? map<uint64_t, Bfi, uint64_t, uint64_t, uint32_t, uint32_t>
-                 : map<uint32_t, Bfi, uint32_t, uint32_t, uint32_t, uint32_t>;
+    if (f.last() == "b32") i.run = map<uint32_t, Bfi, uint32_t, uint32_t, uint32_t, uint32_t>;
   };
   all["bfe"] = [](Form& f, Instr& i) {
     with_integer(f.last(), [&](auto t) {

@@ -125,12 +125,6 @@ struct Place {
   uint8_t* data() const { return region->data + at; }
 };
 
-inline std::string number(uint64_t x) {
-  char text[24];
-  std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(x));
-  return text;
-}
-
 // An access to the shared memory of another block: it has to have begun, and, which is looked at
 // when all have ended, to be there still.
 inline void visit(Warp& w, int lane, Block& owner) {
@@ -146,7 +140,7 @@ inline Place place_of(Warp& w, int lane, Space space, uint64_t address, uint64_t
   const Thread& thread = w.lanes[lane];
   const auto wrong = [&](const std::string& what) {
     throw Fault(thread.id,
-                what + " at " + number(address) + ", " + std::to_string(width) + " bytes");
+                what + " of " + std::to_string(width) + " bytes at " + std::to_string(address));
   };
   if (address % width != 0) wrong("misaligned access");
   if (space == Space::generic && address >= kWindow && address < 2 * kWindow)
@@ -198,18 +192,14 @@ inline void note_race(Warp& w, int lane, const Access& before, const char* kinds
                       who(before.thread) + " and " + who(w.lanes[lane].id);
 }
 
-inline Access access_of(const Warp& w, int lane, bool atomic) {
-  const Thread& me = w.lanes[lane];
-  return {me.id, w.launch->pc, me.bars, me.arrives, w.launch->time, atomic};
-}
-
 // Checks a read or write of whole cells against those before it, and remembers it. Threads that
 // store the same `bytes` with the same instruction do not race: a layout of Triton's that holds a
 // number more than once has each of its threads store it.
 inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool writes, bool atomic,
                  const uint8_t* bytes = nullptr) {
   const uint64_t granule = uint64_t(w.launch->program->granule);
-  const Access now = access_of(w, lane, atomic);
+  const Thread& me = w.lanes[lane];
+  const Access now = {me.id, w.launch->pc, me.bars, me.arrives, w.launch->time, atomic};
   for (uint64_t cell = place.at / granule; cell * granule < place.at + width; ++cell) {
     Cell& c = place.region->shadow.at(cell);
     const uint64_t at = cell * granule;
