@@ -3,6 +3,7 @@
 import pytest
 import torch
 from contract import operands
+from opchecked import opcheck
 
 import bahdanau_fast as bf
 from bahdanau_fast._C_cpu import most_table_elements_in_fp64
@@ -58,76 +59,102 @@ def arguments(dtype, case, grad=True):
 def test_opcheck_exp_keys(dtype):
     for size in ({}, {"H": 64}, {"Tk": 0}, {"B": 0}, {"Tk": 999, "H": 133}):
         keys = operands(dtype, grad=False, **size)[0][1]
-        torch.library.opcheck(ops.exp_keys.default, (keys,))
-        torch.library.opcheck(ops.exp_keys.default, (keys.transpose(0, 1),))
+        opcheck(ops.exp_keys.default, (keys,), traced=not size)
+        opcheck(ops.exp_keys.default, (keys.transpose(0, 1),), traced=not size)
 
 
-OPCHECKED = [(case, torch.float32) for case in VARIED]
-OPCHECKED += [(case, dtype) for case in ("all of it", "features") for dtype in DTYPES[1:3]]
-GENERAL = [each for each in OPCHECKED if VARIED[each[0]].keys() & {"C", "activation"}]
+def case_of(case, dtype, traced, *marks):
+    """A case of VARIED or WHOLE, in a dtype, with tracing or without."""
+    name = f"{case}-{dtype}" + "-traced" * traced
+    return pytest.param(case, dtype, traced, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("case", "dtype"), OPCHECKED, ids=str)
-def test_opcheck_attend(case, dtype):
-    torch.library.opcheck(ops.attend.default, *arguments(dtype, VARIED[case]))
+# Traced are those that differ from each other in more than sizes, each option in its first variant;
+# every variant in these.
+EVERY = ("plain", "features")
+SIZED = [case for case in VARIED if VARIED[case].keys() & {"B", "Tq", "Tk", "H"}]
+OPCHECKED = [case_of(case, torch.float32, case not in SIZED) for case in VARIED]
+OPCHECKED += [
+    case_of(case, dtype, dtype != torch.float64)
+    for case in ("all of it", "features")
+    for dtype in DTYPES[1:3]
+]
+OPCHECKED += [case_of(case, torch.float32, True, pytest.mark.deep) for case in SIZED]
+GENERAL = [case for case in VARIED if VARIED[case].keys() & {"C", "activation"}]
+
+
+def of(*cases):
+    """Those of OPCHECKED."""
+    return [each for each in OPCHECKED if each.values[0] in cases]
+
+
+@pytest.mark.parametrize(("case", "dtype", "traced"), OPCHECKED)
+def test_opcheck_attend(case, dtype, traced):
+    opcheck(ops.attend.default, *arguments(dtype, VARIED[case]), traced=traced)
     tensors, options = arguments(dtype, VARIED[case], grad=False)
-    torch.library.opcheck(ops.attend.default, tensors, {**options, "need_weights": False})
+    options["need_weights"] = False
+    opcheck(ops.attend.default, tensors, options, traced=traced and case in EVERY)
 
 
-@pytest.mark.parametrize(("case", "dtype"), OPCHECKED, ids=str)
-def test_opcheck_attend_backward(case, dtype):
+@pytest.mark.parametrize(("case", "dtype", "traced"), OPCHECKED)
+def test_opcheck_attend_backward(case, dtype, traced):
     tensors, options = arguments(dtype, VARIED[case], grad=False)
     context, weights = ops.attend(*tensors, **options)
     grads = torch.randn_like(context), torch.randn_like(weights)
     variants = [(*grads, 15), (None, grads[1], 10)]
     if case == "plain":
         variants += [(grads[0], None, 15), (*grads, 1), (*grads, 4), (*grads, 0)]
-    if (case, dtype) in GENERAL:
+    if case in GENERAL:
         variants = [(*grads, 63), (*grads, 16), (*grads, 41)]
     for variant in variants:
-        torch.library.opcheck(ops.attend_backward.default, (weights, *variant, *tensors), options)
-        if (case, dtype) not in GENERAL and case != "plain":
-            continue
-        *given, needs = variant
-        added = torch.ones_like(tensors[1])
-        args = (weights, *given, needs & ~2, added, *tensors)
-        torch.library.opcheck(ops.attend_backward.onto, args, options)
-        ops.attend_backward.onto(*args, **options)
-        of_keys = ops.attend_backward(weights, *given, 2, *tensors, **options)[1]
-        torch.testing.assert_close(added, 1 + of_keys)
+        args = (weights, *variant, *tensors)
+        opcheck(ops.attend_backward.default, args, options, traced=traced)
+        if case in GENERAL or case == "plain":
+            _opcheck_onto(weights, variant, tensors, options, traced)
+        traced &= case in EVERY
 
 
-@pytest.mark.parametrize(("case", "dtype"), [*GENERAL, ("plain", torch.float32)], ids=str)
-def test_opcheck_scores(case, dtype):
+def _opcheck_onto(weights, variant, tensors, options, traced):
+    *given, needs = variant
+    added = torch.ones_like(tensors[1])
+    args = (weights, *given, needs & ~2, added, *tensors)
+    opcheck(ops.attend_backward.onto, args, options, traced=traced)
+    ops.attend_backward.onto(*args, **options)
+    of_keys = ops.attend_backward(weights, *given, 2, *tensors, **options)[1]
+    torch.testing.assert_close(added, 1 + of_keys)
+
+
+@pytest.mark.parametrize(("case", "dtype", "traced"), of(*GENERAL, "plain"))
+def test_opcheck_scores(case, dtype, traced):
     sizes = {n: x for n, x in VARIED[case].items() if n not in ("lens", "mask", "p")}
     (queries, keys, _, w_v), inside = operands(dtype, **sizes)
     scored = queries, keys, w_v
-    torch.library.opcheck(ops.attend_scores.default, scored, inside)
+    opcheck(ops.attend_scores.default, scored, inside, traced=traced)
     with torch.no_grad():
         grad = torch.randn_like(ops.attend_scores(*scored, **inside))
         for needs in (59, 16, 41):
             args = (grad, needs, *scored)
-            torch.library.opcheck(ops.attend_scores_backward.default, args, inside)
+            opcheck(ops.attend_scores_backward.default, args, inside, traced=traced)
+            traced &= case in EVERY
 
 
-TANH_ALONE = [each for each in OPCHECKED if each not in GENERAL]
-
-
-@pytest.mark.parametrize(("case", "dtype"), TANH_ALONE, ids=str)
-def test_opcheck_the_backward_in_two_parts(case, dtype):
+@pytest.mark.parametrize(("case", "dtype", "traced"), of(*(VARIED.keys() - GENERAL)))
+def test_opcheck_the_backward_in_two_parts(case, dtype, traced):
     tensors, options = arguments(dtype, VARIED[case], grad=False)
     context, weights = ops.attend(*tensors, **options)
     grads = torch.randn_like(context), torch.randn_like(weights)
     for needed in (True, False):
         args = (weights, *grads, needed, *tensors)
-        torch.library.opcheck(ops.attend_backward_queries.default, args, options)
+        first = traced and (needed or case in EVERY)
+        opcheck(ops.attend_backward_queries.default, args, options, traced=first)
     args = (weights, *grads, False, *tensors)
     _, grad_scores, dropped = ops.attend_backward_queries(*args, **options)
     seen = dropped if dropped.numel() else weights
     rest = {name: x for name, x in options.items() if name not in ("seed", "dropout_p")}
     for grad_context, needs in ((grads[0], 14), (None, 14), (grads[0], 4)):
         args = (seen, grad_context, grad_scores, needs, *tensors)
-        torch.library.opcheck(ops.attend_backward_keys.default, args, rest)
+        opcheck(ops.attend_backward_keys.default, args, rest, traced=traced)
+        traced &= case in EVERY
 
 
 @pytest.mark.parametrize("features", [False, True])
@@ -166,12 +193,13 @@ WHOLE = {
 }
 
 
-WHOLES = [(case, torch.float32) for case in WHOLE]
-WHOLES += [("lens and bias", dtype) for dtype in DTYPES[1:]]
+WHOLES = [case_of(case, torch.float32, case != "no keys") for case in WHOLE]
+WHOLES += [case_of("lens and bias", dtype, dtype == torch.bfloat16) for dtype in DTYPES[1:]]
+WHOLES += [case_of("no keys", torch.float32, True, pytest.mark.deep)]
 
 
-@pytest.mark.parametrize(("case", "dtype"), WHOLES, ids=str)
-def test_opcheck_the_whole(case, dtype):
+@pytest.mark.parametrize(("case", "dtype", "traced"), WHOLES)
+def test_opcheck_the_whole(case, dtype, traced):
     lens, p, bias, Tk = (WHOLE[case].get(n) for n in ("lens", "p", "bias", "Tk"))
     q, k, v, w_q, w_k, w_v, b = (x.detach().to(dtype).requires_grad_() for x in leaves())
     if Tk == 0:
@@ -179,13 +207,14 @@ def test_opcheck_the_whole(case, dtype):
     tensors = (q, k, v, w_q, w_k, w_v, b if bias else None)
     options = {"valid_lens": lens, "seed": SEED if p else None, "dropout_p": p or 0.0}
     options["mask"] = WHOLE[case].get("mask")
-    torch.library.opcheck(ops.additive_attention.default, tensors, options)
+    opcheck(ops.additive_attention.default, tensors, options, traced=traced)
     tensors = tuple(None if x is None else x.detach() for x in tensors)
     context, *saved = ops.additive_attention(*tensors, **options)
     grads = torch.randn_like(context), torch.randn_like(saved[0])
     for some in (grads, (None, grads[1]), (grads[0], None)):
         args = (*saved, *some, *tensors)
-        torch.library.opcheck(ops.additive_attention_backward.default, args, options)
+        opcheck(ops.additive_attention_backward.default, args, options, traced=traced)
+        traced &= case in EVERY
 
 
 def leaves(**sizes):
