@@ -4,7 +4,7 @@ import math
 import sys
 
 import pytest
-from fresh import python
+from fresh import forked, python
 
 MEASURE = """
 import gc, torch, bahdanau_fast as bf
@@ -111,5 +111,5 @@ for grad in (False, True):
 @linux
 def test_a_decoder_loop_does_not_grow():
     # A leaked context or weight a step would be 4000 * (2 to 200) KB; the heap moves by 2 MB.
-    for grown in map(int, python("-c", GROWTH).stdout.split()):
+    for grown in map(int, forked("-c", GROWTH).stdout.split()):
         assert grown < 4000, f"{grown} KB more after 4000 steps"

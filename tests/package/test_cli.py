@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from fresh import ROOT, python
+from fresh import ROOT, forked, python
 
 import bahdanau_fast
 from bahdanau_fast import backends, cli
@@ -47,7 +47,7 @@ importlib.import_module = broken
 from bahdanau_fast.cli import main
 sys.exit(main(["info"]))
 """
-    result = python("-W", "ignore", "-c", code, path=ROOT)
+    result = forked("-c", code, path=ROOT)
     assert said in result.stdout
     assert "auto takes 'reference'" in result.stdout
 

@@ -15,7 +15,7 @@ from sysconfig import get_path
 
 import pytest
 import torch
-from fresh import ROOT, build_package, copy_package, copy_tree, empty_compiler, python
+from fresh import ROOT, build_package, copy_package, copy_tree, empty_compiler, forked, python
 
 import bahdanau_fast as bf
 
@@ -29,7 +29,7 @@ def tree(tmp_path):
 
 def build(tree, *command, **variables):
     skip = {"BAHDANAU_FAST_CUDA": "0", "BAHDANAU_FAST_CPU": ""}
-    return python(*command, cwd=tree, **skip, **variables)
+    return forked("file", *command, cwd=tree, **skip, **variables)
 
 
 def test_without_a_compiler_the_build_says_so_and_goes_on(tree):
@@ -219,7 +219,7 @@ BREAKAGES = [missing, left_out, garbage, truncated, another, another_abi, old_to
 def test_the_package_works(copied, breakage):
     reason = breakage(copied)
     code = f"{WORKS}\nfrom bahdanau_fast.cli import main\nmain(['info'])"
-    done = python("-c", code, cwd=copied, path=copied)
+    done = forked("-c", code, cwd=copied, path=copied)
     warning, refusal, *info = done.stdout.strip().splitlines()
     assert re.search(reason, warning)
     assert "python -m bahdanau_fast info" in warning
@@ -287,7 +287,7 @@ for name, call in calls.items():
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_out_of_memory_inside_an_operator(threads):
-    done = python("-c", OUT_OF_MEMORY.format(threads=threads))
+    done = forked("-c", OUT_OF_MEMORY.format(threads=threads))
     lines = [line.split(" | ", 2) for line in done.stdout.splitlines()]
     assert [line[0] for line in lines] == ["table", "result", "scores", "workspace", "backward"]
     for name, kind, message in lines:
@@ -329,7 +329,7 @@ print(caught)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="alarms")
 def test_an_interrupt_anywhere_leaves_the_next_call_right():
-    assert int(python("-c", INTERRUPTED).stdout) >= 40
+    assert int(forked("-c", INTERRUPTED).stdout) >= 40
 
 
 @pytest.mark.parametrize("where", ["keys", "W_k", "context", "weights"])

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fresh import HIDE, ROOT, copy_package, copy_tree, python
+from fresh import HIDE, ROOT, copy_package, copy_tree, forked, python
 from torch.nn.parameter import is_lazy
 
 import bahdanau_fast as bf
@@ -30,7 +30,7 @@ def tree(tmp_path):
 
 
 def info(folder, site):
-    return python("-m", "bahdanau_fast", "info", cwd=folder, path=site)
+    return forked("-m", "bahdanau_fast", "info", cwd=folder, path=site)
 
 
 def test_a_source_tree_that_hides_the_installed_package_says_so(tree, tmp_path):
@@ -132,7 +132,7 @@ assert seq2seq is bf.seq2seq and not hasattr(bf, "seq2sec")
 
 
 def test_the_translator_is_imported_when_it_is_asked_for():
-    python("-c", LAZY, cwd=ROOT)
+    forked("-c", LAZY, cwd=ROOT)
 
 
 def test_the_signature_that_help_and_notebooks_show():

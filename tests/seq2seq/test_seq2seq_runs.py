@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from fresh import ROOT, python
+from fresh import ROOT, forked, python
 from threads import one_thread  # noqa: F401
 
 from bahdanau_fast import cli
@@ -146,7 +146,7 @@ run.train(progress=False)
 def test_kills_in_the_middle_of_a_write_leave_a_checkpoint_that_goes_on(whole, data, tmp_path):
     # A checkpoint is synced before it is renamed, and its folder after that.
     for last, steps in ((3, 0), (9, 3), (20, 13)):
-        killed = python("-c", KILLED, data, tmp_path, str(last), cwd=ROOT, check=False)
+        killed = forked("-c", KILLED, data, tmp_path, str(last), cwd=ROOT, check=False)
         assert killed.returncode == -signal.SIGKILL
         assert (tmp_path / f"{LAST}.tmp").exists() == (last % 2 == 1)
         assert len(checkpoints.load(tmp_path / LAST)["losses"]) == steps

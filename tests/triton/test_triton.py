@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fresh import python
+from fresh import forked
 
 import bahdanau_fast as bf
 
@@ -46,7 +46,7 @@ bf.additive_attention(x, x, x, w, w, w[:, 0])
 
 
 def test_float64_is_refused_by_name_and_served_by_the_next():
-    result = python("-c", ASK, TRITON_INTERPRET="1")
+    result = forked("-c", ASK, TRITON_INTERPRET="1")
     assert "triton     available: Triton kernels in its interpreter" in result.stdout
     assert "auto takes 'cpu' for cpu tensors" in result.stdout
     assert "served torch.float32" in result.stdout
@@ -75,7 +75,7 @@ assert "triton" not in bf.backends.available()
     ],
 )
 def test_without_triton_or_with_an_old_one(missing, reason):
-    result = python("-c", HIDE.format(missing=missing), TRITON_INTERPRET="1")
+    result = forked("-c", HIDE.format(missing=missing), TRITON_INTERPRET="1")
     assert f"not available: {reason}" in result.stdout
 
 
