@@ -30,7 +30,7 @@ DEVICE = "cpu"  # where the tested function runs, and eager beside it
 # ---- cases ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Case:
     """One call: sizes, magnitudes, layouts. Tensors come from the seed."""
 
@@ -52,6 +52,16 @@ class Case:
     scale: dict = dataclasses.field(default_factory=dict)
     layout: dict = dataclasses.field(default_factory=dict)
     seed: int = 0
+
+    def _key(self):
+        tensors = (x for x in (self.lens, self.mask) if x is not None)
+        return repr([vars(self), *((x.dtype, x.tolist()) for x in tensors)])
+
+    def __eq__(self, other):
+        return self._key() == other._key()
+
+    def __hash__(self):
+        return hash(self._key())
 
     def draw(self, dtype):
         """Inputs and output gradients, in fp64, with values that ``dtype`` holds."""
@@ -368,17 +378,25 @@ def keep_the_rule(found, what):
 
 def measure(case, dtype, function=fused, least=None):
     """The shares of what the parity rule allows that a case takes, by result."""
-    drawn = case.draw(dtype)
+    drawn, known = case.draw(dtype), _known(case, dtype, DEVICE, oracle)
     poison(case, dtype)
     return judged(
         run(function, case, drawn, dtype),
-        lambda tensors, dtype: run(eager, case, tensors, dtype),
+        lambda x, dtype: known[0] if x is drawn else run(eager, case, x, dtype),
         drawn,
         functools.partial(neighbour, case, drawn, dtype),
         dtype,
-        lambda tensors: oracle(case, tensors, dtype),
+        lambda x: known[1] if x is drawn else oracle(case, x, dtype),
         least,
     )
+
+
+@functools.lru_cache(maxsize=512)
+def _known(case, dtype, device, oracle):
+    """Eager's results on a device, and those to be met: most of the time, and alike for all ways."""
+    del device
+    drawn = case.draw(dtype)
+    return run(eager, case, drawn, dtype), oracle(case, drawn, dtype)
 
 
 def check(case, dtype, function=fused, least=None):
