@@ -38,10 +38,10 @@ def many_compilations():
     torch._dynamo.reset()
 
 
-def wrong(way, mode):
+def wrong(way, mode, every=False):
     return [
         f"{name}: {line}"
-        for name, options in variants(way, mode)
+        for name, options in variants(way, mode, every)
         for line in play(way, mode, **options)
     ]
 
@@ -49,6 +49,15 @@ def wrong(way, mode):
 @pytest.mark.parametrize(("way", "mode"), CASES)
 def test_way(way, mode):
     assert wrong(way, mode) == []
+
+
+LONG = [case for case in CASES if variants(*case.values, every=True) != variants(*case.values)]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("way", "mode"), LONG)
+def test_every_variant_of_a_way(way, mode):
+    assert wrong(way, mode, every=True) == []
 
 
 @pytest.mark.parametrize("how", BY_INDUCTOR)

@@ -211,15 +211,23 @@ MODES = {
 }
 
 
-def variants(way, mode):
+# Ways that leave what is remembered of the keys as it is.
+BESIDE_KEYS = ("graph", "values", "lengths", "bias")
+
+
+def variants(way, mode, every=False):
     """Options of ``play``, by name: for each kind of module and each layer that a way is for.
 
     In training also with the change at other times, in evaluation mode, and at the size of one
     operator. Rarer modes take two layers of a kind, and compiled code the first of all: each is
-    compiled by itself, which takes seconds.
+    compiled by itself, which takes seconds. Unless ``every``, layers are not changed in a module
+    with ReLU, which has those of the one with tanh, and modules without a memory of the keys are
+    compiled only where a way is about that.
     """
     found, compiles = [], mode in ("compiled", "inductor")
     for kind in way.kinds:
+        if way.layers and kind == "relu" and not every:
+            continue
         known = KINDS[kind].layers
         places = [x for name in way.layers for x in known.get(name, ())] if way.layers else [None]
         for place in places if mode in ("eager", "trained") else places[:2]:
@@ -234,7 +242,7 @@ def variants(way, mode):
                     found.append(plain | {"training": False})
     if compiles:
         found = found[:1]
-    if not way.layers:
+    if not way.layers and (every or not compiles or way.what not in BESIDE_KEYS):
         found.append(found[0] | {"cache_keys": False})
     return [
         (", ".join(f"{n}={x}" for n, x in each.items() if x is not None), each) for each in found
