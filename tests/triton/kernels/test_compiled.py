@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from opchecked import opcheck
 from parity import DEVICE
 
 import bahdanau_fast as bf
@@ -124,17 +125,17 @@ def test_the_operators_tell_torch_the_truth():
     context, weights = ops.attend(*tensors, **options)
     for x in tensors:
         x.requires_grad_()
-    torch.library.opcheck(ops.attend.default, tensors, options)
+    opcheck(ops.attend.default, tensors, options)
     tensors = [x.detach() for x in tensors]
-    torch.library.opcheck(ops.attend.counted, tensors, options)
+    opcheck(ops.attend.counted, tensors, options)
     for needs in (15, 2):
         given = (weights, context, weights, needs, *tensors)
-        torch.library.opcheck(ops.attend_backward.default, given, options)
+        opcheck(ops.attend_backward.default, given, options, traced=needs == 15)
     scored, inside = (q, k, w), {"activation": 1, "backend": 1}
-    torch.library.opcheck(ops.attend_scores.default, scored, inside)
+    opcheck(ops.attend_scores.default, scored, inside)
     scored = [x.detach() for x in scored]
     given = (ops.attend_scores(*scored, **inside), 11, *scored)
-    torch.library.opcheck(ops.attend_scores_backward.default, given, inside)
+    opcheck(ops.attend_scores_backward.default, given, inside)
 
 
 @pytest.mark.parametrize("given", [(), ("valid_lens", "mask")])
