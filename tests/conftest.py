@@ -9,6 +9,8 @@ import pytest
 # Workers share the cores: a thread that waits must not spin, or numeric tests take four times as
 # long. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Inductor compiles and loads a program for each instruction set that the processor has, else.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # pytest has put this folder there, and `python -m` the root. `import triton` and `import kernels`
 # must find the packages or nothing, not a folder of ours. The root is last, for `benchmarks`: an

@@ -198,9 +198,18 @@ def fresh():
     torch.compiler.reset()
 
 
+# The code of these is that of another: the graph of a state, the larger one, is enough.
+ALIKE = ("mlp", "coverage")
+COMPILED = [
+    pytest.param(kind, state, marks=[pytest.mark.deep] * (kind in ALIKE and not state))
+    for kind in KINDS
+    for state in (False, True)
+    if kind != "function"
+]
+
+
 @pytest.mark.usefixtures("fresh")
-@WITH_MEMORY
-@pytest.mark.parametrize("state", [False, True], ids=["queries", "a state"])
+@pytest.mark.parametrize(("kind", "state"), COMPILED)
 def test_compiled(kind, state):
     module, given = made(kind, "a mask per query", state, batch=(2, 3))
     given = asked(given)
