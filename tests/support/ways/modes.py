@@ -15,7 +15,6 @@ def attend(module, *inputs):
 
 # One compiled function for every module: a way costs a compilation only where it changes the code.
 compiled = torch.compile(attend, backend="aot_eager")
-inductor = torch.compile(attend)
 
 
 class Run:
@@ -181,7 +180,7 @@ def _train_compiled(run, code, when):
 
 
 def by_inductor(run):
-    by_compiled(run, inductor)
+    by_compiled(run, torch.compile(attend))
 
 
 def inference(run):
