@@ -1,4 +1,4 @@
-"""Writes docs/performance.md and the tables of README and docs/gpu.md from the figures of runs.
+"""Writes the tables of README, docs/performance.md and docs/gpu.md from the figures of runs.
 
 ``python -m benchmarks.page`` reads every file in ``benchmarks/results``; no figure is typed by
 hand.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .contestants.peers import DIFFERENCES
+from .contestants.peers import PROVIDERS as LIBRARIES
 from .gpu import rows, summary
 from .tables import markdown, milliseconds, shape_text
 from .timing.worker import ROOT
@@ -40,53 +40,6 @@ PEERS = {
     ("peers", "step", "forward"): "one decoder step",
 }
 _OURS = ("ours module", "ours memory", "ours op")
-
-INTRODUCTION = """\
-# Performance
-
-Written by `make bench` from the figures in `benchmarks/results/`, to which it adds those of the
-machine at hand.
-
-## How a row is timed
-
-A call is checked, then timed. The check is against the reference in fp64: ours has to keep the
-parity rule of the contract, others may differ by a thousandth of the largest value. All providers
-of a row are timed in turns, in a new order each round, and ratios are taken within a round, so a
-disturbance of the machine affects all of them. Figures are medians, in brackets with their 20th and
-80th percentile, in fp32.
-
-*d2l* is the course's module in our own words. The fastest baseline of a row is named: *d2l eager*;
-*rewrite eager*, which is `(tanh(q + k) * w).sum(-1)`; or *compiled*, the rewrite under
-`torch.compile`, compiled for each shape alone. *Ours* is `AdditiveAttention`, a decoder step
-on its `memory()`, whose keys are projected already for all, or the operator behind both.
-`benchmarks/workloads/shapes.py` lists all rows, and the files have every provider of each. Tables
-have the time of ours, and how many times as long the others took."""
-
-OTHERS = """\
-## Other libraries
-
-How many times as long as ours they take, each in a process of its own on the same tensors.
-`pip install -e '.[peers]'` and `pip install --no-deps 'joeynmt>=2.3'` install them. They differ:
-"""
-
-USERS = """\
-## What a user feels
-
-Steps of models, once each beside the own module of their authors, whose results ours has to give:
-the course's decoder of (sentences, steps, keys, hidden units), encoder, output layer, loss,
-clipping and Adam included; a call of the module of (B, Tq, Tk, H); steps of Tacotron 2 and of a
-captioner. By `python -m benchmarks.gpu_report --device cpu --stage user --seconds 3600`.
-"""
-
-NOT_MEASURED = """\
-## What was not measured
-
-- Half precision and fp64 on the CPU: the contract covers them, these tables are fp32.
-- Other libraries in training: only their forward passes are compared.
-- More cores than these machines have, more than one socket, and other processors.
-- Energy, and several processes at a time. [GPUs](gpu.md) have a page of their own.
-- Memory is not in these tables: `tests/cpu/test_memory_use.py` holds the peak of forward and
-  backward to 1.2 times inputs, outputs, gradients and projections."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +100,7 @@ def table(run: Run) -> list[str]:
 
 def of_machine(run: Run) -> list[str]:
     """The summary of one run."""
-    lines = [f"## {name_of(run)}", "", f"{about(run)}.", "", *table(run), ""]
+    lines = [f"### {name_of(run)}", "", f"{about(run)}.", "", *table(run), ""]
     shapes = [row for row in run["rows"] if row["table"] == "shapes"]
     said = f"In {sum(map(leads, shapes))} of {len(shapes)} rows of the list of shapes no baseline"
     lines += [f"{said} was faster than ours.", ""]
@@ -161,7 +114,7 @@ def leads(row: dict[str, Any]) -> bool:
     """Whether ours is there and no baseline is faster."""
     medians = {name: spread["median"] for name, spread in row["seconds"].items()}
     ours = medians.get(SUBJECT[row["task"]])
-    others = (t for n, t in medians.items() if not n.startswith("ours") and n not in DIFFERENCES)
+    others = (time for name, time in medians.items() if not name.startswith("ours"))
     return ours is not None and ours <= min(others, default=ours)
 
 
@@ -183,33 +136,26 @@ def _peers(runs: list[Run]) -> list[str]:
     shapes = list(dict.fromkeys(each.what for _, each in found))
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for machine, each in found:
-        for library in DIFFERENCES:
+        for library in (each.name for each in LIBRARIES):
             if library in each.others:
                 of_library = cells.setdefault((machine, library), {})
                 of_library[each.what] = f"{each.times(library):.3g}x"
     rows = [[*key, *(of.get(shape, "") for shape in shapes)] for key, of in cells.items()]
-    differ = [f"- {name}: {text}." for name, text in DIFFERENCES.items()]
-    return [OTHERS, *differ, "", *markdown(["machine", "library", *shapes], rows), ""]
+    return markdown(["machine", "library", *shapes], rows)
 
 
-def page(measured: list[Run], felt: list[list[rows.Row]]) -> str:
-    """docs/performance.md in Markdown.
+def performance(measured: list[Run], felt: list[list[rows.Row]]) -> list[str]:
+    """The tables of docs/performance.md.
 
     Args:
         measured: a run of ``bench`` of each machine.
         felt: rows of ``user`` of each machine.
     """
-    lines = [INTRODUCTION, "", *(line for run in measured for line in of_machine(run))]
-    lines += [*_peers(measured), USERS]
+    lines = [line for run in measured for line in of_machine(run)]
+    lines += ["### Other libraries, of the time of ours", "", *_peers(measured), ""]
     for of_one in felt:
-        lines += [f"{of_one[0]['where']}.", "", *summary.users(of_one), summary.hosts(of_one), ""]
-    return "\n".join([*lines, NOT_MEASURED, ""])
-
-
-def readme_block(run: Run, of_gpu: list[rows.Row]) -> str:
-    """The summary of one machine and of one GPU, as README has it between its marks."""
-    lines = [f"{name_of(run)}, {about(run)}:", "", *table(run), "", *summary.sentence(of_gpu)]
-    return "\n".join([BEGIN, *lines, END])
+        lines += [f"### {of_one[0]['where']}", "", *summary.users(of_one), *summary.hosts(of_one)]
+    return lines
 
 
 def runs(results: Path = RESULTS) -> list[Run]:
@@ -219,8 +165,8 @@ def runs(results: Path = RESULTS) -> list[Run]:
     ]
 
 
-def _between(path: Path, block: str) -> str:
-    """A page with what stands between its marks, and they themselves, replaced.
+def _between(path: Path, lines: list[str]) -> str:
+    """A page with what stands between its marks replaced.
 
     Raises:
         ValueError: it lacks a mark.
@@ -229,7 +175,7 @@ def _between(path: Path, block: str) -> str:
     _, closing, after = rest.partition(END)
     if not mark or not closing:
         raise ValueError(f"{path.name} must have {BEGIN} and {END}, got one of them or none")
-    return before + block + after
+    return before + "\n".join([BEGIN, *lines, END]) + after
 
 
 def generated(root: Path = ROOT) -> dict[Path, str]:
@@ -240,18 +186,19 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     """
     results, docs, readme = root / "benchmarks" / "results", root / "docs", root / "README.md"
     measured, gpus = runs(results), rows.measured("gpu", results)
-    of_gpus = [line for of_gpu in gpus for line in summary.block(of_gpu)]
-    return {
-        docs / "performance.md": page(measured, rows.measured("cpu", results)),
-        docs / "gpu.md": _between(docs / "gpu.md", "\n".join([BEGIN, *of_gpus, END])),
-        readme: _between(readme, readme_block(measured[0], gpus[0])),
+    first = [f"{name_of(measured[0])}, {about(measured[0])}:", "", *table(measured[0]), ""]
+    blocks = {
+        docs / "performance.md": performance(measured, rows.measured("cpu", results)),
+        docs / "gpu.md": [line for of_gpu in gpus for line in summary.block(of_gpu)],
+        readme: [*first, *summary.sentence(gpus[0])],
     }
+    return {path: _between(path, lines) for path, lines in blocks.items()}
 
 
 def main() -> None:
     """Write what is out of date."""
     for path, text in generated().items():
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
+        if path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
 

@@ -1,7 +1,7 @@
 """Additive attention of other libraries on the same tensors, each in a process of its own.
 
 The libraries are optional (extra ``peers``); a row names those that are missing. Only
-forward passes are compared. ``DIFFERENCES`` says how formula or result differ from ours.
+forward passes are compared. docs/performance.md says how formula or result differ from ours.
 """
 
 from __future__ import annotations
@@ -19,16 +19,6 @@ from torch import Tensor, nn
 from ..workloads.shapes import Inputs
 from .baselines import MASKED, Unavailable, rewrite
 from .provider import Builder, Outputs, Provider, Runnable
-
-DIFFERENCES = {
-    "Keras (torch)": "no W_q and W_k of its own, so it is given projected queries and keys; run as "
-    "Keras runs it, eagerly",
-    "Keras (JAX)": "the same layer, compiled by XLA for the CPU under jax.jit",
-    "JoeyNMT": "one query per row; masked scores are -inf, so a row with no valid key is NaN",
-    "KeOps": "has no tanh, which is written 1 - 2 / (1 + exp(2x)); gives the context alone, no "
-    "weights",
-    "ONNX Runtime": "the rewrite, exported by torch.onnx and run by the CPU provider",
-}
 
 
 def imported(name: str, package: str) -> Any:

@@ -70,14 +70,15 @@ def users(found: list[Row]) -> list[str]:
     return [*markdown(["milliseconds", *whos], cells), "", *(f"\\* {note}." for note in notes)]
 
 
-def hosts(found: list[Row]) -> str:
+def hosts(found: list[Row]) -> list[str]:
     """Microseconds until a call returns, in one sentence."""
     calls = _by_call(row for row in found if row["host"])
     whos = [who for who in HOSTS if any(who in of for of in calls.values())]
     cells = ["/".join(of[who]["host"] if who in of else "-" for who in whos)
              for of in calls.values()]  # fmt: skip
     said = "; ".join(map(" ".join, zip(_named_once(calls), cells, strict=True)))
-    return f"Until a call returns, microseconds, {'/'.join(HOSTS[who] for who in whos)}: {said}."
+    columns = "/".join(HOSTS[who] for who in whos)
+    return _wrapped(f"Until a call returns, microseconds, {columns}: {said}.")
 
 
 def checks(found: list[Row]) -> str:
@@ -120,7 +121,7 @@ def block(found: list[Row]) -> list[str]:
     other = [part for part in felt.split("; ") if part not in report.split("; ")]
     lines = [*_wrapped(f"{report}. {checks(found)}"), "", *users(found), ""]
     lines += [*_wrapped(f"Of this table: {'; '.join(other)}."), ""] if other else []
-    return [*lines, *_wrapped(hosts(found)), "", *kernels(found)]
+    return [*lines, *hosts(found), "", *kernels(found)]
 
 
 def _wrapped(text: str) -> list[str]:

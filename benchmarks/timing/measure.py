@@ -1,4 +1,4 @@
-"""Time, in turns: a round times every provider once, ratios are taken within it. Memory, too."""
+"""Time, in turns: a round times every provider once, ratios are taken within it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -123,22 +122,6 @@ class MemoryRead:
     def bytes_per_second(self, timings: Timings, name: str) -> float:
         """The best rate of the rounds; the others were disturbed."""
         return self._buffer.nbytes / min(timings.samples[name])
-
-
-def allocator_events(call: Callable[[], Any]) -> list[int]:
-    """Bytes that torch's allocator gave out (above 0) and took back during a call, in order."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        result = call()
-    del result
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-
-
-def allocated_growth(call: Callable[[], Any]) -> int:
-    """Peak of the bytes that torch's allocator has given out during a call."""
-    return max(accumulate(allocator_events(call), initial=0))
 
 
 class GpuCall:

@@ -34,7 +34,7 @@ def test_docs_and_readme_say_what_the_committed_figures_say():
     [
         ({"ours module": 2, "d2l eager": 3, "compiled": 2.5}, True),
         ({"ours module": 2, "d2l eager": 3, "compiled": 1.5}, False),
-        ({"ours module": 2, "ours op": 1, "d2l eager": 3, "KeOps": 1}, True),
+        ({"ours module": 2, "ours op": 1, "d2l eager": 3}, True),
         ({"d2l eager": 3}, False),
     ],
 )
@@ -86,7 +86,7 @@ def test_nothing_of_that_name_is_wrong_use(capsys, tmp_path):
 
 @pytest.mark.parametrize("provider", peers.PROVIDERS, ids=lambda provider: provider.name)
 def test_a_peer_gives_our_result_or_says_why_not(provider, monkeypatch):
-    assert provider.name in peers.DIFFERENCES
+    assert f"- {provider.name}: " in (page.ROOT / "docs/performance.md").read_text()
     variables = dict(provider.process)
     if variables and find_spec("keras") is not None:  # one back end to a process
         with Worker(variables) as worker:

@@ -9,11 +9,10 @@ import pickle
 
 import pytest
 import torch
-from profiled import counts, projections
+from profiled import allocated, counts, projections
 from torch import nn
 
 import bahdanau_fast as bf
-from benchmarks.timing.measure import allocator_events
 
 B, TK, DK, DQ, DV, H = 3, 53, 17, 5, 7, 64
 FORMS = {
@@ -78,7 +77,7 @@ def test_steps_add_no_gradient_of_the_size_of_the_keys(module, inputs, loop):
 
     def large(steps):
         loss = torch.cat(loop(module, [query] * steps, *source), 1).sum()
-        return sum(size >= 8 * B * TK * H for size in allocator_events(loss.backward))
+        return sum(size >= 8 * B * TK * H for size in allocated(loss.backward))
 
     assert 1 <= large(2) == large(6)
 

@@ -5,11 +5,11 @@ import torch
 from contract import scattered
 from opchecked import opcheck
 from parity import DTYPES, judged, keep_the_rule, moved
+from profiled import allocated
 from torch import nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity, reference
-from benchmarks.timing.measure import allocator_events
 
 BACKENDS = [name for name in ("cpu", "reference") if name in bf.backends.available()]
 LENS = torch.tensor([37, 0, 12])
@@ -223,7 +223,7 @@ def test_steps_add_no_gradient_of_the_size_of_the_keys():
         each = [q.double() for q in queries.repeat(2, 1, 1, 1)[:steps]]
         contexts = [module.attend(q, memory, location.double()) for q in each]
         loss = torch.cat(contexts, 1).sum()
-        return sum(size >= 8 * 2 * 50 * 64 for size in allocator_events(loss.backward))
+        return sum(size >= 8 * 2 * 50 * 64 for size in allocated(loss.backward))
 
     assert 1 <= large(2) == large(5)
 

@@ -75,7 +75,12 @@ def test_what_is_said_of_fused_models_was_measured():
 def test_what_is_said_of_a_training_step_was_measured():
     page = (ROOT / "docs/course.md").read_text()
     said = page[page.index("What a whole training step") :].partition("\n\n")[0]
-    for sizes, unit, digits, scale in (("(64,10,10,32)", "ms", 1, 1.0), ("(64,50,50,512)", "s", 2, 1e-3)):
+    for sizes, unit, digits, scale in (
+        ("(64,10,10,32)", "ms", 1, 1.0),
+        ("(64,50,50,512)", "s", 2, 1e-3),
+    ):
         of = felt(f"training step {sizes}, float32")
-        wanted = [f"{scale * of[who]:.{digits}f}" for who in ("own module", "drop-in", "AttentionGRU")]
+        wanted = [
+            f"{scale * of[who]:.{digits}f}" for who in ("own module", "drop-in", "AttentionGRU")
+        ]
         assert re.findall(rf"([\d.]+) {unit}\b", said) == wanted

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from profiled import allocated
 from threads import one_thread  # noqa: F401
 
 from bahdanau_fast.seq2seq import (
@@ -19,7 +20,6 @@ from bahdanau_fast.seq2seq import (
     translate,
 )
 from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
-from benchmarks.timing.measure import allocator_events
 
 TOKENS = 8  # <pad>, <bos>, <eos>, <unk> and four more
 
@@ -210,12 +210,12 @@ def test_no_beam_has_a_copy_of_the_memory(monkeypatch):
 
     # Every allocation, those inside the C++ op too. The memory itself is among them, once for each
     # of its few tensors.
-    memory, sizes = rows * length * hidden * 4, allocator_events(search)
+    memory, sizes = rows * length * hidden * 4, allocated(search)
     assert memory <= max(sizes) < 2 * memory
     assert sum(size >= memory for size in sizes) < 12  # not one per step either
     found = search()
     monkeypatch.setattr(model.decoder, "memory", copied(model.decoder, width))
-    assert max(allocator_events(search)) >= width * memory  # what it would be with copies
+    assert max(allocated(search)) >= width * memory  # what it would be with copies
     again = search()
     assert torch.equal(found.tokens, again.tokens)
     torch.testing.assert_close(found.scores, again.scores)

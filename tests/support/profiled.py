@@ -1,6 +1,6 @@
-"""How often a run calls operators, and projects keys."""
+"""How often a run calls operators, and projects keys; what it allocates."""
 
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
 
 def counts(function):
@@ -22,3 +22,12 @@ def projections(run, shape):
         event.name == "aten::linear" and list(shape) in event.input_shapes
         for event in record.events()
     )
+
+
+def allocated(call):
+    """Bytes that torch's allocator gave out (above 0) and took back during a call, in order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        result = call()
+    del result
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
