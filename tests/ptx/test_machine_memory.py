@@ -15,7 +15,6 @@ from small import kernel, run
 
 pytestmark = needs_compiler
 
-RANDOM = np.random.default_rng(2)
 ORDERS = Order.GIVEN, Order.BACKWARDS, Order.RANDOM
 
 FOUR = "mad.wide.u32 %rd10, %r2, 4, %rd0;\n"

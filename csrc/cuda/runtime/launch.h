@@ -12,7 +12,7 @@
 
 namespace bahdanau_fast::gpu {
 
-// Bytes of shared memory that a block can have without asking, and on every GPU from sm_80 on.
+// Bytes of shared memory that a block can have without asking, and, asked for, from sm_80 on.
 constexpr int64_t kUsualShared = 48 * 1024, kSharedLimit = 96 * 1024;
 
 // A launch of a kernel with one argument, its parameters by value. The grid is one-dimensional. The

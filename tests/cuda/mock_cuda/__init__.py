@@ -1,7 +1,7 @@
 """csrc/cuda/op and csrc/cuda/runtime on a machine without a GPU, on a mock CUDA runtime.
 
-What only it proves: which launches and other calls of the runtime an operator makes and what they
-cost the host, streams, captures and errors included.
+What only it proves: which launches and other calls of the runtime an operator makes, streams,
+captures and errors included.
 
 Calls of the operators take CPU tensors. Their launches are noted, and run as :meth:`Mock.runs` says
 (in the PTX machine, tests/ptx); else results are whatever memory held.
