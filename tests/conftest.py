@@ -1,5 +1,6 @@
 """Workers that share the suite keep out of each other's way, and end together."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -33,13 +34,18 @@ def threads():
 LONGEST = (
     "test_ways.py",
     "test_cuda_kernels.py",
+    "test_parity.py",
     "test_triton.py",
     "test_operators.py",
-    "test_budgets.py",
-    "test_sequences.py",
-    "test_cuda.py",
-    "test_accuracy.py",
+    "test_export.py",
+    "test_faults.py",
     "test_general.py",
+    "test_budgets.py",
+    "test_shapes.py",
+    "test_cuda.py",
+    "test_sequences.py",
+    "test_examples.py",
+    "test_whole_models.py",
 )
 
 
@@ -47,3 +53,12 @@ def pytest_collection_modifyitems(items):
     last = len(LONGEST)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, last))
+
+
+def pytest_collection_finish():
+    """What is loaded by now stays: collections of garbage need not look at it any more."""
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from fresh import HIDE, ROOT, python
+from fresh import HIDE, ROOT, forked
 
 import bahdanau_fast
 
@@ -32,8 +32,8 @@ torch.testing.assert_close(beside, expected @ keys)
 
 
 def test_the_card_runs_without_and_beside_the_package(tmp_path):
-    python(ROOT / "hub/write.py", tmp_path / "hub")
+    forked("file", ROOT / "hub/write.py", tmp_path / "hub")
     folders = tmp_path / "hub", Path(bahdanau_fast.__file__).parents[1]
     where = {"cwd": tmp_path, "path": tmp_path}  # else the folder kernels/ is taken for `kernels`
-    done = python("-c", PROGRAM, *folders, TRITON_INTERPRET="1", **where)
+    done = forked("-c", PROGRAM, *folders, TRITON_INTERPRET="1", **where)
     assert "a copy from the Hub has the Triton kernels only" in done.stderr

@@ -97,6 +97,7 @@ for number, name in enumerate(files):
 if cwd:
     os.chdir(cwd)
 sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+sys.modules.pop("sitecustomize", None)  # that of the system, where there is one
 try:
     import sitecustomize
 except ImportError:

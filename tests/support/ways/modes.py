@@ -220,8 +220,8 @@ def variants(way, mode, every=False):
     In training also with the change at other times, in evaluation mode, and at the size of one
     operator. Rarer modes take two layers of a kind, and compiled code the first of all: each is
     compiled by itself, which takes seconds. Unless ``every``, layers are not changed in a module
-    with ReLU, which has those of the one with tanh, and modules without a memory of the keys are
-    compiled only where a way is about that.
+    with ReLU, which has those of the one with tanh, before the first call two of a kind are, and
+    modules that remember no keys are compiled only where a way is about keys.
     """
     found, compiles = [], mode in ("compiled", "inductor")
     for kind in way.kinds:
@@ -236,7 +236,12 @@ def variants(way, mode, every=False):
                 found.append(plain | {"size": SMALL})
             if mode == "trained":
                 fused = KINDS[kind].ours is None
-                found += [plain | {"when": x} for x in way.whens[1:] if fused or x != UNFUSED]
+                early = every or place in places[:2]
+                found += [
+                    plain | {"when": when}
+                    for when in way.whens[1:]
+                    if (fused if when == UNFUSED else early)
+                ]
                 if place == "dropout":
                     found.append(plain | {"training": False})
     if compiles:
