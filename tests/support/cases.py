@@ -23,7 +23,7 @@ DTYPES = {
     "fp16": torch.float16,
 }
 
-# Odd, and with fewer units than LARGE, which every element costs the machine.
+# Odd, as LARGE, with fewer units: the PTX machine takes its time for each.
 SIZES = {**LARGE, "H": 67}
 SPLIT = CONTRACT["split keys"]
 # Rows of the contract that differ in what these kernels see, with a number of multiprocessors; how
