@@ -12,7 +12,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -227,9 +227,19 @@ def _decoder(who: str, device: torch.device, task: str, setting: Setting) -> dic
     return told
 
 
+@contextmanager
+def _tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 def _row(who: str, call: str, compute: Callable[..., dict[str, Any]], *given: Any) -> Row:
     seconds = COMPILED_SECONDS if who.endswith(COMPILED) else ROW_SECONDS[given[0].type]
-    return Row(f"{who}: {call}", seconds, partial(compute, who, *given))
+    return Row(f"{who}: {call}", seconds, partial(_tf32()(compute), who, *given))
 
 
 def _host(where: torch.device) -> list[Row]:
@@ -251,8 +261,7 @@ def _serving(where: torch.device) -> Iterator[str]:
 
 
 def user(device: str) -> list[Row]:
-    """What matters first; compiled code, which takes its time, last. This process gets TF32."""
-    torch.backends.cuda.matmul.allow_tf32 = True
+    """What matters first; compiled code, which takes its time, last."""
     where = torch.device(device)
     single = "float32 with TF32" if where.type == "cuda" else "float32"
 

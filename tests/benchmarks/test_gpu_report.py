@@ -224,6 +224,7 @@ def test_a_report_with_failing_stages_has_everything_else(planted, tmp_path, mon
 
 # The stages with small shapes, as a module of their own.
 SMALL_STAGES = """
+import gc
 from dataclasses import replace
 import benchmarks.gpu.user as of_users
 from bahdanau_fast.fuse import report
@@ -234,6 +235,7 @@ from benchmarks.timing import measure
 def small(shape):
     return replace(shape, batch=2, keys=5, hidden=8, query_size=8, key_size=8, value_size=8)
 
+gc.collect = lambda *_: 0  # before each row, with all of torch to look at
 figures.SECONDS, measure.SAMPLE_SECONDS, measure.PAUSE_SECONDS = 1e-3, 1e-4, 0.0
 of_users.SIZES, report.LEAST = of_users.TINY, 0  # fuse leaves small calls to their own code
 stages.STEP, stages.LENS, stages.ACCEPTANCE = small(stages.STEP), small(stages.LENS), ()

@@ -23,8 +23,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(figures, "SECONDS", 1e-3)
     monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def rows(part=""):
