@@ -79,7 +79,7 @@ def cases(draw, dtype, most=None, masks=False, inside=False):
 
 
 drawn = settings(
-    max_examples=110,
+    max_examples=80,
     derandomize=True,
     database=None,
     deadline=None,
