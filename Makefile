@@ -36,7 +36,7 @@ build/.installed: .venv/.made setup.py pyproject.toml $(CXX_FILES)
 demo: venv  ## train a date translator with this attention and plot what it looks at
 	$(BIN)/python -m bahdanau_fast demo
 
-test: venv  ## run the whole test suite
+test: venv  ## run the test suite; -m thorough has some minutes more, as .ci/run does
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Each command by itself: CONTRIBUTING.md. The last one lists mistakes that no test noticed.

@@ -9,9 +9,10 @@ from ways import sides
 from ways.sequences import ACTIONS, Plan, Step, draw_plan, run, shorten, told
 
 # .ci/run has 10 000, by hand: PYTHONPATH=tests/support python -m ways.sequences 50000
-SEQUENCES, PARTS = 750, 3
+SEQUENCES, PARTS = 1250, 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", range(PARTS))
 def test_sequences(part):
     ended = Counter()

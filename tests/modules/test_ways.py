@@ -19,7 +19,9 @@ BY_INDUCTOR = ("`keys.mul_(-1.5)`", "`keys.numpy()`", "`Adam`, fused", "`load_st
 
 def marks(way, mode):
     """Each way of a layer is compiled by itself: a second for each, of which four are enough."""
-    return [pytest.mark.deep] if mode == "compiled" and way.layers not in ((), EVERY) else []
+    if mode != "compiled":
+        return []
+    return [pytest.mark.thorough if way.layers in ((), EVERY) else pytest.mark.deep]
 
 
 CASES = [

@@ -30,7 +30,7 @@ from bahdanau_fast.ops.attend import attend, attend_backward
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.parity import allowed, error
 
-pytestmark = [needs_compiler, needs_nvcc]
+pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 
 FP32, BF16, FP16 = DTYPES["fp32"], DTYPES["bf16"], DTYPES["fp16"]
 STEP, BEAMS, MANY = 1, 3, 16  # queries, which decide the kernel

@@ -20,7 +20,7 @@ from bahdanau_fast import parity as rule
 from bahdanau_fast import reference
 from benchmarks.contestants import rounding
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 
 INPUTS = ("queries", "keys", "values", "w_v")
 

@@ -126,6 +126,7 @@ print("same numbers")
 """
 
 
+@pytest.mark.thorough
 def test_saved_and_compiled_ahead_of_time_for_a_fresh_process(tmp_path, monkeypatch):
     # With CI set, AOTInductor refuses any operator that has a decomposition too.
     monkeypatch.setenv("CI", "true")

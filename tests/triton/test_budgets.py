@@ -15,6 +15,8 @@ from bahdanau_fast.kernels import plans
 from bahdanau_fast.limits import GPU_FAMILIES
 from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
 
+pytestmark = pytest.mark.thorough
+
 # (B,Tq,Tk,H,Dv) of the acceptance shapes; one of odd sizes needs every mask.
 FEW = ((256, 1, 400, 512, 512), (16, 4, 50, 512, 512), (16, 512, 512, 512, 512))
 REAL = ((s.batch, s.queries, s.keys, s.hidden, s.value_size) for s in (*LIST, *STEPS_ON_MEMORY))

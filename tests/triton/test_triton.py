@@ -82,7 +82,10 @@ def test_without_triton_or_with_an_old_one(missing, reason):
 @no_gpu
 @pytest.mark.parametrize(
     ("chosen", "least"),
-    [("not deep", 50), pytest.param("deep", 140, marks=pytest.mark.deep)],
+    [
+        pytest.param("not deep", 50, marks=pytest.mark.thorough),
+        pytest.param("deep", 140, marks=pytest.mark.deep),
+    ],
 )
 def test_the_kernels_in_the_interpreter(chosen, least):
     result = subprocess.run(

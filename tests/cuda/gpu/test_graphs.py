@@ -13,6 +13,8 @@ from captured import GPU, captured, capturing
 import bahdanau_fast as bf
 from bahdanau_fast.seq2seq import Seq2SeqAttentionDecoder
 
+pytestmark = [] if torch.cuda.is_available() else pytest.mark.thorough
+
 B, DQ, DK, H, C = 2, 5, 4, 8, 3
 # Tq and Tk: one launch, keys cut in parts, beams, more queries than those of a step.
 SIZES = {"step": (1, 20), "split": (1, 2000), "beams": (3, 2000), "many queries": (40, 20)}

@@ -27,6 +27,7 @@ import bahdanau_fast as bf
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
 GPUS = torch.cuda.device_count()
+pytestmark = [] if GPUS else pytest.mark.thorough
 needs_gpu = pytest.mark.skipif(GPUS == 0, reason="there is no GPU")
 # What a pretended GPU shows is the same in each.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if GPUS else (torch.bfloat16,)
