@@ -284,7 +284,8 @@ class Worker:
 
     def test(self, tests, *more):
         """The same of pytest."""
-        options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no_shrinking", *more)
+        options = ["-q", "-n", "0", "-m", "not deep", "-p", "no:cacheprovider"]
+        options += ["-p", "no_shrinking", *more]
         asked = {"TRITON_INTERPRET": "1"} if tests[0].startswith("tests/triton/kernels") else {}
         return self.python("-m", "pytest", *options, *tests, seconds=LONGEST, **asked)
 
