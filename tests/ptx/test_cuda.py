@@ -15,7 +15,7 @@ from machine import build
 from machine.launch import Order
 from machine.parse import Module, PtxError
 
-pytestmark = [needs_compiler, needs_nvcc]
+pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 
 
 def test_every_kernel_is_right():

@@ -13,7 +13,7 @@ from machine.launch import Buffer, Order
 from machine.parse import PtxError
 from small import kernel, run
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 
 ORDERS = Order.GIVEN, Order.BACKWARDS, Order.RANDOM
 

@@ -9,7 +9,7 @@ import torch
 from built import needs_compiler
 from small import applied
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 
 RANDOM = np.random.default_rng(1)
 ODD = np.array([0.0, -0.0, 1, -1, np.inf, -np.inf, np.nan, 1e-40, -1e-40, 3e38, 1.5], np.float32)

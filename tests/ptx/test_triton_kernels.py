@@ -14,7 +14,7 @@ from machine.parse import PtxError
 from parity import Case, measure
 from tritoned import TritonPtx
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.thorough]
 
 FEW = (
     "lens per query", "decoder step", "split keys, lens inside a chunk", "mask per query",

@@ -199,6 +199,7 @@ def test_what_is_no_checkpoint_is_refused_and_runs_nothing(tmp_path, monkeypatch
         checkpoints.find(tmp_path / "gone")
 
 
+@pytest.mark.thorough
 def test_two_processes_are_one_with_the_doubled_batch(data, tmp_path, capsys):
     options = ["--data", str(data), "--validation", "0.1", "--dropout", "0", "--lr", "0.01"]
     options = ["train", *TINY, *options, "--embed-dropout", "0", "--json"]
