@@ -1,6 +1,7 @@
 """PEFT and accelerate, the packages themselves, on each of the layers."""
 
 import accelerate
+import peft
 import pytest
 import torch
 from accelerate import hooks
@@ -17,8 +18,6 @@ SIZES = pytest.mark.parametrize("size", [SMALL, REMEMBERED], ids=["small", "larg
 
 def lora(side, targets, **options):
     """The module under PEFT, with adapters that are not zero as LoRA's are at first."""
-    import peft  # which takes seconds: not where tests are only collected
-
     config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=targets, **options)
     side.module = peft.get_peft_model(side.module, config)
     with torch.no_grad():
