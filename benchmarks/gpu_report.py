@@ -2,8 +2,8 @@
 
 make has built the kernels. Each stage runs in processes of its own, and each result is a line of
 ``<gpu>-<date>.jsonl`` as soon as it is there: what fails later costs nothing that was found before.
-The stages come in the order of what is learnt from them. Nothing here imports torch: a GPU whose
-driver hangs hangs a process that is killed.
+The stages come in the order of what is learnt from them. Nothing imports torch here before all rows
+are there: a GPU whose driver hangs hangs a process that is killed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .gpu.rows import COPY, RESULTS, TIMES, of_report, right
 from .timing.worker import Worker, WorkerError
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SOURCE, MACHINE = f"{__package__}.gpu.stages", f"{__package__}.gpu.machine:machine"
 
 
@@ -34,7 +34,6 @@ STAGES = {"user": (150, 1), "smoke": (60, 5), "time": (80, 1), "build": (40, 8),
 # What make gives the build; looking at the machine; all of it.
 BUILD_SECONDS, MACHINE_SECONDS, TOTAL_SECONDS = 150.0, 40.0, 580.0
 START_SECONDS = 90.0  # imports of torch from a cold disk
-COPY = "bytes per second, copy"  # by what a row calls the roof
 TIME_IS_UP = "the time of the stage was up"
 # Of these stages every row is ours, and has to be right.
 OURS = ("smoke", "time")
@@ -149,19 +148,13 @@ def deadlines(names: Sequence[str], begin: float, seconds: float = TOTAL_SECONDS
     return [*ends[:-1], begin + seconds]
 
 
-def right(result: dict[str, Any]) -> bool:
-    """Whether a row has a result that no check calls wrong."""
-    checks = (result.get("passed", True), result.get("graph gives the same bits", True))
-    return "problem" not in result and all(checks)
-
-
 def text(result: dict[str, Any]) -> str:
     """A result in one line."""
     said = f"PROBLEM: {result['problem']}" if "problem" in result else ""
     said = said or ("" if right(result) else "WRONG ")
     if "worst" in result:
         said += f" error {result['worst']:.2f} of what is allowed"
-    for state in ("called", "graph", "cold"):
+    for state in TIMES:
         if state in result:
             said += f" {state} {1e6 * result[state]['median']:.4g} us"
     if "host us" in result:
@@ -235,10 +228,9 @@ def _report(given: argparse.Namespace, begin: float, cache: Path) -> int:
             tell = partial(record, stage)
             of_stage = Rows(f"{SOURCE}:{stage}", end, tell, given.device, cache)
             of_stage.run(STAGES[stage][1])
-    from .gpu import rows as measured
     from .gpu import summary  # imports torch
 
-    for found in filter(None, measured.of_report(rows).values()):
+    for found in filter(None, of_report(rows).values()):
         print("\n".join(["", *summary.block([*found.values()]), ""]))
     wrong = [row for row in rows if row["stage"] in OURS and not right(row)]
     wrong += [row for row in rows if row["stage"] == "user" and not row.get("passed", True)]

@@ -20,7 +20,7 @@ from .workloads.shapes import SUBJECT, Shape
 
 Run = dict[str, Any]
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = rows.RESULTS
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 # The rows that matter: (table, task, mode) -> description.

@@ -19,6 +19,7 @@ from ..contestants.provider import Provider
 from ..contestants.registry import by_name
 from ..timing.measure import GpuCall, captured, interleave
 from ..workloads.shapes import SUBJECT, Inputs, Shape, draw
+from . import rows
 
 NAN = float("nan")
 SECONDS = 0.5  # of timing a row
@@ -179,4 +180,4 @@ def roof(device: torch.device) -> dict[str, Any]:
     size = 1 << (30 if device.type == "cuda" else 20)
     x, y = torch.randn(size, device=device), torch.empty(size, device=device)
     found = interleave({"copy": GpuCall(lambda: y.copy_(x), device)}, SECONDS).packed()
-    return found | {"bytes per second, copy": 8 * size / found["copy"]["median"]}
+    return found | {rows.COPY: 8 * size / found["copy"]["median"]}

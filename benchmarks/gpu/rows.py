@@ -21,7 +21,7 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 TIMES = ("called", "graph", "cold")
 COLUMNS = ("stage", "row", *TIMES, "kernels", "host", "roof", "worst", "note")
-COPY = "bytes per second, copy"
+COPY = "bytes per second, copy"  # by what a row calls the roof
 
 Row = dict[str, str]  # the columns, and ``where``: the machine
 
@@ -90,6 +90,12 @@ def _where(machine: dict[str, Any], results: list[dict[str, Any]]) -> str:
     return "; ".join([*of_gpu, *copied, cpu, *versions, f"commit {machine['commit']}"])
 
 
+def right(result: dict[str, Any]) -> bool:
+    """Whether a row of a report has a result that no check calls wrong."""
+    checks = (result.get("passed", True), result.get("graph gives the same bits", True))
+    return "problem" not in result and all(checks)
+
+
 def digits(value: float, count: int = 4) -> str:
     """A number with so many digits that count, and no exponent."""
     return f"{float(f'{value:.{count}g}'):.12g}"
@@ -104,8 +110,7 @@ def _timed(result: dict[str, Any]) -> Row:
     row |= {name: digits(result[key], 3) for name, key in shares.items() if key in result}
     if "host us" in result:
         row["host"] = digits(result["host us"])
-    right = result.get("passed", True) and result.get("graph gives the same bits", True)
-    notes = {"no graph": "no graph" in result, "wrong": not right}
+    notes = {"no graph": "no graph" in result, "wrong": not right(result)}
     return row | {"note": ", ".join(note for note, holds in notes.items() if holds)}
 
 
