@@ -16,7 +16,7 @@ from typing import Any
 from .bench import Runner
 from .page import of_machine
 from .tables import row_table
-from .timing.machine import machine, save, slug
+from .timing.machine import machine, rows_text, slug
 from .workloads.shapes import TITLES, cases
 
 
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{wrong} rows failed parity; {run['seconds']:.0f} s")
     file = options.out / f"{slug(where)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    save(file, run)
+    file.write_text(rows_text(run), encoding="utf-8")
     print(f"wrote {file}; python -m benchmarks.page writes the page")
     return 1 if wrong else 0
 

@@ -70,12 +70,6 @@ def _commit() -> str:
     return (commit or "none") + changes
 
 
-def save(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write figures as JSON, this machine first unless they name theirs; nothing without a path."""
-    if path is not None:
-        path.write_text(rows_text({"machine": machine(), **figures}), encoding="utf-8")
-
-
 def rows_text(figures: dict[str, Any]) -> str:
     """JSON with a line for each key, and for each row of a list of rows: git shows changed rows."""
     lines = []
