@@ -109,7 +109,7 @@ def measured(kernels, name, dtype):
     """The share of the parity rule that a case of ROWS or STEPS takes at worst.
 
     Args:
-        kernels: what runs them, see Calls.
+        kernels: what runs them, see PtxCalls.
         name: of the case. Rows are run forward and backward, steps forward.
         dtype: a key of DTYPES.
     """
