@@ -30,7 +30,7 @@ class Located(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The checked arguments of a call, in three dimensions.
+    """The arguments of a call, in three dimensions.
 
     Attributes:
         queries: (B,Tq,Dq); projected, (B,Tq,H), without ``w_q``.
@@ -52,6 +52,8 @@ class Call(NamedTuple):
         need_weights: whether the weights are wanted.
         scores_only: the result are the scores.
         backend: asked for by name, or None.
+        explain: raises an error that says what is wrong with the inputs, as a call of this does:
+            where nothing has checked them but the operator, and it refused them; or None.
     """
 
     queries: Tensor
@@ -73,3 +75,4 @@ class Call(NamedTuple):
     need_weights: bool = True
     scores_only: bool = False
     backend: str | None = None
+    explain: Callable[[Call], object] | None = None

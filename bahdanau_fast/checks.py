@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: What may be applied to the sum inside a score.
@@ -29,8 +28,6 @@ INTEGER = (
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )
 LENGTHS = "be None, a tensor or a list of numbers"
-_WEIGHTS = (Parameter, Tensor)
-_INT64, _STRIDED = torch.int64, torch.strided
 
 
 def reject(error: type[Exception], name: str, requirement: str, actual: object) -> NoReturn:
@@ -89,59 +86,18 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def is_common_case(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    valid_lens: Tensor | None,
-    w_q: Tensor | None,
-    w_k: Tensor | None,
-) -> bool:
-    """True if the most frequent kind of valid call is recognised; :func:`inputs` checks the others.
+def is_usual(*tensors: Tensor, valid_lens: Any = None) -> bool:
+    """Whether these, and the lengths, are plain tensors, (B,T,D) all but those.
 
-    A small call costs little more than its checks.
-
-    Args:
-        queries: of the call; the others likewise.
-        keys: of the call.
-        values: of the call.
-        valid_lens: of the call.
-        w_q: the weight that will multiply the queries; None if unknown.
-        w_k: likewise for the keys.
+    An operator that is given them refuses what is wrong with them, and :func:`inputs` need not ask
+    before: a small call costs little more than its checks.
     """
-    if (
-        not (type(queries) is type(keys) is type(values) is Tensor)
-        or w_q is None
-        or w_k is None
-        or not (type(w_q) in _WEIGHTS and type(w_k) in _WEIGHTS)
-        or not (queries.is_cpu and keys.is_cpu and values.is_cpu and w_q.is_cpu and w_k.is_cpu)
-        or not (queries.ndim == keys.ndim == values.ndim == 3 and w_q.ndim == w_k.ndim == 2)
-    ):
+    if valid_lens is not None and type(valid_lens) is not Tensor:
         return False
-    batch, _, query_size = queries.shape
-    keys_batch, keys_len, key_size = keys.shape
-    values_batch, values_len, _ = values.shape
-    (_, of_queries), (_, of_keys) = w_q.shape, w_k.shape
-    dtype = queries.dtype
-    return (
-        batch == keys_batch == values_batch
-        and keys_len == values_len
-        and query_size == of_queries
-        and key_size == of_keys
-        and dtype is keys.dtype is values.dtype is w_q.dtype is w_k.dtype
-        and dtype in FLOATING
-        and queries.layout is keys.layout is values.layout is _STRIDED
-        and w_q.layout is w_k.layout is _STRIDED
-        and (
-            valid_lens is None
-            or (
-                type(valid_lens) is Tensor
-                and valid_lens.dtype is _INT64
-                and valid_lens.is_cpu
-                and valid_lens.shape == (batch,)
-            )
-        )
-    )
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.ndim != 3:
+            return False
+    return True
 
 
 def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
@@ -279,19 +235,17 @@ def weights(
     w_k: Tensor | None,
     w_v: Tensor,
     bias: Tensor | None,
-    common: bool = False,
 ) -> int:
-    """The weights of a function's call; returns H. ``common``: by :func:`is_common_case`."""
+    """The weights of a function's call; returns H."""
     hidden = w_v.numel() if isinstance(w_v, Tensor) else 0
     w_v_shape = (hidden,) if isinstance(w_v, Tensor) and w_v.dim() == 1 else (1, hidden)
     weight("w_v", w_v, w_v_shape, queries)
-    if w_q is None or w_k is None or not (common and w_q.shape[0] == w_k.shape[0] == hidden):
-        for name, w, of, x in (("w_q", w_q, "queries", queries), ("w_k", w_k, "keys", keys)):
-            if w is not None:
-                weight(name, w, (hidden, x.shape[-1]), queries)
-            elif x.shape[-1] != hidden:
-                need = f"have feature size {hidden} (that of w_v) where {name} is None"
-                reject(ValueError, of, need, _shape(x))
+    for name, w, of, x in (("w_q", w_q, "queries", queries), ("w_k", w_k, "keys", keys)):
+        if w is not None:
+            weight(name, w, (hidden, x.shape[-1]), queries)
+        elif x.shape[-1] != hidden:
+            need = f"have feature size {hidden} (that of w_v) where {name} is None"
+            reject(ValueError, of, need, _shape(x))
     if bias is not None:
         weight("bias", bias, (hidden,), queries)
     return hidden

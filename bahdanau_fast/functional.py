@@ -104,30 +104,38 @@ def additive_attention(
     >>> weights.tolist()
     [[[0.5, 0.5, 0.0, 0.0]]]
     """
-    shape = None
-    common = checks.is_common_case(queries, keys, values, valid_lens, w_q, w_k)
-    if not common:
+    shape, inside = None, TANH
+    plain = features is w_f is bias is None and activation == "tanh" and isinstance(w_v, Tensor)
+    usual = plain and checks.is_usual(queries, keys, values, valid_lens=valid_lens)
+    if not usual:
         given = as_rows(queries, keys, values, valid_lens, mask)
         (queries, keys, values, valid_lens), mask, shape = given
         checks.inputs(queries, keys, values, valid_lens)
+        hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias)
+        if not (features is w_f is None and activation == "tanh"):
+            features = features if shape is None else shape.flatten(features)
+            inside = Inside(features, w_f, activation, negative_slope)
+            checks.inside(*inside, keys, hidden)
     if mask is not None:
         mask = checks.as_mask(mask, queries, keys)
-    hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias, common)
-    checks.probability("dropout_p", dropout_p)
-    inside = TANH
-    if not (features is w_f is None and activation == "tanh"):
-        features = features if shape is None else shape.flatten(features)
-        inside = Inside(features, w_f, activation, negative_slope)
-        checks.inside(*inside, keys, hidden)
+    if dropout_p != 0.0:
+        checks.probability("dropout_p", dropout_p)
     call = Call(
         *(queries, keys, values, w_v, w_q, w_k, bias, valid_lens, mask, dropout_p),
         inside=inside,
         need_weights=need_weights,
         shape=shape,
         backend=backend,
+        explain=_explain if usual else None,
     )
     context, weights = run.attend(call)
     return context, weights if need_weights else None
+
+
+def _explain(call: Call) -> None:
+    checks.inputs(call.queries, call.keys, call.values, call.valid_lens)
+    assert isinstance(call.w_v, Tensor)
+    checks.weights(call.queries, call.keys, call.w_q, call.w_k, call.w_v, call.bias)
 
 
 def additive_scores(

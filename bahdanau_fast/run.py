@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,13 +11,13 @@ from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.backends import Route
 from bahdanau_fast.call import Call, Located
 from bahdanau_fast.memory import ProjectedKeys
-from bahdanau_fast.ops.attend import attend as attend_operator
-from bahdanau_fast.ops.attend import attend_counted, attend_scores
+from bahdanau_fast.ops.attention import attend_scores, attention
 from bahdanau_fast.ops.location import attend_location, convolved
-from bahdanau_fast.ops.operator import Results, Way, number_of
+from bahdanau_fast.ops.operator import NUMBERS, Results, number_of
 from bahdanau_fast.ops.projection import linear
+from bahdanau_fast.ops.saved_tensors import with_rows_together
 from bahdanau_fast.ops.sharding import register_for
-from bahdanau_fast.ops.whole import additive_attention, attend_step
+from bahdanau_fast.reference import TANH
 
 __all__ = ["attend", "project", "scores"]
 
@@ -33,9 +32,49 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a backend was asked for that cannot serve the call.
     """
+    if torch.compiler.is_compiling():
+        _explain(call)
+        return _attended(call)
+    try:
+        return _attended(call)
+    except Exception:
+        _explain(call)
+        raise
+
+
+def _explain(call: Call) -> None:
+    """An error in words about inputs that no one has checked, if they are wrong."""
+    if call.explain is not None:
+        call.explain(call)
+
+
+def _attended(call: Call) -> tuple[Tensor, Tensor]:
     route = backends.decide(call)
-    call = _in_front(route, call)
-    return _finish(call, _BY[route.operator](route, call))
+    if route.form != "one operator":
+        if not route.fused:  # plain operations compute something of most mistakes
+            _explain(call)
+        call = _in_front(route, call)
+    if not route.fused:
+        context, weights, link = _by_reference(call)
+    elif call.located is not None:
+        context, weights, link = _by_location(route, call)
+    else:
+        context, weights, link = _by_attention(route, call)
+    shape = call.shape
+    made = context if link is None else link.context
+    assert made is not None
+    if weights.dtype is not made.dtype and not route.fp32_weights:
+        weights = weights.to(made.dtype)
+    if shape is not None and weights.dim() == 3:
+        weights = shape.restore(weights)
+    if call.dropout is not None:
+        dropped = call.dropout(weights)
+        batch, keys_len, _ = call.values.shape
+        context = torch.bmm(dropped.reshape(batch, -1, keys_len), call.values)
+    elif link is not None:
+        context = link.connect(weights)
+    assert context is not None
+    return context if shape is None else shape.restore(context), weights
 
 
 def scores(call: Call, clip: float | None = None) -> Tensor:
@@ -48,10 +87,11 @@ def scores(call: Call, clip: float | None = None) -> Tensor:
     Raises:
         ValueError: as for :func:`attend`.
     """
+    _explain(call)
     route = backends.decide(call)
     call = _in_front(route, call)
     queries, keys, w_v = call.queries, call.keys, call.w_v
-    if route.operator:
+    if route.fused:
         number = number_of(route.backend, route.traced)
         found = attend_scores.overload(queries, keys, w_v, *_inside(call), number)
     else:
@@ -79,9 +119,8 @@ def _in_front(route: Route, call: Call) -> Call:
         register_for(queries)
     if form == "one operator" or (form == "step" and call.projected is not None):
         return call
-    plain = route.backend == "reference"
     if call.w_q is not None and form != "step":
-        queries = linear(queries, call.w_q, None, plain)
+        queries = linear(queries, call.w_q, None, route.backend == "reference")
     projected = _keys(route, call)
     if form == "step":
         return call._replace(keys=projected.keys, w_k=None, bias=None, projected=projected)
@@ -98,6 +137,8 @@ def _in_front(route: Route, call: Call) -> Call:
         inside = inside._replace(features=features, w_f=w_f)
     if located is not None:
         located = Located(*(_to(x, dtype) for x in located))
+        if route.backend != "cpu":  # whose kernel convolves
+            inside, located = inside._replace(features=convolved(*located)), None
     return call._replace(
         queries=_to(queries, dtype),
         keys=keys,
@@ -141,95 +182,45 @@ def _to(x: Any, dtype: torch.dtype) -> Any:
     return x if not isinstance(x, Tensor) or x.dtype is dtype else x.to(dtype)
 
 
-def _by_reference(_: Route, call: Call) -> Results:
-    inside = call.inside
-    if call.located is not None:
-        inside = inside._replace(features=convolved(*call.located))
-    queries, keys = call.queries, call.keys
-    if call.w_q is not None:
-        queries = linear(queries, call.w_q)
-    if call.w_k is not None:
-        keys = linear(keys, call.w_k, call.bias)
-    rest = (call.valid_lens, call.dropout_p, inside, call.mask)
-    return (*reference.attend(queries, keys, call.values, call.w_v, *rest), None)
+def _by_reference(call: Call) -> Results:
+    rest = (call.valid_lens, call.dropout_p, call.inside, call.mask)
+    return (*reference.attend(call.queries, call.keys, call.values, call.w_v, *rest), None)
 
 
-def _by_attend_step(route: Route, call: Call) -> Results:
-    queries, keys, values, w_v, w_q, w_k, bias, lens, mask = call[:9]
-    table = keys_max = None
-    if call.projected is not None:
-        _, table, keys_max, *_ = call.projected
-    kernel, wanted = attend_step.kernel(route.backend), call.need_weights
-    narrow = route.backend == "cpu" or not checks.softmax_in_fp32(queries.device)
-    # Not starred, as for Call in modules/additive.py.
-    context, weights = kernel(
-        queries, keys, values, w_q, w_k, bias, w_v, lens, mask, table, keys_max, wanted, narrow
-    )
-    return context, weights, None
-
-
-def _by_additive_attention(route: Route, call: Call) -> Results:
-    queries, keys, values, w_v, w_q, w_k, bias = call[:7]
-    way = Way(route.backend, route.traced, route.records)
-    inputs: Any = (queries, keys, values, w_q, w_k, w_v, bias)
-    return additive_attention.call(inputs, (call.valid_lens, call.mask), (call.dropout_p,), way)
-
-
-def _by_attend(route: Route, call: Call) -> Results:
-    """Also with a location."""
-    table = keys_max = shared = backwards = None
+def _by_attention(route: Route, call: Call) -> Results:
+    queries, keys, values, w_v, w_q, w_k, bias, lens, mask, dropout_p = call[:10]
+    table = keys_max = shared = backwards = features = w_f = None
     if call.projected is not None:
         _, table, keys_max, shared, backwards, _ = call.projected
-    inputs: tuple[Any, ...] = call[:4]
-    queries = call.queries
-    lens, mask, located = call.valid_lens, call.mask, call.located
-    features, w_f, *inside = _inside(call)
-    on_gpu = route.backend != "cpu"
-    if located is not None and on_gpu:  # no kernel convolves there
-        features, located = convolved(*located), None
-    numbers = [call.dropout_p, *inside]
-    inputs += (features, w_f) if located is None else (*located, w_f)
-    recorded = route.records and checks.needs_gradient(*inputs)
-    counted = attend_counted if on_gpu else None
-    way = Way(route.backend, route.traced, recorded, shared, backwards, counted)
-    if located is not None:
-        return attend_location.call(inputs, (lens, mask), tuple(numbers), way)
-    numbers += (call.need_weights or recorded, recorded or route.traced)
-    numbers.append(number_of(route.backend, route.traced))
-    # On the CPU backward is given weights of fp32, which are more exact.
-    numbers.append(on_gpu and not checks.softmax_in_fp32(queries.device))
-    return attend_operator.call(inputs, (lens, mask, table, keys_max), tuple(numbers), way)
+    activation, slope, records, number = 0, 0.01, route.records, NUMBERS.get(route.backend, 0)
+    if call.inside is not TANH:
+        features, w_f, activation, slope = _inside(call)
+    if route.traced:
+        number = number_of(route.backend, True)
+    elif records and route.backend == "cpu":  # as the products of plain code save them
+        if w_q is not None and not queries.is_contiguous():
+            queries = with_rows_together(queries)
+        if w_k is not None and not keys.is_contiguous():
+            keys = with_rows_together(keys)
+    inputs: Any = (queries, keys, values, w_v, w_q, w_k, bias, features, w_f)
+    recorded = records or route.traced
+    numbers = (dropout_p, activation, slope, call.need_weights or records, recorded)
+    others = (lens, mask, table, keys_max)
+    return attention.call(inputs, others, (*numbers, number, route.narrow), route, shared, backwards)
 
 
-_BY: dict[str, Callable[[Route, Call], Results]] = {
-    "": _by_reference,
-    "attend_step": _by_attend_step,
-    "additive_attention": _by_additive_attention,
-    "attend": _by_attend,
-}
+def _by_location(route: Route, call: Call) -> Results:
+    shared = backwards = None
+    if call.projected is not None:
+        *_, shared, backwards, _ = call.projected
+    _, w_f, *numbers = _inside(call)
+    assert call.located is not None
+    inputs: Any = (*call[:4], *call.located, w_f)
+    seen = call.valid_lens, call.mask
+    return attend_location.call(inputs, seen, (call.dropout_p, *numbers), route, shared, backwards)
 
 
 def _inside(call: Call) -> tuple[Tensor | None, Tensor | None, int, float]:
     """What is inside the activation, as operators take it."""
     features, w_f, activation, negative_slope = call.inside
     return features, w_f, checks.ACTIVATIONS.index(activation), float(negative_slope)
-
-
-def _finish(call: Call, results: Results) -> tuple[Tensor, Tensor]:
-    """Context and weights as the caller sees them, the gradient of the one through the other."""
-    context, weights, link = results
-    shape = call.shape
-    made = context if link is None else link.context
-    assert made is not None
-    if weights.dtype is not made.dtype and not checks.softmax_in_fp32(weights.device):
-        weights = weights.to(made.dtype)
-    if shape is not None and weights.dim() == 3:
-        weights = shape.restore(weights)
-    if call.dropout is not None:
-        dropped = call.dropout(weights)
-        batch, keys_len, _ = call.values.shape
-        context = torch.bmm(dropped.reshape(batch, -1, keys_len), call.values)
-    elif link is not None:
-        context = link.connect(weights)
-    assert context is not None
-    return context if shape is None else shape.restore(context), weights

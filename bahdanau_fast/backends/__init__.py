@@ -32,6 +32,7 @@ from bahdanau_fast.backends.route import (
 )
 from bahdanau_fast.backends.route import keeps_table as _keeps_table
 from bahdanau_fast.call import Call
+from bahdanau_fast.reference import TANH
 
 __all__ = [
     "NAMES",
@@ -156,8 +157,7 @@ def decide(call: Call) -> Route:
         ValueError: as :func:`resolve`.
     """
     queries, keys, values, w_v, w_q, w_k, bias, _, _, dropout_p = call[:10]
-    inside, located, scores_only = call.inside, call.located, call.scores_only
-    backend = call.backend
+    inside, located, scores_only, backend = call.inside, call.located, call.scores_only, call.backend
     traced = torch.compiler.is_compiling()
     device = "cpu" if queries.is_cpu else queries.device.type
     asked = None if backend is None and _forced is None else _asked(backend)
@@ -169,10 +169,12 @@ def decide(call: Call) -> Route:
         _, keys_len, key_size = keys.shape
         value_size = values.shape[2]
         hidden = query_size if called else w_v.shape[-1]  # type: ignore[union-attr]
-    plain = inside.features is None and inside.activation == "tanh"
-    general = scores_only or not plain or located is not None
+    general = (
+        scores_only
+        or located is not None
+        or (inside is not TANH and (inside.features is not None or inside.activation != "tanh"))
+    )
     step = is_cuda_step(traced, queries_len, hidden, general)
-    there = _ON_CPU if device != "cuda" else _on_gpu(step)
     records = plain_inputs = False
     if torch.is_grad_enabled():
         inputs: list[Any] = [queries, keys, values, w_q, w_k, bias]
@@ -184,6 +186,9 @@ def decide(call: Call) -> Route:
         plain_inputs = records and not traced and checks.any_of_inference(inputs)
     if scores_only or located is not None:
         plain_inputs = plain_inputs or checks.is_sharded(queries)
+    autocast = (traced or torch._C._is_any_autocast_enabled()) and (
+        checks.autocast_dtype(queries.device) is not None
+    )
     facts = (
         device,
         queries.dtype,
@@ -201,25 +206,21 @@ def decide(call: Call) -> Route:
         dropout_p > 0.0,
         traced,
         _plain_only() if traced else checks.in_transform(False),
-        not traced
-        and torch._C._is_any_autocast_enabled()
-        and checks.autocast_dtype(queries.device) is not None,
+        autocast,
         asked,
-        there,
+        _ON_CPU if device != "cuda" else _on_gpu(step),
         asked is not None and _INTERPRETED,
         plain_inputs,
         general,
     )
     if traced:
-        return route(Facts(*facts), limits.OTHER_GPU)
+        return route(Facts(*facts))
     # Looked up rather than decided again: a small call takes little longer than the decision.
-    of_gpu = limits.of_gpu(queries.device) if device == "cuda" else None
-    known = facts if of_gpu is None else (of_gpu, facts)
-    found = _routes.get(known)
+    found = _routes.get(facts)
     if found is None:
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        found = _routes[known] = route(Facts(*facts), of_gpu or limits.OTHER_GPU)
+        found = _routes[facts] = route(Facts(*facts))
     return found
 
 

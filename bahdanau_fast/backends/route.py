@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from bahdanau_fast import checks
-from bahdanau_fast.limits import GpuLimits
 
 __all__ = [
     "FORMS",
@@ -32,7 +31,7 @@ NAMES = ("cuda", "triton", "cpu", "reference")
 
 #: How a call is computed, and from what.
 FORMS = {
-    "one operator": "raw queries and keys; the projections are part of the operator",
+    "one operator": "queries and keys as they are given; what is left to project, the operator does",
     "step": "raw queries, projected keys; the queries are projected in the operator",
     "projected": "queries and keys are projected in front, by matrix products",
     "called": "w_v is more than its weight: its layer is called on every (query, key) pair",
@@ -59,12 +58,6 @@ REUSE_ELEMENTS = 513
 # "triton: step-256 (256,1,400,512), projected, forward + backward, bfloat16".
 # not measured: more than 10 queries or 1024 units; in both backends (64,16,50,512), (64,1,50,2048).
 GPU_STEP_QUERIES, GPU_STEP_HIDDEN, GPU_STEP_FEATURES = 16, 2048, 2048
-# A launch projects up to so many queries, where each block reads at most so many bytes of W_q,
-# times the queries.
-# not measured: all rows with W_q have 512 KB of it or more; steps of 128 and 256 hidden units with
-# W_q inside and in front would tell.
-GPU_OWN_QUERIES, GPU_OWN_WEIGHT = 4, 16 * 1024
-
 
 class Facts(NamedTuple):
     """What decides about a call.
@@ -126,34 +119,38 @@ class Route(NamedTuple):
     Attributes:
         backend: a name from :data:`NAMES`.
         form: a name from :data:`FORMS`.
-        operator: its name, ``attend`` for its kin too; empty where plain operations compute it.
+        fused: an operator computes it, not plain operations.
         reuse: the projection of the keys may be remembered for the next call.
         share: calls with a gradient share one node of the autograd graph for keys, values and w_v.
         table: keys that are asked for again get a table of exponentials.
         traced: as in :class:`Facts`.
         records: likewise.
         general: likewise.
+        fp32_weights: the weights are fp32 whatever the context is: autocast gives a softmax so on
+            GPUs, on the CPU not.
+        narrow: the operator gives weights in the dtype of the context.
         reason: why, in words.
     """
 
     backend: str
     form: str
-    operator: str
+    fused: bool
     reuse: bool
     share: bool
     table: bool
     traced: bool
     records: bool
     general: bool
+    fp32_weights: bool
+    narrow: bool
     reason: str
 
 
-def route(facts: Facts, gpu: GpuLimits) -> Route:
+def route(facts: Facts) -> Route:
     """The way to compute a call.
 
     Args:
         facts: about the call.
-        gpu: of the GPU that the data is on; read only for a backend of GPUs.
 
     Raises:
         ValueError: a backend was asked for that cannot serve the call.
@@ -170,7 +167,7 @@ def route(facts: Facts, gpu: GpuLimits) -> Route:
     )
     if facts.plain_inputs and backend != "reference":
         backend, why = "reference", "inference tensors to be recorded, or DTensors of a location"
-    form, because = _form(facts, gpu, backend)
+    form, because = _form(facts, backend)
     keys = facts.batch * facts.keys_len
     reuse = (  # by a decoder's loop, which has few queries at a time
         form in ("step", "projected")
@@ -187,18 +184,13 @@ def route(facts: Facts, gpu: GpuLimits) -> Route:
     # projected and see that they are those of the table.
     alone = facts.keys_projected and facts.queries_len == 1 and not facts.records
     table = table and not (alone and facts.dtype != torch.float64)
+    fp32_weights = facts.device == "cuda" and facts.autocast
+    # On the CPU backward is given weights of fp32, which are more exact.
+    narrow = not (fp32_weights if backend != "cpu" else facts.records or facts.traced)
     reason = f"{backend}: {why}; {form}: {because}"
-    operator = _operator(facts, backend, form)
+    fused = backend != "reference" and form != "called"
     of_facts = facts.traced, facts.records, facts.general
-    return Route(backend, form, operator, reuse, share, table, *of_facts, reason)
-
-
-def _operator(facts: Facts, backend: str, form: str) -> str:
-    if backend == "reference" or form == "called":
-        return ""
-    if form != "one operator":
-        return "attend" if form == "projected" else "attend_step"
-    return "additive_attention" if facts.records or facts.drops else "attend_step"
+    return Route(backend, form, fused, reuse, share, table, *of_facts, fp32_weights, narrow, reason)
 
 
 def choose_backend(
@@ -272,7 +264,7 @@ def _check_serves(
         )
 
 
-def _form(facts: Facts, gpu: GpuLimits, backend: str) -> tuple[str, str]:
+def _form(facts: Facts, backend: str) -> tuple[str, str]:
     if facts.called:
         return "called", "the layer w_v is more than its weight"
     if backend == "reference":
@@ -284,16 +276,16 @@ def _form(facts: Facts, gpu: GpuLimits, backend: str) -> tuple[str, str]:
         in_front = "one operator in compiled code, whatever the sizes"
     elif facts.autocast:
         in_front = "autocast gives the projections a dtype of their own"
-    elif facts.queries_projected:
-        in_front = "queries are projected already"
     if in_front is not None:
         return "projected", in_front
-    if backend == "cpu":
-        return _form_on_cpu(facts)
-    return _form_on_gpu(facts, gpu, backend)
+    if backend != "cpu":
+        return "one operator", "its products are launches like the others"
+    return _form_on_cpu(facts)
 
 
 def _form_on_cpu(facts: Facts) -> tuple[str, str]:
+    if facts.queries_projected:
+        return "projected", "queries are projected already"
     queries = facts.batch * facts.queries_len * facts.query_size
     if not facts.keys_projected:
         work = (queries + facts.batch * facts.keys_len * facts.key_size) * facts.hidden
@@ -311,18 +303,6 @@ def _form_on_cpu(facts: Facts) -> tuple[str, str]:
     return "projected", f"{queries} elements of queries, more than {most}"
 
 
-def _form_on_gpu(facts: Facts, limits: GpuLimits, backend: str) -> tuple[str, str]:
-    if facts.records:
-        return "projected", "a gradient may be asked for"
-    if facts.drops:
-        return "projected", "weights are dropped"
-    if not is_gpu_step(facts.queries_len, facts.hidden, facts.value_size):
-        return "projected", "many queries, or values of many features"
-    if _projects_queries(facts, limits, backend):
-        return "step", "W_q is small enough for a launch to read it"
-    return "projected", "the library's products are faster"
-
-
 def is_gpu_step(queries_len: int, hidden: int, features: int) -> bool:
     """Whether one launch on a GPU serves a call: scores, softmax and context.
 
@@ -333,13 +313,6 @@ def is_gpu_step(queries_len: int, hidden: int, features: int) -> bool:
     """
     few = queries_len <= GPU_STEP_QUERIES and hidden <= GPU_STEP_HIDDEN
     return few and features <= GPU_STEP_FEATURES
-
-
-def _projects_queries(facts: Facts, limits: GpuLimits, backend: str) -> bool:
-    """Whether a step's launch projects its queries: every block, or every cluster, reads W_q."""
-    read = facts.queries_len * facts.query_size * facts.hidden * facts.dtype.itemsize
-    blocks = limits.cluster if backend == "cuda" else 1
-    return facts.queries_len <= GPU_OWN_QUERIES and read <= GPU_OWN_WEIGHT * blocks
 
 
 def keeps_table(backend: str, elements: int, queries_len: int) -> bool:

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from bahdanau_fast import checks
 from bahdanau_fast.memory.projected_keys import ProjectedKeys
-from bahdanau_fast.ops.attend import exp_keys, fingerprint
+from bahdanau_fast.ops.attention import exp_keys, fingerprint
 from bahdanau_fast.ops.projection import linear, shared_linear
 from bahdanau_fast.ops.saved_tensors import BackwardToken, PendingBackwards, SavedTensors
 from bahdanau_fast.ops.shared_gradients import SharedNode

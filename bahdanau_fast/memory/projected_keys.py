@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bahdanau_fast import checks
 from bahdanau_fast.memory.shapes import Shape, queries_as_rows
 from bahdanau_fast.ops import sharding
-from bahdanau_fast.ops.attend import exp_keys, fingerprint
+from bahdanau_fast.ops.attention import exp_keys, fingerprint
 from bahdanau_fast.ops.saved_tensors import BackwardToken, PendingBackwards
 from bahdanau_fast.ops.shared_gradients import SharedNode, share
 

@@ -14,7 +14,7 @@ from bahdanau_fast.memory.key_cache import KeyCache
 from bahdanau_fast.memory.shapes import as_rows
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.d2l_signature import additive_attention, read_signature, shows
-from bahdanau_fast.modules.layers import plain_parts, project_if_changed
+from bahdanau_fast.modules.layers import check_features, plain_parts, project_if_changed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -159,8 +159,9 @@ class AdditiveAttention(Additive):
         layers = self._layers()
         w_q, w_k, w_v, dropout_p = plain_parts(layers)
         shape = None
-        common = checks.is_common_case(queries, keys, values, valid_lens, w_q, w_k)
-        if not common:
+        plain = not (w_q is None or w_k is None or w_v is None)
+        usual = plain and checks.is_usual(queries, keys, values, valid_lens=valid_lens)
+        if not usual:
             if isinstance(keys, Memory):  # a step of AttentionGRU, for the hooks of this module
                 return self.attend(queries, keys, mask=mask)
             rows = as_rows(queries, keys, values, valid_lens, mask)
@@ -173,7 +174,7 @@ class AdditiveAttention(Additive):
             w_q, w_k, w_v, _ = plain_parts(layers)
         bias = self.bias if w_k is not None else None
         cache = self._cache if self.cache_keys and w_k is not None else None
-        if not common:
+        if not usual:
             keys = project_if_changed("keys", keys, layers[1], w_k, self.bias)
             queries = project_if_changed("queries", queries, layers[0], w_q)
         scorer: Any = layers[2] if w_v is None else w_v
@@ -181,9 +182,15 @@ class AdditiveAttention(Additive):
         # Not starred: Python would make a list of them, which takes a microsecond of a small call.
         call = Call(
             queries, keys, values, scorer, w_q, w_k, bias, valid_lens, mask, dropout_p or 0.0,
-            dropout, cache, shape, None, self._inside,
+            dropout, cache, shape, None, self._inside, None, True, False, None,
+            self._explain if usual else None,
         )  # fmt: skip
         return self._attend(call)
+
+    def _explain(self, call: Call) -> None:
+        checks.inputs(call.queries, call.keys, call.values, call.valid_lens)
+        check_features("keys", call.keys, self._modules[self._key_layer])
+        check_features("queries", call.queries, self._modules[self._query_layer])
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -39,18 +39,8 @@ _backward_hooks = _torch._global_backward_hooks
 _backward_pre_hooks = _torch._global_backward_pre_hooks
 
 
-def check_features(
-    name: str, tensor: Tensor, layer: nn.Module | None, weight: Tensor | None = None
-) -> None:
+def check_features(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
     """Queries or keys must have the features, dtype and device of their layer's weight."""
-    if (
-        weight is not None
-        and weight.shape[1] == tensor.shape[2]
-        and weight.dtype is tensor.dtype
-        and weight.is_cpu
-        and tensor.is_cpu
-    ):
-        return  # the most frequent case, quickly
     # A lazy layer has no size yet; a modified one (LoRA, quantized, hooked) checks its own inputs.
     parameters = plain_parameters(layer)
     if parameters is not None:
@@ -218,5 +208,5 @@ def project_if_changed(
         weight: of the layer, if that is all it is.
         bias: added where the layer is called.
     """
-    check_features(name, x, layer, weight)
+    check_features(name, x, layer)
     return x if weight is not None else apply_layer(layer, x, bias)

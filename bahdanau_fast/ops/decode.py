@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.ops import decode_on_gpu
-from bahdanau_fast.ops.attend import attend_backward_keys, needs_of, weights_dtype
+from bahdanau_fast.ops.attention import attend_backward_keys, needs_of, weights_dtype
 from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.decode_arguments import Arguments, Rest
 from bahdanau_fast.ops.operator import Operator

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bahdanau_fast.ops.attend import NEED, attend, attend_backward
+from bahdanau_fast.ops.attention import NEED, attention, attention_backward
 from bahdanau_fast.ops.decode_arguments import Arguments, Rest
 from bahdanau_fast.ops.operator import NUMBERS
 
@@ -35,7 +35,7 @@ class _Loop:
     def __init__(self, backend: str, arguments: Arguments, rest: Rest, keep: bool) -> None:
         a = arguments
         self._a, self._rest, self._keep = a, rest, keep
-        self._attend, self._number = attend.kernel(backend), NUMBERS.get(backend, 0)
+        self._attend, self._number = attention.kernel(backend), NUMBERS.get(backend, 0)
         *below, top = a.w_hidden.unbind(0)
         # The top layer's state is multiplied once, for the queries and for its own gates.
         self._w_hidden = [*below, torch.cat((a.w_query, top))]
@@ -59,9 +59,9 @@ class _Loop:
         a, rest, t = self._a, self._rest, len(self.weights)
         queries, top = self._through(-1).split(self._sides, 1)
         queries = queries.unsqueeze(1)
-        context, weights = self._attend(
-            *(queries, a.keys, a.values, a.w_v, None, None, rest.valid_lens, rest.mask, None, None),
-            *(seed, rest.dropout_p, 0, 0.0, True, True, self._number),
+        context, weights, *_ = self._attend(
+            *(queries, a.keys, a.values, a.w_v, *[None] * 5, rest.valid_lens, rest.mask),
+            *(None, None, seed, rest.dropout_p, 0, 0.0, True, False, self._number, False),
         )
         self.weights.append(weights)
         if self._keep:
@@ -186,7 +186,7 @@ def backward(
         rest: likewise.
         results: of :func:`forward`.
         grads: of features, the last states, the last cells and the weights.
-        needs: bits of :data:`ops.attend.NEED`, of keys, values and w_v.
+        needs: bits of :data:`ops.attention.NEED`, of keys, values and w_v.
 
     Returns:
         Gradients of the gates (L,T,B,4H), of the first states and cells (L,B,H) and of the queries
@@ -252,7 +252,7 @@ class _Attention:
         needs: int,
     ) -> None:
         self._a, self._rest, self._needs = arguments, rest, needs
-        self._run, self._number = attend_backward.kernel(backend), NUMBERS.get(backend, 0)
+        self._run, self._number = attention_backward.kernel(backend), NUMBERS.get(backend, 0)
         self._weights, self._grad_weights = weights, grad_weights
         self._contexts: list[Tensor] = []
         self._sums: list[Tensor] = []
@@ -287,7 +287,7 @@ class _Attention:
         weights = self._weights[at].transpose(0, 1).contiguous()
         grads = grad_context, None if grad_weights is None else grad_weights[at].transpose(0, 1)
         found = self._run(
-            *(weights, *grads, needs, queries, a.keys, a.values, a.w_v, None, None),
+            *(weights, None, None, *grads, needs, queries, a.keys, a.values, a.w_v, *[None] * 5),
             *(rest.valid_lens, rest.mask, None, None, seed, rest.dropout_p, 0, 0.0, self._number),
         )
         return tuple(found[:4])

@@ -3,7 +3,7 @@
     features = convolution along the keys of ``location``, the weights of earlier steps
     score[b,0,j] = w_v . act(queries[b,0] + keys[b,j] + W_f features[b,j])
 
-``attend_location`` gives context, weights and features. Its backward is ``attend_backward``, and
+``attend_location`` gives context, weights and features. Its backward is ``attention_backward``, and
 ``convolution_backward`` behind it.
 """
 
@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bahdanau_fast import reference
-from bahdanau_fast.ops.attend import (
+from bahdanau_fast.ops.attention import (
     ACTIVATION,
     DROPOUT,
     LENS,
+    NEED,
     attend_fake,
-    attend_gradients,
+    attention_gradients,
     gradient_like,
     inside_of,
 )
@@ -62,45 +63,49 @@ def _scores_of(named: Named) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(
-    named: Named,
-    needed: list[bool],
+    saved: Sequence[Any],
+    numbers: Sequence[Any],
+    needs: int,
     grads: Sequence[Tensor | None],
     shared: Any = None,
 ) -> list[Tensor | None]:
-    needs = dict(zip(attend_location.inputs, needed, strict=True))
-    of_location, of_w_conv, of_b_conv = (needs.pop(n) for n in ("location", "w_conv", "b_conv"))
-    needs["features"] = of_location or of_w_conv or of_b_conv
-    found = attend_gradients(named, needs, grads, shared)
-    *others, grad, grad_w_f = found
-    if grad is None or not needs["features"]:
+    queries, keys, values, w_v, location, w_conv, _, w_f, lens, mask, seed, weights, features = saved
+    of_location, of_w_conv, of_b_conv, of_w_f = (needs >> place & 1 for place in (4, 5, 6, 7))
+    of_features = of_location or of_w_conv or of_b_conv
+    needs = needs & 15 | of_features * NEED["features"] | of_w_f * NEED["w_f"]
+    projections = tables = (None, None)
+    tensors = queries, keys, values, w_v, *projections, None, features, w_f, lens, mask, *tables, seed
+    results, given = (weights, None, None), (*numbers, 0)
+    found = attention_gradients(results, tensors, given, needs, grads, shared)
+    (*others,), grad, grad_w_f = found[:4], found[7], found[8]
+    if grad is None or not of_features:
         return [*others, None, None, None, grad_w_f]
     if len(grads) > 2 and grads[2] is not None:
         grad = grad + grads[2]
     convolution: Sequence[Tensor | None] = (None, None)
     if of_location or of_w_conv:
-        given = (grad, named["location"], named["w_conv"], of_location + 2 * of_w_conv)
+        given = (grad, location, w_conv, of_location + 2 * of_w_conv)
         convolution = convolution_backward.overload(*given)
     return [*others, *convolution, grad.sum((0, 1)) if of_b_conv else None, grad_w_f]
 
 
-_THROUGH = ("queries", "keys", "w_v", "location", "w_conv", "b_conv", "w_f")
+_INPUTS = ("queries", "keys", "values", "w_v", "location", "w_conv", "b_conv", "w_f")
+_NEEDING = {
+    "location": ("w_conv",),
+    "w_conv": ("location",),
+    "b_conv": (),
+}
+_THROUGH = tuple(name for name in _INPUTS if name != "values")
 attend_location = Attention(
     "attend_location(Tensor queries, Tensor keys, Tensor values, Tensor w_v, Tensor location, "
     f"Tensor w_conv, Tensor? b_conv, Tensor w_f, {LENS}, {DROPOUT}, {ACTIVATION}) -> "
     "(Tensor context, Tensor weights, Tensor features)",
     _fake,
-    {
-        "queries": _THROUGH,
-        "keys": _THROUGH,
-        "values": _THROUGH,
-        "w_v": _THROUGH,
-        "location": ("w_conv",),
-        "w_conv": ("location",),
-        "b_conv": (),
-        "w_f": _THROUGH,
-    },
+    _INPUTS,
+    lambda name, _: _NEEDING.get(name, _THROUGH),
     _scores_of,
     _gradients,
+    kept=("weights", "features"),
 )
 # Bits of `needs`: 1 for the location, 2 for w_conv.
 convolution_backward = Operator(

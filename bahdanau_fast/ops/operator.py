@@ -33,7 +33,6 @@ __all__ = [
     "Named",
     "Operator",
     "Results",
-    "Way",
     "implement",
     "number_of",
 ]
@@ -140,92 +139,105 @@ class Operator:
 Results = tuple[Tensor | None, Tensor, Link | None]
 
 
-class Way(NamedTuple):
-    """Where a call of an operator comes from, and what it shares with others.
-
-    Attributes:
-        backend: that serves it.
-        traced: torch.compile or torch.export is tracing it.
-        records: autograd records it.
-        shared: the :class:`SharedNode` that keys, values and w_v are behind, which their gradients
-            are left to, or None.
-        backwards: those that the nodes it shares wait for, or None.
-        counted: the operator that serves a recorded call with lengths, and no mask, and has behind
-            its results what backward takes for the lengths; None where they are copied.
-    """
-
-    backend: str
-    traced: bool = False
-    records: bool = False
-    shared: Any = None
-    backwards: PendingBackwards | None = None
-    counted: Operator | None = None
-
-
 class Attention(Operator):
     """An operator that gives context, weights and maybe more, and is differentiated.
 
     Its schema has the differentiated inputs first, the values as the third of them; then the other
-    tensors, the last of them the seed of the dropout; then ``dropout_p`` and other numbers.
+    tensors: lengths and mask first, the seed of the dropout last; then ``dropout_p`` and other
+    numbers.
 
     Args:
         schema: as :mod:`torch.library` has it.
         fake: as for :class:`Operator`.
-        uses: of each differentiated input, the inputs whose gradients need its value.
+        inputs: names of those that are differentiated.
+        needing: the inputs whose gradients need the value of one of them; of its name and
+            :data:`Named`.
         scores: by the reference, from :data:`Named`: the scores, and what the operator gives beside
             context and weights.
-        gradients: not differentiable again; called with ``shared`` where a call has that.
-        rows: how many inputs, the first, are multiplied by a weight, as for :func:`save_inputs`.
+        gradients: not differentiable again, in the order of ``inputs``: from tensors and ``kept``
+            results in order, numbers, bits of `needs`, the gradients of the results, and the shared
+            node of the call or None.
+        kept: names of the results that they are made from; the weights first.
     """
 
     def __init__(
         self,
         schema: str,
         fake: Callable[..., Any],
-        uses: dict[str, tuple[str, ...]],
+        inputs: tuple[str, ...],
+        needing: Callable[[str, Named], Sequence[str]],
         scores: Callable[[Named], Sequence[Tensor]],
         gradients: Callable[..., Sequence[Tensor | None]],
-        rows: int = 0,
+        kept: tuple[str, ...],
     ) -> None:
         super().__init__(schema, fake)
-        self.inputs, self._scores, self._gradients = tuple(uses), scores, gradients
-        self.uses = [[self.inputs.index(name) for name in use] for use in uses.values()]
-        self.rows = rows
-        _, *results = (result.name for result in self.overload._schema.returns)
-        self.kept = (*self.tensors, *results, *self.names[len(self.tensors) :])
-        self.differentiate(self.inputs, self.gradients, results)
+        self.inputs, self.needing, self._scores, self._gradients = inputs, needing, scores, gradients
+        self.count = len(inputs)
+        self.saved = (*self.tensors, *kept)
+        results = [result.name for result in self.overload._schema.returns]
+        self.places = [results.index(name) for name in kept]
+        self.counts = results.index("counts") if "counts" in results else 0
+        self._numbers = self.names[len(self.tensors) :]
+        torch.library.register_autograd(
+            f"bahdanau_fast::{self.name}", self._backward, setup_context=self._set_up, lib=library
+        )
+
+    def _set_up(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        arguments, count = tuple(self.named(*inputs).values()), len(self.tensors)
+        ctx.save_for_backward(*arguments[:count], *(output[place] for place in self.places))
+        ctx.numbers, ctx.given = arguments[count:], len(inputs)
+        ctx.set_materialize_grads(False)
+
+    def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        asked = (*ctx.needs_input_grad, *[False] * self.count)[: self.count]
+        found = self.gradients(ctx.saved_tensors, ctx.numbers, asked, grads)
+        padded: list[Tensor | None] = [*found, *[None] * ctx.given]
+        return tuple(padded[: ctx.given])
 
     def gradients(
         self,
-        named: Named,
-        needed: list[bool],
+        saved: Sequence[Tensor | None],
+        numbers: Sequence[Any],
+        asked: Sequence[bool],
         grads: Sequence[Tensor | None],
         shared: Any = None,
     ) -> list[Tensor | None]:
         """Gradients of the inputs, as far as they are needed, in their order.
 
         Args:
-            named: arguments and results, but the context.
-            needed: which of the inputs want one.
+            saved: tensors and kept results, in order.
+            numbers: in order.
+            asked: which of the inputs want a gradient.
             grads: of the results; those at the end may be left out.
-            shared: as for :class:`Way`.
+            shared: the :class:`SharedNode` that keys, values and w_v are behind, which their
+                gradients are left to, or None.
 
         Raises:
             RuntimeError: the weights were not wanted, which are needed here.
         """
-        if not [grad for grad in grads if grad is not None]:
-            return [None] * len(needed)
-        if named.get("need_weights") is False:
-            need = "be called with need_weights=True where a gradient is due"
-            checks.reject(RuntimeError, self.name, need, "False")
+        if grads[0] is None and not [grad for grad in grads if grad is not None]:
+            return [None] * self.count
+        if saved[len(self.tensors)].numel() == 0 and "need_weights" in self._numbers:
+            named = self.by_name(saved, numbers)
+            if not named["need_weights"]:
+                need = "be called with need_weights=True where a gradient is due"
+                checks.reject(RuntimeError, self.name, need, "False")
         if torch.is_grad_enabled():
-            return self._differentiable_again(named, needed, grads)
-        options = {} if shared is None else {"shared": shared}
-        found = self._gradients(named, needed, grads, **options)
-        return [grad if need else None for grad, need in zip(found, needed, strict=True)]
+            return self._differentiable_again(self.by_name(saved, numbers), asked, grads)
+        needs = 0
+        for place, need in enumerate(asked):
+            needs |= need << place
+        if grads[0] is None:  # the values reach the context alone
+            needs &= ~4
+        found = self._gradients(saved, numbers, needs, grads, shared)
+        return [grad if needs & 1 << place else None for place, grad in enumerate(found)]
+
+    def by_name(self, saved: Sequence[Tensor | None], numbers: Sequence[Any]) -> Named:
+        """What a backward has, by the names of the schema."""
+        return dict(zip((*self.saved, *self._numbers), (*saved, *numbers), strict=True))
 
     def _differentiable_again(
-        self, named: Named, needed: list[bool], grads: Sequence[Tensor | None]
+        self, named: Named, asked: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         def scores(*tensors: Tensor | None) -> Sequence[Tensor]:
             return self._scores({**named, **dict(zip(self.inputs, tensors, strict=True))})
@@ -233,14 +245,16 @@ class Attention(Operator):
         inputs = [named[name] for name in self.inputs]
         link = Link(named["values"], named["seed"], named["dropout_p"])
         seen = reference.visible(named["valid_lens"], named["mask"], named["weights"].shape[2])
-        return attend_again(scores, inputs, needed, named["weights"], seen, link, grads)
+        return attend_again(scores, inputs, asked, named["weights"], seen, link, grads)
 
     def call(
         self,
         inputs: tuple[Tensor | None, ...],
         others: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
-        way: Way,
+        route: Any,
+        shared: Any = None,
+        backwards: PendingBackwards | None = None,
     ) -> Results:
         """Call it: traced code by the dispatcher, recorded code with a node, else the kernel.
 
@@ -248,23 +262,23 @@ class Attention(Operator):
             inputs: the differentiated ones.
             others: the other tensors, but the seed.
             numbers: all of them; the first is ``dropout_p``.
-            way: where the call comes from, and what it shares.
+            route: of the call.
+            shared: the :class:`SharedNode` that keys, values and w_v are behind, or None.
+            backwards: those that the nodes it shares wait for, or None.
         """
-        queries, _, values, *_ = inputs
-        assert queries is not None
-        assert values is not None
-        others += (dropout_seed(numbers[0], queries),)
-        if way.traced:  # what traces the call has to meet the operator itself
+        seed = dropout_seed(numbers[0], inputs[0]) if numbers[0] > 0.0 else None
+        others = (*others, seed)
+        if route.traced:  # what traces the call has to meet the operator itself
             context, weights, *_ = self.overload(*inputs, *others, *numbers)
             return context, weights, None
-        if way.records:
+        kernel = self.in_python.get(route.backend, self.now)
+        if route.records:
             # In a fraction of the time of the registered formula.
-            link = Link(values, others[-1], numbers[0])
-            call = (self, others, numbers, way, link)
-            weights = _Recorded.apply(call, *inputs)  # type: ignore[attr-defined]
-            return None, weights, link
+            link = Link(inputs[2], seed, numbers[0])
+            call = (self, kernel, others, numbers, link, shared, backwards)
+            return None, _Recorded.apply(call, *inputs), link  # type: ignore[attr-defined]
         with torch._C._AutoDispatchBelowAutograd():
-            context, weights, *_ = self.kernel(way.backend)(*inputs, *others, *numbers)
+            context, weights, *_ = kernel(*inputs, *others, *numbers)
         return context, weights, None
 
 
@@ -273,38 +287,39 @@ class _Recorded(Node):
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], *inputs: Tensor | None) -> Tensor:
-        of, others, numbers, way, link = call
-        shared, (lens, mask, *rest) = way.shared, others
-        counted = way.counted if lens is not None and mask is None else None
+        operator, kernel, others, numbers, link, shared, backwards = call
         with torch._C._AutoDispatchBelowAutograd():
-            kernel = (counted or of).kernel(way.backend)
-            link.context, *results = kernel(*inputs, *others, *numbers)
+            results = kernel(*inputs, *others, *numbers)
+        link.context = results[0]
+        lens, mask, *rest = others
         # Plain code makes a mask of lengths at once: the caller may change them.
-        if counted is not None:
-            lens = results.pop()
+        if lens is not None and mask is None and operator.counts:
+            lens = results[operator.counts]
         elif lens is not None or mask is not None:
-            lens, mask = (_copies if shared is None else shared.copies)(lens, mask)
-        save_inputs(ctx, inputs, (lens, mask, *rest, *results), of.uses, of.rows)
+            lens, mask = _copies(lens, mask)
+        if shared is not None:
+            lens, mask = shared.same(lens, mask)
+        weights, *kept = (results[place] for place in operator.places)
+        save_inputs(ctx, inputs, (lens, mask, *rest, weights, *kept))
         ctx.set_materialize_grads(False)
-        ctx.operator, ctx.numbers, ctx.shared, ctx.link = of, numbers, shared, link
-        ctx.token = None if way.backwards is None else way.backwards.begin()
-        weights: Tensor = results[0]
-        return weights
+        ctx.call = operator, numbers, link, shared
+        ctx.token = None if backwards is None else backwards.begin()
+        made: Tensor = weights
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
-        nodes, shared = None, ctx.shared
+        operator, numbers, link, shared = ctx.call
+        nodes = None
         if shared is not None:  # behind it are the nodes that its gradients are for
             of_queries, *others = ctx.next_functions
             nodes = (of_queries, *shared.node().next_functions, *others[3:])
-        kept = (*saved_inputs(ctx, nodes), *ctx.numbers)
-        named = dict(zip(ctx.operator.kept, kept, strict=True))
-        grad_context, needed = ctx.link.take(), list(ctx.needs_input_grad[1:])
-        needed[2] = needed[2] and grad_context is not None
-        found = ctx.operator.gradients(named, needed, (grad_context, grad_weights), shared)
+        saved = saved_inputs(ctx, operator, nodes)
+        grads = link.take(), grad_weights
+        found = operator.gradients(saved, numbers, ctx.needs_input_grad[1:], grads, shared)
         after_backward(ctx)
         if ctx.token is not None and ctx.token.after_backward():
-            ctx.shared = None
+            ctx.call = operator, numbers, link, None
         return (None, *found)
 
 

@@ -130,6 +130,8 @@ def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], 
     # Asked first: compiled code takes F.linear, and no size of x becomes a guard of it.
     if torch.compiler.is_compiling():
         return None
+    if weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
+        return None  # for an error in torch's words
     own, elements, (hidden, size) = limits.LIMITS, x.numel(), weight.shape
     found = None
     if _onednn is None and _is_few(elements, hidden, size):

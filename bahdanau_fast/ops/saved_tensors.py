@@ -162,21 +162,14 @@ def changed(tensor: Tensor | None, expected: int | None) -> RuntimeError:
 
 
 def save_inputs(
-    ctx: Any,
-    inputs: Sequence[Tensor | None],
-    others: Sequence[Tensor | None],
-    uses: Sequence[Sequence[int]],
-    rows: int = 0,
+    ctx: Any, inputs: Sequence[Tensor | None], others: Sequence[Tensor | None]
 ) -> None:
     """``ctx.save_for_backward``, to be read by :func:`saved_inputs`.
 
     Args:
-        ctx: of an autograd function whose first arguments are ``inputs``.
+        ctx: of an autograd function whose inputs, but the first, are ``inputs``.
         inputs: to be differentiated.
         others: made by the function.
-        uses: for each input, the inputs whose gradients need its value.
-        rows: how many inputs, the first, plain code multiplies by a weight: of those it saves a
-            copy where they do not lie together.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         ctx.save_for_backward(*inputs, *others)
@@ -184,11 +177,8 @@ def save_inputs(
         return
     # The memory of now, as in SavedTensors.
     memory = [None if t is None else t.detach() for t in inputs]
-    for i, t in enumerate(inputs[:rows]):
-        if t is not None and not t.is_contiguous():
-            memory[i] = with_rows_together(t.detach())
     ctx.save_for_backward(*others)
-    ctx.kept = (inputs, memory, _versions(memory), uses)
+    ctx.kept = (inputs, memory, _versions(memory))
 
 
 def with_rows_together(x: Tensor) -> Tensor:
@@ -197,7 +187,7 @@ def with_rows_together(x: Tensor) -> Tensor:
     return together
 
 
-def saved_inputs(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tensor | None]:
+def saved_inputs(ctx: Any, operator: Any, nodes: Sequence[Any] | None) -> Sequence[Any]:
     """``ctx.saved_tensors``; it minds changes in place only where plain code does.
 
     A node of plain code saves what the gradients through it need, and one that a backward does not
@@ -206,7 +196,8 @@ def saved_inputs(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tenso
 
     Args:
         ctx: of the autograd function.
-        nodes: where the gradients of the inputs go, ``next_functions`` unless given.
+        operator: the :class:`Attention` that was called.
+        nodes: where the gradients of the inputs go; unless given, ``next_functions``.
 
     Raises:
         RuntimeError: as ``saved_tensors``.
@@ -214,15 +205,16 @@ def saved_inputs(ctx: Any, nodes: Sequence[Any] | None = None) -> Sequence[Tenso
     tensors: Sequence[Tensor | None] = ctx.saved_tensors  # raises after the graph was freed
     if ctx.kept is None:
         return tensors
-    inputs, memory, versions, uses = ctx.kept
+    inputs, memory, versions = ctx.kept
     again = torch.is_grad_enabled()
     now = _versions(memory)
     if now != versions:
+        named = dict(zip(operator.inputs, memory, strict=True))
         edges = iter(ctx.next_functions if nodes is None else nodes)
-        asked = [t is not None and is_asked(next(edges)[0]) for t in memory]
-        for i, t in enumerate(memory):
-            if now[i] != versions[i] and (again or any(asked[use] for use in uses[i])):
-                raise changed(t, versions[i])
+        asked = {n for n, t in named.items() if t is not None and is_asked(next(edges)[0])}
+        for (name, t), before, after in zip(named.items(), versions, now, strict=True):
+            if before != after and (again or asked.intersection(operator.needing(name, named))):
+                raise changed(t, before)
     return (*(inputs if again else memory), *tensors)
 
 

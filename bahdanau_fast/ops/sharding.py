@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bahdanau_fast.ops.attend import NEED, attend, attend_backward, attend_counted, exp_keys
+from bahdanau_fast.ops.attention import NEED, attention, attention_backward, exp_keys
 from bahdanau_fast.ops.operator import Operator
-from bahdanau_fast.ops.whole import additive_attention, additive_attention_backward, attend_step
 
 __all__ = ["register_for"]
 
@@ -33,32 +32,33 @@ def _register() -> None:
 
     rows, whole, parts = Shard(0), Replicate(), Partial("sum")
     # Names of what has no batch rows, among the arguments of an operator; and its results.
-    attended = {"w_v", "w_f"}, [rows] * 2
-    gradients = {"w_v", "w_f"}, [rows, rows, rows, parts, rows, parts]
-    weights = {"w_q", "w_k", "w_v", "bias"}
+    weights = {"w_q", "w_k", "w_v", "bias", "w_f"}
+    gradients = [parts if name in weights else rows for name in attention.inputs]
     of_operators: dict[Operator, tuple[set[str], list[Any]]] = {
         exp_keys: (set(), [rows] * 2),
-        attend: attended,
-        attend_counted: (attended[0], [rows] * 3),
-        attend_backward: gradients,
-        attend_step: (weights, [rows] * 2),
-        additive_attention: (weights, [rows] * 4),
-        additive_attention_backward: (weights, [rows] * 3 + [parts] * 4),
+        attention: (weights, [rows] * 5),
+        attention_backward: (weights, gradients),
     }
 
     def placements(operator: Operator, *args: Any) -> list[tuple[list[Any], list[Any]]]:
         without_rows, outputs = of_operators[operator]
-        tensors = {n: hasattr(x, "tensor_meta") for n, x in operator.named(*args).items()}
+        named = operator.named(*args)
+        tensors = {n: hasattr(x, "tensor_meta") for n, x in named.items()}
         given = list(tensors.items())[: len(args)]
         one_by_one = [
             (whole if name in without_rows else rows) if tensor else None for name, tensor in given
         ]
         alike = [whole if tensor else None for _, tensor in given]
-        if operator is attend_backward:
-            # A gradient that is not asked for is empty, and has no rows.
-            needs = args[attend_backward.names.index("needs")]
-            asked = [bool(needs & NEED[name]) for name in attend.inputs]
-            outputs = [out if ask else whole for out, ask in zip(outputs, asked, strict=True)]
+        # A result that is not asked for is empty, and has no rows.
+        if operator is attention_backward:
+            asked = [bool(named["needs"] & NEED[name]) for name in attention.inputs]
+        elif operator is attention:
+            counted = named["valid_lens"] is not None and named["mask"] is None
+            of_backward = (counted, named["w_q"] is not None, named["w_k"] is not None)
+            asked = [True, named["need_weights"], *(named["recorded"] and x for x in of_backward)]
+        else:
+            asked = [True] * len(outputs)
+        outputs = [out if ask else whole for out, ask in zip(outputs, asked, strict=True)]
         return [(outputs, one_by_one), ([whole] * len(outputs), alike)]
 
     for operator in of_operators:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
-from bahdanau_fast.ops.attend import attend_backward_keys, fingerprint, needs_of
+from bahdanau_fast.ops.attention import attend_backward_keys, fingerprint, needs_of
 from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.saved_tensors import PendingBackwards, SavedTensors
 
@@ -186,16 +186,16 @@ class SharedNode:
             )
         )
 
-    def copies(self, lens: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Of lengths and mask of a call, for its backward; the same for calls with the same."""
-        return self._copy("lens", lens), self._copy("mask", mask)
+    def same(self, lens: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Lengths and mask of a call, for its backward; the same tensors for all that are alike."""
+        return self._same("lens", lens), self._same("mask", mask)
 
-    def _copy(self, name: str, tensor: Tensor | None) -> Tensor | None:
+    def _same(self, name: str, tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
         kept = self._copies.get(name)
         if kept is None or kept.dtype != tensor.dtype or not torch.equal(kept, tensor):
-            kept = self._copies[name] = tensor.detach().clone()
+            kept = self._copies[name] = tensor
         return kept
 
 

@@ -42,8 +42,11 @@ enum Needs : int64_t {
   need_keys = 2,
   need_values = 4,
   need_w = 8,
-  need_features = 16,
-  need_w_f = 32
+  need_w_q = 16,
+  need_w_k = 32,
+  need_bias = 64,
+  need_features = 128,
+  need_w_f = 256
 };
 
 // How the CPU computes tanh(a + c) of a query's a and a key's c. With E = exp(2a) exp(2c) it is

@@ -117,7 +117,7 @@ Kind read_sizes(const Queries& queries, const Keys& keys, const Tensor& values, 
                   "keys must have the batch and hidden size of queries");
   STD_TORCH_CHECK(values.size(0) == p->B && values.size(1) == p->Tk,
                   "values must have the batch size and length of keys");
-  STD_TORCH_CHECK(w_v.numel() == p->H && w_v.dim() >= 1 && w_v.size(-1) == p->H,
+  STD_TORCH_CHECK((w_v.dim() == 1 || w_v.dim() == 2) && w_v.numel() == p->H && w_v.size(-1) == p->H,
                   "w_v must have shape (1, H) or (H,)");
   STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p must be between 0 and 1");
   p->dropout_p = dropout_p;

@@ -28,7 +28,7 @@ from bahdanau_fast.kernels.grad_step import (
     step_values_kernel,
 )
 from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
-from bahdanau_fast.ops.attend import NEED, gradient_like
+from bahdanau_fast.ops.attention import NEED, gradient_like
 
 __all__ = ["attend_backward", "attend_scores_backward"]
 

@@ -1,11 +1,14 @@
-// The operators of bahdanau_fast/ops/attend.py for CPU tensors.
+// The operators of bahdanau_fast/ops/attention.py for CPU tensors.
 #include "attend.h"
+#include "project.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <tuple>
+#include <utility>
 
 namespace bahdanau_fast {
 namespace {
@@ -27,11 +30,11 @@ std::tuple<Tensor, Tensor> exp_keys(const Tensor& keys, bool precise) {
 // Gradients of features (B,Tk,C), in memory (B,C,Tk), and of W_f (H,C).
 class InsideGradients {
  public:
-  InsideGradients(const Options& inside, int64_t needs)
-      : features(new_features(inside, needs & need_features)),
+  InsideGradients(const Options& inside, int64_t needs, ScalarType storage)
+      : features(new_features(inside, needs & need_features, storage)),
         w_f(new_tensor(inside.w_f.has_value() ? gradient_shape(*inside.w_f, needs & need_w_f)
                                               : std::vector<int64_t>{0},
-                       inside.w_f.has_value() ? inside.w_f->scalar_type() : ScalarType::Float)),
+                       storage)),
         wants_features_(features.dim() == 3),
         wants_w_f_(w_f.dim() == 2),
         weight_(wants_features_ ? packed(*inside.w_f) : features) {}
@@ -62,42 +65,112 @@ class InsideGradients {
   Tensor features, w_f;
 
  private:
-  static Tensor new_features(const Options& inside, bool wanted) {
-    if (!inside.features.has_value()) return new_tensor({0}, ScalarType::Float);
+  static Tensor new_features(const Options& inside, bool wanted, ScalarType storage) {
+    if (!wanted || !inside.features.has_value()) return new_tensor({0}, storage);
     const Tensor& t = *inside.features;
-    if (!wanted) return new_tensor({0}, t.scalar_type());
     const int64_t B = t.size(0), Tk = t.size(1), C = t.size(2);
-    return new_tensor({B, Tk, C}, {C * Tk, 1, Tk}, t.scalar_type(), aoti_torch_device_type_cpu(),
-                      0);
+    return new_tensor({B, Tk, C}, {C * Tk, 1, Tk}, storage, aoti_torch_device_type_cpu(), 0);
   }
 
   bool wants_features_, wants_w_f_;
   Tensor weight_;  // W_f, contiguous
 };
 
-using SixGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+// fp32 is projected in fp64 where the keys are projected here, too; else as by the matrix product
+// that projected the keys.
+int64_t fp64_limit(const MaybeTensor& w_k) { return w_k.has_value() ? kMaxFp64CpuElements : 0; }
 
-std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, const Tensor& values,
-                                  const Tensor& w_v, MaybeTensor features, MaybeTensor w_f,
-                                  MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table,
-                                  MaybeTensor keys_max, MaybeTensor seed, double dropout_p,
-                                  int64_t activation, double negative_slope, bool need_weights,
-                                  bool precise, int64_t backend, bool narrow) {
+bool is_given(const MaybeTensor& tensor) { return tensor.has_value() && tensor->numel() > 0; }
+
+// Queries or keys of a backward: with a weight they are projected again, unless that is given.
+class Side {
+ public:
+  // The gradients that are needed: of rows, weight and bias.
+  using Needs = std::array<int64_t, 3>;
+
+  Side(const Tensor& rows, const MaybeTensor& weight, const MaybeTensor& bias,
+       const MaybeTensor& projected, const char* name, int64_t limit, const Needs& needs)
+      : rows_(rows), needs_(needs) {
+    if (!weight.has_value()) return;
+    projection_.emplace(rows, *weight, bias, name, limit);
+    rows_ = is_given(projected) ? *projected : projection_->new_forward();
+  }
+
+  const Tensor& rows() const { return rows_; }
+  bool is_needed() const { return needs_[0] || needs_[1] || needs_[2]; }
+
+  // From the gradient of the projected rows, empty where it is not needed.
+  std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad) const {
+    if (projection_ && is_needed())
+      return projection_->backward(grad, needs_[0], needs_[1], needs_[2]);
+    const Tensor none = new_tensor({0}, grad.scalar_type());
+    return {projection_ ? none : grad, none, none};
+  }
+
+ private:
+  Tensor rows_;
+  Needs needs_;
+  std::optional<Projected> projection_;
+};
+
+// Without w_q or w_k the queries or the keys are projected already. What a backward alone takes has
+// no elements unless the call is recorded.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention(
+    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
+    MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias, MaybeTensor features, MaybeTensor w_f,
+    MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
+    MaybeTensor seed, double dropout_p, int64_t activation, double negative_slope,
+    bool need_weights, bool recorded, int64_t backend, bool narrow) {
   check_backend(backend);
-  const Options options{features, w_f,       valid_lens, mask,           table,  keys_max,
-                        seed,     dropout_p, activation, negative_slope, precise};
-  return attend_to(queries, keys, values, w_v, options, need_weights, narrow);
+  STD_TORCH_CHECK(w_k.has_value() || !bias.has_value(), "bias must come with w_k");
+  STD_TORCH_CHECK(!w_k.has_value() || !table.has_value(), "table must come without w_k");
+  const Options options{features,
+                        w_f,
+                        valid_lens,
+                        mask,
+                        table,
+                        keys_max,
+                        seed,
+                        dropout_p,
+                        activation,
+                        negative_slope,
+                        recorded || w_k.has_value()};
+  const bool counted = recorded && valid_lens.has_value() && !mask.has_value();
+  const auto results = [&](const auto& q, const auto& k) {
+    return attend_to(q, k, values, w_v, options, need_weights, narrow, counted);
+  };
+  const auto with_nothing = [&](std::tuple<Tensor, Tensor, Tensor> found, const Tensor* q,
+                                const Tensor* k) {
+    const Tensor none = new_tensor({0}, queries.scalar_type());
+    return std::tuple_cat(std::move(found), std::make_tuple(q ? *q : none, k ? *k : none));
+  };
+  if (!w_q.has_value() && !w_k.has_value())
+    return with_nothing(results(queries, keys), nullptr, nullptr);
+  std::optional<Projected> of_queries, of_keys;
+  if (w_q.has_value()) of_queries.emplace(queries, *w_q, std::nullopt, "queries", fp64_limit(w_k));
+  if (w_k.has_value()) of_keys.emplace(keys, *w_k, bias, "keys");
+  if (!recorded && of_queries && of_keys)
+    return with_nothing(results(of_queries->forward(), of_keys->forward()), nullptr, nullptr);
+  if (!recorded && of_queries)
+    return with_nothing(results(of_queries->forward(), keys), nullptr, nullptr);
+  const Tensor q = of_queries ? of_queries->new_forward() : queries;
+  const Tensor k = of_keys ? of_keys->new_forward() : keys;
+  return with_nothing(results(q, k), of_queries ? &q : nullptr, of_keys ? &k : nullptr);
 }
 
-SixGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& values,
-                      const Tensor& w_v, const Options& options, const Tensor& weights,
-                      MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs,
-                      Tensor* onto) {
+using NineGradients =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Gradients of queries and keys that are projected already.
+NineGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& values,
+                       const Tensor& w_v, const Options& options, const Tensor& weights,
+                       MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs,
+                       Tensor* onto) {
   Inputs in(queries, keys, values, w_v, options, Exponentials::as_read);
   in.problem.from_sums |= onto != nullptr;  // only that kernel adds to a sum
   Tensor grad_queries = gradient(queries, needs & need_queries);
   KeyGradients grads(keys, values, w_v, needs);
-  InsideGradients inside(options, needs);
+  InsideGradients inside(options, needs, in.storage);
   if (in.problem.empty()) {
     torch::stable::zero_(grad_queries);
     grads.zero();
@@ -116,31 +189,53 @@ SixGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& v
     }
     inside.run(in, g, grads.w_data());
   }
-  return {grad_queries, grads.keys, grads.values, grads.w, inside.features, inside.w_f};
+  const Tensor none = new_tensor({0}, in.storage);
+  return {grad_queries, grads.keys, grads.values,    grads.w,   none,
+          none,         none,       inside.features, inside.w_f};
 }
 
-SixGradients attend_backward(const Tensor& weights, MaybeTensor grad_context,
-                             MaybeTensor grad_weights, int64_t needs, const Tensor& queries,
-                             const Tensor& keys, const Tensor& values, const Tensor& w_v,
-                             MaybeTensor features, MaybeTensor w_f, MaybeTensor valid_lens,
-                             MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
-                             MaybeTensor seed, double dropout_p, int64_t activation,
-                             double negative_slope, int64_t backend) {
+NineGradients attention_backward(const Tensor& weights, MaybeTensor projected_queries,
+                                 MaybeTensor projected_keys, MaybeTensor grad_context,
+                                 MaybeTensor grad_weights, int64_t needs, const Tensor& queries,
+                                 const Tensor& keys, const Tensor& values, const Tensor& w_v,
+                                 MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias,
+                                 MaybeTensor features, MaybeTensor w_f, MaybeTensor valid_lens,
+                                 MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
+                                 MaybeTensor seed, double dropout_p, int64_t activation,
+                                 double negative_slope, int64_t backend) {
   check_backend(backend);
+  STD_TORCH_CHECK(w_k.has_value() || !bias.has_value(), "bias must come with w_k");
   const Options options{features, w_f,  valid_lens, mask,       table,
                         keys_max, seed, dropout_p,  activation, negative_slope};
-  return backward(queries, keys, values, w_v, options, weights, grad_context, grad_weights, needs,
-                  nullptr);
+  if (!w_q.has_value() && !w_k.has_value())
+    return backward(queries, keys, values, w_v, options, weights, grad_context, grad_weights, needs,
+                    nullptr);
+  // Each with the bits of what it needs; those of the rows, the weight and the bias.
+  const Side of_queries(queries, w_q, std::nullopt, projected_queries, "queries", fp64_limit(w_k),
+                        {needs & need_queries, needs & need_w_q, 0});
+  const Side of_keys(keys, w_k, bias, projected_keys, "keys", kMaxFp64CpuElements,
+                     {needs & need_keys, needs & need_w_k, needs & need_bias});
+  const int64_t through = (needs & ~int64_t(need_queries | need_keys)) |
+                          (of_queries.is_needed() ? need_queries : 0) |
+                          (of_keys.is_needed() ? need_keys : 0);
+  const auto [grad_q, grad_k, grad_values, grad_w_v, n0, n1, n2, grad_features, grad_w_f] =
+      backward(of_queries.rows(), of_keys.rows(), values, w_v, options, weights, grad_context,
+               grad_weights, through, nullptr);
+  const auto [grad_queries, grad_w_q, none] = of_queries.backward(grad_q);
+  const auto [grad_keys, grad_w_k, grad_bias] = of_keys.backward(grad_k);
+  return {grad_queries, grad_keys, grad_values,   grad_w_v, grad_w_q,
+          grad_w_k,     grad_bias, grad_features, grad_w_f};
 }
 
-// The gradient of the keys is added to `onto` (B,Tk,H) instead of being a result.
-SixGradients attend_backward_onto(const Tensor& weights, MaybeTensor grad_context,
-                                  MaybeTensor grad_weights, int64_t needs, Tensor onto,
-                                  const Tensor& queries, const Tensor& keys, const Tensor& values,
-                                  const Tensor& w_v, MaybeTensor features, MaybeTensor w_f,
-                                  MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table,
-                                  MaybeTensor keys_max, MaybeTensor seed, double dropout_p,
-                                  int64_t activation, double negative_slope) {
+// The gradient of the keys, which are projected like the queries, is added to `onto` (B,Tk,H)
+// instead of being a result.
+NineGradients attention_backward_onto(const Tensor& weights, MaybeTensor grad_context,
+                                      MaybeTensor grad_weights, int64_t needs, Tensor onto,
+                                      const Tensor& queries, const Tensor& keys,
+                                      const Tensor& values, const Tensor& w_v, MaybeTensor features,
+                                      MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask,
+                                      MaybeTensor table, MaybeTensor keys_max, MaybeTensor seed,
+                                      double dropout_p, int64_t activation, double negative_slope) {
   const Options options{features, w_f,  valid_lens, mask,       table,
                         keys_max, seed, dropout_p,  activation, negative_slope};
   return backward(queries, keys, values, w_v, options, weights, grad_context, grad_weights, needs,
@@ -229,7 +324,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_scores_backward(
   const Inputs in = scores_inputs(queries, keys, w_v, options, Exponentials::as_read);
   Tensor grad_queries = gradient(queries, needs & need_queries);
   KeyGradients grads(keys, keys, w_v, needs & ~need_values);
-  InsideGradients inside(options, needs);
+  InsideGradients inside(options, needs, in.storage);
   if (in.problem.empty()) {
     torch::stable::zero_(grad_queries);
     grads.zero();
@@ -248,9 +343,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_scores_backward(
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
   m.impl("exp_keys", TORCH_BOX(&exp_keys));
-  m.impl("attend", TORCH_BOX(&attend));
-  m.impl("attend_backward", TORCH_BOX(&attend_backward));
-  m.impl("attend_backward.onto", TORCH_BOX(&attend_backward_onto));
+  m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_backward.onto", TORCH_BOX(&attention_backward_onto));
   m.impl("attend_backward_queries", TORCH_BOX(&attend_backward_queries));
   m.impl("attend_backward_keys", TORCH_BOX(&attend_backward_keys));
   m.impl("attend_scores", TORCH_BOX(&attend_scores));

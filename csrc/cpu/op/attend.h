@@ -5,12 +5,14 @@
 
 namespace bahdanau_fast {
 
-// Context (B,Tq,Dv), and weights (B,Tq,Tk) or none, (0), in no less than fp32 or `narrow` as the
-// context. Queries and keys are a Tensor or OwnRows.
+// Context (B,Tq,Dv); weights (B,Tq,Tk) or none, (0), in no less than fp32 or `narrow` as the
+// context; and, where `counted`, how many keys the lengths leave, else none. Queries and keys are a
+// Tensor or OwnRows.
 template <class Queries, class Keys>
-std::tuple<Tensor, Tensor> attend_to(const Queries& queries, const Keys& keys, const Tensor& values,
-                                     const Tensor& w_v, const Options& options, bool need_weights,
-                                     bool narrow = false) {
+std::tuple<Tensor, Tensor, Tensor> attend_to(const Queries& queries, const Keys& keys,
+                                             const Tensor& values, const Tensor& w_v,
+                                             const Options& options, bool need_weights,
+                                             bool narrow = false, bool counted = false) {
   const Inputs in(queries, keys, values, w_v, options, exponentials_for(queries));
   const Problem& p = in.problem;
   Tensor context = new_tensor({p.B, p.Tq, p.Dv}, in.storage);
@@ -20,7 +22,8 @@ std::tuple<Tensor, Tensor> attend_to(const Queries& queries, const Keys& keys, c
   if (!p.empty())
     run_forward(in, context.mutable_data_ptr(),
                 need_weights ? weights.mutable_data_ptr() : nullptr);
-  return {context, narrow ? cast(weights, in.storage) : weights};
+  return {context, narrow ? cast(weights, in.storage) : weights,
+          counted ? in.counts(*options.valid_lens) : new_tensor(none, ScalarType::Int)};
 }
 
 // The gradients that are sums over the queries.

@@ -108,12 +108,12 @@ Inputs::Inputs(const Queries& queries, const Keys& keys, const Tensor& values, c
   p.dropout = options.dropout_p > 0.0;
   if (p.dropout) p.seed = static_cast<uint64_t>(*seed_data(options.seed, check_cpu));
   set_inside(options);
-  if (p.empty()) return;
-  set_w(w, w_norms.largest);
   key_counts_.assign(p.B * p.Tq, p.Tk);
   p.key_counts = key_counts_.data();
   if (options.valid_lens.has_value()) set_key_counts(*options.valid_lens);
   if (options.mask.has_value()) set_mask(*options.mask);
+  if (p.empty()) return;
+  set_w(w, w_norms.largest);
   if (!p.from_sums) set_table(options.table, options.keys_max, exponentials);
 }
 
@@ -124,6 +124,15 @@ BF_INPUTS(Tensor, Tensor)
 BF_INPUTS(OwnRows, Tensor)
 BF_INPUTS(OwnRows, OwnRows)
 #undef BF_INPUTS
+
+Tensor Inputs::counts(const Tensor& valid_lens) const {
+  Tensor out = new_tensor(gradient_shape(valid_lens, true), ScalarType::Int);
+  const Problem& p = problem;
+  const int64_t count = out.numel(), step = valid_lens.dim() == 2 ? 1 : p.Tq;
+  auto* to = static_cast<int32_t*>(out.mutable_data_ptr());
+  for (int64_t i = 0; i < count; ++i) to[i] = p.Tq > 0 ? int32_t(key_counts_[i * step]) : 0;
+  return out;
+}
 
 namespace {
 

@@ -66,7 +66,7 @@ struct Options {
   double dropout_p = 0.0;
   int64_t activation = 0;
   double negative_slope = 0.0;
-  bool precise = true;  // a gradient may be asked for
+  bool precise = true;  // a gradient may be asked for, or as exact a result
 };
 
 // The exponentials of the keys, where no table of them is given.
@@ -92,6 +92,9 @@ struct Inputs {
   template <class Queries, class Keys>
   Inputs(const Queries& queries, const Keys& keys, const Tensor& values, const Tensor& w_v,
          const Options& options, Exponentials exponentials);
+
+  // How many keys the lengths leave, int32 of their shape; without a mask.
+  Tensor counts(const Tensor& valid_lens) const;
 
   Problem problem;
   Kind kind;  // that computes

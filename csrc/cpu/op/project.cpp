@@ -105,11 +105,12 @@ Tensor Projected::new_forward() const {
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> Projected::backward(const Tensor& grad) const {
+std::tuple<Tensor, Tensor, Tensor> Projected::backward(const Tensor& grad, bool of_rows,
+                                                       bool of_weight, bool of_bias) const {
   STD_TORCH_CHECK(grad.size(0) == B_ && grad.size(1) == R_ && grad.size(2) == p_.H &&
                       grad.scalar_type() == owned_[0].scalar_type(),
-                  "the projections must be those additive_attention returned");
-  return gradients_of(p_, kind_, grad, {B_, R_, p_.D}, true, true, p_.bias != nullptr);
+                  "the projections must be those attention returned");
+  return gradients_of(p_, kind_, grad, {B_, R_, p_.D}, of_rows, of_weight, of_bias);
 }
 
 namespace {

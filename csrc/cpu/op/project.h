@@ -18,8 +18,9 @@ class Projected {
   OwnRows forward() const;
   Tensor new_forward() const;
 
-  // Gradients of rows, weight and bias; that of the bias is empty without one.
-  std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad) const;
+  // Gradients of rows, weight and bias, of no elements where they are not wanted.
+  std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, bool of_rows, bool of_weight,
+                                              bool of_bias) const;
 
  private:
   Kind kind_;

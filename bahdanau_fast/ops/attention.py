@@ -1,0 +1,369 @@
+"""The operators of attention.
+
+    score[b,i,j] = w_v . act(W_q queries[b,i] + W_k keys[b,j] + bias + W_f features[b,j])
+
+===========================  ===================================================================
+``exp_keys``                 table of exp(2 c) (or expm1(2 c) where every c is small) and max|c| per
+                             row; ``precise`` where gradients may be asked for
+``attention``                context, and weights in no less than fp32, or ``narrow``, in the dtype
+                             of the context; without ``w_q`` or ``w_k`` queries or keys (B,T,H) are
+                             projected. ``recorded``, it gives what backward takes: how many keys
+                             the lengths leave, int32 of their shape, without a mask; the projected
+                             queries; on the CPU the projected keys
+``attention_backward``       the gradients, from weights in either dtype; what is projected inside
+                             and not given is projected again. ``attention_backward.onto`` adds that
+                             of projected keys to a sum
+``attend_backward_queries``  that of projected queries alone, with what the others can be taken from
+                             later: gradients of the scores, and the weights after dropout (empty
+                             without); without features
+``attend_backward_keys``     the others, of many steps at once, from those
+``attend_scores``            the scores of projected queries and keys, in no less than fp32
+``attend_scores_backward``   their gradients
+``fingerprint``              two numbers that stand for the bytes of keys, weight and bias in this
+                             process
+===========================  ===================================================================
+
+Matrix libraries project more than a few rows faster: on the CPU ``attention`` is given raw inputs
+where a call costs more than what it computes, and on GPUs, where it takes their products itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import reference
+from bahdanau_fast.checks import ACTIVATIONS
+from bahdanau_fast.ops.operator import NUMBERS, Attention, Named, Operator
+from bahdanau_fast.ops.second_derivatives import differentiate_again
+from bahdanau_fast.reference import Inside
+
+__all__ = [
+    "NEED",
+    "attend_scores",
+    "attention",
+    "attention_backward",
+    "attention_gradients",
+    "exp_keys",
+    "fingerprint",
+    "gradient_like",
+    "inside_of",
+    "needs_of",
+    "weights_dtype",
+]
+
+#: What ``attention`` is differentiated by, in its order.
+INPUTS = ("queries", "keys", "values", "w_v", "w_q", "w_k", "bias", "features", "w_f")
+#: Bits of `needs`: which gradients a backward is to compute.
+NEED = {name: 1 << place for place, name in enumerate(INPUTS)}
+
+_INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor w_v"
+_PROJECTIONS = "Tensor? w_q=None, Tensor? w_k=None, Tensor? bias=None"
+TABLE = "Tensor? table=None, Tensor? keys_max=None"
+LENS = "Tensor? valid_lens=None, Tensor? mask=None"
+_INSIDE = "Tensor? features=None, Tensor? w_f=None"
+#: A number for the place in :data:`checks.ACTIVATIONS`.
+ACTIVATION = "int activation=0, float negative_slope=0.01"
+DROPOUT = "Tensor? seed=None, float dropout_p=0.0"
+_REST = f"{_INSIDE}, {LENS}, {TABLE}, {DROPOUT}, {ACTIVATION}"
+_GRADS = "Tensor? grad_context, Tensor? grad_weights"
+_GRADIENTS = f"({', '.join(f'Tensor grad_{name}' for name in INPUTS)})"
+
+
+def weights_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the operators give attention weights in where they are not ``narrow``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def needs_of(inputs: Sequence[str], needed: Sequence[bool]) -> int:
+    """The bits of `needs` for these inputs."""
+    return sum(NEED[name] for name, need in zip(inputs, needed, strict=True) if need)
+
+
+def inside_of(named: Named) -> Inside:
+    """What a score has inside, from the arguments of an operator."""
+    activation = ACTIVATIONS[named["activation"]]
+    return Inside(named.get("features"), named["w_f"], activation, named["negative_slope"])
+
+
+# ---- shapes ----
+
+
+def gradient_like(tensor: Tensor, needed: int | bool) -> Tensor:
+    """An empty gradient of a tensor; (0,) where it is not needed."""
+    return tensor.new_empty(tensor.shape if needed else (0,))
+
+
+def _gradients_like(needs: int, **tensors: Tensor | None) -> list[Tensor]:
+    """Of each tensor, as the kernels give them."""
+    made: list[Tensor] = []
+    for name, tensor in tensors.items():
+        needed = needs & NEED[name]
+        if tensor is None:
+            made.append(made[0].new_empty((0,)))
+        elif name == "features" and needed:  # summed over neighbouring keys
+            made.append(tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2))
+        else:
+            made.append(gradient_like(tensor, needed))
+    return made
+
+
+@functools.cache
+def _most_in_fp64(precise: bool) -> int:
+    """The elements (B,Tk,H) up to which fp32 keys get a table in fp64."""
+    most: int = importlib.import_module("bahdanau_fast._C_cpu").most_table_elements_in_fp64(precise)
+    return most
+
+
+def _exp_keys_fake(keys: Tensor, precise: bool) -> tuple[Tensor, Tensor]:
+    batch, keys_len, hidden = keys.shape
+    in_double = keys.dtype == torch.float64 or (
+        keys.dtype == torch.float32 and batch * keys_len * hidden <= _most_in_fp64(precise)
+    )
+    dtype, per_line = (torch.float64, 8) if in_double else (torch.float32, 16)
+    width = (hidden + per_line - 1) // per_line * per_line  # whole 64-byte lines
+    table = keys.new_empty((batch, keys_len, width), dtype=dtype)
+    return table, keys.new_empty((batch,), dtype=dtype)
+
+
+def attend_fake(
+    queries: Tensor, values: Tensor, need_weights: bool = True, narrow: bool = False, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Context and weights of any operator that attends."""
+    batch, queries_len = queries.shape[:2]
+    keys_len, features = values.shape[1:]
+    weights = (batch, queries_len, keys_len) if need_weights else (0,)
+    dtype = queries.dtype if narrow else weights_dtype(queries.dtype)
+    return queries.new_empty((batch, queries_len, features)), queries.new_empty(
+        weights, dtype=dtype
+    )
+
+
+def _attention_fake(
+    queries: Tensor,
+    keys: Tensor,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
+    valid_lens: Tensor | None,
+    mask: Tensor | None,
+    recorded: bool,
+    **named: Any,
+) -> tuple[Tensor, ...]:
+    counted = recorded and valid_lens is not None and mask is None
+    counts = valid_lens.shape if valid_lens is not None and counted else (0,)
+    kept_keys = w_k if keys.device.type == "cpu" else None
+    projected = (
+        x.new_empty((*x.shape[:2], w.shape[0]) if recorded and w is not None else (0,))
+        for x, w in ((queries, w_q), (keys, kept_keys))
+    )
+    counted_keys = queries.new_empty(counts, dtype=torch.int32)
+    return *attend_fake(queries, **named), counted_keys, *projected
+
+
+def _backward_fake(needs: int, queries: Tensor, **named: Any) -> list[Tensor]:
+    tensors = {"queries": queries, **{name: named.get(name) for name in INPUTS[1:]}}
+    return _gradients_like(needs, **tensors)
+
+
+def _backward_queries_fake(
+    queries: Tensor, weights: Tensor, dropout_p: float, needed: bool, **_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dropped = gradient_like(weights, dropout_p > 0.0)
+    return gradient_like(queries, needed), gradient_like(weights, True), dropped
+
+
+def _backward_keys_fake(
+    keys: Tensor, values: Tensor, w_v: Tensor, needs: int, **_: Any
+) -> list[Tensor]:
+    return _gradients_like(needs, keys=keys, values=values, w_v=w_v)
+
+
+def _scores_fake(queries: Tensor, keys: Tensor, **_: Any) -> Tensor:
+    shape = (*queries.shape[:2], keys.shape[1])
+    return queries.new_empty(shape, dtype=weights_dtype(queries.dtype))
+
+
+def _scores_backward_fake(
+    queries: Tensor,
+    keys: Tensor,
+    w_v: Tensor,
+    features: Tensor | None,
+    w_f: Tensor | None,
+    needs: int,
+    **_: Any,
+) -> list[Tensor]:
+    inside: dict[str, Any] = {"features": features, "w_f": w_f}
+    return _gradients_like(needs, queries=queries, keys=keys, w_v=w_v, **inside)
+
+
+# ---- gradients ----
+
+
+def _scores_of(named: Named) -> tuple[Tensor]:
+    inputs = (named[name] for name in ("queries", "keys", "w_q", "w_k", "w_v"))
+    inside = inside_of(named)._asdict()
+    return (reference.additive_scores(*inputs, bias=named.get("bias"), **inside),)
+
+
+def _scores_gradients(
+    named: Named, needed: list[bool], grads: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    inputs = [named[name] for name in _SCORED]
+    if torch.is_grad_enabled():
+
+        def scores(*tensors: Tensor | None) -> tuple[Tensor]:
+            queries, keys, w_v, *_ = tensors
+            assert queries is not None
+            assert keys is not None
+            assert w_v is not None
+            inside = inside_of({**named, **dict(zip(_SCORED, tensors, strict=True))})
+            return (reference.projected_scores(queries, keys, w_v, inside),)
+
+        return differentiate_again(scores, inputs, needed, grads)
+    numbers = [named[name] for name in ("activation", "negative_slope", "backend")]
+    needs = needs_of(_SCORED, needed)
+    found = attend_scores_backward.overload(grads[0], needs, *inputs, *numbers)
+    return [grad if need else None for grad, need in zip(found, needed, strict=True)]
+
+
+def _needing(name: str, named: Named) -> tuple[str, ...]:
+    """The inputs whose gradients need the value of one of them."""
+    through = tuple(other for other in INPUTS if other not in ("values", "w_v"))
+    again = named["keys"].device.type != "cpu"  # keys are projected again
+    weight = {"queries": "w_q", "keys": "w_k", "w_q": "queries", "w_k": "keys"}.get(name)
+    if name == "w_v":
+        return through
+    if name == "bias" and not again:
+        return ()
+    if weight is not None and named[weight] is not None and not (again and weight in _OF_KEYS):
+        return (weight,)
+    return (*through, "w_v")
+
+
+_OF_KEYS = ("keys", "w_k")
+
+
+def _gradients(
+    saved: Sequence[Any],
+    numbers: Sequence[Any],
+    needs: int,
+    grads: Sequence[Tensor | None],
+    shared: Any = None,
+) -> Sequence[Tensor | None]:
+    *tensors, weights, queries, keys = saved
+    given = (*numbers[:3], numbers[5])
+    if shared is None or tensors[7] is not None or numbers[1] or not shared.is_awaited():
+        return attention_gradients((weights, queries, keys), tensors, given, needs, grads, shared)
+    grad_context, grad_weights = grads[:2]
+    of_projected = *tensors[:4], *tensors[9:], numbers[0]
+    grad_queries, grad_scores, dropped = attend_backward_queries.now(
+        weights, grad_context, grad_weights, bool(needs & 1), *of_projected
+    )
+    # Detached: a backward that fails half way leaves it there, and no graph is to hold itself.
+    dropped = dropped if numbers[0] > 0.0 else weights.detach()
+    lens, mask = tensors[9:11]
+    shared.pending.add(tensors[0], dropped, lens, mask, grad_context, grad_scores)
+    return (grad_queries, *[None] * 8)
+
+
+def attention_gradients(
+    results: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[Any],
+    needs: int,
+    grads: Sequence[Tensor | None],
+    shared: Any = None,
+) -> Sequence[Tensor | None]:
+    """The nine gradients, those of keys and values added to the sums of a shared node if there are.
+
+    Args:
+        results: weights, projected queries and projected keys.
+        tensors: of ``attention``, in its order.
+        numbers: dropout_p, activation, negative_slope and backend.
+        needs: bits of :data:`NEED`.
+        grads: of context and weights.
+        shared: the :class:`SharedNode` of the call, or None.
+    """
+    weights, grad_context, grad_weights = results[0], *grads[:2]
+    assert weights is not None
+    if shared is None or not shared.is_awaited():
+        run = attention_backward.now
+        # An eager call goes straight to a backend in Python; a compiler has to meet the operator.
+        if numbers[3] == NUMBERS["triton"] and type(weights) is Tensor:
+            run = attention_backward.in_python["triton"]
+        found: Sequence[Tensor | None] = run(
+            *results, grad_context, grad_weights, needs, *tensors, *numbers
+        )
+        return found
+    sums = shared.pending.sums()
+    if needs & NEED["values"] and grad_context is not None and numbers[0] == 0.0:
+        sums.add(weights.detach(), grad_context)
+        needs &= ~NEED["values"]
+    of_projected = *tensors[:4], *tensors[7:], *numbers[:3]
+    onto, given = sums.keys, (weights, grad_context, grad_weights)
+    if onto is None:
+        found = list(attention_backward.now(*results, *grads[:2], needs, *tensors, *numbers))
+        sums.keys = found[1] if needs & NEED["keys"] else None
+    else:
+        needs &= ~NEED["keys"]
+        found = list(attention_backward_onto.overload(*given, needs, onto, *of_projected))
+    found[1] = None
+    if not needs & NEED["values"]:
+        found[2] = None
+    return found
+
+
+exp_keys = Operator(
+    "exp_keys(Tensor keys, bool precise=True) -> (Tensor table, Tensor keys_max)", _exp_keys_fake
+)
+fingerprint = Operator(
+    "fingerprint(Tensor keys, Tensor? weight=None, Tensor? bias=None) -> (int, int)",
+    lambda **_: (0, 0),
+)
+attention = Attention(
+    f"attention({_INPUTS}, {_PROJECTIONS}, {_REST}, bool need_weights=True, bool recorded=True, "
+    "int backend=0, bool narrow=False) -> (Tensor context, Tensor weights, Tensor counts, "
+    "Tensor projected_queries, Tensor projected_keys)",
+    _attention_fake,
+    INPUTS,
+    _needing,
+    _scores_of,
+    _gradients,
+    kept=("weights", "projected_queries", "projected_keys"),
+)
+attention_backward = Operator(
+    "attention_backward(Tensor weights, Tensor? projected_queries, Tensor? projected_keys, "
+    f"{_GRADS}, int needs, {_INPUTS}, {_PROJECTIONS}, {_REST}, int backend=0) -> {_GRADIENTS}",
+    _backward_fake,
+)
+attention_backward_onto = Operator(
+    f"attention_backward.onto(Tensor weights, {_GRADS}, int needs, Tensor(a!) onto, {_INPUTS}, "
+    f"{_REST}) -> {_GRADIENTS}",
+    _backward_fake,
+)
+attend_backward_queries = Operator(
+    f"attend_backward_queries(Tensor weights, {_GRADS}, bool needed, {_INPUTS}, {LENS}, {TABLE}, "
+    f"{DROPOUT}) -> "
+    "(Tensor grad_queries, Tensor grad_scores, Tensor dropped)",
+    _backward_queries_fake,
+)
+attend_backward_keys = Operator(
+    "attend_backward_keys(Tensor weights, Tensor? grad_context, Tensor grad_scores, int needs, "
+    f"{_INPUTS}, {LENS}, {TABLE}) -> (Tensor grad_keys, Tensor grad_values, Tensor grad_w_v)",
+    _backward_keys_fake,
+)
+_SCORES = f"Tensor queries, Tensor keys, Tensor w_v, {_INSIDE}, {ACTIVATION}, int backend=0"
+attend_scores = Operator(f"attend_scores({_SCORES}) -> Tensor", _scores_fake)
+attend_scores_backward = Operator(
+    f"attend_scores_backward(Tensor grad_scores, int needs, {_SCORES}) -> (Tensor grad_queries, "
+    "Tensor grad_keys, Tensor grad_w_v, Tensor grad_features, Tensor grad_w_f)",
+    _scores_backward_fake,
+)
+
+_SCORED = ("queries", "keys", "w_v", "features", "w_f")
+attend_scores.differentiate(_SCORED, _scores_gradients)
