@@ -103,8 +103,8 @@ class Side {
   std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad) const {
     if (projection_ && is_needed())
       return projection_->backward(grad, needs_[0], needs_[1], needs_[2]);
-    const Tensor none = new_tensor({0}, grad.scalar_type());
-    return {projection_ ? none : grad, none, none};
+    const auto none = [&] { return new_tensor({0}, grad.scalar_type()); };
+    return {projection_ ? none() : grad, none(), none()};
   }
 
  private:
@@ -141,8 +141,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention(
   };
   const auto with_nothing = [&](std::tuple<Tensor, Tensor, Tensor> found, const Tensor* q,
                                 const Tensor* k) {
-    const Tensor none = new_tensor({0}, queries.scalar_type());
-    return std::tuple_cat(std::move(found), std::make_tuple(q ? *q : none, k ? *k : none));
+    const auto none = [&] { return new_tensor({0}, queries.scalar_type()); };
+    return std::tuple_cat(std::move(found), std::make_tuple(q ? *q : none(), k ? *k : none()));
   };
   if (!w_q.has_value() && !w_k.has_value())
     return with_nothing(results(queries, keys), nullptr, nullptr);
@@ -189,9 +189,9 @@ NineGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& 
     }
     inside.run(in, g, grads.w_data());
   }
-  const Tensor none = new_tensor({0}, in.storage);
-  return {grad_queries, grads.keys, grads.values,    grads.w,   none,
-          none,         none,       inside.features, inside.w_f};
+  const auto none = [&] { return new_tensor({0}, in.storage); };
+  return {grad_queries, grads.keys, grads.values,    grads.w,   none(),
+          none(),       none(),     inside.features, inside.w_f};
 }
 
 NineGradients attention_backward(const Tensor& weights, MaybeTensor projected_queries,
