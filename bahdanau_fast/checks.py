@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -84,20 +84,6 @@ def rows(name: str, tensor: Tensor, of: str = "batch, length, features") -> None
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
-
-
-def is_usual(*tensors: Tensor, valid_lens: Any = None) -> bool:
-    """Whether these, and the lengths, are plain tensors, (B,T,D) all but those.
-
-    An operator that is given them refuses what is wrong with them, and :func:`inputs` need not ask
-    before: a small call costs little more than its checks.
-    """
-    if valid_lens is not None and type(valid_lens) is not Tensor:
-        return False
-    for tensor in tensors:
-        if type(tensor) is not Tensor or tensor.ndim != 3:
-            return False
-    return True
 
 
 def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
@@ -325,9 +311,51 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     )
 
 
-def any_of_inference(tensors: list[Tensor | None]) -> bool:
-    """Whether one of some tensors was made in inference mode."""
-    return True in map(Tensor.is_inference, [t for t in tensors if t is not None])
+class Torch(NamedTuple):
+    """What torch is doing when a call comes.
+
+    Attributes:
+        traced: torch.compile or torch.export is tracing it.
+        records: a gradient may be asked for.
+        of_inference: it is recorded with a tensor of inference mode.
+        plain_only: only plain operations will do: under ``torch.func``, forward mode,
+            ``torch.jit.trace`` and ``torch.onnx.export``.
+        autocast: matrix products take another dtype.
+    """
+
+    traced: bool
+    records: bool
+    of_inference: bool
+    plain_only: bool
+    autocast: bool
+
+
+def what_torch_does(device: torch.device, inputs: tuple[Tensor | None, ...], called: bool) -> Torch:
+    """All of it at once: a small call costs little more than these questions.
+
+    Args:
+        device: of the data.
+        inputs: those that are differentiated.
+        called: a layer is called, whose parameters nobody knows.
+    """
+    if torch.compiler.is_compiling():
+        records = torch.is_grad_enabled() and (called or needs_gradient(*inputs))
+        return Torch(True, records, False, plain_only(), autocast_dtype(device) is not None)
+    records = of_inference = False
+    if torch.is_grad_enabled():
+        # Nothing is recorded in inference mode, even within enable_grad().
+        records = called or (
+            torch._C._any_requires_grad(*inputs) and not torch.is_inference_mode_enabled()
+        )
+        if records:
+            of_inference = True in map(Tensor.is_inference, [t for t in inputs if t is not None])
+    autocast = torch._C._is_any_autocast_enabled() and autocast_dtype(device) is not None
+    return Torch(False, records, of_inference, in_transform(False), autocast)
+
+
+def plain_only() -> bool:
+    """Whether only plain PyTorch operations will do: ONNX knows no operators but its own."""
+    return in_transform() or (is_exporting() and torch.onnx.is_in_onnx_export())
 
 
 def is_sharded(tensor: Tensor) -> bool:

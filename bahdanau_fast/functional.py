@@ -105,8 +105,14 @@ def additive_attention(
     [[[0.5, 0.5, 0.0, 0.0]]]
     """
     shape, inside = None, TANH
-    plain = features is w_f is bias is None and activation == "tanh" and isinstance(w_v, Tensor)
-    usual = plain and checks.is_usual(queries, keys, values, valid_lens=valid_lens)
+    usual = (  # of plain tensors: the operator refuses what is wrong with them
+        features is w_f is bias is None
+        and activation == "tanh"
+        and isinstance(w_v, Tensor)
+        and type(queries) is type(keys) is type(values) is Tensor
+        and queries.ndim == keys.ndim == values.ndim == 3
+        and (valid_lens is None or type(valid_lens) is Tensor)
+    )
     if not usual:
         given = as_rows(queries, keys, values, valid_lens, mask)
         (queries, keys, values, valid_lens), mask, shape = given

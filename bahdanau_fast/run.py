@@ -12,14 +12,21 @@ from bahdanau_fast.backends import Route
 from bahdanau_fast.call import Call, Located
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops.attention import attend_scores, attention
+from bahdanau_fast.ops.context import Link
+from bahdanau_fast.ops.dropout import dropout_seed
 from bahdanau_fast.ops.location import attend_location, convolved
-from bahdanau_fast.ops.operator import NUMBERS, Results, number_of
+from bahdanau_fast.ops.operator import NUMBERS, Attention, Recorded, number_of
 from bahdanau_fast.ops.projection import linear
-from bahdanau_fast.ops.saved_tensors import with_rows_together
+from bahdanau_fast.ops.saved_tensors import PendingBackwards, with_rows_together
 from bahdanau_fast.ops.sharding import register_for
+from bahdanau_fast.ops.shared_gradients import SharedNode
 from bahdanau_fast.reference import TANH
 
 __all__ = ["attend", "project", "scores"]
+
+#: Context (B,Tq,Dv), or None where it is in the link; weights (B,Tq,Tk), empty if unwanted; and the
+#: link of a recorded call.
+Results = tuple[Tensor | None, Tensor, Link | None]
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
@@ -63,6 +70,8 @@ def _attended(call: Call) -> tuple[Tensor, Tensor]:
     shape = call.shape
     made = context if link is None else link.context
     assert made is not None
+    if made.is_meta and not call.queries.is_meta:  # torch asks no other device then
+        raise ValueError("all inputs must be on one device")
     if weights.dtype is not made.dtype and not route.fp32_weights:
         weights = weights.to(made.dtype)
     if shape is not None and weights.dim() == 3:
@@ -206,7 +215,8 @@ def _by_attention(route: Route, call: Call) -> Results:
     recorded = records or route.traced
     numbers = (dropout_p, activation, slope, call.need_weights or records, recorded)
     others = (lens, mask, table, keys_max)
-    return attention.call(inputs, others, (*numbers, number, route.narrow), route, shared, backwards)
+    numbers += (number, route.narrow)
+    return _called(attention, inputs, others, numbers, route, shared, backwards)
 
 
 def _by_location(route: Route, call: Call) -> Results:
@@ -217,7 +227,43 @@ def _by_location(route: Route, call: Call) -> Results:
     assert call.located is not None
     inputs: Any = (*call[:4], *call.located, w_f)
     seen = call.valid_lens, call.mask
-    return attend_location.call(inputs, seen, (call.dropout_p, *numbers), route, shared, backwards)
+    given = (call.dropout_p, *numbers)
+    return _called(attend_location, inputs, seen, given, route, shared, backwards)
+
+
+def _called(
+    operator: Attention,
+    inputs: tuple[Tensor | None, ...],
+    others: tuple[Tensor | None, ...],
+    numbers: tuple[Any, ...],
+    route: Route,
+    shared: SharedNode | None,
+    backwards: PendingBackwards | None,
+) -> Results:
+    """Traced code calls an operator by the dispatcher, recorded code with a node; else the kernel.
+
+    Args:
+        operator: to be called.
+        inputs: the differentiated ones.
+        others: the other tensors, but the seed.
+        numbers: all of them; the first is ``dropout_p``.
+        route: of the call.
+        shared: the node that keys, values and w_v are behind, which their gradients are left to.
+        backwards: those that the nodes it shares wait for.
+    """
+    queries, _, values, *_ = inputs
+    seed = dropout_seed(numbers[0], queries) if numbers[0] > 0.0 and queries is not None else None
+    if route.traced:  # what traces the call has to meet the operator itself
+        context, weights, *_ = operator.overload(*inputs, *others, seed, *numbers)
+        return context, weights, None
+    kernel = operator.in_python.get(route.backend, operator.now)
+    if route.records:  # in a fraction of the time of the registered formula
+        link = Link(values, seed, numbers[0])
+        call = (operator, kernel, (*others, seed), numbers, link, shared, backwards)
+        return None, Recorded.apply(call, *inputs), link  # type: ignore[attr-defined]
+    with torch._C._AutoDispatchBelowAutograd():
+        context, weights, *_ = kernel(*inputs, *others, seed, *numbers)
+    return context, weights, None
 
 
 def _inside(call: Call) -> tuple[Tensor | None, Tensor | None, int, float]:

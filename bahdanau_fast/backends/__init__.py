@@ -142,7 +142,7 @@ def resolve(
     kind = device.type
     there = _there(kind, step)
     backend, _ = choose_backend(
-        _asked(name), kind, dtype, there, _plain_only(), _INTERPRETED, step=step
+        _asked(name), kind, dtype, there, checks.plain_only(), _INTERPRETED, step=step
     )
     return backend
 
@@ -157,71 +157,77 @@ def decide(call: Call) -> Route:
         ValueError: as :func:`resolve`.
     """
     queries, keys, values, w_v, w_q, w_k, bias, _, _, dropout_p = call[:10]
-    inside, located, scores_only, backend = call.inside, call.located, call.scores_only, call.backend
-    traced = torch.compiler.is_compiling()
-    device = "cpu" if queries.is_cpu else queries.device.type
+    inside, located, scores_only, backend = (
+        call.inside,
+        call.located,
+        call.scores_only,
+        call.backend,
+    )
+    scored = w_v if isinstance(w_v, Tensor) else None
+    inputs: tuple[Tensor | None, ...] = (queries, keys, values, scored, w_q, w_k, bias)
+    general = scores_only or inside is not TANH
+    if general:  # not tanh alone, as far as anybody can see at once
+        general = scores_only or inside.features is not None or inside.activation != "tanh"
+        general, inputs = general or located is not None, (*inputs, *inside[:2], *(located or ()))
+    device = queries.device
+    doing = checks.what_torch_does(device, inputs, scored is None)
     asked = None if backend is None and _forced is None else _asked(backend)
-    called = not isinstance(w_v, Tensor)
-    if traced:  # no size may decide, or code would be compiled anew for each
-        batch = queries_len = query_size = keys_len = key_size = value_size = hidden = 0
-    else:
-        batch, queries_len, query_size = queries.shape
-        _, keys_len, key_size = keys.shape
-        value_size = values.shape[2]
-        hidden = query_size if called else w_v.shape[-1]  # type: ignore[union-attr]
-    general = (
-        scores_only
-        or located is not None
-        or (inside is not TANH and (inside.features is not None or inside.activation != "tanh"))
-    )
-    step = is_cuda_step(traced, queries_len, hidden, general)
-    records = plain_inputs = False
-    if torch.is_grad_enabled():
-        inputs: list[Any] = [queries, keys, values, w_q, w_k, bias]
-        if not called:
-            inputs.append(w_v)
-        if general:
-            inputs += (*inside[:2], *(located or ()))
-        records = called or checks.needs_gradient(*inputs)
-        plain_inputs = records and not traced and checks.any_of_inference(inputs)
-    if scores_only or located is not None:
-        plain_inputs = plain_inputs or checks.is_sharded(queries)
-    autocast = (traced or torch._C._is_any_autocast_enabled()) and (
-        checks.autocast_dtype(queries.device) is not None
-    )
-    facts = (
-        device,
-        queries.dtype,
-        batch,
-        queries_len,
-        keys_len,
-        query_size,
-        key_size,
-        value_size,
-        hidden,
-        w_q is None,
-        w_k is None,
-        called,
-        records,
-        dropout_p > 0.0,
-        traced,
-        _plain_only() if traced else checks.in_transform(False),
-        autocast,
-        asked,
-        _ON_CPU if device != "cuda" else _on_gpu(step),
-        asked is not None and _INTERPRETED,
-        plain_inputs,
-        general,
-    )
-    if traced:
-        return route(Facts(*facts))
-    # Looked up rather than decided again: a small call takes little longer than the decision.
-    found = _routes.get(facts)
+    sharded = (scores_only or located is not None) and checks.is_sharded(queries)
+    kinds = (queries.dtype, w_q is None, w_k is None, scored is None, dropout_p > 0.0)
+    if doing.traced:
+        return _decided(device, kinds, doing, asked, sharded, general)
+    hidden = queries.shape[2] if scored is None else scored.shape[-1]
+    sizes = queries.shape, keys.shape, values.shape[2], hidden
+    # Looked up rather than decided again: a small call takes little longer than the decision. What
+    # is there may change with `why_not` alone.
+    given = device, kinds, doing, asked, sharded, general, sizes
+    found = _routes.get((given, why_not))
     if found is None:
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        found = _routes[facts] = route(Facts(*facts))
+        found = _routes[given, why_not] = _decided(*given)
     return found
+
+
+def _decided(
+    device: torch.device,
+    kinds: tuple[Any, ...],
+    doing: checks.Torch,
+    asked: str | None,
+    sharded: bool,
+    general: bool,
+    # While code is traced no size may decide, or it would be compiled anew for each.
+    sizes: tuple[Any, ...] = ((0, 0, 0), (0, 0, 0), 0, 0),
+) -> Route:
+    (batch, queries_len, query_size), (_, keys_len, key_size), value_size, hidden = sizes
+    dtype, queries_projected, keys_projected, called, drops = kinds
+    step = is_cuda_step(doing.traced, queries_len, hidden, general)
+    return route(
+        Facts(
+            device=device.type,
+            dtype=dtype,
+            batch=batch,
+            queries_len=queries_len,
+            keys_len=keys_len,
+            query_size=query_size,
+            key_size=key_size,
+            value_size=value_size,
+            hidden=hidden,
+            queries_projected=queries_projected,
+            keys_projected=keys_projected,
+            called=called,
+            records=doing.records,
+            drops=drops,
+            traced=doing.traced,
+            plain_only=doing.plain_only,
+            autocast=doing.autocast,
+            asked=asked,
+            there=_there(device.type, step),
+            interpreted=asked is not None and _INTERPRETED,
+            plain_inputs=doing.of_inference or sharded,
+            general=general,
+        )
+    )
 
 
 _routes: dict[tuple[Any, ...], Route] = {}
@@ -296,11 +302,6 @@ def _on_gpu(step: bool = True) -> tuple[str, ...]:
         return ("cuda", "reference")
     has_triton = why_not("triton") is None
     return (*["cuda"] * has_cuda, *["triton"] * has_triton, "reference")
-
-
-def _plain_only() -> bool:
-    """Whether only plain PyTorch operations will do: ONNX knows no operators but its own."""
-    return checks.in_transform() or (checks.is_exporting() and torch.onnx.is_in_onnx_export())
 
 
 def _check_name(name: str) -> None:

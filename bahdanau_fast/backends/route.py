@@ -59,6 +59,7 @@ REUSE_ELEMENTS = 513
 # not measured: more than 10 queries or 1024 units; in both backends (64,16,50,512), (64,1,50,2048).
 GPU_STEP_QUERIES, GPU_STEP_HIDDEN, GPU_STEP_FEATURES = 16, 2048, 2048
 
+
 class Facts(NamedTuple):
     """What decides about a call.
 

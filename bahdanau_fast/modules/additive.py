@@ -12,9 +12,10 @@ from bahdanau_fast.call import Call
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.memory.key_cache import KeyCache
 from bahdanau_fast.memory.shapes import as_rows
+from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.d2l_signature import additive_attention, read_signature, shows
-from bahdanau_fast.modules.layers import check_features, plain_parts, project_if_changed
+from bahdanau_fast.modules.layers import check_features, parts_of, project_if_changed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -156,11 +157,14 @@ class AdditiveAttention(Additive):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
-        layers = self._layers()
-        w_q, w_k, w_v, dropout_p = plain_parts(layers)
+        w_q, w_k, w_v, dropout_p, layers = parts_of(self)
         shape = None
-        plain = not (w_q is None or w_k is None or w_v is None)
-        usual = plain and checks.is_usual(queries, keys, values, valid_lens=valid_lens)
+        usual = (  # of plain tensors and layers: the operator refuses what is wrong with them
+            not (w_q is None or w_k is None or w_v is None)
+            and type(queries) is type(keys) is type(values) is Tensor
+            and queries.ndim == keys.ndim == values.ndim == 3
+            and (valid_lens is None or type(valid_lens) is Tensor)
+        )
         if not usual:
             if isinstance(keys, Memory):  # a step of AttentionGRU, for the hooks of this module
                 return self.attend(queries, keys, mask=mask)
@@ -171,7 +175,7 @@ class AdditiveAttention(Additive):
             mask = checks.as_mask(mask, queries, keys)
         if w_v is None:  # its layer, or all three, may be lazy
             self._draw(queries, keys)
-            w_q, w_k, w_v, _ = plain_parts(layers)
+            w_q, w_k, w_v, *_ = parts_of(self)
         bias = self.bias if w_k is not None else None
         cache = self._cache if self.cache_keys and w_k is not None else None
         if not usual:
@@ -185,7 +189,9 @@ class AdditiveAttention(Additive):
             dropout, cache, shape, None, self._inside, None, True, False, None,
             self._explain if usual else None,
         )  # fmt: skip
-        return self._attend(call)
+        context, weights = run.attend(call)
+        keep(self, weights, context)
+        return context
 
     def _explain(self, call: Call) -> None:
         checks.inputs(call.queries, call.keys, call.values, call.valid_lens)
@@ -194,25 +200,6 @@ class AdditiveAttention(Additive):
 
     if TYPE_CHECKING:
         __call__ = forward
-
-    def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
-        """Attend to a memory with some queries (one decoder step, or the beams of one step).
-
-        Args:
-            queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results. B as
-                the memory's keys have it.
-            memory: from :meth:`memory`.
-            mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what the memory's
-                own lengths and mask leave.
-
-        Returns:
-            Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.
-
-        Raises:
-            TypeError, ValueError: as for calling the module; a memory of another module, or one
-                made before the key layer changed.
-        """
-        return self._attend(self._on_memory(queries, memory, mask))
 
     def scores(self, queries: Tensor, memory: Memory, clip: float | None = None) -> Tensor:
         """The scores of a memory's keys, before any mask and the softmax.
@@ -257,8 +244,7 @@ class AdditiveAttention(Additive):
         Raises:
             ValueError: the requested backend cannot serve the call.
         """
-        layers = self._layers()
-        w_q, w_k, w_v, dropout_p = plain_parts(layers)
+        w_q, w_k, w_v, dropout_p, layers = parts_of(self)
         bias, projected = self.bias, None
         if isinstance(keys, Memory):
             queries, mask, _ = keys.queries_as_rows(queries, mask)

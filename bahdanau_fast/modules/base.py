@@ -16,7 +16,7 @@ from bahdanau_fast.modules.attention_weights import attention_weights, keep, sta
 from bahdanau_fast.modules.layers import (
     apply_layer,
     check_features,
-    plain_parts,
+    parts_of,
     plain_weight,
     project_if_changed,
 )
@@ -54,7 +54,8 @@ class Additive(Unscriptable):
         super().__init__()
         checks.probability("dropout", dropout)
         checks.known_activation(activation, negative_slope)
-        self._inside = Inside(None, None, activation, negative_slope)
+        inside = Inside(None, None, activation, negative_slope)
+        self._inside = TANH if inside == TANH else inside
         self.num_hiddens = num_hiddens
         self.dropout = nn.Dropout(dropout)
         self._weights: Any = None
@@ -132,6 +133,25 @@ class Additive(Unscriptable):
         maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
         return Memory(projected, values, valid_lens, mask, maker, batch)
 
+    def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
+        """Attend to a memory with some queries (one decoder step, or the beams of one step).
+
+        Args:
+            queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results. B as
+                the memory's keys have it.
+            memory: from :meth:`memory`.
+            mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what the memory's
+                own lengths and mask leave.
+
+        Returns:
+            Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.
+
+        Raises:
+            TypeError, ValueError: as for calling the module; a memory of another module, or one
+                made before the key layer changed.
+        """
+        return self._attend(self._on_memory(queries, memory, mask))
+
     def _attend(self, call: Call) -> Tensor:
         """Context of a call; sets ``attention_weights``."""
         context, weights = run.attend(call)
@@ -142,28 +162,45 @@ class Additive(Unscriptable):
         """The call of some queries on a memory, which has to be this module's and fit them."""
         if not isinstance(memory, Memory):
             checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
-        (query_layer, key_layer, score_layer, dropout), maker = self._layers(), memory.maker
+        (w_q, w_k, w_v, dropout_p, layers), maker = parts_of(self), memory.maker
         if maker is not None and not torch.compiler.is_compiling():
             if maker.module is not self:
                 other = f"one made by another {type(maker.module).__name__}"
                 checks.reject(ValueError, "memory", "come from memory() of this module", other)
-            if maker.has_changed(plain_weight(key_layer), self.bias):
+            if maker.sample is not None and maker.has_changed(w_k, self.bias):
                 need = "be made after the last change of the key layer"
                 checks.reject(ValueError, "memory", need, "an older one: call memory() again")
-        if self._is_from_autocast(queries, memory):
-            memory = memory.to(queries.dtype)
-        queries, mask, shape = memory.queries_as_rows(queries, mask)
-        keys = memory.projected.keys
-        checks.queries_for(queries, keys, memory.valid_lens, memory.mask)
-        mask = memory.joined_mask(mask, queries)
-        self._draw(queries, None)
-        w_q, w_v, dropout_p = plain_parts((query_layer, score_layer, dropout))
-        queries = project_if_changed("queries", queries, query_layer, w_q)
-        scorer: Any = score_layer if w_v is None else w_v
-        lens = memory.valid_lens
-        dropout = dropout if dropout_p is None else None
-        given = (queries, keys, memory.values, scorer, w_q, None, None, lens, mask)
-        return Call(*given, dropout_p or 0.0, dropout, None, shape, memory.projected, self._inside)
+        projected, shape = memory.projected, None
+        usual = (
+            memory.batch is mask is None
+            and w_q is not None
+            and w_v is not None
+            and type(queries) is Tensor
+            and queries.ndim == 3
+            and queries.dtype is projected.keys.dtype
+        )
+        if usual:
+            mask = memory.mask
+        else:
+            if self._is_from_autocast(queries, memory):
+                memory = memory.to(queries.dtype)
+                projected = memory.projected
+            queries, mask, shape = memory.queries_as_rows(queries, mask)
+            checks.queries_for(queries, projected.keys, memory.valid_lens, memory.mask)
+            mask = memory.joined_mask(mask, queries)
+            self._draw(queries, None)
+            w_q, _, w_v, dropout_p, _ = parts_of(self)
+            queries = project_if_changed("queries", queries, layers[0], w_q)
+        scorer: Any = layers[2] if w_v is None else w_v
+        return Call(
+            queries, projected.keys, memory.values, scorer, w_q, None, None, memory.valid_lens,
+            mask, dropout_p or 0.0, layers[3] if dropout_p is None else None, None, shape, projected,
+            self._inside, None, True, False, None, self._explain_query if usual else None,
+        )  # fmt: skip
+
+    def _explain_query(self, call: Call) -> None:
+        checks.queries_for(call.queries, call.keys, call.valid_lens, call.mask)
+        check_features("queries", call.queries, self._modules[self._query_layer])
 
     def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:
         """True if the memory has the dtype of an autocast that has ended."""
@@ -179,14 +216,7 @@ class Additive(Unscriptable):
 
     def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
         if type(self._modules[self._score_layer]) is not nn.Linear:  # which is drawn last
-            of_query, of_key, of_score, _ = self._layers()
-            draw((of_query, of_key, of_score), queries, keys, self.num_hiddens)
-
-    def _layers(self) -> tuple[nn.Module | None, ...]:
-        """Those of queries, keys and scores, and the dropout, past ``nn.Module.__getattr__``."""
-        own = self._modules
-        of_score = own[self._score_layer]
-        return own[self._query_layer], own[self._key_layer], of_score, own["dropout"]
+            draw(parts_of(self).layers[:3], queries, keys, self.num_hiddens)
 
     def __getstate__(self) -> dict[str, Any]:
         return state_of(self)

@@ -8,7 +8,7 @@ what the layer computes: such a layer is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,10 @@ __all__ = [
     "check_features",
     "is_unchanged",
     "keeps_places",
+    "parts_of",
     "plain_convolution",
     "plain_dropout",
     "plain_parameters",
-    "plain_parts",
     "plain_weight",
     "project_if_changed",
 ]
@@ -153,35 +153,60 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
     return weight
 
 
-def plain_parts(layers: tuple[nn.Module | None, ...]) -> list[Any]:
-    """:func:`plain_weight` of each layer but the last, of which it is :func:`plain_dropout`.
+class Parts(NamedTuple):
+    """What an additive module computes with now.
 
-    What does not depend on the layer is asked once, in eager code.
+    Attributes:
+        w_q: :func:`plain_weight` of the layer of the queries; the next two likewise.
+        w_k: of the keys.
+        w_v: of the scores.
+        dropout_p: :func:`plain_dropout`.
+        layers: all four of them.
     """
-    last = len(layers) - 1
+
+    w_q: Tensor | None
+    w_k: Tensor | None
+    w_v: Tensor | None
+    dropout_p: float | None
+    layers: tuple[Any, ...]
+
+
+def parts_of(module: Any) -> Parts:
+    """Those of an additive module; what does not depend on the layer is asked once, in eager code.
+
+    Args:
+        module: names three of its layers in class attributes.
+    """
+    own = module._modules  # past nn.Module's __getattr__
+    layers = (
+        own[module._query_layer],
+        own[module._key_layer],
+        own[module._score_layer],
+        own["dropout"],
+    )
     if torch.compiler.is_compiling():
-        return [*map(plain_weight, layers[:last]), plain_dropout(layers[last])]
-    parts: list[Any] = [None] * len(layers)
+        return Parts(*map(plain_weight, layers[:3]), plain_dropout(layers[3]), layers)
+    parts: list[Any] = [None] * 4
     if _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks:
-        return parts
+        return Parts(*parts, layers)
     for i, layer in enumerate(layers):
         kind = type(layer)
         if kind is not _Linear and kind not in _DROPOUTS:
             continue
-        own = layer.__dict__
+        of_layer = layer.__dict__
         if (  # as _is_changed: a small call comes here four times
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or "forward" in own
+            of_layer["_forward_hooks"]
+            or of_layer["_forward_pre_hooks"]
+            or of_layer["_backward_hooks"]
+            or of_layer["_backward_pre_hooks"]
+            or "forward" in of_layer
         ):
             continue
         if kind is not _Linear:
-            parts[i] = _dropped(layer) if i == last else None
-        elif i < last and (parameters := own["_parameters"]).get("bias") is None:
+            parts[i] = _dropped(layer) if i == 3 else None
+        elif i < 3 and (parameters := of_layer["_parameters"]).get("bias") is None:
             parts[i] = parameters.get("weight")
-    return parts
+    return Parts(*parts, layers)
 
 
 def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:

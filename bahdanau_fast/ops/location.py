@@ -69,12 +69,27 @@ def _gradients(
     grads: Sequence[Tensor | None],
     shared: Any = None,
 ) -> list[Tensor | None]:
-    queries, keys, values, w_v, location, w_conv, _, w_f, lens, mask, seed, weights, features = saved
+    queries, keys, values, w_v, location, w_conv, _, w_f, lens, mask, seed, weights, features = (
+        saved
+    )
     of_location, of_w_conv, of_b_conv, of_w_f = (needs >> place & 1 for place in (4, 5, 6, 7))
     of_features = of_location or of_w_conv or of_b_conv
     needs = needs & 15 | of_features * NEED["features"] | of_w_f * NEED["w_f"]
     projections = tables = (None, None)
-    tensors = queries, keys, values, w_v, *projections, None, features, w_f, lens, mask, *tables, seed
+    tensors = (
+        queries,
+        keys,
+        values,
+        w_v,
+        *projections,
+        None,
+        features,
+        w_f,
+        lens,
+        mask,
+        *tables,
+        seed,
+    )
     results, given = (weights, None, None), (*numbers, 0)
     found = attention_gradients(results, tensors, given, needs, grads, shared)
     (*others,), grad, grad_w_f = found[:4], found[7], found[8]

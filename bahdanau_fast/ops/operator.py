@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.ops.context import Link, Node
-from bahdanau_fast.ops.dropout import dropout_seed
 from bahdanau_fast.ops.saved_tensors import (
-    PendingBackwards,
     after_backward,
     save_inputs,
     saved_inputs,
@@ -32,7 +30,7 @@ __all__ = [
     "Attention",
     "Named",
     "Operator",
-    "Results",
+    "Recorded",
     "implement",
     "number_of",
 ]
@@ -134,11 +132,6 @@ class Operator:
         )
 
 
-#: Context (B,Tq,Dv), or None where it is in the link; weights (B,Tq,Tk), empty if unwanted; and the
-#: link of a recorded call.
-Results = tuple[Tensor | None, Tensor, Link | None]
-
-
 class Attention(Operator):
     """An operator that gives context, weights and maybe more, and is differentiated.
 
@@ -171,7 +164,12 @@ class Attention(Operator):
         kept: tuple[str, ...],
     ) -> None:
         super().__init__(schema, fake)
-        self.inputs, self.needing, self._scores, self._gradients = inputs, needing, scores, gradients
+        self.inputs, self.needing, self._scores, self._gradients = (
+            inputs,
+            needing,
+            scores,
+            gradients,
+        )
         self.count = len(inputs)
         self.saved = (*self.tensors, *kept)
         results = [result.name for result in self.overload._schema.returns]
@@ -247,42 +245,8 @@ class Attention(Operator):
         seen = reference.visible(named["valid_lens"], named["mask"], named["weights"].shape[2])
         return attend_again(scores, inputs, asked, named["weights"], seen, link, grads)
 
-    def call(
-        self,
-        inputs: tuple[Tensor | None, ...],
-        others: tuple[Tensor | None, ...],
-        numbers: tuple[Any, ...],
-        route: Any,
-        shared: Any = None,
-        backwards: PendingBackwards | None = None,
-    ) -> Results:
-        """Call it: traced code by the dispatcher, recorded code with a node, else the kernel.
 
-        Args:
-            inputs: the differentiated ones.
-            others: the other tensors, but the seed.
-            numbers: all of them; the first is ``dropout_p``.
-            route: of the call.
-            shared: the :class:`SharedNode` that keys, values and w_v are behind, or None.
-            backwards: those that the nodes it shares wait for, or None.
-        """
-        seed = dropout_seed(numbers[0], inputs[0]) if numbers[0] > 0.0 else None
-        others = (*others, seed)
-        if route.traced:  # what traces the call has to meet the operator itself
-            context, weights, *_ = self.overload(*inputs, *others, *numbers)
-            return context, weights, None
-        kernel = self.in_python.get(route.backend, self.now)
-        if route.records:
-            # In a fraction of the time of the registered formula.
-            link = Link(inputs[2], seed, numbers[0])
-            call = (self, kernel, others, numbers, link, shared, backwards)
-            return None, _Recorded.apply(call, *inputs), link  # type: ignore[attr-defined]
-        with torch._C._AutoDispatchBelowAutograd():
-            context, weights, *_ = kernel(*inputs, *others, *numbers)
-        return context, weights, None
-
-
-class _Recorded(Node):
+class Recorded(Node):
     """The node of an eager call; the context gets a node behind it, by the link."""
 
     @staticmethod

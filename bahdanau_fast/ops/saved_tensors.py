@@ -161,9 +161,7 @@ def changed(tensor: Tensor | None, expected: int | None) -> RuntimeError:
     )
 
 
-def save_inputs(
-    ctx: Any, inputs: Sequence[Tensor | None], others: Sequence[Tensor | None]
-) -> None:
+def save_inputs(ctx: Any, inputs: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> None:
     """``ctx.save_for_backward``, to be read by :func:`saved_inputs`.
 
     Args:
