@@ -70,8 +70,6 @@ def _attended(call: Call) -> tuple[Tensor, Tensor]:
     shape = call.shape
     made = context if link is None else link.context
     assert made is not None
-    if made.is_meta and not call.queries.is_meta:  # torch asks no other device then
-        raise ValueError("all inputs must be on one device")
     if weights.dtype is not made.dtype and not route.fp32_weights:
         weights = weights.to(made.dtype)
     if shape is not None and weights.dim() == 3:
@@ -212,8 +210,8 @@ def _by_attention(route: Route, call: Call) -> Results:
         if w_k is not None and not keys.is_contiguous():
             keys = with_rows_together(keys)
     inputs: Any = (queries, keys, values, w_v, w_q, w_k, bias, features, w_f)
-    recorded = records or route.traced
-    numbers = (dropout_p, activation, slope, call.need_weights or records, recorded)
+    precise = records or route.traced
+    numbers = (dropout_p, activation, slope, call.need_weights or records, precise)
     others = (lens, mask, table, keys_max)
     numbers += (number, route.narrow)
     return _called(attention, inputs, others, numbers, route, shared, backwards)
@@ -256,11 +254,12 @@ def _called(
     if route.traced:  # what traces the call has to meet the operator itself
         context, weights, *_ = operator.overload(*inputs, *others, seed, *numbers)
         return context, weights, None
-    kernel = operator.in_python.get(route.backend, operator.now)
     if route.records:  # in a fraction of the time of the registered formula
-        link = Link(values, seed, numbers[0])
+        link, recorded = Link(values, seed, numbers[0]), operator.recorded
+        kernel = recorded.in_python.get(route.backend, recorded.now)
         call = (operator, kernel, (*others, seed), numbers, link, shared, backwards)
         return None, Recorded.apply(call, *inputs), link  # type: ignore[attr-defined]
+    kernel = operator.in_python.get(route.backend, operator.now)
     with torch._C._AutoDispatchBelowAutograd():
         context, weights, *_ = kernel(*inputs, *others, seed, *numbers)
     return context, weights, None

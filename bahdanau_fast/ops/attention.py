@@ -7,12 +7,12 @@
                              row; ``precise`` where gradients may be asked for
 ``attention``                context, and weights in no less than fp32, or ``narrow``, in the dtype
                              of the context; without ``w_q`` or ``w_k`` queries or keys (B,T,H) are
-                             projected. ``recorded``, it gives what backward takes: how many keys
-                             the lengths leave, int32 of their shape, without a mask; the projected
-                             queries; on the CPU the projected keys
+                             projected. ``precise`` where gradients may be asked for
+``attention.recorded``       and what backward takes: how many keys the lengths leave, int32 of
+                             their shape, without a mask; the projected queries; on the CPU the
+                             projected keys. What there is not of these is (0,)
 ``attention_backward``       the gradients, from weights in either dtype; what is projected inside
-                             and not given is projected again. ``attention_backward.onto`` adds that
-                             of projected keys to a sum
+                             and not given is projected again
 ``attend_backward_queries``  that of projected queries alone, with what the others can be taken from
                              later: gradients of the scores, and the weights after dropout (empty
                              without); without features
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import reference
+from bahdanau_fast import checks, reference
 from bahdanau_fast.checks import ACTIVATIONS
 from bahdanau_fast.ops.operator import NUMBERS, Attention, Named, Operator
 from bahdanau_fast.ops.second_derivatives import differentiate_again
@@ -144,25 +144,31 @@ def attend_fake(
     )
 
 
-def _attention_fake(
+def _attention_fake(queries: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
+    # A tensor of the meta device among others brings a call here, where nothing else refuses it.
+    for name, other in named.items():
+        if isinstance(other, Tensor) and other.device != queries.device:
+            checks.reject(ValueError, name, "be on the device of queries", other.device)
+    return attend_fake(queries, **named)
+
+
+def _recorded_fake(
     queries: Tensor,
     keys: Tensor,
     w_q: Tensor | None,
     w_k: Tensor | None,
     valid_lens: Tensor | None,
     mask: Tensor | None,
-    recorded: bool,
     **named: Any,
 ) -> tuple[Tensor, ...]:
-    counted = recorded and valid_lens is not None and mask is None
-    counts = valid_lens.shape if valid_lens is not None and counted else (0,)
+    counts = (0,) if valid_lens is None or mask is not None else valid_lens.shape
     kept_keys = w_k if keys.device.type == "cpu" else None
     projected = (
-        x.new_empty((*x.shape[:2], w.shape[0]) if recorded and w is not None else (0,))
+        x.new_empty((0,) if w is None else (*x.shape[:2], w.shape[0]))
         for x, w in ((queries, w_q), (keys, kept_keys))
     )
-    counted_keys = queries.new_empty(counts, dtype=torch.int32)
-    return *attend_fake(queries, **named), counted_keys, *projected
+    counted = queries.new_empty(counts, dtype=torch.int32)
+    return *_attention_fake(queries=queries, keys=keys, w_q=w_q, w_k=w_k, **named), counted, *projected
 
 
 def _backward_fake(needs: int, queries: Tensor, **named: Any) -> list[Tensor]:
@@ -255,10 +261,11 @@ def _gradients(
     grads: Sequence[Tensor | None],
     shared: Any = None,
 ) -> Sequence[Tensor | None]:
-    *tensors, weights, queries, keys = saved
+    tensors, (weights, *projected) = saved[:14], saved[14:]
+    results = (weights, *(projected or (None, None)))
     given = (*numbers[:3], numbers[5])
     if shared is None or tensors[7] is not None or numbers[1] or not shared.is_awaited():
-        return attention_gradients((weights, queries, keys), tensors, given, needs, grads, shared)
+        return attention_gradients(results, tensors, given, needs, grads, shared)
     grad_context, grad_weights = grads[:2]
     of_projected = *tensors[:4], *tensors[9:], numbers[0]
     grad_queries, grad_scores, dropped = attend_backward_queries.now(
@@ -304,18 +311,10 @@ def attention_gradients(
     if needs & NEED["values"] and grad_context is not None and numbers[0] == 0.0:
         sums.add(weights.detach(), grad_context)
         needs &= ~NEED["values"]
-    of_projected = *tensors[:4], *tensors[7:], *numbers[:3]
-    onto, given = sums.keys, (weights, grad_context, grad_weights)
-    if onto is None:
-        found = list(attention_backward.now(*results, *grads[:2], needs, *tensors, *numbers))
-        sums.keys = found[1] if needs & NEED["keys"] else None
-    else:
-        needs &= ~NEED["keys"]
-        found = list(attention_backward_onto.overload(*given, needs, onto, *of_projected))
-    found[1] = None
-    if not needs & NEED["values"]:
-        found[2] = None
-    return found
+    found = list(attention_backward.now(*results, *grads[:2], needs, *tensors, *numbers))
+    if needs & NEED["keys"]:
+        sums.keys = found[1] if sums.keys is None else sums.keys.add_(found[1])
+    return [found[0], None, found[2] if needs & NEED["values"] else None, *found[3:]]
 
 
 exp_keys = Operator(
@@ -325,25 +324,21 @@ fingerprint = Operator(
     "fingerprint(Tensor keys, Tensor? weight=None, Tensor? bias=None) -> (int, int)",
     lambda **_: (0, 0),
 )
+_ATTENTION = (
+    f"({_INPUTS}, {_PROJECTIONS}, {_REST}, bool need_weights=True, bool precise=True, "
+    "int backend=0, bool narrow=False) -> (Tensor context, Tensor weights"
+)
+recorded = Operator(
+    f"attention.recorded{_ATTENTION}, Tensor counts, Tensor projected_queries, "
+    "Tensor projected_keys)",
+    _recorded_fake,
+)
 attention = Attention(
-    f"attention({_INPUTS}, {_PROJECTIONS}, {_REST}, bool need_weights=True, bool recorded=True, "
-    "int backend=0, bool narrow=False) -> (Tensor context, Tensor weights, Tensor counts, "
-    "Tensor projected_queries, Tensor projected_keys)",
-    _attention_fake,
-    INPUTS,
-    _needing,
-    _scores_of,
-    _gradients,
-    kept=("weights", "projected_queries", "projected_keys"),
+    f"attention{_ATTENTION})", _attention_fake, INPUTS, _needing, _scores_of, _gradients, recorded
 )
 attention_backward = Operator(
     "attention_backward(Tensor weights, Tensor? projected_queries, Tensor? projected_keys, "
     f"{_GRADS}, int needs, {_INPUTS}, {_PROJECTIONS}, {_REST}, int backend=0) -> {_GRADIENTS}",
-    _backward_fake,
-)
-attention_backward_onto = Operator(
-    f"attention_backward.onto(Tensor weights, {_GRADS}, int needs, Tensor(a!) onto, {_INPUTS}, "
-    f"{_REST}) -> {_GRADIENTS}",
     _backward_fake,
 )
 attend_backward_queries = Operator(

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bahdanau_fast import reference
@@ -23,17 +22,12 @@ from bahdanau_fast.ops.attention import attention, inside_of
 __all__ = ["TABLE"]
 
 
-def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     named = attention.named(*args, **kwargs)
     names = ("queries", "keys", "values", "w_v", "valid_lens", "dropout_p", "mask")
     given = {name: named[name] for name in names}
     context, weights = reference.attend(**given, inside=inside_of(named))
-    none, lens = weights.new_empty((0,)), named["valid_lens"]
-    counts = none.int()
-    if lens is not None and named["mask"] is None:
-        within = reference.valid_mask(lens, weights.shape[2])
-        counts = within.sum(-1, dtype=torch.int32).view(lens.shape)
-    return context, weights if named["need_weights"] else none, counts, none, none
+    return context, weights if named["need_weights"] else weights.new_empty((0,))
 
 
 #: For ``torch.export.ExportedProgram.run_decompositions``: plain operations for each operator.

@@ -120,7 +120,6 @@ attend_location = Attention(
     lambda name, _: _NEEDING.get(name, _THROUGH),
     _scores_of,
     _gradients,
-    kept=("weights", "features"),
 )
 # Bits of `needs`: 1 for the location, 2 for w_conv.
 convolution_backward = Operator(

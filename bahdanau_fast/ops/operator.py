@@ -147,10 +147,11 @@ class Attention(Operator):
             :data:`Named`.
         scores: by the reference, from :data:`Named`: the scores, and what the operator gives beside
             context and weights.
-        gradients: not differentiable again, in the order of ``inputs``: from tensors and ``kept``
-            results in order, numbers, bits of `needs`, the gradients of the results, and the shared
+        gradients: not differentiable again, in the order of ``inputs``: from what a backward
+            has saved, numbers, bits of `needs`, the gradients of the results, and the shared
             node of the call or None.
-        kept: names of the results that they are made from; the weights first.
+        recorded: the operator of recorded calls, unless it is this one: the same arguments, with
+            ``counts`` and other results behind the weights that backward takes.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Attention(Operator):
         needing: Callable[[str, Named], Sequence[str]],
         scores: Callable[[Named], Sequence[Tensor]],
         gradients: Callable[..., Sequence[Tensor | None]],
-        kept: tuple[str, ...],
+        recorded: Operator | None = None,
     ) -> None:
         super().__init__(schema, fake)
         self.inputs, self.needing, self._scores, self._gradients = (
@@ -171,10 +172,8 @@ class Attention(Operator):
             gradients,
         )
         self.count = len(inputs)
-        self.saved = (*self.tensors, *kept)
-        results = [result.name for result in self.overload._schema.returns]
-        self.places = [results.index(name) for name in kept]
-        self.counts = results.index("counts") if "counts" in results else 0
+        self.recorded: Operator = recorded or self
+        self.is_counted = recorded is not None
         self._numbers = self.names[len(self.tensors) :]
         torch.library.register_autograd(
             f"bahdanau_fast::{self.name}", self._backward, setup_context=self._set_up, lib=library
@@ -182,7 +181,7 @@ class Attention(Operator):
 
     def _set_up(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         arguments, count = tuple(self.named(*inputs).values()), len(self.tensors)
-        ctx.save_for_backward(*arguments[:count], *(output[place] for place in self.places))
+        ctx.save_for_backward(*arguments[:count], *output[1:])
         ctx.numbers, ctx.given = arguments[count:], len(inputs)
         ctx.set_materialize_grads(False)
 
@@ -203,7 +202,7 @@ class Attention(Operator):
         """Gradients of the inputs, as far as they are needed, in their order.
 
         Args:
-            saved: tensors and kept results, in order.
+            saved: tensors, then results from the weights on, without counts; in order.
             numbers: in order.
             asked: which of the inputs want a gradient.
             grads: of the results; those at the end may be left out.
@@ -232,7 +231,9 @@ class Attention(Operator):
 
     def by_name(self, saved: Sequence[Tensor | None], numbers: Sequence[Any]) -> Named:
         """What a backward has, by the names of the schema."""
-        return dict(zip((*self.saved, *self._numbers), (*saved, *numbers), strict=True))
+        count = len(self.tensors)
+        named = dict(zip(self.tensors, saved, strict=False)) | {"weights": saved[count]}
+        return named | dict(zip(self._numbers, numbers, strict=True))
 
     def _differentiable_again(
         self, named: Named, asked: Sequence[bool], grads: Sequence[Tensor | None]
@@ -253,18 +254,17 @@ class Recorded(Node):
     def forward(ctx: Any, call: tuple[Any, ...], *inputs: Tensor | None) -> Tensor:
         operator, kernel, others, numbers, link, shared, backwards = call
         with torch._C._AutoDispatchBelowAutograd():
-            results = kernel(*inputs, *others, *numbers)
-        link.context = results[0]
+            link.context, weights, *more = kernel(*inputs, *others, *numbers)
+        counts = more.pop(0) if operator.is_counted else None
         lens, mask, *rest = others
         # Plain code makes a mask of lengths at once: the caller may change them.
-        if lens is not None and mask is None and operator.counts:
-            lens = results[operator.counts]
+        if lens is not None and mask is None and operator.is_counted:
+            lens = counts
         elif lens is not None or mask is not None:
             lens, mask = _copies(lens, mask)
         if shared is not None:
             lens, mask = shared.same(lens, mask)
-        weights, *kept = (results[place] for place in operator.places)
-        save_inputs(ctx, inputs, (lens, mask, *rest, weights, *kept))
+        save_inputs(ctx, inputs, (lens, mask, *rest, weights, *more))
         ctx.set_materialize_grads(False)
         ctx.call = operator, numbers, link, shared
         ctx.token = None if backwards is None else backwards.begin()

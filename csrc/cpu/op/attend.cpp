@@ -80,16 +80,21 @@ class InsideGradients {
 // that projected the keys.
 int64_t fp64_limit(const MaybeTensor& w_k) { return w_k.has_value() ? kMaxFp64CpuElements : 0; }
 
+void check_weights(const MaybeTensor& w_k, const MaybeTensor& bias, const MaybeTensor& table) {
+  STD_TORCH_CHECK(w_k.has_value() || !bias.has_value(), "bias must come with w_k");
+  STD_TORCH_CHECK(!w_k.has_value() || !table.has_value(), "table must come without w_k");
+}
+
 bool is_given(const MaybeTensor& tensor) { return tensor.has_value() && tensor->numel() > 0; }
 
-// Queries or keys of a backward: with a weight they are projected again, unless that is given.
+// Queries or keys; with a weight they are projected, unless that is given.
 class Side {
  public:
   // The gradients that are needed: of rows, weight and bias.
   using Needs = std::array<int64_t, 3>;
 
   Side(const Tensor& rows, const MaybeTensor& weight, const MaybeTensor& bias,
-       const MaybeTensor& projected, const char* name, int64_t limit, const Needs& needs)
+       const MaybeTensor& projected, const char* name, int64_t limit, const Needs& needs = {})
       : rows_(rows), needs_(needs) {
     if (!weight.has_value()) return;
     projection_.emplace(rows, *weight, bias, name, limit);
@@ -113,17 +118,17 @@ class Side {
   std::optional<Projected> projection_;
 };
 
-// Without w_q or w_k the queries or the keys are projected already. What a backward alone takes has
-// no elements unless the call is recorded.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention(
-    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-    MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias, MaybeTensor features, MaybeTensor w_f,
-    MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
-    MaybeTensor seed, double dropout_p, int64_t activation, double negative_slope,
-    bool need_weights, bool recorded, int64_t backend, bool narrow) {
+// Without w_q or w_k the queries or the keys are projected already.
+std::tuple<Tensor, Tensor> attention(const Tensor& queries, const Tensor& keys,
+                                     const Tensor& values, const Tensor& w_v, MaybeTensor w_q,
+                                     MaybeTensor w_k, MaybeTensor bias, MaybeTensor features,
+                                     MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask,
+                                     MaybeTensor table, MaybeTensor keys_max, MaybeTensor seed,
+                                     double dropout_p, int64_t activation, double negative_slope,
+                                     bool need_weights, bool precise, int64_t backend,
+                                     bool narrow) {
   check_backend(backend);
-  STD_TORCH_CHECK(w_k.has_value() || !bias.has_value(), "bias must come with w_k");
-  STD_TORCH_CHECK(!w_k.has_value() || !table.has_value(), "table must come without w_k");
+  check_weights(w_k, bias, table);
   const Options options{features,
                         w_f,
                         valid_lens,
@@ -134,28 +139,37 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention(
                         dropout_p,
                         activation,
                         negative_slope,
-                        recorded || w_k.has_value()};
-  const bool counted = recorded && valid_lens.has_value() && !mask.has_value();
+                        precise || w_k.has_value()};
   const auto results = [&](const auto& q, const auto& k) {
-    return attend_to(q, k, values, w_v, options, need_weights, narrow, counted);
+    return attend_to(Inputs(q, k, values, w_v, options, exponentials_for(q)), need_weights, narrow);
   };
-  const auto with_nothing = [&](std::tuple<Tensor, Tensor, Tensor> found, const Tensor* q,
-                                const Tensor* k) {
-    const auto none = [&] { return new_tensor({0}, queries.scalar_type()); };
-    return std::tuple_cat(std::move(found), std::make_tuple(q ? *q : none(), k ? *k : none()));
-  };
-  if (!w_q.has_value() && !w_k.has_value())
-    return with_nothing(results(queries, keys), nullptr, nullptr);
-  std::optional<Projected> of_queries, of_keys;
-  if (w_q.has_value()) of_queries.emplace(queries, *w_q, std::nullopt, "queries", fp64_limit(w_k));
-  if (w_k.has_value()) of_keys.emplace(keys, *w_k, bias, "keys");
-  if (!recorded && of_queries && of_keys)
-    return with_nothing(results(of_queries->forward(), of_keys->forward()), nullptr, nullptr);
-  if (!recorded && of_queries)
-    return with_nothing(results(of_queries->forward(), keys), nullptr, nullptr);
-  const Tensor q = of_queries ? of_queries->new_forward() : queries;
-  const Tensor k = of_keys ? of_keys->new_forward() : keys;
-  return with_nothing(results(q, k), of_queries ? &q : nullptr, of_keys ? &k : nullptr);
+  if (!w_q.has_value() && !w_k.has_value()) return results(queries, keys);
+  if (!w_q.has_value()) return results(queries, Projected(keys, *w_k, bias, "keys").new_forward());
+  const OwnRows q = Projected(queries, *w_q, std::nullopt, "queries", fp64_limit(w_k)).forward();
+  return w_k.has_value() ? results(q, Projected(keys, *w_k, bias, "keys").forward())
+                         : results(q, keys);
+}
+
+// And what backward takes: how many keys the lengths leave, without a mask; projected queries and
+// keys. What there is not of these has no elements.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_recorded(
+    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
+    MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias, MaybeTensor features, MaybeTensor w_f,
+    MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
+    MaybeTensor seed, double dropout_p, int64_t activation, double negative_slope, bool, bool,
+    int64_t backend, bool narrow) {
+  check_backend(backend);
+  check_weights(w_k, bias, table);
+  const Options options{features, w_f,  valid_lens, mask,       table,
+                        keys_max, seed, dropout_p,  activation, negative_slope};
+  const Side q(queries, w_q, std::nullopt, std::nullopt, "queries", fp64_limit(w_k));
+  const Side k(keys, w_k, bias, std::nullopt, "keys", kMaxFp64CpuElements);
+  const Inputs in(q.rows(), k.rows(), values, w_v, options, exponentials_for(q.rows()));
+  const auto [context, weights] = attend_to(in, true, narrow);
+  const bool counted = valid_lens.has_value() && !mask.has_value();
+  return {context, weights, counted ? in.counts(*valid_lens) : new_tensor({0}, ScalarType::Int),
+          w_q.has_value() ? q.rows() : new_tensor({0}, in.storage),
+          w_k.has_value() ? k.rows() : new_tensor({0}, in.storage)};
 }
 
 using NineGradients =
@@ -164,10 +178,8 @@ using NineGradients =
 // Gradients of queries and keys that are projected already.
 NineGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& values,
                        const Tensor& w_v, const Options& options, const Tensor& weights,
-                       MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs,
-                       Tensor* onto) {
-  Inputs in(queries, keys, values, w_v, options, Exponentials::as_read);
-  in.problem.from_sums |= onto != nullptr;  // only that kernel adds to a sum
+                       MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs) {
+  const Inputs in(queries, keys, values, w_v, options, Exponentials::as_read);
   Tensor grad_queries = gradient(queries, needs & need_queries);
   KeyGradients grads(keys, values, w_v, needs);
   InsideGradients inside(options, needs, in.storage);
@@ -180,13 +192,6 @@ NineGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& 
     Backward g = received(in, weights, grad_context, grad_weights, owned);
     g.grad_queries = data_or_null(grad_queries, needs & need_queries);
     grads.name_in(&g);
-    if (onto != nullptr) {
-      STD_TORCH_CHECK(onto->is_contiguous() && onto->scalar_type() == in.storage &&
-                          onto->numel() == keys.numel() && !(needs & need_keys),
-                      "onto must be contiguous, and have the size and dtype of keys");
-      g.grad_keys = onto->mutable_data_ptr();
-      g.adds_to_keys = true;
-    }
     inside.run(in, g, grads.w_data());
   }
   const auto none = [&] { return new_tensor({0}, in.storage); };
@@ -204,12 +209,12 @@ NineGradients attention_backward(const Tensor& weights, MaybeTensor projected_qu
                                  MaybeTensor seed, double dropout_p, int64_t activation,
                                  double negative_slope, int64_t backend) {
   check_backend(backend);
-  STD_TORCH_CHECK(w_k.has_value() || !bias.has_value(), "bias must come with w_k");
+  check_weights(w_k, bias, table);
   const Options options{features, w_f,  valid_lens, mask,       table,
                         keys_max, seed, dropout_p,  activation, negative_slope};
   if (!w_q.has_value() && !w_k.has_value())
-    return backward(queries, keys, values, w_v, options, weights, grad_context, grad_weights, needs,
-                    nullptr);
+    return backward(queries, keys, values, w_v, options, weights, grad_context, grad_weights,
+                    needs);
   // Each with the bits of what it needs; those of the rows, the weight and the bias.
   const Side of_queries(queries, w_q, std::nullopt, projected_queries, "queries", fp64_limit(w_k),
                         {needs & need_queries, needs & need_w_q, 0});
@@ -220,26 +225,11 @@ NineGradients attention_backward(const Tensor& weights, MaybeTensor projected_qu
                           (of_keys.is_needed() ? need_keys : 0);
   const auto [grad_q, grad_k, grad_values, grad_w_v, n0, n1, n2, grad_features, grad_w_f] =
       backward(of_queries.rows(), of_keys.rows(), values, w_v, options, weights, grad_context,
-               grad_weights, through, nullptr);
+               grad_weights, through);
   const auto [grad_queries, grad_w_q, none] = of_queries.backward(grad_q);
   const auto [grad_keys, grad_w_k, grad_bias] = of_keys.backward(grad_k);
   return {grad_queries, grad_keys, grad_values,   grad_w_v, grad_w_q,
           grad_w_k,     grad_bias, grad_features, grad_w_f};
-}
-
-// The gradient of the keys, which are projected like the queries, is added to `onto` (B,Tk,H)
-// instead of being a result.
-NineGradients attention_backward_onto(const Tensor& weights, MaybeTensor grad_context,
-                                      MaybeTensor grad_weights, int64_t needs, Tensor onto,
-                                      const Tensor& queries, const Tensor& keys,
-                                      const Tensor& values, const Tensor& w_v, MaybeTensor features,
-                                      MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask,
-                                      MaybeTensor table, MaybeTensor keys_max, MaybeTensor seed,
-                                      double dropout_p, int64_t activation, double negative_slope) {
-  const Options options{features, w_f,  valid_lens, mask,       table,
-                        keys_max, seed, dropout_p,  activation, negative_slope};
-  return backward(queries, keys, values, w_v, options, weights, grad_context, grad_weights, needs,
-                  &onto);
 }
 
 std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
@@ -344,8 +334,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_scores_backward(
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
   m.impl("exp_keys", TORCH_BOX(&exp_keys));
   m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention.recorded", TORCH_BOX(&attention_recorded));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
-  m.impl("attention_backward.onto", TORCH_BOX(&attention_backward_onto));
   m.impl("attend_backward_queries", TORCH_BOX(&attend_backward_queries));
   m.impl("attend_backward_keys", TORCH_BOX(&attend_backward_keys));
   m.impl("attend_scores", TORCH_BOX(&attend_scores));

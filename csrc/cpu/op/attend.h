@@ -5,15 +5,10 @@
 
 namespace bahdanau_fast {
 
-// Context (B,Tq,Dv); weights (B,Tq,Tk) or none, (0), in no less than fp32 or `narrow` as the
-// context; and, where `counted`, how many keys the lengths leave, else none. Queries and keys are a
-// Tensor or OwnRows.
-template <class Queries, class Keys>
-std::tuple<Tensor, Tensor, Tensor> attend_to(const Queries& queries, const Keys& keys,
-                                             const Tensor& values, const Tensor& w_v,
-                                             const Options& options, bool need_weights,
-                                             bool narrow = false, bool counted = false) {
-  const Inputs in(queries, keys, values, w_v, options, exponentials_for(queries));
+// Context (B,Tq,Dv), and weights (B,Tq,Tk) or none, (0), in no less than fp32 or `narrow` as the
+// context.
+inline std::tuple<Tensor, Tensor> attend_to(const Inputs& in, bool need_weights,
+                                            bool narrow = false) {
   const Problem& p = in.problem;
   Tensor context = new_tensor({p.B, p.Tq, p.Dv}, in.storage);
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
@@ -22,8 +17,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_to(const Queries& queries, const Keys&
   if (!p.empty())
     run_forward(in, context.mutable_data_ptr(),
                 need_weights ? weights.mutable_data_ptr() : nullptr);
-  return {context, narrow ? cast(weights, in.storage) : weights,
-          counted ? in.counts(*options.valid_lens) : new_tensor(none, ScalarType::Int)};
+  return {context, narrow ? cast(weights, in.storage) : weights};
 }
 
 // The gradients that are sums over the queries.

@@ -95,7 +95,8 @@ std::tuple<Tensor, Tensor, Tensor> attend_location(const Tensor& queries, const 
   const Tensor features = convolve(location, w_conv, b_conv);
   const Options options{features,     w_f,  valid_lens, mask,       std::nullopt,
                         std::nullopt, seed, dropout_p,  activation, negative_slope};
-  const auto [context, weights, none] = attend_to(queries, keys, values, w_v, options, true);
+  const auto [context, weights] =
+      attend_to(Inputs(queries, keys, values, w_v, options, exponentials_for(queries)), true);
   return {context, weights, features};
 }
 
