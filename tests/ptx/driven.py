@@ -87,14 +87,15 @@ class CudaPtx(PtxCalls):
 
     def __init__(self, arch, **more):
         super().__init__(arch, **more)
-        self.gpu = mock()
-        self.device = self.gpu.new_gpu()
-        self._counters, self._buffers = [], []  # of the GPU, and of the operator that runs
+        self.gpu, self._gpus = mock(), {}  # by their multiprocessors, which are asked for once
+        self._counters, self._buffers = [], []  # of the GPUs, and of the operator that runs
 
     def begin(self, multiprocessors, dtype):
         super().begin(multiprocessors, dtype)
-        self.gpu.use_gpu(self.device)
-        self.gpu.set_gpu(multiprocessors=multiprocessors, ptx_version=int(self.arch.rstrip("a")))
+        if multiprocessors not in self._gpus:
+            like = {"multiprocessors": multiprocessors, "ptx_version": int(self.arch.rstrip("a"))}
+            self._gpus[multiprocessors] = self.gpu.new_gpu(**like)
+        self.gpu.use_gpu(self._gpus[multiprocessors])
 
     def forward(self, need_weights, *inputs, **masked):
         return entry_points.attend(self.operator, *inputs, need_weights=need_weights, **masked)

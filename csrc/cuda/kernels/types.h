@@ -3,6 +3,8 @@
 // T is the storage type of the tensors. Sums, and the attention weights, are fp32.
 #pragma once
 
+#include <functional>
+
 #include "common/problem.h"
 
 namespace bahdanau_fast::gpu {
@@ -30,15 +32,16 @@ struct Problem : Operands {
   float scale = 1.0f;
 };
 
-// The GPU, as far as a launch depends on it.
+// The current GPU, as far as a launch depends on it.
 struct Device {
+  int index = 0;
   int multiprocessors = 0;
-  void* stream = nullptr;
   int cluster = 1;  // blocks of the largest cluster
-  // Counters that are zero before a launch and after it, and that no other launch uses meanwhile;
-  // may be null.
-  unsigned* counters = nullptr;
+  void* stream = nullptr;
 };
+
+// So many bytes, which may hold anything, for what is queued on the stream until the call ends.
+using Memory = std::function<void*(int64_t bytes)>;
 
 struct Forward {
   Problem p;
@@ -53,36 +56,26 @@ struct Forward {
   int64_t counts_row = 0;
 };
 
-// Of w there are parts, which sum_parts adds up.
 struct Backward : Gradients {
   Problem p;
-  bool narrow = false;      // weights and grad_weights are of T instead of fp32
-  void* w_parts = nullptr;  // (max(1, splits), B, H) of fp32; null: not wanted
+  bool narrow = false;  // weights and grad_weights are of T instead of fp32
   // In several launches:
   const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value; null: zero
   void* grad_scores = nullptr;     // (B,Tq,Tk) of fp32; null: not wanted
   void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout; null: not wanted
-  void* queries_parts = nullptr;   // (splits,B,Tq,H) of fp32; null: not wanted
 };
 
-// The launches of one kind. The workspace may hold anything before, and can be reused afterwards.
-// B, Tq and Tk must be at least one, and serves() true.
+// The launches of one kind. B, Tq and Tk must be at least one, and serves() true.
 struct Kernels {
   bool (*serves)(const Problem&);
   // Whether forward can project the queries.
   bool (*projects)(const Forward&);
-  // How many of the device's counters forward uses. Without them it needs a second launch, which
-  // sets counters in the workspace to zero.
-  int64_t (*counters)(const Forward&, const Device&);
-  int64_t (*forward_workspace)(const Forward&, const Device&);
-  void (*forward)(const Forward&, const Device&, void* workspace);
-  // Parts of the keys of a row that backward takes in several launches; 0: one launch does it all.
-  int64_t (*backward_splits)(const Backward&, const Device&);
-  void (*backward)(const Backward&, const Device&);   // in one launch
-  void (*grad_rows)(const Backward&, const Device&);  // else: to scores,
-  void (*grad_keys)(const Backward&, const Device&);  // and from there
-  void (*sum_parts)(const Backward&, int64_t splits, const Device&);
-  int (*largest_cluster)();  // on the current GPU
+  void (*forward)(const Forward&, const Device&, const Memory&);
+  // In one launch, but for the sum of parts of w; false if it takes several, which it leaves.
+  bool (*backward)(const Backward&, const Device&, const Memory&);
+  void (*grad_rows)(const Backward&, const Device&);                 // to the scores,
+  void (*grad_keys)(const Backward&, const Device&, const Memory&);  // and from there
+  int (*largest_cluster)();                                          // on the current GPU
   // What keeps them from running on the current GPU; null if nothing does.
   const char* (*why_not)();
 };

@@ -5,6 +5,7 @@
 #include "cuda/kernels/decode.h"
 #include "cuda/kernels/decode_backward.h"
 #include "cuda/kernels/types.h"
+#include "cuda/runtime/counters.h"
 #include "cuda/runtime/launch.h"
 
 namespace bahdanau_fast::gpu {
@@ -78,6 +79,11 @@ struct Attend {
     d.p = p;
     d.w_q = f.w_q;
     d.Dq = f.Dq;
+    d.context = f.context;
+    d.weights = f.weights;
+    d.narrow = f.narrow;
+    d.counts = f.counts;
+    d.counts_row = f.counts_row;
     d.query_groups = ceil_div(p.Tq, step.queries);
     d.column_groups = larger(1, ceil_div(p.Dv, step.columns));
     if (f.w_q != nullptr && p.H * f.Dq * int64_t(sizeof(T)) >= kSharedWeight)
@@ -98,23 +104,18 @@ struct Attend {
     return d.p.B * d.query_groups * d.column_groups;
   }
 
-  // Sets the pointers into the workspace at `base`; returns its size, also for a null base.
-  static int64_t lay_out(DecodeForward* d, const Forward& f, const Device& device, char* base) {
+  // Sets the pointers of several splits into memory at `base`; returns its size, also for a null
+  // base. Without counters they are there, too.
+  static int64_t lay_out(DecodeForward* d, unsigned* counters, char* base) {
     Carver from{base};
-    d->context = f.context;
-    d->weights = f.weights;
-    d->narrow = f.narrow;
-    d->counts = f.counts;
-    d->counts_row = f.counts_row;
-    if (d->splits == 1) return 0;
     const Step& step = step_of(d->p);
     const int64_t rows = rows_of(*d), parts = rows * d->splits * step.queries;
-    d->arrived = device.counters != nullptr ? device.counters : from.take<unsigned>(rows);
+    d->arrived = counters != nullptr ? counters : from.take<unsigned>(rows);
     d->maxima = from.take<float>(parts);
     d->sums = from.take<float>(parts);
     d->contexts = from.take<float>(parts * step.columns);
-    const bool apart = f.narrow && f.weights != nullptr;
-    d->scores = apart ? from.take<float>(d->p.B * d->p.Tq * d->p.Tk) : f.weights;
+    const bool apart = d->narrow && d->weights != nullptr;
+    d->scores = apart ? from.take<float>(d->p.B * d->p.Tq * d->p.Tk) : d->weights;
     return from.used;
   }
 
@@ -130,22 +131,15 @@ struct Attend {
 
   static const char* problem() { return why_not(steps[0].kernel); }
 
-  static int64_t counters(const Forward& f, const Device& device) {
-    const DecodeForward d = plan(f, device);
-    return d.splits > 1 ? rows_of(d) : 0;
-  }
-
-  static int64_t forward_workspace(const Forward& f, const Device& device) {
+  static void forward(const Forward& f, const Device& device, const Memory& memory) {
     DecodeForward d = plan(f, device);
-    return lay_out(&d, f, device, nullptr);
-  }
-
-  static void forward(const Forward& f, const Device& device, void* workspace) {
-    DecodeForward d = plan(f, device);
-    lay_out(&d, f, device, static_cast<char*>(workspace));
     const int64_t rows = rows_of(d);
-    if (d.splits > 1 && device.counters == nullptr)
-      fill_zero(d.arrived, rows * int64_t(sizeof(unsigned)), device.stream);
+    if (d.splits > 1) {
+      unsigned* const counters = counters_of(device.index, device.stream, rows);
+      lay_out(&d, counters, static_cast<char*>(memory(lay_out(&d, counters, nullptr))));
+      if (counters == nullptr)
+        fill_zero(d.arrived, rows * int64_t(sizeof(unsigned)), device.stream);
+    }
     const Step& step = step_of(f.p);
     launch(step.kernel,
            {"decode_forward", ceil_div(rows * d.splits, d.cluster) * d.cluster, d.warps * kWarp,
@@ -160,37 +154,33 @@ struct Attend {
            in_vectors<T>(p.values, p.Dv);
   }
 
-  static int64_t decode_backward_shared(const DecodeBackward& d) {
-    return entry_of(d.p, in_vectors_backward(d.p)) == 0
-               ? DecodeBackwardShared<T, 1>(nullptr, d.p, d.split).bytes
-               : DecodeBackwardShared<T, 4>(nullptr, d.p, d.split).bytes;
+  static float* of_fp32(const void* wanted, int64_t numbers, const Memory& memory) {
+    return wanted ? static_cast<float*>(memory(numbers * int64_t(sizeof(float)))) : nullptr;
   }
 
   // One launch aims at two blocks for each multiprocessor, within the size of a cluster and with at
-  // least 32 keys each. False for many queries, if a block is too small, or for a few long rows
-  // that would leave much of the GPU idle.
-  static bool plan_backward(const Backward& g, const Device& device, DecodeBackward* d) {
+  // least 32 keys each. Not for many queries, if a block is too small, or for a few long rows that
+  // would leave much of the GPU idle.
+  static bool backward(const Backward& g, const Device& device, const Memory& memory) {
     const Problem& p = g.p;
     if (p.Tq > kBackwardQueries) return false;
     int64_t splits = 1;
     while (2 * splits <= device.cluster && p.B * splits < 2 * device.multiprocessors &&
            p.Tk > 32 * splits)
       splits *= 2;
-    *d = {p, splits, ceil_div(p.Tk, splits), g.weights, g.grad_context, g.grad_weights, g.narrow};
-    d->grad_queries = g.grad_queries;
-    d->grad_keys = g.grad_keys;
-    d->grad_values = g.grad_values;
-    d->w_parts = g.w_parts;
-    if (p.B * splits < device.multiprocessors && d->split > 32) return false;
-    return decode_backward_shared(*d) <= kSharedLimit;
-  }
-
-  static void backward(const Backward& g, const Device& device) {
-    DecodeBackward d;
-    plan_backward(g, device, &d);
-    const Launch at{"decode_backward",         g.p.B * d.splits, kDecodeThreads,
-                    decode_backward_shared(d), device.stream,    int(d.splits)};
-    launch(decode_backwards[entry_of(g.p, in_vectors_backward(g.p))], at, d);
+    const int64_t split = ceil_div(p.Tk, splits);
+    if (p.B * splits < device.multiprocessors && split > 32) return false;
+    const int entry = entry_of(p, in_vectors_backward(p));
+    const int64_t shared = entry == 0 ? DecodeBackwardShared<T, 1>(nullptr, p, split).bytes
+                                      : DecodeBackwardShared<T, 4>(nullptr, p, split).bytes;
+    if (shared > kSharedLimit) return false;
+    float* const w_parts = of_fp32(g.grad_w, p.B * p.H, memory);
+    launch(decode_backwards[entry],
+           {"decode_backward", p.B * splits, kDecodeThreads, shared, device.stream, int(splits)},
+           {p, splits, split, g.weights, g.grad_context, g.grad_weights, g.narrow, g.grad_queries,
+            g.grad_keys, g.grad_values, w_parts});
+    sum_parts(g, w_parts, nullptr, 1, device);
+    return true;
   }
 
   // Keys of a part, two of which a multiprocessor has.
@@ -198,12 +188,6 @@ struct Attend {
     if (p.Tq > 4) return 32;  // their gradients are added up in shared memory
     const int64_t even = ceil_div(p.B * p.Tk, larger(1, device.multiprocessors * int64_t(2)));
     return larger(32, smaller(even, 512));
-  }
-
-  static int64_t backward_splits(const Backward& g, const Device& device) {
-    DecodeBackward d;
-    if (plan_backward(g, device, &d)) return 0;
-    return ceil_div(g.p.Tk, grad_keys_split(g.p, device));
   }
 
   static void grad_rows(const Backward& g, const Device& device) {
@@ -216,22 +200,27 @@ struct Attend {
            rows);
   }
 
-  static void grad_keys(const Backward& g, const Device& device) {
-    const int64_t split = grad_keys_split(g.p, device), splits = ceil_div(g.p.Tk, split);
-    const GradKeys d{g.p, splits, split, g.grad_scores, g.grad_keys, g.queries_parts, g.w_parts};
-    const int entry = entry_of(g.p, in_vectors_backward(g.p));
-    const int64_t shared = entry == 0 ? GradKeysShared<T, 1>(nullptr, g.p, split).bytes
-                                      : GradKeysShared<T, 4>(nullptr, g.p, split).bytes;
-    launch(all_grad_keys[entry],
-           {"grad_keys", g.p.B * splits, kDecodeThreads, shared, device.stream}, d);
+  static void grad_keys(const Backward& g, const Device& device, const Memory& memory) {
+    const Problem& p = g.p;
+    const int64_t split = grad_keys_split(p, device), splits = ceil_div(p.Tk, split);
+    float* const queries_parts = of_fp32(g.grad_queries, splits * p.B * p.Tq * p.H, memory);
+    float* const w_parts = of_fp32(g.grad_w, splits * p.B * p.H, memory);
+    const int entry = entry_of(p, in_vectors_backward(p));
+    const int64_t shared = entry == 0 ? GradKeysShared<T, 1>(nullptr, p, split).bytes
+                                      : GradKeysShared<T, 4>(nullptr, p, split).bytes;
+    launch(all_grad_keys[entry], {"grad_keys", p.B * splits, kDecodeThreads, shared, device.stream},
+           {p, splits, split, g.grad_scores, g.grad_keys, queries_parts, w_parts});
+    sum_parts(g, w_parts, queries_parts, splits, device);
   }
 
-  static void sum_parts(const Backward& g, int64_t splits, const Device& device) {
+  // Parts of w (splits,B,H) and of the queries (splits,B,Tq,H); null: not wanted.
+  static void sum_parts(const Backward& g, const float* w_parts, const float* queries_parts,
+                        int64_t splits, const Device& device) {
     const Problem& p = g.p;
     SumParts sums;
-    if (g.w_parts != nullptr) sums.w = {g.w_parts, g.grad_w, splits * p.B, p.H};
-    if (g.queries_parts != nullptr)
-      sums.queries = {g.queries_parts, g.grad_queries, splits, p.B * p.Tq * p.H};
+    if (w_parts != nullptr) sums.w = {w_parts, g.grad_w, splits * p.B, p.H};
+    if (queries_parts != nullptr)
+      sums.queries = {queries_parts, g.grad_queries, splits, p.B * p.Tq * p.H};
     const int64_t blocks =
         ceil_div(sums.w.columns, kSumColumns) + ceil_div(sums.queries.columns, kSumColumns);
     const int threads = sums.queries.columns > 0 ? kDecodeThreads : kSumThreads;  // few rows each
@@ -245,9 +234,8 @@ struct Attend {
 template <class T>
 constexpr Kernels kernels_of() {
   using All = Attend<T>;
-  return {All::serves,    All::projects,        All::counters, All::forward_workspace,
-          All::forward,   All::backward_splits, All::backward, All::grad_rows,
-          All::grad_keys, All::sum_parts,       All::clusters, All::problem};
+  return {All::serves,    All::projects,  All::forward,  All::backward,
+          All::grad_rows, All::grad_keys, All::clusters, All::problem};
 }
 
 }  // namespace bahdanau_fast::gpu

@@ -4,8 +4,10 @@
 #include <dlfcn.h>
 
 #include <array>
-#include <atomic>
+#include <map>
+#include <mutex>
 #include <string>
+#include <utility>
 
 #include "common/philox.h"
 
@@ -45,100 +47,127 @@ void* current_stream(int device) {
   return stream;
 }
 
-// Blocks of the largest cluster of a kind's kernels on the current GPU, asked for once.
-int largest_cluster(int device, Kind kind) {
-  static std::array<std::array<std::atomic<int>, 64>, kKinds> known{};
-  auto& of_kind = known[static_cast<size_t>(kind)];
-  std::atomic<int>& here = of_kind[size_t(device) % of_kind.size()];
-  if (here == 0 || size_t(device) >= of_kind.size()) here = kernels(kind).largest_cluster();
-  return here;
+// The current GPU as the kernels of a kind see it, which is asked for once, and torch's current
+// stream there.
+Device current_device(int index, const Kernels* kernels) {
+  static auto* const known = new std::map<std::pair<int, const Kernels*>, Device>;
+  static auto* const lock = new std::mutex;
+  Device device;
+  {
+    const std::lock_guard<std::mutex> guard(*lock);
+    const auto found = known->find({index, kernels});
+    if (found != known->end()) device = found->second;
+  }
+  if (device.multiprocessors == 0) {
+    device.index = index;
+    device.cluster = kernels->largest_cluster();
+    STD_TORCH_CHECK(cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount,
+                                           index) == cudaSuccess,
+                    "cuda:", index, " does not tell its properties");
+    const std::lock_guard<std::mutex> guard(*lock);
+    known->insert({{index, kernels}, device});
+  }
+  device.stream = current_stream(index);
+  return device;
+}
+
+int index_of(const Tensor& queries) {
+  STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
+  return queries.get_device_index();
 }
 
 }  // namespace
 
-const Kernels& kernels(Kind kind) {
-  return kind == Kind::f32 ? kernels_f32 : kind == Kind::bf16 ? kernels_bf16 : kernels_f16;
+Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
                const MaybeTensor& valid_lens, const MaybeTensor& mask, const MaybeTensor& seed,
-               double dropout_p, const MaybeTensor& w_q) {
-  STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
-  device = queries.get_device_index();
+               double dropout_p, const MaybeTensor& w_q)
+    : guard_(index_of(queries)) {
+  device.index = queries.get_device_index();
   const auto here = [&](const Tensor& tensor, const char* name) { check_place(tensor, name); };
-  Problem& p = problem;
-  kind = read_sizes(queries, keys, values, w_v, dropout_p, w_q.has_value(), false, here, &p);
+  Problem& p = forward.p;
+  const Kind kind =
+      read_sizes(queries, keys, values, w_v, dropout_p, w_q.has_value(), false, here, &p);
   dtype = queries.scalar_type();
   STD_TORCH_CHECK(kind != Kind::f64, "CUDA kernels take float32, bfloat16 or float16");
-  STD_TORCH_CHECK(kernels(kind).serves(p), "CUDA kernels take at most ", kDecodeQueries,
-                  " queries and ", kDecodeHidden, " hidden units, got ", p.Tq, " and ", p.H);
+  kernels = kind == Kind::f32 ? &kernels_f32 : kind == Kind::bf16 ? &kernels_bf16 : &kernels_f16;
+  STD_TORCH_CHECK(kernels->serves(p), "CUDA kernels take at most ", kDecodeQueries, " queries and ",
+                  kDecodeHidden, " hidden units, got ", p.Tq, " and ", p.H);
   if (dropout_p > 0.0) p.seed = seed_data(seed, here);
   p.threshold = dropout_threshold(dropout_p);
   p.scale = float(dropout_scale(dropout_p));
   if (valid_lens.has_value()) set_lens(*valid_lens);
   if (mask.has_value()) set_mask(*mask);
+  if (w_q.has_value()) {
+    check_place(*w_q, "w_q");
+    STD_TORCH_CHECK(w_q->dim() == 2 && w_q->size(0) == p.H && w_q->size(1) == queries.size(2) &&
+                        w_q->scalar_type() == dtype,
+                    "w_q must fit the projection and have the dtype of queries");
+  }
   if (p.empty()) return;
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  p.queries = view_of(queries, owned_);
+  device = current_device(device.index, kernels);
   p.keys = view_of(keys, owned_);
   p.values = view_of(values, owned_);
   owned_.push_back(packed(w_v));
   p.w = owned_.back().const_data_ptr();
-  if (w_q.has_value()) set_w_q(*w_q, queries);
-  forward.p = p;
-}
-
-void Inputs::set_w_q(const Tensor& w_q, const Tensor& queries) {
-  forward.Dq = queries.size(2);
-  STD_TORCH_CHECK(w_q.dim() == 2 && w_q.size(0) == problem.H && w_q.size(1) == forward.Dq &&
-                      w_q.scalar_type() == dtype,
-                  "w_q must fit the projection and have the dtype of queries");
-  check_place(w_q, "w_q");
-  owned_.push_back(packed(w_q));
+  p.queries = view_of(queries, owned_);
+  if (!w_q.has_value()) return;
+  owned_.push_back(packed(*w_q));
   forward.w_q = owned_.back().const_data_ptr();
+  forward.Dq = queries.size(2);
+  if (forward.Dq > 0 && kernels->projects(forward)) return;
+  forward.w_q = nullptr;
+  p.queries = view_of(linear(queries, *w_q, std::nullopt), owned_);
 }
 
 void Inputs::check_place(const Tensor& tensor, const char* name) const {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device, name,
-                  " must be on the device of queries, cuda:", device, ", got ", place_of(tensor));
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device.index, name,
+                  " must be on the device of queries, cuda:", device.index, ", got ",
+                  place_of(tensor));
 }
 
 View Inputs::view_like(const MaybeTensor& tensor, ScalarType type, const char* name,
                        int64_t columns) {
   if (!tensor.has_value()) return {};
   check_place(*tensor, name);
-  const torch::stable::accelerator::DeviceGuard guard(device);
   return bahdanau_fast::view_like(*tensor, type, name, {problem.B, problem.Tq, columns}, owned_);
 }
 
 void Inputs::set_lens(const Tensor& lens) {
+  Problem& p = forward.p;
   const bool by_query = lens_by_query(
-      lens, problem, [&](const Tensor& tensor, const char* name) { check_place(tensor, name); });
+      lens, p, [&](const Tensor& tensor, const char* name) { check_place(tensor, name); });
   const LenType type = with_type_of(lens, "valid_lens", [](auto x) { return len_type(x); });
-  problem.lens = {lens.const_data_ptr(), type, lens.stride(0), by_query ? lens.stride(1) : 0};
+  p.lens = {lens.const_data_ptr(), type, lens.stride(0), by_query ? lens.stride(1) : 0};
 }
 
 void Inputs::set_mask(const Tensor& mask) {
-  const Problem& p = problem;
+  Problem& p = forward.p;
   check_place(mask, "mask");
   STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool && mask.dim() == 3 &&
                       mask.size(0) == p.B && (mask.size(1) == 1 || mask.size(1) == p.Tq) &&
                       mask.size(2) == p.Tk,
                   "mask must be bool, (B, 1, Tk) or (B, Tq, Tk)");
-  problem.mask = {static_cast<const bool*>(mask.const_data_ptr()), mask.stride(0),
-                  mask.size(1) == 1 ? 0 : mask.stride(1), mask.stride(2)};
+  p.mask = {static_cast<const bool*>(mask.const_data_ptr()), mask.stride(0),
+            mask.size(1) == 1 ? 0 : mask.stride(1), mask.stride(2)};
 }
 
 Tensor Inputs::new_tensor(const std::vector<int64_t>& shape, ScalarType type) const {
-  return bahdanau_fast::new_tensor(shape, type, aoti_torch_device_type_cuda(), device);
+  return bahdanau_fast::new_tensor(shape, type, aoti_torch_device_type_cuda(), device.index);
 }
 
-Device Inputs::current() const {
-  int multiprocessors = 0;
-  STD_TORCH_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount,
-                                         device) == cudaSuccess,
-                  "cuda:", device, " does not tell its properties");
-  return {multiprocessors, current_stream(device), largest_cluster(device, kind)};
+Memory Inputs::memory() {
+  return [this](int64_t bytes) {
+    owned_.push_back(new_tensor({bytes}, ScalarType::Byte));
+    return owned_.back().mutable_data_ptr();
+  };
 }
 
 }  // namespace bahdanau_fast::gpu

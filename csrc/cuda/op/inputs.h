@@ -12,9 +12,12 @@
 
 namespace bahdanau_fast::gpu {
 
-// A Problem, and the tensors it points to. With w_q (H,Dq) the queries are not projected yet. It
-// has to live until the launches are queued: then the allocator reuses their memory in the order of
-// the stream.
+// torch.nn.functional.linear
+Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias);
+
+// A Problem, and the tensors it points to. With w_q (H,Dq) the queries are not projected yet: the
+// launch does it if it can, else torch. While it lives, its GPU is the current one. It has to live
+// until the launches are queued: then the allocator reuses their memory in the order of the stream.
 struct Inputs {
   Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
          const MaybeTensor& valid_lens, const MaybeTensor& mask, const MaybeTensor& seed,
@@ -24,24 +27,22 @@ struct Inputs {
   View view_like(const MaybeTensor& tensor, ScalarType type, const char* name, int64_t columns);
   // A new contiguous tensor on the device of the queries.
   Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) const;
-  // The properties of the GPU, and torch's current stream there.
-  Device current() const;
+  // What the launches need beside: it lives as long as this.
+  Memory memory();
 
-  Problem problem;
   Forward forward;  // without its results
-  Kind kind;
+  const Problem& problem = forward.p;
   ScalarType dtype;
-  int device;
+  Device device;
+  const Kernels* kernels;
 
  private:
-  void set_w_q(const Tensor& w_q, const Tensor& queries);
   void set_lens(const Tensor& lens);
   void set_mask(const Tensor& mask);
   void check_place(const Tensor& tensor, const char* name) const;
 
+  torch::stable::accelerator::DeviceGuard guard_;
   std::vector<Tensor> owned_;
 };
-
-const Kernels& kernels(Kind kind);
 
 }  // namespace bahdanau_fast::gpu

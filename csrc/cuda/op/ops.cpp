@@ -5,22 +5,10 @@
 #include <array>
 #include <tuple>
 
-#include "cuda/runtime/counters.h"
 #include "inputs.h"
 
 namespace bahdanau_fast::gpu {
 namespace {
-
-using torch::stable::accelerator::DeviceGuard;
-
-// Queues the launches of a forward.
-void queue(const Inputs& in, const Forward& f, Device device) {
-  const Kernels& k = kernels(in.kind);
-  const int64_t counters = k.counters(f, device);
-  if (counters > 0) device.counters = counters_of(in.device, device.stream, counters);
-  Tensor workspace = in.new_tensor({k.forward_workspace(f, device)}, ScalarType::Byte);
-  k.forward(f, device, workspace.mutable_data_ptr());
-}
 
 // What only the CPU's kernels and the reference compute.
 void check_plain(const MaybeTensor& features, int64_t activation) {
@@ -29,8 +17,7 @@ void check_plain(const MaybeTensor& features, int64_t activation) {
 }
 
 // Runs a forward; its problem is not empty.
-std::tuple<Tensor, Tensor> launched(const Inputs& in, const Device& device, bool need_weights,
-                                    bool narrow) {
+std::tuple<Tensor, Tensor> launched(Inputs&& in, bool need_weights, bool narrow) {
   const Problem& p = in.problem;
   Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, in.dtype);
   const std::vector<int64_t> shape = {p.B, p.Tq, p.Tk}, none = {0};
@@ -38,11 +25,11 @@ std::tuple<Tensor, Tensor> launched(const Inputs& in, const Device& device, bool
       in.new_tensor(need_weights ? shape : none, narrow ? in.dtype : ScalarType::Float);
   if (p.Tk == 0) return {torch::stable::zero_(context), weights};
   if (p.empty()) return {context, weights};
-  Forward f = in.forward;
+  Forward& f = in.forward;
   f.context = context.mutable_data_ptr();
   f.weights = data_or_null(weights, need_weights);
   f.narrow = narrow;
-  queue(in, f, device);
+  in.kernels->forward(f, in.device, in.memory());
   return {context, weights};
 }
 
@@ -56,9 +43,8 @@ std::tuple<Tensor, Tensor> attend(const Tensor& queries, const Tensor& keys, con
                                   int64_t backend, bool narrow) {
   check_plain(features, activation);
   check_backend(backend);
-  const Inputs in(queries, keys, values, w_v, valid_lens, mask, seed, dropout_p);
-  const DeviceGuard guard(in.device);
-  return launched(in, in.current(), need_weights, narrow);
+  return launched({queries, keys, values, w_v, valid_lens, mask, seed, dropout_p}, need_weights,
+                  narrow);
 }
 
 // The same, and how many keys the lengths leave, of their shape.
@@ -72,24 +58,14 @@ std::tuple<Tensor, Tensor, Tensor> attend_counted(
   STD_TORCH_CHECK(valid_lens.has_value() && !mask.has_value(),
                   "valid_lens must be given, without a mask");
   Inputs in(queries, keys, values, w_v, valid_lens, mask, seed, dropout_p);
-  const DeviceGuard guard(in.device);
   const bool by_query = valid_lens->dim() > 1;
   std::vector<int64_t> shape = {in.problem.B};
   if (by_query) shape.push_back(in.problem.Tq);
   Tensor counts = in.new_tensor(shape, ScalarType::Int);
   in.forward.counts = static_cast<int32_t*>(counts.mutable_data_ptr());
   in.forward.counts_row = by_query ? in.problem.Tq : 1;
-  auto [context, weights] = launched(in, in.current(), need_weights, narrow);
+  auto [context, weights] = launched(std::move(in), need_weights, narrow);
   return {context, weights, counts};
-}
-
-// torch.nn.functional.linear
-Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
-  using torch::stable::detail::from;
-  std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 // Context and weights from queries (B,Tq,Dq) and, if W_k is given, keys (B,Tk,Dk) that are not
@@ -101,16 +77,8 @@ std::tuple<Tensor, Tensor> attend_step(const Tensor& queries, const Tensor& keys
                                        MaybeTensor mask, MaybeTensor, MaybeTensor,
                                        bool need_weights, bool narrow) {
   const Tensor k = w_k.has_value() ? linear(keys, *w_k, bias) : keys;
-  if (w_q.has_value()) {
-    const Inputs in(queries, k, values, w_v, valid_lens, mask, std::nullopt, 0.0, w_q);
-    const DeviceGuard guard(in.device);
-    if (!in.problem.empty() && in.forward.Dq > 0 && kernels(in.kind).projects(in.forward))
-      return launched(in, in.current(), need_weights, narrow);
-  }
-  const Tensor q = w_q.has_value() ? linear(queries, *w_q, std::nullopt) : queries;
-  const Inputs in(q, k, values, w_v, valid_lens, mask, std::nullopt, 0.0);
-  const DeviceGuard guard(in.device);
-  return launched(in, in.current(), need_weights, narrow);
+  return launched({queries, k, values, w_v, valid_lens, mask, std::nullopt, 0.0, w_q}, need_weights,
+                  narrow);
 }
 
 // ---- backward ----
@@ -123,21 +91,11 @@ struct Grads {
   Tensor queries, keys, values, w;
 };
 
-// Everything but the sum of the parts of w in one launch.
-void in_one_launch(const Inputs& in, Backward g, const Device& device, int64_t needs) {
-  const Problem& p = in.problem;
-  Tensor parts = in.new_tensor({needs & need_w ? p.B : 0, p.H}, ScalarType::Float);
-  g.w_parts = data_or_null(parts, needs & need_w);
-  kernels(in.kind).backward(g, device);
-  kernels(in.kind).sum_parts(g, 1, device);
-}
-
 // The products with the values are torch's, in the dtype of the inputs, as in plain code.
-void in_several(const Inputs& in, Backward g, const Device& device, int64_t splits, int64_t needs,
-                const Tensor& values, const MaybeTensor& grad_context, Tensor* grad_values) {
+void in_several(Inputs& in, Backward g, int64_t needs, const Tensor& values,
+                const MaybeTensor& grad_context, Tensor* grad_values) {
   using torch::stable::transpose;
   const Problem& p = in.problem;
-  const Kernels& k = kernels(in.kind);
   const bool through_tanh = needs & (need_queries | need_keys | need_w);
   const bool with_values = needs & need_values && grad_context.has_value();
   const auto wanted = [&](bool want, std::vector<int64_t> shape, ScalarType type) {
@@ -152,16 +110,10 @@ void in_several(const Inputs& in, Backward g, const Device& device, int64_t spli
   }
   g.grad_scores = data_or_null(scores, through_tanh);
   g.dropped = data_or_null(dropped, with_values);
-  k.grad_rows(g, device);
+  in.kernels->grad_rows(g, in.device);
   if (with_values) *grad_values = product(transpose(dropped, 1, 2), *grad_context);
   if (needs & need_values && !with_values) torch::stable::zero_(*grad_values);
-  if (!through_tanh || p.H == 0) return;
-  Tensor q = wanted(needs & need_queries, {splits, p.B, p.Tq, p.H}, ScalarType::Float);
-  Tensor w = wanted(needs & need_w, {splits * p.B, p.H}, ScalarType::Float);
-  g.queries_parts = data_or_null(q, needs & need_queries);
-  g.w_parts = data_or_null(w, needs & need_w);
-  k.grad_keys(g, device);
-  k.sum_parts(g, splits, device);
+  if (through_tanh && p.H > 0) in.kernels->grad_keys(g, in.device, in.memory());
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
@@ -173,7 +125,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
   check_backend(backend);
   Inputs in(queries, keys, values, w_v, valid_lens, mask, seed, dropout_p);
   const Problem& p = in.problem;
-  const DeviceGuard guard(in.device);
   const auto gradient = [&](const Tensor& tensor, int64_t bit) {
     return in.new_tensor(gradient_shape(tensor, needs & bit), tensor.scalar_type());
   };
@@ -203,12 +154,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
   g.grad_keys = data_or_null(grads.keys, needs & need_keys);
   g.grad_values = data_or_null(grads.values, needs & need_values);
   g.grad_w = data_or_null(grads.w, needs & need_w);
-  const Device device = in.current();
-  const int64_t splits = kernels(in.kind).backward_splits(g, device);
-  if (splits == 0)
-    in_one_launch(in, g, device, needs);
-  else
-    in_several(in, g, device, splits, needs, values, grad_context, &grads.values);
+  if (!in.kernels->backward(g, in.device, in.memory()))
+    in_several(in, g, needs, values, grad_context, &grads.values);
   return all();
 }
 

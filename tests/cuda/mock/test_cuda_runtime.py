@@ -8,7 +8,7 @@ import entry_points
 import pytest
 import torch
 from built import needs_compiler
-from mock_cuda import kernel_of, launches, numbers, of
+from mock_cuda import OF_TENSOR, kernel_of, launches, numbers, of
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
@@ -52,6 +52,24 @@ def test_launches_of_a_call(gpu, queries, forward, backward):
     for calls, names in zip(attend(gpu, queries), (forward, backward), strict=True):
         assert [kernel_of(call) for call in launches(calls)] == names
         assert all(call["error"] == 0 for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("keys", "forward"),
+    [(10, []), (240, ["cudaStreamIsCapturing", "cudaStreamGetId"])],
+    ids=["whole", "split"],
+)
+def test_a_call_asks_the_runtime_for_its_launches_alone(gpu, keys, forward):
+    """But for the counters of split keys; all else was asked by the first call."""
+    attend(gpu, keys=keys)
+    made = []
+    with gpu.runs(lambda *_: None, lambda _, size, which: made.append((size, which))):
+        first, second = ([call["call"] for call in calls] for calls in attend(gpu, keys=keys))
+    assert first == [*forward, "cudaLaunchKernelEx"]
+    assert second == 2 * ["cudaLaunchKernelEx"]
+    results = 2 * 48 * 2, 2 * keys * 4  # context and weights
+    assert len(made) == len(results) + bool(forward) + 5  # memory of split keys; gradients
+    assert made[:2] == [(size, OF_TENSOR) for size in results]
 
 
 def test_captured_calls_have_counters_of_their_own(gpu):
