@@ -23,13 +23,15 @@ OF_2_10 = re.compile(
     | ScalarType::(Bool|Byte|Char|Int|UInt(16|32|64)|Short|Long|Half|BFloat16|Float|Double)
     | torch::headeronly::ScalarType | torch::stable::(Tensor|accelerator::DeviceGuard)
     | torch::stable::(contiguous|detail::(from|to)|get_num_threads|matmul|parallel_for|to|transpose)
-    | torch::stable::zero_
+    | torch::stable::(sum|zero_)
     | torch_(call_dispatcher|get_(const|mutable)_data_ptr|get_num_threads|library_impl|parallel_for)
     | aoti_torch_(abi_version|delete_(library|tensor)_object)
     | aoti_torch_device_type_(cpu|cuda|meta|mps|privateuse1|xpu)
     | aoti_torch_dtype_(bool|u?int(8|16|32|64)|b?float16|float(32|64)|complex(32|64|128))
     | aoti_torch_dtype_(float8_e(4m3fn|4m3fnuz|5m2|5m2fnuz)|element_size)
-    | aoti_torch_(empty_strided|get_(current_cuda_stream|device_type|dim|dtype|numel|sizes?|stride))
+    | aoti_torch_(_reinterpret_tensor|empty_strided)
+    | aoti_torch_get_(current_cuda_stream|device_type|dim|dtype|layout|numel|sizes?|storage_offset)
+    | aoti_torch_get_stride
     | aoti_torch_layout_(strided|sparse_(bs[cr]|coo|cs[cr])|_mkldnn|jagged)
     | aoti_torch_memory_format_(channels_last(_3d)?|(contiguous|preserve)_format)
     | aoti_torch_(is_contiguous|library_init_impl)

@@ -115,6 +115,12 @@ class CudaPtx(PtxCalls):
         inputs = queries, w_q, keys, w_k, bias, values, w_v, valid_lens, mask
         return entry_points.step(self.operator, *inputs)
 
+    def inside(self, multiprocessors, inputs, valid_lens, mask=None):
+        """Context and weights of raw queries and keys, differentiable; ``inputs`` by name."""
+        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 2 else mask
+        seen = {"valid_lens": valid_lens, "mask": mask}
+        return _Inside.apply(self, multiprocessors, seen, *map(inputs.get, _INPUTS))
+
     def places(self, kind):
         """Every kernel of a kind of numbers."""
         return set(Module(build.ptx(kind, self.arch)).names)
@@ -187,6 +193,36 @@ class _Attend(torch.autograd.Function):
         given = ctx.weights, grad_context, grad_weights, needs
         grads = calls.backward(*given, queries, keys, values, w_v, lens, *dropout, **masked)
         return *(g if needs >> i & 1 else None for i, g in enumerate(grads)), *[None] * 5
+
+
+_INPUTS = "queries", "keys", "values", "w_v", "w_q", "w_k", "bias"
+
+
+class _Inside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, calls, multiprocessors, seen, *inputs):
+        calls.begin(multiprocessors, inputs[0].dtype)
+        ctx.calls, ctx.multiprocessors = calls, multiprocessors
+        ctx.given = {**dict(zip(_INPUTS, inputs, strict=True)), **seen}
+        context, weights, counts, projected, _ = entry_points.attention(
+            calls.operator, **ctx.given, narrow=seen["valid_lens"] is None
+        )
+        if seen["valid_lens"] is not None and seen["mask"] is None:
+            ctx.given["valid_lens"] = counts
+        ctx.given |= {"weights": weights.clone(), "projected_queries": projected}
+        ctx.set_materialize_grads(False)
+        return context, weights
+
+    @staticmethod
+    def backward(ctx, grad_context, grad_weights):
+        if grad_weights is not None:
+            grad_weights = grad_weights.to(ctx.given["weights"].dtype)
+        given = {"grad_context": grad_context, "grad_weights": grad_weights, **ctx.given}
+        needed = ctx.needs_input_grad[3:]
+        needs = sum(1 << i for i, need in enumerate(needed) if need)
+        ctx.calls.begin(ctx.multiprocessors, given["queries"].dtype)
+        grads = entry_points.attention_backward(ctx.calls.operator, **given, needs=needs)
+        return *[None] * 3, *(g if need else None for g, need in zip(grads, needed, strict=False))
 
 
 def _spans(tensors):

@@ -10,6 +10,7 @@ import itertools
 import cells
 import pytest
 import torch
+import torch.nn.functional as F
 from built import needs_compiler
 from cases import DTYPES, FEW, ROWS, STEPS, every, measured, on
 from contract import LARGE, lens
@@ -17,6 +18,8 @@ from decoders import CELLS, by_steps, given, layer, operator_of
 from decoders import results as of_decoder
 from drawing import cases, drawn
 from driven import CudaPtx, needs_nvcc
+from entry_points import attention as attention_of
+from entry_points import attention_backward as attention_backward_of
 from hypothesis import assume, settings
 from hypothesis import given as given_data
 from hypothesis import strategies as st
@@ -26,7 +29,7 @@ from parity import Case, check
 
 from bahdanau_fast import reference
 from bahdanau_fast.modules import decoder_loop
-from bahdanau_fast.ops.attend import attend, attend_backward
+from bahdanau_fast.ops.attention import INPUTS, attention, attention_backward
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.parity import allowed, error
 
@@ -50,11 +53,31 @@ QUICK = {(row, *which) for row, which in zip(ROWS, itertools.cycle((IN_FP32, IN_
 QUICK |= {(step, *IN_BF16) for step in STEPS}
 # In bf16, FEW is for test_cuda.py.
 QUICK = {case for case in QUICK if case[0] not in FEW} | {(name, *IN_FP32) for name in FEW}
+# The other dtype of every row that is no step of many elements.
+QUICK_INSIDE = {
+    (row, *(IN_BF16 if (row, *IN_FP32) in QUICK else IN_FP32)) for row in ROWS
+    if not row.startswith(("large step", "long step", "wide", "whole"))
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "dtype", "arch"), every(("80", "90a"), QUICK))
 def test_every_case(name, dtype, arch):
     assert measured(compiled_for(arch), name, dtype) <= 1
+
+
+def inside(kernels, multiprocessors=4):
+    """The function :func:`parity.check` tests: all of it by the operator."""
+
+    def function(inputs, valid_lens, **given):
+        context, weights = kernels.inside(multiprocessors, inputs, valid_lens, **given)
+        return context, weights.to(context.dtype)
+
+    return function
+
+
+@pytest.mark.parametrize(("name", "dtype", "arch"), every(("80", "90a"), QUICK_INSIDE, ROWS))
+def test_every_case_with_its_products(name, dtype, arch):
+    assert measured(compiled_for(arch), name, dtype, inside) <= 1
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
@@ -95,7 +118,7 @@ def test_drawn_cases(dtype, data):
         given = case.draw(dtype)
         products = given["context"] @ given["keys" if case.tied else "values"].mT
         assume(not (products.abs() > 3e4).any())
-    check(case, dtype, on(kernels(dtype)))
+    check(case, dtype, data.draw(st.sampled_from([on, inside]))(kernels(dtype)))
 
 
 # Queries and keys, kernels and dtypes: where the exponential of a query is too large for that of a
@@ -165,6 +188,45 @@ def seeds_of(outputs):
     return [torch.randn(x.shape).to(x) for x in outputs]
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("queries", [3, 16])
+def test_products_are_those_of_plain_code(queries, dtype):
+    """Raw rows of any layout; only what is needed is given, and what is missing made again."""
+    torch.manual_seed(1)
+    shapes = (2, queries, 9), (150, 2, 16), (2, 150, 5), (40,), (40, 7), (40, 16), (40,)
+    drawn = [torch.randn(shape).to(dtype) for shape in shapes]
+    inputs = dict(zip(INPUTS, drawn, strict=False))
+    inputs |= {"queries": drawn[0][..., 2:], "keys": drawn[1].transpose(0, 1)}
+    of, plain = kernels(dtype), {name: inputs[name] for name in ("values", "w_v")}
+    of.begin(4, dtype)
+    context, weights, _, queries_of, _ = attention_of(of.operator, **inputs)
+    given = {"weights": weights, "grad_context": context, "grad_weights": None}
+    every = {**given, **inputs, "projected_queries": queries_of}
+    found = attention_backward_of(of.operator, **every, needs=127)[:7]
+    again = attention_backward_of(of.operator, **given, **inputs, needs=127)[:7]
+    assert all(map(torch.equal, found, again))
+    for bit, grad in enumerate(found):
+        alone = attention_backward_of(of.operator, **every, needs=1 << bit)
+        assert [x.numel() > 0 for x in alone] == [i == bit for i in range(9)]
+        torch.testing.assert_close(alone[bit], grad)  # threads add up w_v's in another order
+    raw = {name: inputs[name] for name in ("queries", "w_q", "keys", "w_k", "bias")}
+    plain["queries"], plain["keys"] = products(**raw)
+    through = attention_backward_of(of.operator, **given, **plain, needs=3)[:2]
+
+    def gradients(dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in raw.values()]
+        return torch.autograd.grad(products(*leaves), leaves, [x.to(dtype) for x in through])
+
+    ours = dict(zip(INPUTS, found, strict=False))
+    for name, eager, exact in zip(raw, gradients(dtype), gradients(torch.float64), strict=True):
+        most = allowed(error(eager, exact), float(exact.abs().max()), dtype)
+        assert error(ours[name], exact) <= most, name
+
+
+def products(queries, w_q, keys, w_k, bias):
+    return F.linear(queries, w_q), F.linear(keys, w_k, bias)
+
+
 @pytest.mark.parametrize("queries", [1, 5, 16])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_same_bits_in_any_order_of_warps_and_blocks(queries, dtype):
@@ -193,6 +255,20 @@ def test_dropout_drops_what_every_backend_drops(queries):
         assert error(ours, exact) <= most
     kept = results(inputs, lens(150, 70))[0]
     assert float((got[0] - kept).detach().abs().max()) > 0.01
+
+
+def test_dropout_of_a_step_that_projects():
+    *inputs, w_v = (x.detach() for x in problem(3, 150, 16, 20, FP32))
+    given = {"w_q": torch.eye(16), "seed": torch.tensor([7]), "dropout_p": 0.4}
+    of = kernels(FP32)
+    of.begin(4, FP32)
+    inside, in_front = (
+        [x.clone() for x in attention_of(of.operator, *inputs, w_v, **given, recorded=recorded)[:2]]
+        for recorded in (False, True)
+    )
+    torch.testing.assert_close(inside, in_front)
+    kept = attention_of(of.operator, *inputs, w_v, w_q=given["w_q"])[0]
+    assert float((inside[0] - kept).abs().max()) > 0.01
 
 
 INF, NAN = float("inf"), float("nan")
@@ -246,7 +322,7 @@ def test_all_steps_of_a_decoder(cls, lens, monkeypatch):
     tensors = given(cls, 2, FP32, T=18, B=2, Tk=5)
     want = by_steps(lambda: of_decoder(module, tensors, lens))
     kernels(FP32).begin(4, FP32)
-    for operator in (attend, attend_backward):
+    for operator in (attention, attention_backward):
         run = functools.partial(kernels(FP32).operator, operator.name)
         monkeypatch.setitem(operator.in_python, "cuda", run)
     monkeypatch.setattr(decoder_loop, "_operator", operator_of("cuda"))

@@ -99,21 +99,24 @@ FEW = (
 )  # fmt: skip
 
 
-def every(archs, quick=()):
+def every(archs, quick=(), names=(*ROWS, *STEPS)):
     """Parameters (name, dtype, arch): each case in each dtype, but for those of ``quick`` deep."""
-    for case in itertools.product((*ROWS, *STEPS), DTYPES, archs):
+    for case in itertools.product(names, DTYPES, archs):
         yield pytest.param(*case, marks=() if case in quick else pytest.mark.deep)
 
 
-def measured(kernels, name, dtype):
+def measured(kernels, name, dtype, way=None):
     """The share of the parity rule that a case of ROWS or STEPS takes at worst.
 
     Args:
         kernels: what runs them, see PtxCalls.
         name: of the case. Rows are run forward and backward, steps forward.
         dtype: a key of DTYPES.
+        way: to call them for a row; :func:`on` unless given.
     """
-    return (_row if name in ROWS else _step)(kernels, name, dtype)
+    if name in ROWS:
+        return _row(kernels, name, dtype, way or on)
+    return _step(kernels, name, dtype)
 
 
 def on(kernels, multiprocessors=4):
@@ -132,10 +135,10 @@ def on(kernels, multiprocessors=4):
     return function
 
 
-def _row(kernels, name, dtype):
+def _row(kernels, name, dtype, way):
     sizes, multiprocessors = ROWS[name]
     case = Case(**{**SIZES, **sizes}).of_at_most(kernels.most_queries)
-    shares = measure(case, DTYPES[dtype], on(kernels, multiprocessors))
+    shares = measure(case, DTYPES[dtype], way(kernels, multiprocessors))
     return max(shares.values(), default=0.0)
 
 

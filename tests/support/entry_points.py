@@ -5,11 +5,21 @@
 
 from bahdanau_fast.ops.operator import operators
 
-FORWARD, COUNTED, BACKWARD, STEP = "attend", "attend.counted", "attend_backward", "attend_step"
+FORWARD, BACKWARD = "attention", "attention_backward"
 
 
 def on_gpu(name, *arguments):
     return operators[name].overload(*arguments)
+
+
+def attention(call, *inputs, **given):
+    """All five results of the operator, from arguments as in its schema."""
+    return call(FORWARD, *operators[FORWARD].named(*inputs, **given).values())
+
+
+def attention_backward(call, **given):
+    """All nine gradients, those that ``needs`` has no bit for without elements."""
+    return call(BACKWARD, *operators[BACKWARD].named(**given).values())
 
 
 def attend(
@@ -17,8 +27,9 @@ def attend(
     mask=None, narrow=False, counted=False,
 ):  # fmt: skip
     """Context and weights of projected queries and keys; ``counted``, and what lengths leave."""
-    inputs = _arguments(queries, keys, values, w_v, lens, mask, seed, dropout_p)
-    return call(COUNTED if counted else FORWARD, *inputs, need_weights, True, 0, narrow)
+    given = {"valid_lens": lens, "mask": mask, "seed": seed, "dropout_p": dropout_p}
+    given |= {"need_weights": need_weights, "recorded": counted, "narrow": narrow}
+    return attention(call, queries, keys, values, w_v, **given)[: 2 + counted]
 
 
 def attend_backward(
@@ -29,17 +40,13 @@ def attend_backward(
 
     ``grads`` are those of context and weights, None if zero; ``dropout``: seed and probability.
     """
-    inputs = _arguments(queries, keys, values, w_v, lens, mask, *dropout)
-    return call(BACKWARD, weights, *grads, needs, *inputs, 0)[:4]
-
-
-def _arguments(queries, keys, values, w_v, lens, mask, seed, dropout_p):
-    """Without features and table, and with tanh."""
-    others = None, None, lens, mask, None, None, seed
-    return queries, keys, values, w_v, *others, dropout_p, 0, 0.01
+    given = {"queries": queries, "keys": keys, "values": values, "w_v": w_v, "valid_lens": lens}
+    given |= dict(zip(("grad_context", "grad_weights"), grads, strict=True))
+    given |= dict(zip(("seed", "dropout_p"), dropout, strict=True))
+    return attention_backward(call, weights=weights, needs=needs, mask=mask, **given)[:4]
 
 
 def step(call, queries, w_q, keys, w_k, bias, values, w_v, lens=None, mask=None):
-    """Context and weights of queries, and keys if ``w_k`` is given, that the launch projects."""
-    rest = w_v, lens, mask, None, None, True, True
-    return call(STEP, queries, keys, values, w_q, w_k, bias, *rest)
+    """Context and weights of queries, and keys if ``w_k`` is given, that are projected inside."""
+    given = {"w_q": w_q, "w_k": w_k, "bias": bias, "valid_lens": lens, "mask": mask}
+    return attention(call, queries, keys, values, w_v, **given, recorded=False, narrow=True)[:2]

@@ -68,8 +68,8 @@ struct Backward : Gradients {
 // The launches of one kind. B, Tq and Tk must be at least one, and serves() true.
 struct Kernels {
   bool (*serves)(const Problem&);
-  // Whether forward can project the queries.
-  bool (*projects)(const Forward&);
+  // Whether forward can project the queries, and it pays.
+  bool (*projects)(const Forward&, const Device&);
   void (*forward)(const Forward&, const Device&, const Memory&);
   // In one launch, but for the sum of parts of w; false if it takes several, which it leaves.
   bool (*backward)(const Backward&, const Device&, const Memory&);

@@ -10,6 +10,11 @@
 
 namespace bahdanau_fast::gpu {
 
+// A launch projects up to so many queries, where each block, or each cluster, reads at most so many
+// bytes of W_q, times the queries.
+// not measured: all rows with W_q have 512 KB of it or more; steps of 128 and 256 hidden units with
+// W_q inside and in front would tell.
+constexpr int64_t kOwnQueries = 4, kOwnWeight = 16 * 1024;
 // A cluster shares W_q from so many bytes on; below, each of its blocks reads all of it.
 // not measured: no row projects in the launch; steps of 64 and 128 hidden units would.
 constexpr int64_t kSharedWeight = 16 * 1024;
@@ -63,11 +68,14 @@ struct Attend {
     return steps[p.Tq > 1 ? 2 : p.Dv > steps[0].columns ? 1 : 0];
   }
 
-  // What a launch may project: rows in vectors, and all queries at once.
-  static bool projects(const Forward& f) {
+  static int64_t bytes_of_w_q(const Forward& f) { return f.p.H * f.Dq * int64_t(sizeof(T)); }
+
+  // What a launch can project, rows in vectors and all queries at once, and what pays.
+  static bool projects(const Forward& f, const Device& device) {
     const Step& step = step_of(f.p);
-    return &step != &steps[3] && f.p.Tq <= step.queries && in_vectors<T>(f.p.queries, f.Dq) &&
-           in_row(f.w_q, f.Dq);
+    return f.p.Tq <= smaller(kOwnQueries, step.queries) &&
+           f.p.Tq * bytes_of_w_q(f) <= kOwnWeight * device.cluster && &step != &steps[3] &&
+           f.Dq > 0 && in_vectors<T>(f.p.queries, f.Dq) && in_row(f.w_q, f.Dq);
   }
 
   // Splits the keys of a row if there are too few rows for the GPU, or if the scores of a whole row
@@ -86,8 +94,7 @@ struct Attend {
     d.counts_row = f.counts_row;
     d.query_groups = ceil_div(p.Tq, step.queries);
     d.column_groups = larger(1, ceil_div(p.Dv, step.columns));
-    if (f.w_q != nullptr && p.H * f.Dq * int64_t(sizeof(T)) >= kSharedWeight)
-      d.cluster = device.cluster;
+    if (f.w_q != nullptr && bytes_of_w_q(f) >= kSharedWeight) d.cluster = device.cluster;
     while (d.warps > 1 && step.layout(d).bytes > kRingLimit) d.warps /= 2;
     const int64_t pass = d.warps * step.keys, least = ceil_div(d.warps * 4, pass) * pass;
     int64_t splits = int64_t(device.multiprocessors) * step.blocks / rows_of(d);

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <mutex>
@@ -71,66 +72,105 @@ Device current_device(int index, const Kernels* kernels) {
   return device;
 }
 
+void check_dense(const Tensor& tensor, const char* name) {
+  int32_t layout = 0;
+  const bool known = tensor.defined() && aoti_torch_get_layout(tensor.get(), &layout) == 0;
+  STD_TORCH_CHECK(known && layout == aoti_torch_layout_strided(), name, " must be a dense tensor");
+}
+
+// The GPU of the queries.
 int index_of(const Tensor& queries) {
+  check_dense(queries, "queries");
   STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
   return queries.get_device_index();
 }
 
-}  // namespace
-
+// torch.nn.functional.linear, in its dtype, autocast or not.
 Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   using torch::stable::detail::from;
   std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
   TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return cast(torch::stable::detail::to<Tensor>(stack[0]), x.scalar_type());
 }
 
-Inputs::Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-               const MaybeTensor& valid_lens, const MaybeTensor& mask, const MaybeTensor& seed,
-               double dropout_p, const MaybeTensor& w_q)
-    : guard_(index_of(queries)) {
-  device.index = queries.get_device_index();
+}  // namespace
+
+Inputs::Inputs(const Given& of, bool in_launch, const MaybeTensor& projected_queries,
+               const MaybeTensor& projected_keys)
+    : device{index_of(of.queries)}, guard_(device.index) {
+  check(of);
+  device = current_device(device.index, kernels);
+  const auto project = [&](const Tensor& rows, const Tensor& weight, const MaybeTensor& bias,
+                           const MaybeTensor& known, const char* name) {
+    if (!known.has_value() || known->numel() == 0) return linear(rows, weight, bias);
+    check_like(*known, name, {problem.B, rows.size(1), problem.H});
+    return *known;
+  };
+  Problem& p = forward.p;
+  owned_.reserve(8);
+  p.keys = view_of(of.w_k.has_value()
+                       ? project(of.keys, *of.w_k, of.bias, projected_keys, "projected_keys")
+                       : of.keys,
+                   owned_);
+  p.values = view_of(of.values, owned_);
+  owned_.push_back(packed(of.w_v));
+  p.w = owned_.back().const_data_ptr();
+  p.queries = view_of(of.queries, owned_);
+  if (!of.w_q.has_value()) return;
+  if (in_launch) {
+    owned_.push_back(packed(*of.w_q));
+    forward.w_q = owned_.back().const_data_ptr();
+    forward.Dq = of.queries.size(2);
+    if (kernels->projects(forward, device)) return;
+    forward.w_q = nullptr;
+  }
+  projected = project(of.queries, *of.w_q, std::nullopt, projected_queries, "projected_queries");
+  p.queries = view_of(*projected, owned_);
+}
+
+void Inputs::check(const Given& of) {
+  check_backend(of.backend);
+  STD_TORCH_CHECK(!of.features.has_value() && !of.w_f.has_value() && of.activation == 0,
+                  "features and w_f must be None and activation 0 for CUDA kernels");
+  // An exponential is computed faster than it could be read.
+  STD_TORCH_CHECK(!of.table.has_value() && !of.keys_max.has_value(),
+                  "table and keys_max must be None for CUDA kernels");
+  STD_TORCH_CHECK(of.w_k.has_value() || !of.bias.has_value(), "bias must come with w_k");
   const auto here = [&](const Tensor& tensor, const char* name) { check_place(tensor, name); };
   Problem& p = forward.p;
-  const Kind kind =
-      read_sizes(queries, keys, values, w_v, dropout_p, w_q.has_value(), false, here, &p);
-  dtype = queries.scalar_type();
-  STD_TORCH_CHECK(kind != Kind::f64, "CUDA kernels take float32, bfloat16 or float16");
+  dtype = of.queries.scalar_type();
+  const Kind kind = read_sizes(of.queries, of.keys, of.values, of.w_v, of.dropout_p,
+                               of.w_q.has_value(), of.w_k.has_value(), here, &p);
+  STD_TORCH_CHECK(kind != Kind::f64,
+                  "queries must be float32, bfloat16 or float16 for CUDA kernels, got float64");
+  if (of.w_q.has_value()) check_like(*of.w_q, "w_q", {p.H, of.queries.size(2)});
+  if (of.w_k.has_value()) check_like(*of.w_k, "w_k", {p.H, of.keys.size(2)});
+  if (of.bias.has_value()) check_like(*of.bias, "bias", {p.H});
   kernels = kind == Kind::f32 ? &kernels_f32 : kind == Kind::bf16 ? &kernels_bf16 : &kernels_f16;
   STD_TORCH_CHECK(kernels->serves(p), "CUDA kernels take at most ", kDecodeQueries, " queries and ",
                   kDecodeHidden, " hidden units, got ", p.Tq, " and ", p.H);
-  if (dropout_p > 0.0) p.seed = seed_data(seed, here);
-  p.threshold = dropout_threshold(dropout_p);
-  p.scale = float(dropout_scale(dropout_p));
-  if (valid_lens.has_value()) set_lens(*valid_lens);
-  if (mask.has_value()) set_mask(*mask);
-  if (w_q.has_value()) {
-    check_place(*w_q, "w_q");
-    STD_TORCH_CHECK(w_q->dim() == 2 && w_q->size(0) == p.H && w_q->size(1) == queries.size(2) &&
-                        w_q->scalar_type() == dtype,
-                    "w_q must fit the projection and have the dtype of queries");
-  }
-  if (p.empty()) return;
-  device = current_device(device.index, kernels);
-  p.keys = view_of(keys, owned_);
-  p.values = view_of(values, owned_);
-  owned_.push_back(packed(w_v));
-  p.w = owned_.back().const_data_ptr();
-  p.queries = view_of(queries, owned_);
-  if (!w_q.has_value()) return;
-  owned_.push_back(packed(*w_q));
-  forward.w_q = owned_.back().const_data_ptr();
-  forward.Dq = queries.size(2);
-  if (forward.Dq > 0 && kernels->projects(forward)) return;
-  forward.w_q = nullptr;
-  p.queries = view_of(linear(queries, *w_q, std::nullopt), owned_);
+  if (of.dropout_p > 0.0) p.seed = seed_data(of.seed, here);
+  p.threshold = dropout_threshold(of.dropout_p);
+  p.scale = float(dropout_scale(of.dropout_p));
+  if (of.valid_lens.has_value()) set_lens(*of.valid_lens);
+  if (of.mask.has_value()) set_mask(*of.mask);
 }
 
 void Inputs::check_place(const Tensor& tensor, const char* name) const {
+  check_dense(tensor, name);
   STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device.index, name,
                   " must be on the device of queries, cuda:", device.index, ", got ",
                   place_of(tensor));
+}
+
+void Inputs::check_like(const Tensor& tensor, const char* name,
+                        std::initializer_list<int64_t> shape) const {
+  check_place(tensor, name);
+  const auto sizes = tensor.sizes();
+  STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()) &&
+                      tensor.scalar_type() == dtype,
+                  name, " must have the shape that fits the others, and the dtype of queries");
 }
 
 View Inputs::view_like(const MaybeTensor& tensor, ScalarType type, const char* name,
@@ -159,8 +199,9 @@ void Inputs::set_mask(const Tensor& mask) {
             mask.size(1) == 1 ? 0 : mask.stride(1), mask.stride(2)};
 }
 
-Tensor Inputs::new_tensor(const std::vector<int64_t>& shape, ScalarType type) const {
-  return bahdanau_fast::new_tensor(shape, type, aoti_torch_device_type_cuda(), device.index);
+Tensor Inputs::new_tensor(const std::vector<int64_t>& shape, ScalarType type, bool wanted) const {
+  return bahdanau_fast::new_tensor(wanted ? shape : std::vector<int64_t>{0}, type,
+                                   aoti_torch_device_type_cuda(), device.index);
 }
 
 Memory Inputs::memory() {

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/accelerator.h>
 
+#include <initializer_list>
 #include <optional>
 #include <vector>
 
@@ -12,34 +13,45 @@
 
 namespace bahdanau_fast::gpu {
 
-// torch.nn.functional.linear
-Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias);
+// What both operators are given, by the names that they have in bahdanau_fast/ops.
+struct Given {
+  const Tensor &queries, &keys, &values, &w_v;
+  const MaybeTensor &w_q, &w_k, &bias, &features, &w_f, &valid_lens, &mask, &table, &keys_max,
+      &seed;
+  double dropout_p;
+  int64_t activation, backend;
+};
 
-// A Problem, and the tensors it points to. With w_q (H,Dq) the queries are not projected yet: the
-// launch does it if it can, else torch. While it lives, its GPU is the current one. It has to live
-// until the launches are queued: then the allocator reuses their memory in the order of the stream.
+// A Forward without results, and the tensors it points to. Everything that is given is checked.
+// What is not projected is, by torch; queries by the launch, with `in_launch`, where it pays. While
+// it lives, its GPU is the current one. It has to live until the launches are queued: then the
+// allocator reuses their memory in the order of the stream.
 struct Inputs {
-  Inputs(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-         const MaybeTensor& valid_lens, const MaybeTensor& mask, const MaybeTensor& seed,
-         double dropout_p, const MaybeTensor& w_q = std::nullopt);
+  // With projections that are not empty, these are not made again.
+  Inputs(const Given& of, bool in_launch, const MaybeTensor& projected_queries,
+         const MaybeTensor& projected_keys);
 
   // Weights or an incoming gradient: (B, Tq, columns) of this dtype, or none.
   View view_like(const MaybeTensor& tensor, ScalarType type, const char* name, int64_t columns);
-  // A new contiguous tensor on the device of the queries.
-  Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) const;
+  // A new contiguous tensor on the device of the queries; (0,) where it is not wanted.
+  Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type, bool wanted = true) const;
   // What the launches need beside: it lives as long as this.
   Memory memory();
 
-  Forward forward;  // without its results
+  Forward forward;
   const Problem& problem = forward.p;
   ScalarType dtype;
   Device device;
   const Kernels* kernels;
+  MaybeTensor projected;  // queries that were given raw, unless the launch projects them
 
  private:
+  void check(const Given& of);
+  void check_place(const Tensor& tensor, const char* name) const;
+  void check_like(const Tensor& tensor, const char* name,
+                  std::initializer_list<int64_t> shape) const;
   void set_lens(const Tensor& lens);
   void set_mask(const Tensor& mask);
-  void check_place(const Tensor& tensor, const char* name) const;
 
   torch::stable::accelerator::DeviceGuard guard_;
   std::vector<Tensor> owned_;

@@ -27,7 +27,7 @@ SEEN = {
 }
 # What serves a size, by what runs forward and backward; nothing where it is the reference.
 DECODE, COMBINE = ("decode_kernel", "step_keys_kernel"), ("combine_kernel", "step_keys_kernel")
-STEP = ("attend", "attend_backward")
+STEP = ("attention", "attention_backward")
 SERVES = {
     "cuda": {"step": STEP, "split": STEP, "beams": STEP, "many queries": ()},
     "triton": {

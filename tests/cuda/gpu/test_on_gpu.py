@@ -135,7 +135,7 @@ def test_a_step_that_projects(name, dtype):
 def step_of(hidden):
     """A step that needs more than 48 KB of shared memory, as much as the units ask for."""
     generator = torch.Generator("cuda").manual_seed(hidden)
-    shapes = (4, 1, 64), (hidden, 64), (4, 300, hidden), (1, hidden)
+    shapes = (4, 1, 32), (hidden, 32), (4, 300, hidden), (1, hidden)
     drawn = [torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes]
     raw, w_q, keys, w_v = drawn
     return functools.partial(entry_points.step, on_gpu, raw, w_q, keys, None, None, keys, w_v)

@@ -20,14 +20,14 @@ PER_THREAD = 2  # the handle of every thread's own default stream
 IMPLICIT_CAPTURE = 906
 WORDS = {209: "no kernel image is available", 35: "CUDA driver version is insufficient"}
 LENS, MASK = torch.tensor([2, 0]), torch.ones(2, 1, 3, dtype=torch.bool)
+LENS_BY_QUERY = LENS.unsqueeze(1)
 
 
-def step(gpu, hidden=512, batch=2, keys=150):
-    """The runtime's calls of a step that projects its queries."""
-    k = torch.randn(batch, keys, hidden).bfloat16()
-    queries, w_q = torch.randn(batch, 1, 512).bfloat16(), torch.randn(hidden, 512).bfloat16()
-    w_v = torch.randn(1, hidden).bfloat16()
-    entry_points.step(gpu.operator, queries, w_q, k, None, None, k, w_v)
+def step(gpu, hidden=512, batch=2, keys=150, queries=1, features=16, dtype=torch.bfloat16):
+    """The runtime's calls of a step whose launch projects its queries, by its sizes."""
+    shapes = (batch, queries, features), (hidden, features), (batch, keys, hidden), (1, hidden)
+    raw, w_q, k, w_v = (torch.randn(shape).to(dtype) for shape in shapes)
+    entry_points.step(gpu.operator, raw, w_q, k, None, None, k, w_v)
     return gpu.calls()
 
 
@@ -153,11 +153,47 @@ def test_clusters_are_those_of_the_kernels_of_a_dtype(gpu):
     assert launches(attend(gpu, batch=100, dtype=torch.float32)[1])[0]["cluster"] == 2
 
 
-@pytest.mark.parametrize("given", [{}, {"lens": LENS, "mask": MASK}], ids=["no lengths", "both"])
-def test_lengths_are_counted_without_a_mask(gpu, given):
-    inputs = tensors((2, 1, 4), (2, 3, 4), (2, 3, 5), (1, 4), dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="valid_lens must be given, without a mask"):
-        entry_points.attend(gpu.operator, *inputs, counted=True, **given)
+@pytest.mark.parametrize(
+    ("sizes", "cluster", "inside"),
+    [
+        ({"features": 16}, 1, True),
+        ({"features": 24}, 1, False),
+        ({"features": 24}, 2, True),
+        ({"features": 128}, 8, True),
+        ({"features": 136}, 8, False),
+        ({"features": 64, "dtype": torch.float32}, 8, True),
+        ({"features": 68, "dtype": torch.float32}, 8, False),
+        ({"features": 32, "queries": 4}, 8, True),
+        ({"features": 40, "queries": 4}, 8, False),
+        ({"features": 8, "queries": 5}, 8, False),  # no kernel is for five
+        ({"features": 12}, 8, False),  # rows that are not whole vectors
+    ],
+    ids=str,
+)
+def test_a_launch_projects_queries_where_w_q_is_small(gpu, sizes, cluster, inside):
+    gpu.set_gpu(largest_cluster=cluster)
+    (launch,) = launches(step(gpu, **sizes))
+    w_q, features = numbers(launch, PROBLEM + 56, 2)
+    assert (w_q != 0) == inside
+    assert not inside or features == sizes["features"]
+
+
+@pytest.mark.parametrize("lens", [None, LENS, LENS_BY_QUERY], ids=["none", "lens", "per query"])
+@pytest.mark.parametrize("mask", [None, MASK], ids=["all", "mask"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_recorded_call_has_what_backward_takes(gpu, recorded, mask, lens):
+    raw, keys, values, w_v, w_q, w_k = (
+        torch.randn(shape) for shape in ((2, 1, 8), (2, 3, 7), (2, 3, 5), (4,), (4, 8), (4, 7))
+    )
+    given = {"w_q": w_q, "w_k": w_k, "valid_lens": lens, "mask": mask, "recorded": recorded}
+    _, _, counts, queries, none = entry_points.attention(
+        gpu.operator, raw, keys, values, w_v, **given
+    )
+    counted = recorded and lens is not None and mask is None
+    assert (counts.dtype, counts.shape) == (torch.int32, lens.shape if counted else (0,))
+    want = torch.nn.functional.linear(raw, w_q) if recorded else torch.empty(0)
+    assert torch.equal(queries, want)
+    assert torch.equal(none, torch.empty(0))
 
 
 AT_MOST = "CUDA kernels take at most 16 queries and 2048 hidden units, got "
@@ -168,7 +204,7 @@ AT_MOST = "CUDA kernels take at most 16 queries and 2048 hidden units, got "
     [
         ({"queries": 17}, f"{AT_MOST}17 and 64"),
         ({"hidden": 2049}, f"{AT_MOST}1 and 2049"),
-        ({"dtype": torch.float64}, "CUDA kernels take float32, bfloat16 or float16"),
+        ({"dtype": torch.float64}, "queries must be float32, bfloat16 or float16"),
     ],
 )
 def test_what_no_kernel_takes_is_told_in_words(gpu, given, words):
