@@ -35,6 +35,9 @@ void mock_runs(decltype(Runs::launch) launch, decltype(Runs::memory) memory) {
   Runs::get().launch = launch;
   Runs::get().memory = memory;
 }
+void mock_noted(int noted) {
+  change([&](Gpus& all) { all.noted = noted != 0; });
+}
 void mock_fail(const char* function, int error) {
   change([&](Gpus& all) { all.failing[function] = cudaError_t(error); });
 }

@@ -37,6 +37,7 @@ struct Gpus {
   std::mutex lock;
   std::map<int, Gpu> gpu;
   int of_tensors = 0;                          // the device of all tensors
+  bool noted = true;                           // calls are, and launches do anything at all
   std::vector<std::string> calls;              // JSON
   std::map<std::string, cudaError_t> failing;  // functions, and what their next call gives
   std::map<std::string, void (*)()> after;     // functions, and what their next call runs last
