@@ -1,10 +1,19 @@
 """Triton on a machine without its GPU: it compiles for a target that is not here."""
 
+import functools
+import os
+import sys
 from contextlib import contextmanager
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from sysconfig import get_paths
 from unittest.mock import patch
 
 import triton
+from built import ROOT, built
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver
 
 from bahdanau_fast import limits
 from bahdanau_fast.backends.triton import call
@@ -24,8 +33,34 @@ def limits_of(target):
     return limits.GPU_FAMILIES[FAMILIES.get(target, target)]
 
 
+@functools.cache
+def _utils():
+    """What Triton's driver has in C, on a CUDA driver whose launches do nothing."""
+    triton_own = Path(driver.__file__).parent
+    files = triton_own / "driver.c", ROOT / "tests/cuda/mock_cuda/driver.c"
+    includes = [f"-I{folder}" for folder in (triton_own / "include", get_paths()["include"])]
+    command = ["gcc", "-O2", "-w", "-fPIC", "-shared", "-Wl,-Bsymbolic", *includes]
+    path = str(built("mock_cuda/cuda_utils", files, [*command, *map(str, files)]))
+    spec = spec_from_file_location("cuda_utils", loader=ExtensionFileLoader("cuda_utils", path))
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(os.RTLD_LAZY)  # functions of the driver that nothing calls are not there
+    try:
+        module = module_from_spec(spec)
+    finally:
+        sys.setdlopenflags(flags)
+    with (
+        patch.object(driver, "compile_module_from_file", lambda **_: module),
+        patch.object(driver, "library_dirs", list),
+    ):
+        return driver.CudaUtils()
+
+
 class _Driver:
-    """Triton's driver, as far as compiling and launching ask for one."""
+    """Triton's driver, as far as compiling and launching ask for one; its launches do nothing."""
+
+    launcher_cls = driver.CudaLauncher
+    launch = property(lambda _: _utils().launch)
+    build_signature_metadata = property(lambda _: _utils().build_signature_metadata)
 
     def __init__(self, target):
         self.target, self.utils = target, self
@@ -41,6 +76,9 @@ class _Driver:
 
     def get_device_properties(self, _device):
         return {"max_shared_mem": limits_of(self.target).shared}
+
+    def load_binary(self, *_):
+        return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads of a block
 
 
 @contextmanager
