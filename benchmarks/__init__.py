@@ -5,6 +5,6 @@
 what a user feels, on a processor too. How a row is timed, in the order of reading:
 ``workloads.shapes`` (the rows and their tensors), ``contestants.registry`` (who computes),
 ``contestants.parity`` (the check before the timing), ``timing.measure`` (calls in turns), ``bench``
-(one row). ``page`` writes docs/performance.md and the tables of README and docs/gpu.md from
-``results``.
+(one row), ``host`` (the same for a GPU's host, without the GPU). ``page`` writes
+docs/performance.md and the tables of README and docs/gpu.md from ``results``.
 """

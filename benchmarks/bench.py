@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import host
 from .contestants import registry
 from .contestants.baselines import Unavailable
 from .contestants.parity import Oracle, Verdict, build_in
@@ -41,6 +42,9 @@ class Runner:
 
     def row(self, case: Case) -> Packed:
         """Measure a case: as it is written in JSON, without ``seconds`` if a result is wrong."""
+        if case.table == "host":
+            worker = self._worker("host", OMP_NUM_THREADS="1")
+            return host.row_in(worker, case, self.seconds, self.min_rounds)
         calls: dict[str, Callable[[], Any]] = {}
         skipped: dict[str, str] = {}
         verdicts: dict[str, Verdict] = {}
@@ -86,14 +90,18 @@ class Runner:
         """A call and its verdict; in a process of its own, a wrong one leaves itself out alone."""
         if provider.process is None:
             return oracle.checked(provider, case.task, case.mode == "train")
-        if provider.name not in self._workers:
-            self._workers[provider.name] = Worker(dict(provider.process or ()))
-        worker = self._workers[provider.name]
+        worker = self._worker(provider.name, **dict(provider.process))
         given = (provider.name, case.task, case.shape, case.mode)
         verdict = build_in(worker, registry.__name__, *given)
         if not verdict.passed:
             raise Unavailable(f"its {verdict.where} differs: {verdict.worst:.3g} of the allowed")
         return worker, verdict
+
+    def _worker(self, name: str, **extra: str) -> Worker:
+        """The process of that name, which has these variables in its environment."""
+        if name not in self._workers:
+            self._workers[name] = Worker(extra)
+        return self._workers[name]
 
 
 def _why_not(provider: Provider, case: Case) -> str | None:

@@ -41,7 +41,10 @@ def shape_text(shape: dict[str, Any]) -> str:
 
 
 def row_table(rows: list[Packed]) -> list[str]:
-    """Milliseconds of each provider; then who was not run and why, and whose results are wrong."""
+    """Milliseconds of each provider; then who was not run and why, and whose results are wrong.
+
+    Of the table ``host``, the share of d2l's time too, and what ``host.walk`` counted.
+    """
     names = dict.fromkeys(name for row in rows for name in row["seconds"] if name != "DRAM read")
     cells, notes = [], []
     for row in rows:
@@ -50,6 +53,10 @@ def row_table(rows: list[Packed]) -> list[str]:
         cells.append([what, f"{row['task']}, {MODES[row['mode']]}", *map(spread_text, spreads)])
         for name, why in row["skipped"].items():
             notes.append(f"- {what}, {row['task']}: {name} was not run: {why}")
+        for name, found in row.get("host", {}).items():
+            said = f"{row['task']}, {MODES[row['mode']]}: {name} {found['share']:.2f} of d2l eager"
+            counted = (f"{count} {unit}" for unit, count in found.items() if unit != "share")
+            notes.append(f"- {said}, {', '.join(counted)}")
         for name, verdict in row["parity"].items():
             if not verdict["passed"]:
                 error = f"{verdict['where']}: {verdict['worst']:.3g} of the allowed error"

@@ -1,0 +1,70 @@
+"""A GPU's host without the GPU: calls with CPU tensors take the route of an H100.
+
+The Python and C++ of a call are those of a GPU, Triton's own included; its launches do nothing, and
+results are what memory held. Left out are the driver, the guard of the current device, and the
+thread in which a GPU's backward runs. Added is a C function (``partial``) around each operator of
+CUDA C++.
+"""
+
+import functools
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from mock_cuda import mock
+from triton_target import target_is
+
+from bahdanau_fast.backends import availability
+from bahdanau_fast.ops.operator import operators
+
+__all__ = ["routed"]
+
+
+class _Device(str):
+    """To Python the device of a GPU; to torch, which asks for a device or its name, the CPU."""
+
+    type, index = "cuda", -1  # whichever is the current one
+
+
+@functools.cache
+def _there():
+    return None
+
+
+@functools.cache
+def _left_out():
+    return "it is left out"
+
+
+@functools.cache
+def _gpu():
+    return mock().new_gpu()
+
+
+@contextmanager
+def routed(backend):
+    """Inside, calls with CPU tensors are those of a GPU with one backend, "cuda" or "triton"."""
+    changes = [
+        (torch.Tensor, "is_cpu", False),  # shadows what it inherits
+        (torch.Tensor, "is_cuda", True),
+        (torch.Tensor, "device", _Device("cpu")),
+        (torch.cuda, "device", lambda _: nullcontext()),
+        (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
+        (availability, "cuda_problem", _there if backend == "cuda" else _left_out),
+        (availability, "triton_problem", _there if backend == "triton" else _left_out),
+    ]
+    with ExitStack() as stack:
+        if backend == "cuda":
+            stack.callback(mock().note, True)
+            stack.callback(mock().use_gpu, mock().device)
+            mock().use_gpu(_gpu())
+            mock().note(False)
+            for operator in operators.values():
+                call = partial(operator.overload._op_dk, torch._C.DispatchKey.CUDA)
+                changes.append((operator, "now", call))
+        stack.enter_context(target_is("sm_90"))
+        for change in changes:
+            stack.enter_context(patch.object(*change))
+        yield
