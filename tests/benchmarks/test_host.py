@@ -1,5 +1,6 @@
 """A GPU's host without the GPU: what is measured there is the route of a GPU, and all of it."""
 
+import gc
 import sys
 
 import pytest
@@ -11,8 +12,9 @@ from triton.backends.nvidia.driver import CudaLauncher
 import bahdanau_fast as bf
 from benchmarks import host
 from benchmarks.bench import Runner
+from benchmarks.contestants.baselines import CourseAttention
 from benchmarks.tables import row_table
-from benchmarks.workloads.shapes import HOST, Case, cases
+from benchmarks.workloads.shapes import HOST, Case, Shape, cases, draw
 
 pytestmark = pytest.mark.skipif(host.why_not() is not None, reason=str(host.why_not()))
 STEP, CALL, BOTH = (case for case in cases("host") if case.table == "host")
@@ -100,3 +102,75 @@ def test_a_row_has_everybody():
     assert all(found["share"] > 0 and found["calls"] > 0 for found in row["host"].values())
     lines = "\n".join(row_table([row]))
     assert all(f"{name} {row['host'][name]['share']:.2f} of d2l eager" in lines for name in ours)
+
+
+# ---- what a call may cost ----
+
+FRONT = Shape("products in front", 2, 1, 3, 512, lens="drawn")
+CASES = {
+    "attend": ("step", "forward"),
+    "module": ("full", "forward"),
+    "backward": ("full", "train"),
+}
+MOST_CALLS, MOST_RETURNS, MORE_IN_TRITON = {"attend": 15, "module": 15, "backward": 45}, 6, 10
+
+
+@pytest.mark.parametrize("shape", [HOST, FRONT], ids=str)
+@pytest.mark.parametrize("what", CASES)
+def test_a_call_goes_straight_to_its_launches(what, shape):
+    task, mode = CASES[what]
+    walks, case = {}, Case("host", shape, task, mode)
+    for backend in ("cuda", "triton"):
+        call = call_of(case, backend)
+        with routed(backend), torch.set_grad_enabled(mode == "train"):
+            walks[backend] = host.walk(call)
+    assert walks["cuda"].calls <= MOST_CALLS[what], walks
+    assert walks["triton"].calls <= MOST_CALLS[what] + MORE_IN_TRITON, walks
+    assert what == "backward" or walks["cuda"].returns <= MOST_RETURNS, walks
+
+
+LOOP, STEPS = Shape("loop", 4, 1, 50, 64, lens="full"), 50
+
+
+def held(output):
+    """Bytes that the nodes behind a tensor keep for their backward, each storage once."""
+    found, seen, left = {}, {}, [output.grad_fn]
+    while left:
+        x = left.pop()
+        if isinstance(x, torch.Tensor):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        elif id(x) not in seen:
+            seen[id(x)] = x  # alive, or another may get its place
+            if hasattr(x, "next_functions"):
+                left += [node for node, _ in x.next_functions if node is not None]
+                left += [getattr(x, name) for name in dir(x) if name.startswith("_saved_")]
+                left += [*getattr(x, "saved_tensors", ()), *getattr(x, "__dict__", {}).values()]
+            elif isinstance(x, (tuple, list, dict)) or type(x).__module__.startswith(bf.__name__):
+                left += gc.get_referents(x)
+    return sum(found.values())
+
+
+def loop(cls):
+    """The course's decoder, as far as its attention: each query depends on the last context."""
+    inputs, module = draw(LOOP), cls(*[LOOP.hidden] * 3)
+    inputs.require_grad(True)
+    query, total = inputs.queries, 0.0
+    for _ in range(STEPS):
+        context = module(query, inputs.keys, inputs.values, inputs.valid_lens)
+        query, total = query + context, total + context
+    return total
+
+
+def test_what_nodes_hold_is_counted():
+    x, y = torch.ones(3, requires_grad=True), torch.ones(5, 3)
+    assert held(y.exp() @ (x * x).exp()) == 4 * (3 + 3 + 15)
+    theirs, steps = held(loop(CourseAttention)), STEPS * 4 * LOOP.features
+    assert steps < theirs < 1.2 * steps
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_loop_keeps_no_copy_per_step(backend):
+    with routed(backend):
+        ours = held(loop(bf.AdditiveAttention))
+    theirs = held(loop(CourseAttention))
+    assert ours <= theirs / 3, (ours, theirs)
