@@ -16,6 +16,7 @@ import torch
 from mock_cuda import mock
 from triton_target import target_is
 
+from bahdanau_fast import backends
 from bahdanau_fast.backends import availability
 from bahdanau_fast.ops.operator import operators
 
@@ -39,6 +40,11 @@ def _left_out():
 
 
 @functools.cache
+def _routes(backend):
+    return {}
+
+
+@functools.cache
 def _gpu():
     return mock().new_gpu()
 
@@ -52,6 +58,7 @@ def routed(backend):
         (torch.Tensor, "device", _Device("cpu")),
         (torch.cuda, "device", lambda _: nullcontext()),
         (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
+        (backends, "_routes", _routes(backend)),
         (availability, "cuda_problem", _there if backend == "cuda" else _left_out),
         (availability, "triton_problem", _there if backend == "triton" else _left_out),
     ]

@@ -12,38 +12,62 @@
 namespace bahdanau_fast::gpu {
 namespace {
 
-// Without w_q or w_k queries or keys are projected already. What backward alone takes has no
-// elements unless the call is recorded; keys are projected again, since a loop would keep them at
-// each step.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention(
-    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-    MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias, MaybeTensor features, MaybeTensor w_f,
-    MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
-    MaybeTensor seed, double dropout_p, int64_t activation, double, bool need_weights,
-    bool recorded, int64_t backend, bool narrow) {
-  Inputs in({queries, keys, values, w_v, w_q, w_k, bias, features, w_f, valid_lens, mask, table,
-             keys_max, seed, dropout_p, activation, backend},
-            !recorded, std::nullopt, std::nullopt);
+// Context and weights; and, where given, how many keys the lengths leave.
+std::tuple<Tensor, Tensor> launched(Inputs& in, bool need_weights, bool narrow,
+                                    Tensor* counts = nullptr) {
   const Problem& p = in.problem;
-  const bool counted = recorded && valid_lens.has_value() && !mask.has_value();
   Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, in.dtype);
   Tensor weights =
       in.new_tensor({p.B, p.Tq, p.Tk}, narrow ? in.dtype : ScalarType::Float, need_weights);
+  if (p.empty()) {
+    torch::stable::zero_(context);
+    if (counts != nullptr) torch::stable::zero_(*counts);
+    return {context, weights};
+  }
+  Forward& f = in.forward;
+  f.context = context.mutable_data_ptr();
+  f.weights = data_or_null(weights, need_weights);
+  f.narrow = narrow;
+  if (counts != nullptr) {
+    f.counts = static_cast<int32_t*>(counts->mutable_data_ptr());
+    f.counts_row = counts->dim() == 2 ? p.Tq : 1;
+  }
+  in.kernels->forward(f, in.device, in.memory());
+  return {context, weights};
+}
+
+// Without w_q or w_k queries or keys are projected already.
+std::tuple<Tensor, Tensor> attention(const Tensor& queries, const Tensor& keys,
+                                     const Tensor& values, const Tensor& w_v, MaybeTensor w_q,
+                                     MaybeTensor w_k, MaybeTensor bias, MaybeTensor features,
+                                     MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask,
+                                     MaybeTensor table, MaybeTensor keys_max, MaybeTensor seed,
+                                     double dropout_p, int64_t activation, double,
+                                     bool need_weights, bool, int64_t backend, bool narrow) {
+  Inputs in({queries, keys, values, w_v, w_q, w_k, bias, features, w_f, valid_lens, mask, table,
+             keys_max, seed, dropout_p, activation, backend},
+            true, std::nullopt, std::nullopt);
+  return launched(in, need_weights, narrow);
+}
+
+// And what backward takes: how many keys the lengths leave, without a mask, and projected queries;
+// of no elements where there is nothing of it. Keys are projected again, since a loop would keep
+// them at each step.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_recorded(
+    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
+    MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias, MaybeTensor features, MaybeTensor w_f,
+    MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
+    MaybeTensor seed, double dropout_p, int64_t activation, double, bool, bool, int64_t backend,
+    bool narrow) {
+  Inputs in({queries, keys, values, w_v, w_q, w_k, bias, features, w_f, valid_lens, mask, table,
+             keys_max, seed, dropout_p, activation, backend},
+            false, std::nullopt, std::nullopt);
+  const bool counted = valid_lens.has_value() && !mask.has_value();
   Tensor counts =
       in.new_tensor(gradient_shape(counted ? *valid_lens : queries, counted), ScalarType::Int);
-  if (p.empty()) {
-    for (Tensor* t : {&context, &counts}) torch::stable::zero_(*t);
-  } else {
-    Forward& f = in.forward;
-    f.context = context.mutable_data_ptr();
-    f.weights = data_or_null(weights, need_weights);
-    f.narrow = narrow;
-    f.counts = static_cast<int32_t*>(data_or_null(counts, counted));
-    f.counts_row = !counted ? 0 : valid_lens->dim() == 2 ? p.Tq : 1;
-    in.kernels->forward(f, in.device, in.memory());
-  }
-  const bool kept = recorded && in.projected.has_value();
-  return {context, weights, counts, kept ? *in.projected : in.new_tensor({0}, in.dtype),
+  const auto [context, weights] = launched(in, true, narrow, counted ? &counts : nullptr);
+  return {context, weights, counts,
+          in.projected.has_value() ? *in.projected : in.new_tensor({0}, in.dtype),
           in.new_tensor({0}, in.dtype)};
 }
 
@@ -160,6 +184,7 @@ attention_backward(const Tensor& weights, MaybeTensor projected_queries, MaybeTe
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {
   m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention.recorded", TORCH_BOX(&attention_recorded));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
 }
 
