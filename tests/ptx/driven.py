@@ -205,7 +205,7 @@ class _Inside(torch.autograd.Function):
         ctx.calls, ctx.multiprocessors = calls, multiprocessors
         ctx.given = {**dict(zip(_INPUTS, inputs, strict=True)), **seen}
         context, weights, counts, projected, _ = entry_points.attention(
-            calls.operator, **ctx.given, narrow=seen["valid_lens"] is None
+            calls.operator, **ctx.given, narrow=seen["valid_lens"] is None, recorded=True
         )
         if seen["valid_lens"] is not None and seen["mask"] is None:
             ctx.given["valid_lens"] = counts

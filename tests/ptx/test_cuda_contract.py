@@ -29,7 +29,7 @@ from parity import Case, check
 
 from bahdanau_fast import reference
 from bahdanau_fast.modules import decoder_loop
-from bahdanau_fast.ops.attention import INPUTS, attention, attention_backward
+from bahdanau_fast.ops.attention import INPUTS, attention, attention_backward, recorded
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.parity import allowed, error
 
@@ -199,7 +199,7 @@ def test_products_are_those_of_plain_code(queries, dtype):
     inputs |= {"queries": drawn[0][..., 2:], "keys": drawn[1].transpose(0, 1)}
     of, plain = kernels(dtype), {name: inputs[name] for name in ("values", "w_v")}
     of.begin(4, dtype)
-    context, weights, _, queries_of, _ = attention_of(of.operator, **inputs)
+    context, weights, _, queries_of, _ = attention_of(of.operator, **inputs, recorded=True)
     given = {"weights": weights, "grad_context": context, "grad_weights": None}
     every = {**given, **inputs, "projected_queries": queries_of}
     found = attention_backward_of(of.operator, **every, needs=127)[:7]
@@ -322,7 +322,7 @@ def test_all_steps_of_a_decoder(cls, lens, monkeypatch):
     tensors = given(cls, 2, FP32, T=18, B=2, Tk=5)
     want = by_steps(lambda: of_decoder(module, tensors, lens))
     kernels(FP32).begin(4, FP32)
-    for operator in (attention, attention_backward):
+    for operator in (attention, recorded, attention_backward):
         run = functools.partial(kernels(FP32).operator, operator.name)
         monkeypatch.setitem(operator.in_python, "cuda", run)
     monkeypatch.setattr(decoder_loop, "_operator", operator_of("cuda"))

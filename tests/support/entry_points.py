@@ -5,16 +5,17 @@
 
 from bahdanau_fast.ops.operator import operators
 
-FORWARD, BACKWARD = "attention", "attention_backward"
+FORWARD, RECORDED, BACKWARD = "attention", "attention.recorded", "attention_backward"
 
 
 def on_gpu(name, *arguments):
     return operators[name].overload(*arguments)
 
 
-def attention(call, *inputs, **given):
-    """All five results of the operator, from arguments as in its schema."""
-    return call(FORWARD, *operators[FORWARD].named(*inputs, **given).values())
+def attention(call, *inputs, recorded=False, **given):
+    """Context and weights; of a ``recorded`` call all five results. Arguments as in the schema."""
+    name = RECORDED if recorded else FORWARD
+    return call(name, *operators[name].named(*inputs, **given).values())
 
 
 def attention_backward(call, **given):
@@ -49,4 +50,4 @@ def attend_backward(
 def step(call, queries, w_q, keys, w_k, bias, values, w_v, lens=None, mask=None):
     """Context and weights of queries, and keys if ``w_k`` is given, that are projected inside."""
     given = {"w_q": w_q, "w_k": w_k, "bias": bias, "valid_lens": lens, "mask": mask}
-    return attention(call, queries, keys, values, w_v, **given, recorded=False, narrow=True)[:2]
+    return attention(call, queries, keys, values, w_v, **given, narrow=True)

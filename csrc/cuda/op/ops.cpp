@@ -12,63 +12,49 @@
 namespace bahdanau_fast::gpu {
 namespace {
 
-// Context and weights; and, where given, how many keys the lengths leave.
-std::tuple<Tensor, Tensor> launched(Inputs& in, bool need_weights, bool narrow,
-                                    Tensor* counts = nullptr) {
+// How many keys the lengths leave, of their shape, where there is no mask: a forward counts.
+Tensor new_counts(Inputs& in, const MaybeTensor& lens, const MaybeTensor& mask) {
+  if (!lens.has_value() || mask.has_value()) return in.new_tensor({0}, ScalarType::Int);
+  Tensor counts = in.new_tensor(gradient_shape(*lens, true), ScalarType::Int);
+  in.forward.counts = static_cast<int32_t*>(counts.mutable_data_ptr());
+  in.forward.counts_row = lens->dim() == 2 ? in.problem.Tq : 1;
+  if (in.problem.empty()) torch::stable::zero_(counts);
+  return counts;
+}
+
+// Without w_q or w_k queries or keys are projected already. A recorded call gives what backward
+// takes, too; what there is not of it has no elements. Backward projects the keys again, since a
+// loop would keep them at each step.
+template <bool recorded>
+auto attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
+               MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias, MaybeTensor features,
+               MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table,
+               MaybeTensor keys_max, MaybeTensor seed, double dropout_p, int64_t activation, double,
+               bool need_weights, bool, int64_t backend, bool narrow) {
+  Inputs in({queries, keys, values, w_v, w_q, w_k, bias, features, w_f, valid_lens, mask, table,
+             keys_max, seed, dropout_p, activation, backend},
+            !recorded, std::nullopt, std::nullopt);
   const Problem& p = in.problem;
+  need_weights |= recorded;
   Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, in.dtype);
   Tensor weights =
       in.new_tensor({p.B, p.Tq, p.Tk}, narrow ? in.dtype : ScalarType::Float, need_weights);
-  if (p.empty()) {
+  MaybeTensor counts;
+  if constexpr (recorded) counts = new_counts(in, valid_lens, mask);
+  in.forward.context = context.mutable_data_ptr();
+  in.forward.weights = data_or_null(weights, need_weights);
+  in.forward.narrow = narrow;
+  if (p.empty())
     torch::stable::zero_(context);
-    if (counts != nullptr) torch::stable::zero_(*counts);
-    return {context, weights};
+  else
+    in.kernels->forward(in.forward, in.device, in.memory());
+  if constexpr (recorded) {
+    const auto none = [&] { return in.new_tensor({0}, in.dtype); };
+    return std::make_tuple(context, weights, *counts, in.projected ? *in.projected : none(),
+                           none());
+  } else {
+    return std::make_tuple(context, weights);
   }
-  Forward& f = in.forward;
-  f.context = context.mutable_data_ptr();
-  f.weights = data_or_null(weights, need_weights);
-  f.narrow = narrow;
-  if (counts != nullptr) {
-    f.counts = static_cast<int32_t*>(counts->mutable_data_ptr());
-    f.counts_row = counts->dim() == 2 ? p.Tq : 1;
-  }
-  in.kernels->forward(f, in.device, in.memory());
-  return {context, weights};
-}
-
-// Without w_q or w_k queries or keys are projected already.
-std::tuple<Tensor, Tensor> attention(const Tensor& queries, const Tensor& keys,
-                                     const Tensor& values, const Tensor& w_v, MaybeTensor w_q,
-                                     MaybeTensor w_k, MaybeTensor bias, MaybeTensor features,
-                                     MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask,
-                                     MaybeTensor table, MaybeTensor keys_max, MaybeTensor seed,
-                                     double dropout_p, int64_t activation, double,
-                                     bool need_weights, bool, int64_t backend, bool narrow) {
-  Inputs in({queries, keys, values, w_v, w_q, w_k, bias, features, w_f, valid_lens, mask, table,
-             keys_max, seed, dropout_p, activation, backend},
-            true, std::nullopt, std::nullopt);
-  return launched(in, need_weights, narrow);
-}
-
-// And what backward takes: how many keys the lengths leave, without a mask, and projected queries;
-// of no elements where there is nothing of it. Keys are projected again, since a loop would keep
-// them at each step.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_recorded(
-    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-    MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias, MaybeTensor features, MaybeTensor w_f,
-    MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
-    MaybeTensor seed, double dropout_p, int64_t activation, double, bool, bool, int64_t backend,
-    bool narrow) {
-  Inputs in({queries, keys, values, w_v, w_q, w_k, bias, features, w_f, valid_lens, mask, table,
-             keys_max, seed, dropout_p, activation, backend},
-            false, std::nullopt, std::nullopt);
-  const bool counted = valid_lens.has_value() && !mask.has_value();
-  Tensor counts =
-      in.new_tensor(gradient_shape(counted ? *valid_lens : queries, counted), ScalarType::Int);
-  const auto [context, weights] = launched(in, true, narrow, counted ? &counts : nullptr);
-  return {context, weights, counts,
-          in.projected.has_value() ? *in.projected : in.new_tensor({0}, in.dtype),
-          in.new_tensor({0}, in.dtype)};
 }
 
 // ---- backward ----
@@ -183,8 +169,8 @@ attention_backward(const Tensor& weights, MaybeTensor projected_queries, MaybeTe
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {
-  m.impl("attention", TORCH_BOX(&attention));
-  m.impl("attention.recorded", TORCH_BOX(&attention_recorded));
+  m.impl("attention", TORCH_BOX(&attention<false>));
+  m.impl("attention.recorded", TORCH_BOX(&attention<true>));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
 }
 

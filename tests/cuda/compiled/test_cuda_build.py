@@ -123,8 +123,8 @@ def test_without_a_gpu_it_says_so():
 
 LOADED = """
 import torch, bahdanau_fast, bahdanau_fast._C_cuda
-from entry_points import BACKWARD, FORWARD
-for name in (FORWARD, BACKWARD):
+from entry_points import BACKWARD, FORWARD, RECORDED
+for name in (FORWARD, RECORDED, BACKWARD):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"bahdanau_fast::{name}", "CUDA"), name
 """
 

@@ -45,6 +45,7 @@ def test_mistakes(gpu, number):
     right, wrong = MISTAKES[number]
     for call, more in (
         (entry_points.attention, {}),
+        (entry_points.attention, {"recorded": True}),
         (entry_points.attention_backward, {**grads(**right), "needs": ALL}),
     ):
         call(gpu.operator, **right, **more)

@@ -180,19 +180,18 @@ def test_a_launch_projects_queries_where_w_q_is_small(gpu, sizes, cluster, insid
 
 @pytest.mark.parametrize("lens", [None, LENS, LENS_BY_QUERY], ids=["none", "lens", "per query"])
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "mask"])
-@pytest.mark.parametrize("recorded", [True, False])
-def test_a_recorded_call_has_what_backward_takes(gpu, recorded, mask, lens):
+def test_a_recorded_call_has_what_backward_takes(gpu, mask, lens):
     raw, keys, values, w_v, w_q, w_k = (
         torch.randn(shape) for shape in ((2, 1, 8), (2, 3, 7), (2, 3, 5), (4,), (4, 8), (4, 7))
     )
-    given = {"w_q": w_q, "w_k": w_k, "valid_lens": lens, "mask": mask, "recorded": recorded}
-    _, _, counts, queries, none = entry_points.attention(
-        gpu.operator, raw, keys, values, w_v, **given
+    given = {"w_q": w_q, "w_k": w_k, "valid_lens": lens, "mask": mask, "need_weights": False}
+    _, weights, counts, queries, none = entry_points.attention(
+        gpu.operator, raw, keys, values, w_v, **given, recorded=True
     )
-    counted = recorded and lens is not None and mask is None
-    assert (counts.dtype, counts.shape) == (torch.int32, lens.shape if counted else (0,))
-    want = torch.nn.functional.linear(raw, w_q) if recorded else torch.empty(0)
-    assert torch.equal(queries, want)
+    assert weights.shape == (2, 1, 3)  # always: backward takes them
+    shape = (0,) if lens is None or mask is not None else lens.shape
+    assert (counts.dtype, counts.shape) == (torch.int32, shape)
+    assert torch.equal(queries, torch.nn.functional.linear(raw, w_q))
     assert torch.equal(none, torch.empty(0))
 
 
