@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -311,46 +311,30 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     )
 
 
-class Torch(NamedTuple):
-    """What torch is doing when a call comes.
-
-    Attributes:
-        traced: torch.compile or torch.export is tracing it.
-        records: a gradient may be asked for.
-        of_inference: it is recorded with a tensor of inference mode.
-        plain_only: only plain operations will do: under ``torch.func``, forward mode,
-            ``torch.jit.trace`` and ``torch.onnx.export``.
-        autocast: matrix products take another dtype.
-    """
-
-    traced: bool
-    records: bool
-    of_inference: bool
-    plain_only: bool
-    autocast: bool
-
-
-def what_torch_does(device: torch.device, inputs: tuple[Tensor | None, ...], called: bool) -> Torch:
+def what_torch_does(
+    device: torch.device, inputs: tuple[Tensor | None, ...], called: bool
+) -> tuple[bool, bool, bool, bool]:
     """All of it at once: a small call costs little more than these questions.
 
     Args:
         device: of the data.
         inputs: those that are differentiated.
         called: a layer is called, whose parameters nobody knows.
+
+    Returns:
+        Whether torch.compile or torch.export traces; whether a gradient may be asked for; whether
+        only plain operations will do (:func:`plain_only`); whether autocast gives matrix products
+        another dtype.
     """
     if torch.compiler.is_compiling():
         records = torch.is_grad_enabled() and (called or needs_gradient(*inputs))
-        return Torch(True, records, False, plain_only(), autocast_dtype(device) is not None)
-    records = of_inference = False
-    if torch.is_grad_enabled():
-        # Nothing is recorded in inference mode, even within enable_grad().
-        records = called or (
-            torch._C._any_requires_grad(*inputs) and not torch.is_inference_mode_enabled()
-        )
-        if records:
-            of_inference = True in map(Tensor.is_inference, [t for t in inputs if t is not None])
+        return True, records, plain_only(), autocast_dtype(device) is not None
+    # Nothing is recorded in inference mode, even within enable_grad().
+    records = torch.is_grad_enabled() and (
+        called or (torch._C._any_requires_grad(*inputs) and not torch.is_inference_mode_enabled())
+    )
     autocast = torch._C._is_any_autocast_enabled() and autocast_dtype(device) is not None
-    return Torch(False, records, of_inference, in_transform(False), autocast)
+    return False, records, in_transform(False), autocast
 
 
 def plain_only() -> bool:

@@ -39,14 +39,19 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a backend was asked for that cannot serve the call.
     """
-    if torch.compiler.is_compiling():
-        _explain(call)
-        return _attended(call)
     try:
         return _attended(call)
     except Exception:
         _explain(call)
-        raise
+        if not _of_inference(call):
+            raise
+    # No node saves a tensor of inference mode, but plain operations may need none of it.
+    return _attended(call._replace(backend="reference"))
+
+
+def _of_inference(call: Call) -> bool:
+    given = (*call[:7], *call.inside[:2], *(call.located or ()))
+    return any(isinstance(x, Tensor) and x.is_inference() for x in given)
 
 
 def _explain(call: Call) -> None:
@@ -57,9 +62,10 @@ def _explain(call: Call) -> None:
 
 def _attended(call: Call) -> tuple[Tensor, Tensor]:
     route = backends.decide(call)
+    # A fake computes something of most mistakes, and so do plain operations.
+    if route.traced or not route.fused:
+        _explain(call)
     if route.form != "one operator":
-        if not route.fused:  # plain operations compute something of most mistakes
-            _explain(call)
         call = _in_front(route, call)
     if not route.fused:
         context, weights, link = _by_reference(call)

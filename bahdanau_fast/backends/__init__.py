@@ -171,10 +171,10 @@ def decide(call: Call) -> Route:
         general, inputs = general or located is not None, (*inputs, *inside[:2], *(located or ()))
     device = queries.device
     doing = checks.what_torch_does(device, inputs, scored is None)
-    asked = None if backend is None and _forced is None else _asked(backend)
+    asked = None if call.backend is None and _forced is None else _asked(call.backend)
     sharded = (scores_only or located is not None) and checks.is_sharded(queries)
     kinds = (queries.dtype, w_q is None, w_k is None, scored is None, dropout_p > 0.0)
-    if doing.traced:
+    if doing[0]:
         return _decided(device, kinds, doing, asked, sharded, general)
     hidden = queries.shape[2] if scored is None else scored.shape[-1]
     sizes = queries.shape, keys.shape, values.shape[2], hidden
@@ -192,7 +192,7 @@ def decide(call: Call) -> Route:
 def _decided(
     device: torch.device,
     kinds: tuple[Any, ...],
-    doing: checks.Torch,
+    doing: tuple[bool, ...],
     asked: str | None,
     sharded: bool,
     general: bool,
@@ -201,7 +201,8 @@ def _decided(
 ) -> Route:
     (batch, queries_len, query_size), (_, keys_len, key_size), value_size, hidden = sizes
     dtype, queries_projected, keys_projected, called, drops = kinds
-    step = is_cuda_step(doing.traced, queries_len, hidden, general)
+    traced, records, plain_only, autocast = doing
+    step = is_cuda_step(traced, queries_len, hidden, general)
     return route(
         Facts(
             device=device.type,
@@ -216,15 +217,15 @@ def _decided(
             queries_projected=queries_projected,
             keys_projected=keys_projected,
             called=called,
-            records=doing.records,
+            records=records,
             drops=drops,
-            traced=doing.traced,
-            plain_only=doing.plain_only,
-            autocast=doing.autocast,
+            traced=traced,
+            plain_only=plain_only,
+            autocast=autocast,
             asked=asked,
             there=_there(device.type, step),
             interpreted=asked is not None and _INTERPRETED,
-            plain_inputs=doing.of_inference or sharded,
+            sharded=sharded,
             general=general,
         )
     )

@@ -31,7 +31,7 @@ NAMES = ("cuda", "triton", "cpu", "reference")
 
 #: How a call is computed, and from what.
 FORMS = {
-    "one operator": "queries and keys as they are given; what is left to project, the operator does",
+    "one operator": "queries and keys as they are given; the operator projects what is to be projected",
     "step": "raw queries, projected keys; the queries are projected in the operator",
     "projected": "queries and keys are projected in front, by matrix products",
     "called": "w_v is more than its weight: its layer is called on every (query, key) pair",
@@ -85,8 +85,8 @@ class Facts(NamedTuple):
         asked: a backend asked for by name, or None.
         there: backends that can serve calls in this process.
         interpreted: Triton kernels run in its interpreter, on the CPU.
-        plain_inputs: no operator takes such inputs: a recorded call with tensors of inference mode,
-            or DTensors where the scores are the result or depend on a location.
+        sharded: DTensors where the scores are the result or depend on a location, which no operator
+            takes.
         general: scores are the result, or have features or an activation other than tanh inside.
     """
 
@@ -110,7 +110,7 @@ class Facts(NamedTuple):
     asked: str | None
     there: tuple[str, ...]
     interpreted: bool
-    plain_inputs: bool
+    sharded: bool
     general: bool
 
 
@@ -166,8 +166,8 @@ def route(facts: Facts) -> Route:
         facts.interpreted,
         step or (facts.traced and facts.asked == "cuda" and not facts.general),
     )
-    if facts.plain_inputs and backend != "reference":
-        backend, why = "reference", "inference tensors to be recorded, or DTensors of a location"
+    if facts.sharded and backend != "reference":
+        backend, why = "reference", "no operator takes DTensors of a location"
     form, because = _form(facts, backend)
     keys = facts.batch * facts.keys_len
     reuse = (  # by a decoder's loop, which has few queries at a time

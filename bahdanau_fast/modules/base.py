@@ -216,7 +216,7 @@ class Additive(Unscriptable):
 
     def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
         if type(self._modules[self._score_layer]) is not nn.Linear:  # which is drawn last
-            draw(parts_of(self).layers[:3], queries, keys, self.num_hiddens)
+            draw(parts_of(self)[4][:3], queries, keys, self.num_hiddens)
 
     def __getstate__(self) -> dict[str, Any]:
         return state_of(self)

@@ -8,7 +8,7 @@ what the layer computes: such a layer is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,29 +153,17 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
     return weight
 
 
-class Parts(NamedTuple):
+def parts_of(module: Any) -> list[Any]:
     """What an additive module computes with now.
 
-    Attributes:
-        w_q: :func:`plain_weight` of the layer of the queries; the next two likewise.
-        w_k: of the keys.
-        w_v: of the scores.
-        dropout_p: :func:`plain_dropout`.
-        layers: all four of them.
-    """
-
-    w_q: Tensor | None
-    w_k: Tensor | None
-    w_v: Tensor | None
-    dropout_p: float | None
-    layers: tuple[Any, ...]
-
-
-def parts_of(module: Any) -> Parts:
-    """Those of an additive module; what does not depend on the layer is asked once, in eager code.
+    What does not depend on the layer is asked once, in eager code.
 
     Args:
         module: names three of its layers in class attributes.
+
+    Returns:
+        :func:`plain_weight` of the layers of queries, keys and scores, :func:`plain_dropout`, and
+        the tuple of these four layers.
     """
     own = module._modules  # past nn.Module's __getattr__
     layers = (
@@ -185,10 +173,10 @@ def parts_of(module: Any) -> Parts:
         own["dropout"],
     )
     if torch.compiler.is_compiling():
-        return Parts(*map(plain_weight, layers[:3]), plain_dropout(layers[3]), layers)
-    parts: list[Any] = [None] * 4
+        return [*map(plain_weight, layers[:3]), plain_dropout(layers[3]), layers]
+    parts: list[Any] = [None, None, None, None, layers]
     if _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks:
-        return Parts(*parts, layers)
+        return parts
     for i, layer in enumerate(layers):
         kind = type(layer)
         if kind is not _Linear and kind not in _DROPOUTS:
@@ -206,7 +194,7 @@ def parts_of(module: Any) -> Parts:
             parts[i] = _dropped(layer) if i == 3 else None
         elif i < 3 and (parameters := of_layer["_parameters"]).get("bias") is None:
             parts[i] = parameters.get("weight")
-    return Parts(*parts, layers)
+    return parts
 
 
 def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -168,7 +168,11 @@ def _recorded_fake(
         for x, w in ((queries, w_q), (keys, kept_keys))
     )
     counted = queries.new_empty(counts, dtype=torch.int32)
-    return *_attention_fake(queries=queries, keys=keys, w_q=w_q, w_k=w_k, **named), counted, *projected
+    return (
+        *_attention_fake(queries=queries, keys=keys, w_q=w_q, w_k=w_k, **named),
+        counted,
+        *projected,
+    )
 
 
 def _backward_fake(needs: int, queries: Tensor, **named: Any) -> list[Tensor]:

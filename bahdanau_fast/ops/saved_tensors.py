@@ -176,7 +176,7 @@ def save_inputs(ctx: Any, inputs: Sequence[Tensor | None], others: Sequence[Tens
     # The memory of now, as in SavedTensors.
     memory = [None if t is None else t.detach() for t in inputs]
     ctx.save_for_backward(*others)
-    ctx.kept = (inputs, memory, _versions(memory))
+    ctx.kept = inputs, memory, [None if t is None else t._version for t in memory]
 
 
 def with_rows_together(x: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def saved_inputs(ctx: Any, operator: Any, nodes: Sequence[Any] | None) -> Sequen
         return tensors
     inputs, memory, versions = ctx.kept
     again = torch.is_grad_enabled()
-    now = _versions(memory)
+    now = [None if t is None else t._version for t in memory]
     if now != versions:
         named = dict(zip(operator.inputs, memory, strict=True))
         edges = iter(ctx.next_functions if nodes is None else nodes)
