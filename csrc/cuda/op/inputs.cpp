@@ -1,7 +1,6 @@
 #include "inputs.h"
 
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <array>
@@ -11,6 +10,8 @@
 #include <utility>
 
 #include "common/philox.h"
+#include "products.h"
+#include "torch_cuda.h"
 
 namespace bahdanau_fast::gpu {
 namespace {
@@ -33,16 +34,10 @@ std::string place_of(const Tensor& tensor) {
   return (tensor.is_cuda() ? "cuda:" : "device ") + std::to_string(tensor.get_device_index());
 }
 
-// Torch's current stream. The function is looked up in the library that torch has loaded, because a
-// binary built against a torch without CUDA cannot link to it.
+// Torch's current stream.
 void* current_stream(int device) {
-  using Get = int32_t (*)(int32_t, void**);
-  static const Get get = [] {
-    void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    const char* name = "aoti_torch_get_current_cuda_stream";
-    return torch_cuda ? reinterpret_cast<Get>(dlsym(torch_cuda, name)) : nullptr;
-  }();
-  STD_TORCH_CHECK(get != nullptr, "this torch has no CUDA");
+  using Get = AOTITorchError (*)(int32_t, void**);
+  static const auto get = in_torch_cuda<Get>("aoti_torch_get_current_cuda_stream");
   void* stream = nullptr;
   STD_TORCH_CHECK(get(device, &stream) == 0, "torch gave no stream for cuda:", device);
   return stream;
@@ -83,15 +78,6 @@ int index_of(const Tensor& queries) {
   check_dense(queries, "queries");
   STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
   return queries.get_device_index();
-}
-
-// torch.nn.functional.linear, in its dtype, autocast or not.
-Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
-  using torch::stable::detail::from;
-  std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-  return cast(torch::stable::detail::to<Tensor>(stack[0]), x.scalar_type());
 }
 
 }  // namespace

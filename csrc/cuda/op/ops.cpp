@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "inputs.h"
+#include "products.h"
 
 namespace bahdanau_fast::gpu {
 namespace {
@@ -63,18 +64,6 @@ Tensor product(const Tensor& x, const Tensor& y) {  // in their dtype, autocast 
   return cast(torch::stable::matmul(x, y), x.scalar_type());
 }
 
-// A contiguous (B, rows, columns) tensor as a matrix with all rows.
-Tensor matrix(const Tensor& x, bool transposed) {
-  std::array<int64_t, 2> sizes{x.size(0) * x.size(1), x.size(2)}, strides{x.size(2), 1};
-  if (transposed) std::swap(sizes[0], sizes[1]), std::swap(strides[0], strides[1]);
-  int64_t offset = 0;
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(x.get(), 2, sizes.data(), strides.data(), offset, &handle));
-  return Tensor(handle);
-}
-
 // Of queries or keys (B,n,D), their weight (H,D) and bias.
 struct Grads {
   Tensor rows, weight, bias;
@@ -89,8 +78,7 @@ Grads through_projection(const Inputs& in, const Tensor& grad, const Tensor& row
   const auto none = [&] { return in.new_tensor({0}, in.dtype); };
   if (!weight.has_value()) return {grad, none(), none()};
   return {
-      needed[0] ? product(grad, *weight) : none(),
-      needed[1] ? product(matrix(grad, true), matrix(packed(rows), false)) : none(),
+      needed[0] ? times(grad, *weight) : none(), needed[1] ? sum_of_products(grad, rows) : none(),
       needed[2] ? torch::stable::sum(grad, std::vector<int64_t>{0, 1}, false, in.dtype) : none()};
 }
 

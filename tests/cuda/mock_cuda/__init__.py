@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 SOURCES = (
     *sorted(HERE.glob("*.cpp")),
-    *(ROOT / "csrc/cuda/op" / name for name in ("inputs.cpp", "ops.cpp")),
+    *(ROOT / "csrc/cuda/op" / name for name in ("inputs.cpp", "ops.cpp", "products.cpp")),
     *sorted((ROOT / "csrc/cuda/runtime").glob("*.cpp")),
 )
 KERNELS = sorted((ROOT / "csrc/cuda/op").glob("*.cu"))

@@ -1,9 +1,11 @@
 // To csrc/cuda/op, CPU tensors are tensors of the mock GPU: these functions of torch's C interface
 // take precedence over torch's own in this library.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/c/shim.h>
 
-#include <cstring>
+#include <map>
+#include <string>
 
 #include "mock.h"
 
@@ -74,10 +76,28 @@ AOTITorchError __wrap_torch_call_dispatcher(const char* name, const char* overlo
   return error;
 }
 
-// Where inputs.cpp looks for the stream.
+// Products, into a tensor that is there.
+AOTITorchError mm_out(AtenTensorHandle out, AtenTensorHandle x, AtenTensorHandle y) {
+  const AOTITorchError error = aoti_torch_cpu_mm_out(out, x, y);
+  if (error == 0) tell(out, kFilled);
+  return error;
+}
+AOTITorchError addmm_out(AtenTensorHandle out, AtenTensorHandle added, AtenTensorHandle x,
+                         AtenTensorHandle y, double beta, double alpha) {
+  const AOTITorchError error = aoti_torch_cpu_addmm_out(out, added, x, y, beta, alpha);
+  if (error == 0) tell(out, kFilled);
+  return error;
+}
+
+// Where torch_cuda.h looks for functions.
 __attribute__((visibility("hidden"))) void* dlopen(const char*, int) { return &Gpus::get(); }
 __attribute__((visibility("hidden"))) void* dlsym(void*, const char* name) {
-  const bool known = std::strcmp(name, "aoti_torch_get_current_cuda_stream") == 0;
-  return known ? reinterpret_cast<void*>(&aoti_torch_get_current_cuda_stream) : nullptr;
+  static const std::map<std::string, void*> known = {
+      {"aoti_torch_get_current_cuda_stream",
+       reinterpret_cast<void*>(&aoti_torch_get_current_cuda_stream)},
+      {"aoti_torch_cuda_mm_out", reinterpret_cast<void*>(&mm_out)},
+      {"aoti_torch_cuda_addmm_out", reinterpret_cast<void*>(&addmm_out)}};
+  const auto found = known.find(name);
+  return found == known.end() ? nullptr : found->second;
 }
 }
