@@ -128,7 +128,7 @@ Kind read_sizes(const Queries& queries, const Keys& keys, const Tensor& values, 
 template <class CheckPlace>
 const int64_t* seed_data(const MaybeTensor& seed, const CheckPlace& check_place) {
   STD_TORCH_CHECK(seed.has_value() && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long,
-                  "seed must be one int64 number");
+                  "seed must be one int64 number where dropout_p is not 0");
   check_place(*seed, "seed");
   return static_cast<const int64_t*>(seed->const_data_ptr());
 }

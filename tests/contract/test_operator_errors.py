@@ -3,53 +3,40 @@
 import pytest
 import torch
 from fresh import python
-from test_errors import good
+from test_errors import BAD, good, spoil
 
-import bahdanau_fast as bf  # noqa: F401  defines the operators
+import bahdanau_fast as bf
 
+bf.backends.available()  # loads the kernels
 ones = torch.ones
 ops = torch.ops.bahdanau_fast
 
-
-INPUTS = {
+RAW = {**good(), "bias": ones(8)}
+PROJECTED = {
     "queries": ones(2, 3, 8),
     "keys": ones(2, 5, 8),
     "values": ones(2, 5, 7),
     "w_v": ones(8),
 }
+STEP = {**PROJECTED, "queries": ones(2, 3, 4), "w_q": ones(8, 4)}
+# Of a backward that projects again, and is asked for all gradients.
 GRADS = {
+    **dict.fromkeys(("projected_queries", "projected_keys", "grad_weights")),
     "weights": ones(2, 3, 5),
     "grad_context": ones(2, 3, 7),
-    "grad_weights": None,
-    "needs": 15,
+    "needs": 511,
 }
 
-
-def call_attend(**changed):
-    return ops.attend(**{**INPUTS, **changed})
-
-
-def call_backward(**changed):
-    return ops.attend_backward(**{**INPUTS, **GRADS, **changed})
-
-
 WRONG = [
-    {"queries": ones(2, 8)},
-    {"keys": ones(2, 8)},
     {"values": ones(7)},
-    {"queries": ones(2, 3, 9)},
-    {"keys": ones(1, 5, 8)},
-    {"keys": ones(2, 6, 8)},
     {"values": ones(2, 4, 7)},
+    {"values": ones(2, 5, 7).int()},
+    {"w_v": ones(7)},
     {"w_v": ones(9)},
     {"w_v": ones(2, 4)},
     {"w_v": ones(8, 1)},
     {"w_v": torch.tensor(1.0)},
     {"w_v": ones(8).double()},
-    {"keys": ones(2, 5, 8).half()},
-    {"values": ones(2, 5, 7).int()},
-    {"queries": ones(2, 3, 8).to(torch.complex64)},
-    {"queries": ones(2, 3, 8) > 0},
     {"valid_lens": ones(3)},
     {"valid_lens": ones(2, 2)},
     {"valid_lens": torch.tensor(1)},
@@ -76,101 +63,115 @@ WRONG = [
     {"dropout_p": 0.5, "seed": ones(1)},
     {"dropout_p": 0.5, "seed": torch.tensor([1, 2])},
     {"dropout_p": 0.5, "seed": torch.tensor([], dtype=torch.int64)},
+]
+WRONG_PROJECTED = [
+    {"queries": ones(2, 8)},
+    {"queries": ones(2, 3, 9)},
+    {"queries": ones(2, 3, 8).to(torch.complex64)},
+    {"queries": ones(2, 3, 8) > 0},
+    {"keys": ones(2, 8)},
+    {"keys": ones(1, 5, 8)},
+    {"keys": ones(2, 6, 8)},
+    {"keys": ones(2, 5, 8).half()},
+    {"w_q": ones(8, 7)},
+    {"w_q": ones(4, 8)},
+    {"w_k": ones(8, 7)},
+    {"bias": ones(8)},
     {"table": ones(2, 5, 3).double(), "keys_max": ones(2).double()},
     {"table": ones(2, 5, 8).double(), "keys_max": ones(3).double()},
     {"table": ones(2, 5, 8).double(), "keys_max": ones(2)},
     {"table": ones(2, 8, 5).double().transpose(1, 2), "keys_max": ones(2).double()},
 ]
+WRONG_STEP = [{"w_q": ones(8, 5)}, {"w_q": ones(7, 4)}, {"w_k": ones(8, 7)}, {"bias": ones(8)}]
+WRONG_RAW = [
+    {"queries": ones(2, 4)},
+    {"queries": ones(2, 3, 4).double()},
+    {"w_q": ones(8)},
+    {"queries": RAW["queries"], "w_q": None},
+    {"table": ones(2, 5, 8).double(), "keys_max": ones(2).double()},
+]
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)))
-def test_operators_raise(number):
-    for call in (call_attend, call_backward):
-        with pytest.raises(RuntimeError, match=r"must|expected"):
-            call(**WRONG[number])
+def elsewhere(value):
+    """Whether a tensor takes a call to another place than the kernels of the CPU."""
+    return isinstance(value, torch.Tensor) and (value.is_sparse or value.is_meta)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"weights": ones(2, 3, 6)},
-        {"weights": ones(2, 3)},
-        {"weights": ones(0)},
-        {"weights": ones(2, 3, 5).double()},
-        {"grad_context": ones(2, 3, 6)},
-        {"grad_context": ones(2, 3, 7).half()},
-        {"grad_weights": ones(2, 3, 7)},
-        {"grad_weights": ones(2, 3)},
-    ],
-    ids=str,
-)
-def test_the_backward_operator_raises(wrong):
-    with pytest.raises(RuntimeError, match="must"):
-        call_backward(**wrong)
+NAMES = {argument.name for argument in ops.attention.default._schema.arguments}
+for _name, _value, *_ in BAD:
+    _value = spoil(_value, RAW.get(_name))
+    if _name in NAMES and not elsewhere(_value) and (_name, _value) != ("w_q", None):
+        WRONG_RAW.append({_name: _value})
 
 
-def whole():
-    return {**good(), "bias": None, "seed": None, "dropout_p": 0.0}
-
-
-WRONG_WHOLE = [
-    {"queries": ones(2, 4)}, {"keys": ones(3, 5, 6)}, {"values": ones(2, 4, 7)},
-    {"w_q": ones(8, 5)}, {"w_q": ones(7, 4)}, {"w_q": ones(8)}, {"w_k": ones(8, 4)},
-    {"w_k": ones(8, 6, 1)}, {"w_v": ones(7)}, {"w_v": ones(2, 4)}, {"bias": ones(7)},
-    {"bias": ones(8).double()}, {"w_q": ones(8, 4).half()}, {"keys": ones(2, 5, 6).int()},
-    {"valid_lens": ones(3)}, {"valid_lens": ones(2) > 0}, {"dropout_p": -1.0}, {"dropout_p": 0.5},
-    {"queries": ones(2, 3, 4).to(torch.complex64)},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("number", range(len(WRONG_WHOLE)))
-def test_the_whole_operator_raises(number):
-    given = whole()
-    context, *saved = ops.additive_attention(**given)
-    names = ("weights", "projected_queries", "projected_keys")
-    saved = dict(zip(names, saved, strict=True))
-    wrong = {**given, **WRONG_WHOLE[number]}
-    with pytest.raises(RuntimeError, match=r"must|expected"):
-        ops.additive_attention(**wrong)
-    with pytest.raises(RuntimeError, match=r"must|expected"):
-        ops.additive_attention_backward(**wrong, **saved, grad_context=context, grad_weights=None)
+def refused(operator, names, given):
+    """It raises an error that names one of these arguments."""
+    with pytest.raises(RuntimeError, match=r"must|[Ee]xpected") as raised:
+        operator(**given)
+    assert any(name in str(raised.value) for name in names), raised.value
 
 
 @pytest.mark.parametrize(
-    "name", ["weights", "projected_queries", "projected_keys", "grad_context", "grad_weights"]
+    ("own", "wrong_ones"),
+    [(PROJECTED, WRONG_PROJECTED), (STEP, WRONG_STEP), (RAW, WRONG_RAW)],
+    ids=["projected", "step", "raw"],
 )
-def test_the_whole_backward_operator_raises(name):
-    given = whole()
-    context, weights, queries, keys = ops.additive_attention(**given)
-    given |= {
-        "weights": weights,
-        "projected_queries": queries,
-        "projected_keys": keys,
-        "grad_context": context,
-        "grad_weights": weights,
-    }
-    ops.additive_attention_backward(**given)
-    for spoiled in (given[name][:1], given[name][..., :1], given[name].half(), given[name][0]):
-        with pytest.raises(RuntimeError, match="must"):
-            ops.additive_attention_backward(**{**given, name: spoiled})
+def test_operators_raise(own, wrong_ones):
+    for wrong in WRONG + wrong_ones:
+        refused(ops.attention, wrong, {**own, **wrong})
+        refused(ops.attention_backward, wrong, {**own, **GRADS, **wrong})
+    ops.attention_backward(**own, **GRADS)
+
+
+def test_what_is_wrong_is_refused_where_there_is_nothing_to_compute():
+    for B, Tq, Tk in ((0, 3, 5), (2, 0, 5), (2, 3, 0)):
+        empty = {"queries": ones(B, Tq, 8), "keys": ones(B, Tk, 8), "values": ones(B, Tk, 7)}
+        own = {**PROJECTED, **empty}
+        ops.attention(**own)
+        for wrong in (
+            {"valid_lens": ones(B + 1)},
+            {"valid_lens": ones(B, Tq + 1)},
+            {"valid_lens": ones(B) > 0},
+            {"valid_lens": ones(B, Tq) > 0},
+            {"mask": ones(B, Tq, Tk)},
+            {"mask": ones(B, 1, Tk + 1) > 0},
+        ):
+            refused(ops.attention, wrong, {**own, **wrong})
+
+
+@pytest.mark.parametrize("own", [PROJECTED, RAW], ids=["projected", "raw"])
+def test_the_backward_operator_raises(own):
+    context, weights, _, *projected = ops.attention(**own)
+    given = dict(zip(("projected_queries", "projected_keys"), projected, strict=True))
+    given |= {"weights": weights, "grad_context": context, "grad_weights": weights}
+    ops.attention_backward(**own, **given, needs=511)
+    for name, right in given.items():
+        if name.startswith("projected") and own is PROJECTED:  # it reads none
+            continue
+        spoiled = [right[:1], right[..., :1], right.half(), right.double(), right[0]]
+        spoiled += [torch.cat((right, right), -1)]
+        spoiled += [] if name.startswith("projected") else [right.new_ones(0)]
+        for wrong in spoiled:
+            wrongly = {**own, **given, "needs": 511, name: wrong}
+            refused(ops.attention_backward, [name], wrongly)
 
 
 @pytest.mark.parametrize("saved_as", [torch.float32, torch.float64], ids=str)
 def test_projections_of_another_dtype_are_refused(saved_as):
     # They fit together, but the weights of the projections are read and written as theirs.
-    given = whole()
-    context, *saved = ops.additive_attention(**given)
+    given = dict(RAW)
+    context, weights, _, *projected = ops.attention(**given)
     other = torch.float64 if saved_as == torch.float32 else torch.float32
-    for name in ("queries", "keys", "w_q", "w_k"):
+    for name in ("queries", "keys", "w_q", "w_k", "bias"):
         given[name] = given[name].to(other)
     for name in ("values", "w_v"):
         given[name] = given[name].to(saved_as)
-    weights, *projected = (x.to(saved_as) for x in saved)
-    with pytest.raises(RuntimeError, match="the projections must be those"):
-        ops.additive_attention_backward(**given, weights=weights, projected_queries=projected[0],
-                                        projected_keys=projected[1],
-                                        grad_context=context.to(saved_as),
-                                        grad_weights=None)  # fmt: skip
+    given |= {"weights": weights, "grad_context": context}
+    given |= zip(("projected_queries", "projected_keys"), projected, strict=True)
+    saved = ("weights", "grad_context", "projected_queries", "projected_keys")
+    given |= {name: given[name].to(saved_as) for name in saved}
+    with pytest.raises(RuntimeError, match="projected_queries must be those"):
+        ops.attention_backward(**given, grad_weights=None, needs=511)
 
 
 def test_exp_keys_raises():

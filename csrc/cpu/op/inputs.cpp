@@ -247,7 +247,8 @@ void Inputs::set_key_counts(const Tensor& lens) {
   const Problem& p = problem;
   const bool by_query = lens_by_query(lens, p, check_cpu);
   std::vector<double> row(by_query ? p.Tq : p.B);
-  if (!by_query) read(lens, "valid_lens", 0, lens.stride(0), p.B, row.data());
+  // Also where it reads nothing: it refuses other dtypes.
+  read(lens, "valid_lens", 0, lens.stride(0), by_query ? 0 : p.B, row.data());
   for (int64_t b = 0; b < p.B; ++b) {
     if (by_query) read(lens, "valid_lens", b * lens.stride(0), lens.stride(1), p.Tq, row.data());
     for (int64_t i = 0; i < p.Tq; ++i)

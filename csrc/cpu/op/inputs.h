@@ -15,7 +15,7 @@ int64_t table_width(int64_t H, Kind kind);
 
 // Raises unless the tensor is on the CPU; the error names the argument.
 inline constexpr auto check_cpu = [](const auto& tensor, const char* name) {
-  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the cpu");
+  STD_TORCH_CHECK(tensor.defined() && tensor.is_cpu(), name, " must be a tensor on the cpu");
 };
 
 // Contiguous rows (B,rows,columns) that an operator makes for itself: a tensor takes longer to make
@@ -24,6 +24,7 @@ class OwnRows {
  public:
   OwnRows(int64_t B, int64_t rows, int64_t columns, ScalarType type, int64_t element_bytes)
       : sizes_{B, rows, columns}, type_(type), memory_(B * rows * columns * element_bytes) {}
+  bool defined() const { return true; }
   bool is_cpu() const { return true; }
   int64_t dim() const { return 3; }
   int64_t size(int64_t i) const { return sizes_[i]; }

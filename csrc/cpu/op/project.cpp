@@ -67,12 +67,14 @@ std::tuple<Tensor, Tensor, Tensor> gradients_of(const Projection& p, Kind kind, 
 }  // namespace
 
 Projected::Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias,
-                     const char* name, int64_t limit)
+                     const Tensor& w_v, const char* name, const char* weight_name, int64_t limit)
     : kind_(computing_kind(storage_kind(rows, name), rows.numel(), limit)) {
   STD_TORCH_CHECK(rows.dim() == 3, name, " must have 3 dimensions");
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == rows.size(2) && weight.is_cpu() &&
-                      weight.scalar_type() == rows.scalar_type(),
-                  "the weight of ", name, " must have shape (H, features) and their dtype");
+  check_cpu(w_v, "w_v");
+  STD_TORCH_CHECK(
+      weight.dim() == 2 && weight.size(0) == w_v.numel() && weight.size(1) == rows.size(2) &&
+          weight.is_cpu() && weight.scalar_type() == rows.scalar_type(),
+      weight_name, " must have shape (H, D), H that of w_v, D and dtype those of ", name);
   B_ = p_.B = rows.size(0);
   R_ = p_.R = rows.size(1);
   p_.D = rows.size(2);
@@ -105,11 +107,15 @@ Tensor Projected::new_forward() const {
   return out;
 }
 
+void Projected::check_forward(const Tensor& projected, const char* name) const {
+  STD_TORCH_CHECK(projected.is_cpu() && projected.dim() == 3 && projected.size(0) == B_ &&
+                      projected.size(1) == R_ && projected.size(2) == p_.H &&
+                      projected.scalar_type() == owned_[0].scalar_type(),
+                  "projected_", name, " must be those that attention gives");
+}
+
 std::tuple<Tensor, Tensor, Tensor> Projected::backward(const Tensor& grad, bool of_rows,
                                                        bool of_weight, bool of_bias) const {
-  STD_TORCH_CHECK(grad.size(0) == B_ && grad.size(1) == R_ && grad.size(2) == p_.H &&
-                      grad.scalar_type() == owned_[0].scalar_type(),
-                  "the projections must be those attention returned");
   return gradients_of(p_, kind_, grad, {B_, R_, p_.D}, of_rows, of_weight, of_bias);
 }
 

@@ -9,14 +9,16 @@ namespace bahdanau_fast {
 
 class Projected {
  public:
-  // Rows (B,R,D), weight (H,D), bias (H); `name` is that of the rows in errors. fp32 of up to
-  // `limit` elements is computed in fp64.
-  Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias, const char* name,
-            int64_t limit = kMaxFp64CpuElements);
+  // Rows (B,R,D), weight (H,D), H that of w_v, bias (H); in errors rows and weight have the names.
+  // fp32 of up to `limit` elements is computed in fp64.
+  Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias, const Tensor& w_v,
+            const char* name, const char* weight_name, int64_t limit = kMaxFp64CpuElements);
 
   // (B,R,H), in memory of an operator's own, or as a tensor.
   OwnRows forward() const;
   Tensor new_forward() const;
+  // Raises unless the tensor may come from there.
+  void check_forward(const Tensor& projected, const char* name) const;
 
   // Gradients of rows, weight and bias, of no elements where they are not wanted.
   std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, bool of_rows, bool of_weight,
