@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from bahdanau_fast import checks, reference
+from bahdanau_fast.ops.attention import NEED
 from bahdanau_fast.ops.location import convolved
 from fuzzing.drawn import (
     DTYPES,
@@ -24,7 +25,6 @@ from fuzzing.drawn import (
 
 ops = torch.ops.bahdanau_fast
 INPUTS = ("queries", "keys", "values", "w_v", "features", "w_f")
-KEYS = 2  # their bit in `needs`
 TAPS = (1, 3, 5, 7, 9, 31, 33, 65)
 
 
@@ -88,35 +88,40 @@ def _is_at_a_kink(leaves, activation):
 def _agree_gradients(found, true, needs, dtype):
     """Those that were asked for; ``found`` by name, in the order of ``true``."""
     for (name, got), want in zip(found.items(), true, strict=True):
-        if needs >> INPUTS.index(name) & 1:
+        if needs & NEED[name]:
             agree(f"d {name}", got, want, dtype)
 
 
 @case
 def attend(read, generator):
-    """``exp_keys``, ``attend`` and its backward: whole, added to a sum, or in two parts."""
+    """``exp_keys``, ``attention`` and its backward: whole, added to a sum, or in two parts."""
     has_features = read.number(2)
     dtype, made, numbers, look = _drawn(read, generator, has_features)
     odd = spoil(read, made)
     dropout_p, seed = dropout(read)
-    need_weights, tabled, needs, adds = (read.number(n) for n in (2, 3, 64, 3))
+    need_weights, tabled, needs, adds = (read.number(n) for n in (2, 3, 512, 3))
     keys, features = made[1], made[4:] or (None, None)
     table = ops.exp_keys(keys, bool(read.number(2))) if tabled else (None, None)
     if tabled == 2 and read.mistake(10):
         table = table[0][..., :-1], table[1]
-    inputs = (*made[:4], *features, *look, *table, seed, dropout_p, *numbers)
-    context, weights = ops.attend(*mistaken(read, [*inputs, bool(need_weights)], 32))
-    looked = weights if need_weights else ops.attend(*inputs)[1]
+    inside = (*features, *look, *table, seed, dropout_p, *numbers)
+    inputs, unprojected = (*made[:4], None, None, None, *inside), (None, None)
+    given = [*inputs, bool(need_weights), bool(read.number(2))]
+    context, weights, *_ = ops.attention(*mistaken(read, given, 32))
+    looked = weights if need_weights else ops.attention(*inputs)[1]
     grads = gradients_of(read, context, looked, generator)
-    backward, onto = ops.attend_backward, []
     if adds == 0:
-        onto = [torch.randn(keys.shape, generator=generator).to(keys.dtype)]
-        backward, before = ops.attend_backward.onto, onto[0].to(torch.float64, copy=True)
-        needs = needs if read.mistake(20) else needs & ~KEYS
-    found = backward(*mistaken(read, [looked, *grads, needs, *onto, *inputs], 16))
-    found = dict(zip(INPUTS, found, strict=True))
-    if onto:
-        found["keys"], needs = onto[0].double() - before, needs | KEYS
+        onto = torch.randn(keys.shape, generator=generator).to(keys.dtype)
+        before = onto.to(torch.float64, copy=True)
+        needs = needs if read.mistake(20) else needs & ~NEED["keys"]
+        given = [looked, *grads, needs, onto, *made[:4], *inside]
+        found = ops.attention_backward.onto(*mistaken(read, given, 16))
+    else:
+        given = [looked, *unprojected, *grads, needs, *inputs]
+        found = ops.attention_backward(*mistaken(read, given, 16))
+    found = dict(zip(INPUTS, (*found[:4], *found[7:]), strict=True))
+    if adds == 0:
+        found["keys"], needs = onto.double() - before, needs | NEED["keys"]
     elif not has_features and numbers[0] == 0:
         rest = (*look, *table, seed, dropout_p)
         parts = _in_two_parts(read, made, rest, looked, grads, needs)
@@ -155,7 +160,7 @@ def scores(read, generator):
     q, k, _, w = made[:4]
     inputs = (q, k, w, *(made[4:] or (None, None)), *numbers)
     found = ops.attend_scores(*mistaken(read, inputs, 24))
-    grad, needs = torch.randn(found.shape, generator=generator).to(found.dtype), read.number(64)
+    grad, needs = torch.randn(found.shape, generator=generator).to(found.dtype), read.number(512)
     grads = ops.attend_scores_backward(*mistaken(read, (grad, needs, *inputs), 16))
     grads = dict(zip((*INPUTS[:2], *INPUTS[3:]), grads, strict=True))
 
@@ -211,70 +216,56 @@ def location(read, generator):
 # ---- operators that project, with their own matrix products ----
 
 
-def _scale(read, dtype):
-    """Where tanh is steep, two roundings of large projections to 16 bits differ too much."""
-    return read.of(SCALES[:6] if dtype.itemsize > 2 else SCALES[:4])
-
-
 @case
-def whole(read, generator):
-    """``additive_attention``, from raw inputs, and its backward."""
-    dtype = read.of(DTYPES)
+def raw(read, generator):
+    """``attention`` from raw queries, raw keys or both, and its backward."""
+    dtype, of_queries, of_keys = read.of(DTYPES), *read.of(((1, 0), (1, 1), (1, 1), (0, 1)))
     B, Tq, Tk = (read.of(SIZES[:k]) for k in (5, 8, 14))
-    H, Dv, Dq, Dk = (read.of(SIZES[:14]) for _ in range(4))
+    H, Dv, Dq, Dk = (read.of(SIZES[:k]) for k in (17, 14, 17, 14))
     while B * Tq * Tk * H > 40_000:
         Tk, H = (Tk + 1) // 2, (H + 1) // 2
-    scale = _scale(read, dtype)
-    shapes = (B, Tq, Dq), (B, Tk, Dk), (B, Tk, Dv), (H, Dq), (H, Dk), (1, H), (H,)
-    scales = scale, scale, 1.0, max(Dq, 1) ** -0.5, max(Dk, 1) ** -0.5, 1.0, 1.0
+    # Where tanh is steep, two roundings of large projections to 16 bits differ too much.
+    scale = read.of(SCALES[:6] if dtype.itemsize > 2 else SCALES[:4])
+    rows = (B, Tq, Dq if of_queries else H), (B, Tk, Dk if of_keys else H)
+    shapes = (*rows, (B, Tk, Dv), (1, H), (H, Dq), (H, Dk), (H,))
+    scales = scale, scale, 1.0, 1.0, max(Dq, 1) ** -0.5, max(Dk, 1) ** -0.5, 1.0
     made = [tensor(read, s, dtype, generator, x) for s, x in zip(shapes, scales, strict=True)]
-    lens = lengths(read, B, Tq, Tk, generator)
+    look, has_bias = _looks(read, B, Tq, Tk, generator), of_keys and read.number(2)
     odd = spoil(read, made)
-    if read.number(2):
-        made[6] = None
+    for place, has in enumerate((of_queries, of_keys, has_bias), 4):
+        made[place] = made[place] if has else None
+    tabled = not of_keys and read.number(2)
+    table = ops.exp_keys(made[1], bool(read.number(2))) if tabled else (None, None)
     dropout_p, seed = dropout(read)
-    inputs = [*made, lens, None, seed, dropout_p]
-    context, *saved = ops.additive_attention(*mistaken(read, inputs, 16))
-    grads = gradients_of(read, context, saved[0], generator)
-    found = ops.additive_attention_backward(*mistaken(read, [*saved, *grads, *inputs], 16))
+    inputs = [*made, None, None, *look, *table, seed, dropout_p, 0, 0.2]
+    unrecorded = mistaken(read, [*inputs, True, False], 16)
+    context, weights, *_ = ops.attention(*unrecorded)
+    recorded = ops.attention(*mistaken(read, inputs, 16))
+    _, looked, _, *projected = recorded
+    if read.number(2):
+        projected = None, None
+    grads, needs = gradients_of(read, context, looked, generator), read.number(512)
+    found = ops.attention_backward(
+        *mistaken(read, [looked, *projected, *grads, needs, *inputs], 16)
+    )
 
     def compare():
-        leaves = [x.detach().double().requires_grad_() for x in made if x is not None]
-        q, k, v, w_q, w_k, w_v, *bias = leaves
-        projected = q @ w_q.t(), k @ w_k.t() + (bias[0] if bias else 0.0)
-        want = reference.attend(*(x.to(dtype).double() for x in projected), v, w_v, lens)
-        agree("context", context, want[0].detach(), dtype)
-        agree("weights", saved[0], want[1].detach(), dtype)
-        for number, true in enumerate(exact(want, leaves, grads)):
-            agree(f"gradient {number}", found[number], true, dtype)
+        leaves = [x if x is None else x.detach().double().requires_grad_() for x in made]
+        q, k, v, w_v, w_q, w_k, bias = leaves
+        q = q if w_q is None else (q @ w_q.t()).to(dtype).double()
+        k = k if w_k is None else F.linear(k, w_k, bias).to(dtype).double()
+        want = reference.attend(q, k, v, w_v, look[0], mask=look[1])
+        for got in ((context, weights), recorded):
+            agree("context", got[0], want[0].detach(), dtype)
+            agree("weights", got[1], want[1].detach(), dtype)
+        there = [x for x in leaves if x is not None]
+        true = iter(exact(want, there, grads))
+        for place, leaf in enumerate(leaves):
+            of_leaf = None if leaf is None else next(true)
+            if of_leaf is not None and needs >> place & 1:
+                agree(f"gradient {place}", found[place], of_leaf, dtype)
 
     return None if odd or dropout_p else compare
-
-
-@case
-def step(read, generator):
-    """``attend_step``: queries that are projected on the way."""
-    dtype = read.of(DTYPES)
-    B, Tq, Tk = (read.of(SIZES[:k]) for k in (5, 4, 14))
-    H, Dv, Dq = (read.of(SIZES[:n]) for n in (22, 14, 17))
-    scale = _scale(read, dtype)
-    shapes = (B, Tq, Dq), (H, Dq), (B, Tk, H), (B, Tk, Dv), (1, H)
-    scales = scale, max(Dq, 1) ** -0.5, scale, 1.0, 1.0
-    made = [tensor(read, s, dtype, generator, x) for s, x in zip(shapes, scales, strict=True)]
-    lens = lengths(read, B, Tq, Tk, generator)
-    odd = spoil(read, made)
-    q, w_q, k, v, w = made
-    table = ops.exp_keys(k, bool(read.number(2))) if read.number(2) else (None, None)
-    inputs = [q, k, v, w_q, None, None, w, lens, None, *table]
-    context, weights = ops.attend_step(*mistaken(read, inputs, 8))
-
-    def compare():
-        projected = (q.double() @ w_q.double().t()).to(dtype)
-        want = reference.attend(*(x.double() for x in (projected, k, v, w)), lens)
-        agree("context", context, want[0], dtype)
-        agree("weights", weights, want[1], dtype)
-
-    return None if odd else compare
 
 
 @case
