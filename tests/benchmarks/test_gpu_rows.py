@@ -86,7 +86,7 @@ def test_a_sanitizer_sees_nothing_of_the_reference(capsys):
         stages.main("cpu", "float32", "cpu")
     shapes = [shape.name for shape, *_ in stages.SMALL]
     assert re.findall(r"cpu: (small-\w+) ", capsys.readouterr().out) == shapes
-    assert {"bahdanau_fast::attend", "bahdanau_fast::attend_backward"} <= names.found
+    assert {"bahdanau_fast::attention", "bahdanau_fast::attention_backward"} <= names.found
     assert not re.search("masked_fill|tanh|softmax", " ".join(names.found))
 
 

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def attend(q, k, v, w, lens=None, table=False):
     made, keys_max = ops.exp_keys(k) if table else (None, None)
-    return ops.attend(q, k, v, w, valid_lens=lens, table=made, keys_max=keys_max)
+    return ops.attention(q, k, v, w, valid_lens=lens, table=made, keys_max=keys_max)[:2]
 
 
 # ---- NaN and infinity ----------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def attend(a, c, w=1.0, hidden=1):
     keys = c[:, :, None].expand(n, keys_len, hidden).contiguous().requires_grad_()
     weight = torch.full((hidden,), w / hidden, dtype=a.dtype, requires_grad=True)
     values = torch.eye(keys_len, dtype=a.dtype).expand(n, -1, -1)
-    context, weights = torch.ops.bahdanau_fast.attend(queries, keys, values, weight)
+    context, weights, *_ = torch.ops.bahdanau_fast.attention(queries, keys, values, weight)
     return context, weights, (queries, keys, weight)
 
 

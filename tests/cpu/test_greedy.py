@@ -72,7 +72,7 @@ def test_one_operator_serves_it():
     translator = model(dtype=torch.float32)
     seen = counts(lambda: greedy(translator, *sources(), STEPS))
     assert seen["decode_greedy"] == 1
-    assert "attend" not in seen
+    assert "attention" not in seen
 
 
 def test_an_embedding_that_renorms_is_stepped():

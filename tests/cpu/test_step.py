@@ -1,15 +1,12 @@
 """A step on a memory that projects its own queries: where it is taken, and what it gives."""
 
-import itertools
-
 import parity
 import pytest
 import torch
-from opchecked import opcheck
 
 import bahdanau_fast as bf
 from bahdanau_fast.call import Call
-from bahdanau_fast.ops import whole
+from bahdanau_fast.ops.attention import attention
 
 ops = torch.ops.bahdanau_fast
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -40,11 +37,16 @@ def drawn(size, dtype, seed=0):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """How often the operator was called."""
-    calls = []
-    plain = whole.attend_step.now
-    spy = lambda *given: calls.append(1) or plain(*given)  # noqa: E731
-    monkeypatch.setattr(whole.attend_step, "now", spy)
+    """How often the operator was called that projects queries, and keeps nothing."""
+    calls, plain = [], attention.now
+    places = [attention.names.index(name) for name in ("w_q", "recorded")]
+
+    def spy(*given):
+        w_q, recorded = (given[place] for place in places)
+        calls.extend([1] if w_q is not None and not recorded else [])
+        return plain(*given)
+
+    monkeypatch.setattr(attention, "now", spy)
     return calls
 
 
@@ -164,36 +166,20 @@ def test_where_it_is_taken(taken):
         assert bf.backends.decide(Call(queries, keys, keys, w_v, w_q)).form == form
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck(dtype):
-    lens = (None, torch.tensor([0, 3]), torch.tensor([[1, 9, 2], [0, 4, 7]]))
-    for table, valid in itertools.product((False, True), lens):
-        module, q, k, v = drawn((2, 3, 7, 6, 5), dtype)
-        keys = k @ module.W_k.weight.t()
-        made, keys_max = ops.exp_keys(keys) if table else (None, None)
-        options = {"valid_lens": valid, "table": made, "keys_max": keys_max}
-        args = (q, keys, v, module.W_q.weight, None, None, module.w_v.weight)
-        opcheck(ops.attend_step.default, args, options, traced=dtype == torch.float32)
-        wide = ops.attend_step(*args, **options)[1]
-        narrow = {**options, "narrow": True}
-        assert torch.equal(ops.attend_step(*args, **narrow)[1], wide.to(dtype))
-        opcheck(ops.attend_step.default, args, narrow, traced=dtype == torch.bfloat16)
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_raw_keys_give_the_bits_of_the_operator_with_gradients(dtype, bias):
+def test_the_operator_gives_the_same_bits_with_and_without_gradients(dtype, bias):
     for size in SIZES:
         module, q, k, v = drawn(size, dtype)
         w_q, w_k, w_v = module.W_q.weight, module.W_k.weight, module.w_v.weight
         own = torch.linspace(-1, 1, size[-1], dtype=dtype) if bias else None
-        lens = torch.arange(size[0])
-        args = (q, k, v, w_q, w_k, own, w_v, lens)
-        want = ops.additive_attention(q, k, v, w_q, w_k, w_v, own, lens)[:2]
-        for one, other in zip(ops.attend_step(*args), want, strict=True):
-            assert torch.equal(one, other)
-        if size == (2, 3, 17, 16, 128):
-            opcheck(ops.attend_step.default, args, traced=dtype == torch.float32)
+        options = {"w_q": w_q, "w_k": w_k, "bias": own, "valid_lens": torch.arange(size[0])}
+        want = ops.attention(q, k, v, w_v, **options)
+        found = ops.attention(q, k, v, w_v, **options, recorded=False)
+        assert all(map(torch.equal, found[:2], want[:2]))
+        assert [x.numel() for x in found[2:]] == [0, 0, 0]
+        narrow = ops.attention(q, k, v, w_v, **options, recorded=False, narrow=True)
+        assert torch.equal(narrow[1], want[1].to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -208,37 +194,7 @@ def test_a_small_call_gives_the_same_bits_with_and_without_gradients(dtype, take
     assert len(taken) == 1
     assert torch.equal(context, without[0])
     assert torch.equal(module.attention_weights, without[1])
-    with torch.no_grad():  # dropout needs the operator that draws a mask
+    with torch.no_grad():
         module.dropout.p = 1.0
         assert not module(q, k, v, lens).any()
-    assert len(taken) == 1
-
-
-def test_wrong_arguments_are_refused():
-    module, q, k, v = drawn((2, 1, 7, 6, 5), torch.float32)
-    keys = k @ module.W_k.weight.t()
-    good = {"queries": q, "keys": keys, "values": v, "w_q": module.W_q.weight}
-    good |= {"w_k": None, "bias": None, "w_v": module.w_v.weight}
-    wrong = [
-        ("queries", q[0], "queries must have 3 dimensions"),
-        ("queries", q.double(), "weight of queries"),
-        ("queries", q.int(), "queries must be float32"),
-        ("w_q", torch.ones(5, 7), "weight of queries"),
-        ("w_q", torch.ones(4, 6), "keys must have the batch and hidden size"),
-        ("w_q", None, "w_q must be given"),
-        ("keys", keys[:1], "keys must have the batch"),
-        ("values", v[:, :3], "values must have"),
-        ("w_v", torch.ones(4), "w_v must have"),
-        ("valid_lens", torch.ones(3), "valid_lens must have"),
-        ("mask", torch.ones(2, 1, 7), "mask must be bool"),
-        ("w_k", torch.ones(5, 7), "the weight of keys must have"),
-        ("bias", torch.ones(5), "bias must come with w_k"),
-    ]
-    for name, argument, words in wrong:
-        with pytest.raises(RuntimeError, match=words):
-            ops.attend_step(**{**good, name: argument})
-    table, keys_max = ops.exp_keys(keys)
-    raw = {"keys": k, "w_k": module.W_k.weight, "table": table, "keys_max": keys_max}
-    with pytest.raises(RuntimeError, match="table must come without w_k"):
-        ops.attend_step(**{**good, **raw})
-    ops.attend_step(**good)
+    assert len(taken) == 2

@@ -105,7 +105,7 @@ def test_sums_are_made_once(module, keys, queries, form):
     apart_calls = 0 if form is attend else 1  # the first call does not know of the others yet
     assert calls["attend_backward_keys"] == 1
     assert calls["attend_backward_queries"] == STEPS - apart_calls
-    assert calls.get("attend_backward", 0) == apart_calls
+    assert calls.get("attention_backward", 0) == apart_calls
     inputs = inputs_of(module, keys, queries)
     want = torch.autograd.grad(loss(apart(module, keys, queries)), inputs)
     same([x.grad for x in inputs], want)
@@ -205,7 +205,7 @@ def test_steps_of_several_sizes_and_lengths(module, keys):
     module(queries[0], keys, keys)
     contexts = [module(q, keys, keys, n) for q, n in calls]
     value = loss(contexts)
-    assert "attend_backward" not in counts(lambda: value.backward(retain_graph=True))
+    assert "attention_backward" not in counts(lambda: value.backward(retain_graph=True))
     same(torch.autograd.grad(value, inputs), torch.autograd.grad(loss(others), inputs))
 
 

@@ -209,8 +209,8 @@ def test_scripting_says_what_to_do(kind):
 def test_plain_layers_take_the_fast_way():
     ours, given = made(19), inputs()
     assert all(layers.plain_weight(ours.get_submodule(name)) is not None for name in LAYERS)
-    assert counts(lambda: ours(*given, LENS))["attend"] == 1
+    assert counts(lambda: ours(*given, LENS))["attention"] == 1
     handle = ours.w_v.register_forward_hook(scaled)
-    assert "attend" not in counts(lambda: ours(*given, LENS))
+    assert "attention" not in counts(lambda: ours(*given, LENS))
     handle.remove()
-    assert counts(lambda: ours(*given, LENS))["attend"] == 1
+    assert counts(lambda: ours(*given, LENS))["attention"] == 1

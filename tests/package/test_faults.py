@@ -258,9 +258,9 @@ def bounded(call):
     raise SystemExit("there was memory enough")
 w = torch.ones(1, 64)
 small = [torch.randn(2, n, 64) for n in (3, 5, 5)]
-want = ops.attend(*small, w)
+want = ops.attention(*small, w)
 grads = torch.zeros_like(want[0]), torch.zeros_like(want[1])
-ops.attend_backward(want[1], *grads, 15, *small, w)
+ops.attention_backward(want[1], None, None, *grads, 15, *small, w)
 keys = problem(64, 1, 200_000, 64, 8)[1]     # a table of 3.2 GB
 many = problem(40, 400, 9000, 8, 8)          # weights of 576 MB
 split = problem(1, 1, 20_000_000, 1, 1)      # scores of 80 MB, for all threads
@@ -269,17 +269,17 @@ wide = problem(3, 4000, 4001, 2, 2)          # weights of 192 MB to be copied
 weights = torch.zeros(1).expand(3, 4000, 4001)
 calls = {{
     "table": lambda: ops.exp_keys(keys),
-    "result": lambda: ops.attend(*many, w[:, :8]),
-    "scores": lambda: ops.attend(*split, w[:, :1], need_weights=False),
-    "workspace": lambda: ops.attend(*rows, w[:, :1], need_weights=False),
-    "backward": lambda: ops.attend_backward(
-        weights, torch.zeros(1, 1, 1).expand(3, 4000, 2), None, 1, *wide, w[:, :2]
+    "result": lambda: ops.attention(*many, w[:, :8]),
+    "scores": lambda: ops.attention(*split, w[:, :1], need_weights=False),
+    "workspace": lambda: ops.attention(*rows, w[:, :1], need_weights=False),
+    "backward": lambda: ops.attention_backward(
+        weights, None, None, torch.zeros(1, 1, 1).expand(3, 4000, 2), None, 1, *wide, w[:, :2]
     ),
 }}
 for name, call in calls.items():
     error = bounded(call)
     print(name, "|", type(error).__name__, "|", str(error).strip().splitlines()[0])
-    again = ops.attend(*small, w)
+    again = ops.attention(*small, w)
     assert all(torch.equal(x, y) for x, y in zip(again, want)), name
 """
 

@@ -119,68 +119,85 @@ GPU_STEP = Facts(
     plain_inputs=False,
     general=False,
 )
-TRITON = {"there": ("triton", "reference")}
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "form"),
+    ("changes", "form"),
     [
-        # W_q has 128 KB: a cluster of eight blocks reads 16 KB each.
-        ("sm_90", {"query_size": 128}, "step"),
-        ("sm_90", {"query_size": 129}, "projected"),
-        ("sm_90", {**TRITON, "query_size": 128}, "projected"),
-        ("sm_80", {"query_size": 128}, "projected"),
-        ("sm_80", {"query_size": 16}, "step"),
-        ("sm_80", {"query_size": 4, "queries_len": 4}, "step"),
-        ("sm_80", {"query_size": 4, "queries_len": 5}, "projected"),
-        ("sm_90", {"records": True}, "projected"),
-        ("sm_90", {"drops": True}, "projected"),
-        ("sm_90", {"value_size": 2049}, "projected"),
-        ("sm_80", {"query_size": 16, "value_size": 257}, "step"),
-        ("sm_80", {"query_size": 8, "value_size": 257, "dtype": torch.float32}, "step"),
-        ("sm_86", {**TRITON, "query_size": 8, "queries_len": 2, "value_size": 2048}, "step"),
-        ("sm_90", {"keys_projected": False, "query_size": 128}, "step"),
-        ("sm_80", {"keys_projected": False}, "projected"),
-        ("sm_90", {**TRITON, "keys_projected": False, "query_size": 16}, "step"),
+        ({}, "one operator"),
+        ({"query_size": 8192, "queries_len": 10}, "one operator"),
+        ({"records": True}, "one operator"),
+        ({"drops": True}, "one operator"),
+        ({"value_size": 2049}, "one operator"),
+        ({"keys_projected": False}, "one operator"),
+        ({"queries_projected": True}, "one operator"),
+        ({"queries_len": 100, "keys_projected": False, "records": True}, "one operator"),
+        ({"general": True}, "projected"),
+        ({"traced": True}, "projected"),
+        ({"autocast": True}, "projected"),
+        ({"called": True}, "called"),
+        ({"asked": "reference"}, "reference"),
     ],
+    ids=str,
 )
-def test_routes_of_gpus(family, changes, form):
-    facts = GPU_STEP._replace(**changes)
-    assert route(facts, limits.GPU_FAMILIES[family]).form == form
+@pytest.mark.parametrize("there", ["cuda", "triton"])
+def test_routes_of_gpus(there, changes, form):
+    there = GPU_STEP.there[GPU_STEP.there.index(there) :]
+    found = route(GPU_STEP._replace(there=there, **changes))
+    assert (found.form, found.fused) == (form, form not in ("called", "reference"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fp32_weights", "narrow"),
+    [
+        ({}, False, True),
+        ({"autocast": True}, True, False),
+        ({"device": "cpu"}, False, True),
+        ({"device": "cpu", "autocast": True}, False, True),
+        ({"device": "cpu", "records": True}, False, False),
+        ({"device": "cpu", "traced": True}, False, False),
+    ],
+    ids=str,
+)
+def test_the_dtype_of_the_weights(changes, fp32_weights, narrow):
+    facts = GPU_STEP._replace(**{"there": ("cpu", "triton", "reference"), **changes})
+    found = route(facts)
+    assert found.backend == {"cpu": "cpu", "cuda": "triton"}[facts.device]
+    assert (found.fp32_weights, found.narrow) == (fp32_weights, narrow)
 
 
 @pytest.mark.parametrize(
     "changes", [{"queries_len": 17}, {"hidden": 2049}, {"traced": True}, {"general": True}]
 )
 def test_what_is_no_step_is_for_triton(changes):
-    facts, of_gpu = GPU_STEP._replace(**changes), limits.GPU_FAMILIES["sm_90"]
+    facts = GPU_STEP._replace(**changes)
     why = (
         "CUDA C++ has steps of at most 16 queries and 2048 hidden units, with nothing but tanh "
         "inside, alone"
     )
-    assert route(GPU_STEP, of_gpu).backend == "cuda"
-    found = route(facts, of_gpu)
+    assert route(GPU_STEP).backend == "cuda"
+    found = route(facts)
     assert (found.backend, found.reason.startswith(f"triton: {why};")) == ("triton", True)
-    found = route(facts._replace(there=("cuda", "reference")), of_gpu)
+    found = route(facts._replace(there=("cuda", "reference")))
     assert (found.backend, found.form) == ("reference", "reference")
     assert found.reason.startswith(f"reference: {why}, and Triton is not there")
     if facts.traced:  # its sizes are not known
-        assert route(facts._replace(asked="cuda"), of_gpu).backend == "cuda"
+        assert route(facts._replace(asked="cuda")).backend == "cuda"
         return
     with pytest.raises(
         ValueError, match="backend must serve more than steps of at most 16 queries"
     ):
-        route(facts._replace(asked="cuda"), of_gpu)
+        route(facts._replace(asked="cuda"))
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda"])
 def test_the_reference_serves_float64_on_a_gpu(name):
     facts = GPU_STEP._replace(dtype=torch.float64, there=(name, "reference"))
-    found = route(facts, limits.OTHER_GPU)
+    found = route(facts)
     assert (found.backend, found.form) == ("reference", "reference")
     assert found.reason.startswith("reference: torch.float64 has no GPU kernels")
     with pytest.raises(ValueError, match=f"backend must serve torch.float64 tensors, got '{name}'"):
-        route(facts._replace(asked=name), limits.OTHER_GPU)
+        route(facts._replace(asked=name))
 
 
 # ---- a backend by name ---------------------------------------------------------------------------

@@ -7,10 +7,13 @@ from opchecked import opcheck
 
 import bahdanau_fast as bf
 from bahdanau_fast._C_cpu import most_table_elements_in_fp64
+from bahdanau_fast.ops.attention import INPUTS, NEED
 
 FP64_CPU_ELEMENTS = most_table_elements_in_fp64(True)
 ops = torch.ops.bahdanau_fast
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+EVERYTHING = sum(NEED.values())
+SOME = NEED["queries"] | NEED["w_v"] | NEED["w_f"]
 
 
 SEED = torch.tensor([12345])
@@ -39,20 +42,45 @@ VARIED = {
     "no batch": {"B": 0},
     "no queries": {"Tq": 0},
     "no keys": {"Tk": 0},
+    "raw": {"raw": "w_q w_k"},
+    "raw queries": {"raw": "w_q", "table": True, "lens": torch.tensor([[1.5, 0, 9]] * 2)},
+    "raw keys": {"raw": "w_k bias", "p": 0.5},
+    "raw, bias and lens": {"raw": "w_q w_k bias", "lens": torch.tensor([0, 3])},
+    "raw, mask and lens": {
+        **{"raw": "w_q w_k", "lens": torch.tensor([2, 4])},
+        "mask": torch.arange(30).view(2, 3, 5) % 3 > 0,
+    },
+    "raw, dropout": {"raw": "w_q w_k bias", "p": 0.5},
+    "raw, no keys": {"raw": "w_q w_k bias", "Tk": 0},
+    "raw, features": {"raw": "w_q w_k", "C": 3, "lens": torch.tensor([2, 5])},
 }
 
 
 def arguments(dtype, case, grad=True):
-    """Tensors that ``attend`` is given by their places, and the others by name."""
+    """Tensors that ``attention`` is given by their places, and the others by name."""
     case = dict(case)
     options = {"valid_lens": case.pop("lens", None), "mask": case.pop("mask", None)}
-    table, p = case.pop("table", False), case.pop("p", 0.0)
+    table, p, raw = case.pop("table", False), case.pop("p", 0.0), case.pop("raw", "").split()
     general = case.keys() & {"C", "activation"}
     tensors, inside = operands(dtype, grad=grad, **case)
     if table:
         options["table"], options["keys_max"] = ops.exp_keys(tensors[1].detach())
+    sizes, hidden = {"w_q": 4, "w_k": 3}, tensors[0].shape[2]
+    for place, name in enumerate(sizes):
+        if name in raw:
+            shape, size = tensors[place].shape[:2], sizes[name]
+            tensors[place] = leaf(*shape, size).detach().to(dtype).requires_grad_(grad)
+            options[name] = leaf(hidden, size).detach().to(dtype).requires_grad_(grad)
+    if "bias" in raw:
+        options["bias"] = leaf(hidden).detach().to(dtype).requires_grad_(grad)
     options |= inside if general else {}
     return tensors, {**options, "seed": SEED if p else None, "dropout_p": p}
+
+
+def leaf(*shape):
+    """fp64, and the same each time."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -64,7 +92,7 @@ def test_opcheck_exp_keys(dtype):
 
 
 def case_of(case, dtype, traced, *marks):
-    """A case of VARIED or WHOLE, in a dtype, with tracing or without."""
+    """A case of VARIED, in a dtype, with tracing or without."""
     name = f"{case}-{dtype}" + "-traced" * traced
     return pytest.param(case, dtype, traced, id=name, marks=marks)
 
@@ -76,11 +104,12 @@ SIZED = [case for case in VARIED if VARIED[case].keys() & {"B", "Tq", "Tk", "H"}
 OPCHECKED = [case_of(case, torch.float32, case not in SIZED) for case in VARIED]
 OPCHECKED += [
     case_of(case, dtype, dtype != torch.float64)
-    for case in ("all of it", "features")
-    for dtype in DTYPES[1:3]
+    for case in ("all of it", "features", "raw queries", "raw, bias and lens")
+    for dtype in (DTYPES[1:] if case.startswith("raw") else DTYPES[1:3])
 ]
 OPCHECKED += [case_of(case, torch.float32, True, pytest.mark.deep) for case in SIZED]
-GENERAL = [case for case in VARIED if VARIED[case].keys() & {"C", "activation"}]
+RAW = [case for case in VARIED if "raw" in VARIED[case]]
+GENERAL = [c for c in VARIED if c not in RAW and VARIED[c].keys() & {"C", "activation"}]
 
 
 def of(*cases):
@@ -89,26 +118,29 @@ def of(*cases):
 
 
 @pytest.mark.parametrize(("case", "dtype", "traced"), OPCHECKED)
-def test_opcheck_attend(case, dtype, traced):
-    opcheck(ops.attend.default, *arguments(dtype, VARIED[case]), traced=traced)
+def test_opcheck_attention(case, dtype, traced):
+    opcheck(ops.attention.default, *arguments(dtype, VARIED[case]), traced=traced)
     tensors, options = arguments(dtype, VARIED[case], grad=False)
-    options["need_weights"] = False
-    opcheck(ops.attend.default, tensors, options, traced=traced and case in EVERY)
+    for need_weights in (False, True):
+        options |= {"need_weights": need_weights, "recorded": False, "narrow": need_weights}
+        opcheck(ops.attention.default, tensors, options, traced=traced and case in EVERY)
 
 
 @pytest.mark.parametrize(("case", "dtype", "traced"), OPCHECKED)
-def test_opcheck_attend_backward(case, dtype, traced):
+def test_opcheck_attention_backward(case, dtype, traced):
     tensors, options = arguments(dtype, VARIED[case], grad=False)
-    context, weights = ops.attend(*tensors, **options)
+    context, weights, _, *projected = ops.attention(*tensors, **options)
     grads = torch.randn_like(context), torch.randn_like(weights)
-    variants = [(*grads, 15), (None, grads[1], 10)]
+    variants = [(*grads, EVERYTHING), (None, grads[1], NEED["keys"] | NEED["w_v"])]
+    if case == "plain" or case in RAW:
+        variants += [(grads[0], None, EVERYTHING)]
     if case == "plain":
-        variants += [(grads[0], None, 15), (*grads, 1), (*grads, 4), (*grads, 0)]
+        variants += [(*grads, NEED["queries"]), (*grads, NEED["values"]), (*grads, 0)]
     if case in GENERAL:
-        variants = [(*grads, 63), (*grads, 16), (*grads, 41)]
+        variants = [(*grads, EVERYTHING), (*grads, NEED["features"]), (*grads, SOME)]
     for variant in variants:
-        args = (weights, *variant, *tensors)
-        opcheck(ops.attend_backward.default, args, options, traced=traced)
+        args = (weights, *projected, *variant, *tensors)
+        opcheck(ops.attention_backward.default, args, options, traced=traced)
         if case in GENERAL or case == "plain":
             _opcheck_onto(weights, variant, tensors, options, traced)
         traced &= case in EVERY
@@ -117,10 +149,11 @@ def test_opcheck_attend_backward(case, dtype, traced):
 def _opcheck_onto(weights, variant, tensors, options, traced):
     *given, needs = variant
     added = torch.ones_like(tensors[1])
-    args = (weights, *given, needs & ~2, added, *tensors)
-    opcheck(ops.attend_backward.onto, args, options, traced=traced)
-    ops.attend_backward.onto(*args, **options)
-    of_keys = ops.attend_backward(weights, *given, 2, *tensors, **options)[1]
+    args = (weights, *given, needs & ~NEED["keys"], added, *tensors)
+    opcheck(ops.attention_backward.onto, args, options, traced=traced)
+    ops.attention_backward.onto(*args, **options)
+    args = (weights, None, None, *given, NEED["keys"], *tensors)
+    of_keys = ops.attention_backward(*args, **options)[1]
     torch.testing.assert_close(added, 1 + of_keys)
 
 
@@ -132,16 +165,16 @@ def test_opcheck_scores(case, dtype, traced):
     opcheck(ops.attend_scores.default, scored, inside, traced=traced)
     with torch.no_grad():
         grad = torch.randn_like(ops.attend_scores(*scored, **inside))
-        for needs in (59, 16, 41):
+        for needs in (EVERYTHING & ~NEED["values"], NEED["features"], SOME):
             args = (grad, needs, *scored)
             opcheck(ops.attend_scores_backward.default, args, inside, traced=traced)
             traced &= case in EVERY
 
 
-@pytest.mark.parametrize(("case", "dtype", "traced"), of(*(VARIED.keys() - GENERAL)))
+@pytest.mark.parametrize(("case", "dtype", "traced"), of(*(VARIED.keys() - {*RAW, *GENERAL})))
 def test_opcheck_the_backward_in_two_parts(case, dtype, traced):
     tensors, options = arguments(dtype, VARIED[case], grad=False)
-    context, weights = ops.attend(*tensors, **options)
+    context, weights, *_ = ops.attention(*tensors, **options)
     grads = torch.randn_like(context), torch.randn_like(weights)
     for needed in (True, False):
         args = (weights, *grads, needed, *tensors)
@@ -157,22 +190,47 @@ def test_opcheck_the_backward_in_two_parts(case, dtype, traced):
         traced &= case in EVERY
 
 
-@pytest.mark.parametrize("features", [False, True])
-def test_only_the_gradients_asked_for_are_made(features):
-    tensors, options = arguments(torch.float32, VARIED["lens"], grad=False)
-    if features:
-        options |= {"features": torch.randn(2, 5, 3), "w_f": torch.randn(7, 3)}
-    all_needs = 63 if features else 15
-    context, weights = ops.attend(*tensors, **options)
-    grads = torch.randn_like(context), torch.randn_like(weights)
-    everything = ops.attend_backward(weights, *grads, all_needs, *tensors, **options)
-    for needs in range(all_needs + 1):
-        some = ops.attend_backward(weights, *grads, needs, *tensors, **options)
+@pytest.mark.parametrize("case", ["lens", "features", "raw, bias and lens", "raw, features"])
+def test_only_the_gradients_asked_for_are_made(case):
+    tensors, options = arguments(torch.float32, VARIED[case], grad=False)
+    context, *saved = ops.attention(*tensors, **options)
+    saved.pop(1)
+    grads = torch.randn_like(context), torch.randn_like(saved[0])
+    everything = ops.attention_backward(*saved, *grads, EVERYTHING, *tensors, **options)
+    there = [name for name, x in zip(INPUTS, everything, strict=True) if x.numel()]
+    assert there == [*INPUTS[:4], *(n for n in INPUTS[4:] if options.get(n) is not None)]
+    for needs in range(EVERYTHING + 1):
+        some = ops.attention_backward(*saved, *grads, needs, *tensors, **options)
         for bit, (one, all_) in enumerate(zip(some, everything, strict=True)):
             if needs >> bit & 1:
                 assert torch.equal(one, all_)
             else:
                 assert one.numel() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_a_recorded_call_keeps_for_its_backward(dtype):
+    # Lengths as they were, though the caller changes them; projections, which backward makes again.
+    for case, kept in (("raw, bias and lens", [0, 3]), ("raw queries", [[2, 0, 5]] * 2)):
+        tensors, options = arguments(dtype, VARIED[case], grad=False)
+        context, weights, counts, *projected = ops.attention(*tensors, **options)
+        assert counts.dtype == torch.int32
+        assert counts.tolist() == kept
+        for name, x, found in zip(("w_q", "w_k"), tensors, projected, strict=False):
+            if name not in options:
+                assert found.numel() == 0
+                continue
+            bias = options.get("bias") if name == "w_k" else None
+            want = torch.nn.functional.linear(x, options[name], bias)
+            torch.testing.assert_close(found, want)
+        grads = torch.randn_like(context), torch.randn_like(weights)
+        want = ops.attention_backward(
+            weights, *projected, *grads, EVERYTHING, *tensors, **{**options, "valid_lens": counts}
+        )
+        got = ops.attention_backward(weights, None, None, *grads, EVERYTHING, *tensors, **options)
+        assert all(map(torch.equal, got, want))
+        mask = torch.ones(2, 1, 5) > 0
+        assert ops.attention(*tensors, **{**options, "mask": mask})[2].numel() == 0
 
 
 def test_the_fakes_know_the_sizes_of_the_tables():
@@ -184,40 +242,7 @@ def test_the_fakes_know_the_sizes_of_the_tables():
         assert [(x.shape, x.dtype) for x in real] == [(x.shape, x.dtype) for x in fake]
 
 
-WHOLE = {
-    "plain": {},
-    "lens and bias": {"lens": torch.tensor([0, 3]), "bias": True},
-    "mask and lens": {"lens": torch.tensor([2, 4]), "mask": torch.arange(30).view(2, 3, 5) % 3 > 0},
-    "dropout": {"p": 0.5, "bias": True},
-    "no keys": {"Tk": 0},
-}
-
-
-WHOLES = [case_of(case, torch.float32, case != "no keys") for case in WHOLE]
-WHOLES += [case_of("lens and bias", dtype, dtype == torch.bfloat16) for dtype in DTYPES[1:]]
-WHOLES += [case_of("no keys", torch.float32, True, pytest.mark.deep)]
-
-
-@pytest.mark.parametrize(("case", "dtype", "traced"), WHOLES)
-def test_opcheck_the_whole(case, dtype, traced):
-    lens, p, bias, Tk = (WHOLE[case].get(n) for n in ("lens", "p", "bias", "Tk"))
-    q, k, v, w_q, w_k, w_v, b = (x.detach().to(dtype).requires_grad_() for x in leaves())
-    if Tk == 0:
-        k, v = (x.detach()[:, :0].clone().requires_grad_() for x in (k, v))
-    tensors = (q, k, v, w_q, w_k, w_v, b if bias else None)
-    options = {"valid_lens": lens, "seed": SEED if p else None, "dropout_p": p or 0.0}
-    options["mask"] = WHOLE[case].get("mask")
-    opcheck(ops.additive_attention.default, tensors, options, traced=traced)
-    tensors = tuple(None if x is None else x.detach() for x in tensors)
-    context, *saved = ops.additive_attention(*tensors, **options)
-    grads = torch.randn_like(context), torch.randn_like(saved[0])
-    for some in (grads, (None, grads[1]), (grads[0], None)):
-        args = (*saved, *some, *tensors)
-        opcheck(ops.additive_attention_backward.default, args, options, traced=traced)
-        traced &= case in EVERY
-
-
-def leaves(**sizes):
+def leaves():
     generator = torch.Generator().manual_seed(2)
     shapes = (2, 3, 4), (2, 5, 3), (2, 5, 2), (6, 4), (6, 3), (1, 6), (6,)
     return [
@@ -318,11 +343,11 @@ def operators_of(module, *inputs):
 
 def test_a_compiled_module_is_fused():
     module, q = bf.AdditiveAttention(4, 4, 6), torch.randn(2, 3, 4)
-    assert ops.attend.default in operators_of(module, q, q, q)
+    assert ops.attention.default in operators_of(module, q, q, q)
     for layer in (module.W_q, module.W_k, module.w_v):  # a layer that is called, and w_v's formula
         layer.forward = lambda x, of=layer: torch.nn.functional.linear(x, 2 * of.weight)
     patched = operators_of(module, q, q, q)
-    assert ops.attend.default not in patched
+    assert ops.attention.default not in patched
     assert torch.tanh in patched
 
 
@@ -377,7 +402,7 @@ def test_bitwise_the_same_on_any_number_of_threads(shape, dtype, threads):
         threads(count)
         table, keys_max = ops.exp_keys(k.detach())
         options = {"table": table, "keys_max": keys_max, "seed": SEED, "dropout_p": 0.3}
-        outs = ops.attend(q, k, v, w, valid_lens=lens, **options)
+        outs = ops.attention(q, k, v, w, valid_lens=lens, **options)[:2]
         grads = torch.autograd.grad(outs, inputs, [x.detach().cos() for x in outs])
         results = [table[..., : q.shape[2]], keys_max, *outs, *grads]
         first = first or results

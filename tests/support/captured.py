@@ -18,7 +18,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bahdanau_fast import backends, limits
+from bahdanau_fast import backends
 from bahdanau_fast.ops.operator import operators
 
 __all__ = ["GPU", "captured", "capturing"]
@@ -130,8 +130,8 @@ def capturing(*there):
     there = *there, "reference"
     by, decoder, choose = backends.route, backends.route_decoder, backends.choose_backend
 
-    def route(facts, _):
-        return by(facts._replace(device="cuda", there=there), limits.GPU_FAMILIES["sm_90"])
+    def route(facts):
+        return by(facts._replace(device="cuda", there=there))
 
     def choose_backend(asked, _, dtype, __, *rest, **options):
         return choose(asked, "cuda", dtype, there, *rest, **options)

@@ -15,7 +15,7 @@ def lens(*values, dtype=torch.int64):
 per_query = torch.arange(-3, 48).reshape(3, 17) * 1.3
 
 EVERY = (*INPUTS, "context", "weights")
-# So small that projections and attention are one operator (bahdanau_fast/ops/whole.py).
+# So small that projections and attention are one operator (backends/route.py).
 SMALLEST = {"B": 2, "Tq": 2, "Tk": 7, "H": 5, "Dq": 3, "Dk": 9, "Dv": 2}
 
 # One entry per row, and per way to get that row wrong, of the contract table.
@@ -162,7 +162,7 @@ FORMS = {
 
 
 def operands(dtype, B=2, Tq=3, Tk=5, H=7, Dv=4, C=0, activation=0, grad=True):
-    """Of ``ops.attend``: projected queries and keys, values and w_v; what is inside, by name."""
+    """Of ``ops.attention``: projected queries and keys, values and w_v; what is inside, by name."""
     generator = torch.Generator().manual_seed(0)
     shapes = (B, Tq, H), (B, Tk, H), (B, Tk, Dv), (1, H)
     shapes += ((B, Tk, C), (H, C)) if C else ()

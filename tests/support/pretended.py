@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bahdanau_fast import backends, limits
 from bahdanau_fast.backends import availability
-from bahdanau_fast.ops.attend import attend, attend_counted
 from bahdanau_fast.ops.operator import operators
 
 __all__ = ["gpu"]
@@ -61,7 +60,7 @@ class _Operations(TorchDispatchMode):
             with _Operations(self.memory), _Functions(self.memory):
                 results = own.in_python["triton"](*own.named(*args, **(kwargs or {})).values())
         else:
-            results = _STAND_IN.get(func, func)(*args, **(kwargs or {}))
+            results = func(*args, **(kwargs or {}))
         if any(map(self.memory.has, given)):
             tree_map_only(torch.Tensor, self.memory.take, results)
         return results
@@ -166,14 +165,6 @@ def _is_gpu(device):
     return str(device).startswith("cuda")
 
 
-def _counted(*given):
-    lens, keys_len = given[6], given[1].shape[1]
-    counts = (torch.arange(keys_len) < lens.unsqueeze(-1)).sum(-1).int()
-    return *attend.overload(*given), counts
-
-
-# Of operators that no kernel of the CPU serves.
-_STAND_IN = {attend_counted.overload: _counted}
 _SAID = {
     torch.Tensor.device: lambda on_gpu: GPU if on_gpu else CPU,
     torch.Tensor.is_cpu: lambda on_gpu: not on_gpu,
