@@ -219,9 +219,8 @@ def test_changed_layers_are_stepped(change):
     CHANGES[change](module)
     seen = counts(lambda: call(module, tensors))
     assert "decode" not in seen
-    assert seen.get("attention", 0) == (
-        0 if "w_v" in change else T
-    )  # its scores are plain PyTorch's
+    # The scores of a w_v that is called are plain PyTorch's.
+    assert seen.get("attention", 0) == (0 if "w_v" in change else T)
 
 
 def test_the_attention_of_a_layer_is_called_with_its_hooks():

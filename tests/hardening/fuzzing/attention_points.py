@@ -105,7 +105,7 @@ def attend(read, generator):
     if tabled == 2 and read.mistake(10):
         table = table[0][..., :-1], table[1]
     inside = (*features, *look, *table, seed, dropout_p, *numbers)
-    inputs, unprojected = (*made[:4], None, None, None, *inside), (None, None)
+    inputs = (*made[:4], None, None, None, *inside)
     given = [*inputs, bool(need_weights), bool(read.number(2))]
     context, weights, *_ = ops.attention(*mistaken(read, given, 32))
     looked = weights if need_weights else ops.attention(*inputs)[1]
@@ -117,7 +117,7 @@ def attend(read, generator):
         given = [looked, *grads, needs, onto, *made[:4], *inside]
         found = ops.attention_backward.onto(*mistaken(read, given, 16))
     else:
-        given = [looked, *unprojected, *grads, needs, *inputs]
+        given = [looked, None, None, *grads, needs, *inputs]
         found = ops.attention_backward(*mistaken(read, given, 16))
     found = dict(zip(INPUTS, (*found[:4], *found[7:]), strict=True))
     if adds == 0:
