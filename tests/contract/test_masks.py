@@ -110,7 +110,7 @@ def test_keys_that_no_query_sees_are_not_scored(form, queries):
     mask = places(TK, (17, 20), (41, 46)).expand(B, 1, TK)
 
     def call():
-        return torch.ops.bahdanau_fast.attend(*tensors, mask=mask, **inside)
+        return torch.ops.bahdanau_fast.attention(*tensors, mask=mask, **inside)[:2]
 
     want = with_gradients(call, leaves)
     with torch.no_grad():
@@ -124,9 +124,9 @@ def test_keys_that_no_query_sees_are_not_scored(form, queries):
 def test_a_prefix_is_a_length_to_the_bit_inside(form):
     tensors, inside = operands(torch.float32, B=B, Tq=TQ, Tk=TK, H=H, **INSIDE[form])
     leaves = [*tensors, *(x for x in inside.values() if isinstance(x, torch.Tensor))]
-    attend = torch.ops.bahdanau_fast.attend
+    attention = torch.ops.bahdanau_fast.attention
     of_lens, of_mask = (
-        with_gradients(lambda seen=seen: attend(*tensors, **seen, **inside), leaves)
+        with_gradients(lambda seen=seen: attention(*tensors, **seen, **inside)[:2], leaves)
         for seen in ({"valid_lens": LENS}, {"mask": PREFIX.unsqueeze(1)})
     )
     assert all(map(torch.equal, of_mask, of_lens))
@@ -141,7 +141,7 @@ def test_keys_that_no_query_sees_cost_little(threads):
 
     def seconds(mask):
         before = time.process_time()
-        torch.ops.bahdanau_fast.attend(*tensors, mask=mask, **inside)
+        torch.ops.bahdanau_fast.attention(*tensors, mask=mask, **inside)
         return time.process_time() - before
 
     few, most = (places(4096, seen).view(1, 1, -1) for seen in ((4000, 4064), (1, 4096)))

@@ -10,7 +10,7 @@ from torch._dynamo import lookup_backend
 
 from bahdanau_fast.fuse.compiling import backend, fuse_graph
 
-ATTEND = torch.ops.bahdanau_fast.attend.default
+ATTENTION = torch.ops.bahdanau_fast.attention.default
 
 
 class Looping(nn.Module):
@@ -76,7 +76,7 @@ def test_a_decoder_computes_the_same(by):
     ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     if by == "graph":
-        assert [targets(made).count(ATTEND) for _, made in graphs] == [model.steps]
+        assert [targets(made).count(ATTENTION) for _, made in graphs] == [model.steps]
 
 
 def test_a_model_without_attention_keeps_its_graph():

@@ -89,7 +89,7 @@ def test_export(kind, strict):
     program = exported(model, strict=strict)
     assert of_call.attention_weights is before
     names = [str(node.target) for node in program.graph.nodes]
-    assert names.count("bahdanau_fast.attend.default") == 1
+    assert names.count("bahdanau_fast.attention.default") == 1
     if kind != "masked":  # whose scores are clipped by a tanh
         assert not any("tanh" in name for name in names)
     for some in (inputs(), OTHER):
@@ -178,7 +178,7 @@ def test_onnx(model, source, tmp_path):
 
 def test_a_backend_by_name_is_not_for_onnx(tmp_path):
     pytest.importorskip("onnxscript", reason="pip install 'bahdanau_fast[onnx]'")
-    with bf.backends.use("cpu"), pytest.raises(Exception, match=r"bahdanau_fast\.attend"):
+    with bf.backends.use("cpu"), pytest.raises(Exception, match=r"bahdanau_fast\.attention"):
         torch.onnx.export(**of_model(attention()), f=str(tmp_path / "model.onnx"), dynamo=True)
 
 
