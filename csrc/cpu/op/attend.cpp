@@ -80,7 +80,8 @@ class InsideGradients {
 // that projected the keys.
 int64_t fp64_limit(const MaybeTensor& w_k) { return w_k.has_value() ? kMaxFp64CpuElements : 0; }
 
-void check_weights(const MaybeTensor& w_k, const MaybeTensor& bias, const MaybeTensor& table) {
+// What belongs to raw keys, or to projected ones.
+void check_keys(const MaybeTensor& w_k, const MaybeTensor& bias, const MaybeTensor& table) {
   STD_TORCH_CHECK(w_k.has_value() || !bias.has_value(), "bias must come with w_k");
   STD_TORCH_CHECK(!w_k.has_value() || !table.has_value(), "table must come without w_k");
 }
@@ -93,11 +94,13 @@ class Side {
   // The gradients that are needed: of rows, weight and bias.
   using Needs = std::array<int64_t, 3>;
 
-  Side(const Tensor& rows, const MaybeTensor& weight, const MaybeTensor& bias,
-       const MaybeTensor& projected, const char* name, int64_t limit, const Needs& needs = {})
+  Side(const Tensor& rows, const MaybeTensor& weight, const MaybeTensor& bias, const Tensor& w_v,
+       const MaybeTensor& projected, const char* name, const char* weight_name, int64_t limit,
+       const Needs& needs = {})
       : rows_(rows), needs_(needs) {
     if (!weight.has_value()) return;
-    projection_.emplace(rows, *weight, bias, name, limit);
+    projection_.emplace(rows, *weight, bias, w_v, name, weight_name, limit);
+    if (is_given(projected)) projection_->check_forward(*projected, name);
     rows_ = is_given(projected) ? *projected : projection_->new_forward();
   }
 
@@ -128,7 +131,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& queries, const Tensor& keys,
                                      bool need_weights, bool precise, int64_t backend,
                                      bool narrow) {
   check_backend(backend);
-  check_weights(w_k, bias, table);
+  check_keys(w_k, bias, table);
   const Options options{features,
                         w_f,
                         valid_lens,
@@ -144,9 +147,11 @@ std::tuple<Tensor, Tensor> attention(const Tensor& queries, const Tensor& keys,
     return attend_to(Inputs(q, k, values, w_v, options, exponentials_for(q)), need_weights, narrow);
   };
   if (!w_q.has_value() && !w_k.has_value()) return results(queries, keys);
-  if (!w_q.has_value()) return results(queries, Projected(keys, *w_k, bias, "keys").new_forward());
-  const OwnRows q = Projected(queries, *w_q, std::nullopt, "queries", fp64_limit(w_k)).forward();
-  return w_k.has_value() ? results(q, Projected(keys, *w_k, bias, "keys").forward())
+  if (!w_q.has_value())
+    return results(queries, Projected(keys, *w_k, bias, w_v, "keys", "w_k").new_forward());
+  const OwnRows q =
+      Projected(queries, *w_q, std::nullopt, w_v, "queries", "w_q", fp64_limit(w_k)).forward();
+  return w_k.has_value() ? results(q, Projected(keys, *w_k, bias, w_v, "keys", "w_k").forward())
                          : results(q, keys);
 }
 
@@ -159,11 +164,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_recorded(
     MaybeTensor seed, double dropout_p, int64_t activation, double negative_slope, bool, bool,
     int64_t backend, bool narrow) {
   check_backend(backend);
-  check_weights(w_k, bias, table);
+  check_keys(w_k, bias, table);
   const Options options{features, w_f,  valid_lens, mask,       table,
                         keys_max, seed, dropout_p,  activation, negative_slope};
-  const Side q(queries, w_q, std::nullopt, std::nullopt, "queries", fp64_limit(w_k));
-  const Side k(keys, w_k, bias, std::nullopt, "keys", kMaxFp64CpuElements);
+  const Side q(queries, w_q, std::nullopt, w_v, std::nullopt, "queries", "w_q", fp64_limit(w_k));
+  const Side k(keys, w_k, bias, w_v, std::nullopt, "keys", "w_k", kMaxFp64CpuElements);
   const Inputs in(q.rows(), k.rows(), values, w_v, options, exponentials_for(q.rows()));
   const auto [context, weights] = attend_to(in, true, narrow);
   const bool counted = valid_lens.has_value() && !mask.has_value();
@@ -209,17 +214,18 @@ NineGradients attention_backward(const Tensor& weights, MaybeTensor projected_qu
                                  MaybeTensor seed, double dropout_p, int64_t activation,
                                  double negative_slope, int64_t backend) {
   check_backend(backend);
-  check_weights(w_k, bias, table);
+  check_keys(w_k, bias, table);
   const Options options{features, w_f,  valid_lens, mask,       table,
                         keys_max, seed, dropout_p,  activation, negative_slope};
   if (!w_q.has_value() && !w_k.has_value())
     return backward(queries, keys, values, w_v, options, weights, grad_context, grad_weights,
                     needs);
   // Each with the bits of what it needs; those of the rows, the weight and the bias.
-  const Side of_queries(queries, w_q, std::nullopt, projected_queries, "queries", fp64_limit(w_k),
-                        {needs & need_queries, needs & need_w_q, 0});
-  const Side of_keys(keys, w_k, bias, projected_keys, "keys", kMaxFp64CpuElements,
-                     {needs & need_keys, needs & need_w_k, needs & need_bias});
+  const Side of_queries(queries, w_q, std::nullopt, w_v, projected_queries, "queries", "w_q",
+                        fp64_limit(w_k), {needs & need_queries, needs & need_w_q, 0});
+  const Side of_keys(
+      keys, w_k, bias, w_v, projected_keys, "keys", "w_k", kMaxFp64CpuElements,
+      {needs & need_keys, needs & need_w_k, bias.has_value() ? needs & need_bias : 0});
   const int64_t through = (needs & ~int64_t(need_queries | need_keys)) |
                           (of_queries.is_needed() ? need_queries : 0) |
                           (of_keys.is_needed() ? need_keys : 0);
