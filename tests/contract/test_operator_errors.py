@@ -119,6 +119,7 @@ def refused(operator, names, given):
 def test_operators_raise(own, wrong_ones):
     for wrong in WRONG + wrong_ones:
         refused(ops.attention, wrong, {**own, **wrong})
+        refused(ops.attention.recorded, wrong, {**own, **wrong})
         refused(ops.attention_backward, wrong, {**own, **GRADS, **wrong})
     ops.attention_backward(**own, **GRADS)
 
@@ -141,7 +142,7 @@ def test_what_is_wrong_is_refused_where_there_is_nothing_to_compute():
 
 @pytest.mark.parametrize("own", [PROJECTED, RAW], ids=["projected", "raw"])
 def test_the_backward_operator_raises(own):
-    context, weights, _, *projected = ops.attention(**own)
+    context, weights, _, *projected = ops.attention.recorded(**own)
     given = dict(zip(("projected_queries", "projected_keys"), projected, strict=True))
     given |= {"weights": weights, "grad_context": context, "grad_weights": weights}
     ops.attention_backward(**own, **given, needs=511)
@@ -160,7 +161,7 @@ def test_the_backward_operator_raises(own):
 def test_projections_of_another_dtype_are_refused(saved_as):
     # They fit together, but the weights of the projections are read and written as theirs.
     given = dict(RAW)
-    context, weights, _, *projected = ops.attention(**given)
+    context, weights, _, *projected = ops.attention.recorded(**given)
     other = torch.float64 if saved_as == torch.float32 else torch.float32
     for name in ("queries", "keys", "w_q", "w_k", "bias"):
         given[name] = given[name].to(other)

@@ -39,11 +39,10 @@ def drawn(size, dtype, seed=0):
 def taken(monkeypatch):
     """How often the operator was called that projects queries, and keeps nothing."""
     calls, plain = [], attention.now
-    places = [attention.names.index(name) for name in ("w_q", "recorded")]
+    place = attention.names.index("w_q")
 
     def spy(*given):
-        w_q, recorded = (given[place] for place in places)
-        calls.extend([1] if w_q is not None and not recorded else [])
+        calls.extend([1] if given[place] is not None else [])
         return plain(*given)
 
     monkeypatch.setattr(attention, "now", spy)
@@ -174,11 +173,10 @@ def test_the_operator_gives_the_same_bits_with_and_without_gradients(dtype, bias
         w_q, w_k, w_v = module.W_q.weight, module.W_k.weight, module.w_v.weight
         own = torch.linspace(-1, 1, size[-1], dtype=dtype) if bias else None
         options = {"w_q": w_q, "w_k": w_k, "bias": own, "valid_lens": torch.arange(size[0])}
-        want = ops.attention(q, k, v, w_v, **options)
-        found = ops.attention(q, k, v, w_v, **options, recorded=False)
-        assert all(map(torch.equal, found[:2], want[:2]))
-        assert [x.numel() for x in found[2:]] == [0, 0, 0]
-        narrow = ops.attention(q, k, v, w_v, **options, recorded=False, narrow=True)
+        want = ops.attention.recorded(q, k, v, w_v, **options)
+        found = ops.attention(q, k, v, w_v, **options, precise=False)
+        assert all(map(torch.equal, found, want))
+        narrow = ops.attention(q, k, v, w_v, **options, precise=False, narrow=True)
         assert torch.equal(narrow[1], want[1].to(dtype))
 
 

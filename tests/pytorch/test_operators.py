@@ -120,14 +120,15 @@ def test_opcheck_attention(case, dtype, traced):
     opcheck(ops.attention.default, *arguments(dtype, VARIED[case]), traced=traced)
     tensors, options = arguments(dtype, VARIED[case], grad=False)
     for need_weights in (False, True):
-        options |= {"need_weights": need_weights, "recorded": False, "narrow": need_weights}
+        options |= {"need_weights": need_weights, "precise": False, "narrow": need_weights}
         opcheck(ops.attention.default, tensors, options, traced=traced and case in EVERY)
+    opcheck(ops.attention.recorded, tensors, options, traced=False)
 
 
 @pytest.mark.parametrize(("case", "dtype", "traced"), OPCHECKED)
 def test_opcheck_attention_backward(case, dtype, traced):
     tensors, options = arguments(dtype, VARIED[case], grad=False)
-    context, weights, _, *projected = ops.attention(*tensors, **options)
+    context, weights, _, *projected = ops.attention.recorded(*tensors, **options)
     grads = torch.randn_like(context), torch.randn_like(weights)
     variants = [(*grads, EVERYTHING), (None, grads[1], NEED["keys"] | NEED["w_v"])]
     if case == "plain" or case in RAW:
@@ -139,20 +140,7 @@ def test_opcheck_attention_backward(case, dtype, traced):
     for variant in variants:
         args = (weights, *projected, *variant, *tensors)
         opcheck(ops.attention_backward.default, args, options, traced=traced)
-        if case in GENERAL or case == "plain":
-            _opcheck_onto(weights, variant, tensors, options, traced)
         traced &= case in EVERY
-
-
-def _opcheck_onto(weights, variant, tensors, options, traced):
-    *given, needs = variant
-    added = torch.ones_like(tensors[1])
-    args = (weights, *given, needs & ~NEED["keys"], added, *tensors)
-    opcheck(ops.attention_backward.onto, args, options, traced=traced)
-    ops.attention_backward.onto(*args, **options)
-    args = (weights, None, None, *given, NEED["keys"], *tensors)
-    of_keys = ops.attention_backward(*args, **options)[1]
-    torch.testing.assert_close(added, 1 + of_keys)
 
 
 @pytest.mark.parametrize(("case", "dtype", "traced"), of(*GENERAL, "plain"))
@@ -172,7 +160,7 @@ def test_opcheck_scores(case, dtype, traced):
 @pytest.mark.parametrize(("case", "dtype", "traced"), of(*(VARIED.keys() - {*RAW, *GENERAL})))
 def test_opcheck_the_backward_in_two_parts(case, dtype, traced):
     tensors, options = arguments(dtype, VARIED[case], grad=False)
-    context, weights, *_ = ops.attention(*tensors, **options)
+    context, weights = ops.attention(*tensors, **options)
     grads = torch.randn_like(context), torch.randn_like(weights)
     for needed in (True, False):
         args = (weights, *grads, needed, *tensors)
@@ -191,7 +179,7 @@ def test_opcheck_the_backward_in_two_parts(case, dtype, traced):
 @pytest.mark.parametrize("case", ["lens", "features", "raw, bias and lens", "raw, features"])
 def test_only_the_gradients_asked_for_are_made(case):
     tensors, options = arguments(torch.float32, VARIED[case], grad=False)
-    context, *saved = ops.attention(*tensors, **options)
+    context, *saved = ops.attention.recorded(*tensors, **options)
     saved.pop(1)
     grads = torch.randn_like(context), torch.randn_like(saved[0])
     everything = ops.attention_backward(*saved, *grads, EVERYTHING, *tensors, **options)
@@ -211,7 +199,7 @@ def test_what_a_recorded_call_keeps_for_its_backward(dtype):
     # Lengths as they were, though the caller changes them; projections, which backward makes again.
     for case, kept in (("raw, bias and lens", [0, 3]), ("raw queries", [[2, 0, 5]] * 2)):
         tensors, options = arguments(dtype, VARIED[case], grad=False)
-        context, weights, counts, *projected = ops.attention(*tensors, **options)
+        context, weights, counts, *projected = ops.attention.recorded(*tensors, **options)
         assert counts.dtype == torch.int32
         assert counts.tolist() == kept
         for names, x, found in zip((("w_q",), ("w_k", "bias")), tensors, projected, strict=False):
@@ -225,7 +213,7 @@ def test_what_a_recorded_call_keeps_for_its_backward(dtype):
         got = ops.attention_backward(weights, None, None, *grads, EVERYTHING, *tensors, **options)
         assert all(map(torch.equal, got, want))
         mask = torch.ones(2, 1, 5) > 0
-        assert ops.attention(*tensors, **{**options, "mask": mask})[2].numel() == 0
+        assert ops.attention.recorded(*tensors, **{**options, "mask": mask})[2].numel() == 0
 
 
 def test_the_fakes_know_the_sizes_of_the_tables():
