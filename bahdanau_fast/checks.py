@@ -313,7 +313,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 def what_torch_does(
     device: torch.device, inputs: tuple[Tensor | None, ...], called: bool
-) -> tuple[bool, bool, bool, bool]:
+) -> tuple[bool, bool, bool, bool, bool]:
     """All of it at once: a small call costs little more than these questions.
 
     Args:
@@ -322,19 +322,24 @@ def what_torch_does(
         called: a layer is called, whose parameters nobody knows.
 
     Returns:
-        Whether torch.compile or torch.export traces; whether a gradient may be asked for; whether
-        only plain operations will do (:func:`plain_only`); whether autocast gives matrix products
-        another dtype.
+        Whether torch.compile or torch.export traces; whether a gradient may be asked for, and
+        whether one of the inputs is of inference mode then; whether only plain operations will do
+        (:func:`plain_only`); whether autocast gives matrix products another dtype.
     """
     if torch.compiler.is_compiling():
         records = torch.is_grad_enabled() and (called or needs_gradient(*inputs))
-        return True, records, plain_only(), autocast_dtype(device) is not None
+        return True, records, False, plain_only(), autocast_dtype(device) is not None
     # Nothing is recorded in inference mode, even within enable_grad().
     records = torch.is_grad_enabled() and (
         called or (torch._C._any_requires_grad(*inputs) and not torch.is_inference_mode_enabled())
     )
+    of_inference = False
+    if records:
+        for tensor in inputs:
+            if tensor is not None and tensor.is_inference():
+                of_inference = True
     autocast = torch._C._is_any_autocast_enabled() and autocast_dtype(device) is not None
-    return False, records, in_transform(False), autocast
+    return False, records, of_inference, in_transform(False), autocast
 
 
 def plain_only() -> bool:

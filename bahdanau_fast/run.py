@@ -43,15 +43,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         return _attended(call)
     except Exception:
         _explain(call)
-        if not _of_inference(call):
-            raise
-    # No node saves a tensor of inference mode, but plain operations may need none of it.
-    return _attended(call._replace(backend="reference"))
-
-
-def _of_inference(call: Call) -> bool:
-    given = (*call[:7], *call.inside[:2], *(call.located or ()))
-    return any(isinstance(x, Tensor) and x.is_inference() for x in given)
+        raise
 
 
 def _explain(call: Call) -> None:

@@ -201,7 +201,7 @@ def _decided(
 ) -> Route:
     (batch, queries_len, query_size), (_, keys_len, key_size), value_size, hidden = sizes
     dtype, queries_projected, keys_projected, called, drops = kinds
-    traced, records, plain_only, autocast = doing
+    traced, records, of_inference, plain_only, autocast = doing
     step = is_cuda_step(traced, queries_len, hidden, general)
     return route(
         Facts(
@@ -225,7 +225,7 @@ def _decided(
             asked=asked,
             there=_there(device.type, step),
             interpreted=asked is not None and _INTERPRETED,
-            sharded=sharded,
+            plain_inputs=of_inference or sharded,
             general=general,
         )
     )

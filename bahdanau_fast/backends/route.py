@@ -85,8 +85,8 @@ class Facts(NamedTuple):
         asked: a backend asked for by name, or None.
         there: backends that can serve calls in this process.
         interpreted: Triton kernels run in its interpreter, on the CPU.
-        sharded: DTensors where the scores are the result or depend on a location, which no operator
-            takes.
+        plain_inputs: no operator takes such inputs: a recorded call with tensors of inference mode,
+            or DTensors where the scores are the result or depend on a location.
         general: scores are the result, or have features or an activation other than tanh inside.
     """
 
@@ -110,7 +110,7 @@ class Facts(NamedTuple):
     asked: str | None
     there: tuple[str, ...]
     interpreted: bool
-    sharded: bool
+    plain_inputs: bool
     general: bool
 
 
@@ -166,8 +166,8 @@ def route(facts: Facts) -> Route:
         facts.interpreted,
         step or (facts.traced and facts.asked == "cuda" and not facts.general),
     )
-    if facts.sharded and backend != "reference":
-        backend, why = "reference", "no operator takes DTensors of a location"
+    if facts.plain_inputs and backend != "reference":
+        backend, why = "reference", "inference tensors to be recorded, or DTensors of a location"
     form, because = _form(facts, backend)
     keys = facts.batch * facts.keys_len
     reuse = (  # by a decoder's loop, which has few queries at a time

@@ -332,13 +332,15 @@ _ATTENTION = (
     f"({_INPUTS}, {_PROJECTIONS}, {_REST}, bool need_weights=True, bool precise=True, "
     "int backend=0, bool narrow=False) -> (Tensor context, Tensor weights"
 )
-recorded = Operator(
-    f"attention.recorded{_ATTENTION}, Tensor counts, Tensor projected_queries, "
-    "Tensor projected_keys)",
-    _recorded_fake,
-)
+_RECORDED = "Tensor counts, Tensor projected_queries, Tensor projected_keys"
 attention = Attention(
-    f"attention{_ATTENTION})", _attention_fake, INPUTS, _needing, _scores_of, _gradients, recorded
+    f"attention{_ATTENTION})",
+    _attention_fake,
+    INPUTS,
+    _needing,
+    _scores_of,
+    _gradients,
+    (f"attention.recorded{_ATTENTION}, {_RECORDED})", _recorded_fake),
 )
 attention_backward = Operator(
     "attention_backward(Tensor weights, Tensor? projected_queries, Tensor? projected_keys, "

@@ -150,8 +150,8 @@ class Attention(Operator):
         gradients: not differentiable again, in the order of ``inputs``: from what a backward
             has saved, numbers, bits of `needs`, the gradients of the results, and the shared
             node of the call or None.
-        recorded: the operator of recorded calls, unless it is this one: the same arguments, with
-            ``counts`` and other results behind the weights that backward takes.
+        recorded: schema and fake of the operator of recorded calls, unless it is this one: the same
+            arguments, with ``counts`` and other results behind the weights that backward takes.
     """
 
     def __init__(
@@ -162,17 +162,14 @@ class Attention(Operator):
         needing: Callable[[str, Named], Sequence[str]],
         scores: Callable[[Named], Sequence[Tensor]],
         gradients: Callable[..., Sequence[Tensor | None]],
-        recorded: Operator | None = None,
+        recorded: tuple[str, Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__(schema, fake)
-        self.inputs, self.needing, self._scores, self._gradients = (
-            inputs,
-            needing,
-            scores,
-            gradients,
-        )
+        self.inputs, self.needing = inputs, needing
+        self._scores, self._gradients = scores, gradients
         self.count = len(inputs)
-        self.recorded: Operator = recorded or self
+        # After this one, which a call of the name without an overload finds first.
+        self.recorded = Operator(*recorded) if recorded else self
         self.is_counted = recorded is not None
         self._numbers = self.names[len(self.tensors) :]
         torch.library.register_autograd(

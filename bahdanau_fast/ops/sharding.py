@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bahdanau_fast.ops.attention import NEED, attention, attention_backward, exp_keys, recorded
+from bahdanau_fast.ops.attention import NEED, attention, attention_backward, exp_keys
 from bahdanau_fast.ops.operator import Operator
 
 __all__ = ["register_for"]
@@ -37,7 +37,7 @@ def _register() -> None:
     of_operators: dict[Operator, tuple[set[str], list[Any]]] = {
         exp_keys: (set(), [rows] * 2),
         attention: (weights, [rows] * 2),
-        recorded: (weights, [rows] * 5),
+        attention.recorded: (weights, [rows] * 5),
         attention_backward: (weights, gradients),
     }
 
@@ -53,7 +53,7 @@ def _register() -> None:
         # A result that is not asked for is empty, and has no rows.
         if operator is attention_backward:
             asked = [bool(named["needs"] & NEED[name]) for name in attention.inputs]
-        elif operator is recorded:
+        elif operator is attention.recorded:
             counted = named["valid_lens"] is not None and named["mask"] is None
             asked = [True, True, counted, named["w_q"] is not None, named["w_k"] is not None]
         else:

@@ -34,7 +34,7 @@ OF_2_10 = re.compile(
     | aoti_torch_get_stride
     | aoti_torch_layout_(strided|sparse_(bs[cr]|coo|cs[cr])|_mkldnn|jagged)
     | aoti_torch_memory_format_(channels_last(_3d)?|(contiguous|preserve)_format)
-    | aoti_torch_(is_contiguous|library_init_impl)
+    | aoti_torch_(is_contiguous|is_defined|library_init_impl)
     | aoti_torch_(new_tensor_handle|new_uninitialized_tensor)""",
     re.VERBOSE,
 )
