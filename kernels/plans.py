@@ -57,6 +57,19 @@ def _tile(width: int, elements: int, keys_len: int, warps: int = 0) -> tuple[int
 OWN_FEATURES = 3
 
 
+# A launch projects up to so many queries, where each program reads at most so many bytes of W_q,
+# times the queries.
+# not measured: all rows with W_q have 512 KB of it or more; steps of 128 and 256 hidden units with
+# W_q inside and in front would tell.
+_OWN_QUERIES, _OWN_WEIGHT = 4, 16 * 1024
+
+
+def projects_queries(queries_len: int, query_size: int, hidden: int, size: int) -> bool:
+    """Whether `decode_kernel` projects the queries of a step; ``size`` is bytes of an element."""
+    read = queries_len * query_size * hidden * size
+    return queries_len <= _OWN_QUERIES and read <= _OWN_WEIGHT
+
+
 @functools.lru_cache(_CALLS)
 def decode(
     batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
@@ -139,8 +152,14 @@ def grad_step(
     of_keys |= {"STAGES": key_stages, "num_warps": key_warps}
     block_s = min(power_of_two(key_splits), 64)
     sums = {"BLOCK_S": block_s, "BLOCK_H": min(max(power_of_two(hidden), 16), 4096 // block_s, 512)}
-    sums |= {"BLOCK_R": min(power_of_two(batch * key_splits), 512), "BLOCK_W": 8, "num_warps": 4}
+    sums = sum_rows(batch * key_splits) | sums
     return GradPlan(StepPlan(splits, each, values), StepPlan(key_splits, each_key, of_keys), sums)
+
+
+def sum_rows(rows: int) -> dict[str, Any]:
+    """Of `step_sums_kernel` where it adds up so many rows, and no parts of queries."""
+    block_r = min(power_of_two(rows), 512)
+    return {"BLOCK_S": 1, "BLOCK_H": 16, "BLOCK_R": block_r, "BLOCK_W": 8, "num_warps": 4}
 
 
 def _stages(tile: int) -> int:

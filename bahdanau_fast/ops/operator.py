@@ -31,6 +31,7 @@ __all__ = [
     "Named",
     "Operator",
     "Recorded",
+    "apart",
     "implement",
     "number_of",
 ]
@@ -323,6 +324,14 @@ def implement(backend: str, dispatch_key: str, **kernels: Callable[..., Any]) ->
             _put_behind(dispatch_key, operators[name], backend, function)
 
 
+def apart(results: Any) -> Any:
+    """The dispatcher wants tensors of their own where an empty one stands for several results."""
+    if isinstance(results, Tensor):
+        return results
+    ids = [id(x) for x in results]
+    return tuple(x.clone() if ids[i] in ids[:i] else x for i, x in enumerate(results))
+
+
 def _put_behind(key: str, operator: Operator, backend: str, function: Callable[..., Any]) -> None:
     has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
     name = f"bahdanau_fast::{operator.name}"
@@ -333,7 +342,7 @@ def _put_behind(key: str, operator: Operator, backend: str, function: Callable[.
     def choose(keys: Any, *args: Any, **kwargs: Any) -> Any:
         named = operator.named(*args, **kwargs)
         if before is None or named["backend"] == NUMBERS[backend]:
-            return function(*named.values())
+            return apart(function(*named.values()))
         return before.call_boxed(keys, *named.values())
 
     with warnings.catch_warnings():  # that a kernel is registered in the place of another

@@ -20,8 +20,9 @@ from triton.runtime.jit import JITFunction
 from triton_target import target_is
 
 import bahdanau_fast.kernels
-from bahdanau_fast.backends.triton import backward, forward
-from bahdanau_fast.ops.attend import attend_counted
+from bahdanau_fast.backends.triton import call
+from bahdanau_fast.kernels import plans
+from bahdanau_fast.ops.attention import attention, attention_backward, recorded
 
 __all__ = ["TritonPtx"]
 
@@ -78,23 +79,30 @@ class TritonPtx(PtxCalls):
             target_is(f"sm_{self.arch}"),
             patch.object(CompiledKernel, "run", property(self._runner)),
             patch.object(CompiledKernel, "launch_metadata", return_value=None),
-            patch.object(forward, "processors", return_value=self.multiprocessors),
-            patch.object(backward, "processors", return_value=self.multiprocessors),
+            patch.object(call, "processors", return_value=self.multiprocessors),
             patch.object(torch, "empty", _empty),
         ):
             yield
 
     def forward(self, need_weights, *inputs, counted=False, **masked):
-        *inputs, lens = inputs
-        given = {"valid_lens": lens, "need_weights": need_weights, **masked}
-        attend = forward.attend_counted if counted else forward.attend
-        with self.here():
-            return attend(*attend_counted.named(*inputs, **given).values())
+        given = self._named(*inputs, need_weights=need_weights, **masked)
+        return self._call(recorded if counted else attention, given)[: 2 + counted]
 
-    def backward(self, *given, **masked):
-        *given, lens = given
+    def backward(self, weights, grad_context, grad_weights, needs, *inputs, **masked):
+        grads = {"weights": weights, "grad_context": grad_context, "grad_weights": grad_weights}
+        return self._call(
+            attention_backward, {**grads, "needs": needs, **self._named(*inputs, **masked)}
+        )[:4]
+
+    @staticmethod
+    def _named(queries, keys, values, w_v, valid_lens, seed=None, dropout_p=0.0, **more):
+        named = {"queries": queries, "keys": keys, "values": values, "w_v": w_v, **more}
+        return {**named, "valid_lens": valid_lens, "seed": seed, "dropout_p": dropout_p}
+
+    def _call(self, operator, given):
+        named = {**operator.defaults, **given}
         with self.here():
-            return backward.attend_backward(*given, valid_lens=lens, **masked)[:4]
+            return operator.in_python["triton"](*(named.get(name) for name in operator.names))
 
     def step(
         self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens,
@@ -102,11 +110,10 @@ class TritonPtx(PtxCalls):
     ):  # fmt: skip
         """The same without gradients, from queries (and keys) that the kernel projects itself."""
         self.begin(multiprocessors, queries.dtype)
-        weights = w_q, w_k, bias, w_v
-        with self.here():
-            return forward.attend_step(
-                queries, keys, values, *weights, valid_lens, mask, narrow=True
-            )
+        more = {"w_q": w_q, "w_k": w_k, "bias": bias, "mask": mask, "narrow": True}
+        given = self._named(queries, keys, values, w_v, valid_lens, **more)
+        with patch.object(plans, "projects_queries", return_value=True):
+            return self._call(attention, given)
 
     def _runner(self, kernel):
         def run(x, y, z, _stream, _function, _packed, _metadata, _enter, _exit, *arguments):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bahdanau_fast import backends
-from bahdanau_fast.ops.operator import operators
+from bahdanau_fast.ops.operator import apart, operators
 
 __all__ = ["GPU", "captured", "capturing"]
 
@@ -107,6 +107,10 @@ def launch(kernel, ran, *args, **kwargs):
     ran.append(kernel.__name__)
 
 
+def by_triton(operator, *args, **kwargs):
+    return apart(operator.in_python["triton"](*operator.named(*args, **kwargs).values()))
+
+
 def refuse_cpu(function, *given):
     for x in tree_leaves(given):
         if isinstance(x, torch.Tensor) and x.device.type == "cpu":
@@ -142,7 +146,7 @@ def capturing(*there):
         stack.callback(on_gpu._destroy)
         for name, operator in operators.items():
             if "triton" in there and "triton" in operator.in_python:
-                on_gpu.impl(name, operator.in_python["triton"], "Meta", allow_override=True)
+                on_gpu.impl(name, partial(by_triton, operator), "Meta", allow_override=True)
         for change in (
             (backends, "_routes", {}),
             (backends, "route", route),

@@ -18,6 +18,7 @@ from triton_target import target_is
 
 from bahdanau_fast import backends
 from bahdanau_fast.backends import availability
+from bahdanau_fast.backends.triton import launch
 from bahdanau_fast.ops.operator import operators
 
 __all__ = ["routed"]
@@ -45,6 +46,11 @@ def _routes(backend):
 
 
 @functools.cache
+def _plans():
+    return {}
+
+
+@functools.cache
 def _gpu():
     return mock().new_gpu()
 
@@ -59,6 +65,7 @@ def routed(backend):
         (torch.cuda, "device", lambda _: nullcontext()),
         (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
         (backends, "_routes", _routes(backend)),
+        (launch, "plans", _plans()),
         (availability, "cuda_problem", _there if backend == "cuda" else _left_out),
         (availability, "triton_problem", _there if backend == "triton" else _left_out),
     ]

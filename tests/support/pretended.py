@@ -55,13 +55,14 @@ class _Operations(TorchDispatchMode):
         if len(places) > 1 and func is not torch.ops.aten.copy_.default:
             raise RuntimeError(f"{func}: tensors must be on one device, got cuda:0 and cpu")
         own = operators.get(func.name().removeprefix("bahdanau_fast::"))
+        on_gpu = any(map(self.memory.has, given))
         in_python = own is not None and availability.interpreted() and "triton" in own.in_python
-        if in_python:  # and asks for devices, too
+        if in_python and on_gpu:  # and asks for devices, too
             with _Operations(self.memory), _Functions(self.memory):
                 results = own.in_python["triton"](*own.named(*args, **(kwargs or {})).values())
         else:
             results = func(*args, **(kwargs or {}))
-        if any(map(self.memory.has, given)):
+        if on_gpu:
             tree_map_only(torch.Tensor, self.memory.take, results)
         return results
 

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
 from bahdanau_fast import limits
-from bahdanau_fast.backends.triton import call
+from bahdanau_fast.backends.triton import call, launch
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -90,6 +90,7 @@ def target_is(target):
         with (
             patch.object(call, "native", lambda: target.startswith("sm")),
             patch.object(limits, "of_gpu", lambda device: limits_of(target)),
+            patch.object(launch, "plans", {}),
         ):
             yield
     finally:

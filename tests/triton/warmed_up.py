@@ -12,9 +12,8 @@ from machine_code import run_tool
 from triton_target import target_is
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from bahdanau_fast.backends.triton import backward, forward
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.ops.attend import attend_counted
+from bahdanau_fast.ops.attention import attention, attention_backward, recorded
 
 
 class Kernel:
@@ -82,25 +81,27 @@ def kernels_of(shape, dtype, target, only=""):
     """The kernels of forward and backward at (B,Tq,Tk,H,Dv), by hash; on tensors without data."""
     batch, queries_len, keys_len, hidden, features = shape
     make = partial(torch.empty, dtype=dtype, device="meta")
-    queries, keys = make(batch, queries_len, hidden), make(batch, keys_len, hidden)
-    values, w_v = make(batch, keys_len, features), make(1, hidden)
-    valid = torch.empty(batch, dtype=torch.int64, device="meta")
+    inputs = {"queries": make(batch, queries_len, hidden), "keys": make(batch, keys_len, hidden)}
+    inputs |= {"values": make(batch, keys_len, features), "w_v": make(1, hidden), "narrow": True}
+    inputs["valid_lens"] = torch.empty(batch, dtype=torch.int64, device="meta")
+    mask = torch.empty(batch, queries_len, keys_len, dtype=torch.bool, device="meta")
     with compiling(target, only) as found:
-        inputs = (queries, keys, values, w_v)
-        for mask in (
-            None,
-            torch.empty(batch, queries_len, keys_len, dtype=torch.bool, device="meta"),
-        ):
-            seen = {"valid_lens": valid, "mask": mask}
-            context, weights = forward.attend(*inputs, **seen, narrow=True)
-            if mask is None:
-                given = attend_counted.named(*inputs, **seen, narrow=True)
-                forward.attend_counted(*given.values())
-            backward.attend_backward(weights, context, weights, 15, *inputs, **seen)
+        for seen in ({}, {"mask": mask}):
+            given = inputs | seen
+            context, weights, *_ = call(recorded, **given)
+            call(attention, **given)
+            grads = {"weights": weights, "grad_context": context, "grad_weights": weights}
+            call(attention_backward, **grads, needs=15, **given)
             if queries_len <= plans.OWN_FEATURES:
-                inside = make(batch, keys_len, 32), make(hidden, 32)
-                forward.attend(*inputs, *inside, **seen, narrow=True)
+                inside = {"features": make(batch, keys_len, 32), "w_f": make(hidden, 32)}
+                call(attention, **given, **inside)
         if queries_len <= GPU_STEP_QUERIES and dtype != torch.float32:
-            square = make(hidden, hidden)
-            forward.attend_step(queries, keys, values, square, None, None, w_v, valid, narrow=True)
+            with patch.object(plans, "projects_queries", return_value=True):
+                call(attention, **inputs, w_q=make(hidden, hidden))
     return found
+
+
+def call(operator, **given):
+    """What an operator gives where Triton serves it; what it does not take is left out."""
+    named = {**operator.defaults, **given}
+    return operator.in_python["triton"](*(named.get(name) for name in operator.names))

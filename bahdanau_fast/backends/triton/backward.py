@@ -1,4 +1,4 @@
-"""The backward operator by the Triton kernels: allocates, plans and launches."""
+"""The backward operators by the Triton kernels: allocate, plan and launch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast.backends.route import is_gpu_step
 from bahdanau_fast.backends.triton.call import (
     Call,
+    Table,
     lengths,
     make_table,
-    processors,
-    rows,
+    new_table,
     strides,
 )
+from bahdanau_fast.backends.triton.launch import Steps, kept
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
     grad_softmax_kernel,
@@ -28,128 +28,134 @@ from bahdanau_fast.kernels.grad_step import (
     step_values_kernel,
 )
 from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
-from bahdanau_fast.ops.attention import NEED, gradient_like
+from bahdanau_fast.ops.attention import NEED
 
-__all__ = ["attend_backward", "attend_scores_backward"]
+__all__ = ["attend_scores_backward", "attention_backward"]
+
+_OF_QUERIES = NEED["queries"] | NEED["w_q"]
+_OF_KEYS = NEED["keys"] | NEED["w_k"] | NEED["bias"] | NEED["features"] | NEED["w_f"]
 
 
-def attend_backward(
-    weights: Tensor,
-    grad_context: Tensor | None,
-    grad_weights: Tensor | None,
-    needs: int,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    w_v: Tensor,
-    features: Tensor | None = None,
-    w_f: Tensor | None = None,
-    valid_lens: Tensor | None = None,
-    mask: Tensor | None = None,
-    table: Tensor | None = None,
-    keys_max: Tensor | None = None,
-    seed: Tensor | None = None,
-    dropout_p: float = 0.0,
-    activation: int = 0,
-    negative_slope: float = 0.01,
-    backend: int = 0,
-) -> tuple[Tensor, ...]:
-    """The operator ``attend_backward``; see :mod:`ops.attend`.
+@kept
+def attention_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
+    """The operator ``attention_backward``; see :mod:`ops.attention`.
+
+    Args:
+        steps: of the call.
+        *given: the arguments of the operator.
 
     Returns:
-        Gradients of queries, keys, values, w_v, features and w_f, as far as ``needs`` asks, else
-        (0,).
+        Gradients of queries, keys, values, w_v, w_q, w_k, bias, features and w_f, as far as
+        ``needs`` asks, else (0,).
 
     Raises:
-        TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
-        ValueError: lengths, a mask or features of another shape or device; no such activation.
+        TypeError: as :class:`Call`; weights or gradients of another dtype.
+        ValueError: as :class:`Call`; weights or gradients of other sizes.
     """
-    given = (valid_lens, mask, seed, dropout_p, features, w_f, activation, negative_slope)
-    call = Call(queries, keys, values, w_v, *given)
-    grads = _Gradients(needs, queries, keys, values, w_v)
-    if call.batch * call.queries_len * call.keys_len == 0:
+    weights, queries, keys, grad_context, grad_weights, needs, *inputs, _ = given
+    call = Call(steps, *inputs)
+    sizes = call.batch, call.queries_len, call.keys_len
+    call.check("weights", weights, sizes, torch.float32)
+    call.check("grad_context", grad_context, (*sizes[:2], call.value_size))
+    call.check("grad_weights", grad_weights, sizes, weights.dtype)
+    grads = _Gradients(call, needs)
+    if grads.through_scores:
+        call.project(queries, keys)
+    if 0 in sizes:
         grads.zero()
     else:
-        of_context = None if grad_context is None or call.features == 0 else rows(grad_context)
-        of_weights = None if grad_weights is None else rows(grad_weights)
-        through = _of_step if _is_step(call) else _of_many
-        with call.guard():
-            through(call, weights.contiguous(), of_context, of_weights, grads)
-    of_keys, *inside = grads.of_keys(features, w_f)
-    return grads.queries, of_keys, grads.values, grads.w_v, *inside
+        of_context, of_weights = (None if x is None else call.rows(x) for x in given[3:5])
+        through = _of_step if call.is_step else _of_many
+        through(
+            call, call.whole(weights), of_context if call.value_size else None, of_weights, grads
+        )
+    return grads.results(*inputs[:9])
 
 
-def attend_scores_backward(
-    grad_scores: Tensor,
-    needs: int,
-    queries: Tensor,
-    keys: Tensor,
-    w_v: Tensor,
-    features: Tensor | None = None,
-    w_f: Tensor | None = None,
-    activation: int = 0,
-    negative_slope: float = 0.01,
-    backend: int = 0,
-) -> tuple[Tensor, ...]:
-    """The operator ``attend_scores_backward``; see :mod:`ops.attend`.
+@kept
+def attend_scores_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
+    """The operator ``attend_scores_backward``, as :func:`attention_backward`.
 
     Returns:
         Gradients of queries, keys, w_v, features and w_f, as far as ``needs`` asks, else (0,).
     """
-    given = (None, None, None, 0.0, features, w_f, activation, negative_slope)
-    call = Call(queries, keys, keys, w_v, *given)
-    grads = _Gradients(needs & ~NEED["values"], queries, keys, keys, w_v)
-    if grad_scores.numel() == 0:
+    grad_scores, needs, queries, keys, w_v, features, w_f, activation, slope, _ = given
+    call = Call.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
+    sizes = call.batch, call.queries_len, call.keys_len
+    call.check("grad_scores", grad_scores, sizes, torch.float32)
+    grads = _Gradients(call, needs & ~NEED["values"])
+    if 0 in sizes:
         grads.zero()
     elif grads.through_scores:
-        with call.guard():
-            if _is_step(call):
-                _through_keys(call, grad_scores, grads)
-            else:
-                _grad_tanh(call, grad_scores, None, grads)
-    of_keys, *of_features = grads.of_keys(features, w_f)
-    return grads.queries, of_keys, grads.w_v, *of_features
+        if call.is_step:
+            _through_keys(call, grad_scores, grads)
+        else:
+            _grad_tanh(call, grad_scores, None, grads)
+    found = grads.results(queries, keys, keys, w_v, None, None, None, features, w_f)
+    return *found[:2], found[3], *found[7:]
 
 
 class _Gradients:
-    """Where gradients go: empty where they are not needed."""
+    """Where gradients go, of projected queries and keys; None where they are not needed."""
 
-    def __init__(
-        self, needs: int, queries: Tensor, keys: Tensor, values: Tensor, w_v: Tensor
-    ) -> None:
-        self.needs, of_features = needs, NEED["features"] | NEED["w_f"]
+    def __init__(self, call: Call, needs: int) -> None:
+        self._call, self._needs, self._w_v = call, needs, call.w_v
+
+        def new(needed: int, *shape: int) -> Tensor | None:
+            return call.steps.new(*shape, dtype=call.dtype) if needs & needed else None
+
+        self.queries = new(_OF_QUERIES, call.batch, call.queries_len, call.hidden)
+        self.keys = new(_OF_KEYS, call.batch, call.keys_len, call.hidden)
+        self.values = new(NEED["values"], call.batch, call.keys_len, call.value_size)
+        self.w_v = new(NEED["w_v"], *call.w_v.shape)
         self.through_scores = bool(needs & ~NEED["values"])
-        self.queries = gradient_like(queries, needs & NEED["queries"])
-        self.keys = gradient_like(keys, needs & (NEED["keys"] | of_features))
-        self.values = gradient_like(values, needs & NEED["values"])
-        self.w_v = gradient_like(w_v, needs & NEED["w_v"])
 
     def zero(self) -> None:
         for grad in (self.queries, self.keys, self.values, self.w_v):
-            grad.zero_()
+            if grad is not None:
+                self._call.steps.update(Tensor.zero_, grad)
 
-    def of_keys(self, features: Tensor | None, w_f: Tensor | None) -> tuple[Tensor, ...]:
-        """Of the keys, and, since features were added to them, of features and w_f."""
-        grad_features, grad_w_f = (self.keys.new_empty(0, dtype=torch.float32) for _ in range(2))
-        if features is not None and w_f is not None:
-            grad_features, grad_w_f = gradient_like(features, False), gradient_like(w_f, False)
-            if self.needs & NEED["features"]:  # laid out as of any backend
-                grad_features = (w_f.t() @ self.keys.transpose(1, 2)).transpose(1, 2)
-            if self.needs & NEED["w_f"]:
-                grad_w_f = self.keys.flatten(0, 1).t() @ features.flatten(0, 1)
-        grad_keys = self.keys if self.needs & NEED["keys"] else gradient_like(self.keys, False)
-        return grad_keys, grad_features, grad_w_f
+    def results(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """All nine; those of what was multiplied as the backward of torch's linear makes them."""
+        queries, keys, _, _, w_q, w_k, bias, features, w_f = inputs
+        make, of_queries, of_keys = self._call.steps.make, self.queries, self.keys
+        none = self._call.steps.none(self._call.dtype)
+
+        def of(name: str, grad: Tensor | None, given: Any = True, *function: Any) -> Tensor:
+            if grad is None or given is None or not self._needs & NEED[name]:
+                return none
+            return make(*function) if function else grad
+
+        of_rows = [
+            of(name, grad, True, *(() if w is None else (torch.matmul, grad, w)))
+            for name, grad, w in (("queries", of_queries, w_q), ("keys", of_keys, w_k))
+        ]
+        return (
+            *of_rows,
+            of("values", self.values),
+            of("w_v", self.w_v),
+            of("w_q", of_queries, w_q, _of_weight, of_queries, queries),
+            of("w_k", of_keys, w_k, _of_weight, of_keys, keys),
+            of("bias", of_keys, bias, torch.sum, of_keys, (0, 1)),
+            of("features", of_keys, features, _of_features, of_keys, w_f),
+            of("w_f", of_keys, features, _of_weight, of_keys, features),
+        )
 
 
-def _is_step(call: Call) -> bool:
-    """Whether the kernels of `grad_step` serve a call."""
-    return is_gpu_step(call.queries_len, call.hidden, call.features)
+def _of_weight(grad: Tensor, rows: Tensor) -> Tensor:
+    """(H,D) of (B,T,H) gradients and (B,T,D) rows."""
+    return grad.flatten(0, 1).t() @ rows.flatten(0, 1)
+
+
+def _of_features(grad: Tensor, w_f: Tensor) -> Tensor:
+    """(B,Tk,C) of (B,Tk,H) gradients of keys, laid out as of any backend."""
+    return (w_f.t() @ grad.transpose(1, 2)).transpose(1, 2)
 
 
 def _plan(call: Call) -> plans.GradPlan:
     return plans.grad_step(
-        call.batch, call.queries_len, call.keys_len, call.hidden, call.features,
-        processors(call.device), call.size,
+        call.batch, call.queries_len, call.keys_len, call.hidden, call.value_size, call.processors,
+        call.size,
     )  # fmt: skip
 
 
@@ -161,17 +167,17 @@ def _of_step(
     grads: _Gradients,
 ) -> None:
     """The gradients of few queries: a launch over values, one over keys, one to sum."""
-    plan, shape = _plan(call).values, (call.batch, call.queries_len)
+    plan, shape, new = _plan(call).values, (call.batch, call.queries_len), call.steps.new
     found, means, masses = None, None, None
     if grads.through_scores:
-        found, means = call.new(*shape, call.keys_len), call.new(*shape, plan.splits)
+        found, means = new(*shape, call.keys_len), new(*shape, plan.splits)
         if weights.dtype != torch.float32:
-            masses = call.new(*shape, plan.splits)
-    step_values_kernel[(call.batch * plan.splits,)](
+            masses = new(*shape, plan.splits)
+    call.steps.launch(
+        step_values_kernel, call.batch * plan.splits,
         values=call.values, weights=weights, grad_context=grad_context, grad_weights=grad_weights,
-        grad_values=_wanted(grads.values), grads=found, means=means, masses=masses,
-        Tk=call.keys_len, Dv=call.features,
-        **strides(v=call.values, gc=grad_context, gw=grad_weights),
+        grad_values=grads.values, grads=found, means=means, masses=masses, Tk=call.keys_len,
+        Dv=call.value_size, **strides(v=call.values, gc=grad_context, gw=grad_weights),
         splits=plan.splits, split_keys=plan.split_keys, **call.seen, **call.dropout,
         Tq=call.queries_len, **plan.blocks,
     )  # fmt: skip
@@ -190,18 +196,19 @@ def _through_keys(
     """Gradients of queries, keys and w_v; with ``weights``, from the gradients of those."""
     whole = _plan(call)
     plan, sums, queries = whole.keys, whole.sums, call.batch * call.queries_len
-    grad_queries, grad_w, q_parts, w_parts = _wanted(grads.queries), _wanted(grads.w_v), None, None
-    if grad_queries is not None and plan.splits > 1:
-        q_parts = call.new(queries, plan.splits, call.hidden)
-    if grad_w is not None:
-        w_parts = call.new(call.batch * plan.splits, call.hidden)
+    keys, q_parts, w_parts = call.summed_keys, None, None
+    if grads.queries is not None and plan.splits > 1:
+        q_parts = call.steps.new(queries, plan.splits, call.hidden)
+    if grads.w_v is not None:
+        w_parts = call.steps.new(call.batch * plan.splits, call.hidden)
     g_batch, g_row, g_key = grad_scores.stride()
     hidden_blocks = -(-call.hidden // plan.blocks["BLOCK_H"])
-    step_keys_kernel[(call.batch * plan.splits * hidden_blocks,)](
-        queries=call.queries, keys=call.keys, w_v=call.w_v, weights=weights, grads=grad_scores,
-        means=means, masses=masses, grad_keys=_wanted(grads.keys),
-        q_parts=grad_queries if q_parts is None else q_parts, w_parts=w_parts,
-        Tk=call.keys_len, H=call.hidden, **strides(q=call.queries, k=call.keys), g_batch=g_batch,
+    call.steps.launch(
+        step_keys_kernel, call.batch * plan.splits * hidden_blocks,
+        queries=call.queries, keys=keys, w_v=call.w_v, weights=weights, grads=grad_scores,
+        means=means, masses=masses, grad_keys=grads.keys,
+        q_parts=grads.queries if q_parts is None else q_parts, w_parts=w_parts,
+        Tk=call.keys_len, H=call.hidden, **strides(q=call.queries, k=keys), g_batch=g_batch,
         g_row=g_row, g_key=g_key, splits=plan.splits, split_keys=plan.split_keys,
         parts=whole.values.splits, **call.seen, **call.kind, Tq=call.queries_len, **plan.blocks,
     )  # fmt: skip
@@ -209,15 +216,11 @@ def _through_keys(
     if q_parts is not None:
         programs += queries * -(-call.hidden // sums["BLOCK_H"])
     if programs:
-        step_sums_kernel[(programs,)](
-            q_parts=q_parts, grad_queries=grad_queries, w_parts=w_parts, grad_w=grad_w,
+        call.steps.launch(
+            step_sums_kernel, programs,
+            q_parts=q_parts, grad_queries=grads.queries, w_parts=w_parts, grad_w=grads.w_v,
             splits=plan.splits, w_rows=call.batch * plan.splits, H=call.hidden, **sums,
         )  # fmt: skip
-
-
-def _wanted(grad: Tensor) -> Tensor | None:
-    """None for the gradient that is not needed."""
-    return grad if grad.numel() else None
 
 
 def _of_many(
@@ -227,25 +230,36 @@ def _of_many(
     grad_weights: Tensor | None,
     grads: _Gradients,
 ) -> None:
-    if grads.values.numel():
+    if grads.values is not None:
         _grad_values(call, weights, grad_context, grads.values)
     if grads.through_scores:
         bounds = lengths(call)
         grad_scores = _grad_scores(call, weights, grad_context, grad_weights, bounds)
-        _grad_tanh(call, grad_scores, _of_rows(bounds["lens"]), grads)
+        lens = bounds["lens"]
+        if lens is not None and lens.dim() > 1:
+            lens = call.steps.make(_longest, lens)
+        _grad_tanh(call, grad_scores, lens, grads)
+
+
+def _longest(lens: Tensor) -> Tensor:
+    """A length per batch row, of the query that looks at most keys."""
+    if lens.is_floating_point():  # a NaN keeps none
+        lens = lens.nan_to_num(0.0, float("inf"), 0.0)
+    return lens.amax(1)
 
 
 def _grad_values(
     call: Call, weights: Tensor, grad_context: Tensor | None, grad_values: Tensor
 ) -> None:
     if grad_context is None:
-        grad_values.zero_()
+        call.steps.update(Tensor.zero_, grad_values)
         return
     blocks = plans.grad_products()
-    count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.features // blocks["BLOCK_D"])
-    grad_values_kernel[(call.batch * count,)](
+    count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.value_size // blocks["BLOCK_D"])
+    call.steps.launch(
+        grad_values_kernel, call.batch * count,
         weights=weights, grad_context=grad_context, out=grad_values, Tq=call.queries_len,
-        Tk=call.keys_len, Dv=call.features, **strides(gc=grad_context), **call.dropout,
+        Tk=call.keys_len, Dv=call.value_size, **strides(gc=grad_context), **call.dropout,
         PRECISION=call.precision, **blocks,
     )  # fmt: skip
 
@@ -258,78 +272,70 @@ def _grad_scores(
     bounds: dict[str, Any],
 ) -> Tensor:
     """(B,Tq,Tk) gradients of the scores, zero where a query does not look."""
-    out = call.new(call.batch, call.queries_len, call.keys_len)
+    out = call.steps.new(call.batch, call.queries_len, call.keys_len)
     blocks = plans.grad_products()
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.queries_len // blocks["BLOCK_Q"])
-    grad_weights_kernel[(call.batch * count,)](
+    call.steps.launch(
+        grad_weights_kernel, call.batch * count,
         values=call.values, grad_context=grad_context, grad_weights=grad_weights, out=out,
-        Tq=call.queries_len, Tk=call.keys_len, Dv=call.features,
+        Tq=call.queries_len, Tk=call.keys_len, Dv=call.value_size,
         **strides(v=call.values, gc=grad_context, gw=grad_weights), **(call.seen | bounds),
         **call.dropout, PRECISION=call.precision, **blocks,
     )  # fmt: skip
-    grad_softmax_kernel[(call.batch * call.queries_len,)](
+    call.steps.launch(
+        grad_softmax_kernel, call.batch * call.queries_len,
         weights=weights, grads=out, Tq=call.queries_len, Tk=call.keys_len, **bounds,
         **plans.grad_softmax(call.keys_len),
     )  # fmt: skip
     return out
 
 
-def _grad_tanh(
-    call: Call,
-    grad_scores: Tensor,
-    kept: Tensor | None,
-    grads: _Gradients,
-) -> None:
-    """Fill the gradients of queries, keys and w_v that are not empty."""
-    of = call, grad_scores, kept
-    if grads.keys.numel():
-        _pass(*of, grads.keys, True, False)
-    if grads.queries.numel() + grads.w_v.numel():
-        w_parts = _pass(*of, grads.queries, False, grads.w_v.numel() > 0)
-        if w_parts is not None:
-            grads.w_v.copy_(w_parts.sum((0, 1)).view_as(grads.w_v))
+def _grad_tanh(call: Call, grad_scores: Tensor, longest: Tensor | None, grads: _Gradients) -> None:
+    """Fill the gradients of queries, keys and w_v that are needed."""
+    queries, keys = call.queries, call.summed_keys
+    of_queries = grads.queries is not None or grads.w_v is not None
+    others = [*[queries] * (grads.keys is not None), *[keys] * of_queries]
+    of = call, grad_scores, longest, new_table(call, *others)
+    if grads.keys is not None:
+        _pass(*of, grads.keys, True, None)
+    if of_queries:
+        _pass(*of, grads.queries, False, grads.w_v)
 
 
 def _pass(
     call: Call,
     grad_scores: Tensor,
-    kept: Tensor | None,
-    out: Tensor,
+    longest: Tensor | None,
+    table: Table,
+    out: Tensor | None,
     rows_are_keys: bool,
-    sum_w: bool,
-) -> Tensor | None:
-    """One pass: gradients of the rows into ``out`` unless empty.
-
-    Returns:
-        Parts of the gradient of w_v (B,row blocks,H).
-    """
-    rows_, others = call.keys, call.queries
-    if rows_are_keys:
-        grad_scores = grad_scores.transpose(1, 2)
-    else:
-        rows_, others = others, rows_
-    table = make_table(call, others)
-    batch, others_len = others.shape[:2]
+    grad_w: Tensor | None,
+) -> None:
+    """One pass: gradients of the rows and of w_v, unless None."""
+    rows, others = call.queries, call.summed_keys
     g_batch, g_row, g_other = grad_scores.stride()
-    blocks = plans.grad_tanh(rows_.shape[1], call.hidden, sum_w)
-    row_blocks = -(-rows_.shape[1] // blocks["BLOCK_R"])
+    if rows_are_keys:
+        rows, others, g_row, g_other = others, rows, g_other, g_row
+    make_table(call, others, table)
+    rows_len, others_len, w_parts = rows.shape[1], others.shape[1], None
+    blocks = plans.grad_tanh(rows_len, call.hidden, grad_w is not None)
+    row_blocks = -(-rows_len // blocks["BLOCK_R"])
     hidden_blocks = -(-call.hidden // (2 * blocks["BLOCK_H"]))
-    w_parts = call.new(batch, row_blocks, call.hidden) if sum_w else None
-    grad_tanh_kernel[(batch * row_blocks * hidden_blocks,)](
-        rows=rows_, others=others, table=table.entries, largest=table.largest,
-        second=others.numel(), w_v=call.w_v, grad_scores=grad_scores, kept=kept,
-        out=_wanted(out), w_parts=w_parts, R=rows_.shape[1], O=others_len,
-        H=call.hidden, **strides(r=rows_, o=others), g_batch=g_batch, g_row=g_row, g_other=g_other,
-        kept_batch=0 if kept is None else kept.stride(0), **call.kind,
+    if grad_w is not None:
+        w_parts = call.steps.new(call.batch * row_blocks, call.hidden)
+    call.steps.launch(
+        grad_tanh_kernel, call.batch * row_blocks * hidden_blocks,
+        rows=rows, others=others, table=table.entries, largest=table.largest,
+        second=others.numel(), w_v=call.w_v, grad_scores=grad_scores, kept=longest, out=out,
+        w_parts=w_parts, R=rows_len, O=others_len, H=call.hidden, **strides(r=rows, o=others),
+        g_batch=g_batch, g_row=g_row, g_other=g_other,
+        kept_batch=0 if longest is None else longest.stride(0), **call.kind,
         ROWS_ARE_KEYS=rows_are_keys, **blocks,
     )  # fmt: skip
-    return w_parts
-
-
-def _of_rows(lens: Tensor | None) -> Tensor | None:
-    """A length per batch row, of the query that looks at most keys."""
-    if lens is None or lens.dim() == 1:
-        return lens
-    if lens.is_floating_point():  # a NaN keeps none
-        lens = lens.nan_to_num(0.0, float("inf"), 0.0)
-    return lens.amax(1)
+    if w_parts is not None:
+        sums = plans.sum_rows(call.batch * row_blocks)
+        call.steps.launch(
+            step_sums_kernel, -(-call.hidden // sums["BLOCK_W"]),
+            q_parts=None, grad_queries=None, w_parts=w_parts, grad_w=grad_w, splits=1,
+            w_rows=call.batch * row_blocks, H=call.hidden, **sums,
+        )  # fmt: skip

@@ -1,32 +1,25 @@
-"""What the Triton kernels of one call have in common: inputs laid out, types, lengths, dropout."""
+"""What the Triton kernels of one call have in common: checked inputs, lengths, dropout, tables."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import struct
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bahdanau_fast import checks, limits
 from bahdanau_fast.backends import availability
+from bahdanau_fast.backends.route import is_gpu_step
+from bahdanau_fast.backends.triton.launch import Steps, precision
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.softmax import lengths_kernel
 from bahdanau_fast.kernels.tables import tables_kernel
 
-__all__ = [
-    "DTYPES",
-    "Call",
-    "Table",
-    "lengths",
-    "make_table",
-    "precision",
-    "processors",
-    "rows",
-    "strides",
-]
+__all__ = ["DTYPES", "Call", "Table", "lengths", "make_table", "new_table", "strides"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_DROPOUT: dict[str, Any] = {"seed": None, "threshold": 0, "scale_bits": 0}
@@ -36,98 +29,173 @@ class Call:
     """What the kernels of one call have in common.
 
     Args:
-        queries: (B,Tq,H), or raw queries; the others likewise, as the operators have them.
-        keys: (B,Tk,H).
+        steps: of the call.
+        queries: (B,Tq,Dq) with ``w_q``, else (B,Tq,H); the others likewise, as operators have them.
+        keys: (B,Tk,Dk) with ``w_k``, else (B,Tk,H).
         values: (B,Tk,Dv).
         w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq).
-        mask: None, or bool (B,Tk), (B,1,Tk) or (B,Tq,Tk).
-        seed: (1,) int64, with dropout.
-        dropout_p: probability of dropping a weight.
+        w_q: (H,Dq) or None.
+        w_k: (H,Dk) or None.
+        bias: (H,) or None; with ``w_k`` only.
         features: None, or (B,Tk,C), whose projection is added to the keys.
         w_f: (H,C); with features.
+        valid_lens: None, (B,) or (B,Tq).
+        mask: None, or bool (B,Tk), (B,1,Tk) or (B,Tq,Tk).
+        table: not read: these kernels make what they need in registers.
+        keys_max: likewise.
+        seed: (1,) int64, with dropout.
+        dropout_p: probability of dropping a weight.
         activation: a place in ``checks.ACTIVATIONS``.
         negative_slope: of leaky ReLU.
 
     Raises:
-        TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
-        ValueError: lengths, a mask or features of another shape or device; no such activation.
+        TypeError: a dtype that these kernels do not compute, or of lengths or a mask; dtypes that
+            differ; no dense tensor.
+        ValueError: ranks, sizes or devices that do not match; numbers out of their range.
 
     Attributes:
-        inside: features and w_f, or None; ``plain_keys`` are the keys without them.
+        queries: laid out for the kernels, and raw with ``w_q``; likewise keys and values.
+        features: and ``w_f``, laid out likewise; or None.
+        value_size: Dv.
+        is_step: whether the kernels of a step serve the call.
         seen: lengths and mask as kernels take them, by name; what is absent is None.
         dropout: the seed and the numbers of dropout, likewise.
-        counted: where forward writes how many keys the lengths leave, likewise.
+        kind: of the activation and of the numbers, likewise.
     """
 
     def __init__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        w_v: Tensor,
-        valid_lens: Tensor | None,
-        mask: Tensor | None,
-        seed: Tensor | None = None,
-        dropout_p: float = 0.0,
-        features: Tensor | None = None,
-        w_f: Tensor | None = None,
-        activation: int = 0,
-        negative_slope: float = 0.0,
-    ) -> None:
+        self, steps: Steps, queries: Tensor, keys: Tensor, values: Tensor, w_v: Tensor,
+        w_q: Tensor | None, w_k: Tensor | None, bias: Tensor | None, features: Tensor | None,
+        w_f: Tensor | None, valid_lens: Tensor | None, mask: Tensor | None, table: Tensor | None,
+        keys_max: Tensor | None, seed: Tensor | None, dropout_p: float, activation: int,
+        negative_slope: float,
+    ) -> None:  # fmt: skip
         if queries.dtype not in DTYPES:
             checks.reject(TypeError, "queries", "be float32, bfloat16 or float16", queries.dtype)
-        if features is not None or w_f is not None or activation != 0:
-            name = dict(enumerate(checks.ACTIVATIONS)).get(activation, str(activation))
-            checks.inside(features, w_f, name, negative_slope, keys, w_v.numel())
-        self.inside: tuple[Tensor, Tensor] | None = None
+        checks.inputs(queries, keys, values, valid_lens)
+        self.hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias)
+        if bias is not None and w_k is None:
+            checks.reject(ValueError, "bias", "be given with w_k only", "w_k None")
+        name = dict(enumerate(checks.ACTIVATIONS)).get(activation, str(activation))
+        checks.inside(features, w_f, name, negative_slope, keys, self.hidden)
+        checks.probability("dropout_p", dropout_p)
+        shown = None if mask is None else checks.as_mask(mask, queries, values)
+        self.steps, self.w_q, self.w_k, self.bias = steps, w_q, w_k, bias
+        self.batch, self.queries_len, self.query_size = queries.shape
+        self.keys_len, self.value_size = values.shape[1:]
+        self.is_step = is_gpu_step(self.queries_len, self.hidden, self.value_size)
+        self.size, self.limits = queries.element_size(), limits.of_gpu(queries.device)
+        self.processors, self.dtype = processors(queries.device), queries.dtype
+        self.queries, self.keys, self.values = map(self.rows, (queries, keys, values))
+        self.w_v, self.features, self.w_f = self.whole(w_v), None, None
         if features is not None and w_f is not None:
-            self.inside = rows(features), w_f.contiguous()
-        self.queries, self.plain_keys, self.values = map(rows, (queries, keys, values))
-        self.w_v = w_v.reshape(-1).contiguous()
-        self.batch, self.queries_len = queries.shape[:2]
-        self.hidden = w_v.numel()
-        self.keys_len, self.features = values.shape[1:]
-        # The kernels would read whatever comes as lengths, also past its end.
-        checks.lens(valid_lens, self.batch, self.queries_len, queries.device)
-        mask = None if mask is None else checks.as_mask(mask, queries, values)
-        self.device, self.size = queries.device, queries.element_size()
-        self.limits = limits.of_gpu(queries.device)
+            self.features, self.w_f = self.rows(features), self.whole(w_f)
+        precise = queries.dtype == torch.float32
+        self.precision = "host" if availability.interpreted() else "ieee"
+        if precise and not availability.interpreted():
+            self.precision = precision()
         self.kind: dict[str, Any] = {"slope": float(negative_slope), "ACTIVATION": activation}
-        self.kind |= {"PRECISE": queries.dtype == torch.float32, "NATIVE": native()}
+        self.kind |= {"PRECISE": precise, "NATIVE": native()}
         self.seen: dict[str, Any] = {"lens": valid_lens, **strides(lens=valid_lens)}
-        self.seen |= {"mask": mask, **strides(mask=mask)}
-        self.seen["mask_key"] = 0 if mask is None else mask.stride(2)
-        self.counted: dict[str, Any] = {"counts": None, "counts_row": 0}
+        self.seen |= {"mask": mask, **strides(mask=shown)}
+        self.seen["mask_key"] = 0 if shown is None else shown.stride(2)
+        self.mask_rows = 0 if shown is None else shown.shape[1]
         self.dropout = NO_DROPOUT
         if dropout_p > 0.0:
+            if seed is None or seed.dtype != torch.int64 or seed.device != queries.device:
+                got = seed if seed is None else f"{seed.dtype} on {seed.device}"
+                checks.reject(ValueError, "seed", "be (1,) int64 beside the queries", got)
             scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
             (bits,) = struct.unpack("q", struct.pack("d", scale))
             threshold = -int(-dropout_p * 2**32 // 1)
             self.dropout = {"seed": seed, "threshold": threshold, "scale_bits": bits}
 
-    @functools.cached_property
-    def keys(self) -> Tensor:
-        """The keys, with the projected features added."""
-        keys = self.plain_keys
-        if self.inside is not None:
-            features, w_f = self.inside
-            keys = torch.addmm(keys.flatten(0, 1), features.flatten(0, 1), w_f.t())
-            keys = keys.view_as(self.plain_keys)
-        return keys
+    @classmethod
+    def of_scores(
+        cls, steps: Steps, queries: Tensor, keys: Tensor, w_v: Tensor, features: Tensor | None,
+        w_f: Tensor | None, *activation: Any,
+    ) -> Call:  # fmt: skip
+        """Where the scores are all that is computed."""
+        return cls(
+            steps, queries, keys, keys, w_v, None, None, None, features, w_f, None, None, None,
+            None, None, 0.0, *activation,
+        )  # fmt: skip
+
+    def rows(self, x: Tensor) -> Tensor:
+        """``x`` with its features side by side, as the kernels read it."""
+        if x.stride(-1) == 1 or x.shape[-1] <= 1:
+            return x
+        return self.steps.make(Tensor.contiguous, x)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """``x`` without gaps, as the kernels read weights."""
+        return self.steps.make(Tensor.contiguous, x)
+
+    def check(
+        self, name: str, x: Tensor | None, shape: tuple[int, ...], *others: torch.dtype
+    ) -> None:
+        """Refuse a tensor of another shape, or in no dtype of the queries and ``others``."""
+        if x is None:
+            return
+        if tuple(x.shape) != shape:
+            checks.reject(ValueError, name, f"have shape {shape}", tuple(x.shape))
+        if x.dtype not in (self.dtype, *others):
+            checks.reject(TypeError, name, f"have the dtype of queries, {self.dtype}", x.dtype)
+        if x.device != self.steps.device:
+            need = f"be on the device of queries, {self.steps.device}"
+            checks.reject(ValueError, name, need, x.device)
+
+    def reads_w_q(self) -> bool:
+        """Whether a step's launch projects the queries."""
+        return self.is_step and plans.projects_queries(
+            self.queries_len, self.query_size, self.hidden, self.size
+        )
+
+    def of_queries(self, first: int, count: int) -> Call:
+        """The call of some of its queries, without the weights."""
+        part, narrow = copy.copy(self), functools.partial(self.steps.make, torch.narrow)
+        part.queries, part.queries_len = narrow(self.queries, 1, first, count), count
+        lens, mask = self.seen["lens"], self.seen["mask"]
+        if lens is not None and lens.dim() == 2:
+            lens = narrow(lens, 1, first, count)
+        if self.mask_rows > 1:
+            mask = narrow(mask, 1, first, count)
+        part.seen = {**self.seen, "lens": lens, "mask": mask}
+        return part
+
+    def project(
+        self,
+        queries: Tensor | None = None,
+        keys: Tensor | None = None,
+        but_queries: bool = False,
+    ) -> None:
+        """Have the queries and keys projected, unless it is said what they are; empty says none.
+
+        With ``but_queries`` those are left to the kernel.
+        """
+        self.keys = self._projected(keys, self.keys, self.w_k, self.bias)
+        if not but_queries:
+            self.queries, self.w_q = self._projected(queries, self.queries, self.w_q, None), None
+
+    def _projected(
+        self, known: Tensor | None, rows: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        if weight is None:
+            return rows
+        if known is None or not known.numel():
+            return self.steps.make(F.linear, rows, weight, bias)
+        return self.rows(known)
 
     @functools.cached_property
-    def precision(self) -> str:
-        """How products are made."""
-        return precision()
+    def summed_keys(self) -> Tensor:
+        """The projected keys, with the projected features added."""
+        if self.features is None:
+            return self.keys
+        return self.steps.make(_with_features, self.keys, self.features, self.w_f)
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised tensor beside the inputs, of the type computed in unless told."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def guard(self) -> AbstractContextManager[Any]:
-        """Triton launches on the current device: make that the one of the inputs."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+def _with_features(keys: Tensor, features: Tensor, w_f: Tensor) -> Tensor:
+    return torch.addmm(keys.flatten(0, 1), features.flatten(0, 1), w_f.t()).view(keys.shape)
 
 
 class Table(NamedTuple):
@@ -135,11 +203,6 @@ class Table(NamedTuple):
 
     entries: Tensor | None
     largest: Tensor | None
-
-
-def rows(x: Tensor) -> Tensor:
-    """``x`` with its features side by side, as the kernels read it."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def strides(**tensors: Tensor | None) -> dict[str, int]:
@@ -154,40 +217,39 @@ def strides(**tensors: Tensor | None) -> dict[str, int]:
 
 def lengths(call: Call) -> dict[str, Any]:
     """Lengths up to the last key that is seen, as kernels take them, by name."""
-    lens, mask = call.seen["lens"], call.seen["mask"]
-    if mask is not None:
-        per_query = mask.shape[1] > 1 or (lens is not None and lens.dim() == 2)
-        last = call.new(call.batch, call.queries_len if per_query else 1, dtype=torch.int32)
-        lengths_kernel[(last.numel(),)](
-            out=last, rows=last.shape[1], Tk=call.keys_len, **call.seen, BLOCK_K=1024
-        )
+    lens = call.seen["lens"]
+    if call.mask_rows:
+        per_query = call.mask_rows > 1 or (lens is not None and lens.dim() == 2)
+        rows = call.queries_len if per_query else 1
+        last = call.steps.new(call.batch, rows, dtype=torch.int32)
+        call.steps.launch(
+            lengths_kernel, call.batch * rows,
+            out=last, rows=rows, Tk=call.keys_len, **call.seen, BLOCK_K=1024,
+        )  # fmt: skip
         lens = last
     return {"lens": lens, **strides(lens=lens)}
 
 
-def make_table(call: Call, x: Tensor) -> Table:
-    """Exponentials of projected rows, for tanh."""
+def new_table(call: Call, *rows: Tensor) -> Table:
+    """Where the table of any of some rows goes."""
     if call.kind["ACTIVATION"]:
         return Table(None, None)
+    most = max(x.shape[1] for x in rows)
+    entries = call.steps.new(1 + call.kind["PRECISE"], call.batch, most, call.hidden)
+    return Table(entries, call.steps.new(call.batch, most))
+
+
+def make_table(call: Call, x: Tensor, table: Table) -> None:
+    """Exponentials of projected rows, for tanh."""
+    if table.entries is None:
+        return
     batch, length, hidden = x.shape
-    precise = call.kind["PRECISE"]
-    entries = call.new(1 + precise, batch, length, hidden)
-    largest = call.new(batch, length)
     blocks = plans.tables(hidden)
-    tables_kernel[(batch * -(-length // blocks["BLOCK_R"]),)](
-        x=x, table=entries, largest=largest, second=x.numel(), T=length, H=hidden, **strides(x=x),
-        PRECISE=precise, **blocks,
+    call.steps.launch(
+        tables_kernel, batch * -(-length // blocks["BLOCK_R"]),
+        x=x, table=table.entries, largest=table.largest, second=x.numel(), T=length, H=hidden,
+        **strides(x=x), PRECISE=call.kind["PRECISE"], **blocks,
     )  # fmt: skip
-    return Table(entries, largest)
-
-
-def precision() -> str:
-    """How fp32 products are made, as kernels/products.py says: TF32 where the user allows it."""
-    if availability.interpreted():
-        return "host"
-    # Not allow_tf32: torch raises at reading it once a user has set the newer fp32_precision. This
-    # one knows what was set by either, and by torch.set_float32_matmul_precision.
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @functools.cache

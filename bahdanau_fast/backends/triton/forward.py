@@ -1,6 +1,6 @@
-"""The forward operator by the Triton kernels: allocates, plans and launches.
+"""The forward operators by the Triton kernels: allocate, plan and launch.
 
-Serves CUDA and ROCm tensors, and under ``TRITON_INTERPRET=1`` CPU tensors too, slowly, to test.
+They serve CUDA and ROCm tensors, and under ``TRITON_INTERPRET=1`` CPU tensors too, slowly, to test.
 """
 
 from __future__ import annotations
@@ -10,226 +10,191 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast import checks
-from bahdanau_fast.backends.route import GPU_STEP_QUERIES, is_gpu_step
-from bahdanau_fast.backends.triton.call import Call, lengths, make_table, processors, strides
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
+from bahdanau_fast.backends.triton.call import (
+    Call,
+    Table,
+    lengths,
+    make_table,
+    new_table,
+    strides,
+)
+from bahdanau_fast.backends.triton.launch import Steps, kept
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.combine import combine_kernel
 from bahdanau_fast.kernels.decode import decode_kernel
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
 
-__all__ = ["attend", "attend_counted", "attend_scores", "attend_step"]
+__all__ = ["attend_scores", "attention", "recorded"]
 
 
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    w_v: Tensor,
-    features: Tensor | None = None,
-    w_f: Tensor | None = None,
-    valid_lens: Tensor | None = None,
-    mask: Tensor | None = None,
-    table: Tensor | None = None,
-    keys_max: Tensor | None = None,
-    seed: Tensor | None = None,
-    dropout_p: float = 0.0,
-    activation: int = 0,
-    negative_slope: float = 0.01,
-    need_weights: bool = True,
-    precise: bool = True,
-    backend: int = 0,
-    narrow: bool = False,
-    *,
-    counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The operator ``attend``; see :mod:`ops.attend`.
+@kept
+def attention(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
+    """The operator ``attention``; see :mod:`ops.attention`.
 
-    ``table`` and ``keys_max`` are not read: these kernels make what they need in registers. How
-    many keys the lengths leave is written to ``counts``, of their shape.
+    Keys are projected by torch's product; queries too, unless W_q is so small that a step reads it.
+
+    Args:
+        steps: of the call.
+        *given: the arguments of the operator.
 
     Returns:
         Context (B,Tq,Dv) and weights (B,Tq,Tk), fp32 or ``narrow``; (0,) if not wanted.
 
     Raises:
-        TypeError: a dtype that these kernels do not compute, or of lengths or a mask.
-        ValueError: lengths, a mask or features of another shape or device; no such activation.
+        TypeError: as :class:`Call`.
+        ValueError: likewise.
     """
-    given = (valid_lens, mask, seed, dropout_p, features, w_f, activation, negative_slope)
-    call = Call(queries, keys, values, w_v, *given)
-    if counts is not None:
-        call.counted = {"counts": counts, "counts_row": call.queries_len if counts.dim() > 1 else 1}
-    context, weights = _results(call, need_weights, narrow)
-    if context.numel() + weights.numel() == 0 or call.keys_len == 0:
-        return context, weights
-    step = is_gpu_step(call.queries_len, call.hidden, call.features)
-    chunk = plans.query_chunk(call.batch, call.keys_len, GPU_STEP_QUERIES + 1)
-    with call.guard():
-        if step:
-            _step(call, context, weights)
-        # A weight's place decides whether it is dropped: with dropout the queries stay together.
-        elif need_weights or counts is not None or chunk >= call.queries_len or dropout_p > 0.0:
-            _many(call, context, weights)
-        else:
-            for part in range(0, call.queries_len, chunk):
-                some = slice(part, part + chunk)
-                lens, seen = valid_lens, call.seen["mask"]
-                if lens is not None and lens.dim() == 2:
-                    lens = lens[:, some]
-                if seen is not None and seen.shape[1] > 1:
-                    seen = seen[:, some]
-                given = (lens, seen, None, 0.0, None, None, activation, negative_slope)
-                part_of = Call(queries[:, some], call.keys, values, w_v, *given)
-                out, none = _results(part_of, False)
-                _many(part_of, out, none)
-                context[:, some] = out
+    *inputs, need_weights, _, _, narrow = given
+    call = Call(steps, *inputs)
+    call.project(but_queries=call.reads_w_q())
+    return _attended(call, need_weights, narrow, steps.none(torch.int32))
+
+
+@kept
+def recorded(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
+    """The operator ``attention.recorded``, as :func:`attention`.
+
+    Returns:
+        As there; and counts like lengths without a mask, and the queries that are projected here.
+    """
+    *inputs, need_weights, _, _, narrow = given
+    call = Call(steps, *inputs)
+    call.project()
+    _, keys, _, _, w_q, w_k, _, _, _, lens, mask, *_ = inputs
+    none, counts = steps.none(call.dtype), steps.none(torch.int32)
+    if lens is not None and mask is None:
+        counts = steps.new(*lens.shape, dtype=torch.int32)
+    of_queries = none if w_q is None else call.queries
+    # On a GPU a loop would keep a copy of the projected keys per step.
+    of_keys = call.keys if w_k is not None and keys.is_cpu else none
+    return *_attended(call, need_weights, narrow, counts), counts, of_queries, of_keys
+
+
+def _attended(call: Call, need_weights: bool, narrow: bool, counts: Tensor) -> tuple[Tensor, ...]:
+    """Context and weights; fills ``counts`` unless empty."""
+    steps, shape = call.steps, (call.batch, call.queries_len, call.keys_len)
+    context = steps.new(*shape[:2], call.value_size, dtype=call.dtype)
+    weights = steps.none(call.dtype if narrow else torch.float32)
+    if need_weights:
+        weights = steps.new(*shape, dtype=weights.dtype)
+    if 0 in shape:
+        steps.update(Tensor.zero_, context)
+        steps.update(Tensor.zero_, counts)
+    else:
+        (_step if call.is_step else _many)(call, context, weights, counts)
     return context, weights
 
 
-def attend_counted(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator ``attend.counted``; see :mod:`ops.attend`.
-
-    Raises:
-        ValueError: no lengths, or a mask beside them.
-    """
-    lens, mask = given[6:8]
-    if lens is None or mask is not None:
-        got = "None" if lens is None else "both"
-        checks.reject(ValueError, "valid_lens", "be given, without a mask", got)
-    counts = torch.empty(lens.shape, dtype=torch.int32, device=lens.device)
-    return *attend(*given, counts=counts), counts
-
-
-def attend_step(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    w_q: Tensor | None,
-    w_k: Tensor | None,
-    bias: Tensor | None,
-    w_v: Tensor,
-    valid_lens: Tensor | None = None,
-    mask: Tensor | None = None,
-    table: Tensor | None = None,
-    keys_max: Tensor | None = None,
-    need_weights: bool = True,
-    narrow: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The operator ``attend_step``; see :mod:`ops.whole`. Tq is at most 16, H and Dv 2048.
-
-    Keys are projected by torch's product.
-
-    Returns:
-        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp32 or ``narrow``; (0,) if not wanted.
-    """
-    if w_k is not None:
-        keys = torch.nn.functional.linear(keys, w_k, bias)
-    call = Call(queries, keys, values, w_v, valid_lens, mask)
-    context, weights = _results(call, need_weights, narrow)
-    if context.numel() + weights.numel() and call.keys_len:
-        with call.guard():
-            _step(call, context, weights, w_q)
-    return context, weights
-
-
-def attend_scores(
-    queries: Tensor,
-    keys: Tensor,
-    w_v: Tensor,
-    features: Tensor | None = None,
-    w_f: Tensor | None = None,
-    activation: int = 0,
-    negative_slope: float = 0.01,
-    backend: int = 0,
-) -> Tensor:
-    """The operator ``attend_scores``; see :mod:`ops.attend`.
-
-    Returns:
-        fp32 (B,Tq,Tk).
-    """
-    given = (None, None, None, 0.0, features, w_f, activation, negative_slope)
-    call = Call(queries, keys, keys, w_v, *given)
-    scores = call.new(call.batch, call.queries_len, call.keys_len)
+@kept
+def attend_scores(steps: Steps, *given: Any) -> Tensor:
+    """The operator ``attend_scores``, as :func:`attention`; returns fp32 (B,Tq,Tk)."""
+    queries, keys, w_v, features, w_f, activation, slope, _ = given
+    call = Call.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
+    scores = steps.new(call.batch, call.queries_len, call.keys_len)
     if scores.numel():
-        with call.guard():
-            _scores(call, scores, lengths(call))
+        _scores(call, scores, new_table(call, call.queries), lengths(call))
     return scores
 
 
-def _results(call: Call, need_weights: bool, narrow: bool = False) -> tuple[Tensor, Tensor]:
-    """Where context and weights go; a context of no keys is zero."""
-    shape, dtype = (call.batch, call.queries_len, call.keys_len), call.queries.dtype
-    of_weights = dtype if narrow else torch.float32
-    weights = call.new(*(shape if need_weights else (0,)), dtype=of_weights)
-    context = call.new(*shape[:2], call.features, dtype=dtype)
-    return (context if call.keys_len else context.zero_()), weights
-
-
-def _step(call: Call, context: Tensor, weights: Tensor, w_q: Tensor | None = None) -> None:
-    """One launch and, where keys are split, one to combine; projects queries if W_q is given."""
-    batch, queries_len, keys_len, features = (
-        call.batch, call.queries_len, call.keys_len, call.features,
+def _step(call: Call, context: Tensor, weights: Tensor, counts: Tensor) -> None:
+    """One launch and, where keys are split, one to combine."""
+    batch, queries_len, keys_len, value_size = (
+        call.batch, call.queries_len, call.keys_len, call.value_size,
     )  # fmt: skip
-    sizes = batch, queries_len, keys_len, call.hidden, features
-    channels = 0 if call.inside is None else call.inside[1].shape[1]
-    plan = plans.decode(*sizes, processors(call.device), call.size, call.limits.shared, channels)
-    own = plan.blocks.get("BLOCK_C")
-    of_keys, w_f = call.inside if own and call.inside else (None, None)
-    keys = call.plain_keys if own else call.keys
+    new, channels = call.steps.new, 0 if call.w_f is None else call.w_f.shape[1]
+    plan = plans.decode(
+        batch, queries_len, keys_len, call.hidden, value_size, call.processors, call.size,
+        call.limits.shared, channels,
+    )  # fmt: skip
+    if plan.blocks["BLOCK_C"]:
+        keys, features, w_f = call.keys, call.features, call.w_f
+    else:
+        keys, features, w_f = call.summed_keys, None, None
     # Apart from the weights: a tile smaller than the program is read by several threads at once.
-    scores = call.new(batch, queries_len, keys_len) if weights.numel() else None
+    scores = new(batch, queries_len, keys_len) if weights.numel() else None
     parts, maxima, sums, split = context, None, None, plan.splits > 1
     if split:
-        parts = call.new(batch, queries_len, plan.splits, features)
-        maxima, sums = call.new(2, batch, queries_len, plan.splits)
-    given = {
-        "queries": call.queries, "keys": keys, "values": call.values, "w_v": call.w_v,
-        "context": parts, "scores": scores, "weights": weights, "maxima": maxima, "sums": sums,
-        "w_q": None if w_q is None else w_q.contiguous(), "Tq": queries_len, "Tk": keys_len,
-        "H": call.hidden, "Dq": call.queries.shape[2], "Dv": features, "splits": plan.splits,
-        "split_keys": plan.split_keys, "SPLIT": split,
-        **strides(q=call.queries, k=keys, v=call.values), **call.seen, **call.dropout,
-        **call.kind, **call.counted, **plan.blocks,
-    }  # fmt: skip
-    decode_kernel[(batch * plan.splits * queries_len,)](
-        features=of_keys, w_f=w_f, C=channels, PRECISION=call.precision, **strides(f=of_keys),
-        **given,
+        parts = new(batch, queries_len, plan.splits, value_size)
+        maxima, sums = (new(batch, queries_len, plan.splits) for _ in range(2))
+    call.steps.launch(
+        decode_kernel, batch * plan.splits * queries_len,
+        queries=call.queries, keys=keys, values=call.values, w_v=call.w_v, context=parts,
+        scores=scores, weights=weights, maxima=maxima, sums=sums, w_q=call.w_q, features=features,
+        w_f=w_f, Tq=queries_len, Tk=keys_len, H=call.hidden, Dq=call.queries.shape[2],
+        Dv=value_size, C=channels, **strides(q=call.queries, k=keys, v=call.values, f=features),
+        splits=plan.splits, split_keys=plan.split_keys, SPLIT=split, **call.seen, **call.dropout,
+        **call.kind, **_counted(call, counts), PRECISION=call.precision, **plan.blocks,
     )  # fmt: skip
     if split:
-        blocks = plans.combine(plan.splits, features)
-        combine_kernel[(batch * queries_len, -(-features // blocks["BLOCK_D"]) or 1)](
+        blocks = plans.combine(plan.splits, value_size)
+        call.steps.launch(
+            combine_kernel, batch * queries_len, -(-value_size // blocks["BLOCK_D"]) or 1,
             parts=parts, maxima=maxima, sums=sums, context=context, scores=scores,
-            weights=weights, Tk=keys_len, Dv=features, splits=plan.splits, **blocks,
+            weights=weights, Tk=keys_len, Dv=value_size, splits=plan.splits, **blocks,
         )  # fmt: skip
 
 
-def _many(call: Call, context: Tensor, weights: Tensor) -> None:
-    batch, queries_len, keys_len, features = (
-        call.batch, call.queries_len, call.keys_len, call.features,
-    )  # fmt: skip
+def _counted(call: Call, counts: Tensor) -> dict[str, Any]:
+    """Where it is written how many keys the lengths leave, as kernels take it, by name."""
+    if counts.numel() == 0:
+        return {"counts": None, "counts_row": 0}
+    return {"counts": counts, "counts_row": call.queries_len if counts.dim() > 1 else 1}
+
+
+def _many(call: Call, context: Tensor, weights: Tensor, counts: Tensor) -> None:
+    """All queries, or where nothing but the context is wanted as many as their scores allow."""
+    steps, total = call.steps, call.queries_len
+    chunk = plans.query_chunk(call.batch, call.keys_len, GPU_STEP_QUERIES + 1)
+    # A weight's place decides whether it is dropped: with dropout the queries stay together.
+    if weights.numel() + counts.numel() or call.dropout["seed"] is not None or chunk > total:
+        chunk = total
     # Apart from the weights: programs of other features read them while the first writes weights.
-    scores = call.new(batch, queries_len, keys_len)
-    bounds = lengths(call)
-    _scores(call, scores, bounds)
-    blocks = plans.products(features, call.size, call.seen["mask"] is not None)
-    count = -(-queries_len // blocks["BLOCK_Q"]) * (-(-features // blocks["BLOCK_D"]) or 1)
-    softmax_kernel[(batch * count,)](
+    scores = steps.new(call.batch, chunk, call.keys_len)
+    table = new_table(call, call.queries[:, :chunk])
+    for first in range(0, total, chunk):
+        part, out, some = call, context, min(chunk, total - first)
+        if some < total:
+            part = call.of_queries(first, some)
+            out = steps.new(call.batch, some, call.value_size, dtype=call.dtype)
+        bounds = lengths(part)
+        _scores(part, scores, table, bounds)
+        _softmax(part, scores, bounds, out, weights, counts)
+        if out is not context:
+            steps.update(Tensor.copy_, steps.make(torch.narrow, context, 1, first, some), out)
+
+
+def _softmax(
+    call: Call,
+    scores: Tensor,
+    bounds: dict[str, Any],
+    context: Tensor,
+    weights: Tensor,
+    counts: Tensor,
+) -> None:
+    blocks = plans.products(call.value_size, call.size, call.mask_rows > 0)
+    count = -(-call.queries_len // blocks["BLOCK_Q"])
+    count *= -(-call.value_size // blocks["BLOCK_D"]) or 1
+    call.steps.launch(
+        softmax_kernel, call.batch * count,
         scores=scores, values=call.values, weights=weights if weights.numel() else None,
-        context=context, Tq=queries_len, Tk=keys_len, Dv=features, **strides(v=call.values),
-        **(call.seen | bounds), **call.dropout, **call.counted, PRECISION=call.precision, **blocks,
+        context=context, Tq=call.queries_len, Tk=call.keys_len, Dv=call.value_size,
+        **strides(v=call.values), **(call.seen | bounds), **call.dropout,
+        **_counted(call, counts), PRECISION=call.precision, **blocks,
     )  # fmt: skip
 
 
-def _scores(call: Call, scores: Tensor, bounds: dict[str, Any]) -> None:
+def _scores(call: Call, scores: Tensor, table: Table, bounds: dict[str, Any]) -> None:
     """Scores of all keys within the lengths."""
-    batch, queries_len, keys_len = scores.shape
-    table = make_table(call, call.queries)
-    blocks = plans.scores(batch, queries_len, keys_len, call.hidden, call.size)
-    count = -(-keys_len // blocks["BLOCK_K"]) * -(-queries_len // blocks["BLOCK_Q"])
-    scores_kernel[(batch * count,)](
-        queries=call.queries, query_table=table.entries, query_max=table.largest,
-        second=call.queries.numel(), keys=call.keys, w_v=call.w_v, scores=scores, Tq=queries_len,
-        Tk=keys_len, H=call.hidden, **strides(q=call.queries, k=call.keys), **bounds, **call.kind,
+    queries, keys = call.queries, call.summed_keys
+    make_table(call, queries, table)
+    blocks = plans.scores(call.batch, call.queries_len, call.keys_len, call.hidden, call.size)
+    count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.queries_len // blocks["BLOCK_Q"])
+    call.steps.launch(
+        scores_kernel, call.batch * count,
+        queries=queries, query_table=table.entries, query_max=table.largest,
+        second=queries.numel(), keys=keys, w_v=call.w_v, scores=scores, Tq=call.queries_len,
+        Tk=call.keys_len, H=call.hidden, **strides(q=queries, k=keys), **bounds, **call.kind,
         **blocks,
     )  # fmt: skip

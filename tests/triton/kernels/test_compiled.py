@@ -10,7 +10,7 @@ from bahdanau_fast import backends
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import backward as triton_backward
 from bahdanau_fast.backends.triton import forward as triton_forward
-from bahdanau_fast.ops.attend import attend, attend_backward
+from bahdanau_fast.ops.attention import attention, attention_backward
 
 ops = torch.ops.bahdanau_fast
 BACKENDS = [name for name in bf.backends.available() if DEVICE == "cuda" or name != "cuda"]
@@ -122,15 +122,20 @@ def test_the_operators_tell_torch_the_truth():
     q, k, v, w = draw(2, 3, 5), draw(2, 4, 5), draw(2, 4, 6), draw(1, 5)
     tensors = (q, k, v, w)
     options = {"valid_lens": torch.tensor([2, 4], device=DEVICE), "backend": 1}
-    context, weights = ops.attend(*tensors, **options)
+    context, weights = ops.attention.default(*tensors, **options)
     for x in tensors:
         x.requires_grad_()
-    opcheck(ops.attend.default, tensors, options)
+    opcheck(ops.attention.default, tensors, options)
     tensors = [x.detach() for x in tensors]
-    opcheck(ops.attend.counted, tensors, options)
+    opcheck(ops.attention.recorded, tensors, options)
     for needs in (15, 2):
-        given = (weights, context, weights, needs, *tensors)
-        opcheck(ops.attend_backward.default, given, options, traced=needs == 15)
+        given = (weights, None, None, context, weights, needs, *tensors)
+        opcheck(ops.attention_backward.default, given, options, traced=needs == 15)
+    raw = (draw(2, 3, 7), draw(2, 4, 6), draw(2, 4, 6), w, draw(5, 7), draw(5, 6), draw(5))
+    opcheck(ops.attention.default, raw, options)
+    opcheck(ops.attention.recorded, raw, options)
+    given = (weights, None, None, context, None, 127, *raw)
+    opcheck(ops.attention_backward.default, given, options)
     scored, inside = (q, k, w), {"activation": 1, "backend": 1}
     opcheck(ops.attend_scores.default, scored, inside)
     scored = [x.detach() for x in scored]
@@ -138,18 +143,20 @@ def test_the_operators_tell_torch_the_truth():
     opcheck(ops.attend_scores_backward.default, given, inside)
 
 
-@pytest.mark.parametrize("given", [(), ("valid_lens", "mask")])
+@pytest.mark.parametrize("given", [("valid_lens",), (), ("valid_lens", "mask")])
 def test_lengths_are_counted_without_a_mask(given):
     q, k, w = draw(2, 3, 5), draw(2, 4, 5), draw(1, 5)
-    of = {"valid_lens": torch.tensor([2, 4]), "mask": torch.ones(2, 1, 4, dtype=torch.bool)}
-    with pytest.raises(ValueError, match="valid_lens must be given, without a mask, got"):
-        ops.attend.counted(q, k, k, w, **{name: of[name].to(DEVICE) for name in given}, backend=1)
+    of = {"valid_lens": torch.tensor([2, 9]), "mask": torch.ones(2, 1, 4, dtype=torch.bool)}
+    masked = {name: of[name].to(DEVICE) for name in given}
+    counts = ops.attention.recorded(q, k, k, w, **masked, backend=1)[2]
+    assert counts.dtype == torch.int32
+    assert counts.tolist() == ([2, 4] if len(given) == 1 else [])
 
 
 def test_a_backend_that_is_not_loaded():
     q, w = draw(1, 2, 3), draw(1, 3)
     with pytest.raises(RuntimeError, match=r"backend must be loaded: "):
-        ops.attend(q, q, q, w, backend=2)
+        ops.attention.default(q, q, q, w, backend=2)
 
 
 MASK = torch.arange(36).reshape(2, 3, 6) % 4 == 1
@@ -192,20 +199,20 @@ def test_the_operators_of_triton_check_what_is_inside(message):
 
 
 def served_by_triton(*tensors):
-    """``attend`` and its backward, both as they are and by their operators."""
-    forward, backward = (of.in_python["triton"] for of in (attend, attend_backward))
-    context, weights = ops.attend(*tensors, backend=1)
-    grads = (weights, context, weights, 15)
+    """``attention`` and its backward, both as they are and by their operators."""
+    context, weights = ops.attention.default(*tensors, backend=1)
+    grads = (weights, None, None, context, weights, 15)
 
-    def direct(of, function, *given):
-        return lambda **options: function(*of.named(*given, **options, backend=1).values())
+    def direct(of, *given):
+        run = of.in_python["triton"]
+        return lambda **options: run(*of.named(*given, **options, backend=1).values())
 
     def by_operator(function, *given):
         return lambda **options: function(*given, **options, backend=1)
 
     return (
-        direct(attend, forward, *tensors),
-        direct(attend_backward, backward, *grads, *tensors),
-        by_operator(ops.attend, *tensors),
-        by_operator(ops.attend_backward, *grads, *tensors),
+        direct(attention, *tensors),
+        direct(attention_backward, *grads, *tensors),
+        by_operator(ops.attention.default, *tensors),
+        by_operator(ops.attention_backward, *grads, *tensors),
     )

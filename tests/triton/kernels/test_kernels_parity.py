@@ -14,12 +14,10 @@ from parity import Case, attended, called, check, eager, fused, scored
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity as rule
-from bahdanau_fast import reference
+from bahdanau_fast import reference, run
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from bahdanau_fast.backends.triton import call
+from bahdanau_fast.backends.triton import call, launch
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.ops import operator
-from bahdanau_fast.ops.whole import attend_step
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = {
@@ -144,13 +142,13 @@ def test_without_weights_scores_take_bounded_memory(lens, masked, monkeypatch):
     whole, _ = bf.additive_attention(*x, lens, mask=mask, backend="triton")
     monkeypatch.setattr(plans, "_SCRATCH", 3 * 30 * 4 * 19)
     shapes = []
-    real = call.Call.new
+    real = launch.Steps.new
 
     def new(self, *shape, **kind):
         shapes.append(shape)
         return real(self, *shape, **kind)
 
-    monkeypatch.setattr(call.Call, "new", new)
+    monkeypatch.setattr(launch.Steps, "new", new)
     parts, none = bf.additive_attention(*x, lens, mask=mask, need_weights=False, backend="triton")
     assert none is None
     assert torch.equal(parts, whole)
@@ -168,7 +166,7 @@ def test_dropout_draws_what_the_cpu_draws(queries, p):
         x = {n: inputs[n].float().to(device).requires_grad_() for n in parity.INPUTS[:6]}
         with_seed = {"seed": torch.tensor([2**61 + 12345], device=device)}
         monkey = pytest.MonkeyPatch()
-        monkey.setattr(operator, "dropout_seed", lambda *_, given=with_seed: given["seed"])
+        monkey.setattr(run, "dropout_seed", lambda *_, given=with_seed: given["seed"])
         outputs = bf.additive_attention(
             *x.values(), torch.tensor([30, 37], device=device), dropout_p=p, backend=backend
         )
@@ -202,15 +200,16 @@ def projecting(inputs, lens):
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("lens", [None, torch.tensor([0, 40, 7])], ids=["all", "some"])
 def test_a_projection_inside_the_step(queries, lens, dtype, monkeypatch):
-    asked = []
-    real = attend_step.in_python["triton"]
-    step = lambda *given: asked.append(given[3:5]) or real(*given)  # noqa: E731
-    monkeypatch.setitem(attend_step.in_python, "triton", step)
+    asked, real = [], call.Call.project
+
+    def project(self, *given, but_queries=False):
+        asked.append((but_queries, self.w_q is not None, self.w_k is not None))
+        real(self, *given, but_queries=but_queries)
+
+    monkeypatch.setattr(call.Call, "project", project)
     case = Case(B=3, Tq=queries, Tk=67, H=37, Dq=33, Dk=90, Dv=20, lens=lens)
     check(case, dtype, projecting)
-    own_query, own_keys = asked[0]
-    assert own_query is not None
-    assert own_keys is None
+    assert asked == [(True, True, True)]
 
 
 @pytest.mark.parametrize(("dtype", "way"), zip(DTYPES, WAYS, strict=False), ids=str)

@@ -1,0 +1,226 @@
+"""Decide once, then only launch: the steps of an operator call are noted when it is first made.
+
+An operator of this backend is a function of :class:`Steps` and of its arguments. It checks and
+plans, and has its steps make tensors and launch kernels. A call with the key of an earlier one
+repeats the steps that were noted then: equal keys have equal checks, equal plans, and compiled
+kernels that Triton would choose again, so nothing else is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+__all__ = ["MOST_PLANS", "Plan", "Steps", "kept", "plans", "precision"]
+
+#: Plans that are kept, of all operators together; then they begin anew.
+MOST_PLANS = 4096
+
+_NUMBERS = frozenset((type(None), int, float, bool))
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_ON_AMD = torch.version.hip is not None
+
+
+class Plan(NamedTuple):
+    """The steps of calls of one kind. Its tensors are places in a list that begins with arguments.
+
+    Attributes:
+        blank: what follows the arguments in the list: a place for each new tensor, then numbers.
+        steps: of a new tensor (function, picks its arguments or None, its place, None), of a launch
+            (what runs a kernel, picks its arguments, the grid, what Triton is told beside it).
+        results: picks the results.
+        gpu: its number; -1 of other devices.
+        stream: gives the current stream of ``device``.
+        device: as Triton's driver names it.
+        kernels: held here, since they are unloaded with their last reference.
+    """
+
+    blank: tuple[Any, ...]
+    steps: tuple[tuple[Any, ...], ...]
+    results: Callable[[list[Any]], Any]
+    gpu: int
+    stream: Callable[[Any], Any]
+    device: Any
+    kernels: tuple[CompiledKernel, ...]
+
+
+#: By the key of a call.
+plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def kept(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator from its function of :class:`Steps`; takes all arguments, in order.
+
+    The first argument is in fp32 where an fp32 product may be made.
+    """
+
+    def call(*given: Any) -> Any:
+        single = given[0].dtype is torch.float32
+        key = [operator, torch._C._is_any_autocast_enabled(), single and precision()]
+        try:
+            for x in given:
+                if x.__class__ in _NUMBERS:
+                    key.append(x)
+                else:
+                    key += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+                    if _ON_AMD:  # Triton goes by it
+                        key.append(x.untyped_storage().nbytes() >> 31 > 0)
+        except RuntimeError:  # not a dense tensor: to be refused
+            return _first(operator, None, given)
+        known = tuple(key)
+        plan = plans.get(known)
+        if plan is None or _is_watched():
+            return _first(operator, known, given)
+        if plan.gpu >= 0 and plan.gpu != _current_device():
+            with torch.cuda.device(plan.gpu):
+                return call(*given)
+        tensors = [*given, *plan.blank]
+        stream = plan.stream(plan.device)
+        for function, pick, place, beside in plan.steps:
+            if beside is not None:
+                function(*place, stream, *beside, *pick(tensors))
+            else:
+                tensors[place] = function() if pick is None else function(*pick(tensors))
+        return plan.results(tensors)
+
+    return call
+
+
+def _is_watched() -> bool:
+    """Whether a profiler of Triton wants to know of launches."""
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _first(
+    operator: Callable[..., Any], key: tuple[Any, ...] | None, given: tuple[Any, ...]
+) -> Any:
+    """A call whose steps are noted."""
+    steps = Steps(given)
+    with steps.guard():
+        results = operator(steps, *steps.given)
+        plan = steps.plan(results)
+    if plan is not None and key is not None:
+        if len(plans) >= MOST_PLANS:
+            plans.clear()
+        plans[key] = plan
+    return results
+
+
+class Steps:
+    """Runs the steps of a call, and notes them.
+
+    Args:
+        given: the arguments of an operator.
+
+    Attributes:
+        given: the same, with another tensor for one that is given twice, as the next call may not.
+    """
+
+    def __init__(self, given: tuple[Any, ...]) -> None:
+        self._places: dict[int, int] = {}
+        self._tensors: list[Any] = []
+        self._steps: list[tuple[Any, ...]] = []
+        self._kernels: list[CompiledKernel] = []
+        self._autocast = torch._C._is_any_autocast_enabled()
+        self._none: dict[torch.dtype, Tensor] = {}
+        self._repeats = True
+        for x in given:
+            self._hold(x.detach() if id(x) in self._places else x)
+        self.given = tuple(self._tensors)
+        self.device: torch.device = given[0].device
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Triton launches on the current device: make that the one of the arguments."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _hold(self, x: Any) -> None:
+        if isinstance(x, Tensor):
+            self._places[id(x)] = len(self._tensors)
+        self._tensors.append(x)
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialised tensor beside the arguments, of the type computed in unless told."""
+        return self.make(partial(torch.empty, shape, dtype=dtype, device=self.device))
+
+    def none(self, dtype: torch.dtype) -> Tensor:
+        """(0,), the same for all that a call does not give in a dtype."""
+        if dtype not in self._none:
+            self._none[dtype] = self.new(0, dtype=dtype)
+        return self._none[dtype]
+
+    def make(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
+        """What a function makes of tensors of these steps, and of numbers."""
+        if self._autocast and given:
+            function = partial(_without_autocast, function)
+        result = function(*given)
+        if id(result) not in self._places:
+            self._steps.append((function, given, len(self._tensors), None))
+            self._hold(result)
+        return result
+
+    def update(self, function: Callable[..., Tensor], x: Tensor, *given: Any) -> None:
+        """Have a function of PyTorch change a tensor of these steps in place."""
+        function(x, *given)
+        self._steps.append((function, (x, *given), self._places[id(x)], None))
+
+    def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
+        """Launch a kernel with tensors of these steps and numbers, all by name."""
+        made = kernel[grid](**given)
+        if not isinstance(made, CompiledKernel):  # interpreted, or not launched
+            self._repeats = False
+            return
+        self._kernels.append(made)
+        named = tuple(given[name] for name in kernel.arg_names)
+        beside = made.function, made.packed_metadata, None, None, None
+        self._steps.append((made.run, named, (*grid, 1, 1)[:3], beside))
+
+    def plan(self, results: Any) -> Plan | None:
+        """The steps as a plan; None where they cannot be repeated."""
+        if not (self._repeats and self._kernels):
+            return None
+        numbers: list[Any] = []
+
+        def pick(given: Any) -> Callable[[list[Any]], Any] | None:
+            places = []
+            for x in given:
+                if isinstance(x, Tensor):
+                    places.append(self._places[id(x)])
+                else:
+                    places.append(len(self._tensors) + len(numbers))
+                    numbers.append(x)
+            if len(places) == 1:
+                return itemgetter(slice(places[0], places[0] + 1))
+            return itemgetter(*places) if places else None
+
+        steps = tuple((function, pick(of), *rest) for function, of, *rest in self._steps)
+        several = not isinstance(results, Tensor)
+        picked = itemgetter(*(self._places[id(x)] for x in (results if several else (results,))))
+        driver = triton.runtime.driver.active
+        blank = [None] * (len(self._tensors) - len(self.given))
+        gpu = self.device.index if self.device.type == "cuda" else -1
+        return Plan(
+            (*blank, *numbers), steps, picked, gpu, driver.get_current_stream,
+            driver.get_current_device(), tuple(self._kernels),
+        )  # fmt: skip
+
+
+def _without_autocast(function: Callable[..., Tensor], x: Tensor, *given: Any) -> Tensor:
+    """What a function makes in the dtype of its arguments."""
+    with torch.autocast(x.device.type, enabled=False):
+        return function(x, *given)
+
+
+def precision() -> str:
+    """How fp32 products are made, as kernels/products.py says: TF32 where the user allows it."""
+    # Not allow_tf32: torch raises at reading it once a user has set the newer fp32_precision. This
+    # one knows what was set by either, and by torch.set_float32_matmul_precision.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

@@ -1,0 +1,365 @@
+"""A call like an earlier one launches what Triton would choose for it, and asks nothing again.
+
+Without a GPU: kernels are specialised by Triton's own binder, compiled to nothing, and noted where
+they would be launched.
+"""
+
+import itertools
+import random
+import sys
+from collections import defaultdict
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import triton
+from triton.compiler.compiler import CompiledKernel
+from triton_target import target_is
+from warmed_up import call
+
+import bahdanau_fast
+from bahdanau_fast.backends.triton import launch
+from bahdanau_fast.backends.triton.call import DTYPES
+from bahdanau_fast.ops.attention import (
+    attend_scores,
+    attend_scores_backward,
+    attention,
+    attention_backward,
+    recorded,
+)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it takes tensors of the CPU")
+
+
+MODULES = [m for name, m in sys.modules.items() if name.startswith("bahdanau_fast.kernels.")]
+FOUND = (x for module in MODULES for x in vars(module).values())
+KERNELS = [x for x in FOUND if isinstance(x, triton.JITFunction)]
+
+
+class Stub(CompiledKernel):
+    """A kernel that is noted where it would be launched."""
+
+    def __init__(self, name, key, launches):
+        self.name, self.key, self.launches, self.module = name, key, launches, None
+        self.function, self.packed_metadata = object(), object()
+        self.metadata = SimpleNamespace()
+
+    def _note(self, *given):
+        *grid, stream, function, packed, _, _, _ = given[:9]
+        assert (function, packed) == (self.function, self.packed_metadata)
+        self.launches.append((self.name, self.key, grid, stream, given[9:]))
+
+    run = property(lambda self: self._note)
+
+    def launch_metadata(self, *_):
+        return None
+
+
+@contextmanager
+def noted(target="sm_90"):
+    """Inside, launches for a target are noted."""
+    launches = []
+
+    def compiled(kernel, key, *_, **__):
+        made = Stub(kernel.__name__, key, launches)
+        kernel.device_caches[target][0][key] = made
+        return made
+
+    with ExitStack() as stack:
+        stack.enter_context(target_is(target))
+        stack.enter_context(patch.object(triton.JITFunction, "_do_compile", compiled))
+        for kernel in KERNELS:  # those that are compiled here are no others' to find
+            caches = defaultdict(kernel.create_binder)
+            stack.enter_context(patch.object(kernel, "device_caches", caches))
+        yield launches
+
+
+def described(launches, given):
+    """Launches without addresses: arguments by their names, new tensors by their first use."""
+    names, new = {}, itertools.count()
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor):
+            names.setdefault((x.data_ptr(), x.dtype), name)
+
+    def one(x):
+        if not isinstance(x, torch.Tensor):
+            return type(x), x
+        at = x.data_ptr(), x.dtype
+        if at not in names:
+            names[at] = f"new {next(new)} {tuple(x.shape)} {x.stride()}"
+        return names[at], x.dtype
+
+    return [(*of, [one(x) for x in arguments]) for *of, arguments in launches]
+
+
+# ---- drawn calls ----
+
+
+class Choices:
+    """Decides; ``other`` makes one decision, of that number, anew."""
+
+    def __init__(self, seed, other):
+        self.seed, self.other, self.count = seed, other, 0
+
+    def __call__(self, *options):
+        self.count += 1
+        rng = random.Random(f"{self.seed} {self.count} {self.count == self.other}")
+        return rng.choice(options)
+
+
+LAYOUTS = ("plain", "plain", "plain", "one further", "transposed", "expanded", "part")
+
+
+def laid(choose, dtype, *shape):
+    """A tensor in one of the layouts that users have."""
+    layout = choose(*LAYOUTS)
+    if layout == "one further":
+        return torch.zeros(torch.Size(shape).numel() + 1, dtype=dtype)[1:].view(shape)
+    if layout == "transposed" and len(shape) > 1:
+        return torch.zeros(*shape[:-2], *reversed(shape[-2:]), dtype=dtype).mT
+    if layout == "expanded":
+        return torch.zeros(1, *shape[1:], dtype=dtype).expand(shape)
+    if layout == "part":
+        return torch.zeros(*shape[:-1], 3 * shape[-1], dtype=dtype)[..., shape[-1] : 2 * shape[-1]]
+    return torch.zeros(shape, dtype=dtype)
+
+
+def drawn(seed, other):
+    """An operator and its arguments, with as little as one difference for each ``other``."""
+    choose = Choices(seed, other)
+    batch, queries_len = choose(1, 2, 3), choose(1, 1, 2, 16, 17, 32, 0)
+    keys_len, hidden = choose(1, 5, 16, 16, 17, 600, 0), choose(1, 8, 16, 17)
+    size, channels, dtype = choose(1, 8, 16, 17), choose(1, 16), choose(*DTYPES)
+
+    def some(*shape, kinds=(dtype,), share=(True,)):
+        kind = choose(*kinds)
+        return laid(choose, kind, *shape) if choose(*share) else None
+
+    half, few = (True, False), (True, False, False, False)
+    general, raw_queries, raw_keys, located = (
+        choose(*few),
+        choose(*half),
+        choose(*half),
+        choose(*few),
+    )
+    raw_queries, raw_keys = raw_queries and not general, raw_keys and not general
+    given = {"w_v": some(1, hidden), "activation": choose(0, 0, 1, 2)}
+    given["negative_slope"] = choose(0.01, 0.5)
+    given["queries"] = some(batch, queries_len, 8 if raw_queries else hidden)
+    given["keys"] = some(batch, keys_len, 8 if raw_keys else hidden)
+    if located:
+        given |= {"features": some(batch, keys_len, channels), "w_f": some(hidden, channels)}
+    scores = (batch, queries_len, keys_len)
+    if general:
+        if choose(*half):
+            return attend_scores, given
+        given |= {"grad_scores": some(*scores, kinds=DTYPES[:1]), "needs": choose(*range(512))}
+        return attend_scores_backward, given
+    values = some(batch, keys_len, size)
+    is_values = choose(*half) and given["keys"].shape == values.shape
+    given["values"] = given["keys"] if is_values else values
+    if raw_queries:
+        given["w_q"] = some(hidden, 8)
+    if raw_keys:
+        given |= {"w_k": some(hidden, 8), "bias": some(hidden, share=half)}
+    shape = choose((batch,), (batch, queries_len))
+    kinds = torch.int64, torch.int32, torch.float32
+    given["valid_lens"] = some(*shape, kinds=kinds, share=half)
+    shape = choose((batch, keys_len), (batch, 1, keys_len), scores)
+    given["mask"] = some(*shape, kinds=(torch.bool,), share=half)
+    given["seed"] = some(1, kinds=(torch.int64,))
+    given["dropout_p"] = choose(0.0, 0.0, 0.0, 0.5, 1.0)
+    if choose(*half):
+        given |= {name: choose(*half) for name in ("need_weights", "narrow")}
+        return choose(attention, recorded), given
+    of_weights = choose(torch.float32, dtype)
+    given |= {"weights": some(*scores, kinds=(of_weights,)), "needs": choose(*range(512))}
+    given["grad_context"] = some(batch, queries_len, size, share=(True, True, False))
+    given["grad_weights"] = some(*scores, kinds=(of_weights,), share=half)
+    if raw_queries:
+        given["projected_queries"] = some(batch, queries_len, hidden, share=half)
+    return attention_backward, given
+
+
+def results_of(operator, given):
+    found = call(operator, **given)
+    found = (found,) if isinstance(found, torch.Tensor) else found
+    return [(x.shape, x.stride(), x.dtype) for x in found]
+
+
+def drawn_launches(calls, again):
+    """What drawn calls launch and give; ``again``: each as if it were the first."""
+    made = []
+    with noted() as launches:
+        for one in calls:
+            operator, given = drawn(*one)
+            if again:
+                launch.plans.clear()
+            launches.clear()
+            results = results_of(operator, given)
+            made.append((operator.name, described(launches, given), results))
+    return made
+
+
+@pytest.mark.parametrize("many", [1, pytest.param(20, marks=pytest.mark.deep)])
+def test_a_repeated_call_launches_what_the_first_did(many):
+    calls = [*itertools.product(range(25 * many), range(50))]
+    random.Random(many).shuffle(calls)
+    first = Mock(side_effect=launch._first)
+    with patch.object(launch, "_first", first):
+        kept = drawn_launches(calls, again=False)
+    assert first.call_count < 0.9 * len(calls)
+    anew = drawn_launches(calls, again=True)
+    for call_, one, other in zip(calls, kept, anew, strict=True):
+        assert one == other, call_
+    kernels = {name for _, launched, _ in kept for name, *_ in launched}
+    assert kernels >= {kernel.__name__ for kernel in KERNELS if "_kernel" in kernel.__name__}
+
+
+def test_a_tensor_that_is_given_twice_is_not_expected_again():
+    queries, keys, values, w_v = (torch.zeros(1, n, 16) for n in (1, 20, 20, 1))
+    tensors = {"queries": queries, "keys": keys, "w_v": w_v[0]}
+    with noted() as launches:
+        call(attention, **tensors, values=keys)
+        call(attention, **tensors, values=values)
+        assert len(launch.plans) == 1
+    (*_, first), (*_, second) = launches
+    assert [x is values for x in second].count(True) == 1
+    assert [getattr(x, "shape", None) == keys.shape for x in first].count(True) == 2
+
+
+def test_fp32_products_are_those_that_are_allowed_now():
+    given = {name: torch.zeros(1, 20, 16) for name in ("queries", "keys", "values")}
+    before = torch.get_float32_matmul_precision()
+    try:
+        with noted() as launches:
+            for kind in ("highest", "high", "highest"):
+                torch.set_float32_matmul_precision(kind)
+                call(attention, **given, w_v=torch.zeros(1, 16))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert [x for *_, given in launches for x in given if isinstance(x, str)] == [
+        "ieee", "tf32", "ieee",
+    ]  # fmt: skip
+
+
+# ---- what a repeated call costs, holds and heeds ----
+
+
+def large(queries_len, **more):
+    """A call with projections inside."""
+    shapes = (64, queries_len, 24), (64, 50, 24), (64, 50, 32), (1, 16), (16, 24), (16, 24), (16,)
+    names = "queries", "keys", "values", "w_v", "w_q", "w_k", "bias"
+    made = {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in zip(names, shapes, strict=True)}
+    return {**made, "valid_lens": torch.full((64,), 30), **more}
+
+
+def backward_of(given):
+    weights = torch.zeros(64, given["queries"].shape[1], 50, dtype=torch.bfloat16)
+    context = torch.zeros(*weights.shape[:2], 32, dtype=torch.bfloat16)
+    grads = {"weights": weights, "grad_context": context, "grad_weights": weights}
+    return {**given, **grads, "needs": 127}
+
+
+@pytest.mark.parametrize("queries_len", [1, 20])
+@pytest.mark.parametrize(
+    "operator", [attention, recorded, attention_backward], ids=lambda x: x.name
+)
+def test_a_repeated_call_asks_little_of_the_host(operator, queries_len):
+    given = large(queries_len)
+    given = backward_of(given) if operator is attention_backward else given
+    calls, root = [], next(iter(bahdanau_fast.__path__))
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            calls.append(frame.f_code.co_name)
+
+    named = [{**operator.defaults, **given}.get(name) for name in operator.names]
+    run = operator.in_python["triton"]
+    with noted():
+        run(*named)
+        sys.setprofile(note)
+        run(*named)
+        sys.setprofile(None)
+    products = 2 if operator is attention_backward else 0
+    assert 0 < len(calls) <= 2 + products
+
+
+def test_a_plan_holds_no_tensors():
+    with noted():
+        call(attention, **large(20))
+        call(attention_backward, **backward_of(large(20)))
+        assert len(launch.plans) == 2
+        held = [[*launch.plans.items()]]
+        while held:
+            x = held.pop()
+            assert not isinstance(x, torch.Tensor)
+            if isinstance(x, (tuple, list)):
+                held += x
+            elif hasattr(x, "keywords"):
+                held += [*x.args, *x.keywords.values()]
+
+
+def test_plans_are_bounded(monkeypatch):
+    monkeypatch.setattr(launch, "MOST_PLANS", 3)
+    with noted():
+        sizes = []
+        for queries_len in range(1, 6):
+            call(attention, **large(queries_len))
+            sizes.append(len(launch.plans))
+    assert sizes == [1, 2, 3, 1, 2]
+
+
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_hook_sees_every_launch(which):
+    given, chain = large(1), getattr(triton.knobs.runtime, which)
+    with noted() as launches:
+        call(attention, **given)
+        seen = []
+        chain.add(seen.append)
+        try:
+            with patch.object(triton.JITFunction, "run", autospec=True) as run:
+                run.return_value = None
+                call(attention, **given)
+        finally:
+            chain.remove(seen.append)
+        assert run.call_count == len(launches) > 0
+
+
+def test_products_under_autocast_keep_the_dtype():
+    given = {name: x.float() for name, x in large(20).items()}
+    given["valid_lens"] = given["valid_lens"].long()
+    with noted() as launches:
+        for _ in range(2):
+            for enabled in (False, True):
+                with torch.autocast("cpu", torch.bfloat16, enabled):
+                    call(attention, **given)
+    tensors = [x for *_, arguments in launches for x in arguments if isinstance(x, torch.Tensor)]
+    assert {x.dtype for x in tensors if x.is_floating_point()} == {torch.float32}
+
+
+def test_launches_go_to_the_device_of_the_tensors():
+    given = large(1)
+    with noted() as launches:
+        call(attention, **given)
+        ((key, plan),) = launch.plans.items()
+        launch.plans[key] = plan._replace(gpu=1)
+        now = [0]
+
+        @contextmanager
+        def device(index):
+            before, now[0] = now[0], index
+            yield
+            now[0] = before
+
+        with (
+            patch.object(launch, "_current_device", lambda: now[0]),
+            patch.object(torch.cuda, "device", device),
+        ):
+            streams = []
+            launch.plans[key] = launch.plans[key]._replace(stream=lambda _: streams.append(now[0]))
+            call(attention, **given)
+    assert streams == [1]
+    assert len(launches) == 2 * len(plan.kernels)
