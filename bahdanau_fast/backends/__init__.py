@@ -157,12 +157,7 @@ def decide(call: Call) -> Route:
         ValueError: as :func:`resolve`.
     """
     queries, keys, values, w_v, w_q, w_k, bias, _, _, dropout_p = call[:10]
-    inside, located, scores_only, backend = (
-        call.inside,
-        call.located,
-        call.scores_only,
-        call.backend,
-    )
+    inside, located, scores_only = call.inside, call.located, call.scores_only
     scored = w_v if isinstance(w_v, Tensor) else None
     inputs: tuple[Tensor | None, ...] = (queries, keys, values, scored, w_q, w_k, bias)
     general = scores_only or inside is not TANH

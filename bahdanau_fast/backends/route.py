@@ -31,7 +31,7 @@ NAMES = ("cuda", "triton", "cpu", "reference")
 
 #: How a call is computed, and from what.
 FORMS = {
-    "one operator": "queries and keys as they are given; the operator projects what is to be projected",
+    "one operator": "queries and keys as they are given; the operator projects what has a weight",
     "step": "raw queries, projected keys; the queries are projected in the operator",
     "projected": "queries and keys are projected in front, by matrix products",
     "called": "w_v is more than its weight: its layer is called on every (query, key) pair",

@@ -51,7 +51,6 @@ class Source(NamedTuple):
         weight: Tensor | None,
         bias: Tensor | None,
         backend: str,
-        by_version: bool = False,
     ) -> Source:
         """Take the state before the projection.
 
@@ -60,7 +59,6 @@ class Source(NamedTuple):
             weight: (H,Dk), or None.
             bias: (H,) or None.
             backend: of the call.
-            by_version: compare version counters, not bytes: where nothing is derived from bytes.
         """
         tensors = _present(keys, weight, bias)
         state: tuple[object, ...] = (
@@ -71,9 +69,7 @@ class Source(NamedTuple):
             *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
             # Identity, for the gradient: a leaf lives as long as a graph node that leads to it.
             *((id(t), t.output_nr) if t.requires_grad else None for t in tensors),
-            tuple(t._version for t in tensors)
-            if by_version
-            else fingerprint.now(keys, weight, bias),
+            fingerprint.now(keys, weight, bias),
         )
         return cls(keys, weight, bias, backend, state)
 
@@ -86,9 +82,7 @@ def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-def may_share(
-    keys: Tensor, weight: Tensor | None, bias: Tensor | None, by_version: bool = False
-) -> bool:
+def may_share(keys: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """True if calls may share one projection, and its node in the graph.
 
     Not in activation checkpointing (detected by its hooks on saved tensors), which runs a call
@@ -100,7 +94,6 @@ def may_share(
         keys: (B,Tk,Dk).
         weight: (H,Dk), or None for a modified key layer.
         bias: (H,) or None.
-        by_version: as for :meth:`Source.of`.
     """
     return (
         weight is not None
@@ -109,7 +102,7 @@ def may_share(
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and not checks.in_transform()
         and not (
-            (by_version or torch.is_grad_enabled())
+            torch.is_grad_enabled()
             and any(t is not None and t.is_inference() for t in (keys, weight, bias))
         )
     )
@@ -153,7 +146,6 @@ class KeyCache:
         weight: Tensor | None,
         bias: Tensor | None,
         backend: str,
-        by_version: bool = False,
     ) -> Source | None:
         """What a projection depends on; None if it is not to be remembered.
 
@@ -166,19 +158,15 @@ class KeyCache:
             weight: (H,Dk), or None.
             bias: (H,) or None.
             backend: of the call.
-            by_version: as for :meth:`Source.of`.
         """
-        if not may_share(keys, keys if weight is None else weight, bias, by_version):
+        if not may_share(keys, keys if weight is None else weight, bias):
             return None
-        if not by_version:
-            storage, last = keys.untyped_storage(), self._last
-            again = last is not None and last() is storage
-            expected, self._keys_repeat = again or self._keys_repeat, again
-            if not again:
-                self._last = weakref.ref(storage)
-            if not expected:
-                return None
-        return Source.of(keys, weight, bias, backend, by_version)
+        storage, last = keys.untyped_storage(), self._last
+        again = last is not None and last() is storage
+        expected, self._keys_repeat = again or self._keys_repeat, again
+        if not again:
+            self._last = weakref.ref(storage)
+        return Source.of(keys, weight, bias, backend) if expected else None
 
     def project(
         self,
@@ -187,7 +175,6 @@ class KeyCache:
         w_v: Tensor | None,
         table: bool,
         records: bool,
-        reads_table: bool = True,
     ) -> ProjectedKeys:
         """The projection of a source, remembered or new.
 
@@ -197,7 +184,6 @@ class KeyCache:
             w_v: (1,H) of the call, or None if unknown.
             table: make a table of exponentials once the keys are asked for again.
             records: a gradient may be asked for.
-            reads_table: as for :meth:`ProjectedKeys.share`.
         """
         entry = self._entry  # read once: another thread may replace it
         # Counted before it is looked at: what is there then waits for this call's backward.
@@ -218,7 +204,7 @@ class KeyCache:
         shared = None if entry.shared is None else entry.shared()
         if shared is not None and shared.fits(values, w_v):
             return found._replace(shared=shared)
-        found = found.share(values, w_v, reads_table)
+        found = found.share(values, w_v)
         if found.shared is not None:
             self._entry = replace(entry, shared=weakref.ref(found.shared))
         return found

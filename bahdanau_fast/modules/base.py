@@ -128,8 +128,7 @@ class Additive(Unscriptable):
         else:
             projected = project(own, self._reads_table and backends.keeps_table(backend, own))
             projected = projected._replace(backwards=backwards, token=token)
-            if self._reads_table or (backwards is not None and backend == "cpu"):
-                projected = projected.share(values, w_v, self._reads_table)
+            projected = projected.share(values, w_v)
         maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
         return Memory(projected, values, valid_lens, mask, maker, batch)
 
@@ -194,8 +193,9 @@ class Additive(Unscriptable):
         scorer: Any = layers[2] if w_v is None else w_v
         return Call(
             queries, projected.keys, memory.values, scorer, w_q, None, None, memory.valid_lens,
-            mask, dropout_p or 0.0, layers[3] if dropout_p is None else None, None, shape, projected,
-            self._inside, None, True, False, None, self._explain_query if usual else None,
+            mask, dropout_p or 0.0, layers[3] if dropout_p is None else None, None, shape,
+            projected, self._inside, None, True, False, None,
+            self._explain_query if usual else None,
         )  # fmt: skip
 
     def _explain_query(self, call: Call) -> None:

@@ -265,20 +265,18 @@ def _gradients(
     grads: Sequence[Tensor | None],
     shared: Any = None,
 ) -> Sequence[Tensor | None]:
-    tensors, (weights, *projected) = saved[:14], saved[14:]
-    results = (weights, *(projected or (None, None)))
-    given = (*numbers[:3], numbers[5])
-    if shared is None or tensors[7] is not None or numbers[1] or not shared.is_awaited():
-        return attention_gradients(results, tensors, given, needs, grads, shared)
-    grad_context, grad_weights = grads[:2]
+    tensors, weights, projected = saved[:14], saved[14], saved[15:] or (None, None)
+    if shared is None or not shared.is_awaited():
+        given = (*numbers[:3], numbers[5])
+        return attention_gradients((weights, *projected), tensors, given, needs, grads)
     of_projected = *tensors[:4], *tensors[9:], numbers[0]
     grad_queries, grad_scores, dropped = attend_backward_queries.now(
-        weights, grad_context, grad_weights, bool(needs & 1), *of_projected
+        weights, *grads, bool(needs & 1), *of_projected
     )
     # Detached: a backward that fails half way leaves it there, and no graph is to hold itself.
     dropped = dropped if numbers[0] > 0.0 else weights.detach()
     lens, mask = tensors[9:11]
-    shared.pending.add(tensors[0], dropped, lens, mask, grad_context, grad_scores)
+    shared.pending.add(tensors[0], dropped, lens, mask, grads[0], grad_scores)
     return (grad_queries, *[None] * 8)
 
 
@@ -288,9 +286,8 @@ def attention_gradients(
     numbers: Sequence[Any],
     needs: int,
     grads: Sequence[Tensor | None],
-    shared: Any = None,
 ) -> Sequence[Tensor | None]:
-    """The nine gradients, those of keys and values added to the sums of a shared node if there are.
+    """What ``attention_backward`` gives.
 
     Args:
         results: weights, projected queries and projected keys.
@@ -298,27 +295,13 @@ def attention_gradients(
         numbers: dropout_p, activation, negative_slope and backend.
         needs: bits of :data:`NEED`.
         grads: of context and weights.
-        shared: the :class:`SharedNode` of the call, or None.
     """
-    weights, grad_context, grad_weights = results[0], *grads[:2]
-    assert weights is not None
-    if shared is None or not shared.is_awaited():
-        run = attention_backward.now
-        # An eager call goes straight to a backend in Python; a compiler has to meet the operator.
-        if numbers[3] == NUMBERS["triton"] and type(weights) is Tensor:
-            run = attention_backward.in_python["triton"]
-        found: Sequence[Tensor | None] = run(
-            *results, grad_context, grad_weights, needs, *tensors, *numbers
-        )
-        return found
-    sums = shared.pending.sums()
-    if needs & NEED["values"] and grad_context is not None and numbers[0] == 0.0:
-        sums.add(weights.detach(), grad_context)
-        needs &= ~NEED["values"]
-    found = list(attention_backward.now(*results, *grads[:2], needs, *tensors, *numbers))
-    if needs & NEED["keys"]:
-        sums.keys = found[1] if sums.keys is None else sums.keys.add_(found[1])
-    return [found[0], None, found[2] if needs & NEED["values"] else None, *found[3:]]
+    run = attention_backward.now
+    # An eager call goes straight to a backend in Python; a compiler has to meet the operator.
+    if numbers[3] == NUMBERS["triton"] and type(results[0]) is Tensor:
+        run = attention_backward.in_python["triton"]
+    found: Sequence[Tensor] = run(*results, *grads[:2], needs, *tensors, *numbers)
+    return found
 
 
 exp_keys = Operator(

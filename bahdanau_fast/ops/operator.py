@@ -10,6 +10,7 @@ loads, csrc/cuda or ``backends.triton`` the CUDA key.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -185,6 +186,10 @@ class Attention(Operator):
 
     def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         asked = (*ctx.needs_input_grad, *[False] * self.count)[: self.count]
+        named = dict(zip(self._numbers, ctx.numbers, strict=True))
+        if named.get("need_weights") is False:
+            need = "be called with need_weights=True where a gradient is due"
+            checks.reject(RuntimeError, self.name, need, "False")
         found = self.gradients(ctx.saved_tensors, ctx.numbers, asked, grads)
         padded: list[Tensor | None] = [*found, *[None] * ctx.given]
         return tuple(padded[: ctx.given])
@@ -207,25 +212,15 @@ class Attention(Operator):
             shared: the :class:`SharedNode` that keys, values and w_v are behind, which their
                 gradients are left to, or None.
 
-        Raises:
-            RuntimeError: the weights were not wanted, which are needed here.
         """
-        if grads[0] is None and not [grad for grad in grads if grad is not None]:
-            return [None] * self.count
-        if saved[len(self.tensors)].numel() == 0 and "need_weights" in self._numbers:
-            named = self.by_name(saved, numbers)
-            if not named["need_weights"]:
-                need = "be called with need_weights=True where a gradient is due"
-                checks.reject(RuntimeError, self.name, need, "False")
+        if grads[0] is None:
+            if not [grad for grad in grads if grad is not None]:
+                return [None] * self.count
+            asked = (*asked[:2], False, *asked[3:])  # the values reach the context alone
         if torch.is_grad_enabled():
             return self._differentiable_again(self.by_name(saved, numbers), asked, grads)
-        needs = 0
-        for place, need in enumerate(asked):
-            needs |= need << place
-        if grads[0] is None:  # the values reach the context alone
-            needs &= ~4
-        found = self._gradients(saved, numbers, needs, grads, shared)
-        return [grad if needs & 1 << place else None for place, grad in enumerate(found)]
+        found = self._gradients(saved, numbers, _bits(asked), grads, shared)
+        return [grad if need else None for grad, need in zip(found, asked, strict=True)]
 
     def by_name(self, saved: Sequence[Tensor | None], numbers: Sequence[Any]) -> Named:
         """What a backward has, by the names of the schema."""
@@ -245,11 +240,23 @@ class Attention(Operator):
         return attend_again(scores, inputs, asked, named["weights"], seen, link, grads)
 
 
+@functools.cache
+def _bits(asked: tuple[bool, ...]) -> int:
+    return sum(need << place for place, need in enumerate(asked))
+
+
 class Recorded(Node):
     """The node of an eager call; the context gets a node behind it, by the link."""
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], *inputs: Tensor | None) -> Tensor:
+        """The weights; the context is left in the link.
+
+        Args:
+            ctx: of the node.
+            call: what :func:`run._called` gives.
+            *inputs: those that are differentiated.
+        """
         operator, kernel, others, numbers, link, shared, backwards = call
         with torch._C._AutoDispatchBelowAutograd():
             link.context, weights, *more = kernel(*inputs, *others, *numbers)
@@ -259,7 +266,7 @@ class Recorded(Node):
         if lens is not None and mask is None and operator.is_counted:
             lens = counts
         elif lens is not None or mask is not None:
-            lens, mask = _copies(lens, mask)
+            lens, mask = (None if x is None else x.clone() for x in (lens, mask))
         if shared is not None:
             lens, mask = shared.same(lens, mask)
         save_inputs(ctx, inputs, (lens, mask, *rest, weights, *more))
@@ -271,6 +278,7 @@ class Recorded(Node):
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs, None for the call."""
         operator, numbers, link, shared = ctx.call
         nodes = None
         if shared is not None:  # behind it are the nodes that its gradients are for
@@ -283,10 +291,6 @@ class Recorded(Node):
         if ctx.token is not None and ctx.token.after_backward():
             ctx.call = operator, numbers, link, None
         return (None, *found)
-
-
-def _copies(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.clone() for tensor in tensors]
 
 
 #: Numbers that operators take as their argument ``backend``; 0 is what the dispatch key has.
