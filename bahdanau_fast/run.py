@@ -54,6 +54,8 @@ def _explain(call: Call) -> None:
 
 def _attended(call: Call) -> tuple[Tensor, Tensor]:
     route = backends.decide(call)
+    if type(call.queries) is not Tensor:
+        register_for(call.queries)
     # A fake computes something of most mistakes, and so do plain operations.
     if route.traced or not route.fused:
         _explain(call)
@@ -120,8 +122,6 @@ def _in_front(route: Route, call: Call) -> Call:
     With both of them, all of it comes out in one dtype.
     """
     queries, form = call.queries, route.form
-    if type(queries) is not Tensor:
-        register_for(queries)
     if form == "one operator" or (form == "step" and call.projected is not None):
         return call
     if call.w_q is not None and form != "step":

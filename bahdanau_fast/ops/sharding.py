@@ -44,12 +44,13 @@ def _register() -> None:
     def placements(operator: Operator, *args: Any) -> list[tuple[list[Any], list[Any]]]:
         without_rows, outputs = of_operators[operator]
         named = operator.named(*args)
-        tensors = {n: hasattr(x, "tensor_meta") for n, x in named.items()}
-        given = list(tensors.items())[: len(args)]
-        one_by_one = [
-            (whole if name in without_rows else rows) if tensor else None for name, tensor in given
+        given = [(name, getattr(named[name], "tensor_meta", None)) for name in operator.names]
+        given = given[: len(args)]
+        one_by_one = [  # what has no elements has no rows
+            None if x is None else whole if name in without_rows or 0 in x.shape else rows
+            for name, x in given
         ]
-        alike = [whole if tensor else None for _, tensor in given]
+        alike = [None if x is None else whole for _, x in given]
         # A result that is not asked for is empty, and has no rows.
         if operator is attention_backward:
             asked = [bool(named["needs"] & NEED[name]) for name in attention.inputs]
