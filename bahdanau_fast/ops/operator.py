@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.ops.context import Link, Node
@@ -310,7 +312,9 @@ def number_of(backend: str, traced: bool) -> int:
     return NUMBERS[backend] if backend in (_beside_others if traced else _in_python) else 0
 
 
-def implement(backend: str, dispatch_key: str, **kernels: Callable[..., Any]) -> None:
+def implement(
+    backend: str, dispatch_key: str, decomposed: bool = False, **kernels: Callable[..., Any]
+) -> None:
     """Take in a backend written in Python, for a dispatch key that may have kernels already.
 
     Eager calls run its kernels directly. Compiled code calls an operator, whose argument
@@ -319,13 +323,14 @@ def implement(backend: str, dispatch_key: str, **kernels: Callable[..., Any]) ->
     Args:
         backend: its name, one of :data:`NUMBERS`.
         dispatch_key: of the tensors it serves.
+        decomposed: compiled code takes what they are made of, as their method ``traced`` has it.
         kernels: by the name of the operator, with its arguments and results.
     """
     _in_python.add(backend)
     for name, function in kernels.items():
         operators[name].in_python[backend] = function
         if "backend" in operators[name].names:
-            _put_behind(dispatch_key, operators[name], backend, function)
+            _put_behind(dispatch_key, operators[name], backend, function, decomposed)
 
 
 def apart(results: Any) -> Any:
@@ -336,7 +341,9 @@ def apart(results: Any) -> Any:
     return tuple(x.clone() if ids[i] in ids[:i] else x for i, x in enumerate(results))
 
 
-def _put_behind(key: str, operator: Operator, backend: str, function: Callable[..., Any]) -> None:
+def _put_behind(
+    key: str, operator: Operator, backend: str, function: Any, decomposed: bool
+) -> None:
     has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
     name = f"bahdanau_fast::{operator.name}"
     before: Any = torch.library.get_kernel(name, key) if has_kernel(name, key) else None
@@ -352,3 +359,16 @@ def _put_behind(key: str, operator: Operator, backend: str, function: Callable[.
     with warnings.catch_warnings():  # that a kernel is registered in the place of another
         warnings.simplefilter("ignore")
         library.impl(operator.name, choose, key, with_keyset=True)
+
+    def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        named = operator.named(*args, **kwargs)
+        chosen = before is None or named["backend"] == NUMBERS[backend]
+        if mode.export or not chosen or args[0].device.type != key.lower():
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        if not {*types} <= {Tensor, FakeTensor, FunctionalTensor}:
+            return NotImplemented
+        with mode:
+            return function.traced(*named.values())
+
+    if decomposed:  # as torch.library.triton_op does it; an export has the operator
+        torch.library.register_torch_dispatch(name, FunctionalTensorMode, decompose, lib=library)
