@@ -33,7 +33,7 @@ _PACKED = {"i32": "i", "i64": "q", "fp32": "f"}
 
 def _empty(*args, **options):
     made = _torch_empty(*args, **options)
-    if made.is_meta:
+    if type(made) is not torch.Tensor or made.is_meta:
         return made
     whole = torch.tensor([], dtype=torch.uint8).set_(made.untyped_storage()).numpy()
     words = whole[: whole.size // 4 * 4].view(np.uint32)

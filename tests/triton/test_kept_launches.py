@@ -207,8 +207,7 @@ def drawn_launches(calls, again):
 def test_a_repeated_call_launches_what_the_first_did(many):
     calls = [*itertools.product(range(25 * many), range(50))]
     random.Random(many).shuffle(calls)
-    first = Mock(side_effect=launch._first)
-    with patch.object(launch, "_first", first):
+    with patch.object(launch, "Recorder", Mock(side_effect=launch.Recorder)) as first:
         kept = drawn_launches(calls, again=False)
     assert first.call_count < 0.9 * len(calls)
     anew = drawn_launches(calls, again=True)

@@ -88,15 +88,26 @@ def test_without_triton_or_with_an_old_one(missing, reason):
     ],
 )
 def test_the_kernels_in_the_interpreter(chosen, least):
+    assert passed("kernels", chosen, TRITON_INTERPRET="1") >= least
+
+
+@no_gpu
+@pytest.mark.thorough
+def test_compiled_code_launches_kernels():
+    assert passed("compiled", "not deep", TRITON_SERVES_CPU="1") >= 7
+
+
+def passed(folder, chosen, **environment):
+    """How many tests of a folder pass in a process of its own, where all do and none is skipped."""
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/triton/kernels", "-m", chosen],
+        [sys.executable, "-m", "pytest", "-q", f"tests/triton/{folder}", "-m", chosen],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     print(result.stdout[-5000:], result.stderr[-2000:])
     assert result.returncode == 0
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= least
     assert "skipped" not in result.stdout
+    return int(re.search(r"(\d+) passed", result.stdout)[1])

@@ -8,6 +8,7 @@ from bahdanau_fast.ops.operator import implement
 implement(
     "triton",
     "CPU" if interpreted() else "CUDA",
+    decomposed=not interpreted(),
     attention=attention,
     **{"attention.recorded": recorded},
     attention_backward=attention_backward,

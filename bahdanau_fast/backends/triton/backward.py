@@ -14,8 +14,9 @@ from bahdanau_fast.backends.triton.call import (
     make_table,
     new_table,
     strides,
+    usual,
 )
-from bahdanau_fast.backends.triton.launch import Steps, kept
+from bahdanau_fast.backends.triton.launch import Kept, Steps
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
     grad_softmax_kernel,
@@ -36,7 +37,7 @@ _OF_QUERIES = NEED["queries"] | NEED["w_q"]
 _OF_KEYS = NEED["keys"] | NEED["w_k"] | NEED["bias"] | NEED["features"] | NEED["w_f"]
 
 
-@kept
+@Kept
 def attention_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
     """The operator ``attention_backward``; see :mod:`ops.attention`.
 
@@ -72,7 +73,7 @@ def attention_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
     return grads.results(*inputs[:9])
 
 
-@kept
+@Kept
 def attend_scores_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
     """The operator ``attend_scores_backward``, as :func:`attention_backward`.
 
@@ -154,8 +155,8 @@ def _of_features(grad: Tensor, w_f: Tensor) -> Tensor:
 
 def _plan(call: Call) -> plans.GradPlan:
     return plans.grad_step(
-        call.batch, call.queries_len, call.keys_len, call.hidden, call.value_size, call.processors,
-        call.size,
+        usual(call.batch), call.queries_len, usual(call.keys_len), call.hidden, call.value_size,
+        call.processors, call.size,
     )  # fmt: skip
 
 
@@ -168,17 +169,18 @@ def _of_step(
 ) -> None:
     """The gradients of few queries: a launch over values, one over keys, one to sum."""
     plan, shape, new = _plan(call).values, (call.batch, call.queries_len), call.steps.new
+    splits, split_keys = call.split(plan)
     found, means, masses = None, None, None
     if grads.through_scores:
-        found, means = new(*shape, call.keys_len), new(*shape, plan.splits)
+        found, means = new(*shape, call.keys_len), new(*shape, splits)
         if weights.dtype != torch.float32:
-            masses = new(*shape, plan.splits)
+            masses = new(*shape, splits)
     call.steps.launch(
-        step_values_kernel, call.batch * plan.splits,
+        step_values_kernel, call.batch * splits,
         values=call.values, weights=weights, grad_context=grad_context, grad_weights=grad_weights,
         grad_values=grads.values, grads=found, means=means, masses=masses, Tk=call.keys_len,
         Dv=call.value_size, **strides(v=call.values, gc=grad_context, gw=grad_weights),
-        splits=plan.splits, split_keys=plan.split_keys, **call.seen, **call.dropout,
+        splits=splits, split_keys=split_keys, **call.seen, **call.dropout,
         Tq=call.queries_len, **plan.blocks,
     )  # fmt: skip
     if found is not None:
@@ -197,29 +199,30 @@ def _through_keys(
     whole = _plan(call)
     plan, sums, queries = whole.keys, whole.sums, call.batch * call.queries_len
     keys, q_parts, w_parts = call.summed_keys, None, None
-    if grads.queries is not None and plan.splits > 1:
-        q_parts = call.steps.new(queries, plan.splits, call.hidden)
+    splits, split_keys = call.split(plan, in_tiles=call.queries_len > 1)
+    if grads.queries is not None and (type(splits) is not int or splits > 1):
+        q_parts = call.steps.new(queries, splits, call.hidden)
     if grads.w_v is not None:
-        w_parts = call.steps.new(call.batch * plan.splits, call.hidden)
+        w_parts = call.steps.new(call.batch * splits, call.hidden)
     g_batch, g_row, g_key = grad_scores.stride()
     hidden_blocks = -(-call.hidden // plan.blocks["BLOCK_H"])
     call.steps.launch(
-        step_keys_kernel, call.batch * plan.splits * hidden_blocks,
+        step_keys_kernel, call.batch * splits * hidden_blocks,
         queries=call.queries, keys=keys, w_v=call.w_v, weights=weights, grads=grad_scores,
         means=means, masses=masses, grad_keys=grads.keys,
         q_parts=grads.queries if q_parts is None else q_parts, w_parts=w_parts,
         Tk=call.keys_len, H=call.hidden, **strides(q=call.queries, k=keys), g_batch=g_batch,
-        g_row=g_row, g_key=g_key, splits=plan.splits, split_keys=plan.split_keys,
+        g_row=g_row, g_key=g_key, splits=splits, split_keys=split_keys,
         parts=whole.values.splits, **call.seen, **call.kind, Tq=call.queries_len, **plan.blocks,
     )  # fmt: skip
     programs = 0 if w_parts is None else -(-call.hidden // sums["BLOCK_W"])
     if q_parts is not None:
         programs += queries * -(-call.hidden // sums["BLOCK_H"])
-    if programs:
+    if q_parts is not None or w_parts is not None:
         call.steps.launch(
             step_sums_kernel, programs,
             q_parts=q_parts, grad_queries=grads.queries, w_parts=w_parts, grad_w=grads.w_v,
-            splits=plan.splits, w_rows=call.batch * plan.splits, H=call.hidden, **sums,
+            splits=splits, w_rows=call.batch * splits, H=call.hidden, **sums,
         )  # fmt: skip
 
 
@@ -285,7 +288,7 @@ def _grad_scores(
     call.steps.launch(
         grad_softmax_kernel, call.batch * call.queries_len,
         weights=weights, grads=out, Tq=call.queries_len, Tk=call.keys_len, **bounds,
-        **plans.grad_softmax(call.keys_len),
+        **plans.grad_softmax(usual(call.keys_len)),
     )  # fmt: skip
     return out
 
@@ -294,12 +297,14 @@ def _grad_tanh(call: Call, grad_scores: Tensor, longest: Tensor | None, grads: _
     """Fill the gradients of queries, keys and w_v that are needed."""
     queries, keys = call.queries, call.summed_keys
     of_queries = grads.queries is not None or grads.w_v is not None
-    others = [*[queries] * (grads.keys is not None), *[keys] * of_queries]
-    of = call, grad_scores, longest, new_table(call, *others)
+    of = call, grad_scores, longest
+    table = new_table(call, queries.shape[1] if grads.keys is not None else keys.shape[1])
     if grads.keys is not None:
-        _pass(*of, grads.keys, True, None)
+        _pass(*of, table, grads.keys, True, None)
     if of_queries:
-        _pass(*of, grads.queries, False, grads.w_v)
+        if grads.keys is not None and not (call.steps.in_place and table.holds(keys)):
+            table = new_table(call, keys.shape[1])
+        _pass(*of, table, grads.queries, False, grads.w_v)
 
 
 def _pass(
@@ -318,7 +323,7 @@ def _pass(
         rows, others, g_row, g_other = others, rows, g_other, g_row
     make_table(call, others, table)
     rows_len, others_len, w_parts = rows.shape[1], others.shape[1], None
-    blocks = plans.grad_tanh(rows_len, call.hidden, grad_w is not None)
+    blocks = plans.grad_tanh(usual(rows_len), usual(call.hidden), grad_w is not None)
     row_blocks = -(-rows_len // blocks["BLOCK_R"])
     hidden_blocks = -(-call.hidden // (2 * blocks["BLOCK_H"]))
     if grad_w is not None:
@@ -333,7 +338,7 @@ def _pass(
         ROWS_ARE_KEYS=rows_are_keys, **blocks,
     )  # fmt: skip
     if w_parts is not None:
-        sums = plans.sum_rows(call.batch * row_blocks)
+        sums = plans.sum_rows(usual(call.batch * row_blocks))
         call.steps.launch(
             step_sums_kernel, -(-call.hidden // sums["BLOCK_W"]),
             q_parts=None, grad_queries=None, w_parts=w_parts, grad_w=grad_w, splits=1,

@@ -19,9 +19,11 @@ from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.softmax import lengths_kernel
 from bahdanau_fast.kernels.tables import tables_kernel
 
-__all__ = ["DTYPES", "Call", "Table", "lengths", "make_table", "new_table", "strides"]
+__all__ = ["DTYPES", "Call", "Table", "lengths", "make_table", "new_table", "strides", "usual"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What a size of compiled code may be of which nothing is known.
+_ANY = 64
 NO_DROPOUT: dict[str, Any] = {"seed": None, "threshold": 0, "scale_bits": 0}
 
 
@@ -83,7 +85,8 @@ class Call:
         self.steps, self.w_q, self.w_k, self.bias = steps, w_q, w_k, bias
         self.batch, self.queries_len, self.query_size = queries.shape
         self.keys_len, self.value_size = values.shape[1:]
-        self.is_step = is_gpu_step(self.queries_len, self.hidden, self.value_size)
+        sizes = self.queries_len, self.hidden, self.value_size
+        self.is_step = {*map(type, sizes)} == {int} and is_gpu_step(*sizes)
         self.size, self.limits = queries.element_size(), limits.of_gpu(queries.device)
         self.processors, self.dtype = processors(queries.device), queries.dtype
         self.queries, self.keys, self.values = map(self.rows, (queries, keys, values))
@@ -99,7 +102,7 @@ class Call:
         self.seen: dict[str, Any] = {"lens": valid_lens, **strides(lens=valid_lens)}
         self.seen |= {"mask": mask, **strides(mask=shown)}
         self.seen["mask_key"] = 0 if shown is None else shown.stride(2)
-        self.mask_rows = 0 if shown is None else shown.shape[1]
+        self.mask_rows = 1 if shown is None else shown.shape[1]
         self.dropout = NO_DROPOUT
         if dropout_p > 0.0:
             if seed is None or seed.dtype != torch.int64 or seed.device != queries.device:
@@ -148,8 +151,19 @@ class Call:
     def reads_w_q(self) -> bool:
         """Whether a step's launch projects the queries."""
         return self.is_step and plans.projects_queries(
-            self.queries_len, self.query_size, self.hidden, self.size
+            self.queries_len, usual(self.query_size), self.hidden, self.size
         )
+
+    def split(self, plan: plans.StepPlan, in_tiles: bool = False) -> tuple[int, int]:
+        """How many splits a plan has, and keys of one.
+
+        Compiled code keeps one of both, whatever keys there are: the second where splits are tiles.
+        """
+        if type(self.keys_len) is int:
+            return plan.splits, plan.split_keys
+        tile = plan.blocks["BLOCK_K"]
+        tiles = -(-self.keys_len // tile)
+        return (tiles, tile) if in_tiles else (plan.splits, -(-tiles // plan.splits) * tile)
 
     def of_queries(self, first: int, count: int) -> Call:
         """The call of some of its queries, without the weights."""
@@ -194,6 +208,14 @@ class Call:
         return self.steps.make(_with_features, self.keys, self.features, self.w_f)
 
 
+def usual(size: Any) -> int:
+    """A size; of compiled code, whose sizes change, the first one: for what is right for all."""
+    if type(size) is not int:
+        size = size.node.hint if size.node.has_hint() else _ANY
+    found: int = size
+    return found
+
+
 def _with_features(keys: Tensor, features: Tensor, w_f: Tensor) -> Tensor:
     return torch.addmm(keys.flatten(0, 1), features.flatten(0, 1), w_f.t()).view(keys.shape)
 
@@ -203,6 +225,10 @@ class Table(NamedTuple):
 
     entries: Tensor | None
     largest: Tensor | None
+
+    def holds(self, rows: Tensor) -> bool:
+        """Whether there is place for those of some rows (B,T,H)."""
+        return self.largest is None or self.largest.shape[1] >= rows.shape[1]
 
 
 def strides(**tensors: Tensor | None) -> dict[str, int]:
@@ -218,7 +244,7 @@ def strides(**tensors: Tensor | None) -> dict[str, int]:
 def lengths(call: Call) -> dict[str, Any]:
     """Lengths up to the last key that is seen, as kernels take them, by name."""
     lens = call.seen["lens"]
-    if call.mask_rows:
+    if call.seen["mask"] is not None:
         per_query = call.mask_rows > 1 or (lens is not None and lens.dim() == 2)
         rows = call.queries_len if per_query else 1
         last = call.steps.new(call.batch, rows, dtype=torch.int32)
@@ -230,11 +256,10 @@ def lengths(call: Call) -> dict[str, Any]:
     return {"lens": lens, **strides(lens=lens)}
 
 
-def new_table(call: Call, *rows: Tensor) -> Table:
-    """Where the table of any of some rows goes."""
+def new_table(call: Call, most: int) -> Table:
+    """Where the table of up to so many rows goes."""
     if call.kind["ACTIVATION"]:
         return Table(None, None)
-    most = max(x.shape[1] for x in rows)
     entries = call.steps.new(1 + call.kind["PRECISE"], call.batch, most, call.hidden)
     return Table(entries, call.steps.new(call.batch, most))
 
@@ -244,7 +269,7 @@ def make_table(call: Call, x: Tensor, table: Table) -> None:
     if table.entries is None:
         return
     batch, length, hidden = x.shape
-    blocks = plans.tables(hidden)
+    blocks = plans.tables(usual(hidden))
     call.steps.launch(
         tables_kernel, batch * -(-length // blocks["BLOCK_R"]),
         x=x, table=table.entries, largest=table.largest, second=x.numel(), T=length, H=hidden,

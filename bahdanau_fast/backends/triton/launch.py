@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-__all__ = ["MOST_PLANS", "Plan", "Steps", "kept", "plans", "precision"]
+__all__ = ["MOST_PLANS", "Kept", "Plan", "Recorder", "Steps", "plans", "precision"]
 
 #: Plans that are kept, of all operators together; then they begin anew.
 MOST_PLANS = 4096
@@ -56,15 +56,19 @@ class Plan(NamedTuple):
 plans: dict[tuple[Any, ...], Plan] = {}
 
 
-def kept(operator: Callable[..., Any]) -> Callable[..., Any]:
+class Kept:
     """An operator from its function of :class:`Steps`; takes all arguments, in order.
 
     The first argument is in fp32 where an fp32 product may be made.
     """
 
-    def call(*given: Any) -> Any:
+    def __init__(self, operator: Callable[..., Any]) -> None:
+        self._operator, self.__doc__ = operator, operator.__doc__
+
+    def __call__(self, *given: Any) -> Any:
+        """An eager call."""
         single = given[0].dtype is torch.float32
-        key = [operator, torch._C._is_any_autocast_enabled(), single and precision()]
+        key = [self, torch._C._is_any_autocast_enabled(), single and precision()]
         try:
             for x in given:
                 if x.__class__ in _NUMBERS:
@@ -74,14 +78,14 @@ def kept(operator: Callable[..., Any]) -> Callable[..., Any]:
                     if _ON_AMD:  # Triton goes by it
                         key.append(x.untyped_storage().nbytes() >> 31 > 0)
         except RuntimeError:  # not a dense tensor: to be refused
-            return _first(operator, None, given)
+            return self._first(None, given)
         known = tuple(key)
         plan = plans.get(known)
         if plan is None or _is_watched():
-            return _first(operator, known, given)
+            return self._first(known, given)
         if plan.gpu >= 0 and plan.gpu != _current_device():
             with torch.cuda.device(plan.gpu):
-                return call(*given)
+                return self(*given)
         tensors = [*given, *plan.blank]
         stream = plan.stream(plan.device)
         for function, pick, place, beside in plan.steps:
@@ -91,7 +95,21 @@ def kept(operator: Callable[..., Any]) -> Callable[..., Any]:
                 tensors[place] = function() if pick is None else function(*pick(tensors))
         return plan.results(tensors)
 
-    return call
+    def _first(self, key: tuple[Any, ...] | None, given: tuple[Any, ...]) -> Any:
+        """A call whose steps are noted."""
+        steps = Recorder(given)
+        with steps.guard():
+            results = self._operator(steps, *steps.given)
+            plan = steps.plan(results)
+        if plan is not None and key is not None:
+            if len(plans) >= MOST_PLANS:
+                plans.clear()
+            plans[key] = plan
+        return results
+
+    def traced(self, *given: Any) -> Any:
+        """The same in code that is compiled: its launches become part of it."""
+        return self._operator(Steps(given), *given)
 
 
 def _is_watched() -> bool:
@@ -100,43 +118,67 @@ def _is_watched() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _first(
-    operator: Callable[..., Any], key: tuple[Any, ...] | None, given: tuple[Any, ...]
-) -> Any:
-    """A call whose steps are noted."""
-    steps = Steps(given)
-    with steps.guard():
-        results = operator(steps, *steps.given)
-        plan = steps.plan(results)
-    if plan is not None and key is not None:
-        if len(plans) >= MOST_PLANS:
-            plans.clear()
-        plans[key] = plan
-    return results
-
-
 class Steps:
-    """Runs the steps of a call, and notes them.
+    """Runs the steps of a call in code that is compiled.
 
     Args:
         given: the arguments of an operator.
 
     Attributes:
-        given: the same, with another tensor for one that is given twice, as the next call may not.
+        in_place: what no step reads any more may be written to, as no compiler wants it.
     """
 
+    in_place = False
+
     def __init__(self, given: tuple[Any, ...]) -> None:
+        self.device: torch.device = given[0].device
+        self._autocast = torch._C._is_any_autocast_enabled()
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialised tensor beside the arguments, of the type computed in unless told."""
+        return self.make(partial(torch.empty, shape, dtype=dtype, device=self.device))
+
+    def none(self, dtype: torch.dtype) -> Tensor:
+        """(0,), for what a call does not give."""
+        return self.new(0, dtype=dtype)
+
+    def make(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
+        """What a function makes of tensors of these steps, and of numbers."""
+        return self._in_its_dtype(function, given)(*given)
+
+    def _in_its_dtype(self, function: Callable[..., Tensor], given: Any) -> Callable[..., Tensor]:
+        return partial(_without_autocast, function) if self._autocast and given else function
+
+    def update(self, function: Callable[..., Tensor], x: Tensor, *given: Any) -> None:
+        """Have a function of PyTorch change a tensor of these steps in place."""
+        function(x, *given)
+
+    def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
+        """Launch a kernel with tensors of these steps and numbers, all by name."""
+        torch.library.wrap_triton(kernel)[grid](**given)
+
+
+class Recorder(Steps):
+    """Runs the steps of an eager call, and notes them.
+
+    Attributes:
+        given: the arguments, with another tensor for one that is given twice, as the next call may
+            not.
+    """
+
+    in_place = True
+
+    def __init__(self, given: tuple[Any, ...]) -> None:
+        super().__init__(given)
         self._places: dict[int, int] = {}
         self._tensors: list[Any] = []
         self._steps: list[tuple[Any, ...]] = []
         self._kernels: list[CompiledKernel] = []
-        self._autocast = torch._C._is_any_autocast_enabled()
         self._none: dict[torch.dtype, Tensor] = {}
         self._repeats = True
         for x in given:
             self._hold(x.detach() if id(x) in self._places else x)
         self.given = tuple(self._tensors)
-        self.device: torch.device = given[0].device
 
     def guard(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device: make that the one of the arguments."""
@@ -147,20 +189,15 @@ class Steps:
             self._places[id(x)] = len(self._tensors)
         self._tensors.append(x)
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised tensor beside the arguments, of the type computed in unless told."""
-        return self.make(partial(torch.empty, shape, dtype=dtype, device=self.device))
-
     def none(self, dtype: torch.dtype) -> Tensor:
-        """(0,), the same for all that a call does not give in a dtype."""
+        """The same for all that a call does not give in a dtype."""
         if dtype not in self._none:
-            self._none[dtype] = self.new(0, dtype=dtype)
+            self._none[dtype] = super().none(dtype)
         return self._none[dtype]
 
     def make(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
-        """What a function makes of tensors of these steps, and of numbers."""
-        if self._autocast and given:
-            function = partial(_without_autocast, function)
+        """The same, noted unless it is one of these steps' tensors already."""
+        function = self._in_its_dtype(function, given)
         result = function(*given)
         if id(result) not in self._places:
             self._steps.append((function, given, len(self._tensors), None))
@@ -168,12 +205,12 @@ class Steps:
         return result
 
     def update(self, function: Callable[..., Tensor], x: Tensor, *given: Any) -> None:
-        """Have a function of PyTorch change a tensor of these steps in place."""
-        function(x, *given)
+        """The same, noted."""
+        super().update(function, x, *given)
         self._steps.append((function, (x, *given), self._places[id(x)], None))
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
-        """Launch a kernel with tensors of these steps and numbers, all by name."""
+        """The same, noted with what Triton has chosen."""
         made = kernel[grid](**given)
         if not isinstance(made, CompiledKernel):  # interpreted, or not launched
             self._repeats = False
