@@ -245,13 +245,13 @@ def _called(
     if route.traced:  # what traces the call has to meet the operator itself
         context, weights, *_ = operator.overload(*inputs, *others, seed, *numbers)
         return context, weights, None
+    backend = route.backend if type(queries) is Tensor else None
     if route.records:  # in a fraction of the time of the registered formula
-        link, recorded = Link(values, seed, numbers[0]), operator.recorded
-        kernel = recorded.in_python.get(route.backend, recorded.now)
-        call = (operator, kernel, (*others, seed), numbers, link, shared, backwards)
+        link = Link(values, seed, numbers[0])
+        call = (operator, backend, (*others, seed), numbers, link, shared, backwards)
         return None, Recorded.apply(call, *inputs), link  # type: ignore[attr-defined]
-    kernel = operator.in_python.get(route.backend, operator.now)
     with torch._C._AutoDispatchBelowAutograd():
+        kernel = operator.in_python.get(backend, operator.now)
         context, weights, *_ = kernel(*inputs, *others, seed, *numbers)
     return context, weights, None
 

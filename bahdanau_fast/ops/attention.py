@@ -39,7 +39,7 @@ from torch import Tensor
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.checks import ACTIVATIONS
-from bahdanau_fast.ops.operator import NUMBERS, Attention, Named, Operator
+from bahdanau_fast.ops.operator import Attention, Named, Operator
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 from bahdanau_fast.reference import Inside
 
@@ -263,12 +263,13 @@ def _gradients(
     numbers: Sequence[Any],
     needs: int,
     grads: Sequence[Tensor | None],
-    shared: Any = None,
+    backend: str | None,
+    shared: Any,
 ) -> Sequence[Tensor | None]:
     tensors, weights, projected = saved[:14], saved[14], saved[15:] or (None, None)
     if shared is None or not shared.is_awaited():
         given = (*numbers[:3], numbers[5])
-        return attention_gradients((weights, *projected), tensors, given, needs, grads)
+        return attention_gradients((weights, *projected), tensors, given, needs, grads, backend)
     of_projected = *tensors[:4], *tensors[9:], numbers[0]
     grad_queries, grad_scores, dropped = attend_backward_queries.now(
         weights, *grads, bool(needs & 1), *of_projected
@@ -286,6 +287,7 @@ def attention_gradients(
     numbers: Sequence[Any],
     needs: int,
     grads: Sequence[Tensor | None],
+    backend: str | None,
 ) -> Sequence[Tensor | None]:
     """What ``attention_backward`` gives.
 
@@ -295,11 +297,9 @@ def attention_gradients(
         numbers: dropout_p, activation, negative_slope and backend.
         needs: bits of :data:`NEED`.
         grads: of context and weights.
+        backend: as for :meth:`Operator.kernel`.
     """
-    run = attention_backward.now
-    # An eager call goes straight to a backend in Python; a compiler has to meet the operator.
-    if numbers[3] == NUMBERS["triton"] and type(results[0]) is Tensor:
-        run = attention_backward.in_python["triton"]
+    run = attention_backward.kernel(backend)
     found: Sequence[Tensor] = run(*results, *grads[:2], needs, *tensors, *numbers)
     return found
 

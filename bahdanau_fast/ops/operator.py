@@ -64,7 +64,8 @@ class Operator:
         defaults: of those that have one, by name.
         overload: what compiled code calls.
         now: the same past ``OpOverload.__call__``, for eager calls.
-        in_python: kernels of backends written in Python, by the name of the backend.
+        in_python: kernels of backends written in Python, by the name of the backend; and those of
+            the backend that such a one stands in front of.
     """
 
     def __init__(self, schema: str, fake: Callable[..., Any]) -> None:
@@ -92,11 +93,11 @@ class Operator:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         return {name: given.get(name, self.defaults.get(name)) for name in self.names}
 
-    def kernel(self, backend: str) -> Callable[..., Any]:
+    def kernel(self, backend: str | None) -> Callable[..., Any]:
         """What an eager call runs, from all arguments.
 
         Args:
-            backend: that serves it.
+            backend: that serves it; None leaves that to the dispatcher.
         """
         return self.in_python.get(backend, self.now)
 
@@ -152,8 +153,8 @@ class Attention(Operator):
         scores: by the reference, from :data:`Named`: the scores, and what the operator gives beside
             context and weights.
         gradients: not differentiable again, in the order of ``inputs``: from what a backward
-            has saved, numbers, bits of `needs`, the gradients of the results, and the shared
-            node of the call or None.
+            has saved, numbers, bits of `needs`, the gradients of the results, the backend, and the
+            shared node of the call or None.
         recorded: schema and fake of the operator of recorded calls, unless it is this one: the same
             arguments, with ``counts`` and other results behind the weights that backward takes.
     """
@@ -202,6 +203,7 @@ class Attention(Operator):
         numbers: Sequence[Any],
         asked: Sequence[bool],
         grads: Sequence[Tensor | None],
+        backend: str | None = None,
         shared: Any = None,
     ) -> list[Tensor | None]:
         """Gradients of the inputs, as far as they are needed, in their order.
@@ -211,6 +213,7 @@ class Attention(Operator):
             numbers: in order.
             asked: which of the inputs want a gradient.
             grads: of the results; those at the end may be left out.
+            backend: as for :meth:`kernel`.
             shared: the :class:`SharedNode` that keys, values and w_v are behind, which their
                 gradients are left to, or None.
 
@@ -221,7 +224,7 @@ class Attention(Operator):
             asked = (*asked[:2], False, *asked[3:])  # the values reach the context alone
         if torch.is_grad_enabled():
             return self._differentiable_again(self.by_name(saved, numbers), asked, grads)
-        found = self._gradients(saved, numbers, _bits(asked), grads, shared)
+        found = self._gradients(saved, numbers, _bits(asked), grads, backend, shared)
         return [grad if need else None for grad, need in zip(found, asked, strict=True)]
 
     def by_name(self, saved: Sequence[Tensor | None], numbers: Sequence[Any]) -> Named:
@@ -259,8 +262,9 @@ class Recorded(Node):
             call: what :func:`run._called` gives.
             *inputs: those that are differentiated.
         """
-        operator, kernel, others, numbers, link, shared, backwards = call
+        operator, backend, others, numbers, link, shared, backwards = call
         with torch._C._AutoDispatchBelowAutograd():
+            kernel = operator.recorded.kernel(backend)
             link.context, weights, *more = kernel(*inputs, *others, *numbers)
         counts = more.pop(0) if operator.is_counted else None
         lens, mask, *rest = others
@@ -273,7 +277,7 @@ class Recorded(Node):
             lens, mask = shared.same(lens, mask)
         save_inputs(ctx, inputs, (lens, mask, *rest, weights, *more))
         ctx.set_materialize_grads(False)
-        ctx.call = operator, numbers, link, shared
+        ctx.call = operator, backend, numbers, link, shared
         ctx.token = None if backwards is None else backwards.begin()
         made: Tensor = weights
         return made
@@ -281,17 +285,17 @@ class Recorded(Node):
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of the inputs, None for the call."""
-        operator, numbers, link, shared = ctx.call
+        operator, backend, numbers, link, shared = ctx.call
         nodes = None
         if shared is not None:  # behind it are the nodes that its gradients are for
             of_queries, *others = ctx.next_functions
             nodes = (of_queries, *shared.node().next_functions, *others[3:])
         saved = saved_inputs(ctx, operator, nodes)
         grads = link.take(), grad_weights
-        found = operator.gradients(saved, numbers, ctx.needs_input_grad[1:], grads, shared)
+        found = operator.gradients(saved, numbers, ctx.needs_input_grad[1:], grads, backend, shared)
         after_backward(ctx)
         if ctx.token is not None and ctx.token.after_backward():
-            ctx.call = operator, numbers, link, None
+            ctx.call = operator, backend, numbers, link, None
         return (None, *found)
 
 
@@ -349,6 +353,9 @@ def _put_behind(
     before: Any = torch.library.get_kernel(name, key) if has_kernel(name, key) else None
     if before is not None:
         _beside_others.add(backend)
+        # Eager calls of the others go past the choice, which is Python.
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        operator.in_python[key.lower()] = functools.partial(before.call_boxed, keys)
 
     def choose(keys: Any, *args: Any, **kwargs: Any) -> Any:
         named = operator.named(*args, **kwargs)
