@@ -221,24 +221,21 @@ def _scores_of(named: Named) -> tuple[Tensor]:
 
 
 def _scores_gradients(
-    named: Named, needed: list[bool], grads: Sequence[Tensor | None]
+    saved: Sequence[Tensor], numbers: Sequence[Any], asked: tuple[bool, ...], grads: Any
 ) -> Sequence[Tensor | None]:
-    inputs = [named[name] for name in _SCORED]
     if torch.is_grad_enabled():
+        activation, slope, _ = numbers
 
-        def scores(*tensors: Tensor | None) -> tuple[Tensor]:
-            queries, keys, w_v, *_ = tensors
-            assert queries is not None
-            assert keys is not None
-            assert w_v is not None
-            inside = inside_of({**named, **dict(zip(_SCORED, tensors, strict=True))})
+        def scores(
+            queries: Tensor, keys: Tensor, w_v: Tensor, features: Any, w_f: Any
+        ) -> tuple[Tensor]:
+            inside = Inside(features, w_f, ACTIVATIONS[activation], slope)
             return (reference.projected_scores(queries, keys, w_v, inside),)
 
-        return differentiate_again(scores, inputs, needed, grads)
-    numbers = [named[name] for name in ("activation", "negative_slope", "backend")]
-    needs = needs_of(_SCORED, needed)
-    found = attend_scores_backward.overload(grads[0], needs, *inputs, *numbers)
-    return [grad if need else None for grad, need in zip(found, needed, strict=True)]
+        return differentiate_again(scores, saved, asked, grads)
+    needs = needs_of(_SCORED, asked)
+    found = attend_scores_backward.overload(grads[0], needs, *saved, *numbers)
+    return [grad if need else None for grad, need in zip(found, asked, strict=True)]
 
 
 def _needing(name: str, named: Named) -> tuple[str, ...]:

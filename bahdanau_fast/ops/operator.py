@@ -43,9 +43,9 @@ library = torch.library.Library("bahdanau_fast", "DEF")
 
 #: Arguments and results of a call, by their names in the schema.
 Named = dict[str, Any]
-#: Gradients of the inputs of an operator from :data:`Named`, which of them are needed, and the
-#: gradients of its results.
-Gradients = Callable[[Named, list[bool], Sequence[Tensor | None]], Sequence[Tensor | None]]
+#: Gradients of the inputs of an operator: from its tensors and the results behind the first, its
+#: numbers, which of them are asked for, and the gradients of its results.
+Gradients = Callable[[Any, Any, tuple[bool, ...], Any], Sequence[Tensor | None]]
 #: All operators, by name.
 operators: dict[str, Operator] = {}
 
@@ -101,39 +101,31 @@ class Operator:
         """
         return self.in_python.get(backend, self.now)
 
-    def differentiate(
-        self, names: Sequence[str], gradients: Gradients, results: Sequence[str] = ()
-    ) -> None:
+    def differentiate(self, inputs: tuple[str, ...], gradients: Gradients) -> None:
         """Register the autograd formula of compiled code.
 
         Args:
-            names: of the arguments that are differentiated; they come first.
+            inputs: names of the arguments that are differentiated; they come first.
             gradients: of these.
-            results: names of the last results, as far as the formula reads them.
         """
-        count, saved = len(self.tensors), (*self.tensors, *results)
-        numbers = self.names[count:]
+        tensors, count = len(self.tensors), len(inputs)
 
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            arguments = tuple(self.named(*inputs).values())
-            kept = output[-len(results) :] if results else ()
-            ctx.save_for_backward(*arguments[:count], *kept)
-            ctx.numbers, ctx.given = arguments[count:], len(inputs)
+        def set_up(ctx: Any, given: tuple[Any, ...], output: Any) -> None:
+            arguments = tuple(self.named(*given).values())
+            others = () if isinstance(output, Tensor) else output[1:]
+            ctx.save_for_backward(*arguments[:tensors], *others)
+            ctx.numbers, ctx.given = arguments[tensors:], len(given)
             ctx.set_materialize_grads(False)
 
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            given: int = ctx.given
-            if all(grad is None for grad in grads):
-                return (None,) * given
-            named = dict(zip(saved, ctx.saved_tensors, strict=True))
-            named |= zip(numbers, ctx.numbers, strict=True)
-            asked = (*ctx.needs_input_grad, *[False] * len(names))
-            found = gradients(named, [bool(need) for need in asked[: len(names)]], grads)
-            padded: list[Tensor | None] = [*found, *[None] * given]
-            return tuple(padded[:given])
+            asked = (*ctx.needs_input_grad, *[False] * count)[:count]
+            found: Sequence[Tensor | None] = [None] * count
+            if [grad for grad in grads if grad is not None]:
+                found = gradients(ctx.saved_tensors, ctx.numbers, asked, grads)
+            return (*found, *[None] * ctx.given)[: ctx.given]
 
         torch.library.register_autograd(
-            f"bahdanau_fast::{self.name}", backward, setup_context=setup_context, lib=library
+            f"bahdanau_fast::{self.name}", backward, setup_context=set_up, lib=library
         )
 
 
@@ -172,36 +164,17 @@ class Attention(Operator):
         super().__init__(schema, fake)
         self.inputs, self.needing = inputs, needing
         self._scores, self._gradients = scores, gradients
-        self.count = len(inputs)
         # After this one, which a call of the name without an overload finds first.
         self.recorded = Operator(*recorded) if recorded else self
         self.is_counted = recorded is not None
         self._numbers = self.names[len(self.tensors) :]
-        torch.library.register_autograd(
-            f"bahdanau_fast::{self.name}", self._backward, setup_context=self._set_up, lib=library
-        )
-
-    def _set_up(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        arguments, count = tuple(self.named(*inputs).values()), len(self.tensors)
-        ctx.save_for_backward(*arguments[:count], *output[1:])
-        ctx.numbers, ctx.given = arguments[count:], len(inputs)
-        ctx.set_materialize_grads(False)
-
-    def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        asked = (*ctx.needs_input_grad, *[False] * self.count)[: self.count]
-        named = dict(zip(self._numbers, ctx.numbers, strict=True))
-        if named.get("need_weights") is False:
-            need = "be called with need_weights=True where a gradient is due"
-            checks.reject(RuntimeError, self.name, need, "False")
-        found = self.gradients(ctx.saved_tensors, ctx.numbers, asked, grads)
-        padded: list[Tensor | None] = [*found, *[None] * ctx.given]
-        return tuple(padded[: ctx.given])
+        self.differentiate(inputs, self.gradients)
 
     def gradients(
         self,
         saved: Sequence[Tensor | None],
         numbers: Sequence[Any],
-        asked: Sequence[bool],
+        asked: tuple[bool, ...],
         grads: Sequence[Tensor | None],
         backend: str | None = None,
         shared: Any = None,
@@ -218,10 +191,13 @@ class Attention(Operator):
                 gradients are left to, or None.
 
         """
-        if grads[0] is None:
-            if not [grad for grad in grads if grad is not None]:
-                return [None] * self.count
-            asked = (*asked[:2], False, *asked[3:])  # the values reach the context alone
+        if grads[0] is None:  # the values reach the context alone
+            asked = (*asked[:2], False, *asked[3:])
+        if saved[len(self.tensors)].numel() == 0 and not self.by_name(saved, numbers).get(
+            "need_weights", True
+        ):
+            need = "be called with need_weights=True where a gradient is due"
+            checks.reject(RuntimeError, self.name, need, "False")
         if torch.is_grad_enabled():
             return self._differentiable_again(self.by_name(saved, numbers), asked, grads)
         found = self._gradients(saved, numbers, _bits(asked), grads, backend, shared)
