@@ -22,7 +22,7 @@ from triton_target import target_is
 import bahdanau_fast.kernels
 from bahdanau_fast.backends.triton import call
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.ops.attention import attention, attention_backward, recorded
+from bahdanau_fast.ops.attention import attention, attention_backward
 
 __all__ = ["TritonPtx"]
 
@@ -86,7 +86,7 @@ class TritonPtx(PtxCalls):
 
     def forward(self, need_weights, *inputs, counted=False, **masked):
         given = self._named(*inputs, need_weights=need_weights, **masked)
-        return self._call(recorded if counted else attention, given)[: 2 + counted]
+        return self._call(attention.recorded if counted else attention, given)[: 2 + counted]
 
     def backward(self, weights, grad_context, grad_weights, needs, *inputs, **masked):
         grads = {"weights": weights, "grad_context": grad_context, "grad_weights": grad_weights}

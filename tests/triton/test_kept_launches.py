@@ -9,12 +9,23 @@ import random
 import sys
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import triton
+from test_operator_errors import (
+    GRADS,
+    PROJECTED,
+    RAW,
+    STEP,
+    WRONG,
+    WRONG_PROJECTED,
+    WRONG_RAW,
+    WRONG_STEP,
+)
 from triton.compiler.compiler import CompiledKernel
 from triton_target import target_is
 from warmed_up import call
@@ -27,12 +38,12 @@ from bahdanau_fast.ops.attention import (
     attend_scores_backward,
     attention,
     attention_backward,
-    recorded,
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it takes tensors of the CPU")
 
 
+BY_NAME = attrgetter("name")
 MODULES = [m for name, m in sys.modules.items() if name.startswith("bahdanau_fast.kernels.")]
 FOUND = (x for module in MODULES for x in vars(module).values())
 KERNELS = [x for x in FOUND if isinstance(x, triton.JITFunction)]
@@ -167,13 +178,13 @@ def drawn(seed, other):
     shape = choose((batch,), (batch, queries_len))
     kinds = torch.int64, torch.int32, torch.float32
     given["valid_lens"] = some(*shape, kinds=kinds, share=half)
-    shape = choose((batch, keys_len), (batch, 1, keys_len), scores)
+    shape = choose((batch, 1, keys_len), scores)
     given["mask"] = some(*shape, kinds=(torch.bool,), share=half)
     given["seed"] = some(1, kinds=(torch.int64,))
     given["dropout_p"] = choose(0.0, 0.0, 0.0, 0.5, 1.0)
     if choose(*half):
         given |= {name: choose(*half) for name in ("need_weights", "narrow")}
-        return choose(attention, recorded), given
+        return choose(attention, attention.recorded), given
     of_weights = choose(torch.float32, dtype)
     given |= {"weights": some(*scores, kinds=(of_weights,)), "needs": choose(*range(512))}
     given["grad_context"] = some(batch, queries_len, size, share=(True, True, False))
@@ -244,6 +255,29 @@ def test_fp32_products_are_those_that_are_allowed_now():
     ]  # fmt: skip
 
 
+REFUSED = [
+    *((PROJECTED, wrong) for wrong in WRONG + WRONG_PROJECTED),
+    *((STEP, wrong) for wrong in WRONG + WRONG_STEP),
+    *((RAW, wrong) for wrong in WRONG + WRONG_RAW),
+]
+
+
+@pytest.mark.parametrize(
+    "operator", [attention, attention.recorded, attention_backward], ids=BY_NAME
+)
+def test_what_is_wrong_is_refused(operator):
+    grads = GRADS if operator is attention_backward else {}
+    with noted() as launches:
+        for own, wrong in REFUSED:
+            if "table" in wrong or not {*map(type, wrong.values())} <= {torch.Tensor, int, float}:
+                continue  # no kernel reads one; what the schema refuses
+            with pytest.raises((TypeError, ValueError), match="must") as raised:
+                call(operator, **{**grads, **own, **wrong})
+            assert any(name in str(raised.value) for name in (*wrong, "w_q", "seed"))
+    assert not launch.plans
+    assert not launches
+
+
 # ---- what a repeated call costs, holds and heeds ----
 
 
@@ -264,7 +298,7 @@ def backward_of(given):
 
 @pytest.mark.parametrize("queries_len", [1, 20])
 @pytest.mark.parametrize(
-    "operator", [attention, recorded, attention_backward], ids=lambda x: x.name
+    "operator", [attention, attention.recorded, attention_backward], ids=lambda x: x.name
 )
 def test_a_repeated_call_asks_little_of_the_host(operator, queries_len):
     given = large(queries_len)

@@ -13,7 +13,7 @@ from triton_target import target_is
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.ops.attention import attention, attention_backward, recorded
+from bahdanau_fast.ops.attention import attention, attention_backward
 
 
 class Kernel:
@@ -88,7 +88,7 @@ def kernels_of(shape, dtype, target, only=""):
     with compiling(target, only) as found:
         for seen in ({}, {"mask": mask}):
             given = inputs | seen
-            context, weights, *_ = call(recorded, **given)
+            context, weights, *_ = call(attention.recorded, **given)
             call(attention, **given)
             grads = {"weights": weights, "grad_context": context, "grad_weights": weights}
             call(attention_backward, **grads, needs=15, **given)

@@ -56,8 +56,8 @@ def attention_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
     weights, queries, keys, grad_context, grad_weights, needs, *inputs, _ = given
     call = Call(steps, *inputs)
     sizes = call.batch, call.queries_len, call.keys_len
-    call.check("weights", weights, sizes, torch.float32)
-    call.check("grad_context", grad_context, (*sizes[:2], call.value_size))
+    call.check("weights", weights, sizes, torch.float32, call.dtype)
+    call.check("grad_context", grad_context, (*sizes[:2], call.value_size), call.dtype)
     call.check("grad_weights", grad_weights, sizes, weights.dtype)
     grads = _Gradients(call, needs)
     if grads.through_scores:

@@ -42,7 +42,7 @@ class Call:
         features: None, or (B,Tk,C), whose projection is added to the keys.
         w_f: (H,C); with features.
         valid_lens: None, (B,) or (B,Tq).
-        mask: None, or bool (B,Tk), (B,1,Tk) or (B,Tq,Tk).
+        mask: None, or bool (B,1,Tk) or (B,Tq,Tk).
         table: not read: these kernels make what they need in registers.
         keys_max: likewise.
         seed: (1,) int64, with dropout.
@@ -81,7 +81,8 @@ class Call:
         name = dict(enumerate(checks.ACTIVATIONS)).get(activation, str(activation))
         checks.inside(features, w_f, name, negative_slope, keys, self.hidden)
         checks.probability("dropout_p", dropout_p)
-        shown = None if mask is None else checks.as_mask(mask, queries, values)
+        if mask is not None and checks.as_mask(mask, queries, values) is not mask:
+            checks.reject(ValueError, "mask", "have 3 dimensions", tuple(mask.shape))
         self.steps, self.w_q, self.w_k, self.bias = steps, w_q, w_k, bias
         self.batch, self.queries_len, self.query_size = queries.shape
         self.keys_len, self.value_size = values.shape[1:]
@@ -100,14 +101,14 @@ class Call:
         self.kind: dict[str, Any] = {"slope": float(negative_slope), "ACTIVATION": activation}
         self.kind |= {"PRECISE": precise, "NATIVE": native()}
         self.seen: dict[str, Any] = {"lens": valid_lens, **strides(lens=valid_lens)}
-        self.seen |= {"mask": mask, **strides(mask=shown)}
-        self.seen["mask_key"] = 0 if shown is None else shown.stride(2)
-        self.mask_rows = 1 if shown is None else shown.shape[1]
+        self.seen |= {"mask": mask, **strides(mask=mask)}
+        self.seen["mask_key"] = 0 if mask is None else mask.stride(2)
+        self.mask_rows = 1 if mask is None else mask.shape[1]
         self.dropout = NO_DROPOUT
         if dropout_p > 0.0:
-            if seed is None or seed.dtype != torch.int64 or seed.device != queries.device:
-                got = seed if seed is None else f"{seed.dtype} on {seed.device}"
-                checks.reject(ValueError, "seed", "be (1,) int64 beside the queries", got)
+            if seed is None:
+                checks.reject(ValueError, "seed", "be given with dropout", None)
+            self.check("seed", seed, (1,), torch.int64)
             scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
             (bits,) = struct.unpack("q", struct.pack("d", scale))
             threshold = -int(-dropout_p * 2**32 // 1)
@@ -135,15 +136,15 @@ class Call:
         return self.steps.make(Tensor.contiguous, x)
 
     def check(
-        self, name: str, x: Tensor | None, shape: tuple[int, ...], *others: torch.dtype
+        self, name: str, x: Tensor | None, shape: tuple[int, ...], *dtypes: torch.dtype
     ) -> None:
-        """Refuse a tensor of another shape, or in no dtype of the queries and ``others``."""
+        """Refuse a tensor of another shape, dtype (or two), or device than that of the queries."""
         if x is None:
             return
         if tuple(x.shape) != shape:
             checks.reject(ValueError, name, f"have shape {shape}", tuple(x.shape))
-        if x.dtype not in (self.dtype, *others):
-            checks.reject(TypeError, name, f"have the dtype of queries, {self.dtype}", x.dtype)
+        if x.dtype not in dtypes:
+            checks.reject(TypeError, name, f"be {' or '.join(map(str, dtypes))}", x.dtype)
         if x.device != self.steps.device:
             need = f"be on the device of queries, {self.steps.device}"
             checks.reject(ValueError, name, need, x.device)
@@ -187,17 +188,24 @@ class Call:
 
         With ``but_queries`` those are left to the kernel.
         """
-        self.keys = self._projected(keys, self.keys, self.w_k, self.bias)
+        self.keys = self._projected("keys", keys, self.keys, self.w_k, self.bias)
         if not but_queries:
-            self.queries, self.w_q = self._projected(queries, self.queries, self.w_q, None), None
+            self.queries = self._projected("queries", queries, self.queries, self.w_q)
+            self.w_q = None
 
     def _projected(
-        self, known: Tensor | None, rows: Tensor, weight: Tensor | None, bias: Tensor | None
+        self,
+        name: str,
+        known: Tensor | None,
+        rows: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         if weight is None:
             return rows
-        if known is None or not known.numel():
+        if known is None or tuple(known.shape) == (0,):
             return self.steps.make(F.linear, rows, weight, bias)
+        self.check(f"projected_{name}", known, (*rows.shape[:2], self.hidden), self.dtype)
         return self.rows(known)
 
     @functools.cached_property

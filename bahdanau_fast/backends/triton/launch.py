@@ -77,7 +77,7 @@ class Kept:
                     key += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
                     if _ON_AMD:  # Triton goes by it
                         key.append(x.untyped_storage().nbytes() >> 31 > 0)
-        except RuntimeError:  # not a dense tensor: to be refused
+        except (AttributeError, RuntimeError):  # no dense tensor: to be refused
             return self._first(None, given)
         known = tuple(key)
         plan = plans.get(known)
