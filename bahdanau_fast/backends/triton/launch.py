@@ -1,4 +1,4 @@
-"""Decide once, then only launch: the steps of an operator call are noted when it is first made.
+"""Decide once, then only launch: the steps of an operator call are noted when it is made again.
 
 An operator of this backend is a function of :class:`Steps` and of its arguments. It checks and
 plans, and has its steps make tensors and launch kernels. A call with the key of an earlier one
@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-__all__ = ["MOST_PLANS", "Kept", "Plan", "Recorder", "Steps", "plans", "precision"]
+__all__ = ["MOST_PLANS", "Kept", "Plan", "Recorder", "Steps", "Traced", "plans", "precision"]
 
 #: Plans that are kept, of all operators together; then they begin anew.
 MOST_PLANS = 4096
@@ -52,8 +52,8 @@ class Plan(NamedTuple):
     kernels: tuple[CompiledKernel, ...]
 
 
-#: By the key of a call.
-plans: dict[tuple[Any, ...], Plan] = {}
+#: By the key of a call; None after the first, which many sizes have no second of.
+plans: dict[tuple[Any, ...], Plan | None] = {}
 
 
 class Kept:
@@ -78,11 +78,11 @@ class Kept:
                     if _ON_AMD:  # Triton goes by it
                         key.append(x.untyped_storage().nbytes() >> 31 > 0)
         except (AttributeError, RuntimeError):  # no dense tensor: to be refused
-            return self._first(None, given)
+            return self._planned(None, given)
         known = tuple(key)
         plan = plans.get(known)
         if plan is None or _is_watched():
-            return self._first(known, given)
+            return self._planned(known, given)
         if plan.gpu >= 0 and plan.gpu != _current_device():
             with torch.cuda.device(plan.gpu):
                 return self(*given)
@@ -95,21 +95,22 @@ class Kept:
                 tensors[place] = function() if pick is None else function(*pick(tensors))
         return plan.results(tensors)
 
-    def _first(self, key: tuple[Any, ...] | None, given: tuple[Any, ...]) -> Any:
-        """A call whose steps are noted."""
-        steps = Recorder(given)
+    def _planned(self, key: tuple[Any, ...] | None, given: tuple[Any, ...]) -> Any:
+        """A call that is checked and planned."""
+        again = key in plans
+        steps = Recorder(given) if again else Steps(given)
         with steps.guard():
             results = self._operator(steps, *steps.given)
-            plan = steps.plan(results)
-        if plan is not None and key is not None:
-            if len(plans) >= MOST_PLANS:
+            plan = steps.plan(results) if isinstance(steps, Recorder) else None
+        if key is not None:
+            if len(plans) >= MOST_PLANS and not again:
                 plans.clear()
             plans[key] = plan
         return results
 
     def traced(self, *given: Any) -> Any:
         """The same in code that is compiled: its launches become part of it."""
-        return self._operator(Steps(given), *given)
+        return self._operator(Traced(given), *given)
 
 
 def _is_watched() -> bool:
@@ -119,20 +120,24 @@ def _is_watched() -> bool:
 
 
 class Steps:
-    """Runs the steps of a call in code that is compiled.
+    """Runs the steps of a call.
 
     Args:
         given: the arguments of an operator.
 
     Attributes:
-        in_place: what no step reads any more may be written to, as no compiler wants it.
+        in_place: what no step reads any more may be written to.
     """
 
-    in_place = False
+    in_place = True
 
     def __init__(self, given: tuple[Any, ...]) -> None:
-        self.device: torch.device = given[0].device
+        self.given, self.device = given, given[0].device
         self._autocast = torch._C._is_any_autocast_enabled()
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Triton launches on the current device: make that the one of the arguments."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor beside the arguments, of the type computed in unless told."""
@@ -155,18 +160,26 @@ class Steps:
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
         """Launch a kernel with tensors of these steps and numbers, all by name."""
+        kernel[grid](**given)
+
+
+class Traced(Steps):
+    """The same in code that is compiled, which wants each tensor to be written once."""
+
+    in_place = False
+
+    def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
+        """The same, for the compiler to see."""
         torch.library.wrap_triton(kernel)[grid](**given)
 
 
 class Recorder(Steps):
-    """Runs the steps of an eager call, and notes them.
+    """Notes the steps that it runs.
 
     Attributes:
         given: the arguments, with another tensor for one that is given twice, as the next call may
             not.
     """
-
-    in_place = True
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         super().__init__(given)
@@ -179,10 +192,6 @@ class Recorder(Steps):
         for x in given:
             self._hold(x.detach() if id(x) in self._places else x)
         self.given = tuple(self._tensors)
-
-    def guard(self) -> AbstractContextManager[Any]:
-        """Triton launches on the current device: make that the one of the arguments."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _hold(self, x: Any) -> None:
         if isinstance(x, Tensor):
