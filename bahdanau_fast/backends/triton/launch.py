@@ -24,8 +24,11 @@ __all__ = ["MOST_PLANS", "Kept", "Plan", "Recorder", "Steps", "Traced", "plans",
 #: Plans that are kept, of all operators together; then they begin anew.
 MOST_PLANS = 4096
 
-_NUMBERS = frozenset((type(None), int, float, bool))
+_NUMBERS = frozenset((int, float, bool))
+# What torch.backends.cuda.matmul.fp32_precision asks.
+_precision = torch._C._get_fp32_precision_getter
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_runtime = triton.knobs.runtime
 _ON_AMD = torch.version.hip is not None
 
 
@@ -68,10 +71,10 @@ class Kept:
     def __call__(self, *given: Any) -> Any:
         """An eager call."""
         single = given[0].dtype is torch.float32
-        key = [self, torch._C._is_any_autocast_enabled(), single and precision()]
+        key = [self, torch._C._is_any_autocast_enabled(), single and _precision("cuda", "matmul")]
         try:
             for x in given:
-                if x.__class__ in _NUMBERS:
+                if x is None or x.__class__ in _NUMBERS:
                     key.append(x)
                 else:
                     key += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
@@ -115,7 +118,7 @@ class Kept:
 
 def _is_watched() -> bool:
     """Whether a profiler of Triton wants to know of launches."""
-    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
@@ -193,6 +196,12 @@ class Recorder(Steps):
             self._hold(x.detach() if id(x) in self._places else x)
         self.given = tuple(self._tensors)
 
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The same, by the quickest function for it."""
+        strides = torch.empty(shape, device="meta").stride()
+        how: dict[str, Any] = {"dtype": dtype, "device": self.device}
+        return self.make(partial(torch.empty_strided, shape, strides, **how))
+
     def _hold(self, x: Any) -> None:
         if isinstance(x, Tensor):
             self._places[id(x)] = len(self._tensors)
@@ -269,4 +278,4 @@ def precision() -> str:
     """How fp32 products are made, as kernels/products.py says: TF32 where the user allows it."""
     # Not allow_tf32: torch raises at reading it once a user has set the newer fp32_precision. This
     # one knows what was set by either, and by torch.set_float32_matmul_precision.
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return "tf32" if _precision("cuda", "matmul") == "tf32" else "ieee"
