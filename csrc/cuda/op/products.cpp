@@ -18,6 +18,7 @@ using AddmmOut = AOTITorchError (*)(AtenTensorHandle out, AtenTensorHandle added
 
 // A contiguous tensor (...,columns) as the matrix of all its rows, or as that transposed.
 Tensor matrix(const Tensor& x, bool transposed = false) {
+  if (x.dim() == 2 && !transposed) return x;
   const int64_t columns = x.size(-1);
   std::array<int64_t, 2> sizes{1, columns}, strides{columns > 0 ? columns : 1, 1};
   for (int64_t i = 0; i + 1 < x.dim(); ++i) sizes[0] *= x.size(i);
