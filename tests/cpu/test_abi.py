@@ -29,7 +29,7 @@ OF_2_10 = re.compile(
     | aoti_torch_device_type_(cpu|cuda|meta|mps|privateuse1|xpu)
     | aoti_torch_dtype_(bool|u?int(8|16|32|64)|b?float16|float(32|64)|complex(32|64|128))
     | aoti_torch_dtype_(float8_e(4m3fn|4m3fnuz|5m2|5m2fnuz)|element_size)
-    | aoti_torch_(_reinterpret_tensor|empty_strided)
+    | aoti_torch_(_reinterpret_tensor|cuda_(add)?mm_out|empty_strided)
     | aoti_torch_get_(current_cuda_stream|device_type|dim|dtype|layout|numel|sizes?|storage_offset)
     | aoti_torch_get_stride
     | aoti_torch_layout_(strided|sparse_(bs[cr]|coo|cs[cr])|_mkldnn|jagged)

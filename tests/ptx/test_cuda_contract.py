@@ -29,7 +29,7 @@ from parity import Case, check
 
 from bahdanau_fast import reference
 from bahdanau_fast.modules import decoder_loop
-from bahdanau_fast.ops.attention import INPUTS, attention, attention_backward, recorded
+from bahdanau_fast.ops.attention import INPUTS, attention, attention_backward
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.parity import allowed, error
 
@@ -322,7 +322,7 @@ def test_all_steps_of_a_decoder(cls, lens, monkeypatch):
     tensors = given(cls, 2, FP32, T=18, B=2, Tk=5)
     want = by_steps(lambda: of_decoder(module, tensors, lens))
     kernels(FP32).begin(4, FP32)
-    for operator in (attention, recorded, attention_backward):
+    for operator in (attention, attention.recorded, attention_backward):
         run = functools.partial(kernels(FP32).operator, operator.name)
         monkeypatch.setitem(operator.in_python, "cuda", run)
     monkeypatch.setattr(decoder_loop, "_operator", operator_of("cuda"))

@@ -29,8 +29,8 @@ def attend(
 ):  # fmt: skip
     """Context and weights of projected queries and keys; ``counted``, and what lengths leave."""
     given = {"valid_lens": lens, "mask": mask, "seed": seed, "dropout_p": dropout_p}
-    given |= {"need_weights": need_weights, "recorded": counted, "narrow": narrow}
-    return attention(call, queries, keys, values, w_v, **given)[: 2 + counted]
+    given |= {"need_weights": need_weights, "narrow": narrow}
+    return attention(call, queries, keys, values, w_v, recorded=counted, **given)[: 2 + counted]
 
 
 def attend_backward(

@@ -7,15 +7,14 @@ import pytest
 import torch
 from built import needs_compiler
 from mock_cuda import launches
-from test_errors import BAD, good, spoil
-from test_operator_errors import INPUTS, WRONG, WRONG_WHOLE
+from test_errors import BAD, spoil
+from test_operator_errors import PROJECTED, RAW, WRONG, WRONG_PROJECTED, WRONG_RAW
 
 pytestmark = needs_compiler
 
-RAW = {**good(), "bias": torch.ones(8)}
 MISTAKES = [
-    *((INPUTS, wrong) for wrong in (*WRONG, {"bias": torch.ones(8)}, {"backend": 1})),
-    *((RAW, wrong) for wrong in WRONG_WHOLE),
+    *((PROJECTED, wrong) for wrong in (*WRONG, *WRONG_PROJECTED, {"backend": 1})),
+    *((RAW, wrong) for wrong in (*WRONG, *WRONG_RAW)),
     *((RAW, {name: spoil(value, RAW.get(name))}) for name, value, *_ in BAD),
 ]
 ALL = (1 << 7) - 1  # gradients
