@@ -347,4 +347,4 @@ attend_scores_backward = Operator(
 )
 
 _SCORED = ("queries", "keys", "w_v", "features", "w_f")
-attend_scores.differentiate(_SCORED, _scores_gradients)
+attend_scores.differentiate(len(_SCORED), _scores_gradients)

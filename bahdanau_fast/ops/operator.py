@@ -101,20 +101,20 @@ class Operator:
         """
         return self.in_python.get(backend, self.now)
 
-    def differentiate(self, inputs: tuple[str, ...], gradients: Gradients) -> None:
+    def differentiate(self, count: int, gradients: Gradients) -> None:
         """Register the autograd formula of compiled code.
 
         Args:
-            inputs: names of the arguments that are differentiated; they come first.
+            count: of the arguments that are differentiated; they come first.
             gradients: of these.
         """
-        tensors, count = len(self.tensors), len(inputs)
+        tensors = len(self.tensors)
 
-        def set_up(ctx: Any, given: tuple[Any, ...], output: Any) -> None:
-            arguments = tuple(self.named(*given).values())
+        def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            arguments = tuple(self.named(*inputs).values())
             others = () if isinstance(output, Tensor) else output[1:]
             ctx.save_for_backward(*arguments[:tensors], *others)
-            ctx.numbers, ctx.given = arguments[tensors:], len(given)
+            ctx.numbers, ctx.given = arguments[tensors:], len(inputs)
             ctx.set_materialize_grads(False)
 
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -168,7 +168,7 @@ class Attention(Operator):
         self.recorded = Operator(*recorded) if recorded else self
         self.is_counted = recorded is not None
         self._numbers = self.names[len(self.tensors) :]
-        self.differentiate(inputs, self.gradients)
+        self.differentiate(len(inputs), self.gradients)
 
     def gradients(
         self,
