@@ -203,10 +203,9 @@ def _by_attention(route: Route, call: Call) -> Results:
         if w_k is not None and not keys.is_contiguous():
             keys = with_rows_together(keys)
     inputs: Any = (queries, keys, values, w_v, w_q, w_k, bias, features, w_f)
-    precise = records or route.traced
-    numbers = (dropout_p, activation, slope, call.need_weights or records, precise)
     others = (lens, mask, table, keys_max)
-    numbers += (number, route.narrow)
+    seen, precise = call.need_weights or records, records or route.traced
+    numbers = (dropout_p, activation, slope, seen, precise, number, route.narrow)
     return _called(attention, inputs, others, numbers, route, shared, backwards)
 
 
@@ -222,7 +221,7 @@ def _by_location(route: Route, call: Call) -> Results:
 
 def _called(
     operator: Attention,
-    inputs: tuple[Tensor | None, ...],
+    inputs: tuple[Any, ...],
     others: tuple[Tensor | None, ...],
     numbers: tuple[Any, ...],
     route: Route,
@@ -241,7 +240,7 @@ def _called(
         backwards: those that the nodes it shares wait for.
     """
     queries, _, values, *_ = inputs
-    seed = dropout_seed(numbers[0], queries) if numbers[0] > 0.0 and queries is not None else None
+    seed = dropout_seed(numbers[0], queries) if numbers[0] > 0.0 else None
     if route.traced:  # what traces the call has to meet the operator itself
         context, weights, *_ = operator.overload(*inputs, *others, seed, *numbers)
         return context, weights, None

@@ -201,6 +201,27 @@ class AdditiveAttention(Additive):
     if TYPE_CHECKING:
         __call__ = forward
 
+    def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
+        """Attend to a memory with some queries (one decoder step, or the beams of one step).
+
+        Args:
+            queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results. B as
+                the memory's keys have it.
+            memory: from :meth:`memory`.
+            mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what the memory's
+                own lengths and mask leave.
+
+        Returns:
+            Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.
+
+        Raises:
+            TypeError, ValueError: as for calling the module; a memory of another module, or one
+                made before the key layer changed.
+        """
+        context, weights = run.attend(self._on_memory(queries, memory, mask))
+        keep(self, weights, context)
+        return context
+
     def scores(self, queries: Tensor, memory: Memory, clip: float | None = None) -> Tensor:
         """The scores of a memory's keys, before any mask and the softmax.
 

@@ -132,25 +132,6 @@ class Additive(Unscriptable):
         maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
         return Memory(projected, values, valid_lens, mask, maker, batch)
 
-    def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
-        """Attend to a memory with some queries (one decoder step, or the beams of one step).
-
-        Args:
-            queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results. B as
-                the memory's keys have it.
-            memory: from :meth:`memory`.
-            mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what the memory's
-                own lengths and mask leave.
-
-        Returns:
-            Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.
-
-        Raises:
-            TypeError, ValueError: as for calling the module; a memory of another module, or one
-                made before the key layer changed.
-        """
-        return self._attend(self._on_memory(queries, memory, mask))
-
     def _attend(self, call: Call) -> Tensor:
         """Context of a call; sets ``attention_weights``."""
         context, weights = run.attend(call)
@@ -171,7 +152,8 @@ class Additive(Unscriptable):
                 checks.reject(ValueError, "memory", need, "an older one: call memory() again")
         projected, shape = memory.projected, None
         usual = (
-            memory.batch is mask is None
+            memory.batch is None
+            and mask is None
             and w_q is not None
             and w_v is not None
             and type(queries) is Tensor

@@ -76,7 +76,7 @@ class Operator:
             getattr(torch.ops.bahdanau_fast, packet), overload or "default"
         )
         self.now: Callable[..., Any] = self.overload._op
-        self.in_python: dict[str, Callable[..., Any]] = {}
+        self.in_python: dict[str | None, Callable[..., Any]] = {}
         arguments = self.overload._schema.arguments
         self.names = tuple(argument.name for argument in arguments)
         self.tensors = tuple(a.name for a in arguments if "Tensor" in str(a.type))
@@ -193,9 +193,9 @@ class Attention(Operator):
         """
         if grads[0] is None:  # the values reach the context alone
             asked = (*asked[:2], False, *asked[3:])
-        if saved[len(self.tensors)].numel() == 0 and not self.by_name(saved, numbers).get(
-            "need_weights", True
-        ):
+        weights = saved[len(self.tensors)]
+        assert weights is not None
+        if not (weights.numel() or self.by_name(saved, numbers).get("need_weights", True)):
             need = "be called with need_weights=True where a gradient is due"
             checks.reject(RuntimeError, self.name, need, "False")
         if torch.is_grad_enabled():
