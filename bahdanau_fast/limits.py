@@ -69,21 +69,19 @@ class GpuLimits:
 
     Attributes:
         shared: bytes of shared memory of a block.
-        cluster: blocks of a CUDA C++ launch that share out W_q.
     """
 
     shared: int
-    cluster: int
 
 
 #: What no family is known of: AMD's GPUs, and Triton's interpreter.
-OTHER_GPU = GpuLimits(shared=64 * 1024, cluster=1)
+OTHER_GPU = GpuLimits(shared=64 * 1024)
 #: By compute capability: sm_80 is 8.0 and 8.7, sm_86 also 8.9, sm_90 from 9.0 on, sm_120 from 12.0.
 GPU_FAMILIES = {
-    "sm_80": GpuLimits(shared=163 * 1024, cluster=1),
-    "sm_86": GpuLimits(shared=99 * 1024, cluster=1),
-    "sm_90": GpuLimits(shared=227 * 1024, cluster=8),
-    "sm_120": GpuLimits(shared=99 * 1024, cluster=8),
+    "sm_80": GpuLimits(shared=163 * 1024),
+    "sm_86": GpuLimits(shared=99 * 1024),
+    "sm_90": GpuLimits(shared=227 * 1024),
+    "sm_120": GpuLimits(shared=99 * 1024),
     "other": OTHER_GPU,
 }
 

@@ -39,10 +39,39 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a backend was asked for that cannot serve the call.
     """
+    given = call
     try:
-        return _attended(call)
+        route = backends.decide(call)
+        if type(call.queries) is not Tensor:
+            register_for(call.queries)
+        # A fake computes something of most mistakes, and so do plain operations.
+        if route.traced or not route.fused:
+            _explain(call)
+        if route.form != "one operator":
+            call = _in_front(route, call)
+        if not route.fused:
+            context, weights, link = _by_reference(call)
+        elif call.located is not None:
+            context, weights, link = _by_location(route, call)
+        else:
+            context, weights, link = _by_attention(route, call)
+        shape = call.shape
+        made = context if link is None else link.context
+        assert made is not None
+        if weights.dtype is not made.dtype and not route.fp32_weights:
+            weights = weights.to(made.dtype)
+        if shape is not None and weights.dim() == 3:
+            weights = shape.restore(weights)
+        if call.dropout is not None:
+            dropped = call.dropout(weights)
+            batch, keys_len, _ = call.values.shape
+            context = torch.bmm(dropped.reshape(batch, -1, keys_len), call.values)
+        elif link is not None:
+            context = link.connect(weights)
+        assert context is not None
+        return context if shape is None else shape.restore(context), weights
     except Exception:
-        _explain(call)
+        _explain(given)
         raise
 
 
@@ -50,38 +79,6 @@ def _explain(call: Call) -> None:
     """An error in words about inputs that no one has checked, if they are wrong."""
     if call.explain is not None:
         call.explain(call)
-
-
-def _attended(call: Call) -> tuple[Tensor, Tensor]:
-    route = backends.decide(call)
-    if type(call.queries) is not Tensor:
-        register_for(call.queries)
-    # A fake computes something of most mistakes, and so do plain operations.
-    if route.traced or not route.fused:
-        _explain(call)
-    if route.form != "one operator":
-        call = _in_front(route, call)
-    if not route.fused:
-        context, weights, link = _by_reference(call)
-    elif call.located is not None:
-        context, weights, link = _by_location(route, call)
-    else:
-        context, weights, link = _by_attention(route, call)
-    shape = call.shape
-    made = context if link is None else link.context
-    assert made is not None
-    if weights.dtype is not made.dtype and not route.fp32_weights:
-        weights = weights.to(made.dtype)
-    if shape is not None and weights.dim() == 3:
-        weights = shape.restore(weights)
-    if call.dropout is not None:
-        dropped = call.dropout(weights)
-        batch, keys_len, _ = call.values.shape
-        context = torch.bmm(dropped.reshape(batch, -1, keys_len), call.values)
-    elif link is not None:
-        context = link.connect(weights)
-    assert context is not None
-    return context if shape is None else shape.restore(context), weights
 
 
 def scores(call: Call, clip: float | None = None) -> Tensor:

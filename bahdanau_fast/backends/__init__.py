@@ -175,12 +175,12 @@ def decide(call: Call) -> Route:
     sizes = queries.shape, keys.shape, values.shape[2], hidden
     # Looked up rather than decided again: a small call takes little longer than the decision. What
     # is there may change with `why_not` alone.
-    given = device, kinds, doing, asked, sharded, general, sizes
-    found = _routes.get((given, why_not))
+    known = why_not, device, kinds, doing, asked, sharded, general, sizes
+    found = _routes.get(known)
     if found is None:
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        found = _routes[given, why_not] = _decided(*given)
+        found = _routes[known] = _decided(*known[1:])
     return found
 
 

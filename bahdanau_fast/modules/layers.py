@@ -174,26 +174,26 @@ def parts_of(module: Any) -> list[Any]:
     )
     if torch.compiler.is_compiling():
         return [*map(plain_weight, layers[:3]), plain_dropout(layers[3]), layers]
-    parts: list[Any] = [None, None, None, None, layers]
     if _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks:
-        return parts
-    for i, layer in enumerate(layers):
-        kind = type(layer)
-        if kind is not _Linear and kind not in _DROPOUTS:
-            continue
-        of_layer = layer.__dict__
-        if (  # as _is_changed: a small call comes here four times
-            of_layer["_forward_hooks"]
-            or of_layer["_forward_pre_hooks"]
-            or of_layer["_backward_hooks"]
-            or of_layer["_backward_pre_hooks"]
-            or "forward" in of_layer
-        ):
-            continue
-        if kind is not _Linear:
-            parts[i] = _dropped(layer) if i == 3 else None
-        elif i < 3 and (parameters := of_layer["_parameters"]).get("bias") is None:
-            parts[i] = parameters.get("weight")
+        return [None, None, None, None, layers]
+    parts: list[Any] = []
+    for layer in layers[:3]:
+        weight = None
+        if type(layer) is _Linear:
+            own = layer.__dict__
+            if not (  # as _is_changed: a small call comes here three times
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+                or "forward" in own
+            ):
+                parameters = own["_parameters"]
+                weight = parameters.get("weight") if parameters.get("bias") is None else None
+        parts.append(weight)
+    dropout = layers[3]
+    plain = type(dropout) in _DROPOUTS and not _is_changed(dropout.__dict__)
+    parts += (_dropped(dropout) if plain else None, layers)
     return parts
 
 
