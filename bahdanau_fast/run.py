@@ -163,15 +163,20 @@ def _keys(route: Route, call: Call) -> ProjectedKeys:
     if w_k is None and bias is not None:
         keys, bias = keys + bias, None
     source = None
-    returns = route.table if w_k is None else route.reuse
-    if returns and call.cache is not None and route.backend == "cpu":
-        source = call.cache.source(keys, w_k, bias, route.backend)
+    if call.cache is not None and route.backend == "cpu":
+        # General scores read no table; their gradients meet in one node all the same.
+        reads_table = not route.general
+        meet = not reads_table and route.records and not route.traced
+        # Where nothing is derived from the bytes of the keys, none are compared.
+        by_version = w_k is None and not route.table
+        if route.table or meet if w_k is None else route.reuse:
+            source = call.cache.source(keys, w_k, bias, route.backend, by_version)
     if source is None:
         own = keys if w_k is None else linear(keys, w_k, bias, route.backend == "reference")
         return ProjectedKeys(own, None, None)
     assert call.cache is not None
     w_v = call.w_v if isinstance(call.w_v, Tensor) else None
-    return call.cache.project(source, call.values, w_v, route.table, route.records)
+    return call.cache.project(source, call.values, w_v, route.table, route.records, reads_table)
 
 
 def _to(x: Any, dtype: torch.dtype) -> Any:
@@ -207,13 +212,15 @@ def _by_attention(route: Route, call: Call) -> Results:
 
 
 def _by_location(route: Route, call: Call) -> Results:
-    backwards = None if call.projected is None else call.projected.backwards
+    shared = backwards = None
+    if call.projected is not None:
+        *_, shared, backwards, _ = call.projected
     _, w_f, *numbers = _inside(call)
     assert call.located is not None
     inputs: Any = (*call[:4], *call.located, w_f)
     seen = call.valid_lens, call.mask
     given = (call.dropout_p, *numbers)
-    return _called(attend_location, inputs, seen, given, route, None, backwards)
+    return _called(attend_location, inputs, seen, given, route, shared, backwards)
 
 
 def _called(

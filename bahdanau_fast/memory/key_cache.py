@@ -51,6 +51,7 @@ class Source(NamedTuple):
         weight: Tensor | None,
         bias: Tensor | None,
         backend: str,
+        by_version: bool = False,
     ) -> Source:
         """Take the state before the projection.
 
@@ -59,6 +60,7 @@ class Source(NamedTuple):
             weight: (H,Dk), or None.
             bias: (H,) or None.
             backend: of the call.
+            by_version: compare version counters, not bytes: where nothing is derived from bytes.
         """
         tensors = _present(keys, weight, bias)
         state: tuple[object, ...] = (
@@ -69,7 +71,9 @@ class Source(NamedTuple):
             *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
             # Identity, for the gradient: a leaf lives as long as a graph node that leads to it.
             *((id(t), t.output_nr) if t.requires_grad else None for t in tensors),
-            fingerprint.now(keys, weight, bias),
+            tuple(t._version for t in tensors)
+            if by_version
+            else fingerprint.now(keys, weight, bias),
         )
         return cls(keys, weight, bias, backend, state)
 
@@ -82,7 +86,9 @@ def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-def may_share(keys: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+def may_share(
+    keys: Tensor, weight: Tensor | None, bias: Tensor | None, by_version: bool = False
+) -> bool:
     """True if calls may share one projection, and its node in the graph.
 
     Not in activation checkpointing (detected by its hooks on saved tensors), which runs a call
@@ -94,6 +100,7 @@ def may_share(keys: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
         keys: (B,Tk,Dk).
         weight: (H,Dk), or None for a modified key layer.
         bias: (H,) or None.
+        by_version: as for :meth:`Source.of`.
     """
     return (
         weight is not None
@@ -102,7 +109,7 @@ def may_share(keys: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and not checks.in_transform()
         and not (
-            torch.is_grad_enabled()
+            (by_version or torch.is_grad_enabled())
             and any(t is not None and t.is_inference() for t in (keys, weight, bias))
         )
     )
@@ -146,6 +153,7 @@ class KeyCache:
         weight: Tensor | None,
         bias: Tensor | None,
         backend: str,
+        by_version: bool = False,
     ) -> Source | None:
         """What a projection depends on; None if it is not to be remembered.
 
@@ -158,15 +166,19 @@ class KeyCache:
             weight: (H,Dk), or None.
             bias: (H,) or None.
             backend: of the call.
+            by_version: as for :meth:`Source.of`.
         """
-        if not may_share(keys, keys if weight is None else weight, bias):
+        if not may_share(keys, keys if weight is None else weight, bias, by_version):
             return None
-        storage, last = keys.untyped_storage(), self._last
-        again = last is not None and last() is storage
-        expected, self._keys_repeat = again or self._keys_repeat, again
-        if not again:
-            self._last = weakref.ref(storage)
-        return Source.of(keys, weight, bias, backend) if expected else None
+        if not by_version:
+            storage, last = keys.untyped_storage(), self._last
+            again = last is not None and last() is storage
+            expected, self._keys_repeat = again or self._keys_repeat, again
+            if not again:
+                self._last = weakref.ref(storage)
+            if not expected:
+                return None
+        return Source.of(keys, weight, bias, backend, by_version)
 
     def project(
         self,
@@ -175,6 +187,7 @@ class KeyCache:
         w_v: Tensor | None,
         table: bool,
         records: bool,
+        reads_table: bool = True,
     ) -> ProjectedKeys:
         """The projection of a source, remembered or new.
 
@@ -184,6 +197,7 @@ class KeyCache:
             w_v: (1,H) of the call, or None if unknown.
             table: make a table of exponentials once the keys are asked for again.
             records: a gradient may be asked for.
+            reads_table: as for :meth:`ProjectedKeys.share`.
         """
         entry = self._entry  # read once: another thread may replace it
         # Counted before it is looked at: what is there then waits for this call's backward.
@@ -204,7 +218,7 @@ class KeyCache:
         shared = None if entry.shared is None else entry.shared()
         if shared is not None and shared.fits(values, w_v):
             return found._replace(shared=shared)
-        found = found.share(values, w_v)
+        found = found.share(values, w_v, reads_table)
         if found.shared is not None:
             self._entry = replace(entry, shared=weakref.ref(found.shared))
         return found

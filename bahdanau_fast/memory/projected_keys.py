@@ -38,15 +38,16 @@ class ProjectedKeys(NamedTuple):
     backwards: PendingBackwards | None = None
     token: BackwardToken | None = None
 
-    def share(self, values: Tensor, w_v: Tensor) -> ProjectedKeys:
+    def share(self, values: Tensor, w_v: Tensor, reads_table: bool = True) -> ProjectedKeys:
         """The same, for calls that share one node of the autograd graph.
 
         Args:
             values: (B,Tk,Dv) of those calls.
             w_v: (1,H) or (H,) of those calls.
+            reads_table: those calls read the table; where there is none, they do not share.
         """
-        if torch.compiler.is_compiling() or self.table is None:
-            return self  # nothing is shared in a graph, or without a table
+        if torch.compiler.is_compiling() or (reads_table and self.table is None):
+            return self  # nothing is shared in a graph, by another backend, or of small sizes
         backwards = self.backwards or PendingBackwards()
         shared = share(*self[:3], values, w_v, backwards)
         if shared is None:

@@ -128,7 +128,8 @@ class Additive(Unscriptable):
         else:
             projected = project(own, self._reads_table and backends.keeps_table(backend, own))
             projected = projected._replace(backwards=backwards, token=token)
-            projected = projected.share(values, w_v)
+            if self._reads_table or (backwards is not None and backend == "cpu"):
+                projected = projected.share(values, w_v, self._reads_table)
         maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
         return Memory(projected, values, valid_lens, mask, maker, batch)
 

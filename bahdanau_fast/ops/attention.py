@@ -12,7 +12,8 @@
                              their shape, without a mask; the projected queries; on the CPU the
                              projected keys. What there is not of these is (0,)
 ``attention_backward``       the gradients, from weights in either dtype; what is projected inside
-                             and not given is projected again
+                             and not given is projected again. ``attention_backward.onto`` adds that
+                             of projected keys to a sum
 ``attend_backward_queries``  that of projected queries alone, with what the others can be taken from
                              later: gradients of the scores, and the weights after dropout (empty
                              without); without features
@@ -264,9 +265,10 @@ def _gradients(
     shared: Any,
 ) -> Sequence[Tensor | None]:
     tensors, weights, projected = saved[:14], saved[14], saved[15:] or (None, None)
-    if shared is None or not shared.is_awaited():
-        given = (*numbers[:3], numbers[5])
-        return attention_gradients((weights, *projected), tensors, given, needs, grads, backend)
+    is_left = shared is not None and tensors[7] is None and numbers[1] == 0
+    if not (is_left and shared.is_awaited()):
+        results, given = (weights, *projected), (*numbers[:3], numbers[5])
+        return attention_gradients(results, tensors, given, needs, grads, backend, shared)
     of_projected = *tensors[:4], *tensors[9:], numbers[0]
     grad_queries, grad_scores, dropped = attend_backward_queries.now(
         weights, *grads, bool(needs & 1), *of_projected
@@ -285,8 +287,9 @@ def attention_gradients(
     needs: int,
     grads: Sequence[Tensor | None],
     backend: str | None,
+    shared: Any,
 ) -> Sequence[Tensor | None]:
-    """What ``attention_backward`` gives.
+    """The nine gradients, those of keys and values added to the sums of a shared node if there are.
 
     Args:
         results: weights, projected queries and projected keys.
@@ -295,10 +298,24 @@ def attention_gradients(
         needs: bits of :data:`NEED`.
         grads: of context and weights.
         backend: as for :meth:`Operator.kernel`.
+        shared: the :class:`SharedNode` of the call, or None.
     """
+    sums = shared.pending.sums() if shared is not None and shared.is_awaited() else None
+    if sums is not None and grads[0] is not None and needs & 4 and numbers[0] == 0.0:
+        sums.add(results[0], grads[0])
+        needs &= ~4
+    if sums is not None and sums.keys is not None:
+        given = results[0], *grads[:2], needs & ~2, sums.keys
+        others: Sequence[Any] = attention_backward_onto.overload(
+            *given, *tensors[:4], *tensors[7:], *numbers[:3]
+        )
+        return [others[0], None, others[2] if needs & 4 else None, *others[3:]]
     run = attention_backward.kernel(backend)
-    found: Sequence[Tensor] = run(*results, *grads[:2], needs, *tensors, *numbers)
-    return found
+    found: Sequence[Any] = run(*results, *grads[:2], needs, *tensors, *numbers)
+    if sums is None:
+        return found
+    sums.keys = found[1] if needs & 2 else None
+    return [found[0], None, found[2] if needs & 4 else None, *found[3:]]
 
 
 exp_keys = Operator(
@@ -325,6 +342,11 @@ attention = Attention(
 attention_backward = Operator(
     "attention_backward(Tensor weights, Tensor? projected_queries, Tensor? projected_keys, "
     f"{_GRADS}, int needs, {_INPUTS}, {_PROJECTIONS}, {_REST}, int backend=0) -> {_GRADIENTS}",
+    _backward_fake,
+)
+attention_backward_onto = Operator(
+    f"attention_backward.onto(Tensor weights, {_GRADS}, int needs, Tensor(a!) onto, {_INPUTS}, "
+    f"{_REST}) -> {_GRADIENTS}",
     _backward_fake,
 )
 attend_backward_queries = Operator(

@@ -68,7 +68,7 @@ def _gradients(
     needs: int,
     grads: Sequence[Tensor | None],
     backend: str | None,
-    _: None,
+    shared: Any,
 ) -> list[Tensor | None]:
     queries, keys, values, w_v, location, w_conv, _, w_f, lens, mask, seed, weights, features = (
         saved
@@ -92,7 +92,7 @@ def _gradients(
         seed,
     )
     results, given = (weights, None, None), (*numbers, 0)
-    found = attention_gradients(results, tensors, given, needs, grads, backend)
+    found = attention_gradients(results, tensors, given, needs, grads, backend, shared)
     (*others,), grad, grad_w_f = found[:4], found[7], found[8]
     if grad is None or not of_features:
         return [*others, None, None, None, grad_w_f]

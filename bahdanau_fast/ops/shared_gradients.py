@@ -6,6 +6,10 @@ computes the first and leaves the gradients of its scores here, and when autogra
 all the steps and comes to the shared node, one pass over the keys makes the sums: no tensor of the
 size of the keys is made, or added up, per step.
 
+A step with features inside the tanh has no such pass, which would have to compute every tanh again:
+its backward adds the gradient of the keys to a sum that is kept here, and leaves what that of the
+values is made of.
+
 Whatever a step cannot leave (it is to be differentiated again, or autograd is not going to the
 shared node this time) it returns to autograd in the ordinary way, and the shared node adds that.
 
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 from bahdanau_fast.ops.attention import attend_backward_keys, fingerprint, needs_of
+from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.saved_tensors import PendingBackwards, SavedTensors
 
 __all__ = ["PendingGradients", "SharedNode", "StepGradients", "share"]
@@ -48,16 +53,60 @@ class StepGradients(NamedTuple):
     grad_scores: Tensor
 
 
+class KeptSums:
+    """What the backward of calls with features, or another activation, leaves.
+
+    Attributes:
+        keys: (B,Tk,H), the gradient of the keys from the first of them, to which the others add
+            theirs; None before, and where it is not wanted.
+    """
+
+    __slots__ = ("_contexts", "_weights", "keys")
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self._weights: list[Tensor] = []
+        self._contexts: list[Tensor] = []
+
+    def add(self, weights: Tensor, grad_context: Tensor) -> None:
+        """Leave a call's share of the gradient of the values.
+
+        Args:
+            weights: (B,Tq,Tk), of a call without dropout.
+            grad_context: (B,Tq,Dv).
+        """
+        self._weights.append(weights.detach())
+        self._contexts.append(grad_context)
+
+    def values(self) -> Tensor | None:
+        """(B,Tk,Dv), the gradient of the values; None where none was left."""
+        if not self._weights:
+            return None
+        weights, contexts = _join(self._weights), _join(self._contexts)
+        with without_autocast(weights.device):
+            found = torch.bmm(weights.transpose(1, 2), contexts.to(weights.dtype))
+        return found.to(contexts.dtype)
+
+
 class PendingGradients:
     """The calls whose backward has run but whose share of the sums is still to be computed.
 
     They are kept apart by backward pass: several may go over one graph, also at once.
     """
 
-    __slots__ = ("_calls",)
+    __slots__ = ("_calls", "_sums")
 
     def __init__(self) -> None:
         self._calls: dict[int, list[StepGradients]] = {}
+        self._sums: dict[int, KeptSums] = {}
+
+    def sums(self) -> KeptSums:
+        """The sums of the backward pass that is running."""
+        return self._sums.setdefault(torch._C._current_graph_task_id(), KeptSums())
+
+    def take_sums(self) -> KeptSums | None:
+        """The same, which are over now; None where there are none."""
+        return self._sums.pop(torch._C._current_graph_task_id(), None)
 
     def add(self, *step: Any) -> None:
         """Leave a call to the shared node: what :class:`StepGradients` has."""
@@ -201,12 +250,14 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        calls = ctx.pending.take()
+        calls, kept = ctx.pending.take(), ctx.pending.take_sums()
         saved = ctx.saved.get()
         ctx.saved.after_backward()
         found: Sequence[Tensor | None] = grads
         if calls:
             found = tuple(map(_add, _sums(calls, saved, ctx.needs_input_grad[:3]), found))
+        if kept is not None:
+            found = tuple(map(_add, (kept.keys, kept.values(), None), found))
         return (*found, None, None)
 
 

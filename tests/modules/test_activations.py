@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from profiled import counts, projections
+from profiled import allocated, counts, projections
 from torch import nn
 
 import bahdanau_fast as bf
@@ -67,6 +67,19 @@ def test_a_loop_projects_the_keys_once(module, inputs, loop, mode):
     query, *source = inputs
     with mode():
         assert projections(lambda: loop(module, [query] * 10, *source), source[0].shape) == 1
+
+
+@needs_cpu
+@pytest.mark.parametrize("loop", LOOPS)
+def test_steps_add_no_gradient_of_the_size_of_the_keys(module, inputs, loop):
+    query, *source = (x.double().requires_grad_() for x in inputs)
+    module.double()
+
+    def large(steps):
+        loss = torch.cat(loop(module, [query] * steps, *source), 1).sum()
+        return sum(size >= 8 * B * TK * H for size in allocated(loss.backward))
+
+    assert 1 <= large(2) == large(6)
 
 
 def test_scores_on_a_memory(module, inputs):

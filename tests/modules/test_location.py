@@ -5,6 +5,7 @@ import torch
 from contract import scattered
 from opchecked import opcheck
 from parity import DTYPES, judged, keep_the_rule, moved
+from profiled import allocated
 from torch import nn
 
 import bahdanau_fast as bf
@@ -211,6 +212,20 @@ def test_dropped_weights_give_the_gradient_of_the_values():
     gradient = torch.autograd.grad(context.sum(), values)[0]
     # The context is linear in the values.
     assert parity.error((gradient * values).sum(1, keepdim=True), context) <= 2.0**-48
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
+def test_steps_add_no_gradient_of_the_size_of_the_keys():
+    def large(steps):
+        module, (keys, values, queries, location) = made(batch=2, keys_len=50, num_hiddens=64)
+        keys, values = keys.double().requires_grad_(), values.double().requires_grad_()
+        memory = module.memory(keys, values)
+        each = [q.double() for q in queries.repeat(2, 1, 1, 1)[:steps]]
+        contexts = [module.attend(q, memory, location.double()) for q in each]
+        loss = torch.cat(contexts, 1).sum()
+        return sum(size >= 8 * 2 * 50 * 64 for size in allocated(loss.backward))
+
+    assert 1 <= large(2) == large(5)
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")

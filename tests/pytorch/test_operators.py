@@ -140,7 +140,20 @@ def test_opcheck_attention_backward(case, dtype, traced):
     for variant in variants:
         args = (weights, *projected, *variant, *tensors)
         opcheck(ops.attention_backward.default, args, options, traced=traced)
+        if case in GENERAL or case == "plain":
+            _opcheck_onto(weights, variant, tensors, options, traced)
         traced &= case in EVERY
+
+
+def _opcheck_onto(weights, variant, tensors, options, traced):
+    *given, needs = variant
+    added = torch.ones_like(tensors[1])
+    args = (weights, *given, needs & ~NEED["keys"], added, *tensors)
+    opcheck(ops.attention_backward.onto, args, options, traced=traced)
+    ops.attention_backward.onto(*args, **options)
+    args = (weights, None, None, *given, NEED["keys"], *tensors)
+    of_keys = ops.attention_backward(*args, **options)[1]
+    torch.testing.assert_close(added, 1 + of_keys)
 
 
 @pytest.mark.parametrize(("case", "dtype", "traced"), of(*GENERAL, "plain"))

@@ -84,6 +84,7 @@ struct Backward : Gradients {
   const void* grad_scores_in = nullptr;
   void* grad_scores_out = nullptr;
   void* dropped_weights = nullptr;
+  bool adds_to_keys = false;  // grad_keys holds a sum, which this call's are added to (from_sums)
   // Parts of the gradients of features and W_f, in the sum type; may be null.
   void* grad_features = nullptr;  // (B,C,Tk): of a slice of hidden units
   const void* w_f = nullptr;      // (H,C) in the sum type; with grad_features

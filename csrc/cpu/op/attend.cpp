@@ -183,8 +183,10 @@ using NineGradients =
 // Gradients of queries and keys that are projected already.
 NineGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& values,
                        const Tensor& w_v, const Options& options, const Tensor& weights,
-                       MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs) {
-  const Inputs in(queries, keys, values, w_v, options, Exponentials::as_read);
+                       MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs,
+                       Tensor* onto = nullptr) {
+  Inputs in(queries, keys, values, w_v, options, Exponentials::as_read);
+  in.problem.from_sums |= onto != nullptr;  // only that kernel adds to a sum
   Tensor grad_queries = gradient(queries, needs & need_queries);
   KeyGradients grads(keys, values, w_v, needs);
   InsideGradients inside(options, needs, in.storage);
@@ -197,6 +199,13 @@ NineGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& 
     Backward g = received(in, weights, grad_context, grad_weights, owned);
     g.grad_queries = data_or_null(grad_queries, needs & need_queries);
     grads.name_in(&g);
+    if (onto != nullptr) {
+      STD_TORCH_CHECK(onto->is_contiguous() && onto->scalar_type() == in.storage &&
+                          onto->numel() == keys.numel() && !(needs & need_keys),
+                      "onto must be contiguous, and have the size and dtype of keys");
+      g.grad_keys = onto->mutable_data_ptr();
+      g.adds_to_keys = true;
+    }
     inside.run(in, g, grads.w_data());
   }
   const auto none = [&] { return new_tensor({0}, in.storage); };
@@ -236,6 +245,21 @@ NineGradients attention_backward(const Tensor& weights, MaybeTensor projected_qu
   const auto [grad_keys, grad_w_k, grad_bias] = of_keys.backward(grad_k);
   return {grad_queries, grad_keys, grad_values,   grad_w_v, grad_w_q,
           grad_w_k,     grad_bias, grad_features, grad_w_f};
+}
+
+// Of projected queries and keys; the gradient of the keys is added to `onto` (B,Tk,H) instead of
+// being a result.
+NineGradients attention_backward_onto(const Tensor& weights, MaybeTensor grad_context,
+                                      MaybeTensor grad_weights, int64_t needs, Tensor onto,
+                                      const Tensor& queries, const Tensor& keys,
+                                      const Tensor& values, const Tensor& w_v, MaybeTensor features,
+                                      MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask,
+                                      MaybeTensor table, MaybeTensor keys_max, MaybeTensor seed,
+                                      double dropout_p, int64_t activation, double negative_slope) {
+  const Options options{features, w_f,  valid_lens, mask,       table,
+                        keys_max, seed, dropout_p,  activation, negative_slope};
+  return backward(queries, keys, values, w_v, options, weights, grad_context, grad_weights, needs,
+                  &onto);
 }
 
 std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
@@ -342,6 +366,7 @@ STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention));
   m.impl("attention.recorded", TORCH_BOX(&attention_recorded));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_backward.onto", TORCH_BOX(&attention_backward_onto));
   m.impl("attend_backward_queries", TORCH_BOX(&attend_backward_queries));
   m.impl("attend_backward_keys", TORCH_BOX(&attend_backward_keys));
   m.impl("attend_scores", TORCH_BOX(&attend_scores));

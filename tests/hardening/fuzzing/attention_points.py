@@ -94,14 +94,14 @@ def _agree_gradients(found, true, needs, dtype):
 
 @case
 def attend(read, generator):
-    """``exp_keys``, ``attention`` and its backward: whole, or in two parts."""
+    """``exp_keys``, ``attention`` and its backward: whole, added to a sum, or in two parts."""
     has_features = read.number(2)
     dtype, made, numbers, look = _drawn(read, generator, has_features)
     odd = spoil(read, made)
     dropout_p, seed = dropout(read)
-    need_weights, tabled, needs = (read.number(n) for n in (2, 3, 512))
-    features = made[4:] or (None, None)
-    table = ops.exp_keys(made[1], bool(read.number(2))) if tabled else (None, None)
+    need_weights, tabled, needs, adds = (read.number(n) for n in (2, 3, 512, 3))
+    keys, features = made[1], made[4:] or (None, None)
+    table = ops.exp_keys(keys, bool(read.number(2))) if tabled else (None, None)
     if tabled == 2 and read.mistake(10):
         table = table[0][..., :-1], table[1]
     inside = (*features, *look, *table, seed, dropout_p, *numbers)
@@ -110,10 +110,19 @@ def attend(read, generator):
     context, weights = ops.attention(*mistaken(read, given, 32))
     looked = weights if need_weights else ops.attention(*inputs)[1]
     grads = gradients_of(read, context, looked, generator)
-    given = [looked, None, None, *grads, needs, *inputs]
-    found = ops.attention_backward(*mistaken(read, given, 16))
+    if adds == 0:
+        onto = torch.randn(keys.shape, generator=generator).to(keys.dtype)
+        before = onto.to(torch.float64, copy=True)
+        needs = needs if read.mistake(20) else needs & ~NEED["keys"]
+        given = [looked, *grads, needs, onto, *made[:4], *inside]
+        found = ops.attention_backward.onto(*mistaken(read, given, 16))
+    else:
+        given = [looked, None, None, *grads, needs, *inputs]
+        found = ops.attention_backward(*mistaken(read, given, 16))
     found = dict(zip(INPUTS, (*found[:4], *found[7:]), strict=True))
-    if not has_features and numbers[0] == 0:
+    if adds == 0:
+        found["keys"], needs = onto.double() - before, needs | NEED["keys"]
+    elif not has_features and numbers[0] == 0:
         rest = (*look, *table, seed, dropout_p)
         parts = _in_two_parts(read, made, rest, looked, grads, needs)
         if not (read.broken or odd):

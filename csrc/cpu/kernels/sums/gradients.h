@@ -71,10 +71,12 @@ struct GradOfSums {
     for (int64_t i = 0; i < p.Tq; ++i)
       for (int64_t l = 0; l < kKeys; ++l)
         shares[i * kKeys + l] = l < count ? scores[i * p.Tk + j + l] : A(0);
+    // Read next: by use_grads(), and by make_inner_rows().
+    const T* onto = g.adds_to_keys ? grad_key(j) : nullptr;
     const T* next = key_rows[j + kKeys] + h0;
     for (int64_t h = 0; h < n; h += kLanes<A>) {
       Vec<A> sums[kKeys] = {}, sum_w{};
-      // Read next, by make_inner_rows().
+      for (int64_t l = 0; onto != nullptr && l < kKeys; ++l) __builtin_prefetch(onto + l * p.H + h);
       for (int64_t l = 0; l < kKeys; ++l) __builtin_prefetch(next + l * key_rows.stride + h);
       for (int64_t i = 0; i < p.Tq; ++i) {
         const Vec<A> a = load_once(queries + i * n + h);
@@ -126,12 +128,16 @@ struct GradOfSums {
                        inside.features.row_stride, grads, n, count, n, j > 0, grad_w_f, n,
                        inside.C);
     }
-    for (int64_t k = 0; g.grad_keys != nullptr && k < count; ++k)
-      store_row(grads + k * n, valid, grad_key(j + k));
+    for (int64_t k = 0; g.grad_keys != nullptr && k < count; ++k) {
+      if (g.adds_to_keys)
+        add_row(grads + k * n, valid, grad_key(j + k));
+      else
+        store_row(grads + k * n, valid, grad_key(j + k));
+    }
   }
 
   void zero_from(int64_t used) {
-    for (int64_t j = used; g.grad_keys != nullptr && j < p.Tk; ++j)
+    for (int64_t j = used; g.grad_keys != nullptr && !g.adds_to_keys && j < p.Tk; ++j)
       for (int64_t h = 0; h < valid; ++h)
         narrow(A(0), static_cast<T*>(g.grad_keys) + (b * p.Tk + j) * p.H + h0 + h);
     for (int64_t c = 0; g.grad_features != nullptr && c < p.inside.C; ++c)
