@@ -287,6 +287,7 @@ void Inputs::set_mask(const Tensor& mask) {
                       mask.size(0) == p.B && (mask.size(1) == 1 || mask.size(1) == p.Tq) &&
                       mask.size(2) == p.Tk,
                   "mask must be bool, (B, 1, Tk) or (B, Tq, Tk)");
+  if (p.empty()) return;
   View view = view_of(mask, owned_);
   if (mask.size(1) == 1) view.row_stride = 0;
   bool prefixes = true;
