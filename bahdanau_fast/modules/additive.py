@@ -15,7 +15,7 @@ from bahdanau_fast.memory.shapes import as_rows
 from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.d2l_signature import additive_attention, read_signature, shows
-from bahdanau_fast.modules.layers import check_features, parts_of, project_if_changed
+from bahdanau_fast.modules.layers import parts_of, project_if_changed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -192,11 +192,6 @@ class AdditiveAttention(Additive):
         context, weights = run.attend(call)
         keep(self, weights, context)
         return context
-
-    def _explain(self, call: Call) -> None:
-        checks.inputs(call.queries, call.keys, call.values, call.valid_lens)
-        check_features("keys", call.keys, self._modules[self._key_layer])
-        check_features("queries", call.queries, self._modules[self._query_layer])
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -177,12 +177,16 @@ class Additive(Unscriptable):
         return Call(
             queries, projected.keys, memory.values, scorer, w_q, None, None, memory.valid_lens,
             mask, dropout_p or 0.0, layers[3] if dropout_p is None else None, None, shape,
-            projected, self._inside, None, True, False, None,
-            self._explain_query if usual else None,
+            projected, self._inside, None, True, False, None, self._explain if usual else None,
         )  # fmt: skip
 
-    def _explain_query(self, call: Call) -> None:
-        checks.queries_for(call.queries, call.keys, call.valid_lens, call.mask)
+    def _explain(self, call: Call) -> None:
+        """An error in words about the inputs of a call, if they are wrong; see :class:`Call`."""
+        if call.w_k is not None:
+            checks.inputs(call.queries, call.keys, call.values, call.valid_lens)
+            check_features("keys", call.keys, self._modules[self._key_layer])
+        else:  # on a memory, which was checked when it was made
+            checks.queries_for(call.queries, call.keys, call.valid_lens, call.mask)
         check_features("queries", call.queries, self._modules[self._query_layer])
 
     def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:

@@ -264,10 +264,12 @@ def _gradients(
     backend: str | None,
     shared: Any,
 ) -> Sequence[Tensor | None]:
-    tensors, weights, projected = saved[:14], saved[14], saved[15:] or (None, None)
+    count = len(attention.tensors)
+    tensors, (weights, *projected) = saved[:count], saved[count:]
     is_left = shared is not None and tensors[7] is None and numbers[1] == 0
     if not (is_left and shared.is_awaited()):
-        results, given = (weights, *projected), (*numbers[:3], numbers[5])
+        results = (weights, *(projected or (None, None)))
+        given = (*numbers[:3], numbers[5])
         return attention_gradients(results, tensors, given, needs, grads, backend, shared)
     of_projected = *tensors[:4], *tensors[9:], numbers[0]
     grad_queries, grad_scores, dropped = attend_backward_queries.now(
@@ -301,21 +303,21 @@ def attention_gradients(
         shared: the :class:`SharedNode` of the call, or None.
     """
     sums = shared.pending.sums() if shared is not None and shared.is_awaited() else None
-    if sums is not None and grads[0] is not None and needs & 4 and numbers[0] == 0.0:
+    of_keys, of_values = NEED["keys"], NEED["values"]
+    found: Sequence[Any]
+    if sums is not None and grads[0] is not None and needs & of_values and numbers[0] == 0.0:
         sums.add(results[0], grads[0])
-        needs &= ~4
+        needs &= ~of_values
     if sums is not None and sums.keys is not None:
-        given = results[0], *grads[:2], needs & ~2, sums.keys
-        others: Sequence[Any] = attention_backward_onto.overload(
-            *given, *tensors[:4], *tensors[7:], *numbers[:3]
-        )
-        return [others[0], None, others[2] if needs & 4 else None, *others[3:]]
-    run = attention_backward.kernel(backend)
-    found: Sequence[Any] = run(*results, *grads[:2], needs, *tensors, *numbers)
-    if sums is None:
-        return found
-    sums.keys = found[1] if needs & 2 else None
-    return [found[0], None, found[2] if needs & 4 else None, *found[3:]]
+        given = results[0], *grads[:2], needs & ~of_keys, sums.keys
+        found = attention_backward_onto.overload(*given, *tensors[:4], *tensors[7:], *numbers[:3])
+    else:
+        run = attention_backward.kernel(backend)
+        found = run(*results, *grads[:2], needs, *tensors, *numbers)
+        if sums is None:
+            return found
+        sums.keys = found[1] if needs & of_keys else None
+    return [found[0], None, found[2] if needs & of_values else None, *found[3:]]
 
 
 exp_keys = Operator(

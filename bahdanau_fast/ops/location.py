@@ -70,27 +70,12 @@ def _gradients(
     backend: str | None,
     shared: Any,
 ) -> list[Tensor | None]:
-    queries, keys, values, w_v, location, w_conv, _, w_f, lens, mask, seed, weights, features = (
-        saved
-    )
+    location, w_conv, _, w_f, lens, mask, seed, weights, features = saved[4:]
     of_location, of_w_conv, of_b_conv, of_w_f = (needs >> place & 1 for place in (4, 5, 6, 7))
     of_features = of_location or of_w_conv or of_b_conv
     needs = needs & 15 | of_features * NEED["features"] | of_w_f * NEED["w_f"]
-    projections = tables = (None, None)
-    tensors = (
-        queries,
-        keys,
-        values,
-        w_v,
-        *projections,
-        None,
-        features,
-        w_f,
-        lens,
-        mask,
-        *tables,
-        seed,
-    )
+    # Of projected queries and keys, without tables.
+    tensors = (*saved[:4], None, None, None, features, w_f, lens, mask, None, None, seed)
     results, given = (weights, None, None), (*numbers, 0)
     found = attention_gradients(results, tensors, given, needs, grads, backend, shared)
     (*others,), grad, grad_w_f = found[:4], found[7], found[8]
@@ -106,7 +91,7 @@ def _gradients(
 
 
 _INPUTS = ("queries", "keys", "values", "w_v", "location", "w_conv", "b_conv", "w_f")
-_NEEDING = {
+_NEEDING: dict[str, tuple[str, ...]] = {
     "location": ("w_conv",),
     "w_conv": ("location",),
     "b_conv": (),

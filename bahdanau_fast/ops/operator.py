@@ -166,7 +166,6 @@ class Attention(Operator):
         self._scores, self._gradients = scores, gradients
         # After this one, which a call of the name without an overload finds first.
         self.recorded = Operator(*recorded) if recorded else self
-        self.is_counted = recorded is not None
         self._numbers = self.names[len(self.tensors) :]
         self.differentiate(len(inputs), self.gradients)
 
@@ -190,6 +189,8 @@ class Attention(Operator):
             shared: the :class:`SharedNode` that keys, values and w_v are behind, which their
                 gradients are left to, or None.
 
+        Raises:
+            RuntimeError: the weights were not wanted, which are needed here.
         """
         if grads[0] is None:  # the values reach the context alone
             asked = (*asked[:2], False, *asked[3:])
@@ -242,10 +243,10 @@ class Recorded(Node):
         with torch._C._AutoDispatchBelowAutograd():
             kernel = operator.recorded.kernel(backend)
             link.context, weights, *more = kernel(*inputs, *others, *numbers)
-        counts = more.pop(0) if operator.is_counted else None
+        counts = None if operator.recorded is operator else more.pop(0)
         lens, mask, *rest = others
         # Plain code makes a mask of lengths at once: the caller may change them.
-        if lens is not None and mask is None and operator.is_counted:
+        if lens is not None and mask is None and counts is not None:
             lens = counts
         elif lens is not None or mask is not None:
             lens, mask = (None if x is None else x.clone() for x in (lens, mask))
@@ -333,9 +334,12 @@ def _put_behind(
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         operator.in_python[key.lower()] = functools.partial(before.call_boxed, keys)
 
+    def is_chosen(named: Named) -> bool:
+        return before is None or named["backend"] == NUMBERS[backend]
+
     def choose(keys: Any, *args: Any, **kwargs: Any) -> Any:
         named = operator.named(*args, **kwargs)
-        if before is None or named["backend"] == NUMBERS[backend]:
+        if is_chosen(named):
             return apart(function(*named.values()))
         return before.call_boxed(keys, *named.values())
 
@@ -345,8 +349,7 @@ def _put_behind(
 
     def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         named = operator.named(*args, **kwargs)
-        chosen = before is None or named["backend"] == NUMBERS[backend]
-        if mode.export or not chosen or args[0].device.type != key.lower():
+        if mode.export or not is_chosen(named) or args[0].device.type != key.lower():
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if not {*types} <= {Tensor, FakeTensor, FunctionalTensor}:
             return NotImplemented

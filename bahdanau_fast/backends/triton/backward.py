@@ -100,7 +100,7 @@ class _Gradients:
     """Where gradients go, of projected queries and keys; None where they are not needed."""
 
     def __init__(self, call: Call, needs: int) -> None:
-        self._call, self._needs, self._w_v = call, needs, call.w_v
+        self._call, self._needs = call, needs
 
         def new(needed: int, *shape: int) -> Tensor | None:
             return call.steps.new(*shape, dtype=call.dtype) if needs & needed else None

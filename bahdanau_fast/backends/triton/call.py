@@ -95,9 +95,8 @@ class Call:
         if features is not None and w_f is not None:
             self.features, self.w_f = self.rows(features), self.whole(w_f)
         precise = queries.dtype == torch.float32
-        self.precision = "host" if availability.interpreted() else "ieee"
-        if precise and not availability.interpreted():
-            self.precision = precision()
+        on_host = availability.interpreted()
+        self.precision = "host" if on_host else precision() if precise else "ieee"
         self.kind: dict[str, Any] = {"slope": float(negative_slope), "ACTIVATION": activation}
         self.kind |= {"PRECISE": precise, "NATIVE": native()}
         self.seen: dict[str, Any] = {"lens": valid_lens, **strides(lens=valid_lens)}
