@@ -54,6 +54,9 @@ class Inside(NamedTuple):
 #: No features, and tanh.
 TANH = Inside()
 
+# Lengths that torch compares with no positions, and those to which it would round the positions.
+_COUNTED_IN_FP64 = (torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.float16)
+
 
 def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
     """The positions a query may attend to: ``mask[b,i,j] = j < valid_lens[b(,i)]``.
@@ -66,7 +69,7 @@ def valid_mask(valid_lens: Tensor, keys_len: int) -> Tensor:
         Boolean (B,1,Tk) for one length per row, (B,Tq,Tk) for one length per query.
     """
     lens = valid_lens.unsqueeze(-1) if valid_lens.dim() == 1 else valid_lens
-    if lens.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch compares these with none
+    if lens.dtype in _COUNTED_IN_FP64:
         lens = lens.double()
     positions = torch.arange(keys_len, device=valid_lens.device)
     return _replicate_like(valid_lens, positions) < lens.unsqueeze(-1)

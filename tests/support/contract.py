@@ -32,6 +32,10 @@ CONTRACT = {
     "lens int16": {"lens": lens(-30000, 1, 52, dtype=torch.int16)},
     "lens bf16": {"lens": lens(1.5, 4, 52, dtype=torch.bfloat16)},
     "lens fp16": {"lens": lens(0.5, 4, 52, dtype=torch.float16)},
+    "lens bf16, positions that it rounds": {
+        "Tk": 264,
+        "lens": lens(260, 255, 264, dtype=torch.bfloat16),
+    },
     "lens of odd strides": {"lens": per_query.t().contiguous().t()},
     "lens expanded": {"lens": lens(5).expand(3)},
     "longer than Tk": {"lens": lens(54, 10**12, 53)},
