@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,6 @@ __all__ = [
     "gradient_like",
     "inside_of",
     "needs_of",
-    "weights_dtype",
 ]
 
 #: What ``attention`` is differentiated by, in its order.
@@ -74,11 +73,6 @@ DROPOUT = "Tensor? seed=None, float dropout_p=0.0"
 _REST = f"{_INSIDE}, {LENS}, {TABLE}, {DROPOUT}, {ACTIVATION}"
 _GRADS = "Tensor? grad_context, Tensor? grad_weights"
 _GRADIENTS = f"({', '.join(f'Tensor grad_{name}' for name in INPUTS)})"
-
-
-def weights_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the operators give attention weights in where they are not ``narrow``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def needs_of(inputs: Sequence[str], needed: Sequence[bool]) -> int:
@@ -100,18 +94,22 @@ def gradient_like(tensor: Tensor, needed: int | bool) -> Tensor:
     return tensor.new_empty(tensor.shape if needed else (0,))
 
 
-def _gradients_like(needs: int, **tensors: Tensor | None) -> list[Tensor]:
-    """Of each tensor, as the kernels give them."""
-    made: list[Tensor] = []
-    for name, tensor in tensors.items():
-        needed = needs & NEED[name]
-        if tensor is None:
-            made.append(made[0].new_empty((0,)))
-        elif name == "features" and needed:  # summed over neighbouring keys
-            made.append(tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2))
-        else:
-            made.append(gradient_like(tensor, needed))
-    return made
+def _gradients_fake(*names: str) -> Callable[..., list[Tensor]]:
+    """Shapes of the gradients of these arguments, as the kernels give them."""
+
+    def fake(needs: int, **named: Any) -> list[Tensor]:
+        made: list[Tensor] = []
+        for name in names:
+            tensor, needed = named.get(name), needs & NEED[name]
+            if tensor is None:
+                made.append(made[0].new_empty((0,)))
+            elif name == "features" and needed:  # summed over neighbouring keys
+                made.append(tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2))
+            else:
+                made.append(gradient_like(tensor, needed))
+        return made
+
+    return fake
 
 
 @functools.cache
@@ -139,10 +137,9 @@ def attend_fake(
     batch, queries_len = queries.shape[:2]
     keys_len, features = values.shape[1:]
     weights = (batch, queries_len, keys_len) if need_weights else (0,)
-    dtype = queries.dtype if narrow else weights_dtype(queries.dtype)
-    return queries.new_empty((batch, queries_len, features)), queries.new_empty(
-        weights, dtype=dtype
-    )
+    dtype = queries.dtype if narrow else torch.promote_types(queries.dtype, torch.float32)
+    context = queries.new_empty((batch, queries_len, features))
+    return context, queries.new_empty(weights, dtype=dtype)
 
 
 def _attention_fake(queries: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
@@ -153,32 +150,16 @@ def _attention_fake(queries: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
     return attend_fake(queries, **named)
 
 
-def _recorded_fake(
-    queries: Tensor,
-    keys: Tensor,
-    w_q: Tensor | None,
-    w_k: Tensor | None,
-    valid_lens: Tensor | None,
-    mask: Tensor | None,
-    **named: Any,
-) -> tuple[Tensor, ...]:
-    counts = (0,) if valid_lens is None or mask is not None else valid_lens.shape
-    kept_keys = w_k if keys.device.type == "cpu" else None
+def _recorded_fake(**named: Any) -> tuple[Tensor, ...]:
+    queries, keys, lens = named["queries"], named["keys"], named["valid_lens"]
+    counts = (0,) if lens is None or named["mask"] is not None else lens.shape
+    kept_keys = named["w_k"] if keys.device.type == "cpu" else None
     projected = (
         x.new_empty((0,) if w is None else (*x.shape[:2], w.shape[0]))
-        for x, w in ((queries, w_q), (keys, kept_keys))
+        for x, w in ((queries, named["w_q"]), (keys, kept_keys))
     )
     counted = queries.new_empty(counts, dtype=torch.int32)
-    return (
-        *_attention_fake(queries=queries, keys=keys, w_q=w_q, w_k=w_k, **named),
-        counted,
-        *projected,
-    )
-
-
-def _backward_fake(needs: int, queries: Tensor, **named: Any) -> list[Tensor]:
-    tensors = {"queries": queries, **{name: named.get(name) for name in INPUTS[1:]}}
-    return _gradients_like(needs, **tensors)
+    return (*_attention_fake(**named), counted, *projected)
 
 
 def _backward_queries_fake(
@@ -188,28 +169,9 @@ def _backward_queries_fake(
     return gradient_like(queries, needed), gradient_like(weights, True), dropped
 
 
-def _backward_keys_fake(
-    keys: Tensor, values: Tensor, w_v: Tensor, needs: int, **_: Any
-) -> list[Tensor]:
-    return _gradients_like(needs, keys=keys, values=values, w_v=w_v)
-
-
 def _scores_fake(queries: Tensor, keys: Tensor, **_: Any) -> Tensor:
-    shape = (*queries.shape[:2], keys.shape[1])
-    return queries.new_empty(shape, dtype=weights_dtype(queries.dtype))
-
-
-def _scores_backward_fake(
-    queries: Tensor,
-    keys: Tensor,
-    w_v: Tensor,
-    features: Tensor | None,
-    w_f: Tensor | None,
-    needs: int,
-    **_: Any,
-) -> list[Tensor]:
-    inside: dict[str, Any] = {"features": features, "w_f": w_f}
-    return _gradients_like(needs, queries=queries, keys=keys, w_v=w_v, **inside)
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    return queries.new_empty((*queries.shape[:2], keys.shape[1]), dtype=dtype)
 
 
 # ---- gradients ----
@@ -293,14 +255,8 @@ def attention_gradients(
 ) -> Sequence[Tensor | None]:
     """The nine gradients, those of keys and values added to the sums of a shared node if there are.
 
-    Args:
-        results: weights, projected queries and projected keys.
-        tensors: of ``attention``, in its order.
-        numbers: dropout_p, activation, negative_slope and backend.
-        needs: bits of :data:`NEED`.
-        grads: of context and weights.
-        backend: as for :meth:`Operator.kernel`.
-        shared: the :class:`SharedNode` of the call, or None.
+    From weights, projected queries and keys; ``tensors`` of ``attention``; ``dropout_p`` and the
+    numbers of its backward; bits of :data:`NEED`; the gradients of context and weights.
     """
     sums = shared.pending.sums() if shared is not None and shared.is_awaited() else None
     of_keys, of_values = NEED["keys"], NEED["values"]
@@ -344,12 +300,12 @@ attention = Attention(
 attention_backward = Operator(
     "attention_backward(Tensor weights, Tensor? projected_queries, Tensor? projected_keys, "
     f"{_GRADS}, int needs, {_INPUTS}, {_PROJECTIONS}, {_REST}, int backend=0) -> {_GRADIENTS}",
-    _backward_fake,
+    _gradients_fake(*INPUTS),
 )
 attention_backward_onto = Operator(
     f"attention_backward.onto(Tensor weights, {_GRADS}, int needs, Tensor(a!) onto, {_INPUTS}, "
     f"{_REST}) -> {_GRADIENTS}",
-    _backward_fake,
+    _gradients_fake(*INPUTS),
 )
 attend_backward_queries = Operator(
     f"attend_backward_queries(Tensor weights, {_GRADS}, bool needed, {_INPUTS}, {LENS}, {TABLE}, "
@@ -360,15 +316,14 @@ attend_backward_queries = Operator(
 attend_backward_keys = Operator(
     "attend_backward_keys(Tensor weights, Tensor? grad_context, Tensor grad_scores, int needs, "
     f"{_INPUTS}, {LENS}, {TABLE}) -> (Tensor grad_keys, Tensor grad_values, Tensor grad_w_v)",
-    _backward_keys_fake,
+    _gradients_fake("keys", "values", "w_v"),
 )
+_SCORED = ("queries", "keys", "w_v", "features", "w_f")
 _SCORES = f"Tensor queries, Tensor keys, Tensor w_v, {_INSIDE}, {ACTIVATION}, int backend=0"
 attend_scores = Operator(f"attend_scores({_SCORES}) -> Tensor", _scores_fake)
 attend_scores_backward = Operator(
     f"attend_scores_backward(Tensor grad_scores, int needs, {_SCORES}) -> (Tensor grad_queries, "
     "Tensor grad_keys, Tensor grad_w_v, Tensor grad_features, Tensor grad_w_f)",
-    _scores_backward_fake,
+    _gradients_fake(*_SCORED),
 )
-
-_SCORED = ("queries", "keys", "w_v", "features", "w_f")
 attend_scores.differentiate(len(_SCORED), _scores_gradients)

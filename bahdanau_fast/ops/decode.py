@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.ops import decode_on_gpu
-from bahdanau_fast.ops.attention import attend_backward_keys, needs_of, weights_dtype
+from bahdanau_fast.ops.attention import attend_backward_keys, needs_of
 from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.decode_arguments import Arguments, Rest
 from bahdanau_fast.ops.operator import Operator
@@ -144,7 +144,7 @@ def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
         features.append(states[-1])
         weights.append(step_weights.squeeze(1))
     last_cell = torch.stack(cells) if cells else hidden.new_empty((0, *hidden.shape[1:]))
-    all_weights = torch.stack(weights).to(weights_dtype(keys.dtype))
+    all_weights = torch.stack(weights).to(torch.promote_types(keys.dtype, torch.float32))
     return Decoded(torch.stack(features), torch.stack(states), last_cell, all_weights)
 
 
