@@ -240,7 +240,7 @@ def _gradients(
     # Detached: a backward that fails half way leaves it there, and no graph is to hold itself.
     dropped = dropped if numbers[0] > 0.0 else weights.detach()
     lens, mask = tensors[9:11]
-    shared.pending.add(tensors[0], dropped, lens, mask, grads[0], grad_scores)
+    shared.left().steps.append((tensors[0], dropped, lens, mask, grads[0], grad_scores))
     return (grad_queries, *[None] * 8)
 
 
@@ -258,21 +258,22 @@ def attention_gradients(
     From weights, projected queries and keys; ``tensors`` of ``attention``; ``dropout_p`` and the
     numbers of its backward; bits of :data:`NEED`; the gradients of context and weights.
     """
-    sums = shared.pending.sums() if shared is not None and shared.is_awaited() else None
+    left = shared.left() if shared is not None and shared.is_awaited() else None
     of_keys, of_values = NEED["keys"], NEED["values"]
     found: Sequence[Any]
-    if sums is not None and grads[0] is not None and needs & of_values and numbers[0] == 0.0:
-        sums.add(results[0], grads[0])
+    if left is not None and grads[0] is not None and needs & of_values and numbers[0] == 0.0:
+        left.weights.append(results[0].detach())
+        left.contexts.append(grads[0])
         needs &= ~of_values
-    if sums is not None and sums.keys is not None:
-        given = results[0], *grads[:2], needs & ~of_keys, sums.keys
+    if left is not None and left.keys is not None:
+        given = results[0], *grads[:2], needs & ~of_keys, left.keys
         found = attention_backward_onto.overload(*given, *tensors[:4], *tensors[7:], *numbers[:3])
     else:
         run = attention_backward.kernel(backend)
         found = run(*results, *grads[:2], needs, *tensors, *numbers)
-        if sums is None:
+        if left is None:
             return found
-        sums.keys = found[1] if needs & of_keys else None
+        left.keys = found[1] if needs & of_keys else None
     return [found[0], None, found[2] if needs & of_values else None, *found[3:]]
 
 

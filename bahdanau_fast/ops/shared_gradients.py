@@ -20,7 +20,7 @@ Calls that share a node may still have a ``backward`` each, as if they shared no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,105 +30,49 @@ from bahdanau_fast.ops.attention import attend_backward_keys, fingerprint, needs
 from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.saved_tensors import PendingBackwards, SavedTensors
 
-__all__ = ["PendingGradients", "SharedNode", "StepGradients", "share"]
+__all__ = ["SharedNode", "share"]
 
 
-class StepGradients(NamedTuple):
-    """What the backward of one call leaves.
-
-    Attributes:
-        queries: (B,Tq,H), projected.
-        weights: (B,Tq,Tk), after dropout.
-        valid_lens: None, (B,) or (B,Tq).
-        mask: None, or bool (B,1,Tk) or (B,Tq,Tk).
-        grad_context: (B,Tq,Dv) or None.
-        grad_scores: (B,Tq,Tk).
-    """
-
-    queries: Tensor
-    weights: Tensor
-    valid_lens: Tensor | None
-    mask: Tensor | None
-    grad_context: Tensor | None
-    grad_scores: Tensor
+#: Of a call: projected queries (B,Tq,H); weights (B,Tq,Tk), after dropout; lengths, mask; the
+#: gradients of context, or None, and scores.
+Step = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 
-class KeptSums:
-    """What the backward of calls with features, or another activation, leaves.
+class Left:
+    """What the calls of one backward pass leave.
 
     Attributes:
-        keys: (B,Tk,H), the gradient of the keys from the first of them, to which the others add
-            theirs; None before, and where it is not wanted.
+        steps: one of each call whose share of the sums is still to be computed.
+        keys: (B,Tk,H), the gradient of the keys from the first of the calls that make it
+            themselves, to which the others add theirs; None before, and where it is not wanted.
+        weights: (B,Tq,Tk), of each of the latter.
+        contexts: (B,Tq,Dv), the gradients of their contexts.
     """
 
-    __slots__ = ("_contexts", "_weights", "keys")
+    __slots__ = ("contexts", "keys", "steps", "weights")
 
     def __init__(self) -> None:
+        self.steps: list[Step] = []
         self.keys: Tensor | None = None
-        self._weights: list[Tensor] = []
-        self._contexts: list[Tensor] = []
-
-    def add(self, weights: Tensor, grad_context: Tensor) -> None:
-        """Leave a call's share of the gradient of the values.
-
-        Args:
-            weights: (B,Tq,Tk), of a call without dropout.
-            grad_context: (B,Tq,Dv).
-        """
-        self._weights.append(weights.detach())
-        self._contexts.append(grad_context)
+        self.weights: list[Tensor] = []
+        self.contexts: list[Tensor] = []
 
     def values(self) -> Tensor | None:
-        """(B,Tk,Dv), the gradient of the values; None where none was left."""
-        if not self._weights:
+        """(B,Tk,Dv), the gradient of the values from weights and contexts; None without."""
+        if not self.weights:
             return None
-        weights, contexts = _join(self._weights), _join(self._contexts)
+        weights, contexts = _join(self.weights), _join(self.contexts)
         with without_autocast(weights.device):
             found = torch.bmm(weights.transpose(1, 2), contexts.to(weights.dtype))
         return found.to(contexts.dtype)
 
 
-class PendingGradients:
-    """The calls whose backward has run but whose share of the sums is still to be computed.
-
-    They are kept apart by backward pass: several may go over one graph, also at once.
-    """
-
-    __slots__ = ("_calls", "_sums")
-
-    def __init__(self) -> None:
-        self._calls: dict[int, list[StepGradients]] = {}
-        self._sums: dict[int, KeptSums] = {}
-
-    def sums(self) -> KeptSums:
-        """The sums of the backward pass that is running."""
-        return self._sums.setdefault(torch._C._current_graph_task_id(), KeptSums())
-
-    def take_sums(self) -> KeptSums | None:
-        """The same, which are over now; None where there are none."""
-        return self._sums.pop(torch._C._current_graph_task_id(), None)
-
-    def add(self, *step: Any) -> None:
-        """Leave a call to the shared node: what :class:`StepGradients` has."""
-        calls = self._calls.setdefault(torch._C._current_graph_task_id(), [])
-        calls.append(StepGradients(*step))
-
-    def take(self) -> list[StepGradients]:
-        """The calls of the backward pass that is running."""
-        return self._calls.pop(torch._C._current_graph_task_id(), [])
-
-
 class SharedNode:
-    """Keys, values and w_v as results of the shared node.
-
-    Attributes:
-        results: keys, values and w_v behind the node, in the dtype of the keys.
-        pending: what the calls leave.
-    """
+    """Keys, values and w_v as results of the shared node, in the dtype of the keys."""
 
     __slots__ = (
-        *("__weakref__", "_bytes", "_copies", "_grad_fns", "_saved", "_sources"),
-        *("pending", "results"),
+        *("__weakref__", "_bytes", "_copies", "_grad_fns", "_left", "_saved", "_values"),
+        *("results", "w_v"),
     )
 
     def __init__(
@@ -137,17 +81,15 @@ class SharedNode:
         w_v: Tensor,
         results: tuple[Tensor, Tensor, Tensor],
         saved: SavedTensors,
-        pending: PendingGradients,
+        left: dict[int, Left],
     ) -> None:
-        self._sources = (values, w_v)
-        self._saved = saved
-        self.results = results
-        self.pending = pending
+        self._values, self.w_v = values, w_v
+        self._saved, self.results, self._left = saved, results, left
         self._grad_fns = (values.grad_fn, w_v.grad_fn)
         # Results share the memory of what came in, unless they are copies in another dtype: then
         # the bytes of what came in have to be the same as well.
         copied = values.dtype != results[1].dtype or w_v.dtype != results[2].dtype
-        self._bytes = _fingerprint(values, w_v) if copied else None
+        self._bytes = fingerprint.now(values, w_v) if copied else None
         self._copies: dict[str, Tensor] = {}
 
     def node(self) -> Any:
@@ -158,26 +100,26 @@ class SharedNode:
         """Whether the backward pass that is running will come to the shared node."""
         return bool(torch._C._will_engine_execute_node(self.node()))
 
-    @property
-    def w_v(self) -> Tensor:
-        """(1,H) or (H,), as it came in."""
-        return self._sources[1]
+    def left(self) -> Left:
+        """What the calls have left in the backward pass that is running."""
+        return self._left.setdefault(torch._C._current_graph_task_id(), Left())
 
     def fits(self, values: Tensor, w_v: Tensor) -> bool:
         """Whether a call with these may go by the shared node."""
         return (
             torch.is_grad_enabled()
             and not self._saved.released
+            and values is self._values
+            and w_v is self.w_v
             and self._is(values, 0)
             and self._is(w_v, 1)
-            and (self._bytes is None or self._bytes == _fingerprint(values, w_v))
+            and (self._bytes is None or self._bytes == fingerprint.now(values, w_v))
         )
 
     def _is(self, tensor: Tensor, index: int) -> bool:
         result = self.results[index + 1]
         return (
-            tensor is self._sources[index]
-            and tensor.grad_fn is self._grad_fns[index]
+            tensor.grad_fn is self._grad_fns[index]
             and tensor.requires_grad == result.requires_grad
             and tensor.shape == result.shape
             and (
@@ -199,10 +141,6 @@ class SharedNode:
         return kept
 
 
-def _fingerprint(values: Tensor, w_v: Tensor) -> Any:
-    return fingerprint.now(values, w_v)
-
-
 def share(
     keys: Tensor,
     table: Tensor | None,
@@ -213,13 +151,7 @@ def share(
 ) -> SharedNode | None:
     """Put the shared node behind keys, values and w_v; None where no gradient will be asked for.
 
-    Args:
-        keys: (B,Tk,H), projected.
-        table: of ``ops.exp_keys``, or None.
-        keys_max: likewise.
-        values: (B,Tk,Dv).
-        w_v: (1,H) or (H,).
-        backwards: of what the calls share.
+    Keys are projected; table and keys_max those of ``ops.exp_keys``, or None.
     """
     if (
         torch.compiler.is_compiling()
@@ -233,15 +165,15 @@ def share(
     inputs = (keys, values.to(keys.dtype), w_v.to(keys.dtype))
     # The calls themselves save values and w_v as well, and see changes in place.
     saved = SavedTensors(backwards, keys, inputs[1].data, inputs[2].data, table, keys_max)
-    pending = PendingGradients()
-    results = _Share.apply(*inputs, saved, pending)  # type: ignore[no-untyped-call]
-    return SharedNode(values, w_v, results, saved, pending)
+    left: dict[int, Left] = {}  # by backward pass: several may go over one graph, also at once
+    results = _Share.apply(*inputs, saved, left)  # type: ignore[no-untyped-call]
+    return SharedNode(values, w_v, results, saved, left)
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *tensors, ctx.saved, ctx.pending = inputs
+        *tensors, ctx.saved, ctx.left = inputs
         ctx.set_materialize_grads(False)
         results = [tensor.detach() for tensor in tensors]
         asked = zip(results, ctx.needs_input_grad, strict=False)
@@ -250,33 +182,34 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        calls, kept = ctx.pending.take(), ctx.pending.take_sums()
+        left = ctx.left.pop(torch._C._current_graph_task_id(), None)
         saved = ctx.saved.get()
         ctx.saved.after_backward()
         found: Sequence[Tensor | None] = grads
-        if calls:
-            found = tuple(map(_add, _sums(calls, saved, ctx.needs_input_grad[:3]), found))
-        if kept is not None:
-            found = tuple(map(_add, (kept.keys, kept.values(), None), found))
+        if left is not None:
+            if left.steps:
+                found = tuple(map(_add, _sums(left.steps, saved, ctx.needs_input_grad[:3]), found))
+            found = tuple(map(_add, (left.keys, left.values(), None), found))
         return (*found, None, None)
 
 
 def _sums(
-    calls: list[StepGradients], saved: Sequence[Tensor | None], needed: Sequence[bool]
+    steps: list[Step], saved: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of keys, values and w_v, from all the calls together."""
+    """Gradients of keys, values and w_v, from all the steps together."""
     keys, values, w_v, table, keys_max = saved
     assert values is not None
-    calls.reverse()  # backward ran from the last step to the first
-    queries, weights, lens, masks, contexts, scores = zip(*calls, strict=True)
+    steps.reverse()  # backward ran from the last step to the first
+    queries, weights, lens, masks, contexts, scores = zip(*steps, strict=True)
+    keys_len = values.shape[1]
     results = attend_backward_keys.overload(
         _join(weights),
         _join_contexts(contexts, queries, values),
         _join(scores),
         needs_of(("keys", "values", "w_v"), needed),
         *(_join(queries), keys, values, w_v),
-        _join_lens(lens, queries, values.shape[1]),
-        _join_masks(masks, queries, values.shape[1]),
+        _join_seen(lens, queries, keys_len, torch.float64),
+        _join_seen(masks, queries, keys_len, torch.bool),
         *(table, keys_max),
     )
     return [grad if need else None for grad, need in zip(results, needed, strict=True)]
@@ -286,30 +219,21 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)
 
 
-def _join_lens(
-    lens: Sequence[Tensor | None], queries: Sequence[Tensor], keys_len: int
+def _join_seen(
+    parts: Sequence[Tensor | None], queries: Sequence[Tensor], keys_len: int, dtype: torch.dtype
 ) -> Tensor | None:
-    first = lens[0]
-    if (first is None or first.dim() == 1) and all(each is first for each in lens):
+    """Lengths, or masks, which are bool; one for all queries where it is the same for all."""
+    first = parts[0]
+    for_all = first is None or first.dim() == 1 or (first.dim() == 3 and first.shape[1] == 1)
+    if for_all and all(each is first for each in parts):
         return first
+    size = (keys_len,) if dtype is torch.bool else ()
     per_query = []
-    for each, asked in zip(lens, queries, strict=True):
-        whole = asked.new_full((), keys_len, dtype=torch.float64) if each is None else each.double()
-        column = whole if whole.dim() != 1 else whole.unsqueeze(1)
-        per_query.append(column.expand(asked.shape[:2]))
-    return _join(per_query)
-
-
-def _join_masks(
-    masks: Sequence[Tensor | None], queries: Sequence[Tensor], keys_len: int
-) -> Tensor | None:
-    first = masks[0]
-    if (first is None or first.shape[1] == 1) and all(each is first for each in masks):
-        return first
-    per_query = []
-    for mask, asked in zip(masks, queries, strict=True):
-        whole = asked.new_ones((1, 1, keys_len), dtype=torch.bool) if mask is None else mask
-        per_query.append(whole.expand(*asked.shape[:2], keys_len))
+    for each, asked in zip(parts, queries, strict=True):
+        whole = asked.new_full(size, keys_len, dtype=dtype) if each is None else each.to(dtype)
+        if each is not None and each.dim() == 1:
+            whole = whole.unsqueeze(1)
+        per_query.append(whole.expand(*asked.shape[:2], *size))
     return _join(per_query)
 
 
