@@ -33,16 +33,7 @@ Node = torch.autograd.function._SingleLevelFunction
 
 
 class Link:
-    """What the two nodes of a call give each other.
-
-    Args:
-        values: (B,Tk,Dv).
-        seed: (1,) int64, with dropout.
-        dropout_p: probability of dropping a weight.
-
-    Attributes:
-        context: (B,Tq,Dv), from the kernel.
-    """
+    """What the two nodes of a call give each other; the context (B,Tq,Dv) is the kernel's."""
 
     __slots__ = ("_grads", "_values", "context", "dropout_p", "seed")
 
@@ -53,11 +44,7 @@ class Link:
         self._grads: dict[int, Tensor] = {}  # by backward pass
 
     def connect(self, weights: Tensor) -> Tensor:
-        """The context (B,Tq,Dv), its gradient going through these weights.
-
-        Args:
-            weights: (B,Tq,Tk) of the call, as the caller sees them, in any shape.
-        """
+        """The context, its gradient going through these weights, as the caller sees them."""
         values, self._values = self._values, None
         connected: Tensor = _Context.apply(weights, values, _LEAF, self)  # type: ignore[attr-defined]
         return connected
@@ -72,11 +59,7 @@ class Link:
 
 
 class Box:
-    """The weights of a call as the caller sees them; a module that keeps them keeps the box.
-
-    Attributes:
-        weights: (B,Tq,Tk), in any shape.
-    """
+    """The weights of a call as the caller sees them; a module that keeps them keeps the box."""
 
     __slots__ = ("weights",)
 
@@ -139,8 +122,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             for tensor, version, (other, _) in zip(saved, versions, others, strict=True):
                 if tensor._version != version and is_asked(other):
                     raise changed(tensor, version)
-    weights, values = saved
-    return gradients_of_context(grad, weights, values, ctx.link, ctx.needs_input_grad)
+    link = ctx.link
+    return gradients_of_context(grad, *saved, link.seed, link.dropout_p, ctx.needs_input_grad)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -151,22 +134,19 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def gradients_of_context(
-    grad: Tensor, weights: Tensor, values: Tensor, link: Link, needed: Sequence[bool]
+    grad: Tensor,
+    weights: Tensor,
+    values: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
+    needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of weights and values, as far as they are needed, by plain operations.
-
-    Args:
-        grad: (B,Tq,Dv), of the context.
-        weights: (B,Tq,Tk), in any shape.
-        values: (B,Tk,Dv).
-        link: what dropout depends on.
-        needed: the one and the other.
-    """
+    """Gradients of weights, in any shape, and values, as needed, by plain operations."""
     shape = (*grad.shape[:-1], values.shape[1])
     factors = grad_weights = grad_values = None
-    if link.dropout_p > 0.0:
-        assert link.seed is not None
-        factors = dropout_factors(link.seed, shape, link.dropout_p).to(weights.dtype)
+    if dropout_p > 0.0:
+        assert seed is not None
+        factors = dropout_factors(seed, shape, dropout_p).to(weights.dtype)
     with without_autocast(grad.device):
         if needed[0]:
             looked = torch.bmm(grad, values.transpose(1, 2)).to(weights.dtype)

@@ -21,23 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from bahdanau_fast import checks, reference
-from bahdanau_fast.ops.context import Link, Node
-from bahdanau_fast.ops.saved_tensors import (
-    after_backward,
-    save_inputs,
-    saved_inputs,
-)
-from bahdanau_fast.ops.second_derivatives import attend_again
+from bahdanau_fast.ops.context import Node, gradients_of_context
+from bahdanau_fast.ops.saved_tensors import after_backward, save_inputs, saved_inputs
+from bahdanau_fast.ops.second_derivatives import differentiate_again
 
-__all__ = [
-    "Attention",
-    "Named",
-    "Operator",
-    "Recorded",
-    "apart",
-    "implement",
-    "number_of",
-]
+__all__ = ["Attention", "Named", "Operator", "Recorded", "apart", "implement", "number_of"]
 
 library = torch.library.Library("bahdanau_fast", "DEF")
 
@@ -51,11 +39,7 @@ operators: dict[str, Operator] = {}
 
 
 class Operator:
-    """An operator of this package.
-
-    Args:
-        schema: as :mod:`torch.library` has it.
-        fake: results of the right shapes and dtypes; given all arguments by name.
+    """An operator of this package, from its schema and its fake, which is given names.
 
     Attributes:
         name: in ``torch.ops.bahdanau_fast``.
@@ -94,20 +78,11 @@ class Operator:
         return {name: given.get(name, self.defaults.get(name)) for name in self.names}
 
     def kernel(self, backend: str | None) -> Callable[..., Any]:
-        """What an eager call runs, from all arguments.
-
-        Args:
-            backend: that serves it; None leaves that to the dispatcher.
-        """
+        """What an eager call runs, from all arguments; None leaves that to the dispatcher."""
         return self.in_python.get(backend, self.now)
 
     def differentiate(self, count: int, gradients: Gradients) -> None:
-        """Register the autograd formula of compiled code.
-
-        Args:
-            count: of the arguments that are differentiated; they come first.
-            gradients: of these.
-        """
+        """Register the autograd formula of compiled code, of this many arguments, the first."""
         tensors = len(self.tensors)
 
         def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -137,8 +112,8 @@ class Attention(Operator):
     numbers.
 
     Args:
-        schema: as :mod:`torch.library` has it.
-        fake: as for :class:`Operator`.
+        schema: as for :class:`Operator`; likewise the fake.
+        fake: its shapes.
         inputs: names of those that are differentiated.
         needing: the inputs whose gradients need the value of one of them; of its name and
             :data:`Named`.
@@ -166,7 +141,6 @@ class Attention(Operator):
         self._scores, self._gradients = scores, gradients
         # After this one, which a call of the name without an overload finds first.
         self.recorded = Operator(*recorded) if recorded else self
-        self._numbers = self.names[len(self.tensors) :]
         self.differentiate(len(inputs), self.gradients)
 
     def gradients(
@@ -178,19 +152,10 @@ class Attention(Operator):
         backend: str | None = None,
         shared: Any = None,
     ) -> list[Tensor | None]:
-        """Gradients of the inputs, as far as they are needed, in their order.
+        """Gradients of the inputs that are asked for, in their order.
 
-        Args:
-            saved: tensors, then results from the weights on, without counts; in order.
-            numbers: in order.
-            asked: which of the inputs want a gradient.
-            grads: of the results; those at the end may be left out.
-            backend: as for :meth:`kernel`.
-            shared: the :class:`SharedNode` that keys, values and w_v are behind, which their
-                gradients are left to, or None.
-
-        Raises:
-            RuntimeError: the weights were not wanted, which are needed here.
+        ``saved`` are tensors, then results from the weights on, without counts; the gradients of
+        results at the end may be left out; those of a shared node's results are left to it.
         """
         if grads[0] is None:  # the values reach the context alone
             asked = (*asked[:2], False, *asked[3:])
@@ -207,19 +172,36 @@ class Attention(Operator):
     def by_name(self, saved: Sequence[Tensor | None], numbers: Sequence[Any]) -> Named:
         """What a backward has, by the names of the schema."""
         count = len(self.tensors)
-        named = dict(zip(self.tensors, saved, strict=False)) | {"weights": saved[count]}
-        return named | dict(zip(self._numbers, numbers, strict=True))
+        named = dict(zip(self.names, (*saved[:count], *numbers), strict=True))
+        return named | {"weights": saved[count]}
 
     def _differentiable_again(
-        self, named: Named, asked: Sequence[bool], grads: Sequence[Tensor | None]
+        self, named: Named, asked: tuple[bool, ...], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         def scores(*tensors: Tensor | None) -> Sequence[Tensor]:
             return self._scores({**named, **dict(zip(self.inputs, tensors, strict=True))})
 
+        grad_context, grad_weights, *others = grads
+        weights, grad_values, grad_scores = named["weights"], None, None
+        if grad_context is not None:
+            dropout, needed = (named["seed"], named["dropout_p"]), (True, asked[2])
+            looked, grad_values = gradients_of_context(
+                grad_context, weights, named["values"], *dropout, needed
+            )
+            assert looked is not None
+            grad_weights = looked if grad_weights is None else looked + grad_weights
+        if grad_weights is not None:
+            seen = reference.visible(named["valid_lens"], named["mask"], weights.shape[2])
+            weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+            grad_weights = grad_weights.to(weights.dtype)
+            grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
+            if seen is not None:  # where a query sees nothing the weights are constants
+                grad_scores = grad_scores.masked_fill(~seen, 0.0)
         inputs = [named[name] for name in self.inputs]
-        link = Link(named["values"], named["seed"], named["dropout_p"])
-        seen = reference.visible(named["valid_lens"], named["mask"], named["weights"].shape[2])
-        return attend_again(scores, inputs, asked, named["weights"], seen, link, grads)
+        asked = (*asked[:2], False, *asked[3:])
+        found = differentiate_again(scores, inputs, asked, (grad_scores, *others))
+        found[2] = grad_values
+        return found
 
 
 @functools.cache
@@ -232,13 +214,7 @@ class Recorded(Node):
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], *inputs: Tensor | None) -> Tensor:
-        """The weights; the context is left in the link.
-
-        Args:
-            ctx: of the node.
-            call: what :func:`run._called` gives.
-            *inputs: those that are differentiated.
-        """
+        """The weights; the context is left in the link of the call (:func:`run._called`)."""
         operator, backend, others, numbers, link, shared, backwards = call
         with torch._C._AutoDispatchBelowAutograd():
             kernel = operator.recorded.kernel(backend)
@@ -261,7 +237,7 @@ class Recorded(Node):
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs, None for the call."""
+        """Gradients of the call, which is none, and of the inputs."""
         operator, backend, numbers, link, shared = ctx.call
         nodes = None
         if shared is not None:  # behind it are the nodes that its gradients are for
@@ -278,19 +254,13 @@ class Recorded(Node):
 
 #: Numbers that operators take as their argument ``backend``; 0 is what the dispatch key has.
 NUMBERS = {"triton": 1}
-# Backends written in Python, and those of them whose dispatch key has other kernels, too.
-_in_python: set[str] = set()
+# Backends written in Python whose dispatch key has other kernels, too.
 _beside_others: set[str] = set()
 
 
 def number_of(backend: str, traced: bool) -> int:
-    """The argument ``backend`` of an operator.
-
-    Args:
-        backend: that serves the call.
-        traced: the call is traced; its code may run where the key has other kernels.
-    """
-    return NUMBERS[backend] if backend in (_beside_others if traced else _in_python) else 0
+    """The argument ``backend``; traced code may run where the key has other kernels."""
+    return 0 if traced and backend not in _beside_others else NUMBERS.get(backend, 0)
 
 
 def implement(
@@ -299,15 +269,9 @@ def implement(
     """Take in a backend written in Python, for a dispatch key that may have kernels already.
 
     Eager calls run its kernels directly. Compiled code calls an operator, whose argument
-    ``backend`` then chooses between it and what was there.
-
-    Args:
-        backend: its name, one of :data:`NUMBERS`.
-        dispatch_key: of the tensors it serves.
-        decomposed: compiled code takes what they are made of, as their method ``traced`` has it.
-        kernels: by the name of the operator, with its arguments and results.
+    ``backend`` then chooses between it and what was there; or, ``decomposed``, what the kernels are
+    made of, as their method ``traced`` has it.
     """
-    _in_python.add(backend)
     for name, function in kernels.items():
         operators[name].in_python[backend] = function
         if "backend" in operators[name].names:
