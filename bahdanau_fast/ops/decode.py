@@ -38,32 +38,16 @@ __all__ = ["Arguments", "Decoded", "Rest", "by_steps", "decode", "decode_greedil
 
 
 class Decoded(NamedTuple):
-    """The results of :func:`decode`.
+    """The results of :func:`decode`."""
 
-    Attributes:
-        features: (T,B,H), the states of the top layer.
-        hidden: (L,B,H), the last states.
-        cell: (L,B,H) of an LSTM, (0,B,H) of a GRU.
-        weights: (T,B,Tk), fp64 for fp64 and else fp32.
-    """
-
-    features: Tensor
-    hidden: Tensor
-    cell: Tensor
-    weights: Tensor
+    features: Tensor  # (T,B,H), the states of the top layer
+    hidden: Tensor  # (L,B,H), the last states
+    cell: Tensor  # (L,B,H) of an LSTM, (0,B,H) of a GRU
+    weights: Tensor  # (T,B,Tk), fp64 for fp64 and else fp32
 
 
 def decode(arguments: Arguments, rest: Rest, backend: str = "cpu") -> Decoded:
-    """Decode all steps, forward and backward.
-
-    Args:
-        arguments: the differentiable inputs.
-        rest: the others.
-        backend: that attends.
-
-    Raises:
-        RuntimeError: sizes or dtypes that do not fit together.
-    """
+    """All steps, forward and backward; the backend attends."""
     with without_autocast(arguments.keys.device):
         if checks.needs_gradient(*arguments):
             return Decoded(*_Decode.apply(*arguments, rest, backend))  # type: ignore[no-untyped-call]
@@ -79,19 +63,10 @@ def decode_greedily(
     max_steps: int,
     backend: str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """Decode greedily until every row has ended; without gradients.
+    """Tokens (B,T) and weights (B,T,Tk) until every row has ended; without gradients.
 
-    Args:
-        arguments: with the embedding (V,E) for inputs.
-        rest: without dropout.
-        dense: the output layer's weight (V,H) and bias (V,).
-        left_out: tokens that are excluded from the output.
-        marks: the first input, the token that ends a row, and the padding after it.
-        max_steps: largest number of steps.
-        backend: that attends.
-
-    Returns:
-        Tokens (B,T) and weights (B,T,Tk).
+    ``dense`` is the output layer's weight (V,H) and bias (V,); ``left_out`` are tokens it must not
+    choose; ``marks`` the first input, the token that ends a row, and the padding after it.
     """
     if backend != "cpu":
         below = torch._C._AutoDispatchBelowAutograd
@@ -243,12 +218,14 @@ def _gradients(
     before, layers = states[:, :-1], range(len(states))
     below = states[:-1, 1:] if rest.masks is None else states[:-1, 1:] * rest.masks
     grad_bias = grad_gates.sum((1, 2))
+    grad_input_bias = grad_bias[0, :side].clone()
+    grad_bias[0, :side] = 0.0  # input_bias stands for these
     grad_keys, grad_values, grad_w_v = of_memory
     first = grad_inputs[0]
     return Arguments(
         product(first, arguments.w_inputs) if needed.inputs else None,  # type: ignore[arg-type]
         sum_of_products(first, arguments.inputs),
-        grad_bias[0, :side],
+        grad_input_bias,
         grad_first,
         None if arguments.cell is None else grad_first_cell,
         grad_keys,
@@ -260,7 +237,7 @@ def _gradients(
             [sum_of_products(grad_inputs[i], below[i - 1]) for i in layers[1:]], arguments.w_input
         ),
         _stacked([sum_of_products(grad_states[i], before[i]) for i in layers], arguments.w_hidden),
-        _without_inputs(grad_bias, side),
+        grad_bias,
     )
 
 
@@ -294,12 +271,6 @@ def _through_steps(
         *(rest.valid_lens, rest.mask, rest.table, rest.keys_max),
     )
     return grad_gates, grad_first, grad_first_cell, grad_queries, of_memory
-
-
-def _without_inputs(grad_bias: Tensor, side: int) -> Tensor:
-    grad_bias = grad_bias.clone()
-    grad_bias[0, :side] = 0.0  # the first layer's are those of input_bias
-    return grad_bias
 
 
 def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:

@@ -10,56 +10,30 @@ __all__ = ["Arguments", "Rest"]
 
 
 class Arguments(NamedTuple):
-    """The differentiable inputs of :func:`decode`.
+    """The differentiable inputs of :func:`decode`."""
 
-    Attributes:
-        inputs: (T,B,E); greedily the embedding (V,E).
-        w_inputs: (G,E), of the first layer.
-        input_bias: (G,), likewise.
-        hidden: (L,B,H), the first states.
-        cell: (L,B,H) of an LSTM, None for a GRU.
-        keys: (B,Tk,F), projected.
-        values: (B,Tk,Dv).
-        w_query: (F,H).
-        w_v: (1,F) or (F,).
-        w_context: (G,Dv).
-        w_input: (L-1,G,H), of the layers above the first.
-        w_hidden: (L,G,H).
-        bias: (L,4H), of all the gates; of the first layer only what ``input_bias`` leaves out.
-    """
-
-    inputs: Tensor
-    w_inputs: Tensor
-    input_bias: Tensor
-    hidden: Tensor
-    cell: Tensor | None
-    keys: Tensor
-    values: Tensor
-    w_query: Tensor
-    w_v: Tensor
-    w_context: Tensor
-    w_input: Tensor
-    w_hidden: Tensor
-    bias: Tensor
+    inputs: Tensor  # (T,B,E); greedily the embedding (V,E)
+    w_inputs: Tensor  # (G,E), of the first layer
+    input_bias: Tensor  # (G,), likewise
+    hidden: Tensor  # (L,B,H), the first states
+    cell: Tensor | None  # (L,B,H) of an LSTM, None for a GRU
+    keys: Tensor  # (B,Tk,F), projected
+    values: Tensor  # (B,Tk,Dv)
+    w_query: Tensor  # (F,H)
+    w_v: Tensor  # (1,F) or (F,)
+    w_context: Tensor  # (G,Dv)
+    w_input: Tensor  # (L-1,G,H), of the layers above the first
+    w_hidden: Tensor  # (L,G,H)
+    bias: Tensor  # (L,4H), of all the gates; of the first layer what input_bias leaves out
 
 
 class Rest(NamedTuple):
-    """The other inputs of :func:`decode`.
+    """The other inputs of :func:`decode`."""
 
-    Attributes:
-        table: of ``ops.exp_keys``, or None.
-        keys_max: likewise.
-        valid_lens: None or (B,).
-        mask: None, or bool (B,1,Tk).
-        masks: (L-1,T,B,H), factors on what goes from layer to layer, or None.
-        seed: (1,) int64, with dropout of the attention weights.
-        dropout_p: probability of that.
-    """
-
-    table: Tensor | None = None
-    keys_max: Tensor | None = None
-    valid_lens: Tensor | None = None
-    mask: Tensor | None = None
-    masks: Tensor | None = None
-    seed: Tensor | None = None
+    table: Tensor | None = None  # of ops.exp_keys
+    keys_max: Tensor | None = None  # likewise
+    valid_lens: Tensor | None = None  # (B,)
+    mask: Tensor | None = None  # bool (B,1,Tk)
+    masks: Tensor | None = None  # (L-1,T,B,H), factors on what goes from layer to layer
+    seed: Tensor | None = None  # (1,) int64, with dropout of the attention weights
     dropout_p: float = 0.0

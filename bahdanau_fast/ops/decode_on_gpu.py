@@ -96,15 +96,7 @@ class _Loop:
 def forward(
     backend: str, input_gates: Tensor, arguments: Arguments, rest: Rest, keep: bool
 ) -> tuple[Tensor, ...]:
-    """The operator ``decode``; of the gates there is what the cells' backward takes.
-
-    Args:
-        backend: that attends.
-        input_gates: (T,B,G), the part of the inputs.
-        arguments: as :func:`ops.decode.decode`.
-        rest: likewise.
-        keep: what backward needs, too.
-    """
+    """The operator ``decode``; of the gates there is what the cells' backward takes."""
     loop, lstm = _Loop(backend, arguments, rest, keep), arguments.cell is not None
     seeds = _seeds(rest.seed, len(input_gates))
     for gates, seed in zip(_as_in_cells(input_gates, lstm).unbind(0), seeds, strict=True):
@@ -132,15 +124,6 @@ def write(
 
     Whether all rows have ended is asked every few steps, since asking waits for the GPU; in a CUDA
     graph never, and ``max_steps`` steps come out.
-
-    Args:
-        backend: that attends.
-        arguments: as there; likewise the others.
-        rest: without dropout.
-        dense: weight and bias.
-        left_out: tokens.
-        marks: first, last and blank.
-        max_steps: at most.
     """
     a, loop, (first, last, blank) = arguments, _Loop(backend, arguments, rest, keep=False), marks
     bias, w_inputs = (_as_in_cells(x, a.cell is not None) for x in (a.input_bias, a.w_inputs.t()))
@@ -178,19 +161,10 @@ def backward(
     grads: tuple[Tensor | None, ...],
     needs: int,
 ) -> tuple[Any, ...]:
-    """Backward through all steps.
+    """Backward through all steps, from the gradients of what :class:`ops.decode.Decoded` has.
 
-    Args:
-        backend: that attended.
-        arguments: as :func:`forward`.
-        rest: likewise.
-        results: of :func:`forward`.
-        grads: of features, the last states, the last cells and the weights.
-        needs: bits of :data:`ops.attention.NEED`, of keys, values and w_v.
-
-    Returns:
-        Gradients of the gates (L,T,B,4H), of the first states and cells (L,B,H) and of the queries
-        (T,B,F); and those of keys, values and w_v.
+    The gradients of the gates (L,T,B,4H), of the first states and cells (L,B,H), of the queries
+    (T,B,F); and those of keys, values and w_v, which ``needs`` has the bits of.
     """
     a, lstm = arguments, arguments.cell is not None
     states, cells, _, queries, weights, spaces = results

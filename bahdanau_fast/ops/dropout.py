@@ -16,14 +16,7 @@ def dropout_seed(dropout_p: float, queries: Tensor) -> Tensor | None:
     """A seed for the dropout mask from torch's own generator, so that manual_seed governs it.
 
     For a DTensor, one for each rank: ranks count their batch rows from zero each, and with one seed
-    they would drop the same weights.
-
-    Args:
-        dropout_p: probability of dropping a weight.
-        queries: of the call.
-
-    Returns:
-        (1,) int64; None without dropout.
+    they would drop the same weights. (1,) int64; None without dropout.
     """
     if dropout_p <= 0.0:
         return None
@@ -44,13 +37,7 @@ def _seed_like(tensor: Tensor, seed: Tensor) -> Tensor:
 
 
 def dropout_factors(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> Tensor:
-    """What dropout multiplies each weight by: 0 or 1 / (1 - p), as csrc/common/philox.h has it.
-
-    Args:
-        seed: (1,) int64.
-        shape: (B,Tq,Tk).
-        dropout_p: probability of dropping a weight.
-    """
+    """What weights (B,Tq,Tk) are multiplied by: 0 or 1 / (1 - p), as in csrc/common/philox.h."""
     low = 2**32 - 1
     rows = torch.arange(shape[0] * shape[1], device=seed.device).unsqueeze(1)
     blocks = torch.arange(-(-shape[2] // 4), device=seed.device)

@@ -32,13 +32,7 @@ __all__ = ["attend_location", "convolution_backward", "convolved"]
 
 
 def convolved(location: Tensor, w_conv: Tensor, b_conv: Tensor | None) -> Tensor:
-    """Features (B,Tk,C) of the keys, from where earlier steps looked.
-
-    Args:
-        location: (B,inputs,Tk).
-        w_conv: (C,inputs,taps), an odd number of taps.
-        b_conv: (C,) or None.
-    """
+    """Features (B,Tk,C) of the keys, from where earlier steps looked (:class:`call.Located`)."""
     return F.conv1d(location, w_conv, b_conv, padding=w_conv.shape[2] // 2).transpose(1, 2)
 
 

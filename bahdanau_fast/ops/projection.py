@@ -34,7 +34,6 @@ __all__ = [
     "product",
     "shared_linear",
     "sum_of_products",
-    "sums_pay",
     "way",
 ]
 
@@ -69,17 +68,7 @@ _onednn = _find_onednn()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plain: bool = False) -> Tensor:
-    """``torch.nn.functional.linear``: same arguments, result and gradients.
-
-    Args:
-        x: (...,D).
-        weight: (H,D).
-        bias: (H,) or None.
-        plain: it is that function, whatever is faster: for the reference.
-
-    Returns:
-        (...,H).
-    """
+    """``F.linear`` in result and gradients; ``plain``, it is that function: for the reference."""
     faster = None if plain else way(x, weight)
     if faster is None:
         return F.linear(x, weight, bias)
@@ -92,17 +81,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plain: bool = 
 def shared_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, backwards: PendingBackwards
 ) -> tuple[Tensor, SavedTensors | None]:
-    """:func:`linear`, its node in the graph one that several calls share.
-
-    Args:
-        x: (...,D).
-        weight: (H,D).
-        bias: (H,) or None.
-        backwards: of what the calls share.
-
-    Returns:
-        (...,H), and what its node holds; None without a gradient.
-    """
+    """:func:`linear`, its node one that several calls share; what that holds, if it is there."""
     if not checks.needs_gradient(x, weight, bias):
         return linear(x, weight, bias), None
     grad_fns = tuple(t.grad_fn for t in (x, weight, bias) if t is not None)
@@ -121,12 +100,7 @@ def shared_linear(
 
 
 def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-    """The product that takes the place of ``F.linear``; None where nothing does.
-
-    Args:
-        x: (...,D).
-        weight: (H,D).
-    """
+    """The product that takes the place of ``F.linear``; None where nothing does."""
     # Asked first: compiled code takes F.linear, and no size of x becomes a guard of it.
     if torch.compiler.is_compiling():
         return None
@@ -170,20 +144,14 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
 
 
 def multiply_turned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` as the transpose of a product; arguments as of :func:`linear`."""
+    """``x @ weight.T + bias`` as the transpose of a product."""
     rows = x.flatten(0, -2).t()
     product = weight @ rows if bias is None else torch.addmm(bias.unsqueeze(1), weight, rows)
     return product.t().contiguous().view(*x.shape[:-1], weight.shape[0])
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` by oneDNN.
-
-    Args:
-        x: (...,D).
-        weight: (H,D), contiguous, or the transpose of what is.
-        bias: (H,) or None.
-    """
+    """``x @ weight.T + bias`` by oneDNN; the weight is contiguous, or the transpose of what is."""
     terms, ready = weight.shape[1], not weight.is_contiguous()
     most = ONEDNN_TERMS
     if terms <= (most if ready else ONEDNN_COPIED_TERMS):
@@ -204,42 +172,21 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
-    """``left^T right`` over all rows: the gradient of a weight; not differentiable again.
-
-    Args:
-        left: (...,H).
-        right: (...,D), the same leading sizes.
-
-    Returns:
-        (H,D).
-    """
-    pays = sums_pay(left, right)
+    """``left^T right`` over all rows: the gradient of a weight; not differentiable again."""
+    pays = (
+        _onednn is not None
+        and min(left.shape[-1], right.shape[-1]) >= ONEDNN_SIDE
+        and left.numel() * right.shape[-1] >= limits.LIMITS.onednn_work
+        and _is_plain(left, right)
+    )
     left, right = _rows(left), _rows(right)
     if not pays:
         return left.t() @ right
     return multiply(left.contiguous().t(), right.contiguous().t())
 
 
-def sums_pay(left: Tensor, right: Tensor) -> bool:
-    """Whether :func:`sum_of_products` goes through oneDNN; arguments as there."""
-    return (
-        _onednn is not None
-        and min(left.shape[-1], right.shape[-1]) >= ONEDNN_SIDE
-        and left.numel() * right.shape[-1] >= limits.LIMITS.onednn_work
-        and _is_plain(left, right)
-    )
-
-
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight``: the gradient of the inputs of a layer; not differentiable again.
-
-    Args:
-        x: (...,H).
-        weight: (H,D).
-
-    Returns:
-        (...,D).
-    """
+    """``x @ weight``: the gradient of the inputs of a layer; not differentiable again."""
     if (
         _onednn is None
         or x.numel() * weight.shape[1] < limits.LIMITS.onednn_work

@@ -44,11 +44,7 @@ class PendingBackwards:
             return BackwardToken(self._tokens)
 
     def is_over(self, visits: set[int]) -> bool:
-        """Whether no backward will come to a node any more.
-
-        Args:
-            visits: the backward passes that have been there.
-        """
+        """Whether no backward will come any more to a node where these passes have been."""
         return all(visit in visits for visit in list(self._tokens.values()))
 
 
@@ -73,13 +69,7 @@ class BackwardToken:
 
 
 class SavedTensors:
-    """What a shared node saves for its backward.
-
-    Args:
-        backwards: of the calls that share the node.
-        tensors: to be saved; None for those that the backward will not need.
-        grad_fns: nodes that the gradients go to.
-    """
+    """What a shared node saves for its backward; ``grad_fns`` are nodes its gradients go to."""
 
     __slots__ = (
         "__weakref__",
@@ -118,11 +108,7 @@ class SavedTensors:
         return not self.released and _versions(self._memory) == self._versions
 
     def get(self) -> Sequence[Tensor | None]:
-        """The tensors, as autograd gives back saved ones; with their graph if it is recorded.
-
-        Raises:
-            RuntimeError: they were freed, or changed in place.
-        """
+        """The tensors, as autograd gives back saved ones; with their graph if it is recorded."""
         if self._tensors is None:
             raise RuntimeError(
                 "Trying to backward through the attention's keys a second time, after what was "
@@ -162,13 +148,7 @@ def changed(tensor: Tensor | None, expected: int | None) -> RuntimeError:
 
 
 def save_inputs(ctx: Any, inputs: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> None:
-    """``ctx.save_for_backward``, to be read by :func:`saved_inputs`.
-
-    Args:
-        ctx: of an autograd function whose inputs, but the first, are ``inputs``.
-        inputs: to be differentiated.
-        others: made by the function.
-    """
+    """``ctx.save_for_backward`` of all inputs but the first, to be read by :func:`saved_inputs`."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         ctx.save_for_backward(*inputs, *others)
         ctx.kept = None
@@ -190,15 +170,8 @@ def saved_inputs(ctx: Any, operator: Any, nodes: Sequence[Any] | None) -> Sequen
 
     A node of plain code saves what the gradients through it need, and one that a backward does not
     come to does not look at what it has saved. One node for all of them, which saves everything,
-    has to find out whether a changed input is needed this time.
-
-    Args:
-        ctx: of the autograd function.
-        operator: the :class:`Attention` that was called.
-        nodes: where the gradients of the inputs go; unless given, ``next_functions``.
-
-    Raises:
-        RuntimeError: as ``saved_tensors``.
+    has to find out whether a changed input is needed this time. ``nodes`` are where the gradients
+    of the inputs go, unless that is ``next_functions``.
     """
     tensors: Sequence[Tensor | None] = ctx.saved_tensors  # raises after the graph was freed
     if ctx.kept is None:
