@@ -19,6 +19,7 @@ the hidden side; LSTM i f g o. :mod:`steps` makes these arguments of an ``nn.GRU
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -97,11 +98,8 @@ def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
         )
         below = context.squeeze(1)
         for layer, before in enumerate(states):
-            if layer == 0:
-                inputs = input_gates + below @ w_context.t()
-            else:
-                own = bias[layer][:side]
-                inputs = own + below @ w_input[layer - 1].t()
+            own = bias[layer, :side] if layer else input_gates
+            inputs = own + below @ (w_input[layer - 1] if layer else w_context).t()
             through = before @ w_hidden[layer].t()
             if cell is not None:
                 i, f, g, o = (inputs + through).split(units, -1)
@@ -111,14 +109,14 @@ def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
                 n, r, z = inputs.split(units, -1)
                 r_through, z_through, n_through = through.split(units, -1)
                 r, z = (r + r_through).sigmoid(), (z + z_through).sigmoid()
-                n = (n + r * (n_through + bias[layer][side:])).tanh()
+                n = (n + r * (n_through + bias[layer, side:])).tanh()
                 states[layer] = n + z * (before - n)
             below = states[layer]
             if rest.masks is not None and layer + 1 < len(states):
                 below = below * rest.masks[layer, t]
         features.append(states[-1])
         weights.append(step_weights.squeeze(1))
-    last_cell = torch.stack(cells) if cells else hidden.new_empty((0, *hidden.shape[1:]))
+    last_cell = torch.stack(cells) if cells else hidden[:0]
     all_weights = torch.stack(weights).to(torch.promote_types(keys.dtype, torch.float32))
     return Decoded(torch.stack(features), torch.stack(states), last_cell, all_weights)
 
@@ -149,8 +147,7 @@ def _forward(arguments: Arguments, rest: Rest, backend: str, keep: bool) -> tupl
 
 def _decoded(results: tuple[Tensor, ...]) -> Decoded:
     states, cells, _, _, weights, _ = results
-    last_cell = cells[:, -1] if len(cells) else states.new_empty((0, *states.shape[2:]))
-    return Decoded(states[-1, 1:], states[:, -1], last_cell, weights)
+    return Decoded(states[-1, 1:], states[:, -1], cells[:, -1], weights)
 
 
 class _Decode(torch.autograd.Function):
@@ -183,20 +180,17 @@ class _Decode(torch.autograd.Function):
 
 def _gradients_again(
     arguments: Arguments, rest: Rest, grads: tuple[Tensor | None, ...], needed: Arguments
-) -> Arguments:
-    """Differentiable once more."""
+) -> Sequence[Tensor | None]:
     if rest.dropout_p > 0.0:
         raise NotImplementedError(
             "a second derivative through dropped-out weights of a whole decoder is not "
             "implemented: attend() step by step, or dropout 0"
         )
-    found = differentiate_again(
-        lambda *tensors: by_steps(Arguments(*tensors), rest),
-        arguments,
-        [bool(need) for need in needed],
-        grads,
-    )
-    return Arguments(*found)  # type: ignore[arg-type]
+
+    def steps(*tensors: Any) -> Decoded:
+        return by_steps(Arguments(*tensors), rest)
+
+    return differentiate_again(steps, arguments, needed, grads)  # type: ignore[arg-type]
 
 
 def _gradients(
@@ -220,6 +214,7 @@ def _gradients(
     grad_bias = grad_gates.sum((1, 2))
     grad_input_bias = grad_bias[0, :side].clone()
     grad_bias[0, :side] = 0.0  # input_bias stands for these
+    above = [sum_of_products(grad_inputs[i], below[i - 1]) for i in layers[1:]]
     grad_keys, grad_values, grad_w_v = of_memory
     first = grad_inputs[0]
     return Arguments(
@@ -233,10 +228,8 @@ def _gradients(
         sum_of_products(grad_queries, before[-1]),
         grad_w_v,
         sum_of_products(first, contexts),
-        _stacked(
-            [sum_of_products(grad_inputs[i], below[i - 1]) for i in layers[1:]], arguments.w_input
-        ),
-        _stacked([sum_of_products(grad_states[i], before[i]) for i in layers], arguments.w_hidden),
+        torch.stack(above) if above else torch.empty_like(arguments.w_input),
+        torch.stack([sum_of_products(grad_states[i], before[i]) for i in layers]),
         grad_bias,
     )
 
@@ -249,32 +242,21 @@ def _through_steps(
     needs: int,
 ) -> tuple[Any, ...]:
     """As :func:`decode_on_gpu.backward`."""
-    states, cells, _, queries, weights, gates = results
-    grad_features, grad_hidden, grad_cell, grad_weights = (
-        None if grad is None else grad.contiguous() for grad in grads
-    )
-    if arguments.cell is None:
-        grad_cell = None
-    grad_gates, grad_first, grad_first_cell, grad_queries, grad_contexts, grad_scores, dropped = (
-        _decode_backward.overload(
-            *_in_order(arguments, rest),
-            *(states, cells, queries, weights, gates),
-            *(grad_features, grad_hidden, grad_cell, grad_weights),
-        )
+    a, (states, cells, _, queries, weights, gates) = arguments, results
+    contiguous = [None if grad is None else grad.contiguous() for grad in grads]
+    if a.cell is None:
+        contiguous[2] = None
+    kept = states, cells, queries, weights, gates
+    *found, grad_contexts, grad_scores, dropped = _decode_backward.overload(
+        *_in_order(a, rest), *kept, *contiguous
     )
     dropped = weights if dropped.numel() == 0 else dropped
     by_row = [part.transpose(0, 1) for part in (dropped, grad_contexts, grad_scores, queries)]
     of_memory = attend_backward_keys.overload(
-        *by_row[:3],
-        needs,
-        *(by_row[3], arguments.keys, arguments.values, arguments.w_v),
+        *(*by_row[:3], needs, by_row[3], a.keys, a.values, a.w_v),
         *(rest.valid_lens, rest.mask, rest.table, rest.keys_max),
     )
-    return grad_gates, grad_first, grad_first_cell, grad_queries, of_memory
-
-
-def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(parts) if parts else torch.empty_like(like)
+    return *found, of_memory
 
 
 def _fake(

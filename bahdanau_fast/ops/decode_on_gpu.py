@@ -101,7 +101,7 @@ def forward(
     seeds = _seeds(rest.seed, len(input_gates))
     for gates, seed in zip(_as_in_cells(input_gates, lstm).unbind(0), seeds, strict=True):
         loop.step(gates, seed)
-    none = arguments.hidden.new_empty((0, *arguments.hidden.shape[1:]))
+    none = arguments.hidden.new_empty((0, 1, *arguments.hidden.shape[1:]))
     return (
         _by_layer(loop.states),
         _by_layer(loop.cells) if loop.cells else none,
