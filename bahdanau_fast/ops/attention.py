@@ -245,7 +245,7 @@ def _gradients(
 
 
 def attention_gradients(
-    results: Sequence[Tensor | None],
+    results: Sequence[Any],
     tensors: Sequence[Tensor | None],
     numbers: Sequence[Any],
     needs: int,

@@ -122,8 +122,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             for tensor, version, (other, _) in zip(saved, versions, others, strict=True):
                 if tensor._version != version and is_asked(other):
                     raise changed(tensor, version)
-    link = ctx.link
-    return gradients_of_context(grad, *saved, link.seed, link.dropout_p, ctx.needs_input_grad)
+    (weights, values), link = saved, ctx.link
+    dropout, needed = (link.seed, link.dropout_p), ctx.needs_input_grad
+    return gradients_of_context(grad, weights, values, *dropout, needed)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -20,15 +20,12 @@ def dropout_seed(dropout_p: float, queries: Tensor) -> Tensor | None:
     """
     if dropout_p <= 0.0:
         return None
-    return _seed_like(queries, torch.randint(2**62, (1,), device=queries.device))
-
-
-def _seed_like(tensor: Tensor, seed: Tensor) -> Tensor:
-    if not checks.is_sharded(tensor):
+    seed = torch.randint(2**62, (1,), device=queries.device)
+    if not checks.is_sharded(queries):
         return seed
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    mesh: Any = queries.device_mesh  # type: ignore[attr-defined]
     position = 0
     for size, at in zip(mesh.shape, mesh.get_coordinate() or (), strict=True):
         position = position * size + at

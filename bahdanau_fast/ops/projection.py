@@ -156,11 +156,11 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     most = ONEDNN_TERMS
     if terms <= (most if ready else ONEDNN_COPIED_TERMS):
         return _product(x, weight, bias)
-    parts = [(x[..., i : i + most], weight[:, i : i + most]) for i in range(0, terms, most)]
     product = None
-    for some, of_weight in parts:
+    for i in range(0, terms, most):
+        some = weight[:, i : i + most]
         # A weight with gaps between its rows would take oneDNN's slow path, a thousand times so.
-        part = _product(some, of_weight if ready else of_weight.contiguous())
+        part = _product(x[..., i : i + most], some if ready else some.contiguous())
         product = part if product is None else product.add_(part)
     assert product is not None
     return product if bias is None else product.add_(bias)

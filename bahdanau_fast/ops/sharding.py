@@ -44,8 +44,8 @@ def _register() -> None:
     def placements(operator: Operator, *args: Any) -> list[tuple[list[Any], list[Any]]]:
         without_rows, outputs = of_operators[operator]
         named = operator.named(*args)
-        given = [(name, getattr(named[name], "tensor_meta", None)) for name in operator.names]
-        given = given[: len(args)]
+        metas = [getattr(x, "tensor_meta", None) for x in args]
+        given = list(zip(operator.names, metas, strict=False))
         one_by_one = [  # what has no elements has no rows
             None if x is None else whole if name in without_rows or 0 in x.shape else rows
             for name, x in given
