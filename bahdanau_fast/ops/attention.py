@@ -178,7 +178,7 @@ def _scores_fake(queries: Tensor, keys: Tensor, **_: Any) -> Tensor:
 
 
 def _scores_of(named: Named) -> tuple[Tensor]:
-    inputs = (named[name] for name in ("queries", "keys", "w_q", "w_k", "w_v"))
+    inputs = (named.get(name) for name in ("queries", "keys", "w_q", "w_k", "w_v"))
     inside = inside_of(named)._asdict()
     return (reference.additive_scores(*inputs, bias=named.get("bias"), **inside),)
 
@@ -187,13 +187,9 @@ def _scores_gradients(
     saved: Sequence[Tensor], numbers: Sequence[Any], asked: tuple[bool, ...], grads: Any
 ) -> Sequence[Tensor | None]:
     if torch.is_grad_enabled():
-        activation, slope, _ = numbers
 
-        def scores(
-            queries: Tensor, keys: Tensor, w_v: Tensor, features: Any, w_f: Any
-        ) -> tuple[Tensor]:
-            inside = Inside(features, w_f, ACTIVATIONS[activation], slope)
-            return (reference.projected_scores(queries, keys, w_v, inside),)
+        def scores(*tensors: Any) -> tuple[Tensor]:
+            return _scores_of(attend_scores.named(*tensors, *numbers))
 
         return differentiate_again(scores, saved, asked, grads)
     needs = needs_of(_SCORED, asked)
