@@ -82,7 +82,7 @@ class Operator:
         return self.in_python.get(backend, self.now)
 
     def differentiate(self, count: int, gradients: Gradients) -> None:
-        """Register the autograd formula of compiled code, of this many arguments, the first."""
+        """Register the autograd formula of compiled code, for the first ``count`` arguments."""
         tensors = len(self.tensors)
 
         def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -112,8 +112,6 @@ class Attention(Operator):
     numbers.
 
     Args:
-        schema: as for :class:`Operator`; likewise the fake.
-        fake: its shapes.
         inputs: names of those that are differentiated.
         needing: the inputs whose gradients need the value of one of them; of its name and
             :data:`Named`.

@@ -81,7 +81,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plain: bool = 
 def shared_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, backwards: PendingBackwards
 ) -> tuple[Tensor, SavedTensors | None]:
-    """:func:`linear`, its node one that several calls share; what that holds, if it is there."""
+    """:func:`linear` by a node that several calls share, and what that saves, or None."""
     if not checks.needs_gradient(x, weight, bias):
         return linear(x, weight, bias), None
     grad_fns = tuple(t.grad_fn for t in (x, weight, bias) if t is not None)
