@@ -178,7 +178,7 @@ def _scores_fake(queries: Tensor, keys: Tensor, **_: Any) -> Tensor:
 
 
 def _scores_of(named: Named) -> tuple[Tensor]:
-    inputs = (named.get(name) for name in ("queries", "keys", "w_q", "w_k", "w_v"))
+    inputs: Any = (named.get(name) for name in ("queries", "keys", "w_q", "w_k", "w_v"))
     inside = inside_of(named)._asdict()
     return (reference.additive_scores(*inputs, bias=named.get("bias"), **inside),)
 

@@ -85,11 +85,7 @@ def _gradients(
 
 
 _INPUTS = ("queries", "keys", "values", "w_v", "location", "w_conv", "b_conv", "w_f")
-_NEEDING: dict[str, tuple[str, ...]] = {
-    "location": ("w_conv",),
-    "w_conv": ("location",),
-    "b_conv": (),
-}
+_NEEDING: dict[str, Any] = {"location": ("w_conv",), "w_conv": ("location",), "b_conv": ()}
 _THROUGH = tuple(name for name in _INPUTS if name != "values")
 attend_location = Attention(
     "attend_location(Tensor queries, Tensor keys, Tensor values, Tensor w_v, Tensor location, "
