@@ -5,8 +5,7 @@ Input checks are shared by the functions and the modules; each message reads
 
 Fused operators and custom backward formulas know nothing of ``torch.func``, forward mode and
 ``torch.jit.trace``: called under one of them they would drop a tangent without a word, or raise an
-error about something else. Plain PyTorch operations do what they should. :func:`in_transform`,
-:func:`needs_gradient` and :func:`autocast_dtype` say where a call comes from.
+error about something else. Plain PyTorch operations do what they should.
 """
 
 from __future__ import annotations
@@ -87,12 +86,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
-    """Ranks, batch and length sizes, dtypes and devices of the inputs of attention.
-
-    Raises:
-        TypeError: not a tensor, an unsupported dtype, or dtypes that differ.
-        ValueError: ranks, sizes or devices that do not match.
-    """
+    """Ranks, batch and length sizes, dtypes and devices of the inputs of attention."""
     rows("queries", queries)
     rows("keys", keys)
     rows("values", values)
@@ -114,14 +108,7 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
 def queries_for(
     queries: Tensor, keys: Tensor, valid_lens: Tensor | None, mask: Tensor | None
 ) -> None:
-    """Queries for a memory, which was checked when it was made.
-
-    Args:
-        queries: (B,Tq,Dq).
-        keys: (B,Tk,H), the memory's; likewise the others.
-        valid_lens: None, (B,) or (B,Tq).
-        mask: None, or bool (B,1,Tk) or (B,Tq,Tk).
-    """
+    """Queries for a memory: its keys (B,Tk,H) and the others were checked when it was made."""
     rows("queries", queries)
     batch, queries_len, _ = queries.shape
     if keys.shape[0] != batch:
@@ -136,11 +123,7 @@ def queries_for(
 def keys_and_values(
     keys: Tensor, values: Tensor, valid_lens: Tensor | None, mask: Tensor | None = None
 ) -> Tensor | None:
-    """Keys, values, lengths and mask of a memory, without queries.
-
-    Returns:
-        The mask in three dimensions.
-    """
+    """Keys, values, lengths and mask of a memory, without queries; the mask in three dimensions."""
     rows("keys", keys)
     inputs(keys, keys, values, None)
     if mask is not None:
@@ -178,29 +161,19 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
         need = f"have shape ({batch},) or ({batch}, {queries_len})"
         reject(ValueError, "valid_lens", need, shape)
     if valid_lens.device != device:
-        reject(
-            ValueError, "valid_lens", f"be on the device of the data, {device}", valid_lens.device
-        )
+        need = f"be on the device of the data, {device}"
+        reject(ValueError, "valid_lens", need, valid_lens.device)
 
 
 def as_mask(mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """A mask of queries (B,Tq,...) over keys (B,Tk,...): bool (B,Tk), (B,1,Tk) or (B,Tq,Tk).
-
-    Returns:
-        The mask in three dimensions.
-    """
-    batch, queries_len, _ = queries.shape
-    keys_len = keys.shape[1]
+    """A mask over keys, bool (B,Tk), (B,1,Tk) or (B,Tq,Tk), in three dimensions."""
     _tensor("mask", mask)
     if mask.dtype != torch.bool:
         reject(TypeError, "mask", "be bool, True where a query may look", mask.dtype)
-    if _shape(mask) not in (
-        (batch, keys_len),
-        (batch, 1, keys_len),
-        (batch, queries_len, keys_len),
-    ):
-        need = f"have shape ({batch}, {keys_len}) or ({batch}, {queries_len}, {keys_len})"
-        reject(ValueError, "mask", need, _shape(mask))
+    (batch, queries_len, _), keys_len = queries.shape, keys.shape[1]
+    known = (batch, keys_len), (batch, queries_len, keys_len)
+    if _shape(mask) not in (*known, (batch, 1, keys_len)):
+        reject(ValueError, "mask", f"have shape {known[0]} or {known[1]}", _shape(mask))
     if mask.device != keys.device:
         reject(ValueError, "mask", f"be on the device of the data, {keys.device}", mask.device)
     return mask.unsqueeze(1) if mask.dim() == 2 else mask
@@ -284,14 +257,8 @@ def is_exporting() -> bool:
 
 
 def in_transform(compiling: bool | None = None) -> bool:
-    """Whether ``torch.func``, a forward-mode level or ``torch.jit.trace`` is at work.
-
-    The first two are seen while code is compiled, too.
-
-    Args:
-        compiling: whether code is being compiled, from a caller that has asked.
-    """
-    if compiling is None:
+    """Whether ``torch.func``, a forward-mode level or ``torch.jit.trace`` is at work."""
+    if compiling is None:  # the caller has not asked
         compiling = torch.compiler.is_compiling()
     return (
         torch._C._are_functorch_transforms_active()
@@ -314,18 +281,9 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 def what_torch_does(
     device: torch.device, inputs: tuple[Tensor | None, ...], called: bool
 ) -> tuple[bool, bool, bool, bool, bool]:
-    """All of it at once: a small call costs little more than these questions.
-
-    Args:
-        device: of the data.
-        inputs: those that are differentiated.
-        called: a layer is called, whose parameters nobody knows.
-
-    Returns:
-        Whether torch.compile or torch.export traces; whether a gradient may be asked for, and
-        whether one of the inputs is of inference mode then; whether only plain operations will do
-        (:func:`plain_only`); whether autocast gives matrix products another dtype.
-    """
+    """Whether it traces, records, records inputs of inference mode, is plain only, autocasts."""
+    # All of it at once: a small call costs little more than these questions. Of a layer that is
+    # called nobody knows the parameters.
     if torch.compiler.is_compiling():
         records = torch.is_grad_enabled() and (called or needs_gradient(*inputs))
         return True, records, False, plain_only(), autocast_dtype(device) is not None
@@ -357,12 +315,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype autocast gives matrix products on a device, None where it is off.
-
-    Args:
-        device: of any kind; those autocast knows nothing of (meta) may not be asked by name.
-    """
-    kind = device.type
+    """The dtype autocast gives matrix products on a device, None where it is off."""
+    kind = device.type  # one that autocast knows nothing of (meta) may not be asked by name
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)

@@ -17,9 +17,8 @@ from bahdanau_fast.ops.dropout import dropout_seed
 from bahdanau_fast.ops.location import attend_location, convolved
 from bahdanau_fast.ops.operator import NUMBERS, Attention, Recorded, number_of
 from bahdanau_fast.ops.projection import linear
-from bahdanau_fast.ops.saved_tensors import PendingBackwards, with_rows_together
+from bahdanau_fast.ops.saved_tensors import with_rows_together
 from bahdanau_fast.ops.sharding import register_for
-from bahdanau_fast.ops.shared_gradients import SharedNode
 from bahdanau_fast.reference import TANH
 
 __all__ = ["attend", "project", "scores"]
@@ -30,15 +29,7 @@ Results = tuple[Tensor | None, Tensor, Link | None]
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """Context and weights.
-
-    Returns:
-        Context (B,Tq,Dv), weights (B,Tq,Tk), in the shape that the call asks for; the second may be
-        empty where weights are not wanted.
-
-    Raises:
-        ValueError: a backend was asked for that cannot serve the call.
-    """
+    """Context (B,Tq,Dv), weights (B,Tq,Tk), in the call's shape; weights empty if unwanted."""
     given = call
     try:
         route = backends.decide(call)
@@ -50,7 +41,9 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         if route.form != "one operator":
             call = _in_front(route, call)
         if not route.fused:
-            context, weights, link = _by_reference(call)
+            rest = (call.valid_lens, call.dropout_p, call.inside, call.mask)
+            context, weights = reference.attend(*call[:4], *rest)
+            link = None
         elif call.located is not None:
             context, weights, link = _by_location(route, call)
         else:
@@ -82,15 +75,7 @@ def _explain(call: Call) -> None:
 
 
 def scores(call: Call, clip: float | None = None) -> Tensor:
-    """The scores (B,Tq,Tk) before mask and softmax, in the shape that the call asks for.
-
-    Args:
-        call: with ``scores_only``.
-        clip: scores u become ``clip * tanh(u)``.
-
-    Raises:
-        ValueError: as for :func:`attend`.
-    """
+    """Scores u (B,Tq,Tk) before mask and softmax, or ``clip * tanh(u)``, in the call's shape."""
     _explain(call)
     route = backends.decide(call)
     call = _in_front(route, call)
@@ -105,19 +90,12 @@ def scores(call: Call, clip: float | None = None) -> Tensor:
 
 
 def project(call: Call) -> Call:
-    """The same call with projected queries and keys.
-
-    Raises:
-        ValueError: as for :func:`attend`.
-    """
+    """The same call with projected queries and keys."""
     return _in_front(backends.decide(call), call)
 
 
 def _in_front(route: Route, call: Call) -> Call:
-    """What is computed in front of the operator: the projections that the route does not leave it.
-
-    With both of them, all of it comes out in one dtype.
-    """
+    """What the route does not leave to the operator; all of one dtype if both are projected."""
     queries, form = call.queries, route.form
     if form == "one operator" or (form == "step" and call.projected is not None):
         return call
@@ -184,16 +162,11 @@ def _to(x: Any, dtype: torch.dtype) -> Any:
     return x if not isinstance(x, Tensor) or x.dtype is dtype else x.to(dtype)
 
 
-def _by_reference(call: Call) -> Results:
-    rest = (call.valid_lens, call.dropout_p, call.inside, call.mask)
-    return (*reference.attend(call.queries, call.keys, call.values, call.w_v, *rest), None)
-
-
 def _by_attention(route: Route, call: Call) -> Results:
     queries, keys, values, w_v, w_q, w_k, bias, lens, mask, dropout_p = call[:10]
-    table = keys_max = shared = backwards = features = w_f = None
+    table = keys_max = features = w_f = None
     if call.projected is not None:
-        _, table, keys_max, shared, backwards, _ = call.projected
+        _, table, keys_max, *_ = call.projected
     activation, slope, records, number = 0, 0.01, route.records, NUMBERS.get(route.backend, 0)
     if call.inside is not TANH:
         features, w_f, activation, slope = _inside(call)
@@ -208,19 +181,15 @@ def _by_attention(route: Route, call: Call) -> Results:
     others = (lens, mask, table, keys_max)
     seen, precise = call.need_weights or records, records or route.traced
     numbers = (dropout_p, activation, slope, seen, precise, number, route.narrow)
-    return _called(attention, inputs, others, numbers, route, shared, backwards)
+    return _called(attention, inputs, others, numbers, route, call.projected)
 
 
 def _by_location(route: Route, call: Call) -> Results:
-    shared = backwards = None
-    if call.projected is not None:
-        *_, shared, backwards, _ = call.projected
     _, w_f, *numbers = _inside(call)
     assert call.located is not None
     inputs: Any = (*call[:4], *call.located, w_f)
-    seen = call.valid_lens, call.mask
-    given = (call.dropout_p, *numbers)
-    return _called(attend_location, inputs, seen, given, route, shared, backwards)
+    others, given = (call.valid_lens, call.mask), (call.dropout_p, *numbers)
+    return _called(attend_location, inputs, others, given, route, call.projected)
 
 
 def _called(
@@ -229,20 +198,9 @@ def _called(
     others: tuple[Tensor | None, ...],
     numbers: tuple[Any, ...],
     route: Route,
-    shared: SharedNode | None,
-    backwards: PendingBackwards | None,
+    projected: ProjectedKeys | None,
 ) -> Results:
-    """Traced code calls an operator by the dispatcher, recorded code with a node; else the kernel.
-
-    Args:
-        operator: to be called.
-        inputs: the differentiated ones.
-        others: the other tensors, but the seed.
-        numbers: all of them; the first is ``dropout_p``.
-        route: of the call.
-        shared: the node that keys, values and w_v are behind, which their gradients are left to.
-        backwards: those that the nodes it shares wait for.
-    """
+    """By the dispatcher in traced code, with a node in recorded code; else the kernel itself."""
     queries, _, values, *_ = inputs
     seed = dropout_seed(numbers[0], queries) if numbers[0] > 0.0 else None
     if route.traced:  # what traces the call has to meet the operator itself
@@ -251,6 +209,7 @@ def _called(
     backend = route.backend if type(queries) is Tensor else None
     if route.records:  # in a fraction of the time of the registered formula
         link = Link(values, seed, numbers[0])
+        shared, backwards = (None, None) if projected is None else projected[3:5]
         call = (operator, backend, (*others, seed), numbers, link, shared, backwards)
         return None, Recorded.apply(call, *inputs), link  # type: ignore[attr-defined]
     with torch._C._AutoDispatchBelowAutograd():
