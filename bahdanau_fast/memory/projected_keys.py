@@ -20,32 +20,18 @@ __all__ = ["Maker", "Memory", "ProjectedKeys", "project"]
 
 
 class ProjectedKeys(NamedTuple):
-    """Projected keys, and what is derived from them.
+    """Projected keys, and what is derived from them."""
 
-    Attributes:
-        keys: (B,Tk,H), ``W_k k``; in the autograd graph.
-        table: (B,Tk,H rounded up), exponentials for the C++ kernels, or None.
-        keys_max: (B,), max|W_k k| per row, or None.
-        shared: the node of the autograd graph that calls with these keys share, or None.
-        backwards: of the nodes that these calls share, or None.
-        token: as long as it exists another of these calls may come, and its backward.
-    """
-
-    keys: Tensor
-    table: Tensor | None
-    keys_max: Tensor | None
-    shared: SharedNode | None = None
-    backwards: PendingBackwards | None = None
+    keys: Tensor  # (B,Tk,H), W_k k; in the autograd graph
+    table: Tensor | None = None  # (B,Tk,H rounded up), exponentials for the C++ kernels
+    keys_max: Tensor | None = None  # (B,), max|W_k k| per row
+    shared: SharedNode | None = None  # the node of the graph that calls with these keys share
+    backwards: PendingBackwards | None = None  # of the nodes that these calls share
+    # As long as it exists another of these calls may come, and its backward.
     token: BackwardToken | None = None
 
     def share(self, values: Tensor, w_v: Tensor, reads_table: bool = True) -> ProjectedKeys:
-        """The same, for calls that share one node of the autograd graph.
-
-        Args:
-            values: (B,Tk,Dv) of those calls.
-            w_v: (1,H) or (H,) of those calls.
-            reads_table: those calls read the table; where there is none, they do not share.
-        """
+        """The same, for calls that share one node; those that read a table need one for that."""
         if torch.compiler.is_compiling() or (reads_table and self.table is None):
             return self  # nothing is shared in a graph, by another backend, or of small sizes
         backwards = self.backwards or PendingBackwards()
@@ -57,14 +43,9 @@ class ProjectedKeys(NamedTuple):
 
 
 def project(projected_keys: Tensor, table: bool) -> ProjectedKeys:
-    """Prepare ``W_k k`` for the calls to come.
-
-    Args:
-        projected_keys: (B,Tk,H).
-        table: make the table of exponentials, as :func:`backends.keeps_table` says.
-    """
+    """Prepare ``W_k k`` (B,Tk,H); with a table where :func:`backends.keeps_table` says so."""
     if not table:
-        return ProjectedKeys(projected_keys, None, None)
+        return ProjectedKeys(projected_keys)
     if type(projected_keys) is not Tensor:
         sharding.register_for(projected_keys)
     made = exp_keys.overload(projected_keys.detach(), torch.is_grad_enabled())
@@ -72,32 +53,17 @@ def project(projected_keys: Tensor, table: bool) -> ProjectedKeys:
 
 
 class Maker(NamedTuple):
-    """The module and key layer that made a memory, for ``attend`` to compare.
-
-    Attributes:
-        module: whose ``memory`` made it.
-        seen: address and version of the key layer's weight and bias; None if unknown (a modified
-            layer, another backend).
-        sample: some rows of the weight, compared in each call.
-        sample_bytes: fingerprint of sample and bias.
-        all_bytes: fingerprint of weight and bias.
-    """
+    """The module and key layer that made a memory, for ``attend`` to compare."""
 
     module: nn.Module
-    seen: tuple[object, ...] | None = None
-    sample: Tensor | None = None
-    sample_bytes: tuple[int, int] = (0, 0)
-    all_bytes: tuple[int, int] = (0, 0)
+    seen: tuple[object, ...] | None = None  # address and version of the layer's weight and bias
+    sample: Tensor | None = None  # some rows of the weight, compared in each call
+    sample_bytes: tuple[int, int] = (0, 0)  # fingerprint of sample and bias
+    all_bytes: tuple[int, int] = (0, 0)  # fingerprint of weight and bias
 
     @classmethod
     def of(cls, module: nn.Module, weight: Tensor | None, bias: Tensor | None) -> Maker:
-        """Take the fingerprints; without a weight, only the module.
-
-        Args:
-            module: whose ``memory`` it is.
-            weight: (H,Dk) of a plain key layer served by the C++ kernels, or None.
-            bias: (H,) or None.
-        """
+        """Take the fingerprints of a plain key layer that the C++ kernels serve, with a weight."""
         if weight is None:
             return cls(module)
         sample = weight.detach()[:: max(1, weight.shape[0] // SAMPLED_ROWS)]
@@ -110,12 +76,7 @@ class Maker(NamedTuple):
         )
 
     def has_changed(self, weight: Tensor | None, bias: Tensor | None) -> bool:
-        """True if the key layer has changed.
-
-        Args:
-            weight: (H,Dk) of the key layer now, or None if unknown.
-            bias: (H,) or None.
-        """
+        """True if the key layer, now with these, has changed; not if nothing is known of it."""
         if weight is None or self.sample is None:
             return False
         if _seen(weight, bias) == self.seen:
@@ -164,42 +125,20 @@ class Memory:
     maker: Maker | None = None
     batch: tuple[int, ...] | None = None
 
-    def queries_as_rows(
+    def for_queries(
         self, queries: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Shape | None]:
-        """Queries of the keys as they were given, for the keys as they are held.
-
-        Args:
-            queries: (*batch,Tq,Dq), or a state (*batch,Dq).
-            mask: None, (*batch,Tk) or (*batch,Tq,Tk).
-
-        Returns:
-            Queries (B,Tq,Dq), mask (B,Tk) or (B,Tq,Tk), and the shape of the results; unchanged,
-            with None for the shape, if they are (B,Tq,Dq) already, or no tensor.
-
-        Raises:
-            ValueError: other batch dimensions than those of the keys.
-        """
-        if not isinstance(queries, Tensor) or (self.batch is None and queries.dim() != 2):
-            return queries, mask, None
-        rows, keys_len, _ = self.projected.keys.shape
-        batch = (rows,) if self.batch is None else self.batch
-        return queries_as_rows(queries, mask, batch, keys_len, "the memory")
-
-    def joined_mask(self, mask: Tensor | None, queries: Tensor) -> Tensor | None:
-        """What a call's own mask leaves of the memory's; bool (B,1,Tk) or (B,Tq,Tk), or None.
-
-        Args:
-            mask: bool (B,Tk), (B,1,Tk) or (B,Tq,Tk), or None.
-            queries: (B,Tq,...) of the call.
-
-        Raises:
-            TypeError, ValueError: another mask.
-        """
+        """Queries (B,Tq,Dq), what both masks let them see, and the shape of other results."""
+        keys, shape = self.projected.keys, None
+        if isinstance(queries, Tensor) and (self.batch is not None or queries.dim() == 2):
+            batch = (keys.shape[0],) if self.batch is None else self.batch
+            given = (queries, mask, batch, keys.shape[1], "the memory")
+            queries, mask, shape = queries_as_rows(*given)
+        checks.queries_for(queries, keys, self.valid_lens, self.mask)
         if mask is None:
-            return self.mask
-        mask = checks.as_mask(mask, queries, self.projected.keys)
-        return mask if self.mask is None else mask & self.mask
+            return queries, self.mask, shape
+        mask = checks.as_mask(mask, queries, keys)
+        return queries, mask if self.mask is None else mask & self.mask, shape
 
     def __getitem__(self, rows: Any) -> Memory:
         """The memory of some batch rows, in the order given.
@@ -224,76 +163,43 @@ class Memory:
         if batch is not None:
             numbers = torch.arange(len(self.values), device=self.values.device).view(batch)[rows]
             rows, batch = numbers.flatten(), tuple(numbers.shape)
-        keys, table, keys_max = self.projected[:3]
-        projected = ProjectedKeys(
-            keys[rows],
-            None if table is None else table[rows],
-            None if keys_max is None else keys_max[rows],
-        )
-        lens, mask = (None if x is None else x[rows] for x in (self.valid_lens, self.mask))
-        return self._like(projected, self.values[rows], lens, mask, batch)
+        every: Any = (*self.projected[:3], self.values, self.valid_lens, self.mask)
+        *projected, values, lens, mask = (None if x is None else x[rows] for x in every)
+        kept = {"valid_lens": lens, "mask": mask, "batch": batch}
+        return self._like(ProjectedKeys(*projected), values, **kept)
 
     def to(self, *args: Any, **kwargs: Any) -> Memory:
         """The memory on another device, or in another floating dtype; as :meth:`Tensor.to`."""
         keys = self.projected.keys.to(*args, **kwargs)
         values = self.values.to(*args, **kwargs)
-        seen = (self.valid_lens, self.mask)
-        lens, mask = (None if x is None else x.to(values.device) for x in seen)
         if keys is self.projected.keys and values is self.values:
             return self
         table = self.projected.table is not None and keys.is_cpu
-        return self._like(project(keys, table), values, lens, mask, self.batch)
+        seen = {"valid_lens": self.valid_lens, "mask": self.mask}
+        kept = {name: None if x is None else x.to(values.device) for name, x in seen.items()}
+        return self._like(project(keys, table), values, **kept)
 
     def detach(self) -> Memory:
         """The memory outside of the autograd graph; as :meth:`Tensor.detach`."""
         keys, table, keys_max = self.projected[:3]
-        return replace(
-            self,
-            projected=ProjectedKeys(keys.detach(), table, keys_max),
-            values=self.values.detach(),
-        )
+        projected = ProjectedKeys(keys.detach(), table, keys_max)
+        return replace(self, projected=projected, values=self.values.detach())
 
-    def _like(
-        self,
-        projected: ProjectedKeys,
-        values: Tensor,
-        valid_lens: Tensor | None,
-        mask: Tensor | None,
-        batch: tuple[int, ...] | None,
-    ) -> Memory:
+    def _like(self, projected: ProjectedKeys, values: Tensor, **kept: Any) -> Memory:
         shared = self.projected.shared
         if shared is not None:
             projected = projected.share(values, shared.w_v)
-        return Memory(projected, values, valid_lens, mask, self.maker, batch)
+        return replace(self, projected=projected, values=values, **kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         # Tensors are copied without their autograd graph, as attention_weights are in modules.
         maker = self.maker
         if maker is not None and id(maker.module) in memo:
             maker = None  # copied too: its key layer is another one with the same weights
-        parts = copy.deepcopy(self.__getstate__(), memo)
-        other = Memory.__new__(Memory)
-        other.__setstate__(parts)
-        object.__setattr__(other, "maker", maker)
-        return other
+        return Memory(**{**copy.deepcopy(self.__getstate__(), memo), "maker": maker})
 
     def __getstate__(self) -> dict[str, Any]:
-        keys, table, keys_max = self.projected[:3]
-        return {
-            "keys": keys.detach(),
-            "table": table,
-            "keys_max": keys_max,
-            "values": self.values.detach(),
-            "valid_lens": self.valid_lens,
-            "mask": self.mask,
-            "batch": self.batch,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        projected = ProjectedKeys(state["keys"], state["table"], state["keys_max"])
-        others = {name: state[name] for name in ("values", "valid_lens", "mask", "batch")}
-        for name, value in {"projected": projected, "maker": None, **others}.items():
-            object.__setattr__(self, name, value)
+        return {**vars(self.detach()), "maker": None}
 
     def __repr__(self) -> str:
         keys = self.projected.keys

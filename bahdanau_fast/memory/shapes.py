@@ -3,6 +3,8 @@
 Inside, a call has queries (B,Tq,Dq), keys (B,Tk,Dk) and values (B,Tk,Dv). :func:`as_rows` makes
 these of what was given, and the :class:`Shape` it gives puts the results back. For a memory the two
 halves come one after the other: :func:`source_as_rows`, then :func:`queries_as_rows` at each step.
+Given are queries (*batch,Tq,Dq) or a state (*batch,Dq), keys (*batch,Tk,Dk), values (*batch,Tk,Dv),
+lengths (*batch) or (*batch,Tq) as a tensor or a list, a mask (*batch,Tk) or (*batch,Tq,Tk).
 """
 
 from __future__ import annotations
@@ -15,26 +17,14 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 
-__all__ = [
-    "Given",
-    "Shape",
-    "as_rows",
-    "lengths",
-    "queries_as_rows",
-    "source_as_rows",
-]
+__all__ = ["Shape", "as_rows", "lengths", "queries_as_rows", "source_as_rows"]
 
 
 class Shape(NamedTuple):
-    """What distinguishes the results of a call from (B,Tq,...).
+    """What distinguishes the results of a call from (B,Tq,...)."""
 
-    Attributes:
-        batch: the batch dimensions; B is their product.
-        state: the query is one state for each batch row, without a dimension of queries.
-    """
-
-    batch: tuple[int, ...]
-    state: bool
+    batch: tuple[int, ...]  # the batch dimensions; B is their product
+    state: bool  # the query is one for each batch row, without a dimension of queries
 
     def flatten(self, tensor: Any) -> Any:
         """A tensor (*batch,...) as (B,...); non-tensors and other shapes pass through."""
@@ -44,16 +34,7 @@ class Shape(NamedTuple):
         return tensor.reshape(math.prod(self.batch), *tensor.shape[dims:])
 
     def rows(self, name: str, tensor: Any, *rests: tuple[int, ...]) -> Any:
-        """A tensor (*batch,*rest) as (B,*rest), with one of the rests.
-
-        Args:
-            name: of the argument.
-            tensor: non-tensors pass through.
-            rests: sizes that may follow the batch dimensions.
-
-        Raises:
-            ValueError: a tensor of another shape.
-        """
+        """A tensor (*batch,*rest) as (B,*rest), with one of the rests; non-tensors pass through."""
         shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
         if shape is None or shape in [(*self.batch, *rest) for rest in rests]:
             return self.flatten(tensor)
@@ -65,38 +46,11 @@ class Shape(NamedTuple):
         return result.reshape(*self.batch, *result.shape[2 if self.state else 1 :])
 
 
-class Given(NamedTuple):
-    """The tensors of a call in three dimensions, and how its results are put back.
-
-    Attributes:
-        rows: queries, keys, values and lengths.
-        mask: bool (B,Tk) or (B,Tq,Tk), or None.
-        shape: of the results; None where they stay as they are.
-    """
-
-    rows: tuple[Tensor, Tensor, Tensor, Tensor | None]
-    mask: Tensor | None
-    shape: Shape | None
-
-
 def as_rows(
     queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any, mask: Tensor | None
-) -> Given:
-    """The inputs of a call in three dimensions.
-
-    What fits no shape is given back as it is, for :func:`checks.inputs` to reject.
-
-    Args:
-        queries: (*batch,Tq,Dq), or a state (*batch,Dq).
-        keys: (*batch,Tk,Dk).
-        values: (*batch,Tk,Dv).
-        valid_lens: None, or (*batch) or (*batch,Tq) as a tensor or a list.
-        mask: None, (*batch,Tk) or (*batch,Tq,Tk).
-
-    Raises:
-        TypeError: lengths that are a list of something else than numbers.
-        ValueError: batch dimensions that differ.
-    """
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Tensor | None, Shape | None]:
+    """The inputs of a call in three dimensions, and the shape of results that do not stay so."""
+    # What fits no shape is given back as it is, for checks.inputs to reject.
     lens = lengths(valid_lens, queries)
     if (
         not all(isinstance(each, Tensor) for each in (queries, keys, values))
@@ -105,31 +59,17 @@ def as_rows(
         or keys.dim() - queries.dim() not in (0, 1)
         or queries.dim() == keys.dim() == 3
     ):
-        return Given((queries, keys, values, lens), mask, None)
+        return (queries, keys, values, lens), mask, None
     batch, keys_len = tuple(keys.shape[:-2]), keys.shape[-2]
     queries, mask, shape = queries_as_rows(queries, mask, batch, keys_len, "keys")
     keys, values, lens = _source(shape, keys, values, lens, queries.shape[1])
-    return Given((queries, keys, values, lens), mask, shape)
+    return (queries, keys, values, lens), mask, shape
 
 
 def queries_as_rows(
     queries: Tensor, mask: Tensor | None, batch: tuple[int, ...], keys_len: int, of: str
 ) -> tuple[Tensor, Tensor | None, Shape]:
-    """Queries of keys that have these batch dimensions, and their mask, in three dimensions.
-
-    Args:
-        queries: (*batch,Tq,Dq), or a state (*batch,Dq).
-        mask: None, (*batch,Tk) or (*batch,Tq,Tk).
-        batch: of the keys.
-        keys_len: Tk.
-        of: what has these batch dimensions, for messages.
-
-    Returns:
-        Queries (B,Tq,Dq), mask (B,Tk) or (B,Tq,Tk), and the shape of the results.
-
-    Raises:
-        ValueError: other batch dimensions.
-    """
+    """Queries of what has these batch dimensions, and their mask, in three dimensions."""
     dims = len(batch)
     if tuple(queries.shape[:dims]) != batch or queries.dim() not in (dims + 1, dims + 2):
         need = f"have the batch dimensions of {of}, {batch}, and one or two more"
@@ -142,24 +82,8 @@ def queries_as_rows(
 def source_as_rows(
     keys: Tensor, values: Tensor, valid_lens: Any, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[int, ...] | None]:
-    """Keys and values of a memory, and what may be seen of them, in three dimensions.
-
-    What fits no shape is given back as it is, for :func:`checks.keys_and_values` to reject.
-
-    Args:
-        keys: (*batch,Tk,Dk).
-        values: (*batch,Tk,Dv).
-        valid_lens: None, or (*batch) or (*batch,Tq) as a tensor or a list.
-        mask: None, (*batch,Tk) or (*batch,Tq,Tk).
-
-    Returns:
-        Keys (B,Tk,Dk), values (B,Tk,Dv), lengths (B,) or (B,Tq), mask (B,Tk) or (B,Tq,Tk), and the
-        batch dimensions, None where they are one.
-
-    Raises:
-        TypeError: lengths that are a list of something else than numbers.
-        ValueError: batch dimensions that differ.
-    """
+    """The source of a memory in three dimensions; its batch dimensions, None where they are one."""
+    # What fits no shape is given back as it is, for checks.keys_and_values to reject.
     lens = lengths(valid_lens, keys)
     both = isinstance(keys, Tensor) and isinstance(values, Tensor)
     if not both or keys.dim() < 2 or keys.dim() == 3:
@@ -200,15 +124,7 @@ def _queries_len(shape: Shape, tensor: Any, more: int) -> int:
 
 
 def lengths(valid_lens: Any, like: Any) -> Tensor | None:
-    """Lengths as a tensor, where they are a list.
-
-    Args:
-        valid_lens: of a call.
-        like: a tensor on the device of the data.
-
-    Raises:
-        TypeError: a list of something else than numbers.
-    """
+    """Lengths as a tensor on the device of the data, where they are a list."""
     if not isinstance(valid_lens, (list, tuple)) or not isinstance(like, Tensor):
         return valid_lens  # type: ignore[no-any-return]
     try:

@@ -263,12 +263,12 @@ class AdditiveAttention(Additive):
         w_q, w_k, w_v, dropout_p, layers = parts_of(self)
         bias, projected = self.bias, None
         if isinstance(keys, Memory):
-            queries, mask, _ = keys.queries_as_rows(queries, mask)
-            mask, values, w_k, bias = keys.mask if mask is None else mask, keys.values, None, None
-            projected = keys.projected
+            keys = self._out_of_autocast(keys, queries)
+            queries, mask, _ = keys.for_queries(queries, mask)
+            values, w_k, bias, projected = keys.values, None, None, keys.projected
             keys = projected.keys
         values = keys if values is None else values
-        queries, keys, values, _ = as_rows(queries, keys, values, None, None).rows
+        queries, keys, values, _ = as_rows(queries, keys, values, None, None)[0]
         scorer: Any = layers[2] if w_v is None else w_v
         given = (queries, keys, values, scorer, w_q, w_k, bias, None, mask, dropout_p or 0.0)
         call = Call(*given, projected=projected, inside=self._inside)

@@ -164,12 +164,9 @@ class Additive(Unscriptable):
         if usual:
             mask = memory.mask
         else:
-            if self._is_from_autocast(queries, memory):
-                memory = memory.to(queries.dtype)
-                projected = memory.projected
-            queries, mask, shape = memory.queries_as_rows(queries, mask)
-            checks.queries_for(queries, projected.keys, memory.valid_lens, memory.mask)
-            mask = memory.joined_mask(mask, queries)
+            memory = self._out_of_autocast(memory, queries)
+            projected = memory.projected
+            queries, mask, shape = memory.for_queries(queries, mask)
             self._draw(queries, None)
             w_q, _, w_v, dropout_p, _ = parts_of(self)
             queries = project_if_changed("queries", queries, layers[0], w_q)
@@ -189,17 +186,15 @@ class Additive(Unscriptable):
             checks.queries_for(call.queries, call.keys, call.valid_lens, call.mask)
         check_features("queries", call.queries, self._modules[self._query_layer])
 
-    def _is_from_autocast(self, queries: Tensor, memory: Memory) -> bool:
-        """True if the memory has the dtype of an autocast that has ended."""
+    def _out_of_autocast(self, memory: Memory, queries: Tensor) -> Memory:
+        """The memory in the dtype of queries, if its own is that of an autocast that has ended."""
         dtype = memory.projected.keys.dtype
-        if not isinstance(queries, Tensor) or queries.dtype == dtype:
-            return False
+        if not isinstance(queries, Tensor) or dtype not in (torch.bfloat16, torch.float16):
+            return memory
         w_q = plain_weight(self._modules[self._query_layer])
-        return (
-            (w_q is None or w_q.dtype == queries.dtype)
-            and dtype in (torch.bfloat16, torch.float16)
-            and checks.autocast_dtype(queries.device) is None
-        )
+        fits = w_q is None or w_q.dtype == queries.dtype
+        ended = fits and checks.autocast_dtype(queries.device) is None
+        return memory.to(queries.dtype) if ended else memory
 
     def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
         if type(self._modules[self._score_layer]) is not nn.Linear:  # which is drawn last

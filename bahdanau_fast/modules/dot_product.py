@@ -77,11 +77,10 @@ class DotProductAttention(Unscriptable):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
-        given = as_rows(query, key, value, valid_length, mask)
-        if given.shape is not None:
-            context = DotProductAttention.forward(self, *given.rows, mask=given.mask)
-            return restored(self, context, given.shape)
-        valid_length = given.rows[3]
+        rows, mask, shape = as_rows(query, key, value, valid_length, mask)
+        if shape is not None:
+            return restored(self, DotProductAttention.forward(self, *rows, mask=mask), shape)
+        valid_length = rows[3]
         checks.inputs(query, key, value, valid_length)
         checks.features("key", key, query.shape[-1])
         if mask is not None:
@@ -137,12 +136,9 @@ class DotProductAttention(Unscriptable):
         Raises:
             TypeError, ValueError: as for calling the module.
         """
-        queries, mask, shape = memory.queries_as_rows(queries, mask)
-        keys, lens = memory.projected.keys, memory.valid_lens
-        if memory.mask is not None:
-            checks.rows("queries", queries)
-            mask = memory.joined_mask(mask, queries)
-        result = self(queries, keys, memory.values, lens, mask=mask)
+        queries, mask, shape = memory.for_queries(queries, mask)
+        given = (queries, memory.projected.keys, memory.values, memory.valid_lens)
+        result = self(*given, mask=mask)
         return result if shape is None else restored(self, result, shape)
 
     def __getstate__(self) -> dict[str, Any]:
