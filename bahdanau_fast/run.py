@@ -40,10 +40,11 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
             _explain(call)
         if route.form != "one operator":
             call = _in_front(route, call)
+        context: Tensor | None
+        link: Link | None = None
         if not route.fused:
             rest = (call.valid_lens, call.dropout_p, call.inside, call.mask)
             context, weights = reference.attend(*call[:4], *rest)
-            link = None
         elif call.located is not None:
             context, weights, link = _by_location(route, call)
         else:

@@ -17,7 +17,7 @@ from bahdanau_fast.fuse.checking import trial
 from bahdanau_fast.fuse.promise import Leaked
 from bahdanau_fast.fuse.report import Record
 from bahdanau_fast.fuse.watch import Watch, is_watched, put_values, within
-from bahdanau_fast.modules.unscriptable import Unscriptable
+from bahdanau_fast.modules.base import Unscriptable
 
 __all__ = ["put_back", "record_of", "replace"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,20 +28,12 @@ __all__ = ["KeyCache", "Source", "may_share"]
 
 
 class Source(NamedTuple):
-    """The inputs of a projection, ``keys @ weight.T + bias``; or keys that are projected.
+    """The inputs of a projection, ``keys @ weight.T + bias``; or keys that are projected."""
 
-    Attributes:
-        keys: (B,Tk,Dk); (B,Tk,H) without a weight.
-        weight: (H,Dk), or None.
-        bias: (H,) or None.
-        backend: that will serve the call.
-        state: what has to be equal for the projection to be reused: sizes, modes, bytes.
-    """
-
-    keys: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    backend: str
+    keys: Tensor  # (B,Tk,Dk); (B,Tk,H) without a weight
+    weight: Tensor | None  # (H,Dk)
+    bias: Tensor | None  # (H,)
+    # What has to be equal for the projection to be reused: sizes, modes, bytes.
     state: tuple[object, ...]
 
     @classmethod
@@ -53,15 +45,7 @@ class Source(NamedTuple):
         backend: str,
         by_version: bool = False,
     ) -> Source:
-        """Take the state before the projection.
-
-        Args:
-            keys: (B,Tk,Dk); (B,Tk,H) without a weight.
-            weight: (H,Dk), or None.
-            bias: (H,) or None.
-            backend: of the call.
-            by_version: compare version counters, not bytes: where nothing is derived from bytes.
-        """
+        """Take the state before the projection, without bytes if nothing is derived from them."""
         tensors = _present(keys, weight, bias)
         state: tuple[object, ...] = (
             torch.is_grad_enabled(),
@@ -75,11 +59,7 @@ class Source(NamedTuple):
             if by_version
             else fingerprint.now(keys, weight, bias),
         )
-        return cls(keys, weight, bias, backend, state)
-
-    def grad_fns(self) -> tuple[Any, ...]:
-        """The grad_fn of each tensor; None for leaves."""
-        return tuple(tensor.grad_fn for tensor in _present(*self[:3]))
+        return cls(keys, weight, bias, state)
 
 
 def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -89,19 +69,11 @@ def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 def may_share(
     keys: Tensor, weight: Tensor | None, bias: Tensor | None, by_version: bool = False
 ) -> bool:
-    """True if calls may share one projection, and its node in the graph.
-
-    Not in activation checkpointing (detected by its hooks on saved tensors), which runs a call
-    twice: both runs must save the same tensors. Not under ``torch.func`` or forward mode, where
-    tensors have no address or carry a tangent that ends with its level. Tensors of inference mode
-    have no version counters, and autograd treats them differently.
-
-    Args:
-        keys: (B,Tk,Dk).
-        weight: (H,Dk), or None for a modified key layer.
-        bias: (H,) or None.
-        by_version: as for :meth:`Source.of`.
-    """
+    """True if calls may share one projection, and its node in the graph; not without a weight."""
+    # Not in activation checkpointing (detected by its hooks on saved tensors), which runs a call
+    # twice: both runs must save the same tensors. Not under torch.func or forward mode, where
+    # tensors have no address or carry a tangent that ends with its level. Tensors of inference mode
+    # have no version counters, and autograd treats them differently.
     return (
         weight is not None
         and type(keys) in (Tensor, Parameter)
@@ -133,8 +105,8 @@ class _Entry:
             return False
         if self.saved is None:
             return source.weight is not None or self.projected() is source.keys
-        saved = self.saved()
-        return saved is not None and saved.is_current and saved.grad_fns == source.grad_fns()
+        saved, grad_fns = self.saved(), tuple(t.grad_fn for t in _present(*source[:3]))
+        return saved is not None and saved.is_current and saved.grad_fns == grad_fns
 
 
 class KeyCache:
@@ -155,21 +127,12 @@ class KeyCache:
         backend: str,
         by_version: bool = False,
     ) -> Source | None:
-        """What a projection depends on; None if it is not to be remembered.
-
-        A fingerprint, which reads the keys once, is taken of keys that are likely to return: those
-        of the last call; or other ones, if the keys before them came more than once, as in a
-        decoder's loop. A module whose keys come once pays for the first ones alone.
-
-        Args:
-            keys: (B,Tk,Dk); (B,Tk,H) without a weight.
-            weight: (H,Dk), or None.
-            bias: (H,) or None.
-            backend: of the call.
-            by_version: as for :meth:`Source.of`.
-        """
+        """What a projection depends on; None if it is not to be remembered."""
         if not may_share(keys, keys if weight is None else weight, bias, by_version):
             return None
+        # A fingerprint, which reads the keys once, is taken of keys that are likely to return:
+        # those of the last call; or other ones, if the keys before them came more than once, as in
+        # a decoder's loop. A module whose keys come once pays for the first ones alone.
         if not by_version:
             storage, last = keys.untyped_storage(), self._last
             again = last is not None and last() is storage
@@ -189,16 +152,7 @@ class KeyCache:
         records: bool,
         reads_table: bool = True,
     ) -> ProjectedKeys:
-        """The projection of a source, remembered or new.
-
-        Args:
-            source: of the call.
-            values: (B,Tk,Dv) of the call.
-            w_v: (1,H) of the call, or None if unknown.
-            table: make a table of exponentials once the keys are asked for again.
-            records: a gradient may be asked for.
-            reads_table: as for :meth:`ProjectedKeys.share`.
-        """
+        """The projection of a source, remembered or new; with a table once keys come again."""
         entry = self._entry  # read once: another thread may replace it
         # Counted before it is looked at: what is there then waits for this call's backward.
         token = None if entry is None or entry.backwards is None else entry.backwards.begin()
@@ -226,7 +180,7 @@ class KeyCache:
     def _store(self, source: Source, records: bool) -> tuple[_Entry, Tensor, BackwardToken | None]:
         """Project, and remember it until the keys are freed or the last backward is done."""
         self._entry = None
-        keys, weight, bias, _, state = source
+        keys, weight, bias, state = source
         backwards = PendingBackwards() if records else None
         token = None if backwards is None else backwards.begin()
         own, saved = keys, None

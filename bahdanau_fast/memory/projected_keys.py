@@ -163,8 +163,9 @@ class Memory:
         if batch is not None:
             numbers = torch.arange(len(self.values), device=self.values.device).view(batch)[rows]
             rows, batch = numbers.flatten(), tuple(numbers.shape)
-        every: Any = (*self.projected[:3], self.values, self.valid_lens, self.mask)
-        *projected, values, lens, mask = (None if x is None else x[rows] for x in every)
+        every = (*self.projected[:3], self.values, self.valid_lens, self.mask)
+        taken: list[Any] = [None if x is None else x[rows] for x in every]
+        *projected, values, lens, mask = taken
         kept = {"valid_lens": lens, "mask": mask, "batch": batch}
         return self._like(ProjectedKeys(*projected), values, **kept)
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from bahdanau_fast import checks
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
+from bahdanau_fast.modules.base import KeepsWeights
 from bahdanau_fast.modules.decoder_loop import decode_given
-from bahdanau_fast.modules.unscriptable import Unscriptable
 
 __all__ = ["AttentionGRU", "AttentionLSTM"]
 
 
-class _AttentionRNN(Unscriptable):
+class _AttentionRNN(KeepsWeights):
     """Base of both layers; a subclass sets ``_cell``."""
 
     _cell: type[nn.GRU] | type[nn.LSTM]
@@ -42,7 +42,6 @@ class _AttentionRNN(Unscriptable):
         value_size = key_size if value_size is None else value_size
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.batch_first = batch_first
-        self.attention_weights: Tensor | None = None
         self.attention = AdditiveAttention(
             key_size,
             hidden_size,
@@ -119,14 +118,6 @@ class _AttentionRNN(Unscriptable):
             if tuple(part.shape) != shape:
                 checks.reject(ValueError, "hidden", f"have shape {shape}", tuple(part.shape))
             checks.same_kind("hidden", part, "inputs", steps)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Weights inside an autograd graph can be neither copied nor pickled.
-        weights = self.attention_weights
-        return {
-            **self.__dict__,
-            "attention_weights": None if weights is None else weights.detach(),
-        }
 
 
 class AttentionGRU(_AttentionRNN):

@@ -42,16 +42,7 @@ def _is_exporting_strictly() -> bool:
 
 
 def keep(module: nn.Module, weights: Tensor | None, context: Tensor | None = None) -> None:
-    """Keep the weights of a call; in the box that this context's node has, where there is one.
-
-    During ``torch.export`` they can be read, but not with ``strict=True``. A compiled call inside a
-    ``torch.func`` transform sets them to None.
-
-    Args:
-        module: with the property.
-        weights: (B,Tq,Tk), in any shape.
-        context: of the same call.
-    """
+    """Keep the weights of a call; in the box that this context's node has, where there is one."""
     kept: Any = weights
     if not torch.compiler.is_compiling():
         node = None if context is None else context.grad_fn
@@ -60,7 +51,8 @@ def keep(module: nn.Module, weights: Tensor | None, context: Tensor | None = Non
         module.__dict__["_weights"] = kept  # nn.Module's __setattr__ takes as long as a kernel
         return
     if checks.is_exporting():
-        # Both kinds of export warn of a tensor that becomes an attribute, then drop it.
+        # Both kinds warn of a tensor that becomes an attribute, then drop it. It can be read
+        # meanwhile, but with strict=True.
         if torch.compiler.is_dynamo_compiling():
             return
         kept = _Boxed(weights)
@@ -74,13 +66,7 @@ attention_weights: Tensor | None = cast(Any, property(_get, keep))
 
 
 def restored(module: nn.Module, context: Tensor, shape: Shape) -> Tensor:
-    """The context of the call that just ended in another shape, and the weights it kept.
-
-    Args:
-        module: with the property.
-        context: (B,Tq,Dv).
-        shape: of the results.
-    """
+    """The context of the call that just ended in another shape, and the weights it kept."""
     weights = _weights(module)
     if weights is not None and not _is_exporting_strictly():  # else they are of an earlier call
         keep(module, shape.restore(weights))
@@ -89,7 +75,6 @@ def restored(module: nn.Module, context: Tensor, shape: Shape) -> Tensor:
 
 def state_of(module: nn.Module) -> dict[str, Any]:
     """What copies and pickles take: the graph of the last call can be neither."""
-    state, kept = module.__dict__.copy(), _kept(module)
+    kept = _kept(module)
     kept = kept.weights if isinstance(kept, Box) else kept
-    state["_weights"] = kept.detach() if isinstance(kept, Tensor) else kept
-    return state
+    return {**vars(module), "_weights": kept.detach() if isinstance(kept, Tensor) else kept}

@@ -1,4 +1,4 @@
-"""Base of the additive modules: their layers, their memories, the weights of the last call."""
+"""Bases of the modules: scripting, the weights of the last call, memories, additive layers."""
 
 from __future__ import annotations
 
@@ -7,29 +7,87 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import backends, checks, run
+from bahdanau_fast import backends, checks
 from bahdanau_fast.call import Call
 from bahdanau_fast.memory import Maker, Memory, ProjectedKeys, project
 from bahdanau_fast.memory.key_cache import may_share
 from bahdanau_fast.memory.shapes import source_as_rows
-from bahdanau_fast.modules.attention_weights import attention_weights, keep, state_of
+from bahdanau_fast.modules.attention_weights import attention_weights, state_of
 from bahdanau_fast.modules.layers import (
     apply_layer,
     check_features,
+    draw_if_lazy,
     parts_of,
     plain_weight,
     project_if_changed,
 )
-from bahdanau_fast.modules.lazy import draw
-from bahdanau_fast.modules.unscriptable import Unscriptable
 from bahdanau_fast.ops.projection import shared_linear
 from bahdanau_fast.ops.saved_tensors import PendingBackwards
 from bahdanau_fast.reference import TANH, Inside
 
-__all__ = ["Additive"]
+__all__ = ["Additive", "Attention", "KeepsWeights", "Unscriptable"]
 
 
-class Additive(Unscriptable):
+class Unscriptable(nn.Module):
+    """Base of modules that say what to do where they, or what holds them, are to be scripted."""
+
+    _instead = "use torch.export or torch.jit.trace"
+
+    def __prepare_scriptable__(self) -> None:
+        kind = type(self).__name__
+        raise RuntimeError(f"torch.jit.script cannot compile {kind}: {self._instead}")
+
+
+class KeepsWeights(Unscriptable):
+    """Base of modules whose calls set ``attention_weights``."""
+
+    attention_weights = attention_weights
+
+    def __getstate__(self) -> dict[str, Any]:
+        return state_of(self)
+
+
+class Attention(KeepsWeights):
+    """Base of modules that attend to keys."""
+
+    def memory(
+        self,
+        keys: Tensor,
+        values: Tensor | None = None,
+        valid_lens: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+    ) -> Memory:
+        """Project the keys, if that is what they need, once for any number of :meth:`attend` calls.
+
+        Args:
+            keys: (B,Tk,Dk). B may be any number of dimensions.
+            values: (B,Tk,Dv); the keys themselves unless given.
+            valid_lens: None, (B,) or (B,Tq), also as a list.
+            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
+
+        Returns:
+            A memory; gradients flow through it to ``keys``, ``values`` and the key layer.
+
+        On a lazy module that was never called, this draws the weights of the key layer, then those
+        of the scoring layer; the first :meth:`attend` draws those of the query layer. (The first
+        call of the module itself draws the query layer's weights first, as the course's does.)
+
+        Raises:
+            TypeError, ValueError: as for calling the module.
+        """
+        values = keys if values is None else values
+        keys, values, valid_lens, mask, batch = source_as_rows(keys, values, valid_lens, mask)
+        mask = checks.keys_and_values(keys, values, valid_lens, mask)
+        projected, maker = self._projected(keys, values)
+        return Memory(projected, values, valid_lens, mask, maker, batch)
+
+    def _projected(self, keys: Tensor, values: Tensor) -> tuple[ProjectedKeys, Maker | None]:
+        """Keys as the calls on a memory take them, with these values."""
+        return ProjectedKeys(keys), None
+
+
+class Additive(Attention):
     """Base of the additive modules; a subclass names its three layers.
 
     The layers are ordinary submodules of the subclass (hooks, LoRA and parametrizations work); the
@@ -42,7 +100,6 @@ class Additive(Unscriptable):
     _inside = TANH  # of modules that were pickled before there was a choice
 
     bias: Tensor | None
-    attention_weights = attention_weights
 
     def __init__(
         self,
@@ -80,35 +137,7 @@ class Additive(Unscriptable):
         slope = f", negative_slope={self.negative_slope}" * (self.activation == "leaky_relu")
         return f"bias={self.bias is not None}, activation={self.activation!r}{slope}"
 
-    def memory(
-        self,
-        keys: Tensor,
-        values: Tensor | None = None,
-        valid_lens: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-    ) -> Memory:
-        """Project the keys once, for any number of :meth:`attend` calls.
-
-        Args:
-            keys: (B,Tk,Dk). B may be any number of dimensions.
-            values: (B,Tk,Dv); the keys themselves unless given.
-            valid_lens: None, (B,) or (B,Tq), also as a list.
-            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
-
-        Returns:
-            A memory; gradients flow through it to ``keys``, ``values`` and the key layer.
-
-        On a lazy module that was never called, this draws the weights of the key layer, then those
-        of the scoring layer; the first :meth:`attend` draws those of the query layer. (The first
-        call of the module itself draws the query layer's weights first, as the course's does.)
-
-        Raises:
-            TypeError, ValueError: as for calling the module.
-        """
-        values = keys if values is None else values
-        keys, values, valid_lens, mask, batch = source_as_rows(keys, values, valid_lens, mask)
-        mask = checks.keys_and_values(keys, values, valid_lens, mask)
+    def _projected(self, keys: Tensor, values: Tensor) -> tuple[ProjectedKeys, Maker | None]:
         self._draw(None, keys)
         layer = self._modules[self._key_layer]
         check_features("keys", keys, layer)
@@ -130,14 +159,7 @@ class Additive(Unscriptable):
             projected = projected._replace(backwards=backwards, token=token)
             if self._reads_table or (backwards is not None and backend == "cpu"):
                 projected = projected.share(values, w_v, self._reads_table)
-        maker = Maker.of(self, weight if backend == "cpu" else None, self.bias)
-        return Memory(projected, values, valid_lens, mask, maker, batch)
-
-    def _attend(self, call: Call) -> Tensor:
-        """Context of a call; sets ``attention_weights``."""
-        context, weights = run.attend(call)
-        keep(self, weights, context)
-        return context
+        return projected, Maker.of(self, weight if backend == "cpu" else None, self.bias)
 
     def _on_memory(self, queries: Tensor, memory: Memory, mask: Tensor | None) -> Call:
         """The call of some queries on a memory, which has to be this module's and fit them."""
@@ -197,8 +219,14 @@ class Additive(Unscriptable):
         return memory.to(queries.dtype) if ended else memory
 
     def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
-        if type(self._modules[self._score_layer]) is not nn.Linear:  # which is drawn last
-            draw(parts_of(self)[4][:3], queries, keys, self.num_hiddens)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return state_of(self)
+        """Lazy layers in the order of d2l's calls: queries, keys, scores; without the first two."""
+        layers, score = self._modules, self._modules[self._score_layer]
+        if type(score) is nn.Linear:  # which is drawn last
+            return
+        if queries is not None:
+            draw_if_lazy(layers[self._query_layer], "queries", queries)
+        if keys is not None:
+            draw_if_lazy(layers[self._key_layer], "keys", keys)
+        if isinstance(score, nn.LazyLinear):
+            like: Any = keys if queries is None else queries
+            draw_if_lazy(score, "num_hiddens", like.new_empty(1, self.num_hiddens))

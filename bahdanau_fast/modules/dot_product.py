@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bahdanau_fast import checks, reference
-from bahdanau_fast.memory import Memory, ProjectedKeys
-from bahdanau_fast.memory.shapes import as_rows, source_as_rows
-from bahdanau_fast.modules.attention_weights import (
-    attention_weights,
-    keep,
-    restored,
-    state_of,
-)
+from bahdanau_fast.memory import Memory
+from bahdanau_fast.memory.shapes import as_rows
+from bahdanau_fast.modules.attention_weights import keep, restored
+from bahdanau_fast.modules.base import Attention
 from bahdanau_fast.modules.layers import plain_dropout
-from bahdanau_fast.modules.unscriptable import Unscriptable
 
 __all__ = ["DotProductAttention"]
 
 
-class DotProductAttention(Unscriptable):
+class DotProductAttention(Attention):
     """Scaled dot-product attention of the course: ``softmax(q.k / sqrt(d)) v``.
 
     PyTorch's own ``scaled_dot_product_attention`` cannot give the weights, so it serves only
@@ -43,8 +38,6 @@ class DotProductAttention(Unscriptable):
     >>> context.round(decimals=4).tolist()
     [[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]]
     """
-
-    attention_weights = attention_weights
 
     def __init__(self, dropout: float = 0.0, *, need_weights: bool = True) -> None:
         super().__init__()
@@ -98,30 +91,6 @@ class DotProductAttention(Unscriptable):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def memory(
-        self,
-        keys: Tensor,
-        values: Tensor | None = None,
-        valid_lens: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-    ) -> Memory:
-        """Keys and values for any number of :meth:`attend` calls, as the additive modules have it.
-
-        Args:
-            keys: (B,Tk,D). B may be any number of dimensions.
-            values: (B,Tk,Dv); the keys themselves unless given.
-            valid_lens: None, (B,) or (B,Tq), also as a list.
-            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
-
-        Raises:
-            TypeError, ValueError: as for calling the module.
-        """
-        values = keys if values is None else values
-        keys, values, valid_lens, mask, batch = source_as_rows(keys, values, valid_lens, mask)
-        mask = checks.keys_and_values(keys, values, valid_lens, mask)
-        return Memory(ProjectedKeys(keys, None, None), values, valid_lens, mask, None, batch)
-
     def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
         """Look at a memory with some queries.
 
@@ -140,9 +109,6 @@ class DotProductAttention(Unscriptable):
         given = (queries, memory.projected.keys, memory.values, memory.valid_lens)
         result = self(*given, mask=mask)
         return result if shape is None else restored(self, result, shape)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return state_of(self)
 
 
 def _without_weights(

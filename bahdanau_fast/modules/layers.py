@@ -8,11 +8,12 @@ what the layer computes: such a layer is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch
+from torch.nn.parameter import is_lazy
 
 from bahdanau_fast import checks
 from bahdanau_fast.ops.projection import linear
@@ -20,6 +21,7 @@ from bahdanau_fast.ops.projection import linear
 __all__ = [
     "apply_layer",
     "check_features",
+    "draw_if_lazy",
     "is_unchanged",
     "keeps_places",
     "parts_of",
@@ -58,11 +60,8 @@ def is_unchanged(module: nn.Module) -> bool:
         is not getattr(type(module).forward, "__code__", None)
     ):
         return False
-    return not (_is_changed(module.__dict__) or _all_modules_have_hooks())
-
-
-def _all_modules_have_hooks() -> bool:
-    return bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
+    hooks = _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks
+    return not (_is_changed(module.__dict__) or hooks)
 
 
 def _is_changed(own: dict[str, Any]) -> Any:
@@ -78,11 +77,8 @@ def _is_changed(own: dict[str, Any]) -> Any:
 
 
 def plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
-    """``weight`` and ``bias`` of an unmodified ``nn.Linear``; None for any other layer.
-
-    Of another layer nothing is known: its weight may be missing, a method, or on the meta device
-    until the layer is called.
-    """
+    """``weight`` and ``bias`` of an unmodified ``nn.Linear``; None for any other layer."""
+    # Of another one nothing is known: its weight may be missing, a method, or on the meta device.
     if type(layer) is not nn.Linear or not is_unchanged(layer):
         return None
     parameters = layer._parameters
@@ -103,12 +99,8 @@ def _dropped(layer: Any) -> float | None:
 
 
 def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
-    """Weight (C,inputs,taps) and bias of an unmodified convolution; None for any other layer.
-
-    Args:
-        layer: plain is a ``Conv1d``, or a ``Conv2d`` of one row, that has an odd number of taps
-            and zeros around, and gives as many places as it takes, each seen by every channel.
-    """
+    """Weight (C,inputs,taps) and bias of an unmodified convolution; None for any other layer."""
+    # Plain is one along one row, of an odd number of taps and zeros around, that keeps places.
     if not isinstance(layer, (nn.Conv1d, nn.Conv2d)) or not is_unchanged(layer):
         return None
     weight, (*rows, taps) = layer.weight, layer.kernel_size
@@ -126,15 +118,7 @@ def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] |
 def keeps_places(
     taps: Sequence[int], stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> bool:
-    """Whether a convolution gives as many places as it takes, each seen by every channel.
-
-    Args:
-        taps: in each dimension.
-        stride: as torch takes it, like the others: a number, or one for each dimension.
-        padding: likewise.
-        dilation: likewise.
-        groups: of channels.
-    """
+    """Whether a convolution gives as many places as it takes, each seen by every channel."""
 
     def each(x: Any) -> tuple[int, ...]:
         given = (x,) if isinstance(x, int) else tuple(x)
@@ -154,26 +138,13 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
 
 
 def parts_of(module: Any) -> list[Any]:
-    """What an additive module computes with now.
-
-    What does not depend on the layer is asked once, in eager code.
-
-    Args:
-        module: names three of its layers in class attributes.
-
-    Returns:
-        :func:`plain_weight` of the layers of queries, keys and scores, :func:`plain_dropout`, and
-        the tuple of these four layers.
-    """
+    """What an additive module computes with: 3 plain weights, plain dropout, the 4 layers."""
     own = module._modules  # past nn.Module's __getattr__
-    layers = (
-        own[module._query_layer],
-        own[module._key_layer],
-        own[module._score_layer],
-        own["dropout"],
-    )
+    query, key, score = module._query_layer, module._key_layer, module._score_layer
+    layers = (own[query], own[key], own[score], own["dropout"])
     if torch.compiler.is_compiling():
         return [*map(plain_weight, layers[:3]), plain_dropout(layers[3]), layers]
+    # What does not depend on the layer is asked once.
     if _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks:
         return [None, None, None, None, layers]
     parts: list[Any] = []
@@ -197,6 +168,19 @@ def parts_of(module: Any) -> list[Any]:
     return parts
 
 
+def draw_if_lazy(layer: nn.Module | None, name: str, x: Tensor) -> None:
+    """Draw the weights of a lazy layer, whose first input is like x."""
+    if not isinstance(layer, nn.LazyLinear):
+        return
+    if torch.compiler.is_compiling():
+        layer(x)  # the compiler infers its size, and drops the unused product
+        return
+    if not is_lazy(layer.weight):  # it has loaded one
+        checks.features(name, x, layer.weight.shape[1])
+    # What the layer's own first call does in front of its hooks, which wait for a real call.
+    cast(Any, layer)._infer_parameters(layer, (x,))
+
+
 def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """``layer(x) + bias``, by :func:`linear` if the layer is an unmodified ``nn.Linear``."""
     assert layer is not None
@@ -212,14 +196,6 @@ def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) 
 def project_if_changed(
     name: str, x: Tensor, layer: nn.Module | None, weight: Tensor | None, bias: Tensor | None = None
 ) -> Tensor:
-    """Queries or keys that fit their layer; through it where it is more than its weight.
-
-    Args:
-        name: of the argument.
-        x: (B,T,D).
-        layer: its projection.
-        weight: of the layer, if that is all it is.
-        bias: added where the layer is called.
-    """
+    """Queries or keys (B,T,D) that fit their layer; through it where it is more than a weight."""
     check_features(name, x, layer)
     return x if weight is not None else apply_layer(layer, x, bias)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bahdanau_fast import checks
+from bahdanau_fast import checks, run
 from bahdanau_fast.call import Located
 from bahdanau_fast.memory import Memory
+from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.layers import plain_convolution, plain_weight
 from bahdanau_fast.reference import Inside
@@ -137,7 +138,9 @@ class LocationAttention(Additive):
             call = call._replace(inside=Inside(location.transpose(1, 2), w_f))
         else:
             call = call._replace(inside=Inside(None, w_f), located=Located(location, *conv))
-        return self._attend(call)
+        context, weights = run.attend(call)
+        keep(self, weights, context)
+        return context
 
     def forward(
         self,
