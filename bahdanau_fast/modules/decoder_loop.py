@@ -22,34 +22,19 @@ __all__ = ["attend_step", "decode_given", "decode_greedily"]
 
 
 class Sequence(NamedTuple):
-    """The results of a decoder for given inputs.
+    """The results of a decoder for given inputs."""
 
-    Attributes:
-        features: (T,B,H), the states of the top layer.
-        weights: (T,B,Tk).
-        hidden: (L,B,H), the last states, for an LSTM a pair of those.
-    """
-
-    features: Tensor
-    weights: Tensor
-    hidden: Any
+    features: Tensor  # (T,B,H), the states of the top layer
+    weights: Tensor  # (T,B,Tk)
+    hidden: Any  # (L,B,H), the last states, for an LSTM a pair of those
 
 
 def attend_step(
     attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, hidden: Any, memory: Memory
 ) -> tuple[Tensor, Tensor, Any]:
-    """One step: the top layer's state is the query; the context is concatenated with the input.
-
-    Args:
-        attention: a module with :meth:`AdditiveAttention.attend`.
-        rnn: with inputs of Dv + E features.
-        inputs: (B*K,E), the K sequences of a source next to each other.
-        hidden: (L,B*K,H), for an LSTM a pair of those.
-        memory: of the B sources.
-
-    Returns:
-        Features (B*K,H), weights (B,K,Tk), the new hidden state.
-    """
+    """One step: the top layer's state is the query; the context is concatenated with the input."""
+    # K sequences of a source are next to each other: inputs (B*K,E) and hidden (L,B*K,H) give
+    # features (B*K,H), weights (B,K,Tk) and the new hidden state.
     top = (hidden[0] if isinstance(hidden, tuple) else hidden)[-1]
     batch = memory.values.shape[0]
     queries = top.unflatten(0, (batch, top.shape[0] // batch if batch else 1))
@@ -72,28 +57,12 @@ def decode_given(
     memory: Memory,
     step: Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]] | None = None,
 ) -> Sequence:
-    """All steps of given inputs, in one operator if possible.
-
-    It is possible on the CPU, in fp32 and fp64, and on a GPU in what its kernels compute, if the
-    layers are unmodified (no hooks, no replaced or patched layers) and nothing traces or transforms
-    the call, which compiled code leaves out of its graphs; otherwise :func:`attend_step` runs step
-    by step. Both give the same results, except for the order of sums and of random numbers. Under
-    autocast one operator computes in its dtype, on the CPU in fp32.
-
-    Args:
-        attention: an :class:`AdditiveAttention`, or a module with its methods.
-        rnn: with inputs of Dv + E features.
-        inputs: (T,B,E).
-        hidden: (L,B,H), for an LSTM a pair of those.
-        memory: of the B sources.
-        step: replaces :func:`attend_step`; called with inputs, hidden state and memory.
-
-    Returns:
-        Features (T,B,H), weights (T,B,Tk), the last hidden state.
-
-    Raises:
-        ValueError: no steps.
-    """
+    """All steps of inputs (T,B,E), in one operator if possible; else by ``step`` or attend_step."""
+    # It is possible on the CPU, in fp32 and fp64, and on a GPU in what its kernels compute, if the
+    # layers are unmodified (no hooks, no replaced or patched layers) and nothing traces or
+    # transforms the call, which compiled code leaves out of its graphs. Both give the same results,
+    # except for the order of sums and of random numbers. Under autocast one operator computes in
+    # its dtype, on the CPU in fp32.
     if inputs.shape[0] == 0:
         checks.reject(ValueError, "inputs", "have at least one step", tuple(inputs.shape))
     run = _between_graphs if _breaks_graphs() else _decode_given
@@ -150,20 +119,7 @@ def decode_greedily(
     left_out: list[int],
     max_steps: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """Greedy decoding until every row has ended, as one operator.
-
-    Args:
-        layers: attention, rnn, embedding (V,E) and output layer (V,H).
-        hidden: (L,B,H), for an LSTM a pair of those.
-        memory: of the B sources.
-        marks: the first input, the token that ends a row, and the padding after it.
-        left_out: tokens that are excluded from the output.
-        max_steps: largest number of steps.
-
-    Returns:
-        Tokens (B,T) and weights (B,T,Tk) with T <= ``max_steps``; None if the operator does
-        not apply to these layers, as for :func:`decode_given`.
-    """
+    """Tokens (B,T) and weights (B,T,Tk) until all rows end, by one operator; None if not by it."""
     attention, rnn, embedding, dense = layers
     if not (
         type(embedding) is nn.Embedding
@@ -213,25 +169,20 @@ def _inputs(
 ) -> tuple[decode.Arguments, decode.Rest]:
     """What the operators take, without dropout."""
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
-    w, lens = _Weights.of(rnn, memory.values.shape[2]), memory.valid_lens
+    lens = memory.valid_lens
     # The shared node is not needed: one operator sums the gradients of all steps anyway.
     projected = memory.projected
     if projected.keys.dtype is not dtype:
         projected = project(projected.keys.to(dtype), projected.table is not None)
     arguments = decode.Arguments(
-        inputs,
-        w.of_inputs,
-        w.input_bias,
-        h.contiguous(),
-        None if c is None else c.contiguous(),
-        projected.keys,
-        memory.values,
-        attention.W_q.weight.contiguous(),
-        attention.w_v.weight,
-        w.of_context,
-        w.above,
-        w.hidden,
-        w.bias,
+        inputs=inputs,
+        hidden=h.contiguous(),
+        cell=None if c is None else c.contiguous(),
+        keys=projected.keys,
+        values=memory.values,
+        w_query=attention.W_q.weight.contiguous(),
+        w_v=attention.w_v.weight,
+        **_weights(rnn, memory.values.shape[2]),
     )
     if any(x is not None and x.dtype is not dtype for x in arguments):  # under autocast
         arguments = decode.Arguments(*(None if x is None else x.to(dtype) for x in arguments))  # type: ignore[arg-type]
@@ -279,48 +230,21 @@ def _dtypes_of_steps(
     return own, autocast
 
 
-class _Weights(NamedTuple):
-    """Those of an ``nn.GRU`` or ``nn.LSTM``, as the operators take them (:mod:`ops.decode`).
-
-    Attributes:
-        of_inputs: (G,E), of the first layer.
-        input_bias: (G,), likewise.
-        of_context: (G,Dv), likewise.
-        above: (L-1,G,H), on the input side of the layers above.
-        hidden: (L,G,H).
-        bias: (L,4H).
-    """
-
-    of_inputs: Tensor
-    input_bias: Tensor
-    of_context: Tensor
-    above: Tensor
-    hidden: Tensor
-    bias: Tensor
-
-    @classmethod
-    def of(cls, rnn: nn.Module, features: int) -> _Weights:
-        """``features`` of the first layer's inputs, the first, are the context's."""
-        first, *above = _parameters(rnn, "weight_ih")
-        hidden = _parameters(rnn, "weight_hh")
-        order = _hidden_last if isinstance(rnn, nn.GRU) else _as_is
-        input_bias, bias = _biases(rnn)
-        return cls(
-            order(first[:, features:]),
-            input_bias,
-            order(first[:, :features]),
-            _stacked([order(w) for w in above], hidden[0]),
-            _stacked(hidden, hidden[0]),
-            bias,
-        )
-
-
-def _stacked(weights: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(weights) if weights else like.new_empty((0, *like.shape))
-
-
-def _as_is(gates: Tensor) -> Tensor:
-    return gates.contiguous()
+def _weights(rnn: nn.Module, features: int) -> dict[str, Tensor]:
+    """Those of :class:`decode.Arguments`; the first ``features`` of inputs are the context's."""
+    first, *above = _parameters(rnn, "weight_ih")
+    hidden = _parameters(rnn, "weight_hh")
+    order = _hidden_last if isinstance(rnn, nn.GRU) else Tensor.contiguous
+    input_bias, bias = _biases(rnn)
+    none_above = hidden[0].new_empty((0, *hidden[0].shape))
+    return {
+        "w_inputs": order(first[:, features:]),
+        "input_bias": input_bias,
+        "w_context": order(first[:, :features]),
+        "w_input": torch.stack([order(w) for w in above]) if above else none_above,
+        "w_hidden": torch.stack(hidden),
+        "bias": bias,
+    }
 
 
 def _hidden_last(gates: Tensor) -> Tensor:

@@ -116,14 +116,13 @@ def arguments(layers=2, dtype=torch.float32):
         state = translator.decoder.init_state(translator.encoder(tokens, lens), lens)
         memory = translator.decoder.memory(state)
     decoder, projected = translator.decoder, memory.projected
-    w = steps_module._Weights.of(decoder.rnn, H)
+    weights = steps_module._weights(decoder.rnn, H)
     made = {
-        **{"embedding": decoder.embedding.weight, "w_embedded": w.of_inputs},
-        **{"input_bias": w.input_bias, "hidden": state[1], "cell": None, "keys": projected.keys},
+        **{"embedding": decoder.embedding.weight, "w_embedded": weights.pop("w_inputs"), **weights},
+        **{"hidden": state[1], "cell": None, "keys": projected.keys},
         **{"table": None, "keys_max": None, "values": memory.values},
         **{"valid_lens": lens, "mask": None, "w_query": decoder.attention.W_q.weight},
-        **{"w_v": decoder.attention.w_v.weight, "w_context": w.of_context, "w_input": w.above},
-        **{"w_hidden": w.hidden, "bias": w.bias, "w_dense": decoder.dense.weight},
+        **{"w_v": decoder.attention.w_v.weight, "w_dense": decoder.dense.weight},
         **{"dense_bias": decoder.dense.bias, "left_out": torch.tensor([PAD, BOS])},
         **{"first": BOS, "last": EOS, "blank": PAD, "max_steps": STEPS},
     }
