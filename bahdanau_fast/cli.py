@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,14 +73,7 @@ def _like(given: str, known: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: the command line without the program; ``sys.argv`` unless given.
-
-    Returns:
-        0 on success, 1 if a check or a goal failed, 2 on wrong use or a missing package.
-    """
+    """Run one command: 0 on success, 1 if a goal failed, 2 on wrong use or a missing package."""
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
@@ -272,10 +266,7 @@ def _allowed(case: Case, dtype: torch.dtype, exact: Tensor, eager_error: float) 
 
 def _check_one(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float, str]:
     """Largest error of ours and of eager as shares of the allowed one, and the result it is in."""
-
-    def ours(*inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return additive_attention(*inputs, backend=name)  # type: ignore[arg-type]
-
+    ours = partial(additive_attention, backend=name)
     worst = (-1.0, 0.0, "")
     exact = _results(reference.additive_attention, case, torch.float64, dtype)
     eager = _results(reference.additive_attention, case, dtype, dtype)
@@ -304,8 +295,8 @@ def check() -> bool:
                 kind = str(dtype).removeprefix("torch.")
                 row = f"{name:<11}{kind:<10}{case.name:<14}{share:>8.3f}{eager:>8.3f}   {label}"
                 print(row if good else f"{row}  FAIL")
-    missing = [name for name in backends.NAMES if name not in backends.available()]
-    for name in missing:
-        print(f"{name:<11}not checked: {backends.why_not(name)}")
+    for name in backends.NAMES:
+        if name not in backends.available():
+            print(f"{name:<11}not checked: {backends.why_not(name)}")
     print("PASS" if passed else "FAIL")
     return passed

@@ -21,14 +21,7 @@ __all__ = ["allowed", "error"]
 
 
 def error(result: Tensor, exact: Tensor) -> float:
-    """Largest absolute difference, computed in float64.
-
-    Args:
-        result: any shape, any floating dtype.
-        exact: the same shape.
-
-    Returns:
-        ``max|result - exact|``; 0 for empty tensors, inf if the difference is inf or NaN.
+    """``max|result - exact|`` in float64; 0 for empty tensors, inf if the difference is NaN.
 
     >>> error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
     0.5
@@ -40,17 +33,7 @@ def error(result: Tensor, exact: Tensor) -> float:
 
 
 def allowed(eager_error: float, largest: float, dtype: torch.dtype, factor: float = 2.0) -> float:
-    """The largest error that the rule allows.
-
-    Args:
-        eager_error: ``max|eager - exact|``.
-        largest: ``max|exact|``, the size of the result.
-        dtype: of the tested result.
-        factor: multiple of eager's error that is allowed.
-
-    Returns:
-        ``factor * eager_error + atol``, always above 0. If eager overflowed, the largest finite
-        number, so that any finite result passes.
+    """``factor * eager_error + atol``, always above 0; ``largest`` is ``max|exact|``.
 
     >>> allowed(0.25, 1.0, torch.float32) == 0.5 + 2**-23
     True
@@ -59,4 +42,5 @@ def allowed(eager_error: float, largest: float, dtype: torch.dtype, factor: floa
     # A rounding is half a step of eps; the second term is the step of subnormal numbers.
     atol = info.eps * largest + info.smallest_normal * info.eps
     limit = factor * eager_error + atol
+    # If eager overflowed, any finite result passes.
     return limit if math.isfinite(limit) else sys.float_info.max

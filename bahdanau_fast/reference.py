@@ -255,23 +255,9 @@ def additive_scores(
     negative_slope: float = 0.01,
     clip: float | None = None,
 ) -> Tensor:
-    """The scores of :func:`additive_attention`, which has the arguments, before the softmax.
+    """The scores u (B,Tq,Tk) of :func:`additive_attention`, which has the other arguments.
 
-    Args:
-        queries: (B,Tq,Dq).
-        keys: (B,Tk,Dk).
-        w_q: (H,Dq); None for queries (B,Tq,H) that are projected.
-        w_k: (H,Dk); None for keys (B,Tk,H) that are projected.
-        w_v: (1,H) or (H,).
-        bias: (H,).
-        features: (B,Tk,C).
-        w_f: (H,C).
-        activation: "tanh", "relu" or "leaky_relu".
-        negative_slope: of leaky_relu.
-        clip: scores u become ``clip * tanh(u)``.
-
-    Returns:
-        (B,Tq,Tk).
+    They become ``clip * tanh(u)`` with a ``clip``, a number.
     """
     inside = Inside(features, w_f, activation, negative_slope)
     projected = _projected(queries, w_q), _projected(keys, w_k, bias)

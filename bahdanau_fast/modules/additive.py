@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -14,7 +15,7 @@ from bahdanau_fast.memory.key_cache import KeyCache
 from bahdanau_fast.memory.shapes import as_rows
 from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.base import Additive
-from bahdanau_fast.modules.d2l_signature import additive_attention, read_signature, shows
+from bahdanau_fast.modules.d2l_signature import read_signature, shown
 from bahdanau_fast.modules.layers import parts_of, project_if_changed
 
 if TYPE_CHECKING:
@@ -96,7 +97,6 @@ class AdditiveAttention(Additive):
         **options: Unpack[Options],
     ) -> None: ...
 
-    @shows(additive_attention)
     def __init__(
         self,
         *sizes: Any,
@@ -326,6 +326,9 @@ class AdditiveAttention(Additive):
         return module
 
 
+AdditiveAttention.__init__.__signature__ = inspect.signature(shown)  # type: ignore[attr-defined]
+
+
 class MLPAttention(AdditiveAttention):
     """Additive attention under the oldest name the course gave it.
 
@@ -379,18 +382,7 @@ class MLPAttention(AdditiveAttention):
     ) -> Tensor:
         """Attend: query (B,Tq,ipt_dim), key (B,Tk,ipt_dim), value (B,Tk,Dv) to (B,Tq,Dv).
 
-        Args:
-            query: (B,Tq,ipt_dim).
-            key: (B,Tk,ipt_dim).
-            value: (B,Tk,Dv).
-            valid_length: None, (B,) or (B,Tq).
-            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look.
-
-        Returns:
-            Context (B,Tq,Dv).
-
-        Raises:
-            TypeError, ValueError: as for :class:`AdditiveAttention`.
+        Lengths, mask and errors are those of :class:`AdditiveAttention`.
         """
         return super().forward(query, key, value, valid_length, mask=mask)
 

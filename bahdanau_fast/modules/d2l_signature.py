@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import torch
 
 from bahdanau_fast import checks
 
-__all__ = ["Options", "additive_attention", "read_signature", "shows"]
+__all__ = ["Options", "read_signature", "shown"]
 
 _TAKEN = (
     "AdditiveAttention takes (num_hiddens, dropout) or (key_size, query_size, num_hiddens, dropout)"
 )
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 
 def read_signature(
     sizes: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[int | None, int | None, int, float]:
-    """Read a call of either signature.
-
-    Args:
-        sizes: positional arguments.
-        named: keyword arguments.
-
-    Returns:
-        key_size and query_size, None for both where the call gives neither; num_hiddens; dropout.
-
-    Raises:
-        TypeError: arguments that fit neither signature, or sizes that are no integers.
-        ValueError: a size below 1.
-    """
+    """key_size and query_size (None for both if a call gives neither), num_hiddens, dropout."""
     old = ("key_size", "query_size", "num_hiddens", "dropout")
     new = ("num_hiddens", "dropout")
     sides = old[:2]
@@ -71,7 +55,8 @@ class Options(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-def additive_attention(
+def shown(
+    self: Any,
     num_hiddens: int,
     dropout: float = 0.0,
     *,
@@ -84,17 +69,4 @@ def additive_attention(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """The signature that is shown; sizes first, by position, are taken too."""
-
-
-def shows(of: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Make help() and notebooks show the parameters of ``of`` for the method that is decorated."""
-
-    def decorate(function: Function) -> Function:
-        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        shown = inspect.signature(of)
-        parameters = [this, *shown.parameters.values()]
-        function.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
+    """What help() and notebooks show; sizes first, by position, are taken too."""
