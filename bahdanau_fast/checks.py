@@ -281,7 +281,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 def what_torch_does(
     device: torch.device, inputs: tuple[Tensor | None, ...], called: bool
 ) -> tuple[bool, bool, bool, bool, bool]:
-    """Whether it traces, records, records inputs of inference mode, is plain only, autocasts."""
+    """Whether torch traces, records (and inputs of inference mode), is plain only, autocasts."""
     # All of it at once: a small call costs little more than these questions. Of a layer that is
     # called nobody knows the parameters.
     if torch.compiler.is_compiling():

@@ -31,7 +31,7 @@ class ProjectedKeys(NamedTuple):
     token: BackwardToken | None = None
 
     def share(self, values: Tensor, w_v: Tensor, reads_table: bool = True) -> ProjectedKeys:
-        """The same, for calls that share one node; those that read a table need one for that."""
+        """The same, for calls that share one node; those that read a table need one, too."""
         if torch.compiler.is_compiling() or (reads_table and self.table is None):
             return self  # nothing is shared in a graph, by another backend, or of small sizes
         backwards = self.backwards or PendingBackwards()
@@ -63,7 +63,7 @@ class Maker(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, weight: Tensor | None, bias: Tensor | None) -> Maker:
-        """Take the fingerprints of a plain key layer that the C++ kernels serve, with a weight."""
+        """Take the fingerprints; with a weight (of a plain layer, for the C++ kernels) only."""
         if weight is None:
             return cls(module)
         sample = weight.detach()[:: max(1, weight.shape[0] // SAMPLED_ROWS)]
@@ -128,7 +128,7 @@ class Memory:
     def for_queries(
         self, queries: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Shape | None]:
-        """Queries (B,Tq,Dq), what both masks let them see, and the shape of other results."""
+        """Queries (B,Tq,Dq), what both masks let them see, the shape of results if another."""
         keys, shape = self.projected.keys, None
         if isinstance(queries, Tensor) and (self.batch is not None or queries.dim() == 2):
             batch = (keys.shape[0],) if self.batch is None else self.batch

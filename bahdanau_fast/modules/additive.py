@@ -258,7 +258,8 @@ class AdditiveAttention(Additive):
             mask: of the call, or None.
 
         Raises:
-            ValueError: the requested backend cannot serve the call.
+            TypeError, ValueError: the requested backend cannot serve the call, or queries or mask
+                do not fit the memory.
         """
         w_q, w_k, w_v, dropout_p, layers = parts_of(self)
         bias, projected = self.bias, None

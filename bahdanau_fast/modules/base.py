@@ -58,10 +58,10 @@ class Attention(KeepsWeights):
         *,
         mask: Tensor | None = None,
     ) -> Memory:
-        """Project the keys, if that is what they need, once for any number of :meth:`attend` calls.
+        """Project the keys once, for any number of :meth:`attend` calls.
 
         Args:
-            keys: (B,Tk,Dk). B may be any number of dimensions.
+            keys: (B,Tk,Dk), of a dot product as they are. B may be any number of dimensions.
             values: (B,Tk,Dv); the keys themselves unless given.
             valid_lens: None, (B,) or (B,Tq), also as a list.
             mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
@@ -219,7 +219,7 @@ class Additive(Attention):
         return memory.to(queries.dtype) if ended else memory
 
     def _draw(self, queries: Tensor | None, keys: Tensor | None) -> None:
-        """Lazy layers in the order of d2l's calls: queries, keys, scores; without the first two."""
+        """Draw lazy layers in the order of d2l's calls: queries, keys, scores; None leaves its."""
         layers, score = self._modules, self._modules[self._score_layer]
         if type(score) is nn.Linear:  # which is drawn last
             return
