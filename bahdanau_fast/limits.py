@@ -7,25 +7,18 @@ gives the same bits.
 
 from __future__ import annotations
 
-import functools
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 __all__ = [
     "FAMILIES",
-    "GPU_FAMILIES",
     "LIMITS",
     "NEVER",
-    "OTHER_GPU",
-    "GpuLimits",
     "Limits",
     "family",
-    "of_gpu",
     "using",
 ]
 
@@ -63,29 +56,6 @@ FAMILIES = {
 }
 
 
-@dataclass(frozen=True)
-class GpuLimits:
-    """What a launch has on a GPU, by the CUDA C++ Programming Guide.
-
-    Attributes:
-        shared: bytes of shared memory of a block.
-    """
-
-    shared: int
-
-
-#: What no family is known of: AMD's GPUs, and Triton's interpreter.
-OTHER_GPU = GpuLimits(shared=64 * 1024)
-#: By compute capability: sm_80 is 8.0 and 8.7, sm_86 also 8.9, sm_90 from 9.0 on, sm_120 from 12.0.
-GPU_FAMILIES = {
-    "sm_80": GpuLimits(shared=163 * 1024),
-    "sm_86": GpuLimits(shared=99 * 1024),
-    "sm_90": GpuLimits(shared=227 * 1024),
-    "sm_120": GpuLimits(shared=99 * 1024),
-    "other": OTHER_GPU,
-}
-
-
 def family() -> str:
     """The family of this processor, by what it says it is: a name of :data:`FAMILIES`."""
     if platform.machine().lower() not in ("x86_64", "amd64", "i686", "x86"):
@@ -100,22 +70,6 @@ def _maker() -> str:
         words = platform.processor().split()
         return words[-1] if words else ""
     return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
-
-
-@functools.cache
-def of_gpu(device: torch.device) -> GpuLimits:
-    """Those of a GPU by its compute capability; of no family for any other device.
-
-    Args:
-        device: of the data.
-    """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return OTHER_GPU
-    capability = torch.cuda.get_device_capability(device)
-    if capability in ((8, 6), (8, 9)):
-        return GPU_FAMILIES["sm_86"]
-    found = "sm_120" if capability >= (12, 0) else "sm_90" if capability >= (9, 0) else "sm_80"
-    return GPU_FAMILIES[found]
 
 
 #: Those in force. To be read where they are used (``limits.LIMITS``), so that :func:`using` works.

@@ -73,27 +73,6 @@ def test_one_query_on_keys_that_came_projected_reads_no_table():
     assert decided(16, 512).table
 
 
-@pytest.mark.parametrize(
-    ("capability", "hip", "family"),
-    [
-        ((8, 0), None, "sm_80"),
-        ((8, 6), None, "sm_86"),
-        ((8, 7), None, "sm_80"),
-        ((8, 9), None, "sm_86"),
-        ((9, 0), None, "sm_90"),
-        ((10, 3), None, "sm_90"),
-        ((12, 0), None, "sm_120"),
-        ((9, 4), "6.4", "other"),
-    ],
-)
-def test_the_family_of_a_gpu(monkeypatch, capability, hip, family):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    of_gpu = limits.of_gpu.__wrapped__  # its cache is by device
-    assert of_gpu(torch.device("cuda:0")) is limits.GPU_FAMILIES[family]
-    assert of_gpu(torch.device("cpu")) is limits.OTHER_GPU
-
-
 # A step of one query on a GPU, from raw queries and projected keys of 512 units.
 GPU_STEP = Facts(
     device="cuda",

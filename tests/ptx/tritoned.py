@@ -17,7 +17,7 @@ from driven import PtxCalls
 from machine.launch import Buffer
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
-from triton_target import target_is
+from triton_target import SHARED, target_is
 
 import bahdanau_fast.kernels
 from bahdanau_fast.backends.triton import call
@@ -75,11 +75,12 @@ class TritonPtx(PtxCalls):
 
     @contextmanager
     def here(self):
+        target = f"sm_{self.arch}"
         with (
-            target_is(f"sm_{self.arch}"),
+            target_is(target),
             patch.object(CompiledKernel, "run", property(self._runner)),
             patch.object(CompiledKernel, "launch_metadata", return_value=None),
-            patch.object(call, "processors", return_value=self.multiprocessors),
+            patch.object(call, "gpu", lambda _: (self.multiprocessors, SHARED[target])),
             patch.object(torch, "empty", _empty),
         ):
             yield

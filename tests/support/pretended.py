@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bahdanau_fast import backends, limits
+from bahdanau_fast import backends
 from bahdanau_fast.backends import availability
 from bahdanau_fast.ops.operator import operators
 
@@ -211,11 +211,10 @@ def gpu(*kernels):
             return "it is not pretended"
         return None if name == "cuda" else why_not(name)
 
-    properties = SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
     changes = (
         (backends, "why_not", missing),
         (backends, "_INTERPRETED", False),
-        (limits, "of_gpu", lambda _: limits.GPU_FAMILIES["sm_90"]),
         (torch, "Generator", _Generator),
         (torch.autograd, "_engine_run_backward", lambda *a, **k: within(engine, *a, **k)),
         (torch.cuda, "device", lambda _: nullcontext()),

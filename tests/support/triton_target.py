@@ -15,7 +15,6 @@ from built import ROOT, built
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
-from bahdanau_fast import limits
 from bahdanau_fast.backends.triton import call, launch
 
 TARGETS = {
@@ -25,12 +24,9 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FAMILIES = {"sm_100": "sm_90", "gfx942": "other"}
-
-
-def limits_of(target):
-    """Those that launches on a target are planned by."""
-    return limits.GPU_FAMILIES[FAMILIES.get(target, target)]
+#: Bytes of shared memory that a block may have there, by the CUDA C++ Programming Guide.
+SHARED = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
+SHARED["gfx942"] = 64 << 10
 
 
 @functools.cache
@@ -75,7 +71,7 @@ class _Driver:
         return 0
 
     def get_device_properties(self, _device):
-        return {"max_shared_mem": limits_of(self.target).shared}
+        return {"max_shared_mem": SHARED[self.target]}
 
     def load_binary(self, *_):
         return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads of a block
@@ -89,7 +85,7 @@ def target_is(target):
     try:
         with (
             patch.object(call, "native", lambda: target.startswith("sm")),
-            patch.object(limits, "of_gpu", lambda device: limits_of(target)),
+            patch.object(call, "gpu", lambda _: (132, SHARED[target])),
             patch.object(launch, "plans", {}),
         ):
             yield

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from machine_code import hot
-from triton_target import limits_of
+from triton_target import SHARED
 from warmed_up import kernels_of
 
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.limits import GPU_FAMILIES
 from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
 
 pytestmark = pytest.mark.thorough
@@ -46,7 +45,7 @@ def test_every_kernel_fits_and_nothing_spills(run):
     target, _, kernels = run
     assert {kernel.name for kernel in kernels} >= KERNELS
     for kernel in kernels:
-        assert kernel.shared <= limits_of(target).shared, kernel.made
+        assert kernel.shared <= SHARED[target], kernel.made
         assert kernel.spills == 0, kernel.made
         assert kernel.stack <= 8, kernel.made  # two registers, outside of loops
 
@@ -96,16 +95,6 @@ def test_a_step_computes_faster_than_memory_is_read(run):
 
 # ---- no plan asks for more shared memory than the GPU has that it was made for -----------------
 
-KB = 1024
-HAS = {"sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_120": 99, "other": 64}
-
-
-def test_what_a_block_may_have():
-    assert {name: family.shared for name, family in GPU_FAMILIES.items()} == {
-        name: size * KB for name, size in HAS.items()
-    }
-
-
 # The widest keys and values of a step. Quick: the first.
 WIDEST = [
     ("sm_86", torch.float32, 2048, 2048),
@@ -124,7 +113,7 @@ def test_the_widest_step_compiles_within_what_a_gpu_has(target, dtype, hidden, f
         shape = (batch, 16, 700, hidden, features)
         found = kernels_of(shape, dtype, target, only="decode_kernel")
         assert found
-        assert all(kernel.shared <= limits_of(target).shared for kernel in found.values())
+        assert all(kernel.shared <= SHARED[target] for kernel in found.values())
 
 
 @pytest.mark.parametrize("size", [1, 16, 100, 257, 3000])

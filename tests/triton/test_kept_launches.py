@@ -32,7 +32,7 @@ from warmed_up import call
 
 import bahdanau_fast
 from bahdanau_fast.backends.triton import launch
-from bahdanau_fast.backends.triton.call import DTYPES
+from bahdanau_fast.backends.triton.call import DTYPES, gpu
 from bahdanau_fast.ops.attention import (
     attend_scores,
     attend_scores_backward,
@@ -320,6 +320,15 @@ def test_a_repeated_call_asks_little_of_the_host(operator, queries_len):
         sys.setprofile(None)
     products = 2 if operator is attention_backward else 0
     assert 0 < len(calls) <= 2 + products
+
+
+@pytest.mark.parametrize(
+    ("said", "shared"), [({"shared_memory_per_block_optin": 101376}, 101376), ({}, 65536)]
+)
+def test_what_a_gpu_has(monkeypatch, said, shared):
+    properties = SimpleNamespace(multi_processor_count=78, **said)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert gpu.__wrapped__(torch.device("cuda:0")) == (78, shared)
 
 
 def test_a_plan_holds_no_tensors():

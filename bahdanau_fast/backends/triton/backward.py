@@ -7,15 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast.backends.triton.call import (
-    Call,
-    Table,
-    lengths,
-    make_table,
-    new_table,
-    strides,
-    usual,
-)
+from bahdanau_fast.backends.triton.call import Call, Table, lengths, make_table, new_table, usual
 from bahdanau_fast.backends.triton.launch import Kept, Steps
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
@@ -39,20 +31,7 @@ _OF_KEYS = NEED["keys"] | NEED["w_k"] | NEED["bias"] | NEED["features"] | NEED["
 
 @Kept
 def attention_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
-    """The operator ``attention_backward``; see :mod:`ops.attention`.
-
-    Args:
-        steps: of the call.
-        *given: the arguments of the operator.
-
-    Returns:
-        Gradients of queries, keys, values, w_v, w_q, w_k, bias, features and w_f, as far as
-        ``needs`` asks, else (0,).
-
-    Raises:
-        TypeError: as :class:`Call`; weights or gradients of another dtype.
-        ValueError: as :class:`Call`; weights or gradients of other sizes.
-    """
+    """The operator ``attention_backward``; see :mod:`ops.attention`."""
     weights, queries, keys, grad_context, grad_weights, needs, *inputs, _ = given
     call = Call(steps, *inputs)
     sizes = call.batch, call.queries_len, call.keys_len
@@ -66,20 +45,15 @@ def attention_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
         grads.zero()
     else:
         of_context, of_weights = (None if x is None else call.rows(x) for x in given[3:5])
-        through = _of_step if call.is_step else _of_many
-        through(
-            call, call.whole(weights), of_context if call.value_size else None, of_weights, grads
-        )
+        call.given |= {"weights": call.whole(weights), "grad_weights": of_weights}
+        call.given["grad_context"] = of_context if call.value_size else None
+        (_of_step if call.is_step else _of_many)(call, grads)
     return grads.results(*inputs[:9])
 
 
 @Kept
 def attend_scores_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
-    """The operator ``attend_scores_backward``, as :func:`attention_backward`.
-
-    Returns:
-        Gradients of queries, keys, w_v, features and w_f, as far as ``needs`` asks, else (0,).
-    """
+    """The operator ``attend_scores_backward``."""
     grad_scores, needs, queries, keys, w_v, features, w_f, activation, slope, _ = given
     call = Call.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
     sizes = call.batch, call.queries_len, call.keys_len
@@ -88,10 +62,8 @@ def attend_scores_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
     if 0 in sizes:
         grads.zero()
     elif grads.through_scores:
-        if call.is_step:
-            _through_keys(call, grad_scores, grads)
-        else:
-            _grad_tanh(call, grad_scores, None, grads)
+        call.given["weights"] = None
+        (_through_keys if call.is_step else _grad_tanh)(call, grads, grad_scores)
     found = grads.results(queries, keys, keys, w_v, None, None, None, features, w_f)
     return *found[:2], found[3], *found[7:]
 
@@ -118,29 +90,28 @@ class _Gradients:
 
     def results(self, *inputs: Any) -> tuple[Tensor, ...]:
         """All nine; those of what was multiplied as the backward of torch's linear makes them."""
-        queries, keys, _, _, w_q, w_k, bias, features, w_f = inputs
-        make, of_queries, of_keys = self._call.steps.make, self.queries, self.keys
-        none = self._call.steps.none(self._call.dtype)
-
-        def of(name: str, grad: Tensor | None, given: Any = True, *function: Any) -> Tensor:
-            if grad is None or given is None or not self._needs & NEED[name]:
-                return none
-            return make(*function) if function else grad
-
-        of_rows = [
-            of(name, grad, True, *(() if w is None else (torch.matmul, grad, w)))
-            for name, grad, w in (("queries", of_queries, w_q), ("keys", of_keys, w_k))
-        ]
-        return (
-            *of_rows,
-            of("values", self.values),
-            of("w_v", self.w_v),
-            of("w_q", of_queries, w_q, _of_weight, of_queries, queries),
-            of("w_k", of_keys, w_k, _of_weight, of_keys, keys),
-            of("bias", of_keys, bias, torch.sum, of_keys, (0, 1)),
-            of("features", of_keys, features, _of_features, of_keys, w_f),
-            of("w_f", of_keys, features, _of_weight, of_keys, features),
+        queries, keys, values, w_v, w_q, w_k, bias, features, w_f = inputs
+        of_queries, of_keys, steps = self.queries, self.keys, self._call.steps
+        none = steps.none(self._call.dtype)
+        ways: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+            ("queries", queries, (of_queries,) if w_q is None else (torch.matmul, of_queries, w_q)),
+            ("keys", keys, (of_keys,) if w_k is None else (torch.matmul, of_keys, w_k)),
+            ("values", values, (self.values,)),
+            ("w_v", w_v, (self.w_v,)),
+            ("w_q", w_q, (_of_weight, of_queries, queries)),
+            ("w_k", w_k, (_of_weight, of_keys, keys)),
+            ("bias", bias, (torch.sum, of_keys, (0, 1))),
+            ("features", features, (_of_features, of_keys, w_f)),
+            ("w_f", features, (_of_weight, of_keys, features)),
         )
+
+        def made(name: str, given: Any, way: tuple[Any, ...]) -> Tensor:
+            if given is None or not self._needs & NEED[name]:
+                return none
+            first, *rest = way
+            return steps.make(first, *rest) if rest else first
+
+        return tuple(made(*each) for each in ways)
 
 
 def _of_weight(grad: Tensor, rows: Tensor) -> Tensor:
@@ -160,42 +131,32 @@ def _plan(call: Call) -> plans.GradPlan:
     )  # fmt: skip
 
 
-def _of_step(
-    call: Call,
-    weights: Tensor,
-    grad_context: Tensor | None,
-    grad_weights: Tensor | None,
-    grads: _Gradients,
-) -> None:
+def _of_step(call: Call, grads: _Gradients) -> None:
     """The gradients of few queries: a launch over values, one over keys, one to sum."""
     plan, shape, new = _plan(call).values, (call.batch, call.queries_len), call.steps.new
     splits, split_keys = call.split(plan)
     found, means, masses = None, None, None
     if grads.through_scores:
         found, means = new(*shape, call.keys_len), new(*shape, splits)
-        if weights.dtype != torch.float32:
+        if call.given["weights"].dtype != torch.float32:
             masses = new(*shape, splits)
-    call.steps.launch(
+    call.launch(
         step_values_kernel, call.batch * splits,
-        values=call.values, weights=weights, grad_context=grad_context, grad_weights=grad_weights,
-        grad_values=grads.values, grads=found, means=means, masses=masses, Tk=call.keys_len,
-        Dv=call.value_size, **strides(v=call.values, gc=grad_context, gw=grad_weights),
-        splits=splits, split_keys=split_keys, **call.seen, **call.dropout,
-        Tq=call.queries_len, **plan.blocks,
+        grad_values=grads.values, grads=found, means=means, masses=masses, splits=splits,
+        split_keys=split_keys, **plan.blocks,
     )  # fmt: skip
     if found is not None:
-        _through_keys(call, found, grads, weights, means, masses)
+        _through_keys(call, grads, found, means, masses)
 
 
 def _through_keys(
     call: Call,
-    grad_scores: Tensor,
     grads: _Gradients,
-    weights: Tensor | None = None,
+    grad_scores: Tensor,
     means: Tensor | None = None,
     masses: Tensor | None = None,
 ) -> None:
-    """Gradients of queries, keys and w_v; with ``weights``, from the gradients of those."""
+    """Gradients of queries, keys and w_v; with weights, from the gradients of those."""
     whole = _plan(call)
     plan, sums, queries = whole.keys, whole.sums, call.batch * call.queries_len
     keys, q_parts, w_parts = call.summed_keys, None, None
@@ -206,42 +167,51 @@ def _through_keys(
         w_parts = call.steps.new(call.batch * splits, call.hidden)
     g_batch, g_row, g_key = grad_scores.stride()
     hidden_blocks = -(-call.hidden // plan.blocks["BLOCK_H"])
-    call.steps.launch(
+    call.launch(
         step_keys_kernel, call.batch * splits * hidden_blocks,
-        queries=call.queries, keys=keys, w_v=call.w_v, weights=weights, grads=grad_scores,
-        means=means, masses=masses, grad_keys=grads.keys,
-        q_parts=grads.queries if q_parts is None else q_parts, w_parts=w_parts,
-        Tk=call.keys_len, H=call.hidden, **strides(q=call.queries, k=keys), g_batch=g_batch,
+        keys=keys, grads=grad_scores, means=means, masses=masses, grad_keys=grads.keys,
+        q_parts=grads.queries if q_parts is None else q_parts, w_parts=w_parts, g_batch=g_batch,
         g_row=g_row, g_key=g_key, splits=splits, split_keys=split_keys,
-        parts=whole.values.splits, **call.seen, **call.kind, Tq=call.queries_len, **plan.blocks,
+        parts=whole.values.splits, **plan.blocks,
     )  # fmt: skip
     programs = 0 if w_parts is None else -(-call.hidden // sums["BLOCK_W"])
     if q_parts is not None:
         programs += queries * -(-call.hidden // sums["BLOCK_H"])
     if q_parts is not None or w_parts is not None:
-        call.steps.launch(
+        call.launch(
             step_sums_kernel, programs,
             q_parts=q_parts, grad_queries=grads.queries, w_parts=w_parts, grad_w=grads.w_v,
-            splits=splits, w_rows=call.batch * splits, H=call.hidden, **sums,
+            splits=splits, w_rows=call.batch * splits, **sums,
         )  # fmt: skip
 
 
-def _of_many(
-    call: Call,
-    weights: Tensor,
-    grad_context: Tensor | None,
-    grad_weights: Tensor | None,
-    grads: _Gradients,
-) -> None:
-    if grads.values is not None:
-        _grad_values(call, weights, grad_context, grads.values)
-    if grads.through_scores:
-        bounds = lengths(call)
-        grad_scores = _grad_scores(call, weights, grad_context, grad_weights, bounds)
-        lens = bounds["lens"]
-        if lens is not None and lens.dim() > 1:
-            lens = call.steps.make(_longest, lens)
-        _grad_tanh(call, grad_scores, lens, grads)
+def _of_many(call: Call, grads: _Gradients) -> None:
+    """The gradients of many queries: products, then what each pass over tanh gives."""
+    blocks = plans.grad_products()
+    queries_blocks, keys_blocks, features_blocks = (
+        -(-size // blocks[name])
+        for size, name in (
+            (call.queries_len, "BLOCK_Q"),
+            (call.keys_len, "BLOCK_K"),
+            (call.value_size, "BLOCK_D"),
+        )
+    )
+    if grads.values is not None and call.given["grad_context"] is None:
+        call.steps.update(Tensor.zero_, grads.values)
+    elif grads.values is not None:
+        programs = call.batch * keys_blocks * features_blocks
+        call.launch(grad_values_kernel, programs, out=grads.values, **blocks)
+    if not grads.through_scores:
+        return
+    lens = lengths(call)
+    grad_scores = call.steps.new(call.batch, call.queries_len, call.keys_len)
+    programs = call.batch * keys_blocks * queries_blocks
+    call.launch(grad_weights_kernel, programs, out=grad_scores, lens=lens, **blocks)
+    rows, plan = call.batch * call.queries_len, plans.grad_softmax(usual(call.keys_len))
+    call.launch(grad_softmax_kernel, rows, grads=grad_scores, lens=lens, **plan)
+    if lens is not None and lens.dim() > 1:
+        lens = call.steps.make(_longest, lens)
+    _grad_tanh(call, grads, grad_scores, lens)
 
 
 def _longest(lens: Tensor) -> Tensor:
@@ -251,49 +221,9 @@ def _longest(lens: Tensor) -> Tensor:
     return lens.amax(1)
 
 
-def _grad_values(
-    call: Call, weights: Tensor, grad_context: Tensor | None, grad_values: Tensor
+def _grad_tanh(
+    call: Call, grads: _Gradients, grad_scores: Tensor, longest: Tensor | None = None
 ) -> None:
-    if grad_context is None:
-        call.steps.update(Tensor.zero_, grad_values)
-        return
-    blocks = plans.grad_products()
-    count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.value_size // blocks["BLOCK_D"])
-    call.steps.launch(
-        grad_values_kernel, call.batch * count,
-        weights=weights, grad_context=grad_context, out=grad_values, Tq=call.queries_len,
-        Tk=call.keys_len, Dv=call.value_size, **strides(gc=grad_context), **call.dropout,
-        PRECISION=call.precision, **blocks,
-    )  # fmt: skip
-
-
-def _grad_scores(
-    call: Call,
-    weights: Tensor,
-    grad_context: Tensor | None,
-    grad_weights: Tensor | None,
-    bounds: dict[str, Any],
-) -> Tensor:
-    """(B,Tq,Tk) gradients of the scores, zero where a query does not look."""
-    out = call.steps.new(call.batch, call.queries_len, call.keys_len)
-    blocks = plans.grad_products()
-    count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.queries_len // blocks["BLOCK_Q"])
-    call.steps.launch(
-        grad_weights_kernel, call.batch * count,
-        values=call.values, grad_context=grad_context, grad_weights=grad_weights, out=out,
-        Tq=call.queries_len, Tk=call.keys_len, Dv=call.value_size,
-        **strides(v=call.values, gc=grad_context, gw=grad_weights), **(call.seen | bounds),
-        **call.dropout, PRECISION=call.precision, **blocks,
-    )  # fmt: skip
-    call.steps.launch(
-        grad_softmax_kernel, call.batch * call.queries_len,
-        weights=weights, grads=out, Tq=call.queries_len, Tk=call.keys_len, **bounds,
-        **plans.grad_softmax(usual(call.keys_len)),
-    )  # fmt: skip
-    return out
-
-
-def _grad_tanh(call: Call, grad_scores: Tensor, longest: Tensor | None, grads: _Gradients) -> None:
     """Fill the gradients of queries, keys and w_v that are needed."""
     queries, keys = call.queries, call.summed_keys
     of_queries = grads.queries is not None or grads.w_v is not None
@@ -328,19 +258,18 @@ def _pass(
     hidden_blocks = -(-call.hidden // (2 * blocks["BLOCK_H"]))
     if grad_w is not None:
         w_parts = call.steps.new(call.batch * row_blocks, call.hidden)
-    call.steps.launch(
+    call.launch(
         grad_tanh_kernel, call.batch * row_blocks * hidden_blocks,
         rows=rows, others=others, table=table.entries, largest=table.largest,
-        second=others.numel(), w_v=call.w_v, grad_scores=grad_scores, kept=longest, out=out,
-        w_parts=w_parts, R=rows_len, O=others_len, H=call.hidden, **strides(r=rows, o=others),
-        g_batch=g_batch, g_row=g_row, g_other=g_other,
-        kept_batch=0 if longest is None else longest.stride(0), **call.kind,
-        ROWS_ARE_KEYS=rows_are_keys, **blocks,
+        second=others.numel(), grad_scores=grad_scores, kept=longest, out=out, w_parts=w_parts,
+        R=rows_len, O=others_len, g_batch=g_batch, g_row=g_row, g_other=g_other,
+        kept_batch=0 if longest is None else longest.stride(0), ROWS_ARE_KEYS=rows_are_keys,
+        **blocks,
     )  # fmt: skip
     if w_parts is not None:
         sums = plans.sum_rows(usual(call.batch * row_blocks))
-        call.steps.launch(
+        call.launch(
             step_sums_kernel, -(-call.hidden // sums["BLOCK_W"]),
             q_parts=None, grad_queries=None, w_parts=w_parts, grad_w=grad_w, splits=1,
-            w_rows=call.batch * row_blocks, H=call.hidden, **sums,
+            w_rows=call.batch * row_blocks, **sums,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bahdanau_fast import checks, limits
+from bahdanau_fast import checks
 from bahdanau_fast.backends import availability
 from bahdanau_fast.backends.route import is_gpu_step
 from bahdanau_fast.backends.triton.launch import Steps, precision
@@ -19,50 +19,30 @@ from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.softmax import lengths_kernel
 from bahdanau_fast.kernels.tables import tables_kernel
 
-__all__ = ["DTYPES", "Call", "Table", "lengths", "make_table", "new_table", "strides", "usual"]
+__all__ = ["DTYPES", "Call", "Table", "lengths", "make_table", "new_table", "usual"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What a size of compiled code may be of which nothing is known.
 _ANY = 64
-NO_DROPOUT: dict[str, Any] = {"seed": None, "threshold": 0, "scale_bits": 0}
+# Bytes of shared memory of AMD's GPUs, where torch does not say what a block may have.
+_SHARED = 64 << 10
+# What kernels call the first two strides of a tensor.
+_STRIDES = {
+    "queries": "q", "keys": "k", "values": "v", "features": "f", "grad_context": "gc",
+    "grad_weights": "gw", "rows": "r", "others": "o", "x": "x", "lens": "lens", "mask": "mask",
+}  # fmt: skip
 
 
 class Call:
-    """What the kernels of one call have in common.
+    """What the kernels of one call have in common; its arguments are those of the operators.
 
-    Args:
-        steps: of the call.
-        queries: (B,Tq,Dq) with ``w_q``, else (B,Tq,H); the others likewise, as operators have them.
-        keys: (B,Tk,Dk) with ``w_k``, else (B,Tk,H).
-        values: (B,Tk,Dv).
-        w_v: (1,H) or (H,).
-        w_q: (H,Dq) or None.
-        w_k: (H,Dk) or None.
-        bias: (H,) or None; with ``w_k`` only.
-        features: None, or (B,Tk,C), whose projection is added to the keys.
-        w_f: (H,C); with features.
-        valid_lens: None, (B,) or (B,Tq).
-        mask: None, or bool (B,1,Tk) or (B,Tq,Tk).
-        table: not read: these kernels make what they need in registers.
-        keys_max: likewise.
-        seed: (1,) int64, with dropout.
-        dropout_p: probability of dropping a weight.
-        activation: a place in ``checks.ACTIVATIONS``.
-        negative_slope: of leaky ReLU.
-
-    Raises:
-        TypeError: a dtype that these kernels do not compute, or of lengths or a mask; dtypes that
-            differ; no dense tensor.
-        ValueError: ranks, sizes or devices that do not match; numbers out of their range.
+    Kernels make what a table holds in registers: ``table`` and ``keys_max`` are not read.
 
     Attributes:
-        queries: laid out for the kernels, and raw with ``w_q``; likewise keys and values.
+        queries: laid out for the kernels, and raw with ``w_q``; likewise keys.
         features: and ``w_f``, laid out likewise; or None.
-        value_size: Dv.
         is_step: whether the kernels of a step serve the call.
-        seen: lengths and mask as kernels take them, by name; what is absent is None.
-        dropout: the seed and the numbers of dropout, likewise.
-        kind: of the activation and of the numbers, likewise.
+        given: what is the same for all its kernels, by the names that those have.
     """
 
     def __init__(
@@ -84,26 +64,26 @@ class Call:
         if mask is not None and checks.as_mask(mask, queries, values) is not mask:
             checks.reject(ValueError, "mask", "have 3 dimensions", tuple(mask.shape))
         self.steps, self.w_q, self.w_k, self.bias = steps, w_q, w_k, bias
+        self.lens, self.mask = valid_lens, mask
         self.batch, self.queries_len, self.query_size = queries.shape
         self.keys_len, self.value_size = values.shape[1:]
         sizes = self.queries_len, self.hidden, self.value_size
         self.is_step = {*map(type, sizes)} == {int} and is_gpu_step(*sizes)
-        self.size, self.limits = queries.element_size(), limits.of_gpu(queries.device)
-        self.processors, self.dtype = processors(queries.device), queries.dtype
-        self.queries, self.keys, self.values = map(self.rows, (queries, keys, values))
+        self.size, self.dtype = queries.element_size(), queries.dtype
+        self.processors, self.shared = gpu(queries.device)
+        self.queries, self.keys, values = map(self.rows, (queries, keys, values))
         self.w_v, self.features, self.w_f = self.whole(w_v), None, None
         if features is not None and w_f is not None:
             self.features, self.w_f = self.rows(features), self.whole(w_f)
-        precise = queries.dtype == torch.float32
+        self.precise = queries.dtype == torch.float32
         on_host = availability.interpreted()
-        self.precision = "host" if on_host else precision() if precise else "ieee"
-        self.kind: dict[str, Any] = {"slope": float(negative_slope), "ACTIVATION": activation}
-        self.kind |= {"PRECISE": precise, "NATIVE": native()}
-        self.seen: dict[str, Any] = {"lens": valid_lens, **strides(lens=valid_lens)}
-        self.seen |= {"mask": mask, **strides(mask=mask)}
-        self.seen["mask_key"] = 0 if mask is None else mask.stride(2)
-        self.mask_rows = 1 if mask is None else mask.shape[1]
-        self.dropout = NO_DROPOUT
+        self.given: dict[str, Any] = {
+            "values": values, "w_v": self.w_v, "Tk": self.keys_len, "H": self.hidden,
+            "Dv": self.value_size, "slope": float(negative_slope), "ACTIVATION": activation,
+            "PRECISE": self.precise, "NATIVE": native(),
+            "PRECISION": "host" if on_host else precision() if self.precise else "ieee",
+            "seed": None, "threshold": 0, "scale_bits": 0,
+        }  # fmt: skip
         if dropout_p > 0.0:
             if seed is None:
                 checks.reject(ValueError, "seed", "be given with dropout", None)
@@ -111,7 +91,7 @@ class Call:
             scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
             (bits,) = struct.unpack("q", struct.pack("d", scale))
             threshold = -int(-dropout_p * 2**32 // 1)
-            self.dropout = {"seed": seed, "threshold": threshold, "scale_bits": bits}
+            self.given |= {"seed": seed, "threshold": threshold, "scale_bits": bits}
 
     @classmethod
     def of_scores(
@@ -119,10 +99,20 @@ class Call:
         w_f: Tensor | None, *activation: Any,
     ) -> Call:  # fmt: skip
         """Where the scores are all that is computed."""
-        return cls(
-            steps, queries, keys, keys, w_v, None, None, None, features, w_f, None, None, None,
-            None, None, 0.0, *activation,
-        )  # fmt: skip
+        absent = (None,) * 5
+        inputs = queries, keys, keys, w_v, *absent[:3], features, w_f, *absent
+        return cls(steps, *inputs, 0.0, *activation)
+
+    def launch(self, kernel: Any, *grid: int, **own: Any) -> None:
+        """Launch a kernel with its own arguments and those that it shares with others."""
+        names, mask = kernel.arg_names, self.mask
+        given = {**self.given, "queries": self.queries, "Tq": self.queries_len, "lens": self.lens}
+        given |= {"mask": mask, "mask_key": 0 if mask is None else mask.stride(2), **own}
+        for name, short in _STRIDES.items():
+            if f"{short}_batch" in names:
+                given |= _strides(short, given[name])
+        given = {name: x for name, x in given.items() if name in names or name in own}
+        self.steps.launch(kernel, *grid, **given)
 
     def rows(self, x: Tensor) -> Tensor:
         """``x`` with its features side by side, as the kernels read it."""
@@ -148,12 +138,6 @@ class Call:
             need = f"be on the device of queries, {self.steps.device}"
             checks.reject(ValueError, name, need, x.device)
 
-    def reads_w_q(self) -> bool:
-        """Whether a step's launch projects the queries."""
-        return self.is_step and plans.projects_queries(
-            self.queries_len, usual(self.query_size), self.hidden, self.size
-        )
-
     def split(self, plan: plans.StepPlan, in_tiles: bool = False) -> tuple[int, int]:
         """How many splits a plan has, and keys of one.
 
@@ -169,12 +153,10 @@ class Call:
         """The call of some of its queries, without the weights."""
         part, narrow = copy.copy(self), functools.partial(self.steps.make, torch.narrow)
         part.queries, part.queries_len = narrow(self.queries, 1, first, count), count
-        lens, mask = self.seen["lens"], self.seen["mask"]
-        if lens is not None and lens.dim() == 2:
-            lens = narrow(lens, 1, first, count)
-        if self.mask_rows > 1:
-            mask = narrow(mask, 1, first, count)
-        part.seen = {**self.seen, "lens": lens, "mask": mask}
+        if self.lens is not None and self.lens.dim() == 2:
+            part.lens = narrow(self.lens, 1, first, count)
+        if self.mask is not None and self.mask.shape[1] > 1:
+            part.mask = narrow(self.mask, 1, first, count)
         return part
 
     def project(
@@ -238,36 +220,30 @@ class Table(NamedTuple):
         return self.largest is None or self.largest.shape[1] >= rows.shape[1]
 
 
-def strides(**tensors: Tensor | None) -> dict[str, int]:
-    """The first two strides of each, as kernels name them; 0 where a tensor is the same for all."""
-    found = {}
-    for name, x in tensors.items():
-        several = x is not None and x.dim() > 1 and x.shape[1] > 1
-        found[f"{name}_batch"] = 0 if x is None else x.stride(0)
-        found[f"{name}_row"] = x.stride(1) if x is not None and several else 0
-    return found
+def _strides(name: str, x: Tensor | None) -> dict[str, int]:
+    """The first two strides, as kernels name them; 0 where a tensor is the same for all."""
+    several = x is not None and x.dim() > 1 and x.shape[1] > 1
+    row = x.stride(1) if x is not None and several else 0
+    return {f"{name}_batch": 0 if x is None else x.stride(0), f"{name}_row": row}
 
 
-def lengths(call: Call) -> dict[str, Any]:
-    """Lengths up to the last key that is seen, as kernels take them, by name."""
-    lens = call.seen["lens"]
-    if call.seen["mask"] is not None:
-        per_query = call.mask_rows > 1 or (lens is not None and lens.dim() == 2)
-        rows = call.queries_len if per_query else 1
-        last = call.steps.new(call.batch, rows, dtype=torch.int32)
-        call.steps.launch(
-            lengths_kernel, call.batch * rows,
-            out=last, rows=rows, Tk=call.keys_len, **call.seen, BLOCK_K=1024,
-        )  # fmt: skip
-        lens = last
-    return {"lens": lens, **strides(lens=lens)}
+def lengths(call: Call) -> Tensor | None:
+    """Lengths up to the last key that is seen."""
+    lens, mask = call.lens, call.mask
+    if mask is None:
+        return lens
+    per_query = mask.shape[1] > 1 or (lens is not None and lens.dim() == 2)
+    rows = call.queries_len if per_query else 1
+    last = call.steps.new(call.batch, rows, dtype=torch.int32)
+    call.launch(lengths_kernel, call.batch * rows, out=last, rows=rows, BLOCK_K=1024)
+    return last
 
 
 def new_table(call: Call, most: int) -> Table:
     """Where the table of up to so many rows goes."""
-    if call.kind["ACTIVATION"]:
+    if call.given["ACTIVATION"]:
         return Table(None, None)
-    entries = call.steps.new(1 + call.kind["PRECISE"], call.batch, most, call.hidden)
+    entries = call.steps.new(1 + call.precise, call.batch, most, call.hidden)
     return Table(entries, call.steps.new(call.batch, most))
 
 
@@ -277,10 +253,9 @@ def make_table(call: Call, x: Tensor, table: Table) -> None:
         return
     batch, length, hidden = x.shape
     blocks = plans.tables(usual(hidden))
-    call.steps.launch(
+    call.launch(
         tables_kernel, batch * -(-length // blocks["BLOCK_R"]),
-        x=x, table=table.entries, largest=table.largest, second=x.numel(), T=length, H=hidden,
-        **strides(x=x), PRECISE=call.kind["PRECISE"], **blocks,
+        x=x, table=table.entries, largest=table.largest, second=x.numel(), T=length, **blocks,
     )  # fmt: skip
 
 
@@ -291,8 +266,9 @@ def native() -> bool:
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a large one's where kernels are interpreted."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def gpu(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors of a GPU, and bytes of shared memory that a block may have there."""
+    if device.type != "cuda":  # kernels are interpreted
+        return 132, _SHARED
+    has = torch.cuda.get_device_properties(device)
+    return has.multi_processor_count, getattr(has, "shared_memory_per_block_optin", _SHARED)

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from bahdanau_fast.backends.triton.call import (
-    Call,
-    Table,
-    lengths,
-    make_table,
-    new_table,
-    strides,
-    usual,
-)
+from bahdanau_fast.backends.triton.call import Call, Table, lengths, make_table, new_table, usual
 from bahdanau_fast.backends.triton.launch import Kept, Steps
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.combine import combine_kernel
@@ -32,34 +24,20 @@ __all__ = ["attend_scores", "attention", "recorded"]
 
 @Kept
 def attention(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
-    """The operator ``attention``; see :mod:`ops.attention`.
-
-    Keys are projected by torch's product; queries too, unless W_q is so small that a step reads it.
-
-    Args:
-        steps: of the call.
-        *given: the arguments of the operator.
-
-    Returns:
-        Context (B,Tq,Dv) and weights (B,Tq,Tk), fp32 or ``narrow``; (0,) if not wanted.
-
-    Raises:
-        TypeError: as :class:`Call`.
-        ValueError: likewise.
-    """
+    """The operator ``attention``; see :mod:`ops.attention`."""
     *inputs, need_weights, _, _, narrow = given
     call = Call(steps, *inputs)
-    call.project(but_queries=call.reads_w_q())
+    # Torch projects keys; and queries, unless W_q is so small that the launch of a step reads it.
+    own = call.is_step and plans.projects_queries(
+        call.queries_len, usual(call.query_size), call.hidden, call.size
+    )
+    call.project(but_queries=own)
     return _attended(call, need_weights, narrow, None)
 
 
 @Kept
 def recorded(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
-    """The operator ``attention.recorded``, as :func:`attention`.
-
-    Returns:
-        As there; and counts like lengths without a mask, and the queries that are projected here.
-    """
+    """The operator ``attention.recorded``: counts and projections follow what attention gives."""
     *inputs, need_weights, _, _, narrow = given
     call = Call(steps, *inputs)
     call.project()
@@ -82,18 +60,20 @@ def _attended(
     context = steps.new(*shape[:2], call.value_size, dtype=call.dtype)
     dtype = call.dtype if narrow else torch.float32
     weights = steps.new(*shape, dtype=dtype) if need_weights else None
+    row = 0 if counts is None else call.queries_len if counts.dim() > 1 else 1
+    call.given |= {"weights": weights, "counts": counts, "counts_row": row}
     if 0 in shape:
         for made in (context, counts):
             if made is not None:
                 steps.update(Tensor.zero_, made)
     else:
-        (_step if call.is_step else _many)(call, context, weights, counts)
+        (_step if call.is_step else _many)(call, context)
     return context, steps.none(dtype) if weights is None else weights
 
 
 @Kept
 def attend_scores(steps: Steps, *given: Any) -> Tensor:
-    """The operator ``attend_scores``, as :func:`attention`; returns fp32 (B,Tq,Tk)."""
+    """The operator ``attend_scores``."""
     queries, keys, w_v, features, w_f, activation, slope, _ = given
     call = Call.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
     scores = steps.new(call.batch, call.queries_len, call.keys_len)
@@ -102,15 +82,15 @@ def attend_scores(steps: Steps, *given: Any) -> Tensor:
     return scores
 
 
-def _step(call: Call, context: Tensor, weights: Tensor | None, counts: Tensor | None) -> None:
+def _step(call: Call, context: Tensor) -> None:
     """One launch and, where keys are split, one to combine."""
-    batch, queries_len, keys_len, value_size = (
-        call.batch, call.queries_len, call.keys_len, call.value_size,
+    batch, queries_len, value_size, new = (
+        call.batch, call.queries_len, call.value_size, call.steps.new,
     )  # fmt: skip
-    new, channels = call.steps.new, 0 if call.w_f is None else call.w_f.shape[1]
+    channels = 0 if call.w_f is None else call.w_f.shape[1]
     plan = plans.decode(
-        usual(batch), queries_len, usual(keys_len), call.hidden, value_size, call.processors,
-        call.size, call.limits.shared, usual(channels),
+        usual(batch), queries_len, usual(call.keys_len), call.hidden, value_size, call.processors,
+        call.size, call.shared, usual(channels),
     )  # fmt: skip
     splits, split_keys = call.split(plan)
     if plan.blocks["BLOCK_C"]:
@@ -118,92 +98,69 @@ def _step(call: Call, context: Tensor, weights: Tensor | None, counts: Tensor | 
     else:
         keys, features, w_f = call.summed_keys, None, None
     # Apart from the weights: a tile smaller than the program is read by several threads at once.
-    scores = new(batch, queries_len, keys_len) if weights is not None else None
+    weighs = call.given["weights"] is not None
+    scores = new(batch, queries_len, call.keys_len) if weighs else None
     parts, maxima, sums = context, None, None
     if splits > 1:
         parts = new(batch, queries_len, splits, value_size)
         maxima, sums = (new(batch, queries_len, splits) for _ in range(2))
-    call.steps.launch(
+    call.given |= {"scores": scores, "maxima": maxima, "sums": sums, "splits": splits}
+    call.launch(
         decode_kernel, batch * splits * queries_len,
-        queries=call.queries, keys=keys, values=call.values, w_v=call.w_v, context=parts,
-        scores=scores, weights=weights, maxima=maxima, sums=sums, w_q=call.w_q, features=features,
-        w_f=w_f, Tq=queries_len, Tk=keys_len, H=call.hidden, Dq=call.queries.shape[2],
-        Dv=value_size, C=channels, **strides(q=call.queries, k=keys, v=call.values, f=features),
-        splits=splits, split_keys=split_keys, SPLIT=splits > 1, **call.seen, **call.dropout,
-        **call.kind, **_counted(call, counts), PRECISION=call.precision, **plan.blocks,
+        keys=keys, context=parts, w_q=call.w_q, features=features, w_f=w_f,
+        Dq=call.queries.shape[2], C=channels, split_keys=split_keys, SPLIT=splits > 1,
+        **plan.blocks,
     )  # fmt: skip
     if splits > 1:
         blocks = plans.combine(splits, value_size)
-        call.steps.launch(
-            combine_kernel, batch * queries_len, -(-value_size // blocks["BLOCK_D"]) or 1,
-            parts=parts, maxima=maxima, sums=sums, context=context, scores=scores,
-            weights=weights, Tk=keys_len, Dv=value_size, splits=splits, **blocks,
-        )  # fmt: skip
+        programs = batch * queries_len, -(-value_size // blocks["BLOCK_D"]) or 1
+        call.launch(combine_kernel, *programs, parts=parts, context=context, **blocks)
 
 
-def _counted(call: Call, counts: Tensor | None) -> dict[str, Any]:
-    """Where it is written how many keys the lengths leave, as kernels take it, by name."""
-    row = 0 if counts is None else call.queries_len if counts.dim() > 1 else 1
-    return {"counts": counts, "counts_row": row}
-
-
-def _many(call: Call, context: Tensor, weights: Tensor | None, counts: Tensor | None) -> None:
+def _many(call: Call, context: Tensor) -> None:
     """All queries; where nothing but the context is wanted, as many at once as scores allow."""
-    steps, total = call.steps, call.queries_len
+    steps, given, total = call.steps, call.given, call.queries_len
     chunk = plans.query_chunk(usual(call.batch), usual(call.keys_len), GPU_STEP_QUERIES + 1)
     # A weight's place decides whether it is dropped: with dropout the queries stay together.
-    together = weights is not None or counts is not None or call.dropout["seed"] is not None
+    together = any(given[name] is not None for name in ("weights", "counts", "seed"))
     if together or type(total) is not int or chunk >= total:
-        _some(call, total, [(call, context)], weights, counts)
+        _some(call, total, [(call, context)])
         return
     parts = []
     for first in range(0, total, chunk):
         some = min(chunk, total - first)
         out = steps.new(call.batch, some, call.value_size, dtype=call.dtype)
         parts.append((call.of_queries(first, some), out))
-    _some(call, chunk, parts, None, None)
+    _some(call, chunk, parts)
     for number, (part, out) in enumerate(parts):
         whole = steps.make(torch.narrow, context, 1, number * chunk, part.queries_len)
         steps.update(Tensor.copy_, whole, out)
 
 
-def _some(
-    call: Call,
-    most: int,
-    parts: list[tuple[Call, Tensor]],
-    weights: Tensor | None,
-    counts: Tensor | None,
-) -> None:
+def _some(call: Call, most: int, parts: list[tuple[Call, Tensor]]) -> None:
     """Parts of a call, of up to so many queries, one after the other in the same memory."""
     # Apart from the weights: programs of other features read them while the first writes weights.
     scores = call.steps.new(call.batch, most, call.keys_len)
     table = new_table(call, most)
+    blocks = plans.products(usual(call.value_size), call.size, call.mask is not None)
     for part, context in parts:
-        bounds = lengths(part)
-        _scores(part, scores, table, bounds)
-        blocks = plans.products(usual(part.value_size), part.size, part.seen["mask"] is not None)
+        lens = lengths(part)
+        _scores(part, scores, table, lens)
         count = -(-part.queries_len // blocks["BLOCK_Q"])
         count *= -(-part.value_size // blocks["BLOCK_D"]) or 1
-        part.steps.launch(
-            softmax_kernel, part.batch * count,
-            scores=scores, values=part.values, weights=weights, context=context,
-            Tq=part.queries_len, Tk=part.keys_len, Dv=part.value_size, **strides(v=part.values),
-            **(part.seen | bounds), **part.dropout, **_counted(part, counts),
-            PRECISION=part.precision, **blocks,
-        )  # fmt: skip
+        programs = part.batch * count
+        part.launch(softmax_kernel, programs, scores=scores, context=context, lens=lens, **blocks)
 
 
-def _scores(call: Call, scores: Tensor, table: Table, bounds: dict[str, Any]) -> None:
+def _scores(call: Call, scores: Tensor, table: Table, lens: Tensor | None) -> None:
     """Scores of all keys within the lengths."""
     queries, keys = call.queries, call.summed_keys
     make_table(call, queries, table)
     sizes = map(usual, (call.batch, call.queries_len, call.keys_len, call.hidden, call.size))
     blocks = plans.scores(*sizes)
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.queries_len // blocks["BLOCK_Q"])
-    call.steps.launch(
+    call.launch(
         scores_kernel, call.batch * count,
-        queries=queries, query_table=table.entries, query_max=table.largest,
-        second=queries.numel(), keys=keys, w_v=call.w_v, scores=scores, Tq=call.queries_len,
-        Tk=call.keys_len, H=call.hidden, **strides(q=queries, k=keys), **bounds, **call.kind,
-        **blocks,
+        query_table=table.entries, query_max=table.largest, second=queries.numel(), keys=keys,
+        scores=scores, lens=lens, **blocks,
     )  # fmt: skip
