@@ -86,7 +86,7 @@ class _Gradients:
     def zero(self) -> None:
         for grad in (self.queries, self.keys, self.values, self.w_v):
             if grad is not None:
-                self._call.steps.update(Tensor.zero_, grad)
+                self._call.steps.make(Tensor.zero_, grad)
 
     def results(self, *inputs: Any) -> tuple[Tensor, ...]:
         """All nine; those of what was multiplied as the backward of torch's linear makes them."""
@@ -188,24 +188,17 @@ def _through_keys(
 def _of_many(call: Call, grads: _Gradients) -> None:
     """The gradients of many queries: products, then what each pass over tanh gives."""
     blocks = plans.grad_products()
-    queries_blocks, keys_blocks, features_blocks = (
-        -(-size // blocks[name])
-        for size, name in (
-            (call.queries_len, "BLOCK_Q"),
-            (call.keys_len, "BLOCK_K"),
-            (call.value_size, "BLOCK_D"),
-        )
-    )
+    of_keys = call.batch * -(-call.keys_len // blocks["BLOCK_K"])
     if grads.values is not None and call.given["grad_context"] is None:
-        call.steps.update(Tensor.zero_, grads.values)
+        call.steps.make(Tensor.zero_, grads.values)
     elif grads.values is not None:
-        programs = call.batch * keys_blocks * features_blocks
+        programs = of_keys * -(-call.value_size // blocks["BLOCK_D"])
         call.launch(grad_values_kernel, programs, out=grads.values, **blocks)
     if not grads.through_scores:
         return
     lens = lengths(call)
     grad_scores = call.steps.new(call.batch, call.queries_len, call.keys_len)
-    programs = call.batch * keys_blocks * queries_blocks
+    programs = of_keys * -(-call.queries_len // blocks["BLOCK_Q"])
     call.launch(grad_weights_kernel, programs, out=grad_scores, lens=lens, **blocks)
     rows, plan = call.batch * call.queries_len, plans.grad_softmax(usual(call.keys_len))
     call.launch(grad_softmax_kernel, rows, grads=grad_scores, lens=lens, **plan)
@@ -225,15 +218,13 @@ def _grad_tanh(
     call: Call, grads: _Gradients, grad_scores: Tensor, longest: Tensor | None = None
 ) -> None:
     """Fill the gradients of queries, keys and w_v that are needed."""
-    queries, keys = call.queries, call.summed_keys
     of_queries = grads.queries is not None or grads.w_v is not None
-    of = call, grad_scores, longest
-    table = new_table(call, queries.shape[1] if grads.keys is not None else keys.shape[1])
+    of, table = (call, grad_scores, longest), None
+    if of_queries and grads.keys is not None and call.steps.in_place:  # for one after the other
+        table = new_table(call, max(call.queries_len, call.keys_len))
     if grads.keys is not None:
         _pass(*of, table, grads.keys, True, None)
     if of_queries:
-        if grads.keys is not None and not (call.steps.in_place and table.holds(keys)):
-            table = new_table(call, keys.shape[1])
         _pass(*of, table, grads.queries, False, grads.w_v)
 
 
@@ -241,7 +232,7 @@ def _pass(
     call: Call,
     grad_scores: Tensor,
     longest: Tensor | None,
-    table: Table,
+    table: Table | None,
     out: Tensor | None,
     rows_are_keys: bool,
     grad_w: Tensor | None,
@@ -251,6 +242,7 @@ def _pass(
     g_batch, g_row, g_other = grad_scores.stride()
     if rows_are_keys:
         rows, others, g_row, g_other = others, rows, g_other, g_row
+    table = table or new_table(call, others.shape[1])
     make_table(call, others, table)
     rows_len, others_len, w_parts = rows.shape[1], others.shape[1], None
     blocks = plans.grad_tanh(usual(rows_len), usual(call.hidden), grad_w is not None)

@@ -122,7 +122,7 @@ class Call:
 
     def whole(self, x: Tensor) -> Tensor:
         """``x`` without gaps, as the kernels read weights."""
-        return self.steps.make(Tensor.contiguous, x)
+        return x if x.is_contiguous() else self.steps.make(Tensor.contiguous, x)
 
     def check(
         self, name: str, x: Tensor | None, shape: tuple[int, ...], *dtypes: torch.dtype
@@ -160,34 +160,28 @@ class Call:
         return part
 
     def project(
-        self,
-        queries: Tensor | None = None,
-        keys: Tensor | None = None,
-        but_queries: bool = False,
+        self, queries: Tensor | None = None, keys: Tensor | None = None, but_queries: bool = False
     ) -> None:
         """Have the queries and keys projected, unless it is said what they are; empty says none.
 
         With ``but_queries`` those are left to the kernel.
         """
-        self.keys = self._projected("keys", keys, self.keys, self.w_k, self.bias)
+        of_keys, of_queries = (
+            ("keys", keys, self.w_k, self.bias),
+            ("queries", queries, self.w_q, None),
+        )
+        for name, known, weight, bias in (of_keys,) if but_queries else (of_keys, of_queries):
+            rows = getattr(self, name)
+            if weight is None:
+                continue
+            if known is None or tuple(known.shape) == (0,):
+                found = self.steps.make(F.linear, rows, weight, bias)
+            else:
+                self.check(f"projected_{name}", known, (*rows.shape[:2], self.hidden), self.dtype)
+                found = self.rows(known)
+            setattr(self, name, found)
         if not but_queries:
-            self.queries = self._projected("queries", queries, self.queries, self.w_q)
             self.w_q = None
-
-    def _projected(
-        self,
-        name: str,
-        known: Tensor | None,
-        rows: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        if weight is None:
-            return rows
-        if known is None or tuple(known.shape) == (0,):
-            return self.steps.make(F.linear, rows, weight, bias)
-        self.check(f"projected_{name}", known, (*rows.shape[:2], self.hidden), self.dtype)
-        return self.rows(known)
 
     @functools.cached_property
     def summed_keys(self) -> Tensor:
@@ -214,10 +208,6 @@ class Table(NamedTuple):
 
     entries: Tensor | None
     largest: Tensor | None
-
-    def holds(self, rows: Tensor) -> bool:
-        """Whether there is place for those of some rows (B,T,H)."""
-        return self.largest is None or self.largest.shape[1] >= rows.shape[1]
 
 
 def _strides(name: str, x: Tensor | None) -> dict[str, int]:

@@ -65,7 +65,7 @@ def _attended(
     if 0 in shape:
         for made in (context, counts):
             if made is not None:
-                steps.update(Tensor.zero_, made)
+                steps.make(Tensor.zero_, made)
     else:
         (_step if call.is_step else _many)(call, context)
     return context, steps.none(dtype) if weights is None else weights
@@ -134,7 +134,7 @@ def _many(call: Call, context: Tensor) -> None:
     _some(call, chunk, parts)
     for number, (part, out) in enumerate(parts):
         whole = steps.make(torch.narrow, context, 1, number * chunk, part.queries_len)
-        steps.update(Tensor.copy_, whole, out)
+        steps.make(Tensor.copy_, whole, out)
 
 
 def _some(call: Call, most: int, parts: list[tuple[Call, Tensor]]) -> None:

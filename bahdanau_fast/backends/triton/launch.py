@@ -9,7 +9,7 @@ kernels that Triton would choose again, so nothing else is asked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -35,24 +35,17 @@ _ON_AMD = torch.version.hip is not None
 class Plan(NamedTuple):
     """The steps of calls of one kind. Its tensors are places in a list that begins with arguments.
 
-    Attributes:
-        blank: what follows the arguments in the list: a place for each new tensor, then numbers.
-        steps: of a new tensor (function, picks its arguments or None, its place, None), of a launch
-            (what runs a kernel, picks its arguments, the grid, what Triton is told beside it).
-        results: picks the results.
-        gpu: its number; -1 of other devices.
-        stream: gives the current stream of ``device``.
-        device: as Triton's driver names it.
-        kernels: held here, since they are unloaded with their last reference.
+    A step makes a tensor (function, picks its arguments or None, its place, None) or launches (what
+    runs a kernel, picks its arguments, the grid, what Triton is told beside it).
     """
 
-    blank: tuple[Any, ...]
+    blank: tuple[Any, ...]  # behind the arguments: a place for each new tensor, then numbers
     steps: tuple[tuple[Any, ...], ...]
-    results: Callable[[list[Any]], Any]
-    gpu: int
-    stream: Callable[[Any], Any]
-    device: Any
-    kernels: tuple[CompiledKernel, ...]
+    results: Callable[[list[Any]], Any]  # picks them
+    gpu: int  # its number; -1 of other devices
+    stream: Callable[[Any], Any]  # the current one of ``device``
+    device: Any  # as Triton's driver names it
+    kernels: tuple[CompiledKernel, ...]  # they are unloaded with their last reference
 
 
 #: By the key of a call; None after the first, which many sizes have no second of.
@@ -102,7 +95,9 @@ class Kept:
         """A call that is checked and planned."""
         again = key in plans
         steps = Recorder(given) if again else Steps(given)
-        with steps.guard():
+        # Triton launches on the current device.
+        on_gpu = steps.device.type == "cuda"
+        with torch.cuda.device(steps.device) if on_gpu else nullcontext():
             results = self._operator(steps, *steps.given)
             plan = steps.plan(results) if isinstance(steps, Recorder) else None
         if key is not None:
@@ -123,24 +118,14 @@ def _is_watched() -> bool:
 
 
 class Steps:
-    """Runs the steps of a call.
+    """Runs the steps of a call with such arguments."""
 
-    Args:
-        given: the arguments of an operator.
-
-    Attributes:
-        in_place: what no step reads any more may be written to.
-    """
-
+    #: What no step reads any more may be written to.
     in_place = True
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         self.given, self.device = given, given[0].device
         self._autocast = torch._C._is_any_autocast_enabled()
-
-    def guard(self) -> AbstractContextManager[Any]:
-        """Triton launches on the current device: make that the one of the arguments."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor beside the arguments, of the type computed in unless told."""
@@ -151,15 +136,15 @@ class Steps:
         return self.new(0, dtype=dtype)
 
     def make(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
-        """What a function makes of tensors of these steps, and of numbers."""
-        return self._in_its_dtype(function, given)(*given)
+        """What a function makes of tensors of these steps, perhaps in place, and of numbers."""
+        if self._autocast and given:
+            function = partial(_without_autocast, function)
+        result = function(*given)
+        self._note(function, given, result)
+        return result
 
-    def _in_its_dtype(self, function: Callable[..., Tensor], given: Any) -> Callable[..., Tensor]:
-        return partial(_without_autocast, function) if self._autocast and given else function
-
-    def update(self, function: Callable[..., Tensor], x: Tensor, *given: Any) -> None:
-        """Have a function of PyTorch change a tensor of these steps in place."""
-        function(x, *given)
+    def _note(self, function: Callable[..., Tensor], given: Any, result: Tensor) -> None:
+        pass
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
         """Launch a kernel with tensors of these steps and numbers, all by name."""
@@ -177,12 +162,7 @@ class Traced(Steps):
 
 
 class Recorder(Steps):
-    """Notes the steps that it runs.
-
-    Attributes:
-        given: the arguments, with another tensor for one that is given twice, as the next call may
-            not.
-    """
+    """Notes the steps that it runs."""
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         super().__init__(given)
@@ -192,7 +172,7 @@ class Recorder(Steps):
         self._kernels: list[CompiledKernel] = []
         self._none: dict[torch.dtype, Tensor] = {}
         self._repeats = True
-        for x in given:
+        for x in given:  # another tensor for one that is given twice, as the next call may not
             self._hold(x.detach() if id(x) in self._places else x)
         self.given = tuple(self._tensors)
 
@@ -213,19 +193,11 @@ class Recorder(Steps):
             self._none[dtype] = super().none(dtype)
         return self._none[dtype]
 
-    def make(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
-        """The same, noted unless it is one of these steps' tensors already."""
-        function = self._in_its_dtype(function, given)
-        result = function(*given)
-        if id(result) not in self._places:
-            self._steps.append((function, given, len(self._tensors), None))
+    def _note(self, function: Callable[..., Tensor], given: Any, result: Tensor) -> None:
+        place = self._places.get(id(result), len(self._tensors))
+        self._steps.append((function, given, place, None))
+        if place == len(self._tensors):
             self._hold(result)
-        return result
-
-    def update(self, function: Callable[..., Tensor], x: Tensor, *given: Any) -> None:
-        """The same, noted."""
-        super().update(function, x, *given)
-        self._steps.append((function, (x, *given), self._places[id(x)], None))
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
         """The same, noted with what Triton has chosen."""
