@@ -27,19 +27,15 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Limits:
-    """Which product of fp32 matrices is taken on the CPU.
+    """Which product of fp32 matrices is taken on the CPU."""
 
-    Attributes:
-        onednn_work: multiplications from which on a projection goes through oneDNN, below through
-            MKL.
-        turned_side: rows and columns of a weight from which on a projection of some rows is the
-            transpose of an MKL product.
-        few_rows: rows up to which a projection by a large weight is this package's own product,
-            where there is no oneDNN.
-    """
-
+    # Multiplications from which on a projection goes through oneDNN, below through MKL.
     onednn_work: int
+    # Rows and columns of a weight from which on a projection of some rows is the transpose of an
+    # MKL product.
     turned_side: int
+    # Rows up to which a projection by a large weight is this package's own product, where there is
+    # no oneDNN.
     few_rows: int
 
 
@@ -78,11 +74,7 @@ LIMITS = FAMILIES[family()]
 
 @contextmanager
 def using(**changes: int) -> Iterator[Limits]:
-    """Other limits for a block, process-wide.
-
-    Args:
-        **changes: fields of :class:`Limits`.
-    """
+    """Other :class:`Limits` for a block, process-wide."""
     global LIMITS
     before, LIMITS = LIMITS, replace(LIMITS, **changes)
     try:

@@ -51,10 +51,9 @@ _forced: str | None = None
 
 
 _cpu_problem = availability.cpu_problem()
-_cpu_ready = _cpu_problem is None
 # Triton, too, reads it once.
 _INTERPRETED = availability.interpreted()
-_ON_CPU = ("cpu", "reference") if _cpu_ready else ("reference",)
+_ON_CPU = ("cpu", "reference") if _cpu_problem is None else ("reference",)
 
 if _cpu_problem is not None:
     warnings.warn(
@@ -116,7 +115,7 @@ def explain(device: str | torch.device | None = None) -> str:
 
 
 def _instruction_set() -> str:
-    if not _cpu_ready:
+    if _cpu_problem is not None:
         return platform.machine()
     name: str = importlib.import_module("bahdanau_fast._C_cpu").instruction_set()
     return f"{name} kernels"
@@ -139,19 +138,14 @@ def resolve(
     Raises:
         ValueError: the name is unknown, or that backend cannot serve this device or dtype here.
     """
-    kind = device.type
-    there = _there(kind, step)
-    backend, _ = choose_backend(
-        _asked(name), kind, dtype, there, checks.plain_only(), _INTERPRETED, step=step
-    )
-    return backend
+    kind, asked, plain_only = device.type, _asked(name), checks.plain_only()
+    return choose_backend(
+        asked, kind, dtype, _there(kind, step), plain_only, _INTERPRETED, step=step
+    )[0]
 
 
 def decide(call: Call) -> Route:
     """How a call is computed: collects the facts and asks :func:`route.route`, once a call.
-
-    Args:
-        call: what is to be computed.
 
     Raises:
         ValueError: as :func:`resolve`.
@@ -168,14 +162,15 @@ def decide(call: Call) -> Route:
     doing = checks.what_torch_does(device, inputs, scored is None)
     asked = None if call.backend is None and _forced is None else _asked(call.backend)
     sharded = (scores_only or located is not None) and checks.is_sharded(queries)
-    kinds = (queries.dtype, w_q is None, w_k is None, scored is None, dropout_p > 0.0)
-    if doing[0]:
-        return _decided(device, kinds, doing, asked, sharded, general)
+    kinds = (w_q is None, w_k is None, scored is None, dropout_p > 0.0)
+    if doing[0]:  # no size may decide, or traced code would be compiled anew for each
+        none = (0, 0, 0), (0, 0, 0), 0, 0
+        return _decided(device, queries.dtype, none, doing, asked, sharded, general, kinds)
     hidden = queries.shape[2] if scored is None else scored.shape[-1]
     sizes = queries.shape, keys.shape, values.shape[2], hidden
     # Looked up rather than decided again: a small call takes little longer than the decision. What
     # is there may change with `why_not` alone.
-    known = why_not, device, kinds, doing, asked, sharded, general, sizes
+    known = why_not, device, queries.dtype, sizes, doing, asked, sharded, general, kinds
     found = _routes.get(known)
     if found is None:
         if len(_routes) >= MOST_ROUTES:
@@ -185,62 +180,29 @@ def decide(call: Call) -> Route:
 
 
 def _decided(
-    device: torch.device,
-    kinds: tuple[Any, ...],
-    doing: tuple[bool, ...],
-    asked: str | None,
-    sharded: bool,
-    general: bool,
-    # While code is traced no size may decide, or it would be compiled anew for each.
-    sizes: tuple[Any, ...] = ((0, 0, 0), (0, 0, 0), 0, 0),
-) -> Route:
+    device: torch.device, dtype: torch.dtype, sizes: Any, doing: tuple[bool, ...],
+    asked: str | None, sharded: bool, general: bool, kinds: tuple[bool, ...],
+) -> Route:  # fmt: skip
     (batch, queries_len, query_size), (_, keys_len, key_size), value_size, hidden = sizes
-    dtype, queries_projected, keys_projected, called, drops = kinds
     traced, records, of_inference, plain_only, autocast = doing
-    step = is_cuda_step(traced, queries_len, hidden, general)
-    return route(
-        Facts(
-            device=device.type,
-            dtype=dtype,
-            batch=batch,
-            queries_len=queries_len,
-            keys_len=keys_len,
-            query_size=query_size,
-            key_size=key_size,
-            value_size=value_size,
-            hidden=hidden,
-            queries_projected=queries_projected,
-            keys_projected=keys_projected,
-            called=called,
-            records=records,
-            drops=drops,
-            traced=traced,
-            plain_only=plain_only,
-            autocast=autocast,
-            asked=asked,
-            there=_there(device.type, step),
-            interpreted=asked is not None and _INTERPRETED,
-            plain_inputs=of_inference or sharded,
-            general=general,
-        )
-    )
+    there = _there(device.type, is_cuda_step(traced, queries_len, hidden, general))
+    facts = Facts(
+        device.type, dtype, batch, queries_len, keys_len, query_size, key_size, value_size, hidden,
+        traced, records, plain_only, autocast, of_inference or sharded, general, asked, there,
+        _INTERPRETED, *kinds,
+    )  # fmt: skip
+    return route(facts)
 
 
 _routes: dict[tuple[Any, ...], Route] = {}
 MOST_ROUTES = 4096
 
 
-def keeps_table(backend: str, projected_keys: Tensor, queries_len: int = 1) -> bool:
-    """Whether the keys of a memory get a table of exponentials.
-
-    Args:
-        backend: that serves the calls on it.
-        projected_keys: (B,Tk,H).
-        queries_len: Tq of the calls to come.
-    """
+def keeps_table(backend: str, projected_keys: Tensor) -> bool:
+    """Whether the projected keys (B,Tk,H) of a memory get a table of exponentials."""
     if checks.is_exporting():  # the precision of a table goes by the size
         return False
-    return _keeps_table(backend, projected_keys.numel(), queries_len)
+    return _keeps_table(backend, projected_keys.numel(), queries_len=1)
 
 
 def decide_decoder(
@@ -248,17 +210,8 @@ def decide_decoder(
 ) -> tuple[str, torch.dtype | None, str]:
     """The backend that attends in a decoder, the dtype of one operator for all steps, and why.
 
-    Args:
-        plain: nothing but the parameters of its layers decides what they compute.
-        dtype: of the inputs.
-        projected_keys: (B,Tk,H) of its memory.
-        values: (B,Tk,Dv) of its memory.
-
-    Returns:
-        The backend; the dtype, or None where steps go one by one; the reason.
-
-    Raises:
-        ValueError: as :func:`resolve`.
+    ``plain`` is of :class:`route.DecoderFacts`, ``dtype`` of the inputs; there is none where steps
+    go one by one. Raises ValueError as :func:`resolve`.
     """
     step = is_cuda_step(False, 1, projected_keys.shape[2], general=False)
     dtypes = {dtype, projected_keys.dtype, values.dtype}
@@ -286,13 +239,9 @@ def _asked(name: str | None) -> str | None:
 
 
 def _there(device: str, step: bool) -> tuple[str, ...]:
-    """The backends that may serve tensors of a kind of device."""
-    found: tuple[str, ...] = _ON_CPU if device != "cuda" else _on_gpu(step)
-    return found
-
-
-def _on_gpu(step: bool = True) -> tuple[str, ...]:
-    """The backends that can serve CUDA tensors; a step that CUDA C++ serves needs no other."""
+    """The backends that may serve tensors of a kind of device; CUDA C++ serves a ``step``."""
+    if device != "cuda":
+        return _ON_CPU
     has_cuda = why_not("cuda") is None
     if has_cuda and step:  # Triton is loaded where it is needed
         return ("cuda", "reference")

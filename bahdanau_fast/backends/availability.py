@@ -26,11 +26,19 @@ CAPABILITY = (8, 0)
 
 def cpu_problem() -> str | None:
     """Import the C++ extension, which registers the CPU kernels; None or what went wrong."""
-    numbers = torch.__version__.split(".")[:2]
-    if all(part.isdigit() for part in numbers) and tuple(map(int, numbers)) < TORCH:
-        wanted = ".".join(map(str, TORCH))
-        return f"the C++ extension needs torch >= {wanted}, got {torch.__version__}"
+    if _is_below(torch.__version__, TORCH):
+        return f"the C++ extension needs torch >= {_dotted(TORCH)}, got {torch.__version__}"
     return _load("_C_cpu", "C++", "a C++17 compiler")
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _is_below(version: str, least: tuple[int, int]) -> bool:
+    """Whether a version is older; one that nobody can read is not."""
+    numbers = version.partition("+")[0].split(".")[:2]
+    return all(part.isdigit() for part in numbers) and (*map(int, numbers),) < least
 
 
 def _load(extension: str, kind: str, needs: str) -> str | None:
@@ -78,14 +86,13 @@ def _does_not_run() -> str | None:
         with torch.cuda.device(device):
             problem: str | None = binary.why_not()
         if problem is not None:
-            gpu = f"cuda:{device} (compute capability {'.'.join(map(str, capability))})"
+            gpu = f"cuda:{device} (compute capability {_dotted(capability)})"
             return f"the CUDA extension does not run on {gpu}: {problem}"
     return None
 
 
 def _too_old(capability: tuple[int, int]) -> str:
-    needed, found = (".".join(map(str, version)) for version in (CAPABILITY, capability))
-    return f"compute capability {needed} is needed, this GPU has {found}"
+    return f"compute capability {_dotted(CAPABILITY)} is needed, this GPU has {_dotted(capability)}"
 
 
 def _why_not_built(extension: str, needs: str) -> str:
@@ -157,10 +164,8 @@ def triton_problem() -> str | None:
         version = ""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install 'bahdanau_fast[triton]')"
-    wanted = ".".join(map(str, TRITON))
-    numbers = version.split("+")[0].split(".")[:2]
-    if all(part.isdigit() for part in numbers) and tuple(map(int, numbers)) < TRITON and version:
-        return f"Triton must be >= {wanted}, got {version}"
+    if _is_below(version, TRITON):
+        return f"Triton must be >= {_dotted(TRITON)}, got {version}"
     try:
         importlib.import_module("bahdanau_fast.backends.triton")
     except Exception as error:  # Triton raises errors of many kinds when it does not fit

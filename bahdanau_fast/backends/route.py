@@ -13,7 +13,6 @@ import torch
 from bahdanau_fast import checks
 
 __all__ = [
-    "FORMS",
     "NAMES",
     "DecoderFacts",
     "Facts",
@@ -28,16 +27,6 @@ __all__ = [
 
 #: Backends, fastest first.
 NAMES = ("cuda", "triton", "cpu", "reference")
-
-#: How a call is computed, and from what.
-FORMS = {
-    "one operator": "queries and keys as they are given; the operator projects what has a weight",
-    "step": "raw queries, projected keys; the queries are projected in the operator",
-    "projected": "queries and keys are projected in front, by matrix products",
-    "called": "w_v is more than its weight: its layer is called on every (query, key) pair",
-    "reference": "plain PyTorch operations",
-}
-
 
 # A call of up to so many multiplications in both projections is one operator.
 ONE_OPERATOR_WORK = 32768
@@ -61,111 +50,67 @@ GPU_STEP_QUERIES, GPU_STEP_HIDDEN, GPU_STEP_FEATURES = 16, 2048, 2048
 
 
 class Facts(NamedTuple):
-    """What decides about a call.
+    """What decides about a call. Sizes are 0 while code is traced, where none may decide."""
 
-    Attributes:
-        device: "cpu", "cuda", ...
-        dtype: of the queries.
-        batch: B; 0 while code is traced, where no size may decide anything. Likewise the others.
-        queries_len: Tq.
-        keys_len: Tk.
-        query_size: Dq; H where the queries are projected.
-        key_size: Dk; H where the keys are projected.
-        value_size: Dv.
-        hidden: H.
-        queries_projected: the queries are ``W_q q``.
-        keys_projected: the keys are ``W_k k``.
-        called: w_v is a layer that has to be called.
-        records: a gradient may be asked for.
-        drops: weights are dropped.
-        traced: torch.compile or torch.export is tracing the call.
-        plain_only: only plain operations will do: under ``torch.func``, forward mode,
-            ``torch.jit.trace`` and ``torch.onnx.export``.
-        autocast: matrix products take another dtype.
-        asked: a backend asked for by name, or None.
-        there: backends that can serve calls in this process.
-        interpreted: Triton kernels run in its interpreter, on the CPU.
-        plain_inputs: no operator takes such inputs: a recorded call with tensors of inference mode,
-            or DTensors where the scores are the result or depend on a location.
-        general: scores are the result, or have features or an activation other than tanh inside.
-    """
-
-    device: str
-    dtype: torch.dtype
+    device: str  # "cpu", "cuda", ...
+    dtype: torch.dtype  # of the queries
     batch: int
     queries_len: int
     keys_len: int
-    query_size: int
-    key_size: int
+    query_size: int  # H where the queries are projected
+    key_size: int  # likewise
     value_size: int
     hidden: int
+    traced: bool  # torch.compile or torch.export is tracing the call
+    records: bool  # a gradient may be asked for
+    # Only plain operations will do: under ``torch.func``, forward mode, ``torch.jit.trace`` and
+    # ``torch.onnx.export``.
+    plain_only: bool
+    autocast: bool  # matrix products take another dtype
+    # No operator takes such inputs: a recorded call with tensors of inference mode, or DTensors
+    # where the scores are the result or depend on a location.
+    plain_inputs: bool
+    general: bool  # scores are the result, or have features or not tanh inside
+    asked: str | None  # a backend by name
+    there: tuple[str, ...]  # backends that can serve calls in this process
+    interpreted: bool  # Triton kernels run in its interpreter, on the CPU
     queries_projected: bool
     keys_projected: bool
-    called: bool
-    records: bool
-    drops: bool
-    traced: bool
-    plain_only: bool
-    autocast: bool
-    asked: str | None
-    there: tuple[str, ...]
-    interpreted: bool
-    plain_inputs: bool
-    general: bool
+    called: bool  # w_v is a layer that has to be called
+    drops: bool  # weights are dropped
 
 
 class Route(NamedTuple):
     """How a call is computed.
 
-    Attributes:
-        backend: a name from :data:`NAMES`.
-        form: a name from :data:`FORMS`.
-        fused: an operator computes it, not plain operations.
-        reuse: the projection of the keys may be remembered for the next call.
-        share: calls with a gradient share one node of the autograd graph for keys, values and w_v.
-        table: keys that are asked for again get a table of exponentials.
-        traced: as in :class:`Facts`.
-        records: likewise.
-        general: likewise.
-        fp32_weights: the weights are fp32 whatever the context is: autocast gives a softmax so on
-            GPUs, on the CPU not.
-        narrow: the operator gives weights in the dtype of the context.
-        reason: why, in words.
+    Forms: "one operator" takes queries and keys as they are given and projects what has a weight;
+    "step" raw queries and projected keys; "projected" both, by matrix products in front. "called"
+    calls the layer w_v on every (query, key) pair; "reference" has plain PyTorch operations.
     """
 
-    backend: str
+    backend: str  # a name from NAMES
     form: str
-    fused: bool
-    reuse: bool
-    share: bool
-    table: bool
-    traced: bool
+    fused: bool  # an operator computes it, not plain operations
+    reuse: bool  # the projection of the keys may be remembered for the next call
+    share: bool  # calls with a gradient share one node of the graph for keys, values and w_v
+    table: bool  # keys that are asked for again get a table of exponentials
+    traced: bool  # as in Facts; likewise the next two
     records: bool
     general: bool
+    # The weights are fp32 whatever the context is: autocast gives a softmax so on GPUs alone.
     fp32_weights: bool
-    narrow: bool
-    reason: str
+    narrow: bool  # the operator gives weights in the dtype of the context
+    reason: str  # why, in words
 
 
 def route(facts: Facts) -> Route:
-    """The way to compute a call.
-
-    Args:
-        facts: about the call.
-
-    Raises:
-        ValueError: a backend was asked for that cannot serve the call.
-    """
+    """The way to compute a call; a ValueError where no backend by the name asked for serves it."""
     step = is_cuda_step(facts.traced, facts.queries_len, facts.hidden, facts.general)
+    step = step or (facts.traced and facts.asked == "cuda" and not facts.general)
     backend, why = choose_backend(
-        facts.asked,
-        facts.device,
-        facts.dtype,
-        facts.there,
-        facts.plain_only,
-        facts.interpreted,
-        step or (facts.traced and facts.asked == "cuda" and not facts.general),
-    )
+        facts.asked, facts.device, facts.dtype, facts.there, facts.plain_only, facts.interpreted,
+        step,
+    )  # fmt: skip
     if facts.plain_inputs and backend != "reference":
         backend, why = "reference", "inference tensors to be recorded, or DTensors of a location"
     form, because = _form(facts, backend)
@@ -195,21 +140,10 @@ def route(facts: Facts) -> Route:
 
 
 def choose_backend(
-    asked: str | None,
-    device: str,
-    dtype: torch.dtype,
-    there: tuple[str, ...],
-    plain_only: bool,
-    interpreted: bool,
-    step: bool,
-) -> tuple[str, str]:
-    """The backend that serves a call, and why; arguments as in :class:`Facts`.
-
-    With ``step``, CUDA C++ serves such calls.
-
-    Raises:
-        ValueError: as :func:`route`.
-    """
+    asked: str | None, device: str, dtype: torch.dtype, there: tuple[str, ...], plain_only: bool,
+    interpreted: bool, step: bool,
+) -> tuple[str, str]:  # fmt: skip
+    """The backend that serves a call, and why; with ``step``, CUDA C++ serves such calls."""
     if asked is not None and asked != "auto":
         _check_serves(asked, device, dtype, plain_only, interpreted, step)
         return asked, "asked for by name"
@@ -244,25 +178,18 @@ def is_cuda_step(traced: bool, queries_len: int, hidden: int, general: bool) -> 
 
 
 def _check_serves(
-    asked: str,
-    device: str,
-    dtype: torch.dtype,
-    plain_only: bool,
-    interpreted: bool,
-    step: bool,
+    asked: str, device: str, dtype: torch.dtype, plain_only: bool, interpreted: bool, step: bool
 ) -> None:
     serves = {"cpu": "cpu", "cuda": "cuda", "triton": "cpu" if interpreted else "cuda"}
-    if device != serves.get(asked, device):
-        checks.reject(ValueError, "backend", f"serve {device} tensors", repr(asked))
-    if asked in ("cuda", "triton") and dtype == torch.float64:
-        checks.reject(ValueError, "backend", f"serve {dtype} tensors", repr(asked))
-    if asked == "cuda" and not step:
-        checks.reject(ValueError, "backend", f"serve more than {_STEPS}", repr(asked))
-    if asked != "reference" and plain_only:
-        where = "under torch.func, forward-mode differentiation, tracing and torch.onnx.export"
-        checks.reject(
-            ValueError, "backend", f"be 'reference' or left to 'auto' {where}", repr(asked)
-        )
+    where = "under torch.func, forward-mode differentiation, tracing and torch.onnx.export"
+    for refused, need in (
+        (device != serves.get(asked, device), f"serve {device} tensors"),
+        (asked in ("cuda", "triton") and dtype == torch.float64, f"serve {dtype} tensors"),
+        (asked == "cuda" and not step, f"serve more than {_STEPS}"),
+        (asked != "reference" and plain_only, f"be 'reference' or left to 'auto' {where}"),
+    ):
+        if refused:
+            checks.reject(ValueError, "backend", need, repr(asked))
 
 
 def _form(facts: Facts, backend: str) -> tuple[str, str]:
@@ -305,59 +232,31 @@ def _form_on_cpu(facts: Facts) -> tuple[str, str]:
 
 
 def is_gpu_step(queries_len: int, hidden: int, features: int) -> bool:
-    """Whether one launch on a GPU serves a call: scores, softmax and context.
-
-    Args:
-        queries_len: Tq.
-        hidden: H.
-        features: Dv.
-    """
+    """Whether one launch on a GPU serves a call of such Tq, H and Dv."""
     few = queries_len <= GPU_STEP_QUERIES and hidden <= GPU_STEP_HIDDEN
     return few and features <= GPU_STEP_FEATURES
 
 
 def keeps_table(backend: str, elements: int, queries_len: int) -> bool:
-    """Whether keys that will be looked at again get a table of exponentials.
-
-    Args:
-        backend: that serves the calls to come; only the CPU's kernels read a table.
-        elements: of the projected keys.
-        queries_len: Tq of the calls to come.
-    """
-    few = queries_len < TABLE_QUERIES
-    return backend == "cpu" and few and elements >= TABLE_ELEMENTS
+    """Whether so many elements of projected keys get a table; only the CPU's kernels read one."""
+    return backend == "cpu" and queries_len < TABLE_QUERIES and elements >= TABLE_ELEMENTS
 
 
 class DecoderFacts(NamedTuple):
-    """What decides whether all steps of a decoder are one operator.
+    """What decides whether all steps of a decoder are one operator."""
 
-    Attributes:
-        plain: nothing but the parameters of its layers decides what they compute.
-        device: as in :class:`Facts`.
-        backend: that serves its attention.
-        dtypes: of inputs, projected keys and values; or that of autocast, which they are cast to.
-        autocast: products take another dtype than that of the inputs.
-        empty: a size is zero.
-        traced: as in :class:`Facts`.
-        plain_only: likewise.
-    """
-
-    plain: bool
-    device: str
-    backend: str
-    dtypes: frozenset[torch.dtype]
+    plain: bool  # nothing but the parameters of its layers decides what they compute
+    device: str  # as in Facts; likewise autocast, traced and plain_only
+    backend: str  # that serves its attention
+    dtypes: frozenset[torch.dtype]  # of inputs, projected keys and values, as products take them
     autocast: bool
-    empty: bool
+    empty: bool  # a size is zero
     traced: bool
     plain_only: bool
 
 
 def route_decoder(facts: DecoderFacts) -> tuple[torch.dtype | None, str]:
-    """The dtype that one operator computes all steps of a decoder in, or None; and why.
-
-    Args:
-        facts: about the decoder and its memory.
-    """
+    """The dtype that one operator computes all steps of a decoder in, or None; and why."""
     dtype, *others = facts.dtypes
     of_cpu = facts.backend == "cpu"
     if of_cpu and facts.autocast:  # more exact, and one operator in fp32 is the faster way

@@ -48,13 +48,9 @@ def is_there() -> bool:
 def gradients(
     grad: Tensor, x: Tensor | None, weight: Tensor | None, of_bias: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias; not differentiable again.
+    """Of x, weight and bias; x is None where the weight's is not wanted, and the other way round.
 
-    Args:
-        grad: (...,H).
-        x: (...,D), or None where the gradient of the weight is not wanted.
-        weight: (H,D), or None where that of x is not.
-        of_bias: whether that of the bias is.
+    Not differentiable again.
     """
     of_x, of_weight, found = _project_backward.now(grad, x, weight, of_bias)
     return (

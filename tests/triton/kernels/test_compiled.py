@@ -112,10 +112,10 @@ def test_one_graph_for_many_sizes(backend):
 
 def test_what_serves_cuda_tensors_is_a_constant_of_compiled_code():
     def count(x):
-        return x + len(backends._on_gpu())
+        return x + len(backends._there("cuda", False))
 
     got = torch.compile(count, fullgraph=True, backend="eager")(torch.zeros(()))
-    assert int(got) == len(backends._on_gpu()) >= 2
+    assert int(got) == len(backends._there("cuda", False)) >= 2
 
 
 def test_the_operators_tell_torch_the_truth():
