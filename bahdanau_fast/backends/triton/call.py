@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import struct
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +84,7 @@ class Call:
             "Dv": self.value_size, "slope": float(negative_slope), "ACTIVATION": activation,
             "PRECISE": self.precise, "NATIVE": native(),
             "PRECISION": "host" if on_host else precision() if self.precise else "ieee",
-            "seed": None, "threshold": 0, "scale_bits": 0,
+            "seed": None, "threshold": 0, "scale_bits": 0, "num_warps": 4,
         }  # fmt: skip
         if dropout_p > 0.0:
             if seed is None:
@@ -105,14 +107,14 @@ class Call:
 
     def launch(self, kernel: Any, *grid: int, **own: Any) -> None:
         """Launch a kernel with its own arguments and those that it shares with others."""
-        names, mask = kernel.arg_names, self.mask
-        given = {**self.given, "queries": self.queries, "Tq": self.queries_len, "lens": self.lens}
-        given |= {"mask": mask, "mask_key": 0 if mask is None else mask.stride(2), **own}
-        for name, short in _STRIDES.items():
-            if f"{short}_batch" in names:
-                given |= _strides(short, given[name])
-        given = {name: x for name, x in given.items() if name in names or name in own}
-        self.steps.launch(kernel, *grid, **given)
+        mask, (names, pick, strided) = self.mask, _taken(kernel)
+        given = {
+            **self.given, "queries": self.queries, "Tq": self.queries_len, "lens": self.lens,
+            "mask": mask, "mask_key": 0 if mask is None else mask.stride(2), **own,
+        }  # fmt: skip
+        for name, batch, row in strided:
+            given[batch], given[row] = _strides(given[name])
+        self.steps.launch(kernel, *grid, **dict(zip(names, pick(given), strict=True)))
 
     def rows(self, x: Tensor) -> Tensor:
         """``x`` with its features side by side, as the kernels read it."""
@@ -210,11 +212,19 @@ class Table(NamedTuple):
     largest: Tensor | None
 
 
-def _strides(name: str, x: Tensor | None) -> dict[str, int]:
-    """The first two strides, as kernels name them; 0 where a tensor is the same for all."""
-    several = x is not None and x.dim() > 1 and x.shape[1] > 1
-    row = x.stride(1) if x is not None and several else 0
-    return {f"{name}_batch": 0 if x is None else x.stride(0), f"{name}_row": row}
+@functools.cache
+def _taken(kernel: Any) -> tuple[list[str], Callable[..., Any], list[tuple[str, str, str]]]:
+    """Names of what a kernel is given, what picks it, and what it takes strides of, with theirs."""
+    strided = [(name, f"{short}_batch", f"{short}_row") for name, short in _STRIDES.items()]
+    names = [*kernel.arg_names, "num_warps"]
+    return names, itemgetter(*names), [each for each in strided if each[1] in names]
+
+
+def _strides(x: Tensor | None) -> tuple[int, int]:
+    """The first two strides; 0 where a tensor is the same for all."""
+    if x is None:
+        return 0, 0
+    return x.stride(0), x.stride(1) if x.dim() > 1 and x.shape[1] > 1 else 0
 
 
 def lengths(call: Call) -> Tensor | None:
@@ -225,7 +235,7 @@ def lengths(call: Call) -> Tensor | None:
     per_query = mask.shape[1] > 1 or (lens is not None and lens.dim() == 2)
     rows = call.queries_len if per_query else 1
     last = call.steps.new(call.batch, rows, dtype=torch.int32)
-    call.launch(lengths_kernel, call.batch * rows, out=last, rows=rows, BLOCK_K=1024)
+    call.launch(lengths_kernel, call.batch * rows, out=last, rows=rows, BLOCK_K=1024, num_warps=4)
     return last
 
 
