@@ -84,7 +84,7 @@ class Call:
             "Dv": self.value_size, "slope": float(negative_slope), "ACTIVATION": activation,
             "PRECISE": self.precise, "NATIVE": native(),
             "PRECISION": "host" if on_host else precision() if self.precise else "ieee",
-            "seed": None, "threshold": 0, "scale_bits": 0, "num_warps": 4,
+            "seed": None, "threshold": 0, "scale_bits": 0,
         }  # fmt: skip
         if dropout_p > 0.0:
             if seed is None:
