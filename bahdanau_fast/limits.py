@@ -13,14 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = [
-    "FAMILIES",
-    "LIMITS",
-    "NEVER",
-    "Limits",
-    "family",
-    "using",
-]
+__all__ = ["FAMILIES", "LIMITS", "NEVER", "Limits", "family", "using"]
 
 NEVER = 1 << 62
 
