@@ -1,0 +1,389 @@
+"""A tape: the calls of a kind of call, those of a fused piece put off until the operator runs.
+
+Each call is compared with the noted one by a function made of it. Equal ones are put off without
+further rules; any other is made as the user wrote it, after all that was put off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import TorchFunctionMode
+
+from bahdanau_fast.fuse.caches import Caches
+from bahdanau_fast.fuse.find import Piece
+from bahdanau_fast.fuse.graph import Graph, Node, Ref, State, need, state, tensors
+from bahdanau_fast.fuse.late import KEPT, QUERIES, Late, become, compute, make
+from bahdanau_fast.fuse.plan import Plan
+from bahdanau_fast.fuse.prove import as_before
+
+__all__ = ["Player", "Tape", "fits"]
+
+REAL, NOTED, PUT_OFF, SAME, CHANGED, RUN = range(6)
+_NONE: dict[str, Any] = {}
+_ANOTHER: tuple[Any, int, Any, Any] = None, REAL, None, None
+
+
+class _Endless:
+    """After another way was taken: no call is equal."""
+
+    def __getitem__(self, i: int) -> tuple[None, int, None, None]:
+        return _ANOTHER
+
+
+class _Fused:
+    """A piece on a tape.
+
+    Attributes:
+        plan: what computes it.
+        get: its inputs, of the calls that were put off.
+        weights: the call whose late result becomes the weights, or None.
+        internal: calls whose results nobody but the piece may keep.
+        counted: references to each, at the end of the piece, in a call that kept none of them.
+        failed: what the operator says where it does not take the inputs; or None.
+    """
+
+    def __init__(self, end: int, made: Plan, get: Any, weights: int | None) -> None:
+        self.end, self.run, self.get, self.weights = end, made.run, get, weights
+        self.internal: list[int] = []
+        self.counted: list[int] | None = None
+        self.failed: str | None = None
+
+
+class Tape:
+    """Of a kind of call.
+
+    Attributes:
+        steps: (function, what to do, comparison, state) of each call.
+        told: the same, as it can be compared with that of another tape.
+        fits: tells whether arguments are those of the kind; or None.
+    """
+
+    def __init__(
+        self, graph: Graph, begin: int, end: int, pieces: list[tuple[Piece, Plan]], caches: Caches
+    ) -> None:
+        nodes = graph.nodes[begin:end]
+        self.caches = caches
+        self.fits: Any = None
+        self.steps: Any = [(n.func, REAL, None, n.state) for n in nodes]
+        self.told: list[tuple[Any, ...]] = [(n.func, REAL, "") for n in nodes]
+        self.length = len(nodes)
+        self.made: dict[int, tuple[Any, torch.dtype, torch.device]] = {}
+        self.pieces: dict[int, _Fused] = {}
+        self.pool: list[dict[int, Late]] = []
+        late: dict[int, int] = {}  # the call that made a late tensor, by number
+        names = _names()
+        for piece, _ in pieces:
+            for i in sorted(piece.late):
+                node = graph.nodes[i]
+                for before, after in node.writes:
+                    late[after] = late[before]
+                for v in node.out:
+                    late.setdefault(v, i - begin)
+        for piece, made in pieces:
+            self._add(graph, begin, piece, made, late, names, {})
+        self.steps.append(_ANOTHER)
+        self.numbers = sorted(self.made)
+
+    def _add(
+        self, graph: Graph, begin: int, piece: Piece, made: Plan, late: dict[int, int], names: Any,
+        places: dict[int, str],
+    ) -> None:  # fmt: skip
+        own = sorted({*piece.late, *piece.before, piece.end})
+        paths = []
+        for v in made.inputs:
+            nodes = ((i, graph.nodes[i]) for i in own)
+            found = (_path((n.args, n.kwargs), v, f"seen[{i - begin}]") for i, n in nodes)
+            path = next(filter(None, found), None)
+            need(path, "an input is no argument of its calls")
+            paths.append(str(path))
+        weights = None if piece.weights is None else late.get(piece.weights)
+        get = eval(f"lambda seen: ({', '.join(paths)},)")
+        end = piece.end - begin
+        fused = self.pieces[end] = _Fused(end, made, get, weights)
+        for i in own:
+            node, at = graph.nodes[i], i - begin
+            if i in piece.before:
+                kind = NOTED
+            elif i == piece.end:
+                kind = RUN
+            elif node.writes:
+                kind = CHANGED
+            elif node.single and node.out[0] in tensors(node.args):
+                kind = SAME
+            else:
+                kind = PUT_OFF
+                need(node.single, "gives several tensors")
+                value = graph.values[node.out[0]]
+                self.made[at] = torch.Size(value.shape), value.dtype, value.device
+                if node.out[0] not in piece.soft:
+                    fused.internal.append(at)
+            source = _comparison(
+                graph, node, late, names, dict(places) if kind == SAME else places, at
+            )
+            values = [graph.values[v] for v in node.refs()]
+            of = [(v.shape, v.dtype, v.kind, v.requires_grad) for v in values]
+            self.told[at] = node.func, kind, source, repr((node.args, node.kwargs)), of
+            self.steps[at] = node.func, kind, eval(source, names), node.state
+
+    def late(self, player: Player) -> dict[int, Late]:
+        """The late tensors of a call: those that nobody kept of an earlier one are used again."""
+        found = self.pool.pop() if self.pool else {}
+        for i in self.numbers:
+            one = found.get(i)
+            if one is None:
+                one = found[i] = make(*self.made[i])
+            one.put_off = player, i
+        return found
+
+
+class Player(TorchFunctionMode):
+    """Carries out a call that has tapes.
+
+    Attributes:
+        missed: the function that was called where another was noted; None as long as all are equal.
+        kept: calls of pieces whose results were kept by somebody.
+        noting: what notes a call that is another one from the first function on; or None.
+    """
+
+    def __init__(self, tape: Tape, tapes: list[Tape], record: Any, note: Any) -> None:
+        super().__init__()
+        self.tape, self.steps, self.at, self.ran = tape, tape.steps, 0, 0
+        self.tapes, self.record = tapes, record
+        self.missed: str | None = None
+        self.noting: Any = None
+        self._note = note
+        self.kept: set[int] = set()
+        self.seen: dict[int, Any] = {}
+        self.changes: dict[int, list[int]] = {}
+        self.counting: list[tuple[_Fused, list[int]]] = []
+        self.out = tape.late(self)
+
+    def __torch_function__(  # noqa: PLR0911  a way for each kind of call
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        i = self.at
+        known, kind, check, _ = self.steps[i]
+        if known is not func and func in QUERIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or _NONE)
+        self.at = i + 1
+        if known is func or known == func:  # what reads an attribute is a new object each time
+            if kind == REAL:
+                if Late in types:
+                    compute((args, kwargs))
+                return func(*args, **kwargs) if kwargs else func(*args)
+            if check(args, kwargs or _NONE, self.out, self.seen):
+                if kind == SAME:
+                    return args[0]
+                self.seen[i] = args, kwargs or _NONE
+                if kind == NOTED:
+                    return func(*args, **kwargs or _NONE)
+                if kind == PUT_OFF:
+                    return self.out[i]
+                if kind == RUN:
+                    return self._run(self.tape.pieces[i])
+                self.changes.setdefault(args[0].put_off[1], []).append(i)
+                return args[0]
+        if self.missed is None and self._changes_tape(i, func, args, kwargs or _NONE):
+            return self.__torch_function__(func, types, args, kwargs)
+        self._miss(i, func)
+        compute((args, kwargs))
+        if self.noting is not None:
+            return self.noting.__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs or _NONE)
+
+    def _changes_tape(self, i: int, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether another tape has begun alike, and has this call next."""
+        begun = self.tape.told[:i]
+        for tape in self.tapes:
+            known, kind, check, _ = tape.steps[i] if i < len(tape.steps) else _ANOTHER
+            if tape is self.tape or known != func or tape.told[:i] != begun:
+                continue
+            out = {n: one for n, one in self.out.items() if n < i}
+            out |= {n: one for n, one in tape.late(self).items() if n >= i}
+            if kind == REAL or check(args, kwargs, out, self.seen):
+                self.tape, self.steps, self.out, self.at = tape, tape.steps, out, i
+                return True
+        return False
+
+    def _miss(self, i: int, func: Any) -> None:
+        if self.missed is None:
+            self.noting = self._note() if i == 0 else None
+            self.missed, self.steps = str(getattr(func, "__name__", func)), _Endless()
+            for j in sorted(self.seen):  # whatever this call does, what was put off is done before
+                if j in self.out:
+                    compute(self.out[j])
+
+    def _run(self, fused: _Fused) -> Any:
+        seen, out = self.seen, self.out
+        counts = [sys.getrefcount(out[i]) for i in fused.internal]
+        if fused.counted is None:  # the first time, only who holds what is looked at
+            self.counting.append((fused, counts))
+        elif fused.failed is None and all(map(operator.le, counts, fused.counted)):
+            try:
+                made, weights = fused.run(self.tape.caches, *fused.get(seen))
+            except Exception as error:  # the user's own call says what is wrong, if it is his
+                fused.failed = f"the operator fails: {error}"
+            else:
+                if weights is not None and fused.weights is not None:
+                    become(out[fused.weights], weights)
+                self.ran += 1
+                record = self.record
+                if not record.trained and made.grad_fn is not None:
+                    made.grad_fn.register_prehook(lambda grads: record.train())
+                return made
+        args, kwargs = seen[fused.end]
+        compute((args, kwargs))
+        return self.tape.steps[fused.end][0](*args, **kwargs)
+
+    def compute(self, late: Late) -> None:
+        """A late tensor becomes the value of its own call."""
+        i = late.put_off[1]
+        become(late, self._call(i))
+        for j in self.changes.get(i, ()):
+            self._call(j)
+
+    def _call(self, i: int) -> Any:
+        args, kwargs = self.seen[i]
+        func, _, _, then = self.tape.steps[i]
+        compute((args, kwargs))
+        if torch._C._are_functorch_transforms_active():  # it was put off outside of them
+            with temporarily_clear_interpreter_stack(), as_before(then):
+                return func(*args, **kwargs)
+        if state() == then:
+            return func(*args, **kwargs)
+        with as_before(then):
+            return func(*args, **kwargs)
+
+    def end(self) -> None:
+        """Late tensors that somebody holds become values; the others may be used again."""
+        out, seen, kept = self.out, self.seen, set()
+        changed = {j: i for i, calls in self.changes.items() for j in calls}
+        while seen:
+            j, given = seen.popitem()  # the last first: it may hold those before
+            i = changed.get(j, j)
+            one: Any = out.pop(i, None)
+            if one is None:
+                continue
+            held = sys.getrefcount(one) - KEPT
+            if held > 0:
+                held -= sum(call <= j for call in self.changes.get(i, ()))
+                held -= type(one) is not Late and one._use_count() > 1  # by a graph
+            if held <= 0:
+                out[i] = one
+                continue
+            kept.add(i)
+            if type(one) is Late:
+                seen[j] = given
+                with contextlib.suppress(Exception):  # it says so to who reads it
+                    self.compute(one)
+                del seen[j]
+        one = given = None
+        self.tape.pool.append({i: one for i, one in out.items() if type(one) is Late})
+        for fused, counts in self.counting:
+            fused.counted = counts
+            self.kept |= kept.intersection(fused.internal)
+
+
+def _path(x: Any, v: int, path: str) -> str | None:
+    """Where a tensor is in some arguments."""
+    if type(x) is Ref:
+        return path if x == v else None
+    pairs: Any = ()
+    if type(x) in (tuple, list):
+        pairs = enumerate(x)
+    elif type(x) is dict:
+        pairs = x.items()
+    return next((p for k, each in pairs if (p := _path(each, v, f"{path}[{k!r}]"))), None)
+
+
+def _names() -> dict[str, Any]:
+    """What every comparison asks of torch."""
+    return dict(
+        G=torch.is_grad_enabled, A=torch._C._is_any_autocast_enabled, D=torch.get_autocast_dtype,
+        H=torch._C._autograd._top_saved_tensors_default_hooks,
+    )  # fmt: skip
+
+
+def fits(graph: Graph, args: Any, kwargs: Any, then: State) -> Any:
+    """A comparison of a call's arguments with these."""
+    names = _names()
+    node = Node(None, "", args, kwargs, (), (), True, then)
+    return eval(_comparison(graph, node, {}, names, {}, 0), names)
+
+
+# What is compared by its value; anything else has to be the same object.
+_PLAIN = (int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, torch.layout)
+
+
+def _comparison(
+    graph: Graph, node: Node, late: dict[int, int], names: Any, places: dict[int, str], at: int
+) -> str:
+    """Source of a test of (args, kwargs, late tensors, earlier arguments).
+
+    Args:
+        graph: of the call.
+        node: the call.
+        late: the call that made a late tensor, by number.
+        names: of the source; filled.
+        places: where an earlier call had a tensor; filled. It has to be the same one again.
+        at: the number of the call.
+    """
+    then = node.state
+    tests = ["G()" if then.grad else "not G()", "A()" if then.autocast else "not A()"]
+    for kind, dtype in then.autocast:
+        names[f"a{len(names)}"] = dtype
+        tests.append(f"D({kind!r}) is a{len(names) - 1}")
+    tests += ["H(True) is None"] if then.grad else []
+
+    def test(x: Any, path: str) -> None:  # noqa: PLR0912  a test for each kind
+        k = len(names)
+        if type(x) is Ref and x in late:
+            tests.append(f"{path} is out[{late[x]}]")
+        elif type(x) is Ref and x in places:
+            tests.append(f"{path} is {places[x]}")
+        elif type(x) is Ref:
+            value = graph.values[x]
+            of, rest = (1, path[6:]) if path.startswith("kwargs") else (0, path[4:])
+            places[x] = f"seen[{at}][{of}]{rest}"
+            names[f"s{k}"], names[f"d{k}"], names[f"t{k}"] = (
+                torch.Size(value.shape), value.dtype, value.kind,
+            )  # fmt: skip
+            same = f"type({path}) is t{k} and {path}.shape == s{k} and {path}.dtype is d{k}"
+            same = same if value.usual else "False"
+            if issubclass(value.kind, nn.Parameter):
+                names[f"p{k}"] = value.tensor
+                same = f"({path} is p{k} or {same})"
+            tests.append(same)
+            if then.grad:
+                tests.append(f"{path}.requires_grad is {value.requires_grad}")
+        elif type(x) in (tuple, list):
+            tests.append(f"type({path}) is {type(x).__name__} and len({path}) == {len(x)}")
+            for i, each in enumerate(x):
+                test(each, f"{path}[{i}]")
+        elif type(x) is dict:
+            tests.append(f"len({path}) == {len(x)}" if x else f"not {path}")
+            for name, each in x.items():
+                tests.append(f"{name!r} in {path}")
+                test(each, f"{path}[{name!r}]")
+        elif x is None or type(x) is bool:
+            tests.append(f"{path} is {x}")
+        elif type(x) is slice:
+            tests.append(f"type({path}) is slice")
+            for name in ("start", "stop", "step"):
+                test(getattr(x, name), f"{path}.{name}")
+        else:
+            names[f"c{k}"] = x
+            equal = f"type({path}) is type(c{k}) and {path} == c{k}"
+            tests.append(equal if isinstance(x, _PLAIN) else f"{path} is c{k}")
+
+    test(node.args, "args")
+    test(node.kwargs, "kwargs")
+    return f"lambda args, kwargs, out, seen: {' and '.join(tests)}"
