@@ -140,10 +140,10 @@ def _timed(call: Callable[[], Any], device: torch.device, holds: int) -> dict[st
 
 
 def _told(share: float, report: Any, who: str) -> dict[str, Any]:
-    """The verdict, and whether ``fuse`` computes the calls: it leaves small ones alone."""
+    """The verdict, and whether ``fuse`` computes the calls: not where it does not pay."""
     told = {"passed": share <= 1, "worst": share}
     if report is not None and who == FUSE:
-        told["fused"] = any(any(record.pays.values()) for record in report._records)
+        told["fused"] = any(record.fused > 0 for record in report._records)
     return told
 
 
@@ -192,7 +192,7 @@ def _step(
         exact = _named(_call(OWN, step, train, device, torch.float64)[0]())
         own = _named(_call(OWN, step, train, device)[0]())
         call, report = _call(who, ours, train, device)
-        for _ in range(2):  # fuse checks itself at the first two calls
+        for _ in range(2):  # fuse looks at the first calls
             call()
         told = _told(worst(_named(call()), own, exact), report, who)
         if not ready:
@@ -211,7 +211,7 @@ def _decoder(who: str, device: torch.device, task: str, setting: Setting) -> dic
     decoder = work.model.decoder
     _compile(decoder, who)
     if who.endswith(GRAPHED):
-        for _ in range(2):  # fuse checks itself at the first two calls
+        for _ in range(2):  # fuse looks at the first calls
             work.gradients()
         with work.autocast(cache=False):
             state = decoder.init_state(work.model.encoder(work.source), work.source_lens)

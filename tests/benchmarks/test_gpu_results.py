@@ -14,7 +14,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Constants that decide on a GPU, but for one that counts plans.
 CONSTANTS = {
     "bahdanau_fast/backends/route.py": r"GPU_\w+",
-    "bahdanau_fast/fuse/watch.py": r"\w+_ON_GPU",
     "kernels/plans.py": r"(?!_CALLS)_?[A-Z][A-Z_]+",
     "csrc/cuda/op/attend.h": r"constexpr \w+ k[A-Z]\w+",
 }

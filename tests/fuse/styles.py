@@ -485,9 +485,6 @@ def no_grad_keys(self, query, keys):
 
 
 add(
-    "checkpointed", step, lambda m, q, k: attend(checkpoint(m.energy, q, k, use_reentrant=False), k)
-)
-add(
     "temperature",
     step,
     lambda m, q, k: attend(m.energy(q, k) / m.temperature, k),
@@ -574,6 +571,14 @@ for name, (query, keys, hidden) in EQUAL.items():
 
 # ---- left: something else is computed, or the same in pieces
 
+# Under a checkpoint's hooks on what is saved, calls are the user's own: it compares them.
+add(
+    "checkpointed",
+    step,
+    lambda m, q, k: attend(checkpoint(m.energy, q, k, use_reentrant=False), k),
+    "left",
+)
+
 
 # A Linear of the concatenation for one key at a time: nothing is broadcast.
 @forward(time_first, "left", attn=linear(DQ + DK, H))
@@ -592,8 +597,8 @@ def gat_first(self, nodes, edges):
     return attend(scores.masked_fill(~edges, -9e15), h)
 
 
-# A product in the concatenation, which does not come apart into two addends.
-@forward(same_size, "left", attn=linear(3 * DK, H))
+# A product in the concatenation, which is an addend of the keys.
+@forward(same_size, attn=linear(3 * DK, H))
 def concat_with_product(self, query, keys):
     query = query.unsqueeze(1).expand_as(keys)
     return self.look(self.attn(torch.cat([query, keys, query * keys], -1)), keys)

@@ -86,3 +86,46 @@ def test_a_model_without_attention_keeps_its_graph():
     torch.testing.assert_close(found, model(x))
     assert len(graphs) == 1
     assert all(made is graph for graph, made in graphs)
+
+
+class Halving(Looping):
+    """Writes to its state."""
+
+    def forward(self, state, memory, pad):
+        return super().forward(state.mul_(0.5), memory, pad)
+
+
+def test_nothing_runs_while_it_compiles_and_sizes_are_symbols():
+    torch.manual_seed(0)
+    graphs, model = [], Halving()
+    call = torch.compile(model, backend=recording(graphs), dynamic=True)
+    other, told = copy.deepcopy(model), []
+    with torch.no_grad():
+        for n in (4, 6, 11):
+            for each in (call, other):
+                torch.manual_seed(n)
+                state, memory = torch.randn(n, 8), torch.randn(n, 9, 6)
+                told.append(each(state, memory, torch.zeros(n, 9, dtype=torch.bool)))
+            torch.testing.assert_close(*told[-2:], rtol=1e-5, atol=1e-6)
+    assert [targets(made).count(ATTENTION) for _, made in graphs] == [model.steps]
+
+
+class Counting(Looping):
+    """Counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, *given):
+        self.calls.add_(1)
+        return super().forward(*given)
+
+
+def test_what_a_graph_writes_to_is_written_to():
+    model, graphs = Counting(), []
+    call = torch.compile(model, backend=recording(graphs))
+    for _ in range(2):
+        call(*given())
+    assert float(model.calls) == 2.0
+    assert ATTENTION in targets(graphs[0][1])

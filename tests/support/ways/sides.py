@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 import bahdanau_fast as bf
-from bahdanau_fast.fuse import report
 from ways.kinds import DK, DQ, DV, KINDS, E
 
 # Batch, keys, hidden: such that the projection of the keys is remembered, and such that projections
@@ -169,8 +168,7 @@ class Pair:
 
     def fuse(self):
         """Ours, where it is the plain one as yet; whether it is none any more."""
-        report.LEAST = 0  # small calls, too
-        return self._kind.ours is not None or bool(bf.fuse(self.ours.module).entries)
+        return self._kind.ours is not None or bool(bf.fuse(self.ours.module, always=True).entries)
 
     def do(self, name, function):
         """Take a step on every side and compare; whether the plain side could.
