@@ -64,6 +64,17 @@ class Plan(NamedTuple):
     source: str
 
 
+class Laid:
+    """Puts first the weights, then the context of a call into the layout of the user's own."""
+
+    def __init__(self, weights: Callable[..., Tensor], context: Callable[..., Tensor]) -> None:
+        self._next = [context, weights]
+
+    def restore(self, result: Tensor) -> Tensor:
+        """The next of the two."""
+        return self._next.pop()(result)
+
+
 class _Code(NamedTuple):
     """Source of a tensor, and its shape; what changes nothing is left out."""
 
@@ -250,6 +261,7 @@ class _Planner:
         given = [*(f"x{number}" for number in self.inputs), *self.dims]
         source = f"def planned(caches, {', '.join(given)}):\n    " + "\n    ".join(lines)
         names = dict(
+            Laid=Laid,
             linear=F.linear, Call=Call, run=run, scaled=scaled,
             TANH=TANH, torch=torch,
         )  # fmt: skip
@@ -329,17 +341,23 @@ class _Planner:
         else:
             body = [f"cache, v = caches.of(v, {w_k}, {follows})"]
         mask = "~m" if p.masks else "None"
+        made = {"c": _Code("c", [self.b, self.q, n]), "w": _Code("w", [self.b, self.q, self.k])}
+        ends = dict.fromkeys(made, "")
+        for name, number in (("c", p.context), ("w", p.weights)):
+            source, dtype = name, self.dtype(number)
+            if p.fill == -math.inf:  # a row with nothing to look at is NaN in plain code
+                source = f"{name}.masked_fill(m.all(-1, keepdim=True), torch.nan)"
+            code = _Code(f"({source}).to({dtype})", made[name].shape)
+            way, axes = (p.context_way, code.shape) if name == "c" else (p.weights_way, sizes)
+            ends[name] = self.laid(code, way, axes) if n_vectors == 1 else code.source
+        # Laid out inside, so that the context is a function of the weights that the user gets.
+        shape = f"Laid(lambda w: {ends['w']}, lambda c: {ends['c']})"
         body += [
             f"c, w = run.attend(Call(q, k, x, v, {w_q}, {w_k}, {bias}, None, {mask}, cache=cache, "
-            "inside=inside))"
+            f"shape={shape}, inside=inside))"
         ]
-        if p.fill == -math.inf:  # a row with nothing to look at is NaN in plain code
-            body += ["e = m.all(-1, keepdim=True)"]
-            body += ["c, w = c.masked_fill(e, torch.nan), w.masked_fill(e, torch.nan)"]
         lines += self.repeated(body, given, ("c", "w"))
-        for name, number in (("c", p.context), ("w", p.weights)):
-            dtype = self.dtype(number)
-            lines += [f"{name} = {name} if {name}.dtype is {dtype} else {name}.to({dtype})"]
-        context = self.laid(_Code("c", [self.b, self.q, n]), p.context_way, [self.b, self.q, n])
-        weights = self.laid(_Code("w", [self.b, self.q, self.k]), p.weights_way, sizes)
-        return [*lines, f"return {context}, {weights}"]
+        if n_vectors == 1:
+            return [*lines, "return c, w"]
+        context = self.laid(made["c"], p.context_way, made["c"].shape)
+        return [*lines, f"return {context}, {self.laid(made['w'], p.weights_way, sizes)}"]
