@@ -146,7 +146,7 @@ def _fuse(module: fx.GraphModule, notes: _Notes, at: int) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     trace = make_fx(
-        lambda *inputs: made.run(_NoCaches(), *inputs),
+        lambda *inputs: made.run(_NoCaches(), lambda w: w, *inputs),
         pre_dispatch=True,
         _allow_non_fake_inputs=True,
     )

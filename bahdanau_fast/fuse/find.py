@@ -132,7 +132,8 @@ def find(graph: Graph, at: int, sizes: Sizes, calls: range, kept: Collection[int
         Left: there is none, or it is of a kind that is not fused.
     """
     need(all(i < at for i in kept), "something of it is kept after the call")
-    pinned = {*range(calls.start), *kept}
+    now = graph.nodes[at].state  # another one is inside an autograd.Function, or without gradients
+    pinned = {*range(calls.start), *kept, *(i for i in calls if graph.nodes[i].state != now)}
     while True:
         finder = _Finder(graph, at, sizes, pinned, calls.stop)
         try:
@@ -169,7 +170,10 @@ class _Finder(Probe):
         self.near = 1 in self.shape(self.total)  # one key shows no broadcast, more of them may
         self.softmax()
         self.axes()
-        if p.weights is not None:
+        order = p.weights_way[0]
+        grad = self.graph.nodes[p.at].state.grad and len(p.vectors_at) == 1
+        # A gradient of the weights comes through them, which a reshape alone lets it do.
+        if p.weights is not None and (order == sorted(order) or not grad):
             self.context()
         if p.context is None:
             self.forget_softmax()

@@ -52,7 +52,8 @@ class Plan(NamedTuple):
     """What computes a piece.
 
     Attributes:
-        run: of a module's caches and the inputs: (context or scores, weights or None).
+        run: of a module's caches, what puts the weights where the user holds them, and the inputs:
+            (context or scores, weights or None).
         inputs: numbers of the tensors that it takes.
         dims: sizes that it takes behind them.
         source: of the function.
@@ -259,7 +260,7 @@ class _Planner:
         else:
             lines += self.attend(w_q, w_k, bias, after)
         given = [*(f"x{number}" for number in self.inputs), *self.dims]
-        source = f"def planned(caches, {', '.join(given)}):\n    " + "\n    ".join(lines)
+        source = f"def planned(caches, give, {', '.join(given)}):\n    " + "\n    ".join(lines)
         names = dict(
             Laid=Laid,
             linear=F.linear, Call=Call, run=run, scaled=scaled,
@@ -350,8 +351,9 @@ class _Planner:
             code = _Code(f"({source}).to({dtype})", made[name].shape)
             way, axes = (p.context_way, code.shape) if name == "c" else (p.weights_way, sizes)
             ends[name] = self.laid(code, way, axes) if n_vectors == 1 else code.source
-        # Laid out inside, so that the context is a function of the weights that the user gets.
-        shape = f"Laid(lambda w: {ends['w']}, lambda c: {ends['c']})"
+        # Laid out inside, so that the context is a function of the weights that the user holds.
+        given_to = f"give({ends['w']})" if n_vectors == 1 else ends["w"]
+        shape = f"Laid(lambda w: {given_to}, lambda c: {ends['c']})"
         body += [
             f"c, w = run.attend(Call(q, k, x, v, {w_q}, {w_k}, {bias}, None, {mask}, cache=cache, "
             f"shape={shape}, inside=inside))"
@@ -360,4 +362,4 @@ class _Planner:
         if n_vectors == 1:
             return [*lines, "return c, w"]
         context = self.laid(made["c"], p.context_way, made["c"].shape)
-        return [*lines, f"return {context}, {self.laid(made['w'], p.weights_way, sizes)}"]
+        return [*lines, f"return {context}, give({self.laid(made['w'], p.weights_way, sizes)})"]

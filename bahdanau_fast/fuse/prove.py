@@ -84,7 +84,7 @@ class _Trial:
                 given = [v for v in self.plan.inputs if v not in leaves]
                 before = self.graph.evaluate(self.piece.before, leaves, given, self.sizes)
                 leaves.update(zip(given, before, strict=True))
-                made = self.plan.run(caches, *[leaves[v] for v in self.plan.inputs])
+                made = self.plan.run(caches, lambda w: w, *[leaves[v] for v in self.plan.inputs])
                 outs = [t for t in made if t is not None]
             else:
                 outs = self.graph.evaluate(self.ids, leaves, self.wanted, self.sizes)

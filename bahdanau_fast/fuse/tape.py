@@ -55,6 +55,17 @@ class _Fused:
         self.counted: list[int] | None = None
         self.failed: str | None = None
 
+    def give(self, out: dict[int, Late]) -> Any:
+        """What makes the weights those that the user holds already."""
+
+        def given(weights: Any) -> Any:
+            late: Any = weights if self.weights is None else out[self.weights]
+            if type(late) is Late:
+                become(late, weights)
+            return late
+
+        return given
+
 
 class Tape:
     """Of a kind of call.
@@ -85,7 +96,8 @@ class Tape:
                 for before, after in node.writes:
                     late[after] = late[before]
                 for v in node.out:
-                    late.setdefault(v, i - begin)
+                    if graph.values[v].maker == i:  # not what it was given
+                        late.setdefault(v, i - begin)
         for piece, made in pieces:
             self._add(graph, begin, piece, made, late, names, {})
         self.steps.append(_ANOTHER)
@@ -228,12 +240,10 @@ class Player(TorchFunctionMode):
             self.counting.append((fused, counts))
         elif fused.failed is None and all(map(operator.le, counts, fused.counted)):
             try:
-                made, weights = fused.run(self.tape.caches, *fused.get(seen))
+                made, _ = fused.run(self.tape.caches, fused.give(out), *fused.get(seen))
             except Exception as error:  # the user's own call says what is wrong, if it is his
                 fused.failed = f"the operator fails: {error}"
             else:
-                if weights is not None and fused.weights is not None:
-                    become(out[fused.weights], weights)
                 self.ran += 1
                 record = self.record
                 if not record.trained and made.grad_fn is not None:
@@ -343,16 +353,19 @@ def _comparison(
         tests.append(f"D({kind!r}) is a{len(names) - 1}")
     tests += ["H(True) is None"] if then.grad else []
 
+    here: dict[int, str] = {}
+    there: dict[int, str] = {}
+
     def test(x: Any, path: str) -> None:  # noqa: PLR0912  a test for each kind
         k = len(names)
         if type(x) is Ref and x in late:
             tests.append(f"{path} is out[{late[x]}]")
-        elif type(x) is Ref and x in places:
-            tests.append(f"{path} is {places[x]}")
+        elif type(x) is Ref and (x in here or x in places):
+            tests.append(f"{path} is {here.get(x) or places[x]}")
         elif type(x) is Ref:
-            value = graph.values[x]
+            value, here[x] = graph.values[x], path
             of, rest = (1, path[6:]) if path.startswith("kwargs") else (0, path[4:])
-            places[x] = f"seen[{at}][{of}]{rest}"
+            there[x] = f"seen[{at}][{of}]{rest}"
             names[f"s{k}"], names[f"d{k}"], names[f"t{k}"] = (
                 torch.Size(value.shape), value.dtype, value.kind,
             )  # fmt: skip
@@ -386,4 +399,5 @@ def _comparison(
 
     test(node.args, "args")
     test(node.kwargs, "kwargs")
+    places |= there
     return f"lambda args, kwargs, out, seen: {' and '.join(tests)}"

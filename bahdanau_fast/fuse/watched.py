@@ -161,8 +161,7 @@ def _kind_of(x: Any) -> Any:
 
 def _forward(module: Any, record: Record, own: Any, args: Any, kwargs: Any) -> Any:
     last = record.last
-    seen = ((args, kwargs),)
-    if last is not None and last[0] is module.training and last[1].fits(args, kwargs, None, seen):
+    if last is not None and last[0] is module.training and last[1].fits(args, kwargs, None, None):
         return _play(last[1], last[2], record, own, module, args, kwargs)
     name = _kind(module, args, kwargs)
     kind = record.kinds.get(name)
@@ -380,4 +379,5 @@ def put_back(module: nn.Module) -> None:
     """Give a watched module its own class, and so its ``forward``, back."""
     if isinstance(module, _Watched):
         module.__dict__.pop(_RECORD, None)
-        module.__class__ = module._original  # type: ignore[assignment]
+        if type(module) is _classes.get(module._original):  # else it is a subclass of the user's
+            module.__class__ = module._original
