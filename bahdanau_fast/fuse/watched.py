@@ -221,8 +221,7 @@ def _play(
             record.miss(kind, player.tape, why, player.kept)
             for span in spans:
                 span.end = len(span.graph.nodes)
-                with torch._C.DisableTorchFunction():
-                    _look(span.graph, spans, seconds)
+                _look_safely(span.graph, spans, seconds)
         else:
             kind.hits += 1
             if player.tape is not tape:  # the next call begins as this one did
@@ -245,11 +244,20 @@ def _first(record: Record, own: Any, module: Any, args: Any, kwargs: Any) -> Any
     finally:
         _here.outer = None
     span.end = len(recorder.graph.nodes)
-    with torch._C.DisableTorchFunction():
-        _look(recorder.graph, [*recorder.spans, span], seconds)
+    _look_safely(recorder.graph, [*recorder.spans, span], seconds)
     # What noting takes is at most some times what the calls take until the next is noted.
     record.due = min((time.perf_counter() - start - seconds) / _SHARE, _SECONDS)
     return result
+
+
+def _look_safely(graph: Graph, spans: list[_Span], seconds: float) -> None:
+    """Look; an error of ours is no error of the user's call, which has returned."""
+    try:
+        with torch._C.DisableTorchFunction():
+            _look(graph, spans, seconds)
+    except Exception as error:
+        spans[-1].record.leave("", f"cannot be looked at: {type(error).__name__}: {error}")
+        put_back(spans[-1].module)
 
 
 def _look(graph: Graph, spans: list[_Span], seconds: float) -> None:
