@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from bahdanau_fast.fuse.caches import Caches
 from bahdanau_fast.fuse.find import Piece
-from bahdanau_fast.fuse.graph import Graph, Node, Ref, State, need, state, tensors
+from bahdanau_fast.fuse.graph import Graph, Node, Ref, State, Value, need, state, tensors
 from bahdanau_fast.fuse.late import KEPT, QUERIES, Late, become, compute, make
 from bahdanau_fast.fuse.plan import Plan
 from bahdanau_fast.fuse.prove import as_before
@@ -28,13 +29,6 @@ __all__ = ["Player", "Tape", "fits"]
 REAL, NOTED, PUT_OFF, SAME, CHANGED, RUN = range(6)
 _NONE: dict[str, Any] = {}
 _ANOTHER: tuple[Any, int, Any, Any] = None, REAL, None, None
-
-
-class _Endless:
-    """After another way was taken: no call is equal."""
-
-    def __getitem__(self, i: int) -> tuple[None, int, None, None]:
-        return _ANOTHER
 
 
 class _Fused:
@@ -89,7 +83,6 @@ class Tape:
         self.pieces: dict[int, _Fused] = {}
         self.pool: list[dict[int, Late]] = []
         late: dict[int, int] = {}  # the call that made a late tensor, by number
-        names = _names()
         for piece, _ in pieces:
             for i in sorted(piece.late):
                 node = graph.nodes[i]
@@ -98,51 +91,42 @@ class Tape:
                 for v in node.out:
                     if graph.values[v].maker == i:  # not what it was given
                         late.setdefault(v, i - begin)
+        comparisons = _Comparisons(graph, late)
         for piece, made in pieces:
-            self._add(graph, begin, piece, made, late, names, {})
+            self._add(graph, begin, piece, made, comparisons)
         self.steps.append(_ANOTHER)
         self.numbers = sorted(self.made)
 
     def _add(
-        self, graph: Graph, begin: int, piece: Piece, made: Plan, late: dict[int, int], names: Any,
-        places: dict[int, str],
-    ) -> None:  # fmt: skip
+        self, graph: Graph, begin: int, piece: Piece, made: Plan, comparisons: _Comparisons
+    ) -> None:
         own = sorted({*piece.late, *piece.before, piece.end})
-        paths = []
-        for v in made.inputs:
-            nodes = ((i, graph.nodes[i]) for i in own)
-            found = (_path((n.args, n.kwargs), v, f"seen[{i - begin}]") for i, n in nodes)
-            path = next(filter(None, found), None)
-            need(path, "an input is no argument of its calls")
-            paths.append(str(path))
-        weights = None if piece.weights is None else late.get(piece.weights)
-        get = eval(f"lambda seen: ({', '.join(paths)},)")
-        end = piece.end - begin
-        fused = self.pieces[end] = _Fused(end, made, get, weights)
+        given = [(graph.nodes[i].args, graph.nodes[i].kwargs) for i in own]
+        where = [
+            p for i, x in zip(own, given, strict=True) for p in _parts(x, f"seen[{i - begin}]")
+        ]
+        paths = {int(x): path for path, x in reversed(where) if type(x) is Ref}
+        need(paths.keys() >= {*made.inputs}, "an input is no argument of its calls")
+        get = eval(f"lambda seen: ({', '.join(paths[v] for v in made.inputs)},)")
+        weights = None if piece.weights is None else comparisons.late.get(piece.weights)
+        fused = self.pieces[piece.end - begin] = _Fused(piece.end - begin, made, get, weights)
+        places: dict[int, str] = {}
         for i in own:
             node, at = graph.nodes[i], i - begin
-            if i in piece.before:
-                kind = NOTED
-            elif i == piece.end:
-                kind = RUN
-            elif node.writes:
-                kind = CHANGED
-            elif node.single and node.out[0] in tensors(node.args):
-                kind = SAME
-            else:
-                kind = PUT_OFF
+            kind = SAME if node.single and node.out[0] in tensors(node.args) else PUT_OFF
+            kind = CHANGED if node.writes else kind
+            kind = NOTED if i in piece.before else RUN if i == piece.end else kind
+            if kind == PUT_OFF:
                 need(node.single, "gives several tensors")
                 value = graph.values[node.out[0]]
                 self.made[at] = torch.Size(value.shape), value.dtype, value.device
                 if node.out[0] not in piece.soft:
                     fused.internal.append(at)
-            source = _comparison(
-                graph, node, late, names, dict(places) if kind == SAME else places, at
-            )
+            source = comparisons.source(node, at, places)
             values = [graph.values[v] for v in node.refs()]
             of = [(v.shape, v.dtype, v.kind, v.requires_grad) for v in values]
             self.told[at] = node.func, kind, source, repr((node.args, node.kwargs)), of
-            self.steps[at] = node.func, kind, eval(source, names), node.state
+            self.steps[at] = node.func, kind, eval(source, comparisons.names), node.state
 
     def late(self, player: Player) -> dict[int, Late]:
         """The late tensors of a call: those that nobody kept of an earlier one are used again."""
@@ -180,36 +164,32 @@ class Player(TorchFunctionMode):
     def __torch_function__(  # noqa: PLR0911  a way for each kind of call
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or _NONE
+        if self.missed is not None:
+            other = self.noting
+            if other is not None:
+                return other.__torch_function__(func, types, args, kwargs)
+            return func(*args, **kwargs)
         i = self.at
         known, kind, check, _ = self.steps[i]
         if known is not func and func in QUERIES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs or _NONE)
+            return func(*args, **kwargs)
         self.at = i + 1
         if known is func or known == func:  # what reads an attribute is a new object each time
             if kind == REAL:
-                if Late in types:
-                    compute((args, kwargs))
-                return func(*args, **kwargs) if kwargs else func(*args)
-            if check(args, kwargs or _NONE, self.out, self.seen):
-                if kind == SAME:
-                    return args[0]
-                self.seen[i] = args, kwargs or _NONE
-                if kind == NOTED:
-                    return func(*args, **kwargs or _NONE)
+                return func(*args, **kwargs)
+            if check(args, kwargs, self.out, self.seen):
+                self.seen[i] = args, kwargs
                 if kind == PUT_OFF:
                     return self.out[i]
                 if kind == RUN:
                     return self._run(self.tape.pieces[i])
-                self.changes.setdefault(args[0].put_off[1], []).append(i)
-                return args[0]
-        if self.missed is None and self._changes_tape(i, func, args, kwargs or _NONE):
-            return self.__torch_function__(func, types, args, kwargs)
-        self._miss(i, func)
-        compute((args, kwargs))
-        if self.noting is not None:
-            return self.noting.__torch_function__(func, types, args, kwargs)
-        return func(*args, **kwargs or _NONE)
+                if kind == CHANGED:
+                    self.changes.setdefault(args[0].put_off[1], []).append(i)
+                return func(*args, **kwargs) if kind == NOTED else args[0]
+        if not self._changes_tape(i, func, args, kwargs):
+            self._miss(i, func)
+        return self.__torch_function__(func, types, args, kwargs)
 
     def _changes_tape(self, i: int, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether another tape has begun alike, and has this call next."""
@@ -226,12 +206,12 @@ class Player(TorchFunctionMode):
         return False
 
     def _miss(self, i: int, func: Any) -> None:
-        if self.missed is None:
-            self.noting = self._note() if i == 0 else None
-            self.missed, self.steps = str(getattr(func, "__name__", func)), _Endless()
-            for j in sorted(self.seen):  # whatever this call does, what was put off is done before
-                if j in self.out:
-                    compute(self.out[j])
+        """Another way: whatever this call does, what was put off is done before."""
+        self.noting = self._note() if i == 0 else None
+        self.missed = str(getattr(func, "__name__", func))
+        for j in sorted(self.seen):
+            if j in self.out:
+                compute(self.out[j])
 
     def _run(self, fused: _Fused) -> Any:
         seen, out = self.seen, self.out
@@ -250,7 +230,6 @@ class Player(TorchFunctionMode):
                     made.grad_fn.register_prehook(lambda grads: record.train())
                 return made
         args, kwargs = seen[fused.end]
-        compute((args, kwargs))
         return self.tape.steps[fused.end][0](*args, **kwargs)
 
     def compute(self, late: Late) -> None:
@@ -302,102 +281,95 @@ class Player(TorchFunctionMode):
             self.kept |= kept.intersection(fused.internal)
 
 
-def _path(x: Any, v: int, path: str) -> str | None:
-    """Where a tensor is in some arguments."""
-    if type(x) is Ref:
-        return path if x == v else None
-    pairs: Any = ()
-    if type(x) in (tuple, list):
-        pairs = enumerate(x)
-    elif type(x) is dict:
-        pairs = x.items()
-    return next((p for k, each in pairs if (p := _path(each, v, f"{path}[{k!r}]"))), None)
-
-
-def _names() -> dict[str, Any]:
-    """What every comparison asks of torch."""
-    return dict(
-        G=torch.is_grad_enabled, A=torch._C._is_any_autocast_enabled, D=torch.get_autocast_dtype,
-        H=torch._C._autograd._top_saved_tensors_default_hooks,
-    )  # fmt: skip
-
-
 def fits(graph: Graph, args: Any, kwargs: Any, then: State) -> Any:
     """A comparison of a call's arguments with these."""
-    names = _names()
+    comparisons = _Comparisons(graph, {})
     node = Node(None, "", args, kwargs, (), (), True, then)
-    return eval(_comparison(graph, node, {}, names, {}, 0), names)
+    return eval(comparisons.source(node, 0, {}), comparisons.names)
 
 
 # What is compared by its value; anything else has to be the same object.
 _PLAIN = (int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, torch.layout)
 
 
-def _comparison(
-    graph: Graph, node: Node, late: dict[int, int], names: Any, places: dict[int, str], at: int
-) -> str:
-    """Source of a test of (args, kwargs, late tensors, earlier arguments).
+class _Comparisons:
+    """Sources of tests of (args, kwargs, late tensors, earlier arguments).
 
-    Args:
-        graph: of the call.
-        node: the call.
-        late: the call that made a late tensor, by number.
-        names: of the source; filled.
-        places: where an earlier call had a tensor; filled. It has to be the same one again.
-        at: the number of the call.
+    Attributes:
+        names: of the sources.
     """
-    then = node.state
-    tests = ["G()" if then.grad else "not G()", "A()" if then.autocast else "not A()"]
-    for kind, dtype in then.autocast:
-        names[f"a{len(names)}"] = dtype
-        tests.append(f"D({kind!r}) is a{len(names) - 1}")
-    tests += ["H(True) is None"] if then.grad else []
 
-    here: dict[int, str] = {}
-    there: dict[int, str] = {}
+    def __init__(self, graph: Graph, late: dict[int, int]) -> None:
+        self.values, self.late = graph.values, late
+        self.names: dict[str, Any] = dict(
+            G=torch.is_grad_enabled, A=torch._C._is_any_autocast_enabled,
+            D=torch.get_autocast_dtype, H=torch._C._autograd._top_saved_tensors_default_hooks,
+        )  # fmt: skip
 
-    def test(x: Any, path: str) -> None:  # noqa: PLR0912  a test for each kind
-        k = len(names)
-        if type(x) is Ref and x in late:
-            tests.append(f"{path} is out[{late[x]}]")
-        elif type(x) is Ref and (x in here or x in places):
-            tests.append(f"{path} is {here.get(x) or places[x]}")
-        elif type(x) is Ref:
-            value, here[x] = graph.values[x], path
+    def source(self, node: Node, at: int, places: dict[int, str]) -> str:
+        """Of call ``at``. A tensor that is in ``places`` has to be the one that was there."""
+        then = node.state
+        tests = ["G()" if then.grad else "not G()", "A()" if then.autocast else "not A()"]
+        tests += [f"D({kind!r}) is {self.name(dtype)}" for kind, dtype in then.autocast]
+        tests += ["H(True) is None"] if then.grad else []
+        here: dict[int, str] = {}
+        given = (("args", node.args), ("kwargs", node.kwargs))
+        parts = [part for path, x in given for part in _parts(x, path)]
+        for path, x in parts:
+            if type(x) is not Ref:
+                tests.append(self.equal(path, x))
+            elif x in self.late:
+                tests.append(f"{path} is out[{self.late[x]}]")
+            elif x in here or x in places:
+                tests.append(f"{path} is {here.get(x) or places[x]}")
+            else:
+                here[x] = path
+                tests += self.alike(path, self.values[x])
+                tests += [f"{path}.requires_grad is {self.values[x].requires_grad}"] * then.grad
+        for x, path in here.items():
             of, rest = (1, path[6:]) if path.startswith("kwargs") else (0, path[4:])
-            there[x] = f"seen[{at}][{of}]{rest}"
-            names[f"s{k}"], names[f"d{k}"], names[f"t{k}"] = (
-                torch.Size(value.shape), value.dtype, value.kind,
-            )  # fmt: skip
-            same = f"type({path}) is t{k} and {path}.shape == s{k} and {path}.dtype is d{k}"
-            same = same if value.usual else "False"
-            if issubclass(value.kind, nn.Parameter):
-                names[f"p{k}"] = value.tensor
-                same = f"({path} is p{k} or {same})"
-            tests.append(same)
-            if then.grad:
-                tests.append(f"{path}.requires_grad is {value.requires_grad}")
-        elif type(x) in (tuple, list):
-            tests.append(f"type({path}) is {type(x).__name__} and len({path}) == {len(x)}")
-            for i, each in enumerate(x):
-                test(each, f"{path}[{i}]")
-        elif type(x) is dict:
-            tests.append(f"len({path}) == {len(x)}" if x else f"not {path}")
-            for name, each in x.items():
-                tests.append(f"{name!r} in {path}")
-                test(each, f"{path}[{name!r}]")
-        elif x is None or type(x) is bool:
-            tests.append(f"{path} is {x}")
-        elif type(x) is slice:
-            tests.append(f"type({path}) is slice")
-            for name in ("start", "stop", "step"):
-                test(getattr(x, name), f"{path}.{name}")
-        else:
-            names[f"c{k}"] = x
-            equal = f"type({path}) is type(c{k}) and {path} == c{k}"
-            tests.append(equal if isinstance(x, _PLAIN) else f"{path} is c{k}")
+            places.setdefault(x, f"seen[{at}][{of}]{rest}")
+        return f"lambda args, kwargs, out, seen: {' and '.join(tests)}"
 
-    test(node.args, "args")
-    test(node.kwargs, "kwargs")
-    places |= there
-    return f"lambda args, kwargs, out, seen: {' and '.join(tests)}"
+    def name(self, x: Any) -> str:
+        """Of an object, in the sources."""
+        name = f"c{len(self.names)}"
+        self.names[name] = x
+        return name
+
+    def alike(self, path: str, value: Value) -> list[str]:
+        """A tensor of the same kind."""
+        if not value.usual:
+            return ["False"]
+        shape, name = torch.Size(value.shape), self.name
+        same = f"type({path}) is {name(value.kind)} and {path}.shape == {name(shape)} and "
+        same += f"{path}.dtype is {name(value.dtype)}"
+        parameter = issubclass(value.kind, nn.Parameter)
+        return [f"({path} is {name(value.tensor)} or {same})" if parameter else same]
+
+    def equal(self, path: str, x: Any) -> str:
+        """The same value; of what holds others, the same type and length."""
+        if type(x) in (tuple, list, dict):
+            tests = [f"type({path}) is {type(x).__name__} and len({path}) == {len(x)}"]
+            return " and ".join(tests + [f"{name!r} in {path}" for name in x if type(x) is dict])
+        if type(x) is slice:
+            return f"type({path}) is slice"
+        if x is None or type(x) is bool:
+            return f"{path} is {x}"
+        name = self.name(x)
+        same = f"type({path}) is type({name}) and {path} == {name}"
+        return same if isinstance(x, _PLAIN) else f"{path} is {name}"
+
+
+def _parts(x: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """All of some arguments, with the paths to them."""
+    yield path, x
+    pairs: Any = ()
+    if type(x) in (tuple, list):
+        pairs = ((f"[{i}]", each) for i, each in enumerate(x))
+    elif type(x) is dict:
+        pairs = ((f"[{name!r}]", each) for name, each in x.items())
+    elif type(x) is slice:
+        pairs = ((f".{name}", getattr(x, name)) for name in ("start", "stop", "step"))
+    for step, each in pairs:
+        yield from _parts(each, path + step)
