@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from bahdanau_fast.fuse.caches import Caches
 from bahdanau_fast.fuse.find import Piece
-from bahdanau_fast.fuse.graph import Graph, Node, Ref, State, Value, need, state, tensors
+from bahdanau_fast.fuse.graph import Graph, Node, Ref, State, Value, need, tensors
 from bahdanau_fast.fuse.late import KEPT, QUERIES, Late, become, compute, make
 from bahdanau_fast.fuse.plan import Plan
 from bahdanau_fast.fuse.prove import as_before
@@ -242,13 +242,10 @@ class Player(TorchFunctionMode):
     def _call(self, i: int) -> Any:
         args, kwargs = self.seen[i]
         func, _, _, then = self.tape.steps[i]
-        compute((args, kwargs))
-        if torch._C._are_functorch_transforms_active():  # it was put off outside of them
-            with temporarily_clear_interpreter_stack(), as_before(then):
-                return func(*args, **kwargs)
-        if state() == then:
-            return func(*args, **kwargs)
-        with as_before(then):
+        with contextlib.ExitStack() as stack:
+            if torch._C._are_functorch_transforms_active():  # it was put off outside of them
+                stack.enter_context(temporarily_clear_interpreter_stack())
+            stack.enter_context(as_before(then))
             return func(*args, **kwargs)
 
     def end(self) -> None:

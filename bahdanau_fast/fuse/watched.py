@@ -49,18 +49,14 @@ _KINDS = 512
 _TAPES = 4
 
 
-class _Quiet(nn.Module):
-    """In front of a watched class: no registry of the user's hears of it."""
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        pass
-
-
-class _Watched(Unscriptable, _Quiet):
+class _Watched(Unscriptable):
     """In front of the class of a module that is watched."""
 
     _original: type[nn.Module]
     _instead = "its own code is back after bahdanau_fast.unfuse(model): call that first"
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """No registry of the user's hears of it."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         _, _, kept, *others = tuple(super().__reduce_ex__(protocol))
