@@ -8,6 +8,8 @@ off (:mod:`.late`) until the operator runs, and anything else runs as the user w
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from typing import Any
 
 import torch
@@ -61,6 +63,7 @@ def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Repo
     """
     _check(model)
     records = []
+    compiled = {each for each in model.modules() if _compiles(each)}
     for name, module in model.named_modules():
         record = record_of(module)
         if record is None:
@@ -71,6 +74,8 @@ def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Repo
                 continue
             elif any(isinstance(each, _FAST) for each in module.modules()):
                 record.leave("", "holds layers of torch that have a fast path of their own")
+            elif not compiled.isdisjoint(module.modules()):
+                record.leave("", "runs compiled code: compile with backend='bahdanau_fast'")
             elif "forward" in vars(module):
                 record.leave("", "its forward was replaced on the instance")
             else:
@@ -111,6 +116,21 @@ _FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLaye
 
 def _is_torchs(kind: Any) -> bool:
     return str(kind.__module__).partition(".")[0] == "torch"
+
+
+def _compiles(module: nn.Module) -> bool:
+    """Whether what it calls by name is compiled: a compiler would look into our mode."""
+    own = None if _is_torchs(type(module)) else type(module).forward
+    todo: list[Any] = [module._compiled_call_impl, vars(module).get("forward", own)]
+    seen: set[Any] = set()
+    for each in todo:
+        if inspect.isfunction(each) and each not in seen and not _is_torchs(each):
+            seen.add(each)
+            with contextlib.suppress(ValueError):  # a cell that is empty yet
+                named = inspect.getclosurevars(inspect.unwrap(each))
+                todo += [*named.nonlocals.values(), *named.globals.values()]
+                todo += [inspect.getattr_static(module, name, None) for name in named.unbound]
+    return any(hasattr(each, "_torchdynamo_orig_callable") for each in seen)
 
 
 def _check(model: nn.Module) -> None:

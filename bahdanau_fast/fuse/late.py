@@ -56,8 +56,8 @@ class Late(Tensor):
     ) -> Any:
         # Past torch's functions, in C++. It asks for no gradient itself, so autograd above has
         # recorded nothing: the call is made again from the top, and its graph survives.
-        compute((args, kwargs))
         with enable_reentrant_dispatch():
+            compute((args, kwargs))
             return func(*args, **(kwargs or {}))
 
 
@@ -91,20 +91,22 @@ def _with_values(function: Any) -> Any:
     """The same function, for which late tensors become values."""
 
     @functools.wraps(function)
-    def wrapped(*args: Any) -> Any:
-        compute(args)
-        return function(*args)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        compute((args, kwargs))
+        return function(*args, **kwargs)
 
     return wrapped
 
 
-# No torch functions, but looked up in their modules at each call: the first by
-# autograd.Function.apply, also where somebody has bound ``scale = Scale.apply`` long before; the
-# others where tensors enter transforms of torch.func.
+# No torch functions, but looked up at each call: the first by autograd.Function.apply, also where
+# somebody has bound ``scale = Scale.apply`` long before; the next where tensors enter transforms of
+# torch.func; the last by scripted code.
 _PAST = (
     (functorch_utils, "unwrap_dead_wrappers"),
     (vmap, "_add_batch_dim"),
     (eager_transforms, "_wrap_for_grad"),
+    (torch._C.ScriptFunction, "__call__"),
+    (torch._C.ScriptMethod, "__call__"),
 )
 for _module, _name in _PAST if AVAILABLE else ():
     if hasattr(_module, _name):

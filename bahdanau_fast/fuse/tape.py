@@ -235,13 +235,16 @@ class Player(TorchFunctionMode):
     def compute(self, late: Late) -> None:
         """A late tensor becomes the value of its own call."""
         i = late.put_off[1]
-        become(late, self._call(i))
+        value = self._call(i)
+        held = any(value is x for x in tensors(self.seen[i]))  # ``contiguous`` gave what it took
+        become(late, value.view_as(value) if held else value)
         for j in self.changes.get(i, ()):
             self._call(j)
 
     def _call(self, i: int) -> Any:
         args, kwargs = self.seen[i]
         func, _, _, then = self.tape.steps[i]
+        compute((args, kwargs))
         with contextlib.ExitStack() as stack:
             if torch._C._are_functorch_transforms_active():  # it was put off outside of them
                 stack.enter_context(temporarily_clear_interpreter_stack())
