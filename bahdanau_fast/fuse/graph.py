@@ -84,6 +84,11 @@ class Value:
         self.large = large  # not kept alive
         self._get: Callable[[], Tensor | None] = weakref.ref(x) if large else lambda: x
 
+    def loosen(self) -> None:
+        """Keep the tensor alive no longer."""
+        x = self.tensor
+        self._get = (lambda: None) if x is None else weakref.ref(x)
+
     @property
     def tensor(self) -> Tensor | None:
         """The tensor itself; None where it is gone."""

@@ -198,7 +198,7 @@ class Probe:
             for v, axis in ((a, d), (w, e))
         )
         need(left.shape[1] == right.shape[1], "contracts other sizes")
-        want = (left[rows_a] * right[rows_w]).sum(-1)
+        want = (left @ right.t())[rows_a, rows_w]
         need(torch.allclose(self.run(ids, draw | rest, out), want), "is no product of two")
         return d, rows_a, e, rows_w
 

@@ -25,7 +25,7 @@ __all__ = ["Times", "as_before", "prove", "times"]
 # Of the largest value of a tensor: what rounding alone may do to fp32, and to fp64.
 _SAME = {torch.float32: 2.0**-16, torch.float64: 2.0**-36}
 # Elements of the activated sum at which pieces are timed, at most.
-_TIMED = 1 << 21
+_TIMED = 1 << 19
 
 
 class Times(NamedTuple):
@@ -63,6 +63,7 @@ class _Trial:
         self.state = graph.nodes[piece.end].state
         self.wanted = [v for v in (piece.context, piece.weights) if v is not None]
         self.wanted = self.wanted or [piece.scores]
+        self.backward = True
         self.leaves = {v: sizes.cut(graph.values[v]) for v in self.inputs}
 
     def run(
@@ -91,7 +92,7 @@ class _Trial:
         _wait(leaves)
         forward = time.perf_counter() - begin
         grads: tuple[Tensor | None, ...] = ()
-        if asked:
+        if asked and self.backward:
             seeds = [
                 torch.cos(torch.arange(t.numel(), device=t.device)).to(t).view(t.shape)
                 for t in outs
@@ -178,7 +179,9 @@ def times(graph: Graph, piece: Piece, sizes: Sizes, made: Plan) -> Times:
         b, d = _fused(trial, a, again)
         if part.small:
             own = sum(graph.nodes[i].seconds for i in trial.ids)
-            ours, _ = _fused(_Trial(graph, piece, made, Sizes({})), own, 0)
+            whole = _Trial(graph, piece, made, Sizes({}))
+            whole.backward = False
+            ours, _ = _fused(whole, own, 0)
             share = n / math.prod(part.shape(graph.values[piece.activated].shape))
             a, b, c, d = own, ours, own + (c - a) * share, ours + (d - b) * share
     return Times(a, b, c, d)

@@ -350,6 +350,8 @@ class _Comparisons:
     def equal(self, path: str, x: Any) -> str:
         """The same value; of what holds others, the same type and length."""
         if type(x) in (tuple, list, dict):
+            if path == "kwargs" and not x:
+                return "not kwargs"
             tests = [f"type({path}) is {type(x).__name__} and len({path}) == {len(x)}"]
             return " and ".join(tests + [f"{name!r} in {path}" for name in x if type(x) is dict])
         if type(x) is slice:

@@ -322,6 +322,8 @@ def _piece(graph: Graph, i: int, span: _Span) -> tuple[Piece, Plan, Times]:
                 raise
             sizes = Sizes({})
             piece = find(graph, i, sizes, calls, pinned)
+        for v in {v for i in piece.late for v in graph.nodes[i].out} - {piece.scores, piece.weights}:
+            graph.values[v].loosen()  # what is inside needs no memory any longer
         made, timed, took = plan(graph, piece, sizes, sizes.full), 0, None
         prove(graph, piece, sizes, made)
     if not timed / 4 < n < 4 * timed:
