@@ -63,6 +63,7 @@ def routed(backend):
         (torch.Tensor, "is_cuda", True),
         (torch.Tensor, "device", _Device("cpu")),
         (torch.cuda, "device", lambda _: nullcontext()),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
         (backends, "_routes", _routes(backend)),
         (launch, "plans", _plans()),
