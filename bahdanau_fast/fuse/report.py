@@ -76,6 +76,7 @@ class Record:
         # What its calls took as written, and what they are to take before one is noted again.
         self.seconds = self.due = 0.0
         self.dull = self.misses = self.fused = 0
+        self.varies = False  # whether its calls took several ways
         self.trained = False  # a backward has come through what was fused
         self.places: dict[tuple[str, str], Any] = {}
         self.reasons: dict[str, str] = {}
@@ -114,6 +115,7 @@ class Record:
         """A call took another way than its tapes, or keeps what is put off: the next is noted."""
         self.misses += 1
         kind.misses += 1
+        self.varies |= not kept
         self.last, kind.wanted, kind.pinned = None, kind.noted < NOTED, kind.pinned | kept
         hopeless = not kind.wanted and kind.misses > kind.hits
         if kept or hopeless:

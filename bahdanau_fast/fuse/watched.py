@@ -127,7 +127,7 @@ class _Span:
     def __init__(self, graph: Graph, module: Any, record: Record, args: Any, kwargs: Any) -> None:
         self.module, self.record, self.graph = module, record, graph
         with torch._C.DisableTorchFunction():
-            self.kind = _kind(module, args, kwargs)
+            self.kind = _kind(module, record, args, kwargs)
             self.given = mapped(
                 lambda x: graph.number(x) if isinstance(x, Tensor) else x, (args, kwargs)
             )
@@ -139,9 +139,17 @@ class _Span:
         return self.end - self.begin
 
 
-def _kind(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What decides about the way that a module takes, as far as its arguments tell."""
-    return (module.training, state(), *map(_kind_of, args), *map(_kind_of, kwargs.values()))
+def _kind(module: nn.Module, record: Record, args: Any, kwargs: Any) -> Any:
+    """What decides about the way that a module takes, as far as that can be seen before."""
+    return _mode(module, record), state(), *map(_kind_of, args), *map(_kind_of, kwargs.values())
+
+
+def _mode(module: nn.Module, record: Record) -> Any:
+    """Of a module; where its calls took several ways, what it holds from call to call may tell."""
+    if not record.varies:
+        return module.training
+    held = [type(x) for name, x in vars(module).items() if name[0] != "_"]
+    return module.training, *held
 
 
 def _kind_of(x: Any) -> Any:
@@ -157,16 +165,17 @@ def _kind_of(x: Any) -> Any:
 
 def _forward(module: Any, record: Record, own: Any, args: Any, kwargs: Any) -> Any:
     last = record.last
-    if last is not None and last[0] is module.training and last[1].fits(args, kwargs, None, None):
+    same = last is not None and last[0] == _mode(module, record)
+    if same and last[1].fits(args, kwargs, None, None):
         return _play(last[1], last[2], record, own, module, args, kwargs)
-    name = _kind(module, args, kwargs)
+    name = _kind(module, record, args, kwargs)
     kind = record.kinds.get(name)
     wanted = kind is None or kind.wanted
     if wanted and (record.always or record.due <= 0) and not _captured(args):
         return _first(record, own, module, args, kwargs)
     if kind is not None and kind.tapes and (kind.pays or _captured(args)):
         tape = kind.tapes[0]
-        record.last = None if tape.fits is None else (module.training, tape, kind)
+        record.last = None if tape.fits is None else (name[0], tape, kind)
         return _play(tape, kind, record, own, module, args, kwargs)
     begin = time.perf_counter()
     result = own(module, *args, **kwargs)
@@ -322,7 +331,10 @@ def _piece(graph: Graph, i: int, span: _Span) -> tuple[Piece, Plan, Times]:
                 raise
             sizes = Sizes({})
             piece = find(graph, i, sizes, calls, pinned)
-        for v in {v for i in piece.late for v in graph.nodes[i].out} - {piece.scores, piece.weights}:
+        for v in {v for i in piece.late for v in graph.nodes[i].out} - {
+            piece.scores,
+            piece.weights,
+        }:
             graph.values[v].loosen()  # what is inside needs no memory any longer
         made, timed, took = plan(graph, piece, sizes, sizes.full), 0, None
         prove(graph, piece, sizes, made)
