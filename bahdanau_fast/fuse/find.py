@@ -167,7 +167,11 @@ class _Finder(Probe):
         need(not self.near, "has no elements")
         self.contraction()
         self.sum()
-        self.near = 1 in self.shape(self.total)  # one key shows no broadcast, more of them may
+        # One key shows no broadcast, more of them may.
+        maps = [each.rows[:, 0] for each in p.addends if not self.is_bias(each)]
+        n = len(self.rows.unique())
+        broad = any(len(m.unique()) < n for m in maps) or 1 in self.shape(self.total)
+        self.near = broad and len(p.vectors_at) <= _VECTORS
         self.softmax()
         self.axes()
         order = p.weights_way[0]
@@ -211,7 +215,15 @@ class _Finder(Probe):
         """Forward from the activation to its sum against a vector."""
         p, users = self.p, self.graph.values[self.p.activated].users
         need(users, "its values are kept")
-        ids, p.scores, vector, self.bias = self.chain(users[0], p.activated)
+        others = []
+        for user in users:
+            try:
+                ids, p.scores, vector, self.bias = self.chain(user, p.activated)
+                break
+            except Left as why:
+                others.append(why)
+        else:
+            raise others[0]
         self.axis, rows, w_axis, rows_w = self.contracted(
             ids, p.activated, vector, p.scores, self.bias
         )

@@ -76,6 +76,8 @@ class Record:
         # What its calls took as written, and what they are to take before one is noted again.
         self.seconds = self.due = 0.0
         self.dull = self.misses = self.fused = 0
+        self.moved = False  # whether pieces end elsewhere from now on
+        self.near = False  # whether it has a sum against a vector
         self.varies = False  # whether its calls took several ways
         self.trained = False  # a backward has come through what was fused
         self.places: dict[tuple[str, str], Any] = {}
@@ -97,7 +99,7 @@ class Record:
         pays = any(each.pays for each in self.kinds.values())
         self.state, self.last = "fused" if pays else "slow", None
 
-    def train(self) -> None:
+    def train(self, _: Any = None) -> None:
         """A backward came through what was fused: from now on its time counts."""
         self.trained = True
         for kind in self.kinds.values():
@@ -108,6 +110,9 @@ class Record:
         """Take down a piece."""
         where = graph.nodes[piece.at].place
         self.reasons.pop(where, None)
+        if self.moved:  # another piece than before is there
+            self.places = {key: x for key, x in self.places.items() if key[0] != where}
+            self.moved = False
         device = graph.values[piece.activated].device
         self.places[where, _Formula(graph, piece, self.names).text] = took, device
 
@@ -118,6 +123,7 @@ class Record:
         self.varies |= not kept
         self.last, kind.wanted, kind.pinned = None, kind.noted < NOTED, kind.pinned | kept
         hopeless = not kind.wanted and kind.misses > kind.hits
+        self.moved |= bool(kept)
         if kept or hopeless:
             kind.tapes = [each for each in kind.tapes if each is not tape and not hopeless]
         if hopeless:

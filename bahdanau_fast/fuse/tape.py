@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from bahdanau_fast.fuse.caches import Caches
 from bahdanau_fast.fuse.find import Piece
-from bahdanau_fast.fuse.graph import Graph, Node, Ref, State, Value, need, tensors
+from bahdanau_fast.fuse.graph import Graph, Node, Ref, State, Value, mapped, need, tensors
 from bahdanau_fast.fuse.late import KEPT, QUERIES, Late, become, compute, make
 from bahdanau_fast.fuse.plan import Plan
 from bahdanau_fast.fuse.prove import as_before
@@ -35,16 +35,17 @@ class _Fused:
     """A piece on a tape.
 
     Attributes:
-        plan: what computes it.
+        run: what computes it.
         get: its inputs, of the calls that were put off.
         weights: the call whose late result becomes the weights, or None.
         internal: calls whose results nobody but the piece may keep.
         counted: references to each, at the end of the piece, in a call that kept none of them.
+        record: of the module that it is of.
         failed: what the operator says where it does not take the inputs; or None.
     """
 
-    def __init__(self, end: int, made: Plan, get: Any, weights: int | None) -> None:
-        self.end, self.run, self.get, self.weights = end, made.run, get, weights
+    def __init__(self, end: int, run: Any, get: Any, weights: int | None, record: Any) -> None:
+        self.end, self.run, self.get, self.weights, self.record = end, run, get, weights, record
         self.internal: list[int] = []
         self.counted: list[int] | None = None
         self.failed: str | None = None
@@ -71,7 +72,12 @@ class Tape:
     """
 
     def __init__(
-        self, graph: Graph, begin: int, end: int, pieces: list[tuple[Piece, Plan]], caches: Caches
+        self,
+        graph: Graph,
+        begin: int,
+        end: int,
+        pieces: list[tuple[Piece, Plan, Any, Any]],
+        caches: Caches,
     ) -> None:
         nodes = graph.nodes[begin:end]
         self.caches = caches
@@ -83,7 +89,7 @@ class Tape:
         self.pieces: dict[int, _Fused] = {}
         self.pool: list[dict[int, Late]] = []
         late: dict[int, int] = {}  # the call that made a late tensor, by number
-        for piece, _ in pieces:
+        for piece, *_ in pieces:
             for i in sorted(piece.late):
                 node = graph.nodes[i]
                 for before, after in node.writes:
@@ -92,13 +98,19 @@ class Tape:
                     if graph.values[v].maker == i:  # not what it was given
                         late.setdefault(v, i - begin)
         comparisons = _Comparisons(graph, late)
-        for piece, made in pieces:
-            self._add(graph, begin, piece, made, comparisons)
+        for piece, made, _, record in pieces:
+            self._add(graph, begin, piece, made, comparisons, record)
         self.steps.append(_ANOTHER)
         self.numbers = sorted(self.made)
 
     def _add(
-        self, graph: Graph, begin: int, piece: Piece, made: Plan, comparisons: _Comparisons
+        self,
+        graph: Graph,
+        begin: int,
+        piece: Piece,
+        made: Plan,
+        comparisons: _Comparisons,
+        record: Any,
     ) -> None:
         own = sorted({*piece.late, *piece.before, piece.end})
         given = [(graph.nodes[i].args, graph.nodes[i].kwargs) for i in own]
@@ -109,7 +121,9 @@ class Tape:
         need(paths.keys() >= {*made.inputs}, "an input is no argument of its calls")
         get = eval(f"lambda seen: ({', '.join(paths[v] for v in made.inputs)},)")
         weights = None if piece.weights is None else comparisons.late.get(piece.weights)
-        fused = self.pieces[piece.end - begin] = _Fused(piece.end - begin, made, get, weights)
+        fused = self.pieces[piece.end - begin] = _Fused(
+            piece.end - begin, made.run, get, weights, record
+        )
         places: dict[int, str] = {}
         for i in own:
             node, at = graph.nodes[i], i - begin
@@ -125,7 +139,8 @@ class Tape:
             source = comparisons.source(node, at, places)
             values = [graph.values[v] for v in node.refs()]
             of = [(v.shape, v.dtype, v.kind, v.requires_grad) for v in values]
-            self.told[at] = node.func, kind, source, repr((node.args, node.kwargs)), of
+            given = mapped(comparisons.alias, (node.args, node.kwargs))
+            self.told[at] = node.func, kind, source, repr(given), of
             self.steps[at] = node.func, kind, eval(source, comparisons.names), node.state
 
     def late(self, player: Player) -> dict[int, Late]:
@@ -150,7 +165,7 @@ class Player(TorchFunctionMode):
 
     def __init__(self, tape: Tape, tapes: list[Tape], record: Any, note: Any) -> None:
         super().__init__()
-        self.tape, self.steps, self.at, self.ran = tape, tape.steps, 0, 0
+        self.tape, self.steps, self.at = tape, tape.steps, 0
         self.tapes, self.record = tapes, record
         self.missed: str | None = None
         self.noting: Any = None
@@ -224,10 +239,10 @@ class Player(TorchFunctionMode):
             except Exception as error:  # the user's own call says what is wrong, if it is his
                 fused.failed = f"the operator fails: {error}"
             else:
-                self.ran += 1
-                record = self.record
-                if not record.trained and made.grad_fn is not None:
-                    made.grad_fn.register_prehook(lambda grads: record.train())
+                fused.record.fused += 1
+                for record in {self.record, fused.record}:
+                    if not record.trained and made.grad_fn is not None:
+                        made.grad_fn.register_prehook(record.train)
                 return made
         args, kwargs = seen[fused.end]
         return self.tape.steps[fused.end][0](*args, **kwargs)
@@ -301,6 +316,7 @@ class _Comparisons:
 
     def __init__(self, graph: Graph, late: dict[int, int]) -> None:
         self.values, self.late = graph.values, late
+        self.aliases: dict[int, int] = {}
         self.names: dict[str, Any] = dict(
             G=torch.is_grad_enabled, A=torch._C._is_any_autocast_enabled,
             D=torch.get_autocast_dtype, H=torch._C._autograd._top_saved_tensors_default_hooks,
@@ -330,6 +346,10 @@ class _Comparisons:
             of, rest = (1, path[6:]) if path.startswith("kwargs") else (0, path[4:])
             places.setdefault(x, f"seen[{at}][{of}]{rest}")
         return f"lambda args, kwargs, out, seen: {' and '.join(tests)}"
+
+    def alias(self, x: Any) -> Any:
+        """The same in any notes: tensors by the order in which they come."""
+        return f"#{self.aliases.setdefault(x, len(self.aliases))}" if type(x) is Ref else x
 
     def name(self, x: Any) -> str:
         """Of an object, in the sources."""

@@ -36,6 +36,8 @@ _here = threading.local()
 _PUT_OFF, _CALL = 4e-6, 1.5e-6
 # Calls that show no sum under an activation, after which a module is no longer watched.
 _DULL = 2
+# The same where there is a sum against a vector, which may be fused in calls of another kind.
+_NEAR = 8
 # Arguments besides tensors that tell a kind of call.
 _USUAL = (bool, int, type(None))
 # First calls are looked at once they have taken so many seconds, or have a sum of so many elements.
@@ -132,7 +134,7 @@ class _Span:
                 lambda x: graph.number(x) if isinstance(x, Tensor) else x, (args, kwargs)
             )
         self.begin = self.end = len(graph.nodes)
-        self.pieces: list[tuple[Piece, Plan, Times]] = []
+        self.pieces: list[tuple[Piece, Plan, Times, Record]] = []
         self.own = self.near = False  # whether a piece is of no module within; or nearly one
 
     def __len__(self) -> int:
@@ -214,7 +216,6 @@ def _play(
     finally:
         _here.outer = None
         player.end()
-        record.fused += player.ran
         why = next((each.failed for each in player.tape.pieces.values() if each.failed), None)
         if player.kept:
             why = "something of it is kept after the call"
@@ -281,13 +282,17 @@ def _look(graph: Graph, spans: list[_Span], seconds: float) -> None:
         if inside[0] in firsts.values():
             _look_at(graph, i, inside, repeats)
     for span in firsts.values():
-        span.record.dull = 0 if span.own or span.near else span.record.dull + 1
-        if span.own or span.near or span.record.kinds:
+        record = span.record
+        record.dull = 0 if span.own else record.dull + 1
+        record.near |= span.near
+        if span.own or record.near or record.kinds:
             _settle(graph, span, seconds)
         else:
-            span.record.state = "left" if span.record.reasons else "none"
-            if span.record.dull >= _DULL:
-                put_back(span.module)
+            record.state = "left" if record.reasons else "none"
+        if record.dull >= (_NEAR if record.near else _DULL) and not any(
+            k.tapes for k in record.kinds.values()
+        ):
+            put_back(span.module)
 
 
 def _look_at(graph: Graph, i: int, inside: list[_Span], repeats: bool) -> None:
@@ -303,7 +308,7 @@ def _look_at(graph: Graph, i: int, inside: list[_Span], repeats: bool) -> None:
         owner.own = True
         owner.record.found(graph, found[0], found[2])
         for span in inside[len(left) :]:
-            span.pieces.append(found)
+            span.pieces.append((*found, owner.record))
         return
     text, near = left[0]
     inside[0].near |= near
@@ -331,6 +336,7 @@ def _piece(graph: Graph, i: int, span: _Span) -> tuple[Piece, Plan, Times]:
                 raise
             sizes = Sizes({})
             piece = find(graph, i, sizes, calls, pinned)
+        span.near = True  # whatever fails from here on
         for v in {v for i in piece.late for v in graph.nodes[i].out} - {
             piece.scores,
             piece.weights,
@@ -364,10 +370,10 @@ def _settle(graph: Graph, span: _Span, seconds: float) -> None:
     if not span.own:
         return
     price = _CALL * len(span) + _PUT_OFF * sum(len(piece.late) for piece, *_ in pieces)
-    took = Times(*map(sum, zip(*(took for *_, took in pieces), strict=True)))
+    took = Times(*map(sum, zip(*(took for *_, took, _ in pieces), strict=True)))
     kind.took = took._replace(fused=took.fused + price, fused_trained=took.fused_trained + price)
     try:
-        tape = Tape(graph, span.begin, span.end, [p[:2] for p in pieces], record.caches)
+        tape = Tape(graph, span.begin, span.end, pieces, record.caches)
     except Left as why:
         record.leave("", str(why))
         return
