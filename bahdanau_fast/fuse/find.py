@@ -175,9 +175,9 @@ class _Finder(Probe):
         self.softmax()
         self.axes()
         order = p.weights_way[0]
-        grad = self.graph.nodes[p.at].state.grad and len(p.vectors_at) == 1
+        grad, one = self.graph.nodes[p.at].state.grad, len(p.vectors_at) == 1
         # A gradient of the weights comes through them, which a reshape alone lets it do.
-        if p.weights is not None and (order == sorted(order) or not grad):
+        if p.weights is not None and one and (order == sorted(order) or not grad):
             self.context()
         if p.context is None:
             self.forget_softmax()
