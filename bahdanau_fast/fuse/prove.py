@@ -26,6 +26,8 @@ __all__ = ["Times", "as_before", "prove", "times"]
 _SAME = {torch.float32: 2.0**-16, torch.float64: 2.0**-36}
 # Elements of the activated sum at which pieces are timed, at most.
 _TIMED = 1 << 19
+# And below which they are timed thrice: such times are noisy, and cheap to take.
+_NOISY = 1 << 17
 
 
 class Times(NamedTuple):
@@ -57,40 +59,32 @@ class _Trial:
     def __init__(self, graph: Graph, piece: Piece, made: Plan, sizes: Sizes) -> None:
         self.graph, self.piece, self.plan, self.sizes = graph, piece, made, sizes
         self.ids = {*piece.late, *piece.before, piece.end}
-        nodes = [graph.nodes[i] for i in self.ids]
-        given = {v for node in nodes for v in node.refs()} | {*made.inputs}
-        self.inputs = sorted(v for v in given if graph.values[v].maker not in self.ids)
         self.state = graph.nodes[piece.end].state
         self.wanted = [v for v in (piece.context, piece.weights) if v is not None]
-        self.wanted = self.wanted or [piece.scores]
-        self.backward = True
-        self.leaves = {v: sizes.cut(graph.values[v]) for v in self.inputs}
+        self.wanted, self.backward = self.wanted or [piece.scores], True
+        given = {*made.inputs, *(v for i in self.ids for v in graph.nodes[i].refs())}
+        given = {v for v in given if graph.values[v].maker not in self.ids}
+        self.leaves = {v: sizes.cut(graph.values[v]) for v in sorted(given)}
 
     def run(
-        self, fused: bool, dtype: torch.dtype | None = None, caches: Caches | None = None
+        self, fused: bool, exact: bool = False, caches: Caches | None = None
     ) -> tuple[list[Tensor | None], tuple[float, float]]:
-        """Outputs and gradients, and the seconds until there were outputs, and all."""
-        leaves = dict(self.leaves)
-        if dtype is not None:
-            leaves = {v: t.to(dtype) if t.is_floating_point() else t for v, t in leaves.items()}
-        asked = [v for v in self.inputs if self.state.grad and self.graph.values[v].requires_grad]
-        for v in asked:
-            leaves[v] = leaves[v].clone().requires_grad_()
-        now = self.state if dtype is None else self.state._replace(autocast=())
-        caches = Caches() if caches is None else caches
-        _wait(leaves)
-        begin = time.perf_counter()
-        with as_before(now):
+        """Outputs and gradients, in fp64 or as they are; seconds until there were outputs, all."""
+        graph, then, leaves = self.graph, self.state, dict(self.leaves)
+        if exact:
+            leaves = {v: t.double() if t.is_floating_point() else t for v, t in leaves.items()}
+            then = then._replace(autocast=())
+        asked = [v for v in leaves if then.grad and graph.values[v].requires_grad]
+        leaves |= {v: leaves[v].clone().requires_grad_() for v in asked}
+        begin = _now(leaves)
+        with as_before(then):
             if fused:
-                given = [v for v in self.plan.inputs if v not in leaves]
-                before = self.graph.evaluate(self.piece.before, leaves, given, self.sizes)
-                leaves.update(zip(given, before, strict=True))
-                made = self.plan.run(caches, lambda w: w, *[leaves[v] for v in self.plan.inputs])
+                given = graph.evaluate(self.piece.before, leaves, self.plan.inputs, self.sizes)
+                made = self.plan.run(caches or Caches(), lambda w: w, *given)
                 outs = [t for t in made if t is not None]
             else:
-                outs = self.graph.evaluate(self.ids, leaves, self.wanted, self.sizes)
-        _wait(leaves)
-        forward = time.perf_counter() - begin
+                outs = graph.evaluate(self.ids, leaves, self.wanted, self.sizes)
+        forward = _now(leaves) - begin
         grads: tuple[Tensor | None, ...] = ()
         if asked and self.backward:
             seeds = [
@@ -98,69 +92,61 @@ class _Trial:
                 for t in outs
             ]
             grads = torch.autograd.grad(outs, [leaves[v] for v in asked], seeds, allow_unused=True)
-        _wait(leaves)
-        seconds = forward, time.perf_counter() - begin
+        seconds = forward, _now(leaves) - begin
         return [None if t is None else t.detach() for t in (*outs, *grads)], seconds
 
     def judge(self, plain: list[Tensor | None], fused: list[Tensor | None]) -> None:
         """Raise unless they are the same, or fp64 says that the fused ones are as near to it."""
         exact: list[Tensor | None] = []
         outputs = len(self.wanted)
-        need(len(plain) == len(fused), "gives something else")
         for k, (theirs, mine) in enumerate(zip(plain, fused, strict=True)):
-            need((theirs is None) == (mine is None), "a gradient is missing")
-            if theirs is None or mine is None:
-                continue
-            same = theirs.shape == mine.shape and theirs.dtype is mine.dtype
-            need(same, "is another kind of tensor")
-            if not theirs.numel():
+            kinds = [None if t is None else (t.shape, t.dtype) for t in (theirs, mine)]
+            need(kinds[0] == kinds[1], "gives another kind of tensor, or no gradient")
+            if theirs is None or mine is None or not theirs.numel():
                 continue
             lost = theirs.isnan()  # gradients of a row with nothing to look at
             ours = torch.where(lost, theirs, mine) if k >= outputs else mine
             need(torch.equal(lost, ours.isnan()), "is NaN elsewhere")
             a, b = (torch.nan_to_num(x.double()) for x in (theirs, ours))
-            largest, gap = float(a.abs().max()), float((a - b).abs().max())
-            if gap <= _SAME.get(theirs.dtype, 0.0) * largest and not self.state.autocast:
+            same = _SAME.get(theirs.dtype, 0.0) * _largest(a)
+            if _largest(a - b) <= same and not self.state.autocast:
                 continue
-            exact = exact or self.run(False, torch.float64)[0]
+            exact = exact or self.run(False, exact=True)[0]
             found: Any = exact[k]
             truth = torch.nan_to_num(torch.where(lost, 0, found.double()))
-            error, own = float((b - truth).abs().max()), float((a - truth).abs().max())
+            error, own = _largest(b - truth), _largest(a - truth)
             kind = exact[outputs:] if k >= outputs else exact[k : k + 1]
-            scale = max(
-                float(torch.nan_to_num(t).abs().max()) for t in kind if t is not None and t.numel()
-            )
+            scale = max(_largest(t) for t in kind if t is not None and t.numel())
             low = [dtype for _, dtype in self.state.autocast] or [theirs.dtype]
-            eps = max(torch.finfo(d).eps for d in low)
-            fine = error <= 3 * own + 8 * eps * scale
+            fine = error <= 3 * own + 8 * max(torch.finfo(d).eps for d in low) * scale
             need(fine, f"differs by {error:.2g} where its own code does by {own:.2g}")
 
 
-def _wait(leaves: dict[int, Tensor]) -> None:
-    """Until a GPU has done what it was given."""
+def _largest(x: Tensor) -> float:
+    return float(torch.nan_to_num(x).abs().max())
+
+
+def _now(leaves: dict[int, Tensor]) -> float:
+    """Seconds, once a GPU has done what it was given."""
     if any(t.is_cuda for t in leaves.values()):
         torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def prove(graph: Graph, piece: Piece, sizes: Sizes, made: Plan | None) -> None:
-    """Outputs and gradients at small sizes, and, by the plan, outputs of the call itself.
-
-    Raises:
-        Left: something differs.
-    """
-    with torch.random.fork_rng(_gpus(graph, piece)), torch.inference_mode(False):
-        small = plan(graph, piece, sizes, lambda n: n)
-        trial = _Trial(graph, piece, small, sizes)
+    """Raise where outputs or gradients differ at small sizes, or outputs of the call itself."""
+    with _undisturbed(graph, piece):
+        trial = _Trial(graph, piece, plan(graph, piece, sizes, lambda n: n), sizes)
         trial.judge(trial.run(False)[0], trial.run(True)[0])
-        if sizes.small and made is not None:
-            whole = _Trial(graph, piece, made, Sizes({}))
-            own = [graph.values[v].tensor for v in whole.wanted]
-            read = {graph.values[v].storage for v in (*whole.inputs, *whole.wanted)}
-            later = (graph.values[v].storage for n in graph.nodes for v, _ in n.writes)
-            if all(t is not None for t in own) and not read & set(later):
-                whole.state = whole.state._replace(grad=False)
-                theirs = [None if t is None else t.detach() for t in own]
-                whole.judge(theirs, whole.run(True)[0])
+        if not sizes.small or made is None:
+            return
+        whole = _Trial(graph, piece, made, Sizes({}))
+        own = [graph.values[v].tensor for v in whole.wanted]
+        read = {graph.values[v].storage for v in (*whole.leaves, *whole.wanted)}
+        later = (graph.values[v].storage for n in graph.nodes for v, _ in n.writes)
+        if all(t is not None for t in own) and not read & set(later):
+            whole.state = whole.state._replace(grad=False)
+            whole.judge([t if t is None else t.detach() for t in own], whole.run(True)[0])
 
 
 def times(graph: Graph, piece: Piece, sizes: Sizes, made: Plan) -> Times:
@@ -170,12 +156,10 @@ def times(graph: Graph, piece: Piece, sizes: Sizes, made: Plan) -> Times:
     """
     part, n = _timed(graph, piece, sizes), graph.values[piece.activated].numel
     less = plan(graph, piece, sizes, lambda n: part.shape([sizes.full(n)])[0])
-    trial = _Trial(graph, piece, less, part)
-    with torch.random.fork_rng(_gpus(graph, piece)), torch.inference_mode(False):
-        plain = [trial.run(False)[1]]
-        again = 2 if plain[0][1] < 2e-3 else 0  # short ones are noisy, and cheap
-        plain += [trial.run(False)[1] for _ in range(again)]
-        a, c = map(min, zip(*plain, strict=True))
+    with _undisturbed(graph, piece):
+        trial = _Trial(graph, piece, less, part)
+        again = 2 if n < _NOISY else 0
+        a, c = map(min, zip(*(trial.run(False)[1] for _ in range(1 + again)), strict=True))
         b, d = _fused(trial, a, again)
         if part.small:
             own = sum(graph.nodes[i].seconds for i in trial.ids)
@@ -199,18 +183,18 @@ def _fused(trial: _Trial, plain: float, again: int) -> tuple[float, float]:
 def _timed(graph: Graph, piece: Piece, sizes: Sizes) -> Sizes:
     """Less of the batch, or of the keys, where the sum is large."""
     total = graph.values[piece.activated].numel
-    taken = {n for value in graph.values for n in value.shape}
     for axis in (*piece.sizes[: piece.groups[0]], *piece.sizes[::-1]) if total > _TIMED else ():
         n = sizes.full(axis)
         new = max(2, n * _TIMED // total)
-        while new in taken:
-            new += 1
-        products = {m: m // n * new for m in sizes.small if m % n == 0}
-        if n in sizes.small and new < n and not taken.intersection(products.values()):
-            return Sizes(products)
+        if n in sizes.small and new < n:
+            return Sizes({m: m // n * new for m in sizes.small if m % n == 0})
     return Sizes({})
 
 
-def _gpus(graph: Graph, piece: Piece) -> list[int]:
+@contextlib.contextmanager
+def _undisturbed(graph: Graph, piece: Piece) -> Iterator[None]:
+    """No random number of the user's is drawn, and no tensor is of inference mode."""
     device = graph.values[piece.activated].device
-    return [device.index or 0] if device.type == "cuda" else []
+    gpus = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), torch.inference_mode(False):
+        yield
