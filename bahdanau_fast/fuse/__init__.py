@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bahdanau_fast import checks
-from bahdanau_fast.fuse.report import Entry, Record, Report, names_of
+from bahdanau_fast.fuse.report import Entry, Record, Report
 from bahdanau_fast.fuse.watched import put_back, record_of, watch
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.dot_product import DotProductAttention
@@ -79,7 +79,7 @@ def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Repo
             elif "forward" in vars(module):
                 record.leave("", "its forward was replaced on the instance")
             else:
-                record.names = names_of(module)
+                record.names = {id(p): key for key, p in module.named_parameters()}
                 watch(module, record)
         record.always = record.always or always
         record.at_once = record.at_once or example is not None

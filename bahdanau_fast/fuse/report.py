@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import html
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
-
-from torch import nn
 
 from bahdanau_fast.fuse.caches import Caches
 from bahdanau_fast.fuse.find import Addend, Piece
 from bahdanau_fast.fuse.graph import Graph, Ref
 
-__all__ = ["NOTED", "Entry", "Kind", "Record", "Report", "names_of"]
-
+__all__ = ["NOTED", "Entry", "Kind", "Record", "Report"]
 
 # A piece is fused where it takes at most so much of its own code's time.
 PAYS = 0.8
@@ -114,7 +110,7 @@ class Record:
             self.places = {key: x for key, x in self.places.items() if key[0] != where}
             self.moved = False
         device = graph.values[piece.activated].device
-        self.places[where, _Formula(graph, piece, self.names).text] = took, device
+        self.places[where, _formula(graph, piece, self.names)] = took, device
 
     def miss(self, kind: Kind, tape: Any, why: str, kept: set[int]) -> None:
         """A call took another way than its tapes, or keeps what is put off: the next is noted."""
@@ -130,57 +126,50 @@ class Record:
             self.reasons[""], kind.limit, kind.pays = why, float("inf"), False
             self.state = "fused" if any(each.pays for each in self.kinds.values()) else "left"
 
-    def entries(self) -> Iterator[Entry]:
-        """A row for each place."""
-        named = self.name, self.kind
-        if self.state in ("own", "waiting"):
-            why = "already this package's" if self.state == "own" else "is looked at when called"
-            yield Entry(*named, "", "", why)
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        """A row for each place, and whether that is "fused", "waiting" or "left"."""
+        named, state = (self.name, self.kind), "fused" if self.state == "fused" else "left"
+        if self.state == "waiting":
+            yield "waiting", Entry(*named, "", "", "is looked at when called")
+        if self.state == "own":
+            yield "left", Entry(*named, "", "", "already this package's")
         for (place, formula), (took, device) in self.places.items():
             plain, fused = (x * 1e6 for x in (took[2:] if self.trained else took[:2]))
             speed = f"{plain:.0f} us as written, {fused:.0f} us fused, on {device}"
-            text = f"fused, {self.fused} times; {speed}"
-            if self.state != "fused":
-                text = "; ".join(self.reasons.values()) or f"runs as written, as fast: {speed}"
-            yield Entry(*named, place, formula, text)
+            text = "; ".join(self.reasons.values()) or f"runs as written, as fast: {speed}"
+            text = f"fused, {self.fused} times; {speed}" if state == "fused" else text
+            yield state, Entry(*named, place, formula, text)
         for place, why in self.reasons.items():
-            if self.state == "fused" or not self.places:
-                yield Entry(*named, place, "", why)
+            if state == "fused" or not self.places:
+                yield "left", Entry(*named, place, "", why)
 
 
-class _Formula:
-    """A piece in words."""
+def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
+    """A piece in words; parameters by their names."""
+    letters = iter("qrst"), iter("kfgh")
 
-    def __init__(self, graph: Graph, piece: Piece, names: dict[int, str]) -> None:
-        self.graph, self.names = graph, names
-        letters = iter("qrst"), iter("kfgh")
-        terms = []
-        for each in piece.addends:
-            terms.append(self.term(each, letters))
-        text = f"{self.name(piece.vector, 'w')} . {piece.activation}({' + '.join(terms)})"
-        for how, by in piece.after:
-            number = self.name(int(by), "c") if type(by) is Ref else f"{by:g}"
-            text = f"{text} + {number}" if how == "+" else f"({text}) {how} {number}"
-        if piece.weights is not None:
-            text = f"softmax({text}{', mask' if piece.masks else ''})"
-        self.text = text if piece.context is None else f"{text} v"
+    def name(number: int, other: str) -> str:
+        x: Any = graph.values[number].tensor
+        found = names.get(id(x)) or names.get(id(getattr(x, "_base", None)))
+        return (found or other).removesuffix(".weight")
 
-    def term(self, each: Addend, letters: Any) -> str:
-        value = self.graph.values[each.x]
+    def term(each: Addend) -> str:
+        value = graph.values[each.x]
         if each.w is None and value.constant and len(value.shape) == 1:
-            return self.name(each.x, "b")
-        letter = next(letters[each.key], "x")
-        weight = self.name(each.w, "W") if each.w is not None else ""
-        text = f"{weight} {letter}" if weight else letter
+            return name(each.x, "b")
+        text = next(letters[each.key], "x")
+        text = text if each.w is None else f"{name(each.w, 'W')} {text}"
         text = text if each.factor == 1.0 else f"{each.factor:g} {text}"
-        return text if each.bias is None else f"{text} + {self.name(each.bias, 'b')}"
+        return text if each.bias is None else f"{text} + {name(each.bias, 'b')}"
 
-    def name(self, number: int, other: str) -> str:
-        x = self.graph.values[number].tensor
-        for each in (x, None if x is None else x._base):
-            if each is not None and id(each) in self.names:
-                return self.names[id(each)].removesuffix(".weight")
-        return other
+    terms = " + ".join(map(term, piece.addends))
+    text = f"{name(piece.vector, 'w')} . {piece.activation}({terms})"
+    for how, by in piece.after:
+        number = name(by, "c") if type(by) is Ref else f"{by:g}"
+        text = f"{text} + {number}" if how == "+" else f"({text}) {how} {number}"
+    if piece.context is None:
+        return text
+    return f"softmax({text}{', mask' if piece.masks else ''}) v"
 
 
 class Report:
@@ -192,10 +181,9 @@ class Report:
     def __init__(self, records: list[Record]) -> None:
         self._records = records
 
-    def _of(self, *states: str) -> tuple[Entry, ...]:
-        return tuple(
-            e for record in self._records if record.state in states for e in record.entries()
-        )
+    def _of(self, which: str) -> tuple[Entry, ...]:
+        every = (each for record in self._records for each in record.entries())
+        return tuple(entry for state, entry in every if state == which)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -205,7 +193,7 @@ class Report:
     @property
     def fused(self) -> tuple[Entry, ...]:
         """Those that this package computes."""
-        return tuple(entry for entry in self._of("fused") if entry.formula)
+        return self._of("fused")
 
     @property
     def waiting(self) -> tuple[Entry, ...]:
@@ -215,45 +203,30 @@ class Report:
     @property
     def left(self) -> tuple[Entry, ...]:
         """Those that run as they are written, and this package's own modules."""
-        also = tuple(entry for entry in self._of("fused") if not entry.formula)
-        return (*self._of("slow", "left", "own"), *also)
+        return self._of("left")
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [("module", "class", "where", "formula", "how, or why not")]
-        for e in (*self.fused, *self.left):
-            rows.append((e.name or "(the model)", e.kind, e.place, e.formula, e.text))
-        return rows
+        """A header, and what was looked at."""
+        rows = [astuple(each) for each in (*self.fused, *self.left)]
+        rows = [(name or "(the model)", *rest) for name, *rest in rows]
+        return [("module", "class", "where", "formula", "how, or why not"), *rows]
 
     def __str__(self) -> str:
-        rows = self._rows()
-        states = [record.state for record in self._records]
-        notes = [
-            f"no additive attention in {states.count('none')} modules that were called"
-            * (len(rows) == 1 and "none" in states),
-            f"{states.count('waiting')} modules are looked at when they are called"
-            * ("waiting" in states),
-        ]
-        notes = [note for note in notes if note] or ["no module to look at"] * (len(rows) == 1)
+        rows, states = self._rows(), [record.state for record in self._records]
+        none, waiting = states.count("none"), states.count("waiting")
+        notes = [f"{waiting} modules are looked at when they are called"] * bool(waiting)
         if len(rows) == 1:
-            return "; ".join(notes)
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = [
-            "  ".join((*(part.ljust(w) for part, w in zip(row, widths, strict=False)), row[4]))
-            for row in rows
-        ]
-        lines.insert(1, "  ".join("-" * width for width in (*widths, len(rows[0][4]))))
-        return "\n".join([*(line.rstrip() for line in lines), *notes])
+            seen = [f"no additive attention in {none} modules that were called"] * bool(none)
+            return "; ".join([*seen, *notes]) or "no module to look at"
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows.insert(1, tuple("-" * width for width in (*widths[:4], len(rows[0][4]))))
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join([*lines, *notes])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = (
-            "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-            for row, tag in zip(self._rows(), itertools.chain(["th"], itertools.repeat("td")))  # noqa: B905
-        )
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
-
-
-def names_of(module: nn.Module) -> dict[int, str]:
-    """Of a module's parameters."""
-    return {id(p): name for name, p in module.named_parameters()}
+        rows = [[html.escape(cell) for cell in row] for row in self._rows()]
+        lines = [f"<th>{'</th><th>'.join(rows[0])}</th>"]
+        lines += [f"<td>{'</td><td>'.join(row)}</td>" for row in rows[1:]]
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
