@@ -11,9 +11,6 @@ from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
 
 __all__ = ["Caches", "scaled"]
 
-#: What follows the scores: (operation, by what).
-After = tuple[tuple[str, Any], ...]
-
 
 class Caches:
     """Projected keys, and a vector with what follows its scores, by vector and weight."""
@@ -21,8 +18,8 @@ class Caches:
     def __init__(self) -> None:
         self._known: dict[Any, tuple[KeyCache, Any, Tensor]] = {}
 
-    def of(self, vector: Tensor, w_k: Tensor | None, after: After) -> tuple[KeyCache, Tensor]:
-        """A cache of projected keys, and the vector with what follows its scores."""
+    def of(self, vector: Tensor, w_k: Tensor | None, after: Any) -> tuple[KeyCache, Tensor]:
+        """A cache of projected keys; and the vector with what follows, as :func:`scaled`."""
         key = vector.data_ptr(), None if w_k is None else w_k.data_ptr()
         found = self._known.get(key)
         if found is None:
@@ -47,8 +44,8 @@ class Caches:
         return cache, made
 
 
-def scaled(vector: Tensor, after: After) -> Tensor:
-    """A vector whose scores are what follows those of ``vector``, but for what is added.
+def scaled(vector: Tensor, after: tuple[tuple[str, Any], ...]) -> Tensor:
+    """A vector whose scores are what follows, (operation, by what), but for what is added.
 
     Of that no weight depends: only its gradient, zero, is kept.
     """

@@ -7,7 +7,9 @@ run: sizes are its own symbols, and what is tried is tried on small tensors of o
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +20,7 @@ from torch import Tensor, fx, nn
 
 from bahdanau_fast.fuse.caches import scaled
 from bahdanau_fast.fuse.find import find, summed
-from bahdanau_fast.fuse.graph import (
-    ACTIVATIONS,
-    Graph,
-    Left,
-    Node,
-    Ref,
-    mapped,
-    name_of,
-    need,
-    state,
-    tensors,
-)  # fmt: skip
+from bahdanau_fast.fuse.graph import ACTIVATIONS, Graph, Node, Ref, mapped, need, state, tensors
 from bahdanau_fast.fuse.plan import plan
 from bahdanau_fast.fuse.probe import small_sizes
 from bahdanau_fast.fuse.prove import prove
@@ -51,15 +42,11 @@ def fuse_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.Graph
     fused = False
     for at, node in enumerate(notes.graph.nodes):
         if node.name in ACTIVATIONS and summed(notes.graph, at)[0]:
-            try:
+            with contextlib.suppress(Exception):  # it is left
                 _fuse(made, notes, at)
                 fused = True
-            except (Left, RuntimeError, KeyError):
-                continue
-    if not fused:
-        return graph
     made.recompile()
-    return made
+    return made if fused else graph
 
 
 class _Notes:
@@ -73,14 +60,14 @@ class _Notes:
         inputs, now, inside = iter(example_inputs), state(), 0
         for node in module.graph.nodes:
             value = node.meta.get("example_value", node.meta.get("val"))
-            if node.op in ("placeholder", "get_attr"):
-                held = node.op == "get_attr"
+            held = node.op == "get_attr"
+            if held or node.op == "placeholder":
                 given = getattr(module, node.target, None) if held else next(inputs, None)
                 value = given if value is None else value
                 constant = held or isinstance(value, nn.Parameter)
                 self.numbers[node] = self.number(value, None, constant)
             elif node.op in ("call_function", "call_method"):
-                name = name_of(node.target) if node.op == "call_function" else node.target
+                name = str(getattr(node.target, "__name__", node.target))
                 if name == "_set_grad_enabled":
                     now = now._replace(grad=bool(node.args[0]))
                 inside += (name == "_enter_autocast") - (name == "_exit_autocast")
@@ -130,11 +117,8 @@ def _fuse(module: fx.GraphModule, notes: _Notes, at: int) -> None:
 
     # A graph keeps nothing between calls.
     caches = SimpleNamespace(of=lambda vector, _, after: (None, scaled(vector, after)))
-    trace = make_fx(
-        lambda *inputs: made.run(caches, lambda w: w, *inputs),
-        pre_dispatch=True,
-        _allow_non_fake_inputs=True,
-    )
+    function = functools.partial(made.run, caches, lambda w: w)
+    trace = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)
     # The route of compiled code: no size decides.
     with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
         traced = trace(*[graph.values[number].tensor for number in made.inputs])

@@ -224,8 +224,7 @@ class _Planner:
         given = f"q, k, k, v, None, {w_k}, {bias}, inside={inside}, scores_only=True"
         source = f"run.scores(Call({given}))"
         for _, by in p.after:
-            one = n == 1 or self.graph.values[by].numel == 1
-            source += f" + {self.name(by)}" + ("" if one else ".reshape([-1])[i]")
+            source += f" + {self.name(by)}" + ".reshape([-1])[i]" * (n > 1)
         lines = [f"v = {vectors[0]}"]
         if n > 1:  # each has its part of the batch
             lines = [f"parts = q.chunk({n}), k.chunk({n}), [{', '.join(vectors)}], range({n})"]
