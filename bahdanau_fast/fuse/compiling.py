@@ -101,7 +101,7 @@ class _Notes:
             numbers[node.args[0]] = wrote[0][1]
         func = getattr(Tensor, name) if node.op == "call_method" else node.target
         out, single = tuple(tensors([found])), type(found) is Ref
-        graph.append(Node(func, name, args, kwargs, out, wrote, single, now, changed))
+        graph.append(Node(func, name.strip("_"), args, kwargs, out, wrote, single, now, changed))
         self.calls.append(node)
         return found
 

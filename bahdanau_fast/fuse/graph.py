@@ -6,9 +6,11 @@ the sizes of the call or at small ones: torch's functions alone, none of the use
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -24,20 +26,16 @@ from bahdanau_fast.fuse.late import QUERIES
 __all__ = ["ACTIVATIONS", "Graph", "Left", "Node", "Recorder", "Ref", "Sizes", "State", "Value",
            "mapped", "need", "state", "tensors"]  # fmt: skip
 
-ACTIVATIONS = {name + end: name for name in ("tanh", "relu", "leaky_relu") for end in ("", "_")}
+ACTIVATIONS = {"tanh", "relu", "leaky_relu"}
 _HERE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 # Results of so many elements, larger than what they are made of, are not kept alive.
 _LARGE = 1 << 20
 
 
 class Left(Exception):
-    """This is not fused; the message says why.
+    """This is not fused; the message says why."""
 
-    Attributes:
-        near: whether there is a sum against a vector, so that at other sizes it may be fused.
-    """
-
-    near = False
+    near = False  # whether there is a sum against a vector: at other sizes it may be fused
 
 
 def need(condition: Any, why: str) -> None:
@@ -60,12 +58,9 @@ class State(NamedTuple):
 
 def state() -> State:
     """Of this thread, now."""
-    on = torch._C._is_any_autocast_enabled()
-    kinds = ("cpu", "cuda") if on else ()
-    autocast = tuple(
-        (k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)
-    )
-    return State(torch.is_grad_enabled(), autocast, torch.is_inference_mode_enabled())
+    kinds = ("cpu", "cuda") if torch._C._is_any_autocast_enabled() else ()
+    on = tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k))
+    return State(torch.is_grad_enabled(), on, torch.is_inference_mode_enabled())
 
 
 class Value:
@@ -73,33 +68,46 @@ class Value:
 
     def __init__(self, x: Tensor, maker: int | None, large: bool, constant: bool) -> None:
         self.usual = usual = x.layout is torch.strided and not x.is_nested
-        sizes: Any = x.shape if usual else ()
-        self.shape = tuple(n if type(n) is int else n.node.hint for n in sizes)
+        given: Any = (x.shape, x.stride()) if usual else ((), ())
+        self.shape, strides = (
+            tuple(n if type(n) is int else n.node.hint for n in each) for each in given
+        )
+        # Axes as they lie in memory.
+        self.order = sorted(range(len(strides)), key=lambda d: -(strides[d] or math.inf))
         self.dtype, self.device, self.kind = x.dtype, x.device, type(x)
         self.requires_grad, self.numel = x.requires_grad, math.prod(self.shape)
-        self.storage = x.untyped_storage()._cdata if usual else None
+        self._storage = x.untyped_storage()._cdata if usual else None
         self.maker = maker  # number of the call that made it
         self.users: list[int] = []  # of the calls that read it
         self.constant = constant  # made of parameters alone
         self.large = large  # not kept alive
-        self._get: Callable[[], Tensor | None] = weakref.ref(x) if large else lambda: x
+        self._tensor, self._kept = weakref.ref(x), None if large else x
+
+    def laid(self, x: Tensor) -> Tensor:
+        """Dense, with the axes as this one's in memory, for views of it."""
+        back = [self.order.index(d) for d in range(x.dim())]
+        return x.permute(self.order).contiguous().permute(back)
 
     def loosen(self) -> None:
         """Keep the tensor alive no longer."""
-        x = self.tensor
-        self._get = (lambda: None) if x is None else weakref.ref(x)
+        self._kept = None
 
     @property
     def tensor(self) -> Tensor | None:
         """The tensor itself; None where it is gone."""
-        return self._get()
+        return self._tensor()
+
+    @property
+    def storage(self) -> int | None:
+        """Where it is; None once it is gone, and another tensor may be there."""
+        return None if self.tensor is None else self._storage
 
 
 class Node(NamedTuple):
     """A call of a function of torch; tensors are numbers."""
 
     func: Any
-    name: str
+    name: str  # without underscores, as of ``add_`` and ``__add__``
     args: Any
     kwargs: Any
     out: tuple[int, ...]
@@ -117,11 +125,9 @@ class Node(NamedTuple):
 
 def mapped(f: Callable[[Any], Any], x: Any) -> Any:
     """``x`` with ``f`` of everything in its tuples, lists, dictionaries and slices."""
-    if isinstance(x, tuple):
-        parts = [mapped(f, each) for each in x]
-        return type(x)._make(parts) if hasattr(x, "_fields") else tuple(parts)  # type: ignore[attr-defined]
-    if isinstance(x, list):
-        return [mapped(f, each) for each in x]
+    if isinstance(x, (tuple, list)):
+        kind: Any = next(k for k in (torch.Size, tuple, list) if isinstance(x, k))
+        return kind([mapped(f, each) for each in x])
     if isinstance(x, dict):
         return {name: mapped(f, each) for name, each in x.items()}
     if isinstance(x, slice):
@@ -132,7 +138,7 @@ def mapped(f: Callable[[Any], Any], x: Any) -> Any:
 def tensors(x: Any) -> list[Any]:
     """The tensors, or their numbers, in some arguments."""
     found: list[Any] = []
-    mapped(lambda t: found.append(t) if isinstance(t, (Tensor, Ref)) else None, x)
+    mapped(lambda t: found.append(t) or t if isinstance(t, (Tensor, Ref)) else t, x)  # type: ignore[func-returns-value]
     return found
 
 
@@ -149,7 +155,6 @@ class Graph:
         self.nodes: list[Node] = []
         self.values: list[Value] = []
         self._numbers: dict[int, int] = {}
-        self._large: list[Value] = []
 
     def find(self, x: Tensor) -> Ref | None:
         """The number of a tensor."""
@@ -165,12 +170,8 @@ class Graph:
         self, x: Tensor, maker: int | None = None, large: bool = False, constant: bool = False
     ) -> Ref:
         """A new number for a tensor: it is new, or has been written to."""
-        for value in self._large:  # another tensor may have the storage of one that is gone
-            value.storage = None if value.tensor is None else value.storage
         number = self._numbers[id(x)] = len(self.values)
         self.values.append(Value(x, maker, large, constant))
-        if large:
-            self._large.append(self.values[number])
         return Ref(number)
 
     def constant(self, refs: list[int]) -> bool:
@@ -217,30 +218,33 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in QUERIES or torch._C._are_functorch_transforms_active():
             return func(*args, **kwargs)
-        graph, name, at = self.graph, name_of(func), len(self.graph.nodes)
-        given = tensors((args, kwargs))
+        graph, at, own_name = self.graph, len(self.graph.nodes), name_of(func)
+        name, given = own_name.strip("_"), tensors((args, kwargs))
         versions = [_version(t) for t in given]
         noted = mapped(lambda x: graph.number(x) if isinstance(x, Tensor) else x, (args, kwargs))
         before, hooked = state(), torch._C._autograd._top_saved_tensors_default_hooks(True)
         begin = time.perf_counter()
         result = func(*args, **kwargs)
         seconds = time.perf_counter() - begin
-        old = [_version(t) == v and name not in _LENT for t, v in zip(given, versions, strict=True)]
-        wrote = [t for t, same in zip(given, old, strict=True) if not same]
+        wrote = [
+            t for t, v in zip(given, versions, strict=True)
+            if _version(t) != v or name in _LENT
+            or (v < 0 and t is result and own_name.endswith("_"))  # inference counts no versions
+        ]  # fmt: skip
         writes = tuple((graph.number(t), graph.add(t, at)) for t in wrote)
         refs = tensors(noted)
         constant, values = graph.constant(refs), [graph.values[ref] for ref in refs]
         out = []
         for t in tensors(result) if isinstance(result, (Tensor, tuple, list)) else ():
-            large = t.numel() >= _LARGE and (
-                any(v.large for v in values) or all(v.numel < t.numel() for v in values)
+            n, known = t.numel(), graph.find(t)
+            large = n >= _LARGE and (
+                any(v.large for v in values)
+                or all(v.numel < n and not v.constant for v in values)  # no layer's result
             )
-            known = graph.find(t)
             out.append(graph.add(t, at, large, constant) if known is None else known)
         single, place = isinstance(result, Tensor), _place() if name in ACTIVATIONS else ""
-        args, kwargs = noted
-        rest = before, hooked is not None, place, seconds
-        graph.append(Node(func, name, args, kwargs, tuple(out), writes, single, *rest))
+        rest = tuple(out), writes, single, before, hooked is not None, place, seconds
+        graph.append(Node(func, name, noted[0], noted[1], *rest))
         return result
 
 
@@ -250,17 +254,15 @@ def _version(x: Tensor) -> int:
 
 def _place() -> str:
     """File and line of the user's code that is running."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         path = Path(frame.f_code.co_filename)
         if not path.is_relative_to(_HERE) and not path.is_relative_to(_TORCH):
-            return f"{path.name}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{path.name}:{line}"
     return ""
 
 
 # Functions after which anybody may write to a tensor.
-_LENT = {"numpy", "__array__", "data_ptr", "__dlpack__", "untyped_storage", "storage"}
+_LENT = {"numpy", "array", "data_ptr", "dlpack", "untyped_storage", "storage"}
 # Functions whose integers are sizes.
 _SIZED = {
     *("view", "reshape", "expand", "repeat", "broadcast_to", "unflatten", "new_zeros", "new_ones"),
@@ -270,36 +272,24 @@ _SMALL = (2, 3, 5, 7, 11, 13, 17, 19, 23)
 _LEAST = 5  # smaller sizes stay: they may number an axis
 
 
-class Sizes:
-    """Other sizes for the calls of a graph: each size of the call stands for one of these.
+class Sizes(NamedTuple):
+    """Other sizes for the calls of a graph. Where two axes have the same, both change alike."""
 
-    Where two axes have the same size, both change alike. Those of parameters stay.
-
-    Attributes:
-        small: the size in place of one of the call.
-    """
-
-    def __init__(self, small: dict[int, int]) -> None:
-        self.small = small
-        self._full = {new: old for old, new in small.items()}
+    small: dict[int, int]  # in place of each that changes
 
     @classmethod
     def of(cls, values: Collection[Value], fixed: set[int]) -> Sizes:
-        """As small as different sizes of some tensors may be; those of parameters stay.
-
-        Args:
-            values: the tensors.
-            fixed: more sizes that stay.
-        """
+        """As small as different sizes of some tensors may be; those of parameters stay."""
         fixed = fixed | {n for v in values if v.constant for n in v.shape}
         every = {n for v in values for n in v.shape}
         taken = {n for n in every if n < _LEAST or n in fixed}
         bases = [n for n in taken if 1 < n < _LEAST]
         small: dict[int, int] = {}
         for n in sorted(every - taken):
-            pair = next(((a, n // a) for a in bases if n % a == 0 and n // a in bases), None)
-            if pair is not None:
-                new = math.prod(small.get(each, each) for each in pair)
+            products = (itertools.combinations_with_replacement(bases, r) for r in (2, 3))
+            parts = next((p for p in itertools.chain(*products) if math.prod(p) == n), None)
+            if parts is not None:
+                new = math.prod(small.get(each, each) for each in parts)
             else:
                 new = next((p for p in _SMALL if p < n and p not in taken), n)
                 bases.append(n)
@@ -315,32 +305,27 @@ class Sizes:
 
     def full(self, n: int) -> int:
         """The size of the call for one of these."""
-        return self._full.get(n, n)
+        return next((old for old, new in self.small.items() if new == n), n)
 
     def arguments(self, node: Node) -> tuple[Any, Any]:
         """Of a call, with these sizes."""
-        if not self.small:
-            return node.args, node.kwargs
-        args = node.args
-        if args and type(args[0]) in (list, tuple) and len(args[0]) in self.small:
-            parts = args[0]  # one tensor, again and again
-            if len(set(parts)) == 1 and type(parts[0]) is Ref:
-                args = (parts[: self.small[len(parts)]], *args[1:])
-        if node.name not in _SIZED:
-            return args, node.kwargs
-        given = args, node.kwargs
-        args, kwargs = mapped(lambda x: self.small.get(x, x) if type(x) is int else x, given)
+        args, kwargs = node.args, node.kwargs
+        parts: Any = args[0] if args and type(args[0]) in (list, tuple) else ()
+        if len(parts) in self.small and parts.count(parts[0]) == len(parts):  # again and again
+            args = parts[: self.small[len(parts)]], *args[1:]
+        if node.name in _SIZED:
+            given = args, kwargs
+            args, kwargs = mapped(lambda x: self.small.get(x, x) if type(x) is int else x, given)
         return args, kwargs
 
     def cut(self, value: Value) -> Tensor:
         """A tensor of the call, detached, as much of it as these sizes hold."""
-        x = value.tensor
+        x, shape = value.tensor, self.shape(value.shape)
         if x is None:
             raise Left("what it is made of is gone after the call")
         if isinstance(x, FakeTensor):  # a compiler's, that stands for any
-            drawn = torch.randn(self.shape(value.shape), device=value.device)
+            drawn = torch.randn(shape, device=value.device)
             return (drawn if value.dtype.is_floating_point else drawn < -0.5).to(value.dtype)
-        x = x.detach()
-        for axis, (n, new) in enumerate(zip(value.shape, self.shape(value.shape), strict=True)):
-            x = x if n == new else x.narrow(axis, 0, new)
-        return x
+        if shape == value.shape:
+            return x.detach()
+        return value.laid(x.detach()[tuple(map(slice, shape))])

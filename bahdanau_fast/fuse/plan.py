@@ -119,10 +119,9 @@ class _Planner:
         shape = self.sizes.shape(self.graph.values[number].shape)
         return _Code(self.name(number), self.all(shape))
 
-    def placed(self, number: int, place: Place, features: int) -> _Code:
+    def placed(self, number: int, place: Place) -> _Code:
         """At the axes of queries or keys, those that it lacks of size one."""
-        code = self.input(number).reshape(self.all(place.first)).permute(place.turn)
-        return code.reshape([*self.all(place.own), features])
+        return self.input(number).reshape(self.all(place.first)).permute(place.turn)
 
     def whole(self, code: _Code, place: Place, *shape: int) -> str:
         """(b,*shape), with the axes that it lacks repeated."""
@@ -155,7 +154,7 @@ class _Planner:
 
     def addend(self, each: Addend, projected: bool) -> _Code:
         """With the axes that it lacks of size one."""
-        code = self.placed(each.x, each.place, self.size(each.rows.shape[1]))
+        code = self.placed(each.x, each.place)
         if each.w is not None and projected:
             given = ", ".join([code.source, self.weight(each), *self.biases(each)])
             return _Code(f"linear({given})", [*code.shape[:-1], self.hidden])
@@ -238,7 +237,7 @@ class _Planner:
         assert p.weights is not None
         (v,) = self.vectors()
         masks = [
-            self.whole(self.placed(number, place, 1), place, self.q, self.k)
+            self.whole(self.placed(number, place), place, self.q, self.k)
             for number, place in p.masks
         ]
         lines = [f"m = {' | '.join(masks)}"] if masks else []
