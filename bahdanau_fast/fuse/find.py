@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +78,7 @@ class Piece:
     scores_way: Way = ([], [])
     weights_way: Way = ([], [])
     context_way: Way = ([], [])  # of (b,tq,features)
-    values_way: Way = ([], [])  # to be (b,tk,features), or those of each vector
+    values_way: Way = ([], [])  # to be (b,tk,features)
     soft: set[int] = field(default_factory=set)  # weights and views of them, which others may read
 
 
@@ -142,7 +141,7 @@ class _Finder(Probe):
         # One key shows no broadcast, more of them may.
         maps, n = [each.rows[:, 0] for each in self.p.addends], len(self.rows.unique())
         self.near = 1 in self.shape(self.total) or any(1 < len(m.unique()) < n for m in maps)
-        scores = copy.deepcopy(self.p)
+        scores = replace(self.p, late={*self.p.late}, after=[*self.p.after], before=set())
         try:
             self.softmax()
             self.axes()
@@ -180,15 +179,13 @@ class _Finder(Probe):
         """Forward from the activation to its sum against a vector."""
         p, users = self.p, self.graph.values[self.p.activated].users
         need(users, "its values are kept")
-        others = []
         for user in users:
             try:
                 ids, p.scores, vector, bias = self.chain(user, p.activated)
                 break
-            except Left as why:
-                others.append(why)
-        else:
-            raise others[0]
+            except Left:
+                if user == users[-1]:
+                    raise
         p.after = [] if bias is None else [("+", bias)]
         (self.axis, rows), (axis, vectors) = self.contracted(
             ids, p.activated, vector, p.scores, bias
@@ -369,9 +366,10 @@ class _Finder(Probe):
         """A contraction of the weights with values."""
         p, order = self.p, self.p.weights_way[0]
         assert p.weights is not None
-        grad, one = self.graph.nodes[p.at].state.grad, len(p.vectors_at) == 1
+        need(len(p.vectors_at) == 1, "several vectors")
         # A gradient of the weights comes through them, which a reshape alone lets it do.
-        need(one and (order == sorted(order) or not grad), "its weights are turned")
+        grad = self.graph.nodes[p.at].state.grad
+        need(order == sorted(order) or not grad, "its weights are turned")
         for first in self.graph.values[p.weights].users:
             try:
                 ids, out, values, _ = self.chain(first, p.weights)
@@ -435,7 +433,7 @@ class _Finder(Probe):
             if early - self.pinned:
                 self.pinned |= early
                 raise _Written
-        for i in own:
+        for i in [i for i in own if graph.nodes[i].writes]:
             wrote = self.storages(v for v, _ in graph.nodes[i].writes)
             alike = [v for v in values if v.storage in wrote and v.maker not in own]
             need(not any(v.maker is None or max(v.users, default=0) > i for v in alike),

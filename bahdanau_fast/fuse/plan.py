@@ -63,12 +63,16 @@ class _Code(NamedTuple):
 
     source: str
     shape: list[int]
+    before: _Code | None = None  # of which this is a reshape
 
-    def reshape(self, shape: list[int], how: str = "reshape") -> _Code:
-        return self if shape == self.shape else _Code(f"{self.source}.{how}({shape})", shape)
+    def reshape(self, shape: list[int]) -> _Code:
+        code = self.before or self
+        return (
+            code if shape == code.shape else _Code(f"{code.source}.reshape({shape})", shape, code)
+        )
 
     def expand(self, shape: list[int]) -> _Code:
-        return self.reshape(shape, "expand")
+        return self if shape == self.shape else _Code(f"{self.source}.expand({shape})", shape)
 
     def permute(self, order: list[int]) -> _Code:
         if order == sorted(order):
@@ -173,7 +177,7 @@ class _Planner:
         codes = [self.addend(each, not inside) for each in addends]
         shape = [max(sizes) for sizes in zip(*(code.shape for code in codes), strict=True)]
         source = " + ".join(code.source for code in codes)
-        code = _Code(f"({source})" if len(codes) > 1 else source, shape)
+        code = _Code(f"({source})", shape) if len(codes) > 1 else codes[0]
         x = self.whole(code, first.place, length, shape[-1])
         return (x, self.weight(first), self.biases(first)) if inside else (x, "None", [])
 
@@ -215,7 +219,9 @@ class _Planner:
         """A result as the user has it."""
         order, shape = way
         code = code.permute(order).reshape(self.all(shape))
-        return f"({code.source}).to({self.graph.values[number].dtype})"
+        # To ask first is quicker than a needless ``to``.
+        dtype = self.graph.values[number].dtype
+        return f"(x if (x := {code.source}).dtype is {dtype} else x.to({dtype}))"
 
     def scores(self, w_k: str, bias: str, inside: str) -> list[str]:
         p, vectors = self.p, self.vectors()
@@ -241,10 +247,15 @@ class _Planner:
             for number, place in p.masks
         ]
         lines = [f"m = {' | '.join(masks)}"] if masks else []
-        by = ((how, self.name(by) if type(by) is Ref else by) for how, by in p.after)
+        grad = self.graph.nodes[p.at].state.grad
+        # Of what is added no weight depends: only its gradient, zero, is there.
+        by = (
+            (how, self.name(by) if type(by) is Ref else by)
+            for how, by in p.after if how != "+" or (grad and type(by) is Ref)
+        )  # fmt: skip
         after = f"({''.join(f'({how!r}, {each}), ' for how, each in by)})"
         known = f"caches.of({v}, {w_k}, {after})"
-        new = f"None, scaled({v}, {after})" if p.after else f"None, {v}"
+        new = f"None, {v}" if after == "()" else f"None, scaled({v}, {after})"
         lines += [f"cache, v = {new if small else known}"]
         x, (turn, shape) = self.input(p.values), p.values_way
         n = math.prod(x.shape) // (self.b * self.k)
