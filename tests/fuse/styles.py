@@ -2,7 +2,7 @@
 
 ``STYLES`` has each style by its name. Sizes differ from each other, so that no axis is taken for
 another, but at the end of the section on whole models. Where ``reason`` is not empty, ``fuse`` has
-to leave the style, and a comment says why.
+to leave the style, and the report says that.
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import told
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,7 +26,7 @@ LENS = 7, 2, 4, 1
 
 @dataclass(frozen=True)
 class Style:
-    """A module, its inputs, and a word of the reason for leaving it (empty: is recognised)."""
+    """A module, its inputs, and what the report says where it is left (empty: it is fused)."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[Draw], tuple]
@@ -33,6 +34,7 @@ class Style:
 
 
 STYLES: dict[str, Style] = {}
+NONE, NO_ROWS = "no additive attention", "nothing is broadcast"
 
 
 class Additive(nn.Module):
@@ -89,7 +91,6 @@ def shapes(*sizes):
 
 step = shapes((B, DQ), (B, TK, DK))  # a decoder state and keys
 many = shapes((B, TQ, DQ), (B, TK, DK))
-states = shapes((B, STEPS, DQ), (B, TK, DK))  # decoder states of some steps, and keys
 loop = shapes((B, STEPS, DV), (B, DQ), (B, TK, DK))  # inputs of steps, the first state, keys
 time_first = shapes((B, DQ), (TK, B, DK))
 same_size = shapes((B, DK), (B, TK, DK))
@@ -218,38 +219,34 @@ PARTS = {
 }
 LEFT = {
     "join": {
-        "sigmoid": lambda q, k: torch.sigmoid(q[:, None] + k),  # an activation that is not served
-        "gelu": lambda q, k: F.gelu(q[:, None] + k),
-        "of_each": lambda q, k: torch.tanh(q)[:, None] + torch.tanh(k),  # no activation of the sum
-        "layer_norm": lambda q, k: F.layer_norm(q[:, None] + k, (H,)).tanh(),  # not of the sum
-        "product": lambda q, k: torch.tanh(q[:, None] * k),  # no sum
-        "gated": lambda q, k: torch.tanh(q[:, None] + k) * torch.sigmoid(k),  # more beside tanh
-        # One key at a time: nothing is broadcast.
-        "each_key": lambda q, k: torch.stack([torch.tanh(q + key) for key in k.unbind(1)], 1),
+        NONE: {
+            # An activation that is not served, or not of the sum, or of something else.
+            "sigmoid": lambda q, k: torch.sigmoid(q[:, None] + k),
+            "gelu": lambda q, k: F.gelu(q[:, None] + k),
+            "of_each": lambda q, k: torch.tanh(q)[:, None] + torch.tanh(k),
+            "layer_norm": lambda q, k: F.layer_norm(q[:, None] + k, (H,)).tanh(),
+            "product": lambda q, k: torch.tanh(q[:, None] * k),
+            # One key at a time: nothing is broadcast.
+            "each_key": lambda q, k: torch.stack([torch.tanh(q + key) for key in k.unbind(1)], 1),
+        },
+        "no contraction with a vector": {
+            "gated": lambda q, k: torch.tanh(q[:, None] + k) * torch.sigmoid(k),
+        },
     },
     "score": {
-        "max": lambda h, v: (h * v).amax(2),  # no sum over the hidden axis
-        "relu_between": lambda h, v: (h * v).relu().sum(2),  # more beside the product
-        "vector_per_key": lambda h, v: (h * torch.outer(torch.arange(TK), v)).sum(2),  # no vector
+        "its values are needed by amax": {"max": lambda h, v: (h * v).amax(2)},
+        "its values are needed by relu": {"relu_between": lambda h, v: (h * v).relu().sum(2)},
+        NO_ROWS: {"vector_per_key": lambda h, v: (h * torch.outer(torch.arange(TK), v)).sum(2)},
     },
 }
-for table, reason in ((PARTS, ""), (LEFT, "left")):
-    for part, ways in table.items():
+for part, reasons in ((part, {"": ways} | LEFT.get(part, {})) for part, ways in PARTS.items()):
+    for reason, ways in reasons.items():
         for name, way in ways.items():
             body = {part: staticmethod(way), "__module__": __name__}
             style(masked(step), reason)(type(f"{part}_{name}", (Parts,), body))
 
 
 # ---- as users wrote it
-
-
-@forward(masked(many), W=linear(DQ, H), U=linear(DK, H), v=linear(H, 1))
-def linear_memory(self, query, memory, mask=None):
-    energy = self.v(torch.tanh(self.W(query).unsqueeze(2) + self.U(memory).unsqueeze(1)))
-    energy = energy.squeeze(-1)
-    if mask is not None:
-        energy = energy.masked_fill(~mask.unsqueeze(1), -1e9)
-    return attend(energy, memory)
 
 
 class Keyworded(Additive):
@@ -274,12 +271,6 @@ def functional_decoder(self, inputs, state, keys):
         state = self.cell(torch.cat([x, (weights * keys).sum(1)], 1), state)
         outputs.append(state)
     return torch.stack(outputs, 1), state
-
-
-@forward(step, v=lambda: nn.Sequential(nn.Linear(DQ + DK, H), nn.Tanh(), nn.Linear(H, 1)))
-def sequential_on_concat(self, query, keys):
-    both = torch.cat([query.unsqueeze(1).expand(-1, keys.size(1), -1), keys], dim=-1)
-    return attend(self.v(both).squeeze(-1), keys)
 
 
 @forward(masked(time_first), attn=linear(DQ + DK, H))
@@ -313,13 +304,6 @@ def time_first_throughout(self, query, keys):
     return (weights * keys).sum(0), weights.squeeze(2).t()
 
 
-@forward(step, U=linear(DK, H), v=linear(H, 1))
-def tensorflow_port(self, query, values):
-    score = self.v(torch.tanh(self.U(values) + self.W(query.unsqueeze(1))))
-    weights = torch.softmax(score, dim=1)
-    return torch.sum(weights * values, dim=1), weights
-
-
 class GivenKeys(Additive):
     alphas = None
 
@@ -331,34 +315,60 @@ class GivenKeys(Additive):
         return torch.bmm(alphas, value), alphas
 
 
-@forward(masked(states), attention=GivenKeys, rnn=lambda: nn.GRU(DQ + DK, DQ, batch_first=True))
-def annotated(self, inputs, memory, mask):
-    outputs, hidden = [], inputs.new_zeros(1, B, DQ)
-    proj_key = self.attention.U(memory)
-    for t in range(inputs.size(1)):
-        query = hidden[-1].unsqueeze(1)
-        context, _ = self.attention(query, proj_key, memory, mask.unsqueeze(1))
-        output, hidden = self.rnn(torch.cat([inputs[:, t : t + 1], context], 2), hidden)
-        outputs.append(output)
-    return torch.cat(outputs, 1), hidden
+@forward(masked(shapes((B, 1, DQ), (B, TK, DK))), attention=GivenKeys)
+def annotated(self, query, memory, mask):
+    return self.attention(query, self.attention.U(memory), memory, mask.unsqueeze(1))
 
 
-@forward(shapes((B, 1, DK), (B, TK, DK)), W=linear(DK, H), v=linear(H, 1))
-def tutorial(self, query, keys):
-    scores = self.v(torch.tanh(self.W(query) + self.U(keys)))
-    weights = F.softmax(scores.squeeze(2).unsqueeze(1), dim=-1)
-    return torch.bmm(weights, keys), weights
-
-
-def captioning(self, encoder_out, hidden):
-    both = self.U(encoder_out) + self.W(hidden).unsqueeze(1)
-    alpha = self.softmax(self.v(self.act(both)).squeeze(2))
-    return (encoder_out * alpha.unsqueeze(2)).sum(dim=1), alpha
-
-
+STYLES["tutorial"] = Style(partial(told.Tutorial, DK), shapes((B, 1, DK), (B, TK, DK)))
 for act in (nn.ReLU, nn.Tanh):
-    layers = {"v": linear(H, 1), "act": act, "softmax": partial(nn.Softmax, dim=1)}
-    add(f"captioning_{act.__name__}", lambda draw: step(draw)[::-1], captioning, **layers)
+    make = partial(told.Captioning, DK, DQ, H, act)
+    STYLES[f"captioning_{act.__name__}"] = Style(make, shapes((B, TK, DK), (B, DQ)))
+
+# ---- of pairs of a query and a key, and in modules of the user's
+
+
+def pairs(query, keys):
+    return torch.cat([query.unsqueeze(1).expand(-1, keys.size(1), -1), keys], -1)
+
+
+def on_pairs(m, q, k):
+    return attend(m.v(pairs(q, k)).squeeze(-1), k)
+
+
+def scored(activation=nn.Tanh):
+    return nn.Linear(DQ + DK, H), activation(), nn.Linear(H, 1)
+
+
+class Act(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x)
+
+
+class Net(nn.Sequential):
+    """Has layers of torch."""
+
+
+def called_by_class(m, q, k):
+    return attend(nn.Sequential.forward(m.v, m.W(q).unsqueeze(1) + m.U(k)).squeeze(-1), k)
+
+
+def channels_first(m, q, k):
+    hidden = torch.tanh(torch.bmm(m.W.expand(B, -1, -1), pairs(q, k).transpose(1, 2)))
+    weights = torch.bmm(m.v.expand(B, 1, H), hidden).softmax(2)
+    return torch.bmm(weights, k).squeeze(1), weights
+
+
+def matrix(m, q, k):
+    return attend((torch.tanh(pairs(q, k) @ m.W) @ m.v).squeeze(-1), k)
+
+
+add("sequential_on_concat", step, on_pairs, v=lambda: nn.Sequential(*scored()))
+add("own_net", step, on_pairs, v=lambda: Net(*scored()))
+add("own_activation", step, on_pairs, v=lambda: nn.Sequential(*scored(Act)))
+add("called_by_class", step, called_by_class, v=lambda: nn.Sequential(Act(), nn.Linear(H, 1)))
+add("channels_first", step, channels_first, W=free(H, DQ + DK), v=free(1, H))
+add("matrix", step, matrix, W=free(DQ + DK, H), v=free(H, 1))
 
 
 # ---- projections, heads and axes
@@ -519,6 +529,10 @@ def gatv2_dense(self, nodes, edges):
 
 
 class Plain(Additive):
+    def __init__(self, *sizes, change=lambda module: None):
+        super().__init__(*sizes)
+        change(self)
+
     def forward(self, query, keys):
         energy = self.energy if query.dim() == 2 else self.energies
         return attend(energy(query, keys), keys)
@@ -531,17 +545,6 @@ def beams(self, query, keys):
     return context.view(B, STEPS, DK), weights.view(B, STEPS, TK)
 
 
-def changed(change):
-    """A plain one, changed."""
-
-    def make():
-        module = Plain()
-        change(module)
-        return module
-
-    return make
-
-
 CHANGED = {
     "weight_norm": lambda m: (weight_norm(m.W), weight_norm(m.v)),
     "doubling_hook": lambda m: m.W.register_forward_hook(lambda module, inputs, out: 2 * out),
@@ -549,7 +552,7 @@ CHANGED = {
     "frozen_score": lambda m: (m.v.requires_grad_(False), m.W.bias.requires_grad_(False)),
 }
 for name, change in CHANGED.items():
-    STYLES[f"changed_{name}"] = Style(changed(change), step)
+    STYLES[f"changed_{name}"] = Style(partial(Plain, change=change), step)
 
 
 EQUAL = {
@@ -563,10 +566,7 @@ EQUAL = {
 }
 for name, (query, keys, hidden) in EQUAL.items():
     make = partial(Plain, query[-1], keys[-1], hidden)
-    reason = "left" if name == "one_key" else ""  # nothing is broadcast
-    STYLES[f"equal_{name}"] = Style(
-        make, lambda draw, q=query, k=keys: (draw(*q), draw(*k)), reason
-    )
+    STYLES[f"equal_{name}"] = Style(make, shapes(query, keys), NO_ROWS * (name == "one_key"))
 
 
 # ---- left: something else is computed, or the same in pieces
@@ -576,21 +576,12 @@ add(
     "checkpointed",
     step,
     lambda m, q, k: attend(checkpoint(m.energy, q, k, use_reentrant=False), k),
-    "left",
+    "autocast or gradients change within it",
 )
 
 
-# A Linear of the concatenation for one key at a time: nothing is broadcast.
-@forward(time_first, "left", attn=linear(DQ + DK, H))
-def written_energies(self, hidden, outputs):
-    energies = hidden.new_zeros(len(outputs), len(hidden), 1)
-    for i, output in enumerate(outputs):
-        energies[i] = self.v(torch.tanh(self.attn(torch.cat((hidden, output), 1))))
-    return F.softmax(energies.permute(1, 2, 0), dim=2)
-
-
 # The first GAT: the activation comes after the sum over the hidden axis.
-@forward(masked(keys_alone, edges), "left", other=linear(H, 1))
+@forward(masked(keys_alone, edges), NONE, other=linear(H, 1))
 def gat_first(self, nodes, edges):
     h = self.U(nodes)
     scores = F.leaky_relu(self.v(h) + self.other(h).transpose(1, 2), 0.2)
@@ -605,7 +596,7 @@ def concat_with_product(self, query, keys):
 
 
 # A transducer's joint network: logits over a vocabulary for each pair.
-@forward(many, "left", out=linear(H, 23))
+@forward(many, "many vectors", out=linear(H, 23))
 def transducer_joint(self, predicted, encoded):
     return self.out(torch.tanh(self.U(encoded).unsqueeze(2) + self.W(predicted).unsqueeze(1)))
 
@@ -614,15 +605,9 @@ def dot_product(m, q, k):
     return attend(m.W(q) @ m.U(k).transpose(1, 2) / math.sqrt(H), k)
 
 
-def tanh_of_scalars(m, q, k):
-    return attend(torch.tanh(m.W(q) + m.U(k).transpose(1, 2)), k)
-
-
-add("dot_product", many, dot_product, "left")
+add("dot_product", many, dot_product, NONE)
 # Without a query: one addend alone, and a table of positions for the other.
-add("self_pooling", keys_alone, lambda m, k: m.look(m.U(k), k), "left")
+add("self_pooling", keys_alone, lambda m, k: m.look(m.U(k), k), NONE)
 # Both addends have the axis of the keys.
 streams = shapes((B, TK, DQ), (B, TK, DK))
-add("aligned_streams", streams, lambda m, one, two: m.look(m.W(one) + m.U(two), two), "left")
-# Both are summed over the hidden axis before tanh.
-add("tanh_of_scalars", many, tanh_of_scalars, "left", W=linear(DQ, 1), U=linear(DK, 1))
+add("aligned_streams", streams, lambda m, one, two: m.look(m.W(one) + m.U(two), two), NONE)

@@ -8,18 +8,21 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import pickle
-import threading
-import types
+from concurrent.futures import ThreadPoolExecutor
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
+from beside import same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
 
 B, T, H, CALLS = 3, 7, 16, 6
+F64 = torch.float64
 
 
 class Att(nn.Module):
@@ -31,16 +34,21 @@ class Att(nn.Module):
         return self.look(q, k, self.Ua(k))
 
     def look(self, q, k, u):
-        w = torch.softmax(self.Va(torch.tanh(self.Wa(q).unsqueeze(1) + u)).squeeze(2), -1)
+        return self.weigh(self.Wa(q).unsqueeze(1) + u, k)
+
+    def weigh(self, both, k):
+        w = torch.softmax(self.Va(torch.tanh(both)).squeeze(2), -1)
         return torch.bmm(w.unsqueeze(1), k).squeeze(1), w
 
 
-def data(length=None):
+def given(m, length=T, batch=B):
+    """Queries and keys for a module."""
     generator = torch.Generator().manual_seed(1)
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in ((B, H), (B, length or T, H))
-    ]
+    with torch.inference_mode(False):
+        return [
+            torch.randn(shape, generator=generator, dtype=F64).to(next(m.parameters()))
+            for shape in ((batch, H), (batch, length, H))
+        ]
 
 
 def back(*found):
@@ -50,54 +58,23 @@ def back(*found):
         sum(x.pow(2).sum() for x in asked).backward()
 
 
-def calls(m, *more, n=CALLS, length=None):
+def calls(m, *more, n=CALLS, length=T, batch=B):
     """Some calls, each with its backward, on other queries."""
-    q, k = data(length)
+    q, k = given(m, length, batch)
     told = [m(q + i, k, *more) for i in range(n)]
     for found in told:
-        back(*(found if isinstance(found, tuple) else [found]))
+        back(*(found if isinstance(found, tuple | list) else [found]))
     return told
-
-
-def same(got, want, at=""):
-    """Of what was told; types too."""
-    assert type(got) is type(want), at
-    if isinstance(want, torch.Tensor):
-        assert (got.requires_grad, got.dtype, got.device) == (
-            want.requires_grad,
-            want.dtype,
-            want.device,
-        ), at
-        if want.device.type == "meta":
-            assert got.shape == want.shape, at
-            return
-        size = float(want.detach().nan_to_num().abs().max()) if want.numel() else 0.0
-        share = (
-            1e-9 if want.dtype is torch.float64 else 1e-2 if want.dtype is torch.bfloat16 else 1e-5
-        )
-        torch.testing.assert_close(
-            got, want, rtol=0, atol=share * size + 1e-12, equal_nan=True, msg=lambda m: f"{at}: {m}"
-        )
-    elif isinstance(want, dict):
-        assert list(got) == list(want), at
-        for name in want:
-            same(got[name], want[name], f"{at}.{name}")
-    elif isinstance(want, (list, tuple, collections.deque)):
-        assert len(got) == len(want), at
-        for i, (a, b) in enumerate(zip(got, want, strict=True)):
-            same(a, b, f"{at}[{i}]")
-    else:
-        assert got == want, at
 
 
 STORIES = {}
 
 
-def story(kind=Att, fused=True):
-    """Registers what is done with a module; ``fused``: the operator has to run in it."""
+def story(kind=Att, fused=(True, False), name=None):
+    """Registers what is done with a module; ``fused``: in which modes of gradients it has to be."""
 
     def add(function):
-        STORIES[function.__name__] = function, kind, fused
+        STORIES[name or function.__name__] = function, kind, fused
         return function
 
     return add
@@ -121,8 +98,11 @@ def test_a_fused_module_tells_the_same(name, grad):
         want, _ = tell(function, kind, always=False)
         got, report = tell(function, kind, always=True)
     same(got, want)
-    if fused:
-        assert sum(record.fused for record in report._records) > 0, str(report)
+    ran = sum(record.fused for record in report._records) > 0
+    assert ran == (grad in fused), str(report)
+
+
+# ---- hooks and functions
 
 
 class Scale(torch.autograd.Function):
@@ -135,21 +115,34 @@ class Scale(torch.autograd.Function):
         return g * 0.1
 
 
-scale = Scale.apply  # bound before anything is fused
+class Small(Att):
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            [p.mul_(1e-3) for p in self.parameters()]
 
 
-@story()
-def function_in_a_hook(m):
-    m.Va.register_forward_hook(lambda _, __, o: Scale.apply(o))
-    return calls(m)
+def hooked(layers, hook):
+    """With a hook on the results of some layers."""
+
+    def told(m):
+        for layer in layers:
+            m.get_submodule(layer).register_forward_hook(lambda _, __, o: hook(o))
+        return calls(m)
+
+    return told
 
 
-@story(fused=False)
-def function_bound_earlier_of_small_values(m):
-    m.Ua.register_forward_hook(lambda _, __, o: scale(o))
-    with torch.no_grad():
-        [p.mul_(1e-3) for p in m.parameters()]
-    return calls(m)
+def plot(x):
+    x = x.detach()
+    x.sub_(x.min())
+
+
+sine = functools.partial(checkpoint, torch.sin, use_reentrant=True)
+story(name="a function in a hook")(hooked(["Va"], Scale.apply))
+story(Small, (True,), "a function of small values")(hooked(["Ua"], Scale.apply))
+story(fused=(False,), name="checkpoints in hooks")(hooked(["Wa", "Ua", "Va"], sine))
+story(name="what is plotted is scaled")(hooked(["Ua"], plot))
 
 
 class Late(Att):
@@ -158,7 +151,7 @@ class Late(Att):
     def forward(self, q, k):
         self.n += 1
         u = self.Ua(k)
-        return self.look(q, k, scale(u) if self.n > 3 else u)
+        return self.look(q, k, Scale.apply(u) if self.n > 3 else u)
 
 
 @story(Late)
@@ -166,27 +159,9 @@ def function_of_a_later_branch(m):
     return calls(m, n=9), m.n
 
 
-@story(Late)
-def layers_unfrozen_later(m):
-    told = []
-    for asked in (False, True, False):
-        m.Ua.requires_grad_(asked)
-        told.append(calls(m))
-    return told
-
-
-@story(fused=False)
-def checkpoints_in_hooks(m):
-    for name in ("Wa", "Ua", "Va"):
-        m.get_submodule(name).register_forward_hook(
-            lambda _, __, o: checkpoint(torch.sin, o, use_reentrant=True)
-        )
-    return calls(m)
-
-
 def checkpointed(reentrant, warm):
     def told(m):
-        q, k = data()
+        q, k = given(m)
         q.requires_grad_(torch.is_grad_enabled())
         found = [calls(m, n=warm)]
         for _ in range(3):
@@ -199,10 +174,10 @@ def checkpointed(reentrant, warm):
 
 for reentrant in (False, True):
     for warm in (0, 5):
-        STORIES[f"checkpoint {reentrant} {warm}"] = checkpointed(reentrant, warm), Att, True
+        story(name=f"checkpoint {reentrant} {warm}")(checkpointed(reentrant, warm))
 
 
-@story(fused=False)
+@story(fused=())
 def full_backward_hooks(m):
     seen = []
     for layer in (m.Ua, m.Va, m.Wa):
@@ -220,8 +195,12 @@ def hooks_of_parameters_and_of_all_modules(m):
     hook = nn.modules.module.register_module_forward_hook(
         lambda part, _, __: seen.update([type(part).__name__])
     )
-    with contextlib.closing(types.SimpleNamespace(close=hook.remove)):
-        return calls(m), dict(sorted(seen.items()))
+    told = calls(m)
+    hook.remove()
+    return told, dict(sorted(seen.items()))
+
+
+# ---- what is kept, and what is written to
 
 
 class Ret(Att):
@@ -232,7 +211,7 @@ class Ret(Att):
 
 @story(Ret)
 def projections_of_steps_keep_their_gradients(m):
-    q, k = data()
+    q, k = given(m)
     k.requires_grad_(torch.is_grad_enabled())
     told = []
     for _ in range(3):
@@ -253,7 +232,7 @@ def projections_of_steps_keep_their_gradients(m):
 
 @story(Ret)
 def projections_are_written_to(m):
-    q, k = data()
+    q, k = given(m)
     told = []
     for i in range(CALLS):
         c, u = m(q + i, k)
@@ -272,22 +251,37 @@ class Glimpse(Att):
         return c + u.sum(1), w
 
 
-@story(Glimpse)
-def projections_are_written_to_inside(m):
-    return calls(m)
+class Writing(Att):
+    """Writes to its keys when they are projected, and to the query after the fused operator."""
+
+    def forward(self, q, k, write):
+        k = k.clone()
+        u, q = self.Ua(k), self.Wa(q)
+        write(k)
+        found = self.weigh(q.unsqueeze(1) + u, k)
+        write(q)
+        return *found, q.sum()
 
 
-@story()
-def a_plot_of_the_projection_is_scaled(m):
-    seen = []
+WRITERS = {
+    "mul_": lambda x: x.mul_(0.5),
+    "data": lambda x: x.data.mul_(0.5),
+    "a part": lambda x: x[0].zero_(),
+    "an index": lambda x: x.__setitem__(0, 0.0),
+    "numpy": lambda x: x.numpy().fill(0.5),
+    "out": lambda x: torch.add(x, 1.0, out=x),
+    "inplace": lambda x: nn.functional.relu(x, True),
+    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+}
+story(Glimpse, name="projections are written to inside")(calls)
 
-    def hook(_, __, o):
-        seen.append(o.detach())
-        seen[-1].sub_(seen[-1].min())
 
-    with torch.no_grad():
-        m.Ua.register_forward_hook(hook)
-        return calls(m), seen
+def written(write):
+    return lambda m: torch.no_grad()(calls)(m, write, n=4)
+
+
+for name, write in WRITERS.items():
+    story(Writing, name=f"{name} writes")(written(write))
 
 
 @story()
@@ -309,7 +303,7 @@ class Keeps(Att):
 
     def __init__(self):
         super().__init__()
-        self.state, self.log = types.SimpleNamespace(seen=0.0, n=0), collections.deque()
+        self.state, self.log = SimpleNamespace(seen=0.0, n=0), collections.deque()
         self.maps, self.noise = collections.defaultdict(list), torch.Generator().manual_seed(1)
 
     def forward(self, q, k, given=None):
@@ -324,18 +318,18 @@ class Keeps(Att):
         if given is not None:
             given.append(s)
         noise = torch.rand(w.shape, generator=self.noise, dtype=w.dtype)
-        found = types.SimpleNamespace(s=s, later=lambda: both * 2)
+        found = SimpleNamespace(s=s, later=lambda: both * 2)
         return (torch.bmm((w + noise).unsqueeze(1), k).squeeze(1), found)
 
 
-@story(Keeps, fused=False)
+@story(Keeps, fused=())
 def everything_is_kept(m):
     LIST.clear()
-    given, told = [], []
+    held, told = [], []
     optimizer = torch.optim.SGD(m.parameters(), 0.1)
-    q, k = data()
+    q, k = given(m)
     for i in range(2 * CALLS):
-        c, found = m(q + i, k, given)
+        c, found = m(q + i, k, held)
         told += [c, found.s, found.later()]
         if c.requires_grad:
             told += [torch.autograd.grad(c.sum(), m._s, retain_graph=True)]
@@ -343,7 +337,7 @@ def everything_is_kept(m):
         optimizer.step()
         k.mul_(0.9)
         told += [found.later(), m._s, m.state.seen.clone()]
-    return told, given, m.log, dict(m.maps), list(LIST), m.state.n, m.noise.get_state()
+    return told, held, m.log, dict(m.maps), list(LIST), m.state.n, m.noise.get_state()
 
 
 class State(Att):
@@ -359,15 +353,61 @@ class State(Att):
 
 @story(State)
 def states_of_the_caller(m):
-    q, k = data()
+    q, k = given(m)
     k.requires_grad_(torch.is_grad_enabled())
     told = []
     for kind in (dict, collections.OrderedDict, lambda: collections.defaultdict(int)):
         state = kind()
         steps = [m(q + i, k, state) for i in range(CALLS)]
         back(sum(steps))
-        told += [steps, dict(state)]
+        told += [steps, state]
     return told, k.grad
+
+
+class Held(Att):
+    def forward(self, q):
+        return self.look(q, self.k, self.p)
+
+
+@story(Held)
+def keys_held_by_the_module_change(m):
+    told = []
+    for length in (2, 40):
+        q, m.k = given(m, length)
+        for change in (None, lambda k: k.mul_(-1.5), lambda k: k.numpy().fill(0.5)):
+            if change is not None:
+                change(m.k)
+            for i in range(CALLS):
+                m.p = m.Ua(m.k)
+                told.append(m(q + i))
+                back(*told[-1])
+    return told
+
+
+@story(Held)
+def projections_held_by_the_module_change(m):
+    told = []
+    with torch.no_grad():
+        q, m.k = given(m)
+        m.p = m.Ua(m.k)
+        for change in (lambda p: p, lambda p: p.mul_(-1.5), lambda p: p.numpy().fill(0.5)):
+            change(m.p)
+            told.append([m(q + i) for i in range(CALLS)])
+    return told
+
+
+class Values(Att):
+    def forward(self, q, k, v):
+        return torch.bmm(super().forward(q, k)[1].unsqueeze(1), v)
+
+
+@story(Values)
+def tensors_that_were_one_may_be_two(m):
+    q, k = given(m)
+    return [m(q + i, k, k * by if by > 1 else k) for by in (1, 2, 1) for i in range(CALLS)]
+
+
+# ---- modules that do more
 
 
 class Trains(Att):
@@ -412,15 +452,12 @@ class Branches(Att):
         if float(q.sum()) > 0:
             return self.look(q, k, self.Ua(k.flip(1)))
         both = self.Wa(q).unsqueeze(1) + self.Ua(k)
-        if float(both.detach().sum()) > -1e3:
-            k = k * 2
-        w = torch.softmax(self.Va(torch.tanh(both)).squeeze(2), -1)
-        return torch.bmm(w.unsqueeze(1), k).squeeze(1), w
+        return self.weigh(both, k * 2 if float(both.detach().sum()) > -1e3 else k)
 
 
 @story(Branches)
 def data_decide(m):
-    q, k = data()
+    q, k = given(m)
     told = []
     for i in (0, 0, 0, 3, 3, 3, -3, 0, -3, 3, -30, -30):
         told.append(m(q + i, k))
@@ -436,90 +473,33 @@ class Fails(Att):
         both = self.Wa(q).unsqueeze(1) + self.Ua(k)
         if self.n % 4 == 0:
             raise ValueError(self.n)
-        w = torch.softmax(self.Va(torch.tanh(both)).squeeze(2), -1)
-        return torch.bmm(w.unsqueeze(1), k).squeeze(1), w
+        return self.weigh(both, k)
+
+
+def outcomes(m, *pairs):
+    """Results or errors."""
+    told = []
+    for pair in pairs:
+        try:
+            told.append(m(*pair))
+            back(*told[-1])
+        except (RuntimeError, ValueError) as error:
+            told.append((type(error), str(error)))
+    return told
 
 
 @story(Fails)
 def errors_of_its_own_are_counted_once(m):
-    q, k = data()
-    told = []
-    for given in (q, q, q, q, q.float(), q, q, q[:, 1:], q, q, q, q):
-        try:
-            told.append(m(given, k))
-            back(*told[-1])
-        except (RuntimeError, ValueError) as error:
-            told.append((type(error), str(error)))
-    return told, m.n
+    q, k = given(m)
+    queries = q, q, q, q, q.float(), q, q, q[:, 1:], q, q, q, q
+    return outcomes(m, *((each, k) for each in queries)), m.n
 
 
 @story()
-def sizes_come_and_go(m):
-    return [calls(m, n=3, length=length) for length in (1, 1, T, 2, T, 1, T)]
-
-
-@story(fused=False)
-def no_rows_first(m):
-    q, k = data()
-    return m(q[:0], k[:0]), m(q[:0], k[:0]), calls(m), m(q[:0], k[:0]), m(q, k[:, :0])
-
-
-@story()
-def dtypes_come_and_go(m):
-    told = []
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float64):
-        q, k = (x.to(dtype) for x in data())
-        m.to(dtype)
-        told.append([m(q, k)[1].dtype for _ in range(3)])
-        if dtype is not torch.bfloat16:
-            told.append([m(q, k) for _ in range(CALLS)])
-    return told
-
-
-@story()
-def parameters_freeze_and_step(m):
-    optimizer, told = torch.optim.SGD(m.parameters(), 1e-2, 0.9), []
-    for i in range(4):
-        for name, p in m.named_parameters():
-            p.requires_grad_(i == 0 or not name.startswith(("Wa", "Ua", "Va")[i - 1]))
-        for _ in range(3):
-            optimizer.zero_grad()
-            told += calls(m, n=1)
-            optimizer.step()
-    return told
-
-
-@story()
-def inference_mode_in_between(m):
-    q, k = data()
-    told = [calls(m, n=3)]
-    with torch.inference_mode():
-        seen = [m(q, k) for _ in range(3)]
-        told.append([seen[-1][0].clone(), seen[-1][1].is_inference(), type(seen[-1][1])])
-    return told, calls(m, n=3)
-
-
-@story()
-def modes_of_gradients_come_and_go(m):
-    told = []
-    for on in (True, False, True, False):
-        with torch.set_grad_enabled(on):
-            told.append(calls(m, n=3))
-    return told
-
-
-class Normed(Att):
-    def __init__(self):
-        super().__init__()
-        self.Va = nn.utils.weight_norm(self.Va)
-
-
-@story(Normed)
-def weight_norm(m):
-    told = calls(m)
-    with torch.no_grad():
-        m.Va.weight_g.mul_(2)
-    return told, calls(m), calls(m.float().double())
+def queries_of_shapes_that_broadcast_or_do_not(m):
+    q, k = given(m)
+    others = q[:1], q[:2], q[0], q[:1].unsqueeze(1), q.unsqueeze(1), q.expand(B, B, H)
+    return outcomes(m, *((each, k) for other in others for each in (q, q, q, other, other, other)))
 
 
 class Drops(Att):
@@ -527,11 +507,6 @@ class Drops(Att):
         c, w = super().forward(q, k)
         w = nn.functional.dropout(w, 0.5, self.training)
         return torch.bmm(w.unsqueeze(1), k).squeeze(1), c
-
-
-@story(Drops)
-def dropout_draws_the_same(m):
-    return calls(m), calls(m.eval()), calls(m.train())
 
 
 class Repairs(Att):
@@ -546,24 +521,111 @@ def rows_with_nothing_to_look_at(m):
     pad = torch.arange(T).expand(B, T) >= 5
     empty = pad.clone()
     empty[1] = True
-    q, k = data()
+    q, k = given(m)
     return [m(q, k, each) for each in (pad, pad, empty, empty, pad, empty)]
 
 
-class Held(Att):
-    def forward(self, q):
-        return self.look(q, self.k, self.p)
+class Normed(Att):
+    def __init__(self):
+        super().__init__()
+        self.Va = nn.utils.weight_norm(self.Va)
 
 
-@story(Held)
-def keys_held_by_the_module_become_long(m):
-    told = []
-    for length in (2, 40):
-        q, m.k = data(length)
-        for i in range(CALLS):
-            m.p = m.Ua(m.k)
-            told.append(m(q + i))
-            back(*told[-1])
+class Lazy(Att):
+    def __init__(self):
+        super().__init__()
+        self.Wa, self.Ua = nn.LazyLinear(H), nn.LazyLinear(H)
+
+
+# ---- what changes between calls
+
+
+def in_turn(*changes, n=3, **sizes):
+    """Calls after each change of the module, or inside what that gives."""
+
+    def told(m):
+        found = []
+        for change in changes:
+            inside = change(m)
+            with inside if hasattr(inside, "__enter__") else contextlib.nullcontext():
+                found.append(calls(m, n=n, **sizes))
+        return found
+
+    return told
+
+
+def sized(*sizes):
+    return lambda m: [calls(m, n=3, batch=batch, length=length) for batch, length in sizes]
+
+
+def own(m):
+    """The module that may be compiled."""
+    return getattr(m, "_orig_mod", m)
+
+
+def owner(m):
+    """The class that has its methods."""
+    return next(each for each in type(own(m)).__mro__ if "look" in vars(each))
+
+
+def fresh():
+    """A module of a class of its own, which is patched."""
+
+    class Fresh(Att):
+        forward, look = Att.forward, Att.look
+
+    return Fresh()
+
+
+def doubled(function):
+    return lambda *given: [2 * x for x in function(*given)]
+
+
+def compiled(told):
+    return lambda m: told(torch.compile(m, backend="eager"))
+
+
+as_is = nn.Module.parameters
+patched_here = in_turn(as_is, lambda m: setattr(m, "look", MethodType(doubled(Att.look), own(m))))
+patched_look = in_turn(as_is, lambda m: setattr(owner(m), "look", doubled(Att.look)))
+patched_forward = in_turn(as_is, lambda m: setattr(owner(m), "forward", doubled(Att.forward)))
+modes = [lambda _, on=on: torch.set_grad_enabled(on) for on in (True, False, True, False)]
+frozen = [lambda m, on=on: m.Ua.requires_grad_(on) for on in (False, True, False)]
+normed = as_is, lambda m: m.Va.weight_g.data.mul_(2), lambda m: m.float().double()
+dtypes = [lambda m, d=d: m.to(d).zero_grad() for d in (F64, torch.float32, torch.bfloat16, F64)]
+for name, told, *more in (
+    ("no rows first", sized((0, T), (B, T), (0, T), (B, 0), (B, T))),
+    ("one key first", sized((B, 1), (B, 1), (B, T), (B, 2), (B, T), (B, 1), (B, T))),
+    ("modes of gradients", in_turn(*modes)),
+    ("inference mode", in_turn(as_is, lambda _: torch.inference_mode(), as_is)),
+    ("dtypes", in_turn(*dtypes)),
+    ("meta tensors", in_turn(as_is, lambda m: m.to("meta"))),
+    ("dropout", in_turn(nn.Module.train, nn.Module.eval, nn.Module.train), Drops),
+    ("lazy layers", calls, Lazy),
+    ("frozen", in_turn(*frozen, n=CALLS), Late),
+    ("a weight", in_turn(as_is, lambda m: m.Wa.weight.data.mul_(2))),
+    ("a norm", in_turn(*normed), Normed),
+    ("a layer", in_turn(as_is, lambda m: setattr(m, "Va", nn.Sequential(m.Va)))),
+    ("a hook", in_turn(as_is, lambda m: m.Ua.register_forward_hook(lambda _, __, o: 2 * o), as_is)),
+    ("a method of the instance", patched_here),
+    ("a method", patched_look, fresh),
+    ("forward", patched_forward, fresh),
+    ("a method of the instance, compiled", compiled(patched_here), Att, ()),
+    ("forward, compiled", compiled(patched_forward), fresh, ()),
+):
+    story(*more, name=name)(told)
+
+
+@story()
+def parameters_freeze_and_step(m):
+    optimizer, told = torch.optim.SGD(m.parameters(), 1e-2, 0.9), []
+    for i in range(4):
+        for name, p in m.named_parameters():
+            p.requires_grad_(i == 0 or not name.startswith(("Wa", "Ua", "Va")[i - 1]))
+        for _ in range(3):
+            optimizer.zero_grad()
+            told += calls(m, n=1)
+            optimizer.step()
     return told
 
 
@@ -582,8 +644,16 @@ def copies_before_and_after(m):
 
 
 @story()
+def a_replica_computes_with_its_own_layers(m):
+    told, replica = calls(m), m._replicate_for_data_parallel()
+    replica._modules = dict(copy.deepcopy(m)._modules)
+    replica.Va.weight.data.neg_()
+    return told, calls(replica), calls(m)
+
+
+@story()
 def functional_calls(m):
-    q, k = data()
+    q, k = given(m)
     others = [{name: p.detach() * i for name, p in m.named_parameters()} for i in range(1, 5)]
     told = [torch.func.functional_call(m, other, (q, k)) for other in (*others, *others)]
     stacked = {name: torch.stack([other[name] for other in others]) for name in others[0]}
@@ -602,154 +672,34 @@ def functional_calls(m):
 @story()
 def gradients_of_gradients(m):
     told = calls(m)
-    if torch.is_grad_enabled():
-        for _ in range(3):
-            q, k = data()
-            q.requires_grad_()
-            (first,) = torch.autograd.grad(m(q, k)[0].pow(2).sum(), q, create_graph=True)
-            told.append(torch.autograd.grad(first.pow(2).sum(), [q, m.Ua.weight]))
+    for _ in range(3 * torch.is_grad_enabled()):
+        q, k = given(m)
+        q.requires_grad_()
+        (first,) = torch.autograd.grad(m(q, k)[0].pow(2).sum(), q, create_graph=True)
+        told.append(torch.autograd.grad(first.pow(2).sum(), [q, m.Ua.weight]))
     return told
 
 
 @story()
 def threads_from_the_first_call(m):
-    q, k = data()
-    told, grad = {}, torch.is_grad_enabled()
+    q, k = given(m)
+    grad = torch.is_grad_enabled()
 
-    def one(name):
+    def one(i):
         with torch.set_grad_enabled(grad):
-            told[name] = [m(q + name, k) for _ in range(2 * CALLS)]
+            return [m(q + i, k) for _ in range(2 * CALLS)]
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return dict(sorted(told.items())), calls(m)
-
-
-@story(fused=False)
-def meta_tensors(m):
-    told = calls(m)
-    q, k = (x.to("meta") for x in data())
-    return told, [m.to("meta")(q, k) for _ in range(CALLS)]
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(one, range(4))), calls(m)
 
 
 @story()
 def autocast_in_and_out(m):
-    m.float()
-    q, k = (x.float() for x in data())
+    q, k = given(m.float())
     told = []
-    for on in (True, False, True, False):
-        with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            found = [m(q, k) for _ in range(CALLS)]
-        told.append(found if not on else [[x.to(torch.bfloat16) for x in each] for each in found])
+    for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float32):
+        on = dtype is not torch.float32
+        with torch.autocast("cpu", dtype if on else torch.bfloat16, enabled=on):
+            for c, w in [m(q, k) for _ in range(CALLS)]:
+                told += [c.dtype, w.dtype, c.to(dtype), w.to(dtype)]
     return told
-
-
-class Cache:
-    k = v = None
-
-    def update(self, k, v):
-        self.k = k if self.k is None else torch.cat([self.k, k], 1)
-        self.v = v if self.v is None else torch.cat([self.v, v], 1)
-        return self.k, self.v
-
-
-class Block(nn.Module):
-    """Of a transformer, with a soft cap."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.up = (nn.Linear(H, H) for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(H))
-
-    def forward(self, x, cache):
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
-        k, v = cache.update(self.k(normed), self.v(normed))
-        scores = 5 * torch.tanh(self.q(normed) @ k.transpose(1, 2) / 20)
-        return x + torch.relu(self.up(scores.softmax(-1) @ v + x))
-
-
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.blocks = nn.Embedding(11, H), nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, ids, caches):
-        x = self.words(ids)
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x = block(x, cache)
-        return x @ self.words.weight.t()
-
-
-@story(Words, fused=False)
-def a_transformer_with_a_cache(m):
-    caches, ids, told = [Cache(), Cache()], torch.tensor([[1, 2], [3, 4]]), []
-    for _ in range(9):
-        told.append(m(ids, caches))
-        ids = told[-1][:, -1:].argmax(-1)
-    back(*told)
-    return told, [cache.k for cache in caches], [type(part).__name__ for part in m.modules()]
-
-
-class End(Att):
-    def look(self, x, k):
-        w = x.squeeze(-1).softmax(-1)
-        return torch.bmm(w.unsqueeze(1), k).squeeze(1), w
-
-    def both(self, q, k):
-        return self.Wa(q).unsqueeze(1) + self.Ua(k)
-
-    def pairs(self, q, k):
-        return torch.cat([q.unsqueeze(1).expand_as(k), k], -1)
-
-
-class Act(nn.Module):
-    def forward(self, x):
-        return torch.tanh(x)
-
-
-class Mlp(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.a, self.b = nn.Linear(size, H), nn.Linear(H, 1)
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)))
-
-
-def channels(m, q, k):
-    """Channels first, weights expanded over the batch."""
-    x, b = m.pairs(q, k).transpose(1, 2), len(q)
-    scores = torch.bmm(m.v.t().expand(b, 1, H), torch.tanh(torch.bmm(m.W.t().expand(b, H, -1), x)))
-    w = scores.softmax(2)
-    return torch.bmm(w, k).squeeze(1), w
-
-
-LIBRARY = types.SimpleNamespace(score=lambda q, k, v: torch.tanh(q.unsqueeze(1) + k) @ v.t())
-ELSEWHERE = {
-    "a library": lambda m, q, k: m.look(LIBRARY.score(m.Wa(q), m.Ua(k), m.Va.weight), k),
-    "an activation": lambda m, q, k: m.look(m.Va(m.act(m.both(q, k))), k),
-    "a score net": lambda m, q, k: m.look(m.mlp(m.pairs(q, k)), k),
-    "a matrix": lambda m, q, k: m.look(torch.tanh(m.pairs(q, k) @ m.W) @ m.v, k),
-    "channels first": channels,
-    "a sub-module": lambda m, q, k: m.look(nn.Sequential.forward(m.part, m.both(q, k)), k),
-}
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_formula_elsewhere_is_found(name):
-    class Kind(End):
-        forward = ELSEWHERE[name]
-
-        def __init__(self):
-            super().__init__()
-            self.act, self.mlp, self.part = Act(), Mlp(2 * H), nn.Sequential(Act(), self.Va)
-            self.W, self.v = nn.Parameter(torch.randn(2 * H, H)), nn.Parameter(torch.randn(H, 1))
-
-    want, _ = tell(calls, Kind, always=False)
-    got, report = tell(calls, Kind, always=True)
-    same(got, want)
-    assert report.fused
-    assert sum(record.fused for record in report._records) > 0

@@ -1,0 +1,40 @@
+"""What a fused module gives, beside what the plain one gives."""
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+
+# Of the largest value of a tensor, or of one; none sums more than some thousand products.
+SHARES = {
+    **{torch.float64: 2.0**-36, torch.float32: 2.0**-16},
+    **{torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7},
+}
+
+
+def same(got, want, share=None):
+    """Tensors and other values, in whatever containers; their types, too."""
+    (ours, our_form), (theirs, form) = map(tree_flatten_with_path, (got, want))
+    assert our_form == form
+    for (path, a), (_, b) in zip(ours, theirs, strict=True):
+        at = keystr(path)
+        assert type(a) is type(b), at
+        if not isinstance(b, torch.Tensor):
+            assert a == b, at
+            continue
+        facts = [(x.shape, x.dtype, x.device, x.requires_grad, x.is_inference()) for x in (a, b)]
+        assert facts[0] == facts[1], at
+        if b.numel() and not b.is_meta:
+            limit = SHARES.get(b.dtype, 0.0) if share is None else share
+            limit *= max(1.0, float(b.detach().nan_to_num().abs().max())) if limit else 1.0
+            torch.testing.assert_close(
+                a, b, rtol=0, atol=limit, equal_nan=True, msg=lambda m, at=at: f"{at}: {m}"
+            )
+
+
+def results(module, inputs, leaves):
+    """Tensors, and gradients of inputs and parameters, None where there is none."""
+    outputs = [x for x in tree_leaves(module(*inputs)) if isinstance(x, torch.Tensor)]
+    recorded = [x for x in outputs if x.requires_grad]
+    asked = [*leaves, *(p for p in module.parameters() if p.requires_grad)]
+    seeds = [torch.cos(torch.arange(x.numel())).to(x).view(x.shape) for x in recorded]
+    grads = torch.autograd.grad(recorded, asked, seeds, allow_unused=True)
+    return [x.detach() for x in outputs], list(grads)
