@@ -38,3 +38,8 @@ def results(module, inputs, leaves):
     seeds = [torch.cos(torch.arange(x.numel())).to(x).view(x.shape) for x in recorded]
     grads = torch.autograd.grad(recorded, asked, seeds, allow_unused=True)
     return [x.detach() for x in outputs], list(grads)
+
+
+def ran(report):
+    """How often the operator ran."""
+    return sum(record.fused for record in report._records)
