@@ -6,9 +6,8 @@ to leave the style, and the report says that.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import told
 import torch
@@ -17,23 +16,20 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-Draw = Callable[..., torch.Tensor]
-
 B, TQ, TK, DQ, DK, DV, H = 4, 5, 7, 10, 9, 13, 16
 HEADS, STEPS = 2, 3
 LENS = 7, 2, 4, 1
 
 
-@dataclass(frozen=True)
-class Style:
-    """A module, its inputs, and what the report says where it is left (empty: it is fused)."""
+class Style(NamedTuple):
+    """What makes a module; its inputs; what the report says where it is left."""
 
-    make: Callable[[], nn.Module]
-    inputs: Callable[[Draw], tuple]
+    make: Any
+    inputs: Any
     reason: str = ""
 
 
-STYLES: dict[str, Style] = {}
+STYLES = {}
 NONE, NO_ROWS = "no additive attention", "nothing is broadcast"
 
 
@@ -46,39 +42,30 @@ class Additive(nn.Module):
         self.U = nn.Linear(key, hidden, bias=False)
         self.v = nn.Linear(hidden, 1, bias=False)
 
-    def energy(self, query, keys):
-        """Of one query (B,DQ)."""
-        return self.v(torch.tanh(self.W(query).unsqueeze(1) + self.U(keys))).squeeze(-1)
+    def both(self, query, keys):
+        """The sum, of one query (B,DQ) or of several (B,TQ,DQ)."""
+        query, keys = self.W(query), self.U(keys)
+        return query.unsqueeze(-2) + (keys if query.dim() == 2 else keys.unsqueeze(1))
 
-    def energies(self, queries, keys):
-        """Of queries (B,TQ,DQ)."""
-        return self.v(torch.tanh(self.W(queries)[:, :, None] + self.U(keys)[:, None])).squeeze(-1)
+    def energy(self, query, keys):
+        return self.v(torch.tanh(self.both(query, keys))).squeeze(-1)
 
     def look(self, both, values):
         """With this sum of addends."""
         return attend(self.v(torch.tanh(both)).squeeze(-1), values)
 
 
-def style(inputs, reason=""):
-    """Registers a class."""
+def add(name, inputs, function, reason="", **layers):
+    """Registers a forward, of a module with the usual layers and with these."""
+    kind = type(name, (Additive,), {"forward": function, "__module__": __name__})
 
-    def add(module):
-        STYLES[module.__name__] = Style(module, inputs, reason)
+    def make():
+        module = kind()
+        for attribute, layer in layers.items():
+            setattr(module, attribute, layer())
         return module
 
-    return add
-
-
-def add(name, inputs, function, reason="", **layers):
-    """Registers a forward: of a module with the usual layers and with these."""
-
-    def init(self):
-        Additive.__init__(self)
-        for attribute, layer in layers.items():
-            setattr(self, attribute, layer())
-
-    body = {"__init__": init, "forward": function, "__module__": __name__}
-    return style(inputs, reason)(type(name, (Additive,), body))
+    STYLES[name] = Style(make, inputs, reason)
 
 
 def forward(inputs, reason="", **layers):
@@ -106,12 +93,12 @@ def masked(inputs, mask=keep):
     return lambda draw: (*inputs(draw), mask())
 
 
-def linear(*sizes, bias=True):
-    return lambda: nn.Linear(*sizes, bias=bias)
+def linear(*sizes):
+    return partial(nn.Linear, *sizes)
 
 
 def conv(*sizes):
-    return lambda: nn.Conv1d(*sizes, padding=sizes[-1] // 2)
+    return partial(nn.Conv1d, *sizes, 1)
 
 
 def free(*shape):
@@ -132,9 +119,11 @@ def attend(scores, values):
 class Parts(Additive):
     """A decoder state q (B,H) and keys k (B,TK,H), both projected; v (H,); a mask (B,TK)."""
 
-    join = staticmethod(lambda q, k: torch.tanh(q.unsqueeze(1) + k))
-    score = staticmethod(lambda h, v: h @ v)
-    weigh = staticmethod(lambda x, mask: torch.softmax(x, -1))
+    def __init__(self, **ways):
+        super().__init__()
+        self.join = ways.get("join", lambda q, k: torch.tanh(q.unsqueeze(1) + k))
+        self.score = ways.get("score", lambda h, v: h @ v)
+        self.weigh = ways.get("weigh", lambda x, mask: torch.softmax(x, -1))
 
     def forward(self, query, keys, mask):
         scores = self.score(self.join(self.W(query), self.U(keys)), self.v.weight[0])
@@ -239,11 +228,10 @@ LEFT = {
         NO_ROWS: {"vector_per_key": lambda h, v: (h * torch.outer(torch.arange(TK), v)).sum(2)},
     },
 }
-for part, reasons in ((part, {"": ways} | LEFT.get(part, {})) for part, ways in PARTS.items()):
-    for reason, ways in reasons.items():
-        for name, way in ways.items():
-            body = {part: staticmethod(way), "__module__": __name__}
-            style(masked(step), reason)(type(f"{part}_{name}", (Parts,), body))
+for part, ways in PARTS.items():
+    for reason, named in ({"": ways} | LEFT.get(part, {})).items():
+        for name, way in named.items():
+            STYLES[f"{part}_{name}"] = Style(partial(Parts, **{part: way}), masked(step), reason)
 
 
 # ---- as users wrote it
@@ -251,7 +239,7 @@ for part, reasons in ((part, {"": ways} | LEFT.get(part, {})) for part, ways in 
 
 class Keyworded(Additive):
     def forward(self, queries, keys, values, *, mask=None):
-        scores = self.energies(queries, keys)
+        scores = self.energy(queries, keys)
         if mask is not None:
             scores = scores.masked_fill(mask[:, None] == 0, float("-inf"))
         return torch.bmm(F.softmax(scores, dim=-1), values)
@@ -289,10 +277,7 @@ def keon(self, hidden, outputs):
     return F.relu(F.softmax(torch.bmm(v, energy).squeeze(1), dim=1)).unsqueeze(1)
 
 
-CHANNELS_FIRST = {"W": conv(DQ, H, 1), "U": conv(DK, H, 1), "v": conv(H, 1, 1)}
-
-
-@forward(shapes((B, DQ, 1), (B, DK, TK)), **CHANNELS_FIRST)
+@forward(shapes((B, DQ, 1), (B, DK, TK)), W=conv(DQ, H), U=conv(DK, H), v=conv(H, 1))
 def conv1d_projections(self, query, keys):
     weights = self.v(torch.tanh(self.W(query) + self.U(keys))).softmax(2)
     return (keys * weights).sum(2), weights
@@ -350,7 +335,7 @@ class Net(nn.Sequential):
 
 
 def called_by_class(m, q, k):
-    return attend(nn.Sequential.forward(m.v, m.W(q).unsqueeze(1) + m.U(k)).squeeze(-1), k)
+    return attend(nn.Sequential.forward(m.v, m.both(q, k)).squeeze(-1), k)
 
 
 def channels_first(m, q, k):
@@ -436,40 +421,35 @@ def self_attention(self, x):
 
 def causal(m, x):
     later = torch.ones(TK, TK, dtype=torch.bool).triu(1)
-    return attend(m.energies(x, x).masked_fill(later, -math.inf), x)
+    return attend(m.energy(x, x).masked_fill(later, -math.inf), x)
 
 
 def co_attention(m, q, k):
-    scores = m.energies(q, k)
+    scores = m.energy(q, k)
     return F.softmax(scores, dim=2) @ k, F.softmax(scores, dim=1).transpose(1, 2) @ q
 
 
 def two_vectors(m, q, k):
-    hops = m.v(torch.tanh(m.W(q).unsqueeze(1) + m.U(k)))
-    return torch.bmm(F.softmax(hops, dim=1).transpose(1, 2), k).flatten(1)
+    hops = F.softmax(m.v(torch.tanh(m.both(q, k))), dim=1)
+    return torch.bmm(hops.transpose(1, 2), k).flatten(1)
 
 
 add("two_vectors", step, two_vectors, v=linear(H, 2))
 add("causal_self_attention", keys_alone, causal, W=linear(DK, H))
 add("co_attention", many, co_attention)
-add("scores_only", many, lambda m, q, k: m.v(F.relu(m.W(q).unsqueeze(2) + m.U(k).unsqueeze(1))))
-add(
-    "unbatched",
-    shapes((DQ,), (TK, DK)),
-    lambda m, q, k: torch.softmax(torch.tanh(m.W(q) + m.U(k)) @ m.v.weight[0], 0) @ k,
-)
-add(
-    "learned_queries",
-    keys_alone,
-    lambda m, k: m.look(m.queries[None, :, None] + m.U(k)[:, None], k),
-    queries=free(TQ, H),
-)
-add(
-    "bias_addend",
-    many,
-    lambda m, q, k: m.look(m.bias + m.W(q).unsqueeze(2) + m.U(k).unsqueeze(1), k),
-    bias=free(H),
-)
+add("scores_only", many, lambda m, q, k: m.v(F.relu(m.both(q, k))))
+add("bias_addend", many, lambda m, q, k: m.look(m.bias + m.both(q, k), k), bias=free(H))
+
+
+@forward(shapes((DQ,), (TK, DK)))
+def unbatched(self, query, keys):
+    scores = torch.tanh(self.W(query) + self.U(keys)) @ self.v.weight[0]
+    return torch.softmax(scores, 0) @ keys
+
+
+@forward(keys_alone, queries=free(TQ, H))
+def learned_queries(self, keys):
+    return self.look(self.queries[None, :, None] + self.U(keys)[:, None], keys)
 
 
 # ---- what is done with scores and weights
@@ -494,12 +474,10 @@ def no_grad_keys(self, query, keys):
     return self.look(self.W(query).unsqueeze(1) + projected, keys)
 
 
-add(
-    "temperature",
-    step,
-    lambda m, q, k: attend(m.energy(q, k) / m.temperature, k),
-    temperature=lambda: nn.Parameter(torch.tensor(1.7)),
-)
+@forward(step, temperature=lambda: nn.Parameter(torch.tensor(1.7)))
+def temperature(self, query, keys):
+    return attend(self.energy(query, keys) / self.temperature, keys)
+
 
 # ---- images and graphs
 
@@ -534,8 +512,7 @@ class Plain(Additive):
         change(self)
 
     def forward(self, query, keys):
-        energy = self.energy if query.dim() == 2 else self.energies
-        return attend(energy(query, keys), keys)
+        return attend(self.energy(query, keys), keys)
 
 
 @forward(lambda draw: (draw(B * STEPS, DQ), draw(B, TK, DK)))
@@ -571,13 +548,11 @@ for name, (query, keys, hidden) in EQUAL.items():
 
 # ---- left: something else is computed, or the same in pieces
 
+
 # Under a checkpoint's hooks on what is saved, calls are the user's own: it compares them.
-add(
-    "checkpointed",
-    step,
-    lambda m, q, k: attend(checkpoint(m.energy, q, k, use_reentrant=False), k),
-    "autocast or gradients change within it",
-)
+@forward(step, "autocast or gradients change within it")
+def checkpointed(self, query, keys):
+    return attend(checkpoint(self.energy, query, keys, use_reentrant=False), keys)
 
 
 # The first GAT: the activation comes after the sum over the hidden axis.
@@ -601,13 +576,12 @@ def transducer_joint(self, predicted, encoded):
     return self.out(torch.tanh(self.U(encoded).unsqueeze(2) + self.W(predicted).unsqueeze(1)))
 
 
-def dot_product(m, q, k):
-    return attend(m.W(q) @ m.U(k).transpose(1, 2) / math.sqrt(H), k)
-
-
-add("dot_product", many, dot_product, NONE)
+add("dot_product", many, lambda m, q, k: attend(m.W(q) @ m.U(k).transpose(1, 2), k), NONE)
 # Without a query: one addend alone, and a table of positions for the other.
 add("self_pooling", keys_alone, lambda m, k: m.look(m.U(k), k), NONE)
+
+
 # Both addends have the axis of the keys.
-streams = shapes((B, TK, DQ), (B, TK, DK))
-add("aligned_streams", streams, lambda m, one, two: m.look(m.W(one) + m.U(two), two), NONE)
+@forward(shapes((B, TK, DQ), (B, TK, DK)), NONE)
+def aligned_streams(self, one, two):
+    return self.look(self.W(one) + self.U(two), two)
