@@ -4,7 +4,7 @@ A driver yields (kind, tensor): outputs of steps and what the module keeps. Its 
 ``draw``, in the dtype of the module.
 """
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import published
 import pytest
@@ -16,25 +16,11 @@ SOURCES = (23, 17)  # lengths of two batches, one after the other
 D, Q, H = 40, 36, 48
 
 
-def load(module, name):
-    """A class of another package; the test is skipped where it cannot be had."""
-    try:
-        return published.load(module, name)
-    except published.UnavailableError as error:
-        pytest.skip(str(error))
+class Peer(NamedTuple):
+    """What makes a module, and runs steps with it on one batch."""
 
-
-@dataclass(frozen=True)
-class Peer:
-    """A module and how it is driven.
-
-    Attributes:
-        make: makes the module.
-        steps: runs steps on one batch.
-    """
-
-    make: object
-    steps: object
+    make: Any
+    steps: Any
 
     def drive(self, module, draw):
         """Steps on two batches, one after the other."""
@@ -169,7 +155,15 @@ def coqui(module, draw, source):
 
 
 def theirs(module, name, *args, **kwargs):
-    return lambda: load(module, name)(*args, **kwargs)
+    """Makes one of another package; the test is skipped where that cannot be had."""
+
+    def make():
+        try:
+            return published.load(module, name)(*args, **kwargs)
+        except published.UnavailableError as error:
+            pytest.skip(str(error))
+
+    return make
 
 
 def coqui_of(**options):

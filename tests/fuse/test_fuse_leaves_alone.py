@@ -23,6 +23,7 @@ def seen(model):
     ]
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, of what is deprecated
 @pytest.mark.parametrize("by", ["example", "first call"])
 @pytest.mark.parametrize("name", plain_models.PLAIN)
 def test_a_plain_model_is_left_alone(name, by):

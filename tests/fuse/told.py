@@ -48,9 +48,6 @@ class Gnmt(nn.Module):
         if normalize:
             self.normalize_scalar = nn.Parameter(torch.full((1,), 2.0))
             self.normalize_bias = nn.Parameter(torch.randn(num_units))
-        else:
-            self.register_parameter("normalize_scalar", None)
-            self.register_parameter("normalize_bias", None)
 
     def set_mask(self, context_len, context):
         places = torch.arange(context.size(1 if self.batch_first else 0), device=context.device)
