@@ -581,7 +581,7 @@ def doubled(function):
 
 
 def compiled(told):
-    return lambda m: told(torch.compile(m, backend="eager"))
+    return lambda m: told(torch.compile(m, backend="eager", fullgraph=True))
 
 
 as_is = nn.Module.parameters

@@ -94,19 +94,10 @@ def test_the_same_losses(whole, by):
             close(model.eval()(*inputs), whole.make().eval()(*inputs))
     same_losses(train(whole, model.train()), eager(whole))
     assert (names(report.fused), report.waiting) == (whole.fused, ())
-    for entry in report.fused:
-        kind = type(whole.make().get_submodule(entry.name))
-        lines, first = inspect.getsourcelines(kind)
-        file, _, line = entry.place.rpartition(":")
-        assert file.endswith("whole.py")
-        assert first < int(line) < first + len(lines)
-        assert entry.kind == kind.__name__
-        assert "tanh" in entry.formula
-        assert entry.name in str(report)
 
 
 def test_data_parallel(whole, tmp_path):
-    """The first call is checked: a backward pass through the model would be counted by DDP."""
+    """A backward pass of ours through the model would be counted by DDP."""
     model = whole.make()
     report = bf.fuse(model)
     dist.init_process_group("gloo", f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
@@ -233,7 +224,7 @@ def test_compile(whole, case, fused_first):
 
 
 def test_scripting_says_what_to_do(case):
-    with pytest.raises(Exception, match="unfuse"):
+    with pytest.raises(RuntimeError, match=r"bahdanau_fast\.unfuse\(model\): call that first"):
         torch.jit.script(case.model)
 
 
