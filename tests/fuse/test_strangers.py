@@ -58,10 +58,10 @@ def back(*found):
         sum(x.pow(2).sum() for x in asked).backward()
 
 
-def calls(m, *more, n=CALLS, length=T, batch=B):
-    """Some calls, each with its backward, on other queries."""
+def calls(m, *more, by=range(CALLS), length=T, batch=B):
+    """Calls on queries that differ by these numbers, each with its backward."""
     q, k = given(m, length, batch)
-    told = [m(q + i, k, *more) for i in range(n)]
+    told = [m(q + i, k, *more) for i in by]
     for found in told:
         back(*(found if isinstance(found, tuple | list) else [found]))
     return told
@@ -153,16 +153,11 @@ class Late(Att):
         return self.look(q, k, Scale.apply(u) if self.n > 3 else u)
 
 
-@story(Late)
-def function_of_a_later_branch(m):
-    return calls(m, n=9), m.n
-
-
 def checkpointed(reentrant, warm):
     def told(m):
         q, k = given(m)
         q.requires_grad_(torch.is_grad_enabled())
-        found = [calls(m, n=warm)]
+        found = [calls(m, by=range(warm))]
         for _ in range(3):
             found.append(checkpoint(m, q, k, use_reentrant=reentrant))
             back(*found[-1])
@@ -276,7 +271,7 @@ story(Glimpse, name="projections are written to inside")(calls)
 
 
 def written(write):
-    return lambda m: torch.no_grad()(calls)(m, write, n=4)
+    return lambda m: torch.no_grad()(calls)(m, write)
 
 
 for name, write in WRITERS.items():
@@ -289,12 +284,18 @@ def scores_are_kept_while_weights_step(m):
     optimizer = torch.optim.SGD(m.parameters(), 0.5)
     m.Va.register_forward_hook(lambda _, __, o: seen.append((o, o.detach())) or None)
     for _ in range(CALLS):
-        told += calls(m, n=1)
+        told += calls(m, by=[0])
         optimizer.step()
     return told, seen
 
 
 LIST = []
+
+
+@dataclasses.dataclass(slots=True)
+class Found:
+    s: torch.Tensor
+    later: object
 
 
 class Keeps(Att):
@@ -317,8 +318,7 @@ class Keeps(Att):
         if given is not None:
             given.append(s)
         noise = torch.rand(w.shape, generator=self.noise, dtype=w.dtype)
-        found = SimpleNamespace(s=s, later=lambda: both * 2)
-        return (torch.bmm((w + noise).unsqueeze(1), k).squeeze(1), found)
+        return torch.bmm((w + noise).unsqueeze(1), k).squeeze(1), Found(s, lambda: both * 2)
 
 
 @story(Keeps, fused=())
@@ -369,29 +369,21 @@ class Held(Att):
 
 
 @story(Held)
-def keys_held_by_the_module_change(m):
+def what_the_module_holds_changes(m):
     told = []
     for length in (2, 40):
         q, m.k = given(m, length)
-        for change in (None, lambda k: k.mul_(-1.5), lambda k: k.numpy().fill(0.5)):
-            if change is not None:
-                change(m.k)
+        for change in (torch.clone, lambda x: x.mul_(-1.5), lambda x: x.numpy().fill(0.5)):
+            change(m.k)
             for i in range(CALLS):
                 m.p = m.Ua(m.k)
                 told.append(m(q + i))
                 back(*told[-1])
-    return told
-
-
-@story(Held)
-def projections_held_by_the_module_change(m):
-    told = []
-    with torch.no_grad():
-        q, m.k = given(m)
-        m.p = m.Ua(m.k)
-        for change in (lambda p: p, lambda p: p.mul_(-1.5), lambda p: p.numpy().fill(0.5)):
-            change(m.p)
-            told.append([m(q + i) for i in range(CALLS)])
+            with torch.no_grad():
+                m.p = m.Ua(m.k)
+                told += [m(q + i) for i in range(CALLS)]
+                change(m.p)
+                told += [m(q + i) for i in range(CALLS)]
     return told
 
 
@@ -403,7 +395,7 @@ class Values(Att):
 @story(Values)
 def tensors_that_were_one_may_be_two(m):
     q, k = given(m)
-    return [m(q + i, k, k * by if by > 1 else k) for by in (1, 2, 1) for i in range(CALLS)]
+    return [m(q + i, k, v) for v in (k, 2 * k, k) for i in range(CALLS)]
 
 
 # ---- modules that do more
@@ -431,21 +423,6 @@ def a_module_that_trains_itself(m):
     return calls(m), m.n, int(m.norms[0].num_batches_tracked), m.norms[0].running_mean
 
 
-@dataclasses.dataclass(slots=True)
-class Found:
-    c: torch.Tensor
-
-
-class Slots(Att):
-    def forward(self, q, k):
-        return Found(super().forward(q, k)[0])
-
-
-@story(Slots)
-def a_dataclass_with_slots(m):
-    return [found.c for found in calls(m)]
-
-
 class Branches(Att):
     def forward(self, q, k):
         if float(q.sum()) > 0:
@@ -456,12 +433,7 @@ class Branches(Att):
 
 @story(Branches)
 def data_decide(m):
-    q, k = given(m)
-    told = []
-    for i in (0, 0, 0, 3, 3, 3, -3, 0, -3, 3, -30, -30):
-        told.append(m(q + i, k))
-        back(*told[-1])
-    return told
+    return calls(m, by=(0, 0, 0, 3, 3, 3, -3, 0, -3, 3, -30, -30))
 
 
 class Fails(Att):
@@ -539,7 +511,7 @@ class Lazy(Att):
 # ---- what changes between calls
 
 
-def in_turn(*changes, n=3, **sizes):
+def in_turn(*changes, n=3):
     """Calls after each change of the module, or inside what that gives."""
 
     def told(m):
@@ -547,14 +519,14 @@ def in_turn(*changes, n=3, **sizes):
         for change in changes:
             inside = change(m)
             with inside if hasattr(inside, "__enter__") else contextlib.nullcontext():
-                found.append(calls(m, n=n, **sizes))
+                found.append(calls(m, by=range(n)))
         return found
 
     return told
 
 
 def sized(*sizes):
-    return lambda m: [calls(m, n=3, batch=batch, length=length) for batch, length in sizes]
+    return lambda m: [calls(m, by=range(3), batch=batch, length=length) for batch, length in sizes]
 
 
 def own(m):
@@ -589,7 +561,11 @@ patched_here = in_turn(as_is, lambda m: setattr(m, "look", MethodType(doubled(At
 patched_look = in_turn(as_is, lambda m: setattr(owner(m), "look", doubled(Att.look)))
 patched_forward = in_turn(as_is, lambda m: setattr(owner(m), "forward", doubled(Att.forward)))
 modes = [lambda _, on=on: torch.set_grad_enabled(on) for on in (True, False, True, False)]
-frozen = [lambda m, on=on: m.Ua.requires_grad_(on) for on in (False, True, False)]
+thawed = [lambda m, on=on: m.Ua.requires_grad_(on) for on in (True, False, True, False)]
+frozen = [
+    lambda m, layer=layer: (m.requires_grad_(True), m.get_submodule(layer).requires_grad_(False))
+    for layer in ("Ua", "Wa", "Va")
+]
 normed = as_is, lambda m: m.Va.weight_g.data.mul_(2), lambda m: m.float().double()
 dtypes = [lambda m, d=d: m.to(d).zero_grad() for d in (F64, torch.float32, torch.bfloat16, F64)]
 for name, told, *more in (
@@ -601,7 +577,8 @@ for name, told, *more in (
     ("meta tensors", in_turn(as_is, lambda m: m.to("meta"))),
     ("dropout", in_turn(nn.Module.train, nn.Module.eval, nn.Module.train), Drops),
     ("lazy layers", calls, Lazy),
-    ("frozen", in_turn(*frozen, n=CALLS), Late),
+    ("frozen layers", in_turn(*frozen)),
+    ("a later branch with a function", in_turn(*thawed, n=CALLS), Late),
     ("a weight", in_turn(as_is, lambda m: m.Wa.weight.data.mul_(2))),
     ("a norm", in_turn(*normed), Normed),
     ("a layer", in_turn(as_is, lambda m: setattr(m, "Va", nn.Sequential(m.Va)))),
@@ -613,19 +590,6 @@ for name, told, *more in (
     ("forward, compiled", compiled(patched_forward), fresh, ()),
 ):
     story(*more, name=name)(told)
-
-
-@story()
-def parameters_freeze_and_step(m):
-    optimizer, told = torch.optim.SGD(m.parameters(), 1e-2, 0.9), []
-    for i in range(4):
-        for name, p in m.named_parameters():
-            p.requires_grad_(i == 0 or not name.startswith(("Wa", "Ua", "Va")[i - 1]))
-        for _ in range(3):
-            optimizer.zero_grad()
-            told += calls(m, n=1)
-            optimizer.step()
-    return told
 
 
 @story()
@@ -664,7 +628,7 @@ def functional_calls(m):
         told.append(torch.vmap(loss, in_dims=(0, None))(stacked, q))
         told.append(torch.func.grad(loss)(others[0], q))
         told.append(torch.vmap(torch.func.grad(loss, argnums=1), in_dims=(0, None))(stacked, q))
-        told += calls(m, n=2)
+        told += calls(m, by=(0, 1))
     return told
 
 
