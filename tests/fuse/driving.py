@@ -154,8 +154,8 @@ def coqui(module, draw, source):
         yield "weights", module.attention_weights
 
 
-def theirs(module, name, *args, **kwargs):
-    """Makes one of another package; the test is skipped where that cannot be had."""
+def peer(steps, module, name, *args, **kwargs):
+    """Of another package; the test is skipped where that cannot be had."""
 
     def make():
         try:
@@ -163,54 +163,44 @@ def theirs(module, name, *args, **kwargs):
         except published.UnavailableError as error:
             pytest.skip(str(error))
 
-    return make
+    return Peer(make, steps)
 
 
-def coqui_of(**options):
-    usual = {"windowing": False, "norm": "softmax", "forward_attn": False, "trans_agent": False}
-    sizes = {"attention_location_n_filters": 4, "attention_location_kernel_size": 5}
-    usual |= {"forward_attn_mask": False, "location_attention": True} | sizes | options
-    return theirs("TTS.tts.layers.tacotron.attentions", "OriginalAttention", Q, D, H, **usual)
-
-
-_SPEECHBRAIN, ESPNET = "speechbrain.nnet.attention", "espnet.nets.pytorch_backend.rnn.attentions"
-_SIZES = (D, Q, H)
-
-PEERS = {
-    "d2l": Peer(theirs("d2l.torch", "AdditiveAttention", H, 0.0), d2l),
+SPEECHBRAIN, ESPNET = "speechbrain.nnet.attention", "espnet.nets.pytorch_backend.rnn.attentions"
+RL4CO, COQUI = "rl4co.models.zoo.ptrnet.decoder", "TTS.tts.layers.tacotron.attentions"
+ALLENNLP = "allennlp.modules.attention.additive_attention"
+SIZES = (D, Q, H)
+OPTIONS = {
+    **dict.fromkeys(("windowing", "forward_attn", "trans_agent", "forward_attn_mask"), False),
+    **{"attention_location_n_filters": 4, "attention_location_kernel_size": 5, "norm": "softmax"},
+}
+OURS = {  # that no index has
     "tutorial": Peer(lambda: told.Tutorial(Q), two),
-    "captioning": Peer(lambda: told.Captioning(D, Q, H), captioning),
-    "joeynmt": Peer(theirs("joeynmt.attention", "BahdanauAttention", H, D, Q), joeynmt),
-    "speechbrain": Peer(
-        theirs(_SPEECHBRAIN, "ContentBasedAttention", *_SIZES, 5, scaling=1.5),
-        speechbrain,
-    ),
-    "speechbrain location": Peer(
-        theirs(_SPEECHBRAIN, "LocationAwareAttention", *_SIZES, 5, 6, 4),
-        speechbrain,
-    ),
-    "espnet": Peer(theirs(ESPNET, "AttAdd", *_SIZES), espnet),
-    "espnet location": Peer(theirs(ESPNET, "AttLoc", *_SIZES, 6, 4), espnet),
-    "espnet coverage": Peer(theirs(ESPNET, "AttCov", *_SIZES), coverage),
-    "opennmt": Peer(
-        theirs("onmt.modules.global_attention", "GlobalAttention", Q, attn_type="mlp"),
-        opennmt,
-    ),
-    "allennlp": Peer(
-        theirs("allennlp.modules.attention.additive_attention", "AdditiveAttention", Q, D),
-        allennlp,
-    ),
+    "captioning": Peer(lambda: told.Captioning(*SIZES), captioning),
     "gnmt": Peer(lambda: told.Gnmt(Q, D, H, True, False), gnmt),
     "gnmt batch first": Peer(lambda: told.Gnmt(Q, D, H, False, True), gnmt),
-    "rl4co pointer": Peer(
-        theirs("rl4co.models.zoo.ptrnet.decoder", "SimpleAttention", Q, use_tanh=True, C=5),
-        pointer,
+}
+PEERS = OURS | {
+    "d2l": peer(d2l, "d2l.torch", "AdditiveAttention", H, 0.0),
+    "joeynmt": peer(joeynmt, "joeynmt.attention", "BahdanauAttention", H, D, Q),
+    "speechbrain": peer(speechbrain, SPEECHBRAIN, "ContentBasedAttention", *SIZES, 5, scaling=1.5),
+    "speechbrain location": peer(
+        speechbrain, SPEECHBRAIN, "LocationAwareAttention", *SIZES, 5, 6, 4
     ),
-    "rl4co glimpse": Peer(theirs("rl4co.models.zoo.ptrnet.decoder", "SimpleAttention", Q), pointer),
-    "tacotron": Peer(
-        theirs("speechbrain.lobes.models.Tacotron2", "Attention", Q, D, H, 4, 5),
-        tacotron,
+    "espnet": peer(espnet, ESPNET, "AttAdd", *SIZES),
+    "espnet location": peer(espnet, ESPNET, "AttLoc", *SIZES, 6, 4),
+    "espnet coverage": peer(coverage, ESPNET, "AttCov", *SIZES),
+    "opennmt": peer(
+        opennmt, "onmt.modules.global_attention", "GlobalAttention", Q, attn_type="mlp"
     ),
-    "coqui": Peer(coqui_of(location_attention=False), coqui),
-    "coqui location": Peer(coqui_of(), coqui),
+    "allennlp": peer(allennlp, ALLENNLP, "AdditiveAttention", Q, D),
+    "rl4co pointer": peer(pointer, RL4CO, "SimpleAttention", Q, use_tanh=True, C=5),
+    "rl4co glimpse": peer(pointer, RL4CO, "SimpleAttention", Q),
+    "tacotron": peer(tacotron, "speechbrain.lobes.models.Tacotron2", "Attention", Q, D, H, 4, 5),
+    **{
+        name: peer(
+            coqui, COQUI, "OriginalAttention", Q, D, H, location_attention=location, **OPTIONS
+        )
+        for name, location in (("coqui", False), ("coqui location", True))
+    },
 }
