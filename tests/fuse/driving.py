@@ -116,14 +116,6 @@ def allennlp(module, draw, source):
         yield "weights", module(draw(B, Q), keys, seen)
 
 
-def gnmt(module, draw, source):
-    first = module.batch_first
-    keys = draw(B, source, D) if first else draw(source, B, D)
-    module.set_mask(lens_of(source), keys)
-    for shape in ((B, Q), (B, 3, Q) if first else (3, B, Q), (B, Q)):
-        yield from named(module(draw(*shape), keys))
-
-
 def pointer(module, draw, source):
     ref = draw(source, B, Q)
     for _ in range(STEPS):
@@ -174,13 +166,10 @@ OPTIONS = {
     **dict.fromkeys(("windowing", "forward_attn", "trans_agent", "forward_attn_mask"), False),
     **{"attention_location_n_filters": 4, "attention_location_kernel_size": 5, "norm": "softmax"},
 }
-OURS = {  # that no index has
+PEERS = {
+    # That no index has.
     "tutorial": Peer(lambda: told.Tutorial(Q), two),
     "captioning": Peer(lambda: told.Captioning(*SIZES), captioning),
-    "gnmt": Peer(lambda: told.Gnmt(Q, D, H, True, False), gnmt),
-    "gnmt batch first": Peer(lambda: told.Gnmt(Q, D, H, False, True), gnmt),
-}
-PEERS = OURS | {
     "d2l": peer(d2l, "d2l.torch", "AdditiveAttention", H, 0.0),
     "joeynmt": peer(joeynmt, "joeynmt.attention", "BahdanauAttention", H, D, Q),
     "speechbrain": peer(speechbrain, SPEECHBRAIN, "ContentBasedAttention", *SIZES, 5, scaling=1.5),

@@ -283,12 +283,6 @@ def conv1d_projections(self, query, keys):
     return (keys * weights).sum(2), weights
 
 
-@forward(time_first)
-def time_first_throughout(self, query, keys):
-    weights = F.softmax(self.v(torch.tanh(self.W(query) + self.U(keys))), dim=0)
-    return (weights * keys).sum(0), weights.squeeze(2).t()
-
-
 class GivenKeys(Additive):
     alphas = None
 

@@ -1,11 +1,14 @@
-"""What ``fuse`` does to models without additive attention: nothing, and quickly."""
+"""What ``fuse`` does to models without additive attention: nothing, and quickly.
+
+``PLAIN`` gives for each name what makes the model, and its inputs from ``draw(*shape)``.
+"""
 
 import copy
 import time
 
-import plain_models
 import pytest
 import torch
+import torch.nn.functional as F
 from beside import same
 from torch import nn
 
@@ -13,6 +16,129 @@ import bahdanau_fast as bf
 
 CALLS = 3  # sizes of one may hide scores, from the first calls of what has a softmax
 HOOKS = sorted(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+B, T, D, WORDS = 4, 7, 12, 19
+
+
+def rows(draw):
+    return (draw(B, D),)
+
+
+class Residual(nn.Module):
+    """A block of a residual network."""
+
+    def __init__(self, channels, out):
+        super().__init__()
+        one = nn.Conv2d(channels, out, 3, 2, 1), nn.BatchNorm2d(out), nn.ReLU(inplace=True)
+        self.body = nn.Sequential(*one, nn.Conv2d(out, out, 3, 1, 1), nn.BatchNorm2d(out))
+        self.short, self.relu = nn.Conv2d(channels, out, 1, 2), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        out = self.body(x)
+        out += self.short(x)
+        return self.relu(out)
+
+
+def resnet():
+    pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(Residual(3, 8), Residual(8, 16), pool, nn.Linear(16, 10))
+
+
+class Cache:
+    k = v = None
+
+    def update(self, k, v):
+        self.k = k if self.k is None else torch.cat([self.k, k], 1)
+        self.v = v if self.v is None else torch.cat([self.v, v], 1)
+        return self.k, self.v
+
+
+class Block(nn.Module):
+    """Of a transformer by hand, with a soft cap, a mask, and a cache that grows at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.up = (nn.Linear(D, D) for _ in range(4))
+        self.scale, self.cache = nn.Parameter(torch.ones(D)), Cache()
+
+    def forward(self, x):
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        k, v = self.cache.update(self.k(normed), self.v(normed))
+        scores = 5 * torch.tanh(self.q(normed) @ k.transpose(1, 2) / 20)
+        weights = F.softmax(scores + torch.full((T, k.size(1)), -1e9).triu(1), -1)
+        return x + torch.relu(self.up(weights @ v + x))
+
+
+class Transformer(nn.Module):
+    """Positions are added to words."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(WORDS, D), nn.Parameter(torch.randn(T, D))
+        self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(D, 1)
+
+    def forward(self, x):
+        x = self.blocks(self.words(x) + self.positions)
+        return self.head(F.gelu(x)), x @ self.words.weight.t(), self.blocks[0].cache.k
+
+
+class GatedTcn(nn.Module):
+    """Dilated causal convolutions, tanh times sigmoid, under a condition of the whole series."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv1d(D, 2 * D, 2, dilation=2**i) for i in range(2))
+        self.condition, self.out = nn.Linear(D, 2 * D), nn.Conv1d(D, 1, 1)
+
+    def forward(self, x, condition):
+        for i, conv in enumerate(self.convs):
+            both = conv(F.pad(x, (2**i, 0))) + self.condition(condition).unsqueeze(2)
+            tanh, gate = both.chunk(2, 1)
+            x = x + torch.tanh(tanh) * torch.sigmoid(gate)
+        return self.out(x)
+
+
+def scripted():
+    return nn.Sequential(torch.jit.script(nn.Linear(D, 16)), nn.Tanh(), nn.Linear(16, 1))
+
+
+def traced():
+    inner = nn.Sequential(nn.Linear(D, 16), nn.ReLU())
+    return nn.Sequential(torch.jit.trace(inner, torch.zeros(B, D)), nn.Linear(16, 1))
+
+
+class Ours(nn.Module):
+    """This package's attention, between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.attention = nn.Linear(6, 6), bf.AdditiveAttention(6, 6, 8)
+
+    def forward(self, queries, keys):
+        return torch.tanh(self.attention(self.first(queries), keys, keys))
+
+
+class Quantised(nn.Module):
+    """Linear layers in int8, which know float32 alone and no gradient, after one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        layers = nn.Sequential(nn.Linear(D, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.first = nn.Linear(D, D)
+        self.layers = torch.ao.quantization.quantize_dynamic(layers, {nn.Linear})
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.layers(x.detach().float()).to(x.dtype) + x
+
+
+PLAIN = {
+    "resnet": (resnet, lambda draw: (draw(B, 3, 16, 16),)),
+    "transformer": (Transformer, lambda _: (torch.arange(B * T).view(B, T) * 5 % WORDS,)),
+    "gated_tcn": (GatedTcn, lambda draw: (draw(B, D, T), draw(B, D))),
+    "scripted": (scripted, rows),
+    "traced": (traced, rows),
+    "quantised": (Quantised, rows),
+}
 
 
 def seen(model):
@@ -25,10 +151,10 @@ def seen(model):
 
 @pytest.mark.filterwarnings("ignore")  # of torch, of what is deprecated
 @pytest.mark.parametrize("by", ["example", "first call"])
-@pytest.mark.parametrize("name", plain_models.PLAIN)
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_model_is_left_alone(name, by):
     """The first call is one of training: what it changes, it changes once."""
-    make, inputs = plain_models.PLAIN[name]
+    make, inputs = PLAIN[name]
     torch.manual_seed(0)
     model, inputs = make().train(by == "first call"), inputs(torch.randn)
     for part in model.modules():
@@ -51,7 +177,7 @@ def test_a_plain_model_is_left_alone(name, by):
 
 def test_modules_of_this_package_compute_inside_what_is_looked_at():
     torch.manual_seed(0)
-    model, inputs = plain_models.Ours(), [torch.randn(2, n, 6) for n in (3, 7)]
+    model, inputs = Ours(), [torch.randn(2, n, 6) for n in (3, 7)]
     want, kinds = model(*inputs), [type(part) for part in model.modules()]
     report = bf.fuse(model)
     for _ in range(CALLS):

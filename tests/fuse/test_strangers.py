@@ -17,6 +17,7 @@ import pytest
 import torch
 from beside import ran, same
 from torch import nn
+from torch.nn.utils import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
@@ -114,11 +115,15 @@ class Scale(torch.autograd.Function):
         return g * 0.1
 
 
-class Small(Att):
-    def __init__(self):
-        super().__init__()
-        with torch.no_grad():
-            [p.mul_(1e-3) for p in self.parameters()]
+def changed(change):
+    """What makes a module that is changed."""
+
+    def make():
+        module = Att()
+        change(module)
+        return module
+
+    return make
 
 
 def hooked(layers, hook):
@@ -139,7 +144,8 @@ def plot(x):
 
 sine = functools.partial(checkpoint, torch.sin, use_reentrant=True)
 story(name="a function in a hook")(hooked(["Va"], Scale.apply))
-story(Small, (True,), "a function of small values")(hooked(["Ua"], Scale.apply))
+small = changed(lambda m: [p.data.mul_(1e-3) for p in m.parameters()])
+story(small, (True,), "a function of small values")(hooked(["Ua"], Scale.apply))
 story(fused=(False,), name="checkpoints in hooks")(hooked(["Wa", "Ua", "Va"], sine))
 story(name="what is plotted is scaled")(hooked(["Ua"], plot))
 
@@ -496,19 +502,13 @@ def rows_with_nothing_to_look_at(m):
     return [m(q, k, each) for each in (pad, pad, empty, empty, pad, empty)]
 
 
-class Normed(Att):
-    def __init__(self):
-        super().__init__()
-        self.Va = nn.utils.weight_norm(self.Va)
-
-
-class Lazy(Att):
-    def __init__(self):
-        super().__init__()
-        self.Wa, self.Ua = nn.LazyLinear(H), nn.LazyLinear(H)
-
-
 # ---- what changes between calls
+
+
+def lazy():
+    module = Att()
+    module.Wa, module.Ua = nn.LazyLinear(H), nn.LazyLinear(H)
+    return module
 
 
 def in_turn(*changes, n=3):
@@ -562,11 +562,7 @@ patched_look = in_turn(as_is, lambda m: setattr(owner(m), "look", doubled(Att.lo
 patched_forward = in_turn(as_is, lambda m: setattr(owner(m), "forward", doubled(Att.forward)))
 modes = [lambda _, on=on: torch.set_grad_enabled(on) for on in (True, False, True, False)]
 thawed = [lambda m, on=on: m.Ua.requires_grad_(on) for on in (True, False, True, False)]
-frozen = [
-    lambda m, layer=layer: (m.requires_grad_(True), m.get_submodule(layer).requires_grad_(False))
-    for layer in ("Ua", "Wa", "Va")
-]
-normed = as_is, lambda m: m.Va.weight_g.data.mul_(2), lambda m: m.float().double()
+renormed = as_is, lambda m: m.Va.weight_g.data.mul_(2), lambda m: m.float().double()
 dtypes = [lambda m, d=d: m.to(d).zero_grad() for d in (F64, torch.float32, torch.bfloat16, F64)]
 for name, told, *more in (
     ("no rows first", sized((0, T), (B, T), (0, T), (B, 0), (B, T))),
@@ -576,12 +572,9 @@ for name, told, *more in (
     ("dtypes", in_turn(*dtypes)),
     ("meta tensors", in_turn(as_is, lambda m: m.to("meta"))),
     ("dropout", in_turn(nn.Module.train, nn.Module.eval, nn.Module.train), Drops),
-    ("lazy layers", calls, Lazy),
-    ("frozen layers", in_turn(*frozen)),
+    ("lazy layers", calls, lazy),
     ("a later branch with a function", in_turn(*thawed, n=CALLS), Late),
-    ("a weight", in_turn(as_is, lambda m: m.Wa.weight.data.mul_(2))),
-    ("a norm", in_turn(*normed), Normed),
-    ("a layer", in_turn(as_is, lambda m: setattr(m, "Va", nn.Sequential(m.Va)))),
+    ("a norm", in_turn(*renormed), changed(lambda m: setattr(m, "Va", weight_norm(m.Va)))),
     ("a hook", in_turn(as_is, lambda m: m.Ua.register_forward_hook(lambda _, __, o: 2 * o), as_is)),
     ("a method of the instance", patched_here),
     ("a method", patched_look, fresh),

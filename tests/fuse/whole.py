@@ -6,7 +6,7 @@ attention keeps projected keys, as JoeyNMT's does.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -240,16 +240,8 @@ def of_frames(outputs, target):
     return F.mse_loss(outputs[0], target[0]) + stops
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A model and what it learns.
-
-    Attributes:
-        kind: class of the model.
-        batch: arguments of the model and the target, from a seed; lengths differ.
-        judge: the loss of outputs and target.
-        fused: names of the submodules that have the formula.
-    """
+class Whole(NamedTuple):
+    """A model, its arguments and target by a seed, its loss, and submodules with the formula."""
 
     kind: type[nn.Module]
     batch: Callable
