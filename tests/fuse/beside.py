@@ -30,13 +30,13 @@ def same(got, want, share=None):
             )
 
 
-def results(module, inputs, leaves):
-    """Tensors, and gradients of inputs and parameters, None where there is none."""
-    outputs = [x for x in tree_leaves(module(*inputs)) if isinstance(x, torch.Tensor)]
+def results(call, leaves, module):
+    """Tensors of a call, and gradients of leaves and parameters, None where there is none."""
+    outputs = [x for x in tree_leaves(call()) if isinstance(x, torch.Tensor)]
     recorded = [x for x in outputs if x.requires_grad]
-    asked = [*leaves, *(p for p in module.parameters() if p.requires_grad)]
+    asked = [x for x in (*leaves, *module.parameters()) if x.requires_grad]
     seeds = [torch.cos(torch.arange(x.numel())).to(x).view(x.shape) for x in recorded]
-    grads = torch.autograd.grad(recorded, asked, seeds, allow_unused=True)
+    grads = torch.autograd.grad(recorded, asked, seeds, allow_unused=True) if recorded else ()
     return [x.detach() for x in outputs], list(grads)
 
 

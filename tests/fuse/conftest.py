@@ -1,13 +1,8 @@
 """Small calls are looked at, and fused, too."""
 
-import importlib
-
 import pytest
 
-# Not by attribute: the package's ``fuse`` is the function.
-report, watched = (
-    importlib.import_module(f"bahdanau_fast.fuse.{n}") for n in ("report", "watched")
-)
+from bahdanau_fast.fuse import report, watched
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """``torch.compile(model, backend=...)`` with additive attention as the operator in the graph."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -48,10 +49,11 @@ def operators(graphs):
 
 @pytest.mark.parametrize("by", ["graph", "backend"])
 def test_a_decoder_computes_the_same(by):
-    model, graphs, (memory, *others) = speller(), [], given()
+    model, graphs, inputs = speller(), [], given()
     call = torch.compile(model, backend=recording(graphs) if by == "graph" else backend)
-    memory.requires_grad_()
-    same(*(results(each, (memory, *others), [memory]) for each in (call, copy.deepcopy(model))))
+    inputs[0].requires_grad_()
+    both = call, copy.deepcopy(model)
+    same(*(results(partial(each, *inputs), inputs[:1], each) for each in both))
     assert operators(graphs) == [STEPS] * (by == "graph")
 
 

@@ -107,14 +107,14 @@ def traced():
 
 
 class Ours(nn.Module):
-    """This package's attention, between layers."""
+    """This package's attention, inside."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.attention = nn.Linear(6, 6), bf.AdditiveAttention(6, 6, 8)
+        self.attention = bf.AdditiveAttention(6)
 
     def forward(self, queries, keys):
-        return torch.tanh(self.attention(self.first(queries), keys, keys))
+        return torch.tanh(self.attention(queries, keys, keys))
 
 
 class Quantised(nn.Module):

@@ -1,9 +1,9 @@
 """``fuse`` against the published code of others, in several decoder steps."""
 
-import driving
 import pytest
 import torch
-from beside import ran, same
+from beside import ran, results, same
+from driving import PEERS, SOURCES, STEPS
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity
@@ -11,29 +11,24 @@ from bahdanau_fast import parity
 
 def run(module, drive, dtype, mode):
     """Outputs and, in training, gradients of inputs and parameters, by kind."""
-    generator = torch.Generator().manual_seed(3)
-    inputs = []
+    generator, drawn, kinds = torch.Generator().manual_seed(3), [], []
 
     def draw(*shape):
-        drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-        inputs.append(drawn.requires_grad_(mode == "train"))
-        return inputs[-1]
+        x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        drawn.append(x.requires_grad_(mode == "train"))
+        return x
+
+    def steps():
+        for kind, result in drive(module, draw):
+            kinds.append(kind)
+            yield result.clone()
 
     module.to(dtype).train(mode == "train")
-    module.zero_grad(set_to_none=True)
     with torch.set_grad_enabled(mode == "train"):
-        found = [(kind, result.clone()) for kind, result in drive(module, draw)]
-    if mode == "train":
-        generator.manual_seed(4)
-        loss = torch.zeros((), dtype=dtype)
-        for _, result in found:
-            if result.requires_grad:
-                seed = torch.randn(result.shape, generator=generator, dtype=torch.float64)
-                loss = loss + (result * seed.to(dtype)).sum()
-        loss.backward()
-        found += [("gradients of inputs", each.grad) for each in inputs]
-        found += [(f"gradient of {name}", p.grad) for name, p in module.named_parameters()]
-    return [(kind, None if result is None else result.detach()) for kind, result in found]
+        outputs, grads = results(lambda: list(steps()), drawn, module)
+    kinds += ["gradients of inputs"] * len(drawn)
+    kinds += [f"gradient of {name}" for name, _ in module.named_parameters()]
+    return list(zip(kinds, [*outputs, *grads], strict=mode == "train"))
 
 
 def gaps(found, exact):
@@ -50,12 +45,8 @@ def gaps(found, exact):
     return worst
 
 
-@pytest.fixture(params=driving.PEERS)
-def peer(request):
-    return driving.PEERS[request.param]
-
-
 @pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
 def test_the_same_before_and_after(peer, mode):
     torch.manual_seed(0)
     module = peer.make()
@@ -73,7 +64,7 @@ def test_the_same_before_and_after(peer, mode):
     assert report.fused == report.entries != ()
     before = ran(report)
     ours, theirs = gaps(take(), exact), gaps(eager, exact)
-    assert ran(report) - before >= len(driving.SOURCES) * driving.STEPS
+    assert ran(report) - before >= len(SOURCES) * STEPS
     # One number is a sum over everything, whose rounding is luck: fp64, below, judges it.
     single = {f"gradient of {name}" for name, p in module.named_parameters() if p.numel() == 1}
     for kind, (error, largest) in ours.items():

@@ -529,23 +529,15 @@ def sized(*sizes):
     return lambda m: [calls(m, by=range(3), batch=batch, length=length) for batch, length in sizes]
 
 
-def own(m):
-    """The module that may be compiled."""
-    return getattr(m, "_orig_mod", m)
-
-
-def owner(m):
-    """The class that has its methods."""
-    return next(each for each in type(own(m)).__mro__ if "look" in vars(each))
-
-
 def fresh():
     """A module of a class of its own, which is patched."""
 
     class Fresh(Att):
         forward, look = Att.forward, Att.look
 
-    return Fresh()
+    module = Fresh()
+    module.kind = Fresh
+    return module
 
 
 def doubled(function):
@@ -556,10 +548,15 @@ def compiled(told):
     return lambda m: told(torch.compile(m, backend="eager", fullgraph=True))
 
 
-as_is = nn.Module.parameters
-patched_here = in_turn(as_is, lambda m: setattr(m, "look", MethodType(doubled(Att.look), own(m))))
-patched_look = in_turn(as_is, lambda m: setattr(owner(m), "look", doubled(Att.look)))
-patched_forward = in_turn(as_is, lambda m: setattr(owner(m), "forward", doubled(Att.forward)))
+def patch(m):
+    plain = getattr(m, "_orig_mod", m)  # of compiled code
+    plain.look = MethodType(doubled(Att.look), plain)
+
+
+as_is = nn.Module.parameters  # changes nothing
+patched = in_turn(as_is, patch)
+patched_look = in_turn(as_is, lambda m: setattr(m.kind, "look", doubled(Att.look)))
+patched_forward = in_turn(as_is, lambda m: setattr(m.kind, "forward", doubled(Att.forward)))
 modes = [lambda _, on=on: torch.set_grad_enabled(on) for on in (True, False, True, False)]
 thawed = [lambda m, on=on: m.Ua.requires_grad_(on) for on in (True, False, True, False)]
 renormed = as_is, lambda m: m.Va.weight_g.data.mul_(2), lambda m: m.float().double()
@@ -576,10 +573,10 @@ for name, told, *more in (
     ("a later branch with a function", in_turn(*thawed, n=CALLS), Late),
     ("a norm", in_turn(*renormed), changed(lambda m: setattr(m, "Va", weight_norm(m.Va)))),
     ("a hook", in_turn(as_is, lambda m: m.Ua.register_forward_hook(lambda _, __, o: 2 * o), as_is)),
-    ("a method of the instance", patched_here),
+    ("a method of the instance", patched),
     ("a method", patched_look, fresh),
     ("forward", patched_forward, fresh),
-    ("a method of the instance, compiled", compiled(patched_here), Att, ()),
+    ("a method of the instance, compiled", compiled(patched), Att, ()),
     ("forward, compiled", compiled(patched_forward), fresh, ()),
 ):
     story(*more, name=name)(told)

@@ -66,7 +66,7 @@ def style(name):
         return leaves[-1]
 
     inputs = STYLES[name].inputs(leaf)
-    return module, functools.partial(results, module, inputs, leaves)
+    return module, functools.partial(results, functools.partial(module, *inputs), leaves, module)
 
 
 ALL = [*((peer, name) for name in driving.PEERS), *((style, name) for name in FUSED)]
