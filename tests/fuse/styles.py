@@ -28,6 +28,17 @@ class Style(NamedTuple):
     inputs: Any
     reason: str = ""
 
+    def drawn(self, dtype=torch.float32):
+        """Inputs, and those of them that gradients are asked of."""
+        leaves, generator = [], torch.Generator().manual_seed(1)
+
+        def draw(*shape):
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            leaves.append(drawn.requires_grad_())
+            return leaves[-1]
+
+        return self.inputs(draw), leaves
+
 
 STYLES = {}
 NONE, NO_ROWS = "no additive attention", "nothing is broadcast"
@@ -238,10 +249,8 @@ for part, ways in PARTS.items():
 
 
 class Keyworded(Additive):
-    def forward(self, queries, keys, values, *, mask=None):
-        scores = self.energy(queries, keys)
-        if mask is not None:
-            scores = scores.masked_fill(mask[:, None] == 0, float("-inf"))
+    def forward(self, queries, keys, values, *, mask):
+        scores = self.energy(queries, keys).masked_fill(mask[:, None] == 0, float("-inf"))
         return torch.bmm(F.softmax(scores, dim=-1), values)
 
 
@@ -259,14 +268,6 @@ def functional_decoder(self, inputs, state, keys):
         state = self.cell(torch.cat([x, (weights * keys).sum(1)], 1), state)
         outputs.append(state)
     return torch.stack(outputs, 1), state
-
-
-@forward(masked(time_first), attn=linear(DQ + DK, H))
-def bentrevett(self, hidden, outputs, mask):
-    hidden = hidden.unsqueeze(1).repeat(1, outputs.shape[0], 1)
-    outputs = outputs.permute(1, 0, 2)
-    energy = torch.tanh(self.attn(torch.cat((hidden, outputs), dim=2)))
-    return F.softmax(self.v(energy).squeeze(2).masked_fill(mask == 0, -1e10), dim=1)
 
 
 @forward(shapes((1, B, DQ), (TK, B, DQ)), attn=linear(2 * DQ, H), v=free(H))

@@ -1,14 +1,14 @@
 """Every style reaches a GPU's kernels, on routes whose launches do nothing."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
+from beside import results
 from conftest import watched
 from host_only import routed
 from mock_cuda import kernel_of, launches, mock
 from styles import STYLES
-from test_styles import run
 from triton.backends.nvidia.driver import CudaLauncher
 
 import bahdanau_fast as bf
@@ -40,21 +40,15 @@ def devices_are_alike(monkeypatch):
 @pytest.mark.parametrize("name", FUSED)
 def test_a_style_reaches_kernels(name, backend, launched):
     torch.manual_seed(0)
-    leaves = []
-
-    def draw(*shape):
-        leaves.append(torch.randn(shape).requires_grad_())
-        return leaves[-1]
-
-    inputs, module = STYLES[name].inputs(draw), copy.deepcopy(STYLES[name].make()).eval()
+    (inputs, leaves), module = STYLES[name].drawn(), STYLES[name].make().eval()
     bf.fuse(module, always=True)
     for _ in range(4):
-        run(module, inputs, leaves)
+        results(partial(module, *inputs), leaves, module)
     with routed(backend):
         backends._routes.clear()
         if backend == "cuda":
             mock().note(True)
-        run(module, inputs, leaves)
+        results(partial(module, *inputs), leaves, module)
         found = launched or [kernel_of(each) for each in launches(mock().calls())]
         routes = list(backends._routes.values())
     general = any(route.general for route in routes)  # scores alone, other activations: Triton's

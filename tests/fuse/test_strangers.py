@@ -242,17 +242,8 @@ def projections_are_written_to(m):
     return told
 
 
-class Glimpse(Att):
-    def forward(self, q, k):
-        u = self.Ua(k)
-        c, w = self.look(q, k, u)
-        if not torch.is_grad_enabled():
-            u.mul_(w.unsqueeze(2))
-        return c + u.sum(1), w
-
-
 class Writing(Att):
-    """Writes to its keys when they are projected, and to the query after the fused operator."""
+    """Writes to its keys when they are projected, and to what it projected after the operator."""
 
     def forward(self, q, k, write):
         k = k.clone()
@@ -260,7 +251,8 @@ class Writing(Att):
         write(k)
         found = self.weigh(q.unsqueeze(1) + u, k)
         write(q)
-        return *found, q.sum()
+        write(u)
+        return *found, q.sum() + u.sum()
 
 
 WRITERS = {
@@ -273,7 +265,6 @@ WRITERS = {
     "inplace": lambda x: nn.functional.relu(x, True),
     "foreach": lambda x: torch._foreach_mul_([x], 2.0),
 }
-story(Glimpse, name="projections are written to inside")(calls)
 
 
 def written(write):

@@ -29,14 +29,7 @@ def test_a_style_computes_the_same(name, dtype):
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0
     for training in (True, False):
-        leaves, generator = [], torch.Generator().manual_seed(1)
-
-        def draw(*shape, leaves=leaves, generator=generator):
-            drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-            leaves.append(drawn.requires_grad_())
-            return leaves[-1]
-
-        inputs, module = style.inputs(draw), copy.deepcopy(plain).train(training)
+        (inputs, leaves), module = style.drawn(dtype), copy.deepcopy(plain).train(training)
         kind, other = type(module), copy.deepcopy(module)
         want = results(partial(other, *inputs), leaves, other)
         report = bf.fuse(module, always=True)
