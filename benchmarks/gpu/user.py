@@ -92,7 +92,7 @@ def _tacotron(*sizes: int) -> nn.Module:
 
 
 def _steps() -> tuple[Step, ...]:
-    from told import Captioning
+    from whole import Captioning
 
     b, t, query, keys, hidden, *taps = SIZES["tacotron"]
     n, regions, region, state = SIZES["captioner"]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import published
 import pytest
-import told
 import torch
+import whole
 
 B, STEPS = 4, 3
 SOURCES = (23, 17)  # lengths of two batches, one after the other
@@ -168,8 +168,8 @@ OPTIONS = {
 }
 PEERS = {
     # That no index has.
-    "tutorial": Peer(lambda: told.Tutorial(Q), two),
-    "captioning": Peer(lambda: told.Captioning(*SIZES), captioning),
+    "tutorial": Peer(lambda: whole.Tutorial(Q), two),
+    "captioning": Peer(lambda: whole.Captioning(*SIZES), captioning),
     "d2l": peer(d2l, "d2l.torch", "AdditiveAttention", H, 0.0),
     "joeynmt": peer(joeynmt, "joeynmt.attention", "BahdanauAttention", H, D, Q),
     "speechbrain": peer(speechbrain, SPEECHBRAIN, "ContentBasedAttention", *SIZES, 5, scaling=1.5),

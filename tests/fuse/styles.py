@@ -9,9 +9,9 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
-import told
 import torch
 import torch.nn.functional as F
+import whole
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -300,9 +300,9 @@ def annotated(self, query, memory, mask):
     return self.attention(query, self.attention.U(memory), memory, mask.unsqueeze(1))
 
 
-STYLES["tutorial"] = Style(partial(told.Tutorial, DK), shapes((B, 1, DK), (B, TK, DK)))
+STYLES["tutorial"] = Style(partial(whole.Tutorial, DK), shapes((B, 1, DK), (B, TK, DK)))
 for act in (nn.ReLU, nn.Tanh):
-    make = partial(told.Captioning, DK, DQ, H, act)
+    make = partial(whole.Captioning, DK, DQ, H, act)
     STYLES[f"captioning_{act.__name__}"] = Style(make, shapes((B, TK, DK), (B, DQ)))
 
 # ---- of pairs of a query and a key, and in modules of the user's

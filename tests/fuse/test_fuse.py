@@ -6,8 +6,8 @@ import pytest
 import torch
 from course import CourseMLPAttention
 from styles import STYLES
-from told import Tutorial, inputs, tutorial
 from torch import nn
+from whole import Tutorial, inputs, tutorial
 
 import bahdanau_fast as bf
 from bahdanau_fast.fuse import plan
@@ -62,7 +62,7 @@ def test_the_report_prints_as_a_table():
     assert (entry.name, entry.kind) == ("decoder.attention", "Tutorial")
     lines, first = inspect.getsourcelines(Tutorial)
     at = next(i for i, line in enumerate(lines) if "tanh" in line)
-    assert entry.place == f"told.py:{first + at}"
+    assert entry.place == f"whole.py:{first + at}"
     assert entry.formula.startswith("softmax(Va . tanh(")
     assert [entry.name for entry in report.waiting] == ["dot"]
     assert type(module) is kind

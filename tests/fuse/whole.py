@@ -1,4 +1,7 @@
-"""Whole models whose attention ``fuse`` has to find, as their users would write them.
+"""Modules and whole models whose attention ``fuse`` has to find, as their users write them.
+
+``Tutorial`` (Wa, Ua, Va): the PyTorch tutorial's, which many copy; ``tutorial()`` and ``inputs()``
+are small ones. ``Captioning``: of "a PyTorch tutorial to image captioning".
 
 ``Las`` listens and spells, with location-aware attention. ``Tacotron`` decodes mel frames.
 ``Pointer`` has the formula in its decoder's loop. ``Translator`` has a conditional GRU, and its
@@ -15,25 +18,75 @@ from torch.nn import functional as F
 B, H = 4, 16
 
 
+class Tutorial(nn.Module):
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.Wa = nn.Linear(hidden_size, hidden_size)
+        self.Ua = nn.Linear(hidden_size, hidden_size)
+        self.Va = nn.Linear(hidden_size, 1)
+
+    def forward(self, query, keys):
+        scores = self.Va(torch.tanh(self.Wa(query) + self.Ua(keys)))
+        weights = torch.softmax(scores.squeeze(2).unsqueeze(1), dim=-1)
+        return torch.bmm(weights, keys), weights
+
+
+class Captioning(nn.Module):
+    def __init__(self, encoder_dim, decoder_dim, attention_dim, act=nn.ReLU):
+        super().__init__()
+        self.encoder_att = nn.Linear(encoder_dim, attention_dim)
+        self.decoder_att = nn.Linear(decoder_dim, attention_dim)
+        self.full_att = nn.Linear(attention_dim, 1)
+        self.act = act()
+        self.softmax = nn.Softmax(dim=1)
+
+    def forward(self, encoder_out, decoder_hidden):
+        both = self.encoder_att(encoder_out) + self.decoder_att(decoder_hidden).unsqueeze(1)
+        alpha = self.softmax(self.full_att(self.act(both)).squeeze(2))
+        return (encoder_out * alpha.unsqueeze(2)).sum(dim=1), alpha
+
+
+def tutorial():
+    torch.manual_seed(0)
+    return Tutorial(16)
+
+
+def inputs(length=9):
+    torch.manual_seed(1)
+    return torch.randn(3, 1, 16), torch.randn(3, length, 16)
+
+
 def is_padding(lens, length):
     return torch.arange(length, device=lens.device) >= lens.unsqueeze(1)
 
 
-class LocationAttention(nn.Module):
-    def __init__(self, memory, state, hidden, channels=4, kernel=5):
+class LocationSensitive(nn.Module):
+    def __init__(self, state, memory, hidden, filters=4, kernel=7, inputs=2):
         super().__init__()
-        self.conv = nn.Conv1d(1, channels, kernel, padding=kernel // 2, bias=False)
-        self.from_memory = nn.Linear(memory, hidden)
-        self.from_state = nn.Linear(state, hidden, bias=False)
-        self.from_places = nn.Linear(channels, hidden, bias=False)
-        self.energy = nn.Linear(hidden, 1)
+        self.query_layer = nn.Linear(state, hidden, bias=False)
+        self.memory_layer = nn.Linear(memory, hidden, bias=False)
+        self.location_conv = nn.Conv1d(inputs, filters, kernel, padding=kernel // 2, bias=False)
+        self.location_dense = nn.Linear(filters, hidden, bias=False)
+        self.v = nn.Linear(hidden, 1, bias=False)
+
+    def energies(self, state, processed, both):
+        location = self.location_dense(self.location_conv(both).transpose(1, 2))
+        query = self.query_layer(state.unsqueeze(1))
+        return self.v(torch.tanh(query + location + processed)).squeeze(-1)
+
+    def forward(self, state, memory, processed, both, pad):
+        energies = self.energies(state, processed, both)
+        energies.masked_fill_(pad, -float("inf"))
+        weights = F.softmax(energies, dim=1)
+        return torch.bmm(weights.unsqueeze(1), memory).squeeze(1), weights
+
+
+class ByItself(LocationSensitive):
+    """Projects the memory, in each step."""
 
     def forward(self, memory, lens, state, previous):
-        places = self.conv(previous.unsqueeze(1)).transpose(1, 2)
-        both = self.from_memory(memory) + self.from_state(state).unsqueeze(1)
-        scores = self.energy(torch.tanh(both + self.from_places(places))).squeeze(-1)
-        weights = scores.masked_fill(is_padding(lens, memory.size(1)), -1e9).softmax(-1)
-        return torch.einsum("bt,btd->bd", weights, memory), weights
+        processed, pad = self.memory_layer(memory), is_padding(lens, memory.size(1))
+        return super().forward(state, memory, processed, previous.unsqueeze(1), pad)
 
 
 class Speller(nn.Module):
@@ -42,7 +95,7 @@ class Speller(nn.Module):
         self.hidden = hidden
         self.embedding = nn.Embedding(tokens, hidden)
         self.cell = nn.LSTMCell(hidden + memory, hidden)
-        self.attention = LocationAttention(memory, hidden, hidden)
+        self.attention = ByItself(hidden, memory, hidden, inputs=1)
         self.out = nn.Linear(hidden + memory, tokens)
 
     def forward(self, memory, lens, given):
@@ -74,27 +127,6 @@ def las_batch(seed):
     target = 1 + frames.argmax(-1)[:, :4]
     given = F.pad(target[:, :-1], (1, 0))
     return (frames, torch.tensor([length, 5, length - 1, 1]), given), target
-
-
-class LocationSensitive(nn.Module):
-    def __init__(self, state, memory, hidden, filters=4, kernel=7):
-        super().__init__()
-        self.query_layer = nn.Linear(state, hidden, bias=False)
-        self.memory_layer = nn.Linear(memory, hidden, bias=False)
-        self.location_conv = nn.Conv1d(2, filters, kernel, padding=(kernel - 1) // 2, bias=False)
-        self.location_dense = nn.Linear(filters, hidden, bias=False)
-        self.v = nn.Linear(hidden, 1, bias=False)
-
-    def energies(self, state, processed, both):
-        location = self.location_dense(self.location_conv(both).transpose(1, 2))
-        query = self.query_layer(state.unsqueeze(1))
-        return self.v(torch.tanh(query + location + processed)).squeeze(-1)
-
-    def forward(self, state, memory, processed, both, pad):
-        energies = self.energies(state, processed, both)
-        energies.masked_fill_(pad, -float("inf"))
-        weights = F.softmax(energies, dim=1)
-        return torch.bmm(weights.unsqueeze(1), memory).squeeze(1), weights
 
 
 class Tacotron(nn.Module):
