@@ -6,6 +6,7 @@ from bahdanau_fast.fuse import report, watched
 
 
 @pytest.fixture(autouse=True)
-def small_calls(monkeypatch):
+def small_calls(monkeypatch, threads):
+    threads(1)  # more would only wait
     monkeypatch.setattr(report, "PAYS", float("inf"))
     monkeypatch.setattr(watched, "_SECONDS", 0.0)

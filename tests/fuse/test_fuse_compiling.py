@@ -16,8 +16,7 @@ ATTENTION, STEPS = torch.ops.bahdanau_fast.attention.default, 2
 
 
 @pytest.fixture(autouse=True)
-def afresh(threads):
-    threads(1)
+def afresh():
     torch.compiler.reset()
     torch.manual_seed(0)
 

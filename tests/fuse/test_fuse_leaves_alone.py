@@ -118,27 +118,12 @@ class Ours(nn.Module):
         return torch.tanh(self.attention(queries, keys, keys))
 
 
-class Quantised(nn.Module):
-    """Linear layers in int8, which know float32 alone and no gradient, after one that is not."""
-
-    def __init__(self):
-        super().__init__()
-        layers = nn.Sequential(nn.Linear(D, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.first = nn.Linear(D, D)
-        self.layers = torch.ao.quantization.quantize_dynamic(layers, {nn.Linear})
-
-    def forward(self, x):
-        x = self.first(x)
-        return self.layers(x.detach().float()).to(x.dtype) + x
-
-
 PLAIN = {
     "resnet": (resnet, lambda draw: (draw(B, 3, 16, 16),)),
     "transformer": (Transformer, lambda _: (torch.arange(B * T).view(B, T) * 5 % WORDS,)),
     "gated_tcn": (GatedTcn, lambda draw: (draw(B, D, T), draw(B, D))),
     "scripted": (scripted, rows),
     "traced": (traced, rows),
-    "quantised": (Quantised, rows),
 }
 
 

@@ -14,11 +14,6 @@ import bahdanau_fast as bf
 CALLS = 4  # the first show it, the last is fused
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("name", STYLES)
 def test_a_style_computes_the_same(name, dtype):

@@ -36,11 +36,6 @@ def fused(whole, model):
     return model
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)  # more would only wait: everything is small
-
-
 @pytest.fixture(params=MODELS)
 def whole(request):
     return MODELS[request.param]
