@@ -31,12 +31,12 @@ class Residual(nn.Module):
         one = nn.Conv2d(channels, out, 3, 2, 1), nn.BatchNorm2d(out), nn.ReLU(inplace=True)
         self.body = nn.Sequential(*one, nn.Conv2d(out, out, 3, 1, 1), nn.BatchNorm2d(out))
         self.short, self.relu = nn.Conv2d(channels, out, 1, 2), nn.ReLU(inplace=True)
-        self.join = nn.Conv2d(2 * out, out, 3, 1, 1)
+        self.join, self.last = nn.Conv2d(2 * out, out, 3, 1, 1), nn.Conv2d(out, out, 1)
 
     def forward(self, x):
         out, short = self.body(x), self.short(x)
         out += short
-        return F.relu(self.join(torch.cat([self.relu(out), short], 1)))
+        return self.last(F.relu(self.join(torch.cat([self.relu(out), short], 1))))
 
 
 def resnet():
