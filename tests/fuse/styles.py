@@ -545,7 +545,7 @@ for name, (query, keys, hidden) in EQUAL.items():
 
 
 # Under a checkpoint's hooks on what is saved, calls are the user's own: it compares them.
-@forward(step, "autocast or gradients change within it")
+@forward(step, "gradients are saved otherwise within it")
 def checkpointed(self, query, keys):
     return attend(checkpoint(self.energy, query, keys, use_reentrant=False), keys)
 
