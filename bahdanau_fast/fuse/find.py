@@ -299,9 +299,9 @@ class _Finder(Probe):
         }  # fmt: skip
         need(len(broad) > 1, "nothing is broadcast, or there is no query")
         if self.key_at is not None:
-            over, none = self.varies(self.key_at), frozenset()
-            keys = none.union(*(s for s in broad if s & over))
-            queries = none.union(*(s for s in broad if not s & over))
+            over = self.varies(self.key_at)
+            keys = frozenset[int]().union(*(s for s in broad if s & over))
+            queries = frozenset[int]().union(*(s for s in broad if not s & over))
             need(over == keys - queries, "softmax is over something else")
         else:
             largest = [s for s in {*axes} if not any(s < other for other in axes)]

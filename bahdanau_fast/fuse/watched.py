@@ -30,6 +30,8 @@ from bahdanau_fast.modules.base import Unscriptable
 __all__ = ["put_back", "record_of", "watch"]
 
 _RECORD = "_bahdanau_fast"
+# Attributes that every module has.
+_INSIDE = {_RECORD, *vars(nn.Module())}
 _here = threading.local()
 
 # Seconds of a call put off and of any other, on a tape.
@@ -150,7 +152,7 @@ def _mode(module: nn.Module, record: Record) -> Any:
     """Of a module; where its calls took several ways, what it holds from call to call may tell."""
     if not record.varies:
         return module.training
-    held = [type(x) for name, x in vars(module).items() if name[0] != "_"]
+    held = [type(x) for name, x in vars(module).items() if name not in _INSIDE]
     return module.training, *held
 
 

@@ -107,7 +107,8 @@ def _step(call: Call, context: Tensor) -> None:
     call.given |= {"scores": scores, "maxima": maxima, "sums": sums, "splits": splits}
     call.launch(
         decode_kernel, batch * splits * queries_len,
-        keys=keys, context=parts, w_q=call.w_q, features=features, w_f=w_f,
+        keys=keys, context=parts, features=features, w_f=w_f,
+        w_q=None if call.w_q is None else call.whole(call.w_q),
         Dq=call.queries.shape[2], C=channels, split_keys=split_keys, SPLIT=splits > 1,
         **plan.blocks,
     )  # fmt: skip

@@ -197,9 +197,9 @@ def projecting(inputs, lens):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(("queries", "layout"), [(1, "sliced"), (3, "transposed")])
 @pytest.mark.parametrize("lens", [None, torch.tensor([0, 40, 7])], ids=["all", "some"])
-def test_a_projection_inside_the_step(queries, lens, dtype, monkeypatch):
+def test_a_projection_inside_the_step(queries, layout, lens, dtype, monkeypatch):
     asked, real = [], call.Call.project
 
     def project(self, *given, but_queries=False):
@@ -207,8 +207,8 @@ def test_a_projection_inside_the_step(queries, lens, dtype, monkeypatch):
         real(self, *given, but_queries=but_queries)
 
     monkeypatch.setattr(call.Call, "project", project)
-    case = Case(B=3, Tq=queries, Tk=67, H=37, Dq=33, Dk=90, Dv=20, lens=lens)
-    check(case, dtype, projecting)
+    sizes = {"B": 3, "Tq": queries, "Tk": 67, "H": 37, "Dq": 33, "Dk": 90, "Dv": 20}
+    check(Case(**sizes, lens=lens, layout={"w_q": layout}), dtype, projecting)
     assert asked == [(True, True, True)]
 
 
