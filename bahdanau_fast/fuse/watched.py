@@ -406,4 +406,4 @@ def put_back(module: nn.Module) -> None:
     if isinstance(module, _Watched):
         module.__dict__.pop(_RECORD, None)
         if type(module) is _classes.get(module._original):  # else it is a subclass of the user's
-            module.__class__ = module._original
+            module.__class__ = module._original  # type: ignore[assignment]

@@ -21,7 +21,8 @@ SHOWS = {
         lambda first, last, right: last < first / 10 and right > 80,
     ),
     "fuse_a_model.py": (
-        r"softmax\(V \. tanh\(W1 q \+ W1\.bias \+ W2 k.* at most (\S+)\nlosses: (\S+) and (\S+)\n.* (\S+)x\n",
+        r"softmax\(V \. tanh\(W1 q \+ W1\.bias \+ W2 k.* at most (\S+)\n"
+        r"losses: (\S+) and (\S+)\n.* (\S+)x\n",
         lambda apart, theirs, ours, ratio: apart < 1e-5 > abs(theirs - ours) and ratio > 1,
     ),
     "own_decoder.py": (
