@@ -171,16 +171,19 @@ def _forward(module: Any, record: Record, own: Any, args: Any, kwargs: Any) -> A
     last = record.last
     same = last is not None and last[0] == _mode(module, record)
     if same and last[1].fits(args, kwargs, None, None):
-        return _play(last[1], last[2], record, own, module, args, kwargs)
+        if last[2].pays or _captured(args):
+            return _play(last[1], last[2], record, own, module, args, kwargs)
+        return own(module, *args, **kwargs)
     name = _kind(module, record, args, kwargs)
     kind = record.kinds.get(name)
     wanted = kind is None or kind.wanted
     if wanted and (record.always or record.due <= 0) and not _captured(args):
         return _first(record, own, module, args, kwargs)
-    if kind is not None and kind.tapes and (kind.pays or _captured(args)):
+    if kind is not None and kind.tapes:
         tape = kind.tapes[0]
         record.last = None if tape.fits is None else (name[0], tape, kind)
-        return _play(tape, kind, record, own, module, args, kwargs)
+        if kind.pays or _captured(args):
+            return _play(tape, kind, record, own, module, args, kwargs)
     begin = time.perf_counter()
     result = own(module, *args, **kwargs)
     seconds = time.perf_counter() - begin
