@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
 
-__all__ = ["Caches", "scaled"]
+__all__ = ["Caches", "NoCaches", "scaled"]
 
 
 class Caches:
@@ -42,6 +42,14 @@ class Caches:
             made = scaled(vector, after)
             self._known[key] = cache, state, made
         return cache, made
+
+
+class NoCaches(Caches):
+    """Nothing is kept: for graphs, and for keys that come once."""
+
+    def of(self, vector: Tensor, _: Tensor | None, after: Any) -> tuple[Any, Tensor]:
+        """No cache."""
+        return None, scaled(vector, after)
 
 
 def scaled(vector: Tensor, after: tuple[tuple[str, Any], ...]) -> Tensor:

@@ -11,14 +11,13 @@ import contextlib
 import copy
 import functools
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 
-from bahdanau_fast.fuse.caches import scaled
+from bahdanau_fast.fuse.caches import NoCaches
 from bahdanau_fast.fuse.find import find, summed
 from bahdanau_fast.fuse.graph import ACTIVATIONS, Graph, Node, Ref, mapped, need, state, tensors
 from bahdanau_fast.fuse.plan import plan
@@ -116,8 +115,7 @@ def _fuse(module: fx.GraphModule, notes: _Notes, at: int) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # A graph keeps nothing between calls.
-    caches = SimpleNamespace(of=lambda vector, _, after: (None, scaled(vector, after)))
-    function = functools.partial(made.run, caches, lambda w: w)
+    function = functools.partial(made.run, NoCaches(), lambda w: w)
     trace = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)
     # The route of compiled code: no size decides.
     with mock.patch.object(torch.compiler, "_is_compiling_flag", True):

@@ -188,14 +188,15 @@ class Graph:
         self, ids: Iterable[int], feed: dict[int, Tensor], want: list[int], sizes: Sizes
     ) -> list[Tensor]:
         """Some tensors, as calls make them of other ones, whose sizes are these."""
-        env = dict(feed)
+        env, order = dict(feed), sorted(ids)
+        last = {v: i for i in order for v in self.nodes[i].refs() if v not in {*want, *feed}}
 
         def fill(x: Any) -> Any:
             if type(x) is Ref and x not in env:
                 env[x] = sizes.cut(self.values[x])
             return env[x] if type(x) is Ref else x
 
-        for i in sorted(ids):
+        for i in order:
             node = self.nodes[i]
             args, kwargs = sizes.arguments(node)
             for before, after in node.writes:
@@ -203,6 +204,8 @@ class Graph:
             out = node.func(*mapped(fill, args), **mapped(fill, kwargs))
             made = [out] if node.single else tensors(out)
             env.update(zip(node.out, made, strict=False))
+            for v in [v for v in node.refs() if last.get(v) == i]:
+                env.pop(v, None)  # as the user's code lets go of it
         return [env[number] for number in want]
 
 

@@ -93,6 +93,14 @@ def plan(
     return _Planner(graph, piece, sizes, size, symbols or {}).plan()
 
 
+def laid(x: Tensor) -> Tensor:
+    """``x``, whose gradient is to be contiguous: what made it may be slow with another one."""
+    view = x.view_as(x)
+    if view.requires_grad:
+        view.register_hook(Tensor.contiguous)
+    return view
+
+
 class _Planner:
     def __init__(
         self, graph: Graph, piece: Piece, sizes: Sizes, size: Callable[[int], int], symbols: Any
@@ -103,6 +111,7 @@ class _Planner:
         axes = iter(self.all(piece.sizes))
         self.b, self.q, self.k = (math.prod(itertools.islice(axes, n)) for n in piece.groups)
         self.hidden = self.size(piece.hidden)
+        self.grad = graph.nodes[piece.at].state.grad
 
     def size(self, n: int) -> int:
         found = self._size(n)
@@ -125,7 +134,10 @@ class _Planner:
 
     def placed(self, number: int, place: Place) -> _Code:
         """At the axes of queries or keys, those that it lacks of size one."""
-        return self.input(number).reshape(self.all(place.first)).permute(place.turn)
+        code, value = self.input(number), self.graph.values[number]
+        if place.turn != sorted(place.turn) and value.requires_grad and self.grad:
+            code = _Code(f"laid({code.source})", code.shape)
+        return code.reshape(self.all(place.first)).permute(place.turn)
 
     def whole(self, code: _Code, place: Place, *shape: int) -> str:
         """(b,*shape), with the axes that it lacks repeated."""
@@ -210,7 +222,7 @@ class _Planner:
         other = TANH._replace(activation=p.activation, negative_slope=p.slope)
         names: dict[str, Any] = dict(
             INSIDE=TANH if other == TANH else other, SimpleNamespace=SimpleNamespace,
-            linear=F.linear, Call=Call, run=run, scaled=scaled, torch=torch,
+            linear=F.linear, laid=laid, Call=Call, run=run, scaled=scaled, torch=torch,
         )  # fmt: skip
         exec(source, names)
         return Plan(names["planned"], self.inputs)
@@ -247,11 +259,10 @@ class _Planner:
             for number, place in p.masks
         ]
         lines = [f"m = {' | '.join(masks)}"] if masks else []
-        grad = self.graph.nodes[p.at].state.grad
         # Of what is added no weight depends: only its gradient, zero, is there.
         by = (
             (how, self.name(by) if type(by) is Ref else by)
-            for how, by in p.after if how != "+" or (grad and type(by) is Ref)
+            for how, by in p.after if how != "+" or (self.grad and type(by) is Ref)
         )  # fmt: skip
         after = f"({''.join(f'({how!r}, {each}), ' for how, each in by)})"
         known = f"caches.of({v}, {w_k}, {after})"
