@@ -162,8 +162,9 @@ def times(graph: Graph, piece: Piece, sizes: Sizes, made: Plan) -> Times:
         a, c = map(min, zip(*(trial.run(False)[1] for _ in range(1 + again)), strict=True))
         b, d = _fused(trial, a, again)
         share = n / math.prod(part.shape(graph.values[piece.activated].shape))
-        # A call that is noted is cold, and one that is made again has more around it.
-        own, ours = min(a * share, sum(graph.nodes[i].seconds for i in trial.ids)), b
+        own, ours = a * share, b
+        if part.small or n < _NOISY:  # what is made again has more around it
+            own = min(own, sum(graph.nodes[i].seconds for i in trial.ids))
         if part.small:
             whole = _Trial(graph, piece, made, Sizes({}))
             whole.backward = False
