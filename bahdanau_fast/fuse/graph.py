@@ -166,6 +166,10 @@ class Graph:
         known = self.find(x)
         return self.add(x, constant=isinstance(x, nn.Parameter)) if known is None else known
 
+    def noted(self, given: Any) -> Any:
+        """Some arguments, with numbers for the tensors."""
+        return mapped(lambda x: self.number(x) if isinstance(x, Tensor) else x, given)
+
     def add(
         self, x: Tensor, maker: int | None = None, large: bool = False, constant: bool = False
     ) -> Ref:
@@ -224,7 +228,7 @@ class Recorder(TorchFunctionMode):
         graph, at, own_name = self.graph, len(self.graph.nodes), name_of(func)
         name, given = own_name.strip("_"), tensors((args, kwargs))
         versions = [_version(t) for t in given]
-        noted = mapped(lambda x: graph.number(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        noted = graph.noted((args, kwargs))
         before, hooked = state(), torch._C._autograd._top_saved_tensors_default_hooks(True)
         begin = time.perf_counter()
         result = func(*args, **kwargs)

@@ -88,12 +88,20 @@ class Record:
         self.reasons[place] = why
         self.state = "left" if self.state in ("waiting", "none") else self.state
 
+    @property
+    def pays(self) -> bool:
+        """Whether a kind of its calls is fused."""
+        return any(kind.pays for kind in self.kinds.values())
+
+    def asked(self, took: Any) -> Any:
+        """Plain and fused seconds, with backward once there was one."""
+        return took[2:] if self.trained else took[:2]
+
     def judge(self, kind: Kind) -> None:
         """Whether a kind is fused: by the time of what is done with it, forward alone or both."""
-        plain, fused = kind.took[2:] if self.trained else kind.took[:2]
+        plain, fused = self.asked(kind.took)
         kind.pays = bool(kind.tapes) and (self.always or fused <= PAYS * plain)
-        pays = any(each.pays for each in self.kinds.values())
-        self.state, self.last = "fused" if pays else "slow", None
+        self.state, self.last = "fused" if self.pays else "slow", None
 
     def train(self, _: Any = None) -> None:
         """A backward came through what was fused: from now on its time counts."""
@@ -124,7 +132,7 @@ class Record:
             kind.tapes = [each for each in kind.tapes if each is not tape and not hopeless]
         if hopeless:
             self.reasons[""], kind.limit, kind.pays = why, float("inf"), False
-            self.state = "fused" if any(each.pays for each in self.kinds.values()) else "left"
+            self.state = "fused" if self.pays else "left"
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """A row for each place, and whether that is "fused", "waiting" or "left"."""
@@ -134,7 +142,7 @@ class Record:
         if self.state == "own":
             yield "left", Entry(*named, "", "", "already this package's")
         for (place, formula), (took, device) in self.places.items():
-            plain, fused = (x * 1e6 for x in (took[2:] if self.trained else took[:2]))
+            plain, fused = (x * 1e6 for x in self.asked(took))
             speed = f"{plain:.0f} us as written, {fused:.0f} us fused, on {device}"
             text = "; ".join(self.reasons.values()) or f"runs as written, as fast: {speed}"
             text = f"fused, {self.fused} times; {speed}" if state == "fused" else text

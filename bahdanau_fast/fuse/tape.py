@@ -240,8 +240,8 @@ class Player(TorchFunctionMode):
                 fused.failed = f"the operator fails: {error}"
             else:
                 fused.record.fused += 1
-                for record in {self.record, fused.record}:
-                    if not record.trained and made.grad_fn is not None:
+                for record in () if made.grad_fn is None else {self.record, fused.record}:
+                    if not record.trained:
                         made.grad_fn.register_prehook(record.train)
                 return made
         args, kwargs = seen[fused.end]

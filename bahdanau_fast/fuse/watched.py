@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bahdanau_fast import checks
 from bahdanau_fast.fuse.find import Piece, find, summed
-from bahdanau_fast.fuse.graph import ACTIVATIONS, Graph, Left, Recorder, Ref, Sizes, mapped, state
+from bahdanau_fast.fuse.graph import ACTIVATIONS, Graph, Left, Recorder, Ref, Sizes, state
 from bahdanau_fast.fuse.late import AVAILABLE
 from bahdanau_fast.fuse.plan import Plan, plan
 from bahdanau_fast.fuse.probe import small_sizes
@@ -132,9 +132,7 @@ class _Span:
         self.module, self.record, self.graph = module, record, graph
         with torch._C.DisableTorchFunction():
             self.kind = _kind(module, record, args, kwargs)
-            self.given = mapped(
-                lambda x: graph.number(x) if isinstance(x, Tensor) else x, (args, kwargs)
-            )
+            self.given = graph.noted((args, kwargs))
         self.begin = self.end = len(graph.nodes)
         self.pieces: list[tuple[Piece, Plan, Times, Record]] = []
         self.own = self.near = False  # whether a piece is of no module within; or nearly one
@@ -342,11 +340,9 @@ def _piece(graph: Graph, i: int, span: _Span) -> tuple[Piece, Plan, Times]:
             sizes = Sizes({})
             piece = find(graph, i, sizes, calls, pinned)
         span.near = True  # whatever fails from here on
-        for v in {v for i in piece.late for v in graph.nodes[i].out} - {
-            piece.scores,
-            piece.weights,
-        }:
-            graph.values[v].loosen()  # what is inside needs no memory any longer
+        inside = {v for i in piece.late for v in graph.nodes[i].out}
+        for v in inside - {piece.scores, piece.weights}:
+            graph.values[v].loosen()  # it needs no memory any longer
         made, timed, took = plan(graph, piece, sizes, sizes.full), 0, None
         prove(graph, piece, sizes, made)
     if not timed / 4 < n < 4 * timed:
