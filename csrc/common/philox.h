@@ -41,5 +41,10 @@ constexpr uint64_t dropout_threshold(double p) {
 
 constexpr double dropout_scale(double p) { return p < 1.0 ? 1.0 / (1.0 - p) : 0.0; }
 
+// The key of a decoder's step t, whose weights have the places of one call.
+constexpr uint64_t seed_of_step(uint64_t seed, int64_t t) {
+  return seed + static_cast<uint64_t>(t) * 0x9e3779b97f4a7c15u;
+}
+
 }  // namespace
 }  // namespace bahdanau_fast

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "common/philox.h"
 #include "cpu/op/run.h"
 
 namespace bahdanau_fast {
@@ -163,10 +164,6 @@ inline Tensor queries_of_step(const Tensor& keys) {
 inline int64_t length(const Tensor& tensor, int64_t dimensions, const char* name) {
   STD_TORCH_CHECK(tensor.dim() == dimensions, name, " must have ", dimensions, " dimensions");
   return tensor.size(0);
-}
-
-inline uint64_t seed_of_step(uint64_t seed, int64_t t) {
-  return seed + static_cast<uint64_t>(t) * 0x9e3779b97f4a7c15u;
 }
 
 }  // namespace bahdanau_fast

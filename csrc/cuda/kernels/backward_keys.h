@@ -28,7 +28,7 @@ struct KeysTask {
   const Problem& p;
   const View grad_keys;
   const int64_t split;
-  const float* scores = nullptr;  // (Tq,split): s, zero past the last query and for masked keys
+  const float* scores = nullptr;  // (QT,split): s, zero past the last query and for masked keys
   float* parts = nullptr;         // (8,QT + 1,columns): of warps
   float* onto = nullptr;          // (split,columns): gradients of keys by the queries before
   int64_t b, j0, n, used = 0;     // keys and values from `used` on may be anything
@@ -104,7 +104,7 @@ struct KeysTask {
         float grad[U] = {};
 #pragma unroll
         for (int q = 0; q < QT; ++q) {
-          const float s = scores[(i0 + q) * split + first + k];
+          const float s = scores[q * split + first + k];
 #pragma unroll
           for (int u = 0; u < U; u += 4) {
             float x[4], t[4], slope[4];
@@ -213,7 +213,7 @@ struct GradKeysShared {
   __host__ __device__ GradKeysShared(char* base, const Problem& p, int64_t split) {
     constexpr int64_t columns = kWarp * kVector<T>;
     Carver from{base};
-    scores = from.take<float>(ceil_div(p.Tq, QT) * QT * split);
+    scores = from.take<float>(QT * split);
     parts = from.take<float>(kDecodeWarps * (QT + 1) * columns);
     onto = from.take<float>(p.Tq > QT ? split * columns : 0);
     bytes = from.used;
@@ -229,18 +229,24 @@ struct GradKeysTask : KeysTask<T, QT, vectors> {
   using Base::n;
   using Base::p;
   const GradKeys& g;
+  const GradKeysShared<T, QT> mine;
 
   __device__ explicit GradKeysTask(const GradKeys& all)
-      : Base(all.p, all.grad_keys, all.splits, all.split), g(all) {
-    const GradKeysShared<T, QT> mine(shared_memory(), p, g.split);
-    const float* from = static_cast<const float*>(g.grad_scores) + b * p.Tq * p.Tk + j0;
-    for (int64_t at = threadIdx.x; at < ceil_div(p.Tq, QT) * QT * g.split; at += kDecodeThreads) {
-      const int64_t i = at / g.split, j = at % g.split;
-      mine.scores[at] = i < p.Tq && j < n ? from[i * p.Tk + j] : 0.0f;
-    }
+      : Base(all.p, all.grad_keys, all.splits, all.split),
+        g(all),
+        mine(shared_memory(), p, all.split) {
     this->scores = mine.scores;
     this->parts = mine.parts;
     this->onto = mine.onto;
+  }
+
+  // The scores of queries [i0, i0 + QT).
+  __device__ void load_scores(int64_t i0) {
+    const float* from = static_cast<const float*>(g.grad_scores) + (b * p.Tq + i0) * p.Tk + j0;
+    for (int64_t at = threadIdx.x; at < QT * g.split; at += kDecodeThreads) {
+      const int64_t q = at / g.split, j = at % g.split;
+      mine.scores[at] = i0 + q < p.Tq && j < n ? from[q * p.Tk + j] : 0.0f;
+    }
     __syncthreads();
   }
 
@@ -263,6 +269,7 @@ struct GradKeysTask : KeysTask<T, QT, vectors> {
   __device__ void run() {
     for (int64_t c0 = 0; c0 < p.H; c0 += columns)
       for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) {
+        load_scores(i0);
         this->meet_keys(i0, c0);
         __syncthreads();
         store_sums(i0, c0);

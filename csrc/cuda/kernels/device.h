@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "types.h"
 
@@ -67,6 +68,56 @@ __device__ __forceinline__ T read_only(const T* p) {
 __device__ __forceinline__ Bytes16 load16(const void* p) {
   const uint4 x = __ldg(static_cast<const uint4*>(p));
   return {{x.x, x.y, x.z, x.w}};
+}
+
+// What other blocks of this launch wrote, past a barrier with them: not from the L1.
+__device__ __forceinline__ Bytes16 load16_of_others(const void* p) {
+  const uint4 x = __ldcg(static_cast<const uint4*>(p));
+  return {{x.x, x.y, x.z, x.w}};
+}
+
+// Blocks of a launch that are all resident meet at a counter, zero before the launch: what a block
+// wrote before arrive() can be read past the wait() of any. Between the two it may do what is its
+// own.
+struct Meeting {
+  unsigned* arrived;
+  unsigned blocks, all = 0;
+
+  __device__ __forceinline__ void arrive() {
+    __syncthreads();
+    all += blocks;
+    if (threadIdx.x == 0)
+      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
+  }
+  __device__ __forceinline__ void wait() {
+    if (threadIdx.x == 0) {
+      unsigned now = 0;
+      do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
+      } while (int(now - all) < 0);
+    }
+    __syncthreads();
+  }
+};
+
+// sums (16,8) += rows (16,16) times columns (16,8), of 16 bits. A lane has of rows lane / 4 and
+// that + 8, and of column lane / 4, the numbers 2 (lane % 4) and the next one, then those 8 on: or,
+// as here, of any order of the 16 that is the same in both.
+template <class T>
+__device__ __forceinline__ void multiply_add(float* sums, uint32_t a0, uint32_t a1, uint32_t a2,
+                                             uint32_t a3, uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, bf16>)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // 16 bytes from global to shared memory, asynchronously; both are multiples of 16.

@@ -36,6 +36,7 @@ struct Problem : Operands {
 struct Device {
   int index = 0;
   int multiprocessors = 0;
+  int shared = 0;   // bytes of shared memory that a block can ask for
   int cluster = 1;  // blocks of the largest cluster
   void* stream = nullptr;
 };
@@ -65,6 +66,43 @@ struct Backward : Gradients {
   void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout; null: not wanted
 };
 
+// All steps of a recurrent decoder of one layer; p.H are the hidden units of the attention, F, and
+// p.queries is not used. Gates are in the order of the CPU's operator: GRU n r z on the side of the
+// inputs, r z n on that of the states; LSTM i f g o. Tensors are of T, contiguous, and begin at
+// multiples of 16 bytes, unless something else is said.
+struct Decoder {
+  Problem p;  // B, Tk, F, Dv; Tq is one
+  bool lstm = false;
+  int64_t T = 0, H = 0;                                                      // steps, units
+  const void *w_query = nullptr, *w_context = nullptr, *w_hidden = nullptr;  // (F,H), (G,Dv), (G,H)
+
+  int64_t gates() const { return lstm ? 4 : 3; }
+};
+
+struct DecoderForward : Decoder {
+  const void *input_gates = nullptr, *bias = nullptr;  // (T,B,G), (H) of a GRU's n, after W_h
+  const void *hidden = nullptr, *cell = nullptr;       // (B,H); an LSTM has cells, here and below
+  void *states = nullptr, *cells = nullptr;            // (T+1,B,H)
+  void* weights = nullptr;                             // (T,B,Tk) of fp32
+  // What backward takes. Contexts and queries have one step unless there are gates.
+  void *contexts = nullptr, *queries = nullptr;  // (T,B,Dv), (T,B,F)
+  void* gates_kept = nullptr;                    // (T,B,4H), or null: n r z, n after W_h; i f g o
+};
+
+struct DecoderBackward : Decoder {
+  const void *states = nullptr, *cells = nullptr, *queries = nullptr;  // of forward
+  const void *weights = nullptr, *gates_kept = nullptr;
+  // Of the results: (T,B,H), (B,H), (B,H), (T,B,Tk) of fp32; null: zero.
+  const void *grad_states = nullptr, *grad_hidden = nullptr;
+  const void *grad_cell = nullptr, *grad_weights = nullptr;
+  // (T,B,4H): n r z of the inputs, n of the states; i f g o. The first G belong to the inputs, the
+  // last G to the states.
+  void* grad_gates = nullptr;
+  void *grad_first = nullptr, *grad_first_cell = nullptr;  // (B,H)
+  void *grad_queries = nullptr, *grad_contexts = nullptr;  // (T,B,F), (T,B,Dv)
+  void *grad_scores = nullptr, *dropped = nullptr;  // (T,B,Tk) of fp32, and with dropout of T
+};
+
 // The launches of one kind. B, Tq and Tk must be at least one, and serves() true.
 struct Kernels {
   bool (*serves)(const Problem&);
@@ -76,8 +114,12 @@ struct Kernels {
   void (*grad_rows)(const Backward&, const Device&);                 // to the scores,
   void (*grad_keys)(const Backward&, const Device&, const Memory&);  // and from there
   int (*largest_cluster)();                                          // on the current GPU
+  // All steps in one launch, on 16 bits alone: what is against it, or null, and the launches.
+  const char* (*why_not_decode)(const Decoder&, bool backward, const Device&) = nullptr;
+  void (*decode)(const DecoderForward&, const Device&, const Memory&) = nullptr;
+  void (*decode_backward)(const DecoderBackward&, const Device&, const Memory&) = nullptr;
   // What keeps them from running on the current GPU; null if nothing does.
-  const char* (*why_not)();
+  const char* (*why_not)() = nullptr;
 };
 
 // One table per storage type, each compiled in a file of its own.

@@ -7,6 +7,7 @@
 #include "cuda/kernels/types.h"
 #include "cuda/runtime/counters.h"
 #include "cuda/runtime/launch.h"
+#include "persistent.h"
 
 namespace bahdanau_fast::gpu {
 
@@ -241,8 +242,15 @@ struct Attend {
 template <class T>
 constexpr Kernels kernels_of() {
   using All = Attend<T>;
-  return {All::serves,    All::projects,  All::forward,  All::backward,
-          All::grad_rows, All::grad_keys, All::clusters, All::problem};
+  Kernels of{All::serves,    All::projects,  All::forward, All::backward,
+             All::grad_rows, All::grad_keys, All::clusters};
+  if constexpr (sizeof(T) == 2) {
+    of.why_not_decode = Decode<T>::why_not;
+    of.decode = Decode<T>::forward;
+    of.decode_backward = Decode<T>::backward;
+  }
+  of.why_not = All::problem;
+  return of;
 }
 
 }  // namespace bahdanau_fast::gpu

@@ -43,8 +43,9 @@ void* current_stream(int device) {
   return stream;
 }
 
-// The current GPU as the kernels of a kind see it, which is asked for once, and torch's current
-// stream there.
+}  // namespace
+
+// Asked for once.
 Device current_device(int index, const Kernels* kernels) {
   static auto* const known = new std::map<std::pair<int, const Kernels*>, Device>;
   static auto* const lock = new std::mutex;
@@ -57,8 +58,11 @@ Device current_device(int index, const Kernels* kernels) {
   if (device.multiprocessors == 0) {
     device.index = index;
     device.cluster = kernels->largest_cluster();
-    STD_TORCH_CHECK(cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount,
-                                           index) == cudaSuccess,
+    const auto tells = [&](int* value, cudaDeviceAttr attribute) {
+      return cudaDeviceGetAttribute(value, attribute, index) == cudaSuccess;
+    };
+    STD_TORCH_CHECK(tells(&device.multiprocessors, cudaDevAttrMultiProcessorCount) &&
+                        tells(&device.shared, cudaDevAttrMaxSharedMemoryPerBlockOptin),
                     "cuda:", index, " does not tell its properties");
     const std::lock_guard<std::mutex> guard(*lock);
     known->insert({{index, kernels}, device});
@@ -66,6 +70,8 @@ Device current_device(int index, const Kernels* kernels) {
   device.stream = current_stream(index);
   return device;
 }
+
+namespace {
 
 void check_dense(const Tensor& tensor, const char* name) {
   int32_t layout = 0;
@@ -134,8 +140,8 @@ void Inputs::check(const Given& of) {
   if (of.w_k.has_value()) check_like(*of.w_k, "w_k", {p.H, of.keys.size(2)});
   if (of.bias.has_value()) check_like(*of.bias, "bias", {p.H});
   kernels = kind == Kind::f32 ? &kernels_f32 : kind == Kind::bf16 ? &kernels_bf16 : &kernels_f16;
-  STD_TORCH_CHECK(kernels->serves(p), "CUDA kernels take at most ", kDecodeQueries, " queries and ",
-                  kDecodeHidden, " hidden units, got ", p.Tq, " and ", p.H);
+  STD_TORCH_CHECK(of.of_decoder || kernels->serves(p), "CUDA kernels take at most ", kDecodeQueries,
+                  " queries and ", kDecodeHidden, " hidden units, got ", p.Tq, " and ", p.H);
   if (of.dropout_p > 0.0) p.seed = seed_data(of.seed, here);
   p.threshold = dropout_threshold(of.dropout_p);
   p.scale = float(dropout_scale(of.dropout_p));
@@ -157,6 +163,19 @@ void Inputs::check_like(const Tensor& tensor, const char* name,
   STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()) &&
                       tensor.scalar_type() == dtype,
                   name, " must have the shape that fits the others, and the dtype of queries");
+}
+
+const void* Inputs::data_of(const Tensor& tensor, ScalarType type,
+                            std::initializer_list<int64_t> shape, const char* name) {
+  check_place(tensor, name);
+  const auto sizes = tensor.sizes();
+  STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()) &&
+                      tensor.scalar_type() == type,
+                  name, " must have the shape and dtype that fit the others");
+  owned_.push_back(packed(tensor));
+  if (reinterpret_cast<uint64_t>(owned_.back().const_data_ptr()) % 16 != 0)
+    owned_.back() = torch::stable::clone(owned_.back());
+  return owned_.back().const_data_ptr();
 }
 
 View Inputs::view_like(const MaybeTensor& tensor, ScalarType type, const char* name,

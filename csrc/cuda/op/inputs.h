@@ -20,7 +20,11 @@ struct Given {
       &seed;
   double dropout_p;
   int64_t activation, backend;
+  bool of_decoder = false;  // any number of queries and of hidden units
 };
+
+// The GPU as the kernels of a kind see it, and torch's current stream there.
+Device current_device(int index, const Kernels* kernels);
 
 // A Forward without results, and the tensors it points to. Everything that is given is checked.
 // What is not projected is, by torch; queries by the launch, with `in_launch`, where it pays. While
@@ -33,6 +37,10 @@ struct Inputs {
 
   // Weights or an incoming gradient: (B, Tq, columns) of this dtype, or none.
   View view_like(const MaybeTensor& tensor, ScalarType type, const char* name, int64_t columns);
+  // The numbers of a tensor that must have this dtype and shape, in order, from a multiple of 16
+  // bytes on: its own or a copy's.
+  const void* data_of(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape,
+                      const char* name);
   // A new contiguous tensor on the device of the queries; (0,) where it is not wanted.
   Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type, bool wanted = true) const;
   // What the launches need beside: it lives as long as this.

@@ -12,7 +12,8 @@
 
 namespace bahdanau_fast::gpu {
 
-// Bytes of shared memory that a block can have without asking, and, asked for, from sm_80 on.
+// Bytes of shared memory that a block can have without asking, and, asked for, from sm_80 on; a GPU
+// may have more.
 constexpr int64_t kUsualShared = 48 * 1024, kSharedLimit = 96 * 1024;
 
 // A launch of a kernel with one argument, its parameters by value. The grid is one-dimensional. The
@@ -22,9 +23,12 @@ struct Launch {
   const char* name;
   int64_t blocks;
   int threads;
-  int64_t shared;  // bytes, at most kSharedLimit
+  int64_t shared;  // bytes, at most those of most_shared
   void* stream;
   int cluster = 1;
+  // All blocks are resident at once, or the launch fails.
+  bool cooperative = false;
+  int64_t most_shared = kSharedLimit;
 };
 
 inline void check_cuda(cudaError_t error, const char* name) {
@@ -33,11 +37,11 @@ inline void check_cuda(cudaError_t error, const char* name) {
   throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(error));
 }
 
-// Lets every launch of a kernel on the current GPU have up to kSharedLimit bytes of shared memory.
+// Lets every launch of a kernel on the current GPU have up to `most` bytes of shared memory.
 // That is a property of the kernel there, not of a launch: asking for what one launch needs would
 // take from another thread's, and from graphs. So it is set once, and always to the same.
 template <class P>
-void allow_shared_memory(void (*kernel)(P), const char* name) {
+void allow_shared_memory(void (*kernel)(P), const char* name, int64_t most = kSharedLimit) {
   static auto* const allowed = new std::set<std::pair<int, void (*)(P)>>;
   static auto* const lock = new std::mutex;
   int device = 0;
@@ -47,7 +51,7 @@ void allow_shared_memory(void (*kernel)(P), const char* name) {
     if (allowed->count({device, kernel}) != 0) return;
   }
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(kSharedLimit)),
+                                  static_cast<int>(most)),
              name);
   const std::lock_guard<std::mutex> guard(*lock);
   allowed->insert({device, kernel});
@@ -56,20 +60,25 @@ void allow_shared_memory(void (*kernel)(P), const char* name) {
 // A launch as the runtime takes it.
 struct LaunchConfig : cudaLaunchConfig_t {
   explicit LaunchConfig(const Launch& at) : cudaLaunchConfig_t{} {
-    of_cluster.id = cudaLaunchAttributeClusterDimension;
-    of_cluster.val.clusterDim.x = static_cast<unsigned>(at.cluster);
-    of_cluster.val.clusterDim.y = of_cluster.val.clusterDim.z = 1;
+    if (at.cooperative) {
+      attribute.id = cudaLaunchAttributeCooperative;
+      attribute.val.cooperative = 1;
+    } else {
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = static_cast<unsigned>(at.cluster);
+      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    }
     gridDim = dim3(static_cast<unsigned>(at.blocks));
     blockDim = dim3(static_cast<unsigned>(at.threads));
     dynamicSmemBytes = static_cast<size_t>(at.shared);
     stream = static_cast<cudaStream_t>(at.stream);
-    attrs = &of_cluster;
-    numAttrs = at.cluster > 1 ? 1 : 0;
+    attrs = &attribute;
+    numAttrs = at.cooperative || at.cluster > 1 ? 1 : 0;
   }
   LaunchConfig(const LaunchConfig&) = delete;
 
  private:
-  cudaLaunchAttribute of_cluster{};
+  cudaLaunchAttribute attribute{};
 };
 
 template <class P>
@@ -78,7 +87,7 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
   if (at.blocks > 2147483647)
     throw std::runtime_error(std::string(at.name) + ": more blocks than a grid holds (" +
                              std::to_string(at.blocks) + ")");
-  if (at.shared > kUsualShared) allow_shared_memory(kernel, at.name);
+  if (at.shared > kUsualShared) allow_shared_memory(kernel, at.name, at.most_shared);
   const LaunchConfig config(at);
   check_cuda(cudaLaunchKernelEx(&config, kernel, p), at.name);
 }
@@ -110,6 +119,18 @@ int largest_cluster(void (*kernel)(P), int threads) {
   }
   (void)cudaGetLastError();
   return 1;
+}
+
+// How many blocks of a kernel a multiprocessor of the current GPU has room for at a time; it lets
+// them have up to `most` bytes of shared memory.
+template <class P>
+int blocks_of_multiprocessor(void (*kernel)(P), int threads, int64_t shared, int64_t most) {
+  int blocks = 0;
+  allow_shared_memory(kernel, "cudaFuncSetAttribute", most);
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads,
+                                                           static_cast<size_t>(shared)),
+             "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return blocks;
 }
 
 inline void fill_zero(void* p, int64_t bytes, void* stream) {

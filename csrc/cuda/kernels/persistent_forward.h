@@ -1,0 +1,189 @@
+// All steps of a decoder forward; persistent.h says what they are. Three barriers a step: past the
+// products with the state, the attention, and the products with the context.
+#pragma once
+
+#include "persistent.h"
+
+namespace bahdanau_fast::gpu {
+
+template <class T, bool lstm>
+struct PersistentForwardTask : PersistentBlock<T> {
+  using Base = PersistentBlock<T>;
+  using Base::own_at;
+  using Base::p;
+  using Base::plan;
+  using Base::rank;
+  using Base::row0;
+  using Base::rows;
+  static constexpr int G = lstm ? 4 : 3, kState = 4, kCell = 5;
+  const DecoderForward& f;
+
+  __device__ explicit PersistentForwardTask(const Persistent<DecoderForward>& all)
+      : Base(all), f(all.of) {}
+
+  static __device__ const T* in(const void* x) { return static_cast<const T*>(x); }
+  // Row b of the group in step t of a (T,B,columns) tensor.
+  __device__ T* at(void* x, int64_t t, int b, int64_t columns) const {
+    return static_cast<T*>(x) + (t * p.B + row0 + b) * columns;
+  }
+  __device__ int64_t kept_step(int64_t t) const { return f.gates_kept != nullptr ? t : 0; }
+
+  __device__ void begin() {
+    const int64_t units = int64_t(rank) * plan.units, hidden = int64_t(rank) * plan.hidden;
+    const auto of_gate = [&](const void* weight, int row, int64_t columns, int column) {
+      const int64_t gate = row / plan.units, h = units + row % plan.units;
+      return h < f.H ? in(weight)[(gate * f.H + h) * columns + column] : T{};
+    };
+    this->load_weight(this->first, plan.first_rows, plan.first_columns, true, [&](int r, int c) {
+      if (r >= plan.hidden) return of_gate(f.w_hidden, r - plan.hidden, f.H, c);
+      return hidden + r < p.H ? in(f.w_query)[(hidden + r) * f.H + c] : T{};
+    });
+    this->load_weight(this->second, plan.second_rows, plan.second_columns, true,
+                      [&](int r, int c) { return of_gate(f.w_context, r, p.Dv, c); });
+    this->load_memory(4 + (lstm ? 2 : 1), true);
+    this->each_unit([&](int u, int b, int64_t h) {
+      const T state = in(f.hidden)[(row0 + b) * f.H + h];
+      at(f.states, 0, b, f.H)[h] = state;
+      own_at(kState, u, b) = widen(state);
+      if constexpr (lstm) {
+        const T cell = in(f.cell)[(row0 + b) * f.H + h];
+        at(f.cells, 0, b, f.H)[h] = cell;
+        own_at(kCell, u, b) = widen(cell);
+      }
+    });
+  }
+
+  // Queries, and the state's part of the gates.
+  __device__ void multiply_states(int64_t t) {
+    const T* states = t == 0 ? in(f.hidden) + row0 * f.H : at(f.states, t, 0, f.H);
+    const int64_t first = int64_t(rank) * plan.hidden;
+    T* const queries = at(f.queries, kept_step(t), 0, p.H);
+    this->multiply(this->first, plan.first_rows, plan.first_columns, states, f.H,
+                   [&](int row, int b, float sum) {
+                     if (row >= plan.hidden) {
+                       const int of_gate = row - plan.hidden, gate = of_gate / plan.units;
+                       own_at(gate + (lstm ? 0 : 1), of_gate - gate * plan.units, b) = sum;
+                     } else if (first + row < p.H) {
+                       narrow(sum, queries + b * p.H + first + row);
+                     }
+                   });
+  }
+
+  __device__ void add_inputs(int64_t t) {
+    this->each_unit([&](int u, int b, int64_t h) {
+      const T* given = in(f.input_gates) + (t * p.B + row0 + b) * G * f.H + h;
+      float x[4];
+#pragma unroll
+      for (int g = 0; g < G; ++g) x[g] = widen(read_only(given + g * f.H));
+      if constexpr (!lstm) x[3] = widen(read_only(in(f.bias) + h));
+#pragma unroll
+      for (int g = 0; g < 4; ++g) own_at(g, u, b) = !lstm && g == 0 ? x[g] : own_at(g, u, b) + x[g];
+    });
+  }
+
+  __device__ void attend(int64_t t, int s) {
+    const int local = this->row_of_sentence(s);
+    if (local >= rows) return;
+    const int64_t b = row0 + local, seen = key_count(p, b, 0);
+    const int n = int(seen > 0 ? seen : p.Tk);
+    __syncthreads();  // the last row's parts and weights have been read
+    this->load_vector(at(f.queries, kept_step(t), local, p.H), p.H, 2.0f * kLog2e, this->query);
+    __syncthreads();
+    this->each_row(
+        this->keys_of(s, b), p.H, n,
+        [&](const float* key, int64_t h, float* sum) {
+          float query[4], w[4];
+          load_four(this->query + h, query);
+          load_four(this->w + h, w);
+          add_four<T, false>(query, key, w, sum);
+        },
+        [&](int j, float sum) {
+          const float score = 2.0f * (this->half_w - kShrunk / kSmallW * sum);
+          this->scores[j] = seen == 0 ? 0.0f : sees(p, b, 0, j) ? score : -INFINITY;
+        });
+    __syncthreads();
+    float top = kLowest, total = 0;
+    for (int j = this->lane; j < n; j += kWarp) top = larger_or_nan(top, this->scores[j]);
+    top = warp_max(top);
+    for (int j = this->lane; j < n; j += kWarp) total += exp_of<T>(this->scores[j] - top);
+    total = warp_sum(total);
+    Dropout dropout(p);
+    dropout.seed = seed_of_step(dropout.seed, t);
+    float* const weights = static_cast<float*>(f.weights) + (t * p.B + b) * p.Tk;
+    for (int j = threadIdx.x; j < p.Tk; j += kPersistentThreads) {
+      const float x = j < n ? over<T>(exp_of<T>(this->scores[j] - top), total) : 0.0f;
+      weights[j] = x;
+      this->weights[j] = x * dropout.factor(b, j);
+    }
+    __syncthreads();
+    T* const context = at(f.contexts, kept_step(t), local, p.Dv);
+    this->each_column(
+        this->values_of(s, b), p.Dv, n,
+        [&](const float* value, int, int j, float* sums) {
+#pragma unroll
+          for (int u = 0; u < Base::U; ++u) sums[u] += this->weights[j] * value[u];
+        },
+        [&](int c, float sum) { narrow(sum, context + c); });
+  }
+
+  // The context's part of the gates.
+  __device__ void multiply_contexts(int64_t t) {
+    this->multiply(this->second, plan.second_rows, plan.second_columns,
+                   at(f.contexts, kept_step(t), 0, p.Dv), p.Dv, [&](int row, int b, float sum) {
+                     const int gate = row / plan.units;
+                     own_at(gate, row - gate * plan.units, b) += sum;
+                   });
+  }
+
+  __device__ void step_cells(int64_t t) {
+    this->each_unit([&](int u, int b, int64_t h) {
+      float x[4], state;
+#pragma unroll
+      for (int g = 0; g < 4; ++g) x[g] = own_at(g, u, b);
+      if constexpr (lstm) {
+        x[0] = sigmoid(x[0]), x[1] = sigmoid(x[1]), x[2] = tanh_of(x[2]), x[3] = sigmoid(x[3]);
+        const float cell = x[1] * own_at(kCell, u, b) + x[0] * x[2];
+        own_at(kCell, u, b) = cell;
+        narrow(cell, at(f.cells, t + 1, b, f.H) + h);
+        state = x[3] * tanh_of(cell);
+      } else {
+        x[1] = sigmoid(x[1]), x[2] = sigmoid(x[2]);
+        x[0] = tanh_of(x[0] + x[1] * x[3]);
+        state = x[0] + x[2] * (own_at(kState, u, b) - x[0]);
+      }
+      own_at(kState, u, b) = state;
+      narrow(state, at(f.states, t + 1, b, f.H) + h);
+      if (f.gates_kept == nullptr) return;
+#pragma unroll
+      for (int g = 0; g < 4; ++g) narrow(x[g], at(f.gates_kept, t, b, 4 * f.H) + g * f.H + h);
+    });
+  }
+
+  __device__ void run() {
+    begin();
+#pragma unroll 1
+    for (int64_t t = 0; t < f.T; ++t) {
+      multiply_states(t);
+      this->group.arrive();
+      add_inputs(t);
+      this->group.wait();
+#pragma unroll 1
+      for (int s = 0; s < plan.sentences; ++s) attend(t, s);
+      this->group.arrive();
+      this->group.wait();
+      multiply_contexts(t);
+      step_cells(t);
+      if (t + 1 == f.T) break;
+      this->group.arrive();
+      this->group.wait();
+    }
+  }
+};
+
+template <class T, bool lstm>
+__global__ void __launch_bounds__(kPersistentThreads, 1)
+    persistent_forward(const Persistent<DecoderForward> all) {
+  PersistentForwardTask<T, lstm>(all).run();
+}
+
+}  // namespace bahdanau_fast::gpu
