@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 SOURCES = (
     *sorted(HERE.glob("*.cpp")),
-    *(ROOT / "csrc/cuda/op" / name for name in ("inputs.cpp", "ops.cpp", "products.cpp")),
+    *(path for path in sorted((ROOT / "csrc/cuda/op").glob("*.cpp")) if path.stem != "module"),
     *sorted((ROOT / "csrc/cuda/runtime").glob("*.cpp")),
 )
 KERNELS = sorted((ROOT / "csrc/cuda/op").glob("*.cu"))
@@ -70,7 +70,7 @@ class Mock:
     def __init__(self):
         self._library = ctypes.CDLL(str(library()))
         self._library.mock_counters.restype = ctypes.c_void_p
-        for name in ("mock_calls", "mock_why_not"):
+        for name in ("mock_calls", "mock_why_not", "mock_why_not_decode"):
             getattr(self._library, name).restype = ctypes.c_char_p
         self.devices = self.device = -1
         self._then = []  # kept while the library may call them
@@ -175,6 +175,12 @@ class Mock:
     def why_not(self):
         """What keeps the kernels from running on the current device, in words, or None."""
         said = self._library.mock_why_not()
+        return said and said.decode()
+
+    def why_not_decode(self, lstm, backward, *sizes):
+        """What keeps all steps of a decoder of sizes B, Tk, F, Dv, H from being one launch."""
+        numbers = map(ctypes.c_int64, sizes)
+        said = self._library.mock_why_not_decode(int(lstm), int(backward), *numbers)
         return said and said.decode()
 
     def counters(self, stream, count):

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "cuda/kernels/types.h"
+#include "cuda/op/decoder.h"
 #include "cuda/runtime/counters.h"
 #include "mock.h"
 
@@ -74,6 +75,10 @@ const char* mock_calls() {
 }
 
 const char* mock_why_not() { return bahdanau_fast::gpu::kernels_f32.why_not(); }
+const char* mock_why_not_decode(int lstm, int backward, int64_t B, int64_t Tk, int64_t F, int64_t Dv,
+                                int64_t H) {
+  return bahdanau_fast::gpu::why_not_decode(lstm != 0, backward != 0, B, Tk, F, Dv, H);
+}
 void* mock_counters(void* stream, int64_t count) {
   return bahdanau_fast::gpu::counters_of(current_device(), stream, count);
 }
