@@ -13,6 +13,9 @@ opcode or modifier is an error that names it.
 Threads: of a warp those that are furthest behind in the code run together. Shuffles and ``mma``
 wait for the lanes of their mask, barriers for the block or the cluster; what never comes is an
 error. Blocks (clusters) run one after another: in order, backwards or shuffled, warps likewise.
+Those of a cooperative launch are there at once. A warp whose strong load (``ld.acquire``,
+``ld.relaxed``, ``ld.volatile``) finds what it found before lets the others go on; where none can,
+that is an error.
 
 Memory: every access is checked for bounds and for the alignment of its width. Shared memory and
 workspaces count as unwritten until a kernel writes them. Writing what the same launch reads as
@@ -24,7 +27,9 @@ Races: each cell, as wide as the kernel's narrowest store, remembers who wrote i
 read it since, with the counts of barriers of block and cluster that each had passed. Two threads,
 one of them writing, and no count in between: a race, whatever the order was. Shuffles order
 nothing. Between blocks a fence and an atomic operation on the one side, and an atomic operation on
-the same address and a fence on the other, order what came before and after them.
+the same address and a fence on the other, order what came before and after them. Instead of the
+fence the operation may release or acquire itself, and a strong load may acquire. ``ld.global.cg``
+and ``ld.global.ca`` are loads like any other.
 
 Approximations (``ex2``, ``rcp``, ``div.full``) are off by a random part of the error that the PTX
 ISA documents; powers of two by ``ex2`` are exact, as NVIDIA's own ``tanh`` in fp64 needs. Sums of

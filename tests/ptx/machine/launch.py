@@ -62,6 +62,7 @@ class _Arguments(ctypes.Structure):
         ("order", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
         ("lanes_clash", ctypes.c_int32),
+        ("cooperative", ctypes.c_int32),
         ("fuel", ctypes.c_uint64),
     ]
 
@@ -77,7 +78,11 @@ def _core() -> ctypes.CDLL:
 
 
 class Order:
-    """In which order blocks, and the warps of a block, take turns."""
+    """In which order blocks, and the warps of a block, take turns.
+
+    Blocks that are there at once go on until they wait for others; if RANDOM, in turns of random
+    length.
+    """
 
     GIVEN, BACKWARDS, RANDOM = range(3)
 
@@ -117,6 +122,7 @@ class Machine:
         order: int = Order.GIVEN,
         seed: int = 0,
         lanes_clash: bool = False,
+        cooperative: bool = False,
         fuel: int = 2_000_000_000,
     ) -> list[str]:
         """One launch; its races.
@@ -135,6 +141,7 @@ class Machine:
             order: of blocks and warps, see Order.
             seed: of approximations and of a random order.
             lanes_clash: lanes of a warp may store to one place with one instruction: one wins.
+            cooperative: all blocks are there at once.
             fuel: instructions of warps after which the kernel is said not to end.
 
         Raises:
@@ -158,6 +165,7 @@ class Machine:
             order=order,
             seed=seed,
             lanes_clash=lanes_clash,
+            cooperative=cooperative,
             fuel=fuel,
         )
         _core().ptx_run(program, ctypes.byref(arguments))

@@ -15,15 +15,54 @@ inline uint64_t extended(uint64_t bits, int width, bool is_signed) {
   return is_signed ? uint64_t(int64_t(bits << unused) >> unused) : bits << unused >> unused;
 }
 
-inline void load(Warp& w, const Instr& i, Mask mask) {
+// A fence, or a release: what came before it, also to those whom it was made visible to.
+inline void release(Warp& w, int lane, Known& to) {
+  const Thread& me = w.lanes[lane];
+  to.add(By::thread, me.id, w.launch->time + 1);
+  to.add(By::block, w.block->index, me.bars);
+  to.add(By::cluster, w.block->cluster, me.waits);
+  to.add(me.known);
+  to.add(w.block->known);
+}
+// A fence of all of the GPU.
+inline void fence(Warp& w, int lane) {
+  Thread& me = w.lanes[lane];
+  me.known.add(me.seen);
+  me.seen.clear();
+  release(w, lane, me.fenced);
+}
+// At an atomic operation: from its place on can be acquired what was fenced before, and all if it
+// releases itself.
+inline void publish(Warp& w, int lane, const Instr& i, const Place& place) {
+  Known& here = w.launch->released[place.data()];
+  here.add(w.lanes[lane].fenced);
+  here.add(w.block->fenced);
+  if (i.releases) release(w, lane, here);
+}
+// What was published there is known at once, or from the next fence on.
+inline void acquire(Warp& w, int lane, const Instr& i, const Place& place) {
+  Thread& me = w.lanes[lane];
+  (i.acquires ? me.known : me.seen).add(w.launch->released[place.data()]);
+}
+
+// A strong load looks for others' work; where a warp's first lane finds what it found before, it is
+// the others' turn.
+template <bool strong>
+void load(Warp& w, const Instr& i, Mask mask) {
   const uint64_t all = uint64_t(i.width) * i.count;
+  const int first = __builtin_ctz(mask);
   ++w.launch->time;
   each(mask, [&](int l) {
     const Place from = to_read(w, l, i, address_of(w, i, i.o[i.count], l), all);
+    uint64_t bits = 0;
     for (int k = 0; k < i.count; ++k) {
-      uint64_t bits = 0;
+      bits = 0;
       std::memcpy(&bits, from.data() + k * i.width, size_t(i.width));
       w.set_bits(i.o[k], l, extended(bits, i.width, i.is_signed));
+    }
+    if constexpr (strong) {
+      acquire(w, l, i, from);
+      if (l == first) w.look({i.pc, from.region, from.at, bits});
     }
   });
 }
@@ -39,24 +78,6 @@ inline void load_param(Warp& w, const Instr& i, Mask mask) {
       w.set_bits(i.o[k], l, extended(bits, i.width, i.is_signed));
     }
   });
-}
-
-// A fence of all of the GPU: what came before it can be released.
-inline void fence(Warp& w, int lane) {
-  Thread& me = w.lanes[lane];
-  me.fenced.until(By::thread, me.id) = w.launch->time + 1;
-  me.fenced.until(By::block, w.block->index) = me.bars;
-  me.fenced.until(By::cluster, w.block->cluster) = me.waits;
-  me.known.add(me.seen);
-  me.seen.clear();
-  me.fenced.add(me.known);
-  me.fenced.add(w.block->known);
-}
-// At an atomic operation: what was fenced before can be acquired from this address on.
-inline void publish(Warp& w, int lane, uint64_t address) {
-  Known& here = w.launch->released[address];
-  here.add(w.lanes[lane].fenced);
-  here.add(w.block->fenced);
 }
 
 inline void store(Warp& w, const Instr& i, Mask mask) {
@@ -79,9 +100,18 @@ inline Space space_of(Form& f) {
   return at < 0 ? Space::generic : spaces[at];
 }
 
+inline void resolve_load(Form& f, Instr& i) {
+  i.constant = f.take("nc");
+  f.one_of({"ca", "cg"});
+  i.acquires = f.take("acquire");
+  const bool scoped = i.acquires || f.take("relaxed");
+  if (scoped && !f.take("gpu")) f.unknown();
+  i.strong = scoped || f.take("volatile");
+  if (i.strong) i.kind = Kind::look;
+}
 inline void resolve_access(Form& f, Instr& i, bool loads) {
   i.space = space_of(f);
-  i.constant = loads && f.take("nc");
+  if (loads) resolve_load(f, i);
   i.count = f.take("v2") ? 2 : f.take("v4") ? 4 : 1;
   const std::string type = f.last();
   i.width = bits_of(type) / 8;
@@ -89,34 +119,41 @@ inline void resolve_access(Form& f, Instr& i, bool loads) {
   if (i.space == Space::param)
     i.run = loads ? load_param : nullptr;
   else
-    i.run = loads ? load : store;
+    i.run = !loads ? store : i.strong ? load<true> : load<false>;
 }
 
 // ---- atomic operations ----
 
-// atom.add.u32: relaxed, for all of the GPU.
-inline void atomic(Warp& w, const Instr& i, Mask mask) {
-  using T = uint32_t;
+// atom d, [a], b and red [a], b, for all of the GPU.
+template <class F, class T>
+void atomic(Warp& w, const Instr& i, Mask mask) {
+  const bool gives = i.o.size() == 3;
   ++w.launch->time;
   each(mask, [&](int l) {
-    const uint64_t address = address_of(w, i, i.o[1], l);
-    publish(w, l, address);
-    const Place at = place_of(w, l, i.space, address, sizeof(T));
+    const Place at = place_of(w, l, i.space, address_of(w, i, i.o[gives], l), sizeof(T));
+    publish(w, l, i, at);
     check_known(w, l, at, sizeof(T));
     touch(w, l, at, sizeof(T), true, false);
     meet(w, l, at, sizeof(T), true, true);
-    w.lanes[l].seen.add(w.launch->released[address]);
+    acquire(w, l, i, at);
     T old;
     std::memcpy(&old, at.data(), sizeof old);
-    const T next = old + read<T>(w, i.o[2], l);
+    const T next = F()(old, read<T>(w, i.o[gives + 1], l));
     std::memcpy(at.data(), &next, sizeof next);
-    write<T>(w, i.o[0], l, old);
+    if (gives) write<T>(w, i.o[0], l, old);
   });
 }
 
 inline void resolve_atomic(Form& f, Instr& i) {
+  const bool both = f.take("acq_rel");
+  i.acquires = f.take("acquire") || both;
+  i.releases = f.take("release") || both;
+  f.take("relaxed");
+  f.take("gpu");
   i.space = space_of(f);
-  if (f.take("add") && f.last() == "u32") i.run = atomic;
+  const std::string type = f.last();
+  if (f.take("add") && type == "u32") i.run = atomic<Add, uint32_t>;
+  if (f.take("max") && type == "u64") i.run = atomic<Max, uint64_t>;
 }
 
 // ---- cp.async ----
@@ -211,7 +248,7 @@ inline void add_memory_opcodes() {
   auto& all = opcodes();
   all["ld"] = [](Form& f, Instr& i) { resolve_access(f, i, true); };
   all["st"] = [](Form& f, Instr& i) { resolve_access(f, i, false); };
-  all["atom"] = resolve_atomic;
+  all["atom"] = all["red"] = resolve_atomic;
   all["cp"] = resolve_cp;
   all["cvt"] = resolve_cvt;
   all["cvta"] = resolve_cvta;

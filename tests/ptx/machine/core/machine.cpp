@@ -26,19 +26,14 @@ uint32_t special(const std::string& name, const Block& b, const Launch& launch, 
   throw std::runtime_error("unknown special register: %" + name);
 }
 
-// `order`: as Order of launch.py says.
-template <class T>
-void arrange(std::vector<T>& turns, int order, std::mt19937& random) {
-  if (order == 1) std::reverse(turns.begin(), turns.end());
-  if (order == 2) std::shuffle(turns.begin(), turns.end(), random);
-}
-
 // The blocks of one cluster with the memory they run in, used for one cluster after another.
 struct Cluster {
   Launch& launch;
+  bool ended = false;
   std::vector<Block> blocks;
   std::vector<Block*> mates;
   std::vector<std::vector<uint8_t>> files;
+  std::vector<Warp*> turns;
 
   explicit Cluster(Launch& of) : launch(of), blocks(of.cluster_size) {
     const size_t warps = (of.block_threads + kLanes - 1) / kLanes;
@@ -92,6 +87,7 @@ struct Cluster {
       w.size = int(std::min<size_t>(kLanes, launch.block_threads - k * kLanes));
       w.file = files[at].data();
       w.products = Products();
+      w.last_look = Look();
       if (program.has_products) w.products.registers.resize(program.bytes / 8 + 1);
       for (int l = 0; l < kLanes; ++l) {
         w.lanes[l] = Thread();
@@ -104,28 +100,36 @@ struct Cluster {
     }
   }
 
-  void run(uint32_t first, int order, std::mt19937& random) {
-    for (size_t rank = 0; rank < blocks.size(); ++rank) begin_block(rank, first + uint32_t(rank));
-    std::vector<std::pair<size_t, size_t>> turns;
-    for (size_t rank = 0; rank < blocks.size(); ++rank)
-      for (size_t k = 0; k < blocks[rank].warps.size(); ++k) turns.emplace_back(rank, k);
-    if (order == 1) arrange(turns, order, random);
-    for (bool ended = false; !ended;) {
-      if (order == 2) arrange(turns, order, random);
-      for (const auto& [rank, k] : turns) Runner(blocks[rank].warps[k]).run();
-      bool moved = release_cluster(mates);
+  void begin(uint32_t first) {
+    ended = false;
+    turns.clear();
+    for (size_t rank = 0; rank < blocks.size(); ++rank) {
+      begin_block(rank, first + uint32_t(rank));
+      for (Warp& warp : blocks[rank].warps) turns.push_back(&warp);
+    }
+    if (launch.order == 1) std::reverse(turns.begin(), turns.end());
+  }
+
+  // Its warps take turns for as long as barriers let them. If others are there and the order is
+  // random, they may come in between at any instruction.
+  void advance(std::mt19937& random) {
+    const bool mixed = launch.cooperative && launch.order == 2;
+    for (bool goes_on = !ended; goes_on;) {
+      if (launch.order == 2) std::shuffle(turns.begin(), turns.end(), random);
+      for (Warp* warp : turns) Runner(*warp, mixed ? 1 << random() % 12 : 1 << 20).run();
+      bool passed = release_cluster(mates);
       ended = true;
       for (Block& block : blocks) {
-        moved = release_block(block) || moved;
+        passed = release_block(block) || passed;
         block.ended = true;
         each_thread(block, [&](Warp&, Thread& thread, int) {
           block.ended = block.ended && thread.waits_for == Wait::forever;
         });
         ended = ended && block.ended;
       }
-      if (!ended && !moved) stuck();
+      launch.moved |= passed;
+      goes_on = passed && !ended && !mixed;
     }
-    for (Block& block : blocks) check_visits(block);
   }
 
   // A block must not end before a cluster barrier behind the last visit to its shared memory.
@@ -140,10 +144,25 @@ struct Cluster {
         std::to_string(block.index);
   }
 
-  [[noreturn]] void stuck() {
+  // Of registers and places in the code.
+  size_t state() const {
+    size_t all = 0;
+    const auto add = [&](size_t more) { all = all * 31 + more; };
+    for (const auto& file : files)
+      add(std::hash<std::string_view>()({reinterpret_cast<const char*>(file.data()), file.size()}));
+    for (const Warp* warp : turns)
+      for (const Thread& thread : warp->lanes) add(thread.pc);
+    return all;
+  }
+
+  // A warp that looks for what others do; if none does, it is said what threads wait for.
+  const Warp* watcher() {
+    for (const Warp* warp : turns)
+      for (int l = 0; l < warp->size; ++l)
+        if (warp->lanes[l].waits_for == Wait::no) return warp;
     for (Block& block : blocks)
       each_thread(block, [&](Warp&, Thread& thread, int) {
-        if (thread.waits_for == Wait::no || thread.waits_for == Wait::forever) return;
+        if (thread.waits_for == Wait::forever) return;
         const bool lanes = thread.waits_for == Wait::lanes;
         launch.pc = thread.pc - (lanes ? 0 : 1);
         throw Fault(thread.id, lanes ? "waits for lanes that never come"
@@ -151,20 +170,55 @@ struct Cluster {
                                    ? "a barrier that not all threads of the block reach"
                                    : "a cluster barrier that not all threads reach");
       });
-    throw std::runtime_error("nothing runs and nothing waits");
+    return nullptr;
   }
 };
+
+[[noreturn]] void stuck(Launch& launch, std::vector<Cluster>& clusters) {
+  const Warp* of = nullptr;
+  for (Cluster& cluster : clusters)
+    if (const Warp* found = cluster.watcher()) of = found;
+  launch.pc = of->last_look.pc;
+  throw Fault(of->lanes[0].id, "waits for a change of " + of->last_look.region->name + " + " +
+                                   std::to_string(of->last_look.at) + " that never comes");
+}
+
+// Runs clusters that are alive at once. Nobody will move where a round changed nothing.
+void run_together(Launch& launch, std::vector<Cluster>& clusters, std::mt19937& random) {
+  std::vector<Cluster*> turns;
+  for (Cluster& cluster : clusters) turns.push_back(&cluster);
+  for (size_t before = 0; !turns.empty();) {
+    if (launch.order == 2) std::shuffle(turns.begin(), turns.end(), random);
+    launch.moved = false;
+    for (Cluster* cluster : turns) cluster->advance(random);
+    std::erase_if(turns, [](Cluster* cluster) { return cluster->ended; });
+    size_t now = 0;
+    if (!launch.moved)
+      for (const Cluster& cluster : clusters) now = now * 31 + cluster.state();
+    if (now != 0 && now == before) stuck(launch, clusters);
+    before = now;
+  }
+  for (Cluster& cluster : clusters)
+    for (Block& block : cluster.blocks) cluster.check_visits(block);
+}
 
 void run(const Program& program, const Arguments& arguments, std::string* said) {
   Launch launch(program, arguments);
   random_seed = (uint64_t(launch.seed) + 1) * 0x2545f4914f6cdd1du;
   std::mt19937 random(launch.seed);
   try {
-    Cluster cluster(launch);
     std::vector<uint32_t> turns(launch.clusters);
     std::iota(turns.begin(), turns.end(), 0u);
-    arrange(turns, launch.order, random);
-    for (const uint32_t turn : turns) cluster.run(turn * launch.cluster_size, launch.order, random);
+    if (launch.order == 1) std::reverse(turns.begin(), turns.end());
+    if (launch.order == 2) std::shuffle(turns.begin(), turns.end(), random);
+    std::vector<Cluster> alive;
+    const size_t at_once = launch.cooperative ? turns.size() : 1;
+    alive.reserve(at_once);  // blocks know where their mates are
+    while (alive.size() < at_once) alive.emplace_back(launch);
+    for (auto turn = turns.begin(); turn != turns.end();) {
+      for (Cluster& cluster : alive) cluster.begin(*turn++ * launch.cluster_size);
+      run_together(launch, alive, random);
+    }
   } catch (const Fault& fault) {
     *said = "fault " + std::to_string(launch.pc) + " thread " +
             std::to_string(fault.thread % launch.block_threads) + " of block " +

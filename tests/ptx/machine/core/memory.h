@@ -80,7 +80,7 @@ struct Arguments {
   uint64_t clusters;
   int32_t order;
   uint32_t seed;
-  int32_t lanes_clash;
+  int32_t lanes_clash, cooperative;
   uint64_t fuel;
 };
 
@@ -88,9 +88,10 @@ struct Launch : Arguments {
   const Program* program;
   std::vector<Region> regions;
   uint32_t time = 0;
-  uint32_t pc = 0;  // of the instruction that runs
+  uint32_t pc = 0;     // of the instruction that runs
+  bool moved = false;  // since that was last asked, something that another thread may wait for
   std::map<std::pair<uint32_t, uint32_t>, std::string> races;
-  std::unordered_map<uint64_t, Known> released;  // by the address of an atomic operation
+  std::unordered_map<const uint8_t*, Known> released;  // by the place of atomic operations
 
   Launch(const Program& of, const Arguments& arguments) : Arguments(arguments), program(&of) {
     for (const Buffer* b = buffers; b != buffers + buffers_count; ++b)
@@ -200,6 +201,8 @@ inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool wri
   const uint64_t granule = uint64_t(w.launch->program->granule);
   const Thread& me = w.lanes[lane];
   const Access now = {me.id, w.launch->pc, me.bars, me.arrives, w.launch->time, atomic};
+  const auto of_block = [&](const Access& a) { return a.thread / w.launch->block_threads; };
+  w.launch->moved |= writes;
   for (uint64_t cell = place.at / granule; cell * granule < place.at + width; ++cell) {
     Cell& c = place.region->shadow.at(cell);
     const uint64_t at = cell * granule;
@@ -220,7 +223,10 @@ inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool wri
       c.written = now;
       if (c.products == 0) c.read = c.read_too = Access();
     } else {
-      if (c.read.thread / kLanes != now.thread / kLanes && !ordered(c.read, w, lane))
+      // A read by another block is not forgotten for one by this.
+      const bool own = of_block(c.read) == w.block->index && of_block(c.read_too) != w.block->index;
+      if (c.read.thread / kLanes != now.thread / kLanes && !ordered(c.read, w, lane) &&
+          !(own && !ordered(c.read_too, w, lane)))
         c.read_too = c.read;
       else if (c.read_too.thread == kNobody && c.read.thread != now.thread)
         c.read_too = c.read;
@@ -259,7 +265,7 @@ inline Place to_read(Warp& w, int lane, const Instr& i, uint64_t address, uint64
   const Place place = place_of(w, lane, i.space, address, width);
   check_known(w, lane, place, width);
   touch(w, lane, place, width, false, i.constant);
-  if (!i.constant) meet(w, lane, place, width, false, false);
+  if (!i.constant) meet(w, lane, place, width, false, i.strong);
   return place;
 }
 // Where the bytes go, unless they are given: then they are written.

@@ -38,6 +38,7 @@ enum class Kind : uint8_t {
   end,
   barrier,       // of the block
   cluster_wait,  // arriving is plain
+  look,          // for what other threads do: a load that may find the same again and again
   collective,    // all lanes of a mask, which is the last operand, run it together
   whole_warp     // all lanes run it together
 };
@@ -60,8 +61,9 @@ struct Instr {
   Space space = Space::generic;
   int width = 0, count = 1;  // bytes of an element, elements
   bool is_signed = false, constant = false;
-  Number (*from)(uint64_t) = nullptr;  // how a conversion reads its source
-  int mode = 0;                        // what else a handler has to know
+  bool strong = false, acquires = false, releases = false;  // in PTX's model of memory
+  Number (*from)(uint64_t) = nullptr;                       // how a conversion reads its source
+  int mode = 0;                                             // what else a handler has to know
 };
 
 // An opcode in parts, which are taken out one by one: what is left over is not understood.

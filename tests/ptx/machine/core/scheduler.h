@@ -128,8 +128,13 @@ struct Runner {
   const std::vector<Instr>& code;
   uint32_t pc = 0, other = 0;  // of the lanes that run; the lowest of the others that could
   Mask running = 0;
+  uint64_t turn, left;  // instructions
+  bool over = false;
 
-  explicit Runner(Warp& warp) : w(warp), launch(*warp.launch), code(warp.launch->program->code) {}
+  Runner(Warp& warp, uint64_t most)
+      : w(warp), launch(*warp.launch), code(warp.launch->program->code) {
+    turn = left = std::min(most, launch.fuel);
+  }
 
   // Chooses the lanes that run next; false if all wait or have ended.
   bool choose() {
@@ -154,23 +159,32 @@ struct Runner {
     each(mask, [&](int l) { w.lanes[l].pc = to; });
   }
 
-  // Until every thread waits for other warps or has ended.
+  // Until every thread waits for other warps or has ended, or the turn is over.
   void run() {
-    while (choose()) {
+    while (!over && choose()) {
       while (pc < other && straight()) {
       }
     }
+    launch.fuel -= turn - left;
+  }
+
+  bool interrupt() {
+    if (turn == launch.fuel) throw Fault(w.lanes[0].id, "the kernel does not end");
+    move(running, pc);
+    over = launch.moved = true;
+    return false;
   }
 
   // One instruction; false if the running lanes are to be chosen anew.
   bool straight() {
+    if (left == 0) return interrupt();
+    --left;
     const Instr& i = code.at(pc);
     Mask on = running;
     if (i.guard >= 0) {
       const Mask p = *reinterpret_cast<Mask*>(w.file + i.guard);
       on &= i.negated ? ~p : p;
     }
-    if (--launch.fuel == 0) throw Fault(w.lanes[0].id, "the kernel does not end");
     if (i.kind == Kind::plain) {
       if (on != 0) execute(w, i, on);
       ++pc;
@@ -187,7 +201,10 @@ struct Runner {
       each(on, [&](int l) { w.lanes[l].waits_for = Wait::forever; });
     } else if (on != 0) {
       execute(w, i, on);
-      each(on, [&](int l) { wait(w.lanes[l], i, l); });
+      if (i.kind == Kind::look)
+        over = w.found_the_same;
+      else
+        each(on, [&](int l) { wait(w.lanes[l], i, l); });
     }
     return false;
   }

@@ -11,6 +11,7 @@ namespace ptx {
 
 struct Block;
 struct Launch;
+struct Region;
 
 // What fences have made visible: everything that a thread did up to a time, a block before its
 // barrier of a number, and a cluster before its wait of a number.
@@ -19,7 +20,10 @@ class Known {
   std::unordered_map<uint64_t, uint32_t> all_;
 
  public:
-  uint32_t& until(By by, uint32_t of) { return all_[uint64_t(by) << 32 | of]; }
+  void add(By by, uint32_t of, uint32_t until) {
+    uint32_t& here = all_[uint64_t(by) << 32 | of];
+    here = std::max(here, until);
+  }
   bool has(By by, uint32_t of, uint32_t now) const {
     const auto found = all_.find(uint64_t(by) << 32 | of);
     return found != all_.end() && now < found->second;
@@ -69,6 +73,14 @@ struct Thread {
   std::vector<std::vector<Copy>> copies;  // by group, the open one last
 };
 
+// What a load that looks for others' work found.
+struct Look {
+  uint32_t pc = 0;
+  const Region* region = nullptr;
+  uint64_t at = 0, bits = 0;
+  bool operator==(const Look&) const = default;
+};
+
 struct Warp {
   Block* block = nullptr;
   Launch* launch = nullptr;
@@ -76,6 +88,13 @@ struct Warp {
   uint8_t* file = nullptr;
   Thread lanes[kLanes];
   Products products;
+  Look last_look;
+  bool found_the_same = false;  // when it looked last
+
+  void look(const Look& found) {
+    found_the_same = found == last_look;
+    last_look = found;
+  }
 
   template <class T>
   T* of(const Operand& o) {
