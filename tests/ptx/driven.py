@@ -151,10 +151,11 @@ class CudaPtx(PtxCalls):
         if which == OF_GPU:
             self._counters.append(self._buffers[-1])
 
-    def _launch(self, name, blocks, threads, cluster, shared, params, size):
+    def _launch(self, name, blocks, threads, cluster, shared, cooperative, params, size):
         machine = self.machine(self.kind, lambda: build.ptx(self.kind, self.arch))
         launch = name.decode(), blocks, threads, ctypes.string_at(params, size), self._buffers
-        self.run(machine, *launch, shared=shared, cluster=cluster)
+        more = {"shared": shared, "cluster": cluster, "cooperative": bool(cooperative)}
+        self.run(machine, *launch, **more)
 
 
 class _Attend(torch.autograd.Function):

@@ -6,7 +6,7 @@ captures and errors included.
 Calls of the operators take CPU tensors. Their launches are noted, and run as :meth:`Mock.runs` says
 (in the PTX machine, tests/ptx); else results are whatever memory held.
 :meth:`Mock.calls` gives the notes: call (the function), device, error, and of a launch kernel
-(mangled), grid, block, cluster, shared (bytes), stream, parameters (hex bytes).
+(mangled), grid, block, cluster, cooperative, shared (bytes), stream, parameters (hex bytes).
 """
 
 import ctypes
@@ -33,9 +33,10 @@ SOURCES = (
 KERNELS = sorted((ROOT / "csrc/cuda/op").glob("*.cu"))
 # Functions of torch that give memory: torch_on_cpu.cpp says where.
 WRAPPED = "aoti_torch_empty_strided", "torch_call_dispatcher"
-# Kernel (mangled), blocks, threads, cluster, bytes of shared memory, parameters and their bytes.
+# Kernel (mangled), blocks, threads, cluster, bytes of shared memory, whether it is cooperative,
+# parameters and their bytes.
 LAUNCH = ctypes.CFUNCTYPE(
-    None, ctypes.c_char_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64
+    None, ctypes.c_char_p, *[ctypes.c_int64] * 5, ctypes.c_void_p, ctypes.c_int64
 )
 # Address, bytes, and which: new, of a call; new, for good; something is written there.
 MEMORY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
@@ -122,7 +123,9 @@ class Mock:
         """Whether calls are noted; where they are not, a launch returns at once."""
         self._library.mock_noted(calls)
 
-    def set_gpu(self, multiprocessors=132, largest_cluster=8, ptx_version=90, loads=0):
+    def set_gpu(
+        self, multiprocessors=132, largest_cluster=8, ptx_version=90, loads=0, shared=227 << 10
+    ):
         """What the GPU of the tensors is like.
 
         Args:
@@ -130,8 +133,9 @@ class Mock:
             largest_cluster: blocks that fit.
             ptx_version: of the code that runs there.
             loads: the error that loading the code gives, or 0.
+            shared: bytes of shared memory that a block can have.
         """
-        what = self.device, multiprocessors, largest_cluster, ptx_version, loads
+        what = self.device, multiprocessors, largest_cluster, ptx_version, loads, shared
         self._library.mock_set_gpu(*what)
 
     def runtime(self, function, *arguments):

@@ -25,11 +25,12 @@ void mock_set_device(int device) {
   current_device() = device;
   change([&](Gpus& all) { all.of_tensors = device; });
 }
-void mock_set_gpu(int device, int multiprocessors, int largest_cluster, int ptx_version,
-                  int loads) {
+void mock_set_gpu(int device, int multiprocessors, int largest_cluster, int ptx_version, int loads,
+                  int most_shared) {
   change([&](Gpus& all) {
     auto shared = std::move(all.gpu[device].shared);
-    all.gpu[device] = {multiprocessors, largest_cluster, ptx_version, cudaError_t(loads), shared};
+    all.gpu[device] = {multiprocessors, largest_cluster,    ptx_version,
+                       most_shared,     cudaError_t(loads), shared};
   });
 }
 void mock_runs(decltype(Runs::launch) launch, decltype(Runs::memory) memory) {

@@ -29,6 +29,12 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void (*kernel)(P),
                                            const cudaLaunchConfig_t* config) {
   return cudaOccupancyMaxActiveClusters(clusters, reinterpret_cast<const void*>(kernel), config);
 }
+template <class P>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*kernel)(P),
+                                                          int threads, size_t shared) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+      blocks, reinterpret_cast<const void*>(kernel), threads, shared);
+}
 
 // ---- device code ----
 
@@ -59,11 +65,16 @@ X __shfl_xor_sync(unsigned, X x, int) {
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned x) { return x; }
 inline unsigned atomicAdd(unsigned* at, unsigned) { return *at; }
+inline unsigned long long atomicMax(unsigned long long* at, unsigned long long) { return *at; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __uint_as_float(unsigned x) { return float(x); }
 inline unsigned __float_as_uint(float x) { return unsigned(x); }
 template <class X>
 X __ldg(const X* from) {
+  return *from;
+}
+template <class X>
+X __ldcg(const X* from) {
   return *from;
 }
 inline size_t __cvta_generic_to_shared(const void* x) { return size_t(x); }

@@ -1,6 +1,7 @@
 // What the mock GPUs are like, and what was asked of them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -16,8 +17,21 @@ struct Gpu {
   int multiprocessors = 132;
   int largest_cluster = 8;            // blocks that fit; 0: no cluster, not even of one block
   int ptx_version = 90;               // of the code that runs here
+  int most_shared = 227 * 1024;       // bytes of shared memory that a block can have
   cudaError_t loads = cudaSuccess;    // what loading that code gives
   std::map<const void*, int> shared;  // most dynamic shared memory, by kernel
+
+  // What a kernel may have.
+  int allowed(const void* kernel) const {
+    const auto found = shared.find(kernel);
+    return found == shared.end() ? 48 * 1024 : found->second;
+  }
+  // How many of its blocks a multiprocessor has room for, by their threads and shared memory, of
+  // which each takes 1 KB more.
+  int resident(const void* kernel, int threads, size_t bytes) const {
+    if (bytes > size_t(allowed(kernel))) return 0;
+    return std::min(2048 / threads, (most_shared + 1024) / (int(bytes) + 1024));
+  }
 };
 
 struct Stream {
@@ -55,7 +69,8 @@ struct Gpus {
 enum Memory { kOfTensor, kOfGpu, kFilled };  // new, of a call; new, for good; something is written
 struct Runs {
   void (*launch)(const char* kernel, int64_t blocks, int64_t threads, int64_t cluster,
-                 int64_t shared, const void* parameters, int64_t bytes) = nullptr;
+                 int64_t shared, int64_t cooperative, const void* parameters,
+                 int64_t bytes) = nullptr;
   void (*memory)(void* at, int64_t bytes, int which) = nullptr;
 
   static Runs& get() {

@@ -12,9 +12,6 @@ namespace {
 
 using namespace bahdanau_fast::mock;
 
-constexpr int kUsualShared = 48 * 1024;  // what a kernel may have without an attribute
-constexpr int kMostShared = 99 * 1024;   // what the smallest GPU from 8.0 on lets a block have
-
 std::string quoted(const std::string& text) { return '"' + text + '"'; }
 
 std::string name_of(const void* kernel) {
@@ -122,21 +119,36 @@ bool captures(cudaStream_t stream) {
   return all.captures.count(stream) != 0;
 }
 
+// An attribute of a launch; null if it has none of the kind.
+const cudaLaunchAttributeValue* attribute(const cudaLaunchConfig_t& config,
+                                          cudaLaunchAttributeID id) {
+  for (unsigned k = 0; k < config.numAttrs; ++k)
+    if (config.attrs[k].id == id) return &config.attrs[k].val;
+  return nullptr;
+}
 unsigned cluster_of(const cudaLaunchConfig_t& config) {
-  return config.numAttrs == 0 ? 1 : config.attrs[0].val.clusterDim.x;
+  const auto* const found = attribute(config, cudaLaunchAttributeClusterDimension);
+  return found == nullptr ? 1 : found->clusterDim.x;
+}
+bool is_cooperative(const cudaLaunchConfig_t& config) {
+  const auto* const found = attribute(config, cudaLaunchAttributeCooperative);
+  return found != nullptr && found->cooperative != 0;
 }
 
-cudaError_t check_launch(Gpu& here, const void* kernel, const cudaLaunchConfig_t& config) {
-  const auto found = here.shared.find(kernel);
-  const int most = found == here.shared.end() ? kUsualShared : found->second;
+cudaError_t check_launch(const Gpu& here, const void* kernel, const cudaLaunchConfig_t& config) {
   if (here.loads != cudaSuccess) return here.loads;
   if (config.gridDim.x == 0 || config.blockDim.x == 0 || config.blockDim.x > 1024 ||
-      config.dynamicSmemBytes > size_t(most))
+      config.dynamicSmemBytes > size_t(here.allowed(kernel)))
     return cudaErrorInvalidValue;
   const unsigned cluster = cluster_of(config);
   if (cluster > 1 && (here.ptx_version < 90 || int(cluster) > here.largest_cluster ||
                       config.gridDim.x % cluster != 0))
     return cudaErrorInvalidClusterSize;
+  const int threads = int(config.blockDim.x);
+  const int resident =
+      here.resident(kernel, threads, config.dynamicSmemBytes) * here.multiprocessors;
+  if (is_cooperative(config) && config.gridDim.x > unsigned(resident))
+    return cudaErrorCooperativeLaunchTooLarge;
   return cudaSuccess;
 }
 
@@ -157,6 +169,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "CUDA driver version is insufficient for CUDA runtime version";
     case cudaErrorNoKernelImageForDevice:
       return "no kernel image is available for execution on the device";
+    case cudaErrorCooperativeLaunchTooLarge:
+      return "too many blocks in cooperative launch";
     case cudaErrorInvalidClusterSize:
       return "cluster misconfiguration";
     case cudaErrorStreamCaptureUnsupported:
@@ -174,9 +188,11 @@ cudaError_t cudaGetDevice(int* device) {
   *device = current_device();
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device) {
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   return Call("cudaDeviceGetAttribute").run([&](Gpus& all) {
-    *value = all.gpu[device].multiprocessors;
+    const Gpu& gpu = all.gpu[device];
+    const bool shared = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin;
+    *value = shared ? gpu.most_shared : gpu.multiprocessors;
     return cudaSuccess;
   });
 }
@@ -259,20 +275,28 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int valu
   Call call("cudaFuncSetAttribute");
   call.tell("value", (long long)(value));
   return call.run([&](Gpus& all) {
-    if (value > kMostShared) return cudaErrorInvalidValue;
-    all.gpu[current_device()].shared[kernel] = value;
+    Gpu& here = all.gpu[current_device()];
+    if (value > here.most_shared) return cudaErrorInvalidValue;
+    here.shared[kernel] = value;
     return cudaSuccess;
   });
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
                                            const cudaLaunchConfig_t* config) {
   return Call("cudaOccupancyMaxActiveClusters").run([&](Gpus& all) {
-    Gpu& here = all.gpu[current_device()];
-    const int most = here.shared.count(kernel) ? here.shared[kernel] : kUsualShared;
+    const Gpu& here = all.gpu[current_device()];
     if (here.ptx_version < 90) return cudaErrorInvalidClusterSize;
-    if (config->dynamicSmemBytes > size_t(most)) return cudaErrorInvalidValue;
+    if (config->dynamicSmemBytes > size_t(here.allowed(kernel))) return cudaErrorInvalidValue;
     const int cluster = int(cluster_of(*config));
     *clusters = cluster <= here.largest_cluster ? here.multiprocessors / cluster : 0;
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* kernel,
+                                                          int threads, size_t shared) {
+  return Call("cudaOccupancyMaxActiveBlocksPerMultiprocessor").run([&](Gpus& all) {
+    *blocks = all.gpu[current_device()].resident(kernel, threads, shared);
     return cudaSuccess;
   });
 }
@@ -282,11 +306,13 @@ cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
   if (!Gpus::get().noted) return cudaSuccess;
   const int64_t blocks = config->gridDim.x, shared = int64_t(config->dynamicSmemBytes);
   const int threads = int(config->blockDim.x), cluster = int(cluster_of(*config));
+  const int cooperative = is_cooperative(*config);
   Call call("cudaLaunchKernelEx");
   call.tell("kernel", quoted(name_of(kernel)));
   call.tell("grid", blocks);
   call.tell("block", threads);
   call.tell("cluster", cluster);
+  call.tell("cooperative", cooperative);
   call.tell("shared", shared);
   call.tell("stream", config->stream);
   call.tell("parameters", quoted(hex(parameters, bytes)));
@@ -298,7 +324,7 @@ cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
   const Runs& runs = Runs::get();
   if (error != cudaSuccess || captures(config->stream)) return error;
   if (runs.launch != nullptr)
-    runs.launch(name_of(kernel).c_str(), blocks, threads, cluster, shared, parameters,
+    runs.launch(name_of(kernel).c_str(), blocks, threads, cluster, shared, cooperative, parameters,
                 int64_t(bytes));
   return cudaSuccess;
 }
