@@ -81,12 +81,13 @@ class PtxCalls:
 
 
 class CudaPtx(PtxCalls):
-    """csrc/cuda for an architecture, as PtxCalls says."""
+    """csrc/cuda for an architecture, as PtxCalls says; ``shared``: bytes that a block can have."""
 
     most_queries = GPU_STEP_QUERIES
 
-    def __init__(self, arch, **more):
+    def __init__(self, arch, shared=227 << 10, **more):
         super().__init__(arch, **more)
+        self.shared = shared
         self.gpu, self._gpus = mock(), {}  # by their multiprocessors, which are asked for once
         self._counters, self._buffers = [], []  # of the GPUs, and of the operator that runs
 
@@ -94,7 +95,7 @@ class CudaPtx(PtxCalls):
         super().begin(multiprocessors, dtype)
         if multiprocessors not in self._gpus:
             like = {"multiprocessors": multiprocessors, "ptx_version": int(self.arch.rstrip("a"))}
-            self._gpus[multiprocessors] = self.gpu.new_gpu(**like)
+            self._gpus[multiprocessors] = self.gpu.new_gpu(**like, shared=self.shared)
         self.gpu.use_gpu(self._gpus[multiprocessors])
 
     def forward(self, need_weights, *inputs, **masked):
@@ -140,9 +141,8 @@ class CudaPtx(PtxCalls):
                 if held.known is not None:
                     held.known[address - held.address : end - held.address] = 1
                 return
-        self._buffers = [  # the others have been given back
-            b for b in self._buffers if end <= b.address or b.address + b.data.size <= address
-        ]
+        # Of others there is left what lies beside: one that was given back may hold several.
+        self._buffers = [piece for b in self._buffers for piece in _beside(b, address, end)]
         data = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
         known = None
         if which != FILLED:
@@ -224,6 +224,21 @@ class _Inside(torch.autograd.Function):
         ctx.calls.begin(ctx.multiprocessors, given["queries"].dtype)
         grads = entry_points.attention_backward(ctx.calls.operator, **given, needs=needs)
         return *[None] * 3, *(g if need else None for g, need in zip(grads, needed, strict=False))
+
+
+def _beside(buffer, first, end):
+    """The parts of a buffer that lie before and behind some addresses."""
+    size = buffer.data.size
+    before, behind = (min(max(x - buffer.address, 0), size) for x in (first, end))
+    if before == size or behind == 0:
+        return [buffer]
+    parts = [slice(0, before), slice(behind, size)]
+    known = buffer.known
+    return [
+        Buffer(buffer.name, buffer.data[part], None if known is None else known[part])
+        for part in parts
+        if part.stop > part.start
+    ]
 
 
 def _spans(tensors):

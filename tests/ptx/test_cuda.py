@@ -13,7 +13,8 @@ from cases import FEW, STEPS, measured
 from driven import CudaPtx, needs_nvcc
 from machine import build
 from machine.launch import Order
-from machine.parse import Module, PtxError
+from machine.parse import PtxError
+from planted import changed, line_of
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 
@@ -66,7 +67,7 @@ MISTAKES = {
     "between parts and gradients": (BACKWARD, "this->meet_keys(0, c0);", SYNC, STEP),
     "between parts and sums": (KEYS, "this->meet_keys(i0, c0);", SYNC, LARGEST),
     "between sums and parts": (KEYS, "store_sums(i0, c0);", SYNC, LARGEST),
-    "after scores are loaded": (KEYS, "this->onto = mine.onto;", SYNC, LARGEST),
+    "after scores are loaded": (KEYS, "void load_scores(", SYNC, LARGEST),
     "of a cluster, before its sums": (BACKWARD, "void finish() {", CLUSTER, SPLIT),
     "of a cluster, before it ends": (BACKWARD, "* p.Tq + i) * p.H + h);\n    }", CLUSTER, SPLIT),
     "of a cluster, before it shares": (BLOCK, "const T* w_q = static_cast", CLUSTER, SHARING),
@@ -83,30 +84,6 @@ QUICK = (
     "the wait for a stage", "the fence of the last block", "of a cluster, before its sums",
     "a stage is read too early", "splits are merged before the last",
 )  # fmt: skip
-
-
-def line_of(file, after, word):
-    """The line of the first ``word`` from a piece of text on, which a kernel's file has once."""
-    text = (build.SOURCES / "cuda" / "kernels" / file).read_text()
-    assert text.count(after) == 1, f"{file} has changed: plant the mistake elsewhere"
-    return text[: text.index(word, text.index(after))].count("\n") + 1
-
-
-def changed(opcode, file, line, new=""):
-    """A function that puts ``new`` in the place of what instructions of a line of a file begin with
-    in PTX; without it, they go."""
-    place = re.compile(rf"(?<!\w){re.escape(file)}:{line}(?!\d)")
-
-    def change(text):
-        module, lines = Module(text), text.splitlines()
-        for entry in map(module.entry, module.names):
-            for found, at, places in zip(entry.opcodes, entry.lines, entry.places, strict=True):
-                if found.startswith(opcode.split()[0]) and place.search(places):
-                    lines[at - 1] = lines[at - 1].replace(opcode, new) if new else ""
-        assert lines != text.splitlines(), f"no {opcode} of {file}:{line}"
-        return "\n".join(lines)
-
-    return change
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,10 @@ inline PersistentPlan plan_persistent(const Decoder& of, bool backward, int64_t 
       const PersistentPlan plan = cut_in_groups(of, backward, groups, blocks, resident);
       const int64_t attended = plan.sentences * of.p.Tk;
       if (plan.bytes > shared || attended * larger(of.p.H, of.p.Dv) > kMostAttended) continue;
-      const int64_t reads = plan.rows * (plan.first_columns + plan.second_columns) +
-                            (resident ? 0 : attended * (of.p.H + of.p.Dv));
+      const int64_t reads =
+          plan.rows * (ceil_div(plan.first_rows, kTileRows) * plan.first_columns +
+                       ceil_div(plan.second_rows, kTileRows) * plan.second_columns) +
+          (resident ? 0 : attended * (of.p.H + of.p.Dv));
       if (reads < least) least = reads, best = plan;
     }
   return best;

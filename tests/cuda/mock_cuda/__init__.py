@@ -41,6 +41,9 @@ LAUNCH = ctypes.CFUNCTYPE(
 # Address, bytes, and which: new, of a call; new, for good; something is written there.
 MEMORY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
 OF_TENSOR, OF_GPU, FILLED = range(3)
+PLAN = (
+    "groups", "blocks", "rows", "sentences", "units", "hidden", "features", "resident", "bytes",
+)  # fmt: skip
 NON_BLOCKING = 1  # a flag of streams: the legacy stream does not wait for it
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of a capture
 
@@ -186,6 +189,13 @@ class Mock:
         numbers = map(ctypes.c_int64, sizes)
         said = self._library.mock_why_not_decode(int(lstm), int(backward), *numbers)
         return said and said.decode()
+
+    def plan(self, lstm, backward, sizes, blocks, shared):
+        """How such a decoder is cut for a GPU of so many blocks and bytes: PLAN, by name."""
+        found = (ctypes.c_int * len(PLAN))()
+        numbers = map(ctypes.c_int64, (*sizes, blocks, shared))
+        self._library.mock_plan(int(lstm), int(backward), *numbers, found)
+        return dict(zip(PLAN, found, strict=True))
 
     def counters(self, stream, count):
         """The address of the counters that a call on a stream of the current device gets."""

@@ -1,6 +1,9 @@
 // What the tests change and read of the mock runtime, through ctypes.
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
+#include "cuda/kernels/persistent_plan.h"
 #include "cuda/kernels/types.h"
 #include "cuda/op/decoder.h"
 #include "cuda/runtime/counters.h"
@@ -76,9 +79,21 @@ const char* mock_calls() {
 }
 
 const char* mock_why_not() { return bahdanau_fast::gpu::kernels_f32.why_not(); }
-const char* mock_why_not_decode(int lstm, int backward, int64_t B, int64_t Tk, int64_t F, int64_t Dv,
-                                int64_t H) {
+const char* mock_why_not_decode(int lstm, int backward, int64_t B, int64_t Tk, int64_t F,
+                                int64_t Dv, int64_t H) {
   return bahdanau_fast::gpu::why_not_decode(lstm != 0, backward != 0, B, Tk, F, Dv, H);
+}
+// The plan for a GPU of so many blocks and bytes: groups, blocks, rows, sentences, units, hidden,
+// features, resident, bytes.
+void mock_plan(int lstm, int backward, int64_t B, int64_t Tk, int64_t F, int64_t Dv, int64_t H,
+               int64_t blocks, int64_t shared, int* found) {
+  bahdanau_fast::gpu::Decoder d;
+  d.lstm = lstm != 0, d.H = H;
+  d.p.B = B, d.p.Tk = Tk, d.p.H = F, d.p.Dv = Dv;
+  const auto plan = bahdanau_fast::gpu::plan_persistent(d, backward != 0, blocks, shared);
+  const int all[] = {plan.groups, plan.blocks,   plan.rows,     plan.sentences, plan.units,
+                     plan.hidden, plan.features, plan.resident, plan.bytes};
+  std::copy(std::begin(all), std::end(all), found);
 }
 void* mock_counters(void* stream, int64_t count) {
   return bahdanau_fast::gpu::counters_of(current_device(), stream, count);

@@ -1,0 +1,286 @@
+"""All steps of a decoder in one launch of csrc/cuda, run in the PTX machine with all blocks alive.
+
+Against the CPU's operators in fp64, with what single steps in the same dtype are off by as measure.
+"""
+
+import ctypes
+import dataclasses
+import subprocess
+
+import cells
+import pytest
+import torch
+from built import needs_compiler
+from driven import CudaPtx, needs_nvcc
+from machine import build
+from machine.launch import Order
+from machine.parse import PtxError
+from mock_cuda import FILLED
+from planted import changed, line_of
+
+from bahdanau_fast.ops import decode_on_gpu
+from bahdanau_fast.ops.attention import NEED
+from bahdanau_fast.ops.decode_arguments import Arguments, Rest
+from bahdanau_fast.ops.operator import operators
+from bahdanau_fast.parity import allowed, error
+
+pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+NEEDS = NEED["keys"] | NEED["values"] | NEED["w_v"]
+NAMES = (
+    "states", "cells", "contexts", "queries", "weights",
+    "grad_gates", "grad_first", "grad_first_cell", "grad_queries", "keys", "values", "w_v",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Case:
+    """A decoder; sizes are multiples of 32, as its launch takes them."""
+
+    lstm: bool
+    B: int = 3
+    T: int = 2
+    Tk: int = 5
+    F: int = 32
+    Dv: int = 32
+    H: int = 32
+    lens: object = None
+    mask: object = None
+    dropout_p: float = 0.0
+    grads: tuple = (True, True, True, True)  # of states, last states, last cells, weights
+    scale: float = 1.0
+
+    def draw(self, dtype):
+        """The arguments of the operator and the gradients of results, in fp64, as dtype has them."""
+        G, H = (4 if self.lstm else 3) * self.H, self.H
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(*shape, std=1.0):
+            x = torch.randn(shape, generator=generator, dtype=torch.float64) * std * self.scale
+            return x.to(dtype).double()
+
+        one_layer = (1, self.B, H)
+        arguments = Arguments(
+            inputs=drawn(self.T, self.B, G),
+            w_inputs=torch.eye(G, dtype=torch.float64),
+            input_bias=torch.zeros(G, dtype=torch.float64),
+            hidden=drawn(*one_layer, std=0.5),
+            cell=drawn(*one_layer) if self.lstm else None,
+            keys=drawn(self.B, self.Tk, self.F),
+            values=drawn(self.B, self.Tk, self.Dv),
+            w_query=drawn(self.F, H, std=H**-0.5),
+            w_v=drawn(1, self.F, std=2 * self.F**-0.5),
+            w_context=drawn(G, self.Dv, std=self.Dv**-0.5),
+            w_input=torch.zeros(0, G, H, dtype=torch.float64),
+            w_hidden=drawn(1, G, H, std=H**-0.5),
+            bias=torch.cat([torch.zeros(1, 3 * H).double(), drawn(1, H)], 1),
+        )
+        if self.lstm:
+            arguments = arguments._replace(bias=torch.zeros(1, 4 * H).double())
+        shapes = (self.T, self.B, H), one_layer, one_layer, (self.T, self.B, self.Tk)
+        wanted = (*self.grads[:2], self.grads[2] and self.lstm, self.grads[3])
+        grads = [drawn(*s) if want else None for s, want in zip(shapes, wanted, strict=True)]
+        return arguments, grads
+
+
+def cast(arguments, grads, dtype):
+    """Both in a dtype; gradients of weights in fp32 at the least."""
+    arguments = Arguments(*(None if x is None else x.to(dtype) for x in arguments))
+    wide = torch.promote_types(dtype, torch.float32)
+    kinds = (*[dtype] * 3, wide)
+    return arguments, [None if g is None else g.to(k) for g, k in zip(grads, kinds, strict=True)]
+
+
+def rest_of(case):
+    seed = torch.tensor([77]) if case.dropout_p else None
+    return Rest(None, None, case.lens, case.mask, None, seed, case.dropout_p)
+
+
+def by_operators(call, case, arguments, grads):
+    """Results and gradients by name, of the operators that ``call`` runs."""
+    a, rest = arguments, rest_of(case)
+    given = (
+        *(a.hidden, a.cell, a.keys, None, None, a.values, rest.valid_lens, rest.mask),
+        *(a.w_query, a.w_v, a.w_context, a.w_input, a.w_hidden, a.bias, None),
+        *(rest.seed, rest.dropout_p),
+    )
+    kept = call("decode", a.inputs, *given, True)
+    kept = tuple(x.clone() for x in kept)
+    states, cells_, contexts, queries, weights, gates = kept
+    found = call("decode_backward", *given, states, cells_, queries, weights, gates, *grads)
+    *first, grad_contexts, scores, dropped = (x.clone() for x in found)
+    dropped = weights if dropped.numel() == 0 else dropped
+    by_row = [x.transpose(0, 1) for x in (dropped, grad_contexts, scores, queries)]
+    memory = call(
+        "attend_backward_keys",
+        *(*by_row[:3], NEEDS, by_row[3], a.keys, a.values, a.w_v, rest.valid_lens, rest.mask),
+        *(None, None),
+    )
+    made = (states, cells_, contexts, queries, weights, *first, *(x.clone() for x in memory))
+    return dict(zip(NAMES, made, strict=True))
+
+
+def by_steps(case, arguments, grads):
+    """The same by single steps of torch's products and cells, and the CPU's attention."""
+    rest = rest_of(case)
+    with cells.on_the_cpu(), torch.no_grad():
+        kept = decode_on_gpu.forward("cuda", arguments.inputs, arguments, rest, keep=True)
+        found = decode_on_gpu.backward("cuda", arguments, rest, kept, grads, NEEDS)
+    return dict(zip(NAMES, (*kept[:5], *found[:4], *found[4]), strict=True))
+
+
+def on_cpu(name, *arguments):
+    return operators[name].overload(*arguments)
+
+
+def check(kernels, case, dtype, multiprocessors=4):
+    arguments, grads = case.draw(dtype)
+    exact = by_operators(on_cpu, case, arguments, grads)
+    given = cast(arguments, grads, dtype)
+    steps = by_steps(case, *given)
+    kernels.begin(multiprocessors, dtype)
+    ours = by_operators(kernels.operator, case, *given)
+    for name, want in exact.items():
+        limit = allowed(
+            error(steps[name], want), float(want.abs().max()) if want.numel() else 0, dtype
+        )
+        assert error(ours[name], want) <= limit, name
+
+
+LENS = torch.tensor([3, 0, 5])
+MASK = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).bool().unsqueeze(1)
+CASES = {
+    "plain": {},
+    "lens": {"lens": LENS},
+    "lens of floats": {"lens": torch.tensor([2.5, 9.0, -1.0])},
+    "mask": {"mask": MASK},
+    "mask and lens": {"mask": MASK, "lens": LENS},
+    "dropout": {"dropout_p": 0.4, "lens": LENS},
+    "states alone": {"grads": (True, False, False, False)},
+    "weights alone": {"grads": (False, False, False, True)},
+    "one row, one key": {"B": 1, "Tk": 1, "T": 1},
+    "more rows than blocks": {"B": 19, "T": 2},
+    "odd sizes": {"B": 11, "T": 3, "Tk": 37, "F": 96, "Dv": 160, "H": 224},
+    "many steps": {"B": 2, "T": 60},
+    "large": {"scale": 4.0},
+}
+
+
+CELLS = pytest.mark.parametrize("lstm", [False, True], ids=["gru", "lstm"])
+
+
+@CELLS
+@pytest.mark.parametrize("name", CASES)
+def test_every_option(name, lstm):
+    check(CudaPtx("90a"), Case(lstm, **CASES[name]), BF16)
+
+
+@pytest.mark.deep
+@CELLS
+@pytest.mark.parametrize("arch", ["80", "90a"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_option_in_half(name, arch, lstm):
+    check(CudaPtx(arch), Case(lstm, **CASES[name]), FP16)
+
+
+CUTS = {  # groups, sentences of a block, whether keys and values stay, by multiprocessors and bytes
+    (1, 1, 1): ({"B": 5, "H": 64}, 16, 227 << 10),
+    (1, 3, 1): ({"B": 8}, 3, 227 << 10),
+    (2, 1, 1): ({"B": 12}, 13, 227 << 10),
+    (4, 3, 1): ({"B": 27, "Tk": 3}, 12, 227 << 10),
+    (1, 2, 0): ({"B": 8, "Tk": 200, "F": 64, "Dv": 64}, 7, 96 << 10),
+    (2, 2, 0): ({"B": 17, "Tk": 200, "F": 64, "Dv": 64}, 10, 96 << 10),
+}
+
+
+@CELLS
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_every_cut(cut, lstm):
+    sizes, multiprocessors, shared = CUTS[cut]
+    case, kernels = Case(lstm, **sizes), CudaPtx("90a", shared=shared)
+    for backward in (False, True):
+        of = case.B, case.Tk, case.F, case.Dv, case.H
+        plan = kernels.gpu.plan(lstm, backward, of, multiprocessors, shared)
+        assert (plan["groups"], plan["sentences"], plan["resident"]) == cut
+    check(kernels, case, BF16, multiprocessors)
+
+
+@pytest.mark.deep
+@CELLS
+@pytest.mark.parametrize("arch", ["80", "90a"])
+@pytest.mark.parametrize("order", [Order.BACKWARDS, Order.RANDOM])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_any_order_of_blocks_and_warps(cut, order, arch, lstm):
+    sizes, multiprocessors, shared = CUTS[cut]
+    kernels = CudaPtx(arch, shared=shared, order=order, seed=1)
+    check(kernels, Case(lstm, **sizes), BF16, multiprocessors)
+
+
+WAIT, SYNC = ("group.wait();", "bra"), ("__syncthreads()", "bar.sync")
+ARRIVE, ACQUIRE = "red.release.gpu.global.add.u32", "ld.acquire.gpu.global.u32"
+BOTH, FORWARD, BACKWARD = "persistent.h", "persistent_forward.h", "persistent_backward.h"
+# As MISTAKES of test_cuda.py.
+MISTAKES = {
+    "no barrier past the queries": (FORWARD, "add_inputs(t);", WAIT),
+    "no barrier past the contexts": (FORWARD, "attend(t, s);", WAIT),
+    "no barrier past the states": (FORWARD, "if (t + 1 == f.T) break;", WAIT),
+    "no barriers backward": (BACKWARD, "void meet() {", WAIT),
+    "a counter that releases nothing": (
+        "device.h", "all += blocks;", ("red.release", ARRIVE, ARRIVE.replace("release", "relaxed")),
+    ),
+    "a counter that acquires nothing": (
+        "device.h", "unsigned now = 0;",
+        ("ld.acquire", ACQUIRE, ACQUIRE.replace("acquire", "relaxed")),
+    ),
+    "a block that does not meet its own": ("device.h", "void arrive() {", SYNC),
+    "a stale copy in the L1": (
+        "device.h", "Bytes16 load16_of_others(", ("__ldcg", "ld.global.cg", "ld.global.nc"),
+    ),
+    "sums before they are laid down": (BOTH, "sums[m][k];", SYNC),
+    "parts before they are read": (BOTH, "store(r0 + r, b0 + n, sum);", SYNC),
+    "before scores": (FORWARD, "2.0f * kLog2e, this->query);", SYNC),
+    "before the softmax": (FORWARD, "sees(p, b, 0, j) ? score : -INFINITY;", SYNC),
+    "before values": (FORWARD, "x * dropout.factor(b, j);", SYNC),
+    "before the mean": (BACKWARD, "sum * dropout.factor(b, j) + others;", SYNC),
+    "after the mean": (BACKWARD, "mean = warp_sum(mean);", SYNC),
+    "before keys": (BACKWARD, "this->scores[j] = score;", SYNC),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake):
+    file, after, (word, opcode, *new) = MISTAKES[mistake]
+    change = changed(opcode, file, line_of(file, after, word), *new)
+    with pytest.raises(PtxError, match=r"race:|where nothing was written|reads it as constant"):
+        check(CudaPtx("90a", change=change), Case(False, B=9, T=3), BF16)
+
+
+def test_a_counter_that_was_not_reset_is_found():
+    class Left(CudaPtx):
+        def _memory(self, address, size, which):
+            super()._memory(address, size, which)
+            if which == FILLED and size % 128 == 0 and size < 1024:  # what a launch of before left
+                (ctypes.c_uint32 * (size // 4)).from_address(address)[0] = 4
+
+    with pytest.raises((PtxError, AssertionError)):
+        check(Left("90a"), Case(False, B=9, T=3), BF16)
+
+
+def test_a_state_that_is_read_a_step_early_is_found(tmp_path):
+    """The kernel is compiled anew, from a changed copy of its source."""
+    kernels = build.SOURCES / "cuda" / "kernels"
+    text, right = (kernels / FORWARD).read_text(), "at(f.states, t, 0, f.H)"
+    assert text.count(right) == 1
+    (tmp_path / FORWARD).write_text(text.replace(right, "at(f.states, t + 1, 0, f.H)"))
+    (tmp_path / "early.cu").write_text(
+        f'#include "{FORWARD}"\nnamespace bahdanau_fast::gpu {{\ntemplate __global__ void '
+        "persistent_forward<bf16, false>(const Persistent<DecoderForward>);\n}\n"
+    )
+    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-arch=sm_90a", "-lineinfo", "-ptx"]
+    made = tmp_path / "early.ptx"
+    folders = (f"-I{folder}" for folder in (kernels, build.SOURCES))
+    command = [build.NVCC, *flags, *folders, str(tmp_path / "early.cu"), "-o", str(made)]
+    subprocess.run(command, check=True)
+    with pytest.raises(PtxError, match="where nothing was written"):
+        check(CudaPtx("90a", change=lambda _: made.read_text()), Case(False, B=9, T=3), BF16)
