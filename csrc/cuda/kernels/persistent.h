@@ -136,18 +136,19 @@ struct PersistentBlock {
       const T* const row = x + mine * stride + lane % 4 * U;
 #pragma unroll 1
       for (int r0 = 0; r0 < count; r0 += kTileRows) {
-        float sums[kTileRows / 16][4] = {};
-        add_products(of_lane + r0 * pitch, int(ceil_div(smaller(kTileRows, count - r0), 16)), pitch,
-                     row, begin, end, sums);
-#pragma unroll
-        for (int m = 0; m < kTileRows / 16; ++m)
-#pragma unroll
-          for (int k = 0; k < 4; ++k)
-            part[(m * 16 + lane / 4 + k / 2 * 8) * kTileBatch + lane % 4 * 2 + k % 2] = sums[m][k];
+        const int count_here = int(smaller(kTileRows, count - r0));
+        const T* const from = of_lane + r0 * pitch;
+        if (count_here > 48)
+          add_products<4>(from, pitch, row, begin, end, part);
+        else if (count_here > 32)
+          add_products<3>(from, pitch, row, begin, end, part);
+        else if (count_here > 16)
+          add_products<2>(from, pitch, row, begin, end, part);
+        else
+          add_products<1>(from, pitch, row, begin, end, part);
         __syncthreads();
         const int wide = across * kTileBatch;
-        for (int at = threadIdx.x; at < int(smaller(kTileRows, count - r0)) * wide;
-             at += kPersistentThreads) {
+        for (int at = threadIdx.x; at < count_here * wide; at += kPersistentThreads) {
           const int r = at / wide, n = at - r * wide;
           if (b0 + n >= rows) continue;
           float sum = 0;
@@ -161,25 +162,31 @@ struct PersistentBlock {
     }
   }
 
-  // The warp's tile: `tiles` times 16 rows, from piece `begin` of the columns to `end`.
-  static __device__ __forceinline__ void add_products(const T* weight, int tiles, int pitch,
-                                                      const T* row, int begin, int end,
-                                                      float (&sums)[kTileRows / 16][4]) {
-    constexpr int W = 16;  // loads in flight
-#pragma unroll 1
-    for (int from = begin; from < end; from += W) {
-      Bytes16 x[W];
+  // The warp's tile of 16 `tiles` rows, from piece `begin` of the columns to `end`, into its part.
+  template <int tiles>
+  static __device__ __forceinline__ void add_products(const T* weight, int pitch, const T* row,
+                                                      int begin, int end, float* part) {
+    constexpr int W = 8;  // loads in flight, twice
+    float sums[tiles][4] = {};
+    Bytes16 x[W], next[W];
+    const auto load = [&](int from, Bytes16* to) {
 #pragma unroll
       for (int k = 0; k < W; ++k)
-        if (from + k < end) x[k] = load16_of_others(row + (from + k) * kDepth);
+        to[k] = from + k < end ? load16_of_others(row + (from + k) * kDepth) : Bytes16{};
+    };
+    load(begin, next);
+#pragma unroll 1
+    for (int from = begin; from < end; from += W) {
 #pragma unroll
-      for (int k = 0; k < W; ++k) {
-        if (from + k >= end) break;
+      for (int k = 0; k < W; ++k) x[k] = next[k];
+      load(from + W, next);
 #pragma unroll
-        for (int m = 0; m < kTileRows / 16; ++m) {
-          if (m >= tiles) break;
-          const T* const at = weight + m * 16 * pitch + (from + k) * kDepth;
-          const Bytes16 a = bytes_at(at), b = bytes_at(at + 8 * pitch);
+      for (int k = 0; k < W; ++k) {  // past the last piece that again, times zero
+        const T* const piece = weight + smaller(from + k, end - 1) * kDepth;
+#pragma unroll
+        for (int m = 0; m < tiles; ++m) {
+          const Bytes16 a = bytes_at(piece + m * 16 * pitch),
+                        b = bytes_at(piece + (m * 16 + 8) * pitch);
 #pragma unroll
           for (int c = 0; c < 4; c += 2)
             multiply_add<T>(sums[m], a.word[c], b.word[c], a.word[c + 1], b.word[c + 1],
@@ -187,6 +194,12 @@ struct PersistentBlock {
         }
       }
     }
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int m = 0; m < tiles; ++m)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        part[(m * 16 + lane / 4 + k / 2 * 8) * kTileBatch + lane % 4 * 2 + k % 2] = sums[m][k];
   }
 
   // ---- attention ----
