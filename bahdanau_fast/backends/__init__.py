@@ -11,6 +11,7 @@ import platform
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from bahdanau_fast.backends.route import (
 )
 from bahdanau_fast.backends.route import keeps_table as _keeps_table
 from bahdanau_fast.call import Call
+from bahdanau_fast.ops.decode_arguments import padded
 from bahdanau_fast.reference import TANH
 
 __all__ = [
@@ -206,29 +208,49 @@ def keeps_table(backend: str, projected_keys: Tensor) -> bool:
 
 
 def decide_decoder(
-    plain: bool, dtype: torch.dtype, projected_keys: Tensor, values: Tensor
-) -> tuple[str, torch.dtype | None, str]:
-    """The backend that attends in a decoder, the dtype of one operator for all steps, and why.
+    plain: bool,
+    dtype: torch.dtype,
+    projected_keys: Tensor,
+    values: Tensor,
+    cells: tuple[bool, int, int],
+    greedy: bool = False,
+) -> tuple[str | None, torch.dtype | None, str]:
+    """What :func:`route.route_decoder` says of a decoder, the backend in front of its words.
 
-    ``plain`` is of :class:`route.DecoderFacts`, ``dtype`` of the inputs; there is none where steps
-    go one by one. Raises ValueError as :func:`resolve`.
+    Args:
+        plain: as in :class:`route.DecoderFacts`.
+        dtype: of the inputs.
+        projected_keys: (B,Tk,F).
+        values: (B,Tk,Dv).
+        cells: whether they are an LSTM's, layers and H.
+        greedy: as in :class:`route.DecoderFacts`.
+
+    Raises:
+        ValueError: as :func:`resolve`.
     """
+    (lstm, layers, units), device, records = cells, values.device, torch.is_grad_enabled()
+    sizes = projected_keys.shape[2], values.shape[2], units
+    sizes = *values.shape[:2], *(padded(size, device.type) for size in sizes)
     step = is_cuda_step(False, 1, projected_keys.shape[2], general=False)
     dtypes = {dtype, projected_keys.dtype, values.dtype}
-    autocast = checks.autocast_dtype(values.device)
+    autocast = checks.autocast_dtype(device)
     if torch.float64 in dtypes:  # which autocast leaves alone
         autocast = None
     facts = DecoderFacts(
         plain=plain,
-        device=values.device.type,
-        backend=resolve(values.device, dtype=autocast or dtype, step=step),
+        device=device.type,
+        backend=resolve(device, dtype=autocast or dtype, step=step),
         dtypes=frozenset(dtypes if autocast is None else {autocast}),
         autocast=autocast is not None,
         empty=0 in values.shape,
         traced=torch.compiler.is_compiling(),
         plain_only=checks.in_transform(),
+        layers=layers,
+        greedy=greedy,
+        problem=partial(availability.one_launch_problem, device, lstm, records, sizes),
     )
-    return facts.backend, *route_decoder(facts)
+    loop, found, why = route_decoder(facts)
+    return loop, found, f"{facts.backend}: {why}"
 
 
 def _asked(name: str | None) -> str | None:

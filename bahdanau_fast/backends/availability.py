@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["cpu_problem", "cuda_problem", "interpreted", "triton_problem"]
+__all__ = ["cpu_problem", "cuda_problem", "interpreted", "one_launch_problem", "triton_problem"]
 
 # The stable ABI the extensions are built against.
 TORCH = (2, 10)
@@ -89,6 +89,21 @@ def _does_not_run() -> str | None:
             gpu = f"cuda:{device} (compute capability {_dotted(capability)})"
             return f"the CUDA extension does not run on {gpu}: {problem}"
     return None
+
+
+def one_launch_problem(
+    device: torch.device, lstm: bool, backward: bool, sizes: tuple[int, ...]
+) -> str | None:
+    """What keeps all steps of a decoder from one launch on a GPU, with backward from two; or None.
+
+    ``sizes`` are B, Tk, F, Dv and H; the CUDA extension is loaded.
+    """
+    decodes = importlib.import_module("bahdanau_fast._C_cuda").decodes
+    with torch.cuda.device(device):
+        problem: str | None = decodes(lstm, False, *sizes)
+        if problem is None and backward:
+            problem = decodes(lstm, True, *sizes)
+    return problem
 
 
 def _too_old(capability: tuple[int, int]) -> str:

@@ -6,6 +6,7 @@ memory; whoever executes its answer asks nothing again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -243,7 +244,7 @@ def keeps_table(backend: str, elements: int, queries_len: int) -> bool:
 
 
 class DecoderFacts(NamedTuple):
-    """What decides whether all steps of a decoder are one operator."""
+    """What decides whether all steps of a decoder are one operator, and on a GPU one launch."""
 
     plain: bool  # nothing but the parameters of its layers decides what they compute
     device: str  # as in Facts; likewise autocast, traced and plain_only
@@ -253,15 +254,23 @@ class DecoderFacts(NamedTuple):
     empty: bool  # a size is zero
     traced: bool
     plain_only: bool
+    layers: int
+    greedy: bool  # each step reads the token that the last one wrote
+    # What the CUDA extension has against one launch; asked if nothing else is against it.
+    problem: Callable[[], str | None]
 
 
-def route_decoder(facts: DecoderFacts) -> tuple[torch.dtype | None, str]:
-    """The dtype that one operator computes all steps of a decoder in, or None; and why."""
+def route_decoder(facts: DecoderFacts) -> tuple[str | None, torch.dtype | None, str]:
+    """How all steps of a decoder are computed: the loop, the dtype, and why.
+
+    The loop is the backend that attends in a loop over the steps, or None: all are one operator,
+    on a GPU one launch. There is no dtype where steps are calls of the layers, one by one.
+    """
     dtype, *others = facts.dtypes
     of_cpu = facts.backend == "cpu"
     if of_cpu and facts.autocast:  # more exact, and one operator in fp32 is the faster way
         dtype = torch.float32
-    against = (
+    why = _first(
         (facts.traced, "traced code takes them one by one"),
         (facts.plain_only, "a transform or a trace knows plain operations only"),
         (facts.backend == "reference", "the reference has no operator for all of them"),
@@ -271,7 +280,22 @@ def route_decoder(facts: DecoderFacts) -> tuple[torch.dtype | None, str]:
         (facts.empty, "there is nothing to compute"),
         (not facts.plain, "a layer is more than its parameters"),
     )
-    why = next((reason for holds, reason in against if holds), None)
     if why is not None:
-        return None, f"step by step: {why}"
-    return dtype, "one operator: nothing but its launches is left of a step"
+        return None, None, f"step by step: {why}"
+    if of_cpu:
+        return None, dtype, "one operator: its C++ takes all steps"
+    why = _first(
+        (facts.backend != "cuda", "CUDA C++ alone has it"),
+        (dtype.itemsize > 2, f"it has no {dtype}"),
+        (facts.layers > 1, f"it has one layer, not {facts.layers}"),
+        (facts.greedy, "it takes inputs that are given"),
+    )
+    why = why or facts.problem()
+    if why is None:
+        return None, dtype, "one launch: all that a step needs stays on the GPU"
+    return facts.backend, dtype, f"a loop of launches, no layer called; not one launch: {why}"
+
+
+def _first(*against: tuple[bool, str]) -> str | None:
+    """The reason of the first that holds, or None."""
+    return next((reason for holds, reason in against if holds), None)

@@ -11,7 +11,7 @@ from bahdanau_fast import checks
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.base import KeepsWeights
-from bahdanau_fast.modules.decoder_loop import decode_given
+from bahdanau_fast.modules.decoder_loop import decode_given, explain
 
 __all__ = ["AttentionGRU", "AttentionLSTM"]
 
@@ -81,6 +81,46 @@ class _AttentionRNN(KeepsWeights):
             TypeError, ValueError: neither or both of ``keys`` and ``memory``, or sizes that do not
                 fit.
         """
+        steps, hidden, memory = self._given(inputs, hidden, keys, values, valid_lens, memory)
+        decoded = decode_given(self.attention, self.rnn, steps, hidden, memory)
+        self.attention_weights = decoded.weights.transpose(0, 1)
+        outputs = decoded.features
+        return outputs.transpose(0, 1) if self.batch_first else outputs, decoded.hidden
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def explain(
+        self,
+        inputs: Tensor,
+        hidden: Any = None,
+        keys: Tensor | None = None,
+        values: Tensor | None = None,
+        valid_lens: Tensor | None = None,
+        *,
+        memory: Memory | None = None,
+    ) -> str:
+        """How a call with these inputs would be computed, and why; projects the keys, no more.
+
+        On a GPU "one launch" takes all steps, or "a loop" launches each. "One operator" takes them
+        on the CPU. "Step by step" calls the layers. Arguments and errors are those of a call.
+
+        >>> AttentionGRU(8, 16).explain(torch.zeros(7, 4, 8), keys=torch.zeros(4, 9, 16))
+        'cpu: one operator: its C++ takes all steps'
+        """
+        steps, _, memory = self._given(inputs, hidden, keys, values, valid_lens, memory)
+        return explain(self.attention, self.rnn, steps, memory)
+
+    def _given(
+        self,
+        inputs: Tensor,
+        hidden: Any,
+        keys: Tensor | None,
+        values: Tensor | None,
+        valid_lens: Tensor | None,
+        memory: Memory | None,
+    ) -> tuple[Tensor, Any, Memory]:
+        """Inputs (T,B,E), hidden state and memory of a call."""
         if (keys is None) == (memory is None):
             got = "neither" if keys is None else "both"
             checks.reject(TypeError, "exactly one of keys and memory", "be given", got)
@@ -97,13 +137,7 @@ class _AttentionRNN(KeepsWeights):
         elif isinstance(self.rnn, nn.LSTM) and not isinstance(hidden, tuple):
             checks.reject(TypeError, "hidden", "be a pair of tensors", type(hidden).__name__)
         self._check(steps, hidden, *memory.values.shape)
-        decoded = decode_given(self.attention, self.rnn, steps, hidden, memory)
-        self.attention_weights = decoded.weights.transpose(0, 1)
-        outputs = decoded.features
-        return outputs.transpose(0, 1) if self.batch_first else outputs, decoded.hidden
-
-    if TYPE_CHECKING:
-        __call__ = forward
+        return steps, hidden, memory
 
     def _check(self, steps: Tensor, hidden: object, batch: int, _: int, value_size: int) -> None:
         """Inputs (T,B,E) and the hidden state for values (B,Tk,Dv)."""
@@ -124,7 +158,7 @@ class AttentionGRU(_AttentionRNN):
     """A GRU that attends at every step (Bahdanau, Cho and Bengio 2014), over given inputs.
 
     ``context_t = attention(h_top[t-1], keys)`` goes in front of input t into the first layer.
-    All steps are one operator, forward and backward; see :func:`decoder_loop.decode_given`. Its
+    All steps are one operator, forward and backward; :meth:`explain` says where they are not. Its
     ``attention`` and ``rnn`` have the names of the course's decoder, so a ``state_dict`` of one
     loads into the other. Hooks of ``attention`` run at every step, with queries and memory as its
     arguments.

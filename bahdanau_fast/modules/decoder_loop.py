@@ -18,7 +18,7 @@ from bahdanau_fast.modules.layers import is_unchanged, plain_dropout, plain_weig
 from bahdanau_fast.ops import decode
 from bahdanau_fast.ops.dropout import dropout_seed
 
-__all__ = ["attend_step", "decode_given", "decode_greedily"]
+__all__ = ["attend_step", "decode_given", "decode_greedily", "explain"]
 
 
 class Sequence(NamedTuple):
@@ -58,11 +58,11 @@ def decode_given(
     step: Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]] | None = None,
 ) -> Sequence:
     """All steps of inputs (T,B,E), in one operator if possible; else by ``step`` or attend_step."""
-    # It is possible on the CPU, in fp32 and fp64, and on a GPU in what its kernels compute, if the
-    # layers are unmodified (no hooks, no replaced or patched layers) and nothing traces or
-    # transforms the call, which compiled code leaves out of its graphs. Both give the same results,
-    # except for the order of sums and of random numbers. Under autocast one operator computes in
-    # its dtype, on the CPU in fp32.
+    # It is possible on the CPU, in fp32 and fp64, and on a GPU in what its kernels compute, in one
+    # launch or in a loop of them, if the layers are unmodified (no hooks, no replaced or patched
+    # layers) and nothing traces or transforms the call, which compiled code leaves out of its
+    # graphs. All give the same results, except for the order of sums and of random numbers. Under
+    # autocast one operator computes in its dtype, on the CPU in fp32.
     if inputs.shape[0] == 0:
         checks.reject(ValueError, "inputs", "have at least one step", tuple(inputs.shape))
     run = _between_graphs if _breaks_graphs() else _decode_given
@@ -96,9 +96,9 @@ def _decode_given(
     step: Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]] | None,
 ) -> Sequence:
     if step is None:
-        backend, dtype = _operator(attention, rnn, inputs.dtype, memory)
+        loop, dtype = _operator(attention, rnn, inputs.dtype, memory)[:2]
         if dtype is not None:
-            return _decode(backend, dtype, attention, rnn, inputs, hidden, memory)
+            return _decode(loop, dtype, attention, rnn, inputs, hidden, memory)
         step = partial(attend_step, attention, rnn)
     features, weights = [], []
     for of_step in inputs.unbind(0):
@@ -130,20 +130,25 @@ def decode_greedily(
         and embedding.weight.dtype == dense.weight.dtype
     ):
         return None
-    backend, dtype = _operator(attention, rnn, embedding.weight.dtype, memory)
+    loop, dtype = _operator(attention, rnn, embedding.weight.dtype, memory, True)[:2]
     if dtype is None:
         return None
     arguments, rest = _inputs(dtype, attention, rnn, embedding.weight, hidden, memory)
     bias = dense.weight.new_zeros(len(dense.weight)) if dense.bias is None else dense.bias
     of_dense = dense.weight.to(dtype), bias.to(dtype)
     given = (arguments, rest, of_dense, left_out, marks, max_steps)
-    return decode.decode_greedily(*given, backend)
+    return decode.decode_greedily(*given, loop)
+
+
+def explain(attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, memory: Memory) -> str:
+    """How all steps of inputs (T,B,E) would be computed, and why."""
+    return _operator(attention, rnn, inputs.dtype, memory)[2]
 
 
 def _operator(
-    attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Memory
-) -> tuple[str, torch.dtype | None]:
-    """The backend of one operator for all steps, and its dtype; None where they run one by one."""
+    attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Memory, greedy: bool = False
+) -> tuple[str | None, torch.dtype | None, str]:
+    """As :func:`backends.decide_decoder`."""
     plain = (
         type(attention) is AdditiveAttention
         and is_unchanged(attention)
@@ -156,7 +161,9 @@ def _operator(
         and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
     )
-    return backends.decide_decoder(plain, dtype, memory.projected.keys, memory.values)[:2]
+    cells = (type(rnn) is nn.LSTM, rnn.num_layers, rnn.hidden_size) if plain else (False, 0, 0)
+    keys, values = memory.projected.keys, memory.values
+    return backends.decide_decoder(plain, dtype, keys, values, cells, greedy)  # type: ignore[arg-type]
 
 
 def _inputs(
@@ -192,7 +199,7 @@ def _inputs(
 
 
 def _decode(
-    backend: str,
+    loop: str | None,
     dtype: torch.dtype,
     attention: AdditiveAttention,
     rnn: nn.GRU | nn.LSTM,
@@ -208,7 +215,7 @@ def _decode(
     dropout_p = plain_dropout(attention.dropout) or 0.0
     seed = dropout_seed(dropout_p, inputs)
     rest = rest._replace(masks=masks, seed=seed, dropout_p=dropout_p)
-    decoded = decode.decode(arguments, rest, backend)
+    decoded = decode.decode(arguments, rest, loop)
     of_states, of_weights = _dtypes_of_steps(rnn, inputs, dtype)
     weights = decoded.weights.to(of_weights)
     keep(attention, weights[-1].unsqueeze(1))

@@ -8,7 +8,8 @@ first layer, beside inputs whose part of the gates is computed for all steps in 
 
 ``decode`` leaves behind what backward needs, or with ``keep=False`` of the last step only;
 ``decode_greedy`` feeds back the likeliest token until every row has ended. These operators are for
-CPU tensors; :mod:`ops.decode_on_gpu` does what they do for those of a GPU.
+CPU tensors and, where all steps are one launch, for those of a GPU; else
+:mod:`ops.decode_on_gpu` does there what they do.
 
 What does not have to wait for a step is left out of the loop: the gradients of all weights are one
 product each over all steps, those of keys, values and w_v one pass over the keys.
@@ -47,12 +48,20 @@ class Decoded(NamedTuple):
     weights: Tensor  # (T,B,Tk), fp64 for fp64 and else fp32
 
 
-def decode(arguments: Arguments, rest: Rest, backend: str = "cpu") -> Decoded:
-    """All steps, forward and backward; the backend attends."""
+def decode(arguments: Arguments, rest: Rest, loop: str | None = None) -> Decoded:
+    """All steps, forward and backward: the operators, or a loop in which a backend attends."""
+    units = arguments.hidden.shape[2]
     with without_autocast(arguments.keys.device):
+        if loop is None:
+            arguments = arguments.padded()
         if checks.needs_gradient(*arguments):
-            return Decoded(*_Decode.apply(*arguments, rest, backend))  # type: ignore[no-untyped-call]
-        return _decoded(_forward(arguments, rest, backend, keep=False))
+            found = Decoded(*_Decode.apply(*arguments, rest, loop))  # type: ignore[no-untyped-call]
+        else:
+            found = _decoded(_forward(arguments, rest, loop, keep=False))
+    if arguments.hidden.shape[2] == units:
+        return found
+    features, hidden, cell = (x[..., :units] for x in found[:3])
+    return Decoded(features, hidden, cell, found.weights)
 
 
 def decode_greedily(
@@ -62,19 +71,19 @@ def decode_greedily(
     left_out: list[int],
     marks: tuple[int, int, int],
     max_steps: int,
-    backend: str = "cpu",
+    loop: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens (B,T) and weights (B,T,Tk) until every row has ended; without gradients.
 
     ``dense`` is the output layer's weight (V,H) and bias (V,); ``left_out`` are tokens it must not
     choose; ``marks`` the first input, the token that ends a row, and the padding after it.
     """
-    if backend != "cpu":
+    if loop is not None:
         below = torch._C._AutoDispatchBelowAutograd
         with torch.no_grad(), without_autocast(arguments.keys.device), below():
-            return decode_on_gpu.write(backend, arguments, rest, dense, left_out, marks, max_steps)
+            return decode_on_gpu.write(loop, arguments, rest, dense, left_out, marks, max_steps)
     a = arguments
-    tokens, weights = decode_greedy.overload(
+    tokens, weights = decode_greedy.now(
         *(a.inputs.contiguous(), a.w_inputs, a.input_bias, *_in_order(a, rest)[:-3]),
         *(dense[0].contiguous(), dense[1].contiguous()),
         *(torch.tensor(left_out, dtype=torch.int64), *marks, max_steps),
@@ -135,14 +144,14 @@ def _in_order(arguments: Arguments, rest: Rest) -> tuple[Any, ...]:
     )
 
 
-def _forward(arguments: Arguments, rest: Rest, backend: str, keep: bool) -> tuple[Tensor, ...]:
+def _forward(arguments: Arguments, rest: Rest, loop: str | None, keep: bool) -> tuple[Tensor, ...]:
     """The results of the operator ``decode``."""
     gates = _input_gates(arguments)
-    if backend == "cpu":
-        results: tuple[Tensor, ...] = _decode.overload(gates, *_in_order(arguments, rest), keep)
+    if loop is None:
+        results: tuple[Tensor, ...] = _decode.now(gates, *_in_order(arguments, rest), keep)
         return results
     with torch._C._AutoDispatchBelowAutograd():
-        return decode_on_gpu.forward(backend, gates, arguments, rest, keep)
+        return decode_on_gpu.forward(loop, gates, arguments, rest, keep)
 
 
 def _decoded(results: tuple[Tensor, ...]) -> Decoded:
@@ -153,11 +162,11 @@ def _decoded(results: tuple[Tensor, ...]) -> Decoded:
 class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *tensors, rest, backend = inputs
+        *tensors, rest, loop = inputs
         arguments = Arguments(*tensors)
-        results = _forward(arguments, rest, backend, keep=True)
+        results = _forward(arguments, rest, loop, keep=True)
         ctx.save_for_backward(*arguments, *rest[:-1], *results)
-        ctx.dropout_p, ctx.backend = rest.dropout_p, backend
+        ctx.dropout_p, ctx.loop = rest.dropout_p, loop
         ctx.set_materialize_grads(False)
         return _decoded(results)
 
@@ -173,7 +182,7 @@ class _Decode(torch.autograd.Function):
             if torch.is_grad_enabled():
                 found = _gradients_again(arguments, rest, grads, needed)
             else:
-                found = _gradients(arguments, rest, saved[-6:], grads, needed, ctx.backend)
+                found = _gradients(arguments, rest, saved[-6:], grads, needed, ctx.loop)
         wanted = (grad if need else None for grad, need in zip(found, needed, strict=True))
         return (*wanted, None, None)
 
@@ -199,11 +208,11 @@ def _gradients(
     results: tuple[Tensor, ...],
     grads: tuple[Tensor | None, ...],
     needed: Arguments,
-    backend: str,
+    loop: str | None,
 ) -> Arguments:
     states, _, contexts, *_ = results
     needs = needs_of(("keys", "values", "w_v"), (needed.keys, needed.values, needed.w_v))  # type: ignore[arg-type]
-    through = _through_steps if backend == "cpu" else partial(decode_on_gpu.backward, backend)
+    through = _through_steps if loop is None else partial(decode_on_gpu.backward, loop)
     grad_gates, grad_first, grad_first_cell, grad_queries, of_memory = through(
         arguments, rest, results, grads, needs
     )
@@ -247,12 +256,12 @@ def _through_steps(
     if a.cell is None:
         contiguous[2] = None
     kept = states, cells, queries, weights, gates
-    *found, grad_contexts, grad_scores, dropped = _decode_backward.overload(
+    *found, grad_contexts, grad_scores, dropped = _decode_backward.now(
         *_in_order(a, rest), *kept, *contiguous
     )
-    dropped = weights if dropped.numel() == 0 else dropped
+    dropped = weights.to(a.values.dtype) if dropped.numel() == 0 else dropped
     by_row = [part.transpose(0, 1) for part in (dropped, grad_contexts, grad_scores, queries)]
-    of_memory = attend_backward_keys.overload(
+    of_memory = attend_backward_keys.now(
         *(*by_row[:3], needs, by_row[3], a.keys, a.values, a.w_v),
         *(rest.valid_lens, rest.mask, rest.table, rest.keys_max),
     )
@@ -270,12 +279,13 @@ def _fake(
 ) -> tuple[Tensor, ...]:
     (layers, batch, units), steps = hidden.shape, input_gates.shape[0]
     kept, cells = steps if keep else 1, 0 if cell is None else layers
+    of_weights = torch.promote_types(hidden.dtype, torch.float32)
     return (
         hidden.new_empty((layers, steps + 1, batch, units)),
         hidden.new_empty((cells, steps + 1, batch, units)),
         hidden.new_empty((kept, batch, values.shape[2])),
         hidden.new_empty((kept, batch, keys.shape[2])),
-        hidden.new_empty((steps, batch, keys.shape[1])),
+        hidden.new_empty((steps, batch, keys.shape[1]), dtype=of_weights),
         hidden.new_empty((layers, kept, batch, 4 * units)),
     )
 
@@ -292,7 +302,7 @@ def _backward_fake(
         queries,
         contexts,
         weights,
-        weights.new_empty((weights.shape[0] if dropout_p > 0.0 else 0, *weights.shape[1:])),
+        hidden.new_empty((weights.shape[0] if dropout_p > 0.0 else 0, *weights.shape[1:])),
     )
 
 
@@ -300,7 +310,10 @@ def _greedy_fake(keys: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     steps = torch.library.get_ctx().new_dynamic_size(min=1)
     return (
         keys.new_empty((keys.shape[0], steps), dtype=torch.int64),
-        keys.new_empty((keys.shape[0], steps, keys.shape[1])),
+        keys.new_empty(
+            (keys.shape[0], steps, keys.shape[1]),
+            dtype=torch.promote_types(keys.dtype, torch.float32),
+        ),
     )
 
 

@@ -8,7 +8,6 @@ import torch
 from decoders import CELLS, EXACT, LENS, by_steps, call, given, layer, operator_of, results
 
 import bahdanau_fast as bf
-from bahdanau_fast.backends.route import DecoderFacts, route_decoder
 from bahdanau_fast.modules import decoder_loop
 from bahdanau_fast.ops import decode_on_gpu
 from bahdanau_fast.seq2seq import Seq2SeqAttentionDecoder
@@ -137,41 +136,10 @@ def test_greedy(loop):
             never = [0, 1] if seed % 3 else []
             tokens, weights = decoder.write(hidden, memory, never, 20)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(decoder_loop, "_operator", operator_of("cpu"))
+                patch.setattr(decoder_loop, "_operator", operator_of(None))
                 want = decoder.write(hidden, memory, never, 20)
         assert torch.equal(tokens, want[0])
         torch.testing.assert_close(weights, want[1])
         steps_taken.add(tokens.shape[1])
     assert loop == ["write"] * 24
     assert len(steps_taken) > 4, "rows should end at several steps"
-
-
-@pytest.mark.parametrize(
-    ("change", "dtype"),
-    [
-        ({}, torch.float32),
-        ({"backend": "triton", "dtypes": {torch.bfloat16}}, torch.bfloat16),
-        ({"backend": "reference"}, None),
-        ({"backend": "triton", "device": "cpu"}, None),
-        ({"dtypes": {torch.float32, torch.bfloat16}}, None),
-        ({"dtypes": {torch.float16}, "autocast": True}, torch.float16),
-        ({"backend": "cpu", "device": "cpu", "dtypes": {torch.bfloat16}}, None),
-        (
-            {"backend": "cpu", "device": "cpu", "dtypes": {torch.bfloat16}, "autocast": True},
-            torch.float32,
-        ),
-        ({"traced": True}, None),
-    ],
-)
-def test_where_the_loop_is_taken(change, dtype):
-    facts = DecoderFacts(
-        plain=True,
-        device="cuda",
-        backend="cuda",
-        dtypes=frozenset({torch.float32}),
-        autocast=False,
-        empty=False,
-        traced=False,
-        plain_only=False,
-    )
-    assert route_decoder(facts._replace(**change))[0] == dtype

@@ -60,10 +60,10 @@ def hook(module, *_):
     return None
 
 
-def operator_of(backend):
-    """What decides over a decoder, where all its steps are one operator of a backend for a GPU."""
+def operator_of(loop):
+    """What decides over a decoder, where its steps are a loop of a backend, or one operator."""
     cpu = torch.device("cpu")
-    return lambda _attention, _rnn, dtype, _: (backend, checks.autocast_dtype(cpu) or dtype)
+    return lambda _attention, _rnn, dtype, *_: (loop, checks.autocast_dtype(cpu) or dtype)
 
 
 def by_steps(function):
@@ -73,5 +73,5 @@ def by_steps(function):
     """
     cudnn = torch.backends.cudnn
     with pytest.MonkeyPatch.context() as patch, cudnn.flags(cudnn.enabled, allow_tf32=False):
-        patch.setattr(decoder_loop, "_operator", lambda *_: ("cpu", None))
+        patch.setattr(decoder_loop, "_operator", lambda *_: (None, None))
         return function()
