@@ -98,11 +98,11 @@ def one_launch_problem(
 
     ``sizes`` are B, Tk, F, Dv and H; the CUDA extension is loaded.
     """
-    decodes = importlib.import_module("bahdanau_fast._C_cuda").decodes
+    why_not = importlib.import_module("bahdanau_fast._C_cuda").why_not_decode
     with torch.cuda.device(device):
-        problem: str | None = decodes(lstm, False, *sizes)
+        problem: str | None = why_not(lstm, False, *sizes)
         if problem is None and backward:
-            problem = decodes(lstm, True, *sizes)
+            problem = why_not(lstm, True, *sizes)
     return problem
 
 

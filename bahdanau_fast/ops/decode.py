@@ -259,7 +259,7 @@ def _through_steps(
     *found, grad_contexts, grad_scores, dropped = _decode_backward.now(
         *_in_order(a, rest), *kept, *contiguous
     )
-    dropped = weights.to(a.values.dtype) if dropped.numel() == 0 else dropped
+    dropped = weights if dropped.numel() == 0 else dropped
     by_row = [part.transpose(0, 1) for part in (dropped, grad_contexts, grad_scores, queries)]
     of_memory = attend_backward_keys.now(
         *(*by_row[:3], needs, by_row[3], a.keys, a.values, a.w_v),

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bahdanau_fast import backends
+from bahdanau_fast.backends import availability
+from bahdanau_fast.ops import decode_arguments
 from bahdanau_fast.ops.operator import apart, operators
 
 __all__ = ["GPU", "captured", "capturing"]
@@ -152,11 +154,13 @@ def capturing(*there):
             (backends, "route", route),
             (backends, "route_decoder", lambda facts: decoder(facts._replace(device="cuda"))),
             (backends, "choose_backend", choose_backend),
+            (availability, "one_launch_problem", lambda *_: None),
             (triton.JITFunction, "run", partialmethod(launch, capture.ran)),
             (torch.cuda, "is_current_stream_capturing", lambda: True),
             *((torch, name, of_numbers) for name in ("tensor", "as_tensor")),
         ):
             stack.enter_context(patch.object(*change))
+        stack.enter_context(patch.dict(decode_arguments.MULTIPLES, meta=32))
         stack.enter_context(cells.on_the_cpu("Meta"))
         stack.enter_context(capture)
         yield capture.ran

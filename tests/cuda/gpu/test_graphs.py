@@ -163,6 +163,24 @@ def test_all_steps_of_a_decoder(backend, cls, dropped):
     check(captured(there(backend), call, leaves, not dropped), backend, "step")
 
 
+@pytest.mark.parametrize("cls", [bf.AttentionGRU, bf.AttentionLSTM])
+@pytest.mark.parametrize("dropped", [0.0, 0.3])
+def test_all_steps_in_one_launch(dropped, cls):
+    sizes = {"key_size": DK, "value_size": DK, "attention_dropout": dropped}
+    module = cls(6, 7, **sizes, device=GPU, dtype=torch.bfloat16)
+    inputs, keys = (
+        drawn(*shape).bfloat16().requires_grad_() for shape in ((17, B, 6), (B, 20, DK))
+    )
+    lens = lengths(20)
+
+    def call():
+        return [module(inputs, None, keys, None, lens)[0], module.attention_weights]
+
+    ran = captured(there("cuda"), call, [inputs, keys, *module.parameters()], not dropped)
+    backward = ["decode_backward", "attend_backward_keys"]
+    assert ran is None or ran == ["decode", "decode", *backward]
+
+
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_greedy_decoding(backend):
     decoder = Seq2SeqAttentionDecoder(7, 4, 6, 2).to(GPU).eval()
