@@ -101,7 +101,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode(
   Tensor states = of.make({1, T + 1, B, H}), cells = of.make({f.lstm ? 1 : 0, T + 1, B, H});
   Tensor contexts = of.make({kept, B, f.p.Dv}), asked = of.make({kept, B, f.p.H});
   Tensor weights = of.in.new_tensor({T, B, f.p.Tk}, ScalarType::Float);
-  Tensor gates = of.make({1, keep ? T : 0, B, 4 * H});
+  Tensor gates = of.make({1, kept, B, 4 * H});
   f.states = states.mutable_data_ptr(), f.cells = data_or_null(cells, f.lstm);
   f.contexts = contexts.mutable_data_ptr(), f.queries = asked.mutable_data_ptr();
   f.weights = weights.mutable_data_ptr(), f.gates_kept = data_or_null(gates, keep);
