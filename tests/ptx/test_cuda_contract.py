@@ -4,6 +4,7 @@ magnitude at which it changes path, NaN, padding, dropout, and all steps of a de
 In the suite fp32 runs as compiled for sm_80 and bf16 for sm_90a, and rows take the two in turn.
 """
 
+import copy
 import functools
 import itertools
 
@@ -30,7 +31,9 @@ from parity import Case, check
 from bahdanau_fast import reference
 from bahdanau_fast.modules import decoder_loop
 from bahdanau_fast.ops.attention import INPUTS, attention, attention_backward
+from bahdanau_fast.ops.decode_arguments import MULTIPLES
 from bahdanau_fast.ops.dropout import dropout_factors
+from bahdanau_fast.ops.operator import operators
 from bahdanau_fast.parity import allowed, error
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
@@ -330,3 +333,21 @@ def test_all_steps_of_a_decoder(cls, lens, monkeypatch):
     with cells.on_the_cpu():
         got = of_decoder(module, tensors, lens)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lens", [None, torch.tensor([5, 0, 2])], ids=["none", "lens"])
+@pytest.mark.parametrize("cls", CELLS)
+def test_all_steps_of_a_decoder_in_one_launch(cls, lens, monkeypatch):
+    module, tensors = layer(cls, 1, BF16), given(cls, 1, BF16, T=4, B=3, Tk=5)
+    steps = by_steps(lambda: of_decoder(module, tensors, lens))
+    doubled = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
+    exact = by_steps(lambda: of_decoder(copy.deepcopy(module).double(), doubled, lens))
+    kernels(BF16).begin(4, BF16)
+    for name in ("decode", "decode_backward", "attend_backward_keys"):
+        monkeypatch.setattr(operators[name], "now", functools.partial(kernels(BF16).operator, name))
+    monkeypatch.setitem(MULTIPLES, "cpu", MULTIPLES["cuda"])
+    monkeypatch.setattr(decoder_loop, "_operator", operator_of(None))
+    got = of_decoder(module, tensors, lens)
+    for ours, plain, want in zip(got, steps, exact, strict=True):
+        largest = float(want.detach().abs().max())
+        assert error(ours, want) <= allowed(error(plain, want), largest, BF16)

@@ -1,0 +1,143 @@
+"""What a decoder launches, on a host whose launches do nothing (support/host_only.py)."""
+
+from contextlib import contextmanager
+from functools import partial
+
+import cells
+import pytest
+import torch
+from decoders import CELLS, call, given, layer, results
+from host_only import routed
+from mock_cuda import kernel_of, launches, mock
+from torch.profiler import profile
+from torch.utils._pytree import tree_map_only
+
+import bahdanau_fast as bf
+from bahdanau_fast.ops.operator import operators
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OPERATORS = "decode", "decode_backward", "attend_backward_keys"
+STEP = "decode_forward"  # the attention of a single step
+
+
+@pytest.fixture(autouse=True)
+def torch_has_its_cells():
+    with cells.on_the_cpu():
+        yield
+
+
+@contextmanager
+def autocast(dtype):
+    """As ``torch.autocast`` for "cuda", which is off where there is no GPU."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", dtype is not None)
+    torch.set_autocast_dtype("cuda", dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+
+
+def launched(function):
+    """What a function gives, and the kernels that it launches."""
+    mock().calls()
+    mock().note(True)
+    found = function()
+    mock().note(False)
+    return found, [kernel_of(launch) for launch in launches(mock().calls())]
+
+
+def noted(ran, name, run, *args):
+    ran.append((name, args, run(*args)))
+    return ran[-1][2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(BF16, None), (FP16, None), (FP32, BF16), (FP32, FP16)]
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("cls", CELLS)
+def test_the_number_of_steps_does_not_matter(cls, dropout, dtype, precision):
+    module, calls, kernels = layer(cls, dtype=dtype, attention_dropout=dropout), [], []
+    for T in (7, 40):
+        tensors = given(cls, dtype=dtype, T=T)
+        with profile() as record, routed("cuda"), autocast(precision):
+            outputs, forward = launched(lambda x=tensors: call(module, x))
+            loss = sum(x.float().sum() for x in outputs)
+            grads, backward = launched(
+                lambda x=tensors, y=loss: torch.autograd.grad(
+                    y, [*x.values(), *module.parameters()]
+                )
+            )
+        assert forward == ["persistent_forward"]
+        assert backward[0] == "persistent_backward"
+        assert len(backward) <= 6
+        assert all(grad.dtype == dtype for grad in grads)
+        kernels.append(backward)
+        calls.append(sum(event.count for event in record.key_averages()))
+    assert kernels[0] == kernels[1]
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("cls", CELLS)
+def test_without_gradients(cls):
+    module, tensors = layer(cls, dtype=BF16), given(cls, dtype=BF16)
+    with routed("cuda"), torch.no_grad():
+        outputs, kernels = launched(lambda: call(module, tensors))
+        assert "one launch" in of(module, tensors)
+    assert kernels == ["persistent_forward"]
+    assert [x.dtype for x in outputs] == [BF16] * len(outputs)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("cls", CELLS)
+def test_the_operators_give_what_compiled_code_expects(cls, dropout):
+    module, tensors = layer(cls, dtype=BF16, attention_dropout=dropout), given(cls, dtype=BF16)
+    ran = []
+    with routed("cuda"), pytest.MonkeyPatch.context() as patch:
+        for name in OPERATORS:
+            run = partial(noted, ran, name, operators[name].now)
+            patch.setattr(operators[name], "now", run)
+        results(module, tensors)
+        with torch.no_grad():
+            call(module, tensors)
+    assert [name for name, *_ in ran] == [*OPERATORS, "decode"]
+    for name, args, found in ran:
+        on_meta = tree_map_only(torch.Tensor, lambda x: x.to("meta"), args)
+        expected = operators[name].overload(*on_meta)
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected], name
+
+
+def of(module, tensors):
+    """What explains a call without hidden state."""
+    return module.explain(tensors["inputs"], None, tensors["keys"], tensors["values"])
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "Tk", "why"),
+    [
+        (1, FP32, 11, "no torch.float32"),
+        (2, BF16, 11, "one layer, not 2"),
+        (1, BF16, 30_000, "not one launch: "),
+    ],
+)
+@pytest.mark.parametrize("cls", CELLS)
+def test_what_does_not_fit_goes_to_the_loop(cls, layers, dtype, Tk, why):
+    module = layer(cls, layers, dtype)
+    tensors = given(cls, layers, dtype, T=2, Tk=Tk)
+    with routed("cuda"), torch.no_grad():
+        said = of(module, tensors)
+        _, kernels = launched(lambda: call(module, tensors, None))
+    assert said.startswith("cuda: a loop of launches")
+    assert why in said
+    assert set(kernels) == {STEP}
+
+
+def test_tokens_are_written_by_the_loop():
+    decoder = bf.seq2seq.Seq2SeqAttentionDecoder(7, 4, 6, 1).to(BF16).eval()
+    outputs, hidden = torch.randn(9, 2, 6, dtype=BF16), torch.randn(1, 2, 6, dtype=BF16)
+    with routed("cuda"), torch.no_grad():
+        memory = decoder.memory(decoder.init_state((outputs, hidden), None))
+        _, kernels = launched(lambda: decoder.write(hidden, memory, [], 3))
+    assert set(kernels) == {STEP}
