@@ -137,3 +137,15 @@ def test_the_largest_of_all_blocks(opcode):
     if opcode == "atom":
         want = np.maximum.accumulate(np.concatenate([np.zeros(1, np.uint64), given[:-1]]))
         np.testing.assert_array_equal(before, want)
+
+
+@pytest.mark.parametrize("order", [Order.GIVEN, Order.BACKWARDS])
+def test_a_reader_in_another_block_is_not_forgotten(order):
+    """All read a place, then the second block, behind a barrier of its own, writes there."""
+    code = (
+        "ld.global.u32 %r10, [%rd0];\nbar.sync 0;\nsetp.eq.u32 %p1, %r2, 64;\n"
+        "@%p1 st.global.u32 [%rd0], 1;"
+    )
+    place = np.zeros(1, np.uint32)
+    (race,) = run(kernel(code), [place], 2, 64, cooperative=True, order=order)
+    assert "thread 0 of block 1" in race

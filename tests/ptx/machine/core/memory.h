@@ -201,7 +201,9 @@ inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool wri
   const uint64_t granule = uint64_t(w.launch->program->granule);
   const Thread& me = w.lanes[lane];
   const Access now = {me.id, w.launch->pc, me.bars, me.arrives, w.launch->time, atomic};
-  const auto of_block = [&](const Access& a) { return a.thread / w.launch->block_threads; };
+  const auto foreign = [&](const Access& a) {
+    return a.thread / w.launch->block_threads != w.block->index;
+  };
   w.launch->moved |= writes;
   for (uint64_t cell = place.at / granule; cell * granule < place.at + width; ++cell) {
     Cell& c = place.region->shadow.at(cell);
@@ -224,9 +226,8 @@ inline void meet(Warp& w, int lane, const Place& place, uint64_t width, bool wri
       if (c.products == 0) c.read = c.read_too = Access();
     } else {
       // A read by another block is not forgotten for one by this.
-      const bool own = of_block(c.read) == w.block->index && of_block(c.read_too) != w.block->index;
       if (c.read.thread / kLanes != now.thread / kLanes && !ordered(c.read, w, lane) &&
-          !(own && !ordered(c.read_too, w, lane)))
+          (foreign(c.read) || !foreign(c.read_too) || ordered(c.read_too, w, lane)))
         c.read_too = c.read;
       else if (c.read_too.thread == kNobody && c.read.thread != now.thread)
         c.read_too = c.read;
