@@ -107,15 +107,15 @@ struct Cluster {
       begin_block(rank, first + uint32_t(rank));
       for (Warp& warp : blocks[rank].warps) turns.push_back(&warp);
     }
-    if (launch.order == 1) std::reverse(turns.begin(), turns.end());
+    if (launch.order == kBackwards) std::reverse(turns.begin(), turns.end());
   }
 
   // Its warps take turns for as long as barriers let them. If others are there and the order is
   // random, they may come in between at any instruction.
   void advance(std::mt19937& random) {
-    const bool mixed = launch.cooperative && launch.order == 2;
+    const bool mixed = launch.cooperative && launch.order == kRandom;
     for (bool goes_on = !ended; goes_on;) {
-      if (launch.order == 2) std::shuffle(turns.begin(), turns.end(), random);
+      if (launch.order == kRandom) std::shuffle(turns.begin(), turns.end(), random);
       for (Warp* warp : turns) Runner(*warp, mixed ? 1 << random() % 12 : 1 << 20).run();
       bool passed = release_cluster(mates);
       ended = true;
@@ -188,7 +188,7 @@ void run_together(Launch& launch, std::vector<Cluster>& clusters, std::mt19937& 
   std::vector<Cluster*> turns;
   for (Cluster& cluster : clusters) turns.push_back(&cluster);
   for (size_t before = 0; !turns.empty();) {
-    if (launch.order == 2) std::shuffle(turns.begin(), turns.end(), random);
+    if (launch.order == kRandom) std::shuffle(turns.begin(), turns.end(), random);
     launch.moved = false;
     for (Cluster* cluster : turns) cluster->advance(random);
     std::erase_if(turns, [](Cluster* cluster) { return cluster->ended; });
@@ -209,8 +209,8 @@ void run(const Program& program, const Arguments& arguments, std::string* said) 
   try {
     std::vector<uint32_t> turns(launch.clusters);
     std::iota(turns.begin(), turns.end(), 0u);
-    if (launch.order == 1) std::reverse(turns.begin(), turns.end());
-    if (launch.order == 2) std::shuffle(turns.begin(), turns.end(), random);
+    if (launch.order == kBackwards) std::reverse(turns.begin(), turns.end());
+    if (launch.order == kRandom) std::shuffle(turns.begin(), turns.end(), random);
     std::vector<Cluster> alive;
     const size_t at_once = launch.cooperative ? turns.size() : 1;
     alive.reserve(at_once);  // blocks know where their mates are

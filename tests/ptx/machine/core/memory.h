@@ -70,6 +70,8 @@ struct Buffer {
   uint8_t* known;  // as of a Region
 };
 
+enum Order : int32_t { kGiven, kBackwards, kRandom };  // as in launch.py
+
 // What launch.py gives.
 struct Arguments {
   uint32_t grid[2], block_threads, cluster_size;
@@ -78,7 +80,7 @@ struct Arguments {
   uint64_t buffers_count;
   Buffer* buffers;  // by address
   uint64_t clusters;
-  int32_t order;
+  Order order;
   uint32_t seed;
   int32_t lanes_clash, cooperative;
   uint64_t fuel;
