@@ -213,7 +213,7 @@ def decide_decoder(
     projected_keys: Tensor,
     values: Tensor,
     cells: tuple[bool, int, int],
-    greedy: bool = False,
+    tokens: tuple[int, int] = (0, 0),
 ) -> tuple[str | None, torch.dtype | None, str]:
     """What :func:`route.route_decoder` says of a decoder, the backend in front of its words.
 
@@ -223,14 +223,16 @@ def decide_decoder(
         projected_keys: (B,Tk,F).
         values: (B,Tk,Dv).
         cells: whether they are an LSTM's, layers and H.
-        greedy: as in :class:`route.DecoderFacts`.
+        tokens: how many there are, and the most that are written to a row; none if inputs are
+            given.
 
     Raises:
         ValueError: as :func:`resolve`.
     """
-    (lstm, layers, units), device, records = cells, values.device, torch.is_grad_enabled()
+    (lstm, layers, units), device = cells, values.device
+    records = torch.is_grad_enabled() and not tokens[0]
     sizes = projected_keys.shape[2], values.shape[2], units
-    sizes = *values.shape[:2], *(padded(size, device.type) for size in sizes)
+    sizes = *values.shape[:2], *(padded(size, device.type) for size in sizes), *tokens
     step = is_cuda_step(False, 1, projected_keys.shape[2], general=False)
     dtypes = {dtype, projected_keys.dtype, values.dtype}
     autocast = checks.autocast_dtype(device)
@@ -246,7 +248,6 @@ def decide_decoder(
         traced=torch.compiler.is_compiling(),
         plain_only=checks.in_transform(),
         layers=layers,
-        greedy=greedy,
         problem=partial(availability.one_launch_problem, device, lstm, records, sizes),
     )
     loop, found, why = route_decoder(facts)

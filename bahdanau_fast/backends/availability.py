@@ -96,7 +96,8 @@ def one_launch_problem(
 ) -> str | None:
     """What keeps all steps of a decoder from one launch on a GPU, with backward from two; or None.
 
-    ``sizes`` are B, Tk, F, Dv and H; the CUDA extension is loaded.
+    ``sizes`` are B, Tk, F, Dv and H, and where tokens are written how many there are, and the most
+    for a row; the CUDA extension is loaded.
     """
     why_not = importlib.import_module("bahdanau_fast._C_cuda").why_not_decode
     with torch.cuda.device(device):

@@ -255,7 +255,6 @@ class DecoderFacts(NamedTuple):
     traced: bool
     plain_only: bool
     layers: int
-    greedy: bool  # each step reads the token that the last one wrote
     # What the CUDA extension has against one launch; asked if nothing else is against it.
     problem: Callable[[], str | None]
 
@@ -288,7 +287,6 @@ def route_decoder(facts: DecoderFacts) -> tuple[str | None, torch.dtype | None, 
         (facts.backend != "cuda", "CUDA C++ alone has it"),
         (dtype.itemsize > 2, f"it has no {dtype}"),
         (facts.layers > 1, f"it has one layer, not {facts.layers}"),
-        (facts.greedy, "it takes inputs that are given"),
     )
     why = why or facts.problem()
     if why is None:

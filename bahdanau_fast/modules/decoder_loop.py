@@ -130,7 +130,8 @@ def decode_greedily(
         and embedding.weight.dtype == dense.weight.dtype
     ):
         return None
-    loop, dtype = _operator(attention, rnn, embedding.weight.dtype, memory, True)[:2]
+    tokens = len(embedding.weight), max_steps
+    loop, dtype = _operator(attention, rnn, embedding.weight.dtype, memory, tokens)[:2]
     if dtype is None:
         return None
     arguments, rest = _inputs(dtype, attention, rnn, embedding.weight, hidden, memory)
@@ -146,7 +147,11 @@ def explain(attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, memory: Memor
 
 
 def _operator(
-    attention: Any, rnn: nn.Module, dtype: torch.dtype, memory: Memory, greedy: bool = False
+    attention: Any,
+    rnn: nn.Module,
+    dtype: torch.dtype,
+    memory: Memory,
+    tokens: tuple[int, int] = (0, 0),
 ) -> tuple[str | None, torch.dtype | None, str]:
     """As :func:`backends.decide_decoder`."""
     plain = (
@@ -163,7 +168,7 @@ def _operator(
     )
     cells = (type(rnn) is nn.LSTM, rnn.num_layers, rnn.hidden_size) if plain else (False, 0, 0)
     keys, values = memory.projected.keys, memory.values
-    return backends.decide_decoder(plain, dtype, keys, values, cells, greedy)  # type: ignore[arg-type]
+    return backends.decide_decoder(plain, dtype, keys, values, cells, tokens)  # type: ignore[arg-type]
 
 
 def _inputs(

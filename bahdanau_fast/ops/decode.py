@@ -78,16 +78,20 @@ def decode_greedily(
     ``dense`` is the output layer's weight (V,H) and bias (V,); ``left_out`` are tokens it must not
     choose; ``marks`` the first input, the token that ends a row, and the padding after it.
     """
-    if loop is not None:
-        below = torch._C._AutoDispatchBelowAutograd
-        with torch.no_grad(), without_autocast(arguments.keys.device), below():
-            return decode_on_gpu.write(loop, arguments, rest, dense, left_out, marks, max_steps)
-    a = arguments
-    tokens, weights = decode_greedy.now(
-        *(a.inputs.contiguous(), a.w_inputs, a.input_bias, *_in_order(a, rest)[:-3]),
-        *(dense[0].contiguous(), dense[1].contiguous()),
-        *(torch.tensor(left_out, dtype=torch.int64), *marks, max_steps),
-    )
+    with torch.no_grad(), without_autocast(arguments.keys.device):
+        if loop is not None:
+            with torch._C._AutoDispatchBelowAutograd():
+                return decode_on_gpu.write(
+                    loop, arguments, rest, dense, left_out, marks, max_steps
+                )
+        a = arguments.padded()
+        if not a.keys.is_cpu:
+            dense, left_out = decode_on_gpu.without(left_out, dense, a.hidden.shape[2]), []
+        tokens, weights = decode_greedy.now(
+            *(a.inputs.contiguous(), a.w_inputs, a.input_bias, *_in_order(a, rest)[:-3]),
+            *(dense[0].contiguous(), dense[1].contiguous()),
+            *(torch.tensor(left_out, dtype=torch.int64), *marks, max_steps),
+        )
     return tokens, weights
 
 

@@ -10,6 +10,7 @@ their order, r z n on both sides, in here; arguments and results have that of :m
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from bahdanau_fast.ops.attention import NEED, attention, attention_backward
 from bahdanau_fast.ops.decode_arguments import Arguments, Rest
 from bahdanau_fast.ops.operator import NUMBERS
 
-__all__ = ["backward", "forward", "write"]
+__all__ = ["backward", "forward", "without", "write"]
 
 _aten = torch.ops.aten
 # Steps whose keys are differentiated together: either backend takes so many queries.
@@ -127,9 +128,7 @@ def write(
     """
     a, loop, (first, last, blank) = arguments, _Loop(backend, arguments, rest, keep=False), marks
     bias, w_inputs = (_as_in_cells(x, a.cell is not None) for x in (a.input_bias, a.w_inputs.t()))
-    # Not copied from the CPU, which a graph could not capture.
-    each = [torch.full((1,), x, dtype=torch.int64, device=bias.device) for x in left_out]
-    never = torch.cat(each) if each else None
+    never = _on_device(left_out, bias)
     token = torch.full_like(a.hidden[0, :, 0], first, dtype=torch.int64)
     ended = torch.zeros_like(token, dtype=torch.bool)
     captured = not token.is_cpu and torch.cuda.is_current_stream_capturing()
@@ -139,7 +138,7 @@ def write(
         state = loop.step(torch.addmm(bias, embedded, w_inputs), None)
         logits = torch.addmm(dense[1], state, dense[0].t())
         if never is not None:
-            logits.index_fill_(1, never, float("-inf"))
+            logits.index_fill_(1, never, -math.inf)
         token = torch.where(ended, blank, logits.argmax(1))
         ended = ended | (token == last)
         written.append(token)
@@ -151,6 +150,27 @@ def write(
     running = (tokens == last).cumsum(1).eq(0).any(0)  # after each step, while a row goes on
     steps = min(int(running.sum()) + 1, len(written))
     return tokens[:, :steps], weights[:, :steps]
+
+
+def without(
+    left_out: list[int], dense: tuple[Tensor, Tensor], units: int
+) -> tuple[Tensor, Tensor]:
+    """An output layer for states of so many units that never chooses some tokens.
+
+    It has a multiple of 16 tokens; what is added is never chosen either.
+    """
+    weight, bias = dense
+    tokens, columns = -len(weight) % 16, units - weight.shape[1]
+    if tokens or columns:
+        weight = F.pad(weight, (0, columns, 0, tokens))
+    bias, never = F.pad(bias, (0, tokens), value=-math.inf), _on_device(left_out, bias)
+    return weight, bias if never is None else bias.index_fill(0, never, -math.inf)
+
+
+def _on_device(numbers: list[int], like: Tensor) -> Tensor | None:
+    """Not copied from the CPU, which a graph could not capture; None if there are none."""
+    each = [torch.full((1,), x, dtype=torch.int64, device=like.device) for x in numbers]
+    return torch.cat(each) if each else None
 
 
 def backward(

@@ -134,10 +134,17 @@ def test_what_does_not_fit_goes_to_the_loop(cls, layers, dtype, Tk, why):
     assert set(kernels) == {STEP}
 
 
-def test_tokens_are_written_by_the_loop():
-    decoder = bf.seq2seq.Seq2SeqAttentionDecoder(7, 4, 6, 1).to(BF16).eval()
-    outputs, hidden = torch.randn(9, 2, 6, dtype=BF16), torch.randn(1, 2, 6, dtype=BF16)
+@pytest.mark.parametrize("units", [6, 32])
+def test_tokens_are_written_in_one_launch(units):
+    """What the operator is given: launches that do nothing would leave it no number of steps."""
+    decoder = bf.seq2seq.Seq2SeqAttentionDecoder(7, 4, units, 1).to(BF16).eval()
+    outputs, hidden = (torch.randn(n, 2, units, dtype=BF16) for n in (9, 1))
     with routed("cuda"), torch.no_grad():
         memory = decoder.memory(decoder.init_state((outputs, hidden), None))
-        _, kernels = launched(lambda: decoder.write(hidden, memory, [], 3))
-    assert set(kernels) == {STEP}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operators["decode_greedy"], "now", lambda *args: (args, None))
+            (*_, w_dense, bias, left_out, _, _, _, steps), _ = decoder.write(hidden, memory, [2], 3)
+    assert w_dense.shape == (16, 32)
+    never = torch.isinf(bias).nonzero().flatten().tolist()
+    assert never == [2, *range(7, 16)]
+    assert (left_out.numel(), steps) == (0, 3)

@@ -20,7 +20,6 @@ FACTS = DecoderFacts(
     traced=False,
     plain_only=False,
     layers=1,
-    greedy=False,
     problem=lambda: None,
 )
 ON_CPU = {"backend": "cpu", "device": "cpu"}
@@ -32,7 +31,6 @@ ON_CPU = {"backend": "cpu", "device": "cpu"}
         ({}, None, BF16, "one launch"),
         ({"dtypes": {FP16}, "autocast": True}, None, FP16, "one launch"),
         ({"problem": lambda: "too large"}, "cuda", BF16, "a loop .* not one launch: too large"),
-        ({"greedy": True}, "cuda", BF16, "a loop .* that are given"),
         ({"layers": 2}, "cuda", BF16, "a loop .* one layer, not 2"),
         ({"dtypes": {FP32}}, "cuda", FP32, r"a loop .* no torch\.float32"),
         ({"backend": "triton"}, "triton", BF16, r"a loop .* CUDA C\+\+ alone"),

@@ -52,7 +52,7 @@ class Case:
     scale: float = 1.0
 
     def draw(self, dtype):
-        """The arguments of the operator and the gradients of results, in fp64, as dtype has them."""
+        """The arguments of the operator and gradients of results, in fp64, as dtype has them."""
         G, H = (4 if self.lstm else 3) * self.H, self.H
         generator = torch.Generator().manual_seed(0)
 
@@ -97,14 +97,19 @@ def rest_of(case):
     return Rest(None, None, case.lens, case.mask, None, seed, case.dropout_p)
 
 
-def by_operators(call, case, arguments, grads):
-    """Results and gradients by name, of the operators that ``call`` runs."""
+def operands(case, arguments):
+    """What ``decode`` takes behind the gates of inputs."""
     a, rest = arguments, rest_of(case)
-    given = (
+    return (
         *(a.hidden, a.cell, a.keys, None, None, a.values, rest.valid_lens, rest.mask),
         *(a.w_query, a.w_v, a.w_context, a.w_input, a.w_hidden, a.bias, None),
         *(rest.seed, rest.dropout_p),
     )
+
+
+def by_operators(call, case, arguments, grads):
+    """Results and gradients by name, of the operators that ``call`` runs."""
+    a, rest, given = arguments, rest_of(case), operands(case, arguments)
     kept = call("decode", a.inputs, *given, True)
     kept = tuple(x.clone() for x in kept)
     states, cells_, contexts, queries, weights, gates = kept
@@ -146,6 +151,59 @@ def check(kernels, case, dtype, multiprocessors=4):
             error(steps[name], want), float(want.abs().max()) if want.numel() else 0, dtype
         )
         assert error(ours[name], want) <= limit, name
+
+
+def check_tokens(kernels, case, seed, most, tokens=39, multiprocessors=4):
+    """Each token is the likeliest after those before, within rounding; how many there are of a row.
+
+    In fp64 they are given as inputs to all steps.
+    """
+    arguments, _ = case.draw(BF16)
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return x.to(BF16).double()
+
+    G, first, last, blank = arguments.w_inputs.shape[0], 1, 3, 0
+    a = arguments._replace(inputs=drawn(tokens, 8), w_inputs=drawn(G, 8), input_bias=drawn(G))
+    dense, bias = 4 * drawn(48, case.H), drawn(48)  # more rows than tokens, a multiple of 16
+    bias[last] += 12  # rows end at several steps
+    bias[2], bias[tokens:] = -torch.inf, -torch.inf
+    kernels.begin(multiprocessors, BF16)
+    b, rest = cast(a, [None] * 4, BF16)[0], rest_of(case)
+    found = kernels.operator(
+        "decode_greedy",
+        *(b.inputs, b.w_inputs, b.input_bias, b.hidden, b.cell, b.keys, None, None, b.values),
+        *(rest.valid_lens, rest.mask, b.w_query, b.w_v, b.w_context, b.w_input, b.w_hidden),
+        *(b.bias, dense.to(BF16), bias.to(BF16), torch.empty(0, dtype=torch.int64)),
+        *(first, last, blank, most),
+    )
+    got, weights = (x.clone() for x in found)
+    before = torch.cat([torch.full((case.B, 1), first), got[:, :-1]], 1)
+    gates = a.inputs[before.t()] @ a.w_inputs.t() + a.input_bias
+    states, _, _, _, exact, _ = operators["decode"].overload(gates, *operands(case, a), False)
+    logits = states[0, 1:] @ dense.t() + bias
+    likeliest = logits.max(-1).values.t()
+    chosen = logits.transpose(0, 1).gather(2, got.unsqueeze(2)).squeeze(2)
+    ended = (before == last).cumsum(1) > 0
+    assert (got[ended] == blank).all()
+    assert ((likeliest - chosen)[~ended] <= 0.02 * logits[logits.isfinite()].abs().max()).all()
+    assert (weights - exact.transpose(0, 1)).abs().max() < 0.02
+    ends = ((got == last).cumsum(1) > 0).all(0)
+    assert not ends[:-1].any()
+    assert ends[-1] or got.shape[1] == most
+    return got.shape[1]
+
+
+@pytest.mark.parametrize("lstm", [False, True], ids=["gru", "lstm"])
+def test_tokens(lstm):
+    steps = set()
+    for seed in range(8):
+        kernels = CudaPtx("90a", order=Order.RANDOM, seed=seed)
+        case = Case(lstm, B=2 if seed % 2 else 11, lens=torch.tensor([4, 1]) if seed % 2 else None)
+        steps.add(check_tokens(kernels, case, seed, most=24))
+    assert len(steps) > 2, "rows should end at several steps"
 
 
 LENS = torch.tensor([3, 0, 5])
@@ -224,7 +282,7 @@ BOTH, FORWARD, BACKWARD = "persistent.h", "persistent_forward.h", "persistent_ba
 MISTAKES = {
     "no barrier past the queries": (FORWARD, "add_inputs(t);", WAIT),
     "no barrier past the contexts": (FORWARD, "attend(t, s);", WAIT),
-    "no barrier past the states": (FORWARD, "if (t + 1 == f.T) break;", WAIT),
+    "no barrier past the states": (FORWARD, "if (t + 1 == f.T && !greedy()) break;", WAIT),
     "no barriers backward": (BACKWARD, "void meet() {", WAIT),
     "a counter that releases nothing": (
         "device.h", "all += blocks;", ("red.release", ARRIVE, ARRIVE.replace("release", "relaxed")),
@@ -270,9 +328,9 @@ def test_a_counter_that_was_not_reset_is_found():
 def test_a_state_that_is_read_a_step_early_is_found(tmp_path):
     """The kernel is compiled anew, from a changed copy of its source."""
     kernels = build.SOURCES / "cuda" / "kernels"
-    text, right = (kernels / FORWARD).read_text(), "at(f.states, t, 0, f.H)"
+    text, right = (kernels / FORWARD).read_text(), ": states_at(t, 0);"
     assert text.count(right) == 1
-    (tmp_path / FORWARD).write_text(text.replace(right, "at(f.states, t + 1, 0, f.H)"))
+    (tmp_path / FORWARD).write_text(text.replace(right, ": states_at(t + 1, 0);"))
     (tmp_path / "early.cu").write_text(
         f'#include "{FORWARD}"\nnamespace bahdanau_fast::gpu {{\ntemplate __global__ void '
         "persistent_forward<bf16, false>(const Persistent<DecoderForward>);\n}\n"

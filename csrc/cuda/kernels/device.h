@@ -76,6 +76,10 @@ __device__ __forceinline__ Bytes16 load16_of_others(const void* p) {
   return {{x.x, x.y, x.z, x.w}};
 }
 
+__device__ __forceinline__ uint64_t load_of_others(const unsigned long long* p) {
+  return __ldcg(p);
+}
+
 // Blocks of a launch that are all resident meet at a counter, zero before the launch: what a block
 // wrote before arrive() can be read past the wait() of any. Between the two it may do what is its
 // own.

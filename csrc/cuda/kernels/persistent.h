@@ -118,15 +118,27 @@ struct PersistentBlock {
 
   // ---- products ----
 
-  // Rows of a weight times the group's rows x: store(row, b, sum) for each, once. Warps share the
-  // batch rows, and where there are few of those the columns, whose sums are added in their order.
+  // The weights in shared memory, as multiply() below.
   template <class Store>
-  __device__ void multiply(const T* weight, int count, int columns, const T* x, int64_t stride,
-                           const Store& store) const {
+  __device__ void multiply_first(const T* x, const Store& store) const {
+    multiply(first, plan.first_rows, int(pitch_of(plan.first_columns)), plan.first_columns, x,
+             plan.first_columns, store);
+  }
+  template <class Store>
+  __device__ void multiply_second(const T* x, const Store& store) const {
+    multiply(second, plan.second_rows, int(pitch_of(plan.second_columns)), plan.second_columns, x,
+             plan.second_columns, store);
+  }
+  // Rows of a weight, in shared memory or not, times the group's rows x: store(row, b, sum) for
+  // each, once, a thread's by b. Warps share the
+  // batch rows, and where there are few of those the columns, whose sums are added in their order.
+  template <int rows_of_tile = kTileRows, class Store>
+  __device__ void multiply(const T* weight, int count, int pitch, int columns, const T* x,
+                           int64_t stride, const Store& store) const {
     int across = 1;  // tiles of batch rows at a time
     while (across < kPersistentWarps && across * kTileBatch < rows) across *= 2;
     const int shares = kPersistentWarps / across, share = warp / across;
-    const int depth = columns / kDepth, pitch = int(pitch_of(columns));
+    const int depth = columns / kDepth;
     const int begin = share * depth / shares, end = (share + 1) * depth / shares;
     const T* const of_lane = weight + lane / 4 * pitch + lane % 4 * U;
     float* const part = parts + warp * kTileStride;
@@ -135,12 +147,12 @@ struct PersistentBlock {
       const int mine = int(smaller(b0 + warp % across * kTileBatch + lane / 4, rows - 1));
       const T* const row = x + mine * stride + lane % 4 * U;
 #pragma unroll 1
-      for (int r0 = 0; r0 < count; r0 += kTileRows) {
-        const int count_here = int(smaller(kTileRows, count - r0));
+      for (int r0 = 0; r0 < count; r0 += rows_of_tile) {
+        const int count_here = int(smaller(rows_of_tile, count - r0));
         const T* const from = of_lane + r0 * pitch;
-        if (count_here > 48)
+        if (rows_of_tile > 48 && count_here > 48)
           add_products<4>(from, pitch, row, begin, end, part);
-        else if (count_here > 32)
+        else if (rows_of_tile > 32 && count_here > 32)
           add_products<3>(from, pitch, row, begin, end, part);
         else if (count_here > 16)
           add_products<2>(from, pitch, row, begin, end, part);

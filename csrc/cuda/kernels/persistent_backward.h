@@ -84,14 +84,12 @@ struct PersistentBackwardTask : PersistentBlock<T> {
   __device__ void multiply_gates(int64_t t) {
     const int64_t first = int64_t(rank) * plan.features;
     T* const contexts = static_cast<T*>(g.grad_contexts) + place(t, 0, p.Dv);
-    this->multiply(this->first, plan.first_rows, plan.first_columns,
-                   in(g.grad_gates) + place(t, 0, 4 * g.H), 4 * g.H,
-                   [&](int row, int b, float sum) {
-                     if (row >= plan.features)
-                       own_at(kState, row - plan.features, b) += sum;
-                     else if (first + row < p.Dv)
-                       narrow(sum, contexts + b * p.Dv + first + row);
-                   });
+    this->multiply_first(in(g.grad_gates) + place(t, 0, 4 * g.H), [&](int row, int b, float sum) {
+      if (row >= plan.features)
+        own_at(kState, row - plan.features, b) += sum;
+      else if (first + row < p.Dv)
+        narrow(sum, contexts + b * p.Dv + first + row);
+    });
   }
 
   __device__ void attend(int64_t t, int s) {
@@ -157,9 +155,8 @@ struct PersistentBackwardTask : PersistentBlock<T> {
 
   // The states' gradients through the queries.
   __device__ void multiply_queries(int64_t t) {
-    this->multiply(this->second, plan.second_rows, plan.second_columns,
-                   in(g.grad_queries) + place(t, 0, p.H), p.H,
-                   [&](int row, int b, float sum) { own_at(kState, row, b) += sum; });
+    this->multiply_second(in(g.grad_queries) + place(t, 0, p.H),
+                          [&](int row, int b, float sum) { own_at(kState, row, b) += sum; });
   }
 
   __device__ void meet() {

@@ -1,5 +1,6 @@
 // All steps of a decoder forward; persistent.h says what they are. Three barriers a step: past the
-// products with the state, the attention, and the products with the context.
+// products with the state, the attention, and the products with the context. Where each step's
+// input is the token that the last one wrote, a fourth, past the logits.
 #pragma once
 
 #include "persistent.h"
@@ -27,6 +28,11 @@ struct PersistentForwardTask : PersistentBlock<T> {
     return static_cast<T*>(x) + (t * p.B + row0 + b) * columns;
   }
   __device__ int64_t kept_step(int64_t t) const { return f.gates_kept != nullptr ? t : 0; }
+  __device__ bool greedy() const { return f.V > 0; }
+  // The states before step t.
+  __device__ T* states_at(int64_t t, int b) const {
+    return at(f.states, greedy() ? t % 2 : t, b, f.H);
+  }
 
   __device__ void begin() {
     const int64_t units = int64_t(rank) * plan.units, hidden = int64_t(rank) * plan.hidden;
@@ -40,14 +46,16 @@ struct PersistentForwardTask : PersistentBlock<T> {
     });
     this->load_weight(this->second, plan.second_rows, plan.second_columns, true,
                       [&](int r, int c) { return of_gate(f.w_context, r, p.Dv, c); });
+    for (int b = threadIdx.x; greedy() && b < rows; b += kPersistentThreads)
+      tokens()[b] = int(f.greedy.first);
     this->load_memory(4 + (lstm ? 2 : 1), true);
     this->each_unit([&](int u, int b, int64_t h) {
       const T state = in(f.hidden)[(row0 + b) * f.H + h];
-      at(f.states, 0, b, f.H)[h] = state;
+      states_at(0, b)[h] = state;
       own_at(kState, u, b) = widen(state);
       if constexpr (lstm) {
         const T cell = in(f.cell)[(row0 + b) * f.H + h];
-        at(f.cells, 0, b, f.H)[h] = cell;
+        if (f.cells != nullptr) at(f.cells, 0, b, f.H)[h] = cell;
         own_at(kCell, u, b) = widen(cell);
       }
     });
@@ -55,23 +63,27 @@ struct PersistentForwardTask : PersistentBlock<T> {
 
   // Queries, and the state's part of the gates.
   __device__ void multiply_states(int64_t t) {
-    const T* states = t == 0 ? in(f.hidden) + row0 * f.H : at(f.states, t, 0, f.H);
+    const T* states = t == 0 ? in(f.hidden) + row0 * f.H : states_at(t, 0);
     const int64_t first = int64_t(rank) * plan.hidden;
     T* const queries = at(f.queries, kept_step(t), 0, p.H);
-    this->multiply(this->first, plan.first_rows, plan.first_columns, states, f.H,
-                   [&](int row, int b, float sum) {
-                     if (row >= plan.hidden) {
-                       const int of_gate = row - plan.hidden, gate = of_gate / plan.units;
-                       own_at(gate + (lstm ? 0 : 1), of_gate - gate * plan.units, b) = sum;
-                     } else if (first + row < p.H) {
-                       narrow(sum, queries + b * p.H + first + row);
-                     }
-                   });
+    this->multiply_first(states, [&](int row, int b, float sum) {
+      if (row >= plan.hidden) {
+        const int of_gate = row - plan.hidden, gate = of_gate / plan.units;
+        own_at(gate + (lstm ? 0 : 1), of_gate - gate * plan.units, b) = sum;
+      } else if (first + row < p.H) {
+        narrow(sum, queries + b * p.H + first + row);
+      }
+    });
   }
 
+  __device__ const T* of_inputs(int64_t t, int b) const {
+    if (!greedy()) return in(f.input_gates) + (t * p.B + row0 + b) * G * f.H;
+    const int token = tokens()[b];
+    return in(f.greedy.table) + int64_t(token < 0 ? ~token : token) * G * f.H;
+  }
   __device__ void add_inputs(int64_t t) {
     this->each_unit([&](int u, int b, int64_t h) {
-      const T* given = in(f.input_gates) + (t * p.B + row0 + b) * G * f.H + h;
+      const T* const given = of_inputs(t, b) + h;
       float x[4];
 #pragma unroll
       for (int g = 0; g < G; ++g) x[g] = widen(read_only(given + g * f.H));
@@ -128,11 +140,10 @@ struct PersistentForwardTask : PersistentBlock<T> {
 
   // The context's part of the gates.
   __device__ void multiply_contexts(int64_t t) {
-    this->multiply(this->second, plan.second_rows, plan.second_columns,
-                   at(f.contexts, kept_step(t), 0, p.Dv), p.Dv, [&](int row, int b, float sum) {
-                     const int gate = row / plan.units;
-                     own_at(gate, row - gate * plan.units, b) += sum;
-                   });
+    this->multiply_second(at(f.contexts, kept_step(t), 0, p.Dv), [&](int row, int b, float sum) {
+      const int gate = row / plan.units;
+      own_at(gate, row - gate * plan.units, b) += sum;
+    });
   }
 
   __device__ void step_cells(int64_t t) {
@@ -144,7 +155,7 @@ struct PersistentForwardTask : PersistentBlock<T> {
         x[0] = sigmoid(x[0]), x[1] = sigmoid(x[1]), x[2] = tanh_of(x[2]), x[3] = sigmoid(x[3]);
         const float cell = x[1] * own_at(kCell, u, b) + x[0] * x[2];
         own_at(kCell, u, b) = cell;
-        narrow(cell, at(f.cells, t + 1, b, f.H) + h);
+        if (f.cells != nullptr) narrow(cell, at(f.cells, t + 1, b, f.H) + h);
         state = x[3] * tanh_of(cell);
       } else {
         x[1] = sigmoid(x[1]), x[2] = sigmoid(x[2]);
@@ -152,11 +163,68 @@ struct PersistentForwardTask : PersistentBlock<T> {
         state = x[0] + x[2] * (own_at(kState, u, b) - x[0]);
       }
       own_at(kState, u, b) = state;
-      narrow(state, at(f.states, t + 1, b, f.H) + h);
+      narrow(state, states_at(t + 1, b) + h);
       if (f.gates_kept == nullptr) return;
 #pragma unroll
       for (int g = 0; g < 4; ++g) narrow(x[g], at(f.gates_kept, t, b, 4 * f.H) + g * f.H + h);
     });
+  }
+
+  // ---- tokens ----
+
+  // The inputs of the group's rows, ~ once these have ended.
+  __device__ int* tokens() const { return reinterpret_cast<int*>(this->shared + plan.tokens); }
+
+  // A logit and its token as one number: the larger logit, NaN above all, then the lower token.
+  static __device__ __forceinline__ uint64_t rank_of(float logit, int64_t token) {
+    const uint32_t bits = to_bits(logit);
+    const uint32_t order = logit != logit ? ~0u : bits >> 31 ? ~bits : bits | 1u << 31;
+    return uint64_t(order) << 32 | uint32_t(~token);
+  }
+
+  // The block's share of the logits, rounded to T, of which the first of all meet in `best`.
+  __device__ void multiply_dense(int64_t t) {
+    const int64_t share = ceil_div(f.V / 16, plan.blocks) * 16, first = rank * share;
+    if (first >= f.V) return;
+    unsigned long long* const best = f.greedy.best + t % 2 * p.B + row0;
+    uint64_t mine = 0;
+    int of = -1;
+    const auto compare = [&] {
+      if (of >= 0) atomicMax(best + of, mine);
+    };
+    this->template multiply<kTileRows / 2>(
+        in(f.greedy.w_dense) + first * f.H, int(smaller(share, f.V - first)), int(f.H), int(f.H),
+        states_at(t + 1, 0), f.H, [&](int row, int b, float sum) {
+          if (b != of) compare(), of = b, mine = 0;
+          T logit;
+          narrow(sum + widen(read_only(in(f.greedy.bias) + first + row)), &logit);
+          const uint64_t ranked = rank_of(widen(logit), first + row);
+          mine = ranked > mine ? ranked : mine;
+        });
+    compare();
+  }
+
+  // Writes the tokens of a step; true if a row goes on.
+  __device__ bool write_tokens(int64_t t) {
+    const Greedy& g = f.greedy;
+    for (int b = threadIdx.x; b < rows; b += kPersistentThreads) {
+      const bool ended = tokens()[b] < 0;
+      const uint64_t best = load_of_others(g.best + t % 2 * p.B + row0 + b);
+      const int64_t token = ended ? g.blank : ~uint32_t(best);
+      tokens()[b] = int(ended || token == g.last ? ~token : token);
+      if (rank == 0) g.tokens[(row0 + b) * f.T + t] = token;
+    }
+    if (rank == 0 && threadIdx.x == 0) *g.steps = t + 1;
+    __syncthreads();
+    bool runs = false;
+    for (int b = this->lane; b < rows; b += kWarp) runs = runs || tokens()[b] >= 0;
+    return any_lane(runs);
+  }
+
+  // Of the step before, for the next one: all have read it, and nobody has begun to write there.
+  __device__ void clear_best(int64_t t) {
+    for (int b = threadIdx.x; rank == 0 && b < rows; b += kPersistentThreads)
+      f.greedy.best[(t + 1) % 2 * p.B + row0 + b] = 0;
   }
 
   __device__ void run() {
@@ -173,9 +241,15 @@ struct PersistentForwardTask : PersistentBlock<T> {
       this->group.wait();
       multiply_contexts(t);
       step_cells(t);
-      if (t + 1 == f.T) break;
+      if (greedy()) clear_best(t);
+      if (t + 1 == f.T && !greedy()) break;
       this->group.arrive();
       this->group.wait();
+      if (!greedy()) continue;
+      multiply_dense(t);
+      this->group.arrive();
+      this->group.wait();
+      if (!write_tokens(t) && !f.greedy.whole) break;
     }
   }
 };

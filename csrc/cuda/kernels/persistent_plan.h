@@ -38,7 +38,7 @@ struct PersistentPlan {
   // Rows of the two weights in shared memory, without those that fill a piece of 16, and columns.
   int first_rows = 0, first_columns = 0, second_rows = 0, second_columns = 0;
   // Where what lies in shared memory begins, in bytes.
-  int second = 0, own = 0, vectors = 0, keys = 0, parts = 0, kept = 0;
+  int second = 0, own = 0, tokens = 0, vectors = 0, keys = 0, parts = 0, kept = 0;
   int bytes = 0;
 
   // Numbers of one kind that belong to the block's units, from a unit to the next: odd, so that
@@ -78,6 +78,7 @@ inline PersistentPlan cut_in_groups(const Decoder& of, bool backward, int64_t gr
   // Forward the four gates and the state, of an LSTM two; backward the gradients of those.
   const int64_t states = of.lstm ? 2 : 1;
   plan.own = place((backward ? states : 4 + states) * plan.units * plan.own_stride(), 4);
+  plan.tokens = place(plan.rows, 4);
   plan.vectors = place(2 * of.p.H + (backward ? of.p.Dv : 0), 4);
   plan.keys = place(2 * of.p.Tk, 4);
   plan.parts = place(larger(kPersistentWarps * kTileStride, larger(of.p.H, of.p.Dv)), 4);
@@ -92,7 +93,9 @@ inline PersistentPlan plan_persistent(const Decoder& of, bool backward, int64_t 
                                       int64_t shared) {
   PersistentPlan best;
   int64_t least = INT64_MAX;
-  for (int64_t groups = 1; groups <= smaller(blocks, ceil_div(of.p.B, kTileBatch)); groups *= 2)
+  // All rows end together where tokens are written.
+  const int64_t most = of.V > 0 ? 1 : smaller(blocks, ceil_div(of.p.B, kTileBatch));
+  for (int64_t groups = 1; groups <= most; groups *= 2)
     for (const bool resident : {true, false}) {
       const PersistentPlan plan = cut_in_groups(of, backward, groups, blocks, resident);
       const int64_t attended = plan.sentences * of.p.Tk;

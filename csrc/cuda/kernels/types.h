@@ -73,17 +73,33 @@ struct Backward : Gradients {
 struct Decoder {
   Problem p;  // B, Tk, F, Dv; Tq is one
   bool lstm = false;
-  int64_t T = 0, H = 0;                                                      // steps, units
+  int64_t T = 0, H = 0;  // steps, units
+  // Tokens, a multiple of 16, where each step's input is the one that the last step wrote; 0: the
+  // inputs are given.
+  int64_t V = 0;
   const void *w_query = nullptr, *w_context = nullptr, *w_hidden = nullptr;  // (F,H), (G,Dv), (G,H)
 
   int64_t gates() const { return lstm ? 4 : 3; }
 };
 
+// Each step's input is the likeliest token of the step before, until every row has ended.
+struct Greedy {
+  int64_t first = 0, last = 0, blank = 0;  // the first input, what ends a row, what follows that
+  const void* table = nullptr;             // (V,G): the gates of every token
+  const void *w_dense = nullptr, *bias = nullptr;  // (V,H), (V): -inf is never chosen
+  int64_t* tokens = nullptr;                       // (B,T)
+  int64_t* steps = nullptr;                        // how many were taken
+  unsigned long long* best = nullptr;              // (2,B), zero before
+  bool whole = false;                              // all T steps are taken
+};
+
 struct DecoderForward : Decoder {
   const void *input_gates = nullptr, *bias = nullptr;  // (T,B,G), (H) of a GRU's n, after W_h
+  Greedy greedy;                                       // instead of inputs
   const void *hidden = nullptr, *cell = nullptr;       // (B,H); an LSTM has cells, here and below
-  void *states = nullptr, *cells = nullptr;            // (T+1,B,H)
-  void* weights = nullptr;                             // (T,B,Tk) of fp32
+  // (T+1,B,H); greedily two states, in turn, and no cells.
+  void *states = nullptr, *cells = nullptr;
+  void* weights = nullptr;  // (T,B,Tk) of fp32
   // What backward takes. Contexts and queries have one step unless there are gates.
   void *contexts = nullptr, *queries = nullptr;  // (T,B,Dv), (T,B,F)
   void* gates_kept = nullptr;                    // (T,B,4H), or null: n r z, n after W_h; i f g o

@@ -12,6 +12,9 @@
 namespace bahdanau_fast::gpu {
 namespace {
 
+// Bytes that tokens may take for what a loop makes bit by bit.
+constexpr int64_t kMostWritten = 1 << 28;
+
 // What both directions are given beside the inputs of the attention.
 struct Decoding {
   const Tensor &hidden, &w_query, &w_context, &w_input, &w_hidden, &bias;
@@ -149,6 +152,75 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
           grad_contexts, grad_scores, dropped};
 }
 
+// Whether what is queued goes into a CUDA graph, which knows no step to end at.
+bool captures(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  STD_TORCH_CHECK(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess,
+                  "the stream does not tell whether it captures");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+int64_t number_at(const void* place, void* stream) {
+  int64_t number = 0;
+  const auto on = static_cast<cudaStream_t>(stream);
+  STD_TORCH_CHECK(
+      cudaMemcpyAsync(&number, place, sizeof number, cudaMemcpyDeviceToHost, on) == cudaSuccess &&
+          cudaStreamSynchronize(on) == cudaSuccess,
+      "a number could not be read from the GPU");
+  return number;
+}
+
+// left_out has no tokens: their biases are -inf. V is a multiple of 16.
+std::tuple<Tensor, Tensor> decode_greedy(
+    const Tensor& embedding, const Tensor& w_embedded, const Tensor& input_bias,
+    const Tensor& hidden, MaybeTensor cell, const Tensor& keys, MaybeTensor table,
+    MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens, MaybeTensor mask,
+    const Tensor& w_query, const Tensor& w_v, const Tensor& w_context, const Tensor& w_input,
+    const Tensor& w_hidden, const Tensor& bias, const Tensor& w_dense, const Tensor& dense_bias,
+    const Tensor& left_out, int64_t first, int64_t last, int64_t blank, int64_t max_steps) {
+  STD_TORCH_CHECK(max_steps > 0, "max_steps must be at least 1");
+  STD_TORCH_CHECK(left_out.numel() == 0, "left_out must be empty for CUDA kernels");
+  STD_TORCH_CHECK(embedding.dim() == 2 && w_embedded.dim() == 2, "embedding must be a matrix");
+  const Tensor rows = in_vectors(keys), of_values = in_vectors(values), queries = first_key(rows);
+  Arguments of(attention_of(queries, rows, of_values, w_v, valid_lens, mask, table, keys_max,
+                            std::nullopt, 0.0),
+               {hidden, w_query, w_context, w_input, w_hidden, bias, cell, std::nullopt},
+               max_steps);
+  DecoderForward f{of.d};
+  const int64_t B = f.p.B, T = f.T, H = f.H, V = w_dense.size(0), E = embedding.size(1);
+  STD_TORCH_CHECK(V % 16 == 0 && embedding.size(0) <= V, "w_dense must have a multiple of 16 rows");
+  for (const int64_t token : {first, last, blank})
+    STD_TORCH_CHECK(token >= 0 && token < embedding.size(0),
+                    "first, last and blank must be tokens");
+  f.V = V, f.greedy.first = first, f.greedy.last = last, f.greedy.blank = blank;
+  of.data(embedding, {embedding.size(0), E}, "embedding");
+  of.data(w_embedded, {f.gates() * H, E}, "w_embedded");
+  of.data(input_bias, {f.gates() * H}, "input_bias");
+  Tensor tokens_as_rows = embedding;
+  const Tensor gates = linear(torch::stable::unsqueeze(tokens_as_rows, 0), w_embedded, input_bias);
+  f.greedy.table = gates.const_data_ptr();
+  f.greedy.w_dense = of.data(w_dense, {V, H}, "w_dense");
+  f.greedy.bias = of.data(dense_bias, {V}, "dense_bias");
+  f.hidden = of.hidden, f.cell = of.cell, f.bias = of.bias;
+  Tensor states = of.make({2, B, H}), contexts = of.make({B, f.p.Dv}), asked = of.make({B, f.p.H});
+  Tensor weights = of.in.new_tensor({T, B, f.p.Tk}, ScalarType::Float);
+  Tensor tokens = of.in.new_tensor({B, T}, ScalarType::Long);
+  Tensor steps = of.in.new_tensor({1}, ScalarType::Long);
+  Tensor best = of.in.new_tensor({2 * B}, ScalarType::Long);
+  torch::stable::zero_(best);
+  f.states = states.mutable_data_ptr(), f.contexts = contexts.mutable_data_ptr();
+  f.queries = asked.mutable_data_ptr(), f.weights = weights.mutable_data_ptr();
+  f.greedy.tokens = static_cast<int64_t*>(tokens.mutable_data_ptr());
+  f.greedy.steps = static_cast<int64_t*>(steps.mutable_data_ptr());
+  f.greedy.best = static_cast<unsigned long long*>(best.mutable_data_ptr());
+  f.greedy.whole = captures(of.in.device.stream);
+  of.in.kernels->decode(f, of.in.device, of.in.memory());
+  Tensor by_row = torch::stable::transpose(weights, 0, 1);
+  if (f.greedy.whole) return {tokens, by_row};
+  const int64_t taken = number_at(f.greedy.steps, of.in.device.stream);
+  return {torch::stable::narrow(tokens, 1, 0, taken), torch::stable::narrow(by_row, 1, 0, taken)};
+}
+
 // Of many steps at once: weights and grad_scores (B,T,Tk), grad_context (B,T,Dv).
 std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
     const Tensor& weights, MaybeTensor grad_context, const Tensor& grad_scores, int64_t needs,
@@ -181,6 +253,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {
   m.impl("decode", TORCH_BOX(&decode));
+  m.impl("decode_greedy", TORCH_BOX(&decode_greedy));
   m.impl("decode_backward", TORCH_BOX(&decode_backward));
   m.impl("attend_backward_keys", TORCH_BOX(&attend_backward_keys));
 }
@@ -188,10 +261,13 @@ STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {
 }  // namespace
 
 const char* why_not_decode(bool lstm, bool backward, int64_t B, int64_t Tk, int64_t F, int64_t Dv,
-                           int64_t H) {
+                           int64_t H, int64_t V, int64_t T) {
   Decoder d;
-  d.lstm = lstm, d.H = H;
+  d.lstm = lstm, d.H = H, d.V = V, d.T = T;
   d.p.B = B, d.p.Tq = 1, d.p.Tk = Tk, d.p.H = F, d.p.Dv = Dv;
+  if (V * d.gates() * H * 2 > kMostWritten) return "the gates of every token take too much memory";
+  if (V > 0 && T > kMostWritten / 4 / (B * Tk))
+    return "weights of so many steps take too much memory";
   int device = 0;
   STD_TORCH_CHECK(cudaGetDevice(&device) == cudaSuccess, "there is no current CUDA device");
   return kernels_bf16.why_not_decode(d, backward, current_device(device, &kernels_bf16));

@@ -18,11 +18,12 @@ PyObject* why_not(PyObject*, PyObject*) {
 
 PyObject* why_not_decode(PyObject*, PyObject* given) {
   int lstm = 0, backward = 0;
-  long long B = 0, Tk = 0, F = 0, Dv = 0, H = 0;
-  if (!PyArg_ParseTuple(given, "ppLLLLL", &lstm, &backward, &B, &Tk, &F, &Dv, &H)) return nullptr;
+  long long B = 0, Tk = 0, F = 0, Dv = 0, H = 0, V = 0, T = 0;
+  if (!PyArg_ParseTuple(given, "ppLLLLLLL", &lstm, &backward, &B, &Tk, &F, &Dv, &H, &V, &T))
+    return nullptr;
   const char* problem = nullptr;
   try {
-    problem = bahdanau_fast::gpu::why_not_decode(lstm != 0, backward != 0, B, Tk, F, Dv, H);
+    problem = bahdanau_fast::gpu::why_not_decode(lstm != 0, backward != 0, B, Tk, F, Dv, H, V, T);
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
@@ -35,7 +36,8 @@ PyMethodDef functions[] = {
     {"why_not", why_not, METH_NOARGS,
      "What keeps the kernels from running on the current GPU; None if nothing does."},
     {"why_not_decode", why_not_decode, METH_VARARGS,
-     "(lstm, backward, B, Tk, F, Dv, H): what keeps all steps of a decoder from being one launch "
+     "(lstm, backward, B, Tk, F, Dv, H, V, T): what keeps all steps of a decoder from being one "
+     "launch "
      "on "
      "the current GPU, in 16 bits; None if nothing does."},
     {nullptr, nullptr, 0, nullptr}};

@@ -185,7 +185,7 @@ class Mock:
         return said and said.decode()
 
     def why_not_decode(self, lstm, backward, *sizes):
-        """What keeps all steps of a decoder of sizes B, Tk, F, Dv, H from being one launch."""
+        """What keeps all steps of a decoder (B, Tk, F, Dv, H, V, T) from being one launch."""
         numbers = map(ctypes.c_int64, sizes)
         said = self._library.mock_why_not_decode(int(lstm), int(backward), *numbers)
         return said and said.decode()

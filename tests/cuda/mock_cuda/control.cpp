@@ -80,8 +80,8 @@ const char* mock_calls() {
 
 const char* mock_why_not() { return bahdanau_fast::gpu::kernels_f32.why_not(); }
 const char* mock_why_not_decode(int lstm, int backward, int64_t B, int64_t Tk, int64_t F,
-                                int64_t Dv, int64_t H) {
-  return bahdanau_fast::gpu::why_not_decode(lstm != 0, backward != 0, B, Tk, F, Dv, H);
+                                int64_t Dv, int64_t H, int64_t V, int64_t T) {
+  return bahdanau_fast::gpu::why_not_decode(lstm != 0, backward != 0, B, Tk, F, Dv, H, V, T);
 }
 // The plan for a GPU of so many blocks and bytes: groups, blocks, rows, sentences, units, hidden,
 // features, resident, bytes.

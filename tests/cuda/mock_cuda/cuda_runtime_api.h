@@ -22,6 +22,7 @@ using cudaStream_t = struct CUstream_st*;
 #define cudaStreamPerThread (reinterpret_cast<cudaStream_t>(2))
 constexpr unsigned cudaStreamNonBlocking = 1;
 
+enum cudaMemcpyKind { cudaMemcpyDeviceToHost = 2 };
 enum cudaStreamCaptureStatus {
   cudaStreamCaptureStatusNone = 0,
   cudaStreamCaptureStatusActive = 1,
@@ -76,6 +77,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 
 cudaError_t cudaMalloc(void** memory, size_t bytes);
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream);
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);

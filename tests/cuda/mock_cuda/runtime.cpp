@@ -218,6 +218,15 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t 
   });
 }
 
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t stream) {
+  return Call("cudaMemcpyAsync").run([&](Gpus& all) {
+    const cudaError_t error = use(all, stream);
+    if (error == cudaSuccess && all.captures.count(stream) == 0) std::memcpy(to, from, bytes);
+    return error;
+  });
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return Call("cudaStreamCreateWithFlags").run([&](Gpus& all) {
     static unsigned long long made = 16;
