@@ -314,6 +314,20 @@ def test_mistakes_are_found(mistake):
         check(CudaPtx("90a", change=change), Case(False, B=9, T=3), BF16)
 
 
+@pytest.mark.parametrize("after", ["multiply_dense(t);", "clear_best(t);"])
+def test_mistakes_with_tokens_are_found(after):
+    change = changed("bra", FORWARD, line_of(FORWARD, after, "group.wait();"))
+    with pytest.raises(PtxError, match=r"race:|never comes|nothing was written"):
+        check_tokens(CudaPtx("90a", change=change), Case(False, B=11), 0, most=4)
+
+
+def test_tokens_that_are_compared_with_those_of_before_are_found():
+    where = line_of(FORWARD, "(t + 1) % 2 * p.B", "(t + 1)")
+    with pytest.raises(AssertionError):
+        kernels = CudaPtx("90a", change=changed("st.global", FORWARD, where))
+        check_tokens(kernels, Case(False, B=11), 0, most=8)
+
+
 def test_a_counter_that_was_not_reset_is_found():
     class Left(CudaPtx):
         def _memory(self, address, size, which):

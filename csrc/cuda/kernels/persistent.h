@@ -119,20 +119,20 @@ struct PersistentBlock {
   // ---- products ----
 
   // The weights in shared memory, as multiply() below.
-  template <class Store>
+  template <int W, class Store>
   __device__ void multiply_first(const T* x, const Store& store) const {
-    multiply(first, plan.first_rows, int(pitch_of(plan.first_columns)), plan.first_columns, x,
-             plan.first_columns, store);
+    multiply<kTileRows, W>(first, plan.first_rows, int(pitch_of(plan.first_columns)),
+                           plan.first_columns, x, plan.first_columns, store);
   }
   template <class Store>
   __device__ void multiply_second(const T* x, const Store& store) const {
-    multiply(second, plan.second_rows, int(pitch_of(plan.second_columns)), plan.second_columns, x,
-             plan.second_columns, store);
+    multiply<kTileRows, 8>(second, plan.second_rows, int(pitch_of(plan.second_columns)),
+                           plan.second_columns, x, plan.second_columns, store);
   }
   // Rows of a weight, in shared memory or not, times the group's rows x: store(row, b, sum) for
   // each, once, a thread's by b. Warps share the
   // batch rows, and where there are few of those the columns, whose sums are added in their order.
-  template <int rows_of_tile = kTileRows, class Store>
+  template <int rows_of_tile, int W, class Store>
   __device__ void multiply(const T* weight, int count, int pitch, int columns, const T* x,
                            int64_t stride, const Store& store) const {
     int across = 1;  // tiles of batch rows at a time
@@ -151,13 +151,13 @@ struct PersistentBlock {
         const int count_here = int(smaller(rows_of_tile, count - r0));
         const T* const from = of_lane + r0 * pitch;
         if (rows_of_tile > 48 && count_here > 48)
-          add_products<4>(from, pitch, row, begin, end, part);
+          add_products<4, W>(from, pitch, row, begin, end, part);
         else if (rows_of_tile > 32 && count_here > 32)
-          add_products<3>(from, pitch, row, begin, end, part);
+          add_products<3, W>(from, pitch, row, begin, end, part);
         else if (count_here > 16)
-          add_products<2>(from, pitch, row, begin, end, part);
+          add_products<2, W>(from, pitch, row, begin, end, part);
         else
-          add_products<1>(from, pitch, row, begin, end, part);
+          add_products<1, W>(from, pitch, row, begin, end, part);
         __syncthreads();
         const int wide = across * kTileBatch;
         for (int at = threadIdx.x; at < count_here * wide; at += kPersistentThreads) {
@@ -175,10 +175,10 @@ struct PersistentBlock {
   }
 
   // The warp's tile of 16 `tiles` rows, from piece `begin` of the columns to `end`, into its part.
-  template <int tiles>
+  // W loads are in flight while W pieces are multiplied.
+  template <int tiles, int W>
   static __device__ __forceinline__ void add_products(const T* weight, int pitch, const T* row,
                                                       int begin, int end, float* part) {
-    constexpr int W = 8;  // loads in flight, twice
     float sums[tiles][4] = {};
     Bytes16 x[W], next[W];
     const auto load = [&](int from, Bytes16* to) {

@@ -84,12 +84,13 @@ struct PersistentBackwardTask : PersistentBlock<T> {
   __device__ void multiply_gates(int64_t t) {
     const int64_t first = int64_t(rank) * plan.features;
     T* const contexts = static_cast<T*>(g.grad_contexts) + place(t, 0, p.Dv);
-    this->multiply_first(in(g.grad_gates) + place(t, 0, 4 * g.H), [&](int row, int b, float sum) {
-      if (row >= plan.features)
-        own_at(kState, row - plan.features, b) += sum;
-      else if (first + row < p.Dv)
-        narrow(sum, contexts + b * p.Dv + first + row);
-    });
+    this->template multiply_first<16>(in(g.grad_gates) + place(t, 0, 4 * g.H),
+                                      [&](int row, int b, float sum) {
+                                        if (row >= plan.features)
+                                          own_at(kState, row - plan.features, b) += sum;
+                                        else if (first + row < p.Dv)
+                                          narrow(sum, contexts + b * p.Dv + first + row);
+                                      });
   }
 
   __device__ void attend(int64_t t, int s) {

@@ -66,7 +66,7 @@ struct PersistentForwardTask : PersistentBlock<T> {
     const T* states = t == 0 ? in(f.hidden) + row0 * f.H : states_at(t, 0);
     const int64_t first = int64_t(rank) * plan.hidden;
     T* const queries = at(f.queries, kept_step(t), 0, p.H);
-    this->multiply_first(states, [&](int row, int b, float sum) {
+    this->template multiply_first<8>(states, [&](int row, int b, float sum) {
       if (row >= plan.hidden) {
         const int of_gate = row - plan.hidden, gate = of_gate / plan.units;
         own_at(gate + (lstm ? 0 : 1), of_gate - gate * plan.units, b) = sum;
@@ -192,7 +192,7 @@ struct PersistentForwardTask : PersistentBlock<T> {
     const auto compare = [&] {
       if (of >= 0) atomicMax(best + of, mine);
     };
-    this->template multiply<kTileRows / 2>(
+    this->template multiply<kTileRows / 2, 8>(
         in(f.greedy.w_dense) + first * f.H, int(smaller(share, f.V - first)), int(f.H), int(f.H),
         states_at(t + 1, 0), f.H, [&](int row, int b, float sum) {
           if (b != of) compare(), of = b, mine = 0;
