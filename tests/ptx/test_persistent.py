@@ -275,6 +275,49 @@ def test_any_order_of_blocks_and_warps(cut, order, arch, lstm):
     check(kernels, Case(lstm, **sizes), BF16, multiprocessors)
 
 
+class Counting(CudaPtx):
+    """Notes of each launch of a decoder how often its blocks met, and the instructions of warps."""
+
+    counter, launches = None, ()
+
+    def _memory(self, address, size, which):
+        super()._memory(address, size, which)
+        if which == FILLED and size == 128:
+            self.counter = address
+
+    def run(self, machine, name, blocks, *launch, **more):
+        super().run(machine, name, blocks, *launch, **more)
+        if more["cooperative"]:
+            met = ctypes.c_uint32.from_address(self.counter).value
+            self.launches = (*self.launches, (met / blocks, machine.instructions))
+
+
+def counted(case, multiprocessors, T):
+    kernels = Counting("90a")
+    kernels.begin(multiprocessors, BF16)
+    by_operators(kernels.operator, case, *cast(*dataclasses.replace(case, T=T).draw(BF16), BF16))
+    return kernels.launches
+
+
+@CELLS
+def test_a_step_has_three_barriers(lstm):
+    for T in (1, 4):
+        (forward, _), (backward, _) = counted(Case(lstm), 4, T)
+        assert (forward, backward) == (3 * T - 1, 3 * T)
+
+
+@pytest.mark.deep
+def test_instructions_of_a_step():
+    """Of a GRU of 512 units, 32 sentences of 50 keys on half of a GPU: docs/how-it-works.md."""
+    case = Case(False, B=32, Tk=50, F=512, Dv=512, H=512)
+    one, three = counted(case, 66, 1), counted(case, 66, 3)
+    step = [(b[1] - a[1]) / 2 for a, b in zip(one, three, strict=True)]
+    forward, backward = (x / (64 * 8) for x in step)  # of each warp of the blocks
+    print(f"{forward:.0f} instructions forward, {backward:.0f} backward")
+    assert forward < 3000
+    assert backward < 3900
+
+
 WAIT, SYNC = ("group.wait();", "bra"), ("__syncthreads()", "bar.sync")
 ARRIVE, ACQUIRE = "red.release.gpu.global.add.u32", "ld.acquire.gpu.global.u32"
 BOTH, FORWARD, BACKWARD = "persistent.h", "persistent_forward.h", "persistent_backward.h"
@@ -323,8 +366,8 @@ def test_mistakes_with_tokens_are_found(after):
 
 def test_tokens_that_are_compared_with_those_of_before_are_found():
     where = line_of(FORWARD, "(t + 1) % 2 * p.B", "(t + 1)")
+    kernels = CudaPtx("90a", change=changed("st.global", FORWARD, where))
     with pytest.raises(AssertionError):
-        kernels = CudaPtx("90a", change=changed("st.global", FORWARD, where))
         check_tokens(kernels, Case(False, B=11), 0, most=8)
 
 

@@ -95,10 +95,13 @@ class Machine:
 
     Args:
         text: PTX.
+
+    Attributes:
+        instructions: of warps, that the last launch took.
     """
 
     def __init__(self, text: str):
-        self.module = Module(text)
+        self.module, self.instructions = Module(text), 0
 
     def _load(self, name: str) -> int:
         text = self.module.entry(name).text
@@ -169,6 +172,7 @@ class Machine:
             fuel=fuel,
         )
         _core().ptx_run(program, ctypes.byref(arguments))
+        self.instructions = fuel - arguments.fuel
         said = _core().ptx_message().decode().splitlines()
         return [self._race(entry, *line.split(" ", 1)) for line in said]
 

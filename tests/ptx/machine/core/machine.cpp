@@ -202,7 +202,7 @@ void run_together(Launch& launch, std::vector<Cluster>& clusters, std::mt19937& 
     for (Block& block : cluster.blocks) cluster.check_visits(block);
 }
 
-void run(const Program& program, const Arguments& arguments, std::string* said) {
+void run(const Program& program, Arguments& arguments, std::string* said) {
   Launch launch(program, arguments);
   random_seed = (uint64_t(launch.seed) + 1) * 0x2545f4914f6cdd1du;
   std::mt19937 random(launch.seed);
@@ -225,6 +225,7 @@ void run(const Program& program, const Arguments& arguments, std::string* said) 
             std::to_string(fault.thread / launch.block_threads) + ": " + fault.what() + "\n";
   }
   for (const auto& [pcs, race] : launch.races) *said += "race " + race + "\n";
+  arguments.fuel = launch.fuel;
 }
 
 thread_local std::string message;
@@ -251,7 +252,7 @@ void* ptx_load(const char* text) {
 // <instruction> <what>"; empty if all is well.
 const char* ptx_message() { return ptx::message.c_str(); }
 
-void ptx_run(const void* program, const ptx::Arguments* arguments) {
+void ptx_run(const void* program, ptx::Arguments* arguments) {
   ptx::message.clear();
   try {
     ptx::run(*static_cast<const ptx::Program*>(program), *arguments, &ptx::message);
