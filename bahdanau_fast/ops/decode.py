@@ -81,9 +81,7 @@ def decode_greedily(
     with torch.no_grad(), without_autocast(arguments.keys.device):
         if loop is not None:
             with torch._C._AutoDispatchBelowAutograd():
-                return decode_on_gpu.write(
-                    loop, arguments, rest, dense, left_out, marks, max_steps
-                )
+                return decode_on_gpu.write(loop, arguments, rest, dense, left_out, marks, max_steps)
         a = arguments.padded()
         if not a.keys.is_cpu:
             dense, left_out = decode_on_gpu.without(left_out, dense, a.hidden.shape[2]), []

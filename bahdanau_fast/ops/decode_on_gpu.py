@@ -152,9 +152,7 @@ def write(
     return tokens[:, :steps], weights[:, :steps]
 
 
-def without(
-    left_out: list[int], dense: tuple[Tensor, Tensor], units: int
-) -> tuple[Tensor, Tensor]:
+def without(left_out: list[int], dense: tuple[Tensor, Tensor], units: int) -> tuple[Tensor, Tensor]:
     """An output layer for states of so many units that never chooses some tokens.
 
     It has a multiple of 16 tokens; what is added is never chosen either.
