@@ -130,8 +130,8 @@ struct PersistentBlock {
                            plan.second_columns, x, plan.second_columns, store);
   }
   // Rows of a weight, in shared memory or not, times the group's rows x: store(row, b, sum) for
-  // each, once, a thread's by b. Warps share the
-  // batch rows, and where there are few of those the columns, whose sums are added in their order.
+  // each, a thread's of one b after those of another. Warps share the batch rows, and where there
+  // are few of those the columns, whose sums are added in their order.
   template <int rows_of_tile, int W, class Store>
   __device__ void multiply(const T* weight, int count, int pitch, int columns, const T* x,
                            int64_t stride, const Store& store) const {
