@@ -124,13 +124,18 @@ struct PersistentBackwardTask : PersistentBlock<T> {
           this->scores[j] = sum * dropout.factor(b, j) + others;
         });
     __syncthreads();
-    float mean = 0;
-    for (int j = this->lane; j < n; j += kWarp) mean += this->weights[j] * this->scores[j];
-    mean = warp_sum(mean);
+    Sum total, dot;  // as in grad_rows
+    for (int j = this->lane; j < n; j += kWarp) {
+      total.add(this->weights[j]);
+      dot.add_product(this->weights[j], this->scores[j]);
+    }
+    total = warp_sum(total);
+    const Sum mean = warp_sum(dot).over(total);
     __syncthreads();
     for (int j = threadIdx.x; j < p.Tk; j += kPersistentThreads) {
       const bool counts = seen > 0 && j < n;
-      const float score = counts ? this->weights[j] * (this->scores[j] - mean) : 0.0f;
+      const float score =
+          counts ? weigh_difference(this->weights[j] / total.high, this->scores[j], mean) : 0.0f;
       static_cast<float*>(g.grad_scores)[at + j] = score;
       this->scores[j] = score;
     }
