@@ -7,7 +7,9 @@ bf16; test_cuda_contract.py has the contract.
 
 import re
 
+import decoding
 import pytest
+import torch
 from built import needs_compiler
 from cases import FEW, STEPS, measured
 from driven import CudaPtx, needs_nvcc
@@ -23,6 +25,9 @@ def test_every_kernel_is_right():
     kernels = CudaPtx("90a")
     shares = {name: measured(kernels, name, "bf16") for name in FEW}
     assert {name: share for name, share in shares.items() if not share <= 1} == {}
+    for lstm in (False, True):
+        kernels.begin(4, torch.bfloat16)
+        decoding.check(kernels.operator, decoding.Case(lstm), torch.bfloat16)
     assert kernels.places("bf16") - kernels.launched == set()
 
 
