@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .gpu.rows import RESULTS
-from .tables import shape_text
+from .tables import processor, shape_text
 
 Run = dict[str, Any]
 
@@ -50,8 +49,7 @@ def chosen(run: Run, wanted: dict[tuple[str, str, str], str]) -> list[Times]:
 def name_of(run: Run) -> str:
     """The machine's processor and cores, as headings have it."""
     where = run["machine"]
-    model = re.sub(r"\((R|TM)\)| Processor\b", "", where["cpu"])
-    return f"{model}, {where['cores'].split()[0]} cores"
+    return f"{processor(where['cpu'])}, {where['cores'].split()[0]} cores"
 
 
 def about(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""Writes the tables of README, docs/performance.md and docs/gpu.md from the figures of runs.
+"""Writes README's figures and chart, and the tables of docs/, from the figures of runs.
 
 ``python -m benchmarks.page`` reads every file in ``benchmarks/results``; no figure is typed by
 hand.
@@ -6,13 +6,15 @@ hand.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+from . import front
 from .contestants.peers import PROVIDERS as LIBRARIES
 from .gpu import rows, summary
 from .measured import Run, about, chosen, name_of, runs
-from .tables import markdown, milliseconds, shape_text
+from .tables import markdown, milliseconds, processor, shape_text
 from .timing.worker import ROOT
 from .workloads.shapes import SUBJECT, Shape
 
@@ -103,44 +105,53 @@ def performance(measured: list[Run], felt: list[list[rows.Row]]) -> list[str]:
     lines = [line for run in measured for line in of_machine(run)]
     lines += ["### Other libraries, of the time of ours", "", *_peers(measured), ""]
     for of_one in felt:
-        lines += [f"### {of_one[0]['where']}", "", *summary.users(of_one), *summary.hosts(of_one)]
+        lines += [
+            f"### {processor(of_one[0]['where'])}",
+            "",
+            *summary.users(of_one),
+            *summary.hosts(of_one),
+        ]
     return lines
 
 
-def _between(path: Path, lines: list[str]) -> str:
-    """A page with what stands between its marks replaced.
+def _between(path: Path, *blocks: list[str]) -> str:
+    """A page with what stands between its marks replaced, a block for each pair of marks.
 
     Raises:
-        ValueError: it lacks a mark.
+        ValueError: it has another number of marks.
     """
-    before, mark, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, closing, after = rest.partition(END)
-    if not mark or not closing:
-        raise ValueError(f"{path.name} must have {BEGIN} and {END}, got one of them or none")
-    return before + "\n".join([BEGIN, *lines, END]) + after
+    parts = re.split(f"({BEGIN}|{END})", path.read_text(encoding="utf-8"))
+    if parts[1::2] != [BEGIN, END] * len(blocks):
+        need = f"have {BEGIN} and {END} {len(blocks)} times"
+        raise ValueError(f"{path.name} must {need}, got {parts[1::2]}")
+    for number, lines in enumerate(blocks):
+        parts[4 * number + 2] = "\n".join(["", *lines, ""])
+    return "".join(parts)
 
 
 def generated(root: Path = ROOT) -> dict[Path, str]:
-    """What docs/performance.md, docs/gpu.md and README.md have to say by the committed figures.
+    """What the pages, README and its chart have to say by the committed figures.
 
     Raises:
         ValueError: a page lacks a mark that its tables stand between.
     """
     results, docs, readme = root / "benchmarks" / "results", root / "docs", root / "README.md"
-    measured, gpus = runs(results), rows.measured("gpu", results)
-    first = [f"{name_of(measured[0])}, {about(measured[0])}:", "", *table(measured[0]), ""]
-    blocks = {
-        docs / "performance.md": performance(measured, rows.measured("cpu", results)),
-        docs / "gpu.md": [line for of_gpu in gpus for line in summary.block(of_gpu)],
-        readme: [*first, *summary.sentence(gpus[0])],
+    measured, felt = runs(results), rows.measured("cpu", results)
+    gpus = rows.measured("gpu", results)
+    gpu_lines = [line for of_gpu in gpus for line in summary.block(of_gpu)]
+    first = measured[0], gpus[0]
+    return {
+        docs / "performance.md": _between(docs / "performance.md", performance(measured, felt)),
+        docs / "gpu.md": _between(docs / "gpu.md", gpu_lines),
+        docs / "images" / "speed.svg": front.chart(*first),
+        readme: _between(readme, front.claim(*first), front.models(felt[0], gpus[0])),
     }
-    return {path: _between(path, lines) for path, lines in blocks.items()}
 
 
 def main() -> None:
     """Write what is out of date."""
     for path, text in generated().items():
-        if path.read_text(encoding="utf-8") != text:
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
 

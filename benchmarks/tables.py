@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from .workloads.shapes import MODES
 
 Packed = dict[str, Any]  # a row, as bench writes it in JSON
+
+# What is sold of a processor's family and model, which is all that a cloud machine may say.
+_SOLD = {
+    "AMD EPYC (family 25, model 1)": "AMD EPYC 7003 (Milan)",
+    "AMD EPYC (family 25, model 17)": "AMD EPYC 9004 (Genoa)",
+    "AMD EPYC (family 26, model 2)": "AMD EPYC 9005 (Turin)",
+    "Intel Xeon (family 6, model 207)": "5th Gen Intel Xeon (Emerald Rapids)",
+}
 
 
 def markdown(heads: list[str], rows: Iterable[list[str]]) -> list[str]:
@@ -26,6 +35,13 @@ def milliseconds(seconds: float) -> str:
     """Three digits, or whole milliseconds where there are more."""
     value = 1e3 * seconds
     return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def processor(text: str) -> str:
+    """A text that begins with a processor, by the name that it is sold under."""
+    text = re.sub(r"\((R|TM)\)| Processor\b", "", text)
+    numbers = text.partition(")")[0] + ")"
+    return _SOLD.get(numbers, numbers) + text.removeprefix(numbers)
 
 
 def spread_text(spread: dict[str, float] | None) -> str:

@@ -1,4 +1,4 @@
-"""What docs/gpu.md and README.md say of GPUs, from the rows that were measured there."""
+"""What docs/gpu.md says of GPUs, from the rows that were measured there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 OPEN = "not measured"  # a note with it is shown
 
 
-def _by_call(found: Iterable[Row]) -> dict[str, dict[str, Row]]:
+def by_call(found: Iterable[Row]) -> dict[str, dict[str, Row]]:
     """Rows by what is called and by who computes it."""
     calls: dict[str, dict[str, Row]] = {}
     for row in found:
@@ -61,7 +61,7 @@ def _named_once(calls: Iterable[str]) -> list[str]:
 
 def users(found: list[Row]) -> list[str]:
     """Milliseconds of what a user calls, /in a graph where it was captured."""
-    felt = _by_call(row for row in found if row["stage"] == "user" and row["called"])
+    felt = by_call(row for row in found if row["stage"] == "user" and row["called"])
     felt = {call: of for call, of in felt.items() if USERS[0] in of}
     whos = [who for who in USERS if any(who in of for of in felt.values())]
     cells = [[text, *(_felt(of.get(who)) for who in whos)]
@@ -72,13 +72,13 @@ def users(found: list[Row]) -> list[str]:
 
 def hosts(found: list[Row]) -> list[str]:
     """Microseconds until a call returns, in one sentence."""
-    calls = _by_call(row for row in found if row["host"])
+    calls = by_call(row for row in found if row["host"])
     whos = [who for who in HOSTS if any(who in of for of in calls.values())]
     cells = ["/".join(of[who]["host"] if who in of else "-" for who in whos)
              for of in calls.values()]  # fmt: skip
     said = "; ".join(map(" ".join, zip(_named_once(calls), cells, strict=True)))
     columns = "/".join(HOSTS[who] for who in whos)
-    return _wrapped(f"Until a call returns, microseconds, {columns}: {said}.")
+    return wrapped(f"Until a call returns, microseconds, {columns}: {said}.")
 
 
 def checks(found: list[Row]) -> str:
@@ -92,22 +92,23 @@ def checks(found: list[Row]) -> str:
     return f"Of {calls} checked calls {wrong} exceed the parity rule; the worst has {worst} of it."
 
 
-def _device(row: Row | None) -> str:
+def device(row: Row | None) -> str:
+    """Microseconds in a graph; with ~ those of the kernels of a call that was not captured."""
     time = row and (row["graph"] or row["kernels"])
     return ("" if row["graph"] else "~") + digits(float(time), 3) if row and time else "-"
 
 
 def kernels(found: list[Row]) -> list[str]:
     """Microseconds in a graph, forward/with backward, of the calls that others were timed in."""
-    rivals = {call for row in found if row["stage"] == "rivals" for call in _by_call([row])}
+    rivals = {call for row in found if row["stage"] == "rivals" for call in by_call([row])}
     cells: dict[str, list[str]] = {}
-    for call, of in _by_call(row for row in found if row["stage"] in ("time", "rivals")).items():
+    for call, of in by_call(row for row in found if row["stage"] in ("time", "rivals")).items():
         if call not in rivals:
             continue
         shape, task, way, dtype = call.rsplit(", ", 3)
         if task != "full":  # the library's products are most of that
             label = f"{shape.split()[1]} {SHORT[dtype]}" + (", W_q too" if task == "step" else "")
-            times = [_device(of.get(who)) for who in KERNELS]
+            times = [device(of.get(who)) for who in KERNELS]
             if way != "forward":
                 before = cells.get(label, ["-"] * len(times))
                 times = [f"{first}/{both}" for first, both in zip(before, times, strict=True)]
@@ -121,21 +122,11 @@ def block(found: list[Row]) -> list[str]:
     report = found[0]["where"]
     felt = next((row["where"] for row in found if row["stage"] == "user"), report)
     other = [part for part in felt.split("; ") if part not in report.split("; ")]
-    lines = [*_wrapped(f"{report}. {checks(found)}"), "", *users(found), ""]
-    lines += [*_wrapped(f"Of this table: {'; '.join(other)}."), ""] if other else []
+    lines = [*wrapped(f"{report}. {checks(found)}"), "", *users(found), ""]
+    lines += [*wrapped(f"Of this table: {'; '.join(other)}."), ""] if other else []
     return [*lines, *hosts(found), "", *kernels(found)]
 
 
-def _wrapped(text: str) -> list[str]:
+def wrapped(text: str) -> list[str]:
+    """Lines of a paragraph."""
     return textwrap.wrap(text, 110, break_on_hyphens=False)
-
-
-def sentence(found: list[Row]) -> list[str]:
-    """What README.md says of a GPU."""
-    of = _by_call(found)[TRAINING]
-    gpu = of["own module"]["where"].split(",")[0]
-    return _wrapped(
-        f"{gpu}: a training step of the course's decoder takes {_felt(of['own module'])} ms with "
-        f"its own module, {_felt(of['drop-in'])} ms with ours in its place, "
-        f"{_felt(of['AttentionGRU'])} ms as `AttentionGRU` ([more](docs/gpu.md))."
-    )

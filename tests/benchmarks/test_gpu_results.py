@@ -184,6 +184,3 @@ def test_the_tables_have_who_by_call():
         "| (2,1,3,4) bf16, W_q too | ~7.12 | 8.5 | | | |",
         "| (2,9,3,4) fp32 | | -/45700 | -/99 | | |",
     ]
-    said = " ".join(summary.sentence(FOUND))
-    assert said.startswith("X1: a training step of the course's decoder takes 2 ms with its own ")
-    assert "3/0.5 ms with ours in its place, 0.7\\* ms as `AttentionGRU` " in said
