@@ -11,6 +11,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import bahdanau_fast.checkout  # noqa: F401  before all others
 from bahdanau_fast import backends, reference
 from bahdanau_fast.functional import additive_attention, additive_scores, masked_softmax
 from bahdanau_fast.fuse import fuse, unfuse

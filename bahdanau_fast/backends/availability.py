@@ -7,8 +7,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
@@ -113,31 +111,10 @@ def _too_old(capability: tuple[int, int]) -> str:
 
 def _why_not_built(extension: str, needs: str) -> str:
     """What is known of an extension that is not there, to follow "is not built"."""
-    hidden = _hides_installed(extension)
-    if hidden is not None:
-        return f" {hidden}"
     reason = Path(__file__).parents[1] / f"{extension}.why.txt"  # of setup.py
     if reason.is_file():
         return f": {' '.join(reason.read_text(encoding='utf-8').split())}"
     return f" (install with {needs} present, and --no-build-isolation)"
-
-
-def _hides_installed(extension: str) -> str | None:
-    """Words for a source tree without its binary that Python finds before an installed package."""
-    tree = Path(__file__).parents[2]
-    if not (tree / "setup.py").is_file():
-        return None
-    package = Path(__file__).parents[1].name
-    others = [entry for entry in sys.path if Path(entry or ".").resolve() != tree.resolve()]
-    found = PathFinder.find_spec(package, others)
-    folders = None if found is None else found.submodule_search_locations
-    if not folders or PathFinder.find_spec(f"{package}.{extension}", folders) is None:
-        return None
-    return (
-        f"in {tree}, a source tree that hides the package installed in {next(iter(folders))}: "
-        "run Python from another folder, or build it here with "
-        "`pip install --no-build-isolation -e .`"
-    )
 
 
 def _check_whole(module: str) -> None:

@@ -14,7 +14,6 @@ from fresh import HIDE, ROOT, copy_package, copy_tree, forked, python
 from torch.nn.parameter import is_lazy
 
 import bahdanau_fast as bf
-from bahdanau_fast.backends import availability
 
 # ---- a source tree in front of the installed package ---------------------------------------------
 
@@ -33,37 +32,28 @@ def info(folder, site):
     return forked("-m", "bahdanau_fast", "info", cwd=folder, path=site)
 
 
-def test_a_source_tree_that_hides_the_installed_package_says_so(tree, tmp_path):
+def test_a_source_tree_gives_way_to_the_installed_package(tree):
     source, site = tree
     done = info(source, site)
-    for said in (done.stdout, done.stderr):
-        assert f"not built in {source}, a source tree that hides the package" in said
-        assert f"installed in {site / 'bahdanau_fast'}: run Python from another folder" in said
-        assert "`pip install --no-build-isolation -e .`" in said
-        assert "compiler" not in said
-    elsewhere = info(tmp_path, site)  # what it says to do helps
-    assert "auto takes 'cpu' for cpu tensors" in elsewhere.stdout
-    assert elsewhere.stderr == ""
+    assert done.stderr == ""
+    assert f"({site / 'bahdanau_fast'})" in done.stdout
+    assert "auto takes 'cpu' for cpu tensors" in done.stdout
+    code = "import bahdanau_fast as bf; print(bf.__file__, bf.ops.__file__)"
+    found = forked("-c", code, cwd=source, path=site).stdout.split()
+    assert found == [str(site / f"bahdanau_fast/{name}__init__.py") for name in ("", "ops/")]
+
+
+def test_a_source_tree_built_in_place_is_what_is_installed(tree):
+    source, site = tree
+    (source / "bahdanau_fast/_C_cpu.why.txt").write_text("left out")
+    assert f"({source / 'bahdanau_fast'})" in info(source, site).stdout
 
 
 def test_a_source_tree_alone_asks_for_a_compiler(tree):
     source, site = tree
-    for binary in (site / "bahdanau_fast").glob("*.so"):
-        binary.unlink()
+    shutil.rmtree(site / "bahdanau_fast")
     said = info(source, site).stderr
     assert "not built (install with a C++17 compiler present, and --no-build-isolation)" in said
-
-
-def test_a_cuda_extension_that_is_hidden(tree, monkeypatch):
-    source, site = tree
-    (site / "bahdanau_fast/_C_cuda.abi3.so").touch()
-    monkeypatch.setattr(
-        availability, "__file__", str(source / "bahdanau_fast/backends/availability.py")
-    )
-    monkeypatch.setattr(sys, "path", ["", str(source), str(site)])
-    monkeypatch.chdir(source)
-    assert f"installed in {site / 'bahdanau_fast'}" in availability._hides_installed("_C_cuda")
-    assert availability._hides_installed("_C_other") is None
 
 
 # ---- installing ----------------------------------------------------------------------------------
