@@ -2,8 +2,8 @@
 # `make` lists the targets.
 
 PYTHON ?= python3
-# A version whose CPU build installs without naming an index. Elsewhere, or for CUDA, give pip's words:
-#   make venv TORCH='torch==2.13.0 --index-url <the PyTorch index for your CUDA>'
+# What pip calls torch: for Linux that may be a build with CUDA, some GB. The CPU build, or another one:
+#   make demo TORCH='torch --index-url <its index, of https://pytorch.org/get-started/locally>'
 # It is read when .venv is made; to change it later, remove .venv.
 TORCH ?= torch==2.13.0
 
@@ -18,22 +18,28 @@ PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks examples 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-venv: build/.installed  ## set up .venv: torch, the tools, this package (editable, with its C++)
+venv: build/.tools  ## set up .venv: torch, this package (editable, with its C++), the tools
 
-# Two stamps: a change of the C++ rebuilds it, but does not make the environment anew. The second
-# lies in build/, so that `make clean`, which removes the binary, makes the next call build again.
+# Stamps: a change of the C++ rebuilds it, but does not make the environment anew. Those in build/
+# go with `make clean`, which removes the binary: the next call builds again. pip hides a build, so
+# the first line of the second does it, where one sees how far it is; pip takes what is there.
 .venv/.made:
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install 'setuptools>=77' wheel
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1' 'setuptools>=77' wheel
 	$(BIN)/python -m pip install $(TORCH)
 	@touch $@
 
+INSTALL := $(BIN)/python -m pip install --quiet --no-build-isolation -e
 build/.installed: .venv/.made setup.py pyproject.toml $(CXX_FILES)
-	$(BIN)/python -m pip install --no-build-isolation -e '.[demo,test,lint]'
-	@for log in build/_C_*.log; do if [ -f "$$log" ]; then cat "$$log" >&2; fi; done
+	$(BIN)/python setup.py --quiet build_ext
+	$(INSTALL) '.[demo]'
 	@mkdir -p build && touch $@
 
-demo: venv  ## train a date translator with this attention and plot what it looks at
+build/.tools: build/.installed
+	$(INSTALL) '.[onnx,seq2seq,tensorboard,triton]' --group test --group lint
+	@touch $@
+
+demo: build/.installed  ## train a date translator with this attention and plot what it looks at
 	$(BIN)/python -m bahdanau_fast demo
 
 test: venv  ## run the test suite; -m thorough has some minutes more, as .ci/run does
@@ -59,7 +65,7 @@ lint: venv  ## check style, types, and which room may import which
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
 	rm -rf build/typed && mkdir -p build/typed
-	cp -Rp bahdanau_fast build/typed/ && cp -Rp kernels build/typed/bahdanau_fast/kernels
+	cp -RLp bahdanau_fast build/typed/
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml bahdanau_fast
 	cd build/typed && ../../$(BIN)/lint-imports --config ../../pyproject.toml
 	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
@@ -85,8 +91,8 @@ gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=user|smo
 	@started=$$(date +%s); \
 	$(GPU_PYTHON) -W ignore -m benchmarks.gpu.machine || exit 2; \
 	rm -rf build/gpu && mkdir -p build/gpu && \
-	cp -Rp bahdanau_fast benchmarks tests pyproject.toml build/gpu/ && \
-	cp -Rp kernels build/gpu/bahdanau_fast/kernels || exit 1; \
+	cp -RLp bahdanau_fast benchmarks tests pyproject.toml build/gpu/ && \
+	cp -Rp kernels build/gpu/bahdanau_fast/ || exit 1; \
 	timeout 150 $(GPU_PYTHON) setup.py -q build_ext --build-lib build/gpu || \
 		echo 'gpu-report: the build failed or took too long; the report goes on without it' >&2; \
 	cd build/gpu && BAHDANAU_FAST_COMMIT=$$(git rev-parse --short=12 HEAD 2>/dev/null) \
@@ -125,7 +131,7 @@ hub:  ## write the Triton kernels as a kernel of the Hugging Face Hub into build
 	$(PYTHON) hub/write.py build/hub
 
 build/.docs: build/.installed
-	$(BIN)/python -m pip install --no-build-isolation -e '.[docs]'
+	$(BIN)/python -m pip install --quiet --group docs
 	@touch $@
 
 # From nothing each time: Sphinx repeats no warning of a page that it does not read again.
@@ -135,7 +141,7 @@ site: build/.docs  ## build the pages of docs/ as a site into build/site; a warn
 
 clean:  ## remove build output and caches, keep .venv
 	rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	rm -f bahdanau_fast/*.so bahdanau_fast/*.why.txt
+	rm -f bahdanau_fast/*.so bahdanau_fast/*.why.txt bahdanau_fast/kernels
 	find bahdanau_fast kernels tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # For .ci/run: the wheel is checked against the same torch.

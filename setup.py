@@ -3,8 +3,8 @@
 A backend that cannot be built is left out and the package works without it, unless its variable
 demands it: BAHDANAU_FAST_CPU=1 makes a failed build an error, =0 skips it, unset tries.
 BAHDANAU_FAST_CUDA likewise; unset, it is tried where torch is a CUDA build.
-CXX, CXXFLAGS and LDFLAGS are honoured, e.g. for a sanitizer build; nvcc reads NVCC_CCBIN and
-NVCC_APPEND_FLAGS itself.
+CXX, CXXFLAGS and LDFLAGS are honoured, e.g. for a sanitizer build, and MAX_JOBS, the most compilers
+that run at a time; nvcc reads NVCC_CCBIN and NVCC_APPEND_FLAGS itself.
 """
 
 from __future__ import annotations
@@ -106,15 +106,14 @@ def fault(output: str) -> str:
 
 def run(command: list[str], doing: str, show: bool = True) -> str:
     """Run a compiler or linker; its warnings are shown, its failure is a BuildError."""
-    if show:
-        print(shlex.join(command), flush=True)
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise BuildError(f"{doing}: cannot run {command[0]} ({error.strerror})") from error
     output = result.stdout + result.stderr
     if result.returncode:
-        raise BuildError(f"{doing}: {command[0]} failed ({fault(output)})", output)
+        whole = f"{shlex.join(command)}\n{output}"
+        raise BuildError(f"{doing}: {command[0]} failed ({fault(output)})", whole)
     if show:
         print(output, end="", flush=True)
     return output
@@ -175,15 +174,25 @@ def compile_object(source: Path, target: Path, command: list[str], stamp: str) -
     stamp_file.write_text(stamp)
 
 
+def most_jobs() -> int:
+    """How many compilers run at a time: $MAX_JOBS, else one for each core, and at least two."""
+    asked = os.environ.get("MAX_JOBS", "")
+    if asked:
+        if not asked.isdecimal() or int(asked) < 1:
+            raise BuildError(f"MAX_JOBS must be a number from 1 on, got {asked!r}")
+        return int(asked)
+    given = getattr(os, "sched_getaffinity", None)  # fewer than the machine has, in a container
+    return max(2, len(given(0)) if given else os.cpu_count() or 1)
+
+
 def compile_all(jobs: list[tuple[Path, Path, list[str]]], stamp: str) -> None:
     """Compile (source, object, command) side by side, and say how far it is."""
-    given = getattr(os, "sched_getaffinity", None)  # fewer than the machine has, in a container
-    cores = len(given(0)) if given else os.cpu_count() or 1
-    what = f"what changed of {len(jobs)} files on {cores} cores"
+    at_once = most_jobs()
+    what = f"what changed of {len(jobs)} files, {at_once} at a time"
     print(f"compiling {what}; all of them take minutes", flush=True)
     start = time.time()
     jobs = sorted(jobs, key=lambda job: not job[0].stem.startswith("kernels"))  # longest first
-    with ThreadPoolExecutor(max(2, cores)) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         running = {pool.submit(compile_object, *job, stamp): job[0].name for job in jobs}
         for count, job in enumerate(as_completed(running), 1):
             job.result()
@@ -353,8 +362,7 @@ class BuildExt(build_ext):
                 if wanted(variable) == "1":
                     raise CompileError(f"{ext.name}: {error}\n{error.output}") from error
                 line = f"{ext.name} not built: {error}"
-                print(line, file=sys.stderr, flush=True)
-                # pip hides the output of a build that succeeds; the Makefile shows this file.
+                print(f"{line} (more in {log})", file=sys.stderr, flush=True)
                 log.parent.mkdir(exist_ok=True)
                 log.write_text(f"{line}\n{error.output}")
                 for path in reasons:
@@ -406,6 +414,33 @@ def local_version() -> str:
         return ""
 
 
+def package_dirs() -> dict[str, str]:
+    """Where the packages lie; kernels/ is not below the one that it is a part of.
+
+    An editable install has links instead: ``build/editable`` holds one to the package, which has
+    one to kernels/. That folder is put on the path, so type checkers and editors, which know
+    nothing of import hooks, find the package, and nothing else of this tree can be imported. Where
+    no links can be made, setuptools writes a hook, which Python alone follows.
+    """
+    folder = ROOT / "build" / "editable"
+    links = {
+        ROOT / "bahdanau_fast" / "kernels": "kernels",
+        folder / "bahdanau_fast": "bahdanau_fast",
+    }
+    if "editable_wheel" in sys.argv:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for link, target in links.items():
+                if not link.is_symlink():
+                    relative = os.path.relpath(target, link.parent)
+                    link.symlink_to(relative, target_is_directory=True)
+        except OSError as error:
+            print(f"an editable install that type checkers do not see: {error}", file=sys.stderr)
+        else:
+            return {"": "build/editable"}
+    return {"bahdanau_fast.kernels": "kernels"}
+
+
 if sys.platform == "darwin":
     # One architecture is compiled for, also by a Python that holds two: the wheel names that one.
     macos = os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "11.0")
@@ -414,10 +449,12 @@ if sys.platform == "darwin":
 setup(
     **license_metadata(),
     packages=[
-        *setuptools.find_packages(include=["bahdanau_fast", "bahdanau_fast.*"]),
+        *setuptools.find_packages(
+            include=["bahdanau_fast", "bahdanau_fast.*"], exclude=["bahdanau_fast.kernels"]
+        ),
         "bahdanau_fast.kernels",
     ],
-    package_dir={"bahdanau_fast.kernels": "kernels"},
+    package_dir=package_dirs(),
     package_data={"bahdanau_fast": ["py.typed", "seq2seq/attention.html"]},
     include_package_data=False,  # else an in-place binary listed by the VCS could enter the wheel
     ext_modules=[

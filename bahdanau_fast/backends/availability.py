@@ -156,7 +156,7 @@ def triton_problem() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         version = ""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install 'bahdanau_fast[triton]')"
+        return "Triton is not installed (pip install triton)"
     if _is_below(version, TRITON):
         return f"Triton must be >= {_dotted(TRITON)}, got {version}"
     try:

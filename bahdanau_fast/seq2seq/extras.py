@@ -6,8 +6,8 @@ from typing import Any
 __all__ = ["require"]
 
 
-def require(module: str, what: str, extra: str) -> Any:
-    """Import a module, or say which extra brings it.
+def require(module: str, what: str) -> Any:
+    """Import a module, or say how it is installed.
 
     Raises:
         ModuleNotFoundError: it is not installed.
@@ -15,5 +15,4 @@ def require(module: str, what: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        need = f'{what} {module}: pip install "bahdanau_fast[{extra}]"'
-        raise ModuleNotFoundError(need) from error
+        raise ModuleNotFoundError(f"{what} {module}: pip install {module}") from error

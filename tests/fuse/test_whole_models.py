@@ -143,7 +143,7 @@ def exported(case):
 
 
 def to_onnx(case):
-    pytest.importorskip("onnxruntime", reason="pip install 'bahdanau_fast[onnx]'")
+    pytest.importorskip("onnxruntime", reason="pip install onnxruntime")
     program = torch.onnx.export(case.model, case.inputs, dynamo=True, verbose=False)
     found = program(*case.inputs)
     return lambda *_: tuple(found) if isinstance(case.want, tuple) else found[0]

@@ -41,12 +41,33 @@ def test_without_a_compiler_the_build_says_so_and_goes_on(tree):
     assert "Traceback" not in done.stderr
 
 
-def linked(tree, flags, *sources):
-    """The binary of these sources alone, linked with these flags, or why there is none."""
+def replace_sources(tree, *sources):
     for path in tree.glob("csrc/cpu/*/*.cpp"):
         path.unlink()
     for number, text in enumerate(sources):
         (tree / f"csrc/cpu/op/part{number}.cpp").write_text(text)
+
+
+@pytest.mark.parametrize("jobs", ["1", "3", "0", "all"])
+def test_max_jobs_bounds_the_compilers(jobs, tree):
+    # A compiler that notes how many of it there are.
+    counts = "mkdir $0-$$; ls -d $0-* | wc -l >>$0.txt; sleep 0.1; rmdir $0-$$"
+    compiler = empty_compiler(tree / "compiler", before=counts)
+    replace_sources(tree, *[""] * 6)
+    command = ["setup.py", "-q", "build_ext", "--build-lib", str(tree / "lib")]
+    done = build(tree, *command, CXX=compiler, MAX_JOBS=jobs)
+    if jobs in ("1", "3"):
+        assert f", {jobs} at a time" in done.stdout
+        most = max(map(int, (tree / "compiler.txt").read_text().split()))
+        assert (most > 1) == (jobs != "1")
+        assert most <= int(jobs)
+    else:
+        assert f"MAX_JOBS must be a number from 1 on, got '{jobs}'" in done.stderr
+
+
+def linked(tree, flags, *sources):
+    """The binary of these sources alone, linked with these flags, or why there is none."""
+    replace_sources(tree, *sources)
     command = ["setup.py", "-q", "build_ext", "--build-lib", str(tree / "lib")]
     said = build(tree, *command, LDFLAGS=flags).stderr
     why = re.search(r"_C_cpu not built: (.*)", said)

@@ -1,7 +1,12 @@
 """What a type checker sees of the package, as strict as it can be."""
 
+import shutil
+import venv
+from pathlib import Path
+
 import pytest
-from fresh import copy_package, python
+import torch
+from fresh import build_package, copy_tree, python
 
 SCRIPT = """\
 import torch
@@ -46,14 +51,21 @@ follow_imports_for_stubs = True
 CODES = ["call-arg", "call-arg", "union-attr", "call-overload"]
 
 
-def test_of_a_users_script(tmp_path):
-    pytest.importorskip("mypy", reason="pip install 'bahdanau_fast[lint]'")
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_of_a_users_script(kind, tmp_path):
+    pytest.importorskip("mypy", reason="pip install --group lint")
     script, config = tmp_path / "script.py", tmp_path / "config"
     script.write_text(SCRIPT + WRONG)
     config.write_text(CONFIG)
-    package = copy_package(tmp_path / "package")
-    options = ["--config-file", str(config), "--cache-dir", str(tmp_path)]
-    done = python("-m", "mypy", *options, str(script), check=False, MYPYPATH=str(package))
+    skip = {"BAHDANAU_FAST_CPU": "0", "BAHDANAU_FAST_CUDA": "0"}
+    wheel, _ = build_package(copy_tree(tmp_path / "tree"), f"build_{kind}", **skip)
+    venv.create(tmp_path / "venv")
+    (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    shutil.unpack_archive(wheel, site, "zip")
+    (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
+    users = ["--python-executable", str(tmp_path / "venv/bin/python"), "--config-file", str(config)]
+    command = ["-m", "mypy", *users, "--cache-dir", str(tmp_path), str(script)]
+    done = python(*command, cwd=tmp_path, check=False)
     found = [line for line in done.stdout.splitlines() if ": error: " in line]
     codes = [line.rsplit("[")[-1].rstrip("]") for line in found]
     assert codes == CODES, done.stdout + done.stderr

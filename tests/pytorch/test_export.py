@@ -162,7 +162,7 @@ def of_program(model):
     ids=["call", "leaky_relu", "loop"],
 )
 def test_onnx(model, source, tmp_path):
-    runtime = pytest.importorskip("onnxruntime", reason="pip install 'bahdanau_fast[onnx]'")
+    runtime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime")
     file = str(tmp_path / "model.onnx")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter, about itself
@@ -177,7 +177,7 @@ def test_onnx(model, source, tmp_path):
 
 
 def test_a_backend_by_name_is_not_for_onnx(tmp_path):
-    pytest.importorskip("onnxscript", reason="pip install 'bahdanau_fast[onnx]'")
+    pytest.importorskip("onnxscript", reason="pip install onnxscript")
     with bf.backends.use("cpu"), pytest.raises(Exception, match=r"bahdanau_fast\.attention"):
         torch.onnx.export(**of_model(attention()), f=str(tmp_path / "model.onnx"), dynamo=True)
 

@@ -30,7 +30,7 @@ sys.meta_path.insert(0, Hide())
 def copy_package(folder):
     """The package without its binary into a folder, which hides an editable install on the path."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(PACKAGE, folder / "bahdanau_fast", ignore=ignored)
+    shutil.copytree(PACKAGE, folder / "bahdanau_fast", ignore=ignored, symlinks=True)
     (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     return folder
 
@@ -39,7 +39,7 @@ def copy_tree(folder):
     """What the package is built of into a folder."""
     ignored = shutil.ignore_patterns("*.so", "*.why.txt", "*.json", "__pycache__")
     for part in ("csrc", "bahdanau_fast", "kernels", "benchmarks"):
-        shutil.copytree(ROOT / part, folder / part, ignore=ignored)
+        shutil.copytree(ROOT / part, folder / part, ignore=ignored, symlinks=True)
     for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / part, folder)
     return folder
@@ -53,10 +53,10 @@ def program(path, text):
     return str(path)
 
 
-def empty_compiler(path):
+def empty_compiler(path, before=":"):
     """A compiler and linker that makes every file it is asked for, empty; its name."""
     loop = 'while [ $# -gt 0 ]; do if [ "$1" = -o ]; then : >"$2"; fi; shift; done'
-    return program(path, f"#!/bin/sh\n{loop}\n")
+    return program(path, f"#!/bin/sh\n{before}\n{loop}\n")
 
 
 def python(*arguments, cwd=None, path=None, check=True, **variables):

@@ -70,7 +70,7 @@ assert "triton" not in bf.backends.available()
 @pytest.mark.parametrize(
     ("missing", "reason"),
     [
-        (True, "Triton is not installed (pip install 'bahdanau_fast[triton]')"),
+        (True, "Triton is not installed (pip install triton)"),
         (False, "Triton must be >= 3.6, got 3.5.1"),
     ],
 )

@@ -39,7 +39,7 @@ _INK = "#222222"  # of text
 
 def require_matplotlib() -> None:
     """Say before any work is done that matplotlib is missing."""
-    require("matplotlib", "plots need", "demo")
+    require("matplotlib", "plots need")
 
 
 def _new_figure(width: float, height: float) -> Any:

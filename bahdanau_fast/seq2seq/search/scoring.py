@@ -59,7 +59,7 @@ class CorpusScores:
 
 def require_sacrebleu() -> Any:
     """Import sacrebleu, or say how to install it."""
-    return require("sacrebleu", "BLEU needs", "seq2seq")
+    return require("sacrebleu", "BLEU needs")
 
 
 def corpus_scores(

@@ -90,7 +90,7 @@ class Run:
                 self.trainer.load_state_dict(payload)
         self.board = None
         if tensorboard and world.rank == 0:
-            require("tensorboard", "--tensorboard needs", "tensorboard")
+            require("tensorboard", "--tensorboard needs")
             from torch.utils.tensorboard import SummaryWriter
 
             # Drop the scalars of steps that are repeated after a resume.
