@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m bahdanau_fast",
+        prog="bahdanau-fast" if _by_script() else "python -m bahdanau_fast",
         description=bahdanau_fast.__doc__.split("\n")[0],
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -113,6 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     add_commands(commands)
     parser.commands = tuple(commands.choices)
     return parser
+
+
+def _by_script() -> bool:
+    return Path(sys.argv[0]).stem == "bahdanau-fast"
 
 
 _EXAMPLES = """\

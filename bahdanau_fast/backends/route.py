@@ -223,7 +223,7 @@ def _form_on_cpu(facts: Facts) -> tuple[str, str]:
                 f"{work} multiplications to project, of at most {ONE_OPERATOR_WORK}"
             )
     if facts.records:
-        return "projected", "a gradient may be asked for"
+        return "projected", "autograd is on, and takes gradients of the projections by itself"
     if facts.drops:
         return "projected", "weights are dropped"
     most = max(STEP_ROWS * facts.query_size, STEP_WORK // max(facts.hidden, 1))

@@ -119,13 +119,15 @@ def test_words_behind_two_dashes_are_no_options(capsys):
     assert "DIR must hold best.pt or last.pt" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("program", ["python -m bahdanau_fast", "bahdanau-fast"])
 @pytest.mark.parametrize("command", ["info", "check", "demo", "train"])
-def test_help_names_the_program_as_it_is_called(command, capsys):
+def test_help_names_the_program_as_it_is_called(command, program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [program])
     with pytest.raises(SystemExit) as stopped:
         cli.main([command, "--help"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"usage: python -m bahdanau_fast {command} ")
+    assert out.startswith(f"usage: {program} {command} ")
     assert "pytorch" not in out
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -227,6 +228,11 @@ def test_a_small_demo(judged, tmp_path, capsys, monkeypatch):
     figures = json.loads((tmp_path / "deep" / "out" / "demo.json").read_text())
     assert figures["loss_max_relative_difference"] <= 1e-3
     assert 0 <= figures["exact_match"] <= 1
+    of_steps, of_attention = (figures[f"median_{name}_seconds"] for name in ("step", "attention"))
+    assert all(of_attention[name] < step for name, step in of_steps.items())
+    for name, step in of_steps.items():
+        times = rf"{step * 1e3:.2f} ms +{of_attention[name] * 1e3:.2f} ms"
+        assert re.search(rf"^  {name} +{times}$", printed, re.MULTILINE), printed
     assert figures["versions"]["torch"] == torch.__version__
     for name in ("attention.png", "loss.png"):
         assert (tmp_path / "deep" / "out" / name).stat().st_size > 10_000

@@ -22,6 +22,7 @@ import torch
 
 import bahdanau_fast
 from bahdanau_fast import backends, checks
+from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.seq2seq.cli import plots
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Pairs
@@ -29,7 +30,7 @@ from bahdanau_fast.seq2seq.model.settings import Settings, build_model
 from bahdanau_fast.seq2seq.search.translator import Translation, translate
 from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches, total_steps, train
 
-__all__ = ["Sizes", "compare_training", "relative_difference", "run"]
+__all__ = ["Sizes", "compare_training", "relative_difference", "run", "time_attention"]
 
 EXACT_MATCH_GOAL, LOSS_GOAL = 0.95, 1e-3
 
@@ -90,9 +91,11 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
     seconds = {name: median(trainer.history.seconds) for name, trainer in compared.items()}
     difference = relative_difference(history.losses[:steps], compared["reference"].history.losses)
     agree = difference <= LOSS_GOAL
-    print(f"a training step, taking turns (medians of {steps}):")
+    alone = time_attention(settings, source_steps, list(seconds))
+    print("a training step, and a call of its attention alone, taking turns (medians):")
     for name, taken in seconds.items():
-        print(f"  {name:<12}{taken * 1e3:>9.2f} ms")
+        print(f"  {name:<12}{taken * 1e3:>9.2f} ms{alone[name] * 1e3:>9.2f} ms")
+    print("attention is a small part of a step on short dates; its share grows with the source")
 
     good = exact >= EXACT_MATCH_GOAL or not full
     verdict = ("PASS" if good else "FAIL") if full else "----"
@@ -113,6 +116,7 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
         "compared_steps": steps,
         "loss_max_relative_difference": difference,
         "median_step_seconds": seconds,
+        "median_attention_seconds": alone,
         "passed": good and agree,
         "settings": dataclasses.asdict(settings),
         "sizes": dataclasses.asdict(sizes),
@@ -141,6 +145,24 @@ def compare_training(
                 trainer.step(batch)
         order.reverse()
     return trainers
+
+
+def time_attention(
+    settings: Settings, keys_len: int, names: Sequence[str], rounds: int = 100
+) -> dict[str, float]:
+    """Median seconds of a call with a query for each source, forward and backward, by backend."""
+    size, batch = settings.num_hiddens, settings.batch_size
+    attention = AdditiveAttention(size, size, size, cache_keys=False)
+    query, keys = torch.randn(batch, 1, size), torch.randn(batch, keys_len, size)
+    inputs = [query.requires_grad_(), keys.requires_grad_(), *attention.parameters()]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name, of_name in times.items():
+            with backends.use(name):
+                start = time.perf_counter()
+                torch.autograd.grad(attention(query, keys, keys).sum(), inputs)
+                of_name.append(time.perf_counter() - start)
+    return {name: median(of_name) for name, of_name in times.items()}
 
 
 def relative_difference(losses: Sequence[float], others: Sequence[float]) -> float:
