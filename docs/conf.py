@@ -15,8 +15,7 @@ INCLUDED["README.md"] = "index.md"
 
 project = "bahdanau_fast"
 version = release = bahdanau_fast.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-myst_enable_extensions = ["dollarmath"]  # formulas of the lesson
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_heading_anchors = 3  # links to headings as a code host names them
 nb_execution_mode = "off"  # a test executes the notebook
 html_theme = "furo"
