@@ -31,7 +31,7 @@ venv: build/.tools  ## set up .venv: torch, this package (editable, with its C++
 
 INSTALL := $(BIN)/python -m pip install --quiet --no-build-isolation -e
 build/.installed: .venv/.made setup.py pyproject.toml $(CXX_FILES)
-	$(BIN)/python -W ignore setup.py --quiet build_ext
+	$(BIN)/python setup.py --quiet build_ext
 	$(INSTALL) '.[demo]'
 	@mkdir -p build && touch $@
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import ClassVar
@@ -51,7 +52,8 @@ ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x03
 CPU_FLAGS = [
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wall"),
-    "-Wno-unknown-warning-option",  # clang's, of warnings that only GCC has
+    # GCC 12 raises the first in torch's headers and in its own; clang knows it not, the second GCC.
+    *("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"),
 ]
 
 # The instruction set is picked at run time, so only the files named for one are compiled for it.
@@ -63,7 +65,6 @@ ISA_FLAGS = {
     "_avx512": [
         *("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c"),
         "-mprefer-vector-width=512",
-        "-Wno-maybe-uninitialized",  # GCC 12 raises it inside its own intrinsics (its bug 105593)
     ],
 }
 
@@ -140,8 +141,10 @@ def python_include() -> Path:
 def torch_paths() -> tuple[str, list[str], list[str]]:
     """Torch's version, include folders and library folders."""
     try:
-        import torch
-        from torch.utils.cpp_extension import include_paths, library_paths
+        with warnings.catch_warnings():  # of NumPy, which no build needs, if it is not there
+            warnings.simplefilter("ignore")
+            import torch
+            from torch.utils.cpp_extension import include_paths, library_paths
     except Exception as error:  # a broken torch raises OSError, AttributeError and others
         raise BuildError(
             f"torch cannot be imported at build time ({error}); install torch first, "
