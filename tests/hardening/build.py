@@ -8,8 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "hardening"
-sys.path.append(str(ROOT / "tests" / "support"))
-from fresh import WITHOUT_EDITABLE  # noqa: E402
 
 
 def lay_out(name, cxxflags):
@@ -25,7 +23,6 @@ def lay_out(name, cxxflags):
             ignore=shutil.ignore_patterns("*.so", "__pycache__"),
             dirs_exist_ok=True,
         )
-    (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     environment = {
         **os.environ,
         "CXXFLAGS": cxxflags,

@@ -227,7 +227,6 @@ class Worker:
                 shutil.copy2(build.ROOT / file, self.tree / file)
         for part in ("kernels", "benchmarks"):  # as installed
             (self.tree / "bahdanau_fast" / part).symlink_to(self.tree / part)
-        (self.tree / "sitecustomize.py").write_text(build.WITHOUT_EDITABLE)
         rooms = (".", "tests/support", "tests/hardening", "tests/cuda")
         self.environment = {
             **os.environ,

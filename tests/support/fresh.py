@@ -12,10 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "bahdanau_fast"
-# For sitecustomize: an editable install offers its own binary to any package of this name.
-WITHOUT_EDITABLE = """import sys
-sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]
-"""
 # In front of a program: modules of these names cannot be found.
 HIDE = """
 import sys
@@ -28,10 +24,9 @@ sys.meta_path.insert(0, Hide())
 
 
 def copy_package(folder):
-    """The package without its binary into a folder, which hides an editable install on the path."""
+    """The package without its binary into a folder."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(PACKAGE, folder / "bahdanau_fast", ignore=ignored, symlinks=True)
-    (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     return folder
 
 
