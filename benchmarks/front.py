@@ -17,7 +17,7 @@ ON_CPU = {
 }
 ON_GPU = {
     "step-64 (64,1,50,512), step, forward, bfloat16": "one step",
-    "step-256 (256,1,400,512), projected, forward + backward, bfloat16": "with backward",
+    "step-256 (256,1,400,512), projected, forward + backward, bfloat16": "a step, with backward",
     "parallel-4 (4,128,128,512), projected, forward, bfloat16": "many queries",
     "parallel-16 (16,512,512,512), projected, forward + backward, bfloat16": "with backward",
 }
