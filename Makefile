@@ -18,14 +18,14 @@ PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks examples 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-venv: build/.tools  ## set up .venv: torch, this package (editable, with its C++), the tools
+venv: build/.installed build/.tools  ## set up .venv: torch, this package (editable, with its C++), the tools
 
 # Stamps: a change of the C++ rebuilds it, but does not make the environment anew. Those in build/
 # go with `make clean`, which removes the binary: the next call builds again. pip hides a build, so
 # the first line of the second does it, where one sees how far it is; pip takes what is there.
 .venv/.made:
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1' 'setuptools>=77' wheel
+	$(BIN)/python -m pip install --quiet --upgrade 'setuptools>=77' wheel
 	$(BIN)/python -m pip install $(TORCH)
 	@touch $@
 
@@ -35,7 +35,10 @@ build/.installed: .venv/.made setup.py pyproject.toml $(CXX_FILES)
 	$(INSTALL) '.[demo]'
 	@mkdir -p build && touch $@
 
-build/.tools: build/.installed
+# Groups are read by pip from 25.1 on.
+NEW_PIP := $(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+build/.tools: .venv/.made pyproject.toml | build/.installed
+	$(NEW_PIP)
 	$(INSTALL) '.[onnx,seq2seq,tensorboard,triton]' --group test --group lint
 	@touch $@
 
@@ -131,6 +134,7 @@ hub:  ## write the Triton kernels as a kernel of the Hugging Face Hub into build
 	$(PYTHON) hub/write.py build/hub
 
 build/.docs: build/.installed
+	$(NEW_PIP)
 	$(BIN)/python -m pip install --quiet --group docs
 	@touch $@
 

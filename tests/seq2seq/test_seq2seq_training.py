@@ -229,7 +229,6 @@ def test_a_small_demo(judged, tmp_path, capsys, monkeypatch):
     assert figures["loss_max_relative_difference"] <= 1e-3
     assert 0 <= figures["exact_match"] <= 1
     of_steps, of_attention = (figures[f"median_{name}_seconds"] for name in ("step", "attention"))
-    assert all(of_attention[name] < step for name, step in of_steps.items())
     for name, step in of_steps.items():
         times = rf"{step * 1e3:.2f} ms +{of_attention[name] * 1e3:.2f} ms"
         assert re.search(rf"^  {name} +{times}$", printed, re.MULTILINE), printed

@@ -91,11 +91,11 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
     seconds = {name: median(trainer.history.seconds) for name, trainer in compared.items()}
     difference = relative_difference(history.losses[:steps], compared["reference"].history.losses)
     agree = difference <= LOSS_GOAL
-    alone = time_attention(settings, source_steps, list(seconds))
-    print("a training step, and a call of its attention alone, taking turns (medians):")
+    alone = time_attention(pairs, settings, list(seconds), steps)
+    print("a training step, and its attention alone, step by step, taking turns (medians):")
     for name, taken in seconds.items():
         print(f"  {name:<12}{taken * 1e3:>9.2f} ms{alone[name] * 1e3:>9.2f} ms")
-    print("attention is a small part of a step on short dates; its share grows with the source")
+    print("attention is a part of a step, small on short dates; it grows with the source")
 
     good = exact >= EXACT_MATCH_GOAL or not full
     verdict = ("PASS" if good else "FAIL") if full else "----"
@@ -148,19 +148,22 @@ def compare_training(
 
 
 def time_attention(
-    settings: Settings, keys_len: int, names: Sequence[str], rounds: int = 100
+    pairs: Pairs, settings: Settings, names: Sequence[str], steps: int
 ) -> dict[str, float]:
-    """Median seconds of a call with a query for each source, forward and backward, by backend."""
-    size, batch = settings.num_hiddens, settings.batch_size
-    attention = AdditiveAttention(size, size, size, cache_keys=False)
-    query, keys = torch.randn(batch, 1, size), torch.randn(batch, keys_len, size)
-    inputs = [query.requires_grad_(), keys.requires_grad_(), *attention.parameters()]
+    """Median seconds that training steps attend, forward and backward, by backend, in turns."""
+    size = settings.num_hiddens
+    attention = AdditiveAttention(size, size, size)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
+    for _, batch in islice(all_batches(pairs, settings), steps):
+        keys = torch.randn(*batch.source.shape, size, requires_grad=True)
+        queries = torch.randn(*batch.target.T.shape, size, requires_grad=True)
         for name, of_name in times.items():
             with backends.use(name):
                 start = time.perf_counter()
-                torch.autograd.grad(attention(query, keys, keys).sum(), inputs)
+                memory = attention.memory(keys, valid_lens=batch.source_lens)
+                contexts = [attention.attend(query, memory) for query in queries]
+                inputs = [queries, keys, *attention.parameters()]
+                torch.autograd.grad(torch.stack(contexts).sum(), inputs)
                 of_name.append(time.perf_counter() - start)
     return {name: median(of_name) for name, of_name in times.items()}
 
