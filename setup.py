@@ -426,11 +426,8 @@ def package_dirs() -> dict[str, str]:
     nothing of import hooks, find the package, and nothing else of this tree can be imported. Where
     no links can be made, setuptools writes a hook, which Python alone follows.
     """
-    folder = ROOT / "build" / "editable"
-    links = {
-        ROOT / "bahdanau_fast" / "kernels": "kernels",
-        folder / "bahdanau_fast": "bahdanau_fast",
-    }
+    package, folder = ROOT / "bahdanau_fast", ROOT / "build" / "editable"
+    links = {package / "kernels": ROOT / "kernels", folder / package.name: package}
     if "editable_wheel" in sys.argv:
         folder.mkdir(parents=True, exist_ok=True)
         try:
