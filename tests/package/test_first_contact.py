@@ -52,8 +52,10 @@ def test_a_source_tree_built_in_place_is_what_is_installed(tree):
 def test_a_source_tree_alone_asks_for_a_compiler(tree):
     source, site = tree
     shutil.rmtree(site / "bahdanau_fast")
+    (site / "other/bahdanau_fast").mkdir(parents=True)  # a clone, beside which Python was started
     nowhere = "sys.path = [x for x in sys.path if not x or not Path(x, 'bahdanau_fast').exists()]"
-    hide = f"import sys\nfrom pathlib import Path\n{nowhere}"
+    more = f"sys.path.append({str(site / 'other')!r})"
+    hide = f"import sys\nfrom pathlib import Path\n{nowhere}\n{more}"
     (source / "sitecustomize.py").write_text(hide)
     said = info(source, site).stderr
     assert "not built (install with a C++17 compiler present, and --no-build-isolation)" in said
