@@ -14,6 +14,7 @@ from .combine import scale_scores
 from .elementary import (
     TANH,
     TWO_LOG2_E,
+    four_of,
     held,
     inverse_of,
     rectified,
@@ -147,15 +148,6 @@ def row_scores(
         shared = tl.sum(sum_of_four(x0, x1, x2, x3, w0, w1, w2, w3, NATIVE), axis=1)
         s = tl.sum(w, axis=1) - 2.0 * shared
     return s
-
-
-@triton.jit
-def four_of(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Every fourth column from the first, second, third and fourth on."""
-    even, odd = tl.split(tl.reshape(x, ROWS, COLUMNS // 2, 2))
-    x0, x2 = tl.split(tl.reshape(even, ROWS, COLUMNS // 4, 2))
-    x1, x3 = tl.split(tl.reshape(odd, ROWS, COLUMNS // 4, 2))
-    return x0, x1, x2, x3
 
 
 @triton.jit

@@ -181,6 +181,42 @@ def tables(hidden: int) -> dict[str, Any]:
     return {"BLOCK_R": 1024 // block_h, "BLOCK_H": block_h, "num_warps": 4}
 
 
+class TermsPlan(NamedTuple):
+    """Quads of hidden units in all, splits of them, rows of the batch at once; and the tiles."""
+
+    quads: int
+    splits: int
+    rows: int
+    tables: dict[str, Any]
+    blocks: dict[str, Any]
+
+
+# Bytes of terms of 16 bits that are made at once, but of one row of the batch at least.
+# not measured: others; (256,100,400,1024) with half and twice as many.
+_TERMS = 256 << 20
+
+
+def terms(batch: int, queries_len: int, keys_len: int, hidden: int, split: bool) -> TermsPlan:
+    """Of `terms_kernel` and `terms_scores_kernel`: 64 x 64 scores; where those are few, 16 x 64.
+
+    Then the hidden units may be split as well; the splits meet in `softmax_kernel`.
+    """
+
+    def programs(block_q: int) -> int:
+        return batch * -(-keys_len // 64) * -(-queries_len // block_q)
+
+    block_q, splits = min(max(power_of_two(queries_len), 16), 64), 1
+    if programs(block_q) < 256:
+        block_q = 16
+        while split and splits < 8 and programs(block_q) * splits < 768 and hidden >= 64 * splits:
+            splits *= 2
+    quads = -(-hidden // (8 * splits)) * 2 * splits
+    rows = max(_TERMS // (32 * quads * (queries_len + keys_len)), 1)
+    tables = {"BLOCK_R": 16, "BLOCK_U": 8, "num_warps": 4}
+    blocks = {"BLOCK_Q": block_q, "BLOCK_K": 64, "STAGES": 3, "num_warps": 4}
+    return TermsPlan(quads, splits, rows, tables, blocks)
+
+
 def scores(batch: int, queries_len: int, keys_len: int, hidden: int, size: int) -> dict[str, Any]:
     """Of `scores_kernel`: 64 elements a thread in registers; less of all where work is short.
 
@@ -198,15 +234,15 @@ def scores(batch: int, queries_len: int, keys_len: int, hidden: int, size: int) 
     return {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "num_warps": 4}
 
 
-def products(features: int, size: int, masked: bool) -> dict[str, Any]:
-    """Of `softmax_kernel`; fp32 products without tensor cores are unrolled, and kept short.
+def products(features: int, size: int) -> dict[str, Any]:
+    """Of `softmax_kernel`: all features at once, as far as 512; fp32 products are kept short.
 
-    Addresses of a mask take registers.
+    Those are unrolled, without tensor cores.
     """
     if size == 4:
         return {"BLOCK_Q": 16, "BLOCK_K": 32, "BLOCK_D": 32, "num_warps": 4}
-    block_d = min(max(power_of_two(features), 16), 128)
-    return {"BLOCK_Q": 16, "BLOCK_K": 32 if masked else 64, "BLOCK_D": block_d, "num_warps": 4}
+    block_d = min(max(power_of_two(features), 16), 512)
+    return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": block_d, "num_warps": 8}
 
 
 def grad_products() -> dict[str, Any]:

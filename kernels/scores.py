@@ -1,6 +1,7 @@
-"""Scores of many queries: a tile of keys stays in registers in a loop over the queries.
+"""Scores of many queries in fp32, or rectified: keys stay in registers in a loop over the queries.
 
-Roof, per (query, key, hidden unit): 3.5 fma-pipe operations and a quarter of a reciprocal.
+Tanh in 16 bits: terms.py. Roof, per (query, key, hidden unit): 3.5 fma-pipe operations and a
+quarter of a reciprocal.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import NEAR_FOUR, SMALL, TANH, kept_keys, rectified, sum_of_four, two_direct
+from .elementary import NEAR_FOUR, SMALL, TANH, kept_keys, rectified, sum_of_four, tanh_precise
 from .tiles import (
     VARYING,
     four_rows,
@@ -23,21 +24,17 @@ from .tiles import (
 
 @triton.jit
 def direct_scores(
-    query, key_rows, inside, w_v, h0, H, PRECISE: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    query, key_rows, inside, w_v, h0, H, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr
+):
     """Scores of one query and some keys over 4 BLOCK_H units, of tanh; for any magnitude."""
     total = tl.zeros([BLOCK_K], tl.float32)
     for h1 in range(h0, h0 + 4 * BLOCK_H, 2 * BLOCK_H):
         h = h1 + tl.arange(0, BLOCK_H)
         upper = h + BLOCK_H
-        t0, t1 = two_direct(
-            load_row(query, h, H),
-            load_row(query, upper, H),
-            load_tile(key_rows, inside, h, H),
-            load_tile(key_rows, inside, upper, H),
-            PRECISE,
-            NATIVE,
+        c0, c1 = load_tile(key_rows, inside, h, H), load_tile(key_rows, inside, upper, H)
+        t0, t1 = (
+            tanh_precise(load_row(query, h, H) + c0),
+            tanh_precise(load_row(query, upper, H) + c1),
         )
         w0, w1 = load_row(w_v, h, H), load_row(w_v, upper, H)
         total += tl.sum(t0 * w0 + t1 * w1, axis=1)
@@ -47,8 +44,8 @@ def direct_scores(
 @triton.jit(do_not_specialize=VARYING)
 def scores_kernel(
     queries, query_table, query_max, second, keys, w_v, scores, Tq, Tk, H, q_batch, q_row, k_batch,
-    k_row, lens, lens_batch, lens_row, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr,
-    NATIVE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    k_row, lens, lens_batch, lens_row, slope, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """scores[b,i,j] = w_v . act(queries[b,i] + keys[b,j]), for the valid keys.
 
@@ -67,18 +64,15 @@ def scores_kernel(
     last = tl.minimum(first + BLOCK_Q, Tq)
     for h0 in range(0, H, 4 * BLOCK_H):
         w0, w1, w2, w3 = four_rows(w_v, h0, H, BLOCK_H)
-        total = tl.sum((w0 + w1) + (w2 + w3), axis=1)
         c0, c1, c2, c3 = four_tiles(key_rows, inside, h0, H, BLOCK_H)
         if ACTIVATION == TANH:
             most = tl.maximum(
                 tl.maximum(largest_of(c0), largest_of(c1)),
                 tl.maximum(largest_of(c2), largest_of(c3)),
             )
-            small = False
-            if PRECISE:
-                small = most <= SMALL
-            c0, c1 = of_tile(c0, small, PRECISE), of_tile(c1, small, PRECISE)
-            c2, c3 = of_tile(c2, small, PRECISE), of_tile(c3, small, PRECISE)
+            small = most <= SMALL
+            c0, c1 = of_tile(c0, small, True), of_tile(c1, small, True)
+            c2, c3 = of_tile(c2, small, True), of_tile(c3, small, True)
         for query in range(first, last):
             if k0 < kept_keys(lens, lengths + tl.cast(query, tl.int64) * lens_row, Tk):
                 row = b * Tq + query
@@ -88,30 +82,18 @@ def scores_kernel(
                 if ACTIVATION == TANH:
                     # In a small tile any query is valid.
                     if small or tl.load(query_max + row) + most <= NEAR_FOUR:
-                        entries = query_table + row * H
-                        if PRECISE:
-                            entries += tl.where(small, second, 0)
+                        entries = query_table + row * H + tl.where(small, second, 0)
                         e0, e1, e2, e3 = four_rows(entries, h0, H, BLOCK_H)
                         x0, x1, x2, x3 = c0 * e0 + 1.0, c1 * e1 + 1.0, c2 * e2 + 1.0, c3 * e3 + 1.0
                         if small:
                             v0, v1 = w0 * (c0 + e0), w1 * (c1 + e1)
                             v2, v3 = w2 * (c2 + e2), w3 * (c3 + e3)
-                            part = tl.sum(
-                                sum_of_four(x0, x1, x2, x3, v0, v1, v2, v3, NATIVE), axis=1
-                            )
-                        elif PRECISE:  # of tanh itself: nothing cancels
+                        else:  # of tanh itself: nothing cancels
                             v0, v1 = w0 * (c0 * e0 - 1.0), w1 * (c1 * e1 - 1.0)
                             v2, v3 = w2 * (c2 * e2 - 1.0), w3 * (c3 * e3 - 1.0)
-                            part = tl.sum(
-                                sum_of_four(x0, x1, x2, x3, v0, v1, v2, v3, NATIVE), axis=1
-                            )
-                        else:
-                            shared = sum_of_four(x0, x1, x2, x3, w0, w1, w2, w3, NATIVE)
-                            part = total - 2.0 * tl.sum(shared, axis=1)
+                        part = tl.sum(sum_of_four(x0, x1, x2, x3, v0, v1, v2, v3, NATIVE), axis=1)
                     else:
-                        part = direct_scores(
-                            a, key_rows, inside, w_v, h0, H, PRECISE, NATIVE, BLOCK_K, BLOCK_H
-                        )
+                        part = direct_scores(a, key_rows, inside, w_v, h0, H, BLOCK_K, BLOCK_H)
                 else:
                     e0, e1, e2, e3 = four_rows(a, h0, H, BLOCK_H)
                     v0 = w0 * rectified(c0 + e0, slope, ACTIVATION)

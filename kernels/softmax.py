@@ -16,10 +16,12 @@ from .tiles import RUN, VARYING, program_blocks
 @triton.jit(do_not_specialize=VARYING)
 def softmax_kernel(
     scores, values, weights, context, Tq, Tk, Dv, v_batch, v_row, lens, lens_batch, lens_row, mask,
-    mask_batch, mask_row, mask_key, seed, threshold, scale_bits, counts, counts_row,
+    mask_batch, mask_row, mask_key, seed, threshold, scale_bits, counts, counts_row, splits,
     PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Weights = softmax(scores) over the valid keys, context = dropout(weights) @ values.
+
+    Scores (B,Tq,splits,Tk) are the sums of their splits.
 
     Lengths go to the last key that the mask shows, if there is one; see `lengths_kernel`. Without
     one they are written to ``counts`` (B,counts_row), unless that is None.
@@ -46,7 +48,9 @@ def softmax_kernel(
     for first in range(0, longest, RUN * BLOCK_K):
         run = tl.zeros([BLOCK_Q], tl.float32)
         for k0 in range(first, tl.minimum(longest, first + RUN * BLOCK_K), BLOCK_K):
-            s = masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K)
+            s = masked_scores(
+                scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, splits, BLOCK_K
+            )
             higher = tl.maximum(most, tl.max(s, axis=1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             decay = tl.exp(most - base)
@@ -62,7 +66,9 @@ def softmax_kernel(
     run = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for k0 in range(0, longest, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
-        s = masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K)
+        s = masked_scores(
+            scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, splits, BLOCK_K
+        )
         p = tl.exp(s - most[:, None]) * inverse[:, None]
         if weights is not None:
             if d0 == 0:
@@ -95,12 +101,17 @@ def softmax_kernel(
 
 
 @triton.jit
-def masked_scores(scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, BLOCK_K: tl.constexpr):
+def masked_scores(
+    scores, mask, row, seen_rows, mask_key, k0, kept, end, Tk, splits, BLOCK_K: tl.constexpr
+):
     """(rows,BLOCK_K) scores: -inf where a row does not look, zero in a row without valid keys."""
     j = k0 + tl.arange(0, BLOCK_K)
     within, empty = j[None, :] < end[:, None], (kept == 0)[:, None]
     seen = seen_keys(mask, seen_rows, j, mask_key, within & ~empty)
-    s = tl.load(scores + row[:, None] * Tk + j[None, :], mask=seen, other=0.0)
+    s = tl.zeros([row.shape[0], BLOCK_K], tl.float32)
+    for split in range(splits):
+        at = scores + (row * splits + split)[:, None] * Tk + j[None, :]
+        s += tl.load(at, mask=seen, other=0.0)
     return tl.where(seen | (within & empty), s, float("-inf"))
 
 

@@ -18,6 +18,8 @@ NAN, ZERO = np.isnan(A) | np.isnan(B), (A == 0) & (B == 0)
 PLUS, MINUS = np.array([[0.0, -0.0], [-0.0, 0.0]], np.float32)
 TINY = np.array([1e-40, 1e-30, -1e-40], np.float32)
 X, Y, Z = RANDOM.standard_normal((3, 512)).astype(np.float32)
+# Small ones, ordinary ones, and some whose products overflow.
+HALVES = (X * np.array([1e-4, 1.0, 1e-7, 300.0] * 128, "f4")).astype("f2").reshape(2, -1)
 F64 = RANDOM.standard_normal(300)
 EDGES = np.concatenate([X, ODD[~np.isnan(ODD)], np.array([65504, 65520, 6e-8, 2.0**-25], "f4")])
 
@@ -64,6 +66,8 @@ with np.errstate(all="ignore"):
         ("max.f32 %d, %a, %b;", "f4", (A[~ZERO], B[~ZERO]), np.fmax(A, B)[~ZERO]),
         ("min.f32 %d, %a, %b;", "f4", (PLUS, MINUS), np.full(2, -0.0, "f4")),
         ("mul.f32 %d, %a, %b;", "f4", (TINY, TINY[::-1]), TINY * TINY[::-1]),
+        ("mul.f16x2 %d, %a, %b;", "u4", (HALVES[0].view("u4"), HALVES[1].view("u4")),
+         (HALVES[0] * HALVES[1]).view("u4")),
         # libdevice's tanh in fp64 takes exact powers of two from ex2.approx.
         ("ex2.approx.ftz.f32 %d, %a;", "f4", (POWERS,), np.exp2(POWERS)),
         # Comparisons.

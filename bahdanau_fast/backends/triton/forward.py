@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from bahdanau_fast.backends.triton.call import Call, Table, lengths, make_table, new_table, usual
+from bahdanau_fast.backends.triton.call import Call, lengths, make_table, new_table, usual
 from bahdanau_fast.backends.triton.launch import Kept, Steps
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.combine import combine_kernel
 from bahdanau_fast.kernels.decode import decode_kernel
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
+from bahdanau_fast.kernels.terms import terms_kernel, terms_scores_kernel
 
 __all__ = ["attend_scores", "attention", "recorded"]
 
@@ -76,10 +77,12 @@ def attend_scores(steps: Steps, *given: Any) -> Tensor:
     """The operator ``attend_scores``."""
     queries, keys, w_v, features, w_f, activation, slope, _ = given
     call = Call.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
-    scores = steps.new(call.batch, call.queries_len, call.keys_len)
-    if 0 not in scores.shape:
-        _scores(call, scores, new_table(call, call.queries_len), lengths(call))
-    return scores
+    if 0 in (call.batch, call.queries_len, call.keys_len):
+        return steps.new(call.batch, call.queries_len, call.keys_len)
+    # Splits that cancel would leave their roundings.
+    scratch = _Scratch(call, call.queries_len, split=False)
+    _scores(call, scratch, lengths(call))
+    return scratch.scores
 
 
 def _step(call: Call, context: Tensor) -> None:
@@ -138,30 +141,88 @@ def _many(call: Call, context: Tensor) -> None:
         steps.make(Tensor.copy_, whole, out)
 
 
+class _Scratch:
+    """Memory for the scores of up to so many queries, and for what they are made of."""
+
+    def __init__(self, call: Call, most: int, split: bool = True) -> None:
+        new, self.splits = call.steps.new, 1
+        self.by_terms = not (call.precise or call.given["ACTIVATION"])
+        if self.by_terms:
+            plan = self.plan = plans.terms(
+                usual(call.batch), usual(most), usual(call.keys_len), usual(call.hidden), split
+            )
+            self.splits, self.rows = plan.splits, call.batch
+            if type(call.batch) is int:
+                self.rows = min(plan.rows, call.batch)
+            half: dict[str, Any] = {"dtype": torch.float16}
+            self.terms = {
+                "q_terms": new(self.rows, plan.quads, most, 16, **half),
+                "k_terms": new(self.rows, plan.quads, call.keys_len, 16, **half),
+                "w_terms": new(plan.quads, 16, **half),
+                "w_scale": new(1),
+            }
+        else:
+            self.table = new_table(call, most)
+        # Apart from the weights: programs of other features read them while the first writes those.
+        self.scores = new(call.batch, most * self.splits, call.keys_len)
+
+
 def _some(call: Call, most: int, parts: list[tuple[Call, Tensor]]) -> None:
     """Parts of a call, of up to so many queries, one after the other in the same memory."""
-    # Apart from the weights: programs of other features read them while the first writes weights.
-    scores = call.steps.new(call.batch, most, call.keys_len)
-    table = new_table(call, most)
-    blocks = plans.products(usual(call.value_size), call.size, call.mask is not None)
+    scratch = _Scratch(call, most)
+    blocks = plans.products(usual(call.value_size), call.size)
     for part, context in parts:
         lens = lengths(part)
-        _scores(part, scores, table, lens)
+        _scores(part, scratch, lens)
         count = -(-part.queries_len // blocks["BLOCK_Q"])
         count *= -(-part.value_size // blocks["BLOCK_D"]) or 1
-        programs = part.batch * count
-        part.launch(softmax_kernel, programs, scores=scores, context=context, lens=lens, **blocks)
+        part.launch(
+            softmax_kernel, part.batch * count,
+            scores=scratch.scores, context=context, lens=lens, splits=scratch.splits, **blocks,
+        )  # fmt: skip
 
 
-def _scores(call: Call, scores: Tensor, table: Table, lens: Tensor | None) -> None:
-    """Scores of all keys within the lengths."""
-    queries, keys = call.queries, call.summed_keys
+def _scores(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
+    """Scores (B,Tq,splits,Tk) of all keys within the lengths."""
+    if scratch.by_terms:
+        _by_terms(call, scratch, lens)
+        return
+    queries, table = call.queries, scratch.table
     make_table(call, queries, table)
     sizes = map(usual, (call.batch, call.queries_len, call.keys_len, call.hidden, call.size))
     blocks = plans.scores(*sizes)
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.queries_len // blocks["BLOCK_Q"])
     call.launch(
         scores_kernel, call.batch * count,
-        query_table=table.entries, query_max=table.largest, second=queries.numel(), keys=keys,
-        scores=scores, lens=lens, **blocks,
+        query_table=table.entries, query_max=table.largest, second=queries.numel(),
+        keys=call.summed_keys, scores=scratch.scores, lens=lens, **blocks,
     )  # fmt: skip
+
+
+def _by_terms(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
+    """Scores by products of terms, of so many rows of the batch at once as scratch has terms."""
+    plan, lengths_of = scratch.plan, (call.queries_len, call.keys_len)
+    of_row = call.queries_len * plan.splits * call.keys_len
+    count = -(-call.keys_len // plan.blocks["BLOCK_K"]) * plan.splits
+    count *= -(-call.queries_len // plan.blocks["BLOCK_Q"])
+    for first in range(0, call.batch, scratch.rows) if type(call.batch) is int else (0,):
+        rows, scores = scratch.rows, scratch.scores
+        some = {"queries": call.queries, "keys": call.summed_keys, "lens": lens}
+        if type(call.batch) is int and rows < call.batch:
+            rows = min(rows, call.batch - first)
+            for name, x in some.items():
+                if x is not None:
+                    some[name] = call.steps.make(torch.narrow, x, 0, first, rows)
+            scores = call.steps.make(_behind, scores, first * of_row)
+        some |= scratch.terms
+        blocks = [rows * -(-length // plan.tables["BLOCK_R"]) for length in lengths_of]
+        programs = (1 + sum(blocks)) * -(-plan.quads // plan.tables["BLOCK_U"])
+        call.launch(terms_kernel, programs, rows=blocks[0], quads=plan.quads, **some, **plan.tables)
+        call.launch(
+            terms_scores_kernel, rows * count,
+            scores=scores, quads=plan.quads, splits=plan.splits, **some, **plan.blocks,
+        )  # fmt: skip
+
+
+def _behind(x: Tensor, start: int) -> Tensor:
+    return x.view(-1)[start:]

@@ -18,8 +18,8 @@ SIZES = {1: [(4, 1, 50), (3, 1, 700), (2, 1, 5), (200, 1, 129)]}
 SIZES[20] = [(4, 20, 50), (5, 17, 33), (3, 70, 129), (2, 5, 400), (150, 19, 31)]
 KERNELS = {
     1: {"decode", "step_values", "step_keys", "step_sums"},
-    20: {"tables", "scores", "softmax"}
-    | {"grad_values", "grad_weights", "grad_softmax", "grad_tanh", "step_sums"},
+    20: {"terms", "terms_scores", "softmax"}
+    | {"tables", "grad_values", "grad_weights", "grad_softmax", "grad_tanh", "step_sums"},
 }
 
 

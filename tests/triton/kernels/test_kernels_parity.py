@@ -156,6 +156,19 @@ def test_without_weights_scores_take_bounded_memory(lens, masked, monkeypatch):
     assert (3, 45, 30) not in shapes
 
 
+@pytest.mark.parametrize("lens", [(5,), (5, 18)], ids=["rows", "queries"])
+def test_terms_take_bounded_memory(lens, monkeypatch):
+    drawn = Case(B=5, Tq=18, Tk=30, H=70).draw(torch.bfloat16)
+    x = [drawn[n].bfloat16().to(parity.DEVICE) for n in parity.INPUTS[:6]]
+    lens = torch.randint(0, 33, lens, generator=torch.Generator().manual_seed(0))
+    lens = lens.to(parity.DEVICE)
+    whole = bf.additive_attention(*x, lens, backend="triton")
+    monkeypatch.setattr(plans, "_TERMS", 2 * 32 * 20 * (18 + 30))
+    assert plans.terms(5, 18, 30, 70, True).rows == 2
+    parts = bf.additive_attention(*x, lens, backend="triton")
+    assert all(map(torch.equal, parts, whole))
+
+
 @pytest.mark.parametrize("p", [0.3, 1.0])
 @pytest.mark.parametrize("queries", [2, 18])
 def test_dropout_draws_what_the_cpu_draws(queries, p):

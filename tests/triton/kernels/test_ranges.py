@@ -16,6 +16,7 @@ from bahdanau_fast.kernels import elementary
 # |a + c| where: four denominators are multiplied, or two; 2^(2 z / log 2) is held; fp32's tanh near
 # zero is a polynomial; and the table of queries overflows.
 FOUR, TWO, HELD, POLYNOMIAL, TABLE = 10.7, 21.4, 31 * math.log(2) / 2, 0.6, 128 * math.log(2) / 2
+TERMS = 28 * math.log(2) / 8  # four units of opposite signs whose denominator fp16 still has
 SMALL = 1.0  # |c| up to which fp32 adds up tanh
 
 
@@ -31,6 +32,8 @@ PLACES = [
     ("small keys", 17, torch.float32, 0.3, SMALL),
     ("small keys, large queries", 17, torch.float32, 30.0, SMALL),
     ("polynomial", 2, torch.float32, POLYNOMIAL / 2, POLYNOMIAL / 2),
+    # Denominators of terms shrink where signs differ, and scores with what is left of them.
+    *(("terms", 17, dtype, x, -x) for dtype in HALF for x in (0.1, TERMS, 1e4)),
     *(("held", 2, dtype, HELD / 2, HELD / 2) for dtype in HALF),
 ]
 

@@ -265,6 +265,19 @@ void convert_pair(Warp& w, const Instr& i, Mask mask) {
     w.of<uint32_t>(i.o[0])[l] = uint32_t(y.bits) << 16 | x.bits;
   });
 }
+// The products of two pairs.
+inline void multiply_pairs(Warp& w, const Instr& i, Mask mask) {
+  each(mask, [&](int l) {
+    uint32_t result = 0;
+    for (int at : {0, 16}) {
+      f16 x, y;
+      x.bits = uint16_t(w.of<uint32_t>(i.o[1])[l] >> at);
+      y.bits = uint16_t(w.of<uint32_t>(i.o[2])[l] >> at);
+      result |= uint32_t(f16(float(x) * float(y)).bits) << at;
+    }
+    w.of<uint32_t>(i.o[0])[l] = result;
+  });
+}
 template <class F>
 bool with_any(const std::string& type, F f) {
   if (type == "s8") return f(int8_t{}), true;
@@ -301,7 +314,10 @@ inline void add_floating_opcodes() {
   all["max"] = resolve_extreme<Max, FMax, FMaxNaN>;
   all["setp"] = resolve_setp;
   all["mul"] = [](Form& f, Instr& i) {
-    f.parts.back()[0] == 'f' ? resolve_floating<FMul, 2>(f, i) : product<2>(f, i);
+    if (f.take("f16x2"))
+      i.run = multiply_pairs;
+    else
+      f.parts.back()[0] == 'f' ? resolve_floating<FMul, 2>(f, i) : product<2>(f, i);
   };
   all["mad"] = product<3>;
   all["fma"] = resolve_floating<FFma, 3>;
