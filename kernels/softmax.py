@@ -15,13 +15,15 @@ from .tiles import RUN, VARYING, program_blocks
 
 @triton.jit(do_not_specialize=VARYING)
 def softmax_kernel(
-    scores, values, weights, context, Tq, Tk, Dv, v_batch, v_row, lens, lens_batch, lens_row, mask,
-    mask_batch, mask_row, mask_key, seed, threshold, scale_bits, counts, counts_row, splits,
-    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    scores, values, weights, dropped, context, Tq, Tk, Dv, v_batch, v_row, lens, lens_batch,
+    lens_row, mask, mask_batch, mask_row, mask_key, seed, threshold, scale_bits, counts, counts_row,
+    splits, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Weights = softmax(scores) over the valid keys, context = dropout(weights) @ values.
 
-    Scores (B,Tq,splits,Tk) are the sums of their splits.
+    Scores (B,Tq,splits,Tk) are the sums of their splits. Weights go to ``dropped`` (B,Tq,Tk) too,
+    after dropout and in its type, for a library to multiply; those, or the context, may be None.
 
     Lengths go to the last key that the mask shows, if there is one; see `lengths_kernel`. Without
     one they are written to ``counts`` (B,counts_row), unless that is None.
@@ -76,22 +78,26 @@ def softmax_kernel(
                 tl.store(weights + row[:, None] * Tk + j[None, :], p, mask=here)
         if seed is not None:
             p *= survivors(seed, threshold, scale_bits, row[:, None], j[None, :])
-        weighed = tl.max((s > float("-inf")).to(tl.int32), axis=0) > 0
-        v = tl.load(
-            values + b * v_batch + j.to(tl.int64)[:, None] * v_row + d[None, :],
-            mask=weighed[:, None] & (d < Dv)[None, :],
-            other=0.0,
-        )
-        if values.dtype.element_ty == tl.float32:  # adds up BLOCK_K of them one after the other
-            run += product(p, v, PRECISION)
-            full = k0 % (4 * BLOCK_K) == 3 * BLOCK_K
-            sums += tl.where(full, run, 0.0)
-            run = tl.where(full, 0.0, run)
-        else:
-            sums += product(p, v, PRECISION)
-    sums += run
-    out = context + row[:, None] * Dv + d[None, :]
-    tl.store(out, sums, mask=real[:, None] & (d < Dv)[None, :])
+        if dropped is not None:
+            here = real[:, None] & (j < Tk)[None, :]
+            tl.store(dropped + row[:, None] * Tk + j[None, :], p, mask=here)
+        if context is not None:
+            weighed = tl.max((s > float("-inf")).to(tl.int32), axis=0) > 0
+            v = tl.load(
+                values + b * v_batch + j.to(tl.int64)[:, None] * v_row + d[None, :],
+                mask=weighed[:, None] & (d < Dv)[None, :],
+                other=0.0,
+            )
+            if values.dtype.element_ty == tl.float32:  # adds up BLOCK_K of them one after the other
+                run += product(p, v, PRECISION)
+                full = k0 % (4 * BLOCK_K) == 3 * BLOCK_K
+                sums += tl.where(full, run, 0.0)
+                run = tl.where(full, 0.0, run)
+            else:
+                sums += product(p, v, PRECISION)
+    if context is not None:
+        out = context + row[:, None] * Dv + d[None, :]
+        tl.store(out, sums + run, mask=real[:, None] & (d < Dv)[None, :])
     if weights is not None:
         if d0 == 0:
             for k0 in range(tl.cdiv(longest, BLOCK_K) * BLOCK_K, Tk, BLOCK_K):

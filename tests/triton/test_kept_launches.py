@@ -322,6 +322,15 @@ def test_a_repeated_call_asks_little_of_the_host(operator, queries_len):
     assert 0 < len(calls) <= 2 + products
 
 
+def test_many_queries_take_few_launches():
+    mask = torch.ones(64, 17, 50, dtype=torch.bool)
+    names = ["terms_kernel", "terms_scores_kernel", "softmax_kernel"]
+    for more, before in (({}, []), ({"mask": mask}, ["lengths_kernel"])):
+        with noted() as launches:
+            call(attention, **large(17, **more))
+        assert [name for name, *_ in launches] == before + names
+
+
 @pytest.mark.parametrize(
     ("said", "shared"), [({"shared_memory_per_block_optin": 101376}, 101376), ({}, 65536)]
 )

@@ -58,18 +58,22 @@ def _attended(
 ) -> tuple[Tensor, Tensor]:
     """Context and weights; fills ``counts`` unless None."""
     steps, shape = call.steps, (call.batch, call.queries_len, call.keys_len)
-    context = steps.new(*shape[:2], call.value_size, dtype=call.dtype)
     dtype = call.dtype if narrow else torch.float32
     weights = steps.new(*shape, dtype=dtype) if need_weights else None
     row = 0 if counts is None else call.queries_len if counts.dim() > 1 else 1
     call.given |= {"weights": weights, "counts": counts, "counts_row": row}
     if 0 in shape:
+        context = _new_context(call)
         for made in (context, counts):
             if made is not None:
                 steps.make(Tensor.zero_, made)
     else:
-        (_step if call.is_step else _many)(call, context)
+        context = _step(call) if call.is_step else _many(call)
     return context, steps.none(dtype) if weights is None else weights
+
+
+def _new_context(call: Call) -> Tensor:
+    return call.steps.new(call.batch, call.queries_len, call.value_size, dtype=call.dtype)
 
 
 @Kept
@@ -85,8 +89,9 @@ def attend_scores(steps: Steps, *given: Any) -> Tensor:
     return scratch.scores
 
 
-def _step(call: Call, context: Tensor) -> None:
+def _step(call: Call) -> Tensor:
     """One launch and, where keys are split, one to combine."""
+    context = _new_context(call)
     batch, queries_len, value_size, new = (
         call.batch, call.queries_len, call.value_size, call.steps.new,
     )  # fmt: skip
@@ -119,26 +124,24 @@ def _step(call: Call, context: Tensor) -> None:
         blocks = plans.combine(splits, value_size)
         programs = batch * queries_len, -(-value_size // blocks["BLOCK_D"]) or 1
         call.launch(combine_kernel, *programs, parts=parts, context=context, **blocks)
+    return context
 
 
-def _many(call: Call, context: Tensor) -> None:
+def _many(call: Call) -> Tensor:
     """All queries; where nothing but the context is wanted, as many at once as scores allow."""
-    steps, given, total = call.steps, call.given, call.queries_len
+    given, total = call.given, call.queries_len
     chunk = plans.query_chunk(usual(call.batch), usual(call.keys_len), GPU_STEP_QUERIES + 1)
     # A weight's place decides whether it is dropped: with dropout the queries stay together.
     together = any(given[name] is not None for name in ("weights", "counts", "seed"))
     if together or type(total) is not int or chunk >= total:
-        _some(call, total, [(call, context)])
-        return
-    parts = []
-    for first in range(0, total, chunk):
-        some = min(chunk, total - first)
-        out = steps.new(call.batch, some, call.value_size, dtype=call.dtype)
-        parts.append((call.of_queries(first, some), out))
-    _some(call, chunk, parts)
-    for number, (part, out) in enumerate(parts):
-        whole = steps.make(torch.narrow, context, 1, number * chunk, part.queries_len)
-        steps.make(Tensor.copy_, whole, out)
+        return _some(call, _Scratch(call, total))
+    scratch, starts = _Scratch(call, chunk), range(0, total, chunk)
+    parts = [call.of_queries(first, min(chunk, total - first)) for first in starts]
+    return call.steps.make(_joined, *(_some(part, scratch) for part in parts))
+
+
+def _joined(*contexts: Tensor) -> Tensor:
+    return torch.cat(contexts, 1)
 
 
 class _Scratch:
@@ -167,19 +170,29 @@ class _Scratch:
         self.scores = new(call.batch, most * self.splits, call.keys_len)
 
 
-def _some(call: Call, most: int, parts: list[tuple[Call, Tensor]]) -> None:
-    """Parts of a call, of up to so many queries, one after the other in the same memory."""
-    scratch = _Scratch(call, most)
-    blocks = plans.products(usual(call.value_size), call.size)
-    for part, context in parts:
-        lens = lengths(part)
-        _scores(part, scratch, lens)
-        count = -(-part.queries_len // blocks["BLOCK_Q"])
-        count *= -(-part.value_size // blocks["BLOCK_D"]) or 1
-        part.launch(
-            softmax_kernel, part.batch * count,
-            scores=scratch.scores, context=context, lens=lens, splits=scratch.splits, **blocks,
-        )  # fmt: skip
+def _some(call: Call, scratch: _Scratch) -> Tensor:
+    """The context of no more queries than there is memory for.
+
+    Where all keys are seen a library multiplies, in 16 bits: values behind a mask may be NaN.
+    """
+    steps, weights, lens = call.steps, call.given["weights"], lengths(call)
+    context, dropped, features = None, None, 0
+    if call.precise or lens is not None:
+        context, features = _new_context(call), call.value_size
+    elif weights is None or weights.dtype != call.dtype or call.given["seed"] is not None:
+        dropped = steps.new(call.batch, call.queries_len, call.keys_len, dtype=call.dtype)
+    _scores(call, scratch, lens)
+    blocks = plans.products(usual(features), call.size)
+    count = -(-call.queries_len // blocks["BLOCK_Q"]) * (-(-features // blocks["BLOCK_D"]) or 1)
+    call.launch(
+        softmax_kernel, call.batch * count,
+        scores=scratch.scores, dropped=dropped, context=context, lens=lens, Dv=features,
+        splits=scratch.splits, **blocks,
+    )  # fmt: skip
+    if context is None:
+        factors = weights if dropped is None else dropped
+        context = steps.make(torch.bmm, factors, call.given["values"])
+    return context
 
 
 def _scores(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
