@@ -120,16 +120,17 @@ def terms_scores_kernel(
     first = split * each
     s = tl.arange(0, 16)
     # Rows past the end read the last one, which costs nothing.
-    a = q_terms + ((b * quads + first) * Tq + tl.minimum(i, Tq - 1)[:, None]) * 16 + s[None, :]
-    c = k_terms + ((b * quads + first) * Tk + tl.minimum(j, Tk - 1)[None, :]) * 16 + s[:, None]
-    weight = w_terms + first * 16 + s[None, :]
+    a_at = tl.minimum(i, Tq - 1)[:, None] * 16 + s[None, :]
+    c_at = tl.minimum(j, Tk - 1)[None, :] * 16 + s[:, None]
+    a, c = q_terms + (b * quads + first) * Tq * 16, k_terms + (b * quads + first) * Tk * 16
+    weight = w_terms + first * 16
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     least = tl.full([BLOCK_Q, BLOCK_K], float("inf"), tl.float32)
     for _ in tl.range(0, each, 2, num_stages=STAGES):
-        a0, a1 = tl.load(a), tl.load(a + Tq * 16)
-        c0, c1 = tl.load(c), tl.load(c + Tk * 16)
-        d0, n0 = tl.dot(a0, c0), tl.dot(a0 * tl.load(weight), c0)
-        d1, n1 = tl.dot(a1, c1), tl.dot(a1 * tl.load(weight + 16), c1)
+        a0, a1 = tl.load(a + a_at), tl.load(a + Tq * 16 + a_at)
+        c0, c1 = tl.load(c + c_at), tl.load(c + Tk * 16 + c_at)
+        d0, n0 = tl.dot(a0, c0), tl.dot(a0 * tl.load(weight + s)[None, :], c0)
+        d1, n1 = tl.dot(a1, c1), tl.dot(a1 * tl.load(weight + 16 + s)[None, :], c1)
         total += (n0 * d1 + n1 * d0) * reciprocal(d0 * d1, NATIVE)
         least = tl.minimum(least, tl.minimum(d0, d1))
         a += Tq * 32
