@@ -366,7 +366,7 @@ class BuildExt(build_ext):
                 if wanted(variable) == "1":
                     raise CompileError(f"{ext.name}: {error}\n{error.output}") from error
                 line = f"{ext.name} not built: {error}"
-                print(f"{line} (more in {log})", file=sys.stderr, flush=True)
+                print(f"{line}\nmore in {log}", file=sys.stderr, flush=True)
                 log.parent.mkdir(exist_ok=True)
                 log.write_text(f"{line}\n{error.output}")
                 for path in reasons:
