@@ -11,7 +11,6 @@ import platform
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -230,9 +229,13 @@ def decide_decoder(
         ValueError: as :func:`resolve`.
     """
     (lstm, layers, units), device = cells, values.device
-    records = torch.is_grad_enabled() and not tokens[0]
-    sizes = projected_keys.shape[2], values.shape[2], units
-    sizes = *values.shape[:2], *(padded(size, device.type) for size in sizes), *tokens
+
+    def problem() -> str | None:
+        sizes = projected_keys.shape[2], values.shape[2], units
+        given = *values.shape[:2], *(padded(size, device.type) for size in sizes), *tokens
+        records = torch.is_grad_enabled() and not tokens[0]
+        return availability.one_launch_problem(device, lstm, records, given)
+
     step = is_cuda_step(False, 1, projected_keys.shape[2], general=False)
     dtypes = {dtype, projected_keys.dtype, values.dtype}
     autocast = checks.autocast_dtype(device)
@@ -248,7 +251,7 @@ def decide_decoder(
         traced=torch.compiler.is_compiling(),
         plain_only=checks.in_transform(),
         layers=layers,
-        problem=partial(availability.one_launch_problem, device, lstm, records, sizes),
+        problem=problem,
     )
     loop, found, why = route_decoder(facts)
     return loop, found, f"{facts.backend}: {why}"

@@ -39,6 +39,8 @@ class Arguments(NamedTuple):
     def padded(self) -> Arguments:
         """Those of one layer with F, Dv and H of the operators; all that is added stays zero."""
         a, units = self, self.hidden.shape[2]
+        if self.keys.device.type not in MULTIPLES:
+            return self
         sizes = a.keys.shape[2], a.values.shape[2], units
         f, v, h = (padded(size, a.keys.device.type) - size for size in sizes)
         if not (f or v or h):
