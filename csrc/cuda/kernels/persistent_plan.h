@@ -109,12 +109,11 @@ inline PersistentPlan plan_persistent(const Decoder& of, bool backward, int64_t 
   return best;
 }
 
-// Why none fits; null if one does.
-inline const char* why_no_plan(const Decoder& of, bool backward, int64_t blocks, int64_t shared) {
-  if (plan_persistent(of, backward, blocks, shared).groups > 0) return nullptr;
-  if (plan_persistent(of, backward, blocks, 1 << 30).groups > 0)
-    return "its weights do not fit into the GPU's shared memory";
-  return "single steps have more of the GPU for so many keys and rows";
+// Why there is none.
+inline const char* why_no_plan(const Decoder& of, bool backward, int64_t blocks) {
+  return plan_persistent(of, backward, blocks, 1 << 30).groups > 0
+             ? "its weights do not fit into the GPU's shared memory"
+             : "single steps have more of the GPU for so many keys and rows";
 }
 
 }  // namespace bahdanau_fast::gpu

@@ -43,6 +43,26 @@ void* current_stream(int device) {
   return stream;
 }
 
+void check_dense(const Tensor& tensor, const char* name) {
+  int32_t layout = 0;
+  const bool known = tensor.defined() && aoti_torch_get_layout(tensor.get(), &layout) == 0;
+  STD_TORCH_CHECK(known && layout == aoti_torch_layout_strided(), name, " must be a dense tensor");
+}
+
+// The GPU of the queries.
+int index_of(const Tensor& queries) {
+  check_dense(queries, "queries");
+  STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
+  return queries.get_device_index();
+}
+
+// Whether a tensor has this dtype and shape.
+bool is_of(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape) {
+  const auto sizes = tensor.sizes();
+  return tensor.scalar_type() == type &&
+         std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end());
+}
+
 }  // namespace
 
 // Asked for once.
@@ -70,23 +90,6 @@ Device current_device(int index, const Kernels* kernels) {
   device.stream = current_stream(index);
   return device;
 }
-
-namespace {
-
-void check_dense(const Tensor& tensor, const char* name) {
-  int32_t layout = 0;
-  const bool known = tensor.defined() && aoti_torch_get_layout(tensor.get(), &layout) == 0;
-  STD_TORCH_CHECK(known && layout == aoti_torch_layout_strided(), name, " must be a dense tensor");
-}
-
-// The GPU of the queries.
-int index_of(const Tensor& queries) {
-  check_dense(queries, "queries");
-  STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
-  return queries.get_device_index();
-}
-
-}  // namespace
 
 Inputs::Inputs(const Given& of, bool in_launch, const MaybeTensor& projected_queries,
                const MaybeTensor& projected_keys)
@@ -159,19 +162,15 @@ void Inputs::check_place(const Tensor& tensor, const char* name) const {
 void Inputs::check_like(const Tensor& tensor, const char* name,
                         std::initializer_list<int64_t> shape) const {
   check_place(tensor, name);
-  const auto sizes = tensor.sizes();
-  STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()) &&
-                      tensor.scalar_type() == dtype,
-                  name, " must have the shape that fits the others, and the dtype of queries");
+  STD_TORCH_CHECK(is_of(tensor, dtype, shape), name,
+                  " must have the shape that fits the others, and the dtype of queries");
 }
 
 const void* Inputs::data_of(const Tensor& tensor, ScalarType type,
                             std::initializer_list<int64_t> shape, const char* name) {
   check_place(tensor, name);
-  const auto sizes = tensor.sizes();
-  STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()) &&
-                      tensor.scalar_type() == type,
-                  name, " must have the shape and dtype that fit the others");
+  STD_TORCH_CHECK(is_of(tensor, type, shape), name,
+                  " must have the shape and dtype that fit the others");
   owned_.push_back(packed(tensor));
   if (reinterpret_cast<uint64_t>(owned_.back().const_data_ptr()) % 16 != 0)
     owned_.back() = torch::stable::clone(owned_.back());

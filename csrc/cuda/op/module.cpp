@@ -36,9 +36,7 @@ PyMethodDef functions[] = {
     {"why_not", why_not, METH_NOARGS,
      "What keeps the kernels from running on the current GPU; None if nothing does."},
     {"why_not_decode", why_not_decode, METH_VARARGS,
-     "(lstm, backward, B, Tk, F, Dv, H, V, T): what keeps all steps of a decoder from being one "
-     "launch "
-     "on "
+     "What keeps all steps of a decoder (lstm, backward, B, Tk, F, Dv, H, V, T) from one launch on "
      "the current GPU, in 16 bits; None if nothing does."},
     {nullptr, nullptr, 0, nullptr}};
 

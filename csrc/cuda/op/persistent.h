@@ -22,9 +22,8 @@ struct Decode {
   static const char* why_not(const Decoder& d, bool backward, const Device& device) {
     if (d.H % kDepth != 0 || d.p.H % kDepth != 0 || d.p.Dv % kDepth != 0)
       return "sizes are not multiples of 32";
-    const char* const against = why_no_plan(d, backward, device.multiprocessors, device.shared);
-    if (against != nullptr) return against;
     const PersistentPlan plan = plan_persistent(d, backward, device.multiprocessors, device.shared);
+    if (plan.groups == 0) return why_no_plan(d, backward, device.multiprocessors);
     const bool there = backward ? resident(kernel_of(DecoderBackward{d}), plan.bytes, device)
                                 : resident(kernel_of(DecoderForward{d}), plan.bytes, device);
     return there ? nullptr : "a multiprocessor has no room for a block";
@@ -41,7 +40,7 @@ struct Decode {
                   const Memory& memory) {
     Persistent<Of> all{of, plan_persistent(of, backward, device.multiprocessors, device.shared)};
     if (all.plan.groups == 0)
-      throw std::runtime_error(why_no_plan(of, backward, device.multiprocessors, device.shared));
+      throw std::runtime_error(why_no_plan(of, backward, device.multiprocessors));
     const int64_t counters = all.plan.groups * kCounterStride * int64_t(sizeof(unsigned));
     all.arrived = static_cast<unsigned*>(memory(counters));
     fill_zero(all.arrived, counters, device.stream);
