@@ -7,6 +7,7 @@ look up: each source holds pairs of a key and a value, and the query is one of t
 """
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,7 @@ def main():
             print(f"step {step}: loss {loss:.3f}")
     if rank == 0:
         print(f"gradients were equal on {dist.get_world_size()} processes")
+    time.sleep(0.1)  # gloo's threads let go of the last tensors: pytorch/pytorch#190489
     dist.destroy_process_group()
 
 

@@ -114,6 +114,7 @@ def join(device: str) -> Iterator[World]:
     try:
         yield World(dist.get_rank(), size, torch.device(device))
     finally:
+        time.sleep(0.1)  # gloo's threads let go of the last tensors: pytorch/pytorch#190489
         dist.destroy_process_group()
 
 
