@@ -79,6 +79,10 @@ with np.errstate(all="ignore"):
            compare(*FEW.astype(dtype)))
           for name, compare in COMPARED.items()
           for kind, dtype in (("s32", "i4"), ("u32", "u4"), ("s64", "i8"))),
+        ("setp.lt.f16x2 %p1|%p2, %a, %b;\nselp.u32 %r10, 1, 0, %p1;\nselp.u32 %r11, 2, 0, %p2;\n"
+         "or.b32 %d, %r10, %r11;", "u4", (HALVES[0].view("u4"), HALVES[1].view("u4")),
+         (HALVES[0] < HALVES[1]).reshape(-1, 2) @ [1, 2]),
+        ("abs.f16 %d, %a;", "f2", (HALVES[0],), np.abs(HALVES[0])),
         # Conversions.
         ("cvt.rn.f16.f32 %d, %a;", "f2", (EDGES,), EDGES.astype("f2")),
         ("cvt.rn.bf16.f32 %d, %a;", "u2", (EDGES,),

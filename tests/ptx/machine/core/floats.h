@@ -27,6 +27,7 @@ using FDiv = decltype([]<class T>(T a, T b) { return a / b; });
 using FFma = decltype([]<class T>(T a, T b, T c) { return std::fma(a, b, c); });
 using FNeg = decltype([]<class T>(T a) { return -a; });
 using FAbs = decltype([]<class T>(T a) { return std::fabs(a); });
+using HalfAbs = decltype([](uint16_t bits) { return uint16_t(bits & 0x7fff); });
 // The number of the two where one is NaN; -0 is below +0.
 using FMin = decltype([]<class T>(T a, T b) {
   if (a != a) return b;
@@ -171,11 +172,28 @@ void compared(Warp& w, const Instr& i, Mask mask) {
   w.set_predicate(i.o[0], mask, yes);
 }
 
+// Of the lower halves into the first predicate, of the upper ones into the second.
+template <class H>
+void compared_pairs(Warp& w, const Instr& i, Mask mask) {
+  const uint32_t *a = w.of<uint32_t>(i.o[2]), *b = w.of<uint32_t>(i.o[3]);
+  for (int half : {0, 1}) {
+    Mask yes = 0;
+    each(mask, [&](int l) {
+      H x, y;
+      x.bits = uint16_t(a[l] >> 16 * half), y.bits = uint16_t(b[l] >> 16 * half);
+      yes |= Mask(compare(i.mode, float(x), float(y))) << l;
+    });
+    w.set_predicate(i.o[half], mask, yes);
+  }
+}
+
 inline void resolve_setp(Form& f, Instr& i) {
   i.mode = f.one_of(
       {"eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"});
-  if (i.mode < 0 || i.o.size() != 3) f.unknown();
+  const bool pairs = f.parts.back().find("x2") != std::string::npos;
+  if (i.mode < 0 || i.o.size() != (pairs ? 4 : 3) || (pairs && i.mode >= kNum)) f.unknown();
   const std::string type = f.last();
+  if (pairs) i.run = type == "bf16x2" ? compared_pairs<bf16> : compared_pairs<f16>;
   const auto pick = [&](auto t) { i.run = compared<decltype(t)>; };
   if (type == "f16") pick(f16{});
   if (type == "bf16") pick(bf16{});
@@ -309,7 +327,12 @@ inline void add_floating_opcodes() {
   all["add"] = resolve_either<Add, FAdd, 2>;
   all["sub"] = resolve_either<Sub, FSub, 2>;
   all["neg"] = resolve_either<Neg, FNeg, 1>;
-  all["abs"] = resolve_floating<FAbs, 1>;
+  all["abs"] = [](Form& f, Instr& i) {
+    if (f.take("bf16") || f.take("f16"))
+      i.run = unary<HalfAbs, uint16_t>;
+    else
+      resolve_floating<FAbs, 1>(f, i);
+  };
   all["min"] = resolve_extreme<Min, FMin, FMinNaN>;
   all["max"] = resolve_extreme<Max, FMax, FMaxNaN>;
   all["setp"] = resolve_setp;
