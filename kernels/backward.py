@@ -63,9 +63,11 @@ def grad_weights_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_softmax_kernel(
-    weights, grads, Tq, Tk, lens, lens_batch, lens_row, BLOCK_K: tl.constexpr,
+    weights, grads, out, Tq, Tk, padded, lens, lens_batch, lens_row, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grads = weights * (grads - sum(weights * grads)) in place; zero at padded keys.
+    """Out = weights * (grads - sum(weights * grads)), maybe in place; zero at padded keys.
+
+    A row of ``out`` has ``padded`` numbers, Tk or more.
 
     Weights that were rounded to a half type are divided by their sum: see `grad_step`.
     """
@@ -74,6 +76,7 @@ def grad_softmax_kernel(
     kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk)
     weights += row * Tk
     grads += row * Tk
+    out += row * padded
     rounded: tl.constexpr = weights.dtype.element_ty != tl.float32
     total = tl.zeros([BLOCK_K], tl.float32)
     mass = tl.zeros([BLOCK_K], tl.float32)
@@ -87,13 +90,13 @@ def grad_softmax_kernel(
     if rounded:
         inverse = 1.0 / tl.where(kept > 0, tl.sum(mass, axis=0), 1.0)
         mean *= inverse
-    for k0 in range(0, Tk, BLOCK_K):
+    for k0 in range(0, padded, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
         p = tl.load(weights + j, mask=j < kept, other=0.0).to(tl.float32)
         g = tl.load(grads + j, mask=j < kept, other=0.0).to(tl.float32)
         if rounded:
             p *= inverse
-        tl.store(grads + j, tl.where(j < kept, weigh_difference(p, g, mean), 0.0), mask=j < Tk)
+        tl.store(out + j, tl.where(j < kept, weigh_difference(p, g, mean), 0.0), mask=j < padded)
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -146,7 +146,12 @@ def rectified(z, slope, ACTIVATION: tl.constexpr):
 @triton.jit
 def tanh_direct(z, NATIVE: tl.constexpr):
     """Tanh for any magnitude, to 2e-6 of it: 1 - 2 r, or z - z^3 / 3 near zero."""
-    away = 1.0 - 2.0 * reciprocal(1.0 + held(z * TWO_LOG2_E), NATIVE)
+    return near_zero(z, 1.0 - 2.0 * reciprocal(1.0 + held(z * TWO_LOG2_E), NATIVE))
+
+
+@triton.jit
+def near_zero(z, away):
+    """Tanh of z: ``away`` from zero what is given, whose rounding is one of 1."""
     return tl.where(tl.abs(z) < 0.04, z - z * z * z * 0.333333333, away)
 
 
@@ -163,7 +168,7 @@ def with_slope(z, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE
         e = tl.exp2(tl.abs(z) * -TWO_LOG2_E)
         r = reciprocal(1.0 + e, NATIVE)
         t = r - e * r
-        t = tl.where(z < 0.0, -t, t)
+        t = near_zero(z, tl.where(z < 0.0, -t, t))
         u = 4.0 * e * (r * r)  # where tanh is one, 1 - tanh^2 would be a rounding
     return t, u
 

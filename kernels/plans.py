@@ -260,3 +260,19 @@ def grad_tanh(rows_len: int, hidden: int, sum_w: bool) -> dict[str, Any]:
     block_h = min(max(power_of_two(-(-hidden // 2)), 16), 32)
     block_r = min(16 if sum_w else 32, power_of_two(rows_len))
     return {"BLOCK_R": block_r, "BLOCK_H": block_h, "num_warps": 4}
+
+
+# Rows of gradients of scores have a multiple of as many, so that `grad_waves_kernel` reads them in
+# vectors.
+WHOLE_TILES = 128
+
+
+def grad_waves(rows_len: int, others_len: int) -> dict[str, Any]:
+    """Of `grad_waves_kernel`: products of all rows, as far as 128, and 128 waves, 4 units'.
+
+    not measured: 8 units, tiles of 32 others, 2 stages; (16,512,512,512) and (32,33,34,1024).
+    """
+    block_r = min(max(power_of_two(rows_len), 16), WHOLE_TILES)
+    block_o = min(max(power_of_two(others_len), 16), 64)
+    blocks = {"BLOCK_R": block_r, "BLOCK_O": block_o, "BLOCK_H": 4, "STAGES": 3}
+    return blocks | {"num_warps": 8 if block_r >= 64 else 4}

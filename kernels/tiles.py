@@ -11,7 +11,7 @@ from .elementary import exp_twice, tanh_precise
 VARYING = [
     "Tq", "Tk", "rows", "splits", "split_keys", "parts", "w_rows", "g_batch", "g_row", "gw_batch",
     "gw_row", "lens_batch", "lens_row", "mask_batch", "mask_row", "threshold", "scale_bits",
-    "counts_row",
+    "counts_row", "padded",
 ]  # fmt: skip
 
 

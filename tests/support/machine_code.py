@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["KINDS", "Block", "Kernel", "hot", "kernels", "run_tool", "sass", "tool"]
+__all__ = ["KINDS", "Block", "Kernel", "blocks", "hot", "kernels", "run_tool", "sass", "tool"]
 
 ROOT = Path(__file__).resolve().parents[2]
 OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
@@ -141,7 +141,7 @@ class Block:
         return self.count(*FMA)
 
 
-def _blocks(listing: str) -> list[Block]:
+def blocks(listing: str) -> list[Block]:
     """The basic blocks of nvdisasm's or cuobjdump's listing."""
     found: list[Block] = []
     counts: Counter[str] = Counter()
@@ -163,7 +163,7 @@ def hot(listing: str, exponentials: bool) -> Block | None:
     """The block with most reciprocals, of those with exponentials or of those without."""
     wanted = [
         block
-        for block in _blocks(listing)
+        for block in blocks(listing)
         if block.counts["MUFU.RCP"] and bool(block.counts["MUFU.EX2"]) == exponentials
     ]
     return max(wanted, key=lambda block: block.counts["MUFU.RCP"], default=None)

@@ -318,7 +318,7 @@ def test_a_repeated_call_asks_little_of_the_host(operator, queries_len):
         sys.setprofile(note)
         run(*named)
         sys.setprofile(None)
-    products = 2 if operator is attention_backward else 0
+    products = 0 if operator is not attention_backward else 2 if queries_len == 1 else 3
     assert 0 < len(calls) <= 2 + products
 
 
@@ -329,6 +329,13 @@ def test_many_queries_take_few_launches():
         with noted() as launches:
             call(attention, **large(17, **more))
         assert [name for name, *_ in launches] == before + names
+
+
+def test_gradients_of_many_queries_take_few_launches():
+    with noted() as launches:
+        call(attention_backward, **backward_of(large(17)))
+    names = ["grad_weights", "grad_softmax", "grad_waves", "step_sums", "grad_waves"]
+    assert [name for name, *_ in launches] == [f"{name}_kernel" for name in names]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from bahdanau_fast.kernels.grad_step import (
     step_values_kernel,
 )
 from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
+from bahdanau_fast.kernels.grad_waves import grad_waves_kernel
 from bahdanau_fast.ops.attention import NEED
 
 __all__ = ["attend_scores_backward", "attention_backward"]
@@ -38,7 +39,10 @@ def attention_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
     call.check("weights", weights, sizes, torch.float32, call.dtype)
     call.check("grad_context", grad_context, (*sizes[:2], call.value_size), call.dtype)
     call.check("grad_weights", grad_weights, sizes, weights.dtype)
-    grads = _Gradients(call, needs)
+    # Where no weight is dropped a library multiplies, in 16 bits.
+    by_library = (weights.dtype, call.given["seed"]) == (call.dtype, None) and not call.precise
+    by_library &= not (call.is_step or grad_context is None or 0 in (*sizes, call.value_size))
+    grads = _Gradients(call, needs, own_values=not by_library)
     if grads.through_scores:
         call.project(queries, keys)
     if 0 in sizes:
@@ -48,6 +52,8 @@ def attention_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
         call.given |= {"weights": call.whole(weights), "grad_weights": of_weights}
         call.given["grad_context"] = of_context if call.value_size else None
         (_of_step if call.is_step else _of_many)(call, grads)
+        if by_library and needs & NEED["values"]:
+            grads.values = call.steps.make(_of_values, weights, grad_context)
     return grads.results(*inputs[:9])
 
 
@@ -69,9 +75,12 @@ def attend_scores_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
 
 
 class _Gradients:
-    """Where gradients go, of projected queries and keys; None where they are not needed."""
+    """Where gradients go, of projected queries and keys; None where they are not needed.
 
-    def __init__(self, call: Call, needs: int) -> None:
+    Without ``own_values`` a library makes those, which are then set.
+    """
+
+    def __init__(self, call: Call, needs: int, own_values: bool = True) -> None:
         self._call, self._needs = call, needs
 
         def new(needed: int, *shape: int) -> Tensor | None:
@@ -79,7 +88,8 @@ class _Gradients:
 
         self.queries = new(_OF_QUERIES, call.batch, call.queries_len, call.hidden)
         self.keys = new(_OF_KEYS, call.batch, call.keys_len, call.hidden)
-        self.values = new(NEED["values"], call.batch, call.keys_len, call.value_size)
+        of_values = NEED["values"] if own_values else 0
+        self.values = new(of_values, call.batch, call.keys_len, call.value_size)
         self.w_v = new(NEED["w_v"], *call.w_v.shape)
         self.through_scores = bool(needs & ~NEED["values"])
 
@@ -112,6 +122,10 @@ class _Gradients:
             return steps.make(first, *rest) if rest else first
 
         return tuple(made(*each) for each in ways)
+
+
+def _of_values(weights: Tensor, grad_context: Tensor) -> Tensor:
+    return torch.bmm(weights.transpose(1, 2), grad_context)
 
 
 def _of_weight(grad: Tensor, rows: Tensor) -> Tensor:
@@ -196,12 +210,18 @@ def _of_many(call: Call, grads: _Gradients) -> None:
         call.launch(grad_values_kernel, programs, out=grads.values, **blocks)
     if not grads.through_scores:
         return
-    lens = lengths(call)
-    grad_scores = call.steps.new(call.batch, call.queries_len, call.keys_len)
+    lens, shape = lengths(call), (call.batch, call.queries_len, call.keys_len)
+    grad_weights = grad_scores = call.steps.new(*shape)
     programs = of_keys * -(-call.queries_len // blocks["BLOCK_Q"])
-    call.launch(grad_weights_kernel, programs, out=grad_scores, lens=lens, **blocks)
+    call.launch(grad_weights_kernel, programs, out=grad_weights, lens=lens, **blocks)
+    if not (call.precise or call.given["ACTIVATION"]):
+        padded = -(-call.keys_len // plans.WHOLE_TILES) * plans.WHOLE_TILES
+        grad_scores = call.steps.new(*shape[:2], padded, dtype=call.dtype)
     rows, plan = call.batch * call.queries_len, plans.grad_softmax(usual(call.keys_len))
-    call.launch(grad_softmax_kernel, rows, grads=grad_scores, lens=lens, **plan)
+    call.launch(
+        grad_softmax_kernel, rows,
+        grads=grad_weights, out=grad_scores, padded=grad_scores.shape[2], lens=lens, **plan,
+    )  # fmt: skip
     if lens is not None and lens.dim() > 1:
         lens = call.steps.make(_longest, lens)
     _grad_tanh(call, grads, grad_scores, lens)
@@ -217,15 +237,20 @@ def _longest(lens: Tensor) -> Tensor:
 def _grad_tanh(
     call: Call, grads: _Gradients, grad_scores: Tensor, longest: Tensor | None = None
 ) -> None:
-    """Fill the gradients of queries, keys and w_v that are needed."""
-    of_queries = grads.queries is not None or grads.w_v is not None
-    of, table = (call, grad_scores, longest), None
-    if of_queries and grads.keys is not None and call.steps.in_place:  # for one after the other
+    """Fill the gradients of queries, keys and w_v that are needed, from 16 bits by waves.
+
+    That of w_v is made with the keys: how waves of a query are rounded adds up to nothing there.
+    """
+    of_keys, table = grads.keys is not None or grads.w_v is not None, None
+    if grad_scores.dtype != torch.float32:
+        table = Table(None, None)
+    elif of_keys and grads.queries is not None and call.steps.in_place:  # one after the other
         table = new_table(call, max(call.queries_len, call.keys_len))
-    if grads.keys is not None:
-        _pass(*of, table, grads.keys, True, None)
-    if of_queries:
-        _pass(*of, table, grads.queries, False, grads.w_v)
+    of = call, grad_scores, longest, table
+    if of_keys:
+        _pass(*of, grads.keys, True, grads.w_v)
+    if grads.queries is not None:
+        _pass(*of, grads.queries, False, None)
 
 
 def _pass(
@@ -245,13 +270,20 @@ def _pass(
     table = table or new_table(call, others.shape[1])
     make_table(call, others, table)
     rows_len, others_len, w_parts = rows.shape[1], others.shape[1], None
-    blocks = plans.grad_tanh(usual(rows_len), usual(call.hidden), grad_w is not None)
-    row_blocks = -(-rows_len // blocks["BLOCK_R"])
-    hidden_blocks = -(-call.hidden // (2 * blocks["BLOCK_H"]))
+    if grad_scores.dtype == torch.float32:
+        kernel, blocks = (
+            grad_tanh_kernel,
+            plans.grad_tanh(usual(rows_len), usual(call.hidden), grad_w is not None),
+        )
+        units = 2 * blocks["BLOCK_H"]
+    else:
+        kernel, blocks = grad_waves_kernel, plans.grad_waves(usual(rows_len), usual(others_len))
+        units = blocks["BLOCK_H"]
+    row_blocks, hidden_blocks = -(-rows_len // blocks["BLOCK_R"]), -(-call.hidden // units)
     if grad_w is not None:
         w_parts = call.steps.new(call.batch * row_blocks, call.hidden)
     call.launch(
-        grad_tanh_kernel, call.batch * row_blocks * hidden_blocks,
+        kernel, call.batch * row_blocks * hidden_blocks,
         rows=rows, others=others, table=table.entries, largest=table.largest,
         second=others.numel(), grad_scores=grad_scores, kept=longest, out=out, w_parts=w_parts,
         R=rows_len, O=others_len, g_batch=g_batch, g_row=g_row, g_other=g_other,

@@ -19,7 +19,7 @@ SIZES[20] = [(4, 20, 50), (5, 17, 33), (3, 70, 129), (2, 5, 400), (150, 19, 31)]
 KERNELS = {
     1: {"decode", "step_values", "step_keys", "step_sums"},
     20: {"terms", "terms_scores", "softmax"}
-    | {"tables", "grad_values", "grad_weights", "grad_softmax", "grad_tanh", "step_sums"},
+    | {"grad_weights", "grad_softmax", "grad_waves", "step_sums"},
 }
 
 

@@ -1,0 +1,175 @@
+"""Gradients through tanh in 16 bits, by products of waves on tensor cores.
+
+Repeated with a period P, the slope of tanh is a sum of few cosines, and tanh of sines::
+
+    1 - tanh(z)^2 ~ 2 / P   + sum_n c_n cos(n v z),            v = 2 pi / P
+    tanh(z)       ~ 2 z / P + sum_n c_n / (n v) sin(n v z),  c_n = 4 a / sinh(a) / P, a = n v pi / 2
+
+as long as ``|z| + 4`` stays within P. A cosine of a sum is two products, of cosines and of sines:
+so what a row needs of all others are their waves, weighed by the gradients of the scores, which is
+a matrix product. Its own waves and the factors c_n weigh that.
+
+Roof, per (query, key, hidden unit) and pass: an eighth of an instruction of the tensor cores on
+sm_80, a 32th on sm_90.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .elementary import TANH, kept_keys, with_slope
+from .products import product
+from .tiles import largest_of, load_row, load_tile, program_blocks, store_row, store_tile
+
+WAVES = tl.constexpr(16)
+# What a period has beside the largest |z|, and the largest with which waves fall off in time.
+MARGIN = tl.constexpr(4.8)
+LONGEST_BF16, LONGEST_F16 = tl.constexpr(18.8), tl.constexpr(15.2)
+# Of the gradients of scores, what a tile of wide projections passes on at least.
+LEAST_BF16, LEAST_F16 = tl.constexpr(2.0**-6), tl.constexpr(2.0**-9)
+
+
+@triton.jit
+def waves(x, period, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """Cosines and sines of n 2 pi x / period, (ROWS,UNITS,16); the sine of n = 0 is x itself."""
+    quarter = x * (1.5707963267948966 / period)
+    y = quarter * quarter
+    sine = quarter * (1.0 + y * (-1 / 6 + y * (1 / 120 + y * (-1 / 5040 + y * (1 / 362880)))))
+    cosine = 1.0 + y * (-0.5 + y * (1 / 24 + y * (-1 / 720 + y * (1 / 40320 - y * (1 / 3628800)))))
+    sine, cosine = double(sine, cosine)
+    sine1, cosine1 = double(sine, cosine)
+    sine2, cosine2 = double(sine1, cosine1)
+    sine4, cosine4 = double(sine2, cosine2)
+    sine8, cosine8 = double(sine4, cosine4)
+    cosines, sines = tl.join(x * 0.0 + 1.0, cosine8), tl.join(x * 0.0, sine8)
+    cosines, sines = with_turned(cosines, sines, cosine4, sine4, ROWS, UNITS, 4)
+    cosines, sines = with_turned(cosines, sines, cosine2, sine2, ROWS, UNITS, 8)
+    cosines, sines = with_turned(cosines, sines, cosine1, sine1, ROWS, UNITS, 16)
+    return cosines, tl.where(tl.arange(0, WAVES)[None, None, :] == 0, x[:, :, None], sines)
+
+
+@triton.jit
+def double(sine, cosine):
+    """Sine and cosine of twice the angle."""
+    return 2.0 * sine * cosine, 1.0 - 2.0 * sine * sine
+
+
+@triton.jit
+def with_turned(
+    cosines, sines, cosine, sine, ROWS: tl.constexpr, UNITS: tl.constexpr, COUNT: tl.constexpr
+):
+    """Each wave, and after it the same turned on by an angle."""
+    cosine, sine = cosine[:, :, None], sine[:, :, None]
+    turned_cosines = cosines * cosine - sines * sine
+    turned_sines = sines * cosine + cosines * sine
+    return (
+        tl.reshape(tl.join(cosines, turned_cosines), ROWS, UNITS, COUNT),
+        tl.reshape(tl.join(sines, turned_sines), ROWS, UNITS, COUNT),
+    )
+
+
+@triton.jit
+def gradients_of(tile, r, R, o, O, ROWS_ARE_KEYS: tl.constexpr):
+    """Gradients of scores: those of padded keys are zeros, which go on to a multiple of a tile."""
+    there = (o < O)[None, :] if ROWS_ARE_KEYS else (r < R)[:, None]
+    return tl.load(tile, mask=there, other=0.0)
+
+
+@triton.jit(do_not_specialize=["R", "O", "kept_batch"])
+def grad_waves_kernel(
+    rows, others, w_v, grad_scores, kept, out, w_parts, R, O, H, r_batch, r_row, o_batch, o_row,
+    g_batch, g_row, g_other, kept_batch, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS_ARE_KEYS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `grad_tanh_kernel`, one program: BLOCK_R rows, BLOCK_H hidden units.
+
+    Gradients of scores are in the type of the rows. A tile is computed element by element if its
+    projections are too large, or if tanh is one nearly everywhere: slopes are right to a rounding
+    of the largest, which is one.
+    """
+    row_blocks = tl.cdiv(R, BLOCK_R)
+    block, hidden_block, b = program_blocks(row_blocks, tl.cdiv(H, BLOCK_H))
+    h = hidden_block * BLOCK_H + tl.arange(0, BLOCK_H)
+    r = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = r < R
+    if ROWS_ARE_KEYS:
+        inside = r < kept_keys(kept, b * kept_batch, R)
+        last = tl.where(tl.max(inside.to(tl.int32), axis=0) > 0, O, 0)
+    else:
+        last = kept_keys(kept, b * kept_batch, O)
+    x = load_tile(rows + b * r_batch + r.to(tl.int64) * r_row, inside, h, H)
+    others += b * o_batch
+    gradients = grad_scores + b * g_batch + r.to(tl.int64) * g_row
+    tiles = gradients[:, None] + tl.arange(0, BLOCK_O).to(tl.int64)[None, :] * g_other
+    tile_step = tl.cast(BLOCK_O, tl.int64) * g_other
+    far = tl.zeros([BLOCK_O, BLOCK_H], tl.float32)
+    for first in range(0, last, BLOCK_O):
+        o = first + tl.arange(0, BLOCK_O)
+        y = load_tile(others + o.to(tl.int64) * o_row, o < last, h, H)
+        far = tl.maximum(far, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
+    most = largest_of(x) + largest_of(far)
+    half: tl.constexpr = rows.dtype.element_ty == tl.float16
+    longest: tl.constexpr = LONGEST_F16 if half else LONGEST_BF16
+    slopes, tanhs = tl.zeros_like(x), tl.zeros_like(x)
+    period = most + MARGIN
+    right = period <= longest
+    if right:
+        of_cosines = tl.zeros([BLOCK_R, BLOCK_H * WAVES], tl.float32)
+        of_sines = tl.zeros([BLOCK_R, BLOCK_H * WAVES], tl.float32)
+        tile = tiles
+        for first in tl.range(0, last, BLOCK_O, num_stages=STAGES):
+            o = first + tl.arange(0, BLOCK_O)
+            y = load_tile(others + o.to(tl.int64) * o_row, o < last, h, H)
+            g = gradients_of(tile, r, R, o, O, ROWS_ARE_KEYS)
+            tile += tile_step
+            cosines, sines = waves(y, period, BLOCK_O, BLOCK_H)
+            cosines = tl.reshape(cosines, BLOCK_O, BLOCK_H * WAVES).to(g.dtype)
+            sines = tl.reshape(sines, BLOCK_O, BLOCK_H * WAVES).to(g.dtype)
+            of_cosines += product(g, cosines, PRECISION)
+            of_sines += product(g, sines, PRECISION)
+        of_cosines = tl.reshape(of_cosines, BLOCK_R, BLOCK_H, WAVES)
+        of_sines = tl.reshape(of_sines, BLOCK_R, BLOCK_H, WAVES)
+        cosines, sines = waves(x, period, BLOCK_R, BLOCK_H)
+        n = tl.arange(0, WAVES)[None, None, :].to(tl.float32)
+        angle = n * (6.283185307179586 / period)
+        a = tl.maximum(angle, 1e-6) * 1.5707963267948966
+        factor = 8.0 * a / ((tl.exp(a) - tl.exp(-a)) * period)
+        factor = tl.where(n == 0.0, 2.0 / period, factor)
+        of_slopes = cosines * of_cosines - tl.where(n == 0.0, 0.0, sines) * of_sines
+        slopes = tl.sum(of_slopes * factor, axis=2)
+        if w_parts is not None:
+            factor = tl.where(n == 0.0, factor, factor / tl.maximum(angle, 1e-6))
+            tanhs = tl.sum((sines * of_cosines + cosines * of_sines) * factor, axis=2)
+        if most > 3.0:
+            squares = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
+            for first in range(0, last, BLOCK_O):
+                o = first + tl.arange(0, BLOCK_O)
+                g = gradients_of(tiles, r, R, o, O, ROWS_ARE_KEYS).to(tl.float32)
+                tiles += tile_step
+                squares += g * g
+            least: tl.constexpr = LEAST_F16 if half else LEAST_BF16
+            given = tl.sum(tl.sum(squares, axis=1), axis=0) * (BLOCK_H * least * least)
+            right = tl.sum(tl.sum(slopes * slopes, axis=1), axis=0) >= given
+    if not right:
+        slope_sums = tl.zeros([BLOCK_R, BLOCK_H, 8], tl.float32)
+        tanh_sums = tl.zeros([BLOCK_R, BLOCK_H, 8], tl.float32)
+        for first in range(0, last, 8):
+            o = first + tl.arange(0, 8)
+            at = gradients[:, None] + o.to(tl.int64)[None, :] * g_other
+            g = tl.load(at, mask=inside[:, None] & (o < last)[None, :], other=0.0)
+            g = g.to(tl.float32)[:, None, :]
+            y = load_tile(others + o.to(tl.int64) * o_row, o < last, h, H)
+            # NaN reaches only the queries that attend to it.
+            z = tl.where(g == 0.0, 0.0, x[:, :, None] + tl.trans(y)[None, :, :])
+            t, u = with_slope(z, 0.0, TANH, False, NATIVE)
+            slope_sums += g * u
+            tanh_sums += g * t
+        slopes, tanhs = tl.sum(slope_sums, axis=2), tl.sum(tanh_sums, axis=2)
+    if out is not None:
+        target = out + (b * R + r) * H
+        store_tile(target, r < R, h, H, slopes * load_row(w_v, h, H))
+    if w_parts is not None:
+        part = w_parts + (b * row_blocks + block) * H
+        store_row(part, h, H, tl.sum(tanhs, axis=0)[None, :])
