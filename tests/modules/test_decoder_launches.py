@@ -131,7 +131,7 @@ def test_what_does_not_fit_goes_to_the_loop(cls, layers, dtype, Tk, why):
         _, kernels = launched(lambda: call(module, tensors, None))
     assert said.startswith("cuda: a loop of launches")
     assert why in said
-    assert set(kernels) == {STEP}
+    assert set(kernels) - {"combine_splits"} == {STEP}
 
 
 @pytest.mark.parametrize("units", [6, 32])

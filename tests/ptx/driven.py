@@ -12,7 +12,7 @@ import torch
 from machine import build
 from machine.launch import Buffer, Machine
 from machine.parse import Module, PtxError
-from mock_cuda import FILLED, OF_GPU, mock
+from mock_cuda import FILLED, mock
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
@@ -89,7 +89,7 @@ class CudaPtx(PtxCalls):
         super().__init__(arch, **more)
         self.shared = shared
         self.gpu, self._gpus = mock(), {}  # by their multiprocessors, which are asked for once
-        self._counters, self._buffers = [], []  # of the GPUs, and of the operator that runs
+        self._buffers = []  # of the operator that runs
 
     def begin(self, multiprocessors, dtype):
         super().begin(multiprocessors, dtype)
@@ -127,7 +127,7 @@ class CudaPtx(PtxCalls):
         return set(Module(build.ptx(kind, self.arch)).names)
 
     def operator(self, name, *arguments):
-        self._buffers = list(self._counters)
+        self._buffers = []
         for first, end in _spans(x for x in arguments if isinstance(x, torch.Tensor)):
             self._memory(first, end - first, FILLED)
         self.gpu.calls()
@@ -148,8 +148,6 @@ class CudaPtx(PtxCalls):
         if which != FILLED:
             data[:], known = 0xFF, np.zeros(size, np.uint8)  # NaN: what is left unwritten shows
         self._buffers.append(Buffer(f"buffer {len(self._buffers)}", data, known))
-        if which == OF_GPU:
-            self._counters.append(self._buffers[-1])
 
     def _launch(self, name, blocks, threads, cluster, shared, cooperative, params, size):
         machine = self.machine(self.kind, lambda: build.ptx(self.kind, self.arch))

@@ -40,20 +40,22 @@ def test_nothing_is_computed_in_fp64():
 @pytest.mark.deep
 @pytest.mark.parametrize("arch", ["80", "90a"])
 @pytest.mark.parametrize("order", [Order.BACKWARDS, Order.RANDOM])
-@pytest.mark.parametrize("case", ["decoder step", "split keys", "lens per query", *STEPS])
+@pytest.mark.parametrize(
+    "case", ["decoder step", "split keys", "lens per query", "eight splits", *STEPS]
+)
 def test_any_order_of_blocks_and_warps(case, order, arch):
     assert measured(CudaPtx(arch, order=order, seed=1), case, "bf16") <= 1
 
 
-SYNC, FENCE, CLUSTER, WAIT = (
+SYNC, CLUSTER, WAIT = (
     ("__syncthreads()", "bar.sync"),
-    ("__threadfence()", "membar"),
     ("cluster_barrier();", "barrier.cluster"),
     ("wait_for_copies", "cp.async.wait_group"),
 )
-BLOCK, DECODE = "decode_block.h", "decode.h"
+BLOCK, DECODE, COMBINE = "decode_block.h", "decode.h", "decode_combine.h"
 BACKWARD, KEYS = "decode_backward.h", "backward_keys.h"
-SPLIT, STEP, LARGEST = "split keys", "decoder step", "large step, 16 beams"
+SPLIT, EIGHT, APART = "split keys", "eight splits", "split keys, 1000 processors"
+STEP, LARGEST = "decoder step", "large step, 16 beams"
 VECTORS, SHARING = "decoder step, whole vectors", "a cluster shares W_q"
 # Mistakes in the machine code that may change no result: what is left out (the file, the text
 # before it, the words of source and PTX) or, where there is a third word, becomes that; and where
@@ -62,16 +64,12 @@ MISTAKES = {
     "before queries are read": (BLOCK, "mine.sums[warp] = sum_w;", SYNC, STEP),
     "the wait for a stage": (DECODE, "for (int t = 0, slot = 0;", WAIT, VECTORS),
     "before parts lie where rings were": (DECODE, "void lay_down(", SYNC, STEP),
-    "before warps meet": (DECODE, "mine.sums[warp * QT + lane / each] = total;", SYNC, STEP),
-    "the fence before a block is done": (DECODE, "bool is_last() {", FENCE, SPLIT),
-    "the barrier before a block is done": (DECODE, "bool is_last() {", SYNC, SPLIT),
-    "the fence of the last block": (DECODE, "== unsigned(d.splits - 1);", FENCE, SPLIT),
-    "before all know the last block": (DECODE, "d.arrived[row] = 0;", SYNC, SPLIT),
-    "before the maxima of a query": (DECODE, "void meet_splits() {", SYNC, SPLIT),
-    "after the maxima of a query": (DECODE, "const float top = warp_max(best);", SYNC, SPLIT),
+    "before warps meet": (DECODE, "const auto of_block", SYNC, STEP),
+    "of a cluster, before splits meet": (DECODE, "const auto of_block", CLUSTER, EIGHT),
+    "of a cluster, after splits met": (DECODE, "if (blocks > 1) cluster_b", CLUSTER, EIGHT),
+    "between parts and a context": (COMBINE, "store_four(context, parts", SYNC, APART),
     "between parts and gradients": (BACKWARD, "this->meet_keys(0, c0);", SYNC, STEP),
     "between parts and sums": (KEYS, "this->meet_keys(i0, c0);", SYNC, LARGEST),
-    "between sums and parts": (KEYS, "store_sums(i0, c0);", SYNC, LARGEST),
     "after scores are loaded": (KEYS, "void load_scores(", SYNC, LARGEST),
     "of a cluster, before its sums": (BACKWARD, "void finish() {", CLUSTER, SPLIT),
     "of a cluster, before it ends": (BACKWARD, "* p.Tq + i) * p.H + h);\n    }", CLUSTER, SPLIT),
@@ -81,21 +79,35 @@ MISTAKES = {
         DECODE, "wait_for_copies<kStages - 1>();",
         ("wait_for", "cp.async.wait_group 1", "cp.async.wait_group 2"), VECTORS,
     ),
-    "splits are merged before the last": (
-        DECODE, "== unsigned(d.splits - 1);", ("==", "setp.eq.s32", "setp.le.s32"), SPLIT,
+}  # fmt: skip
+# Mistakes that change the result.
+FORGOTTEN = {
+    "splits of other blocks": (
+        DECODE, "const auto of_block", ("first + m", "add.s32", "min.s32"), EIGHT,
     ),
+    "splits of a turn": (COMBINE, "context[u] += run[u];", ("+=", "add.f32", "max.f32"), APART),
 }  # fmt: skip
 QUICK = (
-    "the wait for a stage", "the fence of the last block", "of a cluster, before its sums",
-    "a stage is read too early", "splits are merged before the last",
+    "the wait for a stage", "of a cluster, before splits meet", "of a cluster, after splits met",
+    "of a cluster, before its sums", "a stage is read too early",
 )  # fmt: skip
+
+
+def measured_with(mistake):
+    """The case of a mistake, with it."""
+    file, after, (word, opcode, *new), case = mistake
+    change = changed(opcode, file, line_of(file, after, word), *new)
+    return measured(CudaPtx("90a", change=change), case, "bf16")
 
 
 @pytest.mark.parametrize(
     "mistake", [pytest.param(m, marks=() if m in QUICK else pytest.mark.deep) for m in MISTAKES]
 )
 def test_mistakes_are_found(mistake):
-    file, after, (word, opcode, *new), case = MISTAKES[mistake]
-    change = changed(opcode, file, line_of(file, after, word), *new)
     with pytest.raises(PtxError, match=r"race:|where nothing was written|may not have begun"):
-        measured(CudaPtx("90a", change=change), case, "bf16")
+        measured_with(MISTAKES[mistake])
+
+
+@pytest.mark.parametrize("mistake", FORGOTTEN)
+def test_what_is_forgotten_is_found(mistake):
+    assert not measured_with(FORGOTTEN[mistake]) <= 1

@@ -51,6 +51,7 @@ ROWS = {
     "long step, whole vectors": ({"B": 1, "Tq": 1, "Tk": 4200, "H": 136, "Dv": 8}, 16),
     "long step": ({"B": 1, "Tq": 1, "Tk": 4200, "H": 136, "Dv": 5}, 16),
     "long step of few units": ({"B": 1, "Tq": 1, "Tk": 4200, "H": 100, "Dv": 5}, 16),
+    "eight splits": ({"B": 2, "Tq": 1, "Tk": 120, "H": 72, "Dv": 24, "lens": lens(120, 50)}, 99),
 }  # fmt: skip
 
 
@@ -91,7 +92,7 @@ STEPS = {
 }  # fmt: skip
 # Those that take every kernel of csrc/cuda between them.
 FEW = (
-    "lens per query", "decoder step", "fp32 in small", "large step, 16 beams",
+    "lens per query", "decoder step", "eight splits", "fp32 in small", "large step, 16 beams",
     "long step of few units", "split keys, lens inside a chunk", "keys projected, cut",
     "keys are values, beams", "a cluster shares W_q", "whole vectors", "whole vectors, beams",
     "decoder step, whole vectors", "long step, whole vectors", "wide values, whole vectors",

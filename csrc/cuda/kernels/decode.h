@@ -12,8 +12,11 @@
 // lane copies the pieces of 16 bytes that it reads, so that a stage needs a wait and no barrier.
 // Where rows are not aligned so, lanes copy number by number (`vectors` is false), and nothing is
 // projected. Every warp keeps the softmax of its keys: their largest score so far, and sums
-// relative to it. The warps of a block meet at the end, and the splits of a row in the block that
-// finishes last, in the order of both. Reads (H + Dv) numbers for each key.
+// relative to it. At the end the warps meet, in their order. Where a row has 2, 4 or 8 splits they
+// are neighbours in a cluster, and all of their warps meet in shared memory: each block writes a
+// share of the columns, and the weights of its own keys. More splits than a cluster has, or splits
+// on a GPU without clusters, are left in memory for combine_splits. Reads (H + Dv) numbers for
+// each key.
 #pragma once
 
 #include "decode_block.h"
@@ -42,7 +45,6 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
   using Base::n;
   using Base::p;
   using Base::piece;
-  using Base::row;
   using Base::s;
   using Base::sizes;
   using Base::stage;
@@ -174,162 +176,75 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
       mine.maxima[warp * QT + lane / each] = best;
       mine.sums[warp * QT + lane / each] = total;
     }
-    __syncthreads();
   }
 
-  // ---- the parts of warps and of splits ----
+  // ---- the parts of warps ----
 
   __device__ void meet_warps() {
+    const bool apart = d.contexts != nullptr;  // the splits of a row do not meet here
+    const int blocks = apart ? 1 : int(d.splits), share = apart ? 0 : int(s);
+    const int first = cluster_rank() - share, width = apart ? (columns + 3) / 4 * 4 : columns;
+    const auto of_block = [&](auto* x, int m) { return blocks > 1 ? in_block(x, first + m) : x; };
+    if (blocks > 1)
+      cluster_barrier();
+    else
+      __syncthreads();
+    const int block = lane / kMostWarps, part = lane % kMostWarps * QT;  // of a lane's warp
+    const bool there = block < blocks && lane % kMostWarps < d.warps;
 #pragma unroll 1
     for (int q = 0; q < QT && i0 + q < p.Tq; ++q) {
-      float best = kLowest, total = 0, factors[kMostWarps] = {};
-#pragma unroll
-      for (int k = 0; k < kMostWarps; ++k)
-        if (k < d.warps) best = larger_or_nan(best, mine.maxima[k * QT + q]);
-#pragma unroll
-      for (int k = 0; k < kMostWarps; ++k) {
-        if (k >= d.warps) break;
-        factors[k] = exp_of<T>(mine.maxima[k * QT + q] - best);
-        total += factors[k] * mine.sums[k * QT + q];
-      }
-      const int64_t at = b * p.Tq + i0 + q, part = (row * d.splits + s) * QT + q;
+      const float top = there ? of_block(mine.maxima + part + q, block)[0] : kLowest;
+      float total = there ? of_block(mine.sums + part + q, block)[0] : 0.0f;
+      const float best = warp_max(top), factor = exp_of<T>(top - best);
+      total = warp_sum(factor * total);
+      const int64_t at = b * p.Tq + i0 + q, of_split = at * d.splits + s;
 #pragma unroll 1
-      for (int c = 4 * threadIdx.x; c < columns; c += 4 * blockDim.x) {
-        const char* from = mine.rings + (q * Sizes::columns + c) * int(sizeof(float));
-        float sums[4] = {};
-#pragma unroll
-        for (int k = 0; k < kMostWarps; ++k) {
-          if (k >= d.warps) break;
-          float of_warp[4];
-          load_four(reinterpret_cast<const float*>(from + k * sizes.of_warp), of_warp);
-#pragma unroll
-          for (int u = 0; u < 4; ++u) sums[u] += factors[k] * of_warp[u];
-        }
-        if (d.splits == 1)
-          store_context(sums, total, at, c);
+      for (int from = (share * d.warps + warp) * kWarp; from < width;
+           from += blocks * d.warps * kWarp) {
+        const int c = from + lane;
+        const float sum = sum_of_warps(q, c, factor, blocks, of_block);
+        if (c >= width) continue;
+        if (apart)
+          static_cast<float*>(d.contexts)[of_split * d.width + c0 + c] = sum;
         else
-          store_four(sums, static_cast<float*>(d.contexts) + part * Sizes::columns + c);
+          narrow(over<T>(sum, total), static_cast<T*>(d.context) + at * p.Dv + c0 + c);
       }
-      if (d.splits > 1 && threadIdx.x == 0) {
-        static_cast<float*>(d.maxima)[part] = best;
-        static_cast<float*>(d.sums)[part] = total;
+      if (c0 > 0) continue;
+      if (apart && threadIdx.x == 0) {
+        static_cast<float*>(d.maxima)[of_split] = best;
+        static_cast<float*>(d.sums)[of_split] = total;
       }
-      if (d.weights == nullptr || c0 > 0) continue;
-      const int64_t first = at * p.Tk + j0;
+      if (d.weights == nullptr) continue;
+      const int64_t row = at * p.Tk + j0;
       for (int j = threadIdx.x; j < n; j += blockDim.x) {
         const float x = j < count(q) ? mine.scores[q * d.split + j] : -INFINITY;
-        if (d.splits > 1)
-          static_cast<float*>(d.scores)[first + j] = x;
+        if (apart)
+          static_cast<float*>(d.scores)[row + j] = x;
         else
-          store_weight(over<T>(exp_of<T>(x - best), total), first + j);
+          store_weight<T>(d, over<T>(exp_of<T>(x - best), total), row + j);
       }
     }
-    if (d.splits > 1 && is_last()) meet_splits();
+    if (blocks > 1) cluster_barrier();  // no block ends while another reads its shared memory
   }
 
-  __device__ __forceinline__ void store_weight(float x, int64_t at) const {
-    if (d.narrow)
-      narrow(x, static_cast<T*>(d.weights) + at);
-    else
-      static_cast<float*>(d.weights)[at] = x;
-  }
-
-  // Columns [c, c + 4) of the context of a query.
-  __device__ void store_context(const float* sums, float total, int64_t at, int c) {
-    T* out = static_cast<T*>(d.context) + at * p.Dv + c0 + c;
+  // Column c of the context of a query, over the warps of the blocks; `factor` is of a lane's warp.
+  template <class OfBlock>
+  __device__ __forceinline__ float sum_of_warps(int q, int c, float factor, int blocks,
+                                                const OfBlock& of_block) const {
+    float sum = 0;
+#pragma unroll 2
+    for (int m = 0; m < blocks; ++m) {
+      const char* from = of_block(mine.rings + (q * Sizes::columns + c) * int(sizeof(float)), m);
+      float parts[kMostWarps], of_part = 0;
 #pragma unroll
-    for (int u = 0; u < 4; ++u)
-      if (c + u < columns) narrow(over<T>(sums[u], total), out + u);
-  }
-
-  // True in the block of a row that finishes last, which can then read what the others wrote.
-  __device__ bool is_last() {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      *mine.last = atomicAdd(d.arrived + row, 1u) == unsigned(d.splits - 1);
-      __threadfence();
-      if (*mine.last) d.arrived[row] = 0;  // for the next launch
+      for (int k = 0; k < kMostWarps; ++k)
+        parts[k] = k < d.warps ? *reinterpret_cast<const float*>(from + k * sizes.of_warp) : 0.0f;
+#pragma unroll
+      for (int k = 0; k < kMostWarps; ++k)
+        of_part += __shfl_sync(kAllLanes, factor, m * kMostWarps + k) * parts[k];
+      sum += of_part;
     }
-    __syncthreads();
-    return *mine.last != 0;
-  }
-
-  __device__ void meet_splits() {
-    constexpr int W = 4;  // loads in flight
-#pragma unroll 1
-    for (int q = 0; q < QT && i0 + q < p.Tq; ++q) {
-      const int64_t first = row * d.splits * QT + q, at = b * p.Tq + i0 + q;
-      float best = kLowest, total = 0;
-      __syncthreads();
-#pragma unroll 1
-      for (int from = lane; from < d.splits; from += W * kWarp) {
-        float tops[W], sums[W];
-#pragma unroll
-        for (int k = 0; k < W; ++k) {
-          const int64_t part = first + (from + k * kWarp < d.splits ? from + k * kWarp : lane) * QT;
-          tops[k] = static_cast<const float*>(d.maxima)[part];
-          sums[k] = from + k * kWarp < d.splits ? static_cast<const float*>(d.sums)[part] : 0.0f;
-        }
-#pragma unroll
-        for (int k = 0; k < W; ++k) {
-          if (warp == 0 && from + k * kWarp < d.splits) mine.scratch[from + k * kWarp] = tops[k];
-          const float both = larger_or_nan(best, tops[k]);
-          total = total * exp_of<T>(best - both) + sums[k] * exp_of<T>(tops[k] - both);
-          best = both;
-        }
-      }
-      const float top = warp_max(best);
-      total = warp_sum(total * exp_of<T>(best - top));
-      __syncthreads();
-      meet_contexts(static_cast<const float*>(d.contexts) + first * Sizes::columns, top, total, at);
-      if (d.weights != nullptr && c0 == 0) meet_scores(at * p.Tk, top, total);
-    }
-  }
-
-  __device__ void meet_contexts(const float* parts, float best, float total, int64_t at) {
-    constexpr int W = 16;  // loads in flight
-    const int splits = int(d.splits);
-#pragma unroll 1
-    for (int c = 4 * threadIdx.x; c < columns; c += 4 * blockDim.x) {
-      float context[4] = {};
-#pragma unroll 1
-      for (int first = 0; first < splits; first += W) {
-        float part[W][4];
-        const float* from = parts + first * (QT * Sizes::columns) + c;
-#pragma unroll
-        for (int k = 0; k < W; ++k)  // past the last, the first of them
-          load_four(from + (first + k < splits ? k * QT * Sizes::columns : 0), part[k]);
-        float sums[4] = {};
-#pragma unroll
-        for (int k = 0; k < W; ++k) {
-          const float factor =
-              first + k < splits ? exp_of<T>(mine.scratch[first + k] - best) : 0.0f;
-#pragma unroll
-          for (int u = 0; u < 4; ++u) sums[u] += factor * part[k][u];
-        }
-#pragma unroll
-        for (int u = 0; u < 4; ++u) context[u] += sums[u];
-      }
-      store_context(context, total, at, c);
-    }
-  }
-
-  // From the scores of a row to its weights, which begin at `row`.
-  __device__ void meet_scores(int64_t row, float best, float total) {
-    const float* of_row = static_cast<const float*>(d.scores) + row;
-    constexpr int W = 16;  // loads in flight
-#pragma unroll 1
-    for (int64_t first = threadIdx.x; first < p.Tk; first += W * blockDim.x) {
-      const int left = int(smaller(p.Tk - first, W * blockDim.x)), step = int(blockDim.x);
-      float scores[W];
-#pragma unroll
-      for (int k = 0; k < W; ++k) scores[k] = of_row[first + (k * step < left ? k * step : 0)];
-#pragma unroll
-      for (int k = 0; k < W; ++k)
-        if (k * step < left)
-          store_weight(over<T>(exp_of<T>(scores[k] - best), total), row + first + k * step);
-    }
+    return sum;
   }
 };
 

@@ -16,17 +16,17 @@ struct DecodeBlock {
   const Problem& p;
   const DecodeLayout& sizes;
   const DecodeShared mine;
-  int64_t b, i0 = 0, c0 = 0, j0, row, s;
+  int64_t b, i0 = 0, c0 = 0, j0, s;
   const T *next_key, *next_value;  // where the lane copies from next
   int n, columns, lane, warp;      // n keys in the split; columns of the values in the group
   int keys = 0;                    // that a query sees, of those
   float half_w = 0;                // half the sum of w
 
   __device__ explicit DecodeBlock(const DecodeForward& all)
-      : d(all), p(all.p), sizes(all.layout), mine(shared_memory(), all.layout, QT) {
+      : d(all), p(all.p), sizes(all.layout), mine(shared_memory(), all.layout) {
     const unsigned at = blockIdx.x / unsigned(d.splits);  // of 64 bits it is slow
     s = blockIdx.x - at * unsigned(d.splits);
-    row = b = at;
+    b = at;
     if (d.column_groups > 1) {
       b = at / unsigned(d.column_groups);
       c0 = (at - b * d.column_groups) * Sizes::columns;
@@ -37,7 +37,7 @@ struct DecodeBlock {
       i0 = (of_queries - b * d.query_groups) * QT;
     }
     j0 = s * d.split;
-    n = int(smaller(d.split, p.Tk - j0));
+    n = int(larger(0, smaller(d.split, p.Tk - j0)));
     columns = int(smaller(Sizes::columns, p.Dv - c0));
     lane = threadIdx.x % kWarp;
     warp = threadIdx.x / kWarp;

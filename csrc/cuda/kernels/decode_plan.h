@@ -5,8 +5,9 @@
 
 namespace bahdanau_fast::gpu {
 
-constexpr int kStages = 2;     // of a warp's ring: one is on its way while one is read
-constexpr int kMostWarps = 4;  // of a block
+constexpr int kStages = 2;               // of a warp's ring: one is on its way while one is read
+constexpr int kMostWarps = 4;            // of a block
+static_assert(8 * kMostWarps <= kWarp);  // a lane for each warp of the largest cluster
 
 // Where the parts of shared memory are, in bytes, and how large: computed once, on the host.
 struct DecodeLayout {
@@ -23,7 +24,7 @@ struct DecodeForward {
   DecodeLayout layout;
   const void* w_q = nullptr;  // (H,Dq) of T: queries are (B,Tq,Dq) and projected here
   int64_t Dq = 0;
-  int cluster = 1;                // blocks that share the projection
+  int cluster = 1;                // blocks that share the projection, and of a row its splits
   int warps = kMostWarps;         // of a block
   int64_t query_groups = 1;       // of QT queries
   int64_t column_groups = 1;      // of the values
@@ -31,13 +32,13 @@ struct DecodeForward {
   void* context = nullptr;        // (B,Tq,Dv) of T
   void* weights = nullptr;        // (B,Tq,Tk) of fp32, or `narrow` of T; may be null
   bool narrow = false;
-  // With several splits; a row is a batch row's group of queries and of columns:
-  void* scores = nullptr;       // (B,Tq,Tk) of fp32, where the weights go to if those are of fp32
-  void* maxima = nullptr;       // (rows,splits,QT) of fp32, as are the sums of exp(score - maximum)
-  void* sums = nullptr;         // and, for each column, the values weighted by that
-  void* contexts = nullptr;     //
-  unsigned* arrived = nullptr;  // (rows), zero before and after
-  int32_t* counts = nullptr;    // as in Forward
+  // Where the splits of a row are in several clusters, for combine_splits, all of fp32:
+  void* scores = nullptr;     // (B,Tq,Tk), where the weights go to if those are of fp32
+  void* maxima = nullptr;     // (B,Tq,splits), as are the sums of exp(score - maximum)
+  void* sums = nullptr;       // and, for each column, the values weighted by that:
+  void* contexts = nullptr;   // (B,Tq,splits,width)
+  int64_t width = 0;          // Dv, in whole pieces of four
+  int32_t* counts = nullptr;  // as in Forward
   int64_t counts_row = 0;
 };
 
@@ -66,10 +67,10 @@ struct DecodeSizes {
     of.queries = place(QT * of.width * number);
     of.w = place(of.width * number);
     of.scores = place(QT * d.split * number);
-    of.scratch = place(larger(d.warps, d.splits) * number);
+    of.scratch = place(d.warps * number);
     of.maxima = place(d.warps * QT * number);
     of.sums = place(d.warps * QT * number);
-    of.counts = place((QT + 1) * number);
+    of.counts = place(QT * number);
     of.seen = place(d.p.mask.data != nullptr ? QT * d.split : 0);
     of.bytes = int(from.used);
     return of;
@@ -81,9 +82,8 @@ struct DecodeShared {
   float *queries, *w, *scores, *scratch, *maxima, *sums;
   int* counts;  // keys of the split that each query has; -1 - that if its weights are uniform
   bool* seen;   // (QT,split), where there is a mask
-  int* last;    // whether the block is the last of its row
 
-  __device__ DecodeShared(char* base, const DecodeLayout& of, int queries_of_group)
+  __device__ DecodeShared(char* base, const DecodeLayout& of)
       : rings(base),
         queries(reinterpret_cast<float*>(base + of.queries)),
         w(reinterpret_cast<float*>(base + of.w)),
@@ -92,8 +92,15 @@ struct DecodeShared {
         maxima(reinterpret_cast<float*>(base + of.maxima)),
         sums(reinterpret_cast<float*>(base + of.sums)),
         counts(reinterpret_cast<int*>(base + of.counts)),
-        seen(reinterpret_cast<bool*>(base + of.seen)),
-        last(counts + queries_of_group) {}
+        seen(reinterpret_cast<bool*>(base + of.seen)) {}
 };
+
+template <class T>
+__device__ __forceinline__ void store_weight(const DecodeForward& d, float x, int64_t at) {
+  if (d.narrow)
+    narrow(x, static_cast<T*>(d.weights) + at);
+  else
+    static_cast<float*>(d.weights)[at] = x;
+}
 
 }  // namespace bahdanau_fast::gpu

@@ -4,8 +4,8 @@
 #include "common/limits.h"
 #include "cuda/kernels/decode.h"
 #include "cuda/kernels/decode_backward.h"
+#include "cuda/kernels/decode_combine.h"
 #include "cuda/kernels/types.h"
-#include "cuda/runtime/counters.h"
 #include "cuda/runtime/launch.h"
 #include "persistent.h"
 
@@ -80,7 +80,8 @@ struct Attend {
   }
 
   // Splits the keys of a row if there are too few rows for the GPU, or if the scores of a whole row
-  // need too much shared memory.
+  // need too much shared memory: in a power of two where the splits meet in a cluster, which are
+  // neighbours in the grid.
   static DecodeForward plan(const Forward& f, const Device& device) {
     const Problem& p = f.p;
     const Step& step = step_of(p);
@@ -98,12 +99,19 @@ struct Attend {
     if (f.w_q != nullptr && bytes_of_w_q(f) >= kSharedWeight) d.cluster = device.cluster;
     while (d.warps > 1 && step.layout(d).bytes > kRingLimit) d.warps /= 2;
     const int64_t pass = d.warps * step.keys, least = ceil_div(d.warps * 4, pass) * pass;
+    int64_t least_splits = ceil_div(p.Tk, kMostScores / step.queries);
+    if (sizeof(T) == 4) least_splits = larger(least_splits, ceil_div(p.Tk, kMostInTurn * d.warps));
     int64_t splits = int64_t(device.multiprocessors) * step.blocks / rows_of(d);
-    splits = larger(1, smaller(smaller(splits, kMostSplits), ceil_div(p.Tk, least)));
-    splits = larger(splits, ceil_div(p.Tk, kMostScores / step.queries));
-    if (sizeof(T) == 4) splits = larger(splits, ceil_div(p.Tk, kMostInTurn * d.warps));
+    splits = larger(smaller(smaller(splits, kMostSplits), ceil_div(p.Tk, least)), least_splits);
     d.split = ceil_div(ceil_div(p.Tk, splits), pass) * pass;
     d.splits = ceil_div(p.Tk, d.split);
+    if (d.splits <= device.cluster) {
+      int64_t inside = 1;
+      while (inside < least_splits || 2 * inside <= d.splits) inside *= 2;
+      d.splits = inside;
+      d.split = ceil_div(p.Tk, inside);
+      d.cluster = int(larger(d.cluster, inside));
+    }
     d.layout = step.layout(d);
     return d;
   }
@@ -112,18 +120,18 @@ struct Attend {
     return d.p.B * d.query_groups * d.column_groups;
   }
 
-  // Sets the pointers of several splits into memory at `base`; returns its size, also for a null
-  // base. Without counters they are there, too.
-  static int64_t lay_out(DecodeForward* d, unsigned* counters, char* base) {
+  // Sets the pointers of splits that do not meet in a cluster, into memory at `base`; returns its
+  // size, also for a null base.
+  static int64_t lay_out(DecodeForward* d, char* base) {
     Carver from{base};
-    const Step& step = step_of(d->p);
-    const int64_t rows = rows_of(*d), parts = rows * d->splits * step.queries;
-    d->arrived = counters != nullptr ? counters : from.take<unsigned>(rows);
+    const Problem& p = d->p;
+    const int64_t rows = p.B * p.Tq, parts = rows * d->splits;
+    d->width = ceil_div(p.Dv, 4) * 4;
     d->maxima = from.take<float>(parts);
     d->sums = from.take<float>(parts);
-    d->contexts = from.take<float>(parts * step.columns);
+    d->contexts = from.take<float>(parts * d->width);
     const bool apart = d->narrow && d->weights != nullptr;
-    d->scores = apart ? from.take<float>(d->p.B * d->p.Tq * d->p.Tk) : d->weights;
+    d->scores = apart ? from.take<float>(rows * p.Tk) : d->weights;
     return from.used;
   }
 
@@ -142,17 +150,17 @@ struct Attend {
   static void forward(const Forward& f, const Device& device, const Memory& memory) {
     DecodeForward d = plan(f, device);
     const int64_t rows = rows_of(d);
-    if (d.splits > 1) {
-      unsigned* const counters = counters_of(device.index, device.stream, rows);
-      lay_out(&d, counters, static_cast<char*>(memory(lay_out(&d, counters, nullptr))));
-      if (counters == nullptr)
-        fill_zero(d.arrived, rows * int64_t(sizeof(unsigned)), device.stream);
-    }
-    const Step& step = step_of(f.p);
-    launch(step.kernel,
+    const bool apart = d.splits > d.cluster;
+    if (apart) lay_out(&d, static_cast<char*>(memory(lay_out(&d, nullptr))));
+    launch(step_of(f.p).kernel,
            {"decode_forward", ceil_div(rows * d.splits, d.cluster) * d.cluster, d.warps * kWarp,
             d.layout.bytes, device.stream, d.cluster},
            d);
+    if (apart)
+      launch(combine_splits<T>,
+             {"combine_splits", f.p.B * f.p.Tq * combining_blocks(f.p), kCombineThreads,
+              kCombineShared, device.stream},
+             d);
   }
 
   // ---- backward ----

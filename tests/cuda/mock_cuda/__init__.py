@@ -28,7 +28,6 @@ ROOT = HERE.parents[2]
 SOURCES = (
     *sorted(HERE.glob("*.cpp")),
     *(path for path in sorted((ROOT / "csrc/cuda/op").glob("*.cpp")) if path.stem != "module"),
-    *sorted((ROOT / "csrc/cuda/runtime").glob("*.cpp")),
 )
 KERNELS = sorted((ROOT / "csrc/cuda/op").glob("*.cu"))
 # Functions of torch that give memory: torch_on_cpu.cpp says where.
@@ -38,14 +37,13 @@ WRAPPED = "aoti_torch_empty_strided", "torch_call_dispatcher"
 LAUNCH = ctypes.CFUNCTYPE(
     None, ctypes.c_char_p, *[ctypes.c_int64] * 5, ctypes.c_void_p, ctypes.c_int64
 )
-# Address, bytes, and which: new, of a call; new, for good; something is written there.
+# Address, bytes, and which: new; something is written there.
 MEMORY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
-OF_TENSOR, OF_GPU, FILLED = range(3)
+OF_TENSOR, FILLED = range(2)
 PLAN = (
     "groups", "blocks", "rows", "sentences", "units", "hidden", "features", "resident", "bytes",
 )  # fmt: skip
 NON_BLOCKING = 1  # a flag of streams: the legacy stream does not wait for it
-GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of a capture
 
 
 def library():
@@ -73,7 +71,6 @@ class Mock:
 
     def __init__(self):
         self._library = ctypes.CDLL(str(library()))
-        self._library.mock_counters.restype = ctypes.c_void_p
         for name in ("mock_calls", "mock_why_not", "mock_why_not_decode"):
             getattr(self._library, name).restype = ctypes.c_char_p
         self.devices = self.device = -1
@@ -149,19 +146,19 @@ class Mock:
         return getattr(self._library, function)(*arguments)
 
     def new_stream(self, flags=NON_BLOCKING):
-        """A stream; its handle may have been another's that was destroyed."""
+        """The handle of a stream."""
         stream = ctypes.c_void_p()
         self.runtime("cudaStreamCreateWithFlags", ctypes.byref(stream), flags)
         return stream.value
 
     @contextmanager
-    def capture(self, stream, mode=GLOBAL):
+    def capture(self, stream):
         """Inside, ``stream`` is the current one, and what is queued on it goes into a graph.
 
         Raises:
             RuntimeError: no graph comes of it, since a call could not be captured.
         """
-        self._library.mock_begin_capture(ctypes.c_void_p(stream), mode)
+        self._library.mock_begin_capture(ctypes.c_void_p(stream))
         try:
             yield
         finally:
@@ -199,10 +196,6 @@ class Mock:
         numbers = map(ctypes.c_int64, (*sizes, blocks, shared))
         self._library.mock_plan(int(lstm), int(backward), *numbers, found)
         return dict(zip(PLAN, found, strict=True))
-
-    def counters(self, stream, count):
-        """The address of the counters that a call on a stream of the current device gets."""
-        return self._library.mock_counters(ctypes.c_void_p(stream), ctypes.c_int64(count))
 
     def calls(self):
         """The runtime's calls since the last time: a list of dicts."""

@@ -6,7 +6,6 @@
 #include "cuda/kernels/persistent_plan.h"
 #include "cuda/kernels/types.h"
 #include "cuda/op/decoder.h"
-#include "cuda/runtime/counters.h"
 #include "mock.h"
 
 using namespace bahdanau_fast::mock;
@@ -50,17 +49,17 @@ void mock_after(const char* function, void (*then)()) {
   change([&](Gpus& all) { all.after[function] = then; });
 }
 // This thread begins to capture a stream of its own, which is torch's current one until it ends.
-void mock_begin_capture(void* stream, int mode) {
+void mock_begin_capture(void* stream) {
   const auto handle = static_cast<cudaStream_t>(stream);
   current_stream() = handle;
-  change([&](Gpus& all) { all.captures[handle] = {cudaStreamCaptureMode(mode)}; });
+  change([&](Gpus& all) { all.captures[handle] = true; });
 }
 int mock_end_capture(void* stream) {
   const auto handle = static_cast<cudaStream_t>(stream);
   bool valid = true;
   current_stream() = nullptr;
   change([&](Gpus& all) {
-    valid = all.captures.at(handle).valid;
+    valid = all.captures.at(handle);
     all.captures.erase(handle);
   });
   return valid ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
@@ -94,8 +93,5 @@ void mock_plan(int lstm, int backward, int64_t B, int64_t Tk, int64_t F, int64_t
   const int all[] = {plan.groups, plan.blocks,   plan.rows,     plan.sentences, plan.units,
                      plan.hidden, plan.features, plan.resident, plan.bytes};
   std::copy(std::begin(all), std::end(all), found);
-}
-void* mock_counters(void* stream, int64_t count) {
-  return bahdanau_fast::gpu::counters_of(current_device(), stream, count);
 }
 }

@@ -19,7 +19,6 @@ enum cudaError_t {
 
 using cudaStream_t = struct CUstream_st*;
 #define cudaStreamLegacy (reinterpret_cast<cudaStream_t>(1))
-#define cudaStreamPerThread (reinterpret_cast<cudaStream_t>(2))
 constexpr unsigned cudaStreamNonBlocking = 1;
 
 enum cudaMemcpyKind { cudaMemcpyDeviceToHost = 2 };
@@ -27,11 +26,6 @@ enum cudaStreamCaptureStatus {
   cudaStreamCaptureStatusNone = 0,
   cudaStreamCaptureStatusActive = 1,
   cudaStreamCaptureStatusInvalidated = 2,
-};
-enum cudaStreamCaptureMode {
-  cudaStreamCaptureModeGlobal = 0,
-  cudaStreamCaptureModeThreadLocal = 1,
-  cudaStreamCaptureModeRelaxed = 2,
 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
@@ -75,18 +69,14 @@ const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 
-cudaError_t cudaMalloc(void** memory, size_t bytes);
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
-cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
-cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel);
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);

@@ -6,7 +6,6 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "cuda_runtime_api.h"
@@ -34,18 +33,6 @@ struct Gpu {
   }
 };
 
-struct Stream {
-  unsigned long long id = 0;
-  bool blocking = false;  // the legacy stream waits for it
-};
-
-// What is queued on a stream goes into a graph.
-struct Capture {
-  cudaStreamCaptureMode mode;
-  std::thread::id began_in = std::this_thread::get_id();
-  bool valid = true;  // nothing was asked that a capture cannot have
-};
-
 // All of it may be read and changed by any thread that holds `lock`.
 struct Gpus {
   std::mutex lock;
@@ -55,9 +42,10 @@ struct Gpus {
   std::vector<std::string> calls;              // JSON
   std::map<std::string, cudaError_t> failing;  // functions, and what their next call gives
   std::map<std::string, void (*)()> after;     // functions, and what their next call runs last
-  std::map<cudaStream_t, Capture> captures;    // by stream, until they are ended
-  std::map<cudaStream_t, Stream> streams;      // that live
-  std::vector<cudaStream_t> unused;            // handles given back, the last one first
+  std::map<cudaStream_t, bool> blocking;       // streams, and whether the legacy one waits for them
+  // Streams whose work goes into graphs, until that is ended, and whether it can: nothing was
+  // asked that a capture cannot have.
+  std::map<cudaStream_t, bool> captures;
 
   static Gpus& get() {
     static auto* const all = new Gpus;
@@ -66,7 +54,7 @@ struct Gpus {
 };
 
 // What runs launches, and is told of memory. Neither: nothing runs.
-enum Memory { kOfTensor, kOfGpu, kFilled };  // new, of a call; new, for good; something is written
+enum Memory { kOfTensor, kFilled };  // new; something is written
 struct Runs {
   void (*launch)(const char* kernel, int64_t blocks, int64_t threads, int64_t cluster,
                  int64_t shared, int64_t cooperative, const void* parameters,
@@ -90,10 +78,6 @@ inline int& current_device() {
 inline cudaStream_t& current_stream() {
   static thread_local cudaStream_t stream = nullptr;
   return stream;
-}
-inline cudaStreamCaptureMode& capture_mode() {
-  static thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
-  return mode;
 }
 inline cudaError_t& last_error() {
   static thread_local cudaError_t error = cudaSuccess;

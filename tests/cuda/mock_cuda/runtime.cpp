@@ -73,43 +73,27 @@ struct Call {
   }
 };
 
-// ---- what a capture refuses, by the CUDA programming guide (stream capture) and by the entry of
-// ---- cudaThreadExchangeStreamCaptureMode: what is asked for all the same ends the capture
-
-cudaError_t end(Capture* capture, cudaError_t error) {
-  capture->valid = false;
-  return error;
-}
+// ---- what a capture refuses, by the CUDA programming guide (stream capture): asked for all the
+// ---- same, it ends it
 
 // Any use of a stream. The legacy stream would wait for blocking ones.
 cudaError_t use(Gpus& all, cudaStream_t stream) {
   if (const auto found = all.captures.find(stream); found != all.captures.end())
-    return found->second.valid ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
-  if (stream != nullptr && stream != cudaStreamLegacy) return cudaSuccess;
-  for (auto& [captured, capture] : all.captures)
-    if (all.streams[captured].blocking) return end(&capture, cudaErrorStreamCaptureImplicit);
-  return cudaSuccess;
-}
-
-// What a stream that captures cannot answer: which one it is, whether its work is done.
-cudaError_t ask(Gpus& all, cudaStream_t stream) {
-  const cudaError_t error = use(all, stream);
-  const auto found = all.captures.find(stream);
-  if (error != cudaSuccess || found == all.captures.end()) return error;
-  return end(&found->second, cudaErrorStreamCaptureUnsupported);
-}
-
-// What is done at once and would be missing from the graph: allocations, and waiting.
-cudaError_t do_at_once(Gpus& all) {
-  if (capture_mode() == cudaStreamCaptureModeRelaxed) return cudaSuccess;
+    return found->second ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
   cudaError_t error = cudaSuccess;
-  for (auto& [stream, capture] : all.captures) {
-    const bool mine = capture.began_in == std::this_thread::get_id();
-    const bool everywhere = capture_mode() == cudaStreamCaptureModeGlobal &&
-                            capture.mode == cudaStreamCaptureModeGlobal;
-    if (everywhere || (mine && capture.mode != cudaStreamCaptureModeRelaxed))
-      error = end(&capture, cudaErrorStreamCaptureUnsupported);
-  }
+  if (stream == nullptr || stream == cudaStreamLegacy)
+    for (auto& [captured, valid] : all.captures)
+      if (all.blocking[captured]) valid = false, error = cudaErrorStreamCaptureImplicit;
+  return error;
+}
+
+// To wait, for any stream: it would be missing from the graph. Captures are in the global mode, as
+// torch's.
+cudaError_t wait(Gpus& all, cudaStream_t stream) {
+  cudaError_t error = use(all, stream);
+  if (error != cudaSuccess) return error;
+  for (auto& [captured, valid] : all.captures)
+    valid = false, error = cudaErrorStreamCaptureUnsupported;
   return error;
 }
 
@@ -197,14 +181,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   });
 }
 
-cudaError_t cudaMalloc(void** memory, size_t bytes) {
-  return Call("cudaMalloc").run([&](Gpus& all) {
-    if (const cudaError_t error = do_at_once(all); error != cudaSuccess) return error;
-    *memory = std::malloc(bytes);
-    Runs::get().tell(*memory, int64_t(bytes), kOfGpu);
-    return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
-  });
-}
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
   Call call("cudaMemsetAsync");
   call.tell("bytes", (long long)(bytes));
@@ -229,46 +205,20 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return Call("cudaStreamCreateWithFlags").run([&](Gpus& all) {
-    static unsigned long long made = 16;
-    if (all.unused.empty()) all.unused.push_back(reinterpret_cast<cudaStream_t>(64 * made));
-    *stream = all.unused.back();
-    all.unused.pop_back();
-    all.streams[*stream] = {++made, (flags & cudaStreamNonBlocking) == 0};
-    return cudaSuccess;
-  });
-}
-cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  return Call("cudaStreamDestroy").run([&](Gpus& all) {
-    all.streams.erase(stream);
-    all.unused.push_back(stream);
+    *stream = reinterpret_cast<cudaStream_t>(64 * (16 + all.blocking.size()));
+    all.blocking[*stream] = (flags & cudaStreamNonBlocking) == 0;
     return cudaSuccess;
   });
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  return Call("cudaStreamSynchronize").run([&](Gpus& all) {
-    const cudaError_t error = ask(all, stream);
-    return error != cudaSuccess ? error : do_at_once(all);
-  });
-}
-cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
-  return Call("cudaStreamGetId").run([&](Gpus& all) {
-    const auto found = all.streams.find(stream);
-    *id = found == all.streams.end() ? uintptr_t(stream) : found->second.id;
-    return ask(all, stream);
-  });
+  return Call("cudaStreamSynchronize").run([&](Gpus& all) { return wait(all, stream); });
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   return Call("cudaStreamIsCapturing").run([&](Gpus& all) {
     const auto found = all.captures.find(stream);
     *status = found == all.captures.end() ? cudaStreamCaptureStatusNone
-              : found->second.valid       ? cudaStreamCaptureStatusActive
+              : found->second             ? cudaStreamCaptureStatusActive
                                           : cudaStreamCaptureStatusInvalidated;
-    return cudaSuccess;
-  });
-}
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  return Call("cudaThreadExchangeStreamCaptureMode").run([&](Gpus&) {
-    std::swap(capture_mode(), *mode);
     return cudaSuccess;
   });
 }
