@@ -273,7 +273,6 @@ struct GradKeysTask : KeysTask<T, QT, vectors> {
         this->meet_keys(i0, c0);
         __syncthreads();
         store_sums(i0, c0);
-        __syncthreads();
       }
   }
 };
