@@ -60,7 +60,7 @@ def test_cuda_launches_backward():
         mock().note(True)
         call()
     names = [kernel_of(launch) for launch in launches(mock().calls())]
-    assert names == ["decode_forward", "decode_backward", "sum_parts"]
+    assert names == ["decode_forward", "grad_values", "grad_keys", "sum_parts"]
 
 
 @pytest.mark.parametrize("case", [STEP, CALL, BOTH], ids=["attend", "module", "backward"])

@@ -54,7 +54,7 @@ SYNC, CLUSTER, WAIT = (
 )
 BLOCK, DECODE, COMBINE = "decode_block.h", "decode.h", "decode_combine.h"
 BACKWARD, KEYS = "decode_backward.h", "backward_keys.h"
-SPLIT, EIGHT, APART = "split keys", "eight splits", "split keys, 1000 processors"
+EIGHT, APART = "eight splits", "split keys, 1000 processors"
 STEP, LARGEST = "decoder step", "large step, 16 beams"
 VECTORS, SHARING = "decoder step, whole vectors", "a cluster shares W_q"
 # Mistakes in the machine code that may change no result: what is left out (the file, the text
@@ -68,11 +68,10 @@ MISTAKES = {
     "of a cluster, before splits meet": (DECODE, "const auto of_block", CLUSTER, EIGHT),
     "of a cluster, after splits met": (DECODE, "if (blocks > 1) cluster_b", CLUSTER, EIGHT),
     "between parts and a context": (COMBINE, "store_four(context, parts", SYNC, APART),
-    "between parts and gradients": (BACKWARD, "this->meet_keys(0, c0);", SYNC, STEP),
+    "before values are met": (BACKWARD, "mine.weights[at] = x;", SYNC, STEP),
+    "before moments": (BACKWARD, "void sum_moments() {", SYNC, STEP),
     "between parts and sums": (KEYS, "this->meet_keys(i0, c0);", SYNC, LARGEST),
-    "after scores are loaded": (KEYS, "void load_scores(", SYNC, LARGEST),
-    "of a cluster, before its sums": (BACKWARD, "void finish() {", CLUSTER, SPLIT),
-    "of a cluster, before it ends": (BACKWARD, "* p.Tq + i) * p.H + h);\n    }", CLUSTER, SPLIT),
+    "after scores are loaded": (KEYS, "load_scores(i0);", SYNC, LARGEST),
     "of a cluster, before it shares": (BLOCK, "const T* w_q = static_cast", CLUSTER, SHARING),
     "of a cluster, after it shared": (BLOCK, "*in_block(mine.queries", CLUSTER, SHARING),
     "a stage is read too early": (
@@ -89,7 +88,7 @@ FORGOTTEN = {
 }  # fmt: skip
 QUICK = (
     "the wait for a stage", "of a cluster, before splits meet", "of a cluster, after splits met",
-    "of a cluster, before its sums", "a stage is read too early",
+    "before moments", "a stage is read too early",
 )  # fmt: skip
 
 

@@ -4,9 +4,8 @@
 //   grad_query[b,i] = w sum_j s u,  grad_key[b,j] = w sum_i s u,  grad_w = sum_bij s t
 //   with t = tanh(query + key), u = 1 - t^2
 //
-// KeysTask is what every backward has, and sum_parts; the other kernels here are for calls that
-// decode_backward.h does not serve in its one launch: more queries, or a few long rows. Torch's
-// products give them grad_context . value and take the weights after dropout.
+// For few queries decode_backward.h goes before grad_keys. For more it is grad_rows, and torch's
+// products, which give it grad_context . value and take the weights after dropout.
 #pragma once
 
 #include "problem.h"
@@ -146,7 +145,7 @@ struct KeysTask {
   }
 };
 
-// ---- more queries, longer rows: gradients of scores, row by row ----
+// ---- more queries: gradients of scores, row by row ----
 
 constexpr int kRowThreads = 1024;  // at most
 
@@ -199,10 +198,14 @@ __global__ void __launch_bounds__(kRowThreads) grad_rows(const GradRows g) {
 struct GradKeys {
   Problem p;
   int64_t splits = 1, split = 1;
-  const void* grad_scores = nullptr;  // (B,Tq,Tk) of fp32
+  const void* grad_scores = nullptr;  // (B,Tq,Tk) of fp32; with moments, of weights
   void* grad_keys = nullptr;          // (B,Tk,H) of T; null: not wanted, here and below
   void* queries_parts = nullptr;      // (splits,B,Tq,H) of fp32
   void* w_parts = nullptr;            // (splits,B,H) of fp32
+  // To go through the softmax first:
+  const void* moments = nullptr;  // (B,Tq,splits,2) of Sum (decode_backward.h)
+  const void* weights = nullptr;  // (B,Tq,Tk) of fp32, or `narrow` of T
+  bool narrow = false;
 };
 
 template <class T, int QT>
@@ -226,8 +229,10 @@ struct GradKeysTask : KeysTask<T, QT, vectors> {
   using Base::b;
   using Base::columns;
   using Base::j0;
+  using Base::lane;
   using Base::n;
   using Base::p;
+  using Base::warp;
   const GradKeys& g;
   const GradKeysShared<T, QT> mine;
 
@@ -240,14 +245,27 @@ struct GradKeysTask : KeysTask<T, QT, vectors> {
     this->onto = mine.onto;
   }
 
-  // The scores of queries [i0, i0 + QT).
+  // The gradients of the scores of queries [i0, i0 + QT). A warp has one of them.
   __device__ void load_scores(int64_t i0) {
-    const float* from = static_cast<const float*>(g.grad_scores) + (b * p.Tq + i0) * p.Tk + j0;
-    for (int64_t at = threadIdx.x; at < QT * g.split; at += kDecodeThreads) {
-      const int64_t q = at / g.split, j = at % g.split;
-      mine.scores[at] = i0 + q < p.Tq && j < n ? from[q * p.Tk + j] : 0.0f;
+    const int64_t q = warp % QT, i = i0 + q, row = b * p.Tq + i, first = row * p.Tk + j0;
+    const bool there = i < p.Tq, through_softmax = there && g.moments != nullptr;
+    const int64_t keys = through_softmax ? this->count(i) : there ? n : 0;
+    Sum total, mean;
+    if (through_softmax) {
+      const Sum* moments = static_cast<const Sum*>(g.moments) + 2 * row * g.splits;
+      for (int64_t k = lane; k < g.splits; k += kWarp) {
+        total.add(moments[2 * k]);
+        mean.add(moments[2 * k + 1]);
+      }
+      total = warp_sum(total);
+      mean = warp_sum(mean).over(total);
     }
-    __syncthreads();
+    for (int64_t j = warp / QT * kWarp + lane; j < g.split; j += kDecodeThreads / QT) {
+      float x = j < keys ? static_cast<const float*>(g.grad_scores)[first + j] : 0.0f;
+      if (through_softmax && j < keys)
+        x = weigh_difference(weight_at<T>(g.weights, g.narrow, first + j) / total.high, x, mean);
+      mine.scores[q * g.split + j] = x;
+    }
   }
 
   __device__ void store_sums(int64_t i0, int64_t c0) {
@@ -269,7 +287,8 @@ struct GradKeysTask : KeysTask<T, QT, vectors> {
   __device__ void run() {
     for (int64_t c0 = 0; c0 < p.H; c0 += columns)
       for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) {
-        load_scores(i0);
+        if (c0 == 0 || p.Tq > QT) load_scores(i0);
+        __syncthreads();
         this->meet_keys(i0, c0);
         __syncthreads();
         store_sums(i0, c0);

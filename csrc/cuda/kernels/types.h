@@ -60,8 +60,9 @@ struct Forward {
 struct Backward : Gradients {
   Problem p;
   bool narrow = false;  // weights and grad_weights are of T instead of fp32
-  // In several launches:
+  // What launches leave to the next ones:
   const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value; null: zero
+  void* moments = nullptr;         // as in GradKeys
   void* grad_scores = nullptr;     // (B,Tq,Tk) of fp32; null: not wanted
   void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout; null: not wanted
 };
@@ -125,7 +126,7 @@ struct Kernels {
   // Whether forward can project the queries, and it pays.
   bool (*projects)(const Forward&, const Device&);
   void (*forward)(const Forward&, const Device&, const Memory&);
-  // In one launch, but for the sum of parts of w; false if it takes several, which it leaves.
+  // In three launches at most; false where that is left to those below and to products.
   bool (*backward)(const Backward&, const Device&, const Memory&);
   void (*grad_rows)(const Backward&, const Device&);                 // to the scores,
   void (*grad_keys)(const Backward&, const Device&, const Memory&);  // and from there

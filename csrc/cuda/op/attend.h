@@ -30,8 +30,8 @@ struct Attend {
   // The kernels for one query, for four at a time, and the plain one, for rows of any alignment.
   template <class P>
   using Entries = void (*const[3])(P);
-  static constexpr Entries<DecodeBackward> decode_backwards = {
-      decode_backward<T, 1, true>, decode_backward<T, 4, true>, decode_backward<T, 4, false>};
+  static constexpr Entries<GradValues> all_grad_values = {
+      gpu::grad_values<T, 1, true>, gpu::grad_values<T, 4, true>, gpu::grad_values<T, 4, false>};
   static constexpr Entries<GradKeys> all_grad_keys = {
       gpu::grad_keys<T, 1, true>, gpu::grad_keys<T, 4, true>, gpu::grad_keys<T, 4, false>};
   static int entry_of(const Problem& p, bool vectors) { return !vectors ? 2 : p.Tq == 1 ? 0 : 1; }
@@ -138,10 +138,8 @@ struct Attend {
   // Blocks of the largest cluster that every kernel launched in clusters can have.
   static int clusters() {
     int least = 8;
-    for (int k = 0; k < 3; ++k) {
-      least = smaller(least, largest_cluster(steps[k].kernel, kMostWarps * kWarp));
-      least = smaller(least, largest_cluster(decode_backwards[k], kDecodeThreads));
-    }
+    for (const Step& step : steps)
+      least = smaller(least, largest_cluster(step.kernel, kMostWarps * kWarp));
     return least;
   }
 
@@ -174,28 +172,27 @@ struct Attend {
     return wanted ? static_cast<float*>(memory(numbers * int64_t(sizeof(float)))) : nullptr;
   }
 
-  // One launch aims at two blocks for each multiprocessor, within the size of a cluster and with at
-  // least 32 keys each. Not for many queries, if a block is too small, or for a few long rows that
-  // would leave much of the GPU idle.
-  static bool backward(const Backward& g, const Device& device, const Memory& memory) {
-    const Problem& p = g.p;
-    if (p.Tq > kBackwardQueries) return false;
-    int64_t splits = 1;
-    while (2 * splits <= device.cluster && p.B * splits < 2 * device.multiprocessors &&
-           p.Tk > 32 * splits)
-      splits *= 2;
-    const int64_t split = ceil_div(p.Tk, splits);
-    if (p.B * splits < device.multiprocessors && split > 32) return false;
+  // Not for many queries, nor values of many columns.
+  static bool backward(const Backward& all, const Device& device, const Memory& memory) {
+    const Problem& p = all.p;
+    const int64_t split = grad_keys_split(p, device), splits = ceil_div(p.Tk, split);
     const int entry = entry_of(p, in_vectors_backward(p));
-    const int64_t shared = entry == 0 ? DecodeBackwardShared<T, 1>(nullptr, p, split).bytes
-                                      : DecodeBackwardShared<T, 4>(nullptr, p, split).bytes;
-    if (shared > kSharedLimit) return false;
-    float* const w_parts = of_fp32(g.grad_w, p.B * p.H, memory);
-    launch(decode_backwards[entry],
-           {"decode_backward", p.B * splits, kDecodeThreads, shared, device.stream, int(splits)},
-           {p, splits, split, g.weights, g.grad_context, g.grad_weights, g.narrow, g.grad_queries,
-            g.grad_keys, g.grad_values, w_parts});
-    sum_parts(g, w_parts, nullptr, 1, device);
+    const int64_t shared = entry == 0 ? GradValuesShared<T, 1>(nullptr, p, split).bytes
+                                      : GradValuesShared<T, 4>(nullptr, p, split).bytes;
+    if (p.Tq > kBackwardQueries || shared > kSharedLimit) return false;
+    Backward g = all;
+    const bool through_tanh = g.grad_queries || g.grad_keys || g.grad_w;
+    if (through_tanh) {
+      const int64_t rows = p.B * p.Tq, moments = rows * splits * 2 * int64_t(sizeof(Sum));
+      char* base = static_cast<char*>(memory(moments + rows * p.Tk * int64_t(sizeof(float))));
+      g.moments = base;
+      g.grad_scores = base + moments;
+    }
+    launch(all_grad_values[entry],
+           {"grad_values", p.B * splits, kDecodeThreads, shared, device.stream},
+           {p, splits, split, g.weights, g.grad_context, g.grad_weights, g.narrow, g.grad_values,
+            g.grad_scores, g.moments});
+    if (through_tanh) grad_keys(g, device, memory);
     return true;
   }
 
@@ -225,7 +222,8 @@ struct Attend {
     const int64_t shared = entry == 0 ? GradKeysShared<T, 1>(nullptr, p, split).bytes
                                       : GradKeysShared<T, 4>(nullptr, p, split).bytes;
     launch(all_grad_keys[entry], {"grad_keys", p.B * splits, kDecodeThreads, shared, device.stream},
-           {p, splits, split, g.grad_scores, g.grad_keys, queries_parts, w_parts});
+           {p, splits, split, g.grad_scores, g.grad_keys, queries_parts, w_parts, g.moments,
+            g.weights, g.narrow});
     sum_parts(g, w_parts, queries_parts, splits, device);
   }
 
