@@ -163,7 +163,8 @@ def with_slope(z, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE
         u = tl.where(z > 0.0, 1.0, 0.0 if ACTIVATION == RELU else slope)
     elif PRECISE:
         t = tanh_precise(z)
-        u = 1.0 - t * t
+        e = tl.exp(-2.0 * tl.abs(z))
+        u = tl.where(e < 0.125, 4.0 * e / ((1.0 + e) * (1.0 + e)), 1.0 - t * t)
     else:
         e = tl.exp2(tl.abs(z) * -TWO_LOG2_E)
         r = reciprocal(1.0 + e, NATIVE)

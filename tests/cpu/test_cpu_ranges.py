@@ -4,6 +4,8 @@ import pytest
 import torch
 from near import FACTORS, check, near
 from parity import DTYPES, INPUTS, eager, fused
+from parity import check as parity_check
+from projected import PROJECTIONS, case_of
 from test_instruction_sets import sets, using
 
 from bahdanau_fast import parity
@@ -47,6 +49,13 @@ def test_parity_around_each_switch(place, dtype, factor):
     for name in sets():
         with using(name):
             check(near(SMALL, 64, of_query=query, of_key=key, spread=spread_of(place)), dtype)
+
+
+@pytest.mark.parametrize("queries", [1, 37])
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_projections(kind, queries):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        parity_check(case_of(kind, dtype, Tq=queries), dtype)
 
 
 @pytest.mark.parametrize("factor", FACTORS)

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from machine.launch import Order
 from near import FACTORS, near
 from parity import Case, check
+from projected import PROJECTIONS, case_of
 
 from bahdanau_fast import reference
 from bahdanau_fast.modules import decoder_loop
@@ -168,6 +169,13 @@ def test_large_w_v(dtype, w_v, place, factor):
     """Numerators are w_v times three denominators, in fp32 four, that are as large as can be."""
     case = near_of(MANY, scale={"w_v": factor * w_v}, of_query=place, of_key=place)
     check(case, dtype, on(kernels(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.deep)], ids=str)
+@pytest.mark.parametrize("queries", [STEP, BEAMS])
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_projections(kind, queries, dtype):
+    check(case_of(kind, dtype, Tq=queries, Tk=20), dtype, on(kernels(dtype)))
 
 
 # ---- results without a rule ----

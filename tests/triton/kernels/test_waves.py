@@ -1,95 +1,20 @@
 """Gradients of many queries in 16 bits, whatever the projections are: by waves, or one by one.
 
 The kernel decides from the largest projections, and from what comes of the gradients, in each tile.
+Those of few queries, which take tanh itself, are judged beside them.
 """
-
-from dataclasses import dataclass
 
 import parity
 import pytest
 import torch
-from parity import Case
+from projected import PROJECTIONS, case_of
 
 HALF = (torch.bfloat16, torch.float16)
+CALLS = [(2, torch.float32), *((queries, dtype) for queries in (2, 37) for dtype in HALF)]
 
 
-def normal(size):
-    return lambda draw: (size * draw("queries"), size * draw("keys"))
-
-
-def opposite(size, spread):
-    """Of queries and keys, whose sums are small beside them."""
-    return lambda draw: (
-        size * (1 + spread * draw("queries")),
-        -size * (1 + spread * draw("keys")),
-    )
-
-
-def saturated(size):
-    """Of either sign, whatever the key: tanh is one, or nearly so, and never zero."""
-    return lambda draw: (size * draw("queries").sign(), 0.1 * draw("keys"))
-
-
-def one_far(size, others):
-    """A hidden unit of another size, of every sixteenth of a few."""
-
-    def drawn(draw):
-        queries, keys = (others * draw(name) for name in ("queries", "keys"))
-        queries[..., 3] = size
-        return queries, keys
-
-    return drawn
-
-
-def alike(size):
-    """All queries are one, and all keys."""
-    return lambda draw: tuple(
-        (size * draw(name)[:, :1]).expand(-1, draw(name).shape[1], -1)
-        for name in ("queries", "keys")
-    )
-
-
-PROJECTIONS = {
-    **{f"normal {x}": normal(x) for x in (1e-6, 1e-4, 0.01, 0.1, 1.0, 1.7, 3.0, 30.0, 1e4)},
-    **{
-        f"opposite {x} {s}": opposite(x, s)
-        for x in (1e-6, 0.01, 1.0, 4.0, 6.0)
-        for s in (0.01, 0.1)
-    },
-    **{f"saturated {x}": saturated(x) for x in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)},
-    **{f"far {x} {y}": one_far(x, y) for x in (6.0, 20.0) for y in (0.1, 1.0)},
-    **{f"alike {x}": alike(x) for x in (1e-3, 0.1, 1.0, 3.0)},
-}
-
-
-@dataclass
-class Projected(Case):
-    """Projections as one of them draws them."""
-
-    kind: str = ""
-
-    def draw(self, dtype):
-        drawn = super().draw(dtype)
-        projections = PROJECTIONS[self.kind](drawn.__getitem__)
-        for name, x in zip(("queries", "keys"), projections, strict=True):
-            drawn[name] = x.to(dtype).double()
-        drawn["w_q"] = drawn["w_k"] = torch.eye(self.H, dtype=torch.float64)
-        return drawn
-
-
-def case_of(kind, dtype, **more):
-    """A case whose gradients fp16 has in full."""
-    scale = {"w_v": 0.2} | ({"context": 64.0, "weights": 64.0} if dtype == torch.float16 else {})
-    sizes = {"B": 2, "Tq": 37, "Tk": 45, "H": 12, "Dq": 12, "Dk": 12, "Dv": 8, "bias": False}
-    return Projected(**{**sizes, **more}, scale=scale, kind=kind)
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("queries", [2, 37])
+@pytest.mark.parametrize(("queries", "dtype"), CALLS, ids=str)
 @pytest.mark.parametrize("kind", PROJECTIONS)
 def test_projections(kind, queries, dtype):
-    parity.check(
-        case_of(kind, dtype, Tq=queries),
-        dtype,
-        lambda *given: parity.fused(*given, backend="triton"),
-    )
+    case = case_of(kind, dtype, Tq=queries)
+    parity.check(case, dtype, lambda *given: parity.fused(*given, backend="triton"))
