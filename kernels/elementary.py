@@ -28,13 +28,11 @@ NEAR_FOUR, NEAR_TWO = tl.constexpr(10.7), tl.constexpr(21.4)
 
 
 @triton.jit
-def exp_twice(x, PRECISE: tl.constexpr):
-    """exp(2 x); PRECISE to an ulp for |x| <= 40, as 2^n exp(2 r) with |r| at most log(2) / 4.
+def exp_twice(x):
+    """exp(2 x), to an ulp for |x| <= 40, as 2^n exp(2 r) with |r| at most log(2) / 4.
 
     NVIDIA's exp2 may be off by four times that much, which all scores of a row would have in them.
     """
-    if not PRECISE:
-        return tl.exp2(x * TWO_LOG2_E)
     n = tl.floor(tl.minimum(tl.maximum(x * TWO_LOG2_E, -120.0), 120.0) + 0.5)
     r = (x - n * 0.346572876) - n * 7.143034e-7
     p = r * 0.0884116516 + 0.267803222
@@ -161,16 +159,16 @@ def with_slope(z, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE
     if ACTIVATION != TANH:
         t = rectified(z, slope, ACTIVATION)
         u = tl.where(z > 0.0, 1.0, 0.0 if ACTIVATION == RELU else slope)
-    elif PRECISE:
-        t = tanh_precise(z)
-        e = tl.exp(-2.0 * tl.abs(z))
-        u = tl.where(e < 0.125, 4.0 * e / ((1.0 + e) * (1.0 + e)), 1.0 - t * t)
     else:
         e = tl.exp2(tl.abs(z) * -TWO_LOG2_E)
         r = reciprocal(1.0 + e, NATIVE)
-        t = r - e * r
-        t = near_zero(z, tl.where(z < 0.0, -t, t))
         u = 4.0 * e * (r * r)  # where tanh is one, 1 - tanh^2 would be a rounding
+        if PRECISE:
+            t = tanh_precise(z)
+            u = tl.where(e < 0.125, u, 1.0 - t * t)
+        else:
+            t = r - e * r
+            t = near_zero(z, tl.where(z < 0.0, -t, t))
     return t, u
 
 

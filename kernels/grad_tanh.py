@@ -28,7 +28,7 @@ from .tiles import (
 def grad_tanh_kernel(
     rows, others, table, largest, second, w_v, grad_scores, kept, out, w_parts, R, O, H, r_batch,
     r_row, o_batch, o_row, g_batch, g_row, g_other, kept_batch, slope, ACTIVATION: tl.constexpr,
-    PRECISE: tl.constexpr, NATIVE: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr, BLOCK_R: tl.constexpr,
+    NATIVE: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out[b,r] = sum_o grad_scores[b,r,o] w_v act'(rows[b,r] + others[b,o]).
@@ -63,10 +63,8 @@ def grad_tanh_kernel(
     c1 = load_tile(row_pointers, inside, h + BLOCK_H, H)
     if table is not None:
         most = tl.maximum(largest_of(c0), largest_of(c1))
-        small = False
-        if PRECISE:
-            small = most <= SMALL
-        c0, c1 = of_tile(c0, small, PRECISE), of_tile(c1, small, PRECISE)
+        small = most <= SMALL
+        c0, c1 = of_tile(c0, small), of_tile(c1, small)
     zero = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     sum0, sum1 = zero, zero
     w_sum0, w_sum1 = zero, zero
@@ -81,9 +79,7 @@ def grad_tanh_kernel(
             if table is not None:
                 # In a small tile any other is valid.
                 if small or tl.load(largest + b * O + o) + most <= NEAR_TWO:
-                    entries = table + (b * O + o) * H
-                    if PRECISE:
-                        entries += tl.where(small, second, 0)
+                    entries = table + (b * O + o) * H + tl.where(small, second, 0)
                     e0, e1 = load_row(entries, h, H), load_row(entries, h + BLOCK_H, H)
                     if small:
                         t0, t1, s0, s1 = two_sums(c0, c1, e0, e1, NATIVE)
@@ -93,11 +89,11 @@ def grad_tanh_kernel(
                     r0 = load_tile(row_pointers, inside, h, H)
                     r1 = load_tile(row_pointers, inside, h + BLOCK_H, H)
                     t0, t1, s0, s1 = direct_slopes(
-                        other, r0, r1, g, h, H, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_H
+                        other, r0, r1, g, h, H, slope, ACTIVATION, NATIVE, BLOCK_H
                     )
             else:
                 t0, t1, s0, s1 = direct_slopes(
-                    other, c0, c1, g, h, H, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_H
+                    other, c0, c1, g, h, H, slope, ACTIVATION, NATIVE, BLOCK_H
                 )
             s0, s1 = g * s0, g * s1
             run0 += s0
@@ -122,7 +118,7 @@ def grad_tanh_kernel(
 
 @triton.jit
 def direct_slopes(
-    other, c0, c1, g, h, H, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr,
+    other, c0, c1, g, h, H, slope, ACTIVATION: tl.constexpr,
     NATIVE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The activation and slopes of rows and one other; zero where there is no gradient."""
@@ -130,6 +126,6 @@ def direct_slopes(
     none = g == 0.0
     z0 = tl.where(none, 0.0, load_row(other, h, H) + c0)
     z1 = tl.where(none, 0.0, load_row(other, h + BLOCK_H, H) + c1)
-    t0, s0 = with_slope(z0, slope, ACTIVATION, PRECISE, NATIVE)
-    t1, s1 = with_slope(z1, slope, ACTIVATION, PRECISE, NATIVE)
+    t0, s0 = with_slope(z0, slope, ACTIVATION, True, NATIVE)
+    t1, s1 = with_slope(z1, slope, ACTIVATION, True, NATIVE)
     return t0, t1, s0, s1

@@ -71,8 +71,8 @@ def scores_kernel(
                 tl.maximum(largest_of(c2), largest_of(c3)),
             )
             small = most <= SMALL
-            c0, c1 = of_tile(c0, small, True), of_tile(c1, small, True)
-            c2, c3 = of_tile(c2, small, True), of_tile(c3, small, True)
+            c0, c1 = of_tile(c0, small), of_tile(c1, small)
+            c2, c3 = of_tile(c2, small), of_tile(c3, small)
         for query in range(first, last):
             if k0 < kept_keys(lens, lengths + tl.cast(query, tl.int64) * lens_row, Tk):
                 row = b * Tq + query

@@ -11,12 +11,12 @@ from .tiles import program_blocks
 
 @triton.jit(do_not_specialize=["T"])
 def tables_kernel(
-    x, table, largest, second, T, H, x_batch, x_row, PRECISE: tl.constexpr, BLOCK_R: tl.constexpr,
+    x, table, largest, second, T, H, x_batch, x_row, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """table[row] = exp(2 x[row]) in fp32 and largest[row] = max|x[row]|; NaN where x has one.
 
-    With PRECISE tanh(x) too, in the table's second half, which begins at ``second``.
+    From ``second`` on, tanh(x).
 
     An entry that overflows fp32 is in a row whose maximum makes its readers take another path.
     """
@@ -31,9 +31,8 @@ def tables_kernel(
         mask = inside[:, None] & (h < H)[None, :]
         value = tl.load(source[:, None] + h[None, :], mask=mask, other=0.0).to(tl.float32)
         entry = table + row[:, None] * H + h[None, :]
-        tl.store(entry, exp_twice(value, PRECISE), mask=mask)
-        if PRECISE:
-            tl.store(entry + second, tanh_precise(value), mask=mask)
+        tl.store(entry, exp_twice(value), mask=mask)
+        tl.store(entry + second, tanh_precise(value), mask=mask)
         most = tl.maximum(most, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
     # tl.max skips NaN; the sum does not.
     nan = tl.sum(tl.where(most == most, 0, 1), axis=1)

@@ -88,9 +88,6 @@ def largest_of(x):
 
 
 @triton.jit
-def of_tile(x, small, PRECISE: tl.constexpr):
+def of_tile(x, small):
     """The stored form of a tile of projections: exp(2 x), or tanh(x) of a small tile."""
-    result = exp_twice(x, PRECISE)
-    if PRECISE:
-        result = tl.where(small, tanh_precise(x), result)
-    return result
+    return tl.where(small, tanh_precise(x), exp_twice(x))

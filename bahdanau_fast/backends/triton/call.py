@@ -206,7 +206,7 @@ def _with_features(keys: Tensor, features: Tensor, w_f: Tensor) -> Tensor:
 
 
 class Table(NamedTuple):
-    """Of projected rows exp(2 x), in fp32 tanh(x) after them, and max|x| of each; or neither."""
+    """Of projected rows exp(2 x), tanh(x) after them, and max|x| of each; or neither."""
 
     entries: Tensor | None
     largest: Tensor | None
@@ -243,7 +243,7 @@ def new_table(call: Call, most: int) -> Table:
     """Where the table of up to so many rows goes."""
     if call.given["ACTIVATION"]:
         return Table(None, None)
-    entries = call.steps.new(1 + call.precise, call.batch, most, call.hidden)
+    entries = call.steps.new(2, call.batch, most, call.hidden)
     return Table(entries, call.steps.new(call.batch, most))
 
 
