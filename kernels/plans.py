@@ -240,7 +240,7 @@ def products(features: int, size: int) -> dict[str, Any]:
     Those are unrolled, without tensor cores.
     """
     if size == 4:
-        return {"BLOCK_Q": 16, "BLOCK_K": 32, "BLOCK_D": 32, "num_warps": 8}
+        return {"BLOCK_Q": 8, "BLOCK_K": 32, "BLOCK_D": 64, "num_warps": 4}
     block_d = min(max(power_of_two(features), 16), 512)
     warps = 4 if block_d <= 64 else 8  # others spill
     return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": block_d, "num_warps": warps}
