@@ -85,6 +85,14 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
+def _is_one_of(shape: tuple[int, ...], *shapes: tuple[int, ...]) -> bool:
+    """Whether it is; ``in`` does not compare sizes that change in code that is compiled."""
+    for other in shapes:
+        if len(shape) == len(other) and all(a == b for a, b in zip(shape, other, strict=True)):
+            return True
+    return False
+
+
 def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
     """Ranks, batch and length sizes, dtypes and devices of the inputs of attention."""
     rows("queries", queries)
@@ -157,7 +165,7 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
         mask = " (a bool mask is given as mask=)" if valid_lens.dtype == torch.bool else ""
         reject(TypeError, "valid_lens", need + mask, valid_lens.dtype)
     shape = _shape(valid_lens)
-    if shape not in ((batch,), (batch, queries_len)):
+    if not _is_one_of(shape, (batch,), (batch, queries_len)):
         need = f"have shape ({batch},) or ({batch}, {queries_len})"
         reject(ValueError, "valid_lens", need, shape)
     if valid_lens.device != device:
@@ -172,7 +180,7 @@ def as_mask(mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         reject(TypeError, "mask", "be bool, True where a query may look", mask.dtype)
     (batch, queries_len, _), keys_len = queries.shape, keys.shape[1]
     known = (batch, keys_len), (batch, queries_len, keys_len)
-    if _shape(mask) not in (*known, (batch, 1, keys_len)):
+    if not _is_one_of(_shape(mask), *known, (batch, 1, keys_len)):
         reject(ValueError, "mask", f"have shape {known[0]} or {known[1]}", _shape(mask))
     if mask.device != keys.device:
         reject(ValueError, "mask", f"be on the device of the data, {keys.device}", mask.device)

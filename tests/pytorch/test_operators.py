@@ -365,15 +365,23 @@ def test_no_size_is_a_guard():
     module = bf.AdditiveAttention(16, 16, 16)
     function = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for B, Tk in (
-            (2, 3),
-            (3, 50),
-            (64, 1100),
-        ):  # no two sizes alike: torch makes a guard of that
+        for B, Tk in (2, 3), (3, 50), (64, 1100):  # none alike: torch makes a guard of that
             q, k = torch.randn(B, 5, 16, requires_grad=True), torch.randn(B, Tk, 16)
             got, want = function(q, k, k), module(q, k, k)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
             got.sum().backward()
+
+
+def test_lengths_and_masks_made_in_code_whose_sizes_change():
+    x = [draw.detach().float() for draw in leaves()]
+    mask = torch.ones(x[0].shape[0], x[1].shape[1], dtype=torch.bool).tolist()
+
+    def call(*x):
+        lens = torch.tensor([2, 1])
+        return bf.additive_attention(*x[:6], lens, mask=torch.tensor(mask))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(*x), call(*x))
 
 
 # ---- determinism ---------------------------------------------------------------------------------
