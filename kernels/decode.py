@@ -136,11 +136,16 @@ def row_scores(
     a, c, w, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The scores of one query (1,BLOCK_H) and keys (BLOCK_K,BLOCK_H)."""
+    """The scores of one query (1,BLOCK_H) and keys (BLOCK_K,BLOCK_H).
+
+    Multiplied by fma, so that no addition becomes one: of two lanes that add up each other's
+    products, each would round the other's, and hold another sum.
+    """
+    zero = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
     if ACTIVATION != TANH:
-        s = tl.sum(rectified(c + a, slope, ACTIVATION) * w, axis=1)
+        s = tl.sum(tl.fma(rectified(c + a, slope, ACTIVATION), w + zero, zero), axis=1)
     elif PRECISE:
-        s = tl.sum(tanh_precise(c + a) * w, axis=1)
+        s = tl.sum(tl.fma(tanh_precise(c + a), w + zero, zero), axis=1)
     else:
         x = 1.0 + held(c * TWO_LOG2_E + a * TWO_LOG2_E)
         x0, x1, x2, x3 = four_of(x, BLOCK_K, BLOCK_H)
