@@ -29,11 +29,12 @@ NEAR_FOUR, NEAR_TWO = tl.constexpr(10.7), tl.constexpr(21.4)
 
 @triton.jit
 def exp_twice(x):
-    """exp(2 x), to an ulp for |x| <= 40, as 2^n exp(2 r) with |r| at most log(2) / 4.
+    """exp(2 x), to an ulp for |x| <= 43, held there, as 2^n exp(2 r) with |r| at most log(2) / 4.
 
     NVIDIA's exp2 may be off by four times that much, which all scores of a row would have in them.
     """
-    n = tl.floor(tl.minimum(tl.maximum(x * TWO_LOG2_E, -120.0), 120.0) + 0.5)
+    x = tl.minimum(tl.maximum(x, -43.0), 43.0)
+    n = tl.floor(x * TWO_LOG2_E + 0.5)
     r = (x - n * 0.346572876) - n * 7.143034e-7
     p = r * 0.0884116516 + 0.267803222
     p = p * r + 0.666694403
@@ -106,16 +107,24 @@ def two_slopes(e0, e1, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def two_sums(t0, t1, u0, u1, NATIVE: tl.constexpr):
+def slope_of(e, NATIVE: tl.constexpr):
+    """The slope of tanh from what `exp_twice` gives; zero where that is held."""
+    r = reciprocal(1.0 + e, NATIVE)
+    return 4.0 * tl.where(e < 1e-36, 0.0, e) * r * r
+
+
+@triton.jit
+def two_sums(t0, t1, u0, u1, u_slope0, u_slope1, NATIVE: tl.constexpr):
     """Tanh of two sums and its slopes from tanh of the terms, with one reciprocal.
 
-    The slope is that of both terms over (1 + t u)^2: zero where a term's tanh is one.
+    The slope is that of both terms over (1 + t u)^2. Of u, whose tanh may be nearly one, it is
+    given: from that tanh it would be a rounding.
     """
     x0, x1 = t0 * u0 + 1.0, t1 * u1 + 1.0
     shared = reciprocal(x0 * x1, NATIVE)
     sum0, sum1 = (t0 + u0) * (shared * x1), (t1 + u1) * (shared * x0)
-    slope0 = (1.0 - t0 * t0) * (1.0 - u0 * u0)
-    slope1 = (1.0 - t1 * t1) * (1.0 - u1 * u1)
+    slope0 = (1.0 - t0 * t0) * u_slope0
+    slope1 = (1.0 - t1 * t1) * u_slope1
     r0, r1 = shared * x1, shared * x0
     return sum0, sum1, slope0 * (r0 * r0), slope1 * (r1 * r1)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import NEAR_TWO, SMALL, kept_keys, two_slopes, two_sums, with_slope
+from .elementary import NEAR_TWO, SMALL, kept_keys, slope_of, two_slopes, two_sums, with_slope
 from .tiles import (
     RUN,
     largest_of,
@@ -79,10 +79,13 @@ def grad_tanh_kernel(
             if table is not None:
                 # In a small tile any other is valid.
                 if small or tl.load(largest + b * O + o) + most <= NEAR_TWO:
-                    entries = table + (b * O + o) * H + tl.where(small, second, 0)
+                    entries = table + (b * O + o) * H
                     e0, e1 = load_row(entries, h, H), load_row(entries, h + BLOCK_H, H)
                     if small:
-                        t0, t1, s0, s1 = two_sums(c0, c1, e0, e1, NATIVE)
+                        e0, e1 = slope_of(e0, NATIVE), slope_of(e1, NATIVE)
+                        entries += second
+                        u0, u1 = load_row(entries, h, H), load_row(entries, h + BLOCK_H, H)
+                        t0, t1, s0, s1 = two_sums(c0, c1, u0, u1, e0, e1, NATIVE)
                     else:
                         t0, t1, s0, s1 = two_slopes(c0 * e0, c1 * e1, NATIVE)
                 else:

@@ -18,7 +18,7 @@ def tables_kernel(
 
     From ``second`` on, tanh(x).
 
-    An entry that overflows fp32 is in a row whose maximum makes its readers take another path.
+    An entry that is held is in a row whose maximum makes its readers take another path.
     """
     block, _, b = program_blocks(tl.cdiv(T, BLOCK_R), 1)
     t = block * BLOCK_R + tl.arange(0, BLOCK_R)

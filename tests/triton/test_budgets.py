@@ -49,7 +49,7 @@ def test_every_kernel_fits_and_nothing_spills(run):
     for kernel in kernels:
         assert kernel.shared <= SHARED[target], kernel.made
         assert kernel.spills == 0, kernel.made
-        assert kernel.stack <= 8, kernel.made  # two registers, outside of loops
+        assert kernel.stack <= 16, kernel.made  # four registers, outside of loops
 
 
 def of_half_types_on_sm_90(run, name):

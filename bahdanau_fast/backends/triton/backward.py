@@ -40,8 +40,9 @@ def attention_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
     call.check("grad_context", grad_context, (*sizes[:2], call.value_size), call.dtype)
     call.check("grad_weights", grad_weights, sizes, weights.dtype)
     # Where no weight is dropped a library multiplies, in 16 bits.
-    by_library = (weights.dtype, call.given["seed"]) == (call.dtype, None) and not call.precise
-    by_library &= not (call.is_step or grad_context is None or 0 in (*sizes, call.value_size))
+    needs_own = call.precise or call.is_step or call.given["seed"] is not None
+    by_library = not needs_own and grad_context is not None and weights.dtype == call.dtype
+    by_library &= 0 not in (*sizes, call.value_size)
     grads = _Gradients(call, needs, own_values=not by_library)
     if grads.through_scores:
         call.project(queries, keys)
