@@ -158,7 +158,7 @@ def tanh_direct(z, NATIVE: tl.constexpr):
 
 @triton.jit
 def near_zero(z, away):
-    """Tanh of z: ``away`` from zero what is given, whose rounding is one of 1."""
+    """Tanh of z: near zero by its series, else ``away``, which has the rounding of a one."""
     return tl.where(tl.abs(z) < 0.04, z - z * z * z * 0.333333333, away)
 
 
@@ -195,6 +195,18 @@ def kept_keys(lens, offset, Tk, real=None):
             length = length.to(tl.int64)
             kept = tl.where(length > 0, tl.minimum(length, Tk), 0)
     return kept.to(tl.int32)
+
+
+@triton.jit
+def rows_and_others(r, R, O, kept, offset, ROWS_ARE_KEYS: tl.constexpr):
+    """Which rows there are, and how many others, where the length bounds the keys of the two."""
+    inside = r < R
+    if ROWS_ARE_KEYS:
+        inside = r < kept_keys(kept, offset, R)
+        last = tl.where(tl.max(inside.to(tl.int32), axis=0) > 0, O, 0)
+    else:
+        last = kept_keys(kept, offset, O)
+    return inside, last
 
 
 @triton.jit

@@ -11,7 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import NEAR_TWO, SMALL, kept_keys, slope_of, two_slopes, two_sums, with_slope
+from .elementary import (
+    NEAR_TWO,
+    SMALL,
+    rows_and_others,
+    slope_of,
+    two_slopes,
+    two_sums,
+    with_slope,
+)
 from .tiles import (
     RUN,
     largest_of,
@@ -51,12 +59,7 @@ def grad_tanh_kernel(
     block, hidden_block, b = program_blocks(row_blocks, tl.cdiv(H, 2 * BLOCK_H))
     h = hidden_block * 2 * BLOCK_H + tl.arange(0, BLOCK_H)
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = r < R
-    if ROWS_ARE_KEYS:
-        inside = r < kept_keys(kept, b * kept_batch, R)
-        last = tl.where(tl.max(inside.to(tl.int32), axis=0) > 0, O, 0)
-    else:
-        last = kept_keys(kept, b * kept_batch, O)
+    inside, last = rows_and_others(r, R, O, kept, b * kept_batch, ROWS_ARE_KEYS)
     row_pointers = rows + b * r_batch + r.to(tl.int64) * r_row
     w0, w1 = load_row(w_v, h, H), load_row(w_v, h + BLOCK_H, H)
     c0 = load_tile(row_pointers, inside, h, H)

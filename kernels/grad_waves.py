@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import TANH, kept_keys, with_slope
+from .elementary import TANH, rows_and_others, with_slope
 from .products import product
 from .tiles import largest_of, load_row, load_tile, program_blocks, store_row, store_tile
 
@@ -93,12 +93,7 @@ def grad_waves_kernel(
     block, hidden_block, b = program_blocks(row_blocks, tl.cdiv(H, BLOCK_H))
     h = hidden_block * BLOCK_H + tl.arange(0, BLOCK_H)
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = r < R
-    if ROWS_ARE_KEYS:
-        inside = r < kept_keys(kept, b * kept_batch, R)
-        last = tl.where(tl.max(inside.to(tl.int32), axis=0) > 0, O, 0)
-    else:
-        last = kept_keys(kept, b * kept_batch, O)
+    inside, last = rows_and_others(r, R, O, kept, b * kept_batch, ROWS_ARE_KEYS)
     x = load_tile(rows + b * r_batch + r.to(tl.int64) * r_row, inside, h, H)
     others += b * o_batch
     gradients = grad_scores + b * g_batch + r.to(tl.int64) * g_row

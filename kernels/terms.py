@@ -6,8 +6,8 @@ sum over the 16 choices of a factor of each: a product of 16 terms of the query,
 of the key. The numerator is the same sum, each choice weighed by ``w0 + w1 + w2 + w3`` with the
 signs that it gives them. No summand of a denominator is negative: nothing cancels there.
 
-Roof, per (query, key, hidden unit): a sixteenth of an instruction of the tensor cores, an eighth of
-a reciprocal, an instruction to add up. Read beside it: a table of 8 bytes for each projection.
+Roof, per (query, key, hidden unit): 8 multiplications on tensor cores, an eighth of a reciprocal,
+an instruction to add up. Read beside it: a table of 8 bytes for each projection.
 """
 
 from __future__ import annotations
