@@ -17,7 +17,10 @@ from torch import Tensor
 from torch._functorch import eager_transforms, vmap
 from torch.overrides import enable_reentrant_dispatch
 
-__all__ = ["AVAILABLE", "KEPT", "QUERIES", "Late", "become", "compute", "make"]
+__all__ = [
+    "AVAILABLE", "KEPT", "QUERIES", "Late", "become", "compute", "make", "replace_functions",
+    "restore_functions",
+]  # fmt: skip
 
 #: What may be asked of a tensor that has no values yet.
 QUERIES = {
@@ -108,9 +111,21 @@ _PAST = (
     (torch._C.ScriptFunction, "__call__"),
     (torch._C.ScriptMethod, "__call__"),
 )
-for _module, _name in _PAST if AVAILABLE else ():
-    if hasattr(_module, _name):
-        setattr(_module, _name, _with_values(getattr(_module, _name)))
+_theirs: list[tuple[Any, str, Any]] = []  # what stood there, while it is replaced
+
+
+def replace_functions() -> None:
+    """Have those functions compute what is late, until :func:`restore_functions`."""
+    for place, name in _PAST if not _theirs else ():
+        if hasattr(place, name):
+            _theirs.append((place, name, getattr(place, name)))
+            setattr(place, name, _with_values(_theirs[-1][2]))
+
+
+def restore_functions() -> None:
+    """Give torch its functions back."""
+    while _theirs:
+        setattr(*_theirs.pop())
 
 
 def _references() -> int:

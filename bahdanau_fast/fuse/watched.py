@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from bahdanau_fast import checks
 from bahdanau_fast.fuse.find import Piece, find, summed
 from bahdanau_fast.fuse.graph import ACTIVATIONS, Graph, Left, Recorder, Ref, Sizes, state
-from bahdanau_fast.fuse.late import AVAILABLE
+from bahdanau_fast.fuse.late import AVAILABLE, replace_functions, restore_functions
 from bahdanau_fast.fuse.plan import Plan, plan
 from bahdanau_fast.fuse.probe import small_sizes
 from bahdanau_fast.fuse.prove import Times, prove, times
@@ -74,10 +75,18 @@ def _make(original: type[nn.Module], given: tuple[str, bool] | None) -> nn.Modul
     """An empty module of a watched class, for ``copy`` and ``pickle`` to fill."""
     made: nn.Module = object.__new__(_class_of(original))
     if given is not None:
-        made.__dict__[_RECORD] = Record(given[0], original.__name__, given[1])
+        _set(made, Record(given[0], original.__name__, given[1]))
     return made
 
 
+def _set(module: nn.Module, record: Record) -> None:
+    replace_functions()
+    _watched[id(module)] = module
+    module.__dict__[_RECORD] = record
+
+
+# While there is one, functions of torch are replaced.
+_watched: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 # One class for all modules of a class, so that copies are of the same class.
 _classes: dict[Any, Any] = {}
 
@@ -390,7 +399,7 @@ def watch(module: nn.Module, record: Record) -> None:
     """Watch a module from its next call on."""
     if AVAILABLE:
         module.__class__ = _class_of(type(module))
-        module.__dict__[_RECORD] = record
+        _set(module, record)
     else:
         record.leave("", "this PyTorch lacks what putting off rests on")
 
@@ -404,5 +413,8 @@ def put_back(module: nn.Module) -> None:
     """Give a watched module its own class, and so its ``forward``, back."""
     if isinstance(module, _Watched):
         module.__dict__.pop(_RECORD, None)
+        _watched.pop(id(module), None)
+        if not _watched:
+            restore_functions()
         if type(module) is _classes.get(module._original):  # else it is a subclass of the user's
             module.__class__ = module._original  # type: ignore[assignment]

@@ -126,6 +126,43 @@ assert seq2seq is bf.seq2seq and not hasattr(bf, "seq2sec")
 """
 
 
+UNTOUCHED = """
+import inspect, sys, torch
+from torch import nn
+import torch._functorch.eager_transforms, torch.utils.data  # what nobody has imported has no functions
+
+def functions():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torch":
+            for place in (module, *filter(inspect.isclass, vars(module).values())):
+                for key, value in list(vars(place).items()):
+                    if callable(value) or isinstance(value, (staticmethod, classmethod, property)):
+                        found[getattr(place, "__module__", ""), place.__name__, key] = value
+    return found
+
+def check(when):
+    now = functions()
+    changed = [key for key, value in before.items() if now[key] is not value]
+    assert not changed, (when, changed)
+
+before = functions()
+import bahdanau_fast as bf
+check("imported")
+class Own(nn.Module):
+    def forward(self, x): return torch.tanh(x)
+fused = Own(), Own()
+for each in fused: bf.fuse(each)
+for each in fused: bf.unfuse(each)
+check("unfused")
+"""
+
+
+def test_importing_changes_nothing_of_torch():
+    """Nor does fuse once unfuse has taken it back: every function of torch is the same object."""
+    forked("-c", UNTOUCHED, cwd=ROOT)
+
+
 def test_the_translator_is_imported_when_it_is_asked_for():
     forked("-c", LAZY, cwd=ROOT)
 
