@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "common/philox.h"
+#include "cuda/runtime/green_context.h"
 #include "products.h"
 #include "torch_cuda.h"
 
@@ -65,7 +66,7 @@ bool is_of(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t>
 
 }  // namespace
 
-// Asked for once.
+// Asked for once, but for what the stream decides.
 Device current_device(int index, const Kernels* kernels) {
   static auto* const known = new std::map<std::pair<int, const Kernels*>, Device>;
   static auto* const lock = new std::mutex;
@@ -88,6 +89,7 @@ Device current_device(int index, const Kernels* kernels) {
     known->insert({{index, kernels}, device});
   }
   device.stream = current_stream(index);
+  device.multiprocessors = multiprocessors_of(device.stream, device.multiprocessors);
   return device;
 }
 

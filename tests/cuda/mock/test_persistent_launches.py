@@ -102,6 +102,18 @@ def test_a_launch_that_is_not_resident_is_an_error(gpu):
     assert gpu.last_error() == 0
 
 
+def test_a_green_context_has_fewer_multiprocessors(gpu):
+    """A decoder is cut for those, or is no launch; once out of it, for all of them again."""
+    given, sizes = tensors(), (64, 50, 512, 512, 512, 0, 0)
+    decode(gpu, keep=False, **given)
+    with gpu.green_context(2):
+        decode(gpu, keep=False, **given)
+        assert gpu.why_not_decode(False, False, *sizes) is not None
+    assert gpu.why_not_decode(False, False, *sizes) is None
+    whole, part = (launch["grid"] for launch in launches(gpu.calls()))
+    assert part <= 2 < whole
+
+
 def test_it_can_be_captured(gpu):
     given = tensors()
     results = decode(gpu, keep=True, **given)

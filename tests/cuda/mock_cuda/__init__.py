@@ -166,6 +166,16 @@ class Mock:
         if error:
             raise RuntimeError(f"the capture ended with error {error}")
 
+    @contextmanager
+    def green_context(self, multiprocessors):
+        """Inside, the current stream is of a green context with so many multiprocessors."""
+        stream = ctypes.c_void_p(self.new_stream())
+        self._library.mock_green_context(stream, multiprocessors)
+        try:
+            yield
+        finally:
+            self._library.mock_green_context(stream, 0)
+
     def fail(self, function, error):
         """The next call of a function of the runtime gives an error."""
         self._library.mock_fail(function.encode(), error)

@@ -35,6 +35,12 @@ void mock_set_gpu(int device, int multiprocessors, int largest_cluster, int ptx_
                        most_shared,     cudaError_t(loads), shared};
   });
 }
+// The current stream of this thread, if it has so many multiprocessors only; else the usual one.
+void mock_green_context(void* stream, int multiprocessors) {
+  const auto handle = static_cast<cudaStream_t>(stream);
+  change([&](Gpus& all) { all.green[handle] = multiprocessors; });
+  current_stream() = multiprocessors > 0 ? handle : nullptr;
+}
 void mock_runs(decltype(Runs::launch) launch, decltype(Runs::memory) memory) {
   Runs::get().launch = launch;
   Runs::get().memory = memory;

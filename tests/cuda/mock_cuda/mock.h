@@ -42,6 +42,7 @@ struct Gpus {
   std::vector<std::string> calls;              // JSON
   std::map<std::string, cudaError_t> failing;  // functions, and what their next call gives
   std::map<std::string, void (*)()> after;     // functions, and what their next call runs last
+  std::map<cudaStream_t, int> green;           // streams of green contexts, their multiprocessors
   std::map<cudaStream_t, bool> blocking;       // streams, and whether the legacy one waits for them
   // Streams whose work goes into graphs, until that is ended, and whether it can: nothing was
   // asked that a capture cannot have.

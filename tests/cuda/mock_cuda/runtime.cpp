@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cuda.h"
 #include "cuda_runtime.h"
 #include "mock.h"
 
@@ -119,7 +120,9 @@ bool is_cooperative(const cudaLaunchConfig_t& config) {
   return found != nullptr && found->cooperative != 0;
 }
 
-cudaError_t check_launch(const Gpu& here, const void* kernel, const cudaLaunchConfig_t& config) {
+cudaError_t check_launch(const Gpus& all, const void* kernel, const cudaLaunchConfig_t& config) {
+  const Gpu& here = all.gpu.at(current_device());
+  const auto green = all.green.find(config.stream);
   if (here.loads != cudaSuccess) return here.loads;
   if (config.gridDim.x == 0 || config.blockDim.x == 0 || config.blockDim.x > 1024 ||
       config.dynamicSmemBytes > size_t(here.allowed(kernel)))
@@ -129,8 +132,8 @@ cudaError_t check_launch(const Gpu& here, const void* kernel, const cudaLaunchCo
                       config.gridDim.x % cluster != 0))
     return cudaErrorInvalidClusterSize;
   const int threads = int(config.blockDim.x);
-  const int resident =
-      here.resident(kernel, threads, config.dynamicSmemBytes) * here.multiprocessors;
+  const int resident = here.resident(kernel, threads, config.dynamicSmemBytes) *
+                       (green == all.green.end() ? here.multiprocessors : green->second);
   if (is_cooperative(config) && config.gridDim.x > unsigned(resident))
     return cudaErrorCooperativeLaunchTooLarge;
   return cudaSuccess;
@@ -179,6 +182,27 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     *value = shared ? gpu.most_shared : gpu.multiprocessors;
     return cudaSuccess;
   });
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  const bool of_stream = std::strcmp(name, "cuStreamGetGreenCtx") == 0;
+  *function = of_stream ? reinterpret_cast<void*>(cuStreamGetGreenCtx)
+                        : reinterpret_cast<void*>(cuGreenCtxGetDevResource);
+  *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+// A green context is its stream.
+CUresult cuStreamGetGreenCtx(CUstream stream, CUgreenCtx* context) {
+  *context = Gpus::get().green.count(stream) == 0 ? nullptr : reinterpret_cast<CUgreenCtx>(stream);
+  return CUDA_SUCCESS;
+}
+CUresult cuGreenCtxGetDevResource(CUgreenCtx context, CUdevResource* resource,
+                                  CUdevResourceType type) {
+  resource->type = type;
+  resource->sm.smCount = unsigned(Gpus::get().green.at(reinterpret_cast<CUstream>(context)));
+  return CUDA_SUCCESS;
 }
 
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
@@ -278,7 +302,7 @@ cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
   const cudaError_t error = call.run([&](Gpus& all) {
     const cudaError_t refused = use(all, config->stream);
     return refused != cudaSuccess ? refused
-                                  : check_launch(all.gpu[current_device()], kernel, *config);
+                                  : check_launch(all, kernel, *config);
   });
   const Runs& runs = Runs::get();
   if (error != cudaSuccess || captures(config->stream)) return error;
