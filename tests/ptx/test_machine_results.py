@@ -83,6 +83,7 @@ with np.errstate(all="ignore"):
          "or.b32 %d, %r10, %r11;", "u4", (HALVES[0].view("u4"), HALVES[1].view("u4")),
          (HALVES[0] < HALVES[1]).reshape(-1, 2) @ [1, 2]),
         ("abs.f16 %d, %a;", "f2", (HALVES[0],), np.abs(HALVES[0])),
+        ("abs.f16x2 %d, %a;", "u4", (HALVES[0].view("u4"),), np.abs(HALVES[0]).view("u4")),
         # Conversions.
         ("cvt.rn.f16.f32 %d, %a;", "f2", (EDGES,), EDGES.astype("f2")),
         ("cvt.rn.bf16.f32 %d, %a;", "u2", (EDGES,),

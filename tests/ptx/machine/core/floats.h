@@ -27,7 +27,7 @@ using FDiv = decltype([]<class T>(T a, T b) { return a / b; });
 using FFma = decltype([]<class T>(T a, T b, T c) { return std::fma(a, b, c); });
 using FNeg = decltype([]<class T>(T a) { return -a; });
 using FAbs = decltype([]<class T>(T a) { return std::fabs(a); });
-using HalfAbs = decltype([](uint16_t bits) { return uint16_t(bits & 0x7fff); });
+using HalfAbs = decltype([]<class T>(T bits) { return T(bits & T(0x7fff7fff)); });
 // The number of the two where one is NaN; -0 is below +0.
 using FMin = decltype([]<class T>(T a, T b) {
   if (a != a) return b;
@@ -330,6 +330,8 @@ inline void add_floating_opcodes() {
   all["abs"] = [](Form& f, Instr& i) {
     if (f.take("bf16") || f.take("f16"))
       i.run = unary<HalfAbs, uint16_t>;
+    else if (f.take("bf16x2") || f.take("f16x2"))
+      i.run = unary<HalfAbs, uint32_t>;
     else
       resolve_floating<FAbs, 1>(f, i);
   };
